@@ -1,0 +1,403 @@
+"""Training speed: this project's trainer against two plain loops, side by side in one run.
+
+Contenders, all with the same weights, tokens, AdamW, clipping and learning rates, on the same device:
+  lit_layers   LitCausalLM in a Lightning Trainer, with the options, loader and callbacks of `lit-layers fit`
+  bare loop    a few lines of PyTorch around the very same Hugging Face model
+  nanoGPT      a few lines of PyTorch around a GPT of equal size written out in nn.Linear, without any library
+
+They take turns: the Trainer pauses after each step (after ten on a GPU, whose queue must stay filled) while the others
+run as many, in an order that alternates. A ratio is taken within a round of some steps, and the median over rounds is
+reported, so that whatever else the machine does falls on all of them. All must reach the same loss, otherwise the run
+ends with an error.
+
+    python benchmarks/training.py --size quickstart
+    python benchmarks/training.py --size 124m --device cuda
+"""
+
+import argparse
+import copy
+import logging
+import os
+import statistics
+import sys
+import tempfile
+import time
+import warnings
+from collections.abc import Callable
+from contextlib import nullcontext
+from dataclasses import dataclass, replace
+from types import SimpleNamespace
+from typing import Any
+
+import lightning as L
+import numpy as np
+import torch
+from rich.console import Console
+from rich.table import Table
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.utils.data import Dataset
+
+from lit_layers import records
+from lit_layers.models import true_vocab_size
+from lit_layers.training import LitCausalLM, LitTextData
+from lit_layers.training.optim import adamw, warmup_cosine
+from lit_layers.training.progress import StepProgress
+from lit_layers.training.run_log import RunLog
+from lit_layers.training.sampler import StepSampler
+
+OURS, BARE, NANO = "lit_layers", "bare loop", "nanoGPT"
+TARGETS = {BARE: 0.95, NANO: 1.0}
+CLIP, WARMUP = 1.0, 40
+# Those of lit_layers.cli.fit, which needs more packages than a training machine may have.
+TRAINER_DEFAULTS: dict[str, Any] = {
+    "logger": False,
+    "enable_checkpointing": False,
+    "enable_progress_bar": False,
+    "enable_model_summary": False,
+    "use_distributed_sampler": False,
+    "num_sanity_val_steps": 0,
+    "max_epochs": -1,
+    "check_val_every_n_epoch": None,
+    "log_every_n_steps": 10,
+}
+
+
+@dataclass(frozen=True)
+class Size:
+    """Shape of a model and of its batches, and how many steps make a round."""
+
+    layers: int
+    dim: int
+    heads: int
+    context: int
+    vocabulary: int
+    batch: int
+    round: int
+
+
+SIZES = {
+    "quickstart": Size(layers=6, dim=128, heads=4, context=128, vocabulary=2048, batch=16, round=10),
+    "small": Size(layers=6, dim=384, heads=6, context=256, vocabulary=8192, batch=4, round=4),
+    "124m": Size(layers=12, dim=768, heads=12, context=1024, vocabulary=50257, batch=16, round=20),
+}
+
+
+# ------------------------------------------------------------------------------------------------ the nanoGPT model
+
+
+class NanoBlock(nn.Module):
+    """A pre-norm block: attention through scaled_dot_product_attention, then a GELU MLP."""
+
+    def __init__(self, dim: int, heads: int) -> None:
+        super().__init__()
+        self.heads = heads
+        self.ln_1, self.ln_2 = nn.LayerNorm(dim), nn.LayerNorm(dim)
+        self.qkv, self.attention_out = nn.Linear(dim, 3 * dim), nn.Linear(dim, dim)
+        self.expand, self.gelu, self.contract = (
+            nn.Linear(dim, 4 * dim),
+            nn.GELU(approximate="tanh"),
+            nn.Linear(4 * dim, dim),
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        batch, tokens, dim = x.shape
+        q, k, v = self.qkv(self.ln_1(x)).split(dim, dim=2)
+        q, k, v = (part.view(batch, tokens, self.heads, -1).transpose(1, 2) for part in (q, k, v))
+        mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True)  # (batch, heads, tokens, dim / heads)
+        x = x + self.attention_out(mixed.transpose(1, 2).contiguous().view(batch, tokens, dim))
+        return x + self.contract(self.gelu(self.expand(self.ln_2(x))))
+
+
+class NanoGPT(nn.Module):
+    """GPT-2 as nanoGPT writes it: tied embedding and head, learned positions, no key-value cache, no masks."""
+
+    def __init__(self, size: Size, rows: int) -> None:
+        super().__init__()
+        self.token, self.position = nn.Embedding(rows, size.dim), nn.Embedding(size.context, size.dim)
+        self.blocks = nn.ModuleList(NanoBlock(size.dim, size.heads) for _ in range(size.layers))
+        self.norm = nn.LayerNorm(size.dim)
+        self.head = nn.Linear(size.dim, rows, bias=False)
+        self.head.weight = self.token.weight
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.token(tokens) + self.position(torch.arange(tokens.shape[1], device=tokens.device))
+        for block in self.blocks:
+            x = block(x)
+        return self.head(self.norm(x))
+
+    @torch.no_grad()
+    def copy_from(self, gpt2: Any) -> "NanoGPT":
+        """Takes over the weights of a Hugging Face GPT-2, whose Conv1D stores the transpose of a Linear."""
+        body = gpt2.transformer
+        pairs = [(self.token, body.wte), (self.position, body.wpe), (self.norm, body.ln_f)]
+        for mine, theirs in zip(self.blocks, body.h, strict=True):
+            pairs += [(mine.ln_1, theirs.ln_1), (mine.ln_2, theirs.ln_2)]
+            pairs += [(mine.qkv, theirs.attn.c_attn), (mine.attention_out, theirs.attn.c_proj)]
+            pairs += [(mine.expand, theirs.mlp.c_fc), (mine.contract, theirs.mlp.c_proj)]
+        for mine, theirs in pairs:
+            transposed = isinstance(mine, nn.Linear)
+            mine.weight.copy_(theirs.weight.T if transposed else theirs.weight)
+            if getattr(mine, "bias", None) is not None:
+                mine.bias.copy_(theirs.bias)
+        return self
+
+
+# ------------------------------------------------------------------------------------------------ data
+
+
+class RandomBlocks(Dataset):
+    """Token ids with the frequencies of words (1 / rank), for a loss with something to learn; read as from shards."""
+
+    def __init__(self, size: Size, count: int = 2048) -> None:
+        frequencies = 1 / torch.arange(1, size.vocabulary + 1)
+        draws = torch.multinomial(
+            frequencies, count * (size.context + 1), replacement=True, generator=torch.Generator().manual_seed(7)
+        )
+        self.tokens = draws.view(count, size.context + 1).numpy().astype(np.uint16)
+
+    def __len__(self) -> int:
+        return len(self.tokens)
+
+    def __getitem__(self, index: int) -> dict[str, Tensor]:
+        return {"input_ids": torch.from_numpy(self.tokens[index].astype(np.int64))}
+
+
+class RandomText(LitTextData):
+    """The real data module with random tokens in place of a prepared corpus."""
+
+    def __init__(self, size: Size) -> None:
+        super().__init__("random", "none", num_tokens=size.context, global_batch_size=size.batch)
+        self.shards: Any = SimpleNamespace(vocab_size=size.vocabulary)
+        self.train: Any = RandomBlocks(size)
+
+    def prepare_data(self) -> None:
+        """Nothing to prepare."""
+
+    def setup(self, stage: str) -> None:
+        """Nothing to open."""
+
+
+# ------------------------------------------------------------------------------------------------ contenders
+
+
+class Loop:
+    """A bare training loop over the very batches that the Trainer sees."""
+
+    def __init__(
+        self, network: Callable[[Tensor], Tensor], model: nn.Module, lit: LitCausalLM, data: RandomText
+    ) -> None:
+        self.network, self.model, self.device = network, model, lit.device
+        self.tokens = torch.from_numpy(data.train.tokens.astype(np.int64))
+        self.sampler = StepSampler(len(data.train), global_batch_size=data.global_batch_size, seed=data.seed)
+        self.optimizer = adamw(model, lr=lit.lr, weight_decay=lit.weight_decay, betas=lit.betas)
+        factor = warmup_cosine(
+            warmup_steps=lit.warmup_steps, decay_steps=lit.trainer.max_steps, min_ratio=lit.min_lr_ratio
+        )
+        self.scheduler = torch.optim.lr_scheduler.LambdaLR(self.optimizer, factor)
+        self.autocast = torch.autocast("cuda", torch.bfloat16) if self.device.type == "cuda" else nullcontext()
+        self.losses: list[Tensor] = []
+
+    def run(self, steps: int) -> None:
+        for _ in range(steps):
+            tokens = self.tokens[self.sampler.global_batch(len(self.losses))].to(self.device, non_blocking=True)
+            with self.autocast:
+                loss = F.cross_entropy(self.network(tokens[:, :-1]).flatten(0, 1), tokens[:, 1:].flatten())
+            loss.backward()
+            nn.utils.clip_grad_norm_(self.model.parameters(), CLIP)
+            self.optimizer.step()
+            self.scheduler.step()
+            self.optimizer.zero_grad(set_to_none=True)
+            self.losses.append(loss.detach())
+
+
+def plain_loops(lit: LitCausalLM, data: RandomText, size: Size) -> dict[str, Loop]:
+    """Returns the two plain loops, their models equal to the trainer's as it is now."""
+    bare: Any = copy.deepcopy(lit.model)
+    nano = NanoGPT(size, rows=bare.config.vocab_size).to(lit.device).copy_from(bare)
+    assert sum(p.numel() for p in bare.parameters()) == sum(p.numel() for p in nano.parameters())
+    network = torch.compile(bare) if lit.compile_model else bare
+    forward = torch.compile(nano) if lit.compile_model else nano
+    words = true_vocab_size(bare)
+    return {
+        BARE: Loop(lambda ids: network(input_ids=ids, use_cache=False).logits[..., :words], bare, lit, data),
+        NANO: Loop(forward, nano, lit, data),
+    }
+
+
+class TakeTurns(L.Callback):
+    """Stops the trainer's clock every `turn` steps and lets the plain loops run as many.
+
+    Attributes:
+        seconds: per contender, the wall and the processor time of each of its turns.
+        paused_seconds: what RunLog leaves out of its own tokens per second.
+    """
+
+    def __init__(self, size: Size, turn: int, bar: StepProgress) -> None:
+        self.size, self.turn, self.bar = size, turn, bar
+        self.paused_seconds = 0.0
+        self.seconds: dict[str, list[tuple[float, float]]] = {OURS: [], BARE: [], NANO: []}
+        self.loops: dict[str, Loop] = {}
+
+    def on_train_start(self, trainer: L.Trainer, pl_module: Any) -> None:
+        self.loops = plain_loops(pl_module, trainer.datamodule, self.size)  # pyright: ignore
+        self._started = self._clock()
+
+    def on_train_batch_start(self, trainer: L.Trainer, pl_module: Any, batch: Any, batch_idx: int) -> None:
+        if batch_idx and batch_idx % self.turn == 0:
+            self._others_turn()
+
+    def on_train_end(self, trainer: L.Trainer, pl_module: Any) -> None:
+        self._others_turn()
+
+    def _others_turn(self) -> None:
+        now = self._clock()
+        self.seconds[OURS].append(_difference(now, self._started))
+        live = getattr(self.bar._bar, "live", None)
+        if live is not None:
+            live.stop()  # its thread must not draw at the others' expense
+        backwards = -1 if len(self.seconds[OURS]) % 2 else 1
+        for name, loop in list(self.loops.items())[::backwards]:
+            started = self._clock()
+            loop.run(self.turn)
+            self.seconds[name].append(_difference(self._clock(), started))
+        if live is not None:
+            live.start()
+        self._started = self._clock()
+        self.paused_seconds += self._started[0] - now[0]
+
+    def _clock(self) -> tuple[float, float]:
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()
+        return time.perf_counter(), time.process_time()
+
+
+def _difference(end: tuple[float, float], start: tuple[float, float]) -> tuple[float, float]:
+    return end[0] - start[0], end[1] - start[1]
+
+
+# ------------------------------------------------------------------------------------------------ run and report
+
+
+def compete(size: Size, *, steps: int, turn: int, device: str, compile: bool, bar: bool) -> tuple[TakeTurns, Tensor]:
+    """Trains all contenders; returns the timings and the trainer's losses as it logged them."""
+    shape = {"n_layer": size.layers, "n_embd": size.dim, "n_head": size.heads, "n_positions": size.context}
+    no_dropout = dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.0)
+    lit = LitCausalLM("gpt2", shape | no_dropout, warmup_steps=WARMUP, compile=compile)
+    with tempfile.TemporaryDirectory() as root, open(os.devnull, "w") as nowhere:
+        run_log = RunLog(root)
+        progress = StepProgress(run_log, console=Console(file=nowhere, force_terminal=bar))
+        turns = TakeTurns(size, turn, progress)
+        trainer = L.Trainer(
+            **TRAINER_DEFAULTS,
+            accelerator=device,
+            devices=1,
+            precision="bf16-mixed" if device == "cuda" else "32-true",
+            gradient_clip_val=CLIP,
+            limit_val_batches=0,
+            max_steps=steps,
+            default_root_dir=root,
+            callbacks=[turns, run_log, progress],
+        )
+        trainer.fit(lit, datamodule=RandomText(size))
+        losses = [row["train/loss"] for row in records.rows(run_log.file)]
+    return turns, torch.tensor(losses, dtype=torch.float64)
+
+
+def compare_losses(turns: TakeTurns, losses: Tensor, device: str) -> dict[str, float]:
+    """Returns the relative difference of each loop's loss from the trainer's, over the last quarter of the steps.
+
+    Raises:
+        SystemExit: where the contenders did not do the same work.
+    """
+    differences = {}
+    # nanoGPT counts the padding rows of its vocabulary: log(1 + 47 / 50257) = 0.0009 nats of 10.8 at the first step.
+    at_first, at_last = (2e-4, 1e-3) if device == "cpu" else (1e-3, 1e-2)
+    for name, loop in turns.loops.items():
+        theirs = torch.stack(loop.losses).double().cpu()
+        if len(theirs) != len(losses):
+            sys.exit(f"{name} took {len(theirs)} steps, lit_layers {len(losses)}: the comparison is void")
+        first = float((theirs[0] / losses[0] - 1).abs())
+        # Rounding grows with every step, more in single steps than in their mean.
+        quarter = -(len(losses) // 4) or None
+        differences[name] = float((theirs[quarter:].mean() / losses[quarter:].mean() - 1).abs())
+        if first > at_first or differences[name] > at_last:
+            sys.exit(
+                f"losses of {name} and lit_layers differ by {first:.1e} at the first step and by "
+                f"{differences[name]:.1e} at the end: the comparison is void"
+            )
+    return differences
+
+
+def rounds_of(turns: list[tuple[float, float]], per_round: int) -> list[tuple[float, float]]:
+    """Returns the wall and processor seconds of each round."""
+    return [
+        (sum(wall for wall, _ in part), sum(processor for _, processor in part))
+        for part in (turns[start : start + per_round] for start in range(0, len(turns), per_round))
+    ]
+
+
+def report(turns: TakeTurns, differences: dict[str, float], warmup: int, console: Console) -> bool:
+    """Prints the table; returns whether the trainer keeps up with both loops."""
+    size = turns.size
+    tokens = size.round * size.batch * size.context
+    timings = {name: rounds_of(taken, size.round // turns.turn)[warmup:] for name, taken in turns.seconds.items()}
+    table = Table(title=f"medians of {len(timings[OURS])} rounds of {size.round} steps")
+    for column in ("", "tokens/s", "lit_layers / it", "quartiles", "in CPU time", "target", "loss differs by"):
+        table.add_column(column, justify="right" if column else "left")
+    table.add_row(OURS, f"{tokens / statistics.median(wall for wall, _ in timings[OURS]):,.0f}", *[""] * 5)
+    reached = True
+    for name, target in TARGETS.items():
+        pairs = list(zip(timings[name], timings[OURS], strict=True))
+        low, ratio, high = statistics.quantiles([theirs[0] / ours[0] for theirs, ours in pairs], method="inclusive")
+        processor = statistics.median(theirs[1] / ours[1] for theirs, ours in pairs)
+        speed = tokens / statistics.median(wall for wall, _ in timings[name])
+        verdict = f">= {target:.2f} {'yes' if ratio >= target else 'NO'}"
+        numbers = (f"{speed:,.0f}", f"{ratio:.3f}", f"{low:.3f} to {high:.3f}", f"{processor:.3f}")
+        table.add_row(name, *numbers, verdict, f"{differences[name]:.0e}")
+        reached &= ratio >= target
+    console.print(table)
+    return reached
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description="Training speed of lit_layers, a bare loop and a nanoGPT-style model.")
+    parser.add_argument("--size", choices=SIZES, default="quickstart")
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
+    parser.add_argument("--rounds", type=int, default=12, help="rounds that count")
+    parser.add_argument("--warmup", type=int, default=1, help="rounds before them that do not")
+    parser.add_argument("--batch", type=int, help="sequences a step, instead of the size's own")
+    parser.add_argument("--turn", type=int, help="steps before the others take over: a divisor of the round")
+    parser.add_argument("--threads", type=int, default=1, help="of PyTorch on the CPU")
+    parser.add_argument("--compile", action="store_true", help="torch.compile for all three")
+    parser.add_argument("--bar", action="store_true", help="draw the live progress bar (into nowhere)")
+    parser.add_argument("--check", action="store_true", help="exit with 1 where a target is missed")
+    options = parser.parse_args()
+    if options.rounds < 2 or options.warmup < 0 or min(options.threads, options.batch or 1, options.turn or 1) < 1:
+        parser.error("expected at least 2 rounds, no negative warm-up, and positive threads, batch and turn")
+    size = SIZES[options.size]
+    size = replace(size, batch=options.batch or size.batch)
+    turn = options.turn or (10 if options.device == "cuda" else 1)
+    if size.round % turn:
+        parser.error(f"expected a turn that divides the round of {size.round} steps, got {turn}")
+    torch.set_num_threads(options.threads)
+    torch.set_float32_matmul_precision("high" if options.device == "cuda" else "highest")
+    logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
+    warnings.filterwarnings("ignore", module="lightning")
+    turns, losses = compete(
+        size,
+        steps=(options.warmup + options.rounds) * size.round,
+        turn=turn,
+        device=options.device,
+        compile=options.compile,
+        bar=options.bar,
+    )
+    console = Console(width=110)
+    console.print(f"{options.size}: {size}", highlight=False)
+    console.print(f"{options.device}, {options.threads} thread(s), torch {torch.__version__}", highlight=False)
+    reached = report(turns, compare_losses(turns, losses, options.device), options.warmup, console)
+    return 0 if reached or not options.check else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,27 @@
+"""How structure emerges, layer by layer, while a transformer trains."""
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from lit_layers.analyses.base import Analysis
+    from lit_layers.emergence import measure
+    from lit_layers.models.view import LayeredModel, Trajectory
+    from lit_layers.records import Record
+
+__all__ = ["Analysis", "LayeredModel", "Record", "Trajectory", "measure"]
+
+_HOMES = {
+    "Analysis": "lit_layers.analyses.base",
+    "LayeredModel": "lit_layers.models.view",
+    "Record": "lit_layers.records",
+    "Trajectory": "lit_layers.models.view",
+    "measure": "lit_layers.emergence",
+}
+
+
+def __getattr__(name: str) -> Any:
+    # On first use, so that `lit-layers --help` need not wait for torch.
+    if name not in _HOMES:
+        raise AttributeError(f"module 'lit_layers' has no attribute {name!r}")
+    return getattr(importlib.import_module(_HOMES[name]), name)

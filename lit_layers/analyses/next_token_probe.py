@@ -1,0 +1,245 @@
+"""What a linear probe can tell about the next token from each layer."""
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, replace
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from lit_layers.analyses.base import Analysis
+from lit_layers.analyses.next_token_rows import (
+    Rows,
+    class_of,
+    draw_rows,
+    duplicates,
+    most_frequent,
+    passes,
+    predicts_next_token,
+    real_tokens,
+)
+from lit_layers.analyses.ratios import summarize_ratio
+from lit_layers.analyses.states import at_least_float32
+from lit_layers.data.batches import Batches
+from lit_layers.errors import InputError
+from lit_layers.functional.curves import wilson_interval
+from lit_layers.functional.probe import fit_logistic_probes, macro_f1
+from lit_layers.models.view import LayeredModel
+from lit_layers.records import Record
+
+Tags = dict[str, str | int | float]
+MAX_LOGITS = 2**28  # of one forward pass: 1 GB in float32
+
+
+@dataclass(kw_only=True)
+class NextTokenProbe(Analysis):
+    """A logistic probe per layer that predicts the next token among the most frequent ones.
+
+    One position is drawn from each text (`positions_per_sequence` for more), uniformly over those with `min_context`
+    tokens of context and a next token; features are the states there, the target is the next token. Classes are the
+    `num_classes` most frequent training targets, or as many as there are. `train` and `test` should come from
+    different documents; a training text that is also a test text, token for token, is left out.
+
+    Per layer: `accuracy` and `log_loss` (nats) and `macro_f1` on the test rows whose target is a class, `accuracy_all`
+    on all of them, the others counting as errors. `coverage` is the share of the former; its tags count classes, rows,
+    and texts left out. Rows tagged `reference` are on the same test rows: "majority" (the class frequencies in
+    training) and, of a model that generates, "lm_head" (its own head over its vocabulary) and "lm_head_closed" (over
+    the classes, as the probe). Rows tagged `control="random_labels"` are of probes fitted to permuted labels.
+
+    Intervals: Wilson's for shares, bootstrap over test rows for the rest; with several positions per text, whose rows
+    are not independent, bootstrap over texts for all. `n` counts rows. A layer whose probe has not converged has the
+    tag `num_not_converged`. Source: hierarchical analysis of monotonicity (OpenReview ZVLyyG5yS6), section 2, whose
+    settings are unpublished: these are ours.
+    """
+
+    train: Batches
+    test: Batches
+    name: str = "next_token_probe"
+    num_classes: int = 1000
+    min_context: int = 16
+    positions_per_sequence: int = 1
+    seed: int = 0
+    c: float = 1.0
+    tolerance: float = 1e-6
+    max_iterations: int = 1000
+    random_labels: bool = True
+
+    def check(self, model: LayeredModel) -> None:
+        super().check(model)
+        self._check_options(model)
+        self._problem()
+
+    def run(self, model: LayeredModel) -> Iterable[Record]:
+        self._check_options(model)
+        problem = self._problem()
+        model = at_least_float32(model)
+        max_tokens = max(batch["input_ids"].numel() for batch in self.test)
+        test, head = _look(model, problem.test, max_tokens, problem.classes)
+        yield self._coverage(problem)
+        yield from self._references(problem, head)
+        train, _ = _look(model, problem.train, max_tokens)
+        yield from self._probes(problem, train, problem.train_classes, test, {})
+        if self.random_labels:
+            order = torch.randperm(len(problem.train), generator=torch.Generator().manual_seed(self.seed))
+            control: Tags = {"control": "random_labels"}
+            yield from self._probes(problem, train, problem.train_classes[order], test, control)
+
+    def _check_options(self, model: LayeredModel) -> None:
+        if model.family.sees_images:
+            raise InputError(f"{self.name}: expected a model of text, got {type(model.model).__name__}")
+        least = {"num_classes": 2, "min_context": 1, "positions_per_sequence": 1, "seed": 0, "max_iterations": 1}
+        for option, low in least.items():
+            if getattr(self, option) < low:
+                raise InputError(f"{self.name}: expected {option} of at least {low}, got {getattr(self, option)}")
+        for option in ("c", "tolerance"):
+            if not getattr(self, option) > 0:
+                raise InputError(f"{self.name}: expected a positive {option}, got {getattr(self, option)}")
+
+    def _problem(self) -> "_Problem":
+        """The rows of both splits and their classes: a matter of tokens alone, the same at every checkpoint."""
+        train_texts, test_texts = real_tokens(self.train), real_tokens(self.test)
+        doubles = duplicates(train_texts, test_texts)
+        drawn, test = (
+            draw_rows(
+                texts,
+                min_context=self.min_context,
+                per_text=self.positions_per_sequence,
+                seed=self.seed,
+                left_out=left_out,
+            )
+            for texts, left_out in ((train_texts, doubles), (test_texts, set()))
+        )
+        for split, rows in (("train", drawn), ("test", test)):
+            if not len(rows):
+                also = f" beside {len(doubles)} that are test texts too" if split == "train" and doubles else ""
+                raise InputError(
+                    f"{self.name}: {split} has no text of more than {self.min_context} tokens{also}: "
+                    "give other data or a smaller min_context"
+                )
+        classes = most_frequent(drawn.targets, self.num_classes)
+        if len(classes) < 2:
+            raise InputError(
+                f"{self.name}: the {len(drawn)} training rows all have the next token {classes.item()}, and a probe "
+                "needs two classes: give more or other texts"
+            )
+        train_classes, test_classes = class_of(drawn.targets, classes), class_of(test.targets, classes)
+        if not (test_classes >= 0).any():
+            raise InputError(
+                f"{self.name}: no test row has one of the {len(classes)} classes as its next token: "
+                "give more test texts or a larger num_classes"
+            )
+        covered = train_classes >= 0
+        num_short = sum(len(text) <= self.min_context for text in [*train_texts, *test_texts])
+        return _Problem(
+            drawn.where(covered), test, classes, train_classes[covered], test_classes, len(doubles), num_short
+        )
+
+    def _coverage(self, problem: "_Problem") -> Record:
+        tags: Tags = {
+            "num_classes": len(problem.classes),
+            "num_train_rows": len(problem.train),
+            "num_duplicates": problem.num_duplicates,
+            "num_too_short": problem.num_too_short,
+        }
+        return self._share("coverage", problem.test_classes >= 0, problem.test.text, tags=tags)
+
+    def _references(self, problem: "_Problem", head: "_Head | None") -> Iterator[Record]:
+        share = torch.bincount(problem.train_classes).double() / len(problem.train)
+        log_share = share.log().expand(len(problem.test), -1)
+        yield from self._scores(problem, share.argmax().expand(len(problem.test)), log_share, {"reference": "majority"})
+        if head is None:
+            return
+        tags: Tags = {"reference": "lm_head"}
+        covered = problem.test_classes >= 0
+        hit = head.top == problem.test.targets
+        yield self._share("accuracy", hit[covered], problem.test.text[covered], tags=tags)
+        yield self._share("accuracy_all", hit, problem.test.text, tags=tags)
+        yield self._mean("log_loss", head.log_loss[covered], problem.test.text[covered], tags=tags)
+        closed = head.closed.log_softmax(-1)
+        yield from self._scores(problem, closed.argmax(-1), closed, {"reference": "lm_head_closed"})
+
+    def _probes(
+        self, problem: "_Problem", features: Tensor, labels: Tensor, test: Tensor, tags: Tags
+    ) -> Iterator[Record]:
+        probes = fit_logistic_probes(
+            features,
+            labels,
+            c=self.c,
+            num_classes=len(problem.classes),
+            tolerance=self.tolerance,
+            max_iterations=self.max_iterations,
+        )
+        for layer, (log_proba, converged) in enumerate(zip(probes.log_proba(test), probes.converged, strict=True)):
+            flag: Tags = {} if converged else {"num_not_converged": 1}
+            yield from self._scores(problem, log_proba.argmax(-1), log_proba, tags | flag, layer)
+
+    def _scores(
+        self, problem: "_Problem", predicted: Tensor, log_proba: Tensor, tags: Tags, layer: int | None = None
+    ) -> Iterator[Record]:
+        """Of predictions (test rows,) and log-probabilities (test rows, classes)."""
+        covered = problem.test_classes >= 0
+        truth, text = problem.test_classes[covered], problem.test.text
+        hit = predicted == problem.test_classes  # never for the uncovered, which are -1
+        yield self._share("accuracy", hit[covered], text[covered], layer=layer, tags=tags)
+        yield self._share("accuracy_all", hit, text, layer=layer, tags=tags)
+        losses = -log_proba[covered].gather(1, truth[:, None])[:, 0]
+        yield self._mean("log_loss", losses, text[covered], layer=layer, tags=tags)
+        value = macro_f1(truth, predicted[covered])
+        yield Record(metric="macro_f1", value=value, layer=layer, n=len(truth), tags=tags)
+
+    def _mean(self, metric: str, values: Tensor, text: Tensor, *, layer: int | None = None, tags: Tags) -> Record:
+        """Over rows, with an interval over texts: the same thing with one row a text."""
+        _, group, counts = text.unique(return_inverse=True, return_counts=True)
+        sums = torch.zeros(len(counts), dtype=torch.float64).index_add_(0, group, values.double())
+        return replace(summarize_ratio(metric, sums, counts, layer=layer, tags=tags), n=len(values))
+
+    def _share(self, metric: str, hits: Tensor, text: Tensor, *, layer: int | None = None, tags: Tags) -> Record:
+        record = self._mean(metric, hits, text, layer=layer, tags=tags)
+        if self.positions_per_sequence > 1:
+            return record
+        low, high = wilson_interval(int(hits.sum()), len(hits))
+        return replace(record, low=low, high=high)
+
+
+class _Problem(NamedTuple):
+    train: Rows  # those of a class only
+    test: Rows  # all
+    classes: Tensor  # (classes,) token ids, the most frequent first
+    train_classes: Tensor  # (train rows,)
+    test_classes: Tensor  # (test rows,), -1 for the uncovered
+    num_duplicates: int
+    num_too_short: int
+
+
+class _Head(NamedTuple):
+    """What the model's own head makes of rows."""
+
+    top: Tensor  # (rows,) the most probable token
+    log_loss: Tensor  # (rows,) of the target
+    closed: Tensor  # (rows, classes) logits
+
+
+def _look(
+    model: LayeredModel, rows: Rows, max_tokens: int, classes: Tensor | None = None
+) -> tuple[Tensor, _Head | None]:
+    """States (layers + 1, rows, dim) at the rows' positions and, given classes and a model that generates, its head's
+    view of them. On the CPU; of each forward pass only the rows' own states and logits are kept."""
+    generates = predicts_next_token(model)
+    states = torch.empty(model.num_layers + 1, len(rows), model.dim, dtype=model.dtype)
+    head, targets = None, rows.targets
+    if generates and classes is not None:
+        head = _Head(
+            top=torch.empty(len(rows), dtype=torch.long),
+            log_loss=torch.empty(len(rows), dtype=model.dtype),
+            closed=torch.empty(len(rows), len(classes), dtype=model.dtype),
+        )
+    max_tokens = min(max_tokens, MAX_LOGITS // (model.vocab_size or model.dim))
+    for part in passes(rows, max_tokens=max_tokens, together=generates):
+        trajectory = model.trajectory({"input_ids": part.input_ids})
+        states[:, part.row] = trajectory.hidden[:, part.context, part.position].cpu()
+        if head is not None and classes is not None:
+            logits = trajectory.logits[part.context, part.position].cpu()  # (k, vocabulary)
+            head.top[part.row] = logits.argmax(-1)
+            head.log_loss[part.row] = -logits.log_softmax(-1).gather(1, targets[part.row, None])[:, 0]
+            head.closed[part.row] = logits[:, classes]
+    return states, head

@@ -1,0 +1,193 @@
+"""`lit-layers fit`: train from a recipe, save and measure at each step of its schedule, draw the curves."""
+
+import logging
+import time
+import warnings
+from pathlib import Path
+from typing import Any, Literal
+
+import lightning as L
+import torch
+import yaml
+from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
+from omegaconf.errors import OmegaConfBaseException
+from rich.console import Console
+from yaml import YAMLError
+
+from lit_layers.analyses.base import Analysis
+from lit_layers.cli.closing import print_closing
+from lit_layers.cli.messages import one_sentence
+from lit_layers.errors import InputError
+from lit_layers.report import WandbMirror, write_report
+from lit_layers.training import EmergenceCallback, SeriesCheckpoint
+from lit_layers.training.progress import StepProgress
+from lit_layers.training.run_folder import RunFolder, refuse_a_used_folder
+from lit_layers.training.run_log import RunLog
+
+INTERRUPTED, TERMINATED = 130, 143
+TRAINER_DEFAULTS = {
+    "logger": False,
+    "enable_checkpointing": False,
+    "enable_progress_bar": False,
+    "enable_model_summary": False,
+    "use_distributed_sampler": False,
+    "num_sanity_val_steps": 0,
+    "max_epochs": -1,
+    "check_val_every_n_epoch": None,
+    "log_every_n_steps": 10,
+}
+
+
+class FitParser(LightningArgumentParser):
+    """Says what is wrong in one sentence, not after fifty lines of usage."""
+
+    def error(self, message: str, ex: Exception | None = None) -> None:  # pyright: ignore
+        raise InputError(one_sentence(message, self.get_defaults(skip_validation=True).keys(branches=True))) from None
+
+
+class FitCLI(LightningCLI):
+    """LightningCLI with the keys of a watched run at its top level, written once for all callbacks."""
+
+    def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
+        parser.add_argument("--root", type=str, required=True, help="The run's folder, e.g. checkpoints/my_run.")
+        parser.add_argument(
+            "--if_exists",
+            type=Literal["refuse", "overwrite"],
+            default="refuse",
+            help="What to do where root already holds a run.",
+        )
+        parser.add_argument(
+            "--steps",
+            type=list[int] | dict[str, int] | str,
+            default="pythia",
+            help="Steps to save and measure: pythia, a list, {every: N} or {log: 2, until: N, then_every: N}.",
+        )
+        parser.add_argument("--corpus", type=str | None, default=None, help="Stands for ${corpus} in recipes.")
+        parser.add_argument("--tokenizer", type=str | None, default=None, help="Stands for ${tokenizer} in recipes.")
+        parser.add_argument("--analyses", type=list[Analysis], default=[], help="What to measure at these steps.")
+        parser.add_argument("--wandb", type=WandbMirror | None, default=None, help="Mirrors the run to W&B.")
+
+    @property
+    def own(self) -> Any:
+        """The options of ours, instantiated."""
+        return self.config_init
+
+    def instantiate_trainer(self, **kwargs: Any) -> L.Trainer:
+        own, root = self.own, Path(self.own.root)
+        self.console = Console()
+        run_log = RunLog(root, own.wandb)
+        progress = StepProgress(run_log, console=self.console)
+        text = self.parser.dump(self.config, skip_none=False)
+        self.folder = RunFolder(root, config=text, options=yaml.safe_load(text), mirror=own.wandb)
+        self.series = SeriesCheckpoint(own.steps, root)
+        self.emergence = EmergenceCallback(own.analyses, own.steps, root, watchers=[run_log, progress])
+        # In this order: the folder is ready, scalars are noted, weights are on disk, then they are measured.
+        options = dict(own.trainer)
+        theirs = options.get("callbacks") or []
+        callbacks = [self.folder, *theirs, run_log, self.series, self.emergence, progress]
+        precision = options.get("precision") or _best_precision(options["accelerator"])
+        try:
+            return super().instantiate_trainer(callbacks=callbacks, precision=precision, **kwargs)
+        except (MisconfigurationException, ValueError) as error:
+            raise InputError(f"trainer: {' '.join(str(error).split())}") from error
+
+
+def main(argv: list[str]) -> int:
+    """Trains and returns 0, or 130 where the user stopped it; the report is written either way."""
+    _quieten()
+    cli = _parse(argv)
+    own = cli.own
+    if cli.trainer.max_steps < 1:
+        raise InputError(f"trainer.max_steps: expected the number of steps to train, got {cli.trainer.max_steps}")
+    if cli.trainer.is_global_zero:
+        refuse_a_used_folder(Path(own.root), own.if_exists)
+    return _train(cli)
+
+
+def _parse(argv: list[str]) -> FitCLI:
+    with warnings.catch_warnings():
+        # The arguments are handed over because sys.argv also holds the command's name.
+        warnings.filterwarnings("ignore", message="LightningCLI's args parameter")
+        try:
+            return FitCLI(
+                model_class=L.LightningModule,
+                datamodule_class=L.LightningDataModule,
+                subclass_mode_model=True,
+                subclass_mode_data=True,
+                save_config_callback=None,
+                trainer_defaults=TRAINER_DEFAULTS,
+                seed_everything_default=0,
+                parser_class=FitParser,
+                parser_kwargs={"prog": "lit-layers fit", "parser_mode": "omegaconf+"},
+                auto_configure_optimizers=False,
+                load_from_checkpoint_support=False,
+                args=argv,
+                run=False,
+            )
+        except (OmegaConfBaseException, YAMLError) as error:
+            raise InputError(" ".join(str(error).split())) from error
+        except (TypeError, ValueError) as error:
+            # jsonargparse wraps what a constructor says into its own account of the types it tried.
+            raise _original(error) from None
+
+
+def _original(error: BaseException) -> BaseException:
+    """Returns the user's mistake that an error was raised about, or the error itself."""
+    inner: BaseException | None = error
+    while inner is not None and not isinstance(inner, InputError):
+        inner = inner.__cause__ or inner.__context__
+    return inner or error
+
+
+def _train(cli: FitCLI) -> int:
+    """Runs the training, then leaves what can be read, whatever ended it; returns the exit code."""
+    started, code = time.perf_counter(), 1
+    try:
+        cli.trainer.fit(cli.model, datamodule=cli.datamodule)
+        code = TERMINATED if cli.trainer.received_sigterm else 0
+    except SystemExit:
+        code = INTERRUPTED  # Lightning turns Ctrl-C into sys.exit(1) after its callbacks have closed
+    finally:
+        if cli.folder.started:
+            _close(cli, time.perf_counter() - started, code)
+    return code
+
+
+def _close(cli: FitCLI, seconds: float, code: int) -> None:
+    """Facts, closing table, page, mirror. A trouble here is told and hides neither the run's own end nor the rest."""
+    root, mirror = Path(cli.own.root), cli.own.wandb
+    try:
+        cli.folder.close(
+            seconds=seconds,
+            last_step=cli.trainer.global_step,
+            checkpoint_seconds=cli.series.paused_seconds,
+            analysis_seconds=cli.emergence.paused_seconds,
+        )
+        print_closing(cli.console, root, seconds=seconds)
+        cli.console.print(f"\nreport: {write_report(root)}", highlight=False, markup=False, soft_wrap=True)
+    except (InputError, OSError) as error:
+        cli.console.print(f"\nno report: {error}", style="red", highlight=False, markup=False)
+    if mirror is not None:
+        mirror.finish(exit_code=code)
+        cli.console.print(mirror.closing_line(), highlight=False, markup=False, soft_wrap=True)
+
+
+def _best_precision(accelerator: str) -> str:
+    if accelerator in ("auto", "gpu", "cuda") and torch.cuda.is_available():
+        torch.set_float32_matmul_precision("high")
+        return "bf16-mixed" if torch.cuda.is_bf16_supported() else "32-true"
+    return "32-true"
+
+
+def _quieten() -> None:
+    """Hides Lightning's hints on what a recipe already decides."""
+    for name in ("lightning.pytorch.utilities.rank_zero", "lightning.fabric.utilities.seed"):
+        logging.getLogger(name).setLevel(logging.WARNING)
+    noise = (
+        ".*treespec, LeafSpec",
+        "The '.*_dataloader' does not have many workers",
+        "You defined a `validation_step`",
+    )
+    for message in noise:
+        warnings.filterwarnings("ignore", message=message)

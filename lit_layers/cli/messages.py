@@ -1,0 +1,40 @@
+"""A parser's complaint as one sentence: the option, what came, what would be right."""
+
+import difflib
+import re
+from collections.abc import Iterable
+
+_LONG = 400  # characters; a nested complaint repeats itself beyond that
+_UNION = re.compile(
+    r"Does not validate against any of the Union subtypes Subtypes: \[(?P<kinds>.*?)\] Errors: .*"
+    r"Given value type: .*? Given value: (?P<value>.*)$"
+)
+_REWORDED = [
+    (r"<class '(?:[\w.]+\.)?(\w+)'>", r"\1"),
+    (r"Parser key \"([^\"]+)\": ?", r"\1: "),
+    (r"Problem with given class_path '([^']+)': ", r"class_path \1: "),
+    (r"Expected a (\w+)\. Got value: (.*)", r"expected \1, got \2"),
+    (r"^the following arguments are required: (.*)", r"missing: \1; give it in the recipe or on the command line"),
+]
+
+
+def one_sentence(message: str, options: Iterable[str] = ()) -> str:
+    """Returns jsonargparse's message without its layout; a misspelt option gains the nearest of `options`."""
+    text, options = " ".join(message.split()), list(options)
+    if unknown := re.match(r"unrecognized arguments: (--([^\s=]+))", text):
+        return f"unknown option {unknown[1]}{_nearest(unknown[2], options, '--')}"
+    if unknown := re.match(r"Group '([^']+)' does not accept option '([^']+)'", text):
+        key = f"{unknown[1]}.{unknown[2]}"
+        return f"unknown key {key} in the recipe{_nearest(key, options)}"
+    if unknown := re.match(r"Option '([^']+)' is not accepted", text):
+        return f"unknown key {unknown[1]} in the recipe: no class given there has an option of that name"
+    if union := _UNION.search(text):
+        text = f"{text[: union.start()]}expected one of {union['kinds']}, got {union['value']}"
+    for pattern, words in _REWORDED:
+        text = re.sub(pattern, words, text)
+    return text if len(text) <= _LONG else f"{text[:_LONG].rstrip()} ..."
+
+
+def _nearest(word: str, options: list[str], dashes: str = "") -> str:
+    near = difflib.get_close_matches(word, options, n=1)
+    return f"; did you mean {dashes}{near[0]}?" if near else ""

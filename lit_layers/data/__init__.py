@@ -1,0 +1,40 @@
+"""Corpora, token shards, and the batches analyses measure on."""
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from lit_layers.data.batches import Batches as Batches
+    from lit_layers.data.preparing import prepare as prepare
+    from lit_layers.data.preparing import prepared as prepared
+    from lit_layers.data.shards import TokenShards as TokenShards
+    from lit_layers.data.text import EvalText as EvalText
+    from lit_layers.data.text import duplicate_windows as duplicate_windows
+    from lit_layers.data.training_text import TokenBlocks as TokenBlocks
+
+# Name -> module, imported on first use: the processes that tokenize need no torch, which takes seconds to import.
+_HOMES = {
+    "Batches": "batches",
+    "EvalText": "text",
+    "TokenBlocks": "training_text",
+    "TokenShards": "shards",
+    "duplicate_windows": "text",
+    "prepare": "preparing",
+    "prepared": "preparing",
+}
+__all__ = [
+    "Batches",
+    "EvalText",
+    "TokenBlocks",
+    "TokenShards",
+    "duplicate_windows",
+    "prepare",
+    "prepared",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    from importlib import import_module
+
+    return getattr(import_module(f"{__name__}.{_HOMES[name]}"), name)

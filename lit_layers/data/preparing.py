@@ -1,0 +1,323 @@
+"""Corpus to token shards: streamed, on several processes, and taken up again after an interruption.
+
+The result depends on the corpus and the options alone: not on the number of processes, not on where a run was cut.
+A preparation under way is a folder with `progress.json`; it says how far every file is good (the last closed part).
+"""
+
+import contextlib
+import copy
+import hashlib
+import json
+import os
+import re
+import shutil
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+from lit_layers.data.corpora import Document, Source, digest, in_share, open_source
+from lit_layers.data.encoding import Texts, encoded
+from lit_layers.data.progress_bar import bar
+from lit_layers.data.shards import (
+    FORMAT,
+    HEADER,
+    PROGRESS,
+    TOKENIZER,
+    VERSION,
+    ShardWriter,
+    TokenShards,
+    finish,
+    finish_names,
+    sync,
+    token_dtype,
+    write_json,
+)
+from lit_layers.data.tokenization import (
+    MAIN,
+    TextTokenizer,
+    bpe_size,
+    load_tokenizer,
+    save_tokenizer,
+    tokenizer_hash,
+    train_bpe,
+)
+from lit_layers.data.working_folder import begin, discard, discarding, expect_settings, locked, writing
+from lit_layers.errors import InputError
+
+CHUNK_BYTES = 2**20  # of text, the work of one call of the tokenizer
+PART_SECONDS = 5.0  # at most this much work, and a chunk, is done again after an interruption
+BPE_BYTES = 10**8  # of text a tokenizer is trained on
+SMALL = 2**25  # bytes: below this, starting processes costs more than it saves
+
+
+def prepared(corpus: str, tokenizer: str, *, cache: str | Path | None = None) -> TokenShards:
+    """The shards of a corpus: a folder made by `prepare`, or those in the cache, made now where they are missing.
+
+    The cache is `$LIT_LAYERS_CACHE`, by default `~/.cache/lit_layers`.
+
+    Raises:
+        InputError: where `corpus` is a prepared folder and another tokenizer made it; else as `prepare`.
+    """
+    if (Path(corpus) / HEADER).exists() or (Path(corpus) / PROGRESS).exists():
+        shards = TokenShards.open(corpus)
+        _expect_tokenizer(shards, tokenizer)
+        return shards
+    folder = _cache_folder(corpus, tokenizer, cache)
+    if (folder / HEADER).is_file():
+        return TokenShards.open(folder)
+    return prepare(corpus, tokenizer, folder, progress=sys.stderr.isatty())
+
+
+def prepare(
+    source: str,
+    tokenizer: str,
+    out: str | Path,
+    *,
+    column: str | None = None,
+    separator: str | None = None,
+    validation: float | None = None,
+    max_documents: int | None = None,
+    workers: int | None = None,
+    progress: bool = False,
+) -> TokenShards:
+    """Writes the token shards of a corpus to the folder `out`, or goes on with what an interrupted run left there.
+
+    Args:
+        source: `python`, `openwebtext`, `wikitext`, a text file or folder of them, a Hub data set `ORG/NAME[:CONFIG]`.
+        tokenizer: A local path, a name on the Hub, or `bpe:SIZE` to train one on the training documents.
+        out: A new or empty folder, or that of an interrupted run.
+        column: The column of the text in parquet, JSON-lines and Hub data; `text` unless told.
+        separator: The line that ends a document in a `.txt` file; `<|endoftext|>` unless told, "" for a blank line.
+        validation: Share of the documents to hold out, where the source brings no validation split.
+        max_documents: Read at most so many documents, of each split where the source brings its own.
+        workers: Processes; all cores unless told, one for a small corpus.
+        progress: Whether to show a bar.
+
+    Raises:
+        InputError: for options that do not fit, damaged text, an empty split, a folder that cannot be written.
+    """
+    if workers is not None and workers < 1:
+        raise InputError(f"workers must be at least 1, not {workers}")
+    if max_documents is not None and max_documents < 1:
+        raise InputError(f"max_documents must be at least 1, not {max_documents}")
+    folder = Path(out)
+    origin = open_source(source, column=column, separator=separator, validation=validation)
+    found = None if bpe_size(tokenizer) else load_tokenizer(tokenizer)
+    made_by = {"spec": tokenizer, "hash": found and tokenizer_hash(found.tokenizer)}
+    settings = {"source": origin.describe(), "tokenizer": made_by, "max_documents": max_documents}
+    size = origin.size()
+    workers = workers or (1 if size is not None and size < SMALL else _num_cores())
+    with writing(folder), locked(folder, progress):
+        finish_names(folder)
+        if (folder / HEADER).is_file():
+            (folder / PROGRESS).unlink(missing_ok=True)
+            shards = TokenShards.open(folder)
+            expect_settings(folder, shards.header["settings"], settings, "holds shards")
+            return shards
+        state = begin(folder, settings)
+        with discarding(folder):
+            origin.pin(state["revision"])
+            state["revision"] = origin.revision
+            if found is None and progress:
+                sys.stderr.write(f"training the tokenizer {tokenizer}\n")
+            _place_tokenizer(folder, state, found, origin)
+            _fill(folder, state, origin, workers, progress)
+        (folder / PROGRESS).unlink()
+    return TokenShards.open(folder)
+
+
+@dataclass(frozen=True)
+class _Chunk:
+    texts: Texts
+    state: dict[str, Any]  # of the reading, once these texts are written
+    share: float | None  # of the work, where it is known
+
+
+def _place_tokenizer(folder: Path, state: dict[str, Any], found: TextTokenizer | None, source: Source) -> None:
+    """Saves the tokenizer beside the shards, trained first where that was asked for."""
+    if state["tokenizer"] is not None:
+        return
+    spec, limit = state["settings"]["tokenizer"]["spec"], state["settings"]["max_documents"]
+    if found is None:
+        found = train_bpe(_first_bytes(_training_texts(source, limit), BPE_BYTES), bpe_size(spec) or 0)
+    shutil.rmtree(folder / TOKENIZER, ignore_errors=True)
+    save_tokenizer(found, folder / TOKENIZER)
+    for path in [*(folder / TOKENIZER).iterdir(), folder / TOKENIZER]:
+        sync(path)
+    state["tokenizer"] = {
+        "spec": spec,
+        "hash": tokenizer_hash(found.tokenizer),
+        "end_of_text": found.end_of_text,
+        "end_of_text_id": found.end_of_text_id,
+        "vocab_size": found.vocab_size,
+    }
+    write_json(folder / PROGRESS, state)
+
+
+def _fill(folder: Path, state: dict[str, Any], source: Source, workers: int, progress: bool) -> None:
+    """Encodes what is still to come, closing a part every few seconds, and finishes the folder."""
+    made_by = state["tokenizer"]
+    dtype = token_dtype(made_by["vocab_size"])
+    writer = ShardWriter(folder, dtype, state["sizes"])
+    chunks = encoded(
+        _chunks(source, state),
+        lambda chunk: chunk.texts,
+        workers=workers,
+        tokenizer=folder / TOKENIZER / MAIN,
+        end=made_by["end_of_text_id"],
+        dtype=dtype,
+    )
+    closed = time.monotonic()
+    with contextlib.closing(writer), contextlib.closing(chunks), bar(state["settings"], progress) as show:
+        for chunk, documents in chunks:
+            for split, (ids, lengths) in documents.items():
+                writer.append(split, ids, lengths)
+            state = chunk.state
+            show(chunk.share, writer)
+            if time.monotonic() - closed >= PART_SECONDS:
+                write_json(folder / PROGRESS, {**state, "sizes": writer.sync()})
+                closed = time.monotonic()
+        write_json(folder / PROGRESS, {**state, "sizes": writer.sync()})
+    _expect_documents(folder, writer, state)
+    finish(folder, _header(writer, state, source))
+
+
+def _chunks(source: Source, state: dict[str, Any]) -> Iterator[_Chunk]:
+    """Reads on from `state`; each chunk carries the state behind it."""
+    state = copy.deepcopy(state)
+    limit = state["settings"]["max_documents"] or sys.maxsize
+    for stage in range(state["stage"], len(source.splits)):
+        own = source.splits[stage]
+        repeated = _validation_digests(source, limit) if own == "train" else set()
+        documents = source.read(own, state["position"])
+        texts, size = [], 0
+        share = None
+        for document in islice(documents, limit - state["read"]):
+            split, value = _place(document, own, source.validation or 0, repeated)
+            state["read"] += 1
+            if split in state["left_out"]:
+                state["left_out"][split] += 1
+            else:
+                texts.append((split, document.text))
+                size += _note(state, split, document.text, value)
+            if own != "validation" and documents.fraction is not None:
+                share = max(documents.fraction, state["read"] / limit)
+            if size >= CHUNK_BYTES:
+                state["position"] = documents.position
+                yield _Chunk(texts, copy.deepcopy(state), share)
+                texts, size = [], 0
+        state |= {"stage": stage + 1, "position": None, "read": 0}
+        yield _Chunk(texts, copy.deepcopy(state), share)
+
+
+def _place(document: Document, own: str | None, share: float, repeated: set[int]) -> tuple[str, int]:
+    """The split of a document and its hash, or why it is left out."""
+    if not document.text.strip():
+        return "empty", 0
+    value = digest(document.text)
+    if own == "train" and value in repeated:
+        return "duplicate", value
+    return own or ("validation" if in_share(value, share) else "train"), value
+
+
+def _note(state: dict[str, Any], split: str, text: str, value: int) -> int:
+    """Adds a document to the books; returns its bytes."""
+    size = len(text.encode("utf-8"))
+    state["bytes"][split] += size
+    chain = f"{state['hashes'][split]}/{value}"  # a chain, since the state of a running hash cannot be stored
+    state["hashes"][split] = hashlib.sha256(chain.encode()).hexdigest()
+    return size
+
+
+def _validation_digests(source: Source, limit: int) -> set[int]:
+    return {digest(document.text) for document in islice(source.read("validation"), limit)}
+
+
+def _training_texts(source: Source, limit: int | None) -> Iterator[str]:
+    limit = limit or sys.maxsize
+    own = "train" if "train" in source.splits else None
+    repeated = _validation_digests(source, limit) if own else set()
+    for document in islice(source.read(own), limit):
+        if _place(document, own, source.validation or 0, repeated)[0] == "train":
+            yield document.text
+
+
+def _first_bytes(texts: Iterator[str], most: int) -> Iterator[str]:
+    total = 0
+    for text in texts:
+        yield text
+        total += len(text)
+        if total >= most:
+            return
+
+
+def _header(writer: ShardWriter, state: dict[str, Any], source: Source) -> dict[str, Any]:
+    made_by = dict(state["tokenizer"])
+    splits = {}
+    for split, chain in state["hashes"].items():
+        tokens, documents = writer.count(split)
+        splits[split] = {
+            "tokens": tokens,
+            "documents": documents,
+            "bytes": state["bytes"][split],
+            "corpus_hash": chain[:16],
+        }
+    both = "/".join(state["hashes"][split] for split in ("train", "validation"))
+    return {
+        "format": FORMAT,
+        "version": VERSION,
+        "dtype": writer.dtype.name,
+        "vocab_size": made_by.pop("vocab_size"),
+        "end_of_text_id": made_by.pop("end_of_text_id"),
+        "tokenizer": made_by,
+        "corpus_hash": hashlib.sha256(both.encode()).hexdigest()[:16],
+        "revision": source.revision,
+        "splits": splits,
+        "left_out": state["left_out"],
+        "settings": state["settings"],
+    }
+
+
+def _expect_documents(folder: Path, writer: ShardWriter, state: dict[str, Any]) -> None:
+    counts = {split: writer.count(split)[1] for split in ("train", "validation")}
+    for split, count in counts.items():
+        if count == 0:
+            described = state["settings"]["source"]
+            discard(folder)
+            raise InputError(
+                f"the {split} split of {described.get('path') or described.get('name') or 'python'} is empty "
+                f"({sum(counts.values())} documents in all): give more documents (a .txt file is one unless a "
+                'separator line, "" for a blank one, divides it), or another validation share'
+            )
+
+
+def _expect_tokenizer(shards: TokenShards, tokenizer: str) -> None:
+    if tokenizer == shards.header["tokenizer"]["spec"]:
+        return
+    size = bpe_size(tokenizer)
+    found = None if size else tokenizer_hash(load_tokenizer(tokenizer).tokenizer)
+    if found != shards.tokenizer_hash:
+        made_by = shards.header["tokenizer"]
+        raise InputError(
+            f"{shards.folder} was made with the tokenizer {made_by['spec']!r} ({made_by['hash']}), not {tokenizer!r}"
+            f"{f' ({found})' if found else ''}: name {shards.tokenizer_path}, or prepare the corpus again"
+        )
+
+
+def _cache_folder(corpus: str, tokenizer: str, cache: str | Path | None) -> Path:
+    root = Path(cache or os.environ.get("LIT_LAYERS_CACHE") or Path.home() / ".cache" / "lit_layers")
+    made_by = tokenizer
+    if bpe_size(tokenizer) is None and Path(tokenizer).exists():
+        made_by = tokenizer_hash(load_tokenizer(tokenizer).tokenizer)
+    described = [VERSION, open_source(corpus).describe(), made_by]
+    key = hashlib.sha256(json.dumps(described, sort_keys=True).encode()).hexdigest()[:16]
+    names = [re.sub(r"[^\w.]+", "-", Path(name).name) for name in (corpus, tokenizer)]
+    return root / "text" / "-".join([*names, key])
+
+
+def _num_cores() -> int:
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

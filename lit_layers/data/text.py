@@ -1,0 +1,116 @@
+"""Text to measure on: a fixed set of token windows, each inside one document."""
+
+import hashlib
+import random
+from collections.abc import Iterator
+from dataclasses import KW_ONLY, dataclass, field
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from lit_layers.data.batches import Batches
+from lit_layers.data.preparing import prepare, prepared
+from lit_layers.data.shards import TokenShards
+from lit_layers.errors import InputError
+
+__all__ = ["EvalText", "TokenShards", "duplicate_windows", "prepare", "prepared"]
+
+
+@dataclass
+class EvalText(Batches):
+    """Non-overlapping windows of a prepared corpus, drawn without replacement; no window crosses a document's end.
+
+    Args:
+        corpus: `python`, `openwebtext`, `wikitext`, a text file or folder, or a folder made by `lit-layers prepare`.
+        tokenizer: A local path, a name on the Hub, or `bpe:SIZE`.
+        split: `validation` or `train`.
+        documents: The share of the split's documents, in their order, to draw from: sets with shares that do not
+            overlap, such as (0, 0.7) and (0.7, 1), have no document in common.
+        num_sequences: Number of windows. A larger set begins with the windows of a smaller one.
+        num_tokens: Tokens a window.
+        batch_size: Windows a batch; the last batch may be smaller.
+        seed: Decides which windows are drawn, and their order.
+
+    Raises:
+        InputError: for options out of range, and on the first walk for a corpus with too few windows.
+    """
+
+    corpus: str
+    tokenizer: str
+    _: KW_ONLY
+    split: str = "validation"
+    documents: tuple[float, float] = (0.0, 1.0)
+    num_sequences: int = 64
+    num_tokens: int = 128
+    batch_size: int = 16
+    seed: int = 0
+    _windows: Tensor | None = field(default=None, init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        if self.split not in ("train", "validation"):
+            raise InputError(f"expected the split train or validation, not {self.split!r}")
+        first, last = self.documents
+        self.documents = (first, last)  # a recipe brings a list
+        if not 0 <= first < last <= 1:
+            raise InputError(f"documents must be a share such as (0.0, 0.5), within 0 and 1, not {self.documents}")
+        for name in ("num_sequences", "num_tokens", "batch_size"):
+            if getattr(self, name) < 1:
+                raise InputError(f"{name} must be at least 1, not {getattr(self, name)}")
+
+    def windows(self) -> Tensor:
+        """All token ids, int64; loads or prepares the corpus on the first call."""
+        if self._windows is None:
+            self._windows = self._load()
+        return self._windows  # (num_sequences, num_tokens)
+
+    def __iter__(self) -> Iterator[dict[str, Tensor]]:
+        for ids in self.windows().split(self.batch_size):
+            yield {"input_ids": ids.clone(), "attention_mask": torch.ones_like(ids)}  # (batch, num_tokens)
+
+    def __len__(self) -> int:
+        return -(-self.num_sequences // self.batch_size)
+
+    def content_hash(self) -> str:
+        """Sixteen hex digits over the token ids and how they are cut into batches."""
+        ids = self.windows().numpy().astype("<i8")
+        return hashlib.sha256(f"{ids.shape} {self.batch_size}".encode() + ids.tobytes()).hexdigest()[:16]
+
+    def _load(self) -> Tensor:
+        shards = prepared(self.corpus, self.tokenizer)
+        starts, counts = self._count(shards)
+        total = int(counts.sum())
+        if total < self.num_sequences:
+            raise InputError(
+                f"{self.corpus!r} has {total} windows of {self.num_tokens} tokens in the documents {self.documents} of "
+                f"its {self.split} split, and num_sequences is {self.num_sequences}: ask for fewer or shorter ones"
+            )
+        before = np.cumsum(counts) - counts
+        windows = np.array(_draw(total, self.num_sequences, self.seed))
+        document = np.searchsorted(before, windows, side="right") - 1
+        begin = starts[document] + (windows - before[document]) * self.num_tokens
+        tokens = shards.tokens(self.split)
+        return torch.from_numpy(np.stack([tokens[i : i + self.num_tokens].astype(np.int64) for i in begin]))
+
+    def _count(self, shards: TokenShards) -> tuple[np.ndarray, np.ndarray]:
+        """Where each document of the share starts and how many windows it holds, the end of text left out."""
+        starts = shards.document_starts(self.split)
+        ends = np.append(starts[1:], shards.num_tokens(self.split))
+        first, last = (int(share * len(starts)) for share in self.documents)
+        counts = (ends[first:last] - starts[first:last] - 1) // self.num_tokens
+        kept = np.flatnonzero(counts)
+        return np.asarray(starts[first:last])[kept], counts[kept]
+
+
+def duplicate_windows(windows: Tensor, others: Tensor) -> Tensor:
+    """Which rows of `windows` also stand in `others`: a bool a row, its sum the number of duplicates."""
+    known = {row.tobytes() for row in others.numpy()}
+    return torch.tensor([row.tobytes() in known for row in windows.numpy()], dtype=torch.bool)  # (windows,)
+
+
+def _draw(total: int, num: int, seed: int) -> list[int]:
+    """`num` different numbers below `total`; more of them begin with the same."""
+    generator, drawn = random.Random(seed), {}
+    while len(drawn) < num:
+        drawn[generator.randrange(total)] = None
+    return list(drawn)

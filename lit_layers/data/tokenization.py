@@ -1,0 +1,178 @@
+"""Tokenizers: found on disk or on the Hub, or trained on a corpus; saved so that a checkpoint can carry them."""
+
+import contextlib
+import hashlib
+import json
+import os
+import re
+import shutil
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+
+from lit_layers.errors import InputError
+
+END_OF_TEXT = "<|endoftext|>"
+ENDS = (END_OF_TEXT, "</s>", "<|end_of_text|>")  # tried in this order where a tokenizer does not name its own
+MAIN, CONFIG = "tokenizer.json", "tokenizer_config.json"
+COMPANIONS = (CONFIG, "special_tokens_map.json", "vocab.json", "merges.txt", "chat_template.jinja")
+BYTES = 256
+
+
+@dataclass(frozen=True)
+class TextTokenizer:
+    """A tokenizer, the token that ends a document, and the files that belong to it."""
+
+    tokenizer: Tokenizer
+    end_of_text: str
+    companions: dict[str, Path] = field(default_factory=dict)
+
+    @property
+    def end_of_text_id(self) -> int:
+        number = self.tokenizer.token_to_id(self.end_of_text)
+        assert number is not None, "checked when the tokenizer was loaded"
+        return number
+
+    @property
+    def vocab_size(self) -> int:
+        """Largest id plus one, added tokens included: the rows an embedding needs."""
+        return max(self.tokenizer.get_vocab(with_added_tokens=True).values()) + 1
+
+
+def bpe_size(spec: str) -> int | None:
+    """The size asked for by `bpe:SIZE`; None for any other tokenizer."""
+    if not spec.startswith("bpe:"):
+        return None
+    if not re.fullmatch(r"bpe:\d+", spec) or int(spec[4:]) <= BYTES:
+        raise InputError(f"expected bpe:SIZE with a size over {BYTES} (every byte and the end of text), not {spec!r}")
+    return int(spec[4:])
+
+
+def train_bpe(texts: Iterable[str], size: int) -> TextTokenizer:
+    """A byte-level BPE of exactly `size` tokens, `<|endoftext|>` being number 0. The same texts give the same one."""
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=size,
+        min_frequency=2,
+        special_tokens=[END_OF_TEXT],
+        initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
+        show_progress=False,
+    )
+    with one_thread():
+        tokenizer.train_from_iterator(texts, trainer)
+    if tokenizer.get_vocab_size() < size:
+        most = tokenizer.get_vocab_size()
+        raise InputError(f"the corpus has pairs for {most} tokens only, not for bpe:{size}: ask for bpe:{most} or less")
+    return TextTokenizer(tokenizer, END_OF_TEXT)
+
+
+def load_tokenizer(spec: str) -> TextTokenizer:
+    """The tokenizer at a path (a folder with `tokenizer.json`, or that file), or of that name on the Hub.
+
+    Raises:
+        InputError: where there is none, or it has no token to end a document with.
+    """
+    path = Path(spec)
+    if path.is_file():
+        return _load(path, {})
+    if not path.exists():
+        if path.suffix == ".json" or not re.fullmatch(r"\w[\w.-]*(/[\w.-]+)?", spec):
+            raise InputError(f"no tokenizer {spec!r}: expected an existing path, a name on the Hub, or bpe:SIZE")
+        path = _download(spec)
+    if not (path / MAIN).is_file():
+        raise InputError(f"the tokenizer {spec!r} has no {MAIN} (in {path}): save it as a fast tokenizer")
+    return _load(path / MAIN, {name: path / name for name in COMPANIONS if (path / name).is_file()})
+
+
+def save_tokenizer(found: TextTokenizer, folder: Path) -> None:
+    """Writes a folder that `AutoTokenizer` opens."""
+    folder.mkdir(parents=True, exist_ok=True)
+    found.tokenizer.save(str(folder / MAIN))
+    for name, path in found.companions.items():
+        shutil.copyfile(path, folder / name)
+    config = _read_json(folder / CONFIG) if CONFIG in found.companions else {}
+    if "tokenizer_class" not in config:
+        config |= {"tokenizer_class": "PreTrainedTokenizerFast", "bos_token": found.end_of_text}
+    config.setdefault("eos_token", found.end_of_text)
+    (folder / CONFIG).write_text(json.dumps(config, indent=2, sort_keys=True) + "\n", encoding="utf-8")
+
+
+def tokenizer_hash(tokenizer: Tokenizer) -> str:
+    """Sixteen hex digits over all that decides the ids of a text: equal for copies saved in other ways."""
+    parts = json.loads(tokenizer.to_str())
+    model = {
+        key: value
+        for key, value in parts["model"].items()
+        if key in ("type", "vocab", "merges", "unk_token", "byte_fallback")
+    }
+    model["merges"] = [pair.split(" ") if isinstance(pair, str) else pair for pair in model.get("merges", [])]
+    added = [[token["id"], token["content"], token["special"]] for token in parts["added_tokens"]]
+    kept = [model, added, _without_offsets(parts["normalizer"]), _without_offsets(parts["pre_tokenizer"])]
+    return hashlib.sha256(json.dumps(kept, sort_keys=True).encode()).hexdigest()[:16]
+
+
+@contextlib.contextmanager
+def one_thread() -> Iterator[None]:
+    """Keeps `tokenizers` to the calling thread: after its own threads, forked data loaders would warn."""
+    before = os.environ.get("TOKENIZERS_PARALLELISM")
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ["TOKENIZERS_PARALLELISM"]
+        else:
+            os.environ["TOKENIZERS_PARALLELISM"] = before
+
+
+def _load(main: Path, companions: dict[str, Path]) -> TextTokenizer:
+    try:
+        tokenizer = Tokenizer.from_file(str(main))
+    except Exception as error:  # the library raises bare Exception
+        raise InputError(
+            f"{main} is no tokenizer of the `tokenizers` library ({error}): save a fast tokenizer there"
+        ) from error
+    tokenizer.no_truncation()
+    tokenizer.no_padding()
+    named = _read_json(companions[CONFIG]).get("eos_token") if CONFIG in companions else None
+    named = named["content"] if isinstance(named, dict) else named
+    for token in (named, *ENDS):
+        if token is not None and tokenizer.token_to_id(token) is not None:
+            return TextTokenizer(tokenizer, token, companions)
+    raise InputError(
+        f"the tokenizer {main} has no token to end a document: name one as eos_token in a {CONFIG} beside it"
+    )
+
+
+def _download(name: str) -> Path:
+    """The folder of a Hub repository's tokenizer files, from the local cache where there is no network."""
+    from huggingface_hub import snapshot_download
+
+    from lit_layers.data.hub_errors import HUB_ERRORS, reason
+
+    try:
+        return Path(snapshot_download(name, allow_patterns=[MAIN, *COMPANIONS]))
+    except HUB_ERRORS as error:  # not there, not reachable, not a name
+        raise InputError(
+            f"the tokenizer {name!r} is no local path and cannot be had from the Hub ({reason(error)}): "
+            "check the name and the network, or give a local folder"
+        ) from error
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise InputError(f"{path} is no JSON ({error}): mend it or copy it again") from error
+
+
+def _without_offsets(part: Any) -> Any:
+    """`part` without the options that only say where in the text a token stands."""
+    if isinstance(part, dict):
+        return {key: _without_offsets(value) for key, value in part.items() if key != "trim_offsets"}
+    return [_without_offsets(value) for value in part] if isinstance(part, list) else part

@@ -1,0 +1,291 @@
+"""Running an analysis on a model that is being trained, without leaving a trace in the training."""
+
+import functools
+import importlib.metadata
+import logging
+import platform
+import random
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from lit_layers.analyses.base import Analysis
+from lit_layers.models.build import weights_hash as hash_weights
+from lit_layers.models.families import Network
+from lit_layers.models.view import LayeredModel, evaluating
+from lit_layers.records import Measurement, Record
+
+logger = logging.getLogger(__name__)
+
+SEED = 0  # of every global generator inside an analysis, so that its numbers do not depend on where training stands
+HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
+
+
+class DisturbedError(RuntimeError):
+    """An analysis changed the model it was to look at."""
+
+
+def measure(
+    model: nn.Module | LayeredModel,
+    analysis: Analysis,
+    *,
+    run: str,
+    step: int | None,
+    tokens: int | None = None,
+    provenance: dict[str, Any] | None = None,
+    weights_hash: str | None = None,
+) -> Measurement:
+    """What one analysis finds on one checkpoint. A failing analysis gives a measurement with `error`, never raises.
+
+    The model and all global state are left as they were found. `weights_hash` saves hashing the weights once for each
+    of several analyses of one checkpoint.
+    """
+    start = time.perf_counter()
+    records: list[Record] = []
+    error, facts = None, dict(provenance or {})
+    try:
+        view = model if isinstance(model, LayeredModel) else LayeredModel(model)
+        with undisturbed(view.model):
+            facts = {**describe_run(view, analysis, weights_hash), **facts}
+            records = collect(analysis, view)
+    except Exception as failure:
+        logger.debug("%s failed on step %s", analysis.name, step, exc_info=True)
+        error = one_line(failure)
+        records = []
+    seconds = time.perf_counter() - start
+    return Measurement(
+        run=run,
+        step=step,
+        tokens=tokens,
+        analysis=analysis.name,
+        records=records,
+        seconds=seconds,
+        error=error,
+        provenance=facts,
+    )
+
+
+def collect(analysis: Analysis, view: LayeredModel) -> list[Record]:
+    """The records of an analysis, all of them made now.
+
+    Raises:
+        TypeError: something other than a record.
+        ValueError: no record at all.
+    """
+    records = list(analysis.run(view))
+    for record in records:
+        if not isinstance(record, Record):
+            raise TypeError(f"{analysis.name} should give records, got a {type(record).__name__}")
+    if not records:
+        raise ValueError(f"{analysis.name} gave no record")
+    return records
+
+
+def describe_run(view: LayeredModel, analysis: Analysis, weights_hash: str | None = None) -> dict[str, Any]:
+    """All that decides the numbers of a measurement, and on what they were computed."""
+    device = view.device
+    return {
+        "weights_hash": weights_hash or hash_weights(view.model),
+        "config_hash": analysis.config_hash(),
+        "data_hash": analysis.data_hash(),
+        "dtype": str(view.dtype).removeprefix("torch."),
+        "attention": view.attention,
+        "device": torch.cuda.get_device_name(device) if device.type == "cuda" else device.type,
+        "versions": dict(versions()),
+    }
+
+
+@functools.cache
+def versions() -> dict[str, str]:
+    """Versions of Python and of the packages that numbers depend on."""
+    found = {"python": platform.python_version(), "torch": torch.__version__}
+    for package in ("lit_layers", "transformers", "timm"):
+        try:
+            found[package] = importlib.metadata.version(package)
+        except importlib.metadata.PackageNotFoundError:  # a checkout that is not installed; timm is optional
+            continue
+    return found
+
+
+@contextmanager
+def undisturbed(model: nn.Module) -> Iterator[None]:
+    """Whatever happens inside, training goes on afterwards as if nothing had.
+
+    Inside: evaluation mode, derivatives on, no parameter asks for a gradient (one that is asked for by hand starts from
+    None), fixed seeds, no autocast, full float32 precision. Restored: the mode of every submodule, `.grad` (the same
+    tensors with the same values), `requires_grad`, attention implementation, hooks, the random state of torch, CUDA,
+    numpy and python, the default dtype, the precision of float32 products.
+
+    Raises:
+        DisturbedError: a parameter or buffer was written to or exchanged, or a hook was left behind; it names which.
+            (Hooks are taken off again, written values cannot be brought back.)
+    """
+    before, hooks = fingerprints(model), hook_ids(model)
+    with (
+        evaluating(model),
+        kept_gradients(model),
+        kept_attention(model),
+        kept_random_state(),
+        plain_numbers(model),
+    ):
+        try:
+            yield
+        except Exception as failure:
+            if found := disturbance(model, before, hooks):
+                raise DisturbedError(f"{found}; it also failed with {one_line(failure)}") from failure
+            raise
+        if found := disturbance(model, before, hooks):
+            raise DisturbedError(found)
+
+
+def disturbance(model: nn.Module, before: dict[str, tuple], hooks: dict[str, set]) -> str | None:
+    """What an analysis did to the model that it must not do, as a sentence."""
+    after, left = fingerprints(model), remove_new_hooks_(model, hooks)
+    if changed := [name for name in before | after if before.get(name) != after.get(name)]:
+        return f"the analysis changed {shown(changed)}: an analysis must not write to the model"
+    if left:
+        return f"the analysis left hooks on {shown(left)}: remove every hook that is added"
+    return None
+
+
+def one_line(failure: Exception) -> str:
+    return f"{type(failure).__name__}: {' '.join(str(failure).split())}"
+
+
+def shown(names: list[str]) -> str:
+    return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
+
+
+def fingerprints(model: nn.Module) -> dict[str, tuple]:
+    """For each parameter and buffer what changes when it is written to (version) or exchanged (identity, memory)."""
+    tensors: dict[str, Tensor] = {**dict(model.named_parameters()), **dict(model.named_buffers())}
+    return {
+        name: (id(tensor), tensor.data_ptr(), 0 if tensor.is_inference() else tensor._version)
+        for name, tensor in tensors.items()
+    }
+
+
+def hook_ids(model: nn.Module) -> dict[str, set]:
+    return {f"{name}.{kind}": set(getattr(part, kind)) for name, part in model.named_modules() for kind in HOOKS}
+
+
+def remove_new_hooks_(model: nn.Module, before: dict[str, set]) -> list[str]:
+    """Takes off the hooks that were not there before; the modules that bore them."""
+    left = []
+    for name, part in model.named_modules():
+        for kind in HOOKS:
+            hooks = getattr(part, kind)
+            for key in set(hooks) - before.get(f"{name}.{kind}", set()):
+                del hooks[key]
+                left.append(name or type(model).__name__)
+    return left
+
+
+@contextmanager
+def kept_gradients(model: nn.Module) -> Iterator[None]:
+    """Without this a backward pass would add to the gradients that training accumulates."""
+    kept = [(parameter, parameter.grad, parameter.requires_grad) for parameter in model.parameters()]
+    for parameter, _, _ in kept:
+        parameter.grad = None
+        parameter.requires_grad_(False)
+    try:
+        yield
+    finally:
+        for parameter, grad, requires_grad in kept:
+            parameter.requires_grad_(requires_grad)
+            parameter.grad = grad
+
+
+@contextmanager
+def kept_attention(model: Network) -> Iterator[None]:
+    """An analysis may switch a transformers model to eager attention, or timm's blocks to unfused."""
+    implementation = getattr(getattr(model, "config", None), "_attn_implementation", None)
+    fused = [(part, part.fused_attn) for part in model.modules() if hasattr(part, "fused_attn")]
+    try:
+        yield
+    finally:
+        if implementation is not None and model.config._attn_implementation != implementation:
+            model.set_attn_implementation(implementation)
+        for part, value in fused:
+            part.fused_attn = value
+
+
+@contextmanager
+def kept_random_state() -> Iterator[None]:
+    """Every global generator starts from a fixed seed inside and goes on from where it was afterwards."""
+    gpus = torch.cuda.is_initialized()  # asking for the state of a GPU that is not in use would start it
+    on_cpu, on_gpus = torch.default_generator.get_state(), torch.cuda.get_rng_state_all() if gpus else []
+    in_numpy, in_python = np.random.get_state(), random.getstate()  # noqa: NPY002
+    torch.default_generator.manual_seed(SEED)
+    if gpus:
+        torch.cuda.manual_seed_all(SEED)
+    np.random.seed(SEED)  # noqa: NPY002
+    random.seed(SEED)
+    try:
+        yield
+    finally:
+        torch.default_generator.set_state(on_cpu)
+        if gpus:
+            torch.cuda.set_rng_state_all(on_gpus)
+        np.random.set_state(in_numpy)  # noqa: NPY002
+        random.setstate(in_python)
+
+
+@contextmanager
+def plain_numbers(model: nn.Module) -> Iterator[None]:
+    """Derivatives on, autocast off, float32 as it is written, whatever surrounds the analysis."""
+    device = next(model.parameters()).device.type
+    dtype = torch.get_default_dtype()
+    torch.set_default_dtype(torch.float32)
+    try:
+        with (
+            torch.inference_mode(False),
+            torch.enable_grad(),
+            torch.autocast("cpu", enabled=False),
+            torch.autocast(device, enabled=False) if device != "cpu" else nullcontext(),
+            full_float32_precision(),
+        ):
+            yield
+    finally:
+        torch.set_default_dtype(dtype)
+
+
+@contextmanager
+def full_float32_precision() -> Iterator[None]:
+    """No TF32 and no bfloat16 in products of float32, by whichever of torch's two interfaces it was switched on."""
+    backends: Any = torch.backends
+    parts = (
+        backends.mkldnn.conv,
+        backends.mkldnn.rnn,
+        backends.mkldnn.matmul,
+        backends.cuda.matmul,
+        backends.cudnn.conv,
+        backends.cudnn.rnn,
+    )
+    before, older = [part.fp32_precision for part in parts], older_precision()
+    if older:  # then both interfaces must agree inside as well: asking the older one raises where they do not
+        torch.set_float32_matmul_precision("highest")
+        backends.cudnn.allow_tf32 = False
+    for part in parts[:2] if older else parts:
+        part.fp32_precision = "ieee"
+    try:
+        yield
+    finally:
+        if older:
+            torch.set_float32_matmul_precision(older[0])
+            backends.cudnn.allow_tf32 = older[1]
+        for part, precision in zip(parts, before, strict=True):
+            part.fp32_precision = precision
+
+
+def older_precision() -> tuple[str, bool] | None:
+    """The settings of torch's older interface; None where the newer one was used, of which it knows nothing."""
+    try:
+        return torch.get_float32_matmul_precision(), torch.backends.cudnn.allow_tf32
+    except RuntimeError:
+        return None

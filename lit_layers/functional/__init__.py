@@ -1,0 +1,1 @@
+"""Metrics: pure functions from tensors to tensors. Import them from their modules."""

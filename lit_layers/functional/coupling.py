@@ -1,0 +1,418 @@
+"""Coupling of blocks: how far two Jacobians share their leading singular directions, and what else they show."""
+
+import math
+from collections.abc import Iterator, Sequence
+from typing import Literal, NamedTuple
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from lit_layers.functional.singular import Factors, singular_factors, widen
+
+Sign = Literal["signed", "absolute"]
+Bases = Literal["uv", "vu"]
+Undefined = Literal["raise", "nan"]
+Directions = int | float
+
+
+class JacobianSpectrum(NamedTuple):
+    """Leading singular values per block, and the straight line through 1 / s_1 over depth."""
+
+    values: Tensor
+    slope: Tensor
+    intercept: Tensor
+    r_squared: Tensor
+
+
+class Influence(NamedTuple):
+    """Four sizes of a Jacobian: two of its scale, two of its rank."""
+
+    frobenius: Tensor
+    spectral: Tensor
+    participation_ratio: Tensor
+    entropy_rank: Tensor
+
+
+def miscoupling(
+    j1: Float[Tensor, "*n dim dim"],
+    j2: Float[Tensor, "*n dim dim"],
+    *,
+    k: Directions = 0.1,
+    p: float = 2.0,
+    sign: Sign = "signed",
+    bases: Bases = "uv",
+) -> Float[Tensor, "*n"]:
+    """How far `j1` is from diagonal in the leading K singular bases of `j2`; coupling is 1 minus it.
+
+    `m = |U2' J1 V2 - diag(s1)|_F / |s1|_p` over the first K directions: 0 where both share them, about 1 for unrelated
+    blocks, at most 2 at p = 2 (sqrt(2) for `absolute`, which compares absolute entries and so calls blocks of opposite
+    sign coupled). Not symmetric. Unchanged by common rotations, common transposition and positive scaling of either.
+    Ill-posed where `j2` has ties among its first K + 1 singular values: see `min_gap`. `p = 1` grows with width.
+
+    `k` counts directions where it is an int and is a share of `dim` where it is a float. `bases="vu"` swaps the bases
+    and is then not 0 for equal blocks. In float64 for dim <= 512 or float64 input, else float32.
+
+    Source: Aubry et al., "Transformer block coupling and its correlation with generalization in LLMs", eq. 6, signed as
+    printed there and p = 2 where they take the nuclear norm.
+
+    Raises:
+        ValueError: `k` outside 1..dim, a non-finite matrix, or a `j1` of zeros.
+    """
+    pair = miscoupling_matrix(j1[..., None, :, :], j2[..., None, :, :], k=k, p=p, sign=sign, bases=bases)
+    return pair[..., 0, 0]
+
+
+def miscoupling_matrix(
+    jacobians: Float[Tensor, "*n blocks dim dim"],
+    others: Float[Tensor, "*n others dim dim"] | None = None,
+    *,
+    k: Directions | Sequence[Directions] = 0.1,
+    p: float = 2.0,
+    sign: Sign = "signed",
+    bases: Bases = "uv",
+    undefined: Undefined = "raise",
+) -> Tensor:
+    """`miscoupling` of every block (row) in the bases of every other (column): `(*n, blocks, others)`.
+
+    A sequence of `k` gives a leading dimension, all from one product. With `undefined="nan"` rows of zero matrices and
+    rows and columns of non-finite ones are NaN.
+
+    Raises:
+        ValueError: as `miscoupling`, naming the first undefined block.
+    """
+    others_given = others is not None
+    jacobians, others = widen(jacobians), widen(others if others is not None else jacobians)
+    jacobians, broken = _finite(jacobians, undefined)
+    others, others_broken = _finite(others, undefined) if others_given else (jacobians, broken)
+    count = max(_counts(k, jacobians.shape[-1]))
+    factors = singular_factors(others, count)
+    values = torch.linalg.svdvals(jacobians) if others_given else factors.values
+    result = miscoupling_from_factors(
+        jacobians, values[..., :count], factors, k=k, p=p, sign=sign, bases=bases, undefined=undefined
+    )
+    return result.masked_fill(broken[..., :, None] | others_broken[..., None, :], math.nan)
+
+
+def miscoupling_from_factors(
+    jacobians: Float[Tensor, "*n blocks dim dim"],
+    values: Float[Tensor, "*n blocks count"],
+    factors: Factors,
+    *,
+    k: Directions | Sequence[Directions] = 0.1,
+    p: float = 2.0,
+    sign: Sign = "signed",
+    bases: Bases = "uv",
+    undefined: Undefined = "raise",
+) -> Tensor:
+    """`miscoupling_matrix` where the decompositions are at hand: `values` are those of `jacobians`."""
+    if sign not in ("signed", "absolute"):
+        raise ValueError(f'expected sign "signed" or "absolute", got {sign!r}')
+    counts = _counts(k, jacobians.shape[-1])
+    count = max(counts)
+    norms = torch.stack([_norm(values[..., :number], p) for number in counts])  # (k, *n, blocks)
+    if undefined == "raise" and bool((norms == 0).any()):
+        where = (norms == 0).nonzero()[0, 1:].tolist()
+        raise ValueError(f"miscoupling is undefined for a zero Jacobian, got one at index {where}")
+    rows = []
+    for block, compressed in enumerate(compressions(jacobians, factors, count=count, bases=bases)):
+        compared = compressed.abs() if sign == "absolute" else compressed
+        errors = (compared - torch.diag_embed(values[..., block, None, :count])).square()  # (*n, others, K, K)
+        rows.append(torch.stack([errors[..., :number, :number].sum((-2, -1)) for number in counts]).sqrt())
+    result = torch.stack(rows, -2) / norms.masked_fill(norms == 0, math.nan)[..., None]  # (k, *n, blocks, others)
+    return result if isinstance(k, Sequence) else result[0]
+
+
+def compressions(
+    jacobians: Float[Tensor, "*n blocks dim dim"], factors: Factors, *, count: int, bases: Bases = "uv"
+) -> Iterator[Float[Tensor, "*n others count count"]]:
+    """Yields, block by block, `A = U' J V` in the leading `count` directions of every other block."""
+    if bases not in ("uv", "vu"):
+        raise ValueError(f'expected bases "uv" or "vu", got {bases!r}')
+    left, right = factors.left[..., :count], factors.right[..., :count]
+    if bases == "vu":
+        left, right = right, left
+    others = right.shape[-3]
+    joined = right.movedim(-3, -2).flatten(-2)  # (*n, dim, others * count): one product serves every pair
+    for block in range(jacobians.shape[-3]):
+        images = (jacobians[..., block, :, :] @ joined).unflatten(-1, (others, count)).movedim(-2, -3)
+        yield left.mT @ images
+
+
+def offdiagonal_ratio(
+    j1: Float[Tensor, "*n dim dim"], j2: Float[Tensor, "*n dim dim"], *, k: Directions = 0.1, bases: Bases = "uv"
+) -> Float[Tensor, "*n"]:
+    """Share of the Frobenius norm of `A = U2' J1 V2` that lies off its diagonal, in [0, 1].
+
+    Source: the first versions of Aubry et al.; it ignores the singular values, so use `miscoupling`.
+
+    Raises:
+        ValueError: `k` outside 1..dim, a non-finite matrix, or A = 0.
+    """
+    j1, _ = _finite(widen(j1), "raise")
+    j2, _ = _finite(widen(j2), "raise")
+    (count,) = _counts(k, j1.shape[-1])
+    factors = singular_factors(j2[..., None, :, :], count)
+    (compressed,) = compressions(j1[..., None, :, :], factors, count=count, bases=bases)
+    compressed = compressed[..., 0, :, :]
+    norm = torch.linalg.matrix_norm(compressed)
+    if bool((norm == 0).any()):
+        raise ValueError("the off-diagonal ratio is undefined where j1 vanishes on the leading directions of j2")
+    return torch.linalg.matrix_norm(compressed - torch.diag_embed(compressed.diagonal(dim1=-2, dim2=-1))) / norm
+
+
+def num_directions(k: Directions, dim: int) -> int:
+    """Number of directions K that `k` stands for: itself if an int, floor(k dim) if a float.
+
+    Raises:
+        ValueError: K outside 1..dim, a share outside (0, 1].
+    """
+    if isinstance(k, bool) or not isinstance(k, int | float):
+        raise TypeError(f"expected k to be an int (a count) or a float (a share of the dimension), got {k!r}")
+    if isinstance(k, int):
+        if not 1 <= k <= dim:
+            raise ValueError(f"expected k between 1 and the dimension {dim}, got {k}")
+        return k
+    count = math.floor(k * dim + 1e-9) if 0 < k <= 1 else 0
+    if count < 1:
+        raise ValueError(f"expected a share k in (0, 1] with at least one of {dim} directions, got {k}")
+    return count
+
+
+def min_gap(values: Float[Tensor, "*n count"], *, k: int) -> Float[Tensor, "*n"]:
+    """Least gap between neighbours among the first k + 1 singular values, over the largest: 0 is a tie.
+
+    Below 1e-4 the bases, and so `miscoupling`, are not well determined. Values beyond the last given count as 0: pass
+    k + 1 of them, or all.
+    """
+    padded = torch.nn.functional.pad(values, (0, 1))
+    gaps = (padded[..., :k] - padded[..., 1 : k + 1]).amin(-1)
+    largest = values[..., 0]
+    return torch.where(largest > 0, gaps / largest, torch.zeros_like(largest))
+
+
+def random_miscoupling(
+    spectrum: Float[Tensor, "*n dim"] | int,
+    *,
+    k: Directions = 0.1,
+    p: float = 2.0,
+    sign: Sign = "signed",
+    draws: int = 8,
+    seed: int = 0,
+) -> Float[Tensor, "*n"]:
+    """Miscoupling that unrelated bases would give: the baseline beside every value.
+
+    For all singular values of J1: the root mean square over independent Haar bases of J2, in closed form (`absolute`:
+    entries taken as normal, within 0.004 for dim >= 48). For a dimension: the mean over `draws` seeded pairs of
+    Gaussian matrices. Above 1 for `signed`; sqrt(2) for K = dim at p = 2.
+
+    Raises:
+        ValueError: `k` outside 1..dim, a spectrum of zeros.
+    """
+    if sign not in ("signed", "absolute"):
+        raise ValueError(f'expected sign "signed" or "absolute", got {sign!r}')
+    if isinstance(spectrum, int):
+        if draws < 1:
+            raise ValueError(f"expected at least one draw, got {draws}")
+        generator = torch.Generator().manual_seed(seed)
+        dtype = torch.float64 if spectrum <= 512 else torch.float32
+        pairs = (torch.randn(2, spectrum, spectrum, generator=generator, dtype=dtype) for _ in range(draws))
+        return torch.stack([miscoupling(*pair, k=k, p=p, sign=sign) for pair in pairs]).mean()
+    dim = spectrum.shape[-1]
+    count = num_directions(k, dim)
+    return random_miscoupling_from_norms(spectrum[..., :count], _norm(spectrum, 2.0), dim=dim, p=p, sign=sign)
+
+
+def random_miscoupling_from_norms(
+    values: Float[Tensor, "*n k"],
+    frobenius: Float[Tensor, "*n"],
+    *,
+    dim: int,
+    p: float = 2.0,
+    sign: Sign = "signed",
+    undefined: Undefined = "raise",
+) -> Float[Tensor, "*n"]:
+    """`random_miscoupling` from the leading K singular values of J1 and its Frobenius norm, which suffice."""
+    values, frobenius = values.double(), frobenius.double()
+    zero = values[..., 0] == 0
+    if undefined == "raise" and bool(zero.any()):
+        raise ValueError("the random baseline is undefined for a spectrum of zeros")
+    share = values.shape[-1] / dim
+    square = _norm(values, 2.0) ** 2 + (share * frobenius) ** 2
+    if sign == "absolute":
+        square = square - 2 * math.sqrt(2 / math.pi) * frobenius * values.sum(-1) / dim
+    return (square.sqrt() / _norm(values, p)).masked_fill(zero, math.nan)
+
+
+def excess_coupling(
+    miscouplings: Float[Tensor, "*n blocks others"], random: Float[Tensor, "*n blocks"]
+) -> Float[Tensor, "*n blocks others"]:
+    """`1 - m / m_random` per pair, with the baseline of J1's own spectrum: 0 for random bases, 1 for shared ones.
+
+    Does not depend on p.
+    """
+    return 1 - miscouplings / random[..., None]
+
+
+def off_diagonal_mean(pairs: Float[Tensor, "*n blocks blocks"]) -> Float[Tensor, "*n"]:
+    """Mean over the ordered pairs of different blocks, NaN pairs left out.
+
+    Raises:
+        ValueError: fewer than two blocks.
+    """
+    blocks = pairs.shape[-1]
+    if blocks < 2:
+        raise ValueError(f"expected at least two blocks for a mean over pairs, got {blocks}")
+    diagonal = torch.eye(blocks, dtype=torch.bool, device=pairs.device)
+    return pairs.masked_fill(diagonal, math.nan).nanmean((-2, -1))
+
+
+def mean_by_distance(pairs: Float[Tensor, "*n blocks blocks"]) -> Float[Tensor, "*n blocks"]:
+    """Mean over the pairs that lie 0, 1, .. blocks - 1 blocks apart, in either order, NaN pairs left out."""
+    blocks = pairs.shape[-1]
+    depth = torch.arange(blocks, device=pairs.device)
+    distance = (depth[:, None] - depth).abs()
+    return torch.stack([pairs[..., distance == apart].nanmean(-1) for apart in range(blocks)], -1)
+
+
+def jacobian_spectrum(
+    jacobians: Float[Tensor, "*n blocks dim dim"],
+    *,
+    top: int | None = 15,
+    fit_from: int = 1,
+    undefined: Undefined = "raise",
+) -> JacobianSpectrum:
+    """Leading `top` singular values per block (all for None), and the least-squares line of 1 / s_1 over depth.
+
+    The line is fitted over the block numbers `fit_from`..L, counted from 1; `r_squared` is 1 where 1 / s_1 is linear in
+    depth. Rotations leave all of it alone.
+
+    Source: Aubry et al., the linear growth of the inverse top singular value; their code fits from block 10.
+
+    Raises:
+        ValueError: fewer than three blocks to fit, `top` above dim, s_1 = 0, 1 / s_1 constant over depth (the slope is
+            then 0 and r_squared undefined).
+    """
+    jacobians, broken = _finite(widen(jacobians), undefined)
+    dim = jacobians.shape[-1]
+    if top is not None and not 1 <= top <= dim:
+        raise ValueError(f"expected top between 1 and the dimension {dim}, got {top}")
+    values = torch.linalg.svdvals(jacobians).masked_fill(broken[..., None], math.nan)
+    return JacobianSpectrum(values[..., :top], *inverse_norm_line(values[..., 0], fit_from, undefined=undefined))
+
+
+def inverse_norm_line(
+    largest: Float[Tensor, "*n blocks"], fit_from: int = 1, *, undefined: Undefined = "raise"
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Slope, intercept and r_squared of 1 / s_1 over the block numbers `fit_from`..L."""
+    blocks = largest.shape[-1]
+    if fit_from < 1 or blocks - fit_from + 1 < 3:
+        raise ValueError(f"expected at least three blocks to fit a line to, got blocks {fit_from} to {blocks}")
+    if undefined == "raise" and bool((largest == 0).any()):
+        raise ValueError(f"1 / s_1 is undefined for a zero Jacobian, got one at index {_first(largest == 0)}")
+    largest = largest[..., fit_from - 1 :].double()
+    inverse = 1 / largest.masked_fill(largest == 0, math.nan)
+    number = torch.arange(fit_from, blocks + 1, dtype=inverse.dtype, device=inverse.device)
+    offset = number - number.mean()
+    mean = inverse.mean(-1)
+    slope = (inverse * offset).sum(-1) / offset.square().sum()
+    deviation = inverse - mean[..., None]
+    total = deviation.square().sum(-1)
+    # rounding alone leaves a deviation of some 1e-16 of the mean
+    constant = total <= len(number) * (1e-15 * mean.abs()) ** 2
+    if undefined == "raise" and bool(constant.any()):
+        raise ValueError(f"r_squared is undefined where 1 / s_1 is constant over depth, as at index {_first(constant)}")
+    residual = (deviation - slope[..., None] * offset).square().sum(-1)
+    r_squared = (1 - residual / total).masked_fill(constant, math.nan)
+    return slope.masked_fill(constant, 0), mean - slope * number.mean(), r_squared
+
+
+def linearized_rollout(
+    jacobians: Float[Tensor, "layers *n dim dim"],
+    states: Float[Tensor, "layers_and_input *n dim"],
+    *,
+    skip_last: bool = False,
+    undefined: Undefined = "raise",
+) -> Float[Tensor, "layers *n"]:
+    """Cosine between a token's state and its input carried by the linearized blocks alone, per layer, in [-1, 1].
+
+    `y[l] = (I + J[l]) y[l-1]` from `y[0] = x[0]`, with the token's own Jacobians: no cross-token terms and no offsets,
+    so it scores linearity and does not approximate the model. Exactly 1 where every branch is linear and token-wise.
+    `skip_last` leaves out the last block's factor, as published code does. The headline is the last entry. In float64.
+
+    Raises:
+        ValueError: a zero or non-finite vector, naming its layer.
+    """
+    blocks = jacobians.shape[0]
+    if states.shape[0] != blocks + 1 or states.shape[1:] != jacobians.shape[1:-1]:
+        raise ValueError(
+            f"expected states of shape {(blocks + 1, *jacobians.shape[1:-1])} for these Jacobians, got "
+            f"{tuple(states.shape)}"
+        )
+    states = states.double()
+    carried = states[0]
+    cosines = []
+    for block in range(blocks):
+        if not (skip_last and block == blocks - 1):
+            carried = carried + (jacobians[block].double() @ carried[..., None])[..., 0]
+        state = states[block + 1]
+        norms = torch.linalg.vector_norm(carried, dim=-1) * torch.linalg.vector_norm(state, dim=-1)
+        cosine = (carried * state).sum(-1) / norms.masked_fill(norms == 0, math.nan)
+        cosine = torch.where(cosine.isfinite(), cosine.clamp(-1, 1), math.nan)
+        if undefined == "raise" and bool(cosine.isnan().any()):
+            raise ValueError(f"the rollout is undefined at layer {block + 1}: a vector there is zero or not finite")
+        cosines.append(cosine)
+    return torch.stack(cosines)
+
+
+def cross_token_influence(
+    jacobians: Float[Tensor, "*n dim dim"], *, eps: float = 0.0, undefined: Undefined = "raise"
+) -> Influence:
+    """Size and rank of Jacobians between tokens: Frobenius and spectral norm, participation ratio, entropy rank.
+
+    `1 <= participation_ratio <= entropy_rank <= dim`, both over the singular values themselves: a rank-r partial
+    isometry gives r for both. Rotations change nothing, scaling only the norms. `eps`, as published code has it, is
+    added to both denominators, and shares up to it are dropped.
+
+    Raises:
+        ValueError: a zero matrix, whose ranks are undefined, or a non-finite one.
+    """
+    jacobians, broken = _finite(widen(jacobians), undefined)
+    values = torch.linalg.svdvals(jacobians).double()
+    zero = values[..., 0] == 0
+    if undefined == "raise" and bool(zero.any()):
+        raise ValueError(f"the rank of a zero Jacobian is undefined, got one at index {_first(zero)}")
+    total, squares = values.sum(-1), values.square().sum(-1)
+    shares = values / (total + eps)[..., None]
+    kept = torch.where(shares > eps, shares, 1.0)  # 1 log 1 = 0
+    ranks = total**2 / (squares + eps), torch.exp(-(kept * kept.log()).sum(-1))
+    ranks = [rank.masked_fill(zero | broken, math.nan) for rank in ranks]
+    return Influence(squares.sqrt().masked_fill(broken, math.nan), values[..., 0].masked_fill(broken, math.nan), *ranks)
+
+
+def _finite(jacobians: Tensor, undefined: Undefined) -> tuple[Tensor, Tensor]:
+    """The Jacobians with non-finite ones set to zero, and where those were; raises instead if asked."""
+    if undefined not in ("raise", "nan"):
+        raise ValueError(f'expected undefined "raise" or "nan", got {undefined!r}')
+    broken = ~jacobians.isfinite().all(-1).all(-1)
+    if not bool(broken.any()):
+        return jacobians, broken
+    if undefined == "raise":
+        raise ValueError(f"expected finite Jacobians, got a non-finite one at index {_first(broken)}")
+    return jacobians.masked_fill(broken[..., None, None], 0), broken
+
+
+def _first(where: Tensor) -> list[int]:
+    return where.nonzero()[0].tolist()
+
+
+def _counts(k: Directions | Sequence[Directions], dim: int) -> list[int]:
+    if isinstance(k, Sequence) and not k:
+        raise ValueError("expected at least one k, got an empty sequence")
+    return [num_directions(item, dim) for item in (k if isinstance(k, Sequence) else [k])]
+
+
+def _norm(values: Tensor, p: float) -> Tensor:
+    if not p >= 1:
+        raise ValueError(f"expected p of at least 1 (inf allowed), got {p}")
+    return torch.linalg.vector_norm(values, ord=p, dim=-1)

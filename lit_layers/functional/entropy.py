@@ -1,0 +1,316 @@
+"""Entropy and rank of a set of vectors, from the singular values of its matrix. All computed in float64, in nats.
+
+Rows are the tokens of one prompt, or one pooled vector per prompt. Padding, on whichever side and whatever it holds,
+never enters a value. For every set, with p = sigma^2 / sum sigma^2 and q = sigma / sum sigma,
+
+    participation_ratio = exp(S_2) <= exp(S_1) <= effective_rank <= rank <= min(rows, dim),
+
+since p majorises q and entropy is Schur-concave. (Skean et al., theorem 1, states effective_rank <= exp(S_1): its proof
+normalises sigma and sigma^2 at once.)
+"""
+
+import math
+from dataclasses import dataclass, field
+from typing import Literal
+
+import numpy as np
+import torch
+from jaxtyping import Bool, Float, Int
+from torch import Tensor
+
+from lit_layers.functional._checks import check_option, settled, widened
+from lit_layers.functional._rows import centered, not_finite, real_rows, unit_rows, without
+
+Rows = Float[Tensor, "*n rows dim"]
+Mask = Bool[Tensor, "*n rows"]
+PerSet = Float[Tensor, "*n"]
+Undefined = Literal["raise", "nan"]
+Normalization = Literal["raw", "logN", "logD", "maxEntropy", "logNlogD"]
+Side = Literal["rows", "smaller"]
+AtTwo = Literal["spectrum", "frobenius"]
+
+_EPS = torch.finfo(torch.float64).eps
+
+
+def matrix_entropy(
+    rows: Rows,
+    mask: Mask | None = None,
+    *,
+    alpha: float = 1.0,
+    center: bool = False,
+    unit: bool = False,
+    clamp: bool = False,
+    side: Side = "rows",
+    alpha2: AtTwo = "spectrum",
+    drop_first: int = 0,
+    normalization: Normalization = "raw",
+    undefined: Undefined = "raise",
+) -> PerSet:
+    """Renyi entropy of order alpha, in nats, of the eigenvalues of ZZ' over their sum (alpha 1: Shannon's).
+
+    Range [0, log min(rows, dim)] for "raw"; log N for N orthogonal rows of equal norm, 0 for rank one; falls with
+    alpha. Unchanged by rotation, scaling, row order, sign flips of rows (not with `center` or `clamp`), zero padding of
+    features and stacking the rows twice; by translation only with `center`.
+
+    In this order: the first `drop_first` real rows go, `center` subtracts the mean row, `unit` scales rows to norm 1,
+    `clamp` sets negative entries of the Gram matrix to 0 and then drops negative eigenvalues. `side="smaller"` clamps
+    the dim x dim matrix where there are more rows than dim. `alpha2="frobenius"` is, for alpha 2 alone,
+    -log(sum K^2 / n^2) with n the size of the Gram matrix K, right only if its trace is n. `normalization` divides by
+    the logarithm of the number of rows used (logN), of dim (logD), of the smaller (maxEntropy) or by both (logNlogD).
+
+    One token of huge norm sends the value to 0: look at it with and without `drop_first=1`.
+
+    Source: Giraldo et al. 2014; Skean et al., arXiv 2502.02013, eq. 1. Their released code is center, unit, clamp,
+    side "smaller", for alpha 2 alpha2 "frobenius".
+
+    Raises:
+        ValueError: a set without a row or with nothing but zeros (with `center`: equal rows), with `unit` a zero row,
+            or a normalization by log 1; NaN there with `undefined="nan"`.
+    """
+    check_option("side", side, "rows", "smaller")
+    check_option("alpha2", alpha2, "spectrum", "frobenius")
+    if not clamp and (alpha2 == "spectrum" or alpha != 2):
+        found = spectrum(rows, mask, center=center, unit=unit, drop_first=drop_first)
+        return found.entropy(alpha=alpha, normalization=normalization, undefined=undefined)
+    _check_alpha(alpha)
+    prepared = _prepared(rows, mask, center=center, unit=unit, drop_first=drop_first)
+    values = _gram_entropy(prepared, alpha, clamp=clamp, smaller=side == "smaller", frobenius=alpha2 == "frobenius")
+    zero = ~prepared.rows.flatten(-2).any(-1)
+    problems = {**prepared.problems, _NOTHING: zero}
+    return _settled_entropy(values, prepared.num_rows, prepared.rows.shape[-1], problems, normalization, undefined)
+
+
+def dataset_entropy(
+    pooled: Float[Tensor, "*n prompts dim"],
+    *,
+    alpha: float = 1.0,
+    center: bool = False,
+    unit: bool = False,
+    clamp: bool = False,
+    side: Side = "rows",
+    alpha2: AtTwo = "spectrum",
+    normalization: Normalization = "raw",
+    undefined: Undefined = "raise",
+) -> PerSet:
+    """matrix_entropy of one pooled vector per prompt. It grows with the number of prompts: compare at equal number.
+
+    Released code pools tokens centred and scaled to norm 1 within each prompt, and takes clamp, side "smaller".
+
+    Source: Skean et al., arXiv 2502.02013, section 3.3.1.
+    """
+    return matrix_entropy(
+        pooled,
+        alpha=alpha,
+        center=center,
+        unit=unit,
+        clamp=clamp,
+        side=side,
+        alpha2=alpha2,
+        normalization=normalization,
+        undefined=undefined,
+    )
+
+
+def effective_rank(
+    rows: Rows,
+    mask: Mask | None = None,
+    *,
+    center: bool = False,
+    unit: bool = False,
+    drop_first: int = 0,
+    undefined: Undefined = "raise",
+) -> PerSet:
+    """Exponential of the entropy of the singular values (not squared) over their sum.
+
+    Range [1, rank]: N for N orthogonal rows of equal norm, 1 for rank one. Options, invariances and undefined sets as
+    in matrix_entropy.
+
+    Source: Roy & Vetterli 2007.
+    """
+    found = spectrum(rows, mask, center=center, unit=unit, drop_first=drop_first)
+    return found.effective_rank(undefined=undefined)
+
+
+def rankme(
+    rows: Rows,
+    mask: Mask | None = None,
+    *,
+    eps: float = 1e-7,
+    center: bool = False,
+    unit: bool = False,
+    drop_first: int = 0,
+    undefined: Undefined = "raise",
+) -> PerSet:
+    """effective_rank with `eps` added to each of the min(rows, dim) shares, which are not normalised again.
+
+    Source: Garrido et al. 2023. Otherwise as effective_rank.
+    """
+    found = spectrum(rows, mask, center=center, unit=unit, drop_first=drop_first)
+    return found.rankme(eps=eps, undefined=undefined)
+
+
+def participation_ratio(
+    rows: Rows,
+    mask: Mask | None = None,
+    *,
+    center: bool = False,
+    unit: bool = False,
+    drop_first: int = 0,
+    undefined: Undefined = "raise",
+) -> PerSet:
+    """(sum sigma^2)^2 / sum sigma^4 = exp(S_2): about how many directions carry the variance.
+
+    Range [1, rank]: N for N orthogonal rows of equal norm, 1 for rank one. Otherwise as effective_rank.
+    """
+    found = spectrum(rows, mask, center=center, unit=unit, drop_first=drop_first)
+    return found.participation_ratio(undefined=undefined)
+
+
+@dataclass(frozen=True, eq=False)
+class Spectrum:
+    """Singular values of each set, from which every quantity of this module follows: one decomposition serves all."""
+
+    values: Float[Tensor, "*n rank"]  # descending, largest scaled to 1, 0 at the level of rounding
+    num_rows: Int[Tensor, "*n"]
+    dim: int
+    problems: dict[str, Bool[Tensor, "*n"]] = field(default_factory=dict)
+
+    def entropy(
+        self, *, alpha: float = 1.0, normalization: Normalization = "raw", undefined: Undefined = "raise"
+    ) -> PerSet:
+        """matrix_entropy of the sets."""
+        _check_alpha(alpha)
+        squares = self.values.square()
+        values = _renyi(squares / _positive(squares.sum(-1, keepdim=True)), alpha)
+        return _settled_entropy(values, self.num_rows, self.dim, self.problems, normalization, undefined)
+
+    def effective_rank(self, *, undefined: Undefined = "raise") -> PerSet:
+        return self._settled("effective_rank", torch.special.entr(self._shares()).sum(-1).exp(), undefined)
+
+    def rankme(self, *, eps: float = 1e-7, undefined: Undefined = "raise") -> PerSet:
+        if not eps >= 0:
+            raise ValueError(f"expected eps to be at least 0, got {eps}")
+        places = torch.arange(self.values.shape[-1], device=self.values.device)
+        there = places < self.num_rows[..., None].clamp(max=self.dim)
+        shares = (self._shares() + eps).masked_fill(~there, 0.0)
+        return self._settled("rankme", torch.special.entr(shares).sum(-1).exp(), undefined)
+
+    def participation_ratio(self, *, undefined: Undefined = "raise") -> PerSet:
+        squares = self.values.square()
+        ratio = squares.sum(-1).square() / _positive(squares.square().sum(-1))
+        return self._settled("participation_ratio", ratio, undefined)
+
+    def _shares(self) -> Tensor:
+        return self.values / _positive(self.values.sum(-1, keepdim=True))
+
+    def _settled(self, metric: str, values: Tensor, undefined: Undefined) -> Tensor:
+        check_option("undefined", undefined, "raise", "nan")
+        return settled(metric, values, self.problems, undefined)
+
+
+_NOTHING = "all rows are zero, or equal to the mean that is subtracted"
+
+
+def spectrum(
+    rows: Rows, mask: Mask | None = None, *, center: bool = False, unit: bool = False, drop_first: int = 0
+) -> Spectrum:
+    """The singular values of each set of rows, by one decomposition of the matrix itself; never of its Gram matrix."""
+    prepared = _prepared(rows, mask, center=center, unit=unit, drop_first=drop_first)
+    values = _singular_values(prepared.rows)
+    largest = values[..., :1] if values.shape[-1] else values.new_zeros(*values.shape[:-1], 1)
+    values = values / _positive(largest)
+    dim = rows.shape[-1]
+    floor = prepared.num_rows.clamp(min=dim)[..., None] * _EPS
+    problems = {**prepared.problems, _NOTHING: largest.squeeze(-1) == 0}
+    return Spectrum(values.masked_fill(values < floor, 0.0), prepared.num_rows, dim, problems)
+
+
+@dataclass(frozen=True, eq=False)
+class _Prepared:
+    rows: Tensor  # (*n, rows, dim), real rows first, zeros behind them
+    num_rows: Tensor
+    problems: dict[str, Tensor]
+
+
+def _prepared(rows: Rows, mask: Mask | None, *, center: bool, unit: bool, drop_first: int) -> _Prepared:
+    rows, kept = real_rows(widened("rows", rows), mask, drop_first)
+    num_rows = kept.sum(-1)
+    broken = not_finite(rows)
+    rows = without(rows, broken)
+    problems = {"a row is not finite": broken, "there is no row": num_rows == 0}
+    if center:
+        rows = centered(rows, kept)
+    if unit:
+        rows, nowhere = unit_rows(rows, kept, after_centering=center)
+        problems["a row is zero, or equal to the mean that is subtracted, and has no unit length"] = nowhere.any(-1)
+    return _Prepared(rows, num_rows, problems)
+
+
+def _singular_values(rows: Tensor) -> Tensor:
+    # LAPACK one by one on the CPU: what CUDA has for matrices of this size works one by one, too, and more slowly.
+    # A tall matrix costs it less than a third of its transpose.
+    tall = rows if rows.shape[-2] >= rows.shape[-1] else rows.mT
+    if not tall.numel():
+        return tall.new_zeros(*tall.shape[:-2], tall.shape[-1])
+    return torch.from_numpy(np.linalg.svd(tall.detach().cpu().numpy(), compute_uv=False)).to(rows.device)
+
+
+def _gram_entropy(prepared: _Prepared, alpha: float, *, clamp: bool, smaller: bool, frobenius: bool) -> Tensor:
+    """Entropy from the entries of the Gram matrix; of the features' where `smaller` and there are more rows."""
+    dim = prepared.rows.shape[-1]
+    values = prepared.rows.new_zeros(prepared.num_rows.shape)
+    of_features = (prepared.num_rows > dim) & smaller
+    for transposed in (False, True):
+        chosen = of_features == transposed
+        if not chosen.any():
+            continue
+        rows = prepared.rows[chosen]  # (sets, rows, dim)
+        gram = rows.mT @ rows if transposed else rows @ rows.mT
+        gram = gram.clamp(min=0.0) if clamp else gram
+        if frobenius and alpha == 2:
+            size = torch.full_like(values[chosen], dim) if transposed else prepared.num_rows[chosen]
+            values[chosen] = -(gram.square().sum((-2, -1)) / size.clamp(min=1).square()).log()
+            continue
+        eigenvalues = torch.linalg.eigvalsh(gram).clamp(min=0.0)
+        floor = gram.shape[-1] * _EPS * eigenvalues[..., -1:]
+        eigenvalues = eigenvalues.masked_fill(eigenvalues < floor, 0.0)
+        values[chosen] = _renyi(eigenvalues / _positive(eigenvalues.sum(-1, keepdim=True)), alpha)
+    return values
+
+
+def _renyi(shares: Tensor, alpha: float) -> Tensor:
+    if alpha == 1:
+        values = torch.special.entr(shares).sum(-1)
+    elif alpha == math.inf:
+        values = -shares.amax(-1).log() if shares.shape[-1] else shares.sum(-1)
+    else:
+        values = torch.logsumexp(alpha * shares.log(), -1) / (1 - alpha)
+    return values.clamp(min=0.0)
+
+
+def _settled_entropy(
+    values: Tensor, num_rows: Tensor, dim: int, problems: dict[str, Tensor], normalization: str, undefined: str
+) -> Tensor:
+    check_option("normalization", normalization, "raw", "logN", "logD", "maxEntropy", "logNlogD")
+    check_option("undefined", undefined, "raise", "nan")
+    log_n = num_rows.clamp(min=1).double().log()
+    log_d = torch.full_like(log_n, math.log(max(dim, 1)))
+    divisor = {
+        "raw": torch.ones_like(log_n),
+        "logN": log_n,
+        "logD": log_d,
+        "maxEntropy": torch.minimum(log_n, log_d),
+        "logNlogD": log_n * log_d,
+    }[normalization]
+    problems = {**problems, f"{normalization} divides by the logarithm of one row or one dimension": divisor == 0}
+    return settled("matrix_entropy", values / _positive(divisor), problems, undefined)
+
+
+def _check_alpha(alpha: float) -> None:
+    if not alpha > 0:
+        raise ValueError(f"expected alpha above 0, got {alpha}")
+
+
+def _positive(values: Tensor) -> Tensor:
+    """The values with 1 for each 0, to divide by."""
+    return values.masked_fill(values == 0, 1.0)

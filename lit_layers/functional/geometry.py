@@ -1,0 +1,244 @@
+"""Geometry of the token sequence inside a layer, and of layers against each other. All computed in float64.
+
+Padding, on whichever side and whatever it holds, never enters a value. Input that is not finite is undefined like the
+cases each function names.
+"""
+
+from typing import Literal
+
+import torch
+from jaxtyping import Bool, Float, Int
+from torch import Tensor
+
+from lit_layers.functional._checks import check_option, settled, widened
+from lit_layers.functional._rows import centered, not_finite, real_rows, unit_rows, without
+
+Tokens = Float[Tensor, "*n tokens dim"]
+Mask = Bool[Tensor, "*n tokens"]
+PerPrompt = Float[Tensor, "*n"]
+Undefined = Literal["raise", "nan"]
+
+_EPS = torch.finfo(torch.float64).eps
+
+
+def token_curvature(
+    tokens: Tokens,
+    mask: Mask | None = None,
+    *,
+    drop_first: int = 0,
+    center: bool = False,
+    unit: bool = False,
+    fold: bool = False,
+    undefined: Literal["raise", "nan", "skip", "zero"] = "raise",
+) -> PerPrompt:
+    """Mean angle, in radians, between consecutive differences of a prompt's tokens.
+
+    Range [0, pi]: 0 on a line, pi for a zigzag a, b, a, b; pi/2 for a random walk in high dimension, 2 pi/3 for
+    independent tokens. `fold` takes |cos| instead, range [0, pi/2]. Unchanged by rotation, translation (hence by
+    `center`), positive scaling and reversal; not by `unit`, which first scales each token to norm 1, after `center`.
+
+    Undefined for fewer than 3 real tokens, or where a difference is zero. `undefined="skip"` averages the angles that
+    exist, `"zero"` counts the others as 0; with both, what is still undefined is NaN.
+
+    Source: Hosseini & Fedorenko 2023; Skean et al., arXiv 2502.02013, section 3.3.2.
+
+    Raises:
+        ValueError: an undefined prompt with `undefined="raise"`.
+    """
+    return curvature_and_missing(
+        tokens, mask, drop_first=drop_first, center=center, unit=unit, fold=fold, undefined=undefined
+    )[0]
+
+
+def curvature_and_missing(
+    tokens: Tokens,
+    mask: Mask | None = None,
+    *,
+    drop_first: int = 0,
+    center: bool = False,
+    unit: bool = False,
+    fold: bool = False,
+    undefined: Literal["raise", "nan", "skip", "zero"] = "raise",
+) -> tuple[PerPrompt, Int[Tensor, "*n"]]:
+    """token_curvature, and how many of each prompt's angles do not exist because a difference is zero."""
+    check_option("undefined", undefined, "raise", "nan", "skip", "zero")
+    rows, kept = real_rows(widened("tokens", tokens), mask, drop_first)
+    broken = not_finite(rows)
+    rows = without(rows, broken)
+    nowhere = torch.zeros_like(kept)
+    if center:
+        rows = centered(rows, kept)
+    if unit:
+        rows, nowhere = unit_rows(rows, kept, after_centering=center)
+    steps = rows[..., 1:, :] - rows[..., :-1, :]
+    lengths = torch.linalg.vector_norm(steps, dim=-1)
+    # unit rows of one direction differ by their rounding
+    moves = (lengths > (4 * _EPS if unit else 0.0)) & ~nowhere[..., 1:] & ~nowhere[..., :-1]
+    steps = steps / lengths.masked_fill(~moves, 1.0)[..., None]
+    angles = _angle(steps[..., :-1, :], steps[..., 1:, :], fold=fold)
+    wanted = kept[..., 2:]  # packed rows: a real third token makes an angle
+    exists = wanted & moves[..., :-1] & moves[..., 1:]
+    num_wanted, num_exists = wanted.sum(-1), exists.sum(-1)
+    values = angles.masked_fill(~exists, 0.0).sum(-1) / (num_exists if undefined == "skip" else num_wanted)
+    missing = num_wanted - num_exists
+    problems = {"a token is not finite": broken, "it takes 3 real tokens": num_wanted == 0}
+    if undefined in ("raise", "nan"):
+        problems["neighbouring tokens are equal"] = missing > 0
+    elif undefined == "skip":
+        problems["no angle exists"] = num_exists == 0
+    return settled("token_curvature", values, problems, undefined), missing
+
+
+def token_angle(
+    tokens: Tokens,
+    mask: Mask | None = None,
+    *,
+    lag: int = 1,
+    drop_first: int = 0,
+    center: bool = True,
+    unit: bool = True,
+    undefined: Undefined = "raise",
+) -> PerPrompt:
+    """Mean angle, in radians, between the vectors of tokens `lag` apart, after `center` (minus the mean token).
+
+    Range [0, pi]: two tokens, centred, are exactly pi apart; equal tokens 0 without `center`. Unchanged by rotation and
+    positive scaling; with `center` by translation. `unit` scales tokens to norm 1 as released code does, which changes
+    no angle. Not to be drawn on one axis with token_curvature.
+
+    Source: released as "curvature" by Skean et al. (OFSkean/information_flow, 2024-09); their arccos gives NaN where
+    rounding leaves [-1, 1], this does not.
+
+    Raises:
+        ValueError: no more than `lag` real tokens, or a token that is zero (with `center`: equal to the mean); NaN
+            there with `undefined="nan"`.
+    """
+    check_option("undefined", undefined, "raise", "nan")
+    if not isinstance(lag, int) or lag < 1:
+        raise ValueError(f"expected lag to be an integer of at least 1, got {lag!r}")
+    rows, kept = real_rows(widened("tokens", tokens), mask, drop_first)
+    broken = not_finite(rows)
+    rows = without(rows, broken)
+    if center:
+        rows = centered(rows, kept)
+    # an angle needs directions, so `unit` is taken either way
+    rows, nowhere = unit_rows(rows, kept, after_centering=center)
+    wanted = kept[..., lag:]
+    angles = _angle(rows[..., : wanted.shape[-1], :], rows[..., lag:, :]).masked_fill(~wanted, 0.0)
+    counted = nowhere[..., lag:] | nowhere[..., : wanted.shape[-1]]
+    problems = {
+        "a token is not finite": broken,
+        f"it takes {lag + 1} real tokens": ~wanted.any(-1),
+        "a token is zero, or equal to the mean that is subtracted": (counted & wanted).any(-1),
+    }
+    return settled("token_angle", angles.sum(-1) / wanted.sum(-1), problems, undefined)
+
+
+def cosine_similarity_matrix(
+    states: Float[Tensor, "layers batch tokens dim"],
+    mask: Bool[Tensor, "batch tokens"] | None = None,
+    *,
+    mode: Literal["token", "flattened"] = "token",
+    undefined: Undefined = "raise",
+) -> Float[Tensor, "layers layers"]:
+    """Mean cosine between layers: of the same token in both, averaged within each prompt, then over prompts.
+
+    Entries in [-1, 1], symmetric, unit diagonal, positive semi-definite. `mode="flattened"` takes the cosine of all of
+    a prompt's tokens as one vector: a mean weighted by norms, so by the sink token. Unchanged by a rotation common to
+    all layers and by positive scaling of a layer; in mode "token" also of single tokens.
+
+    Source: Sun et al., arXiv 2407.09298, whose notebook is `mode="flattened"` without a mask, in batches of 8.
+
+    Raises:
+        ValueError: a layer with a state that is zero, or a prompt without a real token; with `undefined="nan"` that
+            layer's row and column are NaN.
+    """
+    check_option("mode", mode, "token", "flattened")
+    check_option("undefined", undefined, "raise", "nan")
+    if not isinstance(states, Tensor) or states.ndim != 4:
+        shape = tuple(states.shape) if isinstance(states, Tensor) else type(states).__name__
+        raise ValueError(f"expected states of shape (layers, batch, tokens, dim), got {shape}")
+    rows, kept = real_rows(widened("states", states), mask)
+    broken = not_finite(rows).any(-1)
+    rows = without(rows, broken[:, None].expand(rows.shape[:2]))
+    num_prompts, num_tokens = rows.shape[1], kept[0].sum(-1)
+    if mode == "token":
+        rows, nowhere = unit_rows(rows, kept)
+        zero = nowhere.any(-1).any(-1)
+        rows = rows / num_tokens.clamp(min=1).double().sqrt()[:, None, None]
+    else:
+        norms = rows.flatten(-2).norm(dim=-1)
+        zero = (norms == 0).any(-1)
+        rows = rows / norms.masked_fill(norms == 0, 1.0)[..., None, None]
+    vectors = rows.flatten(1)
+    cosines = (vectors @ vectors.mT / num_prompts).clamp(-1.0, 1.0)
+    problems = {
+        "a state is not finite": broken | broken[:, None],
+        "a prompt has no real token": (num_tokens == 0).any(),
+        "a state is zero": zero | zero[:, None],
+    }
+    return settled("cosine_similarity_matrix", cosines, problems, undefined)
+
+
+def linear_cka(
+    x: Float[Tensor, "*n rows dim1"], y: Float[Tensor, "*n rows dim2"], *, debiased: bool = False
+) -> Float[Tensor, "*n"]:
+    """Similarity of two representations of the same rows: linear centred kernel alignment.
+
+    Range [0, 1], 1 for equal ones. `debiased` takes the unbiased HSIC_1 in all three places: it may be negative and
+    stays near 0 for independent data, where the plain form grows with dim over rows. Unchanged by rotation, isotropic
+    scaling and translation of either side, and by a joint order of the rows.
+
+    Source: Kornblith et al. 2019; HSIC_1: Song et al. 2012.
+
+    Raises:
+        ValueError: constant x or y, fewer than 2 rows (4 if debiased), values that are not finite, shapes that differ.
+    """
+    x, y = widened("x", x), widened("y", y)
+    if x.ndim < 2 or x.shape[:-1] != y.shape[:-1]:
+        raise ValueError(f"expected shapes (*n, rows, dim1) and (*n, rows, dim2), got {(*x.shape,)} and {(*y.shape,)}")
+    least = 4 if debiased else 2
+    if x.shape[-2] < least:
+        raise ValueError(f"linear_cka with debiased={debiased} needs at least {least} rows, got {x.shape[-2]}")
+    broken = not_finite(x) | not_finite(y)
+    all_real = x.new_ones(x.shape[:-1], dtype=torch.bool)
+    x, y = (centered(side, all_real) for side in (x, y))
+    inner = _debiased_inner if debiased else _inner
+    xx, yy, xy = inner(x, x), inner(y, y), inner(x, y)
+    # as a share of the plain product: what debiasing leaves of rows at equal distances is rounding
+    floors = [1e-13 * _inner(side, side) for side in (x, y)]
+    problems = {
+        "values are not finite": broken,
+        "x does not vary": xx <= floors[0],
+        "y does not vary": yy <= floors[1],
+    }
+    for reason, bad in problems.items():
+        if bad.any():
+            place = tuple(bad.nonzero()[0].tolist())
+            raise ValueError(f"linear_cka is undefined{f' at element {place}' if place else ''}: {reason}")
+    return xy / (xx.sqrt() * yy.sqrt())
+
+
+def _inner(x: Tensor, y: Tensor) -> Tensor:
+    """tr(XX'YY') = |Y'X|_F^2, by the smaller of its two matrices."""
+    num_rows = x.shape[-2]
+    if num_rows * num_rows < x.shape[-1] * y.shape[-1]:
+        return ((x @ x.mT) * (y @ y.mT)).sum((-2, -1))
+    return (y.mT @ x).square().sum((-2, -1))
+
+
+def _debiased_inner(x: Tensor, y: Tensor) -> Tensor:
+    """HSIC_1 up to its constant factor, which the ratio loses, of centred x and y: no matrix of rows x rows needed."""
+    m = x.shape[-2]
+    x_own, y_own = x.square().sum(-1), y.square().sum(-1)  # the diagonals that are left out
+    # with centred columns the rows of XX' sum to 0, so those of XX' without its diagonal to minus the diagonal
+    trace = _inner(x, y) - (x_own * y_own).sum(-1)
+    totals = x_own.sum(-1) * y_own.sum(-1) / ((m - 1) * (m - 2))
+    return trace + totals - 2 / (m - 2) * (x_own * y_own).sum(-1)
+
+
+def _angle(u: Tensor, w: Tensor, *, fold: bool = False) -> Tensor:
+    """Angle between unit vectors; unlike arccos exact near 0 and pi."""
+    apart, together = torch.linalg.vector_norm(u - w, dim=-1), torch.linalg.vector_norm(u + w, dim=-1)
+    if fold:
+        apart, together = torch.minimum(apart, together), torch.maximum(apart, together)
+    return 2 * torch.atan2(apart, together)

@@ -1,0 +1,199 @@
+"""How single tokens travel through the layers: straightness, growth, step lengths. All computed in float64.
+
+Trajectories are `(layers, *n, dim)`, layer 0 (the input of the first block) first, so `L` blocks make `L + 1` layers.
+There is no mask here: take the real tokens first, `states[:, mask]`. A state that is not finite is undefined like the
+cases each function names.
+"""
+
+from collections.abc import Iterator
+from itertools import pairwise
+from typing import Literal
+
+import torch
+from jaxtyping import Bool, Float
+from torch import Tensor
+
+from lit_layers.functional._checks import check_option, settled, widened
+
+States = Float[Tensor, "layers *n dim"]
+PerToken = Float[Tensor, "*n"]
+Undefined = Literal["raise", "nan"]
+
+_EPS = torch.finfo(torch.float64).eps
+
+
+def line_shape_score(states: States, *, undefined: Undefined = "raise") -> PerToken:
+    """How crooked each trajectory is: the number of steps over the length of the sum of its unit steps.
+
+    Range [1, inf]: 1 iff all steps point the same way; sqrt(L) for orthogonal steps, and about that for random ones in
+    high dimension; inf where the unit steps cancel. Unchanged by rotation, translation and positive scaling, by
+    rescaling single steps, by their order and by reversal in time.
+
+    Source: Gai & Zhang 2021, arXiv 2102.09235; Aubry et al., arXiv 2407.07810, section 3.2.
+
+    Raises:
+        ValueError: a token with a step of length zero, or no step; NaN there with `undefined="nan"`.
+    """
+    check_option("undefined", undefined, "raise", "nan")
+    if _num_steps(states) < 1:
+        return _nowhere("line_shape_score", states, "a trajectory needs at least one step", undefined)
+    scores, stopped = _running_scores(states)
+    problems = {"a state is not finite": _not_finite(states), "a step has length zero": stopped[-1]}
+    return settled("line_shape_score", scores[-1], problems, undefined)
+
+
+def running_line_shape_score(states: States, *, undefined: Undefined = "raise") -> Float[Tensor, "steps *n"]:
+    """The line_shape_score of the first l steps of each trajectory, for l = 1..L; always 1 for l = 1.
+
+    In one pass, where L calls of `line_shape_score` would take L^2 / 2 steps. Raises as that does.
+    """
+    check_option("undefined", undefined, "raise", "nan")
+    if _num_steps(states) < 1:
+        raise ValueError(f"expected at least 2 layers, got {len(states)}")
+    scores, stopped = _running_scores(states)
+    problems = {"a state is not finite": _not_finite(states), "a step has length zero": stopped}
+    return settled("running_line_shape_score", scores, problems, undefined)
+
+
+def growth_rates(states: States, *, undefined: Undefined = "raise") -> Float[Tensor, "steps *n"]:
+    """log(|x^l| / |x^(l-1)|) for l = 1..L: the exponents by which the norm grows, any real number.
+
+    Their mean is (log|x^L| - log|x^0|) / L. Unchanged by rotation and scaling; reversal in time flips sign and order.
+
+    Source: Aubry et al., arXiv 2407.07810, section 3.3.
+
+    Raises:
+        ValueError: a state of norm zero; NaN in the two steps around it with `undefined="nan"`.
+    """
+    check_option("undefined", undefined, "raise", "nan")
+    norms = state_norms(states)
+    zero = norms == 0
+    problems = {"a state is not finite": _not_finite(states), "a state has norm zero": zero[1:] | zero[:-1]}
+    return settled("growth_rates", (norms[1:] / norms[:-1]).log(), problems, undefined)
+
+
+def expodistance(
+    states: States,
+    *,
+    form: Literal["cv", "var_over_mean2"] = "cv",
+    correction: int = 0,
+    undefined: Undefined = "raise",
+) -> PerToken:
+    """How far each norm is from growing by one factor per block: deviation of the growth rates over |their mean|.
+
+    Range [0, inf): 0 iff all rates are equal and not 0; sqrt(L - 1) where one block does all the growing, the maximum
+    while no rate is negative. Large where the norm ends near its start: give the median over tokens beside the mean.
+    Unchanged by rotation, positive scaling, reversal in time and |x| -> |x|^c; not by translation. `correction` is
+    subtracted from the count in the variance.
+
+    Source: Aubry et al., arXiv 2407.07810, section 3.3; "cv" is ours, `var_over_mean2` its square.
+
+    Raises:
+        ValueError: a state of norm zero, a norm that returns to its start, fewer than two steps; NaN there with
+            `undefined="nan"`.
+    """
+    check_option("form", form, "cv", "var_over_mean2")
+    check_option("undefined", undefined, "raise", "nan")
+    _check_correction(correction)
+    steps = _num_steps(states)
+    if steps < max(2, correction + 1):
+        return _nowhere("expodistance", states, f"{steps} steps are too few for a deviation", undefined)
+    norms = state_norms(states)
+    zero = (norms == 0).any(0)
+    norms = norms.masked_fill(zero, 1.0)
+    total = (norms[-1] / norms[0]).log()
+    returned = ~zero & (total.abs() <= 16 * _EPS)  # equal up to the rounding of two norms
+    problems = {
+        "a state is not finite": _not_finite(states),
+        "a state has norm zero": zero,
+        "the norm returns to its start, so that the mean growth rate is 0": returned,
+    }
+    values = (
+        _deviation((norms[1:] / norms[:-1]).log(), correction) / (total / steps).masked_fill(returned | zero, 1.0).abs()
+    )
+    return settled("expodistance", values if form == "cv" else values.square(), problems, undefined)
+
+
+def equidistance(states: States, *, correction: int = 0, undefined: Undefined = "raise") -> PerToken:
+    """How uneven the step lengths of each trajectory are: their deviation over their mean.
+
+    Range [0, sqrt(L - 1)] for `correction=0`: 0 iff all steps are equally long, sqrt(L - 1) if only one is not zero.
+    Unchanged by rotation, translation, scaling and the order of the steps.
+
+    Source: Aubry et al., arXiv 2407.07810, figure 23.
+
+    Raises:
+        ValueError: all steps have length zero, or too few steps; NaN there with `undefined="nan"`.
+    """
+    check_option("undefined", undefined, "raise", "nan")
+    _check_correction(correction)
+    steps = _num_steps(states)
+    if steps < correction + 1:
+        return _nowhere("equidistance", states, f"{steps} steps are too few for a deviation", undefined)
+    lengths = step_norms(states)
+    mean = lengths.mean(0)
+    problems = {"a state is not finite": _not_finite(states), "all steps have length zero": mean == 0}
+    values = _deviation(lengths, correction) / mean.masked_fill(mean == 0, 1.0)
+    return settled("equidistance", values, problems, undefined)
+
+
+def state_norms(states: States) -> Float[Tensor, "layers *n"]:
+    """|x^l| for every layer l = 0..L."""
+    _num_steps(states)
+    return torch.stack([torch.linalg.vector_norm(widened("states", state), dim=-1) for state in states])
+
+
+def step_norms(states: States) -> Float[Tensor, "steps *n"]:
+    """|x^l - x^(l-1)| for every block l = 1..L."""
+    lengths = [torch.linalg.vector_norm(step, dim=-1) for step in _steps(states)]
+    return torch.stack(lengths) if lengths else state_norms(states)[1:]
+
+
+def _running_scores(states: States) -> tuple[Float[Tensor, "steps *n"], Bool[Tensor, "steps *n"]]:
+    """Scores of the first l steps, and whether one of those had length zero."""
+    scores, stopped = [], []
+    total, stuck = 0.0, torch.tensor(False)
+    for number, step in enumerate(_steps(states), start=1):
+        length = torch.linalg.vector_norm(step, dim=-1, keepdim=True)
+        stuck = (length == 0).squeeze(-1) | stuck.to(length.device)
+        total = step / length.masked_fill(length == 0, 1.0) + total
+        distance = torch.linalg.vector_norm(total, dim=-1)
+        distance = distance.masked_fill(distance <= number * _EPS, 0.0)  # steps that cancel leave their rounding
+        scores.append((number / distance).clamp(min=1.0))
+        stopped.append(stuck)
+    return torch.stack(scores), torch.stack(stopped)
+
+
+def _deviation(values: Float[Tensor, "steps *n"], correction: int) -> PerToken:
+    """Standard deviation over steps; `Tensor.std` warns where there is no token."""
+    return ((values - values.mean(0)).square().sum(0) / (len(values) - correction)).sqrt()
+
+
+def _steps(states: States) -> Iterator[Float[Tensor, "*n dim"]]:
+    """The steps one by one, so that two layers at a time are widened, not all."""
+    _num_steps(states)
+    return (widened("states", after) - widened("states", before) for before, after in pairwise(states))
+
+
+def _num_steps(states: States) -> int:
+    if not isinstance(states, Tensor) or not states.is_floating_point():
+        widened("states", states)
+    if states.ndim < 2 or not len(states):
+        raise ValueError(f"expected states of shape (layers, *n, dim), got {tuple(states.shape)}")
+    return len(states) - 1
+
+
+def _not_finite(states: States) -> Bool[Tensor, "*n"]:
+    finite = torch.stack([state.isfinite().all(-1) for state in states])
+    return ~finite.all(0)
+
+
+def _nowhere(metric: str, states: States, reason: str, undefined: Undefined) -> PerToken:
+    """NaN for every token, or the error that says why."""
+    values = torch.zeros(states.shape[1:-1], dtype=torch.float64)
+    return settled(metric, values, {reason: torch.tensor(True)}, undefined)
+
+
+def _check_correction(correction: int) -> None:
+    if not isinstance(correction, int) or correction < 0:
+        raise ValueError(f"expected correction to be an integer of at least 0, got {correction!r}")

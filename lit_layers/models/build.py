@@ -1,0 +1,260 @@
+"""Models: built from a name, saved as plain folders, loaded again, told apart by a hash."""
+
+import copy
+import difflib
+import hashlib
+import os
+import shutil
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from lit_layers.errors import InputError
+from lit_layers.models.families import Network, family_of
+from lit_layers.models.vocabulary import TRUE_SIZE, is_padded, pad_vocabulary_, true_vocab_size, unpadded_state
+
+__all__ = ["causal_lm", "load", "save", "true_vocab_size", "vit", "weights_hash"]
+
+READABLE = 0o644  # safetensors writes files that nobody else on a shared disk can read
+TIMM_OPTIONS = "build_options"  # attribute of a timm model: what it was built with, for its config.json
+
+
+def causal_lm(
+    name: str | Path,
+    *,
+    seed: int = 0,
+    pad_vocab_to: int | None = None,
+    attention_implementation: str = "sdpa",
+    **overrides: Any,
+) -> nn.Module:
+    """A new causal language model on the CPU, in training mode.
+
+    `name` is a model type of transformers ("gpt2", "gpt_neox", "llama") or a folder with a config.json; `overrides`
+    are fields of its config. The weights depend on the config and `seed` alone and the global random state is left
+    alone. `pad_vocab_to=64` pads the vocabulary to the next multiple of 64 and changes nothing else. GPT-2 uses the
+    fused form of its activation (the same function, several times faster) unless told otherwise.
+
+    Raises:
+        InputError: an unknown type, an unknown override, or values that do not fit together.
+    """
+    import transformers
+    from huggingface_hub.errors import StrictDataclassError
+
+    plain = _config(name)
+    known = (set(plain.to_dict()) | set(plain.attribute_map)) - {"model_type", "architectures", TRUE_SIZE}
+    _refuse_unknown(overrides, known, f"option of {plain.model_type}")
+    fused = {"activation_function": "gelu_pytorch_tanh"} if name == "gpt2" else {}
+    try:
+        options = fused | _no_foreign_tokens(plain, overrides.get("vocab_size", plain.vocab_size)) | overrides
+        config = _config(name, **options)
+        with _seeded(seed):
+            model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation=attention_implementation)
+    except (StrictDataclassError, ValueError, TypeError, RuntimeError, ZeroDivisionError) as error:
+        raise InputError(f"cannot build {name} with {overrides}: {_one_line(error)}") from error
+    family_of(model)
+    if pad_vocab_to is not None:
+        with _seeded(seed):
+            pad_vocabulary_(model, pad_vocab_to)
+    return model.train()
+
+
+def vit(name: str, *, seed: int = 0, **overrides: Any) -> nn.Module:
+    """A new timm vision transformer on the CPU, in training mode; `overrides` are arguments of its constructor.
+
+    Raises:
+        InputError: an unknown name, a model of another kind, an unknown override or one that does not fit.
+    """
+    import inspect
+
+    import timm
+    from timm.models.vision_transformer import VisionTransformer
+
+    if not timm.is_model(name):
+        raise InputError(f"no model named {name!r} in timm{_close(name, timm.list_models())}")
+    known = set(inspect.signature(VisionTransformer).parameters) | {"num_classes", "drop_rate"}
+    _refuse_unknown(overrides, known, "option of a vision transformer")
+    try:
+        with _seeded(seed):
+            model = timm.create_model(name, pretrained=False, **overrides)
+    except (ValueError, TypeError, AssertionError, ZeroDivisionError) as error:
+        raise InputError(f"cannot build {name} with {overrides}: {_one_line(error)}") from error
+    family_of(model)
+    setattr(model, TIMM_OPTIONS, overrides)
+    return model.train()
+
+
+def save(model: Network, folder: str | Path, tokenizer: Any = None) -> None:
+    """Writes a folder that `from_pretrained` loads: config.json, model.safetensors, the tokenizer; files of mode 644.
+
+    Padding rows of the vocabulary are left out. `tokenizer` is an object with `save_pretrained` or a folder whose files
+    are copied. Neither the model nor the random state changes. Not atomic: that is the caller's business.
+    """
+    model, folder = getattr(model, "_orig_mod", model), Path(folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    if hasattr(model, "save_pretrained"):
+        with _no_progress_bars(), _seeded(0):
+            _shell(model).save_pretrained(folder, state_dict=unpadded_state(model))
+    else:
+        _save_timm(model, folder)
+    if hasattr(tokenizer, "save_pretrained"):
+        tokenizer.save_pretrained(folder)
+    elif tokenizer is not None:
+        for file in Path(tokenizer).iterdir():
+            if file.is_file():
+                shutil.copyfile(file, folder / file.name)
+    for file in folder.iterdir():
+        if file.is_file():
+            os.chmod(file, READABLE)
+
+
+def load(folder_or_repo: str | Path, *, revision: str | None = None, dtype: torch.dtype = torch.float32) -> nn.Module:
+    """A saved model of transformers or timm, on the CPU, in evaluation mode: a local folder or a repository of the Hub.
+
+    Reads safetensors, or else a pickle with `weights_only=True`; never runs code of the repository.
+
+    Raises:
+        InputError: no such folder, a folder without a model, or weights that do not fill the model.
+    """
+    from transformers import PreTrainedConfig
+
+    name = os.fspath(folder_or_repo)
+    if os.path.isdir(name) and not os.path.isfile(os.path.join(name, "config.json")):
+        raise InputError(f"expected a model in {name}, found no config.json there")
+    if not os.path.isdir(name) and (isinstance(folder_or_repo, Path) or name.startswith((".", "/", "~"))):
+        raise InputError(f"expected a folder with a model, {name} does not exist")
+    settings, _ = PreTrainedConfig.get_config_dict(name, revision=revision)
+    with _seeded(0):  # a model is filled with random weights before it is with its own
+        if settings.get("model_type") in (None, "timm_wrapper") and "architecture" in settings:
+            return _load_timm(name, settings, revision).to(dtype).eval()
+        if "model_type" in settings:
+            return _load_transformers(name, settings, revision, dtype)
+    raise InputError(f"the config.json of {name} names neither a model_type (transformers) nor an architecture (timm)")
+
+
+def weights_hash(model: nn.Module) -> str:
+    """Sixteen hex digits over the model as saved: names, dtypes, shapes and bytes of parameters and persistent buffers.
+
+    Padding rows of the vocabulary are left out, so a model has one hash in training and after reloading.
+    """
+    digest = hashlib.blake2b(digest_size=8)
+    for name, tensor in sorted(unpadded_state(getattr(model, "_orig_mod", model)).items()):
+        digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)} ".encode())
+        digest.update(tensor.contiguous().cpu().reshape(-1).view(torch.uint8).numpy().data)
+    return digest.hexdigest()
+
+
+def _config(name: str | Path, **options: Any) -> Any:
+    from transformers import AutoConfig
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+    if os.path.isfile(os.path.join(name, "config.json")):
+        return AutoConfig.from_pretrained(name, trust_remote_code=False, **options)
+    if name not in CONFIG_MAPPING:
+        close = _close(str(name), CONFIG_MAPPING.keys())
+        raise InputError(f"expected a model type or a folder with a config.json, got {str(name)!r}{close}")
+    return AutoConfig.for_model(str(name), **options)
+
+
+def _no_foreign_tokens(config: Any, vocab_size: int) -> dict[str, None]:
+    """Options that drop the special tokens a default places outside a smaller vocabulary."""
+    tokens = {field: getattr(config, field, None) for field in ("bos_token_id", "eos_token_id", "pad_token_id")}
+    return {field: None for field, token in tokens.items() if isinstance(token, int) and token >= vocab_size}
+
+
+def _shell(model: Network) -> Network:
+    """A model of the same class without memory, whose config is the unpadded one: what writes the folder.
+
+    Saving from the model itself would write into the config that training goes on with.
+    """
+    config = copy.deepcopy(model.config)
+    if is_padded(model):
+        config.vocab_size = getattr(config, TRUE_SIZE)
+        delattr(config, TRUE_SIZE)
+    with torch.device("meta"):
+        shell = type(model)._from_config(config, dtype=model.dtype)
+    if model.can_generate():
+        shell.generation_config = copy.deepcopy(model.generation_config)
+    return shell
+
+
+def _load_transformers(name: str, settings: dict, revision: str | None, dtype: torch.dtype) -> nn.Module:
+    import transformers
+
+    architecture = (settings.get("architectures") or ["AutoModelForCausalLM"])[0]
+    kind = getattr(transformers, architecture, None)
+    if kind is None:
+        raise InputError(f"transformers {transformers.__version__} has no {architecture}, which {name} asks for")
+    os.environ.setdefault("DISABLE_SAFETENSORS_CONVERSION", "1")  # else a pickle starts a thread that asks the Hub
+    with _no_progress_bars():
+        model, report = kind.from_pretrained(
+            name,
+            revision=revision,
+            dtype=dtype,
+            trust_remote_code=False,
+            weights_only=True,
+            output_loading_info=True,
+        )
+    for problem in ("missing_keys", "mismatched_keys"):
+        if report.get(problem):
+            raise InputError(
+                f"the weights of {name} do not fill {architecture}: {problem} {sorted(report[problem])[:3]}"
+            )
+    return model.eval()
+
+
+def _save_timm(model: nn.Module, folder: Path) -> None:
+    from timm.models import save_for_hf
+
+    if not hasattr(model, "pretrained_cfg"):
+        raise InputError(f"cannot name the architecture of this {type(model).__name__}: build it with vit(name, ...)")
+    save_for_hf(model, str(folder), model_args=getattr(model, TIMM_OPTIONS, None), safe_serialization=True)
+
+
+def _load_timm(name: str, settings: dict, revision: str | None) -> nn.Module:
+    import timm
+
+    source = f"local-dir:{name}" if os.path.isdir(name) else f"hf-hub:{name}" + (f"@{revision}" if revision else "")
+    model = timm.create_model(source, pretrained=True)
+    setattr(model, TIMM_OPTIONS, settings.get("model_args", {}))
+    return model
+
+
+def _refuse_unknown(given: Iterable[str], known: Iterable[str], kind: str) -> None:
+    for name in given:
+        if name not in known:
+            raise InputError(f"{name!r} is no {kind}{_close(name, known)}")
+
+
+def _close(name: str, known: Iterable[str]) -> str:
+    near = difflib.get_close_matches(name, sorted(known), n=3, cutoff=0.5)
+    return f"; close matches: {', '.join(near)}" if near else ""
+
+
+def _one_line(error: Exception) -> str:
+    return " ".join(str(error).split()).split(". ")[0]
+
+
+@contextmanager
+def _seeded(seed: int) -> Iterator[None]:
+    """New weights inside come from `seed`, on the CPU; the global random state is as before afterwards."""
+    with torch.random.fork_rng(devices=[]), torch.device("cpu"):
+        torch.default_generator.manual_seed(seed)  # torch.manual_seed would seed the GPUs as well
+        yield
+
+
+@contextmanager
+def _no_progress_bars() -> Iterator[None]:
+    """A bar for each of many checkpoints is noise in a training log."""
+    from transformers.utils import logging
+
+    shown = logging.is_progress_bar_enabled()
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        if shown:
+            logging.enable_progress_bar()

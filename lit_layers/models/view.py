@@ -1,0 +1,288 @@
+"""The layered view: hidden states at every block boundary, and each block as a function of its input."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lit_layers.errors import InputError
+from lit_layers.models.families import Network, family_of
+from lit_layers.models.vocabulary import true_vocab_size
+
+Batch = Mapping[str, Tensor]
+Step = int | tuple[int, ...]
+
+
+class LayeredModel:
+    """A model as a row of blocks, with a layer before, between and after them.
+
+    Layer 0 is the input of block 1, layer l the output of block l, before any final norm. The view never changes the
+    model: no wrapped module, no lasting hook, no cache. Whatever mode the model is in, it is looked at as in evaluation
+    (dropout and drop-path off), and its own modes are back when a call returns.
+
+    Raises:
+        InputError: no family is known for the class of the model.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self.model: Network = getattr(model, "_orig_mod", model)  # hooks added after torch.compile do not fire
+        self.family = family_of(self.model)
+        self.blocks = self.family.block_list(self.model)
+
+    def __repr__(self) -> str:
+        return f"LayeredModel({type(self.model).__name__}, num_layers={self.num_layers}, dim={self.dim})"
+
+    @property
+    def num_layers(self) -> int:
+        """Number of blocks, L; there are L + 1 layers."""
+        return len(self.blocks)
+
+    @property
+    def dim(self) -> int:
+        """Width of the hidden states."""
+        return self.model.embed_dim if self.family.sees_images else self.model.config.hidden_size
+
+    @property
+    def vocab_size(self) -> int | None:
+        """Number of real tokens that the readout scores; None where it scores no vocabulary (images, no head)."""
+        has_words = not self.family.sees_images and self.model.get_output_embeddings() is not None
+        return true_vocab_size(self.model) if has_words else None
+
+    @property
+    def max_tokens(self) -> int | None:
+        """Longest text the model takes; None for images."""
+        return None if self.family.sees_images else self.model.config.max_position_embeddings
+
+    @property
+    def device(self) -> torch.device:
+        return next(self.model.parameters()).device
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of the parameters of the blocks."""
+        return next(self.blocks[0].parameters()).dtype
+
+    @property
+    def attention(self) -> str:
+        """Name of the attention implementation now in use: "sdpa", "eager", ..."""
+        if self.family.sees_images:
+            return "sdpa" if getattr(self.blocks[0].attn, "fused_attn", False) else "eager"
+        return self.model.config._attn_implementation
+
+    def trajectory(self, batch: Batch) -> "Trajectory":
+        """The hidden states of one batch at every layer, with its logits, without a graph.
+
+        Only the columns the model takes are used. In a padded text, positions count the real tokens, so that padding
+        on either side gives the same states.
+
+        Raises:
+            InputError: a text longer than the model takes.
+            ValueError: a missing column, or a text without a real token.
+        """
+        states: list[Tensor] = []
+        calls: list[BlockCall] = []
+
+        def keep(module: nn.Module, args: tuple, kwargs: dict[str, Any], output: Any) -> None:
+            hidden, args, kwargs = split_arguments(args, kwargs)
+            if not states:
+                states.append(hidden)
+            states.append(first(output))
+            calls.append(BlockCall(module, args, kwargs))
+
+        # Not inference_mode, nor inside one: what is kept here takes part in derivatives later.
+        with torch.inference_mode(False), torch.no_grad(), evaluating(self.model):
+            inputs = self._inputs(batch)
+            handles = [block.register_forward_hook(keep, with_kwargs=True) for block in self.blocks]
+            try:
+                logits = self._logits(inputs)
+            finally:
+                for handle in handles:
+                    handle.remove()
+            if [call.module for call in calls] != list(self.blocks):
+                raise RuntimeError(
+                    f"expected {self.num_layers} blocks to run once each, in order, saw {len(calls)} calls"
+                )
+            hidden = torch.stack(states)  # (layers + 1, batch, tokens, dim)
+            mask = inputs.get("attention_mask")
+            mask = hidden.new_ones(hidden.shape[1:3], dtype=torch.bool) if mask is None else mask.bool()
+        return Trajectory(hidden, logits, mask, tuple(calls), self.attention, self)
+
+    def readout(self, hidden: Tensor) -> Tensor:
+        """Final norm and head of states (*n, tokens, dim): the model's logits at the last layer, else the logit lens.
+
+        With the model's logit scaling and soft-capping, and without padding rows of the vocabulary. A model without a
+        head gives its final-normed states; a ViT or a classifier gives (*n, classes).
+        """
+        with evaluating(self.model):
+            flat = hidden.reshape(-1, *hidden.shape[-2:])
+            logits = self._real(self.family.read_out(self.model, flat))
+        return logits.unflatten(0, hidden.shape[:-2]) if hidden.ndim > 2 else logits[0]
+
+    def replay(self, trajectory: "Trajectory", schedule: Sequence[Step]) -> Tensor:
+        """Logits of the blocks in the order of `schedule`, from layer 0 of a trajectory.
+
+        A number runs its whole block on the current state; a tuple runs each of its blocks on the same state and
+        averages their outputs. `range(1, num_layers + 1)` reproduces the logits. Source: Sun et al., Transformer
+        Layers as Painters, arXiv 2407.09298.
+
+        Raises:
+            IndexError: a block that is not there.
+            TypeError: a step that is neither a number nor a tuple of numbers.
+        """
+        steps = [parallel_blocks(step) for step in schedule]
+        blocks = {number: trajectory.block(number) for step in steps for number in step}
+        with torch.no_grad():
+            hidden = trajectory.hidden[0]
+            for step in steps:
+                outputs = [blocks[number](hidden) for number in step]
+                hidden = outputs[0] if len(outputs) == 1 else torch.stack(outputs).mean(0)
+            return self.readout(hidden)
+
+    def _logits(self, inputs: dict[str, Tensor]) -> Tensor:
+        if self.family.sees_images:
+            return self.model(inputs["pixel_values"])
+        output = self.model(**inputs, **dict(self.family.options), return_dict=True)
+        return self._real(output.logits if hasattr(output, "logits") else output.last_hidden_state)
+
+    def _real(self, logits: Tensor) -> Tensor:
+        return logits if self.vocab_size is None else logits[..., : self.vocab_size]
+
+    def _inputs(self, batch: Batch) -> dict[str, Tensor]:
+        """The columns of the batch that the model is called with, on its device."""
+        needed = self.family.inputs[0]
+        if needed not in batch:
+            raise ValueError(f"a batch for {type(self.model).__name__} needs {needed!r}, got {sorted(batch)}")
+        if self.family.sees_images:
+            return {needed: batch[needed].to(self.device, self.dtype)}
+        self._check_tokens(batch[needed])
+        inputs = {name: batch[name].to(self.device) for name in self.family.inputs if name in batch}
+        mask = inputs.get("attention_mask")
+        if mask is None or mask.bool().all():
+            inputs.pop("attention_mask", None)  # nothing to hide: the fast causal path
+            return inputs
+        if not mask.any(dim=-1).all():
+            raise ValueError("every text needs a real token, got a row of attention_mask without one")
+        inputs.setdefault("position_ids", (mask.long().cumsum(-1) - 1).clamp(min=0))
+        return inputs
+
+    def _check_tokens(self, ids: Tensor) -> None:
+        kind, limit, vocabulary = type(self.model).__name__, self.max_tokens, true_vocab_size(self.model)
+        if ids.ndim != 2 or not ids.numel():
+            raise ValueError(f"input_ids are (batch, tokens), got shape {tuple(ids.shape)}")
+        if limit is not None and ids.shape[1] > limit:
+            raise InputError(f"{kind} takes at most {limit} tokens, got {ids.shape[1]}: shorten the texts")
+        if ids.max() >= vocabulary:  # on a GPU the embedding's own check would end the whole process
+            raise InputError(
+                f"{kind} knows {vocabulary} tokens, got token {int(ids.max())}: use the tokenizer it was made for"
+            )
+
+
+@dataclass(frozen=True, eq=False)
+class Trajectory:
+    """One batch on its way through the blocks."""
+
+    hidden: Tensor  # (layers + 1, batch, tokens, dim)
+    logits: Tensor  # (batch, tokens, vocabulary), or what the readout gives instead
+    mask: Tensor  # (batch, tokens), False on padding
+    calls: tuple["BlockCall", ...]
+    attention: str
+    model: LayeredModel
+
+    @property
+    def num_layers(self) -> int:
+        return len(self.calls)
+
+    def block(self, layer: int) -> "BlockCall":
+        """Block `layer` (1..L) as a function of its input alone, closed over the arguments this batch really passed.
+
+        Differentiable. `block(l)(hidden[l - 1])` is `hidden[l]`.
+
+        Raises:
+            IndexError: `layer` outside 1..L.
+            RuntimeError: the attention implementation was changed since; a causal mask may then be missing.
+        """
+        if not 1 <= layer <= self.num_layers:
+            raise IndexError(f"blocks are numbered 1..{self.num_layers}, got {layer}")
+        if self.model.attention != self.attention:
+            raise RuntimeError(
+                f"this trajectory was taken under {self.attention!r} attention and the model now uses "
+                f"{self.model.attention!r}: take the trajectory again"
+            )
+        return self.calls[layer - 1]
+
+    def prompt(self, index: int) -> "Trajectory":
+        """The trajectory of one prompt (batch size 1), its blocks closed over that prompt's arguments."""
+        size = self.hidden.shape[1]
+        if not 0 <= index < size:
+            raise IndexError(f"prompts are numbered 0..{size - 1}, got {index}")
+        return replace(
+            self,
+            hidden=self.hidden[:, index : index + 1],
+            logits=self.logits[index : index + 1],
+            mask=self.mask[index : index + 1],
+            calls=tuple(call.cut(index, size) for call in self.calls),
+        )
+
+
+@dataclass(frozen=True, eq=False)
+class BlockCall:
+    """A block together with the other arguments of one call: hidden states to hidden states."""
+
+    module: nn.Module
+    args: tuple
+    kwargs: dict[str, Any]
+
+    def __call__(self, hidden: Tensor) -> Tensor:
+        with evaluating(self.module):
+            return first(self.module(hidden, *self.args, **self.kwargs))
+
+    def cut(self, index: int, batch_size: int) -> "BlockCall":
+        """The same call for one prompt: every tensor that has a row per prompt keeps that row."""
+        return BlockCall(self.module, cut(self.args, index, batch_size), cut(self.kwargs, index, batch_size))
+
+
+def split_arguments(args: tuple, kwargs: dict[str, Any]) -> tuple[Tensor, tuple, dict[str, Any]]:
+    """The hidden states a block was called with, and its other arguments."""
+    if args:
+        return args[0], args[1:], kwargs
+    return kwargs["hidden_states"], (), {name: value for name, value in kwargs.items() if name != "hidden_states"}
+
+
+def first(output: Any) -> Tensor:
+    """The hidden states in what a block returns: a tensor, or (in older releases) a tuple that begins with it."""
+    return output[0] if isinstance(output, tuple | list) else output
+
+
+def cut(value: Any, index: int, batch_size: int) -> Any:
+    """`value` with row `index` of every tensor in it whose first dimension is the batch."""
+    if isinstance(value, Tensor):
+        return value[index : index + 1] if value.ndim and value.shape[0] == batch_size else value
+    if isinstance(value, tuple | list):
+        return type(value)(cut(item, index, batch_size) for item in value)
+    if isinstance(value, dict):
+        return {name: cut(item, index, batch_size) for name, item in value.items()}
+    return value
+
+
+def parallel_blocks(step: Step) -> tuple[int, ...]:
+    """A step of a schedule as the tuple of blocks that run side by side."""
+    blocks = step if isinstance(step, tuple) else (step,)
+    if not blocks or not all(type(number) is int for number in blocks):
+        raise TypeError(f"a step is a block number or a non-empty tuple of them, got {step!r}")
+    return blocks
+
+
+@contextmanager
+def evaluating(module: nn.Module) -> Iterator[None]:
+    """Dropout and the like are off inside; afterwards every submodule is in the mode it was in."""
+    modes = [(part, part.training) for part in module.modules()]
+    for part, _ in modes:
+        part.training = False
+    try:
+        yield
+    finally:
+        for part, training in modes:
+            part.training = training

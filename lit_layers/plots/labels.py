@@ -1,0 +1,164 @@
+"""How metrics, analyses and numbers are called in figures and tables."""
+
+import html
+import math
+from dataclasses import dataclass
+
+DASH, MINUS = "\N{EN DASH}", "\N{MINUS SIGN}"
+
+
+@dataclass(frozen=True)
+class Label:
+    """A metric's name in sentence case, its unit, and one sentence that helps to read it."""
+
+    title: str
+    unit: str = ""
+    note: str = ""
+
+    @property
+    def with_unit(self) -> str:
+        return f"{self.title} ({self.unit})" if self.unit else self.title
+
+
+METRICS = {
+    "line_shape_score": Label("Line shape score", "", "1 is a straight path through the layers; lower is straighter."),
+    "growth_rate": Label(
+        "Growth rate of the norm", "log ratio", "How much a block lets the state's norm grow; 0: not at all."
+    ),
+    "expodistance": Label("Expodistance", "", "0 is exponential growth of the norm at one rate in all blocks."),
+    "equidistance": Label("Equidistance", "", "0 is steps of equal length in all blocks."),
+    "state_norm": Label("Norm of the states", "", "Mean length of a token's state."),
+    "step_norm": Label("Norm of the steps", "", "Mean length of what a block adds to a token's state."),
+    "coupling": Label("Coupling", "", "Agreement of the blocks' leading singular directions: 1 shared, 0 none."),
+    "excess_coupling": Label("Excess coupling", "", "0 is the score of random bases, 1 is shared directions."),
+    "coupling_pair": Label("Coupling of pairs", "", "Row: the block whose Jacobian is read in the other's bases."),
+    "coupling_by_distance": Label("Coupling by distance", "", "Between blocks that lie that many blocks apart."),
+    "coupling_with_diagonal": Label("Coupling with the diagonal", "", "Counts each block with itself, as published."),
+    "random_coupling": Label("Coupling of random bases", "", "What blocks of these spectra score by chance."),
+    "singular_value": Label("Singular values", "", "Of the block Jacobians, largest first."),
+    "linearized_rollout": Label("Linearized rollout", "cosine", "1: the blocks act on the token linearly."),
+    "min_gap": Label("Smallest singular gap", "relative", "Near 0 the leading directions are not unique."),
+    "error_bound": Label("Error bound of the singular vectors", "", "Largest over blocks and prompts."),
+    "num_tied": Label("Ties among singular values", "count", "Blocks whose leading directions are not unique."),
+    "jacobian_norm": Label("Norm of the Jacobians", "", "Frobenius norm of each block's Jacobian."),
+    "spectrum_slope": Label("Slope of the inverse largest singular value", "per block", "Of a line over the blocks."),
+    "spectrum_r_squared": Label("Fit of the inverse largest singular value", "R²", "Of a line over the blocks."),
+    "prompt_entropy": Label("Prompt entropy", "nats", "Entropy of a prompt's token states."),
+    "dataset_entropy": Label("Dataset entropy", "nats", "Entropy of the pooled states of all prompts."),
+    "dataset_entropy_of_half": Label("Dataset entropy of halves", "nats", "Mean over random halves of the prompts."),
+    "effective_rank": Label("Effective rank", "", "How many directions a prompt's token states use."),
+    "participation_ratio": Label("Participation ratio", "", "As the effective rank, with less weight on small values."),
+    "rankme": Label("RankMe", "", "As the effective rank, with a small constant added to each singular value."),
+    "token_angle": Label("Token angle", "radians", "Mean angle between neighbouring tokens' states."),
+    "token_curvature": Label("Token curvature", "radians", "Mean turn from one token's state to the next."),
+    "accuracy": Label("Probe accuracy", "share", "Of a linear probe, on the test rows whose class it knows."),
+    "accuracy_all": Label("Probe accuracy on all rows", "share", "Rows of unknown class count as errors."),
+    "log_loss": Label("Probe log-loss", "nats", "Of a linear probe on the test rows."),
+    "macro_f1": Label("Probe macro F1", "share", "Mean over classes, each with equal weight."),
+    "coverage": Label("Coverage", "share", "Share of the test rows whose class the probe knows."),
+    "logit_lens_loss": Label("Logit-lens loss", "nats per token", "Loss of the model's own readout at each layer."),
+    "logit_lens_accuracy": Label("Logit-lens accuracy", "share", "Top-1 accuracy of the model's readout per layer."),
+    "logit_lens_perplexity": Label("Logit-lens perplexity", "", "At the last layer: the model's perplexity."),
+    "kl_to_final": Label("Divergence from the final prediction", "nats", "KL(final, layer); 0 at the last layer."),
+    "train/loss": Label("Training loss", "nats per token"),
+    "validation/loss": Label("Validation loss", "nats per token"),
+    "validation/perplexity": Label("Validation perplexity"),
+    "train/learning_rate": Label("Learning rate"),
+    "train/grad_norm": Label("Gradient norm"),
+    "train/tokens_per_second": Label("Throughput", "tokens per second"),
+    "train/mfu": Label("Model FLOPs utilisation", "share"),
+}
+
+ANALYSES = {
+    "trajectory": "The path of single tokens through the layers.",
+    "coupling": "How alike the blocks' Jacobians are, by their leading singular directions.",
+    "representation": "How many directions the states of a prompt fill, and how its tokens turn.",
+    "next_token_probe": "What a linear probe can tell about the next token from each layer.",
+    "lens": "What the model's own readout makes of each layer.",
+}
+
+# Metrics that only their figures tell of, not the tables of results.
+SECONDARY = {
+    *("growth_rate", "step_norm", "coupling_with_diagonal", "min_gap", "participation_ratio", "accuracy_all"),
+    *("coverage", "logit_lens_perplexity", "kl_to_final", "macro_f1", "dataset_entropy_of_half", "error_bound"),
+    *("random_coupling", "num_tied", "jacobian_norm", "spectrum_slope", "spectrum_r_squared"),
+}
+# Metrics whose values lie decades apart.
+LOG_SCALE = {"logit_lens_perplexity", "validation/perplexity"}
+# Metrics that are drawn beside another one, to compare with, rather than alone; and what they are called there.
+BASELINES = {"coupling": {"random_coupling": "Random bases"}}
+
+_TAGS = {
+    "drop_first": "first {} tokens dropped",
+    "statistic": "{}",
+    "control": "{}",
+    "normalization": "{} normalization",
+}
+_REFERENCES = {
+    "majority": "majority class",
+    "lm_head": "model's head",
+    "lm_head_closed": "model's head, probe's classes",
+}
+_SHOWN = {
+    ("drop_first", "0"): "all tokens",
+    ("drop_first", "1"): "without the first token",
+    ("control", "random_labels"): "random labels",
+    ("normalization", "raw"): "raw",
+    ("normalization", "maxEntropy"): "share of the maximum",
+}
+
+
+def label(metric: str) -> Label:
+    """Returns a metric's label; one that the table lacks is called by its name."""
+    return METRICS.get(metric) or Label(sentence(metric))
+
+
+def sentence(name: str) -> str:
+    """Returns `some_name` as `Some name`."""
+    words = name.replace("_", " ").strip()
+    return words[:1].upper() + words[1:]
+
+
+def escape(text: object) -> str:
+    """Returns text that plotly and HTML show as it is, whatever it holds."""
+    return html.escape(str(text), quote=False)
+
+
+def tag_text(tags: dict[str, object]) -> str:
+    """Returns what a variant of a metric is called: `k = 12, median`; an empty string for no tags."""
+    parts = []
+    for name, value in tags.items():
+        text = f"{value:g}" if isinstance(value, float) else str(value)
+        if (name, text) in _SHOWN:
+            parts.append(_SHOWN[name, text])
+        elif name == "reference":
+            parts.append(_REFERENCES.get(text, text.replace("_", " ")))
+        else:
+            parts.append(_TAGS.get(name, name.replace("_", " ") + " = {}").format(text))
+    return ", ".join(parts)
+
+
+def count(number: float | None) -> str:
+    """Returns a count, short: 512, 1,500, 143k, 2.1M, 300B."""
+    if number is None:
+        return ""
+    for size, suffix in ((1e12, "T"), (1e9, "B"), (1e6, "M"), (1e3, "k")):
+        if abs(number) >= size and abs(number) >= 10_000:
+            return f"{number / size:.3g}{suffix}"
+    return f"{number:,.0f}" if abs(number) >= 10_000 or number == int(number) else f"{number:.3g}"
+
+
+def value(number: float | None) -> str:
+    """Returns a measured number with three to four digits; a dash where there is none."""
+    if number is None or math.isnan(number):
+        return DASH
+    if math.isinf(number):
+        return "\N{INFINITY}" if number > 0 else MINUS + "\N{INFINITY}"
+    size = abs(number)
+    if size != 0 and (size >= 1e5 or size < 1e-4):
+        text = f"{number:.2e}".replace("e-0", "e-").replace("e+0", "e")
+    elif 0 < size < 1e-2:
+        text = f"{number:.4f}"
+    else:
+        text = f"{number:.1f}" if size >= 1000 else f"{number:.2f}" if size >= 10 else f"{number:.3f}"
+    return text.replace("-", MINUS, 1) if number < 0 else text

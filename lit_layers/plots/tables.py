@@ -1,0 +1,203 @@
+"""What a table of records holds: the points of a metric, its variants, and how far each metric came."""
+
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import pandas as pd
+
+from lit_layers.plots.labels import SECONDARY, label, tag_text
+from lit_layers.records import COLUMNS
+
+# Tags that number the lines of one figure, or name a line to compare with; all others make variants of a metric.
+ORDINALS = ("distance", "index")
+_NOT_VARIANTS = (*ORDINALS, "reference")
+_PLAINEST = {"statistic": None, "control": None, "drop_first": 0, "normalization": "raw"}
+_ABSENT = {"statistic": "mean", "control": "true labels"}  # what a variant is called for the tag it lacks
+_CHANGE_COLUMNS = (
+    *("analysis", "metric", "variant", "layer", "first_step", "first", "first_low", "first_high"),
+    *("last_step", "last", "last_low", "last_high", "change", "steps", "values"),
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Point:
+    """One row of a table of records; `low` and `high` are NaN where there is no interval."""
+
+    step: int
+    tokens: int | None
+    layer: int | None
+    other_layer: int | None
+    value: float
+    low: float
+    high: float
+    tags: Mapping[str, Any]
+
+    @property
+    def reference(self) -> str | None:
+        return self.tags.get("reference")
+
+    def number(self, ordinal: str) -> int | None:
+        """Its layer, or its number in another order, as `distance`."""
+        return self.layer if ordinal == "layer" else self.tags.get(ordinal)
+
+
+def select(
+    frame: pd.DataFrame, metric: str, *, analysis: str | None = None, tags: Mapping[str, Any] | None = None
+) -> list[Point]:
+    """Returns the points of one metric that have a step; reference rows that fit the tags included.
+
+    Raises:
+        ValueError: where there are none, or they are of more than one analysis or run.
+    """
+    table: Any = frame
+    rows = table[(table["metric"] == metric) & table["step"].notna()]
+    if analysis is not None:
+        rows = rows[rows["analysis"] == analysis]
+    points = matching(_points(rows), tags or {})
+    if not points:
+        known = ", ".join(sorted(table["metric"].unique())) or "none"
+        where = "".join([f" of {analysis}" if analysis else "", f" with {tag_text(dict(tags))}" if tags else ""])
+        raise ValueError(f"no rows of metric {metric!r}{where} that have a step; metrics in this table: {known}")
+    for column in ("analysis", "run"):
+        found = sorted(rows[column].unique())
+        if len(found) > 1:
+            raise ValueError(f"metric {metric!r} is in more than one {column}: {', '.join(found)}; choose one")
+    return points
+
+
+def matching(points: Iterable[Point], tags: Mapping[str, Any]) -> list[Point]:
+    """Returns the points with these tags (None: without the tag); reference rows need not have them."""
+
+    def fits(point: Point) -> bool:
+        own = point.tags
+        return all(own.get(name) == wanted or (point.reference and name not in own) for name, wanted in tags.items())
+
+    return [point for point in points if fits(point)]
+
+
+def variants(frame: pd.DataFrame, metric: str, *, analysis: str | None = None) -> list[dict[str, Any]]:
+    """Returns the variants of a metric as tags, in the order they were recorded: `[{"k": 4}, {"k": 12}]`.
+
+    A tag that only some variants have is None in the others: the mean is what has no `statistic`.
+    """
+    return variants_of(select(frame, metric, analysis=analysis))
+
+
+def variants_of(points: Sequence[Point]) -> list[dict[str, Any]]:
+    """Returns the variants among points, as `variants` does; reference rows make none where there are others."""
+    own = [point for point in points if point.reference is None] or points
+    distinct = {_identity(point.tags): point.tags for point in own}
+    names = dict.fromkeys(name for tags in distinct.values() for name in tags if name not in _NOT_VARIANTS)
+    return [{name: tags.get(name) for name in names} for tags in distinct.values()]
+
+
+def of_plainest(points: Sequence[Point], tags: Mapping[str, Any] | None) -> tuple[list[Point], dict[str, Any]]:
+    """Returns the points of the plainest variant that has points on axes, and its tags: lines show one variant.
+
+    `tags` are those that chose the points so far. Where there is one variant the points stay as they are.
+    """
+    found = [variant for variant in variants_of(points) if any(map(is_on_axes, matching(points, variant)))]
+    if len(variants_of(points)) < 2:
+        return list(points), dict(tags or {})
+    chosen = plainest(found)
+    return matching(points, chosen), {**chosen, **(tags or {})}
+
+
+def is_on_axes(point: Point) -> bool:
+    """Whether a point belongs to a layer, a pair or a distance, not to the whole model or a reference."""
+    return point.layer is not None or "distance" in point.tags
+
+
+def plainest(found: Iterable[Mapping[str, Any]]) -> Mapping[str, Any]:
+    """Returns the plainest of some variants: a mean over all tokens, raw; else the first recorded."""
+    return min(found, key=lambda tags: sum(tags[name] != value for name, value in _PLAINEST.items() if name in tags))
+
+
+def variant_text(tags: Mapping[str, Any]) -> str:
+    """Returns what a variant is called on its own: `k = 12`; an empty string for one that only lacks others' tags."""
+    return tag_text({name: value for name, value in tags.items() if value is not None})
+
+
+def choice_text(tags: Mapping[str, Any]) -> str:
+    """Returns what a variant is called beside the others: one that only lacks their tags is told by that, `mean`."""
+    return variant_text(tags) or next((_ABSENT.get(name, "plain") for name in tags), "")
+
+
+def title_of(metric: str, tags: Mapping[str, Any]) -> str:
+    """Returns a metric's title with its unit and variant."""
+    return ", ".join(filter(None, [label(metric).with_unit, variant_text(tags)]))
+
+
+def grouped(points: Iterable[Point], key: Callable[[Point], Any]) -> dict[Any, list[Point]]:
+    """Returns the points by key, in the order that keys first come."""
+    found: dict[Any, list[Point]] = {}
+    for point in points:
+        found.setdefault(key(point), []).append(point)
+    return found
+
+
+def steps_of(points: Iterable[Point]) -> list[int]:
+    return sorted({point.step for point in points})
+
+
+def change_table(frame: pd.DataFrame) -> pd.DataFrame:
+    """Returns how far each headline metric came from the first checkpoint to the last.
+
+    A metric of the whole model alone is a row for each variant. One that is also, or only, per layer is one row in its
+    plainest variant: that of the whole model where there is one, else that of the last layer. Medians, pairs,
+    reference rows and lists of values are left out. Columns: analysis, metric, variant (text), layer, first_step,
+    first, first_low, first_high, last_step, last, last_low, last_high, change, and the
+    lists steps and values of the way between. `change` is NaN where there is one checkpoint.
+    """
+    table: Any = frame
+    table = table[table["step"].notna() & table["other_layer"].isna() & ~table["metric"].isin(SECONDARY)]
+    changes = []
+    for analysis, metric in dict.fromkeys(zip(table["analysis"], table["metric"], strict=True)):
+        points = [p for p in select(table, metric, analysis=analysis) if not p.tags.keys() & {*_NOT_VARIANTS}]
+        whole = [point for point in points if point.layer is None]
+        last_layer = max((point.layer for point in points if point.layer is not None), default=None)
+        found = [tags for tags in variants_of(points) if tags.get("statistic") is None] if points else []
+        for tags in found if last_layer is None else [plainest(found)] if found else []:
+            chosen = matching(whole or [point for point in points if point.layer == last_layer], tags)
+            if chosen:
+                changes.append(
+                    {"analysis": analysis, "metric": metric, "variant": variant_text(tags), **_change(chosen)}
+                )
+    return pd.DataFrame(changes, columns=list(_CHANGE_COLUMNS))
+
+
+def _change(points: list[Point]) -> dict[str, Any]:
+    ordered = sorted(points, key=lambda point: point.step)
+    ends = {"first": ordered[0], "last": ordered[-1]}
+    found: dict[str, Any] = {"layer": ordered[-1].layer}
+    for name, point in ends.items():
+        found |= {f"{name}_step": point.step, name: point.value, f"{name}_low": point.low, f"{name}_high": point.high}
+    found["change"] = ordered[-1].value - ordered[0].value if len(ordered) > 1 else math.nan
+    return {**found, "steps": [point.step for point in ordered], "values": [point.value for point in ordered]}
+
+
+def _points(rows: Any) -> list[Point]:
+    tags = [name for name in rows.columns if name not in COLUMNS and not name.startswith("num_") and _any(rows, name)]
+    columns = [_values(rows, name) for name in ("step", "tokens", "layer", "other_layer", *tags)]
+    columns[4:4] = [rows[name].tolist() for name in ("value", "low", "high")]
+    found = []
+    for step, tokens, layer, other_layer, value, low, high, *values in zip(*columns, strict=True):
+        own = {name: tag for name, tag in zip(tags, values, strict=True) if tag is not None}
+        found.append(Point(step, tokens, layer, other_layer, value, low, high, own))
+    return found
+
+
+def _any(rows: Any, name: str) -> bool:
+    return bool(rows[name].notna().any())
+
+
+def _values(rows: Any, name: str) -> list[Any]:
+    """A column as Python values, None where there is none."""
+    column = rows[name]
+    return [None if missing else value for value, missing in zip(column.tolist(), column.isna().tolist(), strict=True)]
+
+
+def _identity(tags: Mapping[str, Any]) -> tuple:
+    return tuple(sorted((name, str(value)) for name, value in tags.items() if name not in _NOT_VARIANTS))

@@ -1,0 +1,448 @@
+"""Numbers and where they are kept: `measurements.jsonl` for analyses, `metrics.jsonl` for the scalars of training.
+
+Both files hold one JSON object a line and only ever grow, so that a killed process costs at most its last line, and
+anybody may read while somebody writes. A last line without its newline is torn: readers pass over it, the next writer
+removes it. Any other line that does not parse is refused by name and number.
+"""
+
+import json
+import math
+import os
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, fields
+from pathlib import Path
+from typing import Any, BinaryIO, cast
+
+import numpy as np
+import pandas as pd
+
+from lit_layers.errors import InputError
+
+try:
+    import fcntl
+except ImportError:  # no advisory locks on Windows: one writer a file is then the user's care
+    fcntl = None
+
+COLUMNS = (
+    *("run", "step", "tokens", "analysis", "metric", "layer", "other_layer"),
+    *("value", "stderr", "low", "high", "n"),
+)
+_NON_FINITE = {"inf": math.inf, "-inf": -math.inf, "nan": math.nan}
+_FLOATS = ("value", "stderr", "low", "high")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Record:
+    """One number.
+
+    `low` and `high` bound the 95% interval where one is defined; `stderr` and `n` count over prompts or test rows.
+    Tags say which number it is (`k`, `reference`, ...), except those named `num_...`: they count what went into it.
+    """
+
+    metric: str
+    value: float
+    layer: int | None = None
+    other_layer: int | None = None
+    stderr: float | None = None
+    low: float | None = None
+    high: float | None = None
+    n: int | None = None
+    tags: dict[str, str | int | float] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Measurement:
+    """What one analysis found on one checkpoint: one line of `measurements.jsonl`."""
+
+    run: str
+    step: int | None
+    tokens: int | None
+    analysis: str
+    records: list[Record]
+    seconds: float
+    error: str | None = None
+    provenance: dict = field(default_factory=dict)
+
+
+def append(path: str | Path, measurement: Measurement) -> None:
+    """Adds one line to a file of measurements and returns when it is on the disk.
+
+    Raises:
+        InputError: where the file cannot be written.
+    """
+    line = {item.name: getattr(measurement, item.name) for item in fields(Measurement)}
+    line["records"] = [_compact(record) for record in measurement.records]
+    with _locked_for_append(Path(path)) as file:
+        _write_line(file, line)
+        os.fsync(file.fileno())
+
+
+def read(path: str | Path) -> list[Measurement]:
+    """Returns the measurements of a file in the order written; none where there is no file yet.
+
+    Raises:
+        InputError: for a line that is no measurement.
+    """
+    found = []
+    for number, line in _lines(Path(path)):
+        try:
+            line["records"] = [Record(**_finite_or_not(record)) for record in line["records"]]
+            line["seconds"] = _to_float(line["seconds"])
+            found.append(Measurement(**line))
+        except (KeyError, TypeError, AttributeError) as error:
+            raise InputError(_corrupt(path, number, "no measurement")) from error
+    return found
+
+
+def is_done(
+    measurements: Iterable[Measurement],
+    *,
+    run: str,
+    step: int | None,
+    analysis: str,
+    config_hash: str,
+    weights_hash: str,
+) -> bool:
+    """Whether the last measurement of this run, step and analysis succeeded with the same options and weights."""
+    last = None
+    for measurement in measurements:
+        if (measurement.run, measurement.step, measurement.analysis) == (run, step, analysis):
+            last = measurement
+    if last is None or last.error is not None:
+        return False
+    return (last.provenance.get("config_hash"), last.provenance.get("weights_hash")) == (config_hash, weights_hash)
+
+
+def latest(measurements: Iterable[Measurement]) -> list[Measurement]:
+    """Returns the last measurement of each (run, step, analysis), failed ones too, in the order written."""
+    last: dict[tuple, Measurement] = {}
+    for measurement in measurements:
+        key = (measurement.run, measurement.step, measurement.analysis)
+        last.pop(key, None)
+        last[key] = measurement
+    return list(last.values())
+
+
+def frame(measurements: Iterable[Measurement] | str | Path) -> pd.DataFrame:
+    """Returns the tidy table: one row a number, one column a tag.
+
+    The last measurement of a (run, step, analysis) wins; one that failed gives no rows. A tag that is named like one
+    of the other columns becomes `tag_<name>`.
+
+    Raises:
+        InputError: for a file that does not exist or holds a corrupt line.
+    """
+    if isinstance(measurements, str | Path):
+        if not Path(measurements).is_file():
+            raise InputError(f"expected a file of measurements, {measurements} is none")
+        measurements = read(measurements)
+    pairs = [(m, record) for m in latest(measurements) if m.error is None for record in m.records]
+    table: dict[str, Any] = {
+        "run": pd.array([m.run for m, _ in pairs], dtype="str"),
+        "step": pd.array([m.step for m, _ in pairs], dtype="Int64"),
+        "tokens": pd.array([m.tokens for m, _ in pairs], dtype="Int64"),
+        "analysis": pd.array([m.analysis for m, _ in pairs], dtype="str"),
+        "metric": pd.array([record.metric for _, record in pairs], dtype="str"),
+        "layer": pd.array([record.layer for _, record in pairs], dtype="Int64"),
+        "other_layer": pd.array([record.other_layer for _, record in pairs], dtype="Int64"),
+    }
+    for name in _FLOATS:
+        table[name] = np.array([getattr(record, name) for _, record in pairs], dtype="float64")  # None becomes NaN
+    table["n"] = pd.array([record.n for _, record in pairs], dtype="Int64")
+    for name, values in _tag_columns(pairs).items():
+        table[f"tag_{name}" if name in COLUMNS else name] = values
+    return pd.DataFrame(table)
+
+
+def export(frame: pd.DataFrame, path: str | Path) -> None:
+    """Writes a table as Parquet or CSV, whole or not at all.
+
+    Raises:
+        InputError: for another ending than .parquet or .csv, or where the file cannot be written.
+    """
+    path = Path(path)
+    if path.suffix not in (".parquet", ".csv"):
+        raise InputError(f"expected a file that ends in .parquet or .csv, got {path.name!r}")
+    partial = path.with_name(f".{path.name}.{os.getpid()}")
+    with _explained(path):
+        try:
+            if path.suffix == ".csv":
+                frame.to_csv(partial, index=False)
+            else:
+                mixed = {name: "str" for name in frame.columns if frame[name].dtype == object}  # Parquet has no mixture
+                frame.astype(mixed).where(frame.notna(), None).to_parquet(partial, index=False)
+            os.replace(partial, path)
+        finally:
+            partial.unlink(missing_ok=True)
+
+
+def key(analysis: str, record: Record) -> str:
+    """Returns the name of a number's curve: `trajectory/line_shape_score/layer_03`, `coupling/coupling/k=12`."""
+    tags = [f"{name}={_tag_text(record.tags[name])}" for name in sorted(record.tags) if not name.startswith("num_")]
+    layers = [] if record.layer is None else [f"layer_{record.layer:02d}"]
+    others = [] if record.other_layer is None else [f"other_layer_{record.other_layer:02d}"]
+    return "/".join([analysis, record.metric, *tags, *layers, *others])
+
+
+class ScalarLog:
+    """The scalars of training on disk: one closed row a step.
+
+    `log` gathers the values of a step in an open row; the next step closes it. `close` closes the open row too and
+    returns when all rows are on the disk, so that a checkpoint may store `offset` and `truncate` to it on resume.
+    """
+
+    def __init__(self, path: str | Path) -> None:
+        self.path = Path(path)
+        self._row: dict[str, float] = {}
+        self._step: int | None = None
+        self._ready = False
+
+    def log(self, step: int, scalars: Mapping[str, float]) -> None:
+        """Adds values to the row of `step`; a value logged twice keeps its last.
+
+        Raises:
+            ValueError: for a step before one that is in the file already: `truncate` first.
+        """
+        self._prepare()
+        if "step" in scalars:
+            raise ValueError("a scalar cannot be named 'step', the name of the row's own step")
+        if self._step is not None and step < self._step:
+            raise ValueError(f"{self.path} has step {self._step} already, got {step}: truncate it before going back")
+        if step != self._step:
+            self._write_row()
+        self._step = int(step)
+        self._row.update({name: _scalar(value) for name, value in scalars.items()})
+
+    def close(self) -> None:
+        """Closes the open row, if any, and returns when every row is on the disk."""
+        self._write_row()
+        if self.path.exists():
+            with _explained(self.path), open(self.path, "ab") as file:
+                os.fsync(file.fileno())
+
+    @property
+    def offset(self) -> int:
+        """Bytes of closed rows."""
+        self._prepare()
+        return self.path.stat().st_size if self.path.exists() else 0
+
+    def truncate(self, offset: int) -> None:
+        """Drops the open row and all rows behind `offset`, an `offset` of this file seen before.
+
+        A file that is gone stays gone: it cannot bring back what it held.
+
+        Raises:
+            InputError: where the file is shorter, or no row ends there.
+        """
+        self._row, self._step, self._ready = {}, None, False
+        if not self.path.exists():
+            return
+        with _explained(self.path), open(self.path, "r+b") as file:
+            size = file.seek(0, os.SEEK_END)
+            file.seek(max(offset - 1, 0))
+            if offset > size or (offset and file.read(1) != b"\n"):
+                raise InputError(
+                    f"{self.path} has no row that ends at byte {offset} (it has {size} bytes): it is not the file of "
+                    f"this checkpoint; restore it, or move it away to go on without its rows"
+                )
+            file.truncate(offset)
+            os.fsync(file.fileno())
+
+    def _prepare(self) -> None:
+        """Repairs a torn last row and finds the step of the last whole one, once."""
+        if self._ready:
+            return
+        if self.path.exists():
+            with _locked_for_append(self.path):
+                pass
+            self._step = next((int(row["step"]) for row in reversed(rows(self.path))), None)
+        self._ready = True
+
+    def _write_row(self) -> None:
+        if self._row:
+            with _locked_for_append(self.path) as file:
+                _write_line(file, {"step": self._step, **self._row})
+            self._row = {}
+
+
+def rows(path: str | Path) -> list[dict[str, float]]:
+    """Returns the rows of a `metrics.jsonl`, one a step, each `{"step": ..., name: value}`; none without a file.
+
+    Raises:
+        InputError: for a line that is no row.
+    """
+    return list(iterate_rows(path))
+
+
+def iterate_rows(path: str | Path) -> Iterator[dict[str, float]]:
+    """Yields what `rows` returns, one at a time: a long run's rows need not be in memory together."""
+    row: dict[str, float] = {}
+    for number, line in _lines(Path(path)):
+        if not isinstance(line.get("step"), int):
+            raise InputError(_corrupt(path, number, "no row of scalars"))
+        values = {name: _to_float(value) for name, value in line.items()}
+        if row and row["step"] == values["step"]:  # the row was closed early, for a checkpoint
+            row.update(values)
+            continue
+        if row:
+            yield row
+        row = values
+    if row:
+        yield row
+
+
+# ------------------------------------------------------------------------------------------------ lines
+
+
+@contextmanager
+def _explained(path: Path) -> Iterator[None]:
+    """Turns the operating system's refusal into the user's sentence."""
+    try:
+        yield
+    except OSError as error:
+        reason = "not a directory" if isinstance(error, FileExistsError) else (error.strerror or str(error)).lower()
+        raise InputError(f"cannot write {path}: {reason}") from error
+
+
+@contextmanager
+def _locked_for_append(path: Path) -> Iterator[BinaryIO]:
+    """Opens a file at its end, its last line whole; other writers on this machine wait meanwhile."""
+    with _explained(path):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        is_new = not path.exists()
+        # Unbuffered: one line is one write, so that a reader or a kill sees it whole or torn, never interleaved.
+        with open(path, "a+b", buffering=0) as file:
+            if fcntl is not None:
+                fcntl.flock(file, fcntl.LOCK_EX)
+            _repair(file)
+            yield cast(BinaryIO, file)
+        if is_new:
+            _sync_folder(path.parent)
+
+
+def _repair(file: Any) -> None:
+    """Completes a last line that only lacks its newline, removes one that is torn."""
+    size = file.seek(0, os.SEEK_END)
+    if size == 0 or _bytes_at(file, size - 1, 1) == b"\n":
+        return
+    start, tail = size, b""
+    while start > 0 and b"\n" not in tail:
+        start = max(0, start - 65536)
+        tail = _bytes_at(file, start, size - start)
+    torn = tail.rpartition(b"\n")[2]
+    try:
+        json.loads(torn)
+    except ValueError:
+        file.truncate(size - len(torn))
+    else:
+        file.write(b"\n")
+
+
+def _bytes_at(file: Any, start: int, count: int) -> bytes:
+    file.seek(start)
+    return file.read(count)
+
+
+def _write_line(file: BinaryIO, line: Mapping[str, Any]) -> None:
+    text = json.dumps(_plain(line), allow_nan=False, separators=(",", ":")).encode() + b"\n"
+    written = file.write(text)
+    while written < len(text):  # a signal, or a full disk, which the next write then reports
+        written += file.write(text[written:])
+
+
+def _sync_folder(folder: Path) -> None:
+    """A new file's name is safe only with its folder on the disk."""
+    if os.name == "posix":
+        handle = os.open(folder, os.O_RDONLY)
+        try:
+            os.fsync(handle)
+        finally:
+            os.close(handle)
+
+
+def _lines(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
+    """Yields the number and content of each whole line."""
+    if not path.exists():
+        return
+    with open(path, "rb") as file:
+        for number, line in enumerate(file, start=1):
+            try:
+                content = json.loads(line)
+            except ValueError as error:
+                if not line.endswith(b"\n"):
+                    return  # torn, or being written
+                if not line.strip():
+                    continue
+                raise InputError(_corrupt(path, number, "not valid JSON")) from error
+            if not isinstance(content, dict):
+                raise InputError(_corrupt(path, number, "not a JSON object"))
+            yield number, content
+
+
+def _corrupt(path: str | Path, number: int, what: str) -> str:
+    return f"{path}, line {number}: {what}; restore the file from a copy, or delete that line to go on without it"
+
+
+# ------------------------------------------------------------------------------------------------ values
+
+
+def _compact(record: Record) -> dict[str, Any]:
+    """The record without what it leaves open."""
+    return {name: value for name, value in vars(record).items() if value is not None and value != {}}
+
+
+def _plain(value: Any) -> Any:
+    """`value` as JSON data; floats that JSON lacks become the strings inf, -inf and nan."""
+    if isinstance(value, float):
+        return float(value) if math.isfinite(value) else str(float(value))
+    if value is None or isinstance(value, str | int):
+        return value
+    if isinstance(value, Mapping):
+        return {str(name): _plain(item) for name, item in value.items()}
+    if isinstance(value, Sequence):
+        return [_plain(item) for item in value]
+    if callable(getattr(value, "item", None)):  # a scalar of NumPy or torch
+        return _plain(value.item())
+    return str(value)
+
+
+def _scalar(value: Any) -> float:
+    return value if isinstance(value, int) else float(value)
+
+
+def _to_float(value: float | str) -> float:
+    return _NON_FINITE.get(value, value) if isinstance(value, str) else value  # pyright: ignore[reportReturnType]
+
+
+def _finite_or_not(record: dict[str, Any]) -> dict[str, Any]:
+    for name in _FLOATS:
+        if isinstance(record.get(name), str):
+            record[name] = _NON_FINITE[record[name]]
+    return record
+
+
+def _tag_text(value: str | int | float) -> str:
+    return f"{value:g}" if isinstance(value, float) else str(value)
+
+
+def _tag_columns(pairs: list[tuple[Measurement, Record]]) -> dict[str, Any]:
+    columns: dict[str, list] = {}
+    for index, (_, record) in enumerate(pairs):
+        for name, value in record.tags.items():
+            if name not in columns:
+                columns[name] = [None] * len(pairs)
+            columns[name][index] = value
+    return {name: _typed(values) for name, values in columns.items()}
+
+
+def _typed(values: list) -> Any:
+    """Integers, numbers or text as such; a mixture stays Python objects."""
+    kinds = {type(value) for value in values if value is not None}
+    if kinds == {bool}:
+        return pd.array(values, dtype="boolean")
+    if kinds == {int}:
+        return pd.array(values, dtype="Int64")
+    if kinds == {float}:
+        return pd.array(values, dtype="Float64")
+    return pd.Series(values) if kinds == {str} else pd.Series(values, dtype=object)

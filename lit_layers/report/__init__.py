@@ -1,0 +1,6 @@
+"""What a run tells: one self-contained HTML page, and a mirror of its numbers at W&B."""
+
+from lit_layers.report.html import write_report
+from lit_layers.report.wandb_mirror import WandbMirror
+
+__all__ = ["WandbMirror", "write_report"]

@@ -1,0 +1,166 @@
+"""Which figures a run's page shows: each metric of each analysis, in the shapes that its rows allow."""
+
+import json
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import pandas as pd
+import plotly.graph_objects as go
+
+from lit_layers import plots
+from lit_layers.plots.labels import ANALYSES, BASELINES, METRICS, label, sentence
+from lit_layers.plots.tables import (
+    Point,
+    choice_text,
+    is_on_axes,
+    matching,
+    plainest,
+    select,
+    variant_text,
+    variants_of,
+)
+from lit_layers.report.facts import RunData
+
+_TOGETHER = 6  # variants of a metric of the whole model that one figure still shows
+_TRAINING = (
+    "validation/perplexity",
+    "train/learning_rate",
+    "train/grad_norm",
+    "train/tokens_per_second",
+    "train/mfu",
+)
+
+
+def sections(frame: pd.DataFrame) -> list[dict[str, Any]]:
+    """Returns a section for each analysis, with the figures of each of its metrics."""
+    found = []
+    table: Any = frame
+    for analysis in dict.fromkeys(table["analysis"]):
+        part = table[table["analysis"] == analysis]
+        metrics = sorted(dict.fromkeys(part["metric"]), key=_rank)
+        beside = {name for metric in metrics for name in BASELINES.get(metric, [])}
+        found.append(
+            {
+                "name": analysis,
+                "title": sentence(analysis),
+                "note": ANALYSES.get(analysis, ""),
+                "metrics": _balanced([_metric(part, metric, analysis) for metric in metrics if metric not in beside]),
+            }
+        )
+    return found
+
+
+def training(run: RunData) -> list[dict[str, Any]]:
+    """Returns the figures of training: the loss, then what else its rows hold."""
+    known = dict.fromkeys(name for row in run.scalars for name in row if name not in ("step", "tokens"))
+    unigram = (run.about.get("data") or {}).get("unigram_entropy")
+    references = {"Unigram entropy": unigram} if isinstance(unigram, int | float) else {}
+    found = []
+    losses = [name for name in known if name.split("/")[-1] == "loss"]
+    if losses:
+        fig = plots.training_curves(run.scalars, tokens_per_step=run.tokens_per_step, references=references)
+        found.append(
+            _block(
+                "Loss (nats per token)",
+                "Dashed: what a model knows that only counts tokens." if references else "",
+                fig,
+            )
+        )
+        found[0]["wide"] = True
+    rest = [name for name in _TRAINING if name in known]
+    rest += [name for name in known if name not in rest and name not in losses]
+    for name in rest:
+        fig = plots.training_curves(run.scalars, [name], tokens_per_step=run.tokens_per_step)
+        found.append(_block(label(name).with_unit, label(name).note, fig))
+    return _balanced(found)
+
+
+def slim(fig: go.Figure) -> dict[str, Any]:
+    """Returns a figure for the page: without what the page knows (template, title) or computes (places on the axis)."""
+    content = json.loads(str(fig.to_json(engine="json")))
+    content["layout"].pop("template", None)
+    content["layout"].pop("title", None)
+    # The page has titles of its own: the room above a plot is for its colour bar; legends make room for themselves.
+    has_bar = any(trace.get("marker", {}).get("showscale") for trace in content["data"])
+    content["layout"]["margin"] = {"t": 18 if has_bar else 14}
+    for trace in content["data"]:
+        if isinstance(trace.get("meta"), int):
+            trace.pop("x", None)
+            trace.pop("customdata", None)
+    return content
+
+
+def _metric(part: pd.DataFrame, metric: str, analysis: str) -> dict[str, Any]:
+    table: Any = part
+    part = table[table["metric"].isin([metric, *BASELINES.get(metric, [])])]  # searched again for each figure
+    points = select(part, metric, analysis=analysis)
+    choices = []
+    for tags, text in _choices(points):
+        figures = list(_figures(part, metric, points, {"analysis": analysis, "tags": tags}))
+        choices.append({"text": text, "figures": [{"caption": c, "content": slim(f)} for c, f in figures]})
+    return {
+        "title": label(metric).with_unit,
+        "note": label(metric).note,
+        "wide": len(choices[0]["figures"]) > 1,
+        "choices": choices,
+    }
+
+
+def _figures(
+    part: pd.DataFrame, metric: str, points: list[Point], options: dict[str, Any]
+) -> Iterator[tuple[str, go.Figure]]:
+    """The figures of one variant, with their captions."""
+    if any(point.other_layer is not None for point in points):
+        yield "", plots.layer_matrix(part, metric, **options)
+        return
+    recorded = set(part["metric"])
+    baselines = [name for name in BASELINES.get(metric, []) if name in recorded]
+    curves = plots.emergence_curves(part, metric, baselines=baselines, **options)
+    if any("index" in point.tags for point in points):
+        yield "Over training, the largest", curves
+        yield "At one checkpoint", plots.spectrum(part, metric, **options)
+    elif _is_per_layer(points):
+        by_distance = all(point.layer is None for point in points)
+        yield "Over training", curves
+        yield "Over distance" if by_distance else "Over layers", plots.layer_profile(part, metric, **options)
+    else:
+        yield "", curves
+
+
+def _choices(points: list[Point]) -> list[tuple[Mapping[str, Any], str]]:
+    """The variants that the reader chooses from, the plainest first; a few of the whole model are drawn together."""
+    found = variants_of(points)
+    if not _is_per_layer(points) and points[0].other_layer is None:
+        statistics = dict.fromkeys(tags.get("statistic") for tags in found)
+        if max(sum(t.get("statistic") == s for t in found) for s in statistics) <= _TOGETHER:
+            if len(statistics) == 1:
+                return [({}, "")]
+            in_order = sorted(statistics, key=lambda statistic: statistic or "")
+            return [({"statistic": s}, choice_text({"statistic": s})) for s in in_order]
+    # A median may exist for the whole model alone, where the mean is also per layer: then it is no choice.
+    found = [tags for tags in found if any(map(is_on_axes, matching(points, tags)))]
+    first = plainest(found)
+    text = choice_text if len(found) > 1 else variant_text
+    return [(tags, text(tags)) for tags in sorted(found, key=lambda tags: tags != first)]
+
+
+def _is_per_layer(points: list[Point]) -> bool:
+    return any(map(is_on_axes, points))
+
+
+def _balanced(blocks: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Narrow blocks stand in pairs: of an odd number the first becomes wide."""
+    narrow = [block for block in blocks if not block["wide"]]
+    if len(narrow) % 2:
+        narrow[0]["wide"] = True
+    return blocks
+
+
+def _rank(metric: str) -> int:
+    names = list(METRICS)
+    return names.index(metric) if metric in names else len(names)
+
+
+def _block(title: str, note: str, fig: go.Figure) -> dict[str, Any]:
+    choices = [{"text": "", "figures": [{"caption": "", "content": slim(fig)}]}]
+    return {"title": title, "note": note, "wide": False, "choices": choices}

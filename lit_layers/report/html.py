@@ -1,0 +1,35 @@
+"""One self-contained HTML page about a run: it opens anywhere, without a network."""
+
+import os
+from pathlib import Path
+
+from lit_layers.errors import InputError
+
+
+def write_report(root: str | Path, out: str | Path | None = None) -> Path:
+    """Writes a run's page, by default `root/report.html`, whole or not at all, and returns its path.
+
+    Whatever an interrupted run has left is drawn; measurements without a step are counted, not drawn.
+
+    Raises:
+        InputError: where `root` is no run's folder, one of its files is corrupt, the page cannot be written, or plotly
+            or jinja2 is not installed.
+    """
+    try:  # here, so that a training process without them can import this package
+        from lit_layers.report import facts, rendering
+    except ImportError as error:
+        raise InputError(
+            f"a report needs {error.name}: pip install plotly jinja2, then run `lit-layers report {root}`"
+        ) from error
+    run = facts.read_run(root)
+    out = Path(out) if out is not None else run.root / "report.html"
+    page = rendering.render(run)
+    partial = out.with_name(f".{out.name}.{os.getpid()}")
+    try:
+        partial.write_text(page, encoding="utf-8")
+        os.replace(partial, out)
+    except OSError as error:
+        if out.parent.is_dir():
+            partial.unlink(missing_ok=True)
+        raise InputError(f"cannot write {out}: {(error.strerror or str(error)).lower()}") from error
+    return out

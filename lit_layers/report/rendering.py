@@ -1,0 +1,127 @@
+"""A run's page as text: the facts, tables and figures of a run put into the template."""
+
+import math
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+import jinja2
+from plotly.offline import get_plotlyjs
+
+from lit_layers import records
+from lit_layers.plots import change_table, theme
+from lit_layers.plots.labels import label, value
+from lit_layers.report import facts, figures
+
+_PAGE = Path(__file__).parent / "page"
+
+
+def render(run: facts.RunData) -> str:
+    """Returns the page of a run."""
+    frame = records.frame([m for m in run.measurements if m.step is not None])
+    sections, training = figures.sections(frame), figures.training(run)
+    drawn = [
+        figure["content"]
+        for block in [*training, *(metric for section in sections for metric in section["metrics"])]
+        for choice in block["choices"]
+        for figure in choice["figures"]
+    ]
+    environment = jinja2.Environment(
+        loader=jinja2.FileSystemLoader(_PAGE),
+        autoescape=True,
+        undefined=jinja2.StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    return environment.get_template("page.html.jinja").render(
+        run=run,
+        facts=facts.headline_facts(run),
+        written=datetime.now().astimezone().strftime("%d %B %Y, %H:%M").lstrip("0"),
+        changes=_changes(change_table(frame)),
+        training=_numbered(training, drawn),
+        sections=[{**section, "metrics": _numbered(section["metrics"], drawn)} for section in sections],
+        cost=[_cost_row(row) for row in facts.cost(run)] if run.measurements else [],
+        provenance=facts.provenance(run),
+        flat=facts.flat,
+        title_of=facts.section_title,
+        without_step=sum(m.step is None for m in run.measurements),
+        has_tokens=any("tokens" in content["layout"].get("meta", {}).get("axes", {}) for content in drawn),
+        figures={"figures": drawn, "template": theme.TEMPLATE.to_plotly_json()},
+        plotly_js=get_plotlyjs(),
+        css=(_PAGE / "page.css").read_text(encoding="utf-8"),
+        js=(_PAGE / "page.js").read_text(encoding="utf-8"),
+    )
+
+
+def _numbered(blocks: list[dict[str, Any]], drawn: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The blocks with, for each place of a figure, the numbers of the figures that the choices put there."""
+    place = {id(content): number for number, content in enumerate(drawn)}
+    found = []
+    for block in blocks:
+        choices = block["choices"]
+        numbers = [[place[id(figure["content"])] for figure in choice["figures"]] for choice in choices]
+        height = max(figure["content"]["layout"].get("height", 310) for figure in choices[0]["figures"])
+        figures = [
+            {
+                "caption": first["caption"],
+                "numbers": [choice[index] for choice in numbers],
+                "height": height,
+            }
+            for index, first in enumerate(choices[0]["figures"])
+        ]
+        texts = [choice["text"] for choice in choices]
+        found.append({**block, "texts": texts if len(texts) > 1 else [], "fixed": texts[0], "figures": figures})
+    return found
+
+
+def _changes(table: Any) -> list[dict[str, Any]]:
+    """The rows of the table of results, ready to be shown."""
+    shown = []
+    for row in table.to_dict("records"):
+        layer = None if row["layer"] != row["layer"] or row["layer"] is None else int(row["layer"])
+        details = [row["variant"], f"layer {layer}" if layer is not None else ""]
+        several = row["first_step"] != row["last_step"]
+        path, end = _spark(row["steps"], row["values"])
+        shown.append(
+            {
+                "title": label(row["metric"]).title,
+                "unit": label(row["metric"]).unit,
+                "analysis": facts.section_title(row["analysis"]),
+                "details": ", ".join(filter(None, details)),
+                "path": path,
+                "end": end,
+                "first": value(row["first"]) if several else "",
+                "first_interval": _interval(row["first_low"], row["first_high"]) if several else "",
+                "first_step": f"{int(row['first_step']):,}",
+                "last": value(row["last"]),
+                "last_interval": _interval(row["last_low"], row["last_high"]),
+                "last_step": f"{int(row['last_step']):,}",
+                "change": ("+" if row["change"] > 0 else "") + value(row["change"]) if several else "",
+            }
+        )
+    return shown
+
+
+def _spark(steps: list[int], values: list[float]) -> tuple[str, tuple[float, float]]:
+    """The curve of a metric over log(1 + step) as an SVG path of 150 by 28, and its end; empty for a single point."""
+    points = [(math.log1p(step), number) for step, number in zip(steps, values, strict=True) if math.isfinite(number)]
+    if len(points) < 2:
+        return "", (0, 0)
+    (left, right), (low, high) = ((min(side), max(side)) for side in zip(*points, strict=True))
+    across, up = 144 / (right - left), 22 / (high - low) if high > low else 0
+    places = [(round(3 + (x - left) * across, 1), round(25 - (y - low) * up, 1)) for x, y in points]
+    return "M" + "L".join(f"{x} {y}" for x, y in places), places[-1]
+
+
+def _interval(low: float, high: float) -> str:
+    return f"{value(low)} to {value(high)}" if low == low and high == high else ""
+
+
+def _cost_row(row: dict[str, Any]) -> dict[str, str]:
+    return {
+        "name": row["name"],
+        "times": "" if row["times"] is None else f"{row['times']:,}",
+        "seconds": facts.duration(row["seconds"]),
+        "each": "" if not row["times"] else facts.duration(row["seconds"] / row["times"]),
+        "share": "" if row["share"] is None else f"{row['share']:.1%}",
+    }

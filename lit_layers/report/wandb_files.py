@@ -1,0 +1,106 @@
+"""What the local files of a W&B run hold, read without network: W&B's log of records, up to a torn tail."""
+
+import json
+import struct
+import time
+import zlib
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+AXIS = "trainer/global_step"
+_BLOCK, _HEAD = 32768, 7
+_FULL, _FIRST, _LAST = 1, 2, 4
+# W&B's own process outlives a killed one by up to two seconds and may still write what it had received.
+_SETTLED = 3.0
+
+
+@dataclass
+class Mirrored:
+    """The points of one run that W&B's files hold: the names logged at each step, and the last row's number."""
+
+    names: dict[int | None, frozenset[str]] = field(default_factory=dict)
+    last_row: int = -1
+    _shared: dict[frozenset[str], frozenset[str]] = field(default_factory=dict)
+
+    def add(self, step: int | None, names: set[str]) -> None:
+        # Most steps hold the same names: one set serves them all, or a long run would need gigabytes.
+        joined = self.names.get(step, frozenset()) | names
+        self.names[step] = self._shared.setdefault(joined, joined)
+
+
+def run_files(root: Path, run_id: str) -> list[Path]:
+    """Returns the files that hold the run's records, oldest first."""
+    found = root.glob(f"wandb/*run-*-{run_id}/run-{run_id}.wandb")
+    return sorted(found, key=lambda file: file.parent.name.removeprefix("offline-"))
+
+
+def mirrored(files: list[Path], *, before: int | None = None) -> Mirrored:
+    """Returns the points in these files, in rows numbered below `before` where that is given.
+
+    Waits until a process that was just killed has written its last.
+    """
+    found = Mirrored()
+    for file in files:
+        while True:
+            kinds = _read_into(found, file, before)
+            age = time.time() - file.stat().st_mtime
+            if "exit" in kinds or age > _SETTLED:
+                break
+            time.sleep(max(0.1, _SETTLED - age))
+    return found
+
+
+def _read_into(found: Mirrored, file: Path, before: int | None) -> set[str]:
+    """Adds the rows of one file, and returns which kinds of records it has."""
+    kinds = set()
+    for record in _records(file):
+        kind = record.WhichOneof("record_type")
+        kinds.add(kind)
+        if kind != "history":
+            continue
+        row = {_name(item): item for item in record.history.item}
+        number = int(_value(row["_step"])) if "_step" in row else record.history.step.num
+        if before is not None and number >= before:
+            continue
+        step = _value(row[AXIS]) if AXIS in row else None
+        found.add(None if step is None else int(step), {name for name in row if not name.startswith("_")})
+        found.last_row = max(found.last_row, number)
+    return kinds
+
+
+def _name(item: Any) -> str:
+    return item.key or item.nested_key[0]
+
+
+def _value(item: Any) -> Any:
+    """The value of a history item: JSON text, or in newer files a typed field."""
+    kind = "value_json"
+    if "value" in item.DESCRIPTOR.oneofs_by_name:
+        kind = item.WhichOneof("value") or "value_json"
+    value = getattr(item, kind)
+    return json.loads(value) if kind in ("value_json", "json") else value
+
+
+def _records(file: Path) -> Iterator[Any]:
+    """Yields the protobuf records of a LevelDB log; stops at a torn tail."""
+    from wandb.proto import wandb_internal_pb2
+
+    raw = file.read_bytes()
+    at, parts = _HEAD, b""
+    while at + _HEAD <= len(raw):
+        left = _BLOCK - at % _BLOCK
+        if left < _HEAD:  # too short for a record: zeros up to the next block
+            at += left
+            continue
+        checksum, length, kind = struct.unpack_from("<IHB", raw, at)
+        data = raw[at + _HEAD : at + _HEAD + length]
+        if len(data) < length or checksum != zlib.crc32(data, zlib.crc32(bytes([kind]))):
+            return
+        at += _HEAD + length
+        parts = data if kind in (_FULL, _FIRST) else parts + data
+        if kind in (_FULL, _LAST):
+            record = wandb_internal_pb2.Record()  # pyright: ignore[reportAttributeAccessIssue]
+            record.ParseFromString(parts)
+            yield record

@@ -1,0 +1,414 @@
+"""A mirror of a run's numbers at W&B. The files of the run stay the truth: what the mirror lacks, it gets from them."""
+
+import importlib.util
+import json
+import logging
+import math
+import netrc
+import os
+import shlex
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from types import ModuleType
+from typing import IO, Any, Literal
+from urllib.parse import urlsplit
+
+from lit_layers import records
+from lit_layers.errors import InputError
+from lit_layers.records import Measurement, Record
+from lit_layers.report.wandb_files import AXIS, Mirrored, mirrored, run_files
+
+try:
+    import fcntl
+except ImportError:  # Windows: two processes that mirror one run at once are the user's care there
+    fcntl = None
+
+logger = logging.getLogger(__name__)
+_CLOSING = 5.0  # seconds
+TABLE = "emergence"
+_TABLE_COLUMNS = (
+    *("step", "tokens", "analysis", "metric", "layer", "value"),
+    *("other_layer", "stderr", "low", "high", "n", "tags"),
+)
+# 0.15 ms a row: 3 s. Above it the pairs of layers are left to the heat maps; W&B itself cuts at 200,000.
+_TABLE_ROWS, _TABLE_LIMIT = 20_000, 200_000
+
+
+class WandbMirror:
+    """Shows a run's scalars and measurements at W&B, each point once, whatever was killed in between.
+
+    A point is a name at a step. `open` finds out which points W&B has (from its local files of this run, and from the
+    server's count of rows) and sends those that `metrics.jsonl` and `measurements.jsonl` hold beyond them; `log_step`
+    sends what is new. Every name has `trainer/global_step` as its axis, and every row the tokens as a second one.
+
+    The rule of order: write to the files first, then call `log_step` once for each step, in ascending order, when
+    nothing more will come for it. Points that come late, or twice, are still sent once; but only rows in this order
+    can be told from those that the server got in the seconds before a whole machine went down.
+
+    Nothing is drawn for pairs of layers one by one: they are heat maps, and rows of the table at the end.
+
+    Args:
+        project: the project at W&B.
+        mode: auto: online where there is an API key and the server answers, else offline, said in one line; online:
+            refuse to start otherwise; offline; disabled. The variable WANDB_MODE decides where mode is auto.
+        entity: the team or user; None: the key's own.
+        name: the run's name at W&B; None: that of its folder.
+        init_timeout: seconds to wait for the server.
+    """
+
+    def __init__(
+        self,
+        project: str = "lit_layers",
+        mode: Literal["auto", "online", "offline", "disabled"] = "auto",
+        *,
+        entity: str | None = None,
+        name: str | None = None,
+        group: str | None = None,
+        tags: Sequence[str] = (),
+        init_timeout: float = 8.0,
+    ) -> None:
+        self.project, self.mode, self.entity, self.name = project, mode, entity, name
+        self.group, self.tags, self.init_timeout = group, tuple(tags), init_timeout
+        self._message = ""
+        self._run: Any = None
+        self._wandb: Any = None
+        self._known = Mirrored()
+        self._defined: set[str] = set()
+        self._table_is_due = self._draws = False
+        self._lock: IO[str] | None = None
+        self._data_dir: str | None = None
+
+    def open(self, root: str | Path, *, run_id: str, config: Mapping[str, Any]) -> None:
+        """Starts or resumes the run and sends what W&B does not have of it yet.
+
+        Raises:
+            InputError: where `mode` is online and W&B cannot be reached, or one of the run's files is corrupt.
+        """
+        self.root, self._table_is_due, self._defined = Path(root), False, set()
+        mode = self._chosen_mode()
+        if mode == "disabled":
+            return
+        self._wandb = _import_wandb()
+        if self._wandb is None:
+            install = "pip install 'lit_layers[wandb]'"
+            self._say(f"W&B: not installed, so nothing is mirrored; {install}, then {self._catch_up()}")
+            return
+        self._errors = _errors(self._wandb)
+        if not self._take_lock():
+            self._say(f"W&B: another process mirrors {self.root} already, so this one does not")
+            return
+        files = run_files(self.root, run_id)
+        while any(time.strftime("%Y%m%d_%H%M%S") in file.parent.name for file in files):
+            time.sleep(0.1)  # W&B names a run's folder by the second, and would take an old one for the new
+        self._start(mode, run_id, dict(config))
+        if self._run is None:
+            return
+        online = self._run.settings.mode != "offline"
+        # What a crash kept from the server is sent again; what only the server has is known by its number alone.
+        self._server_rows = (self._run.starting_step or 0) if online else 0
+        files = [file for file in files if not online or _is_online(file)]
+        self._known = mirrored(files, before=self._server_rows if online else None)
+        self._draws = importlib.util.find_spec("plotly") is not None
+        for step, tokens, scalars, measurements in self._on_disk():
+            self.log_step(step, tokens, scalars, measurements)
+
+    def log_step(
+        self, step: int, tokens: int | None, scalars: Mapping[str, float], measurements: Sequence[Measurement]
+    ) -> None:
+        """Sends the points of one closed step that W&B does not have; see the class for the order."""
+        if self._run is None:
+            return
+        row: dict[str, Any] = dict(scalars)
+        for measurement in measurements:
+            row.update(_points(measurement))
+        known = self._known.names.get(step, frozenset())
+        new = {name: value for name, value in row.items() if name not in known}
+        for measurement in measurements:
+            new.update(self._heat_maps(measurement, known))
+        if new:
+            self._table_is_due |= any(measurement.error is None for measurement in measurements)
+            self._send(step, new | ({} if tokens is None else {"tokens": tokens}))
+
+    def finish(self, exit_code: int = 0) -> None:
+        """Adds the table of all numbers and closes the run; `log_step` does nothing from here on."""
+        if self._run is not None:
+            self._log_table()
+        if self._run is not None:
+            try:
+                self._run.finish(exit_code=exit_code)
+            except self._errors as error:
+                self._give_up(error)
+            else:
+                self._stop()
+
+    def closing_line(self) -> str:
+        """Returns one line on where to look: the run's address, or how to see and upload an offline run."""
+        return self._message
+
+    # ------------------------------------------------------------------------------------------- start
+
+    def _chosen_mode(self) -> str:
+        if self.mode != "auto":
+            return self.mode
+        asked = os.environ.get("WANDB_MODE", "").lower()
+        return {"dryrun": "offline", "run": "online", "": "auto"}.get(asked, asked)
+
+    def _start(self, mode: str, run_id: str, config: dict[str, Any]) -> None:
+        """Sets the run, or leaves it None and says why."""
+        # Tables and figures are staged before they are logged: inside the run's folder, not in the user's home.
+        self._data_dir = os.environ.get("WANDB_DATA_DIR")
+        os.environ["WANDB_DATA_DIR"] = str(self.root.resolve() / "wandb")
+        if mode == "auto" and not _has_credentials(self._wandb):
+            logger.warning("W&B: no API key, so the run is mirrored offline")
+            mode = "offline"
+        try:
+            if mode in ("auto", "online"):
+                self._run = self._init_online(mode, run_id, config)
+            if self._run is None:
+                self._run = self._init("offline", run_id, config)
+        except self._errors as error:
+            self._stop()
+            if mode == "online":
+                raise InputError(
+                    f"wandb.mode online: W&B cannot be reached ({_first_line(error)}); try auto"
+                ) from error
+            self._say(f"W&B: cannot start ({_first_line(error)}), so nothing is mirrored; {self._catch_up()}")
+            return
+        except ValueError as error:  # of its settings, e.g. a variable WANDB_... that it does not understand
+            self._stop()
+            raise InputError(f"wandb: {' '.join(str(error).split())}") from error
+        self._message = self._where_to_look()
+
+    def _init_online(self, mode: str, run_id: str, config: dict[str, Any]) -> Any:
+        """The run, or None where the server cannot be reached and need not be."""
+        try:
+            return self._init("online", run_id, config)
+        except self._errors as error:
+            if mode == "online":
+                raise
+            logger.warning("W&B: cannot be reached (%s), so the run is mirrored offline", _first_line(error))
+            if self._wandb.run is None:
+                self._wandb.teardown()  # its service still holds the id of the run that did not start
+        return None
+
+    def _init(self, mode: Literal["online", "offline"], run_id: str, config: dict[str, Any]) -> Any:
+        settings = {"console": "off", "silent": True, "reinit": "create_new", "init_timeout": self.init_timeout}
+        if "x_transaction_log_flush_interval" in self._wandb.Settings.model_fields:
+            settings["x_transaction_log_flush_interval"] = 1  # seconds that a kill may cost the mirror; 15 by default
+        options = {
+            "project": self.project,
+            "entity": self.entity,
+            "group": self.group,
+            "tags": self.tags,
+            "name": self.name or self.root.resolve().name,
+            "config": config,
+            "mode": mode,
+            "dir": str(self.root.resolve()),
+            "id": run_id,
+            "resume": "allow",
+            "settings": self._wandb.Settings(**settings),
+        }
+        deadline = time.monotonic() + _CLOSING
+        while True:
+            try:
+                return self._wandb.init(**options)
+            except self._errors as error:
+                # W&B's own process may still be closing the run that this one resumes.
+                if "in use" not in str(error) or time.monotonic() > deadline:
+                    raise
+            time.sleep(0.2)
+
+    def _take_lock(self) -> bool:
+        """Two mirrors of one run would double its points; the system frees the lock of a killed process."""
+        folder = self.root / "wandb"
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            self._lock = open(folder / ".mirror.lock", "w")  # noqa: SIM115
+        except OSError as error:
+            raise InputError(f"cannot write {folder}: {(error.strerror or str(error)).lower()}") from error
+        if fcntl is not None:
+            try:
+                # Unlike flock, not shared with forked children, which may outlive a killed parent.
+                fcntl.lockf(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except OSError:
+                self._lock.close()
+                self._lock = None
+        return self._lock is not None
+
+    # ------------------------------------------------------------------------------------------- points
+
+    def _on_disk(self) -> Iterator[tuple[int, int | None, dict[str, float], list[Measurement]]]:
+        """Yields all that the run's files hold, step by step."""
+        measured: dict[int, list[Measurement]] = {}
+        for measurement in records.latest(records.read(self.root / "measurements.jsonl")):
+            if measurement.step is not None:
+                measured.setdefault(measurement.step, []).append(measurement)
+        waiting = sorted(measured, reverse=True)
+        for row in records.iterate_rows(self.root / "metrics.jsonl"):
+            step = int(row["step"])
+            while waiting and waiting[-1] < step:
+                yield self._step(waiting[-1], {}, measured[waiting.pop()])
+            found = measured[waiting.pop()] if waiting and waiting[-1] == step else []
+            yield self._step(step, {name: value for name, value in row.items() if name != "step"}, found)
+        while waiting:
+            yield self._step(waiting[-1], {}, measured[waiting.pop()])
+
+    @staticmethod
+    def _step(
+        step: int, scalars: dict[str, float], measurements: list[Measurement]
+    ) -> tuple[int, int | None, dict[str, float], list[Measurement]]:
+        known = [m.tokens for m in measurements if m.tokens is not None]
+        tokens = int(scalars["tokens"]) if "tokens" in scalars else next(iter(known), None)
+        return step, tokens, {name: value for name, value in scalars.items() if name != "tokens"}, measurements
+
+    def _heat_maps(self, measurement: Measurement, known: frozenset[str]) -> dict[str, Any]:
+        """A figure for each kind of pairs of layers that W&B does not have at this step."""
+        kinds: dict[str, tuple[str, dict[str, Any]]] = {}
+        for record in measurement.records if self._draws else ():
+            if record.other_layer is not None:
+                tags = {name: value for name, value in record.tags.items() if not name.startswith("num_")}
+                key = records.key(measurement.analysis, Record(metric=record.metric, value=0.0, tags=tags))
+                kinds[f"{key}/matrix"] = record.metric, tags
+        due = {name: kind for name, kind in kinds.items() if name not in known}
+        if not due or measurement.error is not None:
+            return {}
+        from lit_layers.plots import layer_matrix
+
+        frame = records.frame([measurement])
+        return {name: layer_matrix(frame, metric, tags=tags) for name, (metric, tags) in due.items()}
+
+    def _send(self, step: int | None, row: dict[str, Any]) -> None:
+        """Logs one row under the next number; one that the server has already is only noted."""
+        number = self._known.last_row + 1
+        self._known.last_row = number
+        self._known.add(step, set(row))
+        if number < self._server_rows:
+            return
+        try:
+            for name in row:
+                self._define(name)
+            axis = {} if step is None else {AXIS: step}
+            self._run.log({**row, **axis}, step=number, commit=True)
+        except self._errors as error:
+            self._give_up(error)
+
+    def _define(self, name: str) -> None:
+        # By exact name: competing globs are resolved in random order.
+        if not self._defined:
+            self._run.define_metric(AXIS)
+            self._defined.add(AXIS)
+        if name not in self._defined and name != TABLE:
+            self._run.define_metric(name, step_metric=AXIS)
+            self._defined.add(name)
+
+    def _log_table(self) -> None:
+        """The long form of all measurements, once they are complete."""
+        if not self._table_is_due and TABLE in self._known.names.get(None, frozenset()):
+            return
+        found = records.latest(records.read(self.root / "measurements.jsonl"))
+        pairs = [(measurement, record) for measurement in found for record in measurement.records]
+        if len(pairs) > _TABLE_ROWS:
+            pairs = [(measurement, record) for measurement, record in pairs if record.other_layer is None]
+        if len(pairs) > _TABLE_LIMIT:
+            logger.warning("W&B: the table would have %d rows; the first %d are kept", len(pairs), _TABLE_LIMIT)
+        if pairs:
+            data = [_table_row(measurement, record) for measurement, record in pairs[:_TABLE_LIMIT]]
+            self._send(None, {TABLE: self._wandb.Table(columns=list(_TABLE_COLUMNS), data=data)})
+
+    # ------------------------------------------------------------------------------------------- words
+
+    def _where_to_look(self) -> str:
+        if self._run.settings.mode != "offline":
+            return f"W&B          {self._run.url}"
+        folders = sorted((self.root / "wandb").glob(f"offline-run-*-{self._run.id}"))
+        return f"W&B          offline; upload it with: wandb sync {' '.join(shlex.quote(str(f)) for f in folders)}"
+
+    def _catch_up(self) -> str:
+        return f"`lit-layers report {shlex.quote(str(self.root))} --wandb` adds what is missing later"
+
+    def _give_up(self, error: BaseException) -> None:
+        self._say(f"W&B: stopped ({_first_line(error)}); the run goes on, {self._catch_up()}")
+        self._stop()
+
+    def _say(self, sentence: str) -> None:
+        self._message = sentence
+        logger.warning("%s", sentence)
+
+    def _stop(self) -> None:
+        self._run = None
+        if self._data_dir is None:
+            os.environ.pop("WANDB_DATA_DIR", None)
+        else:
+            os.environ["WANDB_DATA_DIR"] = self._data_dir
+        if self._lock is not None:
+            self._lock.close()
+            self._lock = None
+
+
+def _is_online(file: Path) -> bool:
+    """Whether the rows of a local file went to the server: at once, or by `wandb sync`, which leaves a mark."""
+    return not file.parent.name.startswith("offline-") or file.with_name(f"{file.name}.synced").exists()
+
+
+def _table_row(measurement: Measurement, record: Record) -> list[Any]:
+    tags = json.dumps(record.tags, sort_keys=True) if record.tags else None
+    place = [measurement.step, measurement.tokens, measurement.analysis, record.metric, record.layer, record.value]
+    return [*place, record.other_layer, record.stderr, record.low, record.high, record.n, tags]
+
+
+def _points(measurement: Measurement) -> dict[str, float]:
+    """The numbers of one measurement by name; metrics that are per layer alone with their mean over layers 1..L too."""
+    points: dict[str, float] = {}
+    layers: dict[str, list[float]] = {}
+    for record in measurement.records if measurement.error is None else ():
+        if record.other_layer is not None:
+            continue
+        points[records.key(measurement.analysis, record)] = record.value
+        if record.layer and math.isfinite(record.value):
+            whole = records.key(measurement.analysis, Record(metric=record.metric, value=0.0, tags=record.tags))
+            layers.setdefault(whole, []).append(record.value)
+    means = {f"{whole}/layer_mean": sum(v) / len(v) for whole, v in layers.items() if whole not in points}
+    return points | means
+
+
+def _import_wandb() -> ModuleType | None:
+    try:
+        import wandb
+    except ImportError:
+        return None
+    return wandb
+
+
+def _errors(wandb: Any) -> tuple[type[Exception], ...]:
+    """What wandb raises: its own base class, and what its service raises beside it, in the versions that have it."""
+    try:
+        from wandb.sdk.mailbox import MailboxClosedError
+        from wandb.sdk.mailbox.mailbox_handle import HandleAbandonedError, ServerResponseError
+    except ImportError:
+        return (wandb.Error, OSError)
+    return (wandb.Error, OSError, MailboxClosedError, HandleAbandonedError, ServerResponseError)
+
+
+def _has_credentials(wandb: Any) -> bool:
+    """Whether wandb would find a key by itself; asking it would prompt in a terminal."""
+    if os.environ.get("WANDB_API_KEY") or os.environ.get("WANDB_IDENTITY_TOKEN_FILE"):
+        return True
+    settings = wandb.setup().settings
+    if settings.api_key:
+        return True
+    host = urlsplit(settings.base_url).hostname or ""
+    for path in (os.environ.get("NETRC"), "~/.netrc", "~/_netrc"):
+        file = Path(path).expanduser() if path else None
+        if file is None or not file.is_file():
+            continue
+        try:
+            return netrc.netrc(file).authenticators(host) is not None
+        except (netrc.NetrcParseError, OSError):
+            return False
+    return False
+
+
+def _first_line(error: BaseException) -> str:
+    text = str(error).strip() or type(error).__name__
+    return text.splitlines()[0]

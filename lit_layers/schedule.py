@@ -1,0 +1,74 @@
+"""Which optimizer steps are saved and measured."""
+
+from collections.abc import Iterator, Mapping, Sequence
+
+from lit_layers.errors import InputError
+
+Steps = str | Sequence[int] | Mapping[str, int]
+"""As a recipe writes it: `pythia`, `[0, 1, 2, 1000]`, `{every: 500}` or `{log: 2, until: 512, then_every: 1000}`."""
+
+PYTHIA = {"log": 2, "until": 512, "then_every": 1000}
+_KEYS = ({"every"}, {"log"}, {"log", "until"}, {"log", "until", "then_every"})
+_EXPECTED = "expected pythia, a list of steps, {every: N} or {log: BASE, until: N, then_every: N}"
+
+
+class Schedule:
+    """A set of optimizer steps: step 0 always belongs to it; the last step of a run is its driver's to add.
+
+    Raises:
+        InputError: for an unknown form, a negative step, a step that is no whole number.
+    """
+
+    def __init__(self, steps: Steps) -> None:
+        self.steps = steps
+        if isinstance(steps, str):
+            if steps != "pythia":
+                raise InputError(f"steps: {_EXPECTED}, got {steps!r}")
+            steps = PYTHIA
+        self._rule: dict[str, int] = {}
+        self._listed: frozenset[int] = frozenset()
+        if isinstance(steps, Mapping):
+            self._rule = _checked_rule(steps)
+        else:
+            self._listed = frozenset(_checked_list(steps))
+
+    def __contains__(self, step: int) -> bool:
+        if step <= 0 or self._listed:
+            return step == 0 or step in self._listed
+        if every := self._rule.get("every"):
+            return step % every == 0
+        base, until = self._rule["log"], self._rule.get("until")
+        if until is None or step <= until:
+            return _is_power(step, base)
+        then_every = self._rule.get("then_every")
+        return then_every is not None and step % then_every == 0
+
+    def until(self, last: int) -> Iterator[int]:
+        """Yields the steps of a run of `last` steps, the last one included."""
+        yield from (step for step in range(last) if step in self)
+        yield last
+
+
+def _is_power(step: int, base: int) -> bool:
+    while step % base == 0:
+        step //= base
+    return step == 1
+
+
+def _checked_rule(rule: Mapping[str, int]) -> dict[str, int]:
+    if set(rule) not in _KEYS:
+        raise InputError(f"steps: {_EXPECTED}, got the keys {', '.join(map(str, rule)) or '(none)'}")
+    for key, value in rule.items():
+        least = 2 if key == "log" else 1
+        if not isinstance(value, int) or isinstance(value, bool) or value < least:
+            raise InputError(f"steps.{key}: expected a whole number of at least {least}, got {value!r}")
+    return dict(rule)
+
+
+def _checked_list(steps: Sequence[int]) -> list[int]:
+    if not isinstance(steps, Sequence) or not len(steps):
+        raise InputError(f"steps: {_EXPECTED}, got {steps!r}")
+    for step in steps:
+        if not isinstance(step, int) or isinstance(step, bool) or step < 0:
+            raise InputError(f"steps: expected whole numbers of at least 0, got {step!r}")
+    return list(steps)

@@ -1,0 +1,7 @@
+"""The Lightning shell: modules, data and the callbacks that watch a run."""
+
+from lit_layers.training.callbacks import EmergenceCallback, SeriesCheckpoint
+from lit_layers.training.datamodules import LitTextData
+from lit_layers.training.modules import LitCausalLM
+
+__all__ = ["EmergenceCallback", "LitCausalLM", "LitTextData", "SeriesCheckpoint"]

@@ -1,0 +1,193 @@
+"""The two callbacks of a run that is watched: save the model at the steps of a schedule, then measure it."""
+
+import datetime
+import logging
+import shutil
+import time
+from abc import abstractmethod
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+import lightning as L
+from torch import distributed, nn
+
+from lit_layers import emergence, records
+from lit_layers.analyses.base import Analysis
+from lit_layers.errors import InputError
+from lit_layers.models.build import save, weights_hash
+from lit_layers.models.view import LayeredModel
+from lit_layers.records import Measurement
+from lit_layers.schedule import Schedule, Steps
+from lit_layers.training.checkpoint_io import step_folder, writable_folder, write_folder
+
+logger = logging.getLogger(__name__)
+
+
+class _AtSteps(L.Callback):
+    """Acts once at each optimizer step of a schedule, at the first step and at the last, however batches accumulate."""
+
+    def __init__(self, steps: Steps, root: str | Path, model: str | None) -> None:
+        self.schedule, self.root, self.model = Schedule(steps), Path(root), model
+        self.paused_seconds = 0.0  # what training waited for this callback
+        self._last_step = -1
+
+    @abstractmethod
+    def at_step(self, trainer: L.Trainer, model: nn.Module, step: int) -> None:
+        """Acts on the plain model after `step` optimizer steps."""
+
+    def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        self._visit(trainer, pl_module, due=trainer.global_step in self.schedule)
+
+    def on_train_batch_end(self, trainer: L.Trainer, pl_module: L.LightningModule, *_: Any) -> None:
+        self._visit(trainer, pl_module, due=trainer.global_step in self.schedule)
+
+    def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        self._visit(trainer, pl_module, due=True)
+
+    def _visit(self, trainer: L.Trainer, pl_module: L.LightningModule, due: bool) -> None:
+        step = trainer.global_step
+        if due and step != self._last_step and not trainer.sanity_checking:
+            self._last_step = step
+            started = time.perf_counter()
+            self.at_step(trainer, self._plain_model(pl_module), step)
+            self.paused_seconds += time.perf_counter() - started
+
+    def _plain_model(self, pl_module: L.LightningModule) -> nn.Module:
+        name = self.model or ("model" if isinstance(getattr(pl_module, "model", None), nn.Module) else None)
+        if name is None:
+            return pl_module
+        try:
+            return pl_module.get_submodule(name)
+        except AttributeError as error:
+            raise InputError(
+                f"model: {type(pl_module).__name__} has no submodule {name!r}; name the one that holds the network"
+            ) from error
+
+
+class SeriesCheckpoint(_AtSteps):
+    """Writes each step of a schedule as a standard Hugging Face folder, complete or not at all.
+
+    `AutoModelForCausalLM.from_pretrained(root / "step-000001000")` loads it, tokenizer included.
+
+    Args:
+        steps: the schedule, e.g. `pythia` or `{every: 500}`; the first and the last step always belong to it.
+        root: the run's folder.
+        tokenizer: a local tokenizer folder whose files are copied into each checkpoint; None: the data module's.
+        model: name of the submodule to save; None: `.model`, or the module itself where there is none.
+    """
+
+    def __init__(
+        self, steps: Steps, root: str | Path, *, tokenizer: str | Path | None = None, model: str | None = None
+    ) -> None:
+        super().__init__(steps, root, model)
+        self.tokenizer = Path(tokenizer) if tokenizer else None
+
+    def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
+        if trainer.is_global_zero and stage == "fit":
+            writable_folder(self.root, "root")
+            for leftover in self.root.glob(".tmp-step-*"):
+                shutil.rmtree(leftover, ignore_errors=True)
+
+    def at_step(self, trainer: L.Trainer, model: nn.Module, step: int) -> None:
+        if trainer.is_global_zero:
+            shards = getattr(getattr(trainer, "datamodule", None), "shards", None)
+            tokenizer = self.tokenizer or getattr(shards, "tokenizer_path", None)
+            write_folder(step_folder(self.root, step), lambda folder: save(model, folder, tokenizer))
+
+
+class Watcher(Protocol):
+    """Hears what is measured while it is measured: a progress bar, a log."""
+
+    def measuring(self, step: int, analysis: str) -> None: ...
+
+    def measured(self, measurement: Measurement) -> None: ...
+
+
+class EmergenceCallback(_AtSteps):
+    """Measures every layer at the steps of a schedule, and leaves the training as if it had not.
+
+    One line a (step, analysis) goes to `root/measurements.jsonl`, and the numbers to the trainer's loggers. Under DDP
+    the analyses are dealt over the ranks; no collective runs inside one, so a failing analysis hangs no rank.
+
+    Args:
+        analyses: what to measure; names are unique.
+        steps: the schedule, e.g. `pythia` or `{every: 500}`; the first and the last step always belong to it.
+        root: the run's folder.
+        run: the run's name in the records; None: the folder's name.
+        tokens_per_step: tokens per optimizer step, for the token axis; None: the data module's, where it knows it.
+        model: name of the submodule to measure; None: `.model`, or the module itself where there is none.
+        watchers: told of each analysis as it starts and ends.
+
+    Raises:
+        InputError: before the first step, for two analyses of one name, a model of no known family, data that is
+            missing, or options that do not fit the model.
+    """
+
+    def __init__(
+        self,
+        analyses: Sequence[Analysis],
+        steps: Steps,
+        root: str | Path,
+        *,
+        run: str | None = None,
+        tokens_per_step: int | None = None,
+        model: str | None = None,
+        watchers: Sequence[Watcher] = (),
+    ) -> None:
+        super().__init__(steps, root, model)
+        names = [analysis.name for analysis in analyses]
+        if double := {name for name in names if names.count(name) > 1}:
+            raise InputError(f"analyses: two are named {sorted(double)[0]!r}; give each a name of its own")
+        self.analyses, self.run, self.tokens_per_step = list(analyses), run or self.root.name, tokens_per_step
+        self.watchers = list(watchers)
+        self._group: Any = None
+
+    @property
+    def file(self) -> Path:
+        return self.root / "measurements.jsonl"
+
+    def on_fit_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        view = LayeredModel(self._plain_model(pl_module))
+        for analysis in self.analyses:
+            analysis.check(view)
+        if trainer.is_global_zero:
+            writable_folder(self.root, "root")
+        if trainer.world_size > 1:
+            # A group of its own on the CPU: results are objects, and training's collectives stay undisturbed.
+            self._group = distributed.new_group(backend="gloo", timeout=datetime.timedelta(hours=12))
+
+    def at_step(self, trainer: L.Trainer, model: nn.Module, step: int) -> None:
+        per_step = self.tokens_per_step or getattr(getattr(trainer, "datamodule", None), "tokens_per_step", None)
+        tokens = step * per_step if per_step is not None else None
+        fingerprint = weights_hash(model)
+        mine = []
+        for analysis in self.analyses[trainer.global_rank :: trainer.world_size]:
+            for watcher in self.watchers:
+                watcher.measuring(step, analysis.name)
+            measurement = emergence.measure(
+                model, analysis, run=self.run, step=step, tokens=tokens, weights_hash=fingerprint
+            )
+            mine.append(measurement)
+            if self._group is None:
+                self._keep(trainer, measurement)
+        if self._group is not None:
+            self._gather(trainer, mine)
+
+    def _gather(self, trainer: L.Trainer, mine: list[Measurement]) -> None:
+        shares: list[Any] | None = [None] * trainer.world_size if trainer.is_global_zero else None
+        distributed.gather_object(mine, shares, dst=0, group=self._group)
+        if shares is not None:
+            found = {measurement.analysis: measurement for share in shares for measurement in share}
+            for analysis in self.analyses:
+                self._keep(trainer, found[analysis.name])
+
+    def _keep(self, trainer: L.Trainer, measurement: Measurement) -> None:
+        if measurement.error is not None:
+            logger.warning("%s failed at step %s: %s", measurement.analysis, measurement.step, measurement.error)
+        records.append(self.file, measurement)
+        values = {records.key(measurement.analysis, record): record.value for record in measurement.records}
+        for destination in trainer.loggers:
+            destination.log_metrics(values, step=measurement.step)
+        for watcher in self.watchers:
+            watcher.measured(measurement)

@@ -1,0 +1,150 @@
+"""Lightning modules around plain models."""
+
+from collections.abc import Callable
+from typing import Any
+
+import lightning as L
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+from torchmetrics import MeanMetric
+
+from lit_layers.errors import InputError
+from lit_layers.models.build import causal_lm
+from lit_layers.models.vocabulary import true_vocab_size
+from lit_layers.training.optim import adamw, warmup_cosine
+
+_NOT_OF_CONFIG = {"name", "seed", "pad_vocab_to", "attention"}  # arguments of `causal_lm` beside the configuration
+
+
+class LitCausalLM(L.LightningModule):
+    """Next-token training of a plain Hugging Face causal language model, kept eager at `.model`.
+
+    Args:
+        architecture: a transformers model type (`gpt2`, `gpt_neox`, `llama`, ...), or a local folder whose config.json
+            is used; the weights are new.
+        config: overrides of the model's configuration, by its own field names; unknown ones are refused.
+        init_seed: of the initial weights, independent of every other seed.
+        pad_vocab_to: rounds the embedding up to a multiple (tensor cores want 64); padding rows never take part in a
+            loss, a measurement or a saved model. None leaves the vocabulary as it is.
+        lr: peak learning rate.
+        weight_decay: on matrices and embeddings only.
+        betas: of AdamW.
+        warmup_steps: optimizer steps of linear warm-up.
+        decay_steps: step at which the cosine ends; None: the last step of the run.
+        min_lr_ratio: final learning rate over the peak.
+        compile: trains through `torch.compile`; `.model` stays eager, and the analyses use that.
+    """
+
+    def __init__(
+        self,
+        architecture: str = "gpt2",
+        config: dict[str, Any] | None = None,
+        *,
+        init_seed: int = 0,
+        pad_vocab_to: int | None = 64,
+        lr: float = 6e-4,
+        weight_decay: float = 0.1,
+        betas: tuple[float, float] = (0.9, 0.95),
+        warmup_steps: int = 2000,
+        decay_steps: int | None = None,
+        min_lr_ratio: float = 0.1,
+        compile: bool = False,
+    ) -> None:
+        super().__init__()
+        for field, value, right, expected in (
+            ("pad_vocab_to", pad_vocab_to, pad_vocab_to is None or pad_vocab_to >= 1, "at least 1"),
+            ("lr", lr, lr > 0, "a positive learning rate"),
+            ("weight_decay", weight_decay, weight_decay >= 0, "at least 0"),
+            ("betas", betas, all(0 <= beta < 1 for beta in betas), "two numbers of at least 0 and below 1"),
+            ("warmup_steps", warmup_steps, warmup_steps >= 0, "at least 0"),
+            ("decay_steps", decay_steps, decay_steps is None or decay_steps >= 1, "at least 1"),
+            ("min_lr_ratio", min_lr_ratio, 0 <= min_lr_ratio <= 1, "a share from 0 to 1"),
+        ):
+            if not right:
+                raise InputError(f"model.{field}: expected {expected}, got {value}")
+        for name in _NOT_OF_CONFIG & set(config or {}):
+            raise InputError(
+                f"model.config.{name}: no field of a configuration; the module has options of its own for it"
+            )
+        self.architecture, self.config, self.init_seed = architecture, dict(config or {}), init_seed
+        self.pad_vocab_to, self.compile_model = pad_vocab_to, compile
+        self.lr, self.weight_decay, self.betas = lr, weight_decay, betas
+        self.warmup_steps, self.decay_steps, self.min_lr_ratio = warmup_steps, decay_steps, min_lr_ratio
+        self.validation_loss = MeanMetric().set_dtype(torch.float64)
+        self.grad_norm: Tensor | None = None
+
+    def configure_model(self) -> None:
+        if hasattr(self, "model"):
+            return
+        data = self.trainer.datamodule  # pyright: ignore[reportAttributeAccessIssue]
+        vocab_size = self.config.get("vocab_size", data.shards.vocab_size)
+        if not isinstance(vocab_size, int) or vocab_size < data.shards.vocab_size:
+            raise InputError(
+                f"model.config.vocab_size: expected at least {data.shards.vocab_size}, the tokenizer's vocabulary, "
+                f"got {vocab_size}; leave it out to take the tokenizer's"
+            )
+        options = {**self.config, "vocab_size": vocab_size}
+        self.model = causal_lm(self.architecture, seed=self.init_seed, pad_vocab_to=self.pad_vocab_to, **options)
+        context = getattr(self.model.config, "max_position_embeddings", None)
+        if context is not None and context < data.num_tokens:
+            raise InputError(
+                f"data.num_tokens: expected at most {context}, the model's context, got {data.num_tokens}; "
+                "choose shorter blocks or a longer context in model.config"
+            )
+        # Kept out of the module tree: the compiled copy shares every weight and must not double the state dict.
+        self.__dict__["_network"] = torch.compile(self.model) if self.compile_model else self.model
+
+    def forward(self, input_ids: Tensor) -> Tensor:
+        """Returns logits over the true vocabulary, without its padding rows."""
+        network: Callable = self.__dict__["_network"]
+        logits = network(input_ids=input_ids, use_cache=False).logits  # (batch, tokens, padded vocabulary)
+        return logits[..., : true_vocab_size(self.model)]
+
+    def loss(self, batch: dict[str, Tensor]) -> Tensor:
+        """Returns the mean next-token cross-entropy in nats over a batch of `num_tokens` + 1 ids a row."""
+        tokens = batch["input_ids"]
+        return F.cross_entropy(self(tokens[:, :-1]).flatten(0, 1), tokens[:, 1:].flatten())
+
+    def training_step(self, batch: dict[str, Tensor], batch_index: int) -> Tensor:
+        return self.loss(batch)
+
+    def validation_step(self, batch: dict[str, Tensor], batch_index: int) -> None:
+        self.validation_loss.update(self.loss(batch), weight=batch["input_ids"][:, 1:].numel())
+
+    def on_validation_epoch_end(self) -> None:
+        loss = self.validation_loss.compute()  # over all ranks, weighted by tokens
+        self.validation_loss.reset()
+        self.log_dict({"validation/loss": loss.float(), "validation/perplexity": loss.exp().float()})
+
+    def configure_gradient_clipping(
+        self,
+        optimizer: torch.optim.Optimizer,
+        gradient_clip_val: float | None = None,
+        gradient_clip_algorithm: str | None = None,
+    ) -> None:
+        if gradient_clip_val and gradient_clip_algorithm in (None, "norm"):
+            # Lightning's own clipping throws the norm away; it is worth a curve and stays on the device here.
+            self.grad_norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), gradient_clip_val)
+        else:
+            self.clip_gradients(optimizer, gradient_clip_val, gradient_clip_algorithm)
+
+    def configure_optimizers(self) -> Any:
+        optimizer = adamw(self.model, lr=self.lr, weight_decay=self.weight_decay, betas=self.betas)
+        factor = warmup_cosine(
+            warmup_steps=self.warmup_steps,
+            decay_steps=self.decay_steps or self.trainer.max_steps,
+            min_ratio=self.min_lr_ratio,
+        )
+        scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, factor)
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
+
+    def flops_per_token(self, num_tokens: int) -> float:
+        """Returns floating-point operations per trained token: 6 N + 12 L d T, N without position embeddings.
+
+        Source: Chowdhery et al. 2022 (PaLM), appendix B.
+        """
+        config: Any = self.model.config
+        positions = sum(p.numel() for name, p in self.model.named_parameters() if name.endswith("wpe.weight"))
+        size = sum(parameter.numel() for parameter in self.model.parameters()) - positions
+        return 6 * size + 12 * config.num_hidden_layers * config.hidden_size * num_tokens

@@ -1,0 +1,136 @@
+"""The folder of one run: who owns it, and what it says about itself."""
+
+import contextlib
+import datetime
+import json
+import os
+import shutil
+import uuid
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Literal, Protocol
+
+import lightning as L
+
+from lit_layers.data.shards import TokenShards
+from lit_layers.data.statistics import unigram_entropy
+from lit_layers.errors import InputError
+from lit_layers.models.vocabulary import true_vocab_size
+from lit_layers.training.checkpoint_io import saved_steps, writable_folder
+
+RUN_FILE, CONFIG_FILE = "run.json", "config.yaml"
+_FILES = (RUN_FILE, CONFIG_FILE, "measurements.jsonl", "metrics.jsonl", "report.html")
+_FOLDERS = ("step-*", ".tmp-step-*", "wandb")
+
+
+class Mirror(Protocol):
+    def open(self, root: Path, *, run_id: str, config: Mapping[str, Any]) -> None: ...
+
+
+def refuse_a_used_folder(root: Path, if_exists: Literal["refuse", "overwrite"]) -> None:
+    """Refuses to mix two runs.
+
+    Raises:
+        InputError: where `root` holds a run and the user did not ask to overwrite it.
+    """
+    if if_exists == "refuse" and _contents(root):
+        steps = saved_steps(root)
+        found = f"with checkpoints up to step {steps[-1]}" if steps else "without checkpoints"
+        raise InputError(f"root: {root} already holds a run {found}; choose another folder or --if_exists overwrite")
+
+
+class RunFolder(L.Callback):
+    """Takes over `root` just before the first step, when all that could be refused has been checked.
+
+    `run.json` and `config.yaml` say what the run is; what an earlier one left there (only what runs write) is removed
+    once nothing can refuse any more. The first callback of a run, so that the others find the folder ready.
+    """
+
+    def __init__(self, root: str | Path, *, config: str, options: Mapping[str, Any], mirror: Mirror | None) -> None:
+        self.root, self.config, self.options, self.mirror = Path(root), config, dict(options), mirror
+        self.run_id = uuid.uuid4().hex[:8]
+        self.started = False
+
+    def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
+        if trainer.is_global_zero:
+            writable_folder(self.root, "root")
+
+    def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        if not trainer.is_global_zero:
+            return
+        aside = self.root / f".old-{self.run_id}"
+        _move(_contents(self.root), aside)
+        try:
+            (self.root / CONFIG_FILE).write_text(self.config)
+            write_json(self.root / RUN_FILE, self._describe(trainer, pl_module))
+            if self.mirror is not None:
+                self.mirror.open(self.root, run_id=self.run_id, config=self.options)
+        except BaseException:
+            # The mirror may still refuse: then the earlier run is as it was.
+            _remove(_contents(self.root))
+            _move(_contents(aside), self.root)
+            raise
+        finally:
+            shutil.rmtree(aside, ignore_errors=True)
+        self.started = True
+
+    def close(self, **facts: Any) -> None:
+        """Adds what is known only at the end, e.g. the wall time."""
+        path = self.root / RUN_FILE
+        write_json(path, {**json.loads(path.read_text()), **facts})
+
+    def _describe(self, trainer: L.Trainer, pl_module: L.LightningModule) -> dict[str, Any]:
+        model: Any = pl_module.model
+        data: Any = getattr(trainer, "datamodule", None)
+        described = {
+            "run": self.root.name,
+            "id": self.run_id,
+            "started": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+            "max_steps": trainer.max_steps,
+            "tokens_per_step": getattr(data, "tokens_per_step", None),
+            "world_size": trainer.world_size,
+            "device": str(trainer.strategy.root_device),
+            "precision": str(trainer.precision),
+            "model": {
+                "class": type(model).__name__,
+                "parameters": sum(parameter.numel() for parameter in model.parameters()),
+                "vocab_size": true_vocab_size(model),
+            },
+            "config": self.options,
+        }
+        shards = getattr(data, "shards", None)
+        if isinstance(shards, TokenShards):
+            described["data"] = {
+                "corpus": data.corpus,
+                "tokenizer": data.tokenizer,
+                "corpus_hash": shards.corpus_hash,
+                "tokenizer_hash": shards.tokenizer_hash,
+                "unigram_entropy": unigram_entropy(shards),
+            }
+        return described
+
+
+def _contents(root: Path) -> list[Path]:
+    """What a run wrote there, and nothing else."""
+    files = [root / name for name in _FILES if (root / name).exists()]
+    return files + [folder for pattern in _FOLDERS for folder in root.glob(pattern)]
+
+
+def _move(paths: list[Path], folder: Path) -> None:
+    folder.mkdir(exist_ok=True)
+    for path in paths:
+        path.rename(folder / path.name)
+
+
+def _remove(paths: list[Path]) -> None:
+    for path in paths:
+        shutil.rmtree(path) if path.is_dir() else path.unlink()
+
+
+def write_json(path: Path, content: Mapping[str, Any]) -> None:
+    """Replaces `path` as a whole: a reader sees the old content or the new."""
+    temporary = path.with_name(f".{path.name}.{os.getpid()}")
+    temporary.write_text(json.dumps(content, indent=2, default=str) + "\n")
+    with contextlib.suppress(OSError):  # some network filesystems refuse chmod; the content matters more
+        temporary.chmod(0o644)
+    temporary.replace(path)

@@ -1,0 +1,191 @@
+"""The scalars of training: one closed row a step on disk, mirrored to W&B."""
+
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+import lightning as L
+import torch
+from lightning.fabric.utilities.throughput import get_available_flops
+from torch import Tensor
+
+from lit_layers.records import Measurement, ScalarLog
+
+
+class Mirror(Protocol):
+    """Where closed steps are shown again, e.g. W&B; what is on disk stays the truth."""
+
+    def log_step(
+        self, step: int, tokens: int | None, scalars: Mapping[str, float], measurements: list[Measurement]
+    ) -> None: ...
+
+
+@dataclass(frozen=True)
+class _Step:
+    number: int
+    loss: Tensor
+    grad_norm: Tensor | None
+    learning_rate: float
+
+
+@dataclass(frozen=True)
+class _Window:
+    """Where a stretch of steps begins whose speed is measured."""
+
+    step: int
+    clock: float
+    paused: float
+
+
+class RunLog(L.Callback):
+    """Writes `root/metrics.jsonl`: loss and learning rate at every step; gradient norm, speed, validation where known.
+
+    Losses stay on the device and come over together every `log_every_n_steps`, so that no step waits for one. A row
+    is closed, and mirrored with the measurements of its step, once the next step begins.
+    """
+
+    def __init__(self, root: str | Path, mirror: Mirror | None = None) -> None:
+        self.file = Path(root) / "metrics.jsonl"
+        self.mirror = mirror
+        self.shown: dict[str, float] = {}  # the last known values, for a progress bar
+        self._pending: list[_Step] = []
+        self._micro_losses: list[Tensor] = []
+        self._extra: dict[int, dict[str, float]] = {}
+        self._measurements: dict[int, list[Measurement]] = {}
+        self._flush_due = False
+        self._validating = self._validation_started = 0.0
+        self._tokens_per_step: int | None = None
+        self._scalars: ScalarLog | None = None
+        self._rate = 0.0
+
+    def measuring(self, step: int, analysis: str) -> None:
+        """Nothing to note before an analysis is done."""
+
+    def measured(self, measurement: Measurement) -> None:
+        self._measurements.setdefault(measurement.step or 0, []).append(measurement)
+
+    def on_fit_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        self._tokens_per_step = getattr(getattr(trainer, "datamodule", None), "tokens_per_step", None)
+
+    def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        self._scalars = ScalarLog(self.file) if trainer.is_global_zero else None
+        self._window = _Window(trainer.global_step, time.perf_counter(), self._paused(trainer))
+
+    def on_train_batch_start(
+        self, trainer: L.Trainer, pl_module: L.LightningModule, batch: Any, batch_idx: int
+    ) -> None:
+        if self._flush_due:
+            self._flush(trainer)
+
+    def on_before_optimizer_step(
+        self, trainer: L.Trainer, pl_module: L.LightningModule, optimizer: torch.optim.Optimizer
+    ) -> None:
+        # After the step the scheduler has already set the rate of the next one.
+        self._rate = optimizer.param_groups[0]["lr"]
+
+    def on_train_batch_end(
+        self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        self._micro_losses.append(outputs["loss"].detach())
+        if trainer.fit_loop._should_accumulate():
+            return
+        # Lightning hands out the loss divided by the number of micro-batches, so that their sum is the step's mean.
+        loss = torch.stack(self._micro_losses).sum()
+        self._micro_losses = []
+        self._pending.append(_Step(trainer.global_step, loss, getattr(pl_module, "grad_norm", None), self._rate))
+        every: int = trainer.log_every_n_steps  # pyright: ignore[reportAttributeAccessIssue]
+        if trainer.global_step % every == 0:
+            self.shown["train/loss"] = loss.item()  # waits for the device: the clock below is honest
+            self._close_window(trainer, pl_module)
+            self._flush_due = True
+
+    def on_validation_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        self._validation_started = time.perf_counter()
+
+    def on_validation_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        self._validating += time.perf_counter() - self._validation_started
+        found = {key: float(value) for key, value in trainer.callback_metrics.items() if key.startswith("validation/")}
+        self._extra.setdefault(trainer.global_step, {}).update(found)
+        self.shown.update(found)
+
+    def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        self._flush(trainer)
+
+    def on_exception(self, trainer: L.Trainer, pl_module: L.LightningModule, exception: BaseException) -> None:
+        # No collective here: the other ranks may be elsewhere. The last rows then hold this rank's losses.
+        self._flush(trainer, reduce=False)
+
+    def teardown(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
+        # A last step outside the schedule is measured when the training has ended, after this callback's own turn.
+        if self._measurements:
+            self._flush(trainer, reduce=False)
+
+    def _paused(self, trainer: L.Trainer) -> float:
+        """Seconds spent so far on anything but training: saving, measuring, validating."""
+        callbacks: list[Any] = trainer.callbacks  # pyright: ignore[reportAttributeAccessIssue]
+        return self._validating + sum(getattr(callback, "paused_seconds", 0.0) for callback in callbacks)
+
+    def _close_window(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        window, self._window = self._window, _Window(trainer.global_step, time.perf_counter(), self._paused(trainer))
+        seconds = self._window.clock - window.clock - (self._window.paused - window.paused)
+        steps = self._window.step - window.step
+        if self._tokens_per_step is None or steps < 1:
+            return
+        speed = {"train/tokens_per_second": steps * self._tokens_per_step / seconds}
+        if utilization := _model_flops_utilization(trainer, pl_module, speed["train/tokens_per_second"]):
+            speed["train/mfu"] = utilization
+        self._extra.setdefault(trainer.global_step, {}).update(speed)
+        self.shown.update(speed)
+
+    def _flush(self, trainer: L.Trainer, *, reduce: bool = True) -> None:
+        """Closes every row up to the current step; one transfer from the device for all of them.
+
+        What is on disk comes first: a mirror may fail, and whatever breaks off here is written again by the next flush
+        (equal rows of one step are one).
+        """
+        self._flush_due = False
+        rows = self._rows(trainer, reduce)
+        if self._scalars is not None:
+            for number in sorted(rows):
+                if rows[number]:
+                    self._scalars.log(number, {**self._tokens(number), **rows[number]})
+            self._scalars.close()
+        measurements, self._measurements, self._extra, self._pending = self._measurements, {}, {}, []
+        if self.mirror is not None and self._scalars is not None:
+            for number in sorted(rows):
+                tokens = self._tokens(number).get("tokens")
+                self.mirror.log_step(number, tokens, rows[number], measurements.get(number, []))
+
+    def _rows(self, trainer: L.Trainer, reduce: bool) -> dict[int, dict[str, float]]:
+        rows: dict[int, dict[str, float]] = {step: {} for step in self._measurements}
+        if self._pending:
+            missing = torch.full_like(self._pending[0].loss, torch.nan)
+            pairs = [(step.loss, missing if step.grad_norm is None else step.grad_norm) for step in self._pending]
+            values = torch.stack([torch.stack(pair) for pair in pairs]).float()  # (steps, loss and norm)
+            if reduce:
+                values = trainer.strategy.reduce(values, reduce_op="mean")
+            for step, (loss, norm) in zip(self._pending, values.tolist(), strict=True):
+                known = {} if step.grad_norm is None else {"train/grad_norm": norm}
+                rows[step.number] = {"train/loss": loss, "train/learning_rate": step.learning_rate, **known}
+        for number, values_of_step in self._extra.items():
+            rows.setdefault(number, {}).update(values_of_step)
+        return rows
+
+    def _tokens(self, step: int) -> dict[str, int]:
+        return {} if self._tokens_per_step is None else {"tokens": step * self._tokens_per_step}
+
+
+def _model_flops_utilization(trainer: L.Trainer, pl_module: L.LightningModule, tokens_per_second: float) -> float:
+    """Returns achieved over peak floating-point operations of all devices; 0 where the peak is not known (CPU)."""
+    device = trainer.strategy.root_device
+    count = getattr(pl_module, "flops_per_token", None)
+    if count is None or device.type != "cuda":
+        return 0.0
+    dtype = torch.bfloat16 if "bf16" in str(trainer.precision) else torch.float32
+    peak = get_available_flops(device, dtype)
+    if not peak:
+        return 0.0
+    used = tokens_per_second * count(trainer.datamodule.num_tokens)  # pyright: ignore[reportAttributeAccessIssue]
+    return used / (peak * trainer.world_size)

@@ -1,0 +1,231 @@
+"""The coupling analysis against its definition, prompt by prompt and pair by pair."""
+
+import numpy as np
+import pytest
+import torch
+
+from lit_layers.analyses.coupling import Coupling
+from lit_layers.data.batches import Batches
+from lit_layers.errors import InputError
+from lit_layers.models.view import LayeredModel
+from tests.support.tiny_models import DIM, LAYERS, tiny, tiny_batch
+
+
+class Fixed(Batches):
+    def __init__(self, *batches):
+        self.batches = batches
+
+    def __iter__(self):
+        return iter(self.batches)
+
+    def __len__(self):
+        return len(self.batches)
+
+    def content_hash(self):
+        return "fixed"
+
+
+def found(model, *batches, **options):
+    """The records by (metric, layer, other_layer, tags)."""
+    records = list(Coupling(batches=Fixed(*batches), **options).run(LayeredModel(model)))
+    keys = [(r.metric, r.layer, r.other_layer, *sorted(r.tags.items())) for r in records]
+    assert len(set(keys)) == len(keys)
+    return dict(zip(keys, records, strict=True))
+
+
+def whole_model_jacobians(model, batch, place, *, normed=False):
+    """Per prompt and block, by differentiating the block inside the running model, row by row."""
+    hidden = []
+    trunk = model.transformer
+    hooks = [block.register_forward_hook(lambda m, a, out: hidden.append(out)) for block in trunk.h]
+    hooks.append(trunk.h[0].register_forward_pre_hook(lambda m, a: hidden.append(a[0])))
+    trunk(**batch)
+    for hook in hooks:
+        hook.remove()
+    if normed:
+        hidden[-1] = trunk.ln_f(hidden[-1])
+    jacobians = np.zeros((len(hidden[0]), LAYERS, DIM, DIM))
+    for layer in range(LAYERS):
+        for prompt in range(len(hidden[0])):
+            for row in range(DIM):
+                (grad,) = torch.autograd.grad(hidden[layer + 1][prompt, place, row], hidden[layer], retain_graph=True)
+                jacobians[prompt, layer, row] = grad[prompt, place].numpy()
+    return jacobians - np.eye(DIM), [state.detach()[:, place].numpy() for state in hidden]
+
+
+def coupling_by_loops(first, second, k, *, absolute=False):
+    u, _, vt = np.linalg.svd(second)
+    compressed = u[:, :k].T @ first @ vt[:k].T
+    values = np.linalg.svd(first, compute_uv=False)[:k]
+    compressed = np.abs(compressed) if absolute else compressed
+    return 1 - np.linalg.norm(compressed - np.diag(values)) / np.linalg.norm(values)
+
+
+@pytest.fixture(scope="module")
+def model():
+    return tiny("gpt2", torch.float64)
+
+
+def test_every_record_equals_the_definition_applied_to_the_running_model(model):
+    batch = tiny_batch("gpt2", batch=3, tokens=7)
+    jacobians, states = whole_model_jacobians(model, {"input_ids": batch["input_ids"]}, -1)
+    records = found(model, batch, k=(0.1, 8), num_singular_values=4)
+    for k in (3, 8):
+        pairs = np.array([[[coupling_by_loops(j1, j2, k) for j2 in prompt] for j1 in prompt] for prompt in jacobians])
+        spectra = np.linalg.svd(jacobians, compute_uv=False)
+        kept = np.linalg.norm(spectra[..., :k], axis=-1)
+        random = np.sqrt(kept**2 + (k / DIM) ** 2 * (spectra**2).sum(-1)) / kept
+        excess = 1 - (1 - pairs) / random[..., None]
+        off = ~np.eye(LAYERS, dtype=bool)
+        far = np.abs(np.subtract.outer(range(LAYERS), range(LAYERS)))
+        gaps = (spectra[..., :k] - spectra[..., 1 : k + 1]).min(-1) / spectra[..., 0]
+        expected = {
+            ("coupling", None, None): pairs[:, off].mean(-1),
+            ("coupling_with_diagonal", None, None): pairs.mean((1, 2)),
+            ("random_coupling", None, None): 1 - random.mean(1),
+            ("excess_coupling", None, None): excess[:, off].mean(-1),
+            ("min_gap", None, None): gaps.min(),
+            ("num_tied", None, None): (gaps < 1e-4).sum(),
+        }
+        for i in range(LAYERS):
+            for j in range(LAYERS):
+                expected["coupling_pair", i + 1, j + 1] = pairs[:, i, j]
+        for key, values in expected.items():
+            record = records.pop((*key, ("k", k)))
+            assert record.value == pytest.approx(np.mean(values), rel=1e-7, abs=1e-10)
+            assert record.n == 3
+            if np.ndim(values):
+                assert record.stderr == pytest.approx(np.std(values, ddof=1) / 3**0.5, rel=1e-6, abs=1e-10)
+        assert 0 < records.pop(("error_bound", None, None, ("k", k))).value < 1e-9
+        for distance in range(LAYERS):
+            record = records.pop(("coupling_by_distance", None, None, ("distance", distance), ("k", k)))
+            assert record.value == pytest.approx(pairs[:, far == distance].mean(), abs=1e-10)
+    carried = states[0]
+    for layer in range(1, LAYERS + 1):
+        carried = carried + np.einsum("pij,pj->pi", jacobians[:, layer - 1], carried)
+        cosine = (carried * states[layer]).sum(-1)
+        cosine /= np.linalg.norm(carried, axis=-1) * np.linalg.norm(states[layer], axis=-1)
+        assert records.pop(("linearized_rollout", layer, None)).value == pytest.approx(cosine.mean())
+        norms = np.linalg.norm(jacobians[:, layer - 1], axis=(1, 2))
+        assert records.pop(("jacobian_norm", layer, None)).value == pytest.approx(norms.mean())
+        for index in range(1, 5):
+            record = records.pop(("singular_value", layer, None, ("index", index)))
+            assert record.value == pytest.approx(spectra[:, layer - 1, index - 1].mean())
+    assert records.pop(("linearized_rollout", None, None)).value == pytest.approx(cosine.mean())
+    slopes = [np.polyfit([1, 2, 3], 1 / prompt[:, 0], 1)[0] for prompt in spectra]
+    assert records.pop(("spectrum_slope", None, None)).value == pytest.approx(np.mean(slopes))
+    r_squared = [np.corrcoef([1, 2, 3], 1 / prompt[:, 0])[0, 1] ** 2 for prompt in spectra]
+    assert records.pop(("spectrum_r_squared", None, None)).value == pytest.approx(np.mean(r_squared))
+    assert not records
+
+
+def test_the_preset_does_what_published_code_does(model, monkeypatch):
+    from lit_layers.analyses import coupling
+
+    batch = tiny_batch("gpt2", batch=2, tokens=6)
+    monkeypatch.setitem(coupling.PRESETS["released_code"], "k", (10, 30))
+    jacobians, states = whole_model_jacobians(model, {"input_ids": batch["input_ids"]}, -1, normed=True)
+    records = found(model, batch, preset="released_code")
+    for k in (10, 30):
+        pairs = [[[coupling_by_loops(a, b, k, absolute=True) for b in p] for a in p] for p in jacobians]
+        record = records["coupling_with_diagonal", None, None, ("k", k)]
+        assert record.value == pytest.approx(np.mean(pairs), abs=1e-9)
+    carried = states[0]
+    for layer in range(LAYERS - 1):
+        carried = carried + np.einsum("pij,pj->pi", jacobians[:, layer], carried)
+    cosine = (carried * states[-1]).sum(-1) / np.linalg.norm(carried, axis=-1) / np.linalg.norm(states[-1], axis=-1)
+    assert records["linearized_rollout", None, None].value == pytest.approx(cosine.mean(), rel=1e-9)
+
+
+@pytest.mark.parametrize("side", ["left", "right"])
+def test_padding_and_the_split_into_batches_change_nothing(model, side):
+    padded = tiny_batch("gpt2", batch=3, tokens=8, padding=side)
+    cut = []
+    for ids, mask in zip(padded["input_ids"], padded["attention_mask"], strict=True):
+        cut.append({"input_ids": ids[mask.bool()][None], "attention_mask": mask[mask.bool()][None]})
+    expected, together = found(model, *cut, k=(6,)), found(model, padded, k=(6,))
+    assert expected.keys() == together.keys()
+    for key, record in expected.items():
+        assert together[key].value == pytest.approx(record.value, rel=1e-6, abs=1e-9), key
+
+
+def test_only_the_first_prompts_are_measured(model):
+    first, second = tiny_batch("gpt2", batch=3, tokens=6), tiny_batch("gpt2", batch=3, tokens=6, seed=2)
+    half = {name: values[:1] for name, values in second.items()}
+    capped, expected = found(model, first, second, k=(6,), num_prompts=4), found(model, first, half, k=(6,))
+    key = ("coupling", None, None, ("k", 6))
+    assert capped[key].n == 4
+    assert {key: r.value for key, r in capped.items()} == {key: r.value for key, r in expected.items()}
+
+
+def test_tokens_may_be_named_or_counted(model):
+    batch = tiny_batch("gpt2", batch=2, tokens=6)
+
+    def value(token):
+        return found(model, batch, k=(6,), token=token)["coupling", None, None, ("k", 6)].value
+
+    assert value("last") == value(-1) == value(5) == value("last_patch")
+    assert value("first") == value(0) == value("cls")
+    assert abs(value("last") - value("first")) > 1e-4
+
+
+def test_a_dead_block_leaves_a_gap_and_never_enters_a_mean(model):
+    import copy
+
+    model = copy.deepcopy(model)
+    for part in (model.transformer.h[1].attn.c_proj, model.transformer.h[1].mlp.c_proj):
+        torch.nn.init.zeros_(part.weight)
+    records = found(model, tiny_batch("gpt2", batch=2, tokens=6), k=(6,))
+    k = ("k", 6)
+    assert ("coupling_pair", 2, 1, k) not in records
+    assert records["jacobian_norm", 2, None].value == 0
+    defined = [records[key].value for key in records if key[0] == "coupling_pair" and key[1] != key[2]]
+    assert len(defined) == 4  # blocks 1 and 3 in the bases of the others
+    assert records["coupling", None, None, k].value == pytest.approx(np.mean(defined), rel=1e-9)
+    assert records["num_tied", None, None, k].value == 2  # its bases are any: both prompts are flagged
+
+
+def test_images_and_bidirectional_blocks_are_measured_too():
+    for name in ("vit", "bert", "llama"):
+        records = found(tiny(name), tiny_batch(name, batch=2, tokens=6), k=(0.25,), token="cls")
+        assert -1 <= records["coupling", None, None, ("k", 8)].value <= 1
+
+
+def test_measuring_leaves_no_gradients_behind(model):
+    model.requires_grad_(True).train()
+    found(model, tiny_batch("gpt2", batch=2, tokens=6), k=(6,))
+    assert all(parameter.grad is None for parameter in model.parameters())
+    assert model.training
+    assert model.transformer.h[0].training
+    model.eval()
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"k": (33,)}, "expected k between 1 and the dimension 32, got 33; the model is 32 wide: choose another k"),
+        ({"k": (0.01,)}, "at least one of 32 directions, got 0.01"),
+        ({"k": ()}, "expected at least one k, got none"),
+        ({"token": "middle"}, "expected token to be an int or one of"),
+        ({"num_prompts": 0}, "expected num_prompts of at least 1, got 0"),
+        ({"sign": "plain"}, r"expected sign to be one of \['signed', 'absolute'\], got 'plain'"),
+        ({"states": "raw"}, "expected states to be one of"),
+        ({"p": 0}, "expected p of at least 1, got 0"),
+        ({"preset": "paper"}, r"expected preset to be one of \['released_code'\], got 'paper'"),
+        ({"preset": "released_code", "k": (3,)}, "sets k to .* got k .* as well: leave one of them out"),
+        ({"preset": "released_code"}, "expected k between 1 and the dimension 32, got 50"),
+    ],
+)
+def test_options_that_do_not_fit_are_refused_before_anything_runs(model, options, message):
+    analysis = Coupling(batches=Fixed(), **options)
+    with pytest.raises(InputError, match=f"^coupling: .*{message}"):
+        analysis.check(LayeredModel(model))
+    with pytest.raises(InputError, match=message):
+        list(analysis.run(LayeredModel(model)))
+
+
+def test_a_single_block_and_empty_data_are_refused(model):
+    with pytest.raises(InputError, match="at least two blocks, the model has 1"):
+        list(Coupling(batches=Fixed()).run(LayeredModel(tiny("gpt2", n_layer=1))))
+    with pytest.raises(InputError, match="the data holds no prompts"):
+        list(Coupling(batches=Fixed(), k=(6,)).run(LayeredModel(model)))

@@ -1,0 +1,267 @@
+"""The lens against the model's own forward pass, prompt by prompt."""
+
+import math
+
+import numpy as np
+import pytest
+import torch
+
+from lit_layers.analyses import Lens, lens
+from lit_layers.analyses.ratios import summarize_ratio
+from lit_layers.emergence import measure
+from lit_layers.errors import InputError
+from lit_layers.functional.curves import bootstrap_interval
+from lit_layers.models.view import LayeredModel
+from tests.support.listed_batches import Listed
+from tests.support.prompt_states import states_of_each_prompt
+from tests.support.tiny_models import LAYERS, VOCAB, tiny, tiny_batch
+
+METRICS = {"logit_lens_loss", "logit_lens_accuracy", "logit_lens_perplexity", "kl_to_final"}
+BATCHES = [
+    tiny_batch("gpt2", batch=3, tokens=9, padding="left", seed=1),
+    tiny_batch("gpt2", batch=2, tokens=7, seed=2),
+    tiny_batch("gpt2", batch=3, tokens=10, padding="right", seed=3),
+]
+
+
+def run(model, *batches):
+    records = list(Lens(batches=Listed(*batches)).run(LayeredModel(model)))
+    assert len({(r.metric, r.layer) for r in records}) == len(records)
+    return {(r.metric, r.layer): r for r in records}
+
+
+@pytest.fixture(scope="module")
+def model():
+    return tiny("gpt2", torch.float64)
+
+
+def softmax(logits):
+    shares = np.exp(logits - logits.max(-1, keepdims=True))
+    return shares / shares.sum(-1, keepdims=True)
+
+
+def by_prompt(model):
+    """Per layer and prompt the losses, hits and divergences of its tokens, read with the model's own modules."""
+    prompts = [ids[mask.bool()] for b in BATCHES for ids, mask in zip(b["input_ids"], b["attention_mask"], strict=True)]
+    found = []
+    for ids, states in zip(prompts, states_of_each_prompt(model, BATCHES), strict=True):
+        with torch.no_grad():
+            logits = model.lm_head(model.transformer.ln_f(torch.from_numpy(states))).numpy()[:, :-1]
+            own = model(input_ids=ids[None], labels=ids[None])
+        np.testing.assert_allclose(logits[-1], own.logits[0, :-1], atol=1e-10)
+        shares, targets = softmax(logits), ids[1:].numpy()
+        losses = -np.log(shares[:, np.arange(len(targets)), targets])
+        assert losses[-1].mean() == pytest.approx(own.loss.item(), rel=1e-6)  # transformers' loss is float32
+        divergences = (shares[-1] * np.log(shares[-1] / shares)).sum(-1)
+        found.append((losses, logits.argmax(-1) == targets, divergences))
+    return found
+
+
+def test_every_record_is_the_mean_over_the_predicted_tokens_of_the_model_s_own_readout(model):
+    records = run(model, *BATCHES)
+    prompts = by_prompt(model)
+    assert set(records) == {(metric, layer) for metric in METRICS for layer in range(LAYERS + 1)}
+    for layer in range(LAYERS + 1):
+        losses, hits, divergences = (np.concatenate([p[kind][layer] for p in prompts]) for kind in range(3))
+        for metric, expected in (
+            ("logit_lens_loss", losses.mean()),
+            ("logit_lens_accuracy", hits.mean()),
+            ("logit_lens_perplexity", math.exp(losses.mean())),
+            ("kl_to_final", divergences.mean()),
+        ):
+            record = records[metric, layer]
+            assert record.value == pytest.approx(expected, rel=1e-10, abs=1e-14)
+            assert record.n == len(prompts) == 8
+            assert record.tags == {"num_tokens": len(losses)}
+
+
+def test_the_last_layer_is_the_model_itself(model):
+    records = run(model, *BATCHES)
+    assert records["kl_to_final", LAYERS].value == 0
+    assert all(records["kl_to_final", layer].value > 0.1 for layer in range(LAYERS))
+    total, count = 0.0, 0
+    for batch in BATCHES:
+        labels = batch["input_ids"].masked_fill(batch["attention_mask"] == 0, -100)
+        positions = (batch["attention_mask"].cumsum(-1) - 1).clamp(min=0)
+        with torch.no_grad():
+            logits = model(**batch, position_ids=positions).logits
+        labels = labels[:, 1:].masked_fill(batch["attention_mask"][:, :-1] == 0, -100)
+        total += torch.nn.functional.cross_entropy(logits[:, :-1].transpose(1, 2), labels, reduction="sum").item()
+        count += (labels != -100).sum().item()
+    loss = records["logit_lens_loss", LAYERS]
+    assert loss.value == pytest.approx(total / count, rel=1e-12)
+    assert records["logit_lens_perplexity", LAYERS].value == pytest.approx(math.exp(total / count), rel=1e-12)
+
+
+def test_intervals_are_over_prompts_not_tokens(model):
+    records, prompts = run(model, *BATCHES), by_prompt(model)
+    losses = [p[0][1] for p in prompts]
+    counts = np.array([len(row) for row in losses], dtype=float)
+    mean = np.concatenate(losses).mean()
+    spread = torch.tensor(mean + (np.array([row.sum() for row in losses]) - mean * counts) / counts.mean())
+    record = records["logit_lens_loss", 1]
+    low, high = bootstrap_interval(spread)
+    assert (record.low, record.high) == pytest.approx((low.item(), high.item()), rel=1e-9)
+    assert record.stderr == pytest.approx(spread.std().item() / math.sqrt(8), rel=1e-9)
+    perplexity = records["logit_lens_perplexity", 1]
+    assert (perplexity.low, perplexity.high) == pytest.approx((math.exp(low), math.exp(high)), rel=1e-9)
+    assert perplexity.stderr == pytest.approx(record.stderr * math.exp(mean), rel=1e-9)
+
+
+def test_padding_and_what_stands_in_it_change_nothing(model):
+    right = tiny_batch("gpt2", batch=3, tokens=9, padding="right", seed=4)
+    mask = right["attention_mask"]
+    left = {"input_ids": torch.full_like(mask, 7), "attention_mask": mask.flip(-1)}
+    left["input_ids"][mask.flip(-1).bool()] = right["input_ids"][mask.bool()]
+    for one, other in zip(run(model, right).values(), run(model, left).values(), strict=True):
+        assert (one.value, one.low, one.high) == pytest.approx((other.value, other.low, other.high), rel=1e-9)
+
+
+def test_the_size_of_the_chunks_changes_nothing(model, monkeypatch):
+    expected = run(model, *BATCHES)
+    monkeypatch.setattr(lens, "MAX_LOGITS", 3 * VOCAB)
+    shapes = []
+    readout = LayeredModel.readout
+    monkeypatch.setattr(LayeredModel, "readout", lambda self, h: shapes.append(h.shape[:-1]) or readout(self, h))
+    for key, record in run(model, *BATCHES).items():
+        assert record.value == pytest.approx(expected[key].value, rel=1e-12, abs=1e-14)
+    assert max(rows.numel() for rows in shapes) == 3
+
+
+def test_uniform_logits_have_a_perplexity_of_the_vocabulary_s_size():
+    model = tiny("gpt2", torch.float64, tie_word_embeddings=False)
+    model.lm_head.weight.data.zero_()
+    records = run(model, *BATCHES)
+    for layer in range(LAYERS + 1):
+        assert records["logit_lens_perplexity", layer].value == pytest.approx(VOCAB, rel=1e-12)
+        assert records["logit_lens_loss", layer].value == pytest.approx(math.log(VOCAB), rel=1e-12)
+        assert records["kl_to_final", layer].value == 0
+
+
+def test_a_prompt_without_a_predicted_token_counts_for_nothing(model):
+    lone = {"input_ids": torch.tensor([[5, 6]]), "attention_mask": torch.tensor([[1, 0]])}
+    assert run(model, *BATCHES, lone) == run(model, *BATCHES)
+    with pytest.raises(InputError, match="^lens: no text has a next token to predict"):
+        run(model, lone)
+
+
+def test_one_prompt_has_no_interval(model):
+    record = run(model, tiny_batch("gpt2", batch=1))["logit_lens_perplexity", 1]
+    assert (record.n, record.stderr, record.low, record.high) == (1, None, None, None)
+
+
+def test_soft_capped_logits_and_padded_vocabularies_are_read_as_the_model_reads_them():
+    batch = tiny_batch("gemma2", batch=2)
+    model = tiny("gemma2")
+    with torch.no_grad():
+        loss = model(**batch, labels=batch["input_ids"]).loss.item()
+    assert run(model, batch)["logit_lens_loss", LAYERS].value == pytest.approx(loss, rel=1e-5)
+
+
+def test_half_precision_logits_are_widened_before_the_softmax():
+    model = tiny("gpt2", torch.bfloat16)
+    batch = tiny_batch("gpt2", batch=2)
+    with torch.no_grad():
+        logits = model(**batch).logits[:, :-1].double()
+    expected = -logits.log_softmax(-1).gather(2, batch["input_ids"][:, 1:, None]).mean().item()
+    assert run(model, batch)["logit_lens_loss", LAYERS].value == pytest.approx(expected, rel=1e-6)
+
+
+@pytest.mark.parametrize("name", ["vit", "vit_average", "bert_classifier"])
+def test_a_pooling_head_is_compared_prompt_by_prompt_and_with_the_labels_there_are(name):
+    model = tiny(name, torch.float64)
+    view, batch = LayeredModel(model), tiny_batch(name, batch=5)
+    bare = run(model, batch)
+    assert set(bare) == {("kl_to_final", layer) for layer in range(LAYERS + 1)}
+    other = tiny_batch(name, batch=30, seed=9)
+    labels = (torch.arange(30) % 5).index_fill(0, torch.arange(0, 30, 2), -100)
+    records = run(model, batch, other | {"labels": labels})
+    hidden = view.trajectory(other).hidden
+    with torch.no_grad():
+        final = view.readout(hidden[-1]).log_softmax(-1)
+        for layer in range(LAYERS + 1):
+            log_proba = view.readout(hidden[layer]).log_softmax(-1)
+            loss = records["logit_lens_loss", layer]
+            assert loss.value == pytest.approx(torch.nn.functional.nll_loss(log_proba, labels).item(), rel=1e-10)
+            assert (loss.n, loss.tags) == (15, {"num_tokens": 15})
+            accuracy = (log_proba.argmax(-1) == labels)[labels != -100].double().mean()
+            assert records["logit_lens_accuracy", layer].value == pytest.approx(accuracy.item())
+            divergence = (final.exp() * (final - log_proba)).sum(-1).mean().item()
+            both = records["kl_to_final", layer]
+            assert both.n == 35
+            assert both.value == pytest.approx((bare["kl_to_final", layer].value * 5 + divergence * 30) / 35, rel=1e-10)
+    assert ("logit_lens_perplexity", 0) not in records
+
+
+@pytest.mark.parametrize(("name", "head"), [("bert", "cls"), ("bert_tagger", "classifier")])
+def test_a_head_on_tokens_is_compared_over_real_tokens_and_labels(name, head):
+    model = tiny(name, torch.float64)
+    batch = tiny_batch(name, batch=6, tokens=14, padding="right")
+    real = batch["attention_mask"].bool()
+    chosen = torch.rand(real.shape, generator=torch.Generator().manual_seed(0)) < 0.4
+    labels = (batch["input_ids"] % 5).where(chosen, -100)
+    records = run(model, batch | {"labels": labels})
+    hidden = LayeredModel(model).trajectory(batch).hidden
+    read = model.get_submodule(head)
+    labelled = labels[real] != -100
+    with torch.no_grad():
+        final = read(hidden[-1]).log_softmax(-1)[real]
+        assert name == "bert" or (final.argmax(-1)[~labelled] == 0).any()  # no hit: there is no label
+        for layer in range(LAYERS + 1):
+            log_proba = read(hidden[layer]).log_softmax(-1)[real]
+            loss = torch.nn.functional.nll_loss(log_proba, labels[real]).item()
+            assert records["logit_lens_loss", layer].value == pytest.approx(loss, rel=1e-10)
+            accuracy = (log_proba.argmax(-1) == labels[real])[labelled].double().mean().item()
+            assert records["logit_lens_accuracy", layer].value == pytest.approx(accuracy)
+            divergence = (final.exp() * (final - log_proba)).sum(-1).mean().item()
+            assert records["kl_to_final", layer].value == pytest.approx(divergence, rel=1e-10, abs=1e-14)
+    assert records["kl_to_final", 0].tags == {"num_tokens": int(real.sum())}
+    assert records["logit_lens_loss", 0].tags == {"num_tokens": int(labelled.sum())}
+
+
+def test_it_runs_as_a_measurement_of_a_model_in_training_mode():
+    model = tiny("gpt2").train()
+    given = Lens(batches=Listed(*BATCHES))
+    given.check(LayeredModel(model))
+    measurement = measure(model, given, run="r", step=3)
+    assert measurement.error is None
+    assert len(measurement.records) == 4 * (LAYERS + 1)
+
+
+@pytest.mark.parametrize("name", ["gpt2_trunk", "llama_trunk", "bert_trunk", "vit_headless"])
+def test_a_model_without_a_head_is_refused(name):
+    model = tiny(name)
+    given = Lens(batches=Listed(tiny_batch(name)))
+    for call in (given.check, lambda view: list(given.run(view))):
+        with pytest.raises(InputError, match=f"^lens: {type(model).__name__} has no head to read its layers with"):
+            call(LayeredModel(model))
+
+
+@pytest.mark.parametrize(
+    ("labels", "got"), [(torch.tensor([1]), r"torch.int64 of shape \(1,\)"), (torch.rand(3), "torch.float32")]
+)
+def test_labels_of_another_shape_or_kind_are_refused(labels, got):
+    with pytest.raises(InputError, match=rf"expected integer labels of shape \(3,\) for VisionTransformer, got {got}"):
+        run(tiny("vit"), tiny_batch("vit") | {"labels": labels})
+
+
+def test_no_data_is_refused(model):
+    with pytest.raises(InputError, match="^lens: the data holds no prompts"):
+        run(model)
+
+
+def test_a_ratio_weighs_every_token_alike_and_its_error_is_that_of_resampled_prompts():
+    generator = torch.Generator().manual_seed(0)
+    counts = torch.randint(1, 30, (300,), generator=generator)
+    sums = counts * (2 + torch.randn(300, generator=generator, dtype=torch.float64))
+    record = summarize_ratio("m", sums, counts)
+    assert record.value == pytest.approx((sums.sum() / counts.sum()).item())
+    rows = torch.randint(300, (4000, 300), generator=generator)
+    resampled = sums[rows].sum(1) / counts[rows].sum(1)
+    assert record.stderr == pytest.approx(resampled.std().item(), rel=0.05)
+    expected = torch.quantile(resampled, torch.tensor([0.025, 0.975], dtype=torch.float64)).tolist()
+    assert [record.low, record.high] == pytest.approx(expected, abs=0.1 * record.stderr)
+    equal = summarize_ratio("m", sums[:9], torch.full((9,), 4))
+    assert equal.stderr == pytest.approx(((sums[:9] / 4).std() / 3).item())
+    with pytest.raises(ValueError, match="m is undefined: none of 9 prompts has anything to count"):
+        summarize_ratio("m", sums[:9], torch.zeros(9))

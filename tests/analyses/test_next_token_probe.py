@@ -1,0 +1,367 @@
+"""The next-token probe against scikit-learn on states caught by hooks, and its protocol row by row."""
+
+import dataclasses
+import math
+from collections import Counter
+
+import numpy as np
+import pytest
+import torch
+from sklearn.linear_model import LogisticRegression
+from sklearn.metrics import f1_score
+from sklearn.preprocessing import StandardScaler
+
+from lit_layers.analyses import NextTokenProbe
+from lit_layers.analyses.next_token_probe import _look
+from lit_layers.analyses.next_token_rows import class_of, draw_rows, duplicates, most_frequent, passes, real_tokens
+from lit_layers.emergence import measure
+from lit_layers.errors import InputError
+from lit_layers.functional.curves import bootstrap_interval, wilson_interval
+from lit_layers.models.view import LayeredModel
+from tests.support.listed_batches import Listed
+from tests.support.prompt_states import states_of_each_prompt
+from tests.support.tiny_models import LAYERS, VOCAB, tiny, tiny_batch
+
+CONTEXT = 4
+
+
+def texts(count, seed, *, longest=12, shortest=3):
+    """Texts of different lengths; low tokens are frequent."""
+    generator = torch.Generator().manual_seed(seed)
+    lengths = torch.randint(shortest, longest + 1, (count,), generator=generator).tolist()
+    return [3 + (torch.rand(length, generator=generator) ** 4 * (VOCAB - 3)).long() for length in lengths]
+
+
+def batches(rows, padding="right", size=7, junk=50):
+    """The texts in padded batches, with junk in the padding."""
+    found = []
+    for start in range(0, len(rows), size):
+        chunk = rows[start : start + size]
+        width = max(map(len, chunk))
+        ids, mask = torch.full((len(chunk), width), junk), torch.zeros(len(chunk), width, dtype=torch.long)
+        for index, row in enumerate(chunk):
+            place = slice(0, len(row)) if padding == "right" else slice(width - len(row), width)
+            ids[index, place], mask[index, place] = row, 1
+        found.append({"input_ids": ids, "attention_mask": mask})
+    return Listed(*found)
+
+
+def analysis(train, test, padding="right", **options):
+    given = {"num_classes": 6, "min_context": CONTEXT, "tolerance": 1e-9, "random_labels": False} | options
+    return NextTokenProbe(train=batches(train, padding), test=batches(test, padding), **given)
+
+
+def run(model, *args, **options):
+    records = list(analysis(*args, **options).run(LayeredModel(model)))
+    keys = [(r.metric, r.layer, *((k, v) for k, v in r.tags.items() if not k.startswith("num_"))) for r in records]
+    assert len(set(keys)) == len(keys)
+    return dict(zip(keys, records, strict=True))
+
+
+@pytest.fixture(scope="module")
+def model():
+    return tiny("gpt2", torch.float64)
+
+
+@pytest.fixture(scope="module")
+def split():
+    return texts(150, seed=1), texts(60, seed=2)
+
+
+def rows_of(model, split, per_text):
+    """States (layers + 1, rows, dim), targets, logits and text of each row, every text seen whole and alone."""
+    states, targets, logits, owner = [], [], [], []
+    drawn = draw_rows(split, min_context=CONTEXT, per_text=per_text)
+    for index, (text, prompt) in enumerate(
+        zip(split, states_of_each_prompt(model, [{"input_ids": text[None]} for text in split]), strict=True)
+    ):
+        for place in drawn.position[drawn.text == index].tolist():
+            states.append(prompt[:, place])
+            targets.append(int(text[place + 1]))
+            logits.append(model(input_ids=text[None]).logits[0, place].detach().numpy())
+            owner.append(index)
+    return np.stack(states, axis=1), np.array(targets), np.stack(logits), np.array(owner)
+
+
+@pytest.mark.parametrize("per_text", [1, 3])
+def test_every_record_is_that_of_scikit_learn_on_the_states_of_the_running_model(model, split, per_text):
+    train, test = split
+    train_states, train_targets, _, _ = rows_of(model, train, per_text)
+    test_states, targets, logits, _ = rows_of(model, test, per_text)
+    ranked = sorted(Counter(train_targets.tolist()).items(), key=lambda item: (-item[1], item[0]))
+    classes = [token for token, _ in ranked[:6]]
+    used, covered = np.isin(train_targets, classes), np.isin(targets, classes)
+    records = run(model, train, test, positions_per_sequence=per_text)
+
+    def check(metric, layer, expected, n, **tags):
+        record = records.pop((metric, layer, *tags.items()))
+        assert record.value == pytest.approx(expected, rel=1e-6)
+        assert record.n == n
+        return record
+
+    coverage = check("coverage", None, covered.mean(), len(targets))
+    assert coverage.tags == {
+        "num_classes": 6,
+        "num_train_rows": used.sum(),
+        "num_duplicates": 0,
+        "num_too_short": sum(len(text) <= CONTEXT for text in train + test),
+    }
+    for layer in range(LAYERS + 1):
+        scaler = StandardScaler().fit(train_states[layer][used])
+        probe = LogisticRegression(tol=1e-12, max_iter=10_000)
+        probe.fit(scaler.transform(train_states[layer][used]), train_targets[used])
+        predicted = probe.predict(scaler.transform(test_states[layer]))
+        log_proba = probe.predict_log_proba(scaler.transform(test_states[layer][covered]))
+        losses = -log_proba[np.arange(covered.sum()), np.searchsorted(probe.classes_, targets[covered])]
+        truth = targets[covered]
+        check("accuracy", layer, (predicted == targets)[covered].mean(), covered.sum())
+        check("accuracy_all", layer, ((predicted == targets) & covered).mean(), len(targets))
+        check("log_loss", layer, losses.mean(), covered.sum())
+        f1 = f1_score(truth, predicted[covered], average="macro", labels=np.unique(truth), zero_division=0)
+        check("macro_f1", layer, f1, covered.sum())
+
+    def reference(name, predicted, log_proba):
+        check("accuracy", None, (predicted == targets)[covered].mean(), covered.sum(), reference=name)
+        check("accuracy_all", None, (predicted == targets).mean(), len(targets), reference=name)
+        check("log_loss", None, -log_proba[covered].mean(), covered.sum(), reference=name)
+
+    share = {token: count / used.sum() for token, count in ranked[:6]}
+    reference("majority", np.full(len(targets), classes[0]), np.log([share.get(token, np.nan) for token in targets]))
+    log_softmax = torch.from_numpy(logits).log_softmax(-1).numpy()
+    reference("lm_head", logits.argmax(1), log_softmax[np.arange(len(targets)), targets])
+    closed = torch.from_numpy(logits[:, classes]).log_softmax(-1).numpy()
+    at_target = np.array([row[classes.index(t)] if t in classes else np.nan for row, t in zip(closed, targets)])  # noqa: B905
+    reference("lm_head_closed", np.array(classes)[closed.argmax(1)], at_target)
+    assert {key[0] for key in records} == {"macro_f1"}  # of the references
+
+
+def test_padding_on_either_side_and_the_cut_into_batches_change_nothing(model, split):
+    train, test = split
+    expected = list(analysis(train, test).run(LayeredModel(model)))
+    assert list(analysis(train, test, padding="left").run(LayeredModel(model))) == expected
+    loose = [{"input_ids": text[None]} for text in test]  # no mask at all
+    alone = dataclasses.replace(analysis(train, test), test=Listed(*loose))
+    found = list(alone.run(LayeredModel(model)))
+    assert [(r.metric, r.layer, r.tags) for r in found] == [(r.metric, r.layer, r.tags) for r in expected]
+    np.testing.assert_allclose([r.value for r in found], [r.value for r in expected], rtol=1e-8)
+
+
+@pytest.mark.parametrize("name", ["gpt2", "bert", "gpt2_trunk"])
+@pytest.mark.parametrize("per_text", [1, 2])
+def test_nothing_behind_a_row_s_position_reaches_the_model(split, name, per_text):
+    train, test = split
+    drawn = draw_rows(test, min_context=CONTEXT, per_text=per_text)
+    last = {int(text): int(place) for text, place in zip(drawn.text, drawn.position, strict=True)}
+    changed = [
+        torch.cat([text[: last[i] + 2], (text[last[i] + 2 :] + 1) % VOCAB]) if i in last else text
+        for i, text in enumerate(test)
+    ]
+    assert sum(not torch.equal(a, b) for a, b in zip(test, changed, strict=True)) > 10
+    model = tiny(name, torch.float64)
+    given = {"positions_per_sequence": per_text, "max_iterations": 20}
+    first, second = run(model, train, test, **given), run(model, train, changed, **given)
+    assert first == second
+    assert (("accuracy", None, ("reference", "lm_head")) in first) == (name == "gpt2")
+
+
+@pytest.mark.parametrize("name", ["gpt2", "bert"])
+def test_every_row_s_states_are_those_of_its_own_context_alone(name):
+    rows = draw_rows(texts(20, seed=3), min_context=CONTEXT, per_text=3)
+    view = LayeredModel(tiny(name, torch.float64))
+    states, _ = _look(view, rows, max_tokens=30)
+    for row, (text, place) in enumerate(zip(rows.text.tolist(), rows.position.tolist(), strict=True)):
+        alone = view.trajectory({"input_ids": rows.texts[text][None, : place + 1]}).hidden[:, 0, -1]
+        torch.testing.assert_close(states[:, row], alone, atol=1e-10, rtol=1e-10)
+
+
+@pytest.mark.parametrize("together", [True, False])
+def test_passes_hold_every_row_once_and_no_more_tokens_than_allowed(together):
+    rows = draw_rows(texts(40, seed=3), min_context=CONTEXT, per_text=3)
+    seen = []
+    for part in passes(rows, max_tokens=30, together=together):
+        assert part.input_ids.numel() <= 30
+        for row, context, place in zip(part.row.tolist(), part.context, part.position, strict=True):
+            seen.append(row)
+            assert place == rows.position[row]
+            assert torch.equal(part.input_ids[context, : place + 1], rows.texts[rows.text[row]][: place + 1])
+    assert sorted(seen) == list(range(len(rows)))
+
+
+def test_positions_are_uniform_over_those_with_context_and_a_next_token():
+    drawn = draw_rows([torch.arange(10)] * 3000, min_context=4, seed=0)
+    counts = Counter(drawn.position.tolist())
+    assert sorted(counts) == [3, 4, 5, 6, 7, 8]  # 3 is the 4th token, 9 has none behind it
+    assert sum((count - 500) ** 2 / 500 for count in counts.values()) < 20.5  # chi-square, 5 degrees, p = 0.001
+    assert torch.equal(drawn.targets, drawn.position + 1)
+
+
+def test_a_position_depends_on_the_seed_and_the_index_of_its_text_only():
+    group = texts(30, seed=5, shortest=8)
+    drawn = draw_rows(group, min_context=CONTEXT, seed=3)
+    others = [*group[:12], *texts(17, seed=6), group[29]]  # as many texts, others between
+    again = draw_rows(others, min_context=CONTEXT, seed=3)
+    same = [*range(12), 29]
+    assert [again.position[again.text == i].tolist() for i in same] == [
+        drawn.position[i : i + 1].tolist() for i in same
+    ]
+    assert drawn.position.tolist() != draw_rows(group, min_context=CONTEXT, seed=4).position.tolist()
+    without = draw_rows(group, min_context=CONTEXT, seed=3, left_out={0, 7})
+    assert without.position.tolist() == [int(p) for i, p in enumerate(drawn.position) if i not in (0, 7)]
+
+
+def test_several_positions_of_a_text_are_different_and_as_many_as_it_has():
+    drawn = draw_rows([torch.arange(5), torch.arange(7), torch.arange(30)], min_context=4, per_text=3)
+    assert drawn.text.tolist() == [0, 1, 1, 1, 2, 2, 2]
+    assert drawn.position[:4].tolist() == [3, 3, 4, 5]
+    assert len(set(drawn.position[4:].tolist())) == 3
+    assert drawn.position[4:].min() >= 3
+    assert drawn.position[4:].max() <= 28
+
+
+def test_classes_are_the_most_frequent_tokens_and_of_equals_the_lower():
+    targets = torch.tensor([9, 9, 4, 4, 7, 2, 2, 2, 8])
+    assert most_frequent(targets, 4).tolist() == [2, 4, 9, 7]
+    assert most_frequent(targets, 100).tolist() == [2, 4, 9, 7, 8]
+    assert class_of(torch.tensor([4, 11, 2, 8, 0]), torch.tensor([2, 4, 9])).tolist() == [1, -1, 0, -1, -1]
+
+
+def test_a_training_text_that_is_a_test_text_is_left_out_and_counted(model, split):
+    train, test = split
+    long = [text for text in test if len(text) > CONTEXT][:5]
+    mixed = [*train[:40], *long, *train[40:]]
+    assert duplicates(mixed, test) == {40, 41, 42, 43, 44}
+    records = run(model, mixed, test)
+    coverage = records["coverage", None]
+    assert coverage.tags["num_duplicates"] == 5
+    drawn = draw_rows(mixed, min_context=CONTEXT, left_out={40, 41, 42, 43, 44})
+    classes = most_frequent(drawn.targets, 6)
+    assert coverage.tags["num_train_rows"] == torch.isin(drawn.targets, classes).sum()
+    assert coverage.n == sum(len(text) > CONTEXT for text in test)
+
+
+def test_fewer_classes_than_asked_for_are_counted(model, split):
+    records = run(model, *split, num_classes=1000, max_iterations=5)
+    drawn = draw_rows(split[0], min_context=CONTEXT)
+    assert records["coverage", None].tags["num_classes"] == len(drawn.targets.unique()) > 10
+    assert records["coverage", None].tags["num_train_rows"] == len(drawn)
+
+
+def test_a_rule_is_found_at_the_embedding_and_nothing_in_permuted_labels(model):
+    def chains(count, seed):  # any token, and behind it the next number modulo 8
+        rows = [text % 8 + 3 for text in texts(count, seed, shortest=10)]
+        for index, place in zip(*_places(rows), strict=True):
+            rows[index][place + 1] = (rows[index][place] - 3 + 1) % 8 + 3
+        return rows
+
+    records = run(model, chains(500, 1), chains(300, 2), num_classes=50, random_labels=True, c=10.0)
+    assert records["coverage", None].tags["num_classes"] == 8
+    assert records["accuracy", 0].value == 1
+    majority = records["accuracy", None, ("reference", "majority")].value
+    for layer in range(LAYERS + 1):
+        control = records["accuracy", layer, ("control", "random_labels")]
+        assert control.low < majority + 0.05
+        assert records["log_loss", layer, ("control", "random_labels")].value > 1.5
+
+
+def _places(rows):
+    drawn = draw_rows(rows, min_context=CONTEXT)
+    return drawn.text.tolist(), drawn.position.tolist()
+
+
+def test_shares_have_wilson_s_interval_and_losses_a_bootstrap_over_test_rows(model, split):
+    records = run(model, *split)
+    for key in (("accuracy", 2), ("coverage", None), ("accuracy_all", None, ("reference", "lm_head"))):
+        record = records[key]
+        share, n = record.value, record.n
+        assert (record.low, record.high) == wilson_interval(round(share * n), n)
+        assert record.stderr == pytest.approx(math.sqrt(share * (1 - share) / (n - 1)))
+    loss = records["log_loss", 2]
+    assert loss.low < loss.value < loss.high
+    assert 3 < (loss.high - loss.low) / loss.stderr < 5
+
+
+def test_with_several_rows_a_text_intervals_are_a_bootstrap_over_texts(model, split):
+    train, test = split
+    record = run(model, train, test, positions_per_sequence=3)["coverage", None]
+    drawn = draw_rows(test, min_context=CONTEXT, per_text=3)
+    trained = draw_rows(train, min_context=CONTEXT, per_text=3).targets
+    hits = torch.isin(drawn.targets, most_frequent(trained, 6)).double()
+    sums = torch.stack([hits[drawn.text == text].sum() for text in drawn.text.unique()])
+    counts = torch.stack([(drawn.text == text).sum().double() for text in drawn.text.unique()])
+    ratio = hits.mean()
+    low, high = bootstrap_interval(ratio + (sums - ratio * counts) / counts.mean())
+    assert (record.value, record.low, record.high) == pytest.approx((ratio.item(), low.item(), high.item()))
+    # and the resampled ratio itself says nearly the same
+    rows = torch.randint(len(sums), (4000, len(sums)), generator=torch.Generator().manual_seed(1))
+    ratios = sums[rows].sum(1) / counts[rows].sum(1)
+    assert record.stderr == pytest.approx(ratios.std().item(), rel=0.1)
+
+
+def test_a_probe_that_has_not_converged_is_flagged(model, split):
+    records = list(analysis(*split, max_iterations=1).run(LayeredModel(model)))
+    flags = {(r.metric, r.layer): r.tags for r in records if r.layer is not None}
+    assert set(map(str, flags.values())) == {"{'num_not_converged': 1}"}
+    converged = run(model, *split)
+    assert all("num_not_converged" not in record.tags for record in converged.values())
+
+
+def test_it_runs_as_a_measurement_and_gives_the_same_numbers_again(split):
+    model = tiny("gpt2")
+    given = analysis(*split, tolerance=1e-6, random_labels=True)
+    first, second = (measure(model, given, run="r", step=0) for _ in range(2))
+    assert first.error is None
+    assert first.records == second.records
+    given.check(LayeredModel(model))
+
+
+def test_a_model_in_half_precision_is_run_in_float32(split):
+    model = tiny("gpt2", torch.bfloat16)
+    given = analysis(*split, tolerance=1e-6)
+    expected = list(given.run(LayeredModel(tiny("gpt2", torch.bfloat16).float())))
+    assert list(given.run(LayeredModel(model))) == expected
+    assert next(model.parameters()).dtype == torch.bfloat16
+
+
+@pytest.mark.parametrize(
+    ("train", "test", "options", "message"),
+    [
+        (
+            [torch.full((9,), 5)] * 4,
+            [torch.arange(9)],
+            {},
+            "the 4 training rows all have the next token 5, and a probe needs two classes",
+        ),
+        ([torch.arange(4)] * 3, [torch.arange(9)], {}, "train has no text of more than 4 tokens"),
+        ([torch.arange(9)] * 3, [torch.arange(9)], {}, "more than 4 tokens beside 3 that are test texts too"),
+        ([torch.arange(9)], [torch.arange(4)], {}, "test has no text of more than 4 tokens"),
+        (
+            [torch.arange(9), torch.arange(1, 10), torch.arange(2, 11)],
+            [torch.full((9,), 40)],
+            {},
+            "no test row has one of the . classes as its next token",
+        ),
+        (None, None, {"num_classes": 1}, "expected num_classes of at least 2, got 1"),
+        (None, None, {"min_context": 0}, "expected min_context of at least 1, got 0"),
+        (None, None, {"positions_per_sequence": 0}, "expected positions_per_sequence of at least 1, got 0"),
+        (None, None, {"seed": -1}, "expected seed of at least 0, got -1"),
+        (None, None, {"c": 0.0}, "expected a positive c, got 0.0"),
+        (None, None, {"tolerance": 0.0}, "expected a positive tolerance, got 0.0"),
+    ],
+)
+def test_what_cannot_be_measured_is_refused_with_a_sentence(model, split, train, test, options, message):
+    given = analysis(train or split[0], test or split[1], **options)
+    for call in (given.check, lambda model: list(given.run(model))):
+        with pytest.raises(InputError, match=f"^next_token_probe: .*{message}"):
+            call(LayeredModel(model))
+
+
+def test_a_model_of_images_is_refused(split):
+    with pytest.raises(InputError, match="expected a model of text, got VisionTransformer"):
+        analysis(*split).check(LayeredModel(tiny("vit")))
+
+
+def test_texts_come_without_their_padding():
+    batch = tiny_batch("gpt2", padding="left")
+    found = real_tokens(Listed(batch, {"input_ids": torch.tensor([[7, 8]])}))
+    assert [len(text) for text in found] == [10, 8, 6, 2]
+    assert torch.equal(found[1], batch["input_ids"][1, 2:])

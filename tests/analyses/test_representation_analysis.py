@@ -1,0 +1,242 @@
+"""Representation on a small model, against the same numbers computed prompt by prompt from hooked states."""
+
+import itertools
+import math
+
+import numpy as np
+import pytest
+import torch
+
+from lit_layers.analyses import Representation
+from lit_layers.errors import InputError
+from lit_layers.models.view import LayeredModel
+from tests.support.listed_batches import Listed
+from tests.support.prompt_states import states_of_each_prompt
+from tests.support.tiny_models import tiny, tiny_batch
+
+BATCHES = [
+    tiny_batch("gpt2", batch=3, tokens=9, padding="left", seed=1),
+    tiny_batch("gpt2", batch=2, tokens=40, seed=2),  # more tokens than the 32 dimensions
+    tiny_batch("gpt2", batch=3, tokens=10, padding="right", seed=3),
+]
+LAYERS = (0, 1, 2, 3)
+
+
+@pytest.fixture(scope="module")
+def model():
+    return tiny("gpt2", torch.float64)
+
+
+@pytest.fixture(scope="module")
+def records(model):
+    return list(Representation(batches=Listed(*BATCHES), rankme=True).run(LayeredModel(model)))
+
+
+@pytest.fixture(scope="module")
+def prompts(model):
+    return states_of_each_prompt(model, BATCHES)
+
+
+def find(records, metric, layer=None, **tags):
+    (record,) = [r for r in records if (r.metric, r.layer, r.tags) == (metric, layer, tags)]
+    return record
+
+
+def entropy(shares):
+    shares = np.asarray(shares)[np.asarray(shares) > 1e-15]
+    return -(shares * np.log(shares)).sum()
+
+
+def of_rows(rows):
+    """Each metric of one set of rows, from the eigenvalues of its Gram matrix."""
+    variances = np.linalg.eigvalsh(rows @ rows.T)[::-1][: min(rows.shape)].clip(0)
+    sizes = np.sqrt(variances) / np.sqrt(variances).sum()
+    p = variances / variances.sum()
+    return {
+        "prompt_entropy": entropy(p),
+        "effective_rank": math.exp(entropy(sizes)),
+        "participation_ratio": 1 / (p**2).sum(),
+        "rankme": math.exp(entropy(sizes + 1e-7)),
+    }
+
+
+def curvature(rows):
+    steps = np.diff(rows, axis=0)
+    steps = steps / np.linalg.norm(steps, axis=1, keepdims=True)
+    return np.mean([math.acos(a @ b) for a, b in itertools.pairwise(steps)])
+
+
+def check(records, values, metric, **tags):
+    """`values` (layers + 1, prompts) against the records of a metric."""
+    of_layers = [(layer, values[layer]) for layer in LAYERS] + [(None, np.mean(values[1:], axis=0))]
+    for layer, row in of_layers:
+        record = find(records, metric, layer, **tags)
+        assert record.value == pytest.approx(np.mean(row), rel=1e-7)
+        assert record.stderr == pytest.approx(np.std(row, ddof=1) / math.sqrt(len(row)), rel=1e-6)
+        assert record.n == len(row)
+        assert record.low < record.value < record.high
+
+
+@pytest.mark.parametrize("drop_first", [0, 1])
+def test_ranks_and_entropies_are_means_over_prompts_of_their_own_real_tokens(records, prompts, drop_first):
+    found = [[of_rows(prompt[layer][drop_first:]) for prompt in prompts] for layer in LAYERS]
+    for metric in ("effective_rank", "participation_ratio", "rankme"):
+        check(records, [[f[metric] for f in row] for row in found], metric, drop_first=drop_first)
+    raw = [[f["prompt_entropy"] for f in row] for row in found]
+    most = [math.log(min(len(prompt[0]) - drop_first, 32)) for prompt in prompts]
+    check(records, raw, "prompt_entropy", drop_first=drop_first, normalization="raw")
+    shares = np.array(raw) / most
+    check(records, shares, "prompt_entropy", drop_first=drop_first, normalization="maxEntropy")
+
+
+def test_curvature_is_the_mean_over_prompts_of_the_mean_turn(model):
+    batches = [BATCHES[1], tiny_batch("gpt2", batch=2, tokens=9, padding="left", seed=4)]
+    records = list(Representation(batches=Listed(*batches)).run(LayeredModel(model)))
+    prompts = states_of_each_prompt(model, batches)
+    check(records, [[curvature(prompt[layer]) for prompt in prompts] for layer in LAYERS], "token_curvature")
+
+
+def test_angles_that_a_repeated_state_leaves_without_value_are_skipped_and_counted(model):
+    class Stuttering(LayeredModel):
+        def trajectory(self, batch):
+            trajectory = super().trajectory(batch)
+            trajectory.hidden[0, 1, 3] = trajectory.hidden[0, 1, 2]
+            return trajectory
+
+    records = list(Representation(batches=Listed(BATCHES[1])).run(Stuttering(model)))
+    first = find(records, "token_curvature", 0, num_missing_angles=2)
+    prompts = states_of_each_prompt(model, BATCHES[1:2])
+    changed = prompts[1][0].copy()
+    changed[3] = changed[2]
+    steps = np.diff(changed, axis=0)
+    angles = [
+        math.acos(a @ b / np.linalg.norm(a) / np.linalg.norm(b))
+        for a, b in itertools.pairwise(steps)
+        if np.linalg.norm(a) * np.linalg.norm(b) > 0
+    ]
+    assert first.value == pytest.approx((curvature(prompts[0][0]) + np.mean(angles)) / 2, rel=1e-9)
+    assert find(records, "token_curvature", 1).n == 2
+
+
+def test_dataset_entropy_is_that_of_the_mean_real_tokens_with_intervals_from_halves(records, prompts):
+    pooled = np.array([[prompt[layer].mean(0) for prompt in prompts] for layer in LAYERS])
+    values = [of_rows(vectors)["prompt_entropy"] for vectors in pooled]
+    for layer, value in [*zip(LAYERS, values, strict=True), (None, np.mean(values[1:]))]:
+        raw = find(records, "dataset_entropy", layer, normalization="raw")
+        share = find(records, "dataset_entropy", layer, normalization="maxEntropy")
+        assert (raw.value, raw.n) == (pytest.approx(value, rel=1e-9), 8)
+        assert share.value == pytest.approx(value / math.log(8), rel=1e-9)
+        assert share.stderr == pytest.approx(find_half(records, layer, "maxEntropy").stderr, rel=1e-12)
+        assert raw.low < raw.value < raw.high
+    # all 70 halves: the 20 drawn ones scatter about their mean
+    halves = list(itertools.combinations(range(8), 4))
+    for layer in LAYERS:
+        every = [of_rows(pooled[layer][list(half)])["prompt_entropy"] for half in halves]
+        half = find_half(records, layer, "raw")
+        assert half.n == 4
+        assert half.value == pytest.approx(np.mean(every), abs=3.5 * np.std(every) / math.sqrt(20))
+        assert np.min(every) <= half.low < half.value < half.high <= np.max(every)
+        assert half.stderr == pytest.approx(np.std(every), rel=0.5)
+
+
+def find_half(records, layer, normalization):
+    return find(records, "dataset_entropy_of_half", layer, normalization=normalization)
+
+
+def test_the_released_preset_gives_the_released_quantities(model):
+    records = list(Representation(batches=Listed(*BATCHES), preset="released_code").run(LayeredModel(model)))
+    prompts = states_of_each_prompt(model, BATCHES, final_norm=True)
+    assert {r.metric for r in records} == {
+        "prompt_entropy",
+        "token_angle",
+        "dataset_entropy",
+        "dataset_entropy_of_half",
+    }
+
+    def unit(rows):
+        rows = rows - rows.mean(0)
+        return rows / np.linalg.norm(rows, axis=1, keepdims=True)
+
+    def clamped_entropy(rows):
+        gram = rows.T @ rows if len(rows) > rows.shape[1] else rows @ rows.T
+        eigenvalues = np.linalg.eigvalsh(np.maximum(gram, 0)).clip(0)
+        return entropy(eigenvalues / eigenvalues.sum())
+
+    def turn(rows):
+        return np.mean([math.acos(np.clip(a @ b, -1, 1)) for a, b in itertools.pairwise(unit(rows))])
+
+    each = [[clamped_entropy(unit(prompt[layer])) for prompt in prompts] for layer in LAYERS]
+    tags = {"preset": "released_code"}
+    check(records, each, "prompt_entropy", drop_first=0, normalization="raw", **tags)
+    check(records, [[turn(prompt[layer]) for prompt in prompts] for layer in LAYERS], "token_angle", **tags)
+    for layer in LAYERS:
+        pooled = np.array([unit(prompt[layer]).mean(0) for prompt in prompts])
+        value = find(records, "dataset_entropy", layer, normalization="raw", **tags).value
+        assert value == pytest.approx(clamped_entropy(pooled), rel=1e-9)
+
+
+def test_another_order_of_the_entropies_is_told_by_a_tag(model, prompts):
+    records = list(Representation(batches=Listed(*BATCHES), alpha=2.0).run(LayeredModel(model)))
+    values = [[math.log(of_rows(prompt[layer])["participation_ratio"]) for prompt in prompts] for layer in LAYERS]
+    check(records, values, "prompt_entropy", drop_first=0, normalization="raw", alpha=2.0)
+    assert find(records, "dataset_entropy", 1, normalization="raw", alpha=2.0).n == 8
+    assert find(records, "effective_rank", 1, drop_first=0).n == 8
+
+
+def test_batching_does_not_change_the_records(model, records):
+    prompts = [
+        {name: values[i : i + 1] for name, values in b.items()} for b in BATCHES for i in range(len(b["input_ids"]))
+    ]
+    alone = list(Representation(batches=Listed(*prompts), rankme=True).run(LayeredModel(model)))
+    for one, other in zip(records, alone, strict=True):
+        assert (one.metric, one.layer, one.tags, one.n) == (other.metric, other.layer, other.tags, other.n)
+        assert one.value == pytest.approx(other.value, rel=1e-9)
+
+
+def test_prompts_too_short_for_a_metric_are_left_out_of_it_alone(model):
+    short = {"input_ids": torch.tensor([[5, 6, 7, 9], [8, 3, 0, 0], [4, 9, 9, 2]])}
+    short["attention_mask"] = torch.tensor([[1, 1, 1, 1], [1, 1, 0, 0], [1, 1, 1, 1]])
+    records = list(Representation(batches=Listed(short)).run(LayeredModel(model)))
+    assert find(records, "token_curvature", 2, num_undefined=1).n == 2
+    assert find(records, "effective_rank", 2, drop_first=1).n == 3
+    one_left = {"drop_first": 1, "normalization": "maxEntropy", "num_undefined": 1}
+    assert find(records, "prompt_entropy", 2, **one_left).n == 2
+    assert find(records, "prompt_entropy", **one_left).n == 2
+    assert find(records, "dataset_entropy", 2, normalization="raw").low is None
+
+
+def test_a_single_prompt_has_values_without_intervals(model):
+    records = list(Representation(batches=Listed(tiny_batch("gpt2", batch=1))).run(LayeredModel(model)))
+    assert find(records, "dataset_entropy", 1, normalization="raw").value == 0
+    assert {(record.n, record.stderr, record.low) for record in records} == {(1, None, None)}
+
+
+@pytest.mark.parametrize("name", ["gpt_neox", "llama", "bert", "vit"])
+@pytest.mark.parametrize("preset", [None, "released_code"])
+def test_every_family_is_measured(name, preset):
+    batch = tiny_batch(name, batch=4, tokens=6)
+    records = list(Representation(batches=Listed(batch), preset=preset).run(LayeredModel(tiny(name))))
+    assert all(math.isfinite(record.value) for record in records)
+    assert {record.layer for record in records} == {None, *LAYERS}
+
+
+@pytest.mark.parametrize(
+    ("options", "sentence"),
+    [
+        ({"alpha": 0.0}, "representation: expected alpha above 0, got 0.0"),
+        ({"states": "normed"}, r"representation: expected states to be one of \['resid', 'hf'\], got 'normed'"),
+        ({"preset": "paper"}, r"representation: expected preset to be one of \[None, 'released_code'\], got 'paper'"),
+        ({"num_halves": 1}, "representation: expected num_halves to be 0 or at least 2, got 1"),
+    ],
+)
+def test_options_out_of_range_are_refused_before_anything_runs(model, options, sentence):
+    analysis = Representation(batches=Listed(*BATCHES), **options)
+    with pytest.raises(InputError, match=sentence):
+        analysis.check(LayeredModel(model))
+    with pytest.raises(InputError, match=sentence):
+        list(analysis.run(LayeredModel(model)))
+
+
+def test_data_without_prompts_is_refused(model):
+    with pytest.raises(InputError, match="representation: the data holds no prompts"):
+        list(Representation(batches=Listed()).run(LayeredModel(model)))

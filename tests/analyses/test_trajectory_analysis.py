@@ -1,0 +1,173 @@
+"""Trajectory on a small model, against the same numbers computed prompt by prompt from hooked states."""
+
+import math
+from collections import defaultdict
+
+import numpy as np
+import pytest
+import torch
+
+from lit_layers.analyses import Trajectory
+from lit_layers.errors import InputError
+from lit_layers.models.view import LayeredModel
+from tests.support.listed_batches import Listed
+from tests.support.prompt_states import states_of_each_prompt
+from tests.support.tiny_models import tiny, tiny_batch
+
+BATCHES = [
+    tiny_batch("gpt2", batch=3, tokens=9, padding="left", seed=1),
+    tiny_batch("gpt2", batch=2, tokens=7, seed=2),
+    tiny_batch("gpt2", batch=3, tokens=10, padding="right", seed=3),
+]
+
+
+@pytest.fixture(scope="module")
+def model():
+    return tiny("gpt2", torch.float64)
+
+
+def find(records, metric, layer=None, **tags):
+    (record,) = [r for r in records if (r.metric, r.layer, r.tags) == (metric, layer, tags)]
+    return record
+
+
+def reference(prompt):
+    """Per (metric, layer) the values of each token of one prompt (layers + 1, tokens, dim)."""
+    found = defaultdict(list)
+    for points in prompt.transpose(1, 0, 2):
+        norms, steps = np.linalg.norm(points, axis=-1), np.diff(points, axis=0)
+        lengths, rates = np.linalg.norm(steps, axis=-1), np.diff(np.log(norms))
+        units = steps / lengths[:, None]
+        for layer in range(len(points)):
+            found["state_norm", layer].append(norms[layer])
+        for layer in range(1, len(points)):
+            found["step_norm", layer].append(lengths[layer - 1])
+            found["growth_rate", layer].append(rates[layer - 1])
+            found["line_shape_score", layer].append(layer / np.linalg.norm(units[:layer].sum(0)))
+        found["line_shape_score", None].append(found["line_shape_score", len(steps)][-1])
+        found["expodistance", None].append(rates.std() / abs(rates.mean()))
+        found["equidistance", None].append(lengths.std() / lengths.mean())
+    del found["line_shape_score", 1]
+    return found
+
+
+@pytest.mark.parametrize("options", [{}, {"drop_first": 0}, {"tokens": "last"}, {"states": "hf"}, {"preset": "paper"}])
+def test_every_record_is_the_mean_over_prompts_of_the_mean_over_their_real_tokens(model, options):
+    records = list(Trajectory(batches=Listed(*BATCHES), **options).run(LayeredModel(model)))
+    final_norm = "states" in options or "preset" in options
+    prompts = states_of_each_prompt(model, BATCHES, final_norm=final_norm)
+    assert len(prompts) == 8
+    dropped = options.get("drop_first", 1)
+    kept = [prompt[:, -1:] if "tokens" in options else prompt[:, dropped:] for prompt in prompts]
+    each = [reference(prompt) for prompt in kept]
+    tags = {"states": "hf"} if final_norm else {}
+    medians = 0
+    for metric, layer in each[0]:
+        means = [np.mean(values[metric, layer]) for values in each]
+        record = find(records, metric, layer, **tags)
+        assert record.value == pytest.approx(np.mean(means), rel=1e-9)
+        assert record.stderr == pytest.approx(np.std(means, ddof=1) / math.sqrt(8), rel=1e-7)
+        assert record.n == 8
+        assert record.low < record.value < record.high
+        if metric in ("expodistance", "state_norm", "step_norm") or (metric, layer) == ("line_shape_score", None):
+            medians += 1
+            middle = find(records, metric, layer, statistic="median", **tags)
+            assert middle.value == pytest.approx(np.median([np.median(v[metric, layer]) for v in each]), rel=1e-9)
+    assert len(records) == len(each[0]) + medians
+
+
+def test_the_score_of_the_last_layer_is_that_of_the_whole_path(model):
+    records = list(Trajectory(batches=Listed(*BATCHES)).run(LayeredModel(model)))
+    assert find(records, "line_shape_score").value == find(records, "line_shape_score", 3).value
+
+
+def test_batching_does_not_change_the_records(model):
+    batch = tiny_batch("gpt2", batch=4, tokens=8, padding="left")
+    halves = [{name: values[rows] for name, values in batch.items()} for rows in (slice(0, 3), slice(3, 4))]
+    whole = list(Trajectory(batches=Listed(batch)).run(LayeredModel(model)))
+    split = list(Trajectory(batches=Listed(*halves)).run(LayeredModel(model)))
+    for one, other in zip(whole, split, strict=True):
+        assert (one.metric, one.layer, one.tags, one.n) == (other.metric, other.layer, other.tags, other.n)
+        assert one.value == pytest.approx(other.value, rel=1e-10)
+
+
+def test_a_prompt_without_a_token_left_is_left_out_and_counted(model):
+    lonely = {"input_ids": torch.tensor([[5, 6, 7], [8, 0, 0]]), "attention_mask": torch.tensor([[1, 1, 1], [1, 0, 0]])}
+    records = list(Trajectory(batches=Listed(lonely)).run(LayeredModel(model)))
+    assert {(record.n, record.tags["num_undefined"]) for record in records} == {(1, 1)}
+    with pytest.raises(ValueError, match="is undefined for every one of 1 prompts"):
+        list(Trajectory(batches=Listed({"input_ids": torch.tensor([[8]])})).run(LayeredModel(model)))
+
+
+def test_tokens_that_a_dead_block_does_not_move_are_counted(model):
+    class Stuck(LayeredModel):
+        def trajectory(self, batch):
+            trajectory = super().trajectory(batch)
+            trajectory.hidden[2, 0, 3] = trajectory.hidden[1, 0, 3]
+            trajectory.hidden[2, 1, :] = trajectory.hidden[1, 1, :]
+            return trajectory
+
+    records = list(Trajectory(batches=Listed(tiny_batch("gpt2", batch=3, tokens=6))).run(Stuck(model)))
+    whole = find(records, "line_shape_score", num_undefined=1, num_undefined_tokens=6)
+    assert whole.n == 2
+    assert math.isfinite(whole.value)
+    assert find(records, "equidistance").n == 3
+    assert find(records, "step_norm", 2).n == 3
+
+
+def test_one_block_has_a_straight_path_and_no_expodistance():
+    one = LayeredModel(tiny("gpt2", torch.float64, n_layer=1))
+    records = list(Trajectory(batches=Listed(*BATCHES)).run(one))
+    assert find(records, "line_shape_score").value == pytest.approx(1, rel=1e-13)
+    assert "expodistance" not in {record.metric for record in records}
+    assert not [record for record in records if record.metric == "line_shape_score" and record.layer is not None]
+
+
+def test_a_model_in_bfloat16_runs_in_float32_and_is_left_as_it_was():
+    batches = Listed(*BATCHES)
+    narrow = tiny("gpt2", torch.bfloat16)
+    records = list(Trajectory(batches=batches).run(LayeredModel(narrow)))
+    assert {p.dtype for p in narrow.parameters()} == {torch.bfloat16}
+    expected = list(Trajectory(batches=batches).run(LayeredModel(narrow.float())))
+    assert records == expected
+
+
+@pytest.mark.parametrize("name", ["gpt_neox", "llama", "bert", "vit"])
+def test_every_family_has_a_trajectory(name):
+    batch = tiny_batch(name, batch=3, tokens=6)
+    records = list(Trajectory(batches=Listed(batch), preset="paper").run(LayeredModel(tiny(name))))
+    assert all(record.n == 3 and math.isfinite(record.value) for record in records)
+
+
+def test_the_final_norm_changes_only_the_last_layer(model):
+    batches = Listed(*BATCHES)
+    resid = list(Trajectory(batches=batches).run(LayeredModel(model)))
+    normed = list(Trajectory(batches=batches, states="hf").run(LayeredModel(model)))
+    for layer in range(4):
+        same = find(resid, "state_norm", layer).value == find(normed, "state_norm", layer, states="hf").value
+        assert same == (layer < 3)
+
+
+@pytest.mark.parametrize(
+    ("options", "sentence"),
+    [
+        ({"tokens": "first"}, r"trajectory: expected tokens to be one of \['all', 'last'\], got 'first'"),
+        ({"states": "normed"}, r"trajectory: expected states to be one of \['resid', 'hf'\], got 'normed'"),
+        (
+            {"preset": "released_code"},
+            r"trajectory: expected preset to be one of \[None, 'paper'\], got 'released_code'",
+        ),
+        ({"drop_first": -1}, "trajectory: expected drop_first of at least 0, got -1"),
+    ],
+)
+def test_options_out_of_range_are_refused_before_anything_runs(model, options, sentence):
+    analysis = Trajectory(batches=Listed(*BATCHES), **options)
+    with pytest.raises(InputError, match=sentence):
+        analysis.check(LayeredModel(model))
+    with pytest.raises(InputError, match=sentence):
+        list(analysis.run(LayeredModel(model)))
+
+
+def test_data_without_prompts_is_refused(model):
+    with pytest.raises(InputError, match="trajectory: the data holds no prompts"):
+        list(Trajectory(batches=Listed()).run(LayeredModel(model)))

@@ -1,0 +1,36 @@
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from lit_layers.cli.main import COMMANDS, main
+
+
+def test_help_names_every_command(capsys):
+    assert main(["--help"]) == 0
+    shown = capsys.readouterr().out
+    assert all(name in shown for name in COMMANDS)
+    assert main([]) == 0
+
+
+def test_a_misspelt_command_is_answered_with_the_nearest(capsys):
+    assert main(["fti"]) == 2
+    assert capsys.readouterr().err == "lit-layers: error: unknown command 'fti'; did you mean fit?\n"
+
+
+def test_a_strange_command_is_answered_with_all(capsys):
+    assert main(["xyz"]) == 2
+    assert "expected one of fit, prepare, report" in capsys.readouterr().err
+
+
+def test_the_version_is_the_packages(capsys):
+    assert main(["--version"]) == 0
+    assert capsys.readouterr().out.startswith("lit-layers 0.")
+
+
+@pytest.mark.slow
+def test_the_installed_console_script_answers():
+    script = Path(sys.executable).with_name("lit-layers")
+    done = subprocess.run([script, "--help"], capture_output=True, text=True, check=True)
+    assert "usage: lit-layers COMMAND" in done.stdout

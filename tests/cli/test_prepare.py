@@ -1,0 +1,134 @@
+import contextlib
+import json
+import os
+import re
+import shlex
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from lit_layers.cli import prepare as command
+from lit_layers.cli.main import main
+from lit_layers.data.shards import TokenShards
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture
+def corpus(tmp_path):
+    path = tmp_path / "corpus.jsonl"
+    rows = [{"body": f"Document {index} speaks of layer {index % 7} and of nothing else."} for index in range(60)]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+def arguments(corpus, out, *more):
+    return ["prepare", "--source", str(corpus), "--tokenizer", "bpe:270", "--out", str(out), *more]
+
+
+def test_the_command_prepares_and_prints_counts_and_the_checksum(corpus, tmp_path, capsys):
+    options = ("--column", "body", "--validation", "0.2", "--max-documents", "50", "--workers", "1")
+    assert main(arguments(corpus, tmp_path / "out", *options)) == 0
+    shards = TokenShards.open(tmp_path / "out", verify=True)
+    printed = capsys.readouterr().out
+    assert f"sha256 {shards.checksum}" in printed
+    assert f"{shards.num_documents('train'):,} documents" in printed
+    assert f"{shards.num_tokens('validation'):,} tokens" in printed
+    assert shards.num_documents("train") + shards.num_documents("validation") == 50
+
+
+@pytest.mark.parametrize(
+    ("more", "message"),
+    [
+        (["--tokeniser", "gpt2"], "unrecognized arguments: --tokeniser gpt2; see `lit-layers prepare --help`"),
+        (["--work", "2"], "unrecognized arguments: --work 2"),
+        (["--workers", "two"], "argument --workers: invalid int value: 'two'"),
+        (["--column", "nope"], "has no text 'nope'"),
+        (["--source", "/no/such/place.txt"], "no corpus '/no/such/place.txt'"),
+        (["--tokenizer", "missing/tokenizer.json"], "no tokenizer 'missing/tokenizer.json'"),
+        (["--validation", "7"], "validation must lie between 0 and 1"),
+        (["--out", "/dev/null/out"], "cannot prepare /dev/null/out"),
+    ],
+)
+def test_wrong_input_is_one_sentence_and_exit_code_2(corpus, tmp_path, capsys, more, message):
+    assert main(arguments(corpus, tmp_path / "out", *more)) == 2
+    printed = capsys.readouterr()
+    assert printed.out == ""
+    lines = [line for line in printed.err.splitlines() if not line.startswith("training the tokenizer")]
+    assert len(lines) == 1
+    assert lines[0].startswith("lit-layers prepare: error: ")
+    assert message in lines[0]
+
+
+def test_options_that_are_required_are_named(capsys):
+    assert main(["prepare", "--source", "python"]) == 2
+    assert "the following arguments are required: --tokenizer, --out" in capsys.readouterr().err
+
+
+def test_interrupted_it_says_how_to_go_on_and_ends_with_130(corpus, tmp_path, capsys, monkeypatch):
+    def interrupted(*args):
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as key:
+        key.setattr("lit_layers.data.preparing._fill", interrupted)
+        assert main(arguments(corpus, tmp_path / "out", "--column", "body", "--validation", "0.2")) == 130
+    assert f"interrupted: run the same command again to continue in {tmp_path / 'out'}" in capsys.readouterr().err
+    assert main(arguments(corpus, tmp_path / "out", "--column", "body", "--validation", "0.2")) == 0
+
+
+def group(leader: int) -> list[str]:
+    """The processes of a group, where they are listed under /proc."""
+    found = []
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        with contextlib.suppress(OSError):
+            found += [stat.parent.name] if stat.read_text().rpartition(")")[2].split()[2] == str(leader) else []
+    return found
+
+
+@pytest.mark.slow
+def test_ctrl_c_with_workers_ends_cleanly_and_the_next_run_finishes(corpus, tmp_path):
+    code = (
+        "import sys, time, lit_layers.data.preparing as p; from lit_layers.cli.main import main\n"
+        "p.PART_SECONDS, p.CHUNK_BYTES, real = 0, 256, p.write_json\n"
+        "p.write_json = lambda *a: (real(*a), time.sleep(0.1))\n"
+        "sys.exit(main(sys.argv[1:]))"
+    )
+    given = arguments(corpus, tmp_path / "out", "--column", "body", "--validation", "0.2", "--workers", "2")
+    process = subprocess.Popen(
+        [sys.executable, "-c", code, *given],
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+    )
+    while not (tmp_path / "out" / "train.bin.partial").exists() or 0 < len(group(process.pid)) < 4:
+        time.sleep(0.005)
+    time.sleep(0.1)  # the workers are just coming up, which is when they would answer for themselves
+    os.killpg(process.pid, signal.SIGINT)  # as a terminal does: to the workers, too
+    _, printed = process.communicate(timeout=60)
+    assert process.returncode == 130, printed
+    assert "Traceback" not in printed
+    assert "run the same command again to continue" in printed
+    assert main(given) == 0
+    TokenShards.open(tmp_path / "out", verify=True)
+
+
+def test_help_names_every_option(capsys):
+    with pytest.raises(SystemExit) as ended:
+        main(["prepare", "--help"])
+    assert ended.value.code == 0
+    printed = capsys.readouterr().out
+    for option in ("--source", "--tokenizer", "--out", "--workers", "--max-documents", "--column", "--validation"):
+        assert option in printed
+
+
+def test_every_command_of_the_page_that_needs_a_network_is_one_the_parser_takes():
+    page = (ROOT / "docs" / "data.md").read_text()
+    lines = re.findall(r"^lit-layers prepare (.*)$", page.replace("\\\n", " "), re.MULTILINE)
+    assert len(lines) >= 5
+    for line in lines:
+        command._parser().parse_args(shlex.split(line, comments=True))

@@ -1,0 +1,36 @@
+"""What every test may rely on: one thread, no network, no cache of the user's, this checkout on the path."""
+
+import os
+import sys
+from pathlib import Path
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+os.environ.setdefault("WANDB_MODE", "offline")
+os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+import pytest
+import torch
+
+torch.set_num_threads(1)
+DATA = Path(os.environ.get("LIT_LAYERS_DATA", Path(__file__).parents[1] / ".." / "shared" / "data")).resolve()
+
+
+@pytest.fixture(scope="session")
+def realdata() -> Path:
+    """The optional folder of real data sets."""
+    if not DATA.is_dir():
+        pytest.skip(f"no data folder at {DATA}: set LIT_LAYERS_DATA")
+    return DATA
+
+
+@pytest.fixture(scope="session")
+def shared_cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A cache folder of this test session, so that no test writes to the user's."""
+    return tmp_path_factory.mktemp("cache")
+
+
+@pytest.fixture(autouse=True)
+def own_cache(shared_cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LIT_LAYERS_CACHE", str(shared_cache))

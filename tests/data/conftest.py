@@ -1,0 +1,42 @@
+"""A small corpus of made-up prose, and token shards of it."""
+
+import json
+import random
+from pathlib import Path
+
+import pytest
+
+from lit_layers.data.preparing import prepare, prepared
+from lit_layers.data.shards import TokenShards
+
+WORDS = ["layer", "state", "block", "the", "of", "a", "to", "norm", "depth", "token", "model", "rises", "falls", "with"]
+WORDS += ["each", "step", "and", "then", "ünder", "層"]
+
+
+def prose(seed: int, num_words: int) -> str:
+    rng = random.Random(seed)
+    return " ".join(rng.choice(WORDS) for _ in range(num_words)) + ".\n"
+
+
+@pytest.fixture(scope="session")
+def texts() -> list[str]:
+    return [prose(seed, 5 + seed % 60) for seed in range(200)]
+
+
+@pytest.fixture(scope="session")
+def jsonl(texts: list[str], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("corpus") / "corpus.jsonl"
+    path.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts), encoding="utf-8")
+    return path
+
+
+@pytest.fixture(scope="session")
+def made(jsonl: Path, tmp_path_factory: pytest.TempPathFactory) -> TokenShards:
+    """Shards of the small corpus; not to be written to."""
+    return prepare(str(jsonl), "bpe:300", tmp_path_factory.mktemp("made") / "shards", validation=0.2)
+
+
+@pytest.fixture(scope="session")
+def python_shards(shared_cache: Path) -> TokenShards:
+    """The embedded corpus, in the cache that every test of the session uses."""
+    return prepared("python", "bpe:2048", cache=shared_cache)

@@ -1,0 +1,340 @@
+import hashlib
+import json
+import re
+import sysconfig
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from lit_layers.data import local_text
+from lit_layers.data.corpora import open_source
+from lit_layers.data.local_text import LocalText
+from lit_layers.data.python_corpus import PythonSources
+from lit_layers.errors import InputError
+
+
+def ids(source, split):
+    return [document.id for document in source.read(split)]
+
+
+def held_out(name: str, share: float) -> bool:
+    """The rule of the split, written a second time: the first 64 bits of BLAKE2b, little-endian, as a fraction."""
+    value = int.from_bytes(hashlib.blake2b(name.encode(), digest_size=8).digest(), "little")
+    return value / 2**64 < share
+
+
+def write_library(root: Path, num_files: int = 120) -> Path:
+    """A stand-in for a standard library, just large enough."""
+    for index in range(num_files):
+        path = root / f"package{index % 7}" / f"module{index}.py"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(f"# module {index}\n" + "x = 1\n" * 1600)
+    return root
+
+
+def test_the_embedded_corpus_has_several_megabytes_and_holds_out_a_tenth():
+    source = open_source("python")
+    sizes = {split: sum(len(text) for _, text in source.read(split)) for split in ("train", "validation")}
+    assert sum(sizes.values()) > 5e6
+    assert 0.04 < len(ids(source, "validation")) / len(ids(source, "train")) < 0.2
+
+
+def test_no_file_of_the_embedded_corpus_is_in_both_splits_and_the_path_alone_decides():
+    source = open_source("python")
+    train, validation = ids(source, "train"), ids(source, "validation")
+    assert not set(train) & set(validation)
+    assert all(held_out(name, 0.1) for name in validation)
+    assert not any(held_out(name, 0.1) for name in train)
+
+
+def test_the_embedded_corpus_holds_sources_and_topics_and_no_tests_or_installed_packages():
+    source = open_source("python")
+    names = ids(source, "train") + ids(source, "validation")
+    assert {"argparse.py", "json/decoder.py", "pydoc_data/topics/lambda"} <= set(names)
+    parts = {part for name in names for part in name.split("/")}
+    assert not parts & {"test", "tests", "site-packages", "idle_test", "lib2to3", "encodings"}
+    assert not any("_sysconfigdata" in name for name in names)
+
+
+def test_a_document_of_the_embedded_corpus_is_its_file():
+    root = Path(sysconfig.get_paths()["stdlib"])
+    source = open_source("python")
+    found = {name: text for split in ("train", "validation") for name, text in source.read(split)}
+    assert found["argparse.py"] == (root / "argparse.py").read_text(encoding="utf-8")
+
+
+def test_the_split_of_a_library_does_not_depend_on_where_it_lies(tmp_path):
+    first = PythonSources(validation=0.3, root=write_library(tmp_path / "a"))
+    second = PythonSources(validation=0.3, root=write_library(tmp_path / "b" / "c"))
+    assert first.describe() == second.describe()
+    assert ids(first, "validation") == ids(second, "validation")
+    assert 0.15 < len(ids(first, "validation")) / 120 < 0.45
+
+
+def test_a_library_is_read_in_the_order_of_its_paths_and_can_be_taken_up_anywhere(tmp_path):
+    source = PythonSources(validation=0.3, root=write_library(tmp_path))
+    everything = list(source.read("train"))
+    names = [Path(name) for name, _ in everything]
+    assert names == sorted(names)
+    walk = source.read("train")
+    for index, _ in enumerate(walk):
+        if index % 10 == 0:
+            assert list(source.read("train", walk.position)) == everything[index + 1 :]
+
+
+def test_another_library_is_described_otherwise(tmp_path):
+    source = PythonSources(validation=0.3, root=write_library(tmp_path))
+    before = source.describe()
+    (tmp_path / "package0" / "module0.py").write_text("shorter\n")
+    assert PythonSources(validation=0.3, root=tmp_path).describe() != before
+
+
+def test_a_python_without_sources_is_refused(tmp_path):
+    (tmp_path / "this.py").write_text("pass\n")
+    with pytest.raises(InputError, match=r"carries only 5 bytes .* name another corpus"):
+        PythonSources(validation=0.1, root=tmp_path).describe()
+
+
+@pytest.mark.parametrize(
+    ("separator", "expected"),
+    [(None, ["one\n\nstill one", "two", ""]), ("", ["one", "still one\n<|endoftext|>\ntwo\n<|endoftext|>"])],
+)
+def test_a_separator_line_divides_a_text_file(tmp_path, separator, expected):
+    path = tmp_path / "a.txt"
+    path.write_text(
+        "one\n\nstill one\n<|endoftext|>\ntwo\n<|endoftext|>\n\n"
+        if separator is None
+        else "one\n\nstill one\n<|endoftext|>\ntwo\n<|endoftext|>\n"
+    )
+    source = open_source(str(path), separator=separator)
+    assert [text for _, text in source.read(None)] == expected
+
+
+def test_every_text_file_of_a_folder_is_a_document_in_the_order_of_their_names(tmp_path):
+    for name in ("b.txt", "a.txt", "c/d.txt", ".hidden/e.txt", "notes.md"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text(f"I am {name}\n")
+    source = open_source(str(tmp_path))
+    assert [text for _, text in source.read(None)] == ["I am a.txt", "I am b.txt", "I am c/d.txt"]
+
+
+def test_a_very_long_text_document_is_cut_at_line_ends(tmp_path, monkeypatch):
+    monkeypatch.setattr(local_text, "LONGEST", 20)
+    (tmp_path / "a.txt").write_text("".join(f"line {index}\n" for index in range(9)))
+    pieces = [text for _, text in open_source(str(tmp_path)).read(None)]
+    assert pieces == ["line 0\nline 1\nline 2", "line 3\nline 4\nline 5", "line 6\nline 7\nline 8"]
+
+
+def write_all_kinds(folder: Path) -> Path:
+    texts = [f"document {index} ünicode" for index in range(23)]
+    pq.write_table(pa.table({"id": range(23), "text": texts}), folder / "a.parquet", row_group_size=5)
+    (folder / "b.jsonl").write_text("".join(json.dumps({"text": t + " b"}) + "\n" for t in texts) + "\n", "utf-8")
+    (folder / "c.txt").write_text("\n<|endoftext|>\n".join(t + " c" for t in texts), "utf-8")
+    return folder
+
+
+def test_reading_taken_up_at_any_document_gives_the_rest(tmp_path):
+    source = open_source(str(write_all_kinds(tmp_path)))
+    everything = list(source.read(None))
+    assert len(everything) == 3 * 23
+    walk = source.read(None)
+    for index, _ in enumerate(walk):
+        position = json.loads(json.dumps(walk.position))
+        assert list(source.read(None, position)) == everything[index + 1 :]
+
+
+def test_the_fraction_read_rises_to_one(tmp_path):
+    walk = open_source(str(write_all_kinds(tmp_path))).read(None)
+    fractions = [walk.fraction for _ in walk]
+    assert fractions == sorted(fractions)
+    assert fractions[-1] == 1.0
+
+
+@pytest.mark.parametrize(
+    "names", [("train", "validation"), ("train-00000", "val"), ("train/x", "dev/x"), ("train_a", "valid.1")]
+)
+def test_files_named_after_splits_are_those_splits(tmp_path, names):
+    for name, text in zip((*names, "test"), ("in train", "in validation", "in test"), strict=True):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / f"{name}.txt").write_text(text)
+    source = open_source(str(tmp_path))
+    assert source.splits == ("validation", "train")
+    assert [text for _, text in source.read("train")] == ["in train"]
+    assert [text for _, text in source.read("validation")] == ["in validation"]
+
+
+@pytest.mark.parametrize(
+    "names", [("training_manual", "trainer"), ("trainer", "valid"), ("train", "more"), ("train", "test")]
+)
+def test_files_with_other_names_are_one_stream(tmp_path, names):
+    for name in names:
+        (tmp_path / f"{name}.txt").write_text(name)
+    assert open_source(str(tmp_path)).splits == (None,)
+
+
+def test_a_share_for_a_source_with_its_own_validation_split_is_refused(tmp_path):
+    for name in ("train", "valid"):
+        (tmp_path / f"{name}.txt").write_text(name)
+    with pytest.raises(InputError, match=r"brings its own validation split \(valid.txt\): leave validation out"):
+        open_source(str(tmp_path), validation=0.1)
+
+
+def test_options_without_a_meaning_are_refused(tmp_path):
+    (tmp_path / "a.txt").write_text("text")
+    (tmp_path / "b").mkdir()
+    pq.write_table(pa.table({"text": ["a"]}), tmp_path / "b" / "b.parquet")
+    with pytest.raises(InputError, match=r"column .'body'. is for .parquet and .jsonl"):
+        open_source(str(tmp_path / "a.txt"), column="body")
+    with pytest.raises(InputError, match=r"separator .''. is for .txt files"):
+        open_source(str(tmp_path / "b"), separator="")
+    with pytest.raises(InputError, match=r"column .'body'. means nothing for the corpus 'python'"):
+        open_source("python", column="body")
+    with pytest.raises(InputError, match=r"validation must lie between 0 and 1 .* not 1.5"):
+        open_source("python", validation=1.5)
+
+
+@pytest.mark.parametrize("spec", ["nowhere", "missing/file.txt", "/no/such/folder", "a/b/c"])
+def test_a_corpus_that_is_not_there_is_named(spec):
+    with pytest.raises(
+        InputError, match=rf"no corpus '{spec}': expected python, openwebtext, wikitext, an existing path"
+    ):
+        open_source(spec)
+
+
+def test_a_folder_without_text_is_refused(tmp_path):
+    (tmp_path / "image.png").write_bytes(b"")
+    with pytest.raises(InputError, match=r"is or holds no .txt, .jsonl, .parquet file"):
+        open_source(str(tmp_path))
+
+
+def read_all(path: Path, **options):
+    return list(LocalText.open(path, **options).read(None))
+
+
+def test_damaged_text_is_named_with_its_place(tmp_path):
+    (tmp_path / "a.txt").write_bytes(b"good\nb\xffd\n")
+    with pytest.raises(InputError, match=r"a.txt is not UTF-8 \(byte 6 is 0xff\): convert it first"):
+        read_all(tmp_path / "a.txt")
+    (tmp_path / "b.jsonl").write_text('{"text": "good"}\n{"text": \n')
+    with pytest.raises(InputError, match=r"b.jsonl has no JSON object at byte 17 .* mend or remove that line"):
+        read_all(tmp_path / "b.jsonl")
+    (tmp_path / "c.jsonl").write_text('{"body": "good", "id": 1}\n')
+    with pytest.raises(InputError, match=r"no text 'text' at byte 0 \(found: body, id\): name the column"):
+        read_all(tmp_path / "c.jsonl")
+    pq.write_table(pa.table({"body": ["a"], "id": [1]}), tmp_path / "d.parquet")
+    with pytest.raises(InputError, match=r"has no column 'text' \(it has body, id\): name the column"):
+        read_all(tmp_path / "d.parquet")
+    with pytest.raises(InputError, match=r"column 'id' of .* holds int64, not text"):
+        read_all(tmp_path / "d.parquet", column="id")
+    (tmp_path / "e.parquet").write_bytes((tmp_path / "d.parquet").read_bytes()[:-20])
+    with pytest.raises(InputError, match=r"e.parquet is no parquet file, or only a part of one"):
+        read_all(tmp_path / "e.parquet")
+
+
+def test_half_a_surrogate_pair_in_json_becomes_a_question_mark(tmp_path):
+    (tmp_path / "a.jsonl").write_text('{"text": "a\\ud800b"}\n')
+    assert read_all(tmp_path / "a.jsonl")[0].text == "a?b"
+
+
+class Hub:
+    """Stands in for the Hub: parquet files on disk, streamed by the real `datasets`."""
+
+    def __init__(self, files: dict[str, list[str]], load_dataset):
+        self.files, self.real, self.revisions = files, load_dataset, []
+
+    def load_dataset(self, name, config, *, split, revision, streaming):
+        self.revisions.append(revision)
+        if config not in (None, "wikitext-103-raw-v1"):
+            raise ValueError(f"BuilderConfig {config!r} not found")
+        return self.real("parquet", data_files=self.files, split=split, streaming=streaming)
+
+
+@pytest.fixture
+def hub(tmp_path, monkeypatch):
+    import datasets
+    import huggingface_hub
+
+    def make(**splits: list[list[str]]) -> Hub:
+        files = {}
+        for split, parts in splits.items():
+            for index, texts in enumerate(parts):
+                path = tmp_path / f"{split}-{index}.parquet"
+                pq.write_table(pa.table({"text": texts}), path, row_group_size=3)
+                files.setdefault(split, []).append(str(path))
+        stand_in = Hub(files, datasets.load_dataset)
+        monkeypatch.setattr(datasets, "load_dataset", stand_in.load_dataset)
+        info = type("Info", (), {"sha": "abc123"})
+        monkeypatch.setattr(huggingface_hub.HfApi, "dataset_info", lambda self, name: info)
+        monkeypatch.setenv("HF_HOME", str(tmp_path / "hf"))
+        return stand_in
+
+    return make
+
+
+def test_a_hub_stream_taken_up_at_any_document_gives_the_rest(hub):
+    hub(train=[[f"document {index} of part {part}" for index in range(7)] for part in range(2)])
+    source = open_source("some/corpus", validation=0.25)
+    source.pin(None)
+    assert (source.splits, source.validation, source.revision) == ((None,), 0.25, "abc123")
+    everything = list(source.read(None))
+    assert [text for _, text in everything][6:9] == [
+        "document 6 of part 0",
+        "document 0 of part 1",
+        "document 1 of part 1",
+    ]
+    walk = source.read(None)
+    for index, _ in enumerate(walk):
+        position = json.loads(json.dumps(walk.position))
+        assert list(source.read(None, position)) == everything[index + 1 :]
+
+
+def test_a_pinned_revision_is_kept(hub):
+    stand_in = hub(train=[["a"]])
+    source = open_source("some/corpus")
+    source.pin("old")
+    list(source.read(None))
+    assert set(stand_in.revisions) == {"old"}
+
+
+def article(index: int) -> list[str]:
+    return ["", f" = Title {index} = \n", "", f" Words of {index} . \n", "", " = = Part = = \n", "", " a = b \n"]
+
+
+def test_the_lines_of_wikitext_are_gathered_into_articles_that_can_be_taken_up_anywhere(hub):
+    lines = [line for index in range(5) for line in article(index)]
+    hub(train=[lines[:13], lines[13:]], validation=[article(9)])
+    source = open_source("wikitext")
+    source.pin(None)
+    assert source.splits == ("validation", "train")
+    everything = [text for _, text in source.read("train")]
+    titled = [text for text in everything if text]
+    assert len(titled) == 5
+    assert all(
+        re.match(rf" = Title {index} = \n Words of {index} . \n = = Part = = \n a = b \n", text)
+        for index, text in enumerate(titled)
+    )
+    walk = source.read("train")
+    for index, _ in enumerate(walk):
+        position = json.loads(json.dumps(walk.position))
+        assert [text for _, text in source.read("train", position)] == everything[index + 1 :]
+
+
+def test_what_the_hub_does_not_have_is_named(hub):
+    hub(train=[["a"]], validation=[["b"]])
+    with pytest.raises(InputError, match=r"'some/corpus' is no local path and .* BuilderConfig 'other' not found"):
+        open_source("some/corpus:other").pin(None)
+    with pytest.raises(InputError, match=r"brings its own validation split: leave validation out"):
+        open_source("some/corpus", validation=0.1).pin(None)
+    source = open_source("some/corpus", column="body")
+    source.pin(None)
+    with pytest.raises(InputError, match=r"has no column 'body' \(it has text\): name the column of the text"):
+        list(source.read("train"))
+
+
+def test_without_a_network_one_sentence_says_so():
+    with pytest.raises(
+        InputError, match=r"'Skylion007/openwebtext' .* cannot be had from the Hub \(OfflineMode.* check the name"
+    ):
+        open_source("openwebtext").pin(None)

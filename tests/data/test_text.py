@@ -1,0 +1,151 @@
+import dataclasses
+import pickle
+
+import numpy as np
+import pytest
+import torch
+
+from lit_layers.data import preparing
+from lit_layers.data.text import EvalText, duplicate_windows
+from lit_layers.errors import InputError
+
+
+def make(shards, **options) -> EvalText:
+    options = {"split": "train", "num_sequences": 20, "num_tokens": 12, "batch_size": 8, **options}
+    return EvalText(str(shards.folder), "bpe:300", **options)
+
+
+def documents(shards, split: str = "train") -> list[list[int]]:
+    tokens, end = shards.tokens(split).tolist(), shards.end_of_text_id
+    found, current = [], []
+    for token in tokens:
+        if token == end:
+            found.append(current)
+            current = []
+        else:
+            current.append(token)
+    return found
+
+
+def all_windows(shards, size: int, split: str = "train") -> list[tuple[int, ...]]:
+    """Every window there is, cut by hand: within a document, from its first token on, the rest thrown away."""
+    return [tuple(d[i : i + size]) for d in documents(shards, split) for i in range(0, len(d) - size + 1, size)]
+
+
+def test_all_windows_together_are_the_documents_cut_by_hand(made):
+    expected = all_windows(made, 12)
+    windows = make(made, num_sequences=len(expected)).windows()
+    assert sorted(map(tuple, windows.tolist())) == sorted(expected)
+
+
+def test_a_drawn_window_lies_inside_one_document_and_none_is_drawn_twice(made):
+    positions = {window: index for index, window in enumerate(all_windows(made, 12))}
+    drawn = [positions[tuple(row)] for row in make(made).windows().tolist()]
+    assert len(set(drawn)) == 20
+    assert made.end_of_text_id not in make(made).windows()
+
+
+def test_batches_are_int64_with_a_full_mask_and_the_last_one_takes_the_rest(made):
+    batches = list(make(made))
+    assert [batch["input_ids"].shape for batch in batches] == [(8, 12), (8, 12), (4, 12)]
+    assert len(make(made)) == 3
+    for batch in batches:
+        assert batch["input_ids"].dtype == batch["attention_mask"].dtype == torch.int64
+        assert batch["attention_mask"].bool().all()
+
+
+def test_a_second_walk_gives_the_same_even_if_the_first_was_scribbled_on(made):
+    text = make(made)
+    first = [batch["input_ids"].clone() for batch in text]
+    for batch in text:
+        batch["input_ids"].zero_()
+    assert all(torch.equal(a, b["input_ids"]) for a, b in zip(first, text, strict=True))
+
+
+def test_more_sequences_keep_the_earlier_ones_and_another_seed_draws_others(made):
+    few, many = make(made).windows(), make(made, num_sequences=40).windows()
+    assert torch.equal(many[:20], few)
+    assert not torch.equal(make(made, seed=1).windows(), few)
+
+
+def test_shares_of_documents_that_do_not_overlap_have_no_document_in_common(made):
+    total = documents(made)
+    half = len(total) // 2
+    first = all_windows(made, 12)[: sum(len(d) // 12 for d in total[:half])]
+    low = make(made, documents=(0.0, half / len(total) + 1e-9), num_sequences=len(first)).windows()
+    assert sorted(map(tuple, low.tolist())) == sorted(first)
+    rest = len(all_windows(made, 12)) - len(first)
+    high = make(made, documents=(half / len(total) + 1e-9, 1.0), num_sequences=rest).windows()
+    assert sorted(map(tuple, torch.cat([low, high]).tolist())) == sorted(all_windows(made, 12))
+
+
+def test_the_content_hash_sees_the_data_and_the_batches(made):
+    hashes = {
+        make(made, **options).content_hash()
+        for options in ({}, {"seed": 1}, {"num_tokens": 13}, {"batch_size": 4}, {"num_sequences": 19})
+    }
+    assert len(hashes) == 5
+    assert make(made).content_hash() == make(made).content_hash()
+    assert len(make(made).content_hash()) == 16
+
+
+def test_too_few_windows_are_refused_with_their_number(made):
+    total = len(all_windows(made, 12))
+    with pytest.raises(
+        InputError, match=rf"has {total} windows of 12 tokens .* train split, and num_sequences is {total + 1}"
+    ):
+        make(made, num_sequences=total + 1).windows()
+    with pytest.raises(InputError, match="has 0 windows of 5000 tokens"):
+        make(made, num_tokens=5000).windows()
+
+
+def test_making_one_reads_nothing(monkeypatch):
+    text = EvalText("no such corpus", "no such tokenizer")
+    assert len(text) == 4
+    with pytest.raises(InputError, match="no corpus"):
+        next(iter(text))
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"split": "val"}, "expected the split train or validation, not 'val'"),
+        ({"documents": (0.5, 0.5)}, r"documents must be a share .* not \(0.5, 0.5\)"),
+        ({"documents": (-0.1, 1)}, "documents must be a share"),
+        ({"num_sequences": 0}, "num_sequences must be at least 1, not 0"),
+        ({"num_tokens": 0}, "num_tokens must be at least 1"),
+        ({"batch_size": 0}, "batch_size must be at least 1"),
+    ],
+)
+def test_options_out_of_range_are_refused_at_once(options, message):
+    with pytest.raises(InputError, match=message):
+        EvalText("python", "bpe:2048", **options)
+
+
+def test_its_fields_are_its_options_and_it_travels(made):
+    text = make(made, documents=[0.0, 1.0])
+    text.windows()
+    options = [field.name for field in dataclasses.fields(text) if field.init]
+    assert options == ["corpus", "tokenizer", "split", "documents", "num_sequences", "num_tokens", "batch_size", "seed"]
+    assert text == make(made)
+    assert pickle.loads(pickle.dumps(text)).content_hash() == text.content_hash()
+
+
+def test_duplicate_windows_are_marked(made):
+    windows = make(made).windows()
+    others = torch.cat([windows[3:5], windows[7:8] + 1])
+    marked = duplicate_windows(windows, others)
+    brute = [any(torch.equal(row, other) for other in others) for row in windows]
+    assert marked.tolist() == brute
+    assert int(marked.sum()) == 2
+
+
+def test_the_embedded_corpus_gives_windows_of_code(python_shards, shared_cache, monkeypatch):
+    text = EvalText("python", "bpe:2048", num_sequences=500)
+    assert text.windows().shape == (500, 128)
+    monkeypatch.setattr(preparing, "prepare", lambda *args, **options: pytest.fail("prepared again"))
+    start = EvalText("python", "bpe:2048", num_sequences=500, documents=(0.0, 0.6))
+    end = EvalText("python", "bpe:2048", num_sequences=100, documents=(0.6, 1.0))
+    assert int(duplicate_windows(start.windows(), end.windows()).sum()) < 10
+    unseen = np.setdiff1d(end.windows().numpy(), np.arange(2048))
+    assert unseen.size == 0

@@ -1,0 +1,64 @@
+import pickle
+
+import pytest
+import torch
+from torch.utils.data import DataLoader
+
+from lit_layers.data.training_text import TokenBlocks
+from lit_layers.errors import InputError
+
+
+def test_the_blocks_tile_the_split_and_predict_every_token_once(made):
+    blocks = TokenBlocks(made, "train", num_tokens=16)
+    tokens = torch.tensor(made.tokens("train").tolist())
+    assert len(blocks) == (len(tokens) - 1) // 16
+    targets = torch.cat([blocks[index]["input_ids"][1:] for index in range(len(blocks))])
+    inputs = torch.cat([blocks[index]["input_ids"][:-1] for index in range(len(blocks))])
+    assert torch.equal(targets, tokens[1 : len(targets) + 1])
+    assert torch.equal(inputs, tokens[: len(inputs)])
+    assert targets.dtype == torch.int64
+
+
+def test_the_last_block_is_whole_when_the_split_ends_with_it(made):
+    size = made.num_tokens("validation") - 1
+    blocks = TokenBlocks(made, "validation", num_tokens=size)
+    assert len(blocks) == 1
+    assert blocks[0]["input_ids"].shape == (size + 1,)
+
+
+@pytest.mark.slow
+def test_data_loader_workers_read_what_this_process_reads(made):
+    blocks = TokenBlocks(made, "train", num_tokens=16)
+    here = torch.cat([batch["input_ids"] for batch in DataLoader(blocks, batch_size=8)])
+    there = torch.cat(
+        [
+            batch["input_ids"]
+            for batch in DataLoader(blocks, batch_size=8, num_workers=1, multiprocessing_context="spawn")
+        ]
+    )
+    assert torch.equal(here, there)
+
+
+def test_it_travels_without_its_tokens(python_shards):
+    blocks = TokenBlocks(python_shards, num_tokens=128)
+    first = blocks[0]["input_ids"]
+    sent = pickle.dumps(blocks)
+    assert len(sent) < 10_000
+    assert torch.equal(pickle.loads(sent)[0]["input_ids"], first)
+
+
+def test_a_block_that_does_not_exist_is_refused(made):
+    blocks = TokenBlocks(made, num_tokens=16)
+    for index in (len(blocks), -1):
+        with pytest.raises(IndexError, match=rf"block {index} of {len(blocks)}"):
+            blocks[index]
+
+
+def test_a_split_too_short_for_one_block_is_refused(made):
+    total = made.num_tokens("validation")
+    with pytest.raises(
+        InputError, match=rf"validation split of .* has {total} tokens, too few for one block of {total} \+ 1"
+    ):
+        TokenBlocks(made, "validation", num_tokens=total)
+    with pytest.raises(InputError, match="num_tokens must be at least 1"):
+        TokenBlocks(made, num_tokens=0)

@@ -1,0 +1,427 @@
+"""Coupling against explicit loops in numpy, cases solved by hand, invariances and refusals."""
+
+import math
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from lit_layers.functional.coupling import (
+    cross_token_influence,
+    excess_coupling,
+    inverse_norm_line,
+    jacobian_spectrum,
+    linearized_rollout,
+    mean_by_distance,
+    min_gap,
+    miscoupling,
+    miscoupling_matrix,
+    num_directions,
+    off_diagonal_mean,
+    offdiagonal_ratio,
+    random_miscoupling,
+)
+
+
+def gaussian(*shape: int, seed: int = 0) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+
+
+def rotation(dim: int, seed: int = 0) -> Tensor:
+    """Haar: without the signs of R, the Householder reflections of QR leave a bias."""
+    q, r = torch.linalg.qr(gaussian(dim, dim, seed=seed))
+    return q * r.diagonal().sign()
+
+
+def with_spectrum(values: Tensor, seed: int = 0) -> Tensor:
+    return rotation(len(values), seed) @ torch.diag(values) @ rotation(len(values), seed + 10_000).T
+
+
+def by_loops(j1: np.ndarray, j2: np.ndarray, k: int, p: float, sign: str, bases: str) -> float:
+    """The definition, entry by entry."""
+    u, _, vt = np.linalg.svd(j2)
+    left, right = (u[:, :k], vt[:k].T) if bases == "uv" else (vt[:k].T, u[:, :k])
+    s1 = np.linalg.svd(j1, compute_uv=False)[:k]
+    total = 0.0
+    for i in range(k):
+        for j in range(k):
+            entry = left[:, i] @ j1 @ right[:, j]
+            entry = abs(entry) if sign == "absolute" else entry
+            total += (entry - (s1[i] if i == j else 0)) ** 2
+    norm = s1.max() if p == math.inf else (s1**p).sum() ** (1 / p)
+    return math.sqrt(total) / norm
+
+
+@pytest.mark.parametrize("bases", ["uv", "vu"])
+@pytest.mark.parametrize("sign", ["signed", "absolute"])
+@pytest.mark.parametrize("p", [1.0, 2.0, 3.5, math.inf])
+def test_the_matrix_equals_the_definition_for_every_pair_and_k(p, sign, bases):
+    jacobians, others = gaussian(3, 9, 9), gaussian(2, 9, 9, seed=1)
+    ks = [1, 0.5, 9]
+    options = {"p": p, "sign": sign, "bases": bases}
+    found = miscoupling_matrix(jacobians, others, k=ks, **options)
+    own = miscoupling_matrix(jacobians, k=0.5, **options)
+    assert found.shape == (3, 3, 2)
+    for i in range(3):
+        for j in range(3):
+            expected = by_loops(jacobians[i].numpy(), jacobians[j].numpy(), 4, p, sign, bases)
+            assert own[i, j] == pytest.approx(expected, rel=1e-11, abs=1e-12)
+        for j in range(2):
+            for position, count in enumerate([1, 4, 9]):
+                expected = by_loops(jacobians[i].numpy(), others[j].numpy(), count, p, sign, bases)
+                assert found[position, i, j] == pytest.approx(expected, rel=1e-11)
+                single = miscoupling(jacobians[i], others[j], k=ks[position], **options)
+                assert single == pytest.approx(expected, rel=1e-11)
+
+
+def test_leading_dimensions_are_batches():
+    jacobians = gaussian(2, 4, 3, 8, 8)
+    found = miscoupling_matrix(jacobians, k=[2, 5])
+    assert found.shape == (2, 2, 4, 3, 3)
+    torch.testing.assert_close(found[1, 1, 2], miscoupling_matrix(jacobians[1, 2], k=5), rtol=1e-12, atol=1e-13)
+
+
+def test_a_block_couples_fully_with_itself_and_its_positive_multiples():
+    block = gaussian(8, 8)
+    for other in (block, 3 * block, 0.01 * block):
+        assert miscoupling(block, other, k=5) == pytest.approx(0, abs=1e-13)
+
+
+def test_a_sign_reversed_block_is_as_far_as_can_be_unless_signs_are_ignored():
+    block = gaussian(8, 8)
+    assert miscoupling(-block, block, k=5) == pytest.approx(2, rel=1e-13)
+    assert miscoupling(block, -block, k=5) == pytest.approx(2, rel=1e-13)
+    assert miscoupling(-block, block, k=5, sign="absolute") == pytest.approx(0, abs=1e-13)
+
+
+def test_equal_bases_with_other_singular_values_couple_fully():
+    first = with_spectrum(torch.tensor([5.0, 4, 3, 2, 1]).double())
+    second = with_spectrum(torch.tensor([9.0, 2, 1, 0.5, 0.1]).double())
+    assert miscoupling(first, second, k=4) == pytest.approx(0, abs=1e-13)
+
+
+def test_the_next_directions_as_leading_ones_give_the_difference_of_the_spectra():
+    values = torch.tensor([7.0, 5, 3, 2, 1, 0.5]).double()
+    u, v = rotation(6), rotation(6, 1)
+    first = u @ torch.diag(values) @ v.T
+    order = [2, 3, 0, 1, 4, 5]  # its leading two directions are the third and fourth of the first block
+    second = u[:, order] @ torch.diag(values) @ v[:, order].T
+    expected = (values[:2] - values[2:4]).norm() / values[:2].norm()
+    assert miscoupling(first, second, k=2) == pytest.approx(float(expected), rel=1e-12)
+
+
+def test_disjoint_output_spaces_give_one_and_under_p_1_the_shape_of_the_spectrum():
+    values = torch.tensor([4.0, 3, 0, 0]).double()
+    first = torch.diag(values)
+    second = torch.zeros(4, 4, dtype=torch.float64)
+    second[2, 0], second[3, 1] = 2, 1  # same inputs, other outputs
+    assert miscoupling(first, second, k=2) == pytest.approx(1, rel=1e-13)
+    assert miscoupling(first, second, k=2, p=1) == pytest.approx(5 / 7, rel=1e-13)
+
+
+@pytest.mark.parametrize("angle", [0.3, 1.5, 3.0, -2.0])
+def test_a_rotated_basis_gives_twice_the_sine_of_half_the_angle(angle):
+    turn = torch.tensor([[math.cos(angle), -math.sin(angle)], [math.sin(angle), math.cos(angle)]], dtype=torch.float64)
+    first = torch.diag(torch.tensor([5.0, 0.7]).double())
+    second = turn @ torch.diag(torch.tensor([2.0, 1.9]).double())
+    assert miscoupling(first, second, k=2) == pytest.approx(2 * abs(math.sin(angle / 2)), rel=1e-12)
+
+
+@pytest.mark.parametrize("sign", ["signed", "absolute"])
+def test_common_rotations_transposition_and_positive_scaling_change_nothing(sign):
+    first, second = gaussian(9, 9), gaussian(9, 9, seed=1)
+    p, q = rotation(9, 2), rotation(9, 3)
+    expected = float(miscoupling(first, second, k=4, sign=sign))
+    for pair in [(p @ first @ q, p @ second @ q), (first.T, second.T), (3 * first, second), (first, 0.2 * second)]:
+        assert miscoupling(*pair, k=4, sign=sign) == pytest.approx(expected, rel=1e-11)
+    assert abs(float(miscoupling(second, first, k=4, sign=sign)) - expected) > 1e-3  # not symmetric
+
+
+def test_values_stay_in_their_range():
+    for seed in range(40):
+        pair = gaussian(2, 6, 6, seed=seed) + (1.5 if seed % 2 else 0) * torch.eye(6)
+        pair[0] = pair[0] if seed % 3 else -pair[1] + 0.1 * pair[0]
+        for k in (1, 3, 6):
+            assert 0 <= miscoupling(*pair, k=k) <= 2
+            assert 0 <= miscoupling(*pair, k=k, sign="absolute") <= math.sqrt(2) + 1e-12
+
+
+def test_float32_input_is_decomposed_in_float64_up_to_512():
+    jacobians = gaussian(3, 16, 16).float()
+    found = miscoupling_matrix(jacobians, k=4)
+    assert found.dtype == torch.float64
+    assert torch.equal(found, miscoupling_matrix(jacobians.double(), k=4))
+
+
+def test_k_is_a_count_if_int_and_a_share_if_float():
+    assert num_directions(1, 10) == 1
+    assert num_directions(1.0, 10) == 10
+    assert num_directions(0.1, 768) == 76
+    assert num_directions(0.3, 10) == 3  # 0.3 x 10 is 2.9999999999999996 in floating point for some shares
+    assert num_directions(0.7, 10) == 7
+    assert num_directions(0.29, 100) == 29
+
+
+@pytest.mark.parametrize(
+    ("k", "kind", "message"),
+    [
+        (11, ValueError, "expected k between 1 and the dimension 10, got 11"),
+        (0, ValueError, "expected k between 1 and the dimension 10, got 0"),
+        (1.5, ValueError, r"expected a share k in \(0, 1\]"),
+        (0.05, ValueError, "at least one of 10 directions, got 0.05"),
+        (math.nan, ValueError, "expected a share k"),
+        (True, TypeError, "expected k to be an int"),
+        ("3", TypeError, "expected k to be an int"),
+    ],
+)
+def test_a_k_that_does_not_fit_is_refused_never_cut(k, kind, message):
+    with pytest.raises(kind, match=message):
+        num_directions(k, 10)
+    with pytest.raises(kind):
+        miscoupling(gaussian(10, 10), gaussian(10, 10), k=k)
+
+
+def test_undefined_blocks_raise_by_name_or_become_nan_alone():
+    jacobians = gaussian(4, 6, 6)
+    expected = miscoupling_matrix(jacobians, k=2)
+    jacobians[1] = 0
+    jacobians[2, 0, 0] = math.inf
+    with pytest.raises(ValueError, match=r"expected finite Jacobians, got a non-finite one at index \[2\]"):
+        miscoupling_matrix(jacobians, k=2)
+    with pytest.raises(ValueError, match=r"undefined for a zero Jacobian, got one at index \[1\]"):
+        miscoupling_matrix(jacobians[:2], k=2)
+    found = miscoupling_matrix(jacobians, k=2, undefined="nan")
+    known = ~found.isnan()
+    assert known.tolist() == [[True, True, False, True], [False] * 4, [False] * 4, [True, True, False, True]]
+    torch.testing.assert_close(found[0, 3], expected[0, 3])
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"p": 0.5}, "expected p of at least 1"),
+        ({"p": math.nan}, "expected p of at least 1"),
+        ({"sign": "plain"}, 'expected sign "signed" or "absolute", got \'plain\''),
+        ({"bases": "uu"}, 'expected bases "uv" or "vu"'),
+        ({"k": []}, "at least one k"),
+        ({"undefined": "zero"}, 'expected undefined "raise" or "nan"'),
+    ],
+)
+def test_wrong_options_are_refused_with_a_sentence(options, message):
+    with pytest.raises(ValueError, match=message):
+        miscoupling_matrix(gaussian(2, 4, 4), **{"k": 2, **options})
+
+
+def test_matrices_that_are_not_square_or_not_floats_are_refused():
+    with pytest.raises(ValueError, match=r"expected square matrices .* got \(2, 4, 5\)"):
+        miscoupling_matrix(gaussian(2, 4, 5), k=2)
+    with pytest.raises(TypeError, match="floating-point"):
+        miscoupling_matrix(torch.ones(2, 4, 4, dtype=torch.int64), k=2)
+
+
+def test_min_gap_is_the_least_step_of_the_leading_spectrum():
+    values = torch.tensor([10.0, 8, 7.5, 2, 2])
+    assert [round(float(min_gap(values, k=k)), 6) for k in (1, 2, 3, 4, 5)] == [0.2, 0.05, 0.05, 0.0, 0.0]
+    assert float(min_gap(torch.tensor([4.0, 1]), k=2)) == 0.25  # nothing lies below the last: its size is the gap
+    assert float(min_gap(torch.zeros(3), k=1)) == 0
+
+
+def test_the_offdiagonal_ratio_equals_its_definition():
+    first, second = gaussian(7, 7), gaussian(7, 7, seed=1)
+    u, _, vt = np.linalg.svd(second.numpy())
+    compressed = u[:, :3].T @ first.numpy() @ vt[:3].T
+    expected = np.linalg.norm(compressed - np.diag(np.diag(compressed))) / np.linalg.norm(compressed)
+    assert offdiagonal_ratio(first, second, k=3) == pytest.approx(expected, rel=1e-12)
+    assert offdiagonal_ratio(second, second, k=3) == pytest.approx(0, abs=1e-13)
+    with pytest.raises(ValueError, match="undefined where j1 vanishes"):
+        offdiagonal_ratio(torch.zeros(7, 7), second, k=3)
+
+
+@pytest.mark.parametrize("sign", ["signed", "absolute"])
+@pytest.mark.parametrize("k", [12, 48])
+def test_the_random_baseline_is_the_root_mean_square_over_haar_bases(k, sign):
+    values = torch.arange(1, 49, dtype=torch.float64) ** -0.7
+    first = torch.diag(values)
+    others = torch.stack([with_spectrum(values, seed) for seed in range(400)])
+    squares = miscoupling(first.expand(400, -1, -1), others, k=k, sign=sign).square()
+    found = random_miscoupling(values, k=k, sign=sign)
+    assert found == pytest.approx(math.sqrt(squares.mean()), abs=0.006)
+
+
+def test_a_full_basis_has_baseline_sqrt_2_and_p_only_rescales():
+    values = gaussian(5, 20).abs().sort(descending=True).values
+    torch.testing.assert_close(random_miscoupling(values, k=1.0), torch.full((5,), math.sqrt(2)).double())
+    ratio = random_miscoupling(values, k=4, p=1) / random_miscoupling(values, k=4)
+    torch.testing.assert_close(ratio, values[:, :4].norm(dim=-1) / values[:, :4].sum(-1))
+
+
+def test_the_baseline_of_a_dimension_is_seeded_and_agrees_with_gaussian_spectra():
+    found = random_miscoupling(64, k=0.25, draws=8, seed=3)
+    assert found == random_miscoupling(64, k=0.25, draws=8, seed=3)
+    assert found != random_miscoupling(64, k=0.25, draws=8, seed=4)
+    assert found == pytest.approx(1.049, abs=0.02)
+    assert random_miscoupling(64, k=64) == pytest.approx(math.sqrt(2), abs=0.02)
+    spectrum = torch.linalg.svdvals(gaussian(64, 64))
+    assert random_miscoupling(spectrum, k=0.25) == pytest.approx(float(found), abs=0.02)
+
+
+def test_the_baseline_refuses_what_it_does_not_know():
+    with pytest.raises(ValueError, match="undefined for a spectrum of zeros"):
+        random_miscoupling(torch.zeros(4), k=2)
+    with pytest.raises(ValueError, match="at least one draw"):
+        random_miscoupling(8, k=2, draws=0)
+    with pytest.raises(ValueError, match="expected sign"):
+        random_miscoupling(torch.ones(4), k=2, sign="x")
+
+
+def test_excess_coupling_is_zero_for_random_and_one_for_shared_bases_whatever_p():
+    jacobians = gaussian(3, 12, 12)
+    spectra = torch.linalg.svdvals(jacobians)
+    excess = [
+        excess_coupling(miscoupling_matrix(jacobians, k=4, p=p), random_miscoupling(spectra, k=4, p=p)) for p in (1, 2)
+    ]
+    torch.testing.assert_close(excess[0], excess[1])
+    torch.testing.assert_close(excess[0].diagonal(), torch.ones(3, dtype=torch.float64))
+    hand = excess_coupling(torch.tensor([[0.5, 1.0], [2.0, 0.0]]), torch.tensor([1.0, 4.0]))
+    assert hand.tolist() == [[0.5, 0.0], [0.5, 1.0]]
+
+
+def test_means_over_pairs_leave_out_the_diagonal_and_group_by_distance():
+    pairs = torch.tensor([[1.0, 0.2, 0.4], [0.6, 1.0, 0.0], [0.8, math.nan, 1.0]])
+    assert off_diagonal_mean(pairs) == pytest.approx((0.2 + 0.4 + 0.6 + 0.0 + 0.8) / 5)
+    assert mean_by_distance(pairs).tolist() == pytest.approx([1.0, (0.2 + 0.6 + 0.0) / 3, 0.6])
+    whole = gaussian(2, 4, 4).clamp(-1, 1)
+    whole.diagonal(dim1=-2, dim2=-1).fill_(1)
+    coupling = off_diagonal_mean(whole)
+    torch.testing.assert_close(whole.mean((-2, -1)), coupling + (1 - coupling) / 4)
+    with pytest.raises(ValueError, match="at least two blocks"):
+        off_diagonal_mean(torch.ones(1, 1))
+
+
+def test_the_spectrum_equals_numpy_and_its_line_a_polynomial_fit():
+    jacobians = gaussian(2, 6, 7, 7)
+    found = jacobian_spectrum(jacobians, top=3, fit_from=2)
+    for prompt in range(2):
+        values = np.stack([np.linalg.svd(block, compute_uv=False) for block in jacobians[prompt].numpy()])
+        np.testing.assert_allclose(found.values[prompt], values[:, :3], rtol=1e-11)
+        number, inverse = np.arange(2, 7), 1 / values[1:, 0]
+        slope, intercept = np.polyfit(number, inverse, 1)
+        assert found.slope[prompt] == pytest.approx(slope, rel=1e-9)
+        assert found.intercept[prompt] == pytest.approx(intercept, rel=1e-9)
+        r_squared = np.corrcoef(number, inverse)[0, 1] ** 2
+        assert found.r_squared[prompt] == pytest.approx(r_squared, rel=1e-9)
+    assert jacobian_spectrum(jacobians, top=None).values.shape == (2, 6, 7)
+
+
+def test_an_inverse_norm_that_grows_linearly_has_r_squared_one():
+    blocks = torch.stack([with_spectrum(torch.tensor([1 / (0.5 + 0.25 * b), 0.1, 0.01]).double()) for b in range(1, 6)])
+    found = jacobian_spectrum(blocks, top=2)
+    assert (float(found.slope), float(found.intercept)) == pytest.approx((0.25, 0.5))
+    assert float(found.r_squared) == pytest.approx(1, abs=1e-12)
+
+
+def test_rotations_leave_the_spectrum_alone():
+    jacobians = gaussian(4, 6, 6)
+    turned = rotation(6) @ jacobians @ rotation(6, 1)
+    for found, expected in zip(jacobian_spectrum(turned, top=6), jacobian_spectrum(jacobians, top=6), strict=True):
+        torch.testing.assert_close(found, expected, rtol=1e-11, atol=1e-12)
+
+
+def test_an_undefined_line_raises_or_is_nan():
+    constant = torch.full((4,), 3.0).double()
+    with pytest.raises(ValueError, match="r_squared is undefined where 1 / s_1 is constant"):
+        inverse_norm_line(constant)
+    slope, intercept, r_squared = inverse_norm_line(constant, undefined="nan")
+    assert (float(slope), float(intercept)) == (0, pytest.approx(1 / 3))
+    assert r_squared.isnan()
+    with pytest.raises(ValueError, match=r"1 / s_1 is undefined for a zero Jacobian, got one at index \[0\]"):
+        jacobian_spectrum(torch.zeros(3, 4, 4), top=2)
+    with pytest.raises(ValueError, match="at least three blocks to fit a line to, got blocks 3 to 4"):
+        jacobian_spectrum(gaussian(4, 5, 5), top=2, fit_from=3)
+    with pytest.raises(ValueError, match="expected top between 1 and the dimension 5, got 15"):
+        jacobian_spectrum(gaussian(4, 5, 5))
+
+
+def test_the_rollout_equals_its_recursion_and_skips_the_last_factor_if_told():
+    jacobians, states = gaussian(3, 2, 5, 5), gaussian(4, 2, 5, seed=1)
+    found = linearized_rollout(jacobians, states)
+    skipped = linearized_rollout(jacobians, states, skip_last=True)
+    for prompt in range(2):
+        carried = states[0, prompt].numpy()
+        for block in range(3):
+            before = carried
+            carried = carried + jacobians[block, prompt].numpy() @ carried
+            state = states[block + 1, prompt].numpy()
+            cosine = carried @ state / np.linalg.norm(carried) / np.linalg.norm(state)
+            assert found[block, prompt] == pytest.approx(cosine, rel=1e-11)
+        last = before @ state / np.linalg.norm(before) / np.linalg.norm(state)
+        assert skipped[2, prompt] == pytest.approx(last, rel=1e-11)
+        assert torch.equal(skipped[:2, prompt], found[:2, prompt])
+
+
+def test_linear_tokenwise_blocks_roll_out_exactly():
+    jacobians, states = gaussian(4, 6, 6), [gaussian(6, seed=1)]
+    for block in jacobians:
+        states.append(states[-1] + block @ states[-1])
+    torch.testing.assert_close(linearized_rollout(jacobians, torch.stack(states)), torch.ones(4, dtype=torch.float64))
+    turn = rotation(6, 3)
+    moved = linearized_rollout(turn @ jacobians @ turn.T, 2 * torch.stack(states) @ turn.T)
+    torch.testing.assert_close(moved, torch.ones(4, dtype=torch.float64))
+
+
+def test_a_rollout_through_zero_raises_or_is_nan():
+    jacobians, states = gaussian(2, 3, 3), gaussian(3, 3, seed=1)
+    states[2] = 0
+    with pytest.raises(ValueError, match="undefined at layer 2"):
+        linearized_rollout(jacobians, states)
+    assert linearized_rollout(jacobians, states, undefined="nan").isnan().tolist() == [False, True]
+    with pytest.raises(ValueError, match=r"expected states of shape \(3, 3\)"):
+        linearized_rollout(jacobians, states[:2])
+
+
+def test_influence_equals_its_definition():
+    jacobians = gaussian(3, 6, 6)
+    found = cross_token_influence(jacobians)
+    for item in range(3):
+        values = np.linalg.svd(jacobians[item].numpy(), compute_uv=False)
+        share = values / values.sum()
+        expected = [np.linalg.norm(jacobians[item]), values[0], values.sum() ** 2 / (values**2).sum(),
+                    math.exp(-sum(s * math.log(s) for s in share))]  # fmt: skip
+        assert [float(part[item]) for part in found] == pytest.approx(expected, rel=1e-11)
+        assert 1 <= found.participation_ratio[item] <= found.entropy_rank[item] <= 6
+
+
+@pytest.mark.parametrize("rank", [1, 3, 5])
+def test_a_partial_isometry_has_its_rank_as_both_ranks(rank):
+    isometry = rotation(5)[:, :rank] @ rotation(5, 1)[:, :rank].T
+    expected = [math.sqrt(rank), 1, rank, rank]
+    assert [float(part) for part in cross_token_influence(isometry)] == pytest.approx(expected, rel=1e-10)
+
+
+def test_rotations_leave_influence_alone_and_scaling_moves_only_the_norms():
+    block = gaussian(6, 6)
+    expected = cross_token_influence(block)
+    for found in (cross_token_influence(rotation(6) @ block @ rotation(6, 1)), cross_token_influence(-7 * block)):
+        factor = float(found.spectral / expected.spectral)
+        assert factor == pytest.approx(1) or factor == pytest.approx(7)
+        torch.testing.assert_close(found.frobenius, factor * expected.frobenius)
+        torch.testing.assert_close(found.participation_ratio, expected.participation_ratio)
+        torch.testing.assert_close(found.entropy_rank, expected.entropy_rank)
+
+
+def test_eps_enters_both_denominators_and_drops_small_shares():
+    values = torch.tensor([1.0, 0.5, 0.01]).double()
+    found = cross_token_influence(torch.diag(values), eps=0.1)
+    share = (values / 1.61)[:2]
+    assert float(found.participation_ratio) == pytest.approx(1.51**2 / (1.2501 + 0.1))
+    assert float(found.entropy_rank) == pytest.approx(float(torch.exp(-(share * share.log()).sum())))
+
+
+def test_the_rank_of_nothing_raises_or_is_nan():
+    blocks = torch.stack([gaussian(4, 4), torch.zeros(4, 4, dtype=torch.float64)])
+    with pytest.raises(ValueError, match=r"rank of a zero Jacobian is undefined, got one at index \[1\]"):
+        cross_token_influence(blocks)
+    found = cross_token_influence(blocks, undefined="nan")
+    assert [float(found.frobenius[1]), float(found.spectral[1])] == [0, 0]
+    assert found.entropy_rank.isnan().tolist() == found.participation_ratio.isnan().tolist() == [False, True]

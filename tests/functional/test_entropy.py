@@ -1,0 +1,356 @@
+"""Entropies and ranks against eigenvalues and sums written out, cases solved by hand, invariances, refusals."""
+
+import itertools
+import math
+
+import numpy as np
+import pytest
+import torch
+
+from lit_layers.functional import entropy as module
+from lit_layers.functional.entropy import (
+    dataset_entropy,
+    effective_rank,
+    matrix_entropy,
+    participation_ratio,
+    rankme,
+    spectrum,
+)
+
+METRICS = (matrix_entropy, effective_rank, rankme, participation_ratio)
+
+
+def random(*shape, seed=0):
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+
+
+def uneven(*shape, seed=0):
+    """With a spectrum that falls by orders of magnitude."""
+    return random(*shape, seed=seed) * 3.0 ** -torch.arange(shape[-1], dtype=torch.float64)
+
+
+def rotation(dim, seed=0):
+    return torch.from_numpy(np.linalg.qr(np.random.default_rng(seed).normal(size=(dim, dim)))[0])
+
+
+def eigenvalues(rows):
+    """Of the Gram matrix over its trace, the positive ones."""
+    gram = rows.numpy() @ rows.numpy().T
+    shares = np.linalg.eigvalsh(gram / np.trace(gram))
+    return shares[shares > 1e-15]
+
+
+def renyi(shares, alpha):
+    if alpha == 1:
+        return -sum(p * math.log(p) for p in shares)
+    if alpha == math.inf:
+        return -math.log(max(shares))
+    return math.log(sum(p**alpha for p in shares)) / (1 - alpha)
+
+
+def released(rows, alpha):
+    """The 2024-09 code of Skean et al. in numpy: centred unit rows, the smaller Gram matrix, negatives clamped."""
+    rows = rows.numpy() - rows.numpy().mean(0)
+    rows = rows / np.linalg.norm(rows, axis=1, keepdims=True)
+    gram = np.maximum(rows.T @ rows if len(rows) > rows.shape[1] else rows @ rows.T, 0)
+    if alpha == 2:
+        return -math.log((gram**2).sum() / len(gram) ** 2)
+    shares = np.linalg.eigvalsh(gram)
+    shares = shares[shares > 0]
+    return renyi(shares / shares.sum(), alpha)
+
+
+@pytest.mark.parametrize("alpha", [0.5, 1, 1.5, 2, 7, math.inf])
+@pytest.mark.parametrize("shape", [(2, 6, 4), (2, 4, 9)])
+def test_matrix_entropy_is_the_renyi_entropy_of_the_eigenvalues(alpha, shape):
+    rows = random(*shape)
+    expected = [renyi(eigenvalues(element), alpha) for element in rows]
+    np.testing.assert_allclose(matrix_entropy(rows, alpha=alpha), expected, rtol=1e-9)
+
+
+def test_entropy_of_order_two_needs_only_the_entries_of_the_gram_matrix():
+    rows = random(7, 5)
+    gram = rows.numpy() @ rows.numpy().T
+    expected = -math.log(sum(k * k for k in gram.flat) / np.trace(gram) ** 2)
+    assert matrix_entropy(rows, alpha=2).item() == pytest.approx(expected, rel=1e-13)
+    assert participation_ratio(rows).item() == pytest.approx(math.exp(expected), rel=1e-13)
+
+
+def test_the_ranks_are_exponentials_of_entropies_of_the_singular_values():
+    rows = random(2, 6, 9)
+    for element in range(2):
+        shares = np.sqrt(eigenvalues(rows[element]))
+        shares /= shares.sum()
+        assert effective_rank(rows)[element].item() == pytest.approx(math.exp(renyi(shares, 1)), rel=1e-10)
+        assert rankme(rows)[element].item() == pytest.approx(math.exp(renyi(shares + 1e-7, 1)), rel=1e-10)
+        assert rankme(rows, eps=0.0)[element].item() == pytest.approx(math.exp(renyi(shares, 1)), rel=1e-10)
+
+
+def test_rankme_counts_its_eps_for_every_place_of_a_rank_that_is_not_full():
+    rows = torch.outer(torch.ones(5), torch.arange(1.0, 8.0))  # rank 1, min(rows, dim) = 5
+    eps = 0.01
+    expected = math.exp(renyi([1 + eps] + 4 * [eps], 1))
+    assert rankme(rows, eps=eps).item() == pytest.approx(expected, rel=1e-12)
+    mask = torch.tensor([True, True, True, False, False])
+    assert rankme(rows, mask, eps=eps).item() == pytest.approx(math.exp(renyi([1 + eps, eps, eps], 1)), rel=1e-12)
+
+
+def test_orthogonal_rows_of_equal_norm_fill_as_many_directions_as_there_are_rows():
+    rows = 5 * rotation(8)[:6]
+    for alpha in (0.5, 1, 2, math.inf):
+        assert matrix_entropy(rows, alpha=alpha).item() == pytest.approx(math.log(6), rel=1e-13)
+    for rank in (effective_rank, participation_ratio):
+        assert rank(rows).item() == pytest.approx(6, rel=1e-13)
+    assert rankme(rows).item() == pytest.approx(6, rel=1e-5)
+
+
+def test_repeated_rows_fill_one_direction():
+    rows = torch.outer(torch.tensor([1.0, -2.0, 0.5, 3.0]).double(), torch.tensor([0.1, 0.2, -0.7]).double())
+    assert matrix_entropy(rows).item() == pytest.approx(0, abs=1e-14)
+    assert matrix_entropy(rows, alpha=0.5).item() == pytest.approx(0, abs=1e-14)
+    assert effective_rank(rows).item() == pytest.approx(1, abs=1e-14)
+    assert participation_ratio(rows).item() == pytest.approx(1, abs=1e-14)
+
+
+def test_the_entropy_of_a_small_order_counts_directions_not_rounding():
+    rows = random(3, 9).repeat(3, 1) @ rotation(9)
+    assert matrix_entropy(rows, alpha=1e-6).item() == pytest.approx(math.log(3), abs=1e-4)
+
+
+def test_one_row_has_entropy_zero_and_rank_one():
+    assert [metric(random(1, 4)).item() for metric in METRICS] == pytest.approx([0, 1, 1, 1], abs=1e-5)
+
+
+def test_two_centred_unit_rows_are_opposite():
+    rows = random(2, 5)
+    assert matrix_entropy(rows, center=True, unit=True).item() == pytest.approx(0, abs=1e-13)
+    clamped = matrix_entropy(rows, center=True, unit=True, clamp=True).item()
+    assert clamped == pytest.approx(math.log(2), rel=1e-13)
+
+
+@pytest.mark.parametrize("shape", [(6, 40), (40, 6), (9, 9)])
+@pytest.mark.parametrize("kind", [random, uneven])
+def test_the_four_measures_of_rank_are_ordered(shape, kind):
+    for seed in range(20):
+        rows = kind(*shape, seed=seed)
+        if seed % 3 == 0:
+            rows[3:] = rows[:1] - rows[1:2]  # rank 3
+        rank = np.linalg.matrix_rank(rows.numpy(), tol=1e-12 * np.linalg.norm(rows.numpy()))
+        chain = [
+            participation_ratio(rows).item(),
+            matrix_entropy(rows).exp().item(),
+            effective_rank(rows).item(),
+            rank,
+            min(shape),
+        ]
+        assert participation_ratio(rows).item() == pytest.approx(matrix_entropy(rows, alpha=2).exp().item(), rel=1e-12)
+        assert chain[0] >= 1 - 1e-12
+        assert all(smaller <= larger * (1 + 1e-12) for smaller, larger in itertools.pairwise(chain))
+
+
+def test_entropy_falls_with_its_order_and_stays_in_its_range():
+    orders = [0.3, 0.9, 1, 1.1, 2, 5, math.inf]
+    for seed in range(10):
+        rows = uneven(7, 5, seed=seed)
+        values = [matrix_entropy(rows, alpha=alpha).item() for alpha in orders]
+        assert values == sorted(values, reverse=True)
+        assert all(0 <= value <= math.log(5) for value in values)
+        assert matrix_entropy(random(4, 9, seed=seed), center=True).item() <= math.log(3)
+
+
+@pytest.mark.parametrize("metric", METRICS)
+def test_rotation_scaling_order_signs_and_empty_features_change_no_rank(metric):
+    rows = random(6, 4)
+    signs = torch.tensor([1.0, -1, -1, 1, 1, -1])[:, None]
+    zeros = torch.nn.functional.pad(rows, (0, 3))
+    for changed in (rows @ rotation(4), 1e-8 * rows, rows[[4, 2, 0, 5, 1, 3]], signs * rows, zeros):
+        assert metric(changed).item() == pytest.approx(metric(rows).item(), rel=1e-5 if metric is rankme else 1e-11)
+
+
+def test_stacking_the_rows_twice_changes_no_entropy_and_moving_them_changes_it_unless_centred():
+    rows = random(6, 4)
+    for alpha in (1, 2):
+        value = matrix_entropy(rows, alpha=alpha).item()
+        assert matrix_entropy(torch.cat([rows, rows]), alpha=alpha).item() == pytest.approx(value, rel=1e-12)
+    assert matrix_entropy(rows + 3).item() != pytest.approx(matrix_entropy(rows).item(), rel=1e-2)
+    for metric in METRICS:
+        moved = metric(rows + 3, center=True).item()
+        assert moved == pytest.approx(metric(rows, center=True).item(), rel=1e-10)
+        assert moved == pytest.approx(metric(rows - rows.mean(0)).item(), rel=1e-10)
+
+
+def test_centering_comes_before_scaling_to_norm_one():
+    rows = random(6, 4) + 2
+    centered = rows - rows.mean(0)
+    expected = renyi(eigenvalues(centered / centered.norm(dim=-1, keepdim=True)), 1)
+    assert matrix_entropy(rows, center=True, unit=True).item() == pytest.approx(expected, rel=1e-10)
+
+
+@pytest.mark.parametrize("alpha", [1, 2])
+@pytest.mark.parametrize("shape", [(5, 9), (9, 5)])
+def test_the_released_options_give_the_released_numbers(alpha, shape):
+    rows = random(*shape)
+    options = {"center": True, "unit": True, "clamp": True, "side": "smaller", "alpha2": "frobenius"}
+    assert matrix_entropy(rows, alpha=alpha, **options).item() == pytest.approx(released(rows, alpha), rel=1e-10)
+
+
+def test_each_prompt_takes_its_own_smaller_side():
+    prompts, mask = random(2, 9, 5), torch.ones(2, 9, dtype=torch.bool)
+    mask[1, :6] = False  # 3 rows of dim 5: the other Gram matrix
+    options = {"center": True, "unit": True, "clamp": True, "side": "smaller", "alpha2": "frobenius"}
+    for alpha in (1, 2):
+        expected = [released(prompts[0], alpha), released(prompts[1, 6:], alpha)]
+        np.testing.assert_allclose(matrix_entropy(prompts, mask, alpha=alpha, **options), expected, rtol=1e-10)
+
+
+def test_the_side_matters_only_where_entries_are_clamped():
+    rows = random(9, 4)
+    assert matrix_entropy(rows, side="smaller").item() == matrix_entropy(rows).item()
+    clamped = [matrix_entropy(rows, clamp=True, side=side).item() for side in ("rows", "smaller")]
+    assert clamped[0] != pytest.approx(clamped[1], rel=1e-3)
+    unclamped = matrix_entropy(rows, alpha=2, alpha2="frobenius", unit=True).item()
+    assert unclamped == pytest.approx(matrix_entropy(rows, alpha=2, unit=True).item(), rel=1e-12)  # its trace is n
+
+
+def test_the_shortcut_of_order_two_is_off_unless_the_trace_is_the_number_of_rows():
+    rows = 3 * rotation(5)
+    right = matrix_entropy(rows, alpha=2).item()
+    assert matrix_entropy(rows, alpha=2, alpha2="frobenius").item() == pytest.approx(right - 4 * math.log(3), rel=1e-12)
+    assert matrix_entropy(rows, alpha=1, alpha2="frobenius").item() == pytest.approx(right, rel=1e-12)
+
+
+@pytest.mark.parametrize("shape", [(6, 4), (4, 6)])
+def test_normalizations_divide_by_logarithms_of_rows_and_dim(shape):
+    rows = random(*shape)
+    log_n, log_d, raw = math.log(shape[0]), math.log(shape[1]), matrix_entropy(rows).item()
+    divisors = {"raw": 1, "logN": log_n, "logD": log_d, "maxEntropy": min(log_n, log_d), "logNlogD": log_n * log_d}
+    for normalization, divisor in divisors.items():
+        for options in ({}, {"clamp": True}):
+            value = matrix_entropy(rows, normalization=normalization, **options).item()
+            assert value == pytest.approx(matrix_entropy(rows, **options).item() / divisor, rel=1e-13)
+    assert raw > 0
+
+
+@pytest.mark.parametrize("metric", METRICS)
+@pytest.mark.parametrize("options", [{}, {"drop_first": 1}, {"center": True}, {"center": True, "unit": True}])
+def test_padding_on_any_side_and_junk_in_it_change_nothing(metric, options):
+    mask = torch.ones(5, 11, dtype=torch.bool)
+    mask[1, :7], mask[2, 5:], mask[3, ::2], mask[4, [0, 4, 10]] = False, False, False, False
+    rows = random(5, 11, 7).masked_fill(~mask[..., None], math.nan)
+    expected = [metric(element[kept], **options).item() for element, kept in zip(rows, mask, strict=True)]
+    np.testing.assert_allclose(metric(rows, mask, **options), expected, rtol=1e-12)
+    np.testing.assert_allclose(metric(torch.stack([rows, -rows]), mask, **options), [expected] * 2, rtol=1e-12)
+    if metric is matrix_entropy:
+        options = {**options, "clamp": True, "side": "smaller", "normalization": "maxEntropy"}
+        expected = [metric(element[kept], **options).item() for element, kept in zip(rows, mask, strict=True)]
+        np.testing.assert_allclose(metric(rows, mask, **options), expected, rtol=1e-12)
+
+
+def test_a_sink_token_hides_the_others_unless_it_is_dropped():
+    rows = random(12, 8)
+    rows[0] *= 1e4
+    assert matrix_entropy(rows).item() < 1e-4
+    assert matrix_entropy(rows, center=True, unit=True).item() < matrix_entropy(rows, unit=True).item() / 10
+    assert matrix_entropy(rows, drop_first=1).item() == pytest.approx(matrix_entropy(rows[1:]).item(), rel=1e-13)
+    assert matrix_entropy(rows, drop_first=1).item() > 1
+
+
+def test_small_singular_values_keep_their_digits():
+    """An eigendecomposition of the Gram matrix has none left of the smaller one: 1e-18 of the larger."""
+    rows = torch.diag(torch.tensor([1.0, 1e-9], dtype=torch.float64)) @ rotation(2)
+    shares = np.array([1, 1e-9]) / (1 + 1e-9)
+    assert effective_rank(rows).item() - 1 == pytest.approx(math.expm1(renyi(shares, 1)), rel=1e-5)
+
+
+def test_one_decomposition_serves_all_quantities():
+    rows, mask = random(3, 8, 5), torch.arange(8) < torch.tensor([[8], [4], [6]])
+    found = spectrum(rows, mask, drop_first=1)
+    assert torch.equal(found.entropy(alpha=2), matrix_entropy(rows, mask, alpha=2, drop_first=1))
+    assert torch.equal(found.effective_rank(), effective_rank(rows, mask, drop_first=1))
+    assert torch.equal(found.rankme(), rankme(rows, mask, drop_first=1))
+    assert torch.equal(found.participation_ratio(), participation_ratio(rows, mask, drop_first=1))
+
+
+def test_dataset_entropy_is_the_matrix_entropy_of_the_pooled_vectors():
+    pooled = random(3, 20, 6)
+    for options in ({}, {"alpha": 2.0, "center": True}, {"clamp": True, "side": "smaller", "normalization": "logN"}):
+        assert torch.equal(dataset_entropy(pooled, **options), matrix_entropy(pooled, **options))
+
+
+def test_narrow_rows_are_widened_before_anything_is_computed():
+    rows = random(6, 4).bfloat16()
+    for metric in METRICS:
+        assert metric(rows).dtype == torch.float64
+        assert torch.equal(metric(rows), metric(rows.double()))
+
+
+@pytest.mark.parametrize("metric", METRICS)
+def test_sets_without_a_direction_are_refused_or_nan_alone(metric):
+    rows = random(5, 3, 4)
+    rows[1], rows[2], rows[3, 2, 1] = 0, 0.1, math.inf  # three rows of 0.1, whose sum over 3 is not 0.1
+    mask = torch.ones(5, 3, dtype=torch.bool)
+    mask[4] = False
+    healthy = metric(rows[:1], center=True)
+    for element, options, reason in (
+        (1, {}, "all rows are zero"),
+        (2, {"center": True}, "or equal to the mean that is subtracted"),
+        (3, {}, "a row is not finite"),
+        (4, {}, "there is no row"),
+    ):
+        chosen = [0, element]
+        with pytest.raises(ValueError, match=rf"is undefined at element \(1,\): .*{reason}"):
+            metric(rows[chosen], mask[chosen], **options)
+    values = metric(rows, mask, center=True, undefined="nan")
+    assert values.isnan().tolist() == [False, True, True, True, True]
+    assert values[0].item() == healthy.item()
+    with pytest.raises(
+        ValueError, match="a row is zero, or equal to the mean that is subtracted, and has no unit length"
+    ):
+        metric(torch.tensor([[1.0, 2.0], [0.0, 0.0]]), unit=True)
+    with pytest.raises(ValueError, match="is undefined: all rows are zero, or equal to the mean"):
+        metric(random(1, 3), center=True)
+    if metric is matrix_entropy:
+        clamped = metric(rows, mask, center=True, clamp=True, undefined="nan")
+        assert clamped.isnan().tolist() == [False, True, True, True, True]
+
+
+def test_normalizing_by_the_logarithm_of_one_is_undefined():
+    with pytest.raises(ValueError, match=r"matrix_entropy is undefined: logN divides by the logarithm of one row or"):
+        matrix_entropy(random(1, 4), normalization="logN")
+    assert matrix_entropy(random(4, 1), normalization="logD", undefined="nan").isnan()
+    assert matrix_entropy(random(1, 4), normalization="maxEntropy", undefined="nan").isnan()
+    assert matrix_entropy(random(1, 4), normalization="logD").item() == pytest.approx(0, abs=1e-14)
+
+
+@pytest.mark.parametrize(
+    ("options", "sentence"),
+    [
+        ({"alpha": 0.0}, "expected alpha above 0, got 0.0"),
+        ({"alpha": math.nan}, "expected alpha above 0, got nan"),
+        ({"alpha": -1.0, "clamp": True}, "expected alpha above 0, got -1.0"),
+        ({"side": "columns"}, "expected side to be one of 'rows', 'smaller', got 'columns'"),
+        ({"alpha2": "fast"}, "expected alpha2 to be one of"),
+        ({"normalization": "logn"}, "expected normalization to be one of 'raw', 'logN'"),
+        ({"undefined": "skip"}, "expected undefined to be one of 'raise', 'nan', got 'skip'"),
+        ({"drop_first": 1.5}, "expected drop_first to be an integer of at least 0, got 1.5"),
+    ],
+)
+def test_options_out_of_range_are_refused(options, sentence):
+    with pytest.raises(ValueError, match=sentence):
+        matrix_entropy(random(4, 3), **options)
+
+
+def test_wrong_kinds_and_shapes_are_refused():
+    with pytest.raises(TypeError, match=r"expected rows to be a floating-point tensor, got torch.int64"):
+        matrix_entropy(torch.ones(3, 3, dtype=torch.long))
+    with pytest.raises(ValueError, match=r"expected rows of shape \(\*n, rows, dim\), got \(3,\)"):
+        effective_rank(torch.ones(3))
+    with pytest.raises(ValueError, match="expected eps to be at least 0, got -1"):
+        rankme(random(3, 3), eps=-1)
+
+
+def test_singular_values_come_from_the_matrix_whichever_way_it_lies():
+    for shape in ((2, 5, 3), (2, 3, 5), (2, 0, 3)):
+        rows = random(*shape)
+        expected = torch.linalg.svdvals(rows)
+        np.testing.assert_allclose(module._singular_values(rows), expected, atol=1e-14)

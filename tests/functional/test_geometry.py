@@ -1,0 +1,375 @@
+"""Curvature, angles, cosines and CKA against plain numpy, cases solved by hand, invariances, refusals."""
+
+import itertools
+import math
+
+import numpy as np
+import pytest
+import torch
+
+from lit_layers.functional.geometry import (
+    cosine_similarity_matrix,
+    curvature_and_missing,
+    linear_cka,
+    token_angle,
+    token_curvature,
+)
+
+PI = math.pi
+
+
+def random(*shape, seed=0):
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+
+
+def rotation(dim, seed=0):
+    return torch.from_numpy(np.linalg.qr(np.random.default_rng(seed).normal(size=(dim, dim)))[0])
+
+
+def padded(prompts, sides):
+    """Prompts side by side in one tensor, with NaN where there is padding, and the mask."""
+    longest = max(len(prompt) for prompt in prompts)
+    tokens = torch.full((len(prompts), longest, prompts[0].shape[-1]), math.nan, dtype=torch.float64)
+    mask = torch.zeros(len(prompts), longest, dtype=torch.bool)
+    for row, (prompt, side) in enumerate(zip(prompts, sides, strict=True)):
+        places = torch.arange(longest)
+        places = {
+            "left": places[longest - len(prompt) :],
+            "right": places[: len(prompt)],
+            "both": places[1:][: len(prompt)],
+            "holes": places[::2][: len(prompt)],
+        }[side]
+        tokens[row, places], mask[row, places] = prompt, True
+    return tokens, mask
+
+
+def angle(a, b):
+    return math.acos(np.clip(a @ b / math.sqrt((a @ a) * (b @ b)), -1, 1))
+
+
+def curvature_of(tokens):
+    steps = [after - before for before, after in itertools.pairwise(tokens.numpy())]
+    angles = [angle(a, b) for a, b in itertools.pairwise(steps)]
+    return sum(angles) / len(angles)
+
+
+# ---------------------------------------------------------------------------------------- token_curvature
+
+
+def test_token_curvature_is_the_mean_angle_between_consecutive_differences():
+    tokens = random(2, 3, 9, 5)
+    expected = [[curvature_of(prompt) for prompt in row] for row in tokens]
+    np.testing.assert_allclose(token_curvature(tokens), expected, rtol=1e-12)
+
+
+@pytest.mark.parametrize(
+    ("points", "expected"),
+    [
+        ([[0, 0], [1, 2], [3, 6], [3.5, 7]], 0),
+        ([[0, 1], [5, 5], [0, 1], [5, 5], [0, 1]], PI),
+        ([[0, 0], [1, 0], [1, 1], [0, 1], [0, 0]], PI / 2),
+        ([[0, 0], [1, 0], [0.5, math.sqrt(3) / 2]], 2 * PI / 3),
+    ],
+    ids=["a line", "a zigzag", "a square", "a triangle"],
+)
+def test_curvature_of_simple_figures(points, expected):
+    assert token_curvature(torch.tensor(points, dtype=torch.float64)).item() == pytest.approx(expected, abs=1e-12)
+
+
+def test_curvature_of_a_random_walk_is_a_right_angle_and_that_of_unordered_tokens_a_third_more():
+    noise = random(300, 4000)
+    assert token_curvature(noise.cumsum(0)).item() == pytest.approx(PI / 2, abs=0.01)
+    assert token_curvature(noise).item() == pytest.approx(2 * PI / 3, abs=0.01)
+
+
+def test_a_tiny_turn_is_measured_to_the_last_digits():
+    turn = 1e-9
+    points = torch.tensor([[0, 0], [1, 0], [1 + math.cos(turn), math.sin(turn)]], dtype=torch.float64)
+    assert token_curvature(points).item() == pytest.approx(turn, rel=1e-6)
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_rotation_translation_scaling_and_reversal_do_not_change_curvature(seed):
+    tokens = random(9, 5, seed=seed)
+    expected = token_curvature(tokens).item()
+    for changed in (tokens @ rotation(5, seed), tokens - 7, tokens * 1e-4, tokens.flip(0)):
+        assert token_curvature(changed).item() == pytest.approx(expected, rel=1e-10)
+    assert token_curvature(tokens, center=True).item() == pytest.approx(expected, rel=1e-12)
+
+
+def test_unit_tokens_and_their_order_change_curvature():
+    tokens = random(9, 5)
+    lengths = tokens.norm(dim=-1, keepdim=True)
+    assert token_curvature(tokens, unit=True).item() == pytest.approx(curvature_of(tokens / lengths), rel=1e-12)
+    assert token_curvature(tokens, unit=True).item() != pytest.approx(token_curvature(tokens).item(), rel=1e-3)
+    assert token_curvature(tokens[torch.randperm(9)]).item() != pytest.approx(token_curvature(tokens).item(), rel=1e-3)
+
+
+def test_folding_takes_the_absolute_cosine():
+    tokens = random(40, 3)
+    steps = np.diff(tokens.numpy(), axis=0)
+    folded = [min(angle(a, b), PI - angle(a, b)) for a, b in itertools.pairwise(steps)]
+    assert token_curvature(tokens, fold=True).item() == pytest.approx(np.mean(folded), rel=1e-12)
+
+
+def test_centering_comes_before_scaling_to_norm_one():
+    tokens = random(9, 5) + 3
+    centered = tokens - tokens.mean(0)
+    expected = curvature_of(centered / centered.norm(dim=-1, keepdim=True))
+    assert token_curvature(tokens, center=True, unit=True).item() == pytest.approx(expected, rel=1e-12)
+
+
+@pytest.mark.parametrize("metric", [token_curvature, token_angle])
+@pytest.mark.parametrize("options", [{}, {"drop_first": 1}, {"center": True, "unit": True}])
+def test_padding_on_any_side_and_junk_in_it_change_nothing(metric, options):
+    prompts = [random(count, 5, seed=count) for count in (11, 6, 8, 5, 6)]
+    tokens, mask = padded(prompts, ["left", "left", "right", "both", "holes"])
+    expected = [metric(prompt, **options).item() for prompt in prompts]
+    np.testing.assert_allclose(metric(tokens, mask, **options), expected, rtol=1e-13)
+    over_layers = metric(torch.stack([tokens, 2 * tokens]), mask, **options)
+    np.testing.assert_allclose(over_layers, [expected, expected], rtol=1e-12)
+
+
+def test_dropping_first_tokens_counts_the_real_ones():
+    prompt = random(8, 5)
+    tokens, mask = padded([prompt, random(12, 5, seed=1)], ["left", "left"])
+    assert token_curvature(tokens, mask, drop_first=3)[0].item() == pytest.approx(curvature_of(prompt[3:]), rel=1e-12)
+
+
+def test_a_repeated_token_is_refused_nan_skipped_or_zero_as_asked():
+    tokens = random(2, 6, 4)
+    tokens[1, 3] = tokens[1, 2]
+    with pytest.raises(
+        ValueError, match=r"token_curvature is undefined at element \(1,\): neighbouring tokens are equ"
+    ):
+        token_curvature(tokens)
+    untouched = curvature_of(tokens[0])
+    by_nan = token_curvature(tokens, undefined="nan")
+    assert by_nan[0].item() == pytest.approx(untouched, rel=1e-12)
+    assert by_nan[1].isnan()
+    steps = tokens[1].diff(dim=0).numpy()
+    angles = [angle(steps[0], steps[1]), angle(steps[3], steps[4])]  # of the four, two need the zero step
+    values, missing = curvature_and_missing(tokens, undefined="skip")
+    np.testing.assert_allclose(values, [untouched, np.mean(angles)], rtol=1e-12)
+    assert missing.tolist() == [0, 2]
+    np.testing.assert_allclose(token_curvature(tokens, undefined="zero"), [untouched, sum(angles) / 4], rtol=1e-12)
+
+
+def test_tokens_of_one_direction_do_not_move_once_scaled_to_norm_one():
+    tokens = torch.outer(torch.tensor([1.0, 3.0, 7.0, 11.0]).double(), random(5))
+    assert token_curvature(tokens, unit=True, undefined="zero") == 0
+    assert token_curvature(tokens, unit=True, undefined="nan").isnan()
+
+
+def test_curvature_needs_three_real_tokens_whatever_is_done_about_equal_ones():
+    tokens, mask = padded([random(2, 4), random(3, 4)], ["left", "right"])
+    with pytest.raises(ValueError, match=r"undefined at element \(0,\): it takes 3 real tokens"):
+        token_curvature(tokens, mask)
+    for undefined in ("nan", "skip", "zero"):
+        assert token_curvature(tokens, mask, undefined=undefined).isnan().tolist() == [True, False]
+    assert token_curvature(torch.ones(5, 3), undefined="skip").isnan()
+    assert token_curvature(torch.ones(0, 3), undefined="nan").isnan()
+
+
+# ---------------------------------------------------------------------------------------- token_angle
+
+
+@pytest.mark.parametrize("lag", [1, 3])
+@pytest.mark.parametrize("unit", [True, False])
+def test_token_angle_is_the_mean_angle_of_centred_tokens_some_apart(lag, unit):
+    tokens = random(9, 5) + 1
+    centered = tokens.numpy() - tokens.numpy().mean(0)
+    expected = np.mean([angle(centered[i], centered[i + lag]) for i in range(9 - lag)])
+    assert token_angle(tokens, lag=lag, unit=unit).item() == pytest.approx(expected, rel=1e-12)
+
+
+def test_two_centred_tokens_are_opposite_and_equal_ones_without_an_angle():
+    assert token_angle(random(2, 5)).item() == PI
+    equal = torch.full((3, 3), 0.1, dtype=torch.float64)  # whose sum over 3 is not 0.1
+    assert token_angle(equal, center=False) == 0
+    with pytest.raises(ValueError, match="token_angle is undefined: a token is zero, or equal to the mean"):
+        token_angle(equal)
+    assert token_angle(equal, undefined="nan").isnan()
+
+
+def test_a_token_at_the_mean_up_to_rounding_has_no_angle():
+    a, b = random(2, 3)
+    assert token_angle(torch.stack([a, (a + b) / 2, b]), undefined="nan").isnan()
+
+
+def test_token_angle_is_never_nan_where_the_released_arccos_leaves_its_range():
+    tokens = random(1, 64).float().expand(50, 64) * torch.linspace(1, 2, 50)[:, None]
+    assert token_angle(tokens, center=False).item() == pytest.approx(0, abs=1e-7)
+
+
+def test_rotation_scaling_and_translation_do_not_change_token_angle():
+    tokens = random(9, 5)
+    for changed in (tokens @ rotation(5), tokens * 50, tokens + 4):
+        assert token_angle(changed).item() == pytest.approx(token_angle(tokens).item(), rel=1e-10)
+
+
+def test_token_angle_needs_more_tokens_than_the_lag():
+    with pytest.raises(ValueError, match="it takes 4 real tokens"):
+        token_angle(random(3, 5), lag=3)
+    assert token_angle(random(3, 5), lag=5, undefined="nan").isnan()
+    with pytest.raises(ValueError, match="expected lag to be an integer of at least 1, got 0"):
+        token_angle(random(3, 5), lag=0)
+
+
+# ---------------------------------------------------------------------------------------- cosines between layers
+
+
+def cosine(a, b):
+    return a @ b / math.sqrt((a @ a) * (b @ b))
+
+
+@pytest.mark.parametrize("mode", ["token", "flattened"])
+def test_cosines_of_layers_are_averaged_in_each_prompt_then_over_prompts(mode):
+    lengths = (7, 3, 5)
+    prompts = [random(4, count, 6, seed=count) for count in lengths]  # (layers, tokens, dim)
+    packed = [padded([p[layer] for p in prompts], ["left", "right", "both"]) for layer in range(4)]
+    states, mask = torch.stack([tokens for tokens, _ in packed]), packed[0][1]
+    expected = np.zeros((4, 4))
+    for i, j, prompt in itertools.product(range(4), range(4), prompts):
+        a, b = prompt[i].numpy(), prompt[j].numpy()
+        of_tokens = np.mean([cosine(x, y) for x, y in zip(a, b, strict=True)])
+        expected[i, j] += (of_tokens if mode == "token" else cosine(a.ravel(), b.ravel())) / 3
+    np.testing.assert_allclose(cosine_similarity_matrix(states, mask, mode=mode), expected, atol=1e-13)
+
+
+@pytest.mark.parametrize("mode", ["token", "flattened"])
+def test_cosine_matrices_are_symmetric_positive_with_unit_diagonal(mode):
+    matrix = cosine_similarity_matrix(random(6, 3, 5, 4), mode=mode)
+    np.testing.assert_allclose(matrix, matrix.mT, atol=1e-15)
+    np.testing.assert_allclose(matrix.diagonal(), 1, atol=1e-14)
+    assert (matrix.abs() <= 1).all()
+    assert torch.linalg.eigvalsh(matrix).min() > -1e-12
+
+
+def test_cosines_of_scaled_flipped_and_orthogonal_layers():
+    state = random(2, 5, 4)
+    scaled = torch.stack([state, 3 * state, 0.1 * state, -state])
+    expected = np.ones((4, 4))
+    expected[3, :3] = expected[:3, 3] = -1
+    np.testing.assert_allclose(cosine_similarity_matrix(scaled), expected, atol=1e-14)
+    orthogonal = torch.eye(4, dtype=torch.float64)[:, None, None, :].expand(4, 2, 3, 4)
+    np.testing.assert_allclose(cosine_similarity_matrix(orthogonal), np.eye(4), atol=1e-15)
+
+
+def test_scaling_single_tokens_changes_only_the_flattened_cosine():
+    states = random(3, 2, 5, 4)
+    weighted = states * torch.tensor([100.0, 1, 1, 1, 1])[:, None]
+    same = cosine_similarity_matrix(states)
+    np.testing.assert_allclose(cosine_similarity_matrix(weighted), same, atol=1e-13)
+    flattened = cosine_similarity_matrix(states, mode="flattened")
+    assert not np.allclose(cosine_similarity_matrix(weighted, mode="flattened"), flattened, atol=1e-2)
+    np.testing.assert_allclose(cosine_similarity_matrix(states @ rotation(4)), same, atol=1e-13)
+
+
+@pytest.mark.parametrize("mode", ["token", "flattened"])
+def test_a_layer_with_a_zero_or_broken_state_has_no_cosines(mode):
+    states = random(4, 2, 3, 5)
+    states[1, 1, slice(None) if mode == "flattened" else 2] = 0
+    with pytest.raises(ValueError, match=r"cosine_similarity_matrix is undefined at element \(0, 1\): a state is zero"):
+        cosine_similarity_matrix(states, mode=mode)
+    states[2, 0, 1, 0] = math.nan
+    matrix = cosine_similarity_matrix(states, mode=mode, undefined="nan")
+    expected = torch.zeros(4, 4, dtype=torch.bool)
+    expected[[1, 2]] = expected[:, [1, 2]] = True
+    assert torch.equal(matrix.isnan(), expected)
+    rest = cosine_similarity_matrix(states[[0, 3]], mode=mode)
+    np.testing.assert_allclose(matrix[[0, 3]][:, [0, 3]], rest, atol=1e-14)
+
+
+def test_prompts_without_a_real_token_and_wrong_shapes_are_refused():
+    mask = torch.tensor([[True, True], [False, False]])
+    with pytest.raises(ValueError, match="a prompt has no real token"):
+        cosine_similarity_matrix(random(3, 2, 2, 4), mask)
+    with pytest.raises(ValueError, match=r"expected states of shape \(layers, batch, tokens, dim\), got \(3, 4\)"):
+        cosine_similarity_matrix(random(3, 4))
+
+
+# ---------------------------------------------------------------------------------------- linear_cka
+
+
+def hsic_1(k, m):
+    """Song et al. 2012, written out over matrices."""
+    n = len(k)
+    k, m = k - np.diag(np.diag(k)), m - np.diag(np.diag(m))
+    ones = np.ones(n)
+    total = np.trace(k @ m) + ones @ k @ ones * (ones @ m @ ones) / ((n - 1) * (n - 2))
+    return (total - 2 / (n - 2) * (ones @ k @ m @ ones)) / (n * (n - 3))
+
+
+@pytest.mark.parametrize(("rows", "dims"), [(12, (5, 7)), (6, (20, 30)), (30, (3, 60))])
+def test_cka_agrees_with_its_definition_by_kernels(rows, dims):
+    x, y = random(2, rows, dims[0]) + 2, random(2, rows, dims[1], seed=1) - 1
+    for element in range(2):
+        a, b = x[element].numpy(), y[element].numpy()
+        centering = np.eye(rows) - 1 / rows
+        k, m = a @ a.T, b @ b.T
+        plain = [np.sum((centering @ p @ centering) * q) for p, q in ((k, m), (k, k), (m, m))]
+        debiased = [hsic_1(p, q) for p, q in ((k, m), (k, k), (m, m))]
+        for (xy, xx, yy), flag in ((plain, False), (debiased, True)):
+            value = linear_cka(x, y, debiased=flag)[element].item()
+            assert value == pytest.approx(xy / math.sqrt(xx * yy), rel=1e-10, abs=1e-12)
+
+
+@pytest.mark.parametrize("debiased", [False, True])
+def test_cka_of_a_representation_with_itself_moved_turned_and_scaled_is_one(debiased):
+    x, y = random(15, 6), random(15, 8, seed=1)
+    assert linear_cka(x, x, debiased=debiased).item() == pytest.approx(1, rel=1e-13)
+    assert linear_cka(x, 3 * x @ rotation(6) + 5, debiased=debiased).item() == pytest.approx(1, rel=1e-12)
+    expected = linear_cka(x, y, debiased=debiased).item()
+    order = torch.randperm(15, generator=torch.Generator().manual_seed(0))
+    for a, b in ((x @ rotation(6), y), (x, 0.01 * y), (x + 9, y - 4), (x[order], y[order]), (y, x)):
+        assert linear_cka(a, b, debiased=debiased).item() == pytest.approx(expected, rel=1e-9, abs=1e-12)
+    assert linear_cka(x, y[order], debiased=debiased).item() != pytest.approx(expected, rel=1e-3)
+
+
+def test_only_the_debiased_form_is_near_zero_for_independent_data():
+    pairs = [(random(60, 40, seed=seed), random(60, 50, seed=100 + seed)) for seed in range(30)]
+    plain = np.mean([linear_cka(x, y) for x, y in pairs])
+    debiased = np.mean([linear_cka(x, y, debiased=True) for x, y in pairs])
+    assert plain == pytest.approx(0.43, abs=0.01)
+    assert abs(debiased) < 0.02
+
+
+def test_cka_refuses_constant_data_too_few_rows_and_other_shapes():
+    x = random(5, 3)
+    with pytest.raises(ValueError, match="linear_cka is undefined: x does not vary"):
+        linear_cka(torch.full((5, 3), 0.7, dtype=torch.float64), x)
+    with pytest.raises(ValueError, match=r"linear_cka is undefined at element \(1,\): y does not vary"):
+        linear_cka(torch.stack([x, x]), torch.stack([x, torch.ones(5, 3).double()]))
+    with pytest.raises(ValueError, match="y does not vary"):  # rows at equal distances: nothing is left unbiased
+        linear_cka(x, torch.eye(5), debiased=True)
+    with pytest.raises(ValueError, match="debiased=True needs at least 4 rows, got 3"):
+        linear_cka(x[:3], x[:3], debiased=True)
+    with pytest.raises(ValueError, match="debiased=False needs at least 2 rows, got 1"):
+        linear_cka(x[:1], x[:1])
+    with pytest.raises(ValueError, match="values are not finite"):
+        linear_cka(x, x.where(x < x.max(), math.inf))
+    with pytest.raises(ValueError, match=r"got \(5, 3\) and \(4, 3\)"):
+        linear_cka(x, x[:4])
+
+
+# ---------------------------------------------------------------------------------------- common refusals
+
+
+@pytest.mark.parametrize("metric", [token_curvature, token_angle])
+def test_wrong_masks_kinds_and_options_are_refused(metric):
+    tokens = random(2, 5, 3)
+    with pytest.raises(TypeError, match=r"expected a boolean mask, True on real tokens, got torch.int64"):
+        metric(tokens, torch.ones(2, 5, dtype=torch.long))
+    with pytest.raises(ValueError, match=r"expected a mask that fits \(2, 5\), got \(2, 4\)"):
+        metric(tokens, torch.ones(2, 4, dtype=torch.bool))
+    with pytest.raises(ValueError, match=r"expected a mask that fits \(2, 5\), got \(3, 2, 5\)"):
+        metric(tokens, torch.ones(3, 2, 5, dtype=torch.bool))
+    with pytest.raises(ValueError, match="expected drop_first to be an integer of at least 0, got -1"):
+        metric(tokens, drop_first=-1)
+    with pytest.raises(TypeError, match="expected tokens to be a floating-point tensor, got list"):
+        metric([[1.0]])
+    with pytest.raises(ValueError, match=r"expected undefined to be one of .*, got 'ignore'"):
+        metric(tokens, undefined="ignore")
+    with pytest.raises(ValueError, match="a token is not finite"):
+        metric(tokens.where(tokens < tokens.max(), math.nan))

@@ -1,0 +1,235 @@
+"""The one-token route against plain reverse mode, for every family, and its refusal of what it does not understand."""
+
+import math
+import warnings
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from lit_layers.functional import jacobian, one_token
+from lit_layers.functional.jacobian import block_jacobian
+from lit_layers.models.view import LayeredModel
+from tests.support.tiny_models import FAMILIES, tiny, tiny_batch
+
+ATTENTIONS = [(name, attention) for name in FAMILIES if "_" not in name or name == "gpt_neox"
+              for attention in ("sdpa", "eager") if (name, attention) != ("gemma2", "sdpa")]  # fmt: skip
+TOKENS = {
+    "same": {"out_tokens": -1},
+    "first": {"out_tokens": 0},
+    "off_diagonal": {"out_tokens": [-1, 1], "in_tokens": "all"},
+}
+
+
+def relative_error(found: Tensor, expected: Tensor) -> float:
+    return float((found - expected).norm() / expected.norm())
+
+
+@pytest.mark.parametrize(
+    ("name", "attention", "padding"),
+    [
+        (*each, padding)
+        for each in ATTENTIONS
+        for padding in (None, "left", "right")
+        if not (padding and each[0] == "vit")
+    ],
+)
+def test_every_family_agrees_with_reverse_mode_through_the_whole_block(name, attention, padding):
+    trajectory = LayeredModel(tiny(name, attention=attention)).trajectory(tiny_batch(name, tokens=8, padding=padding))
+    for layer in (2, 3) if name == "gemma2" else (3,):  # in Gemma 2 every other block attends in a window
+        block, hidden = trajectory.block(layer), trajectory.hidden[layer - 1]
+        for tokens in TOKENS.values():
+            call = {"mask": trajectory.mask, **tokens}
+            found = block_jacobian(block, hidden, route="one_token", **call)
+            assert relative_error(found, block_jacobian(block, hidden, route="plain", **call)) < 1e-5
+
+
+@pytest.mark.parametrize("name", ["gpt2", "llama", "bert", "vit"])
+def test_in_float64_the_routes_agree_to_rounding(name):
+    trajectory = LayeredModel(tiny(name, torch.float64)).trajectory(tiny_batch(name))
+    for tokens in TOKENS.values():
+        block, hidden = trajectory.block(2), trajectory.hidden[1]
+        expected = block_jacobian(block, hidden, route="plain", **tokens)
+        for chunk_size in (None, 5):
+            found = block_jacobian(block, hidden, route="one_token", chunk_size=chunk_size, **tokens)
+            # Llama's norm and rotary tables are float32 in any model
+            assert relative_error(found, expected) < (1e-7 if name == "llama" else 1e-13)
+
+
+def test_causal_zeros_are_exact():
+    trajectory = LayeredModel(tiny("llama")).trajectory(tiny_batch("llama", tokens=6))
+    found = block_jacobian(
+        trajectory.block(2), trajectory.hidden[1], out_tokens=range(6), in_tokens="all", route="one_token"
+    )
+    for out in range(6):
+        assert (found[:, out, out + 1 :] == 0).all()
+        assert (found[:, out, : out + 1].abs().amax((-2, -1)) > 1e-5).all()
+
+
+class Attending(nn.Module):
+    """A residual block whose attention is what each test makes of it."""
+
+    def __init__(self, attend, dim: int = 8, heads: int = 2) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.attend, self.heads = attend, heads
+        self.qkv, self.out = nn.Linear(dim, 3 * dim), nn.Linear(dim, dim)
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        query, key, value = self.qkv(hidden).unflatten(-1, (3, self.heads, -1)).permute(2, 0, 3, 1, 4)
+        mixed = self.attend(2 * query, 2 * key, value)
+        return hidden + self.out(mixed.transpose(1, 2).flatten(2)).tanh()
+
+
+def soft_capped_with_bias(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+    scores = 3 * torch.tanh(query @ key.transpose(-2, -1) / 3 / math.sqrt(query.shape[-1]))
+    distance = torch.arange(key.shape[-2], dtype=query.dtype)
+    scores += 0.3 * distance[None, None, None]  # in place, as masks often are
+    return F.dropout(F.softmax(scores, dim=-1), 0.5, training=False) @ value
+
+
+def causal_inside(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+    scores = query @ key.mT
+    later = torch.ones(scores.shape[-2:], dtype=torch.bool).triu(1)
+    return scores.masked_fill(later, -math.inf).softmax(-1) @ value
+
+
+def fused(**options):
+    return lambda query, key, value: F.scaled_dot_product_attention(query, key, value, **options)
+
+
+def grouped(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+    return F.scaled_dot_product_attention(query, key[:, :1], value[:, 1:], enable_gqa=True, is_causal=True)
+
+
+def windowed(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+    near = torch.ones(query.shape[2], key.shape[2], dtype=torch.bool).tril().triu(-2)
+    return F.scaled_dot_product_attention(query, key, value, attn_mask=near, scale=0.7)
+
+
+@pytest.mark.parametrize(
+    "attend", [fused(), fused(is_causal=True, scale=0.3), grouped, windowed, soft_capped_with_bias, causal_inside]
+)
+def test_attention_of_any_make_is_expanded_exactly(attend):
+    block, hidden = Attending(attend).double(), torch.randn(2, 6, 8, dtype=torch.float64)
+    for tokens in TOKENS.values():
+        found = block_jacobian(block, hidden, route="one_token", **tokens)
+        assert relative_error(found, block_jacobian(block, hidden, route="plain", **tokens)) < 1e-12
+
+
+def test_many_tokens_of_many_prompts_are_the_same_as_one_at_a_time():
+    block, hidden = Attending(fused(is_causal=True)).double(), torch.randn(3, 7, 8, dtype=torch.float64)
+    together = block_jacobian(block, hidden, out_tokens=range(7), route="one_token")
+    for prompt in range(3):
+        for token in range(7):
+            alone = block_jacobian(block, hidden[prompt : prompt + 1], out_tokens=token, route="one_token")[0]
+            torch.testing.assert_close(together[prompt, token], alone, rtol=1e-12, atol=1e-14)
+
+
+def twice(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+    return fused()(query, key, value) + fused()(value, key, query)
+
+
+def by_hand(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+    return torch.einsum("bhqd,bhkd->bhqk", query, key).softmax(-1) @ value
+
+
+def with_a_sink(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+    scores = torch.cat([query @ key.mT, torch.zeros(*query.shape[:3], 1, dtype=query.dtype)], -1)
+    return scores.softmax(-1)[..., :-1] @ value
+
+
+class Convolving(Attending):
+    """Hears its neighbour before it attends: one token alone is not what it was."""
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        return super().forward(hidden + F.pad(hidden, (0, 0, 1, 0))[:, :-1])
+
+
+class Averaging(Attending):
+    """Hears all tokens after it has attended."""
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        output = super().forward(hidden)
+        return output + output.mean(1, keepdim=True) ** 2
+
+
+@pytest.mark.parametrize(
+    ("block", "reason"),
+    [
+        (Attending(twice), "it attends more than once"),
+        (Attending(by_hand), "no attention of a known kind"),
+        (Attending(with_a_sink), "no attention of a known kind"),
+        (Convolving(fused()), "does not treat a token alone as within its prompt"),
+        (Averaging(fused()), "it differs from the block's own derivative by"),
+        (nn.Sequential(nn.Linear(8, 8)), "no attention of a known kind"),
+    ],
+)
+def test_a_block_that_is_not_understood_falls_back_says_so_once_and_is_exact(block, reason, monkeypatch):
+    monkeypatch.setattr(jacobian, "_told", set())
+    block, hidden = block.double(), torch.randn(2, 5, 8, dtype=torch.float64)
+    expected = block_jacobian(block, hidden, route="plain")
+    with pytest.raises(ValueError, match=f"no one-token route for .*: .*{reason}"):
+        block_jacobian(block, hidden, route="one_token")
+    with pytest.warns(RuntimeWarning, match=f"by plain reverse mode, exactly but slowly: .*{reason}"):
+        found = block_jacobian(block, hidden)
+    assert torch.equal(found, expected)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert torch.equal(block_jacobian(block, hidden), expected)
+
+
+def test_an_error_in_the_surrogate_would_be_noticed(monkeypatch):
+    """The check on the block's own derivative, with a fault planted in the one place it guards."""
+    block, hidden = Attending(fused()).double(), torch.randn(1, 5, 8, dtype=torch.float64)
+    original = one_token.Expansion.__call__
+    monkeypatch.setattr(
+        one_token.Expansion,
+        "__call__",
+        lambda self, query, key, value: original(self._replace(p=1.01 * self.p), query, key, value),
+    )
+    with pytest.raises(ValueError, match="it differs from the block's own derivative"):
+        block_jacobian(block, hidden, route="one_token")
+
+
+def test_the_check_is_made_once_for_a_module_and_a_layout_of_inputs(monkeypatch):
+    block, seen = Attending(fused()), []
+    check = jacobian.disagreement
+    monkeypatch.setattr(jacobian, "disagreement", lambda *args: seen.append(1) or check(*args))
+    for tokens, checks in [(5, 1), (5, 1), (6, 2)]:
+        block_jacobian(block, torch.randn(2, tokens, 8))
+        assert len(seen) == checks
+    block_jacobian(block, torch.randn(2, 5, 8), in_tokens="all")
+    assert len(seen) == 3
+
+
+def test_a_diverged_block_gives_its_nans_and_is_not_judged_by_them():
+    block = Attending(fused())
+    assert block_jacobian(block, torch.full((1, 4, 8), math.nan), route="one_token").isnan().any()
+    found = block_jacobian(block, torch.randn(1, 4, 8), route="one_token")
+    assert found.isfinite().all()
+
+
+def test_modes_hooks_and_gradients_of_the_module_are_left_as_they_were():
+    model = tiny("gpt2").train()
+    trajectory = LayeredModel(model).trajectory(tiny_batch("gpt2"))
+    calls = []
+    model.transformer.h[0].register_forward_hook(lambda *_: calls.append(1))
+    expected = block_jacobian(trajectory.block(1), trajectory.hidden[0], route="plain")
+    seen = len(calls)
+    with torch.inference_mode():
+        found = block_jacobian(trajectory.block(1), trajectory.hidden[0].clone(), route="one_token")
+    assert relative_error(found, expected) < 1e-5
+    assert len(calls) == seen
+    assert all(part.training for part in model.modules())
+    assert all(parameter.grad is None for parameter in model.parameters())
+
+
+def test_plain_functions_take_reverse_mode_without_a_word():
+    hidden = torch.randn(1, 4, 8)
+    block_jacobian(lambda x: x**2, hidden)
+    with pytest.raises(ValueError, match="needs a module, or a block of a trajectory"):
+        block_jacobian(lambda x: x**2, hidden, route="one_token")
+    with pytest.raises(ValueError, match='expected route "auto", "one_token" or "plain", got \'fast\''):
+        block_jacobian(lambda x: x**2, hidden, route="fast")

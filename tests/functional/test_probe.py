@@ -1,0 +1,280 @@
+"""Logistic probes against scikit-learn, closed forms and invariances."""
+
+import math
+
+import numpy as np
+import pytest
+import torch
+from sklearn.linear_model import LogisticRegression
+from sklearn.metrics import f1_score
+from sklearn.preprocessing import StandardScaler
+
+from lit_layers.functional import _lbfgs, probe
+from lit_layers.functional.probe import fit_logistic_probes, macro_f1
+
+
+def problem(num_classes=3, n=120, dim=6, layers=3, seed=0):
+    """Overlapping classes whose features differ in scale by 10,000 and are far from 0."""
+    generator = torch.Generator().manual_seed(seed)
+    labels = torch.randint(num_classes, (n,), generator=generator)
+    labels[:num_classes] = torch.arange(num_classes)
+    centers = torch.randn(layers, num_classes, dim, generator=generator, dtype=torch.float64)
+    noise = torch.randn(layers, n, dim, generator=generator, dtype=torch.float64)
+    return (centers[:, labels] + 1.5 * noise) * torch.logspace(-2, 2, dim, dtype=torch.float64) + 3, labels
+
+
+def by_scikit_learn(features, labels, c, standardize=True, intercept=True):
+    """Log-probabilities, objective and coefficients of each layer's regression."""
+    found = []
+    for layer in features.double().numpy():
+        rows = StandardScaler().fit_transform(layer) if standardize else layer
+        model = LogisticRegression(C=c, fit_intercept=intercept, tol=1e-12, max_iter=100_000).fit(rows, labels.numpy())
+        log_proba = model.predict_log_proba(rows)
+        loss = -log_proba[np.arange(len(rows)), labels].sum()
+        found.append((log_proba, c * loss + np.square(model.coef_).sum() / 2, model.coef_.T))
+    return found
+
+
+@pytest.mark.parametrize("num_classes", [2, 3, 7])
+@pytest.mark.parametrize("c", [0.01, 1.0, 30.0])
+@pytest.mark.parametrize("shape", [{}, {"n": 40, "dim": 60, "layers": 2}])
+def test_probes_are_those_of_scikit_learn(num_classes, c, shape):
+    features, labels = problem(num_classes, **shape)
+    probes = fit_logistic_probes(features, labels, c=c, tolerance=1e-10)
+    assert probes.converged.all()
+    log_proba = probes.log_proba(features)
+    for layer, (expected, objective, coefficients) in enumerate(by_scikit_learn(features, labels, c)):
+        np.testing.assert_allclose(log_proba[layer].exp(), np.exp(expected), atol=2e-6)
+        assert probes.objective[layer].item() == pytest.approx(objective, rel=1e-9)
+        np.testing.assert_allclose(probes.weight[layer], coefficients, atol=2e-5)
+
+
+@pytest.mark.parametrize("num_classes", [2, 4])
+@pytest.mark.parametrize(("standardize", "intercept"), [(False, True), (True, False), (False, False)])
+def test_probes_without_standardising_or_intercept_are_those_of_scikit_learn(num_classes, standardize, intercept):
+    features, labels = problem(num_classes)
+    features = (features - 3) / features.std((0, 1)) + 0.5
+    options = {"standardize": standardize, "intercept": intercept}
+    probes = fit_logistic_probes(features, labels, tolerance=1e-10, **options)
+    assert probes.converged.all()
+    for layer, (expected, objective, coefficients) in enumerate(by_scikit_learn(features, labels, 1.0, **options)):
+        np.testing.assert_allclose(probes.log_proba(features)[layer].exp(), np.exp(expected), atol=2e-6)
+        assert probes.objective[layer].item() == pytest.approx(objective, rel=1e-9)
+        np.testing.assert_allclose(probes.weight[layer], coefficients, atol=2e-5)
+
+
+def test_float32_at_the_default_tolerance_reaches_the_optimum():
+    features, labels = problem(5, n=400, dim=12)
+    probes = fit_logistic_probes(features.float(), labels)
+    assert probes.converged.all()
+    assert probes.weight.dtype == torch.float32
+    for layer, (expected, objective, _) in enumerate(by_scikit_learn(features.float(), labels, 1.0)):
+        np.testing.assert_allclose(probes.log_proba(features.float())[layer].exp(), np.exp(expected), atol=5e-5)
+        assert probes.objective[layer].item() == pytest.approx(objective, rel=1e-6)
+
+
+@pytest.mark.parametrize("num_classes", [2, 4])
+@pytest.mark.parametrize("standardize", [True, False])
+def test_a_converged_probe_has_the_gradient_that_was_asked_for_in_the_features_coordinates(num_classes, standardize):
+    features, labels = problem(num_classes, layers=1)
+    if not standardize:
+        features = features / 30 + 1000  # a far mean: the gradient of these features' own weights is another
+    tolerance, c = 1e-5, 0.5
+    probes = fit_logistic_probes(features, labels, c=c, standardize=standardize, tolerance=tolerance)
+    assert probes.converged.all()
+    weight, bias = probes.weight[0].clone().requires_grad_(), probes.bias[0].clone().requires_grad_()
+    logits = ((features[0] - probes.mean[0]) / probes.scale[0]) @ weight + bias
+    if num_classes == 2:
+        loss = torch.nn.functional.softplus(torch.where(labels == 1, -1.0, 1.0) * logits[:, 0]).sum()
+    else:
+        loss = torch.nn.functional.cross_entropy(logits, labels, reduction="sum")
+    objective = c * loss + weight.square().sum() / 2
+    assert objective.item() == pytest.approx(probes.objective.item(), rel=1e-12)
+    gradients = torch.autograd.grad(objective, (weight, bias))
+    assert max(gradient.abs().max().item() for gradient in gradients) <= tolerance * c * len(labels) * (1 + 1e-6)
+
+
+def test_two_points_solved_by_hand():
+    # x = -1 and 1 after standardising, so the objective is 2 c log(1 + e^-w) + w^2 / 2 and w (1 + e^w) = 2 c.
+    probes = fit_logistic_probes(torch.tensor([[[5.0], [7.0]]], dtype=torch.float64), torch.tensor([0, 1]), c=2.0)
+    weight = probes.weight.item()
+    assert weight * (1 + math.exp(weight)) == pytest.approx(4, rel=1e-5)
+    assert probes.bias.item() == pytest.approx(0, abs=1e-6)
+    assert (probes.mean.item(), probes.scale.item()) == (6, 1)
+
+
+@pytest.mark.parametrize("c", [1e-3, 1.0, 1e3])
+@pytest.mark.parametrize("counts", [(3, 7), (1, 5, 14)])
+def test_constant_features_give_the_class_frequencies(c, counts):
+    labels = torch.arange(len(counts)).repeat_interleave(torch.tensor(counts))
+    share = torch.tensor(counts).double() / len(labels)
+    features = torch.tensor([0.1, -7.3, 1e9], dtype=torch.float64).expand(2, len(labels), 3)
+    probes = fit_logistic_probes(features, labels, c=c)
+    assert probes.converged.all()
+    torch.testing.assert_close(probes.log_proba(features).exp(), share.expand(2, len(labels), -1), atol=1e-9, rtol=0)
+    entropy = -(share * share.log()).sum().item()
+    assert probes.objective.tolist() == pytest.approx([c * len(labels) * entropy] * 2, rel=1e-9)
+    assert not probes.weight.any()
+    # at any place: a constant feature says nothing elsewhere either
+    torch.testing.assert_close(probes.log_proba(features + 5), probes.log_proba(features))
+
+
+@pytest.mark.parametrize("num_classes", [2, 4])
+def test_probabilities_do_not_change_under_affine_maps_of_a_feature(num_classes):
+    features, labels = problem(num_classes)
+    mapped = features * torch.tensor([1, -2, 1e3, 1e-4, -5, 7], dtype=torch.float64) + 11
+    expected = fit_logistic_probes(features, labels, tolerance=1e-9).log_proba(features)
+    torch.testing.assert_close(
+        fit_logistic_probes(mapped, labels, tolerance=1e-9).log_proba(mapped), expected, atol=1e-5, rtol=0
+    )
+
+
+@pytest.mark.parametrize("num_classes", [2, 4])
+def test_probabilities_do_not_depend_on_the_order_of_rows(num_classes):
+    features, labels = problem(num_classes)
+    order = torch.randperm(len(labels), generator=torch.Generator().manual_seed(1))
+    expected = fit_logistic_probes(features, labels, tolerance=1e-9).log_proba(features)
+    shuffled = fit_logistic_probes(features[:, order], labels[order], tolerance=1e-9).log_proba(features)
+    torch.testing.assert_close(shuffled, expected, atol=1e-5, rtol=0)
+
+
+@pytest.mark.parametrize("names", [[1, 0], [2, 0, 3, 1]])
+def test_probabilities_follow_the_classes_when_they_are_renumbered(names):
+    features, labels = problem(len(names))
+    names = torch.tensor(names)
+    expected = fit_logistic_probes(features, labels, tolerance=1e-9).log_proba(features)
+    renamed = fit_logistic_probes(features, names[labels], tolerance=1e-9).log_proba(features)
+    torch.testing.assert_close(renamed[..., names], expected, atol=1e-5, rtol=0)
+
+
+@pytest.mark.parametrize("num_classes", [2, 5])
+def test_layers_fitted_side_by_side_are_those_fitted_alone(monkeypatch, num_classes):
+    features, labels = problem(num_classes, layers=4)
+    features[1] = 1  # done at once, while the others go on
+    alone = fit_logistic_probes(features, labels)
+    assert len(set(alone.num_iterations.tolist())) > 1
+    monkeypatch.setattr(probe, "_layers_at_once", lambda features, num_classes: 3)  # as on a GPU
+    together = fit_logistic_probes(features, labels)
+    assert together.num_iterations.tolist() == alone.num_iterations.tolist()
+    torch.testing.assert_close(together.weight, alone.weight, atol=1e-8, rtol=0)
+    torch.testing.assert_close(together.log_proba(features), alone.log_proba(features), atol=1e-8, rtol=0)
+
+
+def test_only_the_layer_that_has_not_converged_is_flagged():
+    features, labels = problem(4)
+    features[1] = 2.5
+    probes = fit_logistic_probes(features, labels, max_iterations=2)
+    assert probes.converged.tolist() == [False, True, False]
+    assert probes.num_iterations.tolist() == [2, 0, 2]
+    assert fit_logistic_probes(features, labels).converged.all()
+
+
+@pytest.mark.parametrize(("seen", "num_classes"), [([1, 3], 5), ([0, 2, 3], 4), ([0, 1], 3)])
+def test_a_class_without_training_rows_is_never_predicted(seen, num_classes):
+    features, labels = problem(len(seen))
+    probes = fit_logistic_probes(features, torch.tensor(seen)[labels], num_classes=num_classes)
+    plain = fit_logistic_probes(features, labels)
+    assert probes.classes.tolist() == seen
+    log_proba = probes.log_proba(features)
+    assert log_proba.shape == (*features.shape[:2], num_classes)
+    torch.testing.assert_close(log_proba[..., seen], plain.log_proba(features))
+    unseen = [name for name in range(num_classes) if name not in seen]
+    assert (log_proba[..., unseen] == -torch.inf).all()
+    assert torch.equal(probes.predict(features), torch.tensor(seen)[plain.predict(features)])
+
+
+def test_predictions_are_the_most_probable_classes_of_rows_never_seen():
+    features, labels = problem(4)
+    probes = fit_logistic_probes(features, labels)
+    others = features[:, :50] * 1.1 - 0.3
+    log_proba = probes.log_proba(others)
+    torch.testing.assert_close(log_proba.exp().sum(-1), torch.ones(3, 50, dtype=torch.float64))
+    assert torch.equal(probes.predict(others), log_proba.argmax(-1))
+    by_layer = [
+        LogisticRegression(tol=1e-12).fit((layer - mean) / scale, labels).predict((rows - mean) / scale)
+        for layer, rows, mean, scale in zip(features, others, probes.mean, probes.scale, strict=True)
+    ]
+    assert np.array_equal(probes.predict(others), by_layer)
+
+
+def test_half_precision_is_widened_and_no_gradient_reaches_the_features():
+    features, labels = problem(3)
+    rounded = (features / 50).bfloat16()
+    probes = fit_logistic_probes(rounded.clone().requires_grad_(), labels)
+    assert probes.weight.dtype == torch.float32
+    assert not probes.weight.requires_grad
+    expected = fit_logistic_probes(rounded.float(), labels).log_proba(rounded.float())
+    torch.testing.assert_close(probes.log_proba(rounded), expected)
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "message"),
+    [
+        ({"features": torch.ones(2, 4, 3, dtype=torch.long)}, TypeError, "floating-point tensor, got torch.int64"),
+        ({"features": torch.ones(4, 3)}, ValueError, r"shape \(layers, n, dim\), got \(4, 3\)"),
+        ({"features": torch.ones(0, 4, 3)}, ValueError, r"shape \(layers, n, dim\), got \(0, 4, 3\)"),
+        (
+            {"features": torch.ones(2, 4, 3).index_fill(0, torch.tensor(1), torch.nan)},
+            ValueError,
+            "finite features, got others at layer 1",
+        ),
+        ({"labels": torch.ones(4)}, TypeError, "labels to be an integer tensor, got torch.float32"),
+        ({"labels": torch.tensor([0, 1])}, ValueError, r"one label for each of 4 rows, got shape \(2,\)"),
+        ({"labels": torch.tensor([0, 1, -1, 0])}, ValueError, r"labels in 0\.\.1, got -1"),
+        ({"num_classes": 2, "labels": torch.tensor([0, 1, 2, 0])}, ValueError, r"labels in 0\.\.1, got 2"),
+        ({"labels": torch.tensor([3, 3, 3, 3])}, ValueError, "at least 2 classes, got only class 3"),
+        ({"features": torch.ones(2, 1, 3), "labels": torch.tensor([0])}, ValueError, "at least 2 rows, got 1"),
+        ({"c": 0.0}, ValueError, "expected a positive c, got 0.0"),
+        ({"tolerance": -1.0}, ValueError, "expected a positive tolerance, got -1.0"),
+        ({"max_iterations": 0}, ValueError, "max_iterations of at least 1, got 0"),
+    ],
+)
+def test_wrong_input_is_refused_with_a_sentence(change, error, message):
+    given = {"features": torch.randn(2, 4, 3), "labels": torch.tensor([0, 1, 0, 1])} | change
+    with pytest.raises(error, match=message):
+        fit_logistic_probes(**given)
+
+
+def test_probes_refuse_features_of_other_layers_or_width():
+    features, labels = problem(3)
+    with pytest.raises(ValueError, match=r"these probes read 3 layers of width 6, got shape \(2, 120, 6\)"):
+        fit_logistic_probes(features, labels).log_proba(features[:2])
+
+
+def test_macro_f1_weighs_the_classes_among_the_labels_alike():
+    # class 0: 2 hits of 3 true and 2 predicted, 4/5; class 1: none of 1, 0; class 4 is only predicted
+    labels, predictions = torch.tensor([0, 0, 0, 1]), torch.tensor([0, 0, 4, 4])
+    assert macro_f1(labels, predictions) == pytest.approx((4 / 5 + 0) / 2)
+    generator = torch.Generator().manual_seed(0)
+    labels, predictions = torch.randint(9, (2, 60), generator=generator)
+    expected = f1_score(labels, predictions, average="macro", labels=labels.unique(), zero_division=0)
+    assert macro_f1(labels, predictions) == pytest.approx(expected)
+    with pytest.raises(ValueError, match="at least one row"):
+        macro_f1(labels[:0], predictions[:0])
+
+
+@pytest.mark.parametrize("guess", [1e-4, 1.0, 1e4])
+def test_the_minimiser_finds_its_step_however_wrong_the_preconditioner(guess):
+    generator = torch.Generator().manual_seed(0)
+    centers = torch.randn(4, 5, generator=generator, dtype=torch.float64)
+    curvature = torch.logspace(-1, 1, 5, dtype=torch.float64)
+
+    def gradient(points):  # of sum curvature (x - center)^2 / 2 + (x - center)^4 / 4
+        return curvature * (points - centers) + (points - centers) ** 3
+
+    found = _lbfgs.minimize(
+        gradient, torch.zeros_like(centers), lambda g: guess * g, lambda g: g.abs().amax(1) < 1e-10, 200
+    )
+    assert found.converged.all()
+    torch.testing.assert_close(found.point, centers, atol=1e-8, rtol=0)
+
+
+def test_a_problem_without_a_way_down_stops_and_is_not_converged():
+    def gradient(points):  # the first is broken away from 0, the second is |x - 3|^2 / 2
+        broken = torch.where(points[:1] == 0, torch.ones(1, 1), torch.full((1, 1), torch.nan))
+        return torch.cat([broken, points[1:] - 3])
+
+    found = _lbfgs.minimize(gradient, torch.zeros(2, 1), lambda g: g, lambda g: g.abs().amax(1) < 1e-6, 50)
+    assert found.converged.tolist() == [False, True]
+    assert found.point.flatten().tolist() == [0, 3]
+    assert found.num_iterations.tolist() == [1, 1]

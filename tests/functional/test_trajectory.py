@@ -1,0 +1,267 @@
+"""Line shape score, growth and step lengths against plain numpy, cases solved by hand, invariances, refusals."""
+
+import itertools
+import math
+
+import numpy as np
+import pytest
+import torch
+
+from lit_layers.functional.trajectory import (
+    equidistance,
+    expodistance,
+    growth_rates,
+    line_shape_score,
+    running_line_shape_score,
+    state_norms,
+    step_norms,
+)
+
+PER_TOKEN = (line_shape_score, expodistance, equidistance)
+
+
+def random_states(seed=0, layers=6, tokens=(3, 4), dim=7):
+    generator = torch.Generator().manual_seed(seed)
+    steps = torch.randn(layers, *tokens, dim, generator=generator, dtype=torch.float64)
+    return steps.cumsum(0) * torch.linspace(1, 3, layers, dtype=torch.float64)[:, None, None, None]
+
+
+def path(*points):
+    return torch.tensor(points, dtype=torch.float64)
+
+
+def path_of_steps(steps):
+    steps = torch.as_tensor(steps, dtype=torch.float64)
+    return torch.cat([torch.ones(1, steps.shape[-1], dtype=torch.float64), 1 + steps.cumsum(0)])
+
+
+def rotation(dim, seed=0):
+    return torch.from_numpy(np.linalg.qr(np.random.default_rng(seed).normal(size=(dim, dim)))[0])
+
+
+def by_walking(points):
+    """The published recursion: walk the unit steps, then see how far one came."""
+    walker = points[0].copy()
+    for before, after in itertools.pairwise(points):
+        walker += (after - before) / math.sqrt(sum((after - before) ** 2))
+    return (len(points) - 1) / math.dist(walker, points[0])
+
+
+def test_the_line_shape_score_is_the_distance_walked_in_unit_steps_over_the_distance_come():
+    states = random_states()
+    expected = [[by_walking(states[:, i, j].numpy()) for j in range(4)] for i in range(3)]
+    np.testing.assert_allclose(line_shape_score(states), expected, rtol=1e-13)
+
+
+def test_the_running_score_of_each_layer_is_the_score_of_the_path_so_far():
+    states = random_states()
+    running = running_line_shape_score(states)
+    for layer in range(1, len(states)):
+        np.testing.assert_allclose(running[layer - 1], line_shape_score(states[: layer + 1]), rtol=1e-14)
+    np.testing.assert_allclose(running[0], 1, rtol=1e-14)
+
+
+def test_growth_rates_and_the_deviations_of_growth_and_steps_agree_with_numpy():
+    states = random_states()
+    norms = np.sqrt((states.numpy() ** 2).sum(-1))
+    rates = np.log(norms[1:]) - np.log(norms[:-1])
+    lengths = np.sqrt((np.diff(states.numpy(), axis=0) ** 2).sum(-1))
+    np.testing.assert_allclose(growth_rates(states), rates, rtol=1e-12)
+    np.testing.assert_allclose(state_norms(states), norms, rtol=1e-14)
+    np.testing.assert_allclose(step_norms(states), lengths, rtol=1e-14)
+    for correction in (0, 1):
+        variation = rates.std(0, ddof=correction) / abs(rates.mean(0))
+        np.testing.assert_allclose(expodistance(states, correction=correction), variation, rtol=1e-11)
+        squared = expodistance(states, correction=correction, form="var_over_mean2")
+        np.testing.assert_allclose(squared, variation**2, rtol=1e-11)
+        uneven = lengths.std(0, ddof=correction) / lengths.mean(0)
+        np.testing.assert_allclose(equidistance(states, correction=correction), uneven, rtol=1e-12)
+
+
+@pytest.mark.parametrize("back", [0, 1, 2])
+def test_collinear_steps_of_which_some_point_back_score_L_over_L_minus_twice_them(back):
+    signs = torch.tensor([-1.0] * back + [1.0] * (5 - back), dtype=torch.float64)
+    steps = signs[:, None] * torch.tensor([0.1, 7, 2, 0.5, 30])[:, None] * torch.tensor([3.0, 4.0])
+    assert line_shape_score(path_of_steps(steps)).item() == pytest.approx(5 / abs(5 - 2 * back), rel=1e-14)
+
+
+def test_orthogonal_steps_of_any_length_score_the_root_of_their_number():
+    steps = torch.diag(torch.tensor([1.0, 5, 0.01, 300]))
+    assert line_shape_score(path_of_steps(steps)).item() == pytest.approx(2, rel=1e-14)
+
+
+@pytest.mark.parametrize(
+    "steps",
+    [[[1.0, 2.0], [-3.0, -6.0]], [[math.cos(turn), math.sin(turn)] for turn in (0, 2 * math.pi / 3, 4 * math.pi / 3)]],
+    ids=["there and back", "a triangle"],
+)
+def test_unit_steps_that_cancel_score_infinity(steps):
+    assert line_shape_score(path_of_steps(steps)).item() == math.inf
+
+
+def test_norms_that_grow_by_one_factor_have_expodistance_zero_and_the_rate_of_that_factor():
+    directions = torch.nn.functional.normalize(random_states()[:, 0, 0], dim=-1)
+    states = directions * 1.5 ** torch.arange(6.0, dtype=torch.float64)[:, None]
+    np.testing.assert_allclose(growth_rates(states), math.log(1.5), rtol=1e-13)
+    assert expodistance(states).item() < 1e-14
+
+
+def test_growth_by_own_shares_gives_their_logarithms():
+    shares = torch.tensor([0.5, -0.25, 2.0], dtype=torch.float64)
+    factors = torch.cat([torch.ones(1), 1 + shares]).cumprod(0)
+    np.testing.assert_allclose(growth_rates(factors[:, None] * torch.tensor([3.0, 4.0])), shares.log1p(), rtol=1e-7)
+
+
+@pytest.mark.parametrize("where", [0, 2, 4])
+def test_all_growth_or_all_way_in_one_of_L_blocks_gives_the_root_of_L_minus_one(where):
+    norms = torch.tensor([1.0 if layer <= where else 4.0 for layer in range(6)], dtype=torch.float64)
+    states = norms[:, None] * torch.tensor([0.6, 0.8], dtype=torch.float64)
+    assert expodistance(states).item() == pytest.approx(2, rel=1e-13)
+    assert equidistance(states).item() == pytest.approx(2, rel=1e-13)
+
+
+def test_equal_steps_in_any_direction_have_equidistance_zero():
+    steps = torch.nn.functional.normalize(
+        torch.randn(5, 9, generator=torch.Generator().manual_seed(0)).double(), dim=-1
+    )
+    assert equidistance(path_of_steps(3 * steps)).item() < 1e-15
+
+
+def test_the_mean_growth_rate_depends_on_the_two_ends_only():
+    states = random_states()
+    ends = (states[-1].norm(dim=-1) / states[0].norm(dim=-1)).log() / 5
+    np.testing.assert_allclose(growth_rates(states).mean(0), ends, rtol=1e-12)
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_rotation_scaling_and_reversal_in_time_change_no_score(seed):
+    states = random_states(seed)
+    for metric in PER_TOKEN:
+        for changed in (states @ rotation(7, seed), states * 1e-3, states.flip(0)):
+            np.testing.assert_allclose(metric(changed), metric(states), rtol=1e-10)
+
+
+def test_translation_changes_no_score_of_the_steps_but_that_of_growth():
+    states = random_states()
+    for metric in (line_shape_score, equidistance):
+        np.testing.assert_allclose(metric(states + 5), metric(states), rtol=1e-10)
+    assert not np.allclose(expodistance(states + 5), expodistance(states), rtol=1e-2)
+
+
+def test_the_order_and_length_of_steps_do_not_change_the_line_shape_score():
+    steps = random_states(layers=5, tokens=(1, 1))[:, 0, 0]
+    straightness = line_shape_score(path_of_steps(steps)).item()
+    assert line_shape_score(path_of_steps(steps[[3, 1, 4, 0, 2]])).item() == pytest.approx(straightness, rel=1e-12)
+    lengths = torch.tensor([1, 20, 0.3, 5, 7.0])[:, None]
+    assert line_shape_score(path_of_steps(steps * lengths)).item() == pytest.approx(straightness, rel=1e-12)
+
+
+def test_a_power_of_all_norms_does_not_change_expodistance():
+    states = random_states()
+    cubed = states * states.norm(dim=-1, keepdim=True) ** 2
+    np.testing.assert_allclose(expodistance(cubed), expodistance(states), rtol=1e-12)
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_no_path_is_straighter_than_a_line(seed):
+    assert (line_shape_score(random_states(seed, tokens=(20, 20))) >= 1).all()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_narrow_states_are_widened_before_anything_is_computed(dtype):
+    states = random_states().to(dtype)
+    for metric in (*PER_TOKEN, growth_rates, running_line_shape_score, state_norms, step_norms):
+        assert metric(states).dtype == torch.float64
+        assert torch.equal(metric(states), metric(states.double()))
+
+
+@pytest.mark.parametrize(
+    ("metric", "sentence"),
+    [
+        (line_shape_score, r"line_shape_score is undefined at element \(1, 2\): a step has length zero"),
+        (running_line_shape_score, r"undefined at element \(3, 1, 2\): a step has length zero"),
+    ],
+)
+def test_a_step_of_length_zero_is_refused_by_name_or_is_nan_alone(metric, sentence):
+    states = random_states()
+    states[4, 1, 2] = states[3, 1, 2]
+    with pytest.raises(ValueError, match=sentence):
+        metric(states)
+    values, expected = metric(states, undefined="nan"), metric(random_states())
+    assert values[..., 1, 2].isnan()[3:].all() if values.ndim == 3 else values[1, 2].isnan()
+    values[..., 1, 2] = expected[..., 1, 2] = 0
+    if values.ndim == 2:
+        assert torch.equal(values, expected)
+
+
+def test_the_running_score_is_defined_until_the_step_of_length_zero():
+    states = random_states()
+    states[4, 1, 2] = states[3, 1, 2]
+    assert running_line_shape_score(states, undefined="nan")[:, 1, 2].isnan().tolist() == [False] * 3 + [True] * 2
+
+
+def test_a_state_of_norm_zero_has_no_growth_on_either_side():
+    states = random_states()
+    states[2, 0, 0] = 0
+    with pytest.raises(ValueError, match=r"growth_rates is undefined at element \(1, 0, 0\): a state has norm zero"):
+        growth_rates(states)
+    with pytest.raises(ValueError, match=r"expodistance is undefined at element \(0, 0\): a state has norm zero"):
+        expodistance(states)
+    missing = growth_rates(states, undefined="nan").isnan()
+    assert missing.nonzero().tolist() == [[1, 0, 0], [2, 0, 0]]
+    assert expodistance(states, undefined="nan").isnan().nonzero().tolist() == [[0, 0]]
+
+
+def test_a_norm_that_returns_to_its_start_has_no_expodistance():
+    there_and_back = path([3.0, 4.0], [30.0, 40.0], [4.0, 3.0])
+    with pytest.raises(ValueError, match="expodistance is undefined: the norm returns to its start"):
+        expodistance(there_and_back)
+    assert expodistance(there_and_back @ rotation(2), undefined="nan").isnan()
+
+
+def test_a_path_that_never_moves_has_no_equidistance():
+    with pytest.raises(ValueError, match="equidistance is undefined: all steps have length zero"):
+        equidistance(torch.ones(4, 3))
+    assert equidistance(torch.ones(4, 3), undefined="nan").isnan()
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+@pytest.mark.parametrize("layer", [0, 3, 5])
+def test_values_that_are_not_finite_are_undefined_where_they_stand(layer, value):
+    states = random_states()
+    states[layer, 0, 1, 3] = value
+    for metric in (*PER_TOKEN, growth_rates, running_line_shape_score):
+        with pytest.raises(ValueError, match="a state is not finite"):
+            metric(states)
+        missing = metric(states, undefined="nan").isnan().reshape(-1, 3, 4)
+        assert missing.any(0).nonzero().tolist() == [[0, 1]]
+        assert missing[:, 0, 1].all()
+
+
+def test_too_few_layers_are_undefined():
+    with pytest.raises(
+        ValueError, match=r"line_shape_score is undefined at element .*: a trajectory needs at least one"
+    ):
+        line_shape_score(torch.ones(1, 2, 3))
+    with pytest.raises(ValueError, match=r"expodistance is undefined .*: 1 steps are too few"):
+        expodistance(torch.ones(2, 2, 3))
+    with pytest.raises(ValueError, match=r"equidistance is undefined .*: 1 steps are too few"):
+        equidistance(torch.ones(2, 2, 3), correction=1)
+    with pytest.raises(ValueError, match="expected at least 2 layers, got 1"):
+        running_line_shape_score(torch.ones(1, 2, 3))
+    for metric, layers in ((line_shape_score, 1), (expodistance, 2), (equidistance, 1)):
+        assert metric(torch.ones(layers, 2, 3), undefined="nan").isnan().tolist() == [True, True]
+
+
+def test_wrong_kinds_shapes_and_options_are_refused():
+    for metric in (*PER_TOKEN, growth_rates, running_line_shape_score):
+        with pytest.raises(TypeError, match=r"expected states to be a floating-point tensor, got torch.int64"):
+            metric(torch.ones(3, 4, dtype=torch.long))
+        with pytest.raises(ValueError, match=r"expected states of shape \(layers, \*n, dim\), got \(3,\)"):
+            metric(torch.ones(3))
+        with pytest.raises(ValueError, match="expected undefined to be one of 'raise', 'nan', got 'skip'"):
+            metric(random_states(), undefined="skip")
+    with pytest.raises(ValueError, match="expected form to be one of 'cv', 'var_over_mean2', got 'std'"):
+        expodistance(random_states(), form="std")
+    with pytest.raises(ValueError, match="expected correction to be an integer of at least 0, got -1"):
+        equidistance(random_states(), correction=-1)

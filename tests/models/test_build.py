@@ -1,0 +1,269 @@
+"""Models are what they are asked to be, and come back from disk as they went."""
+
+import json
+import pickle
+import random
+import shutil
+import stat
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from lit_layers.errors import InputError
+from lit_layers.models.build import causal_lm, load, save, vit, weights_hash
+from lit_layers.models.view import LayeredModel
+from lit_layers.models.vocabulary import pad_vocabulary_, true_vocab_size
+from tests.support.tiny_models import tiny, tiny_batch
+
+GPT2 = {"vocab_size": 61, "n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 64}
+PLAIN = {
+    "vocab_size": 61,
+    "hidden_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "intermediate_size": 64,
+    "max_position_embeddings": 64,
+}
+KINDS = {"gpt2": GPT2, "gpt_neox": PLAIN, "llama": PLAIN, "phi": PLAIN}
+OPT = {"vocab_size": 11, "hidden_size": 8, "ffn_dim": 8, "word_embed_proj_dim": 8, "num_attention_heads": 1}
+VIT = {"depth": 2, "embed_dim": 32, "num_heads": 4, "img_size": 16, "patch_size": 4, "num_classes": 5}
+
+
+def logits(model, batch):
+    return LayeredModel(model).trajectory(batch).logits
+
+
+def global_state():
+    return torch.get_rng_state().tolist(), random.getstate(), np.random.get_state()[1].tolist()
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_weights_depend_on_the_seed_alone_and_leave_the_global_generators_alone(name):
+    torch.manual_seed(5)
+    before = global_state()
+    first = causal_lm(name, seed=1, **KINDS[name])
+    assert global_state() == before
+    torch.manual_seed(6)
+    assert weights_hash(causal_lm(name, seed=1, **KINDS[name])) == weights_hash(first)
+    assert weights_hash(causal_lm(name, seed=2, **KINDS[name])) != weights_hash(first)
+    assert first.training
+    assert first.config._attn_implementation == "sdpa"
+
+
+def test_gpt2_uses_the_fused_form_of_its_activation_and_it_is_the_same_function():
+    fused, spelt_out = causal_lm("gpt2", **GPT2), causal_lm("gpt2", activation_function="gelu_new", **GPT2)
+    assert (fused.config.activation_function, spelt_out.config.activation_function) == ("gelu_pytorch_tanh", "gelu_new")
+    batch = tiny_batch("gpt2")
+    torch.testing.assert_close(logits(fused.double(), batch), logits(spelt_out.double(), batch), rtol=0, atol=1e-12)
+
+
+def test_special_tokens_outside_a_smaller_vocabulary_are_dropped():
+    assert causal_lm("gpt2", **GPT2).config.eos_token_id is None
+    assert causal_lm("gpt2", **GPT2, eos_token_id=3).config.eos_token_id == 3
+    assert causal_lm("llama", **PLAIN).config.eos_token_id == 2
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"name": "gpt2", "n_layers": 2}, "'n_layers' is no option of gpt2; close matches: n_layer, num_hidden_layers"),
+        ({"name": "gpt2", "model_type": "bert"}, "'model_type' is no option of gpt2"),
+        ({"name": "gpt2", "n_embd": 30}, "cannot build gpt2 with {'n_embd': 30}: .*divisible"),
+        ({"name": "gpt2", "n_layer": "two"}, "cannot build gpt2 with .*expected int, got str"),
+        ({"name": "gpt2", "vocab_size": -1}, "cannot build gpt2 with {'vocab_size': -1}"),
+        ({"name": "gpt3"}, "expected a model type or a folder with a config.json, got 'gpt3'; close matches: .*gpt2"),
+        ({"name": "gpt2", "attention_implementation": "fast", **GPT2}, "cannot build gpt2 .*fast"),
+        ({"name": "opt", **OPT}, "no layered view of OPTForCausalLM"),
+    ],
+)
+def test_models_that_cannot_be_are_refused_in_a_sentence(arguments, message):
+    with pytest.raises(InputError, match=message) as refusal:
+        causal_lm(**arguments)
+    assert "\n" not in str(refusal.value)
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_padding_the_vocabulary_changes_no_logit_and_no_hash(name):
+    plain, padded = causal_lm(name, seed=1, **KINDS[name]), causal_lm(name, seed=1, pad_vocab_to=64, **KINDS[name])
+    assert (padded.config.vocab_size, padded.config.unpadded_vocab_size, true_vocab_size(padded)) == (64, 61, 61)
+    assert padded.get_input_embeddings().weight.shape[0] == padded.get_output_embeddings().weight.shape[0] == 64
+    batch = tiny_batch("gpt2")
+    torch.testing.assert_close(logits(padded, batch), logits(plain, batch))
+    assert padded(**batch).logits.shape[-1] == 64
+    assert weights_hash(padded) == weights_hash(plain)
+    assert all(parameter.requires_grad for parameter in padded.parameters())
+
+
+def test_a_vocabulary_is_padded_once_and_by_a_positive_multiple():
+    model = causal_lm("gpt2", pad_vocab_to=64, **GPT2)
+    with pytest.raises(ValueError, match="the vocabulary is padded already, from 61 to 64"):
+        pad_vocabulary_(model, 64)
+    with pytest.raises(ValueError, match="a positive multiple, got 0"):
+        pad_vocabulary_(causal_lm("gpt2", **GPT2), 0)
+
+
+@pytest.mark.parametrize("pad", [None, 64])
+@pytest.mark.parametrize("name", KINDS)
+def test_a_saved_folder_is_plain_transformers_and_gives_the_same_logits(name, pad, tmp_path, capsys):
+    from transformers import AutoModelForCausalLM
+    from transformers.utils import logging
+
+    model = causal_lm(name, seed=3, pad_vocab_to=pad, **KINDS[name])
+    with torch.no_grad():
+        model.get_output_embeddings().weight[61:] += 1.0  # trained padding rows
+    before, config, state = weights_hash(model), model.config.to_dict(), global_state()
+    save(model, tmp_path / "new" / "folder")
+    assert (model.config.to_dict(), global_state()) == (config, state)
+    assert capsys.readouterr() == ("", "")
+
+    logging.disable_progress_bar()
+    plain = AutoModelForCausalLM.from_pretrained(tmp_path / "new" / "folder")
+    logging.enable_progress_bar()
+    batch = tiny_batch("gpt2")
+    with torch.no_grad():
+        found = plain.eval()(**batch).logits
+    assert plain.config.vocab_size == found.shape[-1] == 61
+    assert not hasattr(plain.config, "unpadded_vocab_size")
+    torch.testing.assert_close(logits(model, batch), found)
+
+    again = load(tmp_path / "new" / "folder")
+    assert capsys.readouterr() == ("", "")
+    assert weights_hash(again) == weights_hash(plain) == before
+    assert not again.training
+    assert torch.equal(logits(again, batch), found)
+    assert load(tmp_path / "new" / "folder", dtype=torch.float64).dtype == torch.float64
+
+
+def test_a_model_can_be_saved_under_a_compiled_wrapper_and_in_bfloat16(tmp_path):
+    model = causal_lm("gpt2", **GPT2).to(torch.bfloat16)
+    save(torch.compile(model), tmp_path)
+    again = load(tmp_path, dtype=torch.bfloat16)
+    assert weights_hash(again) == weights_hash(torch.compile(model)) == weights_hash(model)
+    assert weights_hash(load(tmp_path)) != weights_hash(model), "another dtype is another hash"
+
+
+def test_every_file_of_a_saved_folder_can_be_read_by_others(tmp_path):
+    tokenizer = tmp_path / "tokenizer"
+    tokenizer.mkdir()
+    (tokenizer / "tokenizer.json").write_text("{}")
+    (tokenizer / "tokenizer.json").chmod(0o600)
+    save(causal_lm("gpt2", **GPT2), tmp_path / "model", tokenizer)
+    modes = {file.name: stat.S_IMODE(file.stat().st_mode) for file in (tmp_path / "model").iterdir()}
+    assert modes.keys() >= {"config.json", "model.safetensors", "tokenizer.json"}
+    assert set(modes.values()) == {0o644}
+
+
+def test_a_tokenizer_object_is_saved_beside_the_model(tmp_path):
+    from tokenizers import Tokenizer, models
+    from transformers import AutoTokenizer, PreTrainedTokenizerFast
+
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=Tokenizer(models.WordLevel({"a": 0, "b": 1}, unk_token="a")))
+    save(causal_lm("gpt2", **GPT2), tmp_path, tokenizer)
+    assert AutoTokenizer.from_pretrained(tmp_path)("b")["input_ids"] == [1]
+
+
+@pytest.mark.parametrize("name", ["bert", "bert_classifier", "gpt2_trunk", "qwen3"])
+def test_models_of_other_classes_come_back_as_their_class(name, tmp_path):
+    model = tiny(name)
+    save(model, tmp_path)
+    again = load(tmp_path)
+    assert type(again) is type(model)
+    assert weights_hash(again) == weights_hash(model)
+    assert torch.equal(logits(again, tiny_batch(name)), logits(model, tiny_batch(name)))
+
+
+def test_a_vit_comes_back_with_its_options(tmp_path):
+    model = vit("deit_tiny_patch16_224", seed=3, **VIT)
+    state = global_state()
+    save(model, tmp_path)
+    again = load(tmp_path)
+    assert global_state() == state
+    assert weights_hash(again) == weights_hash(model)
+    assert torch.equal(logits(again, tiny_batch("vit")), logits(model, tiny_batch("vit")))
+    save(again, tmp_path / "twice")
+    assert weights_hash(load(tmp_path / "twice")) == weights_hash(model)
+
+
+def test_vits_that_cannot_be_are_refused_in_a_sentence(tmp_path):
+    for name, options, message in (
+        ("deit_tinny_patch16_224", {}, "no model named 'deit_tinny_patch16_224' in timm; close matches: deit_tiny"),
+        ("deit_tiny_patch16_224", {"layers": 2}, "'layers' is no option of a vision transformer"),
+        ("deit_tiny_patch16_224", {"embed_dim": 31}, "cannot build deit_tiny_patch16_224 with {'embed_dim': 31}"),
+        ("resnet18", {}, "no layered view of ResNet"),
+    ):
+        with pytest.raises(InputError, match=message):
+            vit(name, **options)
+    with pytest.raises(InputError, match="cannot name the architecture of this VisionTransformer"):
+        save(tiny("vit"), tmp_path)
+
+
+def test_weights_that_do_not_fill_the_model_are_refused(tmp_path):
+    save(causal_lm("gpt2", **GPT2), tmp_path)
+    weights = load_file(tmp_path / "model.safetensors")
+    del weights["transformer.h.1.mlp.c_fc.weight"]
+    save_file(weights, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(InputError, match=r"do not fill GPT2LMHeadModel: missing_keys .*h\.1\.mlp\.c_fc\.weight"):
+        load(tmp_path)
+
+
+class Trap:
+    def __reduce__(self):
+        return print, ("the pickle ran",)
+
+
+def test_a_pickle_is_read_without_running_what_it_says(tmp_path, capsys):
+    save(causal_lm("gpt2", **GPT2), tmp_path)
+    expected = weights_hash(load(tmp_path))
+    weights = load_file(tmp_path / "model.safetensors")
+    (tmp_path / "model.safetensors").unlink()
+    torch.save(weights, tmp_path / "pytorch_model.bin")
+    assert weights_hash(load(tmp_path)) == expected
+    torch.save({**weights, "trap": Trap()}, tmp_path / "pytorch_model.bin")
+    with pytest.raises(pickle.UnpicklingError):
+        load(tmp_path)
+    assert "the pickle ran" not in capsys.readouterr().out
+
+
+def test_code_in_a_folder_is_never_run(tmp_path):
+    save(causal_lm("gpt2", **GPT2), tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    config["auto_map"] = {"AutoConfig": "evil.Config", "AutoModelForCausalLM": "evil.Model"}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    (tmp_path / "evil.py").write_text("raise SystemExit('the code ran')")
+    assert type(load(tmp_path)).__name__ == "GPT2LMHeadModel"
+    assert type(causal_lm(tmp_path)).__name__ == "GPT2LMHeadModel"
+
+
+def test_folders_without_a_model_are_refused(tmp_path):
+    with pytest.raises(InputError, match=r"expected a model in .*, found no config\.json there"):
+        load(tmp_path)
+    with pytest.raises(InputError, match=r"expected a folder with a model, .* does not exist"):
+        load(tmp_path / "nowhere")
+    (tmp_path / "config.json").write_text("{}")
+    with pytest.raises(InputError, match="names neither a model_type"):
+        load(tmp_path)
+    (tmp_path / "config.json").write_text('{"model_type": "gpt2", "architectures": ["GPT9Model"]}')
+    with pytest.raises(InputError, match=r"has no GPT9Model, which .* asks for"):
+        load(tmp_path)
+
+
+def test_a_new_model_can_be_built_from_the_config_of_a_folder(tmp_path):
+    save(causal_lm("gpt2", seed=1, **GPT2), tmp_path)
+    model = causal_lm(tmp_path, seed=1, n_layer=1)
+    assert (model.config.n_layer, model.config.n_embd) == (1, 32)
+    shutil.rmtree(tmp_path)
+
+
+def test_the_hash_sees_every_parameter_buffer_and_name():
+    model = causal_lm("gpt_neox", **PLAIN)
+    hashes = {weights_hash(model)}
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.view(-1)[-1] += 1
+            hashes.add(weights_hash(model))
+    model.register_buffer("extra", torch.zeros(1))
+    hashes.add(weights_hash(model))
+    assert len(hashes) == 2 + len(list(model.parameters()))
+    assert all(len(value) == 16 and int(value, 16) >= 0 for value in hashes)

@@ -1,0 +1,207 @@
+"""What a layered view promises beyond the identity of test_families."""
+
+import pytest
+import torch
+from torch.func import vjp
+
+from lit_layers.errors import InputError
+from lit_layers.models.view import LayeredModel
+from lit_layers.models.vocabulary import pad_vocabulary_
+from tests.support.tiny_models import DIM, LAYERS, POSITIONS, VOCAB, tiny, tiny_batch
+
+
+@pytest.fixture
+def model() -> LayeredModel:
+    return LayeredModel(tiny("gpt2", torch.float64))
+
+
+def test_layer_zero_is_the_sum_of_the_embeddings(model):
+    batch = tiny_batch("gpt2")
+    trunk = model.model.transformer
+    expected = trunk.wte.weight[batch["input_ids"]] + trunk.wpe.weight[:10]
+    assert torch.equal(model.trajectory(batch).hidden[0], expected)
+
+
+def test_a_view_knows_the_size_of_its_model(model):
+    assert (model.num_layers, model.dim, model.vocab_size, model.max_tokens) == (LAYERS, DIM, VOCAB, POSITIONS)
+    assert (model.device.type, model.dtype, model.attention) == ("cpu", torch.float64, "sdpa")
+    assert repr(model) == "LayeredModel(GPT2LMHeadModel, num_layers=3, dim=32)"
+
+
+def test_a_view_of_images_or_of_a_bare_trunk_has_no_vocabulary():
+    images = LayeredModel(tiny("vit", attention="eager"))
+    assert (images.vocab_size, images.max_tokens, images.attention) == (None, None, "eager")
+    assert LayeredModel(tiny("gpt2_trunk")).vocab_size is None
+
+
+def test_blocks_have_exact_derivatives(model):
+    trajectory = model.trajectory(tiny_batch("gpt2", padding="left"))
+    generator = torch.Generator().manual_seed(3)
+    hidden = trajectory.hidden[1]
+    step, weights = (torch.randn(hidden.shape, generator=generator, dtype=torch.float64) for _ in range(2))
+    block, epsilon = trajectory.block(2), 1e-5
+    ahead, back = block(hidden + epsilon * step), block(hidden - epsilon * step)
+    expected = ((ahead - back) / (2 * epsilon) * weights).sum()
+    point = hidden.clone().requires_grad_(True)
+    (by_autograd,) = torch.autograd.grad((block(point) * weights).sum(), point)
+    by_transform = vjp(block, hidden)[1](weights)[0]
+    torch.testing.assert_close((by_autograd * step).sum(), expected, rtol=1e-7, atol=0)
+    torch.testing.assert_close(by_transform, by_autograd)
+
+
+def test_a_trajectory_taken_in_inference_mode_can_be_differentiated(model):
+    with torch.inference_mode():
+        trajectory = model.trajectory(tiny_batch("gpt2"))
+    assert not trajectory.hidden.is_inference()
+    assert not trajectory.hidden.requires_grad
+    point = trajectory.hidden[0].clone().requires_grad_(True)
+    trajectory.block(1)(point).sum().backward()
+    assert point.grad.isfinite().all()
+
+
+def test_dropout_is_off_whatever_the_mode_and_the_mode_stays():
+    network = tiny("gpt2", resid_pdrop=0.5, embd_pdrop=0.5, attn_pdrop=0.5)
+    model, batch = LayeredModel(network), tiny_batch("gpt2")
+    expected = model.trajectory(batch).hidden
+    network.train()
+    network.transformer.h[1].eval()
+    modes = [part.training for part in network.modules()]
+    trajectory = model.trajectory(batch)
+    assert torch.equal(trajectory.hidden, expected)
+    assert torch.equal(trajectory.block(1)(expected[0]), expected[1])
+    assert torch.equal(model.readout(expected[-1]), trajectory.logits)
+    assert [part.training for part in network.modules()] == modes
+
+
+def test_gradient_checkpointing_is_not_for_looking():
+    network, batch = tiny("gpt2"), tiny_batch("gpt2")
+    expected = LayeredModel(network).trajectory(batch).hidden
+    for block in network.train().transformer.h:
+        block.gradient_checkpointing = True
+        block._gradient_checkpointing_func = lambda *inputs: pytest.fail("a block was checkpointed")
+    trajectory = LayeredModel(network).trajectory(batch)
+    assert torch.equal(trajectory.hidden, expected)
+    assert torch.equal(trajectory.block(1)(expected[0]), expected[1])
+
+
+def test_a_model_that_skips_a_block_is_refused(model, monkeypatch):
+    monkeypatch.setattr(model.model.transformer, "h", model.model.transformer.h[:2])
+    with pytest.raises(RuntimeError, match="expected 3 blocks to run once each, in order, saw 2 calls"):
+        model.trajectory(tiny_batch("gpt2"))
+
+
+def test_no_hook_is_left_behind_not_even_by_a_failing_forward(model):
+    model.trajectory(tiny_batch("gpt2"))
+    with pytest.raises(RuntimeError):
+        model.trajectory({"input_ids": torch.zeros(1, 4, dtype=torch.long), "position_ids": torch.zeros(3, 3).long()})
+    assert not any(part._forward_hooks for part in model.model.modules())
+
+
+def test_readout_takes_any_leading_dimensions(model):
+    trajectory = model.trajectory(tiny_batch("gpt2"))
+    with torch.no_grad():
+        lens = model.readout(trajectory.hidden)
+        one = model.readout(trajectory.hidden[2, 1])
+    assert lens.shape == (LAYERS + 1, 3, 10, VOCAB)
+    torch.testing.assert_close(lens[-1], trajectory.logits)
+    torch.testing.assert_close(lens[2, 1], one)
+
+
+def test_readout_of_images_gives_classes_for_every_layer():
+    model = LayeredModel(tiny("vit"))
+    trajectory = model.trajectory(tiny_batch("vit"))
+    assert model.readout(trajectory.hidden).shape == (LAYERS + 1, 3, 7)
+    assert trajectory.mask.all()
+    assert trajectory.mask.shape == (3, 17)
+
+
+def test_padding_rows_of_the_vocabulary_are_no_logits():
+    network, batch = tiny("gpt2"), tiny_batch("gpt2")
+    expected = LayeredModel(network).trajectory(batch).logits
+    pad_vocabulary_(network, 64)
+    model = LayeredModel(network)
+    trajectory = model.trajectory(batch)
+    assert model.vocab_size == trajectory.logits.shape[-1] == VOCAB
+    assert torch.equal(trajectory.logits, expected)
+    assert torch.equal(model.readout(trajectory.hidden[-1]), expected)
+
+
+def test_soft_capping_belongs_to_the_readout():
+    trajectory = LayeredModel(tiny("gemma2")).trajectory(tiny_batch("gemma2"))
+    plain = LayeredModel(tiny("gemma2", final_logit_softcapping=None)).trajectory(tiny_batch("gemma2"))
+    torch.testing.assert_close(trajectory.logits, 2 * (plain.logits / 2).tanh())
+    assert (trajectory.logits - plain.logits).abs().max() > 0.1
+
+
+def test_schedules_skip_swap_repeat_and_average(model):
+    trajectory = model.trajectory(tiny_batch("gpt2", padding="right"))
+    one, two, three = (trajectory.block(layer) for layer in (1, 2, 3))
+    start = trajectory.hidden[0]
+    by_hand = {
+        (): start,
+        (1, 3): three(one(start)),
+        (2, 1, 3): three(one(two(start))),
+        (1, 2, 2, 3): three(two(two(one(start)))),
+        (1, (2, 3)): (two(one(start)) + three(one(start))) / 2,
+        ((1, 1), 2, (3,)): three(two(one(start))),
+    }
+    for schedule, expected in by_hand.items():
+        torch.testing.assert_close(model.replay(trajectory, schedule), model.readout(expected), rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize(
+    ("schedule", "kind", "message"),
+    [
+        ([0, 1], IndexError, r"blocks are numbered 1\.\.3, got 0"),
+        ([1, (2, 4)], IndexError, r"blocks are numbered 1\.\.3, got 4"),
+        ([1, ()], TypeError, r"a block number or a non-empty tuple of them, got \(\)"),
+        ([1, 2.0], TypeError, r"a block number or a non-empty tuple of them, got 2\.0"),
+        ([True], TypeError, r"a block number or a non-empty tuple of them, got True"),
+        ([1, [2, 3]], TypeError, r"a block number or a non-empty tuple of them, got \[2, 3\]"),
+    ],
+)
+def test_schedules_of_blocks_that_are_not_there_are_refused(model, schedule, kind, message):
+    with pytest.raises(kind, match=message):
+        model.replay(model.trajectory(tiny_batch("gpt2")), schedule)
+
+
+def test_layers_and_prompts_that_are_not_there_are_refused(model):
+    trajectory = model.trajectory(tiny_batch("gpt2"))
+    for layer in (0, 4, -1):
+        with pytest.raises(IndexError, match=r"blocks are numbered 1\.\.3"):
+            trajectory.block(layer)
+    with pytest.raises(IndexError, match=r"prompts are numbered 0\.\.2, got 3"):
+        trajectory.prompt(3)
+
+
+def test_arguments_of_one_attention_are_not_used_under_another(model):
+    trajectory = model.trajectory(tiny_batch("gpt2"))
+    model.model.set_attn_implementation("eager")
+    with pytest.raises(RuntimeError, match="taken under 'sdpa' attention and the model now uses 'eager'"):
+        trajectory.block(1)
+    eager = model.trajectory(tiny_batch("gpt2"))
+    torch.testing.assert_close(eager.hidden, trajectory.hidden, rtol=0, atol=1e-10)
+
+
+def test_texts_the_model_cannot_take_are_refused(model):
+    with pytest.raises(InputError, match="GPT2LMHeadModel takes at most 64 tokens, got 65"):
+        model.trajectory(tiny_batch("gpt2", tokens=65))
+    with pytest.raises(InputError, match="GPT2LMHeadModel knows 61 tokens, got token 61: use the tokenizer"):
+        model.trajectory({"input_ids": torch.full((1, 3), VOCAB)})
+    with pytest.raises(ValueError, match=r"input_ids are \(batch, tokens\), got shape \(3,\)"):
+        model.trajectory({"input_ids": torch.ones(3, dtype=torch.long)})
+    with pytest.raises(ValueError, match="a batch for GPT2LMHeadModel needs 'input_ids', got \\['pixel_values'\\]"):
+        model.trajectory(tiny_batch("vit"))
+    empty = {"input_ids": torch.ones(2, 3).long(), "attention_mask": torch.tensor([[1, 1, 1], [0, 0, 0]])}
+    with pytest.raises(ValueError, match="every text needs a real token"):
+        model.trajectory(empty)
+
+
+def test_columns_that_are_no_input_are_left_out(model):
+    batch = tiny_batch("gpt2")
+    expected = model.trajectory(batch).logits
+    assert torch.equal(model.trajectory({**batch, "labels": batch["input_ids"], "document": 3}).logits, expected)
+
+
+def test_a_compiled_model_is_looked_at_through_its_eager_one(model):
+    assert LayeredModel(torch.compile(model.model)).model is model.model

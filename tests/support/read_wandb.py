@@ -1,0 +1,173 @@
+"""Reads back what a run logged to W&B from its local .wandb files, without network or login.
+
+Independent of the reader that the mirror itself uses. A file whose writer was killed reads up to its last whole record.
+"""
+
+import dataclasses
+import json
+import re
+import struct
+import zlib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+BLOCK, HEAD = 32768, 7
+FULL, FIRST, MIDDLE, LAST = 1, 2, 3, 4
+
+
+def records(file: Path) -> Iterator[Any]:
+    """Yields the protobuf records of a .wandb file (a LevelDB log); stops at a torn tail."""
+    from wandb.proto import wandb_internal_pb2 as pb
+
+    raw = file.read_bytes()
+    if raw[:4] != b":W&B":
+        raise ValueError(f"{file} is no .wandb file")
+    at, part = HEAD, b""
+    while at + HEAD <= len(raw):
+        left = BLOCK - at % BLOCK
+        if left < HEAD:
+            at += left
+            continue
+        crc, n, kind = struct.unpack_from("<IHB", raw, at)
+        data = raw[at + HEAD : at + HEAD + n]
+        if (
+            kind not in (FULL, FIRST, MIDDLE, LAST)
+            or len(data) < n
+            or crc != zlib.crc32(data, zlib.crc32(bytes([kind])))
+        ):
+            return
+        at += HEAD + n
+        part = data if kind in (FULL, FIRST) else part + data
+        if kind in (FULL, LAST):
+            record = pb.Record()
+            record.ParseFromString(part)
+            yield record
+
+
+@dataclasses.dataclass
+class Run:
+    """What W&B would show of a run."""
+
+    id: str = ""
+    project: str = ""
+    name: str = ""
+    tags: list[str] = dataclasses.field(default_factory=list)
+    dirs: list[Path] = dataclasses.field(default_factory=list)
+    config: dict = dataclasses.field(default_factory=dict)
+    history: list[dict] = dataclasses.field(default_factory=list)
+    metrics: dict[str, dict] = dataclasses.field(default_factory=dict)
+    exit_code: int | None = None
+
+    @property
+    def state(self) -> str:
+        return "unfinished" if self.exit_code is None else "finished" if self.exit_code == 0 else "failed"
+
+    def names(self) -> list[str]:
+        """Every key that was logged, without W&B's own."""
+        return sorted({key for row in self.history for key in row if not key.startswith("_")})
+
+    def curve(self, key: str, x: str | None = None) -> list[tuple]:
+        """The points W&B draws for a key: x is its step metric (or the one given), in the order logged."""
+        x = x or self.step_metric(key) or "_step"
+        return [(row.get(x), row[key]) for row in self.history if key in row]
+
+    def step_metric(self, key: str) -> str | None:
+        """The x axis that define_metric chose for a key: an exact name first, then the longest glob."""
+        hits = [
+            (len(name.replace("*", "")) + (10**6 if name == key else 0), settings["step_metric"])
+            for name, settings in self.metrics.items()
+            if settings["step_metric"] not in (None, name) and re.fullmatch(re.escape(name).replace(r"\*", ".*"), key)
+        ]
+        return max(hits)[1] if hits else None
+
+    def repeated(self, key: str) -> list:
+        """The x values that a key has more than one point for: what a resumed run must not have."""
+        seen: set = set()
+        twice = []
+        for x, _ in self.curve(key):
+            if x in seen:
+                twice.append(x)
+            seen.add(x)
+        return twice
+
+    def file(self, path: str) -> Path | None:
+        return next((found for folder in reversed(self.dirs) if (found := folder / "files" / path).is_file()), None)
+
+    def media(self, kind: str) -> dict[str, list[Path]]:
+        """The files of logged media of a kind ("table-file", "plotly-file", ...), by key, in the order logged."""
+        found: dict[str, list[Path]] = {}
+        for row in self.history:
+            for key, value in row.items():
+                if isinstance(value, dict) and value.get("_type") == kind:
+                    path = self.file(value["path"])
+                    if path is not None:
+                        found.setdefault(key, []).append(path)
+        return found
+
+    @property
+    def tables(self) -> dict[str, dict]:
+        """The last table logged under each key, as {"columns": [...], "data": [...]}."""
+        return {key: json.loads(files[-1].read_text()) for key, files in self.media("table-file").items()}
+
+
+def read_runs(path: Path) -> dict[str, Run]:
+    """Returns every run under a path by its id; the folders of a run that was resumed offline are joined in order."""
+    files = {file.resolve() for file in path.glob("**/*run-*/*.wandb") if file.parent.name != "latest-run"}
+    found: dict[str, Run] = {}
+    for file in sorted(files, key=lambda file: file.parent.name.removeprefix("offline-")):
+        run_id = next((r.run.run_id for r in records(file) if r.WhichOneof("record_type") == "run"), None)
+        if run_id:
+            _read_into(found.setdefault(run_id, Run()), file)
+    return found
+
+
+def _read_into(run: Run, file: Path) -> None:
+    run.dirs.append(file.parent)
+    run.exit_code = None
+    for record in records(file):
+        kind = record.WhichOneof("record_type")
+        content = getattr(record, kind) if kind else None
+        if kind == "run":
+            run.id, run.project, run.name = content.run_id, content.project, content.display_name
+            run.tags = list(content.tags)
+            for update in content.config.update:
+                _put(run.config, _key(update), _value(update))
+        elif kind == "config":
+            for update in content.update:
+                _put(run.config, _key(update), _value(update))
+        elif kind == "history":
+            row: dict = {}
+            for item in content.item:
+                _put(row, _key(item), _value(item))
+            row.setdefault("_step", content.step.num)
+            run.history.append(row)
+        elif kind == "metric":
+            name = content.name or content.glob_name
+            if name and not content._control.overwrite and not content.expanded_from_glob:
+                run.metrics[name] = {"step_metric": content.step_metric or None}
+        elif kind == "exit":
+            run.exit_code = content.exit_code
+    run.config.pop("_wandb", None)
+
+
+def _value(item: Any) -> Any:
+    which = "value_json"
+    if "value" in item.DESCRIPTOR.oneofs_by_name:
+        which = item.WhichOneof("value") or "value_json"
+    value = getattr(item, which)
+    if which in ("value_json", "json"):
+        return json.loads(value) if value else None
+    return None if which == "none" else value
+
+
+def _key(item: Any) -> list[str]:
+    return list(item.nested_key) or [item.key]
+
+
+def _put(tree: dict, keys: list[str], value: Any) -> None:
+    for key in keys[:-1]:
+        if not isinstance(tree.get(key), dict):
+            tree[key] = {}
+        tree = tree[key]
+    tree[keys[-1]] = value

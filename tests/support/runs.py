@@ -1,0 +1,218 @@
+"""A synthetic run folder with records of every analysis, as a small GPT-2 would leave them."""
+
+import json
+import math
+from pathlib import Path
+
+import numpy as np
+
+from lit_layers import records
+from lit_layers.records import Measurement, Record, ScalarLog
+
+STEPS = (0, 1, 2, 4, 8, 16, 32, 64, 128, 256, 400)
+LAYERS = 6
+TOKENS_PER_STEP = 2048
+K = (4, 12)
+
+
+def make_run(
+    root: Path,
+    *,
+    steps: tuple[int, ...] = STEPS,
+    layers: int = LAYERS,
+    analyses: tuple[str, ...] = ("trajectory", "coupling", "representation", "next_token_probe", "lens"),
+    failing: tuple[tuple[int, str, str], ...] = (),
+    scalars: bool = True,
+    run: str = "quickstart",
+) -> Path:
+    """Writes measurements.jsonl, metrics.jsonl and run.json; `failing` are (step, analysis, error)."""
+    root.mkdir(parents=True, exist_ok=True)
+    errors = {(step, analysis): error for step, analysis, error in failing}
+    for step in steps:
+        for analysis in analyses:
+            error = errors.get((step, analysis))
+            records.append(root / "measurements.jsonl", measurement(run, step, analysis, layers=layers, error=error))
+    if scalars:
+        write_scalars(root / "metrics.jsonl", steps[-1])
+    about = {
+        "run": run,
+        "id": "a1b2c3d4",
+        "started": "2026-03-01T12:00:00+00:00",
+        "max_steps": steps[-1],
+        "tokens_per_step": TOKENS_PER_STEP,
+        "world_size": 1,
+        "device": "cpu",
+        "precision": "32-true",
+        "model": {"class": "GPT2LMHeadModel", "parameters": 1_468_416, "vocab_size": 2048},
+        "config": {"model": {"class_path": "lit_layers.training.LitCausalLM", "init_args": {"name": "gpt2"}}},
+        "data": {"corpus": "python", "tokenizer": "bpe:2048", "unigram_entropy": 5.87},
+        "seconds": 187.5,
+        "last_step": steps[-1],
+        "checkpoint_seconds": 3.1,
+        "analysis_seconds": 41.0,
+    }
+    (root / "run.json").write_text(json.dumps(about))
+    return root
+
+
+def measurement(
+    run: str, step: int, analysis: str, *, layers: int = LAYERS, error: str | None = None, seed: int = 0
+) -> Measurement:
+    """One analysis of one checkpoint, the same numbers for the same step and seed."""
+    rng = np.random.default_rng([seed, step, *analysis.encode()])
+    progress = math.log1p(step) / math.log1p(512)
+    make = {
+        "trajectory": _trajectory,
+        "coupling": _coupling,
+        "representation": _representation,
+        "next_token_probe": _probe,
+        "lens": _lens,
+    }[analysis]
+    return Measurement(
+        run=run,
+        step=step,
+        tokens=step * TOKENS_PER_STEP,
+        analysis=analysis,
+        records=[] if error else make(rng, progress, layers),
+        seconds=0.4 + 0.2 * rng.random(),
+        error=error,
+        provenance={
+            "weights_hash": f"{step:016x}",
+            "config_hash": f"{len(analysis):016x}",
+            "data_hash": "00ff00ff00ff00ff",
+            "dtype": "float32",
+            "attention": "eager",
+            "device": "cpu",
+            "versions": {"torch": "2.15.0", "transformers": "5.23.0"},
+        },
+    )
+
+
+def write_scalars(path: Path, last: int) -> None:
+    log, rng = ScalarLog(path), np.random.default_rng(1)
+    log.log(0, {"tokens": 0, "validation/loss": 7.63, "validation/perplexity": math.exp(7.63)})
+    for step in range(1, last + 1):
+        loss = 3.9 + 3.7 * math.exp(-step / 60) + 0.08 * rng.standard_normal()
+        row = {"tokens": step * TOKENS_PER_STEP, "train/loss": loss, "train/grad_norm": 1.0 + rng.random()}
+        row["train/learning_rate"] = 2e-3 * min(step / 40, 0.55 + 0.45 * math.cos(math.pi * step / last))
+        if step % 10 == 0:
+            row["train/tokens_per_second"] = 9000 + 300 * rng.standard_normal()
+        if step % 50 == 0:
+            row |= {"validation/loss": loss + 0.1, "validation/perplexity": math.exp(loss + 0.1)}
+        log.log(step, row)
+    log.close()
+
+
+def _mean(metric: str, value: float, spread: float, layer: int | None = None, **tags: str | int | float) -> Record:
+    return Record(
+        metric=metric,
+        value=value,
+        layer=layer,
+        stderr=spread,
+        low=value - 1.96 * spread,
+        high=value + 1.96 * spread,
+        n=64,
+        tags=tags,
+    )
+
+
+def _trajectory(rng: np.random.Generator, progress: float, layers: int) -> list[Record]:
+    shape = 2.3 - 1.1 * math.sin(2.2 * progress) + 0.02 * rng.standard_normal()
+    found = [_mean("line_shape_score", shape, 0.04), _mean("line_shape_score", shape - 0.1, 0.04, statistic="median")]
+    found.append(_mean("expodistance", 1.8 - progress, 0.08))
+    found.append(_mean("equidistance", 0.3 + 0.4 * progress, 0.02))
+    for layer in range(layers + 1):
+        found.append(_mean("state_norm", 1 + (0.2 + 3 * progress) * layer**1.2, 0.05, layer))
+        found.append(_mean("state_norm", 0.9 + (0.2 + 3 * progress) * layer**1.2, 0.05, layer, statistic="median"))
+        if layer > 1:
+            found.append(_mean("line_shape_score", 1 + (shape - 1) * layer / layers, 0.04, layer))
+        if layer:
+            found.append(_mean("step_norm", 0.5 + progress * layer, 0.03, layer))
+            found.append(_mean("growth_rate", 0.5 / layer + 0.1 * progress, 0.01, layer))
+    return found
+
+
+def _coupling(rng: np.random.Generator, progress: float, layers: int) -> list[Record]:
+    found = []
+    for k in K:
+        level = 0.02 + 0.33 * math.sin(2.6 * progress) * (1 + 2 / k)
+        chance = -0.04 * k / 12
+        excess = (level - chance) / (1 - chance)
+        with_diagonal = level + (1 - level) / layers
+        for metric, value in {
+            "coupling": level,
+            "coupling_with_diagonal": with_diagonal,
+            "random_coupling": chance,
+            "excess_coupling": excess,
+        }.items():
+            found.append(_mean(metric, value, 0.01, k=k))
+        for distance in range(layers):
+            value = 1.0 if distance == 0 else level * 1.4 * 0.75 ** (distance - 1)
+            found.append(_mean("coupling_by_distance", value, 0.01, k=k, distance=distance))
+        for layer in range(1, layers + 1):
+            for other in range(1, layers + 1):
+                near = 0.75 ** (abs(layer - other) - 1) if layer != other else 1 / (level * 1.4)
+                value = level * 1.4 * near + (0.03 * rng.standard_normal() if layer != other else 0)
+                found.append(
+                    Record(metric="coupling_pair", value=value, layer=layer, other_layer=other, n=4, tags={"k": k})
+                )
+        found.append(Record(metric="min_gap", value=0.01 * rng.random(), n=4, tags={"k": k}))
+    for layer in range(1, layers + 1):
+        for index in range(1, 16):
+            value = (1 + 6 * progress) * math.exp(-index / (3 + layer))
+            found.append(_mean("singular_value", value, 0.01, layer, index=index))
+        found.append(_mean("linearized_rollout", 1 - 0.1 * layer * (1 - 0.5 * progress), 0.02, layer))
+    found.append(_mean("linearized_rollout", 1 - 0.1 * layers * (1 - 0.5 * progress), 0.02))
+    return found
+
+
+def _representation(rng: np.random.Generator, progress: float, layers: int) -> list[Record]:
+    found = []
+    for layer in range(layers + 1):
+        depth = layer / layers
+        valley = 3.9 - progress * (1.6 * math.sin(math.pi * depth) + 0.4 * depth)
+        for drop_first in (0, 1):
+            entropy = valley + 0.3 * drop_first * progress
+            found.append(_mean("prompt_entropy", entropy, 0.02, layer, normalization="raw", drop_first=drop_first))
+            found.append(
+                _mean("prompt_entropy", entropy / 4.6, 0.004, layer, normalization="maxEntropy", drop_first=drop_first)
+            )
+        found.append(_mean("effective_rank", math.exp(valley) * 1.3, 1.0, layer))
+        found.append(_mean("participation_ratio", math.exp(valley) * 0.6, 0.8, layer))
+        found.append(_mean("token_curvature", 2.09 - 0.5 * progress * depth, 0.01, layer, num_undefined=3))
+        found.append(Record(metric="dataset_entropy", value=3.2 - progress * depth, layer=layer, n=64))
+    for drop_first in (0, 1):
+        for normalization, most in {"raw": 1.0, "maxEntropy": 4.6}.items():
+            tags: dict[str, str | int] = {"normalization": normalization, "drop_first": drop_first}
+            entropy = (3.7 - progress + 0.3 * drop_first * progress) / most
+            found.append(_mean("prompt_entropy", entropy, 0.02, **tags))
+    return found
+
+
+def _probe(rng: np.random.Generator, progress: float, layers: int) -> list[Record]:
+    found = []
+    for layer in range(layers + 1):
+        value = 0.16 + 0.25 * progress * (0.3 + 0.7 * layer / layers) + 0.004 * rng.standard_normal()
+        found.append(_mean("accuracy", value, 0.01, layer))
+        found.append(_mean("accuracy_all", value * 0.8, 0.01, layer))
+        found.append(_mean("log_loss", 5 - 6 * value, 0.05, layer))
+        found.append(_mean("accuracy", 0.05 + 0.004 * rng.standard_normal(), 0.01, layer, control="random_labels"))
+    for reference, value in {
+        "majority": 0.16,
+        "lm_head": 0.1 + 0.3 * progress,
+        "lm_head_closed": 0.1 + 0.33 * progress,
+    }.items():
+        found.append(_mean("accuracy", value, 0.01, reference=reference))
+    found.append(Record(metric="coverage", value=0.82, n=1000))
+    return found
+
+
+def _lens(rng: np.random.Generator, progress: float, layers: int) -> list[Record]:
+    found = []
+    for layer in range(layers + 1):
+        loss = 7.63 - 3.7 * progress * (0.2 + 0.8 * layer / layers)
+        found.append(_mean("logit_lens_loss", loss, 0.03, layer))
+        found.append(_mean("logit_lens_accuracy", 0.02 + 0.3 * progress * layer / layers, 0.01, layer))
+        found.append(Record(metric="logit_lens_perplexity", value=math.exp(loss), layer=layer, n=64))
+        found.append(_mean("kl_to_final", 3 * progress * (1 - layer / layers), 0.02, layer))
+    return found

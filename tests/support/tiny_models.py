@@ -1,0 +1,97 @@
+"""Tiny random models of every family, with weights so large that no non-linearity and no norm can hide."""
+
+import torch
+from torch import Tensor, nn
+
+VOCAB, DIM, LAYERS, HEADS, POSITIONS, IMAGE = 61, 32, 3, 4, 64, 16
+SCALE = 8  # matrices start at 0.02; at width 32 this gives each about unit gain, so that attention is far from uniform
+
+_PLAIN = {
+    "vocab_size": VOCAB,
+    "hidden_size": DIM,
+    "num_hidden_layers": LAYERS,
+    "num_attention_heads": HEADS,
+    "intermediate_size": 64,
+    "max_position_embeddings": POSITIONS,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+_GROUPED = {**_PLAIN, "num_key_value_heads": 2}
+_GEMMA = {**_GROUPED, "head_dim": 8, "query_pre_attn_scalar": 8, "sliding_window": 4, "final_logit_softcapping": 2.0}
+_GPT2 = {"vocab_size": VOCAB, "n_embd": DIM, "n_layer": LAYERS, "n_head": HEADS, "n_positions": POSITIONS}
+
+# name -> (class of transformers, model type, options)
+_TEXT = {
+    "gpt2": ("GPT2LMHeadModel", "gpt2", {**_GPT2, "bos_token_id": 1, "eos_token_id": 2}),
+    "gpt2_trunk": ("GPT2Model", "gpt2", {**_GPT2, "bos_token_id": 1, "eos_token_id": 2}),
+    "gpt_neox": ("GPTNeoXForCausalLM", "gpt_neox", _PLAIN),
+    "llama": ("LlamaForCausalLM", "llama", _GROUPED),
+    "llama_trunk": ("LlamaModel", "llama", _GROUPED),
+    "mistral": ("MistralForCausalLM", "mistral", {**_GROUPED, "sliding_window": 4}),
+    "qwen2": ("Qwen2ForCausalLM", "qwen2", _GROUPED),
+    "qwen3": ("Qwen3ForCausalLM", "qwen3", {**_GROUPED, "head_dim": 8}),
+    "olmo": ("OlmoForCausalLM", "olmo", _GROUPED),
+    "olmo2": ("Olmo2ForCausalLM", "olmo2", _GROUPED),
+    "gemma2": ("Gemma2ForCausalLM", "gemma2", _GEMMA),
+    "granite": ("GraniteForCausalLM", "granite", {**_GROUPED, "logits_scaling": 3.0, "residual_multiplier": 0.5}),
+    "phi": ("PhiForCausalLM", "phi", _GROUPED),
+    "bert": ("BertForMaskedLM", "bert", _PLAIN),
+    "bert_trunk": ("BertModel", "bert", _PLAIN),
+    "bert_classifier": ("BertForSequenceClassification", "bert", {**_PLAIN, "num_labels": 5}),
+    "bert_tagger": ("BertForTokenClassification", "bert", {**_PLAIN, "num_labels": 5}),
+}
+_IMAGES = {
+    "vit": {},
+    "vit_average": {"global_pool": "avg", "class_token": False, "init_values": 0.5},
+    "vit_headless": {"num_classes": 0},
+}
+FAMILIES = (*_TEXT, *_IMAGES)
+
+
+def tiny(
+    name: str, dtype: torch.dtype = torch.float32, *, attention: str | None = None, seed: int = 0, **options
+) -> nn.Module:
+    """A model of 3 blocks of width 32 in evaluation mode; `options` go to its constructor.
+
+    Attention is sdpa where the family has it (Gemma 2 has not), unless told otherwise.
+    """
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        model = _vit(attention, **(_IMAGES[name] | options)) if name in _IMAGES else _text(name, attention, options)
+        with torch.no_grad():
+            for parameter in model.parameters():  # biases and norms away from 0 and 1
+                parameter.mul_(SCALE) if parameter.ndim > 1 else parameter.add_(0.3 * torch.randn_like(parameter))
+    return model.to(dtype).eval()
+
+
+def tiny_batch(
+    name: str, batch: int = 3, tokens: int = 10, padding: str | None = None, *, seed: int = 1
+) -> dict[str, Tensor]:
+    """Random inputs. With padding "left" or "right", prompt i has tokens - 2 i real tokens (at least 2), and junk
+    outside them."""
+    generator = torch.Generator().manual_seed(seed)
+    if name in _IMAGES:
+        return {"pixel_values": torch.randn(batch, 3, IMAGE, IMAGE, generator=generator)}
+    ids = torch.randint(3, VOCAB, (batch, tokens), generator=generator)
+    lengths = [max(2, tokens - 2 * index) if padding else tokens for index in range(batch)]
+    mask = torch.tensor([[position < length for position in range(tokens)] for length in lengths]).long()
+    return {"input_ids": ids, "attention_mask": mask.flip(-1) if padding == "left" else mask}
+
+
+def _text(name: str, attention: str | None, options: dict) -> nn.Module:
+    import transformers
+
+    kind, model_type, defaults = _TEXT[name]
+    config = transformers.AutoConfig.for_model(model_type, **(defaults | options))
+    return getattr(transformers, kind)._from_config(config, attn_implementation=attention)
+
+
+def _vit(attention: str | None, **options) -> nn.Module:
+    from timm.models.vision_transformer import VisionTransformer
+
+    defaults = {"img_size": IMAGE, "patch_size": 4, "embed_dim": DIM, "depth": LAYERS, "num_heads": HEADS}
+    model = VisionTransformer(**(defaults | {"num_classes": 7} | options))
+    for block in model.blocks:
+        block.attn.fused_attn = attention != "eager"
+    return model

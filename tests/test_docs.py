@@ -1,0 +1,70 @@
+"""Every command and every example of the pages runs."""
+
+import re
+import shlex
+from pathlib import Path
+
+import pytest
+
+from lit_layers.cli.main import main
+from tests.support.runs import make_run
+
+ROOT = Path(__file__).parents[1]
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+BLOCK = re.compile(r"^```(bash|python)\n(.*?)^```", re.MULTILINE | re.DOTALL)
+ASSIGNMENTS = re.compile(r"^([A-Z_]+=\S+ )+")
+# Run by the continuous integration itself, or setting up the machine.
+ELSEWHERE = ("make ", "pip install", "git clone", "cd ", "python -m pytest", "python benchmarks/", "wandb ")
+# Small enough for a test; what a page shows stays as it is.
+SHORT = ["--trainer.max_steps", "1", "--data.num_validation_sequences", "4", "--trainer.accelerator", "cpu"]
+
+
+def blocks(page: Path) -> list[tuple[str, str]]:
+    return BLOCK.findall(page.read_text())
+
+
+def test_the_pages_hold_commands_and_examples():
+    kinds = [kind for page in PAGES for kind, _ in blocks(page)]
+    assert kinds.count("bash") >= 4
+    assert kinds.count("python") >= 4
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_every_link_to_a_file_leads_somewhere(page):
+    targets = re.findall(r"\]\((?!http)([^)#]+)", page.read_text())
+    assert all((page.parent / target).exists() for target in targets), targets
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_the_commands_and_examples_of_a_page_run_in_its_order(page, tmp_path, monkeypatch):
+    for name in ("recipes", "wandb_configs"):
+        (tmp_path / name).symlink_to(ROOT / name)
+    monkeypatch.chdir(tmp_path)
+    if page.name == "report.md":  # the one page that begins with a run
+        make_run(tmp_path / "checkpoints" / "quickstart")
+    found = blocks(page)
+    if page.name in ("training.md", "report.md"):
+        assert found
+    for kind, text in found:
+        if kind == "python":
+            exec(compile(text, page.name, "exec"), {"__name__": "__page__"})
+            continue
+        for line in text.replace("\\\n", " ").splitlines():
+            command = ASSIGNMENTS.sub("", line)
+            if command.strip() and not command.startswith(("#", *ELSEWHERE)):
+                run(command)
+
+
+def run(line: str) -> None:
+    words = shlex.split(line, comments=True)
+    assert words[0] == "lit-layers", line
+    arguments = words[1:]
+    if arguments[0] == "fit" and "--print_config" in arguments:
+        with pytest.raises(SystemExit) as ended:
+            main(arguments)
+        assert ended.value.code == 0, line
+        return
+    if arguments[0] == "fit":
+        arguments += SHORT
+    assert main(arguments) == 0, line

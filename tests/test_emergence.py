@@ -1,0 +1,412 @@
+"""Training with analyses and without ends in the same bits, whatever the analyses do."""
+
+import contextlib
+import random
+import subprocess
+import sys
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+
+import lit_layers
+from lit_layers.analyses.base import Analysis
+from lit_layers.data.batches import Batches
+from lit_layers.emergence import DisturbedError, full_float32_precision, measure, undisturbed, versions
+from lit_layers.models.build import weights_hash
+from lit_layers.models.view import LayeredModel
+from lit_layers.records import Measurement, Record
+from tests.support.tiny_models import LAYERS, tiny, tiny_batch
+
+
+class OneBatch(Batches):
+    def __iter__(self):
+        yield tiny_batch("gpt2", padding="left")
+
+    def __len__(self):
+        return 1
+
+    def content_hash(self):
+        random.random()  # data may draw when it loads
+        return "one batch"
+
+
+@dataclass(kw_only=True)
+class Doing(Analysis):
+    """Does something to the model on the way to one record for each layer."""
+
+    action: Callable[[LayeredModel], object] = lambda model: None
+    name: str = "doing"
+    batches: Batches = field(default_factory=OneBatch)
+
+    def run(self, model: LayeredModel) -> Iterable[Record]:
+        self.action(model)
+        for batch in self.batches:
+            for layer, hidden in enumerate(model.trajectory(batch).hidden):
+                yield Record(metric="norm", layer=layer, value=hidden.norm().item())
+
+    def config(self):
+        return {"name": self.name}
+
+
+def draw(model):
+    torch.randn(7), np.random.rand(3), random.random()
+    torch.manual_seed(123)
+    random.seed(5)
+
+
+def fail(model):
+    draw(model)
+    model.model.train()
+    raise ValueError("half way\nthrough")
+
+
+def leave_gradients(model):
+    for parameter in model.model.parameters():
+        assert parameter.grad is None
+        parameter.requires_grad_(True)
+    model.model(**tiny_batch("gpt2")).logits.sum().backward()
+    assert model.model.lm_head.weight.grad.abs().sum() > 0
+
+
+def change_gradients_it_kept(model):
+    model.model.requires_grad_(True)
+    leave_gradients(model)
+    for parameter in model.model.parameters():
+        parameter.grad.mul_(100)
+        parameter.requires_grad_(False)
+
+
+def differentiate_blocks(model):
+    trajectory = model.trajectory(tiny_batch("gpt2"))
+    point = trajectory.hidden[1].clone().requires_grad_(True)
+    trajectory.block(2)(point).square().sum().backward()
+    assert point.grad.abs().sum() > 0
+
+
+def switch_modes(model):
+    model.model.train()
+    model.model.transformer.h[0].eval()
+
+
+def switch_attention(model):
+    model.model.set_attn_implementation("eager")
+
+
+def switch_settings(model):
+    torch.set_default_dtype(torch.float64)
+    torch.set_grad_enabled(False)
+    torch.autograd.set_grad_enabled(False)
+
+
+def leave_a_hook(model):
+    model.blocks[1].register_forward_hook(lambda module, args, output: output * 2)
+
+
+GENTLE = [draw, fail, leave_gradients, change_gradients_it_kept, differentiate_blocks, switch_modes, switch_attention]
+GENTLE += [switch_settings, leave_a_hook]
+
+
+def train(action: Callable | None, steps: int = 4, accumulate: int = 2) -> dict:
+    """A small run with dropout, accumulation and draws from every generator; measured within and between steps."""
+    torch.manual_seed(1), random.seed(1), np.random.seed(1)
+    model = tiny("gpt2", resid_pdrop=0.2, embd_pdrop=0.2, attn_pdrop=0.2).train()
+    model.transformer.wpe.requires_grad_(False)
+    model.transformer.h[2].mlp.eval()
+    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2)
+    losses, measurements = [], []
+
+    def look(step: int) -> None:
+        if action is not None:
+            measurements.append(measure(model, Doing(action=action), run="run", step=step))
+
+    look(0)
+    for step in range(1, steps + 1):
+        for _ in range(accumulate):
+            ids = torch.randint(3, 61 - random.randrange(2), (4, 10 + np.random.randint(2)))
+            loss = F.cross_entropy(model(input_ids=ids).logits[:, :-1].flatten(0, 1), ids[:, 1:].flatten())
+            (loss / accumulate).backward()
+            losses.append(loss.item())
+            look(step)  # here .grad is half full
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=step % 2 == 0)
+        look(step)
+    modes = [part.training for part in model.modules()]
+    flags = [parameter.requires_grad for parameter in model.parameters()]
+    states = torch.get_rng_state().tolist(), np.random.get_state()[1].tolist(), random.getstate()
+    settings = model.config._attn_implementation, torch.get_default_dtype(), torch.is_grad_enabled()
+    return {
+        "bits": (losses, weights_hash(model), modes, flags, states, settings),
+        "moments": [state["exp_avg"] for state in optimizer.state.values()],
+        "measurements": measurements,
+    }
+
+
+@pytest.fixture(scope="module")
+def alone() -> dict:
+    return train(None)
+
+
+@pytest.mark.parametrize("action", [lambda model: None, *GENTLE], ids=lambda action: action.__name__)
+def test_training_beside_an_analysis_ends_in_the_same_bits(action, alone):
+    beside = train(action)
+    assert beside["bits"] == alone["bits"]
+    assert all(map(torch.equal, beside["moments"], alone["moments"]))
+    errors = {measurement.error for measurement in beside["measurements"]}
+    expected = {
+        fail: "ValueError: half way through",
+        leave_a_hook: "DisturbedError: the analysis left hooks on transformer.h.1: remove every hook that is added",
+    }
+    assert errors == {expected.get(action)}
+
+
+def test_the_bits_would_differ_without_the_care(alone, monkeypatch):
+    monkeypatch.setattr("lit_layers.emergence.kept_random_state", contextlib.nullcontext)
+    assert train(draw)["bits"] != alone["bits"]
+    monkeypatch.undo()
+    monkeypatch.setattr("lit_layers.emergence.kept_gradients", lambda model: contextlib.nullcontext())
+    model = tiny("gpt2")
+    measure(model, Doing(action=lambda view: view.model(**tiny_batch("gpt2")).logits.sum().backward()), run="", step=0)
+    assert model.lm_head.weight.grad is not None
+
+
+def test_gradients_come_back_as_the_same_tensors():
+    model = tiny("gpt2")
+    model(**tiny_batch("gpt2")).logits.logsumexp(-1).sum().backward()
+    model.transformer.wpe.weight.grad = None
+    kept = {name: parameter.grad for name, parameter in model.named_parameters()}
+    values = {name: grad.clone() for name, grad in kept.items() if grad is not None}
+    with undisturbed(model):
+        leave_gradients(LayeredModel(model))
+    for name, parameter in model.named_parameters():
+        assert parameter.grad is kept[name]
+        assert parameter.grad is None or torch.equal(parameter.grad, values[name])
+
+
+def test_numbers_do_not_depend_on_where_training_stands():
+    model, found = tiny("gpt2", resid_pdrop=0.5), []
+    analysis = Doing(action=lambda view: found.append((torch.rand(1).item(), np.random.rand(), random.random())))
+    records = [measure(model, analysis, run="", step=0).records]
+    model.train()
+    torch.randn(3), np.random.rand(2), random.random()
+    with torch.autocast("cpu", dtype=torch.bfloat16), torch.inference_mode():
+        records.append(measure(model, analysis, run="", step=0).records)
+    assert records[0] == records[1]
+    assert found[0] == found[1]
+
+
+def test_inside_derivatives_are_on_and_reduced_precision_is_off():
+    model = tiny("gpt2").train()
+    torch.set_default_dtype(torch.float64)
+    try:
+        with torch.autocast("cpu", dtype=torch.bfloat16), torch.inference_mode(), undisturbed(model):
+            assert not torch.is_autocast_enabled("cpu")
+            assert torch.is_grad_enabled()
+            assert not torch.is_inference_mode_enabled()
+            assert torch.get_default_dtype() == torch.float32
+            assert not any(part.training for part in model.modules())
+            assert not any(parameter.requires_grad for parameter in model.parameters())
+        assert torch.get_default_dtype() == torch.float64
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert model.training
+
+
+def precision() -> tuple:
+    """Every setting of float32 products, by both of torch's interfaces."""
+    backends = torch.backends
+    parts = (backends, backends.cuda.matmul, backends.cudnn, backends.cudnn.conv, backends.cudnn.rnn)
+    parts += (backends.mkldnn, backends.mkldnn.matmul, backends.mkldnn.conv, backends.mkldnn.rnn)
+    return tuple(part.fp32_precision for part in parts), tuple(map(answer, OLDER_INTERFACE))
+
+
+OLDER_INTERFACE = (
+    torch.get_float32_matmul_precision,
+    lambda: torch.backends.cuda.matmul.allow_tf32,
+    lambda: torch.backends.cudnn.allow_tf32,
+)
+
+
+def answer(ask):
+    try:
+        return ask()
+    except RuntimeError:  # the newer interface was used
+        return None
+
+
+@pytest.mark.parametrize(
+    "switch_on",
+    [
+        lambda: None,
+        lambda: torch.set_float32_matmul_precision("high"),
+        lambda: torch.set_float32_matmul_precision("medium"),
+        lambda: setattr(torch.backends.cuda.matmul, "allow_tf32", True),
+        lambda: setattr(torch.backends.cuda.matmul, "fp32_precision", "tf32"),
+        lambda: setattr(torch.backends, "fp32_precision", "tf32"),
+        lambda: setattr(torch.backends.mkldnn.conv, "fp32_precision", "bf16"),
+    ],
+)
+def test_tf32_is_off_inside_however_it_was_switched_on_and_back_afterwards(switch_on):
+    with full_float32_precision():  # brings back what this test sets
+        switch_on()
+        before = precision()
+        with full_float32_precision():
+            inside, older = precision()
+            assert not {inside[index] for index in (1, 3, 4, 6, 7, 8)} & {"tf32", "bf16"}
+            assert all(now is not None for now, then in zip(older, before[1], strict=True) if then is not None)
+        assert precision() == before
+        torch.backends.fp32_precision = "none"
+
+
+@pytest.mark.parametrize(
+    ("write", "named"),
+    [
+        (
+            lambda model: model.transformer.ln_f.weight.detach().mul_(2),
+            "ln_f.weight",
+        ),
+        (lambda model: model.transformer.h[1].mlp.c_fc.bias.detach().zero_(), r"transformer\.h\.1\.mlp\.c_fc\.bias"),
+        (lambda model: setattr(model.transformer.wpe, "weight", torch.nn.Parameter(torch.zeros(64, 32))), "wpe.weight"),
+        (lambda model: setattr(model.transformer.wpe.weight, "data", torch.zeros(64, 32)), "wpe.weight"),
+        (lambda model: model.register_buffer("note", torch.zeros(1)), "note"),
+        (lambda model: model.counter.add_(1), "counter"),
+    ],
+)
+def test_a_write_to_the_model_is_reported_with_the_name_of_the_tensor(write, named):
+    model = tiny("gpt2")
+    model.register_buffer("counter", torch.zeros(1))
+    measurement = measure(model, Doing(action=lambda view: write(view.model)), run="", step=0)
+    assert measurement.records == []
+    with (
+        pytest.raises(DisturbedError, match=rf"the analysis changed \S*{named}: an analysis must not write") as found,
+        undisturbed(model),
+    ):
+        write(model) if named != "note" else model.register_buffer("note", torch.ones(1))
+    assert measurement.error == f"DisturbedError: {found.value}"
+
+
+def test_a_write_is_reported_even_by_an_analysis_that_fails_and_many_are_counted():
+    def ruin(view):
+        with torch.no_grad():
+            for parameter in view.model.parameters():
+                parameter.zero_()
+        raise KeyError("x")
+
+    error = measure(tiny("gpt2"), Doing(action=ruin), run="", step=0).error
+    assert error.startswith("DisturbedError: the analysis changed transformer.wte.weight, transformer.wpe.weight, ")
+    assert error.endswith("and 37 more: an analysis must not write to the model; it also failed with KeyError: 'x'")
+
+
+@pytest.mark.parametrize("kind", [KeyboardInterrupt, SystemExit])
+def test_an_interrupt_passes_and_everything_is_restored(kind):
+    model = tiny("gpt2").train()
+
+    def interrupt(view):
+        draw(view)
+        view.model.transformer.ln_f.weight.detach().mul_(1)
+        raise kind
+
+    state = torch.get_rng_state()
+    with pytest.raises(kind):
+        measure(model, Doing(action=interrupt), run="", step=0)
+    assert torch.equal(torch.get_rng_state(), state)
+    assert model.training
+    assert all(parameter.requires_grad for parameter in model.parameters())
+
+
+def test_a_measurement_says_what_was_measured_on_what():
+    model = tiny("gpt2", attention="eager")
+    analysis = Doing(name="norms")
+    given = {"revision": "step5", "device": "the one in the corner"}
+    measurement = measure(model, analysis, run="quick", step=5, tokens=640, provenance=given)
+    assert isinstance(measurement, Measurement)
+    assert (measurement.run, measurement.step, measurement.tokens, measurement.analysis) == ("quick", 5, 640, "norms")
+    assert [record.layer for record in measurement.records] == list(range(LAYERS + 1))
+    assert measurement.error is None
+    assert 0 < measurement.seconds < 60
+    assert measurement.provenance == {
+        "weights_hash": weights_hash(model),
+        "config_hash": analysis.config_hash(),
+        "data_hash": analysis.data_hash(),
+        "dtype": "float32",
+        "attention": "eager",
+        "device": "the one in the corner",
+        "versions": versions(),
+        "revision": "step5",
+    }
+    assert {"python", "torch", "transformers", "timm"} <= versions().keys()
+    known = measure(LayeredModel(model), analysis, run="quick", step=5, weights_hash="0123456789abcdef")
+    assert known.provenance["weights_hash"] == "0123456789abcdef"
+    assert known.records == measurement.records
+
+
+@pytest.mark.parametrize(
+    ("records", "error"),
+    [([], "ValueError: odd gave no record"), ([1.0], "TypeError: odd should give records, got a float")],
+)
+def test_an_analysis_without_records_is_an_error(records, error):
+    @dataclass(kw_only=True)
+    class Odd(Analysis):
+        name: str = "odd"
+
+        def run(self, model):
+            return records
+
+    assert measure(tiny("gpt2"), Odd(), run="", step=None).error == error
+
+
+def test_a_model_of_no_known_family_is_an_error_of_the_measurement():
+    assert "no layered view of Linear" in measure(torch.nn.Linear(2, 2), Doing(), run="", step=0).error
+
+
+def test_vits_are_left_as_they_were():
+    model = tiny("vit").train()
+
+    @dataclass(kw_only=True)
+    class Unfused(Analysis):
+        name: str = "unfused"
+
+        def run(self, model):
+            for block in model.blocks:
+                block.attn.fused_attn = False
+            yield Record(metric="classes", value=model.trajectory(tiny_batch("vit")).logits.shape[-1])
+
+    assert measure(model, Unfused(), run="", step=0).records == [Record(metric="classes", value=7)]
+    assert all(block.attn.fused_attn for block in model.blocks)
+    assert model.training
+
+
+def test_importing_the_package_loads_no_torch():
+    code = "import sys, lit_layers; sys.exit('torch' in sys.modules)"
+    subprocess.run([sys.executable, "-c", code], check=True, cwd=Path(__file__).parents[1])
+    assert {lit_layers.Analysis, lit_layers.Record, lit_layers.LayeredModel} == {Analysis, Record, LayeredModel}
+    assert lit_layers.measure is measure
+    with pytest.raises(AttributeError, match="module 'lit_layers' has no attribute 'Layered'"):
+        lit_layers.Layered  # noqa: B018
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_on_a_gpu_the_generator_is_kept_and_products_are_exact():
+    model = tiny("gpt2", resid_pdrop=0.5).cuda().train()
+    torch.set_float32_matmul_precision("high")
+    state, errors = torch.cuda.get_rng_state(), []
+
+    def multiply(view):
+        left, right = (torch.randn(512, 512, device="cuda") for _ in range(2))
+        exact = left.double() @ right.double()
+        errors.append(((left @ right).double() - exact).norm() / exact.norm())
+
+    with torch.autocast("cuda", dtype=torch.bfloat16):
+        multiply(None)
+        torch.cuda.set_rng_state(state)
+        measurement = measure(model, Doing(action=multiply), run="", step=0)
+    assert measurement.error is None
+    assert measurement.provenance["device"] == torch.cuda.get_device_name()
+    assert torch.equal(torch.cuda.get_rng_state(), state)
+    assert errors[0] > 1e-4 > 1e-6 > errors[1]
+    assert torch.get_float32_matmul_precision() == "high"
+    torch.set_float32_matmul_precision("highest")

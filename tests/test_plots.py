@@ -1,0 +1,306 @@
+import math
+import re
+
+import pandas as pd
+import pytest
+
+pytest.importorskip("plotly")
+
+from lit_layers import plots, records
+from lit_layers.plots import theme
+from lit_layers.records import Measurement, Record
+from tests.support.runs import measurement
+
+
+def table(*found: tuple[int, list[Record]], analysis: str = "a", tokens: int | None = 100) -> pd.DataFrame:
+    return records.frame(
+        Measurement(
+            run="r",
+            step=step,
+            tokens=None if tokens is None else step * tokens,
+            analysis=analysis,
+            records=rows,
+            seconds=0,
+        )
+        for step, rows in found
+    )
+
+
+def layered(steps: tuple[int, ...], layers: int = 3, **tags) -> list[tuple[int, list[Record]]]:
+    return [(s, [Record(metric="m", value=s + n / 10, layer=n, tags=tags) for n in range(layers)]) for s in steps]
+
+
+def whole(steps: tuple[int, ...], metric: str = "m", shift: float = 0.0, **tags) -> list[tuple[int, list[Record]]]:
+    return [(s, [Record(metric=metric, value=s + shift, low=s - 1.0, high=s + 2.0, tags=tags)]) for s in steps]
+
+
+def drawn(fig, name: str) -> dict[float, float]:
+    """All points of the traces of one name, as {x: y}."""
+    traces = [trace for trace in fig.data if trace.name == name]
+    return {x: y for trace in traces for x, y in zip(trace.x, trace.y, strict=True)}
+
+
+def test_step_0_stands_apart_and_every_other_step_is_at_the_log_of_one_more() -> None:
+    fig = plots.emergence_curves(table(*layered((0, 1, 2, 512, 1000))), "m")
+    points = drawn(fig, "layer 2")
+    apart = min(points)
+    assert points.pop(apart) == 0.2
+    assert points == {round(math.log10(1 + s), 5): s + 0.2 for s in (1, 2, 512, 1000)}
+    line = next(trace for trace in fig.data if trace.name == "layer 2")
+    assert apart not in line.x, "the line of training does not reach to the untrained model"
+    assert apart < fig.layout.shapes[0].x0 < math.log10(2)
+    assert fig.layout.xaxis.range[0] < apart
+
+
+def test_ticks_are_steps_that_were_measured_at_their_places() -> None:
+    steps = (0, 1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1000, 2000, 143_000)
+    fig = plots.emergence_curves(table(*layered(steps)), "m")
+    labels = dict(zip(fig.layout.xaxis.ticktext, fig.layout.xaxis.tickvals, strict=True))
+    assert labels["0"] == min(drawn(fig, "layer 0"))
+    assert {"0", "1", "143k"} <= labels.keys()
+    assert 4 <= len(labels) <= 8
+    for text, place in labels.items():
+        step = int(text.replace("k", "000"))
+        assert step in steps
+        assert step == 0 or place == pytest.approx(math.log10(1 + step), abs=1e-5)
+
+
+def test_the_token_axis_has_tokens_and_needs_them() -> None:
+    fig = plots.emergence_curves(table(*layered((0, 1, 10))), "m", axis="tokens")
+    assert sorted(drawn(fig, "layer 1"))[1:] == [round(math.log10(101), 5), round(math.log10(1001), 5)]
+    assert fig.layout.xaxis.title.text == "Tokens seen"
+    assert fig.layout.meta["axes"].keys() == {"step", "tokens"}
+    blind = table(*layered((0, 1, 10)), tokens=None)
+    assert plots.emergence_curves(blind, "m").layout.meta["axes"].keys() == {"step"}
+    with pytest.raises(ValueError, match="needs the tokens of every step"):
+        plots.emergence_curves(blind, "m", axis="tokens")
+
+
+def test_layers_have_one_line_each_coloured_by_depth() -> None:
+    fig = plots.emergence_curves(table(*layered((1, 2), layers=5)), "m")
+    lines = [trace for trace in fig.data if trace.meta is not None]
+    assert [trace.name for trace in lines] == [f"layer {n}" for n in range(5)]
+    assert len({trace.line.color for trace in lines}) == 5
+    bar = fig.data[-1].marker
+    assert (bar.cmin, bar.cmax, list(bar.colorbar.ticktext)) == (0, 4, ["0", "2", "4"])
+
+
+def test_values_of_the_whole_model_come_with_their_interval_one_line_a_variant() -> None:
+    low_high = table(*whole((1, 2), k=4), *whole((0,), k=4)), table(*whole((1, 2), k=4))
+    fig = plots.emergence_curves(low_high[0], "m")
+    low, high = fig.data[0], fig.data[1]
+    assert (list(low.y), list(high.y), high.fill) == ([0.0, 1.0], [3.0, 4.0], "tonexty")
+    untrained = next(trace for trace in fig.data if trace.mode == "markers")
+    assert (untrained.error_y.array[0], untrained.error_y.arrayminus[0]) == (2.0, 1.0)
+    both = [(s, a + b) for (s, a), (_, b) in zip(whole((1, 2), k=4), whole((1, 2), shift=5, k=12), strict=True)]
+    fig = plots.emergence_curves(table(*both), "m")
+    assert {trace.name for trace in fig.data if trace.showlegend} == {"k = 4", "k = 12"}
+    assert list(drawn(fig, "k = 12").values()) == [6.0, 7.0]
+
+
+def test_references_and_baselines_are_dashed_and_named() -> None:
+    frame = records.frame(measurement("r", step, "next_token_probe") for step in (0, 1, 8))
+    fig = plots.emergence_curves(frame, "accuracy")
+    dashed = {trace.name for trace in fig.data if trace.line.dash}
+    assert dashed == {"majority class", "model's head", "model's head, probe's classes"}
+    assert list(drawn(fig, "majority class").values()) == [0.16] * 3
+    frame = records.frame(measurement("r", step, "coupling") for step in (0, 1, 8))
+    fig = plots.emergence_curves(frame, "coupling", baselines=["random_coupling"])
+    assert {trace.name for trace in fig.data if trace.line.dash} == {"Random bases, k = 4", "Random bases, k = 12"}
+    colors = {trace.name: trace.line.color for trace in fig.data if trace.line.color}
+    assert colors["k = 12"] == colors["Random bases, k = 12"] != colors["k = 4"]
+
+
+def test_lines_per_layer_are_of_one_variant_the_plainest_or_the_one_that_tags_choose_and_the_title_says_which() -> None:
+    frame = records.frame(measurement("r", step, "representation") for step in (0, 1))
+    for draw in (plots.emergence_curves, plots.layer_profile):
+        fig = draw(frame, "prompt_entropy")
+        assert fig.layout.title.text == "Prompt entropy (nats), raw, all tokens"
+        other = draw(frame, "prompt_entropy", tags={"drop_first": 1})
+        assert other.layout.title.text == "Prompt entropy (nats), raw, without the first token"
+        assert len(fig.data) == len(other.data)
+    last = fig.data[1].y, other.data[1].y  # of the profiles, at step 1
+    assert last[1][3] - last[0][3] == pytest.approx(0.3 * math.log(2) / math.log(513), abs=1e-4)
+
+
+def test_a_mean_and_its_median_are_told_apart_by_the_absent_tag() -> None:
+    frame = records.frame(measurement("r", step, "trajectory") for step in (0, 4))
+    assert plots.variants(frame, "state_norm") == [{"statistic": None}, {"statistic": "median"}]
+    mean = plots.layer_profile(frame, "state_norm", tags={"statistic": None})
+    median = plots.layer_profile(frame, "state_norm", tags={"statistic": "median"})
+    assert mean.data[0].y[0] - median.data[0].y[0] == pytest.approx(0.1)
+
+
+def test_counts_that_differ_from_step_to_step_make_no_variants() -> None:
+    rows = [(s, [Record(metric="m", value=1.0, layer=0, tags={"num_undefined": s})]) for s in (1, 2)]
+    assert plots.variants(table(*rows), "m") == [{}]
+    assert list(drawn(plots.emergence_curves(table(*rows), "m"), "layer 0").values()) == [1.0, 1.0]
+
+
+def test_an_unknown_metric_is_refused_with_those_there_are() -> None:
+    with pytest.raises(ValueError, match=r"no rows of metric 'n' that have a step; metrics in this table: m$"):
+        plots.emergence_curves(table(*layered((1,))), "n")
+    with pytest.raises(ValueError, match="no rows of metric 'm' with k = 9"):
+        plots.emergence_curves(table(*layered((1,), k=4)), "m", tags={"k": 9})
+    two = pd.concat([table(*layered((1,))), table(*layered((1,)), analysis="b")])
+    with pytest.raises(ValueError, match="more than one analysis: a, b; choose one"):
+        plots.emergence_curves(two, "m")
+    assert len(plots.emergence_curves(two, "m", analysis="b").data) == 4
+
+
+def test_text_from_the_data_is_shown_not_interpreted() -> None:
+    rows = [(1, [Record(metric="<b>m</b>", value=1.0, layer=0, tags={"reference": '<a href="x">'}),
+                 Record(metric="<b>m</b>", value=1.0, layer=0)])]  # fmt: skip
+    text = plots.emergence_curves(table(*rows), "<b>m</b>").to_json()
+    assert not re.search(r"(\\u003c|<)(b|a)\b", str(text).replace("\\u003cbr\\u003e", "").replace("<br>", ""))
+
+
+def test_values_that_cannot_be_drawn_are_gaps() -> None:
+    rows = [(s, [Record(metric="m", value=v, layer=0)]) for s, v in ((1, 1.0), (2, math.inf), (3, math.nan), (4, 2.0))]
+    frame = table(*rows)
+    assert list(plots.emergence_curves(frame, "m").data[0].y) == [1.0, None, None, 2.0]
+    plots.layer_profile(frame, "m").to_json()
+
+
+def test_a_single_checkpoint_is_a_figure_too() -> None:
+    for step in (0, 7):
+        fig = plots.emergence_curves(table(*layered((step,))), "m")
+        assert list(drawn(fig, "layer 1").values()) == [step + 0.1]
+        assert fig.layout.xaxis.ticktext[0] == str(step)
+        assert not fig.layout.shapes
+        assert list(plots.layer_profile(table(*layered((step,))), "m").data[0].y) == [step + n / 10 for n in range(3)]
+
+
+def test_a_profile_has_a_line_a_checkpoint_and_thins_many_but_keeps_both_ends() -> None:
+    fig = plots.layer_profile(table(*layered((0, 1, 8))), "m")
+    lines = [trace for trace in fig.data if trace.mode == "lines+markers"]
+    assert [list(trace.x) for trace in lines] == [[0, 1, 2]] * 3
+    assert list(lines[1].y) == [1.0, 1.1, 1.2]
+    assert lines[-1].line.width > lines[0].line.width
+    many = plots.layer_profile(table(*layered(tuple(range(100)))), "m")
+    firsts = [trace.y[0] for trace in many.data if trace.mode == "lines+markers"]
+    assert (len(firsts), firsts[0], firsts[-1]) == (16, 0, 99)
+
+
+def test_a_profile_over_distance_and_one_of_nothing() -> None:
+    frame = records.frame([measurement("r", 8, "coupling")])
+    fig = plots.layer_profile(frame, "coupling_by_distance", tags={"k": 4})
+    assert list(fig.data[0].x) == [0, 1, 2, 3, 4, 5]
+    assert fig.layout.xaxis.title.text == "Distance between the blocks"
+    with pytest.raises(ValueError, match="'excess_coupling' has no values per layer"):
+        plots.layer_profile(frame, "excess_coupling")
+
+
+def test_a_matrix_has_the_layer_down_and_the_other_layer_across_at_each_place_of_the_slider() -> None:
+    def pairs(step: int) -> list[Record]:
+        value = {(1, 1): 9.0, (1, 2): step, (2, 1): -2.0 * step, (2, 2): 9.0}
+        return [Record(metric="p", value=v, layer=i, other_layer=j) for (i, j), v in value.items()]
+
+    fig = plots.layer_matrix(table((0, pairs(0)), (3, pairs(3))), "p")
+    assert [[*row] for row in fig.data[0].z] == [[9.0, 3.0], [-6.0, 9.0]]
+    assert fig.layout.yaxis.title.text == "Layer"
+    assert fig.layout.yaxis.autorange == "reversed"
+    assert (fig.data[0].zmin, fig.data[0].zmax) == (-6.0, 6.0), "the diagonal does not decide the colours"
+    assert [frame.name for frame in fig.frames] == ["0", "3"]
+    assert [[*row] for row in fig.frames[0].data[0].z] == [[9.0, 0.0], [0.0, 9.0]]
+    slider = fig.layout.sliders[0]
+    assert [step.label for step in slider.steps] == ["0", "3"]
+    assert slider.active == 1
+    with pytest.raises(ValueError, match="no values per pair of layers"):
+        plots.layer_matrix(table(*layered((1,))), "m")
+
+
+def test_a_spectrum_has_a_line_a_layer_on_a_log_axis_and_its_curve_shows_the_largest() -> None:
+    frame = records.frame(measurement("r", step, "coupling", layers=2) for step in (1, 8))
+    fig = plots.spectrum(frame)
+    assert len([trace for trace in fig.data if trace.mode == "lines+markers"]) == 2
+    assert list(fig.data[0].x) == list(range(1, 16))
+    assert fig.layout.yaxis.type == "log"
+    curve = drawn(plots.emergence_curves(frame, "singular_value"), "layer 1")
+    assert fig.data[0].y[0] == curve[max(curve)]
+    with pytest.raises(ValueError, match="no lists of values"):
+        plots.spectrum(frame, "coupling")
+
+
+def test_training_curves_show_training_first_and_levels_dashed() -> None:
+    rows = [{"step": 0, "validation/loss": 7.0}, {"step": 1, "train/loss": 6.0}, {"step": 2, "train/loss": 5.0}]
+    rows.append({"step": 4, "train/loss": 4.0, "validation/loss": 4.5})
+    fig = plots.training_curves(rows, tokens_per_step=8, references={"Unigram entropy": 5.5})
+    assert [trace.name for trace in fig.data if trace.showlegend is not False] == [
+        "Training loss",
+        "Validation loss",
+        "Unigram entropy",
+    ]
+    assert list(drawn(fig, "Training loss").values()) == [6.0, 5.0, 4.0]
+    assert sorted(drawn(fig, "Validation loss").values()) == [4.5, 7.0]
+    assert set(drawn(fig, "Unigram entropy").values()) == {5.5}
+    assert fig.layout.meta["grids"][0]["tokens"] == [8, 16, 32]
+
+
+def test_long_curves_are_averaged_over_steps_that_share_a_pixel() -> None:
+    rows = [{"step": step, "train/loss": float(step % 2), "tokens": 5 * step} for step in range(1, 20_001)]
+    fig = plots.training_curves(rows)
+    line = fig.data[0]
+    assert 200 < len(line.y) <= 500
+    assert list(line.y[:4]) == [1.0, 0.0, 1.0, 0.0]
+    assert line.y[-1] == pytest.approx(0.5, abs=0.01)
+    assert fig.layout.meta["grids"][0]["steps"][-1] == 20_000
+    assert fig.layout.meta["grids"][0]["tokens"][-1] == 100_000
+    with pytest.raises(ValueError, match="no values of lr in these rows; they have: train/loss"):
+        plots.training_curves(rows, ["lr"])
+
+
+def test_decades_apart_are_on_a_log_axis_whose_ticks_name_the_decade() -> None:
+    for values, dtick in (((2000.0, 150.0), "D2"), ((500.0, 150.0), None)):
+        rows = [{"step": step, "validation/perplexity": value} for step, value in enumerate(values, start=1)]
+        axis = plots.training_curves(rows, ["validation/perplexity"]).layout.yaxis
+        assert (axis.type, axis.dtick) == ("log", dtick)
+    assert plots.training_curves([{"step": 1, "train/loss": 1.0}]).layout.yaxis.type is None
+
+
+def test_the_change_table_compares_the_first_and_the_last_checkpoint_of_each_headline() -> None:
+    rows = [
+        (s, [
+            Record(metric="line_shape_score", value=3.0 - s, low=2.0 - s, high=4.0 - s),
+            Record(metric="line_shape_score", value=0.0, tags={"statistic": "median"}),
+            *[Record(metric="coupling", value=k + s, tags={"k": k}) for k in (4, 12)],
+            *[Record(metric="accuracy", value=n + s, layer=n) for n in range(3)],
+            *[Record(metric="prompt_entropy", value=n, layer=n, tags={"normalization": "maxEntropy"}) for n in (0, 1)],
+            *[Record(metric="prompt_entropy", value=n + s, layer=n, tags={"normalization": "raw"}) for n in (0, 1)],
+            Record(metric="accuracy", value=0.5, tags={"reference": "majority"}),
+            Record(metric="coupling_pair", value=0.5, layer=1, other_layer=2),
+            Record(metric="min_gap", value=0.5),
+        ])
+        for s in (2, 0, 1)
+    ]  # fmt: skip
+    found = plots.change_table(table(*rows))
+    assert found[["metric", "variant", "layer", "first", "last", "change"]].fillna(-1).values.tolist() == [
+        ["line_shape_score", "", -1, 3.0, 1.0, -2.0],
+        ["coupling", "k = 4", -1, 4.0, 6.0, 2.0],
+        ["coupling", "k = 12", -1, 12.0, 14.0, 2.0],
+        ["accuracy", "", 2, 2.0, 4.0, 2.0],
+        ["prompt_entropy", "raw", 1, 1.0, 3.0, 2.0],
+    ]
+    first = found.iloc[0]
+    assert (first["first_step"], first["last_step"], first["last_low"], first["last_high"]) == (0, 2, 0.0, 2.0)
+    assert (first["steps"], first["values"]) == ([0, 1, 2], [3.0, 2.0, 1.0])
+    once = plots.change_table(table(*rows[:1]))
+    assert once["change"].isna().all()
+    assert plots.change_table(records.frame([])).empty
+
+
+def test_every_colour_can_be_seen_on_white_and_neighbours_told_apart() -> None:
+    def luminance(color: str) -> float:
+        parts = [int(color[place : place + 2], 16) / 255 for place in (1, 3, 5)]
+        linear = [x / 12.92 if x <= 0.04045 else ((x + 0.055) / 1.055) ** 2.4 for x in parts]
+        return sum(weight * x for weight, x in zip((0.2126, 0.7152, 0.0722), linear, strict=True))
+
+    def contrast(color: str) -> float:
+        return 1.05 / (luminance(color) + 0.05)
+
+    assert all(contrast(color) > 4 for color in theme.COLORS)
+    assert contrast(theme.INK) > 12
+    for scale in (theme.DEPTH, theme.TIME):
+        steps = [luminance(color) for color in scale]
+        assert steps == sorted(steps), "a sequential scale gets lighter, which every eye sees"
+        assert contrast(scale[-1]) > 2

@@ -1,0 +1,351 @@
+import json
+import math
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import numpy as np
+import pandas as pd
+import pytest
+
+from lit_layers import records
+from lit_layers.errors import InputError
+from lit_layers.records import Measurement, Record, ScalarLog
+
+ENVIRONMENT = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[1])}
+
+
+def make(step: int | None = 0, *values: float, analysis: str = "a", error: str | None = None, **tags) -> Measurement:
+    return Measurement(
+        run="r",
+        step=step,
+        tokens=None if step is None else step * 10,
+        analysis=analysis,
+        records=[Record(metric="m", value=value, layer=layer, tags=tags) for layer, value in enumerate(values)],
+        seconds=1.5,
+        error=error,
+        provenance={"config_hash": "c", "weights_hash": f"w{step}"},
+    )
+
+
+def test_what_is_appended_is_read_back_equal_also_what_json_cannot_hold(tmp_path: Path) -> None:
+    full = Record(
+        metric="m", value=0.1 + 0.2, layer=1, other_layer=2, stderr=1e-300, low=-math.inf, high=math.inf, n=3,
+        tags={"k": 12, "p": 0.5, "task": "a/b \u2028 <é>"},
+    )  # fmt: skip
+    first = Measurement(run="r", step=1, tokens=2, analysis="a", records=[full], seconds=0.5, provenance={"x": [1, {}]})
+    second = make(None, math.inf)
+    file = tmp_path / "new" / "m.jsonl"
+    records.append(file, first)
+    records.append(file, second)
+    assert records.read(file) == [first, second]
+    lines = file.read_text().split("\n")
+    assert lines[2] == ""
+    assert json.loads(lines[0], parse_constant=pytest.fail)["records"][0]["low"] == "-inf"
+
+
+def test_nan_and_scalars_of_numpy_are_stored_as_plain_numbers(tmp_path: Path) -> None:
+    file = tmp_path / "m.jsonl"
+    records.append(file, make(3, math.nan, np.float32(0.5), np.float64("nan"), k=np.int64(4)))  # type: ignore[arg-type]
+    found = records.read(file)[0].records
+    assert [str(record.value) for record in found] == ["nan", "0.5", "nan"]
+    assert found[0].tags == {"k": 4}
+
+
+def test_a_file_cut_at_any_byte_loses_at_most_its_last_line(tmp_path: Path) -> None:
+    file = tmp_path / "m.jsonl"
+    one, two, three = make(1, 0.1), make(2, 0.2, 0.3), make(3, 0.4)
+    records.append(file, one)
+    start = file.stat().st_size
+    records.append(file, two)
+    whole = file.read_bytes()
+    for cut in range(start, len(whole) + 1):
+        file.write_bytes(whole[:cut])
+        kept = [one, two] if cut >= len(whole) - 1 else [one]
+        assert records.read(file) == kept
+        records.append(file, three)
+        assert records.read(file) == [*kept, three]
+
+
+def test_a_torn_line_longer_than_a_block_is_removed_whole(tmp_path: Path) -> None:
+    file = tmp_path / "m.jsonl"
+    records.append(file, make(1, 0.1))
+    with file.open("ab") as torn:
+        torn.write(b'{"run": "' + b"x" * 300_000)
+    records.append(file, make(2, 0.2))
+    assert records.read(file) == [make(1, 0.1), make(2, 0.2)]
+
+
+@pytest.mark.parametrize("damage", ['{"run": "r", "ste', "[1]", '{"run": "r"}', '{"records": [{"wrong": 1}]}', "\0\0"])
+def test_a_corrupt_line_in_the_middle_is_refused_by_file_and_number(tmp_path: Path, damage: str) -> None:
+    file = tmp_path / "m.jsonl"
+    records.append(file, make(1, 0.1))
+    with file.open("a") as lines:
+        lines.write(damage + "\n")
+    records.append(file, make(2, 0.2))
+    with pytest.raises(InputError, match=r"m\.jsonl, line 2: .*delete that line to go on"):
+        records.read(file)
+
+
+def test_a_file_that_does_not_exist_holds_nothing_but_makes_no_table(tmp_path: Path) -> None:
+    assert records.read(tmp_path / "none.jsonl") == []
+    assert records.rows(tmp_path / "none.jsonl") == []
+    with pytest.raises(InputError, match="expected a file of measurements"):
+        records.frame(tmp_path / "none.jsonl")
+
+
+def test_an_unwritable_folder_is_refused_in_one_sentence(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    for write in (
+        lambda path: records.append(path, make(1)),
+        lambda path: _log_and_close(path),
+        lambda path: records.export(records.frame([make(1, 0.1)]), path.with_suffix(".csv")),
+    ):
+        with pytest.raises(InputError, match=r"cannot write .*file/m\..*: not a directory"):
+            write(tmp_path / "file" / "m.jsonl")
+
+
+def _log_and_close(path: Path) -> None:
+    log = ScalarLog(path)
+    log.log(1, {"a": 1.0})
+    log.close()
+
+
+WRITER = """
+import sys
+from lit_layers import records
+from lit_layers.records import Measurement, Record
+for step in range(int(sys.argv[2]), int(sys.argv[3])):
+    found = [Record(metric="m", value=step + i, layer=i) for i in range(400)]
+    records.append(sys.argv[1], Measurement(run="r", step=step, tokens=0, analysis="a", records=found, seconds=0))
+"""
+
+
+@pytest.mark.slow
+def test_readers_beside_a_writer_see_whole_lines_and_a_killed_writer_leaves_them(tmp_path: Path) -> None:
+    file = tmp_path / "m.jsonl"
+    writer = subprocess.Popen([sys.executable, "-c", WRITER, str(file), "0", "100000"], env=ENVIRONMENT)
+    seen = 0
+    deadline = time.monotonic() + 60
+    while seen < 60 and time.monotonic() < deadline:
+        found = records.read(file)
+        assert [m.step for m in found] == list(range(len(found)))
+        assert all(m.records[399].value == m.step + 399 for m in found)
+        seen = len(found)
+    writer.send_signal(signal.SIGKILL)
+    writer.wait()
+    kept = len(records.read(file))
+    records.append(file, make(kept))
+    assert [m.step for m in records.read(file)] == list(range(kept + 1))
+    assert kept >= 60
+
+
+@pytest.mark.skipif(os.name != "posix", reason="writers are kept apart by POSIX locks")
+def test_a_writer_waits_for_another_one_whose_line_is_not_whole_yet(tmp_path: Path) -> None:
+    import fcntl
+
+    file = tmp_path / "m.jsonl"
+    records.append(file, make(1, 0.1))
+    whole = file.read_bytes()
+    with file.open("ab", buffering=0) as other:
+        fcntl.flock(other, fcntl.LOCK_EX)
+        other.write(whole[:9])
+        waiting = threading.Thread(target=records.append, args=(file, make(2, 0.2)))
+        waiting.start()
+        waiting.join(0.2)
+        assert waiting.is_alive()
+        other.write(whole[9:])
+    waiting.join(10)
+    assert records.read(file) == [make(1, 0.1), make(1, 0.1), make(2, 0.2)]
+
+
+def test_the_last_line_of_a_key_wins_and_a_failed_one_gives_no_rows() -> None:
+    table = records.frame(
+        [
+            make(1, 0.1, 0.2),
+            make(1, 0.3, analysis="b"),
+            make(1, 0.4),
+            make(2, 0.5),
+            make(2, 0.7, error="RuntimeError: after the first record"),
+            make(3, error="RuntimeError: no"),
+            make(3, 0.6),
+        ]
+    )
+    assert list(zip(table["step"], table["analysis"], table["value"], strict=True)) == [
+        (1, "b", 0.3),
+        (1, "a", 0.4),
+        (3, "a", 0.6),
+    ]
+    assert table["tokens"].tolist() == [10, 10, 30]
+
+
+def test_tags_become_columns_of_their_own_kind() -> None:
+    rows = [
+        Record(metric="m", value=1.0, layer=2, other_layer=3, n=4, tags={"k": 4, "p": 2.0, "task": "x", "mixed": 1}),
+        Record(metric="m", value=math.inf, tags={"k": 12, "mixed": "one", "layer": "top"}),
+    ]
+    table = records.frame([Measurement(run="r", step=None, tokens=None, analysis="a", records=rows, seconds=0)])
+    assert list(table.columns) == [*records.COLUMNS, "k", "p", "task", "mixed", "tag_layer"]
+    assert table["k"].tolist() == [4, 12]
+    assert str(table["k"].dtype) == "Int64"
+    assert table.loc[table["k"] == 12, "value"].tolist() == [math.inf]
+    assert table["p"].isna().tolist() == [False, True]
+    assert table["task"].tolist()[0] == "x"
+    assert table["mixed"].tolist() == [1, "one"]
+    assert table["step"].isna().all()
+    assert table["layer"].tolist()[0] == 2
+
+
+def test_no_measurements_make_an_empty_table_with_all_columns() -> None:
+    table = records.frame([])
+    assert list(table.columns) == list(records.COLUMNS)
+    assert len(table) == 0
+    assert str(table["step"].dtype) == "Int64"
+
+
+def test_fifty_thousand_records_are_a_table_in_well_under_a_second(tmp_path: Path) -> None:
+    file = tmp_path / "m.jsonl"
+    for step in range(50):
+        rows = [
+            Record(metric="m", value=i * 0.37, layer=i % 13, stderr=0.1, low=0.0, high=1.0, n=64, tags={"k": i % 3})
+            for i in range(1000)
+        ]
+        records.append(file, Measurement(run="r", step=step, tokens=0, analysis="a", records=rows, seconds=0))
+    measurements = records.read(file)
+    started = time.process_time()
+    table = records.frame(measurements)
+    assert time.process_time() - started < 0.8
+    assert len(table) == 50_000
+    assert table["value"].sum() == pytest.approx(50 * sum(i * 0.37 for i in range(1000)))
+
+
+@pytest.mark.parametrize("ending", ["csv", "parquet"])
+def test_an_exported_table_holds_the_same_numbers_and_leaves_nothing_else(tmp_path: Path, ending: str) -> None:
+    table = records.frame([make(1, 0.1, 1e-17, k=4), make(2, 0.3, k="all")])
+    file = tmp_path / f"t.{ending}"
+    records.export(table, file)
+    back = pd.read_csv(file) if ending == "csv" else pd.read_parquet(file)
+    assert list(back.columns) == list(table.columns)
+    assert back["value"].tolist() == table["value"].tolist()
+    assert back["step"].tolist() == [1, 1, 2]
+    assert back["k"].tolist() == ["4", "4", "all"]
+    assert [path.name for path in tmp_path.iterdir()] == [file.name]
+
+
+def test_another_ending_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(InputError, match=r"expected a file that ends in \.parquet or \.csv, got 't\.xlsx'"):
+        records.export(records.frame([]), tmp_path / "t.xlsx")
+
+
+def test_a_curves_name_tells_analysis_metric_sorted_tags_and_layers() -> None:
+    def key(analysis: str, **options) -> str:
+        return records.key(analysis, Record(value=0.0, **options))
+
+    assert key("trajectory", metric="line_shape_score", layer=3) == "trajectory/line_shape_score/layer_03"
+    assert key("coupling", metric="coupling", tags={"k": 12}) == "coupling/coupling/k=12"
+    assert (
+        key("coupling", metric="pair", layer=3, other_layer=112, tags={"p": 0.1, "k": 4, "num_undefined": 7})
+        == "coupling/pair/k=4/p=0.1/layer_03/other_layer_112"
+    )
+
+
+def test_done_is_what_the_last_line_of_the_key_says_with_these_options_and_weights() -> None:
+    def done(measurements: list[Measurement], step: int | None = 1, config: str = "c", weights: str = "w1") -> bool:
+        return records.is_done(measurements, run="r", step=step, analysis="a", config_hash=config, weights_hash=weights)
+
+    assert done([make(1, 0.1)])
+    assert not done([])
+    assert not done([make(1, 0.1)], step=2)
+    assert not done([make(1, 0.1)], config="other")
+    assert not done([make(1, 0.1)], weights="other")
+    assert not done([make(1, 0.1), make(1, error="no")])
+    assert done([make(1, error="no"), make(1, 0.1), make(2, error="no")])
+    assert done([make(None, 0.1)], step=None, weights="wNone")
+
+
+def test_a_step_is_one_row_whatever_is_logged_in_parts(tmp_path: Path) -> None:
+    log = ScalarLog(tmp_path / "metrics.jsonl")
+    log.log(1, {"tokens": 8, "loss": 2.0})
+    log.log(1, {"lr": np.float32(0.5), "loss": 1.5})
+    assert records.rows(log.path) == []
+    log.log(2, {"loss": math.nan})
+    assert records.rows(log.path) == [{"step": 1, "tokens": 8, "loss": 1.5, "lr": 0.5}]
+    log.close()
+    log.log(2, {"late": 7.0})  # after a checkpoint has closed the row
+    log.close()
+    log.close()
+    row = records.rows(log.path)[-1]
+    assert (row["step"], row["late"], math.isnan(row["loss"])) == (2, 7.0, True)
+    assert isinstance(records.rows(log.path)[0]["tokens"], int)
+
+
+def test_truncating_to_an_offset_forgets_exactly_what_came_after_it(tmp_path: Path) -> None:
+    log = ScalarLog(tmp_path / "metrics.jsonl")
+    assert log.offset == 0
+    for step in range(1, 6):
+        log.log(step, {"loss": 1 / step})
+    log.close()
+    kept, offset = records.rows(log.path), log.offset
+    assert offset == log.path.stat().st_size
+    log.log(6, {"loss": 0.0})
+    assert log.offset == offset
+    log.log(7, {"loss": 0.0})
+    assert log.offset > offset
+    resumed = ScalarLog(log.path)
+    resumed.truncate(offset)
+    assert records.rows(log.path) == kept
+    resumed.log(6, {"loss": 9.0})
+    resumed.close()
+    assert records.rows(log.path) == [*kept, {"step": 6, "loss": 9.0}]
+    resumed.truncate(0)
+    assert records.rows(log.path) == []
+
+
+def test_going_back_without_truncating_is_refused_also_in_a_new_process(tmp_path: Path) -> None:
+    log = ScalarLog(tmp_path / "metrics.jsonl")
+    log.log(5, {"loss": 1.0})
+    log.close()
+    for again in (log, ScalarLog(log.path)):
+        with pytest.raises(ValueError, match="has step 5 already, got 4: truncate it"):
+            again.log(4, {"loss": 1.0})
+
+
+def test_the_rows_own_name_is_refused_as_a_scalar(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="cannot be named 'step'"):
+        ScalarLog(tmp_path / "metrics.jsonl").log(1, {"step": 1.0})
+
+
+@pytest.mark.parametrize("offset", [3, 10_000])
+def test_an_offset_of_another_file_is_refused_and_nothing_is_cut(tmp_path: Path, offset: int) -> None:
+    log = ScalarLog(tmp_path / "metrics.jsonl")
+    log.log(1, {"loss": 1.0})
+    log.close()
+    with pytest.raises(InputError, match=f"no row that ends at byte {offset} .* not the file of this checkpoint"):
+        log.truncate(offset)
+    assert records.rows(log.path) == [{"step": 1, "loss": 1.0}]
+
+
+def test_a_torn_row_is_repaired_before_the_next_and_not_counted(tmp_path: Path) -> None:
+    log = ScalarLog(tmp_path / "metrics.jsonl")
+    log.log(1, {"loss": 1.0})
+    log.close()
+    offset = log.offset
+    with log.path.open("ab") as torn:
+        torn.write(b'{"step": 2, "lo')
+    assert len(records.rows(log.path)) == 1
+    resumed = ScalarLog(log.path)
+    assert resumed.offset == offset
+    resumed.log(2, {"loss": 2.0})
+    resumed.close()
+    assert [row["loss"] for row in records.rows(log.path)] == [1.0, 2.0]
+
+
+def test_a_row_without_its_step_is_refused_by_number(tmp_path: Path) -> None:
+    file = tmp_path / "metrics.jsonl"
+    file.write_text('{"step": 1}\n{"loss": 2}\n')
+    with pytest.raises(InputError, match=r"metrics\.jsonl, line 2: no row of scalars"):
+        records.rows(file)

@@ -1,0 +1,407 @@
+import json
+import logging
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from lit_layers import records
+from lit_layers.errors import InputError
+from lit_layers.records import Measurement, Record, ScalarLog
+from lit_layers.report import WandbMirror
+from tests.support.read_wandb import Run, read_runs
+from tests.support.runs import make_run, measurement
+
+wandb = pytest.importorskip("wandb")
+AXIS = "trainer/global_step"
+RUN_ID = "a1b2c3d4"
+# A child would otherwise talk to the W&B process of its parent.
+ENVIRONMENT = {
+    **{name: value for name, value in os.environ.items() if not name.startswith("WANDB")},
+    "PYTHONPATH": str(Path(__file__).parents[1]),
+    "WANDB_MODE": "offline",
+}
+# W&B leaves temporary folders of its media to the garbage collector.
+pytestmark = pytest.mark.filterwarnings("ignore:Implicitly cleaning up:ResourceWarning")
+
+
+@pytest.fixture
+def root(tmp_path: Path) -> Path:
+    return make_run(tmp_path / "run", steps=(0, 1, 2, 4), layers=2)
+
+
+def folders(root: Path) -> list[Path]:
+    found = (root / "wandb").glob("*run-*-*")
+    return sorted(found, key=lambda folder: folder.name.removeprefix("offline-"))
+
+
+def read_back(root: Path) -> Run:
+    """W&B's own process writes the last records just after finish() returns."""
+    deadline = time.monotonic() + 10
+    while True:
+        run = read_runs(root).get(RUN_ID, Run())
+        complete = run.state != "unfinished" and run.dirs[-1] == folders(root)[-1].resolve()
+        if complete or time.monotonic() > deadline:
+            return run
+        time.sleep(0.05)
+
+
+def mirror_all(root: Path, mirror: WandbMirror | None = None) -> Run:
+    mirror = mirror or WandbMirror(mode="offline")
+    mirror.open(root, run_id=RUN_ID, config={"lr": 1e-3})
+    mirror.finish()
+    return read_back(root)
+
+
+@pytest.mark.slow
+def test_opening_sends_every_point_of_the_files_once_on_the_axis_of_steps(root: Path) -> None:
+    run = mirror_all(root, WandbMirror(project="here", mode="offline", tags=["a"]))
+    assert (run.state, run.project, run.name, run.tags, run.config) == ("finished", "here", "run", ["a"], {"lr": 1e-3})
+    frame = records.frame(root / "measurements.jsonl")
+    singles = frame[frame["other_layer"].isna()]
+    expected = {}
+    for m in records.read(root / "measurements.jsonl"):
+        for record in m.records:
+            if record.other_layer is None:
+                expected.setdefault(records.key(m.analysis, record), []).append((m.step, record.value))
+    assert sum(map(len, expected.values())) == len(singles)
+    for name, curve in expected.items():
+        assert run.curve(name) == curve, name
+        assert run.step_metric(name) == AXIS
+    rows = records.rows(root / "metrics.jsonl")
+    assert run.curve("train/loss") == [(row["step"], row["train/loss"]) for row in rows if "train/loss" in row]
+    assert run.curve("tokens") == [(row["step"], row["tokens"]) for row in rows]
+    assert all("tokens" in row for row in run.history if AXIS in row)
+    assert [row["_step"] for row in run.history] == list(range(len(run.history)))
+
+
+@pytest.mark.slow
+def test_means_over_layers_heat_maps_and_the_long_table_are_there(root: Path) -> None:
+    run = mirror_all(root)
+    values = {
+        record.layer: record.value
+        for record in measurement("quickstart", 4, "next_token_probe", layers=2).records
+        if record.metric == "log_loss"
+    }
+    assert dict(run.curve("next_token_probe/log_loss/layer_mean"))[4] == pytest.approx((values[1] + values[2]) / 2)
+    assert len(run.media("plotly-file")["coupling/coupling_pair/k=4/matrix"]) == 4
+    assert not any("other_layer" in key for key in run.names())
+    table = run.tables["emergence"]
+    assert table["columns"][:6] == ["step", "tokens", "analysis", "metric", "layer", "value"]
+    frame = records.frame(root / "measurements.jsonl")
+    assert [row[5] for row in table["data"]] == pytest.approx(frame["value"].tolist())
+    assert json.loads(next(row for row in table["data"] if row[3] == "coupling")[-1]) == {"k": 4}
+    staged = list((root / "wandb").glob("artifacts/**/*"))
+    assert staged, "tables are staged inside the run's folder"
+
+
+@pytest.mark.slow
+def test_opening_again_adds_only_what_the_files_gained_also_at_earlier_steps(root: Path) -> None:
+    before = len(mirror_all(root).history)
+    late = measurement("quickstart", 2, "trajectory", layers=2, seed=5)
+    records.append(root / "measurements.jsonl", records.Measurement(**{**vars(late), "analysis": "later"}))
+    log = ScalarLog(root / "metrics.jsonl")
+    log.log(5, {"tokens": 10240, "train/loss": 3.0})
+    log.close()
+    run = mirror_all(root)
+    assert run.curve("later/expodistance") == [(2, pytest.approx(1.8 - 0.17609, abs=0.01))]
+    assert run.curve("train/loss")[-1] == (5, 3.0)
+    assert len(run.history) == before + 3  # the late row, the new row, the table again
+    assert not any(run.repeated(key) for key in run.names() if key not in ("emergence", "tokens"))
+    assert len(mirror_all(root).history) == before + 3
+
+
+@pytest.mark.slow
+def test_a_step_logged_in_parts_or_twice_or_late_is_still_there_once(tmp_path: Path) -> None:
+    mirror = WandbMirror(mode="offline")
+    mirror.open(tmp_path, run_id=RUN_ID, config={})
+    mirror.log_step(3, 30, {"train/loss": 1.0}, [])
+    mirror.log_step(3, 30, {}, [measurement("r", 3, "lens", layers=2)])
+    mirror.log_step(4, 40, {"train/loss": float("inf")}, [])
+    mirror.log_step(4, 40, {"train/loss": 2.0}, [])
+    mirror.log_step(2, 20, {"train/loss": 3.0}, [])
+    mirror.finish()
+    mirror.log_step(9, 90, {"train/loss": 9.0}, [])
+    run = read_back(tmp_path)
+    assert run.curve("train/loss") == [(3, 1.0), (4, float("inf")), (2, 3.0)]
+    assert [step for step, _ in run.curve("lens/logit_lens_loss/layer_02")] == [3]
+
+
+@pytest.mark.slow
+def test_rows_are_sent_in_the_order_of_steps_also_where_a_step_has_no_scalars(tmp_path: Path) -> None:
+    for step in (15, 0, 30):
+        records.append(tmp_path / "measurements.jsonl", measurement("r", step, "lens", layers=2))
+    log = ScalarLog(tmp_path / "metrics.jsonl")
+    for step in (10, 15, 20):
+        log.log(step, {"train/loss": 1.0})
+    log.close()
+    run = mirror_all(tmp_path)
+    assert [row.get(AXIS) for row in run.history] == [0, 10, 15, 20, 30, None]
+    assert run.history[0]["tokens"] == 0
+
+
+@pytest.mark.slow
+def test_pairs_with_undefined_prompts_are_drawn_like_the_others(tmp_path: Path) -> None:
+    pairs = [Record(metric="pair", value=i + j, layer=i, other_layer=j, tags={"k": 4}) for i in (1, 2) for j in (1, 2)]
+    pairs[1] = Record(**{**vars(pairs[1]), "tags": {"k": 4, "num_undefined": 3}})
+    mirror = WandbMirror(mode="offline")
+    mirror.open(tmp_path, run_id=RUN_ID, config={})
+    mirror.log_step(1, 8, {}, [Measurement(run="r", step=1, tokens=8, analysis="a", records=pairs, seconds=0)])
+    mirror.finish()
+    (figure,) = read_back(tmp_path).media("plotly-file")["a/pair/k=4/matrix"]
+    assert json.loads(figure.read_text())["data"][0]["z"] == [[2.0, 3.0], [3.0, 4.0]]
+
+
+class FakeRun:
+    """A run at a server that has `starting_step` rows already."""
+
+    id, url = RUN_ID, "https://wandb.example/run"
+
+    def __init__(self, starting_step: int) -> None:
+        self.starting_step, self.sent = starting_step, []
+        self.settings = SimpleNamespace(mode="online")
+
+    def define_metric(self, *_: object, **__: object) -> None: ...
+
+    def finish(self, **_: object) -> None: ...
+
+    def log(self, row: dict, step: int, commit: bool) -> None:
+        assert commit
+        self.sent.append((step, row.get(AXIS), row.get("train/loss")))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("server_rows", "sent"),
+    [
+        (0, [1, 2, 3, 4, 5]),  # offline until now: everything goes to the server
+        (3, [4, 5]),  # the server got three rows before the machine went down, no local file tells
+    ],
+)
+def test_online_only_what_the_server_lacks_is_sent(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, server_rows: int, sent: list[int]
+) -> None:
+    log = ScalarLog(tmp_path / "metrics.jsonl")
+    for step in range(1, 6):
+        log.log(step, {"train/loss": 1 / step})
+    log.close()
+    mirror_all(tmp_path)  # offline and never synced
+    run = FakeRun(server_rows)
+    monkeypatch.setattr(wandb, "init", lambda **_: run)
+    mirror = WandbMirror(mode="online")
+    mirror.open(tmp_path, run_id=RUN_ID, config={})
+    mirror.finish()
+    assert run.sent == [(step - 1, step, 1 / step) for step in sent]
+    assert mirror.closing_line().endswith(run.url)
+
+
+@pytest.mark.slow
+def test_what_a_crash_kept_from_the_server_is_sent_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    log = ScalarLog(tmp_path / "metrics.jsonl")
+    for step in range(1, 6):
+        log.log(step, {"train/loss": 1 / step})
+    log.close()
+    mirror_all(tmp_path)
+    (folder,) = (tmp_path / "wandb").glob("offline-run-*")
+    folder.rename(folder.with_name(folder.name.removeprefix("offline-")))  # as an online run leaves it
+    run = FakeRun(3)
+    monkeypatch.setattr(wandb, "init", lambda **_: run)
+    mirror = WandbMirror(mode="online")
+    mirror.open(tmp_path, run_id=RUN_ID, config={})
+    mirror.log_step(6, None, {"train/loss": 1 / 6}, [])
+    mirror.finish()
+    assert run.sent == [(step - 1, step, 1 / step) for step in (4, 5, 6)]
+
+
+CHILD = """
+import os, signal, sys
+from pathlib import Path
+from lit_layers import records
+from lit_layers.records import ScalarLog
+from lit_layers.report import WandbMirror
+from tests.support.runs import measurement
+
+root, last, die_at, phase = Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]), sys.argv[4]
+checkpoint = root / "offset"
+start, offset = map(int, checkpoint.read_text().split()) if checkpoint.exists() else (0, 0)
+
+def maybe_die(step, here):
+    if (step, here) == (die_at, phase):
+        os.kill(os.getpid(), signal.SIGKILL)
+
+log = ScalarLog(root / "metrics.jsonl")
+log.truncate(offset)
+mirror = WandbMirror(mode="offline")
+mirror.open(root, run_id="a1b2c3d4", config={})
+for step in range(start + 1, last + 1):
+    log.log(step, {"tokens": step * 8, "train/loss": 1 / step})
+    maybe_die(step, "open row")
+    found = [measurement("r", step, name, layers=2) for name in ("trajectory", "coupling")] if step % 10 == 0 else []
+    for m in found:
+        if not records.is_done(records.read(root / "measurements.jsonl"), run="r", step=step, analysis=m.analysis,
+                               config_hash=m.provenance["config_hash"], weights_hash=m.provenance["weights_hash"]):
+            records.append(root / "measurements.jsonl", m)
+        maybe_die(step, "between measurements")
+    log.close()
+    maybe_die(step, "before the mirror")
+    mirror.log_step(step, step * 8, {"train/loss": 1 / step}, found)
+    maybe_die(step, "after the mirror")
+    if step % 15 == 0:
+        checkpoint.with_suffix(".new").write_text(f"{step} {log.offset}")
+        os.replace(checkpoint.with_suffix(".new"), checkpoint)
+mirror.finish()
+"""
+
+
+@pytest.mark.slow
+def test_no_point_is_lost_or_doubled_when_the_process_is_killed_again_and_again(tmp_path: Path) -> None:
+    last = 80
+    deaths = [(23, "open row"), (40, "between measurements"), (62, "after the mirror"), (0, "")]
+    for step, phase in deaths:
+        command = [sys.executable, "-W", "ignore", "-c", CHILD, str(tmp_path), str(last), str(step), phase]
+        done = subprocess.run(command, env=ENVIRONMENT, capture_output=True, text=True, timeout=120, check=False)
+        assert done.returncode == (-9 if phase else 0), done.stderr
+    run = read_back(tmp_path)
+    assert run.state == "finished"
+    assert len(folders(tmp_path)) == len(deaths)
+    assert sorted(run.curve("train/loss")) == [(step, 1 / step) for step in range(1, last + 1)]
+    assert records.rows(tmp_path / "metrics.jsonl") == [
+        {"step": step, "tokens": step * 8, "train/loss": 1 / step} for step in range(1, last + 1)
+    ]
+    measured = [step for step in range(1, last + 1) if step % 10 == 0]
+    names = [name for name in run.names() if name.startswith(("trajectory/", "coupling/"))]
+    assert len(names) > 50
+    for name in names:
+        assert sorted(step for step, _ in run.curve(name)) == measured, name
+
+
+@pytest.mark.slow
+def test_a_second_process_leaves_a_run_that_is_being_mirrored_alone(root: Path) -> None:
+    mirror = WandbMirror(mode="offline")
+    mirror.open(root, run_id=RUN_ID, config={})
+    code = (
+        "import sys; from lit_layers.report import WandbMirror; m = WandbMirror(mode='offline');"
+        "m.open(sys.argv[1], run_id='a1b2c3d4', config={}); m.finish(); print(m.closing_line())"
+    )
+    command = [sys.executable, "-c", code, str(root)]
+    other = subprocess.run(command, env=ENVIRONMENT, capture_output=True, text=True, timeout=60, check=True)
+    mirror.finish()
+    assert "another process mirrors" in other.stdout
+    assert len(folders(root)) == 1
+
+
+@pytest.mark.slow
+def test_without_a_key_auto_is_offline_and_says_so_in_one_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.delenv("WANDB_MODE")
+    monkeypatch.delenv("WANDB_API_KEY", raising=False)
+    monkeypatch.setenv("NETRC", str(tmp_path / "no-netrc"))
+    monkeypatch.setenv("HOME", str(tmp_path))
+    mirror = WandbMirror()
+    with caplog.at_level(logging.INFO, logger="lit_layers"):
+        mirror.open(tmp_path / "run", run_id=RUN_ID, config={})
+    mirror.log_step(1, None, {"train/loss": 1.0}, [])
+    mirror.finish()
+    said = [record.message for record in caplog.records if record.name.startswith("lit_layers")]
+    assert said == ["W&B: no API key, so the run is mirrored offline"]
+    assert "wandb sync" in mirror.closing_line()
+    assert read_back(tmp_path / "run").curve("train/loss") == [(1, 1.0)]
+
+
+@pytest.mark.slow
+def test_an_unreachable_server_means_offline_under_the_same_id_within_seconds(tmp_path: Path) -> None:
+    code = (
+        "import logging, sys; logging.basicConfig(); from lit_layers.report import WandbMirror;"
+        "m = WandbMirror(init_timeout=2.0, mode=sys.argv[2]);"
+        "m.open(sys.argv[1], run_id='a1b2c3d4', config={}); m.log_step(1, 8, {'train/loss': 1.0}, []); m.finish()"
+    )
+    environment = {**ENVIRONMENT, "WANDB_API_KEY": "0" * 40, "WANDB_BASE_URL": "http://127.0.0.1:9"}
+    del environment["WANDB_MODE"]
+    started = time.monotonic()
+    command = [sys.executable, "-c", code, str(tmp_path)]
+    done = subprocess.run([*command, "auto"], env=environment, capture_output=True, text=True, timeout=90, check=False)
+    assert done.returncode == 0, done.stderr
+    assert time.monotonic() - started < 40
+    assert "cannot be reached" in done.stderr
+    assert "Traceback" not in done.stderr
+    assert read_back(tmp_path).curve("train/loss") == [(1, 1.0)]
+
+
+def test_online_without_a_server_is_refused_in_one_sentence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(**_: object) -> None:
+        raise wandb.errors.CommError("no route to host\nwhile retrying")
+
+    monkeypatch.setattr(wandb, "init", fail)
+    monkeypatch.setenv("WANDB_API_KEY", "0" * 40)
+    with pytest.raises(InputError, match=r"wandb\.mode online: W&B cannot be reached \(no route to host\); try auto"):
+        WandbMirror(mode="online").open(tmp_path, run_id=RUN_ID, config={})
+
+
+def test_without_wandb_installed_one_line_says_what_is_missing_and_the_rest_does_nothing(
+    root: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setitem(sys.modules, "wandb", None)
+    mirror = WandbMirror()
+    mirror.open(root, run_id=RUN_ID, config={})
+    mirror.log_step(1, 8, {"train/loss": 1.0}, [])
+    mirror.finish()
+    assert len(caplog.records) == 1
+    assert "pip install 'lit_layers[wandb]'" in mirror.closing_line()
+    assert not (root / "wandb").exists()
+
+
+def test_a_disabled_mirror_does_nothing_and_says_nothing(root: Path, caplog: pytest.LogCaptureFixture) -> None:
+    mirror = WandbMirror(mode="disabled")
+    mirror.open(root, run_id=RUN_ID, config={})
+    mirror.log_step(1, 8, {"train/loss": 1.0}, [])
+    mirror.finish()
+    assert not (root / "wandb").exists()
+    assert not caplog.records
+    assert mirror.closing_line() == ""
+
+
+def test_wandb_mode_in_the_environment_decides_where_mode_is_auto(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WANDB_MODE", "disabled")
+    mirror = WandbMirror()
+    mirror.open(root, run_id=RUN_ID, config={})
+    mirror.finish()
+    assert not (root / "wandb").exists()
+
+
+@pytest.mark.slow
+def test_a_dead_service_stops_the_mirror_in_one_line_and_the_next_one_catches_up(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    mirror = WandbMirror(mode="offline")
+    mirror.open(tmp_path, run_id=RUN_ID, config={})
+    with monkeypatch.context() as broken:
+        broken.setattr(mirror._run, "log", _connection_lost)
+        for step in (1, 2):
+            log = ScalarLog(tmp_path / "metrics.jsonl")
+            log.log(step, {"train/loss": 1 / step})
+            log.close()
+            mirror.log_step(step, None, {"train/loss": 1 / step}, [])
+    said = [record.message for record in caplog.records if record.name.startswith("lit_layers")]
+    assert len(said) == 1
+    assert said[0].startswith("W&B: stopped (Connection lost); the run goes on, `lit-layers report ")
+    wandb.teardown()
+    assert mirror_all(tmp_path).curve("train/loss") == [(1, 1.0), (2, 0.5)]
+
+
+def _connection_lost(*_: object, **__: object) -> None:
+    raise ConnectionResetError("Connection lost")
+
+
+def test_the_default_recipe_builds_the_mirror_it_names() -> None:
+    jsonargparse = pytest.importorskip("jsonargparse")
+    parser = jsonargparse.ArgumentParser(exit_on_error=False)
+    parser.add_argument("--config", action="config")
+    parser.add_argument("--wandb", type=WandbMirror | None, default=None)
+    recipe = Path(__file__).parents[1] / "wandb_configs" / "default.yaml"
+    built = parser.instantiate(parser.parse_args(["--config", str(recipe)])).wandb
+    assert (built.project, built.mode, built.init_timeout) == ("lit_layers", "auto", 8.0)

@@ -1,0 +1,198 @@
+"""Saving and measuring during training: at the right steps, once, and without a trace in the weights."""
+
+import json
+import random
+from dataclasses import dataclass
+from pathlib import Path
+
+import lightning as L
+import numpy as np
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from lit_layers import records
+from lit_layers.analyses import Coupling, Lens, NextTokenProbe, Representation, Trajectory
+from lit_layers.analyses.base import Analysis
+from lit_layers.errors import InputError
+from lit_layers.models.build import load, weights_hash
+from lit_layers.records import Record
+from lit_layers.training import EmergenceCallback, SeriesCheckpoint
+from lit_layers.training.checkpoint_io import saved_steps, step_folder
+from tests.support.tiny_training import CONTEXT, RandomText, RandomTokens, fit, module
+
+
+@dataclass(kw_only=True)
+class Noisy(Analysis):
+    """Draws from every generator, runs backward, switches modes."""
+
+    name: str = "noisy"
+
+    def run(self, model):
+        model.model.train().requires_grad_(True)
+        batch = next(iter(RandomText()))
+        loss = model.model(input_ids=batch["input_ids"]).logits.square().mean()
+        loss.backward()
+        yield Record(metric="noise", value=float(torch.rand(()) + np.random.rand() + random.random()))
+
+
+@dataclass(kw_only=True)
+class Failing(Analysis):
+    """Gives one number, then fails."""
+
+    name: str = "failing"
+
+    def run(self, model):
+        torch.rand(7)
+        yield Record(metric="half", value=1.0)
+        raise RuntimeError("no more numbers")
+
+
+def everything() -> list[Analysis]:
+    text = RandomText()
+    return [
+        Trajectory(batches=text),
+        Noisy(),
+        Coupling(batches=text, k=[2, 4]),
+        Failing(),
+        Representation(batches=text),
+        Lens(batches=text),
+        NextTokenProbe(train=RandomText(8), test=RandomText(3), num_classes=5, min_context=2),
+    ]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("accumulate", [1, 4])
+def test_training_with_all_analyses_and_without_ends_in_equal_bits(tmp_path, accumulate):
+    watching = [
+        SeriesCheckpoint({"every": 1}, tmp_path / "run"),
+        EmergenceCallback(everything(), {"every": 1}, tmp_path / "run"),
+    ]
+    _, watched = fit(tmp_path, watching, accumulate_grad_batches=accumulate)
+    _, alone = fit(tmp_path, [], accumulate_grad_batches=accumulate)
+    for (name, first), second in zip(watched.state_dict().items(), alone.state_dict().values(), strict=True):
+        assert torch.equal(first, second), name
+    measurements = records.read(tmp_path / "run" / "measurements.jsonl")
+    assert {m.analysis: m.error is None for m in measurements} == {
+        analysis.name: analysis.name != "failing" for analysis in everything()
+    }
+
+
+def test_training_really_depends_on_the_random_state(tmp_path):
+    class Draw(L.Callback):
+        def on_train_batch_end(self, *_):
+            torch.rand(1)
+
+    _, one = fit(tmp_path, [])
+    _, other = fit(tmp_path, [Draw()])
+    assert not torch.equal(one.model.lm_head.weight, other.model.lm_head.weight)
+
+
+@pytest.mark.parametrize("accumulate", [1, 4])
+def test_every_scheduled_step_is_measured_once_and_counts_optimizer_steps(tmp_path, accumulate):
+    callbacks = [SeriesCheckpoint([2, 3], tmp_path), EmergenceCallback([Noisy()], [2, 3], tmp_path)]
+    fit(tmp_path, callbacks, steps=5, accumulate_grad_batches=accumulate)
+    measurements = records.read(tmp_path / "measurements.jsonl")
+    assert [m.step for m in measurements] == [0, 2, 3, 5] == saved_steps(tmp_path)
+    assert [m.tokens for m in measurements] == [step * CONTEXT * 8 for step in (0, 2, 3, 5)]
+
+
+def test_a_saved_step_is_the_measured_model_and_loads_anywhere(tmp_path):
+    callbacks = [SeriesCheckpoint([2], tmp_path), EmergenceCallback([Noisy()], [2], tmp_path)]
+    _, lit = fit(tmp_path, callbacks, steps=4)
+    hashes = {m.step: m.provenance["weights_hash"] for m in records.read(tmp_path / "measurements.jsonl")}
+    assert len(set(hashes.values())) == 3
+    for step, measured in hashes.items():
+        assert weights_hash(load(step_folder(tmp_path, step))) == measured
+    reloaded = AutoModelForCausalLM.from_pretrained(step_folder(tmp_path, 4)).eval()
+    assert reloaded.config.vocab_size == 61
+    tokens = torch.arange(10)[None]
+    with torch.no_grad():
+        torch.testing.assert_close(reloaded(tokens).logits, lit.eval()(tokens), atol=1e-6, rtol=0)
+
+
+def test_a_failing_analysis_is_recorded_and_training_goes_on(tmp_path, caplog):
+    trainer, _ = fit(tmp_path, [EmergenceCallback([Failing(), Noisy()], [1], tmp_path)], steps=2)
+    assert trainer.global_step == 2
+    failed = [m for m in records.read(tmp_path / "measurements.jsonl") if m.analysis == "failing"]
+    assert [m.error for m in failed] == ["RuntimeError: no more numbers"] * 3
+    assert "failing failed at step 1: RuntimeError: no more numbers" in caplog.text
+
+
+def test_numbers_reach_the_users_own_logger(tmp_path):
+    logger = L.pytorch.loggers.CSVLogger(tmp_path, name="log", version="")
+    callback = EmergenceCallback([Noisy()], [0], tmp_path / "run")
+    torch.manual_seed(0)
+    trainer = L.Trainer(
+        max_steps=1, max_epochs=-1, accelerator="cpu", logger=logger, enable_checkpointing=False,
+        enable_progress_bar=False, enable_model_summary=False, use_distributed_sampler=False,
+        limit_val_batches=0, callbacks=[callback],
+    )  # fmt: skip
+    trainer.fit(module(), datamodule=RandomTokens())
+    logger.save()
+    assert "noisy/noise" in (tmp_path / "log" / "metrics.csv").read_text().splitlines()[0]
+
+
+def test_a_module_of_the_users_own_is_watched_by_the_name_of_its_network(tmp_path):
+    class Own(L.LightningModule):
+        def __init__(self):
+            super().__init__()
+            self.inner = torch.nn.ModuleDict({"network": _network()})
+
+        def training_step(self, batch, _):
+            return self.inner["network"](input_ids=batch["input_ids"], labels=batch["input_ids"]).loss
+
+        def validation_step(self, batch, _):
+            pass
+
+        def configure_optimizers(self):
+            return torch.optim.SGD(self.parameters(), lr=0.1)
+
+    callback = EmergenceCallback([Noisy()], [0], tmp_path, model="inner.network", run="mine", tokens_per_step=7)
+    fit(tmp_path, [callback], steps=1, module=Own())
+    last = records.read(tmp_path / "measurements.jsonl")[-1]
+    assert (last.run, last.step, last.tokens, last.error) == ("mine", 1, 7, None)
+
+
+def _network():
+    from lit_layers.models.build import causal_lm
+
+    return causal_lm("gpt2", n_layer=1, n_embd=8, n_head=2, n_positions=16, vocab_size=61)
+
+
+def test_a_name_that_is_no_submodule_is_refused_before_the_first_step(tmp_path):
+    with pytest.raises(InputError, match="LitCausalLM has no submodule 'network'"):
+        fit(tmp_path, [EmergenceCallback([Noisy()], [0], tmp_path, model="network")])
+    assert not (tmp_path / "measurements.jsonl").exists()
+
+
+def test_two_analyses_of_one_name_are_refused():
+    with pytest.raises(InputError, match="two are named 'noisy'; give each a name of its own"):
+        EmergenceCallback([Noisy(), Noisy()], [0], "unused")
+
+
+def test_an_option_that_does_not_fit_the_model_is_refused_before_the_first_step(tmp_path):
+    with pytest.raises(InputError, match="17"):
+        fit(tmp_path, [EmergenceCallback([Coupling(batches=RandomText(), k=[17])], [0], tmp_path)])
+    assert not (tmp_path / "measurements.jsonl").exists()
+
+
+def test_a_folder_that_cannot_be_written_is_refused_before_the_first_step(tmp_path):
+    blocked = tmp_path / "file"
+    blocked.write_text("not a folder")
+    with pytest.raises(InputError, match="root: cannot write to .*file"):
+        fit(tmp_path, [SeriesCheckpoint([0], blocked / "run")])
+
+
+def test_a_leftover_of_a_killed_save_is_cleared_and_never_counted(tmp_path):
+    (tmp_path / ".tmp-step-000000001").mkdir()
+    assert saved_steps(tmp_path) == []
+    fit(tmp_path, [SeriesCheckpoint([1], tmp_path)], steps=1)
+    assert saved_steps(tmp_path) == [0, 1]
+    assert not list(tmp_path.glob(".tmp-*"))
+
+
+def test_measurements_are_valid_json_lines(tmp_path: Path):
+    fit(tmp_path, [EmergenceCallback([Noisy()], [0], tmp_path)], steps=1)
+    lines = (tmp_path / "measurements.jsonl").read_text().splitlines()
+    assert [json.loads(line)["step"] for line in lines] == [0, 1]

@@ -1,0 +1,48 @@
+import os
+
+import pytest
+
+from lit_layers.errors import InputError
+from lit_layers.training.checkpoint_io import saved_steps, step_folder, writable_folder, write_folder
+
+
+def test_folders_sort_as_steps_do(tmp_path):
+    names = [step_folder(tmp_path, step).name for step in (2, 10, 143000)]
+    assert names == sorted(names) == ["step-000000002", "step-000000010", "step-000143000"]
+
+
+def test_a_save_that_breaks_off_leaves_no_folder(tmp_path):
+    def fill(folder):
+        (folder / "half").write_text("x")
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        write_folder(step_folder(tmp_path, 1), fill)
+    assert saved_steps(tmp_path) == []
+    write_folder(step_folder(tmp_path, 1), lambda folder: (folder / "whole").write_text("y"))
+    assert saved_steps(tmp_path) == [1]
+    assert [path.name for path in step_folder(tmp_path, 1).iterdir()] == ["whole"]
+
+
+def test_an_older_folder_of_the_step_is_replaced_as_a_whole(tmp_path):
+    for name in ("old", "new"):
+        write_folder(step_folder(tmp_path, 3), lambda folder, name=name: (folder / name).touch())
+    assert os.listdir(tmp_path) == ["step-000000003"]
+    assert os.listdir(step_folder(tmp_path, 3)) == ["new"]
+
+
+def test_foreign_folders_are_no_steps(tmp_path):
+    for name in ("step-1", "step-abc", ".tmp-step-000000001", "wandb"):
+        (tmp_path / name).mkdir()
+    assert saved_steps(tmp_path) == []
+
+
+def test_a_folder_under_a_file_cannot_be_written(tmp_path):
+    (tmp_path / "file").touch()
+    with pytest.raises(InputError, match=r"root: cannot write to .*/file/run \(Not a directory\); choose another"):
+        writable_folder(tmp_path / "file" / "run", "root")
+
+
+def test_asking_leaves_nothing_behind(tmp_path):
+    writable_folder(tmp_path / "new", "root")
+    assert os.listdir(tmp_path / "new") == []

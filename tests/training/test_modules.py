@@ -1,0 +1,115 @@
+import functools
+import math
+
+import lightning as L
+import pytest
+import torch
+from torch.nn import functional as F
+
+from lit_layers.errors import InputError
+from lit_layers.training import LitCausalLM
+from tests.support.tiny_training import CONFIG, CONTEXT, RandomBlocks, fit, module
+
+NO_DROPOUT = {"dropout": 0.0}
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory):
+    _, lit = fit(tmp_path_factory.mktemp("run"), [], steps=1)
+    return lit.eval()
+
+
+def test_the_loss_is_the_mean_negative_log_probability_of_the_next_token(trained):
+    tokens = RandomBlocks(3).tokens
+    with torch.no_grad():
+        ours = trained.loss({"input_ids": tokens})
+        logits = trained.model(input_ids=tokens[:, :-1]).logits.double()[..., :61]
+    total = 0.0
+    for row in range(3):
+        for place in range(CONTEXT):
+            chosen = logits[row, place, tokens[row, place + 1]]
+            total -= chosen.item() - math.log(logits[row, place].exp().sum().item())
+    assert ours.item() == pytest.approx(total / (3 * CONTEXT), abs=1e-5)
+
+
+def test_padding_the_vocabulary_changes_nothing_but_the_shape(tmp_path):
+    """Dropout draws by shape, not by vocabulary; so a padded run and a plain one see the same noise."""
+    _, padded = fit(tmp_path, [], module=module(pad_vocab_to=64), steps=3)
+    _, plain = fit(tmp_path, [], module=module(pad_vocab_to=None), steps=3)
+    assert padded.model.get_input_embeddings().weight.shape[0] == 64
+    assert plain.model.get_input_embeddings().weight.shape[0] == 61
+    for (name, first), second in zip(padded.state_dict().items(), plain.state_dict().values(), strict=True):
+        torch.testing.assert_close(first[: second.shape[0]], second, atol=1e-6, rtol=1e-5, msg=name)
+
+
+def test_training_compiled_trains_the_eager_model_that_is_analysed_and_saved(tmp_path, monkeypatch):
+    # Dynamo's own part only: generating and compiling C++ code takes minutes and is not ours to test.
+    monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend="eager"))
+    _, compiled = fit(tmp_path, [], module=module(compile=True, **NO_DROPOUT), steps=3)
+    _, eager = fit(tmp_path, [], module=module(**NO_DROPOUT), steps=3)
+    assert set(compiled.state_dict()) == set(eager.state_dict())
+    for (name, first), second in zip(compiled.state_dict().items(), eager.state_dict().values(), strict=True):
+        torch.testing.assert_close(first, second, atol=1e-5, rtol=1e-4, msg=name)
+
+
+def test_the_logged_gradient_norm_is_the_norm_before_clipping(tmp_path):
+    lit, norms = module(**NO_DROPOUT), []
+
+    class Watch(L.Callback):
+        def on_before_optimizer_step(self, trainer, pl_module, optimizer):
+            norms.append(torch.stack([p.grad.norm() for p in pl_module.model.parameters()]).norm())
+
+    fit(tmp_path, [Watch()], module=lit, steps=1, gradient_clip_val=0.1)
+    # The hook runs before clipping; the recorded norm must be that one, and not the clipped 0.1.
+    assert lit.grad_norm.item() == pytest.approx(norms[0].item(), rel=1e-5)
+    assert norms[0].item() > 0.2
+
+
+def test_flops_per_token_follow_the_formula(trained):
+    size = sum(p.numel() for n, p in trained.model.named_parameters() if "wpe" not in n)
+    assert trained.flops_per_token(CONTEXT) == 6 * size + 12 * 2 * 16 * CONTEXT
+
+
+def test_validation_loss_and_perplexity_are_of_all_tokens(tmp_path):
+    trainer, lit = fit(
+        tmp_path, [], steps=5, limit_val_batches=None, val_check_interval=5, check_val_every_n_epoch=None
+    )
+    tokens = RandomBlocks().tokens
+    with torch.no_grad():
+        logits = lit.eval()(tokens[:, :-1])
+    expected = F.cross_entropy(logits.double().flatten(0, 1), tokens[:, 1:].flatten()).item()
+    assert trainer.callback_metrics["validation/loss"].item() == pytest.approx(expected, abs=1e-5)
+    assert trainer.callback_metrics["validation/perplexity"].item() == pytest.approx(math.exp(expected), rel=1e-5)
+
+
+def test_a_context_longer_than_the_model_is_refused(tmp_path):
+    with pytest.raises(InputError, match="data.num_tokens: expected at most 8, the model's context, got 12"):
+        fit(tmp_path, [], module=LitCausalLM("gpt2", {**CONFIG, "n_positions": 8}))
+
+
+def test_a_vocabulary_smaller_than_the_tokenizers_is_refused(tmp_path):
+    with pytest.raises(InputError, match="model.config.vocab_size: expected at least 61"):
+        fit(tmp_path, [], module=LitCausalLM("gpt2", {**CONFIG, "vocab_size": 50}))
+
+
+def test_a_misspelt_configuration_field_is_refused(tmp_path):
+    with pytest.raises(InputError, match="n_layers"):
+        fit(tmp_path, [], module=LitCausalLM("gpt2", {"n_layers": 2}))
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"lr": -1.0}, "model.lr: expected a positive"),
+        ({"warmup_steps": -3}, "model.warmup_steps: .* got -3"),
+        ({"pad_vocab_to": 0}, "model.pad_vocab_to: expected at least 1, got 0"),
+        ({"weight_decay": -0.1}, "model.weight_decay: expected at least 0"),
+        ({"betas": (2.0, 0.9)}, "model.betas: expected two numbers"),
+        ({"decay_steps": 0}, "model.decay_steps: expected at least 1, got 0"),
+        ({"min_lr_ratio": -3.0}, "model.min_lr_ratio: expected a share"),
+        ({"config": {"seed": 1}}, "model.config.seed: no field of a configuration"),
+    ],
+)
+def test_wrong_hyper_parameters_are_refused(options, message):
+    with pytest.raises(InputError, match=message):
+        LitCausalLM(**options)

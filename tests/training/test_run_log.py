@@ -1,0 +1,132 @@
+"""Scalars on disk and in the mirror: every step once, in order, with what belongs to it."""
+
+from dataclasses import dataclass
+
+import lightning as L
+import pytest
+import torch
+
+from lit_layers import records
+from lit_layers.analyses.base import Analysis
+from lit_layers.errors import InputError
+from lit_layers.records import Record
+from lit_layers.training import EmergenceCallback
+from lit_layers.training.run_folder import RunFolder, refuse_a_used_folder
+from lit_layers.training.run_log import RunLog
+from lit_layers.training.sampler import StepSampler
+from tests.support.tiny_training import CONTEXT, RandomBlocks, fit, module
+
+
+@dataclass(kw_only=True)
+class One(Analysis):
+    name: str = "one"
+
+    def run(self, model):
+        yield Record(metric="one", value=1.0)
+
+
+class Heard:
+    """A mirror that keeps what it is told."""
+
+    def __init__(self):
+        self.steps = []
+
+    def log_step(self, step, tokens, scalars, measurements):
+        self.steps.append((step, tokens, sorted(scalars), [m.step for m in measurements]))
+
+
+def watched(root, mirror=None, **options):
+    run_log = RunLog(root, mirror)
+    watch = EmergenceCallback([One()], options.pop("schedule", [1]), root, watchers=[run_log])
+    trainer, lit = fit(root, [run_log, watch], **options)
+    return records.rows(root / "metrics.jsonl"), trainer, lit
+
+
+@pytest.mark.parametrize("every", [1, 2, 50])
+def test_the_mirror_hears_every_step_once_in_order_with_its_measurements(tmp_path, every):
+    mirror = Heard()
+    watched(tmp_path, mirror, steps=5, log_every_n_steps=every)
+    told = {}
+    for step, tokens, scalars, measured in mirror.steps:
+        assert step >= max(told, default=0)
+        assert tokens == step * CONTEXT * 8
+        told.setdefault(step, []).extend([*scalars, *measured])
+    assert sorted(told) == [0, 1, 2, 3, 4, 5]
+    # Step 5 is off the schedule: it is measured when the training has ended, and still told.
+    assert [step for step, content in told.items() if step in content] == [0, 1, 5]
+    assert all(content.count("train/loss") == 1 for step, content in told.items() if step)
+
+
+@pytest.mark.parametrize("accumulate", [1, 4])
+def test_the_loss_of_a_step_is_the_mean_over_its_global_batch(tmp_path, accumulate):
+    rows, _, _ = watched(tmp_path, steps=2, module=module(dropout=0.0), accumulate_grad_batches=accumulate)
+    _, same = fit(tmp_path, [], module=module(dropout=0.0, lr=1e-12), steps=1)  # as good as untrained
+    first = StepSampler(40, global_batch_size=8).global_batch(0)
+    with torch.no_grad():
+        expected = same.eval().loss({"input_ids": RandomBlocks().tokens[first]}).item()
+    assert rows[0]["train/loss"] == pytest.approx(expected, abs=1e-5)
+
+
+def test_the_learning_rate_of_a_row_is_the_one_its_update_used(tmp_path):
+    rows, _, _ = watched(tmp_path, steps=4, module=module(lr=0.01, warmup_steps=4))
+    assert [row["train/learning_rate"] for row in rows] == pytest.approx([0.0025, 0.005, 0.0075, 0.01])
+
+
+def test_rows_hold_tokens_speed_and_gradient_norm(tmp_path):
+    rows, _, _ = watched(tmp_path, steps=4, log_every_n_steps=2)
+    assert [row["tokens"] for row in rows] == [96, 192, 288, 384]
+    assert all(row["train/grad_norm"] > 0 for row in rows)
+    assert ["train/tokens_per_second" in row for row in rows] == [False, True, False, True]
+
+
+def test_an_interruption_closes_the_rows_of_all_steps_done(tmp_path):
+    class Stop(L.Callback):
+        def on_train_batch_start(self, trainer, pl_module, batch, batch_idx):
+            if trainer.global_step == 3:
+                raise RuntimeError("stopped")
+
+    run_log = RunLog(tmp_path)
+    with pytest.raises(RuntimeError, match="stopped"):
+        fit(tmp_path, [run_log, Stop()], steps=9, log_every_n_steps=50)
+    assert [row["step"] for row in records.rows(tmp_path / "metrics.jsonl")] == [1, 2, 3]
+
+
+def test_a_mirror_that_breaks_takes_no_row_with_it(tmp_path):
+    class Broken:
+        def log_step(self, *_):
+            raise RuntimeError("no connection")
+
+    with pytest.raises(RuntimeError, match="no connection"):
+        watched(tmp_path, Broken(), steps=3, log_every_n_steps=2)
+    assert [row["step"] for row in records.rows(tmp_path / "metrics.jsonl")][:2] == [1, 2]
+
+
+class Refusing:
+    def open(self, root, *, run_id, config):
+        raise InputError("wandb.mode: no server")
+
+
+def test_a_mirror_that_refuses_leaves_the_earlier_run_as_it_was(tmp_path):
+    fit(tmp_path, [RunFolder(tmp_path, config="a: 1", options={}, mirror=None)], steps=1)
+    (tmp_path / "measurements.jsonl").write_text("kept\n")
+    before = {path.name: path.read_bytes() for path in tmp_path.iterdir() if path.is_file()}
+    with pytest.raises(InputError, match="no server"):
+        fit(tmp_path, [RunFolder(tmp_path, config="b: 2", options={}, mirror=Refusing())], steps=1)
+    assert {path.name: path.read_bytes() for path in tmp_path.iterdir() if path.is_file()} == before
+    assert not list(tmp_path.glob(".old-*"))
+
+
+def test_a_new_run_takes_the_place_of_the_old_and_leaves_foreign_files(tmp_path):
+    (tmp_path / "notes.txt").write_text("mine")
+    (tmp_path / "metrics.jsonl").write_text("old\n")
+    (tmp_path / "step-000000007").mkdir()
+    fit(tmp_path, [RunFolder(tmp_path, config="b: 2", options={}, mirror=None)], steps=1)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["config.yaml", "notes.txt", "run.json"]
+
+
+@pytest.mark.parametrize("name", ["measurements.jsonl", "run.json", "metrics.jsonl"])
+def test_whatever_a_run_left_there_makes_a_folder_used(tmp_path, name):
+    (tmp_path / name).touch()
+    with pytest.raises(InputError, match="already holds a run without checkpoints; choose another folder"):
+        refuse_a_used_folder(tmp_path, "refuse")
+    refuse_a_used_folder(tmp_path, "overwrite")
