@@ -11,11 +11,12 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
-from lit_layers.functional.one_token import Call, Unsupported, as_call, disagreement, jacobians_by_one_token
+from lit_layers.functional.block_call import Call, Unsupported, as_call
+from lit_layers.functional.one_token import disagreement, jacobians_by_one_token
 from lit_layers.functional.reverse_mode import jacobians_by_reverse_mode
 
 Block = Callable[[Tensor], Tensor]
-Route = Literal["auto", "one_token", "plain"]
+Route = Literal["auto", "cut", "one_token", "plain"]
 
 
 def block_jacobian(
@@ -57,8 +58,8 @@ def block_jacobian(
     _check_hidden(block, hidden)
     if identity not in ("same_token", "always"):
         raise ValueError(f'expected identity "same_token" or "always", got {identity!r}')
-    if route not in ("auto", "one_token", "plain"):
-        raise ValueError(f'expected route "auto", "one_token" or "plain", got {route!r}')
+    if route not in ("auto", "cut", "one_token", "plain"):
+        raise ValueError(f'expected route "auto", "cut", "one_token" or "plain", got {route!r}')
     if chunk_size is not None and chunk_size < 1:
         raise ValueError(f"expected a chunk_size of at least 1, got {chunk_size}")
     # inference tensors cannot enter a graph, so everything is made outside that mode
@@ -145,26 +146,32 @@ def _compute(block: Block, hidden: Tensor, outs: Tensor, ins: Tensor, chunk_size
     """d block(X)[out] / d X[in] by the fastest route that holds for this block, (batch, out, in, dim, dim)."""
     call = None if route == "plain" else as_call(block)
     if call is not None and hidden.shape[1] > 1:
-        try:
-            return _one_token(call, hidden, outs, ins, chunk_size)
-        except Unsupported as error:
-            if route == "one_token":
-                raise ValueError(f"no one-token route for {type(call.module).__name__}: {error}") from error
-            _say_once(call.module, str(error))
-    elif route == "one_token":
-        raise ValueError("the one-token route needs a module, or a block of a trajectory, and more than one token")
+        routes = ("cut", "one_token") if route == "auto" else (route,)
+        reasons: dict[str, str] = {}
+        for name in routes:
+            try:
+                return _verified_jacobians(call, hidden, outs, ins, chunk_size, cut=name == "cut")
+            except Unsupported as error:
+                if route != "auto":
+                    raise ValueError(f"no route {name!r} for {type(call.module).__name__}: {error}") from error
+                reasons[name] = str(error)
+        _say_once(call.module, reasons["one_token"])
+    elif route in ("cut", "one_token"):
+        raise ValueError(f"route {route!r} needs a module, or a block of a trajectory, and more than one token")
     return jacobians_by_reverse_mode(block, hidden, outs, ins, chunk_size)
 
 
-def _one_token(call: Call, hidden: Tensor, outs: Tensor, ins: Tensor, chunk_size: int | None) -> Tensor:
-    """The one-token route, held against the block itself where that has not been done for this layout of inputs."""
+def _verified_jacobians(
+    call: Call, hidden: Tensor, outs: Tensor, ins: Tensor, chunk_size: int | None, *, cut: bool
+) -> Tensor:
+    """By a fast route, held against the block itself where that has not been done for this layout of inputs."""
     known = _verified.setdefault(call.module, {})
     layout = (hidden.shape[1:], hidden.dtype, hidden.device, _layout(call.args), _layout(call.kwargs))
-    layout = (*layout, bool((outs[..., None] == ins).all()))  # pairs of two tokens take another path
+    layout = (*layout, bool((outs[..., None] == ins).all()), cut)  # pairs of two tokens take another path
     if known.get(layout):
         raise Unsupported(known[layout])
     try:
-        jacobians = jacobians_by_one_token(call, hidden, outs, ins, chunk_size)
+        jacobians = jacobians_by_one_token(call, hidden, outs, ins, chunk_size, cut=cut)
         if layout not in known:
             error = disagreement(call, hidden, outs, ins, jacobians)
             tolerance = 1e-4 if hidden.dtype == torch.float32 else 1e-6  # parts of some models are float32 always

@@ -1,0 +1,289 @@
+"""The attention of a block, found in a call on whole prompts and expanded around single tokens.
+
+With the weights p, the slopes w = p x d(score) / d(q k) and the output a = sum_n p_n v_n of one head at output token t,
+attention answers, to first order, a change of
+
+    its own query                    a + dq M        M = sum_n w_n k_n (v_n - a)'
+    key and value of token s         a + w_s (v_s - a) (q dk_s) + p_s dv_s        (s = t among them)
+
+Works through the module itself: fused attention or matmul-softmax-matmul, grouped heads, rotary tables, masks, windows,
+ALiBi, soft-capping. What it cannot do raises `Unsupported`.
+"""
+
+import contextlib
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+
+from lit_layers.functional.block_call import Call, Unsupported
+
+_FUSED = F.scaled_dot_product_attention
+_MATMULS = (torch.matmul, torch.Tensor.matmul, torch.Tensor.__matmul__, torch.bmm, torch.Tensor.bmm)
+_SOFTMAXES = (F.softmax, torch.softmax, torch.Tensor.softmax)
+
+
+@dataclass(frozen=True)
+class Attention:
+    """The attention of one block call on whole prompts: (batch, heads, tokens, head_dim) each."""
+
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    weights: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]  # prompts, places -> p, w, each (picked, heads, tokens)
+    matmuls: tuple[int, int] | None  # which products make the scores and the output; None: one fused call
+
+    def expansion(self, prompts: Tensor, places: Tensor) -> "Expansion":
+        p, w = self.weights(prompts, places)
+        heads = p.shape[1]
+        key, value = (expand_heads(each[prompts], heads) for each in (self.key, self.value))  # (picked, heads, ..)
+        out = p[:, :, None] @ value  # (picked, heads, 1, head_dim)
+        own = torch.arange(len(places), device=places.device)
+        return Expansion(
+            out=out,
+            query=self.query[prompts, :, places][:, :, None],
+            key=key[own, :, places][:, :, None],
+            value=value[own, :, places][:, :, None],
+            p=p[own, :, places][:, :, None, None],
+            w=w[own, :, places][:, :, None, None],
+            query_map=(w[..., None] * key).mT @ (value - out),
+        )
+
+
+class Expansion(NamedTuple):
+    """First-order expansion at the query token: (picked, heads, 1, head_dim); its own weights (picked, heads, 1, 1)."""
+
+    out: Tensor
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    p: Tensor
+    w: Tensor
+    query_map: Tensor  # (picked, heads, head_dim, head_dim)
+
+    def __call__(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        self.check(query, key, value)
+        heads, shape = self.query.shape[1], query.shape
+        query = query.reshape(self.query.shape)  # transformers folds grouped heads into the tokens where there is one
+        key, value = expand_heads(key, heads), expand_heads(value, heads)
+        through_key = self.w * (self.value - self.out) * (self.query * (key - self.key)).sum(-1, keepdim=True)
+        through_query = _PerHead.apply(query - self.query, self.query_map)
+        return (self.out + through_query + through_key + self.p * (value - self.value)).reshape(shape)
+
+    def check(self, query: Tensor, key: Tensor, value: Tensor) -> None:
+        """One token alone must come to its attention with what it had within its prompt."""
+        heads = self.query.shape[1]
+        if query.numel() != self.query.numel():
+            raise Unsupported("its attention takes other shapes for one token")
+        _check_point(query.reshape(self.query.shape), self.query)
+        _check_point(expand_heads(key, heads), self.key)
+        _check_point(expand_heads(value, heads), self.value)
+
+    def push_query(self, tangents: Tensor) -> Tensor:
+        """Changes of the output (picked, heads x head_dim, num) from those of the query (picked, .., num)."""
+        return (self.query_map.mT @ self._of_heads(tangents, self.query)).flatten(1, 2)
+
+    def push_key(self, tangents: Tensor) -> Tensor:
+        slopes = (self.w * (self.value - self.out)).mT  # (picked, heads, head_dim, 1)
+        return (slopes * (self.query @ self._of_heads(tangents, self.key))).flatten(1, 2)
+
+    def push_value(self, tangents: Tensor) -> Tensor:
+        return (self.p * self._of_heads(tangents, self.value)).flatten(1, 2)
+
+    @staticmethod
+    def _of_heads(tangents: Tensor, reference: Tensor) -> Tensor:
+        """(picked, .., num) as (picked, heads, head_dim, num)."""
+        picked, heads, _, head_dim = reference.shape
+        return expand_heads(tangents.reshape(picked, -1, head_dim, tangents.shape[-1]), heads)
+
+
+class _PerHead(torch.autograd.Function):
+    """x (picked, heads, 1, head_dim) @ maps (picked, heads, head_dim, head_dim).
+
+    Its own rule for vmap makes rows of the cotangents; the general one would copy the maps for each of them.
+    """
+
+    @staticmethod
+    def forward(x: Tensor, maps: Tensor) -> Tensor:
+        return x @ maps
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Tensor, Tensor], output: Tensor) -> None:
+        ctx.save_for_backward(inputs[1])
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        (maps,) = ctx.saved_tensors
+        return _PerHead.apply(grad, maps.mT), None
+
+    @staticmethod
+    def vmap(info: Any, in_dims: tuple[int, None], x: Tensor, maps: Tensor) -> tuple[Tensor, int]:
+        rows = x.movedim(in_dims[0], 3)[..., 0, :]  # (picked, heads, rows, head_dim)
+        return (rows @ maps)[..., None, :], 2
+
+
+def record_attention(call: Call, hidden: Tensor) -> Attention:
+    """Runs the block on whole prompts until it has attended."""
+    recorder = _Recorder()
+    with contextlib.suppress(Done), recorder:
+        call(hidden)
+    if recorder.found is None:
+        raise Unsupported("no attention of a known kind was found in it")
+    found = recorder.found
+    if found.query.ndim != 4 or found.query.shape[2] != hidden.shape[1] or found.key.shape[2] != hidden.shape[1]:
+        raise Unsupported("its attention is not over the tokens it is given")
+    return found
+
+
+class Done(Exception):
+    """The rest of the block is not needed."""
+
+
+class _Recorder(TorchFunctionMode):
+    """Watches a block on whole prompts and leaves it once its attention is known."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: Attention | None = None
+        self.products = 0
+        self.scores: tuple[int, Tensor, Tensor, Tensor] | None = None
+        self.softmax: tuple[Tensor, Tensor] | None = None
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        if func is _FUSED:
+            self.found = _fused_attention(**_named(args, kwargs))
+            raise Done
+        if func in _MATMULS and args[0].ndim == 4 and args[1].ndim == 4:
+            return self._product(func, args)
+        if self.scores is None or self.softmax is not None:
+            return func(*args, **kwargs)
+        with torch.enable_grad():  # between scores and softmax: scaling, masks, soft-capping, all entry by entry
+            output = func(*args, **kwargs)
+        if func in _SOFTMAXES and output.shape == self.scores[3].shape:
+            return self._weights(output, args[0])
+        return output
+
+    def _product(self, func, args):
+        self.products += 1
+        if self.softmax is not None and self.scores is not None:
+            number, query, key, _ = self.scores
+            p, w = (each.to(query.dtype) for each in self.softmax)  # some models take the softmax in float32
+            self.found = Attention(query, key, args[1], lambda b, t: (p[b, :, t], w[b, :, t]), (number, self.products))
+            raise Done
+        scores = func(*args).detach().requires_grad_()
+        self.scores = (self.products, args[0], args[1].mT, scores)
+        with torch.enable_grad():
+            return scores.clone()  # a mask may be added to it in place
+
+    def _weights(self, output: Tensor, before: Tensor) -> Tensor:
+        assert self.scores is not None
+        scores = self.scores[3]
+        slope = None
+        if before.requires_grad:
+            with torch.enable_grad():
+                (slope,) = torch.autograd.grad(before.sum(), scores, allow_unused=True)
+        if slope is None:
+            raise Unsupported("its softmax does not come from the product before it")
+        p = output.detach()
+        self.softmax = (p, p * slope)
+        return p
+
+
+def _named(args: tuple, kwargs: dict[str, Any]) -> dict[str, Any]:
+    names = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal")
+    return dict(zip(names, args, strict=False)) | kwargs
+
+
+def _fused_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> Attention:
+    if query.ndim != 4 or dropout_p:
+        raise Unsupported("its attention has no heads, or drops at random")
+    scale = 1 / math.sqrt(query.shape[-1]) if scale is None else scale
+    heads, tokens = query.shape[1], key.shape[2]
+
+    def weights(prompts: Tensor, places: Tensor) -> tuple[Tensor, Tensor]:
+        keys = expand_heads(key[prompts], heads)  # (picked, heads, tokens, head_dim)
+        logits = scale * (keys @ query[prompts, :, places][..., None])[..., 0]  # (picked, heads, tokens)
+        if is_causal:
+            later = torch.arange(tokens, device=places.device) > places[:, None]
+            logits = logits.masked_fill(later[:, None], -math.inf)
+        if attn_mask is not None:
+            mask = attn_mask.expand(query.shape[0], heads, query.shape[2], tokens)[prompts, :, places]
+            logits = logits.masked_fill(~mask, -math.inf) if mask.dtype == torch.bool else logits + mask
+        p = logits.softmax(-1)
+        return p, scale * p
+
+    return Attention(query, key, value, weights, None)
+
+
+class Replay(TorchFunctionMode):
+    """Answers the one attention of a block that is called on single tokens."""
+
+    def __init__(self, attention: Attention, answer: Callable[[Tensor, Tensor, Tensor], Tensor]) -> None:
+        super().__init__()
+        self.attention, self.answer = attention, answer
+        self.products = self.answers = 0
+        self.scored: tuple[Tensor, Tensor] | None = None
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        if func is _FUSED:
+            call = _named(args, kwargs)
+            return self._attend(call["query"], call["key"], call["value"])
+        if self.attention.matmuls and func in _MATMULS and args[0].ndim == 4 and args[1].ndim == 4:
+            self.products += 1
+            if self.products == self.attention.matmuls[0]:
+                self.scored = args[0], args[1].mT
+                return args[0].new_zeros(*args[0].shape[:3], 1)  # what comes of it is not looked at
+            if self.products == self.attention.matmuls[1] and self.scored is not None:
+                return self._attend(*self.scored, args[1])
+        return func(*args, **kwargs)
+
+    def _attend(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        self.answers += 1
+        if self.answers > 1:
+            raise Unsupported("it attends more than once")
+        return self.answer(query, key, value)
+
+
+def run_on_tokens(
+    call: Call, attention: Attention, leaf: Tensor, answer: Callable[[Tensor, Tensor, Tensor], Tensor]
+) -> Tensor:
+    """Output (picked, dim) of a call for single tokens on their states `leaf` (picked, dim)."""
+    replay = Replay(attention, answer)
+    with replay:
+        output = call(leaf[:, None])
+    if not replay.answers:
+        raise Unsupported("it does not attend when it is called on one token")
+    return output[:, 0]
+
+
+def expand_heads(grouped: Tensor, heads: int) -> Tensor:
+    """Keys or values (picked, key_heads, ..) for every query head."""
+    return grouped if grouped.shape[1] == heads else grouped.repeat_interleave(heads // grouped.shape[1], 1)
+
+
+def sum_heads(each: Tensor, heads: int) -> Tensor:
+    """The transpose of `expand_heads`, on (picked, dim, heads, 1, head_dim)."""
+    return each if each.shape[2] == heads else each.unflatten(2, (heads, -1)).sum(3)
+
+
+def _check_point(found: Tensor, expected: Tensor) -> None:
+    """One token alone must come to its attention with what it had within its prompt."""
+    tolerance = 1e-3 if found.dtype == torch.float32 else 1e-6
+    if float((found.detach() - expected).norm()) > tolerance * float(expected.norm()):
+        raise Unsupported("before its attention it does not treat a token alone as within its prompt")
