@@ -1,14 +1,17 @@
 """Coupling as published code computes it against ours: same inputs, same numbers, one run.
 
-    python benchmarks/coupling.py                          GPT-2 small sizes, 2 blocks, 64 tokens (some minutes)
-    python benchmarks/coupling.py --tokens 512 --blocks 1
-    python benchmarks/coupling.py --model vit              DeiT-tiny sizes, 197 tokens
+    python benchmarks/coupling.py                              GPT-2 small sizes, one block, 64 tokens
+    python benchmarks/coupling.py --tokens 512
+    python benchmarks/coupling.py --blocks 12 --prompts 8      end to end: a quarter of an hour for the published way
+    python benchmarks/coupling.py --size pythia-410m           or deit-tiny, llama-8b (one block: --device cuda)
+    python benchmarks/coupling.py --size deit-tiny --ours      without the published way
 
 The published way is written afresh here: the graph of the whole model over all tokens, eager attention, all rows of
 a Jacobian by chunked vector-Jacobian products to the whole input, full decompositions, a loop over pairs. Each way
-runs in a process of its own, so that peak memory is its own. The floor is the matrix products of 24 dim^3 per Jacobian,
-those that reverse mode through one token of a block of this family needs. Times are CPU seconds of the process, so that
-other work on the machine does not count: run it with OMP_NUM_THREADS=1.
+runs in a process of its own. Its memory is the peak of each stage above what the process held before the forward pass
+(interpreter, libraries and weights). The floor is the matrix products of 24 dim^3 per Jacobian, those that reverse mode
+through one token of a GPT-2 block needs. Times on a CPU are those of the process, so that other work on the machine
+does not count: run it with OMP_NUM_THREADS=1. "Self-checks" are what the first call of each block costs more.
 """
 
 import argparse
@@ -18,88 +21,116 @@ import sys
 import tempfile
 import time
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-SIZES = {
-    "gpt2": {"n_embd": 768, "n_head": 12, "vocab_size": 1024, "n_positions": 1024},
-    "gpt_neox": {"hidden_size": 1024, "num_attention_heads": 16, "intermediate_size": 4096, "vocab_size": 1024},
-    "vit": {"img_size": 224, "patch_size": 16, "embed_dim": 192, "num_heads": 3, "num_classes": 10},
+WORDS = {"vocab_size": 1024, "bos_token_id": 0, "eos_token_id": 0}
+SIZES: dict[str, tuple[str, str, dict[str, Any]]] = {  # model type, path of the blocks, options
+    "gpt2-small": ("gpt2", "h", {"n_embd": 768, "n_head": 12, "n_positions": 1024}),
+    "pythia-410m": ("gpt_neox", "layers", {"hidden_size": 1024, "num_attention_heads": 16, "intermediate_size": 4096}),
+    "llama-8b": (
+        "llama",
+        "layers",
+        {"hidden_size": 4096, "num_attention_heads": 32, "num_key_value_heads": 8, "intermediate_size": 14336},
+    ),
+    "deit-tiny": ("vit", "blocks", {"embed_dim": 192, "num_heads": 3, "num_classes": 10}),
+    "warm-up": ("gpt2", "h", {"n_embd": 64, "n_head": 2, "n_positions": 64}),
 }
-WORDS = {"bos_token_id": 0, "eos_token_id": 0}
 
 
-def build(name: str, blocks: int, attention: str) -> nn.Module:
+def build(size: str, blocks: int, attention: str) -> nn.Module:
     torch.manual_seed(0)
-    if name == "vit":
+    kind, _, options = SIZES[size]
+    if kind == "vit":
         from timm.models.vision_transformer import VisionTransformer
 
-        model = VisionTransformer(depth=blocks, **SIZES[name])
+        model = VisionTransformer(depth=blocks, **options)
         for block in model.blocks:
             block.attn.fused_attn = attention == "sdpa"
         return model.eval()
     import transformers
 
-    depth = {"n_layer": blocks} if name == "gpt2" else {"num_hidden_layers": blocks}
-    config = transformers.AutoConfig.for_model(name, **SIZES[name], **depth, **WORDS)
+    depth = {"n_layer": blocks} if kind == "gpt2" else {"num_hidden_layers": blocks}
+    config = transformers.AutoConfig.for_model(kind, **options, **depth, **WORDS)
     return transformers.AutoModelForCausalLM.from_config(config, attn_implementation=attention).eval()
 
 
-def inputs(name: str, prompts: int, tokens: int) -> dict[str, Tensor]:
+def inputs(size: str, prompts: int, tokens: int) -> dict[str, Tensor]:
     generator = torch.Generator().manual_seed(1)
-    if name == "vit":
+    if size == "deit-tiny":
         return {"pixel_values": torch.randn(prompts, 3, 224, 224, generator=generator)}
     return {"input_ids": torch.randint(1, 1024, (prompts, tokens), generator=generator)}
 
 
 class Clock:
-    def __init__(self) -> None:
-        self.stages: dict[str, float] = {}
+    """Seconds and peak memory (MiB) of each stage."""
 
-    def stage(self, name: str, since: float) -> float:
-        now = time.process_time()
-        self.stages[name] = self.stages.get(name, 0) + now - since
-        return now
+    def __init__(self, device: str) -> None:
+        self.device = device
+        self.stages: dict[str, tuple[float, float]] = {}
+        self._start()
+        self.before = self._peak()
+
+    def stage(self, name: str) -> None:
+        """Ends a stage and starts the next."""
+        now = seconds(self.device)
+        spent, peak = self.stages.get(name, (0.0, 0.0))
+        self.stages[name] = spent + now - self.since, max(peak, self._peak() - self.before)
+        self._start()
+
+    def _start(self) -> None:
+        if self.device == "cuda":
+            torch.cuda.reset_peak_memory_stats()
+        else:
+            Path("/proc/self/clear_refs").write_text("5")  # Linux: the peak starts anew
+        self.since = seconds(self.device)
+
+    def _peak(self) -> float:
+        if self.device == "cuda":
+            return torch.cuda.max_memory_allocated() / 2**20
+        (line,) = (line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("VmHWM"))
+        return int(line.split()[1]) / 2**10
 
 
-def published(options: argparse.Namespace, clock: Clock) -> tuple[Tensor, Tensor]:
-    """One prompt at a time: (prompts, blocks, dim, dim) Jacobians and (k, prompts, blocks, blocks) miscouplings."""
-    model = build(options.model, options.blocks, "eager")
-    batch, chunk = inputs(options.model, options.prompts, options.tokens), 64
-    modules = list(model.blocks if options.model == "vit" else model.base_model.get_submodule(
-        "h" if options.model == "gpt2" else "layers"))  # fmt: skip
-    jacobians, miscouplings = [], []
+def seconds(device: str) -> float:
+    if device == "cuda":
+        torch.cuda.synchronize()
+        return time.perf_counter()
+    return time.process_time()
+
+
+def published(options: argparse.Namespace, model: nn.Module, clock: Clock) -> tuple[list[Tensor], Tensor]:
+    """One prompt at a time: the Jacobians of the last prompt and (prompts, k, blocks, blocks) miscouplings."""
+    path, chunk = SIZES[options.size][1], 64
+    trunk: Any = getattr(model, "base_model", model)
+    everything, found = [], []
     for prompt in range(options.prompts):
-        since = time.process_time()
         states: list[Tensor] = []
 
         def keep(module: nn.Module, args: tuple, output: Tensor, states: list[Tensor] = states) -> None:
             states.extend([output] if states else [args[0], output])
 
-        handles = [block.register_forward_hook(keep) for block in modules]
-        one = {name: values[prompt : prompt + 1] for name, values in batch.items()}
-        if options.model == "vit":
-            model(one["pixel_values"])
-        else:
-            model(**one, use_cache=False)
+        handles = [block.register_forward_hook(keep) for block in trunk.get_submodule(path)]
+        one = {name: values[prompt : prompt + 1] for name, values in options.batch.items()}
+        model(one["pixel_values"]) if "pixel_values" in one else model(**one, use_cache=False)
         for handle in handles:
             handle.remove()
-        since = clock.stage("forward", since)
+        clock.stage("forward")
         found = []
         for layer in range(options.blocks):
             dim = states[0].shape[-1]
             rows = []
-            for basis in torch.eye(dim).split(chunk):
+            for basis in torch.eye(dim, device=options.device).split(chunk):
                 (grads,) = torch.autograd.grad(
                     states[layer + 1][0, -1], states[layer], basis, is_grads_batched=True, retain_graph=True
                 )
                 rows.append(grads[:, 0, -1])
-            found.append(torch.cat(rows) - torch.eye(dim))
-        jacobians.append(torch.stack(found))
-        since = clock.stage("jacobians", since)
+            found.append(torch.cat(rows) - torch.eye(dim, device=options.device))
+        clock.stage("Jacobians")
         factors = [torch.linalg.svd(jacobian) for jacobian in found]
-        since = clock.stage("singular vectors", since)
+        clock.stage("singular vectors")
         pairs = torch.zeros(len(options.k), options.blocks, options.blocks)
         for position, k in enumerate(options.k):
             for i, first in enumerate(found):
@@ -107,97 +138,122 @@ def published(options: argparse.Namespace, clock: Clock) -> tuple[Tensor, Tensor
                     values = factors[i][1][:k]
                     compressed = u[:, :k].T @ first @ vh[:k].T
                     pairs[position, i, j] = (compressed - torch.diag(values)).norm() / values.norm()
-        miscouplings.append(pairs)
-        clock.stage("pairs", since)
-    return torch.stack(jacobians), torch.stack(miscouplings, 1)
+        everything.append(pairs)
+        clock.stage("pairs")
+    return found, torch.stack(everything)
 
 
-def ours(options: argparse.Namespace, clock: Clock) -> tuple[Tensor, Tensor]:
+def ours(options: argparse.Namespace, model: nn.Module, clock: Clock) -> tuple[list[Tensor], Tensor]:
+    """As `published`; on a GPU all prompts together."""
     from lit_layers.functional.coupling import Factors, miscoupling_from_factors, singular_factors
     from lit_layers.functional.jacobian import block_jacobian
     from lit_layers.models.view import LayeredModel
 
-    model = LayeredModel(build(options.model, options.blocks, "sdpa"))
-    batch = inputs(options.model, options.prompts, options.tokens)
-    since = time.process_time()
-    trajectory = model.trajectory(batch)
-    since = clock.stage("forward", since)
-    for stage in ("self-checks, once", "jacobians"):  # the first call of a block holds its route against the block
+    view = LayeredModel(model)
+    everything, found = [], []
+    size = options.prompts if options.device == "cuda" else 1
+    for start in range(0, options.prompts, size):
+        trajectory = view.trajectory({name: values[start : start + size] for name, values in options.batch.items()})
+        clock.stage("forward")
+        if not start:  # the first call of a block holds its route against the block
+            for block in range(options.blocks):
+                block_jacobian(trajectory.block(1 + block), trajectory.hidden[block])
+            clock.stage("self-checks")
         found = [block_jacobian(trajectory.block(1 + b), trajectory.hidden[b]) for b in range(options.blocks)]
-        since = clock.stage(stage, since)
-    clock.stages["self-checks, once"] -= clock.stages["jacobians"]
-    parts = [singular_factors(jacobians, max(options.k)) for jacobians in found]
-    factors = Factors(*(torch.stack(part, 1) for part in zip(*parts, strict=True)))
-    since = clock.stage("singular vectors", since)
-    jacobians = torch.stack(found, 1)
-    wide = jacobians.to(factors.left.dtype)
-    pairs = miscoupling_from_factors(wide, factors.values[..., : max(options.k)], factors, k=options.k)
-    clock.stage("pairs", since)
-    return jacobians, pairs
+        clock.stage("Jacobians")
+        parts = [singular_factors(jacobians, max(options.k)) for jacobians in found]
+        factors = Factors(*(torch.stack(part, 1) for part in zip(*parts, strict=True)))
+        clock.stage("singular vectors")
+        jacobians = torch.stack(found, 1).to(factors.left.dtype)
+        pairs = miscoupling_from_factors(jacobians, factors.values[..., : max(options.k)], factors, k=options.k)
+        everything.append(pairs.transpose(0, 1).cpu())  # (prompts, k, blocks, blocks)
+        clock.stage("pairs")
+    first, peak = clock.stages["self-checks"]
+    clock.stages["self-checks"] = first - clock.stages["Jacobians"][0] * size / options.prompts, peak
+    return [jacobian[-1] for jacobian in found], torch.cat(everything)
 
 
-def floor(dim: int) -> float:
+def floor(dim: int, device: str) -> float:
     """Seconds for 24 dim^3 floating-point operations as products of a square with a four times wider matrix."""
-    square, wide = torch.randn(dim, dim), torch.randn(dim, 4 * dim)
+    square, wide = torch.randn(dim, dim, device=device), torch.randn(dim, 4 * dim, device=device)
     times = []
     for _ in range(5):
-        since = time.process_time()
+        since = seconds(device)
         for _ in range(3):
             square @ wide  # 8 dim^3 each
-        times.append(time.process_time() - since)
+        times.append(seconds(device) - since)
     return min(times)
 
 
 def one_way(options: argparse.Namespace) -> None:
-    clock = Clock()
-    options.warm_up and globals()[options.way](
-        argparse.Namespace(**{**vars(options), "blocks": 1, "prompts": 1}), Clock()
-    )
-    jacobians, pairs = globals()[options.way](options, clock)
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**10
-    torch.save({"jacobians": jacobians, "pairs": pairs, "stages": clock.stages, "peak": peak}, options.result)
+    way = {"published": published, "ours": ours}[options.way]
+    attention = "eager" if options.way == "published" else "sdpa"
+    small = argparse.Namespace(**{**vars(options), "size": "warm-up", "blocks": 1, "prompts": 1, "k": [4]})
+    small.batch = {name: values.to(options.device) for name, values in inputs("warm-up", 1, 16).items()}
+    way(small, build("warm-up", 1, attention).to(options.device), Clock(options.device))
+    batch = inputs(options.size, options.prompts, options.tokens)
+    options.batch = {name: values.to(options.device) for name, values in batch.items()}
+    model = build(options.size, options.blocks, attention).to(options.device)
+    for parameter in model.parameters():
+        parameter.requires_grad_(options.way == "published")
+    clock = Clock(options.device)
+    jacobians, pairs = way(options, model, clock)
+    whole = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**10
+    torch.save({"jacobians": torch.stack(jacobians).cpu(), "pairs": pairs, "stages": clock.stages, "whole": whole,
+                "floor": floor(jacobians[0].shape[-1], options.device)}, options.result)  # fmt: skip
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description="Coupling: the published way against ours.")
-    parser.add_argument("--model", choices=list(SIZES), default="gpt2")
+    parser.add_argument("--size", choices=[name for name in SIZES if name != "warm-up"], default="gpt2-small")
     parser.add_argument("--tokens", type=int, default=64)
-    parser.add_argument("--blocks", type=int, default=2)
+    parser.add_argument("--blocks", type=int, default=1)
     parser.add_argument("--prompts", type=int, default=1)
     parser.add_argument("--k", type=int, nargs="+", default=[10, 30, 76])
+    parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
+    parser.add_argument("--ours", action="store_true", help="leave the published way out")
     parser.add_argument("--way", choices=["published", "ours"], help=argparse.SUPPRESS)
     parser.add_argument("--result", help=argparse.SUPPRESS)
-    parser.add_argument("--warm-up", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.way:
         one_way(options)
         return
+    ways = ["ours"] if options.ours else ["published", "ours"]
     found = {}
     with tempfile.TemporaryDirectory() as folder:
-        for way in ("published", "ours"):
+        for way in ways:
             path = str(Path(folder) / way)
-            extra = ["--warm-up"] if way == "ours" else []
-            command = [sys.executable, __file__, *sys.argv[1:], "--way", way, "--result", path, *extra]
-            subprocess.run(command, check=True)
+            subprocess.run([sys.executable, __file__, *sys.argv[1:], "--way", way, "--result", path], check=True)
             found[way] = torch.load(path)
-    theirs, mine = found["published"], found["ours"]
-    count = options.blocks * options.prompts
-    error = (mine["jacobians"] - theirs["jacobians"]).norm() / theirs["jacobians"].norm()
+    report(options, found["ours"], found.get("published"))
+
+
+def report(options: argparse.Namespace, mine: dict[str, Any], theirs: dict[str, Any] | None) -> None:
+    tokens = "197" if options.size == "deit-tiny" else options.tokens
+    print(f"{options.size}, {options.blocks} blocks, {options.prompts} prompts x {tokens} tokens, K {options.k}")
+    if theirs:
+        error = (mine["jacobians"] - theirs["jacobians"]).norm() / theirs["jacobians"].norm()
+        print(f"Jacobians differ by {error:.1e}, miscouplings by {(mine['pairs'] - theirs['pairs']).abs().max():.1e}")
     print(
-        f"{options.model}, {options.prompts} prompts x {options.tokens} tokens, {options.blocks} blocks, K {options.k}"
+        f"{'stage':<18}{'seconds: published':>20}{'ours':>9}{'ratio':>8}{'MiB: published':>17}{'ours':>7}{'ratio':>7}"
     )
-    print(f"Jacobians differ by {error:.1e}, miscouplings by {(mine['pairs'] - theirs['pairs']).abs().max():.1e}")
-    print(f"{'stage':<18}{'published s':>12}{'ours s':>10}{'ratio':>8}")
-    for stage, seconds in theirs["stages"].items():
-        print(f"{stage:<18}{seconds:>12.3f}{mine['stages'][stage]:>10.3f}{seconds / mine['stages'][stage]:>8.1f}")
-    once = mine["stages"].pop("self-checks, once")
-    totals = sum(theirs["stages"].values()), sum(mine["stages"].values())
-    print(f"{'total':<18}{totals[0]:>12.3f}{totals[1]:>10.3f}{totals[0] / totals[1]:>8.1f}")
-    print(f"{'peak memory MiB':<18}{theirs['peak']:>12.0f}{mine['peak']:>10.0f}{theirs['peak'] / mine['peak']:>8.1f}")
-    print(f"self-checks, once per block and layout of inputs, not in the total: {once:.3f} s")
-    seconds = floor(mine["jacobians"].shape[-1])
-    print(f"matrix products of 24 dim^3: {seconds:.4f} s, a Jacobian: {mine['stages']['jacobians'] / count:.4f} s, "
-          f"{mine['stages']['jacobians'] / count / seconds:.2f} x the floor")  # fmt: skip
+    rows = {name: (theirs["stages"].get(name) if theirs else None, of) for name, of in mine["stages"].items()}
+    rows["in total"] = (total(theirs), total(mine))
+    for name, (published, ours) in rows.items():
+        of = f"{published[0]:>20.3f}" if published else f"{'-':>20}"
+        memory = f"{published[1]:>17.0f}" if published else f"{'-':>17}"
+        faster = f"{published[0] / ours[0]:>8.1f}" if published else f"{'':>8}"
+        smaller = f"{published[1] / max(ours[1], 1):>7.1f}" if published else ""
+        print(f"{name:<18}{of}{ours[0]:>9.3f}{faster}{memory}{ours[1]:>7.0f}{smaller}")
+    if theirs:
+        print(f"peak of the whole process, MiB: {theirs['whole']:.0f} and {mine['whole']:.0f}")
+    each = mine["stages"]["Jacobians"][0] / (options.blocks * options.prompts)
+    print(f"a Jacobian: {each:.4f} s, {each / mine['floor']:.2f} x the floor of 24 dim^3 ({mine['floor']:.4f} s)")
+
+
+def total(found: dict[str, Any] | None) -> tuple[float, float] | None:
+    stages = found["stages"].values() if found else []
+    return (sum(spent for spent, _ in stages), max(peak for _, peak in stages)) if found else None
 
 
 if __name__ == "__main__":
