@@ -6,12 +6,13 @@ from typing import Any
 import lightning as L
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 from torchmetrics import MeanMetric
 
 from lit_layers.errors import InputError
+from lit_layers.models.attention import causal_by_flag
 from lit_layers.models.build import causal_lm
 from lit_layers.models.vocabulary import true_vocab_size
+from lit_layers.training.loss import next_token_loss
 from lit_layers.training.optim import adamw, warmup_cosine
 
 _NOT_OF_CONFIG = {"name", "seed", "pad_vocab_to", "attention"}  # arguments of `causal_lm` beside the configuration
@@ -104,7 +105,10 @@ class LitCausalLM(L.LightningModule):
     def loss(self, batch: dict[str, Tensor]) -> Tensor:
         """Returns the mean next-token cross-entropy in nats over a batch of `num_tokens` + 1 ids a row."""
         tokens = batch["input_ids"]
-        return F.cross_entropy(self(tokens[:, :-1]).flatten(0, 1), tokens[:, 1:].flatten())
+        # The blocks are full, so that no padding needs a mask.
+        with causal_by_flag(self.model):
+            logits = self.__dict__["_network"](input_ids=tokens[:, :-1], use_cache=False).logits
+        return next_token_loss(logits, tokens[:, 1:], true_vocab_size(self.model))
 
     def training_step(self, batch: dict[str, Tensor], batch_index: int) -> Tensor:
         return self.loss(batch)
