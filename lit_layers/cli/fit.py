@@ -22,7 +22,8 @@ from lit_layers.errors import InputError
 from lit_layers.report import WandbMirror, write_report
 from lit_layers.training import EmergenceCallback, SeriesCheckpoint
 from lit_layers.training.progress import StepProgress
-from lit_layers.training.run_folder import RunFolder, refuse_a_used_folder
+from lit_layers.training.resume import ResumeCheckpoint, ResumePoint, StepSeed, resume_point
+from lit_layers.training.run_folder import RunFolder, is_a_run, refuse_a_used_folder, refuse_another_run
 from lit_layers.training.run_log import RunLog
 
 INTERRUPTED, TERMINATED = 130, 143
@@ -58,6 +59,19 @@ class FitCLI(LightningCLI):
             help="What to do where root already holds a run.",
         )
         parser.add_argument(
+            "--resume",
+            type=str | None,
+            default=None,
+            help="Goes on exactly where a killed run was: last, a step, or a folder ROOT/resume/step-...; with last, a "
+            "new folder starts the run.",
+        )
+        parser.add_argument(
+            "--resume_every",
+            type=int | None,
+            default=500,
+            help="Steps between two checkpoints to resume from; null: only at the end and on SIGTERM.",
+        )
+        parser.add_argument(
             "--steps",
             type=list[int] | dict[str, int] | str,
             default="pythia",
@@ -76,31 +90,47 @@ class FitCLI(LightningCLI):
     def instantiate_trainer(self, **kwargs: Any) -> L.Trainer:
         own, root = self.own, Path(self.own.root)
         self.console = Console()
-        run_log = RunLog(root, own.wandb)
+        self.resume_from = self._resume_point()
+        goes_on = own.resume is not None and is_a_run(root) and self._is_inside(root)
+        run_log = RunLog(root, own.wandb, resume=goes_on)
         progress = StepProgress(run_log, console=self.console)
         text = self.parser.dump(self.config, skip_none=False)
-        self.folder = RunFolder(root, config=text, options=yaml.safe_load(text), mirror=own.wandb)
+        options_given = yaml.safe_load(text)
+        if goes_on:
+            refuse_another_run(root, options_given)
+        self.folder = RunFolder(root, config=text, options=options_given, mirror=own.wandb, resume=goes_on)
         self.series = SeriesCheckpoint(own.steps, root)
         self.emergence = EmergenceCallback(own.analyses, own.steps, root, watchers=[run_log, progress])
-        # In this order: the folder is ready, scalars are noted, weights are on disk, then they are measured.
+        self.resumable = ResumeCheckpoint(root, every=own.resume_every)
+        # In this order: the folder is ready, scalars are noted, weights are on disk, then they are measured, and the
+        # checkpoint to resume from knows all that.
         options = dict(own.trainer)
         theirs = options.get("callbacks") or []
-        callbacks = [self.folder, *theirs, run_log, self.series, self.emergence, progress]
+        seed = StepSeed(self.config["seed_everything"] or 0)
+        callbacks = [self.folder, *theirs, seed, run_log, self.series, self.emergence, progress, self.resumable]
         precision = options.get("precision") or _best_precision(options["accelerator"])
         try:
             return super().instantiate_trainer(callbacks=callbacks, precision=precision, **kwargs)
         except (MisconfigurationException, ValueError) as error:
             raise InputError(f"trainer: {' '.join(str(error).split())}") from error
 
+    def _resume_point(self) -> ResumePoint | None:
+        return None if self.own.resume is None else resume_point(Path(self.own.root), self.own.resume)
+
+    def _is_inside(self, root: Path) -> bool:
+        """Whether the run goes on in its own folder, not from another run's state."""
+        state = self.resume_from
+        return state is None or state.state.resolve().is_relative_to(root.resolve())
+
 
 def main(argv: list[str]) -> int:
-    """Trains and returns 0, or 130 where the user stopped it; the report is written either way."""
+    """Trains and returns 0, 130 where the user stopped it, 143 after SIGTERM; the report is written either way."""
     _quieten()
     cli = _parse(argv)
     own = cli.own
     if cli.trainer.max_steps < 1:
         raise InputError(f"trainer.max_steps: expected the number of steps to train, got {cli.trainer.max_steps}")
-    if cli.trainer.is_global_zero:
+    if cli.trainer.is_global_zero and not cli.folder.resume:
         refuse_a_used_folder(Path(own.root), own.if_exists)
     return _train(cli)
 
@@ -142,26 +172,37 @@ def _original(error: BaseException) -> BaseException:
 
 def _train(cli: FitCLI) -> int:
     """Runs the training, then leaves what can be read, whatever ended it; returns the exit code."""
-    started, code = time.perf_counter(), 1
+    started, code, last_step = time.perf_counter(), 1, None
     try:
-        cli.trainer.fit(cli.model, datamodule=cli.datamodule)
+        point = cli.resume_from
+        if point is not None:
+            cli.console.print(f"resumed at step {point.step} from {point.state.parent}", highlight=False, markup=False)
+        if point is not None and cli.folder.resume and point.step >= cli.trainer.max_steps:
+            cli.folder.go_on(point.step)  # killed after its last step: the page and the mirror may be missing
+            last_step = point.step
+        else:
+            state = None if point is None else point.state
+            cli.trainer.fit(cli.model, datamodule=cli.datamodule, ckpt_path=state, weights_only=True)
         code = TERMINATED if cli.trainer.received_sigterm else 0
     except SystemExit:
-        code = INTERRUPTED  # Lightning turns Ctrl-C into sys.exit(1) after its callbacks have closed
+        # Lightning turns Ctrl-C into sys.exit(1) after its callbacks have closed, and SIGTERM into a SystemExit
+        code = TERMINATED if cli.trainer.received_sigterm else INTERRUPTED
     finally:
         if cli.folder.started:
-            _close(cli, time.perf_counter() - started, code)
+            _close(
+                cli, time.perf_counter() - started, code, cli.trainer.global_step if last_step is None else last_step
+            )
     return code
 
 
-def _close(cli: FitCLI, seconds: float, code: int) -> None:
+def _close(cli: FitCLI, seconds: float, code: int, last_step: int) -> None:
     """Facts, closing table, page, mirror. A trouble here is told and hides neither the run's own end nor the rest."""
     root, mirror = Path(cli.own.root), cli.own.wandb
     try:
         cli.folder.close(
             seconds=seconds,
-            last_step=cli.trainer.global_step,
-            checkpoint_seconds=cli.series.paused_seconds,
+            last_step=last_step,
+            checkpoint_seconds=cli.series.paused_seconds + cli.resumable.paused_seconds,
             analysis_seconds=cli.emergence.paused_seconds,
         )
         print_closing(cli.console, root, seconds=seconds)

@@ -90,10 +90,12 @@ class SeriesCheckpoint(_AtSteps):
                 shutil.rmtree(leftover, ignore_errors=True)
 
     def at_step(self, trainer: L.Trainer, model: nn.Module, step: int) -> None:
-        if trainer.is_global_zero:
+        folder = step_folder(self.root, step)
+        # A resumed run passes steps again that were saved before it was killed, with the same weights.
+        if trainer.is_global_zero and not (trainer.ckpt_path and folder.exists()):
             shards = getattr(getattr(trainer, "datamodule", None), "shards", None)
             tokenizer = self.tokenizer or getattr(shards, "tokenizer_path", None)
-            write_folder(step_folder(self.root, step), lambda folder: save(model, folder, tokenizer))
+            write_folder(folder, lambda folder: save(model, folder, tokenizer))
 
 
 class Watcher(Protocol):
@@ -107,8 +109,9 @@ class Watcher(Protocol):
 class EmergenceCallback(_AtSteps):
     """Measures every layer at the steps of a schedule, and leaves the training as if it had not.
 
-    One line a (step, analysis) goes to `root/measurements.jsonl`, and the numbers to the trainer's loggers. Under DDP
-    the analyses are dealt over the ranks; no collective runs inside one, so a failing analysis hangs no rank.
+    One line a (step, analysis) goes to `root/measurements.jsonl`, and the numbers to the trainer's loggers. What stands
+    there already, with the same options and weights, is not measured again. Under DDP the analyses are dealt over the
+    ranks; no collective runs inside one, so a failing analysis hangs no rank.
 
     Args:
         analyses: what to measure; names are unique.
@@ -142,6 +145,7 @@ class EmergenceCallback(_AtSteps):
         self.analyses, self.run, self.tokens_per_step = list(analyses), run or self.root.name, tokens_per_step
         self.watchers = list(watchers)
         self._group: Any = None
+        self._known: list[Measurement] = []
 
     @property
     def file(self) -> Path:
@@ -157,12 +161,19 @@ class EmergenceCallback(_AtSteps):
             # A group of its own on the CPU: results are objects, and training's collectives stay undisturbed.
             self._group = distributed.new_group(backend="gloo", timeout=datetime.timedelta(hours=12))
 
+    def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        known = [records.read(self.file) if trainer.is_global_zero and self.file.exists() else []]
+        if self._group is not None:
+            distributed.broadcast_object_list(known, src=0, group=self._group)
+        (self._known,) = known
+        super().on_train_start(trainer, pl_module)
+
     def at_step(self, trainer: L.Trainer, model: nn.Module, step: int) -> None:
         per_step = self.tokens_per_step or getattr(getattr(trainer, "datamodule", None), "tokens_per_step", None)
         tokens = step * per_step if per_step is not None else None
         fingerprint = weights_hash(model)
-        mine = []
-        for analysis in self.analyses[trainer.global_rank :: trainer.world_size]:
+        mine, due = [], [analysis for analysis in self.analyses if not self._is_done(analysis, step, fingerprint)]
+        for analysis in due[trainer.global_rank :: trainer.world_size]:
             for watcher in self.watchers:
                 watcher.measuring(step, analysis.name)
             measurement = emergence.measure(
@@ -174,13 +185,24 @@ class EmergenceCallback(_AtSteps):
         if self._group is not None:
             self._gather(trainer, mine)
 
+    def _is_done(self, analysis: Analysis, step: int, fingerprint: str) -> bool:
+        return records.is_done(
+            self._known,
+            run=self.run,
+            step=step,
+            analysis=analysis.name,
+            config_hash=analysis.config_hash(),
+            weights_hash=fingerprint,
+        )
+
     def _gather(self, trainer: L.Trainer, mine: list[Measurement]) -> None:
         shares: list[Any] | None = [None] * trainer.world_size if trainer.is_global_zero else None
         distributed.gather_object(mine, shares, dst=0, group=self._group)
         if shares is not None:
             found = {measurement.analysis: measurement for share in shares for measurement in share}
             for analysis in self.analyses:
-                self._keep(trainer, found[analysis.name])
+                if analysis.name in found:
+                    self._keep(trainer, found[analysis.name])
 
     def _keep(self, trainer: L.Trainer, measurement: Measurement) -> None:
         if measurement.error is not None:

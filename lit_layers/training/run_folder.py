@@ -20,7 +20,9 @@ from lit_layers.training.checkpoint_io import saved_steps, writable_folder
 
 RUN_FILE, CONFIG_FILE = "run.json", "config.yaml"
 _FILES = (RUN_FILE, CONFIG_FILE, "measurements.jsonl", "metrics.jsonl", "report.html")
-_FOLDERS = ("step-*", ".tmp-step-*", "wandb")
+_FOLDERS = ("step-*", ".tmp-step-*", "resume", "wandb")
+# What a resumed run may do otherwise: neither the data's order nor the weights depend on it.
+_FREE = {"model": {"compile"}, "data": {"num_workers", "validation_batch_size"}}
 
 
 class Mirror(Protocol):
@@ -36,19 +38,60 @@ def refuse_a_used_folder(root: Path, if_exists: Literal["refuse", "overwrite"]) 
     if if_exists == "refuse" and _contents(root):
         steps = saved_steps(root)
         found = f"with checkpoints up to step {steps[-1]}" if steps else "without checkpoints"
-        raise InputError(f"root: {root} already holds a run {found}; choose another folder or --if_exists overwrite")
+        raise InputError(
+            f"root: {root} already holds a run {found}; choose another folder, --resume last or --if_exists overwrite"
+        )
+
+
+def is_a_run(root: Path) -> bool:
+    """Whether `root` holds a run that says what it is, so that it can be gone on with."""
+    return (root / RUN_FILE).is_file()
+
+
+def refuse_another_run(root: Path, options: Mapping[str, Any]) -> None:
+    """Refuses to go on with other data, another model or another seed than the run in `root` has.
+
+    Raises:
+        InputError: naming the first option that differs.
+    """
+    before = json.loads((root / RUN_FILE).read_text())["config"]
+    known = json.loads(json.dumps(dict(options), default=str))
+    for part in ("seed_everything", "model", "data"):
+        old, new = _flat(before.get(part), part), _flat(known.get(part), part)
+        for option in sorted(old.keys() | new.keys()):
+            name = option.split(".")[-1]
+            if old.get(option) != new.get(option) and name not in _FREE.get(part, ()):
+                raise InputError(
+                    f"{option.replace('.init_args', '')}: the run in {root} has {old.get(option)}, got "
+                    f"{new.get(option)}; a resumed run keeps its data, model and seed"
+                )
+
+
+def _flat(value: Any, name: str) -> dict[str, Any]:
+    if not isinstance(value, dict):
+        return {name: value}
+    return {key: item for inner, part in value.items() for key, item in _flat(part, f"{name}.{inner}").items()}
 
 
 class RunFolder(L.Callback):
     """Takes over `root` just before the first step, when all that could be refused has been checked.
 
     `run.json` and `config.yaml` say what the run is; what an earlier one left there (only what runs write) is removed
-    once nothing can refuse any more. The first callback of a run, so that the others find the folder ready.
+    once nothing can refuse any more, or with `resume` kept and gone on with. The first callback of a run, so that the
+    others find the folder ready.
     """
 
-    def __init__(self, root: str | Path, *, config: str, options: Mapping[str, Any], mirror: Mirror | None) -> None:
+    def __init__(
+        self,
+        root: str | Path,
+        *,
+        config: str,
+        options: Mapping[str, Any],
+        mirror: Mirror | None,
+        resume: bool = False,
+    ) -> None:
         self.root, self.config, self.options, self.mirror = Path(root), config, dict(options), mirror
-        self.run_id = uuid.uuid4().hex[:8]
+        self.resume, self.run_id = resume, uuid.uuid4().hex[:8]
         self.started = False
 
     def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
@@ -58,6 +101,23 @@ class RunFolder(L.Callback):
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         if not trainer.is_global_zero:
             return
+        if self.resume:
+            self.go_on(trainer.global_step)
+        else:
+            self._take_over(trainer, pl_module)
+            self.started = True
+
+    def go_on(self, step: int) -> None:
+        """Under the run's own id, so that its curves go on in W&B too."""
+        facts = json.loads((self.root / RUN_FILE).read_text())
+        self.run_id = facts["id"]
+        resumed = [*facts.get("resumed", []), {"step": step, "at": _now()}]
+        write_json(self.root / RUN_FILE, {**facts, "resumed": resumed})
+        if self.mirror is not None:
+            self.mirror.open(self.root, run_id=self.run_id, config=self.options)
+        self.started = True
+
+    def _take_over(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         aside = self.root / f".old-{self.run_id}"
         _move(_contents(self.root), aside)
         try:
@@ -72,12 +132,15 @@ class RunFolder(L.Callback):
             raise
         finally:
             shutil.rmtree(aside, ignore_errors=True)
-        self.started = True
 
     def close(self, **facts: Any) -> None:
-        """Adds what is known only at the end, e.g. the wall time."""
+        """Adds what is known only at the end, e.g. the wall time; seconds of a resumed run's parts are summed."""
         path = self.root / RUN_FILE
-        write_json(path, {**json.loads(path.read_text()), **facts})
+        before = json.loads(path.read_text())
+        for name in facts.keys() & before.keys() if self.resume else ():
+            if name.endswith("seconds"):
+                facts[name] += before[name]
+        write_json(path, {**before, **facts})
 
     def _describe(self, trainer: L.Trainer, pl_module: L.LightningModule) -> dict[str, Any]:
         model: Any = pl_module.model
@@ -85,7 +148,7 @@ class RunFolder(L.Callback):
         described = {
             "run": self.root.name,
             "id": self.run_id,
-            "started": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+            "started": _now(),
             "max_steps": trainer.max_steps,
             "tokens_per_step": getattr(data, "tokens_per_step", None),
             "world_size": trainer.world_size,
@@ -108,6 +171,10 @@ class RunFolder(L.Callback):
                 "unigram_entropy": unigram_entropy(shards),
             }
         return described
+
+
+def _now() -> str:
+    return datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
 
 
 def _contents(root: Path) -> list[Path]:

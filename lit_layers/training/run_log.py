@@ -46,9 +46,10 @@ class RunLog(L.Callback):
     is closed, and mirrored with the measurements of its step, once the next step begins.
     """
 
-    def __init__(self, root: str | Path, mirror: Mirror | None = None) -> None:
+    def __init__(self, root: str | Path, mirror: Mirror | None = None, *, resume: bool = False) -> None:
         self.file = Path(root) / "metrics.jsonl"
-        self.mirror = mirror
+        self.mirror, self.resume = mirror, resume
+        self._offset = 0  # bytes of rows that the resume checkpoint knows
         self.shown: dict[str, float] = {}  # the last known values, for a progress bar
         self._pending: list[_Step] = []
         self._micro_losses: list[Tensor] = []
@@ -71,6 +72,8 @@ class RunLog(L.Callback):
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         self._scalars = ScalarLog(self.file) if trainer.is_global_zero else None
+        if self._scalars is not None and self.resume:
+            self._scalars.truncate(self._offset)
         self._window = _Window(trainer.global_step, time.perf_counter(), self._paused(trainer))
 
     def on_train_batch_start(
@@ -100,6 +103,14 @@ class RunLog(L.Callback):
             self.shown["train/loss"] = loss.item()  # waits for the device: the clock below is honest
             self._close_window(trainer, pl_module)
             self._flush_due = True
+
+    def on_save_checkpoint(self, trainer: L.Trainer, pl_module: L.LightningModule, checkpoint: dict[str, Any]) -> None:
+        self._flush(trainer)
+        if self._scalars is not None:
+            checkpoint["metrics_offset"] = self._scalars.offset
+
+    def on_load_checkpoint(self, trainer: L.Trainer, pl_module: L.LightningModule, checkpoint: dict[str, Any]) -> None:
+        self._offset = checkpoint.get("metrics_offset", 0)
 
     def on_validation_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         self._validation_started = time.perf_counter()

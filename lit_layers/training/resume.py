@@ -1,0 +1,171 @@
+"""Exact resume: a run that was killed goes on as if it had not been.
+
+Everything random is a function of the step (`StepSeed`, `StepSampler`), and a resume checkpoint holds the rest:
+weights, optimizer, schedule, loop counters, and how far `metrics.jsonl` had come. It is another thing than the series:
+it is pruned, it is for this program, and it is written on a schedule of its own.
+"""
+
+import hashlib
+import json
+import logging
+import random
+import shutil
+import time
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import lightning as L
+import numpy as np
+import torch
+from lightning.pytorch.utilities.exceptions import SIGTERMException
+
+from lit_layers.errors import InputError
+from lit_layers.training.checkpoint_io import saved_steps, step_folder, write_folder
+
+logger = logging.getLogger(__name__)
+
+FOLDER, STATE, FACTS = "resume", "trainer.ckpt", "meta.json"
+
+
+class StepSeed(L.Callback):
+    """Makes the randomness of a micro-batch a function of (seed, step, micro-batch, rank).
+
+    Dropout then neither depends on what was drawn before, nor needs a generator's state to be stored.
+    """
+
+    def __init__(self, seed: int) -> None:
+        self.seed = seed
+
+    def on_train_batch_start(
+        self, trainer: L.Trainer, pl_module: L.LightningModule, batch: Any, batch_idx: int
+    ) -> None:
+        micro = batch_idx % trainer.accumulate_grad_batches
+        key = f"{self.seed}/{trainer.global_step}/{micro}/{trainer.global_rank}".encode()
+        number = int.from_bytes(hashlib.blake2b(key, digest_size=8).digest(), "big")
+        torch.manual_seed(number)
+        random.seed(number)
+        np.random.seed(number % 2**32)  # noqa: NPY002 - what others draw from
+
+
+class ResumeCheckpoint(L.Callback):
+    """Writes `root/resume/step-000001000`, complete or not at all, and keeps the newest.
+
+    Written where a step is over with all that belongs to it (measuring, validation), every `every` steps, at the end,
+    and when the process is asked to stop (SIGTERM). The last callback of a run, so that it holds the others' states.
+
+    Args:
+        root: the run's folder.
+        every: steps between two; None: only at the end and on SIGTERM.
+        keep: how many of the newest stay.
+    """
+
+    def __init__(self, root: str | Path, *, every: int | None, keep: int = 2) -> None:
+        if every is not None and every < 1:
+            raise InputError(f"resume_every: expected at least 1, got {every}")
+        self.folder, self.every, self.keep = Path(root) / FOLDER, every, keep
+        self.paused_seconds = 0.0
+        self._last_step = 0  # step 0 needs no checkpoint: a run starts there again by itself
+
+    def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
+        if trainer.is_global_zero:
+            for leftover in self.folder.glob(".tmp-step-*"):
+                shutil.rmtree(leftover, ignore_errors=True)
+            for leftover in self.folder.glob(".state-*"):
+                leftover.unlink()
+
+    def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        self._last_step = trainer.global_step
+
+    def on_train_batch_start(
+        self, trainer: L.Trainer, pl_module: L.LightningModule, batch: Any, batch_idx: int
+    ) -> None:
+        # Here and not at the end of the batch before: its validation would be missing.
+        if self.every is not None and trainer.global_step % self.every == 0:
+            self._save(trainer)
+
+    def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        self._save(trainer)
+
+    def on_exception(self, trainer: L.Trainer, pl_module: L.LightningModule, exception: BaseException) -> None:
+        # Lightning raises it on every rank once a batch is over; inside a step its gradients would be lost.
+        if isinstance(exception, SIGTERMException) and not trainer.fit_loop._should_accumulate():
+            self._save(trainer)
+
+    def on_load_checkpoint(self, trainer: L.Trainer, pl_module: L.LightningModule, checkpoint: dict[str, Any]) -> None:
+        # Counted in batches of the new accumulation: else the first step would be made of part of its batches.
+        batches = checkpoint["global_step"] * trainer.accumulate_grad_batches
+        progress = checkpoint["loops"]["fit_loop"]["epoch_loop.batch_progress"]
+        for counts in (progress["current"], progress["total"]):
+            counts.update(ready=batches, started=batches, processed=batches, completed=batches)
+
+    def _save(self, trainer: L.Trainer) -> None:
+        step = trainer.global_step
+        if step == self._last_step:
+            return
+        self._last_step, started = step, time.perf_counter()
+        temporary = self.folder / f".state-{step}"
+        trainer.save_checkpoint(temporary, weights_only=False)  # all ranks take part
+        if trainer.is_global_zero:
+            write_folder(step_folder(self.folder, step), lambda folder: _fill(folder, temporary, step))
+            for old in saved_steps(self.folder)[: -self.keep]:
+                shutil.rmtree(step_folder(self.folder, old))
+        trainer.strategy.barrier()
+        self.paused_seconds += time.perf_counter() - started
+
+
+def _fill(folder: Path, state: Path, step: int) -> None:
+    state.rename(folder / STATE)
+    facts = {"step": step, "sha256": _sha256(folder / STATE)}
+    (folder / FACTS).write_text(json.dumps(facts) + "\n")
+
+
+class ResumePoint(NamedTuple):
+    """Where to go on: a whole resume checkpoint and its step."""
+
+    step: int
+    state: Path
+
+
+def resume_point(root: Path, which: str) -> ResumePoint | None:
+    """Returns the checkpoint that `--resume` names: "last", a step, or a folder; None for the start of the run.
+
+    "last" passes over corrupt ones, naming them, and means the start where there is none.
+
+    Raises:
+        InputError: a step or folder that is not there, or is corrupt.
+    """
+    folder = root / FOLDER
+    steps = saved_steps(folder)
+    if which == "last":
+        for step in reversed(steps):
+            try:
+                return _whole(step_folder(folder, step))
+            except InputError as error:
+                logger.warning("%s; trying the one before", error)
+        return None
+    if which.isdecimal():
+        if int(which) not in steps:
+            known = ", ".join(map(str, steps)) or "none"
+            raise InputError(f"resume: no resume checkpoint of step {which} in {folder}; there are: {known}")
+        return _whole(step_folder(folder, int(which)))
+    if not (Path(which) / FACTS).is_file():
+        raise InputError(
+            f"resume: expected last, a step, or a folder {FOLDER}/step-... of a run, got {which!r}: no {FACTS} in it"
+        )
+    return _whole(Path(which))
+
+
+def _whole(folder: Path) -> ResumePoint:
+    """The checkpoint, if its bytes are those that were written."""
+    try:
+        facts = json.loads((folder / FACTS).read_text())
+        if _sha256(folder / STATE) != facts["sha256"]:
+            raise InputError(f"resume: {folder / STATE} is corrupt (its hash differs from the one in {FACTS})")
+        return ResumePoint(facts["step"], folder / STATE)
+    except (OSError, ValueError, KeyError) as error:
+        raise InputError(f"resume: {folder} is no whole resume checkpoint ({error})") from error
+
+
+def _sha256(path: Path) -> str:
+    with open(path, "rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()

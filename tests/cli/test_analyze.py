@@ -1,0 +1,195 @@
+"""`lit-layers analyze`: from a folder or the Hub to measurements, and what is said of wrong input."""
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from lit_layers import records
+from lit_layers.cli.main import main
+from lit_layers.data import prepare
+from lit_layers.models.build import causal_lm, save
+from tests.support.fake_hub import FakeHub
+from tests.support.saved_models import saved
+
+ROOT = Path(__file__).parents[2]
+RECIPE = ROOT / "recipes" / "analyses" / "stream.yaml"
+
+
+@pytest.fixture(scope="module")
+def shards(tmp_path_factory) -> Path:
+    """A tokenized corpus of real source code."""
+    folder = tmp_path_factory.mktemp("text")
+    for path in sorted((ROOT / "lit_layers").rglob("*.py")):
+        (folder / f"{path.parent.name}_{path.stem}.txt").write_text(path.read_text())
+    prepare(str(folder), "bpe:300", folder.with_name("shards"), validation=0.3, workers=1, progress=False)
+    return folder.with_name("shards")
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory, shards) -> Path:
+    """A model with its tokenizer, as training leaves it."""
+    folder = tmp_path_factory.mktemp("run") / "step-000000002"
+    network = causal_lm("gpt2", n_layer=4, n_embd=32, n_head=2, n_positions=128, vocab_size=300)
+    save(network, folder, shards / "tokenizer")
+    return folder
+
+
+def analyze(*arguments) -> int:
+    return main(["analyze", *map(str, arguments), "--device", "cpu"])
+
+
+def test_a_model_is_measured_streamed_or_whole_with_the_same_numbers(model, shards, tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert analyze(model, "--stream-blocks", "--corpus", shards, "--config", RECIPE) == 0
+    said = capsys.readouterr()
+    streamed = tmp_path / "checkpoints" / f"{model.parent.name}-step-000000002"
+    assert f"draw them with `lit-layers report checkpoints/{streamed.name}`" in said.out
+    assert "pass 2 of 2, block 4 of 4" in said.err
+    assert analyze(model, "--corpus", shards, "--config", RECIPE, "--root", tmp_path / "whole") == 0
+    one, other = (records.read(root / "measurements.jsonl") for root in (streamed, tmp_path / "whole"))
+    assert [m.analysis for m in one] == ["trajectory", "representation", "coupling"]
+    assert [m.records for m in one] == [m.records for m in other]
+    assert {m.step for m in one} == {2}
+
+
+def test_without_a_recipe_three_analyses_run_on_the_models_own_tokenizer(model, shards, tmp_path):
+    assert analyze(model, "--corpus", shards, "--root", tmp_path / "run", "--stream-blocks") == 0
+    found = records.read(tmp_path / "run" / "measurements.jsonl")
+    assert [m.analysis for m in found] == ["trajectory", "representation", "coupling"]
+
+
+def test_an_analysis_that_fails_is_told_and_ends_in_one(model, shards, tmp_path, capsys):
+    recipe = tmp_path / "recipe.yaml"
+    recipe.write_text(
+        """
+analyses:
+  - class_path: lit_layers.analyses.Trajectory
+    init_args:
+      drop_first: 500
+      batches:
+        class_path: lit_layers.data.EvalText
+        init_args: {corpus: "${corpus}", tokenizer: "${tokenizer}", num_sequences: 2, num_tokens: 16}
+"""
+    )
+    assert analyze(model, "--corpus", shards, "--config", recipe, "--root", tmp_path / "run", "--stream-blocks") == 1
+    assert "failed: trajectory: ValueError: line_shape_score is undefined" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        (["nowhere/at/all"], "expected a folder with a model or a name on the Hub, nowhere/at/all does not exist"),
+        (["MODEL", "--steam-blocks"], "unknown option --steam-blocks; did you mean --stream_blocks?"),
+        (["MODEL", "--revision", "step1"], "is a local folder and has no revision 'step1': leave it out"),
+        (["MODEL", "--dtype", "bfloat16"], "float32"),
+        (["MODEL", "--tokenizer", "no/such/thing"], "no tokenizer 'no/such/thing'"),
+        (["MODEL", "--config", "TEXT", "--stream-blocks"], "lens: Lens needs the whole model and cannot be streamed"),
+        (["MODEL", "--analyses+=Coupling"], "batches"),
+        ([], "missing: model"),
+    ],
+)
+def test_wrong_input_is_one_sentence_and_ends_in_two(model, shards, tmp_path, capsys, arguments, sentence):
+    places = {"MODEL": str(model), "TEXT": str(ROOT / "recipes" / "analyses" / "text.yaml")}
+    arguments = [places.get(word, word) for word in arguments]
+    assert analyze(*arguments, "--corpus", shards, "--root", tmp_path / "run") == 2
+    said = capsys.readouterr().err.strip().splitlines()
+    assert said[-1].startswith("lit-layers analyze: error: ")
+    assert sentence in said[-1]
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_model_without_a_tokenizer_asks_for_one(tmp_path, shards, capsys):
+    saved(tmp_path / "model", "gpt2")
+    assert analyze(tmp_path / "model", "--corpus", shards, "--config", RECIPE) == 2
+    assert f"tokenizer: {tmp_path / 'model'} carries none; name one with --tokenizer" in capsys.readouterr().err
+
+
+@pytest.mark.slow
+def test_ctrl_c_leaves_a_state_from_which_the_same_command_goes_on(shards, tmp_path):
+    network = causal_lm("gpt2", n_layer=48, n_embd=64, n_head=2, n_positions=128, vocab_size=300)
+    save(network, tmp_path / "model", shards / "tokenizer")
+    command = [sys.executable, "-m", "lit_layers.cli.main", "analyze", str(tmp_path / "model"), "--stream-blocks"]
+    command += ["--corpus", str(shards), "--config", str(RECIPE), "--root", str(tmp_path / "run")]
+    process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    deadline = time.monotonic() + 120
+    while not list(tmp_path.glob("run/.stream/*/state.pt")) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    process.send_signal(signal.SIGINT)
+    _, said = process.communicate(timeout=60)
+    assert process.returncode == 130, said
+    assert "run the same command again to go on in" in said.splitlines()[-1]
+    assert list(tmp_path.glob("run/.stream/*/state.pt"))
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert not (tmp_path / "run" / ".stream").exists()
+    assert analyze(tmp_path / "model", "--corpus", shards, "--config", RECIPE, "--root", tmp_path / "whole") == 0
+    one, other = (records.read(tmp_path / name / "measurements.jsonl") for name in ("run", "whole"))
+    assert [m.records for m in one] == [m.records for m in other]
+
+
+@pytest.mark.slow
+def test_a_model_of_the_hub_is_fetched_shard_by_shard_and_streamed(model, shards, tmp_path):
+    repository = tmp_path / "hub" / "org" / "tiny"
+    for revision, seed in (("step2", 0), ("main", 1)):
+        saved(repository / revision, "gpt_neox", seed=seed, vocab_size=300)
+        for file in (shards / "tokenizer").iterdir():
+            shutil.copy(file, repository / revision)
+    bare = tmp_path / "hub" / "org" / "pickled" / "main"
+    bare.mkdir(parents=True)
+    shutil.copy(repository / "main" / "config.json", bare)
+    (bare / "pytorch_model.bin").write_bytes(b"0" * 2000)
+    recipe = tmp_path / "recipe.yaml"
+    recipe.write_text(
+        RECIPE.read_text().replace("num_tokens: 128", "num_tokens: 32").replace("k: [4, 16, 32]", "k: [4]")
+    )
+
+    def command(*arguments, root: str) -> subprocess.CompletedProcess:
+        words = [sys.executable, "-m", "lit_layers.cli.main", "analyze", *arguments, "--config", recipe]
+        words += ["--corpus", shards, "--root", tmp_path / root]
+        environment = {**os.environ, **hub.env(tmp_path / "home"), "LIT_LAYERS_CACHE": str(tmp_path / "cache")}
+        return subprocess.run(list(map(str, words)), cwd=ROOT, capture_output=True, text=True, env=environment)
+
+    with FakeHub(tmp_path / "hub") as hub:
+        done = command("org/tiny", "--revision", "step2", "--stream-blocks", root="run")
+        assert done.returncode == 0, done.stderr
+        index = json.loads((repository / "step2" / "model.safetensors.index.json").read_text())
+        fetched = [r for r in hub.requests if r["method"] == "GET" and "safetensors" in r["path"] and r["bytes"] > 0]
+        assert len([r for r in fetched if "index" not in r["path"]]) == len(set(index["weight_map"].values()))
+        missing = command("org/tiny", "--revision", "step9", "--stream-blocks", root="none")
+        pickled = command("org/pickled", "--stream-blocks", "--tokenizer", str(shards / "tokenizer"), root="none")
+        nobody = command("org/nobody", root="none")
+    assert (
+        main(
+            [
+                "analyze",
+                str(repository / "step2"),
+                "--config",
+                str(recipe),
+                "--corpus",
+                str(shards),
+                "--root",
+                str(tmp_path / "local"),
+            ]
+        )
+        == 0
+    )
+    one, other = (records.read(tmp_path / name / "measurements.jsonl") for name in ("run", "local"))
+    assert [m.records for m in one] == [m.records for m in other]
+    assert one[0].provenance["checkpoint"] == "org/tiny"
+    assert one[0].provenance["revision"] == "step2"
+    assert len(one[0].provenance["commit"]) == 40
+    assert one[0].step == 2
+    for refused, sentence in (
+        (missing, "org/tiny at revision step9 is no local folder, and config.json cannot be had from the Hub"),
+        (pickled, "org/pickled holds its weights as a pickle (pytorch_model.bin); only safetensors are read"),
+        (nobody, "org/nobody is no local folder, and config.json cannot be had from the Hub"),
+    ):
+        assert refused.returncode == 2, refused.stderr
+        assert sentence in refused.stderr.strip().splitlines()[-1]

@@ -1,0 +1,197 @@
+"""`lit-layers fit --resume`: a run that was killed, at any moment and many times, ends as if it had not been."""
+
+import hashlib
+import json
+import random
+import shutil
+import signal
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+import yaml
+
+from lit_layers import records
+from lit_layers.cli.main import main
+from lit_layers.training.checkpoint_io import saved_steps, step_folder
+from lit_layers.training.resume import STATE, resume_point
+from tests.cli.test_fit import RECIPE, corpus  # noqa: F401 - the fixture
+from tests.support.forked import run_forked
+from tests.support.read_wandb import Run, read_runs
+
+pytestmark = pytest.mark.skipif(sys.platform == "win32", reason="needs fork and kill -9")
+LAST = 22
+
+
+@pytest.fixture
+def recipe(tmp_path, corpus) -> Path:  # noqa: F811
+    rates = {"resid_pdrop": 0.1, "embd_pdrop": 0.1, "attn_pdrop": 0.1}
+    model = RECIPE["model"]["init_args"]
+    options = {
+        **RECIPE,
+        "corpus": str(corpus),
+        "steps": {"every": 5},
+        "resume_every": 3,
+        "trainer": {**RECIPE["trainer"], "max_steps": LAST, "accumulate_grad_batches": 2, "val_check_interval": 6},
+        "model": {**RECIPE["model"], "init_args": {**model, "config": {**model["config"], **rates}}},
+        "wandb": {"class_path": "lit_layers.report.WandbMirror", "init_args": {"mode": "offline"}},
+    }
+    path = tmp_path / "recipe.yaml"
+    path.write_text(yaml.safe_dump(options))
+    return path
+
+
+def fit(recipe: Path, root: Path, *arguments: str, **options) -> int:
+    return run_forked(lambda: main(["fit", "--config", str(recipe), "--root", str(root), *arguments]), **options)
+
+
+TIMED = ("train/tokens_per_second", "train/mfu")
+
+
+def what_is_left(root: Path) -> dict:
+    """All that must not depend on interruptions; speeds and times do."""
+    weights = {step: (step_folder(root, step) / "model.safetensors").read_bytes() for step in saved_steps(root)}
+    measured = records.read(root / "measurements.jsonl")
+    run = json.loads((root / "run.json").read_text())
+    last = resume_point(root, "last")
+    assert last is not None
+    return {
+        "weights": {step: hashlib.sha256(content).hexdigest() for step, content in weights.items()},
+        "optimizer": torch.load(last.state, weights_only=True)["optimizer_states"],
+        "losses": [{n: v for n, v in row.items() if n not in TIMED} for row in records.rows(root / "metrics.jsonl")],
+        "measured": [
+            (m.step, m.tokens, m.analysis, m.error, m.records, m.provenance["weights_hash"]) for m in measured
+        ],
+        "curves": curves(root, run["id"]),
+        "last step": run["last_step"],
+    }
+
+
+def curves(root: Path, run_id: str) -> dict[str, list[tuple]]:
+    """Every W&B curve of numbers, read back when W&B's own process is through with it."""
+    deadline, run = time.monotonic() + 10, Run()
+    while run.state == "unfinished" and time.monotonic() < deadline:
+        time.sleep(0.05)
+        run = read_runs(root).get(run_id, Run())
+    found = {}
+    for name in run.names():
+        points = run.curve(name, x="trainer/global_step")
+        if (
+            name not in (*TIMED, "tokens", "trainer/global_step")
+            and points
+            and all(isinstance(value, int | float) for _, value in points)
+        ):
+            assert run.repeated(name) == [], name
+            found[name] = sorted(points)
+    return found
+
+
+def assert_equal(found: dict, expected: dict) -> None:
+    for part in expected.keys() - {"optimizer"}:
+        assert found[part] == expected[part], part
+    torch.testing.assert_close(found["optimizer"], expected["optimizer"], rtol=0, atol=0)
+
+
+@pytest.fixture
+def uninterrupted(recipe, tmp_path) -> Path:
+    root = tmp_path / "whole"
+    assert fit(recipe, root) == 0
+    return root
+
+
+@pytest.mark.slow
+def test_runs_killed_at_twenty_random_moments_end_as_if_they_had_not_been(recipe, uninterrupted, tmp_path):
+    expected, draw = what_is_left(uninterrupted), random.Random(0)
+    assert len(expected["losses"]) == LAST
+    assert len(expected["curves"]) > 50
+    assert sum("validation/loss" in row for row in expected["losses"]) == 2 * LAST // 6
+    started = time.monotonic()
+    assert fit(recipe, tmp_path / "clock") == 0
+    seconds, kills = time.monotonic() - started, 0
+    for attempt in range(20):
+        root = tmp_path / f"killed_{attempt}"
+        for _ in range(6):
+            ended = fit(recipe, root, "--resume", "last", kill_after=draw.uniform(0.05, 1.1) * seconds)
+            kills += ended == -signal.SIGKILL
+            if ended == 0:
+                break
+            assert ended == -signal.SIGKILL
+        else:
+            assert fit(recipe, root, "--resume", "last") == 0
+        assert_equal(what_is_left(root), expected)
+        if kills >= 20:
+            break
+    assert kills >= 20
+
+
+@pytest.mark.slow
+def test_workers_and_another_accumulation_change_nothing_after_a_kill(recipe, tmp_path):
+    """The global batches are a function of the step: how they are cut and loaded is not part of the run."""
+    steady = ["--model.config.resid_pdrop", "0", "--model.config.embd_pdrop", "0", "--model.config.attn_pdrop", "0"]
+    assert fit(recipe, tmp_path / "whole", *steady) == 0
+    root = tmp_path / "cut"
+    assert fit(recipe, root, *steady, "--trainer.max_steps", "7", "--model.decay_steps", str(LAST)) == 0
+    other = ["--trainer.accumulate_grad_batches", "4", "--trainer.val_check_interval", "12", "--data.num_workers", "2"]
+    assert fit(recipe, root, *steady, *other, "--resume", "last", "--model.decay_steps", str(LAST)) == 0
+    losses = [
+        [row["train/loss"] for row in records.rows(each / "metrics.jsonl")] for each in (tmp_path / "whole", root)
+    ]
+    assert losses[1] == pytest.approx(losses[0], abs=2e-5)
+    assert losses[1] != losses[0]  # other sums
+
+
+@pytest.mark.slow
+def test_sigterm_saves_the_step_and_ends_with_a_code_that_says_so(recipe, uninterrupted, tmp_path):
+    root = tmp_path / "preempted"
+    begun = lambda: len(saved_steps(root)) >= 2  # noqa: E731
+    assert fit(recipe, root, "--resume_every", "1000", when=begun, signal_number=signal.SIGTERM) == 143
+    point = resume_point(root, "last")
+    assert point is not None
+    assert 0 < point.step < LAST
+    assert fit(recipe, root, "--resume", "last") == 0
+    expected, found = what_is_left(uninterrupted), what_is_left(root)
+    # the preempted part ended, and so measured the step it ended at
+    found["measured"] = [line for line in found["measured"] if line[0] != point.step or point.step % 5 == 0]
+    for part in ("weights", "losses", "measured"):
+        kept = found[part]
+        if part == "weights" and point.step % 5:
+            kept = {step: value for step, value in kept.items() if step != point.step}
+        assert kept == expected[part], part
+
+
+@pytest.mark.slow
+def test_a_corrupt_checkpoint_is_named_and_the_one_before_is_used(recipe, uninterrupted, tmp_path, caplog, capfd):
+    root = tmp_path / "torn"
+    shutil.copytree(uninterrupted, root)
+    steps = saved_steps(root / "resume")
+    assert steps == [LAST - LAST % 3, LAST]
+    state = step_folder(root / "resume", LAST) / STATE
+    state.write_bytes(state.read_bytes()[:-100])
+    point = resume_point(root, "last")
+    assert point is not None
+    assert point.step == steps[0]
+    assert f"{state} is corrupt" in caplog.text
+    assert main(["fit", "--config", str(recipe), "--root", str(root), "--resume", str(LAST)]) == 2
+    assert f"{state} is corrupt" in capfd.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        (["--resume", "4"], "no resume checkpoint of step 4 in"),
+        (["--resume", "yesterday"], "expected last, a step, or a folder resume/step-... of a run, got 'yesterday'"),
+        (["--resume", "last", "--data.global_batch_size", "8"], "data.global_batch_size: the run in"),
+        (["--resume", "last", "--model.lr", "0.1"], "model.lr: the run in"),
+        (["--resume", "last", "--seed_everything", "3"], "seed_everything: the run in"),
+        (["--resume_every", "0"], "resume_every: expected at least 1, got 0"),
+    ],
+)
+def test_what_a_run_cannot_go_on_from_is_said_in_one_sentence(arguments, sentence, recipe, uninterrupted, capfd):
+    before = (uninterrupted / "measurements.jsonl").read_bytes()
+    assert main(["fit", "--config", str(recipe), "--root", str(uninterrupted), *arguments]) == 2
+    errors = [line for line in capfd.readouterr().err.splitlines() if line.startswith("lit-layers fit: error: ")]
+    assert len(errors) == 1
+    assert sentence in errors[0]
+    assert (uninterrupted / "measurements.jsonl").read_bytes() == before
