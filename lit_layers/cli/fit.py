@@ -172,7 +172,7 @@ def _original(error: BaseException) -> BaseException:
 
 def _train(cli: FitCLI) -> int:
     """Runs the training, then leaves what can be read, whatever ended it; returns the exit code."""
-    started, code, last_step = time.perf_counter(), 1, None
+    started, code, last_step = time.perf_counter(), 1, 0
     try:
         point = cli.resume_from
         if point is not None:
@@ -189,9 +189,7 @@ def _train(cli: FitCLI) -> int:
         code = TERMINATED if cli.trainer.received_sigterm else INTERRUPTED
     finally:
         if cli.folder.started:
-            _close(
-                cli, time.perf_counter() - started, code, cli.trainer.global_step if last_step is None else last_step
-            )
+            _close(cli, time.perf_counter() - started, code, last_step or cli.trainer.global_step)
     return code
 
 

@@ -135,7 +135,7 @@ def compressions(
     others = right.shape[-3]
     joined = right.movedim(-3, -2).flatten(-2)  # (*n, dim, others * count): one product serves every pair
     for block in range(jacobians.shape[-3]):
-        images = (jacobians[..., block, :, :] @ joined).unflatten(-1, (others, count)).movedim(-2, -3)
+        images = (jacobians[..., block, :, :].to(joined.dtype) @ joined).unflatten(-1, (others, count)).movedim(-2, -3)
         yield left.mT @ images
 
 

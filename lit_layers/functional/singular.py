@@ -7,6 +7,9 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from lit_layers.functional._certificate import miscoupling_bounds
+from lit_layers.functional._chebyshev import leading_vectors, starting_block
+
 
 class Factors(NamedTuple):
     """Leading singular triples (*n): `left` and `right` (.., dim, count), `values` (.., count) descending.
@@ -22,27 +25,51 @@ class Factors(NamedTuple):
 
 
 def singular_factors(
-    matrices: Float[Tensor, "*n dim dim"], count: int | None = None, *, tolerance: float = 1e-3
+    matrices: Float[Tensor, "*n dim dim"],
+    count: int | None = None,
+    *,
+    tolerance: float = 1e-3,
+    start: Float[Tensor, "*n dim any"] | None = None,
 ) -> Factors:
-    """Leading `count` singular triples (all for None).
+    """Leading `count` singular triples (all for None), with `bounds` of at most `tolerance` wherever float64 allows.
 
-    On a CPU, where `count` is under a third of dim, they come from the leading eigenvectors of J'J formed in float64:
-    half the time of a whole decomposition, and more exact than one in float32. Wherever the bound of a matrix does not
-    meet `tolerance` (ties, small singular values), and otherwise, it is the whole decomposition: in float64 for dim <=
-    512, float64 input, and such matrices, else in float32. Results in float64 for dim <= 512 or float64 input.
+    For dim > 256 and count up to a third of dim, from J'J formed in float64, by filtered subspace iteration with a
+    proof that nothing was missed. Otherwise, and for matrices whose bound that does not bring to `tolerance` (ties,
+    tiny singular values), by the whole decomposition in float64. `start` are right singular vectors of similar ones,
+    such as an earlier checkpoint's, any number of them: they save time and change the result within its bounds only.
+    The same input gives the same output; no global random state is used.
 
-    Bounds: a singular vector turns by at most its residual over the gap to its neighbours (Davis and Kahan), and
-    `|A - A'|_F <= s_1(J1) (|U - U'|_F + |V - V'|_F)`, with `s_1(J1) <= |s_1,K|_2`.
+    `values` are off by less than `tolerance`^2 of themselves, which is not in `bounds`. Results are in float64 for dim
+    <= 512, float64 input or a tolerance below 1e-5, which float32 vectors cannot hold; else in float32.
+
+    The steps are the same on every device; the whole decomposition is `torch.linalg.svd` with its default driver (no
+    drivers were compared on a GPU).
+
+    Raises:
+        ValueError: count outside 1..dim, a tolerance that is not positive, a start that does not fit or is not finite.
     """
     matrices = widen(matrices)
     dim = matrices.shape[-1]
     if count is not None and not 1 <= count <= dim:
         raise ValueError(f"expected a count between 1 and the dimension {dim}, got {count}")
-    if count is None or 3 * (count + 1) > dim or matrices.device.type != "cpu":
-        return _whole(matrices, count or dim)
-    found = [_leading(matrix, count, tolerance) for matrix in matrices.reshape(-1, dim, dim)]
-    parts = [torch.stack(part) for part in zip(*found, strict=True)]
-    return Factors(*(part.reshape(*matrices.shape[:-2], *part.shape[1:]) for part in parts))
+    if not tolerance > 0:
+        raise ValueError(f"expected a tolerance above 0, got {tolerance}")
+    _check_start(start, matrices)
+    dtype = torch.float64 if tolerance < 1e-5 else matrices.dtype
+    count = count or dim
+    flat = matrices.reshape(-1, dim, dim)
+    at_once = max(1, 2**31 // (60 * dim**2))  # some 2 GB
+    if dim <= 256 or 3 * count > dim:
+        parts = [_whole(piece.double(), count) for piece in flat.split(at_once)]
+    else:
+        known = None if start is None else start.reshape(len(flat), dim, start.shape[-1])
+        size = 1 if flat.device.type == "cpu" else at_once  # a CPU gains nothing by more
+        pieces = zip(flat.split(size), starting_block(known, len(flat), dim, count).split(size), strict=True)
+        parts = [_leading(piece.double(), count, tolerance, first, dtype) for piece, first in pieces]
+    left, values, right, bounds = (
+        torch.cat(part).reshape(*matrices.shape[:-2], *part[0].shape[1:]) for part in zip(*parts, strict=True)
+    )
+    return Factors(left.to(dtype), values.to(dtype), right.to(dtype), bounds + _output_rounding(dtype, bounds))
 
 
 def widen(matrices: Tensor) -> Tensor:
@@ -55,41 +82,49 @@ def widen(matrices: Tensor) -> Tensor:
     return matrices.detach().to(torch.float64 if wide else torch.float32)
 
 
+def _check_start(start: Tensor | None, matrices: Tensor) -> None:
+    if start is None:
+        return
+    if start.ndim != matrices.ndim or start.shape[:-1] != matrices.shape[:-1]:
+        raise ValueError(f"expected a start (*n, dim, any) for {tuple(matrices.shape)}, got {tuple(start.shape)}")
+    if not bool(start.isfinite().all()):
+        raise ValueError("expected finite vectors as a start, got NaN or infinity among them")
+
+
+def _leading(matrices: Tensor, count: int, tolerance: float, start: Tensor, dtype: torch.dtype) -> Factors:
+    """Of float64 matrices (n, dim, dim), by iteration where that meets the tolerance, else whole."""
+    sizes = torch.linalg.matrix_norm(matrices, keepdim=True)
+    known = sizes.isfinite() & (sizes > 0)
+    scaled = matrices / torch.where(known, sizes, 1).log2().floor().exp2()  # by a power of two: exact
+    if not bool(known.all()):  # left to the whole decomposition
+        scaled = torch.where(known, scaled, 0)
+    allowed = tolerance - float(_output_rounding(dtype, sizes.new_empty(count))[-1])
+    found = leading_vectors(scaled.mT @ scaled, count, allowed, start)
+    images = matrices @ found.right
+    values = torch.linalg.vector_norm(images, dim=-2)
+    bounds = miscoupling_bounds(found.left_errors, found.right_errors)
+    factors = Factors(images / values[:, None], values, found.right, bounds)
+    failed = ~(bounds[:, -1] <= allowed)
+    if bool(failed.any()):
+        for part, whole in zip(factors, _whole(matrices[failed], count), strict=True):
+            part[failed] = whole
+    return factors
+
+
+def _output_rounding(dtype: torch.dtype, bounds: Tensor) -> Tensor:
+    """What rounding both bases and the values of a result to `dtype` adds to the bound of each K."""
+    number = torch.arange(1, bounds.shape[-1] + 1, dtype=torch.float64, device=bounds.device)
+    return torch.finfo(dtype).eps * (number.sqrt() + 2)
+
+
 def _whole(matrices: Tensor, count: int) -> Factors:
     left, values, right = torch.linalg.svd(matrices)
     # LAPACK's backward error, as a residual
     residual = math.sqrt(matrices.shape[-1]) * torch.finfo(matrices.dtype).eps * values[..., :1]
     turns = _turns(residual.expand_as(values), torch.nn.functional.pad(values, (0, 1)))
     # copies: a view would keep the whole of both bases
-    bounds = _bounds(turns, turns)[..., :count]
+    bounds = miscoupling_bounds(turns, turns)[..., :count]
     return Factors(left[..., :count].clone(), values[..., :count], right[..., :count, :].mT.clone(), bounds)
-
-
-def _leading(matrix: Tensor, count: int, tolerance: float) -> Factors:
-    """Of one matrix (dim, dim) on the CPU."""
-    import scipy.linalg
-
-    wide = matrix.double()
-    dim = len(wide)
-    gram = (wide.T @ wide).numpy()
-    squares, vectors = scipy.linalg.eigh(
-        gram, subset_by_index=[dim - count - 1, dim - 1], driver="evr", overwrite_a=True, check_finite=False
-    )
-    squares = torch.from_numpy(squares).flip(0).clamp(min=0)
-    right = torch.from_numpy(vectors).flip(1)[:, :count]
-    images = wide @ right
-    values = torch.linalg.vector_norm(images, dim=0)
-    if values[-1] > 1e-6 * values[0]:
-        left = images / values
-        residual = torch.linalg.vector_norm(wide.T @ left - right * values, dim=0) * values
-        residual = residual + 4 * torch.finfo(torch.float64).eps * squares[0]
-        turns = _turns(residual, squares)
-        # u = J v / s: what v misses, J may enlarge by s_1 / s
-        bounds = _bounds(turns * values[0] / values, turns) + 4 * torch.finfo(matrix.dtype).eps
-        if bounds[-1] <= tolerance:
-            return Factors(left.to(matrix.dtype), values.to(matrix.dtype), right.to(matrix.dtype), bounds)
-    left, values, right, bounds = _whole(wide, count)
-    return Factors(left.to(matrix.dtype), values.to(matrix.dtype), right.to(matrix.dtype), bounds)
 
 
 def _turns(residuals: Tensor, spectrum: Tensor) -> Tensor:
@@ -99,8 +134,3 @@ def _turns(residuals: Tensor, spectrum: Tensor) -> Tensor:
     gaps = torch.minimum(steps, before) - residuals  # the neighbours, too, are known up to a residual
     sines = torch.where(gaps > residuals, residuals / gaps, math.inf)
     return math.sqrt(2) * sines  # |v - v'| <= sqrt(2) sin for unit vectors of matching sign
-
-
-def _bounds(left: Tensor, right: Tensor) -> Tensor:
-    """Bound of the miscoupling for each number of leading directions."""
-    return left.square().cumsum(-1).sqrt() + right.square().cumsum(-1).sqrt()

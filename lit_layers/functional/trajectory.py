@@ -2,10 +2,9 @@
 
 Trajectories are `(layers, *n, dim)`, layer 0 (the input of the first block) first, so `L` blocks make `L + 1` layers.
 There is no mask here: take the real tokens first, `states[:, mask]`. A state that is not finite is undefined like the
-cases each function names.
+cases each function names. `WalkedPath` gives the same numbers of states that are seen two layers at a time.
 """
 
-from collections.abc import Iterator
 from itertools import pairwise
 from typing import Literal
 
@@ -37,9 +36,7 @@ def line_shape_score(states: States, *, undefined: Undefined = "raise") -> PerTo
     check_option("undefined", undefined, "raise", "nan")
     if _num_steps(states) < 1:
         return _nowhere("line_shape_score", states, "a trajectory needs at least one step", undefined)
-    scores, stopped = _running_scores(states)
-    problems = {"a state is not finite": _not_finite(states), "a step has length zero": stopped[-1]}
-    return settled("line_shape_score", scores[-1], problems, undefined)
+    return WalkedPath.along(states).line_shape_score(undefined)
 
 
 def running_line_shape_score(states: States, *, undefined: Undefined = "raise") -> Float[Tensor, "steps *n"]:
@@ -50,9 +47,7 @@ def running_line_shape_score(states: States, *, undefined: Undefined = "raise") 
     check_option("undefined", undefined, "raise", "nan")
     if _num_steps(states) < 1:
         raise ValueError(f"expected at least 2 layers, got {len(states)}")
-    scores, stopped = _running_scores(states)
-    problems = {"a state is not finite": _not_finite(states), "a step has length zero": stopped}
-    return settled("running_line_shape_score", scores, problems, undefined)
+    return WalkedPath.along(states).running_line_shape_score(undefined)
 
 
 def growth_rates(states: States, *, undefined: Undefined = "raise") -> Float[Tensor, "steps *n"]:
@@ -66,10 +61,7 @@ def growth_rates(states: States, *, undefined: Undefined = "raise") -> Float[Ten
         ValueError: a state of norm zero; NaN in the two steps around it with `undefined="nan"`.
     """
     check_option("undefined", undefined, "raise", "nan")
-    norms = state_norms(states)
-    zero = norms == 0
-    problems = {"a state is not finite": _not_finite(states), "a state has norm zero": zero[1:] | zero[:-1]}
-    return settled("growth_rates", (norms[1:] / norms[:-1]).log(), problems, undefined)
+    return _growth_rates(state_norms(states), _not_finite(states), undefined)
 
 
 def expodistance(
@@ -98,20 +90,7 @@ def expodistance(
     steps = _num_steps(states)
     if steps < max(2, correction + 1):
         return _nowhere("expodistance", states, f"{steps} steps are too few for a deviation", undefined)
-    norms = state_norms(states)
-    zero = (norms == 0).any(0)
-    norms = norms.masked_fill(zero, 1.0)
-    total = (norms[-1] / norms[0]).log()
-    returned = ~zero & (total.abs() <= 16 * _EPS)  # equal up to the rounding of two norms
-    problems = {
-        "a state is not finite": _not_finite(states),
-        "a state has norm zero": zero,
-        "the norm returns to its start, so that the mean growth rate is 0": returned,
-    }
-    values = (
-        _deviation((norms[1:] / norms[:-1]).log(), correction) / (total / steps).masked_fill(returned | zero, 1.0).abs()
-    )
-    return settled("expodistance", values if form == "cv" else values.square(), problems, undefined)
+    return _expodistance(state_norms(states), _not_finite(states), form, correction, undefined)
 
 
 def equidistance(states: States, *, correction: int = 0, undefined: Undefined = "raise") -> PerToken:
@@ -130,11 +109,7 @@ def equidistance(states: States, *, correction: int = 0, undefined: Undefined = 
     steps = _num_steps(states)
     if steps < correction + 1:
         return _nowhere("equidistance", states, f"{steps} steps are too few for a deviation", undefined)
-    lengths = step_norms(states)
-    mean = lengths.mean(0)
-    problems = {"a state is not finite": _not_finite(states), "all steps have length zero": mean == 0}
-    values = _deviation(lengths, correction) / mean.masked_fill(mean == 0, 1.0)
-    return settled("equidistance", values, problems, undefined)
+    return _equidistance(step_norms(states), _not_finite(states), correction, undefined)
 
 
 def state_norms(states: States) -> Float[Tensor, "layers *n"]:
@@ -145,23 +120,124 @@ def state_norms(states: States) -> Float[Tensor, "layers *n"]:
 
 def step_norms(states: States) -> Float[Tensor, "steps *n"]:
     """|x^l - x^(l-1)| for every block l = 1..L."""
-    lengths = [torch.linalg.vector_norm(step, dim=-1) for step in _steps(states)]
+    _num_steps(states)
+    lengths = [torch.linalg.vector_norm(_step(*pair), dim=-1) for pair in pairwise(states)]
     return torch.stack(lengths) if lengths else state_norms(states)[1:]
 
 
-def _running_scores(states: States) -> tuple[Float[Tensor, "steps *n"], Bool[Tensor, "steps *n"]]:
-    """Scores of the first l steps, and whether one of those had length zero."""
-    scores, stopped = [], []
-    total, stuck = 0.0, torch.tensor(False)
-    for number, step in enumerate(_steps(states), start=1):
+class WalkedPath:
+    """What is left of trajectories whose states are seen one layer after the other: enough for every metric here.
+
+    `state` is all of it, plain tensors by name, so that a walk can be put down and taken up: `norms` (layers, *n),
+    `lengths`, `distances` and `stopped` (steps, *n), `broken` (*n), and `total` (*n, dim), the sum of unit steps.
+    """
+
+    def __init__(self, state: dict[str, Tensor] | None = None) -> None:
+        self.state: dict[str, Tensor] = {} if state is None else state
+
+    @classmethod
+    def along(cls, states: States) -> "WalkedPath":
+        """The path of states that are all at hand."""
+        path = cls()
+        path.start(states[0])
+        for pair in pairwise(states):
+            path.step(*pair)
+        return path
+
+    def start(self, state: Float[Tensor, "*n dim"]) -> None:
+        """Takes layer 0."""
+        norms = torch.linalg.vector_norm(widened("states", state), dim=-1)
+        self.state.update(
+            norms=norms[None],
+            lengths=norms.new_empty(0, *norms.shape),
+            distances=norms.new_empty(0, *norms.shape),
+            stopped=torch.empty(0, *norms.shape, dtype=torch.bool, device=norms.device),
+            broken=~state.isfinite().all(-1).to(norms.device),
+        )
+
+    def step(self, before: Float[Tensor, "*n dim"], after: Float[Tensor, "*n dim"]) -> None:
+        """Takes the next layer, from the one before it."""
+        step = _step(before, after)
         length = torch.linalg.vector_norm(step, dim=-1, keepdim=True)
-        stuck = (length == 0).squeeze(-1) | stuck.to(length.device)
-        total = step / length.masked_fill(length == 0, 1.0) + total
-        distance = torch.linalg.vector_norm(total, dim=-1)
-        distance = distance.masked_fill(distance <= number * _EPS, 0.0)  # steps that cancel leave their rounding
-        scores.append((number / distance).clamp(min=1.0))
-        stopped.append(stuck)
-    return torch.stack(scores), torch.stack(stopped)
+        total = step / length.masked_fill(length == 0, 1.0) + self.state.get("total", 0.0)
+        still = (length == 0).squeeze(-1)
+        if len(self.state["stopped"]):
+            still = still | self.state["stopped"][-1]
+        self._append(
+            norms=torch.linalg.vector_norm(widened("states", after), dim=-1),
+            lengths=length.squeeze(-1),
+            distances=torch.linalg.vector_norm(total, dim=-1),
+            stopped=still,
+        )
+        self.state["total"] = total
+        self.state["broken"] = self.state["broken"] | ~after.isfinite().all(-1).to(total.device)
+
+    def _append(self, **rows: Tensor) -> None:
+        for name, row in rows.items():
+            self.state[name] = torch.cat([self.state[name], row[None]])
+
+    def running_line_shape_score(self, undefined: Undefined = "raise") -> Float[Tensor, "steps *n"]:
+        """As the function of that name."""
+        return self._scores("running_line_shape_score", slice(None), undefined)
+
+    def line_shape_score(self, undefined: Undefined = "raise") -> PerToken:
+        """As the function of that name."""
+        return self._scores("line_shape_score", -1, undefined)
+
+    def growth_rates(self, undefined: Undefined = "raise") -> Float[Tensor, "steps *n"]:
+        """As the function of that name."""
+        return _growth_rates(self.state["norms"], self.state["broken"], undefined)
+
+    def expodistance(self, undefined: Undefined = "raise") -> PerToken:
+        """As the function of that name, with its default options."""
+        return _expodistance(self.state["norms"], self.state["broken"], "cv", 0, undefined)
+
+    def equidistance(self, undefined: Undefined = "raise") -> PerToken:
+        """As the function of that name, with its default options."""
+        return _equidistance(self.state["lengths"], self.state["broken"], 0, undefined)
+
+    def _scores(self, metric: str, which: int | slice, undefined: Undefined) -> Tensor:
+        distances, stopped = self.state["distances"], self.state["stopped"]
+        number = torch.arange(1.0, len(distances) + 1, dtype=distances.dtype, device=distances.device)
+        number = number.reshape(-1, *[1] * (distances.ndim - 1))
+        distances = distances.masked_fill(distances <= number * _EPS, 0.0)  # steps that cancel leave their rounding
+        scores = (number / distances).clamp(min=1.0)
+        problems = {"a state is not finite": self.state["broken"], "a step has length zero": stopped[which]}
+        return settled(metric, scores[which], problems, undefined)
+
+
+def _growth_rates(norms: Float[Tensor, "layers *n"], broken: Bool[Tensor, "*n"], undefined: Undefined) -> Tensor:
+    zero = norms == 0
+    problems = {"a state is not finite": broken, "a state has norm zero": zero[1:] | zero[:-1]}
+    return settled("growth_rates", (norms[1:] / norms[:-1]).log(), problems, undefined)
+
+
+def _expodistance(
+    norms: Float[Tensor, "layers *n"], broken: Bool[Tensor, "*n"], form: str, correction: int, undefined: Undefined
+) -> PerToken:
+    steps = len(norms) - 1
+    zero = (norms == 0).any(0)
+    norms = norms.masked_fill(zero, 1.0)
+    total = (norms[-1] / norms[0]).log()
+    returned = ~zero & (total.abs() <= 16 * _EPS)  # equal up to the rounding of two norms
+    problems = {
+        "a state is not finite": broken,
+        "a state has norm zero": zero,
+        "the norm returns to its start, so that the mean growth rate is 0": returned,
+    }
+    values = (
+        _deviation((norms[1:] / norms[:-1]).log(), correction) / (total / steps).masked_fill(returned | zero, 1.0).abs()
+    )
+    return settled("expodistance", values if form == "cv" else values.square(), problems, undefined)
+
+
+def _equidistance(
+    lengths: Float[Tensor, "steps *n"], broken: Bool[Tensor, "*n"], correction: int, undefined: Undefined
+) -> PerToken:
+    mean = lengths.mean(0)
+    problems = {"a state is not finite": broken, "all steps have length zero": mean == 0}
+    values = _deviation(lengths, correction) / mean.masked_fill(mean == 0, 1.0)
+    return settled("equidistance", values, problems, undefined)
 
 
 def _deviation(values: Float[Tensor, "steps *n"], correction: int) -> PerToken:
@@ -169,10 +245,9 @@ def _deviation(values: Float[Tensor, "steps *n"], correction: int) -> PerToken:
     return ((values - values.mean(0)).square().sum(0) / (len(values) - correction)).sqrt()
 
 
-def _steps(states: States) -> Iterator[Float[Tensor, "*n dim"]]:
-    """The steps one by one, so that two layers at a time are widened, not all."""
-    _num_steps(states)
-    return (widened("states", after) - widened("states", before) for before, after in pairwise(states))
+def _step(before: Float[Tensor, "*n dim"], after: Float[Tensor, "*n dim"]) -> Float[Tensor, "*n dim"]:
+    """Widened here, so that two layers at a time are, not all."""
+    return widened("states", after) - widened("states", before)
 
 
 def _num_steps(states: States) -> int:

@@ -25,8 +25,8 @@ pytestmark = pytest.mark.skipif(sys.platform == "win32", reason="needs fork and 
 LAST = 22
 
 
-@pytest.fixture
-def recipe(tmp_path, corpus) -> Path:  # noqa: F811
+@pytest.fixture(scope="module")
+def recipe(tmp_path_factory, corpus) -> Path:  # noqa: F811
     rates = {"resid_pdrop": 0.1, "embd_pdrop": 0.1, "attn_pdrop": 0.1}
     model = RECIPE["model"]["init_args"]
     options = {
@@ -38,7 +38,7 @@ def recipe(tmp_path, corpus) -> Path:  # noqa: F811
         "model": {**RECIPE["model"], "init_args": {**model, "config": {**model["config"], **rates}}},
         "wandb": {"class_path": "lit_layers.report.WandbMirror", "init_args": {"mode": "offline"}},
     }
-    path = tmp_path / "recipe.yaml"
+    path = tmp_path_factory.mktemp("recipe") / "recipe.yaml"
     path.write_text(yaml.safe_dump(options))
     return path
 
@@ -94,9 +94,9 @@ def assert_equal(found: dict, expected: dict) -> None:
     torch.testing.assert_close(found["optimizer"], expected["optimizer"], rtol=0, atol=0)
 
 
-@pytest.fixture
-def uninterrupted(recipe, tmp_path) -> Path:
-    root = tmp_path / "whole"
+@pytest.fixture(scope="module")
+def uninterrupted(recipe, tmp_path_factory) -> Path:
+    root = tmp_path_factory.mktemp("runs") / "whole"
     assert fit(recipe, root) == 0
     return root
 

@@ -16,12 +16,14 @@ from lit_layers.functional.coupling import (
     mean_by_distance,
     min_gap,
     miscoupling,
+    miscoupling_from_factors,
     miscoupling_matrix,
     num_directions,
     off_diagonal_mean,
     offdiagonal_ratio,
     random_miscoupling,
 )
+from lit_layers.functional.singular import singular_factors
 
 
 def gaussian(*shape: int, seed: int = 0) -> Tensor:
@@ -154,6 +156,15 @@ def test_float32_input_is_decomposed_in_float64_up_to_512():
     assert torch.equal(found, miscoupling_matrix(jacobians.double(), k=4))
 
 
+def test_exact_factors_in_float64_serve_large_float32_jacobians():
+    jacobians = gaussian(2, 520, 520).float()
+    factors = singular_factors(jacobians, 10, tolerance=1e-6)
+    found = miscoupling_from_factors(jacobians, factors.values, factors, k=10)
+    for i, j in ((0, 1), (1, 0)):
+        expected = by_loops(jacobians[i].double().numpy(), jacobians[j].double().numpy(), 10, 2.0, "signed", "uv")
+        assert float(found[i, j]) == pytest.approx(expected, abs=1e-6)
+
+
 def test_k_is_a_count_if_int_and_a_share_if_float():
     assert num_directions(1, 10) == 1
     assert num_directions(1.0, 10) == 10
@@ -272,7 +283,7 @@ def test_the_baseline_refuses_what_it_does_not_know():
     with pytest.raises(ValueError, match="at least one draw"):
         random_miscoupling(8, k=2, draws=0)
     with pytest.raises(ValueError, match="expected sign"):
-        random_miscoupling(torch.ones(4), k=2, sign="x")
+        random_miscoupling(torch.ones(4), k=2, sign="x")  # pyright: ignore[reportArgumentType]
 
 
 def test_excess_coupling_is_zero_for_random_and_one_for_shared_bases_whatever_p():
@@ -348,7 +359,7 @@ def test_the_rollout_equals_its_recursion_and_skips_the_last_factor_if_told():
     found = linearized_rollout(jacobians, states)
     skipped = linearized_rollout(jacobians, states, skip_last=True)
     for prompt in range(2):
-        carried = states[0, prompt].numpy()
+        before = carried = states[0, prompt].numpy()
         for block in range(3):
             before = carried
             carried = carried + jacobians[block, prompt].numpy() @ carried

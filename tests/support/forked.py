@@ -16,7 +16,7 @@ def run_forked(
     when: Callable[[], bool] = lambda: False,
     signal_number: int = signal.SIGKILL,
 ) -> int:
-    """Returns its exit code, or minus the signal that ended it; one is sent after so many seconds, or when it is time."""
+    """Returns its exit code, or minus the signal that ended it: one sent after so many seconds, or when it is time."""
     child = os.fork()
     if child == 0:
         code = 99
