@@ -88,6 +88,7 @@ def fit(root: Path, callbacks: list[L.Callback], *, steps: int = 5, **options: A
     """Trains a fresh tiny model for a few steps and returns the trainer and the module."""
     torch.manual_seed(11)
     lit = options.pop("module", None) or module()
+    state = options.pop("resume_from", None)
     trainer = L.Trainer(
         max_steps=steps,
         max_epochs=-1,
@@ -105,5 +106,5 @@ def fit(root: Path, callbacks: list[L.Callback], *, steps: int = 5, **options: A
         callbacks=callbacks,
         **options,
     )
-    trainer.fit(lit, datamodule=RandomTokens())
+    trainer.fit(lit, datamodule=RandomTokens(), ckpt_path=state, weights_only=True)
     return trainer, lit
