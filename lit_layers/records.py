@@ -17,6 +17,7 @@ from typing import Any, BinaryIO, cast
 import numpy as np
 import pandas as pd
 
+from lit_layers.durable import sync
 from lit_layers.errors import InputError
 
 try:
@@ -318,7 +319,7 @@ def _locked_for_append(path: Path) -> Iterator[BinaryIO]:
             _repair(file)
             yield cast(BinaryIO, file)
         if is_new:
-            _sync_folder(path.parent)
+            sync(path.parent)
 
 
 def _repair(file: Any) -> None:
@@ -349,16 +350,6 @@ def _write_line(file: BinaryIO, line: Mapping[str, Any]) -> None:
     written = file.write(text)
     while written < len(text):  # a signal, or a full disk, which the next write then reports
         written += file.write(text[written:])
-
-
-def _sync_folder(folder: Path) -> None:
-    """A new file's name is safe only with its folder on the disk."""
-    if os.name == "posix":
-        handle = os.open(folder, os.O_RDONLY)
-        try:
-            os.fsync(handle)
-        finally:
-            os.close(handle)
 
 
 def _lines(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:

@@ -32,9 +32,7 @@ from lit_layers.data.shards import (
     TokenShards,
     finish,
     finish_names,
-    sync,
     token_dtype,
-    write_json,
 )
 from lit_layers.data.tokenization import (
     MAIN,
@@ -46,6 +44,7 @@ from lit_layers.data.tokenization import (
     train_bpe,
 )
 from lit_layers.data.working_folder import begin, discard, discarding, expect_settings, locked, writing
+from lit_layers.durable import sync, write_json
 from lit_layers.errors import InputError
 
 CHUNK_BYTES = 2**20  # of text, the work of one call of the tokenizer
@@ -155,7 +154,7 @@ def _place_tokenizer(folder: Path, state: dict[str, Any], found: TextTokenizer |
         "end_of_text_id": found.end_of_text_id,
         "vocab_size": found.vocab_size,
     }
-    write_json(folder / PROGRESS, state)
+    write_json(folder / PROGRESS, state, sort_keys=True)
 
 
 def _fill(folder: Path, state: dict[str, Any], source: Source, workers: int, progress: bool) -> None:
@@ -179,9 +178,9 @@ def _fill(folder: Path, state: dict[str, Any], source: Source, workers: int, pro
             state = chunk.state
             show(chunk.share, writer)
             if time.monotonic() - closed >= PART_SECONDS:
-                write_json(folder / PROGRESS, {**state, "sizes": writer.sync()})
+                write_json(folder / PROGRESS, {**state, "sizes": writer.sync()}, sort_keys=True)
                 closed = time.monotonic()
-        write_json(folder / PROGRESS, {**state, "sizes": writer.sync()})
+        write_json(folder / PROGRESS, {**state, "sizes": writer.sync()}, sort_keys=True)
     _expect_documents(folder, writer, state)
     finish(folder, _header(writer, state, source))
 

@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 
 from lit_layers.data.tokenization import load_tokenizer, tokenizer_hash
+from lit_layers.durable import sync, write_json
 from lit_layers.errors import InputError
 
 FORMAT, VERSION = "lit_layers token shards", 1
@@ -150,7 +151,7 @@ def finish(folder: Path, header: dict[str, Any]) -> None:
     files |= {f"{TOKENIZER}/{path.name}": _measure(path) for path in sorted((folder / TOKENIZER).iterdir())}
     listing = "\n".join(f"{name} {entry['sha256']}" for name, entry in sorted(files.items()))
     header = {**header, "files": files, "checksum": hashlib.sha256(listing.encode()).hexdigest()}
-    write_json(folder / f"{HEADER}.partial", header)
+    write_json(folder / f"{HEADER}.partial", header, sort_keys=True)
     finish_names(folder)
 
 
@@ -162,27 +163,6 @@ def finish_names(folder: Path) -> None:
         sync(folder)
         partial.rename(partial.with_suffix(""))
     sync(folder)
-
-
-def write_json(path: Path, value: Any) -> None:
-    """Replaces a file in one go: readers see the old one or the new one."""
-    draft = path.with_name(path.name + ".draft")
-    with draft.open("w", encoding="utf-8") as file:
-        json.dump(value, file, indent=2, sort_keys=True)
-        file.write("\n")
-        file.flush()
-        os.fsync(file.fileno())
-    draft.rename(path)
-    sync(path.parent)
-
-
-def sync(path: Path) -> None:
-    """Makes a file, or the names in a folder, survive a power cut."""
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
 
 
 _AGAIN = "remove the folder and run `lit-layers prepare` again"

@@ -10,7 +10,8 @@ from typing import Any
 
 from filelock import FileLock, Timeout
 
-from lit_layers.data.shards import PROGRESS, TOKENIZER, write_json
+from lit_layers.data.shards import PROGRESS, TOKENIZER
+from lit_layers.durable import draft_of, write_json
 from lit_layers.errors import InputError
 
 LOCK = ".lock"
@@ -25,7 +26,7 @@ def begin(folder: Path, settings: dict[str, Any]) -> dict[str, Any]:
             raise InputError(f"{folder / PROGRESS} is damaged ({error}): remove {folder} and start again") from error
         expect_settings(folder, state["settings"], settings, "holds an unfinished preparation")
         return state
-    others = sorted(path.name for path in folder.iterdir() if path.name not in (LOCK, f"{PROGRESS}.draft"))
+    others = sorted(path.name for path in folder.iterdir() if path not in (folder / LOCK, draft_of(folder / PROGRESS)))
     if others:
         raise InputError(f"{folder} is not empty (it holds {others[0]}) and no token shards: choose another folder")
     state = {
@@ -40,7 +41,7 @@ def begin(folder: Path, settings: dict[str, Any]) -> dict[str, Any]:
         "hashes": {"train": "", "validation": ""},
         "sizes": {},
     }
-    write_json(folder / PROGRESS, state)
+    write_json(folder / PROGRESS, state, sort_keys=True)
     return state
 
 

@@ -6,6 +6,7 @@ import shutil
 from collections.abc import Callable
 from pathlib import Path
 
+from lit_layers.durable import sync
 from lit_layers.errors import InputError
 
 _NAME = re.compile(r"step-(\d{9,})")
@@ -29,11 +30,11 @@ def write_folder(folder: Path, fill: Callable[[Path], None]) -> None:
     temporary.mkdir(parents=True)
     fill(temporary)
     for path in [*temporary.rglob("*"), temporary]:
-        _fsync(path)
+        sync(path)
     if folder.exists():
         shutil.rmtree(folder)
     temporary.rename(folder)
-    _fsync(folder.parent)
+    sync(folder.parent)
 
 
 def writable_folder(folder: Path, field: str) -> Path:
@@ -50,11 +51,3 @@ def writable_folder(folder: Path, field: str) -> Path:
     except OSError as error:
         raise InputError(f"{field}: cannot write to {folder} ({error.strerror}); choose another folder") from error
     return folder
-
-
-def _fsync(path: Path) -> None:
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)

@@ -19,6 +19,7 @@ import numpy as np
 import torch
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 
+from lit_layers.durable import write_json
 from lit_layers.errors import InputError
 from lit_layers.training.checkpoint_io import saved_steps, step_folder, write_folder
 
@@ -116,7 +117,7 @@ class ResumeCheckpoint(L.Callback):
 def _fill(folder: Path, state: Path, step: int) -> None:
     state.rename(folder / STATE)
     facts = {"step": step, "sha256": _sha256(folder / STATE)}
-    (folder / FACTS).write_text(json.dumps(facts) + "\n")
+    write_json(folder / FACTS, facts)
 
 
 class ResumePoint(NamedTuple):

@@ -1,9 +1,7 @@
 """The folder of one run: who owns it, and what it says about itself."""
 
-import contextlib
 import datetime
 import json
-import os
 import shutil
 import uuid
 from collections.abc import Mapping
@@ -14,6 +12,7 @@ import lightning as L
 
 from lit_layers.data.shards import TokenShards
 from lit_layers.data.statistics import unigram_entropy
+from lit_layers.durable import write_json
 from lit_layers.errors import InputError
 from lit_layers.models.vocabulary import true_vocab_size
 from lit_layers.training.checkpoint_io import saved_steps, writable_folder
@@ -192,12 +191,3 @@ def _move(paths: list[Path], folder: Path) -> None:
 def _remove(paths: list[Path]) -> None:
     for path in paths:
         shutil.rmtree(path) if path.is_dir() else path.unlink()
-
-
-def write_json(path: Path, content: Mapping[str, Any]) -> None:
-    """Replaces `path` as a whole: a reader sees the old content or the new."""
-    temporary = path.with_name(f".{path.name}.{os.getpid()}")
-    temporary.write_text(json.dumps(content, indent=2, default=str) + "\n")
-    with contextlib.suppress(OSError):  # some network filesystems refuse chmod; the content matters more
-        temporary.chmod(0o644)
-    temporary.replace(path)

@@ -94,7 +94,7 @@ def test_ctrl_c_with_workers_ends_cleanly_and_the_next_run_finishes(corpus, tmp_
     code = (
         "import sys, time, lit_layers.data.preparing as p; from lit_layers.cli.main import main\n"
         "p.PART_SECONDS, p.CHUNK_BYTES, real = 0, 256, p.write_json\n"
-        "p.write_json = lambda *a: (real(*a), time.sleep(0.1))\n"
+        "p.write_json = lambda *a, **k: (real(*a, **k), time.sleep(0.1))\n"
         "sys.exit(main(sys.argv[1:]))"
     )
     given = arguments(corpus, tmp_path / "out", "--column", "body", "--validation", "0.2", "--workers", "2")
@@ -106,6 +106,7 @@ def test_ctrl_c_with_workers_ends_cleanly_and_the_next_run_finishes(corpus, tmp_
         env={**os.environ, "PYTHONPATH": str(ROOT)},
     )
     while not (tmp_path / "out" / "train.bin.partial").exists() or 0 < len(group(process.pid)) < 4:
+        assert process.poll() is None
         time.sleep(0.005)
     time.sleep(0.1)  # the workers are just coming up, which is when they would answer for themselves
     os.killpg(process.pid, signal.SIGINT)  # as a terminal does: to the workers, too

@@ -1,0 +1,34 @@
+"""Files that survive a kill or a power cut."""
+
+import contextlib
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+
+def sync(path: Path) -> None:
+    """Returns when a file, or the names in a folder, are on the disk."""
+    if path.is_dir() and os.name != "posix":
+        return  # other systems open no folders
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def draft_of(path: Path) -> Path:
+    """Where `write_json` prepares a file: what a kill may leave behind."""
+    return path.with_name(f".{path.name}.draft")
+
+
+def write_json(path: Path, content: Any, *, sort_keys: bool = False) -> None:
+    """Replaces a file as a whole: a reader sees the old content or the new."""
+    draft = draft_of(path)
+    draft.write_text(json.dumps(content, indent=2, default=str, sort_keys=sort_keys) + "\n", encoding="utf-8")
+    with contextlib.suppress(OSError):  # some network filesystems refuse chmod; the content matters more
+        draft.chmod(0o644)
+    sync(draft)
+    draft.replace(path)
+    sync(path.parent)
