@@ -29,6 +29,8 @@ COLUMNS = (
     *("run", "step", "tokens", "analysis", "metric", "layer", "other_layer"),
     *("value", "stderr", "low", "high", "n"),
 )
+# Tags that place a number in a table of its own (a matrix, a map over tokens, a list over distances): no curve.
+PLACES = ("row", "column", "token", "other_token", "token_distance")
 _NON_FINITE = {"inf": math.inf, "-inf": -math.inf, "nan": math.nan}
 _FLOATS = ("value", "stderr", "low", "high")
 

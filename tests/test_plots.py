@@ -210,6 +210,144 @@ def test_a_matrix_has_the_layer_down_and_the_other_layer_across_at_each_place_of
         plots.layer_matrix(table(*layered((1,))), "m")
 
 
+def matrix(step: int, metric: str, row: str, column: str, cells: dict[tuple[int, int], float], **place) -> list[Record]:
+    """Records of one table, each value multiplied by the step."""
+    return [
+        Record(metric=metric, value=step * v, tags={row: i, column: j, "k": 2}, **place) for (i, j), v in cells.items()
+    ]
+
+
+def test_a_compression_has_its_rows_down_and_one_frame_a_step_of_the_chosen_pair_alone() -> None:
+    cells = {(1, 1): 4.0, (1, 2): 1.0, (2, 1): -2.0, (2, 2): 3.0}
+    rows = [
+        (s, matrix(s, "compression", "row", "column", cells, layer=1, other_layer=3)
+         + matrix(10 * s, "compression", "row", "column", cells, layer=3, other_layer=1))
+        for s in (0, 1, 2)
+    ]  # fmt: skip
+    fig = plots.compression_matrix(table(*rows), layer=1, other_layer=3)
+    assert [[*row] for row in fig.data[0].z] == [[8.0, 2.0], [-4.0, 6.0]]
+    assert [frame.name for frame in fig.frames] == ["0", "1", "2"]
+    assert [[*row] for row in fig.frames[1].data[0].z] == [[4.0, 1.0], [-2.0, 3.0]]
+    assert (fig.layout.yaxis.title.text, fig.layout.xaxis.title.text) == ("Left direction", "Right direction")
+    assert fig.layout.yaxis.autorange == "reversed"
+    assert (fig.data[0].zmin, fig.data[0].zmax) == (-4.0, 4.0), "half of the largest entry is full colour"
+    assert (fig.frames[1].data[0].zmin, fig.frames[1].data[0].zmax) == (-2.0, 2.0), "of each checkpoint"
+    assert fig.layout.title.text == "Block 1 in the directions of block 3"
+    other = plots.compression_matrix(table(*rows), layer=3, other_layer=1)
+    assert other.data[0].z[0][1] == 20.0
+    with pytest.raises(
+        ValueError, match="has no block 1 in the directions of block 2; it has: block 1 in .* block 3, "
+    ):
+        plots.compression_matrix(table(*rows), layer=1, other_layer=2)
+    with pytest.raises(ValueError, match="metric 'm' has no values with the tag 'row'"):
+        plots.compression_matrix(table(*layered((1,))), "m", layer=1, other_layer=2)
+
+
+def test_a_map_over_tokens_has_the_token_down_and_gaps_where_pairs_are_missing() -> None:
+    cells = {(0, 0): 9.0, (0, 100): 1.0, (100, 0): -2.0, (50, 100): 3.0}
+    rows = [(s, matrix(s, "token_coupling_pair", "token", "other_token", cells, layer=2)) for s in (1, 2)]
+    fig = plots.token_map(table(*rows), layer=2)
+    assert [*fig.data[0].y] == [*fig.data[0].x] == ["0%", "50%", "100%"]
+    assert [[*row] for row in fig.data[0].z] == [[18.0, None, 2.0], [None, None, 6.0], [-4.0, None, None]]
+    assert [[*row] for row in fig.frames[0].data[0].z][2][0] == -2.0
+    assert fig.data[0].zmax == 6.0, "the diagonal does not decide the colours"
+    assert fig.layout.yaxis.title.text == "Place of the token"
+    with pytest.raises(ValueError, match="has no layer 1; it has: layer 2"):
+        plots.token_map(table(*rows), layer=1)
+
+
+def edges_of(data) -> set[tuple[tuple[float, float], tuple[float, float], int]]:
+    """Lines of a graph as (end, end, level)."""
+    found = set()
+    for level, trace in enumerate(data[:6]):
+        x, y = [*(trace.x or ())], [*(trace.y or ())]
+        assert x[2::3] == y[2::3] == [None] * (len(x) // 3)
+        found |= {((x[i], y[i]), (x[i + 1], y[i + 1]), level) for i in range(0, len(x), 3)}
+    return found
+
+
+def pairs_of(values: dict[tuple[int, int], float]) -> list[Record]:
+    return [Record(metric="coupling_pair", value=v, layer=i, other_layer=j) for (i, j), v in values.items()]
+
+
+def test_the_graph_joins_blocks_whose_mean_coupling_of_both_directions_is_above_the_threshold() -> None:
+    first = {(1, 1): 9.0, (1, 2): 0.1, (2, 1): 0.3, (3, 4): 0.9, (4, 3): 0.7, (2, 4): 0.8}
+    last = {(1, 2): 0.1, (2, 1): 0.1, (3, 4): 0.3, (4, 3): 0.3, (1, 3): -0.9, (3, 1): -0.9}
+    fig = plots.coupling_graph(table((1, pairs_of(first)), (2, pairs_of(last))))
+    # clockwise from the top: 1 up, 2 right, 3 down, 4 left; levels from a fifth of .8 to .8
+    up, right, down, left = (0.0, 1.0), (1.0, 0.0), (0.0, -1.0), (-1.0, 0.0)
+    close = {((round(a[0], 3), round(a[1], 3)), (round(b[0], 3), round(b[1], 3)), n) for a, b, n in edges_of(fig.data)}
+    assert close == {(down, left, 1)}, "(.3 - .16) / (.8 - .16) is in the second sixth; .1 and -.9 are below"
+    assert [frame.name for frame in fig.frames] == ["1", "2"]
+    close = {((round(a[0], 3), round(a[1], 3)), (round(b[0], 3), round(b[1], 3)), n)
+             for a, b, n in edges_of(fig.frames[0].data)}  # fmt: skip
+    assert close == {(down, left, 5), (up, right, 0)}, "2 with 4 has one direction alone"
+    assert [*fig.frames[0].data[6].text] == ["blocks 1 and 2<br>0.2", "blocks 3 and 4<br>0.8"]
+    assert [*fig.data[7].text] == ["1", "2", "3", "4"]
+    assert fig.layout.annotations[0].text == "Lines: 0.16 to 0.8"
+    widths, colors = [t.line.width for t in fig.data[:6]], [t.line.color for t in fig.data[:6]]
+    assert widths == sorted(set(widths))
+    alphas = [float(color.split(",")[-1].rstrip(")")) for color in colors]
+    assert alphas == sorted(set(alphas))
+    fewer = plots.coupling_graph(table((1, pairs_of(first))), threshold=0.5)
+    assert len(edges_of(fewer.data)) == 1
+    assert not fewer.frames
+    none = plots.coupling_graph(table((1, pairs_of(first))), threshold=2.0)
+    assert not edges_of(none.data)
+    assert none.layout.annotations[0].text == "No pair is coupled"
+
+
+def test_a_graph_of_nothing_or_of_a_threshold_of_nothing_is_refused() -> None:
+    with pytest.raises(ValueError, match="no values per pair of different layers"):
+        plots.coupling_graph(table((1, pairs_of({(1, 1): 1.0}))))
+    with pytest.raises(ValueError, match="expected a threshold above 0, got 0"):
+        plots.coupling_graph(table((1, pairs_of({(1, 2): 1.0}))), threshold=0)
+
+
+def test_a_profile_over_the_distance_between_tokens_has_a_line_a_layer_and_its_mean_is_the_curve() -> None:
+    def found(step: int) -> list[Record]:
+        far = [(layer, d) for layer in (1, 2) for d in (0, 1, 3)]
+        records = [
+            Record(metric="m", value=layer + d + step, layer=layer, tags={"token_distance": d}) for layer, d in far
+        ]
+        return [*records, *[Record(metric="m", value=10.0 * layer, layer=layer) for layer in (1, 2)]]
+
+    frame = table((1, found(1)), (5, found(5)))
+    fig = plots.distance_profile(frame, "m")
+    assert [*fig.data[1].x] == [0, 1, 2], "log2 of one more"
+    assert [*fig.data[1].y] == [7.0, 8.0, 10.0]
+    assert [*fig.frames[0].data[0].y] == [2.0, 3.0, 5.0]
+    assert dict(zip(fig.layout.xaxis.ticktext, fig.layout.xaxis.tickvals, strict=True)) == {"0": 0, "1": 1, "2": 1.585}
+    assert set(drawn(plots.emergence_curves(frame, "m"), "layer 2").values()) == {20.0}
+    assert [*plots.layer_profile(frame, "m").data[0].y] == [10.0, 20.0]
+    with pytest.raises(ValueError, match="'n' has no values per distance between tokens"):
+        plots.distance_profile(table((1, [Record(metric="n", value=1.0, layer=1)])), "n")
+
+
+def test_values_in_tables_are_no_variants_and_no_curves() -> None:
+    cells = {(0, 0): 9.0, (0, 100): 1.0}
+    frame = table((1, matrix(1, "m", "token", "other_token", cells, layer=2)))
+    assert plots.variants(frame, "m") == [{"k": 2}]
+    with pytest.raises(ValueError, match="'m' has values for pairs of layers or of tokens only"):
+        plots.emergence_curves(frame, "m")
+    with pytest.raises(ValueError, match="no values per layer"):
+        plots.layer_profile(frame, "m")
+    assert plots.change_table(frame).empty
+
+
+def test_excess_coupling_has_a_line_at_random_bases_and_profiles_have_their_baseline() -> None:
+    frame = records.frame(measurement("r", step, "coupling") for step in (0, 1, 8))
+    fig = plots.emergence_curves(frame, "excess_coupling")
+    level = drawn(fig, "Random bases")
+    assert len(level) == 3
+    assert set(level.values()) == {0.0}
+    frame = records.frame(measurement("r", step, "token_coupling", layers=3) for step in (0, 8))
+    fig = plots.layer_profile(frame, "token_coupling", baselines=["random_token_coupling"])
+    assert drawn(fig, "Random bases") == {1: -0.05, 2: -0.05, 3: -0.05}
+    fig = plots.emergence_curves(frame, "token_coupling", baselines=["random_token_coupling"])
+    assert not any(trace.line.dash for trace in fig.data), "a baseline per layer is left to the profile"
+
+
 def test_a_spectrum_has_a_line_a_layer_on_a_log_axis_and_its_curve_shows_the_largest() -> None:
     frame = records.frame(measurement("r", step, "coupling", layers=2) for step in (1, 8))
     fig = plots.spectrum(frame)

@@ -2,7 +2,6 @@ import html
 import json
 import os
 import re
-import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -19,9 +18,9 @@ from lit_layers.cli.main import main
 from lit_layers.errors import InputError
 from lit_layers.records import Measurement, Record
 from lit_layers.report import facts, write_report
+from tests.support.browser import CHROMIUM, dom_after
 from tests.support.runs import STEPS, make_run, measurement
 
-CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")
 NASTY = "</script><script>alert(1)</script><img src=x onerror=alert(2)>"
 
 
@@ -124,6 +123,44 @@ def test_a_median_of_the_whole_model_alone_is_no_choice_beside_curves_per_layer(
     assert names == ["Whole model"]
     block = text[text.index("<h3>Probe accuracy") :]
     assert re.findall(r"<option[^>]*>(.*?)</option>", block)[:2] == ["true labels", "random labels"]
+
+
+def test_tables_over_tokens_and_directions_have_a_choice_of_layers_and_a_frame_a_step(tmp_path: Path) -> None:
+    analyses = ("coupling", "token_coupling", "coupling_matrices", "cross_token_influence")
+    page = write_report(make_run(tmp_path / "run", steps=(0, 1, 8), layers=3, analyses=analyses, scalars=False))
+    text, drawn = page.read_text(), figures(page)
+
+    def block(title: str) -> tuple[list[str], list[list[dict[str, Any]]]]:
+        part = text[text.index(f"<h3>{title}") :]
+        part = part[: part.index("</article>")]
+        places = re.findall(r'data-figures="([\d ]+)"', part)
+        return re.findall(r"<option[^>]*>(.*?)</option>", part), [[drawn[int(n)] for n in p.split()] for p in places]
+
+    choices, ((one, two, three),) = block("Coupling of pairs of tokens")
+    assert choices == ["layer 1", "layer 2", "layer 3"]
+    assert [len(figure["frames"]) for figure in (one, two, three)] == [3, 3, 3]
+    measured = [m for m in records.read(tmp_path / "run" / "measurements.jsonl") if m.analysis == "token_coupling"]
+    for number, layer in ((0, 1), (2, 3)):
+        figure = (one, two, three)[number]
+        for frame, found in zip(figure["frames"], measured, strict=True):
+            values = {
+                (r.tags["token"], r.tags["other_token"]): r.value
+                for r in found.records
+                if r.metric == "token_coupling_pair" and r.layer == layer
+            }
+            assert frame["data"][0]["z"][1][7] == pytest.approx(values[14, 100], rel=1e-2)
+            assert frame["data"][0]["z"][7][1] == pytest.approx(values[100, 14], rel=1e-2)
+    choices, ((first, *_),) = block("One block in the other&#39;s directions")
+    pairs = [(1, 3), (3, 1), (1, 1)]
+    assert choices == [f"block {one} in the directions of block {two}" for one, two in pairs]
+    assert len(first["data"][0]["z"]) == 30
+    _, (matrices, graphs) = block("Coupling of pairs<")
+    assert [figure["data"][0]["type"] for figure in (*matrices, *graphs)] == ["heatmap"] * 2 + ["scatter"] * 2
+    assert len(graphs[0]["frames"]) == 3
+    _, shapes = block("Influence of earlier tokens")
+    assert [len(place) for place in shapes] == [1, 1, 1]
+    assert shapes[2][0]["layout"]["xaxis"]["title"]["text"] == "Distance from the last token"
+    assert "Coupling over tokens" in shown(page)
 
 
 def test_text_of_the_run_is_shown_and_never_run(tmp_path: Path) -> None:
@@ -290,14 +327,6 @@ def test_importing_the_report_needs_neither_plotly_nor_wandb_nor_torch() -> None
     subprocess.run([sys.executable, "-c", code], env=environment, check=True, timeout=60)
 
 
-def _dump(page: Path, folder: Path) -> str:
-    """The page's DOM after its scripts have run in headless Chromium."""
-    quiet = "--disable-quic --no-first-run --disable-background-networking --disable-component-update --disable-sync"
-    options = f"--headless --no-sandbox --disable-gpu {quiet} --window-size=500,2000 --virtual-time-budget=60000"
-    command = [str(CHROMIUM), *options.split(), f"--user-data-dir={folder}", "--dump-dom", page.as_uri()]
-    return subprocess.run(command, capture_output=True, text=True, timeout=240, check=True).stdout
-
-
 def _plots(dom: str) -> list[str]:
     return re.findall(r'<div class="plot[^>]*data-figures=.*?(?=<div class="plot[^>]*data-figures=|<footer)', dom, re.S)
 
@@ -306,28 +335,32 @@ def _plots(dom: str) -> list[str]:
 @pytest.mark.slow
 @pytest.mark.skipif(CHROMIUM is None, reason="no chromium on PATH")
 def test_a_browser_draws_every_figure_and_the_switches_work(tmp_path: Path) -> None:
-    page = write_report(make_run(tmp_path / "run", steps=(0, 1, 8), layers=2))
+    extra = ("coupling", "token_coupling", "coupling_matrices", "cross_token_influence")
+    others = ("trajectory", "representation", "next_token_probe", "lens")
+    page = write_report(make_run(tmp_path / "run", steps=(0, 1, 8), layers=2, analyses=(*extra, *others)))
     # When all is drawn, what there is is noted; then the page is touched: tokens for steps, another variant, a slider.
-    script = """<script>
+    script = """
       const plots = [...document.querySelectorAll(".plot")];
-      const touch = () => {
-        const titles = [...document.querySelectorAll(".xtitle")].map((title) => title.textContent);
-        document.body.dataset.before = titles.filter((title) => title === "Optimizer step").length;
-        document.querySelector("input[value=tokens]").click();
-        for (const select of document.querySelectorAll(".metric select")) {
-          select.value = "1"; select.dispatchEvent(new Event("change"));
+      const drawn = async () => {
+        while (plots.some((plot) => plot.dataset.state !== "drawn")) {
+          if (plots.some((plot) => plot.dataset.state === "failed")) throw Error("a figure failed");
+          await new Promise((later) => setTimeout(later, 100));
         }
-        setTimeout(() => { for (const plot of plots) {
-          if (plot.layout.sliders) Plotly.animate(plot, ["0"], { mode: "immediate", frame: { duration: 0 } });
-          for (const trace of plot.data) if ([].concat(trace.x || []).some(Number.isNaN)) throw Error("NaN");
-        } document.body.dataset.touched = "yes"; }, 5000);
       };
-      const wait = setInterval(() => {
-        if (plots.every((plot) => plot.dataset.state === "drawn")) { clearInterval(wait); touch(); }
-      }, 200);
-    </script></body>"""
-    page.write_text(page.read_text().replace("</body>", script))
-    dom = _dump(page, tmp_path / "profile")
+      await drawn();
+      const titles = [...document.querySelectorAll(".xtitle")].map((title) => title.textContent);
+      document.body.dataset.before = titles.filter((title) => title === "Optimizer step").length;
+      document.querySelector("input[value=tokens]").click();
+      for (const select of document.querySelectorAll(".metric select")) {
+        select.value = "1"; select.dispatchEvent(new Event("change"));
+      }
+      await drawn();
+      for (const plot of plots) {
+        if (plot.layout.sliders) await Plotly.animate(plot, ["0"], { mode: "immediate", frame: { duration: 0 } });
+        for (const trace of plot.data) if ([].concat(trace.x || []).some(Number.isNaN)) throw Error("NaN");
+      }
+      document.body.dataset.touched = "yes";"""
+    dom = dom_after(page, script, tmp_path / "profile")
     assert re.search(r'<p id="script-error"[^>]*hidden', dom)
     assert 'data-touched="yes"' in dom
     plots = _plots(dom)

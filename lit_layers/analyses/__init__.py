@@ -1,10 +1,23 @@
 """Analyses: from a layered model to records."""
 
 from lit_layers.analyses.base import Analysis
+from lit_layers.analyses.compressions import CouplingMatrices
 from lit_layers.analyses.coupling import Coupling
+from lit_layers.analyses.cross_token_influence import CrossTokenInfluence
 from lit_layers.analyses.lens import Lens
 from lit_layers.analyses.next_token_probe import NextTokenProbe
 from lit_layers.analyses.representation import Representation
+from lit_layers.analyses.token_coupling import TokenCoupling
 from lit_layers.analyses.trajectory import Trajectory
 
-__all__ = ["Analysis", "Coupling", "Lens", "NextTokenProbe", "Representation", "Trajectory"]
+__all__ = [
+    "Analysis",
+    "Coupling",
+    "CouplingMatrices",
+    "CrossTokenInfluence",
+    "Lens",
+    "NextTokenProbe",
+    "Representation",
+    "TokenCoupling",
+    "Trajectory",
+]

@@ -67,6 +67,12 @@ def position(value: float, apart: float) -> float:
     return round(math.log10(1 + value), 5) if value > 0 else apart
 
 
+def whole_ticks(first: int, last: int) -> dict[str, Any]:
+    """Returns ticks at whole numbers only, at most about nine of them."""
+    step = next(size for size in (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 64, 128, 10**6) if (last - first) / size <= 9)
+    return {"tick0": 0, "dtick": step}
+
+
 def _spec(name: AxisName, values: list[int]) -> dict[str, Any]:
     positive = sorted({value for value in values if value > 0})
     has_zero = any(value <= 0 for value in values)

@@ -9,13 +9,14 @@ import pandas as pd
 import plotly.graph_objects as go
 
 from lit_layers.plots.axes import AxisName, Grid, on_axis
-from lit_layers.plots.labels import BASELINES, LOG_SCALE, escape, label, tag_text
+from lit_layers.plots.labels import BASELINES, LEVELS, LOG_SCALE, escape, label, tag_text
 from lit_layers.plots.tables import (
     ORDINALS,
     Point,
     choice_text,
     grouped,
     is_on_axes,
+    is_placed,
     matching,
     of_plainest,
     select,
@@ -58,15 +59,18 @@ def emergence_curves(
 
     Args:
         tags: chooses a variant, e.g. `{"k": 12}`; None as a value means: without that tag. None: the plainest variant.
-        baselines: metrics of the same analysis to compare with, e.g. `random_coupling`.
+        baselines: metrics of the same analysis to compare with, e.g. `random_coupling`; their values per layer are left
+            to `layer_profile`.
 
     Raises:
         ValueError: where there is no such metric or variant, or for the token axis where tokens are not known.
     """
-    points = [p for p in select(frame, metric, analysis=analysis, tags=tags) if p.other_layer is None]
-    others = {name: select(frame, name, analysis=analysis, tags=tags) for name in baselines}
+    found = select(frame, metric, analysis=analysis, tags=tags)
+    points = [point for point in found if point.other_layer is None and not is_placed(point)]
+    others = {name: _of_whole(select(frame, name, analysis=analysis, tags=tags)) for name in baselines}
+    others = {name: part for name, part in others.items() if part}
     if not points:
-        raise ValueError(f"metric {metric!r} has values for pairs of layers only")
+        raise ValueError(f"metric {metric!r} has values for pairs of layers or of tokens only")
     if any(map(is_on_axes, points)):
         points, tags = of_plainest(points, tags)
     own = [point for point in points if point.reference is None]
@@ -77,7 +81,7 @@ def emergence_curves(
     if ordinal is not None:
         _layers(drawing, lined, ordinal)
         own = [point for point in own if point.layer is None and point.number(ordinal) is None]
-    in_legend = ordinal is not None or len(references) > 0 or len(others) > 0
+    in_legend = ordinal is not None or len(references) > 0 or len(others) > 0 or metric in LEVELS
     colors = _whole_model(drawing, own, "Whole model" if ordinal else label(metric).title, in_legend)
     for index, (name, part) in enumerate(references.items()):
         drawing.dashed(part, tag_text({"reference": name}), MUTED, DASHES[index % len(DASHES)])
@@ -85,6 +89,8 @@ def emergence_curves(
         title = BASELINES.get(metric, {}).get(name, label(name).title)
         for text, variant in _variants(part):
             drawing.dashed(variant, f"{title}, {text}" if text else title, colors.get(text, MUTED), DASHES[0])
+    for level, text in LEVELS.get(metric, {}).items():
+        drawing.level(level, text)
     layout = on_axis(drawing.traces, drawing.grids, axis)
     if ordinal is not None and len(drawing.named) > 1:
         layout |= LEGEND_BELOW
@@ -172,6 +178,22 @@ class _Drawing:
             }
             self.traces.append(trace)
 
+    def level(self, value: float, name: str) -> None:
+        """Adds a value to compare with that is known beforehand: a dotted line through all checkpoints."""
+        for number, grid in enumerate(self.grids):
+            if grid.steps:
+                trace = {
+                    "y": [value] * len(grid.steps),
+                    "name": escape(name),
+                    "legendgroup": escape(name),
+                    "meta": number,
+                }
+                trace |= {"showlegend": grid is self.trained or not self.trained.steps}
+                trace |= {"mode": "lines" if len(grid.steps) > 1 else "markers"}
+                trace |= {"line": {"color": MUTED, "width": 1.6, "dash": DASHES[1]}}
+                trace |= {"marker": {"size": 9, "symbol": "line-ew", "line": {"width": 2, "color": MUTED}}}
+                self.traces.append({**trace, "hovertemplate": "%{y:.4g}<extra>" + escape(name) + "</extra>"})
+
 
 class _Line:
     """The values of one line by step."""
@@ -229,6 +251,10 @@ def _ordinal(points: Sequence[Point]) -> tuple[str | None, Sequence[Point]]:
         if lined := [point for point in points if name in point.tags]:
             return name, lined
     return None, []
+
+
+def _of_whole(points: Sequence[Point]) -> list[Point]:
+    return [point for point in points if point.layer is None]
 
 
 def _variants(points: Sequence[Point]) -> list[tuple[str, list[Point]]]:

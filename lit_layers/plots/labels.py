@@ -35,6 +35,65 @@ METRICS = {
     "coupling_by_distance": Label("Coupling by distance", "", "Between blocks that lie that many blocks apart."),
     "coupling_with_diagonal": Label("Coupling with the diagonal", "", "Counts each block with itself, as published."),
     "random_coupling": Label("Coupling of random bases", "", "What blocks of these spectra score by chance."),
+    "compression": Label(
+        "One block in the other's directions",
+        "",
+        "The Jacobian of the first block in the leading singular directions of the second. A bright diagonal is "
+        "coupling, noise is none. Blue is positive, brown negative.",
+    ),
+    "token_coupling": Label(
+        "Coupling over tokens", "", "Whether a block acts on different tokens along the same directions: 1 yes, 0 no."
+    ),
+    "excess_token_coupling": Label(
+        "Excess coupling over tokens", "", "0 is the score of random bases, 1 is shared directions."
+    ),
+    "token_coupling_pair": Label(
+        "Coupling of pairs of tokens",
+        "",
+        "Row: the token whose Jacobian is read in the directions of the other. 0% is the first token of a prompt.",
+    ),
+    "same_token_coupling": Label(
+        "Coupling of blocks, averaged over tokens", "", "Of two blocks at one token, then the mean over tokens."
+    ),
+    "excess_same_token_coupling": Label(
+        "Excess coupling of blocks, averaged over tokens", "", "0 is the score of random bases."
+    ),
+    "input_context_coupling": Label(
+        "Coupling over outputs of one input", "", "How alike an earlier token acts on the tokens after it."
+    ),
+    "excess_input_context_coupling": Label(
+        "Excess coupling over outputs of one input", "", "0 is the score of random bases."
+    ),
+    "input_context_coupling_pair": Label(
+        "Coupling of pairs of outputs of one input",
+        "",
+        "Averaged over the input tokens. Row: the output token whose Jacobian is read in the other's directions.",
+    ),
+    "output_context_coupling": Label(
+        "Coupling over inputs of one output", "", "How alike the tokens before it act on one token."
+    ),
+    "excess_output_context_coupling": Label(
+        "Excess coupling over inputs of one output", "", "0 is the score of random bases."
+    ),
+    "output_context_coupling_pair": Label(
+        "Coupling of pairs of inputs of one output",
+        "",
+        "Averaged over the output tokens. Row: the input token whose Jacobian is read in the other's directions.",
+    ),
+    "influence_frobenius": Label(
+        "Influence of earlier tokens",
+        "Frobenius norm",
+        "How strongly an earlier token moves what a block adds. Curves: the mean of all earlier tokens.",
+    ),
+    "influence_spectral": Label(
+        "Strongest influence of earlier tokens", "spectral norm", "Along the direction that has most effect."
+    ),
+    "influence_participation_ratio": Label(
+        "Directions of influence, participation ratio", "", "How many directions an earlier token acts along."
+    ),
+    "influence_entropy_rank": Label(
+        "Directions of influence, entropy rank", "", "As the participation ratio, with more weight on small values."
+    ),
     "singular_value": Label("Singular values", "", "Of the block Jacobians, largest first."),
     "linearized_rollout": Label("Linearized rollout", "cosine", "1: the blocks act on the token linearly."),
     "min_gap": Label("Smallest singular gap", "relative", "Near 0 the leading directions are not unique."),
@@ -72,6 +131,9 @@ METRICS = {
 ANALYSES = {
     "trajectory": "The path of single tokens through the layers.",
     "coupling": "How alike the blocks' Jacobians are, by their leading singular directions.",
+    "token_coupling": "How alike a block acts on the tokens of a prompt, by the Jacobians between them.",
+    "coupling_matrices": "The matrices behind coupling, at the last token.",
+    "cross_token_influence": "How much, and in how many directions, earlier tokens reach the last one in each block.",
     "representation": "How many directions the states of a prompt fill, and how its tokens turn.",
     "next_token_probe": "What a linear probe can tell about the next token from each layer.",
     "lens": "What the model's own readout makes of each layer.",
@@ -82,11 +144,24 @@ SECONDARY = {
     *("growth_rate", "step_norm", "coupling_with_diagonal", "min_gap", "participation_ratio", "accuracy_all"),
     *("coverage", "logit_lens_perplexity", "kl_to_final", "macro_f1", "dataset_entropy_of_half", "error_bound"),
     *("random_coupling", "num_tied", "jacobian_norm", "spectrum_slope", "spectrum_r_squared"),
+    *("random_token_coupling", "random_input_context_coupling", "random_output_context_coupling"),
+    *("influence_spectral", "influence_participation_ratio"),
 }
 # Metrics whose values lie decades apart.
-LOG_SCALE = {"logit_lens_perplexity", "validation/perplexity"}
+LOG_SCALE = {"logit_lens_perplexity", "validation/perplexity", "influence_frobenius", "influence_spectral"}
 # Metrics that are drawn beside another one, to compare with, rather than alone; and what they are called there.
-BASELINES = {"coupling": {"random_coupling": "Random bases"}}
+BASELINES = {
+    metric: {f"random_{metric}": "Random bases"}
+    for metric in ("coupling", "token_coupling", "input_context_coupling", "output_context_coupling")
+}
+# Values to compare with that follow from the definition.
+LEVELS = {
+    metric: {0.0: "Random bases"}
+    for metric in (
+        *("excess_coupling", "excess_token_coupling", "excess_same_token_coupling"),
+        *("excess_input_context_coupling", "excess_output_context_coupling"),
+    )
+}
 
 _TAGS = {
     "drop_first": "first {} tokens dropped",
@@ -136,6 +211,11 @@ def tag_text(tags: dict[str, object]) -> str:
         else:
             parts.append(_TAGS.get(name, name.replace("_", " ") + " = {}").format(text))
     return ", ".join(parts)
+
+
+def pair_text(layer: int | None, other_layer: int | None) -> str:
+    """Returns what a layer is called, or a pair: `block 1 in the directions of block 3`."""
+    return f"layer {layer}" if other_layer is None else f"block {layer} in the directions of block {other_layer}"
 
 
 def count(number: float | None) -> str:

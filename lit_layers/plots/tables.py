@@ -8,11 +8,11 @@ from typing import Any
 import pandas as pd
 
 from lit_layers.plots.labels import SECONDARY, label, tag_text
-from lit_layers.records import COLUMNS
+from lit_layers.records import COLUMNS, PLACES
 
 # Tags that number the lines of one figure, or name a line to compare with; all others make variants of a metric.
 ORDINALS = ("distance", "index")
-_NOT_VARIANTS = (*ORDINALS, "reference")
+_NOT_VARIANTS = (*ORDINALS, *PLACES, "reference")
 _PLAINEST = {"statistic": None, "control": None, "drop_first": 0, "normalization": "raw"}
 _ABSENT = {"statistic": "mean", "control": "true labels"}  # what a variant is called for the tag it lacks
 _CHANGE_COLUMNS = (
@@ -103,6 +103,11 @@ def of_plainest(points: Sequence[Point], tags: Mapping[str, Any] | None) -> tupl
         return list(points), dict(tags or {})
     chosen = plainest(found)
     return matching(points, chosen), {**chosen, **(tags or {})}
+
+
+def is_placed(point: Point) -> bool:
+    """Whether a point stands in a table of its own, which curves and profiles do not show."""
+    return not point.tags.keys().isdisjoint(PLACES)
 
 
 def is_on_axes(point: Point) -> bool:

@@ -103,7 +103,7 @@ def bar_trace(title: str, stops: list[str], ticks: dict[int, str]) -> dict[str, 
         "orientation": "h",
         "x": 1,
         "xanchor": "right",
-        "y": 1.0,
+        "y": 0.999,  # at 1 plotly pushes the title out of the figure
         "yanchor": "bottom",
         "len": 0.42,
         "thickness": 7,

@@ -8,11 +8,12 @@ import pandas as pd
 import plotly.graph_objects as go
 
 from lit_layers import plots
-from lit_layers.plots.labels import ANALYSES, BASELINES, METRICS, label, sentence
+from lit_layers.plots.labels import ANALYSES, BASELINES, METRICS, label, pair_text, sentence
 from lit_layers.plots.tables import (
     Point,
     choice_text,
     is_on_axes,
+    is_placed,
     matching,
     plainest,
     select,
@@ -95,8 +96,8 @@ def _metric(part: pd.DataFrame, metric: str, analysis: str) -> dict[str, Any]:
     part = table[table["metric"].isin([metric, *BASELINES.get(metric, [])])]  # searched again for each figure
     points = select(part, metric, analysis=analysis)
     choices = []
-    for tags, text in _choices(points):
-        figures = list(_figures(part, metric, points, {"analysis": analysis, "tags": tags}))
+    for options, text in _choices(points):
+        figures = list(_figures(part, metric, points, {"analysis": analysis, **options}))
         choices.append({"text": text, "figures": [{"caption": c, "content": slim(f)} for c, f in figures]})
     return {
         "title": label(metric).with_unit,
@@ -109,15 +110,33 @@ def _metric(part: pd.DataFrame, metric: str, analysis: str) -> dict[str, Any]:
 def _figures(
     part: pd.DataFrame, metric: str, points: list[Point], options: dict[str, Any]
 ) -> Iterator[tuple[str, go.Figure]]:
-    """The figures of one variant, with their captions."""
-    if any(point.other_layer is not None for point in points):
-        yield "", plots.layer_matrix(part, metric, **options)
+    """The figures of one choice, with their captions."""
+    if "layer" in options:
+        yield "", (plots.compression_matrix if "row" in points[0].tags else plots.token_map)(part, metric, **options)
         return
+    pairs = [point for point in points if point.other_layer is not None]
+    if pairs:
+        yield "", plots.layer_matrix(part, metric, **options)
+        if any(point.layer != point.other_layer for point in pairs):
+            yield "Mean of both directions", plots.coupling_graph(part, metric, **options)
+    alone = [point for point in points if point.other_layer is None]
     recorded = set(part["metric"])
-    baselines = [name for name in BASELINES.get(metric, []) if name in recorded]
-    curves = plots.emergence_curves(part, metric, baselines=baselines, **options)
+    options = {**options, "baselines": [name for name in BASELINES.get(metric, []) if name in recorded]}
+    if any(not is_placed(point) for point in alone):
+        yield from _curves(part, metric, alone, options)
+    if any("token_distance" in point.tags for point in alone):
+        options.pop("baselines")
+        yield "Over the distance between the tokens", plots.distance_profile(part, metric, **options)
+
+
+def _curves(
+    part: pd.DataFrame, metric: str, points: list[Point], options: dict[str, Any]
+) -> Iterator[tuple[str, go.Figure]]:
+    """Values of layers, distances or the whole model: over training and, where there is an order, over that."""
+    curves = plots.emergence_curves(part, metric, **options)
     if any("index" in point.tags for point in points):
         yield "Over training, the largest", curves
+        options.pop("baselines")
         yield "At one checkpoint", plots.spectrum(part, metric, **options)
     elif _is_per_layer(points):
         by_distance = all(point.layer is None for point in points)
@@ -127,7 +146,27 @@ def _figures(
         yield "", curves
 
 
-def _choices(points: list[Point]) -> list[tuple[Mapping[str, Any], str]]:
+def _choices(points: list[Point]) -> list[tuple[dict[str, Any], str]]:
+    """What the reader chooses from, as options of a figure and their text: variants, and layers of tables."""
+    if not points[0].tags.keys() & {"row", "token"}:
+        return [({"tags": tags}, text) for tags, text in _variant_choices(points)]
+    # different blocks first: what a block is in its own directions is known beforehand
+    order = sorted(
+        {(p.layer, p.other_layer) for p in points}, key=lambda pair: (pair[0] == pair[1], pair[0], pair[1] or 0)
+    )
+    kinds = _variant_choices(points)
+    return [
+        (
+            {"tags": tags, "layer": layer, "other_layer": other},
+            ", ".join([pair_text(layer, other), *([text] if len(kinds) > 1 else [])]),
+        )
+        for tags, text in kinds
+        for layer, other in order
+        if any((p.layer, p.other_layer) == (layer, other) for p in matching(points, tags))
+    ]
+
+
+def _variant_choices(points: list[Point]) -> list[tuple[Mapping[str, Any], str]]:
     """The variants that the reader chooses from, the plainest first; a few of the whole model are drawn together."""
     found = variants_of(points)
     if not _is_per_layer(points) and points[0].other_layer is None:

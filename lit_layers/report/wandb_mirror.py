@@ -266,7 +266,7 @@ class WandbMirror:
         """A figure for each kind of pairs of layers that W&B does not have at this step."""
         kinds: dict[str, tuple[str, dict[str, Any]]] = {}
         for record in measurement.records if self._draws else ():
-            if record.other_layer is not None:
+            if record.other_layer is not None and record.tags.keys().isdisjoint(records.PLACES):
                 tags = {name: value for name, value in record.tags.items() if not name.startswith("num_")}
                 key = records.key(measurement.analysis, Record(metric=record.metric, value=0.0, tags=tags))
                 kinds[f"{key}/matrix"] = record.metric, tags
@@ -309,7 +309,11 @@ class WandbMirror:
         found = records.latest(records.read(self.root / "measurements.jsonl"))
         pairs = [(measurement, record) for measurement in found for record in measurement.records]
         if len(pairs) > _TABLE_ROWS:
-            pairs = [(measurement, record) for measurement, record in pairs if record.other_layer is None]
+            pairs = [
+                (measurement, record)
+                for measurement, record in pairs
+                if record.other_layer is None and record.tags.keys().isdisjoint(records.PLACES)
+            ]
         if len(pairs) > _TABLE_LIMIT:
             logger.warning("W&B: the table would have %d rows; the first %d are kept", len(pairs), _TABLE_LIMIT)
         if pairs:
@@ -362,7 +366,7 @@ def _points(measurement: Measurement) -> dict[str, float]:
     points: dict[str, float] = {}
     layers: dict[str, list[float]] = {}
     for record in measurement.records if measurement.error is None else ():
-        if record.other_layer is not None:
+        if record.other_layer is not None or not record.tags.keys().isdisjoint(records.PLACES):
             continue
         points[records.key(measurement.analysis, record)] = record.value
         if record.layer and math.isfinite(record.value):

@@ -67,6 +67,9 @@ def measurement(
         "representation": _representation,
         "next_token_probe": _probe,
         "lens": _lens,
+        "token_coupling": _token_coupling,
+        "coupling_matrices": _coupling_matrices,
+        "cross_token_influence": _influence,
     }[analysis]
     return Measurement(
         run=run,
@@ -215,4 +218,55 @@ def _lens(rng: np.random.Generator, progress: float, layers: int) -> list[Record
         found.append(_mean("logit_lens_accuracy", 0.02 + 0.3 * progress * layer / layers, 0.01, layer))
         found.append(Record(metric="logit_lens_perplexity", value=math.exp(loss), layer=layer, n=64))
         found.append(_mean("kl_to_final", 3 * progress * (1 - layer / layers), 0.02, layer))
+    return found
+
+
+def _token_coupling(rng: np.random.Generator, progress: float, layers: int) -> list[Record]:
+    found = []
+    for layer in range(1, layers + 1):
+        level = 0.05 + 0.6 * progress * layer / layers
+        for table, factor in {"token": 1.0, "input_context": 0.7, "output_context": 0.5}.items():
+            found.append(_mean(f"{table}_coupling", factor * level, 0.01, layer, k=4))
+            found.append(_mean(f"random_{table}_coupling", -0.05, 0.001, layer, k=4))
+            found.append(_mean(f"excess_{table}_coupling", (factor * level + 0.05) / 1.05, 0.01, layer, k=4))
+            for row in range(8):
+                for column in range(8):
+                    value = factor * level * 0.9 ** abs(row - column) + 0.05 * (row > column) if row != column else 1.0
+                    place = {"token": round(100 * row / 7), "other_token": round(100 * column / 7)}
+                    found.append(_mean(f"{table}_coupling_pair", value, 0.01, layer, k=4, **place))
+    found.append(Record(metric="num_tied", value=0.0, n=4, tags={"k": 4}))
+    return found
+
+
+def _coupling_matrices(rng: np.random.Generator, progress: float, layers: int) -> list[Record]:
+    found = []
+    for layer, other in ((1, 1), (1, layers), (layers, 1)):
+        for row in range(1, 31):
+            for column in range(1, 31):
+                value = 0.15 * rng.standard_normal() / (row * column) ** 0.2
+                if layer == other or row == column:
+                    value = (row == column) * (1 if layer == other else progress) * 3 * row**-0.6 + value * (
+                        layer != other
+                    )
+                tags = {"row": row, "column": column, "k": 30, "prompt": 1}
+                found.append(Record(metric="compression", value=value, layer=layer, other_layer=other, tags=tags))
+    return found
+
+
+def _influence(rng: np.random.Generator, progress: float, layers: int) -> list[Record]:
+    found = []
+    for layer in range(1, layers + 1):
+        for name, size in {
+            "frobenius": 2.0,
+            "spectral": 0.5,
+            "participation_ratio": 30.0,
+            "entropy_rank": 40.0,
+        }.items():
+            near = size * (0.3 + progress) * layer**-0.5
+            found.append(_mean(f"influence_{name}", near / 3, near / 90, layer))
+            for distance in (0, 1, 2, 3, 4, 5, 6, 7, 8, 12, 16, 24, 32, 48, 64, 96):
+                value = near * (
+                    8 if distance == 0 else distance ** (-0.8 if name in ("frobenius", "spectral") else -0.1)
+                )
+                found.append(_mean(f"influence_{name}", value, value / 30, layer, token_distance=distance))
     return found

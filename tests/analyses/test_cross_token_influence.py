@@ -1,0 +1,175 @@
+"""Influence of earlier tokens against its definition on Jacobians of the running model."""
+
+import copy
+
+import numpy as np
+import pytest
+import torch
+
+from lit_layers.analyses.cross_token_influence import CrossTokenInfluence
+from lit_layers.errors import InputError
+from lit_layers.models.view import LayeredModel
+from tests.support.listed_batches import Listed
+from tests.support.tiny_models import DIM, LAYERS, tiny, tiny_batch
+from tests.support.whole_jacobians import whole_jacobians
+
+NAMES = ("frobenius", "spectral", "participation_ratio", "entropy_rank")
+
+
+def found(model, *batches, **options):
+    """The records by (metric, layer, distance), None for the mean over all earlier tokens."""
+    records = list(CrossTokenInfluence(batches=Listed(*batches), **options).run(LayeredModel(model)))
+    keys = [(r.metric, r.layer, r.tags.get("token_distance")) for r in records]
+    assert len(set(keys)) == len(keys)
+    return dict(zip(keys, records, strict=True))
+
+
+def influence_by_hand(jacobian, eps=0.0):
+    values = np.linalg.svd(jacobian, compute_uv=False)
+    shares = values / (values.sum() + eps)
+    shares = shares[shares > eps]
+    rank = np.exp(-(shares * np.log(shares)).sum())
+    return np.sqrt((values**2).sum()), values[0], values.sum() ** 2 / ((values**2).sum() + eps), rank
+
+
+@pytest.fixture(scope="module")
+def model():
+    return tiny("gpt2", torch.float64)
+
+
+def test_every_record_equals_the_definition_on_the_running_model(model):
+    batch = tiny_batch("gpt2", batch=2, tokens=14)
+    records = found(model, batch)
+    groups = {distance: [distance] for distance in range(8)} | {8: [8, 9, 10, 11], 12: [12, 13], None: range(1, 14)}
+    by_prompt = [whole_jacobians(model, model.transformer.h, {"input_ids": ids[None]})[0] for ids in batch["input_ids"]]
+    for layer in range(LAYERS):
+        # (prompts, distances, names)
+        values = np.array([[influence_by_hand(each[layer, 13, 13 - d]) for d in range(14)] for each in by_prompt])
+        for group, distances in groups.items():
+            for number, name in enumerate(NAMES):
+                record = records.pop((f"influence_{name}", layer + 1, group))
+                here = values[:, list(distances), number].mean(1)
+                assert record.value == pytest.approx(here.mean(), rel=1e-9)
+                assert record.stderr == pytest.approx(here.std(ddof=1) / 2**0.5, rel=1e-7)
+    assert not records
+
+
+def test_the_preset_does_what_published_code_does(model):
+    batch = tiny_batch("gpt2", batch=1, tokens=5)
+    model_ = copy.deepcopy(model)
+    jacobians, states = whole_jacobians(model_, model_.transformer.h, {"input_ids": batch["input_ids"]})
+    normed = model_.transformer.ln_f(states[-1])
+    last = np.zeros((5, DIM, DIM))
+    for row in range(DIM):
+        (grad,) = torch.autograd.grad(normed[0, 4, row], states[-2], retain_graph=True)
+        last[:, row] = grad[0].numpy()
+    records = found(model, batch, preset="released_code")
+    for distance in range(5):
+        s = 4 - distance
+        first = jacobians[0, 4, s] - (np.eye(DIM) if distance else 0)  # the identity also where there is no skip
+        for layer, jacobian in ((1, first), (LAYERS, last[s] - np.eye(DIM))):
+            for name, expected in zip(NAMES, influence_by_hand(jacobian, 1e-10), strict=True):
+                value = records[f"influence_{name}", layer, distance].value
+                assert value == pytest.approx(expected, rel=1e-6), (name, layer, distance)
+
+
+def test_the_final_norm_alone_changes_the_last_block_and_no_identity_is_taken_from_other_tokens(model):
+    batch = tiny_batch("gpt2", batch=1, tokens=4)
+    jacobians, states = whole_jacobians(model, model.transformer.h, {"input_ids": batch["input_ids"]})
+    normed = model.transformer.ln_f(states[-1])
+    rows = [torch.autograd.grad(normed[0, 3, row], states[-2], retain_graph=True)[0][0].numpy() for row in range(DIM)]
+    through = np.array(rows)  # (row, token, column)
+    records = found(model, batch, states="hf")
+    for distance in range(4):
+        own = np.eye(DIM) if distance == 0 else 0
+        value = records["influence_frobenius", LAYERS, distance].value
+        assert value == pytest.approx(np.linalg.norm(through[:, 3 - distance] - own), rel=1e-9)
+        value = records["influence_frobenius", 1, distance].value
+        assert value == pytest.approx(np.linalg.norm(jacobians[0, 3, 3 - distance]), rel=1e-9)
+
+
+@pytest.mark.parametrize("side", ["left", "right"])
+def test_padding_and_the_split_into_batches_change_nothing(model, side):
+    padded = tiny_batch("gpt2", batch=3, tokens=8, padding=side)
+    alone = []
+    for ids, mask in zip(padded["input_ids"], padded["attention_mask"], strict=True):
+        alone.append({"input_ids": ids[mask.bool()][None], "attention_mask": mask[mask.bool()][None]})
+    expected, together = found(model, *alone), found(model, padded)
+    assert expected.keys() == together.keys()
+    for key, record in expected.items():
+        assert together[key].value == pytest.approx(record.value, rel=1e-6), key
+        assert together[key].n == record.n
+    assert together["influence_spectral", 1, 7].n == 1  # the others are shorter
+
+
+def test_fewer_inputs_are_spread_over_the_distances_and_groups_may_be_left_apart(model):
+    batch = tiny_batch("gpt2", batch=1, tokens=40)
+    every = found(model, batch, group_distances=False)
+    assert {key[2] for key in every} == {None, *range(40)}
+    some = found(model, batch, group_distances=False, num_inputs=6)
+    distances = sorted(key[2] for key in some if key[0] == "influence_spectral" and key[1] == 1 and key[2] is not None)
+    assert distances == [0, 1, 3, 8, 18, 39]  # 40 ** (i / 5) - 1: 0, 1.09, 3.37, 8.15, 18.1, 39
+    for key, record in some.items():
+        if key[2] is not None:
+            assert record.value == pytest.approx(every[key].value, rel=1e-9)
+    crowded = found(model, tiny_batch("gpt2", batch=1, tokens=6), group_distances=False, num_inputs=5)
+    assert {key[2] for key in crowded} == {None, 0, 1, 2, 3, 5}
+
+
+def test_a_dead_block_has_norms_of_zero_and_no_rank(model):
+    model = copy.deepcopy(model)
+    for part in (model.transformer.h[1].attn.c_proj, model.transformer.h[1].mlp.c_proj):
+        torch.nn.init.zeros_(part.weight)
+    records = found(model, tiny_batch("gpt2", batch=1, tokens=4))
+    assert records["influence_frobenius", 2, 1].value == 0
+    assert ("influence_entropy_rank", 2, 1) not in records
+    assert ("influence_entropy_rank", 1, 1) in records
+
+
+def test_ranks_out_of_sight_are_counted_and_never_enter_a_mean():
+    model = tiny("mistral", torch.float64)  # a window of 4 tokens
+    records = found(model, tiny_batch("mistral", batch=1, tokens=7))
+    assert records["influence_entropy_rank", 1, None].tags == {"num_undefined_tokens": 3}
+    near = np.mean([records["influence_entropy_rank", 1, distance].value for distance in (1, 2, 3)])
+    assert records["influence_entropy_rank", 1, None].value == pytest.approx(near, rel=1e-9)
+    assert records["influence_frobenius", 1, 5].value == 0
+    assert records["influence_frobenius", 1, None].tags == {}
+
+
+def test_a_prompt_of_one_token_has_its_own_influence_alone(model):
+    records = found(model, tiny_batch("gpt2", batch=1, tokens=1))
+    assert {key[2] for key in records} == {0}
+
+
+def test_a_model_in_half_precision_is_measured_in_float32():
+    batch = tiny_batch("gpt2", batch=1, tokens=6)
+    model = tiny("gpt2", torch.bfloat16)
+    half, whole = found(model, batch), found(copy.deepcopy(model).float(), batch)
+    assert half.keys() == whole.keys()
+    for key, record in whole.items():
+        assert half[key].value == record.value
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"num_prompts": 0}, "expected num_prompts of at least 1, got 0"),
+        ({"num_inputs": 0}, "expected num_inputs of at least 1, got 0"),
+        ({"identity": "never"}, r"expected identity to be one of \['same_token', 'always'\], got 'never'"),
+        ({"states": "raw"}, "expected states to be one of"),
+        ({"eps": -1.0}, "expected eps of at least 0, got -1.0"),
+        ({"preset": "paper"}, r"expected preset to be one of \['released_code'\], got 'paper'"),
+        ({"preset": "released_code", "eps": 1.0}, "sets eps to 1e-10, got eps 1.0 as well: leave one of them out"),
+    ],
+)
+def test_options_that_do_not_fit_are_refused_before_anything_runs(model, options, message):
+    analysis = CrossTokenInfluence(batches=Listed(), **options)
+    with pytest.raises(InputError, match=f"^cross_token_influence: .*{message}"):
+        analysis.check(LayeredModel(model))
+    with pytest.raises(InputError, match=message):
+        list(analysis.run(LayeredModel(model)))
+
+
+def test_data_without_prompts_is_refused(model):
+    with pytest.raises(InputError, match="the data holds no prompts"):
+        found(model)

@@ -1,0 +1,265 @@
+"""Coupling over tokens against its definition, pair by pair, on Jacobians of the running model."""
+
+import copy
+import itertools
+
+import numpy as np
+import pytest
+import torch
+
+from lit_layers.analyses.token_coupling import TokenCoupling
+from lit_layers.errors import InputError
+from lit_layers.models.view import LayeredModel
+from tests.support.listed_batches import Listed
+from tests.support.tiny_models import DIM, LAYERS, tiny, tiny_batch
+from tests.support.whole_jacobians import whole_jacobians
+
+
+def found(model, *batches, **options):
+    """The records by (metric, layer, other_layer, tags)."""
+    records = list(TokenCoupling(batches=Listed(*batches), **options).run(LayeredModel(model)))
+    keys = [(r.metric, r.layer, r.other_layer, *sorted(r.tags.items())) for r in records]
+    assert len(set(keys)) == len(keys)
+    return dict(zip(keys, records, strict=True))
+
+
+def coupling_by_loops(first, second, k, *, absolute=False):
+    """Coupling, and the coupling of random bases."""
+    u, _, vt = np.linalg.svd(second)
+    compressed = u[:, :k].T @ first @ vt[:k].T
+    spectrum = np.linalg.svd(first, compute_uv=False)
+    norm = np.linalg.norm(spectrum[:k])
+    compressed = np.abs(compressed) if absolute else compressed
+    square = norm**2 + (k / DIM) ** 2 * (spectrum**2).sum()
+    if absolute:
+        square -= 2 * np.sqrt(2 / np.pi) * np.linalg.norm(spectrum) * spectrum[:k].sum() / DIM
+    return 1 - np.linalg.norm(compressed - np.diag(spectrum[:k])) / norm, 1 - np.sqrt(square) / norm
+
+
+def tables_by_loops(first, second, places, k, **options):
+    """Per table: (coupling, random, t, t') of all pairs, t = t' too, and of all fixed tokens with two or more."""
+    tables = {"token": [], "input_context": [], "output_context": []}
+    for t, u in itertools.product(places, places):
+        tables["token"].append((*coupling_by_loops(first[t, t], second[u, u], k, **options), t, u))
+    for fixed in places:
+        after, before = [t for t in places if t >= fixed], [t for t in places if t <= fixed]
+        for t, u in itertools.product(after, after) if len(after) > 1 else ():
+            pair = coupling_by_loops(first[t, fixed], second[u, fixed], k, **options)
+            tables["input_context"].append((*pair, t, u))
+        for s, u in itertools.product(before, before) if len(before) > 1 else ():
+            pair = coupling_by_loops(first[fixed, s], second[fixed, u], k, **options)
+            tables["output_context"].append((*pair, s, u))
+    return tables
+
+
+@pytest.fixture(scope="module")
+def model():
+    return tiny("gpt2", torch.float64)
+
+
+def jacobians_of(model, batch, index):
+    """Of one prompt without its padding."""
+    real = batch["attention_mask"][index].bool()
+    return whole_jacobians(model, model.transformer.h, {"input_ids": batch["input_ids"][index, real][None]})[0]
+
+
+def means(table):
+    """Coupling, random and excess coupling over the pairs of different tokens."""
+    pairs = np.array([(coupling, random) for coupling, random, t, u in table if t != u])
+    excess = 1 - (1 - pairs[:, 0]) / (1 - pairs[:, 1])
+    return (*pairs.mean(0), excess.mean())
+
+
+@pytest.mark.parametrize("options", [{}, {"sign": "absolute"}])
+def test_every_record_equals_the_definition_on_the_running_model(model, options):
+    batch = tiny_batch("gpt2", batch=2, tokens=9)
+    places = [0, 3, 5, 8]  # of 9 tokens, 4 of them evenly: 0, 2.67, 5.33, 8
+    absolute = options.get("sign") == "absolute"
+    prompts = [jacobians_of(model, batch, index) for index in range(2)]
+    records = found(model, batch, k=(4, 0.25), num_tokens=4, pairs=[(2, 2), (3, 1)], **options)
+    gaps = {4: [], 8: []}
+    for k, (layer, other) in itertools.product((4, 8), ((2, 2), (3, 1))):
+        where = (layer, None if layer == other else other)
+        by_prompt = [
+            tables_by_loops(jacobians[layer - 1], jacobians[other - 1], places, k, absolute=absolute)
+            for jacobians in prompts
+        ]
+        for table in ("token", "input_context", "output_context"):
+            expected = np.array([means(tables[table]) for tables in by_prompt])
+            for name, values in zip(("", "random_", "excess_"), expected.T, strict=True):
+                record = records.pop((f"{name}{table}_coupling", *where, ("k", k)))
+                assert record.value == pytest.approx(values.mean(), abs=1e-9)
+                assert record.stderr == pytest.approx(values.std(ddof=1) / 2**0.5, abs=1e-9)
+                assert record.n == 2
+                assert record.low <= record.value <= record.high
+            for t, u in itertools.product(range(4), range(4)):
+                here = [
+                    np.mean([pair[0] for pair in tables[table] if pair[2:] == (places[t], places[u])])
+                    for tables in by_prompt
+                    if any(pair[2:] == (places[t], places[u]) for pair in tables[table])
+                ]
+                percent = (0, 33, 67, 100)
+                key = (f"{table}_coupling_pair", *where, ("k", k), ("other_token", percent[u]), ("token", percent[t]))
+                assert records.pop(key).value == pytest.approx(np.mean(here), abs=1e-9)
+        for jacobians in prompts:
+            for t, s in itertools.product(places, places):
+                if s <= t:
+                    spectrum = np.linalg.svd(jacobians[other - 1, t, s], compute_uv=False)
+                    gaps[k].append(((spectrum[:k] - spectrum[1 : k + 1]) / spectrum[0]).min())
+        if layer != other:
+            same = [[pair[:2] for pair in tables["token"] if pair[2] == pair[3]] for tables in by_prompt]
+            same = np.array(same)  # (prompts, tokens, 2)
+            record = records.pop(("same_token_coupling", layer, other, ("k", k)))
+            assert record.value == pytest.approx(same[..., 0].mean(), abs=1e-9)
+            record = records.pop(("excess_same_token_coupling", layer, other, ("k", k)))
+            assert record.value == pytest.approx((1 - (1 - same[..., 0]) / (1 - same[..., 1])).mean(), abs=1e-9)
+    for k in (4, 8):
+        assert records.pop(("min_gap", None, None, ("k", k))).value == pytest.approx(min(gaps[k]), abs=1e-9)
+        assert records.pop(("num_tied", None, None, ("k", k))).value == sum(gap < 1e-4 for gap in gaps[k])
+        assert records.pop(("error_bound", None, None, ("k", k))).value < 1e-6
+    assert not records
+
+
+def test_a_block_with_itself_is_coupled_fully_where_the_token_is_the_same(model):
+    records = found(model, tiny_batch("gpt2", batch=1, tokens=6), k=(4,), num_tokens=3)
+    for table, layer, token in itertools.product(("token", "input_context", "output_context"), (1, 2, 3), (0, 50, 100)):
+        key = (f"{table}_coupling_pair", layer, None, ("k", 4), ("other_token", token), ("token", token))
+        assert records[key].value == pytest.approx(1, abs=1e-9)
+
+
+def test_tables_are_not_symmetric_and_the_row_is_the_token_of_the_first_jacobian(model):
+    batch = tiny_batch("gpt2", batch=1, tokens=5)
+    jacobians = jacobians_of(model, batch, 0)[0]
+    records = found(model, batch, k=(4,), num_tokens=2, tables=("token",), pairs=[(1, 1)])
+    for token, other in ((0, 100), (100, 0)):
+        one, two = (0, 4) if token == 0 else (4, 0)
+        record = records["token_coupling_pair", 1, None, ("k", 4), ("other_token", other), ("token", token)]
+        assert record.value == pytest.approx(coupling_by_loops(jacobians[one, one], jacobians[two, two], 4)[0])
+    values = [record.value for key, record in records.items() if key[0] == "token_coupling_pair" and key[4] != key[5]]
+    assert len({round(value, 6) for value in values}) > 1
+
+
+@pytest.mark.parametrize("side", ["left", "right"])
+def test_padding_and_the_split_into_batches_change_nothing(model, side):
+    padded = tiny_batch("gpt2", batch=3, tokens=9, padding=side)  # 9, 7 and 5 real tokens
+    alone = []
+    for ids, mask in zip(padded["input_ids"], padded["attention_mask"], strict=True):
+        alone.append({"input_ids": ids[mask.bool()][None], "attention_mask": mask[mask.bool()][None]})
+    expected, together = found(model, *alone, k=(4,), num_tokens=3), found(model, padded, k=(4,), num_tokens=3)
+    assert expected.keys() == together.keys()
+    for key, record in expected.items():
+        assert together[key].value == pytest.approx(record.value, rel=1e-6, abs=1e-9), key
+        assert together[key].n == 3
+
+
+def test_a_short_prompt_takes_part_in_the_means_alone_and_one_token_is_counted(model):
+    padded = tiny_batch("gpt2", batch=3, tokens=8, padding="right")
+    padded["attention_mask"] = torch.tensor([[1] * 8, [1] * 3 + [0] * 5, [1] + [0] * 7])
+    records = found(model, padded, k=(4,), num_tokens=4, tables=("token",), pairs=[(1, 1)])
+    record = records["token_coupling", 1, None, ("k", 4), ("num_undefined", 1)]
+    assert record.n == 2
+    tables = [tables_by_loops(jacobians_of(model, padded, index)[0], jacobians_of(model, padded, index)[0], places, 4)
+              for index, places in ((0, [0, 2, 5, 7]), (1, [0, 1, 2]))]  # fmt: skip
+    assert record.value == pytest.approx(np.mean([means(table["token"])[0] for table in tables]), abs=1e-9)
+    maps = [record for key, record in records.items() if key[0] == "token_coupling_pair"]
+    assert len(maps) == 16
+    assert all(record.n == 1 for record in maps)
+    one = {"input_ids": padded["input_ids"][:, :1]}
+    with pytest.raises(InputError, match="needs prompts of at least two tokens, all have one"):
+        found(model, one, k=(4,))
+
+
+def test_patches_give_the_coupling_of_blocks_averaged_over_them():
+    model, batch = tiny("vit", torch.float64), tiny_batch("vit", batch=2)
+    batch["pixel_values"] = batch["pixel_values"].double()
+    records = found(model, batch, k=(4,), pairs="all", tables=("token",), tokens="patches", num_tokens=3)
+    per_image = []
+    for image in batch["pixel_values"]:
+        jacobians, _ = whole_jacobians(model, model.blocks, {"pixel_values": image[None]})
+        # 16 patches behind the class token, in places 1..16
+        pairs = [(i, j, t) for i in range(LAYERS) for j in range(LAYERS) if i != j for t in (1, 9, 16)]
+        per_image.append(
+            np.mean([coupling_by_loops(jacobians[i, t, t], jacobians[j, t, t], 4)[0] for i, j, t in pairs])
+        )
+    value = records["same_token_coupling", None, None, ("k", 4)].value
+    assert value == pytest.approx(np.mean(per_image), abs=1e-9)
+    assert records["same_token_coupling", None, None, ("k", 4)].n == 2
+    assert ("excess_same_token_coupling", None, None, ("k", 4)) in records
+
+
+def test_a_dead_block_leaves_a_gap_and_pairs_that_are_undefined_are_counted(model):
+    model = copy.deepcopy(model)
+    for part in (model.transformer.h[1].attn.c_proj, model.transformer.h[1].mlp.c_proj):
+        torch.nn.init.zeros_(part.weight)
+    records = found(model, tiny_batch("gpt2", batch=2, tokens=6), k=(4,), num_tokens=3)
+    assert {key[1] for key in records if key[0] == "token_coupling"} == {1, 3}
+    with pytest.raises(ValueError, match="token_coupling is undefined: every Jacobian is zero or not finite"):
+        found(model, tiny_batch("gpt2", batch=2, tokens=6), k=(4,), num_tokens=3, pairs=[(2, 2)])
+
+
+def test_pairs_with_a_token_that_no_attention_reaches_are_left_out_and_counted():
+    model = tiny("mistral", torch.float64)  # a window of 4 tokens: farther Jacobians are exactly zero
+    batch = tiny_batch("mistral", batch=1, tokens=7)
+    records = found(model, batch, k=(4,), num_tokens=3, tables=("output_context",), pairs=[(1, 1)])
+    # places 0, 3, 6; outputs with two inputs or more: 3 (of 0, 3) and 6 (of 0, 3, 6), from which 0 is out of sight
+    (key,) = [key for key in records if key[0] == "output_context_coupling"]
+    assert dict(key[3:])["num_undefined_pairs"] == 4
+    assert records[key].n == 1
+    (jacobians, *_), _ = whole_jacobians(model, model.model.layers, {"input_ids": batch["input_ids"]})
+    assert not jacobians[6, 0].any()
+    left = [coupling_by_loops(jacobians[t, s], jacobians[t, u], 4)[0] for t, s, u in
+            ((3, 0, 3), (3, 3, 0), (6, 3, 6), (6, 6, 3))]  # fmt: skip
+    assert records[key].value == pytest.approx(np.mean(left), abs=1e-6)
+
+
+def test_only_the_first_prompts_are_measured(model):
+    first, second = tiny_batch("gpt2", batch=2, tokens=6), tiny_batch("gpt2", batch=2, tokens=6, seed=2)
+    half = {name: values[:1] for name, values in second.items()}
+    capped = found(model, first, second, k=(4,), num_tokens=2, num_prompts=3)
+    expected = found(model, first, half, k=(4,), num_tokens=2)
+    assert {key: r.value for key, r in capped.items()} == {key: r.value for key, r in expected.items()}
+
+
+def test_a_model_in_half_precision_is_measured_in_float32():
+    batch = tiny_batch("gpt2", batch=1, tokens=6)
+    model = tiny("gpt2", torch.bfloat16)
+    half, whole = (
+        found(model, batch, k=(4,), num_tokens=3),
+        found(copy.deepcopy(model).float(), batch, k=(4,), num_tokens=3),
+    )
+    assert half.keys() == whole.keys()
+    for key, record in whole.items():
+        assert half[key].value == record.value
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"k": (33,)}, "expected k between 1 and the dimension 32, got 33; the model is 32 wide: choose another k"),
+        ({"k": ()}, "expected at least one k, got none"),
+        ({"num_tokens": 0}, "expected num_tokens of at least 2, as one token makes no pair, got 0"),
+        ({"num_prompts": 0}, "expected num_prompts of at least 1, got 0"),
+        ({"sign": "plain"}, r"expected sign to be one of \['signed', 'absolute'\], got 'plain'"),
+        ({"p": 0.5}, "expected p of at least 1, got 0.5"),
+        ({"pairs": "some"}, r"expected pairs to be one of \['same', 'all'\], got 'some'"),
+        ({"pairs": []}, "expected at least one pair of blocks, got none"),
+        ({"pairs": [(1, 4)]}, r"expected pairs of blocks 1..3, got \[1, 4\]"),
+        ({"pairs": [(0, 1)]}, r"expected pairs of blocks 1..3, got \[0, 1\]"),
+        ({"pairs": [(1, 2, 3)]}, r"expected pairs of blocks 1..3, got \[1, 2, 3\]"),
+        ({"pairs": [(1, 2), (1, 2)]}, "expected each pair of blocks once"),
+        ({"tables": ()}, "expected at least one of the tables"),
+        ({"tables": ("self",)}, "expected tables to be one of .* got 'self'"),
+        ({"tokens": "patches"}, "GPT2LMHeadModel has no patches: tokens='patches' is for models of images"),
+    ],
+)
+def test_options_that_do_not_fit_are_refused_before_anything_runs(model, options, message):
+    analysis = TokenCoupling(batches=Listed(), **options)
+    with pytest.raises(InputError, match=f"^token_coupling: .*{message}"):
+        analysis.check(LayeredModel(model))
+    with pytest.raises(InputError, match=message):
+        list(analysis.run(LayeredModel(model)))
+
+
+def test_data_without_prompts_is_refused(model):
+    with pytest.raises(InputError, match="the data holds no prompts"):
+        found(model, k=(4,))
