@@ -33,10 +33,11 @@ def print_closing(console: Console, root: Path, *, seconds: float) -> None:
 
 def _changes(changes: pd.DataFrame) -> Table:
     table = Table(title="From the first to the last checkpoint", title_justify="left", box=None, pad_edge=False)
-    table.add_column("metric", no_wrap=True)
+    table.add_column("metric", overflow="fold")
     for step in ("first_step", "last_step"):
-        table.add_column(f"step {int(changes[step].iloc[0])}" if len(changes) else step, justify="right")
-    table.add_column("change", justify="right")
+        name = f"step {int(changes[step].iloc[0])}" if len(changes) else step
+        table.add_column(name, justify="right", min_width=max(8, len(name)), no_wrap=True)
+    table.add_column("change", justify="right", min_width=8, no_wrap=True)
     for row in changes.head(_SHOWN).to_dict("records"):
         name = " ".join(filter(None, [f"{row['analysis']}/{row['metric']}", row["variant"], _layer(row["layer"])]))
         table.add_row(name, _number(row["first"]), _number(row["last"]), _number(row["change"], sign=True))
