@@ -4,11 +4,17 @@ import dataclasses
 import hashlib
 import json
 from abc import ABC, abstractmethod
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Iterator, MutableMapping
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
-from lit_layers.models.view import LayeredModel
+from torch import Tensor
+
+from lit_layers.analyses.states import at_least_float32
+from lit_layers.data.batches import Batches
+from lit_layers.errors import InputError
+from lit_layers.models.view import Batch, LayeredModel
 from lit_layers.records import Record
 
 
@@ -47,6 +53,95 @@ class Analysis(ABC):
             value.content_hash() for value in vars(self).values() if callable(getattr(value, "content_hash", None))
         ]
         return hashlib.sha256("/".join(parts).encode()).hexdigest()[:16] if parts else None
+
+
+@dataclass(frozen=True, eq=False)
+class Visit:
+    """One block on one batch: what an analysis that goes layer by layer is shown."""
+
+    layer: int  # of the block, 1..L
+    batch: int
+    block: Callable[[Tensor], Tensor]  # the batch's other arguments are in it
+    before: Tensor  # (batch, tokens, dim): layer - 1
+    after: Tensor
+    mask: Tensor  # (batch, tokens), False on padding
+
+
+class LayerwiseRun(ABC):
+    """One measurement under way, shown every block on every batch: `start` a batch, then `visit` its blocks in order.
+
+    Which comes first, the next block or the next batch, makes no difference. `state` is all that was found so far,
+    plain tensors by name: a run that is given the state of another goes on from there.
+    """
+
+    def __init__(self) -> None:
+        self.state: dict[str, Tensor] = {}
+
+    @abstractmethod
+    def start(self, batch: int, hidden: Tensor, mask: Tensor) -> None:
+        """Takes layer 0 (batch, tokens, dim) of a batch."""
+
+    @abstractmethod
+    def visit(self, visit: Visit) -> None:
+        """Takes one block on one batch."""
+
+    def revisit(self, visit: Visit) -> None:
+        """Takes it again, once every block has been visited: only for analyses of two passes."""
+        raise NotImplementedError(f"{type(self).__name__} needs one pass")
+
+    def release(self, batch: int) -> None:  # noqa: B027
+        """Lets go of what only later visits of a batch would need; there are none."""
+
+    @abstractmethod
+    def records(self) -> Iterator[Record]:
+        """Yields what all visits together gave."""
+
+
+class LayerwiseAnalysis(Analysis):
+    """An analysis that looks at one block at a time, so that a model need never be in memory as a whole.
+
+    Subclasses have the field `batches` and say how a run begins; `run` shows it a model that is at hand, and
+    `lit_layers.analyses.streamed` one that is read block by block: the numbers come from the same code.
+    """
+
+    batches: Batches
+    passes: ClassVar[int] = 1  # 2: every block is shown again when all have been seen
+
+    @abstractmethod
+    def begin(self, model: LayeredModel, store: MutableMapping[str, Tensor] | None = None) -> LayerwiseRun:
+        """A measurement that has seen nothing yet.
+
+        `store` takes what is large and needed again in the second pass. None: all blocks of a batch come one after the
+        other, and what is dear to compute twice is kept in memory meanwhile.
+
+        Raises:
+            InputError: options that do not fit the model.
+        """
+
+    def prompts(self, model: LayeredModel) -> Iterable[Batch]:
+        """The batches as they are measured."""
+        return self.batches
+
+    def run(self, model: LayeredModel) -> Iterable[Record]:
+        model = at_least_float32(model)
+        run, number = self.begin(model), -1
+        for number, batch in enumerate(self.prompts(model)):
+            trajectory = model.trajectory(batch)
+            hidden = trajectory.hidden
+            visits = [
+                Visit(layer, number, trajectory.block(layer), hidden[layer - 1], hidden[layer], trajectory.mask)
+                for layer in range(1, model.num_layers + 1)
+            ]
+            run.start(number, hidden[0], trajectory.mask)
+            for visit in visits:
+                run.visit(visit)
+            if self.passes == 2:
+                for visit in visits:
+                    run.revisit(visit)
+            run.release(number)
+        if number < 0:
+            raise InputError(f"{self.name}: the data holds no prompts")
+        yield from run.records()
 
 
 def describe(value: Any) -> Any:

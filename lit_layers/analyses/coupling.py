@@ -2,33 +2,34 @@
 
 import dataclasses
 import math
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple
+from collections.abc import Iterator, MutableMapping
+from dataclasses import dataclass, field
+from typing import Any, ClassVar, Literal, NamedTuple
 
 import torch
 from torch import Tensor
 
-from lit_layers.analyses.base import Analysis
+from lit_layers.analyses.base import LayerwiseAnalysis, LayerwiseRun, Visit
+from lit_layers.analyses.states import final_norm, in_convention
 from lit_layers.analyses.summary import summarize
+from lit_layers.analyses.token_jacobians import evenly_spread
 from lit_layers.data.batches import Batches
 from lit_layers.errors import InputError
 from lit_layers.functional import coupling as functional
 from lit_layers.functional.jacobian import block_jacobian, token_places
-from lit_layers.models.families import trunk_of
-from lit_layers.models.view import Batch, LayeredModel, Trajectory
+from lit_layers.models.view import Batch, LayeredModel
 from lit_layers.records import Record
 
 # What published code does where it departs from our defaults.
 PRESETS: dict[str, dict[str, Any]] = {
     "released_code": {"k": (10, 30, 50), "sign": "absolute", "states": "hf", "fit_from": 10, "skip_last": True}
 }
-TOKENS = {"last": -1, "first": 0, "cls": 0, "last_patch": -1}
+TOKENS = {"last": -1, "first": 0, "cls": 0, "last_patch": -1}  # "mean_patch" is many
 TIE = 1e-4  # relative gap of singular values below which their directions are not well determined
 
 
 @dataclass(kw_only=True)
-class Coupling(Analysis):
+class Coupling(LayerwiseAnalysis):
     """Depth-wise coupling of the blocks at one token, with its random baseline, and the spectra behind it.
 
     Per K (tag `k`, a count): `coupling` (mean over pairs of different blocks), `coupling_with_diagonal`,
@@ -39,22 +40,35 @@ class Coupling(Analysis):
     `index`), `jacobian_norm`, `linearized_rollout`; and `spectrum_slope`, `spectrum_r_squared` of 1 / s_1 over depth.
 
     `k` counts directions where it is an int and is a share of the width where it is a float. `token` counts real
-    tokens. The first `num_prompts` prompts are measured. `states="hf"` puts the final norm into the last block.
+    tokens; "mean_patch" is every metric (not the Jacobian) averaged over at most `num_patches` evenly spread patches of
+    an image, over all of them for None. The first `num_prompts` prompts are measured. `states="hf"` puts the final norm
+    into the last block.
+    Every pair takes one Jacobian in full and the other's bases, so a model that is read block by block is read twice.
+
+    `tolerance`: what `error_bound` may come to, 1e-6 for exact values. `warm_start` begins the search for singular
+    vectors at those of the checkpoint measured before, which saves a tenth of it; values then depend on what was
+    measured before, within `error_bound`, so that a series measured again is equal only within that.
     Source: definitions and departures as in `lit_layers.functional.coupling`.
     """
+
+    passes: ClassVar[int] = 2
 
     batches: Batches
     name: str = "coupling"
     k: tuple[int | float, ...] = (0.05, 0.1, 0.25)
     p: float = 2.0
     sign: Literal["signed", "absolute"] = "signed"
-    token: int | Literal["last", "first", "cls", "last_patch"] = "last"
+    token: int | Literal["last", "first", "cls", "last_patch", "mean_patch"] = "last"
+    num_patches: int | None = 16
     num_prompts: int = 8
     num_singular_values: int = 15
     fit_from: int = 1
     skip_last: bool = False
     states: Literal["resid", "hf"] = "resid"
     preset: Literal["released_code"] | None = None
+    tolerance: float = 1e-3
+    warm_start: bool = False
+    _previous: dict[str, Tensor] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     def check(self, model: LayeredModel) -> None:
         super().check(model)
@@ -71,10 +85,14 @@ class Coupling(Analysis):
                 functional.num_directions(k, model.dim)
             except (TypeError, ValueError) as error:
                 raise InputError(f"{self.name}: {error}; the model is {model.dim} wide: choose another k") from error
-        if isinstance(self.token, str) and self.token not in TOKENS:
-            raise InputError(f"{self.name}: expected token to be an int or one of {list(TOKENS)}, got {self.token!r}")
-        for option in ("num_prompts", "num_singular_values", "fit_from"):
-            if getattr(self, option) < 1:
+        names = [*TOKENS, "mean_patch"]
+        if isinstance(self.token, str) and self.token not in names:
+            raise InputError(f"{self.name}: expected token to be an int or one of {names}, got {self.token!r}")
+        if self.token == "mean_patch" and not model.family.sees_images:
+            kind = type(model.model).__name__
+            raise InputError(f"{self.name}: {kind} has no patches: token 'mean_patch' is for models of images")
+        for option in ("num_prompts", "num_singular_values", "fit_from", "num_patches"):
+            if getattr(self, option) is not None and getattr(self, option) < 1:
                 raise InputError(f"{self.name}: expected {option} of at least 1, got {getattr(self, option)}")
         for option, value, allowed in (
             ("sign", options.sign, ("signed", "absolute")),
@@ -82,20 +100,14 @@ class Coupling(Analysis):
         ):
             if value not in allowed:
                 raise InputError(f"{self.name}: expected {option} to be one of {list(allowed)}, got {value!r}")
+        if not options.tolerance > 0:
+            raise InputError(f"{self.name}: expected tolerance above 0, got {options.tolerance}")
         if not options.p >= 1:
             raise InputError(f"{self.name}: expected p of at least 1, got {options.p}")
 
-    def run(self, model: LayeredModel) -> Iterable[Record]:
+    def begin(self, model: LayeredModel, store: MutableMapping[str, Tensor] | None = None) -> LayerwiseRun:
         self._check_options(model)
-        options = self._resolved()
-        counts = sorted({functional.num_directions(k, model.dim) for k in options.k})
-        groups = [_measure(model, batch, counts, options) for batch in options._prompts(model)]
-        if not groups:
-            raise InputError(f"{self.name}: the data holds no prompts")
-        found = _Found(*(torch.cat(parts, dim=-1) for parts in zip(*groups, strict=True)))
-        for position, count in enumerate(counts):
-            yield from _pair_records(found, position, {"k": count})
-        yield from _block_records(found, options.fit_from)
+        return _Run(model, self._resolved(), store, self._previous if self.warm_start else None)
 
     def _resolved(self) -> "Coupling":
         """With the preset's options in place."""
@@ -113,10 +125,18 @@ class Coupling(Analysis):
                 )
         return dataclasses.replace(self, **PRESETS[self.preset])
 
-    def _prompts(self, model: LayeredModel) -> Iterator[Batch]:
+    def tokens(self, model: LayeredModel) -> list[int]:
+        """The tokens over which every metric of a prompt is averaged: one, or the patches of "mean_patch"."""
+        if self.token != "mean_patch":
+            return [TOKENS[self.token] if isinstance(self.token, str) else self.token]
+        first, patches = model.model.num_prefix_tokens, model.model.patch_embed.num_patches
+        return evenly_spread(first, first + patches - 1, patches if self.num_patches is None else self.num_patches)
+
+    def prompts(self, model: LayeredModel) -> Iterator[Batch]:
         """The first prompts, a few at a time: their Jacobians of all blocks are held together."""
-        # 2**25 entries: 128 MB in float32, four prompts of GPT-2 small (12 blocks x 768 x 768)
-        size = max(1, 2**25 // (model.num_layers * model.dim**2))
+        # In float32 32 MB on a CPU, one prompt of GPT-2 small (12 blocks x 768 x 768); 1 GB on a GPU, 37 of them.
+        entries = 2**23 if model.device.type == "cpu" else 2**28
+        size = max(1, entries // (model.num_layers * model.dim**2 * len(self.tokens(model))))
         left = self.num_prompts
         for batch in self.batches:
             rows = min(left, len(next(iter(batch.values()))))
@@ -128,7 +148,7 @@ class Coupling(Analysis):
 
 
 class _Found(NamedTuple):
-    """What a group of prompts gave, float64 on the CPU, prompts last."""
+    """What the prompts gave, float64 on the CPU, prompts last, and within them their tokens."""
 
     miscoupling: Tensor  # (k, blocks, blocks, prompts)
     random: Tensor  # (k, blocks, prompts)
@@ -139,109 +159,195 @@ class _Found(NamedTuple):
     rollout: Tensor  # (blocks, prompts)
 
 
-def _measure(model: LayeredModel, batch: Batch, counts: list[int], options: Coupling) -> _Found:
-    trajectory = model.trajectory(batch)
-    token = TOKENS[options.token] if isinstance(options.token, str) else options.token
-    place = token_places(token, trajectory.mask)[:, 0]
-    states = trajectory.hidden[:, torch.arange(len(place)), place]  # (layers + 1, prompts, dim)
-    jacobians, states = _token_jacobians(model, trajectory, token, states, options.states)
-    top = min(options.num_singular_values, model.dim)
-    broken = ~jacobians.isfinite().all(-1).all(-1)  # (prompts, blocks)
-    finite = jacobians.masked_fill(broken[..., None, None], 0)
-    # one direction more than the largest K: min_gap looks at it
-    kept = min(max(counts[-1] + 1, top), model.dim)
-    parts = [functional.singular_factors(finite[:, block], kept) for block in range(model.num_layers)]
-    factors = functional.Factors(*(torch.stack(part, 1) for part in zip(*parts, strict=True)))
-    wide = finite.to(factors.left.dtype)
-    norms = torch.linalg.matrix_norm(wide)  # (prompts, blocks)
-    miscoupling = functional.miscoupling_from_factors(
-        wide, factors.values, factors, k=counts, p=options.p, sign=options.sign, undefined="nan"
-    ).masked_fill(broken[:, None, :], math.nan)
-    random = [
-        functional.random_miscoupling_from_norms(
-            factors.values[..., :count], norms, dim=model.dim, p=options.p, sign=options.sign, undefined="nan"
-        )
-        for count in counts
-    ]
-    gaps = torch.stack([functional.min_gap(factors.values, k=count) for count in counts])
-    rollout = functional.linearized_rollout(
-        jacobians.transpose(0, 1), states, skip_last=options.skip_last, undefined="nan"
-    )
-    return _Found(
-        miscoupling=_prompts_last(miscoupling, 1),
-        random=_prompts_last(torch.stack(random).masked_fill(broken, math.nan), 1),
-        gaps=_prompts_last(gaps.masked_fill(broken, math.nan), 1),
-        bounds=_prompts_last(torch.stack([factors.bounds[..., count - 1] for count in counts]), 1),
-        values=_prompts_last(factors.values[..., :top].masked_fill(broken[..., None], math.nan), 0),
-        norms=_prompts_last(norms.masked_fill(broken, math.nan), 0),
-        rollout=_prompts_last(rollout, 1),
-    )
+class _Run(LayerwiseRun):
+    """Per batch and block what the records need, and the leading factors of every Jacobian.
 
+    The factors go to the store. Without one they stay here, and the Jacobians with them until they are revisited.
+    """
 
-def _token_jacobians(
-    model: LayeredModel, trajectory: Trajectory, token: int, states: Tensor, convention: str
-) -> tuple[Tensor, Tensor]:
-    """Same-token Jacobians of all blocks, and the token's states in the same convention."""
-    jacobians = torch.stack(
-        [
-            block_jacobian(
-                trajectory.block(layer), trajectory.hidden[layer - 1], out_tokens=token, mask=trajectory.mask
+    def __init__(
+        self,
+        model: LayeredModel,
+        options: Coupling,
+        store: MutableMapping[str, Tensor] | None,
+        previous: dict[str, Tensor] | None,
+    ) -> None:
+        super().__init__()
+        self.previous = previous
+        self.model, self.options = model, options
+        self.counts = sorted({functional.num_directions(k, model.dim) for k in options.k})
+        self.top = min(options.num_singular_values, model.dim)
+        # one direction more than the largest K: min_gap looks at it
+        self.kept = min(max(self.counts[-1] + 1, self.top), model.dim)
+        self.tokens = options.tokens(model)
+        self.held: dict[str, Tensor] | None = {} if store is None else None
+        self.store: MutableMapping[str, Tensor] = {} if store is None else store
+
+    def start(self, batch: int, hidden: Tensor, mask: Tensor) -> None:
+        self.state[f"{batch}/carried"] = self._at_token(hidden, mask).double()
+
+    def visit(self, visit: Visit) -> None:
+        batch, layer, options = visit.batch, visit.layer, self.options
+        jacobian = self._jacobian(visit)
+        broken = ~jacobian.isfinite().all(-1).all(-1)  # (prompts,)
+        finite = jacobian.masked_fill(broken[:, None, None], 0)
+        factors = self._factors(finite, f"{batch}/{layer}")
+        if self.held is not None:
+            self.held[f"{batch}/{layer}"] = finite
+        for name in ("left", "values", "right"):
+            self.store[f"{batch}/{layer}/{name}"] = getattr(factors, name)
+        norms = torch.linalg.matrix_norm(finite.to(factors.left.dtype))
+        random = [
+            functional.random_miscoupling_from_norms(
+                factors.values[..., :count],
+                norms,
+                dim=self.model.dim,
+                p=options.p,
+                sign=options.sign,
+                undefined="nan",
             )
-            for layer in range(1, model.num_layers + 1)
-        ],
-        dim=1,
-    )  # (prompts, blocks, dim, dim)
-    if convention == "hf" and model.family.norm is not None:
-        norm = trunk_of(model.model).get_submodule(model.family.norm)
-        last = states[-1][:, None]  # (prompts, 1, dim): a norm acts on each token alone
+            for count in self.counts
+        ]
+        gaps = torch.stack([functional.min_gap(factors.values, k=count) for count in self.counts])
+        bounds = torch.stack([factors.bounds[..., count - 1] for count in self.counts])
+        self._append(
+            batch,
+            random=torch.stack(random).masked_fill(broken, math.nan),
+            gaps=gaps.masked_fill(broken, math.nan),
+            bounds=bounds,
+            values=factors.values[..., : self.top].masked_fill(broken[:, None], math.nan).T,
+            norms=norms.masked_fill(broken, math.nan),
+            rollout=self._carry(visit, jacobian),
+            broken=broken,
+        )
+
+    def revisit(self, visit: Visit) -> None:
+        batch = visit.batch
+        jacobian = self._jacobian(visit) if self.held is None else self.held.pop(f"{batch}/{visit.layer}")
+        left, values, right = (self._of_all_blocks(batch, name, jacobian) for name in ("left", "values", "right"))
+        broken = self.state[f"{batch}/broken"].bool().T.to(jacobian.device)  # (prompts, blocks)
+        own = broken[:, visit.layer - 1]
+        row = functional.miscoupling_from_factors(
+            jacobian.masked_fill(own[:, None, None], 0)[:, None].to(left.dtype),
+            values[:, visit.layer - 1, None],
+            functional.Factors(left, values, right, values),  # bounds play no part
+            k=self.counts,
+            p=self.options.p,
+            sign=self.options.sign,
+            undefined="nan",
+        )[:, :, 0]  # (k, prompts, blocks)
+        self._append(batch, miscoupling=row.masked_fill(broken, math.nan).movedim(1, -1))
+
+    def release(self, batch: int) -> None:
+        for name in [name for name in self.store if name.startswith(f"{batch}/")]:
+            del self.store[name]
+
+    def records(self) -> Iterator[Record]:
+        batches = list(dict.fromkeys(name.partition("/")[0] for name in self.state))
+        found = _Found(*(torch.cat([self._found(batch, name) for batch in batches], -1) for name in _Found._fields))
+        for position, count in enumerate(self.counts):
+            yield from _pair_records(found, position, {"k": count}, len(self.tokens))
+        yield from _block_records(found, self.options.fit_from, len(self.tokens))
+
+    def _of_all_blocks(self, batch: int, name: str, like: Tensor) -> Tensor:
+        """One part of the factors (prompts, blocks, ...); what is kept here is put together once."""
+        if (together := f"{batch}/all/{name}") in self.store:
+            return self.store[together]
+        parts = [f"{batch}/{layer}/{name}" for layer in range(1, self.model.num_layers + 1)]
+        stacked = torch.stack([self.store[part] for part in parts], 1).to(like.device)
+        if self.held is not None:  # the next block of this batch comes at once
+            self.store[together] = stacked
+            for part in parts:
+                del self.store[part]
+        return stacked
+
+    def _found(self, batch: str, name: str) -> Tensor:
+        """The values of all blocks, as `_Found` has them."""
+        values = self.state[f"{batch}/{name}"]
+        return values if name in ("values", "norms", "rollout") else values.transpose(0, 1)
+
+    def _append(self, batch: int, **rows: Tensor) -> None:
+        for name, row in rows.items():
+            key, row = f"{batch}/{name}", row[None].double().cpu()
+            self.state[key] = torch.cat([self.state[key], row]) if key in self.state else row  # (blocks, ..., prompts)
+
+    def _at_token(self, hidden: Tensor, mask: Tensor) -> Tensor:
+        places = token_places(self.tokens, mask)
+        return hidden[torch.arange(len(places))[:, None], places].flatten(0, 1)  # (prompts x tokens, dim)
+
+    def _factors(self, jacobians: Tensor, key: str) -> functional.Factors:
+        start = None if self.previous is None else self.previous.get(key)
+        if start is not None and start.shape[:2] != jacobians.shape[:2]:
+            start = None  # another model
+        start = None if start is None else start.to(jacobians.device)
+        factors = functional.singular_factors(jacobians, self.kept, tolerance=self.options.tolerance, start=start)
+        if self.previous is not None:
+            self.previous[key] = factors.right.cpu()
+        return factors
+
+    def _jacobian(self, visit: Visit) -> Tensor:
+        """The block's same-token Jacobian, in the convention; the final norm then belongs to the last block."""
+        jacobian = block_jacobian(visit.block, visit.before, out_tokens=self.tokens, mask=visit.mask).flatten(0, 1)
+        norm = final_norm(self.model)
+        if self.options.states == "resid" or norm is None or visit.layer < self.model.num_layers:
+            return jacobian
+        last = self._at_token(visit.after, visit.mask)[:, None]  # (prompts, 1, dim): a norm acts on each token alone
         outer = block_jacobian(norm, last, residual=False)
         # d norm(x + f(x)) / dx - I, by the chain rule
-        jacobians[:, -1] = outer @ jacobians[:, -1] + outer - torch.eye(model.dim).to(outer)
-        with torch.no_grad():
-            states = torch.cat([states[:-1], norm(last)[:, 0][None]])
-    return jacobians, states
+        return outer @ jacobian + outer - torch.eye(self.model.dim).to(outer)
+
+    def _carry(self, visit: Visit, jacobian: Tensor) -> Tensor:
+        """Moves the carried vectors one block on, as `linearized_rollout` does; their cosines with the states."""
+        key, skip = f"{visit.batch}/carried", self.options.skip_last and visit.layer == self.model.num_layers
+        carried = self.state[key].to(jacobian.device)
+        after = in_convention(self.model, self.options.states, visit.layer, visit.after)
+        states = torch.stack([carried, self._at_token(after, visit.mask).double()])
+        cosines = functional.linearized_rollout(jacobian[None], states, skip_last=skip, undefined="nan")[0]
+        self.state[key] = carried + (jacobian.double() @ carried[..., None])[..., 0]
+        return cosines
 
 
-def _pair_records(found: _Found, position: int, tags: dict[str, str | int | float]) -> Iterator[Record]:
+def _pair_records(found: _Found, position: int, tags: dict[str, str | int | float], tokens: int) -> Iterator[Record]:
     """The records of one K: means over pairs per prompt first, then over prompts."""
     pairs = 1 - found.miscoupling[position].movedim(-1, 0)  # (prompts, blocks, blocks)
     random = found.random[position].T  # (prompts, blocks)
     excess = functional.excess_coupling(1 - pairs, random)
-    yield from summarize("coupling", functional.off_diagonal_mean(pairs), tags=tags)
-    yield from summarize("random_coupling", (1 - random).nanmean(1), tags=tags)
-    yield from summarize("excess_coupling", functional.off_diagonal_mean(excess), tags=tags)
-    yield from summarize("coupling_with_diagonal", pairs.nanmean((1, 2)), tags=tags)
+    yield from _means("coupling", functional.off_diagonal_mean(pairs), tags=tags, tokens=tokens)
+    yield from _means("random_coupling", (1 - random).nanmean(1), tags=tags, tokens=tokens)
+    yield from _means("excess_coupling", functional.off_diagonal_mean(excess), tags=tags, tokens=tokens)
+    yield from _means("coupling_with_diagonal", pairs.nanmean((1, 2)), tags=tags, tokens=tokens)
     for distance, values in enumerate(functional.mean_by_distance(pairs).T):
-        yield from _defined("coupling_by_distance", values, tags={**tags, "distance": distance})
+        yield from _defined("coupling_by_distance", values, tags={**tags, "distance": distance}, tokens=tokens)
     for block, row in enumerate(pairs.movedim(0, -1), start=1):
         for other, values in enumerate(row, start=1):
-            yield from _defined("coupling_pair", values, layer=block, other_layer=other, tags=tags)
+            yield from _defined("coupling_pair", values, layer=block, other_layer=other, tags=tags, tokens=tokens)
     gaps = found.gaps[position]
     known = gaps[~gaps.isnan()]
-    prompts = gaps.shape[-1]
+    prompts = gaps.shape[-1] // tokens
     yield Record(metric="min_gap", value=float(known.min()), n=prompts, tags=tags)
     yield Record(metric="error_bound", value=float(found.bounds[position].max()), n=prompts, tags=tags)
     yield Record(metric="num_tied", value=float((known < TIE).sum()), n=prompts, tags=tags)
 
 
-def _block_records(found: _Found, fit_from: int) -> Iterator[Record]:
+def _block_records(found: _Found, fit_from: int, tokens: int) -> Iterator[Record]:
     blocks = len(found.norms)
     for block in range(blocks):
-        yield from _defined("jacobian_norm", found.norms[block], layer=block + 1)
-        yield from _defined("linearized_rollout", found.rollout[block], layer=block + 1)
+        yield from _defined("jacobian_norm", found.norms[block], layer=block + 1, tokens=tokens)
+        yield from _defined("linearized_rollout", found.rollout[block], layer=block + 1, tokens=tokens)
         for index, values in enumerate(found.values[block], start=1):
-            yield from _defined("singular_value", values, layer=block + 1, tags={"index": index})
-    yield from _defined("linearized_rollout", found.rollout[-1])
+            yield from _defined("singular_value", values, layer=block + 1, tags={"index": index}, tokens=tokens)
+    yield from _defined("linearized_rollout", found.rollout[-1], tokens=tokens)
     if blocks - fit_from + 1 >= 3:
         slope, _, r_squared = functional.inverse_norm_line(found.values[:, 0].T, fit_from, undefined="nan")
-        yield from _defined("spectrum_slope", slope)
-        yield from _defined("spectrum_r_squared", r_squared)
+        yield from _defined("spectrum_slope", slope, tokens=tokens)
+        yield from _defined("spectrum_r_squared", r_squared, tokens=tokens)
 
 
 def _defined(metric: str, values: Tensor, **place: Any) -> list[Record]:
     """One record, or none where no prompt defines it: a dead block leaves a gap, not a number."""
-    return summarize(metric, values, **place) if not bool(values.isnan().all()) else []
+    return _means(metric, values, **place) if not bool(values.isnan().all()) else []
 
 
-def _prompts_last(values: Tensor, prompts: int) -> Tensor:
-    return values.double().cpu().movedim(prompts, -1)
+def _means(metric: str, values: Tensor, *, tokens: int, **place: Any) -> list[Record]:
+    """The mean over each prompt's defined tokens, then over prompts."""
+    return summarize(metric, values.unflatten(0, (-1, tokens)).nanmean(1), **place)

@@ -1,16 +1,15 @@
 """How many directions the states fill at each layer, of a prompt and of all prompts, and how a prompt's tokens turn."""
 
 import math
-from collections import defaultdict
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator, MutableMapping
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
 
-from lit_layers.analyses.base import Analysis
-from lit_layers.analyses.states import States, at_least_float32, layer_states
+from lit_layers.analyses.base import LayerwiseAnalysis, LayerwiseRun, Visit
+from lit_layers.analyses.states import States, in_convention
 from lit_layers.analyses.summary import summarize
 from lit_layers.data.batches import Batches
 from lit_layers.errors import InputError
@@ -31,6 +30,17 @@ class Kind(NamedTuple):
     normalization: str | None = None
     drop_first: int | None = None
 
+    def __str__(self) -> str:
+        return " ".join(str(part) for part in self)
+
+    @classmethod
+    def of(cls, text: str) -> "Kind":
+        """The kind that `str` turned into `text`."""
+        metric, normalization, dropped = text.split()
+        return cls(
+            metric, None if normalization == "None" else normalization, None if dropped == "None" else int(dropped)
+        )
+
     @property
     def tags(self) -> dict[str, Any]:
         return {name: tag for name, tag in self._asdict().items() if name != "metric" and tag is not None}
@@ -40,7 +50,7 @@ CURVATURE, MISSING_ANGLES = Kind("token_curvature"), Kind("num_missing_angles")
 
 
 @dataclass(kw_only=True)
-class Representation(Analysis):
+class Representation(LayerwiseAnalysis):
     """Entropies, ranks and curvature of the states at every layer, and their means over layers 1..L (no layer).
 
     Of each prompt's tokens, then averaged over prompts: `prompt_entropy` (tag `normalization`), `effective_rank`,
@@ -69,27 +79,11 @@ class Representation(Analysis):
         super().check(model)
         self._check_options()
 
-    def run(self, model: LayeredModel) -> Iterable[Record]:
+    def begin(self, model: LayeredModel, store: MutableMapping[str, Tensor] | None = None) -> LayerwiseRun:
         self._check_options()
-        model = at_least_float32(model)
-        found: dict[Kind, list[Tensor]] = defaultdict(list)
-        pooled = []
-        for batch in self.batches:
-            hidden, mask = layer_states(model, batch, "hf" if self.preset else self.states)
-            layers = [self._of_prompts(layer, mask) for layer in hidden]
-            for kind in layers[0]:
-                found[kind].append(torch.stack([layer[kind] for layer in layers]).cpu())  # (layers + 1, batch)
-            pooled.append(torch.stack([self._pooled(layer, mask) for layer in hidden]).cpu())
-        if not pooled:
-            raise InputError(f"{self.name}: the data holds no prompts")
-        values = {kind: torch.cat(groups, dim=1) for kind, groups in found.items()}
-        missing = values.pop(MISSING_ANGLES, None)
-        for kind, rows in values.items():
-            tags = kind.tags | self._tags(kind.metric)
-            yield from _prompt_records(kind.metric, rows, tags, missing if kind == CURVATURE else None)
-        yield from self._dataset_records(torch.cat(pooled, dim=1))
+        return _Run(model, self)
 
-    def _of_prompts(self, states: Tensor, mask: Tensor) -> dict[Kind, Tensor]:
+    def of_prompts(self, states: Tensor, mask: Tensor) -> dict[Kind, Tensor]:
         """The values (batch,) of one layer's states (batch, tokens, dim)."""
         return self._released(states, mask) if self.preset else self._ours(states, mask)
 
@@ -126,15 +120,16 @@ class Representation(Analysis):
                 )
         return found | {Kind("token_angle"): token_angle(states, mask, undefined="nan")}
 
-    def _pooled(self, states: Tensor, mask: Tensor) -> Tensor:
+    def pooled(self, states: Tensor, mask: Tensor) -> Tensor:
+        """One vector (batch, dim) for each prompt, of one layer's states."""
         return pool(states, mask, pooling="centered_unit_mean" if self.preset else "mean", undefined="nan")
 
-    def _dataset_records(self, pooled: Tensor) -> Iterator[Record]:
+    def dataset_records(self, pooled: Tensor) -> Iterator[Record]:
         """Of the pooled vectors (layers + 1, prompts, dim)."""
         num_prompts, dim = pooled.shape[1:]
         pooled = pooled[:, ~pooled.isnan().any(-1).any(0)]
         n = pooled.shape[1]
-        tags = self._tags("dataset_entropy") | ({"num_undefined": num_prompts - n} if n < num_prompts else {})
+        tags = self.tags("dataset_entropy") | ({"num_undefined": num_prompts - n} if n < num_prompts else {})
         whole = _and_mean(self._dataset_entropy(pooled))  # (layers + 2,)
         halves = [_and_mean(self._dataset_entropy(pooled[:, rows])) for rows in _halves(n, self.num_halves)]
         of_halves = torch.stack(halves) if halves else None
@@ -153,7 +148,7 @@ class Representation(Analysis):
             return dataset_entropy(pooled, alpha=self.alpha, clamp=True, side="smaller", alpha2="frobenius")
         return dataset_entropy(pooled, alpha=self.alpha)
 
-    def _tags(self, metric: str) -> dict[str, Any]:
+    def tags(self, metric: str) -> dict[str, Any]:
         """What a result of other than the default options must say of itself."""
         tags: dict[str, Any] = {"alpha": self.alpha} if self.alpha != 1 and "entropy" in metric else {}
         if self.preset:
@@ -168,6 +163,43 @@ class Representation(Analysis):
             raise InputError(f"{self.name}: expected alpha above 0, got {self.alpha}")
         if self.num_halves < 0 or self.num_halves == 1:
             raise InputError(f"{self.name}: expected num_halves to be 0 or at least 2, got {self.num_halves}")
+
+
+class _Run(LayerwiseRun):
+    """Per batch, and layer by layer, the value of each prompt by kind, and the pooled vectors."""
+
+    def __init__(self, model: LayeredModel, options: Representation) -> None:
+        super().__init__()
+        self.model, self.options = model, options
+        self.states: States = "hf" if options.preset else options.states
+
+    def start(self, batch: int, hidden: Tensor, mask: Tensor) -> None:
+        self._measure(batch, hidden, mask)
+
+    def visit(self, visit: Visit) -> None:
+        hidden = in_convention(self.model, self.states, visit.layer, visit.after)
+        self._measure(visit.batch, hidden, visit.mask)
+
+    def records(self) -> Iterator[Record]:
+        groups: dict[str, list[Tensor]] = {}
+        for name, values in self.state.items():
+            groups.setdefault(name.rpartition("/")[0], []).append(values)
+        pooled = torch.cat(groups.pop("pooled"), dim=1)
+        found = {Kind.of(name): torch.cat(rows, dim=1) for name, rows in groups.items()}
+        missing = found.pop(MISSING_ANGLES, None)
+        for kind, rows in found.items():
+            tags = kind.tags | self.options.tags(kind.metric)
+            yield from _prompt_records(kind.metric, rows, tags, missing if kind == CURVATURE else None)
+        yield from self.options.dataset_records(pooled)
+
+    def _measure(self, batch: int, hidden: Tensor, mask: Tensor) -> None:
+        for kind, values in self.options.of_prompts(hidden, mask).items():
+            self._append(f"{kind}/{batch}", values)
+        self._append(f"pooled/{batch}", self.options.pooled(hidden, mask))
+
+    def _append(self, name: str, values: Tensor) -> None:
+        row = values[None].cpu()
+        self.state[name] = torch.cat([self.state[name], row]) if name in self.state else row  # (layers so far, batch)
 
 
 def _prompt_records(metric: str, values: Tensor, tags: dict[str, Any], missing: Tensor | None) -> Iterator[Record]:

@@ -7,21 +7,25 @@ import torch
 from torch import Tensor
 
 from lit_layers.models.families import trunk_of
-from lit_layers.models.view import Batch, LayeredModel
+from lit_layers.models.view import LayeredModel
 
 # "resid": every layer as it leaves its block. "hf": the last one after the final norm, as in `hidden_states` of
 # transformers and in much published code.
 States = Literal["resid", "hf"]
 
 
-def layer_states(model: LayeredModel, batch: Batch, states: States) -> tuple[Tensor, Tensor]:
-    """Hidden states (layers + 1, batch, tokens, dim) of one batch, and the mask (batch, tokens) of its real tokens."""
-    trajectory = model.trajectory(batch)
-    hidden = trajectory.hidden
-    if states == "hf" and model.family.norm is not None:
-        with torch.no_grad():
-            hidden[-1] = trunk_of(model.model).get_submodule(model.family.norm)(hidden[-1])
-    return hidden, trajectory.mask
+def final_norm(model: LayeredModel) -> torch.nn.Module | None:
+    """The norm behind the last block; None where there is none (BERT)."""
+    return None if model.family.norm is None else trunk_of(model.model).get_submodule(model.family.norm)
+
+
+def in_convention(model: LayeredModel, states: States, layer: int, hidden: Tensor) -> Tensor:
+    """The hidden states of a layer as the convention has them."""
+    norm = final_norm(model)
+    if states == "resid" or norm is None or layer < model.num_layers:
+        return hidden
+    with torch.no_grad():
+        return norm(hidden)
 
 
 def at_least_float32(model: LayeredModel) -> LayeredModel:

@@ -1,19 +1,18 @@
 """How single tokens travel through the layers."""
 
-from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, MutableMapping
 from dataclasses import dataclass
 from typing import Literal
 
 import torch
 from torch import Tensor
 
-from lit_layers.analyses.base import Analysis
-from lit_layers.analyses.states import States, at_least_float32, layer_states
+from lit_layers.analyses.base import LayerwiseAnalysis, LayerwiseRun, Visit
+from lit_layers.analyses.states import States, in_convention
 from lit_layers.analyses.summary import mean_of_defined, median_of_defined, summarize, summarize_median
 from lit_layers.data.batches import Batches
 from lit_layers.errors import InputError
-from lit_layers.functional import trajectory as functional
+from lit_layers.functional.trajectory import WalkedPath
 from lit_layers.models.view import LayeredModel
 from lit_layers.records import Record
 
@@ -23,7 +22,7 @@ WITH_MEDIAN = ("line_shape_score", "expodistance", "state_norm", "step_norm")
 
 
 @dataclass(kw_only=True)
-class Trajectory(Analysis):
+class Trajectory(LayerwiseAnalysis):
     """Shape, growth and steps of the paths that tokens take through the layers.
 
     Over the whole path: `line_shape_score`, `expodistance`, `equidistance`. Per layer: `line_shape_score` of the path
@@ -47,25 +46,9 @@ class Trajectory(Analysis):
         super().check(model)
         self._check_options()
 
-    def run(self, model: LayeredModel) -> Iterable[Record]:
+    def begin(self, model: LayeredModel, store: MutableMapping[str, Tensor] | None = None) -> LayerwiseRun:
         self._check_options()
-        model = at_least_float32(model)
-        states: States = "hf" if self.preset == "paper" else self.states
-        tags: dict[str, str | int | float] = {} if states == "resid" else {"states": states}
-        found: dict[str, list[Tensor]] = defaultdict(list)
-        for batch in self.batches:
-            hidden, mask = layer_states(model, batch, states)
-            for metric, statistics in _of_prompts(hidden, self._kept(mask)).items():
-                found[metric].append(statistics.cpu())
-        if not found:
-            raise InputError(f"{self.name}: the data holds no prompts")
-        for metric, groups in found.items():
-            yield from _records(metric, torch.cat(groups, dim=-1), tags)
-
-    def _kept(self, mask: Tensor) -> Tensor:
-        position = mask.cumsum(-1)
-        kept = mask & (position > self.drop_first)
-        return kept & (position == position[:, -1:]) if self.tokens == "last" else kept
+        return _Run(model, self)
 
     def _check_options(self) -> None:
         for option, allowed in (("tokens", ("all", "last")), ("states", ("resid", "hf")), ("preset", (None, "paper"))):
@@ -75,31 +58,72 @@ class Trajectory(Analysis):
             raise InputError(f"{self.name}: expected drop_first of at least 0, got {self.drop_first}")
 
 
-def _of_prompts(hidden: Tensor, kept: Tensor) -> dict[str, Tensor]:
+class _Run(LayerwiseRun):
+    """Per batch the paths of its kept tokens, `path/...`, and which tokens those are, `kept`."""
+
+    def __init__(self, model: LayeredModel, options: Trajectory) -> None:
+        super().__init__()
+        self.model, self.options = model, options
+        self.states: States = "hf" if options.preset == "paper" else options.states
+
+    def start(self, batch: int, hidden: Tensor, mask: Tensor) -> None:
+        position = mask.cumsum(-1)
+        kept = mask & (position > self.options.drop_first)
+        if self.options.tokens == "last":
+            kept = kept & (position == position[:, -1:])
+        self.state[f"kept/{batch}"] = kept
+        path = WalkedPath()
+        path.start(hidden[kept])
+        self._keep(batch, path)
+
+    def visit(self, visit: Visit) -> None:
+        kept, path = self.state[f"kept/{visit.batch}"], self._path(visit.batch)
+        after = in_convention(self.model, self.states, visit.layer, visit.after)
+        path.step(visit.before[kept], after[kept])
+        self._keep(visit.batch, path)
+
+    def release(self, batch: int) -> None:
+        self.state.pop(f"path/{batch}/total", None)
+
+    def records(self) -> Iterator[Record]:
+        tags: dict[str, str | int | float] = {} if self.states == "resid" else {"states": self.states}
+        batches = [int(name.removeprefix("kept/")) for name in self.state if name.startswith("kept/")]
+        groups = [_of_prompts(self._path(batch), self.state[f"kept/{batch}"]) for batch in batches]
+        for metric in groups[0]:
+            yield from _records(metric, torch.cat([group[metric] for group in groups], dim=-1), tags)
+
+    def _path(self, batch: int) -> WalkedPath:
+        start = f"path/{batch}/"
+        return WalkedPath({n.removeprefix(start): t for n, t in self.state.items() if n.startswith(start)})
+
+    def _keep(self, batch: int, path: WalkedPath) -> None:
+        self.state.update({f"path/{batch}/{name}": tensor for name, tensor in path.state.items()})
+
+
+def _of_prompts(path: WalkedPath, kept: Tensor) -> dict[str, Tensor]:
     """Per metric and row (layer): mean over a prompt's tokens, median, number of tokens without a value."""
     found = {}
-    for metric, values in _of_tokens(hidden[:, kept]).items():
+    for metric, values in _of_tokens(path).items():
         kept = kept.to(values.device)  # where there is no float64, values are on the CPU
         placed = values.new_full((len(values), *kept.shape), torch.nan)
         placed[:, kept] = values  # (rows, batch, tokens)
         missing = (placed.isnan() & kept).sum(-1)
-        found[metric] = torch.stack([mean_of_defined(placed), median_of_defined(placed), missing.double()])
+        found[metric] = torch.stack([mean_of_defined(placed), median_of_defined(placed), missing.double()]).cpu()
     return found  # (3, rows, batch) each
 
 
-def _of_tokens(paths: Tensor) -> dict[str, Tensor]:
-    """Per metric the values (rows, paths) of paths (layers + 1, paths, dim); metrics of a whole path have one row."""
-    norms = functional.state_norms(paths)
+def _of_tokens(path: WalkedPath) -> dict[str, Tensor]:
+    """Per metric the values (rows, paths); metrics of a whole path have one row."""
+    norms, lengths = path.state["norms"], path.state["lengths"]
     found = {
-        "line_shape_score": functional.running_line_shape_score(paths, undefined="nan"),
-        "equidistance": functional.equidistance(paths, undefined="nan")[None],
-        "growth_rate": functional.growth_rates(paths, undefined="nan"),
+        "line_shape_score": path.running_line_shape_score("nan"),
+        "equidistance": path.equidistance("nan")[None],
+        "growth_rate": path.growth_rates("nan"),
         "state_norm": norms.where(norms.isfinite(), torch.nan),
     }
-    if len(paths) > 2:  # one block has no deviation of growth
-        found["expodistance"] = functional.expodistance(paths, undefined="nan")[None]
-    steps = functional.step_norms(paths)
-    return found | {"step_norm": steps.where(steps.isfinite(), torch.nan)}
+    if len(norms) > 2:  # one block has no deviation of growth
+        found["expodistance"] = path.expodistance("nan")[None]
+    return found | {"step_norm": lengths.where(lengths.isfinite(), torch.nan)}
 
 
 def _records(metric: str, statistics: Tensor, tags: dict[str, str | int | float]) -> Iterable[Record]:

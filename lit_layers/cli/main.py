@@ -6,6 +6,8 @@ import os
 import sys
 
 COMMANDS = {
+    "analyze": ("lit_layers.cli.analyze", "measure every layer of a trained model, whole or block by block"),
+    "audit": ("lit_layers.cli.audit", "tell whether a checkpoint series is what it says"),
     "fit": ("lit_layers.cli.fit", "train from a recipe and measure every layer on the way"),
     "prepare": ("lit_layers.cli.prepare", "turn a text source into token shards"),
     "report": ("lit_layers.cli.report", "write a run's curves into one HTML page"),

@@ -7,6 +7,7 @@ import torch
 from lit_layers.analyses.coupling import Coupling
 from lit_layers.data.batches import Batches
 from lit_layers.errors import InputError
+from lit_layers.functional import coupling as functional
 from lit_layers.models.view import LayeredModel
 from tests.support.tiny_models import DIM, LAYERS, tiny, tiny_batch
 
@@ -185,6 +186,17 @@ def test_a_dead_block_leaves_a_gap_and_never_enters_a_mean(model):
     assert records["num_tied", None, None, k].value == 2  # its bases are any: both prompts are flagged
 
 
+def test_a_jacobian_that_is_not_finite_enters_no_pair_on_either_side(model):
+    import copy
+
+    model = copy.deepcopy(model)
+    torch.nn.init.constant_(model.transformer.h[2].mlp.c_proj.weight, torch.nan)
+    records = found(model, tiny_batch("gpt2", batch=2, tokens=6), k=(6,))
+    pairs = {(key[1], key[2]) for key in records if key[0] == "coupling_pair"}
+    assert pairs == {(1, 1), (1, 2), (2, 1), (2, 2)}
+    assert ("jacobian_norm", 3, None) not in records
+
+
 def test_images_and_bidirectional_blocks_are_measured_too():
     for name in ("vit", "bert", "llama"):
         records = found(tiny(name), tiny_batch(name, batch=2, tokens=6), k=(0.25,), token="cls")
@@ -210,6 +222,7 @@ def test_measuring_leaves_no_gradients_behind(model):
         ({"num_prompts": 0}, "expected num_prompts of at least 1, got 0"),
         ({"sign": "plain"}, r"expected sign to be one of \['signed', 'absolute'\], got 'plain'"),
         ({"states": "raw"}, "expected states to be one of"),
+        ({"tolerance": 0.0}, "expected tolerance above 0, got 0.0"),
         ({"p": 0}, "expected p of at least 1, got 0"),
         ({"preset": "paper"}, r"expected preset to be one of \['released_code'\], got 'paper'"),
         ({"preset": "released_code", "k": (3,)}, "sets k to .* got k .* as well: leave one of them out"),
@@ -229,3 +242,81 @@ def test_a_single_block_and_empty_data_are_refused(model):
         list(Coupling(batches=Fixed()).run(LayeredModel(tiny("gpt2", n_layer=1))))
     with pytest.raises(InputError, match="the data holds no prompts"):
         list(Coupling(batches=Fixed(), k=(6,)).run(LayeredModel(model)))
+
+
+def test_mean_patch_averages_every_metric_over_the_patches_not_the_jacobians():
+    from tests.support.whole_jacobians import whole_jacobians
+
+    model, batch = tiny("vit", torch.float64), tiny_batch("vit", batch=2)
+    batch["pixel_values"] = batch["pixel_values"].double()
+    records = found(model, batch, k=(4,), token="mean_patch", num_patches=3)
+    off = ~np.eye(LAYERS, dtype=bool)
+    couplings, excesses, norms, slopes = [], [], [], []
+    for image in batch["pixel_values"]:
+        jacobians, _ = whole_jacobians(model, model.blocks, {"pixel_values": image[None]})
+        for token in (1, 9, 16):  # of the patches in places 1..16, behind the class token
+            own = jacobians[:, token, token]
+            pairs = np.array([[coupling_by_loops(j1, j2, 4) for j2 in own] for j1 in own])
+            spectra = np.linalg.svd(own, compute_uv=False)
+            kept = np.linalg.norm(spectra[:, :4], axis=-1)
+            random = np.sqrt(kept**2 + (4 / DIM) ** 2 * (spectra**2).sum(-1)) / kept
+            couplings.append(pairs[off].mean())
+            excesses.append((1 - (1 - pairs) / random[:, None])[off].mean())
+            norms.append(np.linalg.norm(own[1]))
+            slopes.append(np.polyfit([1, 2, 3], 1 / spectra[:, 0], 1)[0])
+    k = ("k", 4)
+    for key, values in {
+        ("coupling", None, None, k): couplings,
+        ("excess_coupling", None, None, k): excesses,
+        ("jacobian_norm", 2, None): norms,
+        ("spectrum_slope", None, None): slopes,
+    }.items():
+        per_image = np.reshape(values, (2, 3)).mean(1)
+        assert records[key].value == pytest.approx(per_image.mean(), rel=1e-7, abs=1e-10)
+        assert records[key].stderr == pytest.approx(per_image.std(ddof=1) / 2**0.5, rel=1e-6)
+        assert records[key].n == 2
+    whole = found(model, batch, k=(4,), token="mean_patch", num_patches=None)
+    assert whole.keys() == records.keys()
+    with pytest.raises(InputError, match="GPT2LMHeadModel has no patches: token 'mean_patch' is for models of images"):
+        found(tiny("gpt2"), tiny_batch("gpt2"), k=(4,), token="mean_patch")
+
+
+@pytest.fixture(scope="module")
+def wider() -> tuple[LayeredModel, Fixed]:
+    """Wide enough for the search for singular vectors, which narrow matrices do not need."""
+    model = tiny("gpt2", n_embd=264, n_layer=2)
+    return LayeredModel(model), Fixed(tiny_batch("gpt2", batch=2, tokens=6))
+
+
+def test_in_exact_mode_every_pair_is_known_to_a_millionth(wider):
+    model, prompts = wider
+    loose, exact = (
+        {(r.metric, r.layer, r.other_layer): r.value for r in Coupling(batches=prompts, k=(20,), **options).run(model)}
+        for options in ({}, {"tolerance": 1e-6})
+    )
+    assert exact["error_bound", None, None] < 1e-6 < loose["error_bound", None, None] < 1e-3
+    pairs = [name for name in exact if name[0] == "coupling_pair"]
+    assert len(pairs) == 4
+    for name in pairs:  # one prompt's bound holds for their mean, too
+        assert abs(exact[name] - loose[name]) <= loose["error_bound", None, None]
+
+
+def test_a_warm_start_is_asked_for_and_changes_values_within_their_bound_only(wider, monkeypatch):
+    model, prompts = wider
+    real, starts = functional.singular_factors, []
+
+    def noted(*args, start, **options):
+        starts.append(start)
+        return real(*args, start=start, **options)
+
+    monkeypatch.setattr(functional, "singular_factors", noted)
+    warm, cold = Coupling(batches=prompts, k=(20,), warm_start=True), Coupling(batches=prompts, k=(20,))
+    first, again, alone = ({(r.metric, r.layer, r.other_layer): r for r in a.run(model)} for a in (warm, warm, cold))
+    assert [start is None for start in starts] == [True] * 2 + [False] * 2 + [True] * 2
+    bound = 2 * again["error_bound", None, None].value
+    for name, record in again.items():
+        if name[0] in ("coupling", "coupling_pair"):
+            assert record.value == pytest.approx(alone[name].value, abs=bound)
+            assert first[name].value == alone[name].value
+    assert warm.config_hash() != cold.config_hash()
+    assert warm.config_hash() == Coupling(batches=prompts, k=(20,), warm_start=True).config_hash()

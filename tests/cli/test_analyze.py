@@ -150,10 +150,15 @@ def test_a_model_of_the_hub_is_fetched_shard_by_shard_and_streamed(model, shards
         RECIPE.read_text().replace("num_tokens: 128", "num_tokens: 32").replace("k: [4, 16, 32]", "k: [4]")
     )
 
-    def command(*arguments, root: str) -> subprocess.CompletedProcess:
+    def command(*arguments, root: str, **variables) -> subprocess.CompletedProcess:
         words = [sys.executable, "-m", "lit_layers.cli.main", "analyze", *arguments, "--config", recipe]
         words += ["--corpus", shards, "--root", tmp_path / root]
-        environment = {**os.environ, **hub.env(tmp_path / "home"), "LIT_LAYERS_CACHE": str(tmp_path / "cache")}
+        environment = {
+            **os.environ,
+            **hub.env(tmp_path / "home"),
+            "LIT_LAYERS_CACHE": str(tmp_path / "cache"),
+            **variables,
+        }
         return subprocess.run(list(map(str, words)), cwd=ROOT, capture_output=True, text=True, env=environment)
 
     with FakeHub(tmp_path / "hub") as hub:
@@ -165,6 +170,8 @@ def test_a_model_of_the_hub_is_fetched_shard_by_shard_and_streamed(model, shards
         missing = command("org/tiny", "--revision", "step9", "--stream-blocks", root="none")
         pickled = command("org/pickled", "--stream-blocks", "--tokenizer", str(shards / "tokenizer"), root="none")
         nobody = command("org/nobody", root="none")
+    again = command("org/tiny", "--revision", "step2", "--stream-blocks", root="again", HF_HUB_OFFLINE="1")
+    assert again.returncode == 0, again.stderr
     assert (
         main(
             [

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from lit_layers.functional.trajectory import (
+    WalkedPath,
     equidistance,
     expodistance,
     growth_rates,
@@ -265,3 +266,38 @@ def test_wrong_kinds_shapes_and_options_are_refused():
         expodistance(random_states(), form="std")
     with pytest.raises(ValueError, match="expected correction to be an integer of at least 0, got -1"):
         equidistance(random_states(), correction=-1)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_a_path_seen_two_layers_at_a_time_and_put_down_in_between_gives_every_metric(dtype, tmp_path):
+    states = random_states(layers=5, tokens=(1, 4))[:, 0].to(dtype)
+    states[2, 1] = states[1, 1]  # a step of length zero
+    states[3, 2, 0] = math.nan
+    path = WalkedPath()
+    path.start(states[0])
+    for before, after in itertools.pairwise(states):
+        torch.save(path.state, tmp_path / "state.pt")
+        path = WalkedPath(torch.load(tmp_path / "state.pt", weights_only=True))
+        path.step(before, after)
+    points = states.double().numpy()
+    lengths = np.linalg.norm(np.diff(points, axis=0), axis=-1)
+    rates = np.diff(np.log(np.linalg.norm(points, axis=-1)), axis=0)
+
+    def expected(values, undefined):
+        return np.where(np.isin(np.arange(4), undefined), math.nan, values)
+
+    np.testing.assert_allclose(path.state["norms"], np.linalg.norm(points, axis=-1), rtol=1e-12)
+    np.testing.assert_allclose(path.state["lengths"], lengths, rtol=1e-12)
+    for metric, values, undefined in (
+        (path.growth_rates, rates, [2]),
+        (path.expodistance, rates.std(0) / abs(rates.mean(0)), [2]),
+        (path.equidistance, lengths.std(0) / lengths.mean(0), [2]),
+    ):
+        np.testing.assert_allclose(metric("nan").numpy(), expected(values, undefined), rtol=1e-9)
+    for count, scores in enumerate(path.running_line_shape_score("nan"), start=1):
+        for token in (0, 3):
+            assert scores[token].item() == pytest.approx(by_walking(points[: count + 1, token]), rel=1e-9)
+        assert scores[1].isnan() == (count >= 2)  # from the step that stands still on
+        assert scores[2].isnan()
+    with pytest.raises(ValueError, match=r"line_shape_score is undefined at element \(1,\): a step has length zero"):
+        WalkedPath.along(states[:, :2]).line_shape_score()

@@ -1,0 +1,262 @@
+"""Layerwise analyses on a model that is read block by block, from where an interrupted measurement stopped."""
+
+import hashlib
+import os
+import shutil
+import time
+from collections.abc import Callable, Iterator, MutableMapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lit_layers.analyses.base import Analysis, LayerwiseAnalysis, LayerwiseRun, Visit
+from lit_layers.errors import InputError
+from lit_layers.models.streaming import Entered, StreamedModel
+from lit_layers.models.view import Batch
+from lit_layers.records import Record
+
+STATE, FACTORS = "state.pt", "factors"
+Progress = Callable[[int, int, str], None]  # blocks done, blocks in all, what is done next
+
+
+@dataclass
+class Found:
+    """What one analysis has given: its records, or why it failed."""
+
+    seconds: float = 0.0
+    error: str | None = None
+    records: list[Record] = field(default_factory=list)
+
+
+def layerwise(analyses: Sequence[Analysis]) -> list[LayerwiseAnalysis]:
+    """The analyses, all of which look at one block at a time.
+
+    Raises:
+        InputError: one that does not; the sentence names it.
+    """
+    for analysis in analyses:
+        if not isinstance(analysis, LayerwiseAnalysis):
+            raise InputError(
+                f"{analysis.name}: {type(analysis).__name__} needs the whole model and cannot be streamed; those that "
+                "can are Trajectory, Representation and Coupling: leave it out, or measure without --stream-blocks"
+            )
+    return [analysis for analysis in analyses if isinstance(analysis, LayerwiseAnalysis)]
+
+
+def walk(
+    model: StreamedModel, analyses: Sequence[LayerwiseAnalysis], folder: Path, progress: Progress | None = None
+) -> dict[str, Found]:
+    """What each analysis finds, by its name, from one walk over the blocks, or two where one of them needs it.
+
+    Every finished block is kept in `folder`; called again with the same folder, the walk goes on behind it. The folder
+    belongs to one model and one list of analyses: that is the caller's care, as is removing it in the end.
+
+    Raises:
+        InputError: a block that cannot be read, prompts that the model does not take.
+    """
+    return _Walk(model, analyses, folder, progress or (lambda done, total, what: None)).run()
+
+
+class TensorFolder(MutableMapping[str, Tensor]):
+    """Tensors by name, each in a file of its own: as many as the disk holds."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    def __setitem__(self, name: str, tensor: Tensor) -> None:
+        path = self._path(name)
+        _make(path.parent)
+        save(tensor.cpu(), path)
+
+    def __getitem__(self, name: str) -> Tensor:
+        try:
+            return torch.load(self._path(name), weights_only=True)
+        except FileNotFoundError as error:
+            raise KeyError(name) from error
+
+    def __delitem__(self, name: str) -> None:
+        self._path(name).unlink()
+
+    def __iter__(self) -> Iterator[str]:
+        return (str(path.relative_to(self.folder).with_suffix("")) for path in self.folder.rglob("*.pt"))
+
+    def __len__(self) -> int:
+        return sum(1 for _ in self)
+
+    def _path(self, name: str) -> Path:
+        return self.folder / f"{name}.pt"
+
+
+def save(content: Any, path: Path) -> None:
+    """Replaces `path` as a whole, and returns when it is on the disk."""
+    partial = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        with open(partial, "wb") as file:
+            torch.save(content, file)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(partial, path)
+    except OSError as error:
+        partial.unlink(missing_ok=True)
+        raise InputError(f"cannot write {path}: {(error.strerror or str(error)).lower()}") from error
+
+
+class _Walk:
+    def __init__(
+        self, model: StreamedModel, analyses: Sequence[LayerwiseAnalysis], folder: Path, progress: Progress
+    ) -> None:
+        self.model, self.folder, self.progress = model, folder, progress
+        self.analyses = {analysis.name: analysis for analysis in analyses}
+        self.runs: dict[str, LayerwiseRun] = {
+            name: analysis.begin(model, TensorFolder(folder / FACTORS / hashlib.sha256(name.encode()).hexdigest()[:8]))
+            for name, analysis in self.analyses.items()
+        }
+        self.found = {name: Found() for name in self.analyses}
+        self.num_passes = max(analysis.passes for analysis in self.analyses.values())
+        self.streams = _streams(model, analyses)
+        self.hidden: dict[str, Tensor] = {}  # of every stream and batch, in front of the next block
+
+    def run(self) -> dict[str, Found]:
+        _make(self.folder)
+        first_pass, first_layer = self._resume()
+        for number in range(first_pass, self.num_passes + 1):
+            entered = self._enter(number, fresh=first_layer == 1)
+            for layer in range(first_layer, self.model.num_layers + 1):
+                self._block(number, layer, entered)
+            first_layer = 1
+            self.hidden = {}
+        for name, run in self.runs.items():
+            if self.found[name].error is None:
+                self._guarded(name, lambda name=name, run=run: self.found[name].records.extend(run.records()))
+        return self.found
+
+    def _enter(self, number: int, *, fresh: bool) -> dict[str, Entered]:
+        """All batches before block 1; their states are taken from there where the pass begins."""
+        entered = {}
+        for stream in self._active(number):
+            for index, batch in enumerate(stream.batches):
+                key = f"{stream.key}/{index}"
+                entered[key] = self.model.enter(batch)
+                if not fresh:
+                    continue
+                self.hidden[key] = entered[key].hidden
+                if number == 1:
+                    for name in stream.analyses:
+                        self._guarded(name, self.runs[name].start, index, self.hidden[key], entered[key].mask)
+        # layer 0 is in `hidden` now, and is let go with it
+        return {key: Entered(one.hidden[:0], one.mask, one.calls) for key, one in entered.items()}
+
+    def _block(self, number: int, layer: int, entered: dict[str, Entered]) -> None:
+        last = self.model.num_layers
+        done = (number - 1) * last + layer - 1
+        self.progress(done, self.num_passes * last, f"pass {number} of {self.num_passes}, block {layer} of {last}")
+        following = layer + 1 if layer < last else (1 if number < self.num_passes else None)
+        with self.model.resident(layer, following=following):
+            for stream in self._active(number):
+                for index in range(len(stream.batches)):
+                    key = f"{stream.key}/{index}"
+                    call, before = entered[key].calls[layer - 1], self.hidden[key]
+                    with torch.no_grad():
+                        after = call(before)
+                    visit = Visit(layer, index, call, before, after, entered[key].mask)
+                    for name in stream.analyses:
+                        run = self.runs[name]
+                        if number == 1 or self.analyses[name].passes == 2:
+                            self._guarded(name, run.visit if number == 1 else run.revisit, visit)
+                    self.hidden[key] = after
+        self._save(number, layer + 1)
+        self.progress(done + 1, self.num_passes * last, "")
+
+    def _active(self, number: int) -> list["_Stream"]:
+        """The streams that a pass needs."""
+        return [
+            stream
+            for stream in self.streams
+            if any(self.found[name].error is None and self.analyses[name].passes >= number for name in stream.analyses)
+        ]
+
+    def _guarded(self, name: str, call: Callable, *arguments: Any) -> None:
+        """Calls an analysis; one that fails is left out from there on, and the others go on."""
+        found = self.found[name]
+        if found.error is not None:
+            return
+        started = time.perf_counter()
+        try:
+            call(*arguments)
+        except Exception as failure:
+            found.error = f"{type(failure).__name__}: {' '.join(str(failure).split())}"
+            self.runs[name].state.clear()
+        found.seconds += time.perf_counter() - started
+
+    def _save(self, number: int, layer: int) -> None:
+        state = {
+            "pass": number,
+            "layer": layer,
+            "hidden": {key: _own(hidden) for key, hidden in self.hidden.items()},
+            "runs": {name: {key: _own(t) for key, t in run.state.items()} for name, run in self.runs.items()},
+            "seconds": {name: found.seconds for name, found in self.found.items()},
+            "errors": {name: found.error for name, found in self.found.items()},
+        }
+        save(state, self.folder / STATE)
+
+    def _resume(self) -> tuple[int, int]:
+        """Takes up what the folder holds; the pass and the block that come next."""
+        path = self.folder / STATE
+        if not path.is_file():
+            shutil.rmtree(self.folder / FACTORS, ignore_errors=True)
+            return 1, 1
+        state = torch.load(path, weights_only=True, map_location=self.model.device)
+        self.hidden = state["hidden"]
+        for name, run in self.runs.items():
+            run.state.update(state["runs"][name])
+            self.found[name] = Found(state["seconds"][name], state["errors"][name])
+        if state["layer"] > self.model.num_layers:
+            self.hidden = {}
+            return state["pass"] + 1, 1
+        return state["pass"], state["layer"]
+
+
+@dataclass(frozen=True)
+class _Stream:
+    """Batches that go through the blocks together, and the analyses that look at them."""
+
+    key: str
+    batches: list[Batch]
+    analyses: list[str]
+
+
+def _streams(model: StreamedModel, analyses: Sequence[LayerwiseAnalysis]) -> list[_Stream]:
+    """Analyses of the same batches share them: a block is called once for all."""
+    found: dict[str, _Stream] = {}
+    for analysis in analyses:
+        batches = list(analysis.prompts(model))
+        if not batches:
+            raise InputError(f"{analysis.name}: the data holds no prompts")
+        stream = found.setdefault(_digest(batches), _Stream(str(len(found)), batches, []))
+        stream.analyses.append(analysis.name)
+    return list(found.values())
+
+
+def _digest(batches: list[Batch]) -> str:
+    digest = hashlib.sha256()
+    for batch in batches:
+        for name, values in sorted(batch.items()):
+            digest.update(f"{name} {values.dtype} {tuple(values.shape)} ".encode())
+            digest.update(values.contiguous().cpu().reshape(-1).view(torch.uint8).numpy().data)
+    return digest.hexdigest()
+
+
+def _make(folder: Path) -> None:
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise InputError(f"cannot write {folder}: {(error.strerror or str(error)).lower()}") from error
+
+
+def _own(tensor: Tensor) -> Tensor:
+    """The tensor with memory of its own: with a view, all that it looks at would be saved."""
+    whole = tensor.untyped_storage().nbytes() == tensor.numel() * tensor.element_size()
+    return tensor if whole else tensor.clone()

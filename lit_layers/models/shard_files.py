@@ -1,0 +1,179 @@
+"""The weights of one model where they lie: safetensors files of a folder or of the Hub, read tensor by tensor."""
+
+import contextlib
+import functools
+import hashlib
+import json
+import os
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lit_layers.errors import InputError
+
+WHOLE, INDEX, CONFIG = "model.safetensors", "model.safetensors.index.json", "config.json"
+PICKLED = ("pytorch_model.bin", "pytorch_model.bin.index.json")
+PIECE = 2**22  # bytes that are read at a time where a tensor is only passed through
+
+
+class ShardFiles:
+    """A folder with config.json and safetensors, or a repository of the Hub of which each file is fetched when needed.
+
+    Nothing is kept open: a file is mapped while one tensor is read, so that its pages leave memory with it.
+
+    Raises:
+        InputError: no such model.
+    """
+
+    def __init__(self, model: str | Path, *, revision: str | None = None) -> None:
+        self.model = os.fspath(model)
+        self.commit: str | None = None
+        self._revision = revision
+        self._folder = Path(self.model) if os.path.isdir(self.model) else None
+        self.local = self._folder is not None
+        self._paths: dict[str, Path] = {}
+        if self._folder is None:
+            name = self.model
+            local = isinstance(model, Path) or not re.fullmatch(r"\w[\w.-]*(/[\w.-]+)?", name)
+            if local or ("/" in name and Path(name).parent.is_dir()):
+                raise InputError(f"expected a folder with a model or a name on the Hub, {name} does not exist")
+            self._revision = self.commit = self.fetch(CONFIG).parent.name
+        elif revision is not None:
+            raise InputError(f"revision: {self.model} is a local folder and has no revision {revision!r}: leave it out")
+        elif not (self._folder / CONFIG).is_file():
+            raise InputError(f"expected a model in {self.model}, found no {CONFIG} there")
+        self.config: dict[str, Any] = json.loads(self.fetch(CONFIG).read_text())
+
+    def fetch(self, file: str) -> Path:
+        """Where a file of the model lies on this machine; downloads it where the model is the Hub's.
+
+        Raises:
+            InputError: it cannot be had; the cause is a FileNotFoundError where the model has no such file.
+        """
+        if self._folder is not None:
+            if not (self._folder / file).is_file():
+                raise InputError(f"{self.model} has no file {file}") from FileNotFoundError(file)
+            return self._folder / file
+        from huggingface_hub import hf_hub_download
+        from huggingface_hub.errors import EntryNotFoundError, HTTPError, LocalEntryNotFoundError
+
+        if file in self._paths:
+            return self._paths[file]
+        try:
+            self._paths[file] = Path(hf_hub_download(self.model, file, revision=self._revision))
+            return self._paths[file]
+        except (OSError, ValueError, HTTPError, EntryNotFoundError) as error:
+            missing = isinstance(error, EntryNotFoundError) and not isinstance(error, LocalEntryNotFoundError)
+            at = f" at revision {self._revision}" if self._revision else ""
+            reason = f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
+            raise InputError(
+                f"{self.model}{at} is no local folder, and {file} cannot be had from the Hub ({reason}): check the "
+                "name, the revision and the network, then run again"
+            ) from (FileNotFoundError(file) if missing else error)
+
+    def has(self, file: str) -> bool:
+        """Whether the model has a file; fetches it. Known without the Hub where it was asked before."""
+        if self._folder is None:
+            from huggingface_hub import _CACHED_NO_EXIST, try_to_load_from_cache
+
+            if try_to_load_from_cache(self.model, file, revision=self._revision) is _CACHED_NO_EXIST:
+                return False
+        try:
+            self.fetch(file)
+        except InputError as error:
+            if isinstance(error.__cause__, FileNotFoundError):
+                return False
+            raise
+        return True
+
+    def read(self, name: str) -> Tensor:
+        """A tensor as stored: a view of the mapped file, whose pages become resident as they are touched."""
+        with self._mapped(self.shard_of[name]) as file:
+            return file.get_tensor(name)
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """The shape of a tensor, from the header of its file."""
+        with self._mapped(self.shard_of[name]) as file:
+            return tuple(file.get_slice(name).get_shape())
+
+    def num_bytes(self, name: str) -> int:
+        """Bytes of a tensor as stored."""
+        tensor = self.read(name)
+        return tensor.numel() * tensor.element_size()
+
+    def pieces(self, name: str) -> Iterator[Tensor]:
+        """A tensor as flat pieces as stored, one resident at a time."""
+        count, start = 1, 0
+        while start < count:
+            flat = self.read(name).reshape(-1)
+            count, step = len(flat), max(1, PIECE // flat.element_size())
+            yield flat[start : start + step]
+            start += step
+
+    def warm(self, name: str) -> None:
+        """Has the operating system read a tensor into its page cache: the next one to read it need not wait."""
+        for piece in self.pieces(name):
+            piece.view(torch.uint8)[::4096].sum()
+
+    def fingerprint(self) -> str:
+        """Sixteen hex digits that change when a file is exchanged: commit, or names, sizes and times of the shards."""
+        parts = [self.commit or ""]
+        if self._folder is not None:
+            for shard in sorted(set(self.shard_of.values())):
+                facts = (self._folder / shard).stat()
+                parts.append(f"{shard} {facts.st_size} {facts.st_mtime_ns}")
+        return hashlib.sha256("/".join(parts).encode()).hexdigest()[:16]
+
+    @functools.cached_property
+    def shard_of(self) -> dict[str, str]:
+        """The file of every tensor.
+
+        Raises:
+            InputError: no safetensors, or (in a folder) a shard that is missing or cut short.
+        """
+        if self.has(WHOLE):
+            with self._mapped(WHOLE) as file:
+                return dict.fromkeys(file.keys(), WHOLE)
+        if self.has(INDEX):
+            try:
+                shards = json.loads(self.fetch(INDEX).read_text())["weight_map"]
+            except (ValueError, KeyError, TypeError) as error:
+                raise InputError(f"{self.model}: {INDEX} is damaged; download or save the model again") from error
+            for shard in sorted(set(shards.values())) if self._folder is not None else ():
+                if not (Path(self.model) / shard).is_file():
+                    raise InputError(f"{self.model} lacks the shard {shard} that its {INDEX} names: download it again")
+                with self._mapped(shard):
+                    pass  # refuses one that is cut short
+            return shards
+        if any(self._named(file) for file in PICKLED):
+            raise InputError(
+                f"{self.model} holds its weights as a pickle ({PICKLED[0]}); only safetensors are read: save the model "
+                "again with save_pretrained"
+            )
+        raise InputError(f"{self.model} holds no weights: expected {WHOLE} or {INDEX}")
+
+    def _named(self, file: str) -> bool:
+        """Whether a file is there, without fetching it."""
+        if self._folder is not None:
+            return (self._folder / file).is_file()
+        from huggingface_hub import file_exists
+        from huggingface_hub.errors import HTTPError
+
+        with contextlib.suppress(OSError, HTTPError):
+            return file_exists(self.model, file, revision=self._revision)
+        return False
+
+    @contextlib.contextmanager
+    def _mapped(self, shard: str) -> Iterator[Any]:
+        from safetensors import SafetensorError, safe_open
+
+        path = self.fetch(shard)
+        try:
+            with safe_open(path, framework="pt") as file:
+                yield file
+        except SafetensorError as error:
+            raise InputError(f"{path} is damaged or cut short ({error}): download or save it again") from error

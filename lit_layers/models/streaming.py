@@ -1,0 +1,267 @@
+"""A model that is read block by block: the layered view of one that need not fit into memory."""
+
+import hashlib
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+from lit_layers.errors import InputError
+from lit_layers.models.block_memory import Prefetch, Room, free_memory
+from lit_layers.models.families import trunk_of
+from lit_layers.models.shard_files import ShardFiles
+from lit_layers.models.skeleton import META, name_finder, skeleton
+from lit_layers.models.view import Batch, BlockCall, LayeredModel, evaluating, split_arguments
+
+
+@dataclass(frozen=True, eq=False)
+class Entered:
+    """One batch before block 1, and what each block is called with besides the hidden states."""
+
+    hidden: Tensor  # (batch, tokens, dim): layer 0
+    mask: Tensor  # (batch, tokens), False on padding
+    calls: tuple[BlockCall, ...]
+
+
+class StreamedModel(LayeredModel):
+    """The layered view of a checkpoint of which only one block is resident.
+
+    All modules are there, but hold no memory (meta device), until `resident(layer)` reads a block and converts it to
+    `dtype`; leaving it frees the block. `enter` gives layer 0 of a batch and the arguments of every block: masks and
+    rotary tables do not depend on the states. What stands before block 1 is read when a batch passes it, of embeddings
+    only the rows that are looked up; the final norm is always there. The head is not: no logits, no logit lens.
+
+    Raises:
+        InputError: a model of no known family, weights that do not fill it, a block too large for the device.
+    """
+
+    def __init__(self, files: ShardFiles, *, device: torch.device, dtype: torch.dtype = torch.float32) -> None:
+        self.files, self._device, self._dtype = files, device, dtype
+        network = skeleton(files, device=device, dtype=dtype)
+        super().__init__(network)
+        self._stored = self._find_tensors()
+        self._paths = {id(block): path for path, block in network.named_modules()}
+        self._expect_every_tensor()
+        self.num_loads = 0
+        self._prefetch, self._room = Prefetch(files, device), Room(device)
+        norm = None if self.family.norm is None else trunk_of(network).get_submodule(self.family.norm)
+        if norm is not None:
+            self._fill_(norm)
+
+    @property
+    def device(self) -> torch.device:
+        return self._device
+
+    def block_bytes(self, layer: int) -> int:
+        """Bytes of a block as it is resident."""
+        return sum(tensor.numel() * tensor.element_size() for tensor in self.blocks[layer - 1].state_dict().values())
+
+    def enter(self, batch: Batch) -> Entered:
+        """Layer 0 of a batch, and the calls of all blocks.
+
+        Raises:
+            InputError: a text longer than the model takes.
+            ValueError: a missing column, or a text without a real token.
+        """
+        calls: list[BlockCall] = []
+        states: list[Tensor] = []
+        with torch.inference_mode(False), torch.no_grad(), evaluating(self.model):
+            inputs = self._inputs(batch)
+            with self._recording(states, calls), _Lookups(self), self._filled_on_the_way(), suppress(_PastTheBlocks):
+                self._logits(inputs)
+            if [call.module for call in calls] != list(self.blocks) or any(h is not states[0] for h in states[1:]):
+                raise RuntimeError(f"the blocks of {type(self.model).__name__} are not called one after the other")
+            mask = inputs.get("attention_mask")
+            mask = states[0].new_ones(states[0].shape[:2], dtype=torch.bool) if mask is None else mask.bool()
+        return Entered(states[0], mask, tuple(calls))
+
+    @contextmanager
+    def resident(self, layer: int, *, following: int | None = None) -> Iterator[None]:
+        """Block `layer` (1..L) is in memory inside, and `following` is being read meanwhile.
+
+        Raises:
+            InputError: the block does not fit, or a file with a part of it is damaged.
+        """
+        block = self.blocks[layer - 1]
+        self._expect_room(layer, following)
+        ready = self._prefetch.take(layer)
+        before = self._fill_(block, ready, into=self._room)
+        del ready
+        self.num_loads += 1
+        if following is not None:
+            self._prefetch.start(following, self._names(self.blocks[following - 1]))
+        try:
+            yield
+        finally:
+            for module, name, tensor in before:
+                _put_(module, name, tensor)
+
+    def weights_hash(self) -> str:
+        """As `lit_layers.models.weights_hash` of the whole model in this dtype; reads every file once, in pieces."""
+        digest = hashlib.blake2b(digest_size=8)
+        for name, tensor in sorted(self.model.state_dict().items()):
+            digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)} ".encode())
+            for piece in self.files.pieces(self._stored[name]):
+                digest.update(piece.to(tensor.dtype).view(torch.uint8).numpy().data)
+        return digest.hexdigest()
+
+    def close(self) -> None:
+        """Ends the thread that reads ahead."""
+        self._prefetch.close()
+
+    def rows(self, weight: Tensor, ids: Tensor) -> tuple[Tensor, Tensor]:
+        """The rows of an embedding that are looked up, and `ids` as places among them."""
+        name = next(name for name, tensor in self.model.state_dict(keep_vars=True).items() if tensor is weight)
+        wanted, places = ids.unique(return_inverse=True)
+        found = self.files.read(self._stored[name])[wanted.cpu()]
+        return found.to(self._device, self._dtype), places
+
+    def _find_tensors(self) -> dict[str, str]:
+        """The name in the files of every parameter and buffer; tied ones are saved once."""
+        name_of = str if self.family.sees_images else name_finder(self.model)
+        stored_as = {name_of(stored): stored for stored in self.files.shard_of}
+        groups: dict[int, list[str]] = {}
+        for name, tensor in self.model.state_dict(keep_vars=True).items():
+            groups.setdefault(id(tensor), []).append(name)
+        found = {}
+        for names in groups.values():
+            stored = next((stored_as[name] for name in names if name in stored_as), None)
+            if stored is not None:
+                found.update(dict.fromkeys(names, stored))
+        return found
+
+    def _expect_every_tensor(self) -> None:
+        kind = type(self.model).__name__
+        for name, tensor in self.model.state_dict().items():
+            if name not in self._stored:
+                raise InputError(f"the weights of {self.files.model} do not fill {kind}: no tensor {name}")
+            if self.files.local and (shape := self.files.shape(self._stored[name])) != tuple(tensor.shape):
+                raise InputError(
+                    f"the weights of {self.files.model} do not fit {kind}: {name} has the shape {shape}, its "
+                    f"config.json asks for {tuple(tensor.shape)}"
+                )
+
+    def _expect_room(self, layer: int, following: int | None) -> None:
+        needed, free = self.block_bytes(layer), free_memory(self._device)
+        if following is not None and self._device.type != "cpu":  # where it is read ahead as it is stored
+            needed += sum(self.files.num_bytes(name) for name in self._names(self.blocks[following - 1]))
+        if free is not None and needed > free + self._room.num_bytes:
+            raise InputError(
+                f"block {layer} of {self.files.model} takes {needed / 1e9:.2f} GB in {str(self._dtype)[6:]}, and "
+                f"{free / 1e9:.2f} GB are free on {self._device}: use a device with more memory"
+            )
+
+    def _names(self, module: nn.Module) -> list[str]:
+        """Names in the files of what a module and its parts hold."""
+        path = self._paths[id(module)]
+        return [self._stored[f"{path}.{name}" if path else name] for name in module.state_dict()]
+
+    def _fill_(
+        self,
+        module: nn.Module,
+        ready: dict[str, Tensor] | None = None,
+        *,
+        recurse: bool = True,
+        into: Room | None = None,
+    ) -> list[tuple]:
+        """Reads what a module holds; (module, name, tensor) of what was there before."""
+        before, room = [], into or Room(self._device)
+        room.clear(sum(tensor.numel() for part in module.modules() for tensor in _own(part).values()), self._dtype)
+        for path, part in module.named_modules() if recurse else [("", module)]:
+            for name, tensor in _own(part).items():
+                if tensor.device != META:
+                    continue
+                full = ".".join(filter(None, (self._paths[id(module)], path, name)))
+                stored = self._stored[full]
+                source = self.files.read(stored) if ready is None else ready[stored]
+                if source.is_cuda:  # of another stream, which must not have its memory back before it is copied
+                    source.record_stream(torch.cuda.current_stream(self._device))
+                if source.shape != tensor.shape:
+                    raise InputError(
+                        f"{full} of {self.files.model} has the shape {tuple(source.shape)}, its config.json asks for "
+                        f"{tuple(tensor.shape)}"
+                    )
+                before.append((part, name, tensor))
+                # a copy even where nothing is converted: a view would keep the file's pages
+                _put_(part, name, room.take(tensor).copy_(source))
+        return before
+
+    @contextmanager
+    def _recording(self, states: list[Tensor], calls: list[BlockCall]) -> Iterator[None]:
+        """Blocks let the states pass and note their other arguments; the last one ends the call."""
+
+        def recorder(block: nn.Module) -> Any:
+            def forward(*args: Any, **kwargs: Any) -> Tensor:
+                hidden, args, kwargs = split_arguments(args, kwargs)
+                states.append(hidden)
+                calls.append(BlockCall(block, args, kwargs))
+                if block is self.blocks[-1]:
+                    raise _PastTheBlocks
+                return hidden
+
+            return forward
+
+        for block in self.blocks:
+            block.forward = recorder(block)
+        try:
+            yield
+        finally:
+            for block in self.blocks:
+                del block.forward
+
+    @contextmanager
+    def _filled_on_the_way(self) -> Iterator[None]:
+        """Whatever is called before the blocks has its own tensors by then; embeddings are looked up without."""
+        inside = {id(part) for block in self.blocks for part in block.modules()}
+
+        def fill(module: nn.Module, args: tuple) -> None:
+            if not isinstance(module, nn.Embedding):
+                self._fill_(module, recurse=False)
+
+        outside = [module for module in self.model.modules() if id(module) not in inside]
+        handles = [module.register_forward_pre_hook(fill) for module in outside]
+        try:
+            yield
+        finally:
+            for handle in handles:
+                handle.remove()
+
+
+class _PastTheBlocks(Exception):
+    """All that a skeleton can compute is done."""
+
+
+class _Lookups(TorchFunctionMode):
+    """Looks up embeddings that are not in memory: the rows are read, and no more."""
+
+    def __init__(self, model: StreamedModel) -> None:
+        super().__init__()
+        self.model = model
+
+    def __torch_function__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        if func is F.embedding and args[1].device == META:
+            rows, places = self.model.rows(args[1], args[0])
+            return F.embedding(places, rows)  # where padding is plays no part in a lookup
+        return func(*args, **(kwargs or {}))
+
+
+def _own(module: nn.Module) -> dict[str, Tensor]:
+    """Parameters and buffers that a module holds itself and a checkpoint does too."""
+    held: dict[str, Tensor | None] = {**module._parameters, **module._buffers}
+    return {
+        name: tensor
+        for name, tensor in held.items()
+        if tensor is not None and name not in module._non_persistent_buffers_set
+    }
+
+
+def _put_(module: nn.Module, name: str, tensor: Tensor) -> None:
+    if name in module._buffers:
+        module._buffers[name] = tensor
+    else:
+        module._parameters[name] = tensor if isinstance(tensor, nn.Parameter) else nn.Parameter(tensor, False)

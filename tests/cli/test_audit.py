@@ -1,0 +1,136 @@
+"""`lit-layers audit`: tables, exit codes, and what is said of wrong input."""
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from lit_layers.cli.main import main
+from tests.support.fake_hub import FakeHub
+from tests.support.series_hub import make_series, make_step, served, template
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory) -> Path:
+    return template(tmp_path_factory.mktemp("template") / "whole")
+
+
+@pytest.fixture
+def run(tmp_path, model) -> Path:
+    root = tmp_path / "first"
+    for index, step in enumerate((0, 1, 2, 4, 8)):
+        make_step(model, root / f"step-{step:09d}", index / 16)
+    return root
+
+
+def copied(run: Path, one: int, other: int) -> None:
+    shutil.rmtree(run / f"step-{other:09d}")
+    shutil.copytree(run / f"step-{one:09d}", run / f"step-{other:09d}")
+
+
+def test_a_clean_run_ends_in_zero(run, capsys):
+    assert main(["audit", str(run)]) == 0
+    assert capsys.readouterr().out == "first: 5 checkpoints, clean\n"
+
+
+def test_a_suspect_run_ends_in_one_and_says_which_steps(run, capsys, tmp_path):
+    copied(run, 8, 2)
+    assert main(["audit", str(run), "--json", str(tmp_path / "audit.json")]) == 1
+    said = " ".join(capsys.readouterr().out.split())
+    assert "first: 5 checkpoints, suspect: 2 " in said
+    assert "equal to the final step" in said
+    assert "serve the weights of step 8" in said
+    found = json.loads((tmp_path / "audit.json").read_text())
+    assert found["suspect_steps"] == [2]
+    assert found["findings"][0]["steps"] == [2]
+
+
+def test_only_the_steps_asked_for_are_judged(run, capsys):
+    copied(run, 8, 2)
+    for steps in ("0,1,4", "[0, 1, 4]", "{log_spaced: 2}", "4"):
+        assert main(["audit", str(run), "--steps", steps]) == 0, steps
+    assert main(["audit", str(run), "--steps", "0,2"]) == 1
+
+
+def test_notes_alone_are_clean(run, capsys):
+    copied(run, 0, 1)
+    assert main(["audit", str(run)]) == 0
+    said = " ".join(capsys.readouterr().out.split())
+    assert "first: 5 checkpoints, clean" in said
+    assert "note: identical weights" in said
+
+
+def test_the_repositories_of_a_manifest_are_audited_one_after_the_other(tmp_path, model, monkeypatch, capsys):
+    manifest = tmp_path / "own.yaml"
+    manifest.write_text("repositories: [{names: 'org/{one,two}', steps: {every: 10}, last_step: 20}]")
+    make_series(model, tmp_path / "hub" / "org" / "one", [0, 10, 20])
+    make_series(model, tmp_path / "hub" / "org" / "two", [0, 20])
+    with served(tmp_path / "hub", tmp_path / "home" / "hub", monkeypatch):
+        assert main(["audit", str(manifest), "--json", str(tmp_path / "audit.json")]) == 1
+        assert main(["audit", "org/one", "--grammar", "step", "--stage", "1"]) == 0
+    first, second = json.loads((tmp_path / "audit.json").read_text())
+    assert first["clean"]
+    assert second["findings"][0]["kind"] == "gap"
+    assert second["findings"][0]["steps"] == [10]
+    assert "org/two: 2 checkpoints, suspect: see below" in capsys.readouterr().out
+
+
+@pytest.mark.slow
+def test_a_repository_is_audited_by_the_command_as_users_type_it(tmp_path, model):
+    make_series(model, tmp_path / "hub" / "org" / "tiny", [0, 1, 2, 4], values={1: 9.0, 2: 9.0})
+    with FakeHub(tmp_path / "hub") as hub:
+        hub.fail("/refs", status=503, times=1)
+        done = subprocess.run(
+            [sys.executable, "-m", "lit_layers.cli.main", "audit", "org/tiny"],
+            cwd=ROOT,
+            capture_output=True,
+            text=True,
+            env={**os.environ, **hub.env(tmp_path / "home")},
+        )
+    assert done.returncode == 1, done.stderr
+    assert "org/tiny: 4 checkpoints, suspect: 1, 2" in done.stdout
+    assert "Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        ([], "the following arguments are required: series"),
+        (["{run}/none"], "expected a folder, ORGANIZATION/NAME on the Hub or a manifest, {run}/none does not exist"),
+        (["gpt2"], "expected a folder, ORGANIZATION/NAME on the Hub or a manifest, gpt2 does not exist"),
+        (["none.yaml"], "none.yaml: cannot read this manifest"),
+        (["{run}/.."], "holds no folder that is a step"),
+        (["{run}", "--steps", "often"], "steps: expected pythia, a list of steps"),
+        (["{run}", "--steps", "0,7"], "steps: first has no step 7; it has 5 steps from 0 to 8, the nearest 4 and 8"),
+        (["{run}", "--steps", "{log_spaced: 1}"], "steps.log_spaced: expected a whole number of at least 2, got 1"),
+        (["{run}", "--steps", "{log"], "steps: expected all, a list or a schedule, got '{log'"),
+        (["{run}", "--grammar", "word"], "grammar: expected auto, step, stages, checkpoint or a template"),
+        (["{run}", "--stage", "2"], "first is a folder and has no stages: leave --stage and --ingredient out"),
+        (["{run}", "--ingredient", "x"], "argument --ingredient: invalid int value: 'x'"),
+        (["{run}", "--json", "{run}"], "json: expected a file in a folder that exists, got {run}"),
+        (
+            ["{run}", "--json", "{run}/none/x.json"],
+            "json: expected a file in a folder that exists, got {run}/none/x.json",
+        ),
+        (["{run}", "--step", "all"], "unrecognized arguments: --step all"),
+    ],
+)
+def test_wrong_input_is_one_sentence_and_exit_code_two(run, capsys, arguments, sentence):
+    def filled(text: str) -> str:
+        return text.replace("{run}", str(run))
+
+    assert main(["audit", *map(filled, arguments)]) == 2
+    said = capsys.readouterr()
+    assert filled(sentence) in said.err
+    assert len(said.err.strip().splitlines()) == 1
+
+
+def test_offline_is_said_in_a_sentence(capsys):
+    assert main(["audit", "org/tiny"]) == 2
+    assert "cannot list the branches of org/tiny" in capsys.readouterr().err

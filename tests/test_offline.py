@@ -1,0 +1,205 @@
+"""Measuring a trained model, whole or streamed: the same numbers, the same provenance, nothing measured twice."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from lit_layers import offline, records
+from lit_layers.analyses import Coupling, Lens, Representation, Trajectory
+from lit_layers.cli.main import main
+from lit_layers.errors import InputError
+from lit_layers.models.shard_files import ShardFiles
+from lit_layers.models.streaming import StreamedModel
+from lit_layers.offline import analyze
+from tests.support.listed_batches import Listed
+from tests.support.saved_models import saved
+from tests.support.tiny_models import LAYERS, tiny_batch
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("models") / "step-000000500"
+    saved(folder, "llama")
+    return folder
+
+
+def three(name: str = "llama", **options) -> list:
+    data = Listed(tiny_batch(name, padding="left"), tiny_batch(name, batch=2, tokens=6, seed=2))
+    return [Trajectory(batches=data), Representation(batches=data), Coupling(batches=data, k=(3,), **options)]
+
+
+def test_both_ways_write_the_same_measurements(model, tmp_path):
+    whole = analyze(model, three(), root=tmp_path / "whole" / "run")
+    streamed = analyze(model, three(), root=tmp_path / "streamed" / "run", stream_blocks=True)
+    for one, other in zip(whole, streamed, strict=True):
+        assert (one.run, one.step, one.analysis, one.error) == (other.run, other.step, other.analysis, other.error)
+        assert (one.run, one.step, one.error) == ("run", 500, None)
+        assert one.records == other.records
+        assert len(one.records) > 20
+        assert one.provenance == other.provenance | {"streamed": False}
+        assert len(one.provenance["weights_hash"]) == 16
+        assert other.seconds > 0
+    assert records.read(tmp_path / "streamed" / "run" / "measurements.jsonl") == streamed
+    assert [path.name for path in (tmp_path / "streamed" / "run").iterdir()] == ["measurements.jsonl"]
+
+
+def test_a_page_is_drawn_of_the_results(model, tmp_path):
+    analyze(model, three(), root=tmp_path / "run", stream_blocks=True)
+    assert main(["report", str(tmp_path / "run")]) == 0
+    assert (tmp_path / "run" / "report.html").stat().st_size > 10_000
+
+
+def test_what_is_there_already_is_not_measured_again(model, tmp_path, monkeypatch):
+    first = analyze(model, three(), root=tmp_path / "run", stream_blocks=True)
+    loads = count_loads(monkeypatch)
+    assert analyze(model, three(), root=tmp_path / "run", stream_blocks=True) == first
+    assert analyze(model, three(), root=tmp_path / "run") == first  # measured whole they would be the same
+    assert loads == []
+    other = analyze(model, three(p=1.0), root=tmp_path / "run", stream_blocks=True)
+    assert other[:2] == first[:2]
+    assert other[2] != first[2]
+    assert len(records.read(tmp_path / "run" / "measurements.jsonl")) == 4
+
+
+def test_an_interrupted_call_goes_on_behind_the_last_finished_block(model, tmp_path, monkeypatch):
+    loads, hashes = count_loads(monkeypatch), []
+    hashing = StreamedModel.weights_hash
+    monkeypatch.setattr(StreamedModel, "weights_hash", lambda self: hashes.append(1) or hashing(self))
+
+    def interrupt(done, total, what):
+        if what == f"pass 2 of 2, block 2 of {LAYERS}":
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        analyze(model, three(), root=tmp_path / "run", stream_blocks=True, progress=interrupt)
+    assert loads == [1, 2, 3, 1]
+    assert not (tmp_path / "run" / "measurements.jsonl").exists()
+    found = analyze(model, three(), root=tmp_path / "run", stream_blocks=True)
+    assert loads == [1, 2, 3, 1, 2, 3]
+    assert len(hashes) == 1
+    assert [m.records for m in found] == [m.records for m in analyze(model, three(), root=tmp_path / "whole")]
+    assert not (tmp_path / "run" / ".stream").exists()
+
+
+def test_a_kill_between_two_lines_loses_no_block(model, tmp_path, monkeypatch):
+    loads, append = count_loads(monkeypatch), records.append
+
+    def second_line(path, measurement):
+        if measurement.analysis == "representation":
+            raise KeyboardInterrupt
+        append(path, measurement)
+
+    monkeypatch.setattr(records, "append", second_line)
+    with pytest.raises(KeyboardInterrupt):
+        analyze(model, three(), root=tmp_path / "run", stream_blocks=True)
+    monkeypatch.setattr(records, "append", append)
+    assert len(analyze(model, three(), root=tmp_path / "run", stream_blocks=True)) == 3
+    assert len(loads) == 2 * LAYERS
+    lines = records.read(tmp_path / "run" / "measurements.jsonl")
+    assert [m.analysis for m in lines] == ["trajectory", "representation", "coupling"]
+
+
+def test_other_weights_or_options_do_not_go_on_from_these_blocks(tmp_path, monkeypatch):
+    def interrupt(done, total, what):
+        if done == 2:
+            raise KeyboardInterrupt
+
+    saved(tmp_path / "model", "llama")
+    for options in ({}, {"p": 1.0}):
+        with pytest.raises(KeyboardInterrupt):
+            analyze(tmp_path / "model", three(**options), root=tmp_path / "run", stream_blocks=True, progress=interrupt)
+    saved(tmp_path / "model", "llama", seed=1)
+    found = analyze(tmp_path / "model", three(), root=tmp_path / "run", stream_blocks=True)
+    whole = analyze(tmp_path / "model", three(), root=tmp_path / "whole")
+    assert [m.records for m in found] == [m.records for m in whole]
+
+
+def test_a_failing_analysis_is_written_with_its_error_either_way(model, tmp_path):
+    lonely = Listed({"input_ids": torch.tensor([[8]])})
+    for stream in (False, True):
+        found = analyze(
+            model,
+            [Trajectory(batches=lonely), Representation(batches=lonely, alpha=1.0, num_halves=0)],
+            root=tmp_path / f"run{stream}",
+            stream_blocks=stream,
+        )
+        assert "is undefined for every one of 1 prompts" in found[0].error
+        assert found[0].records == []
+
+
+def test_float64_is_used_where_asked_for(model, tmp_path):
+    found = analyze(model, three(), root=tmp_path / "run", stream_blocks=True, dtype="float64")
+    assert {m.provenance["dtype"] for m in found} == {"float64"}
+    assert [m.records for m in found] == [
+        m.records for m in analyze(model, three(), root=tmp_path / "whole", dtype="float64")
+    ]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_what_cannot_be_measured_is_refused_in_one_sentence(model, tmp_path, stream):
+    def refusal(analyses, folder=model, **options) -> str:
+        with pytest.raises(InputError) as raised:
+            analyze(folder, analyses, root=tmp_path / "run", stream_blocks=stream, **options)
+        assert not (tmp_path / "run").exists() or not list((tmp_path / "run").glob("*.jsonl"))
+        return str(raised.value)
+
+    data = Listed(tiny_batch("llama"))
+    assert "coupling: expected k between 1 and the dimension 32, got 33" in refusal([Coupling(batches=data, k=(33,))])
+    assert refusal([]) == "analyses: expected at least one, got none"
+    assert "two are named 'trajectory'" in refusal([Trajectory(batches=data)] * 2)
+    assert refusal([Trajectory(batches=data)], tmp_path / "none").endswith("none does not exist")
+    if not torch.cuda.is_available():
+        sentence = "device: cuda was asked for and torch sees no GPU: use cpu or auto"
+        assert refusal([Trajectory(batches=data)], device="cuda") == sentence
+    if stream:
+        assert "Lens needs the whole model and cannot be streamed" in refusal([Lens(batches=data)])
+        long = Listed(tiny_batch("llama", tokens=65))
+        assert "LlamaForCausalLM takes at most 64 tokens, got 65" in refusal([Trajectory(batches=long)])
+        saved(tmp_path / "cut", "llama")
+        shard = sorted((tmp_path / "cut").glob("*.safetensors"))[3]
+        shard.write_bytes(shard.read_bytes()[:3000])
+        assert f"{shard} is damaged or cut short" in refusal([Trajectory(batches=data)], tmp_path / "cut")
+
+
+def test_a_damaged_model_is_refused_when_loaded_whole(tmp_path):
+    saved(tmp_path / "model", "llama")
+    shard = sorted((tmp_path / "model").glob("*.safetensors"))[3]
+    shard.write_bytes(shard.read_bytes()[:3000])
+    with pytest.raises(InputError, match="model cannot be loaded: "):
+        analyze(tmp_path / "model", three(), root=tmp_path / "run")
+
+
+def test_a_model_brings_its_tokenizer_where_it_was_saved_with_one(tmp_path):
+    saved(tmp_path, "gpt2")
+    assert offline.own_tokenizer(tmp_path) is None
+    (tmp_path / "tokenizer.json").write_text(json.dumps({}))
+    assert offline.own_tokenizer(tmp_path) == str(tmp_path)
+
+
+def count_loads(monkeypatch) -> list[int]:
+    """The blocks that are read from here on."""
+    loads, resident = [], StreamedModel.resident
+
+    def counted(self, layer, **options):
+        loads.append(layer)
+        return resident(self, layer, **options)
+
+    monkeypatch.setattr(StreamedModel, "resident", counted)
+    return loads
+
+
+def test_the_step_is_read_from_the_name(tmp_path):
+    for name, step in (("step-000001000", 1000), ("step64", 64), ("main", None), ("a-step-5", None)):
+        assert offline._step_of(str(tmp_path / name)) == step
+
+
+def test_files_are_told_apart_by_precision_and_content(model):
+    files = ShardFiles(model)
+    keys = set()
+    for dtype in (torch.float32, torch.float64):
+        view = StreamedModel(files, device=torch.device("cpu"), dtype=dtype)
+        keys |= {offline._key(view, three()), offline._key(view, three(p=1.0))}
+        view.close()
+    assert len(keys) == 4
