@@ -29,9 +29,9 @@ def test_a_block_and_the_states_are_what_is_in_memory(tmp_path):
 
 
 @pytest.mark.slow
-def test_coupling_adds_the_work_space_of_a_jacobian_and_no_more(tmp_path):
-    """The work space: of the 2,048 vectors that are carried back at a time, six activations as wide as the MLP."""
-    facts = measured(tmp_path, 12, 512, 4, 32, "coupling")
-    work_space = 6 * 2048 * (4 * 512) * 4  # 100 MB
-    assert facts["peak"] <= 1.5 * (facts["block"] + facts["states"] + facts["factors"]) + work_space
-    assert facts["model"] > facts["peak"]
+def test_coupling_adds_half_a_block_and_what_any_width_takes(tmp_path):
+    """A Jacobian's proof works on three float64 matrices: 24 d^2 bytes beside the 64 d^2 of such a block."""
+    facts = measured(tmp_path, 4, 1280, 2, 32, "coupling")
+    any_width = 16 * 2**20
+    assert facts["peak"] <= 1.5 * (facts["block"] + facts["states"] + facts["factors"]) + any_width
+    assert facts["model"] > 2 * facts["peak"]

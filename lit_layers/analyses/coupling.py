@@ -190,7 +190,7 @@ class _Run(LayerwiseRun):
         batch, layer, options = visit.batch, visit.layer, self.options
         jacobian = self._jacobian(visit)
         broken = ~jacobian.isfinite().all(-1).all(-1)  # (prompts,)
-        finite = jacobian.masked_fill(broken[:, None, None], 0)
+        finite = jacobian.masked_fill(broken[:, None, None], 0) if bool(broken.any()) else jacobian
         factors = self._factors(finite, f"{batch}/{layer}")
         if self.held is not None:
             self.held[f"{batch}/{layer}"] = finite

@@ -83,11 +83,14 @@ def leading_vectors(gram: Tensor, count: int, tolerance: float, start: Tensor) -
 
     grams, rough = gram, gram.float()
     basis = start.to(rough)
+    # A proof works on a copy of its own: without `rough` beside it the most that is held is three of `gram`.
     for _ in range(2):  # a random block holds too little of the leading directions to tell where to filter
         basis = torch.linalg.qr(rough @ basis).Q
     products, precise, last = 2, False, False
     for number in range(MAX_ROUNDS):
-        ritz = _ritz(grams if last else rough, basis)
+        if last:
+            rough = None
+        ritz = _ritz(grams if rough is None else rough, basis)
         products += 1
         going = ~prove(grams, ritz, active) if last else torch.ones_like(active, dtype=torch.bool)
         if not bool(going.any()):
@@ -100,8 +103,9 @@ def leading_vectors(gram: Tensor, count: int, tolerance: float, start: Tensor) -
         # after some rounds in any case: products in "float32" may be in TF32
         precise, worst, last = plan.precise or number >= 4, plan.worst, last or plan.last
         if not bool(going.all()):
-            active, grams, rough, worst = active[going], grams[going], rough[going], worst[going]
-            ritz = Ritz(*(part[going] for part in ritz))
+            active, grams, worst = active[going], grams[going], worst[going]
+            ritz, rough = Ritz(*(part[going] for part in ritz)), None
+        rough = grams.float() if rough is None else rough
         basis = _filtered(grams if precise else rough, ritz, count, plan.degree)
         products += plan.degree
     rest = undecided.nonzero()[:, 0]

@@ -65,7 +65,7 @@ def singular_factors(
         known = None if start is None else start.reshape(len(flat), dim, start.shape[-1])
         size = 1 if flat.device.type == "cpu" else at_once  # a CPU gains nothing by more
         pieces = zip(flat.split(size), starting_block(known, len(flat), dim, count).split(size), strict=True)
-        parts = [_leading(piece.double(), count, tolerance, first, dtype) for piece, first in pieces]
+        parts = [_leading(piece, count, tolerance, first, dtype) for piece, first in pieces]
     left, values, right, bounds = (
         torch.cat(part).reshape(*matrices.shape[:-2], *part[0].shape[1:]) for part in zip(*parts, strict=True)
     )
@@ -92,23 +92,33 @@ def _check_start(start: Tensor | None, matrices: Tensor) -> None:
 
 
 def _leading(matrices: Tensor, count: int, tolerance: float, start: Tensor, dtype: torch.dtype) -> Factors:
-    """Of float64 matrices (n, dim, dim), by iteration where that meets the tolerance, else whole."""
-    sizes = torch.linalg.matrix_norm(matrices, keepdim=True)
-    known = sizes.isfinite() & (sizes > 0)
-    scaled = matrices / torch.where(known, sizes, 1).log2().floor().exp2()  # by a power of two: exact
-    if not bool(known.all()):  # left to the whole decomposition
-        scaled = torch.where(known, scaled, 0)
-    allowed = tolerance - float(_output_rounding(dtype, sizes.new_empty(count))[-1])
-    found = leading_vectors(scaled.mT @ scaled, count, allowed, start)
-    images = matrices @ found.right
+    """Of matrices (n, dim, dim), in float64, by iteration where that meets the tolerance, else whole."""
+    allowed = tolerance - float(_output_rounding(dtype, matrices.new_empty(count))[-1])
+    found = leading_vectors(_scaled_gram(matrices), count, allowed, start)
+    images = matrices.double() @ found.right
     values = torch.linalg.vector_norm(images, dim=-2)
     bounds = miscoupling_bounds(found.left_errors, found.right_errors)
     factors = Factors(images / values[:, None], values, found.right, bounds)
     failed = ~(bounds[:, -1] <= allowed)
     if bool(failed.any()):
-        for part, whole in zip(factors, _whole(matrices[failed], count), strict=True):
+        for part, whole in zip(factors, _whole(matrices[failed].double(), count), strict=True):
             part[failed] = whole
     return factors
+
+
+def _scaled_gram(matrices: Tensor) -> Tensor:
+    """J'J in float64, of J scaled to a norm of about 1; zero where the norm is none, for the whole decomposition.
+
+    A function of its own, so that no copy of the matrices is there while their vectors are sought: at dim 8,192 each
+    float64 copy of one is 0.5 GB.
+    """
+    matrices = matrices.double()
+    sizes = torch.linalg.matrix_norm(matrices, keepdim=True)
+    known = sizes.isfinite() & (sizes > 0)
+    matrices = matrices / torch.where(known, sizes, 1).log2().floor().exp2()  # by a power of two: exact
+    if not bool(known.all()):
+        matrices = torch.where(known, matrices, 0)
+    return matrices.mT @ matrices
 
 
 def _output_rounding(dtype: torch.dtype, bounds: Tensor) -> Tensor:
