@@ -55,19 +55,24 @@ def analyze(
     Raises:
         InputError: a model that is not there or damaged, options that do not fit it, an analysis that cannot stream.
     """
-    names = [analysis.name for analysis in analyses]
-    if double := {name for name in names if names.count(name) > 1}:
-        raise InputError(f"analyses: two are named {sorted(double)[0]!r}; give each a name of its own")
-    if not analyses:
-        raise InputError("analyses: expected at least one, got none")
+    refuse_double_names(analyses)
     selected = layerwise(analyses) if stream_blocks else []
-    place, number = _device(device), {"float32": torch.float32, "float64": torch.float64}[dtype]
+    place, number = device_of(device), {"float32": torch.float32, "float64": torch.float64}[dtype]
     files, root = ShardFiles(model, revision=revision), Path(root)
     tell = progress or (lambda done, total, what: None)
     if not stream_blocks:
         return _whole(files, analyses, root, revision, place, number, tell)
     with contextlib.closing(StreamedModel(files, device=place, dtype=number)) as view, _plain_numbers(place):
         return _streamed(view, selected, root, revision, tell)
+
+
+def refuse_double_names(analyses: Sequence[Analysis]) -> None:
+    """Refuses an empty list, and two analyses that would write under one name."""
+    names = [analysis.name for analysis in analyses]
+    if double := {name for name in names if names.count(name) > 1}:
+        raise InputError(f"analyses: two are named {sorted(double)[0]!r}; give each a name of its own")
+    if not analyses:
+        raise InputError("analyses: expected at least one, got none")
 
 
 def own_tokenizer(model: str | Path, revision: str | None = None) -> str | None:
@@ -219,7 +224,7 @@ def _step_of(name: str) -> int | None:
     return int(found[1]) if found else None
 
 
-def _device(name: Device) -> torch.device:
+def device_of(name: Device) -> torch.device:
     if name == "cuda" and not torch.cuda.is_available():
         raise InputError("device: cuda was asked for and torch sees no GPU: use cpu or auto")
     return torch.device("cuda" if name == "cuda" or (name == "auto" and torch.cuda.is_available()) else "cpu")

@@ -1,4 +1,4 @@
-"""`lit-layers analyze`: measure one model that is already trained, whole or block by block."""
+"""`lit-layers analyze`: measure a trained model, whole or block by block, or a series of checkpoints."""
 
 import os
 import sys
@@ -16,6 +16,7 @@ from lit_layers.cli.messages import one_sentence
 from lit_layers.errors import InputError
 
 FAILED, INTERRUPTED = 1, 130
+CORPUS = "python"
 OWN_TOKENIZER = "<the model's own tokenizer>"
 
 
@@ -30,11 +31,15 @@ def main(argv: list[str]) -> int:
     """Measures what the options say, prints what came out; 130 where Ctrl-C cut it short, 1 if an analysis failed."""
     os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")  # they would write over ours; read at import
     options = _parse(argv)
+    if _is_series(options):
+        from lit_layers.cli.analyze_series import run
+
+        return run(options, options.analyses or _usual(options.corpus, options.tokenizer), _bar)
     from lit_layers.offline import analyze
 
     root = Path(options.root) if options.root else Path("checkpoints") / _name(options.model)
     try:
-        with _bar() as show:
+        with _bar("opening the model") as show:
             found = analyze(
                 options.model,
                 options.analyses or _usual(options.corpus, options.tokenizer),
@@ -62,10 +67,18 @@ def _parse(argv: list[str]) -> Namespace:
     parser.set_defaults(tokenizer=OWN_TOKENIZER)
     try:
         options = parser.parse_args(argv)
+        _refuse_what_does_not_fit(options)
         if options.tokenizer == OWN_TOKENIZER:
-            from lit_layers.offline import own_tokenizer
+            if _is_series(options):
+                from lit_layers.cli.analyze_series import text_of
 
-            own = own_tokenizer(options.model, options.revision)
+                corpus, own = text_of(options)
+                if corpus is not None and options.corpus == CORPUS:
+                    parser.set_defaults(corpus=corpus)
+            else:
+                from lit_layers.offline import own_tokenizer
+
+                own = own_tokenizer(options.model, options.revision)
             if own is None and (not options.analyses or OWN_TOKENIZER in parser.dump(options, skip_validation=True)):
                 raise InputError(f"tokenizer: {options.model} carries none; name one with --tokenizer")
             parser.set_defaults(tokenizer=own)
@@ -78,11 +91,36 @@ def _parse(argv: list[str]) -> Namespace:
 def _parser() -> ArgumentParser:
     parser = _Parser(
         prog="lit-layers analyze",
-        description="Measure every layer of one model. Interrupted with --stream-blocks, it continues when run again.",
+        description="Measure every layer of a model, or of each checkpoint of a series. Run again it continues.",
         exit_on_error=False,
         parser_mode="omegaconf+",
     )
-    parser.add_argument("model", type=str, help="A folder with config.json and weights, or a name on the Hub.")
+    parser.add_argument(
+        "model",
+        type=str,
+        help="A folder with config.json and weights, or a name on the Hub. Of a series: a folder of steps, a name on "
+        "the Hub with --steps, or a manifest.",
+    )
+    parser.add_argument(
+        "--steps",
+        type=list[int] | dict[str, int] | str | None,
+        default=None,
+        help="Of a series: all, a list, {log_spaced: N}, pythia, {every: N}.",
+    )
+    parser.add_argument(
+        "--allow-suspect",
+        "--allow_suspect",
+        action="store_true",
+        help="Measure checkpoints, too, that the audit of the series found suspect.",
+    )
+    parser.add_argument(
+        "--keep-downloads",
+        "--keep_downloads",
+        type=bool,
+        default=True,
+        help="false: remove each checkpoint of a series from the Hub's cache once it is measured.",
+    )
+    parser.add_argument("--shard", type=str, default="0/1", help="i/n: every n-th checkpoint from the i-th, from 0.")
     parser.add_argument(
         "--config", action="config", help="A recipe with `analyses`, e.g. recipes/analyses/stream.yaml."
     )
@@ -100,12 +138,29 @@ def _parser() -> ArgumentParser:
     parser.add_argument(
         "--dtype", type=Literal["float32", "float64"], default="float32", help="What weights are converted to."
     )
-    parser.add_argument("--corpus", type=str, default="python", help="Stands for ${corpus} in recipes.")
+    parser.add_argument("--corpus", type=str, default=CORPUS, help="Stands for ${corpus} in recipes.")
     parser.add_argument("--tokenizer", type=str | None, default=None, help="Stands for ${tokenizer} in recipes.")
     parser.add_argument(
         "--analyses", type=list[Analysis], default=[], help="Default: Trajectory, Representation and Coupling."
     )
     return parser
+
+
+def _is_series(options: Any) -> bool:
+    folder = Path(options.model)
+    is_steps = folder.is_dir() and not (folder / "config.json").is_file()
+    return options.steps is not None or is_steps or options.model.endswith((".yaml", ".yml"))
+
+
+def _refuse_what_does_not_fit(options: Any) -> None:
+    if not _is_series(options):
+        if options.allow_suspect or options.shard != "0/1" or not options.keep_downloads:
+            raise InputError("--allow-suspect, --keep-downloads and --shard are for series: name its --steps")
+        return
+    if options.stream_blocks:
+        raise InputError("--stream-blocks reads one model: name one step's folder, or one --revision without --steps")
+    if options.revision is not None:
+        raise InputError(f"--revision {options.revision} is one model: leave it out, or leave --steps out")
 
 
 def _name(model: str) -> str:
@@ -125,7 +180,7 @@ def _usual(corpus: str, tokenizer: str) -> list[Analysis]:
 
 
 @contextmanager
-def _bar() -> Iterator[Callable[[int, int, str], None]]:
+def _bar(opening: str) -> Iterator[Callable[[int, int, str], None]]:
     """How far a measurement has come, on standard error: a function of what is done, of how much, and what is next."""
     from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
@@ -133,7 +188,7 @@ def _bar() -> Iterator[Callable[[int, int, str], None]]:
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     # Drawn after each block and not by a thread of its own.
     with Progress(*columns, console=Console(stderr=True), auto_refresh=False) as drawn:
-        task = drawn.add_task("opening the model", total=None)
+        task = drawn.add_task(opening, total=None)
 
         def show(done: int, total: int, what: str) -> None:
             changes: dict[str, Any] = {"description": what} if what else {}

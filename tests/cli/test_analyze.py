@@ -13,7 +13,6 @@ import pytest
 
 from lit_layers import records
 from lit_layers.cli.main import main
-from lit_layers.data import prepare
 from lit_layers.models.build import causal_lm, save
 from tests.support.fake_hub import FakeHub
 from tests.support.saved_models import saved
@@ -23,21 +22,11 @@ RECIPE = ROOT / "recipes" / "analyses" / "stream.yaml"
 
 
 @pytest.fixture(scope="module")
-def shards(tmp_path_factory) -> Path:
-    """A tokenized corpus of real source code."""
-    folder = tmp_path_factory.mktemp("text")
-    for path in sorted((ROOT / "lit_layers").rglob("*.py")):
-        (folder / f"{path.parent.name}_{path.stem}.txt").write_text(path.read_text())
-    prepare(str(folder), "bpe:300", folder.with_name("shards"), validation=0.3, workers=1, progress=False)
-    return folder.with_name("shards")
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory, shards) -> Path:
+def model(tmp_path_factory, corpus) -> Path:
     """A model with its tokenizer, as training leaves it."""
     folder = tmp_path_factory.mktemp("run") / "step-000000002"
     network = causal_lm("gpt2", n_layer=4, n_embd=32, n_head=2, n_positions=128, vocab_size=300)
-    save(network, folder, shards / "tokenizer")
+    save(network, folder, corpus / "tokenizer")
     return folder
 
 
@@ -45,27 +34,27 @@ def analyze(*arguments) -> int:
     return main(["analyze", *map(str, arguments), "--device", "cpu"])
 
 
-def test_a_model_is_measured_streamed_or_whole_with_the_same_numbers(model, shards, tmp_path, capsys, monkeypatch):
+def test_a_model_is_measured_streamed_or_whole_with_the_same_numbers(model, corpus, tmp_path, capsys, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    assert analyze(model, "--stream-blocks", "--corpus", shards, "--config", RECIPE) == 0
+    assert analyze(model, "--stream-blocks", "--corpus", corpus, "--config", RECIPE) == 0
     said = capsys.readouterr()
     streamed = tmp_path / "checkpoints" / f"{model.parent.name}-step-000000002"
     assert f"draw them with `lit-layers report checkpoints/{streamed.name}`" in said.out
     assert "pass 2 of 2, block 4 of 4" in said.err
-    assert analyze(model, "--corpus", shards, "--config", RECIPE, "--root", tmp_path / "whole") == 0
+    assert analyze(model, "--corpus", corpus, "--config", RECIPE, "--root", tmp_path / "whole") == 0
     one, other = (records.read(root / "measurements.jsonl") for root in (streamed, tmp_path / "whole"))
     assert [m.analysis for m in one] == ["trajectory", "representation", "coupling"]
     assert [m.records for m in one] == [m.records for m in other]
     assert {m.step for m in one} == {2}
 
 
-def test_without_a_recipe_three_analyses_run_on_the_models_own_tokenizer(model, shards, tmp_path):
-    assert analyze(model, "--corpus", shards, "--root", tmp_path / "run", "--stream-blocks") == 0
+def test_without_a_recipe_three_analyses_run_on_the_models_own_tokenizer(model, corpus, tmp_path):
+    assert analyze(model, "--corpus", corpus, "--root", tmp_path / "run", "--stream-blocks") == 0
     found = records.read(tmp_path / "run" / "measurements.jsonl")
     assert [m.analysis for m in found] == ["trajectory", "representation", "coupling"]
 
 
-def test_an_analysis_that_fails_is_told_and_ends_in_one(model, shards, tmp_path, capsys):
+def test_an_analysis_that_fails_is_told_and_ends_in_one(model, corpus, tmp_path, capsys):
     recipe = tmp_path / "recipe.yaml"
     recipe.write_text(
         """
@@ -78,7 +67,7 @@ analyses:
         init_args: {corpus: "${corpus}", tokenizer: "${tokenizer}", num_sequences: 2, num_tokens: 16}
 """
     )
-    assert analyze(model, "--corpus", shards, "--config", recipe, "--root", tmp_path / "run", "--stream-blocks") == 1
+    assert analyze(model, "--corpus", corpus, "--config", recipe, "--root", tmp_path / "run", "--stream-blocks") == 1
     assert "failed: trajectory: ValueError: line_shape_score is undefined" in capsys.readouterr().err
 
 
@@ -95,28 +84,28 @@ analyses:
         ([], "missing: model"),
     ],
 )
-def test_wrong_input_is_one_sentence_and_ends_in_two(model, shards, tmp_path, capsys, arguments, sentence):
+def test_wrong_input_is_one_sentence_and_ends_in_two(model, corpus, tmp_path, capsys, arguments, sentence):
     places = {"MODEL": str(model), "TEXT": str(ROOT / "recipes" / "analyses" / "text.yaml")}
     arguments = [places.get(word, word) for word in arguments]
-    assert analyze(*arguments, "--corpus", shards, "--root", tmp_path / "run") == 2
+    assert analyze(*arguments, "--corpus", corpus, "--root", tmp_path / "run") == 2
     said = capsys.readouterr().err.strip().splitlines()
     assert said[-1].startswith("lit-layers analyze: error: ")
     assert sentence in said[-1]
     assert not (tmp_path / "run").exists()
 
 
-def test_a_model_without_a_tokenizer_asks_for_one(tmp_path, shards, capsys):
+def test_a_model_without_a_tokenizer_asks_for_one(tmp_path, corpus, capsys):
     saved(tmp_path / "model", "gpt2")
-    assert analyze(tmp_path / "model", "--corpus", shards, "--config", RECIPE) == 2
+    assert analyze(tmp_path / "model", "--corpus", corpus, "--config", RECIPE) == 2
     assert f"tokenizer: {tmp_path / 'model'} carries none; name one with --tokenizer" in capsys.readouterr().err
 
 
 @pytest.mark.slow
-def test_ctrl_c_leaves_a_state_from_which_the_same_command_goes_on(shards, tmp_path):
+def test_ctrl_c_leaves_a_state_from_which_the_same_command_goes_on(corpus, tmp_path):
     network = causal_lm("gpt2", n_layer=48, n_embd=64, n_head=2, n_positions=128, vocab_size=300)
-    save(network, tmp_path / "model", shards / "tokenizer")
+    save(network, tmp_path / "model", corpus / "tokenizer")
     command = [sys.executable, "-m", "lit_layers.cli.main", "analyze", str(tmp_path / "model"), "--stream-blocks"]
-    command += ["--corpus", str(shards), "--config", str(RECIPE), "--root", str(tmp_path / "run")]
+    command += ["--corpus", str(corpus), "--config", str(RECIPE), "--root", str(tmp_path / "run")]
     process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     deadline = time.monotonic() + 120
     while not list(tmp_path.glob("run/.stream/*/state.pt")) and time.monotonic() < deadline:
@@ -129,17 +118,17 @@ def test_ctrl_c_leaves_a_state_from_which_the_same_command_goes_on(shards, tmp_p
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert not (tmp_path / "run" / ".stream").exists()
-    assert analyze(tmp_path / "model", "--corpus", shards, "--config", RECIPE, "--root", tmp_path / "whole") == 0
+    assert analyze(tmp_path / "model", "--corpus", corpus, "--config", RECIPE, "--root", tmp_path / "whole") == 0
     one, other = (records.read(tmp_path / name / "measurements.jsonl") for name in ("run", "whole"))
     assert [m.records for m in one] == [m.records for m in other]
 
 
 @pytest.mark.slow
-def test_a_model_of_the_hub_is_fetched_shard_by_shard_and_streamed(model, shards, tmp_path):
+def test_a_model_of_the_hub_is_fetched_shard_by_shard_and_streamed(model, corpus, tmp_path):
     repository = tmp_path / "hub" / "org" / "tiny"
     for revision, seed in (("step2", 0), ("main", 1)):
         saved(repository / revision, "gpt_neox", seed=seed, vocab_size=300)
-        for file in (shards / "tokenizer").iterdir():
+        for file in (corpus / "tokenizer").iterdir():
             shutil.copy(file, repository / revision)
     bare = tmp_path / "hub" / "org" / "pickled" / "main"
     bare.mkdir(parents=True)
@@ -152,7 +141,7 @@ def test_a_model_of_the_hub_is_fetched_shard_by_shard_and_streamed(model, shards
 
     def command(*arguments, root: str, **variables) -> subprocess.CompletedProcess:
         words = [sys.executable, "-m", "lit_layers.cli.main", "analyze", *arguments, "--config", recipe]
-        words += ["--corpus", shards, "--root", tmp_path / root]
+        words += ["--corpus", corpus, "--root", tmp_path / root]
         environment = {
             **os.environ,
             **hub.env(tmp_path / "home"),
@@ -168,7 +157,7 @@ def test_a_model_of_the_hub_is_fetched_shard_by_shard_and_streamed(model, shards
         fetched = [r for r in hub.requests if r["method"] == "GET" and "safetensors" in r["path"] and r["bytes"] > 0]
         assert len([r for r in fetched if "index" not in r["path"]]) == len(set(index["weight_map"].values()))
         missing = command("org/tiny", "--revision", "step9", "--stream-blocks", root="none")
-        pickled = command("org/pickled", "--stream-blocks", "--tokenizer", str(shards / "tokenizer"), root="none")
+        pickled = command("org/pickled", "--stream-blocks", "--tokenizer", str(corpus / "tokenizer"), root="none")
         nobody = command("org/nobody", root="none")
     again = command("org/tiny", "--revision", "step2", "--stream-blocks", root="again", HF_HUB_OFFLINE="1")
     assert again.returncode == 0, again.stderr
@@ -180,7 +169,7 @@ def test_a_model_of_the_hub_is_fetched_shard_by_shard_and_streamed(model, shards
                 "--config",
                 str(recipe),
                 "--corpus",
-                str(shards),
+                str(corpus),
                 "--root",
                 str(tmp_path / "local"),
             ]

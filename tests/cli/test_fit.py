@@ -13,7 +13,6 @@ import yaml
 
 from lit_layers import records
 from lit_layers.cli.main import main
-from lit_layers.data import prepare
 from lit_layers.training.checkpoint_io import saved_steps
 
 ROOT = Path(__file__).parents[2]
@@ -49,17 +48,6 @@ RECIPE = {
         {"class_path": "lit_layers.analyses.Coupling", "init_args": {"batches": TEXT, "k": [2]}},
     ],
 }
-
-
-@pytest.fixture(scope="module")
-def corpus(tmp_path_factory) -> Path:
-    """Shards of real source code, small enough to tokenize in a blink."""
-    folder = tmp_path_factory.mktemp("text")
-    for path in sorted((ROOT / "lit_layers").rglob("*.py")):
-        (folder / f"{path.parent.name}_{path.stem}.txt").write_text(path.read_text())
-    shards = folder.with_name("shards")
-    prepare(str(folder), "bpe:300", shards, validation=0.3, workers=1, progress=False)
-    return shards
 
 
 @pytest.fixture

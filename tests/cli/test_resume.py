@@ -17,7 +17,7 @@ from lit_layers import records
 from lit_layers.cli.main import main
 from lit_layers.training.checkpoint_io import saved_steps, step_folder
 from lit_layers.training.resume import STATE, resume_point
-from tests.cli.test_fit import RECIPE, corpus  # noqa: F401 - the fixture
+from tests.cli.test_fit import RECIPE
 from tests.support.forked import run_forked
 from tests.support.read_wandb import Run, read_runs
 
@@ -26,7 +26,7 @@ LAST = 22
 
 
 @pytest.fixture(scope="module")
-def recipe(tmp_path_factory, corpus) -> Path:  # noqa: F811
+def recipe(tmp_path_factory, corpus) -> Path:
     rates = {"resid_pdrop": 0.1, "embd_pdrop": 0.1, "attn_pdrop": 0.1}
     model = RECIPE["model"]["init_args"]
     options = {

@@ -1,0 +1,210 @@
+"""Where a checkpoint lies: a folder, or one commit of a repository of the Hub."""
+
+import functools
+import os
+import threading
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from lit_layers.errors import InputError
+from lit_layers.series.files import STEMS, ListedFile, content_hash, formats
+from lit_layers.series.retrying import DamagedDownload, MovedCommit, Result, Retry
+
+COMPANIONS = (".json", ".txt", ".model", ".tiktoken", ".jinja")  # config and tokenizer: data, never code
+_LARGEST_COMPANION = 2**26
+_dropping = threading.Lock()
+
+
+class Source(ABC):
+    """The files of one checkpoint."""
+
+    @property
+    @abstractmethod
+    def files(self) -> Mapping[str, ListedFile]:
+        """Names, sizes and hashes of the files at the top, without downloading any."""
+
+    @abstractmethod
+    def read(self, path: str) -> bytes:
+        """The content of a small file."""
+
+    @abstractmethod
+    def fetch(self) -> Path:
+        """A local folder with config, tokenizer and weights, downloaded now if need be."""
+
+    @abstractmethod
+    def drop(self) -> None:
+        """Removes from this machine the weights that `fetch` downloaded; what was there before stays."""
+
+    @abstractmethod
+    def describe(self) -> dict[str, Any]:
+        """Where the checkpoint comes from, for provenance."""
+
+    def weights(self) -> dict[str, str]:
+        """The hash of every weight file that is loaded: safetensors, or else the pickle."""
+        for found in formats(self.files).values():
+            return {path: file.hash for path, file in found.items()}
+        return {}
+
+
+@dataclass(frozen=True)
+class FolderSource(Source):
+    """A folder with config.json and weights."""
+
+    folder: Path
+
+    @functools.cached_property
+    def files(self) -> Mapping[str, ListedFile]:
+        return {path.name: _local(path) for path in sorted(self.folder.iterdir()) if path.is_file() and _matters(path)}
+
+    def read(self, path: str) -> bytes:
+        return (self.folder / path).read_bytes()
+
+    def fetch(self) -> Path:
+        return self.folder
+
+    def drop(self) -> None:
+        return
+
+    def describe(self) -> dict[str, Any]:
+        return {"checkpoint": str(self.folder)}
+
+
+class Hub:
+    """Requests to the Hugging Face Hub, each tried again where the network failed.
+
+    Raises:
+        InputError: what cannot be had, why, and after how many attempts.
+    """
+
+    def __init__(self, retry: Retry | None = None) -> None:
+        from huggingface_hub import HfApi
+
+        os.environ.setdefault("DISABLE_SAFETENSORS_CONVERSION", "1")  # else a pickle starts a thread that asks the Hub
+        self.api, self.retry = HfApi(), retry or Retry()
+
+    def commits(self, repo: str) -> dict[str, str]:
+        """The commit of every branch, and of every tag that no branch is named like: one request."""
+        refs = self.retry.call(f"cannot list the branches of {repo}", lambda: self.api.list_repo_refs(repo))
+        return {ref.name: ref.target_commit for ref in (*refs.tags, *refs.branches)}
+
+    def tree(self, repo: str, commit: str, name: str) -> dict[str, ListedFile]:
+        """The files of a commit."""
+        from huggingface_hub import RepoFile
+
+        rows = self.retry.call(
+            f"cannot list the files of {repo} at {name}",
+            lambda: self._at(repo, commit, name, lambda: list(self.api.list_repo_tree(repo, revision=commit))),
+        )
+        found = [row for row in rows if isinstance(row, RepoFile)]
+        return {row.path: ListedFile(row.path, row.size, row.lfs.sha256 if row.lfs else row.blob_id) for row in found}
+
+    def download(self, repo: str, commit: str, name: str, file: ListedFile) -> tuple[Path, bool]:
+        """Where a file lies now, and whether it was downloaded for this: then its hash has been compared."""
+
+        def once() -> tuple[Path, bool]:
+            was = self._cached(repo, commit, file.path)
+            path = Path(self.api.hf_hub_download(repo, file.path, revision=commit))
+            if was is None and content_hash(path, file.hash) != file.hash:
+                blob = path.resolve()
+                path.unlink()
+                blob.unlink(missing_ok=True)
+                raise DamagedDownload(f"{file.path} arrived with another hash than the Hub lists")
+            return path, was is None
+
+        return self.retry.call(
+            f"cannot download {file.path} of {repo} at {name}", lambda: self._at(repo, commit, name, once)
+        )
+
+    def _cached(self, repo: str, commit: str, path: str) -> str | None:
+        """Where a file lies in the cache, if it does."""
+        from huggingface_hub import try_to_load_from_cache
+
+        found = try_to_load_from_cache(repo, path, revision=commit)
+        return found if isinstance(found, str) else None
+
+    def _at(self, repo: str, commit: str, name: str, action: Callable[[], Result]) -> Result:
+        """Does something at a commit; one that is gone means that the branch was rewritten since it was listed."""
+        from huggingface_hub.errors import RevisionNotFoundError
+
+        try:
+            return action()
+        except RevisionNotFoundError as error:
+            now = {ref.name: ref.target_commit for ref in self.api.list_repo_refs(repo).branches}.get(name)
+            place = f"now {now[:12]}" if now else "now gone"
+            raise MovedCommit(f"{name} was moved: listed at {commit[:12]}, {place}") from error
+
+
+@dataclass(frozen=True)
+class HubSource(Source):
+    """One commit of a repository; `revision` is the branch that pointed to it when it was listed."""
+
+    hub: Hub = field(compare=False, repr=False)
+    repo: str
+    revision: str
+    commit: str
+    _downloaded: list[Path] = field(default_factory=list, compare=False, repr=False)
+
+    @functools.cached_property
+    def files(self) -> Mapping[str, ListedFile]:
+        return self.hub.tree(self.repo, self.commit, self.revision)
+
+    def read(self, path: str) -> bytes:
+        return self._have(path).read_bytes()
+
+    def fetch(self) -> Path:
+        wanted = [path for path, file in self.files.items() if _is_companion(path, file.size)]
+        if "config.json" not in wanted:
+            raise InputError(f"expected a model in {self.repo} at {self.revision}, found no config.json there")
+        weights = self.weights()
+        if not weights:
+            raise InputError(
+                f"{self.repo} at {self.revision} holds no weights: expected {' or '.join(map(''.join, STEMS.values()))}"
+            )
+        paths = [self._have(path) for path in wanted]
+        for path in weights:
+            self._have(path)
+        return paths[0].parent
+
+    def drop(self) -> None:
+        with _dropping:
+            while self._downloaded:
+                link = self._downloaded.pop()
+                blob = link.resolve()
+                link.unlink(missing_ok=True)
+                others = (other for other in link.parents[1].glob(f"*/{link.name}") if other.resolve() == blob)
+                if blob != link and not any(others):
+                    blob.unlink(missing_ok=True)
+
+    def describe(self) -> dict[str, Any]:
+        return {"checkpoint": self.repo, "revision": self.revision, "commit": self.commit}
+
+    def _have(self, path: str) -> Path:
+        place, is_new = self.hub.download(self.repo, self.commit, self.revision, self.files[path])
+        if is_new and path in self.weights():
+            self._downloaded.append(place)
+        return place
+
+
+def companions(folder: Path) -> dict[str, ListedFile]:
+    """Config and tokenizer of a folder."""
+    paths = sorted(
+        path for path in folder.iterdir() if path.is_file() and _is_companion(path.name, path.stat().st_size)
+    )
+    return {path.name: _local(path) for path in paths}
+
+
+def _matters(path: Path) -> bool:
+    names = (stem for stem, _ in STEMS.values())
+    weights = path.name.startswith(tuple(names)) and path.suffix in (".safetensors", ".bin")
+    return weights or _is_companion(path.name, path.stat().st_size)
+
+
+def _is_companion(path: str, size: int) -> bool:
+    return "/" not in path and path.endswith(COMPANIONS) and size <= _LARGEST_COMPANION
+
+
+def _local(path: Path) -> ListedFile:
+    return ListedFile(path.name, path.stat().st_size, content_hash(path))

@@ -1,0 +1,252 @@
+"""Each known defect of published series, found on a Hub on loopback before any weights are downloaded."""
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from lit_layers.errors import InputError
+from lit_layers.series import Audit, Finding, HubRevisions, Models, audit
+from tests.support.series_hub import TWELVE, make_series, make_step, served
+
+
+@pytest.fixture
+def root(tmp_path) -> Path:
+    return tmp_path / "hub"
+
+
+@pytest.fixture
+def hub(root, tmp_path, monkeypatch):
+    root.mkdir()
+    with served(root, tmp_path / "home" / "hub", monkeypatch) as hub:
+        yield hub
+
+
+def only(found: Audit) -> Finding:
+    (finding,) = found.findings
+    return finding
+
+
+def pythia(root: Path, model: Path, **options) -> str:
+    make_series(model, root / "org" / "tiny", **options)
+    return "org/tiny"
+
+
+def test_a_clean_series_has_no_findings_and_none_of_its_weights_is_downloaded(hub, root, model):
+    found = audit(HubRevisions(pythia(root, model)))
+    assert found.findings == ()
+    assert found.is_clean
+    assert found.suspect_steps == ()
+    assert found.num_checked == 12
+    api = [request for request in hub.requests if request["path"].startswith("/api/models")]
+    assert len(api) == 1 + 12 + 1  # the branches; the files of each step and of main
+    assert not [request for request in hub.requests if "resolve" in request["path"] or "_cdn" in request["path"]]
+    assert found.commits.keys() == {f"step{step}" for step in TWELVE}
+
+
+def test_identical_weights_at_two_steps_make_both_suspect(hub, root, model):
+    series = HubRevisions(pythia(root, model, values={16: 3.0, 256: 3.0}))
+    found = audit(series)
+    assert only(found).kind == "identical weights"
+    assert only(found).steps == (16, 256)
+    assert found.suspect_steps == (16, 256)
+    assert not found.is_clean
+    verdicts = {checkpoint.step: found.verdict(checkpoint) for checkpoint in series}
+    assert verdicts.pop(16) == verdicts.pop(256) == "suspect: identical weights"
+    assert set(verdicts.values()) == {"clean"}
+
+
+def test_first_steps_may_be_identical(hub, root, model):
+    series = HubRevisions(pythia(root, model, values={0: 3.0, 1: 3.0}))
+    found = audit(series)
+    assert (only(found).kind, only(found).steps, only(found).note) == ("identical weights", (0, 1), True)
+    assert found.is_clean
+    assert found.suspect_steps == ()
+    assert found.verdict(series.checkpoints[1]) == "note: identical weights"
+
+
+def test_a_later_step_equal_to_the_first_ones_is_not_excused(hub, root, model):
+    assert audit(HubRevisions(pythia(root, model, values={0: 3.0, 1: 3.0, 8: 3.0}))).suspect_steps == (0, 1, 8)
+
+
+def test_a_step_equal_to_the_last_is_suspect_and_the_last_is_not(hub, root, model):
+    repo = pythia(root, model, values={64: 5.0, 128: 5.0, 1000: 5.0})
+    found = audit(HubRevisions(repo))
+    assert (only(found).kind, only(found).steps) == ("equal to the final step", (64, 128))
+    assert only(found).message == "serve the weights of step 1000"
+    # Also where neither the last step nor the twin was asked for.
+    assert audit(HubRevisions(repo, [0, 64])).suspect_steps == (64,)
+
+
+def test_a_step_equal_to_main_is_suspect_where_main_is_not_the_last(hub, root, model):
+    found = audit(HubRevisions(pythia(root, model, values={64: 5.0}, main=5.0)))
+    assert [(finding.kind, finding.steps, finding.note) for finding in found.findings] == [
+        ("equal to main", (64,), False),
+        ("main differs", (1000,), True),
+    ]
+    assert found.suspect_steps == (64,)
+
+
+def test_main_that_should_be_the_last_step_and_is_not_is_a_finding(hub, root, model):
+    make_series(model, root / "EleutherAI" / "pythia-14m", [0, 1, 143000], main=7.0)
+    found = audit(HubRevisions("EleutherAI/pythia-14m", [0, 143000]))
+    defects = [finding for finding in found.findings if not finding.note]
+    assert [(finding.kind, finding.steps) for finding in defects] == [("main differs", (143000,))]
+
+
+def test_pythia_knows_its_154_steps_and_what_was_reported(hub, root, model):
+    make_series(model, root / "EleutherAI" / "pythia-12b", [0, 50000, 143000])
+    found = audit(HubRevisions("EleutherAI/pythia-12b"))
+    gap = next(finding for finding in found.findings if finding.kind == "gap")
+    assert len(gap.steps) == 154 - 3
+    assert not gap.names
+    assert found.suspect_steps == ()
+    reported = [finding for finding in found.findings if finding.kind == "reported"]
+    assert [(finding.steps, finding.note) for finding in reported] == [((50000,), True), ((0,), True)]
+    assert "EleutherAI/pythia issue 206" in reported[0].message
+
+
+def test_what_no_hash_can_show_is_condemned_by_the_manifest(hub, root, model):
+    make_series(model, root / "EleutherAI" / "pythia-160m-weight-seed1", [0, 1, 2])
+    assert audit(HubRevisions("EleutherAI/pythia-160m-weight-seed1")).suspect_steps == (0,)
+
+
+def test_one_shared_shard_is_enough(hub, root, sharded):
+    repository = root / "org" / "tiny"
+    make_series(sharded, repository)
+    shards = sorted(path.name for path in (repository / "step8").glob("model-0*.safetensors"))
+    assert len(shards) > 1
+    shutil.copy(repository / "step1000" / shards[0], repository / "step32" / shards[0])
+    shutil.copy(repository / "step4" / shards[1], repository / "step8" / shards[1])
+    found = audit(HubRevisions("org/tiny"))
+    assert {(finding.kind, finding.steps, finding.message) for finding in found.findings} == {
+        ("shared shard", (32,), f"{shards[0]} is one file in step 32, step 1000"),
+        ("shared shard", (4, 8), f"{shards[1]} is one file in step 4, step 8"),
+    }
+    assert found.suspect_steps == (4, 8, 32)
+
+
+def test_missing_shards_are_named_and_an_index_is_fetched_once(hub, root, sharded):
+    repository = root / "org" / "tiny"
+    make_series(sharded, repository)
+    shards = sorted(path.name for path in (repository / "step8").glob("model-0*.safetensors"))
+    (repository / "step8" / shards[1]).unlink()
+    (repository / "step64" / "model.safetensors.index.json").unlink()
+    (repository / "step128" / "model.safetensors.index.json").write_text('{"weight_map": 3}')
+    found = audit(HubRevisions("org/tiny"))
+    assert {(finding.kind, finding.steps, finding.message) for finding in found.findings} == {
+        ("missing shard", (8,), f"{shards[1]} not there (safetensors): the model cannot be loaded"),
+        ("missing shard", (64,), "model.safetensors.index.json not there (safetensors): the model cannot be loaded"),
+        (
+            "missing shard",
+            (128,),
+            "model.safetensors.index.json is damaged: nobody can say which shards belong to it",
+        ),
+    }
+    assert found.suspect_steps == (8, 64, 128)
+    asked = [request for request in hub.requests if "resolve" in request["path"] and request["method"] == "HEAD"]
+    assert len(asked) == 2  # one for all whole steps, and the damaged one
+    assert all("index.json" in request["path"] for request in asked)
+
+
+def test_a_branch_without_weights_or_config_is_found(hub, root, model):
+    repository = root / "org" / "tiny"
+    make_series(model, repository)
+    (repository / "step8" / "model.safetensors").unlink()
+    (repository / "step16" / "config.json").unlink()
+    found = audit(HubRevisions("org/tiny"))
+    assert {(finding.kind, finding.steps) for finding in found.findings} == {("no weights", (8,)), ("no config", (16,))}
+
+
+def test_a_hole_in_an_even_spacing_is_a_gap(hub, root, model):
+    found = audit(HubRevisions(pythia(root, model, steps=[0, 1, 2, 4, 500, 1000, 1500, 3000, 3500, 4000])))
+    assert (only(found).kind, only(found).steps) == ("gap", (2000, 2500))
+    assert found.suspect_steps == ()
+    assert not found.is_clean
+
+
+def test_a_schedule_that_the_series_does_not_hold_is_a_note(hub, root, model):
+    found = audit(HubRevisions(pythia(root, model), {"log": 2, "until": 64, "then_every": 500}))
+    assert (only(found).kind, only(found).steps, only(found).note) == ("gap", (500,), True)
+
+
+def test_branches_that_nearly_are_steps_are_named(hub, root, model):
+    repository = root / "org" / "tiny"
+    make_series(model, repository)
+    for name in ("step12x", "stpe-step32", "gguf"):
+        make_step(model, repository / name, 0.77)
+    found = audit(HubRevisions("org/tiny"))
+    assert only(found).kind == "out of grammar"
+    assert only(found).message.startswith("step12x, stpe-step32: named like steps")
+    assert not found.is_clean
+
+
+def test_two_branches_of_one_step_are_named(hub, root, model):
+    repository = root / "org" / "tiny"
+    make_series(model, repository)
+    make_step(model, repository / "step-0008", 0.77)
+    found = audit(HubRevisions("org/tiny"))
+    assert (only(found).kind, only(found).steps) == ("two names", (8,))
+    assert only(found).message == "step8 means the same step as step-0008, which is used"
+    assert found.suspect_steps == (8,)
+
+
+def pickled(folder: Path, value: float) -> None:
+    state = {name: tensor + value for name, tensor in load_file(folder / "model.safetensors").items()}
+    torch.save(state, folder / "pytorch_model.bin")
+
+
+def test_pickles_decide_only_where_there_are_no_safetensors(hub, root, model):
+    repository = root / "org" / "tiny"
+    make_series(model, repository, [0, 1, 2, 4, 8])
+    for step in (0, 1, 2, 4, 8):
+        pickled(repository / f"step{step}", float(step))
+    for step in (1, 2):
+        shutil.copy(repository / "step4" / "pytorch_model.bin", repository / f"step{step}" / "pytorch_model.bin")
+    assert audit(HubRevisions("org/tiny")).findings == ()
+    (repository / "step2" / "model.safetensors").unlink()
+    found = audit(HubRevisions("org/tiny"))
+    assert (only(found).kind, only(found).steps) == ("identical weights", (1, 2, 4))
+
+
+def test_formats_without_a_common_one_are_not_compared(hub, root, model):
+    repository = root / "org" / "tiny"
+    make_series(model, repository, [0, 1], main=9.0)
+    pickled(repository / "main", 0.0)
+    (repository / "main" / "model.safetensors").unlink()
+    assert audit(HubRevisions("org/tiny")).findings == ()
+
+
+def test_the_same_model_under_two_names_is_found_in_a_set(hub, root, model):
+    make_series(model, root / "org" / "one", [0, 1])
+    make_step(model, root / "org" / "other" / "main", 2 / 64)  # what one's step 1 has
+    series = Models(["org/one", "org/one@step0", "org/other"])
+    found = audit(series)
+    assert only(found).names == ("org/one", "org/other")
+    assert only(found).steps == ()
+    assert found.suspect_names == {"org/one", "org/other"}
+    assert found.verdict(series.checkpoints[1]) == "clean"
+
+
+def test_an_audit_is_plain_json(hub, root, model):
+    found = audit(HubRevisions(pythia(root, model, values={16: 3.0, 256: 3.0})))
+    content = json.loads(json.dumps(found.to_dict()))
+    assert content["suspect_steps"] == [16, 256]
+    assert content["clean"] is False
+    assert content["findings"][0]["kind"] == "identical weights"
+    assert len(content["commits"]) == 12
+
+
+def test_a_hub_that_keeps_failing_ends_the_audit_with_a_sentence(hub, root, model, monkeypatch):
+    import time
+
+    monkeypatch.setattr(time, "sleep", lambda seconds: None)
+    from lit_layers.series import Retry
+
+    repo = pythia(root, model)
+    hub.fail("/tree/", status=503, times=100_000)
+    with pytest.raises(InputError, match=r"cannot list the files of org/tiny at step\d+ after 2 attempts .*503"):
+        audit(HubRevisions(repo, retry=Retry(attempts=2, sleep=lambda seconds: None)))

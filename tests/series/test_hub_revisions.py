@@ -1,0 +1,329 @@
+"""Series of the Hub: listed, loaded, retried, refused; against a Hub on loopback with the real client."""
+
+import hashlib
+import json
+import os
+import pickle
+import shutil
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from huggingface_hub.utils import close_session
+from transformers import AutoModelForCausalLM
+
+from lit_layers.errors import InputError
+from lit_layers.series import HubRevisions, Models, Retry
+from lit_layers.series.checkpoint import Checkpoint
+from lit_layers.series.sources import HubSource
+from tests.support.fake_hub import FakeHub
+from tests.support.series_hub import TWELVE, make_series, make_step, served
+
+
+@pytest.fixture
+def root(tmp_path) -> Path:
+    return tmp_path / "hub"
+
+
+@pytest.fixture
+def cache(tmp_path) -> Path:
+    return tmp_path / "home" / "hub"
+
+
+@pytest.fixture
+def hub(root, cache, monkeypatch):
+    root.mkdir()
+    with served(root, cache, monkeypatch) as hub:
+        yield hub
+
+
+@pytest.fixture
+def impatient(monkeypatch) -> None:
+    """No waiting, neither by us nor by huggingface_hub, which tries some requests again by itself."""
+    monkeypatch.setattr(time, "sleep", lambda seconds: None)
+
+
+def gets(hub: FakeHub, part: str) -> list[dict]:
+    return [request for request in hub.requests if part in request["path"] and request["method"] == "GET"]
+
+
+def test_a_series_is_listed_with_one_request_and_in_step_order(hub, root, model):
+    make_series(model, root / "org" / "tiny")
+    series = HubRevisions("org/tiny")
+    assert not hub.requests
+    assert [found.step for found in series] == list(TWELVE)
+    assert [found.name for found in series][-1] == "step1000"
+    assert len(gets(hub, "/api/models/")) == 1
+    assert {found.tokens for found in series} == {None}
+    assert {found.series for found in series} == {"org/tiny"}
+
+
+def test_a_checkpoint_is_loaded_from_its_commit_and_says_where_it_comes_from(hub, root, cache, model):
+    make_series(model, root / "org" / "tiny", [0, 1, 2])
+    checkpoint = HubRevisions("org/tiny", [1]).checkpoints[0]
+    weights = root / "org" / "tiny" / "step1" / "model.safetensors"
+    loaded = checkpoint.load()
+    assert not loaded.training
+    state = loaded.state_dict()
+    expected = AutoModelForCausalLM.from_pretrained(weights.parent).state_dict()
+    assert state.keys() == expected.keys()
+    assert all(torch.equal(state[name], tensor) for name, tensor in expected.items())
+    assert checkpoint.provenance() == {
+        "series": "org/tiny",
+        "checkpoint": "org/tiny",
+        "revision": "step1",
+        "commit": checkpoint.fetch().name,
+        "weight_files": {"model.safetensors": hashlib.sha256(weights.read_bytes()).hexdigest()},
+    }
+    requests = len(hub.requests)
+    checkpoint.load()
+    assert len(hub.requests) == requests
+
+
+def test_dropping_removes_what_was_downloaded_and_nothing_else(hub, root, cache, model):
+    make_series(model, root / "org" / "tiny", [0, 1, 2], values={0: 1.0, 1: 1.0})
+    (root / "org" / "tiny" / "step0" / "README.md").write_text("two commits, then, of the same weights")
+    first, same, other = HubRevisions("org/tiny").checkpoints
+    for checkpoint in (first, same, other):
+        checkpoint.fetch()
+    weights = {path.resolve() for path in cache.rglob("*.safetensors")}
+    assert len(weights) == 2
+    first.source.drop()
+    assert all(path.exists() for path in weights)  # the second step has the same file
+    other.source.drop()
+    assert len([path for path in weights if path.exists()]) == 1
+    assert (other.fetch() / "config.json").is_file()
+    assert (other.fetch() / "model.safetensors").is_file()
+    again = HubRevisions("org/tiny").checkpoints[2]
+    folder = again.fetch()
+    again.source.drop()
+    assert (folder / "model.safetensors").is_file()  # it was there before
+
+
+def test_olmo_branches_carry_tokens_and_stages_that_are_not_mixed(hub, root, model):
+    repository = root / "allenai" / "OLMo-2-1124-7B"
+    make_series(model, repository, [150, 600], name="stage1-step{}-tokens3B")
+    make_step(model, repository / "step1000-tokens5B", 0.5)  # a branch that lacks its prefix
+    for ingredient in (1, 2):
+        make_step(model, repository / f"stage2-ingredient{ingredient}-step150-tokens1B", ingredient / 3)
+    series = HubRevisions("allenai/OLMo-2-1124-7B")
+    assert [(found.step, found.tokens) for found in series] == [(step, step * 4_194_304) for step in (150, 600, 1000)]
+    second = HubRevisions("allenai/OLMo-2-1124-7B", stage=2, ingredient=1)
+    assert [found.name for found in second] == ["stage2-ingredient1-step150-tokens1B"]
+    with pytest.raises(
+        InputError, match="ingredient: stage 2 of .* has the ingredients 1, 2, sibling runs .* got None"
+    ):
+        list(HubRevisions("allenai/OLMo-2-1124-7B", stage=2))
+    with pytest.raises(InputError, match="stage: .* has the stages 1, 2, no stage 3"):
+        list(HubRevisions("allenai/OLMo-2-1124-7B", stage=3))
+
+
+def test_tokens_that_only_the_name_knows_are_marked(hub, root, model):
+    make_series(model, root / "org" / "olmoid", [150, 600], name="step{}-tokens3B")
+    checkpoint = HubRevisions("org/olmoid").checkpoints[0]
+    assert (checkpoint.tokens, checkpoint.approximate) == (3_000_000_000, True)
+    assert checkpoint.provenance()["tokens_approximate"] is True
+
+
+def test_published_series_know_their_tokens(hub, root, model):
+    make_series(model, root / "stanford-crfm" / "alias-gpt2-small-x21", [10, 20], name="checkpoint-{}")
+    make_series(model, root / "EleutherAI" / "pythia-160m-v0", [1000, 2000])
+    make_series(model, root / "EleutherAI" / "pythia-14m-seed3", [0, 1])
+    crfm = HubRevisions("stanford-crfm/alias-gpt2-small-x21").checkpoints
+    assert [(found.step, found.tokens) for found in crfm] == [(10, 5_242_880), (20, 10_485_760)]
+    renamed = HubRevisions("EleutherAI/pythia-160m-v0").checkpoints[0]
+    assert (renamed.step, renamed.tokens, renamed.optimizer_step) == (1000, 2_097_152_000, 500)
+    assert renamed.provenance()["optimizer_step"] == 500
+    seed = HubRevisions("EleutherAI/pythia-14m-seed3").checkpoints[1]
+    assert (seed.tokens, seed.optimizer_step) == (2_097_152, 1)
+
+
+@pytest.mark.usefixtures("impatient")
+@pytest.mark.parametrize("status", [429, 500, 503])
+@pytest.mark.parametrize("where", ["/refs", "/tree/", r"resolve/.*config\.json", r"resolve/.*safetensors", "/_cdn/"])
+def test_a_failing_hub_is_asked_again(hub, root, model, where, status):
+    make_series(model, root / "org" / "tiny", [0, 1])
+    hub.fail(where, status=status, times=3)
+    checkpoint = HubRevisions("org/tiny", retry=Retry(sleep=lambda seconds: None)).checkpoints[1]
+    assert (checkpoint.fetch() / "model.safetensors").stat().st_size > 100_000
+    assert hub.rules[0].left == 0
+
+
+def test_waits_double_and_then_the_failure_is_named(hub, root, model):
+    make_series(model, root / "org" / "tiny", [0, 1])
+    waits: list[float] = []
+    hub.fail("/refs", status=503, times=100)
+    with pytest.raises(
+        InputError, match=r"cannot list the branches of org/tiny after 5 attempts \(HfHubHTTPError.*503"
+    ):
+        list(HubRevisions("org/tiny", retry=Retry(sleep=waits.append)))
+    assert waits == [1, 2, 4, 8]
+
+
+@pytest.mark.usefixtures("impatient")
+def test_a_cut_download_is_tried_again_and_then_named(hub, root, model):
+    make_series(model, root / "org" / "tiny", [0, 1])
+    first, second = HubRevisions("org/tiny", retry=Retry(sleep=lambda seconds: None)).checkpoints
+    hub.truncate("safetensors", at=50_000, times=4)
+    assert first.load() is not None
+    hub.truncate("_cdn", at=0, times=1000)
+    with pytest.raises(InputError, match=r"cannot download model.safetensors of org/tiny at step1 after 5 attempts"):
+        second.fetch()
+
+
+def test_a_server_that_is_not_there_is_a_network_error(hub, root, model, impatient):
+    make_series(model, root / "org" / "tiny", [0, 1])
+    checkpoint = HubRevisions("org/tiny", retry=Retry(sleep=lambda seconds: None)).checkpoints[0]
+    hub.stop()
+    close_session()  # an open connection would still be served
+    with pytest.raises(InputError, match="cannot list the files of org/tiny at step0 after 5 attempts"):
+        checkpoint.fetch()
+
+
+def test_a_download_of_other_content_than_listed_is_damaged(hub, root, model, monkeypatch):
+    make_series(model, root / "org" / "tiny", [0, 1])
+    checkpoint = HubRevisions("org/tiny", retry=Retry(attempts=2, sleep=lambda seconds: None)).checkpoints[0]
+    listed = dict(checkpoint.source.files)
+    file = listed["model.safetensors"]
+    listed[file.path] = type(file)(file.path, file.size, "0" * 64)
+    checkpoint.source.__dict__["files"] = listed
+    with pytest.raises(InputError, match="model.safetensors arrived with another hash than the Hub lists"):
+        checkpoint.fetch()
+
+
+@pytest.mark.usefixtures("impatient")
+def test_a_branch_that_moved_since_it_was_listed_is_named(hub, root, model):
+    repository = make_series(model, root / "org" / "tiny", [0, 1])
+    waits: list[float] = []
+    checkpoint = HubRevisions("org/tiny", retry=Retry(sleep=waits.append)).checkpoints[1]
+    assert isinstance(checkpoint.source, HubSource)
+    shutil.rmtree(repository / "step1")
+    make_step(model, repository / "step1", 9.0)
+    shutil.rmtree(repository / "main")  # held the old weights, too
+    make_step(model, repository / "main", 9.0)
+    old = checkpoint.source.commit[:12]
+    with pytest.raises(InputError, match=rf"step1 was moved: listed at {old}, now (?!{old})[0-9a-f]{{12}}\)") as error:
+        checkpoint.fetch()
+    assert "after 5 attempts" in str(error.value)
+    assert waits == [1, 2, 4, 8]
+    assert HubRevisions("org/tiny").checkpoints[1].load() is not None
+
+
+def test_what_waiting_cannot_mend_is_said_at_once(hub, root, model):
+    make_series(model, root / "org" / "tiny", [0, 1])
+    (root / "org" / "plain" / "main").mkdir(parents=True)
+    (root / "org" / "plain" / "main" / "config.json").write_text("{}")
+
+    def never(seconds: float) -> None:
+        raise AssertionError("waited")
+
+    retry = Retry(sleep=never)
+    for series, sentence in (
+        (HubRevisions("org/nobody", retry=retry), "cannot list the branches of org/nobody .RepositoryNotFoundError"),
+        (HubRevisions("org/plain", retry=retry), "org/plain has no branch that is a step .1 branches: main"),
+        (HubRevisions("org/tiny", [5], retry=retry), "steps: org/tiny has no step 5; it has 2 steps from 0 to 1"),
+    ):
+        with pytest.raises(InputError, match=sentence):
+            list(series)
+    hub.set_token("secret")
+    with pytest.raises(InputError, match="cannot list the files of org/tiny at step0 .GatedRepoError"):
+        HubRevisions("org/tiny", retry=retry).checkpoints[0].fetch()
+
+
+class _Payload:
+    """Makes a folder when it is unpickled by anything that runs pickles."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __reduce__(self):
+        return (os.mkdir, (str(self.path),))
+
+
+@pytest.mark.parametrize("zipped", [True, False])
+def test_a_pickle_that_would_run_code_is_refused_and_does_not_run(hub, root, model, tmp_path, zipped):
+    trace, folder = tmp_path / "it-ran", root / "org" / "evil" / "step0"
+    make_series(model, root / "org" / "evil", [0, 1])
+    state = AutoModelForCausalLM.from_pretrained(folder).state_dict()
+    (folder / "model.safetensors").unlink()
+    content = {**state, "x": _Payload(trace)}
+    torch.save(content, folder / "pytorch_model.bin", _use_new_zipfile_serialization=zipped)
+    evil = HubRevisions("org/evil").checkpoints[0]
+    with pytest.raises(
+        InputError,
+        match=r"org/evil step0: its weights hold \w+.mkdir, and loading them would run code; nothing was run",
+    ):
+        evil.load()
+    assert not trace.exists()
+    torch.load(folder / "pytorch_model.bin", weights_only=False)
+    assert trace.exists()  # it would have
+
+
+def test_a_plain_pickle_is_read(hub, root, model):
+    folder = root / "org" / "old" / "step0"
+    make_series(model, root / "org" / "old", [0, 1])
+    state = AutoModelForCausalLM.from_pretrained(folder).state_dict()
+    (folder / "model.safetensors").unlink()
+    torch.save(state, folder / "pytorch_model.bin")
+    (folder / "training_args.bin").write_bytes(pickle.dumps(object()))
+    checkpoint = HubRevisions("org/old").checkpoints[0]
+    loaded = checkpoint.load().state_dict()
+    assert all(torch.equal(loaded[name], tensor) for name, tensor in state.items())
+    assert not (checkpoint.fetch() / "training_args.bin").exists()
+    assert not gets(hub, "training_args")
+
+
+def test_a_model_whose_code_is_on_the_hub_is_not_run(hub, root, model, tmp_path):
+    make_series(model, root / "org" / "code", [0, 1])
+    folder, trace = root / "org" / "code" / "step0", tmp_path / "it-ran"
+    (folder / "modeling_evil.py").write_text(f"open({str(trace)!r}, 'w')\nclass Evil: pass\n")
+    config = json.loads((folder / "config.json").read_text())
+    config |= {"architectures": ["Evil"], "auto_map": {"AutoModelForCausalLM": "modeling_evil.Evil"}}
+    (folder / "config.json").write_text(json.dumps(config))
+    with pytest.raises(InputError, match="has no Evil"):
+        HubRevisions("org/code").checkpoints[0].load()
+    assert not trace.exists()
+
+
+def test_a_checkpoint_without_weights_or_config_is_refused(hub, root, model):
+    make_series(model, root / "org" / "tiny", [0, 1])
+    (root / "org" / "tiny" / "step0" / "model.safetensors").unlink()
+    (root / "org" / "tiny" / "step1" / "config.json").unlink()
+    first, second = HubRevisions("org/tiny").checkpoints
+    with pytest.raises(InputError, match=r"step0 holds no weights: expected model.safetensors or pytorch_model.bin"):
+        first.fetch()
+    with pytest.raises(InputError, match=r"expected a model in org/tiny at step1, found no config.json there"):
+        second.fetch()
+
+
+def test_a_set_of_models_mixes_folders_and_repositories(hub, root, model):
+    make_series(model, root / "org" / "tiny", [0, 1])
+    series = Models([str(model), "org/tiny", "org/tiny@step0"])
+    assert [found.name for found in series] == [str(model), "org/tiny", "org/tiny@step0"]
+    assert {found.step for found in series} == {None}
+    assert all(found.load() is not None for found in series)
+    assert [found.provenance().get("revision") for found in series] == [None, "main", "step0"]
+    for models, sentence in (
+        ([], "models: expected a list of folders or names on the Hub, got"),
+        ("org/tiny", "models: expected a list of folders or names on the Hub, got 'org/tiny'"),
+        (["./nowhere"], "models: expected a folder with a model, ./nowhere does not exist"),
+        (["org/tiny@step7"], "models: org/tiny has no branch step7; it has 3"),
+        (["org/tiny", "org/tiny"], "models: org/tiny is there twice"),
+    ):
+        with pytest.raises(InputError, match=sentence):
+            list(Models(models))
+
+
+def test_offline_is_named_as_such(hub, root, monkeypatch):
+    from huggingface_hub import constants
+
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    with pytest.raises(InputError, match="cannot list the branches of org/tiny .* unset HF_HUB_OFFLINE"):
+        list(HubRevisions("org/tiny"))
+
+
+def test_a_checkpoint_is_a_plain_value():
+    one = Checkpoint("org/tiny", "step1", HubSource(None, "org/tiny", "step1", "abc"), step=1)  # pyright: ignore
+    assert one == Checkpoint("org/tiny", "step1", HubSource(None, "org/tiny", "step1", "abc"), step=1)  # pyright: ignore
+    assert one != Checkpoint("org/tiny", "step1", HubSource(None, "org/tiny", "step1", "abd"), step=1)  # pyright: ignore

@@ -1,0 +1,105 @@
+"""What is known of published series, against numbers stated elsewhere."""
+
+from pathlib import Path
+
+import pytest
+
+from lit_layers.errors import InputError
+from lit_layers.series.manifests import Manifest, expand, known_facts
+
+MANIFESTS = Path(__file__).parents[2] / "checkpoints"
+
+
+def test_pythia_has_154_steps_of_two_million_tokens():
+    facts = known_facts("EleutherAI/pythia-70m-deduped")
+    steps = facts.expected()
+    assert steps is not None
+    assert len(steps) == 154
+    assert steps[:5] == (0, 1, 2, 4, 8)
+    assert steps[10:13] == (512, 1000, 2000)
+    assert steps[-1] == 143000
+    assert facts.tokens_per_step == 1024 * 2048 == 2_097_152
+    assert round(143000 * 2_097_152 / 1e9, 1) == 299.9
+
+
+def test_the_smallest_two_have_no_deduplicated_twin():
+    names = Manifest(MANIFESTS / "pythia.yaml").names()
+    assert len([name for name in names if "v0" not in name]) == 10 + 8
+    assert "EleutherAI/pythia-14m-deduped" not in names
+
+
+def test_the_first_release_has_its_own_steps():
+    facts = known_facts("EleutherAI/pythia-1.4b-deduped-v0")
+    assert facts.expected() == tuple(range(1000, 143001, 1000))
+    assert facts.labels_per_optimizer_step == 2
+    assert known_facts("EleutherAI/pythia-1b-v0").labels_per_optimizer_step == 1
+
+
+def test_crfm_has_608_steps_without_the_untrained_model():
+    facts = known_facts("stanford-crfm/expanse-gpt2-small-x777")
+    steps = facts.expected()
+    assert steps is not None
+    assert len(steps) == 608
+    assert [steps[index] for index in (0, 9, 10, 47, 48, 227, 228, -1)] == [
+        10,
+        100,
+        150,
+        2000,
+        2100,
+        20000,
+        21000,
+        400000,
+    ]
+    assert facts.tokens_per_step == 512 * 1024
+
+
+@pytest.mark.parametrize(
+    ("repo", "tokens"),
+    [
+        ("allenai/OLMo-2-0425-1B", 2_097_152),
+        ("allenai/OLMo-2-1124-7B", 4_194_304),
+        ("allenai/OLMo-2-1124-13B", 8_388_608),
+        ("allenai/OLMo-1B-hf", None),
+    ],
+)
+def test_olmo_has_tokens_per_step_where_they_are_known(repo, tokens):
+    assert known_facts(repo).tokens_per_step == tokens
+    assert known_facts(repo).grammar == "stages"
+
+
+def test_defects_belong_to_the_repository_that_has_them():
+    assert [defect.steps for defect in known_facts("EleutherAI/pythia-410m-seed9").defects] == [(40000,)]
+    assert known_facts("EleutherAI/pythia-410m-seed8").defects == ()
+    assert all(defect.suspect for defect in known_facts("EleutherAI/pythia-160m-weight-seed2").defects)
+
+
+def test_an_unknown_repository_is_no_error():
+    facts = known_facts("org/name")
+    assert facts.expected() is None
+    assert facts.tokens_per_step is None
+
+
+def test_braces_are_written_out():
+    assert expand("a-{b,c}-{1..3}") == ["a-b-1", "a-b-2", "a-b-3", "a-c-1", "a-c-2", "a-c-3"]
+    assert expand("plain") == ["plain"]
+
+
+@pytest.mark.parametrize(
+    ("text", "sentence"),
+    [
+        ("a: [", "cannot read this manifest"),
+        ("repositories: 3", "expected a manifest with a list `repositories`"),
+        ("repositories: [{steps: pythia}]", "expected `names` in each entry of repositories"),
+        ("repositories: [{names: a/b, step: pythia}]", "unknown key step; known: defects, first_step"),
+        ("repositories: [{names: a/b, steps: often}]", "steps: expected pythia, .* got 'often'"),
+        ("repositories: [{names: a/b, defects: [{says: x}]}]", "a defect needs source"),
+        ("repositories: [{names: a/b, defects: [{says: x, source: y, step: 1}]}]", "unknown key step"),
+    ],
+)
+def test_a_wrong_manifest_is_refused(tmp_path, text, sentence):
+    path = tmp_path / "own.yaml"
+    path.write_text(text)
+    with pytest.raises(InputError, match=f"own.yaml: .*{sentence}|{sentence}"):
+        Manifest(path)
+    with pytest.raises(InputError, match="cannot read this manifest"):
+        Manifest(tmp_path / "none.yaml")

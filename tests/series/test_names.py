@@ -1,0 +1,106 @@
+"""What names of branches say, and which steps are chosen."""
+
+import pytest
+
+from lit_layers.errors import InputError
+from lit_layers.series.grammar import Grammar, StepName, is_steplike, recognize
+from lit_layers.series.selection import choose
+
+PYTHIA = [0, *(2**power for power in range(10)), *range(1000, 143001, 1000)]
+
+
+@pytest.mark.parametrize(
+    ("grammar", "name", "said"),
+    [
+        ("step", "step143000", StepName("step143000", 143000)),
+        ("step", "step-000001000", StepName("step-000001000", 1000)),
+        ("stages", "step9000-tokens38B", StepName("step9000-tokens38B", 9000, billions=38)),
+        ("stages", "stage1-step150-tokens1B", StepName("stage1-step150-tokens1B", 150, stage=1, billions=1)),
+        (
+            "stages",
+            "stage2-ingredient3-step11931-tokens50B",
+            StepName("stage2-ingredient3-step11931-tokens50B", 11931, stage=2, ingredient=3, billions=50),
+        ),
+        ("checkpoint", "checkpoint-400000", StepName("checkpoint-400000", 400000)),
+        ("iter_{step}.0", "iter_0500.0", StepName("iter_0500.0", 500)),
+        ("iter_{step}.0", "iter_0500x0", None),
+        ("step", "step12x", None),
+        ("step", "main", None),
+    ],
+)
+def test_a_name_says_its_step(grammar, name, said):
+    assert Grammar(grammar).parse(name) == said
+
+
+def test_tokens_come_from_the_step_or_else_from_the_rounded_name():
+    name = Grammar("stages").parse("stage1-step150-tokens1B")
+    assert name is not None
+    assert name.tokens(4_194_304) == 629_145_600
+    assert name.tokens(None) == 1_000_000_000
+    assert StepName("step7", 7).tokens(None) is None
+
+
+@pytest.mark.parametrize(
+    ("names", "spelling"),
+    [
+        (["main", "step0", "step1"], "step"),
+        (["step1-tokens0B", "stage1-step2-tokens0B", "step3"], "stages"),
+        (["checkpoint-10", "main"], "checkpoint"),
+        (["iter_10k", "iter_20k", "v2"], "iter_{step}k"),
+        (["500", "1000"], "{step}"),
+    ],
+)
+def test_a_grammar_is_recognized_from_its_names(names, spelling):
+    found = recognize(names)
+    assert found is not None
+    assert found.spelling == spelling
+
+
+def test_names_without_a_common_grammar_are_no_series():
+    assert recognize(["main", "v1.0", "fix"]) is None
+
+
+def test_names_that_look_like_steps_are_told_from_others():
+    assert all(map(is_steplike, ["step12x", "stpe-12-step", "ckpt_9", "checkpoint-1-old", "tokens5B", "1000"]))
+    assert not any(map(is_steplike, ["main", "gguf", "float16", "steps"]))
+
+
+def test_a_grammar_that_is_neither_known_nor_a_template_is_refused():
+    with pytest.raises(InputError, match=r"grammar: expected auto, step, .* such as iter_\{step\}, got 'pythia'"):
+        Grammar("pythia")
+
+
+@pytest.mark.parametrize(
+    ("steps", "chosen"),
+    [
+        ("all", PYTHIA),
+        ([1000, 0], [0, 1000]),
+        ("pythia", PYTHIA),
+        ({"every": 50000}, [0, 50000, 100000, 143000]),
+        ({"log": 10}, [0, 1, 1000, 10000, 100000, 143000]),
+        ({"log_spaced": 2}, [0, 143000]),
+        ({"log_spaced": 500}, PYTHIA),
+    ],
+)
+def test_steps_are_chosen_from_those_that_are_there(steps, chosen):
+    assert choose(PYTHIA[::-1], steps, "org/name") == chosen
+
+
+def test_log_spaced_steps_are_the_nearest_on_a_logarithmic_axis():
+    # log(1 + 143000) / 4 is 2.97: e^2.97 - 1 = 18.4, e^5.94 - 1 = 377, e^8.90 - 1 = 7,352
+    assert choose(PYTHIA, {"log_spaced": 5}, "org/name") == [0, 16, 512, 7000, 143000]
+
+
+@pytest.mark.parametrize(
+    ("steps", "sentence"),
+    [
+        ([0, 3], "steps: org/name has no step 3; it has 154 steps from 0 to 143000, the nearest 2 and 4"),
+        ("some", "expected pythia, a list of steps, .* got 'some'; of a series also all and {log_spaced: N}"),
+        ({"log_spaced": 1}, "steps.log_spaced: expected a whole number of at least 2, got 1"),
+        ({"log_spaced": 5, "every": 2}, "log_spaced stands alone, got also every"),
+        (7, "steps: expected all, {log_spaced: N}, a list or a schedule, got 7"),
+    ],
+)
+def test_steps_that_cannot_be_chosen_are_refused(steps, sentence):
+    with pytest.raises(InputError, match=sentence):
+        choose(PYTHIA, steps, "org/name")

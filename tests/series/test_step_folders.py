@@ -1,0 +1,91 @@
+"""Series on this machine: our own runs and folders of others."""
+
+import hashlib
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+
+from lit_layers.errors import InputError
+from lit_layers.models.build import load
+from lit_layers.series import StepFolders, audit
+from tests.support.series_hub import make_step
+
+
+@pytest.fixture
+def run(tmp_path, model) -> Path:
+    """As training leaves it: a schedule, tokens per step, folders beside other things."""
+    root = tmp_path / "first"
+    for index, step in enumerate((0, 1, 2, 4, 8)):
+        make_step(model, root / f"step-{step:09d}", index / 16)
+    for name in ("resume", "wandb", ".tmp-step-000000016"):
+        (root / name).mkdir()
+    (root / "resume" / "step-000000008.ckpt").write_bytes(b"x")
+    (root / "run.json").write_text(json.dumps({"tokens_per_step": 2048, "config": {"steps": {"log": 2}}}))
+    return root
+
+
+def test_our_own_run_is_a_series_with_tokens(run, model):
+    series = StepFolders(run)
+    assert [(found.step, found.tokens) for found in series] == [(step, step * 2048) for step in (0, 1, 2, 4, 8)]
+    assert series.name == "first"
+    third = series.checkpoints[2]
+    assert third.fetch() == run / "step-000000002"
+    expected = load(run / "step-000000002").state_dict()
+    assert all(torch.equal(tensor, expected[name]) for name, tensor in third.load().state_dict().items())
+    weights = run / "step-000000002" / "model.safetensors"
+    assert third.provenance() == {
+        "series": "first",
+        "checkpoint": str(run / "step-000000002"),
+        "weight_files": {weights.name: hashlib.sha256(weights.read_bytes()).hexdigest()},
+    }
+    third.source.drop()
+    assert weights.is_file()
+
+
+def test_a_run_is_clean_and_a_copied_step_is_not(run):
+    assert audit(StepFolders(run)).findings == ()
+    shutil.rmtree(run / "step-000000002")
+    shutil.copytree(run / "step-000000004", run / "step-000000002")
+    assert audit(StepFolders(run)).suspect_steps == (2, 4)
+
+
+def test_a_step_of_the_schedule_that_is_gone_is_a_gap(run):
+    shutil.rmtree(run / "step-000000002")
+    (finding,) = audit(StepFolders(run)).findings
+    assert (finding.kind, finding.steps) == ("gap", (2,))
+
+
+@pytest.mark.parametrize("name", ["checkpoint-{}", "step{}", "iter_{}.hf"])
+def test_folders_of_others_are_series_too(tmp_path, model, name):
+    for step in (500, 1000, 20):
+        make_step(model, tmp_path / "run" / name.format(step), step / 64)
+    series = StepFolders(tmp_path / "run", tokens_per_step=10)
+    assert [(found.step, found.tokens) for found in series] == [(20, 200), (500, 5000), (1000, 10000)]
+    assert [found.step for found in StepFolders(tmp_path / "run", {"log_spaced": 2})] == [20, 1000]
+    assert [found.tokens for found in StepFolders(tmp_path / "run")] == [None, None, None]
+
+
+def test_a_damaged_file_is_refused_when_it_is_loaded(run):
+    weights = run / "step-000000001" / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:5000])
+    with pytest.raises(InputError, match="first step-000000001 cannot be loaded .*: get it again"):
+        StepFolders(run).checkpoints[1].load()
+
+
+def test_wrong_input_is_refused(tmp_path, run):
+    (tmp_path / "empty").mkdir()
+    for series, sentence in (
+        (lambda: StepFolders(tmp_path / "none"), "expected a folder with checkpoints, .*none does not exist"),
+        (lambda: StepFolders(tmp_path / "empty"), "empty holds no folder that is a step, such as step-000001000"),
+        (lambda: StepFolders(run, grammar="checkpoint"), "first holds no folder that is a step"),
+        (lambda: StepFolders(run, [3]), "steps: first has no step 3; it has 5 steps from 0 to 8, the nearest 2 and 4"),
+        (lambda: StepFolders(run, tokens_per_step=0), "tokens_per_step: expected at least 1, got 0"),
+    ):
+        with pytest.raises(InputError, match=sentence):
+            list(series())
+    (run / "run.json").write_text("{")
+    with pytest.raises(InputError, match=r"run.json is damaged"):
+        list(StepFolders(run))
