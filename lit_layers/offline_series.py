@@ -64,29 +64,32 @@ def analyze_series(
     if not 0 <= index < count:
         raise InputError(f"shard: expected i/n with i from 0 to n - 1, got {index}/{count}")
     place, number = device_of(device), {"float32": torch.float32, "float64": torch.float64}[dtype]
-    verdict, kept, tell = audit(series), _Kept(Path(root)), progress or (lambda done, total, what: None)
+    verdict, kept, tell = audit(series), _Kept(Path(root), dtype), progress or (lambda done, total, what: None)
     suspects = frozenset() if allow_suspect else verdict.suspect_names
     mine = list(series)[index::count]
     result = SeriesResult(verdict, [found for found in mine if found.name in suspects])
     wanted = [found for found in mine if found.name not in suspects]
     due = [found for found in wanted if kept.missing(found, analyses)]
     result.num_known = len(analyses) * (len(wanted) - len(due))
+    checked, view = False, None
     for done, (checkpoint, fetched) in enumerate(_fetched_ahead(due)):
         tell(done + len(wanted) - len(due), len(wanted), checkpoint.name)
         try:
             fetched.result()
-            model = checkpoint.load(dtype=number).to(place)
+            view = LayeredModel(checkpoint.load(dtype=number).to(place))
+            for analysis in () if checked else analyses:
+                analysis.check(view)  # before the first number: what does not fit is refused
         except InputError as error:
+            if view is not None and not checked:
+                raise
             result.failures.append(str(error))
-            continue
-        view = LayeredModel(model)
-        if not done:
-            for analysis in analyses:
-                analysis.check(view)
-        _measure(view, checkpoint, analyses, verdict.verdict(checkpoint), kept, result)
-        del model, view
-        if not keep_downloads:
-            checkpoint.source.drop()
+        else:
+            checked = True
+            _measure(view, checkpoint, analyses, verdict.verdict(checkpoint), kept, result)
+        finally:
+            view = None  # before the next one is loaded
+            if not keep_downloads:
+                checkpoint.source.drop()
     tell(len(wanted), len(wanted), "")
     return result
 
@@ -135,7 +138,8 @@ def _fetched_ahead(checkpoints: Sequence[Checkpoint]) -> Iterator[tuple[Checkpoi
 class _Kept:
     """The measurements of a root: those that were there, and those that are added."""
 
-    def __init__(self, root: Path) -> None:
+    def __init__(self, root: Path, dtype: str) -> None:
+        self.dtype = dtype
         self.file, self.run = root / "measurements.jsonl", root.resolve().name
         self.measurements = records.read(self.file) if self.file.exists() else []
 
@@ -144,19 +148,19 @@ class _Kept:
         return checkpoint.name if checkpoint.step is None else self.run
 
     def missing(self, checkpoint: Checkpoint, analyses: Sequence[Analysis]) -> bool:
-        """Whether an analysis is not known from weight files of these very hashes."""
+        """Whether an analysis is not known from weight files and data of these very hashes, in this precision."""
         files: dict[str, Any] = checkpoint.source.weights()
         known = {
-            (m.analysis, m.provenance.get("config_hash"))
+            (m.analysis, m.provenance.get("config_hash"), m.provenance.get("data_hash"))
             for m in records.latest(self.measurements)
             if (m.run, m.step, m.error) == (self.run_of(checkpoint), checkpoint.step, None)
-            and m.provenance.get("weight_files") == files
+            and (m.provenance.get("weight_files"), m.provenance.get("dtype")) == (files, self.dtype)
         }
-        return not {(analysis.name, analysis.config_hash()) for analysis in analyses} <= known
+        return not {(analysis.name, analysis.config_hash(), analysis.data_hash()) for analysis in analyses} <= known
 
     def is_done(self, checkpoint: Checkpoint, analysis: Analysis, fingerprint: str) -> bool:
         return records.is_done(
-            self.measurements,
+            [known for known in self.measurements if known.provenance.get("data_hash") == analysis.data_hash()],
             run=self.run_of(checkpoint),
             step=checkpoint.step,
             analysis=analysis.name,

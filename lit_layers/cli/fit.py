@@ -23,7 +23,7 @@ from lit_layers.report import WandbMirror, write_report
 from lit_layers.training import EmergenceCallback, SeriesCheckpoint
 from lit_layers.training.progress import StepProgress
 from lit_layers.training.resume import ResumeCheckpoint, ResumePoint, StepSeed, resume_point
-from lit_layers.training.run_folder import RunFolder, is_a_run, refuse_a_used_folder, refuse_another_run
+from lit_layers.training.run_folder import RunFolder, is_a_run, name_of_run, refuse_a_used_folder, refuse_another_run
 from lit_layers.training.run_log import RunLog
 
 INTERRUPTED, TERMINATED = 130, 143
@@ -100,7 +100,8 @@ class FitCLI(LightningCLI):
             refuse_another_run(root, options_given)
         self.folder = RunFolder(root, config=text, options=options_given, mirror=own.wandb, resume=goes_on)
         self.series = SeriesCheckpoint(own.steps, root)
-        self.emergence = EmergenceCallback(own.analyses, own.steps, root, watchers=[run_log, progress])
+        name = name_of_run(root) if goes_on else None
+        self.emergence = EmergenceCallback(own.analyses, own.steps, root, run=name, watchers=[run_log, progress])
         self.resumable = ResumeCheckpoint(root, every=own.resume_every)
         # In this order: the folder is ready, scalars are noted, weights are on disk, then they are measured, and the
         # checkpoint to resume from knows all that.
@@ -205,7 +206,7 @@ def _close(cli: FitCLI, seconds: float, code: int, last_step: int) -> None:
         )
         print_closing(cli.console, root, seconds=seconds)
         cli.console.print(f"\nreport: {write_report(root)}", highlight=False, markup=False, soft_wrap=True)
-    except (InputError, OSError) as error:
+    except (InputError, OSError, ValueError) as error:
         cli.console.print(f"\nno report: {error}", style="red", highlight=False, markup=False)
     if mirror is not None:
         mirror.finish(exit_code=code)

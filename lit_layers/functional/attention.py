@@ -269,7 +269,14 @@ def run_on_tokens(
         output = call(leaf[:, None])
     if not replay.answers:
         raise Unsupported("it does not attend when it is called on one token")
+    expect_single_tokens(output, leaf)
     return output[:, 0]
+
+
+def expect_single_tokens(output: Tensor, states: Tensor) -> None:
+    """Refuses an output of a block that made several tokens of one, by a table for all places, say."""
+    if output.shape != (len(states), 1, states.shape[-1]):
+        raise Unsupported("it does not make one token of one token")
 
 
 def expand_heads(grouped: Tensor, heads: int) -> Tensor:

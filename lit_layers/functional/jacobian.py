@@ -45,9 +45,9 @@ def block_jacobian(
     Computed in the precision of `hidden` (float32 or float64), without gradients on parameters and without a graph,
     whatever gradient mode it is called in. A module, or a block of a trajectory (`module`, `args`, `kwargs`), is called
     on one token, its attention expanded around the prompt: exact, and the cost does not grow with the prompt's length.
-    That route is held against the block's own derivative whenever a module meets a new layout of inputs; where it
-    fails, a warning says so once. Then, and for any other callable, it is reverse mode through the block on whole
-    prompts. `chunk_size` is how many output coordinates are taken at a time; `route` forces either way.
+    That route is held against the block's own derivative whenever a module meets a new layout of inputs, or has new
+    weights; where it fails, a warning says so once. Then, and for any other callable, it is reverse mode through the
+    block on whole prompts. `chunk_size` is how many output coordinates are taken at a time; `route` forces a way.
 
     Source: Aubry et al., "Transformer block coupling and its correlation with generalization in LLMs", eq. 4; there
     the identity is subtracted as by `identity="always"`.
@@ -164,32 +164,42 @@ def _compute(block: Block, hidden: Tensor, outs: Tensor, ins: Tensor, chunk_size
 def _verified_jacobians(
     call: Call, hidden: Tensor, outs: Tensor, ins: Tensor, chunk_size: int | None, *, cut: bool
 ) -> Tensor:
-    """By a fast route, held against the block itself where that has not been done for this layout of inputs."""
+    """By a fast route, held against the block itself where that has not been done for these weights and layout."""
     known = _verified.setdefault(call.module, {})
     layout = (hidden.shape[1:], hidden.dtype, hidden.device, _layout(call.args), _layout(call.kwargs))
-    layout = (*layout, bool((outs[..., None] == ins).all()), cut)  # pairs of two tokens take another path
-    if known.get(layout):
-        raise Unsupported(known[layout])
+    # pairs of two tokens take another path; what is right at one place may be wrong at another
+    layout = (*layout, bool((outs[..., None] == ins).all()), tuple(outs[0].tolist()), cut)
+    weights = _weights_of(call.module)  # a branch that is zero at first shows nothing
+    checked, reason = known.get(layout, (None, ""))
+    if checked == weights and reason:
+        raise Unsupported(reason)
     try:
         jacobians = jacobians_by_one_token(call, hidden, outs, ins, chunk_size, cut=cut)
-        if layout not in known:
+        if checked != weights:
             error = disagreement(call, hidden, outs, ins, jacobians)
             tolerance = 1e-4 if hidden.dtype == torch.float32 else 1e-6  # parts of some models are float32 always
-            if not math.isfinite(error) and not jacobians.isfinite().all():
+            if math.isnan(error):
                 return jacobians  # nothing is shown by a model that has diverged
             if not error <= tolerance:
                 raise Unsupported(f"it differs from the block's own derivative by {error:.1e}")
     except torch.OutOfMemoryError:
         raise
     except (Unsupported, RuntimeError, ValueError, TypeError, IndexError, KeyError, AttributeError) as error:
-        known[layout] = str(error) if isinstance(error, Unsupported) else f"{type(error).__name__}: {error}"
-        raise Unsupported(known[layout]) from error
-    known[layout] = ""
+        reason = str(error) if isinstance(error, Unsupported) else f"{type(error).__name__}: {error}"
+        known[layout] = weights, reason
+        raise Unsupported(reason) from error
+    known[layout] = weights, ""
     return jacobians
 
 
-# Per module: the layouts of inputs that were verified (""), or what is wrong with them.
-_verified: weakref.WeakKeyDictionary[nn.Module, dict[tuple, str]] = weakref.WeakKeyDictionary()
+def _weights_of(module: nn.Module) -> tuple[int, ...]:
+    """What changes when a weight does: where they lie, and how often they were written to."""
+    tensors = [tensor for tensor in (*module.parameters(), *module.buffers()) if not tensor.is_inference()]
+    return len(tensors), sum(tensor._version for tensor in tensors), hash(tuple(t.data_ptr() for t in tensors))
+
+
+# Per module and layout of inputs: the weights that were checked, and what was wrong with them ("" for nothing).
+_verified: weakref.WeakKeyDictionary[nn.Module, dict[tuple, tuple[tuple[int, ...], str]]] = weakref.WeakKeyDictionary()
 _told: set[tuple[str, str]] = set()
 
 

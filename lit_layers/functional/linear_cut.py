@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from lit_layers.functional.attention import Attention, Expansion, Replay
+from lit_layers.functional.attention import Attention, Expansion, Replay, expect_single_tokens
 from lit_layers.functional.block_call import Call, Unsupported
 from lit_layers.functional.reverse_mode import pull_back
 
@@ -43,24 +43,27 @@ class Link(NamedTuple):
 class _Replay(Replay):
     """Answers the attention and makes leaves of it and of every linear map."""
 
-    def __init__(self, attention: Attention, expansion: Expansion) -> None:
+    def __init__(self, attention: Attention, expansion: Expansion, states: Tensor) -> None:
         super().__init__(attention, self._take)
-        self.expansion = expansion
+        self.expansion, self.states = expansion, states
         self.nodes: list[Linear | None] = []  # None: the attention
         self.ends: tuple[Tensor, Tensor, Tensor] | None = None  # query, key, value
         self.attended: Tensor | None = None
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
+        output = super().__torch_function__(func, types, args, kwargs)
         if func is F.linear:
-            weight = args[1] if len(args) > 1 else (kwargs or {})["weight"]
-            return self._linear(super().__torch_function__(func, types, args, kwargs), args[0], weight)
-        if func in _ADDMMS and not kwargs and args[1].requires_grad:
-            return self._linear(super().__torch_function__(func, types, args, kwargs), args[1], args[2].mT)
-        return super().__torch_function__(func, types, args, kwargs)
+            named = dict(zip(("input", "weight", "bias"), args, strict=False)) | (kwargs or {})
+            return self._linear(output, named["input"], named["weight"], named.get("bias"))
+        if func in _ADDMMS and not kwargs:
+            return self._linear(output, args[1], args[2].mT, args[0])
+        return output
 
-    def _linear(self, output: Tensor, given: Tensor, weight: Tensor) -> Tensor:
-        if not given.requires_grad:
+    def _linear(self, output: Tensor, given: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        if not given.requires_grad or not output.requires_grad:  # a constant, or made without gradients
             return output
+        if any(self._moves(constant) for constant in (weight, bias)):
+            raise Unsupported("the weight or bias of a linear map depends on the input")
         if len(given) != len(self.expansion.out) or given.numel() != len(given) * weight.shape[1]:
             raise Unsupported("a linear map does not take its tokens one by one")
         leaf = output.detach().requires_grad_()
@@ -68,6 +71,15 @@ class _Replay(Replay):
         weight = weight.detach() if len(given) == 1 else weight.detach().contiguous()
         self.nodes.append(Linear(given, weight, leaf))
         return leaf
+
+    def _moves(self, tensor: Tensor | None) -> bool:
+        """Whether a tensor depends on the states; most have no history at all."""
+        if tensor is None or tensor.grad_fn is None:
+            return False
+        leaves = [self.states, *(node.output for node in self.nodes if node is not None)]
+        leaves += [] if self.attended is None else [self.attended]
+        found = torch.autograd.grad(tensor.sum(), leaves, retain_graph=True, allow_unused=True)
+        return any(grad is not None for grad in found)
 
     def _take(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         self.expansion.check(query, key, value)
@@ -88,12 +100,13 @@ class CutBlock:
     """
 
     def __init__(self, call: Call, attention: Attention, expansion: Expansion, states: Tensor) -> None:
-        replay = _Replay(attention, expansion)
         self.picked, self.dim = states.shape
         with torch.enable_grad():
             leaf = states.detach().requires_grad_()
+            replay = _Replay(attention, expansion, leaf)
             with replay:
                 self.output = call(leaf[:, None])
+            expect_single_tokens(self.output, states)
             if replay.ends is None or replay.attended is None:
                 raise Unsupported("it does not attend when it is called on one token")
             self.expansion, self.nodes, self.ends = expansion, replay.nodes, replay.ends

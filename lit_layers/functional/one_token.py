@@ -58,7 +58,9 @@ def jacobians_by_one_token(
 def disagreement(call: Call, hidden: Tensor, outs: Tensor, ins: Tensor, jacobians: Tensor) -> float:
     """Largest relative error of random row combinations of `jacobians` against the block's own derivative.
 
-    One backward pass through the block on the first prompt, for each of its first output tokens up to two.
+    Of each input token, relative to what the block adds to its skip: a small branch must be right, too, up to what
+    rounding leaves of it beside the skip. NaN where the block's own derivative is not finite. One backward pass through
+    the block on the first prompt for its first and its last output token.
     """
     batch, tokens, dim = hidden.shape
     first = torch.zeros(1, dtype=torch.int64, device=hidden.device)
@@ -68,12 +70,18 @@ def disagreement(call: Call, hidden: Tensor, outs: Tensor, ins: Tensor, jacobian
     with torch.enable_grad(), evaluating(call.module):
         leaf = hidden[:1].detach().clone().requires_grad_()
         output = prompt(leaf)
-        for item in range(min(2, outs.shape[1])):
+        for item in sorted({0, outs.shape[1] - 1}):
             probe = torch.randn(dim, generator=generator, dtype=hidden.dtype).to(hidden.device)
             (exact,) = torch.autograd.grad(output[0, outs[0, item]], leaf, probe, retain_graph=True)
-            exact = exact[0, ins[0, item]]  # (in, dim)
-            difference, size = (probe @ jacobians[0, item] - exact).norm(), exact.norm()
-            errors.append(difference / size if size > 0 else torch.where(difference > 0, math.inf, 0.0))
+            exact, probe = exact[0, ins[0, item]].double(), probe.double()  # (in, dim), (dim,)
+            if not bool(exact.isfinite().all()):
+                return math.nan
+            skip = (outs[0, item] == ins[0, item])[:, None] * probe
+            size = torch.minimum(exact.norm(dim=-1), (exact - skip).norm(dim=-1))
+            rounding = 16 * torch.finfo(hidden.dtype).eps * exact.norm(dim=-1)
+            found = torch.stack([probe @ jacobian.double() for jacobian in jacobians[0, item]])
+            difference = ((found - exact).norm(dim=-1).nan_to_num(math.inf) - rounding).clamp(min=0)
+            errors.append(torch.where(difference > 0, difference / size, 0.0).max())
     return float(torch.stack(errors).max())
 
 

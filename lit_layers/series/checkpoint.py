@@ -56,7 +56,9 @@ class Checkpoint:
             return load(folder, dtype=dtype or torch.float32)
         except pickle.UnpicklingError as error:
             raise would_run_code(f"{self.series} {self.name}", error) from error
-        except (OSError, SafetensorError, RuntimeError, EOFError) as error:
+        except InputError:
+            raise
+        except (OSError, SafetensorError, RuntimeError, EOFError, LookupError, ValueError, TypeError) as error:
             said = " ".join(str(error).split())[:300]
             raise InputError(f"{self.series} {self.name} cannot be loaded ({said}): get it again") from error
 

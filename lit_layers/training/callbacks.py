@@ -82,6 +82,7 @@ class SeriesCheckpoint(_AtSteps):
     ) -> None:
         super().__init__(steps, root, model)
         self.tokenizer = Path(tokenizer) if tokenizer else None
+        self._resumed_at: int | None = None
 
     def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
         if trainer.is_global_zero and stage == "fit":
@@ -89,10 +90,14 @@ class SeriesCheckpoint(_AtSteps):
             for leftover in self.root.glob(".tmp-step-*"):
                 shutil.rmtree(leftover, ignore_errors=True)
 
+    def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        self._resumed_at = trainer.global_step if trainer.ckpt_path else None
+        super().on_train_start(trainer, pl_module)
+
     def at_step(self, trainer: L.Trainer, model: nn.Module, step: int) -> None:
         folder = step_folder(self.root, step)
-        # A resumed run passes steps again that were saved before it was killed, with the same weights.
-        if trainer.is_global_zero and not (trainer.ckpt_path and folder.exists()):
+        # The step that a run is resumed at was saved before, with these weights; later ones are saved anew.
+        if trainer.is_global_zero and not (step == self._resumed_at and folder.exists()):
             shards = getattr(getattr(trainer, "datamodule", None), "shards", None)
             tokenizer = self.tokenizer or getattr(shards, "tokenizer_path", None)
             write_folder(folder, lambda folder: save(model, folder, tokenizer))
@@ -187,7 +192,7 @@ class EmergenceCallback(_AtSteps):
 
     def _is_done(self, analysis: Analysis, step: int, fingerprint: str) -> bool:
         return records.is_done(
-            self._known,
+            [known for known in self._known if known.provenance.get("data_hash") == analysis.data_hash()],
             run=self.run,
             step=step,
             analysis=analysis.name,

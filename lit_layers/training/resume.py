@@ -76,6 +76,10 @@ class ResumeCheckpoint(L.Callback):
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         self._last_step = trainer.global_step
+        if trainer.is_global_zero:  # whoever goes back to a step leaves the way that the run took from there
+            for step in saved_steps(self.folder):
+                if step > trainer.global_step:
+                    shutil.rmtree(step_folder(self.folder, step))
 
     def on_train_batch_start(
         self, trainer: L.Trainer, pl_module: L.LightningModule, batch: Any, batch_idx: int
@@ -88,8 +92,11 @@ class ResumeCheckpoint(L.Callback):
         self._save(trainer)
 
     def on_exception(self, trainer: L.Trainer, pl_module: L.LightningModule, exception: BaseException) -> None:
-        # Lightning raises it on every rank once a batch is over; inside a step its gradients would be lost.
-        if isinstance(exception, SIGTERMException) and not trainer.fit_loop._should_accumulate():
+        # Lightning raises it on every rank once a batch is over. Inside a step its gradients would be lost, inside a
+        # validation its row: then the checkpoint before has to do.
+        if isinstance(exception, SIGTERMException) and not (
+            trainer.validating or trainer.fit_loop._should_accumulate()
+        ):
             self._save(trainer)
 
     def on_load_checkpoint(self, trainer: L.Trainer, pl_module: L.LightningModule, checkpoint: dict[str, Any]) -> None:
@@ -130,10 +137,10 @@ class ResumePoint(NamedTuple):
 def resume_point(root: Path, which: str) -> ResumePoint | None:
     """Returns the checkpoint that `--resume` names: "last", a step, or a folder; None for the start of the run.
 
-    "last" passes over corrupt ones, naming them, and means the start where there is none.
+    "last" passes over corrupt ones, naming them, and means the start where there never was one.
 
     Raises:
-        InputError: a step or folder that is not there, or is corrupt.
+        InputError: a step or folder that is not there, or is corrupt; none that is whole.
     """
     folder = root / FOLDER
     steps = saved_steps(folder)
@@ -143,6 +150,8 @@ def resume_point(root: Path, which: str) -> ResumePoint | None:
                 return _whole(step_folder(folder, step))
             except InputError as error:
                 logger.warning("%s; trying the one before", error)
+        if steps:
+            raise InputError(f"resume: none of the checkpoints in {folder} is whole; --if_exists overwrite starts anew")
         return None
     if which.isdecimal():
         if int(which) not in steps:

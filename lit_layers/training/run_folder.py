@@ -21,7 +21,7 @@ RUN_FILE, CONFIG_FILE = "run.json", "config.yaml"
 _FILES = (RUN_FILE, CONFIG_FILE, "measurements.jsonl", "metrics.jsonl", "report.html")
 _FOLDERS = ("step-*", ".tmp-step-*", "resume", "wandb")
 # What a resumed run may do otherwise: neither the data's order nor the weights depend on it.
-_FREE = {"model": {"compile"}, "data": {"num_workers", "validation_batch_size"}}
+_FREE = {"model": {"compile", "decay_steps"}, "data": {"num_workers", "validation_batch_size"}}
 
 
 class Mirror(Protocol):
@@ -47,6 +47,11 @@ def is_a_run(root: Path) -> bool:
     return (root / RUN_FILE).is_file()
 
 
+def name_of_run(root: Path) -> str:
+    """The name that the run in `root` began with: a folder may be moved, and its measurements keep theirs."""
+    return json.loads((root / RUN_FILE).read_text())["run"]
+
+
 def refuse_another_run(root: Path, options: Mapping[str, Any]) -> None:
     """Refuses to go on with other data, another model or another seed than the run in `root` has.
 
@@ -64,6 +69,25 @@ def refuse_another_run(root: Path, options: Mapping[str, Any]) -> None:
                     f"{option.replace('.init_args', '')}: the run in {root} has {old.get(option)}, got "
                     f"{new.get(option)}; a resumed run keeps its data, model and seed"
                 )
+    clips = [(each.get("trainer") or {}).get("gradient_clip_val") for each in (before, known)]
+    if clips[0] != clips[1]:
+        raise InputError(
+            f"trainer.gradient_clip_val: the run in {root} has {clips[0]}, got {clips[1]}; a resumed run keeps it"
+        )
+    ends = [_end_of_decay(each) for each in (before, known)]
+    if ends[0] != ends[1]:
+        raise InputError(
+            f"model.decay_steps: the learning rate of the run in {root} decays until step {ends[0]}, got {ends[1]}; "
+            f"say --model.decay_steps {ends[0]}"
+        )
+
+
+def _end_of_decay(options: Mapping[str, Any]) -> Any:
+    """The last step of the run, where no other is said."""
+    model = (options.get("model") or {}).get("init_args") or {}
+    return (
+        model.get("decay_steps") or (options.get("trainer") or {}).get("max_steps") if "decay_steps" in model else None
+    )
 
 
 def _flat(value: Any, name: str) -> dict[str, Any]:
@@ -101,10 +125,22 @@ class RunFolder(L.Callback):
         if not trainer.is_global_zero:
             return
         if self.resume:
+            self._refuse_other_inputs(self._describe(trainer, pl_module))
             self.go_on(trainer.global_step)
         else:
             self._take_over(trainer, pl_module)
             self.started = True
+
+    def _refuse_other_inputs(self, now: Mapping[str, Any]) -> None:
+        """Options may be the same and yet name other text, or another machine choose another precision."""
+        before = json.loads((self.root / RUN_FILE).read_text())
+        for field, old, new in (
+            ("trainer.precision", before.get("precision"), now["precision"]),
+            ("corpus", *(each.get("data", {}).get("corpus_hash") for each in (before, now))),
+            ("tokenizer", *(each.get("data", {}).get("tokenizer_hash") for each in (before, now))),
+        ):
+            if old != new:
+                raise InputError(f"{field}: the run in {self.root} has {old}, found {new}; a resumed run keeps it")
 
     def go_on(self, step: int) -> None:
         """Under the run's own id, so that its curves go on in W&B too."""

@@ -9,6 +9,7 @@ from typing import Any, Protocol
 import lightning as L
 import torch
 from lightning.fabric.utilities.throughput import get_available_flops
+from lightning.pytorch.utilities.exceptions import SIGTERMException
 from torch import Tensor
 
 from lit_layers.records import Measurement, ScalarLog
@@ -125,8 +126,9 @@ class RunLog(L.Callback):
         self._flush(trainer)
 
     def on_exception(self, trainer: L.Trainer, pl_module: L.LightningModule, exception: BaseException) -> None:
-        # No collective here: the other ranks may be elsewhere. The last rows then hold this rank's losses.
-        self._flush(trainer, reduce=False)
+        # SIGTERM ends all ranks at the same batch. Otherwise no collective: the other ranks may be elsewhere, and the
+        # last rows then hold this rank's losses.
+        self._flush(trainer, reduce=isinstance(exception, SIGTERMException) and not trainer.validating)
 
     def teardown(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
         # A last step outside the schedule is measured when the training has ended, after this callback's own turn.

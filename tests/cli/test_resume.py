@@ -15,6 +15,7 @@ import yaml
 
 from lit_layers import records
 from lit_layers.cli.main import main
+from lit_layers.errors import InputError
 from lit_layers.training.checkpoint_io import saved_steps, step_folder
 from lit_layers.training.resume import STATE, resume_point
 from tests.cli.test_fit import RECIPE
@@ -162,6 +163,19 @@ def test_sigterm_saves_the_step_and_ends_with_a_code_that_says_so(recipe, uninte
 
 
 @pytest.mark.slow
+def test_going_back_takes_the_same_way_again_and_drops_what_lay_ahead(recipe, uninterrupted, tmp_path):
+    root = tmp_path / "run"
+    shutil.copytree(uninterrupted, root)
+    back = LAST - LAST % 3
+    shutil.copytree(step_folder(root / "resume", back), step_folder(root / "resume", LAST + 5))
+    assert fit(recipe, root, "--resume", str(back)) == 0
+    assert saved_steps(root / "resume") == [back, LAST]
+    found, expected = what_is_left(root), what_is_left(uninterrupted)
+    for part in ("weights", "losses", "measured"):
+        assert found[part] == expected[part], part
+
+
+@pytest.mark.slow
 def test_a_corrupt_checkpoint_is_named_and_the_one_before_is_used(recipe, uninterrupted, tmp_path, caplog, capfd):
     root = tmp_path / "torn"
     shutil.copytree(uninterrupted, root)
@@ -175,6 +189,9 @@ def test_a_corrupt_checkpoint_is_named_and_the_one_before_is_used(recipe, uninte
     assert f"{state} is corrupt" in caplog.text
     assert main(["fit", "--config", str(recipe), "--root", str(root), "--resume", str(LAST)]) == 2
     assert f"{state} is corrupt" in capfd.readouterr().err
+    (step_folder(root / "resume", steps[0]) / STATE).write_bytes(b"")
+    with pytest.raises(InputError, match=r"none of the checkpoints in .* is whole; --if_exists overwrite starts anew"):
+        resume_point(root, "last")
 
 
 @pytest.mark.parametrize(
@@ -185,6 +202,9 @@ def test_a_corrupt_checkpoint_is_named_and_the_one_before_is_used(recipe, uninte
         (["--resume", "last", "--data.global_batch_size", "8"], "data.global_batch_size: the run in"),
         (["--resume", "last", "--model.lr", "0.1"], "model.lr: the run in"),
         (["--resume", "last", "--seed_everything", "3"], "seed_everything: the run in"),
+        (["--resume", "last", "--trainer.max_steps", "30"], "the learning rate of the run in"),
+        (["--resume", "last", "--trainer.gradient_clip_val", "0.5"], "trainer.gradient_clip_val: the run in"),
+        (["--resume", str(LAST - LAST % 3), "--trainer.precision", "64-true"], "trainer.precision: the run in"),
         (["--resume_every", "0"], "resume_every: expected at least 1, got 0"),
     ],
 )

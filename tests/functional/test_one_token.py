@@ -257,7 +257,7 @@ def test_an_error_in_the_surrogate_would_be_noticed(monkeypatch, route, method):
         block_jacobian(block, hidden, route=route)
 
 
-def test_the_check_is_made_once_for_a_module_and_a_layout_of_inputs(monkeypatch):
+def test_the_check_is_made_once_for_the_weights_of_a_module_and_a_layout_of_inputs(monkeypatch):
     block, seen = Attending(fused()), []
     check = jacobian.disagreement
     monkeypatch.setattr(jacobian, "disagreement", lambda *args: seen.append(1) or check(*args))
@@ -266,6 +266,68 @@ def test_the_check_is_made_once_for_a_module_and_a_layout_of_inputs(monkeypatch)
         assert len(seen) == checks
     block_jacobian(block, torch.randn(2, 5, 8), in_tokens="all")
     assert len(seen) == 3
+    block_jacobian(block, torch.randn(2, 5, 8), out_tokens=0)
+    assert len(seen) == 4
+    with torch.no_grad():
+        block.out.weight.mul_(2)
+    block_jacobian(block, torch.randn(2, 5, 8))
+    block_jacobian(block, torch.randn(2, 5, 8))
+    assert len(seen) == 5
+
+
+class Scaled(nn.Module):
+    """A branch of adjustable size, made of something that no fast route may take for granted."""
+
+    def __init__(self, kind: str, size: float) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.kind, self.attending = kind, Attending(fused(is_causal=True))
+        self.size, self.map, self.places = nn.Parameter(torch.tensor(size)), nn.Linear(8, 8), torch.rand(1, 5, 8)
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        branch = self.attending(hidden) - hidden
+        if self.kind == "mixes tokens":
+            branch = branch + branch.mean(1, keepdim=True).sin()
+        elif self.kind == "moves its bias":
+            flat = torch.addmm(hidden.flatten(0, 1).sin(), branch.flatten(0, 1), self.map.weight)
+            branch = flat.view_as(hidden)
+        elif self.kind == "moves its weight":
+            branch = F.linear(branch, self.map.weight * hidden.mean().exp())
+        elif self.kind == "stops gradients":
+            with torch.no_grad():
+                gate = self.map(hidden).sigmoid()
+            branch = branch * gate
+        elif self.kind == "has a table of places":
+            branch = branch * self.places[:, : hidden.shape[1]]
+        elif self.kind == "has a table of all places":
+            branch = branch * self.places.to(hidden)
+        return hidden + self.size * branch
+
+
+KINDS = ["mixes tokens", "moves its bias", "moves its weight", "stops gradients", "has a table of places",
+         "has a table of all places"]  # fmt: skip
+
+
+@pytest.mark.filterwarnings("ignore:the Jacobians of Scaled")
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("size", [1.0, 1e-3])
+def test_a_branch_is_right_however_small_it_is(kind, size):
+    block, hidden = Scaled(kind, size), torch.randn(2, 5, 8)
+    for tokens in (0, -1):  # what is right at one place may be wrong at another
+        expected = block_jacobian(block, hidden, route="plain", out_tokens=tokens)
+        # beside the skip a branch of 1e-3 has four digits in float32
+        allowed = 1e-5 if size == 1.0 else 2e-3
+        assert relative_error(block_jacobian(block, hidden, out_tokens=tokens), expected) < allowed
+
+
+@pytest.mark.filterwarnings("ignore:the Jacobians of Scaled")
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_branch_that_is_zero_at_first_is_looked_at_again_when_it_has_grown(kind):
+    block, hidden = Scaled(kind, 0.0), torch.randn(2, 5, 8)
+    block_jacobian(block, hidden)
+    with torch.no_grad():
+        block.size.fill_(1.0)
+    assert relative_error(block_jacobian(block, hidden), block_jacobian(block, hidden, route="plain")) < 1e-5
 
 
 def test_a_diverged_block_gives_its_nans_and_is_not_judged_by_them():

@@ -3,7 +3,6 @@
 import math
 import os
 import signal
-import sys
 import time
 import traceback
 from collections.abc import Callable
@@ -27,7 +26,7 @@ def run_forked(
             os.dup2(null, 2)
             code = function()
         except BaseException:
-            traceback.print_exc(file=sys.__stderr__)
+            traceback.print_exc()
         finally:
             os._exit(code)
     deadline, sent = time.monotonic() + kill_after, False
