@@ -23,6 +23,10 @@ from lit_layers.records import Measurement, Record
 logger = logging.getLogger(__name__)
 
 SEED = 0  # of every global generator inside an analysis, so that its numbers do not depend on where training stands
+PACKAGES = (
+    *("lit_layers", "lightning", "transformers", "timm", "tokenizers", "safetensors"),
+    *("numpy", "scipy"),
+)
 HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
 
 
@@ -93,6 +97,7 @@ def describe_run(view: LayeredModel, analysis: Analysis, weights_hash: str | Non
         "weights_hash": weights_hash or hash_weights(view.model),
         "config_hash": analysis.config_hash(),
         "data_hash": analysis.data_hash(),
+        "tokenizer_hash": analysis.tokenizer_hash(),
         "dtype": str(view.dtype).removeprefix("torch."),
         "attention": view.attention,
         "device": torch.cuda.get_device_name(device) if device.type == "cuda" else device.type,
@@ -102,12 +107,15 @@ def describe_run(view: LayeredModel, analysis: Analysis, weights_hash: str | Non
 
 @functools.cache
 def versions() -> dict[str, str]:
-    """Versions of Python and of the packages that numbers depend on."""
+    """Versions of Python and of the packages that numbers or training depend on.
+
+    Packages that only bring files or texts are left out: what they brought is known by its hash.
+    """
     found = {"python": platform.python_version(), "torch": torch.__version__}
-    for package in ("lit_layers", "transformers", "timm"):
+    for package in PACKAGES:
         try:
             found[package] = importlib.metadata.version(package)
-        except importlib.metadata.PackageNotFoundError:  # a checkout that is not installed; timm is optional
+        except importlib.metadata.PackageNotFoundError:  # a checkout that is not installed
             continue
     return found
 

@@ -29,6 +29,7 @@ COLUMNS = (
     *("run", "step", "tokens", "analysis", "metric", "layer", "other_layer"),
     *("value", "stderr", "low", "high", "n"),
 )
+AUDIT = "audit"  # the column of verdicts, only in tables that hold a suspect checkpoint; also their name in provenance
 # Tags that place a number in a table of its own (a matrix, a map over tokens, a list over distances): no curve.
 PLACES = ("row", "column", "token", "other_token", "token_distance")
 _NON_FINITE = {"inf": math.inf, "-inf": -math.inf, "nan": math.nan}
@@ -127,11 +128,17 @@ def latest(measurements: Iterable[Measurement]) -> list[Measurement]:
     return list(last.values())
 
 
+def is_suspect(measurement: Measurement) -> bool:
+    """Whether an audit of its series found that the checkpoint's weights may not be what its name says."""
+    return str(measurement.provenance.get(AUDIT, "")).startswith("suspect")
+
+
 def frame(measurements: Iterable[Measurement] | str | Path) -> pd.DataFrame:
     """Returns the tidy table: one row a number, one column a tag.
 
     The last measurement of a (run, step, analysis) wins; one that failed gives no rows. A tag that is named like one
-    of the other columns becomes `tag_<name>`.
+    of the other columns becomes `tag_<name>`. Where a checkpoint is suspect, a last column `audit` has the verdicts of
+    all: the figures refuse such rows unless they are told otherwise.
 
     Raises:
         InputError: for a file that does not exist or holds a corrupt line.
@@ -154,7 +161,9 @@ def frame(measurements: Iterable[Measurement] | str | Path) -> pd.DataFrame:
         table[name] = np.array([getattr(record, name) for _, record in pairs], dtype="float64")  # None becomes NaN
     table["n"] = pd.array([record.n for _, record in pairs], dtype="Int64")
     for name, values in _tag_columns(pairs).items():
-        table[f"tag_{name}" if name in COLUMNS else name] = values
+        table[f"tag_{name}" if name in (*COLUMNS, AUDIT) else name] = values
+    if any(is_suspect(m) for m, _ in pairs):
+        table[AUDIT] = pd.array([m.provenance.get(AUDIT) for m, _ in pairs], dtype="str")
     return pd.DataFrame(table)
 
 

@@ -332,6 +332,7 @@ def test_a_measurement_says_what_was_measured_on_what():
         "weights_hash": weights_hash(model),
         "config_hash": analysis.config_hash(),
         "data_hash": analysis.data_hash(),
+        "tokenizer_hash": None,
         "dtype": "float32",
         "attention": "eager",
         "device": "the one in the corner",

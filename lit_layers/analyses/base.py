@@ -54,6 +54,15 @@ class Analysis(ABC):
         ]
         return hashlib.sha256("/".join(parts).encode()).hexdigest()[:16] if parts else None
 
+    def tokenizer_hash(self) -> str | None:
+        """Hash of the tokenizer that made the data, over every field that has a `tokenizer_hash()`; None where there
+        is none. Of several tokenizers the hashes stand side by side.
+        """
+        known = [
+            value.tokenizer_hash() for value in vars(self).values() if callable(getattr(value, "tokenizer_hash", None))
+        ]
+        return ", ".join(dict.fromkeys(filter(None, known))) or None
+
 
 @dataclass(frozen=True, eq=False)
 class Visit:

@@ -25,3 +25,7 @@ class Batches(ABC):
     @abstractmethod
     def content_hash(self) -> str:
         """Hash of the values of every batch: two objects of equal hash give equal numbers."""
+
+    def tokenizer_hash(self) -> str | None:
+        """Hash of the tokenizer that made the token ids; None where there is none, or nobody knows it."""
+        return None

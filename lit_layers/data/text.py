@@ -46,6 +46,7 @@ class EvalText(Batches):
     batch_size: int = 16
     seed: int = 0
     _windows: Tensor | None = field(default=None, init=False, repr=False, compare=False)
+    _tokenizer_hash: str | None = field(default=None, init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         if self.split not in ("train", "validation"):
@@ -76,8 +77,14 @@ class EvalText(Batches):
         ids = self.windows().numpy().astype("<i8")
         return hashlib.sha256(f"{ids.shape} {self.batch_size}".encode() + ids.tobytes()).hexdigest()[:16]
 
+    def tokenizer_hash(self) -> str | None:
+        """As the shards say that the windows are cut from; loads or prepares the corpus on the first call."""
+        self.windows()
+        return self._tokenizer_hash
+
     def _load(self) -> Tensor:
         shards = prepared(self.corpus, self.tokenizer)
+        self._tokenizer_hash = shards.tokenizer_hash
         starts, counts = self._count(shards)
         total = int(counts.sum())
         if total < self.num_sequences:

@@ -2,6 +2,7 @@
 
 import html
 import math
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 DASH, MINUS = "\N{EN DASH}", "\N{MINUS SIGN}"
@@ -211,6 +212,13 @@ def tag_text(tags: dict[str, object]) -> str:
         else:
             parts.append(_TAGS.get(name, name.replace("_", " ") + " = {}").format(text))
     return ", ".join(parts)
+
+
+def listing(noun: str, names: Iterable[object], most: int = 12) -> str:
+    """Returns `steps 1, 2, 3 and 40 more`: so many names, and how many there are beyond them."""
+    known = [str(name) for name in names]
+    rest = f" and {len(known) - most} more" if len(known) > most else ""
+    return f"{noun}{'s' if len(known) > 1 else ''} {', '.join(known[:most])}{rest}"
 
 
 def pair_text(layer: int | None, other_layer: int | None) -> str:

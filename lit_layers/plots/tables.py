@@ -7,8 +7,9 @@ from typing import Any
 
 import pandas as pd
 
-from lit_layers.plots.labels import SECONDARY, label, tag_text
-from lit_layers.records import COLUMNS, PLACES
+from lit_layers.errors import InputError
+from lit_layers.plots.labels import SECONDARY, listing, label, tag_text
+from lit_layers.records import AUDIT, COLUMNS, PLACES
 
 # Tags that number the lines of one figure, or name a line to compare with; all others make variants of a metric.
 ORDINALS = ("distance", "index")
@@ -23,7 +24,10 @@ _CHANGE_COLUMNS = (
 
 @dataclass(frozen=True, slots=True)
 class Point:
-    """One row of a table of records; `low` and `high` are NaN where there is no interval."""
+    """One row of a table of records; `low` and `high` are NaN where there is no interval.
+
+    A model without steps is one checkpoint: its `step` is 0, and no figure shows it.
+    """
 
     step: int
     tokens: int | None
@@ -44,27 +48,55 @@ class Point:
 
 
 def select(
-    frame: pd.DataFrame, metric: str, *, analysis: str | None = None, tags: Mapping[str, Any] | None = None
+    frame: pd.DataFrame,
+    metric: str,
+    *,
+    analysis: str | None = None,
+    tags: Mapping[str, Any] | None = None,
+    allow_suspect: bool = False,
+    over_steps: bool = False,
 ) -> list[Point]:
-    """Returns the points of one metric that have a step; reference rows that fit the tags included.
+    """Returns the points of one metric; reference rows that fit the tags included.
+
+    Rows without a step are left out where there are others, or where only a way over steps can be shown.
 
     Raises:
+        InputError: for rows that an audit found suspect, unless they are allowed.
         ValueError: where there are none, or they are of more than one analysis or run.
     """
     table: Any = frame
-    rows = table[(table["metric"] == metric) & table["step"].notna()]
+    rows = table[table["metric"] == metric]
     if analysis is not None:
         rows = rows[rows["analysis"] == analysis]
+    if over_steps or rows["step"].notna().any():
+        rows = rows[rows["step"].notna()]
     points = matching(_points(rows), tags or {})
     if not points:
         known = ", ".join(sorted(table["metric"].unique())) or "none"
         where = "".join([f" of {analysis}" if analysis else "", f" with {tag_text(dict(tags))}" if tags else ""])
-        raise ValueError(f"no rows of metric {metric!r}{where} that have a step; metrics in this table: {known}")
+        where += " that have a step" if over_steps else ""
+        raise ValueError(f"no rows of metric {metric!r}{where}; metrics in this table: {known}")
+    if not allow_suspect:
+        _refuse_suspects(rows)
     for column in ("analysis", "run"):
         found = sorted(rows[column].unique())
         if len(found) > 1:
             raise ValueError(f"metric {metric!r} is in more than one {column}: {', '.join(found)}; choose one")
     return points
+
+
+def _refuse_suspects(rows: Any) -> None:
+    """The one place that keeps every figure and table from going through checkpoints of doubtful weights."""
+    if AUDIT not in rows.columns:
+        return
+    found = rows[rows[AUDIT].str.startswith("suspect", na=False)]
+    if found.empty:
+        return
+    steps = sorted(found["step"].dropna().unique())
+    names = listing("step", [f"{step:,}" for step in steps]) if steps else listing("model", found["run"].unique())
+    raise InputError(
+        f"{names}: {'; '.join(found[AUDIT].unique())}; leave these rows out, or pass allow_suspect=True to draw them"
+    )
 
 
 def matching(points: Iterable[Point], tags: Mapping[str, Any]) -> list[Point]:
@@ -77,12 +109,14 @@ def matching(points: Iterable[Point], tags: Mapping[str, Any]) -> list[Point]:
     return [point for point in points if fits(point)]
 
 
-def variants(frame: pd.DataFrame, metric: str, *, analysis: str | None = None) -> list[dict[str, Any]]:
+def variants(
+    frame: pd.DataFrame, metric: str, *, analysis: str | None = None, allow_suspect: bool = False
+) -> list[dict[str, Any]]:
     """Returns the variants of a metric as tags, in the order they were recorded: `[{"k": 4}, {"k": 12}]`.
 
     A tag that only some variants have is None in the others: the mean is what has no `statistic`.
     """
-    return variants_of(select(frame, metric, analysis=analysis))
+    return variants_of(select(frame, metric, analysis=analysis, allow_suspect=allow_suspect))
 
 
 def variants_of(points: Sequence[Point]) -> list[dict[str, Any]]:
@@ -184,13 +218,14 @@ def _change(points: list[Point]) -> dict[str, Any]:
 
 
 def _points(rows: Any) -> list[Point]:
-    tags = [name for name in rows.columns if name not in COLUMNS and not name.startswith("num_") and _any(rows, name)]
+    other = (*COLUMNS, AUDIT)
+    tags = [name for name in rows.columns if name not in other and not name.startswith("num_") and _any(rows, name)]
     columns = [_values(rows, name) for name in ("step", "tokens", "layer", "other_layer", *tags)]
     columns[4:4] = [rows[name].tolist() for name in ("value", "low", "high")]
     found = []
     for step, tokens, layer, other_layer, value, low, high, *values in zip(*columns, strict=True):
         own = {name: tag for name, tag in zip(tags, values, strict=True) if tag is not None}
-        found.append(Point(step, tokens, layer, other_layer, value, low, high, own))
+        found.append(Point(step or 0, tokens, layer, other_layer, value, low, high, own))
     return found
 
 
