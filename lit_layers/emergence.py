@@ -3,18 +3,20 @@
 import functools
 import importlib.metadata
 import logging
+import pickle
 import platform
 import random
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
-from lit_layers.analyses.base import Analysis
+from lit_layers.analyses.base import Analysis, DividedAnalysis
 from lit_layers.models.build import weights_hash as hash_weights
 from lit_layers.models.families import Network
 from lit_layers.models.view import LayeredModel, evaluating
@@ -49,39 +51,100 @@ def measure(
     The model and all global state are left as they were found. `weights_hash` saves hashing the weights once for each
     of several analyses of one checkpoint.
     """
-    start = time.perf_counter()
-    records: list[Record] = []
-    error, facts = None, dict(provenance or {})
+    done = _attempt(model, analysis, weights_hash, lambda view: collect(analysis, analysis.run(view)))
+    return _measurement(done, analysis, run, step, tokens, provenance)
+
+
+@dataclass(frozen=True)
+class Attempt:
+    """What came of doing something with an undisturbed model: `found`, or else why it failed."""
+
+    found: Any
+    error: str | None
+    seconds: float
+    facts: dict[str, Any]
+
+
+def measure_share(
+    model: nn.Module, analysis: DividedAnalysis, *, rank: int, world_size: int, weights_hash: str | None = None
+) -> Attempt:
+    """What one process of several finds of an analysis, ready to be sent to the one that joins; it never raises."""
+
+    def share(view: LayeredModel) -> bytes:
+        return pickle.dumps(analysis.share(view, rank, world_size))  # a value that cannot be sent is an error here
+
+    return _attempt(model, analysis, weights_hash, share)
+
+
+def join_shares(
+    model: nn.Module,
+    analysis: DividedAnalysis,
+    shares: Sequence[Attempt],
+    *,
+    run: str,
+    step: int | None,
+    tokens: int | None = None,
+    provenance: dict[str, Any] | None = None,
+    weights_hash: str | None = None,
+) -> Measurement:
+    """The measurement that the shares of all processes make, equal to that of `measure`.
+
+    Its error is that of the first share that failed, its seconds those of the slowest process and of joining.
+    """
+    slowest = max(share.seconds for share in shares)
+    failed = next((share for share in shares if share.error is not None), None)
+    if failed is not None:
+        return _measurement(replace(failed, seconds=slowest), analysis, run, step, tokens, provenance)
+
+    def join(view: LayeredModel) -> list[Record]:
+        return collect(analysis, analysis.join(view, [pickle.loads(share.found) for share in shares]))
+
+    done = _attempt(model, analysis, weights_hash, join)
+    return _measurement(replace(done, seconds=done.seconds + slowest), analysis, run, step, tokens, provenance)
+
+
+def _attempt(
+    model: nn.Module | LayeredModel,
+    analysis: Analysis,
+    weights_hash: str | None,
+    action: Callable[[LayeredModel], Any],
+) -> Attempt:
+    """Does something with the model and leaves no trace of it, whatever happens."""
+    start, found, error, facts = time.perf_counter(), None, None, {}
     try:
         view = model if isinstance(model, LayeredModel) else LayeredModel(model)
         with undisturbed(view.model):
-            facts = {**describe_run(view, analysis, weights_hash), **facts}
-            records = collect(analysis, view)
+            facts = describe_run(view, analysis, weights_hash)
+            found = action(view)
     except Exception as failure:
-        logger.debug("%s failed on step %s", analysis.name, step, exc_info=True)
-        error = one_line(failure)
-        records = []
-    seconds = time.perf_counter() - start
+        logger.debug("%s failed", analysis.name, exc_info=True)
+        found, error = None, one_line(failure)
+    return Attempt(found, error, time.perf_counter() - start, facts)
+
+
+def _measurement(
+    done: Attempt, analysis: Analysis, run: str, step: int | None, tokens: int | None, provenance: dict[str, Any] | None
+) -> Measurement:
     return Measurement(
         run=run,
         step=step,
         tokens=tokens,
         analysis=analysis.name,
-        records=records,
-        seconds=seconds,
-        error=error,
-        provenance=facts,
+        records=[] if done.error is not None else done.found,
+        seconds=done.seconds,
+        error=done.error,
+        provenance={**done.facts, **(provenance or {})},
     )
 
 
-def collect(analysis: Analysis, view: LayeredModel) -> list[Record]:
+def collect(analysis: Analysis, found: Iterable[Record]) -> list[Record]:
     """The records of an analysis, all of them made now.
 
     Raises:
         TypeError: something other than a record.
         ValueError: no record at all.
     """
-    records = list(analysis.run(view))
+    records = list(found)
     for record in records:
         if not isinstance(record, Record):
             raise TypeError(f"{analysis.name} should give records, got a {type(record).__name__}")

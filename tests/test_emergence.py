@@ -1,6 +1,8 @@
 """Training with analyses and without ends in the same bits, whatever the analyses do."""
 
 import contextlib
+import importlib.metadata
+import json
 import random
 import subprocess
 import sys
@@ -14,8 +16,10 @@ import torch
 import torch.nn.functional as F
 
 import lit_layers
-from lit_layers.analyses.base import Analysis
+from lit_layers.analyses.base import Analysis, describe
 from lit_layers.data.batches import Batches
+from lit_layers.data.preparing import prepare
+from lit_layers.data.text import EvalText
 from lit_layers.emergence import DisturbedError, full_float32_precision, measure, undisturbed, versions
 from lit_layers.models.build import weights_hash
 from lit_layers.models.view import LayeredModel
@@ -343,6 +347,58 @@ def test_a_measurement_says_what_was_measured_on_what():
     known = measure(LayeredModel(model), analysis, run="quick", step=5, weights_hash="0123456789abcdef")
     assert known.provenance["weights_hash"] == "0123456789abcdef"
     assert known.records == measurement.records
+
+
+class Tokenized(OneBatch):
+    def __init__(self, found: str | None):
+        self.found = found
+
+    def tokenizer_hash(self):
+        return self.found
+
+
+@dataclass(kw_only=True)
+class OfTwo(Doing):
+    others: Batches = field(default_factory=OneBatch)
+    tokenizer: str = "not data, though it is called so"
+
+
+@pytest.mark.parametrize(
+    ("one", "other", "expected"),
+    [
+        (OneBatch(), OneBatch(), None),
+        (Tokenized("ab"), OneBatch(), "ab"),
+        (Tokenized("ab"), Tokenized("ab"), "ab"),
+        (Tokenized("ab"), Tokenized("cd"), "ab, cd"),
+        (Tokenized(None), Tokenized("cd"), "cd"),
+    ],
+)
+def test_a_measurement_names_the_tokenizers_of_its_data(one, other, expected):
+    measurement = measure(tiny("gpt2"), OfTwo(batches=one, others=other), run="", step=0)
+    assert measurement.provenance["tokenizer_hash"] == expected
+
+
+def test_text_names_the_tokenizer_of_the_shards_that_it_is_cut_from(tmp_path):
+    lines = [json.dumps({"text": f"layer {number} and block {number} of the model"}) for number in range(60)]
+    (tmp_path / "text.jsonl").write_text("\n".join(lines))
+    found = set()
+    for size in (258, 259):
+        prepare(str(tmp_path / "text.jsonl"), f"bpe:{size}", tmp_path / str(size), validation=0.5)
+        text = EvalText(str(tmp_path / str(size)), f"bpe:{size}", num_sequences=2, num_tokens=3)
+        before = Doing(batches=text).config_hash()
+        header = json.loads((tmp_path / str(size) / "meta.json").read_text())
+        assert Doing(batches=text).tokenizer_hash() == header["tokenizer"]["hash"]
+        assert describe(text).keys() == {"class_path", "init_args"}
+        assert not [name for name in describe(text)["init_args"] if name.startswith("_")], "no part of its options"
+        assert Doing(batches=text).config_hash() == before
+        found.add(text.tokenizer_hash())
+    assert len(found) == 2
+
+
+def test_versions_are_of_all_packages_that_numbers_or_training_depend_on():
+    found = versions()
+    for package in ("lightning", "tokenizers", "safetensors", "numpy", "scipy"):
+        assert found[package] == importlib.metadata.version(package)
 
 
 @pytest.mark.parametrize(

@@ -1,5 +1,7 @@
 """A series is measured as training measured it, once, without its suspects, whatever breaks on the way."""
 
+import dataclasses
+import multiprocessing
 import shutil
 from pathlib import Path
 
@@ -8,9 +10,12 @@ import torch
 
 from lit_layers import records
 from lit_layers.analyses import Coupling, Trajectory
+from lit_layers.cli.processes import shard_of
+from lit_layers.data.tokenization import save_tokenizer, tokenizer_hash, train_bpe
 from lit_layers.errors import InputError
 from lit_layers.offline_series import analyze_series
 from lit_layers.series import Checkpoint, HubRevisions, Models, Retry, StepFolders
+from lit_layers.series.known import Known
 from lit_layers.training import EmergenceCallback, SeriesCheckpoint
 from tests.support.listed_batches import Listed
 from tests.support.series_hub import make_series, served, template
@@ -93,11 +98,125 @@ def test_a_damaged_checkpoint_is_named_and_the_others_are_measured(run, tmp_path
     assert "step-000000002 cannot be loaded" in sentence
 
 
+def test_a_checkpoint_of_broken_config_is_named_and_the_others_are_measured(run, tmp_path):
+    series = tmp_path / "series"
+    shutil.copytree(run, series)
+    (series / "step-000000002" / "config.json").write_text('{"model_type": "gpt2",')
+    result = analyze_series(StepFolders(series), few(), root=tmp_path / "out")
+    assert [m.step for m in lines(tmp_path / "out")] == [0, 4]
+    (sentence,) = result.failures
+    assert "step-000000002 cannot be loaded" in sentence
+
+
+def test_another_precision_is_another_measurement(run, tmp_path):
+    root = tmp_path / "out"
+    analyze_series(StepFolders(run), few(), root=root)
+    result = analyze_series(StepFolders(run), few(), root=root, dtype="float64")
+    assert (len(result.measurements), result.num_known) == (3, 0)
+    assert [m.provenance["dtype"] for m in lines(root)] == ["float32"] * 3 + ["float64"] * 3
+    assert analyze_series(StepFolders(run), few(), root=root, dtype="float64").num_known == 3
+
+
+@pytest.mark.parametrize("loaded", [False, True], ids=["by the files", "by the weights"])
+def test_old_data_does_not_stand_for_new_and_the_last_line_counts(run, tmp_path, monkeypatch, loaded):
+    root = tmp_path / "out"
+    if loaded:  # one analysis is new each time, so that each checkpoint is loaded
+        monkeypatch.setattr(Known, "has_all", lambda *_: False)
+    for content in ("old", "new", "old"):
+        monkeypatch.setattr(Listed, "content_hash", lambda self, content=content: content)
+        assert analyze_series(StepFolders(run), few(), root=root).num_known == 0
+        assert analyze_series(StepFolders(run), few(), root=root).num_known == 3
+    assert len(lines(root)) == 9
+
+
+def test_the_models_own_tokenizer_stands_in_its_measurements_and_another_is_measured_anew(run, tmp_path, monkeypatch):
+    series, root, read = tmp_path / "series", tmp_path / "out", []
+    shutil.copytree(run, series)
+    tokenizers = [train_bpe(["one text", "and one more"], size) for size in (258, 259)]
+    for step in (0, 2):
+        save_tokenizer(tokenizers[0], series / f"step-00000000{step}")
+    monkeypatch.setattr(
+        "lit_layers.series.known.tokenizer_hash", lambda found: read.append(found) or tokenizer_hash(found)
+    )
+    analyze_series(StepFolders(series), few(), root=root)
+    expected = tokenizer_hash(tokenizers[0].tokenizer)
+    assert [m.provenance.get("model_tokenizer_hash") for m in lines(root)] == [expected, expected, None]
+    assert len(read) == 1  # the file is the same
+    save_tokenizer(tokenizers[1], series / "step-000000002")
+    result = analyze_series(StepFolders(series), few(), root=root)
+    assert ([m.step for m in result.measurements], result.num_known) == ([2], 2)
+    (series / "step-000000000" / "tokenizer.json").write_text("{")
+    broken = analyze_series(StepFolders(series), few(), root=root)
+    assert "step-000000000: its tokenizer.json is damaged" in broken.failures[0]
+    assert (len(broken.failures), broken.num_known) == (1, 2)
+
+
+def test_a_later_suspicion_reaches_what_was_measured_and_only_an_audit_of_all_takes_it_back(tmp_path):
+    series, root = tmp_path / "series", tmp_path / "out"
+    make_series(template(tmp_path / "model"), series, (0, 2, 4, 8), values={2: 0.25, 4: 0.25})
+    analyze_series(StepFolders(series, [0, 2]), few(), root=root)
+    first = lines(root)
+    assert [m.provenance["audit"] for m in first] == ["clean", "clean"]
+    found = analyze_series(StepFolders(series), few(), root=root)
+    assert [left.step for left in found.left_out] == [2, 4]
+    corrected = {m.step: m for m in records.latest(lines(root))}
+    assert corrected[2].provenance["audit"] == "suspect: identical weights"
+    other = {**corrected[2].provenance, "audit": "clean"}
+    assert dataclasses.replace(corrected[2], provenance=other) == first[1]
+    assert len(lines(root)) == 4  # 0 and 2, 2 again, 8
+    narrow = analyze_series(StepFolders(series, [0, 2]), few(), root=root)
+    assert [left.step for left in narrow.left_out] == [2]
+    assert len(lines(root)) == 4
+    shutil.rmtree(series / "step4")
+    whole = analyze_series(StepFolders(series), few(), root=root)
+    assert (whole.left_out, whole.measurements, whole.num_known) == ([], [], 3)
+    assert {m.step: m.provenance["audit"] for m in records.latest(lines(root))} == dict.fromkeys((0, 2, 8), "clean")
+
+
+def test_what_training_measured_without_a_verdict_is_marked_once_it_is_suspect(run, tmp_path):
+    root = tmp_path / "run"
+    shutil.copytree(run, root)
+    shutil.copytree(root / "step-000000002", root / "step-000000003")
+    result = analyze_series(StepFolders(root), analyses(), root=root)
+    assert [left.step for left in result.left_out] == [2, 3]
+    before, after = lines(run), lines(root)
+    assert after[: len(before)] == before
+    assert [(m.step, m.analysis, m.provenance["audit"]) for m in after[len(before) :]] == [
+        (2, name, "suspect: identical weights") for name in ("trajectory", "coupling")
+    ]
+    assert [m.records for m in after[len(before) :]] == [m.records for m in before if m.step == 2]
+
+
+@pytest.mark.slow
+def test_two_processes_at_once_measure_everything_once_in_the_table_of_one(run, tmp_path):
+    context = multiprocessing.get_context("fork")
+    start = context.Barrier(2)
+
+    def share(index: int) -> None:
+        torch.set_num_threads(1)
+        start.wait(60)
+        shard = shard_of("auto", {"RANK": str(index), "WORLD_SIZE": "2"})
+        analyze_series(StepFolders(run), analyses(), root=tmp_path / "two" / "run", shard=shard)
+
+    processes = [context.Process(target=share, args=(index,)) for index in range(2)]
+    for process in processes:
+        process.start()
+    for process in processes:
+        process.join(120)
+    assert [process.exitcode for process in processes] == [0, 0]
+    analyze_series(StepFolders(run), analyses(), root=tmp_path / "one" / "run")
+    one, two = (sorted(lines(tmp_path / name / "run"), key=lambda m: (m.step, m.analysis)) for name in ("one", "two"))
+    assert len(two) == 6
+    assert [(m.run, m.step, m.tokens, m.analysis, m.records, m.provenance) for m in two] == [
+        (m.run, m.step, m.tokens, m.analysis, m.records, m.provenance) for m in one
+    ]
+
+
 def test_two_shards_measure_every_checkpoint_once_in_one_table(run, tmp_path):
     for index in range(2):
         analyze_series(StepFolders(run), few(), root=tmp_path / "out", shard=(index, 2))
     assert sorted(m.step for m in lines(tmp_path / "out")) == [0, 2, 4]
-    with pytest.raises(InputError, match="shard: expected i/n with i from 0 to n - 1, got 2/2"):
+    with pytest.raises(InputError, match="got 2/2: number a SLURM array from 0, --array=0-1"):
         analyze_series(StepFolders(run), few(), root=tmp_path / "out", shard=(2, 2))
 
 

@@ -7,7 +7,9 @@ import pytest
 pytest.importorskip("plotly")
 
 from lit_layers import plots, records
+from lit_layers.errors import InputError
 from lit_layers.plots import theme
+from lit_layers.plots.models import short_names
 from lit_layers.records import Measurement, Record
 from tests.support.runs import measurement
 
@@ -442,3 +444,192 @@ def test_every_colour_can_be_seen_on_white_and_neighbours_told_apart() -> None:
         steps = [luminance(color) for color in scale]
         assert steps == sorted(steps), "a sequential scale gets lighter, which every eye sees"
         assert contrast(scale[-1]) > 2
+
+
+def audited(verdicts: dict[int | str, str], metric: str = "m", **found) -> pd.DataFrame:
+    """Pairs, layers, places and lists of one metric at steps, or of models, with what an audit said of each."""
+    tags = {"row": 1, "column": 1}, {"token": 0, "other_token": 100}, {"token_distance": 1}, {"index": 1}
+    rows = [Record(metric=metric, value=1.0, layer=layer) for layer in (0, 1)]
+    rows += [Record(metric=metric, value=0.5, layer=one, other_layer=two) for one, two in ((0, 1), (1, 0))]
+    rows += [Record(metric=f"{metric}_{next(iter(tag))}", value=1.0, layer=1, tags=tag) for tag in tags]
+    return records.frame(
+        Measurement(
+            run=place if isinstance(place, str) else "r",
+            step=None if isinstance(place, str) else place,
+            tokens=None,
+            analysis="a",
+            records=rows,
+            seconds=0,
+            provenance={"audit": verdict},
+        )
+        for place, verdict in verdicts.items()
+    )
+
+
+FIGURES = {
+    "emergence_curves": lambda frame, **options: plots.emergence_curves(frame, "m", **options),
+    "layer_profile": lambda frame, **options: plots.layer_profile(frame, "m", **options),
+    "layer_matrix": lambda frame, **options: plots.layer_matrix(frame, "m", **options),
+    "coupling_graph": lambda frame, **options: plots.coupling_graph(frame, "m", **options),
+    "spectrum": lambda frame, **options: plots.spectrum(frame, "m_index", **options),
+    "distance_profile": lambda frame, **options: plots.distance_profile(frame, "m_token_distance", **options),
+    "token_map": lambda frame, **options: plots.token_map(frame, "m_token", layer=1, **options),
+    "compression_matrix": lambda frame, **options: plots.compression_matrix(
+        frame, "m_row", layer=1, other_layer=None, **options
+    ),
+    "change_table": lambda frame, **options: plots.change_table(frame, **options),
+    "variants": lambda frame, **options: plots.variants(frame, "m", **options),
+}
+OF_MODELS = {
+    "model_profile": lambda frame, **options: plots.model_profile(frame, "m", **options),
+    "model_table": lambda frame, **options: plots.model_table(frame, **options),
+}
+
+
+def test_every_figure_of_a_table_is_tried_with_suspect_rows() -> None:
+    assert {*FIGURES, *OF_MODELS} == {*plots.__all__} - {"training_curves"}, "scalars of training have no audit"
+
+
+@pytest.mark.parametrize("name", FIGURES)
+def test_nothing_is_drawn_through_a_suspect_checkpoint_unless_it_is_allowed(name: str) -> None:
+    clean = {0: "clean", 1: "note: identical weights", 4: "clean"}
+    FIGURES[name](audited(clean))
+    frame = audited({**clean, 2: "suspect: equal to the final step", 1000: "suspect: no weights"})
+    expected = re.escape(
+        "no curve is drawn through the suspect steps 2, 1,000 (equal to the final step; no weights): "
+        "leave these rows out, or pass allow_suspect=True"
+    )
+    with pytest.raises(InputError, match=f"^{expected}$"):
+        FIGURES[name](frame)
+    FIGURES[name](frame, allow_suspect=True)
+    FIGURES[name](frame[~frame["audit"].str.startswith("suspect")])
+
+
+@pytest.mark.parametrize("name", OF_MODELS)
+def test_no_line_is_drawn_for_a_suspect_model_unless_it_is_allowed(name: str) -> None:
+    frame = audited({"org/a": "clean", "org/b": "suspect: identical weights"})
+    with pytest.raises(InputError, match=r"through the suspect model org/b \(identical weights\)"):
+        OF_MODELS[name](frame)
+    OF_MODELS[name](frame, allow_suspect=True)
+    OF_MODELS[name](frame[frame["run"] == "org/a"])
+
+
+def test_a_suspect_baseline_is_refused_and_rows_that_are_not_drawn_are_not_asked() -> None:
+    both = pd.concat([audited({1: "clean"}), audited({1: "suspect: no weights"}, metric="random")])
+    plots.emergence_curves(both, "m")
+    for draw in (plots.emergence_curves, plots.layer_profile):
+        with pytest.raises(InputError, match="suspect step 1 "):
+            draw(both, "m", baselines=["random"])
+
+
+def test_many_suspect_steps_are_counted() -> None:
+    frame = audited(dict.fromkeys(range(1, 16), "suspect: equal to main"))
+    with pytest.raises(InputError, match=r"suspect steps 1, 2, .*, 12 and 3 more \(equal to main\)"):
+        plots.emergence_curves(frame, "m")
+
+
+def models(**depths: int) -> pd.DataFrame:
+    """Models of these depths, called org/name: metric `m` of layer l is l / 10 + the model's number."""
+    found = []
+    for number, (name, depth) in enumerate(depths.items(), start=1):
+        rows = [
+            Record(metric="m", value=number + layer / 10, low=0.5, high=9.5, layer=layer) for layer in range(depth + 1)
+        ]
+        rows += [Record(metric="random_m", value=0.25, layer=layer) for layer in range(1, depth + 1)]
+        rows += [Record(metric="m", value=0.5, tags={"reference": "majority"})]
+        rows += [Record(metric="m", value=5.0 + number, tags={"reference": "lm_head"})]
+        rows += [Record(metric="whole", value=10.0 * number, low=1.0, high=99.0)]
+        rows += [Record(metric="pair", value=0.1, layer=1, other_layer=two) for two in range(1, depth + 1)]
+        run = f"org/{name}"
+        found.append(Measurement(run=run, step=None, tokens=None, analysis="a", records=rows, seconds=0))
+    return records.frame(found)
+
+
+def test_models_of_different_depths_have_a_line_each_over_the_share_of_their_layers() -> None:
+    fig = plots.model_profile(models(a=2, b=4), "m")
+    assert drawn(fig, "a") == pytest.approx({0: 1.0, 0.5: 1.1, 1: 1.2})
+    assert drawn(fig, "b") == pytest.approx({0: 2.0, 0.25: 2.1, 0.5: 2.2, 0.75: 2.3, 1: 2.4})
+    assert list(fig.data[1].text)[1] == "95% interval 0.5 to 9.5<br>layer 1 of 4"
+    assert fig.layout.xaxis.title.text == "Layer / number of layers"
+    assert fig.data[0].line.color != fig.data[1].line.color
+    random = plots.model_profile(models(a=2, b=4), "random_m")
+    assert list(drawn(random, "b")) == [0.25, 0.5, 0.75, 1], "the share is of the model's layers, not of the metric's"
+
+
+def test_models_of_one_depth_are_drawn_over_their_layers() -> None:
+    fig = plots.model_profile(models(a=3, b=3), "m")
+    assert list(drawn(fig, "b")) == [0, 1, 2, 3]
+    assert fig.layout.xaxis.title.text == "Layer"
+    assert plots.model_profile(models(a=3)[lambda rows: rows["value"] < 2], "random_m").layout.showlegend is False
+
+
+def test_what_models_are_compared_with_is_grey_where_it_is_the_same_for_all() -> None:
+    fig = plots.model_profile(models(a=2, b=4), "m", baselines=["random_m"])
+    lines = {trace.name: trace for trace in fig.data}
+    assert lines["majority class"].line.color == theme.MUTED
+    assert (list(lines["majority class"].x), list(lines["majority class"].y)) == ([0, 1], [0.5, 0.5])
+    for name in ("a", "b"):
+        for text in ("model's head", "Random m"):
+            own = lines[f"{name}, {text}"]
+            assert (own.line.color, own.showlegend) == (lines[name].line.color, False)
+            assert own.line.dash == lines[text].line.dash
+    assert list(lines["b, model's head"].y) == [7.0, 7.0]
+    assert list(lines["a, Random m"].x) == [0.5, 1]
+
+
+def test_more_models_than_colours_have_other_marks() -> None:
+    fig = plots.model_profile(models(**{f"m{number}": 2 for number in range(15)}), "m")
+    looks = [(trace.line.color, trace.marker.symbol) for trace in fig.data[:15]]
+    assert len(set(looks)) == 15
+
+
+def test_models_are_called_by_the_last_part_of_their_names_unless_two_share_it() -> None:
+    names = ["EleutherAI/pythia-70m@main", "a/base", "b/base", "/tmp/x/", "gpt2"]
+    assert [*short_names(names).values()] == ["pythia-70m@main", "a/base", "b/base", "x", "gpt2"]
+
+
+def test_the_table_of_models_has_the_headlines_of_each_at_its_last_layer() -> None:
+    found = plots.model_table(models(a=2, b=4))
+    rows = found[["metric", "run", "layer", "value", "low", "high"]].astype(object)
+    assert rows.where(rows.notna(), None).values.tolist() == [
+        ["m", "org/a", 2, 1.2, 0.5, 9.5],
+        ["random_m", "org/a", 2, 0.25, None, None],
+        ["whole", "org/a", None, 10.0, 1.0, 99.0],
+        ["m", "org/b", 4, 2.4, 0.5, 9.5],
+        ["random_m", "org/b", 4, 0.25, None, None],
+        ["whole", "org/b", None, 20.0, 1.0, 99.0],
+    ]
+    assert plots.model_table(table(*whole((1, 2)))).empty
+    gap = Measurement(
+        run="r", step=None, tokens=None, analysis="a", seconds=0,
+        records=[Record(metric="min_gap", value=0.1), Record(metric="kl_to_final", value=0.1, layer=1)],
+    )  # fmt: skip
+    assert plots.model_table(records.frame([gap]))["metric"].tolist() == ["min_gap"], "the other one has a profile"
+
+
+def test_one_model_without_steps_has_its_matrix_and_several_are_refused() -> None:
+    frame = models(a=2, b=4)
+    fig = plots.layer_matrix(frame[frame["run"] == "org/b"], "pair")
+    assert list(fig.data[0].x) == [1, 2, 3, 4]
+    assert not fig.layout.sliders
+    with pytest.raises(ValueError, match="more than one run: org/a, org/b; choose one"):
+        plots.layer_matrix(frame, "pair")
+
+
+def test_models_have_no_way_over_steps_and_runs_are_no_models() -> None:
+    for draw in (plots.emergence_curves, plots.layer_profile):
+        with pytest.raises(ValueError, match="no rows of metric 'm' that have a step"):
+            draw(models(a=2), "m")
+    with pytest.raises(ValueError, match="no values per layer of models without steps"):
+        plots.model_profile(table(*layered((1, 2))), "m")
+    with pytest.raises(ValueError, match="no values per layer of models without steps"):
+        plots.model_profile(models(a=2, b=2), "whole")
+
+
+def test_names_of_models_are_shown_not_interpreted() -> None:
+    evil = Record(metric="m", value=1.0, layer=0), Record(metric="m", value=1.0, tags={"reference": "<b>"})
+    rows = [
+        Measurement(run=f"<i>{n}</i>", step=None, tokens=None, analysis="a", records=[*evil], seconds=0) for n in "ab"
+    ]
+    text = str(plots.model_profile(records.frame(rows), "m").to_json()).replace("\\u003cbr\\u003e", "")
+    assert not re.search(r"(\\u003c|<)/?(b|i)(\\u003e|>)", text.replace("\\u003cextra", "").replace("<extra", ""))

@@ -6,6 +6,7 @@ import subprocess
 import sys
 import threading
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -69,6 +70,28 @@ def test_a_file_cut_at_any_byte_loses_at_most_its_last_line(tmp_path: Path) -> N
         assert records.read(file) == kept
         records.append(file, three)
         assert records.read(file) == [*kept, three]
+
+
+def verdict(measurement: Measurement, text: str) -> Measurement:
+    return replace(measurement, provenance=measurement.provenance | {"audit": text})
+
+
+def test_a_table_has_the_verdicts_of_the_audit_only_where_a_checkpoint_is_suspect() -> None:
+    clean = [verdict(make(0, 0.1), "clean"), verdict(make(1, 0.2), "note: identical weights"), make(2, 0.3)]
+    assert list(records.frame(clean).columns) == list(records.COLUMNS)
+    assert not any(map(records.is_suspect, clean))
+    bad = verdict(make(3, 0.4, 0.5), "suspect: equal to main")
+    assert records.is_suspect(bad)
+    table = records.frame([*clean, bad])
+    assert list(table.columns) == [*records.COLUMNS, "audit"]
+    said = table["audit"].fillna("nobody").tolist()
+    assert said == ["clean", "note: identical weights", "nobody", "suspect: equal to main", "suspect: equal to main"]
+    failed = replace(bad, error="no")
+    assert "audit" not in records.frame([*clean, failed]).columns, "a failed one has no rows"
+    again = verdict(make(3, 0.4), "clean")
+    assert "audit" not in records.frame([bad, again]).columns, "what was measured anew is judged anew"
+    tagged = verdict(make(3, 0.4, audit="x"), "suspect: equal to main")
+    assert records.frame([tagged])[["tag_audit", "audit"]].values.tolist() == [["x", "suspect: equal to main"]]
 
 
 def test_a_torn_line_longer_than_a_block_is_removed_whole(tmp_path: Path) -> None:

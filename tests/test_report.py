@@ -1,12 +1,15 @@
+import hashlib
 import html
 import json
 import os
 import re
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import pandas as pd
 import pytest
 
 pytest.importorskip("plotly")
@@ -16,10 +19,11 @@ from lit_layers import records
 from lit_layers.cli import report as command
 from lit_layers.cli.main import main
 from lit_layers.errors import InputError
+from lit_layers.plots.labels import label
 from lit_layers.records import Measurement, Record
-from lit_layers.report import facts, write_report
+from lit_layers.report import facts, provenance, write_report
 from tests.support.browser import CHROMIUM, dom_after
-from tests.support.runs import STEPS, make_run, measurement
+from tests.support.runs import STEPS, make_models, make_run, make_series, measurement
 
 NASTY = "</script><script>alert(1)</script><img src=x onerror=alert(2)>"
 
@@ -213,6 +217,251 @@ def test_measurements_of_other_runs_or_without_a_step_are_counted_not_drawn(tmp_
     assert "1 measurement without a step is not drawn" in text
 
 
+@pytest.fixture(scope="module")
+def series(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_series(tmp_path_factory.mktemp("series") / "pythia", suspect=(1000, 2000))
+
+
+def test_provenance_of_a_long_series_is_one_table_by_step(series: Path, capsys) -> None:
+    found = provenance.provenance(facts.read_run(series))
+    assert found["shared"]["checkpoint"] == found["shared"]["series"] == "EleutherAI/pythia-70m"
+    assert found["shared"]["tokenizer_hash"] == "0f0f0f0f0f0f0f0f"
+    assert found["analyses"] == {name: {"config_hash": f"{len(name):016x}"} for name in ("trajectory", "lens")}
+    columns = ["step", "revision", "commit", "weights_hash", "audit", "weight_files"]
+    assert found["checkpoints"]["columns"] == columns
+    assert len(found["checkpoints"]["rows"]) == 154
+    assert command.main([str(series), "--provenance"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    table = lines[lines.index("[checkpoints]") + 1 :]
+    assert table[0].split() == columns
+    assert len(table) == 156
+    (row,) = [line for line in table if line.startswith("2,000 ")]
+    last, commit = hashlib.sha256(b"143000").hexdigest(), hashlib.sha1(b"2000").hexdigest()
+    audit = "suspect: equal to the final step"
+    expected = ["2,000", "step2000", commit[:12], last[:16], audit, f"model.safetensors {last[:12]}"]
+    assert re.split("  +", row) == expected
+    assert sum(" clean " in line for line in table) == 152
+    assert "measurements.jsonl has them whole" in table[-1]
+    assert max(map(len, lines)) < 140
+
+
+def test_of_many_weight_files_the_table_has_the_number_and_the_rest_follows(tmp_path: Path, capsys) -> None:
+    root = make_series(tmp_path / "run", steps=(0, 1), analyses=("lens",))
+    files = {f"model-{n}-of-3.safetensors": f"{n}" * 64 for n in (1, 2, 3)}
+    m = records.read(root / "measurements.jsonl")[1]
+    records.append(root / "measurements.jsonl", replace(m, provenance=m.provenance | {"weight_files": files}))
+    assert command.main([str(root), "--provenance"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    table = lines[lines.index("[checkpoints]") :]
+    assert re.split("  +", table[3])[-1] == "3 files"
+    assert re.split("  +", table[2])[-1].startswith("model.safetensors ")
+    assert table[4] == "[weight files of step 1]"
+    assert table[5:8] == [f"model-{n}-of-3.safetensors {str(n) * 12}" for n in (1, 2, 3)]
+
+
+def test_the_page_has_the_same_table_with_whole_hashes_on_touch(series: Path, tmp_path: Path) -> None:
+    page = write_report(series, tmp_path / "page.html")
+    assert "Step Revision Commit Weights hash Audit Weight files" in shown(page)
+    rows = re.findall(r"<tr(?: class=\"(\w+)\")?><td class=\"number\">([\d,]+)</td>(<td.*?)</tr>", page.read_text())
+    assert len(rows) == 154
+    assert [step for kind, step, _ in rows if kind == "suspect"] == ["1,000", "2,000"]
+    commit = hashlib.sha1(b"4").hexdigest()
+    assert f'<td title="{commit}">{commit[:12]}</td>' in rows[3][2]
+
+
+def test_what_differs_from_step_to_step_stands_in_the_table_and_what_differs_between_analyses_does_not(
+    tmp_path: Path,
+) -> None:
+    root = make_run(tmp_path / "run", steps=(0, 1, 8), analyses=("lens", "trajectory"), scalars=False)
+    lines = []
+    for m in records.read(root / "measurements.jsonl"):
+        own: dict[str, Any] = {"device": "cpu" if m.step == 0 else "H200", "data_hash": f"of {m.analysis}"}
+        if m.step == 8 and m.analysis == "lens":
+            own["versions"] = {"torch": "2.16.0"}
+        lines.append(replace(m, provenance=m.provenance | own))
+    found = provenance.provenance(replace(facts.read_run(root), measurements=lines))
+    assert found["checkpoints"]["columns"] == ["step", "weights_hash", "device"]
+    assert [row[2] for row in found["checkpoints"]["rows"]] == ["cpu", "H200", "H200"]
+    assert found["analyses"]["lens"]["data_hash"] == "of lens"
+    assert [version["torch"] for version in found["analyses"]["lens"]["versions"]] == ["2.15.0", "2.16.0"]
+
+
+def test_suspect_checkpoints_are_left_out_of_every_curve_and_the_page_and_the_command_say_so(
+    series: Path, tmp_path: Path, capsys
+) -> None:
+    page, numbers = tmp_path / "page.html", tmp_path / "numbers.csv"
+    assert command.main([str(series), "--out", str(page), "--export", str(numbers)]) == 0
+    said = capsys.readouterr()
+    assert said.err == (
+        "left out as suspect (equal to the final step): steps 1,000, 2,000; --allow-suspect draws them\n"
+    )
+    assert said.out.splitlines() == [str(numbers), str(page)]
+    grids = [grid["steps"] for figure in figures(page) for grid in figure["layout"].get("meta", {}).get("grids", [])]
+    assert grids
+    assert not {1000, 2000} & {step for steps in grids for step in steps}
+    assert {512, 3000, 143000} <= {step for steps in grids for step in steps}
+    text = shown(page)
+    assert "2 suspect checkpoints left out" in text
+    assert "steps 1,000, 2,000: equal to the final step" in text
+    assert f"lit-layers report {series} --allow-suspect" in text
+    table = pd.read_csv(numbers)
+    assert len(table) == len(records.frame(series / "measurements.jsonl")), "a table leaves nothing out"
+    assert set(table[table["audit"].str.startswith("suspect")]["step"]) == {1000, 2000}
+
+
+def test_suspect_checkpoints_are_drawn_where_that_is_asked_for_and_the_page_says_so(
+    series: Path, tmp_path: Path, capsys
+) -> None:
+    page = tmp_path / "page.html"
+    assert command.main([str(series), "--out", str(page), "--allow-suspect"]) == 0
+    assert capsys.readouterr().err == ""
+    grids = [grid["steps"] for figure in figures(page) for grid in figure["layout"].get("meta", {}).get("grids", [])]
+    assert {1000, 2000} <= {step for steps in grids for step in steps}
+    assert "2 suspect checkpoints drawn" in shown(page)
+    assert "left out" not in shown(page)
+
+
+def test_a_series_that_is_suspect_as_a_whole_has_a_page_without_curves(tmp_path: Path) -> None:
+    root = make_series(tmp_path / "run", steps=(1, 2), suspect=(1, 2))
+    text = shown(write_report(root))
+    assert "2 suspect checkpoints left out" in text
+    assert "Results" not in text
+
+
+def test_an_ordinary_page_knows_no_suspects(page: Path) -> None:
+    assert "suspect" not in shown(page)
+
+
+ALL = ("trajectory", "coupling", "representation", "next_token_probe", "lens", "token_coupling")
+ALL = (*ALL, "coupling_matrices", "cross_token_influence")
+
+
+@pytest.fixture(scope="module")
+def compared(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_models(tmp_path_factory.mktemp("models") / "sizes", analyses=ALL)
+
+
+@pytest.fixture(scope="module")
+def comparison(compared: Path) -> Path:
+    return write_report(compared)
+
+
+def blocks(page: Path) -> dict[str, tuple[list[str], list[list[dict[str, Any]]]]]:
+    """By title the texts of the choices, and for each place the figures that they put there."""
+    text, drawn, found = page.read_text(), figures(page), {}
+    for part in re.findall(r"<article.*?</article>", text, re.S):
+        title = re.findall(r"<h3>(.*?)(?:<span|</h3>)", part)[0]
+        places = re.findall(r'data-figures="([\d ]+)"', part)
+        figures_of = [[drawn[int(number)] for number in place.split()] for place in places]
+        found[html.unescape(title)] = re.findall(r"<option[^>]*>(.*?)</option>", part), figures_of
+    return found
+
+
+NAMES = ["pythia-70m", "pythia-160m", "gpt2", "tiny"]
+
+
+def test_models_without_steps_are_compared_with_a_line_each(compared: Path, comparison: Path) -> None:
+    found = blocks(comparison)
+    choices, ((loss,),) = found["Logit-lens loss (nats per token)"]
+    assert choices == []
+    assert [trace["name"] for trace in loss["data"]] == NAMES
+    measured = [m for m in records.read(compared / "measurements.jsonl") if m.analysis == "lens"]
+    for trace, m in zip(loss["data"], measured, strict=True):
+        values = {r.layer: r.value for r in m.records if r.metric == "logit_lens_loss"}
+        depth = max(layer or 0 for layer in values)
+        assert trace["x"] == pytest.approx([(layer or 0) / depth for layer in values], abs=1e-5)
+        assert trace["y"] == pytest.approx([*values.values()], rel=1e-4)
+        assert trace["text"][2].endswith(f"layer 2 of {depth}")
+    assert "Steps" not in shown(comparison)
+    assert "not drawn" not in shown(comparison)
+
+
+def test_every_metric_of_models_is_a_figure_or_a_row(compared: Path, comparison: Path) -> None:
+    text = shown(comparison)
+    found = blocks(comparison)
+    for metric in {record.metric for m in records.read(compared / "measurements.jsonl") for record in m.records}:
+        if not metric.startswith("random_"):
+            assert label(metric).with_unit in found or f" {label(metric).title} " in text, metric
+    placed = [figure for _, places in found.values() for place in places for figure in place]
+    assert len(placed) == len(figures(comparison)), "each figure has its place"
+
+
+def test_pictures_of_one_model_are_chosen_by_its_name(comparison: Path) -> None:
+    found = blocks(comparison)
+    choices, (matrices, graphs) = found["Coupling of pairs"]
+    assert choices == [f"{name}, k = {k}" for name in NAMES for k in (4, 12)]
+    assert [len(figure["data"][0]["z"]) for figure in matrices[::2]] == [6, 12, 12, 4]
+    assert len(graphs) == 8
+    assert found["Singular values"][0] == NAMES
+    assert found["Coupling of pairs of tokens"][0][5:7] == ["pythia-70m, layer 6", "pythia-160m, layer 1"]
+    choices, (profiles, distances) = found["Influence of earlier tokens (Frobenius norm)"]
+    assert choices == NAMES
+    assert all([trace["name"] for trace in figure["data"]] == NAMES for figure in profiles)
+    assert [len({trace["hovertemplate"] for trace in f["data"] if "hovertemplate" in trace}) for f in distances] == [
+        6, 12, 12, 4,
+    ]  # fmt: skip
+    assert not [figure for figure in figures(comparison) if figure.get("frames")]
+
+
+def test_results_of_models_stand_side_by_side_with_their_intervals(compared: Path, comparison: Path) -> None:
+    text = shown(comparison)
+    assert f"Metric {' '.join(NAMES)}" in text
+    cells = []
+    for m in records.read(compared / "measurements.jsonl"):
+        for r in m.records:
+            if (r.metric, r.layer, r.tags) == ("line_shape_score", None, {}):
+                cells.append(f"{r.value:.3f} {r.low:.3f} to {r.high:.3f}")
+    assert f"Line shape score {' '.join(cells)}" in text
+    assert "Effective rank last layer" in text
+    assert "Models 4 Layers 4 to 12 Device cpu" in text
+
+
+def test_provenance_of_models_is_told_by_model(compared: Path, comparison: Path) -> None:
+    text = shown(comparison)
+    assert "Model Checkpoint Revision Commit Weights hash Audit Tokenizer hash Weight files" in text
+    assert "gpt2 openai-community/gpt2 main 000000000000 0000000000000003 clean 0000000000000001 model" in text
+    assert "tiny models/tiny 0000000000000004 clean 0000000000000001 model" in text
+    assert "data_hash.pythia-160m 00000000000000a0 data_hash.gpt2 00000000000000a1" in text
+    found = provenance.provenance(facts.read_run(compared))
+    assert [row[0] for row in found["checkpoints"]["rows"]] == NAMES
+
+
+def test_a_suspect_model_and_a_failed_measurement_are_named(tmp_path: Path, capsys) -> None:
+    root = make_models(tmp_path / "sizes", analyses=("lens",), suspect=("openai-community/gpt2", "models/tiny"))
+    bad = replace(records.read(root / "measurements.jsonl")[1], analysis="coupling", error="RuntimeError: no SVD")
+    records.append(root / "measurements.jsonl", bad)
+    assert command.main([str(root)]) == 0
+    assert capsys.readouterr().err == (
+        "left out as suspect (identical weights): models gpt2, tiny; --allow-suspect draws them\n"
+    )
+    text = shown(root / "report.html")
+    assert "2 suspect models left out" in text
+    assert "Model Analysis Error pythia-160m coupling RuntimeError: no SVD" in text
+    assert "Metric pythia-70m pythia-160m Lens" in text
+    lines = {trace["name"] for figure in figures(root / "report.html") for trace in figure["data"]}
+    assert lines == {"pythia-70m", "pythia-160m"}
+
+
+def test_one_model_without_steps_has_a_page_with_its_curves(tmp_path: Path) -> None:
+    root = make_models(tmp_path / "run", models={"models/tiny": 3})
+    page = write_report(root)
+    assert "Metric tiny Trajectory Line shape score" in shown(page)
+    assert blocks(page)["Coupling of pairs"][0] == ["k = 4", "k = 12"]
+    assert blocks(page)["Effective rank"][1][0][0]["layout"]["xaxis"]["title"]["text"] == "Layer"
+
+
+@pytest.mark.parametrize("models", [{"a/one": 1, "a/two": 2}, {"a/two": 2, "a/one": 1}])
+def test_a_model_of_one_block_among_others_leaves_no_place_without_a_figure(
+    tmp_path: Path, models: dict[str, int]
+) -> None:
+    page = write_report(make_models(tmp_path / "run", models=models, analyses=("coupling",)))
+    choices, places = blocks(page)["Coupling of pairs"]
+    assert len(choices) == 4
+    assert [len(place) for place in places] == [4]
+    placed = [figure for _, places in blocks(page).values() for place in places for figure in place]
+    assert len(placed) == len(figures(page))
+
+
 def test_a_retried_measurement_is_no_failure(tmp_path: Path) -> None:
     root = make_run(tmp_path / "run", steps=(0, 1), analyses=("lens",), failing=((1, "lens", "no"),))
     records.append(root / "measurements.jsonl", measurement("quickstart", 1, "lens"))
@@ -308,6 +557,27 @@ def test_the_command_brings_wandb_up_to_date(tmp_path: Path, capsys) -> None:
     assert known.last_row == 2  # two steps and the table, once
 
 
+@pytest.mark.slow
+def test_wandb_gets_suspect_checkpoints_only_where_that_is_asked_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys
+) -> None:
+    pytest.importorskip("wandb")
+    from lit_layers.report.wandb_files import mirrored, run_files
+
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    root = make_series(tmp_path / "run", steps=(0, 1, 2, 4), analyses=("coupling",), suspect=(1, 2))
+    run = command._run_id(facts.read_run(root))
+    rows = 2 * len(measurement("r", 0, "coupling", layers=2).records)
+    for options, steps in (([], {0, 4}), (["--allow-suspect"], {0, 1, 2, 4})):
+        assert command.main([str(root), "--wandb", *options]) == 0
+        files = run_files(root, run)
+        assert {step for step in mirrored(files).names if step is not None} == steps
+        assert "coupling/coupling_pair/k=4/matrix" in mirrored(files).names[max(steps - {4})]
+        tables = [json.loads(path.read_text()) for path in (root / "wandb").rglob("media/table/*.table.json")]
+        assert max(len(table["data"]) for table in tables) == rows * len(steps) // 2
+    capsys.readouterr()
+
+
 def test_without_plotly_the_report_says_what_to_install(full: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for name in [name for name in sys.modules if name.startswith(("lit_layers.report.", "lit_layers.plots", "plotly"))]:
         monkeypatch.delitem(sys.modules, name)
@@ -375,6 +645,39 @@ def test_a_browser_draws_every_figure_and_the_switches_work(tmp_path: Path) -> N
     assert not re.findall(r'(?:src|href)="(?:https?:)?//', re.sub(r"<script\b.*?</script>", "", dom, flags=re.S))
 
 
+@pytest.mark.browser
+@pytest.mark.slow
+@pytest.mark.skipif(CHROMIUM is None, reason="no chromium on PATH")
+def test_a_browser_draws_every_figure_of_a_comparison_for_every_model(compared: Path, tmp_path: Path) -> None:
+    script = """
+      const plots = [...document.querySelectorAll(".plot")];
+      const drawn = async () => {
+        while (plots.some((plot) => plot.dataset.state !== "drawn")) {
+          if (plots.some((plot) => plot.dataset.state === "failed")) throw Error("a figure failed");
+          await new Promise((later) => setTimeout(later, 100));
+        }
+      };
+      await drawn();
+      for (const select of document.querySelectorAll(".metric select")) {
+        select.selectedIndex = select.options.length - 1; select.dispatchEvent(new Event("change"));
+      }
+      await drawn();
+      document.querySelector("details").open = true;
+      const table = document.querySelector(".checkpoints");
+      if (table.scrollWidth <= table.clientWidth) throw Error("the table should scroll on a narrow screen");
+      if (document.documentElement.scrollWidth > window.innerWidth) throw Error("the page is wider than the screen");
+      document.body.dataset.touched = "yes";"""
+    dom = dom_after(write_report(compared, tmp_path / "page.html"), script, tmp_path / "profile")
+    assert re.search(r'<p id="script-error"[^>]*hidden', dom)
+    assert 'data-touched="yes"' in dom
+    plots = _plots(dom)
+    assert len(plots) > 30
+    assert all('class="main-svg"' in plot for plot in plots)
+    matrix = next(plot for plot in plots if "Other layer" in plot)
+    ticks = re.findall(r'class="xtick"><text[^>]*>(?:<[^>]*>)*(\d+)', matrix)
+    assert max(map(int, ticks)) == 4, "the last model has four blocks"
+
+
 @pytest.mark.slow
 def test_every_command_and_every_line_of_python_in_the_documentation_works(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys
@@ -384,7 +687,7 @@ def test_every_command_and_every_line_of_python_in_the_documentation_works(
     monkeypatch.chdir(tmp_path)
     text = (Path(__file__).parents[1] / "docs" / "report.md").read_text()
     commands = [line for block in re.findall(r"```bash\n(.*?)```", text, re.S) for line in block.splitlines()]
-    assert len(commands) == 5
+    assert len(commands) == 6
     for line in commands:
         program, *arguments = line.split()
         assert program == "lit-layers"

@@ -1,6 +1,6 @@
 """Analyses: from a layered model to records."""
 
-from lit_layers.analyses.base import Analysis
+from lit_layers.analyses.base import Analysis, DividedAnalysis
 from lit_layers.analyses.compressions import CouplingMatrices
 from lit_layers.analyses.coupling import Coupling
 from lit_layers.analyses.cross_token_influence import CrossTokenInfluence
@@ -15,6 +15,7 @@ __all__ = [
     "Coupling",
     "CouplingMatrices",
     "CrossTokenInfluence",
+    "DividedAnalysis",
     "Lens",
     "NextTokenProbe",
     "Representation",

@@ -2,6 +2,7 @@
 
 import dataclasses
 import hashlib
+import itertools
 import json
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, MutableMapping
@@ -64,6 +65,55 @@ class Analysis(ABC):
         return ", ".join(dict.fromkeys(filter(None, known))) or None
 
 
+class DividedAnalysis(Analysis):
+    """An analysis whose work falls into parts that know nothing of each other: prompts, or batches of them.
+
+    Several processes can share one such analysis. What the parts gave is put together in their order, so that the
+    numbers do not depend on who measured which.
+    """
+
+    @abstractmethod
+    def parts(self, model: LayeredModel) -> Iterable[Any]:
+        """The parts in order, each made when its turn comes.
+
+        Raises:
+            InputError: options that do not fit the model.
+        """
+
+    @abstractmethod
+    def of_part(self, model: LayeredModel, part: Any) -> Any:
+        """What one part gives: plain values and tensors on the CPU, to be sent to another process."""
+
+    @abstractmethod
+    def combine(self, model: LayeredModel, found: list[Any]) -> Iterable[Record]:
+        """Yields the records of all parts, of which there is at least one, in their order."""
+
+    def run(self, model: LayeredModel) -> Iterable[Record]:
+        share = self.share(model, 0, 1)
+        yield from self.join(model, [share])
+
+    def prepared(self, model: LayeredModel) -> LayeredModel:
+        """The model as it is measured."""
+        return at_least_float32(model)
+
+    def share(self, model: LayeredModel, rank: int, world_size: int) -> dict[int, Any]:
+        """What every `world_size`-th part gives, from number `rank` on, by its number."""
+        model = self.prepared(model)
+        mine = itertools.islice(enumerate(self.parts(model)), rank, None, world_size)
+        return {number: self.of_part(model, part) for number, part in mine}
+
+    def join(self, model: LayeredModel, shares: Iterable[dict[int, Any]]) -> Iterable[Record]:
+        """Yields the records of all shares together.
+
+        Raises:
+            InputError: data without prompts.
+        """
+        found = {number: part for share in shares for number, part in share.items()}
+        if not found:
+            raise InputError(f"{self.name}: the data holds no prompts")
+        yield from self.combine(self.prepared(model), [found[number] for number in sorted(found)])
+
+
 @dataclass(frozen=True, eq=False)
 class Visit:
     """One block on one batch: what an analysis that goes layer by layer is shown."""
@@ -106,7 +156,7 @@ class LayerwiseRun(ABC):
         """Yields what all visits together gave."""
 
 
-class LayerwiseAnalysis(Analysis):
+class LayerwiseAnalysis(DividedAnalysis):
     """An analysis that looks at one block at a time, so that a model need never be in memory as a whole.
 
     Subclasses have the field `batches` and say how a run begins; `run` shows it a model that is at hand, and
@@ -131,25 +181,31 @@ class LayerwiseAnalysis(Analysis):
         """The batches as they are measured."""
         return self.batches
 
-    def run(self, model: LayeredModel) -> Iterable[Record]:
-        model = at_least_float32(model)
-        run, number = self.begin(model), -1
-        for number, batch in enumerate(self.prompts(model)):
-            trajectory = model.trajectory(batch)
-            hidden = trajectory.hidden
-            visits = [
-                Visit(layer, number, trajectory.block(layer), hidden[layer - 1], hidden[layer], trajectory.mask)
-                for layer in range(1, model.num_layers + 1)
-            ]
-            run.start(number, hidden[0], trajectory.mask)
+    def parts(self, model: LayeredModel) -> Iterator[tuple[int, Batch]]:
+        self.begin(model)  # refuses what does not fit, before the data is looked at
+        return enumerate(self.prompts(model))
+
+    def of_part(self, model: LayeredModel, part: tuple[int, Batch]) -> dict[str, Tensor]:
+        number, batch = part
+        run, trajectory = self.begin(model), model.trajectory(batch)
+        hidden = trajectory.hidden
+        visits = [
+            Visit(layer, number, trajectory.block(layer), hidden[layer - 1], hidden[layer], trajectory.mask)
+            for layer in range(1, model.num_layers + 1)
+        ]
+        run.start(number, hidden[0], trajectory.mask)
+        for visit in visits:
+            run.visit(visit)
+        if self.passes == 2:
             for visit in visits:
-                run.visit(visit)
-            if self.passes == 2:
-                for visit in visits:
-                    run.revisit(visit)
-            run.release(number)
-        if number < 0:
-            raise InputError(f"{self.name}: the data holds no prompts")
+                run.revisit(visit)
+        run.release(number)
+        return {name: tensor.cpu() for name, tensor in run.state.items()}
+
+    def combine(self, model: LayeredModel, found: list[dict[str, Tensor]]) -> Iterable[Record]:
+        run = self.begin(model)
+        for state in found:
+            run.state.update(state)
         yield from run.records()
 
 

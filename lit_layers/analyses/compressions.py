@@ -6,8 +6,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from lit_layers.analyses.base import Analysis
-from lit_layers.analyses.states import at_least_float32
+from lit_layers.analyses.base import DividedAnalysis
 from lit_layers.analyses.token_jacobians import (
     check_counts,
     check_directions,
@@ -17,7 +16,6 @@ from lit_layers.analyses.token_jacobians import (
     own_jacobians,
 )
 from lit_layers.data.batches import Batches
-from lit_layers.errors import InputError
 from lit_layers.functional.coupling import compressions
 from lit_layers.functional.singular import Factors, singular_factors
 from lit_layers.models.view import LayeredModel, Trajectory
@@ -25,7 +23,7 @@ from lit_layers.records import Record
 
 
 @dataclass(kw_only=True)
-class CouplingMatrices(Analysis):
+class CouplingMatrices(DividedAnalysis):
     """The matrices behind coupling: A = U' J1 V in the K leading directions of J2, at the last token.
 
     `compression`, one record an entry, with layer (block of J1), other_layer (block that gives the bases U, V) and the
@@ -55,13 +53,19 @@ class CouplingMatrices(Analysis):
         check_counts(self.name, num_prompts=self.num_prompts)
         return check_directions(self.name, self.k, model.dim)
 
-    def run(self, model: LayeredModel) -> Iterable[Record]:
-        count, model = self._check_options(model), at_least_float32(model)
-        prompts = defined = 0
-        for prompt, trajectory in enumerate(first_prompts(model, self.batches, self.num_prompts), start=1):
-            prompts += 1
-            for (layer, other), matrix in self._matrices(trajectory, count).items():
-                defined += 1
+    def parts(self, model: LayeredModel) -> Iterable[Trajectory]:
+        self._check_options(model)
+        return first_prompts(model, self.batches, self.num_prompts)
+
+    def of_part(self, model: LayeredModel, part: Trajectory) -> dict[tuple[int, int], Tensor]:
+        return self._matrices(part, self._check_options(model))
+
+    def combine(self, model: LayeredModel, found: list[dict[tuple[int, int], Tensor]]) -> Iterable[Record]:
+        count = self._check_options(model)
+        if not any(found):
+            raise ValueError(f"{self.name} is undefined: each pair has a Jacobian that is zero or not finite")
+        for prompt, matrices in enumerate(found, start=1):
+            for (layer, other), matrix in matrices.items():
                 for row, entries in enumerate(matrix.tolist(), start=1):
                     for column, value in enumerate(entries, start=1):
                         tags: dict[str, str | int | float] = {
@@ -71,10 +75,6 @@ class CouplingMatrices(Analysis):
                             "prompt": prompt,
                         }
                         yield Record(metric="compression", value=value, layer=layer, other_layer=other, tags=tags)
-        if not prompts:
-            raise InputError(f"{self.name}: the data holds no prompts")
-        if not defined:
-            raise ValueError(f"{self.name} is undefined: each pair has a Jacobian that is zero or not finite")
 
     def _matrices(self, trajectory: Trajectory, count: int) -> dict[tuple[int, int], Tensor]:
         """The defined ones of one prompt."""

@@ -11,8 +11,8 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from lit_layers.analyses.base import Analysis
-from lit_layers.analyses.states import States, at_least_float32, final_norm
+from lit_layers.analyses.base import DividedAnalysis
+from lit_layers.analyses.states import States, final_norm
 from lit_layers.analyses.summary import summarize
 from lit_layers.analyses.token_jacobians import check_choice, check_counts, first_prompts, num_real_tokens
 from lit_layers.data.batches import Batches
@@ -30,7 +30,7 @@ _ENTRIES = 2**25  # of the Jacobians held at once: 128 MB in float32, 56 of widt
 
 
 @dataclass(kw_only=True)
-class CrossTokenInfluence(Analysis):
+class CrossTokenInfluence(DividedAnalysis):
     """Size and rank of the Jacobians from tokens s <= t to the last real token t, per layer and distance t - s.
 
     `influence_frobenius`, `influence_spectral`, `influence_participation_ratio`, `influence_entropy_rank`: with the tag
@@ -62,30 +62,29 @@ class CrossTokenInfluence(Analysis):
         super().check(model)
         self._resolved()
 
-    def run(self, model: LayeredModel) -> Iterable[Record]:
-        options, model = self._resolved(), at_least_float32(model)
-        # per layer and group (None: all s < t): each metric's value per prompt
-        found: dict[tuple[int, int | None], list[dict[str, float]]] = defaultdict(list)
-        undefined: dict[tuple[int, int | None, str], int] = defaultdict(int)
-        num_prompts = 0
-        for trajectory in first_prompts(model, self.batches, self.num_prompts):
-            num_prompts += 1
-            distances = options._distances(num_real_tokens(trajectory) - 1)
-            for layer in range(1, model.num_layers + 1):
-                influence = options._influence(model, trajectory, layer, distances)
-                for group, rows in options._groups(distances).items():
-                    parts = {name: getattr(influence, name)[rows] for name in Influence._fields}
-                    found[layer, group].append({name: float(part.nanmean()) for name, part in parts.items()})
-                    for name, part in parts.items():
-                        undefined[layer, group, name] += int(part.isnan().sum())
-        if not num_prompts:
-            raise InputError(f"{self.name}: the data holds no prompts")
-        for (layer, group), prompts in found.items():
+    def parts(self, model: LayeredModel) -> Iterable[Trajectory]:
+        self._resolved()
+        return first_prompts(model, self.batches, self.num_prompts)
+
+    def of_part(self, model: LayeredModel, part: Trajectory) -> dict[tuple[int, int | None], Influence]:
+        """Per layer and group (None: all s < t) the values of its tokens."""
+        options, found = self._resolved(), {}
+        distances = options._distances(num_real_tokens(part) - 1)
+        for layer in range(1, model.num_layers + 1):
+            influence = options._influence(model, part, layer, distances)
+            for group, rows in options._groups(distances).items():
+                found[layer, group] = Influence(*(values[rows] for values in influence))
+        return found
+
+    def combine(self, model: LayeredModel, found: list[dict[tuple[int, int | None], Influence]]) -> Iterable[Record]:
+        for layer, group in dict.fromkeys(place for prompt in found for place in prompt):
+            prompts = [prompt[layer, group] for prompt in found if (layer, group) in prompt]
             for name in Influence._fields:
                 tags: dict[str, str | int | float] = {} if group is None else {"token_distance": group}
-                if undefined[layer, group, name]:
-                    tags["num_undefined_tokens"] = undefined[layer, group, name]
-                values = torch.tensor([prompt[name] for prompt in prompts], dtype=torch.float64)
+                of_tokens = [getattr(prompt, name) for prompt in prompts]
+                if undefined := sum(int(values.isnan().sum()) for values in of_tokens):
+                    tags["num_undefined_tokens"] = undefined
+                values = torch.tensor([float(values.nanmean()) for values in of_tokens], dtype=torch.float64)
                 if not values.isnan().all():  # a dead block leaves a gap, not a number
                     yield from summarize(f"influence_{name}", values, layer=layer, tags=tags)
 

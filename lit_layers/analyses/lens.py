@@ -7,7 +7,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from lit_layers.analyses.base import Analysis
+from lit_layers.analyses.base import DividedAnalysis
 from lit_layers.analyses.next_token_rows import predicts_next_token
 from lit_layers.analyses.ratios import summarize_ratio
 from lit_layers.data.batches import Batches
@@ -21,7 +21,7 @@ NO_LABEL = -100
 
 
 @dataclass(kw_only=True)
-class Lens(Analysis):
+class Lens(DividedAnalysis):
     """The logit lens: final norm and head applied to every layer, 0 to L.
 
     Of a model that generates, per layer over all predicted tokens (every real one but a text's first):
@@ -45,11 +45,14 @@ class Lens(Analysis):
         super().check(model)
         self._check_head(model)
 
-    def run(self, model: LayeredModel) -> Iterable[Record]:
+    def prepared(self, model: LayeredModel) -> LayeredModel:
+        return model  # the loss that the model itself has
+
+    def parts(self, model: LayeredModel) -> Iterable[Batch]:
         self._check_head(model)
-        found = [self._of_batch(model, batch) for batch in self.batches]
-        if not found:
-            raise InputError(f"{self.name}: the data holds no prompts")
+        return self.batches
+
+    def combine(self, model: LayeredModel, found: "list[_Sums]") -> Iterable[Record]:
         sums = _Sums(*(torch.cat(parts, dim=-1) for parts in zip(*found, strict=True)))
         if not sums.num_rows.any():
             raise InputError(f"{self.name}: no text has a next token to predict: give texts of two tokens or more")
@@ -71,9 +74,9 @@ class Lens(Analysis):
         if bare:
             raise InputError(f"{self.name}: {type(model.model).__name__} has no head to read its layers with")
 
-    def _of_batch(self, model: LayeredModel, batch: Batch) -> "_Sums":
-        trajectory = model.trajectory(batch)
-        rows = self._rows(model, trajectory, batch)
+    def of_part(self, model: LayeredModel, part: Batch) -> "_Sums":
+        trajectory = model.trajectory(part)
+        rows = self._rows(model, trajectory, part)
         size = max(1, MAX_LOGITS // trajectory.logits.shape[-1])
         parts = [torch.zeros(3, model.num_layers + 1, 0, dtype=torch.float64)]  # a batch may predict nothing
         for pieces in zip(*(column.split(size) for column in rows), strict=True):

@@ -10,8 +10,7 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from lit_layers.analyses.base import Analysis
-from lit_layers.analyses.states import at_least_float32
+from lit_layers.analyses.base import DividedAnalysis
 from lit_layers.analyses.summary import Tags, summarize
 from lit_layers.analyses.token_jacobians import (
     check_choice,
@@ -40,7 +39,7 @@ TIE = 1e-4  # relative gap of singular values below which their directions are n
 
 
 @dataclass(kw_only=True)
-class TokenCoupling(Analysis):
+class TokenCoupling(DividedAnalysis):
     """Coupling over the tokens of a prompt, of a block with itself or with another, with its random baseline.
 
     Three tables, each over pairs of tokens t, t', with J[l][t, s] = d f_l(X)[t] / d X[s]:
@@ -120,28 +119,27 @@ class TokenCoupling(Analysis):
         blocks = range(1, model.num_layers + 1)
         return [(a, b) for a, b in itertools.product(blocks, blocks) if a == b or self.pairs == "all"]
 
-    def run(self, model: LayeredModel) -> Iterable[Record]:
-        counts, model = self._check_options(model), at_least_float32(model)
-        pairs, found = self._pairs(model), _Found(counts)
-        for trajectory in first_prompts(model, self.batches, self.num_prompts):
-            self._measure(model, trajectory, pairs, found)
-        if not found.num_prompts:
-            raise InputError(f"{self.name}: the data holds no prompts")
-        if not found.gaps:
+    def parts(self, model: LayeredModel) -> Iterable[Trajectory]:
+        self._check_options(model)
+        return first_prompts(model, self.batches, self.num_prompts)
+
+    def combine(self, model: LayeredModel, found: "list[_Found]") -> Iterable[Record]:
+        together = _Found(self._check_options(model))
+        for prompt in found:
+            together.join(prompt)
+        if not together.gaps:
             raise InputError(f"{self.name}: coupling of tokens needs prompts of at least two tokens, all have one")
-        records = list(found.records(whole=self.pairs == "all"))
+        records = list(together.records(whole=self.pairs == "all"))
         if not records:
             raise ValueError(f"{self.name} is undefined: every Jacobian is zero or not finite")
         yield from records
 
-    def _measure(
-        self, model: LayeredModel, trajectory: Trajectory, pairs: list[tuple[int, int]], found: "_Found"
-    ) -> None:
-        """Adds what one prompt gives."""
+    def of_part(self, model: LayeredModel, part: Trajectory) -> "_Found":
+        trajectory, found, pairs = part, _Found(self._check_options(model)), self._pairs(model)
         found.num_prompts += 1
         places = evenly_spread(self._first_token(model), num_real_tokens(trajectory) - 1, self.num_tokens)
         if len(places) < 2:
-            return
+            return found
         most = min(found.counts[-1] + 1, model.dim)  # one direction more than K: min_gap looks at it
         context = set(self.tables) != {"token"}
         last_use = {layer: index for index, pair in enumerate(pairs) for layer in pair}
@@ -159,6 +157,7 @@ class TokenCoupling(Analysis):
             for each in {layer, other}:
                 if last_use[each] == index:
                     del known[each]  # 36 Jacobians of width 768 are 85 MB in float32
+        return found
 
     def _first_token(self, model: LayeredModel) -> int:
         return 0 if self.tokens == "spread" else int(trunk_of(model.model).num_prefix_tokens)
@@ -243,6 +242,20 @@ class _Found:
         self.undefined: dict[tuple[int, int, str], int] = defaultdict(int)
         self.gaps: list[Tensor] = []  # each (k, number)
         self.bounds: list[Tensor] = []  # each (k,)
+
+    def join(self, later: "_Found") -> None:
+        """Adds what later prompts gave."""
+        self.num_prompts += later.num_prompts
+        for key, values in later.means.items():
+            self.means[key] += values
+        for pair, values in later.same.items():
+            self.same[pair] += values
+        for key, values in later.maps.items():
+            self.maps[key] += values
+        for key, count in later.undefined.items():
+            self.undefined[key] += count
+        self.gaps += later.gaps
+        self.bounds += later.bounds
 
     def add(self, layer: int, other: int, table: Table, pair: _Pair, *, whole: bool) -> None:
         key = layer, other, table

@@ -1,102 +1,114 @@
 """`lit-layers analyze` on a series of checkpoints: audited, measured, told."""
 
-import json
+import os
 import re
 import sys
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from lit_layers.analyses.base import Analysis
+from lit_layers.cli.analyze_options import Command
 from lit_layers.cli.audit import show_audit
+from lit_layers.cli.bar import bar
+from lit_layers.cli.processes import AUTO, shard_of, take_own_gpu, wait_for_the_others
 from lit_layers.errors import InputError
+from lit_layers.series import Series
+from lit_layers.series.local import run_facts
+from lit_layers.series.sources import TOKENIZER
 
 if TYPE_CHECKING:
-    from lit_layers.offline_series import SeriesResult
-    from lit_layers.series import Series
+    from lit_layers.offline_series import Analyses, SeriesResult
 
-FAILED, INTERRUPTED = 1, 130
-Bar = Callable[[str], AbstractContextManager[Callable[[int, int, str], None]]]
+FAILED = 1
 
 
-def run(options: Any, analyses: Sequence[Analysis], bar: Bar) -> int:
-    """Measures what the options say, prints what came out; 130 where Ctrl-C cut it short, 1 if anything failed."""
+def run(command: Command) -> int:
+    """Measures what the options say, prints what came out; 1 if anything failed."""
     from lit_layers.offline_series import analyze_series
 
-    failed, everything = False, _series(options)
+    options, failed, everything = command.options, False, command.series()
+    shard = shard_of(options.shard, os.environ)
+    hidden = options.shard == AUTO and shard[0] > 0  # the first process of torchrun speaks for all
+    take_own_gpu(options.device, os.environ)
     for series in everything:
-        root = _root(options, series, alone=len(everything) == 1)
-        try:
-            with bar("auditing the series") as show:
-                result = analyze_series(
-                    series,
-                    analyses,
-                    root=root,
-                    allow_suspect=options.allow_suspect,
-                    keep_downloads=options.keep_downloads,
-                    shard=_shard(options.shard),
-                    device=options.device,
-                    dtype=options.dtype,
-                    progress=show,
-                )
-        except KeyboardInterrupt:
-            print(f"interrupted: run the same command again to go on in {root}", file=sys.stderr)
-            return INTERRUPTED
+        root = _root(options.root, series, alone=len(everything) == 1)
+        with bar("auditing the series", hidden=hidden) as show:
+            result = analyze_series(
+                series,
+                _analyses(command, series),
+                root=root,
+                allow_suspect=options.allow_suspect,
+                keep_downloads=options.keep_downloads,
+                shard=shard,
+                device=options.device,
+                dtype=options.dtype,
+                progress=show,
+            )
+        if not hidden:
+            show_audit(result.audit)
         failed |= _tell(result, root)
+    sys.stdout.flush()  # torchrun may end this process as soon as another one ends
+    if options.shard == AUTO:
+        wait_for_the_others(os.environ)
     return FAILED if failed else 0
 
 
-def text_of(options: Any) -> tuple[str | None, str | None]:
-    """Corpus and tokenizer that a series is measured with where nothing is said: those it was trained with, if known.
+def _analyses(command: Command, series: Series) -> "Analyses":
+    """What to measure a series with where nothing is said: the corpus and tokenizer it was trained with, if known.
 
     With a run's own, its numbers have the names that training gave them, and are known if training measured them.
+    Models without steps have a tokenizer each, and the same text is other tokens to each of them.
     """
-    run = Path(options.model) / "run.json"
-    known = json.loads(run.read_text()).get("config", {}) if run.is_file() else {}
-    tokenizer = known.get("tokenizer")
-    if tokenizer is None:
-        from lit_layers.offline import own_tokenizer
-
-        # the same one whichever steps are chosen
-        last = _series(options)[0].listing.checkpoints[-1].source.describe()
-        tokenizer = own_tokenizer(last["checkpoint"], last.get("commit"))
-    return known.get("corpus"), tokenizer
-
-
-def _series(options: Any) -> "list[Series]":
-    from lit_layers.series import open_series, read_steps
-
-    steps = "all" if options.steps is None else options.steps
-    return open_series(options.model, read_steps(steps) if isinstance(steps, str) else steps)
+    checkpoints = series.listing.checkpoints
+    if any(found.step is None for found in checkpoints):
+        if not command.wants_own_tokenizer:
+            _refuse_a_foreign_tokenizer(command.options.tokenizer, series)
+        tokenizers = {found.name: found.source.tokenizer() for found in checkpoints}
+        return {name: command.analyses(name, own and str(own)) for name, own in tokenizers.items()}
+    if not command.wants_own_tokenizer:
+        return command.analyses(series.name, None)
+    folder = _folder(series)
+    config = run_facts(folder).get("config", {}) if folder else {}
+    own = config.get("tokenizer") or checkpoints[-1].source.tokenizer()  # the same one whichever steps are chosen
+    return command.analyses(series.name, own and str(own), config.get("corpus"))
 
 
-def _root(options: Any, series: "Series", *, alone: bool) -> Path:
+def _refuse_a_foreign_tokenizer(name: str | None, series: Series) -> None:
+    from lit_layers.data.tokenization import load_tokenizer, tokenizer_hash
+
+    if name is None:
+        return
+    given = tokenizer_hash(load_tokenizer(name).tokenizer)
+    for found in series.listing.checkpoints:
+        own = found.source.tokenizer()
+        if own is not None and tokenizer_hash(load_tokenizer(str(own / TOKENIZER)).tokenizer) != given:
+            raise InputError(
+                f"tokenizer: {name} is not that of {found.name}, to which its tokens mean something else: leave it "
+                "out, and each model is measured with its own"
+            )
+
+
+def _folder(series: Series) -> Path | None:
+    """Where a series of this machine lies."""
+    return getattr(series, "root", None)
+
+
+def _root(asked: str | None, series: Series, *, alone: bool) -> Path:
     """A run's numbers stand in its own folder; of a manifest each repository has one."""
-    if Path(options.model).is_dir():
-        return Path(options.root or options.model)
-    name = series.name.replace("/", "-")
-    if options.root:
-        return Path(options.root) if alone else Path(options.root) / name
-    return Path("checkpoints") / name
-
-
-def _shard(text: str) -> tuple[int, int]:
-    found = re.fullmatch(r"(\d+)/(\d+)", text)
-    if found is None:
-        raise InputError(f"shard: expected i/n, such as 0/4, got {text!r}")
-    return int(found[1]), int(found[2])
+    name = re.sub(r"[^\w.-]+", "-", series.name)
+    if asked:
+        return Path(asked) if alone else Path(asked) / name
+    return _folder(series) or Path("checkpoints") / name
 
 
 def _tell(result: "SeriesResult", root: Path) -> bool:
     """Prints what came of a series; whether anything failed."""
-    show_audit(result.verdict)
     if result.left_out:
         names = ", ".join(found.name for found in result.left_out)
         print(f"left out as suspect: {names}; --allow-suspect measures them")
     errors = [measurement for measurement in result.measurements if measurement.error is not None]
     for measurement in errors:
-        print(f"failed: {measurement.analysis} at step {measurement.step}: {measurement.error}", file=sys.stderr)
+        where = measurement.run if measurement.step is None else f"step {measurement.step}"
+        print(f"failed: {measurement.analysis} at {where}: {measurement.error}", file=sys.stderr)
     for sentence in result.failures:
         print(f"failed: {sentence}", file=sys.stderr)
     print(f"{len(result.measurements) - len(errors)} measured, {result.num_known} were known")

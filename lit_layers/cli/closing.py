@@ -19,7 +19,8 @@ def print_closing(console: Console, root: Path, *, seconds: float) -> None:
     file = root / "measurements.jsonl"
     measurements = records.read(file) if file.exists() else []
     if measurements:
-        console.print(_changes(change_table(records.frame(measurements))))
+        trusted = [each for each in measurements if not records.is_suspect(each)]
+        console.print(_changes(change_table(records.frame(trusted))))
         console.print(_cost(measurements, json.loads((root / "run.json").read_text()), seconds))
     for measurement in measurements:
         if measurement.error is not None:

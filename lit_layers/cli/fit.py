@@ -10,7 +10,7 @@ import lightning as L
 import torch
 import yaml
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
-from lightning.pytorch.utilities.exceptions import MisconfigurationException
+from lightning.pytorch.utilities.exceptions import MisconfigurationException, SIGTERMException
 from omegaconf.errors import OmegaConfBaseException
 from rich.console import Console
 from yaml import YAMLError
@@ -21,9 +21,17 @@ from lit_layers.cli.messages import one_sentence
 from lit_layers.errors import InputError
 from lit_layers.report import WandbMirror, write_report
 from lit_layers.training import EmergenceCallback, SeriesCheckpoint
+from lit_layers.training.origin import Origin, axis_step, kept
 from lit_layers.training.progress import StepProgress
 from lit_layers.training.resume import ResumeCheckpoint, ResumePoint, StepSeed, resume_point
-from lit_layers.training.run_folder import RunFolder, is_a_run, name_of_run, refuse_a_used_folder, refuse_another_run
+from lit_layers.training.run_folder import (
+    RunFolder,
+    is_a_run,
+    name_of_run,
+    origin_in,
+    refuse_a_used_folder,
+    refuse_another_run,
+)
 from lit_layers.training.run_log import RunLog
 
 INTERRUPTED, TERMINATED = 130, 143
@@ -101,6 +109,8 @@ class FitCLI(LightningCLI):
         self.folder = RunFolder(root, config=text, options=options_given, mirror=own.wandb, resume=goes_on)
         self.series = SeriesCheckpoint(own.steps, root)
         name = name_of_run(root) if goes_on else None
+        if goes_on and getattr(own.model, "init_from", None) and (begun := kept(root, origin_in(root))) is not None:
+            own.model.beginning = begun
         self.emergence = EmergenceCallback(own.analyses, own.steps, root, run=name, watchers=[run_log, progress])
         self.resumable = ResumeCheckpoint(root, every=own.resume_every)
         # In this order: the folder is ready, scalars are noted, weights are on disk, then they are measured, and the
@@ -175,23 +185,36 @@ def _train(cli: FitCLI) -> int:
     """Runs the training, then leaves what can be read, whatever ended it; returns the exit code."""
     started, code, last_step = time.perf_counter(), 1, 0
     try:
-        point = cli.resume_from
-        if point is not None:
-            cli.console.print(f"resumed at step {point.step} from {point.state.parent}", highlight=False, markup=False)
-        if point is not None and cli.folder.resume and point.step >= cli.trainer.max_steps:
+        point, origin = cli.resume_from, getattr(cli.model, "origin", Origin())
+        if cli.trainer.is_global_zero and (said := _beginning(point, origin)):
+            cli.console.print(said, highlight=False, markup=False, soft_wrap=True)
+        if point is not None and cli.folder.resume and point.step >= origin.step + cli.trainer.max_steps:
             cli.folder.go_on(point.step)  # killed after its last step: the page and the mirror may be missing
             last_step = point.step
         else:
             state = None if point is None else point.state
             cli.trainer.fit(cli.model, datamodule=cli.datamodule, ckpt_path=state, weights_only=True)
-        code = TERMINATED if cli.trainer.received_sigterm else 0
-    except SystemExit:
-        # Lightning turns Ctrl-C into sys.exit(1) after its callbacks have closed, and SIGTERM into a SystemExit
-        code = TERMINATED if cli.trainer.received_sigterm else INTERRUPTED
+        code = 0
+    except SIGTERMException:
+        code = TERMINATED
+    except SystemExit:  # Lightning turns Ctrl-C into sys.exit(1) after its callbacks have closed
+        code = INTERRUPTED
     finally:
         if cli.folder.started:
-            _close(cli, time.perf_counter() - started, code, last_step or cli.trainer.global_step)
+            _close(cli, time.perf_counter() - started, code, last_step or axis_step(cli.trainer))
     return code
+
+
+def _beginning(point: ResumePoint | None, origin: Origin) -> str | None:
+    """What is said of a run that does not begin at its beginning."""
+    if point is not None:
+        return f"resumed at step {point.step} from {point.state.parent}"
+    if not origin.source:
+        return None
+    commit = f" (commit {origin.source['commit'][:12]})" if "commit" in origin.source else ""
+    seen = "unknown" if origin.tokens is None else f"{origin.tokens:,}"
+    place = f"step {origin.step:,}, tokens seen {seen}" if origin.step else "its step is unknown, the axis begins at 0"
+    return f"begins with the weights of {origin.source['init_from']}{commit}: {place}; the optimizer starts afresh"
 
 
 def _close(cli: FitCLI, seconds: float, code: int, last_step: int) -> None:
@@ -228,6 +251,7 @@ def _quieten() -> None:
         ".*treespec, LeafSpec",
         "The '.*_dataloader' does not have many workers",
         "You defined a `validation_step`",
+        "It is recommended to use `self.log",  # over ranks: the metric has been reduced already
     )
     for message in noise:
         warnings.filterwarnings("ignore", message=message)

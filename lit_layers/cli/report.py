@@ -3,6 +3,7 @@
 import argparse
 import hashlib
 import inspect
+import sys
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -17,21 +18,27 @@ class _Parser(argparse.ArgumentParser):
 def main(argv: list[str]) -> int:
     """Writes what the options ask for, prints where it is, and returns 0."""
     options = _parser().parse_args(argv)
-    from lit_layers.report import facts, write_report
+    from lit_layers.plots.labels import listing
+    from lit_layers.report import facts, provenance, write_report
 
     run = facts.read_run(options.root)
     if options.provenance:
-        _print_provenance(facts.provenance(run))
+        _print_provenance(provenance.provenance(run))
         return 0
+    if not options.allow_suspect:
+        for verdict, places in facts.suspects(run).items():
+            names = listing("model" if run.compares_models else "step", places)
+            print(f"left out as suspect ({verdict}): {names}; --allow-suspect draws them", file=sys.stderr)
     if options.export is not None:
         from lit_layers import records
 
         records.export(records.frame(run.measurements), options.export)
         print(options.export)
-    print(write_report(options.root, options.out))
+    print(write_report(options.root, options.out, allow_suspect=options.allow_suspect))
     if options.wandb:
         mirror = _mirror(run.about)
-        mirror.open(options.root, run_id=_run_id(run), config=run.about.get("config") or {})
+        config = run.about.get("config") or {}
+        mirror.open(options.root, run_id=_run_id(run), config=config, allow_suspect=options.allow_suspect)
         mirror.finish()
         print(mirror.closing_line())
     return 0
@@ -40,26 +47,44 @@ def main(argv: list[str]) -> int:
 def _parser() -> argparse.ArgumentParser:
     parser = _Parser(
         prog="lit-layers report",
-        description="Write a run's page. What an interrupted run has left is enough.",
+        description="Write the page of a run, or of models side by side. What an interrupted run has left is enough.",
         allow_abbrev=False,
     )
     parser.add_argument("root", type=Path, help="the run's folder, with measurements.jsonl or metrics.jsonl")
     parser.add_argument("--out", type=Path, help="the page (default: ROOT/report.html)")
     parser.add_argument("--export", type=Path, metavar="FILE", help="also write all numbers, as .parquet or .csv")
     parser.add_argument("--wandb", action="store_true", help="also send W&B the points that it does not have")
+    parser.add_argument(
+        "--allow-suspect",
+        action="store_true",
+        help="also draw checkpoints that the audit of their series found suspect",
+    )
     parser.add_argument("--provenance", action="store_true", help="only print where the numbers come from")
     return parser
 
 
-def _print_provenance(provenance: dict[str, Any]) -> None:
-    from lit_layers.report import facts
+def _print_provenance(found: dict[str, Any]) -> None:
+    from lit_layers.report import provenance
 
-    parts = {"run": provenance["run"], "all measurements": provenance["shared"], **provenance["analyses"]}
-    for title, content in {**parts, "weights by step": provenance["weights"], "config": provenance["config"]}.items():
+    parts = {"run": found["run"], "all measurements": found["shared"], **found["analyses"]}
+    for title, content in {**parts, "config": found["config"]}.items():
         if content:
             print(f"[{title}]")
-            for name, text in facts.flat(content):
+            for name, text in provenance.flat(content):
                 print(f"{name} = {text}")
+    table = found["checkpoints"]
+    if table["rows"]:
+        print("[checkpoints]")
+        rows = [table["columns"], *([provenance.short(text) for text in row] for row in table["rows"])]
+        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+        for row in rows:
+            print("  ".join(text.ljust(width) for text, width in zip(row, widths, strict=True)).rstrip())
+        for row in table["rows"]:
+            if provenance.short(row[-1]).endswith(" files"):
+                print(f"[weight files of {table['columns'][0]} {row[0]}]")
+                print(provenance.cut(row[-1]).replace(", ", "\n"))
+        if any(provenance.short(text) != text for row in table["rows"] for text in row):
+            print("(commits and sums of files are cut; measurements.jsonl has them whole)")
 
 
 def _mirror(about: dict[str, Any]) -> Any:

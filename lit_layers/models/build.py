@@ -29,14 +29,16 @@ def causal_lm(
     seed: int = 0,
     pad_vocab_to: int | None = None,
     attention_implementation: str = "sdpa",
+    weights: nn.Module | None = None,
     **overrides: Any,
 ) -> nn.Module:
     """A new causal language model on the CPU, in training mode.
 
     `name` is a model type of transformers ("gpt2", "gpt_neox", "llama") or a folder with a config.json; `overrides`
     are fields of its config. The weights depend on the config and `seed` alone and the global random state is left
-    alone. `pad_vocab_to=64` pads the vocabulary to the next multiple of 64 and changes nothing else. GPT-2 uses the
-    fused form of its activation (the same function, several times faster) unless told otherwise.
+    alone; with `weights`, a model of the same kind and shape, they are copies of that model's. `pad_vocab_to=64` pads
+    the vocabulary to the next multiple of 64 and changes nothing else. GPT-2 uses the fused form of its activation (the
+    same function, several times faster) unless told otherwise.
 
     Raises:
         InputError: an unknown type, an unknown override, or values that do not fit together.
@@ -56,6 +58,8 @@ def causal_lm(
     except (StrictDataclassError, ValueError, TypeError, RuntimeError, ZeroDivisionError) as error:
         raise InputError(f"cannot build {name} with {overrides}: {_one_line(error)}") from error
     family_of(model)
+    if weights is not None:
+        _copy_weights_(model, weights)
     if pad_vocab_to is not None:
         with _seeded(seed):
             pad_vocabulary_(model, pad_vocab_to)
@@ -145,6 +149,16 @@ def weights_hash(model: nn.Module) -> str:
         digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)} ".encode())
         digest.update(tensor.contiguous().cpu().reshape(-1).view(torch.uint8).numpy().data)
     return digest.hexdigest()
+
+
+def _copy_weights_(model: nn.Module, weights: nn.Module) -> None:
+    try:
+        model.load_state_dict(weights.state_dict())
+    except RuntimeError as error:
+        raise InputError(
+            f"the weights do not fit a {type(model).__name__} of these options ({_one_line(error)}): leave options of "
+            "the model's size out"
+        ) from error
 
 
 def _config(name: str | Path, **options: Any) -> Any:

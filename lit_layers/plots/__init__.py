@@ -4,7 +4,8 @@ from lit_layers.plots.emergence import emergence_curves
 from lit_layers.plots.graph import coupling_graph
 from lit_layers.plots.layers import distance_profile, layer_profile, spectrum
 from lit_layers.plots.matrices import compression_matrix, layer_matrix, token_map
-from lit_layers.plots.tables import change_table, variants
+from lit_layers.plots.models import model_profile
+from lit_layers.plots.tables import change_table, model_table, variants
 from lit_layers.plots.training import training_curves
 
 __all__ = [
@@ -15,6 +16,8 @@ __all__ = [
     "emergence_curves",
     "layer_matrix",
     "layer_profile",
+    "model_profile",
+    "model_table",
     "spectrum",
     "token_map",
     "training_curves",

@@ -50,6 +50,7 @@ def emergence_curves(
     axis: AxisName = "step",
     tags: Mapping[str, Any] | None = None,
     baselines: Sequence[str] = (),
+    allow_suspect: bool = False,
 ) -> go.Figure:
     """Returns a metric over the steps of training, one line a layer, coloured by depth.
 
@@ -61,13 +62,16 @@ def emergence_curves(
         tags: chooses a variant, e.g. `{"k": 12}`; None as a value means: without that tag. None: the plainest variant.
         baselines: metrics of the same analysis to compare with, e.g. `random_coupling`; their values per layer are left
             to `layer_profile`.
+        allow_suspect: draws checkpoints, too, that an audit found suspect, as do all figures.
 
     Raises:
+        InputError: for suspect checkpoints, unless they are allowed.
         ValueError: where there is no such metric or variant, or for the token axis where tokens are not known.
     """
-    found = select(frame, metric, analysis=analysis, tags=tags)
+    chosen: dict[str, Any] = {"analysis": analysis, "tags": tags, "allow_suspect": allow_suspect, "over_steps": True}
+    found = select(frame, metric, **chosen)
     points = [point for point in found if point.other_layer is None and not is_placed(point)]
-    others = {name: _of_whole(select(frame, name, analysis=analysis, tags=tags)) for name in baselines}
+    others = {name: _of_whole(select(frame, name, **chosen)) for name in baselines}
     others = {name: part for name, part in others.items() if part}
     if not points:
         raise ValueError(f"metric {metric!r} has values for pairs of layers or of tokens only")

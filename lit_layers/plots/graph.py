@@ -22,6 +22,7 @@ def coupling_graph(
     threshold: float | None = None,
     analysis: str | None = None,
     tags: Mapping[str, Any] | None = None,
+    allow_suspect: bool = False,
 ) -> go.Figure:
     """Returns blocks on a circle, joined where they are coupled, with a slider over the checkpoints.
 
@@ -38,7 +39,7 @@ def coupling_graph(
         raise ValueError(f"expected a threshold above 0, got {threshold}")
     points = [
         point
-        for point in select(frame, metric, analysis=analysis, tags=tags)
+        for point in select(frame, metric, analysis=analysis, tags=tags, allow_suspect=allow_suspect)
         if point.other_layer is not None and point.layer != point.other_layer and not is_placed(point)
     ]
     if not points:

@@ -33,6 +33,7 @@ def layer_profile(
     analysis: str | None = None,
     tags: Mapping[str, Any] | None = None,
     baselines: Sequence[str] = (),
+    allow_suspect: bool = False,
 ) -> go.Figure:
     """Returns a metric over the layers (or over the tag `distance`), one line a checkpoint.
 
@@ -43,7 +44,8 @@ def layer_profile(
     Raises:
         ValueError: where the metric has no values per layer.
     """
-    points = _plain(select(frame, metric, analysis=analysis, tags=tags))
+    chosen: dict[str, Any] = {"analysis": analysis, "tags": tags, "allow_suspect": allow_suspect, "over_steps": True}
+    points = _plain(select(frame, metric, **chosen))
     if not any(map(is_on_axes, points)):
         raise ValueError(f"metric {metric!r} has no values per layer")
     points, tags = of_plainest(points, tags)
@@ -73,7 +75,7 @@ def layer_profile(
     compared = _levels([point for point in points if point.reference is not None], ends)
     compared += [_fixed_level(level, text, ends) for level, text in LEVELS.get(metric, {}).items()]
     for name in baselines:
-        compared += _dashed_profile(_plain(select(frame, name, analysis=analysis, tags=tags)), metric, name)
+        compared += _dashed_profile(_plain(select(frame, name, **chosen)), metric, name)
     traces += compared
     title = "Layer" if number == "layer" else "Distance between the blocks"
     return figure(
@@ -92,6 +94,7 @@ def spectrum(
     *,
     analysis: str | None = None,
     tags: Mapping[str, Any] | None = None,
+    allow_suspect: bool = False,
 ) -> go.Figure:
     """Returns lists of values (tag `index`) on a log axis, one line a layer, with a slider over the checkpoints.
 
@@ -105,12 +108,18 @@ def spectrum(
         "no lists of values per layer",
         analysis,
         tags,
+        allow_suspect,
         lambda first, last: {"title": {"text": "Number in the list"}, **whole_ticks(first, last)},
     )
 
 
 def distance_profile(
-    frame: pd.DataFrame, metric: str, *, analysis: str | None = None, tags: Mapping[str, Any] | None = None
+    frame: pd.DataFrame,
+    metric: str,
+    *,
+    analysis: str | None = None,
+    tags: Mapping[str, Any] | None = None,
+    allow_suspect: bool = False,
 ) -> go.Figure:
     """Returns a metric over the distance between two tokens (tag `token_distance`), one line a layer, with a slider.
 
@@ -119,7 +128,8 @@ def distance_profile(
     Raises:
         ValueError: where the metric has no values per distance between tokens.
     """
-    return _lists(frame, metric, "token_distance", "no values per distance between tokens", analysis, tags, _distances)
+    refusal = "no values per distance between tokens"
+    return _lists(frame, metric, "token_distance", refusal, analysis, tags, allow_suspect, _distances)
 
 
 def _lists(
@@ -129,10 +139,11 @@ def _lists(
     refusal: str,
     analysis: str | None,
     tags: Mapping[str, Any] | None,
+    allow_suspect: bool,
     axis_of: Callable[[int, int], dict[str, Any]],
 ) -> go.Figure:
     """Values over a tag, one line a layer, with a slider over the checkpoints; on a log axis for a list of values."""
-    found = select(frame, metric, analysis=analysis, tags=tags)
+    found = select(frame, metric, analysis=analysis, tags=tags, allow_suspect=allow_suspect)
     points = [point for point in found if ordinal in point.tags and point.layer is not None]
     if not points:
         raise ValueError(f"metric {metric!r} has {refusal}")

@@ -16,7 +16,12 @@ from lit_layers.plots.theme import DIVERGING, MUTED, figure, rounded
 
 
 def layer_matrix(
-    frame: pd.DataFrame, metric: str, *, analysis: str | None = None, tags: Mapping[str, Any] | None = None
+    frame: pd.DataFrame,
+    metric: str,
+    *,
+    analysis: str | None = None,
+    tags: Mapping[str, Any] | None = None,
+    allow_suspect: bool = False,
 ) -> go.Figure:
     """Returns a metric of pairs of layers as a heat map, with a slider over the checkpoints.
 
@@ -28,7 +33,7 @@ def layer_matrix(
     """
     points = [
         point
-        for point in select(frame, metric, analysis=analysis, tags=tags)
+        for point in select(frame, metric, analysis=analysis, tags=tags, allow_suspect=allow_suspect)
         if point.other_layer is not None and not is_placed(point)
     ]
     if not points:
@@ -47,6 +52,7 @@ def token_map(
     other_layer: int | None = None,
     analysis: str | None = None,
     tags: Mapping[str, Any] | None = None,
+    allow_suspect: bool = False,
 ) -> go.Figure:
     """Returns a metric of pairs of tokens (tags `token`, down, and `other_token`, across) as a heat map of one layer.
 
@@ -55,7 +61,7 @@ def token_map(
     Raises:
         ValueError: where the metric has no values per pair of tokens, or not for this layer.
     """
-    points, tags = _of_layers(frame, metric, "token", layer, other_layer, analysis, tags)
+    points, tags = _of_layers(frame, metric, "token", layer, other_layer, analysis, tags, allow_suspect)
     places = sorted({point.tags[name] for point in points for name in ("token", "other_token")})
     texts = [f"{place}%" for place in places]
     hover = "token at %{y}, other token at %{x}"
@@ -72,6 +78,7 @@ def compression_matrix(
     other_layer: int,
     analysis: str | None = None,
     tags: Mapping[str, Any] | None = None,
+    allow_suspect: bool = False,
 ) -> go.Figure:
     """Returns one block's Jacobian in another's leading directions (tags `row`, `column`), with a slider over steps.
 
@@ -81,7 +88,7 @@ def compression_matrix(
     Raises:
         ValueError: where the metric has no matrices, or none of these layers.
     """
-    points, tags = _of_layers(frame, metric, "row", layer, other_layer, analysis, tags)
+    points, tags = _of_layers(frame, metric, "row", layer, other_layer, analysis, tags, allow_suspect)
     directions = sorted({point.tags[name] for point in points for name in ("row", "column")})
     hover = "row %{y}, column %{x}"
     left, right = "Left direction", "Right direction"
@@ -110,9 +117,14 @@ def _of_layers(
     other_layer: int | None,
     analysis: str | None,
     tags: Mapping[str, Any] | None,
+    allow_suspect: bool,
 ) -> tuple[list[Point], dict[str, Any]]:
     """The points of one layer, or pair of layers, that have this tag, of one variant; and its tags."""
-    placed = [point for point in select(frame, metric, analysis=analysis, tags=tags) if place in point.tags]
+    placed = [
+        point
+        for point in select(frame, metric, analysis=analysis, tags=tags, allow_suspect=allow_suspect)
+        if place in point.tags
+    ]
     if not placed:
         raise ValueError(f"metric {metric!r} has no values with the tag {place!r}")
     points = [point for point in placed if (point.layer, point.other_layer) == (layer, other_layer)]

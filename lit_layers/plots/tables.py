@@ -1,14 +1,14 @@
 """What a table of records holds: the points of a metric, its variants, and how far each metric came."""
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import pandas as pd
 
 from lit_layers.errors import InputError
-from lit_layers.plots.labels import SECONDARY, listing, label, tag_text
+from lit_layers.plots.labels import SECONDARY, label, listing, tag_text
 from lit_layers.records import AUDIT, COLUMNS, PLACES
 
 # Tags that number the lines of one figure, or name a line to compare with; all others make variants of a metric.
@@ -20,6 +20,9 @@ _CHANGE_COLUMNS = (
     *("analysis", "metric", "variant", "layer", "first_step", "first", "first_low", "first_high"),
     *("last_step", "last", "last_low", "last_high", "change", "steps", "values"),
 )
+
+Item = TypeVar("Item")
+_MODEL_COLUMNS = ("analysis", "metric", "variant", "run", "layer", "value", "low", "high")
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,8 +97,9 @@ def _refuse_suspects(rows: Any) -> None:
         return
     steps = sorted(found["step"].dropna().unique())
     names = listing("step", [f"{step:,}" for step in steps]) if steps else listing("model", found["run"].unique())
+    kinds = "; ".join(verdict.removeprefix("suspect: ") for verdict in found[AUDIT].unique())
     raise InputError(
-        f"{names}: {'; '.join(found[AUDIT].unique())}; leave these rows out, or pass allow_suspect=True to draw them"
+        f"no curve is drawn through the suspect {names} ({kinds}): leave these rows out, or pass allow_suspect=True"
     )
 
 
@@ -169,9 +173,9 @@ def title_of(metric: str, tags: Mapping[str, Any]) -> str:
     return ", ".join(filter(None, [label(metric).with_unit, variant_text(tags)]))
 
 
-def grouped(points: Iterable[Point], key: Callable[[Point], Any]) -> dict[Any, list[Point]]:
-    """Returns the points by key, in the order that keys first come."""
-    found: dict[Any, list[Point]] = {}
+def grouped(points: Iterable[Item], key: Callable[[Item], Any]) -> dict[Any, list[Item]]:
+    """Returns the points (or what else there is) by key, in the order that keys first come."""
+    found: dict[Any, list[Item]] = {}
     for point in points:
         found.setdefault(key(point), []).append(point)
     return found
@@ -181,7 +185,7 @@ def steps_of(points: Iterable[Point]) -> list[int]:
     return sorted({point.step for point in points})
 
 
-def change_table(frame: pd.DataFrame) -> pd.DataFrame:
+def change_table(frame: pd.DataFrame, *, allow_suspect: bool = False) -> pd.DataFrame:
     """Returns how far each headline metric came from the first checkpoint to the last.
 
     A metric of the whole model alone is a row for each variant. One that is also, or only, per layer is one row in its
@@ -189,22 +193,49 @@ def change_table(frame: pd.DataFrame) -> pd.DataFrame:
     reference rows and lists of values are left out. Columns: analysis, metric, variant (text), layer, first_step,
     first, first_low, first_high, last_step, last, last_low, last_high, change, and the
     lists steps and values of the way between. `change` is NaN where there is one checkpoint.
+
+    Raises:
+        InputError: for suspect checkpoints, unless they are allowed.
     """
     table: Any = frame
-    table = table[table["step"].notna() & table["other_layer"].isna() & ~table["metric"].isin(SECONDARY)]
-    changes = []
+    table = table[table["step"].notna() & ~table["metric"].isin(SECONDARY)]
+    changes = [{**name, **_change(points)} for name, points in _headlines(table, allow_suspect)]
+    return pd.DataFrame(changes, columns=list(_CHANGE_COLUMNS))
+
+
+def model_table(frame: pd.DataFrame, *, allow_suspect: bool = False) -> pd.DataFrame:
+    """Returns the headline metrics of models that have no steps, a row a metric and model, chosen as in `change_table`.
+
+    Metrics that `change_table` leaves to their figures are there, too, where they have values of the whole model alone:
+    they have no profile over the layers. Columns: analysis, metric, variant (text), run, layer, value, low, high.
+
+    Raises:
+        InputError: for suspect models, unless they are allowed.
+    """
+    table: Any = frame
+    table = table[table["step"].isna()]
+    found = []
+    for run in table["run"].unique():
+        for name, (point, *_) in _headlines(table[table["run"] == run], allow_suspect):
+            if name["metric"] not in SECONDARY or point.layer is None:
+                own = {"layer": point.layer, "value": point.value, "low": point.low, "high": point.high}
+                found.append({**name, "run": run, **own})
+    return pd.DataFrame(found, columns=list(_MODEL_COLUMNS))
+
+
+def _headlines(table: Any, allow_suspect: bool) -> Iterator[tuple[dict[str, Any], list[Point]]]:
+    """What stands in a table of results: analysis, metric and variant, and its points, one a checkpoint."""
+    table = table[table["other_layer"].isna()]
     for analysis, metric in dict.fromkeys(zip(table["analysis"], table["metric"], strict=True)):
-        points = [p for p in select(table, metric, analysis=analysis) if not p.tags.keys() & {*_NOT_VARIANTS}]
+        points = select(table, metric, analysis=analysis, allow_suspect=allow_suspect)
+        points = [point for point in points if not point.tags.keys() & {*_NOT_VARIANTS}]
         whole = [point for point in points if point.layer is None]
         last_layer = max((point.layer for point in points if point.layer is not None), default=None)
         found = [tags for tags in variants_of(points) if tags.get("statistic") is None] if points else []
         for tags in found if last_layer is None else [plainest(found)] if found else []:
             chosen = matching(whole or [point for point in points if point.layer == last_layer], tags)
             if chosen:
-                changes.append(
-                    {"analysis": analysis, "metric": metric, "variant": variant_text(tags), **_change(chosen)}
-                )
-    return pd.DataFrame(changes, columns=list(_CHANGE_COLUMNS))
+                yield {"analysis": analysis, "metric": metric, "variant": variant_text(tags)}, chosen
 
 
 def _change(points: list[Point]) -> dict[str, Any]:

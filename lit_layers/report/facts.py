@@ -1,4 +1,4 @@
-"""What a run folder tells about itself: where its numbers come from, what failed, what measuring cost."""
+"""What a run folder tells about itself: what it is, what failed, what measuring cost."""
 
 import json
 from collections.abc import Iterable
@@ -10,21 +10,43 @@ from typing import Any
 from lit_layers import records
 from lit_layers.errors import InputError
 from lit_layers.plots.labels import count, sentence
+from lit_layers.plots.models import short_names
 from lit_layers.records import Measurement
 
 
 @dataclass(frozen=True)
 class RunData:
-    """All that a run folder holds for a report."""
+    """All that a run folder holds for a report.
+
+    `measurements` are the last of each step and analysis, of one run; in a folder of models without steps, of all.
+    """
 
     root: Path
     about: dict[str, Any]
-    measurements: list[Measurement]  # the last of each step and analysis, of one run
+    measurements: list[Measurement]
     scalars: list[dict[str, float]]
     other_runs: list[str]
 
     @property
+    def compares_models(self) -> bool:
+        """Whether these are models side by side, not a run over its steps."""
+        return bool(self.measurements) and all(m.step is None for m in self.measurements)
+
+    @property
+    def models(self) -> dict[str, str]:
+        """The models of a comparison, and what they are called."""
+        return short_names(list(dict.fromkeys(m.run for m in self.measurements))) if self.compares_models else {}
+
+    def place(self, measurement: Measurement) -> str:
+        """What a measurement's checkpoint is called: its step, or its model."""
+        if self.compares_models:
+            return self.models[measurement.run]
+        return "" if measurement.step is None else f"{measurement.step:,}"
+
+    @property
     def name(self) -> str:
+        if len(self.models) > 1:
+            return self.root.resolve().name
         return self.measurements[-1].run if self.measurements else str(self.about.get("run") or self.root.name)
 
     @property
@@ -50,10 +72,24 @@ def read_run(root: str | Path) -> RunData:
         raise InputError(f"expected a run's folder with measurements.jsonl or metrics.jsonl, got {root}: {what}")
     about = _about(root / "run.json")
     measurements = records.latest(records.read(files[0]))
+    scalars = records.rows(files[1])
+    if measurements and all(m.step is None for m in measurements):
+        return RunData(root, about, measurements, scalars, [])
     runs = list(dict.fromkeys(m.run for m in measurements))
     shown = about.get("run") if about.get("run") in runs else (runs[-1] if runs else None)
     mine = sorted((m for m in measurements if m.run == shown), key=lambda m: -1 if m.step is None else m.step)
-    return RunData(root, about, mine, records.rows(files[1]), [run for run in runs if run != shown])
+    return RunData(root, about, mine, scalars, [run for run in runs if run != shown])
+
+
+def suspects(run: RunData) -> dict[str, list[str]]:
+    """Returns the steps (or models) that an audit found suspect, by its verdict."""
+    found: dict[str, list[str]] = {}
+    for m in run.measurements:
+        if records.is_suspect(m):
+            places = found.setdefault(m.provenance[records.AUDIT].removeprefix("suspect: "), [])
+            if run.place(m) not in places:
+                places.append(run.place(m))
+    return found
 
 
 def headline_facts(run: RunData) -> list[tuple[str, str]]:
@@ -66,15 +102,23 @@ def headline_facts(run: RunData) -> list[tuple[str, str]]:
     data = about.get("data") or {}
     planned = about.get("max_steps")
     unfinished = isinstance(planned, int) and last is not None and last < planned
-    checkpoints = len({m.step for m in run.measurements})
+    checkpoints = 0 if run.compares_models else len({m.step for m in run.measurements})
+    depths = {max(known, default=0) for known in _layers(run).values()}
+    devices = distinct(m.provenance.get("device") for m in run.measurements if m.provenance.get("device"))
     found = [
+        ("Models", str(len(run.models)) if run.models else ""),
+        ("Layers", _range(depths) if run.models else ""),
         ("Model", str(model.get("class", "")) if isinstance(model, dict) else str(model)),
         ("Parameters", count(model.get("parameters")) if isinstance(model, dict) else ""),
         ("Steps", "" if last is None else f"{last:,}" + (f" of {planned:,}" if unfinished else "")),
         ("Tokens", count(max(tokens)) if tokens else ""),
         ("Checkpoints measured", str(checkpoints) if checkpoints else ""),
         ("Data", str(data.get("corpus", "")) if isinstance(data, dict) else ""),
-        ("Device", " ".join(str(about[name]) for name in ("device", "precision") if about.get(name))),
+        (
+            "Device",
+            " ".join(str(about[name]) for name in ("device", "precision") if about.get(name))
+            or (", ".join(devices) if run.models else ""),
+        ),
         ("Wall time", duration(seconds) if (seconds := wall_seconds(run)) is not None else ""),
         ("Started", _date(about.get("started"))),
     ]
@@ -104,41 +148,18 @@ def cost(run: RunData) -> list[dict[str, Any]]:
     return rows
 
 
-def provenance(run: RunData) -> dict[str, Any]:
-    """Returns where the numbers come from.
-
-    `shared`: what all measurements have in common; `analyses`: what differs between analyses; `weights`: the hash of
-    each checkpoint; `run`: what the run's own file says.
-    """
-    per_step = {"weights_hash"}
-    names = dict.fromkeys(n for m in run.measurements for n in m.provenance if n not in per_step)
-    found = {n: _distinct(m.provenance.get(n) for m in run.measurements) for n in names}
-    shared = {n: values[0] for n, values in found.items() if len(values) == 1}
-    analyses = {}
-    for analysis in dict.fromkeys(m.analysis for m in run.measurements):
-        mine = [m.provenance for m in run.measurements if m.analysis == analysis]
-        analyses[analysis] = {n: _distinct(p.get(n) for p in mine) for n in names if n not in shared}
-    weights: dict[str, list] = {}
-    for m in run.measurements:
-        if "weights_hash" in m.provenance:
-            weights.setdefault(str(m.step), []).append(m.provenance["weights_hash"])
-    about = {n: value for n, value in run.about.items() if n != "config"}
-    return {
-        "shared": shared,
-        "analyses": analyses,
-        "weights": {step: _distinct(hashes) for step, hashes in weights.items()},
-        "run": about,
-        "config": run.about.get("config"),
-    }
+def _layers(run: RunData) -> dict[str, list[int]]:
+    """The layers that each model has numbers of."""
+    found: dict[str, list[int]] = {}
+    for m in run.measurements if run.compares_models else ():
+        known = (number for record in m.records for number in (record.layer, record.other_layer))
+        found.setdefault(m.run, []).extend(number for number in known if number is not None)
+    return found
 
 
-def flat(content: Any, prefix: str = "") -> list[tuple[str, str]]:
-    """Returns nested data as rows of (dotted name, text)."""
-    if isinstance(content, dict) and content:
-        return [row for name, value in content.items() for row in flat(value, f"{prefix}.{name}" if prefix else name)]
-    if isinstance(content, list):
-        return [(prefix, ", ".join(json.dumps(v) if isinstance(v, dict | list) else str(v) for v in content))]
-    return [(prefix, "–" if content is None else str(content))]  # noqa: RUF001
+def _range(numbers: set[int]) -> str:
+    low, high = min(numbers), max(numbers)
+    return "" if not high else str(high) if low == high else f"{low} to {high}"
 
 
 def duration(seconds: float) -> str:
@@ -165,11 +186,11 @@ def _about(path: Path) -> dict[str, Any]:
     return content if isinstance(content, dict) else {}
 
 
-def _distinct(values: Iterable[Any]) -> list[Any]:
+def distinct(values: Iterable[Any]) -> list[Any]:
+    """Returns the values without those that were there before."""
     seen: dict[str, Any] = {}
     for value in values:
-        if value is not None:
-            seen.setdefault(json.dumps(value, sort_keys=True, default=str), value)
+        seen.setdefault(json.dumps(value, sort_keys=True, default=str), value)
     return list(seen.values())
 
 

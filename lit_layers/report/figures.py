@@ -1,7 +1,7 @@
 """Which figures a run's page shows: each metric of each analysis, in the shapes that its rows allow."""
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import pandas as pd
@@ -32,22 +32,21 @@ _TRAINING = (
 )
 
 
-def sections(frame: pd.DataFrame) -> list[dict[str, Any]]:
-    """Returns a section for each analysis, with the figures of each of its metrics."""
+Block = dict[str, Any]  # the figures of a metric, with what stands above them
+
+
+def sections(frame: pd.DataFrame, block: Callable[[pd.DataFrame, str, str], Block | None]) -> list[dict[str, Any]]:
+    """Returns a section for each analysis, with what `block` makes of its rows for each metric, where it makes any."""
     found = []
     table: Any = frame
     for analysis in dict.fromkeys(table["analysis"]):
         part = table[table["analysis"] == analysis]
         metrics = sorted(dict.fromkeys(part["metric"]), key=_rank)
         beside = {name for metric in metrics for name in BASELINES.get(metric, [])}
-        found.append(
-            {
-                "name": analysis,
-                "title": sentence(analysis),
-                "note": ANALYSES.get(analysis, ""),
-                "metrics": _balanced([_metric(part, metric, analysis) for metric in metrics if metric not in beside]),
-            }
-        )
+        blocks = [block(part, metric, analysis) for metric in metrics if metric not in beside]
+        if blocks := [drawn for drawn in blocks if drawn is not None]:
+            title, note = sentence(analysis), ANALYSES.get(analysis, "")
+            found.append({"name": analysis, "title": title, "note": note, "metrics": _balanced(blocks)})
     return found
 
 
@@ -91,12 +90,13 @@ def slim(fig: go.Figure) -> dict[str, Any]:
     return content
 
 
-def _metric(part: pd.DataFrame, metric: str, analysis: str) -> dict[str, Any]:
+def metric_block(part: pd.DataFrame, metric: str, analysis: str) -> Block:
+    """Returns a metric of a run in all the shapes that it has, one choice a variant."""
     table: Any = part
     part = table[table["metric"].isin([metric, *BASELINES.get(metric, [])])]  # searched again for each figure
     points = select(part, metric, analysis=analysis)
     choices = []
-    for options, text in _choices(points):
+    for options, text in choices_of(points):
         figures = list(_figures(part, metric, points, {"analysis": analysis, **options}))
         choices.append({"text": text, "figures": [{"caption": c, "content": slim(f)} for c, f in figures]})
     return {
@@ -111,22 +111,44 @@ def _figures(
     part: pd.DataFrame, metric: str, points: list[Point], options: dict[str, Any]
 ) -> Iterator[tuple[str, go.Figure]]:
     """The figures of one choice, with their captions."""
+    yield from pictures(part, metric, points, options)
+    alone = [point for point in points if point.other_layer is None and not is_placed(point)]
+    if alone and "layer" not in options:
+        recorded = set(part["metric"])
+        baselines = [name for name in BASELINES.get(metric, []) if name in recorded]
+        yield from _curves(part, metric, alone, {**options, "baselines": baselines})
+    yield from lists(part, metric, points, options)
+
+
+def pictures(
+    part: pd.DataFrame, metric: str, points: list[Point], options: dict[str, Any], *, has_graph: bool | None = None
+) -> Iterator[tuple[str, go.Figure]]:
+    """Yields the maps of one choice, and the graph of pairs where there is one (None: where points allow it)."""
     if "layer" in options:
         yield "", (plots.compression_matrix if "row" in points[0].tags else plots.token_map)(part, metric, **options)
         return
-    pairs = [point for point in points if point.other_layer is not None]
+    pairs = [point for point in points if is_pair(point)]
     if pairs:
         yield "", plots.layer_matrix(part, metric, **options)
-        if any(point.layer != point.other_layer for point in pairs):
+        if any(point.layer != point.other_layer for point in pairs) if has_graph is None else has_graph:
             yield "Mean of both directions", plots.coupling_graph(part, metric, **options)
-    alone = [point for point in points if point.other_layer is None]
-    recorded = set(part["metric"])
-    options = {**options, "baselines": [name for name in BASELINES.get(metric, []) if name in recorded]}
-    if any(not is_placed(point) for point in alone):
-        yield from _curves(part, metric, alone, options)
-    if any("token_distance" in point.tags for point in alone):
-        options.pop("baselines")
+
+
+def lists(
+    part: pd.DataFrame, metric: str, points: list[Point], options: dict[str, Any]
+) -> Iterator[tuple[str, go.Figure]]:
+    """Yields the figures of one choice that have a line a layer, and a checkpoint at a time."""
+    if "layer" in options:
+        return
+    if any("index" in point.tags for point in points):
+        yield "At one checkpoint", plots.spectrum(part, metric, **options)
+    if any("token_distance" in point.tags for point in points):
         yield "Over the distance between the tokens", plots.distance_profile(part, metric, **options)
+
+
+def is_pair(point: Point) -> bool:
+    """Whether a point belongs to two layers, and to no place in a table of their own."""
+    return point.other_layer is not None and not is_placed(point)
 
 
 def _curves(
@@ -136,8 +158,6 @@ def _curves(
     curves = plots.emergence_curves(part, metric, **options)
     if any("index" in point.tags for point in points):
         yield "Over training, the largest", curves
-        options.pop("baselines")
-        yield "At one checkpoint", plots.spectrum(part, metric, **options)
     elif _is_per_layer(points):
         by_distance = all(point.layer is None for point in points)
         yield "Over training", curves
@@ -146,7 +166,7 @@ def _curves(
         yield "", curves
 
 
-def _choices(points: list[Point]) -> list[tuple[dict[str, Any], str]]:
+def choices_of(points: list[Point]) -> list[tuple[dict[str, Any], str]]:
     """What the reader chooses from, as options of a figure and their text: variants, and layers of tables."""
     if not points[0].tags.keys() & {"row", "token"}:
         return [({"tags": tags}, text) for tags, text in _variant_choices(points)]

@@ -6,10 +6,12 @@ from pathlib import Path
 from lit_layers.errors import InputError
 
 
-def write_report(root: str | Path, out: str | Path | None = None) -> Path:
+def write_report(root: str | Path, out: str | Path | None = None, *, allow_suspect: bool = False) -> Path:
     """Writes a run's page, by default `root/report.html`, whole or not at all, and returns its path.
 
-    Whatever an interrupted run has left is drawn; measurements without a step are counted, not drawn.
+    Whatever an interrupted run has left is drawn. A folder whose measurements all lack a step compares their models; in
+    a run's folder they are counted, not drawn. Checkpoints that an audit found suspect are left out of all curves and
+    tables, unless `allow_suspect`; the page names them either way.
 
     Raises:
         InputError: where `root` is no run's folder, one of its files is corrupt, the page cannot be written, or plotly
@@ -23,7 +25,7 @@ def write_report(root: str | Path, out: str | Path | None = None) -> Path:
         ) from error
     run = facts.read_run(root)
     out = Path(out) if out is not None else run.root / "report.html"
-    page = rendering.render(run)
+    page = rendering.render(run, allow_suspect=allow_suspect)
     partial = out.with_name(f".{out.name}.{os.getpid()}")
     try:
         partial.write_text(page, encoding="utf-8")

@@ -1,6 +1,7 @@
 """A run's page as text: the facts, tables and figures of a run put into the template."""
 
 import math
+import shlex
 from datetime import datetime
 from pathlib import Path
 from typing import Any
@@ -9,17 +10,21 @@ import jinja2
 from plotly.offline import get_plotlyjs
 
 from lit_layers import records
-from lit_layers.plots import change_table, theme
-from lit_layers.plots.labels import label, value
-from lit_layers.report import facts, figures
+from lit_layers.plots import change_table, model_table, theme
+from lit_layers.plots.labels import label, listing, value
+from lit_layers.report import comparison, facts, figures, provenance
 
 _PAGE = Path(__file__).parent / "page"
 
 
-def render(run: facts.RunData) -> str:
-    """Returns the page of a run."""
-    frame = records.frame([m for m in run.measurements if m.step is not None])
-    sections, training = figures.sections(frame), figures.training(run)
+def render(run: facts.RunData, *, allow_suspect: bool = False) -> str:
+    """Returns the page of a run, or of models side by side; without its suspect checkpoints unless they are allowed."""
+    comparing = run.compares_models
+    drawable = [m for m in run.measurements if (comparing or m.step is not None) and _may(m, allow_suspect)]
+    # Those that are left are to be drawn: without their verdicts no figure refuses them.
+    frame = records.frame(drawable).drop(columns=records.AUDIT, errors="ignore")
+    sections = figures.sections(frame, comparison.metric_block if comparing else figures.metric_block)
+    training = figures.training(run)
     drawn = [
         figure["content"]
         for block in [*training, *(metric for section in sections for metric in section["metrics"])]
@@ -37,20 +42,36 @@ def render(run: facts.RunData) -> str:
         run=run,
         facts=facts.headline_facts(run),
         written=datetime.now().astimezone().strftime("%d %B %Y, %H:%M").lstrip("0"),
-        changes=_changes(change_table(frame)),
+        changes=[] if comparing else _changes(change_table(frame)),
+        results=_results(model_table(frame), list(dict.fromkeys(frame["run"]))) if comparing else [],
+        compared=[run.models[name] for name in dict.fromkeys(frame["run"])] if comparing else [],
+        suspects={verdict: _listed(run, places) for verdict, places in facts.suspects(run).items()},
+        num_suspects=len({place for places in facts.suspects(run).values() for place in places}),
+        allow_suspect=allow_suspect,
+        command=f"lit-layers report {shlex.quote(str(run.root))} --allow-suspect",
         training=_numbered(training, drawn),
         sections=[{**section, "metrics": _numbered(section["metrics"], drawn)} for section in sections],
         cost=[_cost_row(row) for row in facts.cost(run)] if run.measurements else [],
-        provenance=facts.provenance(run),
-        flat=facts.flat,
+        provenance=provenance.provenance(run),
+        flat=provenance.flat,
+        short=provenance.short,
+        is_suspect=lambda row: any(text.startswith("suspect") for text in row[1:]),
         title_of=facts.section_title,
-        without_step=sum(m.step is None for m in run.measurements),
+        without_step=0 if comparing else sum(m.step is None for m in run.measurements),
         has_tokens=any("tokens" in content["layout"].get("meta", {}).get("axes", {}) for content in drawn),
         figures={"figures": drawn, "template": theme.TEMPLATE.to_plotly_json()},
         plotly_js=get_plotlyjs(),
         css=(_PAGE / "page.css").read_text(encoding="utf-8"),
         js=(_PAGE / "page.js").read_text(encoding="utf-8"),
     )
+
+
+def _may(measurement: records.Measurement, allow_suspect: bool) -> bool:
+    return allow_suspect or not records.is_suspect(measurement)
+
+
+def _listed(run: facts.RunData, places: list[str]) -> str:
+    return listing("model" if run.compares_models else "step", places, most=40)
 
 
 def _numbered(blocks: list[dict[str, Any]], drawn: list[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -100,6 +121,26 @@ def _changes(table: Any) -> list[dict[str, Any]]:
             }
         )
     return shown
+
+
+def _results(table: Any, runs: list[str]) -> list[dict[str, Any]]:
+    """The rows of the table of models, ready to be shown: a metric each, with a cell for each model."""
+    shown: dict[tuple, dict[str, Any]] = {}
+    for row in table.to_dict("records"):
+        is_last = row["layer"] == row["layer"] and row["layer"] is not None
+        key = row["analysis"], row["metric"], row["variant"], is_last
+        if key not in shown:
+            shown[key] = {
+                "title": label(row["metric"]).title,
+                "unit": label(row["metric"]).unit,
+                "analysis": facts.section_title(row["analysis"]),
+                "details": ", ".join(filter(None, [row["variant"], "last layer" if is_last else ""])),
+                "cells": dict.fromkeys(runs, ("", "")),
+            }
+        shown[key]["cells"][row["run"]] = value(row["value"]), _interval(row["low"], row["high"])
+    order = list(dict.fromkeys(row["analysis"] for row in shown.values()))
+    rows = sorted(shown.values(), key=lambda row: order.index(row["analysis"]))
+    return [{**row, "cells": list(row["cells"].values())} for row in rows]
 
 
 def _spark(steps: list[int], values: list[float]) -> tuple[str, tuple[float, float]]:

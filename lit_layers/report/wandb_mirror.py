@@ -75,17 +75,20 @@ class WandbMirror:
         self._wandb: Any = None
         self._known = Mirrored()
         self._defined: set[str] = set()
-        self._table_is_due = self._draws = False
+        self._table_is_due = self._draws = self._allow_suspect = False
         self._lock: IO[str] | None = None
         self._data_dir: str | None = None
 
-    def open(self, root: str | Path, *, run_id: str, config: Mapping[str, Any]) -> None:
+    def open(self, root: str | Path, *, run_id: str, config: Mapping[str, Any], allow_suspect: bool = False) -> None:
         """Starts or resumes the run and sends what W&B does not have of it yet.
+
+        Checkpoints that an audit found suspect are left out of curves and table, unless `allow_suspect`.
 
         Raises:
             InputError: where `mode` is online and W&B cannot be reached, or one of the run's files is corrupt.
         """
         self.root, self._table_is_due, self._defined = Path(root), False, set()
+        self._allow_suspect = allow_suspect
         mode = self._chosen_mode()
         if mode == "disabled":
             return
@@ -241,7 +244,7 @@ class WandbMirror:
     def _on_disk(self) -> Iterator[tuple[int, int | None, dict[str, float], list[Measurement]]]:
         """Yields all that the run's files hold, step by step."""
         measured: dict[int, list[Measurement]] = {}
-        for measurement in records.latest(records.read(self.root / "measurements.jsonl")):
+        for measurement in self._measured():
             if measurement.step is not None:
                 measured.setdefault(measurement.step, []).append(measurement)
         waiting = sorted(measured, reverse=True)
@@ -253,6 +256,10 @@ class WandbMirror:
             yield self._step(step, {name: value for name, value in row.items() if name != "step"}, found)
         while waiting:
             yield self._step(waiting[-1], {}, measured[waiting.pop()])
+
+    def _measured(self) -> list[Measurement]:
+        found = records.latest(records.read(self.root / "measurements.jsonl"))
+        return [m for m in found if self._allow_suspect or not records.is_suspect(m)]
 
     @staticmethod
     def _step(
@@ -275,7 +282,9 @@ class WandbMirror:
             return {}
         from lit_layers.plots import layer_matrix
 
-        frame = records.frame([measurement])
+        frame = records.frame([measurement]).drop(
+            columns=records.AUDIT, errors="ignore"
+        )  # what comes here may be drawn
         return {name: layer_matrix(frame, metric, tags=tags) for name, (metric, tags) in due.items()}
 
     def _send(self, step: int | None, row: dict[str, Any]) -> None:
@@ -306,8 +315,7 @@ class WandbMirror:
         """The long form of all measurements, once they are complete."""
         if not self._table_is_due and TABLE in self._known.names.get(None, frozenset()):
             return
-        found = records.latest(records.read(self.root / "measurements.jsonl"))
-        pairs = [(measurement, record) for measurement in found for record in measurement.records]
+        pairs = [(measurement, record) for measurement in self._measured() for record in measurement.records]
         if len(pairs) > _TABLE_ROWS:
             pairs = [
                 (measurement, record)

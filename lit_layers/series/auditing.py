@@ -1,6 +1,6 @@
 """Whether a series is what it says: by names, sizes and hashes, before any weights are downloaded."""
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field
 from typing import Any
@@ -18,7 +18,7 @@ from lit_layers.series.findings import (
     weights_of,
 )
 
-_REQUESTS_AT_ONCE = 8  # to the Hub, which allows some hundred a minute
+REQUESTS_AT_ONCE = 8  # to the Hub, which allows some hundred a minute
 
 
 @dataclass(frozen=True)
@@ -67,20 +67,20 @@ class Audit:
         }
 
 
-def audit(series: Series) -> Audit:
+def audit(series: Series, *, without: Collection[str] = ()) -> Audit:
     """What is wrong with the chosen steps of a series, compared with each other, its last step and its main branch.
 
     Asks the Hub for lists of files and for the small files that name shards, one list a revision; a local series is
-    hashed. Files are compared, so the same weights saved anew pass.
+    hashed. Files are compared, so the same weights saved anew pass. Checkpoints named in `without` are not looked at.
 
     Raises:
         InputError: a series that is not there, or cannot be had after several attempts.
     """
     listing = series.listing
-    chosen = series.checkpoints
+    chosen = [found for found in series.checkpoints if found.name not in without]
     last = listing.checkpoints[-1] if listing.checkpoints[-1].step is not None else None
     seen = {found.name: found for found in (*chosen, *filter(None, (last, listing.main)))}
-    with ThreadPoolExecutor(_REQUESTS_AT_ONCE) as pool:
+    with ThreadPoolExecutor(REQUESTS_AT_ONCE) as pool:
         weights = dict(zip(seen, pool.map(weights_of, seen.values()), strict=True))
     findings = [
         *broken(chosen),

@@ -26,10 +26,13 @@ class StepName:
     ingredient: int | None = None
     billions: int | None = None
 
-    def tokens(self, tokens_per_step: int | None) -> int | None:
-        """Tokens seen at this step; from the name, good to a billion, only where a step's tokens are unknown."""
+    def tokens(self, tokens_per_step: int | None, first: int = 0, before: int = 0) -> int | None:
+        """Tokens seen at this step, of which `before` up to the step `first`.
+
+        From the name, good to a billion, only where a step's tokens are unknown.
+        """
         if tokens_per_step is not None:
-            return self.step * tokens_per_step
+            return before + (self.step - first) * tokens_per_step
         return None if self.billions is None else self.billions * 10**9
 
 

@@ -52,6 +52,7 @@ class StepFolders(Series):
             raise InputError(f"{self.root} holds no folder that is a step, such as step-000001000 or checkpoint-500")
         kept, doubles = ordered(said)
         per_step = self._tokens_per_step or self._run.get("tokens_per_step")
+        first, before = self._origin
         understood = {name.name for name in said}
         return Listing(
             checkpoints=tuple(
@@ -60,7 +61,7 @@ class StepFolders(Series):
                     name.name,
                     FolderSource(folders[name.name]),
                     step=name.step,
-                    tokens=name.tokens(per_step),
+                    tokens=None if before is None else name.tokens(per_step, first, before),
                     approximate=per_step is None and name.billions is not None,
                 )
                 for name in kept
@@ -72,13 +73,7 @@ class StepFolders(Series):
 
     @functools.cached_property
     def _run(self) -> dict[str, Any]:
-        """What the run says of itself."""
-        path = self.root / RUN_FILE
-        try:
-            found = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
-        except ValueError as error:
-            raise InputError(f"{path} is damaged ({error}): mend it or move it away") from error
-        return found if isinstance(found, dict) else {}
+        return run_facts(self.root)
 
     def _expected(self, last: int) -> tuple[int, ...] | None:
         """The steps of the run's own schedule up to the last that is there: it may have been interrupted."""
@@ -86,5 +81,25 @@ class StepFolders(Series):
         steps = config.get("steps") if isinstance(config, dict) else None
         if steps is None:
             return None
-        schedule = Schedule(steps)
-        return tuple(step for step in range(last + 1) if step in schedule)
+        schedule, first = Schedule(steps), self._origin[0]
+        return tuple(step for step in range(first, last + 1) if step in schedule or step == first)
+
+    @property
+    def _origin(self) -> tuple[int, int | None]:
+        """The step and tokens that the run began with: not zero where it began with another run's checkpoint."""
+        found = self._run.get("origin") or {}
+        return found.get("step", 0), found.get("tokens", 0)
+
+
+def run_facts(root: Path) -> dict[str, Any]:
+    """What a run says of itself in its folder; nothing where it is no run of ours.
+
+    Raises:
+        InputError: a run.json that is damaged.
+    """
+    path = root / RUN_FILE
+    try:
+        found = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
+    except ValueError as error:
+        raise InputError(f"{path} is damaged ({error}): mend it or move it away") from error
+    return found if isinstance(found, dict) else {}

@@ -13,6 +13,7 @@ from lit_layers.errors import InputError
 from lit_layers.series.files import STEMS, ListedFile, content_hash, formats
 from lit_layers.series.retrying import DamagedDownload, MovedCommit, Result, Retry
 
+TOKENIZER, TOKENIZER_CONFIG = "tokenizer.json", "tokenizer_config.json"
 COMPANIONS = (".json", ".txt", ".model", ".tiktoken", ".jinja")  # config and tokenizer: data, never code
 _LARGEST_COMPANION = 2**26
 _dropping = threading.Lock()
@@ -42,6 +43,13 @@ class Source(ABC):
     def describe(self) -> dict[str, Any]:
         """Where the checkpoint comes from, for provenance."""
 
+    def tokenizer(self) -> Path | None:
+        """A local folder with the tokenizer, downloaded now if need be; None where the checkpoint carries none."""
+        return self._tokenizer_folder() if TOKENIZER in self.files else None
+
+    @abstractmethod
+    def _tokenizer_folder(self) -> Path: ...
+
     def weights(self) -> dict[str, str]:
         """The hash of every weight file that is loaded: safetensors, or else the pickle."""
         for found in formats(self.files).values():
@@ -70,6 +78,9 @@ class FolderSource(Source):
 
     def describe(self) -> dict[str, Any]:
         return {"checkpoint": str(self.folder)}
+
+    def _tokenizer_folder(self) -> Path:
+        return self.folder
 
 
 class Hub:
@@ -180,6 +191,11 @@ class HubSource(Source):
 
     def describe(self) -> dict[str, Any]:
         return {"checkpoint": self.repo, "revision": self.revision, "commit": self.commit}
+
+    def _tokenizer_folder(self) -> Path:
+        if TOKENIZER_CONFIG in self.files:  # names the end of text
+            self._have(TOKENIZER_CONFIG)
+        return self._have(TOKENIZER).parent
 
     def _have(self, path: str) -> Path:
         place, is_new = self.hub.download(self.repo, self.commit, self.revision, self.files[path])

@@ -1,6 +1,5 @@
 """The two callbacks of a run that is watched: save the model at the steps of a schedule, then measure it."""
 
-import datetime
 import logging
 import shutil
 import time
@@ -20,6 +19,9 @@ from lit_layers.models.view import LayeredModel
 from lit_layers.records import Measurement
 from lit_layers.schedule import Schedule, Steps
 from lit_layers.training.checkpoint_io import step_folder, writable_folder, write_folder
+from lit_layers.training.dealing import measure_together, new_group
+from lit_layers.training.origin import axis_step, origin_of
+from lit_layers.training.sharding import NoRoomError, is_sharded, release_copy_, whole_copy, whole_on_first_rank
 
 logger = logging.getLogger(__name__)
 
@@ -36,22 +38,38 @@ class _AtSteps(L.Callback):
     def at_step(self, trainer: L.Trainer, model: nn.Module, step: int) -> None:
         """Acts on the plain model after `step` optimizer steps."""
 
+    @abstractmethod
+    def without_room(self, trainer: L.Trainer, model: nn.Module, step: int, reason: str) -> None:
+        """Acts on the sharded model, on every rank, where the whole one does not fit into memory."""
+
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        self._visit(trainer, pl_module, due=trainer.global_step in self.schedule)
+        self._visit(trainer, pl_module, due=axis_step(trainer) in self.schedule or trainer.global_step == 0)
 
     def on_train_batch_end(self, trainer: L.Trainer, pl_module: L.LightningModule, *_: Any) -> None:
-        self._visit(trainer, pl_module, due=trainer.global_step in self.schedule)
+        self._visit(trainer, pl_module, due=axis_step(trainer) in self.schedule)
 
     def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         self._visit(trainer, pl_module, due=True)
 
     def _visit(self, trainer: L.Trainer, pl_module: L.LightningModule, due: bool) -> None:
-        step = trainer.global_step
+        step, model = axis_step(trainer), self._plain_model(pl_module)
         if due and step != self._last_step and not trainer.sanity_checking:
             self._last_step = step
             started = time.perf_counter()
-            self.at_step(trainer, self._plain_model(pl_module), step)
+            self._act(trainer, model, step)
             self.paused_seconds += time.perf_counter() - started
+        if is_sharded(model) and self is _last_of_us(trainer):
+            release_copy_(model)
+
+    def _act(self, trainer: L.Trainer, model: nn.Module, step: int) -> None:
+        strategy: Any = trainer.strategy
+        try:
+            # On every rank alike, before anything that depends on the rank.
+            whole = whole_copy(model, strategy, step) if is_sharded(model) else model
+        except NoRoomError as error:
+            self.without_room(trainer, model, step, str(error))
+        else:
+            self.at_step(trainer, whole, step)
 
     def _plain_model(self, pl_module: L.LightningModule) -> nn.Module:
         name = self.model or ("model" if isinstance(getattr(pl_module, "model", None), nn.Module) else None)
@@ -63,6 +81,11 @@ class _AtSteps(L.Callback):
             raise InputError(
                 f"model: {type(pl_module).__name__} has no submodule {name!r}; name the one that holds the network"
             ) from error
+
+
+def _last_of_us(trainer: L.Trainer) -> _AtSteps:
+    callbacks: list[Any] = trainer.callbacks  # pyright: ignore[reportAttributeAccessIssue]
+    return [callback for callback in callbacks if isinstance(callback, _AtSteps)][-1]
 
 
 class SeriesCheckpoint(_AtSteps):
@@ -91,7 +114,7 @@ class SeriesCheckpoint(_AtSteps):
                 shutil.rmtree(leftover, ignore_errors=True)
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        self._resumed_at = trainer.global_step if trainer.ckpt_path else None
+        self._resumed_at = axis_step(trainer) if trainer.ckpt_path else None
         super().on_train_start(trainer, pl_module)
 
     def at_step(self, trainer: L.Trainer, model: nn.Module, step: int) -> None:
@@ -101,6 +124,12 @@ class SeriesCheckpoint(_AtSteps):
             shards = getattr(getattr(trainer, "datamodule", None), "shards", None)
             tokenizer = self.tokenizer or getattr(shards, "tokenizer_path", None)
             write_folder(folder, lambda folder: save(model, folder, tokenizer))
+
+    def without_room(self, trainer: L.Trainer, model: nn.Module, step: int, reason: str) -> None:
+        strategy: Any = trainer.strategy
+        whole = whole_on_first_rank(model, strategy)
+        if whole is not None:
+            self.at_step(trainer, whole, step)
 
 
 class Watcher(Protocol):
@@ -115,8 +144,9 @@ class EmergenceCallback(_AtSteps):
     """Measures every layer at the steps of a schedule, and leaves the training as if it had not.
 
     One line a (step, analysis) goes to `root/measurements.jsonl`, and the numbers to the trainer's loggers. What stands
-    there already, with the same options and weights, is not measured again. Under DDP the analyses are dealt over the
-    ranks; no collective runs inside one, so a failing analysis hangs no rank.
+    there already, with the same options and weights, is not measured again. Under DDP the analyses, and the prompts of
+    each that can be divided, are dealt over the ranks; the numbers do not depend on how many there are. Sharded weights
+    are gathered into a plain copy on each rank, once a step; where it does not fit, every analysis then says so.
 
     Args:
         analyses: what to measure; names are unique.
@@ -163,8 +193,7 @@ class EmergenceCallback(_AtSteps):
         if trainer.is_global_zero:
             writable_folder(self.root, "root")
         if trainer.world_size > 1:
-            # A group of its own on the CPU: results are objects, and training's collectives stay undisturbed.
-            self._group = distributed.new_group(backend="gloo", timeout=datetime.timedelta(hours=12))
+            self._group = new_group()
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         known = [records.read(self.file) if trainer.is_global_zero and self.file.exists() else []]
@@ -174,21 +203,46 @@ class EmergenceCallback(_AtSteps):
         super().on_train_start(trainer, pl_module)
 
     def at_step(self, trainer: L.Trainer, model: nn.Module, step: int) -> None:
-        per_step = self.tokens_per_step or getattr(getattr(trainer, "datamodule", None), "tokens_per_step", None)
-        tokens = step * per_step if per_step is not None else None
-        fingerprint = weights_hash(model)
-        mine, due = [], [analysis for analysis in self.analyses if not self._is_done(analysis, step, fingerprint)]
-        for analysis in due[trainer.global_rank :: trainer.world_size]:
+        source, fingerprint = origin_of(trainer).source, weights_hash(model)
+        due = [analysis for analysis in self.analyses if not self._is_done(analysis, step, fingerprint)]
+        facts: dict[str, Any] = {
+            "run": self.run,
+            "step": step,
+            "tokens": self._tokens(trainer, step),
+            "provenance": {"init_from": source} if source else None,
+            "weights_hash": fingerprint,
+        }
+
+        def starting(analysis: Analysis) -> None:
             for watcher in self.watchers:
                 watcher.measuring(step, analysis.name)
-            measurement = emergence.measure(
-                model, analysis, run=self.run, step=step, tokens=tokens, weights_hash=fingerprint
-            )
-            mine.append(measurement)
-            if self._group is None:
-                self._keep(trainer, measurement)
+
         if self._group is not None:
-            self._gather(trainer, mine)
+            for measurement in measure_together(model, due, self._group, starting, **facts):
+                self._keep(trainer, measurement)
+            return
+        for analysis in due:
+            starting(analysis)
+            self._keep(trainer, emergence.measure(model, analysis, **facts))
+
+    def without_room(self, trainer: L.Trainer, model: nn.Module, step: int, reason: str) -> None:
+        if trainer.is_global_zero:
+            for analysis in self.analyses:
+                failed = Measurement(
+                    run=self.run,
+                    step=step,
+                    tokens=self._tokens(trainer, step),
+                    analysis=analysis.name,
+                    records=[],
+                    seconds=0.0,
+                    error=reason,
+                    provenance={"config_hash": analysis.config_hash(), "data_hash": analysis.data_hash()},
+                )
+                self._keep(trainer, failed)
+
+    def _tokens(self, trainer: L.Trainer, step: int) -> int | None:
+        per_step = self.tokens_per_step or getattr(getattr(trainer, "datamodule", None), "tokens_per_step", None)
+        return origin_of(trainer).tokens_at(step, per_step)
 
     def _is_done(self, analysis: Analysis, step: int, fingerprint: str) -> bool:
         return records.is_done(
@@ -199,15 +253,6 @@ class EmergenceCallback(_AtSteps):
             config_hash=analysis.config_hash(),
             weights_hash=fingerprint,
         )
-
-    def _gather(self, trainer: L.Trainer, mine: list[Measurement]) -> None:
-        shares: list[Any] | None = [None] * trainer.world_size if trainer.is_global_zero else None
-        distributed.gather_object(mine, shares, dst=0, group=self._group)
-        if shares is not None:
-            found = {measurement.analysis: measurement for share in shares for measurement in share}
-            for analysis in self.analyses:
-                if analysis.name in found:
-                    self._keep(trainer, found[analysis.name])
 
     def _keep(self, trainer: L.Trainer, measurement: Measurement) -> None:
         if measurement.error is not None:

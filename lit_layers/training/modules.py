@@ -1,19 +1,23 @@
 """Lightning modules around plain models."""
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
 import lightning as L
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torchmetrics import MeanMetric
 
 from lit_layers.errors import InputError
 from lit_layers.models.attention import causal_by_flag
 from lit_layers.models.build import causal_lm
 from lit_layers.models.vocabulary import true_vocab_size
+from lit_layers.series.checkpoint import Checkpoint
 from lit_layers.training.loss import next_token_loss
 from lit_layers.training.optim import adamw, warmup_cosine
+from lit_layers.training.origin import Origin, published, refuse_another_tokenizer
+from lit_layers.training.sharding import full, shard_, sharding_mesh
 
 _NOT_OF_CONFIG = {"name", "seed", "pad_vocab_to", "attention"}  # arguments of `causal_lm` beside the configuration
 
@@ -24,6 +28,10 @@ class LitCausalLM(L.LightningModule):
     Args:
         architecture: a transformers model type (`gpt2`, `gpt_neox`, `llama`, ...), or a local folder whose config.json
             is used; the weights are new.
+        init_from: a folder with a model, or NAME@REVISION of the Hub (`EleutherAI/pythia-70m@step1000`), whose
+            architecture and weights are taken instead; its step and tokens are where the axes of this run begin. The
+            optimizer starts afresh.
+        allow_suspect: begins also with a checkpoint that the audit of its series finds suspect.
         config: overrides of the model's configuration, by its own field names; unknown ones are refused.
         init_seed: of the initial weights, independent of every other seed.
         pad_vocab_to: rounds the embedding up to a multiple (tensor cores want 64); padding rows never take part in a
@@ -42,6 +50,8 @@ class LitCausalLM(L.LightningModule):
         architecture: str = "gpt2",
         config: dict[str, Any] | None = None,
         *,
+        init_from: str | None = None,
+        allow_suspect: bool = False,
         init_seed: int = 0,
         pad_vocab_to: int | None = 64,
         lr: float = 6e-4,
@@ -68,6 +78,7 @@ class LitCausalLM(L.LightningModule):
             raise InputError(
                 f"model.config.{name}: no field of a configuration; the module has options of its own for it"
             )
+        self.init_from, self.allow_suspect = init_from, allow_suspect
         self.architecture, self.config, self.init_seed = architecture, dict(config or {}), init_seed
         self.pad_vocab_to, self.compile_model = pad_vocab_to, compile
         self.lr, self.weight_decay, self.betas = lr, weight_decay, betas
@@ -75,10 +86,35 @@ class LitCausalLM(L.LightningModule):
         self.validation_loss = MeanMetric().set_dtype(torch.float64)
         self.grad_norm: Tensor | None = None
 
+    @property
+    def origin(self) -> Origin:
+        """Where this run begins on the axes of steps and tokens."""
+        return Origin() if self.init_from is None else self.beginning[1]
+
+    @functools.cached_property
+    def beginning(self) -> tuple[Checkpoint, Origin]:
+        """The checkpoint that `init_from` names; a resumed run sets the one that it began with."""
+        assert self.init_from is not None
+        return published(self.init_from, allow_suspect=self.allow_suspect)
+
     def configure_model(self) -> None:
         if hasattr(self, "model"):
             return
         data = self.trainer.datamodule  # pyright: ignore[reportAttributeAccessIssue]
+        self.model = self._new_model(data) if self.init_from is None else self._continued_model(data)
+        context = getattr(self.model.config, "max_position_embeddings", None)
+        if context is not None and context < data.num_tokens:
+            raise InputError(
+                f"data.num_tokens: expected at most {context}, the model's context, got {data.num_tokens}; "
+                "choose shorter blocks or a longer context in model.config"
+            )
+        mesh = sharding_mesh(self.trainer.strategy)
+        if mesh is not None:
+            shard_(self.model, mesh)
+        # Kept out of the module tree: the compiled copy shares every weight and must not double the state dict.
+        self.__dict__["_network"] = torch.compile(self.model) if self.compile_model else self.model
+
+    def _new_model(self, data: Any) -> nn.Module:
         vocab_size = self.config.get("vocab_size", data.shards.vocab_size)
         if not isinstance(vocab_size, int) or vocab_size < data.shards.vocab_size:
             raise InputError(
@@ -86,15 +122,25 @@ class LitCausalLM(L.LightningModule):
                 f"got {vocab_size}; leave it out to take the tokenizer's"
             )
         options = {**self.config, "vocab_size": vocab_size}
-        self.model = causal_lm(self.architecture, seed=self.init_seed, pad_vocab_to=self.pad_vocab_to, **options)
-        context = getattr(self.model.config, "max_position_embeddings", None)
-        if context is not None and context < data.num_tokens:
+        return causal_lm(self.architecture, seed=self.init_seed, pad_vocab_to=self.pad_vocab_to, **options)
+
+    def _continued_model(self, data: Any) -> nn.Module:
+        checkpoint = self.beginning[0]
+        folder = checkpoint.fetch()
+        refuse_another_tokenizer(folder, data, self.init_from)
+        model = causal_lm(
+            folder,
+            seed=self.init_seed,
+            pad_vocab_to=self.pad_vocab_to,
+            weights=checkpoint.load(),
+            **self.config,
+        )
+        if true_vocab_size(model) < data.shards.vocab_size:
             raise InputError(
-                f"data.num_tokens: expected at most {context}, the model's context, got {data.num_tokens}; "
-                "choose shorter blocks or a longer context in model.config"
+                f"tokenizer: expected at most {true_vocab_size(model)} tokens, as many as {self.init_from} knows, got "
+                f"{data.shards.vocab_size}; name the model's own with --tokenizer"
             )
-        # Kept out of the module tree: the compiled copy shares every weight and must not double the state dict.
-        self.__dict__["_network"] = torch.compile(self.model) if self.compile_model else self.model
+        return model
 
     def forward(self, input_ids: Tensor) -> Tensor:
         """Returns logits over the true vocabulary, without its padding rows."""
@@ -129,7 +175,7 @@ class LitCausalLM(L.LightningModule):
     ) -> None:
         if gradient_clip_val and gradient_clip_algorithm in (None, "norm"):
             # Lightning's own clipping throws the norm away; it is worth a curve and stays on the device here.
-            self.grad_norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), gradient_clip_val)
+            self.grad_norm = full(torch.nn.utils.clip_grad_norm_(self.model.parameters(), gradient_clip_val))
         else:
             self.clip_gradients(optimizer, gradient_clip_val, gradient_clip_algorithm)
 

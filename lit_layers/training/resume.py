@@ -22,6 +22,9 @@ from lightning.pytorch.utilities.exceptions import SIGTERMException
 from lit_layers.durable import write_json
 from lit_layers.errors import InputError
 from lit_layers.training.checkpoint_io import saved_steps, step_folder, write_folder
+from lit_layers.training.origin import axis_step
+from lit_layers.training.sharding import SHARDED, are_sharded, refuse_many_files, refuse_unsharded_state
+from lit_layers.training.termination import Termination
 
 logger = logging.getLogger(__name__)
 
@@ -52,7 +55,8 @@ class ResumeCheckpoint(L.Callback):
     """Writes `root/resume/step-000001000`, complete or not at all, and keeps the newest.
 
     Written where a step is over with all that belongs to it (measuring, validation), every `every` steps, at the end,
-    and when the process is asked to stop (SIGTERM). The last callback of a run, so that it holds the others' states.
+    and when any rank is asked to stop (SIGTERM), which then ends the run with Lightning's `SIGTERMException`. The last
+    callback of a run, so that it holds the others' states.
 
     Args:
         root: the run's folder.
@@ -65,9 +69,12 @@ class ResumeCheckpoint(L.Callback):
             raise InputError(f"resume_every: expected at least 1, got {every}")
         self.folder, self.every, self.keep = Path(root) / FOLDER, every, keep
         self.paused_seconds = 0.0
-        self._last_step = 0  # step 0 needs no checkpoint: a run starts there again by itself
+        self._termination = Termination()
+        self._last_step = -1
 
     def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
+        refuse_many_files(trainer.strategy)
+        refuse_unsharded_state(trainer.strategy, trainer.ckpt_path)
         if trainer.is_global_zero:
             for leftover in self.folder.glob(".tmp-step-*"):
                 shutil.rmtree(leftover, ignore_errors=True)
@@ -75,29 +82,34 @@ class ResumeCheckpoint(L.Callback):
                 leftover.unlink()
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        self._last_step = trainer.global_step
+        self._termination.listen(trainer)
+        self._last_step = axis_step(trainer)  # needs no checkpoint: a run starts there again by itself
         if trainer.is_global_zero:  # whoever goes back to a step leaves the way that the run took from there
             for step in saved_steps(self.folder):
-                if step > trainer.global_step:
+                if step > self._last_step:
                     shutil.rmtree(step_folder(self.folder, step))
 
     def on_train_batch_start(
         self, trainer: L.Trainer, pl_module: L.LightningModule, batch: Any, batch_idx: int
     ) -> None:
         # Here and not at the end of the batch before: its validation would be missing.
-        if self.every is not None and trainer.global_step % self.every == 0:
+        if batch_idx % trainer.accumulate_grad_batches:
+            return
+        asked = self._termination.asked()
+        if asked or (self.every is not None and axis_step(trainer) % self.every == 0):
             self._save(trainer)
+        if asked:
+            raise SIGTERMException
 
     def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         self._save(trainer)
+        self._termination.stop_listening()
 
     def on_exception(self, trainer: L.Trainer, pl_module: L.LightningModule, exception: BaseException) -> None:
-        # Lightning raises it on every rank once a batch is over. Inside a step its gradients would be lost, inside a
-        # validation its row: then the checkpoint before has to do.
-        if isinstance(exception, SIGTERMException) and not (
-            trainer.validating or trainer.fit_loop._should_accumulate()
-        ):
-            self._save(trainer)
+        self._termination.stop_listening()
+
+    def on_save_checkpoint(self, trainer: L.Trainer, pl_module: L.LightningModule, checkpoint: dict[str, Any]) -> None:
+        checkpoint[SHARDED] = are_sharded(trainer.strategy)
 
     def on_load_checkpoint(self, trainer: L.Trainer, pl_module: L.LightningModule, checkpoint: dict[str, Any]) -> None:
         # Counted in batches of the new accumulation: else the first step would be made of part of its batches.
@@ -107,7 +119,7 @@ class ResumeCheckpoint(L.Callback):
             counts.update(ready=batches, started=batches, processed=batches, completed=batches)
 
     def _save(self, trainer: L.Trainer) -> None:
-        step = trainer.global_step
+        step = axis_step(trainer)
         if step == self._last_step:
             return
         self._last_step, started = step, time.perf_counter()

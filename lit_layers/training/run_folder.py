@@ -16,6 +16,7 @@ from lit_layers.durable import write_json
 from lit_layers.errors import InputError
 from lit_layers.models.vocabulary import true_vocab_size
 from lit_layers.training.checkpoint_io import saved_steps, writable_folder
+from lit_layers.training.origin import Origin, axis_step, origin_of
 
 RUN_FILE, CONFIG_FILE = "run.json", "config.yaml"
 _FILES = (RUN_FILE, CONFIG_FILE, "measurements.jsonl", "metrics.jsonl", "report.html")
@@ -50,6 +51,11 @@ def is_a_run(root: Path) -> bool:
 def name_of_run(root: Path) -> str:
     """The name that the run in `root` began with: a folder may be moved, and its measurements keep theirs."""
     return json.loads((root / RUN_FILE).read_text())["run"]
+
+
+def origin_in(root: Path) -> dict[str, Any]:
+    """What the run in `root` says of where it began on the axis of training."""
+    return json.loads((root / RUN_FILE).read_text()).get("origin") or Origin().describe()
 
 
 def refuse_another_run(root: Path, options: Mapping[str, Any]) -> None:
@@ -126,7 +132,7 @@ class RunFolder(L.Callback):
             return
         if self.resume:
             self._refuse_other_inputs(self._describe(trainer, pl_module))
-            self.go_on(trainer.global_step)
+            self.go_on(axis_step(trainer))
         else:
             self._take_over(trainer, pl_module)
             self.started = True
@@ -134,7 +140,9 @@ class RunFolder(L.Callback):
     def _refuse_other_inputs(self, now: Mapping[str, Any]) -> None:
         """Options may be the same and yet name other text, or another machine choose another precision."""
         before = json.loads((self.root / RUN_FILE).read_text())
+        started = [each.get("origin", {}).get("weight_files") for each in (before, now)]
         for field, old, new in (
+            ("the weights of model.init_from", *started),
             ("trainer.precision", before.get("precision"), now["precision"]),
             ("corpus", *(each.get("data", {}).get("corpus_hash") for each in (before, now))),
             ("tokenizer", *(each.get("data", {}).get("tokenizer_hash") for each in (before, now))),
@@ -180,17 +188,19 @@ class RunFolder(L.Callback):
     def _describe(self, trainer: L.Trainer, pl_module: L.LightningModule) -> dict[str, Any]:
         model: Any = pl_module.model
         data: Any = getattr(trainer, "datamodule", None)
+        origin = origin_of(trainer)
         described = {
             "run": self.root.name,
             "id": self.run_id,
             "started": _now(),
-            "max_steps": trainer.max_steps,
+            "max_steps": origin.step + trainer.max_steps,
+            "origin": origin.describe(),
             "tokens_per_step": getattr(data, "tokens_per_step", None),
             "world_size": trainer.world_size,
             "device": str(trainer.strategy.root_device),
             "precision": str(trainer.precision),
             "model": {
-                "class": type(model).__name__,
+                "class": type(model).__name__.removeprefix("FSDP"),
                 "parameters": sum(parameter.numel() for parameter in model.parameters()),
                 "vocab_size": true_vocab_size(model),
             },

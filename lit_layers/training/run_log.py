@@ -13,6 +13,7 @@ from lightning.pytorch.utilities.exceptions import SIGTERMException
 from torch import Tensor
 
 from lit_layers.records import Measurement, ScalarLog
+from lit_layers.training.origin import Origin, axis_step, origin_of
 
 
 class Mirror(Protocol):
@@ -59,6 +60,7 @@ class RunLog(L.Callback):
         self._flush_due = False
         self._validating = self._validation_started = 0.0
         self._tokens_per_step: int | None = None
+        self._origin = Origin()
         self._scalars: ScalarLog | None = None
         self._rate = 0.0
 
@@ -70,6 +72,7 @@ class RunLog(L.Callback):
 
     def on_fit_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         self._tokens_per_step = getattr(getattr(trainer, "datamodule", None), "tokens_per_step", None)
+        self._origin = origin_of(trainer)
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         self._scalars = ScalarLog(self.file) if trainer.is_global_zero else None
@@ -98,7 +101,7 @@ class RunLog(L.Callback):
         # Lightning hands out the loss divided by the number of micro-batches, so that their sum is the step's mean.
         loss = torch.stack(self._micro_losses).sum()
         self._micro_losses = []
-        self._pending.append(_Step(trainer.global_step, loss, getattr(pl_module, "grad_norm", None), self._rate))
+        self._pending.append(_Step(axis_step(trainer), loss, getattr(pl_module, "grad_norm", None), self._rate))
         every: int = trainer.log_every_n_steps  # pyright: ignore[reportAttributeAccessIssue]
         if trainer.global_step % every == 0:
             self.shown["train/loss"] = loss.item()  # waits for the device: the clock below is honest
@@ -119,7 +122,7 @@ class RunLog(L.Callback):
     def on_validation_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         self._validating += time.perf_counter() - self._validation_started
         found = {key: float(value) for key, value in trainer.callback_metrics.items() if key.startswith("validation/")}
-        self._extra.setdefault(trainer.global_step, {}).update(found)
+        self._extra.setdefault(axis_step(trainer), {}).update(found)
         self.shown.update(found)
 
     def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
@@ -149,7 +152,7 @@ class RunLog(L.Callback):
         speed = {"train/tokens_per_second": steps * self._tokens_per_step / seconds}
         if utilization := _model_flops_utilization(trainer, pl_module, speed["train/tokens_per_second"]):
             speed["train/mfu"] = utilization
-        self._extra.setdefault(trainer.global_step, {}).update(speed)
+        self._extra.setdefault(axis_step(trainer), {}).update(speed)
         self.shown.update(speed)
 
     def _flush(self, trainer: L.Trainer, *, reduce: bool = True) -> None:
@@ -187,7 +190,8 @@ class RunLog(L.Callback):
         return rows
 
     def _tokens(self, step: int) -> dict[str, int]:
-        return {} if self._tokens_per_step is None else {"tokens": step * self._tokens_per_step}
+        tokens = self._origin.tokens_at(step, self._tokens_per_step)
+        return {} if tokens is None else {"tokens": tokens}
 
 
 def _model_flops_utilization(trainer: L.Trainer, pl_module: L.LightningModule, tokens_per_second: float) -> float:

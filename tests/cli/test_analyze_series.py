@@ -6,9 +6,17 @@ from pathlib import Path
 import pytest
 import yaml
 
-from lit_layers import records
+from lit_layers import offline, records
+from lit_layers.analyses import Trajectory
+from lit_layers.cli.analyze_options import Command
 from lit_layers.cli.main import main
-from tests.cli.test_fit import RECIPE
+from lit_layers.data import EvalText
+from lit_layers.data.tokenization import save_tokenizer, train_bpe
+from tests.cli.conftest import PACKAGE
+from tests.cli.test_fit import RECIPE, TEXT
+from tests.support.saved_models import saved
+
+ROOT = Path(__file__).parents[2]
 
 
 @pytest.fixture(scope="module")
@@ -67,11 +75,12 @@ def test_a_suspect_checkpoint_is_left_out_and_said(trained, recipe, tmp_path, ca
     [
         (["--steps", "0,9"], "steps: "),
         (["--steps", "sometimes"], "got 'sometimes'"),
-        (["--shard", "3"], "shard: expected i/n, such as 0/4, got '3'"),
-        (["--shard", "4/4"], "shard: expected i/n with i from 0 to n - 1, got 4/4"),
+        (["--shard", "3"], "shard: expected auto or i/n, such as 0/4, got '3'"),
+        (["--shard", "4/4"], "got 4/4: number a SLURM array from 0, --array=0-3"),
         (["--stream-blocks"], "--stream-blocks reads one model"),
         (["--revision", "step0"], "--revision step0 is one model"),
         (["--keep-downloads", "perhaps"], "perhaps"),
+        (["--series", "Models", "--series.models", "[a]"], "model and series: expected one of them, got "),
         (["--analyses.k", "[99]"], "99"),
     ],
 )
@@ -87,3 +96,150 @@ def test_wrong_input_is_one_sentence_and_nothing_is_written(trained, recipe, tmp
 def test_options_of_a_series_are_refused_for_one_model(trained, capsys):
     assert analyze(trained / "step-000000002", "--allow-suspect") == 2
     assert "--allow-suspect, --keep-downloads and --shard are for series" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        ([], "missing: model; name a model or a series of its checkpoints, or give --series"),
+        (["--series", "Nothing"], "Nothing"),
+        (["--series", "lit_layers.series.Nothing"], "module 'lit_layers.series' has no attribute 'Nothing'"),
+        (["--series", "lit_layers.series.Retry"], "Retry"),
+        (["--series", "HubRevisions"], "missing: repo"),
+        (["--series", "HubRevisions", "--series.repo", "a/b", "--series.stage", "x"], "stage: expected int, got x"),
+        (["--series", "Models", "--series.model", "[a]"], "unknown key model"),
+        (
+            ["--series", "Models", "--series.models", "[]"],
+            "models: expected a list of folders or names on the",
+        ),
+        (["--series", "Models", "--series.models", "[./no]"], "models: expected a folder with a model, ./no does not"),
+        (
+            ["--series", "StepFolders", "--series.root", "nowhere"],
+            "expected a folder with checkpoints, nowhere",
+        ),
+        (["--series", "StepFolders", "--series.root", "RUN", "--steps", "0,1"], "say --series.steps"),
+        (["--series", "StepFolders", "--series.root", "RUN", "--series.steps", "[0,9]"], "has no step 9"),
+        (["--series", "StepFolders", "--series.root", "RUN", "--series.steps", "often"], "got 'often'"),
+        (
+            ["--series", "StepFolders", "--series.root", "RUN", "--series.tokens_per_step", "0"],
+            "expected at least 1, got",
+        ),
+        (["--series", "StepFolders", "--series.root", "RUN", "--stream-blocks"], "--stream-blocks reads one model"),
+        (["--series", "LightningCheckpoints", "--series.root", "nowhere"], "*.ckpt) below nowhere, found none"),
+    ],
+)
+def test_a_wrong_series_is_one_sentence_and_nothing_is_written(trained, recipe, tmp_path, capsys, arguments, sentence):
+    arguments = [str(trained) if word == "RUN" else word for word in arguments]
+    assert main(["analyze", *arguments, "--config", str(recipe), "--root", str(tmp_path / "out")]) == 2
+    (error,) = [x for x in capsys.readouterr().err.splitlines() if "lit-layers analyze: error: " in x]
+    assert sentence in error
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.slow
+def test_a_series_by_its_class_gives_the_numbers_of_its_folder(trained, recipe, tmp_path, capsys):
+    by_class = tmp_path / "series.yaml"
+    options = {"root": str(trained), "steps": [0, 3]}
+    by_class.write_text(
+        yaml.safe_dump({"series": {"class_path": "lit_layers.series.StepFolders", "init_args": options}})
+    )
+    words = ["analyze", "--config", str(by_class), "--config", str(recipe), "--device", "cpu"]
+    assert main(words) == 0
+    assert "0 measured, 4 were known" in capsys.readouterr().out  # in its own folder, by its own tokenizer
+    assert main([*words, "--root", str(tmp_path / "out"), "--series.steps", "[2]"]) == 0
+    found = records.read(tmp_path / "out" / "measurements.jsonl")
+    written = {(m.step, m.analysis): m.records for m in records.read(trained / "measurements.jsonl")}
+    assert {(m.step, m.analysis): m.records for m in found} == {k: v for k, v in written.items() if k[0] == 2}
+
+
+@pytest.mark.slow
+def test_checkpoints_of_lightning_are_measured_like_the_folders_beside_them(trained, recipe, tmp_path, capsys):
+    words = ["--series", "LightningCheckpoints", "--series.root", str(trained), "--config", str(recipe)]
+    assert main(["analyze", *words, "--root", str(tmp_path / "out"), "--device", "cpu"]) == 0
+    found = {(m.step, m.analysis): m.records for m in records.read(tmp_path / "out" / "measurements.jsonl")}
+    written = {(m.step, m.analysis): m.records for m in records.read(trained / "measurements.jsonl")}
+    assert found
+    assert found == {key: written[key] for key in found}
+
+
+@pytest.fixture
+def two_models(tmp_path) -> list[Path]:
+    """Of other tokenizers: the same text is other tokens to each."""
+    text = [path.read_text() for path in sorted(PACKAGE.glob("*.py"))]
+    folders = []
+    for size in (280, 300):
+        folders.append(tmp_path / f"bpe{size}")
+        saved(folders[-1], "gpt2", vocab_size=300, seed=size)
+        save_tokenizer(train_bpe(text, size), folders[-1])
+    return folders
+
+
+@pytest.fixture
+def text(tmp_path) -> Path:
+    """Many small documents, so that some are held out."""
+    everything = "".join(path.read_text() for path in sorted(PACKAGE.rglob("*.py")))
+    documents = [everything[start : start + 300] for start in range(0, 300_000, 300)]
+    (tmp_path / "text.txt").write_text("\n<|endoftext|>\n".join(documents))
+    return tmp_path / "text.txt"
+
+
+def test_each_of_several_models_is_measured_on_text_in_its_own_tokens(two_models, text, tmp_path, capsys, monkeypatch):
+    path = tmp_path / "recipe.yaml"
+    batches = {"class_path": "lit_layers.data.EvalText", "init_args": {**TEXT["init_args"]}}
+    trajectory = {"class_path": "lit_layers.analyses.Trajectory", "init_args": {"batches": batches}}
+    path.write_text(yaml.safe_dump({"corpus": str(text), "analyses": [trajectory]}))
+    models = ["--series", "Models", "--series.models", f"[{', '.join(map(str, two_models))}]"]
+    words = ["analyze", *models, "--config", str(path), "--root", str(tmp_path / "out"), "--device", "cpu"]
+    assert main(words) == 0
+    found = records.read(tmp_path / "out" / "measurements.jsonl")
+    assert [m.run for m in found] == [str(model) for model in two_models]
+    for model, measurement in zip(two_models, found, strict=True):
+        own = EvalText(str(text), str(model), num_sequences=4, num_tokens=16)
+        (alone,) = offline.analyze(model, [Trajectory(batches=own)], root=tmp_path / "alone" / model.name)
+        assert measurement.records == alone.records
+        assert measurement.provenance["data_hash"] == alone.provenance["data_hash"]
+    assert found[0].provenance["data_hash"] != found[1].provenance["data_hash"]
+    assert main(words) == 0
+    assert "0 measured, 2 were known" in capsys.readouterr().out
+    assert main([*words, "--tokenizer", str(two_models[0])]) == 2
+    assert f"tokenizer: {two_models[0]} is not that of {two_models[1]}, to which" in capsys.readouterr().err
+    (two_models[1] / "tokenizer.json").unlink()
+    assert main(words) == 2
+    assert f"tokenizer: {two_models[1]} carries none; name one with --tokenizer" in capsys.readouterr().err
+
+
+@pytest.mark.slow
+def test_a_process_of_torchrun_measures_its_share(trained, recipe, tmp_path, monkeypatch):
+    monkeypatch.setenv("RANK", "1")
+    monkeypatch.setenv("WORLD_SIZE", "3")
+    assert analyze(trained, "--config", recipe, "--root", tmp_path / "out") == 0
+    assert {m.step for m in records.read(tmp_path / "out" / "measurements.jsonl")} == {2}
+
+
+def test_help_names_the_series_and_their_options(capsys):
+    for words, said in (
+        (["--help"], ["--series SERIES", "lit_layers.series.HubRevisions", "lit_layers.series.Models"]),
+        (["--series.help=HubRevisions"], ["--series.repo REPO", "--series.steps STEPS"]),
+        (["--series.help=Models"], ["--series.models [ITEM,...]"]),
+    ):
+        with pytest.raises(SystemExit) as ended:
+            main(["analyze", *words])
+        assert ended.value.code == 0
+        out = capsys.readouterr().out
+        assert all(word in out for word in said), out
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "recipes" / "series").glob("*.yaml")), ids=lambda path: path.stem)
+@pytest.mark.parametrize("analyses", ["text", "coupling"])
+def test_every_recipe_of_a_series_fits_the_analyses_of_text(path, analyses):
+    command = Command(["--config", str(path), "--config", str(ROOT / "recipes" / "analyses" / f"{analyses}.yaml")])
+    (series,) = command.series()
+    assert command.is_series
+    assert command.wants_own_tokenizer
+    assert series.name in (command.options.series.init_args.get("repo"), "gpt2_family")
+    made = command.analyses(series.name, "its/tokenizer")
+    texts = [value for analysis in made for value in vars(analysis).values() if isinstance(value, EvalText)]
+    assert texts
+    assert {(text.corpus, text.tokenizer) for text in texts} == {("wikitext", "its/tokenizer")}
+    first = path.read_text().splitlines()
+    assert f"--config recipes/series/{path.name} " in "".join(first)

@@ -14,6 +14,7 @@ real client and without a network:
         hub.fail(r"/resolve/step2/.*safetensors", status=503, times=2)
         hub.truncate(r"step2", at=1000, times=1) # close the connection in the middle of a file
         hub.delay(r"tree", 0.5)
+        hub.throttle(r"_cdn", 1e6)               # bytes a second
         hub.set_token("hf_secret")               # every repository becomes gated
 
 Like the real Hub: files over 1 KiB with a weights suffix are "LFS": HEAD answers 302 to a CDN address with
@@ -29,9 +30,9 @@ import json
 import os
 import re
 import threading
-import time
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from time import monotonic, sleep  # by name: a test may take its own waits away
 from typing import ClassVar
 from urllib.parse import parse_qs, unquote, urlsplit
 
@@ -172,6 +173,9 @@ class FakeHub:
     def delay(self, pattern: str, seconds: float, times: int = 10**9) -> None:
         self.rules.append(Rule(pattern, times, delay=seconds))
 
+    def throttle(self, pattern: str, bytes_per_second: float, times: int = 10**9) -> None:
+        self.rules.append(Rule(pattern, times, throttle=bytes_per_second))
+
     def set_token(self, token: str | None) -> None:
         self.token = token
 
@@ -253,7 +257,7 @@ class _Handler(BaseHTTPRequestHandler):
             self.body = self.rfile.read(int(self.headers.get("Content-Length") or 0))
             slow = self.hub.rule(self.path, "delay")
             if slow:
-                time.sleep(slow["delay"])
+                sleep(slow["delay"])
             bad = self.hub.rule(self.path, "status")
             if bad:
                 return self._error(bad["status"], None, f"fake_hub was told to answer {bad['status']}")
@@ -464,7 +468,8 @@ class _Handler(BaseHTTPRequestHandler):
                 return self._send(416, b"", headers={"Content-Range": f"bytes */{size}"})
             status, headers = 206, headers | {"Content-Range": f"bytes {a}-{b}/{size}"}
         n = b - a + 1 if size else 0
-        cut = self.hub.rule(self.path, "truncate") if self.command == "GET" else {}
+        rules = self.hub.rule(self.path, "truncate", "throttle") if self.command == "GET" else {}
+        rate = rules.get("throttle")
         self.send_response(status)
         self.send_header("Content-Type", "application/octet-stream")
         for k, v in headers.items():
@@ -473,12 +478,15 @@ class _Handler(BaseHTTPRequestHandler):
         self.end_headers()
         sent = 0
         if self.command == "GET":
-            stop = min(n, cut["truncate"]) if cut else n
+            stop = min(n, rules.get("truncate", n))
+            piece, started = 1 << 20 if rate is None else 1 << 16, monotonic()
             with p.open("rb") as f:
                 f.seek(a)
-                while sent < stop and (chunk := f.read(min(1 << 20, stop - sent))):
+                while sent < stop and (chunk := f.read(min(piece, stop - sent))):
                     self.wfile.write(chunk)
                     sent += len(chunk)
+                    if rate is not None:
+                        sleep(max(0.0, started + sent / rate - monotonic()))
             if sent < n:
                 self.close_connection = True
         self.hub.note(method=self.command, path=self.path, status=status, bytes=sent, range=self.headers.get("Range"))

@@ -1,13 +1,19 @@
 """Run as a script by a test: a tiny watched run on some ranks. Arguments: root, number of ranks."""
 
+import datetime
 import sys
-from dataclasses import dataclass
+import time
+from dataclasses import dataclass, field
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
-from lit_layers.analyses import Lens, Trajectory
+import lightning as L
+from torch import distributed
+
+from lit_layers.analyses import Coupling, Lens, Trajectory
 from lit_layers.analyses.base import Analysis
+from lit_layers.records import Record
 from lit_layers.training import EmergenceCallback, SeriesCheckpoint
 from lit_layers.training.run_log import RunLog
 from tests.support.tiny_training import RandomText, fit, module
@@ -21,14 +27,39 @@ class Failing(Analysis):
         raise RuntimeError("no numbers")
 
 
+@dataclass(kw_only=True)
+class Slow(Analysis):
+    """Takes longer than the ranks wait for each other in training's own collectives."""
+
+    name: str = "slow"
+    slept: bool = field(default=False, init=False)
+
+    def run(self, model):
+        if distributed.is_initialized() and not self.slept:
+            self.slept = True
+            time.sleep(6)
+        yield Record(metric="patience", value=1.0)
+
+
+class Impatient(L.Callback):
+    """Lets training's own collectives fail after four seconds."""
+
+    def on_train_start(self, trainer, pl_module):
+        if trainer.world_size > 1:
+            patience = datetime.timedelta(seconds=4)
+            distributed.distributed_c10d._set_pg_timeout(patience, distributed.group.WORLD)
+
+
 if __name__ == "__main__":
     root, ranks = Path(sys.argv[1]), int(sys.argv[2])
     text = RandomText()
     run_log = RunLog(root)
-    watch = EmergenceCallback([Failing(), Trajectory(batches=text), Lens(batches=text)], [1], root, watchers=[run_log])
+    # the first goes to rank 0: the other could go on to the next step without it
+    analyses = [Slow(), Failing(), Trajectory(batches=text), Lens(batches=text), Coupling(batches=text, k=(2,))]
+    watch = EmergenceCallback(analyses, [1], root, watchers=[run_log])
     fit(
         root,
-        [run_log, SeriesCheckpoint([1], root), watch],
+        [Impatient(), run_log, SeriesCheckpoint([1], root), watch],
         steps=3,
         module=module(dropout=0.0),
         devices=ranks,

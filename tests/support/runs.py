@@ -1,7 +1,10 @@
 """A synthetic run folder with records of every analysis, as a small GPT-2 would leave them."""
 
+import hashlib
 import json
 import math
+from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -55,6 +58,60 @@ def make_run(
     return root
 
 
+PYTHIA = (0, *(2**power for power in range(10)), *range(1000, 143_001, 1000))  # 154 steps
+MODELS = {"EleutherAI/pythia-70m": 6, "EleutherAI/pythia-160m": 12, "openai-community/gpt2": 12, "models/tiny": 4}
+
+
+def make_series(
+    root: Path,
+    *,
+    steps: tuple[int, ...] = PYTHIA,
+    layers: int = 2,
+    analyses: tuple[str, ...] = ("trajectory", "lens"),
+    suspect: tuple[int, ...] = (),
+) -> Path:
+    """Writes what analysing a series leaves; the suspect steps have the weights of the last one."""
+    for step in steps:
+        number = steps[-1] if step in suspect else step
+        source = {
+            "series": "EleutherAI/pythia-70m",
+            "checkpoint": "EleutherAI/pythia-70m",
+            "revision": f"step{step}",
+            "commit": hashlib.sha1(str(step).encode()).hexdigest(),
+            "weight_files": {"model.safetensors": hashlib.sha256(str(number).encode()).hexdigest()},
+            "audit": "suspect: equal to the final step" if step in suspect else "clean",
+        }
+        for analysis in analyses:
+            found = measurement("pythia-70m", step, analysis, layers=layers)
+            own = {"weights_hash": hashlib.sha256(str(number).encode()).hexdigest()[:16], **source}
+            records.append(root / "measurements.jsonl", replace(found, provenance=found.provenance | own))
+    return root
+
+
+def make_models(
+    root: Path,
+    *,
+    models: Mapping[str, int] = MODELS,
+    analyses: tuple[str, ...] = ("trajectory", "coupling", "representation", "next_token_probe", "lens"),
+    suspect: tuple[str, ...] = (),
+) -> Path:
+    """Writes what analysing pretrained models leaves: each is a run without steps. `models` are names and layers."""
+    for number, (name, layers) in enumerate(models.items(), start=1):
+        is_local = name.startswith("models/")
+        source: dict[str, object] = {"series": "models", "checkpoint": name}
+        source |= {} if is_local else {"revision": "main", "commit": f"{number:040x}"}
+        source["weight_files"] = {"model.safetensors": f"{number:064x}"}
+        source["audit"] = "suspect: identical weights" if name in suspect else "clean"
+        source |= {"weights_hash": f"{number:016x}", "tokenizer_hash": f"{number // 3:016x}"}
+        for analysis in analyses:
+            found = measurement(name, 100 * number, analysis, layers=layers, seed=number)
+            own = found.provenance | source
+            own["data_hash"] = f"{number // 3 + 16 * len(analysis):016x}"
+            found = replace(found, step=None, tokens=None, provenance=own)
+            records.append(root / "measurements.jsonl", found)
+    return root
+
+
 def measurement(
     run: str, step: int, analysis: str, *, layers: int = LAYERS, error: str | None = None, seed: int = 0
 ) -> Measurement:
@@ -83,6 +140,7 @@ def measurement(
             "weights_hash": f"{step:016x}",
             "config_hash": f"{len(analysis):016x}",
             "data_hash": "00ff00ff00ff00ff",
+            "tokenizer_hash": "0f0f0f0f0f0f0f0f",
             "dtype": "float32",
             "attention": "eager",
             "device": "cpu",

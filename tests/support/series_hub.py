@@ -3,6 +3,7 @@
 import contextlib
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
 import pytest
 from huggingface_hub import constants
@@ -34,9 +35,9 @@ def served(root: Path, cache: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator
         close_session()
 
 
-def template(folder: Path, *, shard: str = "1GB") -> Path:
+def template(folder: Path, *, shard: str = "1GB", **options: Any) -> Path:
     """A model folder from which steps are made: config and weights, in one file or in shards."""
-    saved(folder, "gpt_neox", shard=shard)
+    saved(folder, "gpt_neox", shard=shard, **options)
     return folder
 
 

@@ -1,0 +1,181 @@
+"""How much of the time that downloads take is hidden behind the measuring, in one run on one series.
+
+    OMP_NUM_THREADS=1 python benchmarks/prefetch.py
+
+A Hub on loopback, a process of its own, serves a series of small random models at a fixed rate. Three ways:
+
+  download    every checkpoint, one after the other, into an empty cache; nothing is measured
+  measure     `analyze_series` on what is in that cache by then
+  together    `analyze_series` from an empty cache: the next checkpoint is downloaded while one is measured
+
+There are as many prompts as make measuring a checkpoint take about as long as downloading one. What prefetching hides
+is (download + measure - together) / download; of N downloads the first cannot be hidden. The run ends with an error
+where the two measurements differ in any number.
+"""
+
+import argparse
+import contextlib
+import multiprocessing
+import os
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+sys.path.insert(0, str(Path(__file__).parents[1]))  # the Hub is the tests' one
+
+from lit_layers import records
+from lit_layers.analyses import Representation, Trajectory
+from lit_layers.analyses.base import Analysis
+from lit_layers.data import Batches
+from lit_layers.models import causal_lm, save
+from lit_layers.offline_series import analyze_series
+from lit_layers.series import HubRevisions
+from tests.support.fake_hub import FakeHub
+
+TARGET = 0.5
+VOCABULARY = 1024
+WORDS = {"vocab_size": VOCABULARY, "bos_token_id": 0, "eos_token_id": 0}
+
+
+class Prompts(Batches):
+    """Random tokens, the same on each walk."""
+
+    def __init__(self, count: int) -> None:
+        generator = torch.Generator().manual_seed(count)
+        self.ids = torch.randint(1, VOCABULARY, (count, 64), generator=generator)
+
+    def __iter__(self) -> Iterator[dict[str, Tensor]]:
+        return iter([{"input_ids": ids} for ids in self.ids.split(8)])
+
+    def __len__(self) -> int:
+        return -(-len(self.ids) // 8)
+
+    def content_hash(self) -> str:
+        return f"random-{len(self.ids)}"
+
+
+def analyses(count: int) -> list[Analysis]:
+    return [Trajectory(batches=Prompts(count)), Representation(batches=Prompts(count))]
+
+
+def make(repository: Path, checkpoints: int) -> float:
+    """Writes one branch a checkpoint and `main`; the megabytes of one."""
+    for step in range(checkpoints):
+        model = causal_lm("gpt_neox", seed=step, hidden_size=256, num_attention_heads=4, num_hidden_layers=4,
+                          intermediate_size=1024, max_position_embeddings=64, **WORDS)  # fmt: skip
+        save(model, repository / f"step{step}")
+    save(causal_lm(repository / "step0", seed=checkpoints), repository / "main")
+    return (repository / "step0" / "model.safetensors").stat().st_size / 1e6
+
+
+@contextlib.contextmanager
+def served(root: Path, bytes_per_second: float) -> Iterator[None]:
+    """The Hub, of which this process believes that it is the real one."""
+    from huggingface_hub import constants
+
+    ours, its = multiprocessing.Pipe()
+    process = multiprocessing.get_context("spawn").Process(
+        target=serve, args=(root, bytes_per_second, its), daemon=True
+    )
+    process.start()
+    constants.ENDPOINT = ours.recv()
+    constants.HUGGINGFACE_CO_URL_TEMPLATE = constants.ENDPOINT + "/{repo_id}/resolve/{revision}/{filename}"
+    constants.HF_HUB_OFFLINE, constants.HF_HUB_DISABLE_XET = False, True
+    os.environ["NO_PROXY"] = os.environ["no_proxy"] = "127.0.0.1,localhost"
+    try:
+        yield
+    finally:
+        ours.send("done")
+        process.join()
+
+
+def serve(root: Path, bytes_per_second: float, pipe: Any) -> None:
+    with FakeHub(root) as hub:
+        hub.throttle("_cdn", bytes_per_second)
+        pipe.send(hub.url)
+        pipe.recv()
+
+
+@contextlib.contextmanager
+def cache(folder: Path) -> Iterator[None]:
+    """Where huggingface_hub keeps what it downloads, for a while: it reads the place when it is imported."""
+    from huggingface_hub import constants
+
+    before, constants.HF_HUB_CACHE = constants.HF_HUB_CACHE, str(folder)
+    try:
+        yield
+    finally:
+        constants.HF_HUB_CACHE = before
+
+
+def series() -> HubRevisions:
+    found = HubRevisions("lab/series")
+    assert all(checkpoint.source.files for checkpoint in found)  # listed before any clock runs
+    return found
+
+
+def downloading(folder: Path) -> float:
+    with cache(folder):
+        checkpoints, since = series(), time.perf_counter()
+        for checkpoint in checkpoints:
+            checkpoint.fetch()
+        return time.perf_counter() - since
+
+
+def measuring(folder: Path, root: Path, count: int) -> float:
+    with cache(folder):
+        checkpoints, since = series(), time.perf_counter()
+        result = analyze_series(checkpoints, analyses(count), root=root, device="cpu")
+        spent = time.perf_counter() - since
+    assert not result.failures, result.failures
+    return spent
+
+
+def fitting(folder: Path, root: Path, seconds: float) -> int:
+    """How many prompts take about so long on a checkpoint: measured on two sizes of the first two."""
+    few, many = (measuring(folder, root / str(count), count) for count in (16, 80))
+    per_prompt = max((many - few) / 64, 1e-6)
+    return max(8, round(16 + (seconds - few) / per_prompt))
+
+
+def numbers(root: Path) -> dict:
+    return {(m.step, m.analysis): m.records for m in records.read(root / "measurements.jsonl")}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="How much of the download time the prefetch hides.")
+    parser.add_argument("--checkpoints", type=int, default=8)
+    parser.add_argument("--rate", type=float, default=10.0, help="megabytes a second (default: 10)")
+    parser.add_argument("--check", action="store_true", help=f"exit with 1 where less than {TARGET:.0%} is hidden")
+    options = parser.parse_args()
+    from huggingface_hub.utils import disable_progress_bars
+
+    disable_progress_bars()
+    with tempfile.TemporaryDirectory() as name, served(Path(name) / "hub", options.rate * 1e6):
+        place = Path(name)
+        megabytes = make(place / "hub" / "lab" / "series", options.checkpoints)
+        print(f"{options.checkpoints} checkpoints of {megabytes:.1f} MB at {options.rate:g} MB/s", flush=True)
+        download = downloading(place / "first")
+        count = fitting(place / "first", place / "trial", download)
+        measure = measuring(place / "first", place / "alone", count)
+        together = measuring(place / "second", place / "together", count)
+        if numbers(place / "alone") != numbers(place / "together"):
+            sys.exit("the numbers differ")
+    hidden = (download + measure - together) / download
+    most = min(download, measure) / download * (1 - 1 / options.checkpoints)
+    print(f"download alone           {download:>7.2f} s")
+    print(f"measuring alone          {measure:>7.2f} s  ({count} prompts of 64 tokens, Trajectory and Representation)")
+    print(f"together, with prefetch  {together:>7.2f} s")
+    print(f"hidden of the download   {hidden:>7.0%}    (target: {TARGET:.0%}; possible: {most:.0%})")
+    if options.check and hidden < TARGET:
+        sys.exit(1)
+
+
+if __name__ == "__main__":
+    main()

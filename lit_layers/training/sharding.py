@@ -1,0 +1,196 @@
+"""Sharded training (FSDP2): every rank holds a part of each weight, and the whole model only while it is looked at."""
+
+import copy
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from lightning.pytorch.strategies import FSDPStrategy, ModelParallelStrategy
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.tensor import DTensor
+
+from lit_layers.errors import InputError
+from lit_layers.models.block_memory import free_memory
+from lit_layers.models.view import LayeredModel
+
+SHARDED = "sharded"  # entry of a checkpoint to resume from
+_WHOLE = "_whole"  # attribute of a sharded model, out of sight of `state_dict` and `modules`
+
+
+class NoRoomError(RuntimeError):
+    """The whole model does not fit into what is free on some rank; raised on all of them."""
+
+
+@dataclass
+class _Whole:
+    skeleton: nn.Module  # the plain model, its parameters without memory
+    copy: nn.Module | None = None
+    step: int = -1
+
+
+def are_sharded(strategy: Any) -> bool:
+    """Whether a strategy spreads the weights over the ranks."""
+    return isinstance(strategy, ModelParallelStrategy)
+
+
+def sharding_mesh(strategy: Any) -> DeviceMesh | None:
+    """The ranks over which the weights are to be sharded; None where every rank holds them all.
+
+    Raises:
+        InputError: tensor parallelism, or the older FSDP, which shards in a way that cannot be looked into.
+    """
+    if isinstance(strategy, FSDPStrategy):
+        raise InputError(
+            "trainer.strategy: expected ModelParallelStrategy for sharded weights (recipes/trainer/fsdp.yaml), got fsdp"
+        )
+    if not are_sharded(strategy):
+        return None
+    if (size := strategy.device_mesh["tensor_parallel"].size()) > 1:
+        raise InputError(
+            f"trainer.strategy.tensor_parallel_size: expected 1, got {size}; "
+            "set data_parallel_size to the number of all devices"
+        )
+    return strategy.device_mesh["data_parallel"]
+
+
+def refuse_many_files(strategy: Any) -> None:
+    """Refuses to save the state of a run as one file a rank.
+
+    Raises:
+        InputError: for `save_distributed_checkpoint`, which is Lightning's default.
+    """
+    if are_sharded(strategy) and strategy._save_distributed_checkpoint:
+        raise InputError(
+            "trainer.strategy.save_distributed_checkpoint: expected false, got true; "
+            "a checkpoint to resume from is one file, which any number of ranks can read"
+        )
+
+
+def refuse_unsharded_state(strategy: Any, state: str | Path | None) -> None:
+    """Refuses to go on sharded with the state of a run that was not: Lightning would mix up its optimizer's moments.
+
+    It numbers them in the model's order, an unsharded optimizer in the order of its groups. The other way round the
+    groups' own lists tell, and any number of ranks may go on.
+
+    Raises:
+        InputError: where a sharded run is to begin with such a state.
+    """
+    if state is not None and are_sharded(strategy):
+        saved = torch.load(state, map_location="cpu", weights_only=True, mmap=True)
+        if not saved.get(SHARDED, False):
+            raise InputError(
+                f"resume: {state} was saved by a run without sharded weights; go on with the strategy of that run"
+            )
+
+
+def shard_(model: nn.Module, mesh: DeviceMesh) -> None:
+    """Shards each block, then what is left, over the ranks of `mesh`; a block is whole only while it computes."""
+    whole = _Whole(_skeleton(model))
+    for block in LayeredModel(model).blocks:
+        fully_shard(block, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    model.__dict__[_WHOLE] = whole
+
+
+def is_sharded(model: nn.Module) -> bool:
+    return isinstance(model, FSDPModule)
+
+
+def full(tensor: Tensor) -> Tensor:
+    """A plain tensor: where `tensor` is spread over ranks, all of it. Every rank must call."""
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+def whole_copy(model: nn.Module, strategy: ModelParallelStrategy, step: int) -> nn.Module:
+    """The plain, whole model on the device of each rank: gathered once a step, the same object until it is released.
+
+    Every rank must call. The sharded model stays as it is.
+
+    Raises:
+        NoRoomError: on every rank, where the copy does not fit on one of them.
+    """
+    whole = _whole(model)
+    if whole.copy is None or whole.step != step:
+        whole.copy = None  # first let go, then take
+        _check_room(whole.skeleton, _least_free(strategy), strategy.root_device, strategy.num_processes)
+        whole.copy, whole.step = _gather(model, strategy.root_device, keep=True), step
+    assert whole.copy is not None
+    return whole.copy
+
+
+def release_copy_(model: nn.Module) -> None:
+    """Gives the memory of the whole copy back, where there is one."""
+    _whole(model).copy = None
+
+
+def whole_on_first_rank(model: nn.Module, strategy: ModelParallelStrategy) -> nn.Module | None:
+    """The plain, whole model on the CPU of the first rank, gathered weight by weight; None on the others.
+
+    Every rank must call.
+    """
+    return _gather(model, torch.device("cpu"), keep=strategy.is_global_zero)
+
+
+def _whole(model: nn.Module) -> _Whole:
+    whole = model.__dict__.get(_WHOLE)
+    if whole is None:
+        raise InputError(
+            f"model: this {type(model).__name__} was sharded by other means; "
+            "call lit_layers.training.sharding.shard_ in configure_model"
+        )
+    return whole
+
+
+def _skeleton(model: nn.Module) -> nn.Module:
+    """A copy whose parameters take no memory; ties between them hold, buffers are copied."""
+    memo = {
+        id(parameter): nn.Parameter(torch.empty_like(parameter, device="meta"), parameter.requires_grad)
+        for parameter in model.parameters()
+    }
+    return copy.deepcopy(model, memo)
+
+
+@torch.no_grad()
+def _gather(model: nn.Module, device: torch.device, *, keep: bool) -> nn.Module | None:
+    """A filled copy of the skeleton; every rank calls, and those that do not keep it hold one weight at a time."""
+    found: dict[int, Tensor] = {}
+    state: dict[str, Tensor] = {}
+    # A hook of `state_dict` first shards again what a validation has left whole.
+    for name, tensor in model.state_dict(keep_vars=True).items():
+        if id(tensor) not in found:  # tied weights stay one
+            value = full(tensor.detach())
+            value = value.to(device, copy=True) if keep else value.to("meta")
+            found[id(tensor)] = nn.Parameter(value, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else value
+        state[name] = found[id(tensor)]
+    if not keep:
+        return None
+    plain = copy.deepcopy(_whole(model).skeleton)
+    plain.load_state_dict(state, assign=True)
+    return plain.to(device).eval()
+
+
+def _least_free(strategy: ModelParallelStrategy) -> float:
+    """Bytes that are free on the rank that has least of them, on every rank the same number."""
+    free = free_memory(strategy.root_device)
+    least = torch.tensor(float("inf") if free is None else free, dtype=torch.float64, device=strategy.root_device)
+    return float(strategy.reduce(least, reduce_op="min"))
+
+
+def _check_room(skeleton: nn.Module, free: float, device: torch.device, num_ranks: int) -> None:
+    """Refuses a copy that would not fit; `num_ranks` are those of this machine.
+
+    Raises:
+        NoRoomError: naming what is needed and what is free.
+    """
+    sizes = [tensor.numel() * tensor.element_size() for tensor in (*skeleton.parameters(), *skeleton.buffers())]
+    copies = num_ranks if device.type == "cpu" else 1  # the ranks of one machine share its memory
+    needed = copies * (sum(sizes) + max(sizes))  # one weight is there twice while it is copied
+    if needed > free:
+        raise NoRoomError(
+            f"a whole model on each rank takes {needed / 1e9:.2f} GB beside its shards and "
+            f"{free / 1e9:.2f} GB are free on {device.type}: measure the saved checkpoints afterwards, one by one, "
+            "with lit-layers analyze FOLDER --stream-blocks"
+        )

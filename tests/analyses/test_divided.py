@@ -1,0 +1,111 @@
+"""Analyses that several processes share give the numbers of one, whoever measures which part."""
+
+import pickle
+
+import pytest
+import torch
+
+from lit_layers import emergence
+from lit_layers.analyses import (
+    Coupling,
+    CouplingMatrices,
+    CrossTokenInfluence,
+    Lens,
+    Representation,
+    TokenCoupling,
+    Trajectory,
+)
+from lit_layers.analyses.base import DividedAnalysis
+from lit_layers.models.view import LayeredModel
+from tests.support.listed_batches import Listed
+from tests.support.tiny_models import tiny
+
+
+def text() -> Listed:
+    """Prompts of different lengths, more than there are ranks."""
+    generator = torch.Generator().manual_seed(3)
+    batches = []
+    for lengths in ((9, 7), (9,), (5, 9, 8)):
+        mask = torch.tensor([[1] * length + [0] * (9 - length) for length in lengths])
+        batches.append({"input_ids": torch.randint(3, 60, mask.shape, generator=generator), "attention_mask": mask})
+    return Listed(*batches)
+
+
+ANALYSES = [
+    Trajectory(batches=text()),
+    Representation(batches=text()),
+    Lens(batches=text()),
+    Coupling(batches=text(), k=(2, 5), num_prompts=6),
+    TokenCoupling(batches=text(), k=(2,), pairs="all", num_tokens=3, num_prompts=4),
+    CrossTokenInfluence(batches=text(), num_prompts=5),
+    CouplingMatrices(batches=text(), pairs=[(1, 2)], k=3, num_prompts=4),
+]
+
+
+@pytest.fixture(scope="module")
+def model():
+    return tiny("gpt2")
+
+
+@pytest.mark.parametrize("analysis", ANALYSES, ids=lambda analysis: analysis.name)
+@pytest.mark.parametrize("world_size", [2, 3, 8])
+def test_shares_of_any_number_of_processes_join_to_the_numbers_of_one(model, analysis, world_size):
+    whole = emergence.measure(model, analysis, run="run", step=3, tokens=5, weights_hash="x")
+    assert whole.error is None
+    assert whole.records
+    shares = [
+        emergence.measure_share(model, analysis, rank=rank, world_size=world_size, weights_hash="x")
+        for rank in reversed(range(world_size))
+    ]
+    joined = emergence.join_shares(
+        model, analysis, pickle.loads(pickle.dumps(shares)), run="run", step=3, tokens=5, weights_hash="x"
+    )
+    # NaN is not equal to itself, its text is
+    assert [repr(record) for record in joined.records] == [repr(record) for record in whole.records]
+    assert (joined.run, joined.step, joined.tokens, joined.error) == ("run", 3, 5, None)
+    assert joined.provenance == whole.provenance
+
+
+@pytest.mark.parametrize("analysis", ANALYSES, ids=lambda analysis: analysis.name)
+def test_every_share_has_parts_of_its_own(model, analysis):
+    shares = [analysis.share(LayeredModel(model), rank, 2) for rank in range(2)]
+    numbers = [number for share in shares for number in share]
+    assert sorted(numbers) == list(range(len(numbers)))
+    assert all(number % 2 == rank for rank, share in enumerate(shares) for number in share)
+
+
+class Odd(DividedAnalysis):
+    """Three parts, of which one fails or cannot be sent."""
+
+    name = "odd"
+
+    def __init__(self, fails: bool) -> None:
+        self.fails = fails
+
+    def parts(self, model):
+        return range(3)
+
+    def of_part(self, model, part):
+        if part == 1 and self.fails:
+            raise RuntimeError("the second part")
+        return (lambda: part) if part == 1 else part
+
+    def combine(self, model, found):
+        raise AssertionError("nothing to combine")
+
+
+@pytest.mark.parametrize(("fails", "error"), [(True, "RuntimeError: the second part"), (False, "pickle")])
+def test_a_failing_share_is_the_error_of_the_whole(model, fails, error):
+    shares = [emergence.measure_share(model, Odd(fails), rank=rank, world_size=2) for rank in range(2)]
+    assert shares[0].error is None
+    measurement = emergence.join_shares(model, Odd(fails), shares, run="run", step=0)
+    assert measurement.error is not None
+    assert error in measurement.error
+    assert measurement.records == []
+
+
+def test_data_without_prompts_is_an_error_of_the_joined_measurement(model):
+    nothing = Trajectory(batches=Listed())
+    shares = [emergence.measure_share(model, nothing, rank=rank, world_size=2) for rank in range(2)]
+    measurement = emergence.join_shares(model, nothing, shares, run="run", step=0)
+    assert measurement.error == "InputError: trajectory: the data holds no prompts"

@@ -1,0 +1,215 @@
+"""`lit-layers analyze` on a series of the Hub: whole, interrupted, in trouble; every number as measured on the spot."""
+
+import os
+import shutil
+import signal
+import threading
+import time
+from pathlib import Path
+
+import pytest
+import yaml
+from huggingface_hub import constants
+
+from lit_layers import offline, records
+from lit_layers.analyses import Representation, Trajectory
+from lit_layers.cli.main import main
+from lit_layers.data import EvalText
+from lit_layers.series import Retry
+from lit_layers.series.checkpoint import Checkpoint
+from lit_layers.series.prefetching import THREAD
+from tests.support.fake_hub import FakeHub, Repo
+from tests.support.series_hub import TWELVE, make_series, make_step, served, template
+
+FEW = (0, 1, 2, 4, 8, 16)
+SIZE = {"num_sequences": 4, "num_tokens": 16}
+TEXT = {
+    "class_path": "lit_layers.data.EvalText",
+    "init_args": {"corpus": "${corpus}", "tokenizer": "${tokenizer}", **SIZE},
+}
+RECIPE = {
+    "analyses": [
+        {"class_path": f"lit_layers.analyses.{name}", "init_args": {"batches": TEXT}}
+        for name in ("Trajectory", "Representation")
+    ]
+}
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory, corpus) -> Path:
+    folder = template(tmp_path_factory.mktemp("template") / "model", vocab_size=300)
+    for file in (corpus / "tokenizer").iterdir():
+        shutil.copy(file, folder)
+    return folder
+
+
+@pytest.fixture
+def repository(tmp_path) -> Path:
+    return tmp_path / "hub" / "lab" / "tiny"
+
+
+@pytest.fixture
+def hub(repository, tmp_path, monkeypatch):
+    repository.mkdir(parents=True)
+    with served(tmp_path / "hub", tmp_path / "home" / "hub", monkeypatch) as hub:
+        yield hub
+
+
+class Waits(list):
+    """How long would have been waited, and what happens meanwhile."""
+
+    meanwhile = staticmethod(lambda: None)
+
+    def __call__(self, seconds: float) -> None:
+        self.append(seconds)
+        self.meanwhile()
+
+
+@pytest.fixture
+def waits(monkeypatch) -> Waits:
+    """Nobody waits, neither we nor huggingface_hub."""
+    waits = Waits()
+    monkeypatch.setattr("lit_layers.series.sources.Retry", lambda: Retry(sleep=waits))
+    monkeypatch.setattr(time, "sleep", lambda seconds: None)
+    return waits
+
+
+@pytest.fixture
+def command(tmp_path, corpus) -> list[str]:
+    recipe = tmp_path / "recipe.yaml"
+    series = {"class_path": "lit_layers.series.HubRevisions", "init_args": {"repo": "lab/tiny"}}
+    recipe.write_text(yaml.safe_dump({**RECIPE, "series": series, "corpus": str(corpus)}))
+    return ["analyze", "--config", str(recipe), "--root", str(tmp_path / "out"), "--device", "cpu"]
+
+
+def found(root: Path) -> dict:
+    """What the file holds, and that it holds nothing twice."""
+    measured = records.read(root / "measurements.jsonl")
+    numbers = {(m.step, m.analysis): m.records for m in measured}
+    assert len(numbers) == len(measured)
+    return numbers
+
+
+def measured_on_the_spot(repository: Path, corpus: Path, root: Path, steps) -> dict:
+    """Each step's folder as a model by itself."""
+    text = EvalText(str(corpus), str(corpus / "tokenizer"), **SIZE)
+    these = [Trajectory(batches=text), Representation(batches=text)]
+    every = {step: offline.analyze(repository / f"step{step}", these, root=root / str(step)) for step in steps}
+    return {(step, m.analysis): m.records for step, measurements in every.items() for m in measurements}
+
+
+@pytest.mark.slow
+def test_twelve_steps_are_audited_measured_interrupted_and_continued(
+    hub, repository, model, corpus, command, tmp_path, capsys, monkeypatch
+):
+    make_series(model, repository, TWELVE, values={16: 0.25, 32: 0.25})  # one of the two is another step's
+    loads: list[int] = []
+    real = Checkpoint.load
+
+    def interrupted(self, **options):
+        loads.append(self.step)
+        if len(loads) == 6:
+            raise KeyboardInterrupt
+        return real(self, **options)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Checkpoint, "load", interrupted)
+        assert main(command) == 130
+    assert "interrupted: run the same command again to go on" in capsys.readouterr().err
+    assert list(found(tmp_path / "out")) == [(s, name) for s in TWELVE[:5] for name in ("trajectory", "representation")]
+    loads.clear()
+    assert main([*command, "--keep-downloads", "false"]) == 0
+    said = capsys.readouterr().out
+    assert "lab/tiny: 12 checkpoints, suspect: 16, 32" in said
+    assert "left out as suspect: step16, step32; --allow-suspect measures them" in said
+    assert "10 measured, 10 were known" in said
+    clean = [step for step in TWELVE if step not in (16, 32)]
+    assert found(tmp_path / "out") == measured_on_the_spot(repository, corpus, tmp_path / "local", clean)
+    assert main([*command, "--allow-suspect"]) == 0
+    assert found(tmp_path / "out") == measured_on_the_spot(repository, corpus, tmp_path / "local", TWELVE)
+    verdicts = {m.step: m.provenance["audit"] for m in records.read(tmp_path / "out" / "measurements.jsonl")}
+    assert {step for step, verdict in verdicts.items() if verdict != "clean"} == {16, 32}
+    assert verdicts[16] == "suspect: identical weights"
+
+
+WEIGHTS, LIST = r"_cdn/.*/step4/", "/tree/COMMIT"
+
+
+@pytest.mark.parametrize(
+    ("trouble", "where", "options", "sentence"),
+    [
+        (FakeHub.fail, WEIGHTS, {"status": 429}, "cannot download model.safetensors of lab/tiny at step4"),
+        (FakeHub.fail, WEIGHTS, {"status": 503}, "cannot download model.safetensors of lab/tiny at step4"),
+        (FakeHub.delay, WEIGHTS, {"seconds": 0.5}, "timed out"),
+        (FakeHub.truncate, WEIGHTS, {"at": 0}, "cannot download model.safetensors of lab/tiny at step4"),
+        (FakeHub.fail, LIST, {"status": 503}, "cannot list the files of lab/tiny at step4"),
+    ],
+    ids=["429", "503", "timeout", "truncated", "no list"],
+)
+def test_trouble_is_met_with_patience_then_named_and_the_others_are_measured(
+    hub, repository, model, corpus, command, waits, tmp_path, capsys, monkeypatch, trouble, where, options, sentence
+):
+    make_series(model, repository, FEW)
+    if trouble is FakeHub.delay:
+        monkeypatch.setattr(constants, "HF_HUB_DOWNLOAD_TIMEOUT", 0.2)
+    commit = Repo("models", "lab/tiny", repository).commit(repository / "step4")
+    trouble(hub, where.replace("COMMIT", commit), **options, times=1000)
+    assert main(command) == 1
+    (line,) = [line for line in capsys.readouterr().err.splitlines() if line.startswith("failed: ")]
+    assert sentence in line
+    assert "after 5 attempts" in line
+    assert waits == [1, 2, 4, 8]
+    others = [step for step in FEW if step != 4]
+    assert found(tmp_path / "out") == measured_on_the_spot(repository, corpus, tmp_path / "local", others)
+    waits.clear()
+    waits.meanwhile = hub.rules.clear  # the trouble passes
+    assert main(command) == 0
+    assert waits == [1]
+    assert found(tmp_path / "out") == measured_on_the_spot(repository, corpus, tmp_path / "local", FEW)
+
+
+def test_a_branch_that_moves_meanwhile_is_named_and_measured_the_next_time(
+    hub, repository, model, corpus, command, waits, tmp_path, capsys, monkeypatch
+):
+    make_series(model, repository, FEW)
+    real = Checkpoint.load
+
+    def moving(self, **options):
+        if self.step == 0:
+            shutil.rmtree(repository / "step4")
+            make_step(model, repository / "step4", 0.75)
+        return real(self, **options)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Checkpoint, "load", moving)
+        assert main(command) == 1
+    (line,) = [line for line in capsys.readouterr().err.splitlines() if line.startswith("failed: ")]
+    assert "step4 was moved: listed at " in line
+    assert waits == [1, 2, 4, 8]
+    assert {step for step, _ in found(tmp_path / "out")} == set(FEW) - {4}
+    assert main(command) == 0
+    assert found(tmp_path / "out") == measured_on_the_spot(repository, corpus, tmp_path / "local", FEW)
+
+
+def test_ctrl_c_does_not_wait_for_a_download(hub, repository, model, command, capsys):
+    make_series(model, repository, FEW)
+    hub.delay(r"_cdn/.*/step2/", 60, times=1)
+    ended = threading.Event()
+
+    def press() -> None:
+        while hub.rules[0].left and not ended.wait(0.01):
+            pass
+        os.kill(os.getpid(), signal.SIGINT)
+
+    finger = threading.Thread(target=press)
+    finger.start()
+    since = time.monotonic()
+    try:
+        assert main(command) == 130
+    finally:
+        ended.set()
+        finger.join()
+    assert time.monotonic() - since < 30
+    under_way = [thread for thread in threading.enumerate() if thread.name == THREAD]
+    assert all(thread.daemon for thread in under_way)  # nor does the interpreter wait for it
+    assert "interrupted: run the same command again to go on" in capsys.readouterr().err

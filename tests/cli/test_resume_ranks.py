@@ -1,0 +1,109 @@
+"""A run on two ranks that was killed goes on as if it had not been: on two ranks bit for bit, on one up to rounding."""
+
+import random
+import shutil
+import signal
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import yaml
+
+from lit_layers import records
+from lit_layers.cli.main import main
+from lit_layers.training.checkpoint_io import saved_steps
+from lit_layers.training.resume import resume_point
+from tests.cli.test_resume import LAST, assert_equal, recipe, what_is_left  # noqa: F401 - a fixture
+from tests.support.forked import run_forked, run_ranks
+
+pytestmark = [pytest.mark.slow, pytest.mark.skipif(sys.platform == "win32", reason="needs fork and kill -9")]
+TWO = ["--trainer.devices", "2", "--trainer.strategy", "ddp"]
+
+
+def fit(recipe: Path, root: Path, *arguments: str, **options) -> list[int]:  # noqa: F811
+    command = ["fit", "--config", str(recipe), "--root", str(root), *TWO, *arguments]
+    return run_ranks(lambda: main(command), **options)
+
+
+@pytest.fixture(scope="module")
+def whole(recipe, tmp_path_factory) -> Path:  # noqa: F811
+    root = tmp_path_factory.mktemp("ranks") / "whole"
+    assert fit(recipe, root) == [0, 0]
+    return root
+
+
+def test_two_ranks_killed_at_random_moments_end_as_if_they_had_not_been(recipe, whole, tmp_path):  # noqa: F811
+    expected, draw, kills = what_is_left(whole), random.Random(1), 0
+    started = time.monotonic()
+    assert fit(recipe, tmp_path / "clock") == [0, 0]
+    seconds = time.monotonic() - started
+    for attempt in range(10):
+        root = tmp_path / f"killed_{attempt}"
+        for _ in range(3):
+            codes = fit(recipe, root, "--resume", "last", kill_after=draw.uniform(0.2, 0.9) * seconds)
+            kills += -signal.SIGKILL in codes
+            if codes == [0, 0]:
+                break
+        else:
+            assert fit(recipe, root, "--resume", "last") == [0, 0]
+        assert_equal(what_is_left(root), expected)
+        if kills >= 6:
+            break
+    assert kills >= 6
+
+
+def test_where_one_rank_dies_the_other_ends_and_the_run_goes_on(recipe, whole, tmp_path):  # noqa: F811
+    root = tmp_path / "run"
+    codes = fit(recipe, root, when=lambda: len(saved_steps(root / "resume")) >= 2, only=1)
+    assert codes[1] == -signal.SIGKILL
+    assert codes[0] > 0
+    assert fit(recipe, root, "--resume", "last") == [0, 0]
+    assert_equal(what_is_left(root), what_is_left(whole))
+
+
+def test_sigterm_to_both_ranks_saves_one_step_and_both_end_with_143(recipe, whole, tmp_path):  # noqa: F811
+    root = tmp_path / "run"
+    begun = lambda: len(saved_steps(root)) >= 2  # noqa: E731
+    codes = fit(recipe, root, "--resume_every", "1000", when=begun, signal_number=signal.SIGTERM)
+    assert codes == [143, 143]
+    point = resume_point(root, "last")
+    assert point is not None
+    assert 0 < point.step < LAST
+    assert fit(recipe, root, "--resume", "last") == [0, 0]
+    found, expected = what_is_left(root), what_is_left(whole)
+    assert found["losses"] == expected["losses"]
+    assert found["weights"][LAST] == expected["weights"][LAST]
+
+
+def test_on_another_number_of_ranks_a_run_goes_on_with_the_same_batches(recipe, tmp_path):  # noqa: F811
+    options = yaml.safe_load(recipe.read_text())
+    for rate in ("resid_pdrop", "embd_pdrop", "attn_pdrop"):  # drawn anew by each rank
+        options["model"]["init_args"]["config"][rate] = 0.0
+    still = tmp_path / "still.yaml"
+    still.write_text(yaml.safe_dump(options))
+    alone = ["fit", "--config", str(still), "--resume", "last"]
+    one = tmp_path / "one"
+    assert run_forked(lambda: main([*alone, "--root", str(one)])) == 0
+
+    root = tmp_path / "two_then_one"
+    half = ["--trainer.max_steps", "9", "--model.decay_steps", str(LAST)]
+    assert fit(still, root, *half) == [0, 0]
+    other = tmp_path / "one_then_two"
+    assert run_forked(lambda: main([*alone, "--root", str(other), *half])) == 0
+
+    four = ["--trainer.accumulate_grad_batches", "4", "--trainer.val_check_interval", "12"]
+    assert run_forked(lambda: main([*alone, "--root", str(root), *four, *half[2:]])) == 0
+    assert fit(still, other, "--resume", "last", *half[2:]) == [0, 0]
+    expected = records.rows(one / "metrics.jsonl")
+    for each in (root, other):
+        rows = records.rows(each / "metrics.jsonl")
+        assert [row["step"] for row in rows] == list(range(1, LAST + 1))
+        for name in ("train/loss", "train/grad_norm", "validation/loss"):
+            found, right = ([row[name] for row in those if name in row] for those in (rows, expected))
+            assert found == pytest.approx(right, abs=3e-5), name
+        measured = [(m.step, m.analysis, m.error) for m in records.read(each / "measurements.jsonl")]
+        assert set(measured) == {(m.step, m.analysis, None) for m in records.read(one / "measurements.jsonl")} | {
+            (9, name, None) for name in ("trajectory", "coupling")
+        }
+    shutil.rmtree(root)

@@ -1,0 +1,158 @@
+"""Run as a script by a test: on two ranks with sharded weights, every run that the test looks at. Argument: the folder.
+
+One script for all, because starting two processes costs more than what they do.
+"""
+
+import json
+import random
+import shutil
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).parents[2]))
+
+import lightning as L
+import torch
+from lightning.pytorch.strategies import ModelParallelStrategy
+from torch.distributed.tensor import DTensor
+
+from lit_layers.analyses import Coupling, Lens, Trajectory
+from lit_layers.analyses.base import Analysis
+from lit_layers.records import Record
+from lit_layers.training import EmergenceCallback, SeriesCheckpoint, sharding
+from lit_layers.training.checkpoint_io import step_folder
+from lit_layers.training.resume import ResumeCheckpoint, StepSeed, resume_point
+from lit_layers.training.run_log import RunLog
+from tests.support.tiny_training import RandomText, fit, module
+
+STEPS = [1, 2]
+
+
+@dataclass(kw_only=True)
+class Noisy(Analysis):
+    """Draws random numbers and runs backward through the model."""
+
+    name: str = "noisy"
+
+    def run(self, model):
+        model.model.train().requires_grad_(True)
+        batch = next(iter(RandomText()))
+        model.model(input_ids=batch["input_ids"]).logits.square().mean().backward()
+        yield Record(metric="noise", value=float(torch.rand(())) + random.random())
+
+
+@dataclass(kw_only=True)
+class Failing(Analysis):
+    name: str = "failing"
+
+    def run(self, model):
+        raise RuntimeError("no numbers")
+
+
+def analyses() -> list[Analysis]:
+    text = RandomText()
+    return [Failing(), Trajectory(batches=text), Lens(batches=text)]
+
+
+def watching(root: Path, found: Sequence[Analysis]) -> list[L.Callback]:
+    """The callbacks of a watched run."""
+    run_log = RunLog(root)
+    return [run_log, SeriesCheckpoint(STEPS, root), EmergenceCallback(found, STEPS, root, watchers=[run_log])]
+
+
+def sharded(root: Path, callbacks: list[L.Callback], **options: Any) -> tuple[L.Trainer, Any]:
+    strategy = ModelParallelStrategy(
+        data_parallel_size=2,
+        tensor_parallel_size=1,
+        save_distributed_checkpoint=False,
+        process_group_backend="gloo",
+    )
+    return fit(root, callbacks, devices=2, strategy=strategy, log_every_n_steps=1, **options)
+
+
+class Gatherings:
+    """Counts how often the whole model was gathered, and whether it was there for a while only."""
+
+    def __init__(self) -> None:
+        self.count, self.gather = 0, sharding._gather
+
+    def __call__(self, *args: Any, **options: Any) -> Any:
+        self.count += 1
+        return self.gather(*args, **options)
+
+
+def watched(root: Path) -> dict[str, Any]:
+    """Three steps with a validation after each, and what is looked for in memory afterwards."""
+    counting = Gatherings()
+    sharding._gather = counting
+    options: dict[str, Any] = {"limit_val_batches": 1, "val_check_interval": 1, "check_val_every_n_epoch": None}
+    trainer, lit = sharded(root, watching(root, analyses()), steps=3, module=module(dropout=0.0), **options)
+    sharding._gather = counting.gather
+    lit.model.state_dict()  # shards the root again, which a validation leaves whole
+    return {
+        "gatherings": counting.count,
+        "kept": sharding._whole(lit.model).copy is not None,
+        "shards": all(isinstance(parameter, DTensor) for parameter in lit.model.parameters()),
+        "numbers_here": sum(parameter.to_local().numel() for parameter in lit.model.parameters()),
+        "numbers": sum(parameter.numel() for parameter in lit.model.parameters()),
+        "norm": type(lit.grad_norm).__name__,
+        "validation": float(trainer.callback_metrics["validation/loss"]),
+    }
+
+
+def dropping_out(root: Path, found: Sequence[Analysis]) -> None:
+    """Uneven shards (61 words on two ranks), accumulation, and dropout that nothing seeds."""
+    lit = module(dropout=0.2, pad_vocab_to=None)
+    callbacks: list[L.Callback] = watching(root, found) if found else [SeriesCheckpoint([0], root)]
+    sharded(root, callbacks, steps=4, module=lit, accumulate_grad_batches=2)
+
+
+def part(root: Path, steps: int, *, resume: bool = False) -> None:
+    torch.manual_seed(17 + steps)  # what was drawn before must not matter
+    options: dict[str, Any] = {"accumulate_grad_batches": 2}
+    if resume:
+        point = resume_point(root, "last")
+        assert point is not None
+        options["resume_from"] = point.state
+    callbacks = [StepSeed(1), RunLog(root, resume=resume), SeriesCheckpoint([0], root)]
+    callbacks.append(ResumeCheckpoint(root, every=None))
+    lit = module(dropout=0.2, decay_steps=6, pad_vocab_to=None)
+    sharded(root, callbacks, steps=steps, module=lit, **options)
+
+
+def roomless(root: Path) -> None:
+    """As `watched`, on a machine whose memory is full."""
+    enough, sharding.free_memory = sharding.free_memory, lambda device: 10_000
+    sharded(root, watching(root, analyses()), steps=3, module=module(dropout=0.0))
+    sharding.free_memory = enough
+
+
+def other_ways(root: Path) -> dict[str, Any]:
+    """Mixed precision, clipping by value, compilation."""
+    _, lit = sharded(
+        root / "mixed", [RunLog(root / "mixed")], steps=3, module=module(dropout=0.0), precision="bf16-mixed"
+    )
+    dtypes = {str(parameter.dtype) for parameter in lit.model.parameters()}
+    options: dict[str, Any] = {"gradient_clip_val": 0.01, "gradient_clip_algorithm": "value"}
+    sharded(root / "by_value", [RunLog(root / "by_value")], steps=3, module=module(dropout=0.0), **options)
+    sharded(root / "compiled", [RunLog(root / "compiled")], steps=3, module=module(dropout=0.0, compile=True))
+    return {"dtypes": sorted(dtypes)}
+
+
+if __name__ == "__main__":
+    folder = Path(sys.argv[1])
+    facts = watched(folder / "watched")
+    dropping_out(folder / "bare", [])
+    dropping_out(folder / "seen", [Noisy(), Trajectory(batches=RandomText()), Coupling(batches=RandomText(), k=(2,))])
+    part(folder / "whole", 6)
+    part(folder / "parts", 3)
+    if torch.distributed.get_rank() == 0:
+        shutil.rmtree(step_folder(folder / "parts", 0))  # a run that starts again would write it again
+    part(folder / "parts", 6, resume=True)
+    roomless(folder / "roomless")
+    facts |= other_ways(folder)
+    if torch.distributed.get_rank() == 0:
+        (folder / "facts.json").write_text(json.dumps(facts))

@@ -1,0 +1,201 @@
+"""A run that begins with a published checkpoint goes on from its step, its tokens and its weights."""
+
+import json
+import shutil
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from lit_layers import records
+from lit_layers.analyses import Trajectory
+from lit_layers.errors import InputError
+from lit_layers.models import load
+from lit_layers.offline_series import analyze_series
+from lit_layers.series import StepFolders
+from lit_layers.series.single import find_checkpoint
+from lit_layers.training import EmergenceCallback, LitCausalLM, SeriesCheckpoint
+from lit_layers.training.checkpoint_io import saved_steps, step_folder
+from lit_layers.training.origin import Origin, kept, published, refuse_another_tokenizer
+from lit_layers.training.resume import ResumeCheckpoint, StepSeed, resume_point
+from lit_layers.training.run_folder import RunFolder
+from lit_layers.training.run_log import RunLog
+from lit_layers.training.sampler import StepSampler
+from tests.support.series_hub import make_series, make_step, served, template
+from tests.support.tiny_training import CONTEXT, RandomText, RandomTokens, fit, module
+
+PER_STEP = RandomTokens.tokens_per_step
+
+
+@pytest.fixture(scope="module")
+def earlier(tmp_path_factory) -> Path:
+    """A run of four steps, whose tokens are known."""
+    root = tmp_path_factory.mktemp("runs") / "earlier"
+    steps = {"every": 2}
+    folder = RunFolder(root, config="", options={"steps": steps}, mirror=None)
+    fit(root, [folder, SeriesCheckpoint(steps, root)], steps=4)
+    return root
+
+
+def go_on(root: Path, start: str, steps: int, *, resume: bool = False, **options):
+    """Three more steps from a checkpoint, with all that knows of the axis."""
+    schedule = {"every": 2}
+    lit = LitCausalLM(init_from=start, lr=1e-2, warmup_steps=1, decay_steps=9, **options)
+    state = None
+    if resume:
+        begun = kept(root, json.loads((root / "run.json").read_text())["origin"])
+        assert begun is not None
+        lit.beginning, point = begun, resume_point(root, "last")
+        assert point is not None
+        state = point.state
+    callbacks = [
+        RunFolder(root, config="", options={"steps": schedule}, mirror=None, resume=resume),
+        StepSeed(0),
+        log := RunLog(root, resume=resume),
+        SeriesCheckpoint(schedule, root),
+        EmergenceCallback([Trajectory(batches=RandomText())], schedule, root, watchers=[log]),
+        ResumeCheckpoint(root, every=None),
+    ]
+    fit(root, callbacks, steps=steps, module=lit, log_every_n_steps=1, resume_from=state)
+
+
+@pytest.fixture(scope="module")
+def later(earlier, tmp_path_factory) -> Path:
+    root = tmp_path_factory.mktemp("runs") / "later"
+    go_on(root, str(step_folder(earlier, 2)), 3)
+    return root
+
+
+def test_the_axis_begins_at_the_checkpoints_step_and_tokens(later, earlier):
+    assert saved_steps(later) == [2, 4, 5]  # where it began, the schedule of the axis, the end
+    rows = records.rows(later / "metrics.jsonl")
+    assert [row["step"] for row in rows] == [3, 4, 5]
+    assert [row["tokens"] for row in rows] == [3 * PER_STEP, 4 * PER_STEP, 5 * PER_STEP]
+    measured = records.read(later / "measurements.jsonl")
+    assert [(m.step, m.tokens) for m in measured] == [(step, step * PER_STEP) for step in (2, 4, 5)]
+    assert saved_steps(later / "resume") == [5]
+    about = json.loads((later / "run.json").read_text())
+    assert about["max_steps"] == 5
+    assert (about["origin"]["step"], about["origin"]["tokens"]) == (2, 2 * PER_STEP)
+    assert about["origin"]["init_from"] == str(step_folder(earlier, 2))
+    assert measured[0].provenance["init_from"]["weight_files"] == about["origin"]["weight_files"]
+
+
+def test_it_begins_with_the_weights_of_the_checkpoint_and_trains_them(later, earlier):
+    given, first, last = (load(step_folder(root, step)) for root, step in ((earlier, 2), (later, 2), (later, 5)))
+    for name, tensor in given.state_dict().items():
+        assert torch.equal(tensor, first.state_dict()[name]), name
+    assert not torch.equal(first.state_dict()["lm_head.weight"], last.state_dict()["lm_head.weight"])
+
+
+def test_the_learning_rate_and_the_data_start_afresh(earlier, tmp_path):
+    """The loss of the first step is that of the checkpoint on the first batch, at the first rate of the warm-up."""
+    start = step_folder(earlier, 2)
+    still = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
+    go_on(tmp_path, str(start), 1, config=still)
+    (row,) = records.rows(tmp_path / "metrics.jsonl")
+    blocks = RandomTokens().blocks
+    first = StepSampler(len(blocks), global_batch_size=RandomTokens.global_batch_size).global_batch(0)
+    tokens = torch.stack([blocks[index]["input_ids"] for index in first])
+    logits = load(start)(input_ids=tokens[:, :-1]).logits.double()
+    loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten())
+    assert row["train/loss"] == pytest.approx(loss.item(), rel=1e-5)
+    assert row["train/learning_rate"] == pytest.approx(1e-2)
+
+
+def test_a_series_of_such_a_run_knows_its_tokens_and_has_no_gap(later):
+    series = StepFolders(later)
+    assert [(found.step, found.tokens) for found in series] == [(s, s * PER_STEP) for s in (2, 4, 5)]
+    assert series.listing.expected == (2, 4)  # up to the last, which the schedule need not hold
+
+
+def test_it_resumes_without_the_checkpoint_that_it_began_with(later, earlier, tmp_path):
+    gone = tmp_path / "step-000000002"
+    shutil.copytree(step_folder(earlier, 2), gone)
+    root = tmp_path / "parts"
+    go_on(root, str(gone), 1)
+    about = json.loads((root / "run.json").read_text())
+    assert about["origin"]["step"] == 2
+    shutil.rmtree(gone)
+    go_on(root, str(gone), 3, resume=True)
+    whole, parts = (records.rows(each / "metrics.jsonl") for each in (later, root))
+    assert [(row["step"], row["train/loss"]) for row in parts] == [(row["step"], row["train/loss"]) for row in whole]
+    first, second = (step_folder(each, 5) / "model.safetensors" for each in (later, root))
+    assert first.read_bytes() == second.read_bytes()
+
+
+def test_a_published_checkpoint_is_found_with_step_tokens_and_commit(tmp_path, monkeypatch):
+    make_series(template(tmp_path / "model"), tmp_path / "hub" / "EleutherAI" / "pythia-70m", (0, 512, 1000))
+    with served(tmp_path / "hub", tmp_path / "cache", monkeypatch):
+        checkpoint, origin = published("EleutherAI/pythia-70m@step1000")
+        assert (origin.step, origin.tokens) == (1000, 1000 * 2_097_152)
+        assert origin.source["revision"] == "step1000"
+        assert len(origin.source["commit"]) == 40
+        assert checkpoint.load().config.model_type == "gpt_neox"
+        # main is the last step by what is known of the suite
+        main, _ = find_checkpoint("EleutherAI/pythia-70m")
+        assert (main.step, main.tokens) == (143_000, 143_000 * 2_097_152)
+        with pytest.raises(InputError, match="has no branch step7"):
+            published("EleutherAI/pythia-70m@step7")
+
+
+def test_a_step_that_serves_the_final_weights_is_refused_unless_insisted_on(tmp_path, monkeypatch):
+    repository = tmp_path / "hub" / "lab" / "tiny"
+    make_series(template(tmp_path / "model"), repository, (0, 512, 1000), values={512: 3 / 64})
+    with served(tmp_path / "hub", tmp_path / "cache", monkeypatch):
+        with pytest.raises(InputError, match="lab/tiny@step512 is suspect: equal to the final step"):
+            published("lab/tiny@step512")
+        _, origin = published("lab/tiny@step512", allow_suspect=True)
+        assert (origin.step, origin.tokens) == (512, None)
+        assert origin.source["audit"].startswith("suspect")
+
+
+def test_a_model_of_no_series_begins_the_axis_at_zero(tmp_path):
+    make_step(template(tmp_path / "model"), tmp_path / "elsewhere" / "mine", 0.5)
+    _, origin = published(str(tmp_path / "elsewhere" / "mine"))
+    assert (origin.step, origin.tokens) == (0, 0)
+    assert origin.tokens_at(3, 10) == 30
+
+
+def test_unknown_tokens_stay_unknown():
+    assert Origin(1000, None).tokens_at(1001, 10) is None
+    assert Origin(1000, 500).tokens_at(1002, 10) == 520
+
+
+@pytest.mark.parametrize("name", ["/nowhere/model", "lab tiny", "lab/tiny@"])
+def test_what_names_no_checkpoint_is_refused(name, monkeypatch):
+    with pytest.raises(InputError, match="NAME@REVISION"):
+        find_checkpoint(name)
+
+
+def test_options_that_change_the_size_are_refused(earlier, tmp_path):
+    lit = module(init_from=str(step_folder(earlier, 2)))
+    lit.config = {"n_embd": 32}
+    with pytest.raises(InputError, match="leave options of the model's size out"):
+        fit(tmp_path, [], steps=1, module=lit)
+
+
+def test_a_longer_context_than_the_models_is_refused(earlier, tmp_path, monkeypatch):
+    monkeypatch.setattr(RandomTokens, "num_tokens", CONTEXT + 1)
+    with pytest.raises(InputError, match=f"data.num_tokens: expected at most {CONTEXT}"):
+        fit(tmp_path, [], steps=1, module=LitCausalLM(init_from=str(step_folder(earlier, 2))))
+
+
+def test_text_of_another_tokenizer_is_refused(tmp_path):
+    from lit_layers.data.tokenization import save_tokenizer, tokenizer_hash, train_bpe
+
+    found = train_bpe(["how many words are there in this text, and how many pairs" * 9], 270)
+    save_tokenizer(found, tmp_path)
+    own = tokenizer_hash(found.tokenizer)
+    same, other = (SimpleNamespace(tokenizer="bpe:270", shards=SimpleNamespace(tokenizer_hash=h)) for h in (own, "x"))
+    refuse_another_tokenizer(tmp_path, same, "lab/tiny")
+    with pytest.raises(InputError, match="tokenizer: lab/tiny was trained with another one than bpe:270"):
+        refuse_another_tokenizer(tmp_path, other, "lab/tiny")
+
+
+def test_analyzing_the_series_of_such_a_run_measures_nothing_anew(later, tmp_path):
+    root = tmp_path / "later"
+    shutil.copytree(later, root)
+    result = analyze_series(StepFolders(root), [Trajectory(batches=RandomText())], root=root)
+    assert (result.measurements, result.num_known) == ([], 3)

@@ -1,0 +1,270 @@
+"""Two ranks with sharded weights on the CPU: what one rank trains, saves and measures, and not a bit more."""
+
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch.strategies import FSDPStrategy, ModelParallelStrategy
+from torch import nn
+from transformers import AutoModelForCausalLM, GPT2LMHeadModel
+
+from lit_layers import records
+from lit_layers.cli.fit import _parse
+from lit_layers.errors import InputError
+from lit_layers.models.build import causal_lm, load, weights_hash
+from lit_layers.training import sharding
+from lit_layers.training.checkpoint_io import saved_steps, step_folder
+from lit_layers.training.resume import ResumeCheckpoint
+from lit_layers.training.run_log import RunLog
+from tests.support.sharded_run import analyses, watching
+from tests.support.tiny_training import CONFIG, VOCABULARY, fit, module
+
+ROOT = Path(__file__).parents[2]
+SCRIPT = ROOT / "tests" / "support" / "sharded_run.py"
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """Every sharded run, by one start of two processes."""
+    folder = tmp_path_factory.mktemp("sharded")
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"}
+    command = [sys.executable, str(SCRIPT), str(folder)]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=500)
+    assert done.returncode == 0, done.stderr[-3000:]
+    return folder
+
+
+@pytest.fixture(scope="module")
+def facts(folder) -> dict[str, Any]:
+    return json.loads((folder / "facts.json").read_text())
+
+
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory):
+    """The watched run on one rank, which holds all weights; its folder and its validation loss."""
+    root = tmp_path_factory.mktemp("alone")
+    options: dict[str, Any] = {"limit_val_batches": 1, "val_check_interval": 1, "check_val_every_n_epoch": None}
+    lit = module(dropout=0.0)
+    trainer, _ = fit(root, watching(root, analyses()), module=lit, steps=3, log_every_n_steps=1, **options)
+    return root, float(trainer.callback_metrics["validation/loss"])
+
+
+def column(root: Path, name: str) -> list[float]:
+    return [row[name] for row in records.rows(root / "metrics.jsonl")]
+
+
+def weights(root: Path, step: int) -> bytes:
+    return (step_folder(root, step) / "model.safetensors").read_bytes()
+
+
+@pytest.mark.slow
+def test_every_rank_holds_half_of_the_weights_also_after_validation_and_measuring(facts):
+    assert facts["shards"]
+    assert facts["numbers_here"] * 2 == facts["numbers"]
+
+
+@pytest.mark.slow
+def test_sharded_training_has_the_losses_and_gradient_norms_of_one_rank(folder, facts, alone):
+    root, validation = alone
+    for name in ("train/loss", "train/grad_norm"):
+        assert column(folder / "watched", name) == pytest.approx(column(root, name), abs=1e-5)
+        assert len(column(root, name)) == 3
+    assert facts["norm"] == "Tensor"
+    assert facts["validation"] == pytest.approx(validation, abs=1e-5)
+
+
+@pytest.mark.slow
+def test_the_saved_folders_are_plain_and_hold_the_whole_model_without_padding(folder, alone):
+    root = folder / "watched"
+    assert saved_steps(root) == [0, 1, 2, 3]
+    config: dict[str, Any] = {**CONFIG, "vocab_size": VOCABULARY}
+    start = causal_lm("gpt2", seed=0, **config).state_dict()
+    saved: Any = AutoModelForCausalLM.from_pretrained(step_folder(root, 0))
+    assert type(saved) is GPT2LMHeadModel
+    assert saved.config.vocab_size == VOCABULARY
+    assert saved.lm_head.weight is saved.transformer.wte.weight
+    for name, tensor in saved.state_dict().items():
+        assert torch.equal(tensor, start[name]), name
+    assert weights(root, 0) == weights(alone[0], 0)
+    whole, trained = load(step_folder(alone[0], 3)), load(step_folder(root, 3))
+    for name, tensor in trained.state_dict().items():
+        torch.testing.assert_close(tensor, whole.state_dict()[name], atol=1e-5, rtol=0)
+
+
+@pytest.mark.slow
+def test_sharded_measurements_are_those_of_one_rank_and_name_the_saved_weights(folder, alone):
+    one, two = (records.read(root / "measurements.jsonl") for root in (alone[0], folder / "watched"))
+    assert [(m.step, m.analysis) for m in one] == [(m.step, m.analysis) for m in two]
+    assert [m.error for m in two] == ["RuntimeError: no numbers", None, None] * 4
+    assert one[1].records
+    assert [m.records for m in one[:3]] == [m.records for m in two[:3]]  # the same weights: the same bits
+    for measurement in two:
+        if measurement.error is None:
+            saved = load(step_folder(folder / "watched", measurement.step or 0))
+            assert measurement.provenance["weights_hash"] == weights_hash(saved)
+
+
+@pytest.mark.slow
+def test_the_whole_model_is_gathered_once_a_step_for_saving_and_measuring_and_then_let_go(facts):
+    assert facts["gatherings"] == 4
+    assert not facts["kept"]
+
+
+@pytest.mark.slow
+def test_sharded_training_with_analyses_and_without_ends_in_equal_bits(folder):
+    assert weights(folder / "bare", 4) == weights(folder / "seen", 4)
+    seen = records.read(folder / "seen" / "measurements.jsonl")
+    assert [m.error for m in seen] == [None] * 12
+
+
+@pytest.mark.slow
+def test_a_resumed_sharded_run_ends_in_the_bits_of_an_uninterrupted_one(folder):
+    assert saved_steps(folder / "parts") == [3, 6]  # it did not start again
+    assert weights(folder / "whole", 6) == weights(folder / "parts", 6)
+    losses = [column(folder / root, "train/loss") for root in ("whole", "parts")]
+    assert losses[0] == losses[1]
+    assert len(losses[0]) == 6
+
+
+@pytest.mark.slow
+def test_a_resume_checkpoint_of_a_sharded_run_is_one_file_of_plain_whole_tensors(folder):
+    (path,) = (folder / "parts" / "resume").glob("step-000000006/trainer.ckpt")
+    state = torch.load(path, weights_only=True)
+    saved = load(step_folder(folder / "parts", 6)).state_dict()
+    for name, tensor in saved.items():
+        assert torch.equal(state["state_dict"][f"model.{name}"], tensor), name
+    moments = {tuple(entry["exp_avg"].shape) for entry in state["optimizer_states"][0]["state"].values()}
+    assert moments == {tuple(tensor.shape) for tensor in saved.values()}
+
+
+@pytest.mark.slow
+def test_one_rank_can_go_on_with_the_weights_and_moments_of_a_sharded_run(folder, tmp_path):
+    path = folder / "parts" / "resume" / "step-000000003" / "trainer.ckpt"
+    lit = module(dropout=0.2, decay_steps=6, pad_vocab_to=None)
+    trainer, _ = fit(tmp_path, [ResumeCheckpoint(tmp_path, every=None)], module=lit, steps=3, resume_from=path)
+    saved = load(step_folder(folder / "parts", 3)).state_dict()
+    optimizer = trainer.optimizers[0]
+    for name, parameter in lit.model.named_parameters():
+        assert torch.equal(parameter, saved[name]), name
+        assert optimizer.state[parameter]["exp_avg_sq"].shape == parameter.shape
+    norms = [optimizer.state[parameter]["exp_avg"].norm() for parameter in lit.model.parameters()]
+    entries = torch.load(path, weights_only=True)["optimizer_states"][0]["state"]
+    # The file numbers the moments in the model's order.
+    assert [float(norm) for norm in norms] == [float(entries[number]["exp_avg"].norm()) for number in sorted(entries)]
+
+
+def test_a_sharded_run_refuses_the_state_of_an_unsharded_one(tmp_path):
+    fit(tmp_path, [ResumeCheckpoint(tmp_path, every=None)], steps=1)
+    state = tmp_path / "resume" / "step-000000001" / "trainer.ckpt"
+    with pytest.raises(InputError, match="was saved by a run without sharded weights; go on with the strategy of"):
+        sharding.refuse_unsharded_state(strategy(), state)
+    sharding.refuse_unsharded_state(SimpleNamespace(), state)
+    torch.save({"sharded": True}, tmp_path / "other")
+    sharding.refuse_unsharded_state(strategy(), tmp_path / "other")
+
+
+@pytest.mark.slow
+def test_where_the_whole_model_does_not_fit_every_analysis_says_so_and_the_series_is_saved(folder):
+    roomless, root = folder / "roomless", folder / "watched"
+    found = records.read(roomless / "measurements.jsonl")
+    assert [(m.step, m.analysis) for m in found] == [
+        (step, name) for step in range(4) for name in ("failing", "trajectory", "lens")
+    ]
+    assert all("--stream-blocks" in (m.error or "") and not m.records for m in found)
+    assert saved_steps(roomless) == [0, 1, 2, 3]
+    assert weights(roomless, 3) == weights(root, 3)
+    assert (step_folder(roomless, 3) / "config.json").read_bytes() == (
+        step_folder(root, 3) / "config.json"
+    ).read_bytes()
+
+
+@pytest.mark.slow
+def test_sharded_mixed_precision_keeps_float32_weights_and_the_losses_of_one_rank(folder, facts, tmp_path):
+    fit(tmp_path, [RunLog(tmp_path)], module=module(dropout=0.0), steps=3, precision="bf16-mixed")
+    assert facts["dtypes"] == ["torch.float32"]
+    mixed = column(folder / "mixed", "train/loss")
+    assert mixed == pytest.approx(column(tmp_path, "train/loss"), abs=1e-4)
+    assert mixed != column(folder / "watched", "train/loss")
+
+
+@pytest.mark.slow
+def test_sharded_clipping_by_value_trains_as_one_rank_does(folder, tmp_path):
+    options: dict[str, Any] = {"gradient_clip_val": 0.01, "gradient_clip_algorithm": "value"}
+    fit(tmp_path, [RunLog(tmp_path)], module=module(dropout=0.0), steps=3, **options)
+    assert column(folder / "by_value", "train/loss") == pytest.approx(column(tmp_path, "train/loss"), abs=1e-5)
+
+
+@pytest.mark.slow
+def test_compiled_sharded_training_has_the_losses_of_the_eager_one(folder):
+    eager, compiled = (column(folder / root, "train/loss") for root in ("watched", "compiled"))
+    assert compiled == pytest.approx(eager, abs=1e-5)
+
+
+def strategy(tensor_parallel_size: int = 1, **options: Any) -> ModelParallelStrategy:
+    """One that believes its processes have started."""
+    built = ModelParallelStrategy(**options)
+    sizes = {"data_parallel": 2, "tensor_parallel": tensor_parallel_size}
+    mesh: Any = {name: SimpleNamespace(size=lambda size=size: size) for name, size in sizes.items()}
+    built._device_mesh = mesh
+    return built
+
+
+def test_weights_are_sharded_over_the_data_parallel_ranks_where_the_strategy_says_so():
+    mesh: Any = sharding.sharding_mesh(strategy())
+    assert mesh.size() == 2
+    assert sharding.sharding_mesh(SimpleNamespace()) is None
+
+
+def test_tensor_parallelism_is_refused_in_one_sentence():
+    with pytest.raises(InputError, match=re.escape("trainer.strategy.tensor_parallel_size: expected 1, got 4; set ")):
+        sharding.sharding_mesh(strategy(4))
+
+
+def test_the_older_fsdp_is_refused_in_one_sentence():
+    with pytest.raises(InputError, match="trainer.strategy: expected ModelParallelStrategy .* got fsdp"):
+        sharding.sharding_mesh(FSDPStrategy())
+
+
+def test_a_checkpoint_of_many_files_is_refused_before_training(tmp_path):
+    trainer: Any = SimpleNamespace(strategy=strategy(), is_global_zero=True, ckpt_path=None)
+    with pytest.raises(InputError, match="save_distributed_checkpoint: expected false, got true; "):
+        ResumeCheckpoint(tmp_path, every=None).setup(trainer, module(), "fit")
+    trainer.strategy = strategy(save_distributed_checkpoint=False)
+    ResumeCheckpoint(tmp_path, every=None).setup(trainer, module(), "fit")
+
+
+@pytest.mark.parametrize(("kind", "needed"), [("cuda", "9.00"), ("cpu", "18.00")])
+def test_the_sentence_where_there_is_no_room_names_needed_and_free_memory(kind, needed):
+    # Two weights of 0.75e9 float32 numbers are 6 GB; one of them is there twice while it is copied. The two ranks of a
+    # CPU take from the same memory.
+    model = nn.ParameterList(nn.Parameter(torch.empty(750, 1_000_000, device="meta")) for _ in range(2))
+    with pytest.raises(sharding.NoRoomError) as raised:
+        sharding._check_room(model, 8_990_000_000, torch.device(kind), 2)
+    assert f"takes {needed} GB " in str(raised.value)
+    assert f"8.99 GB are free on {kind}" in str(raised.value)
+    sharding._check_room(model, 18_000_000_000, torch.device(kind), 2)
+
+
+@pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])
+def test_the_recipe_turns_a_run_into_a_sharded_one(tmp_path, precision):
+    files = [ROOT / "recipes" / "gpt2" / "124m_openwebtext.yaml", ROOT / "recipes" / "trainer" / "fsdp.yaml"]
+    options = {"root": tmp_path, "trainer.accelerator": "cpu", "trainer.devices": 2, "trainer.precision": precision}
+    arguments = [f"--config={file}" for file in files] + [f"--{name}={value}" for name, value in options.items()]
+    trainer = _parse(arguments).trainer
+    built: Any = trainer.strategy
+    assert isinstance(built, ModelParallelStrategy)
+    assert (built._data_parallel_size, built._tensor_parallel_size, built.num_processes) == (2, 1, 2)
+    assert trainer.precision == precision
+    sharding.refuse_many_files(built)
+
+
+def test_a_model_that_was_sharded_by_other_means_is_told_what_to_call():
+    with pytest.raises(InputError, match="shard_ in configure_model"):
+        sharding.release_copy_(nn.Linear(2, 2))
