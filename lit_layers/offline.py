@@ -80,10 +80,7 @@ def own_tokenizer(model: str | Path, revision: str | None = None) -> str | None:
     files = ShardFiles(model, revision=revision)
     if not files.has("tokenizer.json"):
         return None
-    if files.local or revision is None:
-        return files.model
-    files.has("tokenizer_config.json")
-    return str(files.fetch("tokenizer.json").parent)
+    return files.model if files.local or revision is None else f"{files.model}@{files.commit}"
 
 
 def _whole(
@@ -171,6 +168,7 @@ class _Kept:
             step=self.step,
             analysis=analysis.name,
             config_hash=analysis.config_hash(),
+            data_hash=analysis.data_hash(),
             weights_hash=self.weights_hash,
         )
 

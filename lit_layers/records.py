@@ -106,16 +106,18 @@ def is_done(
     step: int | None,
     analysis: str,
     config_hash: str,
+    data_hash: str | None,
     weights_hash: str,
 ) -> bool:
-    """Whether the last measurement of this run, step and analysis succeeded with the same options and weights."""
+    """Whether the last measurement of this run, step and analysis succeeded with these options, data and weights."""
     last = None
     for measurement in measurements:
         if (measurement.run, measurement.step, measurement.analysis) == (run, step, analysis):
             last = measurement
     if last is None or last.error is not None:
         return False
-    return (last.provenance.get("config_hash"), last.provenance.get("weights_hash")) == (config_hash, weights_hash)
+    wanted = {"config_hash": config_hash, "data_hash": data_hash, "weights_hash": weights_hash}
+    return all(last.provenance.get(name) == value for name, value in wanted.items())
 
 
 def latest(measurements: Iterable[Measurement]) -> list[Measurement]:

@@ -277,14 +277,22 @@ def test_a_curves_name_tells_analysis_metric_sorted_tags_and_layers() -> None:
 
 
 def test_done_is_what_the_last_line_of_the_key_says_with_these_options_and_weights() -> None:
-    def done(measurements: list[Measurement], step: int | None = 1, config: str = "c", weights: str = "w1") -> bool:
-        return records.is_done(measurements, run="r", step=step, analysis="a", config_hash=config, weights_hash=weights)
+    def done(
+        measurements: list[Measurement],
+        step: int | None = 1,
+        config: str = "c",
+        weights: str = "w1",
+        data: str | None = None,
+    ) -> bool:
+        hashes = {"config_hash": config, "data_hash": data, "weights_hash": weights}
+        return records.is_done(measurements, run="r", step=step, analysis="a", **hashes)
 
     assert done([make(1, 0.1)])
     assert not done([])
     assert not done([make(1, 0.1)], step=2)
     assert not done([make(1, 0.1)], config="other")
     assert not done([make(1, 0.1)], weights="other")
+    assert not done([make(1, 0.1)], data="other")
     assert not done([make(1, 0.1), make(1, error="no")])
     assert done([make(1, error="no"), make(1, 0.1), make(2, error="no")])
     assert done([make(None, 0.1)], step=None, weights="wNone")

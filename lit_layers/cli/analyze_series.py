@@ -13,7 +13,6 @@ from lit_layers.cli.processes import AUTO, shard_of, take_own_gpu, wait_for_the_
 from lit_layers.errors import InputError
 from lit_layers.series import Series
 from lit_layers.series.local import run_facts
-from lit_layers.series.sources import TOKENIZER
 
 if TYPE_CHECKING:
     from lit_layers.offline_series import Analyses, SeriesResult
@@ -63,13 +62,13 @@ def _analyses(command: Command, series: Series) -> "Analyses":
         if not command.wants_own_tokenizer:
             _refuse_a_foreign_tokenizer(command.options.tokenizer, series)
         tokenizers = {found.name: found.source.tokenizer() for found in checkpoints}
-        return {name: command.analyses(name, own and str(own)) for name, own in tokenizers.items()}
+        return {name: command.analyses(name, own) for name, own in tokenizers.items()}
     if not command.wants_own_tokenizer:
         return command.analyses(series.name, None)
     folder = _folder(series)
     config = run_facts(folder).get("config", {}) if folder else {}
     own = config.get("tokenizer") or checkpoints[-1].source.tokenizer()  # the same one whichever steps are chosen
-    return command.analyses(series.name, own and str(own), config.get("corpus"))
+    return command.analyses(series.name, own, config.get("corpus"))
 
 
 def _refuse_a_foreign_tokenizer(name: str | None, series: Series) -> None:
@@ -80,7 +79,7 @@ def _refuse_a_foreign_tokenizer(name: str | None, series: Series) -> None:
     given = tokenizer_hash(load_tokenizer(name).tokenizer)
     for found in series.listing.checkpoints:
         own = found.source.tokenizer()
-        if own is not None and tokenizer_hash(load_tokenizer(str(own / TOKENIZER)).tokenizer) != given:
+        if own is not None and tokenizer_hash(load_tokenizer(own).tokenizer) != given:
             raise InputError(
                 f"tokenizer: {name} is not that of {found.name}, to which its tokens mean something else: leave it "
                 "out, and each model is measured with its own"

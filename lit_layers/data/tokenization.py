@@ -72,7 +72,7 @@ def train_bpe(texts: Iterable[str], size: int) -> TextTokenizer:
 
 
 def load_tokenizer(spec: str) -> TextTokenizer:
-    """The tokenizer at a path (a folder with `tokenizer.json`, or that file), or of that name on the Hub.
+    """The tokenizer at a path (a folder with `tokenizer.json`, or that file), or at NAME[@REVISION] of the Hub.
 
     Raises:
         InputError: where there is none, or it has no token to end a document with.
@@ -81,7 +81,7 @@ def load_tokenizer(spec: str) -> TextTokenizer:
     if path.is_file():
         return _load(path, {})
     if not path.exists():
-        if path.suffix == ".json" or not re.fullmatch(r"\w[\w.-]*(/[\w.-]+)?", spec):
+        if path.suffix == ".json" or not re.fullmatch(r"\w[\w.-]*(/[\w.-]+)?(@[\w./-]+)?", spec):
             raise InputError(f"no tokenizer {spec!r}: expected an existing path, a name on the Hub, or bpe:SIZE")
         path = _download(spec)
     if not (path / MAIN).is_file():
@@ -149,17 +149,18 @@ def _load(main: Path, companions: dict[str, Path]) -> TextTokenizer:
     )
 
 
-def _download(name: str) -> Path:
+def _download(spec: str) -> Path:
     """The folder of a Hub repository's tokenizer files, from the local cache where there is no network."""
     from huggingface_hub import snapshot_download
 
     from lit_layers.data.hub_errors import HUB_ERRORS, reason
 
+    name, _, revision = spec.partition("@")
     try:
-        return Path(snapshot_download(name, allow_patterns=[MAIN, *COMPANIONS]))
+        return Path(snapshot_download(name, revision=revision or None, allow_patterns=[MAIN, *COMPANIONS]))
     except HUB_ERRORS as error:  # not there, not reachable, not a name
         raise InputError(
-            f"the tokenizer {name!r} is no local path and cannot be had from the Hub ({reason(error)}): "
+            f"the tokenizer {spec!r} is no local path and cannot be had from the Hub ({reason(error)}): "
             "check the name and the network, or give a local folder"
         ) from error
 

@@ -122,8 +122,8 @@ class LightningSource(Source):
     def describe(self) -> dict[str, Any]:
         return {"checkpoint": os.fspath(self.path)}
 
-    def _tokenizer_folder(self) -> Path:
-        return self.config
+    def _tokenizer_name(self) -> str:
+        return str(self.config)
 
     def _fitting(self, own: "dict[str, Tensor]") -> "dict[str, Tensor]":
         """The weights without the padding rows of the vocabulary."""

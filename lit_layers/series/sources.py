@@ -43,12 +43,12 @@ class Source(ABC):
     def describe(self) -> dict[str, Any]:
         """Where the checkpoint comes from, for provenance."""
 
-    def tokenizer(self) -> Path | None:
-        """A local folder with the tokenizer, downloaded now if need be; None where the checkpoint carries none."""
-        return self._tokenizer_folder() if TOKENIZER in self.files else None
+    def tokenizer(self) -> str | None:
+        """The tokenizer as recipes name it, downloaded now if need be; None where the checkpoint carries none."""
+        return self._tokenizer_name() if TOKENIZER in self.files else None
 
     @abstractmethod
-    def _tokenizer_folder(self) -> Path: ...
+    def _tokenizer_name(self) -> str: ...
 
     def weights(self) -> dict[str, str]:
         """The hash of every weight file that is loaded: safetensors, or else the pickle."""
@@ -79,8 +79,8 @@ class FolderSource(Source):
     def describe(self) -> dict[str, Any]:
         return {"checkpoint": str(self.folder)}
 
-    def _tokenizer_folder(self) -> Path:
-        return self.folder
+    def _tokenizer_name(self) -> str:
+        return str(self.folder)
 
 
 class Hub:
@@ -192,10 +192,11 @@ class HubSource(Source):
     def describe(self) -> dict[str, Any]:
         return {"checkpoint": self.repo, "revision": self.revision, "commit": self.commit}
 
-    def _tokenizer_folder(self) -> Path:
-        if TOKENIZER_CONFIG in self.files:  # names the end of text
-            self._have(TOKENIZER_CONFIG)
-        return self._have(TOKENIZER).parent
+    def _tokenizer_name(self) -> str:
+        for path in (TOKENIZER_CONFIG, TOKENIZER):  # the first names the end of text
+            if path in self.files:
+                self._have(path)
+        return f"{self.repo}@{self.commit}"  # and not where the cache of this machine has it
 
     def _have(self, path: str) -> Path:
         place, is_new = self.hub.download(self.repo, self.commit, self.revision, self.files[path])

@@ -246,11 +246,12 @@ class EmergenceCallback(_AtSteps):
 
     def _is_done(self, analysis: Analysis, step: int, fingerprint: str) -> bool:
         return records.is_done(
-            [known for known in self._known if known.provenance.get("data_hash") == analysis.data_hash()],
+            self._known,
             run=self.run,
             step=step,
             analysis=analysis.name,
             config_hash=analysis.config_hash(),
+            data_hash=analysis.data_hash(),
             weights_hash=fingerprint,
         )
 
