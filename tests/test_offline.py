@@ -178,6 +178,17 @@ def test_a_model_brings_its_tokenizer_where_it_was_saved_with_one(tmp_path):
     assert offline.own_tokenizer(tmp_path) == str(tmp_path)
 
 
+def test_other_data_of_the_same_options_is_measured_anew(model, tmp_path, monkeypatch):
+    """A corpus that was prepared anew under the same path."""
+    data, root = Listed(tiny_batch("llama")), tmp_path / "run"
+    for content in ("old", "old", "new", "old"):
+        monkeypatch.setattr(Listed, "content_hash", lambda _, content=content: content)
+        analyze(model, [Trajectory(batches=data)], root=root)
+    hashes = [m.provenance["data_hash"] for m in records.read(root / "measurements.jsonl")]
+    assert len(hashes) == 3
+    assert hashes[0] == hashes[2] != hashes[1]
+
+
 def count_loads(monkeypatch) -> list[int]:
     """The blocks that are read from here on."""
     loads, resident = [], StreamedModel.resident

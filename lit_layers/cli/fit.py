@@ -21,6 +21,7 @@ from lit_layers.cli.messages import one_sentence
 from lit_layers.errors import InputError
 from lit_layers.report import WandbMirror, write_report
 from lit_layers.training import EmergenceCallback, SeriesCheckpoint
+from lit_layers.training.environment import plugins_with_cluster, refuse_another_number_of_ranks
 from lit_layers.training.origin import Origin, axis_step, kept
 from lit_layers.training.progress import StepProgress
 from lit_layers.training.resume import ResumeCheckpoint, ResumePoint, StepSeed, resume_point
@@ -120,10 +121,13 @@ class FitCLI(LightningCLI):
         seed = StepSeed(self.config["seed_everything"] or 0)
         callbacks = [self.folder, *theirs, seed, run_log, self.series, self.emergence, progress, self.resumable]
         precision = options.get("precision") or _best_precision(options["accelerator"])
+        plugins = plugins_with_cluster(options.get("plugins"))
         try:
-            return super().instantiate_trainer(callbacks=callbacks, precision=precision, **kwargs)
+            trainer = super().instantiate_trainer(callbacks=callbacks, precision=precision, plugins=plugins, **kwargs)
         except (MisconfigurationException, ValueError) as error:
             raise InputError(f"trainer: {' '.join(str(error).split())}") from error
+        refuse_another_number_of_ranks(trainer)
+        return trainer
 
     def _resume_point(self) -> ResumePoint | None:
         return None if self.own.resume is None else resume_point(Path(self.own.root), self.own.resume)

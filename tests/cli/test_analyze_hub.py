@@ -15,7 +15,8 @@ from lit_layers import offline, records
 from lit_layers.analyses import Representation, Trajectory
 from lit_layers.cli.main import main
 from lit_layers.data import EvalText
-from lit_layers.series import Retry
+from lit_layers.data.tokenization import load_tokenizer, tokenizer_hash
+from lit_layers.series import HubRevisions, Retry
 from lit_layers.series.checkpoint import Checkpoint
 from lit_layers.series.prefetching import THREAD
 from tests.support.fake_hub import FakeHub, Repo
@@ -130,6 +131,21 @@ def test_twelve_steps_are_audited_measured_interrupted_and_continued(
     verdicts = {m.step: m.provenance["audit"] for m in records.read(tmp_path / "out" / "measurements.jsonl")}
     assert {step for step, verdict in verdicts.items() if verdict != "clean"} == {16, 32}
     assert verdicts[16] == "suspect: identical weights"
+
+
+def test_the_tokenizer_of_a_series_is_named_by_its_commit(hub, repository, model, corpus, command, tmp_path):
+    """What a measurement is made with does not depend on where a machine keeps its downloads."""
+    make_series(model, repository, (0, 1))
+    series = HubRevisions("lab/tiny")
+    last = series.listing.checkpoints[-1].source.describe()["commit"]
+    named = series.listing.checkpoints[-1].source.tokenizer()
+    assert named == f"lab/tiny@{last}"
+    ours = load_tokenizer(str(corpus / "tokenizer"))
+    assert tokenizer_hash(load_tokenizer(named).tokenizer) == tokenizer_hash(ours.tokenizer)
+    assert main(command) == 0
+    expected = Trajectory(batches=EvalText(str(corpus), named, **SIZE)).config_hash()
+    hashes = {m.provenance["config_hash"] for m in records.read(tmp_path / "out" / "measurements.jsonl")}
+    assert expected in hashes
 
 
 WEIGHTS, LIST = r"_cdn/.*/step4/", "/tree/COMMIT"

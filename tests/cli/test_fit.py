@@ -78,6 +78,27 @@ def test_a_recipe_becomes_a_series_with_measurements_a_report_and_closing_lines(
 
 
 @pytest.mark.slow
+def test_a_run_may_begin_with_a_checkpoint_of_another_and_says_so(recipe, tmp_path, capsys):
+    assert main(["fit", "--config", str(recipe)]) == 0
+    start, later = tmp_path / "run" / "step-000000002", tmp_path / "later"
+    begin = ["fit", "--config", str(recipe), "--root", str(later), "--model.init_from", str(start)]
+    capsys.readouterr()
+    assert main([*begin, "--trainer.max_steps", "1", "--model.decay_steps", "2"]) == 0
+    said = f"begins with the weights of {start}: step 2, tokens seen 128; the optimizer starts afresh"
+    assert said in capsys.readouterr().out.replace("\n", "")
+    assert main([*begin, "--trainer.max_steps", "2", "--model.decay_steps", "2", "--resume", "last"]) == 0
+    assert "resumed at step 3 from" in capsys.readouterr().out
+    assert saved_steps(later) == [2, 3, 4]
+    assert [(row["step"], row["tokens"]) for row in records.rows(later / "metrics.jsonl")] == [(3, 192), (4, 256)]
+    # killed after its last step: only the page may be missing
+    assert main([*begin, "--trainer.max_steps", "2", "--model.decay_steps", "2", "--resume", "last"]) == 0
+    assert saved_steps(later) == [2, 3, 4]
+    # a model of another size does not take these weights
+    assert main([*begin, "--if_exists", "overwrite", "--model.config.n_layer", "2"]) == 2
+    assert "leave options of the model's size out" in capsys.readouterr().err
+
+
+@pytest.mark.slow
 def test_a_used_folder_is_refused_and_left_as_it_is_unless_overwriting_is_asked_for(recipe, tmp_path, capsys):
     assert main(["fit", "--config", str(recipe)]) == 0
     before = (tmp_path / "run" / "measurements.jsonl").read_bytes()
@@ -116,6 +137,15 @@ def test_a_used_folder_is_refused_and_left_as_it_is_unless_overwriting_is_asked_
         (["--analyses.name", "trajectory"], "two are named 'trajectory'"),
         (["--root", "/proc/nowhere"], "cannot write to /proc/nowhere"),
         (["--trainer.devices", "0"], "trainer"),
+        (["--model.init_from", "/nowhere/model"], "NAME@REVISION of the Hub, /nowhere/model is neither"),
+        (["--model.allow_suspect", "perhaps"], "perhaps"),
+        (
+            [
+                *("--config", str(ROOT / "recipes" / "trainer" / "fsdp.yaml"), "--trainer.devices", "2"),
+                *("--trainer.strategy.init_args.data_parallel_size", "3"),
+            ],
+            "trainer.strategy.data_parallel_size: expected 2, the number of nodes times devices, got 3",
+        ),
         (["--wandb.mode", "sometimes"], "sometimes"),
     ],
 )

@@ -1,0 +1,213 @@
+"""What a linear probe can tell about the label of a text or image from each layer."""
+
+import hashlib
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, replace
+from typing import Literal, NamedTuple
+
+import torch
+from torch import Tensor
+
+from lit_layers.analyses.base import Analysis
+from lit_layers.analyses.states import at_least_float32
+from lit_layers.analyses.summary import summarize
+from lit_layers.analyses.token_jacobians import check_choice, check_counts
+from lit_layers.data.batches import Batches
+from lit_layers.errors import InputError
+from lit_layers.functional.curves import wilson_interval
+from lit_layers.functional.pooling import pool
+from lit_layers.functional.probe import fit_logistic_probes, macro_f1
+from lit_layers.models.view import Batch, LayeredModel
+from lit_layers.records import Record
+
+Pooling = Literal["cls", "mean", "last"]
+Tags = dict[str, str | int | float]
+POOLINGS = ("cls", "mean", "last")
+
+
+@dataclass(kw_only=True)
+class LabelProbe(Analysis):
+    """A logistic probe per layer, 0 to L, of the `labels` of texts or images.
+
+    The feature of a row is one vector per layer, tag `pooling`: "mean" of its real tokens (of an image the patches
+    alone: no class, distillation or register token), "cls", the first token, or "last", the last real one (of an image
+    the last patch). Several may be given; each has probes of its own. Layer 0 under "cls" is the same vector for every
+    image, so that its probe knows the class shares alone.
+
+    Per layer: `accuracy`, `log_loss` (nats) and `macro_f1` on the test rows. Rows tagged `reference="majority"` are
+    what the class frequencies in training give on the same rows, and those tagged `control="random_labels"` come from
+    probes fitted to permuted labels. A training row that is also a test row, pixel for pixel or token for token, is
+    left out; `num_duplicates` counts these. Every label of the test rows must be among the training rows'.
+
+    Features are standardised, `c` multiplies the sum of the losses and `tolerance` is on the gradient, as in
+    `lit_layers.functional.probe.fit_logistic_probes`; a layer whose probe has not converged has the tag
+    `num_not_converged`. Intervals: Wilson's for the accuracy, bootstrap over test rows for the loss. The model runs in
+    float32 or wider. Held in memory: layers x rows x width for each pooling and split (13 x 10,000 x 192 x 4 B =
+    0.1 GB). Source: hierarchical analysis of monotonicity (OpenReview ZVLyyG5yS6), section 3, on texts.
+    """
+
+    train: Batches
+    test: Batches
+    name: str = "label_probe"
+    pooling: Pooling | tuple[Pooling, ...] = "mean"
+    seed: int = 0
+    c: float = 1.0
+    tolerance: float = 1e-6
+    max_iterations: int = 1000
+    random_labels: bool = True
+
+    def check(self, model: LayeredModel) -> None:
+        super().check(model)
+        self._check_options(model)
+        self._problem(model)
+
+    def run(self, model: LayeredModel) -> Iterable[Record]:
+        self._check_options(model)
+        problem = self._problem(model)
+        yield from self._majority(problem)
+        model = at_least_float32(model)
+        train, test = self._features(model, self.train), self._features(model, self.test)
+        order = torch.randperm(len(problem.train), generator=torch.Generator().manual_seed(self.seed))
+        for pooling in self._poolings():
+            kept = train[pooling][:, problem.kept]
+            yield from self._probes(problem, kept, problem.train, test[pooling], {"pooling": pooling})
+            if self.random_labels:
+                control: Tags = {"pooling": pooling, "control": "random_labels"}
+                yield from self._probes(problem, kept, problem.train[order], test[pooling], control)
+
+    def _poolings(self) -> tuple[Pooling, ...]:
+        return (self.pooling,) if isinstance(self.pooling, str) else tuple(self.pooling)
+
+    def _check_options(self, model: LayeredModel) -> None:
+        poolings = self._poolings()
+        if not poolings:
+            raise InputError(f"{self.name}: expected at least one pooling, got none")
+        if len(set(poolings)) < len(poolings):
+            raise InputError(f"{self.name}: expected each pooling once, got {list(poolings)}")
+        for pooling in poolings:
+            check_choice(self.name, "pooling", pooling, POOLINGS)
+        if "cls" in poolings and model.family.sees_images and model.model.cls_token is None:
+            kind = type(model.model).__name__
+            raise InputError(f"{self.name}: this {kind} has no class token: choose pooling 'mean' instead of 'cls'")
+        check_counts(self.name, max_iterations=self.max_iterations)
+        if self.seed < 0:
+            raise InputError(f"{self.name}: expected seed of at least 0, got {self.seed}")
+        for option in ("c", "tolerance"):
+            if not getattr(self, option) > 0:
+                raise InputError(f"{self.name}: expected a positive {option}, got {getattr(self, option)}")
+
+    def _problem(self, model: LayeredModel) -> "_Problem":
+        """The labels of both splits, as numbers of classes, without a model's help."""
+        train, test = (self._rows(model, split) for split in ("train", "test"))
+        known = set(test.keys)
+        kept = torch.tensor([key not in known for key in train.keys])
+        num_duplicates = int((~kept).sum())
+        beside = f" beside {num_duplicates} rows that are test rows too" if num_duplicates else ""
+        classes, train_classes = train.labels[kept].unique(return_inverse=True)
+        if len(classes) < 2:
+            held = f"only the label {classes.item()}" if len(classes) else "nothing"
+            raise InputError(
+                f"{self.name}: train holds {held}{beside}, and a probe needs two labels: give more or other rows"
+            )
+        places = torch.searchsorted(classes, test.labels).clamp(max=len(classes) - 1)
+        if (unseen := test.labels[classes[places] != test.labels]).numel():
+            raise InputError(
+                f"{self.name}: no training row has the label {unseen[0].item()} of {len(unseen)} of the "
+                f"{len(test.labels)} test rows{beside}: give training rows of every label in test"
+            )
+        return _Problem(kept, train_classes, places, len(classes), num_duplicates)
+
+    def _rows(self, model: LayeredModel, split: Literal["train", "test"]) -> "_Rows":
+        found: list[Tensor] = []
+        keys: list[bytes] = []
+        for batch in getattr(self, split):
+            if "labels" not in batch:
+                raise InputError(f"{self.name}: the batches of {split} have no labels, they hold {sorted(batch)}")
+            labels, inputs = batch["labels"], _inputs(model, batch)
+            if labels.is_floating_point() or labels.shape != (len(inputs),):
+                raise InputError(
+                    f"{self.name}: expected one integer label for each of {len(inputs)} rows of a batch of {split}, "
+                    f"got {labels.dtype} of shape {tuple(labels.shape)}"
+                )
+            if labels.min() < 0:
+                raise InputError(f"{self.name}: expected labels of 0 and above in {split}, got {int(labels.min())}")
+            found.append(labels.cpu().long())
+            keys += [_key(row) for row in inputs]
+        if not found:
+            raise InputError(f"{self.name}: {split} holds no rows")
+        return _Rows(torch.cat(found), keys)
+
+    def _features(self, model: LayeredModel, batches: Batches) -> dict[Pooling, Tensor]:
+        """Per pooling the vectors (layers + 1, rows, dim), on the CPU; of each batch only these are kept."""
+        prefix = model.model.num_prefix_tokens if model.family.sees_images else 0
+        found: dict[Pooling, list[Tensor]] = {pooling: [] for pooling in self._poolings()}
+        for batch in batches:
+            trajectory = model.trajectory(batch)
+            for pooling, parts in found.items():
+                first = prefix if pooling == "mean" else 0
+                mask = trajectory.mask[:, first:]
+                pooled = [pool(hidden[:, first:], mask, pooling=pooling) for hidden in trajectory.hidden]
+                parts.append(torch.stack(pooled).to(model.dtype).cpu())
+        return {pooling: torch.cat(parts, dim=1) for pooling, parts in found.items()}
+
+    def _majority(self, problem: "_Problem") -> Iterator[Record]:
+        share = torch.bincount(problem.train).double() / len(problem.train)
+        tags: Tags = {
+            "reference": "majority",
+            "num_classes": problem.num_classes,
+            "num_train_rows": len(problem.train),
+            "num_duplicates": problem.num_duplicates,
+        }
+        yield from _scores(problem, share.log().expand(len(problem.test), -1), tags)
+
+    def _probes(
+        self, problem: "_Problem", features: Tensor, labels: Tensor, test: Tensor, tags: Tags
+    ) -> Iterator[Record]:
+        probes = fit_logistic_probes(
+            features,
+            labels,
+            c=self.c,
+            num_classes=problem.num_classes,
+            tolerance=self.tolerance,
+            max_iterations=self.max_iterations,
+        )
+        for layer, (log_proba, converged) in enumerate(zip(probes.log_proba(test), probes.converged, strict=True)):
+            flag: Tags = {} if converged else {"num_not_converged": 1}
+            yield from _scores(problem, log_proba, tags | flag, layer)
+
+
+class _Rows(NamedTuple):
+    labels: Tensor  # (rows,)
+    keys: list[bytes]  # equal for equal rows
+
+
+class _Problem(NamedTuple):
+    kept: Tensor  # (rows of train,) False for those of test
+    train: Tensor  # (kept rows,) numbers of classes
+    test: Tensor  # (test rows,)
+    num_classes: int
+    num_duplicates: int
+
+
+def _inputs(model: LayeredModel, batch: Batch) -> list[Tensor]:
+    """What tells rows apart: images, or texts without their padding."""
+    if model.family.sees_images:
+        return list(batch["pixel_values"])
+    ids = batch["input_ids"]
+    mask = batch.get("attention_mask", torch.ones_like(ids)).bool()
+    return [row[real] for row, real in zip(ids, mask, strict=True)]
+
+
+def _key(row: Tensor) -> bytes:
+    return hashlib.blake2b(row.contiguous().view(torch.uint8).numpy(), digest_size=16).digest()
+
+
+def _scores(problem: _Problem, log_proba: Tensor, tags: Tags, layer: int | None = None) -> Iterator[Record]:
+    """Of log-probabilities (test rows, classes)."""
+    truth, predicted = problem.test, log_proba.argmax(-1)
+    hits = predicted == truth
+    (accuracy,) = summarize("accuracy", hits, layer=layer, tags=tags)
+    low, high = wilson_interval(int(hits.sum()), len(hits))
+    yield replace(accuracy, low=low, high=high)
+    yield from summarize("log_loss", -log_proba.gather(1, truth[:, None])[:, 0], layer=layer, tags=tags)
+    yield Record(metric="macro_f1", value=macro_f1(truth, predicted), layer=layer, n=len(truth), tags=tags)

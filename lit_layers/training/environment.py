@@ -1,0 +1,43 @@
+"""What a run must tell Lightning of the machines it runs on."""
+
+from typing import Any
+
+import lightning as L
+from lightning.pytorch.plugins.environments import SLURMEnvironment
+from lightning.pytorch.strategies import ModelParallelStrategy
+
+from lit_layers.errors import InputError
+
+
+def plugins_with_cluster(given: Any) -> Any:
+    """The Trainer's plugins, under SLURM with its environment.
+
+    Lightning would requeue a job by itself, from a checkpoint of its own that then overrules the one to resume from:
+    here the job script does it, on exit code 143.
+
+    Raises:
+        InputError: options of the job that Lightning cannot use.
+    """
+    plugins = list(given) if isinstance(given, list | tuple) else [] if given is None else [given]
+    if not SLURMEnvironment.detect() or any(isinstance(each, SLURMEnvironment) for each in plugins):
+        return given
+    try:
+        return [*plugins, SLURMEnvironment(auto_requeue=False)]
+    except RuntimeError as error:  # its account of options of the job that do not fit
+        raise InputError(f"SLURM: {' '.join(str(error).split())}") from error
+
+
+def refuse_another_number_of_ranks(trainer: L.Trainer) -> None:
+    """Refuses a mesh of shards that is not as large as the number of ranks.
+
+    Raises:
+        InputError: naming the option and the right number.
+    """
+    strategy = trainer.strategy
+    if not isinstance(strategy, ModelParallelStrategy):
+        return
+    ranks, shards = trainer.num_nodes * trainer.num_devices, strategy._data_parallel_size
+    if shards != ranks:
+        raise InputError(
+            f"trainer.strategy.data_parallel_size: expected {ranks}, the number of nodes times devices, got {shards}"
+        )

@@ -1,0 +1,37 @@
+"""What a run tells Lightning of its machines."""
+
+import pytest
+from lightning.pytorch.plugins.environments import LightningEnvironment, SLURMEnvironment
+
+from lit_layers.errors import InputError
+from lit_layers.training.environment import plugins_with_cluster
+
+
+@pytest.fixture
+def slurm(monkeypatch):
+    for name, value in {"SLURM_NTASKS": "2", "SLURM_NTASKS_PER_NODE": "2", "SLURM_JOB_NAME": "train", "SLURM_JOB_ID": "7"}.items():
+        monkeypatch.setenv(name, value)
+
+
+def test_under_slurm_the_job_script_requeues_and_not_lightning(slurm):
+    (plugin,) = plugins_with_cluster(None)
+    assert isinstance(plugin, SLURMEnvironment)
+    assert not plugin.auto_requeue
+    other = LightningEnvironment()
+    assert [type(each) for each in plugins_with_cluster([other])] == [LightningEnvironment, SLURMEnvironment]
+
+
+def test_options_of_the_job_that_do_not_fit_are_told(slurm, monkeypatch):
+    monkeypatch.delenv("SLURM_NTASKS_PER_NODE")
+    with pytest.raises(InputError, match="SLURM: You set `--ntasks=2`"):
+        plugins_with_cluster(None)
+
+
+def test_an_environment_that_the_user_chose_stays(slurm):
+    mine = SLURMEnvironment(auto_requeue=True)
+    assert plugins_with_cluster([mine]) == [mine]
+
+
+def test_elsewhere_nothing_is_added(monkeypatch):
+    monkeypatch.delenv("SLURM_NTASKS", raising=False)
+    assert plugins_with_cluster(None) is None
