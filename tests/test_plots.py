@@ -449,6 +449,7 @@ def test_every_colour_can_be_seen_on_white_and_neighbours_told_apart() -> None:
 def audited(verdicts: dict[int | str, str], metric: str = "m", **found) -> pd.DataFrame:
     """Pairs, layers, places and lists of one metric at steps, or of models, with what an audit said of each."""
     tags = {"row": 1, "column": 1}, {"token": 0, "other_token": 100}, {"token_distance": 1}, {"index": 1}
+    tags = *tags, {"axis": 1, "token": 0}, {"axis": 2, "token": 0}
     rows = [Record(metric=metric, value=1.0, layer=layer) for layer in (0, 1)]
     rows += [Record(metric=metric, value=0.5, layer=one, other_layer=two) for one, two in ((0, 1), (1, 0))]
     rows += [Record(metric=f"{metric}_{next(iter(tag))}", value=1.0, layer=1, tags=tag) for tag in tags]
@@ -477,6 +478,7 @@ FIGURES = {
     "compression_matrix": lambda frame, **options: plots.compression_matrix(
         frame, "m_row", layer=1, other_layer=None, **options
     ),
+    "paths_in_plane": lambda frame, **options: plots.paths_in_plane(frame, "m_axis", **options),
     "change_table": lambda frame, **options: plots.change_table(frame, **options),
     "variants": lambda frame, **options: plots.variants(frame, "m", **options),
 }

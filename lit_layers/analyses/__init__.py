@@ -4,8 +4,10 @@ from lit_layers.analyses.base import Analysis, DividedAnalysis
 from lit_layers.analyses.compressions import CouplingMatrices
 from lit_layers.analyses.coupling import Coupling
 from lit_layers.analyses.cross_token_influence import CrossTokenInfluence
+from lit_layers.analyses.label_probe import LabelProbe
 from lit_layers.analyses.lens import Lens
 from lit_layers.analyses.next_token_probe import NextTokenProbe
+from lit_layers.analyses.paths_in_plane import PathsInPlane
 from lit_layers.analyses.representation import Representation
 from lit_layers.analyses.token_coupling import TokenCoupling
 from lit_layers.analyses.trajectory import Trajectory
@@ -16,8 +18,10 @@ __all__ = [
     "CouplingMatrices",
     "CrossTokenInfluence",
     "DividedAnalysis",
+    "LabelProbe",
     "Lens",
     "NextTokenProbe",
+    "PathsInPlane",
     "Representation",
     "TokenCoupling",
     "Trajectory",

@@ -1,6 +1,5 @@
 """How far the blocks of a model act along the same directions, and how linear its path is."""
 
-import dataclasses
 import math
 from collections.abc import Iterator, MutableMapping
 from dataclasses import dataclass, field
@@ -12,7 +11,7 @@ from torch import Tensor
 from lit_layers.analyses.base import LayerwiseAnalysis, LayerwiseRun, Visit
 from lit_layers.analyses.states import final_norm, in_convention
 from lit_layers.analyses.summary import summarize
-from lit_layers.analyses.token_jacobians import evenly_spread
+from lit_layers.analyses.token_jacobians import evenly_spread, with_preset
 from lit_layers.data.batches import Batches
 from lit_layers.errors import InputError
 from lit_layers.functional import coupling as functional
@@ -23,6 +22,10 @@ from lit_layers.records import Record
 # What published code does where it departs from our defaults.
 PRESETS: dict[str, dict[str, Any]] = {
     "released_code": {"k": (10, 30, 50), "sign": "absolute", "states": "hf", "fit_from": 10, "skip_last": True}
+}
+# The script for images takes the blocks' own outputs, without the final norm, of the first image of its batch.
+IMAGE_PRESETS: dict[str, dict[str, Any]] = {
+    name: options | {"states": "resid", "token": "last_patch", "num_prompts": 1} for name, options in PRESETS.items()
 }
 TOKENS = {"last": -1, "first": 0, "cls": 0, "last_patch": -1}  # "mean_patch" is many
 TIE = 1e-4  # relative gap of singular values below which their directions are not well determined
@@ -43,6 +46,9 @@ class Coupling(LayerwiseAnalysis):
     tokens; "mean_patch" is every metric (not the Jacobian) averaged over at most `num_patches` evenly spread patches of
     an image, over all of them for None. The first `num_prompts` prompts are measured. `states="hf"` puts the final norm
     into the last block.
+    Preset "released_code" is what the authors' code does: for text k 10, 30, 50, absolute values and "hf" states; for
+    images the same at the last patch of the first image, without the final norm. That script ran its model with
+    drop-path on, which is off in all we measure.
     Every pair takes one Jacobian in full and the other's bases, so a model that is read block by block is read twice.
 
     `tolerance`: what `error_bound` may come to, 1e-6 for exact values. `warm_start` begins the search for singular
@@ -75,7 +81,7 @@ class Coupling(LayerwiseAnalysis):
         self._check_options(model)
 
     def _check_options(self, model: LayeredModel) -> None:
-        options = self._resolved()
+        options = self._resolved(model)
         if model.num_layers < 2:
             raise InputError(f"{self.name}: coupling needs at least two blocks, the model has {model.num_layers}")
         if not options.k:
@@ -91,6 +97,9 @@ class Coupling(LayerwiseAnalysis):
         if self.token == "mean_patch" and not model.family.sees_images:
             kind = type(model.model).__name__
             raise InputError(f"{self.name}: {kind} has no patches: token 'mean_patch' is for models of images")
+        if self.token == "cls" and model.family.sees_images and model.model.cls_token is None:
+            kind = type(model.model).__name__
+            raise InputError(f"{self.name}: this {kind} has no class token: choose token 'last_patch' or 'mean_patch'")
         for option in ("num_prompts", "num_singular_values", "fit_from", "num_patches"):
             if getattr(self, option) is not None and getattr(self, option) < 1:
                 raise InputError(f"{self.name}: expected {option} of at least 1, got {getattr(self, option)}")
@@ -107,28 +116,17 @@ class Coupling(LayerwiseAnalysis):
 
     def begin(self, model: LayeredModel, store: MutableMapping[str, Tensor] | None = None) -> LayerwiseRun:
         self._check_options(model)
-        return _Run(model, self._resolved(), store, self._previous if self.warm_start else None)
+        return _Run(model, self._resolved(model), store, self._previous if self.warm_start else None)
 
-    def _resolved(self) -> "Coupling":
+    def _resolved(self, model: LayeredModel) -> "Coupling":
         """With the preset's options in place."""
-        if self.preset is None:
-            return self
-        if self.preset not in PRESETS:
-            raise InputError(f"{self.name}: expected preset to be one of {list(PRESETS)}, got {self.preset!r}")
-        defaults = {field.name: field.default for field in dataclasses.fields(self)}
-        for option, value in PRESETS[self.preset].items():
-            given = getattr(self, option)
-            if given not in (defaults[option], value):
-                raise InputError(
-                    f"{self.name}: preset {self.preset} sets {option} to {value}, got {option} {given} as well: "
-                    "leave one of them out"
-                )
-        return dataclasses.replace(self, **PRESETS[self.preset])
+        return with_preset(self, IMAGE_PRESETS if model.family.sees_images else PRESETS)
 
     def tokens(self, model: LayeredModel) -> list[int]:
         """The tokens over which every metric of a prompt is averaged: one, or the patches of "mean_patch"."""
-        if self.token != "mean_patch":
-            return [TOKENS[self.token] if isinstance(self.token, str) else self.token]
+        token = self._resolved(model).token
+        if token != "mean_patch":
+            return [TOKENS[token] if isinstance(token, str) else token]
         first, patches = model.model.num_prefix_tokens, model.model.patch_embed.num_patches
         return evenly_spread(first, first + patches - 1, patches if self.num_patches is None else self.num_patches)
 
@@ -137,7 +135,7 @@ class Coupling(LayerwiseAnalysis):
         # In float32 32 MB on a CPU, one prompt of GPT-2 small (12 blocks x 768 x 768); 1 GB on a GPU, 37 of them.
         entries = 2**23 if model.device.type == "cpu" else 2**28
         size = max(1, entries // (model.num_layers * model.dim**2 * len(self.tokens(model))))
-        left = self.num_prompts
+        left = self._resolved(model).num_prompts
         for batch in self.batches:
             rows = min(left, len(next(iter(batch.values()))))
             for start in range(0, rows, size):

@@ -1,7 +1,6 @@
 """How much, and in how many directions, each earlier token reaches the last one through a block."""
 
 import bisect
-import dataclasses
 import math
 from collections import defaultdict
 from collections.abc import Iterable
@@ -14,7 +13,13 @@ from torch import Tensor, nn
 from lit_layers.analyses.base import DividedAnalysis
 from lit_layers.analyses.states import States, final_norm
 from lit_layers.analyses.summary import summarize
-from lit_layers.analyses.token_jacobians import check_choice, check_counts, first_prompts, num_real_tokens
+from lit_layers.analyses.token_jacobians import (
+    check_choice,
+    check_counts,
+    first_prompts,
+    num_real_tokens,
+    with_preset,
+)
 from lit_layers.data.batches import Batches
 from lit_layers.errors import InputError
 from lit_layers.functional.coupling import Influence, cross_token_influence
@@ -95,18 +100,7 @@ class CrossTokenInfluence(DividedAnalysis):
         check_choice(self.name, "states", self.states, ("resid", "hf"))
         if not (math.isfinite(self.eps) and self.eps >= 0):
             raise InputError(f"{self.name}: expected eps of at least 0, got {self.eps}")
-        if self.preset is None:
-            return self
-        check_choice(self.name, "preset", self.preset, list(PRESETS))
-        defaults = {field.name: field.default for field in dataclasses.fields(self)}
-        for option, value in PRESETS[self.preset].items():
-            given = getattr(self, option)
-            if given not in (defaults[option], value):
-                raise InputError(
-                    f"{self.name}: preset {self.preset} sets {option} to {value}, got {option} {given} as well: "
-                    "leave one of them out"
-                )
-        return dataclasses.replace(self, **PRESETS[self.preset])
+        return with_preset(self, PRESETS)
 
     def _distances(self, most: int) -> list[int]:
         """The distances that are measured, ascending, 0 and the first token's among them where there is room."""

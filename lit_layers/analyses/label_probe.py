@@ -199,7 +199,7 @@ def _inputs(model: LayeredModel, batch: Batch) -> list[Tensor]:
 
 
 def _key(row: Tensor) -> bytes:
-    return hashlib.blake2b(row.contiguous().view(torch.uint8).numpy(), digest_size=16).digest()
+    return hashlib.blake2b(row.contiguous().view(torch.uint8).numpy().tobytes(), digest_size=16).digest()
 
 
 def _scores(problem: _Problem, log_proba: Tensor, tags: Tags, layer: int | None = None) -> Iterator[Record]:

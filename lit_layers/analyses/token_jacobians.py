@@ -1,6 +1,8 @@
 """What analyses of Jacobians between tokens share: single prompts, chosen tokens, chosen blocks."""
 
-from collections.abc import Iterator, Sequence
+import dataclasses
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, TypeVar
 
 from torch import Tensor
 
@@ -9,6 +11,8 @@ from lit_layers.errors import InputError
 from lit_layers.functional.coupling import Directions, num_directions
 from lit_layers.functional.jacobian import block_jacobian
 from lit_layers.models.view import LayeredModel, Trajectory
+
+Options = TypeVar("Options", bound=Any)  # an analysis, a dataclass with the fields `name` and `preset`
 
 
 def first_prompts(model: LayeredModel, batches: Batches, num_prompts: int) -> Iterator[Trajectory]:
@@ -107,3 +111,23 @@ def check_choice(name: str, option: str, value: object, allowed: Sequence[object
     """
     if value not in allowed:
         raise InputError(f"{name}: expected {option} to be one of {list(allowed)}, got {value!r}")
+
+
+def with_preset(analysis: Options, presets: Mapping[str, Mapping[str, Any]]) -> Options:
+    """The analysis with the options of its preset in place; itself where it has none.
+
+    Raises:
+        InputError: an unknown preset, or an option given that the preset sets otherwise.
+    """
+    name, preset = analysis.name, analysis.preset
+    if preset is None:
+        return analysis
+    check_choice(name, "preset", preset, list(presets))
+    defaults = {field.name: field.default for field in dataclasses.fields(analysis)}
+    for option, value in presets[preset].items():
+        given = getattr(analysis, option)
+        if given not in (defaults[option], value):
+            raise InputError(
+                f"{name}: preset {preset} sets {option} to {value}, got {option} {given} as well: leave one of them out"
+            )
+    return dataclasses.replace(analysis, **presets[preset])

@@ -1,9 +1,10 @@
-"""Corpora, token shards, and the batches analyses measure on."""
+"""Corpora, token shards, image sets, and the batches analyses measure on."""
 
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from lit_layers.data.batches import Batches as Batches
+    from lit_layers.data.images import EvalImages as EvalImages
     from lit_layers.data.preparing import prepare as prepare
     from lit_layers.data.preparing import prepared as prepared
     from lit_layers.data.shards import TokenShards as TokenShards
@@ -14,6 +15,7 @@ if TYPE_CHECKING:
 # Name -> module, imported on first use: the processes that tokenize need no torch, which takes seconds to import.
 _HOMES = {
     "Batches": "batches",
+    "EvalImages": "images",
     "EvalText": "text",
     "TokenBlocks": "training_text",
     "TokenShards": "shards",
@@ -23,6 +25,7 @@ _HOMES = {
 }
 __all__ = [
     "Batches",
+    "EvalImages",
     "EvalText",
     "TokenBlocks",
     "TokenShards",

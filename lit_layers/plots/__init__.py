@@ -5,6 +5,7 @@ from lit_layers.plots.graph import coupling_graph
 from lit_layers.plots.layers import distance_profile, layer_profile, spectrum
 from lit_layers.plots.matrices import compression_matrix, layer_matrix, token_map
 from lit_layers.plots.models import model_profile
+from lit_layers.plots.paths import paths_in_plane
 from lit_layers.plots.tables import change_table, model_table, variants
 from lit_layers.plots.training import training_curves
 
@@ -18,6 +19,7 @@ __all__ = [
     "layer_profile",
     "model_profile",
     "model_table",
+    "paths_in_plane",
     "spectrum",
     "token_map",
     "training_curves",

@@ -120,6 +120,15 @@ METRICS = {
     "logit_lens_accuracy": Label("Logit-lens accuracy", "share", "Top-1 accuracy of the model's readout per layer."),
     "logit_lens_perplexity": Label("Logit-lens perplexity", "", "At the last layer: the model's perplexity."),
     "kl_to_final": Label("Divergence from the final prediction", "nats", "KL(final, layer); 0 at the last layer."),
+    "path": Label(
+        "Paths of tokens through the layers",
+        "",
+        "Each line is a token, in the plane that spreads the last layer most. Each prompt and checkpoint has its own.",
+    ),
+    "path_variance": Label("Variance along an axis", "share", "Of the last layer's variance over a prompt's tokens."),
+    "plane_variance": Label(
+        "Variance in the plane of the paths", "share", "How much of the last layer's spread the picture shows."
+    ),
     "train/loss": Label("Training loss", "nats per token"),
     "validation/loss": Label("Validation loss", "nats per token"),
     "validation/perplexity": Label("Validation perplexity"),
@@ -136,6 +145,8 @@ ANALYSES = {
     "coupling_matrices": "The matrices behind coupling, at the last token.",
     "cross_token_influence": "How much, and in how many directions, earlier tokens reach the last one in each block.",
     "representation": "How many directions the states of a prompt fill, and how its tokens turn.",
+    "label_probe": "What a linear probe can tell about the label from each layer.",
+    "paths_in_plane": "The paths of a prompt's tokens through the layers, as a picture.",
     "next_token_probe": "What a linear probe can tell about the next token from each layer.",
     "lens": "What the model's own readout makes of each layer.",
 }
@@ -146,7 +157,7 @@ SECONDARY = {
     *("coverage", "logit_lens_perplexity", "kl_to_final", "macro_f1", "dataset_entropy_of_half", "error_bound"),
     *("random_coupling", "num_tied", "jacobian_norm", "spectrum_slope", "spectrum_r_squared"),
     *("random_token_coupling", "random_input_context_coupling", "random_output_context_coupling"),
-    *("influence_spectral", "influence_participation_ratio"),
+    *("influence_spectral", "influence_participation_ratio", "plane_variance"),
 }
 # Metrics whose values lie decades apart.
 LOG_SCALE = {"logit_lens_perplexity", "validation/perplexity", "influence_frobenius", "influence_spectral"}
@@ -154,7 +165,7 @@ LOG_SCALE = {"logit_lens_perplexity", "validation/perplexity", "influence_froben
 BASELINES = {
     metric: {f"random_{metric}": "Random bases"}
     for metric in ("coupling", "token_coupling", "input_context_coupling", "output_context_coupling")
-}
+} | {"path": {"path_variance": "Variance along each axis"}}
 # Values to compare with that follow from the definition.
 LEVELS = {
     metric: {0.0: "Random bases"}
@@ -169,6 +180,7 @@ _TAGS = {
     "statistic": "{}",
     "control": "{}",
     "normalization": "{} normalization",
+    "prompt": "prompt {}",
 }
 _REFERENCES = {
     "majority": "majority class",
@@ -179,6 +191,9 @@ _SHOWN = {
     ("drop_first", "0"): "all tokens",
     ("drop_first", "1"): "without the first token",
     ("control", "random_labels"): "random labels",
+    ("pooling", "cls"): "class token",
+    ("pooling", "mean"): "mean of the tokens",
+    ("pooling", "last"): "last token",
     ("normalization", "raw"): "raw",
     ("normalization", "maxEntropy"): "share of the maximum",
 }

@@ -17,11 +17,16 @@ def spread(numbers: list[int], most: int) -> list[int]:
     return [numbers[round(index * (len(numbers) - 1) / (most - 1))] for index in range(most)]
 
 
-def add_slider(fig: go.Figure, steps: list[int], data: Callable[[int], list[dict[str, Any]]]) -> None:
+def add_slider(
+    fig: go.Figure,
+    steps: list[int],
+    data: Callable[[int], list[dict[str, Any]]],
+    layout: Callable[[int], dict[str, Any]] = lambda step: {},
+) -> None:
     """Adds a frame for each step, and a slider over them that is at the last one to begin with."""
     if len(steps) < 2:
         return
-    fig.frames = [{"name": str(step), "data": data(step)} for step in steps]
+    fig.frames = [{"name": str(step), "data": data(step), "layout": layout(step)} for step in steps]
     moves = {"mode": "immediate", "frame": {"duration": 0, "redraw": True}, "transition": {"duration": 0}}
     slider = {
         "active": len(steps) - 1,

@@ -124,6 +124,9 @@ def pictures(
     part: pd.DataFrame, metric: str, points: list[Point], options: dict[str, Any], *, has_graph: bool | None = None
 ) -> Iterator[tuple[str, go.Figure]]:
     """Yields the maps of one choice, and the graph of pairs where there is one (None: where points allow it)."""
+    if "axis" in points[0].tags:
+        yield "", plots.paths_in_plane(part, metric, **options)
+        return
     if "layer" in options:
         yield "", (plots.compression_matrix if "row" in points[0].tags else plots.token_map)(part, metric, **options)
         return
@@ -168,7 +171,7 @@ def _curves(
 
 def choices_of(points: list[Point]) -> list[tuple[dict[str, Any], str]]:
     """What the reader chooses from, as options of a figure and their text: variants, and layers of tables."""
-    if not points[0].tags.keys() & {"row", "token"}:
+    if not points[0].tags.keys() & {"row", "token"} or "axis" in points[0].tags:
         return [({"tags": tags}, text) for tags, text in _variant_choices(points)]
     # different blocks first: what a block is in its own directions is known beforehand
     order = sorted(

@@ -1,7 +1,9 @@
 """`lit-layers fit --resume`: a run that was killed, at any moment and many times, ends as if it had not been."""
 
 import hashlib
+import itertools
 import json
+import os
 import random
 import shutil
 import signal
@@ -13,9 +15,11 @@ import pytest
 import torch
 import yaml
 
-from lit_layers import records
+from lit_layers import emergence, records
+from lit_layers.analyses import Coupling
 from lit_layers.cli.main import main
 from lit_layers.errors import InputError
+from lit_layers.training import LitCausalLM, callbacks, checkpoint_io, resume
 from lit_layers.training.checkpoint_io import saved_steps, step_folder
 from lit_layers.training.resume import STATE, resume_point
 from tests.cli.test_fit import RECIPE
@@ -125,6 +129,57 @@ def test_runs_killed_at_twenty_random_moments_end_as_if_they_had_not_been(recipe
         if kills >= 20:
             break
     assert kills >= 20
+
+
+def dying(place, name: str, number: int, *, after: bool = False):
+    """What a function of a module or class does, until its process kills itself in the call of that number."""
+    real, calls = getattr(place, name), itertools.count(1)
+
+    def until(*arguments, **options):
+        last = next(calls) == number
+        if last and not after:
+            os.kill(os.getpid(), signal.SIGKILL)
+        result = real(*arguments, **options)
+        if last:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return result
+
+    return lambda: setattr(place, name, until)
+
+
+def torn_line(file, line) -> None:
+    """Half a line of measurements, and then no more."""
+    whole = json.dumps({key: str(value) for key, value in line.items()})
+    file.write(whole[: len(whole) // 2].encode())
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+MOMENTS = {
+    "inside the save of a step": dying(callbacks, "save", 3, after=True),  # before the rename
+    "before a step's folder is renamed": dying(checkpoint_io, "sync", 9),
+    "inside the save of a resume checkpoint": dying(resume, "_fill", 3),
+    "between a resume checkpoint and the removal of the oldest": dying(resume, "write_folder", 4, after=True),
+    "inside an analysis": dying(Coupling, "of_part", 6),
+    "between two analyses of a step": dying(emergence, "measure", 4, after=True),
+    "inside a line of measurements": lambda: setattr(records, "_write_line", torn_line),
+    "inside a validation": dying(LitCausalLM, "validation_step", 3),
+    "before a row of scalars is closed": dying(records.ScalarLog, "close", 5),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("moment", MOMENTS)
+def test_a_run_killed_at_its_weakest_moments_ends_as_if_it_had_not_been(moment, recipe, uninterrupted, tmp_path):
+    root = tmp_path / "run"
+
+    def killed() -> int:
+        MOMENTS[moment]()
+        return main(["fit", "--config", str(recipe), "--root", str(root), "--resume", "last"])
+
+    assert run_forked(killed) == -signal.SIGKILL
+    assert run_forked(killed) in (-signal.SIGKILL, 0)  # again, wherever that moment is now
+    assert fit(recipe, root, "--resume", "last") == 0
+    assert_equal(what_is_left(root), what_is_left(uninterrupted))
 
 
 @pytest.mark.slow
