@@ -123,7 +123,8 @@ METRICS = {
     "path": Label(
         "Paths of tokens through the layers",
         "",
-        "Each line is a token, in the plane that spreads the last layer most. Each prompt and checkpoint has its own.",
+        "Each line is a token, from the embedding (hollow) to the last layer (large), in the plane that spreads the "
+        "last layer most, with the share of its variance along each axis. Each prompt and checkpoint has its own plane.",
     ),
     "path_variance": Label("Variance along an axis", "share", "Of the last layer's variance over a prompt's tokens."),
     "plane_variance": Label(

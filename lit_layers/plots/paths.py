@@ -12,8 +12,6 @@ from lit_layers.plots.sliders import FRAMES, add_slider, spread
 from lit_layers.plots.tables import Point, grouped, matching, select, steps_of, title_of, variant_text, variants_of
 from lit_layers.plots.theme import DEPTH, MUTED, bar_trace, color_scale, figure, rounded, translucent
 
-_ORDINALS = {1: "First", 2: "Second"}
-
 
 def paths_in_plane(
     frame: pd.DataFrame,
@@ -64,7 +62,7 @@ def paths_in_plane(
         "mode": "lines+markers",
         "line": {"color": translucent(MUTED, 0.35), "width": 1},
         "marker": {
-            "color": [*layers, None] * len(tokens),
+            "color": [*layers, 0] * len(tokens),  # the last is that of the gap
             "colorscale": color_scale(DEPTH),
             "cmin": layers[0],
             "cmax": max(layers[-1], layers[0] + 1),
@@ -102,7 +100,7 @@ def _shares(
 
 
 def _title(axis: int, share: float | None) -> str:
-    return f"{_ORDINALS[axis]} principal axis" + (f" ({share:.0%} of the variance)" if share is not None else "")
+    return f"Axis {axis}" + (f" ({share:.0%})" if share is not None else "")  # short: the slider's step is beside it
 
 
 def _range(numbers: list[float | None]) -> list[float]:

@@ -113,7 +113,7 @@ def headline_facts(run: RunData) -> list[tuple[str, str]]:
         ("Steps", "" if last is None else f"{last:,}" + (f" of {planned:,}" if unfinished else "")),
         ("Tokens", count(max(tokens)) if tokens else ""),
         ("Checkpoints measured", str(checkpoints) if checkpoints else ""),
-        ("Data", str(data.get("corpus", "")) if isinstance(data, dict) else ""),
+        ("Data", str(data.get("corpus") or data.get("source") or "") if isinstance(data, dict) else ""),
         (
             "Device",
             " ".join(str(about[name]) for name in ("device", "precision") if about.get(name))

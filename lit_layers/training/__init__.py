@@ -2,6 +2,8 @@
 
 from lit_layers.training.callbacks import EmergenceCallback, SeriesCheckpoint
 from lit_layers.training.datamodules import LitTextData
+from lit_layers.training.image_data import LitImageData
+from lit_layers.training.images import LitImageClassifier
 from lit_layers.training.modules import LitCausalLM
 
-__all__ = ["EmergenceCallback", "LitCausalLM", "LitTextData", "SeriesCheckpoint"]
+__all__ = ["EmergenceCallback", "LitCausalLM", "LitImageClassifier", "LitImageData", "LitTextData", "SeriesCheckpoint"]

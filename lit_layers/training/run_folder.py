@@ -16,6 +16,7 @@ from lit_layers.durable import write_json
 from lit_layers.errors import InputError
 from lit_layers.models.vocabulary import true_vocab_size
 from lit_layers.training.checkpoint_io import saved_steps, writable_folder
+from lit_layers.training.image_data import LitImageData
 from lit_layers.training.origin import Origin, axis_step, origin_of
 
 RUN_FILE, CONFIG_FILE = "run.json", "config.yaml"
@@ -146,6 +147,7 @@ class RunFolder(L.Callback):
             ("trainer.precision", before.get("precision"), now["precision"]),
             ("corpus", *(each.get("data", {}).get("corpus_hash") for each in (before, now))),
             ("tokenizer", *(each.get("data", {}).get("tokenizer_hash") for each in (before, now))),
+            ("data.source", *(each.get("data", {}).get("data_hash") for each in (before, now))),
         ):
             if old != new:
                 raise InputError(f"{field}: the run in {self.root} has {old}, found {new}; a resumed run keeps it")
@@ -202,7 +204,7 @@ class RunFolder(L.Callback):
             "model": {
                 "class": type(model).__name__.removeprefix("FSDP"),
                 "parameters": sum(parameter.numel() for parameter in model.parameters()),
-                "vocab_size": true_vocab_size(model),
+                **({"vocab_size": true_vocab_size(model)} if hasattr(model, "config") else {}),
             },
             "config": self.options,
         }
@@ -215,6 +217,8 @@ class RunFolder(L.Callback):
                 "tokenizer_hash": shards.tokenizer_hash,
                 "unigram_entropy": unigram_entropy(shards),
             }
+        elif isinstance(data, LitImageData):
+            described["data"] = data.describe()
         return described
 
 

@@ -15,6 +15,9 @@ from torch import Tensor
 from lit_layers.records import Measurement, ScalarLog
 from lit_layers.training.origin import Origin, axis_step, origin_of
 
+# What a data module counts a step in, and the curve of their speed.
+_SPEEDS = {"tokens_per_step": "train/tokens_per_second", "images_per_step": "train/images_per_second"}
+
 
 class Mirror(Protocol):
     """Where closed steps are shown again, e.g. W&B; what is on disk stays the truth."""
@@ -60,6 +63,7 @@ class RunLog(L.Callback):
         self._flush_due = False
         self._validating = self._validation_started = 0.0
         self._tokens_per_step: int | None = None
+        self._per_step: dict[str, int] = {}  # speed -> what a step adds
         self._origin = Origin()
         self._scalars: ScalarLog | None = None
         self._rate = 0.0
@@ -71,7 +75,10 @@ class RunLog(L.Callback):
         self._measurements.setdefault(measurement.step or 0, []).append(measurement)
 
     def on_fit_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        self._tokens_per_step = getattr(getattr(trainer, "datamodule", None), "tokens_per_step", None)
+        data = getattr(trainer, "datamodule", None)
+        self._tokens_per_step = getattr(data, "tokens_per_step", None)
+        counts = {speed: getattr(data, count, None) for count, speed in _SPEEDS.items()}
+        self._per_step = {speed: count for speed, count in counts.items() if count is not None}
         self._origin = origin_of(trainer)
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
@@ -147,11 +154,12 @@ class RunLog(L.Callback):
         window, self._window = self._window, _Window(trainer.global_step, time.perf_counter(), self._paused(trainer))
         seconds = self._window.clock - window.clock - (self._window.paused - window.paused)
         steps = self._window.step - window.step
-        if self._tokens_per_step is None or steps < 1:
+        if steps < 1:
             return
-        speed = {"train/tokens_per_second": steps * self._tokens_per_step / seconds}
-        if utilization := _model_flops_utilization(trainer, pl_module, speed["train/tokens_per_second"]):
-            speed["train/mfu"] = utilization
+        speed = {name: steps * count / seconds for name, count in self._per_step.items()}
+        tokens_per_second = speed.get("train/tokens_per_second")
+        if tokens_per_second and (used := _model_flops_utilization(trainer, pl_module, tokens_per_second)):
+            speed["train/mfu"] = used
         self._extra.setdefault(axis_step(trainer), {}).update(speed)
         self.shown.update(speed)
 

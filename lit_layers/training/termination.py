@@ -36,7 +36,7 @@ class Termination:
             self._before = None
 
     def asked(self) -> bool:
-        """The same on all ranks, all of which ask: one number over the CPU's network, 0.1 ms on one machine."""
+        """The same on all ranks, all of which ask: one number between CPUs, some tenths of a millisecond on one machine."""
         if self._group is None:
             return self._asked
         flag = torch.tensor([int(self._asked)])

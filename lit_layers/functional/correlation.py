@@ -1,0 +1,319 @@
+"""Correlation over models: coefficients, their intervals, and what is left of them once something else is held fixed.
+
+All in float64. The rows are models (or tasks): never layers of one model, whose neighbours are alike, so that no p-value
+would hold.
+"""
+
+import math
+from collections.abc import Callable, Hashable, Sequence
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+Values = Sequence[float] | NDArray[np.float64]
+Statistic = Callable[[NDArray[np.intp]], float]  # of the rows with these numbers
+
+_RELATIVE = 1e-10  # what is left of a column by less than this is rounding
+
+
+class UndefinedError(ValueError):
+    """A coefficient that these rows do not define: a constant column, or too few rows."""
+
+
+class Correlation(NamedTuple):
+    """A coefficient in [-1, 1], its two-sided p-value against independence, and what it rests on.
+
+    `df` are the degrees of freedom left: rows, less one for each mean, covariate and slope that was fitted.
+    """
+
+    value: float
+    p: float
+    n: int
+    df: int
+
+
+class Interval(NamedTuple):
+    """A percentile interval, and in how many resamples the statistic was undefined and so left out."""
+
+    low: float
+    high: float
+    num_undefined: int
+
+
+class Influence(NamedTuple):
+    """How far one row decides a coefficient: each row's value without it, and the row whose removal changes it most."""
+
+    values: list[float]
+    index: int
+    change: float
+
+
+class Line(NamedTuple):
+    """A least-squares line; `error` is the residual standard deviation (df = n - 2)."""
+
+    slope: float
+    intercept: float
+    error: float
+    center: float
+    spread: float  # sum of squares of x about its mean
+    n: int
+
+
+def pearson(x: Values, y: Values) -> Correlation:
+    """Pearson's r. Unchanged by increasing affine maps of either side; its square is the R² of a line.
+
+    Raises:
+        UndefinedError: fewer than 3 rows, or a constant column.
+        ValueError: columns of unequal length, or a value that is not finite.
+    """
+    x, y = _columns(x, y)
+    return _tested(_cosine(_centered("x", x), _centered("y", y)), len(x), len(x) - 2)
+
+
+def spearman(x: Values, y: Values) -> Correlation:
+    """Spearman's rho: Pearson's r of the ranks, ties sharing their mean. Unchanged by increasing maps; p by the t test.
+
+    Raises: as `pearson`.
+    """
+    x, y = _columns(x, y)
+    return pearson(_ranks(x), _ranks(y))
+
+
+def kendall(x: Values, y: Values) -> Correlation:
+    """Kendall's tau-b. Unchanged by increasing maps; p exact for few rows without ties, else normal, as scipy's.
+
+    Raises: as `pearson`.
+    """
+    from scipy.stats import kendalltau  # a quarter of a second to import
+
+    x, y = _columns(x, y)
+    _centered("x", x)
+    _centered("y", y)
+    found = kendalltau(x, y)
+    return Correlation(float(found.statistic), float(found.pvalue), len(x), len(x) - 2)
+
+
+def distance_correlation(x: Values, y: Values) -> float:
+    """Székely's distance correlation, in [0, 1]: the biased V-statistic, with its root taken.
+
+    0 in the limit of many rows if and only if independent; 1 for any exact affine relation. Unchanged by affine maps of
+    either side. Its null is far from 0 (about .28 for 37 independent Gaussian pairs): see `distance_null`.
+
+    Raises:
+        UndefinedError: fewer than 4 rows (two always give 1), or a constant column.
+        ValueError: columns of unequal length, or a value that is not finite.
+    """
+    x, y = _columns(x, y, fewest=4)
+    return _distance_cosine(_distances("x", x), _distances("y", y))
+
+
+def distance_null(x: Values, y: Values, *, permutations: int = 1000, seed: int = 0) -> tuple[float, float]:
+    """Mean distance correlation of shuffled rows, and the share of shuffles (with the data) that reach the data's.
+
+    Raises: as `distance_correlation`.
+    """
+    x, y = _columns(x, y, fewest=4)
+    first, second = _distances("x", x), _distances("y", y)
+    rng = np.random.default_rng(seed)
+    own = _distance_cosine(first, second)
+    orders = (rng.permutation(len(x)) for _ in range(permutations))
+    shuffled = np.array([_distance_cosine(first, second[np.ix_(order, order)]) for order in orders])
+    return float(shuffled.mean()), (1 + int((shuffled >= own * (1 - 1e-12)).sum())) / (1 + permutations)
+
+
+def partial_correlation(x: Values, y: Values, given: Sequence[Values]) -> Correlation:
+    """Pearson's r of what is left of both columns after regressing each, with an intercept, on all columns of `given`.
+
+    df = n - 2 - the number of linearly independent covariates. Unchanged by increasing affine maps of x and y, and by
+    any invertible affine map of the covariates.
+
+    Raises:
+        UndefinedError: no df left, or a column that the covariates determine.
+        ValueError: columns of unequal length, or a value that is not finite.
+    """
+    x, y = _columns(x, y)
+    covariates = [_columns(x, column)[1] for column in given]
+    basis = _basis(covariates, len(x))
+    df = len(x) - 2 - basis.shape[1]
+    if df < 1:
+        raise UndefinedError(f"{len(x)} rows are too few for {basis.shape[1]} covariates: expected at least 3 more")
+    left = [_residual(name, _centered(name, column), basis) for name, column in (("x", x), ("y", y))]
+    return _tested(_cosine(*left), len(x), df)
+
+
+def within_group_correlation(x: Values, y: Values, groups: Sequence[Hashable]) -> Correlation:
+    """Pearson's r of both columns centred within their groups, df = n - groups - 1.
+
+    The same as the partial correlation given an indicator of each group. A group of one row tells nothing.
+
+    Raises:
+        UndefinedError: no df left, or a column that is constant within every group.
+        ValueError: columns of unequal length, or a value that is not finite.
+    """
+    x, y = _columns(x, y)
+    if len(groups) != len(x):
+        raise ValueError(f"expected a group for each of the {len(x)} rows, got {len(groups)}")
+    numbers = list(dict.fromkeys(groups))
+    places = np.array([numbers.index(group) for group in groups])
+    df = len(x) - len(numbers) - 1
+    if df < 1:
+        raise UndefinedError(f"{len(x)} rows in {len(numbers)} groups leave nothing to compare within a group")
+    left = []
+    for name, column in (("x", x), ("y", y)):
+        centered = _centered(name, column)
+        means = np.bincount(places, centered) / np.bincount(places)
+        left.append(_kept(name, centered - means[places], centered, "is constant within every group"))
+    return _tested(_cosine(*left), len(x), df)
+
+
+def leave_one_out(x: Values, y: Values) -> Influence:
+    """Pearson's r without each row in turn, and the row whose removal changes it most.
+
+    A value is NaN where the rest has a constant column; such a row counts as the most influential.
+
+    Raises:
+        UndefinedError: fewer than 4 rows, or a constant column.
+    """
+    x, y = _columns(x, y, fewest=4)
+    whole, found = pearson(x, y).value, []
+    for row in range(len(x)):
+        try:
+            found.append(pearson(np.delete(x, row), np.delete(y, row)).value)
+        except UndefinedError:
+            found.append(math.nan)
+    changes = [math.inf if math.isnan(value) else abs(value - whole) for value in found]
+    index = int(np.argmax(changes))
+    return Influence(found, index, found[index] - whole)
+
+
+def bootstrap_rows(
+    statistic: Statistic, n: int, *, resamples: int = 2000, seed: int = 0, confidence: float = 0.95
+) -> Interval:
+    """Percentile bootstrap interval of a statistic of n rows, which takes the numbers of the rows drawn.
+
+    Resamples in which it is undefined (all rows alike, say) are left out and counted.
+
+    Raises:
+        UndefinedError: undefined in more than half of the resamples.
+    """
+    rng = np.random.default_rng(seed)
+    found = []
+    for _ in range(resamples):
+        try:
+            found.append(statistic(rng.integers(n, size=n)))
+        except UndefinedError:
+            continue
+    if 2 * len(found) <= resamples:
+        raise UndefinedError(f"undefined in {resamples - len(found)} of {resamples} resamples of {n} rows")
+    low, high = np.quantile(found, [(1 - confidence) / 2, (1 + confidence) / 2])
+    return Interval(float(low), float(high), resamples - len(found))
+
+
+def fit_line(x: Values, y: Values) -> Line:
+    """The least-squares line of y on x.
+
+    Raises:
+        UndefinedError: fewer than 3 rows, or a constant x.
+    """
+    x, y = _columns(x, y)
+    centered = _centered("x", x)
+    spread = float(centered @ centered)
+    slope = float(centered @ (y - y.mean())) / spread
+    residual = (y - y.mean()) - slope * centered
+    error = math.sqrt(float(residual @ residual) / (len(x) - 2))
+    return Line(slope, float(y.mean() - slope * x.mean()), error, float(x.mean()), spread, len(x))
+
+
+def line_band(line: Line, at: Values, *, confidence: float = 0.95) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+    """Where the mean of y lies at some x, low and high, by the t distribution: a band around the line, not the points."""
+    from scipy.special import stdtrit
+
+    at = np.asarray(at, dtype=np.float64)
+    middle = line.intercept + line.slope * at
+    factor = float(stdtrit(line.n - 2, (1 + confidence) / 2)) * line.error
+    half = factor * np.sqrt(1 / line.n + (at - line.center) ** 2 / line.spread)
+    return middle - half, middle + half
+
+
+def residuals(x: Values, given: Sequence[Values]) -> NDArray[np.float64]:
+    """What is left of a column after regressing it, with an intercept, on the others.
+
+    Raises:
+        UndefinedError: a constant column, or one that the others determine.
+    """
+    x = _columns(x, x)[0]
+    basis = _basis([_columns(x, column)[1] for column in given], len(x))
+    return _residual("x", _centered("x", x), basis)
+
+
+def _columns(x: Values, y: Values, fewest: int = 3) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+    x, y = np.asarray(x, dtype=np.float64), np.asarray(y, dtype=np.float64)
+    if x.ndim != 1 or x.shape != y.shape:
+        raise ValueError(f"expected two columns of equal length, got shapes {x.shape} and {y.shape}")
+    if not (np.isfinite(x).all() and np.isfinite(y).all()):
+        raise ValueError("expected finite values: leave rows without a value out first")
+    if len(x) < fewest:
+        raise UndefinedError(f"expected at least {fewest} rows, got {len(x)}")
+    return x, y
+
+
+def _centered(name: str, column: NDArray[np.float64]) -> NDArray[np.float64]:
+    if (column == column[0]).all():
+        raise UndefinedError(f"a correlation is undefined: {name} is {column[0]:g} in every row")
+    # First by a value of its own: a mean of large numbers is rounded.
+    shifted = column - column[0]
+    return shifted - shifted.mean()
+
+
+def _cosine(x: NDArray[np.float64], y: NDArray[np.float64]) -> float:
+    return float(np.clip((x / np.linalg.norm(x)) @ (y / np.linalg.norm(y)), -1, 1))
+
+
+def _tested(value: float, n: int, df: int) -> Correlation:
+    """With the p-value of Student's t with `df`: t² = df r² / (1 - r²)."""
+    from scipy.special import betainc
+
+    return Correlation(value, float(betainc(df / 2, 0.5, 1 - value * value)), n, df)
+
+
+def _ranks(column: NDArray[np.float64]) -> NDArray[np.float64]:
+    _, places, counts = np.unique(column, return_inverse=True, return_counts=True)
+    return (np.cumsum(counts) - (counts - 1) / 2)[places]
+
+
+def _distances(name: str, column: NDArray[np.float64]) -> NDArray[np.float64]:
+    """Doubly centred distances between all rows."""
+    _centered(name, column)
+    table = np.abs(column[:, None] - column)
+    means = table.mean(0)
+    return table - means - means[:, None] + means.mean()
+
+
+def _distance_cosine(first: NDArray[np.float64], second: NDArray[np.float64]) -> float:
+    covariance = float((first * second).sum())
+    scale = math.sqrt(float((first * first).sum()) * float((second * second).sum()))
+    return min(1.0, math.sqrt(max(0.0, covariance / scale)))
+
+
+def _basis(columns: Sequence[NDArray[np.float64]], n: int) -> NDArray[np.float64]:
+    """Orthonormal directions of what the columns span besides a constant."""
+    centered = [column - column[0] - (column - column[0]).mean() for column in columns if (column != column[0]).any()]
+    if not centered:
+        return np.zeros((n, 0))
+    scaled = np.stack([column / np.linalg.norm(column) for column in centered], axis=1)
+    left, sizes, _ = np.linalg.svd(scaled, full_matrices=False)
+    return left[:, sizes > _RELATIVE * sizes[0]]
+
+
+def _residual(name: str, centered: NDArray[np.float64], basis: NDArray[np.float64]) -> NDArray[np.float64]:
+    left = centered - basis @ (basis.T @ centered)
+    return _kept(name, left, centered, "is determined by the covariates")
+
+
+def _kept(
+    name: str, left: NDArray[np.float64], whole: NDArray[np.float64], otherwise: str
+) -> NDArray[np.float64]:
+    if np.linalg.norm(left) <= _RELATIVE * np.linalg.norm(whole):
+        raise UndefinedError(f"a correlation is undefined: {name} {otherwise}")
+    return left

@@ -1,0 +1,253 @@
+"""The Lightning module of image classifiers: vision transformers of timm, trained as DeiT is."""
+
+import contextlib
+from collections.abc import Callable
+from typing import Any
+
+import lightning as L
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torchmetrics import MeanMetric
+from torchmetrics.classification import MulticlassAccuracy
+
+from lit_layers.errors import InputError
+from lit_layers.models.build import vit
+from lit_layers.models.recipe_parts import mixup
+from lit_layers.training.averaging import ExponentialAverage
+from lit_layers.training.image_data import LitImageData
+from lit_layers.training.optim import warmup_cosine
+from lit_layers.training.sharding import full, shard_, sharding_mesh
+
+_OWN = {"img_size", "patch_size", "drop_path_rate", "num_classes"}  # what `config` may not say again
+
+
+class LitImageClassifier(L.LightningModule):
+    """Training of a plain timm vision transformer on labelled images, kept eager at `.model`.
+
+    The recipe of DeiT (Touvron et al. 2020, arXiv 2012.12877), every part of it off unless it is asked for.
+
+    Args:
+        architecture: a name of timm (`vit_tiny_patch16_224`, `deit_small_patch16_224`, ...); the weights are new.
+        config: arguments of timm's VisionTransformer (embed_dim, depth, num_heads, ...); unknown ones are refused.
+        patch_size: in px, a divisor of the image size; None: the architecture's.
+        drop_path_rate: stochastic depth of the last block; it grows linearly from 0 at the first.
+        init_seed: of the initial weights, independent of every other seed.
+        lr: peak learning rate, for `lr_batch_size` images a step.
+        lr_batch_size: the rate is lr x data.global_batch_size / lr_batch_size; None: lr as it stands.
+        weight_decay: on matrices and kernels only: not on biases, norms, class token and position embedding.
+        betas: of AdamW.
+        warmup_steps: optimizer steps of linear warm-up.
+        warmup_epochs: the same in epochs of the data; give one of the two.
+        decay_steps: step at which the cosine ends; None: the last step of the run.
+        min_lr_ratio: final learning rate over the peak.
+        label_smoothing: share of the target that is spread over all classes.
+        mixup: alpha of the Beta distribution by which two images are blended; 0: off.
+        cutmix: the same for pasting a rectangle; with both on, each batch takes one of them. Either needs an even
+            number of images a micro-batch.
+        ema_decay: keeps an exponential moving average of the weights beside them, which is validated too; None: none.
+        compile: trains through `torch.compile`; `.model` stays eager, and the analyses use that.
+    """
+
+    def __init__(
+        self,
+        architecture: str = "vit_tiny_patch16_224",
+        config: dict[str, Any] | None = None,
+        *,
+        patch_size: int | None = None,
+        drop_path_rate: float = 0.0,
+        init_seed: int = 0,
+        lr: float = 5e-4,
+        lr_batch_size: int | None = None,
+        weight_decay: float = 0.05,
+        betas: tuple[float, float] = (0.9, 0.999),
+        warmup_steps: int | None = None,
+        warmup_epochs: float | None = None,
+        decay_steps: int | None = None,
+        min_lr_ratio: float = 0.02,
+        label_smoothing: float = 0.0,
+        mixup: float = 0.0,
+        cutmix: float = 0.0,
+        ema_decay: float | None = None,
+        compile: bool = False,
+    ) -> None:
+        super().__init__()
+        for field, value, right, expected in (
+            ("patch_size", patch_size, patch_size is None or patch_size >= 1, "at least 1"),
+            ("drop_path_rate", drop_path_rate, 0 <= drop_path_rate < 1, "a share of at least 0 and below 1"),
+            ("lr", lr, lr > 0, "a positive learning rate"),
+            ("lr_batch_size", lr_batch_size, lr_batch_size is None or lr_batch_size >= 1, "at least 1"),
+            ("weight_decay", weight_decay, weight_decay >= 0, "at least 0"),
+            ("betas", betas, all(0 <= beta < 1 for beta in betas), "two numbers of at least 0 and below 1"),
+            ("warmup_steps", warmup_steps, warmup_steps is None or warmup_steps >= 0, "at least 0"),
+            ("warmup_epochs", warmup_epochs, warmup_epochs is None or warmup_epochs >= 0, "at least 0"),
+            ("decay_steps", decay_steps, decay_steps is None or decay_steps >= 1, "at least 1"),
+            ("min_lr_ratio", min_lr_ratio, 0 <= min_lr_ratio <= 1, "a share from 0 to 1"),
+            ("label_smoothing", label_smoothing, 0 <= label_smoothing < 1, "a share of at least 0 and below 1"),
+            ("mixup", mixup, mixup >= 0, "at least 0"),
+            ("cutmix", cutmix, cutmix >= 0, "at least 0"),
+            ("ema_decay", ema_decay, ema_decay is None or 0 <= ema_decay < 1, "a share of at least 0 and below 1"),
+        ):
+            if not right:
+                raise InputError(f"model.{field}: expected {expected}, got {value}")
+        if warmup_steps is not None and warmup_epochs is not None:
+            raise InputError(
+                f"model.warmup_epochs: expected null beside warmup_steps {warmup_steps}, got {warmup_epochs}; give one"
+            )
+        for name in _OWN & set(config or {}):
+            raise InputError(
+                f"model.config.{name}: the module or the data says it; use model.{name} where there is one"
+            )
+        self.architecture, self.config, self.patch_size = architecture, dict(config or {}), patch_size
+        self.drop_path_rate, self.init_seed, self.compile_model = drop_path_rate, init_seed, compile
+        self.lr, self.lr_batch_size, self.weight_decay, self.betas = lr, lr_batch_size, weight_decay, betas
+        self.warmup_steps, self.warmup_epochs, self.decay_steps = warmup_steps, warmup_epochs, decay_steps
+        self.min_lr_ratio, self.label_smoothing = min_lr_ratio, label_smoothing
+        self.mixup, self.cutmix, self.ema_decay = mixup, cutmix, ema_decay
+        self.validation_loss = MeanMetric().set_dtype(torch.float64)
+        self.grad_norm: Tensor | None = None
+        self._mix: Callable[..., tuple[Tensor, Tensor]] | None = None
+        self.average = None if ema_decay is None else ExponentialAverage(ema_decay)
+
+    @property
+    def data(self) -> LitImageData:
+        """The data module of the run.
+
+        Raises:
+            InputError: for one of another kind.
+        """
+        data = getattr(self.trainer, "datamodule", None)
+        if not isinstance(data, LitImageData):
+            raise InputError(f"data: LitImageClassifier needs LitImageData, got {type(data).__name__}")
+        return data
+
+    def configure_callbacks(self) -> list[L.Callback]:
+        return [] if self.average is None else [self.average]
+
+    def configure_model(self) -> None:
+        if hasattr(self, "model"):
+            return
+        data = self.data
+        patch = {} if self.patch_size is None else {"patch_size": self.patch_size}
+        model: Any = vit(
+            self.architecture,
+            seed=self.init_seed,
+            img_size=data.image_size,
+            num_classes=data.num_classes,
+            drop_path_rate=self.drop_path_rate,
+            **patch,
+            **self.config,
+        )
+        size = model.patch_embed.patch_size[0]
+        if data.image_size % size:  # timm would leave the border out without a word
+            raise InputError(
+                f"model.patch_size: expected a divisor of the image size {data.image_size}, got {size}; choose another, "
+                "or another data.image_size"
+            )
+        micro_batch = data.global_batch_size // (self.trainer.world_size * self.trainer.accumulate_grad_batches)
+        if self.mixup or self.cutmix:
+            if micro_batch % 2:
+                raise InputError(
+                    f"data.global_batch_size: expected an even number of images a micro-batch for mixup and cutmix, got "
+                    f"{micro_batch} of {data.global_batch_size}"
+                )
+            self._mix = mixup(
+                mixup=self.mixup, cutmix=self.cutmix, smoothing=self.label_smoothing, num_classes=data.num_classes
+            )
+        self.model: nn.Module = model
+        names = {"accuracy": 1, "accuracy_top5": 5, "ema_accuracy": 1 if self.average is not None else data.num_classes}
+        self.validation_metrics = nn.ModuleDict(
+            {
+                name: MulticlassAccuracy(data.num_classes, top_k=k, average="micro")
+                for name, k in names.items()
+                if k < data.num_classes
+            }
+        )
+        mesh = sharding_mesh(self.trainer.strategy)
+        if mesh is not None:
+            shard_(self.model, mesh)
+
+    def on_fit_start(self) -> None:
+        # Kept out of the module tree: the compiled copy shares every weight and must not double the state dict. Not
+        # before: the average begins as a copy of this module.
+        self.__dict__["_network"] = torch.compile(self.model) if self.compile_model else self.model
+
+    def forward(self, pixel_values: Tensor) -> Tensor:
+        """Returns logits (batch, classes)."""
+        network: nn.Module = self.__dict__.get("_network", self.model)
+        return network(pixel_values)
+
+    def training_step(self, batch: dict[str, Tensor], batch_index: int) -> Tensor:
+        images, labels = batch["pixel_values"], batch["labels"]
+        if self._mix is None:
+            return F.cross_entropy(self(images).float(), labels, label_smoothing=self.label_smoothing)
+        images, targets = self._mix(images, labels)
+        return F.cross_entropy(self(images).float(), targets)  # targets are shares of classes: (batch, classes)
+
+    def validation_step(self, batch: dict[str, Tensor], batch_index: int) -> None:
+        images, labels = batch["pixel_values"], batch["labels"]
+        logits = self(images).float()
+        self.validation_loss.update(F.cross_entropy(logits, labels), weight=len(labels))
+        for name, metric in self.validation_metrics.items():
+            if name == "ema_accuracy":
+                assert self.average is not None
+                metric.update(self.average.model.eval()(images).float(), labels)
+            else:
+                metric.update(logits, labels)
+
+    def on_validation_epoch_end(self) -> None:
+        found = {"validation/loss": self.validation_loss.compute().float()}  # over all ranks, weighted by images
+        self.validation_loss.reset()
+        for name, metric in self.validation_metrics.items():
+            accuracy: Any = metric
+            found[f"validation/{name}"] = accuracy.compute()
+            accuracy.reset()
+        self.log_dict(found)
+
+    def configure_gradient_clipping(
+        self,
+        optimizer: torch.optim.Optimizer,
+        gradient_clip_val: float | None = None,
+        gradient_clip_algorithm: str | None = None,
+    ) -> None:
+        if gradient_clip_algorithm not in (None, "norm"):
+            self.clip_gradients(optimizer, gradient_clip_val, gradient_clip_algorithm)
+            return
+        # DeiT does not clip; the norm is worth a curve all the same and stays on the device.
+        limit = gradient_clip_val or float("inf")
+        self.grad_norm = full(torch.nn.utils.clip_grad_norm_(self.model.parameters(), limit))
+
+    def configure_optimizers(self) -> Any:
+        optimizer = torch.optim.AdamW(
+            parameter_groups(self.model, self.weight_decay), lr=self.peak_lr, betas=self.betas, fused=True
+        )
+        factor = warmup_cosine(
+            warmup_steps=self.num_warmup_steps,
+            decay_steps=self.decay_steps or self.trainer.max_steps,
+            min_ratio=self.min_lr_ratio,
+        )
+        scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, factor)
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
+
+    @property
+    def peak_lr(self) -> float:
+        return self.lr * (1 if self.lr_batch_size is None else self.data.global_batch_size / self.lr_batch_size)
+
+    @property
+    def num_warmup_steps(self) -> int:
+        if self.warmup_epochs is not None:
+            return round(self.warmup_epochs * self.data.steps_per_epoch)
+        return self.warmup_steps or 0
+
+
+def parameter_groups(model: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
+    """AdamW's two groups, as timm makes them: neither vectors (biases, norms, layer scales) nor what the model itself
+    names (class token, position embedding) decay."""
+    spared: set[str] = set()
+    with contextlib.suppress(AttributeError):
+        spared = set(model.no_weight_decay())  # pyright: ignore[reportCallIssue]
+    trained = [(name, each) for name, each in model.named_parameters() if each.requires_grad]
+    kept = [each for name, each in trained if each.ndim < 2 or name in spared]
+    decayed = [each for name, each in trained if each.ndim >= 2 and name not in spared]
+    groups = [{"params": decayed, "weight_decay": weight_decay}, {"params": kept, "weight_decay": 0.0}]
+    return [group for group in groups if group["params"]]

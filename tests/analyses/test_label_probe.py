@@ -1,0 +1,254 @@
+"""The probe of labels against scikit-learn on states caught by hooks, cases with known answers, and what it refuses."""
+
+import math
+
+import numpy as np
+import pytest
+import torch
+from sklearn.linear_model import LogisticRegression
+from sklearn.metrics import f1_score
+from sklearn.preprocessing import StandardScaler
+
+from lit_layers.analyses import LabelProbe
+from lit_layers.emergence import measure
+from lit_layers.errors import InputError
+from lit_layers.functional.curves import bootstrap_interval, wilson_interval
+from lit_layers.models.view import LayeredModel
+from tests.support.distilled import PREFIX, distilled, states_of_each_image
+from tests.support.listed_batches import Listed
+from tests.support.prompt_states import states_of_each_prompt
+from tests.support.tiny_models import IMAGE, LAYERS, VOCAB, tiny, tiny_batch
+
+EVERY = range(LAYERS + 1)
+
+
+def images(count, seed, *, classes=3, size=8):
+    """Noise with a bright band whose place depends on the label; labels 2, 5, 8, ..."""
+    generator = torch.Generator().manual_seed(seed)
+    numbers = torch.randint(classes, (count,), generator=generator)
+    numbers[:classes] = torch.arange(classes)
+    pixels = torch.randn(count, 3, IMAGE, IMAGE, generator=generator)
+    for image, number in zip(pixels, numbers.tolist(), strict=True):
+        image[:, 4 * number : 4 * number + 4] += 0.7
+    return cut({"pixel_values": pixels, "labels": 3 * numbers + 2}, size)
+
+
+def texts(count, seed, padding="left"):
+    """Texts of different lengths, whose label is whether most of their tokens are high."""
+    rows = [tiny_batch("gpt2", batch=4, tokens=10, padding=padding, seed=100 * seed + n) for n in range(count // 4)]
+    for batch in rows:
+        real = batch["attention_mask"]
+        batch["labels"] = ((batch["input_ids"] * real).sum(1) / real.sum(1) > VOCAB / 2).long()
+    return Listed(*rows)
+
+
+def cut(rows, size):
+    total = len(rows["labels"])
+    return Listed(*({name: v[start : start + size] for name, v in rows.items()} for start in range(0, total, size)))
+
+
+def joined(batches, name):
+    return torch.cat([batch[name] for batch in batches])
+
+
+def analysis(train, test, **options):
+    return LabelProbe(train=train, test=test, **({"tolerance": 1e-9, "random_labels": False} | options))
+
+
+def run(model, train, test, **options):
+    records = list(analysis(train, test, **options).run(LayeredModel(model)))
+    keys = [(r.metric, r.layer, *(v for k, v in r.tags.items() if not k.startswith("num_"))) for r in records]
+    assert len(set(keys)) == len(keys)
+    return dict(zip(keys, records, strict=True))
+
+
+def values(records):
+    return {key: record.value for key, record in records.items()}
+
+
+@pytest.fixture(scope="module")
+def split():
+    return images(60, seed=1), images(40, seed=2)
+
+
+def by_scikit_learn(train, labels, test, c):
+    """Of features (rows, dim): log-probabilities of the test rows."""
+    scaler = StandardScaler().fit(train)
+    fitted = LogisticRegression(C=c, tol=1e-10, max_iter=20000).fit(scaler.transform(train), labels)
+    return fitted.predict_log_proba(scaler.transform(test)), fitted.classes_
+
+
+def check(records, tags, layer, log_proba, classes, truth):
+    """One probe's records against its log-probabilities."""
+    predicted = classes[log_proba.argmax(1)]
+    hits = predicted == truth
+    accuracy = records.pop(("accuracy", layer, *tags))
+    assert accuracy.value == hits.mean()
+    assert (accuracy.low, accuracy.high) == wilson_interval(int(hits.sum()), len(hits))
+    assert accuracy.stderr == pytest.approx(hits.std(ddof=1) / math.sqrt(len(hits)))
+    losses = -log_proba[np.arange(len(truth)), np.searchsorted(classes, truth)]
+    loss = records.pop(("log_loss", layer, *tags))
+    assert loss.value == pytest.approx(losses.mean(), rel=1e-5)
+    low, high = bootstrap_interval(torch.tensor(losses))
+    assert (loss.low, loss.high) == pytest.approx((low.item(), high.item()), rel=1e-4)
+    f1 = records.pop(("macro_f1", layer, *tags))
+    assert f1.value == pytest.approx(f1_score(truth, predicted, average="macro", labels=np.unique(truth)))
+    assert {record.n for record in (accuracy, loss, f1)} == {len(truth)}
+
+
+@pytest.mark.parametrize("c", [1.0, 0.02])
+def test_every_record_is_that_of_scikit_learn_on_the_states_of_the_running_model(split, c):
+    model = distilled()
+    records = run(model, *split, pooling=("cls", "mean", "last"), c=c)
+    features = {}
+    for name, batches in zip(("train", "test"), split, strict=True):
+        states = states_of_each_image(model, joined(batches, "pixel_values"))
+        features[name, "cls"] = np.stack([s[:, 0] for s in states], axis=1)
+        features[name, "mean"] = np.stack([s[:, PREFIX:].mean(1) for s in states], axis=1)  # the patches alone
+        features[name, "last"] = np.stack([s[:, -1] for s in states], axis=1)
+    labels, truth = (joined(batches, "labels").numpy() for batches in split)
+    for pooling in ("cls", "mean", "last"):
+        for layer in EVERY:
+            train, test = features["train", pooling][layer], features["test", pooling][layer]
+            if np.ptp(train, axis=0).max() > 0:
+                log_proba, classes = by_scikit_learn(train, labels, test, c)
+            else:  # the class token before the first block
+                classes, counts = np.unique(labels, return_counts=True)
+                log_proba = np.log(counts / len(labels)).repeat(len(truth)).reshape(-1, len(truth)).T
+            check(records, (pooling,), layer, log_proba, classes, truth)
+    classes, counts = np.unique(labels, return_counts=True)
+    majority = records["accuracy", None, "majority"]
+    assert majority.tags == {"reference": "majority", "num_classes": 3, "num_train_rows": 60, "num_duplicates": 0}
+    log_share = np.broadcast_to(np.log(counts / 60), (len(truth), 3))
+    check(records, ("majority",), None, log_share, classes, truth)
+    assert not records
+    assert model.training
+
+
+@pytest.mark.parametrize("padding", ["left", "right"])
+def test_texts_are_probed_at_their_real_tokens(padding):
+    model = tiny("gpt2", torch.float64)
+    train, test = texts(60, 1, padding), texts(32, 2, padding)
+    records = run(model, train, test, pooling=("last", "mean", "cls"))
+    labels, truth = (joined(batches, "labels").numpy() for batches in (train, test))
+    first, second = (states_of_each_prompt(model, list(batches)) for batches in (train, test))
+    poolings = {"last": lambda s: s[:, -1], "mean": lambda s: s.mean(1), "cls": lambda s: s[:, 0]}
+    for pooling, pool in poolings.items():
+        for layer in EVERY:
+            known, new = (np.stack([pool(states)[layer] for states in split]) for split in (first, second))
+            log_proba, classes = by_scikit_learn(known, labels, new, 1.0)
+            check(records, (pooling,), layer, log_proba, classes, truth)
+
+
+def test_a_label_written_in_the_image_is_read_at_the_embedding_and_nothing_in_permuted_labels():
+    model = tiny("vit", torch.float64)
+    count = 90
+    numbers = torch.arange(count) % 3
+    pixels = torch.zeros(count, 3, IMAGE, IMAGE)
+    pixels[:, 0] = numbers[:, None, None].float() - 1
+    pixels += 0.02 * torch.randn(pixels.shape, generator=torch.Generator().manual_seed(0))
+    rows = {"pixel_values": pixels, "labels": numbers}
+    train, test = ({name: v[part] for name, v in rows.items()} for part in (slice(0, 60), slice(60, 90)))
+    records = run(model, cut(train, 16), cut(test, 16), pooling=("mean", "cls"), random_labels=True)
+    for layer in EVERY:
+        assert records["accuracy", layer, "mean"].value == 1
+        assert records["accuracy", layer, "mean", "random_labels"].value < 0.8
+    # before the first block the class token is the same for all: frequencies, a third each
+    assert records["log_loss", 0, "cls"].value == pytest.approx(math.log(3), rel=1e-6)
+    assert records["accuracy", 0, "cls"].value == records["accuracy", None, "majority"].value == pytest.approx(1 / 3)
+    assert records["log_loss", None, "majority"].value == pytest.approx(math.log(3))
+
+
+def test_how_labels_are_numbered_and_rows_are_cut_into_batches_changes_nothing(split):
+    model = tiny("vit", torch.float64)
+    expected = values(run(model, *split))
+    other = [{name: joined(batches, name) for name in ("pixel_values", "labels")} for batches in split]
+    turned = [cut(rows | {"labels": 100 - rows["labels"]}, 13) for rows in other]
+    for key, value in values(run(model, *turned)).items():
+        assert value == pytest.approx(expected[key], rel=1e-6), key
+
+
+def test_a_training_row_that_is_a_test_row_is_left_out_and_counted(split):
+    model, (train, test) = tiny("vit", torch.float64), split
+    expected = run(model, train, test)
+    doubled = run(model, Listed(*train, *test), test)
+    assert values(doubled) == pytest.approx(values(expected))
+    assert doubled["accuracy", None, "majority"].tags["num_duplicates"] == 40
+    assert doubled["accuracy", None, "majority"].tags["num_train_rows"] == 60
+    with pytest.raises(InputError, match="train holds nothing beside 40 rows that are test rows too"):
+        run(model, test, test)
+
+
+def test_texts_are_the_same_whatever_their_padding():
+    model, test = tiny("gpt2", torch.float64), texts(32, 2, "left")
+    turned = [{name: v.flip(-1) if v.ndim > 1 else v for name, v in batch.items()} for batch in test]
+    for batch in turned:  # the tokens of each text in their order, now padded on the right
+        for row, mask in zip(batch["input_ids"], batch["attention_mask"].bool(), strict=True):
+            row[mask] = row[mask].flip(0)
+    found = run(model, Listed(*texts(60, 1), *turned), test)
+    assert found["accuracy", None, "majority"].tags["num_duplicates"] == 32
+
+
+def test_permuted_labels_are_a_control_that_the_seed_decides(split):
+    model = tiny("vit", torch.float64)
+    first, again, other = (values(run(model, *split, random_labels=True, seed=seed)) for seed in (0, 0, 1))
+    assert first == again
+    control = ("log_loss", 2, "mean", "random_labels")
+    assert first[control] != other[control]
+    assert {key: value for key, value in first.items() if key[-1] != "random_labels"} == values(run(model, *split))
+
+
+def test_a_probe_that_has_not_converged_is_flagged(split):
+    model = tiny("vit")
+    flagged = [r for r in analysis(*split, max_iterations=1).run(LayeredModel(model)) if r.layer is not None]
+    assert {r.tags.get("num_not_converged") for r in flagged} == {1}
+    assert all("num_not_converged" not in r.tags for r in run(model, *split, tolerance=1e-6).values())
+
+
+def test_it_runs_as_a_measurement_and_in_half_precision_as_in_float32(split):
+    given = analysis(*split, tolerance=1e-6, pooling="cls")
+    narrow = tiny("vit", torch.bfloat16)
+    given.check(LayeredModel(narrow))
+    first, second = (measure(narrow, given, run="r", step=0) for _ in range(2))
+    assert first.error is None
+    assert first.records == second.records
+    assert first.records == list(given.run(LayeredModel(tiny("vit", torch.bfloat16).float())))
+
+
+def labelled(labels, count=6):
+    return Listed({"pixel_values": torch.randn(count, 3, IMAGE, IMAGE), "labels": labels})
+
+
+@pytest.mark.parametrize(
+    ("train", "test", "options", "message"),
+    [
+        (None, labelled(torch.tensor([2, 5, 7, 2, 7, 7])), {}, "no training row has the label 7 of 3 of the 6 test"),
+        (None, labelled(torch.tensor([99] * 6)), {}, "no training row has the label 99 of 6 of the 6 test rows"),
+        (None, labelled(torch.tensor([0] * 6)), {}, "no training row has the label 0 of 6 of the 6 test rows"),
+        (labelled(torch.tensor([4] * 6)), None, {}, "train holds only the label 4, and a probe needs two labels"),
+        (labelled(torch.rand(6)), None, {}, "expected one integer label for each of 6 rows .* of train, got torch.flo"),
+        (labelled(torch.tensor([[1, 2]] * 6)), None, {}, r"got torch.int64 of shape \(6, 2\)"),
+        (None, labelled(torch.tensor([2, -100] * 3)), {}, "expected labels of 0 and above in test, got -100"),
+        (None, Listed(tiny_batch("vit")), {}, r"the batches of test have no labels, they hold \['pixel_values'\]"),
+        (Listed(), None, {}, "train holds no rows"),
+        (None, None, {"pooling": "max"}, r"expected pooling to be one of \['cls', 'mean', 'last'\], got 'max'"),
+        (None, None, {"pooling": ()}, "expected at least one pooling, got none"),
+        (None, None, {"pooling": ("cls", "cls")}, r"expected each pooling once, got \['cls', 'cls'\]"),
+        (None, None, {"c": 0.0}, "expected a positive c, got 0.0"),
+        (None, None, {"tolerance": -1.0}, "expected a positive tolerance, got -1.0"),
+        (None, None, {"seed": -1}, "expected seed of at least 0, got -1"),
+        (None, None, {"max_iterations": 0}, "expected max_iterations of at least 1, got 0"),
+    ],
+)
+def test_what_cannot_be_measured_is_refused_with_a_sentence(split, train, test, options, message):
+    given = analysis(split[0] if train is None else train, split[1] if test is None else test, **options)
+    for call in (given.check, lambda view: list(given.run(view))):
+        with pytest.raises(InputError, match=f"^label_probe: .*{message}"):
+            call(LayeredModel(tiny("vit")))
+
+
+def test_an_image_model_without_a_class_token_has_no_such_pooling(split):
+    view = LayeredModel(tiny("vit_average"))
+    with pytest.raises(InputError, match="this VisionTransformer has no class token: choose pooling 'mean'"):
+        analysis(*split, pooling=("mean", "cls")).check(view)
+    assert list(analysis(*split).run(view))

@@ -1,0 +1,131 @@
+"""The paths of tokens against the covariance of hooked states, prompt by prompt."""
+
+import numpy as np
+import pytest
+import torch
+
+from lit_layers.analyses import PathsInPlane
+from lit_layers.emergence import measure
+from lit_layers.errors import InputError
+from lit_layers.models.view import LayeredModel
+from lit_layers.records import PLACES
+from tests.support.distilled import PATCHES, PREFIX, distilled, states_of_each_image
+from tests.support.listed_batches import Listed
+from tests.support.prompt_states import states_of_each_prompt
+from tests.support.tiny_models import LAYERS, tiny, tiny_batch
+
+BATCHES = [tiny_batch("gpt2", batch=2, tokens=9, padding="left"), tiny_batch("gpt2", batch=2, tokens=8, seed=2)]
+
+
+@pytest.fixture(scope="module")
+def model():
+    return tiny("gpt2", torch.float64)
+
+
+def run(model, *batches, **options):
+    records = list(PathsInPlane(batches=Listed(*batches), **options).run(LayeredModel(model)))
+    tags = [{name: tag for name, tag in r.tags.items() if not name.startswith("num_")} for r in records]
+    keys = [(r.metric, r.layer, *own.values()) for r, own in zip(records, tags, strict=True)]
+    assert len(set(keys)) == len(keys)
+    return dict(zip(keys, records, strict=True))
+
+
+def by_covariance(states, drop_first=1):
+    """Places (layers + 1, tokens, 2) and the share of variance along each axis."""
+    states = states[:, drop_first:]
+    values, vectors = np.linalg.eigh(np.cov(states[-1].T, bias=True))
+    axes = vectors[:, [-1, -2]]
+    axes = axes * np.sign(np.take_along_axis(axes, np.abs(axes).argmax(0)[None], axis=0))
+    return (states - states[-1].mean(0)) @ axes, values[[-1, -2]] / values.sum()
+
+
+def check(records, prompts, drop_first=1):
+    expected = [by_covariance(states, drop_first) for states in prompts]
+    for prompt, (places, shares) in enumerate(expected, start=1):
+        for axis in (1, 2):
+            assert records.pop(("path_variance", None, prompt, axis)).value == pytest.approx(shares[axis - 1])
+            for layer, row in enumerate(places):
+                for token, place in enumerate(row, start=drop_first):
+                    value = records.pop(("path", layer, prompt, token, axis)).value
+                    assert value == pytest.approx(place[axis - 1], abs=1e-9)
+    whole = records.pop(("plane_variance", None))
+    assert whole.value == pytest.approx(np.mean([shares.sum() for _, shares in expected]))
+    assert whole.n == len(prompts)
+    assert not records
+
+
+@pytest.mark.parametrize("options", [{}, {"drop_first": 0}])
+def test_every_record_is_that_of_each_prompt_s_own_real_tokens(model, options):
+    check(run(model, *BATCHES, num_prompts=3, **options), states_of_each_prompt(model, BATCHES)[:3], **options)
+
+
+def test_the_final_norm_ends_the_paths_where_asked_for(model):
+    found = run(model, BATCHES[1], states="hf")
+    assert all(record.tags["states"] == "hf" for record in found.values())
+    plain = {(key[0], *(part for part in key[1:] if part != "hf")): record for key, record in found.items()}
+    check(plain, states_of_each_prompt(model, BATCHES[1:], final_norm=True))
+
+
+def test_images_have_paths_of_their_patches_whatever_stands_before_them():
+    model, batch = distilled(), tiny_batch("vit", batch=3)
+    records = run(model, batch, num_prompts=2, drop_first=PREFIX)
+    assert {record.tags["token"] for record in records.values() if record.metric == "path"} == {
+        *range(PREFIX, PREFIX + PATCHES)
+    }
+    check(records, states_of_each_image(model, batch["pixel_values"])[:2], drop_first=PREFIX)
+    assert model.training
+
+
+def test_fewer_tokens_are_spread_evenly_and_the_plane_is_still_that_of_all(model):
+    every, some = run(model, BATCHES[1]), run(model, BATCHES[1], num_tokens=3)
+    assert {record.tags["token"] for record in some.values() if record.metric == "path"} == {1, 4, 7}
+    assert all(record == every[key] for key, record in some.items())
+
+
+def test_every_value_of_a_path_stands_in_a_table_of_its_own(model):
+    for record in run(model, BATCHES[1]).values():
+        assert record.tags.keys().isdisjoint(PLACES) == (record.metric == "plane_variance")
+
+
+def test_a_prompt_without_a_plane_is_left_out_and_counted(model):
+    short = {"input_ids": torch.tensor([[5, 6, 7]])}
+    repeated = {"input_ids": torch.full((1, 8), 5)}
+    records = run(model, short, BATCHES[1], num_prompts=3)
+    assert {r.tags["prompt"] for r in records.values() if r.metric == "path"} == {2, 3}
+    whole = records["plane_variance", None]
+    assert (whole.n, whole.tags) == (2, {"num_undefined": 1})
+    same = tiny("llama", torch.float64)  # no positions but in attention: equal tokens stay equal
+    with pytest.raises(InputError, match="no prompt has 3 tokens behind the first 1 that end off a line"):
+        run(same, repeated)
+    with pytest.raises(InputError, match="^paths_in_plane: no prompt has 3 tokens"):
+        run(model, short)
+
+
+def test_it_runs_as_a_measurement_and_gives_the_same_numbers_in_half_precision():
+    narrow = tiny("gpt2", torch.bfloat16)
+    given = PathsInPlane(batches=Listed(*BATCHES))
+    first = measure(narrow, given, run="r", step=0)
+    assert first.error is None
+    assert first.records == list(given.run(LayeredModel(tiny("gpt2", torch.bfloat16).float())))
+    assert sum(record.metric == "path" for record in first.records) == (8 + 6) * (LAYERS + 1) * 2
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"num_prompts": 0}, "expected num_prompts of at least 1, got 0"),
+        ({"num_tokens": 0}, "expected num_tokens of at least 1, got 0"),
+        ({"drop_first": -1}, "expected drop_first of at least 0, got -1"),
+        ({"states": "raw"}, r"expected states to be one of \['resid', 'hf'\], got 'raw'"),
+    ],
+)
+def test_options_that_do_not_fit_are_refused_before_anything_runs(model, options, message):
+    given = PathsInPlane(batches=Listed(*BATCHES), **options)
+    for call in (given.check, lambda view: list(given.run(view))):
+        with pytest.raises(InputError, match=f"^paths_in_plane: {message}"):
+            call(LayeredModel(model))
+
+
+def test_no_data_is_refused(model):
+    with pytest.raises(InputError, match="^paths_in_plane: the data holds no prompts"):
+        run(model)

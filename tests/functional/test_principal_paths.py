@@ -1,0 +1,91 @@
+"""Principal paths against the eigenvectors of a covariance, a case solved by hand, and their invariances."""
+
+import numpy as np
+import pytest
+import torch
+
+from lit_layers.functional.principal_paths import principal_paths
+
+
+def random_states(layers=4, tokens=9, dim=6, seed=0):
+    return torch.randn(layers, tokens, dim, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+
+
+def by_covariance(states):
+    last = states[-1]
+    mean = last.mean(0)
+    values, vectors = np.linalg.eigh(np.cov(last.T, bias=True))
+    axes = vectors[:, [-1, -2]].T
+    axes = np.array([axis if axis[np.abs(axis).argmax()] > 0 else -axis for axis in axes])
+    return (states - mean) @ axes.T, values[[-1, -2]] / values.sum()
+
+
+@pytest.mark.parametrize("shape", [{}, {"tokens": 3}, {"tokens": 30, "dim": 2}, {"layers": 1}])
+def test_places_and_shares_are_those_of_the_last_layer_s_covariance(shape):
+    states = random_states(**shape) + 3
+    places, shares = by_covariance(states.numpy())
+    found = principal_paths(states)
+    np.testing.assert_allclose(found.places.numpy(), places, atol=1e-12)
+    np.testing.assert_allclose(found.explained_variance.numpy(), shares, atol=1e-13)
+
+
+def test_a_cross_of_four_tokens_has_its_arms_as_axes():
+    last = torch.tensor([[-2.0, 0, 5], [2, 0, 5], [0, -1, 5], [0, 1, 5]])
+    found = principal_paths(torch.stack([torch.zeros(4, 3), last]))
+    assert found.places.dtype == torch.float64
+    torch.testing.assert_close(found.places[1], last[:, :2].double())
+    torch.testing.assert_close(found.places[0], torch.zeros(4, 2, dtype=torch.float64))
+    torch.testing.assert_close(found.explained_variance, torch.tensor([0.8, 0.2], dtype=torch.float64))
+
+
+def test_each_axis_points_where_its_largest_loading_is_positive():
+    generator = torch.Generator().manual_seed(3)
+    axes, _ = torch.linalg.qr(torch.randn(5, 2, generator=generator, dtype=torch.float64))
+    for signs in ((1, 1), (-1, 1), (1, -1)):
+        spread = torch.randn(8, 2, generator=generator, dtype=torch.float64) * torch.tensor([5.0, 1.0])
+        spread -= spread.mean(0)
+        u, s, v = torch.linalg.svd(spread @ (axes * torch.tensor(signs)).T, full_matrices=False)
+        for axis, vector in enumerate(v[:2]):
+            along = u[:, axis] * s[axis] * vector[vector.abs().argmax()].sign()
+            found = principal_paths((u[:, :2] * s[:2] @ v[:2])[None])
+            torch.testing.assert_close(found.places[0, :, axis], along)
+
+
+def test_translation_changes_nothing_scaling_scales_and_rotation_only_turns_axes_round():
+    states = random_states()
+    plain = principal_paths(states)
+    moved = principal_paths(states + 7)
+    torch.testing.assert_close(moved.places, plain.places, atol=1e-11, rtol=0)
+    torch.testing.assert_close(principal_paths(3 * states).places, 3 * plain.places)
+    turn, _ = torch.linalg.qr(random_states(1, 6, 6, seed=5)[0])
+    turned = principal_paths(states @ turn)
+    torch.testing.assert_close(turned.places.abs(), plain.places.abs())
+    torch.testing.assert_close(turned.explained_variance, plain.explained_variance)
+    order = torch.randperm(9, generator=torch.Generator().manual_seed(1))
+    torch.testing.assert_close(principal_paths(states[:, order]).places, plain.places[:, order])
+
+
+@pytest.mark.parametrize("offset", [0.0, 1000.0])
+@pytest.mark.parametrize("spread", [0.0, 1.0])
+def test_tokens_on_a_line_or_at_one_point_have_no_plane(offset, spread):
+    states = random_states()
+    line = spread * torch.randn(9, generator=torch.Generator().manual_seed(2), dtype=torch.float64)
+    states[-1] = offset + line[:, None] * torch.arange(6)
+    with pytest.raises(ValueError, match="lie on a line and have no second axis"):
+        principal_paths(states)
+    found = principal_paths(states, undefined="nan")
+    assert found.places.shape == (4, 9, 2)
+    assert found.places.isnan().all()
+    assert found.explained_variance.isnan().all()
+
+
+def test_what_has_no_plane_is_refused():
+    for shape in ((4, 2, 6), (4, 9, 1), (9, 6), (0, 9, 6)):
+        with pytest.raises(ValueError, match="at least 3 tokens and 2 dimensions, got shape"):
+            principal_paths(torch.randn(shape))
+    states = random_states()
+    states[1, 2, 3] = torch.inf
+    with pytest.raises(ValueError, match="a state is not finite"):
+        principal_paths(states)
+    with pytest.raises(TypeError):
+        principal_paths(torch.ones(2, 4, 3, dtype=torch.long))
