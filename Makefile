@@ -12,8 +12,9 @@ export UV_COMPILE_BYTECODE := 1
 demo: $(VENV)/.ready
 	$(BIN)/lit-layers fit --config recipes/quickstart/gpt2.yaml
 
+# Two processes; a file's tests stay together, as they share what is dear to make.
 test: $(VENV)/.ready
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest --numprocesses 2 --dist loadfile
 
 lint: $(VENV)/.ready
 	$(BIN)/ruff check .

@@ -98,7 +98,7 @@ def headline_facts(run: RunData) -> list[tuple[str, str]]:
     steps = [m.step for m in run.measurements if m.step is not None] + [int(row["step"]) for row in run.scalars]
     last = max(steps, default=None)
     tokens = [m.tokens for m in run.measurements if m.tokens is not None]
-    tokens += [last * run.tokens_per_step] if last is not None and run.tokens_per_step else []
+    tokens += [int(row["tokens"]) for row in run.scalars[-1:] if "tokens" in row]
     data = about.get("data") or {}
     planned = about.get("max_steps")
     unfinished = isinstance(planned, int) and last is not None and last < planned
