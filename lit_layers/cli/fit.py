@@ -206,6 +206,9 @@ def _train(cli: FitCLI) -> int:
     finally:
         if cli.folder.started:
             _close(cli, time.perf_counter() - started, code, last_step or axis_step(cli.trainer))
+        if code in (0, TERMINATED):
+            # Together: torchrun and srun kill the ranks that are left when one has ended with an error.
+            cli.trainer.strategy.barrier()
     return code
 
 

@@ -62,11 +62,13 @@ def test_where_one_rank_dies_the_other_ends_and_the_run_goes_on(recipe, whole, t
     assert_equal(what_is_left(root), what_is_left(whole))
 
 
-def test_sigterm_to_both_ranks_saves_one_step_and_both_end_with_143(recipe, whole, tmp_path):  # noqa: F811
+@pytest.mark.parametrize("only", [None, 1])
+def test_sigterm_to_any_rank_saves_one_step_and_all_end_with_143(only, recipe, whole, tmp_path):  # noqa: F811
     root = tmp_path / "run"
     begun = lambda: len(saved_steps(root)) >= 2  # noqa: E731
-    codes = fit(recipe, root, "--resume_every", "1000", when=begun, signal_number=signal.SIGTERM)
+    codes = fit(recipe, root, "--resume_every", "1000", when=begun, signal_number=signal.SIGTERM, only=only)
     assert codes == [143, 143]
+    assert (root / "report.html").is_file()
     point = resume_point(root, "last")
     assert point is not None
     assert 0 < point.step < LAST
