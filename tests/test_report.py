@@ -75,7 +75,7 @@ def test_the_page_tells_run_results_failures_cost_and_provenance(full: Path, pag
         "1 measurement failed", "RuntimeError: no SVD",
         "Line shape score 2.287 2.208 to 2.365 1.340 1.261 to 1.418 \N{MINUS SIGN}0.947",
         "Coupling k = 12",
-        "Logit-lens loss nats per token layer 6",
+        "Logit-lens loss nats layer 6",
         "All analyses", "Saving checkpoints 3.1 s 1.7%",
         "versions.torch 2.15.0", "bpe:2048", "0000000000000190",
     ):  # fmt: skip
@@ -98,7 +98,7 @@ def test_every_metric_of_every_analysis_has_its_figures(page: Path) -> None:
             "Coupling of pairs",
             "Singular values",
         ),
-        *("Loss (nats per token)", "Learning rate", "Logit-lens loss (nats per token)"),
+        *("Loss (nats)", "Learning rate", "Logit-lens loss (nats)"),
     } <= set(titles)
     drawn = figures(page)
     placed = {int(number) for numbers in re.findall(r'data-figures="([\d ]+)"', text) for number in numbers.split()}
@@ -362,7 +362,7 @@ NAMES = ["pythia-70m", "pythia-160m", "gpt2", "tiny"]
 
 def test_models_without_steps_are_compared_with_a_line_each(compared: Path, comparison: Path) -> None:
     found = blocks(comparison)
-    choices, ((loss,),) = found["Logit-lens loss (nats per token)"]
+    choices, ((loss,),) = found["Logit-lens loss (nats)"]
     assert choices == []
     assert [trace["name"] for trace in loss["data"]] == NAMES
     measured = [m for m in records.read(compared / "measurements.jsonl") if m.analysis == "lens"]

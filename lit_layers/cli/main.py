@@ -8,9 +8,11 @@ import sys
 COMMANDS = {
     "analyze": ("lit_layers.cli.analyze", "measure every layer of a trained model, whole or block by block"),
     "audit": ("lit_layers.cli.audit", "tell whether a checkpoint series is what it says"),
+    "correlate": ("lit_layers.cli.correlate", "a metric of many models against their score"),
     "fit": ("lit_layers.cli.fit", "train from a recipe and measure every layer on the way"),
     "prepare": ("lit_layers.cli.prepare", "turn a text source into token shards"),
     "report": ("lit_layers.cli.report", "write a run's curves into one HTML page"),
+    "sweep": ("lit_layers.cli.sweep", "run every cell of a grid, each to its end once"),
 }
 INTERRUPTED = 130
 

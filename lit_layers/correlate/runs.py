@@ -10,7 +10,7 @@ from typing import Any
 from lit_layers import records
 from lit_layers.errors import InputError
 from lit_layers.plots.labels import tag_text
-from lit_layers.plots.tables import plainest_of
+from lit_layers.plots.tables import plainest
 from lit_layers.records import PLACES, Measurement, Record
 
 ORDINALS = ("distance", "index", "reference")
@@ -151,7 +151,9 @@ def value_of(
         own = whole or [record for record in own if record.layer == last]
     if not own:
         return None
-    variants = plainest_of([_identity(record) for record in own])
+    variants = list({str(_identity(record)): _identity(record) for record in own}.values())
+    best = plainest(variants)
+    variants = [tags for tags in variants if plainest([tags, best]) is tags]  # as plain as the plainest
     if len(variants) > 1:
         listed = "; ".join(tag_text(tags) or "no tag" for tags in variants)
         example = ",".join(f"{name}={value}" for name, value in variants[0].items())
@@ -160,6 +162,17 @@ def value_of(
             f"e.g. --tags {example}"
         )
     return next(record for record in own if _identity(record) == variants[0])
+
+
+def tags_of(models: Iterable[RunModel], analysis: str, metric: str) -> dict[str, list[str | int | float]]:
+    """Returns the tags of a metric, and the values that each has somewhere."""
+    found: dict[str, dict[str | int | float, None]] = {}
+    for model in models:
+        for record in (r for m in model.measurements if m.analysis == analysis for r in m.records):
+            if record.metric == metric and _is_plain(record):
+                for tag, value in _identity(record).items():
+                    found.setdefault(tag, {})[value] = None
+    return {tag: list(values) for tag, values in found.items()}
 
 
 def _identity(record: Record) -> dict[str, Any]:
@@ -231,6 +244,19 @@ def _leaves(value: Any, path: tuple[str, ...]) -> Iterable[tuple[tuple[str, ...]
             yield from _leaves(inner, path if name == "init_args" else (*path, str(name)))
     elif isinstance(value, str | int | float) and path[-1] != "class_path":
         yield path, value
+
+
+def has_p_1(model: RunModel, analysis: str) -> bool:
+    """Whether a coupling was measured with p = 1, by its tags or the run's configuration."""
+    if any(r.tags.get("p") == 1 for m in model.measurements if m.analysis == analysis for r in m.records):
+        return True
+    config = model.about.get("config")
+    used = config.get("analyses") if isinstance(config, dict) else None
+    for one in used if isinstance(used, list) else []:
+        options = (one.get("init_args") or {}) if isinstance(one, dict) else {}
+        if str(one.get("class_path", "")).endswith("Coupling") and options.get("p") == 1:
+            return options.get("name", analysis) == analysis
+    return False
 
 
 def scalar_of(model: RunModel, name: str, step: int | None, take: str) -> float | None:

@@ -21,6 +21,7 @@ STATISTICS = {
     "imagenet": ((0.485, 0.456, 0.406), (0.229, 0.224, 0.225)),
     "half": ((0.5, 0.5, 0.5), (0.5, 0.5, 0.5)),
 }
+USUAL_SIZE = 224
 CROP = 0.875  # share of the shorter side that a large image keeps: 224 of 256
 
 
@@ -35,7 +36,7 @@ class EvalImages(Batches):
         source: As for `LitImageData`: `digits`, `cifar10`, `cifar100`, a local path, or `ORG/NAME` of the Hub.
         split: `test` or `train`.
         num_images: Number of images. A larger set begins with the images of a smaller one.
-        image_size: Of the model's input, in px; None: as the source's, where its images are small.
+        image_size: Of the model's input, in px; None: the source's, or 224 where its images are large.
         batch_size: Images a batch; the last batch may be smaller.
         seed: Decides which images are drawn, and their order.
         normalisation: `imagenet` or `half` (0.5, 0.5): fixed means and deviations of the channels; `source`: those of
@@ -147,19 +148,22 @@ def statistics(source: ImageSource, normalisation: Normalisation) -> tuple[tuple
 
 
 def image_size(source: ImageSource, asked: int | None) -> int:
-    """The size of the model's input.
+    """The size of the model's input: where nobody says it, that of small images, and 224 for large ones.
 
     Raises:
-        InputError: where nobody says it: large images, or small ones that are not square.
+        InputError: small images that are not square.
     """
     if asked is not None:
         return asked
     pictures = source.train
-    if isinstance(pictures, SmallPictures) and pictures.pixels.shape[2] == pictures.pixels.shape[3]:
-        return pictures.pixels.shape[3]
-    raise InputError(
-        f"image_size: expected a number of pixels, as the images of {source.name} are not small and square"
-    )
+    if not isinstance(pictures, SmallPictures):
+        return USUAL_SIZE
+    height, width = pictures.pixels.shape[2:]
+    if height != width:
+        raise InputError(
+            f"image_size: expected a number of pixels, as the images of {source.name} are {width} x {height} px"
+        )
+    return height
 
 
 def eval_pixels(pictures: Pictures, chosen: list[int], size: int) -> Tensor:

@@ -1,12 +1,11 @@
 """Correlation over models: coefficients, their intervals, and what is left of them once something else is held fixed.
 
-All in float64. The rows are models (or tasks): never layers of one model, whose neighbours are alike, so that no p-value
-would hold.
+All in float64. The rows are models (or tasks), never layers of one model: those are alike, and no p-value would hold.
 """
 
 import math
 from collections.abc import Callable, Hashable, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -71,12 +70,21 @@ def pearson(x: Values, y: Values) -> Correlation:
     return _tested(_cosine(_centered("x", x), _centered("y", y)), len(x), len(x) - 2)
 
 
+def p_value(r: float, df: int) -> float:
+    """Two-sided p of a (partial) correlation with `df` degrees of freedom, by Student's t: t² = df r² / (1 - r²)."""
+    from scipy.special import betainc
+
+    return float(betainc(df / 2, 0.5, 1 - r * r))
+
+
 def spearman(x: Values, y: Values) -> Correlation:
     """Spearman's rho: Pearson's r of the ranks, ties sharing their mean. Unchanged by increasing maps; p by the t test.
 
     Raises: as `pearson`.
     """
     x, y = _columns(x, y)
+    _centered("x", x)
+    _centered("y", y)
     return pearson(_ranks(x), _ranks(y))
 
 
@@ -90,7 +98,7 @@ def kendall(x: Values, y: Values) -> Correlation:
     x, y = _columns(x, y)
     _centered("x", x)
     _centered("y", y)
-    found = kendalltau(x, y)
+    found: Any = kendalltau(x, y)
     return Correlation(float(found.statistic), float(found.pvalue), len(x), len(x) - 2)
 
 
@@ -226,7 +234,7 @@ def fit_line(x: Values, y: Values) -> Line:
 
 
 def line_band(line: Line, at: Values, *, confidence: float = 0.95) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
-    """Where the mean of y lies at some x, low and high, by the t distribution: a band around the line, not the points."""
+    """Where the mean of y lies at some x, low and high, by the t distribution: a band around the line."""
     from scipy.special import stdtrit
 
     at = np.asarray(at, dtype=np.float64)
@@ -271,10 +279,7 @@ def _cosine(x: NDArray[np.float64], y: NDArray[np.float64]) -> float:
 
 
 def _tested(value: float, n: int, df: int) -> Correlation:
-    """With the p-value of Student's t with `df`: t² = df r² / (1 - r²)."""
-    from scipy.special import betainc
-
-    return Correlation(value, float(betainc(df / 2, 0.5, 1 - value * value)), n, df)
+    return Correlation(value, p_value(value, df), n, df)
 
 
 def _ranks(column: NDArray[np.float64]) -> NDArray[np.float64]:
@@ -311,9 +316,7 @@ def _residual(name: str, centered: NDArray[np.float64], basis: NDArray[np.float6
     return _kept(name, left, centered, "is determined by the covariates")
 
 
-def _kept(
-    name: str, left: NDArray[np.float64], whole: NDArray[np.float64], otherwise: str
-) -> NDArray[np.float64]:
+def _kept(name: str, left: NDArray[np.float64], whole: NDArray[np.float64], otherwise: str) -> NDArray[np.float64]:
     if np.linalg.norm(left) <= _RELATIVE * np.linalg.norm(whole):
         raise UndefinedError(f"a correlation is undefined: {name} {otherwise}")
     return left

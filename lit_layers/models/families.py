@@ -71,6 +71,7 @@ class Family:
     inputs: tuple[str, ...] = TEXT
     options: tuple[tuple[str, bool], ...] = (("use_cache", False),)  # a repeated block with a cache is silently wrong
     residual: bool = True  # a block is x + f(x); False where its norm comes after the addition
+    longest: str = "max_position_embeddings"  # field of the config: how many tokens a text may have
 
     @property
     def sees_images(self) -> bool:
@@ -100,9 +101,15 @@ FAMILIES = (
     _decoder("qwen3", "Qwen3"),
     _decoder("olmo", "Olmo"),
     _decoder("olmo2", "Olmo2"),
+    _decoder("gemma", "Gemma"),
     _decoder("gemma2", "Gemma2", head=partial(language_head, finish=soft_capped)),
     _decoder("granite", "Granite", head=partial(language_head, finish=scaled)),
     _decoder("phi", "Phi", norm="final_layernorm"),
+    _decoder("gpt_neo", "GPTNeo", blocks="h", norm="ln_f"),
+    _decoder("falcon", "Falcon", blocks="h", norm="ln_f"),
+    Family(
+        name="mpt", classes=("MptForCausalLM", "MptModel"), blocks="blocks", norm="norm_f", longest="max_seq_len"
+    ),
     Family(
         name="bert",
         classes=("BertForMaskedLM", "BertForSequenceClassification", "BertForTokenClassification", "BertModel"),

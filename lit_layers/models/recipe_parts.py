@@ -34,7 +34,7 @@ def train_transform(
     from timm.data import create_transform
 
     try:
-        return create_transform(
+        transform: Any = create_transform(
             size,
             is_training=True,
             hflip=0.5 if flip else 0.0,
@@ -46,5 +46,6 @@ def train_transform(
             mean=mean,
             std=std,
         )
+        return transform
     except AssertionError as error:
         raise ValueError(f"timm does not know {rand_augment!r}") from error

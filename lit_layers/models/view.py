@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from lit_layers.errors import InputError
+from lit_layers.functional.block_call import SHARED
 from lit_layers.models.families import Network, family_of
 from lit_layers.models.vocabulary import true_vocab_size
 
@@ -54,7 +55,7 @@ class LayeredModel:
     @property
     def max_tokens(self) -> int | None:
         """Longest text the model takes; None for images."""
-        return None if self.family.sees_images else self.model.config.max_position_embeddings
+        return None if self.family.sees_images else getattr(self.model.config, self.family.longest)
 
     @property
     def device(self) -> torch.device:
@@ -263,7 +264,7 @@ def cut(value: Any, index: int, batch_size: int) -> Any:
     if isinstance(value, tuple | list):
         return type(value)(cut(item, index, batch_size) for item in value)
     if isinstance(value, dict):
-        return {name: cut(item, index, batch_size) for name, item in value.items()}
+        return {name: item if name in SHARED else cut(item, index, batch_size) for name, item in value.items()}
     return value
 
 

@@ -116,7 +116,7 @@ METRICS = {
     "log_loss": Label("Probe log-loss", "nats", "Of a linear probe on the test rows."),
     "macro_f1": Label("Probe macro F1", "share", "Mean over classes, each with equal weight."),
     "coverage": Label("Coverage", "share", "Share of the test rows whose class the probe knows."),
-    "logit_lens_loss": Label("Logit-lens loss", "nats per token", "Loss of the model's own readout at each layer."),
+    "logit_lens_loss": Label("Logit-lens loss", "nats", "Loss of the model's own readout at each layer."),
     "logit_lens_accuracy": Label("Logit-lens accuracy", "share", "Top-1 accuracy of the model's readout per layer."),
     "logit_lens_perplexity": Label("Logit-lens perplexity", "", "At the last layer: the model's perplexity."),
     "kl_to_final": Label("Divergence from the final prediction", "nats", "KL(final, layer); 0 at the last layer."),
@@ -124,14 +124,14 @@ METRICS = {
         "Paths of tokens through the layers",
         "",
         "Each line is a token, from the embedding (hollow) to the last layer (large), in the plane that spreads the "
-        "last layer most, with the share of its variance along each axis. Each prompt and checkpoint has its own plane.",
+        "last layer most, with the share of its variance along each axis. Each prompt and checkpoint has its own.",
     ),
     "path_variance": Label("Variance along an axis", "share", "Of the last layer's variance over a prompt's tokens."),
     "plane_variance": Label(
         "Variance in the plane of the paths", "share", "How much of the last layer's spread the picture shows."
     ),
-    "train/loss": Label("Training loss", "nats per token"),
-    "validation/loss": Label("Validation loss", "nats per token"),
+    "train/loss": Label("Training loss", "nats"),
+    "validation/loss": Label("Validation loss", "nats"),
     "validation/perplexity": Label("Validation perplexity"),
     "train/learning_rate": Label("Learning rate"),
     "train/grad_norm": Label("Gradient norm"),

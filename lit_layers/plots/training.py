@@ -53,7 +53,7 @@ def training_curves(
         level["hovertemplate"] = "%{y:.4g}<extra>" + escape(name) + "</extra>"
         traces.append({**level, "name": escape(name)})
     layout = {**on_axis(traces, grids, axis), "showlegend": len(chosen) > 1 or bool(references)}
-    title = "Loss (nats per token)" if names is None else label(chosen[0]).with_unit
+    title = "Loss (nats)" if names is None else label(chosen[0]).with_unit
     return figure(title, traces, unit=label(chosen[0]).unit, log=chosen[0] in LOG_SCALE, **layout)
 
 

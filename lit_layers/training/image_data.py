@@ -27,14 +27,15 @@ Batch = dict[str, Tensor]
 class LitImageData(L.LightningDataModule):
     """Images of a labelled set: `{"pixel_values": (batch, 3, size, size), "labels": (batch,)}`.
 
-    Small images (up to 64 px) are augmented a batch at a time on the device that trains: padded crop, flip, RandAugment,
-    erasing. Large ones are decoded and augmented by timm's pipeline in the loader's workers: random resized crop, flip,
-    RandAugment, erasing. Which image a sample is and what happens to it is a function of (seed, sample number) alone.
+    Small images (up to 64 px) are augmented a batch at a time on the device that trains: padded crop, flip,
+    RandAugment, erasing. Large ones are decoded and augmented by timm's pipeline in the loader's workers: random
+    resized crop, flip, RandAugment, erasing. Which image a sample is and what happens to it is a function of (seed,
+    sample number) alone.
 
     Args:
         source: `digits` (1,797 handwritten digits, no download), `cifar10`, `cifar100`, a local path (.npz, parquet
             files, cifar-10-batches-py, train/CLASS/*.jpg), or `ORG/NAME` of the Hub.
-        image_size: of the model's input, in px; None: as the source's, where its images are small.
+        image_size: of the model's input, in px; None: the source's, or 224 where its images are large.
         normalisation: `imagenet`, `half` or `source`, as for `EvalImages`.
         global_batch_size: images per optimizer step, over all ranks and micro-batches.
         num_validation_images: how many images of the test split, from the first on; None: all.
@@ -80,7 +81,8 @@ class LitImageData(L.LightningDataModule):
                 raise InputError(f"data.{field}: expected at least {least}, got {value}")
         if not 0 <= erasing <= 1:
             raise InputError(f"data.erasing: expected a share from 0 to 1, got {erasing}")
-        self.source_name, self.asked_size, self.normalisation = source, image_size, normalisation
+        self.normalisation: Normalisation = normalisation
+        self.source_name, self.asked_size = source, image_size
         self.global_batch_size, self.num_validation_images = global_batch_size, num_validation_images
         self.validation_batch_size, self.crop_padding, self.flip = validation_batch_size, crop_padding, flip
         self.rand_augment, self.erasing, self.num_repeats = rand_augment, erasing, num_repeats
@@ -112,9 +114,17 @@ class LitImageData(L.LightningDataModule):
             "data_hash": {"train": self.source.train.content_hash(), "test": self.source.test.content_hash()},
         }
 
+    def prepare_data(self) -> None:
+        image_source(self.source_name).check()  # one process of a machine downloads
+
     def setup(self, stage: str) -> None:
-        self.source: ImageSource = image_source(self.source_name)
-        self.source.check()
+        source = image_source(self.source_name)
+        source.check()
+        self.use(source)
+
+    def use(self, source: ImageSource) -> None:
+        """Takes the images of a checked source."""
+        self.source = source
         self.image_size = image_size(self.source, self.asked_size)
         self.statistics = statistics(self.source, self.normalisation)
         self._normalise = Normalise(*self.statistics)
@@ -122,7 +132,7 @@ class LitImageData(L.LightningDataModule):
             seed=self.seed,
             crop_padding=self.crop_padding,
             flip=self.flip,
-            rand_augment=RandAugment.parsed(self.rand_augment, self.statistics[0]) if self._augments_here else None,
+            rand_augment=self._rand_augment(),
             erasing=self.erasing,
         )
         if not isinstance(self.source.train, SmallPictures) and self.crop_padding:
@@ -131,9 +141,10 @@ class LitImageData(L.LightningDataModule):
                 f"{self.crop_padding}"
             )
 
-    @property
-    def _augments_here(self) -> bool:
-        return self.rand_augment is not None and isinstance(self.source.train, SmallPictures)
+    def _rand_augment(self) -> RandAugment | None:
+        if self.rand_augment is None or not isinstance(self.source.train, SmallPictures):
+            return None
+        return RandAugment.parsed(self.rand_augment, self.statistics[0])
 
     def train_dataloader(self) -> DataLoader:
         trainer = self._trainer()

@@ -1,7 +1,6 @@
 """The Lightning module of image classifiers: vision transformers of timm, trained as DeiT is."""
 
-import contextlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import lightning as L
@@ -141,15 +140,15 @@ class LitImageClassifier(L.LightningModule):
         size = model.patch_embed.patch_size[0]
         if data.image_size % size:  # timm would leave the border out without a word
             raise InputError(
-                f"model.patch_size: expected a divisor of the image size {data.image_size}, got {size}; choose another, "
-                "or another data.image_size"
+                f"model.patch_size: expected a divisor of the image size {data.image_size}, got {size}; choose "
+                "another, or another data.image_size"
             )
         micro_batch = data.global_batch_size // (self.trainer.world_size * self.trainer.accumulate_grad_batches)
         if self.mixup or self.cutmix:
             if micro_batch % 2:
                 raise InputError(
-                    f"data.global_batch_size: expected an even number of images a micro-batch for mixup and cutmix, got "
-                    f"{micro_batch} of {data.global_batch_size}"
+                    f"data.global_batch_size: expected an even number of images a micro-batch for mixup and cutmix, "
+                    f"got {micro_batch} of {data.global_batch_size}"
                 )
             self._mix = mixup(
                 mixup=self.mixup, cutmix=self.cutmix, smoothing=self.label_smoothing, num_classes=data.num_classes
@@ -188,7 +187,7 @@ class LitImageClassifier(L.LightningModule):
         images, labels = batch["pixel_values"], batch["labels"]
         logits = self(images).float()
         self.validation_loss.update(F.cross_entropy(logits, labels), weight=len(labels))
-        for name, metric in self.validation_metrics.items():
+        for name, metric in self._metrics():
             if name == "ema_accuracy":
                 assert self.average is not None
                 metric.update(self.average.model.eval()(images).float(), labels)
@@ -198,11 +197,13 @@ class LitImageClassifier(L.LightningModule):
     def on_validation_epoch_end(self) -> None:
         found = {"validation/loss": self.validation_loss.compute().float()}  # over all ranks, weighted by images
         self.validation_loss.reset()
-        for name, metric in self.validation_metrics.items():
-            accuracy: Any = metric
-            found[f"validation/{name}"] = accuracy.compute()
-            accuracy.reset()
+        for name, metric in self._metrics():
+            found[f"validation/{name}"] = metric.compute()
+            metric.reset()
         self.log_dict(found)
+
+    def _metrics(self) -> Iterable[tuple[str, Any]]:
+        return self.validation_metrics.items()
 
     def configure_gradient_clipping(
         self,
@@ -214,8 +215,13 @@ class LitImageClassifier(L.LightningModule):
             self.clip_gradients(optimizer, gradient_clip_val, gradient_clip_algorithm)
             return
         # DeiT does not clip; the norm is worth a curve all the same and stays on the device.
-        limit = gradient_clip_val or float("inf")
-        self.grad_norm = full(torch.nn.utils.clip_grad_norm_(self.model.parameters(), limit))
+        if gradient_clip_val:
+            norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), gradient_clip_val)
+        else:
+            norm = torch.nn.utils.get_total_norm(
+                [each.grad for each in self.model.parameters() if each.grad is not None]
+            )
+        self.grad_norm = full(norm)
 
     def configure_optimizers(self) -> Any:
         optimizer = torch.optim.AdamW(
@@ -243,9 +249,7 @@ class LitImageClassifier(L.LightningModule):
 def parameter_groups(model: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
     """AdamW's two groups, as timm makes them: neither vectors (biases, norms, layer scales) nor what the model itself
     names (class token, position embedding) decay."""
-    spared: set[str] = set()
-    with contextlib.suppress(AttributeError):
-        spared = set(model.no_weight_decay())  # pyright: ignore[reportCallIssue]
+    spared = set(getattr(model, "no_weight_decay", set)())
     trained = [(name, each) for name, each in model.named_parameters() if each.requires_grad]
     kept = [each for name, each in trained if each.ndim < 2 or name in spared]
     decayed = [each for name, each in trained if each.ndim >= 2 and name not in spared]

@@ -2,6 +2,7 @@
 
 import datetime
 import json
+import os
 import shutil
 import uuid
 from collections.abc import Mapping
@@ -121,7 +122,7 @@ class RunFolder(L.Callback):
         resume: bool = False,
     ) -> None:
         self.root, self.config, self.options, self.mirror = Path(root), config, dict(options), mirror
-        self.resume, self.run_id = resume, uuid.uuid4().hex[:8]
+        self.resume, self.run_id = resume, _new_id()
         self.started = False
 
     def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
@@ -220,6 +221,12 @@ class RunFolder(L.Callback):
         elif isinstance(data, LitImageData):
             described["data"] = data.describe()
         return described
+
+
+def _new_id() -> str:
+    """The id that W&B's sweep agent has given its run already, for W&B takes no other there; else one of our own."""
+    own = uuid.uuid4().hex[:8]
+    return os.environ.get("WANDB_RUN_ID") or own if os.environ.get("WANDB_SWEEP_ID") else own
 
 
 def _now() -> str:

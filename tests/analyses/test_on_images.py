@@ -37,8 +37,8 @@ def states(model, batch):
     return states_of_each_image(model, batch["pixel_values"])
 
 
-def found(analysis, model, **tags):
-    """Values by metric, layer and the given tags' names."""
+def found(analysis, model):
+    """The records by metric, layer and what their tags say."""
     return {
         (r.metric, r.layer, *(v for k, v in sorted(r.tags.items()) if not k.startswith("num_"))): r
         for r in analysis.run(LayeredModel(model))

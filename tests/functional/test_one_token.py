@@ -13,8 +13,11 @@ from lit_layers.functional.jacobian import block_jacobian
 from lit_layers.models.view import LayeredModel
 from tests.support.tiny_models import FAMILIES, tiny, tiny_batch
 
-ATTENTIONS = [(name, attention) for name in FAMILIES if "_" not in name or name == "gpt_neox"
-              for attention in ("sdpa", "eager") if (name, attention) != ("gemma2", "sdpa")]  # fmt: skip
+EAGER_ONLY = ("gemma2", "gpt_neo", "mpt")
+WITH_A_NAME_OF_TWO_WORDS = ("gpt_neox", "gpt_neo", "falcon_grouped", "falcon_alibi")
+ATTENTIONS = [(name, attention) for name in FAMILIES if "_" not in name or name in WITH_A_NAME_OF_TWO_WORDS
+              for attention in (("eager",) if name in EAGER_ONLY else ("sdpa", "eager"))
+              if (name, attention) != ("falcon_alibi", "eager")]  # fmt: skip
 ROUTES = ("cut", "one_token")
 TOKENS = {
     "same": {"out_tokens": -1},
@@ -25,6 +28,11 @@ TOKENS = {
 
 def relative_error(found: Tensor, expected: Tensor) -> float:
     return float((found - expected).norm() / expected.norm())
+
+
+def routes_of(name: str) -> tuple[str, ...]:
+    """Falcon multiplies by its weights itself, with no linear map to cut at."""
+    return ("auto", "one_token") if name.startswith("falcon") else ("auto", *ROUTES)
 
 
 @pytest.mark.parametrize(
@@ -39,17 +47,28 @@ def relative_error(found: Tensor, expected: Tensor) -> float:
 def test_every_family_and_route_agrees_with_reverse_mode_through_the_whole_block_in_float64(name, kind, padding):
     batch = tiny_batch(name, tokens=8, padding=padding)
     trajectory = LayeredModel(tiny(name, attention=kind)).trajectory(batch)
-    # fused attention: transformers' own eager masks overflow in float64, and Gemma 2 has nothing else
-    exact = torch.float32 if (name, padding is None) == ("gemma2", False) else torch.float64
-    reference = LayeredModel(tiny(name, exact, attention=None if name == "gemma2" else "sdpa")).trajectory(batch)
-    for layer in (2, 3) if name == "gemma2" else (3,):  # in Gemma 2 every other block attends in a window
+    # fused attention: transformers' own eager masks overflow in float64, and Gemma 2 and MPT have nothing else
+    exact = torch.float32 if name in ("gemma2", "mpt") and padding else torch.float64
+    reference = LayeredModel(tiny(name, exact, attention=None if name in EAGER_ONLY else "sdpa")).trajectory(batch)
+    # in these every other block attends in a window
+    for layer in (2, 3) if name in ("gemma2", "gpt_neo") else (3,):
         hidden = trajectory.hidden[layer - 1]
         for tokens in TOKENS.values():
             call = {"mask": trajectory.mask, **tokens}
             expected = block_jacobian(reference.block(layer), hidden.to(exact), route="plain", **call)
-            for route in ROUTES:
+            for route in routes_of(name):
                 found = block_jacobian(trajectory.block(layer), hidden, route=route, **call)
                 assert relative_error(found.to(exact), expected) < 1e-5, route
+
+
+def test_falcon_with_alibi_and_eager_attention_falls_back_says_so_and_is_exact(monkeypatch):
+    """It asks its attention weights for their shape; with sdpa, its default, the fast route holds."""
+    monkeypatch.setattr(jacobian, "_told", set())
+    trajectory = LayeredModel(tiny("falcon_alibi", attention="eager")).trajectory(tiny_batch("falcon_alibi"))
+    block, hidden = trajectory.block(2), trajectory.hidden[1]
+    with pytest.warns(RuntimeWarning, match="the Jacobians of FalconDecoderLayer are computed by plain reverse mode"):
+        found = block_jacobian(block, hidden)
+    assert torch.equal(found, block_jacobian(block, hidden, route="plain"))
 
 
 @pytest.mark.parametrize("name", ["gpt2", "llama", "bert", "vit"])

@@ -11,9 +11,9 @@ from lit_layers.errors import InputError
 from lit_layers.models.families import FAMILIES as ROWS
 from lit_layers.models.families import family_of, propose_blocks
 from lit_layers.models.view import LayeredModel
-from tests.support.tiny_models import FAMILIES, LAYERS, tiny, tiny_batch
+from tests.support.tiny_models import FAMILIES, HEADS, LAYERS, tiny, tiny_batch
 
-EAGER_ONLY = {"gemma2"}
+EAGER_ONLY = {"gemma2", "gpt_neo", "mpt"}
 IN_FLOAT32 = (
     "llama",
     "mistral",
@@ -23,6 +23,8 @@ IN_FLOAT32 = (
     "granite",
     "gpt_neox",
     "phi",
+    "falcon",
+    "mpt",
 )  # norms, rotary tables, softmax
 PADDINGS = (None, "left", "right")
 CASES = [
@@ -67,6 +69,15 @@ def test_a_prompt_cut_from_a_batch_keeps_its_own_arguments(name, padding, attent
         assert prompt.hidden.shape[1] == prompt.logits.shape[0] == prompt.mask.shape[0] == 1
         replayed = model.replay(prompt, range(1, LAYERS + 1))
         torch.testing.assert_close(replayed, trajectory.logits[index : index + 1], rtol=0, atol=10 * tolerance)
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_a_prompt_is_cut_rightly_from_as_many_prompts_as_there_are_heads(name):
+    model = LayeredModel(tiny(name))
+    trajectory = model.trajectory(tiny_batch(name, batch=HEADS))
+    for index in range(HEADS):
+        replayed = model.replay(trajectory.prompt(index), range(1, LAYERS + 1))
+        torch.testing.assert_close(replayed, trajectory.logits[index : index + 1], rtol=0, atol=1e-4)
 
 
 @pytest.mark.parametrize("name", FAMILIES)

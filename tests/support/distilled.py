@@ -1,5 +1,7 @@
 """A tiny distilled DeiT: two tokens before the patches, and two heads."""
 
+from typing import Any
+
 import numpy as np
 import torch
 from torch import Tensor
@@ -12,7 +14,14 @@ DIM, LAYERS, PREFIX, PATCHES, CLASSES = 32, 3, 2, 16, 7
 
 def distilled(dtype: torch.dtype = torch.float64, **options) -> Network:
     """With large weights, as `tests.support.tiny_models`, drop-path, and in training mode, as it is measured in."""
-    size = {"img_size": 16, "patch_size": 4, "embed_dim": DIM, "depth": LAYERS, "num_heads": 4, "num_classes": CLASSES}
+    size: dict[str, Any] = {
+        "img_size": 16,
+        "patch_size": 4,
+        "embed_dim": DIM,
+        "depth": LAYERS,
+        "num_heads": 4,
+        "num_classes": CLASSES,
+    }
     model = vit("deit_tiny_distilled_patch16_224", **(size | {"drop_path_rate": 0.5} | options))
     with torch.random.fork_rng(devices=[]), torch.no_grad():
         torch.manual_seed(0)

@@ -20,6 +20,10 @@ _PLAIN = {
 _GROUPED = {**_PLAIN, "num_key_value_heads": 2}
 _GEMMA = {**_GROUPED, "head_dim": 8, "query_pre_attn_scalar": 8, "sliding_window": 4, "final_logit_softcapping": 2.0}
 _GPT2 = {"vocab_size": VOCAB, "n_embd": DIM, "n_layer": LAYERS, "n_head": HEADS, "n_positions": POSITIONS}
+# every other block attends to the last 4 tokens
+_NEO = {**_PLAIN, "attention_types": [[["global", "local", "global"], 1]], "window_size": 4}
+_FALCON = {name: value for name, value in _PLAIN.items() if name != "intermediate_size"}
+_MPT = {"vocab_size": VOCAB, "d_model": DIM, "n_layers": LAYERS, "n_heads": HEADS, "max_seq_len": POSITIONS}
 
 # name -> (class of transformers, model type, options)
 _TEXT = {
@@ -36,6 +40,12 @@ _TEXT = {
     "gemma2": ("Gemma2ForCausalLM", "gemma2", _GEMMA),
     "granite": ("GraniteForCausalLM", "granite", {**_GROUPED, "logits_scaling": 3.0, "residual_multiplier": 0.5}),
     "phi": ("PhiForCausalLM", "phi", _GROUPED),
+    "gemma": ("GemmaForCausalLM", "gemma", {**_GROUPED, "head_dim": 8}),
+    "gpt_neo": ("GPTNeoForCausalLM", "gpt_neo", _NEO),
+    "falcon": ("FalconForCausalLM", "falcon", _FALCON),
+    "falcon_grouped": ("FalconForCausalLM", "falcon", {**_FALCON, "new_decoder_architecture": True, "num_kv_heads": 2}),
+    "falcon_alibi": ("FalconForCausalLM", "falcon", {**_FALCON, "alibi": True, "multi_query": False, "bias": True}),
+    "mpt": ("MptForCausalLM", "mpt", _MPT),
     "bert": ("BertForMaskedLM", "bert", _PLAIN),
     "bert_trunk": ("BertModel", "bert", _PLAIN),
     "bert_classifier": ("BertForSequenceClassification", "bert", {**_PLAIN, "num_labels": 5}),

@@ -1,0 +1,132 @@
+"""A correlation as one self-contained HTML page, in the look of a run's report."""
+
+from datetime import datetime
+from importlib.resources import files
+from typing import Any
+
+import jinja2
+from plotly.offline import get_plotlyjs
+
+from lit_layers.correlate.figures import Plot
+from lit_layers.correlate.findings import Findings, Row, lowered, p_text
+from lit_layers.correlate.table import ModelTable
+from lit_layers.plots import theme
+from lit_layers.plots.labels import MINUS, value
+from lit_layers.plots.scatter import scatter
+from lit_layers.report.figures import slim
+
+_NARROW = 340  # pixels that a phone leaves a plot: few names have room
+
+
+def render(table: ModelTable, findings: Findings, plots: list[Plot]) -> str:
+    """Returns the page: warnings, coefficients, scatter plots and the table of the models."""
+    drawn, blocks = [], []
+    for number, plot in enumerate(plots):
+        wide = number == 0
+        sizes = [(1140 if wide else 560, 560 if wide else 420), (_NARROW, 400)]
+        figures = [scatter(plot.content, width=width, height=height) for width, height in sizes]
+        places = range(len(drawn), len(drawn) + len(figures))
+        drawn += [slim(figure) for figure in figures]
+        heights = [height for _, height in sizes]
+        figures_of = [
+            {"number": place, "height": height, "kind": kind}
+            for place, height, kind in zip(places, heights, ("wide-only", "narrow-only"), strict=True)
+        ]
+        blocks.append(
+            {"title": plot.title, "says": plot.content.title, "note": plot.note, "wide": wide, "of": figures_of}
+        )
+    environment = jinja2.Environment(
+        loader=jinja2.PackageLoader("lit_layers.correlate", "."),
+        autoescape=True,
+        undefined=jinja2.StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    page = files("lit_layers.report").joinpath("page")
+    return environment.get_template("page.html.jinja").render(
+        title=f"{table.title(table.metric)} against {lowered(table.title(table.score))}",
+        facts=_facts(table, findings),
+        warnings=findings.warnings,
+        left_out=findings.left_out,
+        parts=_parts(table, findings),
+        covariates=[(one.name, f"{one.r2_metric:.2f}", f"{one.r2_score:.2f}", one.n) for one in findings.covariates],
+        metric_title=table.title(table.metric),
+        score_title=table.title(table.score),
+        influence=influence_text(findings),
+        blocks=blocks,
+        models=_models(table),
+        notes=table.notes,
+        written=datetime.now().astimezone().strftime("%d %B %Y, %H:%M").lstrip("0"),
+        figures={"figures": drawn, "template": theme.TEMPLATE.to_plotly_json()},
+        plotly_js=get_plotlyjs(),
+        css=page.joinpath("page.css").read_text(encoding="utf-8"),
+        js=page.joinpath("page.js").read_text(encoding="utf-8"),
+    )
+
+
+def _facts(table: ModelTable, findings: Findings) -> list[tuple[str, str]]:
+    r2 = next(row for row in findings.rows if row.name == "R²")
+    best = [
+        ("R²", f"{r2.value:.2f}"),
+        ("p", p_text(r2.p)),
+        ("Models", str(findings.n)),
+        ("Left out", str(len(findings.left_out)) if findings.left_out else ""),
+        ("Source", table.source),
+    ]
+    return [(name, text) for name, text in best if text]
+
+
+def _parts(table: ModelTable, findings: Findings) -> list[tuple[str, list[dict[str, Any]]]]:
+    """The tables of coefficients: heading and rows."""
+    partial = [row for row in findings.rows if row.name.startswith("Partial")]
+    whole = [row for row in findings.rows if row not in partial]
+    parts = [(table.title(table.metric), whole)]
+    if findings.corrected:
+        parts.append((f"{table.title(str(table.corrected))}: the baseline taken off", findings.corrected))
+    parts += [("With something else held fixed", partial), ("Within groups", findings.groups)]
+    return [(title, [_row(row) for row in rows]) for title, rows in parts if rows]
+
+
+def _row(row: Row) -> dict[str, Any]:
+    interval = "" if row.low is None or row.high is None else f"{value(row.low)} to {value(row.high)}"
+    return {
+        "name": row.name,
+        "note": row.note,
+        "value": value(row.value),
+        "interval": interval,
+        "p": p_text(row.p),
+        "n": row.n,
+    }
+
+
+def influence_text(findings: Findings) -> str:
+    """Returns how far one model decides the coefficient, as a sentence; empty for too few models."""
+    found = findings.influence
+    if found is None:
+        return ""
+    if found["without"] is None:
+        return f"Without {found['model']} the correlation is undefined: all others are alike."
+    return (
+        f"Leaving out one model moves r to between {value(found['lowest'])} and {value(found['highest'])}; "
+        f"{found['model']} counts most: without it r = {value(found['without'])}."
+    )
+
+
+def _models(table: ModelTable) -> dict[str, Any]:
+    """The columns and rows of the table of models, by falling score."""
+    names = list(table.frame.columns)
+    first = ["model", table.score, table.metric]
+    order = first + [name for name in names if name not in first]
+    frame: Any = table.frame[order]
+    frame = frame.sort_values(table.score, ascending=False)
+    rows = [[_cell(one) for one in row] for row in frame.itertuples(index=False)]
+    return {"columns": [table.title(name) for name in order], "rows": rows}
+
+
+def _cell(one: Any) -> str:
+    if isinstance(one, str):
+        return one
+    if one is None or one != one:
+        return ""
+    number = float(one)
+    return f"{number:.15g}" if number.is_integer() and abs(number) < 1e15 else f"{number:.4g}".replace("-", MINUS, 1)

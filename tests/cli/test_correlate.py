@@ -1,0 +1,194 @@
+"""`lit-layers correlate`: what it prints and leaves, its page and its pictures, and what is said of wrong input."""
+
+import html
+import json
+import re
+from pathlib import Path
+
+import pandas as pd
+import pytest
+from PIL import Image
+
+pytest.importorskip("plotly")
+
+from lit_layers.cli.main import main
+from tests.support.browser import CHROMIUM, dom_after
+from tests.support.runs import make_models
+
+NASTY = "</script><script>alert(1)</script><img src=x onerror=alert(2)>"
+QUICK = ["--resamples", "100"]
+
+
+@pytest.fixture(scope="module")
+def out(tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("published") / "correlation"
+    assert main(["correlate", "--data", "published", "--out", str(folder), *QUICK]) == 0
+    return folder
+
+
+@pytest.fixture
+def study(tmp_path) -> Path:
+    make_models(tmp_path / "models", models={f"org/m{n}": 4 + n for n in range(6)}, analyses=("coupling",))
+    rows = [f"m{n},{30 + n * (7 - n)},{256 + 64 * n},{'ab'[n % 2]}" for n in range(6)]
+    (tmp_path / "scores.csv").write_text("\n".join(["model,arc,width,family", *rows]))
+    return tmp_path
+
+
+def figures(page: Path) -> list[dict]:
+    text = re.search(r'<script type="application/json" id="report-data">(.*?)</script>', page.read_text(), re.S)
+    assert text is not None
+    return json.loads(text[1])["figures"]
+
+
+def shown(page: Path) -> str:
+    """The page without its scripts and style."""
+    text = re.sub(r"<(script|style)\b.*?</\1>", "", page.read_text(), flags=re.S)
+    return html.unescape(re.sub(r"\s+", " ", re.sub(r"<[^>]+>", " ", text)))
+
+
+def test_the_published_table_is_printed_with_its_warnings(tmp_path, capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "120")
+    assert main(["correlate", "--data", "published", "--out", str(tmp_path / "out"), *QUICK]) == 0
+    said = capsys.readouterr().out
+    assert "Published coupling against Leaderboard score, 28 models" in said
+    assert re.search(r"R² +0\.800 +0\.\d+ to 0\.\d+ +1\.4e-10 +28", said)
+    assert re.search(r"Partial r given coupling by width alone +0\.568 .* 0\.002 +28", said)
+    assert re.search(r"Width 4096 +0\.588 .* 0\.057 +11", said)
+    assert re.search(r"Coupling by width alone +0\.93 +0\.71", said)
+    assert "warning: Published coupling follows coupling by width alone, R² = 0.93; beyond it r = 0.568" in said
+    assert said.splitlines()[-1] == str(tmp_path / "out" / "models.csv")
+
+
+def test_the_numbers_are_left_as_json_and_csv(out):
+    found = json.loads((out / "correlation.json").read_text())
+    assert (found["metric"], found["score"], found["n"]) == ("coupling", "score", 28)
+    rows = {row["name"]: row for row in found["rows"]}
+    table = pd.read_csv(out / "correlation.csv").set_index("name")
+    for name, row in rows.items():
+        assert table.loc[name, "value"] == pytest.approx(row["value"])
+        assert table.loc[name, "low"] == pytest.approx(row["low"])
+    assert table.loc["Width 4096", "n"] == 11
+    assert len(pd.read_csv(out / "models.csv")) == 28
+    assert found["influence"]["pearson_without"].keys() == set(pd.read_csv(out / "models.csv")["model"])
+
+
+def test_the_page_shows_every_model_the_line_and_the_warnings(out):
+    page = out / "correlation.html"
+    text = shown(page)
+    for words in ("Read with care", "With something else held fixed", "Within groups", "arXiv 2407.07810"):
+        assert words in text
+    assert "pythia-1.4b counts most" in text
+    first = figures(page)[0]
+    points = [trace for trace in first["data"] if "markers" in trace["mode"] and "customdata" in trace]
+    drawn = {
+        re.findall("<b>(.*?)</b>", about)[0]: (x, y)
+        for trace in points
+        for x, y, about in zip(trace["x"], trace["y"], trace["customdata"], strict=True)
+    }
+    table = pd.read_csv(out / "models.csv").set_index("model")
+    assert drawn == {name: (row["coupling"], row["score"]) for name, row in table.iterrows()}
+    for column in ("Leaderboard score: 28.60", "Width: 768", "Published coupling: 0.889"):
+        assert any(column in about for trace in points for about in trace["customdata"]), column
+    (line,) = [trace for trace in first["data"] if trace["mode"] == "lines" and trace["line"]["width"] > 1]
+    slope = (line["y"][-1] - line["y"][0]) / (line["x"][-1] - line["x"][0])
+    expected = table["coupling"].cov(table["score"]) / table["coupling"].var()
+    assert slope == pytest.approx(expected, rel=1e-3)
+    assert "://" not in re.sub(r"<script>.*?</script>", "", page.read_text(), flags=re.S)
+
+
+def test_the_pictures_are_large_and_have_something_drawn_on_them(out):
+    names = sorted(path.name for path in out.glob("*.png"))
+    assert names == ["confounder.png", "partial.png", "scatter.png"]
+    for name in names:
+        with Image.open(out / name) as picture:
+            assert picture.size == (1440, 1000)
+            colors = picture.convert("RGB").getcolors(1 << 21)
+            assert colors is not None
+            assert len(colors) > 200
+            assert (31, 95, 168) in {color for _, color in colors}, "the line"
+
+
+def test_models_and_a_file_of_scores_make_a_page(study, capsys, monkeypatch):
+    monkeypatch.chdir(study)
+    monkeypatch.setenv("COLUMNS", "120")
+    command = ["correlate", "models", "--metric", "coupling/coupling", "--tags", "k=12", "--score", "scores.csv:arc"]
+    assert main([*command, "--group", "family", "--given", "width,depth", *QUICK]) == 0
+    said = capsys.readouterr().out
+    assert "Coupling, k = 12 against Arc, 6 models" in said
+    assert "Excess coupling, the baseline taken off" in said
+    assert "Within equal family" in said
+    assert "Only 6 models" in said
+    assert {path.name for path in (study / "correlation").iterdir()} >= {"correlation.html", "corrected.png"}
+
+
+def test_models_without_a_score_are_named_and_left_out(study, capsys, monkeypatch):
+    monkeypatch.chdir(study)
+    lines = Path("scores.csv").read_text().splitlines()
+    Path("scores.csv").write_text("\n".join([line for line in lines if not line.startswith("m2")]))
+    command = ["correlate", "models", "--metric", "coupling", "--tags", "k=12", "--score", "scores.csv:arc"]
+    assert main([*command, *QUICK]) == 0
+    assert "left out: org/m2: no arc" in capsys.readouterr().out
+    text = shown(study / "correlation" / "correlation.html")
+    assert "1 model left out org/m2: no arc" in text
+
+
+def test_names_from_files_are_shown_and_never_run(tmp_path):
+    rows = [f'"{NASTY}{n}",{n},{n * n % 5},"{NASTY}"' for n in range(6)]
+    (tmp_path / "t.csv").write_text("\n".join(["model,m,acc,kind", *rows]))
+    out = tmp_path / "out"
+    file = str(tmp_path / "t.csv")
+    command = ["correlate", file, "--metric", "m", "--score", "acc", "--group", "kind", "--out", str(out)]
+    assert main([*command, *QUICK]) == 0
+    text = (out / "correlation.html").read_text()
+    assert NASTY not in text
+    assert "<img" not in text
+    assert html.escape(NASTY, quote=False) in text
+    assert shown(out / "correlation.html").count(NASTY) >= 6, "the column of kinds; names lose what is before a slash"
+
+
+@pytest.mark.parametrize(
+    ("command", "sentence"),
+    [
+        ("", "models: expected run folders or a file, or --data published, and not both"),
+        ("--data published models", "and not both"),
+        ("--data published --metric coupling", "leave out --metric"),
+        ("--data published --tags k=3", "a table has no tags: leave out --tags"),
+        ("models --score scores.csv:arc", "metric: expected --metric"),
+        ("models --metric coupling", "score: expected --score"),
+        ("models --metric coupling --tags k12 --score scores.csv:arc", "tags: expected NAME=VALUE,..., got 'k12'"),
+        ("models --metric coupling --tags k=12 --score scores.csv:ark", "no column 'ark'; did you mean arc?"),
+        ("models --metric copling --score scores.csv:arc", "did you mean coupling/"),
+        ("models --metric coupling --layer x --score scores.csv:arc", "layer: expected a number or last, got 'x'"),
+        ("models scores.csv --metric coupling --score arc", "models: expected one file alone"),
+        ("scores.csv --metric width --score nothing", "scores.csv has no column 'nothing'"),
+        ("elsewhere --metric coupling --score a", "got elsewhere: no such folder"),
+        ("--data published --resamples 3", "resamples: expected at least 100, got 3"),
+        ("--data published --out scores.csv", "out: expected a folder, scores.csv is a file"),
+        ("--data published --given size", "given: no column 'size'"),
+        ("--data published --take mean", "--take"),
+    ],
+)
+def test_wrong_input_is_one_sentence_and_exit_code_2(study, capsys, monkeypatch, command, sentence):
+    monkeypatch.chdir(study)
+    assert main(["correlate", *command.split()]) == 2
+    said = capsys.readouterr().err
+    assert sentence in said
+    assert said.count("\n") == 1
+    assert not (study / "correlation").exists()
+
+
+@pytest.mark.slow
+@pytest.mark.browser
+@pytest.mark.skipif(CHROMIUM is None, reason="no Chromium here")
+def test_every_figure_is_drawn_in_a_browser(out, tmp_path):
+    script = """
+      for (let n = 0; n < 600; n++) {
+        const states = [...document.querySelectorAll(".plot")].map((node) => node.dataset.state);
+        if (states.every((state) => state === "drawn" || state === "failed")) break;
+        await new Promise((done) => setTimeout(done, 100));
+      }
+    """
+    dom = dom_after(out / "correlation.html", script, tmp_path / "profile")
+    states = re.findall(r'data-state="(\w+)"', dom)
+    assert states == ["drawn"] * len(figures(out / "correlation.html"))
+    assert "gpt2-large" in dom

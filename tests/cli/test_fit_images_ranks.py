@@ -1,0 +1,56 @@
+"""Images on two ranks: the run of one rank, up to rounding, with weights whole (DDP) and sharded (FSDP2)."""
+
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+
+from lit_layers import records
+from lit_layers.cli.main import main
+from tests.cli.test_fit_images import RECIPE
+from tests.support.forked import run_forked, run_ranks
+
+pytestmark = [pytest.mark.slow, pytest.mark.skipif(sys.platform == "win32", reason="needs fork")]
+FSDP = str(Path(__file__).parents[2] / "recipes" / "trainer" / "fsdp.yaml")
+DDP = ["--trainer.strategy", "ddp"]
+
+
+@pytest.fixture
+def recipe(tmp_path) -> Path:
+    model = RECIPE["model"]["init_args"]
+    still = {**model, "drop_path_rate": 0.0, "mixup": 0.0}  # drawn anew by each rank
+    path = tmp_path / "recipe.yaml"
+    path.write_text(yaml.safe_dump({**RECIPE, "model": {**RECIPE["model"], "init_args": still}}))
+    return path
+
+
+def fit(recipe: Path, root: Path, *arguments: str) -> list[int]:
+    command = ["fit", "--config", str(recipe), *arguments, "--root", str(root), "--trainer.devices", "2"]
+    return run_ranks(lambda: main([*command, "--trainer.accelerator", "cpu"]))
+
+
+@pytest.mark.parametrize("strategy", [DDP, ["--config", FSDP, "--model.ema_decay", "null"]], ids=["ddp", "fsdp"])
+def test_two_ranks_train_and_measure_as_one_does(strategy, recipe, tmp_path):
+    one, two = tmp_path / "one", tmp_path / "two"
+    assert run_forked(lambda: main(["fit", "--config", str(recipe), "--root", str(one)])) == 0
+    assert fit(recipe, two, *strategy) == [0, 0]
+    rows = [records.rows(root / "metrics.jsonl") for root in (one, two)]
+    names = {name for name in rows[1][-1] if "per_second" not in name}
+    assert names >= {"train/loss", "train/grad_norm", "validation/accuracy", "validation/loss"}
+    assert ("validation/ema_accuracy" in names) == (strategy is DDP)
+    for name in names:
+        found, expected = ([row[name] for row in run if name in row] for run in rows)
+        assert found == pytest.approx(expected, abs=2e-4), name
+    measured = [{(m.step, m.analysis): m for m in records.read(root / "measurements.jsonl")} for root in (one, two)]
+    assert measured[0].keys() == measured[1].keys()
+    for key, measurement in measured[1].items():
+        assert measurement.error is None
+        values = [
+            [record.value for record in each[key].records if record.metric != "expodistance"] for each in measured
+        ]
+        assert values[1] == pytest.approx(values[0], rel=2e-2, abs=1e-3)
+
+
+def test_an_average_of_sharded_weights_is_refused(recipe, tmp_path):
+    assert fit(recipe, tmp_path / "run", "--config", FSDP) == [2, 2]

@@ -1,0 +1,245 @@
+"""Labelled image sets: read from every form they come in, and refused in a sentence where they are not right."""
+
+import io
+import json
+import os
+import pickle
+
+import numpy as np
+import pyarrow
+import pyarrow.parquet
+import pytest
+import torch
+from PIL import Image
+from sklearn.datasets import load_digits
+
+from lit_layers.data.image_sources import ImageSource, image_source
+from lit_layers.data.pictures import EncodedPictures, FilePictures, SmallPictures
+from lit_layers.errors import InputError
+
+SIZE, CLASSES = 6, 3
+
+
+def pixels(count: int = 9, size: int = SIZE, seed: int = 0) -> np.ndarray:
+    return np.random.default_rng(seed).integers(0, 256, (count, size, size, 3), dtype=np.uint8)
+
+
+def encoded(image: np.ndarray) -> bytes:
+    stream = io.BytesIO()
+    Image.fromarray(image).save(stream, "png")
+    return stream.getvalue()
+
+
+def write_parquet(folder, split: str, images: list[bytes], labels: list, columns=("image", "label")) -> None:
+    folder.mkdir(exist_ok=True)
+    rows = [{"bytes": image, "path": None} for image in images]
+    kind = pyarrow.struct([("bytes", pyarrow.binary()), ("path", pyarrow.string())])
+    table = pyarrow.table({columns[0]: pyarrow.array(rows, kind), columns[1]: labels})
+    pyarrow.parquet.write_table(table, folder / f"{split}-00000-of-00001.parquet")
+
+
+def write_folders(root, size: int = 80, classes=("cat", "dog"), each: int = 2) -> None:
+    for number, split in enumerate(("train", "val")):
+        for label, name in enumerate(classes):
+            (root / split / name).mkdir(parents=True)
+            for index, image in enumerate(pixels(each, size, seed=10 * number + label)):
+                Image.fromarray(image).save(root / split / name / f"{index}.png")
+
+
+def write_batches(folder, **changes) -> dict:
+    """As CIFAR-10 is given out, with 9 images a file."""
+    folder.mkdir()
+    content = {}
+    for number, name in enumerate([*(f"data_batch_{n}" for n in range(1, 6)), "test_batch"]):
+        data = np.random.default_rng(number).integers(0, 256, (9, 3072), dtype=np.uint8)
+        content[name] = {"data": data, "labels": [n % 3 for n in range(9)], "batch_label": b"x"} | changes
+        (folder / name).write_bytes(pickle.dumps(content[name], protocol=2))
+    (folder / "batches.meta").write_bytes(pickle.dumps({"label_names": ["a", "b", "c"]}, protocol=2))
+    return content
+
+
+def small(source: ImageSource, split="train") -> SmallPictures:
+    pictures = source.split(split)
+    assert isinstance(pictures, SmallPictures)
+    return pictures
+
+
+def test_every_fifth_digit_of_a_class_is_for_testing_and_no_pixel_is_lost():
+    source, digits = image_source("digits"), load_digits()
+    train, test = small(source), small(source, "test")
+    assert len(train) + len(test) == 1797
+    places: dict[int, int] = {}
+    expected = {"train": [], "test": []}
+    for index, label in enumerate(digits.target):
+        places[label] = places.get(label, 0) + 1
+        expected["test" if places[label] % 5 == 0 else "train"].append(index)
+    for name, pictures in (("train", train), ("test", test)):
+        levels = digits.images[expected[name]]
+        torch.testing.assert_close(pictures.pixels[:, 0].double() / 255 * 16, torch.tensor(levels), atol=0.04, rtol=0)
+        assert pictures.labels.tolist() == digits.target[expected[name]].tolist()
+        assert (pictures.pixels == pictures.pixels[:, :1]).all()
+    assert source.classes == tuple("0123456789")
+
+
+def test_parquet_files_give_the_images_that_went_in(tmp_path):
+    images = pixels()
+    for split in ("train", "test"):
+        write_parquet(tmp_path / "data", split, [encoded(image) for image in images], [n % CLASSES for n in range(9)])
+    (tmp_path / "data" / "labels.json").write_text(json.dumps(["ant", "bee", "cow"]))
+    source = image_source(str(tmp_path / "data"))
+    source.check()
+    assert torch.equal(small(source).pixels, torch.from_numpy(images).permute(0, 3, 1, 2))
+    assert small(source).labels.tolist() == [0, 1, 2] * 3
+    assert source.classes == ("ant", "bee", "cow")
+
+
+def test_large_images_stay_encoded_until_they_are_asked_for(tmp_path):
+    images = pixels(3, size=70)
+    for split in ("train", "test"):
+        write_parquet(tmp_path / "data", split, [encoded(image) for image in images], [0, 1, 2])
+    pictures = image_source(str(tmp_path / "data")).train
+    assert isinstance(pictures, EncodedPictures)
+    assert np.array_equal(np.asarray(pictures.picture(2)), images[2])
+
+
+@pytest.mark.parametrize("names", [("x_{}", "y_{}"), ("{}_images", "{}_labels")])
+def test_arrays_of_an_npz_file_are_read_by_either_of_their_usual_names(names, tmp_path):
+    images = pixels()
+    grey = images[..., 0]
+    arrays = {
+        names[0].format("train"): images,
+        names[1].format("train"): np.arange(9)[:, None] % 3,
+        names[0].format("test"): grey,
+        names[1].format("test"): np.arange(9) % 3,
+    }
+    np.savez(tmp_path / "images.npz", **arrays)
+    source = image_source(str(tmp_path / "images.npz"))
+    assert torch.equal(small(source).pixels, torch.from_numpy(images).permute(0, 3, 1, 2))
+    assert torch.equal(small(source, "test").pixels[:, 2], torch.from_numpy(grey))
+    assert source.classes == ("0", "1", "2")
+
+
+def test_the_batches_of_cifar_are_read_without_running_what_a_pickle_names(tmp_path):
+    content = write_batches(tmp_path / "cifar-10-batches-py")
+    source = image_source(str(tmp_path))
+    source.check()
+    expected = np.concatenate([content[f"data_batch_{n}"]["data"] for n in range(1, 6)]).reshape(-1, 3, 32, 32)
+    assert torch.equal(small(source).pixels, torch.from_numpy(expected))
+    assert source.classes == ("a", "b", "c")
+
+    class Evil:
+        def __reduce__(self):
+            return os.system, (f"touch {tmp_path / 'pwned'}",)
+
+    batch = tmp_path / "cifar-10-batches-py" / "data_batch_3"
+    batch.write_bytes(pickle.dumps({"data": Evil(), "labels": []}, protocol=2))
+    image_source.cache_clear()
+    with pytest.raises(InputError, match=r"data_batch_3 is no batch of images .*it names posix.system"):
+        image_source(str(tmp_path)).check()
+    assert not (tmp_path / "pwned").exists()
+
+
+def test_folders_of_classes_are_read_in_the_order_of_their_names(tmp_path):
+    write_folders(tmp_path)
+    source = image_source(str(tmp_path))
+    source.check()
+    assert isinstance(source.train, FilePictures)
+    assert [file.relative_to(tmp_path).as_posix() for file in source.train.files] == [
+        "train/cat/0.png",
+        "train/cat/1.png",
+        "train/dog/0.png",
+        "train/dog/1.png",
+    ]
+    assert source.train.labels.tolist() == [0, 0, 1, 1]
+    assert source.classes == ("cat", "dog")
+    assert np.array_equal(np.asarray(source.test.picture(3)), pixels(2, 80, seed=11)[1])
+
+
+def test_equal_images_have_equal_hashes_and_one_pixel_changes_them(tmp_path):
+    images, labels = pixels(), np.arange(9) % 3
+    for number, changed in enumerate(
+        (images, images.copy(), np.where(np.arange(9)[:, None, None, None] == 4, 7, images))
+    ):
+        np.savez(tmp_path / f"{number}.npz", x_train=changed.astype(np.uint8), y_train=labels)
+    hashes = [image_source(str(tmp_path / f"{number}.npz")).train.content_hash() for number in range(3)]
+    assert hashes[0] == hashes[1] != hashes[2]
+
+
+def broken_folder(root, change) -> str:
+    write_folders(root)
+    change(root)
+    return str(root)
+
+
+@pytest.mark.parametrize(
+    ("change", "sentence"),
+    [
+        (lambda root: (root / "train" / "emu").mkdir(), "3 classes in train and 2 in val; class 'emu' is in train"),
+        (lambda root: [file.unlink() for file in (root / "val" / "dog").iterdir()], "of class 'dog', found none"),
+        (lambda root: (root / "train" / "cat" / "0.png").write_bytes(b"no image"), "cat/0.png is no image that can be"),
+        (lambda root: (root / "val").rename(root / "other"), "expected a folder val (or test) beside train"),
+    ],
+)
+def test_what_is_wrong_with_a_folder_is_named(change, sentence, tmp_path):
+    source = image_source(broken_folder(tmp_path / "images", change))
+
+    def read():
+        source.check()
+        source.train.picture(0)
+
+    with pytest.raises(InputError) as raised:
+        read()
+    assert sentence in str(raised.value)
+
+
+@pytest.mark.parametrize(
+    ("train", "test", "columns", "sentence"),
+    [
+        ([0, 1, 2], [0, 1, 1], ("image", "label"), "the train split has 3 classes and the test split 2; class '2'"),
+        ([0, 2, 2], [0, 2, 2], ("image", "label"), "class '1' has no training image"),
+        ([0, -1, 2], [0, 1, 2], ("image", "label"), "row 1 of the train split has -1"),
+        ([0, 1, 2], [0, 1, 2], ("photo", "label"), "expected a column of images named image or img"),
+        ([0, 1, 2], [0, 1, 2], ("image", "kind"), "expected a column of labels named label"),
+        ([0, 1, None], [0, 1, 2], ("image", "label"), "row 2 of"),
+    ],
+)
+def test_what_is_wrong_with_a_table_is_named(train, test, columns, sentence, tmp_path):
+    images = [encoded(image) for image in pixels(3)]
+    write_parquet(tmp_path / "data", "train", images, train, columns)
+    write_parquet(tmp_path / "data", "test", images, test, columns)
+    with pytest.raises(InputError) as raised:
+        image_source(str(tmp_path / "data")).check()
+    assert sentence in str(raised.value)
+
+
+def test_a_row_that_is_no_image_or_of_another_size_is_named(tmp_path):
+    images = [encoded(image) for image in pixels(3)]
+    write_parquet(tmp_path / "broken", "train", [images[0], images[1][:40], images[2]], [0, 1, 2])
+    with pytest.raises(InputError, match="row 1 of .*broken.* is no image that can be read"):
+        _ = image_source(str(tmp_path / "broken")).train
+    write_parquet(tmp_path / "odd", "train", [*images[:2], encoded(pixels(1, size=5)[0])], [0, 1, 2])
+    with pytest.raises(InputError, match="row 2 of .*odd.* is 5 x 5 px where the first image is 6 x 6"):
+        _ = image_source(str(tmp_path / "odd")).train
+
+
+@pytest.mark.parametrize("name", ["cifar11", "/nowhere/images", "./nowhere"])
+def test_a_source_that_is_nothing_known_is_refused(name):
+    with pytest.raises(InputError, match="expected digits, cifar10, cifar100, an existing path or ORG/NAME"):
+        image_source(name)
+
+
+def test_a_file_that_holds_no_arrays_is_refused(tmp_path):
+    (tmp_path / "images.npz").write_bytes(b"nothing")
+    with pytest.raises(InputError, match="is no .npz file of plain arrays"):
+        _ = image_source(str(tmp_path / "images.npz")).train
+    np.savez(tmp_path / "other.npz", x_train=pixels())
+    with pytest.raises(InputError, match="expected arrays x_train and y_train in .* it has x_train"):
+        _ = image_source(str(tmp_path / "other.npz")).train
+
+
+@pytest.mark.realdata
+def test_cifar_10_is_read_from_the_parquet_files_of_the_hub(realdata):
+    source = image_source(str(realdata / "cifar10"))
+    test = small(source, "test")
+    assert test.pixels.shape == (8000, 3, 32, 32)
+    assert test.labels.bincount().tolist() == [800] * 10

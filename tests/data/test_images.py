@@ -1,0 +1,112 @@
+"""Images to measure on: fixed, normalised, and told apart by their hash."""
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from sklearn.datasets import load_digits
+
+from lit_layers.data import EvalImages
+from lit_layers.data.image_sources import image_source
+from lit_layers.data.images import resized, statistics
+from lit_layers.errors import InputError
+from tests.data.test_image_sources import write_folders
+
+
+def test_batches_hold_normalised_images_of_the_test_split_with_their_labels():
+    images = EvalImages("digits", num_images=10, batch_size=4)
+    batches = list(images)
+    assert [len(batch["labels"]) for batch in batches] == [4, 4, 2]
+    assert len(images) == 3
+    together = torch.cat([batch["pixel_values"] for batch in batches])
+    assert together.shape == (10, 3, 8, 8)
+    assert together.dtype == torch.float32
+    # Each is found among the test digits, by its pixels as scikit-learn gives them, with its label.
+    digits = load_digits()
+    pictures = image_source("digits").train
+    train = pictures.pixels[:, 0].numpy().astype(np.float64) / 255
+    levels = np.rint(digits.images * 255 / 16) / 255
+    expected = (levels - train.mean()) / train.std()
+    for image, label in zip(together[:, 0].double().numpy(), torch.cat([b["labels"] for b in batches]), strict=True):
+        (found,) = np.flatnonzero(np.abs(expected - image).max((1, 2)) < 1e-5)
+        assert digits.target[found] == label
+
+
+def test_imagenet_normalisation_is_that_of_the_formula():
+    pixels = image_source("digits").test.pixels.double() / 255
+    order = torch.randperm(len(pixels), generator=torch.Generator().manual_seed(0))[:5]
+    found = EvalImages("digits", num_images=5, normalisation="imagenet").images()[0]
+    for channel, (mean, std) in enumerate(zip((0.485, 0.456, 0.406), (0.229, 0.224, 0.225), strict=True)):
+        torch.testing.assert_close(found[:, channel].double(), (pixels[order, channel] - mean) / std, atol=1e-6, rtol=0)
+
+
+def test_statistics_of_a_source_are_those_of_its_training_pixels():
+    mean, std = statistics(image_source("digits"), "source")
+    train = image_source("digits").train.pixels[:, 0].double() / 255
+    assert mean[0] == pytest.approx(float(train.mean()), rel=1e-12)
+    assert std[2] == pytest.approx(float(train.std(correction=0)), rel=1e-12)
+
+
+def test_a_larger_set_begins_with_a_smaller_one_and_the_hash_tells_sets_apart():
+    small, large = EvalImages("digits", num_images=7), EvalImages("digits", num_images=20)
+    assert torch.equal(large.images()[0][:7], small.images()[0])
+    hashes = [
+        EvalImages("digits", **options).content_hash()
+        for options in (
+            {"num_images": 7},
+            {"num_images": 7},
+            {"num_images": 7, "seed": 1},
+            {"num_images": 7, "split": "train"},
+            {"num_images": 7, "batch_size": 3},
+            {"num_images": 7, "normalisation": "half"},
+        )
+    ]
+    assert hashes[0] == hashes[1]
+    assert len(set(hashes)) == 5
+
+
+def test_a_batch_that_was_changed_leaves_the_set_as_it_is():
+    images = EvalImages("digits", num_images=4)
+    before = images.content_hash()
+    for batch in images:
+        batch["pixel_values"].zero_()
+    assert images.content_hash() == before
+
+
+def test_large_images_keep_the_centre_of_their_shorter_side(tmp_path):
+    write_folders(tmp_path, size=128)
+    images = EvalImages(str(tmp_path), num_images=4, image_size=112, normalisation="half")
+    found, labels = images.images()
+    pictures = image_source(str(tmp_path)).test
+    order = torch.randperm(4, generator=torch.Generator().manual_seed(0))
+    assert labels.tolist() == pictures.labels[order].tolist()
+    # 112 / 0.875 = 128: no resizing, the middle 112 pixels of 128.
+    expected = np.asarray(Image.open(pictures.files[int(order[0])]))[8:120, 8:120].astype(np.float64) / 127.5 - 1
+    torch.testing.assert_close(found[0].double(), torch.from_numpy(expected).permute(2, 0, 1), atol=1e-6, rtol=0)
+
+
+def test_resizing_keeps_a_constant_image_constant():
+    image = torch.full((1, 3, 8, 8), 37, dtype=torch.uint8)
+    torch.testing.assert_close(resized(image, 12), torch.full((1, 3, 12, 12), 37.0))
+    assert resized(image, 8) is image
+
+
+@pytest.mark.parametrize(
+    ("options", "sentence"),
+    [
+        ({"split": "validation"}, "expected the split train or test, not 'validation'"),
+        ({"num_images": 0}, "num_images must be at least 1, not 0"),
+        ({"normalisation": "clip"}, "expected the normalisation imagenet, half or source, not 'clip'"),
+    ],
+)
+def test_options_out_of_range_are_refused_at_once(options, sentence):
+    with pytest.raises(InputError, match=sentence):
+        EvalImages("digits", **options)
+
+
+def test_more_images_than_there_are_and_unknown_statistics_are_refused_on_the_first_walk(tmp_path):
+    with pytest.raises(InputError, match="'digits' has 355 images in its test split, and num_images is 356"):
+        EvalImages("digits", num_images=356).images()
+    write_folders(tmp_path)
+    with pytest.raises(InputError, match="expected imagenet or half, got source"):
+        EvalImages(str(tmp_path), num_images=2).images()

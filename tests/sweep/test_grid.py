@@ -1,0 +1,129 @@
+"""The file of a grid: its cells, their names and command lines, and what is refused."""
+
+import pytest
+import yaml
+
+from lit_layers.errors import InputError
+from lit_layers.sweep import read_grid
+from lit_layers.sweep.grid import Cell
+
+SWEEP = {
+    "method": "grid",
+    "command": ["${env}", "lit-layers", "fit", "--data.source=${envvar:DATA_FOLDER}/cifar10", "${args}"],
+    "parameters": {
+        "model.weight_decay": {"values": [0.0, 0.05]},
+        "model.drop_path_rate": {"values": [0, 0.1, 0.2]},
+        "trainer.max_steps": {"value": 100},
+    },
+    "metric": {"name": "validation/accuracy", "goal": "maximize"},
+}
+
+
+def write(tmp_path, **changes):
+    path = tmp_path / "grid.yaml"
+    content = {name: value for name, value in {**SWEEP, **changes}.items() if value is not ...}
+    path.write_text(yaml.safe_dump(content, sort_keys=False))
+    return path
+
+
+def test_a_grid_is_every_combination_with_the_last_parameter_fastest(tmp_path):
+    cells = read_grid(write(tmp_path)).cells()
+    assert [cell.name for cell in cells] == [
+        "weight_decay=0.0,drop_path_rate=0",
+        "weight_decay=0.0,drop_path_rate=0.1",
+        "weight_decay=0.0,drop_path_rate=0.2",
+        "weight_decay=0.05,drop_path_rate=0",
+        "weight_decay=0.05,drop_path_rate=0.1",
+        "weight_decay=0.05,drop_path_rate=0.2",
+    ]
+    expected = {"model.weight_decay": 0.05, "model.drop_path_rate": 0.2, "trainer.max_steps": 100}
+    assert cells[-1].parameters == expected
+
+
+def test_macros_and_variables_are_filled_in(tmp_path):
+    cell = Cell("x", {"model.lr": 0.1, "model.compile": True})
+    grid = read_grid(write(tmp_path))
+    source = "--data.source=/there/cifar10"
+    expected = ["/usr/bin/env", "lit-layers", "fit", source, "--model.lr=0.1", "--model.compile=True"]
+    assert grid.command_line(cell, {"DATA_FOLDER": "/there"}) == expected
+    grid = read_grid(write(tmp_path, command=["${interpreter}", "${program}", "${args_no_hyphens}"], program="x.py"))
+    assert grid.command_line(cell) == ["python", "x.py", "model.lr=0.1", "model.compile=True"]
+    grid = read_grid(write(tmp_path, command=..., program="x.py"))
+    assert grid.command_line(cell)[:3] == ["/usr/bin/env", "python", "x.py"]
+
+
+def test_another_macro_inside_a_word_is_left_to_the_command(tmp_path):
+    word = "--root=runs/${oc.env:WANDB_RUN_ID}"
+    assert read_grid(write(tmp_path, command=["x", word, "${args}"])).command_line(Cell("x", {})) == ["x", word]
+
+
+@pytest.mark.parametrize(
+    ("parameters", "names"),
+    [
+        ({"model.lr": {"values": [1]}, "data.lr": {"values": [2]}}, ["model.lr=1,data.lr=2"]),
+        ({"data.step": {"values": [1]}, "model.error": {"values": [2]}}, ["data.step=1,model.error=2"]),
+        ({"a.b": {"values": ["x/y", "x y"]}}, ["b=x_y-1dbefb3e", "b=x_y-82ca3bd6"]),
+        ({"b": {"values": ["c" * 300]}}, [f"b={'c' * 118}-09ac3ed6"]),
+        ({"b": {"value": 3}}, ["all"]),
+    ],
+)
+def test_folders_have_short_names_that_are_names(parameters, names, tmp_path):
+    found = [cell.name for cell in read_grid(write(tmp_path, parameters=parameters)).cells()]
+    assert [name.rpartition("-")[0] or name for name in found] == [name.rpartition("-")[0] or name for name in names]
+    assert len(set(found)) == len(names)
+
+
+@pytest.mark.parametrize(
+    ("changes", "sentence"),
+    [
+        ({"method": "bayes"}, "method: expected grid, got 'bayes'; W&B runs the other methods"),
+        ({"method": ...}, "method: expected grid, got None"),
+        ({"parameters": ...}, "parameters: expected NAME: {values: [...]}, got None"),
+        ({"parameters": {"lr": {"min": 0, "max": 1}}}, "parameters.lr: expected values or value alone, got min, max"),
+        (
+            {"parameters": {"model": {"parameters": {"lr": {"values": [1]}}}}},
+            "parameters.model: expected values or value alone, got parameters",
+        ),
+        (
+            {"parameters": {"lr": {"values": [1], "distribution": "categorical"}}},
+            "parameters.lr: expected values or value alone, got values, distribution",
+        ),
+        ({"parameters": {"lr": 3}}, "parameters.lr: expected values or value alone, got 3"),
+        ({"parameters": {"lr": {"values": []}}}, "parameters.lr.values: expected a list of at least one value, got []"),
+        ({"parameters": {"lr": {"values": 3}}}, "parameters.lr.values: expected a list of at least one value, got 3"),
+        ({"parameters": {"lr": {"values": [1, 1]}}}, "lr.values: expected each value once, got 1 more than once"),
+        ({"parameters": {"lr": {"values": [None]}}}, "lr.values: expected numbers, texts, true or false, got None"),
+        ({"parameters": {"lr": {"value": [1]}}}, "lr.value: expected numbers, texts, true or false, got [1]"),
+        ({"metric": "loss"}, "metric: expected {name: a scalar of training, goal: maximize}, got 'loss'"),
+        ({"metric": {"name": "a", "goal": "max"}}, "metric.goal: expected maximize or minimize, got 'max'"),
+        ({"metric": {"name": "a", "gaol": "max"}}, "unknown key metric.gaol; did you mean metric.goal?"),
+        ({"parametrs": {}}, "unknown key parametrs; did you mean parameters?"),
+        ({"early_terminate": {"type": "hyperband"}}, "unknown key early_terminate; known: command, method"),
+        ({"command": "lit-layers fit"}, "command: expected a list of words, got 'lit-layers fit'"),
+        ({"command": ["lit-layers", "fit"]}, "command: expected the word ${args}, where the parameters go"),
+        ({"command": ["x", "${args_json}", "${args}"]}, "command: unknown macro ${args_json}; known: ${env}"),
+        ({"command": ...}, "program: expected the program that ${program} stands for, got none"),
+        ({"program": 3}, "program: expected a file's name, got 3"),
+    ],
+)
+def test_what_only_the_server_can_do_and_what_is_wrong_is_refused(changes, sentence, tmp_path):
+    with pytest.raises(InputError) as refused:
+        read_grid(write(tmp_path, **changes))
+    assert sentence in str(refused.value)
+    assert "\n" not in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    ("content", "sentence"),
+    [(b"- a", "expected the file of a sweep"), (b"a: [", "is not valid YAML"), (b"\xff\xfe\xfa", "is not valid YAML")],
+)
+def test_a_file_that_is_no_sweep_is_refused(content, sentence, tmp_path):
+    (tmp_path / "grid.yaml").write_bytes(content)
+    with pytest.raises(InputError, match=sentence):
+        read_grid(tmp_path / "grid.yaml")
+
+
+def test_a_variable_that_is_not_set_is_refused(tmp_path):
+    grid = read_grid(write(tmp_path))
+    with pytest.raises(InputError, match=r"command: the variable DATA_FOLDER of \$\{envvar:DATA_FOLDER\} is not set"):
+        grid.command_line(grid.cells()[0], {})

@@ -1,0 +1,358 @@
+"""Correlation over models: which value of which model is taken, what is said of it, and the published numbers."""
+
+import json
+import math
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pandas as pd
+import pytest
+
+pytest.importorskip("plotly")
+
+from lit_layers import records
+from lit_layers.correlate import correlate, published, read_file, read_runs
+from lit_layers.correlate.figures import plots_of
+from lit_layers.correlate.table import ModelTable
+from lit_layers.errors import InputError
+from lit_layers.functional.correlation import partial_correlation, pearson, within_group_correlation
+from lit_layers.records import Measurement, Record, ScalarLog
+
+K = {"a": 4, "b": 8, "c": 12, "d": 16}
+
+
+def measured(run: str, step: int | None, analysis: str, *found: Record, **provenance) -> Measurement:
+    return Measurement(
+        run=run, step=step, tokens=None, analysis=analysis, records=list(found), seconds=0, provenance=provenance
+    )
+
+
+def couplings(value: float, k: int, *, chance: float = -0.01) -> list[Record]:
+    return [
+        Record(metric="coupling", value=value, low=value - 0.1, high=value + 0.1, n=8, tags={"k": k, "num_tied": 1}),
+        Record(metric="random_coupling", value=chance, tags={"k": k}),
+        Record(metric="excess_coupling", value=(value - chance) / (1 - chance), tags={"k": k}),
+        Record(metric="coupling_by_distance", value=9.0, tags={"k": k, "distance": 1}),
+    ]
+
+
+def comparison(root: Path, names: str = "abcd") -> Path:
+    """Pretrained models: each with two K, a metric per layer, and their widths."""
+    for number, name in enumerate(names):
+        pairs = [*couplings(0.1 * number, 3), *couplings(0.2 + 0.1 * number, 3 + number)]
+        pairs = pairs if number else pairs[:4]
+        layers = [Record(metric="loss", value=3 - layer - 0.1 * number, layer=layer) for layer in range(3)]
+        own = {"width": 30 + 10 * number}
+        records.append(root / "measurements.jsonl", measured(f"org/{name}", None, "coupling", *pairs, **own))
+        records.append(root / "measurements.jsonl", measured(f"org/{name}", None, "lens", *layers, **own))
+    return root
+
+
+def grid(root: Path, cells: int = 6) -> Path:
+    """Trained models: a folder each, with two steps, scalars, and the options of their recipes."""
+    for number in range(cells):
+        folder = root / f"cell{number}"
+        for step in (0, 10):
+            value = 0.5 + 0.01 * number**2 + 0.1 * (number % 2) if step else 0.0
+            records.append(
+                folder / "measurements.jsonl", measured(f"cell{number}", step, "coupling", *couplings(value, 4))
+            )
+        log = ScalarLog(folder / "metrics.jsonl")
+        for step, accuracy in (
+            (0, 0.1 + 0.001 * number),
+            (5, 0.9 - 0.01 * number),
+            (10, 0.7 + 0.02 * number + 0.05 * (number % 2)),
+        ):
+            log.log(step, {"validation/accuracy": accuracy})
+        log.close()
+        options = {"drop_path_rate": 0.1 * (number % 2), "weight_decay": 0.01 * number, "lr": 0.001}
+        config = {"model": {"class_path": "x.Y", "init_args": options}}
+        about = {"run": f"cell{number}", "model": {"parameters": 1000 + number}, "config": config}
+        (folder / "run.json").write_text(json.dumps(about))
+    return root
+
+
+def scores(path: Path, text: str = "model,arc,family\nb,40,x\norg/a,30,x\nc,55,y\nd,50,y\n") -> Path:
+    path.write_text(text)
+    return path
+
+
+def of(table: ModelTable, column: str) -> dict[str, float]:
+    return dict(zip(table.frame["model"], table.frame[column].tolist(), strict=True))
+
+
+# ---------------------------------------------------------------------------------------- which value is taken
+
+
+def test_models_are_joined_with_a_file_by_their_whole_name_or_its_last_part(tmp_path):
+    root, file = comparison(tmp_path / "models"), scores(tmp_path / "scores.csv")
+    table = read_runs([root], metric="coupling/coupling", score=f"{file}:arc", tags={"k": 3})
+    assert of(table, "arc") == {"a": 30, "b": 40, "c": 55, "d": 50}
+    assert of(table, "coupling") == pytest.approx({"a": 0.0, "b": 0.1, "c": 0.2, "d": 0.3})
+    assert of(table, "family") == {"a": "x", "b": "x", "c": "y", "d": "y"}
+    assert of(table, "width") == {"a": 30, "b": 40, "c": 50, "d": 60}
+    assert set(of(table, "random_coupling").values()) == {-0.01}
+    assert (table.baseline, table.corrected) == ("random_coupling", "excess_coupling")
+    assert of(table, "depth") == {"a": 2, "b": 2, "c": 2, "d": 2}, "from the last layer measured"
+
+
+def test_k_as_a_share_is_counted_from_the_width_of_each_model(tmp_path):
+    root, file = comparison(tmp_path / "models"), scores(tmp_path / "scores.csv")
+    table = read_runs([root], metric="coupling", score=f"{file}:arc", tags={"k": 0.1})
+    assert of(table, "k") == {"a": 3, "b": 4, "c": 5, "d": 6}
+    assert of(table, "coupling") == pytest.approx({"a": 0.0, "b": 0.3, "c": 0.4, "d": 0.5})
+
+
+def test_a_metric_per_layer_is_that_of_the_last_layer_or_of_the_one_asked_for(tmp_path):
+    root, file = comparison(tmp_path / "models"), scores(tmp_path / "scores.csv")
+    assert of(read_runs([root], metric="loss", score=f"{file}:arc"), "loss")["b"] == pytest.approx(0.9)
+    assert of(read_runs([root], metric="loss", score=f"{file}:arc", layer=0), "loss")["b"] == pytest.approx(2.9)
+    assert of(read_runs([root], metric="loss", score=f"{file}:arc", layer="last"), "loss")["b"] == pytest.approx(0.9)
+
+
+def test_of_a_training_run_the_last_checkpoint_counts_or_the_step_asked_for(tmp_path):
+    root = grid(tmp_path / "grid")
+    table = read_runs([root], metric="coupling", score="validation/accuracy")
+    assert of(table, "step") == {f"cell{n}": 10 for n in range(6)}
+    assert of(table, "coupling")["cell3"] == pytest.approx(0.69)
+    assert of(table, "validation/accuracy")["cell3"] == pytest.approx(0.81)
+    assert of(table, "weight_decay")["cell3"] == pytest.approx(0.03)
+    assert "lr" not in table.frame.columns, "the same in all of them"
+    assert of(table, "parameters")["cell3"] == 1003
+    first = read_runs([root], metric="coupling", score="validation/accuracy", take="highest")
+    assert of(first, "validation/accuracy")["cell3"] == pytest.approx(0.87)
+    early = read_runs([root], metric="coupling", score="validation/accuracy", step=0)
+    assert set(of(early, "coupling").values()) == {0.0}
+    assert of(early, "validation/accuracy")["cell3"] == pytest.approx(0.103)
+    with pytest.raises(InputError, match="cell0: no measurement at step 7"):
+        read_runs([root], metric="coupling", score="validation/accuracy", step=7)
+
+
+def test_another_metric_of_the_measurements_is_a_score_too(tmp_path):
+    table = read_runs([comparison(tmp_path / "m")], metric="coupling/coupling", score="lens/loss", tags={"k": 3})
+    assert of(table, "lens/loss") == pytest.approx({"a": 1.0, "b": 0.9, "c": 0.8, "d": 0.7})
+
+
+def test_models_that_lack_a_value_are_left_out_and_told(tmp_path):
+    root = comparison(tmp_path / "models", "abcde")
+    suspect = measured("org/s", None, "coupling", *couplings(0.9, 3), audit="suspect: identical weights")
+    records.append(root / "measurements.jsonl", suspect)
+    failed = replace(measured("org/f", None, "coupling"), error="out of memory")
+    records.append(root / "measurements.jsonl", failed)
+    file = scores(tmp_path / "scores.csv")
+    table = read_runs([root], metric="coupling/coupling", score=f"{file}:arc", tags={"k": 3})
+    assert list(table.frame["model"]) == ["a", "b", "c", "d"]
+    assert table.left_out == {
+        "org/e": "no arc",
+        "org/s": "all its checkpoints are suspect",
+        "org/f": "no coupling/coupling with k = 3",
+    }
+    assert correlate(table).left_out == table.left_out
+
+
+def test_folders_of_equal_run_names_are_told_apart_by_their_paths(tmp_path):
+    for name in ("one", "two"):
+        grid(tmp_path / name, 2)
+    table = read_runs([tmp_path / "one", tmp_path / "two"], metric="coupling", score="validation/accuracy")
+    assert len(set(table.frame["model"])) == 4
+    with pytest.raises(InputError, match="more than once"):
+        read_runs([tmp_path / "one", tmp_path / "one"], metric="coupling", score="validation/accuracy")
+
+
+@pytest.mark.parametrize(
+    ("options", "sentence"),
+    [
+        ({"metric": "coupling/couplng"}, "no model has 'coupling/couplng'; did you mean coupling/coupling"),
+        ({"metric": "coupling/coupling"}, "org/b has 2 variants (k = 3; k = 4): choose one, e.g. --tags k=3"),
+        ({"tags": {"k": 5}}, "org/a: no coupling/coupling with k = 5, it has k = 3"),
+        ({"score": "{file}:arcc"}, "has no column 'arcc'; did you mean arc?"),
+        ({"score": "lens/los"}, "no model has 'lens/los', neither as a scalar of training nor as ANALYSIS/METRIC"),
+        ({"score": "missing.csv:arc"}, "missing.csv does not exist"),
+        ({"score": "{file}:family"}, "expected numbers in column 'family' of"),
+        ({"baseline": "chance"}, "baseline: these models has no column 'chance'"),
+    ],
+)
+def test_wrong_input_is_one_sentence(tmp_path, options, sentence):
+    root, file = comparison(tmp_path / "models"), scores(tmp_path / "scores.csv")
+    right = {"metric": "coupling/coupling", "score": "{file}:arc", "tags": {"k": 3}}
+    if options == {"metric": "coupling/coupling"}:
+        right["tags"] = {}
+    asked = {**right, **options}
+    asked["score"] = asked["score"].format(file=file)
+    with pytest.raises(InputError) as refused:
+        read_runs([root], **asked)
+    assert sentence in str(refused.value)
+    assert "\n" not in str(refused.value)
+
+
+def test_a_file_of_all_columns_is_a_table_of_models(tmp_path):
+    frame = pd.DataFrame({"name": list("abcd"), "m": [1, 2, 3, 5.0], "random_m": [0.1] * 4, "acc": [1, 3, 2, None]})
+    frame.to_parquet(tmp_path / "t.parquet")
+    table = read_file(tmp_path / "t.parquet", metric="m", score="acc")
+    assert table.left_out == {"d": "no acc"}
+    assert table.baseline == "random_m"
+    assert correlate(table).n == 3
+
+
+@pytest.mark.parametrize(
+    ("text", "sentence"),
+    [
+        ("model,m\na,1\n", "has no column 'acc'"),
+        ("who,m,acc\na,1,2\n", "no column that names the models (model, run, name); it has: who, m, acc"),
+        ("model,m,acc\na,1,2\na,2,3\nb,1,1\nc,4,5\n", "more than one row for a"),
+        ("model,m,acc\na,1,2\nb,2,\nc,3,x\n", "expected numbers in column 'acc'"),
+        (
+            "model,m,acc\na,1,2\nb,2,\nc,3,3\n",
+            "expected at least 3 models with a metric and a score, got 2 (b: no acc)",
+        ),
+        ("model,m,acc\n", "has no rows"),
+        ("", "cannot read"),
+    ],
+)
+def test_a_file_that_is_no_table_of_models_is_refused(tmp_path, text, sentence):
+    (tmp_path / "t.csv").write_text(text)
+    with pytest.raises(InputError) as refused:
+        read_file(tmp_path / "t.csv", metric="m", score="acc")
+    assert sentence in str(refused.value)
+
+
+# ---------------------------------------------------------------------------------------- what is said
+
+
+def table_of(**columns) -> ModelTable:
+    n = len(columns["m"])
+    frame = pd.DataFrame({"model": [f"m{number}" for number in range(n)], **columns})
+    return ModelTable(frame=frame, metric="m", score="s")
+
+
+def some(n: int = 20, seed: int = 0) -> dict[str, np.ndarray]:
+    rng = np.random.default_rng(seed)
+    width = 2.0 ** rng.integers(6, 12, n)
+    m = rng.standard_normal(n)
+    return {"m": m, "s": m + rng.standard_normal(n), "width": width}
+
+
+def test_every_row_is_the_coefficient_that_it_names():
+    columns = some() | {"tied": np.repeat([1, 2, 3, 4], 5)}
+    table = table_of(**columns)
+    found = correlate(table, given=["width", "tied"], group="tied", resamples=200)
+    rows = {row.name: row for row in found.rows}
+    m, s, width, tied = (columns[name] for name in ("m", "s", "width", "tied"))
+    assert rows["Pearson r"].value == pearson(m, s).value
+    assert rows["R²"].value == pytest.approx(pearson(m, s).value ** 2)
+    assert rows["Partial r given log width"].value == partial_correlation(m, s, [np.log(width)]).value
+    both = rows["Partial r given log width and tied"]
+    assert both.value == partial_correlation(m, s, [np.log(width), tied]).value
+    assert both.df == 20 - 2 - 2
+    assert found.groups[0].value == within_group_correlation(m, s, list(tied)).value
+    assert [(row.name, row.n) for row in found.groups[1:]] == [(f"Tied {n}", 5) for n in (1, 2, 3, 4)]
+    assert found.groups[2].value == pearson(m[5:10], s[5:10]).value
+    assert all(row.low <= row.value <= row.high for row in found.rows if row.low is not None)
+    assert found.covariates[0].r2_score == pytest.approx(pearson(s, np.log(width)).value ** 2)
+
+
+def test_a_covariate_that_some_models_lack_is_held_fixed_for_the_others():
+    columns = some()
+    columns["depth"] = np.where(np.arange(20) < 15, np.arange(20) % 4 + 2.0, math.nan)
+    (row,) = [row for row in correlate(table_of(**columns), resamples=100).rows if "depth" in row.name]
+    assert row.n == 15
+    expected = partial_correlation(columns["m"][:15], columns["s"][:15], [np.log(columns["depth"][:15])])
+    assert row.value == expected.value
+
+
+def test_a_metric_that_follows_the_width_is_warned_of_and_one_that_does_not_is_not():
+    columns = some()
+    assert correlate(table_of(**columns), resamples=100).warnings == []
+    columns["m"] = np.log(columns["width"]) + 0.1 * columns["m"]
+    (warning,) = correlate(table_of(**columns), resamples=100).warnings
+    assert warning.startswith("M follows log width, R² = 1.00")
+    assert "beyond it r =" in warning
+    p_1 = replace(table_of(**some()), p_is_1=True)
+    assert "divides by the sum of the leading singular values (p = 1)" in correlate(p_1, resamples=100).warnings[0]
+    few = {name: column[:5] for name, column in some().items()}
+    assert "Only 5 models" in correlate(table_of(**few), resamples=100).warnings[-1]
+
+
+def test_coupling_measured_with_p_1_is_known_from_the_recipe_of_the_run(tmp_path):
+    root = grid(tmp_path / "grid")
+    assert not read_runs([root], metric="coupling", score="validation/accuracy").p_is_1
+    for folder in root.iterdir():
+        about = json.loads((folder / "run.json").read_text())
+        used = {"class_path": "lit_layers.analyses.Coupling", "init_args": {"p": 1.0}}
+        about["config"]["analyses"] = [used]
+        (folder / "run.json").write_text(json.dumps(about))
+    table = read_runs([root], metric="coupling", score="validation/accuracy")
+    assert table.p_is_1
+    assert "p = 1" in correlate(table, resamples=100).warnings[0]
+
+
+def test_the_corrected_metric_is_shown_beside_the_metric(tmp_path):
+    root, file = comparison(tmp_path / "models"), scores(tmp_path / "scores.csv")
+    table = read_runs([root], metric="coupling", score=f"{file}:arc", tags={"k": 0.1})
+    found = correlate(table, resamples=100)
+    expected = pearson(table.frame["excess_coupling"], table.frame["arc"]).value
+    assert found.corrected[0].value == pytest.approx(expected)
+    assert [plot.name for plot in plots_of(table, found)][:2] == ["scatter", "corrected"]
+
+
+@pytest.mark.parametrize(
+    ("options", "sentence"),
+    [
+        ({"given": ["widht"]}, "given: no column 'widht'; did you mean width?"),
+        ({"group": "famly"}, "group: no column 'famly'"),
+        ({"given": ["s"]}, "given: s is itself correlated"),
+        ({"given": ["word"]}, "given: expected a column of numbers, 'word' has 'w'"),
+        ({"given": ["double"]}, "given: double leaves nothing to correlate"),
+        ({"group": "own"}, "group: expected groups of several models"),
+    ],
+)
+def test_wrong_columns_are_one_sentence(options, sentence):
+    columns = some() | {"word": ["w"] * 20, "own": np.arange(20)}
+    columns["double"] = 2 * columns["m"]
+    with pytest.raises(InputError) as refused:
+        correlate(table_of(**columns), resamples=100, **options)
+    assert sentence in str(refused.value)
+
+
+def test_a_constant_metric_is_refused():
+    with pytest.raises(InputError, match="undefined: m is 3 for all 20 models"):
+        correlate(table_of(**(some() | {"m": np.full(20, 3.0)})))
+
+
+# ---------------------------------------------------------------------------------------- published
+
+
+def test_the_published_table_gives_the_published_numbers():
+    table = published().frame
+    assert len(table) == 28
+    x, y, width, alone = (table[name].to_numpy(float) for name in ("coupling", "score", "width", "width_alone"))
+    assert alone == pytest.approx([1 - 1 / math.sqrt(int(0.1 * d)) for d in width])
+    whole = pearson(x, y)
+    assert whole.value**2 == pytest.approx(0.80, abs=0.005)
+    assert whole.p == pytest.approx(1.4e-10, rel=0.05)
+    assert np.abs(x - alone).mean() == pytest.approx(0.0038, abs=5e-5)
+    assert pearson(x, alone).value ** 2 == pytest.approx(0.93, abs=0.005)
+    explained = [pearson(y, column).value ** 2 for column in (width, np.log(width), alone)]
+    assert explained == pytest.approx([0.67, 0.73, 0.71], abs=0.0051)
+    partial = partial_correlation(x, y, [alone])
+    assert (partial.value, partial.p) == pytest.approx((0.57, 0.002), abs=0.005)
+    for size, n, r, p in ((4096, 11, 0.59, 0.06), (2048, 6, 0.30, 0.56)):
+        found = pearson(x[width == size], y[width == size])
+        assert found.n == n
+        assert (found.value, found.p) == pytest.approx((r, p), abs=0.005)
+
+
+def test_the_findings_of_the_published_table_are_the_published_numbers():
+    found = correlate(published(), resamples=200)
+    rows = {row.name: row for row in [*found.rows, *found.groups]}
+    assert rows["R²"].value == pytest.approx(0.80, abs=0.005)
+    assert rows["Partial r given coupling by width alone"].value == pytest.approx(0.57, abs=0.005)
+    assert rows["Partial r given coupling by width alone"].p == pytest.approx(0.002, abs=0.0005)
+    assert (rows["Width 4096"].value, rows["Width 4096"].p) == pytest.approx((0.59, 0.06), abs=0.005)
+    assert (rows["Width 2048"].value, rows["Width 2048"].p) == pytest.approx((0.30, 0.56), abs=0.005)
+    covariates = {one.name: (one.r2_metric, one.r2_score) for one in found.covariates}
+    assert covariates["Coupling by width alone"] == pytest.approx((0.93, 0.71), abs=0.005)
+    assert covariates["log width"][1] == pytest.approx(0.73, abs=0.0051)
+    assert "p = 1" in found.warnings[0]
+    assert "follows coupling by width alone, R² = 0.93; beyond it r = 0.568 (p = 0.002)" in found.warnings[1]

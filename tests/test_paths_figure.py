@@ -1,0 +1,142 @@
+"""The picture of paths: one line a token, a dot a layer, a frame a checkpoint, a choice a prompt."""
+
+import json
+import re
+from pathlib import Path
+
+import pandas as pd
+import pytest
+
+pytest.importorskip("plotly")
+
+from lit_layers import plots, records
+from lit_layers.records import Measurement, Record
+from lit_layers.report import write_report
+
+TOKENS, LAYERS = (1, 4, 7), 3
+
+
+def place(step: int, prompt: int, token: int, layer: int, axis: int) -> float:
+    return (step + 1) * (100 * prompt + 10 * token + layer) * (1 if axis == 1 else -0.5)
+
+
+def measured(step: int | None, *, run: str = "r", prompts: tuple[int, ...] = (1, 2)) -> Measurement:
+    """As the analysis leaves it, with places that tell what they are of."""
+    number = step or 0
+    found = [Record(metric="plane_variance", value=0.9, low=0.8, high=0.95, n=2)]
+    for prompt in prompts:
+        for axis, share in ((1, 0.5 + 0.1 * prompt + number / 100), (2, 0.2)):
+            found.append(Record(metric="path_variance", value=share, tags={"prompt": prompt, "axis": axis}))
+        for layer in range(LAYERS + 1):
+            for token in TOKENS:
+                for axis in (1, 2):
+                    tags = {"prompt": prompt, "token": token, "axis": axis}
+                    value = place(number, prompt, token, layer, axis)
+                    found.append(Record(metric="path", value=value, layer=layer, tags=tags))
+    return Measurement(run=run, step=step, tokens=None, analysis="paths_in_plane", records=found, seconds=0.1)
+
+
+@pytest.fixture(scope="module")
+def frame() -> pd.DataFrame:
+    return records.frame(map(measured, (0, 1, 8)))
+
+
+def lines(trace) -> list[list[tuple[float, float]]]:
+    """The paths of a trace, which gaps part."""
+    found: list[list[tuple[float, float]]] = [[]]
+    for x, y in zip(trace["x"], trace["y"], strict=True):
+        found.append([]) if x is None else found[-1].append((x, y))
+    return found[:-1]
+
+
+@pytest.mark.parametrize("prompt", [1, 2])
+def test_every_path_goes_through_the_layers_in_order_with_a_frame_a_checkpoint(frame, prompt) -> None:
+    fig = plots.paths_in_plane(frame, tags={"prompt": prompt})
+    assert [frame_.name for frame_ in fig.frames] == ["0", "1", "8"]
+    for frame_ in fig.frames:
+        step = int(frame_.name)
+        expected = [
+            [tuple(place(step, prompt, token, layer, axis) for axis in (1, 2)) for layer in range(LAYERS + 1)]
+            for token in TOKENS
+        ]
+        for path, wanted in zip(lines(frame_.data[0]), expected, strict=True):
+            assert path == [pytest.approx(point, rel=1e-3) for point in wanted]
+        assert frame_.layout.xaxis.title.text == f"Axis 1 ({0.5 + 0.1 * prompt + step / 100:.0%})"
+        assert frame_.layout.yaxis.title.text == "Axis 2 (20%)"
+        for number, axis in enumerate((frame_.layout.xaxis, frame_.layout.yaxis)):
+            found = [point[number] for path in expected for point in path]
+            assert axis.range[0] < min(found) < max(found) < axis.range[1]
+            assert axis.range[1] - axis.range[0] < 1.2 * (max(found) - min(found)), "each checkpoint fills the picture"
+    assert lines(fig.data[0]) == lines(fig.frames[-1].data[0])
+    assert fig.layout.title.text == f"Paths of tokens through the layers, prompt {prompt}"
+    assert fig.layout.xaxis.range == fig.frames[-1].layout.xaxis.range
+
+
+def test_dots_are_coloured_by_layer_and_tell_token_and_layer(frame) -> None:
+    trace, bar = plots.paths_in_plane(frame).data
+    dots = [n for n, x in enumerate(trace.x) if x is not None]
+    assert [trace.marker.color[n] for n in dots] == [*range(LAYERS + 1)] * len(TOKENS)
+    assert (trace.marker.cmin, trace.marker.cmax) == (0, LAYERS)
+    assert [trace.text[n] for n in dots[:5]] == [*(f"token 1, layer {n}" for n in range(4)), "token 4, layer 0"]
+    assert [trace.marker.symbol[n] for n in dots[:2]] == ["circle-open", "circle"]
+    assert trace.marker.size[dots[3]] > trace.marker.size[dots[2]]
+    assert list(bar.marker.colorbar.ticktext) == ["0", "2", "3"]
+
+
+def test_without_shares_of_variance_axes_have_plain_names_and_one_checkpoint_has_no_slider() -> None:
+    frame = records.frame([measured(4)])
+    fig = plots.paths_in_plane(frame[frame["metric"] == "path"])
+    assert (fig.layout.xaxis.title.text, fig.layout.yaxis.title.text) == ("Axis 1", "Axis 2")
+    assert not fig.frames
+    assert not fig.layout.sliders
+    assert lines(fig.data[0])[0][0] == (place(4, 1, 1, 0, 1), place(4, 1, 1, 0, 2)), "the first prompt"
+
+
+def test_what_holds_no_paths_is_refused(frame) -> None:
+    with pytest.raises(ValueError, match="metric 'plane_variance' has no paths of tokens in a plane"):
+        plots.paths_in_plane(frame, "plane_variance")
+    with pytest.raises(ValueError, match="no rows of metric 'path' with prompt 9"):
+        plots.paths_in_plane(frame, tags={"prompt": 9})
+
+
+def test_paths_are_no_curves_no_headlines_and_no_values_of_the_whole_model(frame) -> None:
+    assert list(plots.change_table(frame)["metric"]) == []
+    for draw in (plots.emergence_curves, plots.layer_profile, plots.layer_matrix):
+        with pytest.raises(ValueError, match="metric 'path'"):
+            draw(frame, "path")
+
+
+def blocks(page: Path) -> dict[str, tuple[list[str], list[dict]]]:
+    """Per title of a metric: what there is to choose, and the figures of its first place."""
+    text = page.read_text()
+    data = re.search(r'<script[^>]*id="report-data"[^>]*>(.*?)</script>', text, re.DOTALL)
+    assert data is not None
+    drawn, found = json.loads(data[1])["figures"], {}
+    for part in re.findall(r"<article.*?</article>", text, re.DOTALL):
+        places = re.findall(r'data-figures="([\d ]+)"', part)
+        title = re.sub("<.*?>", "", re.findall(r"<h3>(.*?)</h3>", part, re.DOTALL)[0]).strip()
+        found[title] = re.findall(r"<option[^>]*>(.*?)</option>", part), [drawn[int(n)] for n in places[0].split()]
+    return found
+
+
+def test_the_report_has_the_picture_with_a_choice_of_prompts_and_no_figure_of_its_shares(tmp_path: Path) -> None:
+    for step in (0, 1, 8):
+        records.append(tmp_path / "measurements.jsonl", measured(step))
+    (tmp_path / "run.json").write_text(json.dumps({"run": "r"}))
+    found = blocks(write_report(tmp_path))
+    assert found.keys() == {"Paths of tokens through the layers", "Variance in the plane of the paths (share)"}
+    choices, figures = found["Paths of tokens through the layers"]
+    assert choices == ["prompt 1", "prompt 2"]
+    for prompt, figure in enumerate(figures, start=1):
+        assert [frame["name"] for frame in figure["frames"]] == ["0", "1", "8"]
+        assert lines(figure["frames"][1]["data"][0])[0][0][0] == place(1, prompt, 1, 0, 1)
+        assert figure["frames"][1]["layout"]["xaxis"]["title"]["text"] == f"Axis 1 ({0.51 + 0.1 * prompt:.0%})"
+
+
+def test_a_comparison_of_models_has_the_paths_of_each(tmp_path: Path) -> None:
+    for run in ("org/a", "org/b"):
+        records.append(tmp_path / "measurements.jsonl", measured(None, run=run))
+    choices, figures = blocks(write_report(tmp_path))["Paths of tokens through the layers"]
+    assert choices == ["a, prompt 1", "a, prompt 2", "b, prompt 1", "b, prompt 2"]
+    assert len(figures) == 4
+    assert all(figure["layout"]["xaxis"]["title"]["text"].startswith("Axis 1 (") for figure in figures)

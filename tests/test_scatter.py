@@ -1,0 +1,95 @@
+"""Scatter plots: colours, lines, and names that touch nothing."""
+
+import itertools
+
+import numpy as np
+import pytest
+
+pytest.importorskip("plotly")
+
+from lit_layers.functional.correlation import fit_line
+from lit_layers.plots.scatter import Scatter, label_places, label_step, scatter
+
+
+def content(n: int = 20, **more) -> Scatter:
+    rng = np.random.default_rng(0)
+    x = rng.standard_normal(n)
+    y = x + 0.5 * rng.standard_normal(n)
+    names = [f"model-{number}" for number in range(n)]
+    told = {"names": names, "x_title": "Metric", "y_title": "Score", **more}
+    return Scatter(x=x.tolist(), y=y.tolist(), **told)
+
+
+def test_the_line_is_the_least_squares_line_and_lies_in_its_band() -> None:
+    one = content()
+    line = one.line()
+    assert line is not None
+    at, middle, low, high = line
+    fitted = fit_line(one.x, one.y)
+    assert middle[0] == pytest.approx(fitted.intercept + fitted.slope * at[0])
+    assert all(a < b < c for a, b, c in zip(low, middle, high, strict=True))
+    widths = [c - a for a, c in zip(low, high, strict=True)]
+    assert widths.index(min(widths)) not in (0, len(widths) - 1), "narrowest at the mean, not at an end"
+
+
+def test_equal_values_of_x_have_no_line_and_are_drawn_all_the_same() -> None:
+    flat = Scatter(x=[1, 1, 1], y=[1, 2, 3], names=["a", "b", "c"], x_title="x", y_title="y")
+    assert flat.line() is None
+    assert [trace.mode for trace in scatter(flat).data] == ["markers+text"]
+
+
+def test_numbers_lie_on_a_scale_in_their_order_and_words_have_a_colour_each() -> None:
+    numbers = content(4, groups=[3, 1, 2, 1])
+    assert numbers.kinds() == [1, 2, 3]
+    assert numbers.colors()[1] == numbers.colors()[3] == "#440154"
+    words = content(4, groups=["b", "a", None, "b"])
+    assert words.kinds() == ["b", "a"]
+    assert len(set(words.colors())) == 3
+    assert all(color.startswith("#") and len(color) == 7 for color in [*numbers.colors(), *words.colors()])
+
+
+def test_few_groups_are_in_the_legend_and_many_numbers_on_a_bar() -> None:
+    few = scatter(content(6, groups=[1, 2, 3] * 2))
+    assert [trace.name for trace in few.data if trace.showlegend] == ["1", "2", "3"]
+    many = scatter(content(20, groups=[2**n for n in range(10)] * 2))
+    assert not any(trace.showlegend for trace in many.data)
+    assert list(many.data[-1].marker.colorbar.ticktext) == ["1", "16", "512"]
+
+
+def test_hover_has_the_name_and_all_lines_with_their_signs_escaped() -> None:
+    fig = scatter(content(3, names=["a<b", "c", "d"], hover=[["width: 1 < 2"], ["x"], ["y"]]))
+    assert fig.data[-1].customdata[0] == "<b>a&lt;b</b><br>width: 1 &lt; 2"
+
+
+@pytest.mark.parametrize("size", [(300, 250), (560, 400), (1100, 500)])
+@pytest.mark.parametrize("n", [5, 30, 80])
+def test_names_touch_no_point_no_other_name_and_not_the_edge(size, n) -> None:
+    one = content(n)
+    width, height = size
+    places = label_places(one, width, height, size=10)
+    (left, right), (low, high) = one.limits()
+    dots = [
+        ((x - left) / (right - left) * width, (y - low) / (high - low) * height)
+        for x, y in zip(one.x, one.y, strict=True)
+    ]
+    boxes = []
+    for (x, y), name, place in zip(dots, one.names, places, strict=True):
+        if place is not None:
+            across, up = label_step(place)
+            half, tall = 0.29 * 10 * len(name) + 1, 6.2
+            gap = 5 if across and up else 7
+            center = x + across * (half + gap), y + up * (tall + gap)
+            boxes.append((center[0] - half, center[1] - tall, center[0] + half, center[1] + tall))
+    assert len(boxes) >= min(n, 5)
+    for a, b in itertools.combinations(boxes, 2):
+        assert a[2] <= b[0] or b[2] <= a[0] or a[3] <= b[1] or b[3] <= a[1]
+    for box in boxes:
+        assert box[0] >= 0
+        assert box[2] <= width
+        assert not any(box[0] < x < box[2] and box[1] < y < box[3] for x, y in dots)
+
+
+def test_where_there_is_room_every_model_is_named() -> None:
+    assert None not in label_places(content(8), 1100, 600, size=10)
+    crowded = Scatter(x=[0, 1] + [0.5] * 30, y=[0, 1] + [0.5] * 30, names=["m"] * 32, x_title="", y_title="")
+    assert None in label_places(crowded, 300, 300, size=10)

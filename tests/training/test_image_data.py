@@ -1,0 +1,152 @@
+"""Which images a step trains on, and what happens to them: functions of the sample number alone."""
+
+import random
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+
+from lit_layers.data.image_sources import image_source
+from lit_layers.errors import InputError
+from lit_layers.training.image_data import LitImageData, SampleOrder
+from tests.data.test_image_sources import write_folders
+
+AUGMENTED = {"crop_padding": 1, "flip": True, "rand_augment": "rand-m9-mstd0.5-inc1", "erasing": 0.5}
+
+
+def batches(
+    images: LitImageData, count: int, *, step: int = 0, rank: int = 0, world_size: int = 1, accumulate: int = 1
+):
+    """What a rank would train on, as the Trainer walks the loader."""
+    images.trainer = SimpleNamespace(  # pyright: ignore[reportAttributeAccessIssue]
+        accumulate_grad_batches=accumulate, global_rank=rank, world_size=world_size, global_step=step, training=True
+    )
+    images.setup("fit")
+    found, loader = [], iter(images.train_dataloader())
+    for _ in range(count):
+        batch = images.on_before_batch_transfer(next(loader), 0)
+        batch = images.transfer_batch_to_device(batch, torch.device("cpu"), 0)
+        found.append(images.on_after_batch_transfer(batch, 0))
+    return found
+
+
+def joined(parts) -> dict[str, torch.Tensor]:
+    return {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
+
+
+def assert_same(one, other):
+    assert one.keys() == other.keys() == {"pixel_values", "labels"}
+    assert all(torch.equal(one[name], other[name]) for name in one)
+
+
+def digits(**options) -> LitImageData:
+    return LitImageData("digits", **{"global_batch_size": 8, **AUGMENTED, **options})
+
+
+def test_an_epoch_sees_every_image_once_and_the_next_in_another_order():
+    order = SampleOrder(50, seed=1)
+    epochs = [[order.image(number) for number in range(start, start + 50)] for start in (0, 50)]
+    assert [sorted(epoch) for epoch in epochs] == [list(range(50))] * 2
+    assert epochs[0] != epochs[1]
+
+
+def test_repeated_augmentation_gives_each_image_three_times_in_a_row_and_differently_changed():
+    order = SampleOrder(50, seed=1, num_repeats=3)
+    epoch = [order.image(number) for number in range(50)]
+    assert epoch == [image for image in epoch[::3] for _ in range(3)][:50]
+    assert len(set(epoch)) == 17
+    assert [order.image(number) for number in range(50, 100)] != epoch
+    (batch,) = batches(digits(num_repeats=3, global_batch_size=6), 1)
+    assert batch["labels"].tolist() == [label for label in batch["labels"].tolist()[::3] for _ in range(3)]
+    first, second, third = batch["pixel_values"][:3]
+    assert not torch.equal(first, second)
+    assert not torch.equal(second, third)
+
+
+@pytest.mark.parametrize(("world_size", "accumulate"), [(2, 1), (1, 2), (2, 2)])
+def test_a_step_trains_on_the_same_changed_images_however_it_is_cut(world_size, accumulate):
+    (whole,) = batches(digits(), 1, step=3)
+    parts = [
+        batches(digits(), accumulate, step=3, rank=rank, world_size=world_size, accumulate=accumulate)
+        for rank in range(world_size)
+    ]
+    assert_same(joined([parts[rank][micro] for micro in range(accumulate) for rank in range(world_size)]), whole)
+
+
+def test_a_run_that_starts_at_a_step_sees_what_the_run_would_have_seen():
+    assert_same(batches(digits(), 1, step=2)[0], batches(digits(), 3)[2])
+
+
+@pytest.mark.slow
+def test_workers_change_nothing():
+    for one, other in zip(batches(digits(), 3), batches(digits(num_workers=2), 3), strict=True):
+        assert_same(one, other)
+
+
+@pytest.mark.slow
+def test_large_images_are_the_same_with_and_without_workers(tmp_path):
+    write_folders(tmp_path, each=3)
+    options = {"image_size": 48, "normalisation": "imagenet", "global_batch_size": 4, "flip": True, "erasing": 0.5}
+    options |= {"rand_augment": "rand-m9-mstd0.5-inc1"}
+    alone = batches(LitImageData(str(tmp_path), **options), 3)
+    assert alone[0]["pixel_values"].shape == (4, 3, 48, 48)
+    for one, other in zip(alone, batches(LitImageData(str(tmp_path), **options, num_workers=2), 3), strict=True):
+        assert_same(one, other)
+    assert_same(batches(LitImageData(str(tmp_path), **options), 1, step=2)[0], alone[2])
+
+
+def test_augmenting_large_images_leaves_no_trace_in_the_generators_of_training(tmp_path):
+    write_folders(tmp_path, each=3)
+    images = LitImageData(str(tmp_path), image_size=48, normalisation="half", global_batch_size=4, erasing=1.0)
+    batches(images, 0)
+    dataset = images.train_dataloader().dataset
+
+    def state():
+        return torch.get_rng_state().tolist(), random.getstate(), np.random.get_state()[1].tolist()  # pyright: ignore
+
+    before = state()
+    first, again, other = (dataset.__getitems__(numbers) for numbers in ([0, 1], [0, 1], [6, 7]))
+    assert state() == before
+    assert torch.equal(first["pixel_values"], again["pixel_values"])
+    assert not torch.equal(first["pixel_values"], other["pixel_values"])
+
+
+def test_without_augmentation_the_images_are_the_sources_in_its_normalisation():
+    (batch,) = batches(LitImageData("digits", global_batch_size=16), 1)
+    pictures, order = image_source("digits").train, SampleOrder(1442, seed=0)
+    shares = pictures.pixels.double() / 255
+    chosen = [order.image(number) for number in range(16)]
+    expected = (shares[chosen] - shares.mean()) / shares.std(correction=0)
+    torch.testing.assert_close(batch["pixel_values"].double(), expected, atol=1e-5, rtol=0)
+    assert batch["labels"].tolist() == pictures.labels[chosen].tolist()
+
+
+def test_the_validation_images_are_dealt_over_the_ranks_and_never_augmented():
+    found = []
+    for rank in range(2):
+        images = digits(num_validation_images=9, validation_batch_size=2)
+        images.trainer = SimpleNamespace(global_rank=rank, world_size=2)  # pyright: ignore[reportAttributeAccessIssue]
+        images.setup("fit")
+        parts = [images.on_after_batch_transfer(batch, 0) for batch in images.val_dataloader()]
+        assert [len(part["labels"]) for part in parts] == [[2, 2, 1], [2, 2]][rank]
+        found.append(joined(parts))
+    test = image_source("digits").test
+    assert found[0]["labels"].tolist() == test.labels[:9:2].tolist()
+    assert found[1]["labels"].tolist() == test.labels[1:9:2].tolist()
+    spread = found[0]["pixel_values"].flatten(1).std(1) / test.pixels[:9:2].double().flatten(1).std(1)
+    assert (spread / spread[0] - 1).abs().max() < 1e-5  # the same scale for all: normalised and nothing else
+
+
+@pytest.mark.parametrize(
+    ("options", "sentence"),
+    [
+        ({"global_batch_size": 0}, "data.global_batch_size: expected at least 1, got 0"),
+        ({"erasing": 1.5}, "data.erasing: expected a share from 0 to 1, got 1.5"),
+        ({"num_repeats": 0}, "data.num_repeats: expected at least 1, got 0"),
+        ({"rand_augment": "trivial"}, "data.rand_augment: expected rand-mM"),
+    ],
+)
+def test_options_out_of_range_are_refused(options, sentence):
+    with pytest.raises(InputError, match=sentence):
+        digits(**options).setup("fit")

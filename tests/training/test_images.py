@@ -1,0 +1,252 @@
+"""The image classifier: its recipe against formulas, exact resume, and what it logs."""
+
+import copy
+import math
+
+import lightning as L
+import numpy as np
+import pytest
+import torch
+from timm.optim import param_groups_weight_decay
+
+from lit_layers import records
+from lit_layers.analyses import Lens, Trajectory
+from lit_layers.data import EvalImages
+from lit_layers.errors import InputError
+from lit_layers.models.build import load, vit
+from lit_layers.training import EmergenceCallback, LitImageData, SeriesCheckpoint
+from lit_layers.training.checkpoint_io import step_folder
+from lit_layers.training.images import parameter_groups
+from lit_layers.training.resume import ResumeCheckpoint, resume_point
+from lit_layers.training.run_log import RunLog
+from tests.support.tiny_images import data, fit, module
+
+MIXED = {"mixup": 0.8, "cutmix": 1.0, "label_smoothing": 0.1, "ema_decay": 0.9}
+AUGMENTED = {"crop_padding": 1, "flip": True, "rand_augment": "rand-m9-mstd0.5-inc1", "erasing": 0.5, "num_repeats": 3}
+
+
+class Weights(L.Callback):
+    """The model's weights after each step."""
+
+    def __init__(self) -> None:
+        self.states: list[dict[str, torch.Tensor]] = []
+
+    def on_train_batch_end(self, trainer, pl_module, *_):
+        self.states.append(copy.deepcopy(pl_module.model.state_dict()))
+
+
+class Averages(L.Callback):
+    """The average as training ends."""
+
+    def on_train_end(self, trainer, pl_module):
+        self.state = copy.deepcopy(pl_module.average.model.state_dict())
+
+
+def same(one, other) -> bool:
+    return one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
+
+
+def test_neither_biases_nor_norms_nor_class_token_nor_positions_decay():
+    model = vit("vit_tiny_patch16_224", img_size=16, patch_size=4, embed_dim=16, depth=2, num_heads=2, init_values=0.1)
+    decayed, kept = ({id(each) for each in group["params"]} for group in parameter_groups(model, 0.05))
+    names = {name: id(each) for name, each in model.named_parameters()}
+    assert {name for name, each in names.items() if each in kept} == {
+        name
+        for name in names
+        if name.endswith(("bias", "gamma", "norm.weight", "norm1.weight", "norm2.weight", "cls_token", "pos_embed"))
+    }
+    assert decayed | kept == set(names.values())
+    theirs: list = param_groups_weight_decay(model, 0.05, no_weight_decay_list=model.no_weight_decay())  # pyright: ignore
+    assert {group["weight_decay"]: {id(each) for each in group["params"]} for group in theirs} == {
+        0.05: decayed,
+        0.0: kept,
+    }
+
+
+class Step:
+    """One training step of a module on a fixed batch, and what it was given."""
+
+    def __init__(self, tmp_path, **options) -> None:
+        _, self.lit = fit(tmp_path, lit=module(drop_path_rate=0.0, **options), steps=1)
+        self.lit.average = None
+        generator = torch.Generator().manual_seed(3)
+        self.images = torch.randn(6, 3, 8, 8, generator=generator)
+        self.labels = torch.tensor([0, 3, 9, 2, 2, 7])
+
+    def loss(self) -> float:
+        np.random.seed(8)
+        batch = {"pixel_values": self.images.clone(), "labels": self.labels}
+        return float(self.lit.training_step(batch, 0).detach())
+
+    def expected(self, images: torch.Tensor, targets: np.ndarray) -> float:
+        with torch.no_grad():
+            logits = copy.deepcopy(self.lit.model).double()(images.double()).numpy()
+        shifted = logits - logits.max(1, keepdims=True)
+        log_shares = shifted - np.log(np.exp(shifted).sum(1, keepdims=True))
+        return float(-(targets * log_shares).sum(1).mean())
+
+    def smoothed(self, smoothing: float) -> np.ndarray:
+        return np.eye(10)[self.labels.numpy()] * (1 - smoothing) + smoothing / 10
+
+
+def test_label_smoothing_spreads_its_share_over_all_classes(tmp_path):
+    step = Step(tmp_path, label_smoothing=0.1)
+    assert step.loss() == pytest.approx(step.expected(step.images, step.smoothed(0.1)), rel=1e-5)
+
+
+def test_mixup_blends_images_and_targets_with_those_of_the_reversed_batch(tmp_path):
+    step = Step(tmp_path, mixup=0.8, label_smoothing=0.1)
+    found = step.loss()
+    np.random.seed(8)
+    np.random.rand()  # whether to mix: always
+    share = np.random.beta(0.8, 0.8)
+    images = share * step.images.double() + (1 - share) * step.images.double().flip(0)
+    targets = share * step.smoothed(0.1) + (1 - share) * step.smoothed(0.1)[::-1]
+    assert found == pytest.approx(step.expected(images, targets), rel=1e-5)
+
+
+def test_cutmix_pastes_a_rectangle_and_weighs_the_targets_by_its_area(tmp_path):
+    step = Step(tmp_path, cutmix=1.0)
+    found = step.loss()
+    np.random.seed(8)
+    np.random.rand()
+    side = int(8 * math.sqrt(1 - np.random.beta(1.0, 1.0)))
+    down, across = np.random.randint(0, 8), np.random.randint(0, 8)
+    rows = slice(max(0, down - side // 2), min(8, down + (side + 1) // 2))
+    columns = slice(max(0, across - side // 2), min(8, across + (side + 1) // 2))
+    images = step.images.double()
+    images[:, :, rows, columns] = step.images.double().flip(0)[:, :, rows, columns]
+    share = 1 - (rows.stop - rows.start) * (columns.stop - columns.start) / 64
+    assert 0 < share < 1
+    targets = share * step.smoothed(0) + (1 - share) * step.smoothed(0)[::-1]
+    assert found == pytest.approx(step.expected(images, targets), rel=1e-5)
+
+
+def test_the_average_is_that_of_the_formula_and_the_trained_weights_stay(tmp_path):
+    weights, averages = Weights(), Averages()
+    _, lit = fit(tmp_path, weights, averages, lit=module(ema_decay=0.7), steps=4, limit_val_batches=1)
+    expected = {name: tensor.double() for name, tensor in weights.states[0].items()}
+    for state in weights.states[1:]:
+        expected = {name: 0.7 * tensor + 0.3 * state[name].double() for name, tensor in expected.items()}
+    for name, tensor in averages.state.items():
+        torch.testing.assert_close(tensor.double(), expected[name], atol=1e-6, rtol=1e-5)
+    assert same(lit.model.state_dict(), weights.states[-1])
+    assert not same(averages.state, weights.states[-1])
+
+
+def test_the_rate_follows_batch_size_and_warm_up_in_epochs(tmp_path):
+    # 1,442 images / 721 a step: an epoch is 2 steps, so that 1.5 epochs of warm-up are 3.
+    lit = module(lr=1e-3, lr_batch_size=512, warmup_steps=None, warmup_epochs=1.5, decay_steps=8, min_lr_ratio=0.1)
+    log = RunLog(tmp_path)
+    fit(tmp_path, log, lit=lit, images=data(global_batch_size=721), steps=6)
+    peak = 1e-3 * 721 / 512
+    expected = [peak / 3, peak * 2 / 3, peak]
+    expected += [peak * (0.1 + 0.9 * 0.5 * (1 + math.cos(math.pi * step / 5))) for step in range(3)]
+    assert [row["train/learning_rate"] for row in records.rows(log.file)] == pytest.approx(expected)
+
+
+def test_validation_measures_the_trained_and_the_averaged_weights(tmp_path):
+    averages, log = Averages(), RunLog(tmp_path)
+    options = {"limit_val_batches": 1.0, "val_check_interval": 3, "check_val_every_n_epoch": None}
+    _, lit = fit(tmp_path, averages, log, lit=module(ema_decay=0.5, lr=2e-2), steps=3, log_every_n_steps=1, **options)
+    row = records.rows(log.file)[-1]
+    test = EvalImages("digits", num_images=355)
+    assert row.keys() >= {"train/loss", "train/learning_rate", "train/grad_norm", "train/images_per_second"}
+    assert "tokens" not in row
+    images = data()
+    images.setup("fit")
+    pixels = images._normalise(images.source.test.pixels[:40])
+    labels = images.source.test.labels[:40]
+    assert len(test) == 12
+    with torch.no_grad():
+        logits = lit.eval().model(pixels).double()
+        averaged = copy.deepcopy(lit.model).eval()
+        averaged.load_state_dict(averages.state)
+        ema_logits = averaged(pixels)
+    top5 = (logits.topk(5).indices == labels[:, None]).any(1).double().mean()
+    assert row["validation/accuracy"] == pytest.approx(float((logits.argmax(1) == labels).double().mean()))
+    assert row["validation/accuracy_top5"] == pytest.approx(float(top5))
+    assert row["validation/ema_accuracy"] == pytest.approx(float((ema_logits.argmax(1) == labels).double().mean()))
+    assert row["validation/loss"] == pytest.approx(float(torch.nn.functional.cross_entropy(logits, labels)), rel=1e-5)
+
+
+@pytest.mark.parametrize("workers", [0, pytest.param(2, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("accumulate", [1, 2])
+def test_a_run_that_was_stopped_and_resumed_ends_in_the_bits_of_one_that_was_not(tmp_path, accumulate, workers):
+    def run(root, steps, images, resume_from=None):
+        averages, log = Averages(), RunLog(root, resume=resume_from is not None)
+        keep = ResumeCheckpoint(root, every=None)
+        options = {"steps": steps, "accumulate_grad_batches": accumulate, "resume_from": resume_from}
+        _, lit = fit(root, log, averages, keep, lit=module(decay_steps=6, **MIXED), images=images, **options)
+        rows = [{n: v for n, v in row.items() if "per_second" not in n} for row in records.rows(log.file)]
+        return lit.model.state_dict(), averages.state, rows
+
+    whole = run(tmp_path / "whole", 6, data(**AUGMENTED))
+    run(tmp_path / "parts", 3, data(**AUGMENTED, num_workers=workers))
+    point = resume_point(tmp_path / "parts", "last")
+    assert point is not None
+    assert point.step == 3
+    parts = run(tmp_path / "parts", 6, data(**AUGMENTED), point.state)
+    assert same(parts[0], whole[0])
+    assert same(parts[1], whole[1])
+    assert parts[2] == whole[2]
+    assert len(whole[2]) == 6
+    assert not same(whole[0], whole[1])
+
+
+def test_a_series_holds_models_that_timm_builds_again_and_measuring_them_changes_no_bit(tmp_path):
+    images = EvalImages("digits", num_images=12, batch_size=6)
+    watched = EmergenceCallback([Trajectory(batches=images), Lens(batches=images)], {"every": 2}, tmp_path / "run")
+    _, lit = fit(tmp_path, SeriesCheckpoint({"every": 2}, tmp_path / "run"), watched, lit=module(**MIXED), steps=3)
+    _, plain = fit(tmp_path, lit=module(**MIXED), steps=3)
+    assert same(lit.model.state_dict(), plain.model.state_dict())
+    found = records.read(tmp_path / "run" / "measurements.jsonl")
+    assert [(m.step, m.analysis, m.error) for m in found] == [
+        (step, name, None) for step in (0, 2, 3) for name in ("trajectory", "lens")
+    ]
+    again = load(step_folder(tmp_path / "run", 3))
+    assert same(again.state_dict(), lit.model.state_dict())
+    (batch,) = list(EvalImages("digits", num_images=12, batch_size=12))
+    with torch.no_grad():
+        loss = torch.nn.functional.cross_entropy(again(batch["pixel_values"]).double(), batch["labels"])
+    last = [r for r in found[-1].records if r.metric == "logit_lens_loss" and r.layer == 2]
+    assert last[0].value == pytest.approx(float(loss), rel=1e-5)
+
+
+@pytest.mark.slow
+def test_a_compiled_run_averages_and_saves_the_eager_model(tmp_path):
+    averages = Averages()
+    series = SeriesCheckpoint({"every": 9}, tmp_path / "run")
+    _, lit = fit(tmp_path, averages, series, lit=module(compile=True, drop_path_rate=0.0, ema_decay=0.5), steps=2)
+    assert same(load(step_folder(tmp_path / "run", 2)).state_dict(), lit.model.state_dict())
+    assert lit.model.state_dict().keys() == averages.state.keys()
+
+
+@pytest.mark.parametrize(
+    ("options", "images", "sentence"),
+    [
+        ({"patch_size": 3}, {}, "model.patch_size: expected a divisor of the image size 8, got 3"),
+        ({"mixup": 0.8}, {"global_batch_size": 7}, "expected an even number of images a micro-batch"),
+        ({"mixup": -1}, {}, "model.mixup: expected at least 0, got -1"),
+        ({"ema_decay": 1.0}, {}, "model.ema_decay: expected a share"),
+        ({"warmup_epochs": 2}, {}, "model.warmup_epochs: expected null beside warmup_steps 2, got 2; give one"),
+        ({}, {"num_validation_images": 0}, "data.num_validation_images: expected at least 1, got 0"),
+    ],
+)
+def test_options_that_do_not_fit_are_refused_in_a_sentence(options, images, sentence, tmp_path):
+    def run():
+        fit(tmp_path, lit=module(**options), images=data(**images), steps=1)
+
+    with pytest.raises(InputError, match=sentence):
+        run()
+
+
+def test_a_classifier_without_images_says_what_it_needs(tmp_path):
+    class Other(L.LightningDataModule):
+        pass
+
+    from tests.support.tiny_images import trainer
+
+    with pytest.raises(InputError, match="data: LitImageClassifier needs LitImageData, got Other"):
+        trainer(tmp_path).fit(module(), datamodule=Other())
+    assert LitImageData("digits").images_per_step == 512
