@@ -161,6 +161,8 @@ def describe_run(view: LayeredModel, analysis: Analysis, weights_hash: str | Non
         "config_hash": analysis.config_hash(),
         "data_hash": analysis.data_hash(),
         "tokenizer_hash": analysis.tokenizer_hash(),
+        "width": view.dim,
+        "depth": view.num_layers,
         "dtype": str(view.dtype).removeprefix("torch."),
         "attention": view.attention,
         "device": torch.cuda.get_device_name(device) if device.type == "cuda" else device.type,

@@ -1,7 +1,7 @@
 """Measuring a whole series of checkpoints: audited first, one model in memory at a time, the next one fetched ahead."""
 
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -47,6 +47,7 @@ def analyze_series(
     device: Device = "auto",
     dtype: Dtype = "float32",
     progress: Tell | None = None,
+    without: Mapping[str, str] | None = None,
 ) -> SeriesResult:
     """Measures every checkpoint of a series; each measurement is also a line of `root/measurements.jsonl`.
 
@@ -62,9 +63,11 @@ def analyze_series(
         keep_downloads: whether weights that this call downloads stay in the Hub's cache when they are measured.
         shard: (i, n): every n-th checkpoint from the i-th (from 0), for n processes on one root.
         progress: told what is done and what comes next.
+        without: names of checkpoints that cannot be measured, each with why: they are among the `failures`.
 
     Raises:
-        InputError: a series that is not there, options that fit no checkpoint.
+        InputError: a series that is not there, options or data that fit no checkpoint. Where each checkpoint has
+            analyses of its own, what fits one of them only is among the `failures`.
     """
     index, count = shard
     if not 0 <= index < count:
@@ -74,8 +77,10 @@ def analyze_series(
         )
     place, number = device_of(device), {"float32": torch.float32, "float64": torch.float64}[dtype]
     known, tell = Known(Path(root), dtype), progress or (lambda done, total, what: None)
-    wanted = _by_name(series, analyses)
-    result, mine = _audited(series, series.checkpoints[index::count], known, allow_suspect)
+    if not _is_at(series, Path(root)):
+        known.refuse_another(series.checkpoints)
+    wanted, unmeasured = _by_name(series, analyses, without or {})
+    result, mine = _audited(series, series.checkpoints[index::count], known, allow_suspect, unmeasured)
     due = [checkpoint for checkpoint in mine if not _is_known(known, checkpoint, wanted[checkpoint.name])]
     result.num_known = sum(len(wanted[one.name]) for one in mine) - sum(len(wanted[one.name]) for one in due)
     checked: set[int] = set()  # lists of analyses
@@ -84,15 +89,17 @@ def analyze_series(
         tell(done + len(mine) - len(due), len(mine), checkpoint.name)
         these = wanted[checkpoint.name]
         try:
-            fetched.result()
+            _had(fetched, checkpoint)
             source = _source(checkpoint, known, result.verdicts[checkpoint.name])
             view = LayeredModel(checkpoint.load(dtype=number).to(place))
             for analysis in () if id(these) in checked else these:
                 analysis.check(view)  # before the first number: what does not fit is refused
+        except torch.OutOfMemoryError:
+            result.failures.append(f"{checkpoint.series} {checkpoint.name} does not fit in the memory of {place}")
         except InputError as error:
-            if view is not None and not checked:
+            if view is not None and not checked and not isinstance(analyses, Mapping):
                 raise
-            result.failures.append(str(error))
+            result.failures.append(str(error) if view is None else f"{checkpoint.name}: {error}")
         else:
             checked.add(id(these))
             _measure(view, checkpoint, these, source, known, result)
@@ -104,20 +111,57 @@ def analyze_series(
     return result
 
 
-def _by_name(series: Series, analyses: Analyses) -> dict[str, Sequence[Analysis]]:
-    """What is to be measured on each checkpoint; data that is not there is refused before anything is downloaded."""
-    for each in analyses.values() if isinstance(analyses, Mapping) else [analyses]:
-        refuse_double_names(each)
-        for analysis in each:
-            analysis.data_hash()
-    return {found.name: analyses[found.name] if isinstance(analyses, Mapping) else analyses for found in series}
+def _is_at(series: Series, root: Path) -> bool:
+    """Whether a series lies in the folder of the results: its own, whatever it was named before."""
+    place: Path | None = getattr(series, "root", None)
+    return place is not None and place.resolve() == root.resolve()
+
+
+def _had(fetched: Future[Any], checkpoint: Checkpoint) -> None:
+    """Waits for a checkpoint; a disk that is full is told of like a Hub that is not there."""
+    try:
+        fetched.result()
+    except OSError as error:
+        raise InputError(f"{checkpoint.series} {checkpoint.name} cannot be fetched: {error}") from error
+
+
+def _by_name(
+    series: Series, analyses: Analyses, without: Mapping[str, str]
+) -> tuple[dict[str, Sequence[Analysis]], dict[str, str]]:
+    """What is to be measured on each checkpoint, and which cannot be measured, each with why.
+
+    Data that is not there is refused before anything is downloaded; where each checkpoint has data of its own, in the
+    tokens of its own tokenizer, those are left out that have none.
+    """
+    if not isinstance(analyses, Mapping):
+        _refuse_missing_data(analyses)
+        return {found.name: analyses for found in series}, dict(without)
+    wanted, unmeasured = {}, dict(without)
+    for found in series:
+        if found.name in unmeasured:
+            continue
+        try:
+            _refuse_missing_data(analyses[found.name])
+        except InputError as error:
+            unmeasured[found.name] = f"{found.name}: {error}"
+        else:
+            wanted[found.name] = analyses[found.name]
+    if not wanted:
+        raise InputError(next(iter(unmeasured.values())))
+    return wanted, unmeasured
+
+
+def _refuse_missing_data(analyses: Sequence[Analysis]) -> None:
+    refuse_double_names(analyses)
+    for analysis in analyses:
+        analysis.data_hash()
 
 
 def _audited(
-    series: Series, mine: Sequence[Checkpoint], known: Known, allow_suspect: bool
+    series: Series, mine: Sequence[Checkpoint], known: Known, allow_suspect: bool, unmeasured: Mapping[str, str]
 ) -> tuple[SeriesResult, list[Checkpoint]]:
     """What is said of the series, and which checkpoints of this shard are to be measured."""
-    unlisted = _unlisted(series)
+    unlisted = {**_unlisted(series), **unmeasured}
     found = audit(series, without=unlisted.keys())
     listed = [checkpoint for checkpoint in mine if checkpoint.name not in unlisted]
     whole = _is_whole(series, found)

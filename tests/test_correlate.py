@@ -111,6 +111,23 @@ def test_a_metric_per_layer_is_that_of_the_last_layer_or_of_the_one_asked_for(tm
     assert of(read_runs([root], metric="loss", score=f"{file}:arc", layer="last"), "loss")["b"] == pytest.approx(0.9)
 
 
+def test_the_value_of_the_whole_model_comes_before_those_of_layers_pairs_and_references(tmp_path):
+    found = [
+        Record(metric="m", value=5.0, layer=1, other_layer=2),
+        Record(metric="m", value=6.0, layer=3),
+        Record(metric="m", value=7.0, tags={"reference": "majority"}),
+        Record(metric="m", value=8.0, tags={"distance": 1}),
+        Record(metric="m", value=9.0, tags={"statistic": "median"}),
+    ]
+    for number, name in enumerate("abc"):
+        own = Record(metric="m", value=0.5 + number)
+        line = measured(name, None, "x", *found[:2], own, *found[2:], Record(metric="s", value=1.0 - number))
+        records.append(tmp_path / "measurements.jsonl", line)
+    assert of(read_runs([tmp_path], metric="m", score="x/s"), "m") == {"a": 0.5, "b": 1.5, "c": 2.5}
+    with pytest.raises(InputError, match="m is 6 for all"):
+        correlate(read_runs([tmp_path], metric="m", score="x/s", layer=3))
+
+
 def test_of_a_training_run_the_last_checkpoint_counts_or_the_step_asked_for(tmp_path):
     root = grid(tmp_path / "grid")
     table = read_runs([root], metric="coupling", score="validation/accuracy")
@@ -149,6 +166,16 @@ def test_models_that_lack_a_value_are_left_out_and_told(tmp_path):
         "org/f": "no coupling/coupling with k = 3",
     }
     assert correlate(table).left_out == table.left_out
+
+
+def test_a_run_that_has_measured_nothing_is_named(tmp_path):
+    root = grid(tmp_path / "grid", 4)
+    (root / "cell2" / "measurements.jsonl").unlink()
+    (root / "sweep.csv").write_text("run,accuracy\n" + "".join(f"cell{n},{n * n}\n" for n in range(4)))
+    (root / "cell1.json").write_text("{}")
+    table = read_runs([root], metric="coupling/coupling", score=f"{root / 'sweep.csv'}:accuracy")
+    assert table.left_out == {"cell2": "no coupling/coupling"}
+    assert of(table, "accuracy") == {"cell0": 0, "cell1": 1, "cell3": 9}
 
 
 def test_folders_of_equal_run_names_are_told_apart_by_their_paths(tmp_path):
@@ -246,9 +273,12 @@ def test_every_row_is_the_coefficient_that_it_names():
     assert both.value == partial_correlation(m, s, [np.log(width), tied]).value
     assert both.df == 20 - 2 - 2
     assert found.groups[0].value == within_group_correlation(m, s, list(tied)).value
-    assert [(row.name, row.n) for row in found.groups[1:]] == [(f"Tied {n}", 5) for n in (1, 2, 3, 4)]
+    assert [(row.name, row.n) for row in found.groups[1:]] == [(f"tied {n}", 5) for n in (1, 2, 3, 4)]
     assert found.groups[2].value == pearson(m[5:10], s[5:10]).value
     assert all(row.low <= row.value <= row.high for row in found.rows if row.low is not None)
+    assert (rows["R²"].low, rows["R²"].high) == pytest.approx(
+        (rows["Pearson r"].low ** 2, rows["Pearson r"].high ** 2), abs=0.01
+    )
     assert found.covariates[0].r2_score == pytest.approx(pearson(s, np.log(width)).value ** 2)
 
 
@@ -266,7 +296,7 @@ def test_a_metric_that_follows_the_width_is_warned_of_and_one_that_does_not_is_n
     assert correlate(table_of(**columns), resamples=100).warnings == []
     columns["m"] = np.log(columns["width"]) + 0.1 * columns["m"]
     (warning,) = correlate(table_of(**columns), resamples=100).warnings
-    assert warning.startswith("M follows log width, R² = 1.00")
+    assert warning.startswith("m follows log width, R² = 1.00")
     assert "beyond it r =" in warning
     p_1 = replace(table_of(**some()), p_is_1=True)
     assert "divides by the sum of the leading singular values (p = 1)" in correlate(p_1, resamples=100).warnings[0]
@@ -353,6 +383,6 @@ def test_the_findings_of_the_published_table_are_the_published_numbers():
     assert (rows["Width 2048"].value, rows["Width 2048"].p) == pytest.approx((0.30, 0.56), abs=0.005)
     covariates = {one.name: (one.r2_metric, one.r2_score) for one in found.covariates}
     assert covariates["Coupling by width alone"] == pytest.approx((0.93, 0.71), abs=0.005)
-    assert covariates["log width"][1] == pytest.approx(0.73, abs=0.0051)
+    assert covariates["Log width"][1] == pytest.approx(0.73, abs=0.0051)
     assert "p = 1" in found.warnings[0]
     assert "follows coupling by width alone, R² = 0.93; beyond it r = 0.568 (p = 0.002)" in found.warnings[1]

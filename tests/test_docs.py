@@ -16,7 +16,8 @@ ASSIGNMENTS = re.compile(r"^([A-Z_]+=\S+ )+")
 # Run by the continuous integration itself, or setting up the machine.
 ELSEWHERE = ("make ", "pip install", "git clone", "cd ", "python -m pytest", "python benchmarks/", "wandb ")
 # Small enough for a test; what a page shows stays as it is.
-SHORT = ["--trainer.max_steps", "1", "--data.num_validation_sequences", "4", "--trainer.accelerator", "cpu"]
+SHORT = ["--trainer.max_steps", "1", "--trainer.accelerator", "cpu"]
+FEW = {True: "--data.num_validation_images", False: "--data.num_validation_sequences"}  # of images, of text
 
 
 def blocks(page: Path) -> list[tuple[str, str]]:
@@ -66,5 +67,5 @@ def run(line: str) -> None:
         assert ended.value.code == 0, line
         return
     if arguments[0] == "fit":
-        arguments += SHORT
+        arguments += [*SHORT, FEW[any(word.endswith(("vit.yaml", "cifar10.yaml")) for word in arguments)], "4"]
     assert main(arguments) == 0, line

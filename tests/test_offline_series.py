@@ -17,6 +17,7 @@ from lit_layers.offline_series import analyze_series
 from lit_layers.series import Checkpoint, HubRevisions, Models, Retry, StepFolders
 from lit_layers.series.known import Known
 from lit_layers.training import EmergenceCallback, SeriesCheckpoint
+from lit_layers.training.run_folder import RunFolder
 from tests.support.listed_batches import Listed
 from tests.support.series_hub import make_series, served, template
 from tests.support.tiny_training import RandomText, fit
@@ -210,6 +211,26 @@ def test_two_processes_at_once_measure_everything_once_in_the_table_of_one(run, 
     assert [(m.run, m.step, m.tokens, m.analysis, m.records, m.provenance) for m in two] == [
         (m.run, m.step, m.tokens, m.analysis, m.records, m.provenance) for m in one
     ]
+
+
+def test_two_series_do_not_become_one_curve(run, tmp_path):
+    other = tmp_path / "other"
+    shutil.copytree(run, other)
+    analyze_series(StepFolders(run, [0, 2]), few(), root=tmp_path / "out")
+    before = (tmp_path / "out" / "measurements.jsonl").read_bytes()
+    with pytest.raises(InputError, match="holds measurements of run, and other would be drawn as one curve"):
+        analyze_series(StepFolders(other), few(), root=tmp_path / "out")
+    assert (tmp_path / "out" / "measurements.jsonl").read_bytes() == before
+
+
+def test_a_run_whose_folder_was_renamed_is_still_known(tmp_path):
+    root, steps = tmp_path / "before", {"every": 2}
+    about = RunFolder(root, config="", options={"steps": steps}, mirror=None)
+    fit(root, [about, SeriesCheckpoint(steps, root), EmergenceCallback(analyses(), steps, root)], steps=4)
+    moved = root.rename(tmp_path / "after")
+    result = analyze_series(StepFolders(moved), analyses(), root=moved)
+    assert (result.measurements, result.num_known) == ([], 6)
+    assert {m.run for m in lines(moved)} == {"before"}
 
 
 def test_two_shards_measure_every_checkpoint_once_in_one_table(run, tmp_path):

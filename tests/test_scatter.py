@@ -8,7 +8,7 @@ import pytest
 pytest.importorskip("plotly")
 
 from lit_layers.functional.correlation import fit_line
-from lit_layers.plots.scatter import Scatter, label_places, label_step, scatter
+from lit_layers.plots.scatter import Scatter, label_places, label_step, scatter_plot
 
 
 def content(n: int = 20, **more) -> Scatter:
@@ -35,7 +35,7 @@ def test_the_line_is_the_least_squares_line_and_lies_in_its_band() -> None:
 def test_equal_values_of_x_have_no_line_and_are_drawn_all_the_same() -> None:
     flat = Scatter(x=[1, 1, 1], y=[1, 2, 3], names=["a", "b", "c"], x_title="x", y_title="y")
     assert flat.line() is None
-    assert [trace.mode for trace in scatter(flat).data] == ["markers+text"]
+    assert [trace.mode for trace in scatter_plot(flat).data] == ["markers+text"]
 
 
 def test_numbers_lie_on_a_scale_in_their_order_and_words_have_a_colour_each() -> None:
@@ -43,21 +43,29 @@ def test_numbers_lie_on_a_scale_in_their_order_and_words_have_a_colour_each() ->
     assert numbers.kinds() == [1, 2, 3]
     assert numbers.colors()[1] == numbers.colors()[3] == "#440154"
     words = content(4, groups=["b", "a", None, "b"])
-    assert words.kinds() == ["b", "a"]
+    assert words.kinds() == ["a", "b"]
     assert len(set(words.colors())) == 3
     assert all(color.startswith("#") and len(color) == 7 for color in [*numbers.colors(), *words.colors()])
 
 
+def test_more_words_than_colours_are_drawn_alike() -> None:
+    many = content(20, groups=[f"family {n}" for n in range(10)] * 2)
+    assert many.kinds() == []
+    assert len(set(many.colors())) == 1
+    (points,) = [trace for trace in scatter_plot(many).data if trace.mode == "markers+text"]
+    assert len(points.x) == 20
+
+
 def test_few_groups_are_in_the_legend_and_many_numbers_on_a_bar() -> None:
-    few = scatter(content(6, groups=[1, 2, 3] * 2))
+    few = scatter_plot(content(6, groups=[1, 2, 3] * 2))
     assert [trace.name for trace in few.data if trace.showlegend] == ["1", "2", "3"]
-    many = scatter(content(20, groups=[2**n for n in range(10)] * 2))
+    many = scatter_plot(content(20, groups=[2**n for n in range(10)] * 2))
     assert not any(trace.showlegend for trace in many.data)
     assert list(many.data[-1].marker.colorbar.ticktext) == ["1", "16", "512"]
 
 
 def test_hover_has_the_name_and_all_lines_with_their_signs_escaped() -> None:
-    fig = scatter(content(3, names=["a<b", "c", "d"], hover=[["width: 1 < 2"], ["x"], ["y"]]))
+    fig = scatter_plot(content(3, names=["a<b", "c", "d"], hover=[["width: 1 < 2"], ["x"], ["y"]]))
     assert fig.data[-1].customdata[0] == "<b>a&lt;b</b><br>width: 1 &lt; 2"
 
 

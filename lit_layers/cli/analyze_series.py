@@ -15,6 +15,7 @@ from lit_layers.series import Series
 from lit_layers.series.local import run_facts
 
 if TYPE_CHECKING:
+    from lit_layers.analyses.base import Analysis
     from lit_layers.offline_series import Analyses, SeriesResult
 
 FAILED = 1
@@ -30,10 +31,11 @@ def run(command: Command) -> int:
     take_own_gpu(options.device, os.environ)
     for series in everything:
         root = _root(options.root, series, alone=len(everything) == 1)
+        analyses, without = _analyses(command, series)
         with bar("auditing the series", hidden=hidden) as show:
             result = analyze_series(
                 series,
-                _analyses(command, series),
+                analyses,
                 root=root,
                 allow_suspect=options.allow_suspect,
                 keep_downloads=options.keep_downloads,
@@ -41,6 +43,7 @@ def run(command: Command) -> int:
                 device=options.device,
                 dtype=options.dtype,
                 progress=show,
+                without=without,
             )
         if not hidden:
             show_audit(result.audit)
@@ -51,24 +54,37 @@ def run(command: Command) -> int:
     return FAILED if failed else 0
 
 
-def _analyses(command: Command, series: Series) -> "Analyses":
+def _analyses(command: Command, series: Series) -> "tuple[Analyses, dict[str, str]]":
     """What to measure a series with where nothing is said: the corpus and tokenizer it was trained with, if known.
 
     With a run's own, its numbers have the names that training gave them, and are known if training measured them.
-    Models without steps have a tokenizer each, and the same text is other tokens to each of them.
+    Models without steps have a tokenizer each, and the same text is other tokens to each of them; second comes which of
+    them have none that can be had, each with why.
     """
     checkpoints = series.listing.checkpoints
     if any(found.step is None for found in checkpoints):
         if not command.wants_own_tokenizer:
             _refuse_a_foreign_tokenizer(command.options.tokenizer, series)
-        tokenizers = {found.name: found.source.tokenizer() for found in checkpoints}
-        return {name: command.analyses(name, own) for name, own in tokenizers.items()}
+        return _analyses_of_each(command, series)
     if not command.wants_own_tokenizer:
-        return command.analyses(series.name, None)
+        return command.analyses(series.name, None), {}
     folder = _folder(series)
     config = run_facts(folder).get("config", {}) if folder else {}
     own = config.get("tokenizer") or checkpoints[-1].source.tokenizer()  # the same one whichever steps are chosen
-    return command.analyses(series.name, own, config.get("corpus"))
+    return command.analyses(series.name, own, config.get("corpus")), {}
+
+
+def _analyses_of_each(command: Command, series: Series) -> "tuple[Analyses, dict[str, str]]":
+    found: dict[str, list[Analysis]] = {}
+    without: dict[str, str] = {}
+    for checkpoint in series.listing.checkpoints:
+        try:
+            found[checkpoint.name] = command.analyses(checkpoint.name, series.tokenizer(checkpoint))
+        except InputError as error:
+            without[checkpoint.name] = str(error)
+    if not found:
+        raise InputError(next(iter(without.values())))
+    return found, without
 
 
 def _refuse_a_foreign_tokenizer(name: str | None, series: Series) -> None:
@@ -78,7 +94,10 @@ def _refuse_a_foreign_tokenizer(name: str | None, series: Series) -> None:
         return
     given = tokenizer_hash(load_tokenizer(name).tokenizer)
     for found in series.listing.checkpoints:
-        own = found.source.tokenizer()
+        try:
+            own = series.tokenizer(found)
+        except InputError:  # said of it when its turn comes
+            continue
         if own is not None and tokenizer_hash(load_tokenizer(own).tokenizer) != given:
             raise InputError(
                 f"tokenizer: {name} is not that of {found.name}, to which its tokens mean something else: leave it "

@@ -107,7 +107,7 @@ def _make(root: Path) -> None:
 def _names(running: "Sequence[CellFolder]") -> str:
     names = [cell.cell.name for cell in running]
     more = f" and {len(names) - _NAMED} more" if len(names) > _NAMED else ""
-    return f"{'  '.join(names[:_NAMED])}{more}" if names else "waiting"
+    return f"{'  '.join(names[:_NAMED])}{more}" if names else "none is running here"
 
 
 def _line(cell: "CellFolder") -> str:

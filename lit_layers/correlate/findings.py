@@ -80,7 +80,7 @@ class Columns:
 
     def title(self, name: str) -> str:
         text = self.table.title(name)
-        return f"log {lowered(text)}" if name in _LOGS else text
+        return f"Log {lowered(text)}" if name in _LOGS else text
 
     def inner(self, name: str) -> str:
         """The same within a sentence."""

@@ -12,7 +12,7 @@ from lit_layers.correlate.findings import Findings, Row, lowered, p_text
 from lit_layers.correlate.table import ModelTable
 from lit_layers.plots import theme
 from lit_layers.plots.labels import MINUS, value
-from lit_layers.plots.scatter import scatter
+from lit_layers.plots.scatter import scatter_plot
 from lit_layers.report.figures import slim
 
 _NARROW = 340  # pixels that a phone leaves a plot: few names have room
@@ -22,9 +22,9 @@ def render(table: ModelTable, findings: Findings, plots: list[Plot]) -> str:
     """Returns the page: warnings, coefficients, scatter plots and the table of the models."""
     drawn, blocks = [], []
     for number, plot in enumerate(plots):
-        wide = number == 0
-        sizes = [(1140 if wide else 560, 560 if wide else 420), (_NARROW, 400)]
-        figures = [scatter(plot.content, width=width, height=height) for width, height in sizes]
+        wide = number == 0 or (number == len(plots) - 1 and number % 2 == 1)  # the last one of an odd number beside it
+        sizes = [(1140 if wide else 560, 560 if number == 0 else 420), (_NARROW, 400)]
+        figures = [scatter_plot(plot.content, width=width, height=height) for width, height in sizes]
         places = range(len(drawn), len(drawn) + len(figures))
         drawn += [slim(figure) for figure in figures]
         heights = [height for _, height in sizes]

@@ -64,7 +64,8 @@ def read_run_models(folders: Sequence[Path]) -> list[RunModel]:
 def _roots(folder: Path) -> list[Path]:
     if (folder / "measurements.jsonl").is_file():
         return [folder]
-    inner = sorted(path.parent for path in folder.glob("*/measurements.jsonl"))
+    # A run that has not measured anything is to be named, not passed over.
+    inner = sorted({path.parent for name in ("measurements.jsonl", "run.json") for path in folder.glob(f"*/{name}")})
     if not inner:
         what = "it and the folders in it have none" if folder.is_dir() else "no such folder"
         raise InputError(f"expected a folder with measurements.jsonl, or a .csv or .parquet file, got {folder}: {what}")
@@ -75,7 +76,7 @@ def _models(root: Path) -> list[RunModel]:
     every = records.latest(records.read(root / "measurements.jsonl"))
     about, scalars = _about(root / "run.json"), records.rows(root / "metrics.jsonl")
     found = []
-    for name in dict.fromkeys(m.run for m in every):
+    for name in dict.fromkeys(m.run for m in every) or [str(about.get("run") or root.name)]:
         own = [m for m in every if m.run == name and m.error is None]
         sound = [m for m in own if not records.is_suspect(m)]
         is_trained_here = about.get("run") in (None, name)
@@ -87,7 +88,7 @@ def _models(root: Path) -> list[RunModel]:
                 num_suspect=len({m.step for m in own if records.is_suspect(m)}),
                 scalars=scalars if is_trained_here else [],
                 about=about if is_trained_here else {},
-                has_steps=any(m.step is not None for m in own),
+                has_steps=not own or any(m.step is not None for m in own),
             )
         )
     return found

@@ -10,7 +10,7 @@ from typing import Any
 import pandas as pd
 
 from lit_layers.correlate import runs
-from lit_layers.correlate.runs import Choice, RunModel, nearest
+from lit_layers.correlate.runs import SIZES, Choice, RunModel, nearest
 from lit_layers.errors import InputError
 from lit_layers.plots.labels import METRICS, sentence, tag_text
 from lit_layers.plots.models import short_names
@@ -41,8 +41,8 @@ class ModelTable:
     notes: list[str] = field(default_factory=list)
 
     def title(self, column: str) -> str:
-        """What a column is called in figures and tables."""
-        return self.titles.get(column) or sentence(column)
+        """What a column is called in figures and tables: columns of the user's own are called as there."""
+        return self.titles.get(column) or (sentence(column) if column in (*SIZES, "model", "step", "layer") else column)
 
 
 def published() -> ModelTable:

@@ -4,6 +4,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from lit_layers.data.batches import Batches as Batches
+    from lit_layers.data.benchmarks import BenchmarkPrompts as BenchmarkPrompts
     from lit_layers.data.images import EvalImages as EvalImages
     from lit_layers.data.preparing import prepare as prepare
     from lit_layers.data.preparing import prepared as prepared
@@ -15,6 +16,7 @@ if TYPE_CHECKING:
 # Name -> module, imported on first use: the processes that tokenize need no torch, which takes seconds to import.
 _HOMES = {
     "Batches": "batches",
+    "BenchmarkPrompts": "benchmarks",
     "EvalImages": "images",
     "EvalText": "text",
     "TokenBlocks": "training_text",
@@ -25,6 +27,7 @@ _HOMES = {
 }
 __all__ = [
     "Batches",
+    "BenchmarkPrompts",
     "EvalImages",
     "EvalText",
     "TokenBlocks",

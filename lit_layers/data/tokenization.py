@@ -153,15 +153,15 @@ def _download(spec: str) -> Path:
     """The folder of a Hub repository's tokenizer files, from the local cache where there is no network."""
     from huggingface_hub import snapshot_download
 
-    from lit_layers.data.hub_errors import HUB_ERRORS, reason
+    from lit_layers.data.hub_errors import HUB_ERRORS, LOG_IN, is_refused, reason
 
     name, _, revision = spec.partition("@")
     try:
         return Path(snapshot_download(name, revision=revision or None, allow_patterns=[MAIN, *COMPANIONS]))
     except HUB_ERRORS as error:  # not there, not reachable, not a name
+        advice = LOG_IN if is_refused(error) else "check the name and the network, or give a local folder"
         raise InputError(
-            f"the tokenizer {spec!r} is no local path and cannot be had from the Hub ({reason(error)}): "
-            "check the name and the network, or give a local folder"
+            f"the tokenizer {spec!r} is no local path and cannot be had from the Hub ({reason(error)}): {advice}"
         ) from error
 
 

@@ -61,9 +61,7 @@ def _cut(value: Any, prompts: Tensor, places: Tensor | None, shape: tuple[int, .
     if isinstance(value, tuple | list):
         return type(value)(_cut(item, prompts, places, shape) for item in value)
     if isinstance(value, dict):
-        return {
-            name: item if name in SHARED else _cut(item, prompts, places, shape) for name, item in value.items()
-        }
+        return {name: item if name in SHARED else _cut(item, prompts, places, shape) for name, item in value.items()}
     if not isinstance(value, Tensor) or value.ndim < 2 or value.shape[0] not in (1, shape[0]):
         return value
     rows = prompts if value.shape[0] == shape[0] else torch.zeros_like(prompts)

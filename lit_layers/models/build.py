@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from lit_layers.errors import InputError
-from lit_layers.models.families import Network, family_of
+from lit_layers.models.families import Network, class_named, family_of
 from lit_layers.models.vocabulary import TRUE_SIZE, is_padded, pad_vocabulary_, true_vocab_size, unpadded_state
 
 __all__ = ["causal_lm", "load", "save", "true_vocab_size", "vit", "weights_hash"]
@@ -32,7 +32,7 @@ def causal_lm(
     weights: nn.Module | None = None,
     **overrides: Any,
 ) -> nn.Module:
-    """A new causal language model on the CPU, in training mode.
+    """A new causal language model on the CPU, in training mode, in float32 whatever a config.json says.
 
     `name` is a model type of transformers ("gpt2", "gpt_neox", "llama") or a folder with a config.json; `overrides`
     are fields of its config. The weights depend on the config and `seed` alone and the global random state is left
@@ -54,7 +54,9 @@ def causal_lm(
         options = fused | _no_foreign_tokens(plain, overrides.get("vocab_size", plain.vocab_size)) | overrides
         config = _config(name, **options)
         with _seeded(seed):
-            model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation=attention_implementation)
+            model = transformers.AutoModelForCausalLM.from_config(
+                config, attn_implementation=attention_implementation, dtype=torch.float32
+            )
     except (StrictDataclassError, ValueError, TypeError, RuntimeError, ZeroDivisionError) as error:
         raise InputError(f"cannot build {name} with {overrides}: {_one_line(error)}") from error
     family_of(model)
@@ -155,10 +157,8 @@ def _copy_weights_(model: nn.Module, weights: nn.Module) -> None:
     try:
         model.load_state_dict(weights.state_dict())
     except RuntimeError as error:
-        raise InputError(
-            f"the weights do not fit a {type(model).__name__} of these options ({_one_line(error)}): leave options of "
-            "the model's size out"
-        ) from error
+        kind = type(model).__name__
+        raise InputError(f"the weights do not fit a {kind} of these options: {_one_line(error)}") from error
 
 
 def _config(name: str | Path, **options: Any) -> Any:
@@ -199,7 +199,7 @@ def _load_transformers(name: str, settings: dict, revision: str | None, dtype: t
     import transformers
 
     architecture = (settings.get("architectures") or ["AutoModelForCausalLM"])[0]
-    kind = getattr(transformers, architecture, None)
+    kind = class_named(architecture)
     if kind is None:
         raise InputError(f"transformers {transformers.__version__} has no {architecture}, which {name} asks for")
     os.environ.setdefault("DISABLE_SAFETENSORS_CONVERSION", "1")  # else a pickle starts a thread that asks the Hub

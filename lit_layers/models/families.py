@@ -107,9 +107,7 @@ FAMILIES = (
     _decoder("phi", "Phi", norm="final_layernorm"),
     _decoder("gpt_neo", "GPTNeo", blocks="h", norm="ln_f"),
     _decoder("falcon", "Falcon", blocks="h", norm="ln_f"),
-    Family(
-        name="mpt", classes=("MptForCausalLM", "MptModel"), blocks="blocks", norm="norm_f", longest="max_seq_len"
-    ),
+    Family(name="mpt", classes=("MptForCausalLM", "MptModel"), blocks="blocks", norm="norm_f", longest="max_seq_len"),
     Family(
         name="bert",
         classes=("BertForMaskedLM", "BertForSequenceClassification", "BertForTokenClassification", "BertModel"),
@@ -149,6 +147,19 @@ def family_of(model: nn.Module) -> Family:
         f"no layered view of {type(model).__name__}; known families: {known}; "
         f"add a row to lit_layers/models/families.py{hint}"
     )
+
+
+def class_named(architecture: str) -> Any:
+    """The class of transformers that a config.json names, in any capitals (MPT's say MPTForCausalLM); None without one.
+
+    The repositories' own code, where that name comes from, is never run.
+    """
+    import transformers
+
+    if (found := getattr(transformers, architecture, None)) is not None:
+        return found
+    same = [name for name in dir(transformers) if name.lower() == architecture.lower()]
+    return getattr(transformers, same[0]) if same else None
 
 
 def propose_blocks(model: nn.Module) -> str | None:

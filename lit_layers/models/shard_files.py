@@ -59,7 +59,7 @@ class ShardFiles:
                 raise InputError(f"{self.model} has no file {file}") from FileNotFoundError(file)
             return self._folder / file
         from huggingface_hub import hf_hub_download
-        from huggingface_hub.errors import EntryNotFoundError, HTTPError, LocalEntryNotFoundError
+        from huggingface_hub.errors import EntryNotFoundError, GatedRepoError, HTTPError, LocalEntryNotFoundError
 
         if file in self._paths:
             return self._paths[file]
@@ -70,9 +70,11 @@ class ShardFiles:
             missing = isinstance(error, EntryNotFoundError) and not isinstance(error, LocalEntryNotFoundError)
             at = f" at revision {self._revision}" if self._revision else ""
             reason = f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
+            advice = "check the name, the revision and the network, then run again"
+            if isinstance(error, GatedRepoError):
+                advice = "ask for access on its page, then log in with `hf auth login` or set HF_TOKEN"
             raise InputError(
-                f"{self.model}{at} is no local folder, and {file} cannot be had from the Hub ({reason}): check the "
-                "name, the revision and the network, then run again"
+                f"{self.model}{at} is no local folder, and {file} cannot be had from the Hub ({reason}): {advice}"
             ) from (FileNotFoundError(file) if missing else error)
 
     def has(self, file: str) -> bool:

@@ -2,12 +2,11 @@
 
 import os
 from collections.abc import Callable
-from typing import Any
 
 import torch
 
 from lit_layers.errors import InputError
-from lit_layers.models.families import Network
+from lit_layers.models.families import Network, class_named
 from lit_layers.models.shard_files import ShardFiles
 
 META = torch.device("meta")
@@ -45,7 +44,7 @@ def _transformers_skeleton(files: ShardFiles, dtype: torch.dtype) -> Network:
     except ValueError as error:
         reason = " ".join(str(error).split()).split(". ")[0]
         raise InputError(f"the config.json of {files.model} is none that transformers reads: {reason}") from error
-    kind: Any = getattr(transformers, architecture, None)
+    kind = class_named(architecture)
     if kind is None:
         raise InputError(f"transformers {transformers.__version__} has no {architecture}, which {files.model} asks for")
     build = kind.from_config if architecture.startswith("Auto") else kind._from_config

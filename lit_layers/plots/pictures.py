@@ -84,8 +84,7 @@ def _legend(axes: Any, content: Scatter) -> None:
     shown = kinds
     if len(kinds) > _LISTED:
         places = range(0, len(kinds), -(-len(kinds) // _LISTED))
-        shown = [kinds[n] for n in {*places, len(kinds) - 1}] if content.is_scaled() else []
-        shown = sorted(shown)
+        shown = [kinds[number] for number in sorted({*places, len(kinds) - 1})]
     handles = [
         Line2D([], [], marker="o", linestyle="", markersize=5.5, color=colors[groups.index(kind)], label=_text(kind))
         for kind in shown

@@ -12,7 +12,6 @@ from lit_layers.functional.correlation import UndefinedError, fit_line, line_ban
 from lit_layers.plots.labels import escape
 from lit_layers.plots.theme import ACCENT, COLORS, DEPTH, INK, MUTED, bar_trace, colors_of, figure, translucent
 
-_SYMBOLS = ("circle", "square", "diamond", "triangle-up", "cross", "x")
 _LISTED = 7  # groups that a legend names
 _PAD = 0.07  # of the range, around the points
 _LINE_POINTS = 60
@@ -33,8 +32,8 @@ _PLACES = {
 class Scatter:
     """What a scatter plot shows, for a page or for a picture.
 
-    `groups` colours the points: along a scale where all are numbers, else one colour a group. `hover` are the lines
-    that touching a point shows below its name.
+    `groups` colours the points: along a scale where all are numbers, else one colour a group, or all alike where there
+    are more groups than colours. `hover` are the lines that touching a point shows below its name.
     """
 
     x: Sequence[float]
@@ -48,9 +47,11 @@ class Scatter:
     hover: Sequence[Sequence[str]] = field(default_factory=list)
 
     def kinds(self) -> list[Any]:
-        """The groups that there are, numbers in order."""
-        known = list(dict.fromkeys(group for group in self.groups or () if group is not None))
-        return sorted(known) if all(_is_number(group) for group in known) else known
+        """The groups that have a colour of their own, in order."""
+        known = dict.fromkeys(group for group in self.groups or () if group is not None)
+        if all(map(_is_number, known)):
+            return sorted(known)
+        return sorted(known, key=str) if len(known) <= len(COLORS) else []
 
     def is_scaled(self) -> bool:
         """Whether the groups are numbers, which lie on a scale of colours."""
@@ -62,10 +63,7 @@ class Scatter:
         kinds = self.kinds()
         if not kinds:
             return [ACCENT] * len(self.x)
-        if self.is_scaled():
-            own = [_hex(color) for color in colors_of(DEPTH, len(kinds))]
-        else:
-            own = [COLORS[number % len(COLORS)] for number in range(len(kinds))]
+        own = [_hex(color) for color in colors_of(DEPTH, len(kinds))] if self.is_scaled() else COLORS
         return [MUTED if group is None else own[kinds.index(group)] for group in self.groups or ()]
 
     def limits(self) -> tuple[tuple[float, float], tuple[float, float]]:
@@ -83,7 +81,7 @@ class Scatter:
         return at.tolist(), (fitted.intercept + fitted.slope * at).tolist(), low.tolist(), high.tolist()
 
 
-def scatter(content: Scatter, *, width: int = 660, height: int = 440, named: bool = True) -> go.Figure:
+def scatter_plot(content: Scatter, *, width: int = 660, height: int = 440, named: bool = True) -> go.Figure:
     """Returns the figure for a page; as many names as have room beside their points at this size, others on touch."""
     xlim, ylim = content.limits()
     places = label_places(content, width - 80, height - 110, size=10.5) if named else [None] * len(content.x)
@@ -95,13 +93,13 @@ def scatter(content: Scatter, *, width: int = 660, height: int = 440, named: boo
         traces.append({**band, "x": at, "y": high, "fill": "tonexty", "fillcolor": translucent(ACCENT, 0.12)})
         look = {"mode": "lines", "line": {"color": ACCENT, "width": 1.8}, "hoverinfo": "skip", "showlegend": False}
         traces.append({**look, "x": at, "y": middle})
-    colors, groups = content.colors(), list(content.groups or [None] * len(content.x))
-    kinds = content.kinds()
+    colors, kinds = content.colors(), content.kinds()
+    groups = list(content.groups) if kinds and content.groups is not None else [None] * len(content.x)
     listed = 1 < len(kinds) <= _LISTED
-    for number, kind in enumerate([*kinds, None] if kinds else [None]):
+    for kind in [*kinds, None]:
         own = [index for index, group in enumerate(groups) if group == kind]
         if own:
-            traces.append(_points(content, own, places, colors[own[0]], kind, listed, number))
+            traces.append(_points(content, own, places, colors[own[0]], kind, listed))
     if len(kinds) > _LISTED and content.is_scaled():
         shown = sorted({0, (len(kinds) - 1) // 2, len(kinds) - 1})
         ticks = {index: f"{kinds[index]:,.4g}" if kinds[index] < 1e4 else f"{kinds[index]:g}" for index in shown}
@@ -127,14 +125,12 @@ def _points(
     color: str,
     kind: Any,
     listed: bool,
-    number: int,
 ) -> dict[str, Any]:
     text = "none" if kind is None else f"{kind:g}" if isinstance(kind, float) else str(kind)
     hover = [
-        "<br>".join([f"<b>{escape(content.names[n])}</b>", *map(str, content.hover[n] if content.hover else [])])
+        "<br>".join([f"<b>{escape(content.names[n])}</b>", *map(escape, content.hover[n] if content.hover else [])])
         for n in own
     ]
-    cycle = 0 if content.is_scaled() else number // len(COLORS)
     return {
         "x": [content.x[n] for n in own],
         "y": [content.y[n] for n in own],
@@ -147,7 +143,6 @@ def _points(
         "marker": {
             "color": color,
             "size": 9,
-            "symbol": _SYMBOLS[cycle % len(_SYMBOLS)],
             "line": {"color": "white", "width": 1},
         },
         "cliponaxis": False,

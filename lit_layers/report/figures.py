@@ -61,7 +61,7 @@ def training(run: RunData) -> list[dict[str, Any]]:
         fig = plots.training_curves(run.scalars, tokens_per_step=run.tokens_per_step, references=references)
         found.append(
             _block(
-                "Loss (nats per token)",
+                "Loss (nats)",
                 "Dashed: what a model knows that only counts tokens." if references else "",
                 fig,
             )

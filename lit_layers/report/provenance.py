@@ -97,8 +97,8 @@ def _by_analysis(run: RunData) -> list[list[Measurement]]:
 
 
 def _values(name: str, measurements: Iterable[Measurement]) -> list[Any]:
-    """What those say that say anything; one that failed early does not."""
-    return distinct(m.provenance[name] for m in measurements if name in m.provenance)
+    """What those say; one that failed early may say nothing, of any other that is a value, too."""
+    return distinct(m.provenance.get(name) for m in measurements if name in m.provenance or m.error is None)
 
 
 def _differing(name: str, measurements: list[Measurement], run: RunData) -> Any:

@@ -127,6 +127,14 @@ class Series(ABC):
             return self.listing.checkpoints
         return tuple(by_step[step] for step in choose(list(by_step), self.steps, self.name))
 
+    def tokenizer(self, checkpoint: Checkpoint) -> str | None:
+        """The tokenizer of one of its checkpoints as recipes name it; None where it has none.
+
+        Raises:
+            InputError: it cannot be had.
+        """
+        return checkpoint.source.tokenizer()
+
     def __iter__(self) -> Iterator[Checkpoint]:
         return iter(self.checkpoints)
 

@@ -38,6 +38,8 @@ class HubRevisions(Series):
     ) -> None:
         self.repo, self.steps, self.stage, self.ingredient = repo, steps, stage, ingredient
         self.name = repo if stage == 1 else f"{repo} stage {stage}"
+        if ingredient is not None:
+            self.name += f" ingredient {ingredient}"
         self._grammar = None if grammar == "auto" else Grammar(grammar)
         self._manifest, self._retry = manifest, retry
 

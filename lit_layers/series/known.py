@@ -1,7 +1,7 @@
 """What is known of the checkpoints of a series: the measurements of a root, and the verdicts that stand in them."""
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from lit_layers import records
@@ -10,6 +10,7 @@ from lit_layers.data.tokenization import Tokenizer, tokenizer_hash
 from lit_layers.errors import InputError
 from lit_layers.records import Measurement
 from lit_layers.series.checkpoint import Checkpoint
+from lit_layers.series.local import run_facts
 from lit_layers.series.sources import TOKENIZER
 
 SUSPECT = "suspect"
@@ -19,13 +20,29 @@ class Known:
     """The measurements of a root in one precision: those that were there, and those that are added."""
 
     def __init__(self, root: Path, dtype: str) -> None:
-        self.file, self.run, self.dtype = root / "measurements.jsonl", root.resolve().name, dtype
+        self.file, self.dtype = root / "measurements.jsonl", dtype
+        self.run = run_facts(root).get("run") or root.resolve().name  # a run's folder may have been renamed
         self._last = {_key(m): m for m in records.read(self.file)}
         self._tokenizers: dict[str, str] = {}  # by the hash of the file: most steps share one
 
     def run_of(self, checkpoint: Checkpoint) -> str:
         """The root's name; models without steps are a run each."""
         return checkpoint.name if checkpoint.step is None else self.run
+
+    def refuse_another(self, checkpoints: Iterable[Checkpoint]) -> None:
+        """Refuses to make one curve of two series.
+
+        Raises:
+            InputError: where the root holds steps of another series, as far as its measurements say of which they are.
+        """
+        of = {(m.run, m.step is None): m.provenance.get("series") for m in self._last.values()}
+        for one in checkpoints:
+            other = of.get((self.run_of(one), one.step is None))
+            if other not in (None, one.series) and one.step is not None:
+                raise InputError(
+                    f"root: {self.file.parent} holds measurements of {other}, and {one.series} would be drawn as one "
+                    "curve with them: choose another root"
+                )
 
     def has_all(self, checkpoint: Checkpoint, analyses: Sequence[Analysis]) -> bool:
         """Whether all is known from weight files of these very hashes, without loading any."""

@@ -14,6 +14,7 @@ from lit_layers.errors import InputError
 from lit_layers.schedule import Steps
 from lit_layers.series.checkpoint import Checkpoint, Listing, Series, would_run_code
 from lit_layers.series.files import ListedFile
+from lit_layers.series.local import run_facts
 from lit_layers.series.sources import Source, companions
 
 if TYPE_CHECKING:
@@ -65,8 +66,10 @@ class LightningCheckpoints(Series):
         )
 
     def _checkpoint(self, step: int, path: Path, config: Path) -> Checkpoint:
-        tokens = None if self.tokens_per_step is None else step * self.tokens_per_step
-        return Checkpoint(self.name, self._name(path), LightningSource(path, config), step=step, tokens=tokens)
+        begun = next(filter(None, map(run_facts, (self.root, self.root.parent))), {}).get("origin") or {}
+        first, before = begun.get("step", 0), begun.get("tokens", 0)
+        tokens = None if self.tokens_per_step is None or before is None else before + step * self.tokens_per_step
+        return Checkpoint(self.name, self._name(path), LightningSource(path, config), step=first + step, tokens=tokens)
 
     def _name(self, path: Path) -> str:
         return str(path.relative_to(self.root))

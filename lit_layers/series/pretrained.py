@@ -1,46 +1,99 @@
 """Models that belong to no series of steps: to be compared with each other."""
 
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from lit_layers.errors import InputError
+from lit_layers.series.auditing import REQUESTS_AT_ONCE
 from lit_layers.series.checkpoint import Checkpoint, Listing, Series
+from lit_layers.series.files import ListedFile
 from lit_layers.series.hub import MAIN
 from lit_layers.series.retrying import Retry
 from lit_layers.series.sources import FolderSource, Hub, HubSource, Source
 
 
 class Models(Series):
-    """A set of models in the order given: folders, or repositories of the Hub, at a branch with `NAME@REVISION`."""
+    """A set of models in the order given: folders, or repositories of the Hub, at a branch with `NAME@REVISION`.
 
-    def __init__(self, models: Sequence[str], *, name: str = "models", retry: Retry | None = None) -> None:
+    A repository that cannot be had is in the listing, and whoever asks for its files is told why: not for it shall the
+    others wait. `tokenizers` names one, by the model's name as it stands in `models`, for those of them that carry no
+    tokenizer.json.
+
+    Raises:
+        InputError: an empty list, a name that is there twice, a folder that does not exist; on first use, if none of
+            the models can be had, why the first of them cannot.
+    """
+
+    def __init__(
+        self,
+        models: Sequence[str],
+        *,
+        name: str = "models",
+        tokenizers: Mapping[str, str] | None = None,
+        retry: Retry | None = None,
+    ) -> None:
         if isinstance(models, str) or not models:
             raise InputError(f"models: expected a list of folders or names on the Hub, got {models!r}")
         if double := [model for model in models if list(models).count(model) > 1]:
             raise InputError(f"models: {double[0]} is there twice")
-        self.models, self.name, self._retry = list(models), name, retry
+        self.models, self.name, self.tokenizers, self._retry = list(models), name, dict(tokenizers or {}), retry
 
     def find(self) -> Listing:
-        hub: Hub | None = None
-        found: list[Checkpoint] = []
         for model in self.models:
-            source: Source
-            if os.path.isdir(model):
-                source = FolderSource(Path(model))
-            elif model.startswith((".", "/", "~")):
+            if model.startswith((".", "/", "~")) and not os.path.isdir(model):
                 raise InputError(f"models: expected a folder with a model, {model} does not exist")
-            else:
-                hub = hub or Hub(self._retry)
-                source = _on_the_hub(hub, model)
-            found.append(Checkpoint(self.name, model, source))
+        hub = None if all(map(os.path.isdir, self.models)) else Hub(self._retry)
+        with ThreadPoolExecutor(REQUESTS_AT_ONCE) as pool:
+            sources = list(pool.map(lambda model: _source(hub, model), self.models))
+        if isinstance(sources[0], NotToBeHad) and all(isinstance(source, NotToBeHad) for source in sources):
+            raise InputError(sources[0].why)
+        found = [Checkpoint(self.name, model, source) for model, source in zip(self.models, sources, strict=True)]
         return Listing(checkpoints=tuple(found))
 
+    def tokenizer(self, checkpoint: Checkpoint) -> str | None:
+        return super().tokenizer(checkpoint) or self.tokenizers.get(checkpoint.name)
 
-def _on_the_hub(hub: Hub, model: str) -> HubSource:
+
+@dataclass(frozen=True)
+class NotToBeHad(Source):
+    """A model whose repository cannot be listed, and why."""
+
+    model: str
+    why: str
+
+    @property
+    def files(self) -> Mapping[str, ListedFile]:
+        raise InputError(self.why)
+
+    def read(self, path: str) -> bytes:
+        raise InputError(self.why)
+
+    def fetch(self) -> Path:
+        raise InputError(self.why)
+
+    def drop(self) -> None:
+        return
+
+    def describe(self) -> dict[str, Any]:
+        return {"checkpoint": self.model}
+
+    def _tokenizer_name(self) -> str:
+        raise InputError(self.why)
+
+
+def _source(hub: Hub | None, model: str) -> Source:
+    if hub is None or os.path.isdir(model):
+        return FolderSource(Path(model))
     repo, _, revision = model.partition("@")
-    commits = hub.commits(repo)
     revision = revision or MAIN
+    try:
+        commits = hub.commits(repo)
+    except InputError as error:
+        return NotToBeHad(model, str(error))
     if revision not in commits:
-        raise InputError(f"models: {repo} has no branch {revision}; it has {len(commits)}")
+        return NotToBeHad(model, f"models: {repo} has no branch {revision}; it has {len(commits)}")
     return HubSource(hub, repo, revision, commits[revision])

@@ -74,6 +74,11 @@ def is_transient(error: BaseException | None) -> bool:
 def _advice(error: BaseException) -> str:
     from huggingface_hub.errors import HTTPError, OfflineModeIsEnabled
 
+    from lit_layers.data.hub_errors import LOG_IN, is_refused
+
+    if is_refused(error):
+        return LOG_IN
+
     if isinstance(error, OfflineModeIsEnabled) or isinstance(error.__cause__, OfflineModeIsEnabled):
         return "unset HF_HUB_OFFLINE"
     if isinstance(error, HTTPError | ValueError):

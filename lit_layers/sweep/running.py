@@ -12,7 +12,7 @@ from typing import IO, Any
 
 from lit_layers.sweep.cells import FAILED, CellFolder
 
-_LOOK, _LOOK_AGAIN = 0.1, 2.0  # seconds: between two looks at our own runs, and at a cell that another process has
+_LOOK, _LOOK_AGAIN = 0.1, 2.0  # seconds: between two looks at our own runs, and at cells that another process has
 # A cell is a run of its own on this machine: it is no rank of the job or agent that started the sweep.
 _NOT_OF_A_CELL = (
     *("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "MASTER_ADDR", "MASTER_PORT"),
@@ -36,29 +36,32 @@ def run_cells(
     Args:
         line_of: the words that start a cell's run.
         gpus: for each worker the GPUs that it has to itself, none: as the environment says.
-        tell: is told the running cells, and the one that has just ended.
+        tell: is told the running cells, and the one that has just ended; none while others are waited for.
     """
     known = {cell.cell.name: cell.attempts for cell in cells}
     waiting, running = list(cells), {}
-    looked_at: dict[str, float] = {}
     with _Stop() as stop:
         try:
             while waiting or running:
                 for worker in range(len(gpus)):
                     if worker not in running and stop.signal is None:
-                        run = _next(waiting, known, looked_at, line_of, gpus[worker])
+                        run = _next(waiting, known, line_of, gpus[worker])
                         if run is not None:
                             running[worker] = run
                             tell([each.cell for each in running.values()], None)
                 if stop.signal is not None:
-                    waiting.clear()
+                    pass
                     for run in running.values():
                         run.stop(at_once=stop.count > 1)
                 for worker, run in list(running.items()):
                     if run.has_ended():
                         del running[worker]
                         tell([each.cell for each in running.values()], run.cell)
-                time.sleep(_LOOK)
+                if running:
+                    time.sleep(_LOOK)
+                elif waiting:
+                    tell([], None)
+                    time.sleep(_LOOK_AGAIN)
         except BaseException:  # e.g. a full disk: nobody would look after the others
             for run in running.values():
                 run.stop(at_once=False)
@@ -69,15 +72,11 @@ def run_cells(
 def _next(
     waiting: list[CellFolder],
     known: Mapping[str, int],
-    looked_at: dict[str, float],
     line_of: Callable[[CellFolder], list[str]],
     gpus: Sequence[str],
 ) -> "_Run | None":
     """Starts the first cell that is free; those that another process has finished or failed meanwhile are passed."""
     for cell in list(waiting):
-        if time.monotonic() - looked_at.get(cell.cell.name, -_LOOK_AGAIN) < _LOOK_AGAIN:
-            continue
-        looked_at[cell.cell.name] = time.monotonic()
         lock = cell.take()
         if lock is None:
             continue

@@ -181,6 +181,7 @@ class EmergenceCallback(_AtSteps):
         self.watchers = list(watchers)
         self._group: Any = None
         self._known: list[Measurement] = []
+        self._source: dict[str, Any] = {}
 
     @property
     def file(self) -> Path:
@@ -196,20 +197,21 @@ class EmergenceCallback(_AtSteps):
             self._group = new_group()
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        known = [records.read(self.file) if trainer.is_global_zero and self.file.exists() else []]
+        known = records.read(self.file) if trainer.is_global_zero and self.file.exists() else []
+        told = [known, origin_of(trainer).source]
         if self._group is not None:
-            distributed.broadcast_object_list(known, src=0, group=self._group)
-        (self._known,) = known
+            distributed.broadcast_object_list(told, src=0, group=self._group)
+        self._known, self._source = told
         super().on_train_start(trainer, pl_module)
 
     def at_step(self, trainer: L.Trainer, model: nn.Module, step: int) -> None:
-        source, fingerprint = origin_of(trainer).source, weights_hash(model)
+        fingerprint = weights_hash(model)
         due = [analysis for analysis in self.analyses if not self._is_done(analysis, step, fingerprint)]
         facts: dict[str, Any] = {
             "run": self.run,
             "step": step,
             "tokens": self._tokens(trainer, step),
-            "provenance": {"init_from": source} if source else None,
+            "provenance": self._provenance(step == origin_of(trainer).step),
             "weights_hash": fingerprint,
         }
 
@@ -239,6 +241,13 @@ class EmergenceCallback(_AtSteps):
                     provenance={"config_hash": analysis.config_hash(), "data_hash": analysis.data_hash()},
                 )
                 self._keep(trainer, failed)
+
+    def _provenance(self, first: bool) -> dict[str, Any]:
+        """Where the run began; a suspect checkpoint is as suspect where it is the first of this run."""
+        if not self._source:
+            return {}
+        suspect = {"audit": self._source["audit"]} if first and self._source["audit"].startswith("suspect") else {}
+        return {"init_from": self._source, **suspect}
 
     def _tokens(self, trainer: L.Trainer, step: int) -> int | None:
         per_step = self.tokens_per_step or getattr(getattr(trainer, "datamodule", None), "tokens_per_step", None)

@@ -126,14 +126,17 @@ class LitCausalLM(L.LightningModule):
 
     def _continued_model(self, data: Any) -> nn.Module:
         checkpoint = self.beginning[0]
-        folder = checkpoint.fetch()
+        folder, trained = checkpoint.fetch(), checkpoint.load()
         refuse_another_tokenizer(folder, data, self.init_from)
+        for field, value in self.config.items():
+            known = getattr(trained.config, field, None)
+            if "drop" not in field and value != known:
+                raise InputError(
+                    f"model.config.{field}: {self.init_from} has {known} and keeps it, got {value}; only dropout is "
+                    "free where a checkpoint is begun with: leave the others out, or say --model.config null"
+                )
         model = causal_lm(
-            folder,
-            seed=self.init_seed,
-            pad_vocab_to=self.pad_vocab_to,
-            weights=checkpoint.load(),
-            **self.config,
+            folder, seed=self.init_seed, pad_vocab_to=self.pad_vocab_to, weights=trained, **self.config
         )
         if true_vocab_size(model) < data.shards.vocab_size:
             raise InputError(

@@ -1,10 +1,12 @@
 """Where a run begins on the axis of training, and where it stands there."""
 
+import logging
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import lightning as L
+from lightning.pytorch.utilities.rank_zero import rank_zero_only
 
 from lit_layers.data.tokenization import MAIN, load_tokenizer, tokenizer_hash
 from lit_layers.errors import InputError
@@ -12,6 +14,8 @@ from lit_layers.series.checkpoint import Checkpoint
 from lit_layers.series.single import find_checkpoint
 from lit_layers.series.sources import FolderSource
 from lit_layers.training.checkpoint_io import step_folder
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -54,7 +58,8 @@ def published(name: str, *, allow_suspect: bool = False) -> tuple[Checkpoint, Or
     Raises:
         InputError: no such checkpoint, or one that the audit of its series finds suspect.
     """
-    checkpoint, verdict = find_checkpoint(name)
+    # One process asks for the files of all steps; the others take its word (`EmergenceCallback` sends it).
+    checkpoint, verdict = find_checkpoint(name, audited=rank_zero_only.rank == 0)
     if verdict.startswith("suspect") and not allow_suspect:
         raise InputError(
             f"model.init_from: {name} is {verdict} by the audit of its series; choose another step, or insist with "
@@ -83,7 +88,10 @@ def refuse_another_tokenizer(folder: Path, data: Any, name: str | None) -> None:
         InputError: where the model carries a tokenizer and the text was made with another.
     """
     used = getattr(data.shards, "tokenizer_hash", None)
-    if used is None or not (folder / MAIN).is_file():
+    if used is None:
+        return
+    if not (folder / MAIN).is_file():
+        logger.warning("%s carries no %s: whether the text was made with its tokenizer is not checked", name, MAIN)
         return
     own = tokenizer_hash(load_tokenizer(str(folder / MAIN)).tokenizer)
     if own != used:

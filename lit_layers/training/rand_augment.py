@@ -19,6 +19,7 @@ from lit_layers.training.draws import uniforms
 
 _DENOMINATOR = 10.0
 _FORM = re.compile(r"rand-m(\d+)(?:-n(\d+))?(?:-mstd(\d+(?:\.\d+)?))?-inc1")
+_NUM_MOVES = 5  # operations that move pixels: the first of them
 _NUM_DRAWS = 5  # a layer: which operation, whether, two for the strength, sign
 
 
@@ -59,11 +60,11 @@ class RandAugment:
         return pixels
 
     def _layer(self, pixels: Tensor, kind: Tensor, level: Tensor, signed: Tensor) -> Tensor:
-        moved = torch.nonzero((kind >= 0) & (kind < len(_MOVES)))[:, 0]
+        moved = torch.nonzero((kind >= 0) & (kind < _NUM_MOVES))[:, 0]
         if len(moved):
-            matrices = torch.stack([_MOVES[int(kind[i])](float(signed[i])) for i in moved])
+            matrices = _matrices(kind[moved], signed[moved])
             _replace(pixels, moved, lambda x: _affine(x, matrices.to(x), self.fill))
-        for number, operation in enumerate(_CHANGES, start=len(_MOVES)):
+        for number, operation in enumerate(_CHANGES, start=_NUM_MOVES):
             chosen = torch.nonzero(kind == number)[:, 0]
             if len(chosen):
                 arguments = (level[chosen], signed[chosen])
@@ -79,24 +80,17 @@ def _replace(pixels: Tensor, rows: Tensor, function: Callable[[Tensor], Tensor])
 # ------------------------------------------------------------------------------------------------ moving pixels
 
 
-def _matrix(a: float, b: float, c: float, d: float, e: float, f: float) -> Tensor:
-    """Where an output pixel (x, y) is taken from, in the units of half a square image from its centre."""
-    return torch.tensor([[a, b, c], [d, e, f]], dtype=torch.float64)
-
-
-def _rotate(level: float) -> Tensor:
-    angle = -math.radians(30 * level)
-    return _matrix(math.cos(angle), math.sin(angle), 0, -math.sin(angle), math.cos(angle), 0)
-
-
-# Shears of timm leave the first row (column) in its place: half an image from the centre.
-_MOVES: tuple[Callable[[float], Tensor], ...] = (
-    _rotate,
-    lambda level: _matrix(1, 0.3 * level, 0.3 * level, 0, 1, 0),
-    lambda level: _matrix(1, 0, 0, 0.3 * level, 1, 0.3 * level),
-    lambda level: _matrix(1, 0, 0.9 * level, 0, 1, 0),  # 0.45 of the width
-    lambda level: _matrix(1, 0, 0, 0, 1, 0.9 * level),
-)
+def _matrices(kind: Tensor, level: Tensor) -> Tensor:
+    """Where the pixels of an output are taken from, (images, 2, 3), in units of half a square image from its centre."""
+    turn = torch.deg2rad(torch.where(kind == 0, -30 * level, 0))
+    shear = [torch.where(kind == number, 0.3 * level, 0) for number in (1, 2)]
+    shift = [torch.where(kind == number, 0.9 * level, 0) for number in (3, 4)]  # 0.45 of the width
+    # Shears of timm leave the first row (column) in its place, half an image from the centre.
+    rows = (
+        torch.stack([turn.cos(), turn.sin() + shear[0], shear[0] + shift[0]], dim=1),
+        torch.stack([shear[1] - turn.sin(), turn.cos(), shear[1] + shift[1]], dim=1),
+    )
+    return torch.stack(rows, dim=1)
 
 
 def _affine(pixels: Tensor, matrices: Tensor, fill: tuple[float, ...]) -> Tensor:

@@ -73,6 +73,7 @@ class ResumeCheckpoint(L.Callback):
         self._last_step = -1
 
     def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
+        self._termination.listen(trainer)
         refuse_many_files(trainer.strategy)
         refuse_unsharded_state(trainer.strategy, trainer.ckpt_path)
         if trainer.is_global_zero:
@@ -82,7 +83,7 @@ class ResumeCheckpoint(L.Callback):
                 leftover.unlink()
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        self._termination.listen(trainer)
+        self._termination.connect(trainer)
         self._last_step = axis_step(trainer)  # needs no checkpoint: a run starts there again by itself
         if trainer.is_global_zero:  # whoever goes back to a step leaves the way that the run took from there
             for step in saved_steps(self.folder):
@@ -103,10 +104,6 @@ class ResumeCheckpoint(L.Callback):
 
     def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         self._save(trainer)
-        self._termination.stop_listening()
-
-    def on_exception(self, trainer: L.Trainer, pl_module: L.LightningModule, exception: BaseException) -> None:
-        self._termination.stop_listening()
 
     def on_save_checkpoint(self, trainer: L.Trainer, pl_module: L.LightningModule, checkpoint: dict[str, Any]) -> None:
         checkpoint[SHARDED] = are_sharded(trainer.strategy)

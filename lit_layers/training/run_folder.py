@@ -164,11 +164,14 @@ class RunFolder(L.Callback):
         self.started = True
 
     def _take_over(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        facts = self._describe(trainer, pl_module)  # may take its time; from here on a kill leaves no run or a new one
+        for leftover in self.root.glob(".old-*"):  # of one that was killed here, after the user had asked to overwrite
+            shutil.rmtree(leftover)
         aside = self.root / f".old-{self.run_id}"
         _move(_contents(self.root), aside)
         try:
+            write_json(self.root / RUN_FILE, facts)
             (self.root / CONFIG_FILE).write_text(self.config)
-            write_json(self.root / RUN_FILE, self._describe(trainer, pl_module))
             if self.mirror is not None:
                 self.mirror.open(self.root, run_id=self.run_id, config=self.options)
         except BaseException:

@@ -1,7 +1,5 @@
 """Hearing SIGTERM, as a scheduler sends it before it takes the machine, without acting on it at once."""
 
-import signal
-import threading
 from typing import Any
 
 import lightning as L
@@ -18,25 +16,21 @@ class Termination:
 
     def __init__(self) -> None:
         self._asked = False
-        self._before: Any = None
         self._group: Any = None
 
     def listen(self, trainer: L.Trainer) -> None:
-        """From here on the signal is only noted; called by every rank."""
+        """Has Lightning install a handler that only notes the signal: before it installs its own, in `setup`."""
         self._asked = False
-        if threading.current_thread() is threading.main_thread():
-            self._before = signal.signal(signal.SIGTERM, self._note)
+        connector: Any = trainer._signal_connector
+        connector._sigterm_notifier_fn = self._note
+
+    def connect(self, trainer: L.Trainer) -> None:
+        """Lets the ranks agree; called by every rank."""
         if trainer.world_size > 1:
             self._group = distributed.new_group(backend="gloo")
 
-    def stop_listening(self) -> None:
-        """What was in force before is so again."""
-        if self._before is not None:
-            signal.signal(signal.SIGTERM, self._before)
-            self._before = None
-
     def asked(self) -> bool:
-        """The same on all ranks, all of which ask: one number between CPUs, some tenths of a millisecond on one machine."""
+        """The same on all ranks, all of which ask: some tenths of a millisecond between CPUs of one machine."""
         if self._group is None:
             return self._asked
         flag = torch.tensor([int(self._asked)])

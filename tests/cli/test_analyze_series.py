@@ -204,8 +204,16 @@ def test_each_of_several_models_is_measured_on_text_in_its_own_tokens(two_models
     assert main([*words, "--tokenizer", str(two_models[0])]) == 2
     assert f"tokenizer: {two_models[0]} is not that of {two_models[1]}, to which" in capsys.readouterr().err
     (two_models[1] / "tokenizer.json").unlink()
-    assert main(words) == 2
-    assert f"tokenizer: {two_models[1]} carries none; name one with --tokenizer" in capsys.readouterr().err
+    assert main([*words, "--root", str(tmp_path / "again")]) == 1  # the other one is measured all the same
+    assert f"failed: tokenizer: {two_models[1]} carries none; name one with --tokenizer" in capsys.readouterr().err
+    assert [m.run for m in records.read(tmp_path / "again" / "measurements.jsonl")] == [str(two_models[0])]
+    save_tokenizer(train_bpe(["another text"], 258), tmp_path / "another")
+    given = f"{{{two_models[1]}: {tmp_path / 'another'}}}"
+    assert main([*words, "--root", str(tmp_path / "again"), "--series.tokenizers", given]) == 0
+    (two_models[0] / "tokenizer.json").unlink()
+    assert main([*words, "--root", str(tmp_path / "none")]) == 2
+    assert f"error: tokenizer: {two_models[0]} carries none" in capsys.readouterr().err
+    assert not (tmp_path / "none").exists()
 
 
 @pytest.mark.slow
@@ -236,7 +244,7 @@ def test_every_recipe_of_a_series_fits_the_analyses_of_text(path, analyses):
     (series,) = command.series()
     assert command.is_series
     assert command.wants_own_tokenizer
-    assert series.name in (command.options.series.init_args.get("repo"), "gpt2_family")
+    assert series.name in (command.options.series.init_args.get("repo"), path.stem)
     made = command.analyses(series.name, "its/tokenizer")
     texts = [value for analysis in made for value in vars(analysis).values() if isinstance(value, EvalText)]
     assert texts

@@ -78,6 +78,8 @@ def test_the_page_shows_every_model_the_line_and_the_warnings(out):
     for words in ("Read with care", "With something else held fixed", "Within groups", "arXiv 2407.07810"):
         assert words in text
     assert "pythia-1.4b counts most" in text
+    assert "<h1>Published coupling against leaderboard score</h1>" in page.read_text()
+    assert "r = 0.568, R² = 0.32, p = 0.002, 28 models. What is left of both" in text
     first = figures(page)[0]
     points = [trace for trace in first["data"] if "markers" in trace["mode"] and "customdata" in trace]
     drawn = {
@@ -114,7 +116,7 @@ def test_models_and_a_file_of_scores_make_a_page(study, capsys, monkeypatch):
     command = ["correlate", "models", "--metric", "coupling/coupling", "--tags", "k=12", "--score", "scores.csv:arc"]
     assert main([*command, "--group", "family", "--given", "width,depth", *QUICK]) == 0
     said = capsys.readouterr().out
-    assert "Coupling, k = 12 against Arc, 6 models" in said
+    assert "Coupling, k = 12 against arc, 6 models" in said
     assert "Excess coupling, the baseline taken off" in said
     assert "Within equal family" in said
     assert "Only 6 models" in said

@@ -11,6 +11,7 @@ import pytest
 import yaml
 
 from lit_layers import records
+from lit_layers.analyses import Coupling
 from lit_layers.cli.main import main
 from lit_layers.training.checkpoint_io import saved_steps
 from lit_layers.training.resume import resume_point
@@ -76,6 +77,25 @@ def test_sigterm_to_any_rank_saves_one_step_and_all_end_with_143(only, recipe, w
     found, expected = what_is_left(root), what_is_left(whole)
     assert found["losses"] == expected["losses"]
     assert found["weights"][LAST] == expected["weights"][LAST]
+
+
+@pytest.mark.parametrize("only", [None, 1])
+def test_sigterm_inside_the_first_measurement_ends_all_ranks_and_hangs_none(
+    only, recipe, whole, tmp_path, monkeypatch  # noqa: F811
+):
+    root, begun, real = tmp_path / "run", tmp_path / "begun", Coupling.of_part
+
+    def slow(self, model, part):
+        begun.touch()
+        time.sleep(1)
+        return real(self, model, part)
+
+    monkeypatch.setattr(Coupling, "of_part", slow)
+    assert fit(recipe, root, when=begun.exists, signal_number=signal.SIGTERM, only=only) == [143, 143]
+    monkeypatch.undo()
+    assert {m.step for m in records.read(root / "measurements.jsonl")} == {0}
+    assert fit(recipe, root, "--resume", "last") == [0, 0]
+    assert_equal(what_is_left(root), what_is_left(whole))
 
 
 def test_on_another_number_of_ranks_a_run_goes_on_with_the_same_batches(recipe, tmp_path):  # noqa: F811

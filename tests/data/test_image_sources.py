@@ -5,6 +5,7 @@ import json
 import os
 import pickle
 
+import datasets
 import numpy as np
 import pyarrow
 import pyarrow.parquet
@@ -235,6 +236,34 @@ def test_a_file_that_holds_no_arrays_is_refused(tmp_path):
     np.savez(tmp_path / "other.npz", x_train=pixels())
     with pytest.raises(InputError, match="expected arrays x_train and y_train in .* it has x_train"):
         _ = image_source(str(tmp_path / "other.npz")).train
+
+
+def rows_of_the_hub(images: np.ndarray, labels: list[int]):
+    features = datasets.Features({"img": datasets.Image(), "fine_label": datasets.ClassLabel(names=["x", "y", "z"])})
+    content = {"img": [{"bytes": encoded(image), "path": None} for image in images], "fine_label": labels}
+    return datasets.Dataset.from_dict(content, features=features)
+
+
+def test_a_data_set_of_the_hub_gives_its_held_out_split_and_class_names(monkeypatch):
+    asked = []
+
+    def load(path, config):
+        asked.append((path, config))
+        parts = {"train": (0, [2, 1, 0]), "validation": (1, [0, 1, 2]), "test": (2, [0, 0, 0])}
+        return {name: rows_of_the_hub(pixels(3, seed=seed), labels) for name, (seed, labels) in parts.items()}
+
+    monkeypatch.setattr(datasets, "load_dataset", load)
+    source = image_source("some/images:fine")
+    source.check()
+    assert torch.equal(small(source, "test").pixels, torch.from_numpy(pixels(3, seed=1)).permute(0, 3, 1, 2))
+    assert source.train.labels.tolist() == [2, 1, 0]
+    assert source.classes == ("x", "y", "z")
+    assert set(asked) == {("some/images", "fine")}
+
+
+def test_a_data_set_that_cannot_be_had_is_named():
+    with pytest.raises(InputError, match="'nobody/nothing' is no local path and cannot be had from the Hub"):
+        _ = image_source("nobody/nothing").train
 
 
 @pytest.mark.realdata

@@ -39,9 +39,18 @@ def test_waits_grow_to_a_bound():
     assert attempt(errors, attempts=7, longest_wait=10) == ("done", [1, 2, 4, 8, 10, 10])
 
 
-@pytest.mark.parametrize("status", [400, 401, 403, 404, 410])
-def test_a_refusal_is_final(status):
-    with pytest.raises(InputError, match=f"cannot do it .Answer: status {status}.: check the name"):
+@pytest.mark.parametrize(
+    ("status", "advice"),
+    [
+        (400, "check the name"),
+        (401, "check the name"),
+        (403, "access is refused: ask for it on the repository's page, then log in with `hf auth login`"),
+        (404, "check the name"),
+        (410, "check the name"),
+    ],
+)
+def test_a_refusal_is_final(status, advice):
+    with pytest.raises(InputError, match=f"cannot do it .Answer: status {status}.: {advice}"):
         attempt([Answer(status)])
 
 

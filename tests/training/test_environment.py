@@ -9,8 +9,8 @@ from lit_layers.training.environment import plugins_with_cluster
 
 @pytest.fixture
 def slurm(monkeypatch):
-    for name, value in {"SLURM_NTASKS": "2", "SLURM_NTASKS_PER_NODE": "2", "SLURM_JOB_NAME": "train", "SLURM_JOB_ID": "7"}.items():
-        monkeypatch.setenv(name, value)
+    for name, value in {"NTASKS": "2", "NTASKS_PER_NODE": "2", "JOB_NAME": "train", "JOB_ID": "7"}.items():
+        monkeypatch.setenv(f"SLURM_{name}", value)
 
 
 def test_under_slurm_the_job_script_requeues_and_not_lightning(slurm):

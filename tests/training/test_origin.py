@@ -11,7 +11,7 @@ import torch
 from lit_layers import records
 from lit_layers.analyses import Trajectory
 from lit_layers.errors import InputError
-from lit_layers.models import load
+from lit_layers.models import load, weights_hash
 from lit_layers.offline_series import analyze_series
 from lit_layers.series import StepFolders
 from lit_layers.series.single import find_checkpoint
@@ -151,10 +151,31 @@ def test_a_step_that_serves_the_final_weights_is_refused_unless_insisted_on(tmp_
         assert origin.source["audit"].startswith("suspect")
 
 
+def test_a_step_that_is_another_steps_twin_is_refused_too(tmp_path, monkeypatch):
+    repository = tmp_path / "hub" / "lab" / "tiny"
+    make_series(template(tmp_path / "model"), repository, (0, 128, 512, 1000), values={128: 2 / 64, 512: 2 / 64})
+    with served(tmp_path / "hub", tmp_path / "cache", monkeypatch):
+        for step in (128, 512):
+            with pytest.raises(InputError, match=f"lab/tiny@step{step} is suspect: identical weights"):
+                published(f"lab/tiny@step{step}")
+        assert published("lab/tiny@step1000")[1].source["audit"] == "clean"
+        assert published("lab/tiny")[1].source["audit"] == "unaudited"
+
+
+def test_a_suspect_beginning_is_suspect_in_the_measurement_of_its_step(earlier, tmp_path):
+    series = tmp_path / "series"
+    shutil.copytree(earlier, series)
+    shutil.copy(step_folder(series, 0) / "model.safetensors", step_folder(series, 2))
+    go_on(tmp_path / "run", str(step_folder(series, 2)), 2, allow_suspect=True)
+    verdicts = {m.step: m.provenance.get("audit") for m in records.read(tmp_path / "run" / "measurements.jsonl")}
+    assert verdicts == {2: "suspect: identical weights", 4: None}
+
+
 def test_a_model_of_no_series_begins_the_axis_at_zero(tmp_path):
     make_step(template(tmp_path / "model"), tmp_path / "elsewhere" / "mine", 0.5)
     _, origin = published(str(tmp_path / "elsewhere" / "mine"))
     assert (origin.step, origin.tokens) == (0, 0)
+    assert origin.source["audit"] == "unaudited"
     assert origin.tokens_at(3, 10) == 30
 
 
@@ -169,11 +190,27 @@ def test_what_names_no_checkpoint_is_refused(name, monkeypatch):
         find_checkpoint(name)
 
 
-def test_options_that_change_the_size_are_refused(earlier, tmp_path):
+@pytest.mark.parametrize(("field", "value"), [("n_embd", 32), ("n_head", 1), ("activation_function", "relu")])
+def test_options_that_change_the_model_are_refused(field, value, earlier, tmp_path):
+    """Also those with which the weights still fit and mean something else."""
     lit = module(init_from=str(step_folder(earlier, 2)))
-    lit.config = {"n_embd": 32}
-    with pytest.raises(InputError, match="leave options of the model's size out"):
+    lit.config = {field: value, "n_layer": 2, "resid_pdrop": 0.3}
+    with pytest.raises(InputError, match=rf"model.config.{field}: .* keeps it, got {value}; only dropout is free"):
         fit(tmp_path, [], steps=1, module=lit)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_weights_that_were_published_in_half_precision_are_trained_in_float32(dtype, earlier, tmp_path):
+    half = tmp_path / "half"
+    load(step_folder(earlier, 2)).to(dtype).save_pretrained(half)
+    assert json.loads((half / "config.json").read_text())["dtype"] == str(dtype).removeprefix("torch.")
+    root = tmp_path / "run"
+    go_on(root, str(half), 1)
+    first = next(iter(records.read(root / "measurements.jsonl"))).provenance
+    assert first["dtype"] == "float32"
+    assert first["weights_hash"] == weights_hash(load(half))  # as analyze measures it
+    assert {tensor.dtype for tensor in load(step_folder(root, 1), dtype=torch.float32).parameters()} == {torch.float32}
+    assert json.loads((step_folder(root, 1) / "config.json").read_text())["dtype"] == "float32"
 
 
 def test_a_longer_context_than_the_models_is_refused(earlier, tmp_path, monkeypatch):

@@ -1,0 +1,212 @@
+"""`lit-layers analyze` on models of many families, each on the same prompts by its own tokenizer."""
+
+import re
+from pathlib import Path
+
+import pytest
+import yaml
+
+from lit_layers import offline, records
+from lit_layers.analyses import Coupling, Trajectory
+from lit_layers.cli.analyze_options import Command
+from lit_layers.cli.main import main
+from lit_layers.data import BenchmarkPrompts
+from lit_layers.data.tokenization import save_tokenizer, train_bpe
+from lit_layers.models.families import FAMILIES
+from lit_layers.series import Retry
+from lit_layers.series.checkpoint import Checkpoint
+from tests.cli.conftest import PACKAGE
+from tests.support.benchmark_files import write_benchmarks
+from tests.support.saved_models import saved
+from tests.support.series_hub import served
+
+ROOT = Path(__file__).parents[2]
+RECIPE = ROOT / "recipes" / "series" / "llm_suite.yaml"
+SUITE = ("gpt2", "gpt_neox", "gpt_neo", "llama", "mistral", "gemma", "phi", "qwen2", "olmo", "falcon", "mpt")
+SIZE = {"num_prompts": 12, "max_tokens": 40}
+
+
+@pytest.fixture(scope="module")
+def repositories(tmp_path_factory) -> Path:
+    """A tiny model of every family of the suite, each with a tokenizer of another size."""
+    root = tmp_path_factory.mktemp("hub")
+    text = [path.read_text() for path in sorted(PACKAGE.glob("*.py"))]
+    for number, name in enumerate(SUITE):
+        folder = root / "lab" / name / "main"
+        saved(folder, name, shard="1GB", vocab_size=300, seed=number)
+        save_tokenizer(train_bpe(text, 280 + number), folder)
+    config = root / "lab" / "mpt" / "main" / "config.json"  # as its makers spell it
+    config.write_text(config.read_text().replace("MptForCausalLM", "MPTForCausalLM"))
+    assert "MPTForCausalLM" in config.read_text()
+    return root
+
+
+@pytest.fixture(scope="module")
+def prompts(tmp_path_factory) -> Path:
+    return write_benchmarks(tmp_path_factory.mktemp("benchmarks"))
+
+
+@pytest.fixture
+def hub(repositories, tmp_path, monkeypatch):
+    monkeypatch.setattr("lit_layers.series.sources.Retry", lambda: Retry(attempts=2, sleep=lambda _: None))
+    with served(repositories, tmp_path / "home" / "hub", monkeypatch) as hub:
+        yield hub
+
+
+@pytest.fixture
+def suite(tmp_path, prompts):
+    """Makes the command for some models."""
+
+    def command(*models: str, **options) -> list[str]:
+        text = {"tokenizer": "${tokenizer}", "folder": str(prompts), **SIZE}
+        batches = {"class_path": "lit_layers.data.BenchmarkPrompts", "init_args": text}
+        recipe = {
+            "series": {
+                "class_path": "lit_layers.series.Models",
+                "init_args": {"name": "suite", "models": list(models), **options},
+            },
+            "root": str(tmp_path / "out"),
+            "analyses": [
+                {"class_path": "lit_layers.analyses.Trajectory", "init_args": {"batches": batches}},
+                {
+                    "class_path": "lit_layers.analyses.Coupling",
+                    "init_args": {"batches": batches, "k": [0.1], "num_prompts": 2},
+                },
+            ],
+        }
+        (tmp_path / "suite.yaml").write_text(yaml.safe_dump(recipe))
+        return ["analyze", "--config", str(tmp_path / "suite.yaml"), "--device", "cpu"]
+
+    return command
+
+
+def measured(root: Path) -> list[tuple[str, str]]:
+    found = records.read(root / "measurements.jsonl")
+    assert all(m.error is None for m in found), [m.error for m in found]
+    return [(m.run, m.analysis) for m in found]
+
+
+@pytest.mark.slow
+def test_models_of_every_family_are_measured_interrupted_continued_and_compared(
+    hub, repositories, prompts, suite, tmp_path, capsys, monkeypatch
+):
+    models = [f"lab/{name}" for name in SUITE]
+    command = suite(*models)
+    loads = []
+    real = Checkpoint.load
+
+    def interrupted(self, **options):
+        loads.append(self.name)
+        if len(loads) == 4:
+            raise KeyboardInterrupt
+        return real(self, **options)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Checkpoint, "load", interrupted)
+        assert main(command) == 130
+    both = ("trajectory", "coupling")
+    assert measured(tmp_path / "out") == [(model, name) for model in models[:3] for name in both]
+    assert main(command) == 0
+    assert f"{2 * len(models) - 6} measured, 6 were known" in capsys.readouterr().out
+    assert measured(tmp_path / "out") == [(model, name) for model in models for name in both]
+
+    found = {(m.run, m.analysis): m for m in records.read(tmp_path / "out" / "measurements.jsonl")}
+    for name in ("gpt2", "falcon", "mpt"):  # as a model alone in its folder is
+        folder = repositories / "lab" / name / "main"
+        batches = BenchmarkPrompts(str(folder), folder=str(prompts), **SIZE)
+        these = [Trajectory(batches=batches), Coupling(batches=batches, k=(0.1,), num_prompts=2)]
+        for alone in offline.analyze(folder, these, root=tmp_path / "alone" / name, device="cpu"):
+            assert alone.records == found[f"lab/{name}", alone.analysis].records
+            assert alone.provenance["data_hash"] == found[f"lab/{name}", alone.analysis].provenance["data_hash"]
+    assert len({m.provenance["data_hash"] for m in found.values() if m.analysis == "trajectory"}) == len(SUITE)
+
+    assert main(["report", str(tmp_path / "out")]) == 0
+    page = (tmp_path / "out" / "report.html").read_text()
+    assert all(re.search(rf"\b{name}\b", page) for name in SUITE)
+
+
+def test_two_shards_measure_each_model_once(hub, suite, tmp_path):
+    command = suite("lab/gpt2", "lab/llama", "lab/phi")
+    for shard in ("0/2", "1/2"):
+        assert main([*command, "--shard", shard]) == 0
+    runs = [run for run, _ in measured(tmp_path / "out")]
+    assert sorted(set(runs)) == ["lab/gpt2", "lab/llama", "lab/phi"]
+    assert len(runs) == 6
+
+
+def test_what_cannot_be_had_is_named_and_the_others_are_measured(hub, repositories, suite, tmp_path, capsys):
+    lab = repositories / "lab"
+    for number, name in enumerate(("untold", "broken", "strange")):
+        if not (lab / name).exists():
+            saved(lab / name / "main", "gpt2", shard="1GB", vocab_size=300, seed=100 + number)
+    (lab / "broken" / "main" / "tokenizer.json").write_text("{")
+    save_tokenizer(train_bpe(["strange text"], 257), lab / "strange" / "main")
+    (lab / "strange" / "main" / "config.json").write_text('{"model_type": "t5", "architectures": ["T5Model"]}')
+    hub.fail(r"lab/refused", 403, times=100)
+    hub.fail(r"lab/olmo/resolve/.*tokenizer", 404, times=100)
+    models = ["nobody/nothing", "lab/refused", "lab/untold", "lab/broken", "lab/strange", "lab/olmo", "lab/phi@v9"]
+    assert main(suite(*models, "lab/gpt2", "lab/phi")) == 1
+    assert {run for run, _ in measured(tmp_path / "out")} == {"lab/gpt2", "lab/phi"}
+    said = [line for line in capsys.readouterr().err.splitlines() if line.startswith("failed: ")]
+    assert len(said) == len(models)
+    for line, parts in zip(
+        said,
+        (
+            ("nobody/nothing", "check the name"),
+            ("lab/refused", "access is refused", "log in with `hf auth login`"),
+            ("lab/untold carries none; name one with --tokenizer",),
+            ("lab/broken: ", "is no tokenizer of the `tokenizers` library"),
+            ("lab/strange",),
+            ("lab/olmo", "tokenizer"),
+            ("models: lab/phi has no branch v9",),
+        ),
+        strict=True,
+    ):
+        assert all(part in line for part in parts), line
+    assert main(suite("lab/untold", "lab/gpt2", tokenizers={"lab/untold": "lab/gpt2"})) == 0
+    assert {run for run, _ in measured(tmp_path / "out")} == {"lab/gpt2", "lab/phi", "lab/untold"}
+
+
+def test_a_gated_model_is_named_and_one_is_told_to_log_in(hub, repositories, suite, tmp_path, capsys, monkeypatch):
+    hub.set_token("hf_secret")
+    command = suite("lab/llama", str(repositories / "lab" / "gpt2" / "main"))
+    assert main(command) == 1
+    (said,) = [line for line in capsys.readouterr().err.splitlines() if line.startswith("failed: ")]
+    assert "lab/llama" in said
+    assert said.endswith("access is refused: ask for it on the repository's page, then log in with `hf auth login` or "
+                         "set HF_TOKEN")  # fmt: skip
+    assert main(["analyze", "lab/llama", "--root", str(tmp_path / "one")]) == 2
+    assert "ask for access on its page, then log in with `hf auth login` or set HF_TOKEN" in capsys.readouterr().err
+    monkeypatch.setenv("HF_TOKEN", "hf_secret")
+    assert main(command) == 0
+
+
+def test_prompts_that_are_not_there_are_refused_before_anything_is_measured(hub, suite, prompts, tmp_path, capsys):
+    command = suite("lab/gpt2", "lab/llama")
+    recipe = tmp_path / "suite.yaml"
+    recipe.write_text(recipe.read_text().replace(str(prompts), str(tmp_path / "nowhere")))
+    assert main(command) == 2
+    assert "folder: expected a folder of parquet files with prompts" in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()
+
+
+def test_the_recipe_lists_the_figure_and_families_that_are_known(prompts, monkeypatch):
+    monkeypatch.setenv("LIT_LAYERS_BENCHMARKS", str(prompts))
+    command = Command(["--config", str(RECIPE)])
+    (series,) = command.series()
+    trajectory, coupling, coupling_p1 = command.analyses("some/model", "its/tokenizer")
+    assert trajectory.batches == BenchmarkPrompts("its/tokenizer", folder=str(prompts), num_prompts=1200)
+    assert (coupling.k, coupling.p, coupling_p1.p) == ((0.1,), 2.0, 1.0)
+    monkeypatch.delenv("LIT_LAYERS_BENCHMARKS")
+    assert Command(["--config", str(RECIPE)]).analyses("some/model", "x")[0].batches.folder is None
+    commented = re.findall(r"^      - (\S+) +# (\w+) [\d.]+B(, gated)?$", RECIPE.read_text(), re.MULTILINE)
+    assert [model for model, _, _ in commented] == series.models
+    known = {family.name for family in FAMILIES}
+    assert {family for _, family, _ in commented} <= known
+    assert {family for _, family, _ in commented} == set(SUITE)
+    published = ROOT / "lit_layers" / "correlate" / "published.csv"
+    figure = [row.split(",")[0].lower() for row in published.read_text().splitlines() if row[0] not in "#m"]
+    assert len(figure) > 20
+    listed = {model.split("/")[-1].lower().removeprefix("meta-").removesuffix("-hf") for model in series.models}
+    listed |= {"falcon2-11b"} if "falcon-11b" in listed else set()
+    assert set(figure) <= listed

@@ -1,0 +1,208 @@
+"""Prompts of six benchmarks: in turn, the same rows for every model, in the tokens of its own tokenizer."""
+
+import collections
+import shutil
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+import torch
+from tokenizers import Tokenizer, processors
+
+from lit_layers.data import BenchmarkPrompts, benchmarks
+from lit_layers.data.tokenization import save_tokenizer, train_bpe
+from lit_layers.errors import InputError
+from tests.support.benchmark_files import COLUMNS, NAMES, write_benchmarks
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory) -> Path:
+    return write_benchmarks(tmp_path_factory.mktemp("benchmarks"))
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tmp_path_factory) -> str:
+    path = tmp_path_factory.mktemp("tokenizer")
+    save_tokenizer(train_bpe([f"{name} asks for number and one more" for name in NAMES], 270), path)
+    return str(path)
+
+
+def test_the_prompts_come_from_the_six_in_turn_and_no_row_twice(folder):
+    texts = BenchmarkPrompts("unused", folder=str(folder), num_prompts=48).texts()
+    assert [text.split()[0] for text in texts] == [*NAMES] * 8
+    assert len(set(texts)) == 48  # all rows of all files
+
+
+@pytest.mark.parametrize("number", [1, 4, 6, 13])
+def test_a_smaller_set_is_the_beginning_of_a_larger_one(folder, number):
+    larger = BenchmarkPrompts("unused", folder=str(folder), num_prompts=40).texts()
+    assert BenchmarkPrompts("unused", folder=str(folder), num_prompts=number).texts() == larger[:number]
+
+
+def test_the_seed_and_the_benchmark_decide_which_rows_are_drawn(folder):
+    one, other = (BenchmarkPrompts("unused", folder=str(folder), num_prompts=24, seed=seed).texts() for seed in (0, 1))
+    assert one != other
+    rows = [[text.split()[4] for text in one[place::6]] for place in range(6)]
+    assert len({tuple(row) for row in rows}) > 1, "all benchmarks draw the same rows"
+
+
+def test_each_prompt_is_a_batch_of_its_own_length_with_the_tokens_that_the_tokenizer_makes_of_it(folder, tokenizer):
+    prompts = BenchmarkPrompts(tokenizer, folder=str(folder), num_prompts=12)
+    encode = Tokenizer.from_file(f"{tokenizer}/tokenizer.json").encode
+    batches = list(prompts)
+    assert len(prompts) == len(batches) == 12
+    for batch, text in zip(batches, prompts.texts(), strict=True):
+        assert batch["input_ids"].tolist() == [encode(text).ids]
+        assert batch["attention_mask"].tolist() == [[1] * len(encode(text).ids)]
+        assert batch["input_ids"].dtype == batch["attention_mask"].dtype == torch.int64
+    assert len({batch["input_ids"].shape for batch in batches}) > 1
+
+
+@pytest.mark.parametrize("padding", ["left", "right"])
+def test_in_larger_batches_shorter_prompts_are_filled_up_on_the_side_asked_for(folder, tokenizer, padding):
+    options = {"folder": str(folder), "num_prompts": 7}
+    alone = [batch["input_ids"][0] for batch in BenchmarkPrompts(tokenizer, **options)]
+    batches = list(BenchmarkPrompts(tokenizer, **options, batch_size=3, padding=padding))
+    assert [len(batch["input_ids"]) for batch in batches] == [3, 3, 1]
+    rows = [(ids, mask) for batch in batches for ids, mask in zip(*batch.values(), strict=True)]
+    for prompt, (ids, mask) in zip(alone, rows, strict=True):
+        assert torch.equal(ids[mask.bool()], prompt)
+        real = mask.tolist()
+        assert real == sorted(real, reverse=padding == "right")
+    assert any(0 in mask.tolist() for _, mask in rows)
+
+
+def test_the_special_tokens_of_the_tokenizer_are_there(folder, tokenizer, tmp_path):
+    with_bos = Tokenizer.from_file(f"{tokenizer}/tokenizer.json")
+    with_bos.post_processor = processors.TemplateProcessing(
+        single="<|endoftext|> $A", special_tokens=[("<|endoftext|>", 0)]
+    )
+    with_bos.save(str(tmp_path / "tokenizer.json"))
+    for batch in BenchmarkPrompts(str(tmp_path), folder=str(folder), num_prompts=6):
+        assert batch["input_ids"][0, 0] == 0
+    plain, other = (BenchmarkPrompts(name, folder=str(folder), num_prompts=6) for name in (tokenizer, str(tmp_path)))
+    assert plain.content_hash() != other.content_hash()
+
+
+def test_a_longer_prompt_loses_its_end_and_is_counted(folder, tokenizer):
+    whole = BenchmarkPrompts(tokenizer, folder=str(folder), num_prompts=48)
+    lengths = [batch["input_ids"].shape[1] for batch in whole]
+    limit = sorted(lengths)[24]
+    cut = BenchmarkPrompts(tokenizer, folder=str(folder), num_prompts=48, max_tokens=limit)
+    for long, short in zip(whole, cut, strict=True):
+        assert torch.equal(short["input_ids"], long["input_ids"][:, :limit])
+    assert whole.num_cut() == 0
+    assert cut.num_cut() == sum(length > limit for length in lengths) > 0
+
+
+def test_the_hash_is_that_of_the_tokens_and_their_batches(folder, tokenizer):
+    def hash_of(**options) -> str:
+        return BenchmarkPrompts(tokenizer, folder=str(folder), **{"num_prompts": 12} | options).content_hash()
+
+    assert hash_of() == hash_of() == hash_of(max_tokens=500) == hash_of(padding="left")  # nothing is cut or padded
+    others = [hash_of(num_prompts=11), hash_of(max_tokens=5), hash_of(seed=1), hash_of(batch_size=2)]
+    others.append(hash_of(batch_size=2, padding="left"))
+    assert len({hash_of(), *others}) == 6
+
+
+def test_blank_rows_are_left_out(tmp_path, tokenizer):
+    write_benchmarks(tmp_path, rows=2)
+    pq.write_table(pa.table({"question": ["", "one", None, " \n", "two"]}), tmp_path / "mmlu_test.parquet")
+    assert sorted(BenchmarkPrompts(tokenizer, folder=str(tmp_path), num_prompts=12).texts()[3::6]) == ["one", "two"]
+    write_benchmarks(tmp_path / "more", rows=3)
+    shutil.copy(tmp_path / "mmlu_test.parquet", tmp_path / "more")
+    with pytest.raises(InputError, match=r"num_prompts: 3 prompts of mmlu are needed, .*mmlu_test.parquet has 2: ask"):
+        BenchmarkPrompts(tokenizer, folder=str(tmp_path / "more"), num_prompts=16).texts()
+
+
+def test_a_folder_a_file_or_a_column_that_is_missing_is_one_sentence(tmp_path, tokenizer):
+    def refusal(folder: Path) -> str:
+        with pytest.raises(InputError) as refused:
+            len(list(BenchmarkPrompts(tokenizer, folder=str(folder), num_prompts=6)))
+        return str(refused.value)
+
+    assert refusal(tmp_path / "no").startswith("folder: expected a folder of parquet files with prompts, ")
+    for number, (file, column) in enumerate(COLUMNS.items()):
+        folder = write_benchmarks(tmp_path / str(number))
+        path = folder / f"{file}.parquet"
+        pq.write_table(pa.table({"words": ["a"]}), path)
+        assert refusal(folder) == f"{path}: expected a column {column!r} of prompts, it has words"
+    folder = write_benchmarks(tmp_path / "numbers")
+    pq.write_table(pa.table({"query": [1]}), folder / "hellaswag_validation.parquet")
+    assert refusal(folder).endswith("expected text in column 'query', found int")
+    folder = write_benchmarks(tmp_path / "damaged")
+    (folder / "gsm8k_test.parquet").write_bytes(b"PAR1 and no more")
+    assert "gsm8k_test.parquet is no parquet file, or only a part of one (" in refusal(folder)
+    folder = write_benchmarks(tmp_path / "less")
+    (folder / "arc_challenge_test.parquet").unlink()
+    assert refusal(folder) == f"folder: expected arc_challenge_test.parquet with prompts of arc in {folder}, found none"
+
+
+@pytest.mark.parametrize(
+    ("options", "sentence"),
+    [
+        ({"num_prompts": 0}, "num_prompts must be at least 1, not 0"),
+        ({"max_tokens": 0}, "max_tokens must be at least 1, not 0"),
+        ({"batch_size": -1}, "batch_size must be at least 1, not -1"),
+        ({"padding": "both"}, "padding: expected left or right, got 'both'"),
+    ],
+)
+def test_options_out_of_range_are_refused_at_once(options, sentence):
+    with pytest.raises(InputError, match=sentence):
+        BenchmarkPrompts("unused", **options)
+
+
+def test_without_a_folder_the_data_sets_of_the_hub_are_asked_for(monkeypatch, tokenizer):
+    import datasets
+
+    asked = []
+
+    def load_dataset(repo, config, *, split):
+        asked.append((repo, config, split))
+        column = {"Rowan/hellaswag": "ctx", "allenai/winogrande": "sentence"}.get(repo, "question")
+        return datasets.Dataset.from_dict({column: [f"{repo} {row}" for row in range(3)]})
+
+    monkeypatch.setattr(datasets, "load_dataset", load_dataset)
+    benchmarks._texts.cache_clear()
+    texts = BenchmarkPrompts(tokenizer, num_prompts=12).texts()
+    assert [text.split()[0] for text in texts[:6]] == [repo for repo, _, _ in asked[:6]]
+    assert asked[:6] == [
+        ("allenai/ai2_arc", "ARC-Challenge", "test"),
+        ("openai/gsm8k", "main", "test"),
+        ("Rowan/hellaswag", "default", "validation"),
+        ("cais/mmlu", "all", "test"),
+        ("truthfulqa/truthful_qa", "generation", "validation"),
+        ("allenai/winogrande", "winogrande_xl", "validation"),
+    ]
+    benchmarks._texts.cache_clear()
+    monkeypatch.setattr(datasets, "load_dataset", lambda *_, **__: datasets.Dataset.from_dict({"words": ["a"]}))
+    with pytest.raises(InputError, match=r"^allenai/ai2_arc: expected a column 'question' of prompts, it has words$"):
+        BenchmarkPrompts(tokenizer, num_prompts=6).texts()
+
+    def refuse(*_, **__):
+        raise ConnectionError("no network")
+
+    monkeypatch.setattr(datasets, "load_dataset", refuse)
+    with pytest.raises(InputError, match=r"the prompts of arc cannot be had from allenai/ai2_arc on the Hub \(Connec"):
+        BenchmarkPrompts(tokenizer, num_prompts=6).texts()
+
+
+@pytest.mark.realdata
+def test_the_protocol_of_1200_prompts_comes_out_of_the_real_files(realdata, tokenizer):
+    folder = realdata / "benchmarks"
+    if not folder.is_dir():
+        pytest.skip(f"no benchmarks in {realdata}")
+    prompts, again = (BenchmarkPrompts(tokenizer, folder=str(folder)) for _ in range(2))
+    texts = prompts.texts()
+    assert len(texts) == 1200
+    assert all(text.strip() for text in texts)
+    assert prompts.content_hash() == again.content_hash()
+    rows = {
+        file: set(pq.read_table(folder / f"{file}.parquet")[column].to_pylist()) for file, column in COLUMNS.items()
+    }
+    found = collections.Counter(file for number, text in enumerate(texts)
+                                for file in [list(COLUMNS)[number % 6]] if text in rows[file])  # fmt: skip
+    assert found == dict.fromkeys(COLUMNS, 200)
+    assert sum(1 for _ in prompts) == 1200
+    assert min(batch["input_ids"].shape[1] for batch in prompts) >= 1
