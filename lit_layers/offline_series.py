@@ -99,7 +99,8 @@ def analyze_series(
         except InputError as error:
             if view is not None and not checked and not isinstance(analyses, Mapping):
                 raise
-            result.failures.append(str(error) if view is None else f"{checkpoint.name}: {error}")
+            said = str(error)
+            result.failures.append(said if checkpoint.name in said else f"{checkpoint.name}: {said}")
         else:
             checked.add(id(these))
             _measure(view, checkpoint, these, source, known, result)

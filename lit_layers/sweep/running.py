@@ -50,7 +50,7 @@ def run_cells(
                             running[worker] = run
                             tell([each.cell for each in running.values()], None)
                 if stop.signal is not None:
-                    pass
+                    waiting.clear()
                     for run in running.values():
                         run.stop(at_once=stop.count > 1)
                 for worker, run in list(running.items()):

@@ -4,6 +4,7 @@ import re
 from pathlib import Path
 
 import pytest
+import torch
 import yaml
 
 from lit_layers import offline, records
@@ -80,6 +81,15 @@ def suite(tmp_path, prompts):
     return command
 
 
+def save_t5(folder: Path) -> None:
+    """A model of an encoder and a decoder, with a tokenizer."""
+    from transformers import T5Config, T5ForConditionalGeneration
+
+    sizes = {"vocab_size": 300, "d_model": 16, "d_kv": 8, "d_ff": 16, "num_layers": 2, "num_heads": 2}
+    T5ForConditionalGeneration(T5Config(**sizes)).save_pretrained(folder)
+    save_tokenizer(train_bpe(["strange text"], 257), folder)
+
+
 def measured(root: Path) -> list[tuple[str, str]]:
     found = records.read(root / "measurements.jsonl")
     assert all(m.error is None for m in found), [m.error for m in found]
@@ -118,7 +128,8 @@ def test_models_of_every_family_are_measured_interrupted_continued_and_compared(
         for alone in offline.analyze(folder, these, root=tmp_path / "alone" / name, device="cpu"):
             assert alone.records == found[f"lab/{name}", alone.analysis].records
             assert alone.provenance["data_hash"] == found[f"lab/{name}", alone.analysis].provenance["data_hash"]
-    assert len({m.provenance["data_hash"] for m in found.values() if m.analysis == "trajectory"}) == len(SUITE)
+    assert len({m.provenance["tokenizer_hash"] for m in found.values()}) == len(SUITE)
+    assert len({m.provenance["data_hash"] for m in found.values() if m.analysis == "trajectory"}) > 1
 
     assert main(["report", str(tmp_path / "out")]) == 0
     page = (tmp_path / "out" / "report.html").read_text()
@@ -136,12 +147,10 @@ def test_two_shards_measure_each_model_once(hub, suite, tmp_path):
 
 def test_what_cannot_be_had_is_named_and_the_others_are_measured(hub, repositories, suite, tmp_path, capsys):
     lab = repositories / "lab"
-    for number, name in enumerate(("untold", "broken", "strange")):
-        if not (lab / name).exists():
-            saved(lab / name / "main", "gpt2", shard="1GB", vocab_size=300, seed=100 + number)
+    for number, name in enumerate(("untold", "broken")):
+        saved(lab / name / "main", "gpt2", shard="1GB", vocab_size=300, seed=100 + number)
     (lab / "broken" / "main" / "tokenizer.json").write_text("{")
-    save_tokenizer(train_bpe(["strange text"], 257), lab / "strange" / "main")
-    (lab / "strange" / "main" / "config.json").write_text('{"model_type": "t5", "architectures": ["T5Model"]}')
+    save_t5(lab / "strange" / "main")
     hub.fail(r"lab/refused", 403, times=100)
     hub.fail(r"lab/olmo/resolve/.*tokenizer", 404, times=100)
     models = ["nobody/nothing", "lab/refused", "lab/untold", "lab/broken", "lab/strange", "lab/olmo", "lab/phi@v9"]
@@ -149,22 +158,43 @@ def test_what_cannot_be_had_is_named_and_the_others_are_measured(hub, repositori
     assert {run for run, _ in measured(tmp_path / "out")} == {"lab/gpt2", "lab/phi"}
     said = [line for line in capsys.readouterr().err.splitlines() if line.startswith("failed: ")]
     assert len(said) == len(models)
-    for line, parts in zip(
-        said,
-        (
-            ("nobody/nothing", "check the name"),
-            ("lab/refused", "access is refused", "log in with `hf auth login`"),
-            ("lab/untold carries none; name one with --tokenizer",),
-            ("lab/broken: ", "is no tokenizer of the `tokenizers` library"),
-            ("lab/strange",),
-            ("lab/olmo", "tokenizer"),
-            ("models: lab/phi has no branch v9",),
-        ),
-        strict=True,
+    for parts in (
+        ("cannot list the branches of nobody/nothing", "check the name"),
+        ("cannot list the branches of lab/refused", "access is refused", "log in with `hf auth login`"),
+        ("tokenizer: lab/untold carries none; name one with --tokenizer",),
+        ("lab/broken: ", "is no tokenizer of the `tokenizers` library"),
+        ("lab/strange: no layered view of T5ForConditionalGeneration", "an encoder and a decoder"),
+        ("of lab/olmo at main", "cannot download tokenizer"),
+        ("models: lab/phi has no branch v9",),
     ):
-        assert all(part in line for part in parts), line
+        assert [line for line in said if all(part in line for part in parts)], parts
     assert main(suite("lab/untold", "lab/gpt2", tokenizers={"lab/untold": "lab/gpt2"})) == 0
     assert {run for run, _ in measured(tmp_path / "out")} == {"lab/gpt2", "lab/phi", "lab/untold"}
+
+
+def test_a_model_that_the_options_or_the_memory_do_not_fit_is_named(suite, tmp_path, capsys, monkeypatch):
+    text = [path.read_text() for path in sorted(PACKAGE.glob("*.py"))]
+    for name, width in (("narrow", 16), ("large", 32), ("good", 32)):
+        saved(tmp_path / name, "gpt2", vocab_size=300, n_embd=width, seed=len(name))
+        save_tokenizer(train_bpe(text, 290), tmp_path / name)
+    real = Checkpoint.load
+
+    def load(self, **options):
+        if self.name.endswith("large"):
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return real(self, **options)
+
+    monkeypatch.setattr(Checkpoint, "load", load)
+    command = suite(*(str(tmp_path / name) for name in ("narrow", "large", "good")))
+    recipe = tmp_path / "suite.yaml"
+    recipe.write_text(recipe.read_text().replace("- 0.1", "- 20"))
+    assert main(command) == 1
+    assert {Path(run).name for run, _ in measured(tmp_path / "out")} == {"good"}
+    said = [line for line in capsys.readouterr().err.splitlines() if line.startswith("failed: ")]
+    assert "narrow: coupling: " in said[0]
+    assert "the model is 16 wide" in said[0]
+    assert said[1].endswith("large does not fit in the memory of cpu")
+    assert len(said) == 2
 
 
 def test_a_gated_model_is_named_and_one_is_told_to_log_in(hub, repositories, suite, tmp_path, capsys, monkeypatch):

@@ -9,7 +9,7 @@ from torch import nn
 
 from lit_layers.errors import InputError
 from lit_layers.models.families import FAMILIES as ROWS
-from lit_layers.models.families import family_of, propose_blocks
+from lit_layers.models.families import class_named, family_of, propose_blocks
 from lit_layers.models.view import LayeredModel
 from tests.support.tiny_models import FAMILIES, HEADS, LAYERS, tiny, tiny_batch
 
@@ -183,6 +183,23 @@ def test_an_unknown_model_is_refused_with_the_known_families_and_a_proposal():
     assert sentence.startswith("no layered view of OPTForCausalLM; known families: GPT2LMHeadModel, ")
     assert "add a row to lit_layers/models/families.py (its blocks are probably 'model.decoder.layers')" in sentence
     assert all(kind in sentence for row in ROWS for kind in row.classes)
+
+
+def test_an_encoder_with_a_decoder_is_refused_with_the_reason():
+    from transformers import T5Config, T5ForConditionalGeneration
+
+    sizes = {"vocab_size": 11, "d_model": 16, "d_kv": 8, "d_ff": 16, "num_layers": 2, "num_heads": 2}
+    with torch.device("meta"):
+        model = T5ForConditionalGeneration(T5Config(**sizes))
+    with pytest.raises(InputError, match="no layered view of T5ForConditionalGeneration: an encoder and a decoder are"):
+        LayeredModel(model)
+
+
+def test_a_class_is_found_in_whatever_capitals_a_config_has_it():
+    from transformers import MptForCausalLM
+
+    assert class_named("MPTForCausalLM") is class_named("MptForCausalLM") is MptForCausalLM
+    assert class_named("SecretForCausalLM") is None
 
 
 def test_a_model_of_the_same_name_from_elsewhere_is_refused_without_a_proposal():

@@ -1,0 +1,23 @@
+#!/usr/bin/env bash
+# Run a grid on eight GPUs, one array task each, through preemptions and time limits: sbatch recipes/slurm/sweep.sh
+#
+# Task i of n takes every n-th cell. SLURM sends SIGTERM two minutes before the time limit, and when it preempts a task:
+# its cell then saves, the task ends with code 143 and puts itself back into the queue, where it goes on. A failing cell
+# is a row of checkpoints/vit_grid/sweep.csv with its error; submit the array again to try it again.
+#SBATCH --job-name=lit_layers_sweep
+#SBATCH --array=0-7
+#SBATCH --ntasks=1
+#SBATCH --gpus=1
+#SBATCH --cpus-per-task=4
+#SBATCH --time=04:00:00
+#SBATCH --signal=TERM@120
+#SBATCH --requeue
+#SBATCH --open-mode=append
+
+srun lit-layers sweep recipes/sweeps/vit_grid.yaml --root checkpoints/vit_grid \
+  --shard "$SLURM_ARRAY_TASK_ID/$SLURM_ARRAY_TASK_COUNT" "$@"
+code=$?
+if [ "$code" -eq 143 ]; then
+  scontrol requeue "$SLURM_JOB_ID"
+fi
+exit "$code"
