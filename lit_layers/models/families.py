@@ -142,8 +142,8 @@ def family_of(model: nn.Module) -> Family:
                 return family
     if getattr(getattr(model, "config", None), "is_encoder_decoder", False):
         raise InputError(
-            f"no layered view of {type(model).__name__}: an encoder and a decoder are two rows of blocks, the second of "
-            "which looks at the first one's end, and no one path leads through both"
+            f"no layered view of {type(model).__name__}: an encoder and a decoder are two rows of blocks, of which the "
+            "second looks at the first one's end, and no one path leads through both"
         )
     known = ", ".join(name for family in FAMILIES for name in family.classes)
     proposal = propose_blocks(model)
