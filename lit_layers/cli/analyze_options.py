@@ -55,7 +55,7 @@ class Command:
         """
         options = self.options
         if self.wants_own_tokenizer:
-            needed = not options.analyses or OWN_TOKENIZER in self._parser.dump(options, skip_validation=True)
+            needed = not options.analyses or OWN_TOKENIZER in str(options.analyses)
             if own_tokenizer is None and needed:
                 raise InputError(f"tokenizer: {owner} carries none; name one with --tokenizer")
             self._parser.set_defaults(tokenizer=own_tokenizer, corpus=own_corpus or CORPUS)

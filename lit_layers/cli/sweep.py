@@ -48,7 +48,7 @@ def main(argv: list[str]) -> int:
     if stopped_by is not None:
         print("stopped: run the same command again to go on", file=sys.stderr)
         return 128 + stopped_by
-    without = frame["error"][index::count].count()
+    without = sum(isinstance(error, str) for error in list(frame["error"])[index::count])
     if without:
         print(f"{without} of {len(own)} cells failed; the same command tries failed runs again", file=sys.stderr)
     return FAILED if without else 0

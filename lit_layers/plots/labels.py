@@ -136,6 +136,10 @@ METRICS = {
     "train/learning_rate": Label("Learning rate"),
     "train/grad_norm": Label("Gradient norm"),
     "train/tokens_per_second": Label("Throughput", "tokens per second"),
+    "train/images_per_second": Label("Throughput", "images per second"),
+    "validation/accuracy": Label("Validation accuracy", "share"),
+    "validation/accuracy_top5": Label("Validation accuracy, top 5", "share"),
+    "validation/ema_accuracy": Label("Validation accuracy of averaged weights", "share"),
     "train/mfu": Label("Model FLOPs utilisation", "share"),
 }
 

@@ -24,10 +24,14 @@ from lit_layers.report.facts import RunData
 
 _TOGETHER = 6  # variants of a metric of the whole model that one figure still shows
 _TRAINING = (
+    "validation/accuracy",
+    "validation/ema_accuracy",
+    "validation/accuracy_top5",
     "validation/perplexity",
     "train/learning_rate",
     "train/grad_norm",
     "train/tokens_per_second",
+    "train/images_per_second",
     "train/mfu",
 )
 

@@ -88,8 +88,9 @@ class StepProgress(L.Callback):
             parts.append(f"loss {shown['train/loss']:.3f}")
         if "validation/loss" in shown:
             parts.append(f"validation {shown['validation/loss']:.3f}")
-        if "train/tokens_per_second" in shown:
-            parts.append(f"{shown['train/tokens_per_second']:,.0f} tokens/s")
+        for unit in ("tokens", "images"):
+            if (speed := shown.get(f"train/{unit}_per_second")) is not None:
+                parts.append(f"{speed:,.0f} {unit}/s")
         if "train/mfu" in shown:
             parts.append(f"MFU {shown['train/mfu']:.1%}")
         return "  ".join(part for part in parts if part)

@@ -207,7 +207,7 @@ def test_each_of_several_models_is_measured_on_text_in_its_own_tokens(two_models
     assert main([*words, "--root", str(tmp_path / "again")]) == 1  # the other one is measured all the same
     assert f"failed: tokenizer: {two_models[1]} carries none; name one with --tokenizer" in capsys.readouterr().err
     assert [m.run for m in records.read(tmp_path / "again" / "measurements.jsonl")] == [str(two_models[0])]
-    save_tokenizer(train_bpe(["another text"], 258), tmp_path / "another")
+    save_tokenizer(train_bpe(["another text"], 257), tmp_path / "another")
     given = f"{{{two_models[1]}: {tmp_path / 'another'}}}"
     assert main([*words, "--root", str(tmp_path / "again"), "--series.tokenizers", given]) == 0
     (two_models[0] / "tokenizer.json").unlink()

@@ -3,6 +3,7 @@
 import json
 import shutil
 import signal
+import subprocess
 import sys
 import time
 from collections import Counter
@@ -168,6 +169,29 @@ def test_a_stopped_sweep_lets_the_running_cells_save_and_starts_no_more(number, 
     assert sweep.noted("began") == sweep.noted("began")[:2]
     errors = ["not finished yet", "not finished yet", "not started yet"]
     assert sweep.table["error"].tolist() == errors
+
+
+@pytest.mark.slow
+def test_a_second_ctrl_c_ends_runs_that_do_not_stop(tmp_path):
+    began = tmp_path / "began"
+    script = "import pathlib, signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); "
+    script += f"pathlib.Path({str(began)!r}).touch(); time.sleep(60)"
+    command = ["${interpreter}", "-c", script, "${args}"]
+    sweep = Sweep(tmp_path, {"x": {"value": 1}}, command=command, metric=None)
+    line = [sys.executable, "-m", "lit_layers.cli.main", "sweep", str(sweep.file), "--root", str(sweep.root)]
+    process = subprocess.Popen(line, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    deadline = time.monotonic() + 60
+    while not began.exists() and time.monotonic() < deadline:
+        time.sleep(0.05)
+    process.send_signal(signal.SIGINT)
+    time.sleep(0.5)
+    assert process.poll() is None  # it waits for its run
+    process.send_signal(signal.SIGINT)
+    _, said = process.communicate(timeout=30)
+    assert process.returncode == 130
+    assert "run the same command again to go on" in said
+    assert json.loads((sweep.root / "all.json").read_text())["code"] == -signal.SIGKILL
+    assert sweep.table["error"].tolist() == ["not finished yet"]
 
 
 @pytest.mark.slow

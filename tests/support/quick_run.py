@@ -5,6 +5,7 @@ python quick_run.py DIARY --lr=0.1 --seconds=0.2 --root FOLDER --resume last
 What it does goes to DIARY, a line each: "began NAME", "trained NAME", "saved NAME".
 """
 
+# ruff: noqa: T201
 import argparse
 import json
 import os
