@@ -52,7 +52,7 @@ def run_cells(
                 if stop.signal is not None:
                     waiting.clear()
                     for run in running.values():
-                        run.stop(at_once=False)
+                        run.stop(at_once=stop.count > 1)
                 for worker, run in list(running.items()):
                     if run.has_ended():
                         del running[worker]

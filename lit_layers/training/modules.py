@@ -135,9 +135,7 @@ class LitCausalLM(L.LightningModule):
                     f"model.config.{field}: {self.init_from} has {known} and keeps it, got {value}; only dropout is "
                     "free where a checkpoint is begun with: leave the others out, or say --model.config null"
                 )
-        model = causal_lm(
-            folder, seed=self.init_seed, pad_vocab_to=self.pad_vocab_to, weights=trained, **self.config
-        )
+        model = causal_lm(folder, seed=self.init_seed, pad_vocab_to=self.pad_vocab_to, weights=trained, **self.config)
         if true_vocab_size(model) < data.shards.vocab_size:
             raise InputError(
                 f"tokenizer: expected at most {true_vocab_size(model)} tokens, as many as {self.init_from} knows, got "

@@ -154,9 +154,11 @@ def test_the_recipes_of_deit_can_be_read_with_their_analyses(name, capsys):
         main(["fit", *(word for path in recipes for word in ("--config", str(path))), "--print_config"])
     assert ended.value.code == 0
     found = yaml.safe_load(capsys.readouterr().out)
-    images = {"deit/tiny_cifar10": 50_000 * 500 / 512, "deit/small_imagenet": 1_281_167 * 300 / 1024}[name]
-    assert found["trainer"]["max_steps"] == round(images)
-    assert {each["init_args"]["batches"]["init_args"]["source"] for each in found["analyses"]} == {found["corpus"]}
+    steps = {"deit/tiny_cifar10": 50_000 * 500 / 512, "deit/small_imagenet": 1_281_167 * 300 / 1024}[name]
+    assert found["trainer"]["max_steps"] == round(steps)
+    images = [part for each in found["analyses"] for part in each["init_args"].values() if isinstance(part, dict)]
+    assert len(images) == 6
+    assert {each["init_args"]["source"] for each in images} == {found["corpus"]}
 
 
 @pytest.mark.slow

@@ -81,7 +81,11 @@ def test_sigterm_to_any_rank_saves_one_step_and_all_end_with_143(only, recipe, w
 
 @pytest.mark.parametrize("only", [None, 1])
 def test_sigterm_inside_the_first_measurement_ends_all_ranks_and_hangs_none(
-    only, recipe, whole, tmp_path, monkeypatch  # noqa: F811
+    only,
+    recipe,
+    whole,
+    tmp_path,
+    monkeypatch,  # noqa: F811
 ):
     root, begun, real = tmp_path / "run", tmp_path / "begun", Coupling.of_part
 
