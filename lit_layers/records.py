@@ -370,7 +370,11 @@ def _lines(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
     if not path.exists():
         return
     with open(path, "rb") as file:
+        left = os.fstat(file.fileno()).st_size  # what is there now: a writer may add faster than this reads
         for number, line in enumerate(file, start=1):
+            left -= len(line)
+            if left < 0:
+                return
             try:
                 content = json.loads(line)
             except ValueError as error:
