@@ -386,3 +386,27 @@ def test_the_findings_of_the_published_table_are_the_published_numbers():
     assert covariates["Log width"][1] == pytest.approx(0.73, abs=0.0051)
     assert "p = 1" in found.warnings[0]
     assert "follows coupling by width alone, R² = 0.93; beyond it r = 0.568 (p = 0.002)" in found.warnings[1]
+
+
+def test_a_run_of_a_sweep_that_broke_off_is_left_out_and_told(tmp_path):
+    root = grid(tmp_path / "sweep")
+    names = sorted(folder.name for folder in root.iterdir())
+    rows = ["run,score,error", *(f"{name},{n},{'exit code 1' if n == 2 else ''}" for n, name in enumerate(names))]
+    (tmp_path / "sweep.csv").write_text("\n".join(rows) + "\n")
+    table = read_runs([root], metric="coupling/coupling", score=f"{tmp_path / 'sweep.csv'}:score")
+    assert table.left_out == {names[2]: "its run failed: exit code 1"}
+    assert sorted(of(table, "score")) == [name for name in names if name != names[2]]
+
+
+def test_the_score_of_a_run_is_that_of_the_step_of_its_metric(tmp_path):
+    """And models that were measured at different steps are told of."""
+    root = grid(tmp_path / "sweep")
+    early = sorted(root.iterdir())[0]
+    lines = (early / "measurements.jsonl").read_text().splitlines()
+    (early / "measurements.jsonl").write_text(lines[0] + "\n")  # it broke off before the last checkpoint
+    log = records.rows(early / "metrics.jsonl")
+    first = records.read(early / "measurements.jsonl")[0].step
+    table = read_runs([root], metric="coupling/coupling", score="validation/accuracy")
+    at_first = [row["validation/accuracy"] for row in log if row["step"] <= first and "validation/accuracy" in row]
+    assert of(table, "validation/accuracy")[early.name] == at_first[-1]
+    assert "different steps, 0 to 10" in " ".join(correlate(table).warnings)

@@ -36,7 +36,8 @@ def main(argv: list[str]) -> int:
 
     grid, root = read_grid(options.file), options.root
     _make(root)
-    every = [CellFolder(root, cell, grid.command) for cell in grid.cells()]
+    made_by = [*grid.command, *([grid.program] if grid.program else [])]
+    every = [CellFolder(root, cell, made_by) for cell in grid.cells()]
     own = every[index::count]
     for cell in own:
         cell.refuse_another()

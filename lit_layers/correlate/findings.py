@@ -216,7 +216,10 @@ def _covariates_of(columns: Columns, given: Sequence[str]) -> list[str]:
     """The columns to hold fixed one by one: baseline, sizes, and what was asked for; those that differ."""
     wanted = [columns.table.baseline, *SIZES, "k", *given]
     found = dict.fromkeys(name for name in wanted if name is not None and columns.has(name))
-    return [name for name in found if len(set(columns.values(name)[~np.isnan(columns.values(name))])) > 1]
+    differ = [name for name in found if len(set(columns.values(name)[~np.isnan(columns.values(name))])) > 1]
+    if same := [name for name in given if name in found and name not in differ]:
+        raise InputError(f"given: {same[0]} is the same for all models: leave it out")
+    return differ
 
 
 def _partials(
@@ -281,7 +284,7 @@ def _groups(columns: Columns, x: NDArray[np.float64], y: NDArray[np.float64], gr
 
 def group_labels(column: Any) -> list[str | None]:
     """What each row's group is called, None where it has none."""
-    return [None if pd.isna(one) else f"{one:g}" if isinstance(one, float) else str(one) for one in column.tolist()]
+    return [None if pd.isna(one) else f"{one:.15g}" if isinstance(one, float) else str(one) for one in column.tolist()]
 
 
 def _alone(columns: Columns, x: NDArray[np.float64], y: NDArray[np.float64], name: str) -> Covariate | None:
@@ -350,6 +353,8 @@ def _warnings(
     if found and corrected:
         r2, other = next(row for row in corrected if row.name == "R²"), lowered(table.title(str(table.corrected)))
         found.append(f"Compare across widths by {other}: R² = {r2.value:.2f} (p = {p_text(r2.p)}).")
+    if columns.has("step") and len(steps := set(columns.values("step")[~np.isnan(columns.values("step"))])) > 1:
+        found.append(f"The models were measured at different steps, {min(steps):,.0f} to {max(steps):,.0f}.")
     if len(x) < FEW:
         found.append(f"Only {len(x)} models: the intervals are too narrow, and one model can decide the coefficients.")
     return found

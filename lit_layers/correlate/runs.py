@@ -263,10 +263,12 @@ def has_p_1(model: RunModel, analysis: str) -> bool:
 def scalar_of(model: RunModel, name: str, step: int | None, take: str) -> float | None:
     """Returns a scalar of training, up to a step: the last, the highest or the lowest value; None without any."""
     values = [row[name] for row in model.scalars if name in row and (step is None or row["step"] <= step)]
+    if take == "last":
+        return values[-1] if values and values[-1] == values[-1] else None  # a run that ends in NaN has no score
     values = [value for value in values if value == value]
     if not values:
         return None
-    return values[-1] if take == "last" else max(values) if take == "highest" else min(values)
+    return max(values) if take == "highest" else min(values)
 
 
 def _is_number(value: Any) -> bool:

@@ -136,7 +136,11 @@ def read_runs(
         if not measured:
             left_out[model.name] = _why(model, analysis, name, step, choice)
         rows.append({"model": model.name, **runs.sizes(model), **measured})
-    score_column, titles = _add_scores(rows, models, score, step, take, choice)
+    score_column, titles = _add_scores(rows, models, score, take, choice)
+    for row in rows:
+        if isinstance(row.get("error"), str):  # a run of a sweep that broke off: its last numbers are not its end's
+            left_out[row["model"]] = f"its run failed: {row['error']}"
+            row.pop(score_column, None)
     _add_settings(rows, models)
     frame = pd.DataFrame(rows)
     if name not in frame.columns:
@@ -193,9 +197,12 @@ def _why(model: RunModel, analysis: str, name: str, step: int | None, choice: Ch
 
 
 def _add_scores(
-    rows: list[dict[str, Any]], models: list[RunModel], score: str, step: int | None, take: str, choice: Choice
+    rows: list[dict[str, Any]], models: list[RunModel], score: str, take: str, choice: Choice
 ) -> tuple[str, dict[str, str]]:
-    """Puts the score into each model's row and returns its column, and what columns are called."""
+    """Puts the score into each model's row and returns its column, and what columns are called.
+
+    Of a run it is that of the step whose metric stands in the row.
+    """
     path, colon, column = score.rpartition(":")
     if colon and Path(path).suffix in (".csv", ".parquet"):
         _join(rows, _read(Path(path)), Path(path), column)
@@ -203,7 +210,7 @@ def _add_scores(
     scalars = dict.fromkeys(name for model in models for scalars in model.scalars for name in scalars)
     if score in scalars:
         for row, model in zip(rows, models, strict=True):
-            value = runs.scalar_of(model, score, step, take)
+            value = runs.scalar_of(model, score, row.get("step"), take)
             row |= {score: value} if value is not None else {}
         title = METRICS[score].title if score in METRICS else sentence(score.replace("/", " "))
         return score, {score: title if take == "last" else f"{title}, {take}"}
@@ -218,7 +225,7 @@ def _add_scores(
     own = runs.tags_of(models, analysis, name)
     choice = Choice({tag: value for tag, value in choice.tags.items() if tag in own})
     for row, model in zip(rows, models, strict=True):
-        record = runs.value_of(model, model.at(step, analysis), analysis, name, choice)
+        record = runs.value_of(model, model.at(row.get("step"), analysis), analysis, name, choice)
         row |= {score: record.value} if record is not None else {}
     return score, {score: METRICS[name].title if name in METRICS else sentence(name)}
 

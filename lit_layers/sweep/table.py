@@ -46,10 +46,16 @@ def score_of(cell: CellFolder, grid: Grid) -> Score:
     return Score(
         last=values[-1] if values else None,
         best=best(finite, default=None),
-        step=int(rows[-1]["step"]) if rows else None,
+        step=_last_step(rows, grid.metric),
         seconds=round(state["seconds"], 1) if state.get("seconds") else None,
         error=error,
     )
+
+
+def _last_step(rows: list[dict[str, float]], metric: str | None) -> int | None:
+    """The step of the last value of the metric; without one the last step."""
+    scored = [row for row in rows if metric in row] or rows
+    return int(scored[-1]["step"]) if scored else None
 
 
 def write_table(root: Path, grid: Grid, cells: Sequence[CellFolder]) -> pd.DataFrame:

@@ -7,7 +7,6 @@ import lightning as L
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
-from torchmetrics import MeanMetric
 from torchmetrics.classification import MulticlassAccuracy
 
 from lit_layers.errors import InputError
@@ -17,6 +16,7 @@ from lit_layers.training.averaging import ExponentialAverage
 from lit_layers.training.image_data import LitImageData
 from lit_layers.training.optim import warmup_cosine
 from lit_layers.training.sharding import full, shard_, sharding_mesh
+from lit_layers.training.weighted_mean import WeightedMean
 
 _OWN = {"img_size", "patch_size", "drop_path_rate", "num_classes"}  # what `config` may not say again
 
@@ -103,7 +103,7 @@ class LitImageClassifier(L.LightningModule):
         self.warmup_steps, self.warmup_epochs, self.decay_steps = warmup_steps, warmup_epochs, decay_steps
         self.min_lr_ratio, self.label_smoothing = min_lr_ratio, label_smoothing
         self.mixup, self.cutmix, self.ema_decay = mixup, cutmix, ema_decay
-        self.validation_loss = MeanMetric().set_dtype(torch.float64)
+        self.validation_loss = WeightedMean()
         self.grad_norm: Tensor | None = None
         self._mix: Callable[..., tuple[Tensor, Tensor]] | None = None
         self.average = None if ema_decay is None else ExponentialAverage(ema_decay)

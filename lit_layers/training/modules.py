@@ -7,7 +7,6 @@ from typing import Any
 import lightning as L
 import torch
 from torch import Tensor, nn
-from torchmetrics import MeanMetric
 
 from lit_layers.errors import InputError
 from lit_layers.models.attention import causal_by_flag
@@ -18,6 +17,7 @@ from lit_layers.training.loss import next_token_loss
 from lit_layers.training.optim import adamw, warmup_cosine
 from lit_layers.training.origin import Origin, published, refuse_another_tokenizer
 from lit_layers.training.sharding import full, shard_, sharding_mesh
+from lit_layers.training.weighted_mean import WeightedMean
 
 _NOT_OF_CONFIG = {"name", "seed", "pad_vocab_to", "attention"}  # arguments of `causal_lm` beside the configuration
 
@@ -83,7 +83,7 @@ class LitCausalLM(L.LightningModule):
         self.pad_vocab_to, self.compile_model = pad_vocab_to, compile
         self.lr, self.weight_decay, self.betas = lr, weight_decay, betas
         self.warmup_steps, self.decay_steps, self.min_lr_ratio = warmup_steps, decay_steps, min_lr_ratio
-        self.validation_loss = MeanMetric().set_dtype(torch.float64)
+        self.validation_loss = WeightedMean()
         self.grad_norm: Tensor | None = None
 
     @property

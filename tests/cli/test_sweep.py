@@ -70,7 +70,7 @@ def test_every_cell_runs_once_and_one_table_has_them_all(tmp_path, capsys):
     assert table["run"].tolist() == sweep.names
     assert table["validation/accuracy"].tolist() == [0.5] * 4
     assert table["best"].tolist() == pytest.approx([1 / 1.2, 1 / 1.2, 1, 1])
-    assert table["step"].tolist() == [21] * 4
+    assert table["step"].tolist() == [20] * 4  # of the last value, not the last row
     assert (table["seconds"] > 0).all()
     assert table["error"].isna().all()
     assert sweep.run() == 0  # nothing is left to do
