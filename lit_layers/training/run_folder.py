@@ -156,6 +156,9 @@ class RunFolder(L.Callback):
     def go_on(self, step: int) -> None:
         """Under the run's own id, so that its curves go on in W&B too."""
         facts = json.loads((self.root / RUN_FILE).read_text())
+        self._clear_away()
+        if not (self.root / CONFIG_FILE).exists():  # killed between the two
+            (self.root / CONFIG_FILE).write_text(self.config)
         self.run_id = facts["id"]
         resumed = [*facts.get("resumed", []), {"step": step, "at": _now()}]
         write_json(self.root / RUN_FILE, {**facts, "resumed": resumed})
@@ -165,8 +168,7 @@ class RunFolder(L.Callback):
 
     def _take_over(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         facts = self._describe(trainer, pl_module)  # may take its time; from here on a kill leaves no run or a new one
-        for leftover in self.root.glob(".old-*"):  # of one that was killed here, after the user had asked to overwrite
-            shutil.rmtree(leftover)
+        self._clear_away()
         aside = self.root / f".old-{self.run_id}"
         _move(_contents(self.root), aside)
         try:
@@ -181,6 +183,11 @@ class RunFolder(L.Callback):
             raise
         finally:
             shutil.rmtree(aside, ignore_errors=True)
+
+    def _clear_away(self) -> None:
+        """Removes what a run that was killed while it took over had put aside: the user had asked to overwrite it."""
+        for leftover in self.root.glob(".old-*"):
+            shutil.rmtree(leftover)
 
     def close(self, **facts: Any) -> None:
         """Adds what is known only at the end, e.g. the wall time; seconds of a resumed run's parts are summed."""

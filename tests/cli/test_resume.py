@@ -182,6 +182,9 @@ def test_a_run_killed_at_its_weakest_moments_ends_as_if_it_had_not_been(moment, 
     assert run_forked(killed) in (-signal.SIGKILL, 0)  # again, wherever that moment is now
     assert fit(recipe, root, "--resume", "last") == 0
     assert_equal(what_is_left(root), what_is_left(uninterrupted))
+    hidden = {path.name for path in root.iterdir() if path.name.startswith(".")}
+    assert (root / "config.yaml").is_file()
+    assert hidden == {path.name for path in uninterrupted.iterdir() if path.name.startswith(".")}
 
 
 @pytest.mark.slow

@@ -56,6 +56,7 @@ def _fork(function: Callable[[], int], environment: Mapping[str, str] | None = N
         os.setpgid(0, 0)
         gc.freeze()  # else each collection walks, and so copies, all that was imported
         os.environ.update(environment or {})
+        os.environ.pop("WANDB_SERVICE", None)  # W&B's own process of this one would survive the kill, holding the run
         null = os.open(os.environ.get("FORKED_OUTPUT", os.devnull), os.O_WRONLY | os.O_CREAT | os.O_APPEND)
         os.dup2(null, 1)
         os.dup2(null, 2)
