@@ -1,6 +1,7 @@
 """What every test may rely on: one thread, no network, no cache of the user's, this checkout on the path."""
 
 import os
+import signal
 import sys
 from pathlib import Path
 
@@ -14,6 +15,8 @@ import pytest
 import torch
 
 torch.set_num_threads(1)
+# What is started in the background of a script inherits an ignored Ctrl-C, and tests send one.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 DATA = Path(os.environ.get("LIT_LAYERS_DATA", Path(__file__).parents[1] / ".." / "shared" / "data")).resolve()
 
 

@@ -489,7 +489,11 @@ OF_MODELS = {
 
 
 def test_every_figure_of_a_table_is_tried_with_suspect_rows() -> None:
-    assert {*FIGURES, *OF_MODELS} == {*plots.__all__} - {"training_curves"}, "scalars of training have no audit"
+    assert {*FIGURES, *OF_MODELS} == {*plots.__all__} - {
+        "training_curves",  # scalars of training have no audit
+        "Scatter",
+        "scatter_plot",  # of a table of models, from which suspects were left out before
+    }
 
 
 @pytest.mark.parametrize("name", FIGURES)

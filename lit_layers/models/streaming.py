@@ -68,13 +68,17 @@ class StreamedModel(LayeredModel):
             InputError: a text longer than the model takes.
             ValueError: a missing column, or a text without a real token.
         """
-        calls: list[BlockCall] = []
-        states: list[Tensor] = []
         with torch.inference_mode(False), torch.no_grad(), evaluating(self.model):
             inputs = self._inputs(batch)
-            with self._recording(states, calls), _Lookups(self), self._filled_on_the_way(), suppress(_PastTheBlocks):
-                self._logits(inputs)
-            if [call.module for call in calls] != list(self.blocks) or any(h is not states[0] for h in states[1:]):
+            for in_tuples in (False, True):  # what blocks return is only seen in what their model makes of it
+                calls: list[BlockCall] = []
+                states: list[Tensor] = []
+                recording = self._recording(states, calls, in_tuples=in_tuples)
+                with recording, _Lookups(self), self._filled_on_the_way(), suppress(_PastTheBlocks):
+                    self._logits(inputs)
+                if [call.module for call in calls] == list(self.blocks) and all(h is states[0] for h in states):
+                    break
+            else:
                 raise RuntimeError(f"the blocks of {type(self.model).__name__} are not called one after the other")
             mask = inputs.get("attention_mask")
             mask = states[0].new_ones(states[0].shape[:2], dtype=torch.bool) if mask is None else mask.bool()
@@ -192,17 +196,17 @@ class StreamedModel(LayeredModel):
         return before
 
     @contextmanager
-    def _recording(self, states: list[Tensor], calls: list[BlockCall]) -> Iterator[None]:
+    def _recording(self, states: list[Tensor], calls: list[BlockCall], *, in_tuples: bool) -> Iterator[None]:
         """Blocks let the states pass and note their other arguments; the last one ends the call."""
 
         def recorder(block: nn.Module) -> Any:
-            def forward(*args: Any, **kwargs: Any) -> Tensor:
+            def forward(*args: Any, **kwargs: Any) -> Any:
                 hidden, args, kwargs = split_arguments(args, kwargs)
                 states.append(hidden)
                 calls.append(BlockCall(block, args, kwargs))
                 if block is self.blocks[-1]:
                     raise _PastTheBlocks
-                return hidden
+                return (hidden,) if in_tuples else hidden
 
             return forward
 

@@ -73,9 +73,9 @@ class ResumeCheckpoint(L.Callback):
         self._last_step = -1
 
     def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
-        self._termination.listen(trainer)
         refuse_many_files(trainer.strategy)
         refuse_unsharded_state(trainer.strategy, trainer.ckpt_path)
+        self._termination.listen(trainer)
         if trainer.is_global_zero:
             for leftover in self.folder.glob(".tmp-step-*"):
                 shutil.rmtree(leftover, ignore_errors=True)
