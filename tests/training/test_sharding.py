@@ -233,7 +233,9 @@ def test_the_older_fsdp_is_refused_in_one_sentence():
 
 
 def test_a_checkpoint_of_many_files_is_refused_before_training(tmp_path):
-    trainer: Any = SimpleNamespace(strategy=strategy(), is_global_zero=True, ckpt_path=None)
+    trainer: Any = SimpleNamespace(
+        strategy=strategy(), is_global_zero=True, ckpt_path=None, _signal_connector=SimpleNamespace()
+    )
     with pytest.raises(InputError, match="save_distributed_checkpoint: expected false, got true; "):
         ResumeCheckpoint(tmp_path, every=None).setup(trainer, module(), "fit")
     trainer.strategy = strategy(save_distributed_checkpoint=False)
