@@ -30,8 +30,9 @@ COLUMNS = (
     *("value", "stderr", "low", "high", "n"),
 )
 AUDIT = "audit"  # the column of verdicts, only in tables that hold a suspect checkpoint; also their name in provenance
-# Tags that place a number in a table of its own (a matrix, a map over tokens, a list over distances, a path): no curve.
-PLACES = ("row", "column", "token", "other_token", "token_distance", "axis")
+# Tags that place a number in a table of its own (a matrix, a map over tokens or categories, a list over distances or
+# sizes, a path): no curve.
+PLACES = ("row", "column", "token", "other_token", "token_distance", "axis", "category", "train_rows")
 _NON_FINITE = {"inf": math.inf, "-inf": -math.inf, "nan": math.nan}
 _FLOATS = ("value", "stderr", "low", "high")
 

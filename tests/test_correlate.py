@@ -14,6 +14,7 @@ pytest.importorskip("plotly")
 from lit_layers import records
 from lit_layers.correlate import correlate, published, read_file, read_runs
 from lit_layers.correlate.figures import plots_of
+from lit_layers.correlate.findings import p_equation
 from lit_layers.correlate.table import ModelTable
 from lit_layers.errors import InputError
 from lit_layers.functional.correlation import partial_correlation, pearson, within_group_correlation
@@ -410,3 +411,10 @@ def test_the_score_of_a_run_is_that_of_the_step_of_its_metric(tmp_path):
     at_first = [row["validation/accuracy"] for row in log if row["step"] <= first and "validation/accuracy" in row]
     assert of(table, "validation/accuracy")[early.name] == at_first[-1]
     assert "different steps, 0 to 10" in " ".join(correlate(table).warnings)
+
+
+@pytest.mark.parametrize(
+    ("p", "text"), [(0.0, "p < 1e-300"), (1.44e-10, "p = 1.4e-10"), (0.0571, "p = 0.057"), (0.0008, "p = 8.0e-4")]
+)
+def test_no_p_value_is_zero(p, text):
+    assert p_equation(p) == text

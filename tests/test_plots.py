@@ -1,5 +1,7 @@
 import math
 import re
+import tempfile
+from pathlib import Path
 
 import pandas as pd
 import pytest
@@ -449,7 +451,7 @@ def test_every_colour_can_be_seen_on_white_and_neighbours_told_apart() -> None:
 def audited(verdicts: dict[int | str, str], metric: str = "m", **found) -> pd.DataFrame:
     """Pairs, layers, places and lists of one metric at steps, or of models, with what an audit said of each."""
     tags = {"row": 1, "column": 1}, {"token": 0, "other_token": 100}, {"token_distance": 1}, {"index": 1}
-    tags = *tags, {"axis": 1, "token": 0}, {"axis": 2, "token": 0}
+    tags = *tags, {"axis": 1, "token": 0}, {"axis": 2, "token": 0}, {"category": "a"}, {"train_rows": 8}
     rows = [Record(metric=metric, value=1.0, layer=layer) for layer in (0, 1)]
     rows += [Record(metric=metric, value=0.5, layer=one, other_layer=two) for one, two in ((0, 1), (1, 0))]
     rows += [Record(metric=f"{metric}_{next(iter(tag))}", value=1.0, layer=1, tags=tag) for tag in tags]
@@ -467,6 +469,11 @@ def audited(verdicts: dict[int | str, str], metric: str = "m", **found) -> pd.Da
     )
 
 
+def written(write, frame: pd.DataFrame, metric: str, **options) -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        write(frame, Path(folder) / "a.png", metric, **options)
+
+
 FIGURES = {
     "emergence_curves": lambda frame, **options: plots.emergence_curves(frame, "m", **options),
     "layer_profile": lambda frame, **options: plots.layer_profile(frame, "m", **options),
@@ -478,6 +485,12 @@ FIGURES = {
     "compression_matrix": lambda frame, **options: plots.compression_matrix(
         frame, "m_row", layer=1, other_layer=None, **options
     ),
+    "residual_profile": lambda frame, **options: plots.residual_profile(frame, "m", **options),
+    "concept_map": lambda frame, **options: plots.concept_map(frame, "m_category", **options),
+    "sample_size_curves": lambda frame, **options: plots.sample_size_curves(frame, "m_train_rows", **options),
+    "write_layer_curves": lambda frame, **options: written(plots.write_layer_curves, frame, "m", **options),
+    "write_concept_map": lambda frame, **options: written(plots.write_concept_map, frame, "m_category", **options),
+    "write_sample_sizes": lambda frame, **options: written(plots.write_sample_sizes, frame, "m_train_rows", **options),
     "paths_in_plane": lambda frame, **options: plots.paths_in_plane(frame, "m_axis", **options),
     "change_table": lambda frame, **options: plots.change_table(frame, **options),
     "variants": lambda frame, **options: plots.variants(frame, "m", **options),

@@ -23,6 +23,7 @@ from lit_layers.plots.labels import label
 from lit_layers.records import Measurement, Record
 from lit_layers.report import facts, provenance, write_report
 from tests.support.browser import CHROMIUM, dom_after
+from tests.support.layer_results import CATEGORIES, layer_results, write_layer_results
 from tests.support.runs import STEPS, make_models, make_run, make_series, measurement
 
 NASTY = "</script><script>alert(1)</script><img src=x onerror=alert(2)>"
@@ -557,6 +558,169 @@ def test_the_command_brings_wandb_up_to_date(tmp_path: Path, capsys) -> None:
     assert known.last_row == 2  # two steps and the table, once
 
 
+def sections_of(page: Path) -> dict[str, str]:
+    """The sections of a page by their headings."""
+    parts = re.findall(r"<section[^>]*>\s*<h2>(.*?)</h2>(.*?)</section>", page.read_text(), re.S)
+    return dict(parts)
+
+
+def titles_of(section: str) -> list[str]:
+    return re.findall(r"<h3>(.*?)(?:<span|</h3>)", section)
+
+
+def options_of(section: str, title: str) -> list[str]:
+    """What the menu of a block offers."""
+    block = section[section.index(f"<h3>{title}") :].split("</article>")[0]
+    return re.findall(r"<option[^>]*>(.*?)</option>", block)
+
+
+@pytest.fixture(scope="module")
+def layerwise(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_layer_results(tmp_path_factory.mktemp("layerwise") / "run")
+
+
+@pytest.fixture(scope="module")
+def layerwise_models(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    root = tmp_path_factory.mktemp("models") / "run"
+    for name, layers in (("lab/small", 3), ("lab/large", 4)):
+        write_layer_results(root, steps=(None,), run=name, layers=layers)
+    return root
+
+
+def test_probes_sample_sizes_categories_and_residuals_have_few_figures_whatever_they_hold(
+    layerwise: Path, tmp_path: Path
+) -> None:
+    page = write_report(layerwise, tmp_path / "page.html")
+    found = {name: part for name, part in sections_of(page).items() if 'class="plot"' in part}
+    assert {name: titles_of(part) for name, part in found.items()} == {
+        "Probe: topics": [
+            *("Probe accuracy (share)", "Probe macro F1 (share)", "Probe log-loss (nats)"),
+            *("Monotonicity over the layers", "Plateau, best layer and inflection"),
+        ],
+        "Probe: stars": ["Probe mean squared error", "R²"],
+        "Sample sizes: topics": ["Score by number of training rows"],
+        "Concept alignment": ["Categories of word pairs (cosine)"],
+        "Prediction residual": ["Prediction residual (share of variance)", "Exponential law over the layers"],
+    }
+    assert {name: part.count('class="plot"') for name, part in found.items()} == {
+        "Probe: topics": 8,
+        "Probe: stars": 4,
+        "Sample sizes: topics": 2,
+        "Concept alignment": 3,
+        "Prediction residual": 3,
+    }
+    assert options_of(found["Probe: topics"], "Probe accuracy") == ["test rows", "validation rows", "training rows"]
+    assert options_of(found["Probe: topics"], "Monotonicity") == [
+        *("Rank correlation", "Increasing steps", "Largest drop"),
+    ]
+    assert options_of(found["Concept alignment"], "Categories")[:2] == ["Concept alignment", "Excess concept alignment"]
+    assert options_of(found["Prediction residual"], "Exponential law")[0] == "Residual ratio"
+    assert page.stat().st_size < 7e6
+    for part in found.values():
+        assert 'class="lead"' in part, "every section says what it shows"
+
+
+def test_the_page_draws_the_controls_of_a_probe_as_dashed_lines_and_no_choice(layerwise: Path, tmp_path: Path) -> None:
+    page = write_report(layerwise, tmp_path / "page.html")
+    part = sections_of(page)["Probe: topics"]
+    over_training, over_layers = re.findall(r'data-figures="([\d ]+)"', part)[:2]
+    drawn = figures(page)
+    profile = drawn[int(over_layers.split()[0])]
+    dashed = {trace["name"]: trace for trace in profile["data"] if trace.get("line", {}).get("dash")}
+    assert dashed.keys() == {"majority class", "random labels"}
+    assert dashed["random labels"]["y"] == pytest.approx([0.38 + layer / 1000 for layer in range(5)])
+    assert len([trace for trace in profile["data"] if trace.get("fill")]) == 2, "intervals: first and last checkpoint"
+    curves = drawn[int(over_training.split()[0])]
+    lines = [trace for trace in curves["data"] if trace.get("name") == "layer 4" and trace["mode"] == "lines+markers"]
+    assert lines[0]["y"] == pytest.approx([0.708, 0.764])
+
+
+def test_the_map_of_categories_is_as_high_as_it_needs_and_what_stands_beside_it_is_not(
+    layerwise: Path, tmp_path: Path
+) -> None:
+    part = sections_of(write_report(layerwise, tmp_path / "page.html"))["Concept alignment"]
+    heights = [int(height) for height in re.findall(r'class="plot" style="height: (\d+)px"', part)]
+    assert heights[0] > 13 * len(CATEGORIES) > heights[1]
+    assert 'class="metric wide tall"' in part
+
+
+def test_layers_are_whole_numbers_in_the_results_and_secondary_scores_are_left_to_the_figures(
+    layerwise: Path, tmp_path: Path
+) -> None:
+    text = shown(write_report(layerwise, tmp_path / "page.html"))
+    assert "Plateau layer test rows, of accuracy 3 2 to 4 3 2 to 4 0" in text
+    results = text[text.index("Results Each") : text.index("Probe: topics What")]
+    for left_out in ("macro F1", "Largest drop", "Inflection", "Leave-one-out", "Held-out", "halves", "noun - form"):
+        assert left_out not in results, left_out
+    assert "Residual ratio per block 0.800 0.790 to 0.820" in results
+
+
+def test_an_analysis_of_someones_own_with_the_tags_of_a_probe_keeps_all_its_metrics(tmp_path: Path) -> None:
+    found = layer_results("probe/topics", step=8)
+    own = [Record(metric="calibration", value=0.1, layer=n, tags={"task": "topics", "split": "test"}) for n in (0, 1)]
+    records.append(tmp_path / "measurements.jsonl", replace(found, records=[*found.records, *own]))
+    part = sections_of(write_report(tmp_path))["Probe: topics"]
+    assert {"Calibration", "Probe accuracy (share)", "Best layer"} <= {*titles_of(part)}
+
+
+def test_models_side_by_side_have_their_headlines_profiles_and_maps(layerwise_models: Path, tmp_path: Path) -> None:
+    page = write_report(layerwise_models, tmp_path / "page.html")
+    text = shown(page)
+    assert "Best layer test rows, of accuracy 3 3 to 3 4 3 to 4" in text
+    assert "Increasing steps" not in text
+    found = sections_of(page)
+    assert titles_of(found["Prediction residual"]) == [
+        "Prediction residual (share of variance)",
+        "Adjusted prediction residual (share of variance)",
+        "Held-out prediction residual (share of variance)",
+        "Rank of the states",
+    ]
+    assert options_of(found["Concept alignment"], "Concept alignment") == ["small", "large"]
+    assert found["Concept alignment"].count('class="plot"') == 3 * 2, "a profile and a map a metric"
+    maps = [figure for figure in figures(page) if figure["data"][0].get("type") == "heatmap"]
+    assert [len(figure["data"][0]["x"]) for figure in maps] == [4, 5] * 3
+
+
+def test_pictures_are_written_beside_the_page(
+    layerwise: Path, layerwise_models: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    names = {
+        *("probe_topics_accuracy", "probe_topics_macro_f1", "probe_topics_log_loss"),
+        *("probe_stars_mean_squared_error", "probe_stars_r_squared"),
+        *("sample_sizes_topics_accuracy", "sample_sizes_topics_log_loss"),
+        *("concept_alignment", "concept_alignment_excess", "concept_alignment_leave_one_out"),
+        *("concept_alignment_shuffled", "prediction_residual", "prediction_residual_adjusted"),
+        "prediction_residual_held_out",
+    }
+    for number, root in enumerate((layerwise, layerwise_models)):
+        folder = tmp_path / str(number) / "new"
+        assert main(["report", str(root), "--pictures", str(folder), "--out", str(tmp_path / "page.html")]) == 0
+        assert {path.name for path in folder.iterdir()} == {
+            f"{n}{suffix}" for n in names for suffix in (".png", ".svg")
+        }
+        assert capsys.readouterr().out.splitlines()[-1] == str(tmp_path / "page.html")
+    assert "random labels" in (folder / "probe_topics_accuracy.svg").read_text()
+
+
+def test_pictures_leave_suspect_checkpoints_out_and_a_run_without_any_of_this_is_refused(
+    full: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for step, audit in ((0, "clean"), (8, "suspect: equal to the final step"), (64, "clean")):
+        found = layer_results("probe/stars", step=step)
+        records.append(tmp_path / "measurements.jsonl", replace(found, provenance={"audit": audit}))
+    assert main(["report", str(tmp_path), "--pictures", str(tmp_path / "p")]) == 0
+    svg = (tmp_path / "p" / "probe_stars_r_squared.svg").read_text()
+    assert "step 0<" in svg
+    assert "step 8<" not in svg
+    capsys.readouterr()
+    assert main(["report", str(full), "--pictures", str(tmp_path / "q")]) == 2
+    assert "has nothing to draw as pictures: they are made of the analyses Probe" in capsys.readouterr().err
+    assert not (tmp_path / "q").exists()
+    (tmp_path / "file").touch()
+    assert main(["report", str(tmp_path), "--pictures", str(tmp_path / "file")]) == 2
+    assert "cannot make the folder" in capsys.readouterr().err
+
+
 @pytest.mark.slow
 def test_wandb_gets_suspect_checkpoints_only_where_that_is_asked_for(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys
@@ -676,6 +840,41 @@ def test_a_browser_draws_every_figure_of_a_comparison_for_every_model(compared: 
     matrix = next(plot for plot in plots if "Other layer" in plot)
     ticks = re.findall(r'class="xtick"><text[^>]*>(?:<[^>]*>)*(\d+)', matrix)
     assert max(map(int, ticks)) == 4, "the last model has four blocks"
+
+
+@pytest.mark.browser
+@pytest.mark.slow
+@pytest.mark.skipif(CHROMIUM is None, reason="no chromium on PATH")
+@pytest.mark.parametrize("kind", ["layerwise", "layerwise_models"])
+def test_a_browser_draws_probes_sample_sizes_categories_and_residuals(
+    kind: str, request: pytest.FixtureRequest, tmp_path: Path
+) -> None:
+    script = """
+      const plots = [...document.querySelectorAll(".plot")];
+      const drawn = async () => {
+        while (plots.some((plot) => plot.dataset.state !== "drawn")) {
+          if (plots.some((plot) => plot.dataset.state === "failed")) throw Error("a figure failed");
+          await new Promise((later) => setTimeout(later, 100));
+        }
+      };
+      await drawn();
+      for (const select of document.querySelectorAll(".metric select")) {
+        for (let index = select.options.length - 1; index >= 0; index--) {
+          select.selectedIndex = index; select.dispatchEvent(new Event("change"));
+          await drawn();
+        }
+      }
+      for (const plot of plots) {
+        if (plot.layout.sliders) await Plotly.animate(plot, ["0"], { mode: "immediate", frame: { duration: 0 } });
+      }
+      if (document.documentElement.scrollWidth > window.innerWidth) throw Error("the page is wider than the screen");
+      document.body.dataset.touched = "yes";"""
+    page = write_report(request.getfixturevalue(kind), tmp_path / "page.html")
+    dom = dom_after(page, script, tmp_path / "profile")
+    assert re.search(r'<p id="script-error"[^>]*hidden', dom)
+    assert 'data-touched="yes"' in dom
+    assert all('class="main-svg"' in plot for plot in _plots(dom))
+    assert "noun - form 20" in dom
 
 
 @pytest.mark.slow

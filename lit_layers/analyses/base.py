@@ -12,8 +12,10 @@ from typing import Any, ClassVar
 
 from torch import Tensor
 
+from lit_layers.analyses.pixels import refuse_unlike_training
 from lit_layers.analyses.states import at_least_float32
 from lit_layers.data.batches import Batches
+from lit_layers.data.images import EvalImages
 from lit_layers.errors import InputError
 from lit_layers.models.view import Batch, LayeredModel
 from lit_layers.records import Record
@@ -36,8 +38,12 @@ class Analysis(ABC):
         """Refuses, before the first step, options that do not fit the model and data that is not there.
 
         Raises:
-            InputError: one sentence naming the option. The default loads every field that is data.
+            InputError: one sentence naming the option. The default loads every field that is data, and refuses images
+                that are not as the model saw them in training.
         """
+        for value in vars(self).values():
+            if isinstance(value, EvalImages):
+                refuse_unlike_training(self.name, value, model)
         self.data_hash()
 
     def config(self) -> dict[str, Any]:

@@ -29,7 +29,19 @@ def in_convention(model: LayeredModel, states: States, layer: int, hidden: Tenso
 
 
 def at_least_float32(model: LayeredModel) -> LayeredModel:
-    """The model, or a float32 copy of one in half precision, whose rounding is as large as a late block's step."""
+    """The model, or a float32 copy of one in half precision, whose rounding is as large as a late block's step.
+
+    The copy is what loading the saved weights gives: what no checkpoint holds, such as rotary frequencies, is computed
+    anew, as a cast has rounded it.
+    """
     if model.dtype not in (torch.float16, torch.bfloat16):
         return model
-    return LayeredModel(copy.deepcopy(model.model).float())
+    fresh = copy.deepcopy(model.model).float()
+    for module in fresh.modules() if hasattr(fresh, "_init_weights") else ():
+        if module._non_persistent_buffers_set:
+            kept = [(parameter, parameter.detach().clone()) for parameter in module.parameters(recurse=False)]
+            with torch.no_grad():
+                fresh._init_weights(module)  # how from_pretrained gives buffers their values; and weights new ones
+                for parameter, value in kept:
+                    parameter.copy_(value)
+    return LayeredModel(fresh)

@@ -12,6 +12,7 @@ COMMANDS = {
     "fit": ("lit_layers.cli.fit", "train from a recipe and measure every layer on the way"),
     "prepare": ("lit_layers.cli.prepare", "turn a text source into token shards"),
     "report": ("lit_layers.cli.report", "write a run's curves into one HTML page"),
+    "select": ("lit_layers.cli.select", "choose the layer that is enough for a task, and cut the model there"),
     "sweep": ("lit_layers.cli.sweep", "run every cell of a grid, each to its end once"),
 }
 INTERRUPTED = 130

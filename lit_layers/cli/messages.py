@@ -9,7 +9,12 @@ _UNION = re.compile(
     r"Does not validate against any of the Union subtypes Subtypes: \[(?P<kinds>.*?)\] Errors: .*"
     r"Given value type: .*? Given value: (?P<value>.*)$"
 )
+_NESTED = re.compile(  # an option of a class that is named elsewhere
+    r"Parser key \"(?P<group>[^\"]+)\": .* Errors: - (?P<said>.*?)(?: - Expected .*)? Given value type: .*"
+    r"NestedArg\(key='(?P<name>[^']+)'"
+)
 _REWORDED = [
+    (r"Expected a typing\.Literal\[(.*?)\]\. Got value: (.*)", r"expected one of \1, got \2"),
     (r"<class '(?:[\w.]+\.)?(\w+)'>", r"\1"),
     (r"Parser key \"([^\"]+)\": ?", r"\1: "),
     (r"Problem with given class_path '([^']+)': ", r"class_path \1: "),
@@ -28,6 +33,11 @@ def one_sentence(message: str, options: Iterable[str] = ()) -> str:
         return f"unknown key {key} in the recipe{_nearest(key, options)}"
     if unknown := re.match(r"Option '([^']+)' is not accepted", text):
         return f"unknown key {unknown[1]} in the recipe: no class given there has an option of that name"
+    if nested := _NESTED.match(text):
+        key, said = f"{nested['group']}.{nested['name']}", nested["said"]
+        if not said.startswith(f"{nested['name']}: "):
+            return f"unknown option --{key}: the class given for {nested['group']} has none of that name"
+        text = f"{nested['group']}.{said}"
     if union := _UNION.search(text):
         text = f"{text[: union.start()]}expected one of {union['kinds']}, got {union['value']}"
     for pattern, words in _REWORDED:

@@ -34,6 +34,11 @@ def main(argv: list[str]) -> int:
 
         records.export(records.frame(run.measurements), options.export)
         print(options.export)
+    if options.pictures is not None:
+        from lit_layers.report.layer_pictures import write_pictures
+
+        for path in write_pictures(options.root, options.pictures, allow_suspect=options.allow_suspect):
+            print(path)
     print(write_report(options.root, options.out, allow_suspect=options.allow_suspect))
     if options.wandb:
         mirror = _mirror(run.about)
@@ -53,6 +58,12 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("root", type=Path, help="the run's folder, with measurements.jsonl or metrics.jsonl")
     parser.add_argument("--out", type=Path, help="the page (default: ROOT/report.html)")
     parser.add_argument("--export", type=Path, metavar="FILE", help="also write all numbers, as .parquet or .csv")
+    parser.add_argument(
+        "--pictures",
+        type=Path,
+        metavar="FOLDER",
+        help="also write PNG and SVG pictures of probes, sample sizes, categories and residuals",
+    )
     parser.add_argument("--wandb", action="store_true", help="also send W&B the points that it does not have")
     parser.add_argument(
         "--allow-suspect",

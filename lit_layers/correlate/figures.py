@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import pandas as pd
 
-from lit_layers.correlate.findings import CONFOUNDED, Columns, Findings, lowered, p_text
+from lit_layers.correlate.findings import CONFOUNDED, Columns, Findings, lowered, p_equation
 from lit_layers.correlate.table import ModelTable
 from lit_layers.functional import correlation
 from lit_layers.functional.correlation import UndefinedError
@@ -102,7 +102,7 @@ def _headline(x: Any, y: Any, fitted: int) -> str:
     """What the line says; with the degrees of freedom that covariates took."""
     r = correlation.pearson(x, y)
     p = correlation.p_value(r.value, r.df - fitted)
-    return f"r = {value(r.value)}, R² = {r.value**2:.2f}, p = {p_text(p)}, {len(x)} models"
+    return f"r = {value(r.value)}, R² = {r.value**2:.2f}, {p_equation(p)}, {len(x)} models"
 
 
 def _groups(column: Any) -> list[Any]:

@@ -16,6 +16,7 @@ from lit_layers.functional import correlation
 from lit_layers.functional.correlation import UndefinedError
 from lit_layers.plots.labels import value
 
+SMALLEST = 1e-300  # of a p-value that float64 tells from 0
 CONFOUNDED = 0.5  # R² of the metric with a size or its baseline, from which on a warning is due
 FEW = 10
 _FEWEST_DRAWN = 5  # models: of fewer, resamples are mostly the same two or three points
@@ -348,11 +349,11 @@ def _warnings(
             continue
         if r2 > CONFOUNDED:
             partial = next((row for row in rows if row.name == _given(columns, [name])), None)
-            left = f"; beyond it r = {value(partial.value)} (p = {p_text(partial.p)})" if partial else ""
+            left = f"; beyond it r = {value(partial.value)} ({p_equation(partial.p)})" if partial else ""
             found.append(f"{title} follows {columns.inner(name)}, R² = {r2:.2f}{left}.")
     if found and corrected:
         r2, other = next(row for row in corrected if row.name == "R²"), lowered(table.title(str(table.corrected)))
-        found.append(f"Compare across widths by {other}: R² = {r2.value:.2f} (p = {p_text(r2.p)}).")
+        found.append(f"Compare across widths by {other}: R² = {r2.value:.2f} ({p_equation(r2.p)}).")
     if columns.has("step") and len(steps := set(columns.values("step")[~np.isnan(columns.values("step"))])) > 1:
         found.append(f"The models were measured at different steps, {min(steps):,.0f} to {max(steps):,.0f}.")
     if len(x) < FEW:
@@ -366,7 +367,15 @@ def lowered(title: str) -> str:
 
 
 def p_text(p: float | None) -> str:
-    """Returns a p-value with two digits: 0.057, 1.4e-10; an empty string for None."""
+    """Returns a p-value with two digits: 0.057, 1.4e-10; an empty string for None. No p is 0."""
     if p is None:
         return ""
+    if p < SMALLEST:
+        return f"< {SMALLEST:.0e}"
     return f"{p:.1e}".replace("e-0", "e-") if p < 9.5e-4 else f"{p:.2g}"
+
+
+def p_equation(p: float | None) -> str:
+    """The same in a sentence: p = 0.057, p < 1e-300."""
+    text = p_text(p)
+    return f"p {text}" if text.startswith("<") else f"p = {text}"

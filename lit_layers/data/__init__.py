@@ -9,9 +9,15 @@ if TYPE_CHECKING:
     from lit_layers.data.preparing import prepare as prepare
     from lit_layers.data.preparing import prepared as prepared
     from lit_layers.data.shards import TokenShards as TokenShards
+    from lit_layers.data.tasks import TASKS as TASKS
+    from lit_layers.data.tasks import ProbeTask as ProbeTask
+    from lit_layers.data.tasks import TaskData as TaskData
+    from lit_layers.data.tasks import TaskSplit as TaskSplit
+    from lit_layers.data.tasks import find_task as find_task
     from lit_layers.data.text import EvalText as EvalText
     from lit_layers.data.text import duplicate_windows as duplicate_windows
     from lit_layers.data.training_text import TokenBlocks as TokenBlocks
+    from lit_layers.data.word_pairs import WordPairs as WordPairs
 
 # Name -> module, imported on first use: the processes that tokenize need no torch, which takes seconds to import.
 _HOMES = {
@@ -19,20 +25,32 @@ _HOMES = {
     "BenchmarkPrompts": "benchmarks",
     "EvalImages": "images",
     "EvalText": "text",
+    "ProbeTask": "tasks",
+    "TASKS": "tasks",
+    "TaskData": "tasks",
+    "TaskSplit": "tasks",
     "TokenBlocks": "training_text",
     "TokenShards": "shards",
+    "WordPairs": "word_pairs",
     "duplicate_windows": "text",
+    "find_task": "tasks",
     "prepare": "preparing",
     "prepared": "preparing",
 }
 __all__ = [
+    "TASKS",
     "Batches",
     "BenchmarkPrompts",
     "EvalImages",
     "EvalText",
+    "ProbeTask",
+    "TaskData",
+    "TaskSplit",
     "TokenBlocks",
     "TokenShards",
+    "WordPairs",
     "duplicate_windows",
+    "find_task",
     "prepare",
     "prepared",
 ]

@@ -74,6 +74,10 @@ class EvalImages(Batches):
             self._pixels, self._labels = self._load()
         return self._pixels, self._labels  # (num_images, 3, image_size, image_size), (num_images,)
 
+    def mean_and_std(self) -> tuple[tuple[float, ...], tuple[float, ...]]:
+        """What each channel is normalised by, as shares of full brightness."""
+        return statistics(image_source(self.source), self.normalisation)
+
     def __iter__(self) -> Iterator[dict[str, Tensor]]:
         pixels, labels = self.images()
         for images, classes in zip(pixels.split(self.batch_size), labels.split(self.batch_size), strict=True):

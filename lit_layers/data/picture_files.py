@@ -1,5 +1,6 @@
 """Image sets in files: .npz, parquet, and the pickled batches in which CIFAR is given out."""
 
+import codecs
 import hashlib
 import json
 import pickle
@@ -21,14 +22,6 @@ IMAGE_COLUMNS, LABEL_COLUMNS = ("image", "img", "jpg", "png"), ("label", "labels
 _ARRAYS = {  # of an .npz: images, labels; as Keras and as MedMNIST name them
     "train": (("x_train", "y_train"), ("train_images", "train_labels")),
     "test": (("x_test", "y_test"), ("test_images", "test_labels")),
-}
-# All that the batches of CIFAR are made of: a pickle may otherwise name any function, and unpickling would call it.
-_HARMLESS = {
-    ("numpy", "ndarray"),
-    ("numpy", "dtype"),
-    ("numpy.core.multiarray", "_reconstruct"),
-    ("numpy._core.multiarray", "_reconstruct"),
-    ("_codecs", "encode"),
 }
 
 
@@ -162,31 +155,64 @@ def python_splits(folder: Path, split: Split) -> Found:
 def _batch(file: Path, label: str) -> SmallPictures:
     content = _unpickled(file)
     data, labels = content.get("data"), content.get(label)
-    if not isinstance(data, np.ndarray) or data.dtype != np.uint8 or data.ndim != 2 or data.shape[1] != 3072:
-        raise InputError(f"source: expected data of (images, 3072) uint8 in {file}, got {type(data).__name__}")
+    if not isinstance(data, _Array) or data.pixels.ndim != 2 or data.pixels.shape[1] != 3072:
+        raise InputError(f"source: expected data of (images, 3072) uint8 in {file}, got {_kind(data)}")
+    data = data.pixels
     if not isinstance(labels, list) or len(labels) != len(data) or not all(type(each) is int for each in labels):
         raise InputError(f"source: expected {label!r}, a whole number for each of {len(data)} images, in {file}")
-    return SmallPictures(torch.from_numpy(data.reshape(-1, 3, 32, 32).copy()), torch.tensor(labels))
+    return SmallPictures(torch.from_numpy(data.reshape(-1, 3, 32, 32)), torch.tensor(labels))
 
 
 class _Restricted(pickle.Unpickler):
-    """Builds arrays and plain containers, and refuses whatever else a pickle names."""
+    """Builds plain containers and arrays of bytes, and refuses whatever else a pickle names."""
 
     def find_class(self, module_name: str, global_name: str, /) -> Any:
         if (module_name, global_name) not in _HARMLESS:
             raise pickle.UnpicklingError(
                 f"it names {module_name}.{global_name}, and batches of images need no such thing"
             )
-        if global_name == "_reconstruct":
-            return _reconstruct
-        return super().find_class(module_name, global_name)
+        return _HARMLESS[module_name, global_name]
 
 
-def _reconstruct(kind: Any, shape: Any, dtype: Any) -> np.ndarray:
-    """The empty array that a pickled one begins as."""
-    if kind is not np.ndarray:
-        raise pickle.UnpicklingError("it makes an array of an unknown kind")
-    return np.ndarray.__new__(np.ndarray, shape, dtype)
+class _Array:
+    """What stands in for an array while a pickle is read: NumPy's own would believe any shape and type."""
+
+    pixels: np.ndarray = np.empty(0, dtype=np.uint8)
+
+    def __setstate__(self, state: Any) -> None:
+        _, shape, kind, by_columns, data = state
+        content = data.encode("latin1") if isinstance(data, str) else data
+        if not isinstance(kind, _Kind) or kind.name not in ("u1", "uint8") or by_columns:
+            raise pickle.UnpicklingError("it holds an array of another type than bytes in rows")
+        self.pixels = np.frombuffer(content, dtype=np.uint8).reshape(shape).copy()
+
+
+class _Kind:
+    """What stands in for an array's type."""
+
+    def __init__(self, name: str, *_: Any) -> None:
+        self.name = name
+
+    def __setstate__(self, state: Any) -> None:
+        """Byte order and alignment, which bytes have none of."""
+
+
+def _reconstruct(*_: Any) -> _Array:
+    return _Array()
+
+
+def _kind(found: Any) -> str:
+    return f"shape {found.pixels.shape}" if isinstance(found, _Array) else type(found).__name__
+
+
+# All that the batches of CIFAR are made of: a pickle may otherwise name any function, and unpickling would call it.
+_HARMLESS = {
+    ("numpy", "ndarray"): _Array,
+    ("numpy", "dtype"): _Kind,
+    ("numpy.core.multiarray", "_reconstruct"): _reconstruct,
+    ("numpy._core.multiarray", "_reconstruct"): _reconstruct,
+    ("_codecs", "encode"): codecs.encode,
+}
 
 
 def _unpickled(file: Path) -> dict[str, Any]:
@@ -201,6 +227,7 @@ def _unpickled(file: Path) -> dict[str, Any]:
         AttributeError,
         KeyError,
         IndexError,
+        MemoryError,
         pickle.UnpicklingError,
     ) as error:
         raise InputError(f"source: {file} is no batch of images that can be read ({error})") from error

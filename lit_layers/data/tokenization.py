@@ -16,7 +16,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from lit_layers.errors import InputError
 
 END_OF_TEXT = "<|endoftext|>"
-ENDS = (END_OF_TEXT, "</s>", "<|end_of_text|>")  # tried in this order where a tokenizer does not name its own
+ENDS = (END_OF_TEXT, "</s>", "<|end_of_text|>", "[SEP]")  # tried in this order where a tokenizer does not name its own
 MAIN, CONFIG = "tokenizer.json", "tokenizer_config.json"
 COMPANIONS = (CONFIG, "special_tokens_map.json", "vocab.json", "merges.txt", "chat_template.jinja")
 BYTES = 256

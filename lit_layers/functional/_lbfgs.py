@@ -12,6 +12,8 @@ MEMORY = 8
 OVERSHOT, TOO_SHORT = 0.6, 0.9
 MAX_TRIALS = 20
 
+Evaluate = Callable[[Tensor], tuple[Tensor, Tensor]]
+
 
 class Minimum(NamedTuple):
     """Where `minimize` stopped."""
@@ -30,37 +32,46 @@ class _Pair(NamedTuple):
 
 
 def minimize(
-    gradient: Callable[[Tensor], Tensor],
+    evaluate: Evaluate,
     start: Tensor,
     precondition: Callable[[Tensor], Tensor],
     is_converged: Callable[[Tensor], Tensor],
     max_iterations: int,
+    *,
+    relative_gap: float,
 ) -> Minimum:
     """The minima of smooth convex functions, one for each row of `start` (problems, *shape).
 
+    A problem is done when its gradient is small and what is left to gain, half the gradient times the step that L-BFGS
+    would take, is small against its value.
+
     Args:
-        gradient: of all problems at once, (problems, *shape) to the same shape.
+        evaluate: of all problems at once, (problems, *shape) to values (problems,) and gradients of that shape.
         precondition: times an estimate of the inverse Hessians, symmetric and positive where gradients lie; linear.
         is_converged: tells it from the gradients, (problems, *shape) to (problems,).
-        max_iterations: for each problem. One that uses them up, or finds no acceptable step, is not converged.
+        max_iterations: for each problem. One that uses them up, or finds no acceptable step, stays where it is.
+        relative_gap: the share of its value that a problem may have left to gain when it is done.
     """
-    point, slope = start, gradient(start)
-    converged = is_converged(slope)
-    stuck = torch.zeros_like(converged)
-    num_iterations = torch.zeros_like(converged, dtype=torch.long)
+    point = start
+    value, slope = evaluate(start)
+    done = torch.zeros(len(start), dtype=torch.bool, device=start.device)
+    stuck = torch.zeros_like(done)
+    num_iterations = torch.zeros_like(done, dtype=torch.long)
     pairs: list[_Pair] = []
     for _ in range(max_iterations):
-        active = ~(converged | stuck)
+        direction = _direction(slope, pairs, precondition)
+        near = ~(done | stuck) & (-_dot(slope, direction).flatten() / 2 <= relative_gap * value.abs())
+        if near.any():  # telling convergence may cost much more
+            done = done | (near & is_converged(slope))
+        active = ~(done | stuck)
         if not active.any():
             break
-        direction = _direction(slope, pairs, precondition)
-        step, new_slope, stuck_here = _search(gradient, point, slope, direction, active)
+        step, new_value, new_slope, stuck_here = _search(evaluate, point, value, slope, direction, active)
         pairs = [*pairs[1 - MEMORY :], _pair(step * direction, new_slope - slope)]
-        point, slope = point + step * direction, new_slope
+        point, value, slope = point + step * direction, new_value, new_slope
         stuck = stuck | stuck_here
         num_iterations += active
-        converged = converged | (active & is_converged(slope))
-    return Minimum(point, converged, num_iterations)
+    return Minimum(point, is_converged(slope), num_iterations)
 
 
 def _direction(slope: Tensor, pairs: list[_Pair], precondition: Callable[[Tensor], Tensor]) -> Tensor:
@@ -82,16 +93,16 @@ def _direction(slope: Tensor, pairs: list[_Pair], precondition: Callable[[Tensor
 
 
 def _search(
-    gradient: Callable[[Tensor], Tensor], point: Tensor, slope: Tensor, direction: Tensor, active: Tensor
-) -> tuple[Tensor, Tensor, Tensor]:
-    """A step along each direction, the gradient there, and which problems found none (their step is 0)."""
+    evaluate: Evaluate, point: Tensor, value: Tensor, slope: Tensor, direction: Tensor, active: Tensor
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """A step along each direction, value and gradient there, and which problems found none (their step is 0)."""
     first = _dot(slope, direction)
     low, high = torch.zeros_like(first), torch.full_like(first, torch.inf)
     step = torch.ones_like(first)
     moving = _column(active, slope) & (first < 0)
-    rejected, new_slope = moving, slope
+    rejected, new_value, new_slope = moving, value, slope
     for _ in range(MAX_TRIALS):
-        new_slope = gradient(point + step * direction)
+        new_value, new_slope = evaluate(point + step * direction)
         here = _dot(new_slope, direction)
         too_far = moving & ~(here <= OVERSHOT * -first)  # also where it is not a number
         too_short = moving & (here < TOO_SHORT * first)
@@ -106,7 +117,8 @@ def _search(
         step = torch.where(too_far, closer, torch.where(too_short, further, step))
     moving = moving & ~rejected
     # A problem that does not move keeps its gradient, so that the pair made of it says nothing.
-    return step * moving, torch.where(moving, new_slope, slope), active & ~moving.flatten()
+    moved = moving.flatten()
+    return step * moving, torch.where(moved, new_value, value), torch.where(moving, new_slope, slope), active & ~moved
 
 
 def _pair(step: Tensor, change: Tensor) -> _Pair:

@@ -11,6 +11,34 @@ from jaxtyping import Float
 from torch import Tensor
 
 from lit_layers.functional._checks import check_option, widened
+from lit_layers.functional.exponential import ExponentialLaw, exponential_law
+from lit_layers.functional.layer_choice import (
+    Rule,
+    Turns,
+    choice_distribution,
+    choice_interval,
+    choose_layer,
+    resampled_curves,
+    turns,
+)
+
+__all__ = [
+    "ExponentialLaw",
+    "Monotonicity",
+    "Rule",
+    "Statistic",
+    "Turns",
+    "bootstrap_interval",
+    "choice_distribution",
+    "choice_interval",
+    "choose_layer",
+    "exponential_law",
+    "monotonicity",
+    "monotonicity_interval",
+    "resampled_curves",
+    "turns",
+    "wilson_interval",
+]
 
 Statistic = Literal["mean", "median"]
 
@@ -40,22 +68,56 @@ def monotonicity(scores: Sequence[float], *, higher_is_better: bool = True) -> M
         raise ValueError(f"expected the scores of at least 3 layers, got shape {tuple(values.shape)}")
     if not values.isfinite().all():
         raise ValueError(f"expected finite scores, got {values[~values.isfinite()][0].item()}")
+    return Monotonicity(*(value.item() for value in _monotonicity(values, higher_is_better)))
+
+
+def monotonicity_interval(
+    row_scores: Float[Tensor, "layers rows"],
+    *,
+    higher_is_better: bool = True,
+    resamples: int = 2000,
+    seed: int = 0,
+    confidence: float = 0.95,
+) -> tuple[Monotonicity, Monotonicity]:
+    """Percentile bootstrap interval, low and high, of each number of `monotonicity` of the layers' mean row scores.
+
+    Test rows are resampled, for all layers together, never layers. A resample whose curve is constant has no rank
+    correlation and is left out of that interval, which is NaN where none is left. With only few rows, resampled curves
+    are rougher than the curve itself: then the interval may lie beside its value.
+
+    Raises:
+        ValueError: fewer than 3 layers or 2 rows, a score that is not finite, an option out of range.
+    """
+    _check_confidence(confidence)
+    curves = resampled_curves(row_scores, resamples=resamples, seed=seed)
+    if curves.shape[1] < 3:
+        raise ValueError(f"expected the scores of at least 3 layers, got {curves.shape[1]}")
+    low_and_high = torch.tensor([(1 - confidence) / 2, (1 + confidence) / 2], dtype=torch.float64)
+    bounds = [values.nanquantile(low_and_high).tolist() for values in _monotonicity(curves, higher_is_better)]
+    low, high = zip(*bounds, strict=True)
+    return Monotonicity(*low), Monotonicity(*high)
+
+
+def _monotonicity(values: Float[Tensor, "*n layers"], higher_is_better: bool) -> list[Tensor]:
+    """The numbers of `Monotonicity`, each (*n), of several curves."""
     values = values if higher_is_better else -values
     steps = values.diff()
-    return Monotonicity(
-        fraction_increasing=(steps > 0).double().mean().item(),
-        spearman=_correlation_with_depth(values),
-        largest_drop=max(0.0, -steps.min().item()),
-        max_drawdown=(values.cummax(0).values - values).max().item(),
-    )
+    return [
+        (steps > 0).double().mean(-1),
+        _correlation_with_depth(values),
+        (-steps).amax(-1).clamp(min=0.0) + 0.0,  # not -0.0
+        (values.cummax(-1).values - values).amax(-1),
+    ]
 
 
-def _correlation_with_depth(values: Tensor) -> float:
-    from scipy.stats import spearmanr  # a quarter of a second to import, for this alone
-
-    if (values == values[0]).all():
-        return math.nan
-    return float(spearmanr(range(len(values)), values.numpy()).statistic)  # pyright: ignore[reportAttributeAccessIssue]
+def _correlation_with_depth(values: Float[Tensor, "*n layers"]) -> Tensor:
+    """Spearman's, average ranks for ties; NaN for a constant curve. Ranks are halves: these sums have no rounding."""
+    others = values[..., None, :]
+    below, equal = (others < values[..., None]).sum(-1), (others == values[..., None]).sum(-1)
+    middle = (values.shape[-1] + 1) / 2
+    ranks = below.double() + (equal.double() + 1) / 2 - middle
+    depth = torch.arange(1, values.shape[-1] + 1, dtype=torch.float64) - middle
+    return (ranks * depth).sum(-1) / (ranks.square().sum(-1) * depth.square().sum()).sqrt()
 
 
 def bootstrap_interval(

@@ -1,4 +1,4 @@
-"""Linear probes of all layers at once."""
+"""Linear probes of all layers at once: logistic here, ridge in `ridge.py`."""
 
 import math
 from collections.abc import Callable
@@ -10,6 +10,19 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from lit_layers.functional._lbfgs import minimize
+from lit_layers.functional._scaling import CHUNK, check_features, check_finite, feature_scaling, widened_chunks
+from lit_layers.functional.prediction_residual import PredictionResidual, prediction_residual
+from lit_layers.functional.ridge import RidgeProbes, fit_ridge_probes
+
+__all__ = [
+    "LogisticProbes",
+    "PredictionResidual",
+    "RidgeProbes",
+    "fit_logistic_probes",
+    "fit_ridge_probes",
+    "macro_f1",
+    "prediction_residual",
+]
 
 
 @dataclass(frozen=True, eq=False)
@@ -32,7 +45,8 @@ class LogisticProbes:
 
     def log_proba(self, features: Float[Tensor, "layers n dim"]) -> Float[Tensor, "layers n num_classes"]:
         """Natural logarithms of the classes' probabilities. In float32 or wider."""
-        _check_features(features, like=self.weight)
+        check_features(features, like=self.weight)
+        check_finite(features)
         seen = torch.stack([self._seen_log_proba(layer, rows) for layer, rows in enumerate(features)])
         if len(self.classes) == self.num_classes:
             return seen
@@ -43,8 +57,9 @@ class LogisticProbes:
         return self.log_proba(features).argmax(-1)
 
     def _seen_log_proba(self, layer: int, rows: Tensor) -> Tensor:
-        rows = ((rows.double() - self.mean[layer]) / self.scale[layer]).to(self.weight.dtype)
-        logits = rows @ self.weight[layer] + self.bias[layer]
+        dtype = self.weight.dtype
+        scaled = (((chunk[0] - self.mean[layer]) / self.scale[layer]).to(dtype) for chunk in widened_chunks(rows[None]))
+        logits = torch.cat([chunk @ self.weight[layer] + self.bias[layer] for chunk in scaled])
         if len(self.classes) == 2:
             logits = torch.cat([torch.zeros_like(logits), logits], dim=-1)
         return logits.log_softmax(-1)
@@ -60,6 +75,7 @@ def fit_logistic_probes(
     num_classes: int | None = None,
     tolerance: float = 1e-6,
     max_iterations: int = 1000,
+    start: LogisticProbes | None = None,
 ) -> LogisticProbes:
     """The L2-regularised logistic regression of the labels on each layer's features: scikit-learn's, with C = c.
 
@@ -69,27 +85,40 @@ def fit_logistic_probes(
     of each feature. They do not depend on the order of rows, nor on how classes are numbered. Constant features give
     the class frequencies. `c` multiplies a sum: regularisation fades as rows are added.
 
-    A layer has converged when max |gradient| <= tolerance c n; one that has not is flagged in `converged`. Computed in
-    float32, or in float64 where the features are: large features that are not standardised, or a tolerance far below
-    1e-6, need that.
+    A layer has converged when max |gradient| <= tolerance c n; one that has not is flagged in `converged`. The solver
+    goes on from there until what is left to gain is about the same share of the objective, which a nearly separable
+    problem's gradient does not tell. Computed in float32, or in float64 where the features are: large features that are
+    not standardised, or a tolerance far below 1e-6, need that.
+
+    `start` are the probes of a similar problem, such as those of the checkpoint before, from whose weights (of
+    standardised features, if these are) to begin. They change how long it takes, not the optimum. A layer whose given
+    weights are worse than none begins with none.
+
+    On a CPU layers are read one after another, a few rows at a time, and besides the probes about one layer's features
+    are held in memory: the features may be a memory-mapped tensor.
 
     Raises:
         TypeError: features that are not floating-point, labels that are not integers.
         ValueError: fewer than 2 rows or 2 classes, labels outside 0..num_classes - 1, features that are not finite,
-            an option out of range.
+            an option out of range, a `start` of other layers, width or classes.
     """
-    _check_features(features)
+    check_features(features)
     num_classes = _check_labels(labels, features.shape[1], num_classes)
     _check_options(c, tolerance, max_iterations)
     labels = labels.to(features.device)
     classes, targets = labels.unique(return_inverse=True)  # 0..seen - 1
     if len(classes) < 2:
         raise ValueError(f"expected labels of at least 2 classes, got only class {classes.item()}")
+    if start is not None:
+        _check_start(start, features, classes, num_classes)
     penalty = 1 / (c * len(labels))  # of the objective divided by c n
-    found = [
-        _fit(group, targets, penalty, standardize, intercept, tolerance, max_iterations)
-        for group in features.detach().split(_layers_at_once(features, len(classes)))
-    ]
+    found: list[_Fit] = []
+    groups = torch.arange(len(features)).split(_layers_at_once(features, len(classes)))
+    for layers in (slice(int(group[0]), int(group[-1]) + 1) for group in groups):
+        group = features[layers].detach()
+        check_finite(group, first_layer=layers.start)
+        earlier = None if start is None else _earlier(start, layers, features.device, standardize)
+        found.append(_fit(group, targets, penalty, standardize, intercept, tolerance, max_iterations, earlier))
     parts = {name: torch.cat([getattr(part, name) for part in found]) for name in _Fit._fields}
     parts["objective"] = parts["objective"] / penalty
     return LogisticProbes(classes=classes, num_classes=num_classes, **parts)
@@ -119,6 +148,18 @@ class _Fit(NamedTuple):
     num_iterations: Tensor
 
 
+def _earlier(probes: LogisticProbes, layers: slice, device: torch.device, standardize: bool) -> tuple[Tensor, Tensor]:
+    """Weights and biases of standardised features, else of features as they come; float64."""
+    weight, bias, mean, scale = (
+        part[layers].to(device=device, dtype=torch.float64)
+        for part in (probes.weight, probes.bias, probes.mean, probes.scale)
+    )
+    if standardize:
+        return weight, bias  # features that grew or moved as a whole keep theirs
+    weight = weight / scale[..., None]
+    return weight, bias - (mean[:, None] @ weight)[:, 0]
+
+
 def _fit(
     features: Tensor,
     targets: Tensor,
@@ -127,30 +168,32 @@ def _fit(
     intercept: bool,
     tolerance: float,
     max_iterations: int,
+    earlier: tuple[Tensor, Tensor] | None,
 ) -> _Fit:
     """The probes of a few layers, with the scaling of their features."""
-    rows, mean, scale = _prepared(features, standardize, center=standardize or intercept)
-    rows = rows.to(features.dtype if features.dtype == torch.float64 else torch.float32)
+    mean, scale = feature_scaling(features, standardize=standardize, center=standardize or intercept)
     shift = mean if intercept and not standardize else torch.zeros_like(mean)
-    softmax = _Softmax(rows, targets, penalty, intercept, shift)
+    softmax = _Softmax(features, mean, scale, targets, penalty, intercept, shift)
+    start = softmax.start()
+    if earlier is not None:
+        weight, bias = earlier
+        bias = bias + (shift[:, None] @ weight)[:, 0] if intercept else torch.zeros_like(bias)
+        start = softmax.better(softmax.point(weight, bias), start)
     found = minimize(
-        softmax.gradient,
-        softmax.start(),
+        softmax.evaluate,
+        start,
         softmax.preconditioner(),
         lambda gradient: softmax.largest_gradient(gradient) <= tolerance,
         max_iterations,
+        relative_gap=0.03 * tolerance,  # where classes are nearly separable the estimate is 20 times too low
     )
     weight, bias = softmax.coefficients(found.point)
-    objective = torch.stack(
-        [
-            _cross_entropy(layer.double() @ w + b, targets) + penalty * w.square().sum() / 2
-            for layer, w, b in zip(rows, weight, bias, strict=True)
-        ]
-    )
+    objective = _cross_entropy(features, mean, scale, weight, bias, targets) + penalty * weight.square().sum((1, 2)) / 2
     if not standardize:  # weights of the features as they came
         bias = bias - (mean[:, None] @ weight)[:, 0]
         mean = torch.zeros_like(mean)
-    return _Fit(weight.to(rows), bias.to(rows), mean, scale, found.converged, objective, found.num_iterations)
+    dtype = softmax.inputs.dtype
+    return _Fit(weight.to(dtype), bias.to(dtype), mean, scale, found.converged, objective, found.num_iterations)
 
 
 class _Softmax:
@@ -165,17 +208,37 @@ class _Softmax:
     with twice the penalty, and its gradient is that of W_1.
     """
 
-    def __init__(self, rows: Tensor, targets: Tensor, penalty: float, intercept: bool, shift: Tensor) -> None:
-        self.targets, self.intercept, self.dim = targets, intercept, rows.shape[-1]
-        self.shift = shift.to(rows)  # (layers, dim) by which features were centred unasked
-        self.row = torch.arange(len(targets), device=rows.device)
-        self.share = torch.bincount(targets).to(rows) / len(targets)
-        spread, axes = torch.linalg.eigh((rows.mT @ rows).double() / len(targets))
-        self.spread, self.axes = spread.clamp(min=0).to(rows), axes.to(rows)
-        self.inputs = rows @ self.axes
-        self.penalties = rows.new_full((self.dim, 1), penalty * (2 if len(self.share) == 2 else 1))
+    def __init__(
+        self,
+        features: Tensor,
+        mean: Tensor,
+        scale: Tensor,
+        targets: Tensor,
+        penalty: float,
+        intercept: bool,
+        shift: Tensor,
+    ) -> None:
+        layers, num_rows, self.dim = features.shape
+        self.targets, self.intercept = targets, intercept
+        # The one copy of the features, filled and turned to its principal axes a few rows at a time.
+        dtype = torch.float64 if features.dtype == torch.float64 else torch.float32
+        self.inputs = features.new_ones((layers, num_rows, self.dim + intercept), dtype=dtype)
+        rows = self.inputs[..., : self.dim]
+        gram, since = torch.zeros_like(mean).new_zeros(layers, self.dim, self.dim), 0
+        for chunk in widened_chunks(features):
+            here = rows[:, since : since + chunk.shape[1]]
+            here.copy_(chunk.sub_(mean[:, None]).div_(scale[:, None]))
+            gram += here.mT @ here
+            since += chunk.shape[1]
+        spread, axes = torch.linalg.eigh(gram / num_rows)
+        self.spread, self.axes = spread.clamp(min=0).to(dtype), axes.to(dtype)
+        for here in rows.split(max(1, CHUNK // (layers * self.dim)), dim=1):
+            here.copy_(here @ self.axes)
+        self.shift = shift.to(dtype)  # (layers, dim) by which features were centred unasked
+        self.row = torch.arange(num_rows, device=features.device)
+        self.share = torch.bincount(targets).to(dtype) / num_rows
+        self.penalties = self.inputs.new_full((self.dim, 1), penalty * (2 if len(self.share) == 2 else 1))
         if intercept:
-            self.inputs = torch.nn.functional.pad(self.inputs, (0, 1), value=1.0)
             self.spread = torch.nn.functional.pad(self.spread, (0, 1), value=1.0)
             self.penalties = torch.nn.functional.pad(self.penalties, (0, 0, 0, 1))
 
@@ -186,10 +249,26 @@ class _Softmax:
             point[:, -1] = self.share.log() - self.share.log().mean()
         return point
 
-    def gradient(self, point: Tensor) -> Tensor:
+    def point(self, weight: Tensor, bias: Tensor) -> Tensor:
+        """Where the rows' own features have these coefficients, as `coefficients` gives them."""
+        weight, bias = (self.axes.double().mT @ weight.double()), bias.double()
+        if len(self.share) == 2:
+            weight, bias = torch.cat([-weight, weight], -1) / 2, torch.cat([-bias, bias], -1) / 2
+        return torch.cat([weight, bias[:, None]] if self.intercept else [weight], 1).to(self.inputs)
+
+    def better(self, point: Tensor, other: Tensor) -> Tensor:
+        """For each layer the one with the lower objective; the other where neither is a number."""
+        lower = self.evaluate(point)[0] < self.evaluate(other)[0]
+        return torch.where(lower[:, None, None], point, other)
+
+    def evaluate(self, point: Tensor) -> tuple[Tensor, Tensor]:
+        """Objective and gradient; the objective is infinite where a probability underflows."""
         residual = (self.inputs @ point).softmax(-1)
-        residual[:, self.row, self.targets] -= 1
-        return self.inputs.mT @ residual / len(self.targets) + self.penalties * point
+        right = residual[:, self.row, self.targets]
+        residual[:, self.row, self.targets] = right - 1
+        pull = self.penalties * point
+        value = (pull * point).sum((1, 2)) / 2 - right.log().mean(1)
+        return value, (self.inputs.mT @ residual).div_(len(self.targets)).add_(pull)
 
     def preconditioner(self) -> Callable[[Tensor], Tensor]:
         inverse = 1 / (self.spread[..., None] * (self.share * (1 - self.share)) + self.penalties)
@@ -219,21 +298,19 @@ class _Softmax:
         return weight, bias
 
 
-def _prepared(features: Tensor, standardize: bool, center: bool) -> tuple[Tensor, Tensor, Tensor]:
-    """Centred and scaled rows, their mean and scale, in float64."""
-    rows = features.double()
-    mean = rows.mean(1) if center else torch.zeros_like(rows[:, 0])
-    scale = torch.ones_like(mean)
-    if standardize:
-        constant = rows.amax(1) == rows.amin(1)  # rounding may give a constant a deviation
-        scale = torch.where(constant, scale, rows.std(1, correction=0))
-    return (rows - mean[:, None]) / scale[:, None], mean, scale
-
-
-def _cross_entropy(logits: Tensor, targets: Tensor) -> Tensor:
-    if logits.shape[-1] == 1:
-        logits = torch.cat([torch.zeros_like(logits), logits], dim=-1)
-    return torch.nn.functional.cross_entropy(logits, targets)
+def _cross_entropy(
+    features: Tensor, mean: Tensor, scale: Tensor, weight: Tensor, bias: Tensor, targets: Tensor
+) -> Tensor:
+    """The mean over the rows for each layer, in float64."""
+    total, since = torch.zeros_like(mean[:, 0]), 0
+    for chunk in widened_chunks(features):
+        logits = (chunk.sub_(mean[:, None]).div_(scale[:, None])) @ weight + bias[:, None]
+        if logits.shape[-1] == 1:
+            logits = torch.cat([torch.zeros_like(logits), logits], dim=-1)
+        here = targets[since : since + chunk.shape[1]].expand(len(logits), -1)
+        total += torch.nn.functional.cross_entropy(logits.mT, here, reduction="none").sum(1)
+        since += chunk.shape[1]
+    return total / len(targets)
 
 
 def _layers_at_once(features: Tensor, num_classes: int) -> int:
@@ -241,21 +318,20 @@ def _layers_at_once(features: Tensor, num_classes: int) -> int:
     if features.device.type == "cpu":
         return 1
     _, num_rows, dim = features.shape
-    return max(1, 2**29 // (num_rows * (2 * dim + 3 * num_classes)))
+    return max(1, 2**32 // (num_rows * (dim + 4 * num_classes) * max(4, features.element_size())))
 
 
-def _check_features(features: Tensor, like: Tensor | None = None) -> None:
-    if not isinstance(features, Tensor) or not features.is_floating_point():
-        kind = features.dtype if isinstance(features, Tensor) else type(features).__name__
-        raise TypeError(f"expected features to be a floating-point tensor, got {kind}")
-    if features.ndim != 3 or not len(features) or not features.shape[2]:
-        raise ValueError(f"expected features of shape (layers, n, dim), got {tuple(features.shape)}")
-    if like is not None and (len(features), features.shape[2]) != like.shape[:2]:
-        layers, dim = like.shape[:2]
-        raise ValueError(f"these probes read {layers} layers of width {dim}, got shape {tuple(features.shape)}")
-    finite = features.isfinite().flatten(1).all(1)
-    if not finite.all():
-        raise ValueError(f"expected finite features, got others at layer {int(finite.int().argmin())}")
+def _check_start(start: LogisticProbes, features: Tensor, classes: Tensor, num_classes: int) -> None:
+    (layers, dim), expected = start.weight.shape[:2], (len(features), features.shape[2])
+    if (layers, dim) != expected:
+        raise ValueError(
+            f"expected start to be probes of {expected[0]} layers of width {expected[1]}, got {layers} of width {dim}"
+        )
+    if start.num_classes != num_classes or not torch.equal(start.classes.to(classes), classes):
+        raise ValueError(
+            f"expected start to be probes of the same classes, {len(classes)} seen of {num_classes}; got others, "
+            f"{len(start.classes)} seen of {start.num_classes}"
+        )
 
 
 def _check_labels(labels: Tensor, num_rows: int, num_classes: int | None) -> int:

@@ -3,6 +3,7 @@
 import copy
 import difflib
 import hashlib
+import json
 import os
 import shutil
 from collections.abc import Iterable, Iterator
@@ -13,11 +14,13 @@ from typing import Any
 import torch
 from torch import nn
 
+from lit_layers.durable import write_json
 from lit_layers.errors import InputError
 from lit_layers.models.families import Network, class_named, family_of
+from lit_layers.models.pixel_statistics import keep_pixel_statistics_, pixel_statistics
 from lit_layers.models.vocabulary import TRUE_SIZE, is_padded, pad_vocabulary_, true_vocab_size, unpadded_state
 
-__all__ = ["causal_lm", "load", "save", "true_vocab_size", "vit", "weights_hash"]
+__all__ = ["causal_lm", "load", "save", "true_vocab_size", "untrained", "vit", "weights_hash"]
 
 READABLE = 0o644  # safetensors writes files that nobody else on a shared disk can read
 TIMM_OPTIONS = "build_options"  # attribute of a timm model: what it was built with, for its config.json
@@ -91,6 +94,32 @@ def vit(name: str, *, seed: int = 0, **overrides: Any) -> nn.Module:
     family_of(model)
     setattr(model, TIMM_OPTIONS, overrides)
     return model.train()
+
+
+def untrained(model: Network, *, seed: int = 0) -> nn.Module:
+    """The same architecture with new weights, which depend on its config and `seed` alone; in the model's precision,
+    on its device, in evaluation mode. The random state and the model stay as they are.
+    """
+    model = getattr(model, "_orig_mod", model)
+    if hasattr(model, "config"):
+        config, padded = copy.deepcopy(model.config), is_padded(model)
+        if padded:  # as the model it is saved as: the same numbers in training and after it
+            config.vocab_size = getattr(config, TRUE_SIZE)
+            delattr(config, TRUE_SIZE)
+        with _seeded(seed):
+            fresh = type(model)._from_config(config, dtype=torch.float32)
+            if padded:
+                pad_vocabulary_(fresh, model.config.vocab_size)
+    else:
+        import timm
+
+        options = getattr(model, TIMM_OPTIONS, None)
+        if options is None or not hasattr(model, "pretrained_cfg"):
+            raise InputError(f"cannot build this {type(model).__name__} anew: build it with vit(name, ...)")
+        with _seeded(seed):
+            fresh = timm.create_model(model.pretrained_cfg["architecture"], pretrained=False, **options)
+    parameter = next(model.parameters())
+    return fresh.to(parameter.device, parameter.dtype).eval()
 
 
 def save(model: Network, folder: str | Path, tokenizer: Any = None) -> None:
@@ -226,6 +255,11 @@ def _save_timm(model: nn.Module, folder: Path) -> None:
     if not hasattr(model, "pretrained_cfg"):
         raise InputError(f"cannot name the architecture of this {type(model).__name__}: build it with vit(name, ...)")
     save_for_hf(model, str(folder), model_args=getattr(model, TIMM_OPTIONS, None), safe_serialization=True)
+    if pixel_statistics(model) is None:  # timm writes those of ImageNet, which nobody has said
+        config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+        for name in ("mean", "std"):
+            config["pretrained_cfg"].pop(name, None)
+        write_json(folder / "config.json", config)
 
 
 def _load_timm(name: str, settings: dict, revision: str | None) -> nn.Module:
@@ -234,6 +268,7 @@ def _load_timm(name: str, settings: dict, revision: str | None) -> nn.Module:
     source = f"local-dir:{name}" if os.path.isdir(name) else f"hf-hub:{name}" + (f"@{revision}" if revision else "")
     model = timm.create_model(source, pretrained=True)
     setattr(model, TIMM_OPTIONS, settings.get("model_args", {}))
+    keep_pixel_statistics_(model, settings)
     return model
 
 

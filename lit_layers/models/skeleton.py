@@ -7,6 +7,7 @@ import torch
 
 from lit_layers.errors import InputError
 from lit_layers.models.families import Network, class_named
+from lit_layers.models.pixel_statistics import keep_pixel_statistics_
 from lit_layers.models.shard_files import ShardFiles
 
 META = torch.device("meta")
@@ -63,7 +64,9 @@ def _timm_skeleton(files: ShardFiles, dtype: torch.dtype) -> Network:
 
     folder = os.fspath(files.fetch("config.json").parent)
     with META:
-        return timm.create_model(f"local-dir:{folder}", pretrained=False).to(dtype)
+        model = timm.create_model(f"local-dir:{folder}", pretrained=False).to(dtype)
+    keep_pixel_statistics_(model, files.config)
+    return model
 
 
 def name_finder(network: Network) -> Callable[[str], str]:

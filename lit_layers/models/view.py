@@ -1,6 +1,6 @@
 """The layered view: hidden states at every block boundary, and each block as a function of its input."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from lit_layers.errors import InputError
 from lit_layers.functional.block_call import SHARED
-from lit_layers.models.families import Network, family_of
+from lit_layers.models.families import Network, family_of, trunk_of
 from lit_layers.models.vocabulary import true_vocab_size
 
 Batch = Mapping[str, Tensor]
@@ -58,6 +58,14 @@ class LayeredModel:
         return None if self.family.sees_images else getattr(self.model.config, self.family.longest)
 
     @property
+    def image_size(self) -> int | None:
+        """Side of the images the model takes, in px; None for text and for a model that takes any size."""
+        patches = getattr(self.model, "patch_embed", None)
+        if patches is None or not getattr(patches, "strict_img_size", False):
+            return None
+        return patches.img_size[0]
+
+    @property
     def device(self) -> torch.device:
         return next(self.model.parameters()).device
 
@@ -96,20 +104,38 @@ class LayeredModel:
         # Not inference_mode, nor inside one: what is kept here takes part in derivatives later.
         with torch.inference_mode(False), torch.no_grad(), evaluating(self.model):
             inputs = self._inputs(batch)
-            handles = [block.register_forward_hook(keep, with_kwargs=True) for block in self.blocks]
-            try:
+            with self._watched(keep):
                 logits = self._logits(inputs)
-            finally:
-                for handle in handles:
-                    handle.remove()
-            if [call.module for call in calls] != list(self.blocks):
-                raise RuntimeError(
-                    f"expected {self.num_layers} blocks to run once each, in order, saw {len(calls)} calls"
-                )
             hidden = torch.stack(states)  # (layers + 1, batch, tokens, dim)
-            mask = inputs.get("attention_mask")
-            mask = hidden.new_ones(hidden.shape[1:3], dtype=torch.bool) if mask is None else mask.bool()
+            mask = _mask(inputs, hidden[0])
         return Trajectory(hidden, logits, mask, tuple(calls), self.attention, self)
+
+    def pass_states(self, batch: Batch, look: Callable[[int, Tensor, Tensor], None]) -> None:
+        """Calls `look(layer, hidden, mask)` for layers 0 to L as one batch passes them, and keeps nothing.
+
+        What `trajectory` holds as `hidden[layer]` (batch, tokens, dim) and `mask` (batch, tokens), to be read and not
+        written to. No scores of a vocabulary are computed.
+
+        Raises:
+            InputError, ValueError: as `trajectory`.
+        """
+        layer = 0
+
+        def show(module: nn.Module, args: tuple, kwargs: dict[str, Any], output: Any) -> None:
+            nonlocal layer
+            if layer == 0:
+                hidden, _, _ = split_arguments(args, kwargs)
+                look(0, hidden, _mask(inputs, hidden))
+            layer += 1
+            look(layer, first(output), _mask(inputs, first(output)))
+
+        with torch.inference_mode(False), torch.no_grad(), evaluating(self.model):
+            inputs = self._inputs(batch)
+            with self._watched(show):
+                if self.family.sees_images:
+                    self.model.forward_features(inputs["pixel_values"])
+                else:
+                    trunk_of(self.model)(**inputs, **dict(self.family.options), return_dict=True)
 
     def readout(self, hidden: Tensor) -> Tensor:
         """Final norm and head of states (*n, tokens, dim): the model's logits at the last layer, else the logit lens.
@@ -141,6 +167,24 @@ class LayeredModel:
                 outputs = [blocks[number](hidden) for number in step]
                 hidden = outputs[0] if len(outputs) == 1 else torch.stack(outputs).mean(0)
             return self.readout(hidden)
+
+    @contextmanager
+    def _watched(self, hook: Callable[..., None]) -> Iterator[None]:
+        """The hook sees each block's call inside, where every block runs once, in order."""
+        order: list[nn.Module] = []
+
+        def note(module: nn.Module, args: tuple, kwargs: dict[str, Any], output: Any) -> None:
+            order.append(module)
+            hook(module, args, kwargs, output)
+
+        handles = [block.register_forward_hook(note, with_kwargs=True) for block in self.blocks]
+        try:
+            yield
+        finally:
+            for handle in handles:
+                handle.remove()
+        if order != list(self.blocks):
+            raise RuntimeError(f"expected {self.num_layers} blocks to run once each, in order, saw {len(order)} calls")
 
     def _logits(self, inputs: dict[str, Tensor]) -> Tensor:
         if self.family.sees_images:
@@ -274,6 +318,12 @@ def parallel_blocks(step: Step) -> tuple[int, ...]:
     if not blocks or not all(type(number) is int for number in blocks):
         raise TypeError(f"a step is a block number or a non-empty tuple of them, got {step!r}")
     return blocks
+
+
+def _mask(inputs: Mapping[str, Tensor], hidden: Tensor) -> Tensor:
+    """Which tokens are real (batch, tokens)."""
+    mask = inputs.get("attention_mask")
+    return hidden.new_ones(hidden.shape[:2], dtype=torch.bool) if mask is None else mask.bool()
 
 
 @contextmanager

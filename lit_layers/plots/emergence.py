@@ -8,8 +8,8 @@ from typing import Any, Literal
 import pandas as pd
 import plotly.graph_objects as go
 
-from lit_layers.plots.axes import AxisName, Grid, on_axis
-from lit_layers.plots.labels import BASELINES, LEVELS, LOG_SCALE, escape, label, tag_text
+from lit_layers.plots.axes import AxisName, Grid, on_axis, whole_ticks
+from lit_layers.plots.labels import BASELINES, LEVELS, LOG_SCALE, WHOLE_NUMBERS, escape, label, tag_text
 from lit_layers.plots.tables import (
     ORDINALS,
     Point,
@@ -98,6 +98,9 @@ def emergence_curves(
     layout = on_axis(drawing.traces, drawing.grids, axis)
     if ordinal is not None and len(drawing.named) > 1:
         layout |= LEGEND_BELOW
+    if metric in WHOLE_NUMBERS:
+        ends = [end for p in points for end in (p.value, p.low, p.high) if math.isfinite(end)]
+        layout["yaxis"] = whole_ticks(math.floor(min(ends)), math.ceil(max(ends)))
     log = metric in LOG_SCALE
     return figure(title_of(metric, tags or {}), drawing.traces, unit=label(metric).unit, log=log, **layout)
 

@@ -116,6 +116,68 @@ METRICS = {
     "log_loss": Label("Probe log-loss", "nats", "Of a linear probe on the test rows."),
     "macro_f1": Label("Probe macro F1", "share", "Mean over classes, each with equal weight."),
     "coverage": Label("Coverage", "share", "Share of the test rows whose class the probe knows."),
+    "mean_squared_error": Label("Probe mean squared error", "", "Of a ridge regression; lower is better."),
+    "r_squared": Label("R²", "", "Share of the variance that the fit explains: 1 all, 0 none."),
+    "monotonicity_spearman": Label(
+        "Monotonicity, rank correlation", "Spearman", "1: each layer scores better than the one before it; -1: worse."
+    ),
+    "monotonicity_fraction_increasing": Label(
+        "Monotonicity, increasing steps", "share", "Of the steps from layer to layer, those that improve the score."
+    ),
+    "monotonicity_largest_drop": Label(
+        "Monotonicity, largest drop", "", "What the worst step from layer to layer loses."
+    ),
+    "monotonicity_max_drawdown": Label("Monotonicity, maximum drawdown", "", "The most that a later layer loses."),
+    "plateau_layer": Label(
+        "Plateau layer", "", "The first layer after which no single step gains more than 0.01 of the score."
+    ),
+    "best_layer": Label("Best layer", "", "The earliest layer with the best test score."),
+    "inflection_layer": Label("Inflection layer", "", "Where the curve over layers first changes its curvature."),
+    "concept_alignment": Label(
+        "Concept alignment", "cosine", "Mean cosine between the differences of two word pairs of one relation."
+    ),
+    "excess": Label(
+        "Excess concept alignment",
+        "cosine",
+        "Concept alignment less that of shuffled pairs: 0 is chance.",
+    ),
+    "leave_one_out": Label(
+        "Leave-one-out alignment",
+        "cosine",
+        "Cosine of a pair's difference with the mean of the others.",
+    ),
+    "shuffled": Label(
+        "Alignment of shuffled pairs", "cosine", "The same when the second words change partners within their relation."
+    ),
+    "prediction_residual": Label(
+        "Prediction residual",
+        "share of variance",
+        "What a least-squares map of the states leaves unexplained of the next token's index: 1 all, 0 nothing.",
+    ),
+    "adjusted": Label(
+        "Adjusted prediction residual", "share of variance", "Freed of the number of features: 1 is no relation."
+    ),
+    "held_out": Label(
+        "Held-out prediction residual",
+        "share of variance",
+        "On texts that were not fitted; above 1: worse than their mean.",
+    ),
+    "residual_ratio": Label(
+        "Residual ratio", "per block", "rho: the prediction residual is multiplied by it from block to block."
+    ),
+    "pearson": Label(
+        "Correlation of the log residual with depth",
+        "Pearson",
+        "-1: the residual falls exactly exponentially.",
+    ),
+    "rank": Label("Rank of the states", "", "Of the features that the prediction residual is fitted on."),
+    "prediction_residual_of_half": Label(
+        "Prediction residual of halves", "share of variance", "Mean over random halves of the texts."
+    ),
+    "adjusted_of_half": Label(
+        "Adjusted prediction residual of halves", "share of variance", "Mean over random halves of the texts."
+    ),
+    "residual_ratio_of_half": Label("Residual ratio of halves", "per block", "Mean over random halves of the texts."),
     "logit_lens_loss": Label("Logit-lens loss", "nats", "Loss of the model's own readout at each layer."),
     "logit_lens_accuracy": Label("Logit-lens accuracy", "share", "Top-1 accuracy of the model's readout per layer."),
     "logit_lens_perplexity": Label("Logit-lens perplexity", "", "At the last layer: the model's perplexity."),
@@ -154,6 +216,10 @@ ANALYSES = {
     "paths_in_plane": "The paths of a prompt's tokens through the layers, as a picture.",
     "next_token_probe": "What a linear probe can tell about the next token from each layer.",
     "lens": "What the model's own readout makes of each layer.",
+    "probe": "What a linear probe of each layer can tell on a downstream task.",
+    "sample_sizes": "How the test score of each layer's probe grows with the number of training rows.",
+    "concept_alignment": "How far the word pairs of a relation point in one direction at each layer.",
+    "prediction_residual": "How much of the next token a linear map of each layer cannot tell, by least squares.",
 }
 
 # Metrics that only their figures tell of, not the tables of results.
@@ -163,14 +229,28 @@ SECONDARY = {
     *("random_coupling", "num_tied", "jacobian_norm", "spectrum_slope", "spectrum_r_squared"),
     *("random_token_coupling", "random_input_context_coupling", "random_output_context_coupling"),
     *("influence_spectral", "influence_participation_ratio", "plane_variance"),
+    *("best_layer", "leave_one_out", "shuffled", "adjusted", "held_out", "rank", "pearson"),
+}
+# Metrics that no table of results has, not even that of models without steps.
+UNLISTED = {
+    *("monotonicity_fraction_increasing", "monotonicity_largest_drop", "monotonicity_max_drawdown", "inflection_layer"),
+    *("prediction_residual_of_half", "adjusted_of_half", "residual_ratio_of_half"),
 }
 # Metrics whose values lie decades apart.
-LOG_SCALE = {"logit_lens_perplexity", "validation/perplexity", "influence_frobenius", "influence_spectral"}
+LOG_SCALE = {
+    *("logit_lens_perplexity", "validation/perplexity", "influence_frobenius", "influence_spectral"),
+    *("prediction_residual", "adjusted", "held_out"),
+}
+# Metrics whose values are numbers of layers.
+WHOLE_NUMBERS = {"plateau_layer", "best_layer", "inflection_layer"}
 # Metrics that are drawn beside another one, to compare with, rather than alone; and what they are called there.
 BASELINES = {
     metric: {f"random_{metric}": "Random bases"}
     for metric in ("coupling", "token_coupling", "input_context_coupling", "output_context_coupling")
-} | {"path": {"path_variance": "Variance along each axis"}}
+} | {
+    "path": {"path_variance": "Variance along each axis"},
+    "concept_alignment": {"shuffled": "Shuffled pairs"},
+}
 # Values to compare with that follow from the definition.
 LEVELS = {
     metric: {0.0: "Random bases"}
@@ -189,6 +269,7 @@ _TAGS = {
 }
 _REFERENCES = {
     "majority": "majority class",
+    "mean": "training mean",
     "lm_head": "model's head",
     "lm_head_closed": "model's head, probe's classes",
 }
@@ -196,6 +277,14 @@ _SHOWN = {
     ("drop_first", "0"): "all tokens",
     ("drop_first", "1"): "without the first token",
     ("control", "random_labels"): "random labels",
+    ("control", "untrained_model"): "untrained model",
+    ("control", "relabelled_vocabulary"): "relabelled vocabulary",
+    ("split", "train"): "training rows",
+    ("split", "validation"): "validation rows",
+    ("split", "test"): "test rows",
+    ("of", "accuracy"): "of accuracy",
+    ("of", "log_loss"): "of log-loss",
+    ("of", "mean_squared_error"): "of mean squared error",
     ("pooling", "cls"): "class token",
     ("pooling", "mean"): "mean of the tokens",
     ("pooling", "last"): "last token",
@@ -210,9 +299,14 @@ def label(metric: str) -> Label:
 
 
 def sentence(name: str) -> str:
-    """Returns `some_name` as `Some name`."""
-    words = name.replace("_", " ").strip()
+    """Returns `some_name` as `Some name`, and `probe/some_task` as `Probe: some task`."""
+    words = name.replace("_", " ").replace("/", ": ").strip()
     return words[:1].upper() + words[1:]
+
+
+def analysis_note(name: str) -> str:
+    """Returns what an analysis does, in a sentence; one named `probe/some_task` does what `probe` does."""
+    return ANALYSES.get(name) or ANALYSES.get(name.split("/")[0], "")
 
 
 def escape(text: object) -> str:
@@ -270,3 +364,8 @@ def value(number: float | None) -> str:
     else:
         text = f"{number:.1f}" if size >= 1000 else f"{number:.2f}" if size >= 10 else f"{number:.3f}"
     return text.replace("-", MINUS, 1) if number < 0 else text
+
+
+def whole(number: float) -> str:
+    """Returns a number that is a whole one, or the mean of some; a dash where there is none."""
+    return DASH if math.isnan(number) else f"{number:g}".replace("-", MINUS, 1)

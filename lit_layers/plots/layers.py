@@ -4,6 +4,7 @@ import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
+import numpy as np
 import pandas as pd
 import plotly.graph_objects as go
 
@@ -33,13 +34,16 @@ def layer_profile(
     analysis: str | None = None,
     tags: Mapping[str, Any] | None = None,
     baselines: Sequence[str] = (),
+    controls: Sequence[str] = (),
+    intervals: bool = False,
     allow_suspect: bool = False,
 ) -> go.Figure:
     """Returns a metric over the layers (or over the tag `distance`), one line a checkpoint.
 
-    Colours run from the first checkpoint to the last; of many checkpoints, some that are spread evenly are drawn.
-    Rows tagged `reference`, and the metrics named in `baselines` where they are per layer, are dashed lines, at the
-    last checkpoint. `tags` chooses a variant, as in `emergence_curves`.
+    Colours run from the first checkpoint to the last; of many checkpoints, some that are spread evenly are drawn. With
+    `intervals` the first and the last have their 95% intervals around them, where they have any. Rows tagged
+    `reference`, the metrics named in `baselines` where they are per layer, and the rows whose tag `control` is named in
+    `controls` are dashed lines, at the last checkpoint. `tags` chooses a variant, as in `emergence_curves`.
 
     Raises:
         ValueError: where the metric has no values per layer.
@@ -57,17 +61,9 @@ def layer_profile(
     traces = []
     for step, color in zip(steps, colors_of(TIME, len(steps)), strict=True):
         part = sorted(by_step[step], key=lambda point: point.number(number) or 0)
-        last = step == steps[-1]
-        trace = {
-            "x": [point.number(number) for point in part],
-            "y": rounded(point.value for point in part),
-            "mode": "lines+markers",
-            "line": {"color": color, "width": 2.6 if last else 1.4},
-            "marker": {"size": 6 if last else 3.5, "symbol": "circle" if step > 0 else "diamond"},
-            "showlegend": False,
-            "hovertemplate": "%{y:.4g}<br>" + number + " %{x}<extra>" + f"step {step:,}</extra>",
-        }
-        traces.append(trace)
+        if intervals and step in (steps[0], steps[-1]):
+            traces += _band(part, number, color)
+        traces.append(_profile(part, number, color, last=step == steps[-1]))
     if len(steps) > 1:
         shown = sorted({0, (len(steps) - 1) // 2, len(steps) - 1})
         traces.append(bar_trace("Step", TIME, {index: count(steps[index]) for index in shown}))
@@ -75,7 +71,12 @@ def layer_profile(
     compared = _levels([point for point in points if point.reference is not None], ends)
     compared += [_fixed_level(level, text, ends) for level, text in LEVELS.get(metric, {}).items()]
     for name in baselines:
-        compared += _dashed_profile(_plain(select(frame, name, **chosen)), metric, name)
+        text = BASELINES.get(metric, {}).get(name, label(name).title)
+        compared += _dashed_profile(_plain(select(frame, name, **chosen)), text, DASHES[0])
+    for index, control in enumerate(controls, start=len(compared)):
+        own = _plain(select(frame, metric, **{**chosen, "tags": {**tags, "control": control}}))
+        own = [point for point in own if point.reference is None]
+        compared += _dashed_profile(own, tag_text({"control": control}), DASHES[index % len(DASHES)])
     traces += compared
     title = "Layer" if number == "layer" else "Distance between the blocks"
     return figure(
@@ -84,8 +85,59 @@ def layer_profile(
         unit=label(metric).unit,
         log=metric in LOG_SCALE,
         xaxis={"title": {"text": title}, **whole_ticks(*ends)},
-        **(LEGEND_BELOW if compared else {}),
+        **(_legend_below(reverses=intervals) if compared else {}),
     )
+
+
+def _legend_below(*, reverses: bool) -> dict[str, Any]:
+    """Below the plot; in order, which filled areas would turn around."""
+    legend = LEGEND_BELOW["legend"] | ({"traceorder": "normal"} if reverses else {})
+    return {**LEGEND_BELOW, "legend": legend}
+
+
+def residual_profile(
+    frame: pd.DataFrame,
+    metric: str = "prediction_residual",
+    *,
+    analysis: str | None = None,
+    tags: Mapping[str, Any] | None = None,
+    controls: Sequence[str] = (),
+    allow_suspect: bool = False,
+) -> go.Figure:
+    """Returns a residual over the layers on a log axis, as `layer_profile` with intervals, and its exponential fit.
+
+    The fit of the first and of the last checkpoint, dotted in their colours, is the least-squares line through the
+    logarithms of layers 1 to L: its slope is that of rho^l, and hovering tells rho. Layer 0 is not in it.
+
+    Raises:
+        ValueError: where the metric has no values per layer.
+    """
+    chosen: dict[str, Any] = {"analysis": analysis, "tags": tags, "allow_suspect": allow_suspect}
+    fig = layer_profile(frame, metric, controls=controls, intervals=True, **chosen)
+    points = [p for p in _plain(select(frame, metric, over_steps=True, **chosen)) if p.layer is not None]
+    points, _ = of_plainest(points, tags)
+    by_step = grouped((p for p in points if p.layer and p.value > 0 and p.reference is None), lambda p: p.step)
+    steps = spread(steps_of(points), _PROFILES)
+    for step, color in zip(steps, colors_of(TIME, len(steps)), strict=True):
+        if step in (steps[0], steps[-1]) and len(by_step.get(step, [])) >= 3:
+            fig.add_trace(_fit(by_step[step], color, in_legend=step == steps[-1]))
+    return fig.update_layout(**_legend_below(reverses=True))
+
+
+def _fit(points: list[Point], color: str, *, in_legend: bool) -> dict[str, Any]:
+    layers = [float(point.layer or 0) for point in points]
+    slope, start = np.polyfit(layers, [math.log10(point.value) for point in points], 1)
+    ends = [min(layers), max(layers)]
+    return {
+        "type": "scatter",
+        "x": ends,
+        "y": rounded(10 ** (start + slope * layer) for layer in ends),
+        "mode": "lines",
+        "name": "exponential fit",
+        "showlegend": in_legend,
+        "line": {"color": color, "width": 1.6, "dash": DASHES[1]},
+        "hovertemplate": f"rho {10**slope:.4g}<extra>exponential fit, step {points[0].step:,}</extra>",
+    }
 
 
 def spectrum(
@@ -212,15 +264,46 @@ def _fixed_level(level: float, text: str, ends: list[int]) -> dict[str, Any]:
     return {"x": ends, "y": [level] * 2, "mode": "lines", "name": text, "line": line, "hoverinfo": "name+y"}
 
 
-def _dashed_profile(points: list[Point], metric: str, name: str) -> list[dict[str, Any]]:
-    """A metric to compare with over the layers, at the last checkpoint."""
+def _profile(points: list[Point], number: str, color: str, *, last: bool) -> dict[str, Any]:
+    """One checkpoint: its points in order, the last checkpoint's as a stronger line."""
+    step, texts = points[0].step, [interval_text(point) for point in points]
+    return {
+        "x": [point.number(number) for point in points],
+        "y": rounded(point.value for point in points),
+        **({"text": texts} if any(texts) else {}),
+        "mode": "lines+markers",
+        "line": {"color": color, "width": 2.6 if last else 1.4},
+        "marker": {"size": 6 if last else 3.5, "symbol": "circle" if step > 0 else "diamond"},
+        "showlegend": False,
+        "hovertemplate": f"%{{y:.4g}}{'%{text}' if any(texts) else ''}<br>{number} %{{x}}<extra>step {step:,}</extra>",
+    }
+
+
+def interval_text(point: Point) -> str:
+    """Returns a line about a point's 95% interval for hovering; an empty string where there is none."""
+    known = math.isfinite(point.low) and math.isfinite(point.high)
+    return f"<br>95% interval {point.low:.4g} to {point.high:.4g}" if known else ""
+
+
+def _band(points: list[Point], number: str, color: str) -> list[dict[str, Any]]:
+    """The 95% interval of those of a line's points that have one; `color` as plotly samples it, `rgb(...)`."""
+    known = [point for point in points if interval_text(point)]
+    edge = {"x": [point.number(number) for point in known], "mode": "lines", "line": {"width": 0}}
+    edge |= {"hoverinfo": "skip", "showlegend": False}
+    fill = {"fill": "tonexty", "fillcolor": color.replace("rgb(", "rgba(").replace(")", ", 0.13)")}
+    low, high = rounded(point.low for point in known), rounded(point.high for point in known)
+    return [{**edge, "y": low}, {**edge, "y": high, **fill}] if known else []
+
+
+def _dashed_profile(points: list[Point], text: str, dash: str) -> list[dict[str, Any]]:
+    """Something to compare with over the layers, at the last checkpoint."""
     own = [point for point in points if point.layer is not None]
     if not own:
         return []
     last = max(point.step for point in own)
     part = sorted((point for point in own if point.step == last), key=lambda point: point.layer or 0)
-    text = escape(BASELINES.get(metric, {}).get(name, label(name).title))
-    line = {"color": MUTED, "width": 1.6, "dash": DASHES[0]}
+    text = escape(text)
+    line = {"color": MUTED, "width": 1.6, "dash": dash}
     places = {"x": [point.layer for point in part], "y": rounded(point.value for point in part)}
     return [
         {**places, "mode": "lines", "name": text, "line": line, "hovertemplate": "%{y:.4g}<extra>" + text + "</extra>"}

@@ -8,13 +8,23 @@ from typing import Any, TypeVar
 import pandas as pd
 
 from lit_layers.errors import InputError
-from lit_layers.plots.labels import SECONDARY, label, listing, tag_text
+from lit_layers.plots.labels import SECONDARY, UNLISTED, label, listing, tag_text
 from lit_layers.records import AUDIT, COLUMNS, PLACES
 
 # Tags that number the lines of one figure, or name a line to compare with; all others make variants of a metric.
 ORDINALS = ("distance", "index")
-_NOT_VARIANTS = (*ORDINALS, *PLACES, "reference")
-_PLAINEST = {"statistic": None, "control": None, "drop_first": 0, "normalization": "raw"}
+# Tags of points that maps and sample-size curves show: a relation of word pairs, a number of training rows.
+CATEGORY, TRAIN_ROWS = "category", "train_rows"
+_NO_HEADLINE = (*ORDINALS, *PLACES, "reference")
+_NOT_VARIANTS = (*_NO_HEADLINE, "category_id", "group", "task")  # an analysis has one task
+_PLAINEST = {
+    "statistic": None,
+    "control": None,
+    "drop_first": 0,
+    "normalization": "raw",
+    "split": "test",
+    "of": "accuracy",
+}
 _ABSENT = {"statistic": "mean", "control": "true labels"}  # what a variant is called for the tag it lacks
 _CHANGE_COLUMNS = (
     *("analysis", "metric", "variant", "layer", "first_step", "first", "first_low", "first_high"),
@@ -188,9 +198,10 @@ def steps_of(points: Iterable[Point]) -> list[int]:
 def change_table(frame: pd.DataFrame, *, allow_suspect: bool = False) -> pd.DataFrame:
     """Returns how far each headline metric came from the first checkpoint to the last.
 
-    A metric of the whole model alone is a row for each variant. One that is also, or only, per layer is one row in its
-    plainest variant: that of the whole model where there is one, else that of the last layer. Medians, pairs,
-    reference rows and lists of values are left out. Columns: analysis, metric, variant (text), layer, first_step,
+    A metric of the whole model alone is a row for each variant; one that tells of another metric's curve (tag `of`) is
+    one row. One that is also, or only, per layer is one row in its plainest variant: that of the whole model where
+    there is one, else that of the last layer. Medians, pairs, reference rows, lists of values, categories and sample
+    sizes are left out. Columns: analysis, metric, variant (text), layer, first_step,
     first, first_low, first_high, last_step, last, last_low, last_high, change, and the
     lists steps and values of the way between. `change` is NaN where there is one checkpoint.
 
@@ -198,7 +209,7 @@ def change_table(frame: pd.DataFrame, *, allow_suspect: bool = False) -> pd.Data
         InputError: for suspect checkpoints, unless they are allowed.
     """
     table: Any = frame
-    table = table[table["step"].notna() & ~table["metric"].isin(SECONDARY)]
+    table = table[table["step"].notna() & ~table["metric"].isin(SECONDARY | UNLISTED)]
     changes = [{**name, **_change(points)} for name, points in _headlines(table, allow_suspect)]
     return pd.DataFrame(changes, columns=list(_CHANGE_COLUMNS))
 
@@ -213,7 +224,7 @@ def model_table(frame: pd.DataFrame, *, allow_suspect: bool = False) -> pd.DataF
         InputError: for suspect models, unless they are allowed.
     """
     table: Any = frame
-    table = table[table["step"].isna()]
+    table = table[table["step"].isna() & ~table["metric"].isin(UNLISTED)]
     found = []
     for run in table["run"].unique():
         for name, (point, *_) in _headlines(table[table["run"] == run], allow_suspect):
@@ -228,11 +239,13 @@ def _headlines(table: Any, allow_suspect: bool) -> Iterator[tuple[dict[str, Any]
     table = table[table["other_layer"].isna()]
     for analysis, metric in dict.fromkeys(zip(table["analysis"], table["metric"], strict=True)):
         points = select(table, metric, analysis=analysis, allow_suspect=allow_suspect)
-        points = [point for point in points if not point.tags.keys() & {*_NOT_VARIANTS}]
+        points = [point for point in points if not point.tags.keys() & {*_NO_HEADLINE}]
         whole = [point for point in points if point.layer is None]
         last_layer = max((point.layer for point in points if point.layer is not None), default=None)
         found = [tags for tags in variants_of(points) if tags.get("statistic") is None] if points else []
-        for tags in found if last_layer is None else [plainest(found)] if found else []:
+        if found and (last_layer is not None or "of" in found[0]):
+            found = [plainest(found)]
+        for tags in found:
             chosen = matching(whole or [point for point in points if point.layer == last_layer], tags)
             if chosen:
                 yield {"analysis": analysis, "metric": metric, "variant": variant_text(tags)}, chosen

@@ -8,8 +8,10 @@ import pandas as pd
 import plotly.graph_objects as go
 
 from lit_layers import plots
-from lit_layers.plots.labels import ANALYSES, BASELINES, METRICS, label, pair_text, sentence
+from lit_layers.plots.labels import BASELINES, METRICS, UNLISTED, analysis_note, label, pair_text, sentence
 from lit_layers.plots.tables import (
+    CATEGORY,
+    TRAIN_ROWS,
     Point,
     choice_text,
     is_on_axes,
@@ -39,17 +41,24 @@ _TRAINING = (
 Block = dict[str, Any]  # the figures of a metric, with what stands above them
 
 
-def sections(frame: pd.DataFrame, block: Callable[[pd.DataFrame, str, str], Block | None]) -> list[dict[str, Any]]:
-    """Returns a section for each analysis, with what `block` makes of its rows for each metric, where it makes any."""
+def sections(
+    frame: pd.DataFrame,
+    block: Callable[[pd.DataFrame, str, str], Block | None],
+    whole: Callable[[pd.DataFrame, str], list[Block]] = lambda part, analysis: [],
+) -> list[dict[str, Any]]:
+    """Returns a section for each analysis, with what `block` makes of its rows for each metric, where it makes any.
+
+    Where `whole` makes something of all rows of an analysis, that is its section.
+    """
     found = []
     table: Any = frame
     for analysis in dict.fromkeys(table["analysis"]):
         part = table[table["analysis"] == analysis]
-        metrics = sorted(dict.fromkeys(part["metric"]), key=_rank)
+        metrics = sorted((name for name in dict.fromkeys(part["metric"]) if name not in UNLISTED), key=_rank)
         beside = {name for metric in metrics for name in BASELINES.get(metric, [])}
-        blocks = [block(part, metric, analysis) for metric in metrics if metric not in beside]
+        blocks = whole(part, analysis) or [block(part, metric, analysis) for metric in metrics if metric not in beside]
         if blocks := [drawn for drawn in blocks if drawn is not None]:
-            title, note = sentence(analysis), ANALYSES.get(analysis, "")
+            title, note = sentence(analysis), analysis_note(analysis)
             found.append({"name": analysis, "title": title, "note": note, "metrics": _balanced(blocks)})
     return found
 
@@ -134,6 +143,12 @@ def pictures(
     if "layer" in options:
         yield "", (plots.compression_matrix if "row" in points[0].tags else plots.token_map)(part, metric, **options)
         return
+    if any(TRAIN_ROWS in point.tags for point in points):
+        yield "Over training rows", plots.sample_size_curves(part, metric, **options)
+        yield "Over layers", plots.sample_size_curves(part, metric, over="layers", **options)
+        return
+    if any(CATEGORY in point.tags and point.layer is not None for point in points):
+        yield "Categories", plots.concept_map(part, metric, **options)
     pairs = [point for point in points if is_pair(point)]
     if pairs:
         yield "", plots.layer_matrix(part, metric, **options)

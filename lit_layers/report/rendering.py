@@ -2,6 +2,7 @@
 
 import math
 import shlex
+from collections.abc import Callable
 from datetime import datetime
 from pathlib import Path
 from typing import Any
@@ -11,8 +12,8 @@ from plotly.offline import get_plotlyjs
 
 from lit_layers import records
 from lit_layers.plots import change_table, model_table, theme
-from lit_layers.plots.labels import label, listing, value
-from lit_layers.report import comparison, facts, figures, provenance
+from lit_layers.plots.labels import WHOLE_NUMBERS, label, listing, value, whole
+from lit_layers.report import comparison, facts, figures, layerwise, provenance
 
 _PAGE = Path(__file__).parent / "page"
 
@@ -23,7 +24,11 @@ def render(run: facts.RunData, *, allow_suspect: bool = False) -> str:
     drawable = [m for m in run.measurements if (comparing or m.step is not None) and _may(m, allow_suspect)]
     # Those that are left are to be drawn: without their verdicts no figure refuses them.
     frame = records.frame(drawable).drop(columns=records.AUDIT, errors="ignore")
-    sections = figures.sections(frame, comparison.metric_block if comparing else figures.metric_block)
+    sections = (
+        figures.sections(frame, comparison.metric_block)
+        if comparing
+        else figures.sections(frame, figures.metric_block, layerwise.section_blocks)
+    )
     training = figures.training(run)
     drawn = [
         figure["content"]
@@ -81,14 +86,16 @@ def _numbered(blocks: list[dict[str, Any]], drawn: list[dict[str, Any]]) -> list
     for block in blocks:
         choices = block["choices"]
         numbers = [[place[id(figure["content"])] for figure in choice["figures"]] for choice in choices]
-        height = max(figure["content"]["layout"].get("height", 310) for figure in choices[0]["figures"])
+        heights = [figure["content"]["layout"].get("height", 310) for figure in choices[0]["figures"]]
+        if not block.get("tall"):  # figures that stand side by side
+            heights = [max(heights)] * len(heights)
         figures = [
             {
                 "caption": first["caption"],
                 "numbers": [choice[index] for choice in numbers],
                 "height": height,
             }
-            for index, first in enumerate(choices[0]["figures"])
+            for index, (first, height) in enumerate(zip(choices[0]["figures"], heights, strict=True))
         ]
         texts = [choice["text"] for choice in choices]
         found.append({**block, "texts": texts if len(texts) > 1 else [], "fixed": texts[0], "figures": figures})
@@ -102,6 +109,7 @@ def _changes(table: Any) -> list[dict[str, Any]]:
         layer = None if row["layer"] != row["layer"] or row["layer"] is None else int(row["layer"])
         details = [row["variant"], f"layer {layer}" if layer is not None else ""]
         several = row["first_step"] != row["last_step"]
+        text = _number(row["metric"])
         path, end = _spark(row["steps"], row["values"])
         shown.append(
             {
@@ -111,13 +119,13 @@ def _changes(table: Any) -> list[dict[str, Any]]:
                 "details": ", ".join(filter(None, details)),
                 "path": path,
                 "end": end,
-                "first": value(row["first"]) if several else "",
-                "first_interval": _interval(row["first_low"], row["first_high"]) if several else "",
+                "first": text(row["first"]) if several else "",
+                "first_interval": _interval(row["first_low"], row["first_high"], text) if several else "",
                 "first_step": f"{int(row['first_step']):,}",
-                "last": value(row["last"]),
-                "last_interval": _interval(row["last_low"], row["last_high"]),
+                "last": text(row["last"]),
+                "last_interval": _interval(row["last_low"], row["last_high"], text),
                 "last_step": f"{int(row['last_step']):,}",
-                "change": ("+" if row["change"] > 0 else "") + value(row["change"]) if several else "",
+                "change": ("+" if row["change"] > 0 else "") + text(row["change"]) if several else "",
             }
         )
     return shown
@@ -129,6 +137,7 @@ def _results(table: Any, runs: list[str]) -> list[dict[str, Any]]:
     for row in table.to_dict("records"):
         is_last = row["layer"] == row["layer"] and row["layer"] is not None
         key = row["analysis"], row["metric"], row["variant"], is_last
+        text = _number(row["metric"])
         if key not in shown:
             shown[key] = {
                 "title": label(row["metric"]).title,
@@ -137,7 +146,7 @@ def _results(table: Any, runs: list[str]) -> list[dict[str, Any]]:
                 "details": ", ".join(filter(None, [row["variant"], "last layer" if is_last else ""])),
                 "cells": dict.fromkeys(runs, ("", "")),
             }
-        shown[key]["cells"][row["run"]] = value(row["value"]), _interval(row["low"], row["high"])
+        shown[key]["cells"][row["run"]] = text(row["value"]), _interval(row["low"], row["high"], text)
     order = list(dict.fromkeys(row["analysis"] for row in shown.values()))
     rows = sorted(shown.values(), key=lambda row: order.index(row["analysis"]))
     return [{**row, "cells": list(row["cells"].values())} for row in rows]
@@ -154,8 +163,13 @@ def _spark(steps: list[int], values: list[float]) -> tuple[str, tuple[float, flo
     return "M" + "L".join(f"{x} {y}" for x, y in places), places[-1]
 
 
-def _interval(low: float, high: float) -> str:
-    return f"{value(low)} to {value(high)}" if low == low and high == high else ""
+def _interval(low: float, high: float, text: Callable[[float], str]) -> str:
+    return f"{text(low)} to {text(high)}" if low == low and high == high else ""
+
+
+def _number(metric: str) -> Callable[[float], str]:
+    """How a metric's values are written."""
+    return whole if metric in WHOLE_NUMBERS else value
 
 
 def _cost_row(row: dict[str, Any]) -> dict[str, str]:

@@ -1,5 +1,6 @@
 """What is known on disk of one cell: `ROOT/CELL.json` and `CELL.log`, beside its run folder `ROOT/CELL`."""
 
+import hashlib
 import json
 import re
 import signal
@@ -24,14 +25,14 @@ class CellFolder:
     """One cell's files under the sweep's root.
 
     The state is written before the run starts and after it has ended, each time as a whole: what it calls finished has
-    ended with code 0, with this command and these parameters.
+    ended with code 0, with this command, these parameters and these recipes.
     """
 
     def __init__(self, root: Path, cell: Cell, command: Sequence[str]) -> None:
         self.cell, self.folder = cell, root / cell.name
         self._state, self.log = root / f"{cell.name}.json", root / f"{cell.name}.log"
         self._lock = root / f".{cell.name}.lock"
-        self._made = {"command": list(command), "parameters": cell.parameters}
+        self._made = {"command": list(command), "parameters": cell.parameters, "recipes": _recipes(command)}
 
     @property
     def state(self) -> dict[str, Any]:
@@ -71,7 +72,7 @@ class CellFolder:
                 raise InputError(f"root: {self.folder} is there and of no sweep; choose another root")
             return
         for what, new in self._made.items():
-            old = before.get(what)
+            old = before.get(what, new)
             if old != new and (before["state"] == FINISHED or self.folder.exists()):
                 raise InputError(
                     f"{what}: {self.folder} was made with {_difference(old, new)}; choose another root, or delete that "
@@ -105,6 +106,12 @@ class CellFolder:
     def _write(self, **facts: Any) -> None:
         at = time.strftime("%Y-%m-%dT%H:%M:%S%z")
         write_json(self._state, {**facts, "at": at, **self._made})
+
+
+def _recipes(command: Sequence[str]) -> dict[str, str]:
+    """The files a command names, each with a hash of its content: an edited recipe makes another run."""
+    files = [Path(word.rpartition("=")[2]) for word in command if word.endswith((".yaml", ".yml"))]
+    return {str(file): hashlib.sha256(file.read_bytes()).hexdigest()[:16] for file in files if file.is_file()}
 
 
 def _difference(old: Any, new: Any) -> str:

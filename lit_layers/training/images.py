@@ -11,6 +11,7 @@ from torchmetrics.classification import MulticlassAccuracy
 
 from lit_layers.errors import InputError
 from lit_layers.models.build import vit
+from lit_layers.models.pixel_statistics import set_pixel_statistics_
 from lit_layers.models.recipe_parts import mixup
 from lit_layers.training.averaging import ExponentialAverage
 from lit_layers.training.image_data import LitImageData
@@ -103,7 +104,7 @@ class LitImageClassifier(L.LightningModule):
         self.warmup_steps, self.warmup_epochs, self.decay_steps = warmup_steps, warmup_epochs, decay_steps
         self.min_lr_ratio, self.label_smoothing = min_lr_ratio, label_smoothing
         self.mixup, self.cutmix, self.ema_decay = mixup, cutmix, ema_decay
-        self.validation_loss = WeightedMean()
+        self.validation_loss, self.ema_loss = WeightedMean(), WeightedMean()
         self.grad_norm: Tensor | None = None
         self._mix: Callable[..., tuple[Tensor, Tensor]] | None = None
         self.average = None if ema_decay is None else ExponentialAverage(ema_decay)
@@ -143,6 +144,7 @@ class LitImageClassifier(L.LightningModule):
                 f"model.patch_size: expected a divisor of the image size {data.image_size}, got {size}; choose "
                 "another, or another data.image_size"
             )
+        set_pixel_statistics_(model, *data.statistics)
         micro_batch = data.global_batch_size // (self.trainer.world_size * self.trainer.accumulate_grad_batches)
         if self.mixup or self.cutmix:
             if micro_batch % 2:
@@ -190,15 +192,22 @@ class LitImageClassifier(L.LightningModule):
         for name, metric in self._metrics():
             if name == "ema_accuracy":
                 assert self.average is not None
-                metric.update(self.average.model.eval()(images).float(), labels)
+                averaged = self.average.model.eval()(images).float()
+                self.ema_loss.update(F.cross_entropy(averaged, labels), weight=len(labels))
+                metric.update(averaged, labels)
             else:
                 metric.update(logits, labels)
 
     def on_validation_epoch_end(self) -> None:
         found = {"validation/loss": self.validation_loss.compute().float()}  # over all ranks, weighted by images
         self.validation_loss.reset()
+        if self.average is not None:
+            found["validation/ema_loss"] = self.ema_loss.compute().float()
+            self.ema_loss.reset()
         for name, metric in self._metrics():
-            found[f"validation/{name}"] = metric.compute()
+            loss = found["validation/ema_loss" if name == "ema_accuracy" else "validation/loss"]
+            # The highest of logits that are not numbers is the first class: that would be an accuracy of chance.
+            found[f"validation/{name}"] = metric.compute().where(~loss.isnan(), torch.nan)
             metric.reset()
         self.log_dict(found)
 

@@ -26,6 +26,18 @@ OPTIONS = ["trainer.max_steps", "trainer.max_epochs", "model.lr", "steps"]
             "  Given value type: <class 'dict'>\n  Given value: {'every': 'often'}",
             "steps: expected one of list[int], dict[str, int], str, got {'every': 'often'}",
         ),
+        (
+            'Parser key "data":\n  Does not validate against any of the Union subtypes\n  Subtypes: [A, NoneType]\n'
+            "  Errors:\n    - x\n  Given value type: NestedArg\n  Given value: NestedArg(key='nonsense', val='3')",
+            "unknown option --data.nonsense: the class given for data has none of that name",
+        ),
+        (
+            'Parser key "data":\n  Does not validate against any of the Union subtypes\n  Subtypes: [A, NoneType]\n'
+            "  Errors:\n    - kind: Expected a typing.Literal['a', 'b']. Got value: c\n"
+            "    - Expected a <class 'NoneType'>\n"
+            "  Given value type: NestedArg\n  Given value: NestedArg(key='kind', val='c')",
+            "data.kind: expected one of 'a', 'b', got c",
+        ),
     ],
 )  # fmt: skip
 def test_a_parsers_complaint_becomes_one_sentence(raw, sentence):

@@ -264,6 +264,19 @@ def test_a_changed_sweep_is_not_mixed_with_what_is_there(change, sentence, tmp_p
     assert {path: path.stat().st_mtime_ns for path in sweep.root.rglob("*")} == before
 
 
+def test_an_edited_recipe_is_another_sweep(tmp_path, capsys):
+    recipe = tmp_path / "recipe.yaml"
+    recipe.write_text("seed_everything: 0")
+    sweep = Sweep(tmp_path, {"model.lr": {"values": [0.1]}})
+    command = ["${env}", "${interpreter}", str(QUICK), str(sweep.diary), f"--config={recipe}", "${args}"]
+    sweep.write({"model.lr": {"values": [0.1]}}, command=command)
+    assert sweep.run() == 0
+    assert sweep.run() == 0
+    recipe.write_text("seed_everything: 1")
+    assert sweep.run() == 2
+    assert f"recipes: {sweep.root / 'lr=0.1'} was made with {recipe} = " in capsys.readouterr().err
+
+
 def test_more_values_add_cells_and_leave_the_others(tmp_path):
     sweep = finished_sweep(tmp_path)
     sweep.write({"model.lr": {"values": [0.3, 0.1, 0.2]}, "seconds": {"value": 0}})

@@ -140,6 +140,33 @@ def test_the_batches_of_cifar_are_read_without_running_what_a_pickle_names(tmp_p
     assert not (tmp_path / "pwned").exists()
 
 
+class Array:
+    """Pickles as an array of any state."""
+
+    def __init__(self, *state) -> None:
+        self.state = state
+
+    def __reduce__(self):
+        start = np.empty(1, dtype=np.uint8).__reduce__()
+        return start[0], start[1], self.state
+
+
+@pytest.mark.parametrize(
+    "state",
+    [
+        (1, (9, 2**60), np.dtype("uint8"), False, b"few"),  # more than any memory holds
+        (1, (1, 3072), np.dtype("object"), False, [1] * 3072),
+        (1, (9, 3072), np.dtype("uint8"), False, b"too few"),
+    ],
+)
+def test_a_pickled_array_is_bytes_of_its_own_length_or_nothing(state, tmp_path):
+    write_batches(tmp_path / "cifar-10-batches-py")
+    batch = tmp_path / "cifar-10-batches-py" / "data_batch_3"
+    batch.write_bytes(pickle.dumps({"data": Array(*state), "labels": []}, protocol=2))
+    with pytest.raises(InputError, match="data_batch_3 is no batch of images that can be read"):
+        image_source(str(tmp_path)).check()
+
+
 def test_folders_of_classes_are_read_in_the_order_of_their_names(tmp_path):
     write_folders(tmp_path)
     source = image_source(str(tmp_path))

@@ -1,4 +1,4 @@
-"""Monotonicity and intervals against definitions written out, known distributions, invariances, refusals."""
+"""Curves and intervals against definitions written out, known distributions, invariances, refusals."""
 
 import itertools
 import math
@@ -6,9 +6,20 @@ import math
 import numpy as np
 import pytest
 import torch
-from scipy.stats import binomtest, norm
+from scipy.stats import binomtest, linregress, norm
 
-from lit_layers.functional.curves import bootstrap_interval, monotonicity, wilson_interval
+from lit_layers.functional.curves import (
+    bootstrap_interval,
+    choice_distribution,
+    choice_interval,
+    choose_layer,
+    exponential_law,
+    monotonicity,
+    monotonicity_interval,
+    resampled_curves,
+    turns,
+    wilson_interval,
+)
 
 
 def random(*shape, seed=0):
@@ -153,3 +164,271 @@ def test_the_wilson_interval_solves_its_equation_and_mirrors():
 def test_impossible_counts_are_refused(successes, n):
     with pytest.raises(ValueError, match=f"expected 0 <= successes <= n and n >= 1, got successes={successes}, n={n}"):
         wilson_interval(successes, n)
+
+
+# ---------------------------------------------------------------------------------------- choose_layer
+
+RISING = [0.20, 0.50, 0.70, 0.80, 0.84, 0.85, 0.86, 0.86]
+BROKEN = [0.30, 0.60, 0.88, 0.70, 0.90, 0.91]
+RULES = ["within_tolerance", "fraction_of_last", "plateau", "knee", "best"]
+
+
+@pytest.mark.parametrize(
+    ("scores", "rule", "tolerance", "layer"),
+    [
+        (RISING, "within_tolerance", 0.025, 5),
+        (RISING, "fraction_of_last", 0.1, 4),
+        (RISING, "plateau", 0.05, 4),
+        (RISING, "knee", 0.01, 4),
+        (RISING, "best", 0.01, 7),
+        (BROKEN, "within_tolerance", 0.04, 3),
+        (BROKEN, "plateau", 0.05, 5),
+        ([0.1, 0.7, 0.8], "plateau", 0.1, 2),  # .8 - .7 is .1, though its floats are a little further apart
+        (RISING, "within_tolerance", 0.02, 5),
+        ([0.1 * layer for layer in range(1, 8)], "knee", 0.0, 1),  # no knee but by rounding
+        ([0.4, 0.3, 0.35], "plateau", 0.05, 1),
+        ([0.4, 0.3, 0.36], "plateau", 0.05, 3),
+        ([0.7], "knee", 0.0, 1),
+    ],
+)
+def test_layers_chosen_by_hand(scores, rule, tolerance, layer):
+    assert choose_layer(scores, rule=rule, tolerance=tolerance) == layer
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_a_constant_curve_gives_the_first_layer_and_a_single_one_itself(rule):
+    assert choose_layer([0.3] * 6, rule=rule) == 1
+    assert choose_layer([0.3] * 6, rule=rule, first_layer=0) == 0
+    assert choose_layer([0.9], rule=rule, first_layer=5) == 5
+
+
+def choice(scores, rule, tolerance):
+    """The rules of the definition, one layer after the other."""
+    last = len(scores)
+    layers, s = range(1, last + 1), dict(enumerate(scores, 1))
+    if rule == "within_tolerance":
+        return next(layer for layer in layers if s[layer] >= s[last] - tolerance)
+    if rule == "fraction_of_last":
+        return next(layer for layer in layers if s[layer] >= (1 - tolerance) * s[last])
+    if rule == "plateau":
+        return next(
+            layer for layer in layers if all(s[later + 1] - s[later] <= tolerance for later in range(layer, last))
+        )
+    if rule == "knee":  # rounded: both ends lie on the chord, of which the first is meant
+        slope = (s[last] - s[1]) / (last - 1)
+        return max(layers, key=lambda layer: round(s[layer] - s[1] - slope * (layer - 1), 12))
+    return max(layers, key=lambda layer: s[layer])
+
+
+@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize("tolerance", [0.0, 0.03, 0.3])
+def test_choices_agree_with_the_rules_written_out(rule, tolerance):
+    for seed in range(40):
+        scores = (random(7, seed=seed).abs() + 0.1).tolist()
+        expected = choice(scores, rule, tolerance)
+        assert choose_layer(scores, rule=rule, tolerance=tolerance) == expected
+        assert choose_layer(scores, rule=rule, tolerance=tolerance, first_layer=0) == expected - 1
+        if rule != "fraction_of_last":
+            losses = [-score for score in scores]
+            assert choose_layer(losses, rule=rule, tolerance=tolerance, higher_is_better=False) == expected
+            moved = [3 * score + 5 for score in scores]
+            assert choose_layer(moved, rule=rule, tolerance=3 * tolerance) == expected
+
+
+@pytest.mark.parametrize(
+    ("scores", "options", "sentence"),
+    [
+        ([], {"rule": "best"}, r"expected the score of at least one layer, got shape \(0,\)"),
+        ([0.1, math.nan], {"rule": "best"}, "expected finite scores, got nan"),
+        ([0.1, 0.2], {"rule": "first"}, "expected rule to be one of 'within_tolerance', .*, got 'first'"),
+        ([0.1, 0.2], {"rule": "plateau", "tolerance": -0.1}, "expected a tolerance of at least 0, got -0.1"),
+        ([0.1, 0.2], {"rule": "fraction_of_last", "tolerance": 1.0}, "a tolerance below 1, got .*tolerance=1.0"),
+        ([0.1, -0.2], {"rule": "fraction_of_last"}, "expects positive scores .* a last score of -0.2"),
+        ([0.1, 0.2], {"rule": "fraction_of_last", "higher_is_better": False}, "got higher_is_better=False"),
+    ],
+)
+def test_choices_that_mean_nothing_are_refused(scores, options, sentence):
+    with pytest.raises(ValueError, match=sentence):
+        choose_layer(scores, **options)
+
+
+# ---------------------------------------------------------------------------------------- turns
+
+
+def test_turns_of_curves_solved_by_hand():
+    cubic = [(layer - 4) ** 3 for layer in range(1, 8)]  # second differences 6 (l - 4)
+    assert turns(cubic) == (2, 4)
+    assert turns(cubic, first_layer=0) == (1, 3)
+    assert turns([layer**2 for layer in range(6)]) == (2, None)  # bends one way
+    assert turns([0.1 * layer for layer in range(9)]).inflection is None  # rounding is no bend
+    assert turns([0, 0, 1, 3, 4, 4]) == (2, 4)  # second differences 1, 1, -1, -1 at layers 2..5
+    assert turns([0.0, 0.5, 0.9, 0.95, 1.0, 1.3]) == (3, 4)  # -.1, -.35, 0, .25: straight at 4, and up from there
+
+
+def test_turns_do_not_change_with_scale_and_added_lines():
+    for seed in range(20):
+        scores = random(10, seed=seed)
+        found = turns(scores.tolist())
+        assert turns((7 * scores + 3 * torch.arange(10) - 2).tolist()) == found
+        bends = np.diff(scores.numpy(), 2)
+        assert found.sharpest == 2 + np.abs(bends).argmax()
+        flips = [place for place in range(1, 8) if bends[place - 1] * bends[place] < 0]
+        assert found.inflection == (2 + flips[0] if flips else None)
+
+
+def test_curves_without_an_inner_layer_have_no_turn():
+    with pytest.raises(ValueError, match=r"expected the scores of at least 3 layers, got shape \(2,\)"):
+        turns([1.0, 2.0])
+
+
+# ---------------------------------------------------------------------------------------- resampled curves
+
+
+def resamples_by_hand(row_scores, resamples, seed=0):
+    num_rows = row_scores.shape[1]
+    rows = torch.randint(num_rows, (resamples, num_rows), generator=torch.Generator().manual_seed(seed))
+    return np.stack([row_scores.numpy()[:, chosen].mean(1) for chosen in rows.numpy()])
+
+
+@pytest.mark.parametrize("drawn_at_once", [2**22, 100, 1])
+def test_resampled_curves_are_means_over_the_same_rows_for_every_layer(monkeypatch, drawn_at_once):
+    monkeypatch.setattr("lit_layers.functional.layer_choice.DRAWN_AT_ONCE", drawn_at_once)
+    row_scores = random(5, 37)
+    found = resampled_curves(row_scores, resamples=50, seed=3)
+    np.testing.assert_allclose(found, resamples_by_hand(row_scores, 50, 3), atol=1e-12)
+
+
+def test_resampled_curves_and_the_interval_of_a_mean_are_of_the_same_rows():
+    row_scores = random(3, 41)
+    low, high = bootstrap_interval(row_scores.T, resamples=300)
+    quantiles = np.quantile(resampled_curves(row_scores, resamples=300), [0.025, 0.975], axis=0)
+    np.testing.assert_allclose(quantiles, torch.stack([low, high]), atol=1e-12)
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_the_choice_distribution_is_the_share_of_resamples_that_choose_each_layer(rule):
+    row_scores = (random(6, 25) + torch.arange(6)[:, None] * 0.2).abs()
+    found = choice_distribution(row_scores, rule=rule, tolerance=0.05, resamples=200)
+    chosen = [choice(curve.tolist(), rule, 0.05) for curve in resamples_by_hand(row_scores, 200)]
+    np.testing.assert_allclose(found, [chosen.count(layer) / 200 for layer in range(1, 7)])
+    assert 0 < found.max() < 1
+    if rule != "fraction_of_last":
+        of_losses = choice_distribution(-row_scores, rule=rule, tolerance=0.05, resamples=200, higher_is_better=False)
+        assert torch.equal(of_losses, found)
+
+
+def test_a_clear_winner_is_always_chosen_and_equals_share():
+    hits = torch.zeros(3, 50)
+    hits[1] = 1
+    assert choice_distribution(hits, rule="best").tolist() == [0, 1, 0]
+    rivals = torch.stack([torch.zeros(1000), random(1000).sign()])  # which of the two is better is a coin's toss
+    rivals[1] -= rivals[1].mean()
+    assert choice_distribution(rivals, rule="best")[1].item() == pytest.approx(0.5, abs=0.05)
+
+
+def test_the_interval_of_a_choice_is_that_of_its_distribution():
+    shares = torch.tensor([0.02, 0.01, 0.9, 0.03, 0.04])
+    assert choice_interval(shares) == (2, 5)
+    assert choice_interval(shares, first_layer=0) == (1, 4)
+    assert choice_interval(shares, confidence=0.9) == (3, 4)
+    assert choice_interval(shares, confidence=0.5) == (3, 3)
+    assert choice_interval(torch.tensor([0.0, 1.0])) == (2, 2)
+    row_scores = (random(8, 60) + torch.arange(8)[:, None] * 0.1).double()
+    chosen = [choice(curve.tolist(), "plateau", 0.05) for curve in resamples_by_hand(row_scores, 2000)]
+    low, high = (np.quantile(chosen, share, method="inverted_cdf") for share in (0.025, 0.975))
+    assert choice_interval(choice_distribution(row_scores, rule="plateau", tolerance=0.05)) == (low, high)
+
+
+def test_intervals_of_monotonicity_are_quantiles_over_resampled_rows():
+    row_scores = random(6, 30) + torch.arange(6)[:, None] * 0.1
+    low, high = monotonicity_interval(row_scores, resamples=200, seed=2)
+    each = np.array([monotonicity(curve.tolist()) for curve in resamples_by_hand(row_scores, 200, 2)])
+    for name, place in zip(low._fields, range(4), strict=True):
+        bounds = np.quantile(each[:, place], [0.025, 0.975])
+        np.testing.assert_allclose([getattr(low, name), getattr(high, name)], bounds, atol=1e-12)
+    assert low.spearman < high.spearman
+    negated = monotonicity_interval(-row_scores, resamples=200, seed=2, higher_is_better=False)
+    assert negated == (low, high)
+
+
+def test_constant_resamples_have_no_rank_correlation_and_are_left_out():
+    hits = torch.zeros(3, 4)
+    hits[2, 0] = 1  # a resample without row 0 is constant
+    low, high = monotonicity_interval(hits, resamples=300)
+    assert low.spearman == high.spearman == pytest.approx(math.sqrt(3) / 2)
+    assert (low.fraction_increasing, high.fraction_increasing) == (0, 0.5)
+    assert math.isnan(monotonicity_interval(torch.ones(3, 4))[0].spearman)
+
+
+@pytest.mark.parametrize(
+    ("call", "sentence"),
+    [
+        (lambda: resampled_curves(torch.ones(3, 1)), r"\(layers, rows\) of at least 2 rows, got shape \(3, 1\)"),
+        (lambda: resampled_curves(torch.ones(3)), r"of at least 2 rows, got shape \(3,\)"),
+        (lambda: resampled_curves(torch.full((3, 4), math.nan)), "expected finite scores: leave undefined rows out"),
+        (
+            lambda: choice_distribution(torch.ones(3, 4), rule="best", resamples=0),
+            "expected at least 1 resample, got 0",
+        ),
+        (lambda: monotonicity_interval(torch.ones(2, 4)), "expected the scores of at least 3 layers, got 2"),
+        (lambda: monotonicity_interval(torch.ones(3, 4), confidence=0), "a confidence between 0 and 1, got 0"),
+        (lambda: choice_interval(torch.tensor([0.5, 0.4])), "shares of layers, which sum to 1"),
+        (lambda: choice_interval(torch.tensor([1.0]), confidence=1.0), "a confidence between 0 and 1, got 1.0"),
+    ],
+)
+def test_resamples_of_nothing_are_refused(call, sentence):
+    with pytest.raises(ValueError, match=sentence):
+        call()
+
+
+# ---------------------------------------------------------------------------------------- exponential law
+
+
+def test_the_law_is_scipy_s_line_through_the_logarithms():
+    residuals = random(2, 3, 9).exp()
+    found = exponential_law(residuals)
+    for place in np.ndindex(2, 3):
+        line = linregress(range(9), np.log10(residuals[place].numpy()))
+        assert found.slope[place].item() == pytest.approx(line.slope)
+        assert found.intercept[place].item() == pytest.approx(line.intercept)
+        assert found.pearson[place].item() == pytest.approx(line.rvalue)
+        assert found.r_squared[place].item() == pytest.approx(line.rvalue**2)
+        assert found.rho[place].item() == pytest.approx(10**line.slope)
+
+
+def test_a_geometric_series_gives_its_ratio():
+    found = exponential_law(torch.tensor([0.8 * 0.9**layer for layer in range(12)], dtype=torch.float64))
+    assert found.rho.item() == pytest.approx(0.9, rel=1e-12)
+    assert found.pearson.item() == pytest.approx(-1, rel=1e-12)
+    assert 10 ** found.intercept.item() == pytest.approx(0.8)
+    assert exponential_law(torch.tensor([1.0, 2, 4, 8])).pearson.item() == pytest.approx(1)
+
+
+def test_scaling_the_residuals_moves_the_intercept_alone():
+    residuals = random(8).exp()
+    found, scaled = exponential_law(residuals), exponential_law(5 * residuals)
+    for name in ("rho", "slope", "pearson", "r_squared"):
+        assert getattr(scaled, name).item() == pytest.approx(getattr(found, name).item(), rel=1e-9)
+    assert scaled.intercept.item() == pytest.approx(found.intercept.item() + math.log10(5))
+
+
+def test_a_constant_curve_has_the_ratio_1_and_no_correlation():
+    found = exponential_law(torch.full((5,), 0.3))
+    assert (found.rho.item(), found.slope.item()) == (1, 0)
+    assert found.pearson.isnan()
+    assert found.r_squared.isnan()
+
+
+def test_residuals_that_have_no_logarithm_are_refused_or_nan_alone():
+    curves = torch.tensor([[0.5, 0.4, 0.2], [0.5, 0.0, 0.2], [0.5, math.inf, 0.2]])
+    found = exponential_law(curves, undefined="nan")
+    assert found.rho.isnan().tolist() == [False, True, True]
+    assert found.rho[0] == exponential_law(curves[0]).rho
+    with pytest.raises(
+        ValueError, match=r"exponential_law is undefined at element \(1,\): a residual is not a finite num"
+    ):
+        exponential_law(curves)
+    with pytest.raises(ValueError, match=r"residuals of at least 3 layers, got shape \(2,\)"):
+        exponential_law(torch.tensor([0.5, 0.4]))
+    with pytest.raises(TypeError, match="residuals to be a floating-point tensor, got torch.int64"):
+        exponential_law(torch.tensor([5, 4, 3]))

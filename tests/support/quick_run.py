@@ -20,6 +20,7 @@ def main() -> int:
     parser.add_argument("diary", type=Path)
     parser.add_argument("--lr", type=float, default=0.1)
     parser.add_argument("--model.lr", dest="lr", type=float)
+    parser.add_argument("--config")
     parser.add_argument("--corpus", default="")
     parser.add_argument("--seconds", type=float, default=0.0)
     parser.add_argument("--root", type=Path, required=True)

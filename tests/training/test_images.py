@@ -12,14 +12,18 @@ from timm.optim import param_groups_weight_decay
 from lit_layers import records
 from lit_layers.analyses import Lens, Trajectory
 from lit_layers.data import EvalImages
+from lit_layers.data.image_sources import image_source
+from lit_layers.data.pictures import SmallPictures
 from lit_layers.errors import InputError
-from lit_layers.models.build import load, vit
+from lit_layers.models.build import load, save, vit
+from lit_layers.models.pixel_statistics import pixel_statistics
+from lit_layers.models.view import LayeredModel
 from lit_layers.training import EmergenceCallback, LitImageData, SeriesCheckpoint
 from lit_layers.training.checkpoint_io import step_folder
 from lit_layers.training.images import parameter_groups
 from lit_layers.training.resume import ResumeCheckpoint, resume_point
 from lit_layers.training.run_log import RunLog
-from tests.support.tiny_images import data, fit, module
+from tests.support.tiny_images import CONFIG, data, fit, module
 
 MIXED = {"mixup": 0.8, "cutmix": 1.0, "label_smoothing": 0.1, "ema_decay": 0.9}
 VALIDATED = {"limit_val_batches": 1.0, "val_check_interval": 2, "check_val_every_n_epoch": None}
@@ -211,6 +215,47 @@ def test_a_series_holds_models_that_timm_builds_again_and_measuring_them_changes
         loss = torch.nn.functional.cross_entropy(again(batch["pixel_values"]).double(), batch["labels"])
     last = [r for r in found[-1].records if r.metric == "logit_lens_loss" and r.layer == 2]
     assert last[0].value == pytest.approx(float(loss), rel=1e-5)
+
+
+def test_images_unlike_those_of_training_are_refused_and_the_saved_model_says_which_they_were(tmp_path):
+    for images, sentence in (
+        (
+            EvalImages("digits", num_images=4, normalisation="imagenet"),
+            r"normalisation imagenet of digits gives mean \(0.485, 0.456, 0.406\)",
+        ),
+        (
+            EvalImages("digits", num_images=4, image_size=12),
+            "expected an image_size of 8, which the model takes, got images of 12 px",
+        ),
+    ):
+        watched = EmergenceCallback([Lens(batches=images)], [0], tmp_path / "no")
+        with pytest.raises(InputError, match=sentence):
+            fit(tmp_path, watched, steps=1)
+    fit(tmp_path, SeriesCheckpoint([1], tmp_path / "run"), steps=1)
+    again = load(step_folder(tmp_path / "run", 1))
+    pictures, said = image_source("digits").train, pixel_statistics(again)
+    assert isinstance(pictures, SmallPictures)
+    assert said is not None
+    pixels = pictures.pixels.double() / 255
+    assert said[0] == pytest.approx(pixels.mean((0, 2, 3)).tolist())
+    assert said[1] == pytest.approx(pixels.std((0, 2, 3), correction=0).tolist())
+    view = LayeredModel(again)
+    Lens(batches=EvalImages("digits", num_images=4)).check(view)
+    with pytest.raises(InputError, match="the model was trained with mean"):
+        Lens(batches=EvalImages("digits", num_images=4, normalisation="half")).check(view)
+    fresh = vit("vit_tiny_patch16_224", **CONFIG, img_size=8, patch_size=4, num_classes=10)
+    save(fresh, tmp_path / "fresh")
+    assert pixel_statistics(load(tmp_path / "fresh")) is None
+
+
+def test_logits_that_are_no_numbers_have_no_accuracy(tmp_path):
+    lit = module(ema_decay=0.5)
+    trainer, _ = fit(tmp_path, lit=lit, steps=1, **VALIDATED)
+    with torch.no_grad():
+        lit.model.get_parameter("head.bias")[3] = torch.nan
+    trainer.validate(lit, datamodule=data(), verbose=False)
+    assert math.isnan(trainer.callback_metrics["validation/accuracy"])
+    assert trainer.callback_metrics["validation/ema_accuracy"] <= 1
 
 
 @pytest.mark.slow

@@ -1,0 +1,185 @@
+"""One vector per text and layer, from one forward pass; held on disk, so that memory holds one layer at a time."""
+
+import hashlib
+import json
+import os
+import shutil
+import tempfile
+import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from lit_layers.data.encoded_texts import EncodedTexts
+from lit_layers.durable import sync, write_json
+from lit_layers.errors import InputError
+from lit_layers.functional.pooling import pool
+from lit_layers.models.build import weights_hash
+from lit_layers.models.view import LayeredModel
+
+TextPooling = Literal["last", "mean", "cls"]
+MAX_TOKENS = 8192  # of a forward pass: 8,192 x 768 x 4 B = 25 MB for a state
+_FACTS = "features.json"  # written last: a folder without it is a broken-off one
+_ROWS = "rows.i64"  # numbers of the texts, in the order in which they passed
+_FORMAT = 2
+
+
+class LayerFeatures:
+    """Features of all layers in a folder, a file of (rows, dim) each, read a layer at a time.
+
+    A folder of its own disappears with the object; a cached one stays.
+    """
+
+    def __init__(self, folder: Path, *, temporary: bool) -> None:
+        facts = json.loads((folder / _FACTS).read_text(encoding="utf-8"))
+        self.num_layers: int = facts["num_layers"]  # L: there are L + 1 layers
+        self.num_rows: int = facts["num_rows"]
+        self.dim: int = facts["dim"]
+        self._dtype, self._folder = np.dtype(facts["dtype"]), folder
+        if temporary:
+            weakref.finalize(self, shutil.rmtree, folder, ignore_errors=True)
+
+    def layer(self, layer: int) -> Tensor:
+        """The features (rows, dim) of one layer, 0 to L, in the order of the texts."""
+        if not 0 <= layer <= self.num_layers:
+            raise IndexError(f"layers are numbered 0..{self.num_layers}, got {layer}")
+        written = np.fromfile(_file(self._folder, layer), dtype=self._dtype)
+        order = np.fromfile(self._folder / _ROWS, dtype=np.int64)
+        found = np.empty((self.num_rows, self.dim), dtype=self._dtype)
+        found[order] = written.reshape(self.num_rows, self.dim)
+        return torch.from_numpy(found)
+
+
+def text_features(
+    model: LayeredModel,
+    texts: EncodedTexts,
+    *,
+    pooling: TextPooling = "last",
+    max_tokens: int = MAX_TOKENS,
+    cache: str | Path | None = None,
+) -> LayerFeatures:
+    """The features of all layers: the "last" real token of each text, the "mean" of them, or the first ("cls").
+
+    One forward pass per text, without the head; each state is pooled on the device as it passes and only the vector is
+    kept. With `cache`, a folder, features of the same weights, token ids and pooling are read from there instead and
+    new ones are left there.
+
+    Raises:
+        InputError: a text longer than the model takes, or features that are not finite.
+    """
+    if cache is None or _is_hooked(model):  # what a hook does, no key can tell
+        return _made(model, texts, pooling, max_tokens, Path(tempfile.mkdtemp(prefix="lit_layers-")), temporary=True)
+    folder = Path(cache) / _key(model, texts, pooling)
+    if not _is_whole(folder):
+        shutil.rmtree(folder, ignore_errors=True)  # broken off, or damaged since
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        draft = Path(tempfile.mkdtemp(prefix=f".{folder.name}-", dir=folder.parent))
+        _made(model, texts, pooling, max_tokens, draft, temporary=False)
+        draft.chmod(0o755)
+        sync(draft)
+        try:
+            draft.rename(folder)
+        except OSError:  # another process was first
+            shutil.rmtree(draft)
+            if not _is_whole(folder):
+                raise
+    return LayerFeatures(folder, temporary=False)
+
+
+def _is_whole(folder: Path) -> bool:
+    """Whether all files are there and as long as they have to be."""
+    if not (folder / _FACTS).is_file():
+        return False
+    facts = json.loads((folder / _FACTS).read_text(encoding="utf-8"))
+    size = facts["num_rows"] * facts["dim"] * np.dtype(facts["dtype"]).itemsize
+    sizes = {_file(folder, layer): size for layer in range(facts["num_layers"] + 1)}
+    sizes[folder / _ROWS] = facts["num_rows"] * 8
+    return all(file.is_file() and file.stat().st_size == length for file, length in sizes.items())
+
+
+def _is_hooked(model: LayeredModel) -> bool:
+    return any(module._forward_hooks or module._forward_pre_hooks for module in model.model.modules())
+
+
+def _made(
+    model: LayeredModel, texts: EncodedTexts, pooling: TextPooling, max_tokens: int, folder: Path, *, temporary: bool
+) -> LayerFeatures:
+    try:
+        _write(model, texts, pooling, max_tokens, folder)
+    except BaseException:
+        shutil.rmtree(folder, ignore_errors=True)
+        raise
+    return LayerFeatures(folder, temporary=temporary)
+
+
+def _write(model: LayeredModel, texts: EncodedTexts, pooling: TextPooling, max_tokens: int, folder: Path) -> None:
+    dtype = np.dtype(np.float64 if model.dtype == torch.float64 else np.float32)
+    order: list[int] = []
+    with _files(folder, model.num_layers) as files:
+
+        def keep(layer: int, hidden: Tensor, mask: Tensor) -> None:
+            pooled = _pooled(hidden, mask, pooling)
+            if not pooled.isfinite().all():
+                row = order[-len(pooled) :][int(pooled.isfinite().all(-1).int().argmin())]
+                raise InputError(f"the features of text {row} at layer {layer} are not finite")
+            files[layer].write(pooled.cpu().numpy().astype(dtype).data)
+
+        with torch.autocast(model.device.type, enabled=False):
+            for rows, batch in texts.batches(max_tokens):
+                order += rows
+                model.pass_states(batch, keep)
+    np.asarray(order, dtype=np.int64).tofile(folder / _ROWS)
+    facts: dict[str, Any] = {"num_layers": model.num_layers, "num_rows": len(texts), "dim": model.dim}
+    write_json(folder / _FACTS, {**facts, "dtype": dtype.name, "pooling": pooling})
+
+
+def _pooled(hidden: Tensor, mask: Tensor, pooling: TextPooling) -> Tensor:
+    """(batch, dim); a token is picked as it is, a mean is computed in float64."""
+    if pooling == "mean":
+        return pool(hidden, mask, pooling="mean", undefined="nan")
+    places = torch.arange(mask.shape[1], device=mask.device)
+    real = torch.where(mask, places, -1 if pooling == "last" else mask.shape[1])
+    chosen = real.amax(1) if pooling == "last" else real.amin(1)
+    return hidden[torch.arange(len(hidden), device=hidden.device), chosen]
+
+
+def _key(model: LayeredModel, texts: EncodedTexts, pooling: TextPooling) -> str:
+    """What decides the numbers: the weights and how they are run, the tokens, the pooling."""
+    facts = [_FORMAT, weights_hash(model.model), type(model.model).__name__, model.attention, str(model.dtype)]
+    config = getattr(model.model, "config", None)
+    facts += [config.to_json_string() if config is not None else "", texts.content_hash(), pooling]
+    facts += [_hash_of_buffers(model)]
+    return hashlib.sha256(json.dumps(facts).encode()).hexdigest()[:32]
+
+
+def _hash_of_buffers(model: LayeredModel) -> str:
+    """Over what no checkpoint holds, such as rotary frequencies, which a cast rounds for good."""
+    saved, digest = model.model.state_dict().keys(), hashlib.sha256()
+    for name, buffer in model.model.named_buffers():
+        if name not in saved:
+            digest.update(f"{name} {buffer.dtype} {tuple(buffer.shape)} ".encode())
+            digest.update(buffer.detach().cpu().double().numpy().tobytes())
+    return digest.hexdigest()[:16]
+
+
+def _file(folder: Path, layer: int) -> Path:
+    return folder / f"layer-{layer:03d}.bin"
+
+
+@contextmanager
+def _files(folder: Path, num_layers: int) -> Iterator[list[Any]]:
+    files: list[Any] = []
+    try:
+        files += [open(_file(folder, layer), "wb") for layer in range(num_layers + 1)]  # noqa: SIM115
+        yield files
+        for file in files:
+            file.flush()
+            os.fsync(file.fileno())
+    finally:
+        for file in files:
+            file.close()

@@ -1,0 +1,259 @@
+"""How much of the next token's id a linear map of each layer cannot tell, and how that falls from block to block."""
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any, Literal, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from lit_layers.analyses.base import Analysis
+from lit_layers.analyses.next_token_rows import predicts_next_token
+from lit_layers.analyses.states import States, at_least_float32, final_norm, in_convention
+from lit_layers.analyses.token_jacobians import check_choice
+from lit_layers.data.batches import Batches
+from lit_layers.errors import InputError
+from lit_layers.functional.curves import exponential_law
+from lit_layers.functional.prediction_residual import Normalize, PredictionResidual, prediction_residual
+from lit_layers.models.view import LayeredModel
+from lit_layers.models.vocabulary import true_vocab_size
+from lit_layers.records import Record
+
+Tags = dict[str, str | int | float]
+MAX_BYTES = 8 * 10**9  # of states held: 78,000 rows of 25 layers of width 1,024 in float32
+NORMALIZE = ("model", "layer_norm", "rms_norm", "standardize", "none")
+CONTROL: Tags = {"control": "relabelled_vocabulary"}
+EPS = 1e-5  # of the norms that carry none of their own: OlmoLayerNorm has this one in its code
+
+
+@dataclass(kw_only=True)
+class NextTokenResidual(Analysis):
+    """Least squares of the next token's vocabulary index on the states of all positions of all texts, per layer 0..L.
+
+    Per layer, `n` counting rows (positions): `prediction_residual`, the mean squared residual over the variance, in
+    sample, in [0, 1]; `adjusted`, the same freed of the number of features; `held_out`, fitted on the share `split` of
+    the texts, whole texts, and scored on the others; `rank` of the features. Those tagged
+    `control="relabelled_vocabulary"` have the vocabulary's numbers permuted by `seed`: what remains without their
+    order, which is about that of frequency. Compare values at equal numbers of rows and widths only, or `adjusted`.
+
+    Without a layer, over layers 1..L: `residual_ratio`, rho of `exponential_law` on prediction_residual (below 1 it
+    shrinks by that factor per block), its `r_squared` and `pearson`. Models of fewer than 3 blocks, and curves that
+    touch 0, have none.
+
+    Intervals and stderr of prediction_residual, adjusted and residual_ratio come from the spread of `num_halves` random
+    halves of the texts around their mean, put around the value (delete-half jackknife), as resampling with replacement
+    would repeat rows. The means of the halves, of `num_half_texts` texts each, are `..._of_half`. There are no halves
+    of fewer than 4 texts, nor of too few rows for the width.
+
+    `normalize` is per row; "model" is a fresh norm of the kind and eps of the model's own. `states="hf"` measures the
+    last layer behind the final norm, without another. The model runs in float32 or wider, all fits in float64 on its
+    device. Held in memory: layers x rows x width, which is refused above 8 GB. Source: He & Su, arXiv 2408.13442.
+    """
+
+    batches: Batches
+    name: str = "prediction_residual"
+    states: States = "resid"
+    normalize: Literal["model", "layer_norm", "rms_norm", "standardize", "none"] = "model"
+    split: float = 0.8
+    seed: int = 0
+    num_halves: int = 20
+    relabelled: bool = True
+
+    def check(self, model: LayeredModel) -> None:
+        super().check(model)
+        self._check_options(model)
+        self._check_rows(model, self._rows())
+
+    def run(self, model: LayeredModel) -> Iterable[Record]:
+        self._check_options(model)
+        model = at_least_float32(model)
+        rows = self._rows()
+        self._check_rows(model, rows)
+        states = self._states(model, rows)  # (layers + 1, rows, dim)
+        ids = rows.targets[:, None]
+        if self.relabelled:
+            vocabulary = torch.randperm(
+                true_vocab_size(model.model), generator=torch.Generator().manual_seed(self.seed)
+            )
+            ids = torch.cat([ids, vocabulary[ids]], dim=1)  # (rows, 2)
+        fitted = self._texts_to_fit(rows)[rows.text]
+        halves = self._halves(rows, model.dim)
+        of_halves = torch.zeros(len(halves), len(states), 2, dtype=torch.float64)
+        curve = torch.zeros(len(states), dtype=torch.float64)
+        for layer, features in enumerate(states):
+            features = features.to(model.device)
+            whole = self._fit(model, layer, features, ids, fitted)
+            for number, half in enumerate(halves):
+                found = self._fit(model, layer, features[half], ids[half, :1])
+                of_halves[number, layer] = torch.stack([found.value[0], found.adjusted[0]])
+            curve[layer] = whole.value[0]
+            yield from self._of_layer(layer, whole, of_halves[:, layer], rows)
+        yield from self._law(curve[1:], of_halves[:, 1:, 0], rows)
+
+    def _fit(
+        self, model: LayeredModel, layer: int, features: Tensor, ids: Tensor, split: Tensor | None = None
+    ) -> PredictionResidual:
+        kind, eps = _own_norm(model) if self.normalize == "model" else (self.normalize, EPS)
+        if self.states == "hf" and layer == model.num_layers:
+            kind = "none"  # it comes from the final norm
+        return prediction_residual(features, ids, normalize=kind, eps=eps, split=split)
+
+    def _of_layer(self, layer: int, whole: PredictionResidual, halves: Tensor, rows: "_Rows") -> Iterator[Record]:
+        """Of a fit of one or two labellings and the values (halves, 2) of the halves."""
+        num_scored = whole.num_rows - int(self._texts_to_fit(rows)[rows.text].sum())
+        controls: list[Tags] = [{}, CONTROL]
+        assert whole.held_out is not None
+        for column, control in enumerate(controls[: len(whole.value)]):
+            tags = self._tags(rows) | control
+            options: dict[str, Any] = {"layer": layer, "n": whole.num_rows, "tags": tags}
+            for place, metric in enumerate(("prediction_residual", "adjusted")):
+                value = getattr(whole, "value" if place == 0 else metric)[column].item()
+                if control or not len(halves):
+                    yield Record(metric=metric, value=value, **options)
+                else:
+                    yield from _with_halves(metric, value, halves[:, place], rows, **options)
+            yield Record(metric="held_out", value=whole.held_out[column].item(), layer=layer, n=num_scored, tags=tags)
+        yield Record(metric="rank", value=whole.rank.item(), layer=layer, n=whole.num_rows, tags=self._tags(rows))
+
+    def _law(self, curve: Tensor, halves: Tensor, rows: "_Rows") -> Iterator[Record]:
+        """Of the values (layers,) of layers 1..L, and of the halves (halves, layers)."""
+        if len(curve) < 3 or not (curve > 0).all():
+            return
+        law, tags = exponential_law(curve), self._tags(rows)
+        options: dict[str, Any] = {"layer": None, "n": rows.num_texts, "tags": tags}
+        if len(halves) and (halves > 0).all():
+            yield from _with_halves("residual_ratio", law.rho.item(), exponential_law(halves).rho, rows, **options)
+        else:
+            yield Record(metric="residual_ratio", value=law.rho.item(), **options)
+        if not law.pearson.isnan():
+            yield Record(metric="r_squared", value=law.r_squared.item(), **options)
+            yield Record(metric="pearson", value=law.pearson.item(), **options)
+
+    def _tags(self, rows: "_Rows") -> Tags:
+        tags: Tags = {"num_texts": rows.num_texts}
+        return tags if self.states == "resid" else tags | {"states": self.states}
+
+    def _rows(self) -> "_Rows":
+        """What is predicted: a matter of tokens alone."""
+        targets, text, num_texts = [], [], 0
+        for batch in self.batches:
+            ids = batch["input_ids"]
+            prompt, place = _predicted(batch.get("attention_mask", torch.ones_like(ids)).bool())
+            _, number = prompt.unique(return_inverse=True)  # texts of one token have no row and no number
+            targets.append(ids[prompt, place + 1])
+            text.append(num_texts + number)
+            num_texts += int(number.max()) + 1 if len(number) else 0
+        if not num_texts:
+            raise InputError(f"{self.name}: no text has a next token to predict: give texts of two tokens or more")
+        return _Rows(torch.cat(targets), torch.cat(text), num_texts)
+
+    def _states(self, model: LayeredModel, rows: "_Rows") -> Tensor:
+        states = torch.empty(model.num_layers + 1, len(rows.targets), model.dim, dtype=model.dtype)
+        start = 0
+        for batch in self.batches:
+            trajectory = model.trajectory(batch)
+            prompt, place = _predicted(trajectory.mask)
+            part = states[:, start : start + len(prompt)]
+            for layer, hidden in enumerate(trajectory.hidden):
+                part[layer] = in_convention(model, self.states, layer, hidden)[prompt, place].cpu()
+            start += len(prompt)
+        return states
+
+    def _texts_to_fit(self, rows: "_Rows") -> Tensor:
+        """Which texts are fitted, (texts,): those of the lowest draws, each from the seed and the text's number."""
+        draws = [np.random.default_rng([self.seed, number]).random() for number in range(rows.num_texts)]
+        count = min(max(round(self.split * rows.num_texts), 1), rows.num_texts - 1)
+        fitted = torch.zeros(rows.num_texts, dtype=torch.bool)
+        fitted[torch.tensor(draws).argsort()[:count]] = True
+        return fitted
+
+    def _halves(self, rows: "_Rows", dim: int) -> list[Tensor]:
+        """Rows (rows,) of random halves of the texts; none where one would have too few to say anything."""
+        found = []
+        for number in range(self.num_halves if rows.num_texts >= 4 else 0):
+            order = np.random.default_rng([self.seed, number]).permutation(rows.num_texts)
+            chosen = torch.zeros(rows.num_texts, dtype=torch.bool)
+            chosen[torch.from_numpy(order[: rows.num_texts // 2])] = True
+            found.append(chosen[rows.text])
+        enough = all(half.sum() > dim + 1 and len(rows.targets[half].unique()) > 1 for half in found)
+        return found if enough else []
+
+    def _check_rows(self, model: LayeredModel, rows: "_Rows") -> None:
+        num_rows, dim = len(rows.targets), model.dim
+        if rows.num_texts < 2:
+            raise InputError(f"{self.name}: expected at least 2 texts, to fit on one and score another, got 1")
+        if num_rows <= dim + 1:
+            raise InputError(
+                f"{self.name}: {num_rows} positions are fitted exactly by states of width {dim}, whatever they hold: "
+                f"raise num_sequences or num_tokens of the batches to more than {dim + 1} positions, best to many times"
+            )
+        scored = rows.targets[~self._texts_to_fit(rows)[rows.text]]
+        if len(scored.unique()) < 2:
+            raise InputError(
+                f"{self.name}: the {len(scored)} positions of the texts held out all have one next token: "
+                "raise num_sequences of the batches, or lower split"
+            )
+        size = max(torch.finfo(model.dtype).bits // 8, 4) * num_rows * dim * (model.num_layers + 1)
+        if size > MAX_BYTES:
+            raise InputError(
+                f"{self.name}: the states of {num_rows} positions take {size / 1e9:.1f} GB, and "
+                f"{MAX_BYTES / 1e9:.0f} GB are allowed: lower num_sequences of the batches to {MAX_BYTES / size:.0%}"
+            )
+
+    def _check_options(self, model: LayeredModel) -> None:
+        check_choice(self.name, "states", self.states, ("resid", "hf"))
+        check_choice(self.name, "normalize", self.normalize, NORMALIZE)
+        if model.family.sees_images or not predicts_next_token(model):
+            raise InputError(
+                f"{self.name}: expected a model of text with a head for the next token, whose states have not seen "
+                f"that token, got {type(model.model).__name__}"
+            )
+        if not 0 < self.split < 1:
+            raise InputError(f"{self.name}: expected split between 0 and 1, got {self.split}")
+        if self.num_halves < 0 or self.num_halves == 1:
+            raise InputError(f"{self.name}: expected num_halves to be 0 or at least 2, got {self.num_halves}")
+        if self.seed < 0:
+            raise InputError(f"{self.name}: expected seed of at least 0, got {self.seed}")
+
+
+class _Rows(NamedTuple):
+    """Every position with a next token, in the order of the texts that have one."""
+
+    targets: Tensor  # (rows,) ids of the next tokens
+    text: Tensor  # (rows,) numbers of the texts
+    num_texts: int
+
+
+def _predicted(mask: Tensor) -> tuple[Tensor, Tensor]:
+    """Text and place of each real token that has a real one behind it."""
+    prompt, place = (mask[:, :-1] & mask[:, 1:]).nonzero().T
+    return prompt, place
+
+
+def _own_norm(model: LayeredModel) -> tuple[Normalize, float]:
+    """Kind and eps of the model's final norm; of the first of its blocks where it has no final one."""
+    norm: Any = final_norm(model)
+    if norm is None:
+        norm = next(module for module in model.blocks[0].modules() if "norm" in type(module).__name__.lower())
+    eps = getattr(norm, "eps", getattr(norm, "variance_epsilon", EPS))
+    return ("rms_norm" if "rms" in type(norm).__name__.lower() else "layer_norm"), eps
+
+
+def _with_halves(
+    metric: str, value: float, halves: Tensor, rows: _Rows, *, layer: int | None, n: int, tags: Tags
+) -> Iterator[Record]:
+    """The value and, tagged by its name, the mean of the halves, whose spread gives both their interval."""
+    mean, stderr = halves.mean().item(), halves.std().item()
+    low, high = (bound - mean for bound in halves.quantile(halves.new_tensor([0.025, 0.975])).tolist())
+    for name, center, count in ((metric, value, n), (f"{metric}_of_half", mean, None)):
+        yield Record(
+            metric=name,
+            value=center,
+            layer=layer,
+            stderr=stderr,
+            low=center + low,
+            high=center + high,
+            n=count,
+            tags=tags | {"num_half_texts": rows.num_texts // 2},
+        )

@@ -1,0 +1,139 @@
+"""Columns of labelled text: of parquet, csv and jsonl files, and of data sets of the Hub."""
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from lit_layers.errors import InputError
+
+SUFFIXES = (".parquet", ".csv", ".jsonl")
+PATTERN = "{split}"
+
+
+class Columns(NamedTuple):
+    values: dict[str, list[Any]]  # every column as long as the others
+    class_names: dict[str, tuple[str, ...]]  # of the integer columns whose classes the Hub names
+    place: str  # for messages
+
+
+def is_local(source: str) -> bool:
+    """Whether a source names files of this machine, there or not; all else is a data set of the Hub."""
+    return PATTERN in source or source.endswith(SUFFIXES) or source.startswith((".", "/", "~")) or Path(source).exists()
+
+
+def is_one_file(source: str) -> bool:
+    """Whether every split would be read from the same file."""
+    return source.endswith(SUFFIXES) and PATTERN not in source
+
+
+def read_columns(source: str, splits: Sequence[str], columns: Mapping[str, str], text: str | None) -> Columns:
+    """The columns of several splits, one after the other.
+
+    `columns` says for each which option it is named by; `text` is the one that must not be taken for numbers.
+
+    Raises:
+        InputError: a split, file or column is missing, a file is damaged, or the Hub does not answer.
+    """
+    read = _of_files if is_local(source) else _of_the_hub
+    parts = [read(source, split, columns, text) for split in splits]
+    values = {column: [value for part in parts for value in part.values[column]] for column in parts[0].values}
+    return Columns(values, parts[0].class_names, " and ".join(part.place for part in parts))
+
+
+def _of_the_hub(source: str, split: str, columns: Mapping[str, str], text: str | None) -> Columns:
+    import datasets
+
+    from lit_layers.data.hub_errors import HUB_ERRORS, reason
+
+    path, _, config = source.partition(":")
+    try:
+        rows: Any = datasets.load_dataset(path, config or None, split=split)
+    except (*HUB_ERRORS, RuntimeError) as error:
+        raise InputError(
+            f"source: the split {split!r} of {source!r} cannot be had from the Hub ({reason(error)}), and no local "
+            "file has that name: check the names and the network, or read a local copy"
+        ) from error
+    place = f"the {split} split of {source}"
+    _check_columns(place, columns, rows.column_names)
+    names = {column: getattr(rows.features[column], "names", None) for column in columns}
+    values = {column: rows[column][:] for column in columns}
+    return Columns(values, {column: tuple(found) for column, found in names.items() if found}, place)
+
+
+def _of_files(source: str, split: str, columns: Mapping[str, str], text: str | None) -> Columns:
+    path = _file_of(source, split)
+    read = {".parquet": _read_parquet, ".csv": _read_csv, ".jsonl": _read_jsonl}.get(path.suffix)
+    if read is None:
+        raise InputError(f"source: expected a {', '.join(SUFFIXES)} file, got {path}")
+    if not path.is_file():
+        raise InputError(f"source: expected the split {split!r} in {path}, there is no such file")
+    return Columns(read(path, columns, text), {}, str(path))
+
+
+def _file_of(source: str, split: str) -> Path:
+    path = Path(source.replace(PATTERN, split)).expanduser()
+    if not path.is_dir():
+        return path
+    found = [path / f"{split}{suffix}" for suffix in SUFFIXES if (path / f"{split}{suffix}").is_file()]
+    if len(found) != 1:
+        held = ", ".join(sorted(each.name for each in path.iterdir() if each.suffix in SUFFIXES)) or "no data file"
+        raise InputError(f"source: expected one file {split}{'|'.join(SUFFIXES)} in {path}, it has {held}")
+    return found[0]
+
+
+def _read_parquet(path: Path, columns: Mapping[str, str], text: str | None) -> dict[str, list[Any]]:
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    try:
+        with pq.ParquetFile(path) as file:
+            _check_columns(str(path), columns, file.schema_arrow.names)
+            table = file.read(columns=list(columns))
+    except (pa.ArrowInvalid, OSError) as error:
+        raise InputError(f"{path} is no parquet file, or only a part of one ({error}): copy it again") from error
+    return {column: table[column].to_pylist() for column in columns}
+
+
+def _read_csv(path: Path, columns: Mapping[str, str], text: str | None) -> dict[str, list[Any]]:
+    import pyarrow as pa
+    import pyarrow.csv as pc
+
+    # Cells of texts are taken as they are written: "000" is no number.
+    written = {column: pa.string() for column, use in columns.items() if use == "text"}
+    try:
+        table = pc.read_csv(
+            path,
+            parse_options=pc.ParseOptions(newlines_in_values=True),
+            convert_options=pc.ConvertOptions(column_types=written or None),
+        )
+    except (pa.ArrowInvalid, OSError) as error:
+        raise InputError(f"{path} cannot be read as UTF-8 csv with a head line ({error}): mend it") from error
+    _check_columns(str(path), columns, table.column_names)
+    return {column: table[column].to_pylist() for column in columns}
+
+
+def _read_jsonl(path: Path, columns: Mapping[str, str], text: str | None) -> dict[str, list[Any]]:
+    rows = list(_objects(path))
+    _check_columns(str(path), columns, list(dict.fromkeys(key for row in rows for key in row)))
+    return {column: [row.get(column) for row in rows] for column in columns}
+
+
+def _objects(path: Path) -> Iterator[dict[str, Any]]:
+    with path.open("rb") as lines:
+        for number, line in enumerate(lines, 1):
+            if not line.strip():
+                continue
+            try:
+                row = json.loads(line)
+            except ValueError as error:  # also of bytes that are not UTF-8
+                raise InputError(f"{path} has no JSON object in line {number} ({error}): mend or remove it") from error
+            if not isinstance(row, dict):
+                raise InputError(f"{path} has a {type(row).__name__}, no JSON object, in line {number}: mend it")
+            yield row
+
+
+def _check_columns(place: str, columns: Mapping[str, str], names: list[str]) -> None:
+    if missing := [column for column in columns if column not in names]:
+        held = ", ".join(names) or "none at all"
+        raise InputError(f"{columns[missing[0]]}: {place} has no column {missing[0]!r}: it has {held}")

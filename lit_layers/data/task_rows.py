@@ -1,0 +1,227 @@
+"""Labelled rows of one source: texts put together, labels made numbers."""
+
+import math
+import re
+import string
+from collections.abc import Hashable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import TYPE_CHECKING, Any
+
+from lit_layers.data.task_files import Columns, read_columns
+from lit_layers.data.task_splits import normalised
+from lit_layers.errors import InputError
+
+if TYPE_CHECKING:
+    from lit_layers.data.tasks import ProbeTask
+
+_FIELD = re.compile(r"(?P<column>[^.\[\]!:]+)(\[\w+\])*")  # of a text format: a column, or an entry of one
+
+
+@dataclass(frozen=True)
+class LabelledRows:
+    """Parallel lists."""
+
+    place: str
+    texts: list[str]
+    labels: list[Any]  # as read; then numbers of classes, or values
+    numbers: list[int]  # of the rows in their source
+    groups: list[Hashable] | None
+    class_names: tuple[str, ...] | None
+    num_empty: int
+
+    @cached_property
+    def keys(self) -> list[str]:
+        """Equal where texts are equal."""
+        return [normalised(text) for text in self.texts]
+
+    def __len__(self) -> int:
+        return len(self.texts)
+
+    def take(self, indices: Sequence[int]) -> "LabelledRows":
+        return replace(
+            self,
+            texts=[self.texts[index] for index in indices],
+            labels=[self.labels[index] for index in indices],
+            numbers=[self.numbers[index] for index in indices],
+            groups=None if self.groups is None else [self.groups[index] for index in indices],
+        )
+
+    def without(self, known: set[str]) -> "LabelledRows":
+        return self.take([index for index, key in enumerate(self.keys) if key not in known])
+
+
+def refusal(task: str, option: str, sentence: str) -> InputError:
+    return InputError(f"task {task}: {option}: {sentence}")
+
+
+def text_columns(task: str, text: str) -> list[str]:
+    """The columns that a text is made of: itself, or those in the braces of a format."""
+    if "{" not in text:
+        return [text]
+    try:
+        places = [place for _, place, _, _ in string.Formatter().parse(text) if place is not None]
+    except ValueError as error:
+        raise refusal(task, "text", f"{text!r} is no format ({error}): write {{column}} or {{column[0]}}") from error
+    found = [_FIELD.fullmatch(place) for place in places]
+    for place, match in zip(places, found, strict=True):
+        if match is None:
+            raise refusal(task, "text", f"cannot tell the column in {{{place}}}: write {{column}} or {{column[0]}}")
+    return [match["column"] for match in found if match]
+
+
+def read_rows(task: "ProbeTask", splits: str | Sequence[str]) -> LabelledRows:
+    """The rows of some splits that `where` keeps, with text and raw labels."""
+    columns = dict.fromkeys(text_columns(task.name, task.text), "text") | {task.label: "label"}
+    columns |= {column: "where" for column in task.where if column not in columns}
+    if task.group is not None:
+        columns.setdefault(task.group, "group")
+    try:
+        read = read_columns(task.source, [splits] if isinstance(splits, str) else splits, columns, task.text)
+    except InputError as error:
+        raise InputError(f"task {task.name}: {error}") from error
+    numbers = list(_kept(task, read))
+    texts = [_text(task, read, number) for number in numbers]
+    if not task.drop_empty and not all(texts):
+        empty = numbers[texts.index("")]
+        raise refusal(
+            task.name,
+            "text",
+            f"row {empty} of {read.place} has none: mend it, or leave such rows out by drop_empty",
+        )
+    full = [index for index, text in enumerate(texts) if text]
+    numbers, num_empty = [numbers[index] for index in full], len(texts) - len(full)
+    for column in [task.label] if task.group is None else [task.label, task.group]:
+        for number in numbers:
+            if _is_missing(read.values[column][number]):
+                raise refusal(
+                    task.name,
+                    columns[column],
+                    f"row {number} of {read.place} has no value in column {column!r}: mend the row or take it out",
+                )
+    return LabelledRows(
+        read.place,
+        [texts[index] for index in full],
+        [read.values[task.label][number] for number in numbers],
+        numbers,
+        None if task.group is None else [read.values[task.group][number] for number in numbers],
+        read.class_names.get(task.label),
+        num_empty,
+    )
+
+
+def as_classes(task: "ProbeTask", parts: Mapping[str, LabelledRows]) -> tuple[dict[str, LabelledRows], tuple[str, ...]]:
+    """The parts with numbers of classes for labels, and the classes' names."""
+    values = {part: [_class(task, rows, index) for index in range(len(rows))] for part, rows in parts.items()}
+    names = task.classes or next((rows.class_names for rows in parts.values() if rows.class_names), None)
+    found = {value for each in values.values() for value in each}
+    if names is None:
+        if len({type(value) for value in found}) > 1:
+            raise refusal(
+                task.name, "label", f"column {task.label!r} mixes numbers and names, such as {_example(found)}: use one"
+            )
+        order = sorted(found)
+        known = {value: number for number, value in enumerate(order)}
+        names = tuple(map(str, order))
+    else:
+        known = dict(enumerate(range(len(names)))) | {name: number for number, name in enumerate(names)}
+        for part, rows in parts.items():
+            for value, number in zip(values[part], rows.numbers, strict=True):
+                if value not in known:
+                    raise refusal(
+                        task.name,
+                        "classes",
+                        f"row {number} of {rows.place} has the label {value!r}, expected one of {', '.join(names)} or "
+                        f"a number from 0 to {len(names) - 1}: name all classes, or choose the rows by where",
+                    )
+        if task.classes is None:  # the Hub names classes that may occur nowhere in the rows chosen
+            used = sorted({known[value] for value in found})
+            places = {number: place for place, number in enumerate(used)}
+            known = {value: places[number] for value, number in known.items() if number in places}
+            names = tuple(names[number] for number in used)
+    return {part: replace(rows, labels=[known[v] for v in values[part]]) for part, rows in parts.items()}, names
+
+
+def as_values(task: "ProbeTask", parts: Mapping[str, LabelledRows]) -> dict[str, LabelledRows]:
+    """The parts with numbers for labels."""
+    for rows in parts.values():
+        for label, number in zip(rows.labels, rows.numbers, strict=True):
+            if isinstance(label, bool) or not isinstance(label, int | float) or not math.isfinite(label):
+                raise refusal(
+                    task.name,
+                    "label",
+                    f"row {number} of {rows.place} has {label!r}, a regression needs finite numbers: name another "
+                    "column, or choose kind classification",
+                )
+    return {
+        part: replace(rows, labels=[float(label) + task.label_offset for label in rows.labels])
+        for part, rows in parts.items()
+    }
+
+
+def _kept(task: "ProbeTask", read: Columns) -> Iterator[int]:
+    """Numbers of the rows that `where` keeps."""
+    num_rows = len(read.values[task.label])
+    kept = range(num_rows)
+    for column, wanted in task.where.items():
+        values, allowed = read.values[column], wanted if isinstance(wanted, list | tuple) else [wanted]
+        for value in allowed:
+            if value not in values:
+                held = ", ".join(sorted({repr(each) for each in values})[:5])
+                raise refusal(
+                    task.name, "where", f"no row of {read.place} has {value!r} in column {column!r}: it holds {held}"
+                )
+        kept = [number for number in kept if values[number] in allowed]
+    if not kept:
+        raise refusal(task.name, "where" if num_rows else "source", f"no row of {read.place} is left: choose others")
+    return iter(kept)
+
+
+def _text(task: "ProbeTask", read: Columns, number: int) -> str:
+    """The text of a row; empty if there is nothing but space."""
+    if "{" not in task.text:
+        text = read.values[task.text][number]
+        if text is not None and not isinstance(text, str):
+            kind = type(text).__name__
+            raise refusal(task.name, "text", f"expected text in column {task.text!r} of {read.place}, found {kind}")
+        text = text or ""
+    else:
+        row = {column: read.values[column][number] for column in text_columns(task.name, task.text)}
+        if missing := [column for column, value in row.items() if value is None]:
+            raise refusal(
+                task.name,
+                "text",
+                f"row {number} of {read.place} has no value in column {missing[0]!r}: mend the row or take it out",
+            )
+        try:
+            text = task.text.format_map(row)
+        except (LookupError, TypeError, ValueError) as error:
+            raise refusal(
+                task.name,
+                "text",
+                f"row {number} of {read.place} does not fit {task.text!r} ({error}): change the format",
+            ) from error
+    return text.encode("utf-8", "replace").decode() if text.strip() else ""  # JSON can hold half a surrogate pair
+
+
+def _class(task: "ProbeTask", rows: LabelledRows, index: int) -> int | str:
+    label = rows.labels[index]
+    if isinstance(label, str):
+        return label
+    if isinstance(label, int) or (isinstance(label, float) and label.is_integer()):
+        return int(label)
+    raise refusal(
+        task.name,
+        "label",
+        f"row {rows.numbers[index]} of {rows.place} has {label!r}, expected an integer or a name: name another column"
+        + (", or choose kind regression" if isinstance(label, float) else ""),
+    )
+
+
+def _is_missing(value: Any) -> bool:
+    return value is None or value == "" or (isinstance(value, float) and math.isnan(value))
+
+
+def _example(found: set) -> str:
+    numbers, names = ([value for value in found if isinstance(value, kind)] for kind in (int, str))
+    return f"{min(numbers)} and {min(names)!r}"

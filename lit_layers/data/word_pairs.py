@@ -1,0 +1,257 @@
+"""Word pairs of relations such as singular and plural, as each model's tokenizer reads the single words."""
+
+import hashlib
+from collections.abc import Iterator, Sequence
+from dataclasses import KW_ONLY, dataclass, field
+from itertools import groupby
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from lit_layers.data.batches import Batches
+from lit_layers.data.encoded_texts import tokenizer_of
+from lit_layers.data.tokenization import TextTokenizer, load_tokenizer, one_thread, tokenizer_hash
+from lit_layers.errors import InputError
+
+KNOWN_COLUMNS = (("word", "answers"), ("word1", "word2"))  # of BATS, and of the counterfactual pairs of Park et al.
+CATEGORY, CATEGORY_ID, GROUP = "category", "category_id", "group"
+LEAST_PAIRS = 3  # for a mean over pairs of pairs that says anything
+
+
+@dataclass(frozen=True, eq=False)
+class Category:
+    """The pairs of one relation; `first` and `second` are rows of `WordPairs.words()`."""
+
+    name: str
+    pairs: tuple[tuple[str, str], ...]
+    first: Tensor  # (pairs,)
+    second: Tensor  # (pairs,)
+    num_dropped: int  # pairs whose two words have the same token ids
+    id: str | None = None
+    group: str | None = None
+
+
+class Word(NamedTuple):
+    """A word alone as a model sees it."""
+
+    ids: tuple[int, ...]
+    position: int  # of its last sub-token, special tokens counted
+
+
+@dataclass
+class WordPairs(Batches):
+    """Word pairs by category: BATS 3.0, or any parquet, CSV or TSV file with two columns of words.
+
+    Each word stands alone, behind a space, with the special tokens that the tokenizer adds to any text (BOS, for one);
+    its place is its last sub-token. Of several answers (a list, or separated by "/") the first is taken. The order
+    inside a pair is that of the file. Pairs whose words have the same token ids are dropped and counted.
+
+    Walked as batches it gives every different word once, words of one length together, so that nothing is padded and a
+    word has the same states in all its pairs; `"positions"` (batch,) holds the places.
+
+    Args:
+        source: Path of the file. BATS has the columns `word` and `answers`; `word1` and `word2` are known as well, and
+            a file with just two columns of words is understood. A column `category` divides it, else it is one.
+        tokenizer: A local path, a name on the Hub, or `bpe:SIZE`.
+        corpus: Which the tokenizer `bpe:SIZE` is trained on.
+        categories: Ids (`I01`), names or groups of those wanted, each a category of its own; None for all.
+        columns: Names of the two columns of words, where they are not found by themselves.
+        batch_size: Words a batch.
+
+    Raises:
+        InputError: for options out of range, and on the first walk for a missing file or column, an unknown category,
+            an empty word, or a category with fewer than 3 pairs.
+    """
+
+    source: str
+    tokenizer: str
+    _: KW_ONLY
+    corpus: str | None = None
+    categories: tuple[str, ...] | None = None
+    columns: tuple[str, str] | None = None
+    batch_size: int = 256
+    _words: list[Word] | None = field(default=None, init=False, repr=False, compare=False)
+    _found: tuple[Category, ...] = field(default=(), init=False, repr=False, compare=False)
+    _hash: str | None = field(default=None, init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        if self.batch_size < 1:
+            raise InputError(f"batch_size must be at least 1, not {self.batch_size}")
+        for name in ("categories", "columns"):  # a recipe brings lists
+            value = getattr(self, name)
+            if isinstance(value, str):
+                raise InputError(f"{name}: expected a list of names, got {value!r}")
+            setattr(self, name, None if value is None else tuple(value))
+        if self.columns is not None and len(self.columns) != 2:
+            raise InputError(f"columns: expected the names of two columns of words, got {list(self.columns)}")
+        if self.categories == ():
+            raise InputError("categories: expected at least one, or none at all for every one, got an empty list")
+
+    def words(self) -> list[Word]:
+        """Every different word, in the order of the batches."""
+        self._load()
+        assert self._words is not None
+        return self._words
+
+    def by_category(self) -> tuple[Category, ...]:
+        """The categories, in the order of the file."""
+        self._load()
+        return self._found
+
+    def __iter__(self) -> Iterator[dict[str, Tensor]]:
+        for words in self._chunks():
+            ids = torch.tensor([word.ids for word in words])  # (batch, tokens)
+            positions = torch.tensor([word.position for word in words])
+            yield {"input_ids": ids, "attention_mask": torch.ones_like(ids), "positions": positions}
+
+    def __len__(self) -> int:
+        return sum(1 for _ in self._chunks())
+
+    def content_hash(self) -> str:
+        """Sixteen hex digits over the token ids of every pair of every category and how they are cut into batches."""
+        pairs = [
+            (c.name, c.id, c.group, c.num_dropped, c.first.tolist(), c.second.tolist()) for c in self.by_category()
+        ]
+        whole = f"{self.batch_size} {[tuple(word) for word in self.words()]} {pairs}"
+        return hashlib.sha256(whole.encode()).hexdigest()[:16]
+
+    def tokenizer_hash(self) -> str | None:
+        """Loads the words on the first call."""
+        self._load()
+        return self._hash
+
+    def _chunks(self) -> Iterator[list[Word]]:
+        for _, same in groupby(self.words(), key=lambda word: len(word.ids)):
+            group = list(same)
+            yield from (group[start : start + self.batch_size] for start in range(0, len(group), self.batch_size))
+
+    def _load(self) -> None:
+        if self._words is not None:
+            return
+        rows = self._selected(_read(Path(self.source), self.columns))
+        found = load_tokenizer(tokenizer_of(self.tokenizer, self.corpus))
+        spelled = list(dict.fromkeys(word for row in rows for word in row.pair))
+        encoded = dict(zip(spelled, _encoded(spelled, found, self.tokenizer), strict=True))
+        self._hash = tokenizer_hash(found.tokenizer)
+        words = sorted(dict.fromkeys(encoded.values()), key=lambda word: len(word.ids))  # otherwise as in the file
+        place = {word: number for number, word in enumerate(words)}
+        by_category: dict[tuple, list[_Row]] = {}
+        for row in rows:
+            by_category.setdefault((row.category, row.id, row.group), []).append(row)
+        self._found = tuple(self._category(members, encoded, place) for members in by_category.values())
+        self._words = words
+
+    def _category(self, rows: "list[_Row]", encoded: dict[str, Word], place: dict[Word, int]) -> Category:
+        kept = [row.pair for row in rows if encoded[row.pair[0]].ids != encoded[row.pair[1]].ids]
+        if len(kept) < LEAST_PAIRS:
+            raise InputError(
+                f"{self.source}: category {rows[0].category!r} has {len(kept)} pairs of different token ids, and at "
+                f"least {LEAST_PAIRS} are needed: leave it out of categories, or add pairs"
+            )
+        first, second = (torch.tensor([place[encoded[pair[side]]] for pair in kept]) for side in (0, 1))
+        return Category(
+            name=rows[0].category,
+            pairs=tuple(kept),
+            first=first,
+            second=second,
+            num_dropped=len(rows) - len(kept),
+            id=rows[0].id,
+            group=rows[0].group,
+        )
+
+    def _selected(self, rows: "list[_Row]") -> "list[_Row]":
+        if self.categories is None:
+            return rows
+        for wanted in self.categories:
+            if not any(wanted in row.names for row in rows):
+                known = list(dict.fromkeys(row.id or row.category for row in rows))
+                raise InputError(f"categories: {self.source} has no {wanted!r}; it has {', '.join(known)}")
+        return [row for row in rows if set(row.names) & set(self.categories)]
+
+
+class _Row(NamedTuple):
+    pair: tuple[str, str]
+    category: str
+    id: str | None
+    group: str | None
+
+    @property
+    def names(self) -> tuple[str | None, ...]:
+        return self.category, self.id, self.group
+
+
+def _encoded(words: Sequence[str], found: TextTokenizer, name: str) -> list[Word]:
+    """Each word behind a space, which is not given where the tokenizer puts one in front of any text itself."""
+    with one_thread():
+        bare = found.tokenizer.encode("a", add_special_tokens=False).tokens
+        space = "" if bare and bare[0].startswith(("\u2581", "\u0120")) else " "
+        encodings = found.tokenizer.encode_batch([space + word for word in words])
+    result = []
+    for word, encoding in zip(words, encodings, strict=True):
+        own = [place for place, special in enumerate(encoding.special_tokens_mask) if not special]
+        if not own:
+            raise InputError(f"the tokenizer {name!r} makes no token of the word {word!r}: use another")
+        result.append(Word(tuple(encoding.ids), own[-1]))
+    return result
+
+
+def _read(path: Path, columns: tuple[str, str] | None) -> list[_Row]:
+    table = _table(path)
+    names = [str(name) for name in table.columns]
+    first, second = columns or _columns(path, names)
+    for name in (first, second):
+        if name not in names:
+            raise InputError(f"{path}: expected a column {name!r} of words, it has {', '.join(names)}")
+
+    def column(name: str, otherwise: str | None) -> list[str | None]:
+        return [str(value) for value in table[name]] if name in names else [otherwise] * len(table)
+
+    rows = []
+    labels = zip(column(CATEGORY, path.stem), column(CATEGORY_ID, None), column(GROUP, None), strict=True)
+    for number, (one, other, label) in enumerate(zip(table[first], table[second], labels, strict=True)):
+        pair = (_word(one), _word(other))
+        if not all(pair):
+            raise InputError(f"{path}, row {number}: expected two words in {first!r} and {second!r}, got {pair}")
+        rows.append(_Row(pair, label[0] or path.stem, label[1], label[2]))
+    if not rows:
+        raise InputError(f"{path}: expected word pairs, the file has none")
+    return rows
+
+
+def _columns(path: Path, names: list[str]) -> tuple[str, str]:
+    for pair in KNOWN_COLUMNS:
+        if set(pair) <= set(names):
+            return pair
+    others = [name for name in names if name not in (CATEGORY, CATEGORY_ID, GROUP)]
+    if len(others) != 2:
+        raise InputError(f"{path}: expected two columns of words, it has {', '.join(names)}: name the two in columns")
+    return others[0], others[1]
+
+
+def _word(value: Any) -> str:
+    """The word, or the first of a list of answers; empty where there is none."""
+    if not isinstance(value, str):
+        try:
+            value = next(iter(value), "")
+        except TypeError:  # a number, or nothing at all
+            return ""
+    return str(value).split("/")[0].strip()
+
+
+def _table(path: Path) -> Any:
+    import pandas as pd
+    import pyarrow as pa
+
+    if not path.is_file():
+        raise InputError(f"source: expected a file of word pairs, {path} does not exist")
+    if path.suffix not in (".parquet", ".csv", ".tsv"):
+        raise InputError(f"source: expected a file that ends in .parquet, .csv or .tsv, got {path.name!r}")
+    try:
+        if path.suffix == ".parquet":
+            return pd.read_parquet(path)
+        separator = "\t" if path.suffix == ".tsv" else ","
+        return pd.read_csv(path, sep=separator, dtype=str, keep_default_na=False)  # "null" and "nan" are words
+    except (pa.ArrowInvalid, pd.errors.ParserError, pd.errors.EmptyDataError, UnicodeDecodeError, OSError) as error:
+        raise InputError(f"{path} is no table of word pairs ({error}): copy it again") from error

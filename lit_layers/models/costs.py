@@ -1,0 +1,229 @@
+"""What models cost on this machine: parameters, bytes, memory, time, measured side by side."""
+
+import json
+import os
+import platform
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from safetensors.torch import save_file
+from torch import Tensor, nn
+
+from lit_layers.errors import InputError
+from lit_layers.models.families import Network
+from lit_layers.models.plain import bytes_of_weights, open_plainly
+from lit_layers.models.view import Batch, LayeredModel
+from lit_layers.models.vocabulary import true_vocab_size
+
+
+@dataclass(frozen=True, kw_only=True)
+class Machine:
+    """Where a cost was measured."""
+
+    processor: str  # name of the CPU or GPU
+    num_threads: int
+    torch: str  # version
+    system: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Cost:
+    """What one saved model costs to keep and to run."""
+
+    name: str
+    parameters: int
+    bytes_on_disk: int  # of the weight files
+    peak_memory: int  # bytes: opening the model and running one batch, above what the libraries take
+    latency: float  # seconds for one text or image: median
+    latency_quartiles: tuple[float, float]
+    throughput: float  # texts or images a second in batches of `batch_size`: from the median
+    batch_size: int
+    num_tokens: int | None  # of each text; None for images
+    num_rounds: int
+    machine: Machine
+
+
+def measure_costs(
+    variants: Mapping[str, str | Path],
+    *,
+    trunks: Collection[str] = (),
+    inputs: Batch | None = None,
+    num_tokens: int = 128,
+    batch_size: int = 16,
+    num_rounds: int = 20,
+    num_warm_up: int = 3,
+    device: str = "cpu",
+    seed: int = 0,
+) -> list[Cost]:
+    """The costs of saved models, name -> folder, in the order given.
+
+    A model is called as its class is: with its own head and without a cache, in the precision it is saved in. Of those
+    named in `trunks` the head is left out when the folder is opened. Preparing the text is no part of the cost.
+
+    Time is measured in this process with all models open: in each round every model runs one text and then one batch,
+    and each round begins with another model, so that whatever else the machine does meets all of them alike. Memory is
+    measured in a process for each model: on a CPU the most that was resident (weight files that are mapped count) over
+    what was before opening it, with its code imported; on a GPU the most that was allocated. It is that of a batch:
+    16 texts x 128 tokens x 50,257 words x 4 B = 0.4 GB of scores alone for GPT-2 with its head.
+
+    `inputs` is a batch that is taken instead of random tokens (or pixels); its first row is the one text.
+
+    Raises:
+        InputError: no model, a name in `trunks` that is none of theirs, numbers below 1, a text longer than a model
+            takes, models of texts beside models of images.
+        RuntimeError: a process that measures memory failed.
+    """
+    counts = {"num_tokens": num_tokens, "batch_size": batch_size, "num_rounds": num_rounds}
+    for name, count in counts.items():
+        if count < 1:
+            raise InputError(f"{name} must be at least 1, not {count}")
+    if not variants:
+        raise InputError("variants: expected at least one model to measure, got none")
+    if strange := sorted(set(trunks) - set(variants)):
+        raise InputError(f"trunks: {strange[0]} is none of the models: {', '.join(variants)}")
+    models = {name: open_plainly(folder, head=name not in trunks).to(device) for name, folder in variants.items()}
+    batch = _inputs(models, inputs, num_tokens, batch_size, seed)
+    seconds = interleaved(
+        {
+            name: (call_of(model, {key: rows[:1] for key, rows in batch.items()}), call_of(model, batch))
+            for name, model in models.items()
+        },
+        num_rounds=num_rounds,
+        num_warm_up=num_warm_up,
+        device=device,
+    )
+    machine, costs = this_machine(device), []
+    rows, *others = next(iter(batch.values())).shape
+    for name, folder in variants.items():
+        one, many = seconds[name]
+        low, middle, high = np.quantile(one, [0.25, 0.5, 0.75]).tolist()
+        costs.append(
+            Cost(
+                name=name,
+                parameters=sum(parameter.numel() for parameter in models[name].parameters()),
+                bytes_on_disk=bytes_of_weights(folder),
+                peak_memory=peak_memory(folder, batch, head=name not in trunks, device=device),
+                latency=middle,
+                latency_quartiles=(low, high),
+                throughput=rows / float(np.median(many)),
+                batch_size=rows,
+                num_tokens=None if "pixel_values" in batch else others[0],
+                num_rounds=num_rounds,
+                machine=machine,
+            )
+        )
+    return costs
+
+
+def interleaved(
+    calls: Mapping[str, Sequence[Callable[[], Any]]], *, num_rounds: int, num_warm_up: int, device: str = "cpu"
+) -> dict[str, list[list[float]]]:
+    """Seconds of each call of each name, a list of `num_rounds` for each call; rounds before those are not counted.
+
+    Each round begins with the next name.
+    """
+    names, seconds = list(calls), {name: [[] for _ in calls[name]] for name in calls}
+    with torch.inference_mode():
+        for number in range(-num_warm_up, num_rounds):
+            first = number % len(names)
+            for name in names[first:] + names[:first]:
+                for found, call in zip(seconds[name], calls[name], strict=True):
+                    took = _seconds(call, device)
+                    if number >= 0:
+                        found.append(took)
+    return seconds
+
+
+def call_of(model: nn.Module, batch: Batch) -> Callable[[], Any]:
+    """The model's own call on a batch, on its device, as its class is called: no view, no hooks."""
+    view = LayeredModel(model)
+    dtype = view.dtype if view.family.sees_images else None
+    columns = {key: rows.to(view.device, dtype) for key, rows in batch.items() if key in view.family.inputs}
+    network: Network = view.model
+    if view.family.sees_images:
+        return lambda: network(columns["pixel_values"])
+    return lambda: network(**columns, **dict(view.family.options))
+
+
+def peak_memory(folder: str | Path, batch: Batch, *, head: bool = True, device: str = "cpu") -> int:
+    """Bytes that opening a saved model and running one batch take at most, in a process of its own.
+
+    Raises:
+        RuntimeError: that process failed.
+    """
+    with tempfile.TemporaryDirectory() as scratch:
+        file = Path(scratch) / "inputs.safetensors"
+        save_file({key: rows.cpu().contiguous() for key, rows in batch.items()}, file)
+        part, threads = "head" if head else "trunk", torch.get_num_threads()
+        command = [sys.executable, "-m", "lit_layers.models._peak_memory", str(Path(folder).resolve()), str(file)]
+        root = str(Path(__file__).parents[2])
+        path = os.pathsep.join(part for part in (root, os.environ.get("PYTHONPATH")) if part)
+        environment = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": str(threads)}
+        done = subprocess.run(
+            [*command, part, device, str(threads)], capture_output=True, text=True, env=environment, check=False
+        )
+    if done.returncode:
+        why = (done.stderr.strip().splitlines() or [f"it ended with {done.returncode}"])[-1]
+        raise RuntimeError(f"measuring the memory of {folder} failed: {why}")
+    return json.loads(done.stdout)["peak"]
+
+
+def this_machine(device: str = "cpu") -> Machine:
+    """The processor that `device` names, and what computes on it."""
+    on_gpu = torch.device(device).type == "cuda"
+    return Machine(
+        processor=torch.cuda.get_device_name(device) if on_gpu else _cpu(),
+        num_threads=torch.get_num_threads(),
+        torch=torch.__version__,
+        system=f"{platform.system()} {platform.machine()}",
+    )
+
+
+def _cpu() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+    except OSError:
+        lines = []
+    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return names[0] if names else platform.processor() or platform.machine()
+
+
+def _seconds(call: Callable[[], Any], device: str) -> float:
+    on_gpu = torch.device(device).type == "cuda"
+    if on_gpu:
+        torch.cuda.synchronize(device)
+    start = time.perf_counter()
+    call()
+    if on_gpu:
+        torch.cuda.synchronize(device)
+    return time.perf_counter() - start
+
+
+def _inputs(
+    models: Mapping[str, nn.Module], given: Batch | None, num_tokens: int, batch_size: int, seed: int
+) -> dict[str, Tensor]:
+    """A batch that every model takes."""
+    views = {name: LayeredModel(model) for name, model in models.items()}
+    if len({view.family.inputs for view in views.values()}) > 1:
+        raise InputError(f"variants: expected models of texts or of images alone, got both: {', '.join(views)}")
+    if given is not None:
+        columns = next(iter(views.values())).family.inputs
+        return {key: rows for key, rows in given.items() if key in columns}
+    generator = torch.Generator().manual_seed(seed)
+    any_model: Network = next(iter(models.values()))
+    if next(iter(views.values())).family.sees_images:
+        channels, side = any_model.patch_embed.proj.in_channels, any_model.patch_embed.img_size
+        return {"pixel_values": torch.randn(batch_size, channels, *side, generator=generator)}
+    for name, view in views.items():
+        if view.max_tokens is not None and num_tokens > view.max_tokens:
+            raise InputError(f"num_tokens: {name} takes at most {view.max_tokens} tokens, got {num_tokens}")
+    vocabulary = min(true_vocab_size(view.model) for view in views.values())
+    return {"input_ids": torch.randint(vocabulary, (batch_size, num_tokens), generator=generator)}

@@ -1,0 +1,90 @@
+"""The first blocks of a model as a model of its own."""
+
+import copy
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lit_layers.errors import InputError
+from lit_layers.models.build import TIMM_OPTIONS
+from lit_layers.models.families import Network, family_of, trunk_of
+
+PER_BLOCK = ("layer_types", "attention_layers", "mlp_layer_types")  # fields of a config with an entry for each block
+
+
+def truncate(model: nn.Module, num_layers: int, *, head: bool = True) -> nn.Module:
+    """A new model of the first `num_layers` blocks, with copies of the weights; the given one stays as it is.
+
+    It has the class, device, dtypes, modes of its parts, ties between weights and attention implementation of `model`,
+    and its config says the smaller depth, so that saving gives a folder of an ordinary model. Its hidden states are
+    those of `model` at layers 0..num_layers, bit by bit. The final norm (and head) are kept as they are: they were made
+    for the last layer, and what they say of an earlier one is the logit lens.
+
+    With `head=False` the trunk alone is copied (GPT2Model, LlamaModel, BertModel; of a timm model the one with
+    `num_classes=0`), which computes no scores of words or classes. A BertModel has a pooler; where `model` has none,
+    its weights are zeros, so that the saved folder is whole and loads without random numbers.
+
+    Raises:
+        InputError: fewer than 1 block or more than there are, a model of no known family, one with two rows of blocks
+            (an encoder and a decoder), one whose blocks share weights.
+    """
+    model = getattr(model, "_orig_mod", model)
+    source: Network = model if head or family_of(model).sees_images else trunk_of(model)
+    family = family_of(source)
+    blocks = family.block_list(source)
+    _check(model, blocks, num_layers)
+    # A dropped block is a stand-in in the copy: its weights are never in memory twice.
+    stand_ins: dict[int, Any] = {id(block): nn.Identity() for block in blocks[num_layers:]}
+    with torch.no_grad():
+        cut: Network = copy.deepcopy(source, stand_ins)
+    del trunk_of(cut).get_submodule(family.blocks)[num_layers:]
+    if family.sees_images:
+        _finish_timm(cut, num_layers, head)
+    else:
+        _set_depth(cut.config, num_layers)
+        cut.config.architectures = [type(cut).__name__]
+        if not head and family.name == "bert":
+            _complete_bert(cut)
+    return cut
+
+
+def _check(model: Network, blocks: tuple[nn.Module, ...], num_layers: int) -> None:
+    kind = type(model).__name__
+    config = getattr(model, "config", None)
+    parameters = [id(parameter) for block in blocks for parameter in block.parameters()]
+    if len(set(parameters)) < len(parameters) or len(blocks) != getattr(config, "num_hidden_layers", len(blocks)):
+        raise InputError(f"the blocks of this {kind} share weights, and it is not cut: dropping one saves nothing")
+    if not 1 <= num_layers <= len(blocks):
+        raise InputError(f"num_layers: {kind} can be cut to 1..{len(blocks)} blocks, got {num_layers}")
+
+
+def _set_depth(config: Any, num_layers: int) -> None:
+    """Whatever the family calls it: `num_hidden_layers` is an alias of it in every config of transformers."""
+    for name in PER_BLOCK:
+        if getattr(config, name, None) is not None:
+            setattr(config, name, list(getattr(config, name))[:num_layers])
+    if getattr(config, "attention_types", None) is not None:  # GPT-Neo's own way of writing attention_layers
+        config.attention_types = [[config.attention_layers, 1]]
+    config.num_hidden_layers = num_layers
+
+
+def _complete_bert(trunk: Network) -> None:
+    """Plain loading of a BertModel expects a pooler."""
+    if trunk.pooler is None:
+        like: Tensor = trunk.get_input_embeddings().weight
+        with torch.device("meta"):
+            pooler = type(trunk)(trunk.config).pooler
+        pooler = pooler.to_empty(device=like.device).to(like.dtype).train(trunk.training)
+        for parameter in pooler.parameters():
+            nn.init.zeros_(parameter)
+        trunk.pooler = pooler
+
+
+def _finish_timm(model: Network, num_layers: int, head: bool) -> None:
+    options = {**getattr(model, TIMM_OPTIONS, {}), "depth": num_layers}
+    if not head:
+        model.reset_classifier(0)
+        options["num_classes"] = 0
+    setattr(model, TIMM_OPTIONS, options)
+    model.feature_info = model.feature_info[:num_layers]

@@ -1,0 +1,85 @@
+"""Pictures of what is known of the layers of a run, or of models: for papers and talks, where a page cannot go."""
+
+import re
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+
+from lit_layers import plots, records
+from lit_layers.errors import InputError
+from lit_layers.plots.tables import CATEGORY, TRAIN_ROWS
+from lit_layers.report.facts import read_run
+from lit_layers.report.layerwise import CONCEPTS, CONTROLS, RESIDUALS, SCORES
+
+SUFFIXES = (".png", ".svg")
+
+
+def write_pictures(root: str | Path, folder: str | Path, *, allow_suspect: bool = False) -> list[Path]:
+    """Writes PNG and SVG pictures of a run's probes, sample sizes, categories and residuals; returns their paths.
+
+    ANALYSIS_METRIC.png and .svg: scores of the test rows over the layers, scores over the number of training rows, heat
+    maps of categories, and residuals over the layers; a line or panel for each of some checkpoints, or for each model.
+    The folder is made where there is none; other files in it stay. Checkpoints that an audit found suspect are left
+    out, unless `allow_suspect`.
+
+    Raises:
+        InputError: where `root` is no run's folder, has nothing of this kind, or a picture cannot be written.
+    """
+    run, folder = read_run(root), Path(folder)
+    known = [m for m in run.measurements if allow_suspect or not records.is_suspect(m)]
+    frame = records.frame(known).drop(columns=records.AUDIT, errors="ignore")
+    drawings = [*_drawings(frame)]
+    if not drawings:
+        raise InputError(
+            f"{root} has nothing to draw as pictures: they are made of the analyses Probe, SampleSizeSweep, "
+            "ConceptAlignment and NextTokenResidual"
+        )
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise InputError(f"cannot make the folder {folder}: {(error.strerror or str(error)).lower()}") from error
+    paths = []
+    for name, draw in drawings:
+        for suffix in SUFFIXES:
+            paths.append(folder / f"{name}{suffix}")
+            draw(path=paths[-1])
+    return paths
+
+
+def _drawings(frame: pd.DataFrame) -> Iterator[tuple[str, Callable[..., None]]]:
+    """The name of each picture, and what draws it."""
+    table: Any = frame
+    names: set[str] = set()
+    for analysis in dict.fromkeys(table["analysis"]):
+        part = table[table["analysis"] == analysis]
+        for metric in dict.fromkeys(part["metric"]):
+            rows = part[part["metric"] == metric]
+            if (draw := _drawing(rows, metric)) is not None:
+                parts = dict.fromkeys([analysis, metric])  # an analysis of one metric may bear its name
+                name = _unused(re.sub(r"[^\w.-]+", "_", "_".join(parts)), names)
+                yield name, partial(draw, rows, metric=metric, analysis=analysis)
+
+
+def _drawing(rows: Any, metric: str) -> Callable[..., None] | None:
+    per_layer = rows[rows["layer"].notna()]
+    tags = {tag for tag in (TRAIN_ROWS, CATEGORY, "split", "control") if tag in rows and per_layer[tag].notna().any()}
+    if TRAIN_ROWS in tags:
+        return plots.write_sample_sizes
+    if CATEGORY in tags:
+        return plots.write_concept_map if metric in CONCEPTS else None
+    if metric in (*SCORES, *RESIDUALS) and ("split" in tags or metric in RESIDUALS) and not per_layer.empty:
+        known = set(per_layer["control"].dropna()) if "control" in tags else set()
+        return partial(plots.write_layer_curves, controls=[name for name in CONTROLS if name in known])
+    return None
+
+
+def _unused(name: str, names: set[str]) -> str:
+    """Analyses may differ in letters that no file name has."""
+    number = 1
+    while (found := name if number == 1 else f"{name}_{number}") in names:
+        number += 1
+    names.add(found)
+    return found

@@ -1,0 +1,156 @@
+"""The sections of analyses whose metrics belong together: probes on tasks, sample sizes, word pairs, residuals."""
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any
+
+import pandas as pd
+import plotly.graph_objects as go
+
+from lit_layers import plots
+from lit_layers.plots.labels import BASELINES, UNLISTED, label, sentence, tag_text
+from lit_layers.plots.tables import CATEGORY, TRAIN_ROWS
+from lit_layers.report.figures import Block, slim
+
+SCORES = ("accuracy", "macro_f1", "log_loss", "mean_squared_error", "r_squared")
+MONOTONICITY = tuple(
+    f"monotonicity_{name}" for name in ("spearman", "fraction_increasing", "largest_drop", "max_drawdown")
+)
+LAYERS = ("plateau_layer", "best_layer", "inflection_layer")
+CONCEPTS = ("concept_alignment", "excess", "leave_one_out", "shuffled")
+RESIDUALS = ("prediction_residual", "adjusted", "held_out")
+LAW = ("residual_ratio", "r_squared", "pearson")
+_KNOWN = {*SCORES, *MONOTONICITY, *LAYERS, *CONCEPTS, *RESIDUALS, *LAW, *UNLISTED, "rank"}
+_SPLITS = ("test", "validation", "train")
+CONTROLS = ("random_labels", "untrained_model", "relabelled_vocabulary")
+_NOTES = {"accuracy": "Of a linear probe. A row of a class that no training row has counts as an error."}
+_Figures = Iterable[tuple[str, go.Figure]]  # captions and figures
+
+
+def section_blocks(part: pd.DataFrame, analysis: str) -> list[Block]:
+    """Returns the blocks of one analysis of a run, few whatever it holds; none where it has a block a metric."""
+    table: Any = part
+    # a measurement that failed leaves no rows, and each tag is a column of the whole run
+    tags = {name for name in (TRAIN_ROWS, CATEGORY, "task", "split") if name in table and table[name].notna().any()}
+    rows = _Rows(part, analysis)
+    if set(table["metric"]) - _KNOWN:
+        return []  # an analysis of someone's own, whose metrics would be missing
+    if TRAIN_ROWS in tags:
+        return [_sample_sizes(rows)]
+    if CATEGORY in tags and rows.having(CONCEPTS[:1]):
+        return [_concepts(rows)]
+    if rows.having(RESIDUALS[:1]):
+        return [*_residuals(rows)]
+    return [*_probe(rows)] if {"task", "split"} <= tags else []
+
+
+class _Rows:
+    """The rows of one analysis, each metric's apart: they are searched for every figure."""
+
+    def __init__(self, part: pd.DataFrame, analysis: str) -> None:
+        table: Any = part
+        self.table, self.analysis = table, analysis
+        self._of = {metric: table[table["metric"] == metric] for metric in dict.fromkeys(table["metric"])}
+
+    def without(self, tag: str) -> "_Rows":
+        """All rows, as if they did not have a tag."""
+        return _Rows(self.table.drop(columns=tag), self.analysis)
+
+    def lacking(self, tag: str) -> "_Rows":
+        """The rows that do not have a tag."""
+        return _Rows(self.table[self.table[tag].isna()], self.analysis)
+
+    def having(self, metrics: Sequence[str]) -> list[str]:
+        return [metric for metric in metrics if metric in self._of]
+
+    def values(self, metric: str, tag: str, among: Sequence[str]) -> list[str]:
+        rows = self._of[metric]
+        known = set(rows[tag].dropna()) if tag in rows else set()
+        return [value for value in among if value in known]
+
+    def draw(self, make: Callable[..., go.Figure], metric: str, *, beside: Sequence[str] = (), **options: Any) -> Any:
+        table = pd.concat([self._of[name] for name in (metric, *beside)])
+        return make(table, metric, analysis=self.analysis, **options)
+
+
+def _probe(rows: _Rows) -> Iterator[Block]:
+    for metric in rows.having(SCORES):
+        splits = rows.values(metric, "split", _SPLITS)
+        choices = [(tag_text({"split": split}), _score(rows, metric, split)) for split in splits]
+        yield _block(label(metric).with_unit, _NOTES.get(metric, label(metric).note), choices, wide=True)
+    rows = rows.without("split")  # one and the same
+    if found := rows.having(MONOTONICITY):
+        note = "How steadily the test score rises from layer 1 to the last, with 95% intervals over the test rows."
+        yield _block("Monotonicity over the layers", note, _over_training(rows, found))
+    if found := rows.having(LAYERS):
+        note = "Where the test score ends to rise by more than 0.01 a layer, where it is best, where it bends first."
+        yield _block("Plateau, best layer and inflection", note, _over_training(rows, found))
+
+
+def _score(rows: _Rows, metric: str, split: str) -> _Figures:
+    tags = {"split": split, "control": None}
+    controls = rows.values(metric, "control", CONTROLS) if split == "test" else []
+    yield "Over training", rows.draw(plots.emergence_curves, metric, tags=tags)
+    yield "Over layers", rows.draw(plots.layer_profile, metric, tags=tags, controls=controls, intervals=True)
+
+
+def _over_training(rows: _Rows, metrics: Sequence[str]) -> list[tuple[str, _Figures]]:
+    """A choice a metric of the whole model; what it tells of, the accuracy or the log-loss, are lines of one figure."""
+    return [(_short(metric), [("", rows.draw(plots.emergence_curves, metric))]) for metric in metrics]
+
+
+def _short(metric: str) -> str:
+    """A metric's title behind the comma: what tells it from those of its block."""
+    return sentence(label(metric).title.split(", ")[-1])
+
+
+def _sample_sizes(rows: _Rows) -> Block:
+    choices = [
+        (
+            label(metric).title,
+            [
+                ("Over training rows", rows.draw(plots.sample_size_curves, metric)),
+                ("Over layers", rows.draw(plots.sample_size_curves, metric, over="layers")),
+            ],
+        )
+        for metric in rows.having(SCORES)
+    ]
+    note = "On the test rows, with Student's 95% intervals over the draws of training rows."
+    return _block("Score by number of training rows", note, choices, wide=True)
+
+
+def _concepts(rows: _Rows) -> Block:
+    def figures(metric: str) -> _Figures:
+        beside = rows.having([*BASELINES.get(metric, {})])
+        options: dict[str, Any] = {"beside": beside, "baselines": beside, "intervals": True}
+        yield "", rows.draw(plots.concept_map, metric)
+        if means.having([metric]):  # of a single category there is none
+            yield "Mean, over training", means.draw(plots.emergence_curves, metric)
+            yield "Mean, over layers", means.draw(plots.layer_profile, metric, **options)
+
+    means = rows.lacking(CATEGORY)  # searched without the categories: 40 times as fast
+    choices = [(label(metric).title, figures(metric)) for metric in rows.having(CONCEPTS)]
+    note = "Mean cosine between the differences of two word pairs; the excess is what shuffled pairs do not have."
+    return {**_block("Categories of word pairs (cosine)", note, choices, wide=True), "tall": True}
+
+
+def _residuals(rows: _Rows) -> Iterator[Block]:
+    def figures(metric: str) -> _Figures:
+        profile = plots.residual_profile if metric == "prediction_residual" else plots.layer_profile
+        options: dict[str, Any] = {} if metric == "prediction_residual" else {"intervals": True}
+        options["controls"] = rows.values(metric, "control", CONTROLS)
+        yield "Over training", rows.draw(plots.emergence_curves, metric, tags={"control": None})
+        yield "Over layers", rows.draw(profile, metric, tags={"control": None}, **options)
+
+    choices = [(label(metric).title, figures(metric)) for metric in rows.having(RESIDUALS)]
+    yield _block("Prediction residual (share of variance)", label("prediction_residual").note, choices, wide=True)
+    if found := rows.having(LAW):
+        note = "Of the line through the log residual over the layers: its slope rho, and how well the points fit it."
+        yield _block("Exponential law over the layers", note, _over_training(rows, found))
+
+
+def _block(title: str, note: str, choices: Sequence[tuple[str, _Figures]], *, wide: bool = False) -> Block:
+    drawn = [
+        {"text": text, "figures": [{"caption": caption, "content": slim(fig)} for caption, fig in figures]}
+        for text, figures in choices
+    ]
+    return {"title": title, "note": note, "wide": wide, "choices": drawn}

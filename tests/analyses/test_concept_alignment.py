@@ -1,0 +1,232 @@
+"""Concept alignment of a model's own states of single words, pair by pair and layer by layer."""
+
+import itertools
+import math
+
+import numpy as np
+import pandas as pd
+import pytest
+import torch
+
+from lit_layers.analyses.concept_alignment import METRICS, ConceptAlignment
+from lit_layers.data.tokenization import save_tokenizer, train_bpe
+from lit_layers.data.word_pairs import WordPairs
+from lit_layers.emergence import measure
+from lit_layers.errors import InputError
+from lit_layers.functional.concepts import _derangements
+from lit_layers.functional.curves import bootstrap_interval
+from lit_layers.models.view import LayeredModel
+from tests.support.prompt_states import states_of_each_prompt
+from tests.support.tiny_models import LAYERS, tiny
+
+VOCABULARY = 300  # of the tokenizer and the models
+STEMS = ["cat", "dog", "tree", "stone", "layer", "state", "norm"]
+CATEGORIES = {
+    ("I01", "plural"): [(stem, stem + "s") for stem in STEMS] + [("sheep", "sheep")],
+    ("D01", "re+verb"): [("load", "reload"), ("do", "redo"), ("place", "replace"), ("new", "renew")],
+    ("L10", "opposite"): [("up", "down"), ("before", "after"), ("after", "before"), ("in", "out"), ("on", "off")],
+}
+
+
+@pytest.fixture(scope="module")
+def words(tmp_path_factory) -> WordPairs:
+    folder = tmp_path_factory.mktemp("words")
+    spelled = sorted({word for pairs in CATEGORIES.values() for pair in pairs for word in pair})
+    save_tokenizer(train_bpe([" " + " ".join(spelled)] * 3, VOCABULARY), folder / "tokenizer")
+    rows = [
+        {"group": id_[0], "category_id": id_, "category": name, "word": one, "answers": [other, "wrong"]}
+        for (id_, name), pairs in CATEGORIES.items()
+        for one, other in pairs
+    ]
+    pd.DataFrame(rows).to_parquet(folder / "pairs.parquet")
+    return WordPairs(str(folder / "pairs.parquet"), str(folder / "tokenizer"), batch_size=4)
+
+
+def text_model(name, dtype=torch.float64, **options):
+    return tiny(name, dtype, vocab_size=VOCABULARY, **options)
+
+
+def run(model, words, **options):
+    records = list(ConceptAlignment(words=words, **options).run(LayeredModel(model)))
+    keys = [(r.metric, r.layer, r.tags.get("category_id")) for r in records]
+    assert len(set(keys)) == len(keys)
+    return dict(zip(keys, records, strict=True))
+
+
+def cosine(a, b, metric):
+    return a @ metric @ b / math.sqrt((a @ metric @ a) * (b @ metric @ b))
+
+
+def mean_cosine(deltas, metric):
+    return np.mean([cosine(a, b, metric) for a, b in itertools.combinations(deltas, 2)])
+
+
+def expected_of(first, second, metric, shuffles, seed):
+    """The four numbers of one category at one layer, from the two words' states (pairs, dim)."""
+    if len(first) < 3:
+        return [None] * 4
+    deltas, size = second - first, len(first)
+    rest = [np.sum(deltas, 0) - delta for delta in deltas]
+    # before - after and after - before: the others of a third pair cancel
+    others = [cosine(*pair, metric) for pair in zip(deltas, rest, strict=True)] if np.all(np.any(rest, 1)) else [None]
+    shuffled = []
+    for order in _derangements(size, shuffles, seed):
+        rows = second[order.numpy()] - first
+        shuffled.append(mean_cosine([row for row in rows if row.any()], metric))
+    mean = mean_cosine(deltas, metric)
+    return mean, None if None in others else np.mean(others), np.mean(shuffled), mean - np.mean(shuffled)
+
+
+@pytest.mark.parametrize("whiten", [False, True])
+def test_every_record_is_that_of_the_words_alone_in_the_running_model(words, whiten):
+    model = text_model("gpt2")
+    records = run(model, words, whiten=whiten, shuffles=3, seed=4)
+    metric = np.eye(model.config.n_embd)
+    if whiten:
+        unembedding = model.lm_head.weight.detach().numpy()
+        covariance = np.cov(unembedding.T, bias=True)
+        metric = np.linalg.inv(covariance + 1e-6 * np.trace(covariance) / len(metric) * metric)
+    tokens = [torch.tensor([word.ids]) for word in words.words()]
+    states = states_of_each_prompt(model, [{"input_ids": ids} for ids in tokens])  # every word alone
+    undefined = 0
+    for category in words.by_category():
+        for layer in range(LAYERS + 1):
+            first, second = (
+                np.stack([states[row][layer, -1] for row in side.tolist()])
+                for side in (category.first, category.second)
+            )
+            kept = (first != second).any(1)  # at layer 0, words that end in one token at one place are one point
+            assert kept.all() or not layer
+            expected = expected_of(first[kept], second[kept], metric, 3, 4)
+            counts = {"num_dropped": int(category.id == "I01"), "num_undefined": int((~kept).sum())}
+            tags = {"category": category.name, "category_id": category.id, "group": category.id[0]}
+            for metric_name, value in zip(METRICS, expected, strict=True):
+                if value is None:
+                    assert (metric_name, layer, category.id) not in records
+                    undefined += 1
+                    continue
+                record = records[metric_name, layer, category.id]
+                assert record.value == pytest.approx(value, abs=1e-9)
+                assert record.n == kept.sum()
+                assert record.tags == tags | {name: count for name, count in counts.items() if count}
+    assert len(records) == 4 * (LAYERS + 1) * 4 - undefined  # three categories and their mean
+    assert undefined == 4  # of D01 at layer 0, where one pair is left
+
+
+def test_the_mean_over_categories_has_an_interval_over_them(words):
+    records = run(text_model("gpt2"), words)
+    for metric in METRICS:
+        values = torch.tensor([records[metric, 2, id_].value for id_ in ("I01", "D01", "L10")], dtype=torch.float64)
+        record = records[metric, 2, None]
+        low, high = bootstrap_interval(values)
+        assert (record.value, record.low, record.high) == pytest.approx((values.mean().item(), low.item(), high.item()))
+        assert record.n == 3
+        assert record.stderr == pytest.approx(values.std().item() / math.sqrt(3))
+        assert record.tags == {}
+
+
+def test_the_interval_of_one_category_has_the_spread_of_other_samples_of_pairs():
+    """Over fresh draws of pairs the mean cosine varies as its standard error says; half of that would be too little."""
+    from lit_layers.analyses.concept_alignment import _records
+    from lit_layers.functional.concepts import concept_alignment
+
+    generator = torch.Generator().manual_seed(0)
+    deltas = torch.randn(400, 40, 8, generator=generator) + torch.tensor([1.5, *[0.0] * 7])
+    found = concept_alignment(torch.zeros_like(deltas), deltas, shuffles=1)
+    stderr = [next(iter(_records(found, row, 0, 40, {}))).stderr for row in range(60)]
+    assert np.mean(stderr) == pytest.approx(found.mean.std().item(), rel=0.15)
+
+
+def test_words_that_end_alike_have_no_direction_at_layer_0_alone(words):
+    """Rotary positions are not in layer 0: there " re|load" and " load" may be one point, if they end in one token."""
+    model = text_model("gpt_neox")
+    found, kept = run(model, words), {}
+    for category in words.by_category():
+        ends = [[words.words()[row].ids[-1] for row in side.tolist()] for side in (category.first, category.second)]
+        kept[category.id] = sum(one != other for one, other in zip(*ends, strict=True))
+    assert any(kept[c.id] < len(c.pairs) for c in words.by_category()), "no pair ends alike: choose other words"
+    for category in words.by_category():
+        at_0 = found.get(("concept_alignment", 0, category.id))
+        missing = len(category.pairs) - kept[category.id]
+        if kept[category.id] < 3:
+            assert at_0 is None
+        else:
+            assert at_0.n == kept[category.id]
+            assert at_0.tags.get("num_undefined", 0) == missing
+        assert found["concept_alignment", 1, category.id].n == len(category.pairs)
+    over_categories = found["concept_alignment", 0, None]
+    assert over_categories.n + over_categories.tags.get("num_undefined", 0) == 3
+
+
+@pytest.mark.parametrize("name", ["llama", "bert", "gpt2_trunk", "mpt"])
+def test_the_batches_words_stand_in_change_nothing_in_any_family(words, name):
+    model = text_model(name)
+    alone = WordPairs(words.source, words.tokenizer, batch_size=1)
+    one, other = run(model, words), run(model, alone)
+    assert list(one) == list(other)
+    np.testing.assert_allclose(
+        [record.value for record in one.values()], [record.value for record in other.values()], atol=1e-6
+    )
+
+
+def test_one_relation_alone_has_no_mean_over_categories(words):
+    only = WordPairs(words.source, words.tokenizer, categories=("L10",))
+    assert {key[2] for key in run(text_model("gpt2"), only)} == {"L10"}
+
+
+def test_the_gram_of_a_category_is_that_of_its_records(words):
+    model = text_model("gpt2")
+    analysis = ConceptAlignment(words=words)
+    gram, pairs = analysis.pair_gram(LayeredModel(model), "I01", 2)
+    assert pairs == [(stem, stem + "s") for stem in STEMS]  # without sheep
+    np.testing.assert_allclose(gram.diagonal(), 1)
+    above = gram[*torch.triu_indices(7, 7, 1)]
+    assert above.mean().item() == pytest.approx(run(model, words)["concept_alignment", 2, "I01"].value)
+    by_name, _ = analysis.pair_gram(LayeredModel(model), "plural", 2)
+    assert torch.equal(by_name, gram)
+    with pytest.raises(InputError, match="concept_alignment: no category 'I02'; the words have I01, D01, L10"):
+        analysis.pair_gram(LayeredModel(model), "I02", 2)
+    with pytest.raises(InputError, match=f"expected a layer of 0..{LAYERS}, got 9"):
+        analysis.pair_gram(LayeredModel(model), "I01", 9)
+
+
+def test_several_processes_find_what_one_does(words):
+    model, analysis = LayeredModel(text_model("gpt2")), ConceptAlignment(words=words)
+    shares = [analysis.share(model, rank, 3) for rank in range(3)]
+    assert all(shares)
+    assert list(analysis.join(model, shares)) == list(analysis.run(model))
+
+
+def test_it_runs_as_a_measurement_and_half_precision_is_measured_in_float32(words):
+    half = text_model("gpt2", torch.bfloat16)
+    analysis = ConceptAlignment(words=words)
+    first = measure(half, analysis, run="r", step=0)
+    assert first.error is None
+    assert first.records == list(analysis.run(LayeredModel(text_model("gpt2", torch.bfloat16).float())))
+    assert first.provenance["data_hash"] == analysis.data_hash() is not None
+    assert analysis.tokenizer_hash() == words.tokenizer_hash()
+
+
+def test_a_model_whose_states_are_not_finite_is_an_error_not_a_gap(words):
+    model = text_model("gpt2")
+    with torch.no_grad():
+        model.transformer.h[1].mlp.c_proj.bias.fill_(math.inf)
+    found = measure(model, ConceptAlignment(words=words), run="r", step=0)
+    assert "concept_alignment at layer 2 is undefined for every one of 3 prompts" in found.error
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "message"),
+    [
+        ("gpt2", {"shuffles": 0}, "expected shuffles of at least 1, got 0"),
+        ("gpt2", {"seed": -1}, "expected seed of at least 0, got -1"),
+        ("gpt2_trunk", {"whiten": True}, "whiten needs an unembedding, which GPT2Model lacks: set whiten to false"),
+        ("vit", {}, "expected a model of text, got VisionTransformer"),
+    ],
+)
+def test_what_cannot_be_measured_is_refused_with_a_sentence(words, name, options, message):
+    analysis = ConceptAlignment(words=words, **options)
+    model = LayeredModel(tiny("vit") if name == "vit" else text_model(name))
+    for call in (analysis.check, lambda model: list(analysis.run(model))):
+        with pytest.raises(InputError, match=f"^concept_alignment: {message}"):
+            call(model)

@@ -1,0 +1,172 @@
+"""Features of texts: against trajectories taken text by text, on disk, in a cache that mixes nothing."""
+
+import gc
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from tokenizers import processors
+
+from lit_layers.analyses.features import LayerFeatures, TextPooling, text_features
+from lit_layers.data.encoded_texts import EncodedTexts, encode_texts
+from lit_layers.data.tokenization import save_tokenizer, train_bpe
+from lit_layers.errors import InputError
+from lit_layers.models.view import LayeredModel
+from tests.support.tiny_models import FAMILIES, LAYERS, VOCAB, tiny, tiny_batch
+
+TEXT_FAMILIES = [name for name in FAMILIES if not name.startswith("vit")]
+
+
+def encoded(num_texts: int = 9, seed: int = 0) -> EncodedTexts:
+    draw = np.random.default_rng(seed)
+    lengths = draw.integers(1, 12, num_texts)
+    ids = [draw.integers(3, VOCAB, length).astype(np.int32) for length in lengths]
+    return EncodedTexts(ids=ids, filler=0, tokenizer_hash="t", num_cut=0)
+
+
+@pytest.mark.parametrize("family", TEXT_FAMILIES)
+def test_features_are_those_of_each_text_alone(family):
+    # in float64 the padding mask of Gemma 2 overflows in transformers
+    model = LayeredModel(tiny(family, torch.float32 if family == "gemma2" else torch.float64))
+    texts = encoded()
+    alone = [
+        model.trajectory({"input_ids": torch.tensor(ids[None].astype(np.int64))}).hidden[:, 0].double()
+        for ids in texts.ids
+    ]
+    picks: dict[TextPooling, Callable[[torch.Tensor], torch.Tensor]] = {
+        "last": lambda hidden: hidden[:, -1],
+        "cls": lambda hidden: hidden[:, 0],
+        "mean": lambda hidden: hidden.mean(1),
+    }
+    for pooling, pick in picks.items():
+        found = text_features(model, texts, pooling=pooling, max_tokens=30)
+        expected = torch.stack([pick(hidden) for hidden in alone], dim=1)  # (layers + 1, texts, dim)
+        for layer in range(LAYERS + 1):
+            torch.testing.assert_close(found.layer(layer), expected[layer].to(found.layer(layer)), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_states_pass_as_a_trajectory_holds_them(family):
+    model = LayeredModel(tiny(family))
+    batch = tiny_batch(family, padding=None if family.startswith("vit") else "left")
+    expected, seen = model.trajectory(batch), []
+    model.pass_states(batch, lambda layer, hidden, mask: seen.append((layer, hidden.clone(), mask)))
+    assert [layer for layer, _, _ in seen] == list(range(LAYERS + 1))
+    for layer, hidden, mask in seen:
+        assert torch.equal(hidden, expected.hidden[layer])
+        assert torch.equal(mask, expected.mask)
+
+
+def test_batches_hold_every_text_once_and_no_more_tokens_than_allowed():
+    texts = encoded(40)
+    seen: list[int] = []
+    for rows, batch in texts.batches(24):
+        assert batch["input_ids"].numel() <= 24 or len(rows) == 1
+        for row, ids, mask in zip(rows, batch["input_ids"], batch["attention_mask"], strict=True):
+            assert ids[mask.bool()].tolist() == texts.ids[row].tolist()
+        seen += rows
+    assert sorted(seen) == list(range(40))
+
+
+def test_a_cache_is_read_and_mixes_neither_weights_nor_texts_nor_poolings(tmp_path, monkeypatch):
+    model, texts = LayeredModel(tiny("gpt2")), encoded()
+    fresh = text_features(model, texts)
+    first = text_features(model, texts, cache=tmp_path)
+    calls = []
+    monkeypatch.setattr(LayeredModel, "pass_states", lambda *_: calls.append(1))
+    again = text_features(model, texts, cache=tmp_path)
+    assert not calls
+    for layer in range(LAYERS + 1):
+        assert torch.equal(again.layer(layer), fresh.layer(layer))
+        assert torch.equal(first.layer(layer), fresh.layer(layer))
+    monkeypatch.undo()
+    changed = tiny("gpt2")
+    with torch.no_grad():
+        changed.get_parameter("transformer.h.1.mlp.c_fc.weight")[0, 0] += 1
+    for other, name in (
+        (text_features(LayeredModel(changed), texts, cache=tmp_path), "weights"),
+        (text_features(model, encoded(seed=1), cache=tmp_path), "texts"),
+        (text_features(model, texts, pooling="mean", cache=tmp_path), "pooling"),
+        (text_features(LayeredModel(tiny("gpt2", torch.float64)), texts, cache=tmp_path), "dtype"),
+    ):
+        assert not torch.equal(other.layer(2).float(), fresh.layer(2)), name
+    assert len(list(tmp_path.iterdir())) == 5
+
+
+def test_a_folder_of_its_own_goes_with_its_object_and_a_broken_pass_leaves_nothing(tmp_path, monkeypatch):
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    found = text_features(LayeredModel(tiny("gpt2")), encoded())
+    assert len(list(tmp_path.iterdir())) == 1
+    del found
+    gc.collect()
+    assert not list(tmp_path.iterdir())
+    broken = tiny("gpt2")
+    with torch.no_grad():
+        broken.get_parameter("transformer.h.1.mlp.c_fc.weight")[0, 0] = torch.nan
+    for cache in (None, tmp_path / "cache"):
+        with pytest.raises(InputError, match=r"the features of text \d at layer 2 are not finite"):
+            text_features(LayeredModel(broken), encoded(), cache=cache)
+    assert not [path for path in tmp_path.rglob("*") if path.is_file()]
+
+
+def test_a_layer_that_is_not_there_is_refused():
+    found = text_features(LayeredModel(tiny("gpt2")), encoded())
+    with pytest.raises(IndexError, match=r"layers are numbered 0..3, got 4"):
+        found.layer(4)
+    assert (found.num_rows, found.num_layers) == (9, LAYERS)
+
+
+def test_texts_are_cut_at_the_limit_and_texts_without_a_token_are_named(tmp_path):
+    tokenizer = train_bpe(["one two three four five six"] * 3, 259)
+    save_tokenizer(tokenizer, tmp_path)
+    texts = encode_texts(str(tmp_path), ["one two", "six"], max_tokens=4)
+    whole = tokenizer.tokenizer.encode("one two").ids
+    assert texts.ids[0].tolist() == whole[:4]
+    assert texts.num_cut == 1
+    assert texts.content_hash() != encode_texts(str(tmp_path), ["one two", "six"], max_tokens=5).content_hash()
+    with pytest.raises(InputError, match="makes no token of text 1: use another, or drop the text"):
+        encode_texts(str(tmp_path), ["one", ""], max_tokens=4)
+
+
+def test_a_cut_text_keeps_the_tokens_that_stand_around_every_text(tmp_path):
+    found = train_bpe(["one two three four five six"] * 3, 259)
+    end, start = found.tokenizer.token_to_id("s"), found.tokenizer.token_to_id("o")
+    found.tokenizer.post_processor = processors.TemplateProcessing(
+        single="o $A s", special_tokens=[("o", start), ("s", end)]
+    )
+    save_tokenizer(found, tmp_path)
+    plain = found.tokenizer.encode("two three", add_special_tokens=False).ids
+    texts = encode_texts(str(tmp_path), ["two three", "two"], max_tokens=6)
+    assert texts.ids[0].tolist() == [start, *plain[:4], end]
+    assert texts.num_cut == 1
+    with pytest.raises(InputError, match="max_tokens: expected more than the 2 special tokens"):
+        encode_texts(str(tmp_path), ["two"], max_tokens=2)
+
+
+def test_a_hooked_model_is_not_looked_up_and_autocast_changes_nothing(tmp_path):
+    model, texts = LayeredModel(tiny("gpt2")), encoded()
+    plain = text_features(model, texts, cache=tmp_path)
+    handle = model.model.transformer.h[0].register_forward_hook(lambda module, args, output: output * 0)
+    assert text_features(model, texts, cache=tmp_path).layer(1).abs().max() == 0
+    handle.remove()
+    with torch.autocast("cpu", torch.bfloat16):
+        cast = text_features(model, texts)
+    assert torch.equal(cast.layer(3), plain.layer(3))
+
+
+def test_a_cached_folder_that_was_broken_off_is_made_again(tmp_path):
+    model, texts = LayeredModel(tiny("gpt2")), encoded()
+    text_features(model, texts, cache=tmp_path)
+    (folder,) = tmp_path.iterdir()
+    expected = text_features(model, texts).layer(2)
+    for damage in (
+        lambda: (folder / "features.json").unlink(),
+        lambda: (folder / "layer-002.bin").write_bytes(b"short"),
+        lambda: (folder / "rows.i64").unlink(),
+    ):
+        damage()
+        again = text_features(model, texts, cache=Path(tmp_path))
+        assert isinstance(again, LayerFeatures)
+        assert torch.equal(again.layer(2), expected)

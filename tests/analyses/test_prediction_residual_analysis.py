@@ -1,0 +1,280 @@
+"""The residual of the next token's id against scikit-learn on states caught by hooks, and its protocol row by row."""
+
+import math
+
+import numpy as np
+import pytest
+import torch
+from sklearn.linear_model import LinearRegression
+
+from lit_layers.analyses.prediction_residual import MAX_BYTES, NextTokenResidual, _own_norm
+from lit_layers.emergence import measure
+from lit_layers.errors import InputError
+from lit_layers.models.view import LayeredModel
+from tests.support.listed_batches import Listed
+from tests.support.prompt_states import states_of_each_prompt
+from tests.support.tiny_models import DIM, LAYERS, VOCAB, tiny, tiny_batch
+
+BATCHES = [
+    tiny_batch("gpt2", batch=4, tokens=30, padding="left", seed=1),
+    tiny_batch("gpt2", batch=3, tokens=25, seed=2),
+    tiny_batch("gpt2", batch=5, tokens=28, padding="right", seed=3),
+    {"input_ids": torch.tensor([[7, 9], [5, 5]]), "attention_mask": torch.tensor([[1, 0], [1, 1]])},
+]
+NUM_TEXTS = 4 + 3 + 5 + 1  # the text of one token has nothing to predict
+
+
+def run(model, batches=BATCHES, **options):
+    options = {"num_halves": 0} | options
+    records = list(NextTokenResidual(batches=Listed(*batches), **options).run(LayeredModel(model)))
+    keys = [(r.metric, r.layer, *(("control",) if "control" in r.tags else ())) for r in records]
+    assert len(set(keys)) == len(keys)
+    return dict(zip(keys, records, strict=True))
+
+
+@pytest.fixture(scope="module")
+def model():
+    return tiny("gpt2", torch.float64)
+
+
+def rows_of(model, *, final_norm=False):
+    """States (layers + 1, rows, dim), next tokens and text of every row, every text seen alone."""
+    prompts = [ids[mask.bool()] for b in BATCHES for ids, mask in zip(b["input_ids"], b["attention_mask"], strict=True)]
+    states, targets, texts = [], [], []
+    found = states_of_each_prompt(model, BATCHES, final_norm=final_norm)
+    for ids, prompt in zip(prompts, found, strict=True):
+        if len(ids) > 1:
+            texts += [len(set(texts))] * (len(ids) - 1)
+            states.append(prompt[:, :-1])
+            targets += ids[1:].tolist()
+    return np.concatenate(states, axis=1), np.array(targets), np.array(texts)
+
+
+def layer_norm(rows, eps=1e-5):
+    return (rows - rows.mean(-1, keepdims=True)) / np.sqrt(rows.var(-1, keepdims=True) + eps)
+
+
+def fitted_texts(num_texts, count, seed):
+    draws = [np.random.default_rng([seed, number]).random() for number in range(num_texts)]
+    return set(np.argsort(draws)[:count].tolist())
+
+
+def test_every_record_is_that_of_scikit_learn_on_the_states_of_the_running_model(model):
+    records = run(model, split=0.6, seed=3)
+    states, targets, texts = rows_of(model)
+    assert len(set(texts)) == NUM_TEXTS
+    fitted = np.isin(texts, list(fitted_texts(NUM_TEXTS, 8, seed=3)))  # 0.6 x 13
+    relabelled = torch.randperm(VOCAB, generator=torch.Generator().manual_seed(3)).numpy()[targets]
+    size = len(targets)
+    for layer in range(LAYERS + 1):
+        rows = layer_norm(states[layer])
+        rank = np.linalg.matrix_rank(rows - rows.mean(0))
+        assert records["rank", layer].value == rank == DIM - 1
+        for ids, control in ((targets, ()), (relabelled, ("control",))):
+            value = 1 - LinearRegression().fit(rows, ids).score(rows, ids)
+            held_out = 1 - LinearRegression().fit(rows[fitted], ids[fitted]).score(rows[~fitted], ids[~fitted])
+            adjusted = value * (size - 1) / (size - 1 - rank)
+            for metric, expected, n in (
+                ("prediction_residual", value, size),
+                ("adjusted", adjusted, size),
+                ("held_out", held_out, (~fitted).sum()),
+            ):
+                record = records[metric, layer, *control]
+                assert record.value == pytest.approx(expected, rel=1e-7)
+                assert record.n == n
+                control_tag = {"control": "relabelled_vocabulary"} if control else {}
+                assert record.tags == {"num_texts": NUM_TEXTS} | control_tag
+    assert len(records) == 7 * (LAYERS + 1) + 3
+
+
+def test_the_law_is_the_line_through_the_logarithms_of_layers_1_to_the_last(model):
+    records = run(model)
+    logs = [math.log10(records["prediction_residual", layer].value) for layer in range(1, LAYERS + 1)]
+    slope, _ = np.polyfit(range(LAYERS), logs, 1)
+    assert records["residual_ratio", None].value == pytest.approx(10**slope)
+    pearson = np.corrcoef(range(LAYERS), logs)[0, 1]
+    assert records["pearson", None].value == pytest.approx(pearson)
+    assert records["r_squared", None].value == pytest.approx(pearson**2)
+    assert records["residual_ratio", None].n == NUM_TEXTS
+
+
+def test_intervals_are_the_spread_of_random_halves_of_the_texts(model):
+    batches = [tiny_batch("gpt2", batch=6, tokens=20, seed=seed) for seed in (1, 2)]
+    records = run(model, batches, num_halves=5, seed=2)
+    states = np.concatenate(states_of_each_prompt(model, batches), axis=1)
+    keep = np.arange(states.shape[1]) % 20 != 19
+    states, texts = states[:, keep], np.repeat(np.arange(12), 19)
+    targets = torch.cat([batch["input_ids"][:, 1:].flatten() for batch in batches]).numpy()
+    curves = []
+    for number in range(5):
+        half = np.isin(texts, np.random.default_rng([2, number]).permutation(12)[:6])
+        rows = [layer_norm(layer[half]) for layer in states]
+        curves.append([1 - LinearRegression().fit(r, targets[half]).score(r, targets[half]) for r in rows])
+    curves = np.array(curves)  # (halves, layers + 1)
+    freed = curves * (6 * 19 - 1) / (6 * 19 - DIM)
+    slopes = [10 ** np.polyfit(range(LAYERS), np.log10(curve[1:]), 1)[0] for curve in curves]
+    for metric, layer, of_halves in (
+        ("prediction_residual", 2, curves[:, 2]),
+        ("adjusted", 2, freed[:, 2]),
+        ("residual_ratio", None, np.array(slopes)),
+    ):
+        record, half = records[metric, layer], records[f"{metric}_of_half", layer]
+        low, high = np.quantile(of_halves, [0.025, 0.975]) - of_halves.mean()
+        assert record.stderr == half.stderr == pytest.approx(of_halves.std(ddof=1))
+        assert (record.low, record.high) == pytest.approx((record.value + low, record.value + high))
+        assert half.value == pytest.approx(of_halves.mean())
+        assert (half.low, half.high) == pytest.approx((of_halves.mean() + low, of_halves.mean() + high))
+        assert record.tags == {"num_texts": 12, "num_half_texts": 6}
+    assert records["held_out", 2].low is None
+    assert records["prediction_residual", 2, "control"].low is None
+
+
+def test_the_spread_of_the_halves_is_about_that_of_other_texts(model):
+    """Between independent sets of texts the value varies as the interval says, within a factor."""
+    values, spreads = [], []
+    for seed in range(12):
+        record = run(model, [tiny_batch("gpt2", batch=20, tokens=12, seed=50 + seed)], num_halves=20, relabelled=False)
+        values.append(record["adjusted", 1].value)
+        spreads.append(record["adjusted", 1].stderr)
+    assert 0.4 < np.mean(spreads) / np.std(values, ddof=1) < 2.5
+
+
+def test_padding_and_what_stands_in_it_change_nothing(model):
+    right = tiny_batch("gpt2", batch=4, tokens=30, padding="right", seed=4)
+    mask = right["attention_mask"]
+    left = {"input_ids": torch.full_like(mask, 7), "attention_mask": mask.flip(-1)}
+    left["input_ids"][mask.flip(-1).bool()] = right["input_ids"][mask.bool()]
+    one, other = run(model, [right]), run(model, [left])
+    assert list(one) == list(other)
+    for key in one:
+        assert one[key].value == pytest.approx(other[key].value, rel=1e-8)
+    loose = [{"input_ids": ids[m.bool()][None]} for ids, m in zip(*right.values(), strict=True)]
+    for key, record in run(model, loose).items():
+        assert record.value == pytest.approx(one[key].value, rel=1e-8)
+
+
+def test_behind_the_final_norm_the_last_layer_is_taken_as_it_is_and_leaves_the_same(model):
+    plain, behind = run(model), run(model, states="hf")
+    states, targets, _ = rows_of(model, final_norm=True)
+    value = 1 - LinearRegression().fit(states[-1], targets).score(states[-1], targets)
+    assert behind["prediction_residual", LAYERS].value == pytest.approx(value, rel=1e-7)
+    for layer in range(LAYERS + 1):  # an invertible map of normed states changes no fit
+        assert behind["prediction_residual", layer].value == pytest.approx(
+            plain["prediction_residual", layer].value, rel=1e-6
+        )
+        assert behind["prediction_residual", layer].tags["states"] == "hf"
+
+
+@pytest.mark.parametrize(
+    ("name", "kind", "eps"),
+    [
+        ("gpt2", "layer_norm", 1e-5),
+        ("gpt_neox", "layer_norm", 1e-5),
+        ("olmo", "layer_norm", 1e-5),
+        ("llama", "rms_norm", 1e-6),
+        ("olmo2", "rms_norm", 1e-5),
+        ("gemma2", "rms_norm", 1e-6),
+        ("bert", "layer_norm", 1e-12),
+    ],
+)
+def test_the_norm_is_of_the_model_s_own_kind(name, kind, eps):
+    assert _own_norm(LayeredModel(tiny(name))) == (kind, eps)
+
+
+@pytest.mark.parametrize("name", ["llama", "gpt_neox", "gemma2", "mpt"])
+def test_other_families_are_fitted_on_their_own_norm(name):
+    model = tiny(name)  # in float64 transformers fills masks of some with what only float32 can hold
+    records = run(model)
+    batches = [{"input_ids": ids[mask.bool()][None]} for b in BATCHES for ids, mask in zip(*b.values(), strict=True)]
+    view = LayeredModel(model)
+    kind, eps = _own_norm(view)
+    rows, targets = [], []
+    for batch in batches:
+        rows.append(view.trajectory(batch).hidden[:, 0, :-1].double().numpy())
+        targets += batch["input_ids"][0, 1:].tolist()
+    rows = np.concatenate(rows, axis=1)
+    for layer in (0, 2):
+        states = rows[layer]
+        normed = (
+            layer_norm(states, eps)
+            if kind == "layer_norm"
+            else states / np.sqrt((states**2).mean(-1, keepdims=True) + eps)
+        )
+        value = 1 - LinearRegression().fit(normed, targets).score(normed, targets)
+        assert records["prediction_residual", layer].value == pytest.approx(value, rel=1e-4)
+
+
+def test_a_next_token_that_a_linear_map_knows_leaves_little_and_its_relabelling_more():
+    model = tiny("gpt2", torch.float64, n_embd=32)
+    with torch.no_grad():  # embeddings on a line: the id itself is a feature
+        model.transformer.wte.weight[:, 0] = torch.arange(VOCAB, dtype=torch.float64) * 10
+    generator = torch.Generator().manual_seed(0)
+    rises = torch.randint(0, VOCAB - 26, (12, 1), generator=generator) + torch.arange(25)  # token + 1
+    records = run(model, [{"input_ids": rises}], normalize="none")
+    assert records["prediction_residual", 0].value < 1e-5
+    assert records["held_out", 0].value < 1e-5
+    assert records["prediction_residual", 0, "control"].value > 0.1
+
+
+def test_too_few_texts_or_rows_for_halves_have_no_interval(model):
+    few = run(model, [tiny_batch("gpt2", batch=3, tokens=30)], num_halves=20)
+    narrow = run(model, [tiny_batch("gpt2", batch=4, tokens=12)], num_halves=20)  # halves of 22 rows for width 32
+    for records in (few, narrow):
+        assert all(record.low is None for record in records.values())
+        assert ("prediction_residual", 1) in records
+
+
+def test_a_model_of_two_blocks_has_no_law():
+    found = run(tiny("gpt2", torch.float64, n_layer=2), relabelled=False)
+    assert {metric for metric, *_ in found} == {"prediction_residual", "adjusted", "held_out", "rank"}
+
+
+def test_it_runs_as_a_measurement_and_half_precision_is_measured_in_float32():
+    half = tiny("gpt2", torch.bfloat16)
+    analysis = NextTokenResidual(batches=Listed(*BATCHES), num_halves=3)
+    first, second = (measure(half, analysis, run="r", step=0) for _ in range(2))
+    assert first.error is None
+    assert first.records == second.records == list(analysis.run(LayeredModel(tiny("gpt2", torch.bfloat16).float())))
+    analysis.check(LayeredModel(half))
+
+
+@pytest.mark.parametrize(
+    ("name", "batches", "options", "message"),
+    [
+        ("gpt2", None, {"split": 1.0}, "expected split between 0 and 1, got 1.0"),
+        ("gpt2", None, {"num_halves": 1}, "expected num_halves to be 0 or at least 2, got 1"),
+        ("gpt2", None, {"seed": -1}, "expected seed of at least 0, got -1"),
+        ("gpt2", None, {"states": "normed"}, r"expected states to be one of \['resid', 'hf'\], got 'normed'"),
+        ("gpt2", None, {"normalize": "unit"}, "expected normalize to be one of .*, got 'unit'"),
+        ("gpt2", [tiny_batch("gpt2", batch=1, tokens=40)], {}, "expected at least 2 texts, .*, got 1"),
+        (
+            "gpt2",
+            [tiny_batch("gpt2", batch=3, tokens=10)],
+            {},
+            "27 positions are fitted exactly by states of width 32, .* raise num_sequences or .* more than 33 pos",
+        ),
+        ("gpt2", [{"input_ids": torch.tensor([[4], [5]])}], {}, "no text has a next token to predict"),
+        ("gpt2", [{"input_ids": torch.full((4, 20), 5)}], {}, "the .. positions of the texts held out all have one"),
+        ("bert", None, {}, "expected a model of text with a head for the next token, .*, got BertForMaskedLM"),
+        ("gpt2_trunk", None, {}, "expected a model of text with a head for the next token, .*, got GPT2Model"),
+        ("vit", None, {}, "expected a model of text .*, got VisionTransformer"),
+    ],
+)
+def test_what_cannot_be_measured_is_refused_with_a_sentence(name, batches, options, message):
+    analysis = NextTokenResidual(batches=Listed(*(batches or BATCHES)), **options)
+    for call in (analysis.check, lambda model: list(analysis.run(model))):
+        with pytest.raises(InputError, match=f"^prediction_residual: {message}"):
+            call(LayeredModel(tiny(name)))
+
+
+def test_states_that_would_not_fit_in_memory_are_refused_before_any_forward_pass(model, monkeypatch):
+    monkeypatch.setattr("lit_layers.analyses.prediction_residual.MAX_BYTES", 50_000)
+    monkeypatch.setattr(LayeredModel, "trajectory", None)
+    size = len(rows := NextTokenResidual(batches=Listed(*BATCHES))._rows().targets) * DIM * (LAYERS + 1) * 8
+    assert len(rows) == (29 + 27 + 25 + 23) + 3 * 24 + (27 + 25 + 23 + 21 + 19) + 1
+    message = (
+        f"the states of {len(rows)} positions take 0.0 GB, .* lower num_sequences of the batches to {5e4 / size:.0%}"
+    )
+    with pytest.raises(InputError, match=message):
+        run(model)
+    assert MAX_BYTES >= 25 * 1024 * 4 * 78_000

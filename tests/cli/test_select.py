@@ -1,0 +1,412 @@
+"""`lit-layers select`: what it prints, writes and exports, and what is said of wrong input."""
+
+import json
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from PIL import Image
+from torch import Tensor
+
+from lit_layers.analyses.features import text_features
+from lit_layers.cli.main import main
+from lit_layers.data import TASKS, ProbeTask
+from lit_layers.data.encoded_texts import encode_texts
+from lit_layers.data.tokenization import load_tokenizer
+from lit_layers.functional.probe import fit_logistic_probes, fit_ridge_probes
+from lit_layers.models.build import load, save, vit
+from lit_layers.models.view import LayeredModel
+from lit_layers.select import load_classifier
+from tests.support.labelled_texts import (
+    labelled,
+    saved_bert,
+    saved_gpt2,
+    scaled,
+    write_banking77,
+    write_csv,
+    write_jsonl,
+)
+
+QUICK = ["--rounds", "2"]
+VIT = {"depth": 3, "embed_dim": 32, "num_heads": 4, "img_size": 8, "patch_size": 4, "num_classes": 10}
+TEXTS = ["A merry song they sang tonight", "A sad song for number 7", "A calm song they heard by the sea"]
+
+
+@pytest.fixture(autouse=True, scope="module")
+def memory_is_not_measured() -> Iterator[None]:
+    """That takes three processes for each export, and is tested with the costs."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("lit_layers.models.costs.peak_memory", lambda *_, **options: 10**6)
+        yield
+
+
+@pytest.fixture(scope="module")
+def home(tmp_path_factory) -> Path:
+    """A checkpoint of a run, a model of images, and labelled texts."""
+    root = tmp_path_factory.mktemp("select")
+    saved_gpt2(root / "run" / "step-000000400")
+    save(scaled(vit("deit_tiny_patch16_224", seed=1, **VIT)), root / "vit")
+    write_banking77(root / "data", labelled(90), labelled(30, first=90))
+    write_csv(root / "songs.csv", labelled(90), ("title", "mood"))
+    return root
+
+
+@pytest.fixture(scope="module")
+def selected(home, tmp_path_factory) -> tuple[Path, Path, str]:
+    """A choice with its export: where numbers and pictures are, where the model is, what was printed."""
+    root = tmp_path_factory.mktemp("found")
+    said = root / "said.txt"
+    command = ["select", str(home / "run" / "step-000000400"), "--task", "banking77", "--folder", str(home / "data")]
+    with pytest.MonkeyPatch.context() as patch, said.open("w") as file:
+        patch.setattr("sys.stdout", file)
+        patch.setenv("COLUMNS", "120")
+        command += ["--out", str(root / "out"), "--export", str(root / "cut"), "--tolerance", "0.1", *QUICK]
+        assert main(command) == 0
+    return root / "out", root / "cut", said.read_text()
+
+
+def content(out: Path) -> dict[str, Any]:
+    return json.loads((out / "select.json").read_text())
+
+
+def select(capsys, *command: object) -> str:
+    assert main(["select", *map(str, command), *QUICK]) == 0, capsys.readouterr().err
+    return capsys.readouterr().out
+
+
+def probes_of(model: Path, task: ProbeTask, folder: Path | None, **options) -> Any:
+    """Probes of all layers on all training rows at once, and the task."""
+    data, view = task.load(None if folder is None else str(folder)), LayeredModel(load(model))
+    states = [
+        text_features(view, encode_texts(str(model), split.texts, max_tokens=32), **options)
+        for split in (data.train, data.validation, data.test)
+    ]
+    features = [torch.stack([each.layer(layer) for layer in range(4)]) for each in states]
+    if data.classes is None:
+        return data, features, fit_ridge_probes(features[0], data.train.targets)
+    return data, features, fit_logistic_probes(features[0], data.train.targets, num_classes=len(data.classes))
+
+
+def test_the_scores_are_those_of_probes_on_the_tasks_own_parts(home, selected):
+    found = content(selected[0])
+    checkpoint = home / "run" / "step-000000400"
+    data, features, probes = probes_of(checkpoint, TASKS["banking77"], home / "data")
+    assert found["rows"] == {"train": 72, "validation": 18, "test": 30}
+    for part, split, states in (("validation", data.validation, features[1]), ("test", data.test, features[2])):
+        hits = (probes.predict(states) == split.targets).double().mean(1).tolist()
+        for layer, score in found[part].items():
+            assert score["value"] == pytest.approx(hits[int(layer)], abs=1e-9)
+            assert score["low"] <= score["value"] <= score["high"]
+    assert set(found["validation"]) == {"0", "1", "2", "3"}
+    assert set(found["test"]) == {str(found["layer"]), "3"}
+    curve = [found["validation"][str(layer)]["value"] for layer in (1, 2, 3)]
+    assert found["layer"] == next(layer for layer in (1, 2, 3) if curve[layer - 1] >= curve[2] - 0.1 - 1e-9)
+    assert 1 <= found["layer"] < 3, "else the export has nothing to cut"
+    assert sum(found["chosen_in_share_of_resamples"].values()) == pytest.approx(1)
+    times = list(found["seconds_to_layer"].values())
+    assert times == sorted(times)
+    assert (found["rule"], found["tolerance"], found["pooling"], found["max_tokens"]) == (
+        "within_tolerance",
+        0.1,
+        "last",
+        32,
+    )
+
+
+def test_the_exported_model_has_the_states_of_the_whole_one_bit_by_bit(home, selected):
+    from transformers import AutoModel, AutoTokenizer
+    from transformers.utils import logging
+
+    out, cut, _ = selected
+    layer, checkpoint = content(out)["layer"], home / "run" / "step-000000400"
+    logging.disable_progress_bar()
+    plain = AutoModel.from_pretrained(cut).eval()
+    tokenizer = AutoTokenizer.from_pretrained(cut)
+    logging.enable_progress_bar()
+    assert plain.config.num_hidden_layers == layer
+    for text in TEXTS:
+        ids = tokenizer(text, return_tensors="pt")["input_ids"]
+        assert ids[0].tolist() == load_tokenizer(str(checkpoint)).tokenizer.encode(text).ids
+        again = LayeredModel(plain).trajectory({"input_ids": ids}).hidden
+        assert torch.equal(again, LayeredModel(load(checkpoint)).trajectory({"input_ids": ids}).hidden[: layer + 1])
+
+
+def test_the_exported_classifier_says_what_the_probe_of_that_layer_says(home, selected):
+    out, cut, _ = selected
+    layer, classifier = content(out)["layer"], load_classifier(cut)
+    data, features, probes = probes_of(home / "run" / "step-000000400", TASKS["banking77"], home / "data")
+    texts = list(data.test.texts)
+    expected = probes.log_proba(features[2])[layer].exp()
+    torch.testing.assert_close(classifier.probabilities(texts), expected, rtol=1e-3, atol=1e-4)
+    assert classifier.predict(texts) == [data.classes[number] for number in expected.argmax(-1)]
+    right = [said == text.split()[1] for said, text in zip(classifier.predict(texts), texts, strict=True)]
+    assert sum(right) / len(right) == pytest.approx(content(out)["test"][str(layer)]["value"])
+
+
+def test_the_choice_and_the_costs_are_printed_and_on_the_page(selected):
+    out, cut, said = selected
+    found = content(out)
+    layer = found["layer"]
+    assert "banking77: accuracy on validation rows" in said
+    assert re.search(rf"\n +{layer} +\d\.\d{{4}} +\d\.\d{{4}} to \d\.\d{{4}} +\d+% +<- chosen", said)
+    assert f"majority class alone: {found['baseline']:.4f}" in said
+    gap = found["test_difference_to_last"]
+    assert f"test, layer {layer} less layer 3: {gap['value']:+.4f} ({gap['low']:+.4f} to {gap['high']:+.4f}" in said
+    for name in ("all 3 blocks and head", "all 3 blocks", f"first {layer} blocks" if layer > 1 else "first block"):
+        assert f"| {name} " in said
+    assert said.splitlines()[-1] == str(cut)
+    page = (cut / "README.md").read_text()
+    assert re.search(rf"\| layer +\| +{layer} of 3 \|", page)
+    assert "run/step-000000400" in page
+    assert "Medians of 2 rounds" in page
+    assert (cut / "validation.png").read_bytes() == (out / "layers.png").read_bytes()
+
+
+def test_the_pictures_show_both_curves(selected):
+    out, *_ = selected
+    with Image.open(out / "layers.png") as picture:
+        assert picture.size == (1920, 840)
+        colors = {color for _, color in picture.convert("RGB").getcolors(1 << 21) or ()}
+    assert {(31, 95, 168), (194, 65, 12)} <= colors, "the curve and the ring"
+    drawn = (out / "layers.svg").read_text()
+    layer = content(out)["layer"]
+    for words in (
+        f"run-step-000000400 on banking77: layer {layer} of 3 is chosen (within tolerance 0.1)",
+        "validation probe accuracy",
+        "milliseconds to the layer, a text of",
+        "majority class",
+        f"layer {layer}, chosen in",
+    ):
+        assert words in drawn
+
+
+@pytest.mark.parametrize("form", ["csv", "jsonl", "folder"])
+def test_labelled_texts_of_ones_own_are_a_task(home, tmp_path, capsys, form, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    rows = labelled(90)
+    options = ["--text", "title", "--label", "mood"]
+    if form == "csv":
+        task = ProbeTask("songs", str(home / "songs.csv"), text="title", label="mood", test=None)
+    elif form == "jsonl":
+        path = write_jsonl(
+            tmp_path / "songs.jsonl", [{"kind": "A", "what": text, "label": mood} for text, mood in rows]
+        )
+        task = ProbeTask("songs", str(path), text="{kind}: {what}", test=None)
+        options = ["--text", "{kind}: {what}"]
+    else:
+        splits = {"train": rows[:60], "validation": rows[60:75], "test": rows[75:]}
+        for split, part in splits.items():
+            write_csv(tmp_path / "songs" / f"{split}.csv", part)
+        task, options = ProbeTask("songs", str(tmp_path / "songs"), validation="validation"), []
+    said = select(capsys, home / "run" / "step-000000400", "--task", task.source, *options)
+    assert "songs: accuracy on validation rows" in said
+    data, features, probes = probes_of(home / "run" / "step-000000400", task, None)
+    found = content(tmp_path / "selected" / "run-step-000000400-songs")
+    assert list(found["rows"].values()) == [len(data.train), len(data.validation), len(data.test)]
+    assert found["rows"]["validation"] == (15 if form == "folder" else 13)
+    hits = (probes.predict(features[1]) == data.validation.targets).double().mean(1).tolist()
+    assert [score["value"] for score in found["validation"].values()] == pytest.approx(hits)
+
+
+def test_numbers_are_a_regression_and_are_predicted(home, tmp_path, capsys):
+    numbers = {"merry": 5.0, "calm": 3.0, "sad": 1.5}
+    rows = [{"text": text, "label": numbers[mood] + len(text) / 100} for text, mood in labelled(90)]
+    path = write_jsonl(tmp_path / "stars.jsonl", rows)
+    model = home / "run" / "step-000000400"
+    place = ["--out", tmp_path / "out", "--export", tmp_path / "cut"]
+    said = select(capsys, model, "--task", path, "--regression", "--rule", "best", *place)
+    found = content(tmp_path / "out")
+    assert "stars: mean_squared_error on validation rows" in said
+    assert (found["rule"], found["tolerance"]) == ("best", None)
+    assert re.search(r"\| chosen by +\| +best \|", (tmp_path / "cut" / "README.md").read_text())
+    assert f"training mean alone: {found['baseline']:.4f}" in said
+    task = ProbeTask("stars", str(path), kind="regression", test=None)
+    data, features, probes = probes_of(model, task, None)
+    errors = (probes.predict(features[1]) - data.validation.targets).square().mean(1).tolist()
+    assert [score["value"] for score in found["validation"].values()] == pytest.approx(errors, rel=1e-4)
+    assert found["layer"] == 1 + min(range(3), key=lambda place: errors[1 + place])
+    expected = probes.predict(features[2])[found["layer"]].tolist()
+    assert load_classifier(tmp_path / "cut").predict(list(data.test.texts)) == pytest.approx(expected, rel=1e-3)
+
+
+def test_a_vision_transformer_is_cut_for_images(home, tmp_path, capsys):
+    import timm
+
+    place = ["--out", tmp_path / "out", "--export", tmp_path / "cut"]
+    options = ["--images", "digits", "--num_train", "200", "--num_test", "60", "--rule", "plateau"]
+    said = select(capsys, home / "vit", *options, *place)
+    found, layer = content(tmp_path / "out"), content(tmp_path / "out")["layer"]
+    assert "digits: accuracy on validation rows" in said
+    assert found["rows"] == {"train": 160, "validation": 40, "test": 60}
+    assert (found["pooling"], found["max_tokens"]) == ("cls", None)
+    assert "milliseconds to the layer, an image" in (tmp_path / "out" / "layers.svg").read_text()
+    plain = timm.create_model(f"local-dir:{tmp_path / 'cut'}", pretrained=True).eval()
+    pixels: Tensor = torch.randn(5, 3, 8, 8, generator=torch.Generator().manual_seed(0))
+    whole = LayeredModel(load(home / "vit")).trajectory({"pixel_values": pixels}).hidden
+    assert torch.equal(LayeredModel(plain).trajectory({"pixel_values": pixels}).hidden, whole[: layer + 1])
+    assert load_classifier(tmp_path / "cut").probabilities(pixels).shape == (5, 10)
+
+
+def test_an_encoder_is_read_at_its_class_token(home, tmp_path, capsys):
+    saved_bert(tmp_path / "bert")
+    place = ["--out", tmp_path / "out", "--export", tmp_path / "cut"]
+    options = ["--task", home / "songs.csv", "--text", "title", "--label", "mood", "--pooling", "cls"]
+    select(capsys, tmp_path / "bert", *options, *place)
+    found = content(tmp_path / "out")
+    task = ProbeTask("songs", str(home / "songs.csv"), text="title", label="mood", test=None)
+    data, features, probes = probes_of(tmp_path / "bert", task, None, pooling="cls")
+    hits = (probes.predict(features[1]) == data.validation.targets).double().mean(1).tolist()
+    assert [score["value"] for score in found["validation"].values()] == pytest.approx(hits)
+    assert max(hits[1:]) > hits[0] + 0.1, "at layer 0 the class token knows nothing"
+    expected = probes.log_proba(features[2])[found["layer"]].exp()
+    given = load_classifier(tmp_path / "cut").probabilities(list(data.test.texts))
+    torch.testing.assert_close(given, expected, rtol=1e-3, atol=1e-4)
+
+
+def test_half_precision_is_probed_in_float32_and_exported_as_it_is(home, tmp_path, capsys):
+    from safetensors.torch import load_file
+
+    saved_gpt2(tmp_path / "half", dtype=torch.bfloat16)
+    place = ["--out", tmp_path / "out", "--export", tmp_path / "cut"]
+    options = ["--task", home / "songs.csv", "--text", "title", "--label", "mood", "--tolerance", "1"]
+    select(capsys, tmp_path / "half", *options, *place)
+    whole, cut = (load_file(tmp_path / name / "model.safetensors") for name in ("half", "cut"))
+    assert {tensor.dtype for tensor in (whole | cut).values()} == {torch.bfloat16}
+    task = ProbeTask("songs", str(home / "songs.csv"), text="title", label="mood", test=None)
+    data, features, probes = probes_of(tmp_path / "half", task, None)  # load gives float32
+    hits = (probes.predict(features[1]) == data.validation.targets).double().mean(1).tolist()
+    found = content(tmp_path / "out")
+    assert [score["value"] for score in found["validation"].values()] == pytest.approx(hits)
+    assert load_classifier(tmp_path / "cut").predict(list(data.test.texts)) == [
+        data.classes[number] for number in probes.predict(features[2])[1]
+    ]
+
+
+def test_an_export_is_replaced_when_asked_and_may_keep_its_head(home, tmp_path, capsys):
+    options = ["--task", home / "songs.csv", "--text", "title", "--label", "mood", "--tolerance", "1"]
+    options += ["--out", tmp_path / "out", "--export", tmp_path / "cut"]
+    for extra, name in (((), "GPT2Model"), (("--overwrite", "--keep_lm_head"), "GPT2LMHeadModel")):
+        select(capsys, home / "run" / "step-000000400", *options, *extra)
+        assert json.loads((tmp_path / "cut" / "config.json").read_text())["architectures"] == [name]
+        assert load_classifier(tmp_path / "cut").predict(TEXTS)
+
+
+def test_features_are_kept_and_found_again(home, tmp_path, capsys, monkeypatch):
+    options = ["--task", home / "songs.csv", "--text", "title", "--label", "mood", "--cache", tmp_path / "cache"]
+    first = select(capsys, home / "run" / "step-000000400", *options, "--out", tmp_path / "a")
+    monkeypatch.setattr("lit_layers.analyses.features._write", lambda *_: pytest.fail("made again"))
+    again = select(capsys, home / "run" / "step-000000400", *options, "--out", tmp_path / "b")
+    assert first.replace("/a/", "/b/") == again
+    assert len(list((tmp_path / "cache").iterdir())) == 3
+
+
+@pytest.fixture(scope="module")
+def odd(home, tmp_path_factory) -> Path:
+    """Things that do not fit."""
+    root = tmp_path_factory.mktemp("odd")
+    (root / "file").write_text("a file")
+    (root / "taken").mkdir()
+    (root / "taken" / "notes.txt").write_text("mine")
+    saved_gpt2(root / "mute", tokenizer=False)
+    blank = [(f"Text {'ab'[n % 2]} {n}", "xy"[(n * n // 7) % 2]) for n in range(60)]
+    write_csv(root / "noise.csv", [(text, "x" if n % 12 else "y") for n, (text, _) in enumerate(blank)])
+    for name, target in (("run", home / "run"), ("vit", home / "vit"), ("songs.csv", home / "songs.csv")):
+        (root / name).symlink_to(target)
+    (root / "data").symlink_to(home / "data")
+    (root / "broken").mkdir()
+    (root / "broken" / "config.json").write_text((home / "run/step-000000400/config.json").read_text())
+    return root
+
+
+M = "run/step-000000400"
+OWN = "--text title --label mood"
+
+
+@pytest.mark.parametrize(
+    ("command", "sentence"),
+    [
+        ("", "the following arguments are required: MODEL; see `lit-layers select --help`"),
+        (M, "task: expected --task NAME, or --images SOURCE for a vision model, and not both"),
+        (f"{M} --task banking77 --images digits", "and not both"),
+        (
+            f"{M} --task banking",
+            "task: there is no 'banking' in the catalogue, and no file of that name: try banking77",
+        ),
+        (f"{M} --task no/such.csv", "task: expected labelled texts in no/such.csv, which does not exist"),
+        (f"{M} --task ./songs", "task: expected labelled texts in songs, which does not exist"),
+        (f"{M} --task file", "task file: source: expected a .parquet, .csv, .jsonl file, got file"),
+        (f"{M} --task songs.csv", "task songs: text: songs.csv has no column 'text': it has title, mood"),
+        (f"{M} --task songs.csv --text title", "task songs: label: songs.csv has no column 'label'"),
+        (f"{M} --task songs.csv {OWN} --regression", "a regression needs finite numbers"),
+        (f"{M} --task songs.csv {OWN} --folder data", "folder: is for tasks of the catalogue, and songs.csv is"),
+        (f"{M} --task songs.csv --text {{title --label mood", "text: '{title' is no format"),
+        (f"{M} --task banking77 --label mood", "label: is for files of your own, and banking77 is of the catalogue"),
+        (f"{M} --task yelp --rule fraction_of_last", "rule: fraction_of_last is for accuracies, and this task is a"),
+        (f"{M} --task banking77 --folder nowhere", "folder: expected a folder of data, nowhere is none"),
+        (f"{M} --task emotion --folder data", "emotion"),
+        (f"{M} --task banking77 --out file", "out: expected a folder, file is a file"),
+        (f"{M} --task banking77 --out file/deep", "out: expected a folder, "),
+        (f"{M} --task banking77 --export file", "export: expected a folder, file is a file"),
+        (
+            f"{M} --task banking77 --export taken",
+            "taken is there already: choose another folder, or allow to overwrite",
+        ),
+        (f"{M} --task banking77 --export taken --overwrite", "taken is no earlier export (it has no probe.json)"),
+        (f"{M} --task banking77 --out new --export new", "out: new is where the export goes: name another folder"),
+        (f"{M} --task banking77 --overwrite", "overwrite: is for --export DIR, which was not given: leave it out"),
+        (f"{M} --task banking77 --tolerance -0.1", "tolerance: expected at least 0, got -0.1"),
+        (f"{M} --task banking77 --tolerance nan", "tolerance: expected at least 0, got nan"),
+        (f"{M} --task banking77 --tolerance some", "argument --tolerance: invalid float value: 'some'"),
+        (f"{M} --task banking77 --rule fraction_of_last --tolerance 1", "tolerance: expected at least 0 and below 1"),
+        (f"{M} --task banking77 --rule first", "argument --rule: invalid choice: 'first' (choose from"),
+        (f"{M} --task banking77 --max_tokens 0", "max_tokens: expected at least 1, got 0"),
+        (f"{M} --task banking77 --rounds 0", "rounds: expected at least 1, got 0"),
+        (f"{M} --task banking77 --c 0", "c: expected a positive number, got 0"),
+        (f"{M} --task banking77 --rule best --tolerance 0.1", "tolerance: the rule best has none: leave it out"),
+        (f"{M} --task banking77 --penalty 2", "penalty: is for regressions, and this task is a classification: leave"),
+        (f"{M} --task yelp --c 2", "c: is for classifications, and this task is a regression: leave it out"),
+        (f"{M} --task banking77 --penalty -1", "penalty: expected at least 0, got -1"),
+        (f"{M} --task banking77 --layers 3", "unrecognized arguments: --layers 3; see"),
+        (f"{M} --task banking77 --num_train 9", "num_train: is for --images, and a task of texts was given"),
+        (f"{M} --task banking77 --folder data --tokenizer nowhere/at/all", "no tokenizer 'nowhere/at/all'"),
+        (f"{M} --task banking77 --revision main", "revision: run/step-000000400 is a local folder and has no revision"),
+        (f"{M} --images digits", "images: run/step-000000400 is a model of texts (GPT2LMHeadModel): name its texts"),
+        ("vit --task banking77 --folder data", "task: vit is a vision model (VisionTransformer): name its images"),
+        ("vit --images digits --max_tokens 9", "max_tokens: is for texts, and --images was given: leave it out"),
+        ("vit --images nothing", "source: expected digits, cifar10, cifar100, an existing path or ORG/NAME"),
+        ("vit --images digits --num_train 1", "num_train: expected 2 to 1442 images, got 1"),
+        ("mute --task banking77 --folder data", "tokenizer: mute carries none; name one with --tokenizer"),
+        ("nowhere/model --task banking77", "nowhere/model"),
+        ("./nowhere --task banking77", "expected a folder with a model or a name on the Hub, ./nowhere does not exist"),
+        ("run --task banking77", "run is a run of several checkpoints: name one of them, such as run/step-000000400"),
+        ("data --task banking77", "expected a model in data, found no config.json there"),
+        ("broken --task banking77", "broken cannot be loaded: "),
+        (f"{M} --task noise.csv", "rule: no layer can be chosen: the best validation accuracy of a probe is"),
+        (
+            f"{M} --task songs.csv {OWN} --max_iterations 1",
+            "max_iterations: the probe of layer 0 has not converged in 1",
+        ),
+    ],
+)
+def test_wrong_input_is_one_sentence_and_exit_code_2(odd, capsys, monkeypatch, command, sentence):
+    monkeypatch.chdir(odd)
+    monkeypatch.setenv("COLUMNS", "500")
+    before = sorted(odd.iterdir())
+    assert main(["select", *command.split()]) == 2
+    said = [line for line in capsys.readouterr().err.splitlines() if line.startswith("lit-layers")]
+    assert len(said) == 1
+    assert said[0].startswith("lit-layers select: error: ")
+    assert sentence in said[0]
+    assert sorted(odd.iterdir()) == before
+
+
+def test_the_help_names_every_option(capsys):
+    with pytest.raises(SystemExit) as ended:
+        main(["select", "--help"])
+    assert ended.value.code == 0
+    said = capsys.readouterr().out
+    for option in ("--task", "--images", "--rule", "--tolerance", "--export", "--text", "--label", "--regression"):
+        assert option in said

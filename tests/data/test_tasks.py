@@ -1,0 +1,789 @@
+"""Tasks of linear probes: what is read, which part a row goes to, what is refused and what is counted."""
+
+import json
+import random
+import re
+import unicodedata
+from collections import Counter
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.csv as pc
+import pyarrow.parquet as pq
+import pytest
+import torch
+
+from lit_layers.data.task_splits import draw, hold_out, normalised
+from lit_layers.data.tasks import TASKS, ProbeTask, TaskData, TaskSplit, find_task
+from lit_layers.errors import InputError
+
+WORDS = ["card", "lost", "rate", "home", "game", "vote", "rain", "song", "mail", "tram"]
+
+
+def made_rows(number: int, seed: int = 0) -> dict[str, list]:
+    """Different texts of three classes with 5 : 3 : 2 of the rows."""
+    rng = random.Random(seed)
+    texts = [f"{rng.choice(WORDS)} {rng.choice(WORDS)} number {row} of {seed}" for row in range(number)]
+    labels = (["sport"] * 5 + ["world"] * 3 + ["art"] * 2) * (number // 10)
+    rng.shuffle(labels)
+    return {"text": texts, "label": labels}
+
+
+def write(path: Path, columns: dict[str, list]) -> str:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    if path.suffix == ".parquet":
+        pq.write_table(pa.table(columns), path)
+    elif path.suffix == ".csv":
+        pc.write_csv(pa.table(columns), path)
+    else:
+        rows = (dict(zip(columns, row, strict=True)) for row in zip(*columns.values(), strict=True))
+        path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    return str(path)
+
+
+def write_splits(folder: Path, suffix: str = ".parquet", **splits: dict[str, list]) -> str:
+    for name, columns in splits.items():
+        write(folder / f"{name}{suffix}", columns)
+    return str(folder)
+
+
+def refusal(task: ProbeTask, folder: Path | None = None) -> str:
+    with pytest.raises(InputError) as refused:
+        task.load(None if folder is None else str(folder))
+    sentence = str(refused.value)
+    assert "\n" not in sentence
+    return sentence
+
+
+def plain(text: str) -> str:
+    """Written apart from the package: what makes texts equal."""
+    return re.sub(r"\s+", " ", unicodedata.normalize("NFKC", text).casefold()).strip()
+
+
+def by_text(part) -> dict[str, float]:
+    return dict(zip(part.texts, part.targets.tolist(), strict=True))
+
+
+# --- shares -----------------------------------------------------------------------------------------------------------
+
+
+def held_of(strata: list, share: float, **options) -> Counter:
+    keys = [f"text {row}" for row in range(len(strata))]
+    held = hold_out(keys, strata, share, **({"seed": 0, "purpose": "test"} | options))
+    return Counter(stratum for stratum, each in zip(strata, held, strict=True) if each)
+
+
+def test_of_each_class_its_share_is_held_out():
+    assert held_of(["a"] * 10 + ["b"] * 20 + ["c"] * 5, 0.2) == {"a": 2, "b": 4, "c": 1}
+    assert held_of(["a"] * 700 + ["b"] * 300, 0.3) == {"a": 210, "b": 90}
+
+
+def test_shares_that_are_no_whole_rows_are_rounded_so_that_the_total_is_right():
+    # 0.6 + 2.7 + 2.7 = 6 rows: 0, 2 and 2 by rounding down, then one for each of the two largest remainders
+    assert held_of(["a"] * 2 + ["b"] * 9 + ["c"] * 9, 0.3) == {"b": 3, "c": 3}
+    for seed in range(5):
+        strata = random.Random(seed).choices("abcdefg", k=200)
+        found, sizes = held_of(strata, 0.15), Counter(strata)
+        assert found.total() == 30
+        assert all(abs(found[each] - 0.15 * sizes[each]) < 1 for each in sizes)
+
+
+def test_no_class_loses_its_last_row():
+    assert held_of(["a"] * 9 + ["b"], 0.45)["b"] == 0
+    assert held_of(["a", "a", "b", "b"], 0.9) == {"a": 1, "b": 1}
+
+
+def test_what_is_held_out_depends_on_the_texts_and_the_seed_and_not_on_the_order_of_the_rows():
+    keys = [f"{word} {row}" for row in range(20) for word in WORDS]
+    strata = [len(key) % 3 for key in keys]
+
+    def held(order: list[int], seed: int = 0, purpose: str = "test") -> set[str]:
+        some, classes = [keys[row] for row in order], [strata[row] for row in order]
+        found = hold_out(some, classes, 0.3, seed=seed, purpose=purpose)
+        return {key for key, each in zip(some, found, strict=True) if each}
+
+    order = list(range(200))
+    once = held(order)
+    random.Random(1).shuffle(order)
+    assert held(order) == once
+    assert held(order, seed=1) != once
+    assert held(order, purpose="validation") != once
+
+
+def test_every_row_is_held_out_equally_often_over_the_seeds():
+    times = Counter()
+    keys, strata = [f"text {row}" for row in range(40)], ["a", "b"] * 20
+    for seed in range(1000):
+        held = hold_out(keys, strata, 0.25, seed=seed, purpose="test")
+        times.update(row for row, each in enumerate(held) if each)
+    # 250 on average, standard deviation sqrt(1000 x 0.25 x 0.75) = 13.7
+    assert all(abs(times[row] - 250) < 4.5 * 13.7 for row in range(40))
+
+
+def test_equal_texts_and_rows_of_a_group_stay_together():
+    rng = random.Random(0)
+    keys = [f"text {rng.randrange(150)}" for _ in range(300)]
+    groups = [rng.randrange(100) for _ in range(300)]
+    strata = rng.choices("ab", k=300)
+    for labels in (None, groups):
+        held = hold_out(keys, strata, 0.3, seed=3, purpose="test", groups=labels)
+        for together in (keys, groups if labels else keys):
+            sides = {}
+            for each, side in zip(together, held, strict=True):
+                assert sides.setdefault(each, side) is side
+    share = sum(hold_out(keys, strata, 0.3, seed=3, purpose="test")) / 300
+    assert abs(share - 0.3) < 0.02
+
+
+def test_documents_larger_than_the_share_of_a_class_are_still_held_out():
+    # Ten documents of ten rows, each of one class: a class asks for 4 rows of 20, less than half of a document.
+    strata = [label for label in "abcde" for _ in range(20)]
+    groups = [row // 10 for row in range(100)]
+    keys = [f"text {row}" for row in range(100)]
+    held = hold_out(keys, strata, 0.2, seed=0, purpose="test", groups=groups)
+    assert sum(held) == 10
+    # Four documents of five rows: one fits into 8 rows, and two are closer to 8 than one.
+    four = [row // 5 for row in range(20)]
+    assert sum(hold_out(keys[:20], ["a"] * 20, 0.4, seed=0, purpose="test", groups=four)) == 10
+    assert sum(hold_out(keys[:20], ["a"] * 20, 0.35, seed=0, purpose="test", groups=four)) == 5
+    assert not any(hold_out(keys, strata, 0.2, seed=0, purpose="test", groups=["one"] * 100))
+
+
+def test_rows_drawn_are_a_part_of_more_rows_drawn_and_do_not_depend_on_the_order():
+    keys = [f"text {row % 60}" for row in range(100)]  # some stand twice
+    some, more = (draw(keys, number, seed=0, purpose="num_train") for number in (30, 50))
+    assert len(set(some)) == 30
+    assert set(some) < set(more)
+    assert some == sorted(some)
+    order = random.Random(0).sample(range(100), 100)
+    again = draw([keys[row] for row in order], 30, seed=0, purpose="num_train")
+    assert sorted(keys[order[row]] for row in again) == sorted(keys[row] for row in some)
+    assert draw(keys, 30, seed=1, purpose="num_train") != some
+    assert draw(keys, 200, seed=0, purpose="num_train") == list(range(100))
+
+
+def test_equal_texts_are_drawn_each_on_its_own():
+    keys = ["the same"] * 50 + [f"text {row}" for row in range(50)]
+    for seed in range(5):  # 10 on average, standard deviation 2
+        assert 3 <= sum(row < 50 for row in draw(keys, 20, seed=seed, purpose="num_train")) <= 17
+
+
+def test_texts_are_equal_without_case_white_space_and_form():
+    assert normalised("  ﬁne\tSTRASSE \n") == normalised("Fine Straße") == "fine strasse"
+    assert normalised("\uff43afe\u0301") == normalised("café") != normalised("cafe")
+
+
+# --- parts of a task --------------------------------------------------------------------------------------------------
+
+
+def test_a_published_test_split_is_kept_and_validation_is_cut_off_train(tmp_path):
+    train, test = made_rows(100), made_rows(20, seed=1)
+    data = ProbeTask("t", write_splits(tmp_path, train=train, test=test)).load()
+    names = ("art", "sport", "world")
+    assert (data.name, data.kind, data.classes) == ("t", "classification", names)
+    assert (len(data.train), len(data.validation), len(data.test)) == (80, 20, 20)
+    assert data.test.texts == tuple(test["text"])
+    assert [names[target] for target in data.test.targets.tolist()] == test["label"]
+    assert data.train.targets.dtype == torch.int64
+    assert data.validation.targets.bincount().tolist() == [4, 10, 6]
+    for part in (data.train, data.validation):
+        assert list(part.rows) == sorted(part.rows)
+        assert [train["text"][row] for row in part.rows] == list(part.texts)
+        assert [train["label"][row] for row in part.rows] == [names[each] for each in part.targets.tolist()]
+    both = data.train_and_validation()
+    assert len(both) == 100
+    assert by_text(both) == by_text(data.train) | by_text(data.validation)
+    assert sorted(both.rows) == list(range(100))
+
+
+def test_without_a_test_split_a_share_of_train_is_cut_off(tmp_path):
+    source = write(tmp_path / "all.csv", made_rows(200))
+    data = ProbeTask("t", source, test=None).load()
+    assert (len(data.train), len(data.validation), len(data.test)) == (112, 28, 60)
+    assert data.test.targets.bincount().tolist() == [12, 30, 18]
+    assert sorted(data.train.rows + data.validation.rows + data.test.rows) == list(range(200))
+    fewer = ProbeTask("t", source, test=None, test_share=0.1, validation_share=0.5).load()
+    assert (len(fewer.train), len(fewer.validation), len(fewer.test)) == (90, 90, 20)
+
+
+def test_a_training_row_whose_text_is_a_test_text_is_left_out_and_counted(tmp_path):
+    train, test = made_rows(100), made_rows(20, seed=1)
+    for row, text in ((3, test["text"][0].upper()), (4, f"  {test['text'][0]}"), (50, test["text"][9])):
+        train["text"][row] = text
+    validation = made_rows(10, seed=2)
+    validation["text"][0], train["text"][60], train["text"][61] = test["text"][1], *validation["text"][4:6]
+    folder = write_splits(tmp_path, train=train, test=test, validation=validation)
+    data = ProbeTask("t", folder).load()
+    assert (len(data.train_and_validation()), data.num_duplicates, data.num_validation_duplicates) == (97, 3, 0)
+    assert set(data.train_and_validation().rows) == set(range(100)) - {3, 4, 50}
+    own = ProbeTask("t", folder, validation="validation").load()
+    assert (len(own.train), len(own.validation), len(own.test)) == (95, 9, 20)
+    assert (own.num_duplicates, own.num_validation_duplicates) == (4, 2)
+    assert set(own.train.rows) == set(range(100)) - {3, 4, 50, 60, 61}
+
+
+@pytest.mark.parametrize("test", ["test", None])
+def test_no_text_is_in_two_parts(tmp_path, test):
+    rows = made_rows(200)
+    for row in range(0, 120, 2):
+        rows["text"][row + 1] = rows["text"][row].title()
+    data = ProbeTask("t", write_splits(tmp_path, train=rows, test=made_rows(10, seed=5)), test=test).load()
+    parts = [{plain(text) for text in part.texts} for part in (data.train, data.validation, data.test)]
+    assert not parts[0] & parts[1] | parts[0] & parts[2] | parts[1] & parts[2]
+    assert sum(map(len, parts)) < len(data.train) + len(data.validation) + len(data.test)
+
+
+def test_rows_of_one_document_stay_on_one_side_of_both_cuts(tmp_path):
+    rows = made_rows(200) | {"document": [f"d{row // 4}" for row in range(200)]}
+    data = ProbeTask("t", write(tmp_path / "all.parquet", rows), test=None, group="document").load()
+    sides = [{row // 4 for row in part.rows} for part in (data.train, data.validation, data.test)]
+    assert sum(map(len, sides)) == 50
+    assert 50 < len(data.test) < 70
+    assert 20 < len(data.validation) < 36
+
+
+def test_shuffled_rows_give_the_same_parts(tmp_path):
+    rows = made_rows(200)
+    order = random.Random(0).sample(range(200), 200)
+    other = {name: [values[row] for row in order] for name, values in rows.items()}
+    options = {"test": None, "num_train": 60, "num_test": 30}
+    one, two = (
+        ProbeTask("t", write(tmp_path / f"{name}.parquet", columns), **options).load()
+        for name, columns in (("one", rows), ("other", other))
+    )
+    for part in ("train", "validation", "test"):
+        assert by_text(getattr(one, part)) == by_text(getattr(two, part))
+    assert [order[row] for row in two.test.rows] != list(two.test.rows)
+    assert {order[row] for row in two.test.rows} == set(one.test.rows)
+
+
+def test_random_rows_are_drawn_after_duplicates_are_left_out_and_fewer_are_a_part_of_more(tmp_path):
+    train, test = made_rows(100), made_rows(20, seed=1)
+    train["text"][:10] = test["text"][:10]
+    folder = write_splits(tmp_path, train=train, test=test)
+
+    def rows(**options) -> tuple[set[int], set[int]]:
+        data = ProbeTask("t", folder, **options).load()
+        return set(data.train_and_validation().rows), set(data.test.rows)
+
+    assert len(rows(num_train=90)[0]) == 90
+    assert rows(num_train=30)[0] < rows(num_train=50)[0] < rows()[0]
+    assert rows(num_train=30)[0] != rows(num_train=30, seed=1)[0]
+    assert rows(num_test=5)[1] < rows(num_test=8)[1]
+    sentence = refusal(ProbeTask("t", folder, num_train=91))
+    assert sentence == "task t: num_train: 91 rows are wanted, 90 are there for train: ask for fewer"
+    assert refusal(ProbeTask("t", folder, num_test=21)).startswith("task t: num_test: 21 rows are wanted, 20 are")
+
+
+def test_a_balanced_task_has_equally_many_rows_of_each_class(tmp_path):
+    source = write(tmp_path / "all.parquet", made_rows(500))  # 100 of the rarest class
+    data = ProbeTask("t", source, test=None, balance=100).load()
+    assert data.test.targets.bincount().tolist() == [30, 30, 30]
+    assert data.validation.targets.bincount().tolist() == [14, 14, 14]
+    assert data.train.targets.bincount().tolist() == [56, 56, 56]
+    assert refusal(ProbeTask("t", source, test=None, balance=101)) == (
+        f"task t: balance: 101 rows of each label are wanted, {source} has 100 of 'art': ask for fewer"
+    )
+
+
+def test_a_copy_with_fewer_rows_than_asked_for_gives_all_and_says_so(tmp_path):
+    write_splits(tmp_path / "set", train=made_rows(100), test=made_rows(20, seed=1))
+    task = ProbeTask("t", "org/name", num_train=150, num_test=10, local="set/{split}.parquet")
+    data = task.load(str(tmp_path))
+    assert (len(data.train_and_validation()), data.num_train_wanted) == (100, 150)
+    assert (len(data.test), data.num_test_wanted) == (10, None)
+    equal = ProbeTask("t", "org/name", train="train", test=None, balance=40, local="set/{split}.parquet")
+    data = equal.load(str(tmp_path))
+    assert data.train_and_validation().targets.bincount().tolist() == [14, 14, 14]  # 20 of the rarest class
+    assert data.test.targets.bincount().tolist() == [6, 6, 6]
+    assert (data.num_train_wanted, data.num_test_wanted) == (84, 36)
+
+
+def test_what_conflicts_and_what_no_probe_has_seen_is_counted_and_kept(tmp_path):
+    train, test = made_rows(100), made_rows(20, seed=1)
+    train["text"][:5] = ["same text", "Same  text", "SAME TEXT", "other", "other"]
+    train["label"][:5] = ["art", "world", "art", "sport", "sport"]
+    test["label"][:3] = ["weather", "weather", "chess"]
+    data = ProbeTask("t", write_splits(tmp_path, train=train, test=test)).load()
+    assert data.num_conflicting == 3
+    assert len(data.train_and_validation()) == 100
+    assert data.classes == ("art", "chess", "sport", "weather", "world")
+    assert data.num_unseen_test_rows == 3
+
+
+def test_rows_without_text_are_refused_unless_they_may_be_dropped(tmp_path):
+    train, test = made_rows(100), made_rows(20, seed=1)
+    train["text"][7], train["text"][8], test["text"][2] = "", " \n", None
+    folder = write_splits(tmp_path, train=train, test=test)
+    assert refusal(ProbeTask("t", folder)) == (
+        f"task t: text: row 7 of {folder}/train.parquet has none: mend it, or leave such rows out by drop_empty"
+    )
+    data = ProbeTask("t", folder, drop_empty=True).load()
+    assert (len(data.train_and_validation()), len(data.test), data.num_empty) == (98, 19, 3)
+    assert not {7, 8} & set(data.train_and_validation().rows)
+
+
+# --- what is read -----------------------------------------------------------------------------------------------------
+
+
+def test_parquet_csv_and_jsonl_hold_the_same_task(tmp_path):
+    rows, test = made_rows(100), made_rows(20, seed=1)
+    rows["text"][:3] = ["a, b\nand “c”", 'say "no"', "NA"]
+    rows["text"][3] = "17"
+    found = [
+        ProbeTask("t", write_splits(tmp_path / suffix[1:], suffix, train=rows, test=test)).load()
+        for suffix in (".parquet", ".csv", ".jsonl")
+    ]
+    assert len({data.content_hash() for data in found}) == 1
+    assert len({data.train.rows for data in found}) == 1
+    assert {*rows["text"]} == {*found[1].train_and_validation().texts}
+
+
+def test_a_large_csv_may_have_line_ends_in_its_texts(tmp_path):
+    texts = [f"{row}\n" + "a line, and\nanother\n" * 100 for row in range(1000)]  # 2 MB: read in several pieces
+    data = ProbeTask("t", write(tmp_path / "all.csv", {"text": texts, "label": [0, 1] * 500}), test=None).load()
+    assert [texts[row] for row in data.test.rows] == list(data.test.texts)
+    assert len(data.train_and_validation()) == 700
+
+
+def test_blank_lines_and_halves_of_characters_in_jsonl_are_no_rows_and_no_obstacle(tmp_path):
+    path = tmp_path / "all.jsonl"
+    lines = [json.dumps({"text": f"{row} \ud83d", "label": row % 2}) for row in range(20)]
+    path.write_text("\n\n".join(lines) + "\n \n", encoding="utf-8")
+    data = ProbeTask("t", str(path), test=None).load()
+    assert sorted(data.train.rows + data.validation.rows + data.test.rows) == list(range(20))
+    assert data.test.texts == tuple(f"{row} ?" for row in data.test.rows)
+
+
+def test_a_source_may_be_a_folder_a_file_or_a_pattern(tmp_path):
+    rows, test = made_rows(100), made_rows(20, seed=1)
+    write(tmp_path / "x_train.csv", rows)
+    write(tmp_path / "x_test.csv", test)
+    folder = write_splits(tmp_path / "folder", train=rows, test=test)
+    by_pattern, by_folder = (ProbeTask("t", source).load() for source in (str(tmp_path / "x_{split}.csv"), folder))
+    assert by_pattern.content_hash() == by_folder.content_hash()
+    joined = ProbeTask("t", folder, train=["train", "test"], test=None).load()
+    numbers = joined.train.rows + joined.validation.rows + joined.test.rows
+    assert sorted(numbers) == list(range(120))
+    texts = rows["text"] + test["text"]
+    assert [texts[row] for row in joined.test.rows] == list(joined.test.texts)
+
+
+def test_a_text_can_be_put_together_from_columns(tmp_path):
+    rows = made_rows(100) | {"choices": [[f"yes {row}", f"no {row}"] for row in range(100)]}
+    source = write(tmp_path / "all.jsonl", rows)
+    data = ProbeTask("t", source, text="{text}? A. {choices[0]}, B. {choices[1]} {{}}", test=None).load()
+    row = data.train.rows[0]
+    assert data.train.texts[0] == f"{rows['text'][row]}? A. yes {row}, B. no {row} {{}}"
+
+    def sentence(text: str) -> str:
+        return refusal(ProbeTask("t", source, text=text, test=None))
+
+    assert sentence("{text} {answer}") == (
+        f"task t: text: {source} has no column 'answer': it has text, label, choices"
+    )
+    assert sentence("{choices[2]}").startswith(f"task t: text: row 0 of {source} does not fit '{{choices[2]}}' (list")
+    assert sentence("{text") == (
+        "task t: text: '{text' is no format (expected '}' before end of string): write {column} or {column[0]}"
+    )
+    assert sentence("{text.__class__}").startswith("task t: text: cannot tell the column in {text.__class__}: write")
+    assert sentence("{}").startswith("task t: text: cannot tell the column in {}: write")
+
+
+def test_only_the_rows_asked_for_are_used(tmp_path):
+    rows = made_rows(100) | {"year": [2000 + row % 4 for row in range(100)]}
+    source = write(tmp_path / "all.parquet", rows)
+    data = ProbeTask("t", source, test=None, where={"year": [2001, 2003], "label": ["art", "sport"]}).load()
+    wanted = {row for row in range(100) if row % 2 and rows["label"][row] != "world"}
+    assert set(data.train.rows + data.validation.rows + data.test.rows) == wanted
+    assert data.classes == ("art", "sport")
+    assert refusal(ProbeTask("t", source, test=None, where={"year": "2001"})) == (
+        f"task t: where: no row of {source} has '2001' in column 'year': it holds 2000, 2001, 2002, 2003"
+    )
+    both = ProbeTask("t", write(tmp_path / "two.csv", {"text": ["a", "b"], "label": [0, 1]}), test=None)
+    assert refusal(ProbeTask("t", both.source, test=None, where={"text": "a", "label": 1})) == (
+        f"task t: where: no row of {both.source} is left: choose others"
+    )
+
+
+@pytest.mark.parametrize(
+    ("labels", "classes", "names"),
+    [
+        ([10, 2, 7] * 20, None, ("2", "7", "10")),
+        (["b", "c", "a"] * 20, None, ("a", "b", "c")),
+        ([2.0, 0.0, 1.0] * 20, ("no", "maybe", "yes"), ("no", "maybe", "yes")),
+        (["yes", "no", "no"] * 20, ("no", "maybe", "yes"), ("no", "maybe", "yes")),
+        ([True, False, True] * 20, None, ("0", "1")),
+    ],
+)
+def test_labels_are_integers_or_names(tmp_path, labels, classes, names):
+    source = write(tmp_path / "all.parquet", {"text": made_rows(60)["text"], "label": labels})
+    data = ProbeTask("t", source, test=None, classes=classes).load()
+    assert data.classes == names
+    for row, target in zip(data.train.rows, data.train.targets.tolist(), strict=True):
+        given = labels[row]
+        assert names[target] == str(int(given)) if classes is None and not isinstance(given, str) else True
+        if classes is not None and not isinstance(given, str):
+            assert target == int(given)
+        if isinstance(given, str):
+            assert names[target] == given
+
+
+def test_a_regression_has_numbers_and_is_cut_value_by_value_if_they_are_few(tmp_path):
+    texts = made_rows(200)["text"]
+    stars = [0, 1, 2, 3, 4] * 40
+    few = write(tmp_path / "few.parquet", {"text": texts, "stars": stars})
+    data = ProbeTask("t", few, kind="regression", label="stars", label_offset=1.0, test=None).load()
+    assert data.classes is None
+    assert data.train.targets.dtype == torch.float64
+    assert Counter(data.test.targets.tolist()) == {1: 12, 2: 12, 3: 12, 4: 12, 5: 12}
+    assert [stars[row] + 1 for row in data.train.rows] == data.train.targets.tolist()
+    assert data.num_unseen_test_rows == 0
+    many = write(tmp_path / "many.parquet", {"text": texts, "stars": [row / 7 for row in range(200)]})
+    data = ProbeTask("t", many, kind="regression", label="stars", test=None).load()
+    assert len(data.test) == 60
+    assert data.test.targets.tolist() == [row / 7 for row in data.test.rows]
+
+
+def test_the_hash_is_that_of_texts_targets_and_parts(tmp_path):
+    train, test = made_rows(100), made_rows(20, seed=1)
+
+    def hash_of(name: str = "t", train=train, test=test, **options) -> str:
+        folder = write_splits(tmp_path / str(random.random()), train=train, test=test)
+        return ProbeTask(name, folder, **options).load().content_hash()
+
+    assert hash_of() == hash_of() == hash_of("other name") == hash_of(classes=("art", "sport", "world"))
+    text, label = ({name: list(values) for name, values in test.items()} for _ in range(2))
+    text["text"][3] += "!"
+    label["label"][0] = "art" if label["label"][0] != "art" else "sport"
+    others = [hash_of(test=text), hash_of(test=label), hash_of(seed=1), hash_of(validation_share=0.1)]
+    others += [hash_of(num_test=19), hash_of(classes=("art", "sport", "world", "more"))]
+    assert len({hash_of(), *others}) == 7
+    assert re.fullmatch("[0-9a-f]{16}", hash_of())
+    one, two = (TaskSplit((text,), torch.tensor([target]), (target,)) for target, text in enumerate("ab"))
+    moved = [
+        TaskData("t", "classification", *parts, ("x", "y")) for parts in ((one + two, one, two), (one, two + one, two))
+    ]
+    assert moved[0].content_hash() != moved[1].content_hash()
+
+
+# --- refusals ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("options", "sentence"),
+    [
+        ({"kind": "ranking"}, "task t: kind: expected classification or regression, got 'ranking'"),
+        ({"test_share": 1.0}, "task t: test_share: expected a share between 0 and 1, got 1.0"),
+        ({"validation_share": 0.0}, "task t: validation_share: expected a share between 0 and 1, got 0.0"),
+        ({"num_train": 0}, "task t: num_train: expected at least 1, or null for all rows, got 0"),
+        ({"balance": -1}, "task t: balance: expected at least 1, or null for all rows, got -1"),
+        ({"seed": -1}, "task t: seed: expected at least 0, got -1"),
+        ({"train": ["a", "a"]}, "task t: train: expected a split, or several different ones, got ['a', 'a']"),
+        ({"classes": ("a", "a")}, "task t: classes: expected two or more different names, got ['a', 'a']"),
+        ({"kind": "regression", "classes": ("a", "b")}, "task t: classes: a regression has none: leave them out, or"),
+        ({"label_offset": 1.0}, "task t: label_offset: is for regressions: leave it out, or choose kind regression"),
+        ({"local_options": {"txt": "a"}}, "task t: local_options: there is no option 'txt': name some of balance, "),
+    ],
+)
+def test_options_that_cannot_be_are_refused_before_anything_is_read(options, sentence):
+    task = ProbeTask("t", "nowhere.csv", **options)
+    for refuse in (task.check, lambda: find_task(task), task.load):
+        with pytest.raises(InputError, match="^" + re.escape(sentence)):
+            refuse()
+
+
+def test_labels_that_are_none_are_refused_with_their_row(tmp_path):
+    def sentence(labels: list, suffix: str = ".parquet", **options) -> str:
+        source = write(tmp_path / f"all{suffix}", {"text": [f"text {row}" for row in range(6)], "label": labels})
+        return refusal(ProbeTask("t", source, test=None, **options)).replace(source, "FILE")
+
+    missing = "task t: label: row 2 of FILE has no value in column 'label': mend the row or take it out"
+    assert sentence(["a", "b", None, "a", "b", "b"]) == missing
+    assert sentence(["a", "b", "", "a", "b", "b"], ".csv") == missing
+    assert sentence([1, 0, None, 0, 1, 1], ".csv") == missing
+    assert sentence([1.0, 0.0, float("nan"), 0.0, 1.0, 1.0], kind="regression") == missing
+    assert sentence([0, 1, 5, 1, 0, 1], classes=("no", "yes")) == (
+        "task t: classes: row 2 of FILE has the label 5, expected one of no, yes or a number from 0 to 1: name all "
+        "classes, or choose the rows by where"
+    )
+    assert "row 3 of FILE has the label -1, " in sentence([0, 1, 1, -1, 0, 1], classes=("no", "yes"))
+    assert "row 1 of FILE has the label 'maybe', " in sentence(["no", "maybe"] * 3, classes=("no", "yes"))
+    assert sentence(["a"] * 6) == "task t: label: all rows of train have 'a', a probe needs two labels: give other rows"
+    assert sentence([3.0] * 6, kind="regression").startswith("task t: label: all rows of train have 3.0, ")
+    assert sentence([0.5, 1.0] * 3) == (
+        "task t: label: row 0 of FILE has 0.5, expected an integer or a name: name another column, or choose kind "
+        "regression"
+    )
+    assert sentence([1, "a", 2, "b", 3, "c"], ".jsonl") == (
+        "task t: label: column 'label' mixes numbers and names, such as 1 and 'a': use one"
+    )
+    assert sentence(["a", "b"] * 3, kind="regression").startswith(
+        "task t: label: row 0 of FILE has 'a', a regression needs finite numbers: name another column, or"
+    )
+    assert sentence([[1], [2]] * 3).startswith("task t: label: row 0 of FILE has [1], expected an integer or a name")
+
+
+def test_files_splits_and_columns_that_are_missing_or_damaged_are_one_sentence(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    write_splits(tmp_path / "set", train=made_rows(20), test=made_rows(20, seed=1))
+    one = write(tmp_path / "one.csv", made_rows(20))
+
+    def sentence(source: str, **options) -> str:
+        return refusal(ProbeTask("t", source, **options))
+
+    assert sentence("set", validation="dev").startswith(
+        "task t: source: expected one file dev.parquet|.csv|.jsonl in set, it has test.parquet, train.parquet"
+    )
+    assert sentence("./none.csv", test=None) == (
+        "task t: source: expected the split 'train' in none.csv, there is no such file"
+    )
+    assert "expected the split 'train' in data/x_train.csv, there is no" in sentence("data/x_{split}.csv")
+    assert sentence("./none_{split}.txt") == (
+        "task t: source: expected a .parquet, .csv, .jsonl file, got none_train.txt"
+    )
+    assert sentence(one) == f"task t: test: {one} is one file without splits: set test to null to cut off a share"
+    assert sentence(one, test=None, train=["a", "b"]).endswith("is one file without splits: name one")
+    assert sentence("set", label="lable") == (
+        "task t: label: set/train.parquet has no column 'lable': it has text, label"
+    )
+    assert sentence("set", text="txt").startswith("task t: text: set/train.parquet has no column 'txt'")
+    assert sentence("set", group="doc").startswith("task t: group: set/train.parquet has no column 'doc'")
+    assert sentence("set", where={"x": 1}).startswith("task t: where: set/train.parquet has no column 'x'")
+    write(tmp_path / "set" / "train.csv", made_rows(20))
+    assert sentence("set").endswith("train.parquet|.csv|.jsonl in set, it has test.parquet, train.csv, train.parquet")
+    (tmp_path / "broken.parquet").write_bytes(b"PAR1 and no more")
+    assert "broken.parquet is no parquet file, or only a part of one (" in sentence("broken.parquet", test=None)
+    (tmp_path / "broken.jsonl").write_text('{"text": "a", "label": 1}\n{"text": ')
+    assert "broken.jsonl has no JSON object in line 2 (" in sentence("broken.jsonl", test=None)
+    (tmp_path / "list.jsonl").write_text("[1]\n")
+    assert "list.jsonl has a list, no JSON object, in line 1: mend it" in sentence("list.jsonl", test=None)
+    (tmp_path / "broken.csv").write_bytes(b"text,label\na\xff,1\n")
+    assert "broken.csv cannot be read as UTF-8 csv with a head line (" in sentence("broken.csv", test=None)
+    write(tmp_path / "numbers.parquet", {"text": [1, 2], "label": [0, 1]})
+    assert sentence("numbers.parquet", test=None) == (
+        "task t: text: expected text in column 'text' of numbers.parquet, found int"
+    )
+    write(tmp_path / "none.parquet", {"text": pa.array([], pa.string()), "label": pa.array([], pa.int64())})
+    assert sentence("none.parquet", test=None) == "task t: source: no row of none.parquet is left: choose others"
+
+
+def test_parts_that_would_be_empty_are_refused(tmp_path):
+    rows = made_rows(20)
+    folder = write_splits(tmp_path, train=rows, test=rows)
+    assert refusal(ProbeTask("t", folder)) == "task t: train: all its texts are in test, too: give other rows"
+    few = write(tmp_path / "few.csv", {"text": ["a", "b"], "label": [0, 1]})
+    assert refusal(ProbeTask("t", few, test=None)) == (
+        "task t: validation_share: cannot cut 0.2 off 1 rows with equal texts and groups kept whole: give more rows"
+    )
+    one = write(tmp_path / "one.parquet", made_rows(20) | {"book": ["only"] * 20})
+    assert refusal(ProbeTask("t", one, test=None, group="book")).startswith(
+        "task t: test_share: cannot cut 0.3 off 20 rows"
+    )
+
+
+def test_a_folder_that_is_none_or_a_task_without_a_copy_is_refused(tmp_path):
+    assert refusal(TASKS["trec"], tmp_path).startswith(f"task trec: local: names no copy in folder {tmp_path}: give")
+    assert refusal(TASKS["sst2"], tmp_path / "no") == (
+        f"task sst2: folder: expected a folder of data, {tmp_path / 'no'} is none"
+    )
+    assert refusal(TASKS["sst2"], tmp_path) == (
+        f"task sst2: source: expected the split 'train' in {tmp_path}/glue/sst2_train.parquet, there is no such file"
+    )
+    own = write(tmp_path / "own.csv", made_rows(20))
+    assert len(ProbeTask("t", own, test=None).load(str(tmp_path)).test) == 6  # files of its own are read as ever
+
+
+# --- the Hub, the catalogue, recipes ----------------------------------------------------------------------------------
+
+
+def test_without_a_folder_the_splits_of_the_hub_are_asked_for_and_its_class_names_taken(monkeypatch):
+    import datasets
+
+    asked, rows = [], made_rows(60)
+    known = datasets.ClassLabel(names=["world", "weather", "sport", "art"])
+    features = datasets.Features({"text": datasets.Value("string"), "label": known})
+
+    def load_dataset(path, config, *, split):
+        asked.append((path, config, split))
+        texts = [f"{split} {text}" for text in rows["text"]]
+        return datasets.Dataset.from_dict({"text": texts, "label": known.str2int(rows["label"])}, features=features)
+
+    monkeypatch.setattr(datasets, "load_dataset", load_dataset)
+    data = ProbeTask("t", "org/name:config", validation="dev").load()
+    assert asked == [("org/name", "config", "train"), ("org/name", "config", "dev"), ("org/name", "config", "test")]
+    names = ("world", "sport", "art")  # in the order of the Hub, without the class that has no row
+    assert data.classes == names
+    assert [names[target] for target in data.test.targets.tolist()] == rows["label"]
+    ProbeTask("t", "org/name", test=None).load()
+    assert asked[3:] == [("org/name", None, "train")]
+    some = ProbeTask("t", "org/name", test=None, where={"label": [0, 3]}).load()
+    assert some.classes == ("world", "art")
+    assert refusal(ProbeTask("t", "org/name", text="words")) == (
+        "task t: text: the train split of org/name has no column 'words': it has text, label"
+    )
+
+    def refuse(*_, **__):
+        raise ConnectionError("no network")
+
+    monkeypatch.setattr(datasets, "load_dataset", refuse)
+    assert refusal(ProbeTask("t", "org/name")) == (
+        "task t: source: the split 'train' of 'org/name' cannot be had from the Hub (ConnectionError: no network), and "
+        "no local file has that name: check the names and the network, or read a local copy"
+    )
+
+
+def test_the_catalogue_holds_the_tasks_of_the_paper_and_every_row_is_a_task():
+    assert {"banking77", "ag_news", "tweet_sentiment", "yelp", "mmlu_humanities"} < set(TASKS)
+    for name, task in TASKS.items():
+        assert task.name == name
+        assert task.description
+        assert find_task(name) is task
+    paper = {name: (TASKS[name].num_train, TASKS[name].num_test) for name in ("ag_news", "tweet_sentiment")}
+    assert paper == {"ag_news": (10_000, None), "tweet_sentiment": (10_223, 4_382)}
+    assert (TASKS["yelp"].kind, TASKS["yelp"].balance, TASKS["yelp"].test_share) == ("regression", 2_000, 0.3)
+
+
+def test_the_page_of_tasks_lists_the_catalogue():
+    page = (Path(__file__).parents[2] / "docs" / "tasks.md").read_text(encoding="utf-8")
+    rows = re.findall(r"^\| `(\w+)` \| (\w+) \| (\d+|stars 1 to 5) \|.*\| `(\S+/\S+)` \|$", page, re.MULTILINE)
+    assert [(name, kind, source) for name, kind, _, source in rows] == [
+        (task.name, task.kind, task.source) for task in TASKS.values()
+    ]
+    for name, _, num_classes, _ in rows:
+        assert TASKS[name].classes is None or len(TASKS[name].classes or ()) == int(num_classes)
+
+
+def test_an_unknown_task_is_refused_with_the_nearest_names():
+    with pytest.raises(InputError, match=r"^task: there is no 'bankin77' in the catalogue: try banking77, or give a P"):
+        find_task("bankin77")
+    with pytest.raises(InputError, match=r"try ag_news, banking77, cola, "):
+        find_task("xyz")
+
+
+def test_a_recipe_can_spell_out_a_task(tmp_path):
+    import jsonargparse
+
+    parser = jsonargparse.ArgumentParser(exit_on_error=False)
+    parser.add_argument("--task", type=str | ProbeTask)
+    source = write(tmp_path / "all.csv", made_rows(100))
+    options = {"name": "mine", "source": source, "test": None, "where": {"label": ["art", "world"]}}
+    recipe = {"class_path": "lit_layers.data.tasks.ProbeTask", "init_args": options | {"classes": ["world", "art"]}}
+    built = parser.instantiate(parser.parse_object({"task": recipe})).task
+    assert built == ProbeTask("mine", source, test=None, where=options["where"], classes=("world", "art"))
+    assert built.load().classes == ("world", "art")
+    assert parser.instantiate(parser.parse_object({"task": "banking77"})).task == "banking77"
+
+
+# --- real data --------------------------------------------------------------------------------------------------------
+
+# Rows of (train, validation, test) as the sets' own pages count them, and the number of classes; None: a regression.
+PUBLISHED = {
+    "banking77": (10_003, 0, 3_080, 77),
+    "ag_news": (8_000, 0, 7_600, 4),
+    "tweet_sentiment_extraction": (27_480, 0, 3_534, 3),
+    "sst2": (67_349, 0, 872, 2),
+    "emotion": (16_000, 2_000, 2_000, 6),
+    "imdb": (10_000, 0, 5_000, 2),
+    "twenty_newsgroups": (11_314, 0, 7_532, 20),
+    "cola": (8_551, 0, 1_043, 2),
+    "tweeteval_emotion": (3_257, 374, 1_421, 4),
+    "tweeteval_irony": (2_862, 955, 784, 2),
+}
+
+
+@pytest.fixture
+def loaded(realdata):
+    def load(name: str) -> TaskData:
+        if not (realdata / Path(TASKS[name].local or "").parent).is_dir():
+            pytest.skip(f"no {Path(TASKS[name].local or '').parent} in {realdata}")
+        return find_task(name).load(str(realdata))
+
+    return load
+
+
+def check_parts(data: TaskData) -> None:
+    """No text on two sides, every class everywhere."""
+    parts = [{plain(text) for text in part.texts} for part in (data.train, data.validation, data.test)]
+    assert not parts[0] & parts[1] | parts[0] & parts[2] | parts[1] & parts[2]
+    assert all(all(part) for part in parts)
+    assert data.num_unseen_test_rows == 0
+    if data.classes is not None:
+        for part in (data.train, data.validation, data.test):
+            assert set(part.targets.tolist()) == set(range(len(data.classes)))
+
+
+@pytest.mark.realdata
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_a_published_set_is_read_whole_but_for_texts_of_its_test(name, loaded, realdata):
+    data, (num_train, num_validation, num_test, num_classes) = loaded(name), PUBLISHED[name]
+    task = TASKS[name]
+    files = {part: str(realdata / task.local).replace("{split}", str(split)) for part, split in (
+        ("train", task.train), ("validation", task.validation), ("test", task.test)) if split}  # fmt: skip
+    texts = {part: pq.read_table(file)[task.text].to_pylist() for part, file in files.items()}
+    assert (len(texts["train"]), len(texts["test"])) == (num_train, num_test)
+    full = {part: [key for text in rows if (key := plain(text))] for part, rows in texts.items()}
+    test, validation = set(full["test"]), set(full.get("validation", ()))
+    assert data.num_duplicates == sum(key in test for part in full if part != "test" for key in full[part])
+    assert data.num_validation_duplicates == sum(key in validation - test for key in full["train"])
+    assert data.num_empty == sum(map(len, texts.values())) - sum(map(len, full.values()))
+    kept = len(data.train) + len(data.validation) + len(data.test)
+    left_out = data.num_duplicates + data.num_validation_duplicates + data.num_empty
+    assert kept + left_out == num_train + num_validation + num_test
+    assert len(data.test) == len(full["test"])
+    assert data.classes is not None
+    assert len(data.classes) == num_classes
+    if not num_validation:
+        share = torch.bincount(data.validation.targets) / torch.bincount(data.train_and_validation().targets)
+        assert len(data.validation) == round(0.2 * len(data.train_and_validation()))
+        assert (share - 0.2).abs().max() < 0.04
+    assert data.num_train_wanted == (10_000 if name == "ag_news" else None)
+    check_parts(data)
+
+
+@pytest.mark.realdata
+def test_tweet_sentiment_has_the_sizes_of_the_paper(loaded):
+    data = loaded("tweet_sentiment")
+    assert (len(data.train_and_validation()), len(data.test)) == (10_223, 4_382)
+    assert data.classes == ("negative", "positive")
+    assert data.num_train_wanted is None
+    check_parts(data)
+
+
+@pytest.mark.realdata
+def test_yelp_has_equally_many_reviews_of_each_star(loaded, realdata):
+    data = loaded("yelp")
+    # 435 + 419 reviews with two stars are the fewest; the paper has 2,000 of each: 7,000 to train and 3,000 to test
+    both, test = (Counter(part.targets.tolist()) for part in (data.train_and_validation(), data.test))
+    assert both + test == dict.fromkeys([1.0, 2.0, 3.0, 4.0, 5.0], 854)
+    assert set(test.values()) <= {256, 257}
+    assert (data.num_train_wanted, data.num_test_wanted) == (7_000, 3_000)
+    both = [pq.read_table(realdata / "yelp_reviews" / f"{split}.parquet") for split in ("validation", "test")]
+    stars = [value for table in both for value in table["stars"].to_pylist()]
+    assert data.test.targets.tolist() == [stars[row] for row in data.test.rows]
+    check_parts(data)
+
+
+@pytest.mark.realdata
+def test_mmlu_humanities_asks_the_questions_of_the_thirteen_subjects(loaded, realdata):
+    data = loaded("mmlu_humanities")
+    rows = pq.read_table(realdata / "benchmarks" / "mmlu_test.parquet").to_pylist()
+    humanities = {number for number, row in enumerate(rows) if row["category"] == "humanities"}
+    assert set(data.train_and_validation().rows + data.test.rows) == humanities
+    assert len(humanities) == 4_705
+    assert abs(len(data.test) - 0.3 * 4_705) <= 1
+    number = data.test.rows[0]
+    row = rows[number]
+    a, b, c, d = row["choices"]
+    assert data.test.texts[0] == f"question: {row['question']} answer: A. {a}, B. {b}, C. {c}, D. {d}"
+    assert [rows[number]["label"] for number in data.test.rows] == data.test.targets.tolist()
+    assert data.classes == ("A", "B", "C", "D")
+    check_parts(data)
+
+
+def test_cells_of_a_csv_stand_in_a_text_as_they_are_written(tmp_path):
+    rows = "".join(f"{number:03},0.50,{'ab'[number % 2]}\n" for number in range(40))
+    (tmp_path / "all.csv").write_text("q,costs,label\n" + rows)
+    data = ProbeTask("t", str(tmp_path / "all.csv"), text="{q} costs {costs}", test=None).load()
+    texts = {text for part in (data.train, data.validation, data.test) for text in part.texts}
+    assert texts == {f"{number:03} costs 0.50" for number in range(40)}

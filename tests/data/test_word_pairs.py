@@ -1,0 +1,214 @@
+"""Word pairs: how files are read, which pairs are dropped, and each word as its tokenizer sees it alone."""
+
+import pandas as pd
+import pytest
+import torch
+from tokenizers import Tokenizer, models, normalizers, processors
+
+from lit_layers.data.tokenization import load_tokenizer, save_tokenizer, tokenizer_hash, train_bpe
+from lit_layers.data.word_pairs import WordPairs
+from lit_layers.errors import InputError
+
+NOUNS = [("cat", ["cats"]), ("dog", ["dogs", "hounds"]), ("tree", ["trees"]), ("sheep", ["sheep"])]
+ODD = [("mouse", ["mice"]), ("man", ["men"]), ("cat", ["kitten", "kitty"])]
+SAME = [("good", ["fine", "well"]), ("bad", ["ill"]), ("big", ["large"])]
+
+
+def bats(path, **changes):
+    rows = [
+        {"group": group, "category_id": id_, "category": name, "index": n, "word": word, "answers": answers}
+        for group, id_, name, pairs in (
+            ("Inflectional", "I01", "noun - plural_reg", NOUNS),
+            ("Inflectional", "I02", "noun - plural_irreg", ODD),
+            ("Lexicographic", "L08", "synonyms - exact", SAME),
+        )
+        for n, (word, answers) in enumerate(pairs)
+    ]
+    pd.DataFrame(rows).assign(**changes).to_parquet(path)
+    return str(path)
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tmp_path_factory) -> str:
+    path = tmp_path_factory.mktemp("tokenizer")
+    save_tokenizer(train_bpe(["a cat, the cats and a dog: dogs, trees and a tree"] * 9, 275), path)
+    return str(path)
+
+
+@pytest.fixture
+def source(tmp_path) -> str:
+    return bats(tmp_path / "bats.parquet")
+
+
+def test_the_categories_of_bats_are_apart_and_have_the_first_listed_answers(source, tokenizer):
+    found = WordPairs(source, tokenizer).by_category()
+    assert [(c.id, c.name, c.group) for c in found] == [
+        ("I01", "noun - plural_reg", "Inflectional"),
+        ("I02", "noun - plural_irreg", "Inflectional"),
+        ("L08", "synonyms - exact", "Lexicographic"),
+    ]
+    assert found[0].pairs == (("cat", "cats"), ("dog", "dogs"), ("tree", "trees"))
+    assert found[1].pairs == (("mouse", "mice"), ("man", "men"), ("cat", "kitten"))
+    assert found[2].pairs[0] == ("good", "fine")
+
+
+def test_pairs_of_equal_token_ids_are_dropped_and_counted(source, tokenizer):
+    assert [category.num_dropped for category in WordPairs(source, tokenizer).by_category()] == [1, 0, 0]  # sheep
+
+
+def test_every_word_is_read_alone_behind_a_space_at_its_last_sub_token(source, tokenizer):
+    pairs, encode = WordPairs(source, tokenizer), Tokenizer.from_file(f"{tokenizer}/tokenizer.json").encode
+    words = pairs.words()
+    assert len(set(words)) == len(words)
+    for category in pairs.by_category():
+        for side, rows in ((0, category.first), (1, category.second)):
+            for pair, row in zip(category.pairs, rows.tolist(), strict=True):
+                assert list(words[row].ids) == encode(" " + pair[side]).ids
+                assert words[row].position == len(words[row].ids) - 1
+    assert encode(" cat").ids != encode("cat").ids, "the space makes no difference"
+    assert pairs.by_category()[0].first[0] == pairs.by_category()[1].first[2]  # cat is one row
+
+
+def test_the_batches_hold_every_word_once_in_order_and_without_padding(source, tokenizer):
+    pairs = WordPairs(source, tokenizer, batch_size=3)
+    batches, words = list(pairs), pairs.words()
+    assert len(batches) == len(pairs)
+    assert max(len(batch["input_ids"]) for batch in batches) == 3
+    rows = [tuple(ids.tolist()) for batch in batches for ids in batch["input_ids"]]
+    assert rows == [word.ids for word in words]
+    assert torch.cat([batch["positions"] for batch in batches]).tolist() == [word.position for word in words]
+    assert all(batch["attention_mask"].all() for batch in batches)
+
+
+def test_special_tokens_are_there_and_the_place_is_the_word_s_own(source, tokenizer, tmp_path):
+    framed = Tokenizer.from_file(f"{tokenizer}/tokenizer.json")
+    framed.post_processor = processors.TemplateProcessing(
+        single="<|endoftext|> $A <|endoftext|>", special_tokens=[("<|endoftext|>", 0)]
+    )
+    framed.save(str(tmp_path / "tokenizer.json"))
+    plain, found = WordPairs(source, tokenizer), WordPairs(source, str(tmp_path))
+    assert [word.ids for word in found.words()] == [(0, *word.ids, 0) for word in plain.words()]
+    assert [word.position for word in found.words()] == [len(word.ids) for word in plain.words()]
+    assert found.content_hash() != plain.content_hash()
+
+
+def test_a_tokenizer_that_adds_the_space_itself_gets_none(source, tmp_path):
+    letters = sorted({letter for pair in SAME for word in (pair[0], pair[1][0]) for letter in word})
+    vocabulary = {token: n for n, token in enumerate(["</s>", "<unk>", "\u2581", *letters])}
+    own = Tokenizer(models.BPE(vocab=vocabulary, merges=[], unk_token="<unk>"))
+    own.normalizer = normalizers.Sequence([normalizers.Prepend("\u2581"), normalizers.Replace(" ", "\u2581")])
+    own.save(str(tmp_path / "tokenizer.json"))
+    words = WordPairs(source, str(tmp_path), categories=("L08",)).words()
+    space = own.token_to_id("\u2581")
+    assert all(word.ids[0] == space and space not in word.ids[1:] for word in words)
+
+
+@pytest.mark.parametrize(
+    ("chosen", "ids"),
+    [
+        (("I01",), ["I01"]),
+        (["noun - plural_irreg"], ["I02"]),
+        (("Inflectional",), ["I01", "I02"]),
+        (("L08", "I01"), ["I01", "L08"]),
+    ],
+)
+def test_categories_are_chosen_by_id_name_or_group(source, tokenizer, chosen, ids):
+    assert [category.id for category in WordPairs(source, tokenizer, categories=chosen).by_category()] == ids
+
+
+@pytest.mark.parametrize("ending", ["parquet", "csv", "tsv"])
+@pytest.mark.parametrize("names", [("word1", "word2"), ("singular", "plural")])
+def test_any_file_with_two_columns_of_words_is_understood(tmp_path, tokenizer, ending, names):
+    pairs = [("cat", "cats"), ("dog", "dogs"), ("nan", "null"), ("tree", "trees/wood")]
+    table = pd.DataFrame(pairs, columns=list(names))
+    path = tmp_path / f"plurals.{ending}"
+    if ending == "parquet":
+        table.to_parquet(path, index=False)
+    else:
+        table.to_csv(path, sep={"csv": ",", "tsv": "\t"}[ending], index=False)
+    (found,) = WordPairs(str(path), tokenizer).by_category()
+    assert (found.name, found.id, found.group) == ("plurals", None, None)
+    assert found.pairs == (*pairs[:3], ("tree", "trees"))
+    table.assign(category=["a", "a", "a", "b"], more=1)[["category", *names, "more"]].to_csv(
+        tmp_path / "more.csv", index=False
+    )
+    named = WordPairs(str(tmp_path / "more.csv"), tokenizer, categories=("a",), columns=(names[1], names[0]))
+    assert named.by_category()[0].pairs == (("cats", "cat"), ("dogs", "dog"), ("null", "nan"))
+
+
+def test_the_hash_is_that_of_the_tokens_the_pairs_and_the_batches(source, tokenizer, tmp_path):
+    def hash_of(source=source, **options):
+        return WordPairs(source, tokenizer, **options).content_hash()
+
+    turned = bats(tmp_path / "turned.parquet", category=["x"] * 4 + ["y"] * 6)
+    others = [hash_of(batch_size=5), hash_of(categories=("I01", "L08")), hash_of(turned)]
+    assert hash_of() == hash_of() == hash_of(categories=("I01", "I02", "L08"))
+    assert len({hash_of(), *others}) == 4
+    assert WordPairs(source, tokenizer).tokenizer_hash() == tokenizer_hash(load_tokenizer(tokenizer).tokenizer)
+
+
+def test_nothing_is_read_before_it_is_needed():
+    WordPairs("nowhere.parquet", "nowhere")
+
+
+def test_options_out_of_range_are_refused():
+    for options, sentence in (
+        ({"batch_size": 0}, "batch_size must be at least 1, not 0"),
+        ({"categories": "I01"}, "categories: expected a list of names, got 'I01'"),
+        ({"categories": []}, "categories: expected at least one, or none at all for every one"),
+        ({"columns": ["word"]}, r"columns: expected the names of two columns of words, got \['word'\]"),
+    ):
+        with pytest.raises(InputError, match=sentence):
+            WordPairs("x.csv", "y", **options)
+
+
+def test_what_is_no_file_of_word_pairs_is_one_sentence(tmp_path, source, tokenizer):
+    def refusal(name, text=None, **options):
+        path = tmp_path / name
+        if text is not None:
+            path.write_text(text)
+        with pytest.raises(InputError) as caught:
+            WordPairs(str(path), tokenizer, **options).words()
+        return str(caught.value).replace(f"{tmp_path}/", "")
+
+    assert refusal("none.csv") == "source: expected a file of word pairs, none.csv does not exist"
+    assert refusal("a.txt", "x") == "source: expected a file that ends in .parquet, .csv or .tsv, got 'a.txt'"
+    assert refusal("b.parquet", "x").startswith("b.parquet is no table of word pairs (")
+    assert refusal("c.csv", "").startswith("c.csv is no table of word pairs (")
+    assert refusal("d.csv", "a,b\n") == "d.csv: expected word pairs, the file has none"
+    assert "two columns of words, it has a, b, c: name the two in columns" in refusal("e.csv", "a,b,c\n1,2,3\n")
+    assert "expected a column 'z' of words, it has a, b" in refusal("f.csv", "a,b\nx,y\n", columns=("a", "z"))
+    assert "g.csv, row 1: expected two words in 'a' and 'b', got ('u', '')" in refusal("g.csv", "a,b\nx,y\nu, \n")
+    few = refusal("h.csv", "a,b\nx,y\nu,v\nw,w\n")
+    assert "category 'h' has 2 pairs of different token ids, and at least 3 are needed: leave it out" in few
+    assert refusal("bats.parquet", categories=("I03",)) == "categories: bats.parquet has no 'I03'; it has I01, I02, L08"
+
+
+@pytest.mark.realdata
+@pytest.mark.parametrize("name", ["gpt2", "gpt_neox_20b"])
+def test_bats_in_the_tokens_of_real_tokenizers(realdata, name):
+    path, tokenizer = realdata / "analogies" / "bats3.parquet", realdata / "tokenizers" / name
+    for needed in (path, tokenizer / "tokenizer.json"):
+        if not needed.exists():
+            pytest.skip(f"{needed} is not there")
+    found = WordPairs(str(path), str(tokenizer)).by_category()
+    assert len(found) == 38
+    assert {c.id: c.num_dropped for c in found if c.num_dropped} == {"I02": 2}  # series, species
+    assert found[0].pairs[:2] == (("album", "albums"), ("application", "applications"))
+    regular, irregular = (
+        WordPairs(str(path), str(tokenizer), categories=(id_,)).by_category()[0] for id_ in ("I01", "I02")
+    )
+    assert not set(regular.pairs) & set(irregular.pairs)
+
+
+@pytest.mark.realdata
+def test_the_counterfactual_pairs_are_understood(realdata):
+    path, tokenizer = realdata / "analogies" / "counterfactual_word_pairs.parquet", realdata / "tokenizers" / "gpt2"
+    for needed in (path, tokenizer / "tokenizer.json"):
+        if not needed.exists():
+            pytest.skip(f"{needed} is not there")
+    found = WordPairs(str(path), str(tokenizer)).by_category()
+    assert len(found) == 25
+    assert found[0].name == "3pSg - Ved"
+    assert found[0].pairs[0] == ("adds", "added")
+    assert sum(len(c.pairs) + c.num_dropped for c in found) == 1922

@@ -1,0 +1,77 @@
+"""The interval of the macro F1 is that of a loop over the resamples, with scikit-learn's score of each."""
+
+import numpy as np
+import pytest
+import torch
+from sklearn.metrics import f1_score
+
+from lit_layers.functional.class_scores import macro_f1_interval
+from lit_layers.functional.layer_choice import row_counts
+from lit_layers.functional.probe import macro_f1
+
+
+def by_loop(labels: torch.Tensor, predictions: torch.Tensor, resamples: int, seed: int, confidence: float):
+    scores = []
+    for block in row_counts(len(labels), resamples, seed):
+        for counts in block.long().numpy():
+            truth, said = np.repeat(labels.numpy(), counts), np.repeat(predictions.numpy(), counts)
+            scores.append(f1_score(truth, said, labels=np.unique(truth), average="macro", zero_division=0))
+    assert len(scores) == resamples
+    tail = (1 - confidence) / 2
+    return np.quantile(scores, [tail, 1 - tail])
+
+
+def rows(num_rows: int = 60, num_classes: int = 4, seed: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
+    random = np.random.default_rng(seed)
+    labels = random.integers(num_classes, size=num_rows)
+    predictions = np.where(random.random(num_rows) < 0.6, labels, random.integers(num_classes, size=num_rows))
+    return torch.from_numpy(labels), torch.from_numpy(predictions)
+
+
+@pytest.mark.parametrize("confidence", [0.95, 0.5])
+def test_the_interval_is_that_of_a_loop_over_the_same_resamples(confidence):
+    labels, predictions = rows()
+    found = macro_f1_interval(labels, predictions, resamples=200, seed=3, confidence=confidence)
+    np.testing.assert_allclose(found, by_loop(labels, predictions, 200, 3, confidence), rtol=0, atol=1e-12)
+
+
+def test_classes_that_are_rare_or_only_predicted_count_as_in_the_loop():
+    labels, predictions = rows(30)
+    labels[:] = torch.where(labels == 3, 7, labels)  # numbers with gaps
+    predictions[:4] = torch.tensor([9, 5, 0, 12])  # classes that no row has, between the others and beyond them
+    labels[0] = 20  # one row: many resamples have none of it
+    found = macro_f1_interval(labels, predictions, resamples=200)
+    np.testing.assert_allclose(found, by_loop(labels, predictions, 200, 0, 0.95), rtol=0, atol=1e-12)
+
+
+def test_two_rows_by_hand():
+    # Resamples of a hit of class 0 and a miss of class 1 (called 0): both hits give 1, both misses 0, one of each
+    # F1 = 2/3 for class 0 and 0 for class 1, so 1/3.
+    labels, predictions = torch.tensor([0, 1]), torch.tensor([0, 0])
+    assert macro_f1(labels, predictions) == pytest.approx(1 / 3)
+    assert macro_f1_interval(labels, predictions, resamples=400) == (0.0, 1.0)
+    low, high = macro_f1_interval(labels, predictions, resamples=4000, confidence=0.4)
+    assert (low, high) == pytest.approx((1 / 3, 1 / 3)), "a quarter of the resamples on either side"
+
+
+def test_neither_the_numbers_of_classes_nor_a_perfect_score_leave_any_doubt():
+    labels, predictions = rows()
+    assert macro_f1_interval(labels, labels) == (1.0, 1.0)
+    found = macro_f1_interval(labels, predictions, resamples=100)
+    renamed = macro_f1_interval(50 - 3 * labels, 50 - 3 * predictions, resamples=100)
+    assert renamed == pytest.approx(found, abs=1e-12)
+    low, high = found
+    assert low <= macro_f1(labels, predictions) <= high
+
+
+def test_what_has_no_interval_is_refused():
+    labels, predictions = rows()
+    with pytest.raises(
+        ValueError, match=r"expected labels and predictions of at least 2 rows, got \(60,\) and \(59,\)"
+    ):
+        macro_f1_interval(labels, predictions[1:])
+    with pytest.raises(ValueError, match=r"at least 2 rows, got \(1,\) and \(1,\)"):
+        macro_f1_interval(labels[:1], predictions[:1])
+    for options in ({"resamples": 0}, {"confidence": 1.0}):
+        with pytest.raises(ValueError, match=r"expected resamples of at least 1 and a confidence in \(0, 1\)"):
+            macro_f1_interval(labels, predictions, **options)

@@ -1,0 +1,234 @@
+"""Concept alignment against loops over pairs, hand-solved arrangements, invariances, refusals."""
+
+import itertools
+import math
+
+import numpy as np
+import pytest
+import torch
+from scipy.stats import ortho_group
+
+from lit_layers.functional.concepts import _derangements, _directions, concept_alignment
+
+
+def random(*shape, seed=0):
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+
+
+def cosine(a, b, metric=None):
+    metric = np.eye(len(a)) if metric is None else metric
+    return a @ metric @ b / math.sqrt((a @ metric @ a) * (b @ metric @ b))
+
+
+def by_loops(first, second, metric=None):
+    """Gram, mean over i < j and leave-one-out of arrays (pairs, dim), pair by pair."""
+    deltas = second - first
+    size = len(deltas)
+    gram = np.array([[cosine(a, b, metric) for b in deltas] for a in deltas])
+    mean = np.mean([gram[i, j] for i, j in itertools.combinations(range(size), 2)])
+    others = [np.mean([deltas[j] for j in range(size) if j != i], axis=0) for i in range(size)]
+    return gram, mean, np.mean([cosine(deltas[i], others[i], metric) for i in range(size)])
+
+
+@pytest.mark.parametrize("whitened", [False, True])
+def test_every_value_agrees_with_loops_over_pairs(whitened):
+    first, second = random(2, 3, 9, 6), random(2, 3, 9, 6, seed=1) + 2  # the two kinds of words differ in the mean
+    covariance = metric = None
+    if whitened:
+        covariance = torch.cov(random(6, 40, seed=5) * torch.arange(1, 7)[:, None] ** 2)
+        metric = np.linalg.inv(covariance.numpy() + 1e-6 * np.trace(covariance) / 6 * np.eye(6))
+    found = concept_alignment(first, second, whiten=covariance, shuffles=4, seed=3)
+    assert found.gram.shape == (2, 3, 9, 9)
+    for place in itertools.product(range(2), range(3)):
+        a, b = first[place].numpy(), second[place].numpy()
+        gram, mean, leave_one_out = by_loops(a, b, metric)
+        np.testing.assert_allclose(found.gram[place], gram, atol=1e-10)
+        assert found.mean[place].item() == pytest.approx(mean, abs=1e-10)
+        np.testing.assert_allclose(found.by_pair[place], (gram.sum(1) - 1) / 8, atol=1e-10)
+        assert found.leave_one_out[place].item() == pytest.approx(leave_one_out, abs=1e-10)
+        shuffled = np.mean([by_loops(a, b[order.numpy()], metric)[1] for order in _derangements(9, 4, 3)])
+        assert found.shuffled[place].item() == pytest.approx(shuffled, abs=1e-10)
+        assert found.excess[place].item() == pytest.approx(mean - shuffled, abs=1e-10)
+
+
+def test_parallel_deltas_of_any_length_give_1():
+    first = random(5, 7)
+    found = concept_alignment(first, first + torch.tensor([1.0, 2, 0.5, 10, 3])[:, None] * random(7, seed=2))
+    assert found.mean.item() == pytest.approx(1)
+    assert found.leave_one_out.item() == pytest.approx(1)
+    np.testing.assert_allclose(found.gram, np.ones((5, 5)))
+
+
+def test_directions_that_sum_to_0_give_the_minimum():
+    turn = 2 * math.pi * torch.arange(5, dtype=torch.float64) / 5
+    found = concept_alignment(torch.zeros(5, 2), torch.stack([turn.cos(), turn.sin()], 1).float())
+    assert found.mean.item() == pytest.approx(-1 / 4, abs=1e-6)
+    assert found.leave_one_out.item() == pytest.approx(-1, abs=1e-6)
+
+
+def test_four_pairs_solved_by_hand():
+    first = torch.tensor([[0.0, 0], [5, 5], [1, 0], [0, 0]])
+    second = torch.tensor([[2.0, 0], [5, 8], [2, 1], [-4, 0]])  # deltas (2, 0), (0, 3), (1, 1), (-4, 0)
+    half = math.sqrt(0.5)
+    found = concept_alignment(first, second)
+    assert found.mean.item() == pytest.approx((0 + half - 1 + half + 0 - half) / 6)
+    # the others' sums: (-3, 4), (-1, 1), (-2, 3), (3, 4)
+    expected = (-3 / 5 + half + 1 / math.sqrt(26) - 3 / 5) / 4
+    assert found.leave_one_out.item() == pytest.approx(expected)
+
+
+def test_random_deltas_have_expectation_0_and_the_spread_of_the_formula():
+    found = concept_alignment(random(400, 10, 12), random(400, 10, 12, seed=1), shuffles=1).mean
+    spread = math.sqrt(2 / (10 * 9 * 12))
+    assert abs(found.mean().item()) < 4 * spread / 20
+    assert found.std().item() == pytest.approx(spread, rel=0.15)
+
+
+def test_words_of_two_kinds_whose_pairing_means_nothing_have_no_excess():
+    first, second = random(200, 16), random(200, 16, seed=1) + 1.5
+    found = concept_alignment(first, second, shuffles=50)
+    assert found.mean.item() > 0.4
+    assert abs(found.excess.item()) < 0.01
+
+
+def test_rotation_translation_scale_order_and_swapped_sides_change_nothing():
+    first, second = random(8, 6), random(8, 6, seed=1) + 1
+    turn = torch.from_numpy(ortho_group.rvs(6, random_state=0))
+    shift, order = random(6, seed=9), torch.tensor([3, 1, 7, 0, 2, 6, 5, 4])
+    found = concept_alignment(first, second)
+    moved = concept_alignment(3 * first @ turn + shift, 3 * second @ turn + shift)
+    for name in ("mean", "leave_one_out", "shuffled", "excess", "gram", "by_pair"):
+        np.testing.assert_allclose(getattr(moved, name), getattr(found, name), atol=1e-12)
+    for other in (concept_alignment(first[order], second[order]), concept_alignment(second, first)):
+        np.testing.assert_allclose(other.mean, found.mean, atol=1e-12)
+        np.testing.assert_allclose(other.leave_one_out, found.leave_one_out, atol=1e-12)
+
+
+def test_with_the_covariance_of_whitening_linear_maps_change_nothing():
+    first, second, rows = random(8, 5), random(8, 5, seed=1), random(300, 5, seed=2)
+    map_ = random(5, 5, seed=3)
+    found = concept_alignment(first, second, whiten=torch.cov(rows.T))
+    mapped = concept_alignment(first @ map_, second @ map_, whiten=torch.cov((rows @ map_).T))
+    assert mapped.mean.item() == pytest.approx(found.mean.item(), abs=1e-4)  # the jitter is not invariant
+    assert abs(concept_alignment(first @ map_, second @ map_).mean.item() - found.mean.item()) > 1e-2
+
+
+def test_a_derangement_moves_every_word_and_all_are_equally_probable():
+    drawn = [tuple(order.tolist()) for order in _derangements(4, 4500, seed=0)]
+    assert all(place != word for order in drawn for place, word in enumerate(order))
+    counts = {order: drawn.count(order) for order in set(drawn)}
+    assert len(counts) == 9  # all there are
+    assert sum((count - 500) ** 2 / 500 for count in counts.values()) < 26.1  # chi-square, 8 degrees, p = 0.001
+
+
+def test_shuffles_depend_on_the_seed_alone_and_leave_the_global_generator_alone():
+    first, second = random(8, 6), random(8, 6, seed=1)
+    before = torch.get_rng_state()
+    found = concept_alignment(first, second)
+    torch.manual_seed(123)
+    assert concept_alignment(first, second).shuffled == found.shuffled
+    assert concept_alignment(first, second, seed=1).shuffled != found.shuffled
+    torch.set_rng_state(before)
+    concept_alignment(first, second)
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_shuffled_pairs_of_one_point_are_left_out():
+    first = random(5, 4)
+    second = random(5, 4, seed=1)
+    second[1] = first[0]  # antonyms: before - after, after - before
+    second[0] = first[1]
+    found = concept_alignment(first, second, shuffles=40)
+    values = []
+    for order in _derangements(5, 40, 0):
+        deltas = (second[order] - first).numpy()
+        kept = [row for row in deltas if row.any()]
+        values.append(np.mean([cosine(a, b) for a, b in itertools.combinations(kept, 2)]))
+        assert len(kept) in (3, 4, 5)
+    assert found.shuffled.item() == pytest.approx(np.mean(values))
+
+
+def test_one_point_stays_one_point_however_whitening_rounds():
+    first, second = random(6, 40, 64), random(6, 40, 64, seed=1)
+    second[:, :39] = first[:, 1:]  # each second word is the next pair's first one
+    covariance = torch.cov(random(64, 100, seed=5) * torch.logspace(-4, 4, 64)[:, None])
+    found = concept_alignment(first, second, whiten=covariance, shuffles=5)
+    factor = torch.linalg.cholesky(covariance + 1e-6 * covariance.trace() / 64 * torch.eye(64))
+    for layer in range(6):
+        values = []
+        for order in _derangements(40, 5, 0):
+            deltas = second[layer, order] - first[layer]
+            seen = torch.linalg.solve_triangular(factor, deltas[deltas.any(1)].T, upper=False).T
+            units = seen / seen.norm(dim=1, keepdim=True)
+            cosines = units @ units.T
+            values.append(cosines[*torch.triu_indices(len(seen), len(seen), 1)].mean().item())
+        assert found.shuffled[layer].item() == pytest.approx(np.mean(values), abs=1e-9)
+    rounded = _directions(torch.full((2, 3), 1e-17), torch.tensor([True, False]))
+    assert rounded.any(-1).tolist() == [False, True]
+
+
+def test_a_layer_with_a_zero_delta_is_nan_alone_and_named_when_refused():
+    first, second = random(2, 5, 3), random(2, 5, 3, seed=1)
+    expected = concept_alignment(first[1], second[1])
+    second[0, 2] = first[0, 2]
+    found = concept_alignment(first, second, undefined="nan")
+    for name in ("mean", "leave_one_out", "shuffled", "excess", "gram", "by_pair"):
+        assert getattr(found, name)[0].isnan().all()
+        np.testing.assert_allclose(getattr(found, name)[1], getattr(expected, name), atol=1e-14)
+    with pytest.raises(ValueError, match=r"undefined at element \(0,.*: a pair's two words are the same point"):
+        concept_alignment(first, second)
+    first[0, 0, 0] = math.inf
+    assert concept_alignment(first, second, undefined="nan").mean.isnan().tolist() == [True, False]
+    with pytest.raises(ValueError, match="a point is not finite"):
+        concept_alignment(first, second)
+
+
+def test_others_that_cancel_leave_leave_one_out_alone_undefined():
+    deltas = torch.tensor([[0.1, 0.2], [-0.1, -0.2], [3.0, 1.0]])
+    found = concept_alignment(torch.zeros(3, 2), deltas, undefined="nan")
+    assert found.leave_one_out.isnan()
+    assert found.mean.item() == pytest.approx(-1 / 3)
+    with pytest.raises(ValueError, match="leave_one_out is undefined: the deltas of the other pairs cancel"):
+        concept_alignment(torch.zeros(3, 2), deltas)
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "options", "error", "sentence"),
+    [
+        (torch.ones(2, 4), torch.zeros(2, 4), {}, ValueError, "expected at least 3 pairs, got 2"),
+        (
+            torch.ones(3, 4),
+            torch.zeros(3, 5),
+            {},
+            ValueError,
+            r"of one shape \(\*layers, pairs, dim\), got \(3, 4\) and \(3, 5\)",
+        ),
+        (torch.ones(3, 4).long(), torch.zeros(3, 4), {}, TypeError, "first to be a floating-point tensor, got torch.i"),
+        (torch.ones(3, 4), torch.eye(3, 4), {"shuffles": 0}, ValueError, "expected at least 1 shuffle, got 0"),
+        (torch.ones(3, 4), torch.eye(3, 4), {"undefined": "skip"}, ValueError, "undefined to be one of 'raise', 'nan'"),
+        (
+            torch.ones(3, 4),
+            torch.eye(3, 4),
+            {"whiten": torch.eye(3)},
+            ValueError,
+            r"whiten of shape \(4, 4\), got \(3, 3\)",
+        ),
+        (
+            torch.ones(3, 4),
+            torch.eye(3, 4),
+            {"whiten": -torch.eye(4)},
+            ValueError,
+            "got a matrix with a negative or no",
+        ),
+        (
+            torch.ones(3, 4),
+            torch.eye(3, 4),
+            {"whiten": torch.ones(4, 4).triu()},
+            ValueError,
+            "not finite or not symmetric",
+        ),
+    ],
+)
+def test_what_has_no_alignment_is_refused(first, second, options, error, sentence):
+    with pytest.raises(error, match=sentence):
+        concept_alignment(first, second, **options)

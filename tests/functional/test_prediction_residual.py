@@ -1,0 +1,226 @@
+"""The prediction residual against numpy's least squares and scikit-learn, solved cases, invariances, refusals."""
+
+import numpy as np
+import pytest
+import torch
+from sklearn.linear_model import LinearRegression
+
+from lit_layers.functional.prediction_residual import prediction_residual
+
+
+def random(*shape, seed=0):
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+
+
+def random_ids(count, seed=0):
+    return torch.randint(0, 5000, (count,), generator=torch.Generator().manual_seed(seed))
+
+
+def normed(rows, normalize, eps=1e-5):
+    rows = rows.numpy()
+    mean, var = rows.mean(-1, keepdims=True), rows.var(-1, keepdims=True)
+    return {
+        "layer_norm": (rows - mean) / np.sqrt(var + eps),
+        "rms_norm": rows / np.sqrt((rows**2).mean(-1, keepdims=True) + eps),
+        "standardize": (rows - mean) / np.sqrt(var),
+        "none": rows,
+    }[normalize]
+
+
+def by_lstsq(rows, ids):
+    """Residual and rank, of least squares with a column of ones."""
+    ids = ids.numpy().astype(float)
+    design = np.hstack([rows, np.ones((len(rows), 1))])
+    weights = np.linalg.lstsq(design, ids, rcond=None)[0]
+    rank = np.linalg.matrix_rank(rows - rows.mean(0))
+    return ((ids - design @ weights) ** 2).mean() / ids.var(), rank
+
+
+@pytest.mark.parametrize("normalize", ["layer_norm", "rms_norm", "standardize", "none"])
+def test_values_agree_with_numpy_s_least_squares(normalize):
+    features, ids = random(2, 3, 200, 12) * 3 + 1, random_ids(200)
+    features[..., 4] += 0.02 * ids  # something to find
+    found = prediction_residual(features, ids, normalize=normalize)
+    assert found.value.shape == found.adjusted.shape == found.rank.shape == (2, 3)
+    assert found.num_rows == 200
+    assert found.held_out is None
+    for place in np.ndindex(2, 3):
+        value, rank = by_lstsq(normed(features[place], normalize), ids)
+        assert found.rank[place] == rank == (12 if normalize in ("none", "rms_norm") else 11)
+        assert found.value[place].item() == pytest.approx(value, rel=1e-9)
+        assert found.adjusted[place].item() == pytest.approx(value * 199 / (199 - rank), rel=1e-9)
+    assert found.value.max() < 0.9
+
+
+def test_the_norms_are_torch_s_own_with_the_eps_given():
+    features, ids = random(60, 8) * 0.05, random_ids(60)
+    for normalize, module in (
+        ("layer_norm", torch.nn.LayerNorm(8, eps=1e-2, dtype=torch.float64)),
+        ("rms_norm", torch.nn.RMSNorm(8, eps=1e-2, dtype=torch.float64)),
+    ):
+        expected = prediction_residual(module(features), ids, normalize="none").value
+        assert prediction_residual(features, ids, normalize=normalize, eps=1e-2).value.item() == pytest.approx(
+            expected.item(), rel=1e-10
+        )
+
+
+def test_more_rows_than_are_looked_at_at_once_are_one_fit():
+    features, ids = random(9000, 5), random_ids(9000)
+    features[:, 2] += 0.001 * ids
+    found = prediction_residual(features.float(), ids, split=0.5, normalize="none")
+    reference = LinearRegression().fit(features.float().double(), ids)
+    assert found.value.item() == pytest.approx(1 - reference.score(features.float().double(), ids), rel=1e-10)
+
+
+def test_the_held_out_value_is_scikit_learn_s_score_on_rows_it_was_not_fitted_on():
+    features, ids = random(2, 120, 6), random_ids(120)
+    features[..., 1] += 0.002 * ids
+    mask = torch.arange(120) % 3 > 0
+    found = prediction_residual(features, ids, normalize="layer_norm", split=mask)
+    whole = prediction_residual(features, ids, normalize="layer_norm")
+    torch.testing.assert_close(found.value, whole.value, rtol=1e-10, atol=0)
+    for place in range(2):
+        rows = normed(features[place], "layer_norm")
+        fit = LinearRegression().fit(rows[mask], ids[mask])
+        assert found.held_out[place].item() == pytest.approx(1 - fit.score(rows[~mask], ids[~mask]), rel=1e-9)
+
+
+def test_a_share_of_the_rows_is_drawn_from_the_seed_alone():
+    features, ids = random(50, 4), random_ids(50)
+    order = torch.randperm(50, generator=torch.Generator().manual_seed(7))
+    mask = torch.zeros(50, dtype=torch.bool)
+    mask[order[:35]] = True
+    before = torch.get_rng_state()
+    found = prediction_residual(features, ids, split=0.7, seed=7)
+    assert torch.equal(torch.get_rng_state(), before)
+    assert found.held_out == prediction_residual(features, ids, split=mask).held_out
+    assert found.held_out != prediction_residual(features, ids, split=0.7).held_out
+
+
+def test_a_line_and_two_opposite_bends_solved_by_hand():
+    feature = torch.tensor([[-1.5], [-0.5], [0.5], [1.5]])
+    assert prediction_residual(feature, torch.tensor([3, 5, 7, 9]), normalize="none").value.item() == pytest.approx(0)
+    found = prediction_residual(feature, torch.tensor([0, 2, 2, 0]), normalize="none")  # no slope at all
+    assert found.value.item() == pytest.approx(1)
+    assert found.adjusted.item() == pytest.approx(3 / 2)
+    # ids 0, 0, 0, 4: slope 1.2, centred sums of squares 12 and 1.44 x 5 of it explained
+    assert prediction_residual(feature, torch.tensor([0, 0, 0, 4]), normalize="none").value.item() == pytest.approx(0.4)
+
+
+def test_as_many_directions_as_rows_leave_nothing():
+    found = prediction_residual(random(6, 9), random_ids(6), normalize="none")
+    assert found.rank == 5
+    assert found.value.item() == pytest.approx(0, abs=1e-20)
+    assert found.adjusted.isnan()
+
+
+def test_useless_features_leave_the_expected_share():
+    ids = random_ids(60)
+    found = prediction_residual(random(400, 60, 20), ids)
+    assert found.value.mean().item() == pytest.approx(1 - 19 / 59, abs=0.02)
+    assert found.adjusted.mean().item() == pytest.approx(1, abs=0.03)
+
+
+def test_invertible_maps_of_features_and_ids_change_nothing_and_relabelling_does():
+    features, ids = random(90, 7), random_ids(90)
+    features[:, 3] += 0.001 * ids
+    found = prediction_residual(features, ids, normalize="none", split=0.6)
+    mapped = prediction_residual(
+        features @ random(7, 7, seed=4) + 1e3 * random(7, seed=5), 50000 - 3 * ids, normalize="none", split=0.6
+    )
+    torch.testing.assert_close(mapped.value, found.value, rtol=1e-8, atol=0)
+    torch.testing.assert_close(mapped.held_out, found.held_out, rtol=1e-8, atol=0)
+    relabelled = torch.randperm(5000, generator=torch.Generator().manual_seed(0))[ids]
+    assert prediction_residual(features, relabelled, normalize="none").value > 1.2 * found.value
+
+
+def test_weights_of_a_final_norm_change_nothing():
+    features, ids = random(90, 7), random_ids(90)
+    norm = torch.nn.LayerNorm(7, dtype=torch.float64)
+    with torch.no_grad():
+        norm.weight.copy_(random(7, seed=2) + 3)
+        norm.bias.copy_(random(7, seed=3))
+        after = prediction_residual(norm(features), ids, normalize="none")
+    assert after.rank == 6
+    assert after.value.item() == pytest.approx(prediction_residual(features, ids).value.item(), rel=1e-9)
+
+
+def test_copied_and_constant_features_add_no_rank_and_no_fit():
+    features, ids = random(80, 5), random_ids(80)
+    more = torch.cat([features, features[:, :2], torch.full((80, 1), 1234.5678), 2 * features.sum(1, True)], dim=1)
+    expected, found = (
+        prediction_residual(given, ids, normalize="none", split=0.5) for given in (features, more.double())
+    )
+    assert found.rank == expected.rank == 5
+    torch.testing.assert_close(found.value, expected.value, rtol=1e-9, atol=0)
+    torch.testing.assert_close(found.held_out, expected.held_out, rtol=1e-9, atol=0)
+
+
+def test_digits_that_squaring_would_lose_are_kept():
+    ids = random_ids(100)
+    centred = (ids - ids.double().mean()) / ids.double().std()
+    noise = random(100, 2)
+    features = torch.stack([noise[:, 0] * 1e5, noise[:, 0] * 1e5 + 1e-4 * centred], dim=1)  # 1e-9 apart
+    assert prediction_residual(features, ids, normalize="none").value.item() < 1e-6
+    gram = np.cov(features.T.numpy())
+    assert np.linalg.eigvalsh(gram)[0] < 0 or np.linalg.cond(gram) > 1e15
+
+
+def test_several_labellings_at_once_are_each_one_s_own():
+    features, ids = random(3, 70, 6), torch.stack([random_ids(70), random_ids(70, seed=1)], dim=1)
+    both = prediction_residual(features, ids, split=0.5)
+    assert both.value.shape == both.held_out.shape == (3, 2)
+    assert both.rank.shape == (3,)
+    for column in range(2):
+        alone = prediction_residual(features, ids[:, column], split=0.5)
+        torch.testing.assert_close(both.value[:, column], alone.value, rtol=1e-10, atol=0)
+        torch.testing.assert_close(both.adjusted[:, column], alone.adjusted, rtol=1e-10, atol=0)
+        torch.testing.assert_close(both.held_out[:, column], alone.held_out, rtol=1e-10, atol=0)
+
+
+@pytest.mark.parametrize(
+    ("features", "ids", "options", "error", "sentence"),
+    [
+        (
+            torch.ones(5, 3).long(),
+            torch.arange(5),
+            {},
+            TypeError,
+            "features to be a floating-point tensor, got torch.i",
+        ),
+        (torch.ones(5, 3), torch.ones(5), {}, TypeError, "token_ids to be an integer tensor, got torch.float32"),
+        (torch.ones(5), torch.arange(5), {}, ValueError, r"features of shape \(\*n, m, dim\), got \(5,\)"),
+        (torch.ones(5, 3), torch.arange(4), {}, ValueError, r"one token id for each of 5 rows, got shape \(4,\)"),
+        (torch.ones(2, 3), torch.arange(2), {}, ValueError, "expected at least 3 rows, got 2"),
+        (random(5, 3), torch.full((5,), 9), {}, ValueError, "token ids that are not all equal: their variance is 0"),
+        (
+            random(6, 3),
+            torch.tensor([1, 2, 3, 4, 7, 7]),
+            {"split": torch.arange(6) < 4},
+            ValueError,
+            "expected scored token ids that are not all equal",
+        ),
+        (torch.ones(5, 3), torch.arange(5), {"normalize": "standardize"}, ValueError, "finite after normalize='stand"),
+        (
+            torch.full((5, 3), torch.nan),
+            torch.arange(5),
+            {"normalize": "none"},
+            ValueError,
+            "expected rows that are fin",
+        ),
+        (random(5, 3), torch.arange(5), {"normalize": "unit"}, ValueError, "normalize to be one of 'layer_norm', 'rms"),
+        (random(5, 3), torch.arange(5), {"eps": -1.0}, ValueError, "expected eps of at least 0, got -1.0"),
+        (random(5, 3), torch.arange(5), {"split": 1.0}, ValueError, "expected split between 0 and 1, got 1.0"),
+        (random(5, 3), torch.arange(5), {"split": 0.2}, ValueError, "3 rows to fit and 2 to score, got 1 and 4"),
+        (
+            random(5, 3),
+            torch.arange(5),
+            {"split": torch.ones(4) > 0},
+            ValueError,
+            "a boolean mask of 5 rows, got torch",
+        ),
+    ],
+)
+def test_what_cannot_be_fitted_is_refused(features, ids, options, error, sentence):
+    with pytest.raises(error, match=sentence):
+        prediction_residual(features, ids, **options)

@@ -1,0 +1,70 @@
+"""How long it takes to reach a layer: what is counted, in which order, and that nothing is left behind."""
+
+import time
+
+import pytest
+import torch
+from torch import nn
+
+from lit_layers.errors import InputError
+from lit_layers.models import layer_latency
+from lit_layers.models.layer_latency import layer_latencies
+from lit_layers.models.view import LayeredModel
+from tests.support.tiny_models import tiny, tiny_batch
+
+
+def num_hooks(model: nn.Module) -> int:
+    return sum(len(module._forward_hooks) + len(module._forward_pre_hooks) for module in model.modules())
+
+
+@pytest.mark.parametrize("name", ["gpt2", "llama", "bert", "gpt2_trunk", "vit", "vit_headless"])
+def test_every_layer_is_reached_after_the_one_before(name):
+    found = layer_latencies(LayeredModel(tiny(name)), tiny_batch(name, batch=1), rounds=3, warm_up=1)
+    assert found.dtype == torch.float64
+    assert found.shape == (4,)
+    assert found[0] > 0
+    assert (found.diff() > 0).all()
+
+
+def test_the_seconds_are_medians_of_steps_from_the_call_to_the_first_block_and_from_block_to_block(monkeypatch):
+    # Two rounds behind one of warm-up, a call and four layers each; what the clock shows at each is made up.
+    steps = [[0, 9, 9, 9, 9], [5, 1, 2, 4, 8], [7, 2, 2, 5, 99], [7, 3, 1, 6, 8]]
+    ticks = iter(torch.tensor(steps).flatten().cumsum(0).tolist())
+    monkeypatch.setattr(layer_latency.time, "perf_counter", lambda: float(next(ticks)))
+    found = layer_latencies(LayeredModel(tiny("gpt2")), tiny_batch("gpt2"), rounds=3, warm_up=1)
+    assert found.tolist() == [2, 2 + 2, 2 + 2 + 5, 2 + 2 + 5 + 8]
+    assert next(ticks, None) is None
+
+
+def test_the_first_layer_does_not_wait_for_the_first_block():
+    model = tiny("gpt2")
+    slow = model.transformer.h[0].register_forward_pre_hook(lambda *_: time.sleep(0.02))
+    behind = layer_latencies(LayeredModel(model), tiny_batch("gpt2"), rounds=1, warm_up=0)
+    slow.remove()
+    assert behind[0] >= 0.02, "what is before the block"
+    slow = model.transformer.h[0].mlp.register_forward_hook(lambda *_: time.sleep(0.02))
+    found = layer_latencies(LayeredModel(model), tiny_batch("gpt2"), rounds=1, warm_up=0)
+    slow.remove()
+    assert found[1] - found[0] >= 0.02, "what is in the block"
+
+
+def test_the_model_is_as_before_also_when_a_block_fails():
+    model = tiny("gpt2").train()
+    layer_latencies(LayeredModel(model), tiny_batch("gpt2"), rounds=1)
+    assert num_hooks(model) == 0
+    assert all(module.training for module in model.modules())
+
+    def fail(*_: object) -> None:
+        raise RuntimeError("broken")
+
+    handle = model.transformer.h[1].mlp.register_forward_hook(fail)
+    with pytest.raises(RuntimeError, match="broken"):
+        layer_latencies(LayeredModel(model), tiny_batch("gpt2"), rounds=1)
+    handle.remove()
+    assert num_hooks(model) == 0
+    assert all(module.training for module in model.modules())
+
+
+def test_no_round_is_refused():
+    with pytest.raises(InputError, match="rounds: expected at least 1, and warm_up of at least 0, got 0 and 3"):
+        layer_latencies(LayeredModel(tiny("gpt2")), tiny_batch("gpt2"), rounds=0)

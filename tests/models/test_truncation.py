@@ -1,0 +1,177 @@
+"""The first blocks of a model are a model of their own, with the same hidden states."""
+
+import copy
+import json
+
+import pytest
+import torch
+from torch import nn
+
+from lit_layers.errors import InputError
+from lit_layers.models.build import causal_lm, load, save, vit, weights_hash
+from lit_layers.models.truncation import truncate
+from lit_layers.models.view import LayeredModel
+from lit_layers.models.vocabulary import unpadded_state
+from tests.support.tiny_models import FAMILIES, LAYERS, tiny, tiny_batch
+
+TEXT = [name for name in FAMILIES if not name.startswith("vit")]
+GPT2 = {"vocab_size": 61, "n_embd": 32, "n_layer": 3, "n_head": 4, "n_positions": 64}
+VIT = {"depth": 4, "embed_dim": 32, "num_heads": 4, "img_size": 16, "patch_size": 4, "num_classes": 5}
+
+
+def hidden(model, batch):
+    return LayeredModel(model).trajectory(batch).hidden
+
+
+@pytest.mark.parametrize("head", [True, False])
+@pytest.mark.parametrize("name", FAMILIES)
+def test_the_states_of_the_kept_layers_are_those_of_the_whole_model_bit_by_bit(name, head):
+    model = tiny(name)
+    before, settings = copy.deepcopy(model.state_dict()), str(getattr(model, "config", ""))
+    for num_layers in range(1, LAYERS + 1):
+        cut = truncate(model, num_layers, head=head)
+        assert LayeredModel(cut).num_layers == num_layers
+        assert type(cut) is type(model) if head else LayeredModel(cut).vocab_size is None
+        for padding in (None, "left", "right"):
+            batch = tiny_batch(name, padding=padding)
+            assert torch.equal(hidden(cut, batch), hidden(model, batch)[: num_layers + 1])
+    assert str(getattr(model, "config", "")) == settings
+    assert all(torch.equal(tensor, before[key]) for key, tensor in model.state_dict().items())
+
+
+@pytest.mark.parametrize("name", ["gpt2", "llama", "falcon"])
+def test_a_trunk_ends_with_the_final_norm_of_what_the_kept_block_leaves(name):
+    """Against transformers' own account of its hidden states, without our view."""
+    model, batch = tiny(name), tiny_batch(name)
+    own = model(**batch, use_cache=False, output_hidden_states=True).hidden_states
+    norm = model.base_model.norm if name == "llama" else model.base_model.ln_f
+    for num_layers in (1, 2):  # the last entry of `own` is behind the norm
+        trunk = truncate(model, num_layers, head=False)
+        assert torch.equal(trunk(**batch, use_cache=False).last_hidden_state, norm(own[num_layers]))
+        whole = truncate(model, num_layers)(**batch, use_cache=False)
+        assert torch.equal(whole.logits, model.lm_head(norm(own[num_layers])))
+
+
+@pytest.mark.parametrize("head", [True, False])
+@pytest.mark.parametrize("name", TEXT)
+def test_a_saved_cut_is_an_ordinary_model_of_the_smaller_depth(name, head, tmp_path):
+    cut = truncate(tiny(name), 2, head=head)
+    save(cut, tmp_path)
+    settings = json.loads((tmp_path / "config.json").read_text())
+    assert {settings.get(field, 2) for field in ("num_hidden_layers", "n_layer", "n_layers", "num_layers")} == {2}
+    assert {len(settings.get(field) or "..") for field in ("layer_types", "attention_layers")} == {2}
+    if "attention_types" in settings:  # GPT-Neo's: kinds of attention, and how often they come in turn
+        assert [kind for kinds, times in settings["attention_types"] for kind in kinds * times] == ["global", "local"]
+    assert settings["architectures"] == [type(cut).__name__]
+    again = load(tmp_path)  # refuses weights that are missing, such as a pooler's
+    assert type(again) is type(cut)
+    batch = tiny_batch(name, padding="left")
+    assert torch.equal(hidden(again, batch), hidden(cut, batch))
+
+
+def test_the_weights_are_copies_and_tied_ones_stay_tied():
+    model = causal_lm("gpt2", **GPT2)
+    before = weights_hash(model)
+    cut = truncate(model, 2)
+    assert cut.lm_head.weight is cut.transformer.wte.weight
+    with torch.no_grad():
+        for parameter in cut.parameters():
+            parameter += 1
+    assert weights_hash(model) == before
+    for key, tensor in truncate(model, 2).state_dict().items():
+        assert torch.equal(tensor, model.state_dict()[key]), key
+        assert tensor.data_ptr() != model.state_dict()[key].data_ptr()
+
+
+def test_dropped_blocks_are_nowhere_in_the_copy():
+    kept = {name for name, _ in truncate(tiny("llama"), 1).named_parameters()}
+    whole = {name for name, _ in tiny("llama").named_parameters()}
+    assert whole - kept == {name for name in whole if ".layers.1." in name or ".layers.2." in name}
+
+
+def test_modes_precision_attention_and_frozen_weights_are_kept():
+    model = tiny("qwen2", dtype=torch.bfloat16, attention="eager").train()
+    model.model.layers[0].mlp.eval()
+    model.model.norm.weight.requires_grad_(False)
+    cut = truncate(model, 2)
+    assert cut.training
+    assert not cut.model.layers[0].mlp.training
+    assert cut.model.layers[1].mlp.training
+    assert {parameter.dtype for parameter in cut.parameters()} == {torch.bfloat16}
+    assert cut.config._attn_implementation == "eager"
+    frozen = [name for name, parameter in cut.named_parameters() if not parameter.requires_grad]
+    assert frozen == ["model.norm.weight"]
+
+
+@pytest.mark.parametrize("head", [True, False])
+def test_padding_rows_of_the_vocabulary_stay_and_are_left_out_when_saved(head, tmp_path):
+    model = causal_lm("gpt2", pad_vocab_to=64, **GPT2).eval()
+    cut = truncate(model, 1, head=head)
+    assert (cut.get_input_embeddings().weight.shape[0], cut.config.unpadded_vocab_size) == (64, 61)
+    save(cut, tmp_path)
+    again, batch = load(tmp_path), tiny_batch("gpt2")
+    assert again.get_input_embeddings().weight.shape[0] == 61
+    assert torch.equal(hidden(again, batch), hidden(model, batch)[:2])
+    assert weights_hash(again) == weights_hash(cut)
+
+
+@pytest.mark.parametrize("head", [True, False])
+def test_a_vit_keeps_what_it_was_built_with_except_its_depth(head, tmp_path):
+    from timm import create_model
+
+    model = vit("deit_tiny_patch16_224", **VIT, drop_path_rate=0.3)
+    cut = truncate(model, 2, head=head)
+    rates = [block.drop_path1.drop_prob for block in model.blocks[1:2]]
+    assert [block.drop_path1.drop_prob for block in cut.blocks[1:2]] == rates
+    assert rates[0] > 0
+    save(cut, tmp_path)
+    again, batch = create_model(f"local-dir:{tmp_path}", pretrained=True).eval(), tiny_batch("vit")
+    assert again.num_classes == (5 if head else 0)
+    assert torch.equal(hidden(again, batch), hidden(model, batch)[:3])
+    assert torch.equal(hidden(truncate(load(tmp_path), 1), batch), hidden(model, batch)[:2])
+
+
+def test_the_pooler_that_a_bert_lacks_is_zeros_and_one_it_has_is_kept():
+    assert tiny("bert").bert.pooler is None
+    pooler = truncate(tiny("bert"), 1, head=False).pooler
+    assert all(not parameter.any() for parameter in pooler.parameters())
+    model = tiny("bert_classifier")
+    kept = unpadded_state(truncate(model, 1, head=False).pooler)
+    assert all(torch.equal(kept[name], tensor) for name, tensor in model.bert.pooler.state_dict().items())
+
+
+def test_the_global_random_state_is_left_alone():
+    before = torch.get_rng_state()
+    truncate(tiny("bert"), 1, head=False)
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+@pytest.mark.parametrize("num_layers", [-1, 0, 4])
+def test_a_depth_that_is_not_there_is_refused(num_layers):
+    message = rf"num_layers: GPT2LMHeadModel can be cut to 1\.\.3 blocks, got {num_layers}"
+    with pytest.raises(InputError, match=message):
+        truncate(tiny("gpt2"), num_layers)
+
+
+def test_blocks_that_share_weights_are_refused():
+    for shared in (lambda blocks: blocks[0], lambda blocks: sharing(copy.deepcopy(blocks[0]), blocks[0])):
+        model = tiny("gpt2")
+        model.transformer.h[2] = shared(model.transformer.h)
+        with pytest.raises(InputError, match="the blocks of this GPT2LMHeadModel share weights, and it is not cut"):
+            truncate(model, 2)
+
+
+def sharing(block: nn.Module, other: nn.Module) -> nn.Module:
+    block.ln_1 = other.ln_1
+    return block
+
+
+def test_models_without_one_row_of_blocks_are_refused():
+    from transformers import AlbertConfig, AlbertModel, T5Config, T5ForConditionalGeneration
+
+    t5 = T5Config(vocab_size=11, d_model=8, d_kv=4, d_ff=8, num_layers=2, num_heads=2)
+    albert = AlbertConfig(vocab_size=11, embedding_size=8, hidden_size=8, num_attention_heads=2, intermediate_size=8)
+    with pytest.raises(InputError, match="an encoder and a decoder are two rows of blocks"):
+        truncate(T5ForConditionalGeneration(t5), 1)
+    with pytest.raises(InputError, match="no layered view of AlbertModel"):
+        truncate(AlbertModel(albert), 1)

@@ -1,0 +1,98 @@
+"""The page of an export, and its tables."""
+
+import pytest
+import yaml
+
+from lit_layers.select import Card, HeadFacts, cost_table, measured_on, score_table
+from lit_layers.select.card import render
+from tests.support.exports import card, cost
+
+FACTS = HeadFacts(
+    kind="classification", task="moods", layer=2, pooling="last", max_tokens=512, classes=("joy", "anger", "none")
+)
+
+
+def cells(table):
+    return [[cell.strip() for cell in line.strip("|").split("|")] for line in table.splitlines()]
+
+
+def test_the_chosen_layer_is_marked_among_its_scores():
+    found = cells(score_table({2: 0.75, 1: 0.5, 3: 0.75251}, "accuracy", chosen=2))
+    assert found[0] == ["layer", "accuracy", ""]
+    assert found[2:] == [["1", "0.5000", ""], ["2", "0.7500", "chosen"], ["3", "0.7525", ""]]
+
+
+def test_costs_stand_beside_their_share_of_the_first_models():
+    half = cost("half|cut", parameters=500_000, bytes_on_disk=2_000, peak_memory=4e9, latency=0.05, throughput=40.0)
+    header, _, first, second = cells(cost_table([cost("whole"), half]).replace("\\|", "/"))
+    assert header == ["model", "parameters", "on disk", "peak memory", "one text", "quartiles", "texts a second"]
+    assert first[:3] == ["whole", "1,000,000 (100%)", "4 MB (100%)"]
+    assert second[:4] == ["half/cut", "500,000 (50%)", "2 kB (0%)", "4 GB (50%)"]
+    assert second[4:] == ["50 ms (25%)", "100 to 300 ms", "40 (400%)"]
+
+
+def test_every_line_of_a_table_has_the_same_length():
+    table = cost_table([cost("a"), cost("a longer name", parameters=10**12)])
+    assert len({len(line) for line in table.splitlines()}) == 1
+
+
+def test_how_costs_were_measured_is_said_in_a_sentence():
+    said = measured_on([cost("whole")])
+    assert "20 rounds in which the models took turns, texts of 128 tokens, one alone or in batches of 16" in said
+    assert "on A CPU (1 thread, Linux x86_64, torch 2.10)" in said
+    assert "images, one alone" in measured_on([cost("vit", num_tokens=None)])
+
+
+def test_the_page_says_where_the_model_comes_from_why_this_layer_and_how_to_use_it():
+    content = Card.of(
+        card(
+            revision="step5000", commit="abc1", weights_hash="00ff", costs=[cost("whole")], licence="mit", notes=["N."]
+        )
+    )
+    page = render(content, FACTS, package="transformers", picture="validation.png")
+    header = yaml.safe_load(page.split("---")[1])
+    assert (header["base_model"], header["license"], header["library_name"]) == ("someone/tiny", "mit", "transformers")
+    rows = {row[0]: row[1] for row in cells(page) if len(row) == 2}
+    assert rows["source model"] == "someone/tiny"
+    assert (rows["revision"], rows["commit"], rows["hash of its weights"]) == ("step5000", "abc1", "00ff")
+    assert (rows["task"], rows["classes"]) == ("moods", "3")
+    assert ["layer", "2 of 3"] in cells(page)
+    assert rows["chosen by"] == "within_tolerance, tolerance 0.01"
+    assert (rows["2 (chosen)"], rows["3 (last)"]) == ("0.7400", "0.7510")
+    for part in (
+        score_table(content.validation, "accuracy", chosen=2),
+        cost_table(content.costs),
+        "![accuracy over layers](validation.png)",
+        "# tiny, cut after block 2 of 3, with a classifier for moods",
+        "its licence holds for them: mit.",
+        "- N.",
+    ):
+        assert part in page
+    code = page.split("```python")[1].split("```")[0]
+    compile(code, "README", "exec")
+    assert len([line for line in code.splitlines() if line]) == 5
+
+
+def test_a_page_leaves_out_what_is_not_known():
+    facts = HeadFacts(kind="regression", task="stars", layer=2, pooling="mean", max_tokens=None, classes=None)
+    page = render(Card.of(card(source="/some/folder", tolerance=None)), facts, package="timm", picture=None)
+    assert set(yaml.safe_load(page.split("---")[1])) == {"library_name", "tags"}
+    for part in ("revision", "None", "Costs", "Notes", "![", "probabilities", ", tolerance", "base_model"):
+        assert part not in page
+    assert "with a regression for stars" in page
+    assert "pixel_values" in page
+    assert "its licence holds for them: look there." in page
+
+
+def test_a_final_norm_is_spoken_of_where_there_is_one():
+    pages = [
+        render(Card.of(card()), FACTS, package="transformers", picture=None, final_norm=norm) for norm in (True, False)
+    ]
+    assert ["has been through the final norm" in page for page in pages] == [True, False]
+
+
+def test_a_card_is_taken_as_it_is():
+    content = Card(**card())
+    assert Card.of(content) is content
+    with pytest.raises(TypeError):
+        Card(**card(colour="red"))

@@ -1,0 +1,200 @@
+"""A folder with a model up to a layer: opened by anybody, checked before it appears, never half there."""
+
+import importlib
+import json
+import stat
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from lit_layers.data.tokenization import load_tokenizer, tokenizer_hash
+from lit_layers.errors import InputError
+from lit_layers.models.build import causal_lm, save, vit, weights_hash
+from lit_layers.select import export
+from tests.support.exports import TEXTS, card, cost, features, head_of, probes_of, saved_tokenizer, token_batch
+from tests.support.tiny_models import tiny, tiny_batch
+
+module = importlib.import_module("lit_layers.select.export")  # the package's `export` is the function
+VIT = {"depth": 3, "embed_dim": 32, "num_heads": 4, "img_size": 16, "patch_size": 4, "num_classes": 5}
+BATCHES = [token_batch(text) for text in TEXTS[:2]] + [
+    {
+        "input_ids": torch.tensor([[0, 0, 5, 6, 7], [9, 8, 7, 6, 5]]),
+        "attention_mask": torch.tensor([[0, 0, 1, 1, 1], [1] * 5]),
+    }
+]
+
+
+@pytest.fixture(scope="module")
+def spec(tmp_path_factory):
+    return saved_tokenizer(tmp_path_factory.mktemp("tokenizer"))
+
+
+def head(model, layer):
+    return head_of(probes_of(features(model, [token_batch(text) for text in TEXTS])), layer)
+
+
+def exported(model, layer, folder, spec, **options):
+    options = {"card": card(), "batches": BATCHES} | options
+    return export(model, layer, head(model, layer), folder, tokenizer=spec, **options)
+
+
+@pytest.mark.parametrize("name", ["gpt2", "llama", "gpt_neo", "gemma2", "falcon", "mpt", "bert", "bert_classifier"])
+def test_plain_transformers_opens_the_folder_and_gives_the_states_of_the_whole_model(name, spec, tmp_path):
+    from transformers import AutoModel, AutoTokenizer
+
+    model = tiny(name, vocab_size=270)
+    folder = exported(model, 2, tmp_path / "out", spec)
+    opened = AutoModel.from_pretrained(folder, attn_implementation=model.config._attn_implementation)
+    assert opened.config.num_hidden_layers == 2
+    ids = AutoTokenizer.from_pretrained(folder)(TEXTS[0], return_tensors="pt")["input_ids"]
+    assert torch.equal(ids, token_batch(TEXTS[0])["input_ids"])
+    # Entry 1 of transformers' own list is what block 1 leaves, in both.
+    states = [part(ids, output_hidden_states=True).hidden_states[1] for part in (opened, model)]
+    assert torch.equal(*states)
+    weights = load_file(folder / "model.safetensors")
+    assert not any("lm_head" in key or "cls." in key or "classifier" in key for key in weights)
+
+
+def test_the_head_is_kept_where_it_is_asked_for(spec, tmp_path):
+    from transformers import AutoModelForCausalLM
+
+    model, ids = tiny("llama", vocab_size=270), token_batch(TEXTS[0])["input_ids"]
+    opened = AutoModelForCausalLM.from_pretrained(exported(model, 2, tmp_path / "out", spec, keep_lm_head=True))
+    expected = model.lm_head(model.model.norm(model(ids, output_hidden_states=True).hidden_states[2]))
+    assert torch.equal(opened(ids).logits, expected)
+    trunk = tiny("gpt2_trunk", vocab_size=270)
+    with pytest.raises(InputError, match="keep_lm_head: this GPT2Model has no head to keep"):
+        exported(trunk, 2, tmp_path / "trunk", spec, keep_lm_head=True)
+
+
+def test_timm_opens_an_exported_vit(tmp_path):
+    from timm import create_model
+
+    model, batch = vit("deit_tiny_patch16_224", **VIT).eval(), tiny_batch("vit", batch=12)
+    found = features(model, [{"pixel_values": row[None]} for row in batch["pixel_values"]])
+    probe = head_of(probes_of(found), 2, max_tokens=None)
+    for keep, classes in ((False, 0), (True, 5)):
+        folder = tmp_path / str(keep)
+        export(model, 2, probe, folder, tokenizer=None, card=card(), batches=[batch], keep_lm_head=keep)
+        opened = create_model(f"local-dir:{folder}", pretrained=True)
+        assert (len(opened.blocks), opened.num_classes) == (2, classes)
+    with pytest.raises(InputError, match="tokenizer: a model of images needs none"):
+        export(model, 2, probe, tmp_path / "other", tokenizer="x", card=card(), batches=[batch])
+
+
+def test_the_folder_holds_what_belongs_to_it_readable_by_all(spec, tmp_path):
+    picture = tmp_path / "curve.png"
+    picture.write_bytes(b"a picture")
+    folder = exported(tiny("gpt2", vocab_size=270), 2, tmp_path / "out", spec, card=card(picture=picture))
+    names = {file.name for file in folder.iterdir()}
+    assert names == {
+        *("config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json"),
+        *("probe.safetensors", "probe.json", "README.md", "validation.png"),
+    }
+    assert all(stat.S_IMODE(file.stat().st_mode) & 0o444 == 0o444 for file in folder.iterdir())
+    assert (folder / "validation.png").read_bytes() == b"a picture"
+    assert json.loads((folder / "config.json").read_text())["n_layer"] == 2
+    assert tokenizer_hash(load_tokenizer(str(folder)).tokenizer) == tokenizer_hash(load_tokenizer(str(spec)).tokenizer)
+    assert {path.name for path in tmp_path.iterdir()} == {"out", "curve.png"}
+
+
+def test_costs_are_measured_on_the_checked_folder_and_told_on_its_page(spec, tmp_path):
+    seen = []
+
+    def measured(folder):
+        seen.extend(file.name for file in folder.iterdir())
+        return [cost("first 2 blocks", latency=0.123)]
+
+    folder = exported(tiny("gpt2", vocab_size=270), 2, tmp_path / "out", spec, costs=measured)
+    assert {"model.safetensors", "probe.json"} <= set(seen)
+    assert "| first 2 blocks |" in (folder / "README.md").read_text()
+    assert "123 ms" in (folder / "README.md").read_text()
+
+
+@pytest.mark.realdata
+def test_the_tokenizer_of_gpt2_goes_along(realdata, tmp_path):
+    from transformers import AutoTokenizer
+
+    spec, text = realdata / "tokenizers" / "gpt2", "Layers, un peu 日本!"
+    model = tiny("gpt2", vocab_size=50257)
+    ids = load_tokenizer(str(spec)).tokenizer.encode(text).ids
+    probe = head_of(probes_of(features(model, [{"input_ids": torch.tensor([[number]])} for number in range(12)])), 2)
+    batches = [{"input_ids": torch.tensor([ids])}]
+    folder = export(model, 2, probe, tmp_path / "out", tokenizer=spec, card=card(), batches=batches)
+    assert AutoTokenizer.from_pretrained(folder)(text)["input_ids"] == ids
+
+
+def test_a_padded_model_in_training_is_exported_unpadded_and_left_as_it_was(spec, tmp_path):
+    sizes = {"vocab_size": 270, "n_embd": 32, "n_layer": 3, "n_head": 4, "n_positions": 64}
+    model = causal_lm("gpt2", pad_vocab_to=64, **sizes)
+    before, random = weights_hash(model), torch.get_rng_state()
+    probe = head(model, 1)
+    folder = export(model, 1, probe, tmp_path / "out", tokenizer=spec, card=card(), batches=BATCHES)
+    assert load_file(folder / "model.safetensors")["wte.weight"].shape == (270, 32)
+    assert (weights_hash(model), model.training, model.config.n_layer) == (before, True, 3)
+    assert torch.equal(torch.get_rng_state(), random)
+    assert before in (folder / "README.md").read_text()
+
+
+def damaged(model, folder, *rest):
+    save(model, folder, *rest)
+    weights = load_file(folder / "model.safetensors")
+    weights["h.1.mlp.c_fc.weight"][0, 0] += 1e-3
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+
+
+def test_a_folder_that_gives_other_states_is_taken_away_and_an_earlier_one_stays(spec, tmp_path, monkeypatch):
+    model, folder = tiny("gpt2", vocab_size=270), tmp_path / "out"
+    with monkeypatch.context() as patch:
+        patch.setattr(module, "save", damaged)
+        with pytest.raises(
+            RuntimeError, match=r"the exported model differs from the model itself at layer 2, by up to"
+        ):
+            exported(model, 2, folder, spec)
+        assert list(tmp_path.iterdir()) == []
+    exported(model, 1, folder, spec)
+    before = {file.name: file.read_bytes() for file in folder.iterdir()}
+    monkeypatch.setattr(module, "save", damaged)
+    with pytest.raises(RuntimeError):
+        exported(model, 2, folder, spec, overwrite=True)
+    assert {file.name: file.read_bytes() for file in folder.iterdir()} == before
+    assert list(tmp_path.iterdir()) == [folder]
+
+
+def test_an_earlier_export_gives_way_only_when_told_to_and_other_folders_never(spec, tmp_path):
+    model, folder = tiny("gpt2", vocab_size=270), tmp_path / "out"
+    exported(model, 1, folder, spec)
+    with pytest.raises(InputError, match="out is there already: choose another folder, or allow to overwrite it"):
+        exported(model, 2, folder, spec)
+    exported(model, 2, folder, spec, overwrite=True)
+    assert json.loads((folder / "config.json").read_text())["n_layer"] == 2
+    assert list(tmp_path.iterdir()) == [folder]
+    (folder / "probe.json").unlink()
+    (folder / "thesis.txt").write_text("a year's work")
+    with pytest.raises(InputError, match=r"is no earlier export \(it has no probe\.json\) and is not overwritten"):
+        exported(model, 2, folder, spec, overwrite=True)
+    assert (folder / "thesis.txt").read_text() == "a year's work"
+
+
+def test_what_does_not_fit_together_is_refused_and_leaves_nothing(spec, tmp_path):
+    model = tiny("gpt2", vocab_size=270)
+    probe, folder = head(model, 2), tmp_path / "out"
+    options = {"tokenizer": spec, "card": card(), "batches": BATCHES}
+    for layer, change, kind, message in (
+        (1, {}, ValueError, "expected a head of layer 1 and width 32, got layer 2, width 32"),
+        (2, {"tokenizer": None}, InputError, "tokenizer: a model of texts is exported with its tokenizer, got none"),
+        (2, {"batches": []}, ValueError, "expected at least one batch to check the exported model with"),
+        (2, {"card": card(colour="red")}, InputError, "card: 'colour' is no field of a card"),
+        (2, {"card": {"source": "x"}}, InputError, "card: 'num_layers' is missing"),
+        (2, {"card": card(picture=tmp_path / "none.png")}, InputError, r"expected a file with a picture, .*none\.png"),
+    ):
+        with pytest.raises(kind, match=message):
+            export(model, layer, probe, folder, **(options | change))
+        assert list(tmp_path.iterdir()) == []
+    for layer in (0, 4):
+        with pytest.raises(
+            InputError, match=rf"layer: GPT2LMHeadModel is exported up to one of its blocks 1\.\.3, got {layer}"
+        ):
+            export(model, layer, probe, folder, **options)
+    assert list(tmp_path.iterdir()) == []

@@ -1,0 +1,216 @@
+"""Rows of a task as features: those of each text or image alone, in the right part, under the right label."""
+
+import numpy as np
+import pytest
+import torch
+from sklearn.datasets import load_digits
+from torch import Tensor
+
+from lit_layers.data import ProbeTask
+from lit_layers.data.image_sources import image_source
+from lit_layers.data.tokenization import load_tokenizer
+from lit_layers.errors import InputError
+from lit_layers.models.families import Network
+from lit_layers.models.pixel_statistics import set_pixel_statistics_
+from lit_layers.models.view import LayeredModel
+from lit_layers.select.rows import TaskFeatures, of_images, of_texts
+from tests.support.labelled_texts import labelled, saved_bert, saved_gpt2, write_csv
+from tests.support.tiny_models import tiny
+
+PARTS = ("train", "validation", "test")
+MEAN, STD = (0.2, 0.3, 0.4), (0.5, 0.6, 0.7)
+
+
+def of_each(view: LayeredModel, batches: list[dict[str, Tensor]], pooling: str, first: int = 0) -> Tensor:
+    """(layers + 1, rows, dim), each row of a pass of its own."""
+    rows = []
+    for batch in batches:
+        hidden = view.trajectory(batch).hidden[:, 0, first:]
+        rows.append({"last": hidden[:, -1], "mean": hidden.mean(1), "cls": hidden[:, 0]}[pooling])
+    return torch.stack(rows, dim=1)
+
+
+def found_in(task: TaskFeatures, part: str) -> Tensor:
+    features = task.features(part)
+    return torch.stack([features.layer(layer) for layer in range(features.num_layers + 1)])
+
+
+def cut(ids: list[int], length: int) -> list[int]:
+    """The first tokens; a [SEP] (number 3 of the BERT's) stays the last."""
+    ends = [3] if ids[-1] == 3 else []
+    return ids if len(ids) <= length else ids[: length - len(ends)] + ends
+
+
+def songs(folder, *, test=None, **options) -> ProbeTask:
+    write_csv(folder / "train.csv", labelled(45))
+    write_csv(folder / "test.csv", test or labelled(15, first=45))
+    return ProbeTask("songs", str(folder), **options)
+
+
+@pytest.mark.parametrize("pooling", ["last", "mean", "cls"])
+@pytest.mark.parametrize("saved", [saved_gpt2, saved_bert])
+def test_features_of_texts_are_those_of_each_text_alone(saved, pooling, tmp_path):
+    view, task = LayeredModel(saved(tmp_path / "model")), songs(tmp_path / "songs")
+    found = of_texts(view, task, tokenizer=str(tmp_path / "model"), pooling=pooling, max_tokens=12)
+    tokenizer = load_tokenizer(str(tmp_path / "model")).tokenizer
+    data = task.load()
+    splits = {"train": data.train, "validation": data.validation, "test": data.test}
+    assert set(splits["train"].texts) & set(splits["validation"].texts) == set()
+    for part, split in splits.items():
+        ids = [cut(tokenizer.encode(text).ids, 12) for text in split.texts]
+        expected = of_each(view, [{"input_ids": torch.tensor([each])} for each in ids], pooling)
+        torch.testing.assert_close(found_in(found, part), expected, rtol=1e-4, atol=1e-5)
+        named = [found.classes[label] for label in found.targets[part].tolist()]
+        assert named == [text.split()[1] for text in split.texts], "the label that stands in the text"
+    assert (found.name, found.kind, found.num_classes, found.pooling) == ("songs", "classification", 3, pooling)
+
+
+def test_a_text_is_cut_where_the_model_ends_and_that_is_said(tmp_path):
+    view = LayeredModel(saved_gpt2(tmp_path / "model", n_positions=8))
+    found = of_texts(view, songs(tmp_path / "songs"), tokenizer=str(tmp_path / "model"))
+    assert found.max_tokens == 8
+    assert found.notes == ("Texts that lost their end to the limit of tokens: 60.",)
+    assert found.batch["input_ids"].shape[1] == 8
+    wide = of_texts(view, songs(tmp_path / "songs"), tokenizer=str(tmp_path / "model"), max_tokens=3)
+    assert wide.max_tokens == 3
+
+
+def test_the_batch_to_check_with_is_a_few_validation_texts_longest_first(tmp_path):
+    view, task = LayeredModel(saved_gpt2(tmp_path / "model")), songs(tmp_path / "songs")
+    found = of_texts(view, task, tokenizer=str(tmp_path / "model"))
+    tokenizer = load_tokenizer(str(tmp_path / "model")).tokenizer
+    texts = {tuple(tokenizer.encode(text).ids) for text in task.load().validation.texts}
+    rows = zip(found.batch["input_ids"].tolist(), found.batch["attention_mask"].sum(1).tolist(), strict=True)
+    given = [tuple(ids[:length]) for ids, length in rows]
+    assert len(given) == 8
+    assert set(given) <= texts
+    assert len(given[0]) == max(map(len, texts)) == found.batch["input_ids"].shape[1]
+
+
+def test_what_is_odd_about_the_texts_is_said(tmp_path):
+    test = [*labelled(15, first=45), labelled(1)[0]]  # one text of train
+    view, task = LayeredModel(saved_gpt2(tmp_path / "model")), songs(tmp_path / "songs", test=test)
+    found = of_texts(view, task, tokenizer=str(tmp_path / "model"))
+    assert found.notes == ("Rows of train and validation left out, as test has their text: 1.",)
+    assert sum(len(found.targets[part]) for part in PARTS) == 60
+
+
+def test_a_regression_keeps_its_values(tmp_path):
+    rows = [(f"They sang song number {number} tonight", str(number / 10)) for number in range(40)]
+    write_csv(tmp_path / "songs.csv", rows)
+    task = ProbeTask("songs", str(tmp_path / "songs.csv"), kind="regression", test=None)
+    found = of_texts(LayeredModel(saved_gpt2(tmp_path / "model")), task, tokenizer=str(tmp_path / "model"))
+    assert (found.kind, found.classes, found.num_classes) == ("regression", None, None)
+    for part, split in zip(PARTS, (task.load().train, task.load().validation, task.load().test), strict=True):
+        assert found.targets[part].tolist() == [int(text.split()[4]) / 10 for text in split.texts]
+
+
+def trained(name: str) -> Network:
+    """A tiny vision transformer that knows how its images were normalised."""
+    model: Network = tiny(name, img_size=8)
+    model.pretrained_cfg = {}
+    set_pixel_statistics_(model, MEAN, STD)
+    return model
+
+
+def digit_of(pixels: Tensor) -> int:
+    """The digit that scikit-learn's images have for these pixels, 0 to 255 in the first channel."""
+    data = load_digits()
+    whole = np.rint(data.images * (255 / 16))
+    (places,) = np.where((whole == pixels.round().numpy()).all((1, 2)))
+    (label,) = set(data.target[places])
+    return int(label)
+
+
+@pytest.mark.parametrize(("name", "pooling"), [("vit", "cls"), ("vit", "mean"), ("vit_average", "mean")])
+def test_features_of_images_are_those_of_each_image_alone_normalised_as_in_training(name, pooling, monkeypatch):
+    view = LayeredModel(trained(name))
+    seen: list[Tensor] = []
+    original = LayeredModel.pass_states
+    monkeypatch.setattr(
+        LayeredModel, "pass_states", lambda self, b, look: (seen.append(b["pixel_values"]), original(self, b, look))
+    )
+    task = of_images(view, "digits", pooling=pooling, num_train=50, num_test=12)
+    assert (task.name, task.classes, task.pooling) == ("digits", tuple("0123456789"), pooling)
+    assert task.notes == ()
+    pixels = torch.empty(0)
+    for part in ("train", "test", "validation"):
+        seen.clear()
+        found = found_in(task, part)
+        pixels = torch.cat(seen)
+        one = [{"pixel_values": image[None]} for image in pixels]
+        expected = of_each(view, one, pooling, first=1 if (name, pooling) == ("vit", "mean") else 0)
+        torch.testing.assert_close(found, expected, rtol=1e-3, atol=1e-4)
+        for channel in range(3):  # grey images: 255 x (value x deviation + mean) in every channel
+            grey = 255 * (pixels[:, channel] * STD[channel] + MEAN[channel])
+            labels = [digit_of(image) for image in grey]
+            assert labels == task.targets[part].tolist()
+    assert [len(task.targets[part]) for part in PARTS] == [40, 10, 12]
+    assert torch.equal(task.batch["pixel_values"], pixels[:8]), "the first validation images"
+
+
+def test_no_image_is_in_two_parts_and_test_comes_from_the_test_split(tmp_path):
+    random = np.random.default_rng(0)
+    images = random.integers(256, size=(60, 8, 8), dtype=np.uint8)
+    labels = np.arange(60) % 3
+    images[1] = images[0] = images[40]  # train rows 0 and 1 are the test image 40
+    labels[[0, 1, 40]] = 0
+    images[5], labels[5] = images[4], labels[4]  # twice in train
+    arrays = {"x_train": images[:40], "y_train": labels[:40], "x_test": images[40:], "y_test": labels[40:]}
+    np.savez(tmp_path / "shapes.npz", **arrays)
+    task = of_images(LayeredModel(tiny("vit", img_size=8)), str(tmp_path / "shapes.npz"), validation_share=0.4)
+    assert task.notes == (
+        f"Nobody says how the model's images were normalised: by {tmp_path / 'shapes.npz'}'s own pixels here.",
+        "Training images left out, as test has them: 2.",
+    )
+    rows = {part: found_in(task, part)[1] for part in PARTS}  # at layer 0 the class token is the same in all
+    kinds = {part: {tuple(row.tolist()) for row in each.round(decimals=3)} for part, each in rows.items()}
+    assert [len(rows[part]) for part in PARTS] == [38 - len(rows["validation"]), len(rows["validation"]), 20]
+    assert len(rows["validation"]) in (15, 16)
+    assert kinds["train"] & kinds["validation"] == set()
+    assert kinds["train"] & kinds["test"] == kinds["validation"] & kinds["test"] == set()
+    assert len(kinds["train"]) + len(kinds["validation"]) == 37
+
+
+def test_images_are_drawn_by_the_seed_and_fewer_are_a_part_of_more():
+    view = LayeredModel(tiny("vit", img_size=8))
+    one, same, other = (of_images(view, "digits", num_train=30, num_test=10, seed=seed) for seed in (0, 0, 1))
+    assert one.targets["test"].tolist() == same.targets["test"].tolist() != other.targets["test"].tolist()
+    more = of_images(view, "digits", num_train=30, num_test=25)
+    assert more.targets["test"][:10].tolist() == one.targets["test"].tolist()
+    whole = image_source("digits")
+    everything = of_images(view, "digits")
+    assert len(everything.targets["test"]) == len(whole.test)
+
+
+def test_wrong_models_options_and_images_are_refused_in_a_sentence(tmp_path):
+    view = LayeredModel(tiny("vit", img_size=8))
+    for call, sentence in (
+        (lambda: of_images(LayeredModel(tiny("gpt2")), "digits"), "images: expected a vision model, got GPT2LMHeadMod"),
+        (lambda: of_texts(view, "banking77", tokenizer="x"), "task: expected a model of text, got VisionTransformer"),
+        (lambda: of_images(LayeredModel(tiny("vit_average", img_size=8)), "digits"), "no class token: choose mean"),
+        (lambda: of_images(view, "digits", num_train=1), "num_train: expected 2 to 1442 images, got 1"),
+        (lambda: of_images(view, "digits", num_test=5000), "num_test: expected 2 to 355 images, got 5000"),
+        (lambda: of_images(view, "nowhere"), "source: expected digits, cifar10, cifar100, an existing path"),
+    ):
+        with pytest.raises(InputError, match=sentence):
+            call()
+    same = np.zeros((6, 8, 8), dtype=np.uint8)
+    labels = np.array([0, 1, 0, 1, 0, 1])
+    varied = np.random.default_rng(0).integers(256, size=(6, 8, 8), dtype=np.uint8)
+    model = trained("vit")
+    np.savez(tmp_path / "a.npz", x_train=same, y_train=labels, x_test=same, y_test=labels)
+    with pytest.raises(InputError, match=r"every training image of .* is a test image, too: give other images"):
+        of_images(LayeredModel(model), str(tmp_path / "a.npz"))
+    np.savez(tmp_path / "b.npz", x_train=same, y_train=labels, x_test=varied, y_test=labels)
+    with pytest.raises(InputError, match=r"all 6 training images of .* are alike: give other images"):
+        of_images(LayeredModel(model), str(tmp_path / "b.npz"))
+
+
+def test_features_that_are_not_finite_are_refused():
+    model = tiny("vit", img_size=8)
+    with torch.no_grad():
+        model.blocks[1].mlp.fc2.bias[0] = torch.inf
+    task = of_images(LayeredModel(model), "digits", num_train=20, num_test=4)
+    with pytest.raises(InputError, match="the features of an image at layer 2 are not finite"):
+        task.features("train")

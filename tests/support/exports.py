@@ -1,0 +1,86 @@
+"""A tiny model with probes, ready to be exported: what the tests of lit_layers.select share."""
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lit_layers.data.tokenization import TextTokenizer, save_tokenizer, train_bpe
+from lit_layers.functional.pooling import Pooling, pool
+from lit_layers.functional.probe import LogisticProbes, fit_logistic_probes
+from lit_layers.models.costs import Cost, Machine
+from lit_layers.models.view import LayeredModel
+from lit_layers.select import ProbeHead
+
+MACHINE = Machine(processor="A CPU", num_threads=1, torch="2.10", system="Linux x86_64")
+CLASSES = ("joy", "anger", "none")
+TEXTS = [f"{word} the {other} {'very ' * number}much" for number, word in enumerate(("we like", "they hate", "a"))
+         for other in ("train", "tram", "boat", "plane", "night boat")]  # fmt: skip
+
+
+def tokenizer() -> TextTokenizer:
+    """A byte-level BPE of 270 tokens."""
+    return train_bpe(TEXTS * 2, 270)
+
+
+def saved_tokenizer(folder: Path) -> Path:
+    save_tokenizer(tokenizer(), folder)
+    return folder
+
+
+def token_batch(text: str, max_tokens: int | None = None) -> dict[str, Tensor]:
+    """One text as a batch without padding."""
+    return {"input_ids": torch.tensor([tokenizer().tokenizer.encode(text).ids[:max_tokens]])}
+
+
+def features(model: nn.Module, batches: list[dict[str, Tensor]], pooling: Pooling = "last") -> Tensor:
+    """The whole model's vector of each batch of one row at each layer: (layers + 1, rows, dim), float32."""
+    view, found = LayeredModel(model), []
+    first = view.model.num_prefix_tokens if view.family.sees_images and pooling == "mean" else 0
+    for batch in batches:
+        seen = view.trajectory(batch)
+        found.append(pool(seen.hidden[:, :, first:], seen.mask[None, :, first:].expand(len(seen.hidden), -1, -1),
+                          pooling=pooling))  # fmt: skip
+    return torch.cat(found, dim=1).float()
+
+
+def probes_of(features: Tensor, num_classes: int = 3) -> LogisticProbes:
+    labels = torch.arange(features.shape[1]) % num_classes
+    return fit_logistic_probes(features, labels, num_classes=num_classes)
+
+
+def head_of(probes: LogisticProbes, layer: int, pooling: Pooling = "last", max_tokens: int | None = 20) -> ProbeHead:
+    names = CLASSES[: probes.num_classes]
+    return ProbeHead.of_logistic(probes, layer, classes=names, task="moods", pooling=pooling, max_tokens=max_tokens)
+
+
+def card(**changes) -> dict[str, Any]:
+    content: dict[str, Any] = {
+        "source": "someone/tiny",
+        "num_layers": 3,
+        "rule": "within_tolerance",
+        "tolerance": 0.01,
+        "metric": "accuracy",
+        "validation": {1: 0.5, 2: 0.75, 3: 0.7525},
+        "test_chosen": 0.74,
+        "test_last": 0.751,
+    }
+    return content | changes
+
+
+def cost(name: str, **changes) -> Cost:
+    facts: dict[str, Any] = {
+        "name": name,
+        "parameters": 1_000_000,
+        "bytes_on_disk": 4_000_000,
+        "peak_memory": 8_000_000_000,
+        "latency": 0.2,
+        "latency_quartiles": (0.1, 0.3),
+        "throughput": 10.0,
+        "batch_size": 16,
+        "num_tokens": 128,
+        "num_rounds": 20,
+        "machine": MACHINE,
+    }
+    return Cost(**(facts | changes))
