@@ -1,5 +1,7 @@
 """How far a measurement has come, on standard error."""
 
+import signal
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -7,17 +9,47 @@ from typing import Any
 
 @contextmanager
 def bar(opening: str, *, hidden: bool = False) -> Iterator[Callable[[int, int, str], None]]:
-    """A function of what is done, of how much, and what is next, which draws it."""
+    """A function of what is done, of how much, and what is next, which draws it; it raises a Ctrl-C that got lost."""
     from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     # Drawn after each block and not by a thread of its own.
-    with Progress(*columns, console=Console(stderr=True), auto_refresh=False, disable=hidden) as drawn:
+    with (
+        _no_ctrl_c_lost() as raise_it,
+        Progress(*columns, console=Console(stderr=True), auto_refresh=False, disable=hidden) as drawn,
+    ):
         task = drawn.add_task(opening, total=None)
 
         def show(done: int, total: int, what: str) -> None:
+            raise_it()
             changes: dict[str, Any] = {"description": what} if what else {}
             drawn.update(task, total=total, completed=done, refresh=True, **changes)
 
         yield show
+
+
+@contextmanager
+def _no_ctrl_c_lost() -> Iterator[Callable[[], None]]:
+    """A function that raises a KeyboardInterrupt that nobody saw.
+
+    Python drops one that comes while it runs a finalizer or the callback of a weak reference, and the work would go on.
+    """
+    before, pressed = signal.getsignal(signal.SIGINT), threading.Event()
+    if threading.current_thread() is not threading.main_thread() or not callable(before):
+        yield lambda: None
+        return
+
+    def note(number: int, frame: Any) -> None:
+        pressed.set()
+        before(number, frame)
+
+    def raise_it() -> None:
+        if pressed.is_set():
+            raise KeyboardInterrupt
+
+    signal.signal(signal.SIGINT, note)
+    try:
+        yield raise_it
+    finally:
+        signal.signal(signal.SIGINT, before)
