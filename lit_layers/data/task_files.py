@@ -99,8 +99,8 @@ def _read_csv(path: Path, columns: Mapping[str, str], text: str | None) -> dict[
     import pyarrow as pa
     import pyarrow.csv as pc
 
-    # Cells of texts are taken as they are written: "000" is no number.
-    written = {column: pa.string() for column, use in columns.items() if use == "text"}
+    # Cells of texts and labels are taken as they are written: "000" is no number, and the label "01" is not "1".
+    written = {column: pa.string() for column, use in columns.items() if use in ("text", "label")}
     try:
         table = pc.read_csv(
             path,
@@ -110,7 +110,22 @@ def _read_csv(path: Path, columns: Mapping[str, str], text: str | None) -> dict[
     except (pa.ArrowInvalid, OSError) as error:
         raise InputError(f"{path} cannot be read as UTF-8 csv with a head line ({error}): mend it") from error
     _check_columns(str(path), columns, table.column_names)
-    return {column: table[column].to_pylist() for column in columns}
+    read = {column: table[column].to_pylist() for column in columns}
+    return {name: _numbers_of(cells) if columns[name] == "label" else cells for name, cells in read.items()}
+
+
+def _numbers_of(cells: list[str | None]) -> list[Any]:
+    """Written labels as the integers or floats that they all are; as they are where one is a name, such as "01"."""
+    told = [cell for cell in cells if cell]
+    for kind in (int, float):
+        try:
+            numbers = {cell: kind(cell) for cell in told}
+        except ValueError:
+            continue
+        if kind is float or all(str(number) == cell for cell, number in numbers.items()):
+            return [numbers[cell] if cell else None for cell in cells]
+        return [cell or None for cell in cells]
+    return [cell or None for cell in cells]
 
 
 def _read_jsonl(path: Path, columns: Mapping[str, str], text: str | None) -> dict[str, list[Any]]:

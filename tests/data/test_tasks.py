@@ -339,6 +339,25 @@ def test_parquet_csv_and_jsonl_hold_the_same_task(tmp_path):
     assert {*rows["text"]} == {*found[1].train_and_validation().texts}
 
 
+def test_labels_of_a_csv_that_are_written_differently_are_different_classes(tmp_path):
+    cells = ["01", "1", "01", "1", "01", "1"] * 10
+    rows = "".join(f"text {number},{label}\n" for number, label in enumerate(cells))
+    (tmp_path / "codes.csv").write_text(f"text,label\n{rows}", encoding="utf-8")
+    data = ProbeTask("t", str(tmp_path / "codes.csv"), test=None).load()
+    assert data.classes == ("01", "1")
+    for split in (data.train, data.validation, data.test):
+        told = [cells[int(text.split()[1])] for text in split.texts]
+        assert [data.classes[label] for label in split.targets.tolist()] == told
+
+
+def test_labels_of_a_csv_that_are_numbers_are_numbers(tmp_path):
+    written = [f"text {number},{number * 0.5}" for number in range(60)]
+    (tmp_path / "values.csv").write_text("\n".join(["text,label", *written]) + "\n", encoding="utf-8")
+    data = ProbeTask("t", str(tmp_path / "values.csv"), kind="regression", test=None).load()
+    told = [int(text.split()[1]) * 0.5 for text in data.train.texts]
+    assert data.train.targets.tolist() == told
+
+
 def test_a_large_csv_may_have_line_ends_in_its_texts(tmp_path):
     texts = [f"{row}\n" + "a line, and\nanother\n" * 100 for row in range(1000)]  # 2 MB: read in several pieces
     data = ProbeTask("t", write(tmp_path / "all.csv", {"text": texts, "label": [0, 1] * 500}), test=None).load()
