@@ -1,0 +1,175 @@
+"""Orders in which the blocks of a model run: the variants of a frozen model whose middle is skipped, turned, repeated.
+
+Blocks are numbered 1..T. A schedule is a row of steps: a number runs that whole block on the current state, a tuple
+runs each of its blocks on the same state and averages their outputs. Of a model of T blocks, `start` = N leaves a
+prefix 1..N+1 and a suffix T-N+1..T as they are and changes the middle N+2..T-N, of M = T - 2N - 1 blocks.
+
+Source: Sun et al., Transformer Layers as Painters, arXiv 2407.09298; index ranges of the released code, which counts
+blocks from 0.
+"""
+
+import random as _random
+import re
+from collections.abc import Sequence
+
+Step = int | tuple[int, ...]
+Schedule = tuple[Step, ...]
+
+
+def baseline(num_blocks: int) -> Schedule:
+    """Every block once, in order."""
+    _check_blocks(num_blocks)
+    return tuple(range(1, num_blocks + 1))
+
+
+def middle(num_blocks: int, start: int) -> range:
+    """The middle blocks N+2..T-N, M of them.
+
+    Raises:
+        ValueError: a start outside 0..(T-2)//2, which would leave no middle.
+    """
+    _check_blocks(num_blocks)
+    if not isinstance(start, int) or not 0 <= start <= (num_blocks - 2) // 2:
+        raise ValueError(f"start: of {num_blocks} blocks expected 0..{(num_blocks - 2) // 2}, got {start!r}")
+    return range(start + 2, num_blocks - start + 1)
+
+
+def start_of(num_blocks: int, num_middle: int) -> int:
+    """The start that leaves `num_middle` blocks in the middle: odd numbers for an even T, even ones for an odd T.
+
+    Raises:
+        ValueError: a number that no start leaves.
+    """
+    possible = [len(middle(num_blocks, start)) for start in range((num_blocks - 2) // 2 + 1)]
+    if num_middle not in possible:
+        told = ", ".join(map(str, sorted(possible)))
+        raise ValueError(f"middle: of {num_blocks} blocks the middle has {told} blocks, got {num_middle!r}")
+    return possible.index(num_middle)
+
+
+def skip(num_blocks: int, start: int) -> Schedule:
+    """Without the middle."""
+    return _around(num_blocks, start, ())
+
+
+def middle_repeat(num_blocks: int, start: int) -> Schedule:
+    """Block T//2 + 1 in place of each block of the middle."""
+    return _around(num_blocks, start, [num_blocks // 2 + 1] * len(middle(num_blocks, start)))
+
+
+def reverse(num_blocks: int, start: int) -> Schedule:
+    """The middle from its last block to its first."""
+    return _around(num_blocks, start, middle(num_blocks, start)[::-1])
+
+
+def random(num_blocks: int, start: int, *, seed: int) -> Schedule:
+    """The middle shuffled by `random.Random(seed)`; it may come out as it was (at M = 1 it must)."""
+    order = list(middle(num_blocks, start))
+    _random.Random(seed).shuffle(order)
+    return _around(num_blocks, start, order)
+
+
+def parallel(num_blocks: int, start: int) -> Schedule:
+    """The middle side by side, averaged."""
+    return looped_parallel(num_blocks, start, loops=1)
+
+
+def looped_parallel(num_blocks: int, start: int, *, loops: int = 3) -> Schedule:
+    """The middle side by side, averaged, and that again on its result, `loops` times in all.
+
+    Raises:
+        ValueError: fewer than one loop.
+    """
+    if not isinstance(loops, int) or loops < 1:
+        raise ValueError(f"loops: expected an integer of at least 1, got {loops!r}")
+    return _around(num_blocks, start, [tuple(middle(num_blocks, start))] * loops)
+
+
+def skip_one(num_blocks: int, block: int) -> Schedule:
+    """Every block but one."""
+    return tuple(number for number in baseline(num_blocks) if number != _known(block, num_blocks))
+
+
+def switch(num_blocks: int, block: int) -> Schedule:
+    """A block and the next one in each other's place."""
+    if not isinstance(block, int) or not 1 <= block <= num_blocks - 1:
+        raise ValueError(f"block: expected 1..{num_blocks - 1}, which have a next one, got {block!r}")
+    order = list(baseline(num_blocks))
+    order[block - 1 : block + 1] = [block + 1, block]
+    return tuple(order)
+
+
+def checked(schedule: Sequence[Step], num_blocks: int) -> Schedule:
+    """The schedule with every step a number, or a tuple of several.
+
+    Raises:
+        TypeError: a step that is neither a number nor a tuple of numbers.
+        ValueError: a block that is not there, or a tuple without one.
+    """
+    found: list[Step] = []
+    for step in schedule:
+        group = step if isinstance(step, tuple) else (step,)
+        if not all(type(number) is int for number in group):
+            raise TypeError(f"schedule: a step is a block number or a tuple of them, got {step!r}")
+        if not group:
+            raise ValueError("schedule: a parallel group is empty: name its blocks, as in (3,4,5)")
+        for number in group:
+            _known(number, num_blocks)
+        found.append(group[0] if len(group) == 1 else group)
+    return tuple(found)
+
+
+_STEP = re.compile(r"\s*(?:(\d+)|\(([^()]*)\))(?=\s|\(|$)")
+
+
+def parse_schedule(text: str, num_blocks: int) -> Schedule:
+    """The schedule that is written as `1 2 (3,4,5) (3,4,5) 6`.
+
+    Raises:
+        ValueError: anything else, or what `checked` refuses.
+    """
+    steps: list[Step] = []
+    place = 0
+    while text[place:].strip():
+        found = _STEP.match(text, place)
+        if found is None:
+            raise ValueError(
+                f"schedule: expected numbers and groups such as 1 2 (3,4,5) 6, got {text[place:].strip()!r}"
+            )
+        number, group = found.groups()
+        steps.append(int(number) if number else _group(group))
+        place = found.end()
+    return checked(steps, num_blocks)
+
+
+def format_schedule(schedule: Sequence[Step]) -> str:
+    """The schedule as `parse_schedule` reads it."""
+    return " ".join(f"({','.join(map(str, step))})" if isinstance(step, tuple) else str(step) for step in schedule)
+
+
+def kendall_distance(order: Sequence[int]) -> int:
+    """How many pairs stand in the other order than their numbers: 0 for a sorted row, n (n - 1) / 2 for a reversed."""
+    return sum(before > after for place, after in enumerate(order) for before in order[:place])
+
+
+def _around(num_blocks: int, start: int, steps: Sequence[Step]) -> Schedule:
+    changed = middle(num_blocks, start)
+    return checked([*range(1, changed.start), *steps, *range(changed.stop, num_blocks + 1)], num_blocks)
+
+
+def _group(text: str) -> tuple[int, ...]:
+    numbers = [each.strip() for each in text.split(",")] if text.strip() else []
+    if not all(re.fullmatch(r"\d+", each) for each in numbers):
+        raise ValueError(f"schedule: expected block numbers in a parallel group, got ({text})")
+    return tuple(map(int, numbers))
+
+
+def _known(number: int, num_blocks: int) -> int:
+    if type(number) is not int or not 1 <= number <= num_blocks:
+        raise ValueError(f"block: expected 1..{num_blocks}, got {number!r}")
+    return number
+
+
+def _check_blocks(num_blocks: int) -> None:
+    if type(num_blocks) is not int or num_blocks < 2:
+        raise ValueError(f"num_blocks: expected an integer of at least 2, got {num_blocks!r}")

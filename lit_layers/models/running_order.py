@@ -1,0 +1,196 @@
+"""A model whose blocks run in another order while a context lasts: skipped, repeated, side by side."""
+
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lit_layers.errors import InputError
+from lit_layers.functional.block_schedules import Schedule, Step, checked, format_schedule
+from lit_layers.models.families import Network, family_of
+from lit_layers.models.view import first, split_arguments
+
+_ORDER = "_running_order"  # attribute of a model inside such a context
+
+
+@contextmanager
+def running_order(model: nn.Module, schedule: Sequence[Step]) -> Iterator[nn.Module]:
+    """The model, whose blocks run in the order of `schedule` until the context ends, whoever calls it.
+
+    A number runs its whole block on the current state; a tuple runs each of its blocks on the same state and averages
+    their outputs. What a block is called with besides its state (masks, positions) is what it would have had in place.
+    Embedding, final norm and head stay; so do weights, `state_dict` and modules. Gradients flow. With a key-value cache
+    each execution of each block has a slot of its own, so that cached generation is what recomputing gives; a cache
+    that was begun in the context ends with it. Hooks on single blocks do not see the executions.
+
+    Source: Sun et al., Transformer Layers as Painters, arXiv 2407.09298. (Its code averages the keys and values of
+    parallel blocks, which is wrong from the second generated token on.)
+
+    Raises:
+        InputError: a model of no known family, or one that is in such a context already, here or in another thread;
+            inside, a cache that is not made of keys and values alone.
+        TypeError, ValueError: a schedule that does not fit the model, or without a step.
+    """
+    network: Network = getattr(model, "_orig_mod", model)
+    blocks = family_of(network).block_list(network)
+    steps = checked(schedule, len(blocks))
+    if not steps:
+        raise ValueError("schedule: expected at least one step, got none")
+    _claim(network, steps)
+    before = [block.__dict__.get("forward") for block in blocks]
+    order = _Order(steps, [block.forward for block in blocks], type(network).__name__)
+    try:
+        for number, block in enumerate(blocks, 1):
+            block.forward = order.at(number)
+        yield model
+    finally:
+        for block, own in zip(blocks, before, strict=True):
+            if own is None:
+                block.__dict__.pop("forward", None)
+            else:  # another tool's, such as one that moves weights between devices
+                block.forward = own
+        network.__dict__.pop(_ORDER, None)
+
+
+_CLAIMING = threading.Lock()
+
+
+def _claim(network: Network, steps: Schedule) -> None:
+    with _CLAIMING:
+        running: Schedule | None = network.__dict__.get(_ORDER)
+        if running is not None:
+            raise InputError(
+                f"this {type(network).__name__} runs the schedule {format_schedule(running)} already: leave that "
+                "context before another one begins"
+            )
+        network.__dict__[_ORDER] = steps
+
+
+@dataclass
+class _Call:
+    """What the blocks of one forward pass were called with, so far."""
+
+    hidden: Tensor
+    arguments: list[tuple[tuple, dict[str, Any]]] = field(default_factory=list)
+
+
+class _Order:
+    """Stands in place of the blocks: each notes what it is called with and passes its input on; the last runs them."""
+
+    def __init__(self, steps: Schedule, forwards: list[Callable[..., Any]], kind: str) -> None:
+        self.steps, self.forwards, self.kind = steps, forwards, kind
+        self.calls = threading.local()
+        self.tuples: dict[type, bool] = {}  # by class of block: whether it returns a tuple
+
+    def at(self, number: int) -> Callable[..., Any]:
+        def forward(*args: Any, **kwargs: Any) -> Any:
+            hidden, args, kwargs = split_arguments(args, kwargs)
+            if number == 1:
+                self.calls.now = _Call(hidden)
+            call: _Call = self.calls.now
+            in_tuple = self._returns_tuple(number, hidden, args, kwargs)
+            call.arguments.append((args, kwargs))
+            if number == len(self.forwards):
+                hidden = self._run(call)
+                del self.calls.now
+            return (hidden, None) if in_tuple else hidden
+
+        return forward
+
+    def _run(self, call: _Call) -> Tensor:
+        caches = _Slots(len(self.forwards), self.kind)
+        for number, (args, kwargs) in enumerate(call.arguments, 1):
+            for value in (*args, *kwargs.values()):
+                caches.lengthen(value, number, call.hidden)
+        hidden, slot = call.hidden, 0
+        for step in self.steps:
+            outputs = []
+            for number in step if isinstance(step, tuple) else (step,):
+                args, kwargs = call.arguments[number - 1]
+                args = tuple(caches.of(value, slot, number) for value in args)
+                kwargs = {name: caches.of(value, slot, number) for name, value in kwargs.items()}
+                outputs.append(first(self.forwards[number - 1](hidden, *args, **kwargs)))
+                slot += 1
+            hidden = outputs[0] if len(outputs) == 1 else torch.stack(outputs).mean(0)
+        return hidden
+
+    def _returns_tuple(self, number: int, hidden: Tensor, args: tuple, kwargs: dict[str, Any]) -> bool:
+        """Found out once for each class of block, by a run of its own whose outcome is dropped."""
+        forward = self.forwards[number - 1]
+        kind = type(getattr(forward, "__self__", None))
+        if kind not in self.tuples:
+            without = [None if _is_cache(value) else value for value in args]
+            named = {name: None if _is_cache(value) else value for name, value in kwargs.items()}
+            named |= {"use_cache": False} if "use_cache" in named else {}
+            with torch.no_grad(), torch.random.fork_rng(devices=_devices(hidden)):
+                self.tuples[kind] = isinstance(forward(hidden, *without, **named), tuple)
+        return self.tuples[kind]
+
+
+class _Slots:
+    """One slot of a key-value cache for each execution of a block, behind those that the model itself counts."""
+
+    def __init__(self, num_blocks: int, kind: str) -> None:
+        self.num_blocks, self.kind = num_blocks, kind
+
+    def lengthen(self, value: Any, number: int, hidden: Tensor) -> None:
+        """Has a cache say, of block `number`, that the tokens at hand are in it: masks and positions go by that."""
+        if not _is_cache(value):
+            return
+        self._check(value)
+        place_holder = hidden.new_zeros(hidden.shape[0], 1, hidden.shape[1], 1)  # (batch, head, tokens, width)
+        value.update(place_holder, place_holder, number - 1)
+
+    def of(self, value: Any, slot: int, number: int) -> Any:
+        """What a block is given in place of a cache; anything else as it is."""
+        if not _is_cache(value):
+            return value
+        place = self.num_blocks + slot
+        if len(value.layers) == place:
+            value.layers.append(_empty_like(value.layers[number - 1]))
+        return _OneSlot(value, place)
+
+    def _check(self, cache: Any) -> None:
+        from transformers.cache_utils import DynamicCache, DynamicLayer
+
+        if (
+            type(cache) is not DynamicCache
+            or cache.offloading
+            or not all(isinstance(layer, DynamicLayer) for layer in cache.layers)
+        ):
+            raise InputError(
+                f"{self.kind} cannot use a {type(cache).__name__} of this kind while its blocks run in another order: "
+                "generate with use_cache=False"
+            )
+
+
+class _OneSlot:
+    """A cache of which a block sees one slot, whichever it asks for."""
+
+    def __init__(self, cache: Any, place: int) -> None:
+        self._cache, self._place = cache, place
+
+    def update(self, keys: Tensor, values: Tensor, layer_idx: int, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        return self._cache.layers[self._place].update(keys, values, *args, **kwargs)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._cache, name)
+
+
+def _empty_like(layer: Any) -> Any:
+    """A slot of the kind of another (with a window, or without), that holds nothing."""
+    window = getattr(layer, "sliding_window", None)
+    return type(layer)() if window is None else type(layer)(sliding_window=window)
+
+
+def _is_cache(value: Any) -> bool:
+    # By name: timm's blocks need no transformers.
+    return any(base.__name__ == "Cache" for base in type(value).__mro__)
+
+
+def _devices(hidden: Tensor) -> list[torch.device]:
+    return [hidden.device] if hidden.device.type == "cuda" else []

@@ -1,0 +1,223 @@
+"""A model in another order against the blocks composed by hand; cached generation against recomputation."""
+
+import threading
+
+import pytest
+import torch
+
+from lit_layers.errors import InputError
+from lit_layers.functional import block_schedules as schedules
+from lit_layers.models.running_order import running_order
+from lit_layers.models.view import LayeredModel
+from tests.support.tiny_models import tiny, tiny_batch
+
+BLOCKS = 5
+DEPTH = {"gpt2": "n_layer", "mpt": "n_layers", "vit": "depth"}
+TEXT = ("gpt2", "gpt_neox", "llama", "mistral", "gemma2", "falcon", "mpt")
+ALL = (*TEXT, "bert", "bert_classifier", "vit")
+VARIANTS = {
+    "baseline": schedules.baseline(BLOCKS),
+    "skip": schedules.skip(BLOCKS, 1),
+    "middle_repeat": schedules.middle_repeat(BLOCKS, 0),
+    "reverse": schedules.reverse(BLOCKS, 0),
+    "random": schedules.random(BLOCKS, 0, seed=1),
+    "parallel": schedules.parallel(BLOCKS, 0),
+    "looped_parallel": schedules.looped_parallel(BLOCKS, 1, loops=3),
+    "skip_one": schedules.skip_one(BLOCKS, 1),
+    "switch": schedules.switch(BLOCKS, 4),
+    "custom": schedules.parse_schedule("2 (1,3,3) (4,5) 2 5", BLOCKS),
+}
+PROMPTS = 2, 7  # texts, tokens
+
+
+def deep(name: str, dtype: torch.dtype = torch.float64):
+    if name == "gemma2":
+        options = {"layer_types": ["sliding_attention", "full_attention"] * 2 + ["sliding_attention"]}
+    else:
+        options = {}
+    return tiny(name, dtype, **{DEPTH.get(name, "num_hidden_layers"): BLOCKS}, **options)
+
+
+def call(model, batch):
+    if "pixel_values" in batch:
+        return model(batch["pixel_values"].double())
+    output = model(**batch)
+    return output.logits if hasattr(output, "logits") else output.last_hidden_state
+
+
+def composed(model, batch, schedule):
+    """Readout of the blocks one after the other, those of a tuple averaged."""
+    view = LayeredModel(model)
+    trajectory = view.trajectory(batch)
+    hidden = trajectory.hidden[0]
+    with torch.no_grad():
+        for step in schedule:
+            group = step if isinstance(step, tuple) else (step,)
+            hidden = sum(trajectory.block(number)(hidden) for number in group) / len(group)
+        return view.readout(hidden)
+
+
+@pytest.mark.parametrize("padding", [None, "right", "left"])
+@pytest.mark.parametrize("name", ALL)
+def test_every_variant_is_the_composition_of_its_blocks(name, padding):
+    if padding and name == "vit":
+        pytest.skip("images have no padding")
+    # A softmax in float32 makes NaN of what masks a padded token in float64.
+    dtype = torch.float32 if name in ("gemma2", "mpt") else torch.float64
+    model = deep(name, dtype)
+    batch = tiny_batch(name, *PROMPTS, padding=padding)
+    tolerance = 1e-4 if dtype == torch.float32 else 1e-6
+    for variant, schedule in VARIANTS.items():
+        expected = composed(model, batch, schedule)
+        asked = dict(batch)
+        if padding and name not in ("vit", "mpt"):  # positions count the real tokens, as in the view
+            asked["position_ids"] = (batch["attention_mask"].cumsum(-1) - 1).clamp(min=0)
+        with torch.no_grad(), running_order(model, schedule):
+            found = call(model, asked)
+        if padding and "classifier" not in name:
+            real = batch["attention_mask"].bool()
+            found, expected = found[real], expected[real]
+        torch.testing.assert_close(found, expected, rtol=tolerance, atol=tolerance, msg=f"{variant} of {name}")
+
+
+@pytest.mark.parametrize("name", TEXT)
+def test_cached_generation_is_recomputation_token_for_token(name):
+    model = deep(name)
+    ids = tiny_batch(name, *PROMPTS)["input_ids"]
+    steps = {"max_new_tokens": 6, "do_sample": False, "pad_token_id": 0}
+    model.generation_config.eos_token_id = None  # no token ends a text
+    for variant, schedule in VARIANTS.items():
+        with torch.no_grad(), running_order(model, schedule):
+            expected, logits = ids, []
+            for _ in range(6):  # recomputed whole, without a cache
+                logits.append(model(input_ids=expected, use_cache=False).logits[:, -1])
+                expected = torch.cat([expected, logits[-1].argmax(-1, keepdim=True)], 1)
+            found = model.generate(
+                ids, attention_mask=torch.ones_like(ids), return_dict_in_generate=True, output_logits=True, **steps
+            )
+        assert found.sequences.tolist() == expected.tolist(), f"{variant} of {name}"
+        torch.testing.assert_close(torch.stack(found.logits).double(), torch.stack(logits), rtol=1e-5, atol=1e-5)
+
+
+def test_beams_reorder_the_slots_of_each_execution():
+    model = deep("llama")
+    ids = tiny_batch("llama", *PROMPTS)["input_ids"]
+    options = {"max_new_tokens": 5, "num_beams": 3, "do_sample": False, "pad_token_id": 0}
+    with torch.no_grad(), running_order(model, VARIANTS["custom"]):
+        mask = torch.ones_like(ids)
+        cached = model.generate(ids, attention_mask=mask, **options)
+        recomputed = model.generate(ids, attention_mask=mask, use_cache=False, **options)
+    assert cached.tolist() == recomputed.tolist()
+
+
+@pytest.mark.parametrize("name", ["gpt2", "falcon", "vit"])
+def test_the_model_is_as_it_was_also_after_an_exception(name):
+    model = deep(name)
+    batch = tiny_batch(name, *PROMPTS)
+    before = {key: value.clone() for key, value in model.state_dict().items()}
+    attributes = [dict(module.__dict__) for module in model.modules()]
+    with torch.no_grad():
+        expected = call(model, batch)
+        state = torch.get_rng_state()
+        with pytest.raises(RuntimeError, match="broken off"), running_order(model, VARIANTS["custom"]):
+            assert not torch.equal(call(model, batch), expected)
+            raise RuntimeError("broken off")
+        assert torch.equal(call(model, batch), expected)
+    assert torch.equal(torch.get_rng_state(), state)
+    assert all(torch.equal(value, before[key]) for key, value in model.state_dict().items())
+    assert [module.__dict__.keys() for module in model.modules()] == [each.keys() for each in attributes]
+
+
+def test_an_exception_inside_a_block_leaves_no_half_of_a_pass():
+    model = deep("gpt2")
+    batch = tiny_batch("gpt2", *PROMPTS)
+    with torch.no_grad(), running_order(model, VARIANTS["reverse"]):
+        expected = call(model, batch)
+        fault = model.transformer.h[2].mlp.register_forward_pre_hook(lambda *_: (_ for _ in ()).throw(OSError("gone")))
+        with pytest.raises(OSError, match="gone"):
+            call(model, batch)
+        fault.remove()
+        assert torch.equal(call(model, batch), expected)
+
+
+def test_gradients_flow_through_every_execution():
+    model = deep("gpt2")
+    batch = tiny_batch("gpt2", *PROMPTS)
+    with running_order(model, (1, (2, 3), 3)):
+        call(model, batch).sum().backward()
+    used = {number: block.mlp.c_fc.weight.grad is not None for number, block in enumerate(model.transformer.h, 1)}
+    assert used == {1: True, 2: True, 3: True, 4: False, 5: False}
+
+
+def test_another_tools_forward_is_called_and_stays():
+    model, calls = deep("gpt2"), []
+    block = model.transformer.h[0]
+    own = block.forward
+
+    def moving(*args, **kwargs):
+        calls.append(1)
+        return own(*args, **kwargs)
+
+    block.forward = moving
+    with torch.no_grad(), running_order(model, (1, 1, 2)):
+        call(model, tiny_batch("gpt2", *PROMPTS))
+    assert block.forward is moving
+    assert len(calls) == 3  # twice in the schedule, once to see what it returns
+
+
+def test_nested_use_is_refused_by_name_and_leaves_the_first_as_it_is():
+    model = deep("gpt2")
+    batch = tiny_batch("gpt2", *PROMPTS)
+    with torch.no_grad(), running_order(model, (1, 2)):
+        expected = call(model, batch)
+        with pytest.raises(InputError) as refused, running_order(model, (1, 3)):
+            pass
+        assert "this GPT2LMHeadModel runs the schedule 1 2 already: leave that context" in str(refused.value)
+        assert torch.equal(call(model, batch), expected)
+    with running_order(model, (1, 3)):
+        pass
+
+
+def test_another_thread_is_refused():
+    model, sentences = deep("gpt2"), []
+
+    def try_it() -> None:
+        try:
+            with running_order(model, (1, 3)):
+                pass
+        except InputError as error:
+            sentences.append(str(error))
+
+    with running_order(model, (1, (2, 3))):
+        thread = threading.Thread(target=try_it)
+        thread.start()
+        thread.join()
+    assert len(sentences) == 1
+    assert "runs the schedule 1 (2,3) already" in sentences[0]
+
+
+def test_a_cache_that_cannot_have_a_slot_for_each_execution_is_refused():
+    from transformers import StaticCache
+
+    model = deep("llama")
+    ids = tiny_batch("llama", *PROMPTS)["input_ids"]
+    with torch.no_grad(), running_order(model, (1, 2)), pytest.raises(InputError) as refused:
+        model(input_ids=ids, past_key_values=StaticCache(model.config, max_cache_len=20))
+    assert "LlamaForCausalLM cannot use a StaticCache" in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    ("schedule", "kind", "sentence"),
+    [
+        ((), ValueError, "schedule: expected at least one step, got none"),
+        ((1, 9), ValueError, "block: expected 1..5, got 9"),
+        ((1, ()), ValueError, "schedule: a parallel group is empty"),
+        ((1, "2"), TypeError, "a step is a block number or a tuple of them, got '2'"),
+    ],
+)
+def test_what_is_no_schedule_is_refused_before_anything_changes(schedule, kind, sentence):
+    model = deep("gpt2")
+    with pytest.raises(kind) as refused, running_order(model, schedule):
+        pass
+    assert sentence in str(refused.value)
+    assert all("forward" not in block.__dict__ for block in model.transformer.h)
