@@ -119,9 +119,17 @@ def test_the_model_is_as_it_was_also_after_an_exception(name):
     with torch.no_grad():
         expected = call(model, batch)
         state = torch.get_rng_state()
-        with pytest.raises(RuntimeError, match="broken off"), running_order(model, VARIANTS["custom"]):
-            assert not torch.equal(call(model, batch), expected)
-            raise RuntimeError("broken off")
+        changed = torch.empty(0)
+
+        def broken_off() -> None:
+            nonlocal changed
+            with running_order(model, VARIANTS["custom"]):
+                changed = call(model, batch)
+                raise RuntimeError("broken off")
+
+        with pytest.raises(RuntimeError, match="broken off"):
+            broken_off()
+        assert not torch.equal(changed, expected)
         assert torch.equal(call(model, batch), expected)
     assert torch.equal(torch.get_rng_state(), state)
     assert all(torch.equal(value, before[key]) for key, value in model.state_dict().items())
