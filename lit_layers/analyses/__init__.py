@@ -5,12 +5,14 @@ from lit_layers.analyses.compressions import CouplingMatrices
 from lit_layers.analyses.concept_alignment import ConceptAlignment
 from lit_layers.analyses.coupling import Coupling
 from lit_layers.analyses.cross_token_influence import CrossTokenInfluence
+from lit_layers.analyses.invariance import Invariance
 from lit_layers.analyses.label_probe import LabelProbe
 from lit_layers.analyses.lens import Lens
 from lit_layers.analyses.next_token_probe import NextTokenProbe
 from lit_layers.analyses.paths_in_plane import PathsInPlane
 from lit_layers.analyses.prediction_residual import NextTokenResidual
 from lit_layers.analyses.probe import Probe
+from lit_layers.analyses.prompt_studies import PromptStudies
 from lit_layers.analyses.representation import Representation
 from lit_layers.analyses.sample_sizes import SampleSizeSweep
 from lit_layers.analyses.token_coupling import TokenCoupling
@@ -23,12 +25,14 @@ __all__ = [
     "CouplingMatrices",
     "CrossTokenInfluence",
     "DividedAnalysis",
+    "Invariance",
     "LabelProbe",
     "Lens",
     "NextTokenProbe",
     "NextTokenResidual",
     "PathsInPlane",
     "Probe",
+    "PromptStudies",
     "Representation",
     "SampleSizeSweep",
     "TokenCoupling",

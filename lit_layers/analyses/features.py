@@ -9,16 +9,17 @@ import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from lit_layers.analyses.states import STATES, States, in_convention
 from lit_layers.data.encoded_texts import EncodedTexts
 from lit_layers.durable import sync, write_json
 from lit_layers.errors import InputError
-from lit_layers.functional.pooling import pool
+from lit_layers.functional.pooling import Pooling, pool
 from lit_layers.models.build import weights_hash
 from lit_layers.models.view import LayeredModel
 
@@ -26,7 +27,14 @@ TextPooling = Literal["last", "mean", "cls"]
 MAX_TOKENS = 8192  # of a forward pass: 8,192 x 768 x 4 B = 25 MB for a state
 _FACTS = "features.json"  # written last: a folder without it is a broken-off one
 _ROWS = "rows.i64"  # numbers of the texts, in the order in which they passed
-_FORMAT = 2
+_FORMAT = 3
+
+
+class _Kind(NamedTuple):
+    """Which vector stands for a text."""
+
+    pooling: Pooling
+    states: States
 
 
 class LayerFeatures:
@@ -59,27 +67,34 @@ def text_features(
     model: LayeredModel,
     texts: EncodedTexts,
     *,
-    pooling: TextPooling = "last",
+    pooling: Pooling = "last",
+    states: States = "resid",
     max_tokens: int = MAX_TOKENS,
     cache: str | Path | None = None,
 ) -> LayerFeatures:
     """The features of all layers: the "last" real token of each text, the "mean" of them, or the first ("cls").
 
+    "centered_unit_mean" is that of `pool`, with NaN for a text where it is undefined. `states` are in one of the
+    conventions of `lit_layers.analyses.states`, before they are pooled.
+
     One forward pass per text, without the head; each state is pooled on the device as it passes and only the vector is
-    kept. With `cache`, a folder, features of the same weights, token ids and pooling are read from there instead and
-    new ones are left there.
+    kept. With `cache`, a folder, features of the same weights, token ids, pooling and states are read from there
+    instead and new ones are left there.
 
     Raises:
-        InputError: a text longer than the model takes, or features that are not finite.
+        InputError: a text longer than the model takes, or states that are not finite.
     """
+    if states not in STATES:
+        raise ValueError(f"expected states to be one of {list(STATES)}, got {states!r}")
+    what = _Kind(pooling, states)
     if cache is None or _is_hooked(model):  # what a hook does, no key can tell
-        return _made(model, texts, pooling, max_tokens, Path(tempfile.mkdtemp(prefix="lit_layers-")), temporary=True)
-    folder = Path(cache) / _key(model, texts, pooling)
+        return _made(model, texts, what, max_tokens, Path(tempfile.mkdtemp(prefix="lit_layers-")), temporary=True)
+    folder = Path(cache) / _key(model, texts, what)
     if not _is_whole(folder):
         shutil.rmtree(folder, ignore_errors=True)  # broken off, or damaged since
         folder.parent.mkdir(parents=True, exist_ok=True)
         draft = Path(tempfile.mkdtemp(prefix=f".{folder.name}-", dir=folder.parent))
-        _made(model, texts, pooling, max_tokens, draft, temporary=False)
+        _made(model, texts, what, max_tokens, draft, temporary=False)
         draft.chmod(0o755)
         sync(draft)
         try:
@@ -107,25 +122,28 @@ def _is_hooked(model: LayeredModel) -> bool:
 
 
 def _made(
-    model: LayeredModel, texts: EncodedTexts, pooling: TextPooling, max_tokens: int, folder: Path, *, temporary: bool
+    model: LayeredModel, texts: EncodedTexts, what: _Kind, max_tokens: int, folder: Path, *, temporary: bool
 ) -> LayerFeatures:
     try:
-        _write(model, texts, pooling, max_tokens, folder)
+        _write(model, texts, what, max_tokens, folder)
     except BaseException:
         shutil.rmtree(folder, ignore_errors=True)
         raise
     return LayerFeatures(folder, temporary=temporary)
 
 
-def _write(model: LayeredModel, texts: EncodedTexts, pooling: TextPooling, max_tokens: int, folder: Path) -> None:
+def _write(model: LayeredModel, texts: EncodedTexts, what: _Kind, max_tokens: int, folder: Path) -> None:
     dtype = np.dtype(np.float64 if model.dtype == torch.float64 else np.float32)
     order: list[int] = []
     with _files(folder, model.num_layers) as files:
 
         def keep(layer: int, hidden: Tensor, mask: Tensor) -> None:
-            pooled = _pooled(hidden, mask, pooling)
-            if not pooled.isfinite().all():
-                row = order[-len(pooled) :][int(pooled.isfinite().all(-1).int().argmin())]
+            hidden = in_convention(model, what.states, layer, hidden)
+            pooled = _pooled(hidden, mask, what.pooling)
+            # what "centered_unit_mean" leaves undefined is NaN, of finite states
+            finite = (_pooled(hidden, mask, "mean") if what.pooling == "centered_unit_mean" else pooled).isfinite()
+            if not finite.all():
+                row = order[-len(pooled) :][int(finite.all(-1).int().argmin())]
                 raise InputError(f"the features of text {row} at layer {layer} are not finite")
             files[layer].write(pooled.cpu().numpy().astype(dtype).data)
 
@@ -135,24 +153,24 @@ def _write(model: LayeredModel, texts: EncodedTexts, pooling: TextPooling, max_t
                 model.pass_states(batch, keep)
     np.asarray(order, dtype=np.int64).tofile(folder / _ROWS)
     facts: dict[str, Any] = {"num_layers": model.num_layers, "num_rows": len(texts), "dim": model.dim}
-    write_json(folder / _FACTS, {**facts, "dtype": dtype.name, "pooling": pooling})
+    write_json(folder / _FACTS, {**facts, "dtype": dtype.name, **what._asdict()})
 
 
-def _pooled(hidden: Tensor, mask: Tensor, pooling: TextPooling) -> Tensor:
+def _pooled(hidden: Tensor, mask: Tensor, pooling: Pooling) -> Tensor:
     """(batch, dim); a token is picked as it is, a mean is computed in float64."""
-    if pooling == "mean":
-        return pool(hidden, mask, pooling="mean", undefined="nan")
+    if pooling not in ("last", "cls"):
+        return pool(hidden, mask, pooling=pooling, undefined="nan")
     places = torch.arange(mask.shape[1], device=mask.device)
     real = torch.where(mask, places, -1 if pooling == "last" else mask.shape[1])
     chosen = real.amax(1) if pooling == "last" else real.amin(1)
     return hidden[torch.arange(len(hidden), device=hidden.device), chosen]
 
 
-def _key(model: LayeredModel, texts: EncodedTexts, pooling: TextPooling) -> str:
-    """What decides the numbers: the weights and how they are run, the tokens, the pooling."""
+def _key(model: LayeredModel, texts: EncodedTexts, what: _Kind) -> str:
+    """What decides the numbers: the weights and how they are run, the tokens, the pooling, the states."""
     facts = [_FORMAT, weights_hash(model.model), type(model.model).__name__, model.attention, str(model.dtype)]
     config = getattr(model.model, "config", None)
-    facts += [config.to_json_string() if config is not None else "", texts.content_hash(), pooling]
+    facts += [config.to_json_string() if config is not None else "", texts.content_hash(), *what]
     facts += [_hash_of_buffers(model)]
     return hashlib.sha256(json.dumps(facts).encode()).hexdigest()[:32]
 

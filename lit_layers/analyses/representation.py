@@ -9,18 +9,32 @@ import torch
 from torch import Tensor
 
 from lit_layers.analyses.base import LayerwiseAnalysis, LayerwiseRun, Visit
-from lit_layers.analyses.states import States, in_convention
+from lit_layers.analyses.halves import check_num_halves, halves, records_of_layers
+from lit_layers.analyses.states import STATES, States, in_convention
 from lit_layers.analyses.summary import summarize
+from lit_layers.analyses.token_jacobians import check_choice
 from lit_layers.data.batches import Batches
 from lit_layers.errors import InputError
-from lit_layers.functional.entropy import Normalization, dataset_entropy, matrix_entropy, spectrum
+from lit_layers.functional.entropy import dataset_entropy, matrix_entropy, spectrum
 from lit_layers.functional.geometry import curvature_and_missing, token_angle
-from lit_layers.functional.pooling import pool
+from lit_layers.functional.pooling import Pooling, pool
+from lit_layers.functional.renyi import AtTwo, Normalization, Side, divided
 from lit_layers.models.view import LayeredModel
 from lit_layers.records import Record
 
-NORMALIZATIONS: tuple[Normalization, ...] = ("raw", "maxEntropy")
-DROPPED = (0, 1)
+# Skean et al., releases of 2024-09 and of 2025, of arXiv 2502.02013.
+_RELEASED: dict[str, Any] = {
+    "states": "hf",
+    "center": True,
+    "unit": True,
+    "clamp": True,
+    "side": "smaller",
+    "alpha2": "frobenius",
+}
+PRESETS: dict[str, dict[str, Any]] = {
+    "released_code": {**_RELEASED, "pooling": "centered_unit_mean"},
+    "released_code_later": {**_RELEASED, "pooling": "mean", "center_pooled": True, "unit_pooled": True},
+}
 
 
 class Kind(NamedTuple):
@@ -62,18 +76,41 @@ class Representation(LayerwiseAnalysis):
     random halves of the prompts. The spread of the halves estimates that of the whole (delete-half jackknife) and gives
     both their intervals: resampling with replacement would repeat rows and lower the value.
 
-    `alpha` is the order of the entropies. The model runs in float32 or wider. Preset "released_code" gives the two
-    entropies, and `token_angle` in place of the curvature, as the code of Skean et al. did (arXiv 2502.02013, release
-    of 2024-09): states "hf", centred unit tokens, negative Gram entries clamped.
+    A result of other than the default options says so in tags. The model runs in float32 or wider.
+
+    Preset "released_code" gives the two entropies, and `token_angle` in place of the curvature, as the code of Skean et
+    al. did (arXiv 2502.02013, release of 2024-09): states "hf", centred unit tokens, negative Gram entries clamped.
+    "released_code_later" is the release of 2025, with its `token_curvature` of centred unit tokens; for alpha 2 its
+    entropies are too high by 2 log of the rows. It centres and scales pooled vectors within each mini-batch: here the
+    batch is all prompts. Neither preset has the ranks.
+
+    Args:
+        batches: what is measured on.
+        alpha, alpha2, clamp, side: of the entropies, as in `matrix_entropy`.
+        center, unit: of the tokens, before entropies and ranks.
+        pooling: of the vectors of `dataset_entropy`; `center_pooled` and `unit_pooled` are done to them.
+        normalizations: of the entropies.
+        drop_first: how many first tokens are left out of entropies and ranks; each number gives its own.
+        rankme: whether that is measured, too.
     """
 
     batches: Batches
     name: str = "representation"
     alpha: float = 1.0
+    alpha2: AtTwo = "spectrum"
+    center: bool = False
+    unit: bool = False
+    clamp: bool = False
+    side: Side = "rows"
+    pooling: Pooling = "mean"
+    center_pooled: bool = False
+    unit_pooled: bool = False
+    normalizations: tuple[Normalization, ...] = ("raw", "maxEntropy")
+    drop_first: tuple[int, ...] = (0, 1)
     rankme: bool = False
     num_halves: int = 20
     states: States = "resid"
-    preset: Literal["released_code"] | None = None
+    preset: Literal["released_code", "released_code_later"] | None = None
 
     def check(self, model: LayeredModel) -> None:
         super().check(model)
@@ -83,46 +120,75 @@ class Representation(LayerwiseAnalysis):
         self._check_options()
         return _Run(model, self)
 
+    def option(self, name: str) -> Any:
+        """An option as it is measured with: the preset's, where that decides it."""
+        return PRESETS[self.preset].get(name, getattr(self, name)) if self.preset else getattr(self, name)
+
     def of_prompts(self, states: Tensor, mask: Tensor) -> dict[Kind, Tensor]:
         """The values (batch,) of one layer's states (batch, tokens, dim)."""
-        return self._released(states, mask) if self.preset else self._ours(states, mask)
-
-    def _ours(self, states: Tensor, mask: Tensor) -> dict[Kind, Tensor]:
         found = {}
-        for dropped in DROPPED:
-            sets = spectrum(states, mask, drop_first=dropped)  # one decomposition for all that follows
-            for normalization in NORMALIZATIONS:
-                kind = Kind("prompt_entropy", normalization, dropped)
-                found[kind] = sets.entropy(alpha=self.alpha, normalization=normalization, undefined="nan")
-            found[Kind("effective_rank", None, dropped)] = sets.effective_rank(undefined="nan")
-            found[Kind("participation_ratio", None, dropped)] = sets.participation_ratio(undefined="nan")
-            if self.rankme:
-                found[Kind("rankme", None, dropped)] = sets.rankme(undefined="nan")
-        found[CURVATURE], missing = curvature_and_missing(states, mask, undefined="skip")
+        for dropped in self.drop_first:
+            found |= self._entropies(states, mask, dropped) if self._by_entries() else {}
+            if not self.preset:
+                found |= self._ranks(states, mask, dropped)
+        if self.preset == "released_code":
+            return found | {Kind("token_angle"): token_angle(states, mask, undefined="nan")}
+        if self.preset:
+            angles = curvature_and_missing(states, mask, center=True, unit=True, fold=True, undefined="zero")
+        else:
+            angles = curvature_and_missing(states, mask, undefined="skip")
+        found[CURVATURE], missing = angles
         return found | {MISSING_ANGLES: missing}
 
-    def _released(self, states: Tensor, mask: Tensor) -> dict[Kind, Tensor]:
+    def _by_entries(self) -> bool:
+        """Whether entropies need more than the singular values."""
+        return self.option("clamp") or (self.alpha == 2 and self.option("alpha2") == "frobenius")
+
+    def _entropies(self, states: Tensor, mask: Tensor, dropped: int) -> dict[Kind, Tensor]:
+        values = matrix_entropy(
+            states,
+            mask,
+            drop_first=dropped,
+            undefined="nan",
+            center=self.option("center"),
+            unit=self.option("unit"),
+            **self._of_matrix(),
+        )
+        num_rows = (mask.sum(-1) - dropped).clamp(min=0)
+        values = values + self._excess(num_rows).to(values.device)
+        size = {"num_rows": num_rows.to(values.device), "dim": states.shape[-1]}
+        return {
+            Kind("prompt_entropy", normalization, dropped): divided(
+                "prompt_entropy", values, {}, normalization=normalization, undefined="nan", **size
+            )
+            for normalization in self.normalizations
+        }
+
+    def _ranks(self, states: Tensor, mask: Tensor, dropped: int) -> dict[Kind, Tensor]:
+        sets = spectrum(
+            states, mask, center=self.center, unit=self.unit, drop_first=dropped
+        )  # one for all that follows
         found = {}
-        for dropped in DROPPED:
-            for normalization in NORMALIZATIONS:
-                found[Kind("prompt_entropy", normalization, dropped)] = matrix_entropy(
-                    states,
-                    mask,
-                    alpha=self.alpha,
-                    center=True,
-                    unit=True,
-                    clamp=True,
-                    side="smaller",
-                    alpha2="frobenius",
-                    drop_first=dropped,
-                    normalization=normalization,
-                    undefined="nan",
-                )
-        return found | {Kind("token_angle"): token_angle(states, mask, undefined="nan")}
+        for normalization in () if self._by_entries() else self.normalizations:
+            kind = Kind("prompt_entropy", normalization, dropped)
+            found[kind] = sets.entropy(alpha=self.alpha, normalization=normalization, undefined="nan")
+        found[Kind("effective_rank", None, dropped)] = sets.effective_rank(undefined="nan")
+        found[Kind("participation_ratio", None, dropped)] = sets.participation_ratio(undefined="nan")
+        if self.rankme:
+            found[Kind("rankme", None, dropped)] = sets.rankme(undefined="nan")
+        return found
+
+    def _of_matrix(self) -> dict[str, Any]:
+        return {"alpha": self.alpha} | {name: self.option(name) for name in ("alpha2", "clamp", "side")}
+
+    def _excess(self, num_rows: Tensor) -> Tensor:
+        """What dividing the Gram matrix of unit rows by its trace, and then by its size, adds at order 2."""
+        off = self.preset == "released_code_later" and self.alpha == 2
+        return 2 * num_rows.clamp(min=1).double().log() * off
 
     def pooled(self, states: Tensor, mask: Tensor) -> Tensor:
         """One vector (batch, dim) for each prompt, of one layer's states."""
-        return pool(states, mask, pooling="centered_unit_mean" if self.preset else "mean", undefined="nan")
+        return pool(states, mask, pooling=self.option("pooling"), undefined="nan")
 
     def dataset_records(self, pooled: Tensor) -> Iterator[Record]:
         """Of the pooled vectors (layers + 1, prompts, dim)."""
@@ -130,39 +196,64 @@ class Representation(LayerwiseAnalysis):
         pooled = pooled[:, ~pooled.isnan().any(-1).any(0)]
         n = pooled.shape[1]
         tags = self.tags("dataset_entropy") | ({"num_undefined": num_prompts - n} if n < num_prompts else {})
-        whole = _and_mean(self._dataset_entropy(pooled))  # (layers + 2,)
-        halves = [_and_mean(self._dataset_entropy(pooled[:, rows])) for rows in _halves(n, self.num_halves)]
-        of_halves = torch.stack(halves) if halves else None
-        for normalization in NORMALIZATIONS:
+        whole = self._dataset_entropy(pooled)  # (layers + 1,)
+        found = [self._dataset_entropy(pooled[:, rows]) for rows in halves(n, self.num_halves)]
+        of_halves = torch.stack(found, -1) if found else None  # (layers + 1, halves)
+        for normalization in self.normalizations:
             most, most_of_half = _most(normalization, n, dim), _most(normalization, n // 2, dim)
             if most == 0:
                 continue  # one prompt, whose entropy is no share of anything
-            for position, layer in enumerate([*range(len(pooled)), None]):
-                spread = of_halves[:, position] / most_of_half if of_halves is not None else None
-                yield from _records_with_halves(
-                    whole[position] / most, n, spread, layer, {"normalization": normalization} | tags
-                )
+            spread = of_halves / most_of_half if of_halves is not None and most_of_half else None
+            told = {"normalization": normalization} | tags
+            yield from records_of_layers("dataset_entropy", whole / most, spread, n, told)
 
     def _dataset_entropy(self, pooled: Tensor) -> Tensor:
-        if self.preset:
-            return dataset_entropy(pooled, alpha=self.alpha, clamp=True, side="smaller", alpha2="frobenius")
-        return dataset_entropy(pooled, alpha=self.alpha)
+        values = dataset_entropy(
+            pooled,
+            center=self.option("center_pooled"),
+            unit=self.option("unit_pooled"),
+            undefined="nan",
+            **self._of_matrix(),
+        )
+        return values + self._excess(torch.tensor(pooled.shape[-2])).to(values.device)
 
     def tags(self, metric: str) -> dict[str, Any]:
         """What a result of other than the default options must say of itself."""
         tags: dict[str, Any] = {"alpha": self.alpha} if self.alpha != 1 and "entropy" in metric else {}
         if self.preset:
             return tags | {"preset": self.preset}
-        return tags | ({"states": self.states} if self.states != "resid" else {})
+        names = ["alpha2", "clamp", "side"] if "entropy" in metric else []
+        if metric == "dataset_entropy":
+            names += ["pooling", "center_pooled", "unit_pooled"]
+        elif metric in ("prompt_entropy", "effective_rank", "participation_ratio", "rankme"):
+            names += ["center", "unit"]
+        for name in [*names, "states"]:
+            value = getattr(self, name)
+            if value != type(self).__dataclass_fields__[name].default:
+                tags[name] = int(value) if isinstance(value, bool) else value
+        return tags
 
     def _check_options(self) -> None:
-        for option, allowed in (("states", ("resid", "hf")), ("preset", (None, "released_code"))):
-            if (value := getattr(self, option)) not in allowed:
-                raise InputError(f"{self.name}: expected {option} to be one of {list(allowed)}, got {value!r}")
+        all_normalizations = ("raw", "logN", "logD", "maxEntropy", "logNlogD")
+        for option, allowed in (
+            ("states", STATES),
+            ("preset", (None, *PRESETS)),
+            ("alpha2", ("spectrum", "frobenius")),
+            ("side", ("rows", "smaller")),
+            ("pooling", ("mean", "last", "cls", "centered_unit_mean")),
+        ):
+            check_choice(self.name, option, getattr(self, option), allowed)
+        for normalization in self.normalizations:
+            check_choice(self.name, "normalizations", normalization, all_normalizations)
+        if not self.normalizations or not self.drop_first:
+            raise InputError(f"{self.name}: expected at least one of normalizations and of drop_first, got none")
+        if min(self.drop_first) < 0 or len(set(self.drop_first)) < len(self.drop_first):
+            raise InputError(
+                f"{self.name}: expected drop_first to be different numbers of at least 0, got {list(self.drop_first)}"
+            )
         if not self.alpha > 0:
             raise InputError(f"{self.name}: expected alpha above 0, got {self.alpha}")
-        if self.num_halves < 0 or self.num_halves == 1:
-            raise InputError(f"{self.name}: expected num_halves to be 0 or at least 2, got {self.num_halves}")
+        check_num_halves(self.name, self.num_halves)
 
 
 class _Run(LayerwiseRun):
@@ -171,10 +262,10 @@ class _Run(LayerwiseRun):
     def __init__(self, model: LayeredModel, options: Representation) -> None:
         super().__init__()
         self.model, self.options = model, options
-        self.states: States = "hf" if options.preset else options.states
+        self.states: States = options.option("states")
 
     def start(self, batch: int, hidden: Tensor, mask: Tensor) -> None:
-        self._measure(batch, hidden, mask)
+        self._measure(batch, in_convention(self.model, self.states, 0, hidden), mask)
 
     def visit(self, visit: Visit) -> None:
         hidden = in_convention(self.model, self.states, visit.layer, visit.after)
@@ -215,32 +306,10 @@ def _count(missing: Tensor) -> dict[str, int]:
     return {MISSING_ANGLES.metric: total} if total else {}
 
 
-def _records_with_halves(
-    value: Tensor, n: int, halves: Tensor | None, layer: int | None, tags: dict[str, Any]
-) -> Iterator[Record]:
-    """The value of all `n` prompts and the mean over halves of them, with intervals from the spread of the halves."""
-    metric, options = "dataset_entropy", {"layer": layer, "tags": tags}
-    if halves is None:
-        yield Record(metric=metric, value=value.item(), n=n, **options)
-        return
-    mean, stderr = halves.mean().item(), halves.std().item()
-    low, high = (bound - mean for bound in halves.quantile(halves.new_tensor([0.025, 0.975])).tolist())
-    for name, center, count in ((metric, value.item(), n), (f"{metric}_of_half", mean, n // 2)):
-        yield Record(metric=name, value=center, stderr=stderr, low=center + low, high=center + high, n=count, **options)
-
-
-def _halves(n: int, num_halves: int) -> list[Tensor]:
-    """Row numbers of random halves; none of fewer than four prompts."""
-    if n < 4:
-        return []
-    return [torch.randperm(n, generator=torch.Generator().manual_seed(seed))[: n // 2] for seed in range(num_halves)]
-
-
-def _and_mean(of_layers: Tensor) -> Tensor:
-    """With the mean over layers 1..L behind them."""
-    return torch.cat([of_layers, of_layers[1:].mean(0, keepdim=True)])
-
-
-def _most(normalization: str, n: int, dim: int) -> float:
-    """What a value is a share of."""
-    return 1.0 if normalization == "raw" else math.log(min(n, dim)) if n else 0.0
+def _most(normalization: Normalization, n: int, dim: int) -> float:
+    """What a value is a share of; 0 where that is nothing."""
+    one, rows = torch.ones((), dtype=torch.float64), torch.tensor(n)
+    share = divided(
+        "dataset_entropy", one, {}, num_rows=rows, dim=dim, normalization=normalization, undefined="nan"
+    ).item()
+    return 0.0 if math.isnan(share) else 1 / share

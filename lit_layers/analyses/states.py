@@ -10,8 +10,9 @@ from lit_layers.models.families import trunk_of
 from lit_layers.models.view import LayeredModel
 
 # "resid": every layer as it leaves its block. "hf": the last one after the final norm, as in `hidden_states` of
-# transformers and in much published code.
-States = Literal["resid", "hf"]
+# transformers and in much published code. "normed": every one after the final norm, as a model cut there would end.
+States = Literal["resid", "hf", "normed"]
+STATES: tuple[States, ...] = ("resid", "hf", "normed")
 
 
 def final_norm(model: LayeredModel) -> torch.nn.Module | None:
@@ -22,7 +23,7 @@ def final_norm(model: LayeredModel) -> torch.nn.Module | None:
 def in_convention(model: LayeredModel, states: States, layer: int, hidden: Tensor) -> Tensor:
     """The hidden states of a layer as the convention has them."""
     norm = final_norm(model)
-    if states == "resid" or norm is None or layer < model.num_layers:
+    if states == "resid" or norm is None or (states == "hf" and layer < model.num_layers):
         return hidden
     with torch.no_grad():
         return norm(hidden)

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from lit_layers.analyses.base import LayerwiseAnalysis, LayerwiseRun, Visit
-from lit_layers.analyses.states import States, in_convention
+from lit_layers.analyses.states import STATES, States, in_convention
 from lit_layers.analyses.summary import mean_of_defined, median_of_defined, summarize, summarize_median
 from lit_layers.data.batches import Batches
 from lit_layers.errors import InputError
@@ -51,7 +51,7 @@ class Trajectory(LayerwiseAnalysis):
         return _Run(model, self)
 
     def _check_options(self) -> None:
-        for option, allowed in (("tokens", ("all", "last")), ("states", ("resid", "hf")), ("preset", (None, "paper"))):
+        for option, allowed in (("tokens", ("all", "last")), ("states", STATES), ("preset", (None, "paper"))):
             if (value := getattr(self, option)) not in allowed:
                 raise InputError(f"{self.name}: expected {option} to be one of {list(allowed)}, got {value!r}")
         if self.drop_first < 0:
@@ -73,13 +73,14 @@ class _Run(LayerwiseRun):
             kept = kept & (position == position[:, -1:])
         self.state[f"kept/{batch}"] = kept
         path = WalkedPath()
-        path.start(hidden[kept])
+        path.start(in_convention(self.model, self.states, 0, hidden)[kept])
         self._keep(batch, path)
 
     def visit(self, visit: Visit) -> None:
         kept, path = self.state[f"kept/{visit.batch}"], self._path(visit.batch)
+        before = in_convention(self.model, self.states, visit.layer - 1, visit.before)
         after = in_convention(self.model, self.states, visit.layer, visit.after)
-        path.step(visit.before[kept], after[kept])
+        path.step(before[kept], after[kept])
         self._keep(visit.batch, path)
 
     def release(self, batch: int) -> None:

@@ -8,6 +8,11 @@ if TYPE_CHECKING:
     from lit_layers.data.images import EvalImages as EvalImages
     from lit_layers.data.preparing import prepare as prepare
     from lit_layers.data.preparing import prepared as prepared
+    from lit_layers.data.prompt_texts import CorpusTexts as CorpusTexts
+    from lit_layers.data.prompt_texts import GivenTexts as GivenTexts
+    from lit_layers.data.prompt_texts import TaskTexts as TaskTexts
+    from lit_layers.data.prompt_texts import TextBatches as TextBatches
+    from lit_layers.data.prompt_texts import Texts as Texts
     from lit_layers.data.shards import TokenShards as TokenShards
     from lit_layers.data.tasks import TASKS as TASKS
     from lit_layers.data.tasks import ProbeTask as ProbeTask
@@ -17,23 +22,32 @@ if TYPE_CHECKING:
     from lit_layers.data.text import EvalText as EvalText
     from lit_layers.data.text import duplicate_windows as duplicate_windows
     from lit_layers.data.training_text import TokenBlocks as TokenBlocks
+    from lit_layers.data.views import Views as Views
+    from lit_layers.data.views import make_views as make_views
     from lit_layers.data.word_pairs import WordPairs as WordPairs
 
 # Name -> module, imported on first use: the processes that tokenize need no torch, which takes seconds to import.
 _HOMES = {
     "Batches": "batches",
     "BenchmarkPrompts": "benchmarks",
+    "CorpusTexts": "prompt_texts",
     "EvalImages": "images",
     "EvalText": "text",
+    "GivenTexts": "prompt_texts",
     "ProbeTask": "tasks",
     "TASKS": "tasks",
     "TaskData": "tasks",
     "TaskSplit": "tasks",
+    "TaskTexts": "prompt_texts",
+    "TextBatches": "prompt_texts",
+    "Texts": "prompt_texts",
     "TokenBlocks": "training_text",
     "TokenShards": "shards",
+    "Views": "views",
     "WordPairs": "word_pairs",
     "duplicate_windows": "text",
     "find_task": "tasks",
+    "make_views": "views",
     "prepare": "preparing",
     "prepared": "preparing",
 }
@@ -41,16 +55,23 @@ __all__ = [
     "TASKS",
     "Batches",
     "BenchmarkPrompts",
+    "CorpusTexts",
     "EvalImages",
     "EvalText",
+    "GivenTexts",
     "ProbeTask",
     "TaskData",
     "TaskSplit",
+    "TaskTexts",
+    "TextBatches",
+    "Texts",
     "TokenBlocks",
     "TokenShards",
+    "Views",
     "WordPairs",
     "duplicate_windows",
     "find_task",
+    "make_views",
     "prepare",
     "prepared",
 ]

@@ -9,9 +9,7 @@ since p majorises q and entropy is Schur-concave. (Skean et al., theorem 1, stat
 normalises sigma and sigma^2 at once.)
 """
 
-import math
 from dataclasses import dataclass, field
-from typing import Literal
 
 import numpy as np
 import torch
@@ -20,16 +18,22 @@ from torch import Tensor
 
 from lit_layers.functional._checks import check_option, settled, widened
 from lit_layers.functional._rows import centered, not_finite, real_rows, unit_rows, without
+from lit_layers.functional.renyi import (
+    EPS,
+    AtTwo,
+    Normalization,
+    Side,
+    Undefined,
+    check_alpha,
+    divided,
+    positive,
+    renyi,
+    renyi_of_matrix,
+)
 
 Rows = Float[Tensor, "*n rows dim"]
 Mask = Bool[Tensor, "*n rows"]
 PerSet = Float[Tensor, "*n"]
-Undefined = Literal["raise", "nan"]
-Normalization = Literal["raw", "logN", "logD", "maxEntropy", "logNlogD"]
-Side = Literal["rows", "smaller"]
-AtTwo = Literal["spectrum", "frobenius"]
-
-_EPS = torch.finfo(torch.float64).eps
 
 
 def matrix_entropy(
@@ -72,12 +76,20 @@ def matrix_entropy(
     if not clamp and (alpha2 == "spectrum" or alpha != 2):
         found = spectrum(rows, mask, center=center, unit=unit, drop_first=drop_first)
         return found.entropy(alpha=alpha, normalization=normalization, undefined=undefined)
-    _check_alpha(alpha)
+    check_alpha(alpha)
     prepared = _prepared(rows, mask, center=center, unit=unit, drop_first=drop_first)
     values = _gram_entropy(prepared, alpha, clamp=clamp, smaller=side == "smaller", frobenius=alpha2 == "frobenius")
     zero = ~prepared.rows.flatten(-2).any(-1)
     problems = {**prepared.problems, _NOTHING: zero}
-    return _settled_entropy(values, prepared.num_rows, prepared.rows.shape[-1], problems, normalization, undefined)
+    return divided(
+        "matrix_entropy",
+        values,
+        problems,
+        num_rows=prepared.num_rows,
+        dim=prepared.rows.shape[-1],
+        normalization=normalization,
+        undefined=undefined,
+    )
 
 
 def dataset_entropy(
@@ -179,10 +191,18 @@ class Spectrum:
         self, *, alpha: float = 1.0, normalization: Normalization = "raw", undefined: Undefined = "raise"
     ) -> PerSet:
         """matrix_entropy of the sets."""
-        _check_alpha(alpha)
+        check_alpha(alpha)
         squares = self.values.square()
-        values = _renyi(squares / _positive(squares.sum(-1, keepdim=True)), alpha)
-        return _settled_entropy(values, self.num_rows, self.dim, self.problems, normalization, undefined)
+        values = renyi(squares / positive(squares.sum(-1, keepdim=True)), alpha)
+        return divided(
+            "matrix_entropy",
+            values,
+            self.problems,
+            num_rows=self.num_rows,
+            dim=self.dim,
+            normalization=normalization,
+            undefined=undefined,
+        )
 
     def effective_rank(self, *, undefined: Undefined = "raise") -> PerSet:
         return self._settled("effective_rank", torch.special.entr(self._shares()).sum(-1).exp(), undefined)
@@ -197,11 +217,11 @@ class Spectrum:
 
     def participation_ratio(self, *, undefined: Undefined = "raise") -> PerSet:
         squares = self.values.square()
-        ratio = squares.sum(-1).square() / _positive(squares.square().sum(-1))
+        ratio = squares.sum(-1).square() / positive(squares.square().sum(-1))
         return self._settled("participation_ratio", ratio, undefined)
 
     def _shares(self) -> Tensor:
-        return self.values / _positive(self.values.sum(-1, keepdim=True))
+        return self.values / positive(self.values.sum(-1, keepdim=True))
 
     def _settled(self, metric: str, values: Tensor, undefined: Undefined) -> Tensor:
         check_option("undefined", undefined, "raise", "nan")
@@ -216,11 +236,11 @@ def spectrum(
 ) -> Spectrum:
     """The singular values of each set of rows, by one decomposition of the matrix itself; never of its Gram matrix."""
     prepared = _prepared(rows, mask, center=center, unit=unit, drop_first=drop_first)
-    values = _singular_values(prepared.rows)
+    values = singular_values(prepared.rows)
     largest = values[..., :1] if values.shape[-1] else values.new_zeros(*values.shape[:-1], 1)
-    values = values / _positive(largest)
+    values = values / positive(largest)
     dim = rows.shape[-1]
-    floor = prepared.num_rows.clamp(min=dim)[..., None] * _EPS
+    floor = prepared.num_rows.clamp(min=dim)[..., None] * EPS
     problems = {**prepared.problems, _NOTHING: largest.squeeze(-1) == 0}
     return Spectrum(values.masked_fill(values < floor, 0.0), prepared.num_rows, dim, problems)
 
@@ -246,7 +266,8 @@ def _prepared(rows: Rows, mask: Mask | None, *, center: bool, unit: bool, drop_f
     return _Prepared(rows, num_rows, problems)
 
 
-def _singular_values(rows: Tensor) -> Tensor:
+def singular_values(rows: Tensor) -> Tensor:
+    """Of each matrix (*n, rows, dim), the largest first."""
     # LAPACK one by one on the CPU: what CUDA has for matrices of this size works one by one, too, and more slowly.
     # A tall matrix costs it less than a third of its transpose.
     tall = rows if rows.shape[-2] >= rows.shape[-1] else rows.mT
@@ -267,50 +288,6 @@ def _gram_entropy(prepared: _Prepared, alpha: float, *, clamp: bool, smaller: bo
         rows = prepared.rows[chosen]  # (sets, rows, dim)
         gram = rows.mT @ rows if transposed else rows @ rows.mT
         gram = gram.clamp(min=0.0) if clamp else gram
-        if frobenius and alpha == 2:
-            size = torch.full_like(values[chosen], dim) if transposed else prepared.num_rows[chosen]
-            values[chosen] = -(gram.square().sum((-2, -1)) / size.clamp(min=1).square()).log()
-            continue
-        eigenvalues = torch.linalg.eigvalsh(gram).clamp(min=0.0)
-        floor = gram.shape[-1] * _EPS * eigenvalues[..., -1:]
-        eigenvalues = eigenvalues.masked_fill(eigenvalues < floor, 0.0)
-        values[chosen] = _renyi(eigenvalues / _positive(eigenvalues.sum(-1, keepdim=True)), alpha)
+        size = dim if transposed else prepared.num_rows[chosen]
+        values[chosen] = renyi_of_matrix(gram, alpha, frobenius=frobenius, size=size)
     return values
-
-
-def _renyi(shares: Tensor, alpha: float) -> Tensor:
-    if alpha == 1:
-        values = torch.special.entr(shares).sum(-1)
-    elif alpha == math.inf:
-        values = -shares.amax(-1).log() if shares.shape[-1] else shares.sum(-1)
-    else:
-        values = torch.logsumexp(alpha * shares.log(), -1) / (1 - alpha)
-    return values.clamp(min=0.0)
-
-
-def _settled_entropy(
-    values: Tensor, num_rows: Tensor, dim: int, problems: dict[str, Tensor], normalization: str, undefined: str
-) -> Tensor:
-    check_option("normalization", normalization, "raw", "logN", "logD", "maxEntropy", "logNlogD")
-    check_option("undefined", undefined, "raise", "nan")
-    log_n = num_rows.clamp(min=1).double().log()
-    log_d = torch.full_like(log_n, math.log(max(dim, 1)))
-    divisor = {
-        "raw": torch.ones_like(log_n),
-        "logN": log_n,
-        "logD": log_d,
-        "maxEntropy": torch.minimum(log_n, log_d),
-        "logNlogD": log_n * log_d,
-    }[normalization]
-    problems = {**problems, f"{normalization} divides by the logarithm of one row or one dimension": divisor == 0}
-    return settled("matrix_entropy", values / _positive(divisor), problems, undefined)
-
-
-def _check_alpha(alpha: float) -> None:
-    if not alpha > 0:
-        raise ValueError(f"expected alpha above 0, got {alpha}")
-
-
-def _positive(values: Tensor) -> Tensor:
-    """The values with 1 for each 0, to divide by."""
-    return values.masked_fill(values == 0, 1.0)

@@ -47,6 +47,37 @@ def test_features_are_those_of_each_text_alone(family):
             torch.testing.assert_close(found.layer(layer), expected[layer].to(found.layer(layer)), rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.parametrize("states", ["hf", "normed"])
+def test_states_are_normed_before_they_are_pooled(states):
+    model = LayeredModel(tiny("gpt2", torch.float64))
+    texts, norm = encoded(), model.model.transformer.ln_f
+    found = text_features(model, texts, pooling="mean", states=states)
+    for row, ids in enumerate(texts.ids):
+        hidden = model.trajectory({"input_ids": torch.tensor(ids[None].astype(np.int64))}).hidden[:, 0]
+        for layer in range(LAYERS + 1):
+            state = norm(hidden[layer]) if states == "normed" or layer == LAYERS else hidden[layer]
+            torch.testing.assert_close(found.layer(layer)[row], state.mean(0).detach(), rtol=1e-9, atol=1e-9)
+
+
+def test_centred_unit_tokens_are_averaged_and_a_text_of_one_token_has_no_such_mean():
+    model, texts = LayeredModel(tiny("gpt2", torch.float64)), encoded()
+    found = text_features(model, texts, pooling="centered_unit_mean").layer(2)
+    for row, ids in enumerate(texts.ids):
+        state = model.trajectory({"input_ids": torch.tensor(ids[None].astype(np.int64))}).hidden[2, 0].numpy()
+        state = state - state.mean(0)
+        if len(ids) == 1:
+            assert found[row].isnan().all()
+            continue
+        expected = (state / np.linalg.norm(state, axis=1, keepdims=True)).mean(0)
+        np.testing.assert_allclose(found[row].numpy(), expected, rtol=1e-9, atol=1e-9)
+    assert found.isnan().any(), "a text of one token is among them"
+
+
+def test_states_of_no_convention_are_refused():
+    with pytest.raises(ValueError, match=r"expected states to be one of \['resid', 'hf', 'normed'\], got 'raw'"):
+        text_features(LayeredModel(tiny("gpt2")), encoded(), states="raw")  # pyright: ignore[reportArgumentType]
+
+
 @pytest.mark.parametrize("family", FAMILIES)
 def test_states_pass_as_a_trajectory_holds_them(family):
     model = LayeredModel(tiny(family))
@@ -89,10 +120,11 @@ def test_a_cache_is_read_and_mixes_neither_weights_nor_texts_nor_poolings(tmp_pa
         (text_features(LayeredModel(changed), texts, cache=tmp_path), "weights"),
         (text_features(model, encoded(seed=1), cache=tmp_path), "texts"),
         (text_features(model, texts, pooling="mean", cache=tmp_path), "pooling"),
+        (text_features(model, texts, states="normed", cache=tmp_path), "states"),
         (text_features(LayeredModel(tiny("gpt2", torch.float64)), texts, cache=tmp_path), "dtype"),
     ):
         assert not torch.equal(other.layer(2).float(), fresh.layer(2)), name
-    assert len(list(tmp_path.iterdir())) == 5
+    assert len(list(tmp_path.iterdir())) == 6
 
 
 def test_a_folder_of_its_own_goes_with_its_object_and_a_broken_pass_leaves_nothing(tmp_path, monkeypatch):

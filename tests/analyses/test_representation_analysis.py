@@ -224,8 +224,12 @@ def test_every_family_is_measured(name, preset):
     ("options", "sentence"),
     [
         ({"alpha": 0.0}, "representation: expected alpha above 0, got 0.0"),
-        ({"states": "normed"}, r"representation: expected states to be one of \['resid', 'hf'\], got 'normed'"),
-        ({"preset": "paper"}, r"representation: expected preset to be one of \[None, 'released_code'\], got 'paper'"),
+        ({"states": "raw"}, r"representation: expected states to be one of \['resid', 'hf', 'normed'\], got 'raw'"),
+        ({"preset": "paper"}, r"representation: expected preset to be one of \[None, 'released_code', .*got 'paper'"),
+        ({"normalizations": ("log2",)}, "representation: expected normalizations to be one of"),
+        ({"normalizations": ()}, "representation: expected at least one of normalizations and of drop_first, got none"),
+        ({"drop_first": (1, 1)}, r"expected drop_first to be different numbers of at least 0, got \[1, 1\]"),
+        ({"side": "both"}, "representation: expected side to be one of"),
         ({"num_halves": 1}, "representation: expected num_halves to be 0 or at least 2, got 1"),
     ],
 )
@@ -240,3 +244,97 @@ def test_options_out_of_range_are_refused_before_anything_runs(model, options, s
 def test_data_without_prompts_is_refused(model):
     with pytest.raises(InputError, match="representation: the data holds no prompts"):
         list(Representation(batches=Listed()).run(LayeredModel(model)))
+
+
+def unit(rows):
+    return rows / np.linalg.norm(rows, axis=1, keepdims=True)
+
+
+def of_matrix(matrix, alpha):
+    eigenvalues = np.linalg.eigvalsh(matrix)
+    shares = eigenvalues[eigenvalues > 1e-13 * eigenvalues[-1]]
+    shares = shares / shares.sum()
+    return entropy(shares) if alpha == 1 else math.log((shares**alpha).sum()) / (1 - alpha)
+
+
+@pytest.mark.parametrize("alpha", [1.0, 2.0])
+def test_the_later_preset_divides_the_matrix_by_its_trace_and_its_size(model, alpha):
+    analysis = Representation(batches=Listed(*BATCHES), preset="released_code_later", alpha=alpha)
+    records = list(analysis.run(LayeredModel(model)))
+    prompts = states_of_each_prompt(model, BATCHES, final_norm=True)
+    tags = {"preset": "released_code_later", "normalization": "raw"} | ({"alpha": 2.0} if alpha == 2 else {})
+
+    def released(rows):
+        rows = unit(rows - rows.mean(0))
+        gram = rows.T @ rows if len(rows) > rows.shape[1] else rows @ rows.T
+        gram = np.maximum(gram, 0) / np.trace(gram)
+        return -math.log((gram**2).sum() / len(gram) ** 2) if alpha == 2 else of_matrix(gram, 1)
+
+    for layer in LAYERS:
+        values = [released(prompt[layer]) for prompt in prompts]
+        assert find(records, "prompt_entropy", layer, drop_first=0, **tags).value == pytest.approx(np.mean(values))
+        pooled = np.array([prompt[layer].mean(0) for prompt in prompts])
+        assert find(records, "dataset_entropy", layer, **tags).value == pytest.approx(released(pooled), rel=1e-9)
+        turns = []
+        for prompt in prompts:
+            steps = np.diff(unit(prompt[layer] - prompt[layer].mean(0)), axis=0)
+            cosines = [a @ b / np.linalg.norm(a) / np.linalg.norm(b) for a, b in itertools.pairwise(steps)]
+            turns.append(np.mean(np.arccos(np.abs(cosines))))
+        found = find(records, "token_curvature", layer, preset="released_code_later").value
+        assert found == pytest.approx(np.mean(turns), rel=1e-9)
+
+
+def test_every_option_of_the_entropies_can_be_had_and_is_told_by_a_tag(model, prompts):
+    options = {
+        "center": True,
+        "unit": True,
+        "clamp": True,
+        "side": "smaller",
+        "alpha": 2.0,
+        "alpha2": "frobenius",
+        "normalizations": ("logD",),
+        "drop_first": (0, 2),
+        "pooling": "last",
+        "unit_pooled": True,
+        "center_pooled": True,
+    }
+    records = list(Representation(batches=Listed(*BATCHES), **options).run(LayeredModel(model)))
+
+    def value(rows):
+        rows = unit(rows - rows.mean(0))
+        gram = np.maximum(rows.T @ rows if len(rows) > rows.shape[1] else rows @ rows.T, 0)
+        return -math.log((gram**2).sum() / len(gram) ** 2) / math.log(32)
+
+    tags = {"normalization": "logD", "alpha": 2.0, "alpha2": "frobenius", "clamp": 1, "side": "smaller"}
+    for layer, dropped in itertools.product(LAYERS, (0, 2)):
+        expected = np.mean([value(prompt[layer][dropped:]) for prompt in prompts])
+        found = find(records, "prompt_entropy", layer, drop_first=dropped, **tags, center=1, unit=1).value
+        assert found == pytest.approx(expected, rel=1e-9)
+        rows = [prompt[layer][dropped:] - prompt[layer][dropped:].mean(0) for prompt in prompts]
+        expected = np.mean([of_rows(unit(each))["effective_rank"] for each in rows])
+        found = find(records, "effective_rank", layer, drop_first=dropped, center=1, unit=1).value
+        assert found == pytest.approx(expected, rel=1e-6)
+    for layer in LAYERS:
+        pooled = np.array([prompt[layer][-1] for prompt in prompts])
+        found = find(records, "dataset_entropy", layer, **tags, pooling="last", center_pooled=1, unit_pooled=1).value
+        assert found == pytest.approx(value(pooled), rel=1e-9)
+    assert find(records, "token_curvature", 1).n == 8
+
+
+def test_normed_states_are_those_after_the_final_norm_at_every_layer(model, prompts):
+    records = list(Representation(batches=Listed(*BATCHES), states="normed").run(LayeredModel(model)))
+    norm = model.transformer.ln_f
+    for layer in LAYERS:
+        with torch.no_grad():
+            normed = [norm(torch.from_numpy(prompt[layer])).numpy() for prompt in prompts]
+        found = find(records, "effective_rank", layer, drop_first=0, states="normed").value
+        assert found == pytest.approx(np.mean([of_rows(rows)["effective_rank"] for rows in normed]), rel=1e-9)
+
+
+def test_a_layer_where_all_pooled_vectors_are_one_has_no_dataset_entropy_and_the_others_stay():
+    batch = tiny_batch("bert", batch=4, tokens=6)
+    batch["input_ids"][:, 0] = 7
+    analysis = Representation(batches=Listed(batch), pooling="cls", center_pooled=True)
+    records = list(analysis.run(LayeredModel(tiny("bert"))))
+    layers = [r.layer for r in records if r.metric == "dataset_entropy" and r.tags["normalization"] == "raw"]
+    assert layers == [1, 2, 3, None]

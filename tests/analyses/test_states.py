@@ -1,9 +1,9 @@
-"""The precision that is measured in."""
+"""The precision that is measured in, and the conventions of states."""
 
 import pytest
 import torch
 
-from lit_layers.analyses.states import at_least_float32
+from lit_layers.analyses.states import at_least_float32, in_convention
 from lit_layers.models.build import load, save
 from lit_layers.models.view import LayeredModel
 from tests.support.tiny_models import tiny, tiny_batch
@@ -21,3 +21,25 @@ def test_a_model_cast_to_half_precision_is_measured_as_its_checkpoint_is(family,
     assert model.dtype == torch.bfloat16
     whole = LayeredModel(tiny(family))
     assert at_least_float32(whole) is whole
+
+
+def test_each_convention_norms_the_layers_that_it_says():
+    view = LayeredModel(tiny("gpt2", torch.float64))
+    hidden = view.trajectory(tiny_batch("gpt2")).hidden
+    normed = [torch.nn.functional.layer_norm(state, (32,), *norm_of(view)) for state in hidden]
+    for layer in range(4):
+        assert torch.equal(in_convention(view, "resid", layer, hidden[layer]), hidden[layer])
+        torch.testing.assert_close(in_convention(view, "normed", layer, hidden[layer]), normed[layer])
+        expected = normed[3] if layer == 3 else hidden[layer]
+        torch.testing.assert_close(in_convention(view, "hf", layer, hidden[layer]), expected)
+
+
+def test_without_a_final_norm_all_conventions_are_one():
+    view = LayeredModel(tiny("bert"))
+    hidden = view.trajectory(tiny_batch("bert")).hidden[1]
+    assert all(in_convention(view, states, 3, hidden) is hidden for states in ("resid", "hf", "normed"))
+
+
+def norm_of(view):
+    norm = view.model.transformer.ln_f
+    return norm.weight, norm.bias, norm.eps

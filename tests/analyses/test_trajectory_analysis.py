@@ -152,7 +152,7 @@ def test_the_final_norm_changes_only_the_last_layer(model):
     ("options", "sentence"),
     [
         ({"tokens": "first"}, r"trajectory: expected tokens to be one of \['all', 'last'\], got 'first'"),
-        ({"states": "normed"}, r"trajectory: expected states to be one of \['resid', 'hf'\], got 'normed'"),
+        ({"states": "raw"}, r"trajectory: expected states to be one of \['resid', 'hf', 'normed'\], got 'raw'"),
         (
             {"preset": "released_code"},
             r"trajectory: expected preset to be one of \[None, 'paper'\], got 'released_code'",

@@ -6,6 +6,8 @@ import math
 import numpy as np
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from lit_layers.functional import entropy as module
 from lit_layers.functional.entropy import (
@@ -146,6 +148,28 @@ def test_the_four_measures_of_rank_are_ordered(shape, kind):
         assert participation_ratio(rows).item() == pytest.approx(matrix_entropy(rows, alpha=2).exp().item(), rel=1e-12)
         assert chain[0] >= 1 - 1e-12
         assert all(smaller <= larger * (1 + 1e-12) for smaller, larger in itertools.pairwise(chain))
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    rows=st.integers(1, 7),
+    dim=st.integers(1, 7),
+    powers=st.floats(0, 8),
+    copies=st.integers(1, 3),
+    seed=st.integers(0, 2**20),
+)
+def test_the_four_measures_of_rank_are_ordered_for_any_spectrum(rows, dim, powers, copies, seed):
+    matrix = random(rows, dim, seed=seed) * 10.0 ** -torch.linspace(0, powers, dim, dtype=torch.float64)
+    matrix = matrix.repeat(copies, 1)
+    rank = np.linalg.matrix_rank(matrix.numpy())
+    chain = [
+        participation_ratio(matrix).item(),
+        math.exp(matrix_entropy(matrix).item()),
+        effective_rank(matrix).item(),
+        rank,
+        min(rows, dim),
+    ]
+    assert all(low <= high * (1 + 1e-9) for low, high in itertools.pairwise(chain)), chain
 
 
 def test_entropy_falls_with_its_order_and_stays_in_its_range():
@@ -353,4 +377,4 @@ def test_singular_values_come_from_the_matrix_whichever_way_it_lies():
     for shape in ((2, 5, 3), (2, 3, 5), (2, 0, 3)):
         rows = random(*shape)
         expected = torch.linalg.svdvals(rows)
-        np.testing.assert_allclose(module._singular_values(rows), expected, atol=1e-14)
+        np.testing.assert_allclose(module.singular_values(rows), expected, atol=1e-14)

@@ -1,0 +1,197 @@
+"""Invariance on a small model, against the same numbers from states of each view taken alone."""
+
+import json
+import math
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from lit_layers.analyses import Invariance
+from lit_layers.data import GivenTexts, make_views
+from lit_layers.data.tokenization import load_tokenizer
+from lit_layers.emergence import measure
+from lit_layers.errors import InputError
+from lit_layers.functional.invariance import dime, infonce, lidar
+from lit_layers.models.view import LayeredModel
+from tests.support.labelled_texts import labelled, saved_bert, saved_gpt2
+from tests.support.prompt_states import states_of_each_prompt
+from tests.support.tiny_models import tiny
+
+TEXTS = [text for text, _ in labelled(24)]
+LAYERS = (0, 1, 2, 3)
+OPTIONS: dict[str, Any] = {"num_views": 3, "max_tokens": 30, "num_halves": 3, "permutations": 2}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return tmp_path_factory.mktemp("model")
+
+
+@pytest.fixture(scope="module")
+def model(folder):
+    return saved_gpt2(folder, dtype=torch.float64)
+
+
+@pytest.fixture(scope="module")
+def records(model, folder):
+    return list(Invariance(texts=GivenTexts(TEXTS), tokenizer=str(folder), **OPTIONS).run(LayeredModel(model)))
+
+
+@pytest.fixture(scope="module")
+def states(model, folder):
+    """(views, texts) of (layers + 1, tokens, dim), without and with the final norm."""
+    tokenizer = load_tokenizer(str(folder)).tokenizer
+    ids = [[tokenizer.encode(text).ids[:30] for text in view] for view in make_views(TEXTS, 3).texts]
+    batches = [[{"input_ids": torch.tensor([row])} for row in view] for view in ids]
+    return [[states_of_each_prompt(model, view, final_norm=norm) for view in batches] for norm in (False, True)]
+
+
+def find(records, metric, layer=None, **tags):
+    (record,) = [r for r in records if (r.metric, r.layer, r.tags) == (metric, layer, tags)]
+    return record
+
+
+def vectors(views, layer, pool):
+    return torch.from_numpy(np.array([[pool(text[layer]) for text in view] for view in views]))
+
+
+def centered_unit_mean(rows):
+    rows = rows - rows.mean(0)
+    return (rows / np.linalg.norm(rows, axis=1, keepdims=True)).mean(0)
+
+
+def test_each_layer_has_the_metrics_of_its_mean_pooled_views(records, states):
+    found = {"infonce": [], "lidar": [], "lidar_rank": [], "dime": []}
+    for layer in LAYERS:
+        rows = vectors(states[0], layer, lambda tokens: tokens.mean(0))
+        found["infonce"].append(infonce(rows[0], rows[1]))
+        found["lidar"].append(lidar(rows.transpose(0, 1)))
+        found["lidar_rank"].append(lidar(rows.transpose(0, 1), output="rank"))
+        found["dime"].append(dime(rows[0], rows[1], permutations=2))
+        within = (rows - rows.mean(0)).square().sum() / (3 * 24 * 32 * 1e-4)
+        record = find(records, "lidar_within_over_delta", layer)
+        assert record.value == pytest.approx(within.item(), rel=1e-9)
+    for metric, values in found.items():
+        for layer, value in [*zip(LAYERS, values, strict=True), (None, np.mean(values[1:]))]:
+            near = {}
+            if "lidar" in metric:
+                layers = LAYERS[1:] if layer is None else [layer]
+                low = sum(find(records, "lidar_within_over_delta", each).value < 10 for each in layers)
+                near = {"num_layers_near_delta": low} if low else {}
+            record = find(records, metric, layer, **near)
+            assert record.value == pytest.approx(float(value), rel=1e-9), (metric, layer)
+            assert record.n == 24
+            assert record.low <= record.value <= record.high or metric in ("infonce", "dime")
+            assert find(records, f"{metric}_of_half", layer, **near).n == 12
+    assert find(records, "infonce_chance").value == pytest.approx(math.log(47), rel=1e-12)
+    assert find(records, "infonce_chance_of_half").value == pytest.approx(math.log(23), rel=1e-12)
+    fraction = find(records, "changed_fraction", num_cut=find_cut(records))
+    assert fraction.value == make_views(TEXTS, 3).changed_fraction
+
+
+def find_cut(records):
+    return next(r.tags["num_cut"] for r in records if r.metric == "changed_fraction")
+
+
+def test_the_released_preset_takes_centred_unit_tokens_of_normed_last_states(model, folder, states):
+    analysis = Invariance(texts=GivenTexts(TEXTS), tokenizer=str(folder), preset="released_code", **OPTIONS)
+    records = list(analysis.run(LayeredModel(model)))
+    tags = {"preset": "released_code"}
+    for layer in LAYERS:
+        rows = vectors(states[1], layer, centered_unit_mean)
+        near = (
+            {"num_layers_near_delta": 1} if find(records, "lidar_within_over_delta", layer, **tags).value < 10 else {}
+        )
+        value = find(records, "infonce", layer, **tags).value
+        assert value == pytest.approx(infonce(rows[0], rows[1], unit=False).item(), rel=1e-9)
+        value = find(records, "dime", layer, **tags).value
+        assert value == pytest.approx(
+            dime(rows[0], rows[1], unit=False, side="smaller", permutations=2).item(), abs=1e-9
+        )
+        value = find(records, "lidar", layer, **tags, **near).value
+        assert value == pytest.approx(lidar(rows.transpose(0, 1)).item(), rel=1e-9)
+
+
+def test_the_later_preset_centres_each_view_over_its_prompts_and_seeks_across(model, folder, states):
+    analysis = Invariance(texts=GivenTexts(TEXTS), tokenizer=str(folder), preset="released_code_later", **OPTIONS)
+    records = list(analysis.run(LayeredModel(model)))
+    tags = {"preset": "released_code_later"}
+    for layer in LAYERS:
+        rows = vectors(states[1], layer, lambda tokens: tokens.mean(0))
+        rows = rows - rows.mean(1, keepdim=True)
+        rows = rows / rows.norm(dim=-1, keepdim=True)
+        expected = infonce(rows[0], rows[1], unit=False, form="cross").item()
+        assert find(records, "infonce", layer, **tags).value == pytest.approx(expected, rel=1e-9)
+        share = find(records, "infonce_share", layer, **tags).value
+        assert share == pytest.approx(1 - expected / math.log(24), rel=1e-9)
+    assert find(records, "infonce_chance", **tags).value == pytest.approx(math.log(24), rel=1e-12)
+
+
+def test_a_layer_where_all_prompts_are_one_vector_has_no_value_and_the_others_stay(tmp_path):
+    model = saved_bert(tmp_path)
+    analysis = Invariance(texts=GivenTexts(TEXTS), tokenizer=str(tmp_path), pooling="cls", **OPTIONS)
+    records = list(analysis.run(LayeredModel(model)))
+    for metric in ("lidar", "lidar_rank"):
+        assert {record.layer for record in records if record.metric == metric} == {None, 1, 2, 3}
+    infonce_at_0 = next(r for r in records if (r.metric, r.layer) == ("infonce", 0))
+    assert infonce_at_0.value == pytest.approx(math.log(47), rel=1e-9)
+    assert infonce_at_0.tags == {"pooling": "cls"}
+
+
+def test_other_options_are_told_by_tags_and_change_the_numbers(model, folder, records):
+    options = {"temperature": 0.5, "states": "normed", "delta": 0.01, "normalizations": ("maxEntropy",), "unit": False}
+    analysis = Invariance(texts=GivenTexts(TEXTS), tokenizer=str(folder), **{**OPTIONS, "num_halves": 0}, **options)
+    others = list(analysis.run(LayeredModel(model)))
+    found = find(others, "infonce", 2, temperature=0.5, states="normed", unit=0)
+    assert found.value != find(records, "infonce", 2).value
+    assert found.low is None
+    assert find(others, "dime", 2, states="normed", unit=0, normalization="maxEntropy").n == 24
+    (rank,) = [record for record in others if (record.metric, record.layer) == ("lidar_rank", 2)]
+    assert rank.tags.items() >= {"delta": 0.01, "states": "normed"}.items()
+
+
+def test_config_and_hashes_tell_texts_and_options_but_neither_words_nor_cache(folder, tmp_path):
+    def make(texts=TEXTS, **options):
+        return Invariance(texts=GivenTexts(texts), tokenizer=str(folder), **(OPTIONS | options))
+
+    plain = make()
+    assert TEXTS[0] not in json.dumps(plain.config())
+    assert plain.config_hash() == make(cache=str(tmp_path)).config_hash() != make(seed=1).config_hash()
+    assert plain.data_hash() != make(TEXTS[1:]).data_hash()
+    assert plain.data_hash() != make(seed=1).data_hash()
+    assert plain.tokenizer_hash()
+
+
+def test_it_is_measured_like_every_analysis(model, folder):
+    analysis = Invariance(texts=GivenTexts(TEXTS), tokenizer=str(folder), **OPTIONS)
+    found = measure(model, analysis, run="run", step=1)
+    assert found.error is None
+    assert {"infonce", "lidar", "dime"} <= {record.metric for record in found.records}
+
+
+@pytest.mark.parametrize(
+    ("options", "sentence"),
+    [
+        ({"states": "raw"}, "invariance: expected states to be one of"),
+        ({"pooling": "max"}, "invariance: expected pooling to be one of"),
+        ({"preset": "paper"}, "invariance: expected preset to be one of"),
+        ({"temperature": 0.0}, "invariance: expected a positive temperature, got 0.0"),
+        ({"delta": 0.0}, "invariance: expected a positive delta, got 0.0"),
+        ({"permutations": 0}, "invariance: expected permutations of at least 1, got 0"),
+        ({"num_halves": 1}, "invariance: expected num_halves to be 0 or at least 2, got 1"),
+        ({"normalizations": ()}, "invariance: expected at least one of normalizations, got none"),
+        ({"num_views": 1}, "views: expected num_views of at least 2, got 1"),
+    ],
+)
+def test_options_out_of_range_are_refused_before_anything_runs(model, folder, options, sentence):
+    analysis = Invariance(texts=GivenTexts(TEXTS), tokenizer=str(folder), **{**OPTIONS, **options})
+    with pytest.raises(InputError, match=sentence):
+        analysis.check(LayeredModel(model))
+
+
+def test_models_of_images_are_refused(folder):
+    analysis = Invariance(texts=GivenTexts(TEXTS), tokenizer=str(folder), **OPTIONS)
+    with pytest.raises(InputError, match="invariance: expected a model of text, got VisionTransformer"):
+        analysis.check(LayeredModel(tiny("vit")))

@@ -1,0 +1,165 @@
+"""Changed prompts: the control is the plain value, and each level is what a prompt changed by hand gives."""
+
+import math
+
+import numpy as np
+import pytest
+import torch
+
+from lit_layers.analyses import PromptStudies, Representation
+from lit_layers.emergence import measure
+from lit_layers.errors import InputError
+from lit_layers.models.view import LayeredModel
+from tests.support.listed_batches import Listed
+from tests.support.prompt_states import states_of_each_prompt
+from tests.support.tiny_models import tiny, tiny_batch
+
+BATCHES = [
+    tiny_batch("gpt2", batch=3, tokens=14, padding="left", seed=1),
+    tiny_batch("gpt2", batch=2, tokens=9, seed=2),
+]
+LAYERS = (0, 1, 2, 3)
+SPECIAL = {0, 1, 2, 5}  # 1 and 2 by the config
+
+
+@pytest.fixture(scope="module")
+def model():
+    return tiny("gpt2", torch.float64)
+
+
+@pytest.fixture(scope="module")
+def records(model):
+    return list(PromptStudies(batches=Listed(*BATCHES), special_tokens=(0, 5)).run(LayeredModel(model)))
+
+
+def find(records, layer=None, normalization="raw", drop_first=0, **tags):
+    wanted = {"normalization": normalization, "drop_first": drop_first, **tags}
+    (record,) = [r for r in records if (r.layer, r.tags) == (layer, wanted)]
+    return record
+
+
+def prompts():
+    return [
+        ids[mask.bool()]
+        for batch in BATCHES
+        for ids, mask in zip(batch["input_ids"], batch["attention_mask"], strict=True)
+    ]
+
+
+def entropy(rows):
+    shares = np.linalg.svd(rows, compute_uv=False) ** 2
+    shares = shares[shares > 1e-13 * shares[0]] / shares.sum()
+    return -(shares * np.log(shares)).sum()
+
+
+def changed_by_hand(study, p):
+    """As the class says: draws of (seed, study, prompt), a token changes where its draw is below p."""
+    found = []
+    for number, ids in enumerate(prompts()):
+        draw = np.random.default_rng([0, ("repetition", "randomness").index(study), number])
+        below = draw.random(len(ids)) < p
+        if study == "repetition":
+            others = np.full(len(ids), ids[draw.integers(len(ids))])
+        else:
+            others = draw.choice(np.array(sorted(set(range(61)) - SPECIAL)), len(ids))
+        found.append(torch.from_numpy(np.where(below, others, ids.numpy())))
+    return found
+
+
+def test_unchanged_prompts_have_exactly_the_plain_values(model, records):
+    plain = list(Representation(batches=Listed(*BATCHES)).run(LayeredModel(model)))
+    for layer in (*LAYERS, None):
+        for normalization in ("raw", "maxEntropy"):
+            for dropped in (0, 1):
+                expected = find([r for r in plain if r.metric == "prompt_entropy"], layer, normalization, dropped)
+                for study in ("repetition", "randomness"):
+                    found = find(records, layer, normalization, dropped, study=study, p=0.0)
+                    assert (found.value, found.stderr, found.n) == (expected.value, expected.stderr, expected.n)
+
+
+@pytest.mark.parametrize("study", ["repetition", "randomness"])
+@pytest.mark.parametrize("p", [0.1, 0.5, 1.0])
+def test_each_token_becomes_another_with_that_probability(model, records, study, p):
+    ids = [{"input_ids": changed[None]} for changed in changed_by_hand(study, p)]
+    states = states_of_each_prompt(model, ids)
+    for layer in LAYERS:
+        raw = [entropy(prompt[layer]) for prompt in states]
+        record = find(records, layer, study=study, p=p)
+        assert record.value == pytest.approx(np.mean(raw), rel=1e-8)
+        shares = [value / math.log(min(len(prompt[layer]), 32)) for value, prompt in zip(raw, states, strict=True)]
+        assert find(records, layer, "maxEntropy", study=study, p=p).value == pytest.approx(np.mean(shares), rel=1e-8)
+    every = np.mean([[entropy(prompt[layer]) for prompt in states] for layer in LAYERS[1:]])
+    assert find(records, study=study, p=p).value == pytest.approx(every, rel=1e-8)
+
+
+def test_random_tokens_are_no_special_ones_and_a_repeated_one_is_of_the_prompt():
+    everywhere = torch.cat(changed_by_hand("randomness", 1.0)).tolist()
+    assert not SPECIAL & set(everywhere)
+    for changed, ids in zip(changed_by_hand("repetition", 1.0), prompts(), strict=True):
+        assert len(set(changed.tolist())) == 1
+        assert set(changed.tolist()) <= set(ids.tolist())
+
+
+def test_lengths_are_the_first_tokens_of_the_prompts_that_have_as_many(model):
+    analysis = PromptStudies(batches=Listed(*BATCHES), studies=("length",), lengths=(3, 9, 12))
+    records = list(analysis.run(LayeredModel(model)))
+    for length, n in ((3, 5), (9, 5), (12, 2)):
+        ids = [{"input_ids": ids[None, :length]} for ids in prompts() if len(ids) >= length]
+        assert len(ids) == n
+        states = states_of_each_prompt(model, ids)
+        for layer in LAYERS:
+            record = find(records, layer, study="length", length=length)
+            assert record.n == n
+            assert record.value == pytest.approx(np.mean([entropy(prompt[layer]) for prompt in states]), rel=1e-8)
+
+
+def test_lengths_left_open_are_powers_of_two_as_far_as_prompts_go(records):
+    assert {r.tags["length"] for r in records if r.tags["study"] == "length"} == {8}
+
+
+def test_neither_batches_nor_padding_decide_what_a_prompt_becomes(model, records):
+    alone = [{"input_ids": ids[None], "attention_mask": torch.ones_like(ids)[None]} for ids in prompts()]
+    others = list(PromptStudies(batches=Listed(*alone), special_tokens=(0, 5)).run(LayeredModel(model)))
+    assert len(others) == len(records)
+    for one, other in zip(records, others, strict=True):
+        assert (one.layer, one.tags, one.n) == (other.layer, other.tags, other.n)
+        assert one.value == pytest.approx(other.value, rel=1e-8)
+
+
+def test_another_seed_changes_other_tokens(model, records):
+    options = {"studies": ("randomness",), "p": (0.5,), "drop_first": (0,), "seed": 1}
+    others = list(PromptStudies(batches=Listed(*BATCHES), **options).run(LayeredModel(model)))
+    assert find(others, 2, study="randomness", p=0.5).value != find(records, 2, study="randomness", p=0.5).value
+
+
+@pytest.mark.parametrize("family", ["gpt_neox", "llama", "bert"])
+def test_every_family_is_measured(family):
+    batches = Listed(tiny_batch(family, batch=3, tokens=9, padding="right"))
+    analysis = PromptStudies(batches=batches, states="normed")
+    found = measure(tiny(family), analysis, run="run", step=1)
+    assert found.error is None
+    assert {record.tags["states"] for record in found.records} == {"normed"}
+
+
+@pytest.mark.parametrize(
+    ("options", "sentence"),
+    [
+        ({"p": (0.0, 1.5)}, r"prompt_studies: expected each p to be within 0 and 1, got \[0.0, 1.5\]"),
+        ({"p": ()}, "prompt_studies: expected p to be different values"),
+        ({"studies": ("order",)}, "prompt_studies: expected studies to be one of"),
+        ({"lengths": (0,)}, r"prompt_studies: expected lengths of at least 1, got \[0\]"),
+        ({"lengths": (8, 99)}, "prompt_studies: no prompt has 99 tokens, which lengths asks for"),
+        ({"drop_first": (0, 0)}, "prompt_studies: expected drop_first to be different values"),
+        ({"seed": -1}, "prompt_studies: expected seed of at least 0, got -1"),
+        ({"states": "raw"}, "prompt_studies: expected states to be one of"),
+        ({"special_tokens": tuple(range(61))}, "prompt_studies: expected some tokens beside special_tokens"),
+    ],
+)
+def test_options_out_of_range_are_refused(model, options, sentence):
+    with pytest.raises(InputError, match=sentence):
+        list(PromptStudies(batches=Listed(*BATCHES), **options).run(LayeredModel(model)))
+
+
+def test_models_of_images_are_refused():
+    with pytest.raises(InputError, match="prompt_studies: expected a model of text, got VisionTransformer"):
+        PromptStudies(batches=Listed(tiny_batch("vit"))).check(LayeredModel(tiny("vit")))

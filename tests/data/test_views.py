@@ -1,0 +1,105 @@
+"""Views of texts: what each step may change, on what their randomness depends, when they are refused."""
+
+import math
+
+import pytest
+
+from lit_layers.data.views import ACTIONS, make_views, view_of
+from lit_layers.errors import InputError
+from tests.support.labelled_texts import labelled
+
+TEXTS = [text for text, _ in labelled(40)]
+LONG = " ".join(f"wonderful{chr(97 + number)}" for number in range(26)) + " and 60 of us"
+
+
+def test_a_view_depends_on_the_seed_its_number_and_its_place_alone():
+    two, three = make_views(TEXTS, 2), make_views(TEXTS, 3)
+    assert two.texts == three.texts[:2]
+    assert make_views(TEXTS[:7], 2).texts == [view[:7] for view in two.texts]
+    assert two.texts[1][5] == view_of(TEXTS[5], (0, 1, 5))
+    states = [(0, 0, 0), (1, 0, 0), (0, 1, 0), (0, 0, 1)]
+    assert len({view_of(LONG, state) for state in states}) == 4
+    assert make_views(TEXTS, 2, seed=1).texts != two.texts
+
+
+def test_nine_of_thirty_words_are_split_and_words_of_three_characters_stay():
+    view = view_of(LONG, (0, 0, 0)).split(" ")
+    assert len(view) == len(LONG.split()) + 9
+    assert view[-4:] == ["and", "60", "of", "us"]
+    assert len("".join(view)) == len(LONG.replace(" ", "")), "characters are put in the place of others"
+
+
+@pytest.mark.parametrize(("words", "split"), [(1, 1), (3, 1), (4, 2), (7, 3), (34, 10)])
+def test_three_tenths_of_the_words_are_split_up_to_the_limit(words, split):
+    text = " ".join(["mountain"] * words)
+    assert split == min(max(1, math.ceil(0.3 * words)), 10)
+    assert len(view_of(text, (0, 0, 3)).split()) == words + split
+    assert len(view_of(text, (0, 0, 3), max_words=1).split()) == words + 1
+
+
+def test_three_tenths_of_the_characters_of_a_word_get_others():
+    steps = [view_of("abcdefghijkl", (seed, 0, 0)).replace(" ", "") for seed in range(30)]
+    changes = [sum(a != b for a, b in zip(view, "abcdefghijkl", strict=True)) for view in steps]
+    # the word has two parts of 12 together; of one of 4 or more, three tenths change twice over
+    assert max(changes) <= 8
+    assert min(changes) >= 2
+    assert all(len(view) == 12 for view in steps)
+
+
+def test_a_key_beside_is_taken_for_a_letter():
+    from lit_layers.data.views import _NEIGHBOURS
+
+    assert set(_NEIGHBOURS["g"]) == set("fhtyvb")
+    assert set(_NEIGHBOURS["G"]) == set("FHTYVB")
+    assert set(_NEIGHBOURS["q"]) == set("12wa")
+    for key, others in _NEIGHBOURS.items():
+        for other in others:
+            assert key.lower() in _NEIGHBOURS[other].lower(), (key, other)
+
+
+@pytest.mark.parametrize(("action", "change"), [("insert", 1), ("delete", -1), ("swap", 0)])
+def test_other_actions_lengthen_shorten_or_reorder_words(action, change):
+    text = " ".join(TEXTS)
+    view = view_of(text, (0, 0, 0), actions=(action,))
+    found, before = view.replace(" ", ""), text.replace(" ", "")
+    assert (len(found) > len(before)) - (len(found) < len(before)) == change
+    assert found != before
+    if action == "swap":
+        assert sorted(found) == sorted(before)
+    assert set(ACTIONS) == {"substitute", "insert", "delete", "swap"}
+
+
+def test_white_space_and_unknown_characters_stay():
+    text = "\tनमस्ते दुनिया\n\n  zwei Zeilen und mehr  "
+    view = view_of(text, (0, 0, 0))
+    assert view.startswith("\t")
+    assert view.endswith("  ")
+    assert "\n\n  " in view
+
+
+def test_what_changed_is_counted():
+    found = make_views([*TEXTS, "a bc def"], 2)
+    assert (found.num_equal, found.num_unchanged) == (1, 1)
+    assert found.texts[0][-1] == found.texts[1][-1] == "a bc def"
+    whole = make_views(["mountains everywhere " * 20] * 4, 2)
+    # each of three steps takes 10 of 40 words and more: between 10 and 30 of them are changed
+    assert 10 / 40 <= whole.changed_fraction <= 30 / 40
+    assert whole.num_equal == 0
+
+
+@pytest.mark.parametrize(
+    ("texts", "options", "sentence"),
+    [
+        (["a b c", "it is so"], {}, "views: views 0 and 1 are equal for all 2 texts: expected texts with words of 4"),
+        ([*TEXTS[:10], "a b c"], {}, "views: 1 of 11 texts have two equal views, expected at most 5%"),
+        (TEXTS, {"num_views": 1}, "views: expected num_views of at least 2, got 1"),
+        (TEXTS, {"share": 0.0}, "views: expected a share above 0, of at most 1, got 0.0"),
+        (TEXTS, {"max_words": 0}, "views: expected max_words of at least 1, got 0"),
+        (TEXTS, {"seed": -1}, "views: expected seed of at least 0, got -1"),
+        (TEXTS, {"actions": ("change",)}, "views: expected actions among substitute, insert, swap, delete, got change"),
+        (TEXTS, {"actions": ()}, "views: expected actions among substitute, insert, swap, delete, got none"),
+    ],
+)
+def test_views_that_do_not_differ_and_options_out_of_range_are_refused(texts, options, sentence):
+    with pytest.raises(InputError, match=sentence):
+        make_views(texts, **options)

@@ -1,0 +1,306 @@
+"""InfoNCE, LiDAR and DiME against sums and eigenvalues written out in numpy, closed forms, invariances, refusals."""
+
+import itertools
+import math
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from lit_layers.functional.entropy import matrix_entropy
+from lit_layers.functional.invariance import LidarSums, dime, infonce, lidar
+
+BOTH: Any = "both"
+
+
+def random(*shape, seed=0):
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+
+
+def two_views(num_prompts=6, dim=5, seed=0, noise=0.3):
+    first = random(num_prompts, dim, seed=seed)
+    return first, first + noise * random(num_prompts, dim, seed=seed + 1)
+
+
+def some_views(num_prompts=7, num_views=4, dim=5, noise=0.5):
+    return random(num_prompts, 1, dim) + noise * random(num_prompts, num_views, dim, seed=1)
+
+
+def rotation(dim, seed=0):
+    return torch.from_numpy(np.linalg.qr(np.random.default_rng(seed).normal(size=(dim, dim)))[0])
+
+
+def unit(rows):
+    return rows / np.linalg.norm(rows, axis=1, keepdims=True)
+
+
+def renyi(matrix, alpha):
+    shares = np.linalg.eigvalsh(matrix)
+    shares = shares[shares > 1e-13 * shares.max()] / shares[shares > 0].sum()
+    if alpha == 1:
+        return -sum(p * math.log(p) for p in shares)
+    return math.log(sum(p**alpha for p in shares)) / (1 - alpha)
+
+
+def written_out_infonce(view_a, view_b, temperature, scaled, form):
+    a, b = (unit(view.numpy()) if scaled else view.numpy() for view in (view_a, view_b))
+    losses = []
+    if form == "cross":
+        for i in range(len(a)):
+            losses.append(-math.log(math.exp(a[i] @ b[i] / temperature) / np.exp(b @ a[i] / temperature).sum()))
+        return np.mean(losses)
+    rows, n = np.concatenate([a, b]), len(a)
+    for i in range(2 * n):
+        others = [math.exp(rows[i] @ rows[m] / temperature) for m in range(2 * n) if m != i]
+        losses.append(-math.log(math.exp(rows[i] @ rows[(i + n) % (2 * n)] / temperature) / sum(others)))
+    return np.mean(losses)
+
+
+def written_out_lidar(views, delta):
+    """The matrix W^(-1/2) B W^(-1/2)."""
+    views = views.numpy()
+    num_prompts, num_views, dim = views.shape
+    means = views.mean(1)
+    between = sum(np.outer(m, m) for m in means - means.mean(0)) / num_prompts
+    within = sum(np.outer(e, e) for e in (views - means[:, None]).reshape(-1, dim)) / (num_prompts * num_views)
+    values, vectors = np.linalg.eigh(within + delta * np.eye(dim))
+    root = vectors @ np.diag(values**-0.5) @ vectors.T
+    return root @ between @ root
+
+
+def written_out_dime(view_a, view_b, alpha, scaled, orders, smaller=False, frobenius=False):
+    a, b = (unit(view.numpy()) if scaled else view.numpy() for view in (view_a, view_b))
+    if smaller and len(a) > a.shape[1]:
+        a, b = a.T, b.T
+    gram_a, gram_b = a @ a.T, b @ b.T
+
+    def entropy(matrix):
+        return -math.log((matrix**2).sum() / len(matrix) ** 2) if frobenius and alpha == 2 else renyi(matrix, alpha)
+
+    shuffled = [entropy(gram_a * gram_b[np.ix_(order, order)]) for order in np.asarray(orders)]
+    return np.mean(shuffled) - entropy(gram_a * gram_b)
+
+
+@pytest.mark.parametrize(
+    ("scaled", "form", "temperature"),
+    [(True, "ntxent", 0.1), (True, "cross", 0.5), (False, "ntxent", 0.7), (False, "cross", 0.9)],
+)
+def test_infonce_is_the_mean_cross_entropy_of_finding_the_partner(scaled, form, temperature):
+    pairs = [two_views(seed=seed) for seed in (0, 5)]
+    expected = [written_out_infonce(*pair, temperature, scaled, form) for pair in pairs]
+    stacked = [torch.stack(views).float().double() for views in zip(*pairs, strict=True)]
+    found = infonce(*stacked, temperature=temperature, unit=scaled, form=form)
+    np.testing.assert_allclose(found, expected, rtol=1e-6)
+    one = infonce(*pairs[0], temperature=temperature, unit=scaled, form=form)
+    assert one.item() == pytest.approx(expected[0], rel=1e-12)
+
+
+@pytest.mark.parametrize("num_prompts", [2, 7, 1000])
+def test_equal_rows_are_at_chance(num_prompts):
+    rows = random(1, 8).expand(num_prompts, 8)
+    assert infonce(rows, rows).item() == pytest.approx(math.log(2 * num_prompts - 1), rel=1e-12)
+    assert infonce(rows, rows, form="cross").item() == pytest.approx(math.log(num_prompts), rel=1e-12)
+
+
+def test_orthonormal_prompts_with_identical_views_have_the_closed_form():
+    rows, n, tau = 3 * torch.eye(6, 9, dtype=torch.float64), 6, 0.1
+    expected = math.log(1 + (2 * n - 2) * math.exp(-1 / tau))
+    assert infonce(rows, rows).item() == pytest.approx(expected, rel=1e-9)
+    expected = math.log(1 + (n - 1) * math.exp(-1 / tau))
+    assert infonce(rows, rows, form="cross").item() == pytest.approx(expected, rel=1e-9)
+
+
+def test_infonce_stays_in_its_range():
+    first, second = random(5, 3), -random(5, 3)
+    assert 0 <= infonce(first, second).item() <= math.log(1 + 8 * math.exp(20))
+
+
+def test_infonce_minds_neither_rotation_nor_order_nor_a_swap_nor_the_length_of_rows():
+    first, second = two_views()
+    value, turn, order = infonce(first, second), rotation(5), torch.tensor([3, 1, 0, 5, 4, 2])
+    lengths = torch.linspace(0.2, 4, 6, dtype=torch.float64)[:, None]
+    for views in ((first @ turn, second @ turn), (first[order], second[order]), (second, first)):
+        torch.testing.assert_close(infonce(*views), value, rtol=1e-12, atol=0)
+    torch.testing.assert_close(infonce(first * lengths, second / lengths), value, rtol=1e-12, atol=0)
+    assert infonce(first * lengths, second, unit=False) != infonce(first, second, unit=False)
+
+
+@pytest.mark.parametrize("delta", [1e-4, 0.3, 0.0])
+@pytest.mark.parametrize("alpha", [1, 0.5, 2])
+def test_lidar_is_the_entropy_of_the_whitened_scatter_between_prompts(delta, alpha):
+    views = torch.stack([some_views(), some_views(noise=0.1)])
+    expected = [renyi(written_out_lidar(each, delta), alpha) for each in views]
+    np.testing.assert_allclose(lidar(views, delta=delta, alpha=alpha), expected, rtol=1e-9)
+
+
+@pytest.mark.parametrize("shape", [(7, 4, 5), (4, 3, 9)])
+def test_the_rank_form_adds_eps_to_the_share_of_each_dimension(shape):
+    views = some_views(*shape)
+    values = np.linalg.eigvalsh(written_out_lidar(views, 1e-4)).clip(0)
+    shares = values / values.sum() + 0.01
+    expected = math.exp(-(shares * np.log(shares)).sum())
+    assert lidar(views, output="rank", eps=0.01).item() == pytest.approx(expected, rel=1e-9)
+
+
+def test_the_shortcut_of_order_two_divides_by_the_dimension():
+    views = some_views()
+    expected = -math.log((written_out_lidar(views, 1e-4) ** 2).sum() / 25)
+    assert lidar(views, alpha=2, alpha2="frobenius").item() == pytest.approx(expected, rel=1e-9)
+
+
+@pytest.mark.parametrize("delta", [1e-4, 1.0, 100.0])
+@pytest.mark.parametrize("num_prompts", [4, 9])
+def test_without_scatter_within_lidar_is_the_centred_entropy_of_the_means(delta, num_prompts):
+    means = random(num_prompts, 6)
+    found = lidar(means[:, None].expand(-1, 3, -1), delta=delta)
+    torch.testing.assert_close(found, matrix_entropy(means, center=True), rtol=1e-10, atol=0)
+
+
+def test_lidar_minds_no_linear_map_at_delta_zero_and_no_rotation_translation_or_order_else():
+    views, skew = some_views(), random(5, 5, seed=9)
+    torch.testing.assert_close(lidar(views @ skew, delta=0), lidar(views, delta=0), rtol=1e-9, atol=0)
+    value = lidar(views, delta=0.1)
+    assert abs(lidar(views @ skew, delta=0.1) - value) > 1e-3
+    assert abs(lidar(views * 3, delta=0.1) - value) > 1e-4
+    order, turn = torch.tensor([3, 1, 0, 5, 4, 2, 6]), rotation(5)
+    for same in (views @ turn, views + 5, views[order], views[:, [2, 0, 3, 1]]):
+        torch.testing.assert_close(lidar(same, delta=0.1), value, rtol=1e-9, atol=0)
+
+
+def test_lidar_from_parts_is_that_of_the_whole():
+    views = some_views(num_prompts=11) + 1000
+    sums = LidarSums()
+    for part in views.float().double().split(4):
+        sums.update(part)
+    every: list[dict[str, Any]] = [{}, {"output": "rank"}, {"alpha": 2, "normalization": "maxEntropy"}, {"delta": 0}]
+    for options in every:
+        assert sums.value(**options).item() == pytest.approx(lidar(views.float(), **options).item(), rel=1e-10)
+    within = (views - views.mean(1, keepdim=True)).square().sum() / 44
+    assert sums.within_over_delta(0.01) == pytest.approx(within.item() / 0.05, rel=1e-5)
+    assert sums.num_prompts == 11
+
+
+@pytest.mark.parametrize(
+    ("scaled", "alpha", "options"),
+    [(True, 1, {}), (True, 0.5, {}), (False, 1, {"side": "smaller"}), (False, 2, {"alpha2": "frobenius"})],
+)
+def test_dime_is_what_a_shuffle_of_one_view_adds_to_the_joint_entropy(scaled, alpha, options):
+    smaller, frobenius = "side" in options, "alpha2" in options
+    pairs = [two_views(seed=seed) for seed in (0, 3)]
+    orders = [np.random.default_rng(seed).permutation(5 if smaller else 6) for seed in range(3)]
+    expected = [written_out_dime(*pair, alpha, scaled, orders, smaller, frobenius) for pair in pairs]
+    stacked = [torch.stack(views) for views in zip(*pairs, strict=True)]
+    found = dime(*stacked, alpha=alpha, unit=scaled, permutations=torch.tensor(np.stack(orders)), **options)
+    np.testing.assert_allclose(found, expected, rtol=1e-8)
+
+
+def test_dime_of_two_clusters_rises_from_log_two_to_the_entropy_of_the_shuffled_pairs():
+    rows = torch.eye(2, dtype=torch.float64).repeat_interleave(4, 0)
+    crossing = torch.tensor([[0, 1, 4, 5, 2, 3, 6, 7]])  # half of each cluster meets the other: four equal groups
+    assert dime(rows, rows, permutations=crossing).item() == pytest.approx(math.log(4) - math.log(2), rel=1e-12)
+    every = dime(rows, rows, permutations=torch.tensor(list(itertools.islice(itertools.permutations(range(8)), 500))))
+    assert 0 <= every <= math.log(2)
+
+
+def test_dime_is_zero_where_one_view_says_nothing_or_the_joint_matrix_is_diagonal():
+    one, other = two_views()
+    constant = random(1, 5).expand(6, 5)
+    assert dime(constant, other).item() == pytest.approx(0, abs=1e-12)
+    orthonormal = torch.eye(6, dtype=torch.float64)
+    assert dime(orthonormal, orthonormal @ rotation(6)).item() == pytest.approx(0, abs=1e-12)
+    assert dime(one, one).item() > 0.05
+
+
+def test_dime_minds_neither_separate_rotations_nor_a_joint_order():
+    first, second = two_views()
+    orders = torch.tensor([[1, 2, 3, 4, 5, 0], [5, 4, 3, 2, 1, 0]])
+    value = dime(first, second, permutations=orders)
+    turned = dime(first @ rotation(5), second @ rotation(5, seed=1), permutations=orders)
+    torch.testing.assert_close(turned, value, rtol=1e-9, atol=0)
+    moved = torch.tensor([2, 0, 1, 5, 3, 4])
+    place = moved.argsort()
+    joint = dime(first[moved], second[moved], permutations=place[orders[:, moved]])
+    torch.testing.assert_close(joint, value, rtol=1e-9, atol=0)
+
+
+def test_the_seed_of_dime_decides_its_permutations():
+    first, second = two_views()
+    assert dime(first, second, seed=1) == dime(first, second, seed=1) != dime(first, second, seed=2)
+
+
+@pytest.mark.parametrize("normalization", ["logN", "logD", "maxEntropy", "logNlogD"])
+def test_normalizations_divide_by_logarithms_of_prompts_and_dim(normalization):
+    divisor = {
+        "logN": math.log(7),
+        "logD": math.log(5),
+        "maxEntropy": math.log(5),
+        "logNlogD": math.log(7) * math.log(5),
+    }
+    views = some_views()
+    found = lidar(views, normalization=normalization)
+    assert found.item() == pytest.approx(lidar(views).item() / divisor[normalization], rel=1e-12)
+    found = dime(views[:, 0], views[:, 1], normalization=normalization)
+    assert found.item() == pytest.approx(dime(views[:, 0], views[:, 1]).item() / divisor[normalization], rel=1e-12)
+
+
+def test_undefined_sets_are_named_or_nan_alone():
+    first, second = torch.stack([random(4, 3)] * 3), torch.stack([random(4, 3, seed=1)] * 3)
+    first[1, 2], second[2, 0, 0] = 0, math.nan
+    for metric in (infonce, dime):
+        with pytest.raises(ValueError, match=r"is undefined at element \(2,\): a row is not finite"):
+            metric(first, second)
+        with pytest.raises(ValueError, match=r"is undefined at element \(1,\): a row is zero and has no unit length"):
+            metric(first[:2], second[:2])
+        found = metric(first, second, undefined="nan")
+        assert found.isnan().tolist() == [False, True, True]
+        torch.testing.assert_close(found[0], metric(first[0], second[0]))
+    with pytest.raises(ValueError, match="dime is undefined: a view holds nothing but zeros"):
+        dime(torch.zeros(4, 3), second[0], unit=False)
+    views = torch.stack([some_views(4, 3, 3)] * 3)
+    views[1] = random(1, 3, 3)  # 0.1 + 0.2 + ... are rounded alike for every prompt
+    views[2, 0, 0, 0] = math.inf
+    with pytest.raises(ValueError, match=r"lidar is undefined at element \(1,\): all prompts have the same mean"):
+        lidar(views[:2])
+    with pytest.raises(ValueError, match=r"lidar is undefined at element \(2,\): a value is not finite"):
+        lidar(views[[0, 0, 2]])
+    assert lidar(views, undefined="nan").isnan().tolist() == [False, True, True]
+    with pytest.raises(ValueError, match="lidar is undefined: logD divides by the logarithm of one dimension"):
+        lidar(random(4, 3, 1), normalization="logD")
+
+
+@pytest.mark.parametrize(
+    ("call", "sentence"),
+    [
+        (lambda: infonce(random(1, 3), random(1, 3)), "expected at least 2 prompts, got 1"),
+        (lambda: infonce(*two_views(), temperature=0.0), "expected a positive temperature, got 0.0"),
+        (lambda: infonce(*two_views(), form=BOTH), "expected form to be one of 'ntxent', 'cross', got 'both'"),
+        (lambda: infonce(random(4, 3), random(5, 3)), r"expected two views of one shape .* got \(4, 3\) and \(5, 3\)"),
+        (lambda: dime(*two_views(), alpha=0.0), "expected alpha above 0, got 0.0"),
+        (lambda: dime(*two_views(), permutations=0), "expected at least 1 permutation, got 0"),
+        (
+            lambda: dime(*two_views(), permutations=torch.zeros(2, 6).long()),
+            "expected each row of permutations to hold",
+        ),
+        (
+            lambda: dime(*two_views(), permutations=torch.zeros(2, 5).long()),
+            r"expected permutations of shape \(repeats",
+        ),
+        (lambda: dime(random(1, 3), random(1, 3)), "expected at least 2 prompts, got 1"),
+        (lambda: lidar(some_views(1, 3)), "expected at least 2 prompts, got 1"),
+        (lambda: lidar(some_views(4, 1)), "expected at least 2 views of each prompt, got 1"),
+        (lambda: lidar(random(4, 3)), r"expected views of shape \(\*n, prompts, views, dim\), got \(4, 3\)"),
+        (lambda: lidar(some_views(), delta=-1.0), "expected delta to be at least 0, got -1.0"),
+        (lambda: lidar(some_views(2, 2, 9), delta=0.0), "the scatter within prompts has no inverse with delta 0.0"),
+        (lambda: lidar(some_views(noise=0.0), delta=0.0), "the scatter within prompts has no inverse with delta 0.0"),
+    ],
+)
+def test_what_cannot_be_measured_is_refused(call, sentence):
+    with pytest.raises(ValueError, match=sentence):
+        call()
+
+
+def test_whole_numbers_are_refused():
+    for call in (lambda x: infonce(x, x), lambda x: dime(x, x), lambda x: lidar(x[None].expand(3, 4, 3))):
+        with pytest.raises(TypeError, match="to be a floating-point tensor, got torch.int64"):
+            call(torch.ones(4, 3, dtype=torch.int64))
