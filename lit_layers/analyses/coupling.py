@@ -97,7 +97,7 @@ class Coupling(LayerwiseAnalysis):
         if self.token == "mean_patch" and not model.family.sees_images:
             kind = type(model.model).__name__
             raise InputError(f"{self.name}: {kind} has no patches: token 'mean_patch' is for models of images")
-        if self.token == "cls" and model.family.sees_images and model.model.cls_token is None:
+        if self.token == "cls" and model.family.sees_images and not model.has_class_token:
             kind = type(model.model).__name__
             raise InputError(f"{self.name}: this {kind} has no class token: choose token 'last_patch' or 'mean_patch'")
         for option in ("num_prompts", "num_singular_values", "fit_from", "num_patches"):
@@ -127,7 +127,8 @@ class Coupling(LayerwiseAnalysis):
         token = self._resolved(model).token
         if token != "mean_patch":
             return [TOKENS[token] if isinstance(token, str) else token]
-        first, patches = model.model.num_prefix_tokens, model.model.patch_embed.num_patches
+        side = next(iter(self.batches))["pixel_values"].shape[-1]
+        first, patches = model.num_prefix_tokens, model.num_patches(side)
         return evenly_spread(first, first + patches - 1, patches if self.num_patches is None else self.num_patches)
 
     def prompts(self, model: LayeredModel) -> Iterator[Batch]:

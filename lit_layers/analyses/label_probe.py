@@ -86,7 +86,7 @@ class LabelProbe(Analysis):
             raise InputError(f"{self.name}: expected each pooling once, got {list(poolings)}")
         for pooling in poolings:
             check_choice(self.name, "pooling", pooling, POOLINGS)
-        if "cls" in poolings and model.family.sees_images and model.model.cls_token is None:
+        if "cls" in poolings and model.family.sees_images and not model.has_class_token:
             kind = type(model.model).__name__
             raise InputError(f"{self.name}: this {kind} has no class token: choose pooling 'mean' instead of 'cls'")
         check_counts(self.name, max_iterations=self.max_iterations)
@@ -139,7 +139,7 @@ class LabelProbe(Analysis):
 
     def _features(self, model: LayeredModel, batches: Batches) -> dict[Pooling, Tensor]:
         """Per pooling the vectors (layers + 1, rows, dim), on the CPU; of each batch only these are kept."""
-        prefix = model.model.num_prefix_tokens if model.family.sees_images else 0
+        prefix = model.num_prefix_tokens
         found: dict[Pooling, list[Tensor]] = {pooling: [] for pooling in self._poolings()}
         for batch in batches:
             trajectory = model.trajectory(batch)

@@ -12,7 +12,6 @@ from lit_layers.analyses.next_token_rows import predicts_next_token
 from lit_layers.analyses.ratios import summarize_ratio
 from lit_layers.data.batches import Batches
 from lit_layers.errors import InputError
-from lit_layers.models.families import trunk_of
 from lit_layers.models.view import Batch, LayeredModel, Trajectory
 from lit_layers.records import Record
 
@@ -70,7 +69,7 @@ class Lens(DividedAnalysis):
             yield summarize_ratio("kl_to_final", sums.divergence[layer], sums.num_rows, layer=layer, tags=tags)
 
     def _check_head(self, model: LayeredModel) -> None:
-        bare = model.model.num_classes == 0 if model.family.sees_images else trunk_of(model.model) is model.model
+        bare = model.num_classes == 0 if model.family.sees_images else not model.has_head
         if bare:
             raise InputError(f"{self.name}: {type(model.model).__name__} has no head to read its layers with")
 

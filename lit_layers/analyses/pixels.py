@@ -20,6 +20,10 @@ def refuse_unlike_training(name: str, images: EvalImages, model: LayeredModel) -
     if not model.family.sees_images:
         return
     known, found = pixel_statistics(model.model), images.mean_and_std()
+    if known is not None and len(known[0]) != len(found[0]):
+        raise InputError(
+            f"{name}: the model takes images of {len(known[0])} channels, {images.source} has {len(found[0])}"
+        )
     if known is not None and not all(
         math.isclose(a, b, abs_tol=_NEGLIGIBLE) for a, b in zip(sum(known, ()), sum(found, ()), strict=True)
     ):

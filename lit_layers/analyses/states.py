@@ -40,7 +40,7 @@ def at_least_float32(model: LayeredModel) -> LayeredModel:
     fresh = copy.deepcopy(model.model).float()
     for module in fresh.modules() if hasattr(fresh, "_init_weights") else ():
         if module._non_persistent_buffers_set:
-            kept = [(parameter, parameter.detach().clone()) for parameter in module.parameters(recurse=False)]
+            kept = [(parameter, parameter.detach().clone()) for parameter in module.parameters()]
             with torch.no_grad():
                 fresh._init_weights(module)  # how from_pretrained gives buffers their values; and weights new ones
                 for parameter, value in kept:

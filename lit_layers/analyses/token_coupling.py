@@ -29,7 +29,6 @@ from lit_layers.errors import InputError
 from lit_layers.functional import coupling as functional
 from lit_layers.functional.coupling import excess_coupling
 from lit_layers.functional.singular import Factors, singular_factors
-from lit_layers.models.families import trunk_of
 from lit_layers.models.view import LayeredModel, Trajectory
 from lit_layers.records import Record
 
@@ -160,7 +159,7 @@ class TokenCoupling(DividedAnalysis):
         return found
 
     def _first_token(self, model: LayeredModel) -> int:
-        return 0 if self.tokens == "spread" else int(trunk_of(model.model).num_prefix_tokens)
+        return 0 if self.tokens == "spread" else model.num_prefix_tokens
 
 
 class _Layer(NamedTuple):

@@ -17,7 +17,14 @@ from torch import nn
 from lit_layers.durable import write_json
 from lit_layers.errors import InputError
 from lit_layers.models.families import Network, class_named, family_of
-from lit_layers.models.pixel_statistics import keep_pixel_statistics_, pixel_statistics
+from lit_layers.models.pixel_statistics import (
+    PREPROCESSOR,
+    copy_pixel_statistics_,
+    keep_pixel_statistics_,
+    keep_preprocessor_,
+    pixel_statistics,
+    preprocessor,
+)
 from lit_layers.models.vocabulary import TRUE_SIZE, is_padded, pad_vocabulary_, true_vocab_size, unpadded_state
 
 __all__ = ["causal_lm", "load", "save", "true_vocab_size", "untrained", "vit", "weights_hash"]
@@ -110,6 +117,7 @@ def untrained(model: Network, *, seed: int = 0) -> nn.Module:
             fresh = type(model)._from_config(config, dtype=torch.float32)
             if padded:
                 pad_vocabulary_(fresh, model.config.vocab_size)
+        copy_pixel_statistics_(model, fresh)
     else:
         import timm
 
@@ -124,6 +132,7 @@ def untrained(model: Network, *, seed: int = 0) -> nn.Module:
 
 def save(model: Network, folder: str | Path, tokenizer: Any = None) -> None:
     """Writes a folder that `from_pretrained` loads: config.json, model.safetensors, the tokenizer; files of mode 644.
+    What is known of how a model's images are prepared is written as well.
 
     Padding rows of the vocabulary are left out. `tokenizer` is an object with `save_pretrained` or a folder whose files
     are copied. Neither the model nor the random state changes. Not atomic: that is the caller's business.
@@ -133,6 +142,8 @@ def save(model: Network, folder: str | Path, tokenizer: Any = None) -> None:
     if hasattr(model, "save_pretrained"):
         with _no_progress_bars(), _seeded(0):
             _shell(model).save_pretrained(folder, state_dict=unpadded_state(model))
+        if (settings := preprocessor(model)) is not None:
+            write_json(folder / PREPROCESSOR, settings)
     else:
         _save_timm(model, folder)
     if hasattr(tokenizer, "save_pretrained"):
@@ -226,6 +237,7 @@ def _shell(model: Network) -> Network:
 
 def _load_transformers(name: str, settings: dict, revision: str | None, dtype: torch.dtype) -> nn.Module:
     import transformers
+    from transformers.utils import cached_file
 
     architecture = (settings.get("architectures") or ["AutoModelForCausalLM"])[0]
     kind = class_named(architecture)
@@ -246,6 +258,10 @@ def _load_transformers(name: str, settings: dict, revision: str | None, dtype: t
             raise InputError(
                 f"the weights of {name} do not fill {architecture}: {problem} {sorted(report[problem])[:3]}"
             )
+    if kind.main_input_name == "pixel_values":
+        file = cached_file(name, PREPROCESSOR, revision=revision, _raise_exceptions_for_missing_entries=False)
+        if file is not None:
+            keep_preprocessor_(model, json.loads(Path(file).read_text(encoding="utf-8")))
     return model.eval()
 
 

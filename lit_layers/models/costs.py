@@ -18,7 +18,6 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from lit_layers.errors import InputError
-from lit_layers.models.families import Network
 from lit_layers.models.plain import bytes_of_weights, open_plainly
 from lit_layers.models.view import Batch, LayeredModel
 from lit_layers.models.vocabulary import true_vocab_size
@@ -147,10 +146,7 @@ def call_of(model: nn.Module, batch: Batch) -> Callable[[], Any]:
     view = LayeredModel(model)
     dtype = view.dtype if view.family.sees_images else None
     columns = {key: rows.to(view.device, dtype) for key, rows in batch.items() if key in view.family.inputs}
-    network: Network = view.model
-    if view.family.sees_images:
-        return lambda: network(columns["pixel_values"])
-    return lambda: network(**columns, **dict(view.family.options))
+    return lambda: view.family.call(view.model, columns, dict(view.family.options))
 
 
 def peak_memory(folder: str | Path, batch: Batch, *, head: bool = True, device: str = "cpu") -> int:
@@ -218,10 +214,10 @@ def _inputs(
         columns = next(iter(views.values())).family.inputs
         return {key: rows for key, rows in given.items() if key in columns}
     generator = torch.Generator().manual_seed(seed)
-    any_model: Network = next(iter(models.values()))
-    if next(iter(views.values())).family.sees_images:
-        channels, side = any_model.patch_embed.proj.in_channels, any_model.patch_embed.img_size
-        return {"pixel_values": torch.randn(batch_size, channels, *side, generator=generator)}
+    any_view = next(iter(views.values()))
+    if (vision := any_view.family.vision) is not None:
+        channels, side = vision.channels(any_view.model), vision.usual_side(any_view.model)
+        return {"pixel_values": torch.randn(batch_size, channels, side, side, generator=generator)}
     for name, view in views.items():
         if view.max_tokens is not None and num_tokens > view.max_tokens:
             raise InputError(f"num_tokens: {name} takes at most {view.max_tokens} tokens, got {num_tokens}")

@@ -1,21 +1,24 @@
 """A row for each model family: where its blocks are, how it is called, how a state is read out.
 
-The only file that knows architectures. A new family is a row here and a tiny model in the replay test.
+With `vision.py` the only file that knows architectures. A new family is a row and a tiny model in the replay test.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from lit_layers.errors import InputError
+from lit_layers.models.vision import ANY_SIZE, TIMM, TRANSFORMERS, Network, Vision
 
-# A module of transformers or timm: it has attributes that nn.Module does not declare.
-Network = Any
+Inputs = Mapping[str, Tensor]
+Options = Mapping[str, Any]
 
 TEXT = ("input_ids", "attention_mask", "token_type_ids", "position_ids")
+PLAIN_TEXT = ("input_ids", "attention_mask", "position_ids")
 IMAGES = ("pixel_values",)
 
 
@@ -53,9 +56,112 @@ def bert_head(model: Network, hidden: Tensor) -> Tensor:
     return hidden
 
 
-def vit_head(model: Network, normed: Tensor) -> Tensor:
+def roberta_head(model: Network, hidden: Tensor) -> Tensor:
+    """As BERT's, but a classifier of texts picks the first token itself."""
+    head = getattr(model, "lm_head", None) or getattr(model, "classifier", None)
+    return hidden if head is None else head(hidden)
+
+
+def distilbert_head(model: Network, hidden: Tensor) -> Tensor:
+    if hasattr(model, "vocab_projector"):
+        return model.vocab_projector(model.vocab_layer_norm(model.activation(model.vocab_transform(hidden))))
+    if hasattr(model, "pre_classifier"):
+        return model.classifier(model.pre_classifier(hidden[:, 0]).relu())
+    return model.classifier(hidden) if hasattr(model, "classifier") else hidden
+
+
+def modernbert_head(model: Network, normed: Tensor) -> Tensor:
+    return model.decoder(model.head(normed)) if hasattr(model, "decoder") else normed
+
+
+def mamba_head(model: Network, normed: Tensor) -> Tensor:
+    """Mamba keeps its residual stream in float32 beside weights of half precision, and its scores in any model."""
+    head = model.get_output_embeddings()
+    return normed if head is None else head(normed.to(head.weight.dtype)).float()
+
+
+def timm_head(model: Network, normed: Tensor) -> Tensor:
     """Pooling, the norm after it where there is one, and the classifier."""
     return model.forward_head(normed)
+
+
+def class_token_head(model: Network, normed: Tensor) -> Tensor:
+    return model.classifier(normed[:, 0]) if hasattr(model, "classifier") else normed
+
+
+def dinov2_head(model: Network, normed: Tensor) -> Tensor:
+    """The class token beside the mean of the patches."""
+    if not hasattr(model, "classifier"):
+        return normed
+    patches = normed[:, TRANSFORMERS.prefix(model) :]
+    return model.classifier(torch.cat([normed[:, 0], patches.mean(dim=1)], dim=1))
+
+
+def beit_head(model: Network, normed: Tensor) -> Tensor:
+    return model.classifier(trunk_of(model).pooler(normed)) if hasattr(model, "classifier") else normed
+
+
+def mae_head(model: Network, normed: Tensor) -> Tensor:
+    """The pixels of each patch, from an encoder that has seen every patch in its place."""
+    if not hasattr(model, "decoder"):
+        return normed
+    places = torch.arange(normed.shape[1] - 1, device=normed.device).expand(len(normed), -1)
+    return model.decoder(normed, places).logits
+
+
+def clip_head(model: Network, normed: Tensor) -> Tensor:
+    """The class token alone, in the space shared with texts where the class projects into it."""
+    pooled = normed[:, 0]
+    return model.visual_projection(pooled) if hasattr(model, "visual_projection") else pooled
+
+
+def by_name(model: Network, inputs: Inputs, options: Options) -> Any:
+    """A call as transformers' models are called."""
+    return model(**inputs, **options, return_dict=True)
+
+
+def by_pixels(model: Network, inputs: Inputs, options: Options) -> Tensor:
+    """A call as timm's models are called."""
+    return model(inputs["pixel_values"])
+
+
+def timm_features(model: Network, inputs: Inputs, options: Options) -> Tensor:
+    return model.forward_features(inputs["pixel_values"])
+
+
+def trunk_by_name(model: Network, inputs: Inputs, options: Options) -> Any:
+    return by_name(trunk_of(model), inputs, options)
+
+
+def whole_images(model: Network, inputs: Inputs, options: Options, *, trunk: bool = False) -> Any:
+    """A masked autoencoder is shown every patch, in order: none is drawn, and the model is as before afterwards."""
+    embeddings = trunk_of(model).embeddings
+    pixels, config = inputs["pixel_values"], embeddings.config
+    places = torch.arange(embeddings.patch_embeddings.num_patches, device=pixels.device, dtype=torch.float32)
+    kept, config.mask_ratio = config.mask_ratio, 0.0
+    try:  # patches are sorted by the noise
+        network = trunk_of(model) if trunk else model
+        return by_name(network, inputs, {**options, "noise": places.expand(len(pixels), -1)})
+    finally:
+        config.mask_ratio = kept
+
+
+def from_zero(config: Any) -> int:
+    return 0
+
+
+def always(config: Any) -> bool:
+    return True
+
+
+def without_bias(config: Any) -> bool:
+    """A bias on padding would reach the first tokens through Mamba's convolution."""
+    return not config.use_bias
+
+
+def behind_padding(config: Any) -> int:
+    """Of RoBERTa's positions the first ones, up to the number of the padding token, belong to no token."""
+    return config.pad_token_id + 1
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,11 +177,17 @@ class Family:
     inputs: tuple[str, ...] = TEXT
     options: tuple[tuple[str, bool], ...] = (("use_cache", False),)  # a repeated block with a cache is silently wrong
     residual: bool = True  # a block is x + f(x); False where its norm comes after the addition
-    longest: str = "max_position_embeddings"  # field of the config: how many tokens a text may have
+    longest: str | None = "max_position_embeddings"  # field of the config: how many tokens a text may have; None: any
+    first_position: Callable[[Any], int] = from_zero  # of a config: the number of a text's first token
+    pads_left: Callable[[Any], bool] = always  # of a config: whether padding before a text leaves its states alone
+    vision: Vision | None = None  # of models of images
+    call: Callable[[Network, Inputs, Options], Any] = by_name
+    features: Callable[[Network, Inputs, Options], Any] = trunk_by_name  # the call without a head
+    results: tuple[str, ...] = ("logits", "last_hidden_state")  # of what a call returns the first that is there
 
     @property
     def sees_images(self) -> bool:
-        return self.inputs == IMAGES
+        return self.vision is not None
 
     def block_list(self, model: Network) -> tuple[nn.Module, ...]:
         """The blocks in the order in which they run."""
@@ -86,10 +198,42 @@ class Family:
         normed = hidden if self.norm is None else trunk_of(model).get_submodule(self.norm)(hidden)
         return self.head(model, normed)
 
+    def logits(self, model: Network, inputs: Inputs) -> Tensor:
+        """What the model makes of a batch, as `read_out` makes it of the last state."""
+        output = self.call(model, inputs, dict(self.options))
+        if isinstance(output, Tensor):
+            return output
+        return next(getattr(output, name) for name in self.results if hasattr(output, name))
+
 
 def _decoder(name: str, prefix: str, blocks: str = "layers", norm: str = "norm", head=language_head) -> Family:
     classes = (f"{prefix}ForCausalLM", f"{prefix}Model")
     return Family(name=name, classes=classes, blocks=blocks, norm=norm, head=head)
+
+
+def _mamba(name: str, prefix: str) -> Family:
+    return Family(
+        name=name,
+        classes=(f"{prefix}ForCausalLM", f"{prefix}Model"),
+        blocks="layers",
+        norm="norm_f",
+        head=mamba_head,
+        inputs=PLAIN_TEXT[:2],
+        longest=None,
+        pads_left=without_bias,
+    )
+
+
+def _encoder(name: str, prefix: str, blocks: str, head: Callable[[Network, Tensor], Tensor], **options: Any) -> Family:
+    kinds = ("ForMaskedLM", "ForSequenceClassification", "ForTokenClassification", "Model")
+    classes = tuple(prefix + kind for kind in kinds)
+    return Family(name=name, classes=classes, blocks=blocks, norm=None, head=head, **{"options": (), **options})
+
+
+def _images(name: str, classes: tuple[str, ...], **options: Any) -> Family:
+    """Of transformers; of timm there is one row alone."""
+    usual = {"blocks": "layers", "norm": "layernorm", "vision": TRANSFORMERS}
+    return Family(name=name, classes=classes, inputs=IMAGES, options=(), **(usual | options))
 
 
 FAMILIES = (
@@ -108,26 +252,72 @@ FAMILIES = (
     _decoder("gpt_neo", "GPTNeo", blocks="h", norm="ln_f"),
     _decoder("falcon", "Falcon", blocks="h", norm="ln_f"),
     Family(name="mpt", classes=("MptForCausalLM", "MptModel"), blocks="blocks", norm="norm_f", longest="max_seq_len"),
+    # State spaces: layer 0 is the embedding, which transformers' own hidden_states leave out.
+    _mamba("mamba", "Mamba"),
+    _mamba("mamba2", "Mamba2"),
+    _encoder("bert", "Bert", "encoder.layer", bert_head, residual=False),
+    # Positions are always said to it: its own count takes any token with the number of the padding token for padding.
+    _encoder("roberta", "Roberta", "encoder.layer", roberta_head, residual=False, first_position=behind_padding),
+    _encoder("distilbert", "DistilBert", "transformer.layer", distilbert_head, residual=False, inputs=PLAIN_TEXT),
     Family(
-        name="bert",
-        classes=("BertForMaskedLM", "BertForSequenceClassification", "BertForTokenClassification", "BertModel"),
-        blocks="encoder.layer",
-        norm=None,
-        head=bert_head,
+        name="modernbert",
+        classes=("ModernBertForMaskedLM", "ModernBertModel"),
+        blocks="layers",
+        norm="final_norm",
+        head=modernbert_head,
+        inputs=PLAIN_TEXT,
         options=(),
-        residual=False,
     ),
     Family(
-        name="vit",
+        name="timm_vit",
         classes=("VisionTransformer",),
         blocks="blocks",
         norm="norm",
-        head=vit_head,
+        head=timm_head,
         package="timm",
         inputs=IMAGES,
         options=(),
+        vision=TIMM,
+        call=by_pixels,
+        features=timm_features,
+    ),
+    _images("vit", ("ViTForImageClassification", "ViTModel"), head=class_token_head),
+    _images(
+        "dinov2",
+        ("Dinov2ForImageClassification", "Dinov2Model"),
+        blocks="encoder.layer",
+        head=dinov2_head,
+        vision=ANY_SIZE,
+    ),
+    _images(
+        "dinov2_with_registers",
+        ("Dinov2WithRegistersForImageClassification", "Dinov2WithRegistersModel"),
+        blocks="encoder.layer",
+        head=dinov2_head,
+        vision=ANY_SIZE,
+    ),
+    _images(
+        "vit_mae",
+        ("ViTMAEForPreTraining", "ViTMAEModel"),
+        head=mae_head,
+        call=whole_images,
+        features=partial(whole_images, trunk=True),
+    ),
+    # Where the patches are averaged for classes, the norm comes after the mean, and `layernorm` does nothing.
+    _images("beit", ("BeitForImageClassification", "BeitModel"), head=beit_head),
+    # CLIP itself norms the class token alone and gives out the others as the last block leaves them.
+    _images(
+        "clip_vision",
+        ("CLIPVisionModelWithProjection", "CLIPVisionModel"),
+        blocks="encoder.layers",
+        norm="post_layernorm",
+        head=clip_head,
+        results=("image_embeds", "pooler_output"),
     ),
 )
+
+# Classes of two rows of blocks, and the one to take instead.
+_PART_OF = {"CLIPModel": "CLIPVisionModel"}
 
 
 def family_of(model: nn.Module) -> Family:
@@ -140,6 +330,11 @@ def family_of(model: nn.Module) -> Family:
         for family in FAMILIES:
             if ancestor.__name__ in family.classes and ancestor.__module__.split(".")[0] == family.package:
                 return family
+    if (part := _PART_OF.get(type(model).__name__)) is not None:
+        raise InputError(
+            f"no layered view of {type(model).__name__}: images and texts pass two rows of blocks; save the one of the "
+            f"images with {part}.from_pretrained(...).save_pretrained(folder) and open that"
+        )
     if getattr(getattr(model, "config", None), "is_encoder_decoder", False):
         raise InputError(
             f"no layered view of {type(model).__name__}: an encoder and a decoder are two rows of blocks, of which the "

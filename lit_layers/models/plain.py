@@ -20,6 +20,8 @@ _AUTO = (
     "AutoModelForMaskedLM",
     "AutoModelForSequenceClassification",
     "AutoModelForTokenClassification",
+    "AutoModelForImageClassification",
+    "AutoModelForPreTraining",
 )
 
 
@@ -116,8 +118,9 @@ def _auto_class(folder: Path, settings: dict[str, Any], head: bool) -> Any:
     named = (settings.get("architectures") or ["AutoModel"])[0].lower()
     config = transformers.AutoConfig.from_pretrained(folder, trust_remote_code=False)
     for auto in (getattr(transformers, name) for name in _AUTO):
-        opens = auto._model_mapping.get(type(config), None)
-        if opens is not None and (not head or named in (opens.__name__.lower(), "automodel")):
+        opens = auto._model_mapping.get(type(config), ())  # a class, or several
+        names = {kind.__name__.lower() for kind in (opens if isinstance(opens, tuple) else (opens,))}
+        if names and (not head or named in names | {"automodel"}):
             return auto
     raise InputError(f"no Auto class of transformers opens the {named} in {folder}: open it with its own class")
 

@@ -12,9 +12,7 @@ from torch import Tensor, nn
 from lit_layers.errors import InputError
 from lit_layers.functional.block_schedules import Schedule, Step, checked, format_schedule
 from lit_layers.models.families import Network, family_of
-from lit_layers.models.view import first, split_arguments
-
-_ORDER = "_running_order"  # attribute of a model inside such a context
+from lit_layers.models.view import REORDERED, first, split_arguments
 
 
 @contextmanager
@@ -29,6 +27,8 @@ def running_order(model: nn.Module, schedule: Sequence[Step]) -> Iterator[nn.Mod
 
     Source: Sun et al., Transformer Layers as Painters, arXiv 2407.09298. (Its code averages the keys and values of
     parallel blocks, which is wrong from the second generated token on.)
+
+    A `LayeredModel` of it is refused meanwhile.
 
     Raises:
         InputError: a model of no known family, or one that is in such a context already, here or in another thread;
@@ -53,7 +53,7 @@ def running_order(model: nn.Module, schedule: Sequence[Step]) -> Iterator[nn.Mod
                 block.__dict__.pop("forward", None)
             else:  # another tool's, such as one that moves weights between devices
                 block.forward = own
-        network.__dict__.pop(_ORDER, None)
+        network.__dict__.pop(REORDERED, None)
 
 
 _CLAIMING = threading.Lock()
@@ -61,13 +61,13 @@ _CLAIMING = threading.Lock()
 
 def _claim(network: Network, steps: Schedule) -> None:
     with _CLAIMING:
-        running: Schedule | None = network.__dict__.get(_ORDER)
+        running: Schedule | None = network.__dict__.get(REORDERED)
         if running is not None:
             raise InputError(
                 f"this {type(network).__name__} runs the schedule {format_schedule(running)} already: leave that "
                 "context before another one begins"
             )
-        network.__dict__[_ORDER] = steps
+        network.__dict__[REORDERED] = steps
 
 
 @dataclass
@@ -91,7 +91,11 @@ class _Order:
             hidden, args, kwargs = split_arguments(args, kwargs)
             if number == 1:
                 self.calls.now = _Call(hidden)
-            call: _Call = self.calls.now
+            call: _Call | None = getattr(self.calls, "now", None)
+            if call is None or len(call.arguments) != number - 1:
+                raise RuntimeError(
+                    f"block {number} of {self.kind} was called alone while its blocks run in another order"
+                )
             in_tuple = self._returns_tuple(number, hidden, args, kwargs)
             call.arguments.append((args, kwargs))
             if number == len(self.forwards):

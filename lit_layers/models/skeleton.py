@@ -1,5 +1,6 @@
 """The modules of a checkpoint without their memory, and how its tensors are called."""
 
+import json
 import os
 from collections.abc import Callable
 
@@ -7,7 +8,7 @@ import torch
 
 from lit_layers.errors import InputError
 from lit_layers.models.families import Network, class_named
-from lit_layers.models.pixel_statistics import keep_pixel_statistics_
+from lit_layers.models.pixel_statistics import PREPROCESSOR, keep_pixel_statistics_, keep_preprocessor_
 from lit_layers.models.shard_files import ShardFiles
 
 META = torch.device("meta")
@@ -56,6 +57,8 @@ def _transformers_skeleton(files: ShardFiles, dtype: torch.dtype) -> Network:
             for name in module._non_persistent_buffers_set:
                 module._buffers[name] = torch.empty_like(module._buffers[name], device="cpu")
             network._init_weights(module)  # which is how from_pretrained gives these their values
+    if kind.main_input_name == "pixel_values" and files.has(PREPROCESSOR):
+        keep_preprocessor_(network, json.loads(files.fetch(PREPROCESSOR).read_text(encoding="utf-8")))
     return network
 
 

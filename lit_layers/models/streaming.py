@@ -127,7 +127,7 @@ class StreamedModel(LayeredModel):
 
     def _find_tensors(self) -> dict[str, str]:
         """The name in the files of every parameter and buffer; tied ones are saved once."""
-        name_of = str if self.family.sees_images else name_finder(self.model)
+        name_of = str if self.family.package == "timm" else name_finder(self.model)
         stored_as = {name_of(stored): stored for stored in self.files.shard_of}
         groups: dict[int, list[str]] = {}
         for name, tensor in self.model.state_dict(keep_vars=True).items():

@@ -17,6 +17,9 @@ Batch = Mapping[str, Tensor]
 Step = int | tuple[int, ...]
 
 
+REORDERED = "_running_order"  # attribute of a model whose blocks run in another order for now
+
+
 class LayeredModel:
     """A model as a row of blocks, with a layer before, between and after them.
 
@@ -44,7 +47,8 @@ class LayeredModel:
     @property
     def dim(self) -> int:
         """Width of the hidden states."""
-        return self.model.embed_dim if self.family.sees_images else self.model.config.hidden_size
+        vision = self.family.vision
+        return self.model.config.hidden_size if vision is None else vision.width(self.model)
 
     @property
     def vocab_size(self) -> int | None:
@@ -54,16 +58,49 @@ class LayeredModel:
 
     @property
     def max_tokens(self) -> int | None:
-        """Longest text the model takes; None for images."""
-        return None if self.family.sees_images else getattr(self.model.config, self.family.longest)
+        """Longest text the model takes; None for images and for a model that takes any length."""
+        if self.family.sees_images or self.family.longest is None:
+            return None
+        config = self.model.config
+        return getattr(config, self.family.longest) - self.family.first_position(config)
 
     @property
     def image_size(self) -> int | None:
         """Side of the images the model takes, in px; None for text and for a model that takes any size."""
-        patches = getattr(self.model, "patch_embed", None)
-        if patches is None or not getattr(patches, "strict_img_size", False):
-            return None
-        return patches.img_size[0]
+        return None if self.family.vision is None else self.family.vision.fixed_side(self.model)
+
+    @property
+    def has_class_token(self) -> bool:
+        """Whether the first token of an image stands for the whole of it; False for text."""
+        return self.family.vision is not None and self.family.vision.class_token(self.model)
+
+    @property
+    def num_prefix_tokens(self) -> int:
+        """Number of tokens before the patches of an image (class, distillation, registers); 0 for text."""
+        return 0 if self.family.vision is None else self.family.vision.prefix(self.model)
+
+    @property
+    def num_classes(self) -> int:
+        """Number of classes of an image that the logits score; 0 where they score none, and for text."""
+        return 0 if self.family.vision is None else self.family.vision.classes(self.model)
+
+    @property
+    def has_head(self) -> bool:
+        """Whether the model is more than its trunk."""
+        vision = self.family.vision
+        return trunk_of(self.model) is not self.model if vision is None else vision.has_head(self.model)
+
+    def num_patches(self, image_size: int | None = None) -> int:
+        """Number of patches of an image of that side in px, or of the size the model was made for.
+
+        Raises:
+            InputError: a model of texts.
+        """
+        vision = self.family.vision
+        if vision is None:
+            raise InputError(f"{type(self.model).__name__} has no patches: it is a model of texts")
+        side = vision.usual_side(self.model) if image_size is None else image_size
+        return (side // vision.patch_side(self.model)) ** 2
 
     @property
     def device(self) -> torch.device:
@@ -77,9 +114,8 @@ class LayeredModel:
     @property
     def attention(self) -> str:
         """Name of the attention implementation now in use: "sdpa", "eager", ..."""
-        if self.family.sees_images:
-            return "sdpa" if getattr(self.blocks[0].attn, "fused_attn", False) else "eager"
-        return self.model.config._attn_implementation
+        vision = self.family.vision
+        return self.model.config._attn_implementation if vision is None else vision.attention(self.model)
 
     def trajectory(self, batch: Batch) -> "Trajectory":
         """The hidden states of one batch at every layer, with its logits, without a graph.
@@ -132,16 +168,13 @@ class LayeredModel:
         with torch.inference_mode(False), torch.no_grad(), evaluating(self.model):
             inputs = self._inputs(batch)
             with self._watched(show):
-                if self.family.sees_images:
-                    self.model.forward_features(inputs["pixel_values"])
-                else:
-                    trunk_of(self.model)(**inputs, **dict(self.family.options), return_dict=True)
+                self.family.features(self.model, inputs, dict(self.family.options))
 
     def readout(self, hidden: Tensor) -> Tensor:
         """Final norm and head of states (*n, tokens, dim): the model's logits at the last layer, else the logit lens.
 
         With the model's logit scaling and soft-capping, and without padding rows of the vocabulary. A model without a
-        head gives its final-normed states; a ViT or a classifier gives (*n, classes).
+        head gives its final-normed states; a ViT or a classifier gives (*n, classes), CLIP its pooled state.
         """
         with evaluating(self.model):
             flat = hidden.reshape(-1, *hidden.shape[-2:])
@@ -171,6 +204,7 @@ class LayeredModel:
     @contextmanager
     def _watched(self, hook: Callable[..., None]) -> Iterator[None]:
         """The hook sees each block's call inside, where every block runs once, in order."""
+        self.refuse_reordered()
         order: list[nn.Module] = []
 
         def note(module: nn.Module, args: tuple, kwargs: dict[str, Any], output: Any) -> None:
@@ -186,11 +220,16 @@ class LayeredModel:
         if order != list(self.blocks):
             raise RuntimeError(f"expected {self.num_layers} blocks to run once each, in order, saw {len(order)} calls")
 
+    def refuse_reordered(self) -> None:
+        """Refuses a model whose blocks run in another order for now: what they are called with tells no layer."""
+        if REORDERED in self.model.__dict__:
+            raise InputError(
+                f"this {type(self.model).__name__} runs its blocks in another order: leave that context before looking "
+                "at its layers"
+            )
+
     def _logits(self, inputs: dict[str, Tensor]) -> Tensor:
-        if self.family.sees_images:
-            return self.model(inputs["pixel_values"])
-        output = self.model(**inputs, **dict(self.family.options), return_dict=True)
-        return self._real(output.logits if hasattr(output, "logits") else output.last_hidden_state)
+        return self._real(self.family.logits(self.model, inputs))
 
     def _real(self, logits: Tensor) -> Tensor:
         return logits if self.vocab_size is None else logits[..., : self.vocab_size]
@@ -206,11 +245,16 @@ class LayeredModel:
         inputs = {name: batch[name].to(self.device) for name in self.family.inputs if name in batch}
         mask = inputs.get("attention_mask")
         if mask is None or mask.bool().all():
-            inputs.pop("attention_mask", None)  # nothing to hide: the fast causal path
-            return inputs
-        if not mask.any(dim=-1).all():
+            mask = inputs.pop("attention_mask", None)  # nothing to hide: the fast causal path
+        elif not mask.any(dim=-1).all():
             raise ValueError("every text needs a real token, got a row of attention_mask without one")
-        inputs.setdefault("position_ids", (mask.long().cumsum(-1) - 1).clamp(min=0))
+        elif not self.family.pads_left(self.model.config) and not mask[:, 0].all():
+            kind = type(self.model).__name__
+            raise InputError(f"padding before a text changes the states of this {kind}: pad its texts on the right")
+        first = self.family.first_position(self.model.config)
+        if "position_ids" in self.family.inputs and ("attention_mask" in inputs or first):
+            real = torch.ones_like(inputs["input_ids"]) if mask is None else mask.long()
+            inputs.setdefault("position_ids", (real.cumsum(-1) - 1).clamp(min=0) + first)
         return inputs
 
     def _check_tokens(self, ids: Tensor) -> None:
@@ -251,6 +295,7 @@ class Trajectory:
         """
         if not 1 <= layer <= self.num_layers:
             raise IndexError(f"blocks are numbered 1..{self.num_layers}, got {layer}")
+        self.model.refuse_reordered()
         if self.model.attention != self.attention:
             raise RuntimeError(
                 f"this trajectory was taken under {self.attention!r} attention and the model now uses "

@@ -94,9 +94,7 @@ def _tokenizer(view: LayeredModel, given: str | Path | TextTokenizer | None) -> 
 
 
 def _has_head(view: LayeredModel) -> bool:
-    if view.family.sees_images:
-        return view.model.num_classes > 0
-    return type(view.model) is not type(getattr(view.model, "base_model", view.model))
+    return view.has_head
 
 
 def refuse_taken(folder: Path, overwrite: bool) -> None:

@@ -81,7 +81,7 @@ class LayerClassifier:
 
     def _pooled(self, batch: Batch) -> Tensor:
         averages_patches = self.model.family.sees_images and self.facts.pooling == "mean"
-        first = self.model.model.num_prefix_tokens if averages_patches else 0
+        first = self.model.num_prefix_tokens if averages_patches else 0
         found: list[Tensor] = []
 
         def look(layer: int, hidden: Tensor, mask: Tensor) -> None:

@@ -105,7 +105,7 @@ def of_images(
     """
     if not model.family.sees_images:
         raise InputError(f"images: expected a vision model, got {type(model.model).__name__}: name a --task of texts")
-    if pooling == "cls" and model.model.cls_token is None:
+    if pooling == "cls" and not model.has_class_token:
         raise InputError(f"pooling: this {type(model.model).__name__} has no class token: choose mean")
     found = image_source(source)
     found.check()
@@ -170,7 +170,7 @@ class _InMemory:
 def _image_features(
     model: LayeredModel, numbers: list[int], pooling: TextPooling, pixels: Callable[[list[int]], Tensor]
 ) -> Features:
-    first = model.model.num_prefix_tokens if pooling == "mean" else 0
+    first = model.num_prefix_tokens if pooling == "mean" else 0
     found: list[list[Tensor]] = [[] for _ in range(model.num_layers + 1)]
 
     def keep(layer: int, hidden: Tensor, mask: Tensor) -> None:

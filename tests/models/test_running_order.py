@@ -173,6 +173,24 @@ def test_another_tools_forward_is_called_and_stays():
     assert len(calls) == 3  # twice in the schedule, once to see what it returns
 
 
+def test_a_layered_view_is_refused_meanwhile():
+    model = deep("gpt2")
+    batch = tiny_batch("gpt2", *PROMPTS)
+    view = LayeredModel(model)
+    trajectory = view.trajectory(batch)
+    looks = (
+        lambda: view.trajectory(batch),
+        lambda: view.pass_states(batch, lambda *_: None),
+        lambda: view.replay(trajectory, [1, 2]),
+    )
+    with running_order(model, (1, 2)):
+        for look in looks:
+            with pytest.raises(InputError) as refused:
+                look()
+            assert str(refused.value).startswith("this GPT2LMHeadModel runs its blocks in another order: leave that")
+    assert torch.equal(view.trajectory(batch).hidden, trajectory.hidden)
+
+
 def test_nested_use_is_refused_by_name_and_leaves_the_first_as_it_is():
     model = deep("gpt2")
     batch = tiny_batch("gpt2", *PROMPTS)

@@ -13,7 +13,7 @@ from lit_layers.models.shard_files import INDEX, ShardFiles
 from lit_layers.models.streaming import StreamedModel
 from lit_layers.models.view import LayeredModel
 from tests.support.saved_models import saved, saved_vit
-from tests.support.tiny_models import LAYERS, VOCAB, tiny_batch
+from tests.support.tiny_models import LAYERS, PICTURES, RECURRENT, VOCAB, tiny_batch
 
 CPU = torch.device("cpu")
 
@@ -56,7 +56,9 @@ def rewrite(folder: Path, change) -> None:
     save_file(change(tensors), folder / "model.safetensors", metadata={"format": "pt"})
 
 
-@pytest.mark.parametrize("name", ["gpt2", "gpt_neox", "gemma2", "bert"])
+@pytest.mark.parametrize(
+    "name", ["gpt2", "gpt_neox", "gemma2", "bert", "roberta", "distilbert", "modernbert", *RECURRENT]
+)
 @pytest.mark.parametrize("padding", [None, "left"])
 def test_the_states_are_those_of_the_whole_model(tmp_path, streamed, name, padding):
     saved(tmp_path, name)
@@ -73,6 +75,15 @@ def test_images_are_streamed_as_well(tmp_path, streamed):
     assert torch.equal(
         torch.stack(states(streamed(tmp_path), batch)), LayeredModel(load(tmp_path)).trajectory(batch).hidden
     )
+
+
+@pytest.mark.parametrize("name", PICTURES)
+def test_images_are_streamed_through_models_of_transformers(tmp_path, streamed, name):
+    saved(tmp_path, name)
+    whole, batch, model = load(tmp_path), tiny_batch(name), streamed(tmp_path)
+    assert torch.equal(torch.stack(states(model, batch)), LayeredModel(whole).trajectory(batch).hidden)
+    assert model.weights_hash() == weights_hash(whole)
+    assert (model.dim, model.image_size) == (LayeredModel(whole).dim, LayeredModel(whole).image_size)
 
 
 def test_one_block_is_in_memory_and_none_when_it_is_left(tmp_path, streamed):

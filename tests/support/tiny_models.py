@@ -24,6 +24,48 @@ _GPT2 = {"vocab_size": VOCAB, "n_embd": DIM, "n_layer": LAYERS, "n_head": HEADS,
 _NEO = {**_PLAIN, "attention_types": [[["global", "local", "global"], 1]], "window_size": 4}
 _FALCON = {name: value for name, value in _PLAIN.items() if name != "intermediate_size"}
 _MPT = {"vocab_size": VOCAB, "d_model": DIM, "n_layers": LAYERS, "n_heads": HEADS, "max_seq_len": POSITIONS}
+_DISTILBERT = {
+    "vocab_size": VOCAB,
+    "dim": DIM,
+    "n_layers": LAYERS,
+    "n_heads": HEADS,
+    "hidden_dim": 64,
+    "max_position_embeddings": POSITIONS,
+    "pad_token_id": 0,
+}
+# the second and third block attend to 2 tokens on either side
+_MODERNBERT = {
+    **_PLAIN,
+    "local_attention": 4,
+    "global_attn_every_n_layers": 3,
+    "cls_token_id": 1,
+    "sep_token_id": 2,
+    "bos_token_id": None,
+    "eos_token_id": None,
+}
+_MAMBA = {
+    "vocab_size": VOCAB,
+    "hidden_size": DIM,
+    "num_hidden_layers": LAYERS,
+    "state_size": 8,
+    "initializer_range": 0.02,
+    "pad_token_id": 0,
+}
+_PICTURE = {
+    "hidden_size": DIM,
+    "num_hidden_layers": LAYERS,
+    "num_attention_heads": HEADS,
+    "intermediate_size": 64,
+    "image_size": IMAGE,
+    "patch_size": 4,
+}
+_DINOV2 = {**{name: value for name, value in _PICTURE.items() if name != "intermediate_size"}, "layerscale_value": 0.5}
+_DECODER = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 32}
+_MAE = {**_PICTURE, **{f"decoder_{name}": value for name, value in _DECODER.items()}}
+_BEIT = {**_PICTURE, "use_relative_position_bias": True, "layer_scale_init_value": 0.5}
+
+# of Mamba: a logarithm, of how fast a state is forgotten, and weights that do not start at 0.02
+_NOT_SMALL = ("A_log", "conv1d", "dt_proj", "mixer.out_proj")
 
 # name -> (class of transformers, model type, options)
 _TEXT = {
@@ -50,13 +92,68 @@ _TEXT = {
     "bert_trunk": ("BertModel", "bert", _PLAIN),
     "bert_classifier": ("BertForSequenceClassification", "bert", {**_PLAIN, "num_labels": 5}),
     "bert_tagger": ("BertForTokenClassification", "bert", {**_PLAIN, "num_labels": 5}),
+    "roberta": ("RobertaForMaskedLM", "roberta", _PLAIN),
+    "distilbert": ("DistilBertForMaskedLM", "distilbert", _DISTILBERT),
+    "modernbert": ("ModernBertForMaskedLM", "modernbert", _MODERNBERT),
+}
+# Other heads of these.
+_HEADS = {
+    "roberta_trunk": ("RobertaModel", "roberta", _PLAIN),
+    "roberta_classifier": ("RobertaForSequenceClassification", "roberta", {**_PLAIN, "num_labels": 5}),
+    "roberta_tagger": ("RobertaForTokenClassification", "roberta", {**_PLAIN, "num_labels": 5}),
+    "distilbert_classifier": ("DistilBertForSequenceClassification", "distilbert", {**_DISTILBERT, "num_labels": 5}),
+    "distilbert_tagger": ("DistilBertForTokenClassification", "distilbert", {**_DISTILBERT, "num_labels": 5}),
+    "modernbert_trunk": ("ModernBertModel", "modernbert", _MODERNBERT),
+}
+# State spaces: no attention, so that what is tested of attention in every family is not tested of these.
+_RECURRENT = {
+    "mamba_lm": ("MambaForCausalLM", "mamba", _MAMBA),
+    "mamba_trunk": ("MambaModel", "mamba", _MAMBA),
+    "mamba2_lm": (
+        "Mamba2ForCausalLM",
+        "mamba2",
+        {**_MAMBA, "num_heads": 8, "head_dim": 8, "n_groups": 2, "chunk_size": 4},
+    ),
+}
+# Models of images of transformers.
+_PICTURES = {
+    "picture_vit": ("ViTForImageClassification", "vit", {**_PICTURE, "num_labels": 7}),
+    "picture_vit_trunk": ("ViTModel", "vit", _PICTURE),
+    "picture_dinov2": ("Dinov2ForImageClassification", "dinov2", {**_DINOV2, "num_labels": 7}),
+    "picture_dinov2_trunk": ("Dinov2Model", "dinov2", _DINOV2),
+    "picture_registers": (
+        "Dinov2WithRegistersForImageClassification",
+        "dinov2_with_registers",
+        {**_DINOV2, "num_labels": 7},
+    ),
+    "picture_mae": ("ViTMAEForPreTraining", "vit_mae", _MAE),
+    "picture_mae_trunk": ("ViTMAEModel", "vit_mae", _MAE),
+    "picture_beit": ("BeitForImageClassification", "beit", {**_BEIT, "num_labels": 7}),
+    "picture_beit_trunk": (
+        "BeitModel",
+        "beit",
+        {**_BEIT, "use_shared_relative_position_bias": True, "use_mean_pooling": False},
+    ),
+    "picture_clip": ("CLIPVisionModel", "clip_vision_model", _PICTURE),
+    "picture_clip_projected": (
+        "CLIPVisionModelWithProjection",
+        "clip_vision_model",
+        {**_PICTURE, "projection_dim": 24},
+    ),
 }
 _IMAGES = {
     "vit": {},
     "vit_average": {"global_pool": "avg", "class_token": False, "init_values": 0.5},
     "vit_headless": {"num_classes": 0},
 }
-FAMILIES = (*_TEXT, *_IMAGES)
+FAMILIES = (*_TEXT, *_IMAGES)  # EVERY is more than most tests need
+RECURRENT, PICTURES = tuple(_RECURRENT), tuple(_PICTURES)
+EVERY = (*FAMILIES, *_HEADS, *RECURRENT, *PICTURES)
+_TRANSFORMERS = {**_TEXT, **_HEADS, **_RECURRENT, **_PICTURES}
+
+
+def sees_images(name: str) -> bool:
+    return name in _IMAGES or name in _PICTURES
 
 
 def tiny(
@@ -68,10 +165,13 @@ def tiny(
     """
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        model = _vit(attention, **(_IMAGES[name] | options)) if name in _IMAGES else _text(name, attention, options)
+        model = _vit(attention, **(_IMAGES[name] | options)) if name in _IMAGES else _plain(name, attention, options)
         with torch.no_grad():
-            for parameter in model.parameters():  # biases and norms away from 0 and 1
-                parameter.mul_(SCALE) if parameter.ndim > 1 else parameter.add_(0.3 * torch.randn_like(parameter))
+            for path, parameter in model.named_parameters():  # biases and norms away from 0 and 1
+                if parameter.ndim == 1 or any(part in path for part in _NOT_SMALL):
+                    parameter.add_(0.3 * torch.randn_like(parameter))
+                else:
+                    parameter.mul_(SCALE)
     return model.to(dtype).eval()
 
 
@@ -81,7 +181,7 @@ def tiny_batch(
     """Random inputs. With padding "left" or "right", prompt i has tokens - 2 i real tokens (at least 2), and junk
     outside them."""
     generator = torch.Generator().manual_seed(seed)
-    if name in _IMAGES:
+    if sees_images(name):
         return {"pixel_values": torch.randn(batch, 3, IMAGE, IMAGE, generator=generator)}
     ids = torch.randint(3, VOCAB, (batch, tokens), generator=generator)
     lengths = [max(2, tokens - 2 * index) if padding else tokens for index in range(batch)]
@@ -89,10 +189,10 @@ def tiny_batch(
     return {"input_ids": ids, "attention_mask": mask.flip(-1) if padding == "left" else mask}
 
 
-def _text(name: str, attention: str | None, options: dict) -> nn.Module:
+def _plain(name: str, attention: str | None, options: dict) -> nn.Module:
     import transformers
 
-    kind, model_type, defaults = _TEXT[name]
+    kind, model_type, defaults = _TRANSFORMERS[name]
     config = transformers.AutoConfig.for_model(model_type, **(defaults | options))
     return getattr(transformers, kind)._from_config(config, attn_implementation=attention)
 

@@ -1,0 +1,80 @@
+"""What a preprocessor_config.json says of the pixels that a model of transformers was trained on."""
+
+import json
+
+import pytest
+import torch
+
+from lit_layers.models import load, save, truncate
+from lit_layers.models.build import untrained
+from lit_layers.models.pixel_statistics import PREPROCESSOR, keep_preprocessor_, pixel_statistics
+from lit_layers.models.shard_files import ShardFiles
+from lit_layers.models.streaming import StreamedModel
+from tests.support.saved_models import saved
+from tests.support.tiny_models import tiny
+
+SETTINGS = {"image_processor_type": "BitImageProcessor", "image_mean": [0.5, 0.4, 0.3], "image_std": [0.2, 0.2, 0.25]}
+KNOWN = ((0.5, 0.4, 0.3), (0.2, 0.2, 0.25))
+
+
+@pytest.fixture
+def folder(tmp_path):
+    saved(tmp_path / "whole", "picture_dinov2")
+    (tmp_path / "whole" / PREPROCESSOR).write_text(json.dumps(SETTINGS))
+    return tmp_path / "whole"
+
+
+def test_they_are_known_of_a_loaded_a_cut_a_saved_an_untrained_and_a_streamed_model(folder, tmp_path):
+    model = load(folder)
+    assert pixel_statistics(model) == KNOWN
+    cut = truncate(model, 2, head=False)
+    save(cut, tmp_path / "cut")
+    assert json.loads((tmp_path / "cut" / PREPROCESSOR).read_text()) == SETTINGS
+    streamed = StreamedModel(ShardFiles(folder), device=torch.device("cpu"))
+    streamed.close()
+    for other in (cut, load(tmp_path / "cut"), untrained(model), streamed.model):
+        assert pixel_statistics(other) == KNOWN
+
+
+def test_where_no_file_says_them_nobody_does(tmp_path):
+    saved(tmp_path, "picture_vit")
+    assert pixel_statistics(load(tmp_path)) is None
+    save(load(tmp_path), tmp_path / "again")
+    assert not (tmp_path / "again" / PREPROCESSOR).exists()
+    (tmp_path / PREPROCESSOR).write_text(json.dumps({"size": {"height": 16, "width": 16}}))
+    assert pixel_statistics(load(tmp_path)) is None
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"image_mean": 0.5, "image_std": 0.25},
+        {"do_rescale": True, "rescale_factor": 1 / 127.5, "image_mean": [1.0] * 3, "image_std": [0.5] * 3},
+        {"do_rescale": False, "image_mean": [127.5] * 3, "image_std": [63.75] * 3},
+    ],
+)
+def test_they_are_shares_of_full_brightness_however_the_file_scales(settings):
+    """By hand: a pixel of 255 comes to (1 - 0.5) / 0.25 = 2, one of 0 to -2."""
+    model = tiny("picture_vit")
+    keep_preprocessor_(model, settings)
+    mean, std = pixel_statistics(model)
+    assert mean == pytest.approx([0.5] * 3)
+    assert std == pytest.approx([0.25] * 3)
+
+
+def test_pixels_that_are_scaled_and_no_more_have_mean_0_and_deviation_1():
+    model = tiny("picture_vit")
+    keep_preprocessor_(model, {"do_normalize": False, "image_mean": [0.5] * 3, "image_std": [0.5] * 3})
+    assert pixel_statistics(model) == ((0.0,) * 3, (1.0,) * 3)
+
+
+def test_they_are_those_that_transformers_own_preparation_uses():
+    from transformers import ViTImageProcessor
+
+    own = ViTImageProcessor(image_mean=[0.1, 0.2, 0.3], image_std=[0.4, 0.5, 0.6], size={"height": 16, "width": 16})
+    model = tiny("picture_vit")
+    keep_preprocessor_(model, own.to_dict())
+    mean, std = (torch.tensor(each)[:, None, None] for each in pixel_statistics(model))
+    picture = torch.randint(0, 256, (3, 16, 16), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
+    expected = torch.as_tensor(own(picture, return_tensors="pt")["pixel_values"][0])
+    torch.testing.assert_close((picture / 255 - mean) / std, expected, rtol=0, atol=1e-5)
