@@ -27,7 +27,7 @@ logger = logging.getLogger(__name__)
 SEED = 0  # of every global generator inside an analysis, so that its numbers do not depend on where training stands
 PACKAGES = (
     *("lit_layers", "lightning", "transformers", "timm", "tokenizers", "safetensors"),
-    *("numpy", "scipy"),
+    *("numpy", "scipy", "mteb"),
 )
 HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
 

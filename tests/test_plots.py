@@ -491,6 +491,9 @@ FIGURES = {
     "write_layer_curves": lambda frame, **options: written(plots.write_layer_curves, frame, "m", **options),
     "write_concept_map": lambda frame, **options: written(plots.write_concept_map, frame, "m_category", **options),
     "write_sample_sizes": lambda frame, **options: written(plots.write_sample_sizes, frame, "m_train_rows", **options),
+    "layer_surface": lambda frame, **options: plots.layer_surface(frame, "m", **options),
+    "best_layers": lambda frame, **options: plots.best_layers(frame, "m", **options),
+    "write_surface": lambda frame, **options: written(plots.write_surface, frame, "m", **options),
     "paths_in_plane": lambda frame, **options: plots.paths_in_plane(frame, "m_axis", **options),
     "change_table": lambda frame, **options: plots.change_table(frame, **options),
     "variants": lambda frame, **options: plots.variants(frame, "m", **options),
@@ -503,6 +506,7 @@ OF_MODELS = {
 
 def test_every_figure_of_a_table_is_tried_with_suspect_rows() -> None:
     assert {*FIGURES, *OF_MODELS} == {*plots.__all__} - {
+        "with_task_means",  # a table, which keeps the verdicts
         "training_curves",  # scalars of training have no audit
         "Scatter",
         "scatter_plot",  # of a table of models, from which suspects were left out before
@@ -564,15 +568,15 @@ def models(**depths: int) -> pd.DataFrame:
     return records.frame(found)
 
 
-def test_models_of_different_depths_have_a_line_each_over_the_share_of_their_layers() -> None:
+def test_models_of_different_depths_have_a_line_each_over_their_depth_in_per_cent() -> None:
     fig = plots.model_profile(models(a=2, b=4), "m")
-    assert drawn(fig, "a") == pytest.approx({0: 1.0, 0.5: 1.1, 1: 1.2})
-    assert drawn(fig, "b") == pytest.approx({0: 2.0, 0.25: 2.1, 0.5: 2.2, 0.75: 2.3, 1: 2.4})
+    assert drawn(fig, "a") == pytest.approx({0: 1.0, 50: 1.1, 100: 1.2})
+    assert drawn(fig, "b") == pytest.approx({0: 2.0, 25: 2.1, 50: 2.2, 75: 2.3, 100: 2.4})
     assert list(fig.data[1].text)[1] == "95% interval 0.5 to 9.5<br>layer 1 of 4"
-    assert fig.layout.xaxis.title.text == "Layer / number of layers"
+    assert fig.layout.xaxis.title.text == "Depth (100 layer / number of layers)"
     assert fig.data[0].line.color != fig.data[1].line.color
     random = plots.model_profile(models(a=2, b=4), "random_m")
-    assert list(drawn(random, "b")) == [0.25, 0.5, 0.75, 1], "the share is of the model's layers, not of the metric's"
+    assert list(drawn(random, "b")) == [25, 50, 75, 100], "the depth is of the model's layers, not of the metric's"
 
 
 def test_models_of_one_depth_are_drawn_over_their_layers() -> None:
@@ -586,14 +590,14 @@ def test_what_models_are_compared_with_is_grey_where_it_is_the_same_for_all() ->
     fig = plots.model_profile(models(a=2, b=4), "m", baselines=["random_m"])
     lines = {trace.name: trace for trace in fig.data}
     assert lines["majority class"].line.color == theme.MUTED
-    assert (list(lines["majority class"].x), list(lines["majority class"].y)) == ([0, 1], [0.5, 0.5])
+    assert (list(lines["majority class"].x), list(lines["majority class"].y)) == ([0, 100], [0.5, 0.5])
     for name in ("a", "b"):
         for text in ("model's head", "Random m"):
             own = lines[f"{name}, {text}"]
             assert (own.line.color, own.showlegend) == (lines[name].line.color, False)
             assert own.line.dash == lines[text].line.dash
     assert list(lines["b, model's head"].y) == [7.0, 7.0]
-    assert list(lines["a, Random m"].x) == [0.5, 1]
+    assert list(lines["a, Random m"].x) == [50, 100]
 
 
 def test_more_models_than_colours_have_other_marks() -> None:

@@ -104,7 +104,10 @@ def test_every_metric_of_every_analysis_has_its_figures(page: Path) -> None:
     drawn = figures(page)
     placed = {int(number) for numbers in re.findall(r'data-figures="([\d ]+)"', text) for number in numbers.split()}
     assert placed == set(range(len(drawn)))
-    maps = [figure for figure in drawn if figure["data"][0]["type"] == "heatmap"]
+    surfaces = [figure for figure in drawn if figure["data"][0].get("meta") == 0 and "z" in figure["data"][0]]
+    assert len(surfaces) >= text[text.index("<h2>Layers over steps</h2>") :].count("<article class") > 1
+    assert all(len(figure["data"][0]["z"][0]) == len(STEPS) for figure in surfaces)
+    maps = [figure for figure in drawn if figure["data"][0]["type"] == "heatmap" and figure not in surfaces]
     assert [len(figure["frames"]) for figure in maps] == [len(STEPS) - 1] * 2  # the failed step has none
     assert all("x" not in trace for figure in drawn for trace in figure["data"] if isinstance(trace.get("meta"), int))
 
@@ -370,7 +373,7 @@ def test_models_without_steps_are_compared_with_a_line_each(compared: Path, comp
     for trace, m in zip(loss["data"], measured, strict=True):
         values = {r.layer: r.value for r in m.records if r.metric == "logit_lens_loss"}
         depth = max(layer or 0 for layer in values)
-        assert trace["x"] == pytest.approx([(layer or 0) / depth for layer in values], abs=1e-5)
+        assert trace["x"] == pytest.approx([100 * (layer or 0) / depth for layer in values], abs=1e-4)
         assert trace["y"] == pytest.approx([*values.values()], rel=1e-4)
         assert trace["text"][2].endswith(f"layer 2 of {depth}")
     assert "Steps" not in shown(comparison)
@@ -703,8 +706,9 @@ def test_pictures_are_written_beside_the_page(
 
 
 def test_pictures_leave_suspect_checkpoints_out_and_a_run_without_any_of_this_is_refused(
-    full: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    bare = make_run(tmp_path / "bare", steps=(0, 1), analyses=("trajectory", "lens"))
     for step, audit in ((0, "clean"), (8, "suspect: equal to the final step"), (64, "clean")):
         found = layer_results("probe/stars", step=step)
         records.append(tmp_path / "measurements.jsonl", replace(found, provenance={"audit": audit}))
@@ -713,7 +717,7 @@ def test_pictures_leave_suspect_checkpoints_out_and_a_run_without_any_of_this_is
     assert "step 0<" in svg
     assert "step 8<" not in svg
     capsys.readouterr()
-    assert main(["report", str(full), "--pictures", str(tmp_path / "q")]) == 2
+    assert main(["report", str(bare), "--pictures", str(tmp_path / "q")]) == 2
     assert "has nothing to draw as pictures: they are made of the analyses Probe" in capsys.readouterr().err
     assert not (tmp_path / "q").exists()
     (tmp_path / "file").touch()

@@ -158,6 +158,9 @@ def _write(model: LayeredModel, texts: EncodedTexts, what: _Kind, max_tokens: in
 
 def _pooled(hidden: Tensor, mask: Tensor, pooling: Pooling) -> Tensor:
     """(batch, dim); a token is picked as it is, a mean is computed in float64."""
+    if pooling == "mean":  # without `pool`'s copy of the real tokens, which costs a third of a small model's pass
+        kept = mask[..., None]
+        return hidden.masked_fill(~kept, 0.0).sum(1, dtype=torch.float64) / kept.sum(1)
     if pooling not in ("last", "cls"):
         return pool(hidden, mask, pooling=pooling, undefined="nan")
     places = torch.arange(mask.shape[1], device=mask.device)

@@ -1,4 +1,4 @@
-"""`lit-layers correlate`: a metric of many models against their score."""
+"""`lit-layers correlate`: a metric of many models against their score, or metrics against scores over layers."""
 
 import argparse
 from pathlib import Path
@@ -11,6 +11,10 @@ if TYPE_CHECKING:
     from lit_layers.correlate.findings import Row
 
 
+_OVER_MODELS = ("data", "metric", "tags", "layer", "score", "take", "given", "group", "baseline")
+_OVER_LAYERS = ("metrics", "scores", "metrics_file", "with_layer_0")
+
+
 class _Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         raise InputError(f"{message}; see `{self.prog} --help`")
@@ -19,6 +23,10 @@ class _Parser(argparse.ArgumentParser):
 def main(argv: list[str]) -> int:
     """Prints what a metric says of the models' scores, writes the page and the pictures, and returns 0."""
     options = _parser().parse_args(argv)
+    if _is_over_layers(options):
+        from lit_layers.cli.correlate_layers import run
+
+        return run(options)
     _check(options)
     from lit_layers.correlate import correlate
     from lit_layers.correlate.writing import write
@@ -36,7 +44,8 @@ def main(argv: list[str]) -> int:
 def _parser() -> argparse.ArgumentParser:
     parser = _Parser(
         prog="lit-layers correlate",
-        description="Correlate a metric with a score over models, and tell what width alone would explain.",
+        description="Correlate a metric with a score over models, and tell what width alone would explain; or metrics "
+        "with task scores over the layers of each model, and tell what choosing a layer by them is worth.",
         allow_abbrev=False,
     )
     add = parser.add_argument
@@ -47,26 +56,61 @@ def _parser() -> argparse.ArgumentParser:
         metavar="MODELS",
         help="run folders, comparisons of models, folders of such; or one .csv or .parquet file, a row a model",
     )
-    add("--data", choices=["published"], help="instead: coupling and leaderboard scores of 28 models, as published")
-    add("--metric", help="ANALYSIS/METRIC of the measurements, e.g. coupling/coupling; a column of the file")
-    add("--tags", metavar="NAME=VALUE,...", help="which variant of it, e.g. k=12; k=0.1 is a share of the width")
-    add("--layer", help="a layer's number, or last (default: the whole model's value, else the last layer's)")
-    add(
+    add("--step", type=int, help="the checkpoint of training runs (default: the last that has the metric)")
+    over_models = parser.add_argument_group("over models").add_argument
+    over_models(
+        "--data", choices=["published"], help="instead: coupling and leaderboard scores of 28 models, as published"
+    )
+    over_models("--metric", help="ANALYSIS/METRIC of the measurements, e.g. coupling/coupling; a column of the file")
+    over_models(
+        "--tags", metavar="NAME=VALUE,...", help="which variant of it, e.g. k=12; k=0.1 is a share of the width"
+    )
+    over_models("--layer", help="a layer's number, or last (default: the whole model's value, else the last layer's)")
+    over_models(
         "--score",
         help="FILE.csv:COLUMN keyed by model; a scalar of training, as validation/accuracy; ANALYSIS/METRIC; a column",
     )
-    add("--take", choices=["last", "highest", "lowest"], default="last", help="of a scalar of training (default: last)")
-    add("--step", type=int, help="the checkpoint of training runs (default: the last that has the metric)")
-    add("--given", metavar="COLUMN,...", help="hold these fixed, alone and together; sizes enter as logarithms")
-    add("--group", metavar="COLUMN", help="also correlate within groups of equal value, e.g. drop_path_rate")
-    add("--baseline", metavar="COLUMN", help="what the metric is by chance (default: random_METRIC, where known)")
-    add("--resamples", type=int, default=2000, help="of the models, for intervals (default: 2000)")
+    over_models("--take", choices=["last", "highest", "lowest"], help="of a scalar of training (default: last)")
+    over_models("--given", metavar="COLUMN,...", help="hold these fixed, alone and together; sizes enter as logarithms")
+    over_models("--group", metavar="COLUMN", help="also correlate within groups of equal value, e.g. drop_path_rate")
+    over_models(
+        "--baseline", metavar="COLUMN", help="what the metric is by chance (default: random_METRIC, where known)"
+    )
+    over_layers = parser.add_argument_group("over layers").add_argument
+    over_layers("--metrics", metavar="METRIC,...", help="NAME or ANALYSIS/NAME, with [tag=value,...] for a variant")
+    over_layers("--scores", help="an analysis of tasks, as mteb or mteb/METRIC; or FILE: model, task, layer, score")
+    over_layers("--metrics-file", type=Path, metavar="FILE", help="of the metrics: model, task, layer, a column each")
+    over_layers(
+        "--with-layer-0",
+        "--with_layer_0",
+        action="store_true",
+        help="the embedding, too (default: layers 1 to the last)",
+    )
+    add("--resamples", type=int, default=2000, help="of the models or tasks, for intervals (default: 2000)")
     add("--seed", type=int, default=0, help="of the resamples (default: 0)")
-    add("--out", type=Path, default=Path("correlation"), metavar="FOLDER", help="default: correlation")
+    add("--out", type=Path, metavar="FOLDER", help="default: correlation, over layers layer_correlation")
     return parser
 
 
+def _is_over_layers(options: argparse.Namespace) -> bool:
+    """Which of the two modes is meant; their options do not mix."""
+    given = {name for name, value in vars(options).items() if value not in (None, False)}
+    layers, models = [[name for name in names if name in given] for names in (_OVER_LAYERS, _OVER_MODELS)]
+    if layers and models:
+        raise InputError(
+            f"{models[0]}: --{_option(models[0])} belongs to a correlation over models, --{_option(layers[0])} to one "
+            f"over layers: leave one out"
+        )
+    return bool(layers)
+
+
+def _option(name: str) -> str:
+    return name.replace("_", "-")
+
+
 def _check(options: argparse.Namespace) -> None:
+    options.take = options.take or "last"
+    options.out = options.out or Path("correlation")
     if bool(options.models) == bool(options.data):
         raise InputError("models: expected run folders or a file, or --data published, and not both")
     for name in ("metric", "score"):

@@ -8,8 +8,9 @@ import sys
 COMMANDS = {
     "analyze": ("lit_layers.cli.analyze", "measure every layer of a trained model, whole or block by block"),
     "audit": ("lit_layers.cli.audit", "tell whether a checkpoint series is what it says"),
-    "correlate": ("lit_layers.cli.correlate", "a metric of many models against their score"),
+    "correlate": ("lit_layers.cli.correlate", "metrics against scores, over models or over layers"),
     "fit": ("lit_layers.cli.fit", "train from a recipe and measure every layer on the way"),
+    "mteb": ("lit_layers.cli.mteb", "score every layer on the tasks of MTEB, from one pass over their texts"),
     "prepare": ("lit_layers.cli.prepare", "turn a text source into token shards"),
     "report": ("lit_layers.cli.report", "write a run's curves into one HTML page"),
     "select": ("lit_layers.cli.select", "choose the layer that is enough for a task, and cut the model there"),

@@ -62,7 +62,7 @@ def _parser() -> argparse.ArgumentParser:
         "--pictures",
         type=Path,
         metavar="FOLDER",
-        help="also write PNG and SVG pictures of probes, sample sizes, categories and residuals",
+        help="also write PNG and SVG pictures of probes, sample sizes, categories, residuals, and layers over steps",
     )
     parser.add_argument("--wandb", action="store_true", help="also send W&B the points that it does not have")
     parser.add_argument(

@@ -10,11 +10,14 @@ from lit_layers.plots.models import model_profile
 from lit_layers.plots.paths import paths_in_plane
 from lit_layers.plots.sample_sizes import sample_size_curves
 from lit_layers.plots.scatter import Scatter, scatter_plot
+from lit_layers.plots.surfaces import best_layers, layer_surface, write_surface
 from lit_layers.plots.tables import change_table, model_table, variants
+from lit_layers.plots.task_means import with_task_means
 from lit_layers.plots.training import training_curves
 
 __all__ = [
     "Scatter",
+    "best_layers",
     "change_table",
     "compression_matrix",
     "concept_map",
@@ -23,6 +26,7 @@ __all__ = [
     "emergence_curves",
     "layer_matrix",
     "layer_profile",
+    "layer_surface",
     "model_profile",
     "model_table",
     "paths_in_plane",
@@ -33,7 +37,9 @@ __all__ = [
     "token_map",
     "training_curves",
     "variants",
+    "with_task_means",
     "write_concept_map",
     "write_layer_curves",
     "write_sample_sizes",
+    "write_surface",
 ]

@@ -9,6 +9,7 @@ from lit_layers.plots.labels import count
 from lit_layers.plots.theme import GRID
 
 AxisName = Literal["step", "tokens"]
+DEPTH_TITLE = "Depth (100 layer / number of layers)"  # of models that are not equally deep
 TITLES = {"step": "Optimizer step", "tokens": "Tokens seen"}
 
 

@@ -7,9 +7,8 @@ from pathlib import Path
 from typing import Any
 
 import pandas as pd
-from plotly.colors import unlabel_rgb
 
-from lit_layers.errors import InputError
+from lit_layers.plots.canvas import canvas, dress, legend_beside, plain_log, rgb, save, whole_layers
 from lit_layers.plots.concepts import category_points, largest, layers_of, rows_of, table_of
 from lit_layers.plots.labels import LOG_SCALE, count, label, sentence, tag_text
 from lit_layers.plots.models import short_names
@@ -25,9 +24,8 @@ from lit_layers.plots.tables import (
     title_of,
     variants_of,
 )
-from lit_layers.plots.theme import COLORS, DEPTH, DIVERGING, GRID, INK, MUTED, TIME, colors_of
+from lit_layers.plots.theme import COLORS, DEPTH, DIVERGING, MUTED, TIME
 
-_DPI = 200
 _CURVES, _PANELS, _BANDS = 8, 3, 3
 _LINES = ("--", ":", "-.")
 
@@ -63,8 +61,8 @@ def write_layer_curves(
 
     Of many checkpoints eight are drawn, spread evenly. The 95% intervals are shaded, of more than three lines those of
     the first and the last. Dashed: rows tagged `reference`, and those whose tag `control` is in `controls`, of the last
-    checkpoint, or of each model in its colour. Models that are not equally deep have a layer's share of their layers as
-    their axis. `tags` chooses a variant, as in `emergence_curves`. The suffix of `path` decides: .png or .svg.
+    checkpoint, or of each model in its colour. Models that are not equally deep have their depth in per cent, 100 l /
+    L, as their axis. `tags` chooses a variant, as in `emergence_curves`. The suffix of `path` decides: .png or .svg.
 
     Raises:
         InputError: for suspect checkpoints, unless they are allowed; where the picture cannot be written.
@@ -73,21 +71,21 @@ def write_layer_curves(
     by_model, checkpoints = _checkpoints(frame, metric, analysis, allow_suspect)
     tags, curves = _curves(metric, checkpoints, tags, controls)
     curves = curves if by_model else [curves[n] for n in spread([*range(len(curves))], _CURVES)]
-    colors = [COLORS[n % len(COLORS)] for n in range(len(curves))] if by_model else _rgb(TIME, len(curves))
+    colors = [COLORS[n % len(COLORS)] for n in range(len(curves))] if by_model else rgb(TIME, len(curves))
     is_share = len({curve.points[-1].layer for curve in curves}) > 1
-    fig = _figure(7.2, 4.0)
+    fig = canvas(7.2, 4.0)
     axes = fig.add_subplot()
     levels: dict[str, list[tuple[str, list[float], Sequence[float], Any]]] = {}
     for number, (curve, color) in enumerate(zip(curves, colors, strict=True)):
-        depth = (curve.points[-1].layer or 1) if is_share else 1
-        at = [(point.layer or 0) / depth for point in curve.points]
+        scale = 100 / (curve.points[-1].layer or 1) if is_share else 1
+        at = [(point.layer or 0) * scale for point in curve.points]
         if len(curves) <= _BANDS or number in (0, len(curves) - 1):
             low, high = zip(*((point.low, point.high) for point in curve.points), strict=True)
             axes.fill_between(at, low, high, color=color, alpha=0.15, linewidth=0)
         values = [point.value for point in curve.points]
         axes.plot(at, values, color=color, linewidth=1.6, marker="o", markersize=3.5, label=curve.name)
         for text, layers, compared in curve.compared if by_model or curve is curves[-1] else ():
-            places = [layer / depth for layer in layers]
+            places = [layer * scale for layer in layers]
             levels.setdefault(text, []).append((curve.name, places, compared, color))
     for (text, found), style in zip(levels.items(), _LINES * 9, strict=False):
         alike = not by_model or len(found) == 1 or len({tuple(values) for _, _, values, _ in found}) == 1
@@ -96,12 +94,12 @@ def write_layer_curves(
         axes.plot([], [], color=MUTED, linewidth=1.1, linestyle=style, label=text)
     if metric in LOG_SCALE:
         axes.set_yscale("log")
-        _plain_log(axes)
-    _dress(axes, "layer / number of layers" if is_share else "layer", label(metric).unit)
+        plain_log(axes)
+    dress(axes, "depth (100 layer / number of layers)" if is_share else "layer", label(metric).unit)
     if not is_share:
-        _whole_ticks(axes)
-    _legend(axes)
-    _save(fig, path, _title(metric, tags, analysis))
+        whole_layers(axes)
+    legend_beside(axes)
+    save(fig, path, _title(metric, tags, analysis))
 
 
 def write_sample_sizes(
@@ -126,8 +124,8 @@ def write_sample_sizes(
     if not any(each.points for each in panels):
         raise ValueError(f"metric {metric!r} has no values per layer and number of training rows")
     layers = sorted({p.layer for each in panels for p in each.points if p.layer is not None})
-    colors = dict(zip(layers, _rgb(DEPTH, len(layers)), strict=True))
-    fig = _figure(1.6 + 3.4 * len(panels), 3.8)
+    colors = dict(zip(layers, rgb(DEPTH, len(layers)), strict=True))
+    fig = canvas(1.6 + 3.4 * len(panels), 3.8)
     every = fig.subplots(1, len(panels), sharey=True, squeeze=False)[0]
     for axes, each in zip(every, panels, strict=True):
         for layer, part in grouped(each.points, lambda point: point.layer).items():
@@ -148,12 +146,12 @@ def write_sample_sizes(
         sizes = sorted({p.tags["train_rows"] for p in each.points})
         axes.set_xticks(sizes, [count(size) for size in sizes])
         axes.minorticks_off()
-        _dress(axes, "training rows", label(metric).unit if axes is every[0] else "")
+        dress(axes, "training rows", label(metric).unit if axes is every[0] else "")
         axes.set_title(each.name, loc="left", fontsize=9, color=MUTED, parse_math=False)
     handles = {text: handle for axes in every for handle, text in zip(*axes.get_legend_handles_labels(), strict=True)}
     shown = sorted(handles, key=lambda text: int(text.split()[-1]))
-    _legend(every[-1], [handles[text] for text in shown], shown)
-    _save(fig, path, _title(metric, tags or {}, analysis))
+    legend_beside(every[-1], [handles[text] for text in shown], shown)
+    save(fig, path, _title(metric, tags or {}, analysis))
 
 
 def write_concept_map(
@@ -183,7 +181,7 @@ def write_concept_map(
     everything = [point for each in panels for point in each.points]
     rows, full = rows_of(everything), largest(everything) or 1.0
     widths = [max(len(layers_of(each.points)), 4) for each in panels]
-    fig = _figure(3.0 + sum(min(0.32 * width, 3.6) for width in widths), 1.3 + 0.165 * len(rows))
+    fig = canvas(3.0 + sum(min(0.32 * width, 3.6) for width in widths), 1.3 + 0.165 * len(rows))
     every = fig.subplots(1, len(panels), squeeze=False, width_ratios=widths)[0]
     colors = LinearSegmentedColormap.from_list("diverging", [(place, color) for place, color in DIVERGING])
     image: Any = None
@@ -195,7 +193,7 @@ def write_concept_map(
         shown = spread(layers, 9)
         axes.set_xticks([layers.index(layer) + 0.5 for layer in shown], [str(layer) for layer in shown])
         axes.set_yticks([n + 0.5 for n in range(len(rows))], [row.text for row in rows] if axes is every[0] else [])
-        _dress(axes, "layer", "")
+        dress(axes, "layer", "")
         axes.grid(False)
         axes.set_title(each.name, loc="left", fontsize=9, color=MUTED, parse_math=False)
     for text, row in zip(every[0].get_yticklabels(), rows, strict=True):
@@ -203,7 +201,7 @@ def write_concept_map(
     bar = fig.colorbar(image, ax=list(every), fraction=0.05, pad=0.02, shrink=0.5)
     bar.outline.set_visible(False)  # pyright: ignore[reportCallIssue]
     bar.ax.tick_params(labelsize=7, length=2, colors=MUTED)
-    _save(fig, path, _title(metric, tags or {}, analysis))
+    save(fig, path, _title(metric, tags or {}, analysis))
 
 
 def _checkpoints(
@@ -257,53 +255,6 @@ def _few(checkpoints: Sequence[_Checkpoint], by_model: bool) -> list[_Checkpoint
     return list(checkpoints) if by_model else [checkpoints[n] for n in spread([*range(len(checkpoints))], _PANELS)]
 
 
-def _rgb(stops: list[str], number: int) -> list[tuple[float, ...]]:
-    return [tuple(part / 255 for part in unlabel_rgb(color)) for color in colors_of(stops, number)]
-
-
-def _figure(width: float, height: float) -> Any:
-    from matplotlib.figure import Figure  # without pyplot: no global state, no display
-
-    return Figure(figsize=(width, height), dpi=_DPI, facecolor="white", layout="constrained")
-
-
-def _dress(axes: Any, across: str, up: str) -> None:
-    axes.set_xlabel(across, fontsize=9, color=MUTED, parse_math=False)
-    axes.set_ylabel(up, fontsize=9, color=MUTED, parse_math=False)
-    axes.grid(color=GRID, linewidth=0.7)
-    axes.set_axisbelow(True)
-    for side, spine in axes.spines.items():
-        spine.set_visible(side == "bottom")
-        spine.set_color("#9aa5b0")
-    axes.tick_params(which="both", colors=INK, labelsize=8, length=3, color="#9aa5b0")
-    axes.tick_params(axis="y", which="both", length=0)
-
-
-def _whole_ticks(axes: Any) -> None:
-    from matplotlib.ticker import MaxNLocator
-
-    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
-
-
-def _plain_log(axes: Any) -> None:
-    """Numbers as they are, also between powers of ten: most curves stay within one."""
-    from matplotlib.ticker import LogLocator, NullFormatter, ScalarFormatter
-
-    low, high = axes.get_ylim()
-    axes.yaxis.set_minor_formatter(NullFormatter())
-    if high / low < 10:
-        axes.yaxis.set_major_locator(LogLocator(subs="all"))
-        axes.yaxis.set_minor_formatter(ScalarFormatter())
-    axes.yaxis.set_major_formatter(ScalarFormatter())
-
-
-def _legend(axes: Any, handles: Sequence[Any] | None = None, texts: Sequence[str] = ()) -> None:
-    place = {"loc": "upper left", "bbox_to_anchor": (1.01, 1.0), "frameon": False, "fontsize": 8, "labelcolor": INK}
-    legend = axes.legend(handles, texts, **place) if handles is not None else axes.legend(**place)
-    for text in legend.get_texts():
-        text.set_parse_math(False)
-
-
 def _title(metric: str, tags: Mapping[str, Any], analysis: str | None) -> str:
     name = sentence(analysis or "")
     return ": ".join(filter(None, [name if name != label(metric).title else "", title_of(metric, tags)]))
@@ -311,18 +262,3 @@ def _title(metric: str, tags: Mapping[str, Any], analysis: str | None) -> str:
 
 def _gap(high: float, low: float) -> float:
     return high - low if math.isfinite(high - low) else 0.0
-
-
-def _save(fig: Any, path: Path, title: str) -> None:
-    from matplotlib import rc_context
-
-    kind = path.suffix.removeprefix(".")
-    if kind not in ("png", "svg"):
-        raise ValueError(f"expected a picture that ends in .png or .svg, got {path.name}")
-    fig.suptitle(title, fontsize=10.5, color=INK, x=0.01, ha="left", parse_math=False)
-    try:
-        with rc_context({"svg.fonttype": "none", "svg.hashsalt": "lit_layers"}):
-            # no date: equal numbers give equal files
-            fig.savefig(path, format=kind, metadata={"Date": None} if kind == "svg" else {})
-    except OSError as error:
-        raise InputError(f"cannot write {path}: {(error.strerror or str(error)).lower()}") from error

@@ -106,6 +106,23 @@ METRICS = {
     "prompt_entropy": Label("Prompt entropy", "nats", "Entropy of a prompt's token states."),
     "dataset_entropy": Label("Dataset entropy", "nats", "Entropy of the pooled states of all prompts."),
     "dataset_entropy_of_half": Label("Dataset entropy of halves", "nats", "Mean over random halves of the prompts."),
+    "infonce": Label("InfoNCE of two views", "nats", "Lower: a prompt's other wording is found more easily."),
+    "infonce_of_half": Label("InfoNCE of halves", "nats", "Mean over random halves of the prompts."),
+    "infonce_chance": Label("InfoNCE at chance", "nats", "What equal states of all prompts give."),
+    "infonce_chance_of_half": Label("InfoNCE of halves at chance", "nats", "What equal states of all prompts give."),
+    "infonce_share": Label("InfoNCE below chance", "share", "1 - loss / log N: 0 is chance."),
+    "infonce_share_of_half": Label(
+        "InfoNCE of halves below chance", "share", "Mean over random halves of the prompts."
+    ),
+    "lidar": Label("LiDAR", "nats", "Entropy of the directions that tell prompts apart and do not mind their wording."),
+    "lidar_of_half": Label("LiDAR of halves", "nats", "Mean over random halves of the prompts."),
+    "lidar_rank": Label("LiDAR rank", "", "How many directions tell prompts apart and do not mind their wording."),
+    "lidar_rank_of_half": Label("LiDAR rank of halves", "", "Mean over random halves of the prompts."),
+    "lidar_within_over_delta": Label("Scatter within prompts over delta", "", "Below 10 LiDAR says little."),
+    "dime": Label("DiME of two views", "nats", "What one wording tells of the other, beyond shuffled pairs."),
+    "dime_of_half": Label("DiME of halves", "nats", "Mean over random halves of the prompts."),
+    "changed_fraction": Label("Words that a view changes", "share", "Of the words of all texts."),
+    "main_score": Label("Main score", "share", "Of a layer as an embedding on tasks of MTEB; higher is better."),
     "effective_rank": Label("Effective rank", "", "How many directions a prompt's token states use."),
     "participation_ratio": Label("Participation ratio", "", "As the effective rank, with less weight on small values."),
     "rankme": Label("RankMe", "", "As the effective rank, with a small constant added to each singular value."),
@@ -214,6 +231,9 @@ ANALYSES = {
     "representation": "How many directions the states of a prompt fill, and how its tokens turn.",
     "label_probe": "What a linear probe can tell about the label from each layer.",
     "paths_in_plane": "The paths of a prompt's tokens through the layers, as a picture.",
+    "invariance": "How well each layer tells prompts apart, and how little it minds their wording.",
+    "mteb": "How well each layer does as an embedding: the main scores of MTEB's tasks.",
+    "prompt_studies": "How the entropy of prompts moves with repetition, with random tokens and with length.",
     "next_token_probe": "What a linear probe can tell about the next token from each layer.",
     "lens": "What the model's own readout makes of each layer.",
     "probe": "What a linear probe of each layer can tell on a downstream task.",
@@ -229,6 +249,8 @@ SECONDARY = {
     *("random_coupling", "num_tied", "jacobian_norm", "spectrum_slope", "spectrum_r_squared"),
     *("random_token_coupling", "random_input_context_coupling", "random_output_context_coupling"),
     *("influence_spectral", "influence_participation_ratio", "plane_variance"),
+    *("infonce_of_half", "infonce_chance", "infonce_chance_of_half", "infonce_share_of_half", "lidar_of_half"),
+    *("lidar_rank_of_half", "lidar_within_over_delta", "dime_of_half", "changed_fraction"),
     *("best_layer", "leave_one_out", "shuffled", "adjusted", "held_out", "rank", "pearson"),
 }
 # Metrics that no table of results has, not even that of models without steps.
@@ -266,6 +288,8 @@ _TAGS = {
     "control": "{}",
     "normalization": "{} normalization",
     "prompt": "prompt {}",
+    "domain": "{}",
+    "states": "{} states",
 }
 _REFERENCES = {
     "majority": "majority class",

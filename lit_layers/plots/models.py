@@ -7,7 +7,7 @@ from typing import Any
 import pandas as pd
 import plotly.graph_objects as go
 
-from lit_layers.plots.axes import whole_ticks
+from lit_layers.plots.axes import DEPTH_TITLE, whole_ticks
 from lit_layers.plots.labels import BASELINES, LEVELS, LOG_SCALE, escape, label, tag_text
 from lit_layers.plots.tables import Point, grouped, is_on_axes, is_placed, matching, of_plainest, select, title_of
 from lit_layers.plots.theme import COLORS, DASHES, MUTED, figure, rounded
@@ -26,7 +26,7 @@ def model_profile(
 ) -> go.Figure:
     """Returns a metric over the layers (or over the tag `distance`), one line a model, of models that have no steps.
 
-    Where the models are not equally deep, a layer lies at its share of the model's layers: 0 is the embedding, 1 the
+    Where the models are not equally deep, a layer lies at its depth in per cent, 100 l / L: 0 is the embedding, 100 the
     last layer. Rows tagged `reference`, and the metrics named in `baselines`, are dashed: in grey what is the same for
     all models, else in the model's colour. `tags` chooses a variant, as in `emergence_curves`.
 
@@ -84,7 +84,7 @@ class _Places:
 
     def at(self, run: str, points: Sequence[Point]) -> list[float]:
         numbers = [point.number(self.number) or 0 for point in points]
-        return [round(number / self.depth[run], 5) for number in numbers] if self.is_share else [*numbers]
+        return [round(100 * number / self.depth[run], 4) for number in numbers] if self.is_share else [*numbers]
 
     def texts(self, run: str, points: Sequence[Point]) -> list[str]:
         """What hovering says of each point: its interval, and the layer as the model counts it."""
@@ -97,11 +97,11 @@ class _Places:
 
     def ends(self, points: Sequence[Point]) -> list[int]:
         numbers = [number for point in points if (number := point.number(self.number)) is not None]
-        return [0, 1] if self.is_share else [min(numbers), max(numbers)]
+        return [0, 100] if self.is_share else [min(numbers), max(numbers)]
 
     def axis(self, ends: Sequence[int]) -> dict[str, Any]:
         if self.is_share:
-            return {"title": {"text": "Layer / number of layers"}, "tick0": 0, "dtick": 0.25, "range": [-0.03, 1.03]}
+            return {"title": {"text": DEPTH_TITLE}, "tick0": 0, "dtick": 25, "range": [-3, 103]}
         title = "Layer" if self.number == "layer" else "Distance between the blocks"
         return {"title": {"text": title}, **whole_ticks(*ends)}
 

@@ -28,6 +28,8 @@ def write_scatter(content: Scatter, path: Path) -> None:
         at, middle, low, high = line
         axes.fill_between(at, low, high, color=ACCENT, alpha=0.12, linewidth=0)
         axes.plot(at, middle, color=ACCENT, linewidth=1.5)
+    if content.path:
+        axes.plot(content.x, content.y, color="#c4ccd4", linewidth=1.2)
     axes.scatter(content.x, content.y, s=30, c=content.colors(), edgecolors="white", linewidths=0.7, zorder=3)
     _names(axes, content)
     _legend(axes, content)

@@ -33,7 +33,8 @@ class Scatter:
     """What a scatter plot shows, for a page or for a picture.
 
     `groups` colours the points: along a scale where all are numbers, else one colour a group, or all alike where there
-    are more groups than colours. `hover` are the lines that touching a point shows below its name.
+    are more groups than colours. `hover` are the lines that touching a point shows below its name. A `path` joins the
+    points in their order, in place of the least-squares line: points of one model's layers are no independent rows.
     """
 
     x: Sequence[float]
@@ -45,6 +46,7 @@ class Scatter:
     groups: Sequence[Any] | None = None
     group_title: str = ""
     hover: Sequence[Sequence[str]] = field(default_factory=list)
+    path: bool = False
 
     def kinds(self) -> list[Any]:
         """The groups that have a colour of their own, in order."""
@@ -72,6 +74,8 @@ class Scatter:
 
     def line(self) -> tuple[list[float], list[float], list[float], list[float]] | None:
         """The least-squares line over the axis, with the 95% band of the mean: x, y, low, high; None without one."""
+        if self.path:
+            return None
         try:
             fitted = fit_line(self.x, self.y)
         except UndefinedError:
@@ -93,6 +97,9 @@ def scatter_plot(content: Scatter, *, width: int = 660, height: int = 440, named
         traces.append({**band, "x": at, "y": high, "fill": "tonexty", "fillcolor": translucent(ACCENT, 0.12)})
         look = {"mode": "lines", "line": {"color": ACCENT, "width": 1.8}, "hoverinfo": "skip", "showlegend": False}
         traces.append({**look, "x": at, "y": middle})
+    if content.path:
+        look = {"mode": "lines", "line": {"color": "#c4ccd4", "width": 1.4}, "hoverinfo": "skip", "showlegend": False}
+        traces.append({**look, "x": list(content.x), "y": list(content.y)})
     colors, kinds = content.colors(), content.kinds()
     groups = list(content.groups) if kinds and content.groups is not None else [None] * len(content.x)
     listed = 1 < len(kinds) <= _LISTED

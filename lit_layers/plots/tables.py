@@ -24,8 +24,13 @@ _PLAINEST = {
     "normalization": "raw",
     "split": "test",
     "of": "accuracy",
+    "domain": None,
 }
-_ABSENT = {"statistic": "mean", "control": "true labels"}  # what a variant is called for the tag it lacks
+_ABSENT = {
+    "statistic": "mean",
+    "control": "true labels",
+    "domain": "all tasks",
+}  # what a variant is called for the tag it lacks
 _CHANGE_COLUMNS = (
     *("analysis", "metric", "variant", "layer", "first_step", "first", "first_low", "first_high"),
     *("last_step", "last", "last_low", "last_high", "change", "steps", "values"),
@@ -175,7 +180,10 @@ def variant_text(tags: Mapping[str, Any]) -> str:
 
 def choice_text(tags: Mapping[str, Any]) -> str:
     """Returns what a variant is called beside the others: one that only lacks their tags is told by that, `mean`."""
-    return variant_text(tags) or next((_ABSENT.get(name, "plain") for name in tags), "")
+    told = variant_text(tags)
+    if "domain" in tags and tags["domain"] is None:
+        return ", ".join(filter(None, [told, _ABSENT["domain"]]))
+    return told or next((_ABSENT.get(name, "plain") for name in tags), "")
 
 
 def title_of(metric: str, tags: Mapping[str, Any]) -> str:

@@ -59,7 +59,7 @@ def sections(
         blocks = whole(part, analysis) or [block(part, metric, analysis) for metric in metrics if metric not in beside]
         if blocks := [drawn for drawn in blocks if drawn is not None]:
             title, note = sentence(analysis), analysis_note(analysis)
-            found.append({"name": analysis, "title": title, "note": note, "metrics": _balanced(blocks)})
+            found.append({"name": analysis, "title": title, "note": note, "metrics": balanced(blocks)})
     return found
 
 
@@ -85,7 +85,7 @@ def training(run: RunData) -> list[dict[str, Any]]:
     for name in rest:
         fig = plots.training_curves(run.scalars, [name], tokens_per_step=run.tokens_per_step)
         found.append(_block(label(name).with_unit, label(name).note, fig))
-    return _balanced(found)
+    return balanced(found)
 
 
 def slim(fig: go.Figure) -> dict[str, Any]:
@@ -229,8 +229,8 @@ def _is_per_layer(points: list[Point]) -> bool:
     return any(map(is_on_axes, points))
 
 
-def _balanced(blocks: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Narrow blocks stand in pairs: of an odd number the first becomes wide."""
+def balanced(blocks: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Returns the blocks: narrow ones stand in pairs, of an odd number the first becomes wide."""
     narrow = [block for block in blocks if not block["wide"]]
     if len(narrow) % 2:
         narrow[0]["wide"] = True

@@ -13,15 +13,18 @@ from lit_layers.errors import InputError
 from lit_layers.plots.tables import CATEGORY, TRAIN_ROWS
 from lit_layers.report.facts import read_run
 from lit_layers.report.layerwise import CONCEPTS, CONTROLS, RESIDUALS, SCORES
+from lit_layers.report.surfaces import layered, variants
 
 SUFFIXES = (".png", ".svg")
 
 
 def write_pictures(root: str | Path, folder: str | Path, *, allow_suspect: bool = False) -> list[Path]:
-    """Writes PNG and SVG pictures of a run's probes, sample sizes, categories and residuals; returns their paths.
+    """Writes PNG and SVG pictures of a run's probes, sample sizes, categories, residuals and surfaces over steps.
 
     ANALYSIS_METRIC.png and .svg: scores of the test rows over the layers, scores over the number of training rows, heat
-    maps of categories, and residuals over the layers; a line or panel for each of some checkpoints, or for each model.
+    maps of categories, and residuals over the layers; a line or panel for each of some checkpoints, or for each model;
+    and metrics of representations, invariance and task scores over steps and layers. Returns their paths.
+
     The folder is made where there is none; other files in it stay. Checkpoints that an audit found suspect are left
     out, unless `allow_suspect`.
 
@@ -30,12 +33,12 @@ def write_pictures(root: str | Path, folder: str | Path, *, allow_suspect: bool 
     """
     run, folder = read_run(root), Path(folder)
     known = [m for m in run.measurements if allow_suspect or not records.is_suspect(m)]
-    frame = records.frame(known).drop(columns=records.AUDIT, errors="ignore")
+    frame = plots.with_task_means(records.frame(known).drop(columns=records.AUDIT, errors="ignore")).frame
     drawings = [*_drawings(frame)]
     if not drawings:
         raise InputError(
             f"{root} has nothing to draw as pictures: they are made of the analyses Probe, SampleSizeSweep, "
-            "ConceptAlignment and NextTokenResidual"
+            "ConceptAlignment and NextTokenResidual, and of several steps of Representation, Invariance and task scores"
         )
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -61,6 +64,13 @@ def _drawings(frame: pd.DataFrame) -> Iterator[tuple[str, Callable[..., None]]]:
                 parts = dict.fromkeys([analysis, metric])  # an analysis of one metric may bear its name
                 name = _unused(re.sub(r"[^\w.-]+", "_", "_".join(parts)), names)
                 yield name, partial(draw, rows, metric=metric, analysis=analysis)
+    steps = [int(step) for step in sorted(table["step"].dropna().unique())]
+    for analysis, metric, rows in layered(frame):
+        for number, (tags, text) in enumerate(variants(rows, metric)):
+            name = _unused(
+                re.sub(r"[^\w.-]+", "_", "_".join(filter(None, [analysis, metric, text if number else ""]))), names
+            )
+            yield name, partial(plots.write_surface, rows, metric=metric, analysis=analysis, tags=tags, steps=steps)
 
 
 def _drawing(rows: Any, metric: str) -> Callable[..., None] | None:

@@ -51,7 +51,9 @@
     }
     Object.assign(figure.layout.xaxis, { tickvals: spec.tickvals, ticktext: spec.ticktext, range: spec.range });
     figure.layout.xaxis.title = { ...figure.layout.xaxis.title, text: spec.title };
-    for (const shape of figure.layout.shapes || []) shape.x0 = shape.x1 = spec.divider;
+    for (const shape of figure.layout.shapes || []) {
+      if (shape.xref !== "paper") shape.x0 = shape.x1 = spec.divider;
+    }
     return figure;
   }
 

@@ -1,0 +1,140 @@
+"""What the embeddings of all layers cost, against those of the last layer alone.
+
+    OMP_NUM_THREADS=1 python benchmarks/mteb_layers.py --folder DATA
+
+Seconds for the texts of a few tasks of MTEB through a random GPT-NeoX: all layers pooled and kept on disk, as
+`lit-layers mteb` does, against a plain forward pass whose last hidden states are pooled and kept in memory. Same
+batches, turn by turn, median of the rounds; wanted: below 1.3 times. With `--scoring` also what mteb takes to score a
+layer, for which all texts of a task are passed.
+"""
+
+import argparse
+import sys
+import tempfile
+import time
+from pathlib import Path
+from statistics import median
+
+import torch
+from rich.console import Console
+from rich.table import Table
+
+from lit_layers.analyses.features import MAX_TOKENS
+from lit_layers.data.encoded_texts import EncodedTexts
+from lit_layers.data.tokenization import train_bpe
+from lit_layers.embeddings import Sources, resolve
+from lit_layers.embeddings.encoder import LayerEncoder
+from lit_layers.embeddings.evaluating import Prepared
+from lit_layers.embeddings.store import Embedding, Store
+from lit_layers.models.build import causal_lm, weights_hash
+from lit_layers.models.families import trunk_of
+from lit_layers.models.view import LayeredModel
+
+WANTED = 1.3
+VOCABULARY, CONTEXT = 4000, 512
+
+
+class Listener(LayerEncoder):
+    """Keeps the texts that an evaluation asks for, and gives zeros that are not all alike."""
+
+    def __init__(self) -> None:
+        self.texts, self.layer = list[str](), 0
+
+    def encode(self, inputs, **_):
+        texts = [text for batch in inputs for text in batch["text"]]
+        self.texts += texts
+        return torch.randn(len(texts), 8, generator=torch.Generator().manual_seed(0)).numpy()
+
+
+def main() -> int:
+    options = _options()
+    sources = Sources(folder=options.folder)
+    tasks = [Prepared(sources.open(spec, seed=42), spec) for spec in resolve(options.tasks.split(","))]
+    complete = {task.spec.name: _texts(task) for task in tasks}
+    texts = {name: each[: options.num_texts] for name, each in complete.items()}
+    tokenizer = train_bpe([text for each in complete.values() for text in each], VOCABULARY)
+    shape = {"hidden_size": options.dim, "num_hidden_layers": options.layers, "num_attention_heads": options.dim // 64}
+    sizes = {"intermediate_size": 4 * options.dim, "vocab_size": VOCABULARY, "max_position_embeddings": CONTEXT}
+    view = LayeredModel(causal_lm("gpt_neox", **shape, **sizes).eval().to(options.device))
+    embedding, hashed = Embedding(tokenizer, CONTEXT, "mean", "resid"), weights_hash(view.model)
+    encoded = {name: embedding.encode(each)[0] for name, each in texts.items()}
+    seconds: dict[str, dict[str, list[float]]] = {name: {"all": [], "last": []} for name in texts}
+    scoring: dict[str, float] = {}
+    with tempfile.TemporaryDirectory() as folder:
+        for number in range(options.rounds + 1):
+            for task in tasks:
+                name, store = task.spec.name, Store(Path(folder) / str(number))
+                last = _timed(lambda name=name: _last_layer(view, encoded[name]), view)
+                with store.opened(view, embedding, task=name, weights_hash=hashed) as found:
+                    whole = _timed(lambda name=name, found=found: found.of(texts[name], view.num_layers), view)
+                    if options.scoring and number == options.rounds:
+                        found.of(complete[name], 1)
+                        scoring[name] = _timed(
+                            lambda task=task, found=found: task.evaluate(LayerEncoder(found, 1)), view
+                        )
+                if number:  # the first round is for warming up
+                    seconds[name]["all"].append(whole)
+                    seconds[name]["last"].append(last)
+    ratio = _report(options, texts, seconds, scoring)
+    return int(options.check and ratio >= WANTED)
+
+
+def _texts(task: Prepared) -> list[str]:
+    listener = Listener()
+    task.evaluate(listener)
+    return list(dict.fromkeys(listener.texts))
+
+
+def _last_layer(view: LayeredModel, encoded: EncodedTexts) -> list[torch.Tensor]:
+    found = []
+    with torch.no_grad():
+        for _, batch in encoded.batches(MAX_TOKENS):
+            inputs = view._inputs(batch)
+            hidden = trunk_of(view.model)(**inputs, use_cache=False).last_hidden_state.double()
+            mask = batch["attention_mask"].to(hidden.device)[..., None]
+            found.append(((hidden * mask).sum(1) / mask.sum(1)).float().cpu())
+    return found
+
+
+def _timed(action, view: LayeredModel) -> float:
+    start = time.perf_counter()
+    action()
+    if view.device.type == "cuda":
+        torch.cuda.synchronize()
+    return time.perf_counter() - start
+
+
+def _report(options: argparse.Namespace, texts: dict, seconds: dict, scoring: dict) -> float:
+    title = f"GPT-NeoX of {options.layers} blocks, width {options.dim}, {options.device}; median of {options.rounds}"
+    table = Table(title=title, title_justify="left", box=None)
+    for column in ("", "texts", "last layer, s", "all layers, s", "ratio", "scoring a layer, s"):
+        table.add_column(column, justify="right" if column else "left")
+    totals = {"last": 0.0, "all": 0.0}
+    for name, found in seconds.items():
+        last, whole = median(found["last"]), median(found["all"])
+        totals["last"], totals["all"] = totals["last"] + last, totals["all"] + whole
+        cells = [f"{len(texts[name]):,}", f"{last:.2f}", f"{whole:.2f}", f"{whole / last:.2f}"]
+        table.add_row(name, *cells, f"{scoring[name]:.2f}" if name in scoring else "-")
+    ratio = totals["all"] / totals["last"]
+    table.add_row("together", "", f"{totals['last']:.2f}", f"{totals['all']:.2f}", f"{ratio:.2f}", "")
+    Console().print(table)
+    print(f"wanted: below {WANTED}")
+    return ratio
+
+
+def _options() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--folder", type=Path, required=True, help="local data of the tasks")
+    parser.add_argument("--tasks", default="STS16,TrecQaAnswers,StackOverflowTitles")
+    parser.add_argument("--num_texts", type=int, default=1000, help="of each task, at most")
+    parser.add_argument("--scoring", action="store_true")
+    parser.add_argument("--layers", type=int, default=6)
+    parser.add_argument("--dim", type=int, default=512)
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--device", default="cpu")
+    parser.add_argument("--check", action="store_true", help="exit with 1 where it costs more than wanted")
+    return parser.parse_args()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,139 @@
+"""What it leaves on disk: the numbers, the page, the pictures."""
+
+import json
+import os
+import re
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+
+from lit_layers import records
+from lit_layers.correlate.over_layers import figures
+from lit_layers.correlate.over_layers.findings import LayerFindings
+from lit_layers.correlate.over_layers.page import render
+from lit_layers.correlate.over_layers.reading import LayerTables
+from lit_layers.errors import InputError
+from lit_layers.plots.layer_scores import write_depth_curves, write_intervals, write_layer_scatters
+
+_ESTIMATES = ("score", "last", "best", "oracle", "middle", "random", "minus_last", "minus_best")
+
+
+def write(tables: LayerTables, findings: LayerFindings, folder: Path) -> list[Path]:
+    """Writes layers.html, layers.json, correlations.csv, selection.csv, curves.csv and the pictures into a folder.
+
+    Returns their paths, the page first. Files of these names are replaced.
+
+    Raises:
+        InputError: where the folder cannot be written.
+    """
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise InputError(f"cannot write to {folder}: {(error.strerror or str(error)).lower()}") from error
+    pictures = write_pictures(tables, findings, folder)
+    page, numbers = folder / "layers.html", folder / "layers.json"
+    _replace(page, render(tables, findings, {path.stem: path for path in pictures}))
+    content = findings.to_dict() | {"source": tables.source, "states": tables.states, "titles": tables.titles}
+    _replace(numbers, json.dumps(content, indent=2, ensure_ascii=False, allow_nan=False) + "\n")
+    found = [page, *pictures, numbers]
+    for name, rows in (
+        ("correlations", correlation_table(findings)),
+        ("selection", selection_table(findings)),
+        ("curves", curve_table(tables)),
+    ):
+        found.append(folder / f"{name}.csv")
+        records.export(rows, found[-1])
+    return found
+
+
+def write_pictures(tables: LayerTables, findings: LayerFindings, folder: Path) -> list[Path]:
+    """Writes depth.png, correlations.png, selection.png and scatter_MODEL.png; returns their paths.
+
+    Raises:
+        InputError: where a picture cannot be written.
+    """
+    paths = [folder / "depth.png", folder / "correlations.png", folder / "selection.png"]
+    write_depth_curves(figures.depth_panels(tables), paths[0], "Scores and metrics over depth")
+    write_intervals(
+        figures.correlation_rows(tables, findings),
+        list(figures.COEFFICIENT_TITLES.values()),
+        paths[1],
+        f"Metrics against {tables.score_title.lower()} over layers, 95% intervals over tasks",
+        kinds=figures.correlation_kinds(),
+    )
+    write_intervals(
+        figures.choice_rows(tables, findings),
+        [f"{tables.score_title} above that of the last layer"],
+        paths[2],
+        "Layers chosen without labels, 95% intervals over tasks",
+        kinds=figures.CHOICES,
+    )
+    for model, own in zip(tables.models, findings.models, strict=True):
+        name = re.sub(r"[^\w.-]+", "_", model.name)
+        paths.append(folder / f"scatter_{name}.png")
+        title = f"{figures.heading(own)}: means over tasks, a point a layer"
+        write_layer_scatters(list(figures.scatters(tables, own, model).values()), paths[-1], title)
+    return paths
+
+
+def correlation_table(findings: LayerFindings) -> pd.DataFrame:
+    """Returns a row a coefficient: model, step, metric, form, coefficient, value, low, high, tasks, and the null."""
+    rows: list[dict[str, Any]] = []
+    for model in findings.models:
+        for one in model.metrics:
+            for found in one.correlations:
+                is_distance = found.coefficient == "distance_correlation"
+                rows.append(
+                    {
+                        "model": model.model,
+                        "step": model.step,
+                        "metric": one.metric,
+                        "form": found.form,
+                        "coefficient": found.coefficient,
+                        **found.estimate._asdict(),
+                        "num_tasks": found.num_tasks,
+                        "null_noise": model.null.noise if is_distance else None,
+                        "null_walk": model.null.walk if is_distance else None,
+                    }
+                )
+    return pd.DataFrame(rows)
+
+
+def selection_table(findings: LayerFindings) -> pd.DataFrame:
+    """Returns a row a way of choosing: its score, what it is compared with, and the paired differences."""
+    rows: list[dict[str, Any]] = []
+    for model in findings.models:
+        for choice in model.choices:
+            found = choice.result
+            row = {"model": model.model, "step": model.step, "metric": choice.metric, "rule": choice.rule}
+            row |= {"is_chosen": choice.is_chosen, "num_tasks": found.num_tasks}
+            row |= {"best_layer": found.best_layer, "best_share": found.best_share, "middle_layer": found.middle_layer}
+            for name in _ESTIMATES:
+                estimate = getattr(found, name)
+                row |= {name: estimate.value, f"{name}_low": estimate.low, f"{name}_high": estimate.high}
+            rows.append(row)
+    return pd.DataFrame(rows)
+
+
+def curve_table(tables: LayerTables) -> pd.DataFrame:
+    """Returns a row a model, task and layer, with the score and each metric."""
+    rows: list[dict[str, Any]] = []
+    for model in tables.models:
+        for task, scores in model.scores.items():
+            for layer in range(model.num_layers + 1):
+                row = {"model": model.name, "step": model.step, "task": task, "domain": model.domains.get(task)}
+                own = {key: metric[task][layer] for key, metric in model.metrics.items() if task in metric}
+                rows.append({**row, "layer": layer, "score": scores[layer], **own})
+    return pd.DataFrame(rows)
+
+
+def _replace(path: Path, text: str) -> None:
+    partial = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        partial.write_text(text, encoding="utf-8")
+        os.replace(partial, path)
+    except OSError as error:
+        raise InputError(f"cannot write {path}: {(error.strerror or str(error)).lower()}") from error
+    finally:
+        partial.unlink(missing_ok=True)

@@ -1,0 +1,166 @@
+"""One layer on one task, by mteb's own evaluation."""
+
+import contextlib
+import copy
+import math
+import random
+import time
+import warnings
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+
+from lit_layers.embeddings.encoder import LayerEncoder
+from lit_layers.embeddings.task_list import TaskSpec
+from lit_layers.embeddings.task_sources import no_bars
+
+SPLIT = "test"
+# What mteb's evaluations say of embeddings that a layer just has: a probe of 100 iterations is part of their
+# definition, and a class that is never predicted, or vectors that are all alike, show in the score.
+_SAID_BY_SCORES = ("lbfgs failed to converge", "Precision is ill-defined", "Recall is ill-defined", "An input array is")
+_SAID_BY_SCORES += ("No positive class found in y_true", "Number of distinct clusters", "A single label was found")
+
+
+class Prepared:
+    """A task of mteb that is scored once for each layer, each time as if it were new.
+
+    mteb draws at random while it evaluates, and one evaluation would change the next: here every layer meets the same
+    draws, whichever layers were scored before.
+    """
+
+    def __init__(self, task: Any, spec: TaskSpec) -> None:
+        self.task, self.spec = task, spec
+        if spec.domain == "classification":
+            task._undersample_data = _remembering(task._undersample_data)
+            task._calculate_scores = _of_lists(task._calculate_scores)
+
+    def evaluate(self, encoder: LayerEncoder) -> dict[str, Any]:
+        """mteb's result: all scores of the split, and the main one as `main_score`; NaN is None."""
+        from mteb.results.task_result import TaskResult
+
+        task, start = copy.copy(self.task), time.perf_counter()
+        task.rng_state, task.np_rng = random.Random(task.seed), np.random.default_rng(task.seed)
+        with _seeded(task.seed), _quiet():
+            scores = task.evaluate(
+                encoder,
+                split=SPLIT,
+                subsets_to_run=[self.spec.subset],
+                encode_kwargs={"batch_size": 1024, "show_progress_bar": False},
+            )
+        if self.spec.subset not in scores:
+            raise ValueError(f"{self.spec.name}: mteb gave no scores of the subset {self.spec.subset}")
+        found = TaskResult.from_task_results(task, {SPLIT: scores}, evaluation_time=time.perf_counter() - start)
+        (row,) = found.scores[SPLIT]
+        return {
+            "main_score": _finite(row["main_score"]),
+            "mteb_version": found.mteb_version,
+            "dataset_revision": found.dataset_revision,
+            "seconds": found.evaluation_time,
+            "scores": _plain(row),
+        }
+
+    def num_rows(self) -> int:
+        """How many texts, pairs or questions are scored."""
+        part = self._part()
+        if self.spec.domain == "reranking":
+            return len(part["queries"])
+        sentences = part["sentences"] if "sentences" in part.column_names else None
+        if sentences is not None and len(part) and isinstance(part[0]["sentences"], list):
+            return sum(len(row) for row in sentences)
+        return len(part[0]["labels"]) if self._is_one_row(part) else len(part)
+
+    def texts(self, number: int) -> list[str] | None:
+        """The first texts of the test split: of pairs with a similarity the first text, of questions these; None for
+        pairs that are alike or not, which have no column of texts of their own."""
+        part, domain = self._part(), self.spec.domain
+        if domain == "pair_classification":
+            return None
+        if domain == "reranking":
+            return [str(text) for text in part["queries"]["text"][:number]]
+        if domain == "sts":
+            return list(part["sentence1"][:number])
+        if domain == "classification":
+            return list(part["text"][:number])
+        texts: list[str] = []
+        for row in part:
+            texts += row["sentences"] if isinstance(row["sentences"], list) else [row["sentences"]]
+            if len(texts) >= number:
+                break
+        return texts[:number]
+
+    def _part(self) -> Any:
+        data = self.task.dataset
+        return data.get(self.spec.subset, data)[SPLIT]  # one subset alone has no level of its own
+
+    @staticmethod
+    def _is_one_row(part: Any) -> bool:
+        """Whether all pairs stand in one row, as in mteb's older sets."""
+        return len(part) == 1 and isinstance(part[0].get("labels"), list)
+
+
+def _remembering(undersample: Any) -> Any:
+    """mteb's choice of training rows, which is the same for every layer, made once for each experiment.
+
+    It reads the labels one by one, which takes more time than all else of a small layer's evaluation.
+    """
+    known: dict[int, tuple[Any, list[int], list[int]]] = {}
+
+    def remembered(dataset: Any, experiment: int, idxs: list[int] | None = None) -> tuple[Any, list[int], list[int]]:
+        if experiment not in known:
+            chosen, order, rows = undersample(dataset, experiment, idxs)
+            known[experiment] = (chosen, list(order), rows)
+        chosen, order, rows = known[experiment]
+        return chosen, list(order), list(rows)  # the next call shuffles the order in place
+
+    return remembered
+
+
+def _of_lists(calculate_scores: Any) -> Any:
+    """mteb's scores of predictions, with the labels read once: each of its seven metrics reads them one by one."""
+
+    def calculated(truth: Any, predicted: Any) -> Any:
+        return calculate_scores(np.asarray(truth[:]), predicted)
+
+    return calculated
+
+
+@contextlib.contextmanager
+def _seeded(seed: int) -> Iterator[None]:
+    """The global generators start from the seed inside and go on from where they were afterwards."""
+    import torch
+
+    in_numpy, in_python = np.random.get_state(), random.getstate()  # noqa: NPY002
+    with torch.random.fork_rng(devices=range(torch.cuda.device_count()) if torch.cuda.is_initialized() else []):
+        np.random.seed(seed)  # noqa: NPY002
+        random.seed(seed)
+        torch.manual_seed(seed)
+        try:
+            yield
+        finally:
+            np.random.set_state(in_numpy)  # noqa: NPY002
+            random.setstate(in_python)
+
+
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    """Without warnings of what the scores say themselves."""
+    with no_bars(), warnings.catch_warnings():
+        for words in _SAID_BY_SCORES:
+            warnings.filterwarnings("ignore", message=words)
+        yield
+
+
+def _plain(value: Any) -> Any:
+    """As JSON has it: numbers of numpy as Python's, what is not finite as None."""
+    if isinstance(value, dict):
+        return {str(key): _plain(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(item) for item in value]
+    if isinstance(value, np.ndarray | np.generic):
+        return _plain(value.tolist())
+    return _finite(value) if isinstance(value, float) else value
+
+
+def _finite(value: Any) -> float | None:
+    return float(value) if math.isfinite(value) else None

@@ -1,0 +1,188 @@
+"""`lit-layers mteb`: what it prints, writes and leaves when it fails, and what is said of wrong input."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+import pytest
+
+from lit_layers import records
+from lit_layers.cli.main import main
+from lit_layers.embeddings.evaluating import Prepared
+from tests.embeddings.tiny_tasks import Passes, write_tiny_data
+from tests.support.labelled_texts import saved_gpt2
+
+TASKS = "STSBenchmark,MrpcParaphrases,TrecQaAnswers"
+
+
+@pytest.fixture(scope="module")
+def home(tmp_path_factory) -> Path:
+    root = tmp_path_factory.mktemp("mteb")
+    saved_gpt2(root / "model")
+    saved_gpt2(root / "bare", tokenizer=False)
+    for step in (0, 100):
+        saved_gpt2(root / "run" / f"step-{step:09d}", n_layer=2)
+    write_tiny_data(root / "data")
+    return root
+
+
+@pytest.fixture(autouse=True)
+def wide(monkeypatch) -> None:
+    monkeypatch.setenv("COLUMNS", "140")
+
+
+def run(home: Path, root: Path, *more: object, model: str = "model", tasks: str = TASKS) -> int:
+    command = ["mteb", home / model, "--tasks", tasks, "--folder", home / "data", "--root", root, *more]
+    return main([str(part) for part in command])
+
+
+def test_all_layers_are_scored_printed_and_written(home, tmp_path, capsys):
+    assert run(home, tmp_path) == 0
+    said = capsys.readouterr().out
+    for name in (*TASKS.split(","), "sts: mean of 1", "all: mean of 3", "best layer of each task"):
+        assert name in said
+    scores = pd.read_csv(tmp_path / "mteb" / "scores.csv")
+    assert [name for name in scores.columns if name.startswith("layer")] == [f"layer_{n:03d}" for n in range(4)]
+    assert scores["task"].tolist() == ["MrpcParaphrases", "TrecQaAnswers", "STSBenchmark"]
+    means = pd.read_csv(tmp_path / "mteb" / "averages.csv")
+    assert means["average"].tolist() == pytest.approx([scores[f"layer_{n:03d}"].mean() for n in range(4)])
+    (found,) = json.loads((tmp_path / "mteb" / "scores.json").read_text())
+    assert found["best"] == pytest.approx(means["average"][1:].max())
+    assert found["missing"] == []
+    names = [each.analysis for each in records.read(tmp_path / "measurements.jsonl")]
+    assert names == [f"mteb/{name}" for name in TASKS.split(",")]
+
+
+def test_run_again_it_measures_nothing(home, tmp_path, monkeypatch):
+    assert run(home, tmp_path) == 0
+    before = (tmp_path / "measurements.jsonl").read_bytes()
+    monkeypatch.setattr(Prepared, "evaluate", None)
+    assert run(home, tmp_path) == 0
+    assert (tmp_path / "measurements.jsonl").read_bytes() == before
+
+
+def test_more_layers_are_added_to_those_that_are_there(home, tmp_path, monkeypatch):
+    assert run(home, tmp_path, "--layers", "1,3", tasks="STSBenchmark") == 0
+    passes = Passes(monkeypatch)
+    assert run(home, tmp_path, tasks="STSBenchmark") == 0
+    assert passes.texts == 0
+    assert run(home, tmp_path, "--layers", "2", tasks="STSBenchmark") == 0
+    for measurement in records.read(tmp_path / "measurements.jsonl")[1:]:
+        assert [record.layer for record in measurement.records] == [0, 1, 2, 3]
+
+
+def test_a_task_without_data_fails_alone(home, tmp_path, capsys):
+    assert run(home, tmp_path, tasks="SearchSnippets,BIOSSES,STSBenchmark") == 1
+    said = capsys.readouterr()
+    assert "failed: mteb/SearchSnippets: InputError: SearchSnippets: expected local data with" in said.err
+    assert "failed: mteb/BIOSSES: InputError: BIOSSES: its data set mteb/biosses-sts cannot be had" in said.err
+    assert "in no mean, as it lacks scores: SearchSnippets, BIOSSES" in said.out
+    errors = {each.analysis: each.error for each in records.read(tmp_path / "measurements.jsonl")}
+    assert errors["mteb/STSBenchmark"] is None
+    assert len(errors) == 3
+
+
+def test_ctrl_c_ends_it_with_130_and_it_goes_on(home, tmp_path, monkeypatch, capsys):
+    plain, seen = Prepared.evaluate, []
+
+    def pressed(prepared: Prepared, encoder: Any) -> Any:
+        seen.append(encoder.layer)
+        if len(seen) == 3:
+            raise KeyboardInterrupt
+        return plain(prepared, encoder)
+
+    monkeypatch.setattr(Prepared, "evaluate", pressed)
+    assert run(home, tmp_path, tasks="STSBenchmark") == 130
+    assert "run the same command again to go on" in capsys.readouterr().err
+    assert run(home, tmp_path, tasks="STSBenchmark") == 0
+    assert seen == [0, 1, 2, 2, 3]
+
+
+def test_a_series_is_scored_step_by_step(home, tmp_path, capsys):
+    assert run(home, tmp_path, "--allow_suspect", model="run", tasks="STSBenchmark") == 0
+    found = records.read(tmp_path / "measurements.jsonl")
+    assert [(each.step, each.error) for each in found] == [(0, None), (100, None)]
+    assert "step 100 (mean, resid), percent" in capsys.readouterr().out
+    assert run(home, tmp_path / "one", "--allow_suspect", "--steps", "100", model="run", tasks="STSBenchmark") == 0
+    assert [each.step for each in records.read(tmp_path / "one" / "measurements.jsonl")] == [100]
+
+
+def test_metrics_are_of_the_same_texts_and_states(home, tmp_path):
+    assert run(home, tmp_path, "--metrics", "--states", "normed", tasks="STSBenchmark,MrpcParaphrases") == 0
+    found = {each.analysis: each for each in records.read(tmp_path / "measurements.jsonl")}
+    measured = {"representation/STSBenchmark", "invariance/STSBenchmark"}
+    # pairs that are alike or not have no column of texts
+    assert found.keys() == {"mteb/STSBenchmark", "mteb/MrpcParaphrases", *measured}
+    of_layers = [record for each in found.values() for record in each.records if record.layer is not None]
+    assert {record.tags["states"] for record in of_layers} == {"normed"}
+
+
+def test_texts_whose_views_are_equal_fail_alone(home, tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(Prepared, "texts", lambda prepared, most: ["a to b", "of it", "so I am"] * 4)
+    assert run(home, tmp_path, "--metrics", tasks="STSBenchmark") == 1
+    assert "failed: invariance/STSBenchmark: InputError: views: views 0 and 1 are equal" in capsys.readouterr().err
+    errors = {each.analysis: each.error for each in records.read(tmp_path / "measurements.jsonl")}
+    assert errors["mteb/STSBenchmark"] is None
+    assert errors["representation/STSBenchmark"] is None
+
+
+@pytest.mark.parametrize(
+    ("options", "sentence"),
+    [
+        (["--tasks", "STS18"], "tasks: there is no task 'STS18'; did you mean"),
+        (["--tasks", ","], "tasks: expected names with commas between them, got ','"),
+        (["--domains", "sts,cluster"], "domains: expected some of"),
+        (["--layers", "1-3"], "layers: expected all, or numbers with commas between them, such as 0,3,6, got '1-3'"),
+        (["--layers", "7"], "layers: this model has layers 0 to 3, got 7"),
+        (["--folder", "nowhere"], "folder: expected a folder with data, nowhere is none"),
+        (["--mirror", "nowhere"], "mirror: expected a folder with data, nowhere is none"),
+        (["--max_tokens", "0"], "max_tokens: expected at least 1, got 0"),
+        (["--seed", "-1"], "seed: expected at least 0, got -1"),
+        (["--cache_gb", "0"], "cache_gb: expected a positive number, got 0"),
+        (["--pooling", "max"], "argument --pooling: invalid choice: 'max'"),
+        (["--layer", "3"], "unrecognized arguments: --layer 3"),
+        (["--allow_suspect"], "allow_suspect: is for series, and one model was named: leave it out"),
+        (["--steps", "1", "--revision", "main"], "revision: main is one model: leave it out, or leave --steps out"),
+        (["--tokenizer", "nowhere.json"], "no tokenizer 'nowhere.json'"),
+    ],
+)
+def test_wrong_input_is_one_sentence_and_exit_code_2(home, tmp_path, capsys, monkeypatch, options, sentence):
+    monkeypatch.chdir(tmp_path)
+    assert run(home, tmp_path / "root", *options) == 2
+    said = capsys.readouterr().err.strip().splitlines()[-1]
+    assert said.startswith("lit-layers mteb: error: ")
+    assert sentence in said
+    assert not (tmp_path / "root" / "measurements.jsonl").exists()
+
+
+def test_local_without_a_folder_is_refused(home, capsys):
+    assert main(["mteb", str(home / "model"), "--tasks", "local"]) == 2
+    assert "tasks: local means all tasks whose data lie in --folder, which was not given" in capsys.readouterr().err
+
+
+def test_a_model_without_a_tokenizer_needs_one(home, tmp_path, capsys):
+    assert run(home, tmp_path, model="bare") == 2
+    assert "carries none; name one with --tokenizer" in capsys.readouterr().err
+    assert run(home, tmp_path, "--tokenizer", home / "model", model="bare", tasks="STSBenchmark") == 0
+
+
+def test_without_mteb_it_says_what_to_install(home, tmp_path, capsys, monkeypatch):
+    from importlib.metadata import PackageNotFoundError
+
+    def none(name: str) -> str:
+        raise PackageNotFoundError(name)
+
+    monkeypatch.setattr("lit_layers.embeddings.analysis.version", none)
+    assert run(home, tmp_path) == 2
+    assert capsys.readouterr().err == "lit-layers mteb: error: mteb is not installed: pip install lit_layers[eval]\n"
+
+
+def test_mteb_is_not_imported_by_help_and_by_refusals():
+    code = (
+        "import sys; from lit_layers.cli.main import main; main(['--help']); main(['mteb', 'x', '--tasks', 'STS18']); "
+        "assert not {'mteb', 'datasets', 'sentence_transformers'} & sys.modules.keys(), sys.modules.keys()"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, timeout=120)

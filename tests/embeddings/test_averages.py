@@ -1,0 +1,98 @@
+"""Means over tasks: solved by hand."""
+
+import math
+
+import pytest
+
+from lit_layers import records
+from lit_layers.embeddings import averages, score_table
+from lit_layers.errors import InputError
+from lit_layers.records import Measurement, Record
+
+SCORES = {
+    "STS12": ("sts", [0.9, 0.2, 0.4, 0.3]),
+    "STS13": ("sts", [0.1, 0.4, 0.2, 0.5]),
+    "RedditClustering": ("clustering", [0.5, 0.1, 0.3, 0.4]),
+}
+
+
+def measured(name: str, values: list[float | None], domain: str, *, step: int | None = None) -> Measurement:
+    tags = {"task": name, "domain": domain, "score": "s", "pooling": "mean", "states": "resid", "num_texts": 7}
+    found = [
+        Record(metric="main_score", value=value, layer=layer, n=5, tags=tags)
+        for layer, value in enumerate(values)
+        if value is not None
+    ]
+    return Measurement(run="run", step=step, tokens=None, analysis=f"mteb/{name}", records=found, seconds=1.0)
+
+
+def table(*more: Measurement, step: int | None = None):
+    return records.frame(
+        [*(measured(name, values, domain, step=step) for name, (domain, values) in SCORES.items()), *more]
+    )
+
+
+@pytest.mark.parametrize("step", [None, 100])
+def test_the_mean_is_over_tasks_and_not_over_domains(step):
+    (found,) = averages(table(step=step))
+    assert found.step == step
+    assert found.curve["layer"].tolist() == [0, 1, 2, 3]
+    assert found.curve["average"].tolist() == pytest.approx([0.5, 0.7 / 3, 0.3, 0.4])
+    assert found.curve["sts"].tolist() == pytest.approx([0.5, 0.3, 0.3, 0.4])
+    assert found.curve["clustering"].tolist() == pytest.approx([0.5, 0.1, 0.3, 0.4])
+    assert found.missing == ()
+
+
+def test_layer_0_is_never_the_best_layer():
+    (found,) = averages(table())
+    assert (found.best_layer(), found.at(found.best_layer())) == (3, pytest.approx(0.4))
+    assert found.best_layer("sts") == 3
+    assert found.at(0) == pytest.approx(0.5)
+    assert found.num_layers == 3
+
+
+def test_the_oracle_takes_each_task_at_its_best_layer():
+    (found,) = averages(table())
+    assert found.best_per_task() == pytest.approx((0.4 + 0.5 + 0.4) / 3)
+    assert found.best_per_task("sts") == pytest.approx(0.45)
+
+
+def test_a_task_that_lacks_a_layer_is_in_no_mean_and_named():
+    more = measured("STS14", [0.0, 0.0, None, 0.0], "sts")
+    (found,) = averages(table(more), expected=["STS12", "BIOSSES"])
+    assert found.missing == ("STS14", "BIOSSES")
+    assert found.curve["average"].tolist() == pytest.approx([0.5, 0.7 / 3, 0.3, 0.4])
+
+
+def test_a_task_that_lacks_layer_0_alone_leaves_that_mean_open():
+    (found,) = averages(table(measured("STS14", [None, 0.4, 0.4, 0.4], "sts")))
+    assert math.isnan(found.at(0))
+    assert math.isnan(found.at(0, "sts"))
+    assert found.at(0, "clustering") == pytest.approx(0.5)
+    assert found.at(1) == pytest.approx((0.2 + 0.4 + 0.1 + 0.4) / 4)
+
+
+def test_checkpoints_come_in_step_order():
+    found = averages(records.frame([measured("STS12", [0.1, 0.2], "sts", step=step) for step in (200, 100)]))
+    assert [each.step for each in found] == [100, 200]
+
+
+def test_the_wide_table_has_a_column_for_each_layer_and_domains_together():
+    wide = score_table(table())
+    assert wide["task"].tolist() == ["RedditClustering", "STS12", "STS13"]
+    assert wide[[0, 1, 2, 3]].iloc[1].tolist() == SCORES["STS12"][1]
+
+
+def test_other_analyses_are_left_out_and_none_at_all_is_refused():
+    other = Measurement(
+        run="run",
+        step=None,
+        tokens=None,
+        analysis="representation/STS12",
+        records=[Record(metric="prompt_entropy", value=1.0, layer=0)],
+        seconds=1.0,
+    )
+    (found,) = averages(table(other))
+    assert found.at(0) == pytest.approx(0.5)
+    with pytest.raises(InputError, match="expected scores of mteb"):
+        averages(records.frame([other]))

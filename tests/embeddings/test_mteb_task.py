@@ -1,0 +1,368 @@
+"""Scores of layers: against evaluations of our own in float64, mteb's own, and across interruptions."""
+
+import json
+import random
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow.parquet as pq
+import pytest
+import torch
+from sklearn.cluster import MiniBatchKMeans
+from sklearn.linear_model import LogisticRegression
+
+from lit_layers.analyses.features import text_features
+from lit_layers.embeddings import MtebTask, Sources, resolve
+from lit_layers.embeddings.encoder import LayerEncoder
+from lit_layers.embeddings.evaluating import Prepared
+from lit_layers.errors import InputError
+from lit_layers.models.build import weights_hash
+from lit_layers.models.view import LayeredModel
+from lit_layers.offline import analyze
+from lit_layers.records import Record
+from tests.embeddings.tiny_tasks import (
+    NAMES,
+    Passes,
+    embedding_of,
+    encoded,
+    saved_model,
+    spoil_,
+    store_in,
+    task,
+    write,
+    write_tiny_data,
+)
+from tests.support.labelled_texts import saved_bert
+from tests.support.tiny_models import tiny
+
+Vectors = Callable[[list[str]], np.ndarray]
+
+
+@pytest.fixture(scope="module")
+def home(tmp_path_factory) -> tuple[Path, Path]:
+    """Data and a model."""
+    root = tmp_path_factory.mktemp("mteb")
+    saved_model(root / "model")
+    return write_tiny_data(root / "data"), root / "model"
+
+
+@pytest.fixture(scope="module")
+def scored(home, tmp_path_factory) -> dict[str, list[Record]]:
+    """The records of every tiny task."""
+    root = tmp_path_factory.mktemp("scored")
+    return {name: list(task(name, *home, root).run(saved_model(home[1]))) for name in NAMES}
+
+
+def vectors(model: Path, layer: int) -> Vectors:
+    """Embeddings in float64, without the store."""
+    view = saved_model(model)
+
+    def of(texts: list[str]) -> np.ndarray:
+        return text_features(view, encoded(model, list(texts)), pooling="mean").layer(layer).double().numpy()
+
+    return of
+
+
+def columns(data: Path, file: str, *names: str) -> list[list[Any]]:
+    table = pq.read_table(data / file)
+    return [table[name].to_pylist() for name in names]
+
+
+def cosines(first: np.ndarray, second: np.ndarray) -> np.ndarray:
+    return (first * second).sum(1) / np.linalg.norm(first, axis=1) / np.linalg.norm(second, axis=1)
+
+
+def ranks(values: np.ndarray) -> np.ndarray:
+    """Mean ranks: ties share theirs."""
+    return np.array([(values < value).sum() + ((values == value).sum() + 1) / 2 for value in values])
+
+
+def average_precision(relevant: np.ndarray, scores: np.ndarray) -> float:
+    """Over thresholds, so that ties count together."""
+    total, before, found = 0.0, 0.0, relevant.sum()
+    for threshold in sorted(set(scores.tolist()), reverse=True):
+        kept = scores >= threshold
+        recall = relevant[kept].sum() / found
+        total, before = total + (recall - before) * relevant[kept].mean(), recall
+    return total
+
+
+def v_measure(truth: list[int], clusters: list[int]) -> float:
+    n = len(truth)
+
+    def entropy(counts: Counter) -> float:
+        return -sum(count / n * np.log(count / n) for count in counts.values())
+
+    both = entropy(Counter(zip(truth, clusters, strict=True)))
+    of_truth, of_clusters = entropy(Counter(truth)), entropy(Counter(clusters))
+    homogeneity = 1 - (both - of_clusters) / of_truth
+    completeness = 1 - (both - of_truth) / of_clusters
+    return 2 * homogeneity * completeness / (homogeneity + completeness)
+
+
+def classification(data: Path, of: Vectors) -> float:
+    texts, labels = columns(data, "banking77/train.parquet", "text", "label")
+    test, truth = columns(data, "banking77/test.parquet", "text", "label")
+    train, unseen, hits, order = of(texts), of(test), [], list(range(len(texts)))
+    for _ in range(10):
+        np.random.RandomState(42).shuffle(order)
+        chosen = [row for label in set(labels) for row in [row for row in order if labels[row] == label][:8]]
+        chosen.sort(key=order.index)
+        probe = LogisticRegression(max_iter=100, random_state=42).fit(train[chosen], np.array(labels)[chosen])
+        hits.append((probe.predict(unseen) == np.array(truth)).mean())
+    return float(np.mean(hits))
+
+
+def pair_classification(data: Path, of: Vectors) -> float:
+    first, second, labels = columns(data, "glue/mrpc_test.parquet", "sentence1", "sentence2", "label")
+    a, b, relevant = of(first), of(second), np.array(labels)
+    near = [cosines(a, b), -np.abs(a - b).sum(1), -np.linalg.norm(a - b, axis=1), (a * b).sum(1)]
+    return max(average_precision(relevant, scores.round(5)) for scores in near)
+
+
+def sts(data: Path, of: Vectors) -> float:
+    first, second, gold = columns(data, "glue/stsb_test.parquet", "sentence1", "sentence2", "score")
+    return float(np.corrcoef(ranks(np.array(gold)), ranks(cosines(of(first), of(second)).round(6)))[0, 1])
+
+
+def reranking(data: Path, of: Vectors) -> float:
+    names = ("query_id", "query", "candidate", "relevant")
+    rows = list(zip(*columns(data, "trecqa_reranking/test.parquet", *names), strict=True))
+    found = []
+    for number in range(7):
+        mine = [row for row in rows if row[0] == number]
+        relevant = np.array([row[3] for row in mine])
+        if len(set(relevant.tolist())) < 2:
+            continue
+        near = cosines(of([row[1] for row in mine]), of([row[2] for row in mine])).round(6)
+        order = sorted(range(len(mine)), key=lambda row: (-near[row], -relevant[row]))
+        ranked = relevant[order]
+        found.append((np.cumsum(ranked) / np.arange(1, len(ranked) + 1))[ranked == 1].mean())
+    return float(np.mean(found))
+
+
+def clustering(data: Path, of: Vectors) -> float:
+    texts, labels = columns(data, "short_text_clustering/stackoverflow.parquet", "text", "label")
+    draw, found = random.Random(42), []
+    chosen = draw.sample(range(len(texts)), len(texts))
+    points, truth = of([texts[row] for row in chosen]).astype(np.float32), [labels[row] for row in chosen]
+    model = MiniBatchKMeans(n_clusters=3, batch_size=512, init="k-means++", n_init=1, random_state=42)
+    for _ in range(10):
+        rows = draw.choices(range(len(points)), k=2048)
+        clusters = model.fit_predict(points[rows]).tolist()
+        found.append(v_measure([truth[row] for row in rows], clusters))
+    return float(np.mean(found))
+
+
+def clustering_of_sets(data: Path, of: Vectors) -> float:
+    subjects, labels = columns(data, "twenty_newsgroups/test.parquet", "subject", "label")
+    draw, found = random.Random(42), []
+    for _ in range(10):
+        rows = draw.sample(range(len(subjects)), len(subjects))
+        points, truth = of([subjects[row] for row in rows]).astype(np.float32), [labels[row] for row in rows]
+        model = MiniBatchKMeans(n_clusters=3, batch_size=500, n_init="auto", random_state=42).fit(points)
+        found.append(v_measure(truth, model.labels_.tolist()))
+    return float(np.mean(found))
+
+
+REFERENCES = {
+    "Banking77Classification": (classification, 1e-9),
+    "MrpcParaphrases": (pair_classification, 1e-9),
+    "STSBenchmark": (sts, 2e-3),  # near ties of float32 cosines
+    "TrecQaAnswers": (reranking, 1e-5),  # mteb rounds to five places
+    "StackOverflowTitles": (clustering, 1e-9),
+    "TwentyNewsgroupsClustering": (clustering_of_sets, 1e-9),
+}
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("layer", [0, 2])
+def test_a_score_is_that_of_an_evaluation_of_our_own(home, scored, name, layer):
+    reference, tolerance = REFERENCES[name]
+    (record,) = (each for each in scored[name] if each.layer == layer)
+    assert record.value == pytest.approx(reference(home[0], vectors(home[1], layer)), abs=tolerance)
+
+
+def test_records_say_what_they_are(scored):
+    for name in NAMES:
+        assert [record.layer for record in scored[name]] == [0, 1, 2, 3]
+        assert {record.metric for record in scored[name]} == {"main_score"}
+    record = scored["TrecQaAnswers"][1]
+    expected = {"task": "TrecQaAnswers", "domain": "reranking", "score": "map_at_1000"}
+    assert {name: record.tags[name] for name in expected} == expected
+    assert (record.tags["pooling"], record.tags["states"]) == ("mean", "resid")
+    assert {name: scored[name][0].n for name in ("Banking77Classification", "MrpcParaphrases")} == {
+        "Banking77Classification": 30,
+        "MrpcParaphrases": 40,
+    }
+
+
+@pytest.mark.parametrize("name", ["Banking77Classification", "StackOverflowTitles"])
+def test_a_layer_scores_what_mteb_gives_a_new_task(home, scored, name, tmp_path):
+    one = task(name, *home, tmp_path)
+    view = saved_model(home[1])
+    hashed = weights_hash(view.model)
+    with store_in(tmp_path).opened(view, embedding_of(home[1]), task=name, weights_hash=hashed) as embeddings:
+        fresh = one.sources.open(one.task, seed=42)
+        options = {"batch_size": 4, "show_progress_bar": False}
+        plain = fresh.evaluate(LayerEncoder(embeddings, 2), "test", encode_kwargs=options)
+    assert scored[name][2].value == plain["default"]["main_score"]
+
+
+@pytest.mark.parametrize("name", ["Banking77Classification", "StackOverflowTitles", "TrecQaAnswers"])
+def test_one_layer_alone_scores_what_it_scores_among_all(home, scored, name, tmp_path):
+    (record,) = task(name, *home, tmp_path, layers=(2,)).run(saved_model(home[1]))
+    assert record == scored[name][2]
+
+
+def test_a_task_goes_on_where_it_was_interrupted(home, scored, tmp_path, monkeypatch):
+    name, evaluated, plain = "MrpcParaphrases", [], Prepared.evaluate
+
+    def interrupted(prepared: Prepared, encoder: LayerEncoder) -> dict[str, Any]:
+        if encoder.layer == 2 and not evaluated.count(2):
+            evaluated.append(2)
+            raise KeyboardInterrupt
+        evaluated.append(encoder.layer)
+        return plain(prepared, encoder)
+
+    monkeypatch.setattr(Prepared, "evaluate", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        list(task(name, *home, tmp_path).run(saved_model(home[1])))
+    passes = Passes(monkeypatch)
+    assert list(task(name, *home, tmp_path).run(saved_model(home[1]))) == scored[name]
+    assert evaluated == [0, 1, 2, 2, 3]
+    assert passes.texts == 0
+    assert list(task(name, *home, tmp_path).run(saved_model(home[1]))) == scored[name]
+    assert evaluated == [0, 1, 2, 2, 3]
+
+
+def test_a_damaged_result_is_made_again(home, scored, tmp_path):
+    name = "STSBenchmark"
+    list(task(name, *home, tmp_path).run(saved_model(home[1])))
+    file = next(tmp_path.rglob("layer-001.json"))
+    file.write_text(file.read_text()[:40])
+    assert list(task(name, *home, tmp_path).run(saved_model(home[1]))) == scored[name]
+
+
+@pytest.mark.parametrize(
+    "other",
+    [{"pooling": "last"}, {"states": "normed"}, {"max_tokens": 4}, {"seed": 1}],
+    ids=lambda each: next(iter(each)),
+)
+def test_other_options_never_find_the_results_of_the_first(home, scored, tmp_path, other):
+    name = "MrpcParaphrases"
+    list(task(name, *home, tmp_path).run(saved_model(home[1])))
+    assert len(list(task(name, *home, tmp_path, **other).run(saved_model(home[1])))) == 4
+    assert len(list((tmp_path / "mteb").glob("*/*/*"))) == 2
+
+
+def test_other_data_and_other_weights_never_find_the_results_of_the_first(home, tmp_path):
+    name, data = "STSBenchmark", write_tiny_data(tmp_path / "data")
+    first = list(task(name, data, home[1], tmp_path).run(saved_model(home[1])))
+    changed = saved_model(home[1])
+    next(changed.blocks[1].parameters()).data.mul_(1.5)
+    assert list(task(name, data, home[1], tmp_path).run(changed))[3] != first[3]
+    table = pq.read_table(data / "glue/stsb_test.parquet")
+    pq.write_table(table.slice(3), data / "glue/stsb_test.parquet")
+    fewer = list(task(name, data, home[1], tmp_path).run(saved_model(home[1])))
+    assert fewer[0].n == first[0].n - 3
+
+
+def test_scores_of_halves_are_near_those_of_float32(home, scored, tmp_path):
+    for name in ("STSBenchmark", "MrpcParaphrases"):
+        store = store_in(tmp_path / name, dtype="bfloat16")
+        halved = list(task(name, *home, tmp_path, store=store).run(saved_model(home[1])))
+        for record, exact in zip(halved, scored[name], strict=True):
+            assert record.value == pytest.approx(exact.value, abs=0.02)
+
+
+def test_states_that_are_not_finite_fail_the_task_and_are_named(home, tmp_path):
+    view = saved_model(home[1])
+    spoil_(view, 3)
+    with pytest.raises(InputError, match="layer 3 are not finite"):
+        list(task("STSBenchmark", *home, tmp_path).run(view))
+
+
+def test_a_layer_without_a_defined_score_has_no_record_and_is_counted(home, tmp_path):
+    model = tmp_path / "bert"
+    saved_bert(model)
+    found = list(task("STSBenchmark", home[0], model, tmp_path, pooling="cls").run(saved_model(model)))
+    assert [record.layer for record in found] == [1, 2, 3], "at layer 0 every text has the vector of [CLS]"
+    assert {record.tags["num_undefined"] for record in found} == {1}
+    file = next(tmp_path.rglob("layer-000.json"))
+    assert json.loads(file.read_text())["main_score"] is None
+
+
+def test_results_keep_what_mteb_says(home, tmp_path):
+    list(task("TwentyNewsgroupsClustering", *home, tmp_path, layers=(1,)).run(saved_model(home[1])))
+    (file,) = tmp_path.rglob("layer-*.json")
+    found = json.loads(file.read_text())
+    assert found["mteb_version"].startswith("2.")
+    assert len(found["scores"]["v_measures"]) == 10
+    assert found["dataset"]["path"] == "mteb/twentynewsgroups-clustering"
+    assert "another draw" in found["difference"]
+
+
+def test_a_task_leaves_the_random_state_alone(home, tmp_path):
+    def seeded() -> None:
+        random.seed(3)
+        np.random.seed(3)
+        torch.manual_seed(3)
+
+    seeded()
+    expected = [random.random(), np.random.rand(), torch.rand(1).item()]
+    one = task("StackOverflowTitles", *home, tmp_path)
+    prepared, view = Prepared(one.sources.open(one.task, seed=42), one.task), saved_model(home[1])
+    seeded()
+    with store_in(tmp_path).opened(view, embedding_of(home[1]), task="S", weights_hash="x") as embeddings:
+        prepared.evaluate(LayerEncoder(embeddings, 1))
+    assert [random.random(), np.random.rand(), torch.rand(1).item()] == expected
+
+
+def test_measurements_are_lines_of_the_root(home, tmp_path):
+    found = analyze(home[1], [task("STSBenchmark", *home, tmp_path)], root=tmp_path, device="cpu")
+    assert found[0].error is None
+    assert found[0].analysis == "mteb/STSBenchmark"
+    assert {"weights_hash", "config_hash", "data_hash", "tokenizer_hash"} <= found[0].provenance.keys()
+
+
+def test_a_mirror_stands_for_the_hub(home, tmp_path, monkeypatch, scored):
+    import datasets
+
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
+    first, second, gold = columns(home[0], "glue/stsb_test.parquet", "sentence1", "sentence2", "score")
+    write(tmp_path / "mteb/stsbenchmark-sts/data/test.parquet", sentence1=first, sentence2=second, score=gold)
+    (spec,) = resolve(["STSBenchmark"])
+    mirrored = MtebTask(
+        task=spec,
+        tokenizer=str(home[1]),
+        sources=Sources(mirror=tmp_path),
+        store=store_in(tmp_path / "embeddings"),
+        results=tmp_path / "results",
+    )
+    found = list(mirrored.run(saved_model(home[1])))
+    assert [record.value for record in found] == [record.value for record in scored["STSBenchmark"]]
+    assert mirrored.sources.describe(spec)["source"] == "mirror"
+
+
+@pytest.mark.parametrize(
+    ("options", "sentence"),
+    [
+        ({"layers": (4,)}, "layers: this model has layers 0 to 3, got 4"),
+        ({"pooling": "max"}, "pooling: expected one of mean, last, cls, got 'max'"),
+        ({"states": "raw"}, "states: expected one of resid, hf, normed, got 'raw'"),
+        ({"max_tokens": 0}, "max_tokens: expected at least 1, got 0"),
+        ({"seed": -1}, "seed: expected at least 0, got -1"),
+    ],
+)
+def test_options_that_do_not_fit_are_refused(home, tmp_path, options, sentence):
+    with pytest.raises(InputError, match=sentence):
+        task("STSBenchmark", *home, tmp_path, **options).check(saved_model(home[1]))
+
+
+def test_a_model_of_images_is_refused(home, tmp_path):
+    with pytest.raises(InputError, match="expected a model of text, got VisionTransformer"):
+        task("STSBenchmark", *home, tmp_path).check(LayeredModel(tiny("vit")))

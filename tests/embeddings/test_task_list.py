@@ -1,0 +1,76 @@
+"""The list of tasks, and how names are found in it."""
+
+from collections import Counter
+
+import pytest
+
+from lit_layers.embeddings import LAYERWISE32, resolve
+from lit_layers.embeddings.local_tasks import LOCAL_DATA
+from lit_layers.embeddings.task_list import TASKS
+from lit_layers.errors import InputError
+
+
+def test_the_list_has_32_tasks_of_five_domains():
+    assert len({spec.name for spec in LAYERWISE32}) == 32
+    assert Counter(spec.domain for spec in LAYERWISE32) == {
+        "classification": 10,
+        "clustering": 6,
+        "pair_classification": 3,
+        "reranking": 4,
+        "sts": 9,
+    }
+
+
+def test_the_scores_and_subsets_are_those_of_mteb():
+    import mteb
+
+    for spec in LAYERWISE32:
+        metadata = mteb.get_task(spec.name).metadata
+        assert metadata.main_score == spec.score
+        assert "test" in metadata.eval_splits
+        assert spec.subset in metadata.hf_subsets
+        assert all(language.startswith("eng") for language in metadata.hf_subsets_to_langscripts[spec.subset])
+
+
+def test_names_are_found_once_and_in_order():
+    assert [spec.name for spec in resolve(["STS13", "layerwise32", "MrpcParaphrases"])][:2] == [
+        "STS13",
+        LAYERWISE32[0].name,
+    ]
+    assert len(resolve(["layerwise32", "STS13"])) == 32
+    assert [spec.name for spec in resolve(["layerwise32"], domains=["reranking"])] == [
+        "AskUbuntuDupQuestions",
+        "MindSmallReranking",
+        "SciDocsRR",
+        "StackOverflowDupQuestions",
+    ]
+
+
+def test_local_means_what_lies_in_the_folder():
+    assert [spec.name for spec in resolve(["local"], local=["STS13", "TrecQaAnswers"])] == ["STS13", "TrecQaAnswers"]
+
+
+@pytest.mark.parametrize(
+    ("names", "domains", "sentence"),
+    [
+        (["Banking77"], None, "tasks: there is no task 'Banking77'; did you mean Banking77Classification"),
+        (["sts12"], None, "tasks: there is no task 'sts12'; did you mean STS12"),
+        (["xyz"], None, "tasks: there is no task 'xyz'; expected layerwise32, local or tasks such as"),
+        (["STS12"], ["stss"], "domains: expected some of classification, .*, got 'stss'; did you mean sts"),
+        (["STS12"], ["clustering"], "tasks: none is left of STS12 in the domains and data given"),
+        (["local"], None, "tasks: none is left of local"),
+    ],
+)
+def test_what_is_no_task_is_named_with_its_neighbours(names, domains, sentence):
+    with pytest.raises(InputError, match=sentence):
+        resolve(names, domains=domains)
+
+
+def test_local_data_are_of_every_domain_and_have_no_official_name_of_their_own():
+    import mteb
+
+    assert len(LOCAL_DATA) >= 12
+    assert {TASKS[name].domain for name in LOCAL_DATA} == {spec.domain for spec in LAYERWISE32}
+    official = {task.metadata.name for task in mteb.get_tasks(exclude_superseded=False)}
+    for name in LOCAL_DATA:
+        assert (name in official) == TASKS[name].official

@@ -1,0 +1,104 @@
+"""Tiny local data of each domain, in the layout of the real ones, and a tiny model to score on them."""
+
+import random
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import torch
+
+from lit_layers.data.encoded_texts import encode_texts
+from lit_layers.data.tokenization import load_tokenizer
+from lit_layers.embeddings import MtebTask, Sources, resolve
+from lit_layers.embeddings.store import GB, Embedding, Store
+from lit_layers.models.build import load
+from lit_layers.models.view import LayeredModel
+from tests.support.labelled_texts import MOODS, labelled, saved_gpt2
+
+NAMES = ["Banking77Classification", "MrpcParaphrases", "STSBenchmark", "TrecQaAnswers", "StackOverflowTitles"]
+NAMES += ["TwentyNewsgroupsClustering"]
+
+
+def write(path: Path, **columns: list[Any]) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    pq.write_table(pa.table(columns), path)
+
+
+def write_tiny_data(folder: Path) -> Path:
+    """Songs with their moods: as intents, clusters, pairs and answers."""
+    draw = random.Random(0)
+    for split, first, count in (("train", 0, 60), ("test", 60, 30)):
+        rows = labelled(count, first=first)
+        write(
+            folder / "banking77" / f"{split}.parquet",
+            text=[text for text, _ in rows],
+            label=[MOODS.index(mood) for _, mood in rows],
+        )
+    songs = labelled(40)
+    pairs = [(draw.choice(songs), draw.choice(songs)) for _ in range(40)]
+    firsts, seconds = [first for (first, _), _ in pairs], [second for _, (second, _) in pairs]
+    same = [int(mood == other) for (_, mood), (_, other) in pairs]
+    write(folder / "glue" / "mrpc_test.parquet", sentence1=firsts, sentence2=seconds, label=same)
+    scores = [float(draw.randrange(4) + alike) for alike in same]  # with ties
+    write(folder / "glue" / "stsb_test.parquet", sentence1=firsts, sentence2=seconds, score=scores)
+    candidates = [(number, draw.choice(songs)) for number in range(8) for _ in range(6)]
+    write(
+        folder / "trecqa_reranking" / "test.parquet",
+        query_id=[number for number, _ in candidates],
+        query=[f"Who sang a {MOODS[number % 3]} song?" for number, _ in candidates],
+        candidate=[text for _, (text, _) in candidates],
+        # the last question has no right answer: it is left out
+        relevant=[int(mood == MOODS[number % 3] and number < 7) for number, (_, mood) in candidates],
+    )
+    titles = labelled(50)
+    for path, column in (("short_text_clustering/stackoverflow", "text"), ("twenty_newsgroups/test", "subject")):
+        columns: dict[str, list[Any]] = {column: [text for text, _ in titles]}
+        write(folder / f"{path}.parquet", **columns, label=[MOODS.index(mood) for _, mood in titles])
+    return folder
+
+
+def saved_model(folder: Path) -> LayeredModel:
+    """A GPT-2 of 3 blocks that also lies in the folder, with its tokenizer."""
+    if not (folder / "config.json").is_file():
+        saved_gpt2(folder)
+    return LayeredModel(load(folder))
+
+
+def store_in(folder: Path, *, gb: float = 1.0, dtype: Any = "float32") -> Store:
+    return Store(folder, dtype=dtype, max_bytes=gb * GB)
+
+
+def embedding_of(folder: Path, **options: Any) -> Embedding:
+    settings: dict[str, Any] = {"max_tokens": 32, "pooling": "mean", "states": "resid"}
+    return Embedding(load_tokenizer(str(folder)), **(settings | options))
+
+
+def task(name: str, data: Path, model: Path, root: Path, **options: Any) -> MtebTask:
+    (spec,) = resolve([name])
+    settings: dict[str, Any] = {"store": store_in(root / "embeddings"), "results": root / "mteb"}
+    return MtebTask(task=spec, tokenizer=str(model), sources=Sources(folder=data), **(settings | options))
+
+
+def encoded(model: Path, texts: list[str]) -> Any:
+    return encode_texts(str(model), texts, max_tokens=32)
+
+
+class Passes:
+    """Counts the texts that pass through a model, and remembers none of their states."""
+
+    def __init__(self, monkeypatch: Any) -> None:
+        self.texts = 0
+        plain = LayeredModel.pass_states
+
+        def counted(view: LayeredModel, batch: Any, look: Any) -> None:
+            self.texts += len(batch["input_ids"])
+            plain(view, batch, look)
+
+        monkeypatch.setattr(LayeredModel, "pass_states", counted)
+
+
+def spoil_(model: LayeredModel, layer: int) -> None:
+    """Makes the states from a layer on not finite."""
+    with torch.no_grad():
+        next(model.blocks[layer - 1].parameters()).fill_(float("nan"))

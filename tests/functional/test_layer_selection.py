@@ -1,0 +1,245 @@
+"""Choosing a layer without labels: coefficients over layers, their null, and what the chosen layers score."""
+
+import math
+
+import numpy as np
+import pytest
+import torch
+from scipy import stats
+
+from lit_layers.functional import correlation
+from lit_layers.functional.correlation import UndefinedError
+from lit_layers.functional.layer_selection import (
+    better_direction,
+    better_rule,
+    compared,
+    cross_fitted,
+    distance_null_over_layers,
+    extreme_layers,
+    layer_correlations,
+    scores_at,
+    selection,
+)
+
+
+def curves(tasks: int = 7, layers: int = 9, seed: int = 0, digits: int = 1) -> tuple[np.ndarray, np.ndarray]:
+    rng = np.random.default_rng(seed)
+    metric = rng.normal(size=(tasks, layers)).cumsum(1)
+    scores = np.round(0.3 * metric + rng.normal(size=metric.shape), digits)  # one digit: with ties
+    return metric, scores
+
+
+def dcor(x: np.ndarray, y: np.ndarray) -> float:
+    """By the definition, in loops."""
+
+    def centered(v: np.ndarray) -> np.ndarray:
+        n = len(v)
+        d = np.array([[abs(v[i] - v[j]) for j in range(n)] for i in range(n)])
+        return np.array([[d[i, j] - d[i].mean() - d[:, j].mean() + d.mean() for j in range(n)] for i in range(n)])
+
+    a, b = centered(x), centered(y)
+    return math.sqrt((a * b).mean() / math.sqrt((a * a).mean() * (b * b).mean()))
+
+
+REFERENCES = {
+    "distance_correlation": dcor,
+    "spearman": lambda x, y: stats.spearmanr(x, y).statistic,
+    "kendall": lambda x, y: stats.kendalltau(x, y).statistic,
+}
+
+
+def found_of(found, form: str, coefficient: str):
+    (one,) = [row for row in found if (row.form, row.coefficient) == (form, coefficient)]
+    return one
+
+
+@pytest.mark.parametrize("name", REFERENCES)
+def test_both_forms_agree_with_scipy_and_the_definition(name):
+    metric, scores = curves()
+    found = layer_correlations(metric, scores, resamples=100)
+    within = np.mean([REFERENCES[name](x, y) for x, y in zip(metric, scores, strict=True)])
+    assert found_of(found, "per_task_mean", name).estimate.value == pytest.approx(within, abs=1e-12)
+    whole = REFERENCES[name](metric.mean(0), scores.mean(0))
+    assert found_of(found, "of_task_means", name).estimate.value == pytest.approx(whole, abs=1e-12)
+
+
+def test_the_coefficients_are_those_of_the_correlations_over_models():
+    metric, scores = curves(tasks=1, layers=12)
+    found = layer_correlations(metric, scores)
+    own = [found_of(found, "of_task_means", name).estimate.value for name in REFERENCES]
+    x, y = metric[0], scores[0]
+    others = [
+        correlation.distance_correlation(x, y),
+        correlation.spearman(x, y).value,
+        correlation.kendall(x, y).value,
+    ]
+    assert own == pytest.approx(others, abs=1e-12)
+
+
+@pytest.mark.parametrize("name", REFERENCES)
+def test_intervals_are_percentiles_over_resampled_tasks_alike_for_both_tables(name):
+    metric, scores = curves(digits=9)
+    found = layer_correlations(metric, scores, resamples=150, seed=3)
+    rows = torch.randint(7, (150, 7), generator=torch.Generator().manual_seed(3)).numpy()
+    own = np.array([REFERENCES[name](x, y) for x, y in zip(metric, scores, strict=True)])
+    drawn = {
+        "per_task_mean": [own[draw].mean() for draw in rows],
+        "of_task_means": [REFERENCES[name](metric[draw].mean(0), scores[draw].mean(0)) for draw in rows],
+    }
+    for form, values in drawn.items():
+        estimate = found_of(found, form, name).estimate
+        assert [estimate.low, estimate.high] == pytest.approx(np.quantile(values, [0.025, 0.975]), abs=1e-10)
+
+
+def test_the_two_forms_differ_where_tasks_disagree():
+    up, down = np.arange(6.0), np.arange(6.0)[::-1]
+    metric, scores = np.stack([up, up]), np.stack([up, 3 * down])
+    found = layer_correlations(metric, scores)
+    assert found_of(found, "per_task_mean", "kendall").estimate == (0.0, None, None), (
+        "1 and -1; no interval of two tasks"
+    )
+    assert found_of(found, "of_task_means", "kendall").estimate.value == -1.0
+
+
+def test_a_task_with_a_constant_curve_is_in_no_mean_within_tasks_and_is_named():
+    metric, scores = curves()
+    scores[2] = 0.5
+    found = found_of(layer_correlations(metric, scores, resamples=100), "per_task_mean", "spearman")
+    assert (found.num_tasks, found.undefined) == (6, (2,))
+    others = [stats.spearmanr(x, y).statistic for n, (x, y) in enumerate(zip(metric, scores, strict=True)) if n != 2]
+    assert found.estimate.value == pytest.approx(np.mean(others), abs=1e-12)
+
+
+def test_increasing_maps_of_the_metric_leave_the_ranks_and_affine_ones_the_distances():
+    metric, scores = curves()
+    first = layer_correlations(metric, scores, resamples=100)
+    bent = layer_correlations(np.exp(metric), scores, resamples=100)
+    moved = layer_correlations(5 - 2 * metric, scores, resamples=100)
+    for name in ("spearman", "kendall"):
+        assert found_of(bent, "per_task_mean", name).estimate == pytest.approx(
+            found_of(first, "per_task_mean", name).estimate, abs=1e-12
+        )
+    for form in ("per_task_mean", "of_task_means"):
+        assert found_of(moved, form, "distance_correlation").estimate == pytest.approx(
+            found_of(first, form, "distance_correlation").estimate, abs=1e-9
+        )
+
+
+@pytest.mark.parametrize(("layers", "noise"), [(7, 0.59), (13, 0.45), (25, 0.34), (37, 0.28)])
+def test_unrelated_layers_have_the_known_distance_correlation(layers, noise):
+    null = distance_null_over_layers(layers)
+    assert null.noise == pytest.approx(noise, abs=0.01)
+    if layers == 25:
+        assert null.walk == pytest.approx(0.54, abs=0.015)
+        assert null.walk_95 == pytest.approx(0.85, abs=0.02)
+
+
+def test_a_choice_by_hand():
+    metric = np.array([[3.0, 1.0, 2.0, 4.0], [1.0, 5.0, 5.0, 2.0]])
+    scores = np.array([[0.1, 0.6, 0.3, 0.2], [0.4, 0.5, 0.9, 0.7]])
+    assert extreme_layers(metric, "min").tolist() == [1, 0]
+    assert extreme_layers(metric, "max").tolist() == [3, 1], "of equal ones the earliest"
+    low, high = (selection(metric, scores, direction) for direction in ("min", "max"))
+    assert low.chosen == (2, 1)
+    assert low.score.value == pytest.approx(0.5)
+    assert high.score.value == pytest.approx(0.35)
+    assert low.last.value == pytest.approx(0.45)
+    assert (low.best_layer, low.best.value) == (3, pytest.approx(0.6)), "means 0.25, 0.55, 0.6, 0.45"
+    assert low.oracle.value == pytest.approx(0.75)
+    assert (low.middle_layer, low.middle.value) == (2, pytest.approx(0.55))
+    assert low.random.value == pytest.approx(scores.mean())
+    assert low.minus_last.value == pytest.approx(0.05)
+    assert low.minus_best.value == pytest.approx(-0.1)
+    assert low.score.low is None
+    assert low.best_share is None
+
+
+def test_with_layer_0_the_same_columns_have_other_numbers():
+    metric, scores = curves(tasks=6, layers=9)
+    found = selection(metric, scores, "min", first_layer=0, resamples=100)
+    later = selection(metric, scores, "min", first_layer=1, resamples=100)
+    assert [layer + 1 for layer in found.chosen] == list(later.chosen)
+    assert (found.middle_layer, later.middle_layer) == (4, 5), "of 8 and of 9 layers"
+    assert found.score == later.score
+
+
+def test_intervals_of_differences_are_paired():
+    metric, scores = curves(tasks=8, layers=6, digits=9)
+    scores = scores + 100 * np.arange(8)[:, None]  # tasks of very different difficulty
+    found = selection(metric, scores, "max", resamples=400, seed=1)
+    rows = torch.randint(8, (400, 8), generator=torch.Generator().manual_seed(1)).numpy()
+    gain = scores_at(metric, scores, "max") - scores[:, -1]
+    ends = np.quantile([gain[draw].mean() for draw in rows], [0.025, 0.975])
+    assert [found.minus_last.low, found.minus_last.high] == pytest.approx(ends, abs=1e-9)
+    assert found.score.high - found.score.low > 100 > found.minus_last.high - found.minus_last.low
+    best = [scores[draw].mean(0).argmax() for draw in rows]
+    assert found.best_share == pytest.approx(np.mean(np.array(best) == found.best_layer - 1))
+
+
+def test_the_direction_is_the_one_that_scores_higher_elsewhere():
+    metric, scores = curves(tasks=5)
+    following, opposing = (metric, metric), (metric, -metric)
+    assert better_direction([following]) == "max"
+    assert better_direction([opposing]) == "min"
+    assert better_direction([following, opposing, opposing]) == "min", "each model counts alike"
+    rule = better_rule([({"noise": scores[::-1], "good": metric}, -metric)])
+    assert rule == ("good", "min")
+    with pytest.raises(ValueError, match="at least one model"):
+        better_direction([])
+
+
+def test_cross_fitting_agrees_with_a_loop_over_the_halves():
+    metric, scores = curves(tasks=9, layers=8, seed=5)
+    other = curves(tasks=9, layers=8, seed=6)[0]
+    found = cross_fitted({"a": metric, "b": other}, scores, repeats=30, seed=2)
+    rules = {
+        f"{direction} {name}": [
+            row[getattr(np, f"arg{direction}")(own)] for row, own in zip(scores, table, strict=True)
+        ]
+        for name, table in (("a", metric), ("b", other))
+        for direction in ("min", "max")
+    }
+    rng, totals, counts = np.random.default_rng(2), np.zeros(9), dict.fromkeys(rules, 0)
+    for _ in range(30):
+        order = rng.permutation(9)
+        for choosing, scored in ((order[:4], order[4:]), (order[4:], order[:4])):
+            best = max(rules, key=lambda rule: np.mean([rules[rule][task] for task in choosing]))
+            counts[best] += 1
+            for task in scored:
+                totals[task] += rules[best][task]
+    assert found.scores == pytest.approx(totals / 30, abs=1e-12)
+    assert found.shares == pytest.approx({rule: count / 60 for rule, count in counts.items() if count})
+
+
+def test_a_task_does_not_choose_for_itself():
+    metric = np.tile([0.0, 1.0, 2.0, 3.0], (6, 1))
+    scores = np.tile([0.9, 0.5, 0.5, 0.1], (6, 1))  # the smallest is best
+    scores[0] = [0.0, 0.5, 0.5, 1.0]  # but for this task, whose own choice would be the largest
+    found = cross_fitted({"m": metric}, scores, repeats=50)
+    assert found.scores[0] == 0.0
+    assert compared(found.scores, scores).score.value < scores_at(metric, scores, "min").mean() + 1e-12
+
+
+@pytest.mark.parametrize(
+    ("metric", "scores", "message"),
+    [
+        (np.zeros((2, 5)), np.zeros((2, 4)), r"two tables \(tasks, layers\) alike, got shapes \(2, 5\) and \(2, 4\)"),
+        (np.full((2, 5), np.nan), np.zeros((2, 5)), "finite values"),
+    ],
+)
+def test_tables_that_do_not_fit_are_refused(metric, scores, message):
+    with pytest.raises(ValueError, match=message):
+        layer_correlations(metric, scores)
+    with pytest.raises(ValueError, match=message):
+        selection(metric, scores, "min")
+
+
+def test_too_few_layers_and_constant_curves_are_refused():
+    with pytest.raises(UndefinedError, match="at least 4 layers, got 3"):
+        layer_correlations(*(table[:, :3] for table in curves()))
+    with pytest.raises(UndefinedError, match="constant over the layers of every task"):
+        layer_correlations(np.ones((3, 5)), curves(3, 5)[1])
+    with pytest.raises(ValueError, match="at least 4 tasks, half of them to choose, got 3"):
+        cross_fitted({"m": curves(3)[0]}, curves(3)[1])
+    with pytest.raises(ValueError, match="direction to be one of 'min', 'max', got 'least'"):
+        extreme_layers(curves()[0], "least")  # pyright: ignore[reportArgumentType]

@@ -1,0 +1,77 @@
+"""Made-up measurements of embedding tasks layer by layer, and of metrics on each task's texts."""
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import numpy as np
+
+from lit_layers import records
+from lit_layers.records import Measurement, Record
+
+DOMAINS = {
+    "Banking77Classification": "classification",
+    "EmotionClassification": "classification",
+    "BIOSSES": "sts",
+    "STS12": "sts",
+    "SICK-R": "sts",
+    "TwentyNewsgroupsClustering": "clustering",
+}
+TASKS = tuple(DOMAINS)
+
+
+def tables(
+    layers: int, *, tasks: Sequence[str] = TASKS, seed: int = 0, sign: float = -1.0
+) -> tuple[np.ndarray, np.ndarray]:
+    """A metric (tasks, layers + 1) and scores that follow it, up or down, with noise of their own."""
+    rng = np.random.default_rng(seed)
+    metric = rng.normal(size=(len(tasks), layers + 1)).cumsum(1)
+    return metric, 0.5 + 0.05 * (sign * metric + rng.normal(size=metric.shape))
+
+
+def add(
+    root: Path,
+    run: str,
+    step: int | None,
+    *,
+    scores: np.ndarray | None = None,
+    metric: np.ndarray | None = None,
+    tasks: Sequence[str] = TASKS,
+    states: str = "normed",
+    metric_states: str | None = "normed",
+    name: str = "prompt_entropy",
+    analysis: str = "representation",
+    tags: Mapping[str, str | int | float] | None = None,
+    provenance: Mapping[str, object] | None = None,
+) -> Path:
+    """Appends a score a layer of each task, and a metric a layer on each task's texts; returns the folder."""
+
+    def write(name: str, found: list[Record]) -> None:
+        records.append(
+            root / "measurements.jsonl",
+            Measurement(
+                run=run,
+                step=step,
+                tokens=None if step is None else 1000 * step,
+                analysis=name,
+                records=found,
+                seconds=0.1,
+                provenance=dict(provenance or {}),
+            ),
+        )
+
+    for row, task in enumerate(tasks):
+        if scores is not None:
+            own = {"task": task, "domain": DOMAINS[task], "score": f"of_{task}", "pooling": "mean", "states": states}
+            write(f"mteb/{task}", _per_layer("main_score", scores[row], own))
+        if metric is not None:
+            own = dict(tags or {}) | ({} if metric_states is None else {"states": metric_states})
+            write(f"{analysis}/{task}", _per_layer(name, metric[row], own))
+    return root
+
+
+def _per_layer(name: str, values: np.ndarray, tags: Mapping[str, str | int | float]) -> list[Record]:
+    return [
+        Record(metric=name, value=float(value), layer=layer, tags=dict(tags))
+        for layer, value in enumerate(values)
+        if np.isfinite(value)
+    ]

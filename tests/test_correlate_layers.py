@@ -1,0 +1,455 @@
+"""Metrics against task scores over layers: what is read, what is refused, what is said, and the published numbers."""
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pandas as pd
+import pytest
+
+pytest.importorskip("plotly")
+
+from lit_layers import records
+from lit_layers.cli import main as cli
+from lit_layers.correlate.over_layers import correlate_layers, read_layers
+from lit_layers.correlate.over_layers.wanted import Wanted, split
+from lit_layers.correlate.over_layers.writing import write
+from lit_layers.errors import InputError
+from lit_layers.records import Measurement, Record
+from tests.support.layer_scores import TASKS, add, tables
+
+
+def one_model(root: Path, layers: int = 8, **options) -> tuple[Path, np.ndarray, np.ndarray]:
+    metric, scores = tables(layers)
+    return add(root / "runs", "org/model", None, scores=scores, metric=metric, **options), metric, scores
+
+
+def series(root: Path, count: int = 3) -> Path:
+    for number in range(count):
+        metric, scores = tables(5 + number, seed=number, sign=1.0 if number == count - 1 else -1.0)
+        add(root / f"m{number}", f"org/m{number}", None, scores=scores, metric=metric)
+    return root
+
+
+# ------------------------------------------------------------------------------------------------ what is asked for
+
+
+def test_a_metric_is_written_with_its_analysis_and_tags():
+    assert split("prompt_entropy[a=1,b=x], lidar ,r/d[c=2]") == ["prompt_entropy[a=1,b=x]", "lidar", "r/d[c=2]"]
+    wanted = Wanted.of("representation/prompt_entropy[normalization=raw, drop_first=1, texts=common]")
+    assert (wanted.analysis, wanted.name, wanted.texts) == ("representation", "prompt_entropy", "common")
+    assert wanted.tags == {"normalization": "raw", "drop_first": "1"}
+    assert wanted.fits({"normalization": "raw", "drop_first": 1})
+    assert not wanted.fits({"normalization": "raw"})
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("a[b", "expected NAME, ANALYSIS/NAME or NAME.tag=value"),
+        ("a[b]", "expected tag=value between the brackets of 'a.b.', got 'b'"),
+        ("a[texts=all]", "texts=task or texts=common"),
+    ],
+)
+def test_another_form_of_a_metric_is_refused(text, message):
+    with pytest.raises(InputError, match=message):
+        Wanted.of(text)
+
+
+# ------------------------------------------------------------------------------------------------ what is read
+
+
+def test_each_task_s_metric_is_paired_with_its_scores(tmp_path):
+    root, metric, scores = one_model(tmp_path)
+    found = read_layers([root], metrics=["prompt_entropy"], scores="mteb")
+    (model,) = found.models
+    tasks, x, y = model.tables("prompt_entropy", found.first_layer)
+    assert tasks == [*TASKS]
+    assert np.array_equal(x, metric[:, 1:])
+    assert np.array_equal(y, scores[:, 1:])
+    assert (model.name, model.step, model.num_layers, found.states) == ("model", None, 8, "normed")
+    assert model.domains["STS12"] == "sts"
+
+
+def test_layer_0_is_apart_unless_asked_for(tmp_path):
+    metric, scores = tables(6)
+    metric[:, 0] = np.nan
+    root = add(tmp_path, "m", None, scores=scores, metric=metric)
+    assert read_layers([root], metrics=["prompt_entropy"], scores="mteb").first_layer == 1
+    with pytest.raises(InputError, match="no prompt_entropy at layer 0"):
+        read_layers([root], metrics=["prompt_entropy"], scores="mteb", with_layer_0=True)
+
+
+def test_a_metric_of_a_common_corpus_pairs_with_every_task(tmp_path):
+    root, *_ = one_model(tmp_path)
+    common = np.arange(9.0) ** 2
+    own = [Record(metric="lidar", value=v, layer=layer, tags={"states": "normed"}) for layer, v in enumerate(common)]
+    measured = Measurement(run="org/model", step=None, tokens=None, analysis="invariance", records=own, seconds=0)
+    records.append(root / "measurements.jsonl", measured)
+    found = read_layers([root], metrics=["lidar", "prompt_entropy"], scores="mteb")
+    _, x, _ = found.models[0].tables("lidar", 1)
+    assert np.array_equal(x, np.tile(common[1:], (len(TASKS), 1)))
+    assert found.common == ["lidar"]
+
+
+def test_where_both_were_measured_the_tasks_own_texts_come_first(tmp_path):
+    root, metric, _ = one_model(tmp_path)
+    own = [
+        Record(metric="prompt_entropy", value=9.0 + layer, layer=layer, tags={"states": "normed"}) for layer in range(9)
+    ]
+    measured = Measurement(run="org/model", step=None, tokens=None, analysis="representation", records=own, seconds=0)
+    records.append(root / "measurements.jsonl", measured)
+    names = ["representation/prompt_entropy", "prompt_entropy[texts=common]"]
+    model = read_layers([root], metrics=names, scores="mteb").models[0]
+    assert np.array_equal(model.tables(names[0], 0)[1], metric)
+    assert np.array_equal(model.tables(names[1], 0)[1][3], 9.0 + np.arange(9))
+
+
+def test_the_last_step_that_has_both_counts_or_the_one_asked_for(tmp_path):
+    for step in (0, 10, 20):
+        metric, scores = tables(6, seed=step)
+        add(tmp_path, "m", step, scores=scores, metric=metric if step < 20 else None)
+    found = read_layers([tmp_path], metrics=["prompt_entropy"], scores="mteb")
+    assert found.models[0].step == 10
+    found = read_layers([tmp_path], metrics=["prompt_entropy"], scores="mteb", step=0)
+    assert np.array_equal(found.models[0].scores["BIOSSES"], tables(6, seed=0)[1][2])
+    with pytest.raises(InputError, match="no scores and metrics at step 20"):
+        read_layers([tmp_path], metrics=["prompt_entropy"], scores="mteb", step=20)
+
+
+def test_tasks_that_lack_a_layer_are_left_out_with_the_reason(tmp_path):
+    metric, scores = tables(8)
+    metric[1, 3], scores[2, 5] = np.nan, np.nan
+    root = add(tmp_path, "m", None, scores=scores, metric=metric)
+    deeper = np.concatenate([metric[3:4], metric[3:4, :1]], axis=1)
+    add(root, "m", None, metric=deeper, tasks=TASKS[3:4])
+    found = read_layers([root], metrics=["prompt_entropy"], scores="mteb")
+    assert found.models[0].left_out["prompt_entropy"] == {
+        TASKS[1]: "no prompt_entropy at layer 3",
+        TASKS[2]: "no score at layer 5",
+        TASKS[3]: "prompt_entropy has layers up to 9, the score up to 8",
+    }
+    findings = correlate_layers(found, resamples=100)
+    assert set(findings.models[0].metrics[0].left_out) == {*TASKS[1:4]}
+
+
+def test_metric_and_score_of_two_conventions_are_refused(tmp_path):
+    root, *_ = one_model(tmp_path, metric_states=None)
+    with pytest.raises(InputError, match="was measured on states resid, the scores of org/model on normed"):
+        read_layers([root], metrics=["prompt_entropy"], scores="mteb")
+    root, *_ = one_model(tmp_path / "released", metric_states=None, tags={"preset": "released_code"})
+    with pytest.raises(InputError, match="was measured on states hf, the scores"):
+        read_layers([root], metrics=["prompt_entropy"], scores="mteb")
+
+
+def test_of_several_conventions_the_scores_own_is_taken(tmp_path):
+    root, metric, _ = one_model(tmp_path)
+    add(root, "org/model", None, metric=metric + 5, metric_states=None, analysis="representation_resid")
+    found = read_layers([root], metrics=["representation/prompt_entropy"], scores="mteb")
+    assert np.array_equal(found.models[0].tables("representation/prompt_entropy", 0)[1], metric)
+    with pytest.raises(
+        InputError, match="in more than one analysis: representation/prompt_entropy, representation_resid"
+    ):
+        read_layers([root], metrics=["prompt_entropy"], scores="mteb")
+
+
+def test_several_variants_are_refused_and_the_plainest_is_none(tmp_path):
+    metric, scores = tables(6)
+    own = [
+        Record(metric="m", value=float(value) + k, layer=layer, tags={"k": k, "states": "normed"})
+        for k in (3, 12)
+        for layer, value in enumerate(metric[0])
+    ]
+    add(tmp_path, "r", None, scores=scores)
+    for task in TASKS:
+        measured = Measurement(run="r", step=None, tokens=None, analysis=f"a/{task}", records=own, seconds=0)
+        records.append(tmp_path / "measurements.jsonl", measured)
+    with pytest.raises(InputError, match=r"m of r has 2 variants \(k = 3; k = 12\): choose one, e.g. m\[k=3\]"):
+        read_layers([tmp_path], metrics=["m"], scores="mteb")
+    found = read_layers([tmp_path], metrics=["m[k=12]"], scores="mteb")
+    assert np.array_equal(found.models[0].tables("m[k=12]", 0)[1][0], metric[0] + 12)
+    assert found.titles == {"m[k=12]": "M, k = 12"}
+
+
+@pytest.mark.parametrize(
+    ("metrics", "scores", "message"),
+    [
+        (["promt_entropy"], "mteb", "metrics: no model has 'promt_entropy' per layer; did you mean .*prompt_entropy"),
+        (["prompt_entropy"], "mtb", "scores: no model has 'mtb' per layer"),
+        (["prompt_entropy"] * 2, "mteb", "expected every metric once, got prompt_entropy twice"),
+        (["prompt_entropy"], "scores.csv", "scores.csv does not exist"),
+    ],
+)
+def test_what_there_is_not_is_refused(tmp_path, metrics, scores, message):
+    root, *_ = one_model(tmp_path)
+    with pytest.raises(InputError, match=message):
+        read_layers([root], metrics=metrics, scores=scores)
+
+
+def test_a_metric_that_leaves_its_normalization_unsaid_is_raw(tmp_path):
+    metric, scores = tables(6)
+    add(tmp_path, "m", None, scores=scores)
+    for task, row in zip(TASKS, metric, strict=True):
+        own = [
+            Record(metric="dime", value=float(value) + shift, layer=layer, tags={"states": "normed", **tags})
+            for shift, tags in ((0, {}), (9, {"normalization": "logD"}))
+            for layer, value in enumerate(row)
+        ]
+        measured = Measurement(run="m", step=None, tokens=None, analysis=f"invariance/{task}", records=own, seconds=0)
+        records.append(tmp_path / "measurements.jsonl", measured)
+    names = ["dime", "dime[normalization=raw]", "dime[normalization=logD]"]
+    model = read_layers([tmp_path], metrics=names, scores="mteb").models[0]
+    for name, shift in zip(names, (0, 0, 9), strict=True):
+        assert np.allclose(model.tables(name, 0)[1], metric + shift)
+
+
+def test_models_too_shallow_for_a_correlation_are_left_out(tmp_path):
+    metric, scores = tables(3)
+    add(tmp_path / "shallow", "shallow", None, scores=scores, metric=metric)
+    root, *_ = one_model(tmp_path)
+    found = read_layers([root, tmp_path / "shallow"], metrics=["prompt_entropy"], scores="mteb")
+    assert found.left_out == {"shallow": "3 layers, expected at least 4"}
+
+
+def test_suspect_checkpoints_are_not_read(tmp_path):
+    metric, scores = tables(6)
+    for step, verdict in ((1, "clean"), (2, "suspect: equal to the final step")):
+        add(tmp_path, "m", step, scores=scores + step, metric=metric, provenance={"audit": verdict})
+    assert read_layers([tmp_path], metrics=["prompt_entropy"], scores="mteb").models[0].step == 1
+
+
+def test_published_tables_are_read_from_files(tmp_path):
+    metric, scores = tables(5)
+    rows = [(task, layer) for task in TASKS for layer in range(6)]
+    own = {"model": "org/a", "task": [t for t, _ in rows], "layer": [layer for _, layer in rows]}
+    frame = pd.DataFrame({**own, "score": scores.ravel(), "domain": "d"})
+    frame.to_csv(tmp_path / "scores.csv", index=False)
+    pd.DataFrame({**own, "model": "a", "lidar": metric.ravel()}).to_parquet(tmp_path / "wide.parquet")
+    long = pd.DataFrame({**own, "metric": "lidar", "value": metric.ravel(), "variant": "raw"})
+    pd.concat([long, long.assign(variant="logN", value=0.0)]).to_csv(tmp_path / "long.csv", index=False)
+    asked = {"wide.parquet": "lidar", "long.csv": "lidar[variant=raw]"}
+    for file, name in asked.items():
+        options = {"scores": str(tmp_path / "scores.csv"), "metrics_file": tmp_path / file}
+        (model,) = read_layers([], metrics=[name], **options).models
+        assert np.allclose(model.tables(name, 0)[1], metric)
+        assert np.allclose(model.tables(name, 0)[2], scores)
+    with pytest.raises(InputError, match="more than one lidar of org/a, Banking77Classification, layer 0"):
+        read_layers([], metrics=["lidar"], scores=str(tmp_path / "scores.csv"), metrics_file=tmp_path / "long.csv")
+    with pytest.raises(InputError, match="has no column 'dime'"):
+        read_layers([], metrics=["dime"], scores=str(tmp_path / "scores.csv"), metrics_file=tmp_path / "wide.parquet")
+    with pytest.raises(InputError, match="expected run folders, or files of both"):
+        read_layers([], metrics=["lidar"], scores=str(tmp_path / "scores.csv"))
+
+
+def test_scores_of_a_file_meet_metrics_of_runs(tmp_path):
+    root, metric, scores = one_model(tmp_path)
+    rows = [("model", task, layer, scores[n, layer]) for n, task in enumerate(TASKS) for layer in range(9)]
+    frame = pd.DataFrame(rows, columns=["model", "task", "layer", "score"])
+    frame.to_csv(tmp_path / "scores.csv", index=False)
+    found = read_layers([root], metrics=["prompt_entropy"], scores=str(tmp_path / "scores.csv"))
+    assert np.allclose(found.models[0].tables("prompt_entropy", 0)[1], metric)
+    frame.assign(states="resid").to_csv(tmp_path / "scores.csv", index=False)
+    with pytest.raises(InputError, match="measured on states normed, the scores of org/model on resid"):
+        read_layers([root], metrics=["prompt_entropy"], scores=str(tmp_path / "scores.csv"))
+
+
+# ------------------------------------------------------------------------------------------------ what is said
+
+
+def test_with_one_model_both_directions_are_told_and_halves_of_the_tasks_choose(tmp_path):
+    root, metric, scores = one_model(tmp_path)
+    found = correlate_layers(read_layers([root], metrics=["prompt_entropy"], scores="mteb"), resamples=100)
+    (model,) = found.models
+    rules = [choice.rule for choice in model.choices]
+    assert rules == ["min", "max", "cross-fitted"]
+    assert [choice.is_chosen for choice in model.choices] == [False, False, True]
+    expected = np.mean([row[1:][own[1:].argmin()] for own, row in zip(metric, scores, strict=True)])
+    assert model.choices[0].result.score.value == pytest.approx(expected)
+    assert model.choices[2].shares == {"min": 1.0}, "scores fall with this metric, in every half"
+    assert "random halves of the tasks" in found.basis
+
+
+def test_with_several_models_the_others_choose_the_direction(tmp_path):
+    found = correlate_layers(read_layers([series(tmp_path)], metrics=["prompt_entropy"], scores="mteb"), resamples=100)
+    chosen = {m.model: [c.rule for c in m.choices if c.is_chosen] for m in found.models}
+    gains = {m.model: {c.rule: c.result.score.value for c in m.choices} for m in found.models}
+    for name, rule in chosen.items():
+        others = {d: sum(own[d] for other, own in gains.items() if other != name) for d in ("min", "max")}
+        assert rule == [max(others, key=lambda d: others[d])]
+    assert chosen["m2"] == ["min"], "its own scores would choose the largest"
+    assert gains["m2"]["max"] > gains["m2"]["min"]
+    assert "leave one model out" in found.basis
+
+
+def test_the_metric_is_picked_on_the_other_models_too(tmp_path):
+    for number in range(3):
+        metric, scores = tables(6, seed=number)
+        root = add(tmp_path / f"m{number}", f"m{number}", None, scores=scores, metric=metric)
+        noise = np.random.default_rng(number).normal(size=metric.shape)
+        add(root, f"m{number}", None, metric=noise, name="lidar", analysis="invariance")
+    metrics = ["lidar", "prompt_entropy"]
+    found = correlate_layers(read_layers([tmp_path], metrics=metrics, scores="mteb"), resamples=100)
+    picked = [choice for model in found.models for choice in model.choices if choice.metric is None]
+    assert [choice.rule for choice in picked] == ["min prompt_entropy"] * 3
+
+
+def test_the_command_writes_numbers_page_and_pictures(tmp_path, capsys):
+    root = series(tmp_path / "runs")
+    out = tmp_path / "out"
+    command = ["correlate", str(root), "--metrics", "prompt_entropy", "--scores", "mteb", "--out", str(out)]
+    assert cli.main([*command, "--resamples", "100"]) == 0
+    told = capsys.readouterr().out
+    assert "per_task_mean" in told
+    assert "of_task_means" in told
+    assert "random walks" in told
+    assert "leave one model out" in told
+    names = {"layers.html", "layers.json", "correlations.csv", "selection.csv", "curves.csv", "depth.png"}
+    names |= {"correlations.png", "selection.png", "scatter_m0.png", "scatter_m1.png", "scatter_m2.png"}
+    assert {path.name for path in out.iterdir()} == names
+    table = pd.read_csv(out / "correlations.csv")
+    assert len(table) == 3 * 6
+    assert not any(column == "p" or column.startswith("p_") for column in table.columns), "no p values over layers"
+    assert table.loc[table["coefficient"] == "distance_correlation", "null_noise"].notna().all()
+    numbers = json.loads((out / "layers.json").read_text())
+    assert numbers["models"][0]["metrics"][0]["tasks"] == [*TASKS]
+    page = (out / "layers.html").read_text()
+    for text in ("per_task_mean", "of_task_means", "random walks", "Best per task", "no method has them"):
+        assert text in page
+    assert len(pd.read_csv(out / "curves.csv")) == sum((5 + n + 1) * len(TASKS) for n in range(3))
+
+
+def test_the_page_tells_which_tasks_are_left_out(tmp_path):
+    metric, scores = tables(8)
+    metric[1, 3] = np.nan
+    found = read_layers(
+        [add(tmp_path / "r", "<m>", None, scores=scores, metric=metric)], metrics=["prompt_entropy"], scores="mteb"
+    )
+    write(found, correlate_layers(found, resamples=100), tmp_path / "out")
+    page = (tmp_path / "out" / "layers.html").read_text()
+    assert "EmotionClassification (no prompt_entropy at layer 3)" in page
+    assert "<m>" not in page
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (
+            ["--metrics", "a", "--score", "b"],
+            "--score belongs to a correlation over models, --metrics to one over layers",
+        ),
+        (["--scores", "mteb", "--metric", "b"], "--metric belongs to a correlation over models"),
+        (["--metrics", "a", "--scores", "mteb", "--take", "highest"], "--take belongs to a correlation over models"),
+        (["--metrics", "a"], "scores: expected --scores"),
+        (["--scores", "mteb"], "metrics: expected --metrics"),
+        (["--metrics", "a", "--scores", "mteb", "--resamples", "9"], "resamples: expected at least 100, got 9"),
+        (["x.csv", "--metrics", "a", "--scores", "mteb"], "give files as --scores and --metrics-file"),
+    ],
+)
+def test_the_options_of_the_two_modes_do_not_mix(arguments, message, capsys):
+    assert cli.main(["correlate", "runs", *arguments]) == 2
+    assert message in capsys.readouterr().err
+
+
+# ------------------------------------------------------------------------------------------------ published numbers
+
+DATASETS = {
+    "amazon_counterfactual": "AmazonCounterfactualClassification",
+    "amazon_massive_intent": "MassiveIntentClassification",
+    "amazon_massive_scenario": "MassiveScenarioClassification",
+    "amazon_reviews_multi": "AmazonReviewsClassification",
+    "arxiv-clustering-s2s": "ArxivClusteringS2S",
+    "askubuntudupquestions-reranking": "AskUbuntuDupQuestions",
+    "banking77": "Banking77Classification",
+    "biorxiv-clustering-s2s": "BiorxivClusteringS2S",
+    "biosses-sts": "BIOSSES",
+    "emotion": "EmotionClassification",
+    "medrxiv-clustering-s2s": "MedrxivClusteringS2S",
+    "mind_small": "MindSmallReranking",
+    "mtop_domain": "MTOPDomainClassification",
+    "mtop_intent": "MTOPIntentClassification",
+    "reddit-clustering": "RedditClustering",
+    "scidocs-reranking": "SciDocsRR",
+    "sickr-sts": "SICK-R",
+    "stackexchange-clustering": "StackExchangeClustering",
+    "stackoverflowdupquestions-reranking": "StackOverflowDupQuestions",
+    "sts12-sts": "STS12",
+    "sts13-sts": "STS13",
+    "sts14-sts": "STS14",
+    "sts15-sts": "STS15",
+    "sts16-sts": "STS16",
+    "sts17-crosslingual-sts": "STS17",
+    "stsbenchmark-sts": "STSBenchmark",
+    "toxic_conversations_50k": "ToxicConversationsClassification",
+    "tweet_sentiment_extraction": "TweetSentimentExtractionClassification",
+    "twentynewsgroups-clustering": "TwentyNewsgroupsClustering",
+}
+# Skean et al., stored results of Pythia-410m, layers 0 to 24: tasks, then dCor, rho, tau in both forms.
+PUBLISHED = {
+    "dime": (29, (0.662, -0.430, -0.300), (0.878, -0.721, -0.553)),
+    "infonce": (29, (0.651, 0.404, 0.277), (0.817, 0.604, 0.453)),
+    "lidar": (29, (0.658, -0.396, -0.264), (0.868, -0.405, -0.240)),
+    "entropy_dataset": (24, (0.649, -0.490, -0.356), (0.853, -0.539, -0.340)),
+    "entropy_sentence": (24, (0.664, -0.473, -0.335), (0.834, -0.598, -0.413)),
+}
+# Score x 100 at the layers chosen, and at the last layer, over the same tasks.
+SELECTED = {
+    ("dime", "min"): (48.60, 46.51),
+    ("infonce", "min"): (46.88, 46.51),
+    ("infonce", "max"): (49.48, 46.51),
+    ("lidar", "min"): (48.75, 46.51),
+    ("entropy_dataset", "min"): (45.62, 43.16),
+}
+
+
+@pytest.fixture(scope="module")
+def stored(realdata, tmp_path_factory) -> tuple[Path, Path]:
+    """The stored results as the two tables that the command takes: test split, English subsets."""
+    folder = realdata / "layerwise_reference"
+    if not folder.is_dir():
+        pytest.skip(f"no layerwise_reference in {realdata}")
+    scores = pd.read_parquet(folder / "mteb_layer_scores.parquet")
+    kept = (scores["family"] == "Pythia") & (scores["revision"] == "main") & (scores["split"] == "test")
+    scores = scores[kept & (scores["size"] == "410m") & scores["subset"].isin(["default", "en", "en-ext", "en-en"])]
+    scores = scores.groupby(["task", "layer"])["main_score"].mean().rename("score").reset_index()
+    metrics = pd.read_parquet(folder / "representation_metrics.parquet")
+    kept = (metrics["family"] == "Pythia") & (metrics["revision"] == "main") & (metrics["size"] == "410m")
+    metrics = metrics[kept & metrics["dataset"].str.endswith("/test")]
+    tasks = metrics["dataset"].str.removeprefix("mteb/").str.removesuffix("/test").map(DATASETS)
+    metrics = metrics.assign(task=tasks, model="pythia-410m").dropna(subset=["task", "value"])
+    out = tmp_path_factory.mktemp("stored")
+    scores.assign(model="pythia-410m").to_csv(out / "scores.csv", index=False)
+    metrics[["model", "task", "layer", "metric", "variant", "value"]].to_parquet(out / "metrics.parquet")
+    return out / "scores.csv", out / "metrics.parquet"
+
+
+@pytest.mark.realdata
+def test_the_stored_results_of_pythia_410m_give_the_published_correlations_and_selections(stored):
+    scores, metrics = stored
+    names = {f"{name}[variant=raw]": name for name in PUBLISHED}
+    found = read_layers([], metrics=[*names], scores=str(scores), metrics_file=metrics, with_layer_0=True)
+    assert len(found.models[0].scores) == 32
+    findings = correlate_layers(found, resamples=200)
+    (model,) = findings.models
+    assert (model.num_layers, model.null.noise, model.null.walk) == (
+        24,
+        pytest.approx(0.34, abs=0.01),
+        pytest.approx(0.54, abs=0.01),
+    )
+    for one in model.metrics:
+        tasks, *forms = PUBLISHED[names[one.metric]]
+        assert len(one.tasks) == tasks
+        assert {"SprintDuplicateQuestions", "TwitterSemEval2015", "TwitterURLCorpus"} <= {*one.left_out}
+        for form, expected in zip(("per_task_mean", "of_task_means"), forms, strict=True):
+            own = [found.estimate.value for found in one.correlations if found.form == form]
+            assert own == pytest.approx(expected, abs=6e-4)
+    own = {(names[c.metric], c.rule): c.result for c in model.choices if c.metric is not None}
+    for rule, (score, last) in SELECTED.items():
+        assert 100 * own[rule].score.value == pytest.approx(score, abs=0.006)
+        assert 100 * own[rule].last.value == pytest.approx(last, abs=0.006)
+    assert own["dime", "min"].best_layer == 17
+    whole = np.stack(list(found.models[0].scores.values())).mean(0)
+    assert (whole.argmax(), 100 * whole.max(), 100 * whole[-1]) == (
+        17,
+        pytest.approx(51.92, abs=0.006),
+        pytest.approx(46.82, abs=0.006),
+    )

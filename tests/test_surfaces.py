@@ -1,0 +1,257 @@
+"""Metrics over steps and layers: which cell holds what, best layers, and means over tasks that are everywhere."""
+
+import math
+from pathlib import Path
+
+import numpy as np
+import pandas as pd
+import pytest
+
+pytest.importorskip("plotly")
+
+from lit_layers import plots, records
+from lit_layers.errors import InputError
+from lit_layers.plots.surfaces import MISSING, VIRIDIS, read_surface
+from lit_layers.records import Measurement, Record
+from lit_layers.report import write_report
+from lit_layers.report.layer_pictures import write_pictures
+from tests.support.layer_scores import DOMAINS, TASKS, add
+
+STEPS = (0, 1, 8, 512)
+
+
+def values(steps: int, layers: int, tasks: int, seed: int = 0) -> np.ndarray:
+    return np.random.default_rng(seed).uniform(0.2, 0.8, size=(steps, tasks, layers + 1))
+
+
+def series(root: Path, *, layers: int = 4, absent: tuple[tuple[int, str], ...] = (), **options) -> np.ndarray:
+    """Scores of all tasks at four steps, without those of some (step, task)."""
+    found = values(len(STEPS), layers, len(TASKS))
+    for number, step in enumerate(STEPS):
+        there = [n for n, task in enumerate(TASKS) if (step, task) not in absent]
+        add(root, "series", step, scores=found[number][there], tasks=[TASKS[n] for n in there], **options)
+    return found
+
+
+def table(root: Path) -> pd.DataFrame:
+    return records.frame(root / "measurements.jsonl")
+
+
+def means(root: Path) -> pd.DataFrame:
+    return plots.with_task_means(table(root)).frame
+
+
+# ------------------------------------------------------------------------------------------------ means over tasks
+
+
+def test_means_are_over_tasks_with_equal_weights_and_of_each_domain(tmp_path):
+    scores = series(tmp_path)
+    found = plots.with_task_means(table(tmp_path))
+    frame = found.frame
+    assert set(frame["analysis"]) == {"mteb/mean_over_tasks"}
+    whole = frame[frame["domain"].isna()].sort_values(["step", "layer"])
+    assert np.allclose(whole["value"], scores.mean(1).ravel())
+    assert set(whole["n"]) == {len(TASKS)}
+    sts = frame[frame["domain"] == "sts"].sort_values(["step", "layer"])
+    rows = [n for n, task in enumerate(TASKS) if DOMAINS[task] == "sts"]
+    assert np.allclose(sts["value"], scores[:, rows].mean(1).ravel())
+    assert set(sts["n"]) == {3}
+    assert set(frame["tokens"]) == {1000 * step for step in STEPS}
+    assert found.notes == {"mteb/mean_over_tasks": "Mean over 6 tasks, the same everywhere."}
+
+
+def test_a_task_that_a_step_lacks_is_in_no_mean_and_is_named(tmp_path):
+    scores = series(tmp_path, absent=((8, "BIOSSES"), (512, "STS12")))
+    found = plots.with_task_means(table(tmp_path))
+    kept = [n for n, task in enumerate(TASKS) if task not in ("BIOSSES", "STS12")]
+    whole = found.frame[found.frame["domain"].isna()].sort_values(["step", "layer"])
+    assert np.allclose(whole["value"], scores[:, kept].mean(1).ravel()), "also at the steps that have it"
+    assert found.notes["mteb/mean_over_tasks"] == (
+        "Mean over 4 tasks, those measured everywhere. In no mean: BIOSSES (not at step 8); STS12 (not at step 512)."
+    )
+
+
+def test_a_task_that_lacks_a_layer_is_in_no_mean(tmp_path):
+    scores = values(1, 4, len(TASKS))[0]
+    scores[2, 3] = math.nan
+    for step in (1, 2):
+        add(tmp_path, "r", step, scores=scores)
+    whole = means(tmp_path)
+    whole = whole[whole["domain"].isna() & (whole["step"] == 2)]
+    assert np.allclose(whole["value"], np.delete(scores, 2, axis=0).mean(0))
+
+
+def test_models_side_by_side_have_means_over_tasks_that_all_have(tmp_path):
+    scores = values(2, 4, len(TASKS))
+    add(tmp_path, "a", None, scores=scores[0])
+    add(tmp_path, "b", None, scores=scores[1][:4], tasks=TASKS[:4])
+    found = plots.with_task_means(table(tmp_path))
+    whole = found.frame[found.frame["domain"].isna()]
+    for row, run in enumerate("ab"):
+        assert np.allclose(whole[whole["run"] == run]["value"], scores[row, :4].mean(0))
+    assert "SICK-R, TwentyNewsgroupsClustering (not of model b)" in found.notes["mteb/mean_over_tasks"]
+
+
+def test_a_metric_measured_at_fewer_steps_keeps_its_tasks(tmp_path):
+    series(tmp_path)
+    metric = values(1, 4, len(TASKS), seed=3)[0]
+    add(tmp_path, "series", 512, metric=metric)
+    found = means(tmp_path)
+    own = found[found["analysis"] == "representation/mean_over_tasks"]
+    assert np.allclose(own["value"], metric.mean(0))
+
+
+def test_one_task_alone_and_other_analyses_stay_as_they_are(tmp_path):
+    add(tmp_path, "r", 1, scores=values(1, 4, 1)[0], tasks=TASKS[:1])
+    add(tmp_path, "r", 1, metric=values(1, 4, 2)[0], tasks=TASKS[:2], name="accuracy", analysis="probe")
+    frame = table(tmp_path)
+    assert plots.with_task_means(frame).frame is frame
+
+
+def test_the_verdict_of_an_audit_stays_with_the_means(tmp_path):
+    scores = values(1, 4, len(TASKS))[0]
+    for step, verdict in ((1, "clean"), (2, "suspect: equal to the final step"), (3, "clean")):
+        add(tmp_path, "r", step, scores=scores, provenance={"audit": verdict})
+    frame = means(tmp_path)
+    with pytest.raises(InputError, match="suspect step 2"):
+        plots.layer_surface(frame, "main_score")
+    assert plots.layer_surface(frame, "main_score", allow_suspect=True).data[0].z[4][1] is not None
+
+
+# ------------------------------------------------------------------------------------------------ surfaces
+
+
+def test_a_cell_is_a_layer_of_a_step(tmp_path):
+    scores = series(tmp_path)
+    fig = plots.layer_surface(means(tmp_path), "main_score")
+    heat = fig.data[0]
+    assert np.allclose(heat.z, scores.mean(1).T, rtol=1e-3)
+    assert list(heat.y) == [0, 1, 2, 3, 4]
+    assert heat.text[3][2] == "step 8 · 8,000 tokens<br>layer 3"
+    assert [color for _, color in heat.colorscale] == VIRIDIS
+    assert fig.layout.plot_bgcolor == MISSING
+
+
+def test_steps_lie_at_their_logarithm_with_step_0_apart(tmp_path):
+    series(tmp_path)
+    fig = plots.layer_surface(means(tmp_path), "main_score")
+    x = list(fig.data[0].x)
+    assert x[1:] == pytest.approx(np.log10([2, 9, 513]), abs=1e-4)
+    divider = next(shape for shape in fig.layout.shapes if shape.xref != "paper")
+    assert x[0] < divider.x0 < x[1]
+    assert divider.x0 == pytest.approx((x[0] + x[1]) / 2, abs=1e-4), "where the cells meet"
+    left, right = fig.layout.xaxis.range
+    assert left == pytest.approx(x[0] - (x[1] - x[0]) / 2, abs=1e-3), "whole cells at the ends"
+    assert right == pytest.approx(x[3] + (x[3] - x[2]) / 2, abs=1e-3)
+
+
+def test_what_was_not_measured_is_blank_and_not_bridged(tmp_path):
+    found = values(1, 3, 1)[0][0]
+    rows = [Record(metric="lidar", value=v, layer=n) for n, v in enumerate(found)]
+    for step in (1, 4, 16):
+        own = rows[:2] + rows[3:] if step == 16 else rows if step == 1 else []
+        measured = Measurement(run="r", step=step, tokens=None, analysis="invariance", records=own, seconds=0)
+        records.append(tmp_path / "measurements.jsonl", measured)
+    fig = plots.layer_surface(table(tmp_path), "lidar", steps=[1, 4, 16])
+    z = np.array([[math.nan if v is None else v for v in row] for row in fig.data[0].z], dtype=float)
+    assert np.isnan(z[:, 1]).all()
+    assert [bool(gap) for gap in np.isnan(z[:, 2])] == [False, False, True, False]
+    assert not fig.data[0].hoverongaps
+
+
+def test_the_best_layer_is_from_1_on_and_the_embedding_is_told_apart(tmp_path):
+    frames = np.array([[0.9, 0.1, 0.3, 0.3], [0.2, 0.1, 0.5, 0.6], [0.2, math.nan, math.nan, math.nan]])
+    for step, row in zip((1, 2, 4), frames, strict=True):
+        add(tmp_path, "r", step, scores=row[None], tasks=TASKS[:1])
+    frame = table(tmp_path)
+    surface = read_surface(frame, "main_score")
+    assert surface.best() == ([2, 3, None], [True, False, True]), "of equal ones the earliest"
+    assert surface.best(higher_is_better=False)[0] == [1, 1, None]
+    fig = plots.best_layers(frame, "main_score")
+    assert list(fig.data[0].y) == [2, 3, None]
+    assert list(fig.data[1].y) == [0, None, 0]
+
+
+def test_a_surface_needs_two_steps_and_layers(tmp_path):
+    add(tmp_path, "r", 1, scores=values(1, 4, 1)[0], tasks=TASKS[:1])
+    with pytest.raises(ValueError, match="no values per layer of at least two steps"):
+        plots.layer_surface(table(tmp_path), "main_score")
+    with pytest.raises(ValueError, match="no rows of metric 'other'"):
+        plots.layer_surface(table(tmp_path), "other")
+
+
+def test_pictures_are_equal_for_equal_numbers(tmp_path):
+    series(tmp_path)
+    frame = means(tmp_path)
+    for name in ("a.svg", "b.svg", "a.png"):
+        plots.write_surface(frame, tmp_path / name, "main_score", analysis="mteb/mean_over_tasks")
+    assert (tmp_path / "a.svg").read_bytes() == (tmp_path / "b.svg").read_bytes()
+    text = (tmp_path / "a.svg").read_text()
+    for part in ("Mteb: mean over tasks", "Optimizer step", "best layer from 1 on"):
+        assert part in text
+    assert (tmp_path / "a.png").stat().st_size > 10_000
+    with pytest.raises(ValueError, match="ends in .png or .svg"):
+        plots.write_surface(frame, tmp_path / "a.pdf", "main_score")
+
+
+# ------------------------------------------------------------------------------------------------ the page
+
+
+def test_the_page_has_one_section_for_all_tasks_and_one_of_surfaces(tmp_path):
+    root = tmp_path / "run"
+    series(root, absent=((8, "BIOSSES"),))
+    for step in STEPS:
+        add(root, "series", step, metric=values(1, 4, len(TASKS), seed=step)[0], tags={"normalization": "raw"})
+    page = write_report(root).read_text()
+    assert "<h2>Mteb: mean over tasks</h2>" in page
+    assert "<h2>Mteb: STS12</h2>" not in page
+    assert "BIOSSES (not at step 8)" in page
+    section = page[page.index("<h2>Layers over steps</h2>") : page.index("<h2>Cost of measuring</h2>")]
+    assert section.count('<article class="metric') == 2
+    choices = [line.split(">")[1].split("<")[0] for line in section.splitlines() if "<option" in line]
+    assert choices == ["all tasks", "classification", "clustering", "sts"]
+
+
+def test_a_run_without_such_analyses_has_no_section_of_surfaces(tmp_path):
+    own = [Record(metric="loss", value=1.0, layer=layer) for layer in range(3)]
+    for step in (1, 2):
+        measured = Measurement(run="r", step=step, tokens=None, analysis="lens", records=own, seconds=0)
+        records.append(tmp_path / "measurements.jsonl", measured)
+    assert "Layers over steps" not in write_report(tmp_path).read_text()
+
+
+def test_the_pictures_of_a_run_hold_surfaces_of_each_domain(tmp_path):
+    series(tmp_path / "run")
+    found = {path.name for path in write_pictures(tmp_path / "run", tmp_path / "out") if path.suffix == ".svg"}
+    assert len(found) == 4
+    assert "mteb_mean_over_tasks_main_score.svg" in found
+    assert "mteb_mean_over_tasks_main_score_sts.svg" in found
+
+
+# ------------------------------------------------------------------------------------------------ published numbers
+
+
+@pytest.mark.realdata
+def test_the_best_layers_of_pythia_410m_over_training_are_the_published_ones(realdata, tmp_path):
+    file = realdata / "layerwise_reference" / "mteb_layer_scores.parquet"
+    if not file.is_file():
+        pytest.skip(f"no {file}")
+    scores = pd.read_parquet(file)
+    kept = (scores["family"] == "Pythia") & (scores["size"] == "410m") & (scores["split"] == "test")
+    scores = scores[kept & scores["subset"].isin(["default", "en", "en-ext", "en-en"])]
+    scores["step"] = scores["step"].fillna(143_000).astype(int)
+    mean = scores.groupby(["step", "task", "layer"])["main_score"].mean().reset_index()
+    for (step, task), rows in mean.groupby(["step", "task"]):
+        own = [
+            Record(metric="main_score", value=v, layer=int(n))
+            for n, v in zip(rows["layer"], rows["main_score"], strict=True)
+        ]
+        measured = Measurement(run="r", step=int(step), tokens=None, analysis=f"mteb/{task}", records=own, seconds=0)
+        records.append(tmp_path / "measurements.jsonl", measured)
+    surface = read_surface(means(tmp_path), "main_score")
+    best, beaten = surface.best()
+    at = dict(zip(surface.steps, zip(best, beaten, strict=True), strict=True))
+    assert [at[step][0] for step in (4000, 8000, 16000, 32000, 64000, 128000, 143_000)] == [22, 19, 19, 19, 19, 17, 17]
+    assert [step for step in surface.steps if at[step][1]] == [1, 64, 128, 256, 512, 1000, 2000]
+    ends = [100 * surface.values[layer][-1] for layer in (0, 17, 24)]
+    assert ends == pytest.approx([45.04, 51.92, 46.82], abs=0.006)
