@@ -31,6 +31,7 @@ PRESETS: dict[str, dict[str, Any]] = {
         "unit": False,
         "form": "ntxent",
         "side": "smaller",
+        "alpha2": "frobenius",
     },
     "released_code_later": {
         "states": "hf",
@@ -39,6 +40,7 @@ PRESETS: dict[str, dict[str, Any]] = {
         "unit": False,
         "form": "cross",
         "side": "smaller",
+        "alpha2": "frobenius",
     },
 }
 AT_ONCE = 64  # prompts: 64 x 16 views x 4,096 x 8 B = 34 MB
@@ -218,6 +220,7 @@ class _Options:
     unit: bool
     form: Literal["ntxent", "cross"]
     side: Side
+    alpha2: AtTwo
 
 
 Key = tuple[str, Normalization]  # a metric and how it is normalized
@@ -276,7 +279,7 @@ class _Findings:
         sums = LidarSums()
         for rows in range(0, vectors.shape[1], AT_ONCE):
             sums.update(vectors[:, rows : rows + AT_ONCE].transpose(0, 1))
-        entropy: dict[str, Any] = {"alpha": options.alpha, "alpha2": options.alpha2, "undefined": "nan"}
+        entropy: dict[str, Any] = {"alpha": options.alpha, "alpha2": chosen.alpha2, "undefined": "nan"}
         for normalization in options.normalizations:
             entropy["normalization"] = normalization
             found["lidar", normalization] = sums.value(delta=options.delta, **entropy).item()
@@ -306,17 +309,23 @@ class _Findings:
         metric, normalization = key
         options = self.options
         tags: dict[str, Any] = {} if normalization == "raw" else {"normalization": normalization}
-        names = {"infonce": ("temperature",), "lidar": ("delta",)}.get(metric.split("_")[0], ())
-        names += ("alpha", "alpha2") if metric in ("lidar", "dime") else ()
+        of_metric = {"infonce": ("temperature",), "lidar": ("delta", "num_views"), "dime": ("permutations",)}
+        names = of_metric.get(metric.split("_")[0], ())
+        names += ("share", "max_words", "actions") if "chance" not in metric else ()
+        names += ("alpha",) if metric in ("lidar", "dime") else ()
         if options.preset:
             tags["preset"] = options.preset
         else:
             names += ("states", "pooling", "rescale") if "chance" not in metric else ()
-            names += {"infonce": ("unit", "form"), "dime": ("unit", "side")}.get(metric.split("_")[0], ())
+            names += {"infonce": ("unit", "form"), "lidar": ("alpha2",), "dime": ("unit", "side", "alpha2")}.get(
+                metric.split("_")[0], ()
+            )
         for name in names:
             value = getattr(options, name)
             if value != Invariance.__dataclass_fields__[name].default:
-                tags[name] = int(value) if isinstance(value, bool) else value
+                value = " ".join(value) if isinstance(value, tuple | list) else value
+                # what begins with num_ is a count, not a variant
+                tags["views" if name == "num_views" else name] = int(value) if isinstance(value, bool) else value
         if undefined := len(options.make().texts[0]) - len(self.kept):
             tags["num_undefined"] = undefined
         return tags

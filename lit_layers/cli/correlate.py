@@ -78,7 +78,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     over_layers = parser.add_argument_group("over layers").add_argument
     over_layers("--metrics", metavar="METRIC,...", help="NAME or ANALYSIS/NAME, with [tag=value,...] for a variant")
-    over_layers("--scores", help="an analysis of tasks, as mteb or mteb/METRIC; or FILE: model, task, layer, score")
+    over_layers("--scores", help="mteb; or FILE: model, task, layer, score")
     over_layers("--metrics-file", type=Path, metavar="FILE", help="of the metrics: model, task, layer, a column each")
     over_layers(
         "--with-layer-0",

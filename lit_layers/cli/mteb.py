@@ -59,7 +59,7 @@ def _one_model(options: argparse.Namespace, sources: "Sources", tasks: "list[Tas
             progress=told,
         )
     errors = [f"{each.analysis}: {each.error}" for each in found if each.error is not None]
-    return _tell(root, tasks, errors, latest_only=True)
+    return _tell(root, tasks, errors, steps=[each.step for each in found])
 
 
 def _series(options: argparse.Namespace, sources: "Sources", tasks: "list[TaskSpec]") -> int:
@@ -132,9 +132,16 @@ def _analyses(
         cache_gb=options.cache_gb,
         store_dtype=options.store_dtype,
         metrics=options.metrics,
-        model_limit=min((config[name] for name in LIMITS if isinstance(config.get(name), int)), default=None),
+        model_limit=_limit(config),
         tell=tell,
     )
+
+
+def _limit(config: Mapping[str, Any]) -> int | None:
+    """How many tokens a model takes; RoBERTa's positions begin behind the number of the padding token."""
+    found = min((config[name] for name in LIMITS if isinstance(config.get(name), int)), default=None)
+    behind = config.get("model_type") in ("roberta", "xlm-roberta", "camembert")
+    return found - config.get("pad_token_id", 1) - 1 if found is not None and behind else found
 
 
 def _tokenizer_of(series: "Series") -> str:
@@ -157,8 +164,8 @@ def _root_of(asked: Path | None, series: "Series", *, alone: bool) -> Path:
     return getattr(series, "root", None) or Path("checkpoints") / name
 
 
-def _tell(root: Path, tasks: "list[TaskSpec]", errors: list[str], *, latest_only: bool = False) -> int:
-    """Prints and writes what the root holds of these tasks; 1 if anything failed."""
+def _tell(root: Path, tasks: "list[TaskSpec]", errors: list[str], *, steps: "list[int | None] | None" = None) -> int:
+    """Prints what the root holds of these tasks (and steps, if some are named), writes all; 1 if anything failed."""
     from rich.console import Console
 
     from lit_layers import records
@@ -167,11 +174,13 @@ def _tell(root: Path, tasks: "list[TaskSpec]", errors: list[str], *, latest_only
 
     file = root / "measurements.jsonl"
     wanted = {spec.analysis for spec in tasks}
-    scored = [each for each in records.read(file) if each.analysis in wanted and each.error is None]
-    if scored:
-        frame = records.frame([each for each in scored if not latest_only or each.step == scored[-1].step])
-        for each in averages(frame, expected=[spec.name for spec in tasks]):
+    # The last measurement counts, also one that failed: an older one may be of other weights.
+    scored = [each for each in records.latest(records.read(file)) if each.analysis.startswith("mteb/")]
+    scored = [each for each in scored if each.error is None and each.records]
+    if shown := [each for each in scored if each.analysis in wanted and (steps is None or each.step in steps)]:
+        for each in averages(records.frame(shown), expected=[spec.name for spec in tasks]):
             show_results(each, Console())
+    if scored:
         print(*write_results(records.frame(scored), root / "mteb", tasks), sep="\n")
     for error in errors:
         print(f"failed: {error}", file=sys.stderr)

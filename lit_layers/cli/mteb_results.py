@@ -35,7 +35,7 @@ def show_results(found: Averages, console: Console) -> None:
     table = Table(title=f"{title} ({found.pooling}, {found.states}), percent", title_justify="left", box=None)
     for column in ("", "score"):
         table.add_column(column, no_wrap=True)
-    for column in ("layer 0", "best layer", "at", "last"):
+    for column in ("layer 0", "best layer", "at", f"layer {found.num_layers}"):  # the last that was asked for
         table.add_column(column, justify="right", no_wrap=True)
     layers = [name for name in found.scores.columns if isinstance(name, int)]
     later = [layer for layer in layers if layer > 0]
@@ -85,6 +85,7 @@ def _described(found: Averages) -> dict[str, Any]:
         "states": found.states,
         "best_layer": best,
         "best": None if best is None else found.at(best),
+        "last_layer": found.num_layers if has else None,
         "last": found.at(found.num_layers) if has else None,
         "layer_0": _number(found.at(0)) if has else None,
         "best_per_task": found.best_per_task() if has else None,

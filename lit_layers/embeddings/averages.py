@@ -32,6 +32,7 @@ class Averages:
 
     @property
     def num_layers(self) -> int:
+        """The last layer that was scored, which is L where all were."""
         return max(self.curve["layer"].tolist())
 
     def at(self, layer: int, column: str = "average") -> float:

@@ -73,7 +73,9 @@ def mteb_analyses(
         found.append(scored)
         if metrics:
             limit = min(max_tokens, model_limit or max_tokens)
-            found += metric_analyses(task, scored.sources, tokenizer=tokenizer, states=states, max_tokens=limit)
+            found += metric_analyses(
+                task, scored.sources, tokenizer=tokenizer, states=states, pooling=pooling, max_tokens=limit
+            )
     return found
 
 
@@ -83,6 +85,7 @@ def metric_analyses(
     *,
     tokenizer: str,
     states: States = "resid",
+    pooling: TextPooling = "mean",
     max_tokens: int = MAX_TOKENS,
     num_texts: int = NUM_METRIC_TEXTS,
 ) -> list[Analysis]:
@@ -100,9 +103,14 @@ def metric_analyses(
     given = GivenTexts([text for text in texts if text.strip()])
     batches = TextBatches(given, tokenizer, max_tokens=max_tokens)
     invariance = Invariance(
-        texts=given, tokenizer=tokenizer, name=f"invariance/{task.name}", max_tokens=max_tokens, states=states
+        texts=given,
+        tokenizer=tokenizer,
+        name=f"invariance/{task.name}",
+        max_tokens=max_tokens,
+        states=states,
+        pooling=pooling,
     )
-    representation = Representation(batches=batches, name=f"representation/{task.name}", states=states)
+    representation = Representation(batches=batches, name=f"representation/{task.name}", states=states, pooling=pooling)
     try:
         invariance.make()
     except InputError as error:  # the texts of one task must not keep the others from being measured

@@ -34,6 +34,7 @@ CHUNK = 8192  # texts: 8,192 x 25 layers x 1,024 x 4 B = 0.8 GB are lost to a ki
 GB = 10**9
 _WHOLE = "whole.json"  # of a chunk, written last
 _LOCKS = "locks"
+_OURS = ".embeddings"  # marks a folder that may be removed: another in the same place may be anything
 
 
 class _Features(Protocol):
@@ -89,6 +90,7 @@ class Store:
         with self._lock(name):
             folder = self.folder / name
             folder.mkdir(parents=True, exist_ok=True)
+            (folder / _OURS).touch()
             os.utime(folder)
             yield TaskEmbeddings(view, embedding, self, folder)
 
@@ -98,7 +100,7 @@ class Store:
         Raises:
             InputError: there cannot be.
         """
-        found = [path for path in self.folder.iterdir() if path.is_dir() and path.name != _LOCKS]
+        found = [path for path in self.folder.iterdir() if (path / _OURS).is_file()]
         sizes = {path: _size(path) for path in found}
         for path in sorted(found, key=_last_used):
             if sum(sizes.values()) + size <= self.max_bytes:

@@ -178,7 +178,8 @@ def write_intervals(
     Raises:
         InputError: where the picture cannot be written.
     """
-    fig = canvas(2.6 + 2.9 * len(panels) + 0.03 * max(len(row.note) for row in rows), 1.3 + _ROW * len(rows))
+    beside = 0.065 * (max(len(row.text) for row in rows) + max(len(row.note) for row in rows))  # inches of text
+    fig = canvas(0.6 + 2.9 * len(panels) + beside, 1.3 + _ROW * len(rows))
     every = fig.subplots(1, len(panels), squeeze=False, sharey=True)[0]
     looks = _looks(kinds)
     for number, (axes, name) in enumerate(zip(every, panels, strict=True)):

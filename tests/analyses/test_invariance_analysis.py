@@ -49,6 +49,10 @@ def states(model, folder):
 
 
 def find(records, metric, layer=None, **tags):
+    if metric.startswith("lidar"):
+        tags["views"] = 3
+    elif metric.startswith("dime"):
+        tags["permutations"] = 2
     (record,) = [r for r in records if (r.metric, r.layer, r.tags) == (metric, layer, tags)]
     return record
 
@@ -112,6 +116,19 @@ def test_the_released_preset_takes_centred_unit_tokens_of_normed_last_states(mod
         )
         value = find(records, "lidar", layer, **tags, **near).value
         assert value == pytest.approx(lidar(rows.transpose(0, 1)).item(), rel=1e-9)
+
+
+def test_the_released_preset_has_its_own_form_of_alpha_2(model, folder, states):
+    options = {**OPTIONS, "num_halves": 0, "alpha": 2.0}
+    analysis = Invariance(texts=GivenTexts(TEXTS), tokenizer=str(folder), preset="released_code", **options)
+    records = list(analysis.run(LayeredModel(model)))
+    rows = vectors(states[1], 2, centered_unit_mean)
+    (found,) = [record for record in records if (record.metric, record.layer) == ("lidar", 2)]
+    means = rows.mean(0) - rows.mean((0, 1))
+    scatter = (rows - rows.mean(0)).flatten(0, 1)
+    within = scatter.T @ scatter / len(scatter) + 1e-4 * torch.eye(32, dtype=torch.float64)
+    lambdas = torch.linalg.eigvals(torch.linalg.solve(within, means.T @ means / 24)).real
+    assert found.value == pytest.approx(-math.log(lambdas.square().sum().item() / 32**2), rel=1e-8)
 
 
 def test_the_later_preset_centres_each_view_over_its_prompts_and_seeks_across(model, folder, states):

@@ -1,6 +1,7 @@
 """`lit-layers mteb`: what it prints, writes and leaves when it fails, and what is said of wrong input."""
 
 import json
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -118,6 +119,23 @@ def test_metrics_are_of_the_same_texts_and_states(home, tmp_path):
     assert found.keys() == {"mteb/STSBenchmark", "mteb/MrpcParaphrases", *measured}
     of_layers = [record for each in found.values() for record in each.records if record.layer is not None]
     assert {record.tags["states"] for record in of_layers} == {"normed"}
+
+
+def test_an_older_score_does_not_stand_in_for_a_task_that_failed_since(home, tmp_path, capsys):
+    assert run(home, tmp_path, tasks="STSBenchmark,TrecQaAnswers") == 0
+    shutil.copytree(home / "data", tmp_path / "data")
+    shutil.rmtree(tmp_path / "data" / "trecqa_reranking")
+    command = ["mteb", home / "model", "--tasks", "STSBenchmark,TrecQaAnswers", "--folder", tmp_path / "data"]
+    assert main([str(part) for part in [*command, "--root", tmp_path, "--max_tokens", "5"]]) == 1
+    assert "in no mean, as it lacks scores: TrecQaAnswers" in capsys.readouterr().out
+    assert pd.read_csv(tmp_path / "mteb" / "scores.csv")["task"].tolist() == ["STSBenchmark"]
+
+
+def test_the_files_hold_what_earlier_commands_scored(home, tmp_path):
+    assert run(home, tmp_path, tasks="STSBenchmark") == 0
+    assert run(home, tmp_path, "--layers", "0,1", tasks="TrecQaAnswers") == 0
+    scores = pd.read_csv(tmp_path / "mteb" / "scores.csv")
+    assert scores["task"].tolist() == ["TrecQaAnswers", "STSBenchmark"]
 
 
 def test_texts_whose_views_are_equal_fail_alone(home, tmp_path, monkeypatch, capsys):

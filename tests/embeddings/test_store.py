@@ -41,6 +41,10 @@ def asked(store: Store, view: LayeredModel, model: Path, texts: list[str], layer
         return found.of(texts, layer)
 
 
+def chunks(folder):
+    return [path for path in folder.iterdir() if path.is_dir()]
+
+
 def test_every_layer_is_what_a_pass_of_its_own_gives(model, tmp_path, passes):
     view = saved_model(model)
     expected = text_features(view, encoded(model, TEXTS), pooling="mean")
@@ -71,7 +75,7 @@ def test_chunks_are_joined_in_the_order_that_is_asked_for(model, tmp_path, monke
     whole = asked(store_in(tmp_path / "a"), view, model, TEXTS, 1)
     monkeypatch.setattr(stores, "CHUNK", 6)
     assert np.allclose(asked(store_in(tmp_path / "b"), view, model, TEXTS, 1), whole, atol=1e-5)
-    assert len(list(next((tmp_path / "b").glob("Songs-*")).iterdir())) == 4
+    assert len(chunks(next((tmp_path / "b").glob("Songs-*")))) == 4
 
 
 @pytest.mark.parametrize(
@@ -155,7 +159,7 @@ def test_a_value_beyond_float16_is_refused(model, tmp_path):
 def test_what_a_kill_left_is_made_again(model, tmp_path, passes, dtype, harm):
     view, store = saved_model(model), store_in(tmp_path, dtype=dtype)
     first = asked(store, view, model, TEXTS, 2)
-    (chunk,) = next(tmp_path.glob("Songs-*")).iterdir()
+    (chunk,) = chunks(next(tmp_path.glob("Songs-*")))
     if harm == "not finished":
         (chunk / "whole.json").unlink()
         for file in chunk.rglob("features.json"):
@@ -214,3 +218,12 @@ def test_the_marker_of_a_chunk_says_what_it_holds(model, tmp_path):
     asked(store_in(tmp_path), saved_model(model), model, TEXTS, 0)
     (marker,) = tmp_path.rglob("whole.json")
     assert json.loads(marker.read_text()) == {"num_texts": len(TEXTS), "dtype": "float32"}
+
+
+def test_a_folder_of_someone_else_in_the_same_place_is_never_removed(tmp_path):
+    for name in ("thesis", ".git", "Songs-0123456789abcdef"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "file").write_bytes(bytes(5000))
+    store = Store(tmp_path, max_bytes=6000)
+    store.make_room(5000, used=tmp_path / "Songs-fedcba9876543210")
+    assert sorted(path.name for path in tmp_path.iterdir()) == [".git", "Songs-0123456789abcdef", "thesis"]

@@ -69,9 +69,9 @@ def read_layers(
 ) -> LayerTables:
     """Returns metrics and scores over the layers of each model: of a series the last checkpoint that has both.
 
-    `scores` is an analysis with a measurement a task, `mteb` (its `main_score`) or `mteb/METRIC`, or a file with the
-    columns model, task, layer and score. A metric is `NAME` or `ANALYSIS/NAME`, with `[tag=value,...]` where it has
-    variants: of the measurements on each task's own texts (`ANALYSIS/TASK`) or else of those on texts common to all.
+    `scores` is `mteb`, the `main_score` of the measurements `mteb/TASK`, or a file with the columns model, task, layer
+    and score. A metric is `NAME` or `ANALYSIS/NAME`, with `[tag=value,...]` where it has variants: of the measurements
+    on each task's own texts (`ANALYSIS/TASK`) or else of those on texts common to all.
     `metrics_file` has them in columns instead.
 
     Raises:

@@ -190,7 +190,11 @@ class File:
         if (rows["value"].notna() & values.isna()).any():
             bad = rows["value"][rows["value"].notna() & values.isna()].iloc[0]
             raise InputError(f"{self._option}: expected numbers of {wanted.name} in {self._path}, got {bad!r}")
-        return rows.assign(value=values)
+        layers: Any = pd.to_numeric(rows["layer"], errors="coerce")
+        if (wrong := rows["layer"].notna() & ~(layers.ge(0) & layers.mod(1).eq(0))).any():
+            bad = rows["layer"][wrong].iloc[0]
+            raise InputError(f"{self._option}: expected numbers of layers in {self._path}, 0 or more, got {bad!r}")
+        return rows.assign(value=values, layer=layers)[layers.notna()]  # a row without a layer is a mean over layers
 
     def _lacks(self, column: str) -> InputError:
         known = ", ".join(map(str, self._frame.columns))
@@ -214,7 +218,7 @@ def _records(measurement: Any, wanted: Wanted) -> list[Record]:
 
 def _tags(record: Record) -> dict[str, Any]:
     """With what records of the default options leave unsaid: the convention of the states, no normalization."""
-    default = "hf" if record.tags.get("preset") == "released_code" else "resid"
+    default = "hf" if str(record.tags.get("preset")).startswith("released_code") else "resid"
     return {"states": default, "normalization": "raw", **record.tags}
 
 
