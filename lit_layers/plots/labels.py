@@ -325,7 +325,7 @@ def label(metric: str) -> Label:
 def sentence(name: str) -> str:
     """Returns `some_name` as `Some name`, and `probe/some_task` as `Probe: some task`."""
     words = name.replace("_", " ").replace("/", ": ").strip()
-    return words[:1].upper() + words[1:]
+    return f"MTEB{words[4:]}" if words.split(":")[0] == "mteb" else words[:1].upper() + words[1:]
 
 
 def analysis_note(name: str) -> str:
