@@ -187,7 +187,7 @@ def test_pictures_are_equal_for_equal_numbers(tmp_path):
         plots.write_surface(frame, tmp_path / name, "main_score", analysis="mteb/mean_over_tasks")
     assert (tmp_path / "a.svg").read_bytes() == (tmp_path / "b.svg").read_bytes()
     text = (tmp_path / "a.svg").read_text()
-    for part in ("Mteb: mean over tasks", "Optimizer step", "best layer from 1 on"):
+    for part in ("MTEB: mean over tasks", "Optimizer step", "best layer from 1 on"):
         assert part in text
     assert (tmp_path / "a.png").stat().st_size > 10_000
     with pytest.raises(ValueError, match="ends in .png or .svg"):
@@ -203,8 +203,8 @@ def test_the_page_has_one_section_for_all_tasks_and_one_of_surfaces(tmp_path):
     for step in STEPS:
         add(root, "series", step, metric=values(1, 4, len(TASKS), seed=step)[0], tags={"normalization": "raw"})
     page = write_report(root).read_text()
-    assert "<h2>Mteb: mean over tasks</h2>" in page
-    assert "<h2>Mteb: STS12</h2>" not in page
+    assert "<h2>MTEB: mean over tasks</h2>" in page
+    assert "<h2>MTEB: STS12</h2>" not in page
     assert "BIOSSES (not at step 8)" in page
     section = page[page.index("<h2>Layers over steps</h2>") : page.index("<h2>Cost of measuring</h2>")]
     assert section.count('<article class="metric') == 2
