@@ -159,6 +159,7 @@ def report(layer: int, found: dict[str, list[dict[str, Any]]]) -> bool:
 def main() -> None:
     parser = argparse.ArgumentParser(description="Logistic probes: scikit-learn against ours.")
     parser.add_argument("--layers", type=int, default=2)
+    parser.add_argument("--first", type=int, default=0, help="go on with this one of the layers")
     parser.add_argument("--rows", type=int, default=10_000)
     parser.add_argument("--dim", type=int, default=768)
     parser.add_argument("--classes", type=int, default=77)
@@ -176,7 +177,7 @@ def main() -> None:
     print(
         f"{options.layers} layers of {options.rows} x {options.dim}, {options.classes} classes, {options.rounds} rounds"
     )
-    kept = [report(layer, race(options, layer)) for layer in range(options.layers)]
+    kept = [report(layer, race(options, layer)) for layer in range(options.first, options.layers)]
     if options.check and not all(kept):
         sys.exit(1)
 

@@ -253,7 +253,7 @@ def test_a_picture_of_layers_names_what_it_compares_with_and_its_axis(tmp_path: 
     texts = svg_texts(tmp_path / "a.svg")
     assert {"majority class", "random labels", "layer", "Probe: topics: Probe accuracy (share), test rows"} <= {*texts}
     plots.write_layer_curves(models("probe/topics", small=3, large=4), tmp_path / "b.svg", "accuracy")
-    assert "layer / number of layers" in svg_texts(tmp_path / "b.svg")
+    assert "depth (100 layer / number of layers)" in svg_texts(tmp_path / "b.svg")
 
 
 def test_of_many_checkpoints_a_picture_shows_some_with_the_first_and_the_last(tmp_path: Path) -> None:

@@ -225,6 +225,14 @@ class _Handler(BaseHTTPRequestHandler):
 
     # -- answers
     def _send(self, status: int, body: bytes = b"", ctype: str = "application/json", headers: dict | None = None):
+        # Noted first: who has the answer may look at once.
+        self.hub.note(
+            method=self.command,
+            path=self.path,
+            status=status,
+            bytes=len(body) if self.command != "HEAD" else 0,
+            range=self.headers.get("Range"),
+        )
         self.send_response(status)
         self.send_header("Content-Type", ctype)
         for k, v in (headers or {}).items():
@@ -234,13 +242,6 @@ class _Handler(BaseHTTPRequestHandler):
         self.end_headers()
         if self.command != "HEAD":
             self.wfile.write(body)
-        self.hub.note(
-            method=self.command,
-            path=self.path,
-            status=status,
-            bytes=len(body) if self.command != "HEAD" else 0,
-            range=self.headers.get("Range"),
-        )
 
     def _json(self, data, headers: dict | None = None):
         self._send(200, json.dumps(data).encode(), headers=headers)
