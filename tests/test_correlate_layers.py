@@ -212,6 +212,21 @@ def test_models_too_shallow_for_a_correlation_are_left_out(tmp_path):
     assert found.left_out == {"shallow": "3 layers, expected at least 4"}
 
 
+def test_rows_without_a_layer_are_means_and_wrong_layers_are_named(tmp_path):
+    metric, scores = tables(5)
+    own = {"model": "a", "task": [t for t in TASKS for _ in range(6)], "layer": [*range(6)] * len(TASKS)}
+    pd.DataFrame({**own, "score": scores.ravel()}).to_csv(tmp_path / "scores.csv", index=False)
+    frame = pd.DataFrame({**own, "lidar": metric.ravel()})
+    means = pd.DataFrame({"model": "a", "task": TASKS, "layer": None, "lidar": 9.0})
+    pd.concat([frame, means.astype({"layer": float})]).to_csv(tmp_path / "metrics.csv", index=False)
+    options = {"scores": str(tmp_path / "scores.csv"), "metrics_file": tmp_path / "metrics.csv"}
+    (model,) = read_layers([], metrics=["lidar"], **options).models
+    assert np.allclose(model.tables("lidar", 0)[1], metric)
+    frame.replace({"layer": {3: 2.5}}).to_csv(tmp_path / "metrics.csv", index=False)
+    with pytest.raises(InputError, match="expected numbers of layers in .*metrics.csv, 0 or more, got 2.5"):
+        read_layers([], metrics=["lidar"], **options)
+
+
 def test_suspect_checkpoints_are_not_read(tmp_path):
     metric, scores = tables(6)
     for step, verdict in ((1, "clean"), (2, "suspect: equal to the final step")):

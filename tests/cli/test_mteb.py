@@ -121,6 +121,14 @@ def test_metrics_are_of_the_same_texts_and_states(home, tmp_path):
     assert {record.tags["states"] for record in of_layers} == {"normed"}
 
 
+def test_metrics_are_of_the_same_pooling(home, tmp_path):
+    assert run(home, tmp_path, "--metrics", "--pooling", "last", tasks="STSBenchmark") == 0
+    found = {each.analysis: each.records for each in records.read(tmp_path / "measurements.jsonl")}
+    for analysis, metric in (("invariance", "infonce"), ("representation", "dataset_entropy"), ("mteb", "main_score")):
+        of_layers = [r for r in found[f"{analysis}/STSBenchmark"] if r.metric == metric and r.layer is not None]
+        assert {record.tags["pooling"] for record in of_layers} == {"last"}
+
+
 def test_an_older_score_does_not_stand_in_for_a_task_that_failed_since(home, tmp_path, capsys):
     assert run(home, tmp_path, tasks="STSBenchmark,TrecQaAnswers") == 0
     shutil.copytree(home / "data", tmp_path / "data")

@@ -192,7 +192,7 @@ class File:
             raise InputError(f"{self._option}: expected numbers of {wanted.name} in {self._path}, got {bad!r}")
         layers: Any = pd.to_numeric(rows["layer"], errors="coerce")
         if (wrong := rows["layer"].notna() & ~(layers.ge(0) & layers.mod(1).eq(0))).any():
-            bad = rows["layer"][wrong].iloc[0]
+            bad = rows["layer"][wrong].tolist()[0]
             raise InputError(f"{self._option}: expected numbers of layers in {self._path}, 0 or more, got {bad!r}")
         return rows.assign(value=values, layer=layers)[layers.notna()]  # a row without a layer is a mean over layers
 
