@@ -12,6 +12,7 @@ import pytest
 
 from lit_layers import records
 from lit_layers.cli.main import main
+from lit_layers.cli.mteb import _limit
 from lit_layers.embeddings.evaluating import Prepared
 from tests.embeddings.tiny_tasks import Passes, write_tiny_data
 from tests.support.labelled_texts import saved_gpt2
@@ -119,6 +120,13 @@ def test_metrics_are_of_the_same_texts_and_states(home, tmp_path):
     assert found.keys() == {"mteb/STSBenchmark", "mteb/MrpcParaphrases", *measured}
     of_layers = [record for each in found.values() for record in each.records if record.layer is not None]
     assert {record.tags["states"] for record in of_layers} == {"normed"}
+
+
+def test_the_first_positions_of_a_roberta_are_no_tokens():
+    positions = {"max_position_embeddings": 514, "pad_token_id": 1}
+    assert _limit({"model_type": "roberta", **positions}) == 512
+    assert _limit({"model_type": "bert", **positions}) == 514
+    assert _limit({"model_type": "mamba"}) is None
 
 
 def test_metrics_are_of_the_same_pooling(home, tmp_path):
