@@ -15,25 +15,44 @@ CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")
 
 _OPTIONS = (
     "--headless --no-sandbox --disable-gpu --disable-dev-shm-usage --disable-quic --no-first-run --no-proxy-server "
-    "--disable-background-networking --disable-component-update --disable-sync --window-size=500,2000"
+    "--disable-background-networking --disable-component-update --disable-sync --window-size=500,2000 "
+    "--disable-renderer-backgrounding --disable-background-timer-throttling --disable-backgrounding-occluded-windows"
 )
 _SCRIPT = """<script>{
   const send = (path, text) => fetch(path, { method: "POST", body: text });
   const fail = (error) => send("/failed", String((error && error.stack) || error));
   window.addEventListener("error", (event) => fail(event.error || event.message));
   window.addEventListener("unhandledrejection", (event) => fail(event.reason));
+  let count = 0;
+  setInterval(() => send("/alive", `${++count}: ` + [...document.querySelectorAll(".plot")]
+    .map((plot) => plot.dataset.state || "waiting").join(" ")), 5000);
   (async () => { %s })().then(() => send("/done", document.documentElement.outerHTML), fail);
 }</script></body>"""
+
+
+class _Hangs(Exception):
+    """A browser from which no word came."""
 
 
 def dom_after(page: Path, script: str, profile: Path, *, timeout: float = 240) -> str:
     """The page's DOM once `script`, the body of an async function, has ended in it: as soon as that is, in real time.
 
-    The page is as it is on disk, but that it may talk to where it came from.
+    The page is as it is on disk, but that it may talk to where it came from. A browser that hangs, from which not a
+    sign of life comes for a minute, is started anew, twice at most.
 
     Raises:
-        AssertionError: an error in the page or the script, a browser that ended, or nothing within `timeout` seconds.
+        AssertionError: an error in the page or the script, a browser that ended or hung three times, or a page that
+            has not finished within `timeout` seconds.
     """
+    for attempt in range(3):
+        try:
+            return _dom_after(page, script, profile.with_name(f"{profile.name}{attempt}"), timeout)
+        except _Hangs as hangs:
+            told = str(hangs)
+    raise AssertionError(told)
+
+
+def _dom_after(page: Path, script: str, profile: Path, timeout: float) -> str:
     text = page.read_text()
     closed, end = "default-src 'none';", "</body>"
     assert text.count(closed) == text.count(end) == 1
@@ -42,11 +61,12 @@ def dom_after(page: Path, script: str, profile: Path, *, timeout: float = 240) -
     server = _server(text.encode(), answers)
     address = f"http://127.0.0.1:{server.server_port}/"
     command = [str(CHROMIUM), *_OPTIONS.split(), f"--user-data-dir={profile}", address]
-    with (profile.parent / "chromium.log").open("wb") as log:
+    journal = profile.parent / f"{profile.name}.log"
+    with journal.open("wb") as log:
         # a session of its own: its children end with it
         browser = subprocess.Popen(command, stdout=log, stderr=log, start_new_session=True)
     try:
-        what, answer = _first(answers, browser, timeout)
+        what, answer = _first(answers, browser, timeout, journal)
     finally:
         with contextlib.suppress(ProcessLookupError):  # all gone already
             os.killpg(browser.pid, signal.SIGKILL)
@@ -57,14 +77,28 @@ def dom_after(page: Path, script: str, profile: Path, *, timeout: float = 240) -
     return answer
 
 
-def _first(answers: "queue.Queue[tuple[str, str]]", browser: subprocess.Popen, timeout: float) -> tuple[str, str]:
-    last = time.monotonic() + timeout
-    while time.monotonic() < last:
+def _first(
+    answers: "queue.Queue[tuple[str, str]]", browser: subprocess.Popen, timeout: float, journal: Path
+) -> tuple[str, str]:
+    """The page's answer, its signs of life left out."""
+    begin = heard = time.monotonic()
+    alive = "nothing"
+    while time.monotonic() < begin + timeout:
         try:
-            return answers.get(timeout=0.5)
+            what, answer = answers.get(timeout=0.5)
         except queue.Empty:
-            assert browser.poll() is None, f"the browser ended with {browser.returncode}"
-    raise AssertionError(f"the page has sent nothing for {timeout} s")
+            assert browser.poll() is None, f"the browser ended with {browser.returncode}: {_end_of(journal)}"
+            if time.monotonic() > heard + 60:
+                raise _Hangs(f"no sign of life for 60 s after {alive!r}: {_end_of(journal)}") from None
+            continue
+        if what != "/alive":
+            return what, answer
+        alive, heard = answer, time.monotonic()
+    raise AssertionError(f"not finished within {timeout} s; last heard: {alive}; the browser: {_end_of(journal)}")
+
+
+def _end_of(journal: Path) -> str:
+    return journal.read_text(errors="replace")[-2000:]
 
 
 def _server(page: bytes, answers: "queue.Queue[tuple[str, str]]") -> http.server.ThreadingHTTPServer:

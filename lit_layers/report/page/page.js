@@ -84,7 +84,8 @@
     { rootMargin: "300px" },
   );
   plots.forEach((node) => watch.observe(node));
-  const later = window.requestIdleCallback || ((work) => setTimeout(work, 30));
+  const later = (work) => // a busy or hidden page is never idle: not later than after a while
+    window.requestIdleCallback ? requestIdleCallback(work, { timeout: 300 }) : setTimeout(work, 30);
   const next = () => {
     const [node] = waiting;
     if (!node) return;
