@@ -5,6 +5,7 @@ import math
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
+from lit_layers.cli.over_checkpoints import add_options, settle
 from lit_layers.errors import InputError
 
 if TYPE_CHECKING:
@@ -30,11 +31,7 @@ def read_options(argv: list[str]) -> argparse.Namespace:
             raise InputError(f"{name}: expected at least {least}, got {getattr(options, name)}")
     if not 0 < options.cache_gb < math.inf:
         raise InputError(f"cache_gb: expected a positive number, got {options.cache_gb:g}")
-    options.is_series = _is_series(options)
-    if options.is_series and options.revision is not None:
-        raise InputError(f"revision: {options.revision} is one model: leave it out, or leave --steps out")
-    if not options.is_series and options.allow_suspect:
-        raise InputError("allow_suspect: is for series, and one model was named: leave it out")
+    settle(options)
     return options
 
 
@@ -67,8 +64,7 @@ def _parser() -> argparse.ArgumentParser:
         allow_abbrev=False,
     )
     add = parser.add_argument
-    add("model", metavar="MODEL|SERIES", help="a folder with config.json and weights, or a name on the Hub; of a "
-        "series a folder of steps, a name on the Hub with --steps, or a manifest")  # fmt: skip
+    add_options(add, root="results (default: checkpoints/NAME OF MODEL, or a run's own folder)")
     add("--tasks", default="layerwise32", help="layerwise32, local (all that --folder holds), or names, with commas "
         "between them (default: layerwise32)")  # fmt: skip
     add("--domains", help="of these tasks only some: classification, clustering, pair_classification, reranking, sts")
@@ -80,14 +76,7 @@ def _parser() -> argparse.ArgumentParser:
         "normed, each after the final norm; hf, only the last")  # fmt: skip
     add("--max_tokens", type=int, default=2048, help="a longer text loses its end; also at the model's limit "
         "(default: 2048)")  # fmt: skip
-    add("--tokenizer", help="default: the model's own")
-    add("--revision", help="branch, tag or commit of the Hub")
-    add("--steps", help="of a series: all, a list, {log_spaced: N}, pythia, {every: N}")
-    add("--allow_suspect", action="store_true", help="checkpoints, too, that the audit of a series found suspect")
     add("--metrics", action="store_true", help="measure the first 1,000 texts of each task without labels, too")
-    add("--root", type=Path, help="results (default: checkpoints/NAME OF MODEL, or a run's own folder)")
-    add("--device", choices=["auto", "cpu", "cuda"], default="auto", help="default: auto")
-    add("--dtype", choices=["float32", "float64"], default="float32", help="what weights are converted to")
     add("--cache", type=Path, metavar="FOLDER", help="of embeddings (default: below the root)")
     add("--cache_gb", type=float, default=20.0, help="how much it may hold; the oldest task gives way (default: 20)")
     add("--store_dtype", choices=["float32", "bfloat16", "float16"], default="float32", help="of embeddings that are "
@@ -110,9 +99,3 @@ def _names(option: str, text: str) -> list[str]:
     if not names:
         raise InputError(f"{option}: expected names with commas between them, got {text!r}")
     return names
-
-
-def _is_series(options: argparse.Namespace) -> bool:
-    folder = Path(options.model)
-    is_steps = folder.is_dir() and not (folder / "config.json").is_file()
-    return options.steps is not None or is_steps or options.model.endswith((".yaml", ".yml"))

@@ -12,7 +12,7 @@ import pytest
 
 from lit_layers import records
 from lit_layers.cli.main import main
-from lit_layers.cli.mteb import _limit
+from lit_layers.cli.over_checkpoints import length_limit
 from lit_layers.embeddings.evaluating import Prepared
 from tests.embeddings.tiny_tasks import Passes, write_tiny_data
 from tests.support.labelled_texts import saved_gpt2
@@ -124,9 +124,9 @@ def test_metrics_are_of_the_same_texts_and_states(home, tmp_path):
 
 def test_the_first_positions_of_a_roberta_are_no_tokens():
     positions = {"max_position_embeddings": 514, "pad_token_id": 1}
-    assert _limit({"model_type": "roberta", **positions}) == 512
-    assert _limit({"model_type": "bert", **positions}) == 514
-    assert _limit({"model_type": "mamba"}) is None
+    assert length_limit({"model_type": "roberta", **positions}) == 512
+    assert length_limit({"model_type": "bert", **positions}) == 514
+    assert length_limit({"model_type": "mamba"}) is None
 
 
 def test_metrics_are_of_the_same_pooling(home, tmp_path):
