@@ -31,8 +31,8 @@ COLUMNS = (
 )
 AUDIT = "audit"  # the column of verdicts, only in tables that hold a suspect checkpoint; also their name in provenance
 # Tags that place a number in a table of its own (a matrix, a map over tokens or categories, a list over distances or
-# sizes, a path): no curve.
-PLACES = ("row", "column", "token", "other_token", "token_distance", "axis", "category", "train_rows")
+# sizes, a path, one of many random orders of which the mean is the number): no curve.
+PLACES = ("row", "column", "token", "other_token", "token_distance", "axis", "category", "train_rows", "seed")
 _NON_FINITE = {"inf": math.inf, "-inf": -math.inf, "nan": math.nan}
 _FLOATS = ("value", "stderr", "low", "high")
 

@@ -5,8 +5,10 @@ from lit_layers.analyses.compressions import CouplingMatrices
 from lit_layers.analyses.concept_alignment import ConceptAlignment
 from lit_layers.analyses.coupling import Coupling
 from lit_layers.analyses.cross_token_influence import CrossTokenInfluence
+from lit_layers.analyses.interventions import Interventions
 from lit_layers.analyses.invariance import Invariance
 from lit_layers.analyses.label_probe import LabelProbe
+from lit_layers.analyses.layer_similarity import LayerSimilarity
 from lit_layers.analyses.lens import Lens
 from lit_layers.analyses.next_token_probe import NextTokenProbe
 from lit_layers.analyses.paths_in_plane import PathsInPlane
@@ -25,8 +27,10 @@ __all__ = [
     "CouplingMatrices",
     "CrossTokenInfluence",
     "DividedAnalysis",
+    "Interventions",
     "Invariance",
     "LabelProbe",
+    "LayerSimilarity",
     "Lens",
     "NextTokenProbe",
     "NextTokenResidual",

@@ -66,8 +66,8 @@ def variants(
         custom: further schedules, written as `1 2 (3,4,5) 6`.
 
     Raises:
-        ValueError: an unknown name, a number of middle blocks that no start leaves, an empty list of seeds or loops, or
-            what `parse_schedule` refuses.
+        ValueError: an unknown name, a number of middle blocks that no start leaves, an empty list of numbers, seeds or
+            loops, a further schedule without a step or what `parse_schedule` refuses.
     """
     for name in names:
         if name not in VARIANTS:
@@ -85,14 +85,32 @@ def variants(
             make = getattr(block_schedules, name)
             last = num_blocks if name == "skip_one" else num_blocks - 1
             found += [Variant(name=name, schedule=make(num_blocks, block), block=block) for block in range(1, last + 1)]
-    return found + [Variant(name=CUSTOM, schedule=parse_schedule(text, num_blocks)) for text in custom]
+    orders = dict.fromkeys(_custom(text, num_blocks) for text in custom)
+    return found + [Variant(name=CUSTOM, schedule=schedule) for schedule in orders]
 
 
 def _starts(num_blocks: int, middles: Sequence[int] | None) -> list[int]:
     """From the smallest middle to the largest."""
     if middles is None:
         return list(range((num_blocks - 2) // 2, -1, -1))
-    return [block_schedules.start_of(num_blocks, number) for number in sorted(set(middles))]
+    if not middles:
+        raise ValueError("middles: expected at least one number, or None for all, got none")
+    known = {len(middle(num_blocks, start)): start for start in _starts(num_blocks, None)}
+    for number in middles:
+        if type(number) is not int or number not in known:
+            told = ", ".join(map(str, known))
+            raise ValueError(f"middles: of {num_blocks} blocks the middle has {told} blocks, got {number!r}")
+    return [known[number] for number in sorted(set(middles))]
+
+
+def _custom(text: str, num_blocks: int) -> Schedule:
+    try:
+        schedule = parse_schedule(text, num_blocks)
+    except ValueError as error:
+        raise ValueError(f"custom: {error}") from error
+    if not schedule:
+        raise ValueError("custom: expected at least one step, as in 1 2 (3,4,5) 6, got none")
+    return schedule
 
 
 def _of_middle(name: str, num_blocks: int, start: int, seeds: Sequence[int], loops: Sequence[int]) -> list[Variant]:

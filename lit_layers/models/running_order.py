@@ -4,7 +4,8 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any
+from functools import partial
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -12,11 +13,15 @@ from torch import Tensor, nn
 from lit_layers.errors import InputError
 from lit_layers.functional.block_schedules import Schedule, Step, checked, format_schedule
 from lit_layers.models.families import Network, family_of
+from lit_layers.models.stacked_blocks import StackedBlocks
 from lit_layers.models.view import REORDERED, first, split_arguments
+
+Parallel = Literal["loop", "stacked"]
+EXECUTIONS: tuple[Parallel, ...] = ("loop", "stacked")
 
 
 @contextmanager
-def running_order(model: nn.Module, schedule: Sequence[Step]) -> Iterator[nn.Module]:
+def running_order(model: nn.Module, schedule: Sequence[Step], *, parallel: Parallel = "loop") -> Iterator[nn.Module]:
     """The model, whose blocks run in the order of `schedule` until the context ends, whoever calls it.
 
     A number runs its whole block on the current state; a tuple runs each of its blocks on the same state and averages
@@ -28,11 +33,16 @@ def running_order(model: nn.Module, schedule: Sequence[Step]) -> Iterator[nn.Mod
     Source: Sun et al., Transformer Layers as Painters, arXiv 2407.09298. (Its code averages the keys and values of
     parallel blocks, which is wrong from the second generated token on.)
 
+    `parallel` says how a tuple runs: "loop", its blocks one after the other, or "stacked", all of them in one batched
+    computation on a copy of their weights that lasts as long as the context. Both are the same function up to rounding
+    (and up to what dropout draws). Stacked blocks must be of one class, shape and kind of attention, and the hooks of
+    their parts are refused; each cached token copies the keys and values of the group.
+
     A `LayeredModel` of it is refused meanwhile.
 
     Raises:
         InputError: a model of no known family, or one that is in such a context already, here or in another thread;
-            inside, a cache that is not made of keys and values alone.
+            blocks that cannot be stacked; inside, a cache that is not made of keys and values alone.
         TypeError, ValueError: a schedule that does not fit the model, or without a step.
     """
     network: Network = getattr(model, "_orig_mod", model)
@@ -40,9 +50,16 @@ def running_order(model: nn.Module, schedule: Sequence[Step]) -> Iterator[nn.Mod
     steps = checked(schedule, len(blocks))
     if not steps:
         raise ValueError("schedule: expected at least one step, got none")
+    if parallel not in EXECUTIONS:
+        raise ValueError(f"parallel: expected loop or stacked, got {parallel!r}")
+    stacks = {
+        step: StackedBlocks([blocks[number - 1] for number in step], step, type(network).__name__)
+        for step in dict.fromkeys(steps)
+        if isinstance(step, tuple) and parallel == "stacked" and REORDERED not in network.__dict__
+    }
     _claim(network, steps)
     before = [block.__dict__.get("forward") for block in blocks]
-    order = _Order(steps, [block.forward for block in blocks], type(network).__name__)
+    order = _Order(steps, [block.forward for block in blocks], type(network).__name__, stacks)
     try:
         for number, block in enumerate(blocks, 1):
             block.forward = order.at(number)
@@ -54,6 +71,7 @@ def running_order(model: nn.Module, schedule: Sequence[Step]) -> Iterator[nn.Mod
             else:  # another tool's, such as one that moves weights between devices
                 block.forward = own
         network.__dict__.pop(REORDERED, None)
+        stacks.clear()  # their memory goes now, also where a traceback holds this frame
 
 
 _CLAIMING = threading.Lock()
@@ -81,8 +99,14 @@ class _Call:
 class _Order:
     """Stands in place of the blocks: each notes what it is called with and passes its input on; the last runs them."""
 
-    def __init__(self, steps: Schedule, forwards: list[Callable[..., Any]], kind: str) -> None:
-        self.steps, self.forwards, self.kind = steps, forwards, kind
+    def __init__(
+        self,
+        steps: Schedule,
+        forwards: list[Callable[..., Any]],
+        kind: str,
+        stacks: dict[tuple[int, ...], StackedBlocks],
+    ) -> None:
+        self.steps, self.forwards, self.kind, self.stacks = steps, forwards, kind, stacks
         self.calls = threading.local()
         self.tuples: dict[type, bool] = {}  # by class of block: whether it returns a tuple
 
@@ -112,6 +136,11 @@ class _Order:
                 caches.lengthen(value, number, call.hidden)
         hidden, slot = call.hidden, 0
         for step in self.steps:
+            if isinstance(step, tuple) and (stack := self.stacks.get(step)) is not None:
+                calls = [call.arguments[number - 1] for number in step]
+                hidden = stack(hidden, calls, partial(caches.of_group, slot=slot, numbers=step)).mean(0)
+                slot += len(step)
+                continue
             outputs = []
             for number in step if isinstance(step, tuple) else (step,):
                 args, kwargs = call.arguments[number - 1]
@@ -158,6 +187,12 @@ class _Slots:
             value.layers.append(_empty_like(value.layers[number - 1]))
         return _OneSlot(value, place)
 
+    def of_group(self, value: Any, slot: int, numbers: Sequence[int]) -> Any:
+        """What stacked blocks are given in place of a cache; anything else as it is."""
+        if not _is_cache(value):
+            return value
+        return _GroupOfSlots(value, [self.of(value, slot + place, number) for place, number in enumerate(numbers)])
+
     def _check(self, cache: Any) -> None:
         from transformers.cache_utils import DynamicCache, DynamicLayer
 
@@ -183,6 +218,41 @@ class _OneSlot:
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._cache, name)
+
+
+class _GroupOfSlots:
+    """A cache of which stacked blocks see a slot each."""
+
+    def __init__(self, cache: Any, slots: list[_OneSlot]) -> None:
+        self._cache, self._slots = cache, slots
+
+    def update(self, keys: Tensor, values: Tensor, layer_idx: int, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        def into_slots(keys: Tensor, values: Tensor) -> list[tuple[Tensor, Tensor]]:
+            rows = zip(self._slots, keys, values, strict=True)
+            return [slot.update(key, value, layer_idx, *args, **kwargs) for slot, key, value in rows]
+
+        return _Update.apply(keys, values, into_slots)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._cache, name)
+
+
+class _Update(torch.autograd.Function):
+    """Keys and values of stacked blocks into the slot of each: under `vmap` alone, whose rule sees all of them."""
+
+    @staticmethod
+    def forward(keys: Tensor, values: Tensor, update: Callable[..., Any]) -> Any:
+        raise RuntimeError("expected the keys and values of stacked blocks")
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple, output: Any) -> None:
+        pass
+
+    @staticmethod
+    def vmap(info: Any, in_dims: tuple, keys: Tensor, values: Tensor, update: Callable[..., Any]) -> Any:
+        members = [each.movedim(dim, 0) for each, dim in zip((keys, values), in_dims, strict=False)]
+        every = update(*members)
+        return tuple(torch.stack([pair[part] for pair in every]) for part in range(2)), (0, 0)
 
 
 def _empty_like(layer: Any) -> Any:

@@ -10,12 +10,11 @@ from torch import Tensor, nn
 
 from lit_layers.errors import InputError
 from lit_layers.functional.block_call import SHARED
+from lit_layers.functional.block_schedules import Step
 from lit_layers.models.families import Network, family_of, trunk_of
 from lit_layers.models.vocabulary import true_vocab_size
 
 Batch = Mapping[str, Tensor]
-Step = int | tuple[int, ...]
-
 
 REORDERED = "_running_order"  # attribute of a model whose blocks run in another order for now
 
@@ -375,10 +374,13 @@ def _mask(inputs: Mapping[str, Tensor], hidden: Tensor) -> Tensor:
 def evaluating(module: nn.Module) -> Iterator[None]:
     """Dropout and the like are off inside; afterwards every submodule is in the mode it was in."""
     modes = [(part, part.training) for part in module.modules()]
-    for part, _ in modes:
-        part.training = False
+    # Only where it changes something: a module is slow to set an attribute of, and this is done at every block's call.
+    for part, training in modes:
+        if training:
+            part.training = False
     try:
         yield
     finally:
         for part, training in modes:
-            part.training = training
+            if part.training != training:
+                part.training = training

@@ -10,14 +10,33 @@ from lit_layers.plots.models import model_profile
 from lit_layers.plots.paths import paths_in_plane
 from lit_layers.plots.sample_sizes import sample_size_curves
 from lit_layers.plots.scatter import Scatter, scatter_plot
+from lit_layers.plots.similarity import similarity_matrix, stages_over_training
 from lit_layers.plots.surfaces import best_layers, layer_surface, write_surface
 from lit_layers.plots.tables import change_table, model_table, variants
 from lit_layers.plots.task_means import with_task_means
 from lit_layers.plots.training import training_curves
+from lit_layers.plots.variant_figures import (
+    block_curves,
+    loop_map,
+    models_by_middle,
+    quality_front,
+    schedule_scores,
+    variant_curves,
+    variants_over_training,
+)
+from lit_layers.plots.variant_pictures import (
+    write_block_curves,
+    write_front,
+    write_loop_map,
+    write_variant_curves,
+    write_variants_over_training,
+)
+from lit_layers.plots.variant_scores import with_task_medians
 
 __all__ = [
     "Scatter",
     "best_layers",
+    "block_curves",
     "change_table",
     "compression_matrix",
     "concept_map",
@@ -27,19 +46,33 @@ __all__ = [
     "layer_matrix",
     "layer_profile",
     "layer_surface",
+    "loop_map",
     "model_profile",
     "model_table",
+    "models_by_middle",
     "paths_in_plane",
+    "quality_front",
     "residual_profile",
     "sample_size_curves",
     "scatter_plot",
+    "schedule_scores",
+    "similarity_matrix",
     "spectrum",
+    "stages_over_training",
     "token_map",
     "training_curves",
+    "variant_curves",
     "variants",
+    "variants_over_training",
     "with_task_means",
+    "with_task_medians",
+    "write_block_curves",
     "write_concept_map",
+    "write_front",
     "write_layer_curves",
+    "write_loop_map",
     "write_sample_sizes",
     "write_surface",
+    "write_variant_curves",
+    "write_variants_over_training",
 ]

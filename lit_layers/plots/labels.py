@@ -209,6 +209,42 @@ METRICS = {
     "plane_variance": Label(
         "Variance in the plane of the paths", "share", "How much of the last layer's spread the picture shows."
     ),
+    "variant_loss": Label("Loss", "nats per token", "Cross-entropy of the next token; lower is better."),
+    "variant_accuracy": Label("Accuracy", "share", "Top-1, of the next token or of the class; higher is better."),
+    "kl_to_full": Label(
+        "Divergence from the full model", "nats", "KL(full model, variant): 0 where both predict the same."
+    ),
+    "kendall_distance": Label("Kendall distance", "pairs", "Pairs of blocks that a random order turns around."),
+    "normalized_score": Label(
+        "Normalized score", "", "1 is the full model, 0 guessing: (score - guessing) / (full model - guessing)."
+    ),
+    "task_score": Label("Task score", "share", "Accuracy on the task, or what it is scored by; higher is better."),
+    "task_score_norm": Label(
+        "Task score, normalized by length", "share", "Accuracy where each answer's likelihood is over its length."
+    ),
+    "task_perplexity": Label("Task perplexity", "", "Of the words to be told; lower is better."),
+    "glue_score": Label("GLUE score", "share", "Mean over tasks, of two metrics of a task the mean first."),
+    "random_score": Label("Score of guessing", "share", "What a model that knows nothing scores."),
+    "latency": Label("Latency", "seconds", "Of one input; lower is better."),
+    "relative_latency": Label(
+        "Relative latency", "share of the full model's", "Below 1 is faster than the full model."
+    ),
+    "throughput": Label("Throughput", "inputs per second", "Higher is better."),
+    "peak_memory": Label("Peak memory", "bytes", "Lower is better."),
+    "layer_cosine": Label(
+        "Cosine of layers",
+        "cosine",
+        "Mean cosine of a token's states at two layers, the middle of the model is a block.",
+    ),
+    "layer_cka": Label("Linear CKA of layers", "", "Likeness of the layers' geometry: 1 is the same up to rotation."),
+    "num_beginning": Label("Beginning layers", "layers", "Before the block of similar layers in the middle."),
+    "num_middle": Label("Middle layers", "layers", "That are like each other."),
+    "num_ending": Label("Ending layers", "layers", "Behind the block of similar layers in the middle."),
+    "block_contrast": Label(
+        "Contrast of the middle layers",
+        "",
+        "How much more alike the middle layers are to each other than to the others.",
+    ),
     "train/loss": Label("Training loss", "nats"),
     "validation/loss": Label("Validation loss", "nats"),
     "validation/perplexity": Label("Validation perplexity"),
@@ -240,6 +276,15 @@ ANALYSES = {
     "sample_sizes": "How the test score of each layer's probe grows with the number of training rows.",
     "concept_alignment": "How far the word pairs of a relation point in one direction at each layer.",
     "prediction_residual": "How much of the next token a linear map of each layer cannot tell, by least squares.",
+    "interventions": (
+        "What is left when the middle blocks are skipped, repeated, reversed, shuffled or run side by side, and "
+        "nothing is trained again."
+    ),
+    "intervene": "Scores of the model with its blocks in another order.",
+    "layer_similarity": (
+        "How alike the states of two layers are, and where the stages of the model begin: layers in the middle share "
+        "one space."
+    ),
 }
 
 # Metrics that only their figures tell of, not the tables of results.
@@ -252,11 +297,14 @@ SECONDARY = {
     *("infonce_of_half", "infonce_chance", "infonce_chance_of_half", "infonce_share_of_half", "lidar_of_half"),
     *("lidar_rank_of_half", "lidar_within_over_delta", "dime_of_half", "changed_fraction"),
     *("best_layer", "leave_one_out", "shuffled", "adjusted", "held_out", "rank", "pearson"),
+    *("task_score_norm", "task_perplexity", "random_score"),
+    *("latency", "relative_latency", "throughput", "peak_memory", "block_contrast"),
 }
 # Metrics that no table of results has, not even that of models without steps.
 UNLISTED = {
     *("monotonicity_fraction_increasing", "monotonicity_largest_drop", "monotonicity_max_drawdown", "inflection_layer"),
     *("prediction_residual_of_half", "adjusted_of_half", "residual_ratio_of_half"),
+    *("kl_to_full", "kendall_distance"),
 }
 # Metrics whose values lie decades apart.
 LOG_SCALE = {
@@ -264,7 +312,9 @@ LOG_SCALE = {
     *("prediction_residual", "adjusted", "held_out"),
 }
 # Metrics whose values are numbers of layers.
-WHOLE_NUMBERS = {"plateau_layer", "best_layer", "inflection_layer"}
+WHOLE_NUMBERS = {
+    *("plateau_layer", "best_layer", "inflection_layer", "num_beginning", "num_middle", "num_ending"),
+}
 # Metrics that are drawn beside another one, to compare with, rather than alone; and what they are called there.
 BASELINES = {
     metric: {f"random_{metric}": "Random bases"}
@@ -290,6 +340,13 @@ _TAGS = {
     "prompt": "prompt {}",
     "domain": "{}",
     "states": "{} states",
+    "variant": "{}",
+    "middle": "M = {}",
+    "loops": "k = {}",
+    "schedule": "{}",
+    "when": "{} fine-tuning",
+    "execution": "run as a {}",
+    "mode": "{}",
 }
 _REFERENCES = {
     "majority": "majority class",
@@ -312,6 +369,22 @@ _SHOWN = {
     ("pooling", "cls"): "class token",
     ("pooling", "mean"): "mean of the tokens",
     ("pooling", "last"): "last token",
+    ("variant", "baseline"): "full model",
+    ("variant", "middle_repeat"): "middle repeated",
+    ("variant", "skip"): "skip",
+    ("variant", "random"): "random order",
+    ("variant", "looped_parallel"): "looped parallel",
+    ("variant", "skip_one"): "skip one block",
+    ("variant", "switch"): "switch with the next",
+    ("variant", "custom"): "own schedule",
+    ("execution", "loop"): "run one by one",
+    ("execution", "stacked"): "run stacked",
+    ("mode", "token"): "token by token",
+    ("mode", "flattened"): "of flattened prompts",
+    ("training", "full"): "all weights trained",
+    ("training", "frozen"): "frozen encoder",
+    ("of", "layer_cosine"): "by cosine",
+    ("of", "layer_cka"): "by CKA",
     ("normalization", "raw"): "raw",
     ("normalization", "maxEntropy"): "share of the maximum",
 }

@@ -31,6 +31,8 @@ _ABSENT = {
     "control": "true labels",
     "domain": "all tasks",
 }  # what a variant is called for the tag it lacks
+_FULL_MODEL = ("task_score", "variant_accuracy")
+_STAND_FOR = {"intervene/median_over_tasks": "normalized_score", "intervene/glue/mean_over_tasks": "task_score"}
 _CHANGE_COLUMNS = (
     *("analysis", "metric", "variant", "layer", "first_step", "first", "first_low", "first_high"),
     *("last_step", "last", "last_low", "last_high", "change", "steps", "values"),
@@ -209,9 +211,9 @@ def change_table(frame: pd.DataFrame, *, allow_suspect: bool = False) -> pd.Data
     A metric of the whole model alone is a row for each variant; one that tells of another metric's curve (tag `of`) is
     one row. One that is also, or only, per layer is one row in its plainest variant: that of the whole model where
     there is one, else that of the last layer. Medians, pairs, reference rows, lists of values, categories and sample
-    sizes are left out. Columns: analysis, metric, variant (text), layer, first_step,
-    first, first_low, first_high, last_step, last, last_low, last_high, change, and the
-    lists steps and values of the way between. `change` is NaN where there is one checkpoint.
+    sizes are left out, and of other running orders of the blocks all but a few. Columns: analysis, metric, variant
+    (text), layer, first_step, first, first_low, first_high, last_step, last, last_low, last_high, change, and the lists
+    steps and values of the way between. `change` is NaN where there is one checkpoint.
 
     Raises:
         InputError: for suspect checkpoints, unless they are allowed.
@@ -245,9 +247,14 @@ def model_table(frame: pd.DataFrame, *, allow_suspect: bool = False) -> pd.DataF
 def _headlines(table: Any, allow_suspect: bool) -> Iterator[tuple[dict[str, Any], list[Point]]]:
     """What stands in a table of results: analysis, metric and variant, and its points, one a checkpoint."""
     table = table[table["other_layer"].isna()]
+    for name, metric in _STAND_FOR.items():
+        if (table["analysis"] == name).any():  # it stands for its tasks
+            others = table["analysis"].str.startswith(f"{name.rpartition('/')[0]}/") & (table["analysis"] != name)
+            table = table[(table["metric"] != metric) | ~others]
     for analysis, metric in dict.fromkeys(zip(table["analysis"], table["metric"], strict=True)):
         points = select(table, metric, analysis=analysis, allow_suspect=allow_suspect)
         points = [point for point in points if not point.tags.keys() & {*_NO_HEADLINE}]
+        points = _of_running_orders(points, metric)
         whole = [point for point in points if point.layer is None]
         last_layer = max((point.layer for point in points if point.layer is not None), default=None)
         found = [tags for tags in variants_of(points) if tags.get("statistic") is None] if points else []
@@ -257,6 +264,27 @@ def _headlines(table: Any, allow_suspect: bool) -> Iterator[tuple[dict[str, Any]
             chosen = matching(whole or [point for point in points if point.layer == last_layer], tags)
             if chosen:
                 yield {"analysis": analysis, "metric": metric, "variant": variant_text(tags)}, chosen
+
+
+def _of_running_orders(points: list[Point], metric: str) -> list[Point]:
+    """Of other running orders of the blocks a few stand for all: those of about half of the middle blocks.
+
+    That is the middle one of the recorded numbers of changed blocks, with three loops or the nearest to it; of
+    accuracies, which loss and normalized scores tell of, the full model alone.
+    """
+    if not any("variant" in point.tags for point in points):
+        return points
+    middles = sorted({point.tags["middle"] for point in points if "middle" in point.tags})
+    half = None if metric in {*_FULL_MODEL, *SECONDARY} or not middles else middles[(len(middles) - 1) // 2]
+    loops = {point.tags["loops"] for point in points if "loops" in point.tags}
+    chosen = {None, min(loops, key=lambda number: (abs(number - 3), number), default=None)}
+    return [
+        point
+        for point in points
+        if "variant" not in point.tags
+        or point.tags["variant"] == "baseline"
+        or (half is not None and point.tags.get("middle") == half and point.tags.get("loops") in chosen)
+    ]
 
 
 def _change(points: list[Point]) -> dict[str, Any]:

@@ -219,7 +219,7 @@ def _variant_choices(points: list[Point]) -> list[tuple[Mapping[str, Any], str]]
             in_order = sorted(statistics, key=lambda statistic: statistic or "")
             return [({"statistic": s}, choice_text({"statistic": s})) for s in in_order]
     # A median may exist for the whole model alone, where the mean is also per layer: then it is no choice.
-    found = [tags for tags in found if any(map(is_on_axes, matching(points, tags)))]
+    found = [tags for tags in found if any(map(is_on_axes, matching(points, tags)))] or found
     first = plainest(found)
     text = choice_text if len(found) > 1 else variant_text
     return [(tags, text(tags)) for tags in sorted(found, key=lambda tags: tags != first)]

@@ -11,6 +11,7 @@ import pandas as pd
 from lit_layers import plots, records
 from lit_layers.errors import InputError
 from lit_layers.plots.tables import CATEGORY, TRAIN_ROWS
+from lit_layers.report import interventions
 from lit_layers.report.facts import read_run
 from lit_layers.report.layerwise import CONCEPTS, CONTROLS, RESIDUALS, SCORES
 from lit_layers.report.surfaces import layered, variants
@@ -19,11 +20,12 @@ SUFFIXES = (".png", ".svg")
 
 
 def write_pictures(root: str | Path, folder: str | Path, *, allow_suspect: bool = False) -> list[Path]:
-    """Writes PNG and SVG pictures of a run's probes, sample sizes, categories, residuals and surfaces over steps.
+    """Writes PNG and SVG pictures of a run's probes, sizes, categories, residuals, surfaces and running orders.
 
     ANALYSIS_METRIC.png and .svg: scores of the test rows over the layers, scores over the number of training rows, heat
     maps of categories, and residuals over the layers; a line or panel for each of some checkpoints, or for each model;
-    and metrics of representations, invariance and task scores over steps and layers. Returns their paths.
+    metrics of representations, invariance and task scores over steps and layers; and what is left of a model whose
+    blocks run otherwise, over the middle, loops, blocks, training and latency. Returns their paths.
 
     The folder is made where there is none; other files in it stay. Checkpoints that an audit found suspect are left
     out, unless `allow_suspect`.
@@ -34,11 +36,13 @@ def write_pictures(root: str | Path, folder: str | Path, *, allow_suspect: bool 
     run, folder = read_run(root), Path(folder)
     known = [m for m in run.measurements if allow_suspect or not records.is_suspect(m)]
     frame = plots.with_task_means(records.frame(known).drop(columns=records.AUDIT, errors="ignore")).frame
+    frame = plots.with_task_medians(frame).frame
     drawings = [*_drawings(frame)]
     if not drawings:
         raise InputError(
             f"{root} has nothing to draw as pictures: they are made of the analyses Probe, SampleSizeSweep, "
-            "ConceptAlignment and NextTokenResidual, and of several steps of Representation, Invariance and task scores"
+            "ConceptAlignment, NextTokenResidual and Interventions, of scores of `intervene`, and of several steps of "
+            "Representation, Invariance and task scores"
         )
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -56,8 +60,9 @@ def _drawings(frame: pd.DataFrame) -> Iterator[tuple[str, Callable[..., None]]]:
     """The name of each picture, and what draws it."""
     table: Any = frame
     names: set[str] = set()
-    for analysis in dict.fromkeys(table["analysis"]):
-        part = table[table["analysis"] == analysis]
+    others: Any = interventions.without(frame)
+    for analysis in dict.fromkeys(others["analysis"]):
+        part = others[others["analysis"] == analysis]
         for metric in dict.fromkeys(part["metric"]):
             rows = part[part["metric"] == metric]
             if (draw := _drawing(rows, metric)) is not None:
@@ -71,6 +76,8 @@ def _drawings(frame: pd.DataFrame) -> Iterator[tuple[str, Callable[..., None]]]:
                 re.sub(r"[^\w.-]+", "_", "_".join(filter(None, [analysis, metric, text if number else ""]))), names
             )
             yield name, partial(plots.write_surface, rows, metric=metric, analysis=analysis, tags=tags, steps=steps)
+    for name, draw in interventions.drawings(frame):
+        yield _unused(re.sub(r"[^\w.-]+", "_", name), names), draw
 
 
 def _drawing(rows: Any, metric: str) -> Callable[..., None] | None:

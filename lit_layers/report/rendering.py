@@ -11,9 +11,9 @@ import jinja2
 from plotly.offline import get_plotlyjs
 
 from lit_layers import records
-from lit_layers.plots import change_table, model_table, theme, with_task_means
+from lit_layers.plots import change_table, model_table, theme, with_task_means, with_task_medians
 from lit_layers.plots.labels import WHOLE_NUMBERS, label, listing, value, whole
-from lit_layers.report import comparison, facts, figures, layerwise, provenance, surfaces
+from lit_layers.report import comparison, facts, figures, interventions, layerwise, provenance, surfaces
 
 _PAGE = Path(__file__).parent / "page"
 
@@ -25,14 +25,17 @@ def render(run: facts.RunData, *, allow_suspect: bool = False) -> str:
     # Those that are left are to be drawn: without their verdicts no figure refuses them.
     frame = records.frame(drawable).drop(columns=records.AUDIT, errors="ignore")
     means = with_task_means(frame)
-    frame = means.frame
+    medians = with_task_medians(means.frame)
+    frame = medians.frame
+    others = interventions.without(frame)
     sections = (
-        figures.sections(frame, comparison.metric_block)
+        figures.sections(others, comparison.metric_block)
         if comparing
-        else figures.sections(frame, figures.metric_block, layerwise.section_blocks)
+        else figures.sections(others, figures.metric_block, layerwise.section_blocks)
     )
     for section in sections:
         section["note"] = " ".join(filter(None, [section["note"], means.notes.get(section["name"])]))
+    sections += interventions.sections(frame, medians.notes)
     if not comparing and (found := surfaces.surface_section(frame)) is not None:
         sections.append({**found, "metrics": figures.balanced(found["metrics"])})
     training = figures.training(run)

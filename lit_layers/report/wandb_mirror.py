@@ -373,15 +373,24 @@ def _points(measurement: Measurement) -> dict[str, float]:
     """The numbers of one measurement by name; metrics that are per layer alone with their mean over layers 1..L too."""
     points: dict[str, float] = {}
     layers: dict[str, list[float]] = {}
+    loops = _default_loops(measurement)
     for record in measurement.records if measurement.error is None else ():
         if record.other_layer is not None or not record.tags.keys().isdisjoint(records.PLACES):
             continue
+        if record.tags.get("loops", loops) != loops:
+            continue  # a curve for each number of loops and of blocks would be hundreds: the table has them
         points[records.key(measurement.analysis, record)] = record.value
         if record.layer and math.isfinite(record.value):
             whole = records.key(measurement.analysis, Record(metric=record.metric, value=0.0, tags=record.tags))
             layers.setdefault(whole, []).append(record.value)
     means = {f"{whole}/layer_mean": sum(v) / len(v) for whole, v in layers.items() if whole not in points}
     return points | means
+
+
+def _default_loops(measurement: Measurement) -> str | int | float | None:
+    """The number of loops that has curves: 3, or the nearest to it that was measured; None without any."""
+    known = {record.tags["loops"] for record in measurement.records if "loops" in record.tags}
+    return min(known, key=lambda number: (abs(float(number) - 3), float(number)), default=None)
 
 
 def _import_wandb() -> ModuleType | None:

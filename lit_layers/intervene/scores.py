@@ -1,0 +1,200 @@
+"""Scores of a task from what a model made of each row: accuracies, exact matches, the normalised score and its median.
+
+Metrics and their numbers are those of lm-eval 0.4.13 (github.com/EleutherAI/lm-evaluation-harness).
+"""
+
+import math
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import numpy as np
+import pandas as pd
+
+from lit_layers.intervene.likelihoods import Likelihood
+from lit_layers.intervene.task_prompts import Choice, Question
+
+SCORE, NORMED, FLEXIBLE, PERPLEXITY = "task_score", "task_score_norm", "task_score_flexible", "task_perplexity"
+NORMALIZED = "normalized_score"
+_NO_NUMBER = "[invalid]"
+_IGNORED = (",", r"\$", r"(?s).*#### ", r"\.$")  # of an answer of gsm8k, in this order
+# What tells one variant from another in a table of records, seeds apart.
+_OF_VARIANT = ("variant", "middle", "loops", "schedule", "layer")
+
+
+@dataclass(frozen=True, kw_only=True)
+class TaskScores:
+    """What a model made of the rows of a task, in their order.
+
+    `values` holds one number a row for each metric; of `task_perplexity` it is the log-likelihood in nats.
+    """
+
+    values: dict[str, list[float]]
+    log_likelihoods: list[list[float]]  # of each row's choices; none where texts were written
+    texts: list[str]  # written by the model
+    random_score: float  # what guessing scores on these rows
+    rows_hash: str
+    num_cut: int = 0  # inputs that lost their beginning
+
+
+def choice_values(items: Sequence[Choice], found: Sequence[Likelihood], *, normed: bool) -> dict[str, list[float]]:
+    """Whether the most probable choice is the right one; `normed`: also by log-likelihood per character.
+
+    Of equal choices the first counts.
+
+    Raises:
+        FloatingPointError: a log-likelihood that is not a number.
+    """
+    rows = rows_of(items, found)
+    values = {SCORE: [float(np.argmax(row) == item.gold) for item, row in zip(items, rows, strict=True)]}
+    if normed:
+        values[NORMED] = [
+            float(np.argmax(np.array(row) / np.array(item.lengths)) == item.gold)
+            for item, row in zip(items, rows, strict=True)
+        ]
+    return values
+
+
+def completion_values(items: Sequence[Choice], found: Sequence[Likelihood]) -> dict[str, list[float]]:
+    """Whether the completion is what the model would have written, and its log-likelihood.
+
+    Raises:
+        FloatingPointError: a log-likelihood that is not a number.
+    """
+    rows = rows_of(items, found)
+    return {SCORE: [float(each.greedy) for each in found], PERPLEXITY: [row[0] for row in rows]}
+
+
+def rows_of(items: Sequence[Choice], found: Sequence[Likelihood]) -> list[list[float]]:
+    """The log-likelihoods by row.
+
+    Raises:
+        FloatingPointError: one that is not a number.
+    """
+    flat = iter(found)
+    rows = [[next(flat).value for _ in item.pairs] for item in items]
+    if wrong := sum(any(math.isnan(value) for value in row) for row in rows):
+        raise FloatingPointError(f"{wrong} of {len(rows)} rows have a log-likelihood that is not a number")
+    return rows
+
+
+def match_values(items: Sequence[Question], texts: Sequence[str]) -> dict[str, list[float]]:
+    """Whether the number behind `####` is the answer's (`task_score`); and whether the last number is, wherever it
+    stands (`task_score_flexible`)."""
+    pairs = list(zip(items, texts, strict=True))
+    return {
+        SCORE: [float(_same(_strict(text), item.answer)) for item, text in pairs],
+        FLEXIBLE: [float(_same(_last_number(text), item.answer)) for item, text in pairs],
+    }
+
+
+def mean_and_error(metric: str, values: Sequence[float]) -> tuple[float, float | None]:
+    """A metric over the rows and its standard error; None for a single row.
+
+    The perplexity is exp of the mean negative log-likelihood, its error that of the mean times itself.
+    """
+    array = np.asarray(values, dtype=np.float64)
+    error = float(array.std(ddof=1) / math.sqrt(len(array))) if len(array) > 1 else None
+    if metric != PERPLEXITY:
+        return float(array.mean()), error
+    with np.errstate(over="ignore"):  # a broken model's may be infinite
+        perplexity = float(np.exp(-array.mean()))
+    return perplexity, None if error is None or math.isinf(perplexity) else perplexity * error
+
+
+def normalized_score(
+    score: float,
+    random_score: float,
+    full_score: float,
+    *,
+    full_stderr: float = 0.0,
+    undefined: Literal["raise", "nan"] = "raise",
+) -> float:
+    """(b - b_random) / (b_full - b_random): 0 is guessing, 1 the full model; it may leave [0, 1].
+
+    Undefined where the full model is no further than its standard error from guessing. Unchanged by adding a number to
+    all three scores, or by multiplying all three and the error by one.
+
+    Source: Sun et al., Transformer Layers as Painters, arXiv 2407.09298, section 2 (there the error plays no part).
+
+    Raises:
+        ValueError: it is undefined, and `undefined` is "raise".
+    """
+    span = full_score - random_score
+    if abs(span) > full_stderr:
+        return (score - random_score) / span
+    if undefined == "nan":
+        return math.nan
+    raise ValueError(
+        f"the full model's score {full_score:g} is within its standard error {full_stderr:g} of guessing "
+        f"({random_score:g}): a normalised score is not defined"
+    )
+
+
+def normalized_error(values: Sequence[float], full: Sequence[float], random_score: float) -> float | None:
+    """The standard error of the normalised score of one set of rows, on which both models were scored; None for a row.
+
+    To first order, with guessing as a constant: that of the mean of (x - b' y) / (b_full - b_random) over the rows,
+    where x is the variant's score of a row and y the full model's.
+    """
+    own, whole = np.asarray(values, dtype=np.float64), np.asarray(full, dtype=np.float64)
+    if len(own) < 2:
+        return None
+    span = whole.mean() - random_score
+    rows = (own - (own.mean() - random_score) / span * whole) / span
+    return float(rows.std(ddof=1) / math.sqrt(len(rows)))
+
+
+def median_over_tasks(frame: pd.DataFrame, tasks: Sequence[str] | None = None) -> pd.DataFrame:
+    """The median of the normalised scores over tasks: one row a checkpoint and variant, in the table's order.
+
+    Single seeds are left out; the mean over seeds enters. A task without a normalised score does not enter, so that
+    `tasks` and `num_tasks` say of which tasks a median is: compare only those of the same.
+
+    Args:
+        frame: as `lit_layers.records.frame` makes it.
+        tasks: the only ones to enter; None: all.
+
+    Returns:
+        The columns run, step, variant, middle, loops, schedule, layer, value, num_tasks, tasks.
+
+    Raises:
+        ValueError: two scores of one task for the same variant.
+    """
+    columns = ["run", "step", *_OF_VARIANT]
+    rows: Any = frame[frame["metric"] == NORMALIZED]
+    if "seed" in rows:
+        rows = rows[rows["seed"].isna()]
+    if tasks is not None and len(rows):
+        rows = rows[rows["task"].isin(list(tasks))]
+    rows = rows.reindex(columns=[*columns, "task", "value"]).dropna(subset=["value"])
+    if rows.empty:
+        return pd.DataFrame(columns=[*columns, "value", "num_tasks", "tasks"])
+    groups = rows.groupby(columns, dropna=False, sort=False)
+    if (twice := rows[rows.duplicated([*columns, "task"])]).size:
+        row = twice.iloc[0]
+        raise ValueError(f"expected one score of each task and variant, {row['task']} has two of {row['variant']}")
+    return groups.agg(
+        value=("value", "median"), num_tasks=("task", "size"), tasks=("task", lambda names: ", ".join(sorted(names)))
+    ).reset_index()
+
+
+def _strict(text: str) -> str:
+    found = re.search(r"#### (\-?[0-9\.\,]+)", text)
+    return found.group(1).strip() if found else _NO_NUMBER
+
+
+def _last_number(text: str) -> str:
+    found = [match.group() for match in re.finditer(r"(-?[$0-9.,]{2,})|(-?[0-9]+)", text)]
+    return found[-1].strip() if found else _NO_NUMBER
+
+
+def _same(number: str, answer: str) -> bool:
+    return _bare(number) == _bare(answer)
+
+
+def _bare(text: str) -> str:
+    for pattern in _IGNORED:
+        text = re.sub(pattern, "", text)
+    return text.lower()

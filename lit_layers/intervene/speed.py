@@ -1,0 +1,261 @@
+"""How fast a model is while its blocks run in another order, and what memory it takes."""
+
+import os
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+
+from lit_layers.analyses.base import Analysis
+from lit_layers.errors import InputError
+from lit_layers.functional.block_schedules import Schedule
+from lit_layers.functional.variants import LOOPS, Variant, variants
+from lit_layers.models.costs import _inputs as any_inputs
+from lit_layers.models.costs import call_of, interleaved
+from lit_layers.models.running_order import EXECUTIONS, Parallel, running_order
+from lit_layers.models.view import Batch, LayeredModel, evaluating
+from lit_layers.records import Record
+
+
+@dataclass(frozen=True, kw_only=True)
+class VariantSpeed:
+    """What one variant takes."""
+
+    variant: Variant
+    execution: Parallel  # how its parallel groups ran
+    latency: float  # seconds for one text or image: median
+    latency_quartiles: tuple[float, float]
+    relative_latency: float  # over the full model's
+    throughput: float  # texts or images a second in batches: from the median
+    peak_memory: int  # bytes: the most that one pass over a batch takes besides weights and inputs
+    weight_bytes: int  # of the blocks that run, and of the copies that stacked groups hold
+
+
+def measure_speed(
+    model: nn.Module,
+    compared: Sequence[Variant],
+    batch: Batch,
+    *,
+    executions: Sequence[Parallel] = ("loop",),
+    num_rounds: int = 20,
+    num_warm_up: int = 3,
+) -> list[VariantSpeed]:
+    """The speed of variants of a model on its device; the first is the full model, which runs as it is.
+
+    A variant with parallel groups is measured under each of `executions`, any other once, as "loop". In each round
+    every variant runs the first row of the batch and then the whole batch, and each round begins with another variant,
+    so that whatever else the machine does meets all of them alike. Neither changing the order nor the copying of
+    weights that stacking begins with is timed. Memory is what torch's allocators had given out at most during one pass
+    over the batch, by torch's profiler, on a CPU as on a GPU.
+
+    Raises:
+        InputError: another first variant than the full model, no or an unknown execution, no round, a group that cannot
+            be stacked.
+    """
+    if not compared or compared[0].name != "baseline":
+        raise InputError("variants: expected the full model (baseline) first, which the others are compared with")
+    _check(executions, num_rounds, num_warm_up)
+    view = LayeredModel(model)
+    view.refuse_reordered()
+    ways: list[tuple[Variant, Parallel]] = [
+        (variant, execution)
+        for variant in compared
+        for execution in (executions if _groups(variant.schedule) else EXECUTIONS[:1])
+    ]
+    one, many = call_of(model, {name: rows[:1] for name, rows in batch.items()}), call_of(model, batch)
+    calls, memory = {}, {}
+    with evaluating(model), ExitStack() as open_orders:
+        for variant, execution in ways:
+            order = _Order(model, variant, execution, one, open_orders)
+            with order.entered(), torch.inference_mode():
+                one()  # as before what is timed: the copies of stacked weights are no memory of a pass
+                memory[str(variant), execution] = peak_of_call(many)
+            # Only the calls in the middle count: the others begin and end the order around them.
+            calls[str(variant), execution] = (order.enter, one, many, order.leave)
+        seconds: Any = interleaved(calls, num_rounds=num_rounds, num_warm_up=num_warm_up, device=str(view.device))
+    full = float(np.median(seconds[str(compared[0]), "loop"][1]))
+    found = []
+    for variant, execution in ways:
+        _, of_one, of_many, _ = seconds[str(variant), execution]
+        low, middle, high = np.quantile(of_one, [0.25, 0.5, 0.75]).tolist()
+        found.append(
+            VariantSpeed(
+                variant=variant,
+                execution=execution,
+                latency=middle,
+                latency_quartiles=(low, high),
+                relative_latency=middle / full,
+                throughput=len(next(iter(batch.values()))) / float(np.median(of_many)),
+                peak_memory=memory[str(variant), execution],
+                weight_bytes=weight_bytes(view.blocks, variant.schedule, execution),
+            )
+        )
+    return found
+
+
+def weight_bytes(blocks: Sequence[nn.Module], schedule: Schedule, execution: Parallel = "loop") -> int:
+    """Bytes of the parameters that must be held to run the schedule: of each block in it once, and of each stacked
+    group again. Embedding and head are not counted."""
+    groups = _groups(schedule) if execution == "stacked" else []
+    used = {number for step in schedule for number in (step if isinstance(step, tuple) else (step,))}
+    parameters = {id(each): each for number in used for each in blocks[number - 1].parameters()}
+    copies = [each for group in groups for number in group for each in blocks[number - 1].parameters()]
+    return sum(each.numel() * each.element_size() for each in (*parameters.values(), *copies))
+
+
+def peak_of_call(call: Callable[[], Any]) -> int:
+    """The most bytes that torch's allocators hold during a call above what they held before, on all devices together;
+    what the call returns is counted."""
+    from torch.profiler import ProfilerActivity, profile
+
+    os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # it tells of every beginning and end otherwise
+    activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if torch.cuda.is_available() else [])]
+    with profile(activities=activities, profile_memory=True) as watched:
+        kept = call()
+    del kept
+    events: Any = watched.profiler.kineto_results.events()  # pyright: ignore[reportOptionalMemberAccess]
+    changes = sorted(
+        (event.start_ns(), place, event.nbytes()) for place, event in enumerate(events) if _is_memory(event)
+    )
+    return max(0, int(np.cumsum([change for _, _, change in changes]).max(initial=0)))
+
+
+@dataclass(kw_only=True)
+class Speed(Analysis):
+    """Seconds, inputs a second and memory of each variant of the order of blocks, against the full model.
+
+    Args:
+        variants: names of variants, of `lit_layers.functional.variants`; the full model is always one.
+        middles: numbers of middle blocks; None: all.
+        seeds: of random orders, whose speed is that of any order.
+        loops: of looped_parallel.
+        custom: further schedules, such as `1 2 (3,4,5) 6`.
+        executions: how parallel groups run: loop, stacked, or both.
+        num_tokens: of each text.
+        batch_size: texts or images of a batch; latency is that of one.
+        num_rounds: over which medians are taken.
+        num_warm_up: rounds before those.
+        seed: of the random tokens or pixels, which cost what real ones do.
+
+    Yields `latency` (seconds for one text or image, median), `latency_first_quartile`, `latency_third_quartile`,
+    `relative_latency`, `throughput` (inputs a second in batches), `peak_memory` (bytes of a pass over a batch, weights
+    apart) and `weight_bytes` (of the blocks that run), tagged with the variant and `execution`.
+
+    Raises:
+        InputError: when run, options that do not fit the model, and what `measure_speed` refuses.
+    """
+
+    variants: Sequence[str] = ("skip", "middle_repeat", "parallel", "looped_parallel")
+    middles: Sequence[int] | None = None
+    seeds: Sequence[int] = (0,)
+    loops: Sequence[int] = LOOPS[1:2]
+    custom: Sequence[str] = ()
+    executions: Sequence[Parallel] = ("loop",)
+    num_tokens: int = 128
+    batch_size: int = 16
+    num_rounds: int = 20
+    num_warm_up: int = 3
+    seed: int = 0
+
+    name = "intervene/speed"
+
+    def check(self, model: LayeredModel) -> None:
+        super().check(model)
+        _check(self.executions, self.num_rounds, self.num_warm_up)
+        self._variants(model)
+        self._batch(model)
+
+    def run(self, model: LayeredModel) -> Iterator[Record]:
+        found = measure_speed(
+            model.model,
+            self._variants(model),
+            self._batch(model),
+            executions=self.executions,
+            num_rounds=self.num_rounds,
+            num_warm_up=self.num_warm_up,
+        )
+        for each in found:
+            tags = {**each.variant.tags, "execution": each.execution}
+            low, high = each.latency_quartiles
+            values = {
+                "latency": each.latency,
+                "latency_first_quartile": low,
+                "latency_third_quartile": high,
+                "relative_latency": each.relative_latency,
+                "throughput": each.throughput,
+                "peak_memory": each.peak_memory,
+                "weight_bytes": each.weight_bytes,
+            }
+            for metric, value in values.items():
+                yield Record(metric=metric, value=value, layer=each.variant.block, n=self.num_rounds, tags=tags)
+
+    def _variants(self, model: LayeredModel) -> list[Variant]:
+        try:
+            return variants(
+                model.num_layers,
+                self.variants,
+                middles=self.middles,
+                seeds=self.seeds,
+                loops=self.loops,
+                custom=self.custom,
+            )
+        except (TypeError, ValueError) as error:
+            raise InputError(f"{self.name}: {error}") from error
+
+    def _batch(self, model: LayeredModel) -> Batch:
+        for option in ("num_tokens", "batch_size"):
+            if getattr(self, option) < 1:
+                raise InputError(f"{self.name}: {option}: expected at least 1, got {getattr(self, option)}")
+        return any_inputs({"the model": model.model}, None, self.num_tokens, self.batch_size, self.seed)
+
+
+class _Order:
+    """A variant's order that begins and ends around the calls that are timed."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        variant: Variant,
+        execution: Parallel,
+        first_call: Callable[[], Any],
+        open_orders: ExitStack,
+    ) -> None:
+        self.model, self.variant = model, variant
+        self.execution: Parallel = execution
+        self.first_call, self.open_orders = first_call, open_orders
+
+    def entered(self) -> AbstractContextManager[Any]:
+        if self.variant.name == "baseline":
+            return nullcontext()
+        return running_order(self.model, self.variant.schedule, parallel=self.execution)
+
+    def enter(self) -> None:
+        self.open_orders.enter_context(self.entered())
+        if self.variant.name != "baseline":
+            self.first_call()  # finds out what blocks return; stacks copy their weights now
+
+    def leave(self) -> None:
+        self.open_orders.pop_all().close()
+
+
+def _groups(schedule: Schedule) -> list[tuple[int, ...]]:
+    """The different parallel groups of a schedule."""
+    return [step for step in dict.fromkeys(schedule) if isinstance(step, tuple)]
+
+
+def _is_memory(event: Any) -> bool:
+    return event.name() == "[memory]"
+
+
+def _check(executions: Sequence[str], num_rounds: int, num_warm_up: int) -> None:
+    if not executions or (strange := [each for each in executions if each not in EXECUTIONS]):
+        told = repr(strange[0]) if executions else "none"
+        raise InputError(f"executions: expected loop, stacked, or both, got {told}")
+    if num_rounds < 1 or num_warm_up < 0:
+        raise InputError(
+            f"num_rounds: expected at least 1, and num_warm_up of at least 0, got {num_rounds} and {num_warm_up}"
+        )

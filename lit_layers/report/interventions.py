@@ -1,0 +1,451 @@
+"""The sections of models whose blocks run otherwise, and of how alike layers are: few blocks, with choices."""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
+from typing import Any
+
+import pandas as pd
+import plotly.graph_objects as go
+
+from lit_layers import plots
+from lit_layers.functional.variants import OF_BLOCKS, OF_MIDDLES
+from lit_layers.plots.labels import analysis_note, label, sentence, tag_text
+from lit_layers.plots.models import short_names
+from lit_layers.plots.similarity import SIMILARITIES, STAGES, stage_text
+from lit_layers.plots.sliders import spread
+from lit_layers.plots.variant_scores import GLUE, GLUE_MEAN, LOOPED, MEDIAN
+from lit_layers.report.figures import Block, balanced, slim
+
+INTERVENTIONS, TASKS = "interventions", "intervene"
+SPEED, FINETUNE, SIMILARITY = "intervene/speed", "intervene/finetune", "layer_similarity"
+CONTRAST = "block_contrast"
+QUALITIES = ("normalized_score", "task_score", "variant_accuracy", "variant_loss")  # the first ones first
+KEPT = ("variant_accuracy", "task_score")  # over training as shares of the full model's
+_ORDER = (
+    *("variant_loss", "variant_accuracy", "kl_to_full"),
+    *("glue_score", "normalized_score", "task_score", "task_score_norm", "task_perplexity"),
+    *("relative_latency", "latency", "throughput", "peak_memory"),
+)
+_MIDDLES = 4  # numbers of middle blocks that a reader chooses from, over training
+_NOTES = {
+    "middle": "Each variant has its colour everywhere. Of random orders the mean, with its 95% interval where known.",
+    "cost": "Each variant has its colour everywhere. M blocks in the middle are changed.",
+    "loops": "The middle side by side and averaged, that many times. White: the best number. Bright is better.",
+    "blocks": "One block skipped, or run behind the next one.",
+    "training": "What a model learns first to do without: its middle blocks (skip), or their order (reverse, random).",
+    "schedules": "Dashed: the full model.",
+    "front": "Star: the full model. Dotted: what no other variant beats in both. M is the number of blocks changed.",
+    "when": "Solid: after fine-tuning; dotted, hollow marks: before.",
+    "models": "A line a model; dashed in its colour: the full model.",
+    "similarity": "Bright: the same. Colours go from the least of any checkpoint to 1.",
+}
+_Choice = tuple[str, Callable[[], go.Figure]]
+
+
+class _Rows:
+    """The rows of a metric of an analysis of one run, and what may be drawn of them."""
+
+    def __init__(self, table: Any, analysis: str, metric: str, tags: Mapping[str, Any], text: str) -> None:
+        self.table, self.analysis, self.metric, self.tags, self.text = table, analysis, metric, dict(tags), text
+        rows = table[(table["analysis"] == analysis) & (table["metric"] == metric)]
+        for name, value in self.tags.items():
+            rows = rows[rows[name] == value] if value is not None else rows[rows[name].isna()]
+        for name in ("seed", "statistic"):
+            rows = rows[rows[name].isna()] if name in rows else rows
+        self.rows = rows
+
+    def names(self) -> set[str]:
+        return set(self.rows["variant"].dropna())
+
+    @property
+    def middles(self) -> list[int]:
+        return sorted({int(m) for m in self.rows["middle"].dropna()}) if "middle" in self.rows else []
+
+    @property
+    def num_steps(self) -> int:
+        return self.rows["step"].nunique()
+
+    @property
+    def num_loops(self) -> int:
+        looped = self.rows[self.rows["variant"] == LOOPED]
+        return looped["loops"].nunique() if "loops" in looped else 0
+
+    def draw(self, make: Callable[..., go.Figure], **options: Any) -> go.Figure:
+        table = self.table[self.table["analysis"] == self.analysis]
+        return make(table, self.metric, analysis=self.analysis, tags=self.tags, **options)
+
+    def picture(self, make: Callable[..., None], **options: Any) -> Callable[..., None]:
+        """Returns what draws at a `path`."""
+        table = self.table[self.table["analysis"] == self.analysis]
+        return partial(make, table, metric=self.metric, analysis=self.analysis, tags=self.tags, **options)
+
+
+def is_own(frame: pd.DataFrame) -> Any:
+    """Returns which rows the sections of this file show, a boolean a row."""
+    table: Any = frame
+    first = table["analysis"].str.split("/").str[0]
+    has_variant = table["variant"].notna() if "variant" in table else pd.Series(False, index=table.index)
+    ours = first.isin([INTERVENTIONS, TASKS]) & (has_variant | (table["metric"] == "random_score"))
+    return ours | ((first == SIMILARITY) & table["metric"].isin([*SIMILARITIES, *STAGES, CONTRAST]))
+
+
+def _shown(frame: pd.DataFrame) -> Any:
+    """The rows of this file without single random orders, which no figure shows: they are most of the rows."""
+    table: Any = frame[is_own(frame)]
+    return table[table["seed"].isna()] if "seed" in table else table
+
+
+def without(frame: pd.DataFrame) -> pd.DataFrame:
+    """Returns the rows that have no place in the sections of this file."""
+    table: Any = frame
+    return table if table.empty else table[~is_own(frame)]
+
+
+def sections(frame: pd.DataFrame, notes: Mapping[str, str]) -> list[dict[str, Any]]:
+    """Returns the sections of other running orders and of similarity, of a run or of models; `notes` tell of analyses.
+
+    Of a run a figure has a slider over the checkpoints; several models have a figure each to choose.
+    """
+    if frame.empty:
+        return []
+    table = _shown(frame)
+    analyses = [*dict.fromkeys(table["analysis"])]
+    glue = [name for name in analyses if f"{name}/".startswith(f"{GLUE}/")]
+    apart = {SPEED, FINETUNE, *glue}
+    tasks = [name for name in analyses if name.startswith(f"{TASKS}/") and name not in apart]
+    parts: list[tuple[str, str, str, list[Block]]] = []
+    for name in analyses:
+        if name.split("/")[0] == INTERVENTIONS:
+            parts.append((name, sentence(name), analysis_note(name), [*_by_variant(table, [name])]))
+    tasks.sort(key=lambda name: name != MEDIAN)
+    glue.sort(key=lambda name: name not in (GLUE, GLUE_MEAN))
+    note = " ".join(filter(None, [analysis_note(TASKS), notes.get(MEDIAN)]))
+    parts.append((TASKS, "Tasks under intervention", note, [*_by_variant(table, tasks)]))
+    note = " ".join(filter(None, ["Each variant is fine-tuned and tested as it is.", notes.get(GLUE_MEAN)]))
+    parts.append((GLUE, "GLUE under intervention", note, [*_by_variant(table, glue)]))
+    note = "Before and after the weights were fine-tuned in the new order."
+    parts.append((FINETUNE, "Fine-tuning under intervention", note, [*_finetuned(table)]))
+    note = "What a variant costs, and what is left of the model at that price."
+    parts.append((SPEED, "Speed under intervention", note, [*_speed(table)]))
+    for name in analyses:
+        if name.split("/")[0] == SIMILARITY:
+            parts.append((name, sentence(name), analysis_note(name), [*_similarity(table, name)]))
+    return [
+        {"name": name, "title": title, "note": note, "metrics": balanced(blocks)}
+        for name, title, note, blocks in parts
+        if blocks
+    ]
+
+
+# ------------------------------------------------------------------------------------------------ other running orders
+
+
+def _by_variant(table: Any, analyses: Sequence[str]) -> Iterator[Block]:
+    """The blocks of analyses that belong together; a choice tells the analysis where there are several."""
+    every = [rows for name in analyses for rows in _metrics(table, name, told=len(analyses) > 1)]
+    models = _models(table, analyses)
+    many = len(models) > 1
+    if many:
+        yield from _side_by_side(table, every)
+        every = every[:1]  # of each model the first alone: the others are in the block of all models
+    parts = [
+        (
+            f"{models[run]}, {rows.text}" if many else rows.text,
+            _Rows(_of(table, run), rows.analysis, rows.metric, rows.tags, ""),
+        )
+        for rows in every
+        for run in models
+    ]
+    parts = [(text, rows) for text, rows in parts if len(rows.rows)]
+    yield from _blocks(
+        ("Middle blocks changed", "middle", [_curves(text, r) for text, r in parts if r.names() & {*OF_MIDDLES}]),
+        ("Number of loops", "loops", [_loops(text, r) for text, r in parts if r.num_loops > 1]),
+        ("Single blocks", "blocks", [_single(text, r) for text, r in parts if r.names() & {*OF_BLOCKS}]),
+        ("Own schedules", "schedules", [_own(text, r) for text, r in parts if "custom" in r.names()]),
+        ("Over training", "training", [*_training(parts)]),
+    )
+
+
+def _blocks(*contents: tuple[str, str, list[_Choice]]) -> Iterator[Block]:
+    for title, note, choices in contents:
+        if choices:
+            yield _block(title, _NOTES[note], choices, wide=True)
+
+
+def _curves(text: str, rows: _Rows) -> _Choice:
+    return text, lambda: rows.draw(plots.variant_curves, best_loops=rows.num_loops > 1)
+
+
+def _loops(text: str, rows: _Rows) -> _Choice:
+    return text, lambda: rows.draw(plots.loop_map)
+
+
+def _single(text: str, rows: _Rows) -> _Choice:
+    return text, lambda: rows.draw(plots.block_curves)
+
+
+def _own(text: str, rows: _Rows) -> _Choice:
+    return text, lambda: rows.draw(plots.schedule_scores)
+
+
+def _training(parts: Sequence[tuple[str, _Rows]]) -> Iterator[_Choice]:
+    """Some numbers of middle blocks of each metric; of accuracy what is kept of the full model's."""
+    stepped = [(text, rows) for text, rows in parts if rows.num_steps > 1 and rows.middles]
+    stepped.sort(key=lambda pair: pair[1].metric != "variant_accuracy")
+    for text, rows in stepped[:3]:
+        kept = rows.metric in KEPT
+        for middle in _spread_middles(rows.middles):
+            told = f"{text} kept" if kept else text
+            yield f"{told}, M = {middle}", _over_training(rows, middle, kept=kept)
+
+
+def _over_training(rows: _Rows, middle: int, *, kept: bool) -> Callable[[], go.Figure]:
+    return lambda: rows.draw(plots.variants_over_training, middle=middle, kept=kept)
+
+
+def _spread_middles(middles: list[int]) -> list[int]:
+    """Some, the one of about half of the blocks first; M = 1 changes no order."""
+    several = [middle for middle in middles if middle > 1] or middles
+    chosen = spread(several, _MIDDLES)
+    half = chosen[(len(chosen) - 1) // 2]
+    return sorted(chosen, key=lambda middle: middle != half)
+
+
+def _side_by_side(table: Any, every: Sequence[_Rows]) -> Iterator[Block]:
+    """A line a model: a choice for each of the first metrics, and each variant."""
+    choices: list[_Choice] = []
+    for rows in every[:3]:
+        for variant in (name for name in (*OF_MIDDLES, *OF_BLOCKS) if name in rows.names()):
+            told = f"{rows.text}: {tag_text({'variant': variant})}"
+            choices.append((told, _of_models(rows, variant)))
+    yield from _blocks(("Models side by side", "models", choices))
+
+
+def _of_models(rows: _Rows, variant: str) -> Callable[[], go.Figure]:
+    return lambda: rows.draw(plots.models_by_middle, variant=variant)
+
+
+def _finetuned(table: Any) -> Iterator[Block]:
+    models = _models(table, [FINETUNE])
+    choices: list[_Choice] = []
+    for run, name in models.items():
+        for rows in _metrics(_of(table, run), FINETUNE, told=False, split="when"):
+            text = f"{name}, {rows.text}" if len(models) > 1 else rows.text
+            choices.append((text, _before_and_after(rows)))
+    yield from _blocks(("Before and after fine-tuning", "when", choices))
+
+
+def _before_and_after(rows: _Rows) -> Callable[[], go.Figure]:
+    return lambda: rows.draw(plots.variant_curves, split="when")
+
+
+def _speed(table: Any) -> Iterator[Block]:
+    models = _models(table, [SPEED])
+    fronts: list[_Choice] = []
+    costs: list[_Choice] = []
+    for run, name in models.items():
+        own = _of(table, run)
+        before = f"{name}, " if len(models) > 1 else ""
+        every = [*_metrics(own, SPEED, told=False)]
+        for quality, cost, how in _fronts(own):
+            fronts.append((before + ", ".join(filter(None, [quality.text, how])), _front(own, quality, cost)))
+        costs += [(before + rows.text, _cost(rows)) for rows in every if rows.names() & {*OF_MIDDLES}]
+    yield from _blocks(("Quality against latency", "front", fronts), ("Cost by blocks changed", "cost", costs))
+
+
+def _fronts(table: Any) -> Iterator[tuple[_Rows, _Rows, str]]:
+    """The qualities and costs of one run that have variants in common, and how these were run where that differs."""
+    every = [*_metrics(table, SPEED, told=False)]
+    chosen = [rows for rows in every if rows.metric == "relative_latency"]
+    chosen = chosen or [rows for rows in every if rows.metric == "latency"]
+    for quality in qualities(table):
+        for cost in chosen:
+            if cells(quality.rows) & cells(cost.rows) - {("baseline", None, None, None)}:
+                yield quality, cost, tag_text(cost.tags) if len(chosen) > 1 else ""
+
+
+def qualities(table: Any) -> list[_Rows]:
+    """What a variant of one run is worth: the median over tasks or the tasks, then accuracy and loss."""
+    names = dict.fromkeys(table["analysis"])
+    tasks = [n for n in names if n.startswith(f"{TASKS}/") and n not in (SPEED, FINETUNE) and not n.startswith(GLUE)]
+    tasks = [MEDIAN] if MEDIAN in tasks else tasks
+    own = [name for name in names if name.split("/")[0] == INTERVENTIONS]
+    every = [rows for name in (*tasks, *own) for rows in _metrics(table, name, told=len(tasks) > 1 or len(own) > 1)]
+    return [rows for metric in QUALITIES for rows in every if rows.metric == metric]
+
+
+def cells(rows: Any) -> set[tuple[Any, ...]]:
+    """Returns which variants rows are of."""
+    names = ("variant", "middle", "loops", "layer")
+    columns = [rows[name].tolist() if name in rows else [None] * len(rows) for name in names]
+    return {tuple(None if pd.isna(value) else value for value in cell) for cell in zip(*columns, strict=True)}
+
+
+def _front(table: Any, quality: _Rows, cost: _Rows) -> Callable[[], go.Figure]:
+    return lambda: plots.quality_front(
+        table,
+        quality.metric,
+        analysis=quality.analysis,
+        tags=quality.tags,
+        cost=cost.metric,
+        cost_analysis=cost.analysis,
+        cost_tags=cost.tags,
+    )
+
+
+def _cost(rows: _Rows) -> Callable[[], go.Figure]:
+    return lambda: rows.draw(plots.variant_curves)
+
+
+def _metrics(table: Any, analysis: str, *, told: bool, split: str | None = None) -> Iterator[_Rows]:
+    """The metrics of one analysis under each of its circumstances (such as `execution`), the plainest metric first."""
+    part = table[table["analysis"] == analysis]
+    for metric in sorted(dict.fromkeys(part["metric"]), key=lambda m: _ORDER.index(m) if m in _ORDER else len(_ORDER)):
+        rows = part[part["metric"] == metric]
+        if "variant" not in rows or rows["variant"].isna().all() or ("seed" in rows and rows["seed"].notna().all()):
+            continue
+        for tags in _circumstances(rows, split):
+            title = label(metric).title
+            if analysis == MEDIAN:
+                title = f"Median {title.lower()}"
+            elif analysis == GLUE_MEAN:
+                title = f"Mean {title.lower()}"
+            elif told and analysis != GLUE:
+                title = f"{sentence(analysis.removeprefix(f'{GLUE}/').split('/', 1)[-1])}: {title.lower()}"
+            yield _Rows(table, analysis, metric, tags, ", ".join(filter(None, [title, tag_text(tags)])))
+
+
+def _circumstances(rows: Any, split: str | None) -> list[dict[str, Any]]:
+    """The values of the tags that tell of no variant, together."""
+    names = [name for name in ("execution", "training", "when") if name in rows and rows[name].notna().any()]
+    names = [name for name in names if name != split]
+    found = rows[rows["variant"] != "baseline"] if (rows["variant"] != "baseline").any() else rows
+    return (
+        [
+            {name: value for name, value in zip(names, values, strict=True) if not pd.isna(value)}
+            for values in dict.fromkeys(zip(*(found[name] for name in names), strict=True))
+        ]
+        if names
+        else [{}]
+    )
+
+
+def _models(table: Any, analyses: Sequence[str]) -> dict[str, str]:
+    """The runs that have rows of these analyses, and what they are called."""
+    return short_names([*table[table["analysis"].isin(analyses)]["run"].unique()])
+
+
+def _of(table: Any, run: str) -> Any:
+    return table[table["run"] == run]
+
+
+# ------------------------------------------------------------------------------------------------ similarity
+
+
+def _similarity(table: Any, analysis: str) -> Iterator[Block]:
+    models = _models(table, [analysis])
+    choices: list[tuple[str, list[Callable[[], go.Figure]]]] = []
+    told = []
+    for run, name in models.items():
+        rows = _of(table, run)
+        rows = rows[rows["analysis"] == analysis]
+        for metric, tags in _similarities(rows):
+            stages = _stages_of(rows, metric, tags)
+            text = ", ".join(filter(None, [name if len(models) > 1 else "", label(metric).title, tag_text(tags)]))
+            over_steps = [_over_steps(stages)] if stages["step"].nunique() > 1 else []
+            choices.append((text, [_matrix(rows, metric, tags), *over_steps]))
+            if (counts := stage_text(stages)) and (len(models) == 1 or not any(name in one for one in told)):
+                told.append(f"{text}: {counts}")  # of several models by the first similarity
+    if choices:
+        places = min(len(figures) for _, figures in choices)  # every choice has the same
+        drawn = [
+            {"text": text, "figures": [{"caption": "", "content": slim(make())} for make in figures[:places]]}
+            for text, figures in choices
+        ]
+        ends = f" Stages at the last checkpoint: {'; '.join(told)}." if told else ""
+        note = _NOTES["similarity"] + ends
+        yield {"title": "Similarity of layers", "note": note, "wide": True, "choices": drawn}
+    contrast = table[(table["analysis"] == analysis) & (table["metric"] == CONTRAST)]
+    if len(models) == 1 and contrast["step"].nunique() > 1:
+        own = label(CONTRAST)
+        yield _block(own.with_unit, own.note, [("", lambda: plots.emergence_curves(contrast, CONTRAST))], wide=True)
+
+
+def _similarities(rows: Any) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Each metric of pairs of layers in each of its modes."""
+    for metric in SIMILARITIES:
+        own = rows[rows["metric"] == metric]
+        modes = [*own["mode"].dropna().unique()] if "mode" in own else []
+        if len(own):
+            yield from ((metric, {"mode": mode}) for mode in modes) if modes else [(metric, {})]
+
+
+def _stages_of(rows: Any, metric: str, tags: Mapping[str, Any]) -> Any:
+    """The rows that tell the stages by one similarity."""
+    found = rows[rows["metric"].isin(STAGES)]
+    found = found[found["of"] == metric] if "of" in found else found
+    for name, value in tags.items():
+        found = found[found[name] == value]
+    return found
+
+
+def _matrix(rows: Any, metric: str, tags: Mapping[str, Any]) -> Callable[[], go.Figure]:
+    return lambda: plots.similarity_matrix(rows, metric, tags=tags)
+
+
+def _over_steps(stages: Any) -> Callable[[], go.Figure]:
+    return lambda: plots.stages_over_training(stages)
+
+
+def _block(title: str, note: str, choices: Sequence[_Choice], *, wide: bool = False) -> Block:
+    drawn = [{"text": text, "figures": [{"caption": "", "content": slim(make())}]} for text, make in choices]
+    return {"title": title, "note": note, "wide": wide, "choices": drawn}
+
+
+# ------------------------------------------------------------------------------------------------ pictures
+
+
+def drawings(frame: pd.DataFrame) -> Iterator[tuple[str, Callable[..., None]]]:
+    """Yields the name of each picture, and what draws it at a `path`: the figures above, by matplotlib.
+
+    Of the loss and the scores, not of every metric: those that the first choices of the page show.
+    """
+    if frame.empty:
+        return
+    table = _shown(frame)
+    models = short_names([*table["run"].unique()])
+    for run, name in models.items():
+        before = f"{name}_" if len(models) > 1 else ""
+        for told, draw in _drawings_of(_of(table, run)):
+            yield before + told, draw
+
+
+def _drawings_of(table: Any) -> Iterator[tuple[str, Callable[..., None]]]:
+    """The pictures of one run or model."""
+    for analysis in dict.fromkeys(table["analysis"]):
+        if analysis.split("/")[0] == SIMILARITY or analysis == SPEED:
+            continue
+        of_many = analysis.split("/")[0] == TASKS and (table["analysis"] == MEDIAN).any() and analysis != MEDIAN
+        for rows in _metrics(table, analysis, told=False, split="when"):
+            if of_many and rows.metric == "normalized_score":
+                continue  # the median stands for all tasks
+            name = "_".join([analysis, rows.metric, *map(str, rows.tags.values())])
+            split = "when" if "when" in rows.rows and rows.rows["when"].notna().any() else None
+            if rows.names() & {*OF_MIDDLES}:
+                best = split is None and rows.num_loops > 1
+                yield f"{name}_middle", rows.picture(plots.write_variant_curves, split=split, best_loops=best)
+            if split is not None or of_many:
+                continue
+            if rows.num_loops > 1:
+                yield f"{name}_loops", rows.picture(plots.write_loop_map)
+            if rows.names() & {*OF_BLOCKS}:
+                yield f"{name}_blocks", rows.picture(plots.write_block_curves)
+            if rows.num_steps > 1 and rows.middles:
+                middle = _spread_middles(rows.middles)[0]
+                kept = rows.metric in KEPT
+                draw = rows.picture(plots.write_variants_over_training, middle=middle, kept=kept)
+                yield f"{name}_over_training", draw
+    for quality, cost, told in _fronts(table):
+        options = {"cost": cost.metric, "cost_analysis": cost.analysis, "cost_tags": cost.tags}
+        make = partial(plots.write_front, table, metric=quality.metric, analysis=quality.analysis, tags=quality.tags)
+        yield "_".join(filter(None, [quality.analysis, quality.metric, "latency", told])), partial(make, **options)

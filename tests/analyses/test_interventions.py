@@ -1,0 +1,374 @@
+"""Variants of a running order against the model's own modules called one by one, prompt by prompt, in float64."""
+
+import itertools
+import math
+import random
+
+import numpy as np
+import pytest
+import torch
+
+from lit_layers import emergence
+from lit_layers.analyses import interventions
+from lit_layers.analyses.interventions import Interventions
+from lit_layers.emergence import measure
+from lit_layers.errors import InputError
+from lit_layers.functional.curves import bootstrap_interval
+from lit_layers.models.view import LayeredModel
+from tests.support.listed_batches import Listed
+from tests.support.tiny_models import VOCAB, tiny, tiny_batch
+
+BLOCKS = 4
+BATCHES = [
+    tiny_batch("gpt2", batch=3, tokens=9, padding="left", seed=1),
+    tiny_batch("gpt2", batch=2, tokens=7, seed=2),
+    tiny_batch("gpt2", batch=2, tokens=8, padding="right", seed=3),
+]
+SEEDS = (0, 1, 5)
+CUSTOM = "1 (2,4,4) 3 1"
+METRICS = ("variant_loss", "variant_accuracy", "kl_to_full")
+
+
+def key(record):
+    tags = {name: tag for name, tag in record.tags.items() if not name.startswith("num_")}
+    return (record.metric, record.layer, *sorted(tags.items()))
+
+
+def run(model, *batches, **options):
+    records = list(Interventions(batches=Listed(*batches), **options).run(LayeredModel(model)))
+    found = {key(record): record for record in records}
+    assert len(found) == len(records)
+    return found
+
+
+def at(metric, layer=None, **tags):
+    return (metric, layer, *sorted(tags.items()))
+
+
+@pytest.fixture(scope="module")
+def model():
+    return tiny("gpt2", torch.float64, n_layer=BLOCKS)
+
+
+@pytest.fixture(scope="module")
+def records(model):
+    return run(model, *BATCHES, seeds=SEEDS, loops=(2, 3), custom=(CUSTOM,))
+
+
+def prompts():
+    return [ids[mask.bool()] for b in BATCHES for ids, mask in zip(b["input_ids"], b["attention_mask"], strict=True)]
+
+
+def logits_of(model, ids, schedule):
+    """Of one prompt without padding, by the model's modules."""
+    trunk = model.transformer
+    with torch.no_grad():
+        hidden = trunk.wte(ids[None]) + trunk.wpe(torch.arange(len(ids))[None])
+        for step in schedule:
+            members = step if isinstance(step, tuple) else (step,)
+            hidden = sum(trunk.h[number - 1](hidden) for number in members) / len(members)
+        return model.lm_head(trunk.ln_f(hidden))[0].numpy()
+
+
+def log_softmax(logits):
+    top = logits.max(-1, keepdims=True)
+    return logits - top - np.log(np.exp(logits - top).sum(-1, keepdims=True))
+
+
+def by_prompt(model, schedule):
+    """Losses, hits and divergences of the predicted tokens of each prompt."""
+    found = []
+    for ids in prompts():
+        full = log_softmax(logits_of(model, ids, range(1, BLOCKS + 1))[:-1])
+        own = log_softmax(logits_of(model, ids, schedule)[:-1])
+        targets = ids[1:].numpy()
+        divergence = (np.exp(full) * (full - own)).sum(-1)
+        found.append((-own[np.arange(len(targets)), targets], own.argmax(-1) == targets, divergence))
+    return found
+
+
+def shuffled(numbers, seed):
+    order = list(numbers)
+    random.Random(seed).shuffle(order)
+    return order
+
+
+# Of four blocks, written out: M = 1 is block 3, M = 3 the blocks 2 to 4, the repeated block is the third.
+EXPECTED = {
+    (None, ("variant", "baseline")): (1, 2, 3, 4),
+    (None, ("middle", 1), ("variant", "skip")): (1, 2, 4),
+    (None, ("middle", 3), ("variant", "skip")): (1,),
+    (None, ("middle", 1), ("variant", "middle_repeat")): (1, 2, 3, 4),
+    (None, ("middle", 3), ("variant", "middle_repeat")): (1, 3, 3, 3),
+    (None, ("middle", 1), ("variant", "reverse")): (1, 2, 3, 4),
+    (None, ("middle", 3), ("variant", "reverse")): (1, 4, 3, 2),
+    (None, ("middle", 1), ("variant", "parallel")): (1, 2, 3, 4),
+    (None, ("middle", 3), ("variant", "parallel")): (1, (2, 3, 4)),
+    (None, ("loops", 2), ("middle", 1), ("variant", "looped_parallel")): (1, 2, 3, 3, 4),
+    (None, ("loops", 3), ("middle", 1), ("variant", "looped_parallel")): (1, 2, 3, 3, 3, 4),
+    (None, ("loops", 2), ("middle", 3), ("variant", "looped_parallel")): (1, (2, 3, 4), (2, 3, 4)),
+    (None, ("loops", 3), ("middle", 3), ("variant", "looped_parallel")): (1, (2, 3, 4), (2, 3, 4), (2, 3, 4)),
+    (1, ("variant", "skip_one")): (2, 3, 4),
+    (2, ("variant", "skip_one")): (1, 3, 4),
+    (3, ("variant", "skip_one")): (1, 2, 4),
+    (4, ("variant", "skip_one")): (1, 2, 3),
+    (1, ("variant", "switch")): (2, 1, 3, 4),
+    (2, ("variant", "switch")): (1, 3, 2, 4),
+    (3, ("variant", "switch")): (1, 2, 4, 3),
+    (None, ("schedule", CUSTOM), ("variant", "custom")): (1, (2, 4, 4), 3, 1),
+}
+for _middle, _seed in itertools.product((1, 3), SEEDS):
+    _order = (1, 2, 3, 4) if _middle == 1 else (1, *shuffled((2, 3, 4), _seed))
+    _tags = {"middle": _middle, "schedule": " ".join(map(str, _order)), "seed": _seed, "variant": "random"}
+    EXPECTED[None, *sorted(_tags.items())] = _order
+MEANS = [(None, ("middle", middle), ("variant", "random")) for middle in (1, 3)]
+
+
+def test_the_modules_in_order_are_the_model(model):
+    for ids in prompts():
+        with torch.no_grad():
+            own = model(ids[None]).logits[0].numpy()
+        np.testing.assert_allclose(logits_of(model, ids, (1, 2, 3, 4)), own, atol=1e-12)
+
+
+def test_there_is_a_record_of_every_metric_of_every_variant_and_no_other(records):
+    wanted = {(metric, *rest) for metric in METRICS for rest in (*EXPECTED, *MEANS)}
+    wanted |= {("kendall_distance", *rest) for rest in EXPECTED if ("variant", "random") in rest}
+    assert set(records) == wanted
+
+
+@pytest.mark.parametrize("variant", EXPECTED, ids=str)
+def test_every_value_is_the_mean_over_predicted_tokens_of_blocks_called_one_by_one(model, records, variant):
+    columns = zip(*by_prompt(model, EXPECTED[variant]), strict=True)
+    for metric, values in zip(METRICS, columns, strict=True):
+        record, every = records[metric, *variant], np.concatenate(values)
+        assert record.value == pytest.approx(every.mean(), rel=1e-9, abs=1e-12)
+        assert (record.n, record.tags["num_tokens"]) == (len(values), len(every)) == (7, 42)
+        counts = np.array([len(row) for row in values])
+        linear = every.mean() + (np.array([row.sum() for row in values]) - every.mean() * counts) / counts.mean()
+        assert record.stderr == pytest.approx(linear.std(ddof=1) / math.sqrt(7), rel=1e-6, abs=1e-12)
+
+
+def test_most_variants_differ_from_the_model_and_from_each_other(records):
+    values = {records[at("kl_to_full", *rest[:1], **dict(rest[1:]))].value for rest in EXPECTED}
+    assert len(values) > 14
+    assert sorted(values)[1] > 0.01
+    assert records[at("kl_to_full", variant="baseline")].value == 0
+
+
+def test_random_orders_are_averaged_within_each_prompt(model, records):
+    of_seeds = [by_prompt(model, (1, *shuffled((2, 3, 4), seed))) for seed in SEEDS]
+    for metric, kind in zip(METRICS, range(3), strict=True):
+        sums = np.mean([[prompt[kind].sum() for prompt in found] for found in of_seeds], axis=0)
+        counts = np.array([len(prompt[0]) for prompt in of_seeds[0]])
+        ratio = sums.sum() / counts.sum()
+        spread = torch.from_numpy(ratio + (sums - ratio * counts) / counts.mean())
+        record = records[at(metric, middle=3, variant="random")]
+        low, high = bootstrap_interval(spread)
+        assert record.value == pytest.approx(ratio, rel=1e-9)
+        assert record.stderr == pytest.approx(spread.std().item() / math.sqrt(7), rel=1e-6)
+        assert (record.low, record.high) == pytest.approx((low.item(), high.item()), rel=1e-6)
+        assert (record.tags["num_seeds"], record.tags["num_tokens"], record.n) == (3, 42, 7)
+
+
+def test_orders_that_left_everything_in_place_are_counted_and_distances_told(records):
+    assert records[at("kl_to_full", middle=1, variant="random")].tags["num_identical"] == 3
+    identical = sum(shuffled((2, 3, 4), seed) == [2, 3, 4] for seed in SEEDS)
+    assert records[at("kl_to_full", middle=3, variant="random")].tags["num_identical"] == identical
+    distances = {dict(found[2:])["seed"]: r.value for found, r in records.items() if found[0] == "kendall_distance"}
+    for seed in SEEDS:
+        order = shuffled((2, 3, 4), seed)
+        assert distances[seed] == sum(a > b for a, b in itertools.combinations(order, 2))
+    of_one = [r.value for f, r in records.items() if f[0] == "kendall_distance" and dict(f[2:])["middle"] == 1]
+    assert of_one == [0, 0, 0]
+
+
+def test_a_middle_of_one_block_leaves_the_model_exactly(records):
+    for metric, variant in itertools.product(METRICS, ("parallel", "reverse", "middle_repeat", "random")):
+        expected = records[at(metric, variant="baseline")].value
+        found = records[at(metric, middle=1, variant=variant)].value
+        assert found == (pytest.approx(expected, rel=1e-15) if variant == "random" else expected)  # a mean over seeds
+
+
+def without_branches(*numbers):
+    """Blocks that add nothing."""
+    model = tiny("gpt2", torch.float64, n_layer=BLOCKS)
+    for number in numbers:
+        block = model.transformer.h[number - 1]
+        for module in (block.attn.c_proj, block.mlp.c_proj):
+            module.weight.data.zero_()
+            module.bias.data.zero_()
+    return model
+
+
+def test_blocks_that_add_nothing_can_stand_in_any_order():
+    found = run(without_branches(1, 2, 3, 4), *BATCHES, seeds=(1,), loops=(3,), custom=("4 (1,2) 3 3",))
+    for (metric, *_), record in found.items():
+        if metric != "kendall_distance":
+            assert record.value == pytest.approx(found[at(metric, variant="baseline")].value, abs=1e-12)
+    of_middle = run(without_branches(2, 3, 4), *BATCHES, middles=(3,), seeds=(1,), loops=(3,))
+    for (metric, layer, *tags), record in of_middle.items():
+        if metric != "kendall_distance" and (layer is None or layer > 1):
+            assert record.value == pytest.approx(of_middle[at(metric, variant="baseline")].value, abs=1e-12), tags
+    assert of_middle[at("kl_to_full", 1, variant="skip_one")].value > 0.1
+
+
+def test_padding_batches_and_chunks_change_nothing(model, monkeypatch):
+    options = {"seeds": (1,), "loops": (2,)}
+    right = tiny_batch("gpt2", batch=3, tokens=9, padding="right", seed=4)
+    mask = right["attention_mask"]
+    left = {"input_ids": torch.full_like(mask, 7), "attention_mask": mask.flip(-1)}
+    left["input_ids"][mask.flip(-1).bool()] = right["input_ids"][mask.bool()]
+    single = [{name: column[[index]] for name, column in right.items()} for index in range(3)]
+    expected = run(model, right, **options)
+    sizes, readout = [], LayeredModel.readout
+    for chunked, batches in ((False, [left]), (False, single), (True, [right])):
+        if chunked:
+            monkeypatch.setattr(interventions, "MAX_LOGITS", 4 * VOCAB)
+            monkeypatch.setattr(LayeredModel, "readout", lambda self, h: sizes.append(len(h)) or readout(self, h))
+        found = run(model, *batches, **options)
+        assert list(found) == list(expected)
+        for name, record in found.items():
+            assert record.value == pytest.approx(expected[name].value, rel=1e-9, abs=1e-12)
+            if record.metric != "kendall_distance":
+                assert record.stderr == pytest.approx(expected[name].stderr, rel=1e-9, abs=1e-12)
+    assert max(sizes) == 4
+
+
+def classified(name, model, hidden):
+    """What the head makes of a last state, by its own modules."""
+    if name == "vit":
+        return model.forward_head(model.norm(hidden))
+    if name == "bert_classifier":
+        return model.classifier(model.bert.pooler(hidden))
+    return model.classifier(hidden) if name == "bert_tagger" else model.cls(hidden)
+
+
+@pytest.mark.parametrize("name", ["vit", "bert_classifier", "bert_tagger", "bert"])
+def test_heads_that_classify_are_judged_by_the_labels_there_are(name):
+    model = tiny(name, torch.float64)
+    view, batch = LayeredModel(model), tiny_batch(name, batch=6, padding="right")
+    per_token = name in ("bert", "bert_tagger")
+    bare = run(model, batch, variants=("skip", "parallel"))
+    assert {found[0] for found in bare} == {"kl_to_full"}
+    real = batch["attention_mask"].bool() if per_token else torch.ones(6, dtype=torch.bool)
+    labels = (torch.arange(real.numel()) * 7 % 5).reshape(real.shape)
+    labels[..., ::2] = -100
+    records = run(model, batch | {"labels": labels}, variants=("skip", "parallel", "skip_one"), middles=(2,))
+    trajectory = view.trajectory(batch)
+    one, two, three = (trajectory.block(number) for number in (1, 2, 3))
+    start = trajectory.hidden[0]
+    with torch.no_grad():
+        first = one(start)
+        states = {
+            at("", variant="baseline"): three(two(first)),
+            at("", middle=2, variant="skip"): first,
+            at("", middle=2, variant="parallel"): (two(first) + three(first)) / 2,
+            at("", 2, variant="skip_one"): three(first),
+        }
+        full = classified(name, model, states[at("", variant="baseline")]).log_softmax(-1)[real]
+        kept = labels[real] != -100
+        for (_, *variant), hidden in states.items():
+            own = classified(name, model, hidden).log_softmax(-1)[real]
+            loss = torch.nn.functional.nll_loss(own, labels[real]).item()
+            hits = (own.argmax(-1) == labels[real])[kept].double().mean().item()
+            divergence = (full.exp() * (full - own)).sum(-1).mean().item()
+            # transformers takes the softmax of its attention in float32
+            assert records["variant_loss", *variant].value == pytest.approx(loss, rel=1e-6)
+            assert records["variant_accuracy", *variant].value == pytest.approx(hits, abs=1e-12)
+            assert records["kl_to_full", *variant].value == pytest.approx(divergence, rel=1e-6, abs=1e-12)
+            assert records["kl_to_full", *variant].tags["num_tokens"] == int(real.sum())
+            assert records["variant_loss", *variant].tags["num_tokens"] == int(kept.sum())
+
+
+def test_of_equal_logits_the_first_token_is_the_answer():
+    model = tiny("gpt2", torch.float64, tie_word_embeddings=False)
+    model.lm_head.weight.data.zero_()
+    ids = torch.tensor([[5, 0, 3, 0, 0, 8]])  # of five predicted tokens three are the first of the vocabulary
+    for name, record in run(model, {"input_ids": ids}, variants=("skip", "reverse")).items():
+        expected = {"variant_accuracy": 0.6, "variant_loss": math.log(VOCAB), "kl_to_full": 0.0}[name[0]]
+        assert record.value == pytest.approx(expected, abs=1e-12)
+
+
+def test_half_precision_is_measured_as_it_is_and_widened_before_the_softmax():
+    model = tiny("gpt2", torch.bfloat16)
+    batch = tiny_batch("gpt2", batch=2)
+    view = LayeredModel(model)
+    trajectory = view.trajectory(batch)
+    logits = view.replay(trajectory, (1, 3))[:, :-1].double()
+    expected = -logits.log_softmax(-1).gather(2, batch["input_ids"][:, 1:, None]).mean().item()
+    found = run(model, batch, variants=("skip_one",))[at("variant_loss", 2, variant="skip_one")]
+    assert found.value == pytest.approx(expected, rel=1e-6)
+
+
+def test_a_variant_that_overflows_is_told_and_spoils_no_other():
+    model = tiny("gpt2", torch.float16, n_layer=BLOCKS)
+    model.transformer.h[2].mlp.c_proj.bias.data[0] = 5e4  # finite once, infinite when it is added again
+    found = run(model, BATCHES[1], variants=("middle_repeat", "skip"))
+    broken = found[at("variant_loss", middle=3, variant="middle_repeat")]
+    assert math.isnan(broken.value)
+    assert (broken.n, broken.tags["num_undefined"], broken.tags["num_tokens"]) == (0, 2, 0)
+    for metric in METRICS:
+        for rest in ({"variant": "baseline"}, {"variant": "skip", "middle": 3}):
+            assert math.isfinite(found[at(metric, **rest)].value)
+
+
+def test_a_prompt_without_a_predicted_token_counts_for_nothing(model):
+    lone = {"input_ids": torch.tensor([[5, 6]]), "attention_mask": torch.tensor([[1, 0]])}
+    options = {"variants": ("skip",)}
+    assert run(model, *BATCHES, lone, **options) == run(model, *BATCHES, **options)
+    with pytest.raises(InputError, match="^interventions: no text has a next token to predict"):
+        run(model, lone, **options)
+
+
+def test_the_model_and_the_random_numbers_are_as_they_were():
+    model = tiny("gpt2").train()
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    analysis = Interventions(batches=Listed(*BATCHES), seeds=(0, 1))
+    analysis.check(LayeredModel(model))
+    states = torch.get_rng_state(), random.getstate()
+    list(analysis.run(LayeredModel(model)))
+    assert torch.equal(torch.get_rng_state(), states[0])
+    assert random.getstate() == states[1]
+    assert model.training
+    assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
+    measurement = measure(model, analysis, run="r", step=3)
+    assert measurement.error is None
+    assert len(measurement.records) == len({key(record) for record in measurement.records})
+
+
+def test_shares_join_to_the_numbers_of_one(model):
+    analysis = Interventions(batches=Listed(*BATCHES), variants=("skip", "random"), seeds=(0, 1))
+    whole = measure(model, analysis, run="run", step=1, weights_hash="x")
+    shares = [emergence.measure_share(model, analysis, rank=r, world_size=2, weights_hash="x") for r in (1, 0)]
+    joined = emergence.join_shares(model, analysis, shares, run="run", step=1, weights_hash="x")
+    assert joined.error is None
+    assert [repr(record) for record in joined.records] == [repr(record) for record in whole.records]
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"variants": ("skips",)}, "variants: there is no 'skips'; choose from baseline"),
+        ({"middles": (2,)}, "middles: of 4 blocks the middle has 1, 3 blocks, got 2"),
+        ({"seeds": ()}, r"seeds: expected integers of at least 0, got \[\]"),
+        ({"loops": (0,)}, r"loops: expected integers of at least 1, got \[0\]"),
+        ({"custom": ("1 5",)}, r"custom: block: expected 1\.\.4, got 5"),
+        ({"custom": ("1 ()",)}, "custom: schedule: a parallel group is empty"),
+    ],
+)
+def test_options_that_do_not_fit_the_model_are_refused(model, options, message):
+    analysis = Interventions(batches=Listed(*BATCHES), **options)
+    for call in (analysis.check, lambda view: list(analysis.run(view))):
+        with pytest.raises(InputError, match=f"^interventions: {message}"):
+            call(LayeredModel(model))
+
+
+def test_models_of_one_block_or_without_a_head_and_labels_that_do_not_fit_are_refused():
+    given = Interventions(batches=Listed(tiny_batch("gpt2")))
+    with pytest.raises(InputError, match="^interventions: an order needs at least two blocks, the model has 1"):
+        given.check(LayeredModel(tiny("gpt2", n_layer=1)))
+    with pytest.raises(InputError, match="^interventions: GPT2Model has no head to read its layers with"):
+        list(given.run(LayeredModel(tiny("gpt2_trunk"))))
+    with pytest.raises(InputError, match=r"^interventions: expected integer labels of shape \(3,\) for VisionTransf"):
+        run(tiny("vit"), tiny_batch("vit") | {"labels": torch.rand(3)})

@@ -1,0 +1,214 @@
+"""Similarities of layers against plain formulas on the states of single prompts, in float64."""
+
+import math
+
+import numpy as np
+import pytest
+import torch
+
+from lit_layers import emergence
+from lit_layers.analyses.layer_similarity import LayerSimilarity
+from lit_layers.emergence import measure
+from lit_layers.errors import InputError
+from lit_layers.functional.layer_stages import layer_stages
+from lit_layers.models.view import LayeredModel
+from tests.support.listed_batches import Listed
+from tests.support.prompt_states import states_of_each_prompt
+from tests.support.tiny_models import tiny, tiny_batch
+
+BLOCKS = 4
+BATCHES = [
+    tiny_batch("gpt2", batch=3, tokens=9, padding="left", seed=1),
+    tiny_batch("gpt2", batch=2, tokens=7, seed=2),
+    tiny_batch("gpt2", batch=3, tokens=8, padding="right", seed=3),
+]
+COSINES = {"token", "flattened"}
+
+
+@pytest.fixture(scope="module")
+def model():
+    return tiny("gpt2", torch.float64, n_layer=BLOCKS)
+
+
+@pytest.fixture(scope="module")
+def states(model):
+    """Of each prompt (layers + 1, tokens, dim)."""
+    return states_of_each_prompt(model, BATCHES)
+
+
+def key(record):
+    tags = {name: tag for name, tag in record.tags.items() if not name.startswith("num_")}
+    return (record.metric, record.layer, record.other_layer, *sorted(tags.items()))
+
+
+def run(model, *batches, **options):
+    records = list(LayerSimilarity(batches=Listed(*batches), **options).run(LayeredModel(model)))
+    found = {key(record): record for record in records}
+    assert len(found) == len(records)
+    return found
+
+
+@pytest.fixture(scope="module")
+def records(model):
+    return run(model, *BATCHES)
+
+
+def cosine(x, y, mode):
+    if mode == "flattened":
+        return (x * y).sum() / math.sqrt((x * x).sum() * (y * y).sum())
+    return np.mean([a @ b / math.sqrt((a @ a) * (b @ b)) for a, b in zip(x, y, strict=True)])
+
+
+def alignment(x, y):
+    x, y = x - x.mean(0), y - y.mean(0)
+    return np.linalg.norm(x.T @ y) ** 2 / (np.linalg.norm(x.T @ x) * np.linalg.norm(y.T @ y))
+
+
+def spread(count, length):
+    """At most `count` places of a row, both ends among them."""
+    if count >= length:
+        return list(range(length))
+    return sorted({round(index * (length - 1) / (count - 1)) for index in range(count)})
+
+
+@pytest.mark.parametrize("mode", sorted(COSINES))
+def test_cosines_are_those_of_each_prompt_averaged_over_prompts(records, states, mode):
+    for layer in range(BLOCKS + 1):
+        for other in range(BLOCKS + 1):
+            values = np.array([cosine(prompt[layer], prompt[other], mode) for prompt in states])
+            record = records["layer_cosine", layer, other, ("mode", mode)]
+            assert record.value == pytest.approx(values.mean(), rel=1e-9, abs=1e-12)
+            assert record.n == 8
+            assert record.stderr == pytest.approx(values.std(ddof=1) / math.sqrt(8), rel=1e-6, abs=1e-9)
+
+
+def test_the_alignment_is_that_of_the_tokens_of_all_prompts_together(model, records, states):
+    rows = np.concatenate(states, axis=1)
+    for layer in range(BLOCKS + 1):
+        for other in range(BLOCKS + 1):
+            record = records["layer_cka", layer, other]
+            assert record.value == pytest.approx(alignment(rows[layer], rows[other]), rel=1e-9)
+            assert (record.n, record.tags) == (8, {"num_rows": rows.shape[1]})
+    few = run(model, *BATCHES, num_tokens=3)
+    rows = np.concatenate([prompt[:, spread(3, prompt.shape[1])] for prompt in states], axis=1)
+    assert few["layer_cka", 1, 3].value == pytest.approx(alignment(rows[1], rows[3]), rel=1e-9)
+    assert few["layer_cka", 1, 3].tags["num_rows"] == rows.shape[1] == 24
+    every = run(model, *BATCHES, num_tokens=None)
+    assert every["layer_cka", 1, 3].value == records["layer_cka", 1, 3].value
+
+
+def test_of_prompts_it_is_that_of_their_means(model, states):
+    found = run(model, *BATCHES, rows="prompts", drop_first=1)
+    rows = np.stack([prompt[:, 1:].mean(1) for prompt in states], axis=1)
+    tags = (("drop_first", 1), ("rows", "prompts"))
+    assert found["layer_cka", 0, 3, *tags].value == pytest.approx(alignment(rows[0], rows[3]), rel=1e-9)
+    assert found["layer_cka", 0, 3, *tags].tags["num_rows"] == 8
+    values = [cosine(prompt[1][1:], prompt[4][1:], "flattened") for prompt in states]
+    record = found["layer_cosine", 1, 4, ("drop_first", 1), ("mode", "flattened")]
+    assert record.value == pytest.approx(np.mean(values), rel=1e-9)
+
+
+def test_stages_are_those_of_the_layers_behind_the_embedding(records):
+    for of, mode in (("layer_cosine", "token"), ("layer_cosine", "flattened"), ("layer_cka", None)):
+        tags = (("mode", mode),) if mode else ()
+        layers = range(1, BLOCKS + 1)
+        matrix = torch.tensor([[records[of, layer, other, *tags].value for other in layers] for layer in layers])
+        expected = layer_stages(matrix)
+        place = (None, None, *sorted((*tags, ("of", of))))
+        sizes = [records[name, *place].value for name in ("num_beginning", "num_middle", "num_ending")]
+        assert sizes == list(expected[:3])
+        assert sum(sizes) == BLOCKS
+        assert records["block_contrast", *place].value == pytest.approx(expected.contrast, rel=1e-6, abs=1e-9)
+        assert records["num_middle", *place].n == 8
+
+
+def test_blocks_that_hardly_change_anything_are_the_middle():
+    model = tiny("gpt2", torch.float64, n_layer=7)
+    for number in (3, 4, 5, 6):  # layers 2 to 6 are one, layer 1 comes before a large step, layer 7 behind one
+        block = model.transformer.h[number - 1]
+        for module in (block.attn.c_proj, block.mlp.c_proj):
+            module.weight.data.zero_()
+            module.bias.data.zero_()
+    for number, size in ((2, 20), (7, 2000)):
+        model.transformer.h[number - 1].mlp.c_proj.weight.data.mul_(size)
+    found = run(model, *BATCHES)
+    for tags in ((("mode", "token"), ("of", "layer_cosine")), (("of", "layer_cka"),)):
+        sizes = [found[name, None, None, *tags].value for name in ("num_beginning", "num_middle", "num_ending")]
+        assert sizes == [1, 5, 1]
+        assert found["block_contrast", None, None, *tags].value > 0.1
+    assert found["layer_cosine", 2, 6, ("mode", "token")].value == pytest.approx(1, abs=1e-12)
+
+
+def test_padding_batches_and_the_side_they_are_on_change_nothing(model):
+    right = tiny_batch("gpt2", batch=3, tokens=9, padding="right", seed=4)
+    mask = right["attention_mask"]
+    left = {"input_ids": torch.full_like(mask, 7), "attention_mask": mask.flip(-1)}
+    left["input_ids"][mask.flip(-1).bool()] = right["input_ids"][mask.bool()]
+    single = [{name: column[[index]] for name, column in right.items()} for index in range(3)]
+    expected = run(model, right, num_tokens=3)
+    for batches in ([left], single):
+        found = run(model, *batches, num_tokens=3)
+        assert list(found) == list(expected)
+        for name, record in found.items():
+            assert record.value == pytest.approx(expected[name].value, rel=1e-9, abs=1e-12)
+
+
+def test_conventions_and_the_debiased_alignment_are_told(model):
+    normed = run(model, *BATCHES, states="hf")
+    states = states_of_each_prompt(model, BATCHES, final_norm=True)
+    tags = (("mode", "token"), ("states", "hf"))
+    values = [cosine(prompt[2], prompt[4], "token") for prompt in states]
+    assert normed["layer_cosine", 2, 4, *tags].value == pytest.approx(np.mean(values), rel=1e-9)
+    debiased = run(model, *BATCHES, debiased=True)
+    plain, other = run(model, *BATCHES)["layer_cka", 0, 4].value, debiased["layer_cka", 0, 4, ("debiased", "yes")].value
+    assert other < plain - 0.01
+
+
+@pytest.mark.parametrize("name", ["vit", "bert", "llama_trunk"])
+def test_it_measures_images_encoders_and_models_without_a_head(name):
+    found = run(tiny(name), tiny_batch(name, padding=None if name == "vit" else "right"))
+    assert found["layer_cka", 0, 0].value == pytest.approx(1)
+    assert found["layer_cosine", 3, 3, ("mode", "flattened")].value == pytest.approx(1)
+
+
+def test_shares_join_to_the_numbers_of_one_and_nothing_is_disturbed(model):
+    analysis = LayerSimilarity(batches=Listed(*BATCHES))
+    analysis.check(LayeredModel(model))
+    generator = torch.get_rng_state()
+    whole = measure(model, analysis, run="run", step=1, weights_hash="x")
+    assert whole.error is None
+    assert torch.equal(torch.get_rng_state(), generator)
+    shares = [emergence.measure_share(model, analysis, rank=r, world_size=2, weights_hash="x") for r in (1, 0)]
+    joined = emergence.join_shares(model, analysis, shares, run="run", step=1, weights_hash="x")
+    assert [repr(record) for record in joined.records] == [repr(record) for record in whole.records]
+
+
+def test_prompts_of_which_nothing_is_left_count_for_nothing(model, states):
+    lone = {"input_ids": torch.tensor([[5, 6]]), "attention_mask": torch.tensor([[1, 0]])}
+    assert run(model, *BATCHES, lone, drop_first=1) == run(model, *BATCHES, drop_first=1)
+    with pytest.raises(InputError, match=r"^layer_similarity: layer_cka needs at least 2 rows, got 0 \(tokens\)"):
+        run(model, lone, drop_first=1)
+    with pytest.raises(InputError, match=r"needs at least 2 rows, got 1 \(prompts\): give more texts"):
+        run(model, tiny_batch("gpt2", batch=1), rows="prompts")
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"rows": "texts"}, r"expected rows to be one of \['tokens', 'prompts'\], got 'texts'"),
+        ({"states": "last"}, "expected states to be one of"),
+        ({"num_tokens": 0}, "expected num_tokens of at least 1, got 0"),
+        ({"drop_first": -1}, "expected drop_first of at least 0, got -1"),
+    ],
+)
+def test_options_that_there_are_not_are_refused(model, options, message):
+    analysis = LayerSimilarity(batches=Listed(*BATCHES), **options)
+    for call in (analysis.check, lambda view: list(analysis.run(view))):
+        with pytest.raises(InputError, match=f"^layer_similarity: {message}"):
+            call(LayeredModel(model))
+
+
+def test_a_model_of_one_block_has_no_stages():
+    given = LayerSimilarity(batches=Listed(*BATCHES))
+    with pytest.raises(InputError, match="^layer_similarity: stages need at least two blocks, the model has 1"):
+        given.check(LayeredModel(tiny("gpt2", n_layer=1)))

@@ -1,0 +1,152 @@
+"""The division of layers against every division by explicit loops, and where it is known; CKA of all layers at once."""
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from lit_layers.functional import cka_matrix
+from lit_layers.functional.cka_matrix import linear_cka_matrix
+from lit_layers.functional.layer_stages import LayerStages, layer_stages
+
+
+def symmetric(size, seed):
+    values = np.random.default_rng(seed).normal(size=(size, size))
+    return values + values.T
+
+
+def by_brute_force(matrix):
+    """Every run of two layers or more, pair by pair."""
+    size = len(matrix)
+    best, most = (0, size, 0, 0.0), 0.0
+    for first in range(size):
+        for last in range(first + 1, size):
+            run = set(range(first, last + 1))
+            if len(run) == size:
+                continue
+            within = [matrix[i, j] for i in run for j in run if i < j]
+            across = [matrix[i, j] for i in run for j in range(size) if j not in run]
+            contrast = np.mean(within) - np.mean(across)
+            pooled = np.array(within + across)
+            fitted = np.array([np.mean(within)] * len(within) + [np.mean(across)] * len(across))
+            # what two means explain of the pairs, as a drop of the residual sum of squares
+            explained = ((pooled - pooled.mean()) ** 2).sum() - ((pooled - fitted) ** 2).sum()
+            if contrast > 0 and explained > most:
+                best, most = (first, len(run), size - last - 1, contrast), explained
+    return best
+
+
+@pytest.mark.parametrize("seed", range(25))
+def test_it_is_the_best_of_every_division(seed):
+    size = 2 + seed % 8
+    matrix = symmetric(size, seed)
+    found = layer_stages(torch.from_numpy(matrix))
+    expected = by_brute_force(matrix)
+    assert found[:3] == expected[:3]
+    assert found.contrast == pytest.approx(expected[3], rel=1e-9)
+
+
+@given(st.integers(0, 5), st.integers(2, 9), st.integers(0, 5), st.floats(-0.9, 0.5), st.floats(0.01, 0.5))
+def test_a_planted_middle_is_found_at_its_own_contrast(beginning, middle, ending, across, more):
+    size = beginning + middle + ending
+    matrix = torch.full((size, size), across, dtype=torch.float64)
+    run = slice(beginning, beginning + middle)
+    matrix[run, run] = across + more
+    matrix.fill_diagonal_(1)
+    found = layer_stages(matrix)
+    if middle == size:
+        assert found == LayerStages(0, size, 0, 0.0)
+    else:
+        assert found[:3] == (beginning, middle, ending)
+        assert found.contrast == pytest.approx(more, rel=1e-9)
+    turned = layer_stages(matrix.flip(0, 1))
+    assert turned[:3] == (found.num_ending, found.num_middle, found.num_beginning)
+
+
+@pytest.mark.parametrize("value", [0.0, 0.3, 1 / 3, 1.0])
+@pytest.mark.parametrize("size", [2, 5, 12])
+def test_equal_layers_and_layers_apart_are_all_middle(value, size):
+    matrix = torch.full((size, size), value, dtype=torch.float64).fill_diagonal_(1)
+    assert layer_stages(matrix) == LayerStages(0, size, 0, 0.0)
+    if value:  # what rounding makes of it
+        assert layer_stages(matrix + 1e-15 * torch.from_numpy(symmetric(size, 0)))[:3] == (0, size, 0)
+
+
+def test_of_equally_good_middles_the_larger_and_then_the_earlier_wins():
+    matrix = torch.zeros(6, 6)
+    matrix[0:2, 0:2] = matrix[3:5, 3:5] = 1.0
+    assert layer_stages(matrix)[:3] == (0, 2, 4)
+
+
+def test_the_diagonal_and_a_common_constant_do_not_count():
+    matrix = torch.from_numpy(symmetric(9, 3))
+    found = layer_stages(matrix)
+    changed = (matrix + 5).fill_diagonal_(100)
+    assert layer_stages(changed)[:3] == found[:3]
+    assert layer_stages(changed).contrast == pytest.approx(found.contrast, rel=1e-9)
+    assert layer_stages(3 * matrix).contrast == pytest.approx(3 * found.contrast, rel=1e-9)
+
+
+@pytest.mark.parametrize(
+    ("matrix", "message"),
+    [
+        (torch.ones(1, 1), r"of at least 2 layers, got \(1, 1\)"),
+        (torch.ones(2, 3), r"of shape \(layers, layers\) of at least 2 layers, got \(2, 3\)"),
+        (torch.full((3, 3), torch.nan), "expected finite similarities"),
+        (torch.tensor([[1.0, 0.2], [0.3, 1.0]]), "expected a symmetric matrix"),
+    ],
+)
+def test_what_is_no_matrix_of_similarities_is_refused(matrix, message):
+    with pytest.raises(ValueError, match=message):
+        layer_stages(matrix)
+
+
+# ---------------------------------------------------------------------------------------- linear_cka_matrix
+
+
+def plain_cka(x, y):
+    x, y = x - x.mean(0), y - y.mean(0)
+    return np.linalg.norm(y.T @ x) ** 2 / (np.linalg.norm(x.T @ x) * np.linalg.norm(y.T @ y))
+
+
+def hsic_1(x, y):
+    k, other = x @ x.T, y @ y.T
+    np.fill_diagonal(k, 0)
+    np.fill_diagonal(other, 0)
+    m = len(x)
+    ones = np.ones(m)
+    total = ones @ k @ ones * (ones @ other @ ones) / ((m - 1) * (m - 2))
+    return (np.trace(k @ other) + total - 2 / (m - 2) * ones @ k @ other @ ones) / (m * (m - 3))
+
+
+def debiased_cka(x, y):
+    return hsic_1(x, y) / np.sqrt(hsic_1(x, x) * hsic_1(y, y))
+
+
+@pytest.mark.parametrize(("debiased", "formula"), [(False, plain_cka), (True, debiased_cka)])
+@pytest.mark.parametrize("rows_at_a_time", [1, 4, 100])
+def test_the_alignment_of_all_layers_is_that_of_every_two(debiased, formula, rows_at_a_time, monkeypatch):
+    monkeypatch.setattr(cka_matrix, "MAX_ENTRIES", rows_at_a_time * 4 * 11)
+    generator = np.random.default_rng(5)
+    states = generator.normal(size=(4, 11, 6)) + 3
+    states[2] = states[1] @ np.linalg.qr(generator.normal(size=(6, 6)))[0] * 7 - 2  # a rotation: equal but for rounding
+    found = linear_cka_matrix(torch.from_numpy(states), debiased=debiased)
+    expected = [[formula(x, y) for y in states] for x in states]
+    np.testing.assert_allclose(found, expected, rtol=1e-10, atol=1e-12)
+    assert found[1, 2].item() == pytest.approx(1, rel=1e-12)
+    assert found[0, 1].item() < 0.9
+
+
+def test_a_layer_that_does_not_vary_is_undefined_alone():
+    states = torch.from_numpy(np.random.default_rng(0).normal(size=(3, 6, 4)))
+    states[1] = 2.5
+    with pytest.raises(ValueError, match=r"linear_cka_matrix is undefined at element \(0, 1\): a layer does not vary"):
+        linear_cka_matrix(states)
+    found = linear_cka_matrix(states, undefined="nan")
+    assert found.isnan().tolist() == [[False, True, False], [True, True, True], [False, True, False]]
+    states[1, 0, 0] = torch.inf
+    with pytest.raises(ValueError, match="values are not finite"):
+        linear_cka_matrix(states)
+    with pytest.raises(ValueError, match=r"with debiased=True needs states of shape .* got \(3, 3, 4\)"):
+        linear_cka_matrix(torch.ones(3, 3, 4), debiased=True)

@@ -1,0 +1,118 @@
+"""Which variants there are of a model, how each is called, and what no model has."""
+
+import itertools
+import random
+
+import pytest
+
+from lit_layers.functional.variants import LOOPS, OF_MIDDLES, SEEDS, VARIANTS, Variant, variants
+
+
+def named(found, name):
+    return [variant for variant in found if variant.name == name]
+
+
+def test_the_variants_of_six_blocks_by_hand():
+    found = variants(6, seeds=(4,), loops=(3,))
+    by_name = {name: [(v.middle, v.block, v.schedule) for v in named(found, name)] for name in VARIANTS}
+    assert by_name["baseline"] == [(None, None, (1, 2, 3, 4, 5, 6))]
+    assert by_name["skip"] == [(1, None, (1, 2, 3, 5, 6)), (3, None, (1, 2, 6)), (5, None, (1,))]
+    assert by_name["middle_repeat"][1:] == [(3, None, (1, 2, 4, 4, 4, 6)), (5, None, (1, 4, 4, 4, 4, 4))]
+    assert by_name["reverse"][1] == (3, None, (1, 2, 5, 4, 3, 6))
+    assert by_name["parallel"][1:] == [(3, None, (1, 2, (3, 4, 5), 6)), (5, None, (1, (2, 3, 4, 5, 6)))]
+    assert by_name["looped_parallel"][0] == (1, None, (1, 2, 3, 4, 4, 4, 5, 6))
+    assert by_name["looped_parallel"][1] == (3, None, (1, 2, *[(3, 4, 5)] * 3, 6))
+    assert [(block, len(schedule)) for _, block, schedule in by_name["skip_one"]] == [(n, 5) for n in range(1, 7)]
+    assert by_name["switch"] == [
+        (None, 1, (2, 1, 3, 4, 5, 6)),
+        (None, 2, (1, 3, 2, 4, 5, 6)),
+        (None, 3, (1, 2, 4, 3, 5, 6)),
+        (None, 4, (1, 2, 3, 5, 4, 6)),
+        (None, 5, (1, 2, 3, 4, 6, 5)),
+    ]
+    order = [2, 3, 4, 5, 6]
+    random.Random(4).shuffle(order)
+    assert by_name["random"][2] == (5, None, (1, *order))
+    assert named(found, "random")[2].seed == 4
+    assert [v.loops for v in named(found, "looped_parallel")] == [3, 3, 3]
+
+
+@pytest.mark.parametrize("num_blocks", [2, 3, 8, 12, 13])
+def test_every_name_is_there_of_every_middle_seed_and_number_of_loops(num_blocks):
+    found = variants(num_blocks)
+    middles = [num for num in range(1, num_blocks) if num % 2 == (num_blocks + 1) % 2]
+    counts = {"random": len(SEEDS), "looped_parallel": len(LOOPS)}
+    for name in OF_MIDDLES:
+        assert [v.middle for v in named(found, name)] == [m for m in middles for _ in range(counts.get(name, 1))]
+    assert [v.seed for v in named(found, "random")] == [*SEEDS] * len(middles)
+    assert [v.loops for v in named(found, "looped_parallel")] == [*LOOPS] * len(middles)
+    assert found[0].name == "baseline"
+    assert len({str(v) for v in found}) == len(found)  # what tells them apart for a reader
+    tags = [(v.block, *sorted(v.tags.items())) for v in found]
+    assert len(set(tags)) == len(tags)  # and in a table
+
+
+def test_names_middles_seeds_and_loops_are_those_asked_for_and_each_once():
+    found = variants(9, ["skip", "random", "skip"], middles=[4, 2, 4], seeds=(3, 3, 1), loops=(1,))
+    assert [(v.name, v.middle, v.seed) for v in found] == [
+        ("baseline", None, None),
+        ("skip", 2, None),
+        ("skip", 4, None),
+        *[("random", middle, seed) for middle, seed in itertools.product((2, 4), (3, 1))],
+    ]
+    (looped,) = variants(8, ["looped_parallel"], middles=[3], loops=(1,))[1:]
+    (parallel,) = variants(8, ["parallel"], middles=[3])[1:]
+    assert looped.schedule == parallel.schedule == (1, 2, 3, (4, 5, 6), 7, 8)
+
+
+def test_tags_tell_what_a_variant_is():
+    found = variants(
+        6, ["looped_parallel", "random", "skip_one"], middles=[3], seeds=[1], loops=[2], custom=["1 (2,3)"]
+    )
+    order = [3, 4, 5]
+    random.Random(1).shuffle(order)
+    assert [v.tags for v in found[:3]] == [
+        {"variant": "baseline"},
+        {"variant": "looped_parallel", "middle": 3, "loops": 2},
+        {"variant": "random", "middle": 3, "seed": 1, "schedule": " ".join(map(str, [1, 2, *order, 6]))},
+    ]
+    assert found[3].tags == {"variant": "skip_one"}
+    assert found[3].block == 1
+    assert found[-1] == Variant(name="custom", schedule=(1, (2, 3)))
+    assert found[-1].tags == {"variant": "custom", "schedule": "1 (2,3)"}
+    assert [str(v) for v in (found[0], found[1], found[2], found[4], found[-1])] == [
+        "baseline",
+        "looped_parallel M=3 k=2",
+        "random M=3 seed=1",
+        "skip_one block=2",
+        "custom 1 (2,3)",
+    ]
+
+
+def test_the_same_order_written_twice_is_one():
+    found = variants(4, [], custom=["1 2", " 1  2 ", "1 (2)", "2 1"])
+    assert [v.schedule for v in found] == [(1, 2, 3, 4), (1, 2), (2, 1)]
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"names": ["skips"]}, "^variants: there is no 'skips'; choose from baseline, middle_repeat"),
+        ({"names": ["custom"]}, "^variants: there is no 'custom'"),
+        ({"middles": [3, 4]}, "^middles: of 6 blocks the middle has 1, 3, 5 blocks, got 4"),
+        ({"middles": [7]}, "^middles: of 6 blocks the middle has 1, 3, 5 blocks, got 7"),
+        ({"middles": [3.0]}, r"^middles: of 6 blocks the middle has 1, 3, 5 blocks, got 3\.0"),
+        ({"middles": []}, "^middles: expected at least one number, or None for all, got none"),
+        ({"seeds": []}, r"^seeds: expected integers of at least 0, got \[\]"),
+        ({"seeds": [-1]}, r"^seeds: expected integers of at least 0, got \[-1\]"),
+        ({"loops": (0, 2)}, r"^loops: expected integers of at least 1, got \[0, 2\]"),
+        ({"loops": [True]}, r"^loops: expected integers of at least 1, got \[True\]"),
+        ({"custom": ["1 7"]}, r"^custom: block: expected 1\.\.6, got 7"),
+        ({"custom": ["1 () 2"]}, "^custom: schedule: a parallel group is empty"),
+        ({"custom": [" "]}, "^custom: expected at least one step, as in"),
+        ({"num_blocks": 1}, "^num_blocks: expected an integer of at least 2, got 1"),
+    ],
+)
+def test_what_no_model_has_is_refused(options, message):
+    with pytest.raises(ValueError, match=message):
+        variants(**({"num_blocks": 6} | options))

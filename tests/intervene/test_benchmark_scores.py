@@ -1,0 +1,332 @@
+"""The analysis: its records by arithmetic on the rows, what it keeps on disk, how it goes on, what it refuses."""
+
+import json
+import math
+from importlib.metadata import PackageNotFoundError
+
+import pytest
+import torch
+
+from lit_layers import records as tables
+from lit_layers.data.tokenization import load_tokenizer
+from lit_layers.emergence import measure
+from lit_layers.errors import InputError
+from lit_layers.functional.block_schedules import baseline, parse_schedule, random
+from lit_layers.intervene import BenchmarkScores, LocalTask
+from lit_layers.intervene import benchmark_scores as module
+from lit_layers.intervene.likelihoods import log_likelihoods
+from lit_layers.intervene.own_scorer import OwnScorer
+from lit_layers.intervene.prompt_tokens import PromptTokenizer
+from lit_layers.intervene.scores import median_over_tasks
+from lit_layers.intervene.task_prompts import LOCAL_TASKS
+from lit_layers.models.running_order import running_order
+from lit_layers.models.view import LayeredModel
+from tests.support.benchmark_rows import tiny_speaker, write_tasks, write_tokenizer
+from tests.support.tiny_models import tiny
+
+BLOCKS = 6
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("benchmarks")
+    write_tasks(folder / "local")
+    write_tokenizer(folder / "tokenizer")
+    return folder
+
+
+@pytest.fixture(scope="module")
+def model():
+    return tiny_speaker(blocks=BLOCKS, seed=3)
+
+
+@pytest.fixture
+def make(folder, tmp_path):
+    def make(task="arc_challenge", **options):
+        options = {"variants": ("skip",), "middles": (3,), "folder": folder / "local"} | options
+        return BenchmarkScores(task=task, tokenizer=str(folder / "tokenizer"), results=tmp_path / "results", **options)
+
+    return make
+
+
+def by_rows(folder, model, task, schedule):
+    """A task's values in one order, without the analysis."""
+    spec: LocalTask = LOCAL_TASKS[task]
+    tokens = PromptTokenizer.of(load_tokenizer(str(folder / "tokenizer")))
+    scorer = OwnScorer(spec, spec.items(folder / "local"), tokens, max_length=600, max_new_tokens=8)
+    with running_order(model, schedule):
+        return scorer.score(model).values
+
+
+def files(analysis):
+    return sorted(analysis.results.rglob("*.json"))
+
+
+def counted(analysis):
+    """The variants that are scored from now on."""
+    seen = []
+    analysis.tell = seen.append
+    return seen
+
+
+def test_records_are_means_over_the_rows(folder, model, make):
+    analysis = make(variants=("skip", "skip_one"), middles=(3,), custom=("1 (2,3) 6",))
+    found = measure(model, analysis, run="r", step=1)
+    assert found.error is None
+    assert found.analysis == "intervene/arc_challenge"
+    orders = {
+        "baseline": "1 2 3 4 5 6",
+        "skip": "1 2 6",
+        "custom": "1 (2,3) 6",
+        "skip_one": "1 3 4 5 6",
+    }
+    guess = (1 / 4 + 1 / 3 + 1 / 5 + 1 / 4) / 4
+    for variant, order in orders.items():
+        values = by_rows(folder, model, "arc_challenge", parse_schedule(order, BLOCKS))
+        own = [r for r in found.records if r.tags.get("variant") == variant and r.layer in (None, 2)]
+        for metric in ("task_score", "task_score_norm"):
+            (record,) = [r for r in own if r.metric == metric]
+            mean = sum(values[metric]) / 4
+            assert record.value == pytest.approx(mean)
+            spread = sum((value - mean) ** 2 for value in values[metric]) / 3
+            assert record.stderr == pytest.approx(math.sqrt(spread / 4))
+            assert record.n == 4
+            assert record.tags["task"] == "arc_challenge"
+    (skip,) = [r for r in found.records if r.metric == "task_score" and r.tags.get("variant") == "skip"]
+    assert skip.tags == {"variant": "skip", "middle": 3, "task": "arc_challenge"}
+    layers = [r.layer for r in found.records if r.metric == "task_score" and r.tags.get("variant") == "skip_one"]
+    assert layers == [1, 2, 3, 4, 5, 6]
+    (chance,) = [r for r in found.records if r.metric == "random_score"]
+    assert chance.value == pytest.approx(guess)
+    assert found.provenance["data_hash"]
+
+
+def chosen(folder, model, schedule, rows):
+    """Which choice the model takes of each row of the user's own kind."""
+    tokens = PromptTokenizer.of(load_tokenizer(str(folder / "tokenizer")))
+    found = []
+    for row in rows:
+        with running_order(model, schedule):
+            pairs = tokens.pairs([(row["context"], f" {choice}") for choice in row["choices"]])
+            values = [each.value for each in log_likelihoods(model, pairs, max_length=600, batch_size=1)]
+        found.append(values.index(max(values)))
+    return found
+
+
+@pytest.mark.parametrize("num_right", [7, 4])
+def test_what_is_left_of_the_lead_over_guessing(folder, model, make, tmp_path, num_right):
+    rows = [{"context": f"The boy has {n}", "choices": ["nuts", f"{n} dogs"]} for n in range(8)]
+    full = chosen(folder, model, baseline(BLOCKS), rows)
+    skipped = chosen(folder, model, parse_schedule("1 2 6", BLOCKS), rows)
+    for number, (row, choice) in enumerate(zip(rows, full, strict=True)):
+        row["label"] = choice if number < num_right else 1 - choice
+    path = tmp_path / "mine.jsonl"
+    path.write_text("\n".join(map(json.dumps, rows)))
+    found = measure(model, make(str(path), folder=None), run="r", step=1)
+    assert (found.error, found.analysis) == (None, "intervene/mine")
+    (chance,) = [record for record in found.records if record.metric == "random_score"]
+    left = [record for record in found.records if record.metric == "normalized_score"]
+    assert chance.value == 0.5
+    if num_right == 4:
+        assert chance.tags == {"task": "mine", "undefined": "normalized_score"}
+        assert not left
+        return
+    right = sum(choice == row["label"] for choice, row in zip(skipped, rows, strict=True)) / 8
+    assert chance.tags == {"task": "mine"}
+    assert [record.value for record in left] == pytest.approx([1, (right - 0.5) / (7 / 8 - 0.5)])
+    assert left[0].stderr == 0
+    table = median_over_tasks(tables.frame([found]))
+    assert list(table["variant"]) == ["baseline", "skip"]
+    assert list(table["value"]) == pytest.approx([record.value for record in left])
+    assert set(table["tasks"]) == {"mine"}
+
+
+def test_random_orders_have_a_mean_over_their_seeds(folder, model, make):
+    records = list(make("lambada", variants=("random",), middles=(5,), seeds=(0, 1, 2)).run(LayeredModel(model)))
+    perplexities = [r for r in records if r.metric == "task_perplexity" and r.tags["variant"] == "random"]
+    *single, mean = perplexities
+    orders = [random(BLOCKS, 0, seed=seed) for seed in (0, 1, 2)]
+    expected = [
+        math.exp(-sum(values) / len(values))
+        for values in (by_rows(folder, model, "lambada", order)["task_perplexity"] for order in orders)
+    ]
+    assert [record.value for record in single] == pytest.approx(expected)
+    assert [record.tags["seed"] for record in single] == [0, 1, 2]
+    assert mean.value == pytest.approx(sum(expected) / 3)
+    spread = sum((value - sum(expected) / 3) ** 2 for value in expected) / 2
+    assert mean.stderr == pytest.approx(math.sqrt(spread / 3))
+    assert mean.tags == {"variant": "random", "middle": 5, "num_seeds": 3, "num_identical": 0, "task": "lambada"}
+
+
+def test_equal_orders_are_scored_once(model, make):
+    analysis = make(variants=("reverse", "random", "parallel", "middle_repeat"), middles=(1,), seeds=(0, 1))
+    said = counted(analysis)
+    records = list(analysis.run(LayeredModel(model)))
+    assert said == ["arc_challenge: baseline (1 of 6)"]
+    assert len(files(analysis)) == 1
+    (mean,) = [r for r in records if r.metric == "task_score" and "num_seeds" in r.tags]
+    assert mean.tags["num_identical"] == 2
+
+
+def test_a_run_that_was_killed_goes_on(model, make):
+    first = make(variants=("skip", "reverse", "parallel"))
+
+    def stop(told):
+        if "reverse" in told:
+            raise KeyboardInterrupt
+
+    first.tell = stop
+    with pytest.raises(KeyboardInterrupt):
+        list(first.run(LayeredModel(model)))
+    assert len(files(first)) == 2
+    before = {path: path.stat().st_mtime_ns for path in files(first)}
+    second = make(variants=("skip", "reverse", "parallel"))
+    said = counted(second)
+    records = list(second.run(LayeredModel(model)))
+    assert [told.split(": ")[1].split(" ")[0] for told in said] == ["reverse", "parallel"]
+    assert all(path.stat().st_mtime_ns == before[path] for path in before)
+    third = make(variants=("skip", "reverse", "parallel"), batch_size=2)
+    said = counted(third)
+    assert list(third.run(LayeredModel(model))) == records
+    assert said == []
+
+
+def test_results_of_other_weights_options_and_rows_do_not_meet(folder, model, make, tmp_path):
+    list(make().run(LayeredModel(model)))
+    other = tiny_speaker(blocks=BLOCKS, seed=4)
+    cases = [(other, {}), (model, {"limit": 2}), (model, {"max_new_tokens": 9}), (model, {"task": "winogrande"})]
+    for changed, options in cases:
+        again = make(**options)
+        said = counted(again)
+        list(again.run(LayeredModel(changed)))
+        assert len(said) == 2
+    more = make(limit=99)  # the very same rows
+    said = counted(more)
+    list(more.run(LayeredModel(model)))
+    assert said == []
+    tokenizer = tmp_path / "tokenizer.json"
+    tokenizer.write_text((folder / "tokenizer" / "tokenizer.json").read_text())
+    moved = make()
+    moved.tokenizer = str(tokenizer)  # the same one elsewhere
+    assert moved.tokenizer_hash() == make().tokenizer_hash()
+
+
+def test_a_file_says_what_it_holds(make):
+    analysis = make("gsm8k", max_new_tokens=8)
+    list(analysis.run(LayeredModel(tiny_speaker(blocks=BLOCKS, positions=128))))
+    found = [json.loads(path.read_text()) for path in files(analysis)]
+    (skip,) = [each for each in found if each["variant"] == "skip M=3"]
+    assert skip["schedule"] == "1 2 6"
+    assert skip["scorer"] == "own 1"
+    assert "examples drawn from 1,000 training questions" in skip["difference"]
+    assert len(skip["texts"]) == skip["n"] == 4
+    assert skip["num_cut"] == 4  # five examples take more than 120 tokens
+    assert set(skip["scores"]) == {"task_score", "task_score_flexible"}
+
+
+def test_a_damaged_file_is_scored_again(model, make):
+    analysis = make()
+    records = list(analysis.run(LayeredModel(model)))
+    files(analysis)[0].write_text("{")
+    again = make()
+    said = counted(again)
+    assert list(again.run(LayeredModel(model))) == records
+    assert len(said) == 1
+
+
+def test_a_failing_variant_leaves_the_others(model, make, monkeypatch):
+    whole = OwnScorer.score
+
+    def score(self, network):
+        scores = whole(self, network)
+        if len(network._running_order) == 3:
+            raise torch.OutOfMemoryError("out of\nmemory")
+        return scores
+
+    monkeypatch.setattr(OwnScorer, "score", score)
+    analysis = make(variants=("skip", "reverse"))
+    said = counted(analysis)
+    records = list(analysis.run(LayeredModel(model)))
+    (failed,) = [record for record in records if record.metric == "failed"]
+    assert failed.tags == {
+        "variant": "skip",
+        "middle": 3,
+        "task": "arc_challenge",
+        "error": "OutOfMemoryError: out of memory",
+    }
+    assert {r.tags["variant"] for r in records if r.metric == "task_score"} == {"baseline", "reverse"}
+    assert said[2] == "arc_challenge: skip M=3 failed: OutOfMemoryError: out of memory"
+    assert len(files(analysis)) == 2
+    monkeypatch.setattr(OwnScorer, "score", whole)
+    again = make(variants=("skip", "reverse"))
+    said = counted(again)
+    assert not [record for record in again.run(LayeredModel(model)) if record.metric == "failed"]
+    assert len(said) == 1
+
+
+def test_a_failing_full_model_fails(make):
+    broken = tiny_speaker(blocks=BLOCKS)
+    with torch.no_grad():
+        broken.transformer.ln_f.weight.fill_(math.nan)
+    with pytest.raises(FloatingPointError, match="4 of 4 rows have a log-likelihood that is not a number"):
+        list(make().run(LayeredModel(broken)))
+
+
+def test_the_config_is_what_decides_the_numbers(make):
+    analysis = make()
+    plain = json.loads(json.dumps(analysis.config()))
+    assert not {"results", "folder", "tell", "batch_size"} & set(plain["init_args"])
+    assert plain["init_args"]["variants"] == ["skip"]
+    assert make(limit=1).config_hash() != analysis.config_hash() == make(batch_size=1).config_hash()
+
+
+def test_wrong_options_are_refused(folder, model, make, monkeypatch):
+    view = LayeredModel(model)
+    make().check(view)
+    cases = [
+        (make("arc"), "task: there is no 'arc' among the local ones"),
+        (
+            make(folder=None),
+            "folder: arc_challenge is read from local files: name their folder, or take scorer lm_eval",
+        ),
+        (make(scorer="other"), "scorer: expected one of own, lm_eval, got 'other'"),
+        (make(scorer="lm_eval"), "scorer: lm_eval reads its data from the Hub, got the folder .*: take scorer own"),
+        (
+            make("a.csv", scorer="lm_eval", folder=None),
+            "scorer: lm_eval reads its data from the Hub, got the file a.csv",
+        ),
+        (make(limit=0), "limit: expected at least 1, got 0"),
+        (make(batch_size=0), "batch_size: expected at least 1, got 0"),
+        (make(max_new_tokens=0), "max_new_tokens: expected at least 1, got 0"),
+        (make(middles=(4,)), "of 6 blocks the middle has 1, 3, 5 blocks, got 4"),
+        (make(variants=("skipped",)), "variants: there is no 'skipped'"),
+        (make(custom=("1 9",)), "block: expected 1..6, got 9"),
+    ]
+    for analysis, message in cases:
+        with pytest.raises(InputError, match=message):
+            analysis.check(view)
+    with pytest.raises(InputError, match="expected a causal language model, got BertForMaskedLM"):
+        make().check(LayeredModel(tiny("bert")))
+    with pytest.raises(InputError, match="expected a language model, got VisionTransformer"):
+        make().check(LayeredModel(tiny("vit")))
+    with pytest.raises(InputError, match="tokenizer: it has 400 tokens and the model 61"):
+        make(middles=(2,)).check(LayeredModel(tiny("gpt2")))
+
+    def missing(name):
+        raise PackageNotFoundError(name)
+
+    monkeypatch.setattr("lit_layers.intervene.lm_eval_tasks.version", missing)
+    with pytest.raises(InputError, match=r"lm-eval is needed .*: pip install 'lit_layers\[eval\]'"):
+        make("lambada", scorer="lm_eval", folder=None).check(view)
+
+
+def test_rows_that_changed_meanwhile_are_refused(model, make, monkeypatch):
+    calls = iter(["a", "b"])
+    whole = OwnScorer.score
+
+    def score(self, network):
+        return module.TaskScores(**vars(whole(self, network)) | {"rows_hash": next(calls)})
+
+    monkeypatch.setattr(OwnScorer, "score", score)
+    with pytest.raises(InputError, match="the task's rows changed between variants: remove .* and begin anew"):
+        list(make().run(LayeredModel(model)))

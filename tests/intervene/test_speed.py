@@ -1,0 +1,170 @@
+"""Speed of variants: what is counted exactly, what follows from the seconds, what must hold of any machine."""
+
+import pytest
+import torch
+
+from lit_layers.emergence import measure
+from lit_layers.errors import InputError
+from lit_layers.functional.variants import Variant, variants
+from lit_layers.intervene import speed
+from lit_layers.intervene.speed import Speed, measure_speed, peak_of_call, weight_bytes
+from lit_layers.models.view import LayeredModel
+from tests.support.tiny_models import tiny, tiny_batch
+
+ROUNDS = {"num_rounds": 2, "num_warm_up": 1}
+
+
+def deep(name="gpt2", **options):
+    return tiny(name, **{{"gpt2": "n_layer", "vit": "depth"}.get(name, "num_hidden_layers"): 5}, **options)
+
+
+@pytest.fixture
+def seconds(monkeypatch):
+    """A clock that tells what is asked of it: one second for each block that runs, and one for the rest."""
+    model, ran = deep(), [0]
+    for block in model.transformer.h:
+        block.mlp.c_fc.register_forward_hook(lambda *_: ran.__setitem__(0, ran[0] + 1))
+
+    def timed(call, device):
+        ran[0] = 0
+        call()
+        return 1.0 + ran[0]
+
+    monkeypatch.setattr("lit_layers.models.costs._seconds", timed)
+    return model
+
+
+def test_latency_ratio_and_throughput_are_those_of_the_seconds(seconds):
+    compared = variants(5, ["skip", "looped_parallel", "skip_one"], middles=[2], loops=[3])
+    found = {str(each.variant): each for each in measure_speed(seconds, compared, tiny_batch("gpt2", 4, 7), **ROUNDS)}
+    blocks = {"baseline": 5, "skip M=2": 3, "looped_parallel M=2 k=3": 9, "skip_one block=2": 4}
+    for name, count in blocks.items():
+        each = found[name]
+        assert each.latency == 1 + count
+        assert each.latency_quartiles == (1 + count, 1 + count)
+        assert each.relative_latency == (1 + count) / 6
+        assert each.throughput == 4 / (1 + count)
+    assert len(found) == 1 + 1 + 1 + 5
+
+
+def test_the_quartiles_are_of_the_rounds(monkeypatch):
+    ticks = iter([0, 4, 40, 0, 0, 1, 10, 0, 0, 2, 20, 0, 0, 3, 30, 0, 0, 8, 80, 0])
+    monkeypatch.setattr("lit_layers.models.costs._seconds", lambda call, device: float(next(ticks)))
+    found = measure_speed(deep(), variants(5, []), tiny_batch("gpt2", 2, 7), num_rounds=5, num_warm_up=0)
+    assert found[0].latency == 3
+    assert found[0].latency_quartiles == (2, 4)
+    assert found[0].throughput == pytest.approx(2 / 30)
+
+
+def test_bytes_of_weights_are_those_of_the_blocks_that_run_and_of_copies():
+    blocks = LayeredModel(deep()).blocks
+    of_one = sum(parameter.numel() for parameter in blocks[0].parameters()) * 4
+    assert weight_bytes(blocks, (1, 2, 3, 4, 5)) == 5 * of_one
+    assert weight_bytes(blocks, (1, 2, 2, 2, 5)) == 3 * of_one
+    assert weight_bytes(blocks, (1, (2, 3, 4), (2, 3, 4), 5)) == 5 * of_one
+    assert weight_bytes(blocks, (1, (2, 3, 4), (2, 3, 4), 5), "stacked") == 8 * of_one
+    assert weight_bytes([block.half() for block in blocks], (1, 2)) == of_one
+
+
+def test_the_peak_is_the_most_that_is_held_at_once():
+    start = torch.zeros(1000)
+
+    def call():
+        one = start + 1  # 4,000 bytes
+        two = one * 2  # 8,000
+        del one
+        return two + 1  # 8,000: the first has gone
+
+    assert peak_of_call(call) == pytest.approx(8000, abs=128)
+    assert peak_of_call(lambda: None) == 0
+    assert peak_of_call(lambda: [start + number for number in range(5)]) == pytest.approx(20000, abs=512)
+
+
+def test_attention_scores_of_a_batch_are_in_the_peak():
+    model, compared = deep(attention="eager"), variants(5, ["parallel"], middles=[4])
+    few, many = (
+        measure_speed(model, compared, tiny_batch("gpt2", rows, 40), executions=["loop", "stacked"], **ROUNDS)
+        for rows in (2, 8)
+    )
+    scores = 4 * 40 * 40 * 4  # heads x tokens x tokens x bytes of a text
+    for one, other in zip(few, many, strict=True):
+        assert one.peak_memory >= 2 * scores
+        assert other.peak_memory - one.peak_memory >= 6 * scores
+    loop, stacked = many[1:]
+    assert (loop.execution, stacked.execution) == ("loop", "stacked")
+    assert stacked.peak_memory > loop.peak_memory + 2 * 8 * scores  # the scores of four blocks at once
+    (short,) = measure_speed(model, compared, tiny_batch("gpt2", 1, 2), executions=["stacked"], **ROUNDS)[1:]
+    assert short.peak_memory < (short.weight_bytes - loop.weight_bytes) / 2  # the copy itself is none of it
+
+
+@pytest.mark.parametrize("name", ["gpt2", "vit"])
+def test_the_analysis_yields_every_number_of_every_variant_and_leaves_the_model(name):
+    model = deep(name)
+    analysis = Speed(
+        variants=["parallel", "random", "switch"],
+        middles=[2],
+        executions=["loop", "stacked"],
+        num_tokens=8,
+        batch_size=2,
+        **ROUNDS,
+    )
+    analysis.check(LayeredModel(model))
+    found = measure(model, analysis, run="r", step=None)
+    assert found.error is None
+    assert found.analysis == "intervene/speed"
+    metrics = {
+        *("latency", "latency_first_quartile", "latency_third_quartile", "relative_latency"),
+        *("throughput", "peak_memory", "weight_bytes"),
+    }
+    by_tags = {}
+    for record in found.records:
+        key = (*(record.tags[tag] for tag in ("variant", "execution")), record.tags.get("middle"), record.layer)
+        by_tags.setdefault(key, {})[record.metric] = record.value
+    expected = {("baseline", "loop", None, None), ("parallel", "loop", 2, None), ("parallel", "stacked", 2, None)}
+    expected |= {("random", "loop", 2, None)} | {("switch", "loop", None, block) for block in range(1, 5)}
+    assert by_tags.keys() == expected
+    for values in by_tags.values():
+        assert values.keys() == metrics
+        assert all(value > 0 for value in values.values())
+    assert by_tags["baseline", "loop", None, None]["relative_latency"] == 1
+
+
+def test_a_variant_that_fails_leaves_the_model_in_its_own_order(monkeypatch):
+    model, asked = deep(), []
+
+    def failing(call, device):
+        asked.append(call())
+        if len(asked) == 7:  # within the second variant
+            raise OSError("gone")
+        return 1.0
+
+    monkeypatch.setattr("lit_layers.models.costs._seconds", failing)
+    with pytest.raises(OSError, match="gone"):
+        measure_speed(model, variants(5, ["skip"], middles=[2]), tiny_batch("gpt2", 2, 7), **ROUNDS)
+    assert "_running_order" not in model.__dict__
+    assert all("forward" not in block.__dict__ for block in model.transformer.h)
+
+
+@pytest.mark.parametrize(
+    ("options", "sentence"),
+    [
+        ({"executions": []}, "executions: expected loop, stacked, or both, got none"),
+        ({"executions": ["streams"]}, "executions: expected loop, stacked, or both, got 'streams'"),
+        ({"num_rounds": 0}, "num_rounds: expected at least 1, and num_warm_up of at least 0, got 0 and 3"),
+        ({"num_tokens": 65}, "num_tokens: the model takes at most 64 tokens, got 65"),
+        ({"batch_size": 0}, "intervene/speed: batch_size: expected at least 1, got 0"),
+        ({"middles": [3]}, ": of 5 blocks the middle has 2, 4 blocks, got 3"),
+        ({"variants": ["skipp"]}, "intervene/speed: variants: there is no 'skipp'"),
+    ],
+)
+def test_options_that_do_not_fit_are_refused_before_anything_runs(options, sentence):
+    with pytest.raises(InputError) as refused:
+        Speed(**options).check(LayeredModel(deep()))
+    assert sentence in str(refused.value)
+
+
+def test_without_the_full_model_there_is_nothing_to_compare_with():
+    only = [Variant(name="skip", schedule=(1, 5), middle=4)]
+    with pytest.raises(InputError, match=r"expected the full model \(baseline\) first"):
+        measure_speed(deep(), only, tiny_batch("gpt2"), **ROUNDS)
+    assert speed.Speed.name == "intervene/speed"

@@ -1,0 +1,190 @@
+"""Schedules that share their beginnings against each of them composed block by block, and how often a block runs."""
+
+import gc
+import random
+import weakref
+
+import pytest
+import torch
+
+from lit_layers.functional.variants import variants
+from lit_layers.models.shared_prefixes import SharedPrefixes
+from lit_layers.models.view import LayeredModel
+from tests.support.tiny_models import LAYERS, tiny, tiny_batch
+
+BY_HAND = [
+    (1, 2, 3),
+    (1, 3),
+    (1, (2, 3)),
+    (1, (3, 2)),
+    (1, (2, 3), (2, 3), 3),
+    (1, (2, 3), 1),
+    (1, (2, 2, 3)),
+    (2, 1, 3),
+    ((1, 2, 3),),
+    ((1, 2, 3), (1, 2, 3)),
+    (3,),
+    (1, 2, 3, 3),
+    (1, 2),
+    (1, (3,)),  # the same as the second
+    (),
+]
+
+
+def composed(trajectory, schedule):
+    """Block by block, from the start."""
+    hidden = trajectory.hidden[0]
+    with torch.no_grad():
+        for step in schedule:
+            outputs = [trajectory.block(n)(hidden) for n in (step if isinstance(step, tuple) else (step,))]
+            hidden = outputs[0] if len(outputs) == 1 else torch.stack(outputs).mean(0)
+    return hidden
+
+
+def walked(schedules, trajectory):
+    found = {}
+    for indices, state in SharedPrefixes(schedules, trajectory.num_layers).states(trajectory):
+        for index in indices:
+            assert index not in found
+            found[index] = state.clone()
+    return found
+
+
+CASES = [(name, side) for name in ("gpt2", "gpt_neox", "llama", "gemma2", "bert") for side in ("left", "right")]
+
+
+@pytest.mark.parametrize(("name", "padding"), [*CASES, ("mamba_lm", "right"), ("vit", None)])
+def test_every_schedule_ends_in_the_state_of_its_own_blocks_one_by_one(name, padding):
+    model = LayeredModel(tiny(name))
+    trajectory = model.trajectory(tiny_batch(name, padding=padding))
+    schedules = [*BY_HAND, *(variant.schedule for variant in variants(LAYERS, seeds=(0, 1), loops=(3,)))]
+    found = walked(schedules, trajectory)
+    assert sorted(found) == list(range(len(schedules)))
+    for index, schedule in enumerate(schedules):
+        torch.testing.assert_close(found[index], composed(trajectory, schedule), rtol=0, atol=0)
+    last = BY_HAND.index((1, (2, 3), 1))
+    torch.testing.assert_close(model.readout(found[last]), model.replay(trajectory, BY_HAND[last]), rtol=0, atol=0)
+
+
+def runs_of(model, schedules, trajectory):
+    """What the blocks really did: (number, state) of every call."""
+    calls, handles = [], []
+    for number, block in enumerate(model.blocks, 1):
+
+        def note(module, args, kwargs, number=number):
+            calls.append((number, args[0].clone()))
+
+        handles.append(block.register_forward_pre_hook(note, with_kwargs=True))
+    walked(schedules, trajectory)
+    for handle in handles:
+        handle.remove()
+    return calls
+
+
+def distinct(schedules, num_blocks):
+    """Pairs of a beginning and a block that has to run behind it, but for those of the full model."""
+    pairs = set()
+    for schedule in schedules:
+        for place, step in enumerate(schedule):
+            before = tuple(schedule[:place])
+            for number in step if isinstance(step, tuple) else (step,):
+                if (*before, number) != tuple(range(1, place + 2)):
+                    pairs.add((before, number))
+    return len(pairs)
+
+
+@pytest.fixture(scope="module")
+def deep():
+    return LayeredModel(tiny("gpt2", n_layer=7))
+
+
+@pytest.fixture(scope="module")
+def passed(deep):
+    return deep.trajectory(tiny_batch("gpt2", batch=1, tokens=4))
+
+
+def test_no_block_runs_twice_on_one_state(deep, passed):
+    schedules = [variant.schedule for variant in variants(7, custom=["(2,3,4) 5 (1,2)", "1 (4,3,2) 6"])]
+    random.Random(0).shuffle(schedules)
+    calls = runs_of(deep, schedules, passed)
+    planned = SharedPrefixes(schedules, 7).num_block_runs
+    assert len(calls) == planned == distinct(schedules, 7)
+    alone = sum(len(step) if isinstance(step, tuple) else 1 for schedule in schedules for step in schedule)
+    assert planned < 0.4 * alone
+    states = [(number, state.numpy().tobytes()) for number, state in calls]
+    assert len(set(states)) == len(states)
+    # nor on a state of the full model the block that the full model runs there
+    own = {(number, passed.hidden[number - 1].numpy().tobytes()) for number in range(1, 8)}
+    assert not own & set(states)
+
+
+def test_by_hand_the_runs_are_these(deep, passed):
+    def runs(*schedules):
+        calls = runs_of(deep, schedules, passed)
+        assert SharedPrefixes(schedules, 7).num_block_runs == len(calls)
+        return [number for number, _ in calls]
+
+    assert runs((1, 2, 3, 4, 5, 6, 7), (1, 2), ()) == []
+    assert runs((1, 3), (1, 3)) == [3]
+    # 2 behind 1 is the full model's
+    assert sorted(runs((1, (2, 3, 4)), (1, (2, 3)), (1, 4, 5))) == [3, 4, 5]
+    assert runs((2,), (2, 3), (2, 3, 4)) == [2, 3, 4]
+    assert runs((1, (3, 3))) == [3]
+    assert SharedPrefixes([], 7).num_block_runs == 0
+    assert walked([], passed) == {}
+
+
+def most_alive(schedules, model, trajectory):
+    """The largest number of outputs of blocks that anything still holds, at any call of a block."""
+    alive, most = weakref.WeakSet(), 0
+
+    def note(module, args, kwargs, output):
+        nonlocal most
+        alive.add(output if isinstance(output, torch.Tensor) else output[0])
+        most = max(most, len(alive))
+
+    handles = [block.register_forward_hook(note, with_kwargs=True) for block in model.blocks]
+    gc.collect()
+    for _, _state in SharedPrefixes(schedules, trajectory.num_layers).states(trajectory):
+        pass
+    for handle in handles:
+        handle.remove()
+    return most
+
+
+def test_memory_is_that_of_one_way_through_and_one_group_and_not_of_the_number_of_schedules(deep, passed):
+    def alive(num_seeds):
+        schedules = [variant.schedule for variant in variants(7, seeds=range(num_seeds))]
+        return most_alive(schedules, deep, passed)
+
+    many = alive(60)
+    assert many <= 7 + 6  # depth, and the widest group
+    assert alive(120) <= many + 1
+    assert len({variant.schedule for variant in variants(7, seeds=range(120))}) > 150
+
+
+def test_a_schedule_longer_than_any_stack_of_calls_runs(passed):
+    long = (1, 2) * 510
+    (found,) = walked([long], passed).values()
+    torch.testing.assert_close(found, composed(passed, long))
+
+
+def test_schedules_and_trajectories_of_another_model_are_refused(passed):
+    with pytest.raises(ValueError, match=r"block: expected 1\.\.3, got 4"):
+        SharedPrefixes([(1, 2), (4,)], 3)
+    with pytest.raises(TypeError, match="a step is a block number or a tuple of them, got '1'"):
+        SharedPrefixes([("1",)], 3)
+    with pytest.raises(ValueError, match="expected a trajectory through 3 blocks, got one through 7"):
+        next(SharedPrefixes([(1,)], 3).states(passed))
+
+
+def test_the_model_keeps_its_mode_and_its_weights(deep, passed):
+    deep.model.train()
+    deep.model.transformer.drop.eval()
+    modes = [part.training for part in deep.model.modules()]
+    versions = [weight._version for weight in deep.model.parameters()]
+    walked([(1, (2, 3)), (3, 2)], passed)
+    assert [part.training for part in deep.model.modules()] == modes
+    assert [weight._version for weight in deep.model.parameters()] == versions
+    assert not any(state.requires_grad for state in walked([(2,)], passed).values())
+    deep.model.eval()

@@ -1,0 +1,162 @@
+"""A few rows of five benchmarks, as their local files hold them and as lm-eval's data sets do; a small tokenizer."""
+
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import torch
+import yaml
+
+from lit_layers.data.tokenization import save_tokenizer, train_bpe
+from tests.support.tiny_models import tiny
+
+TASKS = ("lambada", "arc_challenge", "hellaswag", "winogrande", "gsm8k")
+_FILES = {  # of lm-eval: the task's own file, and the split that is scored
+    "lambada": ("lambada/lambada_openai.yaml", "test"),
+    "arc_challenge": ("arc/arc_challenge.yaml", "test"),
+    "hellaswag": ("hellaswag/hellaswag.yaml", "validation"),
+    "winogrande": ("winogrande/default.yaml", "validation"),
+    "gsm8k": ("gsm8k/gsm8k.yaml", "test"),
+}
+_LAMBADA = [
+    "The kettle sang on the stove. “Will you pour?” she asked, and he reached for the kettle",
+    "A dog ran over the wet field.\n\nNobody could say whose it was, that dog",
+    "I had kept the letter for years , unopened, and now he wanted the letter.",
+    "Two boats left the harbour at dawn, and by noon there was only one boats",
+    "She counted the stairs: one, two, three,  four",
+]
+_ARC = [
+    ("Which of these is a source of light?", ["the moon", "the sun", "a mirror", "a window"], "B"),
+    ("What does a plant take in?", ["oxygen", "sand", "carbon dioxide"], "3"),
+    ("Ice that melts becomes", ["water", "steam", "salt", "air", "stone"], "A"),
+    ("How far does a stone fall in one second?", ["about 5 m", "about 50 m", "1 m", "9.8 km"], "A"),
+]
+_HELLASWAG = [  # activity, first and second half, endings, label
+    ("High jump", "A boy is running down a track.", "the boy", ["jumps over it.", "eats.", "sings a song.", "is."], 0),
+    (
+        "Family Life",
+        "[header] How to rest [title] Close the door. [step] Noise wakes people.",
+        "",
+        ["[substeps] Put a sign on it. Wait.", "[title] Open it.", "Sing.", "Run  away [title] Now."],
+        2,
+    ),
+    (
+        "Ironing",
+        "A woman irons in a bedroom.",
+        "then the woman from Rome",
+        [", she stops.", "goes.", "sits, and she reads.", "x"],
+        3,
+    ),
+]
+_CLEANED = [  # of the above, written by hand
+    ("High jump: A boy is running down a track. The boy", _HELLASWAG[0][3]),
+    (
+        "Family Life: How to rest. Close the door. Noise wakes people.",
+        [" Put a sign on it. Wait.", " Open it.", "Sing.", "Run away. Now."],
+    ),
+    ("Ironing: A woman irons in a bedroom. Then the woman from rome", _HELLASWAG[2][3]),
+]
+_WINOGRANDE = [
+    ("The cup did not fit into the bag because the _ was too big.", "cup", "bag", "1"),
+    ("Ann paid Eve, so _ was thanked.", "Ann", "Eve", "1"),
+    ("He chose the train over the car, as the _ is slow .", "train", "car", "2"),
+]
+_SOLVED = [
+    (
+        f"Tom has {n} nuts and eats {n // 2}. How many are left?",
+        f"He has {n} - {n // 2} = <<{n}-{n // 2}={n - n // 2}>>.",
+    )
+    for n in range(4, 16)
+]
+
+
+def write_tasks(folder: Path) -> Path:
+    """The local files of the five tasks."""
+    folder.mkdir(parents=True, exist_ok=True)
+    _parquet(folder / "lambada_openai_test.parquet", [{"text": text} for text in _LAMBADA])
+    arc = [{"question": asked, "choices": choices, "label": _index(label)} for asked, choices, label in _ARC]
+    _parquet(folder / "arc_challenge_test.parquet", arc)
+    labels = [row[4] for row in _HELLASWAG]
+    cleaned = [
+        {"query": query, "choices": choices, "label": label}
+        for (query, choices), label in zip(_CLEANED, labels, strict=True)
+    ]
+    _parquet(folder / "hellaswag_validation.parquet", cleaned)
+    winogrande = [{"sentence": row[0], "choices": [*row[1:3]], "label": int(row[3]) - 1} for row in _WINOGRANDE]
+    _parquet(folder / "winogrande_validation.parquet", winogrande)
+    solved = [{"question": question, "answer": f"{answer}\n#### {n}"} for n, (question, answer) in enumerate(_SOLVED)]
+    _parquet(folder / "gsm8k_test.parquet", solved[:4])
+    _parquet(folder / "gsm8k_train_sample.parquet", solved[4:])
+    return folder
+
+
+def lm_eval_file(task: str, folder: Path) -> str:
+    """A task file of lm-eval: its own, but for the rows, which are the same ones in its data set's columns."""
+    import lm_eval
+
+    folder.mkdir(parents=True, exist_ok=True)
+    own, split = _FILES[task]
+    rows = _official(task)
+    scored, others = folder / f"{task}_{split}.parquet", folder / f"{task}_train.parquet"
+    _parquet(scored, rows[:4] if task == "gsm8k" else rows)
+    _parquet(others, rows[4:] if task == "gsm8k" else rows)
+    content = {
+        "include": str(Path(lm_eval.__file__).parent / "tasks" / own),
+        "task": f"{task}_of_these_rows",
+        "dataset_path": "parquet",
+        "dataset_name": None,
+        "dataset_kwargs": {
+            "data_files": {split: str(scored), "train": str(others)},
+            "cache_dir": str(folder / "cache"),
+        },
+    }
+    path = folder / f"{task}.yaml"
+    path.write_text(yaml.safe_dump(content))
+    return str(path)
+
+
+def write_tokenizer(folder: Path) -> Path:
+    """A byte-level tokenizer of 400 tokens, trained on the rows: words of several tokens, and ends that merge."""
+    texts = [str(value) for task in TASKS for row in _official(task) for value in row.values()]
+    save_tokenizer(train_bpe(texts * 3, 400), folder)
+    return folder
+
+
+def tiny_speaker(name: str = "gpt2", *, blocks: int = 5, positions: int = 600, **options) -> torch.nn.Module:
+    """A random causal model of 400 tokens, whose end of text is that of `write_tokenizer`."""
+    depth, length = ("n_layer", "n_positions") if name == "gpt2" else ("num_hidden_layers", "max_position_embeddings")
+    options = {"vocab_size": 400, depth: blocks, length: positions, "bos_token_id": 0, "eos_token_id": 0, **options}
+    return tiny(name, **options)
+
+
+def _official(task: str) -> list[dict]:
+    if task == "lambada":
+        return [{"text": text} for text in _LAMBADA]
+    if task == "arc_challenge":
+        return [
+            {
+                "question": asked,
+                "choices": {"text": choices, "label": [_label(place, label) for place in range(len(choices))]},
+                "answerKey": label,
+            }
+            for asked, choices, label in _ARC
+        ]
+    if task == "hellaswag":
+        names = ("activity_label", "ctx_a", "ctx_b", "endings")
+        return [dict(zip(names, row[:4], strict=True)) | {"label": str(row[4])} for row in _HELLASWAG]
+    if task == "winogrande":
+        names = ("sentence", "option1", "option2", "answer")
+        return [dict(zip(names, row, strict=True)) for row in _WINOGRANDE]
+    return [{"question": question, "answer": f"{answer}\n#### {n}"} for n, (question, answer) in enumerate(_SOLVED)]
+
+
+def _label(place: int, key: str) -> str:
+    return str(place + 1) if key.isdigit() else "ABCDE"[place]
+
+
+def _index(key: str) -> int:
+    return int(key) - 1 if key.isdigit() else "ABCDE".index(key)
+
+
+def _parquet(path: Path, rows: list[dict]) -> None:
+    pq.write_table(pa.Table.from_pylist(rows), path)

@@ -1,0 +1,199 @@
+"""Made-up measurements of a model whose blocks run otherwise, in the order of harm that is published."""
+
+import json
+import math
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import numpy as np
+
+from lit_layers import records
+from lit_layers.functional.block_schedules import kendall_distance, middle, start_of
+from lit_layers.functional.variants import Variant, variants
+from lit_layers.records import Measurement, Record
+
+BLOCKS = 12
+STEPS = (0, 64, 512, 2000, 8000, 32000, 143000)
+TASKS = {"lambada": 0.0, "arc_challenge": 0.25, "winogrande": 0.5}
+ANALYSES = ("interventions", "tasks", "speed", "finetune", "glue", "layer_similarity")
+HARM = {"middle_repeat": 1.3, "skip": 0.7, "parallel": 0.5, "reverse": 0.36, "random": 0.3, "looped_parallel": 0.2}
+_EXACT = ("parallel", "reverse", "random", "middle_repeat")  # the full model itself at M = 1
+
+
+def harm(variant: Variant, blocks: int = BLOCKS) -> float:
+    """How much is lost: 0 nothing."""
+    if variant.name == "baseline":
+        return 0.0
+    if variant.name in ("skip_one", "switch"):
+        return (0.06 if variant.name == "skip_one" else 0.02) + 0.9 * math.exp(-1.3 * ((variant.block or 1) - 1))
+    if variant.name == "custom":
+        return 0.4
+    share = (variant.middle or 1) / blocks
+    if variant.middle == 1 and variant.name in _EXACT:
+        return 0.0
+    off = 0.05 * (math.log2(variant.loops or 1) - math.log2(1 + (variant.middle or 1) / 2)) ** 2
+    wobble = 0.0 if variant.seed is None else 0.08 * math.sin(7.1 * variant.seed + (variant.middle or 0))
+    return HARM[variant.name] * share**1.5 * 2.2 + (off if variant.name == "looped_parallel" else 0) + wobble * share
+
+
+def grown(step: int | None) -> float:
+    """How far training came: 0 not at all."""
+    return 1.0 if step is None else math.log1p(step) / math.log1p(STEPS[-1])
+
+
+def scores(variant: Variant, step: int | None, blocks: int = BLOCKS) -> dict[str, float]:
+    """Loss, accuracy and divergence of one variant at one step."""
+    far, lost = grown(step), harm(variant, blocks)
+    full, worst = 10.8 - 7.9 * far, 10.8
+    kept = math.exp(-2.2 * lost * (1.6 - far))
+    return {
+        "variant_loss": worst - (worst - full) * kept,
+        "variant_accuracy": 0.002 + 0.45 * far * kept,
+        "kl_to_full": (worst - full) * (1 - kept),
+    }
+
+
+def with_means(
+    all_of: Sequence[Variant], value_of: dict[str, list[float]], metrics: Sequence[str], **tags: str
+) -> Iterator[Record]:
+    """A record a variant and metric, and the mean of each set of random orders."""
+    for metric in metrics:
+        of_random: dict[int, list[float]] = {}
+        for index, variant in enumerate(all_of):
+            value = value_of[metric][index]
+            yield Record(metric=metric, value=value, layer=variant.block, tags={**variant.tags, **tags})
+            if variant.seed is not None:
+                of_random.setdefault(variant.middle or 0, []).append(value)
+        for number, found in of_random.items():
+            deviation = float(np.std(found, ddof=1)) / math.sqrt(len(found))
+            mean = float(np.mean(found))
+            own = {"variant": "random", "middle": number, "num_seeds": len(found), "num_identical": 0, **tags}
+            reach = 2.26 * deviation
+            yield Record(metric=metric, value=mean, low=mean - reach, high=mean + reach, tags=own)
+
+
+def interventions(
+    step: int | None, *, blocks: int = BLOCKS, seeds: int = 10, custom: Sequence[str] = ()
+) -> list[Record]:
+    every = variants(blocks, seeds=range(seeds), custom=custom)
+    found = [scores(variant, step, blocks) for variant in every]
+    metrics = ("variant_loss", "variant_accuracy", "kl_to_full")
+    rows = [*with_means(every, {name: [one[name] for one in found] for name in metrics}, metrics)]
+    for variant in every:
+        if variant.seed is not None and variant.middle is not None:
+            changed = middle(blocks, start_of(blocks, variant.middle))
+            order = [step for step in variant.schedule if isinstance(step, int) and step in changed]
+            rows.append(Record(metric="kendall_distance", value=kendall_distance(order), tags=variant.tags))
+    return rows
+
+
+def task(name: str, step: int | None, *, blocks: int = BLOCKS, seeds: int = 3) -> list[Record]:
+    guess = TASKS[name]
+    every = variants(blocks, seeds=range(seeds))
+    full = guess + (0.72 - guess) * (0.05 + 0.9 * grown(step))
+    hard = {"lambada": 2.2, "arc_challenge": 3.0, "winogrande": 1.5}[name]
+    kept = [math.exp(-hard * harm(variant, blocks)) for variant in every]
+    values = {"task_score": [guess + (full - guess) * share for share in kept], "normalized_score": kept}
+    rows = [*with_means(every, values, ("task_score", "normalized_score"), task=name)]
+    rows = [Record(**{**vars(row), "stderr": 0.012, "n": 1000}) for row in rows]
+    return [*rows, Record(metric="random_score", value=guess, tags={"task": name})]
+
+
+def speed(*, blocks: int = BLOCKS) -> list[Record]:
+    rows = []
+    for variant in variants(blocks, seeds=(0,)):
+        if variant.loops not in (None, 2, 3, 4):
+            continue
+        stepwise = sum(len(step) if isinstance(step, tuple) else 1 for step in variant.schedule)
+        for execution, steps in (("loop", stepwise), ("stacked", 0.25 * stepwise + 0.75 * len(variant.schedule))):
+            tags = {**variant.tags, "execution": execution}
+            if variant.seed is not None:
+                tags = {"variant": "random", "middle": variant.middle or 0, "execution": execution}
+            relative = (2 + steps) / (2 + blocks)
+            of_metrics = {"latency": 0.021 * relative, "relative_latency": relative, "throughput": 900 / relative}
+            of_metrics["peak_memory"] = 1.2e9
+            rows += [Record(metric=m, value=v, layer=variant.block, tags=tags) for m, v in of_metrics.items()]
+    return rows
+
+
+def finetune(*, blocks: int = BLOCKS) -> list[Record]:
+    every = [v for v in variants(blocks, ("skip", "parallel", "reverse")) if v.middle is None or v.middle > 1]
+    rows: list[Record] = []
+    for when, gain in (("before", 1.0), ("after", 0.45)):
+        found = []
+        for variant in every:
+            kept = math.exp(-2.2 * gain * harm(variant, blocks))
+            found.append((3.2 + (1 - kept) * 7, 0.4 * kept))
+        values = {"variant_loss": [one for one, _ in found], "variant_accuracy": [two for _, two in found]}
+        rows += with_means(every, values, ("variant_loss", "variant_accuracy"), when=when)
+    return rows
+
+
+def glue(name: str, *, blocks: int = BLOCKS) -> list[Record]:
+    every = variants(blocks, ("skip", "parallel", "looped_parallel"), loops=(3,))
+    rows: list[Record] = []
+    for training, factor in (("full", 0.5), ("frozen", 1.4)):
+        top = {"cola": 0.6, "rte": 0.68}[name]
+        values = [top * math.exp(-factor * harm(variant, blocks)) for variant in every]
+        rows += with_means(every, {"task_score": values}, ("task_score",), training=training, task=name)
+    return rows
+
+
+def similarity(step: int | None, *, blocks: int = BLOCKS) -> list[Record]:
+    far = grown(step)
+    ends = (0.5, blocks - 0.5)
+    rows: list[Record] = []
+    for metric, mode, base in (
+        ("layer_cosine", "token", 0.35),
+        ("layer_cosine", "flattened", 0.5),
+        ("layer_cka", "", 0.2),
+    ):
+        tags: dict[str, str | int | float] = {"mode": mode} if mode else {}
+        for i in range(blocks + 1):
+            for j in range(blocks + 1):
+                apart = sum((i < end) != (j < end) for end in ends)
+                value = 1.0 if i == j else base + (1 - base) * math.exp(-0.08 * abs(i - j) - 0.9 * apart * (0.3 + far))
+                rows.append(Record(metric=metric, value=value, layer=i, other_layer=j, tags=tags))
+        first, last = (1 + round(2 * far), 1) if mode != "flattened" else (2, 2)
+        stages = {"num_beginning": first, "num_middle": blocks + 1 - first - last, "num_ending": last}
+        own = {"of": metric, **tags}
+        rows += [Record(metric=name, value=value, tags=own) for name, value in stages.items()]
+        rows.append(Record(metric="block_contrast", value=0.4 * far, tags=own))
+    return rows
+
+
+def write(
+    root: Path,
+    *,
+    steps: Sequence[int | None] = STEPS,
+    analyses: Sequence[str] = ANALYSES,
+    run: str = "painters",
+    blocks: int = BLOCKS,
+    seeds: int = 10,
+    custom: Sequence[str] = (),
+) -> Path:
+    """Writes a run of a model of so many blocks; speed, fine-tuning and GLUE at the last step alone."""
+    last = steps[-1]
+    for step in steps:
+        if "interventions" in analyses:
+            add(root, run, step, "interventions", interventions(step, blocks=blocks, seeds=seeds, custom=custom))
+        for name in TASKS if "tasks" in analyses else ():
+            add(root, run, step, f"intervene/{name}", task(name, step, blocks=blocks))
+        if "layer_similarity" in analyses:
+            add(root, run, step, "layer_similarity", similarity(step, blocks=blocks))
+    if "speed" in analyses:
+        add(root, run, last, "intervene/speed", speed(blocks=blocks))
+    if "finetune" in analyses:
+        add(root, run, last, "intervene/finetune", finetune(blocks=blocks))
+    for name in ("cola", "rte") if "glue" in analyses else ():
+        add(root, run, last, f"intervene/glue/{name}", glue(name, blocks=blocks))
+    if last is not None:
+        (root / "run.json").write_text(json.dumps({"run": run}))
+    return root
+
+
+def add(root: Path, run: str, step: int | None, analysis: str, found: list[Record]) -> None:
+    tokens = None if step is None else 2_097_152 * step
+    own = Measurement(run=run, step=step, tokens=tokens, analysis=analysis, records=found, seconds=1.5)
+    root.mkdir(parents=True, exist_ok=True)
+    records.append(root / "measurements.jsonl", own)

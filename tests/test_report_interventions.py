@@ -1,0 +1,189 @@
+"""Models whose blocks run otherwise on the page, in the tables of results, as pictures, and at W&B."""
+
+import html
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("plotly")
+pytest.importorskip("jinja2")
+
+from lit_layers import plots, records
+from lit_layers.plots.labels import METRICS, tag_text
+from lit_layers.records import Measurement, Record
+from lit_layers.report import interventions, write_report
+from lit_layers.report.layer_pictures import write_pictures
+from lit_layers.report.wandb_mirror import _points
+from tests.support import variant_results
+
+CUSTOM = ("1 2 (3,4) 5 6",)
+
+
+def sections(page: Path) -> dict[str, dict[str, list[str]]]:
+    """The titles of the sections, of the blocks in each, and their choices."""
+    text = page.read_text()
+    found: dict[str, dict[str, list[str]]] = {}
+    for part in re.findall(r'<section id="section-\d+">(.*?)</section>', text, re.S):
+        title = re.findall(r"<h2>(.*?)</h2>", part)[0]
+        blocks = re.findall(r"<article.*?</article>", part, re.S)
+        found[title] = {
+            html.unescape(re.findall(r"<h3>(.*?)(?:<span|</h3>)", block)[0]): re.findall(r"<option[^>]*>(.*?)<", block)
+            for block in blocks
+        }
+    return found
+
+
+def figures_of(page: Path, title: str) -> list[list[dict[str, Any]]]:
+    """The figures of a block: for each place, those of the choices."""
+    text = page.read_text()
+    data = re.search(r'<script type="application/json" id="report-data">(.*?)</script>', text, re.S)
+    assert data is not None
+    drawn = json.loads(data[1])["figures"]
+    block = text[text.index(f"<h3>{title}") :]
+    block = block[: block.index("</article>")]
+    return [[drawn[int(n)] for n in numbers.split()] for numbers in re.findall(r'data-figures="([\d ]+)"', block)]
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return variant_results.write(
+        tmp_path_factory.mktemp("painters") / "run", steps=(0, 512), blocks=6, seeds=3, custom=CUSTOM
+    )
+
+
+@pytest.fixture(scope="module")
+def page(run: Path) -> Path:
+    return write_report(run)
+
+
+def test_a_section_has_few_blocks_whatever_was_measured(page: Path) -> None:
+    found = sections(page)
+    assert list(found) == [
+        "Interventions",
+        "Tasks under intervention",
+        "GLUE under intervention",
+        "Fine-tuning under intervention",
+        "Speed under intervention",
+        "Layer similarity",
+    ]
+    assert list(found["Interventions"]) == [
+        *("Middle blocks changed", "Number of loops", "Single blocks", "Own schedules", "Over training"),
+    ]
+    assert found["Interventions"]["Middle blocks changed"] == ["Loss", "Accuracy", "Divergence from the full model"]
+    assert found["Interventions"]["Over training"][:2] == ["Accuracy kept, M = 3", "Accuracy kept, M = 5"]
+    tasks = found["Tasks under intervention"]["Middle blocks changed"]
+    assert tasks[0] == "Median normalized score"
+    assert len(tasks) == 1 + 2 * len(variant_results.TASKS)
+    assert found["Layer similarity"]["Similarity of layers"] == [
+        *("Cosine of layers, token by token", "Cosine of layers, of flattened prompts", "Linear CKA of layers"),
+    ]
+    assert "Median over tasks lambada, arc_challenge, winogrande." in page.read_text()
+    assert all(len(choices) <= 24 for blocks in found.values() for choices in blocks.values())
+
+
+def test_the_page_shows_the_numbers_of_the_records(run: Path, page: Path) -> None:
+    measured = records.read(run / "measurements.jsonl")
+    last = next(m for m in measured if m.analysis == "interventions" and m.step == 512)
+    expected = {
+        r.tags["middle"]: r.value
+        for r in last.records
+        if r.metric == "variant_accuracy" and r.tags["variant"] == "random" and "seed" not in r.tags
+    }
+    ((_, accuracy, _),) = figures_of(page, "Middle blocks changed")
+    (line,) = [trace for trace in accuracy["data"] if trace.get("name") == "Random order"]
+    assert dict(zip(line["x"], line["y"], strict=True)) == pytest.approx(expected, rel=1e-4)
+    assert len(accuracy["frames"]) == 2
+
+
+def test_similarities_have_maps_without_a_graph_of_pairs_and_their_stages(page: Path) -> None:
+    maps, stages = figures_of(page, "Similarity of layers")
+    assert [one["data"][0]["type"] for one in maps] == ["heatmap"] * 3
+    assert len({json.dumps(one["data"][0]["z"]) for one in maps}) == 3, "each mode has its own"
+    assert {trace["name"] for trace in stages[0]["data"]} == {"Beginning", "Middle", "Ending"}
+    assert "Cosine of layers, token by token: 2 beginning, 4 middle and 1 ending layers" in page.read_text()
+
+
+def test_tables_of_results_have_a_few_variants_and_no_single_order(run: Path) -> None:
+    frame = plots.with_task_medians(records.frame(run / "measurements.jsonl")).frame
+    table = plots.change_table(frame)
+    own = table[(table["analysis"] == "interventions") & (table["metric"] == "variant_loss")]
+    names = ("full model", "middle repeated, M = 3", "skip, M = 3", "parallel, M = 3", "reverse, M = 3")
+    assert set(own["variant"]) == {*names, "random order, M = 3", "looped parallel, M = 3, k = 3"}
+    assert len(table) < 60
+    medians = table[table["metric"] == "normalized_score"]
+    assert set(medians["analysis"]) == {"intervene/median_over_tasks"}
+    assert "kl_to_full" not in set(table["metric"])
+
+
+def test_models_without_steps_have_the_figures_and_several_stand_side_by_side(tmp_path: Path) -> None:
+    options: dict[str, Any] = {"steps": (None,), "seeds": 2, "analyses": ("interventions", "layer_similarity")}
+    one = write_report(variant_results.write(tmp_path / "one", run="small", blocks=4, **options))
+    found = sections(one)
+    assert list(found["Interventions"]) == ["Middle blocks changed", "Number of loops", "Single blocks"]
+    assert found["Layer similarity"]["Similarity of layers"][0] == "Cosine of layers, token by token"
+    for name, blocks in (("hub/small", 4), ("hub/large", 6)):
+        variant_results.write(tmp_path / "both", run=name, blocks=blocks, **options)
+    found = sections(write_report(tmp_path / "both"))
+    assert next(iter(found["Interventions"])) == "Models side by side"
+    assert found["Interventions"]["Middle blocks changed"] == ["small, Loss", "large, Loss"]
+    assert "Loss: skip" in found["Interventions"]["Models side by side"]
+    figures = figures_of(tmp_path / "both" / "report.html", "Models side by side")[0]
+    assert [trace["name"] for trace in figures[0]["data"] if trace.get("showlegend", True)] == ["small", "large"]
+
+
+def test_other_metrics_of_such_an_analysis_keep_their_figures(tmp_path: Path) -> None:
+    own = [Record(metric="my_number", value=float(layer), layer=layer) for layer in range(3)]
+    for step in (1, 2):
+        measured = Measurement(run="r", step=step, tokens=None, analysis="interventions", records=own, seconds=0)
+        records.append(tmp_path / "measurements.jsonl", measured)
+    assert "My number" in sections(write_report(tmp_path))["Interventions"]
+
+
+def test_a_number_of_many_variants_has_a_choice_each_and_does_not_break_the_page(tmp_path: Path) -> None:
+    own = [Record(metric="my_number", value=float(m), tags={"middle": m}) for m in range(9)]
+    for step in (1, 2):
+        measured = Measurement(run="r", step=step, tokens=None, analysis="mine", records=own, seconds=0)
+        records.append(tmp_path / "measurements.jsonl", measured)
+    assert len(sections(write_report(tmp_path))["Mine"]["My number"]) == 9
+
+
+def test_the_pictures_of_a_run_hold_those_of_its_variants(run: Path, tmp_path: Path) -> None:
+    frame = plots.with_task_medians(records.frame(run / "measurements.jsonl")).frame
+    found = {name for name, _ in interventions.drawings(frame)}
+    assert {
+        *("interventions_variant_loss_middle", "interventions_variant_loss_loops", "interventions_variant_loss_blocks"),
+        *("interventions_variant_accuracy_over_training", "intervene/finetune_variant_loss_middle"),
+        "intervene/median_over_tasks_normalized_score_latency_run stacked",
+    } <= found
+    assert not [name for name in found if "lambada_normalized" in name]
+    assert len(found) < 40
+    root = variant_results.write(tmp_path / "run", steps=(8,), blocks=4, analyses=("finetune",))
+    names = ("intervene_finetune_variant_loss_middle", "intervene_finetune_variant_accuracy_middle")
+    written = {path.name for path in write_pictures(root, tmp_path / "out")}
+    assert written == {f"{name}{suffix}" for name in names for suffix in (".png", ".svg")}
+
+
+def test_wandb_gets_a_curve_a_variant_but_no_single_order_nor_every_number_of_loops() -> None:
+    own = variant_results.interventions(8, blocks=6, seeds=4)
+    measured = Measurement(run="r", step=8, tokens=None, analysis="interventions", records=own, seconds=0)
+    points = _points(measured)
+    assert not [name for name in points if "seed=" in name or "schedule=" in name or "kendall" in name]
+    assert {name for name in points if "loops=" in name and "variant_loss" in name} == {
+        f"interventions/variant_loss/loops=3/middle={m}/variant=looped_parallel" for m in (1, 3, 5)
+    }
+    mean = next(r for r in own if r.tags.get("num_seeds") == 4 and r.metric == "variant_loss" and r.tags["middle"] == 3)
+    assert points["interventions/variant_loss/middle=3/variant=random"] == mean.value
+    assert points["interventions/kl_to_full/variant=baseline"] == 0
+    # of each metric: the full model, 6 variants of 3 middles, 6 skipped and 5 switched blocks and their 2 means
+    assert len(points) == 3 * (1 + 6 * 3 + 6 + 5 + 2)
+
+
+def test_metrics_and_tags_have_words() -> None:
+    metrics = ("variant_loss", "kl_to_full", "normalized_score", "relative_latency", "layer_cka", "num_middle")
+    assert all(METRICS[name].note for name in metrics)
+    assert tag_text({"variant": "looped_parallel", "middle": 5, "loops": 3}) == "looped parallel, M = 5, k = 3"
+    assert tag_text({"when": "after"}) == "after fine-tuning"
+    assert tag_text({"execution": "stacked"}) == "run stacked"

@@ -1,0 +1,449 @@
+"""Figures of models whose blocks run otherwise: numbers against the records, medians, best loops and Pareto fronts."""
+
+import itertools
+import math
+import random
+import statistics
+from pathlib import Path
+
+import numpy as np
+import pandas as pd
+import pytest
+
+pytest.importorskip("plotly")
+
+from lit_layers import plots, records
+from lit_layers.errors import InputError
+from lit_layers.plots.axes import position
+from lit_layers.plots.surfaces import VIRIDIS
+from lit_layers.plots.variant_scores import LOOKS, pareto
+from lit_layers.records import Measurement, Record
+from tests.support import variant_results
+
+MIDDLES = [1, 3, 5]
+
+
+def table(*measurements: tuple[str, int | None, list[Record]], run: str = "r", **provenance: str) -> pd.DataFrame:
+    return records.frame(
+        [
+            Measurement(
+                run=run,
+                step=step,
+                tokens=None if step is None else 10 * step,
+                analysis=analysis,
+                records=own,
+                seconds=0,
+                provenance={name: text for name, text in provenance.items() if step == 8},
+            )
+            for analysis, step, own in measurements
+        ]
+    )
+
+
+def record(metric: str, value: float, variant: str, *, layer: int | None = None, **rest) -> Record:
+    interval = {name: rest.pop(name) for name in ("low", "high", "stderr") if name in rest}
+    return Record(metric=metric, value=value, layer=layer, tags={"variant": variant, **rest}, **interval)
+
+
+def trace(fig, name: str):
+    """The line of this name: the edges of intervals have none."""
+    (found,) = [one for one in fig.data if one.name == name]
+    return found
+
+
+def of_variants(metric: str, values: dict[str, list[float]], *, loops: dict[int, list[float]] | None = None, **tags):
+    rows = [record(metric, 2.0, "baseline", **tags)]
+    for name, row in values.items():
+        rows += [record(metric, v, name, middle=m, **tags) for m, v in zip(MIDDLES, row, strict=True)]
+    for k, row in (loops or {}).items():
+        rows += [
+            record(metric, v, "looped_parallel", middle=m, loops=k, **tags)
+            for m, v in zip(MIDDLES, row, strict=True)
+            if math.isfinite(v)
+        ]
+    return rows
+
+
+LOOPS = {2: [3.0, 2.5, 4.0], 4: [3.5, 2.2, 4.0], 6: [4.0, 2.9, 3.7]}
+
+
+# ------------------------------------------------------------------------------------------------ over the middle
+
+
+def test_each_variant_is_a_line_over_the_middle_blocks_and_single_orders_are_none():
+    rows = of_variants("variant_loss", {"skip": [2.5, 3, 4], "random": [2, 2.4, 3]}, loops=LOOPS)
+    rows += [record("variant_loss", 9.0, "random", middle=3, seed=s, schedule=f"1 {s}") for s in range(5)]
+    fig = plots.variant_curves(table(("interventions", None, rows)), "variant_loss")
+    assert [list(trace(fig, "Skip").x), list(trace(fig, "Skip").y)] == [MIDDLES, [2.5, 3, 4]]
+    assert list(trace(fig, "Random order").y) == [2, 2.4, 3]
+    assert list(trace(fig, "Looped parallel, k = 2").y) == [3.0, 2.5, 4.0], "2 and 4 are as near to 3: the fewer"
+    assert list(trace(fig, "Full model").y) == [2, 2]
+    assert trace(fig, "Skip").line.color == LOOKS["skip"][0] != trace(fig, "Random order").line.color
+
+
+def test_the_colours_of_variants_differ():
+    assert len({color for color, *_ in LOOKS.values()}) == len(LOOKS)
+    assert len({symbol for _, symbol, _ in LOOKS.values()}) == len(LOOKS)
+
+
+def test_the_best_loops_are_a_line_of_their_own_and_tell_their_number():
+    rows = of_variants("variant_loss", {"parallel": [2.9, 2.6, 5.0]}, loops=LOOPS)
+    fig = plots.variant_curves(table(("interventions", None, rows)), "variant_loss", best_loops=True)
+    best = trace(fig, "Looped parallel, best k")
+    assert list(best.y) == [2.9, 2.2, 3.7]
+    assert [text.split("k = ")[1] for text in best.text] == ["1", "4", "6"]
+
+
+def test_intervals_come_from_the_record_or_else_from_its_standard_error():
+    rows = of_variants("task_score", {"skip": [0.5, 0.4, 0.3]})
+    rows += [record("task_score", 0.5, "random", middle=1, low=0.4, high=0.7)]
+    rows += [record("task_score", 0.4, "random", middle=3, stderr=0.05)]
+    fig = plots.variant_curves(table(("intervene/lambada", None, rows)), "task_score")
+    low, high = [one for one in fig.data if one.line.width == 0]
+    assert list(low.y) == pytest.approx([0.4, 0.4 - 1.96 * 0.05])
+    assert list(high.y) == pytest.approx([0.7, 0.4 + 1.96 * 0.05])
+
+
+def test_guessing_is_dotted_where_it_is_known():
+    rows = of_variants("task_score", {"skip": [0.5, 0.4, 0.3]}, task="winogrande")
+    rows += [record("normalized_score", 0.7, "skip", middle=1)]
+    guess = Record(metric="random_score", value=0.5, tags={"task": "winogrande"})
+    frame = table(("intervene/winogrande", None, [*rows, guess]))
+    assert list(trace(plots.variant_curves(frame, "task_score"), "Guessing").y) == [0.5, 0.5]
+    assert list(trace(plots.variant_curves(frame, "normalized_score"), "Guessing").y) == [0, 0]
+    without = table(("intervene/winogrande", None, rows))
+    assert "Guessing" not in [one.name for one in plots.variant_curves(without, "task_score").data]
+
+
+def test_a_slider_goes_over_the_checkpoints_and_the_last_is_shown():
+    steps = {1: [4.0, 5.0, 6.0], 8: [2.5, 3.0, 4.0]}
+    measured = [("interventions", s, of_variants("variant_loss", {"skip": row})) for s, row in steps.items()]
+    fig = plots.variant_curves(table(*measured), "variant_loss")
+    names = [one.name for one in fig.data]
+    assert list(fig.data[names.index("Skip")].y) == steps[8]
+    assert [frame.name for frame in fig.frames] == ["1", "8"]
+    for frame, row in zip(fig.frames, steps.values(), strict=True):
+        assert list(frame.data[names.index("Skip")].y) == row
+    low, high = fig.layout.yaxis.range
+    assert low < 2
+    assert high > 6
+
+
+def test_before_and_after_are_two_lines_a_variant():
+    before = of_variants("variant_loss", {"skip": [3.0, 4.0, 5.0]}, when="before")
+    after = of_variants("variant_loss", {"skip": [2.1, 2.5, 6.0]}, when="after")
+    frame = table(("intervene/finetune", None, before + after))
+    fig = plots.variant_curves(frame, "variant_loss", split="when")
+    assert list(trace(fig, "Skip, before fine-tuning").y) == [3, 4, 5]
+    assert list(trace(fig, "Skip, after fine-tuning").y) == [2.1, 2.5, 6]
+    assert trace(fig, "Skip, before fine-tuning").line.dash == "dot"
+    assert trace(fig, "Skip, after fine-tuning").line.color == trace(fig, "Skip, before fine-tuning").line.color
+    with pytest.raises(ValueError, match="several ways, choose one by tags: before fine-tuning; after fine-tuning"):
+        plots.variant_curves(frame, "variant_loss")
+    fig = plots.variant_curves(frame, "variant_loss", tags={"when": "after"})
+    assert list(trace(fig, "Skip").y) == [2.1, 2.5, 6]
+
+
+def test_figures_refuse_what_they_cannot_show(tmp_path: Path):
+    rows = [record("variant_loss", 1.0, "baseline"), record("variant_loss", 2.0, "skip_one", layer=1)]
+    frame = table(("interventions", None, rows))
+    for make in (plots.variant_curves, plots.loop_map):
+        with pytest.raises(ValueError, match="no values of (variants of the middle|looped_parallel)"):
+            make(frame, "variant_loss")
+    middle = table(("interventions", 1, of_variants("variant_loss", {"skip": [1.0, 2.0, 3.0]})))
+    with pytest.raises(ValueError, match="no values of single blocks"):
+        plots.block_curves(middle, "variant_loss")
+    with pytest.raises(ValueError, match="no variant of 4 middle blocks; it has: 1, 3, 5"):
+        plots.variants_over_training(middle, "variant_loss", middle=4)
+    with pytest.raises(ValueError, match="no rows of metric 'nothing'"):
+        plots.variant_curves(middle, "nothing")
+    with pytest.raises(ValueError, match="no values of schedules"):
+        plots.schedule_scores(middle, "variant_loss")
+    with pytest.raises(ValueError, match="no values of the variant 'reverse'"):
+        plots.models_by_middle(middle, "variant_loss", variant="reverse")
+    seeds = table(("interventions", 1, [record("kendall_distance", 1.0, "random", middle=3, seed=0, schedule="1 2")]))
+    with pytest.raises(ValueError, match="but single random orders"):
+        plots.variant_curves(seeds, "kendall_distance")
+    suspect = table(
+        *(("interventions", s, of_variants("variant_loss", {"skip": [1.0, 2.0, 3.0]})) for s in (1, 8)),
+        audit="suspect: equal to the final step",
+    )
+    with pytest.raises(InputError, match="suspect step 8"):
+        plots.variant_curves(suspect, "variant_loss")
+    with pytest.raises(ValueError, match="ends in .png or .svg"):
+        plots.write_variant_curves(middle, tmp_path / "a.pdf", "variant_loss")
+
+
+OF_VARIANTS = (
+    *("variant_curves", "loop_map", "block_curves", "schedule_scores"),
+    *("write_variant_curves", "write_loop_map", "write_block_curves"),
+)
+SUSPECT_FIGURES = {
+    **{name: {} for name in OF_VARIANTS},
+    **{name: {"middle": 3} for name in ("variants_over_training", "write_variants_over_training")},
+    **{name: {"cost": "latency", "cost_analysis": "interventions"} for name in ("quality_front", "write_front")},
+    "models_by_middle": {"variant": "skip"},
+    "similarity_matrix": {"metric": "layer_cka"},
+    "stages_over_training": {"metric": None},
+}
+
+
+@pytest.mark.parametrize("name", SUSPECT_FIGURES)
+def test_nothing_is_drawn_through_a_suspect_checkpoint_unless_it_is_allowed(name: str, tmp_path: Path) -> None:
+    rows = of_variants("variant_loss", {"skip": [1.0, 2.0, 3.0], "parallel": [1.0, 2.0, 3.0]}, loops=LOOPS)
+    rows += [record("variant_loss", 1.0, "skip_one", layer=1), record("variant_loss", 1.0, "custom", schedule="1")]
+    rows += of_variants("latency", {"skip": [1.0, 2.0, 3.0]})
+    rows += [Record(metric="layer_cka", value=1.0, layer=1, other_layer=2), Record(metric="num_middle", value=3.0)]
+    measured = [("interventions", step, rows) for step in (1, 8)]
+    options = {"metric": "variant_loss", **SUSPECT_FIGURES[name]}
+    options |= {"path": tmp_path / "a.svg"} if name.startswith("write_") else {}
+    options = {key: value for key, value in options.items() if value is not None}
+    frame = table(*measured, audit="suspect: no weights")
+    with pytest.raises(InputError, match="no curve is drawn through the suspect step 8"):
+        getattr(plots, name)(frame, **options)
+    getattr(plots, name)(frame, allow_suspect=True, **options)
+    getattr(plots, name)(table(*measured), **options)
+
+
+# ------------------------------------------------------------------------------------------------ loops and blocks
+
+
+@pytest.mark.parametrize("metric", ["variant_loss", "variant_accuracy"])
+def test_the_map_of_loops_marks_the_best_of_each_middle(metric: str):
+    rng = random.Random(3)
+    values = {(k, m): round(rng.random(), 2) for k in (1, 2, 3, 5) for m in MIDDLES}
+    del values[5, 1], values[3, 3]
+    values[2, 5] = values[3, 5] = 2.0 if metric == "variant_accuracy" else -1.0  # of equal ones the fewest
+    rows = of_variants(metric, {"skip": [9.0, 9.0, 9.0]})
+    for (k, m), value in values.items():
+        rows.append(
+            record(
+                metric,
+                value,
+                *(["parallel"] if k == 1 else ["looped_parallel"]),
+                middle=m,
+                **({"loops": k} if k > 1 else {}),
+            )
+        )
+    fig = plots.loop_map(table(("interventions", None, rows)), metric)
+    heat, marks = fig.data
+    for (row, k), (column, m) in itertools.product(enumerate((1, 2, 3, 5)), enumerate(MIDDLES)):
+        assert heat.z[row][column] == values.get((k, m)), "what was not measured is blank"
+    choose = max if metric == "variant_accuracy" else min
+    expected = {}
+    for m in MIDDLES:
+        known = [k for k in (1, 2, 3, 5) if (k, m) in values]
+        top = choose(values[k, m] for k in known)
+        expected[str(m)] = str(next(k for k in known if values[k, m] == top))
+    assert dict(zip(marks.x, marks.y, strict=True)) == expected
+    assert expected["5"] == "2"
+    bright = heat.colorscale[-1][1] if metric == "variant_accuracy" else heat.colorscale[0][1]
+    assert bright == VIRIDIS[-1], "bright is better"
+
+
+def test_single_blocks_are_lines_over_the_blocks():
+    rows = [record("variant_loss", 1.0, "baseline")]
+    rows += [record("variant_loss", 10.0 - n, "skip_one", layer=n) for n in (3, 1, 2)]
+    rows += [record("variant_loss", 5.0 + n, "switch", layer=n) for n in (1, 2)]
+    fig = plots.block_curves(table(("interventions", None, rows)), "variant_loss")
+    assert [list(trace(fig, "Skip one block").x), list(trace(fig, "Skip one block").y)] == [[1, 2, 3], [9, 8, 7]]
+    assert list(trace(fig, "Switch with the next").y) == [6, 7]
+    assert list(trace(fig, "Full model").y) == [1, 1]
+
+
+def test_own_schedules_are_a_row_each():
+    rows = [record("variant_loss", 1.0, "baseline")]
+    rows += [record("variant_loss", 2.0 + n, "custom", schedule=f"1 {n}") for n in (2, 3)]
+    fig = plots.schedule_scores(table(("interventions", None, rows)), "variant_loss")
+    assert list(fig.data[0].x) == [4, 5]
+    assert list(fig.data[0].y) == ["1. 1 2", "2. 1 3"]
+
+
+# ------------------------------------------------------------------------------------------------ over training
+
+
+def test_over_training_accuracy_is_a_share_of_the_full_models_at_the_same_step():
+    full, skipped = {0: 0.0, 1: 0.1, 8: 0.4}, {0: 0.0, 1: 0.05, 8: 0.36}
+    measured = []
+    for step in full:
+        rows = [record("variant_accuracy", full[step], "baseline")]
+        rows += [record("variant_accuracy", skipped[step], "skip", middle=3)]
+        rows += [record("variant_accuracy", 0.001, "skip", middle=5)]
+        measured.append(("interventions", step, rows))
+    frame = table(*measured)
+    fig = plots.variants_over_training(frame, "variant_accuracy", middle=3, kept=True)
+    trained, untrained = [one for one in fig.data if one.name == "Skip"]
+    assert list(trained.y) == pytest.approx([0.5, 0.9])
+    assert list(untrained.y) == [None], "0 of 0 is undefined"
+    assert list(trained.x) == pytest.approx([math.log10(2), math.log10(9)], abs=1e-4)
+    assert untrained.x[0] < trained.x[0]
+    assert position(8, 0) == trained.x[1]
+    assert next(list(one.y) for one in fig.data if one.name == "Full model") == [1, 1]
+    plain = plots.variants_over_training(frame, "variant_accuracy", middle=3, axis="tokens")
+    assert list(next(one for one in plain.data if one.name == "Skip").y) == [0.05, 0.36]
+
+
+# ------------------------------------------------------------------------------------------------ over tasks
+
+
+def scores(step: int | None, values: dict[str, list[float]], *, also: dict[str, int] | None = None) -> list:
+    found = []
+    for name, row in values.items():
+        rows = [record("normalized_score", 1.0, "baseline", task=name)]
+        rows += [record("normalized_score", v, "skip", middle=m, task=name) for m, v in zip(MIDDLES, row, strict=False)]
+        rows += [record("normalized_score", 7.0, "random", middle=3, seed=0, schedule="1", task=name)]
+        found.append((f"intervene/{name}", step, rows))
+    return found
+
+
+def test_the_median_is_over_the_tasks_that_have_every_variant():
+    values = {"a": [0.9, 0.5, 0.2], "b": [0.8, 0.7, 0.1], "c": [1.1, 0.1, -0.2], "d": [0.95, 0.55, 0.3]}
+    found = plots.with_task_medians(table(*scores(None, {**values, "e": [5.0, 5.0]})))
+    own = found.frame[found.frame["analysis"] == "intervene/median_over_tasks"]
+    skipped = own[own["variant"] == "skip"].sort_values("middle")
+    assert list(skipped["value"]) == pytest.approx([statistics.median(v[n] for v in values.values()) for n in range(3)])
+    assert set(own["n"]) == {4}
+    assert own["seed"].isna().all()
+    assert found.notes["intervene/median_over_tasks"] == (
+        "Median over tasks a, b, c, d. In it are not, as they lack some variants: e."
+    )
+    fig = plots.variant_curves(found.frame, "normalized_score", analysis="intervene/median_over_tasks")
+    assert list(trace(fig, "Skip").y) == pytest.approx([0.925, 0.525, 0.15])
+
+
+def test_where_a_task_is_undefined_there_is_no_median():
+    early = scores(1, {"a": [math.nan, 0.4, 0.3], "b": [0.8, 0.7, 0.1]})
+    late = scores(8, {"a": [0.9, 0.5, 0.2], "b": [0.8, 0.7, 0.1]})
+    found = plots.with_task_medians(table(*early, *late))
+    own = found.frame[(found.frame["analysis"] == "intervene/median_over_tasks") & (found.frame["variant"] == "skip")]
+    at = {(int(s), int(m)): v for s, m, v in zip(own["step"], own["middle"], own["value"], strict=True)}
+    assert at == pytest.approx({(1, 3): 0.55, (1, 5): 0.2, (8, 1): 0.85, (8, 3): 0.6, (8, 5): 0.15})
+    assert "1 of 8 numbers are left out" in found.notes["intervene/median_over_tasks"]
+
+
+def test_one_task_has_no_median_and_glue_has_a_mean():
+    frame = table(*scores(None, {"a": [0.9, 0.5, 0.2]}))
+    assert plots.with_task_medians(frame).frame is frame
+    glue = [
+        (f"intervene/glue/{name}", None, [record("task_score", v, "skip", middle=3, training=kind) for kind, v in row])
+        for name, row in {"cola": (("full", 0.6), ("frozen", 0.2)), "rte": (("full", 0.7), ("frozen", 0.5))}.items()
+    ]
+    found = plots.with_task_medians(table(*glue)).frame
+    own = found[found["analysis"] == "intervene/glue/mean_over_tasks"]
+    assert dict(zip(own["training"], own["value"], strict=True)) == pytest.approx({"full": 0.65, "frozen": 0.35})
+
+
+# ------------------------------------------------------------------------------------------------ quality and cost
+
+
+@pytest.mark.parametrize("higher", [True, False])
+def test_the_front_is_what_no_other_beats(higher: bool):
+    rng = random.Random(11)
+    points = [(cost, (cost if higher else 9 - cost) + rng.randint(-3, 3)) for cost in [*range(10)] * 4]
+    points += [(1, math.nan), (math.nan, 20 if higher else -20)]
+    costs, qualities = zip(*points, strict=True)
+    sign = 1 if higher else -1
+
+    def beaten(cost: float, quality: float) -> bool:
+        return any(
+            c <= cost and sign * q >= sign * quality and (c < cost or sign * q > sign * quality) for c, q in points
+        )
+
+    expected = [math.isfinite(c + q) and not beaten(c, q) for c, q in points]
+    assert pareto(costs, qualities, higher=higher) == expected
+    assert sum(expected) > len({point for point, best in zip(points, expected, strict=True) if best}) > 2, "with equals"
+
+
+def test_quality_is_drawn_over_the_latency_of_the_same_variant():
+    quality = [record("variant_accuracy", 0.5, "baseline"), record("variant_accuracy", 0.1, "parallel", middle=5)]
+    quality += [record("variant_accuracy", 0.4, "skip", middle=3), record("variant_accuracy", 0.2, "skip", middle=5)]
+    cost = [record("relative_latency", 1.0, "baseline", execution="loop")]
+    cost += [record("relative_latency", v, "skip", middle=m, execution="loop") for m, v in ((5, 0.5), (3, 0.7))]
+    cost += [record("relative_latency", 0.6, "parallel", middle=5, execution="loop")]
+    cost += [record("relative_latency", 0.2, "reverse", middle=5, execution="loop")]
+    cost += [record("relative_latency", 0.1, "skip", middle=3, execution="stacked")]
+    frame = table(("interventions", None, quality), ("intervene/speed", None, cost))
+    fig = plots.quality_front(frame, "variant_accuracy", cost_tags={"execution": "loop"})
+    skip = next(one for one in fig.data if one.name == "Skip")
+    assert dict(zip(skip.x, skip.y, strict=True)) == {0.7: 0.4, 0.5: 0.2}
+    front = next(one for one in fig.data if one.name == "Pareto front")
+    assert [list(front.x), list(front.y)] == [[0.5, 0.7, 1.0], [0.2, 0.4, 0.5]]
+    full = next(one for one in fig.data if one.name == "Full model")
+    assert (full.x[0], full.y[0], full.marker.symbol) == (1.0, 0.5, "star")
+    assert "Reverse" not in [one.name for one in fig.data], "its quality is not known"
+    with pytest.raises(ValueError, match="several ways"):
+        plots.quality_front(frame, "variant_accuracy")
+
+
+def test_models_are_a_line_each():
+    frames = [
+        table(("interventions", None, of_variants("variant_loss", {"skip": row})), run=run)
+        for run, row in (("hub/small", [3.0, 4.0, 5.0]), ("hub/large", [2.5, 2.6, 2.7]))
+    ]
+    fig = plots.models_by_middle(pd.concat(frames), "variant_loss", variant="skip")
+    lines = {one.name: list(one.y) for one in fig.data if one.showlegend is not False}
+    assert lines == {"small": [3, 4, 5], "large": [2.5, 2.6, 2.7]}
+
+
+# ------------------------------------------------------------------------------------------------ similarity, pictures
+
+
+def test_similarities_are_coloured_from_the_least_of_any_checkpoint_to_1():
+    matrices = {1: [[1.0, 0.3], [0.3, 1.0]], 8: [[1.0, 0.8], [0.8, 1.0]]}
+    measured = [
+        (
+            "layer_similarity",
+            step,
+            [
+                Record(metric="layer_cosine", value=scale * v, layer=i, other_layer=j, tags={"mode": mode})
+                for mode, scale in (("token", 1.0), ("flattened", 0.5))
+                for i, row in enumerate(m)
+                for j, v in enumerate(row)
+            ],
+        )
+        for step, m in matrices.items()
+    ]
+    for mode, scale in (("token", 1.0), ("flattened", 0.5)):
+        fig = plots.similarity_matrix(table(*measured), "layer_cosine", tags={"mode": mode})
+        heat = fig.data[0]
+        assert np.allclose(heat.z, scale * np.array(matrices[8]))
+        assert np.allclose(fig.frames[0].data[0].z, scale * np.array(matrices[1]))
+        assert {(one.zmin, one.zmax) for one in (heat, *(f.data[0] for f in fig.frames))} == {(0.3 * scale, 1.0)}
+
+
+def test_stages_are_drawn_over_training():
+    counts = {0: (1, 9, 3), 1: (2, 8, 3), 8: (4, 7, 2)}
+    names = ("num_beginning", "num_middle", "num_ending")
+    measured = [
+        (
+            "layer_similarity",
+            s,
+            [Record(metric=n, value=v, tags={"of": "layer_cka"}) for n, v in zip(names, row, strict=True)],
+        )
+        for s, row in counts.items()
+    ]
+    fig = plots.stages_over_training(table(*measured))
+    lines = {(one.name, one.meta): list(one.y) for one in fig.data}
+    assert lines["Beginning", 0] == [2, 4]
+    assert lines["Middle", 0] == [8, 7]
+    assert lines["Ending", 1] == [3]
+
+
+def test_pictures_are_equal_for_equal_numbers(tmp_path: Path):
+    variant_results.write(tmp_path / "run", steps=(0, 8), blocks=6, seeds=2, analyses=("interventions", "speed"))
+    frame = records.frame(tmp_path / "run" / "measurements.jsonl")
+    cost = {"cost_tags": {"execution": "loop"}, "analysis": "interventions"}
+    drawn = {
+        "middle": (plots.write_variant_curves, {"best_loops": True}, "Looped parallel, best k"),
+        "loops": (plots.write_loop_map, {}, "best number of loops"),
+        "blocks": (plots.write_block_curves, {}, "Switch with the next"),
+        "training": (plots.write_variants_over_training, {"middle": 3}, "M = 3"),
+        "front": (plots.write_front, cost, "Pareto front"),
+    }
+    for name, (write, options, text) in drawn.items():
+        write(frame, tmp_path / f"{name}.svg", "variant_accuracy", **options)
+        assert text in (tmp_path / f"{name}.svg").read_text(), name
+    plots.write_variant_curves(frame, tmp_path / "again.svg", "variant_accuracy", best_loops=True)
+    assert (tmp_path / "again.svg").read_bytes() == (tmp_path / "middle.svg").read_bytes()
+    plots.write_variant_curves(frame, tmp_path / "a.png", "variant_loss")
+    assert (tmp_path / "a.png").stat().st_size > 10_000

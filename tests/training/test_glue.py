@@ -1,0 +1,398 @@
+"""Tasks of GLUE in another order of blocks: metrics by hand, a step by hand, what is trained, what is kept."""
+
+import json
+import math
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+import torch
+import yaml
+from tokenizers import Tokenizer, processors
+
+from lit_layers.data.tokenization import load_tokenizer
+from lit_layers.errors import InputError
+from lit_layers.functional.variants import Variant
+from lit_layers.intervene.glue_tasks import GLUE, GlueRows, encode_rows, find_task, glue_metrics, read_rows
+from lit_layers.models.build import load, save
+from lit_layers.models.families import trunk_of
+from lit_layers.models.sequence_classifier import classifier_parameters, sequence_classifier
+from lit_layers.models.view import LayeredModel
+from lit_layers.training import glue
+from lit_layers.training.glue import GlueRecipe, LitSequenceClassifier, glue_scores, warmup_linear
+from lit_layers.training.sampler import StepSampler
+from tests.support.labelled_texts import labelled, saved_bert
+from tests.support.tiny_models import tiny
+
+MIDDLE = Variant(name="custom", schedule=(1, (2, 3)))
+QUICK = {"max_steps": 2, "batch_size": 4, "num_tokens": 30}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """A BERT of masked words with a tokenizer of pairs, and files of three tasks."""
+    folder = tmp_path_factory.mktemp("glue")
+    saved_bert(folder / "bert")
+    tokenizer = Tokenizer.from_file(str(folder / "bert" / "tokenizer.json"))
+    tokenizer.post_processor = processors.TemplateProcessing(
+        single="[CLS] $A [SEP]", pair="[CLS] $A [SEP] $B:1 [SEP]:1", special_tokens=[("[CLS]", 2), ("[SEP]", 3)]
+    )
+    tokenizer.save(str(folder / "bert" / "tokenizer.json"))
+    (folder / "glue").mkdir()
+    for split, first, count in (("train", 0, 24), ("validation", 30, 10)):
+        rows = labelled(count, first)
+        texts, others = [text for text, _ in rows], [text for text, _ in labelled(count, first + 7)]
+        classes = [int(mood == "sad") for _, mood in rows]
+        write(folder, f"cola_{split}", sentence=texts, label=classes)
+        write(folder, f"mrpc_{split}", sentence1=texts, sentence2=others, label=classes)
+        scores = [number % 6 * 0.9 for number in range(count)]
+        write(folder, f"stsb_{split}", sentence1=texts, sentence2=others, score=scores)
+    return folder
+
+
+def write(folder, name, **columns):
+    pq.write_table(pa.table(columns), folder / "glue" / f"{name}.parquet")
+
+
+@pytest.fixture(autouse=True)
+def trained(monkeypatch):
+    """The modules that were trained, with the predictions they were judged by."""
+    modules = []
+
+    class Kept(LitSequenceClassifier):
+        def __init__(self, *args, **options):
+            super().__init__(*args, **options)
+            modules.append(self)
+
+    monkeypatch.setattr(glue, "LitSequenceClassifier", Kept)
+    return modules
+
+
+def scores(folder, root, recipe=None, **options):
+    wanted = GlueRecipe(**{"tasks": ["mrpc"], **QUICK, **(recipe or {})})
+    options = {"names": [], "custom": ["1 (2,3)"], **options}
+    return dict(glue_scores(folder / "bert", wanted, root=root, folder=folder, accelerator="cpu", **options))
+
+
+# Metrics
+
+
+def test_metrics_of_classes_are_those_counted_by_hand():
+    wanted, predicted = [1, 1, 1, 0, 0, 0, 0, 1], [1, 0, 1, 0, 1, 0, 0, 1]
+    hits, false, missed, right = 3, 1, 1, 3  # of class 1: found, wrongly found, missed; of class 0: found
+    both = glue_metrics(GLUE["mrpc"], predicted, wanted)
+    assert both["accuracy"] == pytest.approx(6 / 8)
+    assert both["f1"] == pytest.approx(2 * hits / (2 * hits + false + missed))
+    assert both["task_score"] == pytest.approx((both["accuracy"] + both["f1"]) / 2)
+    spread = (hits + false) * (hits + missed) * (right + false) * (right + missed)
+    expected = (hits * right - false * missed) / math.sqrt(spread)
+    assert glue_metrics(GLUE["cola"], predicted, wanted) == pytest.approx(
+        {"matthews": expected, "task_score": expected}
+    )
+    assert glue_metrics(GLUE["cola"], [1] * 8, wanted)["matthews"] == 0
+    assert set(glue_metrics(GLUE["rte"], predicted, wanted)) == {"accuracy", "task_score"}
+
+
+def test_correlations_are_those_of_values_and_of_their_ranks():
+    wanted, predicted = [0.0, 1.0, 2.0, 5.0, 5.0], [0.1, 3.0, 2.0, 20.0, 9.0]
+
+    def pearson(one, other):
+        one, other = (np.array(each) - np.mean(each) for each in (one, other))
+        return float(one @ other / math.sqrt((one @ one) * (other @ other)))
+
+    found = glue_metrics(GLUE["stsb"], predicted, wanted)
+    ranks = [1, 2, 3, 4.5, 4.5], [1, 3, 2, 5, 4]
+    assert found["pearson"] == pytest.approx(pearson(predicted, wanted), abs=1e-12)
+    assert found["spearman"] == pytest.approx(pearson(*ranks), abs=1e-12)
+    assert found["task_score"] == pytest.approx((found["pearson"] + found["spearman"]) / 2)
+    constant = glue_metrics(GLUE["stsb"], [2.0] * 5, wanted)
+    assert all(map(math.isnan, constant.values()))
+    with pytest.raises(ValueError, match="expected a prediction for each target"):
+        glue_metrics(GLUE["stsb"], [1.0], wanted)
+
+
+# Rows
+
+
+def test_pairs_become_one_row_of_two_segments(folder):
+    rows = GlueRows(GLUE["mrpc"], (("a merry song", "sang again"), ("sang", "a sad song they heard")), (1.0, 0.0))
+    tokenizer = load_tokenizer(str(folder / "bert"))
+    number = tokenizer.tokenizer.token_to_id
+    words = [[["a", "merry", "song"], ["sang", "again"]], [["sang"], ["a", "sad", "song", "they", "heard"]]]
+    found = encode_rows(tokenizer, rows, max_tokens=30)
+    for place, (one, other) in enumerate(words):
+        assert found.ids[place].tolist() == [2, *map(number, one), 3, *map(number, other), 3]
+        assert found.segments[place].tolist() == [0] * (len(one) + 2) + [1] * (len(other) + 1)
+    batch = found.batch([1, 0], filler=0)
+    assert batch["attention_mask"].sum(1).tolist() == [9, 8]
+    assert batch["input_ids"][1].tolist() == [*found.ids[0].tolist(), 0]
+    assert batch["labels"].tolist() == [0, 1]
+    short = encode_rows(tokenizer, rows, max_tokens=6)
+    assert short.num_cut == 2
+    assert short.ids[1].tolist() == [2, number("sang"), 3, number("a"), number("sad"), 3]
+    with pytest.raises(InputError, match="max_tokens: expected more than 4, 3 of which are special tokens"):
+        encode_rows(tokenizer, rows, max_tokens=4)
+
+
+def test_fewer_rows_are_the_beginning_of_more(folder):
+    rows = read_rows(GLUE["mrpc"], "train", folder)
+    assert len(rows) == 24
+    few, more = rows.take(5, seed=1), rows.take(9, seed=1)
+    assert few.texts == more.texts[:5]
+    assert few.content_hash() != more.content_hash() != rows.take(9, seed=2).content_hash()
+    assert rows.take(24, seed=0) is rows.take(None, seed=0) is rows
+
+
+@pytest.mark.parametrize(
+    ("columns", "sentence"),
+    [
+        ({"sentence": ["a", " "], "label": [0, 1]}, "row 1 of .* has no text: mend it"),
+        ({"sentence": ["a"], "label": [2]}, "row 0 of .* has 2, expected a class from 0 to 1"),
+        ({"sentence": ["a"], "other": [2]}, "task cola: .*label"),
+    ],
+)
+def test_rows_without_text_or_target_are_refused(columns, sentence, tmp_path):
+    (tmp_path / "glue").mkdir()
+    write(tmp_path, "cola_train", **columns)
+    with pytest.raises(InputError, match=sentence):
+        read_rows(GLUE["cola"], "train", tmp_path)
+
+
+def test_tasks_splits_and_folders_that_are_not_there_are_refused(tmp_path):
+    with pytest.raises(
+        InputError, match=r"task: GLUE has no 'colla' here \(did you mean cola\?\); choose from cola, mrpc"
+    ):
+        find_task("colla")
+    with pytest.raises(InputError, match="task: qnli has no local files: leave the folder out"):
+        read_rows(GLUE["qnli"], "train", tmp_path)
+    with pytest.raises(InputError, match="task rte: source: expected the split 'train' in"):
+        read_rows(GLUE["rte"], "train", tmp_path)
+    with pytest.raises(InputError, match="split: expected train or validation, got 'test'"):
+        read_rows(GLUE["rte"], "test", tmp_path)
+
+
+@pytest.mark.realdata
+def test_real_tasks_have_the_official_numbers_of_rows(realdata):
+    counts = {"cola": (8551, 1043), "mrpc": (3668, 408), "rte": (2490, 277), "sst2": (67349, 872), "stsb": (5749, 1500)}
+    for name, (train, validation) in counts.items():
+        rows = read_rows(GLUE[name], "validation", realdata)
+        assert len(rows) == validation
+        if train < 10_000:
+            assert len(read_rows(GLUE[name], "train", realdata)) == train
+        if name == "stsb":
+            assert (min(rows.targets), max(rows.targets)) == (0, 5)
+
+
+# Models
+
+
+def test_the_trunk_is_the_saved_one_and_the_head_is_new_by_its_seed(folder):
+    state = torch.get_rng_state()
+    model, trunk = sequence_classifier(folder / "bert", 2, seed=4)
+    again, _ = sequence_classifier(folder / "bert", 2, seed=4)
+    other, _ = sequence_classifier(folder / "bert", 2, seed=5)
+    assert torch.equal(torch.get_rng_state(), state)
+    source = load(folder / "bert").bert.state_dict()
+    for name, tensor in trunk.state_dict().items():
+        if "pooler" not in name:
+            assert torch.equal(tensor, source[name]), name
+    head = classifier_parameters(model, trunk)
+    assert sorted(tuple(each.shape) for each in head) == [(2,), (2, 32)]
+    assert torch.equal(model.classifier.weight, again.classifier.weight)
+    assert not torch.equal(model.classifier.weight, other.classifier.weight)
+
+
+def test_models_that_are_no_encoders_or_not_whole_are_refused(folder, tmp_path):
+    save(tiny("gpt2"), tmp_path / "gpt2")
+    with pytest.raises(InputError, match=r"model: expected an encoder \(bert, .*\), .* is of the type gpt2"):
+        sequence_classifier(tmp_path / "gpt2", 2)
+    with pytest.raises(InputError, match="model: expected a folder with an encoder, found no config.json in"):
+        sequence_classifier(tmp_path, 2)
+    model = tiny("bert")
+    save(model, tmp_path / "less")
+    config = json.loads((tmp_path / "less" / "config.json").read_text())
+    (tmp_path / "less" / "config.json").write_text(json.dumps({**config, "num_hidden_layers": 4}))
+    with pytest.raises(InputError, match=r"do not fill its trunk: bert.encoder.layer.3.* are not there"):
+        sequence_classifier(tmp_path / "less", 2)
+
+
+# Training
+
+
+def composed(model, batch):
+    """Outputs of block 1 and the mean of blocks 2 and 3, written out."""
+    bert = model.bert
+    hidden = bert.embeddings(input_ids=batch["input_ids"], token_type_ids=batch["token_type_ids"])
+    mask = (1 - batch["attention_mask"][:, None, None].double()) * -1e9  # (batch, 1, 1, tokens)
+    one, two, three = (lambda states, block=block: block(states, mask) for block in bert.encoder.layer)
+    hidden = one(hidden)
+    hidden = (two(hidden) + three(hidden)) / 2
+    return model.classifier(torch.tanh(bert.pooler.dense(hidden[:, 0])))
+
+
+@pytest.mark.parametrize(("name", "training"), [("mrpc", "full"), ("stsb", "full"), ("mrpc", "frozen")])
+def test_a_step_is_one_of_adamw_on_the_loss_of_the_composed_blocks(folder, tmp_path, trained, name, training):
+    task, recipe = GLUE[name], GlueRecipe(**(QUICK | {"max_steps": 1}), learning_rate=1e-2, weight_decay=0.1, seed=3)
+    network, _ = sequence_classifier(folder / "bert", task.num_outputs)
+    network = network.double()
+    for part in network.modules():
+        if isinstance(part, torch.nn.Dropout):
+            part.p = 0.0
+        if hasattr(part, "dropout_prob"):
+            part.dropout_prob = 0.0
+    tokenizer = load_tokenizer(str(folder / "bert"))
+    encoded = {
+        split: encode_rows(tokenizer, read_rows(task, split, folder), max_tokens=30)
+        for split in ("train", "validation")
+    }
+    metrics = glue._score(network, MIDDLE, training, task, encoded, recipe, tmp_path, "cpu")
+    batch = encoded["train"].batch(StepSampler(24, global_batch_size=4, seed=3).global_batch(0), filler=0)
+    outputs = composed(network, batch)
+    if name == "mrpc":
+        loss = -outputs.log_softmax(-1)[range(4), batch["labels"]].mean()
+    else:
+        loss = (outputs[:, 0] - batch["labels"].double()).square().mean()
+    loss.backward()
+    rate = 1e-2 if training == "full" else 3e-2
+    mine = [p for n, p in network.named_parameters() if p.grad is not None and (training == "full" or "bert." not in n)]
+    norm = torch.stack([parameter.grad.norm() for parameter in mine]).norm()
+    found = dict(trained[0].model.named_parameters())
+    for key, parameter in network.named_parameters():
+        expected = parameter.detach().clone()
+        if any(parameter is each for each in mine):
+            gradient = parameter.grad * min(1, 1 / (norm + 1e-6))
+            expected = expected * (1 - rate * (0.1 if parameter.ndim > 1 else 0)) - rate * gradient / (
+                gradient.abs() + 1e-8
+            )
+        torch.testing.assert_close(
+            found[key], expected, rtol=1e-7, atol=1e-7, msg=lambda told, key=key: f"{key}: {told}"
+        )
+    with torch.no_grad():
+        outputs = composed(trained[0].model, encoded["validation"].batch(range(10), filler=0))
+    predicted = outputs.argmax(-1) if name == "mrpc" else outputs[:, 0]
+    torch.testing.assert_close(torch.cat(trained[0].predictions).double(), predicted.double(), rtol=1e-6, atol=1e-6)
+    assert metrics == glue_metrics(
+        task, torch.cat(trained[0].predictions).numpy(), encoded["validation"].targets.numpy()
+    )
+
+
+def test_a_frozen_trunk_keeps_its_weights_and_full_training_those_of_blocks_that_do_not_run(folder, tmp_path, trained):
+    scores(folder, tmp_path, {"training": ["full", "frozen"]}, custom=["1 3"])
+    before = dict(sequence_classifier(folder / "bert", 2)[0].named_parameters())
+    assert len(trained) == 4  # full: baseline, custom; frozen: the same
+    for module, stays in ((trained[1], "bert.encoder.layer.1."), (trained[3], "bert.")):
+        for name, parameter in module.model.named_parameters():
+            assert torch.equal(parameter, before[name]) == name.startswith(stays), name
+
+
+def test_a_result_is_kept_and_not_made_again(folder, tmp_path, trained):
+    recipe, lines = {"tasks": ["mrpc", "cola"], "training": ["frozen"]}, []
+    first = scores(folder, tmp_path, recipe, tell=lines.append)
+    assert len(trained) == len(lines) == 4
+    kept = json.loads((tmp_path / "glue" / "mrpc" / "frozen" / "baseline.json").read_text())
+    assert kept["metrics"]["accuracy"] == first["intervene/glue/mrpc"][0].value
+    assert scores(folder, tmp_path, recipe) == first
+    assert len(trained) == 4
+    (tmp_path / "glue" / "cola" / "frozen" / "baseline.json").unlink()
+    assert scores(folder, tmp_path, recipe) == first
+    assert len(trained) == 5
+    with pytest.raises(InputError, match=r"baseline.json is the result of other settings \(max_steps differs\)"):
+        scores(folder, tmp_path, {**recipe, "max_steps": 1})
+
+
+def test_records_have_the_tags_of_variant_task_and_training_and_a_mean_over_tasks(folder, tmp_path):
+    recipe = {"tasks": ["stsb", "cola"], "training": ["frozen"]}
+    found = scores(folder, tmp_path, recipe, names=["random", "skip"], middles=[2], seeds=[0, 1], custom=[])
+    assert list(found) == ["intervene/glue/stsb", "intervene/glue/cola", "intervene/glue"]
+    frozen = {"task": "stsb", "training": "frozen"}
+    by_tags = {}
+    for record in found["intervene/glue/stsb"]:
+        by_tags.setdefault(tuple(sorted(record.tags.items(), key=str)), {})[record.metric] = record.value
+    assert len(by_tags) == 1 + 2 + 1 + 1  # full model, seeds, skip, mean of seeds
+    skipped = by_tags[tuple(sorted({"variant": "skip", "middle": 2, **frozen}.items(), key=str))]
+    assert set(skipped) == {"pearson", "spearman", "task_score"}
+    for task in ("stsb", "cola"):
+        of_seeds = [r for r in found[f"intervene/glue/{task}"] if r.metric == "task_score" and "seed" in r.tags]
+        (mean,) = (r for r in found[f"intervene/glue/{task}"] if r.metric == "task_score" and "num_seeds" in r.tags)
+        assert mean.value == pytest.approx(sum(r.value for r in of_seeds) / 2)
+    over = {tuple(sorted(r.tags.items(), key=str)): r for r in found["intervene/glue"]}
+    tags = {"variant": "skip", "middle": 2, "training": "frozen", "num_tasks": 2}
+    of_both = [
+        r.value
+        for task in ("stsb", "cola")
+        for r in found[f"intervene/glue/{task}"]
+        if r.metric == "task_score" and r.tags["variant"] == "skip"
+    ]
+    assert over[tuple(sorted(tags.items(), key=str))].value == pytest.approx(sum(of_both) / 2)
+    assert {r.metric for r in found["intervene/glue"]} == {"glue_score"}
+
+
+def test_the_same_seed_gives_the_same_weights_whatever_was_drawn_before(folder, tmp_path, trained):
+    for root, seed in (("a", 0), ("b", 0), ("c", 1)):
+        torch.rand(len(trained))
+        scores(folder, tmp_path / root, {"seed": seed}, custom=[])
+    one, two, three = (torch.cat([p.flatten() for p in module.model.parameters()]) for module in trained)
+    assert torch.equal(one, two)
+    assert not torch.equal(one, three)
+
+
+@pytest.mark.parametrize("name", ["roberta", "distilbert", "modernbert"])
+def test_other_encoders_train_and_are_judged_with_the_variant_active(name, tmp_path, folder, trained):
+    source = tiny(name, num_labels=2, **{"n_layers" if name == "distilbert" else "num_hidden_layers": 4})
+    save(source, tmp_path / name)
+    model, trunk = sequence_classifier(tmp_path / name, 2)
+    rows = encode_rows(load_tokenizer(str(folder / "bert")), read_rows(GLUE["mrpc"], "train", folder), max_tokens=20)
+    rows = type(rows)(tuple(ids % 60 for ids in rows.ids), rows.segments, rows.targets, 0)
+    recipe = GlueRecipe(**QUICK)
+    order, plain = (
+        glue._score(model, variant, "full", GLUE["mrpc"], {"train": rows, "validation": rows}, recipe, tmp_path, "cpu")
+        for variant in (Variant(name="custom", schedule=(1, 4)), Variant(name="baseline", schedule=(1, 2, 3, 4)))
+    )
+    assert set(order) == set(plain) == {"accuracy", "f1", "task_score"}
+    assert "_running_order" not in trunk.__dict__
+    before = LayeredModel(trunk).blocks
+    for module, stays in zip(trained, ({2, 3}, set()), strict=True):
+        after = LayeredModel(trunk_of(module.model)).blocks
+        pairs = enumerate(zip(before, after, strict=True), 1)
+        same = {n for n, two in pairs if all(map(torch.equal, *(block.parameters() for block in two)))}
+        assert same == stays
+
+
+def test_the_learning_rate_goes_up_and_down_on_straight_lines():
+    factor = warmup_linear(warmup_steps=2, steps=6)
+    assert [factor(step) for step in range(7)] == [0.5, 1.0, 1.0, 0.75, 0.5, 0.25, 0.0]
+    assert warmup_linear(warmup_steps=0, steps=2)(1) == 0.5
+    assert GlueRecipe(num_epochs=3, batch_size=32).steps(100) == 10
+    assert GlueRecipe(num_epochs=3, batch_size=32, max_steps=4).steps(100) == 4
+
+
+@pytest.mark.parametrize(
+    ("content", "sentence"),
+    [
+        ({"task": ["cola"]}, "recipe: there is no key 'task'; the keys are tasks, training, num_epochs"),
+        ({"tasks": "cola"}, "recipe: tasks: expected a list of names, got 'cola'"),
+        ({"tasks": ["mnli"]}, "task: GLUE has no 'mnli' here"),
+        ({"training": ["half"]}, "recipe: training: expected full or frozen, got 'half'"),
+        ({"max_steps": 0}, "recipe: max_steps: expected an integer of at least 1, got 0"),
+        ({"frozen_learning_rate": 0}, "recipe: frozen_learning_rate: expected a positive number, got 0"),
+    ],
+)
+def test_a_recipe_with_wrong_keys_or_values_is_refused(content, sentence, tmp_path):
+    (tmp_path / "recipe.yaml").write_text(yaml.safe_dump(content))
+    with pytest.raises(InputError) as refused:
+        GlueRecipe.read(tmp_path / "recipe.yaml")
+    assert sentence in str(refused.value)
+
+
+@pytest.mark.parametrize("name", ["paper", "small_steps"])
+def test_recipes_that_come_with_the_package_are_readable(name):
+    assert GlueRecipe.read(f"recipes/glue/{name}.yaml").seed == 0
+
+
+def test_options_that_do_not_fit_the_model_are_refused_before_training(folder, tmp_path, trained):
+    with pytest.raises(InputError, match="recipe: num_tokens: BertModel takes at most 32 tokens, got 33"):
+        scores(folder, tmp_path, {"num_tokens": 33})
+    with pytest.raises(InputError, match="glue: middles?: of 3 blocks the middle has 2 blocks, got 1"):
+        scores(folder, tmp_path, names=["skip"], middles=[1])
+    assert not trained
