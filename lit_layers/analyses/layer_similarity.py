@@ -46,7 +46,7 @@ class LayerSimilarity(DividedAnalysis):
         rows: of the alignment: tokens, or one mean-pooled vector for each prompt.
         num_tokens: of each prompt, evenly spread, where tokens are the rows; None for all. All layers' rows are kept
             in memory: 128 prompts x 16 tokens x 13 layers x 768 x 4 B = 82 MB.
-        debiased: the alignment that does not grow with width over rows.
+        debiased: the alignment that does not grow with width over rows, and may be below 0; it needs 4 rows.
         drop_first: how many first tokens are left out, mostly sinks, whose norm decides "flattened" and the alignment.
         states: which convention.
     """
@@ -55,7 +55,7 @@ class LayerSimilarity(DividedAnalysis):
     name: str = "layer_similarity"
     rows: Rows = "tokens"
     num_tokens: int | None = 16
-    debiased: bool = False
+    debiased: bool = True
     drop_first: int = 0
     states: States = "resid"
 
@@ -101,7 +101,7 @@ class LayerSimilarity(DividedAnalysis):
             yield from _cosine_records(values, tags_of_mode)
             yield from _stages("layer_cosine", mean_of_defined(values, dim=0), num_prompts, tags_of_mode)
         tags |= {"rows": self.rows} if self.rows != "tokens" else {}
-        tags |= {"debiased": "yes"} if self.debiased else {}
+        tags |= {} if self.debiased else {"debiased": "no"}
         alignment = linear_cka_matrix(rows.to(model.device), debiased=self.debiased).cpu()
         for layer, row in enumerate(alignment.tolist()):
             for other, value in enumerate(row):

@@ -140,7 +140,7 @@ class FitCLI(LightningCLI):
 
 def main(argv: list[str]) -> int:
     """Trains and returns 0, 130 where the user stopped it, 143 after SIGTERM; the report is written either way."""
-    _quieten()
+    quieten()
     cli = _parse(argv)
     own = cli.own
     if cli.trainer.max_steps < 1:
@@ -250,7 +250,7 @@ def _best_precision(accelerator: str) -> str:
     return "32-true"
 
 
-def _quieten() -> None:
+def quieten() -> None:
     """Hides Lightning's hints on what a recipe already decides."""
     for name in ("lightning.pytorch.utilities.rank_zero", "lightning.fabric.utilities.seed"):
         logging.getLogger(name).setLevel(logging.WARNING)

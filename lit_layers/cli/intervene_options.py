@@ -9,7 +9,8 @@ from lit_layers.errors import InputError
 
 ALL = "all"
 TASKS = ("lambada", "arc_challenge", "hellaswag", "winogrande", "gsm8k")
-OF_TASKS = ("folder", "scorer", "limit")
+OF_TASKS = ("folder", "scorer", "limit", "max_new_tokens")
+OF_IMAGES = ("num_images", "image_size", "normalisation")
 
 
 def read_options(argv: list[str]) -> argparse.Namespace:
@@ -30,7 +31,7 @@ def read_options(argv: list[str]) -> argparse.Namespace:
     options.seeds = SEEDS if options.seeds is None else _numbers("seeds", options.seeds, 0)
     options.loops = LOOPS if options.loops is None else _numbers("loops", options.loops, 1)
     options.schedule = tuple(options.schedule or ())
-    for name in ("limit", "num_images", "num_sequences", "num_tokens"):
+    for name in ("limit", "max_new_tokens", "num_images", "image_size", "num_sequences", "num_tokens"):
         if (value := getattr(options, name)) is not None and value < 1:
             raise InputError(f"{name}: expected at least 1, got {value}")
     _settle_what_is_measured(options)
@@ -44,8 +45,8 @@ def _settle_what_is_measured(options: argparse.Namespace) -> None:
     """Tasks are the default; images or GLUE take their place."""
     if options.images is not None and (name := _given(options, ("tasks", "corpus", "glue", "finetune", *OF_TASKS))):
         raise InputError(f"{name}: is for language models, and --images was given: leave it out")
-    if options.images is None and options.num_images is not None:
-        raise InputError("num_images: is for --images, which was not given: leave it out")
+    if options.images is None and (name := _given(options, OF_IMAGES)):
+        raise InputError(f"{name}: is for --images, which was not given: leave it out")
     if options.corpus is None and (name := _given(options, ("num_sequences",))):
         raise InputError(f"{name}: is for --corpus, which was not given: leave it out")
     others = _given(options, ("images", "glue", "corpus", "finetune")) or options.speed
@@ -84,11 +85,14 @@ def _parser() -> argparse.ArgumentParser:
         "Hub); of --glue, of its tasks")  # fmt: skip
     add("--scorer", choices=["own", "lm_eval"], help="default: own with --folder, else lm_eval")
     add("--limit", type=int, help="score the first rows of a task only")
+    add("--max_new_tokens", type=int, help="of a generated answer (default: 256)")
     add("--corpus", help="measure loss, accuracy and divergence on held-out text of it, too")
     add("--num_sequences", type=int, help="of that text (default: 64)")
     add("--num_tokens", type=int, help="of each text, also of those that are timed (default: 128)")
     add("--images", help="instead, for an image classifier: digits, cifar10, a local path, ORG/NAME")
-    add("--num_images", type=int, help="of its test split (default: 1000)")
+    add("--num_images", type=int, help="of its test split (default: 256)")
+    add("--image_size", type=int, help="of the model's input, in px (default: the source's)")
+    add("--normalisation", choices=["imagenet", "half", "source"], help="of pixels (default: source)")
     add("--speed", action="store_true", help="measure the latency of each variant against the full model")
     add("--finetune", type=Path, metavar="RECIPE", help="train each changed model, before and after "
         "(recipes/finetune/text.yaml)")  # fmt: skip

@@ -10,6 +10,7 @@ COMMANDS = {
     "audit": ("lit_layers.cli.audit", "tell whether a checkpoint series is what it says"),
     "correlate": ("lit_layers.cli.correlate", "metrics against scores, over models or over layers"),
     "fit": ("lit_layers.cli.fit", "train from a recipe and measure every layer on the way"),
+    "intervene": ("lit_layers.cli.intervene", "run the blocks in other orders, and see what breaks"),
     "mteb": ("lit_layers.cli.mteb", "score every layer on the tasks of MTEB, from one pass over their texts"),
     "prepare": ("lit_layers.cli.prepare", "turn a text source into token shards"),
     "report": ("lit_layers.cli.report", "write a run's curves into one HTML page"),

@@ -54,9 +54,9 @@ class BenchmarkScores(Analysis):
     `task_score` is the accuracy (gsm8k: the exact match behind `####`), `task_score_norm` the accuracy by
     log-likelihood per character where the task has it, `task_perplexity` lambada's, `task_score_flexible` gsm8k's match
     of the last number; each with its standard error over the rows. `random_score` is what guessing scores,
-    `normalized_score` the share of the full model's lead over guessing that is left. Where that lead is within its
-    standard error, no variant has a normalised score and `random_score` is tagged `undefined`. Of the seeds of a random
-    order there is one record each and one of their mean, with the standard error of that mean over the seeds.
+    `normalized_score` the share of the full model's lead over guessing that is left. Where there is no lead, or one
+    within its standard error, no variant has a normalised score and `random_score` is tagged `undefined`. Of the seeds
+    of a random order there is one record each and one of their mean, with the standard error of that mean over them.
 
     Every variant's result is a file below `results`, written as it is made; variants that have theirs are not scored
     again, and variants of equal schedules are scored once. A variant that fails (not enough memory, scores that are not
@@ -184,7 +184,7 @@ class BenchmarkScores(Analysis):
         full = found[wanted[0].schedule]
         score, error = mean_and_error(SCORE, full.values[SCORE])
         guessed = full.random_score
-        lead = abs(score - guessed) > (error or 0.0)
+        lead = score - guessed > (error or 0.0)
         undefined: dict[str, str | int | float] = {} if lead else {"undefined": NORMALIZED}
         task: dict[str, str | int | float] = {"task": self.task_name}
         yield Record(metric="random_score", value=guessed, n=len(full.values[SCORE]), tags=task | undefined)

@@ -1,4 +1,4 @@
-"""Scores of a task from what a model made of each row: accuracies, exact matches, the normalised score and its median.
+"""Scores of a task from what a model made of each row: accuracies, exact matches, the normalised score.
 
 Metrics and their numbers are those of lm-eval 0.4.13 (github.com/EleutherAI/lm-evaluation-harness).
 """
@@ -7,10 +7,9 @@ import math
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Literal
 
 import numpy as np
-import pandas as pd
 
 from lit_layers.intervene.likelihoods import Likelihood
 from lit_layers.intervene.task_prompts import Choice, Question
@@ -19,8 +18,6 @@ SCORE, NORMED, FLEXIBLE, PERPLEXITY = "task_score", "task_score_norm", "task_sco
 NORMALIZED = "normalized_score"
 _NO_NUMBER = "[invalid]"
 _IGNORED = (",", r"\$", r"(?s).*#### ", r"\.$")  # of an answer of gsm8k, in this order
-# What tells one variant from another in a table of records, seeds apart.
-_OF_VARIANT = ("variant", "middle", "loops", "schedule", "layer")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -144,40 +141,6 @@ def normalized_error(values: Sequence[float], full: Sequence[float], random_scor
     span = whole.mean() - random_score
     rows = (own - (own.mean() - random_score) / span * whole) / span
     return float(rows.std(ddof=1) / math.sqrt(len(rows)))
-
-
-def median_over_tasks(frame: pd.DataFrame, tasks: Sequence[str] | None = None) -> pd.DataFrame:
-    """The median of the normalised scores over tasks: one row a checkpoint and variant, in the table's order.
-
-    Single seeds are left out; the mean over seeds enters. A task without a normalised score does not enter, so that
-    `tasks` and `num_tasks` say of which tasks a median is: compare only those of the same.
-
-    Args:
-        frame: as `lit_layers.records.frame` makes it.
-        tasks: the only ones to enter; None: all.
-
-    Returns:
-        The columns run, step, variant, middle, loops, schedule, layer, value, num_tasks, tasks.
-
-    Raises:
-        ValueError: two scores of one task for the same variant.
-    """
-    columns = ["run", "step", *_OF_VARIANT]
-    rows: Any = frame[frame["metric"] == NORMALIZED]
-    if "seed" in rows:
-        rows = rows[rows["seed"].isna()]
-    if tasks is not None and len(rows):
-        rows = rows[rows["task"].isin(list(tasks))]
-    rows = rows.reindex(columns=[*columns, "task", "value"]).dropna(subset=["value"])
-    if rows.empty:
-        return pd.DataFrame(columns=[*columns, "value", "num_tasks", "tasks"])
-    groups = rows.groupby(columns, dropna=False, sort=False)
-    if (twice := rows[rows.duplicated([*columns, "task"])]).size:
-        row = twice.iloc[0]
-        raise ValueError(f"expected one score of each task and variant, {row['task']} has two of {row['variant']}")
-    return groups.agg(
-        value=("value", "median"), num_tasks=("task", "size"), tasks=("task", lambda names: ", ".join(sorted(names)))
-    ).reset_index()
 
 
 def _strict(text: str) -> str:

@@ -14,8 +14,7 @@ from lit_layers.analyses.base import Analysis
 from lit_layers.errors import InputError
 from lit_layers.functional.block_schedules import Schedule
 from lit_layers.functional.variants import LOOPS, Variant, variants
-from lit_layers.models.costs import _inputs as any_inputs
-from lit_layers.models.costs import call_of, interleaved
+from lit_layers.models.costs import any_inputs, call_of, interleaved
 from lit_layers.models.running_order import EXECUTIONS, Parallel, running_order
 from lit_layers.models.view import Batch, LayeredModel, evaluating
 from lit_layers.records import Record

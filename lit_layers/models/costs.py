@@ -89,7 +89,7 @@ def measure_costs(
     if strange := sorted(set(trunks) - set(variants)):
         raise InputError(f"trunks: {strange[0]} is none of the models: {', '.join(variants)}")
     models = {name: open_plainly(folder, head=name not in trunks).to(device) for name, folder in variants.items()}
-    batch = _inputs(models, inputs, num_tokens, batch_size, seed)
+    batch = any_inputs(models, inputs, num_tokens, batch_size, seed)
     seconds = interleaved(
         {
             name: (call_of(model, {key: rows[:1] for key, rows in batch.items()}), call_of(model, batch))
@@ -203,7 +203,7 @@ def _seconds(call: Callable[[], Any], device: str) -> float:
     return time.perf_counter() - start
 
 
-def _inputs(
+def any_inputs(
     models: Mapping[str, nn.Module], given: Batch | None, num_tokens: int, batch_size: int, seed: int
 ) -> dict[str, Tensor]:
     """A batch that every model takes."""

@@ -6,7 +6,7 @@ import json
 import logging
 import re
 import statistics
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any, Literal, Self
@@ -205,7 +205,7 @@ def finetune(
 
 
 def finetune_variants(
-    model: Network, compared: Sequence[Variant], recipe: FinetuningRecipe, *, root: str | Path, **options: Any
+    model: Network, compared: Iterable[Variant], recipe: FinetuningRecipe, *, root: str | Path, **options: Any
 ) -> Iterator[Record]:
     """Yields `variant_loss` and `variant_accuracy` of each variant, tagged `when` before and after; each begins with
     the same weights. Options and errors are those of `finetune`.

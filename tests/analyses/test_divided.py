@@ -10,6 +10,8 @@ from lit_layers.analyses import (
     Coupling,
     CouplingMatrices,
     CrossTokenInfluence,
+    Interventions,
+    LayerSimilarity,
     Lens,
     Representation,
     TokenCoupling,
@@ -38,6 +40,8 @@ ANALYSES = [
     Coupling(batches=text(), k=(2, 5), num_prompts=6),
     TokenCoupling(batches=text(), k=(2,), pairs="all", num_tokens=3, num_prompts=4),
     CrossTokenInfluence(batches=text(), num_prompts=5),
+    Interventions(batches=text(), seeds=(0, 1), loops=(3,)),
+    LayerSimilarity(batches=text()),
     CouplingMatrices(batches=text(), pairs=[(1, 2)], k=3, num_prompts=4),
 ]
 

@@ -59,9 +59,21 @@ def cosine(x, y, mode):
     return np.mean([a @ b / math.sqrt((a @ a) * (b @ b)) for a, b in zip(x, y, strict=True)])
 
 
-def alignment(x, y):
+def plain_alignment(x, y):
     x, y = x - x.mean(0), y - y.mean(0)
     return np.linalg.norm(x.T @ y) ** 2 / (np.linalg.norm(x.T @ x) * np.linalg.norm(y.T @ y))
+
+
+def alignment(x, y):
+    """Debiased: HSIC_1 of Song et al. 2012 in all three places."""
+
+    def hsic(k, m):
+        k, m, size = k - np.diag(np.diag(k)), m - np.diag(np.diag(m)), len(k)
+        sums = k.sum() * m.sum() / ((size - 1) * (size - 2)) - 2 / (size - 2) * (k.sum(0) @ m.sum(1))
+        return (np.trace(k @ m) + sums) / (size * (size - 3))
+
+    k, m = x @ x.T, y @ y.T
+    return hsic(k, m) / math.sqrt(hsic(k, k) * hsic(m, m))
 
 
 def spread(count, length):
@@ -153,15 +165,16 @@ def test_padding_batches_and_the_side_they_are_on_change_nothing(model):
             assert record.value == pytest.approx(expected[name].value, rel=1e-9, abs=1e-12)
 
 
-def test_conventions_and_the_debiased_alignment_are_told(model):
+def test_conventions_and_the_plain_alignment_are_told(model):
     normed = run(model, *BATCHES, states="hf")
     states = states_of_each_prompt(model, BATCHES, final_norm=True)
     tags = (("mode", "token"), ("states", "hf"))
     values = [cosine(prompt[2], prompt[4], "token") for prompt in states]
     assert normed["layer_cosine", 2, 4, *tags].value == pytest.approx(np.mean(values), rel=1e-9)
-    debiased = run(model, *BATCHES, debiased=True)
-    plain, other = run(model, *BATCHES)["layer_cka", 0, 4].value, debiased["layer_cka", 0, 4, ("debiased", "yes")].value
-    assert other < plain - 0.01
+    plain = run(model, *BATCHES, debiased=False)["layer_cka", 0, 4, ("debiased", "no")].value
+    rows = np.concatenate(states_of_each_prompt(model, BATCHES), axis=1)
+    assert plain == pytest.approx(plain_alignment(rows[0], rows[4]), rel=1e-9)
+    assert plain > run(model, *BATCHES)["layer_cka", 0, 4].value + 0.01
 
 
 @pytest.mark.parametrize("name", ["vit", "bert", "llama_trunk"])
@@ -186,7 +199,7 @@ def test_shares_join_to_the_numbers_of_one_and_nothing_is_disturbed(model):
 def test_prompts_of_which_nothing_is_left_count_for_nothing(model, states):
     lone = {"input_ids": torch.tensor([[5, 6]]), "attention_mask": torch.tensor([[1, 0]])}
     assert run(model, *BATCHES, lone, drop_first=1) == run(model, *BATCHES, drop_first=1)
-    with pytest.raises(InputError, match=r"^layer_similarity: layer_cka needs at least 2 rows, got 0 \(tokens\)"):
+    with pytest.raises(InputError, match=r"^layer_similarity: layer_cka needs at least 4 rows, got 0 \(tokens\)"):
         run(model, lone, drop_first=1)
     with pytest.raises(InputError, match=r"needs at least 2 rows, got 1 \(prompts\): give more texts"):
         run(model, tiny_batch("gpt2", batch=1), rows="prompts")

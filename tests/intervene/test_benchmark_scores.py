@@ -7,7 +7,6 @@ from importlib.metadata import PackageNotFoundError
 import pytest
 import torch
 
-from lit_layers import records as tables
 from lit_layers.data.tokenization import load_tokenizer
 from lit_layers.emergence import measure
 from lit_layers.errors import InputError
@@ -17,7 +16,6 @@ from lit_layers.intervene import benchmark_scores as module
 from lit_layers.intervene.likelihoods import log_likelihoods
 from lit_layers.intervene.own_scorer import OwnScorer
 from lit_layers.intervene.prompt_tokens import PromptTokenizer
-from lit_layers.intervene.scores import median_over_tasks
 from lit_layers.intervene.task_prompts import LOCAL_TASKS
 from lit_layers.models.running_order import running_order
 from lit_layers.models.view import LayeredModel
@@ -113,7 +111,7 @@ def chosen(folder, model, schedule, rows):
     return found
 
 
-@pytest.mark.parametrize("num_right", [7, 4])
+@pytest.mark.parametrize("num_right", [7, 4, 1])
 def test_what_is_left_of_the_lead_over_guessing(folder, model, make, tmp_path, num_right):
     rows = [{"context": f"The boy has {n}", "choices": ["nuts", f"{n} dogs"]} for n in range(8)]
     full = chosen(folder, model, baseline(BLOCKS), rows)
@@ -127,7 +125,7 @@ def test_what_is_left_of_the_lead_over_guessing(folder, model, make, tmp_path, n
     (chance,) = [record for record in found.records if record.metric == "random_score"]
     left = [record for record in found.records if record.metric == "normalized_score"]
     assert chance.value == 0.5
-    if num_right == 4:
+    if num_right < 7:  # at chance, and worse than chance
         assert chance.tags == {"task": "mine", "undefined": "normalized_score"}
         assert not left
         return
@@ -135,10 +133,6 @@ def test_what_is_left_of_the_lead_over_guessing(folder, model, make, tmp_path, n
     assert chance.tags == {"task": "mine"}
     assert [record.value for record in left] == pytest.approx([1, (right - 0.5) / (7 / 8 - 0.5)])
     assert left[0].stderr == 0
-    table = median_over_tasks(tables.frame([found]))
-    assert list(table["variant"]) == ["baseline", "skip"]
-    assert list(table["value"]) == pytest.approx([record.value for record in left])
-    assert set(table["tasks"]) == {"mine"}
 
 
 def test_random_orders_have_a_mean_over_their_seeds(folder, model, make):

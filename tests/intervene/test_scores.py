@@ -3,7 +3,6 @@
 import math
 
 import numpy as np
-import pandas as pd
 import pytest
 
 from lit_layers.intervene.likelihoods import Likelihood
@@ -16,7 +15,6 @@ from lit_layers.intervene.scores import (
     completion_values,
     match_values,
     mean_and_error,
-    median_over_tasks,
     normalized_error,
     normalized_score,
 )
@@ -102,27 +100,3 @@ def test_the_error_of_a_normalised_score_is_that_of_resampled_rows():
     assert normalized_error(own, full, 0.25) == pytest.approx(resampled.std(), rel=0.05)
     assert normalized_error(full, full, 0.25) == 0
     assert normalized_error([1.0], [1.0], 0.25) is None
-
-
-def table(rows):
-    names = ("metric", "task", "variant", "middle", "seed", "value")
-    frame = pd.DataFrame([dict(zip(names, row, strict=True)) for row in rows])
-    return frame.assign(run="r", step=7).astype({"middle": "Int64", "seed": "Int64"})
-
-
-def test_the_median_is_over_tasks_and_not_over_seeds():
-    rows = [("normalized_score", task, "skip", 3, None, value) for task, value in (("a", 0.9), ("b", 0.1), ("c", 0.4))]
-    rows += [("normalized_score", task, "random", 3, None, value) for task, value in (("a", 0.2), ("b", 0.6))]
-    rows += [("normalized_score", "a", "random", 3, seed, 50.0) for seed in (0, 1)]
-    rows += [("normalized_score", "a", "baseline", None, None, 1.0), ("task_score", "a", "skip", 3, None, 9.0)]
-    found = median_over_tasks(table(rows))
-    assert list(found["variant"]) == ["skip", "random", "baseline"]
-    assert list(found["value"]) == pytest.approx([0.4, 0.4, 1.0])
-    assert list(found["num_tasks"]) == [3, 2, 1]
-    assert list(found["tasks"]) == ["a, b, c", "a, b", "a"]
-    assert list(found["step"]) == [7, 7, 7]
-    only = median_over_tasks(table(rows), ["b", "c"])
-    assert list(only["value"]) == pytest.approx([0.25, 0.6])
-    assert median_over_tasks(table(rows), ["nothing"]).empty
-    with pytest.raises(ValueError, match="expected one score of each task and variant, a has two of skip"):
-        median_over_tasks(table([*rows, rows[0]]))

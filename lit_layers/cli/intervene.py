@@ -1,0 +1,154 @@
+"""`lit-layers intervene`: a model, or each checkpoint of a series, while its blocks run in other orders."""
+
+import argparse
+import os
+import sys
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+from lit_layers.cli.intervene_options import read_options
+from lit_layers.cli.over_checkpoints import Outcome, Target, length_limit, measured
+
+if TYPE_CHECKING:
+    from lit_layers.analyses.base import Analysis
+
+FAILED, INTERRUPTED = 1, 130
+RESULTS, BENCHMARKS = "intervene", "benchmarks"
+
+
+def main(argv: list[str]) -> int:
+    """Measures what the options say, prints and draws it; 130 where Ctrl-C cut it short, 1 if something failed."""
+    os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")  # they would write over ours; read at import
+    options = read_options(argv)
+    _read_recipes(options)
+    failed = False
+    try:
+        for outcome in measured(options, lambda target: list(_analyses(options, target))):
+            failed |= _tell(outcome)
+    except KeyboardInterrupt:
+        print("interrupted: run the same command again to go on", file=sys.stderr)
+        return INTERRUPTED
+    return FAILED if failed else 0
+
+
+def _read_recipes(options: argparse.Namespace) -> None:
+    """Takes the recipes of training from their files, before a model is opened."""
+    if options.finetune is None and options.glue is None:
+        return
+    from lit_layers.cli.fit import quieten
+    from lit_layers.training.finetuning import FinetuningRecipe
+    from lit_layers.training.glue import GlueRecipe
+
+    quieten()
+    if options.finetune is not None:
+        options.finetune = FinetuningRecipe.read(options.finetune)
+    if options.glue is not None:
+        options.glue = GlueRecipe.read(options.glue)
+
+
+def _analyses(options: argparse.Namespace, target: Target) -> "Iterator[Analysis]":
+    """What is quick first, so that a page can be looked at while the rest is under way."""
+    chosen = {name: getattr(options, name) for name in ("variants", "middles", "seeds", "loops")}
+    chosen["custom"] = options.schedule
+    if options.speed:
+        from lit_layers.intervene.speed import Speed
+
+        length = {} if options.num_tokens is None else {"num_tokens": options.num_tokens}
+        yield Speed(**chosen | {"seeds": options.seeds[:1]}, **length)
+    if options.corpus is not None or options.images is not None:
+        from lit_layers.analyses import Interventions
+
+        yield Interventions(batches=_images(options) if options.corpus is None else _texts(options, target), **chosen)
+    yield from _tasks(options, target, chosen)
+    if options.finetune is not None:
+        from lit_layers.training.trained_variants import Finetuning
+
+        yield Finetuning(
+            recipe=options.finetune,
+            root=target.root / RESULTS / "finetuned",
+            tokenizer=target.own_tokenizer(),
+            tell=target.tell,
+            **chosen,
+        )
+    if options.glue is not None:
+        from lit_layers.training.trained_variants import GlueScores
+
+        for task in options.glue.tasks:
+            yield GlueScores(
+                task=task,
+                recipe=options.glue,
+                model=options.model,
+                root=target.root / RESULTS,
+                folder=options.folder,
+                tokenizer=target.own_tokenizer(),
+                tell=target.tell,
+                **chosen,
+            )
+
+
+def _tasks(options: argparse.Namespace, target: Target, chosen: dict[str, Any]) -> "Iterator[Analysis]":
+    if not options.tasks:
+        return
+    from lit_layers.intervene.benchmark_scores import BenchmarkScores
+
+    scorer = options.scorer or ("lm_eval" if options.folder is None else "own")
+    folder = options.folder
+    if folder is not None and (folder / BENCHMARKS).is_dir():
+        folder = folder / BENCHMARKS
+    for task in options.tasks:
+        yield BenchmarkScores(
+            task=task,
+            tokenizer=target.own_tokenizer(),
+            results=target.root / RESULTS / "scores",
+            folder=folder,
+            scorer=scorer,
+            limit=options.limit,
+            max_new_tokens=options.max_new_tokens,
+            tell=target.tell,
+            **chosen,
+        )
+
+
+def _texts(options: argparse.Namespace, target: Target) -> Any:
+    from lit_layers.data import EvalText
+
+    num_tokens = min(options.num_tokens or 128, length_limit(target.config) or 128)
+    return EvalText(
+        options.corpus, target.own_tokenizer(), num_sequences=options.num_sequences or 64, num_tokens=num_tokens
+    )
+
+
+def _images(options: argparse.Namespace) -> Any:
+    from lit_layers.data import EvalImages
+
+    return EvalImages(
+        options.images,
+        num_images=options.num_images or 256,
+        image_size=options.image_size,
+        normalisation=options.normalisation or "source",
+    )
+
+
+def _tell(outcome: Outcome) -> bool:
+    """Prints what the root holds of the variants (of some steps, if they are named), writes all; whether any failed."""
+    from rich.console import Console
+
+    from lit_layers import records
+    from lit_layers.cli.intervene_results import show_results, write_results
+    from lit_layers.plots import with_task_medians
+    from lit_layers.report import write_report
+
+    file = outcome.root / "measurements.jsonl"
+    known = [each for each in records.latest(records.read(file)) if each.error is None and each.records]
+    if known:
+        shown = [each for each in known if outcome.steps is None or each.step in outcome.steps]
+        medians = with_task_medians(records.frame(shown))
+        show_results(medians.frame, Console())
+        for note in medians.notes.values():
+            print(note)
+        print(write_results(outcome.root / RESULTS, with_task_medians(records.frame(known)).frame))
+        print(write_report(outcome.root))
+    for error in outcome.errors:
+        print(f"failed: {error}", file=sys.stderr)
+    print(file)
+    return bool(outcome.errors)
