@@ -6,8 +6,9 @@ import sys
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
-from lit_layers.cli.intervene_options import read_options
+from lit_layers.cli.intervene_options import is_file_task, read_options
 from lit_layers.cli.over_checkpoints import Outcome, Target, length_limit, measured
+from lit_layers.errors import InputError
 
 if TYPE_CHECKING:
     from lit_layers.analyses.base import Analysis
@@ -48,6 +49,7 @@ def _read_recipes(options: argparse.Namespace) -> None:
 
 def _analyses(options: argparse.Namespace, target: Target) -> "Iterator[Analysis]":
     """What is quick first, so that a page can be looked at while the rest is under way."""
+    _refuse_another_kind(options, target)
     chosen = {name: getattr(options, name) for name in ("variants", "middles", "seeds", "loops")}
     chosen["custom"] = options.schedule
     if options.speed:
@@ -66,7 +68,7 @@ def _analyses(options: argparse.Namespace, target: Target) -> "Iterator[Analysis
         yield Finetuning(
             recipe=options.finetune,
             root=target.root / RESULTS / "finetuned",
-            tokenizer=target.own_tokenizer(),
+            tokenizer=options.finetune.tokenizer or target.own_tokenizer(),
             tell=target.tell,
             **chosen,
         )
@@ -86,12 +88,22 @@ def _analyses(options: argparse.Namespace, target: Target) -> "Iterator[Analysis
             )
 
 
+def _refuse_another_kind(options: argparse.Namespace, target: Target) -> None:
+    """By what config.json says, as no tokenizer that is asked for would make a reader of a model that sees."""
+    reads = "vocab_size" in target.config
+    sees = not reads and ("image_size" in target.config or "architecture" in target.config)  # transformers, timm
+    if reads and options.images is not None:
+        raise InputError(f"images: {target.name} is a language model: take --tasks, --corpus, --glue or --speed")
+    for name in ("corpus", "tasks", "finetune", "glue"):
+        if sees and getattr(options, name):
+            raise InputError(f"{name}: {target.name} is a model of images: take --images or --speed")
+
+
 def _tasks(options: argparse.Namespace, target: Target, chosen: dict[str, Any]) -> "Iterator[Analysis]":
     if not options.tasks:
         return
     from lit_layers.intervene.benchmark_scores import BenchmarkScores
 
-    scorer = options.scorer or ("lm_eval" if options.folder is None else "own")
     folder = options.folder
     if folder is not None and (folder / BENCHMARKS).is_dir():
         folder = folder / BENCHMARKS
@@ -101,7 +113,7 @@ def _tasks(options: argparse.Namespace, target: Target, chosen: dict[str, Any]) 
             tokenizer=target.own_tokenizer(),
             results=target.root / RESULTS / "scores",
             folder=folder,
-            scorer=scorer,
+            scorer=options.scorer or ("lm_eval" if folder is None and not is_file_task(task) else "own"),
             limit=options.limit,
             max_new_tokens=options.max_new_tokens,
             tell=target.tell,
@@ -112,7 +124,10 @@ def _tasks(options: argparse.Namespace, target: Target, chosen: dict[str, Any]) 
 def _texts(options: argparse.Namespace, target: Target) -> Any:
     from lit_layers.data import EvalText
 
-    num_tokens = min(options.num_tokens or 128, length_limit(target.config) or 128)
+    limit = length_limit(target.config)
+    if None not in (options.num_tokens, limit) and options.num_tokens > limit:
+        raise InputError(f"num_tokens: {target.name} takes at most {limit} tokens, got {options.num_tokens}")
+    num_tokens = options.num_tokens or min(128, limit or 128)
     return EvalText(
         options.corpus, target.own_tokenizer(), num_sequences=options.num_sequences or 64, num_tokens=num_tokens
     )
@@ -134,7 +149,7 @@ def _tell(outcome: Outcome) -> bool:
     from rich.console import Console
 
     from lit_layers import records
-    from lit_layers.cli.intervene_results import show_results, write_results
+    from lit_layers.cli.intervene_results import notes, show_results, write_results
     from lit_layers.plots import with_task_medians
     from lit_layers.report import write_report
 
@@ -144,8 +159,7 @@ def _tell(outcome: Outcome) -> bool:
         shown = [each for each in known if outcome.steps is None or each.step in outcome.steps]
         medians = with_task_medians(records.frame(shown))
         show_results(medians.frame, Console())
-        for note in medians.notes.values():
-            print(note)
+        print(*medians.notes.values(), *notes(medians.frame), sep="\n")
         print(write_results(outcome.root / RESULTS, with_task_medians(records.frame(known)).frame))
         print(write_report(outcome.root))
     for error in outcome.errors:

@@ -31,6 +31,9 @@ def read_options(argv: list[str]) -> argparse.Namespace:
     options.seeds = SEEDS if options.seeds is None else _numbers("seeds", options.seeds, 0)
     options.loops = LOOPS if options.loops is None else _numbers("loops", options.loops, 1)
     options.schedule = tuple(options.schedule or ())
+    for name in ("model", "tokenizer", "corpus", "images"):
+        if (value := getattr(options, name)) is not None and not value.strip():
+            raise InputError(f"{name}: expected a name or a path, got {value!r}")
     for name in ("limit", "max_new_tokens", "num_images", "image_size", "num_sequences", "num_tokens"):
         if (value := getattr(options, name)) is not None and value < 1:
             raise InputError(f"{name}: expected at least 1, got {value}")
@@ -53,8 +56,23 @@ def _settle_what_is_measured(options: argparse.Namespace) -> None:
     options.tasks = _names("tasks", options.tasks) if options.tasks is not None else () if others else TASKS
     if not options.tasks and (name := _given(options, OF_TASKS[1:])):
         raise InputError(f"{name}: is for --tasks, which were not given: leave it out")
-    if options.folder is None and options.glue is None and options.scorer == "own":
+    if options.folder is not None and not options.tasks and options.glue is None:
+        raise InputError("folder: is for --tasks and --glue, neither of which was given: leave it out")
+    if options.num_tokens is not None and options.corpus is None and not options.speed:
+        raise InputError("num_tokens: is for --corpus and --speed, neither of which was given: leave it out")
+    if options.folder is None and options.scorer == "own" and not all(map(is_file_task, options.tasks)):
         raise InputError("scorer: own reads local files: name their folder with --folder, or leave --scorer out")
+    if options.glue is not None and options.revision is not None:
+        raise InputError(f"revision: --glue trains what {options.model} holds without one: leave it out")
+    if options.glue is not None and options.dtype != "float32":
+        raise InputError("dtype: --glue trains in the precision of its recipe: leave it out")
+
+
+def is_file_task(task: str) -> bool:
+    """Whether a task is a file of rows, which our own scorer alone reads, and not a name."""
+    from lit_layers.intervene.task_items import SUFFIXES
+
+    return task.endswith(SUFFIXES)
 
 
 class _Parser(argparse.ArgumentParser):

@@ -29,6 +29,16 @@ def show_results(table: pd.DataFrame, console: Console) -> None:
         console.print(_table(title, rows))
 
 
+def notes(table: pd.DataFrame) -> Iterator[str]:
+    """Yields which tasks have no normalised score, and which variants failed: a sentence each."""
+    rows: Any = table
+    if "undefined" in rows:
+        for analysis in dict.fromkeys(rows[rows["undefined"].notna()]["analysis"]):
+            yield f"{sentence(analysis)}: no normalised score, as the full model does not beat guessing"
+    for _, row in rows[rows["metric"] == "failed"].iterrows():
+        yield f"{sentence(row['analysis'])}: {row['variant']} failed ({row['error']})"
+
+
 def write_results(folder: Path, table: pd.DataFrame) -> Path:
     """Writes every number of every variant to a file in the folder, and returns its path."""
     rows: Any = _of_variants(table)

@@ -1,19 +1,27 @@
 """Training in other running orders as analyses, so that their numbers stand beside those of the model as it is."""
 
+import signal
+import threading
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from lit_layers.analyses.base import Analysis, describe
+from lit_layers.data.preparing import prepared
+from lit_layers.data.shards import TokenShards
 from lit_layers.data.tokenization import load_tokenizer, tokenizer_hash
 from lit_layers.errors import InputError
 from lit_layers.functional.variants import LOOPS, SEEDS, VARIANTS, Variant, variants
+from lit_layers.intervene.glue_tasks import SPLITS, find_task, read_rows
 from lit_layers.models.running_order import Parallel
+from lit_layers.models.sequence_classifier import ENCODERS
 from lit_layers.models.view import LayeredModel
 from lit_layers.records import Record
-from lit_layers.training.finetuning import ANALYSIS, FinetuningRecipe, finetune_variants
-from lit_layers.training.glue import GlueRecipe, glue_scores
+from lit_layers.training.finetuning import ANALYSIS, FinetuningRecipe, _check_model, finetune_variants, quiet_trainer
+from lit_layers.training.glue import ANALYSIS as GLUE
+from lit_layers.training.glue import GlueRecipe, _check, glue_scores
 
 _ELSEWHERE = ("root", "tell", "folder")  # decide where things lie, not the numbers
 
@@ -37,9 +45,14 @@ class _TrainedVariants(Analysis):
     loops: Sequence[int] = LOOPS
     custom: Sequence[str] = ()
     tell: Callable[[str], None] | None = field(default=None, repr=False, compare=False)
+    recipe: FinetuningRecipe | GlueRecipe
 
     def check(self, model: LayeredModel) -> None:
         self.chosen(model)
+        try:
+            quiet_trainer(steps=1, seed=0, root=self.root, precision=self.recipe.precision, accelerator=_device(model))
+        except ValueError as error:
+            raise InputError(f"recipe: precision: {' '.join(str(error).split())}") from error
 
     def chosen(self, model: LayeredModel) -> list[Variant]:
         """The variants of this model, the full one first.
@@ -56,9 +69,6 @@ class _TrainedVariants(Analysis):
     def config(self) -> dict[str, Any]:
         whole = describe(self)
         return {**whole, "init_args": {n: each for n, each in whole["init_args"].items() if n not in _ELSEWHERE}}
-
-    def tokenizer_hash(self) -> str | None:
-        return tokenizer_hash(load_tokenizer(self.tokenizer).tokenizer)
 
     def say(self, what: str) -> None:
         if self.tell is not None:
@@ -80,6 +90,17 @@ class Finetuning(_TrainedVariants):
     name: str = ANALYSIS
     parallel: Parallel = "loop"
 
+    def check(self, model: LayeredModel) -> None:
+        super().check(model)
+        _check_model(model.model, self.recipe, self._tokenizer())
+
+    def data_hash(self) -> str | None:
+        shards = self._shards()
+        return f"{shards.corpus_hash[:16]}-{shards.tokenizer_hash}"
+
+    def tokenizer_hash(self) -> str | None:
+        return self._shards().tokenizer_hash
+
     def run(self, model: LayeredModel) -> Iterator[Record]:
         wanted = self.chosen(model)
 
@@ -88,15 +109,22 @@ class Finetuning(_TrainedVariants):
                 self.say(f"training {variant} ({number} of {len(wanted)})")
                 yield variant
 
-        yield from finetune_variants(
-            model.model,
-            told(),
-            self.recipe,
-            root=self.root,
-            tokenizer=self.tokenizer,
-            parallel=self.parallel,
-            accelerator="gpu" if model.device.type == "cuda" else "cpu",
-        )
+        with _interruptible():
+            yield from finetune_variants(
+                model.model,
+                told(),
+                self.recipe,
+                root=self.root,
+                tokenizer=self.tokenizer,
+                parallel=self.parallel,
+                accelerator=_device(model),
+            )
+
+    def _tokenizer(self) -> str:
+        return self.recipe.tokenizer or self.tokenizer
+
+    def _shards(self) -> TokenShards:
+        return prepared(self.recipe.corpus, self._tokenizer())
 
 
 @dataclass(kw_only=True)
@@ -117,10 +145,33 @@ class GlueScores(_TrainedVariants):
     model: str
     folder: Path | None = None
     name: str = ""
+    _data_hash: str | None = field(default=None, init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
-        self.name = self.name or f"intervene/glue/{self.task}"
+        self.name = self.name or self.task_analysis
         self.recipe = replace(self.recipe, tasks=(self.task,))
+
+    @property
+    def task_analysis(self) -> str:
+        """Under which name `glue_scores` yields it, whatever it is called here."""
+        return f"{GLUE}/{self.task}"
+
+    def check(self, model: LayeredModel) -> None:
+        super().check(model)
+        kind = getattr(getattr(model.model, "config", None), "model_type", None)
+        if kind not in ENCODERS:
+            raise InputError(f"glue: expected an encoder ({', '.join(ENCODERS)}), got {type(model.model).__name__}")
+        _check(model, self.recipe, load_tokenizer(self.tokenizer).vocab_size)
+        self.data_hash()
+
+    def data_hash(self) -> str | None:
+        if self._data_hash is None:
+            task = find_task(self.task)
+            self._data_hash = "-".join(read_rows(task, split, self.folder).content_hash() for split in SPLITS)
+        return self._data_hash
+
+    def tokenizer_hash(self) -> str | None:
+        return tokenizer_hash(load_tokenizer(self.tokenizer).tokenizer)
 
     def run(self, model: LayeredModel) -> Iterator[Record]:
         found = glue_scores(
@@ -134,9 +185,26 @@ class GlueScores(_TrainedVariants):
             loops=self.loops,
             custom=self.custom,
             tokenizer=self.tokenizer,
-            accelerator="gpu" if model.device.type == "cuda" else "cpu",
+            accelerator=_device(model),
             tell=self.say,
         )
-        for name, records in found:
-            if name == self.name:
-                yield from records
+        with _interruptible():
+            for name, records in found:
+                if name == self.task_analysis:
+                    yield from records
+
+
+def _device(model: LayeredModel) -> str:
+    return "gpu" if model.device.type == "cuda" else "cpu"
+
+
+@contextmanager
+def _interruptible() -> Iterator[None]:
+    """Ctrl-C as KeyboardInterrupt again: Lightning makes it an exit of the process, and ignores further ones."""
+    before = signal.getsignal(signal.SIGINT)
+    try:
+        yield
+    except SystemExit as error:
+        if threading.current_thread() is threading.main_thread():
+            signal.signal(signal.SIGINT, before)
+        raise KeyboardInterrupt from error
