@@ -18,6 +18,7 @@ CSV = "variants.csv"
 SHOWN = ("normalized_score", "task_score", "variant_accuracy", "variant_loss", "relative_latency")
 BESIDE = ("when", "training", "execution")  # tags that make a table each
 LOOPS = 3  # the published number
+WITH_ERRORS = 4  # columns at most that have room for standard errors
 
 
 def show_results(table: pd.DataFrame, console: Console) -> None:
@@ -26,7 +27,8 @@ def show_results(table: pd.DataFrame, console: Console) -> None:
     Of several steps the last one is shown. Single seeds and single blocks are in the file alone.
     """
     for title, rows in _parts(table):
-        console.print(_table(title, rows))
+        console.print(title, style="bold", markup=False, highlight=False)  # of a table it would wrap at its width
+        console.print(_table(rows))
 
 
 def notes(table: pd.DataFrame) -> Iterator[str]:
@@ -77,10 +79,11 @@ def _parts(table: pd.DataFrame) -> Iterator[tuple[str, Any]]:
                 yield ", ".join(filter(None, [sentence(analysis), label(metric).with_unit, told])), group
 
 
-def _table(title: str, rows: Any) -> Table:
+def _table(rows: Any) -> Table:
     middles = sorted({int(number) for number in rows["middle"].dropna()}) if "middle" in rows else []
-    found = Table(title=title, title_justify="left", title_style="bold")
-    found.add_column("blocks changed")
+    found = Table()
+    found.add_column("blocks changed", no_wrap=True)
+    told = len(middles) <= WITH_ERRORS
     for middle in middles:
         found.add_column(str(middle), justify="right")
     if not middles:
@@ -88,7 +91,7 @@ def _table(title: str, rows: Any) -> Table:
     levels = rows[rows["middle"].isna()] if "middle" in rows else rows
     for _, row in levels.iterrows():
         name = f"{CUSTOM} {row['schedule']}" if row["variant"] == CUSTOM else "full model"
-        found.add_row(name, _number(row), *[""] * (len(middles) - 1))
+        found.add_row(name, _number(row, told), *[""] * (len(middles) - 1))
     for variant in OF_MIDDLES:
         own = rows[rows["variant"] == variant]
         if variant != "looped_parallel":
@@ -98,12 +101,12 @@ def _table(title: str, rows: Any) -> Table:
             at = LOOPS if LOOPS in known else next(iter(known), None)
             lines = {f"looped parallel, {at} times": own[own["loops"] == at]} if at else {}
         for name, part in lines.items():
-            by_middle = {int(row["middle"]): _number(row) for _, row in part.iterrows()}
+            by_middle = {int(row["middle"]): _number(row, told) for _, row in part.iterrows()}
             if by_middle:
                 found.add_row(name, *(by_middle.get(middle, "") for middle in middles))
     return found
 
 
-def _number(row: Any) -> str:
+def _number(row: Any, with_error: bool) -> str:
     value, error = float(row["value"]), float(row["stderr"]) if row["stderr"] is not None else math.nan
-    return f"{value:.3f}" if math.isnan(error) else f"{value:.3f} ± {error:.3f}"
+    return f"{value:.3f}" if math.isnan(error) or not with_error else f"{value:.3f} ± {error:.3f}"

@@ -209,7 +209,7 @@ METRICS = {
     "plane_variance": Label(
         "Variance in the plane of the paths", "share", "How much of the last layer's spread the picture shows."
     ),
-    "variant_loss": Label("Loss", "nats", "Cross-entropy of the next token; lower is better."),
+    "variant_loss": Label("Loss", "nats", "Cross-entropy of the next token or of the class; lower is better."),
     "variant_accuracy": Label("Accuracy", "share", "Top-1, of the next token or of the class; higher is better."),
     "kl_to_full": Label(
         "Divergence from the full model", "nats", "KL(full model, variant): 0 where both predict the same."
