@@ -1,7 +1,5 @@
 """Training in other running orders as analyses, so that their numbers stand beside those of the model as it is."""
 
-import signal
-import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -200,11 +198,8 @@ def _device(model: LayeredModel) -> str:
 
 @contextmanager
 def _interruptible() -> Iterator[None]:
-    """Ctrl-C as KeyboardInterrupt again: Lightning makes it an exit of the process, and ignores further ones."""
-    before = signal.getsignal(signal.SIGINT)
+    """Ctrl-C as KeyboardInterrupt again: Lightning makes it an exit of the process."""
     try:
         yield
     except SystemExit as error:
-        if threading.current_thread() is threading.main_thread():
-            signal.signal(signal.SIGINT, before)
         raise KeyboardInterrupt from error

@@ -1,0 +1,443 @@
+"""`lit-layers intervene`: what it measures, prints, writes, leaves when it fails, and what it says of wrong input."""
+
+import hashlib
+import json
+import shlex
+import statistics
+from pathlib import Path
+
+import pandas as pd
+import pyarrow.parquet as pq
+import pytest
+import torch
+import yaml
+from torch.nn import functional as F
+
+from lit_layers import records
+from lit_layers.cli.main import main
+from lit_layers.data import EvalText
+from lit_layers.data.images import EvalImages
+from lit_layers.data.tokenization import load_tokenizer
+from lit_layers.intervene.own_scorer import OwnScorer
+from lit_layers.intervene.task_prompts import LOCAL_TASKS
+from lit_layers.models.build import load, save, vit
+from lit_layers.models.running_order import running_order
+from tests.support.benchmark_rows import tiny_speaker, write_tasks, write_tokenizer
+from tests.support.glue_files import saved_bert_of_pairs, write_glue
+from tests.support.labelled_texts import labelled, saved_gpt2
+
+BOTH = ("arc_challenge", "winogrande")
+FILES = {"arc_challenge": "arc_challenge_test.parquet", "winogrande": "winogrande_validation.parquet"}
+# of the 4 blocks of the model, by hand: M = 3 leaves the first block alone, M = 1 changes the third
+ORDERS = {("skip", 3): [1], ("parallel", 3): [1, (2, 3, 4)], ("skip", 1): [1, 2, 4], ("baseline", None): [1, 2, 3, 4]}
+
+
+@pytest.fixture(scope="module")
+def home(tmp_path_factory) -> Path:
+    root = tmp_path_factory.mktemp("intervene")
+    save(tiny_speaker(blocks=4, seed=3), root / "model")
+    write_tokenizer(root / "model")
+    saved_gpt2(root / "bare", tokenizer=False)
+    for step in (0, 100):
+        saved_gpt2(root / "run" / f"step-{step:09d}", n_layer=2)
+    torch.manual_seed(0)
+    small = {"img_size": 8, "patch_size": 4, "embed_dim": 32, "depth": 4, "num_heads": 4, "num_classes": 10}
+    save(vit("vit_tiny_patch16_224", **small).eval(), root / "vit")
+    saved_bert_of_pairs(root / "bert")
+    write_glue(root / "data")
+    benchmarks = write_tasks(root / "data" / "benchmarks")
+    for task in BOTH:  # the full model is right everywhere, so that there is a lead over guessing
+        table = pq.read_table(benchmarks / FILES[task])
+        right = best_choices(root, task, ORDERS["baseline", None])
+        pq.write_table(table.set_column(table.column_names.index("label"), "label", [right]), benchmarks / FILES[task])
+    (root / "corpus.jsonl").write_text("\n".join(json.dumps({"text": text}) for text, _ in labelled(1500)))
+    finetune = {"corpus": str(root / "corpus.jsonl"), "steps": 3, "batch_size": 4, "num_tokens": 12}
+    write(root, "finetune.yaml", {**finetune, "num_validation_sequences": 6})
+    write(root, "glue.yaml", {"tasks": ["cola", "mrpc"], "max_steps": 2, "batch_size": 4, "num_tokens": 30})
+    return root
+
+
+@pytest.fixture(autouse=True)
+def wide(monkeypatch) -> None:
+    monkeypatch.setenv("COLUMNS", "140")
+
+
+def write(folder: Path, name: str, content: dict) -> Path:
+    (folder / name).write_text(yaml.safe_dump(content))
+    return folder / name
+
+
+def run(*command: object) -> int:
+    return main(["intervene", *map(str, command)])
+
+
+def with_text(home: Path, root: Path, *more: object) -> int:
+    shape = ["--num_sequences", 6, "--num_tokens", 24, "--seeds", "0,1", "--loops", 3]
+    return run(home / "model", "--corpus", "python", *shape, "--root", root, *more)
+
+
+def with_tasks(home: Path, root: Path, *more: object, folder: str = "data") -> int:
+    chosen = ["--tasks", ",".join(BOTH), "--variants", "skip,reverse", "--middles", 3]
+    return run(home / "model", "--folder", home / folder, *chosen, "--root", root, *more)
+
+
+def best_choices(home: Path, task: str, schedule: list) -> list[int]:
+    """What the model takes of each row: the most probable continuation, summed token by token."""
+    model, tokenizer = load(home / "model"), load_tokenizer(str(home / "model")).tokenizer
+    found = []
+    for item in LOCAL_TASKS[task].items(home / "data" / "benchmarks"):
+        values = []
+        for context, continuation in item.pairs:
+            whole, before = (tokenizer.encode(text).ids for text in (context + continuation, context))
+            with torch.no_grad(), running_order(model, schedule):
+                logits = model(torch.tensor([whole])).logits[0].log_softmax(-1)
+            values.append(sum(logits[place - 1, whole[place]].item() for place in range(len(before), len(whole))))
+        found.append(values.index(max(values)))
+    return found
+
+
+def labels(home: Path, task: str) -> list[int]:
+    return pq.read_table(home / "data" / "benchmarks" / FILES[task])["label"].to_pylist()
+
+
+def found_in(root: Path) -> dict[str, list[records.Record]]:
+    return {each.analysis: each.records for each in records.read(root / "measurements.jsonl")}
+
+
+def the(found: list[records.Record], metric: str, **tags: object) -> records.Record:
+    """The one record of these tags, a mean over seeds where there are seeds."""
+    (record,) = [
+        each
+        for each in found
+        if each.metric == metric and "seed" not in each.tags and tags.items() <= each.tags.items()
+    ]
+    return record
+
+
+def cells(said: str, title: str) -> dict[str, list[str]]:
+    """The printed table of a title: its header and rows by their first cell."""
+    lines = said[said.index(title) :].splitlines()
+    end = next(number for number, line in enumerate(lines) if line.startswith("└"))
+    rows = [[cell.strip() for cell in line.strip("┃│").replace("┃", "│").split("│")] for line in lines[:end]]
+    return {row[0]: row[1:] for row in rows if len(row) > 1}
+
+
+def files_of(folder: Path) -> dict[str, str]:
+    return {
+        path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in sorted(folder.rglob("*")) if path.is_file()
+    }
+
+
+# Text and images
+
+
+def test_losses_are_those_of_the_blocks_run_in_that_order(home, tmp_path, capsys):
+    assert with_text(home, tmp_path) == 0
+    said = capsys.readouterr().out
+    found = found_in(tmp_path)["interventions"]
+    ids = EvalText("python", str(home / "model"), num_sequences=6, num_tokens=24).windows()
+    model = load(home / "model")
+    table = cells(said, "Interventions, Loss (nats")
+    assert table["blocks changed"] == ["1", "3"]
+    for (variant, middle), order in ORDERS.items():
+        with torch.no_grad(), running_order(model, order):
+            logits = model(ids).logits[:, :-1]
+        loss = F.cross_entropy(logits.flatten(0, 1).double(), ids[:, 1:].flatten()).item()
+        tags = {"variant": variant} | ({} if middle is None else {"middle": middle})
+        assert the(found, "variant_loss", **tags).value == pytest.approx(loss, rel=1e-5)
+        right = (logits.argmax(-1) == ids[:, 1:]).double().mean().item()
+        assert the(found, "variant_accuracy", **tags).value == pytest.approx(right)
+        line = "full model" if middle is None else variant
+        assert table[line][0 if middle != 3 else 1].startswith(f"{loss:.3f} ± ")
+    assert table.keys() >= {"middle repeat", "reverse", "random", "looped parallel, 3 times"}
+    assert (tmp_path / "report.html").stat().st_size > 10_000
+    for path in ("intervene/variants.csv", "report.html", "measurements.jsonl"):
+        assert str(tmp_path / path) in said
+
+
+def test_the_file_holds_every_number_single_seeds_too(home, tmp_path):
+    assert with_text(home, tmp_path) == 0
+    table = pd.read_csv(tmp_path / "intervene" / "variants.csv")
+    found = found_in(tmp_path)["interventions"]
+    assert len(table) == len(found)
+    assert table["value"].tolist() == pytest.approx([record.value for record in found])
+    seeds = table[(table["metric"] == "variant_loss") & (table["variant"] == "random") & (table["middle"] == 3)]
+    assert seeds["seed"].dropna().tolist() == [0, 1]
+    (mean,) = seeds[seeds["seed"].isna()]["value"]
+    assert mean == pytest.approx(seeds[seeds["seed"].notna()]["value"].mean())
+    assert set(table[table["variant"] == "skip_one"]["layer"]) == {1, 2, 3, 4}
+
+
+def test_run_again_it_measures_nothing(home, tmp_path, monkeypatch, capsys):
+    assert with_text(home, tmp_path) == 0
+    before, said = (tmp_path / "measurements.jsonl").read_bytes(), capsys.readouterr().out
+    monkeypatch.setattr("lit_layers.analyses.interventions.Interventions.run", None)
+    assert with_text(home, tmp_path) == 0
+    assert (tmp_path / "measurements.jsonl").read_bytes() == before
+    assert capsys.readouterr().out == said
+
+
+def test_orders_of_ones_own_are_measured_and_named(home, tmp_path, capsys):
+    own = ["--schedule", "1 2 4", "--schedule", "1 (2,3,4)", "--variants", "skip", "--middles", "1"]
+    assert with_text(home, tmp_path, *own) == 0
+    found = found_in(tmp_path)["interventions"]
+    assert {record.tags["variant"] for record in found} == {"baseline", "skip", "custom"}
+    skip = the(found, "variant_loss", variant="skip").value
+    assert the(found, "variant_loss", variant="custom", schedule="1 2 4").value == pytest.approx(skip)
+    assert {"custom 1 2 4", "custom 1 (2,3,4)"} <= cells(capsys.readouterr().out, "Interventions, Loss").keys()
+
+
+def test_a_series_is_measured_step_by_step(home, tmp_path, capsys):
+    shape = ["--num_sequences", 2, "--num_tokens", 10, "--variants", "skip", "--allow_suspect"]
+    assert run(home / "run", "--corpus", home / "corpus.jsonl", *shape, "--root", tmp_path) == 0
+    assert [(m.step, m.error) for m in records.read(tmp_path / "measurements.jsonl")] == [(0, None), (100, None)]
+    table = pd.read_csv(tmp_path / "intervene" / "variants.csv")
+    assert set(table["step"]) == {0, 100}
+    assert cells(capsys.readouterr().out, "Interventions, Loss").keys() == {"blocks changed", "full model", "skip"}
+
+
+def test_a_classifier_of_images_is_judged_by_their_labels(home, tmp_path, capsys):
+    chosen = ["--images", "digits", "--num_images", 40, "--variants", "skip", "--middles", 3]
+    assert run(home / "vit", *chosen, "--root", tmp_path) == 0
+    found, model = found_in(tmp_path)["interventions"], load(home / "vit")
+    for (variant, middle), order in ORDERS.items():
+        if variant == "parallel" or middle == 1:
+            continue
+        hits, losses = [], []
+        for batch in EvalImages("digits", num_images=40):
+            with torch.no_grad(), running_order(model, order):
+                logits = model(batch["pixel_values"])
+            hits += (logits.argmax(-1) == batch["labels"]).tolist()
+            losses += F.cross_entropy(logits, batch["labels"], reduction="none").tolist()
+        assert the(found, "variant_accuracy", variant=variant).value == pytest.approx(sum(hits) / 40)
+        assert the(found, "variant_loss", variant=variant).value == pytest.approx(sum(losses) / 40, rel=1e-5)
+    assert cells(capsys.readouterr().out, "Interventions, Accuracy").keys() == {"blocks changed", "full model", "skip"}
+
+
+# Tasks
+
+
+def test_scores_are_those_of_the_choices_in_that_order(home, tmp_path, capsys):
+    assert with_tasks(home, tmp_path) == 0
+    found, left = found_in(tmp_path), {"skip": [], "reverse": []}
+    assert list(found) == [f"intervene/{task}" for task in BOTH]
+    for task, guessed in zip(BOTH, ((1 / 4 + 1 / 3 + 1 / 5 + 1 / 4) / 4, 0.5), strict=True):
+        right = labels(home, task)
+        mine = found[f"intervene/{task}"]
+        assert the(mine, "task_score", variant="baseline").value == 1
+        for variant, order in (("skip", [1]), ("reverse", [1, 4, 3, 2])):
+            taken = best_choices(home, task, order)
+            score = sum(one == other for one, other in zip(taken, right, strict=True)) / len(right)
+            assert the(mine, "task_score", variant=variant, middle=3, task=task).value == pytest.approx(score)
+            left[variant].append((score - guessed) / (1 - guessed))
+            assert the(mine, "normalized_score", variant=variant).value == pytest.approx(left[variant][-1])
+    assert len({tuple(values) for values in left.values()}) == 2  # else nothing would tell them apart
+    said = capsys.readouterr().out
+    table = cells(said, "Intervene: median over tasks, ")
+    for variant, values in left.items():
+        assert table[variant][0].split(" ")[0] == f"{statistics.median(values):.3f}"
+    assert "arc_challenge, winogrande" in said
+
+
+def test_the_folder_of_the_files_may_be_named_itself(home, tmp_path):
+    assert with_tasks(home, tmp_path / "above") == 0
+    assert with_tasks(home, tmp_path / "itself", folder="data/benchmarks") == 0
+    assert found_in(tmp_path / "above") == found_in(tmp_path / "itself")
+
+
+def test_a_file_of_rows_is_a_task_without_a_folder(home, tmp_path):
+    rows = [{"context": f"Tom has {number}", "choices": ["nuts", "dogs"], "label": number % 2} for number in range(4)]
+    (tmp_path / "mine.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    for more in ([], ["--scorer", "own"]):
+        chosen = ["--tasks", tmp_path / "mine.jsonl", "--variants", "skip", "--middles", 3, *more]
+        assert run(home / "model", *chosen, "--root", tmp_path / f"root{len(more)}") == 0
+        assert the(found_in(tmp_path / f"root{len(more)}")["intervene/mine"], "random_score").value == 0.5
+
+
+def test_a_limit_takes_the_first_rows(home, tmp_path):
+    assert with_tasks(home, tmp_path, "--limit", 2) == 0
+    for task in BOTH:
+        taken, right = best_choices(home, task, [1])[:2], labels(home, task)[:2]
+        record = the(found_in(tmp_path)[f"intervene/{task}"], "task_score", variant="skip")
+        assert (record.n, record.value) == (2, sum(map(int.__eq__, taken, right)) / 2)
+
+
+def test_ctrl_c_ends_it_with_130_and_it_goes_on(home, tmp_path, monkeypatch, capsys):
+    plain, calls = OwnScorer.score, []
+
+    def pressed(scorer, network):
+        calls.append(scorer)
+        if len(calls) == 5:  # the full model and two orders of the first task, the full model of the second
+            raise KeyboardInterrupt
+        return plain(scorer, network)
+
+    monkeypatch.setattr(OwnScorer, "score", pressed)
+    assert with_tasks(home, tmp_path) == 130
+    assert "run the same command again to go on" in capsys.readouterr().err
+    assert list(found_in(tmp_path)) == ["intervene/arc_challenge"]
+    assert with_tasks(home, tmp_path) == 0
+    assert len(calls) == 5 + 2
+    assert with_tasks(home, tmp_path) == 0
+    assert len(calls) == 5 + 2
+    assert with_tasks(home, tmp_path / "whole") == 0
+    assert found_in(tmp_path) == found_in(tmp_path / "whole")
+
+
+def test_a_task_without_its_file_is_refused_before_anything_is_computed(home, tmp_path, capsys):
+    write_tasks(tmp_path / "data")
+    (tmp_path / "data" / FILES["winogrande"]).unlink()
+    command = [home / "model", "--folder", tmp_path / "data", "--middles", 3, "--variants", "skip", "--root", tmp_path]
+    assert run(*command, "--tasks", "arc_challenge") == 0
+    before = files_of(tmp_path)
+    assert run(*command, "--tasks", "arc_challenge,winogrande") == 2
+    assert (
+        f"expected rows in {tmp_path / 'data' / FILES['winogrande']}, there is no such file" in capsys.readouterr().err
+    )
+    assert files_of(tmp_path) == before
+
+
+def test_a_task_that_fails_leaves_the_others(home, tmp_path, monkeypatch, capsys):
+    plain = OwnScorer.score
+
+    def score(scorer, network):
+        if scorer.task.name == "arc_challenge":
+            raise torch.OutOfMemoryError("out of memory")
+        return plain(scorer, network)
+
+    monkeypatch.setattr(OwnScorer, "score", score)
+    assert with_tasks(home, tmp_path) == 1
+    said = capsys.readouterr()
+    assert "failed: intervene/arc_challenge: OutOfMemoryError: out of memory" in said.err
+    assert "winogrande" in said.out
+    errors = {each.analysis: each.error for each in records.read(tmp_path / "measurements.jsonl")}
+    assert errors["intervene/winogrande"] is None
+    monkeypatch.setattr(OwnScorer, "score", plain)
+    assert with_tasks(home, tmp_path) == 0
+    last = {each.analysis: each.error for each in records.read(tmp_path / "measurements.jsonl")}
+    assert set(last.values()) == {None}
+
+
+# Speed and training
+
+
+def test_speed_is_that_of_every_variant_against_the_full_model(home, tmp_path, capsys):
+    chosen = ["--speed", "--num_tokens", 8, "--variants", "skip,parallel", "--middles", 3]
+    assert run(home / "model", *chosen, "--root", tmp_path) == 0
+    found = found_in(tmp_path)["intervene/speed"]
+    for variant in ("baseline", "skip", "parallel"):
+        latency = the(found, "latency", variant=variant, execution="loop").value
+        full = the(found, "latency", variant="baseline").value
+        assert the(found, "relative_latency", variant=variant).value == pytest.approx(latency / full)
+        assert the(found, "throughput", variant=variant).value > 0
+        assert the(found, "peak_memory", variant=variant).value > 0
+    assert cells(capsys.readouterr().out, "Intervene: speed")["full model"][0] == "1.000"
+
+
+def test_each_variant_is_trained_and_the_model_stays_as_it_is(home, tmp_path, capsys):
+    before = files_of(home / "model")
+    command = [home / "model", "--finetune", home / "finetune.yaml", "--variants", "skip", "--middles", 3]
+    assert run(*command, "--root", tmp_path) == 0
+    assert files_of(home / "model") == before
+    found = found_in(tmp_path)["intervene/finetune"]
+    for tags in ({"variant": "baseline"}, {"variant": "skip", "middle": 3}):
+        losses = [the(found, "variant_loss", **tags, when=when).value for when in ("before", "after")]
+        assert losses[0] != losses[1]
+        assert the(found, "variant_accuracy", **tags, when="after").n == 6
+    assert (tmp_path / "intervene" / "finetuned" / "skip_M_3" / "model" / "config.json").is_file()
+    said = capsys.readouterr().out
+    for when in ("before", "after"):
+        assert f", {when} fine-tuning" in said
+
+
+def test_an_encoder_is_trained_on_each_task_in_each_variant(home, tmp_path, capsys):
+    before = files_of(home / "bert")
+    command = [home / "bert", "--glue", home / "glue.yaml", "--folder", home / "data", "--variants", "skip"]
+    assert run(*command, "--root", tmp_path) == 0
+    assert files_of(home / "bert") == before
+    found = found_in(tmp_path)
+    assert list(found) == ["intervene/glue/cola", "intervene/glue/mrpc"]
+    for tags in ({"variant": "baseline"}, {"variant": "skip", "middle": 2}):
+        mrpc = [the(found["intervene/glue/mrpc"], metric, **tags, training="full") for metric in ("accuracy", "f1")]
+        score = the(found["intervene/glue/mrpc"], "task_score", **tags, training="full")
+        assert score.value == pytest.approx(sum(record.value for record in mrpc) / 2)
+        assert score.n == 10
+    assert "Mean over tasks cola, mrpc." in capsys.readouterr().out
+
+
+# Wrong input
+
+
+WRONG = [
+    ("model", "--variants skipped", "variants: there is no 'skipped'; choose all, or from baseline, middle_repeat"),
+    ("model", "CORPUS --middles 2", "middles: of 4 blocks the middle has 1, 3 blocks, got 2"),
+    ("model", "CORPUS --schedule '1 (,2)'", "expected block numbers in a parallel group, got (,2)"),
+    ("model", "CORPUS --schedule '1 () 2'", "a parallel group is empty: name its blocks, as in (3,4,5)"),
+    ("model", "CORPUS --schedule '1 9'", "block: expected 1..4, got 9"),
+    ("model", "CORPUS --schedule ' '", "expected at least one step, as in 1 2 (3,4,5) 6, got none"),
+    ("model", "--loops 0", "loops: expected numbers of at least 1 with commas between them, got '0'"),
+    ("model", "--seeds x", "seeds: expected numbers of at least 0 with commas between them, got 'x'"),
+    ("model", "--middles all,1", "middles: expected numbers of at least 1 with commas between them, got 'all,1'"),
+    ("model", "--limit 0", "limit: expected at least 1, got 0"),
+    ("model", "--corpus ' '", "corpus: expected a name or a path, got ' '"),
+    ("model", "--images digits --tasks lambada", "tasks: is for language models, and --images was given: leave it out"),
+    ("model", "--num_images 3", "num_images: is for --images, which was not given: leave it out"),
+    ("model", "--num_sequences 3", "num_sequences: is for --corpus, which was not given: leave it out"),
+    ("model", "CORPUS --limit 3", "limit: is for --tasks, which were not given: leave it out"),
+    ("model", "--tasks lambada --num_tokens 9", "num_tokens: is for --corpus and --speed, neither of which was given"),
+    ("model", "--speed --folder H/data", "folder: is for --tasks and --glue, neither of which was given: leave it out"),
+    ("model", "--scorer own", "scorer: own reads local files: name their folder with --folder, or leave --scorer out"),
+    ("model", "--tasks lambada --scorer lm_eval --folder H/data", "lm_eval reads its data from the Hub, got the"),
+    ("model", "--tasks ,", "tasks: expected names with commas between them, got ','"),
+    ("model", "--tasks lambda --folder H/data", "task: there is no 'lambda' among the local ones; choose from lambada"),
+    ("model", "--tasks lambada --folder H/nowhere", "H/nowhere/lambada_openai_test.parquet, there is no such file"),
+    ("model", "--task lambada", "unrecognized arguments: --task lambada"),
+    ("model", "--finetune H/nowhere.yaml", "recipe: cannot read H/nowhere.yaml: no such file or directory"),
+    ("model", "--finetune {steps: 2}", "recipe: expected a value for corpus"),
+    ("model", "--finetune {corpus: python, stepz: 2}", "recipe: there is no key 'stepz'; the keys are corpus"),
+    ("model", "--finetune {corpus: python, steps: 0}", "recipe: steps: expected an integer of at least 1, got 0"),
+    ("model", "--finetune {corpus: H/corpus.jsonl, precision: 33}", "recipe: precision: expected a text, got 33"),
+    ("model", "--finetune {corpus: H/corpus.jsonl, precision: x}", "recipe: precision: Precision 'x' is invalid"),
+    ("model", "--finetune {corpus: H/no.jsonl}", "no corpus 'H/no.jsonl': expected python"),
+    ("model", "--finetune {corpus: H/corpus.jsonl, num_tokens: 601}", "num_tokens: GPT2LMHeadModel takes at most 600"),
+    ("bert", "--finetune H/finetune.yaml", "model: expected a causal language model, which predicts the next"),
+    ("run", "--finetune H/finetune.yaml", "finetune: trains one model, and a series was named: name one of its"),
+    ("model", "--glue H/glue.yaml --folder H/data", "glue: expected an encoder (bert, roberta, distilbert,"),
+    ("bert", "--glue H/glue.yaml --folder H/nowhere", "the split 'train' in H/nowhere/glue/cola_train.parquet"),
+    ("bert", "--glue {tasks: [mnli]} --folder H/data", "task: GLUE has no 'mnli' here (did you mean wnli?)"),
+    ("bert", "--glue {tasks: [cola]} --folder H/data", "recipe: num_tokens: BertForMaskedLM takes at most 32 tokens"),
+    ("bert", "--glue H/glue.yaml --folder H/data --revision a", "revision: --glue trains what H/bert holds without"),
+    ("bert", "--glue H/glue.yaml --dtype float64", "dtype: --glue trains in the precision of its recipe: leave it out"),
+    ("model", "--images digits", "images: H/model is a language model: take --tasks, --corpus, --glue or --speed"),
+    ("vit", "CORPUS", "corpus: H/vit is a model of images: take --images or --speed"),
+    ("vit", "", "tasks: H/vit is a model of images: take --images or --speed"),
+    ("vit", "--images H/nowhere", "source: expected digits, cifar10, cifar100, an existing path or ORG/NAME"),
+    ("vit", "--images digits --num_images 9999", "'digits' has 355 images in its test split, and num_images is 9999"),
+    ("vit", "--images digits --image_size 16", "expected an image_size of 8, which the model takes, got images of 16"),
+    ("model", "CORPUS --num_tokens 601", "num_tokens: H/model takes at most 600 tokens, got 601"),
+    ("run", "CORPUS --num_tokens 33 --allow_suspect", "num_tokens: run takes at most 32 tokens, got 33"),
+    ("model", "--speed --num_tokens 601", "num_tokens: the model takes at most 600 tokens, got 601"),
+    ("model", "--steps 1 --revision main", "revision: main is one model: leave it out, or leave --steps out"),
+    ("model", "CORPUS --revision main", "revision: H/model is a local folder and has no revision 'main': leave it out"),
+    ("model", "CORPUS --allow_suspect", "allow_suspect: is for series, and one model was named: leave it out"),
+    ("nowhere", "CORPUS", "expected a folder with a model or a name on the Hub, H/nowhere does not exist"),
+    ("bare", "CORPUS", "tokenizer: H/bare carries none; name one with --tokenizer"),
+    ("model", "CORPUS --tokenizer nowhere.json", "no tokenizer 'nowhere.json': expected an existing path"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("model", "options", "sentence"), WRONG, ids=[f"{model} {options}" for model, options, _ in WRONG]
+)
+def test_wrong_input_is_one_sentence_and_exit_code_2(home, tmp_path, capsys, model, options, sentence):
+    """H stands for the folder, CORPUS for text that is there, {...} for a recipe."""
+    if "{" in options:
+        begin, end = options.index("{"), options.rindex("}") + 1
+        (tmp_path / "recipe.yaml").write_text(options[begin:end].replace("H/", f"{home}/"))
+        options = options.replace(options[begin:end], str(tmp_path / "recipe.yaml"))
+    options = options.replace("CORPUS", "--corpus H/corpus.jsonl --num_sequences 2 --num_tokens 10", 1)
+    command = [part.replace("H/", f"{home}/") for part in shlex.split(options)]
+    assert run(home / model, *command, "--root", tmp_path / "root") == 2
+    said = capsys.readouterr().err.strip().splitlines()[-1]
+    assert said.startswith("lit-layers intervene: error: ")
+    assert sentence.replace("H/", f"{home}/") in said
+    assert not (tmp_path / "root" / "measurements.jsonl").exists()

@@ -1,0 +1,151 @@
+"""Training in other orders as analyses: records, what decides them, what interrupts them, what is refused."""
+
+import json
+import shutil
+import signal
+from dataclasses import replace
+
+import pytest
+import torch
+
+from lit_layers.emergence import measure
+from lit_layers.errors import InputError
+from lit_layers.models.build import load, weights_hash
+from lit_layers.models.view import LayeredModel
+from lit_layers.training.finetuning import FinetuningRecipe, LitVariant
+from lit_layers.training.glue import GlueRecipe, LitSequenceClassifier, glue_scores
+from lit_layers.training.trained_variants import Finetuning, GlueScores
+from tests.support.glue_files import saved_bert_of_pairs, write_glue, write_rows
+from tests.support.labelled_texts import labelled, saved_gpt2
+from tests.support.tiny_models import tiny
+
+
+@pytest.fixture(scope="module")
+def home(tmp_path_factory):
+    root = tmp_path_factory.mktemp("trained")
+    saved_gpt2(root / "gpt2")
+    saved_bert_of_pairs(root / "bert")
+    write_glue(root)
+    write_corpus(root / "corpus.jsonl")
+    return root
+
+
+def write_corpus(path, first=0):
+    path.write_text("\n".join(json.dumps({"text": text}) for text, _ in labelled(1200, first)))
+    return path
+
+
+def finetuning(home, root, recipe=None, **options):
+    usual = {"corpus": str(home / "corpus.jsonl"), "steps": 2, "batch_size": 4, "num_tokens": 12}
+    made = FinetuningRecipe(**(usual | {"num_validation_sequences": 6} | (recipe or {})))
+    options = {"variants": ("skip",), "tokenizer": str(home / "gpt2"), **options}
+    return Finetuning(recipe=made, root=root, **options)
+
+
+def glue(home, root, recipe=None, **options):
+    made = GlueRecipe(**({"max_steps": 2, "batch_size": 4, "num_tokens": 30} | (recipe or {})))
+    options = {"variants": ("skip",), "folder": home, **options}
+    return GlueScores(
+        task="mrpc", recipe=made, model=str(home / "bert"), tokenizer=str(home / "bert"), root=root, **options
+    )
+
+
+def both(home, root, **options):
+    yield finetuning(home, root / "finetuned", **options), load(home / "gpt2"), LitVariant
+    yield glue(home, root, **options), load(home / "bert"), LitSequenceClassifier
+
+
+def test_every_variant_has_its_records_and_the_model_stays(home, tmp_path):
+    for analysis, model, _ in both(home, tmp_path):
+        said, before = [], weights_hash(model)
+        analysis.tell = said.append
+        found = measure(model, analysis, run="r", step=None)
+        assert found.error is None
+        assert weights_hash(model) == before
+        assert not model.training
+        assert {(r.tags["variant"], r.tags.get("middle")) for r in found.records} == {("baseline", None), ("skip", 2)}
+        assert len(said) == 2
+    assert {record.metric for record in found.records} == {"accuracy", "f1", "task_score"}
+    assert {(record.tags["task"], record.tags["training"]) for record in found.records} == {("mrpc", "full")}
+
+
+def test_the_records_are_those_of_training_without_the_analysis(home, tmp_path):
+    analysis = glue(home, tmp_path / "one", {"tasks": ("cola", "mrpc")}, name="mine")
+    options = {"folder": home, "names": ("skip",), "accelerator": "cpu"}
+    plain = dict(glue_scores(home / "bert", analysis.recipe, root=tmp_path / "other", **options))
+    assert list(analysis.run(LayeredModel(load(home / "bert")))) == plain["intervene/glue/mrpc"]
+    assert not (tmp_path / "one" / "glue" / "cola").exists()
+
+
+def test_what_decides_the_numbers_is_known_by_config_and_data(home, tmp_path):
+    one = finetuning(home, tmp_path / "a")
+    assert one.config_hash() == finetuning(home, tmp_path / "b", tell=print).config_hash()
+    assert one.config_hash() != finetuning(home, tmp_path / "a", {"steps": 3}).config_hash()
+    other = write_corpus(tmp_path / "other.jsonl", first=5)
+    assert one.data_hash() != finetuning(home, tmp_path, {"corpus": str(other)}).data_hash()
+    assert glue(home, tmp_path / "a").config_hash() == glue(home, tmp_path / "b", folder=tmp_path).config_hash()
+    copy = tmp_path / "copy"
+    shutil.copytree(home / "glue", copy / "glue")
+    assert glue(home, tmp_path, folder=copy).data_hash() == glue(home, tmp_path).data_hash()
+    texts, moods = map(list, zip(*labelled(10, 31), strict=True))
+    write_rows(copy, "mrpc_validation", sentence1=texts, sentence2=texts, label=[int(m == "sad") for m in moods])
+    assert glue(home, tmp_path, folder=copy).data_hash() != glue(home, tmp_path).data_hash()
+
+
+def test_a_tokenizer_of_the_recipe_comes_first(home, tmp_path):
+    analysis = finetuning(home, tmp_path, {"tokenizer": str(home / "gpt2")}, tokenizer="nowhere")
+    analysis.check(LayeredModel(load(home / "gpt2")))
+    assert analysis.tokenizer_hash() == finetuning(home, tmp_path).tokenizer_hash()
+
+
+def test_ctrl_c_in_training_is_ctrl_c_and_what_is_finished_stays(home, tmp_path, monkeypatch):
+    for analysis, model, module in both(home, tmp_path):
+        plain, steps = module.training_step, []
+
+        def pressed(self, batch, number, plain=plain, steps=steps):
+            steps.append(number)
+            if len(steps) == 4:  # the second step of the second variant
+                raise KeyboardInterrupt
+            return plain(self, batch, number)
+
+        handler = signal.getsignal(signal.SIGINT)
+        with monkeypatch.context() as patch:
+            patch.setattr(module, "training_step", pressed)
+            with pytest.raises(KeyboardInterrupt):
+                measure(model, analysis, run="r", step=None)
+            assert signal.getsignal(signal.SIGINT) is handler
+            assert measure(model, analysis, run="r", step=None).error is None
+        assert len(steps) == 4 + 2
+
+
+def test_the_random_state_of_the_process_stays(home, tmp_path):
+    state = torch.get_rng_state()
+    for analysis, model, _ in both(home, tmp_path):
+        list(analysis.run(LayeredModel(model)))
+    assert torch.equal(torch.get_rng_state(), state)
+
+
+def test_what_does_not_fit_is_refused_before_training(home, tmp_path):
+    gpt2, bert = LayeredModel(load(home / "gpt2")), LayeredModel(load(home / "bert"))
+    cases = [
+        (finetuning(home, tmp_path, middles=(1,)), gpt2, "middles: of 3 blocks the middle has 2 blocks, got 1"),
+        (finetuning(home, tmp_path, custom=("1 4",)), gpt2, "block: expected 1..3, got 4"),
+        (finetuning(home, tmp_path, {"num_tokens": 33}), gpt2, "num_tokens: GPT2LMHeadModel takes at most 32 tokens"),
+        (finetuning(home, tmp_path, {"corpus": "no/such/text.txt"}), gpt2, "no corpus .no/such/text.txt."),
+        (finetuning(home, tmp_path, {"precision": "x"}), gpt2, "recipe: precision: Precision 'x' is invalid"),
+        (finetuning(home, tmp_path), bert, "expected a causal language model, .*, got BertForMaskedLM"),
+        (glue(home, tmp_path, variants=("skipped",)), bert, "variants: there is no 'skipped'"),
+        (glue(home, tmp_path), gpt2, r"glue: expected an encoder \(bert, .*\), got GPT2LMHeadModel"),
+        (glue(home, tmp_path), LayeredModel(tiny("vit")), "glue: expected an encoder .*, got VisionTransformer"),
+        (glue(home, tmp_path, {"num_tokens": 33}), bert, "num_tokens: BertForMaskedLM takes at most 32 tokens, got 33"),
+        (glue(home, tmp_path, {"precision": "x"}), bert, "recipe: precision: Precision 'x' is invalid"),
+        (glue(home, tmp_path, folder=tmp_path), bert, "the split 'train' in .*mrpc_train.parquet, there is no such"),
+        (replace(glue(home, tmp_path), tokenizer="nowhere.json"), bert, "no tokenizer 'nowhere.json'"),
+    ]
+    for analysis, view, sentence in cases:
+        with pytest.raises(InputError, match=sentence):
+            analysis.check(view)
+    few = tiny("bert")  # 61 tokens
+    with pytest.raises(InputError, match="tokenizer: BertForMaskedLM knows 61 tokens, the tokenizer has"):
+        glue(home, tmp_path).check(LayeredModel(few))
+    assert sorted(path.name for path in tmp_path.iterdir()) == []
