@@ -95,6 +95,12 @@ def rows_of(name: str, model: LayeredModel, trajectory: Trajectory, batch: Batch
                 f"got {labels.dtype} of shape {tuple(labels.shape)}"
             )
         target = labels[prompt, place] if per_token else labels
+        num_classes = trajectory.logits.shape[-1]
+        if len(target) and (target.max() >= num_classes or (target[target != NO_LABEL] < 0).any()):
+            raise InputError(
+                f"{name}: {type(model.model).__name__} has {num_classes} classes, labels from {int(target.min())} to "
+                f"{int(target.max())} do not fit it"
+            )
     return Rows(prompt, place, target, per_token)
 
 

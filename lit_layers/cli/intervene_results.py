@@ -91,7 +91,7 @@ def _table(rows: Any) -> Table:
     levels = rows[rows["middle"].isna()] if "middle" in rows else rows
     for _, row in levels.iterrows():
         name = f"{CUSTOM} {row['schedule']}" if row["variant"] == CUSTOM else "full model"
-        found.add_row(name, _number(row, told), *[""] * (len(middles) - 1))
+        found.add_row(name, *[_number(row, told)] * max(1, len(middles)))
     for variant in OF_MIDDLES:
         own = rows[rows["variant"] == variant]
         if variant != "looped_parallel":

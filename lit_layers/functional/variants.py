@@ -107,9 +107,9 @@ def _custom(text: str, num_blocks: int) -> Schedule:
     try:
         schedule = parse_schedule(text, num_blocks)
     except ValueError as error:
-        raise ValueError(f"custom: {error}") from error
+        raise ValueError(f"schedule {text!r}: {str(error).removeprefix('schedule: ')}") from error
     if not schedule:
-        raise ValueError("custom: expected at least one step, as in 1 2 (3,4,5) 6, got none")
+        raise ValueError("schedule: expected at least one step, as in 1 2 (3,4,5) 6, got none")
     return schedule
 
 

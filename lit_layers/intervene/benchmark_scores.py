@@ -15,7 +15,7 @@ from lit_layers.errors import InputError
 from lit_layers.functional import variants as kinds
 from lit_layers.functional.block_schedules import Schedule
 from lit_layers.functional.variants import OF_MIDDLES, SEEDS, Variant
-from lit_layers.intervene.lm_eval_tasks import LmEvalScorer, lm_eval_version
+from lit_layers.intervene.lm_eval_tasks import LmEvalScorer, lm_eval_version, refuse_unknown
 from lit_layers.intervene.own_scorer import OwnScorer, refuse_unknown_tokens
 from lit_layers.intervene.prompt_tokens import PromptTokenizer
 from lit_layers.intervene.results import ResultFolder
@@ -112,7 +112,7 @@ class BenchmarkScores(Analysis):
         self.variants_of(model)
         refuse_unknown_tokens(self._prompt_tokenizer(), model.vocab_size or 0)
         if self.scorer == "lm_eval":
-            lm_eval_version()
+            refuse_unknown(self.task)
         self.data_hash()
 
     def variants_of(self, model: LayeredModel) -> list[Variant]:

@@ -1,6 +1,7 @@
 """Scores of a task by lm-eval itself, with its data of the Hub: the only file that imports it."""
 
 import contextlib
+import difflib
 import functools
 import hashlib
 import io
@@ -31,6 +32,27 @@ def lm_eval_version() -> str:
         return version("lm_eval")
     except PackageNotFoundError as error:
         raise InputError(INSTALL) from error
+
+
+def refuse_unknown(task: str) -> None:
+    """Refuses what is neither a name of lm-eval's nor a task file.
+
+    Raises:
+        InputError: it, or where lm-eval is not installed.
+    """
+    lm_eval_version()
+    name = NAMES.get(task, task)
+    if name.endswith(".yaml"):
+        if not Path(name).is_file():
+            raise InputError(f"task: expected a task file of lm-eval, {name} does not exist")
+        return
+    with _quiet():
+        known = _manager(defaults=True).all_tasks
+    if name not in known:
+        near = difflib.get_close_matches(name, known, n=3)
+        raise InputError(
+            f"task: lm-eval has no task {name!r}" + (f"; did you mean {' or '.join(near)}?" if near else "")
+        )
 
 
 class LmEvalScorer:

@@ -171,6 +171,7 @@ def finetune(
         "parallel": parallel,
         "recipe": {**asdict(recipe), "tokenizer": tokenizer},
         "weights": weights_hash(model),
+        "corpus": prepared(recipe.corpus, tokenizer).corpus_hash,
     }
     if (kept := finished(folder / RESULT, settings)) is not None:
         return Quality(**kept["before"]), Quality(**kept["after"])

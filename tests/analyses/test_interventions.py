@@ -353,8 +353,8 @@ def test_shares_join_to_the_numbers_of_one(model):
         ({"middles": (2,)}, "middles: of 4 blocks the middle has 1, 3 blocks, got 2"),
         ({"seeds": ()}, r"seeds: expected integers of at least 0, got \[\]"),
         ({"loops": (0,)}, r"loops: expected integers of at least 1, got \[0\]"),
-        ({"custom": ("1 5",)}, r"custom: block: expected 1\.\.4, got 5"),
-        ({"custom": ("1 ()",)}, "custom: schedule: a parallel group is empty"),
+        ({"custom": ("1 5",)}, r"schedule '1 5': block: expected 1\.\.4, got 5"),
+        ({"custom": ("1 ()",)}, "schedule '1 ..': a parallel group is empty"),
     ],
 )
 def test_options_that_do_not_fit_the_model_are_refused(model, options, message):

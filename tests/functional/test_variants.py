@@ -107,9 +107,9 @@ def test_the_same_order_written_twice_is_one():
         ({"seeds": [-1]}, r"^seeds: expected integers of at least 0, got \[-1\]"),
         ({"loops": (0, 2)}, r"^loops: expected integers of at least 1, got \[0, 2\]"),
         ({"loops": [True]}, r"^loops: expected integers of at least 1, got \[True\]"),
-        ({"custom": ["1 7"]}, r"^custom: block: expected 1\.\.6, got 7"),
-        ({"custom": ["1 () 2"]}, "^custom: schedule: a parallel group is empty"),
-        ({"custom": [" "]}, "^custom: expected at least one step, as in"),
+        ({"custom": ["1 7"]}, r"^schedule '1 7': block: expected 1\.\.6, got 7"),
+        ({"custom": ["1 () 2"]}, "^schedule '1 .. 2': a parallel group is empty"),
+        ({"custom": [" "]}, "^schedule: expected at least one step, as in"),
         ({"num_blocks": 1}, "^num_blocks: expected an integer of at least 2, got 1"),
     ],
 )
