@@ -372,3 +372,5 @@ def test_models_of_one_block_or_without_a_head_and_labels_that_do_not_fit_are_re
         list(given.run(LayeredModel(tiny("gpt2_trunk"))))
     with pytest.raises(InputError, match=r"^interventions: expected integer labels of shape \(3,\) for VisionTransf"):
         run(tiny("vit"), tiny_batch("vit") | {"labels": torch.rand(3)})
+    with pytest.raises(InputError, match=r"VisionTransformer has \d+ classes, labels from 0 to 99 do not fit it"):
+        run(tiny("vit"), tiny_batch("vit") | {"labels": torch.tensor([0, 99, 1])})

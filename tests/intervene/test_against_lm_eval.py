@@ -7,9 +7,10 @@ import pytest
 
 from lit_layers.data.tokenization import load_tokenizer
 from lit_layers.emergence import measure
+from lit_layers.errors import InputError
 from lit_layers.functional import block_schedules as schedules
 from lit_layers.intervene import BenchmarkScores
-from lit_layers.intervene.lm_eval_tasks import LmEvalScorer
+from lit_layers.intervene.lm_eval_tasks import LmEvalScorer, refuse_unknown
 from lit_layers.intervene.own_scorer import OwnScorer
 from lit_layers.intervene.prompt_tokens import PromptTokenizer
 from lit_layers.intervene.scores import FLEXIBLE, NORMED, PERPLEXITY, SCORE, mean_and_error
@@ -115,3 +116,11 @@ def test_the_orders_and_rows_make_a_difference(both):
         assert found[0].log_likelihoods != found[1].log_likelihoods or found[0].texts != found[1].texts
     assert any(sum(both["gpt2", task, order][1].values[SCORE]) > 0 for task in TASKS[1:4] for order in ORDERS)
     assert len({text for order in ORDERS for text in both["gpt2", "gsm8k", order][1].texts}) > 4
+
+
+def test_names_that_it_does_not_know_are_refused():
+    with pytest.raises(InputError, match=r"^task: lm-eval has no task 'arc_chalenge'; did you mean .*arc_challenge"):
+        refuse_unknown("arc_chalenge")
+    with pytest.raises(InputError, match=r"^task: expected a task file of lm-eval, nowhere\.yaml does not exist"):
+        refuse_unknown("nowhere.yaml")
+    refuse_unknown("lambada")
