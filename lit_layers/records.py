@@ -33,6 +33,7 @@ AUDIT = "audit"  # the column of verdicts, only in tables that hold a suspect ch
 # Tags that place a number in a table of its own (a matrix, a map over tokens or categories, a list over distances or
 # sizes, a path, one of many random orders of which the mean is the number): no curve.
 PLACES = ("row", "column", "token", "other_token", "token_distance", "axis", "category", "train_rows", "seed")
+FAILED = "failed"  # the metric of a part of a measurement that came to nothing; `is_done` has it tried again
 _NON_FINITE = {"inf": math.inf, "-inf": -math.inf, "nan": math.nan}
 _FLOATS = ("value", "stderr", "low", "high")
 
@@ -115,7 +116,7 @@ def is_done(
     for measurement in measurements:
         if (measurement.run, measurement.step, measurement.analysis) == (run, step, analysis):
             last = measurement
-    if last is None or last.error is not None:
+    if last is None or last.error is not None or any(record.metric == FAILED for record in last.records):
         return False
     wanted = {"config_hash": config_hash, "data_hash": data_hash, "weights_hash": weights_hash}
     return all(last.provenance.get(name) == value for name, value in wanted.items())

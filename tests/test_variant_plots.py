@@ -318,7 +318,21 @@ def test_where_a_task_is_undefined_there_is_no_median():
     own = found.frame[(found.frame["analysis"] == "intervene/median_over_tasks") & (found.frame["variant"] == "skip")]
     at = {(int(s), int(m)): v for s, m, v in zip(own["step"], own["middle"], own["value"], strict=True)}
     assert at == pytest.approx({(1, 3): 0.55, (1, 5): 0.2, (8, 1): 0.85, (8, 3): 0.6, (8, 5): 0.15})
-    assert "1 of 8 numbers are left out" in found.notes["intervene/median_over_tasks"]
+    note = found.notes["intervene/median_over_tasks"]
+    assert "step 1: Median over tasks a, b. 1 of 4 numbers are left out" in note
+    assert note.endswith("step 8: Median over tasks a, b.")
+
+
+def test_each_checkpoint_has_the_median_of_the_tasks_that_it_has():
+    young = scores(1, {"a": [0.9, 0.4, 0.3]})
+    grown = scores(8, {"a": [0.9, 0.5, 0.2], "b": [0.8, 0.7, 0.1], "c": [0.1, 0.2, 0.6]})
+    found = plots.with_task_medians(table(*young, *grown))
+    own = found.frame[(found.frame["analysis"] == "intervene/median_over_tasks") & (found.frame["variant"] == "skip")]
+    at = {(int(s), int(m)): v for s, m, v in zip(own["step"], own["middle"], own["value"], strict=True)}
+    assert at == pytest.approx({(8, 1): 0.8, (8, 3): 0.5, (8, 5): 0.2})
+    assert found.notes["intervene/median_over_tasks"] == (
+        "step 1: No median over tasks: fewer than two have every variant. step 8: Median over tasks a, b, c."
+    )
 
 
 def test_one_task_has_no_median_and_glue_has_a_mean():

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
 
 FAILED, INTERRUPTED = 1, 130
 RESULTS, BENCHMARKS = "intervene", "benchmarks"
+OF_BLOCKS, PUBLISHED_LOOPS = ("skip_one", "switch"), 3
 
 
 def main(argv: list[str]) -> int:
@@ -48,20 +49,20 @@ def _read_recipes(options: argparse.Namespace) -> None:
 
 
 def _analyses(options: argparse.Namespace, target: Target) -> "Iterator[Analysis]":
-    """What is quick first, so that a page can be looked at while the rest is under way."""
+    """What tells most first, so that a page can be looked at while the rest is under way."""
     _refuse_another_kind(options, target)
     chosen = {name: getattr(options, name) for name in ("variants", "middles", "seeds", "loops")}
     chosen["custom"] = options.schedule
-    if options.speed:
-        from lit_layers.intervene.speed import Speed
-
-        length = {} if options.num_tokens is None else {"num_tokens": options.num_tokens}
-        yield Speed(**chosen | {"seeds": options.seeds[:1]}, **length)
     if options.corpus is not None or options.images is not None:
         from lit_layers.analyses import Interventions
 
         yield Interventions(batches=_images(options) if options.corpus is None else _texts(options, target), **chosen)
     yield from _tasks(options, target, chosen)
+    if options.speed:
+        from lit_layers.intervene.speed import Speed
+
+        length = {} if options.num_tokens is None else {"num_tokens": options.num_tokens}
+        yield Speed(**_timed(chosen), executions=options.execution, tell=target.tell, **length)
     if options.finetune is not None:
         from lit_layers.training.trained_variants import Finetuning
 
@@ -97,6 +98,13 @@ def _refuse_another_kind(options: argparse.Namespace, target: Target) -> None:
     for name in ("corpus", "tasks", "finetune", "glue"):
         if sees and getattr(options, name):
             raise InputError(f"{name}: {target.name} is a model of images: take --images or --speed")
+
+
+def _timed(chosen: dict[str, Any]) -> dict[str, Any]:
+    """Variants of different cost: any order of all blocks takes what reverse does, one loop count tells of others."""
+    names = [name for name in chosen["variants"] if name not in ("random", *OF_BLOCKS)]
+    loops = (PUBLISHED_LOOPS,) if PUBLISHED_LOOPS in chosen["loops"] else chosen["loops"][:1]
+    return chosen | {"variants": tuple(names) or chosen["variants"], "loops": loops, "seeds": chosen["seeds"][:1]}
 
 
 def _tasks(options: argparse.Namespace, target: Target, chosen: dict[str, Any]) -> "Iterator[Analysis]":
@@ -155,8 +163,10 @@ def _tell(outcome: Outcome) -> bool:
 
     file = outcome.root / "measurements.jsonl"
     known = [each for each in records.latest(records.read(file)) if each.error is None and each.records]
+    has_failed = False
     if known:
         shown = [each for each in known if outcome.steps is None or each.step in outcome.steps]
+        has_failed = any(record.metric == records.FAILED for each in shown for record in each.records)
         medians = with_task_medians(records.frame(shown))
         show_results(medians.frame, Console())
         print(*medians.notes.values(), *notes(medians.frame), sep="\n")
@@ -165,4 +175,4 @@ def _tell(outcome: Outcome) -> bool:
     for error in outcome.errors:
         print(f"failed: {error}", file=sys.stderr)
     print(file)
-    return bool(outcome.errors)
+    return bool(outcome.errors) or has_failed

@@ -31,6 +31,11 @@ def read_options(argv: list[str]) -> argparse.Namespace:
     options.seeds = SEEDS if options.seeds is None else _numbers("seeds", options.seeds, 0)
     options.loops = LOOPS if options.loops is None else _numbers("loops", options.loops, 1)
     options.schedule = tuple(options.schedule or ())
+    options.execution = _names("execution", options.execution)
+    if strange := [name for name in options.execution if name not in ("loop", "stacked")]:
+        raise InputError(f"execution: expected loop, stacked, or loop,stacked, got {strange[0]!r}")
+    if options.execution != ("loop",) and not options.speed:
+        raise InputError("execution: is for --speed, which was not given: leave it out")
     for name in ("model", "tokenizer", "corpus", "images"):
         if (value := getattr(options, name)) is not None and not value.strip():
             raise InputError(f"{name}: expected a name or a path, got {value!r}")
@@ -112,6 +117,8 @@ def _parser() -> argparse.ArgumentParser:
     add("--image_size", type=int, help="of the model's input, in px (default: the source's)")
     add("--normalisation", choices=["imagenet", "half", "source"], help="of pixels (default: source)")
     add("--speed", action="store_true", help="measure the latency of each variant against the full model")
+    add("--execution", default="loop", help="how groups side by side are timed: loop, stacked, or both with a comma "
+        "(default: loop)")  # fmt: skip
     add("--finetune", type=Path, metavar="RECIPE", help="train each changed model, before and after "
         "(recipes/finetune/text.yaml)")  # fmt: skip
     add("--glue", type=Path, metavar="RECIPE", help="fine-tune an encoder on GLUE in each variant "

@@ -12,7 +12,7 @@ from rich.table import Table
 from lit_layers.functional.variants import CUSTOM, OF_BLOCKS, OF_MIDDLES
 from lit_layers.plots.labels import label, sentence, tag_text
 from lit_layers.plots.variant_scores import MEDIAN
-from lit_layers.records import COLUMNS
+from lit_layers.records import COLUMNS, FAILED
 
 CSV = "variants.csv"
 SHOWN = ("normalized_score", "task_score", "variant_accuracy", "variant_loss", "relative_latency")
@@ -37,8 +37,9 @@ def notes(table: pd.DataFrame) -> Iterator[str]:
     if "undefined" in rows:
         for analysis in dict.fromkeys(rows[rows["undefined"].notna()]["analysis"]):
             yield f"{sentence(analysis)}: no normalised score, as the full model does not beat guessing"
-    for _, row in rows[rows["metric"] == "failed"].iterrows():
-        yield f"{sentence(row['analysis'])}: {row['variant']} failed ({row['error']})"
+    for _, row in rows[rows["metric"] == FAILED].iterrows():
+        place = "" if pd.isna(row.get("middle")) else f" of {int(row['middle'])} blocks"
+        yield f"{sentence(row['analysis'])}: {row['variant']}{place} failed ({row['error']})"
 
 
 def write_results(folder: Path, table: pd.DataFrame) -> Path:

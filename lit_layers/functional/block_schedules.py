@@ -29,7 +29,7 @@ def middle(num_blocks: int, start: int) -> range:
         ValueError: a start outside 0..(T-2)//2, which would leave no middle.
     """
     _check_blocks(num_blocks)
-    if not isinstance(start, int) or not 0 <= start <= (num_blocks - 2) // 2:
+    if type(start) is not int or not 0 <= start <= (num_blocks - 2) // 2:
         raise ValueError(f"start: of {num_blocks} blocks expected 0..{(num_blocks - 2) // 2}, got {start!r}")
     return range(start + 2, num_blocks - start + 1)
 
@@ -80,7 +80,7 @@ def looped_parallel(num_blocks: int, start: int, *, loops: int = 3) -> Schedule:
     Raises:
         ValueError: fewer than one loop.
     """
-    if not isinstance(loops, int) or loops < 1:
+    if type(loops) is not int or loops < 1:
         raise ValueError(f"loops: expected an integer of at least 1, got {loops!r}")
     return _around(num_blocks, start, [tuple(middle(num_blocks, start))] * loops)
 
@@ -92,7 +92,7 @@ def skip_one(num_blocks: int, block: int) -> Schedule:
 
 def switch(num_blocks: int, block: int) -> Schedule:
     """A block and the next one in each other's place."""
-    if not isinstance(block, int) or not 1 <= block <= num_blocks - 1:
+    if type(block) is not int or not 1 <= block <= num_blocks - 1:
         raise ValueError(f"block: expected 1..{num_blocks - 1}, which have a next one, got {block!r}")
     order = list(baseline(num_blocks))
     order[block - 1 : block + 1] = [block + 1, block]

@@ -15,7 +15,7 @@ from lit_layers.errors import InputError
 from lit_layers.functional import variants as kinds
 from lit_layers.functional.block_schedules import Schedule
 from lit_layers.functional.variants import OF_MIDDLES, SEEDS, Variant
-from lit_layers.intervene.lm_eval_tasks import LmEvalScorer, lm_eval_version, refuse_unknown
+from lit_layers.intervene.lm_eval_tasks import LmEvalScorer, lm_eval_version, refuse_unknown, task_file_hash
 from lit_layers.intervene.own_scorer import OwnScorer, refuse_unknown_tokens
 from lit_layers.intervene.prompt_tokens import PromptTokenizer
 from lit_layers.intervene.results import ResultFolder
@@ -29,7 +29,7 @@ from lit_layers.intervene.scores import (
 )
 from lit_layers.intervene.task_items import SUFFIXES
 from lit_layers.intervene.task_prompts import LOCAL_TASKS, Item, items_hash, named
-from lit_layers.models.build import weights_hash
+from lit_layers.models.build import architecture_hash, weights_hash
 from lit_layers.models.running_order import running_order
 from lit_layers.models.view import LayeredModel, evaluating
 from lit_layers.models.vocabulary import is_padded
@@ -56,7 +56,7 @@ class BenchmarkScores(Analysis):
     of the last number; each with its standard error over the rows. `random_score` is what guessing scores,
     `normalized_score` the share of the full model's lead over guessing that is left. Where there is no lead, or one
     within its standard error, no variant has a normalised score and `random_score` is tagged `undefined`. Of the seeds
-    of a random order there is one record each and one of their mean, with the standard error of that mean over them.
+    of a random order there is one record each and one of their mean; its standard error is over the rows, too.
 
     Every variant's result is a file below `results`, written as it is made; variants that have theirs are not scored
     again, and variants of equal schedules are scored once. A variant that fails (not enough memory, scores that are not
@@ -137,8 +137,11 @@ class BenchmarkScores(Analysis):
         """Of all that decides the numbers; the scorer's version, too."""
         whole = super().config()
         options = {name: value for name, value in whole["init_args"].items() if name not in _ELSEWHERE}
-        version = OWN_VERSION if self.scorer == "own" else lm_eval_version()
-        return {**whole, "init_args": options | {"version": version}}
+        if self.scorer == "own":
+            return {**whole, "init_args": options | {"version": OWN_VERSION}}
+        if self.task.endswith(".yaml"):
+            options["task_file"] = task_file_hash(Path(self.task))
+        return {**whole, "init_args": options | {"version": lm_eval_version()}}
 
     def data_hash(self) -> str | None:
         """Of the rows scored, with their prompts; None where lm-eval fetches them (each result has theirs)."""
@@ -182,27 +185,27 @@ class BenchmarkScores(Analysis):
         self, wanted: Sequence[Variant], found: dict[Schedule, TaskScores], failed: dict[Schedule, str]
     ) -> Iterator[Record]:
         full = found[wanted[0].schedule]
-        score, error = mean_and_error(SCORE, full.values[SCORE])
+        score, error = mean_and_error(SCORE, [full.values[SCORE]])
         guessed = full.random_score
         lead = score - guessed > (error or 0.0)
         undefined: dict[str, str | int | float] = {} if lead else {"undefined": NORMALIZED}
         task: dict[str, str | int | float] = {"task": self.task_name}
         yield Record(metric="random_score", value=guessed, n=len(full.values[SCORE]), tags=task | undefined)
-        per_seed: dict[int, list[tuple[Variant, list[Record]]]] = {}
+        per_seed: dict[int, list[Variant]] = {}
         for variant in wanted:
             tags = variant.tags | task
             if variant.schedule in failed:
                 tags |= {"error": failed[variant.schedule]}
                 yield Record(metric="failed", value=1.0, layer=variant.block, tags=tags)
                 continue
-            records = list(_of_variant(variant, tags, found[variant.schedule], full if lead else None))
-            yield from records
+            yield from _of_variant(variant, tags, [found[variant.schedule]], full if lead else None)
             if variant.name == "random" and variant.middle is not None:
-                per_seed.setdefault(variant.middle, []).append((variant, records))
+                per_seed.setdefault(variant.middle, []).append(variant)
         for middle, seeds in per_seed.items():
-            identical = sum(variant.schedule == wanted[0].schedule for variant, _ in seeds)
+            identical = sum(variant.schedule == wanted[0].schedule for variant in seeds)
             tags = {"variant": "random", "middle": middle, "num_seeds": len(seeds), "num_identical": identical}
-            yield from _mean_of_seeds([records for _, records in seeds], tags | task)
+            scores = [found[variant.schedule] for variant in seeds]
+            yield from _of_variant(seeds[0], tags | task, scores, full if lead else None)
 
     def _check_options(self, model: LayeredModel) -> None:
         network = model.model
@@ -253,6 +256,7 @@ class BenchmarkScores(Analysis):
         options = {name: value for name, value in self.config()["init_args"].items() if name not in _CHOOSING}
         options |= {"tokenizer": self.tokenizer_hash(), "data": self.data_hash(), "max_tokens": model.max_tokens}
         options |= {"dtype": str(model.dtype), "attention": model.attention}
+        options |= {"architecture": architecture_hash(model.model)}
         if self.scorer == "own":  # the rows themselves count, not how they were asked for
             options |= {"limit": None, "task": self.task_name}
         key = hashlib.sha256(json.dumps(options, sort_keys=True, default=str).encode()).hexdigest()[:16]
@@ -287,21 +291,19 @@ class BenchmarkScores(Analysis):
 
 
 def _of_variant(
-    variant: Variant, tags: dict[str, str | int | float], scores: TaskScores, full: TaskScores | None
+    variant: Variant, tags: dict[str, str | int | float], scores: Sequence[TaskScores], full: TaskScores | None
 ) -> Iterator[Record]:
-    """The records of one variant; those of a normalised score only where the full model has a lead over guessing."""
-    for metric, values in scores.values.items():
-        value, error = mean_and_error(metric, values)
-        yield Record(metric=metric, value=value, layer=variant.block, stderr=error, n=len(values), tags=tags)
+    """The records of one variant, or of the mean over several seeds: a row counts with its mean over them.
+
+    Those of a normalised score only where the full model has a lead over guessing.
+    """
+    for metric in scores[0].values:
+        rows = [each.values[metric] for each in scores]
+        value, error = mean_and_error(metric, rows)
+        yield Record(metric=metric, value=value, layer=variant.block, stderr=error, n=len(rows[0]), tags=tags)
     if full is not None:
-        own, whole = scores.values[SCORE], full.values[SCORE]
+        own = [statistics.fmean(row) for row in zip(*(each.values[SCORE] for each in scores), strict=True)]
+        whole = full.values[SCORE]
         left = normalized_score(statistics.fmean(own), full.random_score, statistics.fmean(whole))
         error = normalized_error(own, whole, full.random_score)
         yield Record(metric=NORMALIZED, value=left, layer=variant.block, stderr=error, n=len(own), tags=tags)
-
-
-def _mean_of_seeds(seeds: list[list[Record]], tags: dict[str, str | int | float]) -> Iterator[Record]:
-    for records in zip(*seeds, strict=True):
-        values = [record.value for record in records]
-        error = statistics.stdev(values) / len(values) ** 0.5 if len(values) > 1 else records[0].stderr
-        yield Record(metric=records[0].metric, value=statistics.fmean(values), stderr=error, n=records[0].n, tags=tags)

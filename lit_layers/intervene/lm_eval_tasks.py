@@ -5,6 +5,7 @@ import difflib
 import functools
 import hashlib
 import io
+import re
 from collections.abc import Iterable, Iterator
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -53,6 +54,30 @@ def refuse_unknown(task: str) -> None:
         raise InputError(
             f"task: lm-eval has no task {name!r}" + (f"; did you mean {' or '.join(near)}?" if near else "")
         )
+
+
+def task_file_hash(path: Path) -> str:
+    """Sixteen hex digits over a task file and the files that it includes.
+
+    Raises:
+        InputError: one of them cannot be read.
+    """
+    digest, waiting, seen = hashlib.sha256(), [path], set()
+    while waiting:
+        file = waiting.pop().resolve()
+        if file in seen:
+            continue
+        seen.add(file)
+        try:
+            text = file.read_text(encoding="utf-8")
+        except OSError as error:
+            raise InputError(f"task: cannot read {file}: {(error.strerror or str(error)).lower()}") from error
+        digest.update(f"{len(text)} {text}".encode())
+        included = re.findall(r"^include:\s*(.+)$", text, re.MULTILINE)
+        scripts = [f"{name}.py" for name in re.findall(r"!function\s+(\w+)\.", text)]
+        found = [file.parent / name.strip().strip("'\"") for name in (*included, *scripts)]
+        waiting += [each for each in found if each.is_file()]
+    return digest.hexdigest()[:16]
 
 
 class LmEvalScorer:

@@ -43,7 +43,7 @@ class ResultFolder:
         """
         summary = {}
         for metric, values in scores.values.items():
-            value, error = mean_and_error(metric, values)
+            value, error = mean_and_error(metric, [values])
             summary[metric] = {"value": value, "stderr": error}
         content = {
             **facts,

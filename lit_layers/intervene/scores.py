@@ -86,18 +86,23 @@ def match_values(items: Sequence[Question], texts: Sequence[str]) -> dict[str, l
     }
 
 
-def mean_and_error(metric: str, values: Sequence[float]) -> tuple[float, float | None]:
-    """A metric over the rows and its standard error; None for a single row.
+def mean_and_error(metric: str, runs: Sequence[Sequence[float]]) -> tuple[float, float | None]:
+    """A metric over the rows (runs, rows), averaged over runs, and its standard error over the rows; None of a single
+    row.
 
-    The perplexity is exp of the mean negative log-likelihood, its error that of the mean times itself.
+    The perplexity of a run is exp of its mean negative log-likelihood; its error is linearised in each row.
     """
-    array = np.asarray(values, dtype=np.float64)
-    error = float(array.std(ddof=1) / math.sqrt(len(array))) if len(array) > 1 else None
+    rows = np.asarray(runs, dtype=np.float64)
     if metric != PERPLEXITY:
-        return float(array.mean()), error
-    with np.errstate(over="ignore"):  # a broken model's may be infinite
-        perplexity = float(np.exp(-array.mean()))
-    return perplexity, None if error is None or math.isinf(perplexity) else perplexity * error
+        return float(rows.mean()), _error(rows.mean(0))
+    with np.errstate(over="ignore", invalid="ignore"):  # a broken model's may be infinite
+        perplexities = np.exp(-rows.mean(1))
+        moves = (perplexities[:, None] * (rows - rows.mean(1, keepdims=True))).mean(0)
+    return float(perplexities.mean()), _error(moves) if np.isfinite(perplexities).all() else None
+
+
+def _error(rows: np.ndarray) -> float | None:
+    return float(rows.std(ddof=1) / math.sqrt(len(rows))) if len(rows) > 1 else None
 
 
 def normalized_score(

@@ -3,14 +3,14 @@
 import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 import torch
 from torch import nn
 
-from lit_layers.analyses.base import Analysis
+from lit_layers.analyses.base import Analysis, describe
 from lit_layers.errors import InputError
 from lit_layers.functional.block_schedules import Schedule
 from lit_layers.functional.variants import LOOPS, Variant, variants
@@ -28,7 +28,7 @@ class VariantSpeed:
     execution: Parallel  # how its parallel groups ran
     latency: float  # seconds for one text or image: median
     latency_quartiles: tuple[float, float]
-    relative_latency: float  # over the full model's
+    relative_latency: float  # over the full model's in the same round: median
     throughput: float  # texts or images a second in batches: from the median
     peak_memory: int  # bytes: the most that one pass over a batch takes besides weights and inputs
     weight_bytes: int  # of the blocks that run, and of the copies that stacked groups hold
@@ -76,7 +76,7 @@ def measure_speed(
             # Only the calls in the middle count: the others begin and end the order around them.
             calls[str(variant), execution] = (order.enter, one, many, order.leave)
         seconds: Any = interleaved(calls, num_rounds=num_rounds, num_warm_up=num_warm_up, device=str(view.device))
-    full = float(np.median(seconds[str(compared[0]), "loop"][1]))
+    full = np.asarray(seconds[str(compared[0]), "loop"][1])
     found = []
     for variant, execution in ways:
         _, of_one, of_many, _ = seconds[str(variant), execution]
@@ -87,7 +87,7 @@ def measure_speed(
                 execution=execution,
                 latency=middle,
                 latency_quartiles=(low, high),
-                relative_latency=middle / full,
+                relative_latency=float(np.median(np.asarray(of_one) / full)),
                 throughput=len(next(iter(batch.values()))) / float(np.median(of_many)),
                 peak_memory=memory[str(variant), execution],
                 weight_bytes=weight_bytes(view.blocks, variant.schedule, execution),
@@ -139,6 +139,7 @@ class Speed(Analysis):
         num_rounds: over which medians are taken.
         num_warm_up: rounds before those.
         seed: of the random tokens or pixels, which cost what real ones do.
+        tell: told what is timed.
 
     Yields `latency` (seconds for one text or image, median), `latency_first_quartile`, `latency_third_quartile`,
     `relative_latency`, `throughput` (inputs a second in batches), `peak_memory` (bytes of a pass over a batch, weights
@@ -159,8 +160,13 @@ class Speed(Analysis):
     num_rounds: int = 20
     num_warm_up: int = 3
     seed: int = 0
+    tell: Callable[[str], None] | None = field(default=None, repr=False, compare=False)
 
     name = "intervene/speed"
+
+    def config(self) -> dict[str, Any]:
+        whole = describe(self)
+        return {**whole, "init_args": {name: each for name, each in whole["init_args"].items() if name != "tell"}}
 
     def check(self, model: LayeredModel) -> None:
         super().check(model)
@@ -169,6 +175,8 @@ class Speed(Analysis):
         self._batch(model)
 
     def run(self, model: LayeredModel) -> Iterator[Record]:
+        if self.tell is not None:
+            self.tell(f"timing {len(self._variants(model))} orders, {self.num_warm_up + self.num_rounds} rounds")
         found = measure_speed(
             model.model,
             self._variants(model),

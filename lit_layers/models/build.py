@@ -27,6 +27,8 @@ from lit_layers.models.pixel_statistics import (
 )
 from lit_layers.models.vocabulary import TRUE_SIZE, is_padded, pad_vocabulary_, true_vocab_size, unpadded_state
 
+_OF_A_FILE = ("architectures", "dtype", "torch_dtype", "transformers_version")  # options that change no function
+
 __all__ = ["causal_lm", "load", "save", "true_vocab_size", "untrained", "vit", "weights_hash"]
 
 READABLE = 0o644  # safetensors writes files that nobody else on a shared disk can read
@@ -191,6 +193,17 @@ def weights_hash(model: nn.Module) -> str:
         digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)} ".encode())
         digest.update(tensor.contiguous().cpu().reshape(-1).view(torch.uint8).numpy().data)
     return digest.hexdigest()
+
+
+def architecture_hash(model: nn.Module) -> str:
+    """Sixteen hex digits over the options of a transformers model that no weight shows, such as `rope_theta`.
+
+    Where it was opened from, in which precision and by which version plays no part.
+    """
+    network: Network = getattr(model, "_orig_mod", model)
+    known = network.config.to_dict()
+    kept = {name: value for name, value in known.items() if not name.startswith("_") and name not in _OF_A_FILE}
+    return hashlib.sha256(json.dumps(kept, sort_keys=True, default=str).encode()).hexdigest()[:16]
 
 
 def _copy_weights_(model: nn.Module, weights: nn.Module) -> None:

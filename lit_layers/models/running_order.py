@@ -1,5 +1,6 @@
 """A model whose blocks run in another order while a context lasts: skipped, repeated, side by side."""
 
+import itertools
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -18,6 +19,7 @@ from lit_layers.models.view import REORDERED, first, split_arguments
 
 Parallel = Literal["loop", "stacked"]
 EXECUTIONS: tuple[Parallel, ...] = ("loop", "stacked")
+_NUMBERS, _OWNER = itertools.count(1), "lit_layers_order"  # of orders; a number stays what it is in a copy of a cache
 
 
 @contextmanager
@@ -28,7 +30,8 @@ def running_order(model: nn.Module, schedule: Sequence[Step], *, parallel: Paral
     their outputs. What a block is called with besides its state (masks, positions) is what it would have had in place.
     Embedding, final norm and head stay; so do weights, `state_dict` and modules. Gradients flow. With a key-value cache
     each execution of each block has a slot of its own, so that cached generation is what recomputing gives; a cache
-    that was begun in the context ends with it. Hooks on single blocks do not see the executions.
+    that was begun in the context ends with it. Hooks on single blocks do not see the executions, nor would the model's
+    `output_hidden_states`, which is refused.
 
     Source: Sun et al., Transformer Layers as Painters, arXiv 2407.09298. (Its code averages the keys and values of
     parallel blocks, which is wrong from the second generated token on.)
@@ -42,7 +45,8 @@ def running_order(model: nn.Module, schedule: Sequence[Step], *, parallel: Paral
 
     Raises:
         InputError: a model of no known family, or one that is in such a context already, here or in another thread;
-            blocks that cannot be stacked; inside, a cache that is not made of keys and values alone.
+            blocks that cannot be stacked; inside, a cache that is not made of keys and values alone or was filled in
+            another order, and `output_hidden_states`.
         TypeError, ValueError: a schedule that does not fit the model, or without a step.
     """
     network: Network = getattr(model, "_orig_mod", model)
@@ -60,11 +64,13 @@ def running_order(model: nn.Module, schedule: Sequence[Step], *, parallel: Paral
     _claim(network, steps)
     before = [block.__dict__.get("forward") for block in blocks]
     order = _Order(steps, [block.forward for block in blocks], type(network).__name__, stacks)
+    watch = network.register_forward_pre_hook(_refuse_hidden_states, with_kwargs=True)
     try:
         for number, block in enumerate(blocks, 1):
             block.forward = order.at(number)
         yield model
     finally:
+        watch.remove()
         for block, own in zip(blocks, before, strict=True):
             if own is None:
                 block.__dict__.pop("forward", None)
@@ -72,6 +78,15 @@ def running_order(model: nn.Module, schedule: Sequence[Step], *, parallel: Paral
                 block.forward = own
         network.__dict__.pop(REORDERED, None)
         stacks.clear()  # their memory goes now, also where a traceback holds this frame
+
+
+def _refuse_hidden_states(network: Network, args: tuple, kwargs: dict[str, Any]) -> None:
+    asked = kwargs.get("output_hidden_states")
+    if asked or (asked is None and getattr(getattr(network, "config", None), "output_hidden_states", False)):
+        raise InputError(
+            f"output_hidden_states: {type(network).__name__} runs its blocks in another order and would give the "
+            "embedding for all of them: take the states of the plain model"
+        )
 
 
 _CLAIMING = threading.Lock()
@@ -109,11 +124,13 @@ class _Order:
         self.steps, self.forwards, self.kind, self.stacks = steps, forwards, kind, stacks
         self.calls = threading.local()
         self.tuples: dict[type, bool] = {}  # by class of block: whether it returns a tuple
+        self.number = next(_NUMBERS)
 
     def at(self, number: int) -> Callable[..., Any]:
         def forward(*args: Any, **kwargs: Any) -> Any:
             hidden, args, kwargs = split_arguments(args, kwargs)
             if number == 1:
+                self._own_caches(args, kwargs)
                 self.calls.now = _Call(hidden)
             call: _Call | None = getattr(self.calls, "now", None)
             if call is None or len(call.arguments) != number - 1:
@@ -128,6 +145,18 @@ class _Order:
             return (hidden, None) if in_tuple else hidden
 
         return forward
+
+    def _own_caches(self, args: tuple, kwargs: dict[str, Any]) -> None:
+        """Claims empty caches for this order, and refuses what another one has filled."""
+        for cache in filter(_is_cache, (*args, *kwargs.values())):
+            owner = getattr(cache, _OWNER, None)
+            if owner is None and not cache.get_seq_length():
+                setattr(cache, _OWNER, self.number)
+            elif owner != self.number:
+                raise InputError(
+                    f"{self.kind} was given a key-value cache that was filled in another order of its blocks: begin "
+                    "with the whole text in this one"
+                )
 
     def _run(self, call: _Call) -> Tensor:
         caches = _Slots(len(self.forwards), self.kind)

@@ -329,9 +329,9 @@ def with_task_medians(frame: pd.DataFrame) -> OverTasks:
     """Returns the table and, of several tasks, the median of `normalized_score` (GLUE: the mean of `task_score`).
 
     They are of the analyses `intervene/median_over_tasks` and `intervene/glue/mean_over_tasks`: a number for each
-    variant of each checkpoint (or model), over the same tasks everywhere: those that have it for every variant that any
-    task has. What one of them leaves undefined has none. `n` counts the tasks; the others are named. One task alone
-    makes neither.
+    variant of each checkpoint (or model), over those tasks that have it for every variant that any task has there: a
+    young model beats guessing on few of them. What one of them leaves undefined has none. `n` counts the tasks, and
+    the note names them, step by step where they differ. One task alone makes neither.
 
     Source: Sun et al., Transformer Layers as Painters, arXiv 2407.09298 (the median over benchmarks; GLUE: the mean).
     """
@@ -362,26 +362,48 @@ def with_task_medians(frame: pd.DataFrame) -> OverTasks:
 
 def _over_tasks(rows: Any, statistic: str) -> tuple[Any, str]:
     """A row for each cell, and over which tasks."""
+    parts, told = [], {}
+    for (run, step), part in rows.groupby(["run", "step"], dropna=False, sort=False):
+        found, tasks, gone, undefined = _of_checkpoint(part, statistic)
+        parts.append(found)
+        told.setdefault((tasks, gone, undefined), []).append(run if pd.isna(step) else f"step {int(step):,}")
+    sentences = [_sentence(statistic, *over) for over in told]
+    if len(told) > 1:
+        sentences = [
+            f"{', '.join(dict.fromkeys(where))}: {each}" for where, each in zip(told.values(), sentences, strict=True)
+        ]
+    found = pd.concat(parts, ignore_index=True)
+    return found.assign(stderr=math.nan, low=math.nan, high=math.nan), " ".join(sentences)
+
+
+def _of_checkpoint(rows: Any, statistic: str) -> tuple[Any, tuple[str, ...], tuple[str, ...], tuple[int, int]]:
+    """Of one checkpoint or model: a row for each cell, the tasks that enter and those that do not, and how many numbers
+    are left out of how many."""
     other = (*COLUMNS, AUDIT, "task", "statistic", "seed")
     tags = [n for n in rows.columns if n not in other and not n.startswith("num_") and rows[n].notna().any()]
     by = ["run", "step", "tokens", *tags, "layer", *([AUDIT] if AUDIT in rows else [])]
     cells = rows.groupby(by, dropna=False, sort=False)
     sizes = rows.groupby("task")["value"].size()
-    kept = [task for task in dict.fromkeys(rows["task"]) if sizes[task] == cells.ngroups]
-    gone = [task for task in dict.fromkeys(rows["task"]) if task not in kept]
-    lacking = f" In it are not, as they lack some variants: {', '.join(gone)}." if gone else ""
+    kept = tuple(task for task in dict.fromkeys(rows["task"]) if sizes[task] == cells.ngroups)
+    gone = tuple(task for task in dict.fromkeys(rows["task"]) if task not in kept)
     if len(kept) < 2:
-        return rows.iloc[:0], f"No {statistic} over tasks: fewer than two have every variant.{lacking}"
+        return rows.iloc[:0], kept, gone, (0, 0)
     own = rows[rows["task"].isin(kept)].groupby(by, dropna=False, sort=False)["value"]
     found = own.agg([statistic, "size", "count"]).reset_index().rename(columns={statistic: "value", "size": "n"})
     found["value"] = found["value"].where(found["count"] == found["n"])
     found = found.drop(columns="count")
-    undefined = int(found["value"].isna().sum())
-    note = f"{statistic.capitalize()} over {listing('task', kept, most=20)}.{lacking}"
-    if undefined:
-        note += f" {undefined} of {len(found)} numbers are left out, as a task's score is undefined there."
-    found = found[found["value"].notna()]
-    return found.assign(stderr=math.nan, low=math.nan, high=math.nan), note
+    undefined = found["value"].isna()
+    return found[~undefined], kept, gone, (int(undefined.sum()), len(found))
+
+
+def _sentence(statistic: str, tasks: tuple[str, ...], gone: tuple[str, ...], left_out: tuple[int, int]) -> str:
+    lacking = f" In it are not, as they lack some variants: {', '.join(gone)}." if gone else ""
+    if len(tasks) < 2:
+        return f"No {statistic} over tasks: fewer than two have every variant.{lacking}"
+    note = f"{statistic.capitalize()} over {listing('task', tasks, most=20)}.{lacking}"
+    if left_out[0]:
+        note += f" {left_out[0]} of {left_out[1]} numbers are left out, as a task's score is undefined there."
+    return note
 
 
 def several(points: Sequence[Point], split: str) -> dict[str, list[Point]]:

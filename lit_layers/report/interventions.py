@@ -14,6 +14,7 @@ from lit_layers.plots.models import short_names
 from lit_layers.plots.similarity import SIMILARITIES, STAGES, stage_text
 from lit_layers.plots.sliders import spread
 from lit_layers.plots.variant_scores import GLUE, GLUE_MEAN, LOOPED, MEDIAN
+from lit_layers.records import FAILED
 from lit_layers.report.figures import Block, balanced, slim
 
 INTERVENTIONS, TASKS = "interventions", "intervene"
@@ -91,7 +92,7 @@ def is_own(frame: pd.DataFrame) -> Any:
 
 def _shown(frame: pd.DataFrame) -> Any:
     """The rows of this file without single random orders, which no figure shows: they are most of the rows."""
-    table: Any = frame[is_own(frame)]
+    table: Any = frame[is_own(frame) & (frame["metric"] != FAILED)]
     return table[table["seed"].isna()] if "seed" in table else table
 
 

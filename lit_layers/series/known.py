@@ -8,7 +8,7 @@ from lit_layers import records
 from lit_layers.analyses.base import Analysis
 from lit_layers.data.tokenization import Tokenizer, tokenizer_hash
 from lit_layers.errors import InputError
-from lit_layers.records import Measurement
+from lit_layers.records import FAILED, Measurement
 from lit_layers.series.checkpoint import Checkpoint
 from lit_layers.series.local import run_facts
 from lit_layers.series.sources import TOKENIZER
@@ -70,6 +70,7 @@ class Known:
         wanted = (analysis.config_hash(), analysis.data_hash())
         return (
             known.error is None
+            and not any(record.metric == FAILED for record in known.records)
             and (said.get("config_hash"), said.get("data_hash")) == wanted
             and said.get("model_tokenizer_hash") in (None, self.tokenizer_hash(checkpoint))
         )

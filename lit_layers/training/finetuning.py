@@ -23,7 +23,7 @@ from lit_layers.emergence import kept_random_state
 from lit_layers.errors import InputError
 from lit_layers.functional.block_schedules import baseline, format_schedule
 from lit_layers.functional.variants import Variant
-from lit_layers.models.build import save, weights_hash
+from lit_layers.models.build import architecture_hash, save, weights_hash
 from lit_layers.models.families import Network
 from lit_layers.models.running_order import Parallel, running_order
 from lit_layers.models.view import LayeredModel
@@ -171,6 +171,7 @@ def finetune(
         "parallel": parallel,
         "recipe": {**asdict(recipe), "tokenizer": tokenizer},
         "weights": weights_hash(model),
+        "architecture": architecture_hash(model),
         "corpus": prepared(recipe.corpus, tokenizer).corpus_hash,
     }
     if (kept := finished(folder / RESULT, settings)) is not None:

@@ -21,7 +21,7 @@ from lit_layers.emergence import kept_random_state
 from lit_layers.errors import InputError
 from lit_layers.functional.variants import LOOPS, SEEDS, Variant, variants
 from lit_layers.intervene.glue_tasks import EncodedRows, GlueTask, encode_rows, find_task, glue_metrics, read_rows
-from lit_layers.models.build import weights_hash
+from lit_layers.models.build import architecture_hash, weights_hash
 from lit_layers.models.families import Network, trunk_of
 from lit_layers.models.running_order import running_order
 from lit_layers.models.sequence_classifier import sequence_classifier
@@ -173,6 +173,7 @@ def glue_scores(
             "task": name,
             "recipe": options,
             "weights": weights_hash(network),
+            "architecture": architecture_hash(network),
             "tokenizer": tokenizer_hash(words_of.tokenizer),
             "rows": {split: each.content_hash() for split, each in rows.items()},
         }

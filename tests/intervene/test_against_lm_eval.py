@@ -10,7 +10,7 @@ from lit_layers.emergence import measure
 from lit_layers.errors import InputError
 from lit_layers.functional import block_schedules as schedules
 from lit_layers.intervene import BenchmarkScores
-from lit_layers.intervene.lm_eval_tasks import LmEvalScorer, refuse_unknown
+from lit_layers.intervene.lm_eval_tasks import LmEvalScorer, refuse_unknown, task_file_hash
 from lit_layers.intervene.own_scorer import OwnScorer
 from lit_layers.intervene.prompt_tokens import PromptTokenizer
 from lit_layers.intervene.scores import FLEXIBLE, NORMED, PERPLEXITY, SCORE, mean_and_error
@@ -106,7 +106,7 @@ def test_the_analysis_takes_the_scores_of_lm_eval(both):
 def test_the_perplexity_is_that_of_lm_eval(both):
     for order in ORDERS:
         theirs, ours = both["gpt2", "lambada", order]
-        own, _ = mean_and_error(PERPLEXITY, ours.values[PERPLEXITY])
+        own, _ = mean_and_error(PERPLEXITY, [ours.values[PERPLEXITY]])
         assert own == pytest.approx(np.exp(-np.mean(theirs.values[PERPLEXITY])), rel=1e-4)
 
 
@@ -124,3 +124,17 @@ def test_names_that_it_does_not_know_are_refused():
     with pytest.raises(InputError, match=r"^task: expected a task file of lm-eval, nowhere\.yaml does not exist"):
         refuse_unknown("nowhere.yaml")
     refuse_unknown("lambada")
+
+
+def test_a_task_file_is_known_by_what_it_and_its_parts_say(tmp_path):
+    (tmp_path / "base.yaml").write_text("output_type: multiple_choice\n")
+    (tmp_path / "parts.py").write_text("x = 1\n")
+    task = tmp_path / "task.yaml"
+    task.write_text("include: base.yaml\ntask: mine\nprocess_docs: !function parts.x\n")
+    found = [task_file_hash(task)]
+    for name in ("task.yaml", "base.yaml", "parts.py"):
+        with (tmp_path / name).open("a") as file:
+            file.write("# more\n")
+        found.append(task_file_hash(task))
+    assert len(set(found)) == 4
+    assert task_file_hash(task) == found[-1]

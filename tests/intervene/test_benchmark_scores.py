@@ -1,5 +1,6 @@
 """The analysis: its records by arithmetic on the rows, what it keeps on disk, how it goes on, what it refuses."""
 
+import copy
 import json
 import math
 from importlib.metadata import PackageNotFoundError
@@ -147,9 +148,38 @@ def test_random_orders_have_a_mean_over_their_seeds(folder, model, make):
     assert [record.value for record in single] == pytest.approx(expected)
     assert [record.tags["seed"] for record in single] == [0, 1, 2]
     assert mean.value == pytest.approx(sum(expected) / 3)
-    spread = sum((value - sum(expected) / 3) ** 2 for value in expected) / 2
-    assert mean.stderr == pytest.approx(math.sqrt(spread / 3))
+    rows = [by_rows(folder, model, "lambada", order)["task_perplexity"] for order in orders]
+    means = [sum(values) / len(values) for values in rows]
+    moves = [
+        sum(math.exp(-mean) * (values[row] - mean) for mean, values in zip(means, rows, strict=True)) / 3
+        for row in range(len(rows[0]))
+    ]  # the perplexities linearised in each row, averaged over seeds
+    assert mean.stderr == pytest.approx((sum(move**2 for move in moves) / (len(moves) - 1) / len(moves)) ** 0.5)
     assert mean.tags == {"variant": "random", "middle": 5, "num_seeds": 3, "num_identical": 0, "task": "lambada"}
+
+
+def test_the_mean_over_seeds_is_uncertain_over_rows(folder, model, make):
+    records = list(make("arc_challenge", variants=("random",), middles=(5,), seeds=(0, 1, 2)).run(LayeredModel(model)))
+    (mean,) = [record for record in records if record.metric == "task_score" and "num_seeds" in record.tags]
+    orders = [random(BLOCKS, 0, seed=seed) for seed in (0, 1, 2)]
+    hits = [by_rows(folder, model, "arc_challenge", order)["task_score"] for order in orders]
+    rows = [sum(row) / 3 for row in zip(*hits, strict=True)]
+    centre = sum(rows) / len(rows)
+    assert mean.value == pytest.approx(centre)
+    assert mean.stderr == pytest.approx((sum((r - centre) ** 2 for r in rows) / (len(rows) - 1) / len(rows)) ** 0.5)
+
+
+def test_equal_weights_of_another_architecture_do_not_meet(model, make):
+    list(make().run(LayeredModel(model)))
+    other = copy.deepcopy(model)
+    other.config.layer_norm_epsilon = 0.5
+    for part in other.modules():
+        if isinstance(part, torch.nn.LayerNorm):
+            part.eps = 0.5
+    again = make()
+    said = counted(again)
+    list(again.run(LayeredModel(other)))
+    assert len(said) == 2
 
 
 def test_equal_orders_are_scored_once(model, make):

@@ -46,7 +46,7 @@ def test_a_completion_is_right_if_it_is_greedy():
     items = [Choice((("a", " b"),), 0, (1,))] * 2
     values = completion_values(items, [*found(-2.0, greedy=True), *found(-4.0)])
     assert values == {SCORE: [1.0, 0.0], PERPLEXITY: [-2.0, -4.0]}
-    value, error = mean_and_error(PERPLEXITY, values[PERPLEXITY])
+    value, error = mean_and_error(PERPLEXITY, [values[PERPLEXITY]])
     assert value == pytest.approx(math.exp(3))
     assert error == pytest.approx(math.exp(3) * 1.0)  # of the mean: sqrt(2) / sqrt(2)
 
@@ -70,8 +70,8 @@ def test_numbers_of_a_text(text, strict, flexible):
 
 def test_the_error_of_a_mean():
     values = [1.0, 0.0, 0.0, 1.0, 1.0]
-    assert mean_and_error(SCORE, values) == (pytest.approx(0.6), pytest.approx(math.sqrt(0.6 * 0.4 / 4)))
-    assert mean_and_error(SCORE, [1.0]) == (1.0, None)
+    assert mean_and_error(SCORE, [values]) == (pytest.approx(0.6), pytest.approx(math.sqrt(0.6 * 0.4 / 4)))
+    assert mean_and_error(SCORE, [[1.0]]) == (1.0, None)
 
 
 def test_guessing_is_0_and_the_full_model_1():

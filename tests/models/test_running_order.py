@@ -247,3 +247,28 @@ def test_what_is_no_schedule_is_refused_before_anything_changes(schedule, kind, 
         pass
     assert sentence in str(refused.value)
     assert all("forward" not in block.__dict__ for block in model.transformer.h)
+
+
+def test_a_cache_of_another_order_is_refused():
+    model = deep("gpt2")
+    ids = tiny_batch("gpt2", *PROMPTS)["input_ids"]
+    with torch.no_grad():
+        plain = model(input_ids=ids, use_cache=True).past_key_values
+        with running_order(model, VARIANTS["reverse"]):
+            filled = model(input_ids=ids, use_cache=True).past_key_values
+            model(input_ids=ids[:, :1], past_key_values=filled)  # its own goes on
+        with running_order(model, VARIANTS["skip"]):
+            for cache in (plain, filled):
+                with pytest.raises(InputError, match="a key-value cache that was filled in another order"):
+                    model(input_ids=ids[:, :1], past_key_values=cache)
+
+
+def test_hidden_states_that_would_be_the_embedding_are_refused():
+    model = deep("gpt2")
+    batch = tiny_batch("gpt2", *PROMPTS)
+    with torch.no_grad(), running_order(model, VARIANTS["reverse"]):
+        with pytest.raises(InputError, match="^output_hidden_states: GPT2LMHeadModel runs its blocks in another order"):
+            model(**batch, output_hidden_states=True)
+        call(model, batch)
+    with torch.no_grad():
+        assert len(model(**batch, output_hidden_states=True).hidden_states) == BLOCKS + 1
