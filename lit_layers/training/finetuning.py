@@ -164,6 +164,7 @@ def finetune(
     tokenizer = recipe.tokenizer or tokenizer
     if tokenizer is None:
         raise InputError("tokenizer: expected one in the recipe, or the model's own")
+    _check_model(model, recipe, tokenizer)
     folder = Path(root) / name_of(variant)
     settings = {
         "schedule": format_schedule(variant.schedule),
@@ -176,7 +177,6 @@ def finetune(
     }
     if (kept := finished(folder / RESULT, settings)) is not None:
         return Quality(**kept["before"]), Quality(**kept["after"])
-    _check_model(model, recipe, tokenizer)
     writable_folder(Path(root), "root")
     data = LitTextData(
         recipe.corpus,

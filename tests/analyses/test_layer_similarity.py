@@ -201,7 +201,7 @@ def test_prompts_of_which_nothing_is_left_count_for_nothing(model, states):
     assert run(model, *BATCHES, lone, drop_first=1) == run(model, *BATCHES, drop_first=1)
     with pytest.raises(InputError, match=r"^layer_similarity: layer_cka needs at least 4 rows, got 0 \(tokens\)"):
         run(model, lone, drop_first=1)
-    with pytest.raises(InputError, match=r"needs at least 2 rows, got 1 \(prompts\): give more texts"):
+    with pytest.raises(InputError, match=r"needs at least 4 rows, got 1 \(prompts\): give more texts"):
         run(model, tiny_batch("gpt2", batch=1), rows="prompts")
 
 

@@ -170,6 +170,19 @@ def test_what_is_finished_is_not_trained_again_and_other_settings_are_refused(mo
         run(model, text, tmp_path)
 
 
+def test_a_corpus_that_has_changed_is_other_settings(model, text, tmp_path):
+    corpus = tmp_path / "corpus.jsonl"
+    corpus.write_text((text / "corpus.jsonl").read_text())
+    run(model, text, tmp_path, corpus=str(corpus))
+    with corpus.open("a") as file:
+        file.write("\n" + json.dumps({"text": "one more"}))
+    with pytest.raises(InputError, match=r"other settings \(corpus differs\)"):
+        run(model, text, tmp_path, corpus=str(corpus))
+    model.config.layer_norm_epsilon = 0.5
+    with pytest.raises(InputError, match=r"other settings \(architecture differs\)"):
+        run(model, text, tmp_path, corpus=str(corpus))
+
+
 def test_an_interrupted_training_leaves_no_result_and_the_model_as_it_was(model, text, tmp_path, monkeypatch):
     before, step = weights_hash(model), LitVariant.training_step
 
