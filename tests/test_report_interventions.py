@@ -187,3 +187,24 @@ def test_metrics_and_tags_have_words() -> None:
     assert tag_text({"variant": "looped_parallel", "middle": 5, "loops": 3}) == "looped parallel, M = 5, k = 3"
     assert tag_text({"when": "after"}) == "after fine-tuning"
     assert tag_text({"execution": "stacked"}) == "run stacked"
+
+
+@pytest.mark.parametrize("steps", [(1,), (1, 2), (None,)])
+def test_variants_that_failed_break_no_page_and_have_no_curve(tmp_path, steps):
+    for step in steps:
+        task = {"task": "arc"}
+        found = [Record(metric="random_score", value=0.25, tags=task)]
+        for tags, score in (({"variant": "baseline"}, 0.6), ({"variant": "skip", "middle": 3}, 0.5)):
+            found.append(Record(metric="task_score", value=score, stderr=0.02, n=100, tags=tags | task))
+        for name in ("reverse", "parallel"):
+            tags = {"variant": name, "middle": 3, "error": f"RuntimeError: {name}"}
+            found.append(Record(metric="failed", value=1.0, tags=tags | task))
+        line = Measurement(run="r", step=step, tokens=None, analysis="intervene/arc", records=found, seconds=1.0)
+        records.append(tmp_path / "measurements.jsonl", line)
+    assert write_report(tmp_path).is_file()
+    drawn = interventions.sections(records.frame(tmp_path / "measurements.jsonl"), {})
+    assert "Failed" not in json.dumps(drawn)
+    assert "Skip" in json.dumps(drawn)
+    names = [path.name for path in write_pictures(tmp_path, tmp_path / "pictures")]
+    assert names
+    assert not any("failed" in name for name in names)

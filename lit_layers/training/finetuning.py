@@ -164,7 +164,7 @@ def finetune(
     tokenizer = recipe.tokenizer or tokenizer
     if tokenizer is None:
         raise InputError("tokenizer: expected one in the recipe, or the model's own")
-    _check_model(model, recipe, tokenizer)
+    check_model(model, recipe, tokenizer)
     folder = Path(root) / name_of(variant)
     settings = {
         "schedule": format_schedule(variant.schedule),
@@ -392,7 +392,7 @@ def _validate(module: LitVariant, data: L.LightningDataModule, options: Mapping[
     return module.quality()
 
 
-def _check_model(model: Network, recipe: FinetuningRecipe, tokenizer: str) -> None:
+def check_model(model: Network, recipe: FinetuningRecipe, tokenizer: str) -> None:
     view, kind = LayeredModel(model), type(model).__name__
     if view.family.sees_images or not model.can_generate():
         raise InputError(f"model: expected a causal language model, which predicts the next token, got {kind}")

@@ -161,7 +161,7 @@ def glue_scores(
         task = find_task(name)
         network, trunk = sequence_classifier(model, task.num_outputs, seed=recipe.seed)
         view = LayeredModel(trunk)
-        _check(view, recipe, words_of.vocab_size)
+        check_encoder(view, recipe, words_of.vocab_size)
         compared = _variants(view.num_layers, names, middles, seeds, loops, custom)
         rows = {
             split: read_rows(task, split, folder).take(count, seed=recipe.seed)
@@ -315,7 +315,7 @@ def _variants(num_blocks: int, names, middles, seeds, loops, custom) -> list[Var
         raise InputError(f"glue: {error}") from error
 
 
-def _check(view: LayeredModel, recipe: GlueRecipe, vocab_size: int) -> None:
+def check_encoder(view: LayeredModel, recipe: GlueRecipe, vocab_size: int) -> None:
     kind = type(view.model).__name__
     if view.max_tokens is not None and recipe.num_tokens > view.max_tokens:
         raise InputError(f"recipe: num_tokens: {kind} takes at most {view.max_tokens} tokens, got {recipe.num_tokens}")

@@ -17,9 +17,9 @@ from lit_layers.models.running_order import Parallel
 from lit_layers.models.sequence_classifier import ENCODERS
 from lit_layers.models.view import LayeredModel
 from lit_layers.records import Record
-from lit_layers.training.finetuning import ANALYSIS, FinetuningRecipe, _check_model, finetune_variants, quiet_trainer
+from lit_layers.training.finetuning import ANALYSIS, FinetuningRecipe, check_model, finetune_variants, quiet_trainer
 from lit_layers.training.glue import ANALYSIS as GLUE
-from lit_layers.training.glue import GlueRecipe, _check, glue_scores
+from lit_layers.training.glue import GlueRecipe, check_encoder, glue_scores
 
 _ELSEWHERE = ("root", "tell", "folder")  # decide where things lie, not the numbers
 
@@ -90,7 +90,7 @@ class Finetuning(_TrainedVariants):
 
     def check(self, model: LayeredModel) -> None:
         super().check(model)
-        _check_model(model.model, self.recipe, self._tokenizer())
+        check_model(model.model, self.recipe, self._tokenizer())
 
     def data_hash(self) -> str | None:
         shards = self._shards()
@@ -159,7 +159,7 @@ class GlueScores(_TrainedVariants):
         kind = getattr(getattr(model.model, "config", None), "model_type", None)
         if kind not in ENCODERS:
             raise InputError(f"glue: expected an encoder ({', '.join(ENCODERS)}), got {type(model.model).__name__}")
-        _check(model, self.recipe, load_tokenizer(self.tokenizer).vocab_size)
+        check_encoder(model, self.recipe, load_tokenizer(self.tokenizer).vocab_size)
         self.data_hash()
 
     def data_hash(self) -> str | None:
