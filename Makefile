@@ -1,4 +1,4 @@
-# Two commands on a fresh machine with Python >= 3.11: `make demo` and `make test`.
+# Two commands on a fresh machine with Python >= 3.11: `make demo` and `make test`; `make soak` runs the long tests.
 PYTHON ?= python3
 VENV   ?= .venv
 BIN    := $(VENV)/bin
@@ -8,13 +8,17 @@ export OMP_NUM_THREADS ?= 1
 # uv compiles no bytecode by default; without .pyc files every process spends 10 s on imports.
 export UV_COMPILE_BYTECODE := 1
 
-.PHONY: demo test lint constraints clean
+.PHONY: demo test soak lint constraints clean
 demo: $(VENV)/.ready
 	$(BIN)/lit-layers fit --config recipes/quickstart/gpt2.yaml
 
-# Two processes; a file's tests stay together, as they share what is dear to make.
+# Two processes; a file's tests stay together, as they share what is costly to make.
 test: $(VENV)/.ready
-	$(BIN)/python -m pytest --numprocesses 2 --dist loadfile
+	$(BIN)/python -m pytest -m "not soak" --numprocesses 2 --dist loadfile
+
+# What takes minutes: random kills, every command of the documentation, a browser, fuzzing, evaluation at length.
+soak: $(VENV)/.ready
+	$(BIN)/python -m pytest -m soak --numprocesses 2 --dist loadfile
 
 lint: $(VENV)/.ready
 	$(BIN)/ruff check .

@@ -36,7 +36,7 @@ def test_every_link_to_a_file_leads_somewhere(page):
     assert all((page.parent / target).exists() for target in targets), targets
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_the_commands_and_examples_of_a_page_run_in_its_order(page, tmp_path, monkeypatch):
     for name in ("recipes", "wandb_configs"):
