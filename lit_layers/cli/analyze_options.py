@@ -45,7 +45,9 @@ class Command:
             alone.analyses = []
             return [self._made(alone).series]
         steps = "all" if options.steps is None else options.steps
-        return open_series(options.model, read_steps(steps) if isinstance(steps, str) else steps)
+        return open_series(
+            options.model, read_steps(steps) if isinstance(steps, str) else steps, model=options.submodule
+        )
 
     def analyses(self, owner: str, own_tokenizer: str | None, own_corpus: str | None = None) -> list[Analysis]:
         """What to measure: with the owner's own tokenizer and corpus where none are named.
@@ -109,6 +111,12 @@ def _parser() -> ArgumentParser:
         help="Of a model's series: all, a list, {log_spaced: N}, pythia, {every: N}.",
     )
     parser.add_argument(
+        "--submodule",
+        type=str | None,
+        default=None,
+        help="Of a folder of *.ckpt files: the submodule that is the network (default: found by its tensors).",
+    )
+    parser.add_argument(
         "--allow-suspect",
         "--allow_suspect",
         action="store_true",
@@ -168,6 +176,8 @@ def _is_series(options: Any) -> bool:
 
 
 def _refuse_what_does_not_fit(options: Any, is_series: bool) -> None:
+    if options.submodule is not None and (not is_series or options.series is not None):
+        raise InputError("--submodule is for a folder of *.ckpt files; of --series it is --series.model")
     if not is_series:
         if options.allow_suspect or options.shard != "auto" or not options.keep_downloads:
             raise InputError("--allow-suspect, --keep-downloads and --shard are for series: name its --steps")

@@ -31,7 +31,7 @@ def main(argv: list[str]) -> int:
     found = []
     steps = read_steps(options.steps)
     staged = {"grammar": options.grammar, "stage": options.stage, "ingredient": options.ingredient}
-    for series in open_series(options.series, steps, **staged):
+    for series in open_series(options.series, steps, model=options.model, **staged):
         found.append(audit(series))
         show_audit(found[-1])
     if options.json is not None:
@@ -56,6 +56,12 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--grammar", default="auto", help="how steps are named, e.g. iter_{step} (default: auto)")
     parser.add_argument("--stage", type=int, default=1, help="of a training in stages (default: 1)")
     parser.add_argument("--ingredient", type=int, help="which of the sibling runs of a stage")
+    parser.add_argument(
+        "--model",
+        "--submodule",
+        metavar="NAME",
+        help="of *.ckpt files: the submodule that is the network (default: found)",
+    )
     parser.add_argument("--json", type=Path, metavar="FILE", help="also write the findings there")
     return parser
 

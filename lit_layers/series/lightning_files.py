@@ -1,4 +1,4 @@
-"""Series of Lightning checkpoints of our modules: `.ckpt` files, which hold weights and no configuration."""
+"""Series of Lightning checkpoints: `.ckpt` files, which hold weights and no configuration."""
 
 import functools
 import hashlib
@@ -16,15 +16,17 @@ from lit_layers.series.checkpoint import Checkpoint, Listing, Series, would_run_
 from lit_layers.series.files import ListedFile
 from lit_layers.series.local import run_facts
 from lit_layers.series.sources import Source, companions
+from lit_layers.series.submodule import Expected, empty, unwrapped
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-PREFIX, WEIGHTS, CONFIG = "model.", "model.safetensors", "config.json"
+WEIGHTS, CONFIG = "model.safetensors", "config.json"
 
 
 class LightningCheckpoints(Series):
-    """The `.ckpt` files below a folder, in the order of the optimizer steps that they record.
+    """The `.ckpt` files below a folder, in the order of the optimizer steps that they record: of any Lightning project
+    whose module holds a network of a known family, under whatever name.
 
     Args:
         root: a folder; those below it are searched, too.
@@ -32,6 +34,7 @@ class LightningCheckpoints(Series):
             folder in `root`, or beside it, is taken.
         steps: all, a list, {log_spaced: N}, or a schedule as in training.
         tokens_per_step: where it is known.
+        model: name of the submodule that is the network; None: the only one that holds the tensors of config.json.
     """
 
     def __init__(
@@ -41,23 +44,33 @@ class LightningCheckpoints(Series):
         *,
         config: str | Path | None = None,
         tokens_per_step: int | None = None,
+        model: str | None = None,
     ) -> None:
         if tokens_per_step is not None and tokens_per_step < 1:
             raise InputError(f"tokens_per_step: expected at least 1, got {tokens_per_step}")
         self.root, self.steps, self.tokens_per_step = Path(root), steps, tokens_per_step
-        self.config = None if config is None else Path(config)
+        self.config, self.model = None if config is None else Path(config), model
         self.name = self.root.resolve().name
 
     def find(self) -> Listing:
         paths = sorted(self.root.rglob("*.ckpt"), key=lambda path: (path.name.startswith("last"), str(path)))
         if not paths:
             raise InputError(f"expected Lightning checkpoints (*.ckpt) below {self.root}, found none")
-        config = self._config()
+        expected = Expected.of(self._config())
         by_step: dict[int, list[Path]] = {}
         for path in paths:
             by_step.setdefault(_read(path)["global_step"], []).append(path)
+        first = by_step[min(by_step)][0]
+        try:
+            prefix = expected.prefix_in(unwrapped(_read(first)["state_dict"]), self.model)
+        except InputError as error:
+            raise InputError(f"{first}: {error}") from error
+
+        def source(step: int) -> "LightningSource":
+            return LightningSource(by_step[step][0], expected, prefix)
+
         return Listing(
-            checkpoints=tuple(self._checkpoint(step, by_step[step][0], config) for step in sorted(by_step)),
+            checkpoints=tuple(self._checkpoint(step, source(step)) for step in sorted(by_step)),
             doubles=tuple(
                 names
                 for same in by_step.values()  # last.ckpt is a copy of another by design
@@ -65,11 +78,11 @@ class LightningCheckpoints(Series):
             ),
         )
 
-    def _checkpoint(self, step: int, path: Path, config: Path) -> Checkpoint:
+    def _checkpoint(self, step: int, source: "LightningSource") -> Checkpoint:
         begun = next(filter(None, map(run_facts, (self.root, self.root.parent))), {}).get("origin") or {}
         first, before = begun.get("step", 0), begun.get("tokens", 0)
         tokens = None if self.tokens_per_step is None or before is None else before + step * self.tokens_per_step
-        return Checkpoint(self.name, self._name(path), LightningSource(path, config), step=first + step, tokens=tokens)
+        return Checkpoint(self.name, self._name(source.path), source, step=first + step, tokens=tokens)
 
     def _name(self, path: Path) -> str:
         return str(path.relative_to(self.root))
@@ -85,10 +98,10 @@ class LightningCheckpoints(Series):
 
 
 class LightningSource(Source):
-    """One `.ckpt` file; `fetch` writes what it holds as a model folder that `drop` removes."""
+    """The network in one `.ckpt` file; `fetch` writes it as a model folder that `drop` removes."""
 
-    def __init__(self, path: Path, config: Path) -> None:
-        self.path, self.config = path, config
+    def __init__(self, path: Path, expected: Expected, prefix: str) -> None:
+        self.path, self.config, self._expected, self._prefix = path, expected.folder, expected, prefix
         self._folder: Path | None = None
 
     @functools.cached_property
@@ -105,15 +118,15 @@ class LightningSource(Source):
         return (self.config / path).read_bytes()
 
     def fetch(self) -> Path:
-        from lit_layers.models.build import causal_lm, save
+        from lit_layers.models.build import save
 
         if self._folder is None:
-            model = causal_lm(self.config)
-            model.load_state_dict(self._fitting(model.state_dict()))
+            network = empty(self.config)
+            network.load_state_dict(self._state(), assign=True)
             folder = Path(tempfile.mkdtemp(prefix="lit-layers-"))
             for path in companions(self.config):
                 shutil.copyfile(self.config / path, folder / path)
-            save(model, folder)
+            save(network, folder)
             self._folder = folder
         return self._folder
 
@@ -128,23 +141,11 @@ class LightningSource(Source):
     def _tokenizer_name(self) -> str:
         return str(self.config)
 
-    def _fitting(self, own: "dict[str, Tensor]") -> "dict[str, Tensor]":
-        """The weights without the padding rows of the vocabulary."""
-        given = self._state()
-        for name in sorted(own.keys() | given.keys()):
-            shapes = [tuple(state[name].shape) if name in state else None for state in (given, own)]
-            if shapes[0] != shapes[1] and name in given and name in own and len(given[name]) > len(own[name]):
-                given[name] = given[name][: len(own[name])]
-                shapes[0] = tuple(given[name].shape)
-            if shapes[0] != shapes[1]:
-                raise InputError(
-                    f"{self.path} does not fit the config.json of {self.config}: {name} is {shapes[0]}, not {shapes[1]}"
-                )
-        return given
-
     def _state(self) -> "dict[str, Tensor]":
-        state = _read(self.path)["state_dict"]
-        return {name.removeprefix(PREFIX): tensor for name, tensor in state.items() if name.startswith(PREFIX)}
+        try:
+            return self._expected.fitted(unwrapped(_read(self.path)["state_dict"]), self._prefix)
+        except InputError as error:
+            raise InputError(f"{self.path}: {error}") from error
 
 
 def _read(path: Path) -> dict[str, Any]:

@@ -16,7 +16,13 @@ _REPOSITORY = re.compile(r"[\w.-]+/[\w.-]+")
 
 
 def open_series(
-    name: str, steps: Any = "all", *, grammar: str = "auto", stage: int = 1, ingredient: int | None = None
+    name: str,
+    steps: Any = "all",
+    *,
+    grammar: str = "auto",
+    stage: int = 1,
+    ingredient: int | None = None,
+    model: str | None = None,
 ) -> list[Series]:
     """The series that a folder, a repository of the Hub or a manifest holds: of a manifest one for each repository.
 
@@ -30,8 +36,10 @@ def open_series(
         if any(Path(name).glob("*.ckpt")):
             if grammar != "auto":
                 raise InputError("grammar: *.ckpt files record their own step: leave --grammar out")
-            return [LightningCheckpoints(name, steps)]
+            return [LightningCheckpoints(name, steps, model=model)]
+        _refuse_submodule(name, model)
         return [StepFolders(name, steps, grammar=grammar)]
+    _refuse_submodule(name, model)
     if name.endswith((".yaml", ".yml")):
         repos = Manifest(name).names()
         if not repos:
@@ -41,6 +49,11 @@ def open_series(
     if not _REPOSITORY.fullmatch(name) or Path(name).parent.is_dir():
         raise InputError(f"expected a folder, ORGANIZATION/NAME on the Hub or a manifest, {name} does not exist")
     return [HubRevisions(name, steps, grammar=grammar, **staged)]
+
+
+def _refuse_submodule(name: str, model: str | None) -> None:
+    if model is not None:
+        raise InputError(f"submodule: {name} holds plain models, and *.ckpt files have submodules: leave {model!r} out")
 
 
 def read_steps(text: str) -> Any:

@@ -1,0 +1,105 @@
+"""Which submodule of a Lightning checkpoint is the network, and that only its tensors count."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from lit_layers.cli.main import main
+from lit_layers.errors import InputError
+from lit_layers.models.build import weights_hash
+from lit_layers.series import LightningCheckpoints, audit
+from tests.support.saved_models import saved, saved_vit
+
+STEPS = (20, 40, 60)
+
+
+def moved(model: nn.Module, by: float) -> dict[str, torch.Tensor]:
+    """The state with its matrices moved; tied ones stay tied."""
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(by * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(7)))
+    return {name: tensor.clone() for name, tensor in model.state_dict().items()}
+
+
+def project(root: Path, model: nn.Module, *names: str, other: float = 0.0) -> tuple[Path, list[str]]:
+    """Files of a module that keeps `model` under each of `names`; `other` moves the weights of all but the first."""
+    files, hashes = root / "files", []
+    files.mkdir()
+    for step in STEPS:
+        state = moved(model, 0.01)
+        hashes.append(weights_hash(model))
+        content = {"loss.weight": torch.ones(3)}
+        for number, name in enumerate(names):
+            content |= {name.format(key): tensor + other * (number > 0) for key, tensor in state.items()}
+        torch.save({"state_dict": content, "global_step": step}, files / f"{step}.ckpt")
+    return files, hashes
+
+
+@pytest.mark.parametrize(
+    "name", ["net.{}", "{}", "model._orig_mod.{}", "module.net.{}", "net._fsdp_wrapped_module.{}", "parts.0.encoder.{}"]
+)
+def test_the_network_is_found_wherever_a_project_keeps_it(tmp_path, name):
+    model = saved(tmp_path / "step-000000000", "gpt2", shard="1GB")
+    files, hashes = project(tmp_path, model, name)
+    series = LightningCheckpoints(files)
+    assert [weights_hash(checkpoint.load()) for checkpoint in series] == hashes
+    assert audit(series).is_clean
+    content = torch.load(files / "20.ckpt")
+    torch.save(content | {"global_step": 50}, files / "40.ckpt")
+    assert audit(LightningCheckpoints(files)).suspect_steps == (20, 50)
+
+
+def test_files_of_an_image_classifier_are_read(tmp_path):
+    model = saved_vit(tmp_path / "step-000000000")
+    files, hashes = project(tmp_path, model, "model.{}")
+    series = LightningCheckpoints(files)
+    assert audit(series).is_clean
+    assert [weights_hash(checkpoint.load()) for checkpoint in series] == hashes
+
+
+def test_an_average_beside_the_network_has_to_be_told_from_it_by_name(tmp_path, capsys):
+    model = saved(tmp_path / "step-000000000", "gpt2", shard="1GB")
+    files, hashes = project(tmp_path, model, "net.{}", "ema.{}", other=0.5)
+    with pytest.raises(InputError, match=r"20.ckpt: the submodules 'net' and 'ema' each hold a GPT2LMHeadModel"):
+        list(LightningCheckpoints(files))
+    assert main(["audit", str(files)]) == 2
+    assert "name one with model=" in capsys.readouterr().err
+    assert main(["audit", str(files), "--model", "net"]) == 0
+    loaded = [weights_hash(checkpoint.load()) for checkpoint in LightningCheckpoints(files, model="net")]
+    assert loaded == hashes
+    assert weights_hash(LightningCheckpoints(files, model="ema").checkpoints[0].load()) not in hashes
+    assert main(["audit", str(files), "--model", "nett"]) == 2
+    said = capsys.readouterr().err
+    assert "no tensor of a GPT2LMHeadModel below the submodule 'nett'; such tensors are below: 'net', 'ema'" in said
+
+
+def test_a_compiled_copy_with_the_same_weights_is_no_second_network(tmp_path):
+    model = saved(tmp_path / "step-000000000", "gpt2", shard="1GB")
+    files, hashes = project(tmp_path, model, "net.{}", "fast._orig_mod.{}")
+    assert [weights_hash(checkpoint.load()) for checkpoint in LightningCheckpoints(files)] == hashes
+
+
+def test_tensors_that_match_nothing_are_refused_and_never_hashed(tmp_path, capsys):
+    model = saved(tmp_path / "step-000000000", "gpt2", shard="1GB")
+    files, _ = project(tmp_path, model, "net.{}")
+    for name in STEPS:
+        content = torch.load(files / f"{name}.ckpt")
+        other = {"head.weight": torch.full((2, 2), float(name))}
+        torch.save(content | {"state_dict": other}, files / f"{name}.ckpt")
+    assert main(["audit", str(files)]) == 2
+    said = capsys.readouterr()
+    assert "20.ckpt: no submodule holds the" in said.err
+    assert "no submodule holds any" in said.err
+    assert "equal" not in said.out
+    files.rename(tmp_path / "old")
+    files, _ = project(tmp_path, model, "net.{}")
+    content = torch.load(files / "40.ckpt")
+    del content["state_dict"]["net.transformer.ln_f.bias"]
+    torch.save(content, files / "40.ckpt")
+    assert main(["audit", str(files)]) == 2
+    assert "40.ckpt: its submodule 'net' does not fit the config.json of" in capsys.readouterr().err
+    assert main(["audit", str(tmp_path / "none"), "--model", "net"]) == 2
+    assert main(["audit", str(tmp_path), "--model", "net"]) == 2
+    assert "submodule: " in capsys.readouterr().err
