@@ -1,4 +1,8 @@
-"""Measuring block by block gives the very records of measuring the whole model, however often it is interrupted."""
+"""Measuring block by block gives the records of measuring the whole model, however often it is interrupted.
+
+Up to rounding: the whole model's weights lie elsewhere in memory, here at odd offsets, than those read block by block
+(`tests.support.rounding`). Two walks over the blocks have the same weights at the same places and are compared by `==`.
+"""
 
 from dataclasses import dataclass
 
@@ -16,6 +20,7 @@ from lit_layers.models.streaming import StreamedModel
 from lit_layers.models.view import LayeredModel
 from lit_layers.records import Record
 from tests.support.listed_batches import Listed
+from tests.support.rounding import close_records, move_
 from tests.support.saved_models import saved, saved_vit
 from tests.support.tiny_models import FAMILIES, LAYERS, tiny_batch
 
@@ -39,8 +44,17 @@ def opened(folder, dtype=torch.float32) -> StreamedModel:
 
 
 def expected(folder, analyses, dtype=torch.float32) -> dict[str, list[Record]]:
-    whole = LayeredModel(load(folder, dtype=dtype))
+    whole = LayeredModel(move_(load(folder, dtype=dtype)))
     return {analysis.name: list(analysis.run(whole)) for analysis in analyses}
+
+
+def assert_close(records: dict[str, list[Record]], whole: dict[str, list[Record]], dtype=torch.float32) -> None:
+    """A few hundred roundings of these small models: the least determined number, a gap of singular values, is 1e-5
+    off in float32. Another block or batch would be off in the first digit."""
+    close = {torch.float32: {"rtol": 1e-4, "atol": 1e-6}, torch.float64: {"rtol": 1e-11, "atol": 1e-14}}[dtype]
+    assert records.keys() == whole.keys()
+    for name, expected in whole.items():
+        close_records(records[name], expected, **close)
 
 
 def found(folder, analyses, work, dtype=torch.float32) -> dict[str, list[Record]]:
@@ -58,7 +72,7 @@ def test_every_family_gives_the_records_of_the_whole_model(tmp_path, name):
     model = tmp_path / "model"
     saved_vit(model) if name == "vit" else saved(model, name)
     analyses = three(batches(name))
-    assert found(model, analyses, tmp_path / "work") == expected(model, analyses)  # equal, not close
+    assert_close(found(model, analyses, tmp_path / "work"), expected(model, analyses))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
@@ -73,9 +87,8 @@ def test_every_option_gives_the_records_of_the_whole_model(tmp_path, dtype):
         Coupling(batches=data, k=(5,), states="hf", sign="absolute", skip_last=True, token="first"),
         Coupling(name="wide", batches=data, k=(32,), num_singular_values=40, num_prompts=3),
     ]
-    assert found(tmp_path / "model", analyses, tmp_path / "work", dtype) == expected(
-        tmp_path / "model", analyses, dtype
-    )
+    records = found(tmp_path / "model", analyses, tmp_path / "work", dtype)
+    assert_close(records, expected(tmp_path / "model", analyses, dtype), dtype)
 
 
 def test_ties_are_counted_as_for_the_whole_model(tmp_path):
@@ -84,9 +97,9 @@ def test_ties_are_counted_as_for_the_whole_model(tmp_path):
         torch.nn.init.zeros_(part.weight)
     network.save_pretrained(tmp_path / "model", max_shard_size="20KB")
     analyses = [Coupling(batches=Listed(tiny_batch("gpt2", batch=2)), k=(6,))]
-    records = found(tmp_path / "model", analyses, tmp_path / "work")["coupling"]
-    assert records == expected(tmp_path / "model", analyses)["coupling"]
-    values = {record.metric: record.value for record in records}
+    records = found(tmp_path / "model", analyses, tmp_path / "work")
+    assert_close(records, expected(tmp_path / "model", analyses))
+    values = {record.metric: record.value for record in records["coupling"]}
     assert values["num_tied"] == 2
     assert values["min_gap"] == 0
 
@@ -95,32 +108,35 @@ class Killed(BaseException):
     """The end of a process, as far as a test may have it."""
 
 
-@pytest.mark.parametrize("stop", range(1, 2 * LAYERS + 1))
-def test_an_interrupted_measurement_goes_on_behind_the_last_finished_block(tmp_path, stop):
+def test_an_interrupted_measurement_goes_on_behind_the_last_finished_block(tmp_path):
     saved(tmp_path / "model", "llama")
-    analyses, loads = three(batches("llama")), []
+    analyses = three(batches("llama"))
+    uninterrupted = found(tmp_path / "model", analyses, tmp_path / "uninterrupted")
+    assert_close(uninterrupted, expected(tmp_path / "model", analyses))
+    for stop in range(1, 2 * LAYERS + 1):
+        loads = []
 
-    def killed(done, total, what):
-        if done == stop - 1 and what:  # while that block is next
-            raise Killed
+        def killed(done, total, what, stop=stop):
+            if done == stop - 1 and what:  # while that block is next
+                raise Killed
 
-    for progress in (killed, None):
-        model = opened(tmp_path / "model")
-        try:
-            results = walk(model, analyses, tmp_path / "work", progress)
-        except Killed:
-            results = {}
-        finally:
-            loads.append(model.num_loads)
-            model.close()
-    assert loads == [stop - 1, 2 * LAYERS - (stop - 1)]
-    assert {name: result.records for name, result in results.items()} == expected(tmp_path / "model", analyses)
+        for progress in (killed, None):
+            model = opened(tmp_path / "model")
+            try:
+                results = walk(model, analyses, tmp_path / f"work{stop}", progress)
+            except Killed:
+                results = {}
+            finally:
+                loads.append(model.num_loads)
+                model.close()
+        assert loads == [stop - 1, 2 * LAYERS - (stop - 1)]
+        assert {name: result.records for name, result in results.items()} == uninterrupted, stop
 
 
 def test_a_kill_in_the_middle_of_a_block_repeats_that_block_alone(tmp_path, monkeypatch):
     saved(tmp_path / "model", "gpt2")
     analyses = three(batches("gpt2"))
-    model, whole = opened(tmp_path / "model"), expected(tmp_path / "model", analyses)
+    model, uninterrupted = opened(tmp_path / "model"), found(tmp_path / "model", analyses, tmp_path / "uninterrupted")
     begin, visited = Coupling.begin, []
 
     def beginning(self, model, store=None):
@@ -140,7 +156,7 @@ def test_a_kill_in_the_middle_of_a_block_repeats_that_block_alone(tmp_path, monk
     with pytest.raises(Killed):
         walk(model, analyses, tmp_path / "work")
     assert visited[-1] == (2, 1)
-    assert found(tmp_path / "model", analyses, tmp_path / "work") == whole
+    assert found(tmp_path / "model", analyses, tmp_path / "work") == uninterrupted
     assert visited.count((1, 0)) == visited.count((1, 1)) == 1
     assert visited.count((2, 0)) == visited.count((2, 1)) == 2
     model.close()
@@ -193,7 +209,7 @@ def test_an_analysis_that_fails_is_left_out_and_the_others_go_on(tmp_path):
     model.close()
     assert results["fails"].error == "ArithmeticError: no value here"
     assert results["fails"].records == []
-    assert results["trajectory"].records == expected(tmp_path / "model", analyses[1:])["trajectory"]
+    assert_close({"trajectory": results["trajectory"].records}, expected(tmp_path / "model", analyses[1:]))
 
 
 def test_what_needs_the_whole_model_is_refused_by_name(tmp_path):
