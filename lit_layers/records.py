@@ -12,13 +12,20 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, fields
 from pathlib import Path
-from typing import Any, BinaryIO, cast
+from typing import Annotated, Any, BinaryIO, NotRequired, TypeVar, cast
 
 import numpy as np
 import pandas as pd
+from pydantic import GetPydanticSchema, with_config
+from pydantic_core import from_json
+from typing_extensions import TypedDict
 
+from lit_layers import schema
 from lit_layers.durable import sync
 from lit_layers.errors import InputError
+from lit_layers.schema import Count, Real, Scalar, Seconds, Tag
+
+T = TypeVar("T")
 
 try:
     import fcntl
@@ -34,7 +41,7 @@ AUDIT = "audit"  # the column of verdicts, only in tables that hold a suspect ch
 # sizes, a path, one of many random orders of which the mean is the number): no curve.
 PLACES = ("row", "column", "token", "other_token", "token_distance", "axis", "category", "train_rows", "seed")
 FAILED = "failed"  # the metric of a part of a measurement that came to nothing; `is_done` has it tried again
-_NON_FINITE = {"inf": math.inf, "-inf": -math.inf, "nan": math.nan}
+_RESTORE = "restore the file from a copy, or delete that line to go on without it"
 _FLOATS = ("value", "stderr", "low", "high")
 
 
@@ -46,29 +53,45 @@ class Record:
     Tags say which number it is (`k`, `reference`, ...), except those named `num_...`: they count what went into it.
     """
 
+    __pydantic_config__ = schema.STRICT
+
     metric: str
-    value: float
-    layer: int | None = None
-    other_layer: int | None = None
-    stderr: float | None = None
-    low: float | None = None
-    high: float | None = None
-    n: int | None = None
-    tags: dict[str, str | int | float] = field(default_factory=dict)
+    value: Real
+    layer: Count | None = None
+    other_layer: Count | None = None
+    stderr: Real | None = None
+    low: Real | None = None
+    high: Real | None = None
+    n: Count | None = None
+    tags: dict[str, Tag] = field(default_factory=dict)
+
+
+@with_config(schema.OPEN)
+class _Provenance(TypedDict, total=False):
+    """What is looked up in provenance; whatever else is there is shown."""
+
+    config_hash: str | None
+    data_hash: str | None
+    weights_hash: str | None
+    audit: str | None
 
 
 @dataclass(frozen=True, kw_only=True)
 class Measurement:
     """What one analysis found on one checkpoint: one line of `measurements.jsonl`."""
 
+    __pydantic_config__ = schema.STRICT
+
     run: str
-    step: int | None
-    tokens: int | None
+    step: Count | None
+    tokens: Count | None
     analysis: str
     records: list[Record]
-    seconds: float
+    seconds: Seconds
     error: str | None = None
-    provenance: dict = field(default_factory=dict)
+    provenance: Annotated[dict[str, Any], GetPydanticSchema(lambda _, of: of(_Provenance))] = field(
+        default_factory=dict
+    )
 
 
 def append(path: str | Path, measurement: Measurement) -> None:
@@ -90,15 +113,7 @@ def read(path: str | Path) -> list[Measurement]:
     Raises:
         InputError: for a line that is no measurement.
     """
-    found = []
-    for number, line in _lines(Path(path)):
-        try:
-            line["records"] = [Record(**_finite_or_not(record)) for record in line["records"]]
-            line["seconds"] = _to_float(line["seconds"])
-            found.append(Measurement(**line))
-        except (KeyError, TypeError, AttributeError) as error:
-            raise InputError(_corrupt(path, number, "no measurement")) from error
-    return found
+    return list(_lines(Path(path), Measurement))
 
 
 def is_done(
@@ -282,6 +297,12 @@ class ScalarLog:
             self._row = {}
 
 
+@with_config(schema.OPEN)
+class _Row(TypedDict, extra_items=Scalar):
+    step: Count
+    tokens: NotRequired[Count]
+
+
 def rows(path: str | Path) -> list[dict[str, float]]:
     """Returns the rows of a `metrics.jsonl`, one a step, each `{"step": ..., name: value}`; none without a file.
 
@@ -293,11 +314,8 @@ def rows(path: str | Path) -> list[dict[str, float]]:
 
 def iterate_rows(path: str | Path) -> Iterator[dict[str, float]]:
     """Yields what `rows` returns, one at a time: a long run's rows need not be in memory together."""
-    row: dict[str, float] = {}
-    for number, line in _lines(Path(path)):
-        if not isinstance(line.get("step"), int):
-            raise InputError(_corrupt(path, number, "no row of scalars"))
-        values = {name: _to_float(value) for name, value in line.items()}
+    row: Any = {}
+    for values in _lines(Path(path), _Row):
         if row and row["step"] == values["step"]:  # the row was closed early, for a checkpoint
             row.update(values)
             continue
@@ -348,7 +366,7 @@ def _repair(file: Any) -> None:
         tail = _bytes_at(file, start, size - start)
     torn = tail.rpartition(b"\n")[2]
     try:
-        json.loads(torn)
+        from_json(torn)
     except ValueError:
         file.truncate(size - len(torn))
     else:
@@ -361,14 +379,17 @@ def _bytes_at(file: Any, start: int, count: int) -> bytes:
 
 
 def _write_line(file: BinaryIO, line: Mapping[str, Any]) -> None:
-    text = json.dumps(_plain(line), allow_nan=False, separators=(",", ":")).encode() + b"\n"
+    text = json.dumps(_plain(line), allow_nan=False, ensure_ascii=False, separators=(",", ":"))
+    text = (
+        text.encode("utf-8", "replace") + b"\n"
+    )  # half a surrogate pair, of a file name that is not UTF-8, is no text
     written = file.write(text)
     while written < len(text):  # a signal, or a full disk, which the next write then reports
         written += file.write(text[written:])
 
 
-def _lines(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
-    """Yields the number and content of each whole line."""
+def _lines(path: Path, kind: type[T]) -> Iterator[T]:
+    """Yields each whole line as `kind`."""
     if not path.exists():
         return
     with open(path, "rb") as file:
@@ -377,21 +398,14 @@ def _lines(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
             left -= len(line)
             if left < 0:
                 return
+            if not line.strip():
+                continue
             try:
-                content = json.loads(line)
-            except ValueError as error:
+                yield schema.parse(line, kind, f"{path}, line {number}", _RESTORE)
+            except schema.NotJson:
                 if not line.endswith(b"\n"):
                     return  # torn, or being written
-                if not line.strip():
-                    continue
-                raise InputError(_corrupt(path, number, "not valid JSON")) from error
-            if not isinstance(content, dict):
-                raise InputError(_corrupt(path, number, "not a JSON object"))
-            yield number, content
-
-
-def _corrupt(path: str | Path, number: int, what: str) -> str:
-    return f"{path}, line {number}: {what}; restore the file from a copy, or delete that line to go on without it"
+                raise
 
 
 # ------------------------------------------------------------------------------------------------ values
@@ -419,17 +433,6 @@ def _plain(value: Any) -> Any:
 
 def _scalar(value: Any) -> float:
     return value if isinstance(value, int) else float(value)
-
-
-def _to_float(value: float | str) -> float:
-    return _NON_FINITE.get(value, value) if isinstance(value, str) else value  # pyright: ignore[reportReturnType]
-
-
-def _finite_or_not(record: dict[str, Any]) -> dict[str, Any]:
-    for name in _FLOATS:
-        if isinstance(record.get(name), str):
-            record[name] = _NON_FINITE[record[name]]
-    return record
 
 
 def _tag_text(value: str | int | float) -> str:

@@ -1,6 +1,7 @@
 import json
 import math
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -377,5 +378,100 @@ def test_a_torn_row_is_repaired_before_the_next_and_not_counted(tmp_path: Path) 
 def test_a_row_without_its_step_is_refused_by_number(tmp_path: Path) -> None:
     file = tmp_path / "metrics.jsonl"
     file.write_text('{"step": 1}\n{"loss": 2}\n')
-    with pytest.raises(InputError, match=r"metrics\.jsonl, line 2: no row of scalars"):
+    with pytest.raises(InputError, match=r"metrics\.jsonl, line 2: step: this field is missing; restore"):
         records.rows(file)
+
+
+LINE = {"run": "r", "step": 1, "tokens": 2, "analysis": "a", "seconds": 1.5, "records": [{"metric": "m", "value": 1}]}
+RECORD = LINE["records"][0]  # type: ignore[index]
+WRONG_MEASUREMENTS = [
+    ({"run": 3}, "run: expected text, got 3"),
+    ({"step": 1e20}, "step: expected a whole number of at least 0, got 1e+20"),
+    ({"step": -1}, "step: expected a whole number of at least 0, got -1"),
+    ({"step": True}, "step: expected a whole number of at least 0, got True"),
+    ({"tokens": "many"}, "tokens: expected a whole number of at least 0, got 'many'"),
+    ({"seconds": None}, "seconds: expected seconds of at least 0, got None"),
+    ({"seconds": -2}, "seconds: expected seconds of at least 0, got -2"),
+    ({"seconds": "inf"}, "seconds: expected seconds of at least 0, got 'inf'"),
+    ({"error": 1}, "error: expected text, got 1"),
+    ({"provenance": "x"}, "provenance: expected an object, got 'x'"),
+    ({"provenance": {"audit": [1]}}, "provenance.audit: expected text, got [1]"),
+    ({"provenance": {"config_hash": {}}}, "provenance.config_hash: expected text, got {}"),
+    ({"records": {}}, "records: expected a list, got {}"),
+    ({"records": [3]}, "records.0: expected an object, got 3"),
+    ({"more": 1}, "more: there is no such field"),
+]
+WRONG_RECORDS = [
+    ({"metric": None}, "metric: expected text, got None"),
+    ({"value": "1.5"}, "value: expected a number, got '1.5'"),
+    ({"value": None}, "value: expected a number, got None"),
+    ({"stderr": []}, "stderr: expected a number, got []"),
+    ({"layer": 1.5}, "layer: expected a whole number of at least 0, got 1.5"),
+    ({"n": 2**70}, f"n: expected a whole number of at least 0, got {2**70}"),
+    ({"tags": [1]}, "tags: expected an object, got [1]"),
+    ({"tags": {"k": {}}}, "tags.k: expected text or a number, got {}"),
+]
+
+
+def test_a_measurement_of_another_shape_is_refused_by_line_field_and_value(tmp_path: Path) -> None:
+    file = tmp_path / "m.jsonl"
+    wrong = [({**LINE, **change}, says) for change, says in WRONG_MEASUREMENTS]
+    wrong += [
+        ({**LINE, "records": [RECORD, {**RECORD, **change}]}, f"records.1.{says}") for change, says in WRONG_RECORDS
+    ]
+    for line, says in wrong:
+        file.write_text(f"{json.dumps(LINE)}\n{json.dumps(line)}\n")
+        with pytest.raises(InputError, match=rf"m\.jsonl, line 2: {re.escape(says)}; restore the file from a copy"):
+            records.read(file)
+    for field in LINE:
+        file.write_text(json.dumps({name: value for name, value in LINE.items() if name != field}) + "\n")
+        with pytest.raises(InputError, match=f"line 1: {field}: this field is missing"):
+            records.read(file)
+
+
+@pytest.mark.parametrize("text", ["[" * 5000, '{"a":' * 5000, '{"run": "\\ud800"}', '{"step": ' + "9" * 5000 + "}"])
+def test_text_that_is_beyond_the_parser_is_refused_and_at_the_end_of_a_file_torn(tmp_path: Path, text: str) -> None:
+    file = tmp_path / "m.jsonl"
+    records.append(file, make(1, 0.1))
+    with file.open("a") as lines:
+        lines.write(text)
+    assert records.read(file) == [make(1, 0.1)]
+    with file.open("a") as lines:
+        lines.write("\n")
+    with pytest.raises(InputError, match="line 2: not valid JSON"):
+        records.read(file)
+
+
+def test_scalars_of_another_kind_are_refused_and_whole_numbers_stay_whole(tmp_path: Path) -> None:
+    file = tmp_path / "metrics.jsonl"
+    file.write_text('{"step": 1, "tokens": 9007199254740993, "loss": "nan", "low": "-inf", "count": 3}\n')
+    (row,) = records.rows(file)
+    assert math.isnan(row.pop("loss"))
+    assert row == {"step": 1, "tokens": 2**53 + 1, "low": -math.inf, "count": 3}
+    for line, says in (
+        ('{"step": 1, "loss": "low"}', "loss: expected a number, got 'low'"),
+        ('{"step": 1, "loss": null}', "loss: expected a number, got None"),
+        ('{"step": 1, "loss": true}', "loss: expected a number, got True"),
+        ('{"step": "1"}', "step: expected a whole number of at least 0, got '1'"),
+        ('{"step": 1, "tokens": "nan"}', "tokens: expected a whole number of at least 0, got 'nan'"),
+        ("[1]", "expected an object, got [1]"),
+    ):
+        file.write_text(line + "\n")
+        with pytest.raises(InputError, match=rf"metrics\.jsonl, line 1: {re.escape(says)}; restore"):
+            records.rows(file)
+
+
+def test_every_bit_of_a_number_is_read_back(tmp_path: Path) -> None:
+    bits = np.random.default_rng(0).integers(0, 2**64, 20_000, dtype=np.uint64)
+    values = [float(value) for value in bits.view(np.float64) if math.isfinite(value)]
+    values += [5e-324, 2.2250738585072014e-308, 1.7976931348623157e308, -0.0, 0.1 + 0.2]
+    file = tmp_path / "m.jsonl"
+    records.append(file, make(1, *values))
+    back = np.array([record.value for record in records.read(file)[0].records])
+    assert (back.view(np.uint64) == np.array(values).view(np.uint64)).all(), "identical bits, for nothing is computed"
+
+
+def test_a_name_that_is_no_unicode_can_be_written_and_read(tmp_path: Path) -> None:
+    file = tmp_path / "m.jsonl"
+    records.append(file, make(1, 0.1, category=b"caf\xe9".decode("utf-8", "surrogateescape")))
+    assert records.read(file)[0].records[0].tags == {"category": "caf?"}

@@ -1,0 +1,111 @@
+"""What a file that is read back must hold: its kind is checked as it is parsed, and what is wrong is one sentence.
+
+A kind is a dataclass or a TypedDict of the types below, with one of the two configurations. pydantic checks it while it
+parses, which takes less time than Python's own parser takes without a check.
+"""
+
+import functools
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any, Literal, TypeVar
+
+from pydantic import AfterValidator, ConfigDict, Field, GetCoreSchemaHandler, TypeAdapter, ValidationError
+from pydantic_core import ErrorDetails, core_schema
+
+from lit_layers.errors import InputError
+
+T = TypeVar("T")
+STRICT = ConfigDict(strict=True, extra="forbid")  # a number in quotes is text, and an unknown field is a mistake
+OPEN = ConfigDict(strict=True, extra="allow")  # more fields are welcome: they are shown, or of a later version
+_LONG = 80  # characters of a value that a sentence shows
+_WORDS = {
+    "string_type": "text",
+    "int_type": "a whole number",
+    "float_type": "a number",
+    "bool_type": "true or false",
+    "list_type": "a list",
+    "dict_type": "an object",
+    "dataclass_type": "an object",
+}
+
+
+@dataclass(frozen=True)
+class Expected:
+    """Says in these words what was expected, where a type would list all that it tried."""
+
+    words: str
+
+    def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> core_schema.CoreSchema:
+        return core_schema.custom_error_schema(handler(source), "expected", custom_error_message=self.words)
+
+
+_Integer = Annotated[int, Field(ge=-(2**63), lt=2**63)]  # as a table can hold it
+_NonFinite = Annotated[Literal["inf", "-inf", "nan"], AfterValidator(float)]
+_first = Field(union_mode="left_to_right")
+Count = Annotated[int, Field(ge=0, lt=2**63), Expected("a whole number of at least 0")]
+Real = Annotated[float | _NonFinite, _first, Expected("a number")]
+Scalar = Annotated[_Integer | float | _NonFinite, _first, Expected("a number")]
+Tag = Annotated[str | _Integer | float | bool, _first, Expected("text or a number")]
+Seconds = Annotated[float, Field(ge=0, allow_inf_nan=False), Expected("seconds of at least 0")]
+
+
+class NotJson(InputError):
+    """What was to be parsed is no JSON at all: damaged, or cut short."""
+
+
+def parse(text: str | bytes, kind: type[T], place: str | Path, remedy: str) -> T:
+    """Returns the content of JSON text as `kind`; `place` and `remedy` begin and end the sentence of a refusal.
+
+    Raises:
+        NotJson: for what is none.
+        InputError: for a field that is missing, unknown or of another kind.
+    """
+    try:
+        return _adapter(kind).validate_json(text)
+    except ValidationError as error:
+        raise _refusal(error, place, remedy) from None
+
+
+def check(content: Any, kind: type[T], place: str | Path, remedy: str) -> T:
+    """The same for what another parser has read, such as YAML."""
+    try:
+        return _adapter(kind).validate_python(content)
+    except ValidationError as error:
+        raise _refusal(error, place, remedy) from None
+
+
+def read(path: Path, kind: type[T], remedy: str) -> T:
+    """Returns the content of a JSON file as `kind`.
+
+    Raises:
+        InputError: for a file that is none, or cannot be read.
+    """
+    try:
+        text = path.read_bytes()
+    except OSError as error:
+        raise InputError(f"cannot read {path}: {(error.strerror or str(error)).lower()}") from error
+    return parse(text, kind, path, remedy)
+
+
+@functools.cache
+def _adapter(kind: type[T]) -> TypeAdapter[T]:
+    return TypeAdapter(kind)
+
+
+def _refusal(error: ValidationError, place: str | Path, remedy: str) -> InputError:
+    first = error.errors(include_url=False)[0]
+    if first["type"] == "json_invalid":
+        said = first["msg"].removeprefix("Invalid JSON: ")
+        return NotJson(f"{place}: not valid JSON ({said}); {remedy}")
+    field = ".".join(map(str, first["loc"]))
+    return InputError(f"{place}: {field + ': ' if field else ''}{_complaint(first)}; {remedy}")
+
+
+def _complaint(error: ErrorDetails) -> str:
+    if error["type"] == "missing":
+        return "this field is missing"
+    if error["type"] in ("unexpected_keyword_argument", "extra_forbidden"):
+        return "there is no such field"
+    expected = _WORDS.get(error["type"]) or error["msg"].removeprefix("Input should be ")
+    got = repr(error["input"])
+    return f"expected {expected}, got {got if len(got) <= _LONG else got[:_LONG] + '...'}"
