@@ -3,12 +3,12 @@
 from pathlib import Path
 from typing import Any, Literal
 
-from jsonargparse import ArgumentParser, Namespace
+from jsonargparse import Namespace
 from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
 from lit_layers.analyses.base import Analysis
-from lit_layers.cli.messages import one_sentence
+from lit_layers.cli.trust import HELP, RecipeParser, trust_code
 from lit_layers.errors import InputError
 from lit_layers.series import Series, open_series, read_steps
 
@@ -26,7 +26,7 @@ class Command:
     """
 
     def __init__(self, argv: list[str]) -> None:
-        self._argv, self._parser = argv, _parser()
+        self._argv, self._parser = trust_code(argv), _parser()
         self._parser.set_defaults(tokenizer=OWN_TOKENIZER)
         self.options = self._read()
         self.is_series = _is_series(self.options)
@@ -76,19 +76,13 @@ class Command:
         return self._parser.instantiate_classes(options)
 
 
-class _Parser(ArgumentParser):
-    """Says what is wrong in one sentence, not after fifty lines of usage."""
-
-    def error(self, message: str, ex: Exception | None = None) -> None:  # pyright: ignore
-        raise InputError(one_sentence(message, self.get_defaults(skip_validation=True).keys(branches=True))) from None
-
-
-def _parser() -> ArgumentParser:
-    parser = _Parser(
+def _parser() -> RecipeParser:
+    parser = RecipeParser(
         prog="lit-layers analyze",
         description="Measure every layer of a model, or of each checkpoint of a series. Run again it continues.",
         exit_on_error=False,
         parser_mode="omegaconf+",
+        epilog=f"--code PACKAGE: {HELP}.",
     )
     parser.add_argument(
         "model",

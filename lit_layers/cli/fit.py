@@ -17,7 +17,7 @@ from yaml import YAMLError
 
 from lit_layers.analyses.base import Analysis
 from lit_layers.cli.closing import print_closing
-from lit_layers.cli.messages import one_sentence
+from lit_layers.cli.trust import HELP, RecipeParser, trust_code
 from lit_layers.errors import InputError
 from lit_layers.report import WandbMirror, write_report
 from lit_layers.training import EmergenceCallback, SeriesCheckpoint
@@ -49,11 +49,8 @@ TRAINER_DEFAULTS = {
 }
 
 
-class FitParser(LightningArgumentParser):
-    """Says what is wrong in one sentence, not after fifty lines of usage."""
-
-    def error(self, message: str, ex: Exception | None = None) -> None:  # pyright: ignore
-        raise InputError(one_sentence(message, self.get_defaults(skip_validation=True).keys(branches=True))) from None
+class FitParser(RecipeParser, LightningArgumentParser):
+    """Lightning's parser, which reads recipes as data."""
 
 
 class FitCLI(LightningCLI):
@@ -141,7 +138,7 @@ class FitCLI(LightningCLI):
 def main(argv: list[str]) -> int:
     """Trains and returns 0, 130 where the user stopped it, 143 after SIGTERM; the report is written either way."""
     quieten()
-    cli = _parse(argv)
+    cli = _parse(trust_code(argv))
     own = cli.own
     if cli.trainer.max_steps < 1:
         raise InputError(f"trainer.max_steps: expected the number of steps to train, got {cli.trainer.max_steps}")
@@ -164,7 +161,11 @@ def _parse(argv: list[str]) -> FitCLI:
                 trainer_defaults=TRAINER_DEFAULTS,
                 seed_everything_default=0,
                 parser_class=FitParser,
-                parser_kwargs={"prog": "lit-layers fit", "parser_mode": "omegaconf+"},
+                parser_kwargs={
+                    "prog": "lit-layers fit",
+                    "parser_mode": "omegaconf+",
+                    "epilog": f"--code PACKAGE: {HELP}.",
+                },
                 auto_configure_optimizers=False,
                 load_from_checkpoint_support=False,
                 args=argv,

@@ -13,6 +13,14 @@ _NESTED = re.compile(  # an option of a class that is named elsewhere
     r"Parser key \"(?P<group>[^\"]+)\": .* Errors: - (?P<said>.*?)(?: - Expected .*)? Given value type: .*"
     r"NestedArg\(key='(?P<name>[^']+)'"
 )
+REFUSED = "a recipe names no"
+_MAY_BE_NAMED = (
+    "only lit_layers, torch, lightning, transformers, timm, torchmetrics and your own code, with --code PACKAGE"
+)
+_REFUSED = re.compile(  # deep in an account of all the kinds that a value might have been
+    rf"(?P<said>[\w.]+: {REFUSED} .*?, got \S+)|Importing '(?P<path>[^']+)' is not allowed"
+    r"|Import path (?P<other>\S+) does not correspond to a subclass of (?P<kind>\w+)"
+)
 _REWORDED = [
     (r"Expected a typing\.Literal\[(.*?)\]\. Got value: (.*)", r"expected one of \1, got \2"),
     (r"<class '(?:[\w.]+\.)?(\w+)'>", r"\1"),
@@ -33,6 +41,12 @@ def one_sentence(message: str, options: Iterable[str] = ()) -> str:
         return f"unknown key {key} in the recipe{_nearest(key, options)}"
     if unknown := re.match(r"Option '([^']+)' is not accepted", text):
         return f"unknown key {unknown[1]} in the recipe: no class given there has an option of that name"
+    if refused := _REFUSED.search(text):
+        where = re.match(r'Parser key "([^"]+)"', text)
+        said = refused["said"] or f"{REFUSED} {refused['path']}: {_MAY_BE_NAMED}"
+        if refused["other"]:
+            said = f"{REFUSED} class here but {refused['kind']}, got {refused['other']}"
+        return f"{where[1]}{'.' if refused['said'] else ': '}{said}" if where else said
     if nested := _NESTED.match(text):
         key, said = f"{nested['group']}.{nested['name']}", nested["said"]
         if not said.startswith(f"{nested['name']}: "):

@@ -35,6 +35,8 @@ def main(argv: list[str]) -> int:
     from lit_layers.sweep.table import FILE
 
     grid, root = read_grid(options.file), options.root
+    if not options.any_command:
+        _refuse_another_program(grid)
     _make(root)
     made_by = [*grid.command, *([grid.program] if grid.program else [])]
     every = [CellFolder(root, cell, made_by) for cell in grid.cells()]
@@ -42,7 +44,7 @@ def main(argv: list[str]) -> int:
     for cell in own:
         cell.refuse_another()
         grid.command_line(cell.cell)
-    stopped_by = _run(own, grid, options.workers)
+    stopped_by = _run(own, grid, options)
     frame = write_table(root, grid, every)
     _print_table(frame.drop(columns="run") if grid.values else frame)
     print(root / FILE)
@@ -55,13 +57,14 @@ def main(argv: list[str]) -> int:
     return FAILED if without else 0
 
 
-def _run(cells: "list[CellFolder]", grid: "Grid", workers: int) -> int | None:
+def _run(cells: "list[CellFolder]", grid: "Grid", options: argparse.Namespace) -> int | None:
     """Runs what is not finished, and returns the signal that cut it short, if one did."""
     from lit_layers.sweep import run_cells, share_of_gpus, visible_gpus
 
     if all(cell.is_finished for cell in cells):
         return None
-    gpus = visible_gpus(os.environ)
+    gpus, workers = visible_gpus(os.environ), options.workers
+    code = [f"--code={package}" for package in options.code]
     with bar("starting") as show:
 
         def tell(running: "Sequence[CellFolder]", ended: "CellFolder | None") -> None:
@@ -71,7 +74,7 @@ def _run(cells: "list[CellFolder]", grid: "Grid", workers: int) -> int | None:
 
         return run_cells(
             cells,
-            lambda cell: [*grid.command_line(cell.cell), "--root", str(cell.folder), "--resume", "last"],
+            lambda cell: [*grid.command_line(cell.cell), *code, "--root", str(cell.folder), "--resume", "last"],
             gpus=[share_of_gpus(gpus, worker, workers) for worker in range(workers)],
             tell=tell,
         )
@@ -87,8 +90,20 @@ def _parser() -> argparse.ArgumentParser:
     add("file", type=Path, metavar="FILE", help="a W&B sweep with method: grid, e.g. recipes/sweeps/vit_grid.yaml")
     add("--root", type=Path, required=True, metavar="FOLDER", help="of all cells: a run folder each, and sweep.csv")
     add("--workers", type=int, default=1, help="cells that run at a time; they share the GPUs evenly (default: 1)")
+    add("--code", action="append", default=[], metavar="PACKAGE", help="given to every cell: see lit-layers fit --help")
+    add("--any_command", action="store_true", help="the file may start another program than lit-layers fit")
     add("--shard", default="0/1", metavar="i/n", help="every n-th cell from the i-th, from 0: for SLURM arrays")
     return parser
+
+
+def _refuse_another_program(grid: "Grid") -> None:
+    words = list(grid.command[1:] if grid.command[0] == "${env}" else grid.command)
+    if words[:2] != ["lit-layers", "fit"]:
+        raise InputError(
+            f"command: the file starts {' '.join(words)}, expected lit-layers fit: say --any_command if you trust it"
+        )
+    if any(word.startswith("--code") for word in words) or {"code"} & {*grid.values, *grid.fixed}:
+        raise InputError("command: whose code is run is said to lit-layers sweep alone: leave --code out of the file")
 
 
 def _shard(text: str) -> tuple[int, int]:

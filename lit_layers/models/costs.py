@@ -159,7 +159,7 @@ def peak_memory(folder: str | Path, batch: Batch, *, head: bool = True, device: 
         file = Path(scratch) / "inputs.safetensors"
         save_file({key: rows.cpu().contiguous() for key, rows in batch.items()}, file)
         part, threads = "head" if head else "trunk", torch.get_num_threads()
-        command = [sys.executable, "-m", "lit_layers.models._peak_memory", str(Path(folder).resolve()), str(file)]
+        command = [sys.executable, "-P", "-m", "lit_layers.models._peak_memory", str(Path(folder).resolve()), str(file)]
         root = str(Path(__file__).parents[2])
         path = os.pathsep.join(part for part in (root, os.environ.get("PYTHONPATH")) if part)
         environment = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": str(threads)}

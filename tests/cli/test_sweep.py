@@ -38,7 +38,7 @@ class Sweep:
         self.file.write_text(yaml.safe_dump(content, sort_keys=False))
 
     def run(self, *arguments: str) -> int:
-        return main(["sweep", str(self.file), "--root", str(self.root), *arguments])
+        return main(["sweep", str(self.file), "--root", str(self.root), "--any_command", *arguments])
 
     def noted(self, what: str) -> list[str]:
         lines = self.diary.read_text().splitlines() if self.diary.exists() else []
@@ -178,7 +178,16 @@ def test_a_second_ctrl_c_ends_runs_that_do_not_stop(tmp_path):
     script += f"pathlib.Path({str(began)!r}).touch(); time.sleep(60)"
     command = ["${interpreter}", "-c", script, "${args}"]
     sweep = Sweep(tmp_path, {"x": {"value": 1}}, command=command, metric=None)
-    line = [sys.executable, "-m", "lit_layers.cli.main", "sweep", str(sweep.file), "--root", str(sweep.root)]
+    line = [
+        sys.executable,
+        "-m",
+        "lit_layers.cli.main",
+        "sweep",
+        str(sweep.file),
+        "--any_command",
+        "--root",
+        str(sweep.root),
+    ]
     process = subprocess.Popen(line, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     deadline = time.monotonic() + 60
     while not began.exists() and time.monotonic() < deadline:

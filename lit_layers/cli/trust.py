@@ -1,0 +1,145 @@
+"""What a recipe may name: classes of a few packages and of the user's own code, where a field asks for such a class."""
+
+import argparse
+import pkgutil
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any, get_args, get_origin
+
+from jsonargparse import ArgumentParser, Namespace, set_parsing_settings
+
+from lit_layers.cli.messages import REFUSED, one_sentence
+from lit_layers.errors import InputError
+
+PACKAGES = ("lit_layers", "torch", "lightning", "transformers", "timm", "torchmetrics")
+HELP = "command line only, repeatable: a recipe may name the classes of this package, or of all modules of this folder"
+_own_code = {"lit_layers"}  # its functions may be named, too: of the others some load or start whatever they are given
+
+
+def trust_code(argv: list[str]) -> list[str]:
+    """Takes every `--code PACKAGE` out of a command line: recipes may then name the classes of that package.
+
+    It is no option of a parser: a recipe could set that. A folder goes behind the installed packages on the import
+    path, so that its `yaml.py` replaces none of them.
+
+    Raises:
+        InputError: a word that is neither an importable package or module nor a folder.
+    """
+    options = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
+    options.add_argument("--code", action="append", default=[])
+    try:
+        given, rest = options.parse_known_args(argv)
+    except argparse.ArgumentError as error:
+        raise InputError("--code: expected an importable package or module, or a folder such as .") from error
+    for named in given.code:
+        packages = _packages(named)
+        set_parsing_settings(import_path_allowlist=packages)
+        _own_code.update(packages)
+    return rest
+
+
+def _packages(named: str) -> list[str]:
+    folder = Path(named)
+    if folder.is_dir() and not named.isidentifier():
+        sys.path.append(str(folder.resolve()))
+        return [name for name in map(_module_name, sorted(folder.iterdir())) if name and _is_in(name, folder)]
+    if all(part.isidentifier() for part in named.split(".")) and find_spec(named.split(".")[0]) is not None:
+        return [named]
+    near = f"; for the folder say --code ./{named}" if folder.is_dir() else ""
+    raise InputError(f"--code: expected an importable package or module, or a folder such as ., got {named!r}{near}")
+
+
+class RecipeParser(ArgumentParser):
+    """Reads recipes as data, and says what is wrong in one sentence, not after fifty lines of usage.
+
+    A recipe names classes, and each is made only where it is a kind of the class that the field asks for: nothing in a
+    field that takes any value, and no function but of the user's own code.
+    """
+
+    def error(self, message: str, ex: Exception | None = None) -> Any:
+        raise InputError(one_sentence(message, self.get_defaults(skip_validation=True).keys(branches=True))) from None
+
+    def validate(self, namespace: Namespace, *args: Any, **kwargs: Any) -> None:
+        """Checks the options of one class; those of the classes inside are checked by parsers of their own."""
+        super().validate(namespace, *args, **kwargs)
+        for action in self._actions:
+            hint = getattr(action, "_typehint", None)
+            if hint is not None and not _is_default(value := namespace.get(action.dest), action.default):
+                for where, given in _named(action.dest, value):
+                    _refuse_foreign(where, given, hint)
+
+
+def _named(where: str, value: Any) -> Iterator[tuple[str, Any]]:
+    """Yields every class, by its path, and every function that a field's value holds."""
+    if isinstance(value, Namespace):
+        value = vars(value)
+    if isinstance(value, Mapping) and "class_path" in value:
+        yield where, value["class_path"]
+    elif isinstance(value, Mapping):
+        for key, part in value.items():
+            yield from _named(f"{where}.{key}", part)
+    elif isinstance(value, list | tuple | set):
+        for part in value:
+            yield from _named(where, part)
+    elif callable(value) and not isinstance(value, type):
+        yield where, value
+
+
+def _is_default(value: Any, default: Any) -> bool:
+    if callable(value) and isinstance(default, str):  # the path that stands for a function in a signature
+        return value is pkgutil.resolve_name(default)
+    return value == default
+
+
+def _refuse_foreign(where: str, given: Any, hint: Any) -> None:
+    """Refuses a class that is not of a kind the field names, and a function of somebody else's."""
+    kinds, is_class = tuple(_kinds(hint)), isinstance(given, str)
+    if is_class and not kinds and not _takes_callables(hint):
+        raise TypeError(f"{where}: {REFUSED} class in a field of plain values, got {given}")
+    made = given
+    if is_class:
+        made = pkgutil.resolve_name(given) if _is_under(given, {*PACKAGES, *_own_code}) else None
+    if isinstance(made, type) and issubclass(made, kinds):
+        return
+    if _takes_callables(hint) and _is_under(getattr(made, "__module__", None) or "", _own_code):
+        return
+    expected = " or ".join(kind.__name__ for kind in kinds) or "what lit_layers or --code PACKAGE defines"
+    path = given if is_class else f"{getattr(given, '__module__', '')}.{getattr(given, '__name__', given)}"
+    raise TypeError(f"{where}: {REFUSED} {'class' if is_class else 'function'} here but {expected}, got {path}")
+
+
+def _kinds(hint: Any) -> Iterator[type]:
+    """Yields the classes that an annotation names, without those of Python itself, such as `dict` or `Callable`."""
+    if isinstance(hint, type) and _is_under(hint.__module__, {*PACKAGES, *_own_code}):
+        yield hint
+    for part in get_args(hint):  # of a Callable what it takes is a list, and is not looked at
+        yield from _kinds(part)
+
+
+def _takes_callables(hint: Any) -> bool:
+    return Callable in (hint, get_origin(hint)) or any(map(_takes_callables, get_args(hint)))
+
+
+def _is_under(path: str, packages: Any) -> bool:
+    return any(path == package or path.startswith(f"{package}.") for package in packages)
+
+
+def _module_name(path: Path) -> str | None:
+    is_package = path.is_dir() and ((path / "__init__.py").is_file() or any(path.glob("*.py")))
+    return path.stem if (path.suffix == ".py" or is_package) and path.stem.isidentifier() else None
+
+
+def _is_in(name: str, folder: Path) -> bool:
+    """Whether a module is imported from this folder, not from an installed package of the same name."""
+    spec = find_spec(name)
+    places = spec and ([spec.origin] if spec.origin else spec.submodule_search_locations)
+    return any(Path(place).is_relative_to(folder.resolve()) for place in places or ())
+
+
+set_parsing_settings(
+    import_path_denylist=["*"],
+    import_path_allowlist=[*PACKAGES],
+    instantiate_subclass_spec_in_any=False,
+)

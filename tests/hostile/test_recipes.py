@@ -1,0 +1,257 @@
+"""Recipes of somebody else's: they name classes and nothing of them runs, whatever they name."""
+
+import copy
+import re
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import yaml
+
+from lit_layers.cli.analyze_options import Command
+from lit_layers.cli.fit import FitParser
+from lit_layers.cli.main import main
+from lit_layers.cli.trust import RecipeParser
+from tests.cli.test_fit import RECIPE
+
+ROOT = Path(__file__).parents[2]
+ANYTHING = "model.init_args.config.id2label"
+CALLBACK = "trainer.callbacks"
+LAMBDA = "lightning.pytorch.callbacks.LambdaCallback"
+PLAIN = "a recipe names no class in a field of plain values, got"
+ONLY = "only lit_layers, torch, lightning, transformers, timm, torchmetrics and your own code, with --code PACKAGE"
+
+
+def spec(path: str, **options: Any) -> dict[str, Any]:
+    return {"class_path": path, "init_args": options} if options else {"class_path": path}
+
+
+@pytest.fixture
+def write(tmp_path: Path) -> Callable[..., str]:
+    """Writes the recipe of a run of one step, changed at one place."""
+
+    def written(key: str | None = None, value: Any = None, **changes: Any) -> str:
+        recipe = copy.deepcopy({**RECIPE, "corpus": "python", "root": str(tmp_path / "run"), "steps": [0], **changes})
+        recipe["trainer"]["max_steps"], recipe["analyses"] = 1, recipe["analyses"][:1]
+        if key is not None:
+            *branches, last = key.split(".")
+            branch = recipe
+            for name in branches:
+                branch = branch[name]
+            branch[last] = value
+        file = tmp_path / "recipe.yaml"
+        file.write_text(yaml.safe_dump(recipe))
+        return str(file)
+
+    return written
+
+
+@pytest.fixture
+def weapons(tmp_path: Path, canary: Path, payload: str) -> dict[str, Any]:
+    """What would write the canary, or empty a file of the user's, the moment it is made or called."""
+    (tmp_path / "hubconf.py").write_text(f"{payload}\ndef x(): pass\n")
+
+    class Loaded:
+        def __reduce__(self):
+            return exec, (payload,)
+
+    stored = str(tmp_path / "x.ckpt")
+    torch.save({"state_dict": {}, "pytorch-lightning_version": "2.6.6", "hyper_parameters": Loaded()}, stored)
+    shell = {"args": f"echo ran > {canary}", "shell": True}
+    return {
+        "popen": spec("subprocess.Popen", **shell),
+        "zip": spec("zipfile.ZipFile", file=str(canary), mode="w"),
+        "log": spec("logging.FileHandler", filename=str(canary)),
+        "popen of torch": spec("torch.utils.collect_env.subprocess.Popen", **shell),
+        "popen of lightning": spec("lightning.fabric.strategies.launchers.subprocess_script.subprocess.Popen", **shell),
+        "system of torch": spec("torch.os.system", command=f"echo ran > {canary}"),
+        "handler": spec(
+            "torch.distributed.elastic.multiprocessing.subprocess_handler.SubprocessHandler",
+            entrypoint="/bin/sh",
+            args=["-c", shell["args"]],
+            env={},
+            stdout=None,
+            stderr=None,
+            local_rank_id=0,
+        ),
+        "hub": spec("torch.hub.load", repo_or_dir=str(tmp_path), model="x", source="local"),
+        "load": spec("torch.load", f=stored, weights_only=False),
+        "checkpoint": spec("lightning.pytorch.LightningModule.load_from_checkpoint", checkpoint_path=stored),
+        "own checkpoint": spec("lit_layers.training.LitCausalLM.load_from_checkpoint", checkpoint_path=stored),
+        "import": spec("transformers.utils.import_utils.importlib.import_module", name="hubconf"),
+        "policy": spec("lightning.pytorch.cli.set_parsing_settings", import_path_allowlist=["subprocess"]),
+        "layer": spec("torch.nn.Linear", in_features=1, out_features=1),
+    }  # fmt: skip
+
+
+def refused(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> str:
+    """Runs a command that is refused with a sentence, and returns that."""
+    assert main(arguments) == 2
+    said = capsys.readouterr().err.strip().splitlines()
+    assert said[-1].startswith(f"lit-layers {arguments[0]}: error: "), said
+    return said[-1].split(": error: ", 1)[1]
+
+
+def test_nothing_is_made_in_a_field_of_plain_values(weapons, write, canary, capsys):
+    for name, weapon in weapons.items():
+        path = weapon["class_path"]
+        said = refused(["fit", "--config", write(ANYTHING, {"x": weapon})], capsys)
+        assert said == f"model.config.id2label.x: {PLAIN} {path}", name
+        listed = refused(["fit", "--config", write(ANYTHING, [[weapon]])], capsys)
+        assert listed == f"model.config.id2label: {PLAIN} {path}", name
+    hidden = {"x": {**weapons["popen"], "class_path": "${tokenizer}"}}
+    assert PLAIN in refused(["fit", "--config", write(ANYTHING, hidden, tokenizer="subprocess.Popen")], capsys)
+    assert not canary.exists()
+
+
+def test_a_field_takes_only_classes_of_its_kind_from_packages_that_are_listed(weapons, write, canary, capsys):
+    for name, weapon in weapons.items():
+        said = refused(["fit", "--config", write(CALLBACK, [weapon])], capsys)
+        assert said.startswith("trainer.callbacks: a recipe names no "), name
+        assert said.endswith(ONLY) or "class here but Callback, got " in said, name
+        assert "a recipe names no " in refused(["fit", "--config", write("model", weapon)], capsys), name
+        assert "a recipe names no " in refused(["fit", "--config", write("analyses", [weapon])], capsys), name
+    assert not canary.exists()
+
+
+def test_a_field_for_a_function_takes_none_but_of_the_users_own_code(weapons, write, canary, capsys):
+    for name, weapon in weapons.items():
+        for given in (weapon, weapon["class_path"]):
+            refused(["fit", "--config", write(CALLBACK, [spec(LAMBDA, on_fit_start=given)])], capsys)
+        assert not canary.exists(), name
+
+
+@pytest.mark.parametrize("command", ["fit", "analyze"])
+def test_what_was_refused_before_is_refused_before_anything_is_made(command, weapons, write, canary, capsys):
+    recipe = write(ANYTHING, {"x": weapons["popen"]}, seed_everything="no number")
+    refused([command, "--config", recipe], capsys)
+    assert not canary.exists()
+
+
+def test_analyze_reads_the_same_recipes_with_the_same_care(weapons, tmp_path, canary, capsys):
+    file = tmp_path / "recipe.yaml"
+    for name, weapon in weapons.items():
+        for content in ({"analyses": [weapon]}, {"series": weapon}):
+            file.write_text(yaml.safe_dump(content))
+            said = refused(["analyze", "model", "--tokenizer", "bpe:300", "--config", str(file)], capsys)
+            assert "a recipe names no " in said, name
+    assert not canary.exists()
+
+
+@pytest.mark.parametrize("key", ["code", "trainer.code", "model.init_args.code"])
+def test_a_recipe_cannot_say_whose_code_may_be_named(key, write, capsys):
+    said = refused(["fit", "--config", write(key, "subprocess")], capsys)
+    assert "code" in said
+
+
+@pytest.mark.parametrize("named", [["--code"], ["--code", "no_such_package"], ["--code", "../x.py"], ["--code=a b"]])
+def test_code_that_is_not_there_is_named(named, write, capsys):
+    said = refused(["fit", "--config", write(), *named], capsys)
+    assert said.startswith("--code: expected an importable package or module, or a folder such as .")
+
+
+def test_the_own_code_of_a_user_is_named_on_the_command_line(downloaded, write, payload, canary, monkeypatch, capsys):
+    """And not even imported else."""
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    own = f"{payload}from lightning.pytorch import Callback\n\nclass Own(Callback):\n    pass\n"
+    (downloaded / "own_code_of_a_user.py").write_text(own)
+    recipe = write(CALLBACK, [spec("own_code_of_a_user.Own")])
+    said = refused(["fit", "--config", recipe], capsys)
+    assert said == f"trainer.callbacks: a recipe names no own_code_of_a_user.Own: {ONLY}"
+    assert not canary.exists()
+    with pytest.raises(SystemExit) as ended:
+        main(["fit", "--code", ".", "--config", recipe, "--print_config"])
+    assert ended.value.code == 0
+    assert canary.read_text() == "ran"
+
+
+def test_a_legitimate_recipe_trains_and_what_somebody_writes_into_its_stored_copy_is_data(
+    weapons, write, tmp_path, canary, capsys
+):
+    assert main(["fit", "--config", write()]) == 0
+    stored = tmp_path / "run" / "config.yaml"
+    again = ["fit", "--config", str(stored), "--root", str(tmp_path / "again")]
+    with pytest.raises(SystemExit) as ended:
+        main([*again, "--print_config"])
+    assert ended.value.code == 0
+    content = yaml.safe_load(stored.read_text())
+    content["model"]["init_args"]["config"]["id2label"] = {"x": weapons["popen"]}
+    stored.write_text(yaml.safe_dump(content))
+    capsys.readouterr()
+    assert main(["report", str(tmp_path / "run")]) == 0
+    assert main(["audit", str(tmp_path / "run")]) == 0
+    assert PLAIN in refused(again, capsys)
+    assert not canary.exists()
+
+
+def test_a_class_with_a_function_as_its_default_is_made(write):
+    with pytest.raises(SystemExit) as ended:
+        main(
+            [
+                "fit",
+                "--config",
+                write(CALLBACK, [spec("lightning.pytorch.callbacks.BackboneFinetuning")]),
+                "--print_config",
+            ]
+        )
+    assert ended.value.code == 0
+
+
+def test_a_grid_starts_no_program_but_lit_layers_unless_it_is_trusted(tmp_path, canary, payload, capsys):
+    file, root = tmp_path / "grid.yaml", tmp_path / "runs"
+    fit = ["${env}", "lit-layers", "fit"]
+    for command, more, sentence in (
+        (["sh", "-c", f"echo ran > {canary}", "${args}"], {}, "expected lit-layers fit: say --any_command"),
+        (["${env}", "PYTHONPATH=.", "lit-layers", "fit", "${args}"], {}, "expected lit-layers fit"),
+        (["lit-layers", "report", "${args}"], {}, "expected lit-layers fit"),
+        ([*fit, "--code", ".", "${args}"], {}, "leave --code out of the file"),
+        ([*fit, "--code=.", "${args}"], {}, "leave --code out of the file"),
+        ([*fit, "${args}"], {"code": {"value": "."}}, "leave --code out of the file"),
+    ):
+        parameters = {"model.lr": {"values": [0.1]}, **more}
+        file.write_text(yaml.safe_dump({"method": "grid", "command": command, "parameters": parameters}))
+        assert sentence in refused(["sweep", str(file), "--root", str(root)], capsys)
+    assert not root.exists()
+    assert not canary.exists()
+
+
+def test_yaml_builds_plain_values_alone(write, tmp_path, canary, payload, capsys):
+    file = tmp_path / "tagged.yaml"
+    tag = f"!!python/object/apply:os.system ['echo ran > {canary}']"
+    for text in (f"model: {tag}", f"corpus: {tag}", f"? {tag}\n: 1", f"method: {tag}", f"steps: {tag}"):
+        file.write_text(text)
+        refused(["fit", "--config", str(file)], capsys)
+        refused(["analyze", "model", "--config", str(file)], capsys)
+        refused(["analyze", str(file)], capsys)
+        refused(["sweep", str(file), "--root", str(tmp_path / "runs")], capsys)
+    assert not canary.exists()
+
+
+def test_every_recipe_of_the_package_is_read(tmp_path, capsys):
+    fits = [*sorted(ROOT.glob("recipes/gpt2/*.yaml")), *sorted(ROOT.glob("recipes/deit/*.yaml"))]
+    fits += sorted(ROOT.glob("recipes/quickstart/*.yaml"))
+    for path in fits:
+        words = ["fit", "--config", str(path), "--root", str(tmp_path), "--print_config"]
+        text = "images" if "deit" in path.parts or path.stem == "vit" else "text"
+        for more in ([], [ROOT / "recipes" / "analyses" / f"{text}.yaml"], [ROOT / "recipes" / "trainer" / "ddp.yaml"]):
+            with pytest.raises(SystemExit) as ended:
+                main([*words, *(word for recipe in more for word in ("--config", str(recipe)))])
+            assert ended.value.code == 0, path
+    for path in sorted(ROOT.glob("recipes/analyses/*.yaml")):
+        assert Command(["model", "--tokenizer", "bpe:300", "--config", str(path)]).options.analyses, path
+    for path in sorted(ROOT.glob("recipes/series/*.yaml")):
+        assert Command(["--config", str(path)]).is_series, path
+
+
+def test_every_parser_of_recipes_is_the_one_that_takes_care():
+    """No other file makes a parser that builds classes, reads YAML with tags, or runs text."""
+    unsafe = re.compile(
+        r"yaml\.(?!safe_|YAMLError)\w+|(?<![\w.])(eval|exec|__import__)\(|from jsonargparse import (.*)"
+    )
+    for path in sorted((ROOT / "lit_layers").rglob("*.py")):
+        for found in unsafe.finditer(path.read_text()):
+            assert found[2] == "Namespace" or path.name == "trust.py", f"{path}: {found[0]}"
+    assert issubclass(FitParser, RecipeParser)
