@@ -1,4 +1,4 @@
-"""The one exception that means: the user's input is at fault."""
+"""What ends a command with one sentence."""
 
 
 class InputError(ValueError):
@@ -6,4 +6,11 @@ class InputError(ValueError):
 
     Its message is one sentence: what was expected, what came (field and value), what to do. The command line
     prints that sentence and exits with code 2, without a traceback.
+    """
+
+
+class RunLostError(InputError):
+    """Raised where a run's folder was taken over or removed while it was written: nothing more is written there.
+
+    The command line prints the sentence and exits with code 1.
     """

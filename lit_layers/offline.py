@@ -11,7 +11,7 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
-from lit_layers import emergence, records
+from lit_layers import emergence, records, run_lock
 from lit_layers.analyses.base import Analysis, LayerwiseAnalysis
 from lit_layers.analyses.streamed import STATE, Progress, layerwise, walk
 from lit_layers.errors import InputError
@@ -60,10 +60,11 @@ def analyze(
     place, number = device_of(device), {"float32": torch.float32, "float64": torch.float64}[dtype]
     files, root = ShardFiles(model, revision=revision), Path(root)
     tell = progress or (lambda done, total, what: None)
-    if not stream_blocks:
-        return _whole(files, analyses, root, revision, place, number, tell)
-    with contextlib.closing(StreamedModel(files, device=place, dtype=number)) as view, _plain_numbers(place):
-        return _streamed(view, selected, root, revision, tell)
+    with run_lock.writing(root):
+        if not stream_blocks:
+            return _whole(files, analyses, root, revision, place, number, tell)
+        with contextlib.closing(StreamedModel(files, device=place, dtype=number)) as view, _plain_numbers(place):
+            return _streamed(view, selected, root, revision, tell)
 
 
 def refuse_double_names(analyses: Sequence[Analysis]) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from lit_layers import emergence
+from lit_layers import emergence, run_lock
 from lit_layers.analyses.base import Analysis
 from lit_layers.errors import InputError
 from lit_layers.models.build import weights_hash
@@ -67,7 +67,8 @@ def analyze_series(
 
     Raises:
         InputError: a series that is not there, options or data that fit no checkpoint. Where each checkpoint has
-            analyses of its own, what fits one of them only is among the `failures`.
+            analyses of its own, what fits one of them only is among the `failures`. Where another process writes in
+            `root`, unless as another shard of as many.
     """
     index, count = shard
     if not 0 <= index < count:
@@ -75,11 +76,30 @@ def analyze_series(
             f"shard: expected i/n with i from 0 to n - 1, got {index}/{count}: number a SLURM array from 0, "
             f"--array=0-{max(count, 1) - 1}"
         )
-    place, number = device_of(device), {"float32": torch.float32, "float64": torch.float64}[dtype]
-    known, tell = Known(Path(root), dtype), progress or (lambda done, total, what: None)
-    if not _is_at(series, Path(root)):
+    place = device_of(device)
+    with run_lock.writing(root, shard=shard):
+        return _measured(
+            series, analyses, Path(root), allow_suspect, keep_downloads, shard, place, dtype, progress, without or {}
+        )
+
+
+def _measured(
+    series: Series,
+    analyses: Analyses,
+    root: Path,
+    allow_suspect: bool,
+    keep_downloads: bool,
+    shard: tuple[int, int],
+    place: torch.device,
+    dtype: Dtype,
+    progress: Tell | None,
+    without: Mapping[str, str],
+) -> SeriesResult:
+    (index, count), number = shard, {"float32": torch.float32, "float64": torch.float64}[dtype]
+    known, tell = Known(root, dtype), progress or (lambda done, total, what: None)
+    if not _is_at(series, root):
         known.refuse_another(series.checkpoints)
-    wanted, unmeasured = _by_name(series, analyses, without or {})
+    wanted, unmeasured = _by_name(series, analyses, without)
     result, mine = _audited(series, series.checkpoints[index::count], known, allow_suspect, unmeasured)
     due = [checkpoint for checkpoint in mine if not _is_known(known, checkpoint, wanted[checkpoint.name])]
     result.num_known = sum(len(wanted[one.name]) for one in mine) - sum(len(wanted[one.name]) for one in due)

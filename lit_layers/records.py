@@ -20,7 +20,7 @@ from pydantic import GetPydanticSchema, with_config
 from pydantic_core import from_json
 from typing_extensions import TypedDict
 
-from lit_layers import schema
+from lit_layers import run_lock, schema
 from lit_layers.durable import sync
 from lit_layers.errors import InputError
 from lit_layers.schema import Count, Real, Scalar, Seconds, Tag
@@ -98,7 +98,7 @@ def append(path: str | Path, measurement: Measurement) -> None:
     """Adds one line to a file of measurements and returns when it is on the disk.
 
     Raises:
-        InputError: where the file cannot be written.
+        InputError: where the file cannot be written, or the run is another process's now (`run_lock`).
     """
     line = {item.name: getattr(measurement, item.name) for item in fields(Measurement)}
     line["records"] = [_compact(record) for record in measurement.records]
@@ -277,6 +277,7 @@ class ScalarLog:
                     f"{self.path} has no row that ends at byte {offset} (it has {size} bytes): it is not the file of "
                     f"this checkpoint; restore it, or move it away to go on without its rows"
                 )
+            run_lock.forget(self.path)
             file.truncate(offset)
             os.fsync(file.fileno())
 
@@ -342,6 +343,7 @@ def _explained(path: Path) -> Iterator[None]:
 @contextmanager
 def _locked_for_append(path: Path) -> Iterator[BinaryIO]:
     """Opens a file at its end, its last line whole; other writers on this machine wait meanwhile."""
+    run_lock.check(path)
     with _explained(path):
         path.parent.mkdir(parents=True, exist_ok=True)
         is_new = not path.exists()
@@ -350,7 +352,9 @@ def _locked_for_append(path: Path) -> Iterator[BinaryIO]:
             if fcntl is not None:
                 fcntl.flock(file, fcntl.LOCK_EX)
             _repair(file)
+            start = file.seek(0, os.SEEK_END)
             yield cast(BinaryIO, file)
+            run_lock.wrote(path, start=start, end=file.seek(0, os.SEEK_END))
         if is_new:
             sync(path.parent)
 

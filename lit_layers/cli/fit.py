@@ -1,5 +1,6 @@
 """`lit-layers fit`: train from a recipe, save and measure at each step of its schedule, draw the curves."""
 
+import contextlib
 import logging
 import time
 import warnings
@@ -15,13 +16,14 @@ from omegaconf.errors import OmegaConfBaseException
 from rich.console import Console
 from yaml import YAMLError
 
+from lit_layers import run_lock
 from lit_layers.analyses.base import Analysis
 from lit_layers.cli.closing import print_closing
 from lit_layers.cli.trust import HELP, RecipeParser, trust_code
 from lit_layers.errors import InputError
 from lit_layers.report import WandbMirror, write_report
 from lit_layers.training import EmergenceCallback, SeriesCheckpoint
-from lit_layers.training.environment import plugins_with_cluster, refuse_another_number_of_ranks
+from lit_layers.training.environment import is_first_rank, plugins_with_cluster, refuse_another_number_of_ranks
 from lit_layers.training.origin import Origin, axis_step, kept
 from lit_layers.training.progress import StepProgress
 from lit_layers.training.resume import ResumeCheckpoint, ResumePoint, StepSeed, resume_point
@@ -54,7 +56,14 @@ class FitParser(RecipeParser, LightningArgumentParser):
 
 
 class FitCLI(LightningCLI):
-    """LightningCLI with the keys of a watched run at its top level, written once for all callbacks."""
+    """LightningCLI with the keys of a watched run at its top level, written once for all callbacks.
+
+    `held` is given the lock of the run's folder, before anything is read there.
+    """
+
+    def __init__(self, held: contextlib.ExitStack, **options: Any) -> None:
+        self.held = held
+        super().__init__(**options)
 
     def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
         parser.add_argument("--root", type=str, required=True, help="The run's folder, e.g. checkpoints/my_run.")
@@ -95,6 +104,8 @@ class FitCLI(LightningCLI):
 
     def instantiate_trainer(self, **kwargs: Any) -> L.Trainer:
         own, root = self.own, Path(self.own.root)
+        if is_first_rank():
+            self.held.enter_context(run_lock.writing(root))
         self.console = Console()
         self.resume_from = self._resume_point()
         goes_on = own.resume is not None and is_a_run(root) and self._is_inside(root)
@@ -138,21 +149,23 @@ class FitCLI(LightningCLI):
 def main(argv: list[str]) -> int:
     """Trains and returns 0, 130 where the user stopped it, 143 after SIGTERM; the report is written either way."""
     quieten()
-    cli = _parse(trust_code(argv))
-    own = cli.own
-    if cli.trainer.max_steps < 1:
-        raise InputError(f"trainer.max_steps: expected the number of steps to train, got {cli.trainer.max_steps}")
-    if cli.trainer.is_global_zero and not cli.folder.resume:
-        refuse_a_used_folder(Path(own.root), own.if_exists)
-    return _train(cli)
+    with contextlib.ExitStack() as held:
+        cli = _parse(trust_code(argv), held)
+        own = cli.own
+        if cli.trainer.max_steps < 1:
+            raise InputError(f"trainer.max_steps: expected the number of steps to train, got {cli.trainer.max_steps}")
+        if cli.trainer.is_global_zero and not cli.folder.resume:
+            refuse_a_used_folder(Path(own.root), own.if_exists)
+        return _train(cli)
 
 
-def _parse(argv: list[str]) -> FitCLI:
+def _parse(argv: list[str], held: contextlib.ExitStack) -> FitCLI:
     with warnings.catch_warnings():
         # The arguments are handed over because sys.argv also holds the command's name.
         warnings.filterwarnings("ignore", message="LightningCLI's args parameter")
         try:
             return FitCLI(
+                held,
                 model_class=L.LightningModule,
                 datamodule_class=L.LightningDataModule,
                 subclass_mode_model=True,

@@ -17,11 +17,11 @@ COMMANDS = {
     "select": ("lit_layers.cli.select", "choose the layer that is enough for a task, and cut the model there"),
     "sweep": ("lit_layers.cli.sweep", "run every cell of a grid, each to its end once"),
 }
-INTERRUPTED = 130
+FAILED, INTERRUPTED = 1, 130
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Runs one command and returns its exit code: 0, 2 for wrong input, 130 for Ctrl-C."""
+    """Runs one command and returns its exit code; docs/training.md has them all."""
     is_own_process, argv = argv is None, sys.argv[1:] if argv is None else argv
     if not argv or argv[0] in ("-h", "--help"):
         print(_help())
@@ -44,12 +44,13 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _run(command: str, rest: list[str]) -> int:
-    from lit_layers.errors import InputError
+    from lit_layers.errors import InputError, RunLostError
 
     try:
         return importlib.import_module(COMMANDS[command][0]).main(rest)
     except InputError as error:
-        return _refuse(str(error), command)
+        code = _refuse(str(error), command)
+        return FAILED if isinstance(error, RunLostError) else code
     except KeyboardInterrupt:
         print(f"lit-layers {command}: interrupted", file=sys.stderr)
         return INTERRUPTED

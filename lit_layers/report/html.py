@@ -1,5 +1,6 @@
 """One self-contained HTML page about a run: it opens anywhere, without a network."""
 
+import contextlib
 import os
 from pathlib import Path
 
@@ -31,7 +32,8 @@ def write_report(root: str | Path, out: str | Path | None = None, *, allow_suspe
         partial.write_text(page, encoding="utf-8")
         os.replace(partial, out)
     except OSError as error:
-        if out.parent.is_dir():
+        with contextlib.suppress(OSError):  # on a read-only disk that fails, too
             partial.unlink(missing_ok=True)
-        raise InputError(f"cannot write {out}: {(error.strerror or str(error)).lower()}") from error
+        reason = (error.strerror or str(error)).lower()
+        raise InputError(f"cannot write {out}: {reason}; --out names another place") from error
     return out

@@ -1,11 +1,15 @@
 """Folders that are complete or not there."""
 
+import contextlib
 import os
 import re
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
+from safetensors import SafetensorError
+
+from lit_layers import run_lock
 from lit_layers.durable import sync
 from lit_layers.errors import InputError
 
@@ -23,18 +27,47 @@ def saved_steps(root: Path) -> list[int]:
 
 
 def write_folder(folder: Path, fill: Callable[[Path], None]) -> None:
-    """Fills a hidden temporary folder, makes it durable and renames it: a kill leaves all of `folder` or nothing."""
+    """Fills a hidden temporary folder, makes it durable and renames it: a kill leaves all of `folder` or nothing.
+
+    Raises:
+        InputError: where it cannot be written, as on a full disk.
+    """
+    run_lock.check(folder)
     temporary = folder.with_name(f".tmp-{folder.name}")
-    if temporary.exists():
-        shutil.rmtree(temporary)
-    temporary.mkdir(parents=True)
-    fill(temporary)
-    for path in [*temporary.rglob("*"), temporary]:
-        sync(path)
-    if folder.exists():
-        shutil.rmtree(folder)
-    temporary.rename(folder)
-    sync(folder.parent)
+    with explained(folder):
+        try:
+            if temporary.exists():
+                shutil.rmtree(temporary)
+            temporary.mkdir(parents=True)
+            fill(temporary)
+            for path in [*temporary.rglob("*"), temporary]:
+                sync(path)
+            if folder.exists():
+                shutil.rmtree(folder)
+            temporary.rename(folder)
+        except BaseException:
+            shutil.rmtree(temporary, ignore_errors=True)  # on a full disk its place is wanted
+            raise
+        sync(folder.parent)
+    run_lock.wrote(folder)
+
+
+def remove_folder(folder: Path) -> None:
+    """Removes what `write_folder` wrote."""
+    run_lock.forget(folder)
+    shutil.rmtree(folder)
+
+
+@contextlib.contextmanager
+def explained(path: Path) -> Iterator[None]:
+    """Turns the operating system's refusal to write a checkpoint into the user's sentence."""
+    try:
+        yield
+    except (OSError, SafetensorError) as error:
+        reason = (getattr(error, "strerror", None) or str(error)).lower()
+        raise InputError(
+            f"cannot write {path}: {reason}; what was saved before is whole: mend it and go on with --resume last"
+        ) from error
 
 
 def writable_folder(folder: Path, field: str) -> Path:

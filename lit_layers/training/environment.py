@@ -1,5 +1,6 @@
 """What a run must tell Lightning of the machines it runs on."""
 
+import os
 from typing import Any
 
 import lightning as L
@@ -7,6 +8,13 @@ from lightning.pytorch.plugins.environments import SLURMEnvironment
 from lightning.pytorch.strategies import ModelParallelStrategy
 
 from lit_layers.errors import InputError
+
+
+def is_first_rank() -> bool:
+    """Whether this process will be rank 0, by what its starter says, before Lightning asks it."""
+    if "RANK" in os.environ:
+        return int(os.environ["RANK"]) == 0
+    return all(int(os.environ.get(name) or 0) == 0 for name in ("NODE_RANK", "SLURM_PROCID", "LOCAL_RANK"))
 
 
 def plugins_with_cluster(given: Any) -> Any:

@@ -21,7 +21,7 @@ from lightning.pytorch.utilities.exceptions import SIGTERMException
 
 from lit_layers.durable import write_json
 from lit_layers.errors import InputError
-from lit_layers.training.checkpoint_io import saved_steps, step_folder, write_folder
+from lit_layers.training.checkpoint_io import explained, remove_folder, saved_steps, step_folder, write_folder
 from lit_layers.training.origin import axis_step
 from lit_layers.training.sharding import SHARDED, are_sharded, refuse_many_files, refuse_unsharded_state
 from lit_layers.training.termination import Termination
@@ -88,7 +88,7 @@ class ResumeCheckpoint(L.Callback):
         if trainer.is_global_zero:  # whoever goes back to a step leaves the way that the run took from there
             for step in saved_steps(self.folder):
                 if step > self._last_step:
-                    shutil.rmtree(step_folder(self.folder, step))
+                    remove_folder(step_folder(self.folder, step))
 
     def on_train_batch_start(
         self, trainer: L.Trainer, pl_module: L.LightningModule, batch: Any, batch_idx: int
@@ -121,11 +121,12 @@ class ResumeCheckpoint(L.Callback):
             return
         self._last_step, started = step, time.perf_counter()
         temporary = self.folder / f".state-{step}"
-        trainer.save_checkpoint(temporary, weights_only=False)  # all ranks take part
+        with explained(temporary):
+            trainer.save_checkpoint(temporary, weights_only=False)  # all ranks take part
         if trainer.is_global_zero:
             write_folder(step_folder(self.folder, step), lambda folder: _fill(folder, temporary, step))
             for old in saved_steps(self.folder)[: -self.keep]:
-                shutil.rmtree(step_folder(self.folder, old))
+                remove_folder(step_folder(self.folder, old))
         trainer.strategy.barrier()
         self.paused_seconds += time.perf_counter() - started
 

@@ -11,6 +11,7 @@ from typing import Any, Literal, Protocol
 
 import lightning as L
 
+from lit_layers import run_lock
 from lit_layers.data.shards import TokenShards
 from lit_layers.data.statistics import unigram_entropy
 from lit_layers.durable import write_json
@@ -161,7 +162,7 @@ class RunFolder(L.Callback):
             (self.root / CONFIG_FILE).write_text(self.config)
         self.run_id = facts["id"]
         resumed = [*facts.get("resumed", []), {"step": step, "at": _now()}]
-        write_json(self.root / RUN_FILE, {**facts, "resumed": resumed})
+        self._write_facts({**facts, "resumed": resumed})
         if self.mirror is not None:
             self.mirror.open(self.root, run_id=self.run_id, config=self.options)
         self.started = True
@@ -172,7 +173,7 @@ class RunFolder(L.Callback):
         aside = self.root / f".old-{self.run_id}"
         _move(_contents(self.root), aside)
         try:
-            write_json(self.root / RUN_FILE, facts)
+            self._write_facts(facts)
             (self.root / CONFIG_FILE).write_text(self.config)
             if self.mirror is not None:
                 self.mirror.open(self.root, run_id=self.run_id, config=self.options)
@@ -189,6 +190,12 @@ class RunFolder(L.Callback):
         for leftover in self.root.glob(".old-*"):
             shutil.rmtree(leftover)
 
+    def _write_facts(self, facts: Mapping[str, Any]) -> None:
+        path = self.root / RUN_FILE
+        run_lock.check(path)
+        write_json(path, facts)
+        run_lock.wrote(path)
+
     def close(self, **facts: Any) -> None:
         """Adds what is known only at the end, e.g. the wall time; seconds of a resumed run's parts are summed."""
         path = self.root / RUN_FILE
@@ -196,7 +203,7 @@ class RunFolder(L.Callback):
         for name in facts.keys() & before.keys() if self.resume else ():
             if name.endswith("seconds"):
                 facts[name] += before[name]
-        write_json(path, {**before, **facts})
+        self._write_facts({**before, **facts})
 
     def _describe(self, trainer: L.Trainer, pl_module: L.LightningModule) -> dict[str, Any]:
         model: Any = pl_module.model

@@ -1,0 +1,137 @@
+"""Commands on a run that another process writes, whose files vanish, or that cannot be written."""
+
+import errno
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+import yaml
+
+from lit_layers import records, run_lock
+from lit_layers.cli.main import main
+from lit_layers.run_lock import writing
+from lit_layers.training import callbacks
+from lit_layers.training.callbacks import EmergenceCallback
+from lit_layers.training.checkpoint_io import saved_steps
+from tests.cli.test_fit import RECIPE
+from tests.embeddings.tiny_tasks import write_tiny_data
+from tests.support.labelled_texts import saved_gpt2
+
+
+@pytest.fixture(autouse=True)
+def quick(monkeypatch) -> None:
+    monkeypatch.setattr(run_lock, "HEARTBEAT", 0.1)
+    monkeypatch.setattr(run_lock, "LOOK", 0.02)
+
+
+@pytest.fixture(scope="module")
+def recipe(tmp_path_factory, corpus) -> Path:
+    path = tmp_path_factory.mktemp("recipe") / "recipe.yaml"
+    path.write_text(yaml.safe_dump({**RECIPE, "corpus": str(corpus), "resume_every": 1}))
+    return path
+
+
+def fit(recipe: Path, root: Path, *arguments: str) -> int:
+    return main(["fit", "--config", str(recipe), "--root", str(root), *arguments])
+
+
+def errors(said: str, command: str) -> list[str]:
+    return [line for line in said.splitlines() if line.startswith(f"lit-layers {command}: error: ")]
+
+
+@pytest.mark.slow
+def test_every_command_that_writes_is_refused_where_another_process_writes(recipe, corpus, tmp_path, capfd):
+    saved_gpt2(tmp_path / "run" / "step-000000000", n_layer=2)
+    write_tiny_data(tmp_path / "data")
+    root, model = tmp_path / "root", str(tmp_path / "run" / "step-000000000")
+    tasks = ["--tasks", "STSBenchmark", "--folder", str(tmp_path / "data")]
+    commands = [
+        ["fit", "--config", str(recipe), "--resume", "last"],
+        ["analyze", model, "--corpus", str(corpus)],
+        ["analyze", model, "--corpus", str(corpus), "--stream-blocks"],
+        ["analyze", str(tmp_path / "run"), "--corpus", str(corpus)],
+        ["analyze", str(tmp_path / "run"), "--corpus", str(corpus), "--shard", "0/2"],
+        ["intervene", model, "--speed"],
+        ["mteb", model, *tasks],
+    ]
+    for command in commands:
+        with writing(root):
+            assert main([*command, "--root", str(root)]) == 2, command
+            (said,) = errors(capfd.readouterr().err, command[0])
+            assert f"root: {root} is being written by `" in said
+            assert sorted(path.name for path in root.iterdir()) == [".writer.json", ".writer.lock"]
+        assert not root.exists()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("harm", "said"),
+    [
+        (lambda root: shutil.rmtree(root / "step-000000000"), "others removed or cut step-000000000"),
+        (lambda root: shutil.rmtree(root / "resume"), "others removed or cut resume/step-000000001"),
+        (lambda root: (root / "measurements.jsonl").unlink(), "others removed or cut measurements.jsonl"),
+        (lambda root: (root / "run.json").unlink(), "others removed or cut run.json"),
+        (shutil.rmtree, "was removed or moved while this command wrote there"),
+    ],
+)
+def test_a_training_whose_files_vanish_says_so_and_does_not_end_well(harm, said, recipe, tmp_path, monkeypatch, capfd):
+    root, measure = tmp_path / "run", EmergenceCallback.at_step
+
+    def at_step(self, trainer, model, step):
+        measure(self, trainer, model, step)
+        if step == 2:
+            harm(root)
+
+    monkeypatch.setattr(EmergenceCallback, "at_step", at_step)
+    assert fit(recipe, root) == 1
+    (sentence,) = errors(capfd.readouterr().err, "fit")
+    assert said in sentence
+    if harm is shutil.rmtree:
+        assert not root.exists()
+    elif (root / "report.html").exists():
+        assert saved_steps(root)[-1] == 3
+
+
+@pytest.mark.slow
+def test_a_full_disk_ends_a_training_with_a_sentence_and_it_goes_on_afterwards(recipe, tmp_path, monkeypatch, capfd):
+    root, save = tmp_path / "run", callbacks.save
+
+    def full(model, folder, tokenizer):
+        if folder.name.endswith("2"):
+            (folder / "part").write_bytes(b"0")
+            raise OSError(errno.ENOSPC, "No space left on device")
+        save(model, folder, tokenizer)
+
+    monkeypatch.setattr(callbacks, "save", full)
+    assert fit(recipe, root) == 2
+    (said,) = errors(capfd.readouterr().err, "fit")
+    assert f"cannot write {root}/step-000000002: no space left on device" in said
+    assert "go on with --resume last" in said
+    assert not list(root.glob(".tmp-*"))
+    monkeypatch.undo()
+    assert fit(recipe, root, "--resume", "last") == 0
+    assert saved_steps(root) == [0, 2, 3]
+    assert [(m.step, m.error) for m in records.read(root / "measurements.jsonl")] == [
+        (step, None) for step in (0, 2, 3) for _ in range(2)
+    ]
+    assert json.loads((root / "run.json").read_text())["last_step"] == 3
+
+
+@pytest.mark.slow
+def test_a_read_only_folder_is_a_sentence_for_report_and_for_resume(recipe, tmp_path, monkeypatch, capfd):
+    root = tmp_path / "run"
+    assert fit(recipe, root) == 0
+
+    def refuse(*_: object, **__: object) -> None:
+        raise OSError(errno.EROFS, "Read-only file system")
+
+    for place, name in ((Path, "write_text"), (Path, "unlink"), (run_lock.SoftFileLease, "acquire")):
+        monkeypatch.setattr(place, name, refuse)
+    capfd.readouterr()
+    assert fit(recipe, root, "--resume", "last") == 2
+    (said,) = errors(capfd.readouterr().err, "fit")
+    assert f"root: cannot write to {root} (Read-only file system); choose another folder" in said
+    assert main(["report", str(root)]) == 2
+    (said,) = errors(capfd.readouterr().err, "report")
+    assert f"cannot write {root}/report.html: read-only file system; --out names another place" in said
