@@ -15,11 +15,14 @@ from lit_layers import emergence, records, run_lock
 from lit_layers.analyses.base import Analysis, LayerwiseAnalysis
 from lit_layers.analyses.streamed import STATE, Progress, layerwise, walk
 from lit_layers.errors import InputError
+from lit_layers.identity import UNKNOWN, settings_name, settings_of
 from lit_layers.models.build import load, weights_hash
 from lit_layers.models.shard_files import ShardFiles
 from lit_layers.models.streaming import StreamedModel
 from lit_layers.models.view import LayeredModel
 from lit_layers.records import Measurement
+from lit_layers.series.known import Origin, refuse_another_model
+from lit_layers.series.local import run_in
 
 Device = Literal["auto", "cpu", "cuda"]
 Dtype = Literal["float32", "float64"]
@@ -53,7 +56,8 @@ def analyze(
         progress: told what is done and what comes next.
 
     Raises:
-        InputError: a model that is not there or damaged, options that do not fit it, an analysis that cannot stream.
+        InputError: a model that is not there or damaged, options that do not fit it, an analysis that cannot stream; a
+            root that holds the measurements of another model.
     """
     refuse_double_names(analyses)
     selected = layerwise(analyses) if stream_blocks else []
@@ -155,12 +159,14 @@ class _Kept:
     def __init__(
         self, files: ShardFiles, root: Path, revision: str | None, weights_hash: str, *, streamed: bool = False
     ) -> None:
-        self.file, self.run, self.weights_hash = root / "measurements.jsonl", root.resolve().name, weights_hash
+        self.file, self.run, self.weights_hash = root / "measurements.jsonl", run_in(root), weights_hash
         self.step = _step_of(revision or files.model)
         self.source: dict[str, Any] = {"checkpoint": files.model, "streamed": streamed}
         if files.commit is not None:
             self.source |= {"revision": revision or "main", "commit": files.commit}
         self.measurements = records.read(self.file)
+        origin = Origin(self.step, self.source, lambda: ("weights_hash", weights_hash))
+        refuse_another_model(root, self.run, self.measurements, [origin])
 
     def is_done(self, analysis: Analysis) -> bool:
         return records.is_done(
@@ -178,8 +184,10 @@ class _Kept:
         self.measurements.append(measurement)
 
     def of(self, analyses: Sequence[Analysis]) -> list[Measurement]:
-        last = {m.analysis: m for m in self.measurements if (m.run, m.step) == (self.run, self.step)}
-        return [last[analysis.name] for analysis in analyses]
+        """The last measurement of each analysis with its own settings, or that failed before they were known."""
+        last = {(m.analysis, settings_of(m)): m for m in self.measurements if (m.run, m.step) == (self.run, self.step)}
+        names = [(each.name, settings_name(each.config_hash(), each.data_hash())) for each in analyses]
+        return [last.get((name, settings)) or last[name, UNKNOWN] for name, settings in names]
 
 
 def _loaded(files: ShardFiles, dtype: torch.dtype) -> nn.Module:

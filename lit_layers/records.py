@@ -3,6 +3,9 @@
 Both files hold one JSON object a line and only ever grow, so that a killed process costs at most its last line, and
 anybody may read while somebody writes. A last line without its newline is torn: readers pass over it, the next writer
 removes it. Any other line that does not parse is refused by name and number.
+
+A number's identity is (run, step, analysis, config hash, data hash), and the last line of it counts; which of them make
+a curve is said in `lit_layers.identity`.
 """
 
 import json
@@ -23,6 +26,8 @@ from typing_extensions import TypedDict
 from lit_layers import run_lock, schema
 from lit_layers.durable import sync
 from lit_layers.errors import InputError
+from lit_layers.identity import Settings, settings_name, settings_of, shown
+from lit_layers.identity import latest as latest
 from lit_layers.schema import Count, Real, Scalar, Seconds, Tag
 
 T = TypeVar("T")
@@ -34,7 +39,7 @@ except ImportError:  # no advisory locks on Windows: one writer a file is then t
 
 COLUMNS = (
     *("run", "step", "tokens", "analysis", "metric", "layer", "other_layer"),
-    *("value", "stderr", "low", "high", "n"),
+    *("value", "stderr", "low", "high", "n", "settings"),
 )
 AUDIT = "audit"  # the column of verdicts, only in tables that hold a suspect checkpoint; also their name in provenance
 # Tags that place a number in a table of its own (a matrix, a map over tokens or categories, a list over distances or
@@ -126,25 +131,12 @@ def is_done(
     data_hash: str | None,
     weights_hash: str,
 ) -> bool:
-    """Whether the last measurement of this run, step and analysis succeeded with these options, data and weights."""
-    last = None
-    for measurement in measurements:
-        if (measurement.run, measurement.step, measurement.analysis) == (run, step, analysis):
-            last = measurement
+    """Whether the last measurement of this identity succeeded, with these weights."""
+    wanted = (run, step, analysis, settings_name(config_hash, data_hash))
+    last = next((m for m in reversed([*measurements]) if (m.run, m.step, m.analysis, settings_of(m)) == wanted), None)
     if last is None or last.error is not None or any(record.metric == FAILED for record in last.records):
         return False
-    wanted = {"config_hash": config_hash, "data_hash": data_hash, "weights_hash": weights_hash}
-    return all(last.provenance.get(name) == value for name, value in wanted.items())
-
-
-def latest(measurements: Iterable[Measurement]) -> list[Measurement]:
-    """Returns the last measurement of each (run, step, analysis), failed ones too, in the order written."""
-    last: dict[tuple, Measurement] = {}
-    for measurement in measurements:
-        key = (measurement.run, measurement.step, measurement.analysis)
-        last.pop(key, None)
-        last[key] = measurement
-    return list(last.values())
+    return last.provenance.get("weights_hash") == weights_hash
 
 
 def is_suspect(measurement: Measurement) -> bool:
@@ -152,21 +144,22 @@ def is_suspect(measurement: Measurement) -> bool:
     return str(measurement.provenance.get(AUDIT, "")).startswith("suspect")
 
 
-def frame(measurements: Iterable[Measurement] | str | Path) -> pd.DataFrame:
+def frame(measurements: Iterable[Measurement] | str | Path, *, settings: Settings = ()) -> pd.DataFrame:
     """Returns the tidy table: one row a number, one column a tag.
 
-    The last measurement of a (run, step, analysis) wins; one that failed gives no rows. A tag that is named like one
-    of the other columns becomes `tag_<name>`. Where a checkpoint is suspect, a last column `audit` has the verdicts of
-    all: the figures refuse such rows unless they are told otherwise.
+    The measurements are those that make the curves of a run, of the settings that `lit_layers.identity` says, or of
+    others that `settings` names: `last`, `all`, names; one that failed gives no rows. A tag that is named like one of
+    the other columns becomes `tag_<name>`. Where a checkpoint is suspect, a last column `audit` has the verdicts of
+    all. Figures refuse suspect rows unless they are told otherwise, and rows of several settings.
 
     Raises:
-        InputError: for a file that does not exist or holds a corrupt line.
+        InputError: for a file that does not exist or holds a corrupt line; for settings that are not there.
     """
     if isinstance(measurements, str | Path):
         if not Path(measurements).is_file():
             raise InputError(f"expected a file of measurements, {measurements} is none")
         measurements = read(measurements)
-    pairs = [(m, record) for m in latest(measurements) if m.error is None for record in m.records]
+    pairs = [(m, record) for m in shown(measurements, settings) if m.error is None for record in m.records]
     table: dict[str, Any] = {
         "run": pd.array([m.run for m, _ in pairs], dtype="str"),
         "step": pd.array([m.step for m, _ in pairs], dtype="Int64"),
@@ -179,6 +172,7 @@ def frame(measurements: Iterable[Measurement] | str | Path) -> pd.DataFrame:
     for name in _FLOATS:
         table[name] = np.array([getattr(record, name) for _, record in pairs], dtype="float64")  # None becomes NaN
     table["n"] = pd.array([record.n for _, record in pairs], dtype="Int64")
+    table["settings"] = pd.array([settings_of(m) for m, _ in pairs], dtype="str")
     for name, values in _tag_columns(pairs).items():
         table[f"tag_{name}" if name in (*COLUMNS, AUDIT) else name] = values
     if any(is_suspect(m) for m, _ in pairs):

@@ -6,6 +6,8 @@ from pathlib import Path
 
 from lit_layers.cli.analyze_options import Command
 from lit_layers.cli.bar import bar
+from lit_layers.cli.over_checkpoints import name_of, settings_of_all, tell_settings
+from lit_layers.series.local import training_of
 
 FAILED, INTERRUPTED = 1, 130
 
@@ -30,11 +32,12 @@ def _one_model(command: Command) -> int:
 
     options = command.options
     own = own_tokenizer(options.model, options.revision) if command.wants_own_tokenizer else None
-    root = Path(options.root) if options.root else Path("checkpoints") / _name(options.model)
+    root = Path(options.root) if options.root else Path("checkpoints") / name_of(options.model)
     with bar("opening the model") as show:
+        analyses = command.analyses(options.model, own, training_of(Path(options.model).resolve().parent))
         found = analyze(
             options.model,
-            command.analyses(options.model, own),
+            analyses,
             root=root,
             revision=options.revision,
             stream_blocks=options.stream_blocks,
@@ -47,11 +50,6 @@ def _one_model(command: Command) -> int:
             print(f"failed: {measurement.analysis}: {measurement.error}", file=sys.stderr)
         else:
             print(f"{measurement.analysis:20} {len(measurement.records):>7,} numbers {measurement.seconds:>9.1f} s")
+    tell_settings(root, settings_of_all(analyses))
     print(f"{root / 'measurements.jsonl'}; draw them with `lit-layers report {root}`")
     return FAILED if any(measurement.error is not None for measurement in found) else 0
-
-
-def _name(model: str) -> str:
-    """The folder's name or the repository's; step-000001000 alone would not say of which run."""
-    path = Path(model).resolve()
-    return f"{path.parent.name}-{path.name}" if path.name.startswith("step-") else path.name

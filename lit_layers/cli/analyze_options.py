@@ -1,5 +1,6 @@
 """The options of `lit-layers analyze`: read, refused where they do not fit, and made into analyses."""
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal
 
@@ -14,6 +15,7 @@ from lit_layers.series import Series, open_series, read_steps
 
 CORPUS = "python"
 OWN_TOKENIZER = "<the model's own tokenizer>"
+OWN_CORPUS = f"<what the run was trained on, else {CORPUS}>"
 
 
 class Command:
@@ -27,7 +29,7 @@ class Command:
 
     def __init__(self, argv: list[str]) -> None:
         self._argv, self._parser = trust_code(argv), _parser()
-        self._parser.set_defaults(tokenizer=OWN_TOKENIZER)
+        self._parser.set_defaults(tokenizer=OWN_TOKENIZER, corpus=OWN_CORPUS)
         self.options = self._read()
         self.is_series = _is_series(self.options)
         _refuse_what_does_not_fit(self.options, self.is_series)
@@ -49,22 +51,37 @@ class Command:
             options.model, read_steps(steps) if isinstance(steps, str) else steps, model=options.submodule
         )
 
-    def analyses(self, owner: str, own_tokenizer: str | None, own_corpus: str | None = None) -> list[Analysis]:
+    def analyses(
+        self, owner: str, own_tokenizer: str | None, trained: Mapping[str, Any] | None = None
+    ) -> list[Analysis]:
         """What to measure: with the owner's own tokenizer and corpus where none are named.
+
+        `trained` are the options of the training that the owner comes from: where nothing is named, its analyses.
 
         Raises:
             InputError: an owner without a tokenizer, where one is needed.
         """
-        options = self.options
+        options, trained = self.options, trained or {}
+        is_open = self.wants_own_tokenizer and options.corpus == OWN_CORPUS and not options.analyses
+        if is_open and trained.get("analyses") and not options.stream_blocks:
+            return self._of_training(owner, trained["analyses"])
+        self._parser.set_defaults(corpus=trained.get("corpus") or CORPUS)
         if self.wants_own_tokenizer:
             needed = not options.analyses or OWN_TOKENIZER in str(options.analyses)
             if own_tokenizer is None and needed:
                 raise InputError(f"tokenizer: {owner} carries none; name one with --tokenizer")
-            self._parser.set_defaults(tokenizer=own_tokenizer, corpus=own_corpus or CORPUS)
-            options = self._read()
+            self._parser.set_defaults(tokenizer=own_tokenizer)
+        options = self._read()
         alone = options.clone()
         alone.series = None
         return self._made(alone).analyses or _usual(options.corpus, options.tokenizer)
+
+    def _of_training(self, owner: str, analyses: Any) -> list[Analysis]:
+        """By the same parser as any others: a run that somebody else made is data like a recipe."""
+        try:
+            return self._made(self._parser.parse_object({"analyses": analyses})).analyses
+        except InputError as error:
+            raise InputError(f"the analyses of {owner}, as its run.json has them: {error}; name others") from error
 
     def _read(self) -> Namespace:
         try:
@@ -154,7 +171,10 @@ def _parser() -> RecipeParser:
         help="Stands for ${tokenizer} in recipes (default: the model's own; of several models each one's own).",
     )
     parser.add_argument(
-        "--analyses", type=list[Analysis], default=[], help="Default: Trajectory, Representation and Coupling."
+        "--analyses",
+        type=list[Analysis],
+        default=[],
+        help="Default: those of the run's training, elsewhere Trajectory, Representation, Coupling.",
     )
     return parser
 

@@ -3,16 +3,18 @@
 import os
 import re
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from lit_layers.cli.analyze_options import Command
 from lit_layers.cli.audit import show_audit
 from lit_layers.cli.bar import bar
+from lit_layers.cli.over_checkpoints import settings_of_all, tell_settings
 from lit_layers.cli.processes import AUTO, shard_of, take_own_gpu, wait_for_the_others
 from lit_layers.errors import InputError
 from lit_layers.series import Series
-from lit_layers.series.local import run_facts
+from lit_layers.series.local import training_of
 
 if TYPE_CHECKING:
     from lit_layers.analyses.base import Analysis
@@ -47,7 +49,8 @@ def run(command: Command) -> int:
             )
         if not hidden:
             show_audit(result.audit)
-        failed |= _tell(result, root)
+        every = analyses.values() if isinstance(analyses, Mapping) else [analyses]
+        failed |= _tell(result, root, [name for each in every for name in settings_of_all(each)])
     sys.stdout.flush()  # torchrun may end this process as soon as another one ends
     if options.shard == AUTO:
         wait_for_the_others(os.environ)
@@ -55,9 +58,9 @@ def run(command: Command) -> int:
 
 
 def _analyses(command: Command, series: Series) -> "tuple[Analyses, dict[str, str]]":
-    """What to measure a series with where nothing is said: the corpus and tokenizer it was trained with, if known.
+    """What to measure a series with where nothing is said: analyses, corpus and tokenizer of its training, if known.
 
-    With a run's own, its numbers have the names that training gave them, and are known if training measured them.
+    So numbers that training measured are known, and new ones belong to its curves.
     Models without steps have a tokenizer each, and the same text is other tokens to each of them; second comes which of
     them have none that can be had, each with why.
     """
@@ -69,9 +72,9 @@ def _analyses(command: Command, series: Series) -> "tuple[Analyses, dict[str, st
     if not command.wants_own_tokenizer:
         return command.analyses(series.name, None), {}
     folder = _folder(series)
-    config = run_facts(folder).get("config", {}) if folder else {}
-    own = config.get("tokenizer") or checkpoints[-1].source.tokenizer()  # the same one whichever steps are chosen
-    return command.analyses(series.name, own, config.get("corpus")), {}
+    trained = training_of(folder) if folder else {}
+    own = trained.get("tokenizer") or checkpoints[-1].source.tokenizer()  # the same one whichever steps are chosen
+    return command.analyses(series.name, own, trained), {}
 
 
 def _analyses_of_each(command: Command, series: Series) -> "tuple[Analyses, dict[str, str]]":
@@ -118,7 +121,7 @@ def _root(asked: str | None, series: Series, *, alone: bool) -> Path:
     return _folder(series) or Path("checkpoints") / name
 
 
-def _tell(result: "SeriesResult", root: Path) -> bool:
+def _tell(result: "SeriesResult", root: Path, settings: list[str]) -> bool:
     """Prints what came of a series; whether anything failed."""
     if result.left_out:
         names = ", ".join(found.name for found in result.left_out)
@@ -129,6 +132,7 @@ def _tell(result: "SeriesResult", root: Path) -> bool:
         print(f"failed: {measurement.analysis} at {where}: {measurement.error}", file=sys.stderr)
     for sentence in result.failures:
         print(f"failed: {sentence}", file=sys.stderr)
-    print(f"{len(result.measurements) - len(errors)} measured, {result.num_known} were known")
+    print(f"{len(result.measurements) - len(errors)} measured, {result.num_known} were known, not measured again")
+    tell_settings(root, settings)
     print(f"{root / 'measurements.jsonl'}; draw them with `lit-layers report {root}`")
     return bool(errors or result.failures)

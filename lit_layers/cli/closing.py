@@ -8,6 +8,7 @@ from rich.console import Console
 from rich.table import Table
 
 from lit_layers import records
+from lit_layers.identity import latest
 from lit_layers.plots import change_table
 from lit_layers.records import Measurement
 
@@ -17,7 +18,7 @@ _SHOWN = 28  # rows; the page has all of them
 def print_closing(console: Console, root: Path, *, seconds: float) -> None:
     """Prints the change table, the share of the wall time by analysis, and failures."""
     file = root / "measurements.jsonl"
-    measurements = records.read(file) if file.exists() else []
+    measurements = latest(records.read(file))
     if measurements:
         trusted = [each for each in measurements if not records.is_suspect(each)]
         console.print(_changes(change_table(records.frame(trusted))))

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 from lit_layers.cli.intervene_options import is_file_task, read_options
-from lit_layers.cli.over_checkpoints import Outcome, Target, length_limit, measured
+from lit_layers.cli.over_checkpoints import Outcome, Target, length_limit, measured, measurements_of, tell_settings
 from lit_layers.errors import InputError
 
 if TYPE_CHECKING:
@@ -162,7 +162,7 @@ def _tell(outcome: Outcome) -> bool:
     from lit_layers.report import write_report
 
     file = outcome.root / "measurements.jsonl"
-    known = [each for each in records.latest(records.read(file)) if each.error is None and each.records]
+    known = [each for each in measurements_of(outcome) if each.error is None and each.records]
     has_failed = False
     if known:
         shown = [each for each in known if outcome.steps is None or each.step in outcome.steps]
@@ -172,6 +172,7 @@ def _tell(outcome: Outcome) -> bool:
         print(*medians.notes.values(), *notes(medians.frame), sep="\n")
         print(write_results(outcome.root / RESULTS, with_task_medians(records.frame(known)).frame))
         print(write_report(outcome.root))
+    tell_settings(outcome.root, outcome.settings)
     for error in outcome.errors:
         print(f"failed: {error}", file=sys.stderr)
     print(file)

@@ -6,7 +6,7 @@ import sys
 from typing import TYPE_CHECKING
 
 from lit_layers.cli.mteb_options import read_options, sources_and_tasks
-from lit_layers.cli.over_checkpoints import Outcome, Target, length_limit, measured
+from lit_layers.cli.over_checkpoints import Outcome, Target, length_limit, measured, measurements_of, tell_settings
 
 if TYPE_CHECKING:
     from lit_layers.analyses.base import Analysis
@@ -69,14 +69,14 @@ def _tell(outcome: Outcome, tasks: "list[TaskSpec]") -> bool:
     root, steps = outcome.root, outcome.steps
     file = root / "measurements.jsonl"
     wanted = {spec.analysis for spec in tasks}
-    # The last measurement counts, also one that failed: an older one may be of other weights.
-    scored = [each for each in records.latest(records.read(file)) if each.analysis.startswith("mteb/")]
+    scored = [each for each in measurements_of(outcome) if each.analysis.startswith("mteb/")]
     scored = [each for each in scored if each.error is None and each.records]
     if shown := [each for each in scored if each.analysis in wanted and (steps is None or each.step in steps)]:
         for each in averages(records.frame(shown), expected=[spec.name for spec in tasks]):
             show_results(each, Console())
     if scored:
         print(*write_results(records.frame(scored), root / "mteb", tasks), sep="\n")
+    tell_settings(outcome.root, outcome.settings)
     for error in outcome.errors:
         print(f"failed: {error}", file=sys.stderr)
     print(file)

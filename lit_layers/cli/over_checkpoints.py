@@ -3,16 +3,18 @@
 import argparse
 import json
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lit_layers.cli.bar import bar
 from lit_layers.errors import InputError
+from lit_layers.identity import divided, settings_name, settings_of, short, shown
 
 if TYPE_CHECKING:
     from lit_layers.analyses.base import Analysis
+    from lit_layers.records import Measurement
     from lit_layers.series import Series
 
 LIMITS = ("n_positions", "max_position_embeddings", "max_seq_len")  # how config.json names the longest text
@@ -41,10 +43,11 @@ class Target:
 
 @dataclass(frozen=True, kw_only=True)
 class Outcome:
-    """What came of it: the folder of the measurements, the steps of one model (None: all), and what failed."""
+    """What came of it: folder and settings of the measurements, the steps of one model (None: all), and what failed."""
 
     root: Path
     errors: list[str]
+    settings: list[str]
     steps: "list[int | None] | None" = None
 
 
@@ -96,14 +99,15 @@ def _of_one(options: argparse.Namespace, make: "Callable[[Target], list[Analysis
     from lit_layers.models.shard_files import ShardFiles
     from lit_layers.offline import analyze, own_tokenizer
 
-    root = options.root or Path("checkpoints") / _name(options.model)
+    root = options.root or Path("checkpoints") / name_of(options.model)
     tokenizer = options.tokenizer or own_tokenizer(options.model, options.revision)
     config = ShardFiles(options.model, revision=options.revision).config
     with bar("opening the model") as show:
         told = _Told(show)
+        analyses = make(Target(name=options.model, root=root, tokenizer=tokenizer, config=config, tell=told.detail))
         found = analyze(
             options.model,
-            make(Target(name=options.model, root=root, tokenizer=tokenizer, config=config, tell=told.detail)),
+            analyses,
             root=root,
             revision=options.revision,
             device=options.device,
@@ -111,7 +115,7 @@ def _of_one(options: argparse.Namespace, make: "Callable[[Target], list[Analysis
             progress=told,
         )
     errors = [f"{each.analysis}: {each.error}" for each in found if each.error is not None]
-    yield Outcome(root=root, errors=errors, steps=[each.step for each in found])
+    yield Outcome(root=root, errors=errors, settings=settings_of_all(analyses), steps=[each.step for each in found])
 
 
 def _of_series(options: argparse.Namespace, make: "Callable[[Target], list[Analysis]]") -> Iterator[Outcome]:
@@ -126,9 +130,10 @@ def _of_series(options: argparse.Namespace, make: "Callable[[Target], list[Analy
         config = json.loads(series.listing.checkpoints[-1].source.read("config.json"))
         with bar("auditing the series") as show:
             told = _Told(show)
+            analyses = make(Target(name=series.name, root=root, tokenizer=tokenizer, config=config, tell=told.detail))
             result = analyze_series(
                 series,
-                make(Target(name=series.name, root=root, tokenizer=tokenizer, config=config, tell=told.detail)),
+                analyses,
                 root=root,
                 allow_suspect=options.allow_suspect,
                 device=options.device,
@@ -140,7 +145,37 @@ def _of_series(options: argparse.Namespace, make: "Callable[[Target], list[Analy
             names = ", ".join(found.name for found in result.left_out)
             print(f"left out as suspect: {names}; --allow_suspect takes them, too")
         errors = [f"{m.analysis} at step {m.step}: {m.error}" for m in result.measurements if m.error is not None]
-        yield Outcome(root=root, errors=[*errors, *result.failures])
+        yield Outcome(root=root, errors=[*errors, *result.failures], settings=settings_of_all(analyses))
+
+
+def measurements_of(outcome: Outcome) -> "list[Measurement]":
+    """The measurements of the root: of the analyses that this call measured those of its settings, of others the usual.
+
+    The last of each counts, also one that failed: an older one may be of other weights.
+    """
+    from lit_layers import records
+
+    measurements = records.read(outcome.root / "measurements.jsonl")
+    there = {settings_of(each) for each in measurements}
+    return shown(measurements, [name for name in outcome.settings if name in there])
+
+
+def settings_of_all(analyses: "Sequence[Analysis]") -> list[str]:
+    """The settings of each analysis."""
+    return [settings_name(each.config_hash(), each.data_hash()) for each in analyses]
+
+
+def tell_settings(root: Path, settings: list[str]) -> None:
+    """Prints which analyses were measured with other settings than those that the curves of the root show."""
+    from lit_layers import records
+
+    _, others = divided(records.read(root / "measurements.jsonl"))
+    mine = {(each.analysis, settings_of(each)) for each in others if settings_of(each) in settings}
+    for analysis, name in sorted(mine):
+        print(
+            f"{analysis}: other settings than those of its curves, which stay as they were; "
+            f"`lit-layers report {root} --settings {short(name)}` draws these"
+        )
 
 
 class _Told:
@@ -159,11 +194,10 @@ class _Told:
 
 def _tokenizer_of(series: "Series") -> str | None:
     """The one that a run was trained with, or that of its checkpoints."""
-    from lit_layers.series.local import run_facts
+    from lit_layers.series.local import training_of
 
     folder: Path | None = getattr(series, "root", None)
-    said: Any = run_facts(folder).get("config", {}) if folder else {}
-    named = said.get("tokenizer") if isinstance(said, dict) else None
+    named = training_of(folder).get("tokenizer") if folder else None
     return series.listing.checkpoints[-1].source.tokenizer() or (named if named and ":" not in named else None)
 
 
@@ -174,7 +208,7 @@ def _root_of(asked: Path | None, series: "Series", *, alone: bool) -> Path:
     return getattr(series, "root", None) or Path("checkpoints") / name
 
 
-def _name(model: str) -> str:
+def name_of(model: str) -> str:
     """The folder's name or the repository's; step-000001000 alone would not say of which run."""
     path = Path(model).resolve()
     return f"{path.parent.name}-{path.name}" if path.name.startswith("step-") else path.name

@@ -21,7 +21,8 @@ def main(argv: list[str]) -> int:
     from lit_layers.plots.labels import listing
     from lit_layers.report import facts, provenance, write_report
 
-    run = facts.read_run(options.root)
+    settings = options.settings.split(",") if options.settings is not None else ()
+    run = facts.read_run(options.root, settings=settings)
     if options.provenance:
         _print_provenance(provenance.provenance(run))
         return 0
@@ -29,6 +30,8 @@ def main(argv: list[str]) -> int:
         for verdict, places in facts.suspects(run).items():
             names = listing("model" if run.compares_models else "step", places)
             print(f"left out as suspect ({verdict}): {names}; --allow-suspect draws them", file=sys.stderr)
+    for sentence in facts.other_settings(run):
+        print(f"other settings: {sentence}; --settings NAME draws them", file=sys.stderr)
     if options.export is not None:
         from lit_layers import records
 
@@ -37,9 +40,11 @@ def main(argv: list[str]) -> int:
     if options.pictures is not None:
         from lit_layers.report.layer_pictures import write_pictures
 
-        for path in write_pictures(options.root, options.pictures, allow_suspect=options.allow_suspect):
+        for path in write_pictures(
+            options.root, options.pictures, allow_suspect=options.allow_suspect, settings=settings
+        ):
             print(path)
-    print(write_report(options.root, options.out, allow_suspect=options.allow_suspect))
+    print(write_report(options.root, options.out, allow_suspect=options.allow_suspect, settings=settings))
     if options.wandb:
         mirror = _mirror(run.about)
         config = run.about.get("config") or {}
@@ -69,6 +74,12 @@ def _parser() -> argparse.ArgumentParser:
         "--allow-suspect",
         action="store_true",
         help="also draw checkpoints that the audit of their series found suspect",
+    )
+    parser.add_argument(
+        "--settings",
+        metavar="NAME,...",
+        help="of analyses that were measured with several settings (options, data) draw these, as the page names them, "
+        "or `last`: those measured last (default: those of the most steps, which training's are)",
     )
     parser.add_argument("--provenance", action="store_true", help="only print where the numbers come from")
     return parser

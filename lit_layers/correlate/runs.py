@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from lit_layers import records
+from lit_layers import identity, records
 from lit_layers.errors import InputError
 from lit_layers.plots.labels import tag_text
 from lit_layers.plots.tables import plainest
@@ -28,7 +28,7 @@ class RunModel:
 
     name: str
     folder: Path
-    measurements: list[Measurement]  # the last ones, without failed and suspect ones
+    measurements: list[Measurement]  # those of its curves, without failed and suspect ones
     num_suspect: int
     scalars: list[dict[str, float]]
     about: dict[str, Any]
@@ -73,7 +73,7 @@ def _roots(folder: Path) -> list[Path]:
 
 
 def _models(root: Path) -> list[RunModel]:
-    every = records.latest(records.read(root / "measurements.jsonl"))
+    every = identity.shown(records.read(root / "measurements.jsonl"))
     about, scalars = _about(root / "run.json"), records.rows(root / "metrics.jsonl")
     found = []
     for name in dict.fromkeys(m.run for m in every) or [str(about.get("run") or root.name)]:

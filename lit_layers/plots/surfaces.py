@@ -2,7 +2,7 @@
 
 import itertools
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -64,9 +64,8 @@ def read_surface(
     """
     points = select(frame, metric, analysis=analysis, tags=tags, allow_suspect=allow_suspect, over_steps=True)
     points, chosen = of_plainest([point for point in points if _is_of_layer(point)], tags)
-    own: list[int] = steps_of(points)
-    known: list[int] = sorted({*own, *(steps or [])})
-    if len(own) < 2:
+    known: list[int] = sorted({*steps_of(points), *(steps or [])})
+    if not has_surface(points):
         raise ValueError(f"metric {metric!r} has no values per layer of at least two steps")
     layers = list(range(max(point.layer or 0 for point in points) + 1))
     values = [[math.nan] * len(known) for _ in layers]
@@ -75,6 +74,11 @@ def read_surface(
             values[point.layer][known.index(point.step)] = point.value
     tokens = {point.step: point.tokens for point in points}
     return Surface(title_of(metric, chosen), layers, known, tokens, values)
+
+
+def has_surface(points: Iterable[Point]) -> bool:
+    """Returns whether points of one variant are values per layer of at least two steps."""
+    return len({point.step for point in points if _is_of_layer(point)}) > 1
 
 
 def layer_surface(

@@ -82,7 +82,7 @@ def select(
 
     Raises:
         InputError: for rows that an audit found suspect, unless they are allowed.
-        ValueError: where there are none, or they are of more than one analysis or run.
+        ValueError: where there are none, or they are of more than one analysis, run or settings.
     """
     table: Any = frame
     rows = table[table["metric"] == metric]
@@ -98,8 +98,8 @@ def select(
         raise ValueError(f"no rows of metric {metric!r}{where}; metrics in this table: {known}")
     if not allow_suspect:
         _refuse_suspects(rows)
-    for column in ("analysis", "run"):
-        found = sorted(rows[column].unique())
+    for column in ("analysis", "run", "settings"):
+        found = sorted(rows[column].dropna().unique()) if column in rows else []
         if len(found) > 1:
             raise ValueError(f"metric {metric!r} is in more than one {column}: {', '.join(found)}; choose one")
     return points

@@ -1,6 +1,7 @@
 """Which figures the page of several models shows: profiles of all together, other pictures one model at a time."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import pandas as pd
@@ -10,7 +11,7 @@ from lit_layers import plots
 from lit_layers.plots.labels import BASELINES, label
 from lit_layers.plots.models import short_names
 from lit_layers.plots.tables import Point, is_on_axes, is_placed, select
-from lit_layers.report.figures import choices_of, is_pair, lists, pictures, slim
+from lit_layers.report.figures import choices_of, drawn, is_pair, lists, pictures
 
 
 def metric_block(part: pd.DataFrame, metric: str, analysis: str) -> dict[str, Any] | None:
@@ -18,18 +19,18 @@ def metric_block(part: pd.DataFrame, metric: str, analysis: str) -> dict[str, An
     table: Any = part
     rows = table[table["metric"] == metric]
     points = {run: select(rows[rows["run"] == run], metric) for run in rows["run"].unique()}
-    drawn = {run: those for run, those in points.items() if _is_drawn(those)}
-    if not drawn:
+    own = {run: those for run, those in points.items() if _is_drawn(those)}
+    if not own:
         return None
-    if not any(map(_has_pictures, drawn.values())):
+    if not any(map(_has_pictures, own.values())):
         choices = [
             {"text": text, "figures": [("", _profile(part, metric, options))]}
-            for options, text in choices_of([point for those in drawn.values() for point in those])
+            for options, text in choices_of([point for those in own.values() for point in those])
         ]
     else:
-        choices = list(_by_model(part, metric, analysis, drawn))
+        choices = list(_by_model(part, metric, analysis, own))
     for choice in choices:
-        choice["figures"] = [{"caption": caption, "content": slim(fig)} for caption, fig in choice["figures"]]
+        choice["figures"] = drawn(choice["figures"])
     wide = len(choices[0]["figures"]) > 1
     return {"title": label(metric).with_unit, "note": label(metric).note, "wide": wide, "choices": choices}
 
@@ -55,11 +56,11 @@ def _by_model(
             yield {"text": ", ".join(filter(None, [names[run] if len(names) > 1 else "", text])), "figures": figures}
 
 
-def _profile(part: pd.DataFrame, metric: str, options: dict[str, Any]) -> go.Figure:
+def _profile(part: pd.DataFrame, metric: str, options: dict[str, Any]) -> Callable[[], go.Figure]:
     table: Any = part
     recorded = set(table["metric"])
     baselines = [name for name in BASELINES.get(metric, []) if name in recorded]
-    return plots.model_profile(part, metric, baselines=baselines, **options)
+    return partial(plots.model_profile, part, metric, baselines=baselines, **options)
 
 
 def _has_pictures(points: list[Point]) -> bool:

@@ -9,7 +9,8 @@ from typing import Any
 
 from lit_layers import records
 from lit_layers.errors import InputError
-from lit_layers.plots.labels import count, sentence
+from lit_layers.identity import ALL, LAST, Settings, divided, settings_of, short
+from lit_layers.plots.labels import count, listing, sentence
 from lit_layers.plots.models import short_names
 from lit_layers.records import Measurement
 
@@ -18,7 +19,8 @@ from lit_layers.records import Measurement
 class RunData:
     """All that a run folder holds for a report.
 
-    `measurements` are the last of each step and analysis, of one run; in a folder of models without steps, of all.
+    `measurements` are those of its curves, of one run; in a folder of models without steps, of all. `others` are those
+    of other settings.
     """
 
     root: Path
@@ -26,6 +28,7 @@ class RunData:
     measurements: list[Measurement]
     scalars: list[dict[str, float]]
     other_runs: list[str]
+    others: list[Measurement]
 
     @property
     def compares_models(self) -> bool:
@@ -59,11 +62,13 @@ class RunData:
         return [m for m in self.measurements if m.error is not None]
 
 
-def read_run(root: str | Path) -> RunData:
+def read_run(root: str | Path, *, settings: Settings = ()) -> RunData:
     """Returns what a run folder holds, however little an interrupted run has left.
 
+    `settings` chooses other numbers than those that `lit_layers.identity` says.
+
     Raises:
-        InputError: where the folder is no run's, or one of its files is corrupt.
+        InputError: where the folder is no run's, or one of its files is corrupt; for settings that are not there.
     """
     root = Path(root)
     files = root / "measurements.jsonl", root / "metrics.jsonl"
@@ -71,14 +76,34 @@ def read_run(root: str | Path) -> RunData:
         what = "no such folder" if not root.is_dir() else "it has neither"
         raise InputError(f"expected a run's folder with measurements.jsonl or metrics.jsonl, got {root}: {what}")
     about = _about(root / "run.json")
-    measurements = records.latest(records.read(files[0]))
+    if ALL in settings:
+        raise InputError(f"settings: a curve shows one of them, got {ALL}: name one, or {LAST}")
+    measurements, others = divided(records.read(files[0]), settings)
     scalars = records.rows(files[1])
     if measurements and all(m.step is None for m in measurements):
-        return RunData(root, about, measurements, scalars, [])
+        return RunData(root, about, measurements, scalars, [], others)
     runs = list(dict.fromkeys(m.run for m in measurements))
     shown = about.get("run") if about.get("run") in runs else (runs[-1] if runs else None)
     mine = sorted((m for m in measurements if m.run == shown), key=lambda m: -1 if m.step is None else m.step)
-    return RunData(root, about, mine, scalars, [run for run in runs if run != shown])
+    others = sorted((m for m in others if m.run == shown), key=lambda m: -1 if m.step is None else m.step)
+    return RunData(root, about, mine, scalars, [run for run in runs if run != shown], others)
+
+
+def other_settings(run: RunData) -> list[str]:
+    """Returns for each analysis that was measured with several settings which is shown, and which others there are."""
+    chosen = {(m.run, m.analysis): short(settings_of(m)) for m in run.measurements if m.error is None}
+    found: dict[tuple[str, str], dict[str, list[str]]] = {}
+    for m in run.others:
+        found.setdefault((m.run, m.analysis), {}).setdefault(short(settings_of(m)), []).append(run.place(m))
+    sentences = []
+    for (name, analysis), others in found.items():
+        whose = f" of {run.models[name]}" if run.compares_models else ""
+        listed = [
+            settings if run.compares_models else f"{settings} at {listing('step', places, most=8)}"
+            for settings, places in others.items()
+        ]
+        sentences.append(f"{analysis}{whose}: {chosen.get((name, analysis), 'none')} is shown, not {'; '.join(listed)}")
+    return sentences
 
 
 def suspects(run: RunData) -> dict[str, list[str]]:

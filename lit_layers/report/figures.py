@@ -1,7 +1,9 @@
 """Which figures a run's page shows: each metric of each analysis, in the shapes that its rows allow."""
 
 import json
-from collections.abc import Callable, Iterator, Mapping
+import logging
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from functools import partial
 from typing import Any
 
 import pandas as pd
@@ -38,7 +40,9 @@ _TRAINING = (
 )
 
 
+logger = logging.getLogger(__name__)
 Block = dict[str, Any]  # the figures of a metric, with what stands above them
+Captioned = tuple[str, Callable[[], go.Figure]]  # a caption, and what draws the figure below it
 
 
 def sections(
@@ -71,7 +75,7 @@ def training(run: RunData) -> list[dict[str, Any]]:
     found = []
     losses = [name for name in known if name.split("/")[-1] == "loss"]
     if losses:
-        fig = plots.training_curves(run.scalars, tokens_per_step=run.tokens_per_step, references=references)
+        fig = partial(plots.training_curves, run.scalars, tokens_per_step=run.tokens_per_step, references=references)
         found.append(
             _block(
                 "Loss (nats)",
@@ -83,9 +87,23 @@ def training(run: RunData) -> list[dict[str, Any]]:
     rest = [name for name in _TRAINING if name in known]
     rest += [name for name in known if name not in rest and name not in losses]
     for name in rest:
-        fig = plots.training_curves(run.scalars, [name], tokens_per_step=run.tokens_per_step)
+        fig = partial(plots.training_curves, run.scalars, [name], tokens_per_step=run.tokens_per_step)
         found.append(_block(label(name).with_unit, label(name).note, fig))
     return balanced(found)
+
+
+def drawn(figures: Iterable[Captioned]) -> list[dict[str, Any]]:
+    """Returns the figures for the page; in the place of one that cannot be drawn stands why."""
+    found = []
+    for caption, draw in figures:
+        try:
+            content = slim(draw())
+        except Exception as error:  # whatever one figure stumbles over, the reader gets the others
+            logger.debug("a figure could not be drawn", exc_info=True)
+            reason = f"{type(error).__name__}: {' '.join(str(error).split())}"
+            content = {"data": [], "layout": {}, "problem": f"This figure could not be drawn: {reason}"}
+        found.append({"caption": caption, "content": content})
+    return found
 
 
 def slim(fig: go.Figure) -> dict[str, Any]:
@@ -110,8 +128,8 @@ def metric_block(part: pd.DataFrame, metric: str, analysis: str) -> Block:
     points = select(part, metric, analysis=analysis)
     choices = []
     for options, text in choices_of(points):
-        figures = list(_figures(part, metric, points, {"analysis": analysis, **options}))
-        choices.append({"text": text, "figures": [{"caption": c, "content": slim(f)} for c, f in figures]})
+        figures = _figures(part, metric, points, {"analysis": analysis, **options})
+        choices.append({"text": text, "figures": drawn(figures)})
     return {
         "title": label(metric).with_unit,
         "note": label(metric).note,
@@ -120,9 +138,7 @@ def metric_block(part: pd.DataFrame, metric: str, analysis: str) -> Block:
     }
 
 
-def _figures(
-    part: pd.DataFrame, metric: str, points: list[Point], options: dict[str, Any]
-) -> Iterator[tuple[str, go.Figure]]:
+def _figures(part: pd.DataFrame, metric: str, points: list[Point], options: dict[str, Any]) -> Iterator[Captioned]:
     """The figures of one choice, with their captions."""
     yield from pictures(part, metric, points, options)
     alone = [point for point in points if point.other_layer is None and not is_placed(point)]
@@ -135,37 +151,36 @@ def _figures(
 
 def pictures(
     part: pd.DataFrame, metric: str, points: list[Point], options: dict[str, Any], *, has_graph: bool | None = None
-) -> Iterator[tuple[str, go.Figure]]:
+) -> Iterator[Captioned]:
     """Yields the maps of one choice, and the graph of pairs where there is one (None: where points allow it)."""
     if "axis" in points[0].tags:
-        yield "", plots.paths_in_plane(part, metric, **options)
+        yield "", partial(plots.paths_in_plane, part, metric, **options)
         return
     if "layer" in options:
-        yield "", (plots.compression_matrix if "row" in points[0].tags else plots.token_map)(part, metric, **options)
+        draw = plots.compression_matrix if "row" in points[0].tags else plots.token_map
+        yield "", partial(draw, part, metric, **options)
         return
     if any(TRAIN_ROWS in point.tags for point in points):
-        yield "Over training rows", plots.sample_size_curves(part, metric, **options)
-        yield "Over layers", plots.sample_size_curves(part, metric, over="layers", **options)
+        yield "Over training rows", partial(plots.sample_size_curves, part, metric, **options)
+        yield "Over layers", partial(plots.sample_size_curves, part, metric, over="layers", **options)
         return
     if any(CATEGORY in point.tags and point.layer is not None for point in points):
-        yield "Categories", plots.concept_map(part, metric, **options)
+        yield "Categories", partial(plots.concept_map, part, metric, **options)
     pairs = [point for point in points if is_pair(point)]
     if pairs:
-        yield "", plots.layer_matrix(part, metric, **options)
+        yield "", partial(plots.layer_matrix, part, metric, **options)
         if any(point.layer != point.other_layer for point in pairs) if has_graph is None else has_graph:
-            yield "Mean of both directions", plots.coupling_graph(part, metric, **options)
+            yield "Mean of both directions", partial(plots.coupling_graph, part, metric, **options)
 
 
-def lists(
-    part: pd.DataFrame, metric: str, points: list[Point], options: dict[str, Any]
-) -> Iterator[tuple[str, go.Figure]]:
+def lists(part: pd.DataFrame, metric: str, points: list[Point], options: dict[str, Any]) -> Iterator[Captioned]:
     """Yields the figures of one choice that have a line a layer, and a checkpoint at a time."""
     if "layer" in options:
         return
     if any("index" in point.tags for point in points):
-        yield "At one checkpoint", plots.spectrum(part, metric, **options)
+        yield "At one checkpoint", partial(plots.spectrum, part, metric, **options)
     if any("token_distance" in point.tags for point in points):
-        yield "Over the distance between the tokens", plots.distance_profile(part, metric, **options)
+        yield "Over the distance between the tokens", partial(plots.distance_profile, part, metric, **options)
 
 
 def is_pair(point: Point) -> bool:
@@ -173,17 +188,15 @@ def is_pair(point: Point) -> bool:
     return point.other_layer is not None and not is_placed(point)
 
 
-def _curves(
-    part: pd.DataFrame, metric: str, points: list[Point], options: dict[str, Any]
-) -> Iterator[tuple[str, go.Figure]]:
+def _curves(part: pd.DataFrame, metric: str, points: list[Point], options: dict[str, Any]) -> Iterator[Captioned]:
     """Values of layers, distances or the whole model: over training and, where there is an order, over that."""
-    curves = plots.emergence_curves(part, metric, **options)
+    curves = partial(plots.emergence_curves, part, metric, **options)
     if any("index" in point.tags for point in points):
         yield "Over training, the largest", curves
     elif _is_per_layer(points):
         by_distance = all(point.layer is None for point in points)
         yield "Over training", curves
-        yield "Over distance" if by_distance else "Over layers", plots.layer_profile(part, metric, **options)
+        yield "Over distance" if by_distance else "Over layers", partial(plots.layer_profile, part, metric, **options)
     else:
         yield "", curves
 
@@ -242,6 +255,6 @@ def _rank(metric: str) -> int:
     return names.index(metric) if metric in names else len(names)
 
 
-def _block(title: str, note: str, fig: go.Figure) -> dict[str, Any]:
-    choices = [{"text": "", "figures": [{"caption": "", "content": slim(fig)}]}]
+def _block(title: str, note: str, draw: Callable[[], go.Figure]) -> dict[str, Any]:
+    choices = [{"text": "", "figures": drawn([("", draw)])}]
     return {"title": title, "note": note, "wide": False, "choices": choices}

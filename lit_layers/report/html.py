@@ -5,14 +5,18 @@ import os
 from pathlib import Path
 
 from lit_layers.errors import InputError
+from lit_layers.identity import Settings
 
 
-def write_report(root: str | Path, out: str | Path | None = None, *, allow_suspect: bool = False) -> Path:
+def write_report(
+    root: str | Path, out: str | Path | None = None, *, allow_suspect: bool = False, settings: Settings = ()
+) -> Path:
     """Writes a run's page, by default `root/report.html`, whole or not at all, and returns its path.
 
     Whatever an interrupted run has left is drawn. A folder whose measurements all lack a step compares their models; in
     a run's folder they are counted, not drawn. Checkpoints that an audit found suspect are left out of all curves and
-    tables, unless `allow_suspect`; the page names them either way.
+    tables, unless `allow_suspect`; the page names them either way. So it does numbers of other settings than its curves
+    have, of which `settings` chooses (`lit_layers.identity`).
 
     Raises:
         InputError: where `root` is no run's folder, one of its files is corrupt, the page cannot be written, or plotly
@@ -24,7 +28,7 @@ def write_report(root: str | Path, out: str | Path | None = None, *, allow_suspe
         raise InputError(
             f"a report needs {error.name}: pip install plotly jinja2, then run `lit-layers report {root}`"
         ) from error
-    run = facts.read_run(root)
+    run = facts.read_run(root, settings=settings)
     out = Path(out) if out is not None else run.root / "report.html"
     page = rendering.render(run, allow_suspect=allow_suspect)
     partial = out.with_name(f".{out.name}.{os.getpid()}")

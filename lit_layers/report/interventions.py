@@ -15,7 +15,7 @@ from lit_layers.plots.similarity import SIMILARITIES, STAGES, stage_text
 from lit_layers.plots.sliders import spread
 from lit_layers.plots.variant_scores import GLUE, GLUE_MEAN, LOOPED, MEDIAN
 from lit_layers.records import FAILED
-from lit_layers.report.figures import Block, balanced, slim
+from lit_layers.report.figures import Block, balanced, drawn
 
 INTERVENTIONS, TASKS = "interventions", "intervene"
 SPEED, FINETUNE, SIMILARITY = "intervene/speed", "intervene/finetune", "layer_similarity"
@@ -359,13 +359,10 @@ def _similarity(table: Any, analysis: str) -> Iterator[Block]:
                 told.append(f"{text}: {counts}")  # of several models by the first similarity
     if choices:
         places = min(len(figures) for _, figures in choices)  # every choice has the same
-        drawn = [
-            {"text": text, "figures": [{"caption": "", "content": slim(make())} for make in figures[:places]]}
-            for text, figures in choices
-        ]
+        found = [{"text": text, "figures": drawn(("", make) for make in figures[:places])} for text, figures in choices]
         ends = f" Stages at the last checkpoint: {'; '.join(told)}." if told else ""
         note = _NOTES["similarity"] + ends
-        yield {"title": "Similarity of layers", "note": note, "wide": True, "choices": drawn}
+        yield {"title": "Similarity of layers", "note": note, "wide": True, "choices": found}
     contrast = table[(table["analysis"] == analysis) & (table["metric"] == CONTRAST)]
     if len(models) == 1 and contrast["step"].nunique() > 1:
         own = label(CONTRAST)
@@ -399,8 +396,8 @@ def _over_steps(stages: Any) -> Callable[[], go.Figure]:
 
 
 def _block(title: str, note: str, choices: Sequence[_Choice], *, wide: bool = False) -> Block:
-    drawn = [{"text": text, "figures": [{"caption": "", "content": slim(make())}]} for text, make in choices]
-    return {"title": title, "note": note, "wide": wide, "choices": drawn}
+    found = [{"text": text, "figures": drawn([("", make)])} for text, make in choices]
+    return {"title": title, "note": note, "wide": wide, "choices": found}
 
 
 # ------------------------------------------------------------------------------------------------ pictures

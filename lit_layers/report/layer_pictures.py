@@ -10,6 +10,7 @@ import pandas as pd
 
 from lit_layers import plots, records
 from lit_layers.errors import InputError
+from lit_layers.identity import Settings
 from lit_layers.plots.tables import CATEGORY, TRAIN_ROWS
 from lit_layers.report import interventions
 from lit_layers.report.facts import read_run
@@ -19,7 +20,9 @@ from lit_layers.report.surfaces import layered, variants
 SUFFIXES = (".png", ".svg")
 
 
-def write_pictures(root: str | Path, folder: str | Path, *, allow_suspect: bool = False) -> list[Path]:
+def write_pictures(
+    root: str | Path, folder: str | Path, *, allow_suspect: bool = False, settings: Settings = ()
+) -> list[Path]:
     """Writes PNG and SVG pictures of a run's probes, sizes, categories, residuals, surfaces and running orders.
 
     ANALYSIS_METRIC.png and .svg: scores of the test rows over the layers, scores over the number of training rows, heat
@@ -28,12 +31,12 @@ def write_pictures(root: str | Path, folder: str | Path, *, allow_suspect: bool 
     blocks run otherwise, over the middle, loops, blocks, training and latency. Returns their paths.
 
     The folder is made where there is none; other files in it stay. Checkpoints that an audit found suspect are left
-    out, unless `allow_suspect`.
+    out, unless `allow_suspect`; `settings` chooses numbers of other settings, as for the page.
 
     Raises:
         InputError: where `root` is no run's folder, has nothing of this kind, or a picture cannot be written.
     """
-    run, folder = read_run(root), Path(folder)
+    run, folder = read_run(root, settings=settings), Path(folder)
     known = [m for m in run.measurements if allow_suspect or not records.is_suspect(m)]
     frame = plots.with_task_means(records.frame(known).drop(columns=records.AUDIT, errors="ignore")).frame
     frame = plots.with_task_medians(frame).frame

@@ -1,6 +1,7 @@
 """The sections of analyses whose metrics belong together: probes on tasks, sample sizes, word pairs, residuals."""
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
 from typing import Any
 
 import pandas as pd
@@ -9,7 +10,7 @@ import plotly.graph_objects as go
 from lit_layers import plots
 from lit_layers.plots.labels import BASELINES, UNLISTED, label, sentence, tag_text
 from lit_layers.plots.tables import CATEGORY, TRAIN_ROWS
-from lit_layers.report.figures import Block, slim
+from lit_layers.report.figures import Block, Captioned, drawn
 
 SCORES = ("accuracy", "macro_f1", "log_loss", "mean_squared_error", "r_squared")
 MONOTONICITY = tuple(
@@ -23,7 +24,7 @@ _KNOWN = {*SCORES, *MONOTONICITY, *LAYERS, *CONCEPTS, *RESIDUALS, *LAW, *UNLISTE
 _SPLITS = ("test", "validation", "train")
 CONTROLS = ("random_labels", "untrained_model", "relabelled_vocabulary")
 _NOTES = {"accuracy": "Of a linear probe. A row of a class that no training row has counts as an error."}
-_Figures = Iterable[tuple[str, go.Figure]]  # captions and figures
+_Figures = Iterable[Captioned]
 
 
 def section_blocks(part: pd.DataFrame, analysis: str) -> list[Block]:
@@ -67,9 +68,11 @@ class _Rows:
         known = set(rows[tag].dropna()) if tag in rows else set()
         return [value for value in among if value in known]
 
-    def draw(self, make: Callable[..., go.Figure], metric: str, *, beside: Sequence[str] = (), **options: Any) -> Any:
+    def draw(
+        self, make: Callable[..., go.Figure], metric: str, *, beside: Sequence[str] = (), **options: Any
+    ) -> Callable[[], go.Figure]:
         table = pd.concat([self._of[name] for name in (metric, *beside)])
-        return make(table, metric, analysis=self.analysis, **options)
+        return partial(make, table, metric, analysis=self.analysis, **options)
 
 
 def _probe(rows: _Rows) -> Iterator[Block]:
@@ -149,8 +152,5 @@ def _residuals(rows: _Rows) -> Iterator[Block]:
 
 
 def _block(title: str, note: str, choices: Sequence[tuple[str, _Figures]], *, wide: bool = False) -> Block:
-    drawn = [
-        {"text": text, "figures": [{"caption": caption, "content": slim(fig)} for caption, fig in figures]}
-        for text, figures in choices
-    ]
-    return {"title": title, "note": note, "wide": wide, "choices": drawn}
+    found = [{"text": text, "figures": drawn(figures)} for text, figures in choices]
+    return {"title": title, "note": note, "wide": wide, "choices": found}

@@ -62,6 +62,8 @@ def render(run: facts.RunData, *, allow_suspect: bool = False) -> str:
         suspects={verdict: _listed(run, places) for verdict, places in facts.suspects(run).items()},
         num_suspects=len({place for places in facts.suspects(run).values() for place in places}),
         allow_suspect=allow_suspect,
+        others=facts.other_settings(run),
+        settings_command=f"lit-layers report {shlex.quote(str(run.root))} --settings NAME",
         command=f"lit-layers report {shlex.quote(str(run.root))} --allow-suspect",
         training=_numbered(training, drawn),
         sections=[{**section, "metrics": _numbered(section["metrics"], drawn)} for section in sections],
@@ -102,6 +104,7 @@ def _numbered(blocks: list[dict[str, Any]], drawn: list[dict[str, Any]]) -> list
             {
                 "caption": first["caption"],
                 "numbers": [choice[index] for choice in numbers],
+                "problem": first["content"].get("problem", ""),
                 "height": height,
             }
             for index, (first, height) in enumerate(zip(choices[0]["figures"], heights, strict=True))

@@ -1,16 +1,17 @@
 """The section of surfaces: metrics of representations, invariance and task scores over steps and layers at once."""
 
 from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 import pandas as pd
 
 from lit_layers import plots
 from lit_layers.plots.labels import UNLISTED, label, sentence
-from lit_layers.plots.surfaces import HIGHER_IS_BETTER
+from lit_layers.plots.surfaces import HIGHER_IS_BETTER, has_surface
 from lit_layers.plots.tables import choice_text, is_placed, matching, plainest, select, variant_text, variants_of
 from lit_layers.plots.task_means import BASES
-from lit_layers.report.figures import Block, slim
+from lit_layers.report.figures import Block, drawn
 
 _LOST = ("_of_half",)  # metrics that only tell of others
 
@@ -30,7 +31,7 @@ def surface_section(frame: pd.DataFrame) -> dict[str, Any] | None:
 
 
 def layered(frame: pd.DataFrame) -> Iterator[tuple[str, str, pd.DataFrame]]:
-    """Yields analysis, metric and rows of what has a surface: values per layer at two steps or more."""
+    """Yields analysis, metric and rows of what has a surface: a variant with values per layer at two steps or more."""
     table: Any = frame
     table = table[table["step"].notna()]
     for analysis in dict.fromkeys(table["analysis"]):
@@ -40,14 +41,16 @@ def layered(frame: pd.DataFrame) -> Iterator[tuple[str, str, pd.DataFrame]]:
         for metric in dict.fromkeys(part["metric"]):
             rows = part[(part["metric"] == metric) & part["layer"].notna() & part["other_layer"].isna()]
             is_other = metric in UNLISTED or metric.endswith(_LOST)
-            if not is_other and rows["step"].nunique() > 1:
+            if not is_other and rows["step"].nunique() > 1 and variants(rows, metric):
                 yield analysis, metric, rows
 
 
 def variants(rows: pd.DataFrame, metric: str) -> list[tuple[dict[str, Any], str]]:
-    """Returns the tags and texts of a metric's variants, the plainest first."""
+    """Returns the tags and texts of a metric's variants that have a surface, the plainest first."""
     points = [point for point in select(rows, metric) if not is_placed(point)]
-    found = [tags for tags in variants_of(points) if matching(points, tags)]
+    found = [tags for tags in variants_of(points) if has_surface(matching(points, tags))]
+    if not found:
+        return []
     first = plainest(found)
     if len(found) == 1:
         return [(dict(first), variant_text(first))]
@@ -59,10 +62,9 @@ def variants(rows: pd.DataFrame, metric: str) -> list[tuple[dict[str, Any], str]
 def _block(rows: pd.DataFrame, analysis: str, metric: str, steps: list[int]) -> Block:
     choices = []
     for tags, text in variants(rows, metric):
-        figures = [plots.layer_surface(rows, metric, tags=tags, steps=steps)]
+        figures = [("", partial(plots.layer_surface, rows, metric, tags=tags, steps=steps))]
         if metric in HIGHER_IS_BETTER:
-            figures.append(plots.best_layers(rows, metric, tags=tags))
-        drawn = [{"caption": "", "content": slim(fig)} for fig in figures]
-        choices.append({"text": text, "figures": drawn})
+            figures.append(("", partial(plots.best_layers, rows, metric, tags=tags)))
+        choices.append({"text": text, "figures": drawn(figures)})
     wide = len(choices[0]["figures"]) > 1
     return {"title": label(metric).with_unit, "note": sentence(analysis), "wide": wide, "choices": choices}

@@ -16,6 +16,7 @@ from urllib.parse import urlsplit
 
 from lit_layers import records
 from lit_layers.errors import InputError
+from lit_layers.identity import latest, logged_name, plain_settings, settings_of, short
 from lit_layers.records import Measurement, Record
 from lit_layers.report.wandb_files import AXIS, Mirrored, mirrored, run_files
 
@@ -29,7 +30,7 @@ _CLOSING = 5.0  # seconds
 TABLE = "emergence"
 _TABLE_COLUMNS = (
     *("step", "tokens", "analysis", "metric", "layer", "value"),
-    *("other_layer", "stderr", "low", "high", "n", "tags"),
+    *("other_layer", "stderr", "low", "high", "n", "settings", "tags"),
 )
 # 0.15 ms a row: 3 s. Above it the pairs of layers are left to the heat maps; W&B itself cuts at 200,000.
 _TABLE_ROWS, _TABLE_LIMIT = 20_000, 200_000
@@ -46,7 +47,8 @@ class WandbMirror:
     nothing more will come for it. Points that come late, or twice, are still sent once; but only rows in this order
     can be told from those that the server got in the seconds before a whole machine went down.
 
-    Nothing is drawn for pairs of layers one by one: they are heat maps, and rows of the table at the end.
+    Nothing is drawn for pairs of layers one by one: they are heat maps, and rows of the table at the end. Numbers of
+    other settings than an analysis was first measured with have names of their own, `coupling@1a2b3c4d/...`.
 
     Args:
         project: the project at W&B.
@@ -76,6 +78,7 @@ class WandbMirror:
         self._known = Mirrored()
         self._defined: set[str] = set()
         self._table_is_due = self._draws = self._allow_suspect = False
+        self._plain: dict[tuple[str, str], str] = {}
         self._lock: IO[str] | None = None
         self._data_dir: str | None = None
 
@@ -113,6 +116,7 @@ class WandbMirror:
         files = [file for file in files if not online or _is_online(file)]
         self._known = mirrored(files, before=self._server_rows if online else None)
         self._draws = importlib.util.find_spec("plotly") is not None
+        self._plain = plain_settings(records.read(self.root / "measurements.jsonl"))
         for step, tokens, scalars, measurements in self._on_disk():
             self.log_step(step, tokens, scalars, measurements)
 
@@ -124,7 +128,7 @@ class WandbMirror:
             return
         row: dict[str, Any] = dict(scalars)
         for measurement in measurements:
-            row.update(_points(measurement))
+            row.update(_points(measurement, self._name(measurement)))
         known = self._known.names.get(step, frozenset())
         new = {name: value for name, value in row.items() if name not in known}
         for measurement in measurements:
@@ -258,8 +262,11 @@ class WandbMirror:
             yield self._step(waiting[-1], {}, measured[waiting.pop()])
 
     def _measured(self) -> list[Measurement]:
-        found = records.latest(records.read(self.root / "measurements.jsonl"))
+        found = latest(records.read(self.root / "measurements.jsonl"))
         return [m for m in found if self._allow_suspect or not records.is_suspect(m)]
+
+    def _name(self, measurement: Measurement) -> str:
+        return measurement.analysis if measurement.error is not None else logged_name(measurement, self._plain)
 
     @staticmethod
     def _step(
@@ -275,7 +282,7 @@ class WandbMirror:
         for record in measurement.records if self._draws else ():
             if record.other_layer is not None and record.tags.keys().isdisjoint(records.PLACES):
                 tags = {name: value for name, value in record.tags.items() if not name.startswith("num_")}
-                key = records.key(measurement.analysis, Record(metric=record.metric, value=0.0, tags=tags))
+                key = records.key(self._name(measurement), Record(metric=record.metric, value=0.0, tags=tags))
                 kinds[f"{key}/matrix"] = record.metric, tags
         due = {name: kind for name, kind in kinds.items() if name not in known}
         if not due or measurement.error is not None:
@@ -366,11 +373,16 @@ def _is_online(file: Path) -> bool:
 def _table_row(measurement: Measurement, record: Record) -> list[Any]:
     tags = json.dumps(record.tags, sort_keys=True) if record.tags else None
     place = [measurement.step, measurement.tokens, measurement.analysis, record.metric, record.layer, record.value]
-    return [*place, record.other_layer, record.stderr, record.low, record.high, record.n, tags]
+    count = [record.stderr, record.low, record.high, record.n]
+    return [*place, record.other_layer, *count, short(settings_of(measurement)), tags]
 
 
-def _points(measurement: Measurement) -> dict[str, float]:
-    """The numbers of one measurement by name; metrics that are per layer alone with their mean over layers 1..L too."""
+def _points(measurement: Measurement, name: str | None = None) -> dict[str, float]:
+    """The numbers of one measurement by name; metrics that are per layer alone with their mean over layers 1..L too.
+
+    `name` is what its analysis is called, where not by its own name.
+    """
+    name = name or measurement.analysis
     points: dict[str, float] = {}
     layers: dict[str, list[float]] = {}
     loops = _default_loops(measurement)
@@ -379,9 +391,9 @@ def _points(measurement: Measurement) -> dict[str, float]:
             continue
         if record.tags.get("loops", loops) != loops:
             continue  # a curve for each number of loops and of blocks would be hundreds: the table has them
-        points[records.key(measurement.analysis, record)] = record.value
+        points[records.key(name, record)] = record.value
         if record.layer and math.isfinite(record.value):
-            whole = records.key(measurement.analysis, Record(metric=record.metric, value=0.0, tags=record.tags))
+            whole = records.key(name, Record(metric=record.metric, value=0.0, tags=record.tags))
             layers.setdefault(whole, []).append(record.value)
     means = {f"{whole}/layer_mean": sum(v) / len(v) for whole, v in layers.items() if whole not in points}
     return points | means

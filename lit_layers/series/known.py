@@ -1,16 +1,21 @@
 """What is known of the checkpoints of a series: the measurements of a root, and the verdicts that stand in them."""
 
 import dataclasses
-from collections.abc import Iterable, Sequence
+import os
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from lit_layers import records
 from lit_layers.analyses.base import Analysis
 from lit_layers.data.tokenization import Tokenizer, tokenizer_hash
 from lit_layers.errors import InputError
+from lit_layers.identity import settings_name, settings_of
 from lit_layers.records import FAILED, Measurement
 from lit_layers.series.checkpoint import Checkpoint
-from lit_layers.series.local import run_facts
+from lit_layers.series.hub import MAIN
+from lit_layers.series.local import run_facts, run_in
 from lit_layers.series.sources import TOKENIZER
 
 SUSPECT = "suspect"
@@ -21,7 +26,7 @@ class Known:
 
     def __init__(self, root: Path, dtype: str) -> None:
         self.file, self.dtype = root / "measurements.jsonl", dtype
-        self.run = run_facts(root).get("run") or root.resolve().name  # a run's folder may have been renamed
+        self.run = run_in(root)
         self._last = {_key(m): m for m in records.read(self.file)}
         self._tokenizers: dict[str, str] = {}  # by the hash of the file: most steps share one
 
@@ -30,19 +35,19 @@ class Known:
         return checkpoint.name if checkpoint.step is None else self.run
 
     def refuse_another(self, checkpoints: Iterable[Checkpoint]) -> None:
-        """Refuses to make one curve of two series.
+        """Refuses to make one curve of two series, or to put a model in another's place.
 
         Raises:
-            InputError: where the root holds steps of another series, as far as its measurements say of which they are.
+            InputError: where the root holds measurements of another one, as far as they say of which they are.
         """
-        of = {(m.run, m.step is None): m.provenance.get("series") for m in self._last.values()}
+        runs: dict[str, list[Origin]] = {}
         for one in checkpoints:
-            other = of.get((self.run_of(one), one.step is None))
-            if other not in (None, one.series) and one.step is not None:
-                raise InputError(
-                    f"root: {self.file.parent} holds measurements of {other}, and {one.series} would be drawn as one "
-                    "curve with them: choose another root"
-                )
+            source = {"series": one.series, **one.source.describe()}
+            runs.setdefault(self.run_of(one), []).append(
+                Origin(one.step, source, lambda one=one: ("weight_files", one.source.weights()))
+            )
+        for run, origins in runs.items():
+            refuse_another_model(self.file.parent, run, self._last.values(), origins)
 
     def has_all(self, checkpoint: Checkpoint, analyses: Sequence[Analysis]) -> bool:
         """Whether all is known from weight files of these very hashes, without loading any."""
@@ -50,29 +55,26 @@ class Known:
         return all(
             known is not None
             and (known.provenance.get("weight_files"), known.provenance.get("dtype")) == (files, self.dtype)
-            and self._is_of(known, checkpoint, analysis)
+            and self._is_of(known, checkpoint)
             for analysis in analyses
-            for known in [self._last_of(checkpoint, analysis.name)]
+            for known in [self._last_of(checkpoint, analysis)]
         )
 
     def has(self, checkpoint: Checkpoint, analysis: Analysis, weights_hash: str) -> bool:
         """Whether an analysis is known from these weights, whatever files they came in: training writes others."""
-        known = self._last_of(checkpoint, analysis.name)
+        known = self._last_of(checkpoint, analysis)
         return (
             known is not None
             and known.provenance.get("weights_hash") == weights_hash
-            and self._is_of(known, checkpoint, analysis)
+            and self._is_of(known, checkpoint)
         )
 
-    def _is_of(self, known: Measurement, checkpoint: Checkpoint, analysis: Analysis) -> bool:
-        """Whether it succeeded with these options, data and, where it says which, this tokenizer of the model."""
-        said = known.provenance
-        wanted = (analysis.config_hash(), analysis.data_hash())
+    def _is_of(self, known: Measurement, checkpoint: Checkpoint) -> bool:
+        """Whether it succeeded with, where it says which, this tokenizer of the model."""
         return (
             known.error is None
             and not any(record.metric == FAILED for record in known.records)
-            and (said.get("config_hash"), said.get("data_hash")) == wanted
-            and said.get("model_tokenizer_hash") in (None, self.tokenizer_hash(checkpoint))
+            and known.provenance.get("model_tokenizer_hash") in (None, self.tokenizer_hash(checkpoint))
         )
 
     def add(self, measurement: Measurement) -> None:
@@ -122,13 +124,80 @@ class Known:
             and known.provenance.get("weight_files") in (None, files)
         ]
 
-    def _last_of(self, checkpoint: Checkpoint, analysis: str) -> Measurement | None:
-        return self._last.get((self.run_of(checkpoint), checkpoint.step, analysis))
+    def _last_of(self, checkpoint: Checkpoint, analysis: Analysis) -> Measurement | None:
+        """The last one with these options and data."""
+        settings = settings_name(analysis.config_hash(), analysis.data_hash())
+        return self._last.get((self.run_of(checkpoint), checkpoint.step, analysis.name, settings))
+
+
+@dataclass(frozen=True)
+class Origin:
+    """Where weights come from, as provenance says it, and what they are: a name of provenance and its value."""
+
+    step: int | None
+    source: Mapping[str, Any]
+    weights: Callable[[], tuple[str, Any]]
+
+
+def refuse_another_model(root: Path, run: str, measurements: Iterable[Measurement], origins: Sequence[Origin]) -> None:
+    """Refuses numbers of a second model under the name of one run, where they would replace or go on with the first's.
+
+    A model is its repository or folder, that of all its steps; with equal weights it is the same one, also where it
+    was moved, a series under its name. Measurements that do not say where they come from are of the run that was
+    trained in `root`, if one was.
+
+    Raises:
+        InputError: naming both.
+    """
+    home, mine = os.path.realpath(root), origins[0]
+    place = _model_of(mine.source, mine.step)
+    is_trained_here = run_facts(root).get("run") == run
+    is_inside = mine.step is not None and Path(str(place)).is_relative_to(home)
+    others: dict[int | None, Measurement] = {}
+    for m in measurements:
+        there = _model_of(m.provenance, m.step)
+        is_another = is_trained_here and not is_inside if there is None else there != place
+        if m.run == run and is_another and place != home:
+            others[m.step] = m
+    if not others:
+        return
+    other = next(iter(others.values()))
+    names = [_name_of(other.provenance, other.step) or run, _name_of(mine.source, mine.step)]
+    # Step 0 shows nothing: many trainings begin with the same weights.
+    common = next((one for one in reversed(origins) if one.step != 0 and one.step in others), None)
+    if common is not None and (common.step is None or names[0] == names[1]):
+        name, value = common.weights()
+        if others[common.step].provenance.get(name) == value:
+            return
+    if names[0] == names[1]:
+        names = [_model_of(other.provenance, other.step) or home, place]
+    what = "take their place" if mine.step is None else "be drawn as one curve with them"
+    raise InputError(f"root: {root} holds measurements of {names[0]}, and {names[1]} would {what}: choose another root")
+
+
+def _model_of(source: Mapping[str, Any], step: int | None) -> str | None:
+    """The repository, with its revision where that is no step, or the folder of a model; None where nothing is said."""
+    checkpoint = source.get("checkpoint")
+    if checkpoint is None:
+        return None
+    if "commit" in source:
+        revision = source.get("revision")
+        return checkpoint if step is not None or revision in (None, MAIN) else f"{checkpoint}@{revision}"
+    folder = os.path.realpath(checkpoint)
+    return folder if step is None else os.path.dirname(folder)
+
+
+def _name_of(source: Mapping[str, Any], step: int | None) -> str | None:
+    """What a model is called in a sentence."""
+    checkpoint = source.get("checkpoint")
+    if step is None or checkpoint is None or "commit" in source:
+        return _model_of(source, step) if "commit" in source else checkpoint
+    return source.get("series") or os.path.basename(os.path.dirname(os.path.realpath(checkpoint)))
 
 
 def is_suspect(verdict: str) -> bool:
     return verdict.startswith(SUSPECT)
 
 
-def _key(measurement: Measurement) -> tuple[str, int | None, str]:
-    return measurement.run, measurement.step, measurement.analysis
+def _key(measurement: Measurement) -> tuple[str, int | None, str, str]:
+    return measurement.run, measurement.step, measurement.analysis, settings_of(measurement)

@@ -77,8 +77,7 @@ class StepFolders(Series):
 
     def _expected(self, last: int) -> tuple[int, ...] | None:
         """The steps of the run's own schedule up to the last that is there: it may have been interrupted."""
-        config = self._run.get("config")
-        steps = config.get("steps") if isinstance(config, dict) else None
+        steps = training_of(self.root).get("steps")
         if steps is None:
             return None
         schedule, first = Schedule(steps), self._origin[0]
@@ -89,6 +88,17 @@ class StepFolders(Series):
         """The step and tokens that the run began with: not zero where it began with another run's checkpoint."""
         found = self._run.get("origin") or {}
         return found.get("step", 0), found.get("tokens", 0)
+
+
+def run_in(root: Path) -> str:
+    """The name of the run whose measurements a folder holds: that of the folder, which may have been renamed since."""
+    return run_facts(root).get("run") or root.resolve().name
+
+
+def training_of(root: Path) -> dict[str, Any]:
+    """The options that the run in a folder was trained with; nothing where it is no run of ours."""
+    found = run_facts(root).get("config")
+    return found if isinstance(found, dict) else {}
 
 
 def run_facts(root: Path) -> dict[str, Any]:

@@ -14,6 +14,7 @@ from torch import distributed, nn
 from lit_layers import emergence, records
 from lit_layers.analyses.base import Analysis
 from lit_layers.errors import InputError
+from lit_layers.identity import logged_name, plain_settings
 from lit_layers.models.build import save, weights_hash
 from lit_layers.models.view import LayeredModel
 from lit_layers.records import Measurement
@@ -143,10 +144,12 @@ class Watcher(Protocol):
 class EmergenceCallback(_AtSteps):
     """Measures every layer at the steps of a schedule, and leaves the training as if it had not.
 
-    One line a (step, analysis) goes to `root/measurements.jsonl`, and the numbers to the trainer's loggers. What stands
-    there already, with the same options and weights, is not measured again. Under DDP the analyses, and the prompts of
-    each that can be divided, are dealt over the ranks; the numbers do not depend on how many there are. Sharded weights
-    are gathered into a plain copy on each rank, once a step; where it does not fit, every analysis then says so.
+    One line a (step, analysis) goes to `root/measurements.jsonl`, and the numbers to the trainer's loggers, where those
+    of other options or data than a run began with have names of their own: `coupling@1a2b3c4d/...`. What stands in the
+    file already, with the same options, data and weights, is not measured again. Under DDP the analyses, and the
+    prompts of each that can be divided, are dealt over the ranks; the numbers do not depend on how many there are.
+    Sharded weights are gathered into a plain copy on each rank, once a step; where it does not fit, every analysis then
+    says so.
 
     Args:
         analyses: what to measure; names are unique.
@@ -181,6 +184,7 @@ class EmergenceCallback(_AtSteps):
         self.watchers = list(watchers)
         self._group: Any = None
         self._known: list[Measurement] = []
+        self._plain: dict[tuple[str, str], str] = {}  # the settings that loggers know by the analysis' own name
         self._source: dict[str, Any] = {}
 
     @property
@@ -202,6 +206,7 @@ class EmergenceCallback(_AtSteps):
         if self._group is not None:
             distributed.broadcast_object_list(told, src=0, group=self._group)
         self._known, self._source = told
+        self._plain = plain_settings(self._known)
         super().on_train_start(trainer, pl_module)
 
     def at_step(self, trainer: L.Trainer, model: nn.Module, step: int) -> None:
@@ -268,7 +273,8 @@ class EmergenceCallback(_AtSteps):
         if measurement.error is not None:
             logger.warning("%s failed at step %s: %s", measurement.analysis, measurement.step, measurement.error)
         records.append(self.file, measurement)
-        values = {records.key(measurement.analysis, record): record.value for record in measurement.records}
+        name = logged_name(measurement, self._plain) if measurement.records else measurement.analysis
+        values = {records.key(name, record): record.value for record in measurement.records}
         for destination in trainer.loggers:
             destination.log_metrics(values, step=measurement.step)
         for watcher in self.watchers:

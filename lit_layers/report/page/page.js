@@ -62,15 +62,26 @@
     return Number(node.dataset.figures.split(" ")[choice ? choice.value : 0]);
   };
 
+  function fail(node, sentence) {
+    Plotly.purge(node);
+    node.dataset.state = "failed";
+    node.classList.add("failed");
+    node.textContent = sentence;
+  }
+
   async function draw(node) {
     node.dataset.state = "drawing";
+    const { problem } = report.figures[numberOf(node)];
+    if (problem) return fail(node, problem);
+    if (node.classList.contains("failed")) {
+      node.classList.remove("failed");
+      node.textContent = "";
+    }
     try {
       await Plotly.react(node, complete(numberOf(node)));
       node.dataset.state = "drawn";
     } catch (error) {
-      node.dataset.state = "failed";
-      node.classList.add("failed");
-      node.textContent = "This figure could not be drawn: " + error.message;
+      fail(node, "This figure could not be drawn: " + error.message);
     }
   }
 

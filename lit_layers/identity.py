@@ -1,0 +1,157 @@
+"""Which measurements are the same number, and which make one curve.
+
+A number's identity is (run, step, analysis, config hash, data hash), and the last measurement of it counts. The two
+hashes are its *settings*: the options of the analysis, and the data it looked at. One settings of each run and analysis
+makes the curve, and numbers of others never enter it. Unless the reader names another it is
+
+- over steps the settings that were measured at the most steps, of equally many those measured first: so a run keeps the
+  curves that its training drew, whatever is tried on some of its checkpoints afterwards;
+- of a model without steps the settings that were measured last.
+
+A reader names another by its name, `CONFIG.DATA`, or the beginning of each hash; `last` means of every analysis those
+that were measured last, such as an analysis whose options were changed and that was measured again at all steps.
+"""
+
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from typing import Any, Protocol, TypeVar
+
+from lit_layers.errors import InputError
+
+ALL, LAST, UNKNOWN = "all", "last", "unknown"  # every settings; those measured last; those of files without hashes
+
+
+class Measured(Protocol):
+    """What is looked at of a measurement."""
+
+    @property
+    def run(self) -> str: ...
+    @property
+    def step(self) -> int | None: ...
+    @property
+    def analysis(self) -> str: ...
+    @property
+    def error(self) -> str | None: ...
+    @property
+    def provenance(self) -> dict[str, Any]: ...
+
+
+Item = TypeVar("Item", bound=Measured)
+Settings = str | Collection[str]
+
+
+def settings_name(config_hash: str | None, data_hash: str | None) -> str:
+    """Returns what settings are called: `CONFIG.DATA`; an analysis without data, or an old file, lacks a part."""
+    return ".".join([str(config_hash or UNKNOWN), *([str(data_hash)] if data_hash else [])])
+
+
+def settings_of(measurement: Measured) -> str:
+    """Returns the name of a measurement's settings."""
+    return settings_name(measurement.provenance.get("config_hash"), measurement.provenance.get("data_hash"))
+
+
+def short(settings: str) -> str:
+    """Returns eight digits of each hash, which are enough to name settings by."""
+    return ".".join(part[:8] for part in settings.split("."))
+
+
+def latest(measurements: Iterable[Item]) -> list[Item]:
+    """Returns the last measurement of each identity, failed ones too, in the order written.
+
+    One that failed before its settings were known stands until anything else is measured in its place.
+    """
+    last: dict[tuple, Item] = {}
+    for measurement in measurements:
+        place = (measurement.run, measurement.step, measurement.analysis)
+        last.pop((*place, None), None)
+        key = (*place, None if _failed_early(measurement) else settings_of(measurement))
+        last.pop(key, None)
+        last[key] = measurement
+    return list(last.values())
+
+
+def shown(measurements: Iterable[Item], settings: Settings = ()) -> list[Item]:
+    """Returns the latest measurements of the settings that make the curves, failed ones too.
+
+    `settings` names others than the default, one or several, for the analyses that have them; `all`: all of them.
+
+    Raises:
+        InputError: for settings that no analysis has, or of which one has several.
+    """
+    return divided(measurements, settings)[0]
+
+
+def divided(measurements: Iterable[Item], settings: Settings = ()) -> tuple[list[Item], list[Item]]:
+    """Returns what `shown` does, and the latest measurements of all other settings."""
+    measurements, asked = [*measurements], [settings] if isinstance(settings, str) else [*settings]
+    if ALL in asked:
+        return latest(measurements), []
+    curves: dict[tuple[str, str], dict[str, set[int]]] = {}  # by run and analysis: settings as first written, steps
+    written_last: dict[tuple[str, str], str] = {}
+    for m in measurements:
+        if not _failed_early(m):
+            written_last[m.run, m.analysis] = settings_of(m)
+            curves.setdefault((m.run, m.analysis), {}).setdefault(settings_of(m), set())
+    found = latest(measurements)
+    for m in found:
+        if m.error is None and m.step is not None:
+            curves[m.run, m.analysis][settings_of(m)].add(m.step)
+    _refuse_unknown(asked, curves.values())
+    chosen = {curve: _chosen(own, asked, written_last[curve]) for curve, own in curves.items()}
+    parts: tuple[list[Item], list[Item]] = ([], [])
+    for m in found:
+        is_other = not _failed_early(m) and settings_of(m) != chosen[m.run, m.analysis]
+        parts[is_other].append(m)
+    return parts
+
+
+def plain_settings(measurements: Iterable[Measured]) -> dict[tuple[str, str], str]:
+    """Returns, by run and analysis, the settings that are logged under the analysis' own name: those measured first.
+
+    Unlike those that are shown they never change while a file grows: what a logger has got stays one curve.
+    """
+    found: dict[tuple[str, str], str] = {}
+    for m in measurements:
+        if m.error is None:
+            found.setdefault((m.run, m.analysis), settings_of(m))
+    return found
+
+
+def logged_name(measurement: Measured, plain: dict[tuple[str, str], str]) -> str:
+    """Returns what tells an analysis' curves apart by name: `coupling`, and of others than `plain` `coupling@1a2b3c4d`.
+
+    Settings of an analysis that is new in `plain` are entered there.
+    """
+    own = settings_of(measurement)
+    if plain.setdefault((measurement.run, measurement.analysis), own) == own:
+        return measurement.analysis
+    return f"{measurement.analysis}@{short(own)}"
+
+
+def _chosen(steps: Mapping[str, set[int]], asked: Sequence[str], written_last: str) -> str:
+    """The settings of one curve; `steps` are those that each was measured at."""
+    named = dict.fromkeys(name for each in asked for name in steps if _is_named(name, each))
+    if len(named) > 1:
+        raise InputError(f"settings: one analysis has {', '.join(map(short, named))}: name one of them")
+    if named:
+        return next(iter(named))
+    if LAST in asked or not any(steps.values()):
+        return written_last
+    return max(steps, key=lambda name: len(steps[name]))  # of equally many the first
+
+
+def _refuse_unknown(asked: Sequence[str], curves: Collection[Mapping[str, set[int]]]) -> None:
+    for each in asked:
+        if each != LAST and not any(_is_named(name, each) for steps in curves for name in steps):
+            several = dict.fromkeys(short(name) for steps in curves if len(steps) > 1 for name in steps)
+            there = f"say {LAST} or one of {', '.join(several)}" if several else "no analysis has more than one"
+            raise InputError(f"settings: nothing was measured with {each!r}: {there}")
+
+
+def _is_named(settings: str, asked: str) -> bool:
+    """Whether each hash begins as it is asked for."""
+    hashes, beginnings = settings.split("."), asked.split(".")
+    return len(asked) > 0 and len(beginnings) <= len(hashes) and all(map(str.startswith, hashes, beginnings))
+
+
+def _failed_early(measurement: Measured) -> bool:
+    return measurement.error is not None and measurement.provenance.get("config_hash") is None

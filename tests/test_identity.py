@@ -1,0 +1,249 @@
+"""Numbers of other settings: kept beside the others, in no curve unasked, told of, and to be had by their name."""
+
+import json
+import re
+import shutil
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from lit_layers import identity, plots, records
+from lit_layers.cli.main import main
+from lit_layers.correlate.runs import read_run_models
+from lit_layers.errors import InputError
+from lit_layers.records import Measurement, Record
+from lit_layers.report import write_report
+from tests.embeddings.tiny_tasks import write_tiny_data
+from tests.support.labelled_texts import labelled, saved_gpt2
+from tests.support.runs import make_models, make_run, measurement
+
+STEPS = (0, 1, 2, 4)
+OWN, OTHER = "000000000000000e.00ff00ff00ff00ff", "aaaa0000aaaa0000.bbbb1111bbbb1111"
+
+
+def other(step: int | None, analysis: str = "representation", *, settings: str = OTHER, **changes: Any) -> Measurement:
+    """What another config and other data gave, no number of which is one of the run's own."""
+    config, _, data = settings.partition(".")
+    found = measurement("quickstart", step or 0, analysis, layers=2, seed=9)
+    shifted = [replace(record, value=record.value + 1000) for record in found.records]
+    provenance = {**found.provenance, "config_hash": config, "data_hash": data or None}
+    return replace(found, **{"step": step, "records": shifted, "provenance": provenance, **changes})
+
+
+def add(root: Path, *measurements: Measurement) -> None:
+    for one in measurements:
+        records.append(root / "measurements.jsonl", one)
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Path:
+    return make_run(tmp_path / "run", steps=STEPS, layers=2, analyses=("trajectory", "coupling", "representation"))
+
+
+@pytest.fixture
+def mixed(run: Path) -> Path:
+    """Two of its four steps were measured again with other settings, as by `analyze RUN --steps 0,1`."""
+    add(run, *(other(step) for step in (0, 1)))
+    return run
+
+
+def rows(frame: Any) -> list[tuple]:
+    return frame[["step", "analysis", "metric", "layer", "value"]].fillna(-1).values.tolist()
+
+
+def figures(page: Path) -> list[dict[str, Any]]:
+    text = re.search(r'<script type="application/json" id="report-data">(.*?)</script>', page.read_text(), re.S)
+    assert text is not None
+    return json.loads(text[1])["figures"]
+
+
+def test_numbers_of_other_settings_enter_no_table_unasked(run: Path) -> None:
+    file, before = run / "measurements.jsonl", rows(records.frame(run / "measurements.jsonl"))
+    add(run, *(other(step) for step in (0, 1)))
+    assert rows(records.frame(file)) == before
+    for asked in ("last", OTHER, "aaaa", "aaaa.bbbb", ["last"]):
+        table = records.frame(file, settings=asked)
+        assert set(table["settings"][table["analysis"] == "representation"]) == {OTHER}, asked
+        assert set(table["step"][table["analysis"] == "representation"]) == {0, 1}
+        assert set(table["step"][table["analysis"] == "trajectory"]) == {*STEPS}, "others keep theirs"
+    every = records.frame(file, settings="all")
+    assert set(every["settings"][every["analysis"] == "representation"]) == {OWN, OTHER}
+    with pytest.raises(ValueError, match=f"in more than one settings: {OWN}, {OTHER}; choose one"):
+        plots.emergence_curves(every, "prompt_entropy")
+    for wrong in ("cccc", "aaaa.cccc", ""):
+        with pytest.raises(InputError, match=r"nothing was measured with .*: say last or one of 0000000e|one of 0000"):
+            records.frame(file, settings=wrong)
+
+
+@pytest.mark.parametrize(
+    ("lines", "chosen"),
+    [
+        ([(0, "a"), (1, "a"), (0, "b")], "a"),  # the most steps
+        ([(0, "b"), (0, "a"), (1, "a")], "a"),
+        ([(0, "a"), (1, "a"), (0, "b"), (1, "b")], "a"),  # of equally many the first
+        ([(0, "a"), (0, "a"), (0, "b"), (1, "b")], "b"),  # a step that was measured twice is one
+        ([(0, "a.1"), (1, "a.1"), (2, "a.2")], "a.1"),  # other data are other settings
+        ([(0, "a!"), (1, "a!"), (2, "a!"), (0, "b")], "b"),  # a failure is no number
+        ([(None, "a"), (None, "b")], "b"),  # a model without steps: the last
+        ([(None, "b"), (None, "a"), (None, "b")], "b"),
+        ([(0, ""), (1, ""), (0, "b")], "unknown"),  # lines of long ago, without hashes
+    ],
+)
+def test_which_settings_make_a_curve(lines: list[tuple[int | None, str]], chosen: str) -> None:
+    made = [other(step, settings=name.strip("!"), error="no" if "!" in name else None) for step, name in lines]
+    made = [replace(m, provenance={n: v for n, v in m.provenance.items() if v}) for m in made]
+    found = identity.shown(made)
+    assert {identity.settings_of(m) for m in found} == {chosen}
+    assert len({(m.run, m.step, m.analysis) for m in found}) == len(found)
+    rest = identity.divided(made)[1]
+    assert {id(m) for m in [*found, *rest]} == {id(m) for m in identity.latest(made)}
+
+
+def test_a_failure_that_knew_no_settings_stands_until_its_place_is_measured() -> None:
+    early = other(1, records=[], error="no such layer", provenance={})
+    assert identity.latest([other(0), early]) == [other(0), early]
+    assert identity.shown([other(0), early]) == [other(0), early], "it is told of in any settings"
+    assert identity.latest([early, other(1)]) == [other(1)]
+
+
+def test_what_is_known_is_told_by_settings_and_weights() -> None:
+    def done(*lines: Measurement, config: str = "a", weights: str = "0" * 16) -> bool:
+        place: dict[str, Any] = {"run": "quickstart", "step": 0, "analysis": "representation"}
+        return records.is_done(lines, **place, config_hash=config, data_hash=None, weights_hash=weights)
+
+    a, b = other(0, settings="a"), other(0, settings="b")
+    assert done(a)
+    assert done(a, b), "other settings between do not make it unknown"
+    assert not done(a, b, config="c")
+    assert not done(a, b, weights="1" * 16)
+    assert not done(a, replace(a, error="no"))
+
+
+def test_a_page_keeps_its_curves_and_says_which_other_settings_there_are(run: Path, tmp_path: Path, capsys) -> None:
+    before = figures(write_report(run))
+    add(run, *(other(step) for step in (0, 1)))
+    assert main(["report", str(run), "--export", str(tmp_path / "all.csv")]) == 0
+    assert figures(run / "report.html") == before
+    assert "1000." not in (tmp_path / "all.csv").read_text()
+    told = "representation: 00000000.00ff00ff is shown, not aaaa0000.bbbb1111 at steps 0, 1"
+    assert f"other settings: {told}; --settings NAME draws them" in capsys.readouterr().err
+    assert told in (run / "report.html").read_text()
+    assert f"lit-layers report {run} --settings NAME" in (run / "report.html").read_text()
+    asked = tmp_path / "asked.html"
+    assert main(["report", str(run), "--settings", "aaaa", "--out", str(asked)]) == 0
+    assert "aaaa0000.bbbb1111 is shown, not 00000000.00ff00ff at steps 0, 1, 2, 4" in asked.read_text()
+    assert figures(asked) != before
+    for wrong, sentence in (("cccc", "nothing was measured with 'cccc'"), ("all", "a curve shows one of them")):
+        assert main(["report", str(run), "--settings", wrong]) == 2
+        assert sentence in capsys.readouterr().err
+
+
+def test_models_side_by_side_are_told_apart_from_their_other_settings(tmp_path: Path) -> None:
+    root = make_models(tmp_path / "models", models={"a/one": 2, "b/two": 2}, analyses=("trajectory", "representation"))
+    before = (root / "measurements.jsonl").read_bytes()
+    add(root, replace(other(None), run="a/one"))
+    assert "representation of one: aaaa0000.bbbb1111 is shown, not 00000000.00000" in write_report(root).read_text()
+    (root / "measurements.jsonl").write_bytes(before)
+    assert "is shown, not" not in write_report(root).read_text()
+
+
+def test_a_study_of_runs_reads_the_settings_of_their_curves(mixed: Path) -> None:
+    (model,) = read_run_models([mixed])
+    assert {identity.settings_of(m) for m in model.measurements if m.analysis == "representation"} == {OWN}
+
+
+def test_what_has_a_name_only_in_loggers_has_another_one(mixed: Path) -> None:
+    plain = identity.plain_settings(records.read(mixed / "measurements.jsonl"))
+    names = [identity.logged_name(m, plain) for m in records.read(mixed / "measurements.jsonl")]
+    assert names[-2:] == ["representation@aaaa0000.bbbb1111"] * 2
+    assert set(names[:-2]) == {"trajectory", "coupling", "representation"}
+    more = [*records.read(mixed / "measurements.jsonl"), *(other(step) for step in range(9))]
+    assert identity.plain_settings(more) == plain, "whatever comes later"
+    assert identity.logged_name(other(3, "lens"), plain) == "lens"
+    assert identity.logged_name(other(4, "lens", settings="c"), plain) == "lens@c"
+
+
+# ------------------------------------------------------------------------------------------------ figures that fail
+
+
+def test_a_variant_of_one_step_has_no_surface_and_the_page_all_others(run: Path) -> None:
+    """As after an option was changed for one step alone, which gave a variant that no other step has."""
+    records_of = [Record(metric="prompt_entropy", value=1.0 + n, layer=n, tags={"alpha": 2.0}) for n in range(3)]
+    lines = records.read(run / "measurements.jsonl")
+    last = next(m for m in reversed(lines) if m.analysis == "representation")
+    add(run, replace(last, records=[*last.records, *records_of]))
+    frame = records.frame(run / "measurements.jsonl")
+    with pytest.raises(ValueError, match="has no values per layer of at least two steps"):
+        plots.layer_surface(frame, "prompt_entropy", tags={"alpha": 2.0})
+    page = write_report(run)
+    surfaces = [each for each in figures(page) if any(trace.get("type") == "heatmap" for trace in each["data"])]
+    assert len(surfaces) > 4
+    assert not any("problem" in each for each in figures(page))
+
+
+def test_a_figure_that_cannot_be_drawn_is_a_sentence_in_its_place(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    before = figures(write_report(run))
+
+    def refuse(*_: Any, **__: Any) -> None:
+        raise ZeroDivisionError("<b>no</b> pairs\nat all")
+
+    monkeypatch.setattr(plots, "layer_matrix", refuse)
+    page = write_report(run)
+    after = figures(page)
+    sentence = "This figure could not be drawn: ZeroDivisionError: <b>no</b> pairs at all"
+    problems = [number for number, each in enumerate(after) if "problem" in each]
+    assert problems, "it has pairs of layers"
+    assert {after[number]["problem"] for number in problems} == {sentence}
+    assert [each for number, each in enumerate(after) if number not in problems] == [
+        each for number, each in enumerate(before) if number not in problems
+    ]
+    assert "ZeroDivisionError: &lt;b&gt;no&lt;/b&gt; pairs at all</div>" in page.read_text()
+
+
+# ------------------------------------------------------------------------------------------------ two models, one root
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    home = tmp_path_factory.mktemp("models")
+    saved_gpt2(home / "one", n_layer=3)
+    saved_gpt2(home / "two", n_layer=2)
+    write_tiny_data(home / "data")
+    return home
+
+
+def commands(text: Path, data: Path) -> dict[str, Callable[[Path], list[str]]]:
+    recipe = text.parent / "recipe.yaml"
+    options = {"corpus": str(text), "tokenizer": "${tokenizer}", "num_sequences": 2, "num_tokens": 8}
+    batches = {"class_path": "lit_layers.data.EvalText", "init_args": options}
+    analysis = {"class_path": "lit_layers.analyses.Trajectory", "init_args": {"batches": batches}}
+    recipe.write_text(json.dumps({"analyses": [analysis]}))
+    few = ["--num_sequences", "2", "--num_tokens", "8", "--variants", "skip", "--middles", "1"]
+    return {
+        "analyze": lambda model: ["analyze", str(model), "--config", str(recipe)],
+        "intervene": lambda model: ["intervene", str(model), "--corpus", str(text), *few],
+        "mteb": lambda model: ["mteb", str(model), "--tasks", "STSBenchmark", "--folder", str(data)],
+    }
+
+
+@pytest.mark.parametrize("first", ["analyze", "mteb"])
+def test_a_second_model_under_one_root_is_refused_whichever_command_names_it(
+    models: Path, tmp_path: Path, capsys, first: str
+) -> None:
+    text, root = tmp_path / "text.jsonl", tmp_path / "root"
+    text.write_text("\n".join(json.dumps({"text": each}) for each, _ in labelled(1500)))
+    say = commands(text, models / "data")
+    where = ["--root", str(root), "--device", "cpu"]
+    assert main([*say[first](models / "one"), *where]) == 0
+    before = (root / "measurements.jsonl").read_bytes()
+    capsys.readouterr()
+    for command in say.values():
+        assert main([*command(models / "two"), *where]) == 2
+        said = capsys.readouterr().err
+        assert f"root: {root} holds measurements of {models / 'one'}, and {models / 'two'} would take their" in said
+        assert (root / "measurements.jsonl").read_bytes() == before
+    shutil.copytree(models / "one", tmp_path / "moved")
+    assert main([*say[first](tmp_path / "moved"), *where]) == 0, "the same weights are the same model"
