@@ -136,7 +136,7 @@ class LayerwiseRun(ABC):
     """One measurement under way, shown every block on every batch: `start` a batch, then `visit` its blocks in order.
 
     Which comes first, the next block or the next batch, makes no difference. `state` is all that was found so far,
-    plain tensors by name: a run that is given the state of another goes on from there.
+    plain tensors by name: a run that is given the state of another, which then lies on the CPU, goes on from there.
     """
 
     def __init__(self) -> None:

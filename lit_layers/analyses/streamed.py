@@ -208,8 +208,8 @@ class _Walk:
         if not path.is_file():
             shutil.rmtree(self.folder / FACTORS, ignore_errors=True)
             return 1, 1
-        state = torch.load(path, weights_only=True, map_location=self.model.device)
-        self.hidden = state["hidden"]
+        state = torch.load(path, weights_only=True)  # on the CPU: a run puts its part where it needs it
+        self.hidden = {key: hidden.to(self.model.device) for key, hidden in state["hidden"].items()}
         for name, run in self.runs.items():
             run.state.update(state["runs"][name])
             self.found[name] = Found(state["seconds"][name], state["errors"][name])
@@ -257,6 +257,7 @@ def _make(folder: Path) -> None:
 
 
 def _own(tensor: Tensor) -> Tensor:
-    """The tensor with memory of its own: with a view, all that it looks at would be saved."""
+    """The tensor on the CPU, with memory of its own: with a view, all that it looks at would be saved."""
+    tensor = tensor.cpu()
     whole = tensor.untyped_storage().nbytes() == tensor.numel() * tensor.element_size()
     return tensor if whole else tensor.clone()

@@ -77,7 +77,7 @@ class _Run(LayerwiseRun):
         self._keep(batch, path)
 
     def visit(self, visit: Visit) -> None:
-        kept, path = self.state[f"kept/{visit.batch}"], self._path(visit.batch)
+        kept, path = self.state[f"kept/{visit.batch}"].to(visit.mask.device), self._path(visit.batch)
         before = in_convention(self.model, self.states, visit.layer - 1, visit.before)
         after = in_convention(self.model, self.states, visit.layer, visit.after)
         path.step(before[kept], after[kept])

@@ -128,8 +128,9 @@ def step_norms(states: States) -> Float[Tensor, "steps *n"]:
 class WalkedPath:
     """What is left of trajectories whose states are seen one layer after the other: enough for every metric here.
 
-    `state` is all of it, plain tensors by name, so that a walk can be put down and taken up: `norms` (layers, *n),
-    `lengths`, `distances` and `stopped` (steps, *n), `broken` (*n), and `total` (*n, dim), the sum of unit steps.
+    `state` is all of it, plain tensors by name, so that a walk can be put down and taken up, on another device too:
+    `norms` (layers, *n), `lengths`, `distances` and `stopped` (steps, *n), `broken` (*n), and `total` (*n, dim), the
+    sum of unit steps.
     """
 
     def __init__(self, state: dict[str, Tensor] | None = None) -> None:
@@ -158,6 +159,7 @@ class WalkedPath:
     def step(self, before: Float[Tensor, "*n dim"], after: Float[Tensor, "*n dim"]) -> None:
         """Takes the next layer, from the one before it."""
         step = _step(before, after)
+        self.state.update({name: tensor.to(step.device) for name, tensor in self.state.items()})
         length = torch.linalg.vector_norm(step, dim=-1, keepdim=True)
         total = step / length.masked_fill(length == 0, 1.0) + self.state.get("total", 0.0)
         still = (length == 0).squeeze(-1)

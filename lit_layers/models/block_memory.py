@@ -69,14 +69,14 @@ class Prefetch:
         for name in names:
             if self.stop.is_set():
                 break
-            if self.device.type == "cpu":
+            if self.device.type != "cuda":
                 self.files.warm(name)
             else:
                 stream = torch.cuda.Stream(self.device)  # beside the one that is at work
                 with torch.cuda.stream(stream):
                     found[name] = self.files.read(name).to(self.device)
                 stream.synchronize()
-        return None if self.device.type == "cpu" else found
+        return found if self.device.type == "cuda" else None
 
 
 def free_memory(device: torch.device) -> int | None:

@@ -152,7 +152,7 @@ class StreamedModel(LayeredModel):
 
     def _expect_room(self, layer: int, following: int | None) -> None:
         needed, free = self.block_bytes(layer), free_memory(self._device)
-        if following is not None and self._device.type != "cpu":  # where it is read ahead as it is stored
+        if following is not None and self._device.type == "cuda":  # where it is read ahead as it is stored
             needed += sum(self.files.num_bytes(name) for name in self._names(self.blocks[following - 1]))
         if free is not None and needed > free + self._room.num_bytes:
             raise InputError(
