@@ -68,7 +68,9 @@ class Augmentation:
         inside = ((down >= top) & (down < top + tall))[:, None, :, None]
         inside = inside & ((across >= left) & (across < left + wide))[:, None, None, :]  # (rows, 1, height, width)
         device = images.device
-        noise = normals(self.seed, "noise", numbers[rows].to(device), 3 * height * width).view(-1, 3, height, width)
+        noise = normals(self.seed, "noise", numbers[rows].to(device, non_blocking=True), 3 * height * width).view(
+            -1, 3, height, width
+        )
         rows = rows.to(device, non_blocking=True)
         images[rows] = torch.where(inside.to(device, non_blocking=True), noise.to(images), images[rows])
         return images

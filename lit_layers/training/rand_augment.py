@@ -63,12 +63,16 @@ class RandAugment:
         moved = torch.nonzero((kind >= 0) & (kind < _NUM_MOVES))[:, 0]
         if len(moved):
             matrices = _matrices(kind[moved], signed[moved])
-            _replace(pixels, moved, lambda x: _affine(x, matrices.to(x), self.fill))
+            _replace(pixels, moved, lambda x: _affine(x, matrices.to(x, non_blocking=True), self.fill))
         for number, operation in enumerate(_CHANGES, start=_NUM_MOVES):
             chosen = torch.nonzero(kind == number)[:, 0]
             if len(chosen):
                 arguments = (level[chosen], signed[chosen])
-                _replace(pixels, chosen, lambda x, f=operation, a=arguments: f(x, *(each.to(x) for each in a)))
+                _replace(
+                    pixels,
+                    chosen,
+                    lambda x, f=operation, a=arguments: f(x, *(each.to(x, non_blocking=True) for each in a)),
+                )
         return pixels
 
 

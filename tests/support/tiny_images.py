@@ -26,7 +26,7 @@ def trainer(root: Path, *callbacks: L.Callback, steps: int = 5, **options: Any) 
     return L.Trainer(
         max_steps=steps,
         max_epochs=-1,
-        accelerator="cpu",
+        accelerator=settings.pop("accelerator", "cpu"),
         logger=False,
         enable_checkpointing=False,
         enable_progress_bar=False,

@@ -1,0 +1,140 @@
+"""Every analysis of the package at its smallest: what holds for all is tested of all, also of one added tomorrow."""
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pandas as pd
+import torch
+
+import lit_layers.analyses
+from lit_layers.analyses.base import Analysis, DividedAnalysis
+from lit_layers.data import GivenTexts
+from lit_layers.data.tasks import ProbeTask
+from lit_layers.data.tokenization import save_tokenizer, train_bpe
+from lit_layers.data.word_pairs import WordPairs
+from lit_layers.embeddings import MtebTask, Sources, resolve
+from lit_layers.embeddings.store import GB, Store
+from tests.support.labelled_texts import labelled, write_csv
+from tests.support.listed_batches import Listed
+from tests.support.tiny_models import IMAGE
+
+VOCABULARY = 300  # of the tokenizer: text models are made with as many tokens, `tiny(name, vocab_size=VOCABULARY)`
+_WORDS = {
+    "plural": [("song", "songs"), ("number", "numbers"), ("verb", "verbs")],
+    "past": [("play", "played"), ("sing", "sang"), ("hear", "heard")],
+}
+# Names of `lit_layers.analyses` that are no analysis of their own.
+_BASES = (Analysis, DividedAnalysis)
+
+
+def kinds() -> set[type[Analysis]]:
+    """The classes of the package's analyses."""
+    public = (getattr(lit_layers.analyses, name) for name in lit_layers.analyses.__all__)
+    return {kind for kind in public if kind not in _BASES} | {MtebTask}
+
+
+def prompts() -> Listed:
+    """Prompts of different lengths, one of them alone in its batch."""
+    generator = torch.Generator().manual_seed(3)
+    batches = []
+    for lengths in ((9, 7), (9,), (5, 8)):
+        mask = torch.tensor([[1] * length + [0] * (9 - length) for length in lengths])
+        batches.append({"input_ids": torch.randint(3, 60, mask.shape, generator=generator), "attention_mask": mask})
+    return Listed(*batches)
+
+
+def pictures(count: int = 12, size: int = 6) -> Listed:
+    """Noise with a bright band whose place depends on the label."""
+    generator = torch.Generator().manual_seed(4)
+    labels = torch.arange(count) % 3
+    pixels = torch.randn(count, 3, IMAGE, IMAGE, generator=generator)
+    for image, label in zip(pixels, labels.tolist(), strict=True):
+        image[:, 4 * label : 4 * label + 4] += 0.7
+    starts = range(0, count, size)
+    return Listed(*({"pixel_values": pixels[i : i + size], "labels": labels[i : i + size]} for i in starts))
+
+
+def save_inputs(folder: Path) -> Path:
+    """Writes the tokenizer, task and words that analyses of text read; returns `folder`."""
+    save_tokenizer(train_bpe([text for text, _ in labelled(60)] * 2, VOCABULARY), folder / "tokenizer")
+    write_csv(folder / "moods" / "train.csv", labelled(36))
+    write_csv(folder / "moods" / "test.csv", labelled(18, first=36))
+    rows = [
+        {"group": "I", "category_id": f"I0{number}", "category": name, "word": one, "answers": [other]}
+        for number, (name, pairs) in enumerate(_WORDS.items())
+        for one, other in pairs
+    ]
+    pd.DataFrame(rows).to_parquet(folder / "pairs.parquet")
+    draw = np.random.default_rng(0)
+    songs = [text for text, _ in labelled(20)]
+    stsb = {"sentence1": songs, "sentence2": songs[::-1], "score": draw.integers(0, 5, len(songs)).astype(float)}
+    (folder / "mteb" / "glue").mkdir(parents=True)
+    pd.DataFrame(stsb).to_parquet(folder / "mteb" / "glue" / "stsb_test.parquet")
+    return folder
+
+
+def of_prompts(batches: Any) -> list[Analysis]:
+    """The analyses of prompts, text or images alike."""
+    return [
+        lit_layers.analyses.Trajectory(batches=batches),
+        lit_layers.analyses.Representation(batches=batches),
+        lit_layers.analyses.Lens(batches=batches),
+        lit_layers.analyses.Coupling(batches=batches, k=(2, 5), num_prompts=3),
+        lit_layers.analyses.Coupling(
+            name="coupling/hf", batches=batches, k=(2,), num_prompts=3, warm_start=True, states="hf", sign="absolute"
+        ),
+        lit_layers.analyses.TokenCoupling(batches=batches, k=(2,), num_tokens=2, num_prompts=2),
+        lit_layers.analyses.CouplingMatrices(batches=batches, pairs=[(1, 2)], k=3, num_prompts=2),
+        lit_layers.analyses.LayerSimilarity(batches=batches),
+        lit_layers.analyses.Interventions(batches=batches, seeds=(0,), loops=(2,)),
+        lit_layers.analyses.PathsInPlane(batches=batches),
+    ]
+
+
+def of_images() -> list[Analysis]:
+    """The analyses that a model of images takes."""
+    probe = lit_layers.analyses.LabelProbe(train=pictures(24), test=pictures(), tolerance=1e-6)
+    return [*of_prompts(pictures()), probe]
+
+
+def of_text(folder: Path) -> list[Analysis]:
+    """The analyses that a causal language model takes; `folder` is that of `save_inputs`."""
+    batches, tokenizer = prompts(), str(folder / "tokenizer")
+    task = ProbeTask("moods", str(folder / "moods"))
+    rows = {"train": _rows(80, 1), "test": _rows(40, 2)}
+    classes = {name: Listed(*(b | {"labels": b["input_ids"][:, 0] % 2} for b in r)) for name, r in rows.items()}
+    (spec,) = resolve(["STSBenchmark"])
+    return [
+        *of_prompts(batches),
+        lit_layers.analyses.CrossTokenInfluence(batches=batches, num_prompts=2),
+        lit_layers.analyses.PromptStudies(batches=batches, special_tokens=(0, 5)),
+        lit_layers.analyses.NextTokenResidual(batches=rows["train"], num_halves=0),
+        lit_layers.analyses.NextTokenProbe(**rows, num_classes=6, min_context=3, tolerance=1e-6),
+        lit_layers.analyses.LabelProbe(**classes, tolerance=1e-6),
+        lit_layers.analyses.Probe(task=task, tokenizer=tokenizer, tolerance=1e-4),
+        lit_layers.analyses.SampleSizeSweep(task=task, tokenizer=tokenizer, layers=[0, 2], num_seeds=2),
+        lit_layers.analyses.ConceptAlignment(words=WordPairs(str(folder / "pairs.parquet"), tokenizer, batch_size=4)),
+        lit_layers.analyses.Invariance(
+            texts=GivenTexts([text for text, _ in labelled(8)]),
+            tokenizer=tokenizer,
+            num_views=3,
+            max_tokens=30,
+            num_halves=2,
+            permutations=2,
+        ),
+        MtebTask(
+            task=spec,
+            tokenizer=tokenizer,
+            sources=Sources(folder=folder / "mteb"),
+            store=Store(folder / "embeddings", dtype="float32", max_bytes=GB),
+            results=folder / "results",
+        ),
+    ]
+
+
+def _rows(count: int, seed: int) -> Listed:
+    """Windows of eight tokens, low ones frequent."""
+    generator = torch.Generator().manual_seed(seed)
+    tokens = 3 + (torch.rand(count, 8, generator=generator) ** 4 * 50).long()
+    return Listed(*({"input_ids": part, "attention_mask": torch.ones_like(part)} for part in tokens.split(10)))

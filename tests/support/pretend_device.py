@@ -1,0 +1,328 @@
+"""A pretend accelerator: the values of the CPU, the rules of a GPU, and a count of the host's waits by line.
+
+Inside `Pretend()`, tensors on `DEVICE` hold a CPU tensor and answer as a GPU's would: one that meets a CPU tensor
+raises, so does a generator of the other device and `.numpy()`, and one that is pickled is told. Values are real, so
+that code which depends on them runs to its end. There are no streams, no memory limit and no kernels: what is wrong
+here is wrong on a GPU, what is right here may still be slow there.
+
+Registering the backend changes the whole process, for good: call `apart` (a forked process) and import this there.
+"""
+
+import collections
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.utils import backend_registration
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves, tree_map
+
+import lit_layers
+
+PACKAGE = str(Path(lit_layers.__file__).parent) + "/"
+aten = torch.ops.aten
+violations: collections.Counter[str] = collections.Counter()  # "file:line what"
+waits: collections.Counter[str] = collections.Counter()  # of the host for the device, "file:line operation"
+
+
+class _Backend(backend_registration._DummyBackendModule):
+    """What torch asks of a device's module."""
+
+    def get_amp_supported_dtype(self) -> list[torch.dtype]:
+        return [torch.bfloat16, torch.float16]
+
+    def set_device(self, index: int) -> None:
+        pass
+
+    def get_rng_state(self, *device: Any) -> torch.Tensor:
+        return torch.default_generator.get_state()
+
+    def set_rng_state(self, *state: Any) -> None:
+        pass
+
+    def manual_seed(self, seed: int) -> None:
+        pass
+
+    def synchronize(self, *device: Any) -> None:
+        pass
+
+
+backend_registration._setup_privateuseone_for_python_backend("pretend", backend_module=_Backend())
+DEVICE = torch.device("pretend", 0)
+_COPIES = (aten.copy_.default, aten._to_copy.default, aten.copy.default)
+_INDEXING = (
+    *(aten.index.Tensor, aten.index_put.default, aten.index_put_.default, aten._index_put_impl_.default),
+    *(aten._unsafe_index.Tensor, aten._unsafe_index_put.default),
+)
+# The size or the value of what these give is known when the device has done them.
+_WAITING = (
+    *(aten._local_scalar_dense.default, aten.nonzero.default, aten.masked_select.default, aten.equal.default),
+    *(aten._unique2.default, aten.unique_dim.default, aten.unique_consecutive.default, aten.bincount.default),
+    *(aten.repeat_interleave.Tensor, aten.allclose.default),
+    *(aten.linalg_eig.default, aten._linalg_eigh.default, aten._linalg_svd.default),
+)
+# Take a 0-dimensional CPU tensor as a number, beside all pointwise operations.
+_WITH_NUMBERS = ("where", "masked_fill", "masked_fill_", "fill_", "lift_fresh", "searchsorted", "addmm")
+
+
+def reset() -> None:
+    violations.clear()
+    waits.clear()
+
+
+def of_lit_layers(counts: collections.Counter[str]) -> int:
+    """How many of them are on a line of the package."""
+    return sum(count for where, count in counts.items() if where.startswith("lit_layers/"))
+
+
+class DeviceTensor(torch.Tensor):
+    """A tensor on `DEVICE` whose values are those of `held`, on the CPU."""
+
+    held: torch.Tensor
+
+    @staticmethod
+    def __new__(cls, held: torch.Tensor) -> "DeviceTensor":
+        tensor = torch.Tensor._make_wrapper_subclass(
+            cls,
+            held.size(),
+            strides=held.stride(),
+            storage_offset=held.storage_offset(),
+            dtype=held.dtype,
+            layout=held.layout,
+            device=DEVICE,
+        )
+        tensor.held = held
+        return tensor
+
+    def __init__(self, held: torch.Tensor) -> None:
+        pass
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = getattr(func, "__name__", "")
+        if name in ("data_ptr", "storage", "untyped_storage", "_typed_storage"):
+            return getattr(args[0].held, name)()
+        if name == "tolist":
+            waits[_line("tolist")] += 1
+            return args[0].held.tolist()
+        if name in ("numpy", "__array__"):
+            violations[_line("numpy() of a tensor on the device")] += 1
+            raise TypeError("can't convert pretend:0 device type tensor to numpy: copy it to host memory first")
+        with torch._C.DisableTorchFunctionSubclass():
+            return func(*args, **(kwargs or {}))
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return _dispatch(func, args, kwargs or {})
+
+    def __repr__(self, *_: Any, **__: Any) -> str:
+        return f"DeviceTensor({tuple(self.shape)}, {self.dtype})"
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        if not any(name.endswith("torch/serialization.py") for name, _ in _stack()):  # torch.save knows devices
+            violations[_line("pickled a tensor on the device")] += 1
+        return DeviceTensor, (self.held,)
+
+    def __deepcopy__(self, memo: dict) -> Any:
+        with torch.no_grad():
+            copied: Any = DeviceTensor(self.held.clone())
+        if isinstance(self, torch.nn.Parameter) or getattr(self, "_is_param", False):
+            copied = torch.nn.Parameter(copied, self.requires_grad)
+        memo[id(self)] = copied
+        return copied
+
+
+class Pretend(TorchDispatchMode):
+    """Inside, `DEVICE` exists."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if _is_device(kwargs.get("device")) or any(isinstance(leaf, DeviceTensor) for leaf in tree_leaves(args)):
+            return _dispatch(func, args, kwargs)
+        return func(*args, **kwargs)
+
+
+def _is_device(device: Any) -> bool:
+    return device is not None and torch.device(device).type == "pretend"
+
+
+def _stack() -> list[tuple[str, int]]:
+    """Files and lines of all callers, the innermost first."""
+    files, frame = [], sys._getframe(1)
+    while frame is not None:
+        files.append((frame.f_code.co_filename, frame.f_lineno))
+        frame = frame.f_back
+    return files
+
+
+def _line(what: str) -> str:
+    """Names the innermost line of the package, else of another installed one that is not torch."""
+    files = _stack()
+    for root in (PACKAGE, "/site-packages/"):
+        for name, number in files:
+            inner = name.rpartition(root)[2]
+            if root in name and not inner.startswith("torch/"):
+                return f"{'lit_layers/' if root == PACKAGE else ''}{inner}:{number} {what}"
+    return f"? {what}"
+
+
+def _dispatch(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+    leaves = tree_leaves((args, kwargs))
+    on_device = [leaf for leaf in leaves if isinstance(leaf, DeviceTensor)]
+    target = kwargs.get("device")
+    _check_devices(func, args, leaves, on_device)
+    _check_generators(func, leaves, bool(on_device) or _is_device(target))
+    _count_waits(func, args, kwargs, bool(on_device))
+    plain_args, plain = tree_map(lambda leaf: leaf.held if isinstance(leaf, DeviceTensor) else leaf, (args, kwargs))
+    if target is not None:
+        plain["device"] = torch.device("cpu") if _is_device(target) else target
+    if plain.get("pin_memory"):
+        plain["pin_memory"] = False
+    result = func(*plain_args, **plain)
+    if func in (*_INDEXING, aten.copy_.default, aten.set_.source_Tensor):
+        stays = isinstance(args[0], DeviceTensor)
+    else:
+        stays = _is_device(target) if target is not None else bool(on_device)
+    if not stays or func is aten._local_scalar_dense.default:
+        return args[0] if not func.is_view and func._schema.name.endswith("_") else result
+    written = {id(tensor.held): tensor for tensor in on_device} if func._schema.is_mutable else {}
+
+    def placed(value: Any) -> Any:
+        if not isinstance(value, torch.Tensor) or isinstance(value, DeviceTensor):
+            return value
+        return written[id(value)] if id(value) in written else DeviceTensor(value)
+
+    return tree_map(placed, result)
+
+
+def _check_devices(func: Any, args: Any, leaves: list[Any], on_device: list[DeviceTensor]) -> None:
+    on_cpu = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor) and not isinstance(leaf, DeviceTensor)]
+    if not on_device or not on_cpu or func in (*_COPIES, aten.set_.source_Tensor):
+        return
+    wrong = None
+    if func in _INDEXING:
+        values = args[2] if len(args) > 2 else None
+        if not isinstance(args[0], DeviceTensor):
+            wrong = "a CPU tensor indexed by one on the device"
+        elif any(isinstance(index, torch.Tensor) and not isinstance(index, DeviceTensor) for index in args[1]):
+            waits[_line("index on the CPU")] += 1
+        if isinstance(values, torch.Tensor) and not isinstance(values, DeviceTensor) and values.ndim:
+            wrong = "values on the CPU put into one on the device"
+    elif large := [tensor for tensor in on_cpu if tensor.ndim]:
+        wrong = f"a CPU tensor of shape {tuple(large[0].shape)} meets one on the device"
+    elif torch.Tag.pointwise not in func.tags and not _takes_numbers(func):
+        wrong = "a 0-dimensional CPU tensor in an operation that is not pointwise"
+    if wrong:
+        violations[_line(f"{func}: {wrong}")] += 1
+        raise RuntimeError(
+            f"Expected all tensors to be on the same device, but found pretend:0 and cpu ({func}: {wrong})"
+        )
+
+
+def _takes_numbers(func: Any) -> bool:
+    name = func._schema.name.removeprefix("aten::")
+    return name in _WITH_NUMBERS or "foreach" in name or name.startswith("_fused")
+
+
+def _check_generators(func: Any, leaves: list[Any], works_on_device: bool) -> None:
+    expected = "pretend" if works_on_device else "cpu"
+    for leaf in leaves:
+        if isinstance(leaf, torch.Generator) and leaf.device.type != expected:
+            violations[_line(f"{func}: a generator of {leaf.device}")] += 1
+            raise RuntimeError(f"Expected a '{expected}' device type for generator but found '{leaf.device.type}'")
+
+
+def _count_waits(func: Any, args: Any, kwargs: dict[str, Any], has_device: bool) -> None:
+    target = kwargs.get("device")
+    if not has_device:
+        if func is aten._to_copy.default and _is_device(target) and not kwargs.get("non_blocking"):
+            waits[_line("copy to the device")] += 1
+    elif (
+        func in _WAITING
+        or (func is aten._to_copy.default and target is not None and not _is_device(target))
+        or (func is aten.copy_.default and not isinstance(args[0], DeviceTensor))
+        or (func in _INDEXING and any(isinstance(i, torch.Tensor) and i.dtype == torch.bool for i in args[1]))
+    ):
+        waits[_line(str(func))] += 1
+
+
+def _held(tensor: torch.Tensor) -> torch.Tensor:
+    return getattr(tensor, "held", tensor)
+
+
+def _empty_strided(size: Any, stride: Any, *, dtype: Any = None, **_: Any) -> torch.Tensor:
+    return DeviceTensor(torch.empty_strided(size, stride, dtype=dtype, device="cpu"))
+
+
+def _empty(size: Any, *, dtype: Any = None, **_: Any) -> torch.Tensor:
+    return DeviceTensor(torch.empty(size, dtype=dtype, device="cpu"))
+
+
+def _copy_from(source: torch.Tensor, target: torch.Tensor, non_blocking: bool = False) -> torch.Tensor:
+    if isinstance(target, DeviceTensor) and not isinstance(source, DeviceTensor):
+        waits[_line("copy to the device")] += 1
+    _held(target).copy_(_held(source))
+    return target
+
+
+_library = torch.library.Library("aten", "IMPL")  # its operations go with it
+_library.impl("empty_strided", _empty_strided, "PrivateUse1")
+_library.impl("empty.memory_format", _empty, "PrivateUse1")
+_library.impl("_copy_from", _copy_from, "PrivateUse1")
+
+
+def strategy() -> Any:
+    """Lightning's strategy for one process on `DEVICE`; from here on models there can be saved."""
+    import safetensors.torch
+    import transformers.modeling_utils
+    import transformers.pytorch_utils
+    from lightning.pytorch.accelerators import Accelerator
+    from lightning.pytorch.strategies import SingleDeviceStrategy
+
+    class PretendAccelerator(Accelerator):
+        def setup_device(self, device: torch.device) -> None:
+            pass
+
+        def teardown(self) -> None:
+            pass
+
+        @staticmethod
+        def parse_devices(devices: Any) -> Any:
+            return devices
+
+        @staticmethod
+        def get_parallel_devices(devices: Any) -> Any:
+            return [DEVICE]
+
+        @staticmethod
+        def auto_device_count() -> int:
+            return 1
+
+        @staticmethod
+        def is_available() -> bool:
+            return True
+
+        @staticmethod
+        def name() -> str:
+            return "pretend"
+
+        def get_device_stats(self, device: Any) -> dict[str, Any]:
+            return {}
+
+    class OneDevice(SingleDeviceStrategy):
+        """Has what several ranks would put together on their devices: nccl knows no tensors of the CPU."""
+
+        def reduce(self, tensor: Any, *args: Any, **kwargs: Any) -> Any:
+            if isinstance(tensor, torch.Tensor) and not isinstance(tensor, DeviceTensor):
+                violations[_line("a tensor of the CPU in a collective of training")] += 1
+            return super().reduce(tensor, *args, **kwargs)
+
+    # Shared memory is told by the address of a storage, of which a tensor on the device has none.
+    pointer, size = safetensors.torch.storage_ptr, safetensors.torch.storage_size
+    identity = transformers.pytorch_utils.id_tensor_storage
+    safetensors.torch.storage_ptr = lambda tensor: pointer(_held(tensor))
+    safetensors.torch.storage_size = lambda tensor: size(_held(tensor))
+    for module in (transformers.modeling_utils, transformers.pytorch_utils):
+        module.id_tensor_storage = lambda tensor: identity(_held(tensor))  # pyright: ignore
+    return OneDevice(device=DEVICE, accelerator=PretendAccelerator())

@@ -1,0 +1,268 @@
+"""What would break on a GPU, found without one: every analysis, training, a streamed walk and shares on a device that
+has the values of the CPU and a GPU's rules (`tests.support.pretend_device`).
+
+What is on the device runs in processes of its own, forked from one that has imported all and computed nothing: torch's
+derivatives learn of devices once in a process, and of this one never again.
+"""
+
+import multiprocessing
+import pickle
+from collections.abc import Callable
+from concurrent.futures import ProcessPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import pytest
+import torch
+from torch.utils import backend_registration
+
+from lit_layers import emergence, records
+from lit_layers.analyses import Coupling, Lens, Representation, Trajectory
+from lit_layers.analyses.base import DividedAnalysis, LayerwiseAnalysis
+from lit_layers.analyses.streamed import walk
+from lit_layers.models import load
+from lit_layers.models.shard_files import ShardFiles
+from lit_layers.models.streaming import StreamedModel
+from lit_layers.records import Measurement
+from lit_layers.training import EmergenceCallback, SeriesCheckpoint
+from lit_layers.training.resume import ResumeCheckpoint
+from lit_layers.training.run_log import RunLog
+from tests.support import tiny_images, tiny_training
+from tests.support.every_analysis import (
+    VOCABULARY,
+    kinds,
+    of_images,
+    of_prompts,
+    of_text,
+    prompts,
+    save_inputs,
+)
+from tests.support.listed_batches import Listed
+from tests.support.saved_models import saved
+from tests.support.tiny_models import LAYERS, sees_images, tiny
+
+pytestmark = pytest.mark.skipif(
+    not hasattr(backend_registration, "_setup_privateuseone_for_python_backend"),
+    reason="this torch has no backends written in Python",
+)
+CPU = torch.device("cpu")
+
+
+def apart(function: Callable, *arguments: Any) -> Any:
+    """What a function of this module gives in a process of its own; its first argument is `pretend_device`."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["tests.test_devices"])
+    with ProcessPoolExecutor(1, mp_context=context) as processes:
+        return processes.submit(pretending, function, arguments).result()
+
+
+def pretending(function: Callable, arguments: tuple) -> Any:
+    from tests.support import pretend_device
+
+    with pretend_device.Pretend():
+        return function(pretend_device, *arguments)
+
+
+def made(name: str) -> torch.nn.Module:
+    return tiny(name) if sees_images(name) else tiny(name, vocab_size=VOCABULARY)
+
+
+def values(measurement: Measurement) -> list[float]:
+    return [record.value for record in measurement.records]
+
+
+def measured(model: torch.nn.Module, name: str, folder: Path) -> dict[str, Measurement]:
+    analyses = of_images() if sees_images(name) else of_text(save_inputs(folder))
+    return {analysis.name: emergence.measure(model, analysis, run="run", step=0) for analysis in analyses}
+
+
+def measured_on_device(device, name: str, folder: Path) -> tuple[dict[str, Measurement], dict]:
+    model = made(name).to(device.DEVICE).eval()
+    device.reset()
+    return measured(model, name, folder), dict(device.violations)
+
+
+def faults(device) -> list[str]:
+    """What each of some usual faults is told as."""
+    told, on_device = [], torch.ones(3, device=device.DEVICE)
+    for fault in (
+        lambda: on_device + torch.ones(3),
+        lambda: torch.rand(3, device=device.DEVICE, generator=torch.Generator()),
+        lambda: on_device.numpy(),
+    ):
+        with pytest.raises((RuntimeError, TypeError)) as raised:
+            fault()
+        told.append(str(raised.value))
+    pickle.dumps(on_device)
+    bool(on_device.sum() > 2)
+    return [*told, *device.violations, *device.waits]
+
+
+def test_the_device_refuses_what_a_gpu_refuses_and_counts_waits():
+    told = "; ".join(apart(faults))
+    for part in ("found pretend:0 and cpu", "Expected a 'pretend' device type", "to numpy", "pickled", "_local_scalar"):
+        assert part in told, part
+
+
+def test_the_list_of_every_analysis_is_whole(tmp_path):
+    assert {type(analysis) for analysis in [*of_images(), *of_text(save_inputs(tmp_path))]} == kinds()
+
+
+@pytest.mark.parametrize("name", ["gpt2", "vit", pytest.param("gemma2", marks=pytest.mark.soak)])
+def test_every_analysis_keeps_the_rules_of_a_device_and_its_numbers(tmp_path, name):
+    on_device, violations = apart(measured_on_device, name, tmp_path / "device")
+    assert violations == {}
+    on_cpu = measured(made(name), name, tmp_path / "cpu")
+    assert on_device.keys() == on_cpu.keys()
+    for analysis, expected in on_cpu.items():
+        assert (expected.error, on_device[analysis].error) == (None, None), analysis
+        # Other kernels (no fused attention on the device) round otherwise, in derivatives of float32 the most.
+        close = pytest.approx(values(expected), rel=1e-3, abs=1e-5, nan_ok=True)
+        assert values(on_device[analysis]) == close, analysis
+
+
+def shared_on_device(device) -> tuple[dict[str, list[Measurement]], dict]:
+    model = made("gpt2").to(device.DEVICE).eval()
+    joined: dict[str, list[Measurement]] = {}
+    for analysis in of_prompts(prompts()):
+        if isinstance(analysis, DividedAnalysis):
+            shares = [emergence.measure_share(model, analysis, rank=rank, world_size=2) for rank in range(2)]
+            sent = pickle.loads(pickle.dumps(shares))
+            joined[analysis.name] = [
+                emergence.join_shares(model, analysis, sent, run="run", step=0),
+                emergence.measure(model, analysis, run="run", step=0),
+            ]
+    return joined, dict(device.violations)
+
+
+def test_no_share_of_a_rank_holds_a_tensor_of_the_device():
+    joined, violations = apart(shared_on_device)
+    assert violations == {}
+    assert len(joined) >= 8
+    for name, (of_shares, whole) in joined.items():
+        assert of_shares.error is None, name
+        assert repr(of_shares.records) == repr(whole.records), name  # NaN is not equal to itself, its text is
+
+
+class Killed(BaseException):
+    """The end of a process, as far as a test may have it."""
+
+
+def three() -> list[LayerwiseAnalysis]:
+    batches = prompts()
+    coupling = Coupling(batches=batches, k=(2, 5), num_prompts=3)
+    return [Trajectory(batches=batches), Representation(batches=batches), coupling]
+
+
+def walked(folder: Path, work: str, place: torch.device, stop: int | None = None) -> dict[str, list]:
+    """What a streamed walk finds, or nothing where it is stopped before a block."""
+
+    def progress(done: int, total: int, what: str) -> None:
+        if done == stop and what:
+            raise Killed
+
+    model = StreamedModel(ShardFiles(folder / "model"), device=place)
+    try:
+        results = walk(model, three(), folder / work, progress)
+    except Killed:
+        return {}
+    finally:
+        model.close()
+    return {name: [result.error, [record.value for record in result.records]] for name, result in results.items()}
+
+
+def walked_on_devices(device, folder: Path) -> tuple[dict[str, dict], dict]:
+    results = {}
+    for target in (device.DEVICE, CPU):
+        for stop in (1, LAYERS + 1):  # in either pass
+            work = f"{target.type}-{stop}"
+            assert walked(folder, work, device.DEVICE, stop) == {}
+            results[work] = walked(folder, work, target)
+    return results, dict(device.violations)
+
+
+def test_a_streamed_walk_goes_on_wherever_it_is_taken_up(tmp_path):
+    saved(tmp_path / "model", "gpt2")
+    results, violations = apart(walked_on_devices, tmp_path)
+    assert violations == {}
+    assert walked(tmp_path, "begun on the cpu", CPU, 2) == {}
+    results |= apart(walked_on_the_device, tmp_path)
+    model = load(tmp_path / "model")
+    for analysis in three():
+        expected = values(emergence.measure(model, analysis, run="run", step=0))
+        for work, result in results.items():
+            error, numbers = result[analysis.name]
+            assert error is None, (work, analysis.name)
+            assert numbers == pytest.approx(expected, rel=1e-3, abs=1e-5), (work, analysis.name)
+
+
+def walked_on_the_device(device, folder: Path) -> dict[str, dict]:
+    return {"begun on the cpu": walked(folder, "begun on the cpu", device.DEVICE)}
+
+
+class WaitsOfSteps(L.Callback):
+    """How often the host waited for the device in each of the given optimizer steps, by line."""
+
+    def __init__(self, device: Any, steps: set[int]) -> None:
+        self.device, self.steps, self.waits = device, steps, []
+
+    def on_train_batch_start(self, *_: Any) -> None:
+        self.device.waits.clear()
+
+    def on_train_batch_end(self, trainer: L.Trainer, *_: Any) -> None:
+        if trainer.global_step in self.steps:
+            self.waits.append(dict(self.device.waits))
+
+
+def callbacks_of(root: Path, batches: Any) -> list[L.Callback]:
+    analyses = [Trajectory(batches=batches), Lens(batches=batches)]
+    watch = EmergenceCallback(analyses, [0, 4], root)
+    return [RunLog(root), SeriesCheckpoint([0, 4], root), watch, ResumeCheckpoint(root, every=4)]
+
+
+OPTIONS: dict[str, Any] = {"steps": 6, "limit_val_batches": 1, "val_check_interval": 5, "log_every_n_steps": 5}
+PLAIN = {2, 3}  # steps without a log, a validation, a checkpoint or a measurement
+
+
+def trained_on_text(device, root: Path) -> tuple[dict, list[dict]]:
+    waits, lit = WaitsOfSteps(device, PLAIN), tiny_training.module(dropout=0.0)
+    callbacks = [*callbacks_of(root, tiny_training.RandomText()), waits]
+    device.reset()
+    given = {"strategy": device.strategy(), "accelerator": "auto", "check_val_every_n_epoch": None}
+    tiny_training.fit(root, callbacks, module=lit, **OPTIONS, **given)
+    return dict(device.violations), waits.waits
+
+
+def trained_on_images(device, root: Path) -> tuple[dict, list[dict]]:
+    waits = WaitsOfSteps(device, PLAIN)
+    augmented = {"flip": True, "crop_padding": 1, "rand_augment": "rand-m9-mstd0.5-inc1", "erasing": 0.5}
+    lit = tiny_images.module(mixup=0.8, cutmix=1.0, ema_decay=0.9, drop_path_rate=0.0)
+    device.reset()
+    given = {"strategy": device.strategy(), "accelerator": "auto", "check_val_every_n_epoch": None}
+    images, callbacks = (
+        tiny_images.data(**augmented),
+        callbacks_of(root, Listed({"pixel_values": torch.randn(4, 3, 8, 8)})),
+    )
+    tiny_images.fit(root, *callbacks, waits, lit=lit, images=images, **OPTIONS, **given)
+    return dict(device.violations), waits.waits
+
+
+@pytest.mark.parametrize(("train", "ceiling"), [(trained_on_text, 0), (trained_on_images, 18)])
+def test_training_keeps_the_rules_of_a_device_and_waits_for_it_no_more_than_this(tmp_path, train, ceiling):
+    """The ceiling is of the package's own lines in one step; those of images are arguments of the augmentation."""
+    violations, waits = apart(train, tmp_path)
+    assert violations == {}
+    of_package = [{line: n for line, n in step.items() if line.startswith("lit_layers/")} for step in waits]
+    assert len(of_package) == len(PLAIN)
+    assert max(sum(step.values()) for step in of_package) <= ceiling, of_package
+    assert [row["step"] for row in records.rows(tmp_path / "metrics.jsonl") if "train/loss" in row] == [
+        1,
+        2,
+        3,
+        4,
+        5,
+        6,
+    ]
+    measurements = records.read(tmp_path / "measurements.jsonl")
+    assert [(m.step, m.error) for m in measurements] == [(step, None) for step in (0, 0, 4, 4, 6, 6)]
