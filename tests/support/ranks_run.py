@@ -16,6 +16,7 @@ from lit_layers.analyses.base import Analysis
 from lit_layers.records import Record
 from lit_layers.training import EmergenceCallback, SeriesCheckpoint
 from lit_layers.training.run_log import RunLog
+from tests.support.collectives import watch_collectives
 from tests.support.tiny_training import RandomText, fit, module
 
 
@@ -52,7 +53,7 @@ class Impatient(L.Callback):
 
 if __name__ == "__main__":
     root, ranks = Path(sys.argv[1]), int(sys.argv[2])
-    text = RandomText()
+    text, wrong = RandomText(), watch_collectives()
     run_log = RunLog(root)
     # the first goes to rank 0: the other could go on to the next step without it
     analyses = [Slow(), Failing(), Trajectory(batches=text), Lens(batches=text), Coupling(batches=text, k=(2,))]
@@ -66,3 +67,4 @@ if __name__ == "__main__":
         strategy="ddp" if ranks > 1 else "auto",
         log_every_n_steps=1,
     )
+    sys.exit("\n".join(wrong) or None)

@@ -11,6 +11,7 @@ import torch
 from lit_layers.training import SeriesCheckpoint
 from lit_layers.training.resume import ResumeCheckpoint, StepSeed, resume_point
 from lit_layers.training.run_log import RunLog
+from tests.support.collectives import watch_collectives
 from tests.support.tiny_training import fit, module
 
 
@@ -31,7 +32,8 @@ def part(root: Path, steps: int, *, resume: bool = False) -> None:
 
 
 if __name__ == "__main__":
-    folder = Path(sys.argv[1])
+    folder, wrong = Path(sys.argv[1]), watch_collectives()
     part(folder / "whole", 6)
     part(folder / "parts", 3)
     part(folder / "parts", 6, resume=True)
+    sys.exit("\n".join(wrong) or None)
