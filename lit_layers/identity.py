@@ -129,7 +129,8 @@ def logged_name(measurement: Measured, plain: dict[tuple[str, str], str]) -> str
 
 def _chosen(steps: Mapping[str, set[int]], asked: Sequence[str], written_last: str) -> str:
     """The settings of one curve; `steps` are those that each was measured at."""
-    named = dict.fromkeys(name for each in asked for name in steps if _is_named(name, each))
+    named = dict.fromkeys(name for each in asked for name in steps if name == each or _is_named(name, each))
+    named = {name: None for name in named if name in asked} or named
     if len(named) > 1:
         raise InputError(f"settings: one analysis has {', '.join(map(short, named))}: name one of them")
     if named:

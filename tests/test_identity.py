@@ -9,16 +9,21 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from lightning.pytorch.loggers.logger import DummyLogger
 
 from lit_layers import identity, plots, records
+from lit_layers.analyses import Coupling
 from lit_layers.cli.main import main
 from lit_layers.correlate.runs import read_run_models
 from lit_layers.errors import InputError
 from lit_layers.records import Measurement, Record
-from lit_layers.report import write_report
+from lit_layers.report import WandbMirror, write_report
+from lit_layers.training import EmergenceCallback
 from tests.embeddings.tiny_tasks import write_tiny_data
 from tests.support.labelled_texts import labelled, saved_gpt2
+from tests.support.read_wandb import read_runs
 from tests.support.runs import make_models, make_run, measurement
+from tests.support.tiny_training import RandomText, fit
 
 STEPS = (0, 1, 2, 4)
 OWN, OTHER = "000000000000000e.00ff00ff00ff00ff", "aaaa0000aaaa0000.bbbb1111bbbb1111"
@@ -28,7 +33,7 @@ def other(step: int | None, analysis: str = "representation", *, settings: str =
     """What another config and other data gave, no number of which is one of the run's own."""
     config, _, data = settings.partition(".")
     found = measurement("quickstart", step or 0, analysis, layers=2, seed=9)
-    shifted = [replace(record, value=record.value + 1000) for record in found.records]
+    shifted = [replace(record, value=float(record.value) + 1000) for record in found.records]
     provenance = {**found.provenance, "config_hash": config, "data_hash": data or None}
     return replace(found, **{"step": step, "records": shifted, "provenance": provenance, **changes})
 
@@ -164,6 +169,39 @@ def test_what_has_a_name_only_in_loggers_has_another_one(mixed: Path) -> None:
     assert identity.plain_settings(more) == plain, "whatever comes later"
     assert identity.logged_name(other(3, "lens"), plain) == "lens"
     assert identity.logged_name(other(4, "lens", settings="c"), plain) == "lens@c"
+
+
+@pytest.mark.slow
+def test_loggers_and_wandb_get_other_settings_under_names_of_their_own(tmp_path: Path) -> None:
+    """A run that goes on with another k from its step 2 on, under the same name."""
+    logged: dict[str, list[int]] = {}
+
+    class Noting(DummyLogger):
+        def log_metrics(self, metrics: dict[str, Any], step: int | None = None) -> None:
+            for name in metrics:
+                logged.setdefault(name, []).append(step or 0)
+
+    root = tmp_path / "run"
+    for k, steps in ((2, [0, 1]), (3, [1, 2])):
+        analyses = [Coupling(batches=RandomText(), k=(k,))]
+        fit(root, [EmergenceCallback(analyses, steps, root)], steps=steps[-1], logger=Noting())
+    own, changed = (records.read(root / "measurements.jsonl")[n] for n in (0, -1))
+    name = f"coupling@{identity.short(identity.settings_of(changed))}"
+    assert identity.settings_of(own) != identity.settings_of(changed)
+    assert logged["coupling/coupling/k=2"] == [0, 1]
+    assert logged[f"{name}/coupling/k=3"] == [0, 1, 2], "the first step always belongs to a schedule"
+    assert "coupling/coupling/k=3" not in logged
+    pytest.importorskip("wandb")
+    mirror = WandbMirror(mode="offline")
+    mirror.open(root, run_id="a1b2c3d4", config={})
+    mirror.finish()
+    run = read_runs(root)["a1b2c3d4"]
+    assert [step for step, _ in run.curve("coupling/coupling/k=2")] == [0, 1]
+    assert [step for step, _ in run.curve(f"{name}/coupling/k=3")] == [0, 1, 2]
+    assert f"{name}/coupling_pair/k=3/matrix" in run.media("plotly-file")
+    table = run.tables["emergence"]
+    column = table["columns"].index("settings")
+    assert {row[column] for row in table["data"]} == {identity.short(identity.settings_of(m)) for m in (own, changed)}
 
 
 # ------------------------------------------------------------------------------------------------ figures that fail

@@ -7,7 +7,15 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 from lit_layers.cli.intervene_options import is_file_task, read_options
-from lit_layers.cli.over_checkpoints import Outcome, Target, length_limit, measured, measurements_of, tell_settings
+from lit_layers.cli.over_checkpoints import (
+    Outcome,
+    Target,
+    length_limit,
+    measured,
+    measurements_of,
+    settings_there,
+    tell_settings,
+)
 from lit_layers.errors import InputError
 
 if TYPE_CHECKING:
@@ -171,7 +179,7 @@ def _tell(outcome: Outcome) -> bool:
         show_results(medians.frame, Console())
         print(*medians.notes.values(), *notes(medians.frame), sep="\n")
         print(write_results(outcome.root / RESULTS, with_task_medians(records.frame(known)).frame))
-        print(write_report(outcome.root))
+        print(write_report(outcome.root, settings=settings_there(outcome)))
     tell_settings(outcome.root, outcome.settings)
     for error in outcome.errors:
         print(f"failed: {error}", file=sys.stderr)

@@ -155,9 +155,15 @@ def measurements_of(outcome: Outcome) -> "list[Measurement]":
     """
     from lit_layers import records
 
-    measurements = records.read(outcome.root / "measurements.jsonl")
-    there = {settings_of(each) for each in measurements}
-    return shown(measurements, [name for name in outcome.settings if name in there])
+    return shown(records.read(outcome.root / "measurements.jsonl"), settings_there(outcome))
+
+
+def settings_there(outcome: Outcome) -> list[str]:
+    """The settings of this call of which something is there: an analysis may fail before they are known."""
+    from lit_layers import records
+
+    there = {settings_of(each) for each in records.read(outcome.root / "measurements.jsonl")}
+    return [name for name in outcome.settings if name in there]
 
 
 def settings_of_all(analyses: "Sequence[Analysis]") -> list[str]:

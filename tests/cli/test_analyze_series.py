@@ -1,5 +1,7 @@
 """`lit-layers analyze` on a run's folder: what training measured is known, and wrong input is told."""
 
+import json
+import re
 import shutil
 from pathlib import Path
 
@@ -55,6 +57,46 @@ def test_what_training_measured_is_known_and_elsewhere_comes_out_the_same(traine
         assert measurement.records == training.records
         assert measurement.tokens == training.tokens
         assert measurement.provenance["config_hash"] == training.provenance["config_hash"]
+
+
+@pytest.mark.slow
+def test_a_run_is_measured_with_the_analyses_of_its_training_and_others_stay_out_of_its_curves(
+    trained, recipe, tmp_path, capsys
+):
+    root = tmp_path / "run"
+    shutil.copytree(trained, root)
+    file = root / "measurements.jsonl"
+    before = file.read_bytes()
+    assert analyze(root, "--steps", "0,2") == 0
+    assert "0 measured, 4 were known, not measured again" in capsys.readouterr().out
+    assert file.read_bytes() == before
+    file.write_bytes(b"".join(before.splitlines(keepends=True)[2:]))  # step 0 is missing
+    assert analyze(root, "--steps", "0,2") == 0
+    assert "2 measured, 2 were known" in capsys.readouterr().out
+    table = records.frame(file)
+    expected = records.frame(trained / "measurements.jsonl")
+    order = ["step", "analysis", "metric", "layer", "other_layer", "k"]
+    assert table.sort_values(order)["value"].tolist() == expected.sort_values(order)["value"].tolist()
+    options = {**RECIPE["analyses"][1]["init_args"], "k": [3]}
+    recipe.write_text(yaml.safe_dump({"analyses": [{**RECIPE["analyses"][1], "init_args": options}]}))
+    assert analyze(root, "--config", recipe, "--steps", "0") == 0
+    said = capsys.readouterr().out
+    assert "coupling: other settings than those of its curves, which stay as they were" in said
+    assert records.frame(file).equals(table)
+    name = re.search(r"--settings (\S+)`", said)[1]
+    assert set(records.frame(file, settings=name)["k"].dropna()) == {3}
+
+
+def test_analyses_of_a_run_are_data_that_the_parser_refuses_like_those_of_a_recipe(tmp_path, capsys):
+    root, proof = tmp_path / "run", tmp_path / "proof"
+    saved(root / "step-000000000", "gpt2")
+    hostile = {"class_path": "subprocess.Popen", "init_args": {"args": f"touch {proof}", "shell": True}}
+    for analyses in ([hostile], [{"class_path": "lit_layers.analyses.Lens", "init_args": {"batches": hostile}}], [7]):
+        about = {"run": "run", "config": {"analyses": analyses, "tokenizer": "bpe:300", "corpus": "python"}}
+        (root / "run.json").write_text(json.dumps(about))
+        assert analyze(root) == 2
+        assert "the analyses of run, as its run.json has them: " in capsys.readouterr().err
+    assert not proof.exists()
 
 
 @pytest.mark.slow
