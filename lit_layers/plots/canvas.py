@@ -7,7 +7,7 @@ from typing import Any
 from plotly.colors import unlabel_rgb
 
 from lit_layers.errors import InputError
-from lit_layers.plots.theme import GRID, INK, MUTED, colors_of
+from lit_layers.plots.theme import DECADES, GRID, INK, MUTED, colors_of
 
 _DPI = 200
 
@@ -45,10 +45,12 @@ def whole_layers(axes: Any) -> None:
 
 
 def plain_log(axes: Any) -> None:
-    """Numbers as they are, also between powers of ten: most curves stay within one."""
+    """Numbers as they are, also between powers of ten: most curves stay within one. Over many, matplotlib's powers."""
     from matplotlib.ticker import LogLocator, NullFormatter, ScalarFormatter
 
     low, high = axes.get_ylim()
+    if high / low > 10**DECADES:
+        return
     axes.yaxis.set_minor_formatter(NullFormatter())
     if high / low < 10:
         axes.yaxis.set_major_locator(LogLocator(subs="all"))

@@ -308,7 +308,7 @@ UNLISTED = {
 }
 # Metrics whose values lie decades apart.
 LOG_SCALE = {
-    *("logit_lens_perplexity", "validation/perplexity", "influence_frobenius", "influence_spectral"),
+    *("logit_lens_perplexity", "validation/perplexity", "task_perplexity", "influence_frobenius", "influence_spectral"),
     *("prediction_residual", "adjusted", "held_out"),
 }
 # Metrics whose values are numbers of layers.

@@ -12,9 +12,9 @@ import plotly.graph_objects as go
 
 from lit_layers.plots.axes import TITLES, AxisName, Grid, on_axis, whole_ticks
 from lit_layers.plots.canvas import canvas, dress, rgb, save
-from lit_layers.plots.labels import label, sentence
+from lit_layers.plots.labels import LOG_SCALE, label, sentence
 from lit_layers.plots.tables import Point, is_placed, of_plainest, select, steps_of, title_of
-from lit_layers.plots.theme import ACCENT, INK, MUTED, figure, rounded
+from lit_layers.plots.theme import ACCENT, INK, MUTED, figure, log_colors, rounded
 
 # Viridis: equal steps of the value are equal steps to the eye; grey, which it lacks, is what was not measured.
 VIRIDIS = ["#440154", "#482878", "#3e4989", "#31688e", "#26828e", "#1f9e89", "#35b779", "#6ece58", "#b5de2b", "#fde725"]
@@ -93,7 +93,8 @@ def layer_surface(
 ) -> go.Figure:
     """Returns a metric over steps (log, the untrained model apart) and layers as a heat map.
 
-    Grey is what was not measured. Of a score dots show the best layer from 1 on, rings where the embedding beats it.
+    Grey is what was not measured. Colours of values that lie decades apart stand for their logarithm. Of a score dots
+    show the best layer from 1 on, rings where the embedding beats it.
 
     Raises: as `read_surface`.
     """
@@ -101,17 +102,14 @@ def layer_surface(
     surface = read_surface(frame, metric, **options)
     grid = Grid.of(surface.steps, surface.tokens)
     texts = [row[0] for row in grid.hover()]
-    bar = {"thickness": 9, "outlinewidth": 0, "tickfont": {"size": 10, "color": MUTED}, "x": 1.01, "xpad": 4}
     traces: list[dict[str, Any]] = [
         {
             "type": "heatmap",
-            "z": [rounded(row, 4) for row in surface.values],
+            **colored(metric, surface.values, "<br>%{text}"),
             "y": list(surface.layers),
             "text": [[f"{text}<br>layer {layer}" for text in texts] for layer in surface.layers],
             "colorscale": [[n / (len(VIRIDIS) - 1), color] for n, color in enumerate(VIRIDIS)],
-            "colorbar": {**bar, "nticks": 5},
             "hoverongaps": False,
-            "hovertemplate": "%{z:.4g}<br>%{text}<extra></extra>",
             "meta": 0,
         }
     ]
@@ -213,7 +211,8 @@ def write_surface(
     axes.patch.set(hatch="////", edgecolor="white")
     values = array(surface.values)
     rows = [layer - 0.5 for layer in surface.layers] + [surface.layers[-1] + 0.5]
-    image = axes.pcolormesh(edges, rows, ma.masked_invalid(values), cmap=ListedColormap(rgb(VIRIDIS, 256)))
+    look = {"cmap": ListedColormap(rgb(VIRIDIS, 256)), "norm": color_norm(metric)}
+    image = axes.pcolormesh(edges, rows, ma.masked_invalid(values), **look)
     axes.axhline(0.5, color="white", linewidth=2.5)
     if spec["divider"] is not None:
         axes.axvline(spec["divider"], color="white", linewidth=3.5)
@@ -252,6 +251,29 @@ def write_surface(
     bar.ax.tick_params(labelsize=7, length=2, colors=MUTED)
     name = sentence(analysis or "")
     save(fig, path, ": ".join(filter(None, [name if name != label(metric).title else "", surface.title])))
+
+
+def colored(metric: str, values: Sequence[Sequence[float]], hover: str) -> dict[str, Any]:
+    """Returns what a heat map's colours stand for, their bar, and the text on touch, which ends in `hover`.
+
+    They stand for the logarithm of what lies decades apart.
+    """
+    bar = {"thickness": 9, "outlinewidth": 0, "tickfont": {"size": 10, "color": MUTED}, "x": 1.01, "xpad": 4}
+    if metric not in LOG_SCALE:
+        z, text = [rounded(row, 4) for row in values], "%{z:.4g}"
+        return {"z": z, "colorbar": {**bar, "nticks": 5}, "hovertemplate": f"{text}{hover}<extra></extra>"}
+    places, texts = log_colors(cell for row in values for cell in row)
+    z = [rounded((math.log10(cell) if cell > 0 else math.nan for cell in row), 4) for row in values]
+    text = "10<sup>%{z:.4g}</sup>"
+    bar |= {"tickvals": places, "ticktext": texts}
+    return {"z": z, "colorbar": bar, "hovertemplate": f"{text}{hover}<extra></extra>"}
+
+
+def color_norm(metric: str) -> Any:
+    """Returns matplotlib's scale of colours: of logarithms for what lies decades apart, else None."""
+    from matplotlib.colors import LogNorm
+
+    return LogNorm() if metric in LOG_SCALE else None
 
 
 def _whole_layers_up(axes: Any) -> None:

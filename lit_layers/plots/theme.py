@@ -66,21 +66,35 @@ TEMPLATE = go.layout.Template(
 # For figures with a colour bar above the plot.
 LEGEND_BELOW = {"legend": {"y": -0.3, "yanchor": "top"}, "height": 380}
 DASHES = ("dash", "dot", "dashdot")
+DECADES = 4  # more tens than these have no room for numbers between them
 
 
 def figure(title: str, traces: list[dict[str, Any]], *, unit: str = "", log: bool = False, **layout: Any) -> go.Figure:
     """Returns a figure of scatter traces (or of what their `type` says) in the theme."""
     yaxis = {"title": {"text": escape(unit)}, **layout.pop("yaxis", {})}
     if log:
-        yaxis |= {"type": "log", "exponentformat": "none"} | _log_ticks(traces)
+        values = [math.log10(y) for trace in traces for y in trace["y"] if y is not None and y > 0]
+        yaxis |= {"type": "log", **log_ticks(*yaxis.get("range", (min(values, default=0), max(values, default=0))))}
     layout = {"template": TEMPLATE, "title": {"text": escape(title)}, "yaxis": yaxis, **layout}
     return go.Figure([{"type": "scatter", **trace} for trace in traces], layout)
 
 
-def _log_ticks(traces: list[dict[str, Any]]) -> dict[str, Any]:
-    """2 and 5 between powers of ten; without one in sight plotly's own ticks, which are whole numbers."""
-    values = [math.log10(y) for trace in traces for y in trace["y"] if y is not None and y > 0]
-    return {"dtick": "D2"} if values and math.ceil(min(values)) <= math.floor(max(values)) else {}
+def log_ticks(low: float, high: float) -> dict[str, Any]:
+    """Returns ticks between two powers of ten: 2 and 5 between tens; over many tens some of these alone.
+
+    Without a ten in sight they are plotly's own, which are whole numbers.
+    """
+    if high - low > DECADES:
+        return {"dtick": math.ceil((high - low) / 6), "exponentformat": "power"}
+    return {"exponentformat": "none", **({"dtick": "D2"} if math.ceil(low) <= math.floor(high) else {})}
+
+
+def log_colors(values: Iterable[float]) -> tuple[list[float], list[str]]:
+    """Returns places of ticks, and their texts, for colours of log10 of values."""
+    logs = [math.log10(value) for value in values if value > 0 and math.isfinite(value)]
+    low, high = (min(logs), max(logs)) if logs else (0.0, 1.0)
+    places = [low + (high - low) * part / 4 for part in range(5 if high > low else 1)]
+    return places, [f"{10**place:.3g}" for place in places]
 
 
 def color_scale(stops: list[str]) -> list[list]:

@@ -8,13 +8,13 @@ import pandas as pd
 import plotly.graph_objects as go
 
 from lit_layers.plots.axes import AxisName, Grid, on_axis, whole_ticks
-from lit_layers.plots.labels import escape, label, tag_text
+from lit_layers.plots.labels import LOG_SCALE, escape, label, tag_text
 from lit_layers.plots.layers import interval_text
 from lit_layers.plots.models import short_names
 from lit_layers.plots.sliders import FRAMES, add_slider, spread
-from lit_layers.plots.surfaces import MISSING, VIRIDIS
+from lit_layers.plots.surfaces import MISSING, VIRIDIS, colored
 from lit_layers.plots.tables import Point, grouped, steps_of
-from lit_layers.plots.theme import COLORS, DASHES, INK, MUTED, figure, rounded, translucent
+from lit_layers.plots.theme import COLORS, DASHES, INK, MUTED, figure, log_ticks, rounded, translucent
 from lit_layers.plots.variant_scores import (
     BASELINE,
     LOOKS,
@@ -117,7 +117,8 @@ def variant_curves(
         data(steps[-1]),
         unit=label(metric).unit,
         xaxis={"title": {"text": MIDDLE}, **_middle_ticks(middles_of(points))},
-        yaxis=_range([p for found in by_step.values() for line in found for p in line.points], points, guess),
+        log=metric in LOG_SCALE,
+        yaxis=_range([p for found in by_step.values() for line in found for p in line.points], points, guess, metric),
         height=430,
     )
     add_slider(fig, steps, data)
@@ -143,7 +144,9 @@ def loop_map(
     points = variant_points(frame, metric, analysis=analysis, tags=tags, allow_suspect=allow_suspect)
     higher = higher_is_better(metric)
     whole = loop_table(last_of(points))
-    low, high = _limits([value for row in whole.values for value in row])
+    hover = "<br>M = %{x}, %{y} loops"
+    look = colored(metric, whole.values, hover)
+    low, high = _limits([value for row in look["z"] for value in row if value is not None])
 
     def data(step: int) -> list[dict[str, Any]]:
         table = loop_table([point for point in points if point.step == step])
@@ -152,7 +155,7 @@ def loop_map(
             for row, k in enumerate(table.loops)
             for column, m in enumerate(table.middles)
         }
-        z = [rounded((place.get((k, m), math.nan) for m in whole.middles), 4) for k in whole.loops]
+        z = colored(metric, [[place.get((k, m), math.nan) for m in whole.middles] for k in whole.loops], hover)["z"]
         best = table.best(higher_is_better=higher)
         return [
             {"type": "heatmap", "z": z},
@@ -163,11 +166,9 @@ def loop_map(
     steps = spread(steps, FRAMES)
     heat, marks = data(steps[-1])
     across, up = [str(m) for m in whole.middles], [str(k) for k in whole.loops]
-    bar = {"thickness": 9, "outlinewidth": 0, "tickfont": {"size": 10, "color": MUTED}, "x": 1.01, "xpad": 4}
     stops = VIRIDIS if higher else VIRIDIS[::-1]
-    heat |= {"x": across, "y": up, "zmin": low, "zmax": high, "hoverongaps": False, "xgap": 1, "ygap": 1}
+    heat = {**look, **heat, "x": across, "y": up, "zmin": low, "zmax": high, "hoverongaps": False, "xgap": 1, "ygap": 1}
     heat |= {"colorscale": [[n / (len(stops) - 1), color] for n, color in enumerate(stops)]}
-    heat |= {"colorbar": {**bar, "nticks": 5}, "hovertemplate": "%{z:.4g}<br>M = %{x}, %{y} loops<extra></extra>"}
     marks |= {"mode": "markers", "hoverinfo": "skip"}
     marks |= {"marker": {"size": 9, "color": "white", "line": {"width": 1.2, "color": "black"}}}
     category = {"type": "category", "showgrid": False}
@@ -224,7 +225,8 @@ def block_curves(
         data(steps[-1]),
         unit=label(metric).unit,
         xaxis={"title": {"text": "Block"}, **whole_ticks(blocks[0], blocks[-1])},
-        yaxis=_range(own, points, None),
+        log=metric in LOG_SCALE,
+        yaxis=_range(own, points, None, metric),
         height=400,
     )
     add_slider(fig, steps, data)
@@ -294,7 +296,7 @@ def variants_over_training(
     layout = on_axis(traces, grids, axis)
     unit = "share of the full model's" if kept else label(metric).unit
     title = f"{label(metric).title}{' kept' if kept else ''}, M = {middle}"
-    return figure(title, traces, unit=unit, height=400, **layout)
+    return figure(title, traces, unit=unit, log=metric in LOG_SCALE, height=400, **layout)
 
 
 def lines_over_steps(points: Sequence[Point], middle: int) -> list[Line]:
@@ -380,6 +382,7 @@ def quality_front(
         f"{_title(metric, tags)} against {label(cost).title.lower()}",
         traces,
         unit=label(metric).with_unit,
+        log=metric in LOG_SCALE,
         xaxis={"title": {"text": label(cost).with_unit}},
         height=460,
     )
@@ -473,6 +476,7 @@ def models_by_middle(
         ", ".join(filter(None, [label(metric).with_unit, told])),
         traces,
         unit=label(metric).unit,
+        log=metric in LOG_SCALE,
         xaxis={"title": {"text": titles[across]}, **_middle_ticks(sorted(middles))},
         showlegend=True,
         height=400,
@@ -518,7 +522,7 @@ def schedule_scores(
     return figure(
         _title(metric, tags),
         traces,
-        xaxis={"title": {"text": label(metric).with_unit}},
+        xaxis={"title": {"text": label(metric).with_unit}, **_log_axis(metric, [p.value for p in own])},
         yaxis={
             "type": "category",
             "autorange": "reversed",
@@ -605,12 +609,20 @@ def _limits(values: Sequence[float]) -> tuple[float, float]:
     return (low, high) if high > low else (low - 0.5, high + 0.5)
 
 
-def _range(drawn: Sequence[Point], points: Sequence[Point], guess: float | None) -> dict[str, Any]:
-    """The same at every checkpoint, where there are several."""
+def _log_axis(metric: str, values: Sequence[float]) -> dict[str, Any]:
+    """Of values across, where they lie decades apart."""
+    logs = [math.log10(value) for value in values if value > 0 and math.isfinite(value)]
+    return {"type": "log", **log_ticks(min(logs), max(logs))} if metric in LOG_SCALE and logs else {}
+
+
+def _range(drawn: Sequence[Point], points: Sequence[Point], guess: float | None, metric: str) -> dict[str, Any]:
+    """The same at every checkpoint, where there are several; of a log axis in powers of ten."""
     if len(steps_of(points)) < 2:
         return {}
     values = [end for p in (*drawn, *_full(points)) for end in (p.value, p.low, p.high) if math.isfinite(end)]
     values += [] if guess is None else [guess]
+    if metric in LOG_SCALE:
+        values = [math.log10(value) for value in values if value > 0]
     if not values:
         return {}
     pad = 0.05 * (max(values) - min(values)) or 0.5

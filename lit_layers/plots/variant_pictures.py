@@ -8,10 +8,10 @@ from typing import Any
 import pandas as pd
 
 from lit_layers.plots.axes import TITLES, Grid, on_axis, position
-from lit_layers.plots.canvas import canvas, dress, legend_beside, rgb, save, whole_layers
-from lit_layers.plots.labels import label, sentence, tag_text
+from lit_layers.plots.canvas import canvas, dress, legend_beside, plain_log, rgb, save, whole_layers
+from lit_layers.plots.labels import LOG_SCALE, label, sentence, tag_text
 from lit_layers.plots.sliders import spread
-from lit_layers.plots.surfaces import MISSING, VIRIDIS
+from lit_layers.plots.surfaces import MISSING, VIRIDIS, color_norm
 from lit_layers.plots.tables import Point, grouped, steps_of
 from lit_layers.plots.theme import INK, MUTED
 from lit_layers.plots.variant_figures import MIDDLE, labels_of, lines_over_steps, read_front
@@ -83,6 +83,7 @@ def write_variant_curves(
         dress(
             axes, MIDDLE if len(every) == 1 else "M (middle blocks changed)", _unit(metric) if axes is every[0] else ""
         )
+        _log_up(axes, metric)
         _name(axes, step, len(every))
     _legend(every)
     save(fig, path, _title(metric, tags, analysis))
@@ -114,7 +115,8 @@ def write_loop_map(
     axes = fig.add_subplot()
     axes.set_facecolor(MISSING)
     colors = ListedColormap(rgb(VIRIDIS if higher else VIRIDIS[::-1], 256))
-    image = axes.pcolormesh(ma.masked_invalid(array(table.values)), cmap=colors, edgecolors="white", linewidth=0.6)
+    look = {"cmap": colors, "norm": color_norm(metric), "edgecolors": "white", "linewidth": 0.6}
+    image = axes.pcolormesh(ma.masked_invalid(array(table.values)), **look)
     best = table.best(higher_is_better=higher)
     places = [(table.middles.index(m) + 0.5, table.loops.index(k) + 0.5) for m, k in best.items()]
     axes.scatter(
@@ -160,6 +162,7 @@ def write_block_curves(
             axes.axhline(full.value, color=INK, linewidth=1.2, linestyle="--", label="Full model")
         whole_layers(axes)
         dress(axes, "block", _unit(metric) if axes is every[0] else "")
+        _log_up(axes, metric)
         _name(axes, step, len(every))
     _legend(every)
     save(every[0].figure, path, _title(metric, tags, analysis))
@@ -210,6 +213,7 @@ def write_variants_over_training(
         axes.axvline(spec["divider"], color="#e6eaee", linewidth=5)
     axes.set_xticks(spec["tickvals"], spec["ticktext"])
     axes.set_xlim(*spec["range"])
+    _log_up(axes, metric)
     dress(axes, TITLES["step"], "share of the full model's" if kept else _unit(metric))
     legend_beside(axes)
     name = f"{_title(metric, tags, analysis)}{', kept' if kept else ''}, M = {middle}"
@@ -275,6 +279,7 @@ def write_front(
                 fontsize=7,
                 color=INK,
             )
+    _log_up(axes, metric)
     dress(axes, label(cost).with_unit, label(metric).with_unit)
     legend_beside(axes)
     told = tag_text(dict(cost_tags or {}))
@@ -318,6 +323,12 @@ def _legend(every: Sequence[Any]) -> None:
     """One for all panels: what any of them has, once."""
     found = {text: handle for axes in every for handle, text in zip(*axes.get_legend_handles_labels(), strict=True)}
     legend_beside(every[-1], [*found.values()], [*found])
+
+
+def _log_up(axes: Any, metric: str) -> None:
+    if metric in LOG_SCALE:
+        axes.set_yscale("log")
+        plain_log(axes)
 
 
 def _unit(metric: str) -> str:
