@@ -59,7 +59,7 @@ def analyze(
         InputError: a model that is not there or damaged, options that do not fit it, an analysis that cannot stream; a
             root that holds the measurements of another model.
     """
-    refuse_double_names(analyses)
+    refuse_missing_data(analyses)
     selected = layerwise(analyses) if stream_blocks else []
     place, number = device_of(device), {"float32": torch.float32, "float64": torch.float64}[dtype]
     files, root = ShardFiles(model, revision=revision), Path(root)
@@ -78,6 +78,13 @@ def refuse_double_names(analyses: Sequence[Analysis]) -> None:
         raise InputError(f"analyses: two are named {sorted(double)[0]!r}; give each a name of its own")
     if not analyses:
         raise InputError("analyses: expected at least one, got none")
+
+
+def refuse_missing_data(analyses: Sequence[Analysis]) -> None:
+    """Refuses what is wrong with the analyses whatever the model is, before one is opened or downloaded."""
+    refuse_double_names(analyses)
+    for analysis in analyses:
+        analysis.check_data()
 
 
 def own_tokenizer(model: str | Path, revision: str | None = None) -> str | None:

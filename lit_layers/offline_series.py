@@ -13,7 +13,7 @@ from lit_layers.analyses.base import Analysis
 from lit_layers.errors import InputError
 from lit_layers.models.build import weights_hash
 from lit_layers.models.view import LayeredModel
-from lit_layers.offline import Device, Dtype, device_of, refuse_double_names
+from lit_layers.offline import Device, Dtype, device_of, refuse_missing_data
 from lit_layers.records import Measurement
 from lit_layers.series import Audit, Checkpoint, Series, audit
 from lit_layers.series.auditing import REQUESTS_AT_ONCE
@@ -155,14 +155,14 @@ def _by_name(
     tokens of its own tokenizer, those are left out that have none.
     """
     if not isinstance(analyses, Mapping):
-        _refuse_missing_data(analyses)
+        refuse_missing_data(analyses)
         return {found.name: analyses for found in series}, dict(without)
     wanted, unmeasured = {}, dict(without)
     for found in series:
         if found.name in unmeasured:
             continue
         try:
-            _refuse_missing_data(analyses[found.name])
+            refuse_missing_data(analyses[found.name])
         except InputError as error:
             unmeasured[found.name] = f"{found.name}: {error}"
         else:
@@ -170,12 +170,6 @@ def _by_name(
     if not wanted:
         raise InputError(next(iter(unmeasured.values())))
     return wanted, unmeasured
-
-
-def _refuse_missing_data(analyses: Sequence[Analysis]) -> None:
-    refuse_double_names(analyses)
-    for analysis in analyses:
-        analysis.data_hash()
 
 
 def _audited(

@@ -44,6 +44,14 @@ class Analysis(ABC):
         for value in vars(self).values():
             if isinstance(value, EvalImages):
                 refuse_unlike_training(self.name, value, model)
+        self.check_data()
+
+    def check_data(self) -> None:
+        """Refuses data that is not there or not enough, for which no model is needed.
+
+        Raises:
+            InputError: one sentence. The default loads every field that is data.
+        """
         self.data_hash()
 
     def config(self) -> dict[str, Any]:

@@ -42,9 +42,10 @@ class NextTokenProbe(Analysis):
 
     Per layer: `accuracy` and `log_loss` (nats) and `macro_f1` on the test rows whose target is a class, `accuracy_all`
     on all of them, the others counting as errors. `coverage` is the share of the former; its tags count classes, rows,
-    and texts left out. Rows tagged `reference` are on the same test rows: "majority" (the class frequencies in
-    training) and, of a model that generates, "lm_head" (its own head over its vocabulary) and "lm_head_closed" (over
-    the classes, as the probe). Rows tagged `control="random_labels"` are of probes fitted to permuted labels.
+    and texts left out, and `num_train_wanted` and `num_test_wanted` are the texts asked for where there were fewer.
+    Rows tagged `reference` are on the same test rows: "majority" (the class frequencies in training) and, of a model
+    that generates, "lm_head" (its own head over its vocabulary) and "lm_head_closed" (over the classes, as the probe).
+    Rows tagged `control="random_labels"` are of probes fitted to permuted labels.
 
     Intervals: Wilson's for shares, bootstrap over test rows for the rest; with several positions per text, whose rows
     are not independent, bootstrap over texts for all. `n` counts rows. A layer whose probe has not converged has the
@@ -66,11 +67,16 @@ class NextTokenProbe(Analysis):
 
     def check(self, model: LayeredModel) -> None:
         super().check(model)
-        self._check_options(model)
+        self._refuse_images(model)
+
+    def check_data(self) -> None:
+        self._check_options()
+        super().check_data()
         self._problem()
 
     def run(self, model: LayeredModel) -> Iterable[Record]:
-        self._check_options(model)
+        self._refuse_images(model)
+        self._check_options()
         problem = self._problem()
         model = at_least_float32(model)
         max_tokens = max(batch["input_ids"].numel() for batch in self.test)
@@ -84,9 +90,11 @@ class NextTokenProbe(Analysis):
             control: Tags = {"control": "random_labels"}
             yield from self._probes(problem, train, problem.train_classes[order], test, control)
 
-    def _check_options(self, model: LayeredModel) -> None:
+    def _refuse_images(self, model: LayeredModel) -> None:
         if model.family.sees_images:
             raise InputError(f"{self.name}: expected a model of text, got {type(model.model).__name__}")
+
+    def _check_options(self) -> None:
         least = {"num_classes": 2, "min_context": 1, "positions_per_sequence": 1, "seed": 0, "max_iterations": 1}
         for option, low in least.items():
             if getattr(self, option) < low:
@@ -131,7 +139,14 @@ class NextTokenProbe(Analysis):
         covered = train_classes >= 0
         num_short = sum(len(text) <= self.min_context for text in [*train_texts, *test_texts])
         return _Problem(
-            drawn.where(covered), test, classes, train_classes[covered], test_classes, len(doubles), num_short
+            drawn.where(covered),
+            test,
+            classes,
+            train_classes[covered],
+            test_classes,
+            len(doubles),
+            num_short,
+            (len(train_texts), len(test_texts)),
         )
 
     def _coverage(self, problem: "_Problem") -> Record:
@@ -141,6 +156,10 @@ class NextTokenProbe(Analysis):
             "num_duplicates": problem.num_duplicates,
             "num_too_short": problem.num_too_short,
         }
+        for name, batches, count in zip(("train", "test"), (self.train, self.test), problem.num_texts, strict=True):
+            wanted = getattr(batches, "num_sequences", count)
+            if wanted > count:
+                tags[f"num_{name}_wanted"] = wanted
         return self._share("coverage", problem.test_classes >= 0, problem.test.text, tags=tags)
 
     def _references(self, problem: "_Problem", head: "_Head | None") -> Iterator[Record]:
@@ -209,6 +228,7 @@ class _Problem(NamedTuple):
     test_classes: Tensor  # (test rows,), -1 for the uncovered
     num_duplicates: int
     num_too_short: int
+    num_texts: tuple[int, int]  # of train and test
 
 
 class _Head(NamedTuple):

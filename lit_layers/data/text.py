@@ -1,6 +1,7 @@
 """Text to measure on: a fixed set of token windows, each inside one document."""
 
 import hashlib
+import logging
 import random
 from collections.abc import Iterator
 from dataclasses import KW_ONLY, dataclass, field
@@ -13,6 +14,8 @@ from lit_layers.data.batches import Batches
 from lit_layers.data.preparing import prepare, prepared
 from lit_layers.data.shards import TokenShards
 from lit_layers.errors import InputError
+
+logger = logging.getLogger(__name__)
 
 __all__ = ["EvalText", "TokenShards", "duplicate_windows", "prepare", "prepared"]
 
@@ -28,6 +31,8 @@ class EvalText(Batches):
         documents: The share of the split's documents, in their order, to draw from: sets with shares that do not
             overlap, such as (0, 0.7) and (0.7, 1), have no document in common.
         num_sequences: Number of windows. A larger set begins with the windows of a smaller one.
+        min_sequences: Of a corpus that has fewer than `num_sequences`, all are taken if they are at least so many, and
+            the log says how many; None: fewer are refused. The number depends on the corpus and tokenizer alone.
         num_tokens: Tokens a window.
         batch_size: Windows a batch; the last batch may be smaller.
         seed: Decides which windows are drawn, and their order.
@@ -42,6 +47,7 @@ class EvalText(Batches):
     split: str = "validation"
     documents: tuple[float, float] = (0.0, 1.0)
     num_sequences: int = 64
+    min_sequences: int | None = None
     num_tokens: int = 128
     batch_size: int = 16
     seed: int = 0
@@ -58,19 +64,23 @@ class EvalText(Batches):
         for name in ("num_sequences", "num_tokens", "batch_size"):
             if getattr(self, name) < 1:
                 raise InputError(f"{name} must be at least 1, not {getattr(self, name)}")
+        if self.min_sequences is not None and not 1 <= self.min_sequences <= self.num_sequences:
+            told = f"1 to num_sequences ({self.num_sequences})"
+            raise InputError(f"min_sequences must be {told}, or none, not {self.min_sequences}")
 
     def windows(self) -> Tensor:
         """All token ids, int64; loads or prepares the corpus on the first call."""
         if self._windows is None:
             self._windows = self._load()
-        return self._windows  # (num_sequences, num_tokens)
+        return self._windows  # (sequences, num_tokens)
 
     def __iter__(self) -> Iterator[dict[str, Tensor]]:
         for ids in self.windows().split(self.batch_size):
             yield {"input_ids": ids.clone(), "attention_mask": torch.ones_like(ids)}  # (batch, num_tokens)
 
     def __len__(self) -> int:
-        return -(-self.num_sequences // self.batch_size)
+        number = self.num_sequences if self.min_sequences is None else len(self.windows())
+        return -(-number // self.batch_size)
 
     def content_hash(self) -> str:
         """Sixteen hex digits over the token ids and how they are cut into batches."""
@@ -88,12 +98,17 @@ class EvalText(Batches):
         starts, counts = self._count(shards)
         total = int(counts.sum())
         if total < self.num_sequences:
-            raise InputError(
+            least = self.num_sequences if self.min_sequences is None else self.min_sequences
+            there = (
                 f"{self.corpus!r} has {total} windows of {self.num_tokens} tokens in the documents {self.documents} of "
-                f"its {self.split} split, and num_sequences is {self.num_sequences}: ask for fewer or shorter ones"
+                f"its {self.split} split"
             )
+            if total < least:
+                option = "num_sequences" if self.min_sequences is None else "min_sequences"
+                raise InputError(f"{there}, and {option} is {least}: ask for fewer or shorter ones")
+            logger.warning("%s: all are taken, num_sequences asks for %d", there, self.num_sequences)
         before = np.cumsum(counts) - counts
-        windows = np.array(_draw(total, self.num_sequences, self.seed))
+        windows = np.array(_draw(total, min(total, self.num_sequences), self.seed))
         document = np.searchsorted(before, windows, side="right") - 1
         begin = starts[document] + (windows - before[document]) * self.num_tokens
         tokens = shards.tokens(self.split)

@@ -126,7 +126,8 @@ def test_its_fields_are_its_options_and_it_travels(made):
     text = make(made, documents=[0.0, 1.0])
     text.windows()
     options = [field.name for field in dataclasses.fields(text) if field.init]
-    assert options == ["corpus", "tokenizer", "split", "documents", "num_sequences", "num_tokens", "batch_size", "seed"]
+    counts = ["num_sequences", "min_sequences", "num_tokens", "batch_size"]
+    assert options == ["corpus", "tokenizer", "split", "documents", *counts, "seed"]
     assert text == make(made)
     assert pickle.loads(pickle.dumps(text)).content_hash() == text.content_hash()
 
