@@ -221,7 +221,7 @@ def _train(cli: FitCLI) -> int:
         if cli.folder.started:
             _close(cli, time.perf_counter() - started, code, last_step or axis_step(cli.trainer))
         if code in (0, TERMINATED):
-            # Together: torchrun and srun kill the ranks that are left when one has ended with an error.
+            # Together: torchrun and `srun --kill-on-bad-exit=1` kill the rest when one ends with an error.
             cli.trainer.strategy.barrier()
     return code
 
@@ -260,7 +260,7 @@ def _close(cli: FitCLI, seconds: float, code: int, last_step: int) -> None:
 def _best_precision(accelerator: str) -> str:
     if accelerator in ("auto", "gpu", "cuda") and torch.cuda.is_available():
         torch.set_float32_matmul_precision("high")
-        return "bf16-mixed" if torch.cuda.is_bf16_supported() else "32-true"
+        return "bf16-mixed" if torch.cuda.is_bf16_supported(including_emulation=False) else "32-true"
     return "32-true"
 
 

@@ -32,7 +32,7 @@ from lit_layers.records import Record
 from lit_layers.training.checkpoint_io import writable_folder, write_folder
 from lit_layers.training.datamodules import LitTextData
 from lit_layers.training.loss import next_token_loss
-from lit_layers.training.optim import adamw, warmup_cosine
+from lit_layers.training.optim import adamw, may_fuse, warmup_cosine
 from lit_layers.training.resume import StepSeed
 
 ANALYSIS, RESULT, MODEL = "intervene/finetune", "finetuned.json", "model"
@@ -274,7 +274,13 @@ class LitVariant(L.LightningModule):
 
     def configure_optimizers(self) -> Any:
         recipe = self.recipe
-        optimizer = adamw(self.model, lr=recipe.learning_rate, weight_decay=recipe.weight_decay, betas=BETAS)
+        optimizer = adamw(
+            self.model,
+            lr=recipe.learning_rate,
+            weight_decay=recipe.weight_decay,
+            betas=BETAS,
+            fused=may_fuse(self.trainer),
+        )
         factor = warmup_cosine(
             warmup_steps=recipe.warmup_steps, decay_steps=recipe.steps, min_ratio=recipe.min_lr_ratio
         )

@@ -39,7 +39,7 @@ from lit_layers.training.finetuning import (
     whole,
     words,
 )
-from lit_layers.training.optim import adamw
+from lit_layers.training.optim import adamw, may_fuse
 from lit_layers.training.sampler import StepSampler
 
 ANALYSIS, SCORE, MEAN = "intervene/glue", "task_score", "glue_score"
@@ -230,7 +230,13 @@ class LitSequenceClassifier(L.LightningModule):
         self.predictions.append((outputs.argmax(-1) if self.task.num_classes else outputs.double()).cpu())
 
     def configure_optimizers(self) -> Any:
-        optimizer = adamw(self.model, lr=self.learning_rate, weight_decay=self.recipe.weight_decay, betas=BETAS)
+        optimizer = adamw(
+            self.model,
+            lr=self.learning_rate,
+            weight_decay=self.recipe.weight_decay,
+            betas=BETAS,
+            fused=may_fuse(self.trainer),
+        )
         factor = warmup_linear(warmup_steps=self.recipe.warmup_steps, steps=self.steps)
         scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, factor)
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}

@@ -15,7 +15,7 @@ from lit_layers.models.pixel_statistics import set_pixel_statistics_
 from lit_layers.models.recipe_parts import mixup
 from lit_layers.training.averaging import ExponentialAverage
 from lit_layers.training.image_data import LitImageData
-from lit_layers.training.optim import warmup_cosine
+from lit_layers.training.optim import may_fuse, warmup_cosine
 from lit_layers.training.sharding import full, shard_, sharding_mesh
 from lit_layers.training.weighted_mean import WeightedMean
 
@@ -234,7 +234,10 @@ class LitImageClassifier(L.LightningModule):
 
     def configure_optimizers(self) -> Any:
         optimizer = torch.optim.AdamW(
-            parameter_groups(self.model, self.weight_decay), lr=self.peak_lr, betas=self.betas, fused=True
+            parameter_groups(self.model, self.weight_decay),
+            lr=self.peak_lr,
+            betas=self.betas,
+            fused=may_fuse(self.trainer),
         )
         factor = warmup_cosine(
             warmup_steps=self.num_warmup_steps,

@@ -14,7 +14,7 @@ from lit_layers.models.build import causal_lm
 from lit_layers.models.vocabulary import true_vocab_size
 from lit_layers.series.checkpoint import Checkpoint
 from lit_layers.training.loss import next_token_loss
-from lit_layers.training.optim import adamw, warmup_cosine
+from lit_layers.training.optim import adamw, may_fuse, warmup_cosine
 from lit_layers.training.origin import Origin, published, refuse_another_tokenizer
 from lit_layers.training.sharding import full, shard_, sharding_mesh
 from lit_layers.training.weighted_mean import WeightedMean
@@ -181,7 +181,9 @@ class LitCausalLM(L.LightningModule):
             self.clip_gradients(optimizer, gradient_clip_val, gradient_clip_algorithm)
 
     def configure_optimizers(self) -> Any:
-        optimizer = adamw(self.model, lr=self.lr, weight_decay=self.weight_decay, betas=self.betas)
+        optimizer = adamw(
+            self.model, lr=self.lr, weight_decay=self.weight_decay, betas=self.betas, fused=may_fuse(self.trainer)
+        )
         factor = warmup_cosine(
             warmup_steps=self.warmup_steps,
             decay_steps=self.decay_steps or self.trainer.max_steps,

@@ -3,14 +3,21 @@
 import math
 from collections.abc import Callable
 
+import lightning as L
 import torch
 from torch import nn
 
 
 def adamw(
-    model: nn.Module, *, lr: float, weight_decay: float, betas: tuple[float, float], eps: float = 1e-8
+    model: nn.Module,
+    *,
+    lr: float,
+    weight_decay: float,
+    betas: tuple[float, float],
+    eps: float = 1e-8,
+    fused: bool = True,
 ) -> torch.optim.AdamW:
-    """Returns fused AdamW that decays matrices and embeddings, but neither biases nor norm weights.
+    """Returns AdamW that decays matrices and embeddings, but neither biases nor norm weights.
 
     Source: Brown et al. 2020 (GPT-3), appendix B; the split by number of axes is nanoGPT's.
     """
@@ -19,7 +26,15 @@ def adamw(
         {"params": [parameter for parameter in trained if parameter.ndim >= 2], "weight_decay": weight_decay},
         {"params": [parameter for parameter in trained if parameter.ndim < 2], "weight_decay": 0.0},
     ]
-    return torch.optim.AdamW([group for group in groups if group["params"]], lr=lr, betas=betas, eps=eps, fused=True)
+    return torch.optim.AdamW([group for group in groups if group["params"]], lr=lr, betas=betas, eps=eps, fused=fused)
+
+
+def may_fuse(trainer: L.Trainer) -> bool:
+    """Returns whether the optimizer's step may be one kernel: not in `16-mixed`, where gradients are scaled.
+
+    A fused step divides them by the scale itself, which is after they have been clipped and their norm was taken.
+    """
+    return trainer.scaler is None
 
 
 def warmup_cosine(*, warmup_steps: int, decay_steps: int, min_ratio: float) -> Callable[[int], float]:

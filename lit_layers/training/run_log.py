@@ -202,14 +202,39 @@ class RunLog(L.Callback):
         return {} if tokens is None else {"tokens": tokens}
 
 
+# Dense bf16 and float16 operations a second, where Lightning's table has none, another card's or sparse ones.
+# Sources: NVIDIA's datasheets of H200 (SXM and NVL), H100 NVL, L40S and HGX B200 / GB200, whose figures "with sparsity"
+# are twice these. TF32 has half of each. A name is taken for the first that it holds: a GH200 is an H200 in this.
+_PEAKS = {
+    "H200 NVL": 835e12,
+    "H200": 989e12,
+    "H100 NVL": 835e12,
+    "L40S": 362e12,
+    "GB200": 2500e12,
+    "B200": 2250e12,
+}
+
+
+def peak_flops(device: torch.device, precision: str) -> float:
+    """Returns the operations a second that a GPU can do at most in Lightning's `precision`; 0 where nobody knows."""
+    dtype = torch.bfloat16 if "bf16" in precision else torch.float16 if precision.startswith("16") else torch.float32
+    name = torch.cuda.get_device_name(device)
+    peak = next((peak for known, peak in _PEAKS.items() if known in name), None)
+    if peak is None:
+        return float(get_available_flops(device, dtype) or 0)
+    if dtype is not torch.float32:
+        return peak
+    # Without TF32 these cards are a tenth as fast, which is nobody's training.
+    return peak / 2 if torch.get_float32_matmul_precision() != "highest" else 0.0
+
+
 def _model_flops_utilization(trainer: L.Trainer, pl_module: L.LightningModule, tokens_per_second: float) -> float:
     """Returns achieved over peak floating-point operations of all devices; 0 where the peak is not known (CPU)."""
     device = trainer.strategy.root_device
     count = getattr(pl_module, "flops_per_token", None)
     if count is None or device.type != "cuda":
         return 0.0
-    dtype = torch.bfloat16 if "bf16" in str(trainer.precision) else torch.float32
-    peak = get_available_flops(device, dtype)
+    peak = peak_flops(device, str(trainer.precision))
     if not peak:
         return 0.0
     used = tokens_per_second * count(trainer.datamodule.num_tokens)  # pyright: ignore[reportAttributeAccessIssue]

@@ -14,7 +14,9 @@
 #SBATCH --requeue
 #SBATCH --open-mode=append
 
-srun lit-layers fit \
+# srun does not take --cpus-per-task over from above; without the other option the ranks that are left wait for a dead one.
+srun --cpus-per-task="$SLURM_CPUS_PER_TASK" --kill-on-bad-exit=1 \
+  lit-layers fit \
   --config recipes/gpt2/124m_openwebtext.yaml \
   --config recipes/analyses/text.yaml \
   --config wandb_configs/default.yaml \

@@ -14,7 +14,9 @@
 #SBATCH --requeue
 #SBATCH --open-mode=append
 
-srun lit-layers sweep recipes/sweeps/vit_grid.yaml --root checkpoints/vit_grid \
+# srun does not take --cpus-per-task over from above.
+srun --cpus-per-task="$SLURM_CPUS_PER_TASK" --kill-on-bad-exit=1 \
+  lit-layers sweep recipes/sweeps/vit_grid.yaml --root checkpoints/vit_grid \
   --shard "$SLURM_ARRAY_TASK_ID/$SLURM_ARRAY_TASK_COUNT" "$@"
 code=$?
 if [ "$code" -eq 143 ]; then

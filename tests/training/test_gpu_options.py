@@ -1,0 +1,130 @@
+"""What depends on the GPU and its cluster, without one: precision, clipping, utilisation, job scripts."""
+
+import os
+import subprocess
+from pathlib import Path
+
+import lightning as L
+import pytest
+import torch
+from lightning.pytorch.plugins.precision import MixedPrecision
+
+from lit_layers.cli import fit
+from lit_layers.training import LitCausalLM, run_log
+from tests.support.tiny_training import CONFIG, RandomTokens
+
+ROOT = Path(__file__).parents[2]
+SCALE = 65536.0
+NO_DROPOUT = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
+
+
+class NormOfSteps(L.Callback):
+    """The norm that the module says it clipped, and the one that the optimizer then meets, of each step."""
+
+    def __init__(self) -> None:
+        self.told: list[float] = []
+        self.met: list[float] = []
+
+    def on_before_zero_grad(self, trainer, pl_module, optimizer) -> None:
+        if pl_module.grad_norm is not None:
+            self.told.append(float(pl_module.grad_norm))
+            grads = [each.grad for each in pl_module.model.parameters() if each.grad is not None]
+            self.met.append(float(torch.nn.utils.get_total_norm(grads)))
+
+
+def trained(*plugins: object) -> tuple[NormOfSteps, dict[str, torch.Tensor], torch.optim.Optimizer]:
+    norms = NormOfSteps()
+    trainer = L.Trainer(
+        accelerator="cpu", max_steps=2, gradient_clip_val=0.1, logger=False, enable_checkpointing=False,
+        enable_progress_bar=False, enable_model_summary=False, plugins=list(plugins), callbacks=[norms],
+        limit_val_batches=0,
+    )  # fmt: skip
+    module = LitCausalLM(architecture="gpt2", config=CONFIG | NO_DROPOUT, lr=1e-3, warmup_steps=1)
+    trainer.fit(module, datamodule=RandomTokens())
+    return norms, module.model.state_dict(), trainer.optimizers[0]
+
+
+def test_gradients_are_clipped_without_the_scale_of_16_mixed():
+    plain, weights, optimizer = trained()
+    assert optimizer.defaults["fused"], "one kernel a step where nothing is scaled"
+    scaled, weights_scaled, optimizer = trained(
+        MixedPrecision("16-mixed", "cpu", torch.amp.GradScaler("cpu", init_scale=SCALE))
+    )
+    # Products of 16-bit numbers: two digits of the gradient.
+    assert scaled.told == pytest.approx(plain.told, rel=0.02)
+    assert scaled.met[-1] == pytest.approx(0.1, rel=0.01)
+    moved = torch.cat([(weights_scaled[name] - value).abs().flatten() for name, value in weights.items()])
+    assert moved.mean() < 1e-5  # of steps of 1e-3; where a gradient is next to 0, its sign may be the other
+    assert not optimizer.defaults["fused"]
+
+
+@pytest.mark.parametrize(("computes", "precision"), [(True, "bf16-mixed"), (False, "32-true")])
+def test_bfloat16_is_chosen_where_the_card_computes_in_it_and_not_where_it_emulates_it(
+    monkeypatch, computes, precision
+):
+    def is_supported(including_emulation: bool = True) -> bool:
+        return computes or including_emulation  # as torch says of a V100 or T4
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "is_bf16_supported", is_supported)
+    before = torch.get_float32_matmul_precision()
+    try:
+        assert fit._best_precision("auto") == precision
+    finally:
+        torch.set_float32_matmul_precision(before)
+    assert fit._best_precision("cpu") == "32-true"
+
+
+@pytest.mark.parametrize(
+    ("name", "peak"),
+    [
+        ("NVIDIA H200", 989e12),
+        ("NVIDIA H200 NVL", 835e12),
+        ("NVIDIA GH200 480GB", 989e12),
+        ("NVIDIA B200", 2250e12),
+        ("NVIDIA GB200", 2500e12),
+        ("NVIDIA L40S", 362e12),
+        ("NVIDIA H100 NVL", 835e12),
+        ("NVIDIA H100 80GB HBM3", 989.4e12),  # these are Lightning's
+        ("NVIDIA A100-SXM4-80GB", 312e12),
+        ("NVIDIA L4", 121e12),
+    ],
+)
+def test_peaks_are_those_of_dense_products(monkeypatch, name, peak):
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device=None: name)
+    monkeypatch.setattr(torch, "get_float32_matmul_precision", lambda: "high")
+    monkeypatch.setattr("lightning.fabric.accelerators.cuda._is_ampere_or_later", lambda: True)
+    device = torch.device("cuda", 0)
+    assert run_log.peak_flops(device, "bf16-mixed") == peak
+    assert run_log.peak_flops(device, "16-mixed") == peak
+    assert run_log.peak_flops(device, "32-true") == pytest.approx(peak / 2, rel=0.01)  # TF32
+
+
+def test_full_float32_has_no_peak_rather_than_a_wrong_one(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device=None: "NVIDIA B200")
+    monkeypatch.setattr(torch, "get_float32_matmul_precision", lambda: "highest")
+    assert run_log.peak_flops(torch.device("cuda", 0), "32-true") == 0
+
+
+@pytest.mark.parametrize("script", ["fit.sh", "sweep.sh"])
+@pytest.mark.parametrize("code", [0, 143])
+def test_job_scripts_hand_their_cpus_to_srun_which_ends_all_ranks_together(tmp_path, script, code):
+    programs = tmp_path / "bin"
+    programs.mkdir()
+    for name, status in (("srun", code), ("scontrol", 0)):
+        line = '#!/bin/bash\nprintf \'%s\\n\' "$@" > "$DIARY/' + name + f'"\nexit {status}\n'
+        (programs / name).write_text(line)
+        (programs / name).chmod(0o755)
+    job = {"JOB_ID": "7", "CPUS_PER_TASK": "4", "ARRAY_TASK_ID": "1", "ARRAY_TASK_COUNT": "8"}
+    environment = {**os.environ, "PATH": f"{programs}:{os.environ['PATH']}", "DIARY": str(tmp_path)}
+    environment |= {f"SLURM_{name}": value for name, value in job.items()}
+    command = ["bash", str(ROOT / "recipes" / "slurm" / script), "--root", "elsewhere"]
+    ended = subprocess.run(command, env=environment, cwd=ROOT, timeout=30, check=False)
+    assert ended.returncode == code
+    words = (tmp_path / "srun").read_text().splitlines()
+    options, rest = words[: words.index("lit-layers")], words[words.index("lit-layers") :]
+    assert sorted(options) == ["--cpus-per-task=4", "--kill-on-bad-exit=1"]
+    assert rest[1] == script.removesuffix(".sh")
+    assert rest[-2:] == ["--root", "elsewhere"]
+    requeued = tmp_path / "scontrol"
+    assert (requeued.read_text().split() if requeued.exists() else None) == (["requeue", "7"] if code == 143 else None)
