@@ -8,7 +8,7 @@ export OMP_NUM_THREADS ?= 1
 # uv compiles no bytecode by default; without .pyc files every process spends 10 s on imports.
 export UV_COMPILE_BYTECODE := 1
 
-.PHONY: demo test soak lint constraints clean
+.PHONY: demo test soak real lint constraints clean
 demo: $(VENV)/.ready
 	$(BIN)/lit-layers fit --config recipes/quickstart/gpt2.yaml
 
@@ -19,6 +19,9 @@ test: $(VENV)/.ready
 # What takes minutes: random kills, every command of the documentation, a browser, fuzzing, evaluation at length.
 soak: $(VENV)/.ready
 	$(BIN)/python -m pytest -m soak --numprocesses 2 --dist loadfile
+
+# The weights of two small released models (170 MB), which the tests marked realmodel read; without them these skip.
+real: $(VENV)/.real
 
 lint: $(VENV)/.ready
 	$(BIN)/ruff check .
@@ -31,6 +34,10 @@ $(VENV)/.ready: pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	command -v uv > /dev/null || test -x $(BIN)/uv || $(BIN)/python -m pip install --quiet uv
 	PATH="$(PATH):$(abspath $(BIN))" uv pip install --python $(BIN)/python --constraint constraints.txt --editable '.[dev]'
+	touch $@
+
+$(VENV)/.real: $(VENV)/.ready
+	PATH="$(PATH):$(abspath $(BIN))" uv pip install --python $(BIN)/python --constraint constraints.txt --editable '.[dev,real]'
 	touch $@
 
 # New pins for every platform and Python; hashes, but no registry addresses.

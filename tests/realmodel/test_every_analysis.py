@@ -1,0 +1,161 @@
+"""Every analysis of text on a released language model: values within their documented ranges, axes that can be read."""
+
+import math
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+import pytest
+import torch
+from torch import Tensor
+
+from lit_layers import analyses, plots, records
+from lit_layers.analyses import Analysis
+from lit_layers.data import ProbeTask, WordPairs
+from lit_layers.data.prompt_texts import GivenTexts
+from lit_layers.emergence import measure
+from lit_layers.models.build import load
+from lit_layers.records import Measurement, Record
+from lit_layers.report import write_report
+
+pytestmark = [pytest.mark.realmodel, pytest.mark.soak]
+ROOT = Path(__file__).parents[2]
+LAYERS, WIDTH, VOCABULARY = 30, 576, 49152
+INF = math.inf
+
+ANY, POSITIVE, SHARE, COSINE = (-INF, INF), (0, INF), (0, 1), (-1, 1)
+COUPLINGS = ("coupling", "token_coupling", "input_context_coupling", "output_context_coupling")
+TEXTS = 12  # of Invariance
+RANGES = {
+    ANY: "growth_rate path compression spectrum_slope adjusted",
+    POSITIVE: "equidistance expodistance state_norm step_norm logit_lens_loss kl_to_final jacobian_norm singular_value "
+    "min_gap error_bound num_tied influence_frobenius influence_spectral log_loss held_out residual_ratio variant_loss "
+    "kl_to_full kendall_distance infonce_chance infonce lidar_within_over_delta monotonicity_largest_drop "
+    "monotonicity_max_drawdown",
+    SHARE: "logit_lens_accuracy path_variance plane_variance prediction_residual r_squared coverage accuracy macro_f1 "
+    "accuracy_all spectrum_r_squared variant_accuracy changed_fraction monotonicity_fraction_increasing",
+    COSINE: "layer_cosine pearson linearized_rollout concept_alignment leave_one_out shuffled monotonicity_spearman "
+    "coupling_with_diagonal coupling_by_distance "
+    + " ".join(f"{name} random_{name} {name}_pair" for name in COUPLINGS),
+    (-INF, 1): "layer_cka " + " ".join(f"excess_{name}" for name in COUPLINGS),
+    (1, INF): "line_shape_score logit_lens_perplexity",
+    (0, math.pi): "token_curvature",
+    (0, LAYERS): "num_beginning num_middle num_ending plateau_layer best_layer inflection_layer",
+    (-2, 2): "block_contrast excess",
+    (1, WIDTH): "effective_rank participation_ratio influence_participation_ratio influence_entropy_rank rank",
+    (0, math.log(WIDTH)): "prompt_entropy dataset_entropy",
+    (0, math.log(TEXTS - 1)): "lidar",
+    (1, TEXTS - 1): "lidar_rank",
+    (-0.05, math.log(TEXTS)): "dime",  # "may be slightly negative"
+}
+RANGE_OF = {metric: ends for ends, metrics in RANGES.items() for metric in metrics.split()}
+ROUNDING = 1e-5  # of float32 states, where a bound is reached
+
+
+@pytest.fixture(scope="module")
+def model(smollm2):
+    return load(str(smollm2))
+
+
+@pytest.fixture(scope="module")
+def tokens(smollm2) -> Tensor:
+    """The documentation as the model's tokenizer reads it: English that comes with the repository."""
+    from transformers import AutoTokenizer
+
+    text = "\n\n".join(page.read_text() for page in sorted((ROOT / "docs").glob("*.md")))
+    return AutoTokenizer.from_pretrained(smollm2)(text, return_tensors="pt").input_ids[0]
+
+
+def windows(tokens: Tensor, number: int, length: int, first: int = 0) -> list[dict[str, Tensor]]:
+    ids = tokens[first : first + number * length].view(number, length)
+    return [{"input_ids": part, "attention_mask": torch.ones_like(part)} for part in ids.split(16)]
+
+
+@pytest.fixture(scope="module")
+def measured(model, tokens, smollm2, tmp_path_factory) -> dict[str, Measurement]:
+    """Each analysis of text, as small as it can be and still say something."""
+    folder = tmp_path_factory.mktemp("texts")
+    prompts = windows(tokens, 2, 16)
+    few = windows(tokens, 1, 4)
+    tokenizer = str(smollm2)
+    topics = {"food": ("bread", "soup", "rice", "fish"), "sport": ("tennis", "rugby", "golf", "chess")}
+    rows = [(f"I like {word} {when}.", topic) for topic, words in topics.items() for word in words
+            for when in ("today", "a lot", "in summer", "at home")]  # fmt: skip
+    pd.DataFrame(rows, columns=["text", "label"]).to_csv(folder / "topics.csv", index=False)
+    pairs = [("car", "cars"), ("dog", "dogs"), ("house", "houses"), ("tree", "trees"), ("song", "songs")]
+    pd.DataFrame(pairs, columns=["word1", "word2"]).to_csv(folder / "plurals.csv", index=False)
+    task: dict[str, Any] = {"task": ProbeTask("topics", str(folder / "topics.csv"), test=None), "tokenizer": tokenizer}
+    every: Sequence[Analysis] = [
+        analyses.Trajectory(batches=prompts),
+        analyses.Representation(batches=prompts),
+        analyses.Lens(batches=prompts),
+        analyses.LayerSimilarity(batches=prompts),
+        analyses.PathsInPlane(batches=prompts),
+        analyses.PromptStudies(batches=prompts, p=(0.0, 0.5)),
+        analyses.Interventions(batches=prompts, middles=(1, 27), seeds=(0,), loops=(2,)),
+        analyses.Coupling(batches=prompts, k=(8,), num_prompts=1),
+        analyses.CouplingMatrices(batches=prompts, pairs=[(1, 2)], k=4),
+        analyses.TokenCoupling(batches=few, k=(8,), num_tokens=2, num_prompts=1),
+        analyses.CrossTokenInfluence(batches=few, num_prompts=1, num_inputs=1),
+        analyses.NextTokenProbe(
+            train=windows(tokens, 120, 20), test=windows(tokens, 40, 20, 4000), num_classes=5, random_labels=False
+        ),
+        analyses.NextTokenResidual(batches=windows(tokens, 90, 16), num_halves=0, relabelled=False),
+        analyses.Probe(**task),
+        analyses.SampleSizeSweep(**task, num_seeds=2, layers=[0, 15, 30]),
+        analyses.ConceptAlignment(words=WordPairs(str(folder / "plurals.csv"), tokenizer)),
+        analyses.Invariance(
+            texts=GivenTexts([text for text, _ in rows[:TEXTS]]), tokenizer=tokenizer, num_views=3, num_halves=0
+        ),
+    ]
+    of_labels = {analyses.LabelProbe, analyses.DividedAnalysis, Analysis}
+    assert {type(each) for each in every} == {getattr(analyses, name) for name in analyses.__all__} - of_labels
+    return {type(each).__name__: measure(model, each, run="smollm2", step=None) for each in every}
+
+
+def test_the_model_knows_the_capital_of_france(smollm2):
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(smollm2)
+    prompt = tokenizer("The capital of France is", return_tensors="pt")
+    with torch.no_grad():
+        logits = AutoModelForCausalLM.from_pretrained(smollm2)(**prompt).logits
+    assert tokenizer.decode(logits[0, -1].argmax()) == " Paris"
+
+
+def test_every_analysis_says_something_and_all_of_it_is_within_its_range(measured):
+    for name, measurement in measured.items():
+        assert measurement.error is None, f"{name}: {measurement.error}"
+        assert measurement.records, name
+        for record in measurement.records:
+            assert record.metric in RANGE_OF, f"{name}: of {record.metric} no range is written down here"
+            low, high = (0, 1) if record.tags.get("normalization") == "maxEntropy" else RANGE_OF[record.metric]
+            assert low - ROUNDING <= record.value <= high + ROUNDING, f"{name}: {record}"
+
+
+def test_the_lens_ends_with_the_models_own_loss(model, tokens, measured):
+    batch = windows(tokens, 2, 16)[0]
+    with torch.no_grad():
+        loss = model(**batch, labels=batch["input_ids"]).loss.item()
+    by_layer = {record.layer: record.value for record in of_metric(measured["Lens"], "logit_lens_loss")}
+    assert by_layer[LAYERS] == pytest.approx(loss, rel=1e-4)  # the same logits in float32, summed in another order
+    assert loss < math.log(VOCABULARY) - 3
+    assert by_layer[0] > 4 * math.log(VOCABULARY), "embeddings were not made for the head"
+
+
+def test_perplexities_over_many_decades_have_axes_that_can_be_read(measured, tmp_path):
+    lens = measured["Lens"]
+    perplexities = [record.value for record in of_metric(lens, "logit_lens_perplexity")]
+    assert max(perplexities) > 1e20 * min(perplexities)
+    fig = plots.model_profile(records.frame([lens]), "logit_lens_perplexity")
+    axis = fig.layout.yaxis
+    assert (axis.type, axis.exponentformat) == ("log", "power")
+    assert 4 <= math.log10(max(perplexities) / min(perplexities)) / axis.dtick <= 9, "the number of ticks"
+    for measurement in measured.values():
+        records.append(tmp_path / "measurements.jsonl", measurement)
+    assert "Logit-lens perplexity" in write_report(tmp_path).read_text()
+
+
+def of_metric(measurement: Measurement, metric: str) -> list[Record]:
+    return [record for record in measurement.records if record.metric == metric]
