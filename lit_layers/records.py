@@ -11,6 +11,7 @@ a curve is said in `lit_layers.identity`.
 import json
 import math
 import os
+import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, fields
@@ -183,6 +184,9 @@ def frame(measurements: Iterable[Measurement] | str | Path, *, settings: Setting
 def export(frame: pd.DataFrame, path: str | Path) -> None:
     """Writes a table as Parquet or CSV, whole or not at all.
 
+    In CSV a text that a spreadsheet would run as a formula (it begins with = + - @, a tab or a line break, and is no
+    number) has an apostrophe before it.
+
     Raises:
         InputError: for another ending than .parquet or .csv, or where the file cannot be written.
     """
@@ -193,13 +197,32 @@ def export(frame: pd.DataFrame, path: str | Path) -> None:
     with _explained(path):
         try:
             if path.suffix == ".csv":
-                frame.to_csv(partial, index=False)
+                _without_formulas(frame).to_csv(partial, index=False)
             else:
                 mixed = {name: "str" for name in frame.columns if frame[name].dtype == object}  # Parquet has no mixture
                 frame.astype(mixed).where(frame.notna(), None).to_parquet(partial, index=False)
             os.replace(partial, path)
         finally:
             partial.unlink(missing_ok=True)
+
+
+# What a spreadsheet takes for a formula; a negative number is none.
+_FORMULA = re.compile(r"(?![+-]?(\d+\.?\d*|\.\d+)([eE][+-]?\d+)?$)[=+\-@\t\n]")
+
+
+def _without_formulas(frame: pd.DataFrame) -> pd.DataFrame:
+    safe = frame.rename(columns=_no_formula)
+    for name in safe.columns:
+        if not pd.api.types.is_any_real_numeric_dtype(safe[name]):
+            safe[name] = safe[name].map(_no_formula, na_action="ignore")
+    return safe
+
+
+def _no_formula(cell: Any) -> Any:
+    if not isinstance(cell, str):
+        return cell
+    cell = cell.replace("\r\n", "\n").replace("\r", "\n")  # csv does not quote a carriage return, which ends a row
+    return f"'{cell}" if _FORMULA.match(cell) else cell
 
 
 def key(analysis: str, record: Record) -> str:

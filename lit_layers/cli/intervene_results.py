@@ -9,6 +9,7 @@ import pandas as pd
 from rich.console import Console
 from rich.table import Table
 
+from lit_layers import records
 from lit_layers.functional.variants import CUSTOM, OF_BLOCKS, OF_MIDDLES
 from lit_layers.plots.labels import label, sentence, tag_text
 from lit_layers.plots.variant_scores import MEDIAN
@@ -49,8 +50,8 @@ def write_results(folder: Path, table: pd.DataFrame) -> Path:
     path = folder / CSV
     tags = [name for name in rows if name not in COLUMNS]
     kept = [name for name in rows if rows[name].notna().any()]
-    rows[[name for name in ("run", "step", "analysis", "metric", *tags, "layer", "value") if name in kept]
-         + [name for name in ("stderr", "low", "high", "n") if name in kept]].to_csv(path, index=False)  # fmt: skip
+    columns = ("run", "step", "analysis", "metric", *tags, "layer", "value", "stderr", "low", "high", "n")
+    records.export(rows[[name for name in columns if name in kept]], path)
     return path
 
 

@@ -10,6 +10,7 @@ import pandas as pd
 from rich.console import Console
 from rich.table import Table
 
+from lit_layers import records
 from lit_layers.durable import write_json
 from lit_layers.embeddings.averages import Averages, averages, score_table
 from lit_layers.embeddings.task_list import DOMAINS, TaskSpec
@@ -22,9 +23,9 @@ def write_results(frame: pd.DataFrame, folder: Path, tasks: Sequence[TaskSpec]) 
     names = [spec.name for spec in tasks]
     found, wide = averages(frame, expected=names), score_table(frame)
     folder.mkdir(parents=True, exist_ok=True)
-    wide.rename(columns=_layer_name).to_csv(folder / CSV, index=False)
+    records.export(wide.rename(columns=_layer_name), folder / CSV)
     curves = [each.curve.assign(run=each.run, step=each.step, states=each.states) for each in found]
-    pd.concat(curves).to_csv(folder / MEANS, index=False)
+    records.export(pd.concat(curves), folder / MEANS)
     write_json(folder / JSON, [_described(each) for each in found])
     return [folder / name for name in (CSV, MEANS, JSON)]
 

@@ -25,6 +25,7 @@ from lit_layers.models.pixel_statistics import (
     pixel_statistics,
     preprocessor,
 )
+from lit_layers.models.shard_files import refuse_shards_elsewhere
 from lit_layers.models.vocabulary import TRUE_SIZE, is_padded, pad_vocabulary_, true_vocab_size, unpadded_state
 
 _OF_A_FILE = ("architectures", "dtype", "torch_dtype", "transformers_version")  # options that change no function
@@ -257,6 +258,7 @@ def _load_transformers(name: str, settings: dict, revision: str | None, dtype: t
     if kind is None:
         raise InputError(f"transformers {transformers.__version__} has no {architecture}, which {name} asks for")
     os.environ.setdefault("DISABLE_SAFETENSORS_CONVERSION", "1")  # else a pickle starts a thread that asks the Hub
+    refuse_shards_elsewhere(name, revision)
     with _no_progress_bars():
         model, report = kind.from_pretrained(
             name,

@@ -12,6 +12,7 @@ from torch import nn
 
 from lit_layers.errors import InputError
 from lit_layers.models.families import Network
+from lit_layers.models.shard_files import refuse_shards_elsewhere
 
 # Tried in this order for the class that a config.json names.
 _AUTO = (
@@ -46,6 +47,7 @@ def open_plainly(
             return _open_timm(folder, head).eval()
         options: dict[str, Any] = {} if attention is None else {"attn_implementation": attention}
         kind = _auto_class(folder, settings, head)
+        refuse_shards_elsewhere(str(folder))
         return kind.from_pretrained(
             folder,
             trust_remote_code=False,

@@ -10,6 +10,7 @@ from torch import nn
 from lit_layers.errors import InputError
 from lit_layers.models.families import Network, family_of, trunk_of
 from lit_layers.models.plain import _quiet
+from lit_layers.models.shard_files import refuse_shards_elsewhere
 
 ENCODERS = ("bert", "roberta", "distilbert", "modernbert")  # families
 
@@ -42,6 +43,7 @@ def sequence_classifier(
         raise InputError(
             f"model: expected an encoder ({', '.join(ENCODERS)}), {name} is of the type {config.model_type}"
         )
+    refuse_shards_elsewhere(str(name), revision)
     options: dict[str, Any] = {"num_labels": num_outputs, "ignore_mismatched_sizes": True, "weights_only": True}
     with torch.random.fork_rng(devices=[]), torch.device("cpu"), _quiet():
         torch.default_generator.manual_seed(seed)

@@ -14,10 +14,29 @@ import torch
 from torch import Tensor
 
 from lit_layers.errors import InputError
+from lit_layers.weight_index import named_shards
 
 WHOLE, INDEX, CONFIG = "model.safetensors", "model.safetensors.index.json", "config.json"
 PICKLED = ("pytorch_model.bin", "pytorch_model.bin.index.json")
 PIECE = 2**22  # bytes that are read at a time where a tensor is only passed through
+
+
+def refuse_shards_elsewhere(model: str, revision: str | None = None) -> None:
+    """Refuses a model in a folder or on the Hub whose index names files outside it, which transformers would read.
+
+    Raises:
+        InputError: such an index, or a damaged one.
+    """
+    from transformers.utils import cached_file
+
+    for index in (INDEX, PICKLED[1]):
+        file = cached_file(model, index, revision=revision, _raise_exceptions_for_missing_entries=False)
+        if file is None:
+            continue
+        try:
+            named_shards(Path(file).read_bytes())
+        except ValueError as error:
+            raise InputError(f"{model}: {index} {error}; download or save the model again") from error
 
 
 class ShardFiles:
@@ -142,9 +161,9 @@ class ShardFiles:
                 return dict.fromkeys(file.keys(), WHOLE)
         if self.has(INDEX):
             try:
-                shards = json.loads(self.fetch(INDEX).read_text())["weight_map"]
-            except (ValueError, KeyError, TypeError) as error:
-                raise InputError(f"{self.model}: {INDEX} is damaged; download or save the model again") from error
+                shards = named_shards(self.fetch(INDEX).read_bytes())
+            except ValueError as error:
+                raise InputError(f"{self.model}: {INDEX} {error}; download or save the model again") from error
             for shard in sorted(set(shards.values())) if self._folder is not None else ():
                 if not (Path(self.model) / shard).is_file():
                     raise InputError(f"{self.model} lacks the shard {shard} that its {INDEX} names: download it again")

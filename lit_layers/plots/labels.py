@@ -421,7 +421,7 @@ def tag_text(tags: dict[str, object]) -> str:
         elif name == "reference":
             parts.append(_REFERENCES.get(text, text.replace("_", " ")))
         else:
-            parts.append(_TAGS.get(name, name.replace("_", " ") + " = {}").format(text))
+            parts.append(_TAGS[name].format(text) if name in _TAGS else f"{name.replace('_', ' ')} = {text}")
     return ", ".join(parts)
 
 

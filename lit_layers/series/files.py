@@ -1,12 +1,13 @@
 """Which files of a checkpoint hold its weights, and whether they are all there: from names, sizes and hashes alone."""
 
 import hashlib
-import json
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
+
+from lit_layers.weight_index import named_shards
 
 Format = Literal["safetensors", "pickle"]
 STEMS: dict[Format, tuple[str, str]] = {"safetensors": ("model", ".safetensors"), "pickle": ("pytorch_model", ".bin")}
@@ -48,9 +49,9 @@ def missing(kind: Format, files: Mapping[str, ListedFile], read: Callable[[str],
     index, whole = index_of(kind), stem + suffix
     if index in files and whole not in files:
         try:
-            named = sorted(set(json.loads(read(index))["weight_map"].values()))
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
-            raise ValueError(f"{index} is damaged") from error
+            named = sorted(set(named_shards(read(index)).values()))
+        except ValueError as error:
+            raise ValueError(f"{index} {error}") from error
         return [shard for shard in named if shard not in files]
     numbered = [re.fullmatch(rf"{stem}-(\d+)-of-(\d+){re.escape(suffix)}", path) for path in files]
     counts = [match for match in numbered if match]
