@@ -5,6 +5,7 @@ import difflib
 import hashlib
 import json
 import os
+import pickle
 import shutil
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
@@ -16,6 +17,7 @@ from torch import nn
 
 from lit_layers.durable import write_json
 from lit_layers.errors import InputError
+from lit_layers.foreign_weights import would_run_code
 from lit_layers.models.families import Network, class_named, family_of
 from lit_layers.models.pixel_statistics import (
     PREPROCESSOR,
@@ -176,11 +178,22 @@ def load(folder_or_repo: str | Path, *, revision: str | None = None, dtype: torc
     if not os.path.isdir(name) and (isinstance(folder_or_repo, Path) or name.startswith((".", "/", "~"))):
         raise InputError(f"expected a folder with a model, {name} does not exist")
     settings, _ = PreTrainedConfig.get_config_dict(name, revision=revision)
-    with _seeded(0):  # a model is filled with random weights before it is with its own
-        if settings.get("model_type") in (None, "timm_wrapper") and "architecture" in settings:
-            return _load_timm(name, settings, revision).to(dtype).eval()
-        if "model_type" in settings:
-            return _load_transformers(name, settings, revision, dtype)
+    if "/" in str(settings.get("attn_implementation")):  # of the Hub: code, where the package `kernels` is installed
+        asked = settings["attn_implementation"]
+        raise InputError(
+            f"{name}: expected attn_implementation sdpa or eager in its config.json, got {asked}, which is code"
+        )
+    try:
+        with _seeded(0):  # a model is filled with random weights before it is with its own
+            if settings.get("model_type") in (None, "timm_wrapper") and "architecture" in settings:
+                return _load_timm(name, settings, revision).to(dtype).eval()
+            if "model_type" in settings:
+                return _load_transformers(name, settings, revision, dtype)
+    except (pickle.UnpicklingError, RuntimeError) as error:
+        refused = error.__cause__ if isinstance(error, RuntimeError) else error  # timm's own words hide torch's
+        if isinstance(refused, pickle.UnpicklingError):
+            raise would_run_code(name, refused) from refused
+        raise
     raise InputError(f"the config.json of {name} names neither a model_type (transformers) nor an architecture (timm)")
 
 

@@ -2,7 +2,6 @@
 
 import functools
 import pickle
-import re
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -10,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lit_layers.errors import InputError
+from lit_layers.foreign_weights import would_run_code
 from lit_layers.schedule import Steps
 from lit_layers.series.grammar import StepName
 from lit_layers.series.selection import choose
@@ -54,9 +54,9 @@ class Checkpoint:
         folder = self.fetch()
         try:
             return load(folder, dtype=dtype or torch.float32)
-        except pickle.UnpicklingError as error:
-            raise would_run_code(f"{self.series} {self.name}", error) from error
-        except InputError:
+        except InputError as error:
+            if isinstance(error.__cause__, pickle.UnpicklingError):  # said of the place on this machine
+                raise would_run_code(f"{self.series} {self.name}", error.__cause__) from error
             raise
         except (OSError, SafetensorError, RuntimeError, EOFError, LookupError, ValueError, TypeError) as error:
             said = " ".join(str(error).split())[:300]
@@ -150,10 +150,3 @@ def ordered(said: list[StepName]) -> tuple[list[StepName], tuple[tuple[str, ...]
     kept = [max(by_step[step], key=lambda name: (len(name.name), name.name)) for step in sorted(by_step)]
     doubles = tuple(tuple(sorted(name.name for name in names)) for names in by_step.values() if len(names) > 1)
     return kept, doubles
-
-
-def would_run_code(where: str, error: pickle.UnpicklingError) -> InputError:
-    """What is said of a pickle that torch refused with `weights_only`."""
-    held = re.search(r"GLOBAL ([\w.]+)", str(error))
-    what = f"hold {held[1]}, and loading them would run code" if held else "are more than plain tensors, or damaged"
-    return InputError(f"{where}: its weights {what}; nothing was run: only tensors in safetensors or a pickle are read")

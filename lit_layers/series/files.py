@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from lit_layers.weight_index import named_shards
+from lit_layers.foreign_weights import named_shards
 
 Format = Literal["safetensors", "pickle"]
 STEMS: dict[Format, tuple[str, str]] = {"safetensors": ("model", ".safetensors"), "pickle": ("pytorch_model", ".bin")}

@@ -11,8 +11,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lit_layers.errors import InputError
+from lit_layers.foreign_weights import would_run_code
 from lit_layers.schedule import Steps
-from lit_layers.series.checkpoint import Checkpoint, Listing, Series, would_run_code
+from lit_layers.series.checkpoint import Checkpoint, Listing, Series
 from lit_layers.series.files import ListedFile
 from lit_layers.series.local import run_facts
 from lit_layers.series.sources import Source, companions

@@ -1,11 +1,15 @@
-"""The index of a model in several files: `model.safetensors.index.json`, as somebody else may have written it."""
+"""Weights of somebody else's: what their files may not say."""
 
 import json
+import pickle
+import re
 from pathlib import PurePosixPath
+
+from lit_layers.errors import InputError
 
 
 def named_shards(content: str | bytes) -> dict[str, str]:
-    """The file of every tensor.
+    """The file of every tensor, of the content of a `model.safetensors.index.json`.
 
     Raises:
         ValueError: no such index, or one that names a file outside its folder.
@@ -19,3 +23,10 @@ def named_shards(content: str | bytes) -> dict[str, str]:
         if name.is_absolute() or ".." in name.parts or "\\" in str(name):
             raise ValueError(f"names {name}, a file outside its folder")
     return shards
+
+
+def would_run_code(where: str, error: pickle.UnpicklingError) -> InputError:
+    """What is said of a pickle that torch refused with `weights_only`."""
+    held = re.search(r"GLOBAL ([\w.]+)", str(error))
+    what = f"hold {held[1]}, and loading them would run code" if held else "are more than plain tensors, or damaged"
+    return InputError(f"{where}: its weights {what}; nothing was run: only tensors in safetensors or a pickle are read")

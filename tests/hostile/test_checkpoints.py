@@ -1,0 +1,171 @@
+"""Checkpoints of somebody else's: weights are tensors of the folder itself, and no code of it runs."""
+
+import hashlib
+import json
+import pickle
+import shutil
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from lit_layers.cli.main import main
+from lit_layers.errors import InputError
+from lit_layers.models.build import causal_lm, load, save
+from lit_layers.models.plain import open_plainly
+from lit_layers.models.shard_files import INDEX, PICKLED, ShardFiles
+from lit_layers.series.local import StepFolders
+from tests.hostile.test_recipes import refused
+from tests.support.saved_models import saved, saved_vit
+
+GPT2 = {"n_layer": 2, "n_embd": 16, "n_head": 2, "n_positions": 16, "vocab_size": 300}
+
+
+class Payload:
+    """Writes the canary when it is unpickled by anything that runs pickles."""
+
+    def __init__(self, code: str) -> None:
+        self.code = code
+
+    def __reduce__(self):
+        return exec, (self.code,)
+
+
+@pytest.mark.parametrize("index", [INDEX, PICKLED[1]])
+def test_an_index_names_files_of_its_own_folder_alone(index, tmp_path):
+    folder, other = tmp_path / "model", tmp_path / "other"
+    saved(folder)
+    saved(other)
+    content = json.loads((folder / INDEX).read_text())
+    (folder / INDEX).unlink()
+    name, shard = next(iter(content["weight_map"].items()))
+    if index != INDEX:
+        for file in folder.glob("*.safetensors"):
+            torch.save(load_file(file), file.with_suffix(".bin"))
+            file.unlink()
+        content["weight_map"] = {
+            key: file.replace(".safetensors", ".bin") for key, file in content["weight_map"].items()
+        }
+    for elsewhere in (
+        f"../other/{shard}",
+        str(other / shard),
+        f"x/../../other/{shard}",
+        f"..\\other\\{shard}",
+        "/",
+        "..",
+    ):
+        content["weight_map"][name] = elsewhere
+        (folder / index).write_text(json.dumps(content))
+        openings = [load, open_plainly, lambda path: StepFolders(tmp_path / "series").checkpoints[0].load()]
+        if index == INDEX:
+            openings.append(lambda path: ShardFiles(path).shard_of)
+        shutil.rmtree(tmp_path / "series", ignore_errors=True)
+        for step in (0, 1):
+            shutil.copytree(folder, tmp_path / "series" / f"step-{step:09d}")
+        for opened in openings:
+            with pytest.raises(InputError, match=r"names .*, a file outside its folder"):
+                opened(folder)
+    assert main(["audit", str(tmp_path / "series")]) == 1
+
+
+def test_links_are_followed_as_those_of_the_hubs_cache(tmp_path):
+    model = saved(tmp_path / "model")
+    blobs, snapshot = tmp_path / "cache" / "blobs", tmp_path / "cache" / "snapshots" / "abc"
+    blobs.mkdir(parents=True)
+    snapshot.mkdir(parents=True)
+    for number, file in enumerate(sorted((tmp_path / "model").iterdir())):
+        shutil.move(file, blobs / str(number))
+        (snapshot / file.name).symlink_to(f"../../blobs/{number}")
+    loaded = load(snapshot).state_dict()
+    assert all(torch.equal(loaded[name], tensor) for name, tensor in model.state_dict().items())
+
+
+@pytest.fixture
+def armed(tmp_path, payload) -> Path:
+    """A tiny GPT-2 with code beside it that its config, its tokenizer and the import system might run."""
+    folder = tmp_path / "armed"
+    save(causal_lm("gpt2", **GPT2), folder)
+    config = json.loads((folder / "config.json").read_text())
+    config |= {"auto_map": {"AutoConfig": "evil.C", "AutoModelForCausalLM": "evil.M"}, "trust_remote_code": True}
+    config |= {"custom_generate": "evil", "use_cache": True}
+    (folder / "config.json").write_text(json.dumps(config))
+    tokenizer = {"auto_map": {"AutoTokenizer": ["evil.T", "evil.T"]}, "trust_remote_code": True, "eos_token": "<end>"}
+    (folder / "tokenizer_config.json").write_text(json.dumps(tokenizer))
+    for name in ("evil", "plotly", "yaml", "torch", "numpy", "sitecustomize", "usercustomize", "conftest", "tokenizer"):
+        (folder / f"{name}.py").write_text(payload)
+    return folder
+
+
+def test_code_beside_a_model_runs_neither_with_it_nor_with_its_tokenizer(armed, tmp_path, canary, monkeypatch):
+    monkeypatch.chdir(armed)
+    options = ["--tokenizer", "bpe:300", "--root", str(tmp_path / "root")]
+    recipe = tmp_path / "one.yaml"
+    text = {"class_path": "lit_layers.data.EvalText", "init_args": {"corpus": "${corpus}", "tokenizer": "${tokenizer}"}}
+    text["init_args"] |= {"num_sequences": 2, "num_tokens": 8}
+    recipe.write_text(
+        json.dumps({"analyses": [{"class_path": "lit_layers.analyses.Trajectory", "init_args": {"batches": text}}]})
+    )
+    assert main(["analyze", ".", *options, "--config", str(recipe)]) == 0
+    assert str(armed) not in sys.path
+    assert not canary.exists()
+
+
+def test_a_config_cannot_ask_for_code_of_the_hub(armed, canary):
+    config = json.loads((armed / "config.json").read_text())
+    for asked in ("kernels-community/flash-attn", "somebody/evil@main:attack", {"": "somebody/evil"}):
+        (armed / "config.json").write_text(json.dumps({**config, "attn_implementation": asked}))
+        with pytest.raises(InputError, match="expected attn_implementation sdpa or eager in its config.json, got"):
+            load(armed)
+    assert not canary.exists()
+
+
+def test_pickles_are_refused_with_a_sentence_by_every_command(tmp_path, payload, canary, capsys):
+    folder = tmp_path / "run" / "step-000000001"
+    save(causal_lm("gpt2", **GPT2), folder)
+    weights = load_file(folder / "model.safetensors")
+    (folder / "model.safetensors").unlink()
+    for content in ({**weights, "x": Payload(payload)}, Payload(payload), [Payload(payload)]):
+        for zipped in (True, False):
+            torch.save(content, folder / "pytorch_model.bin", _use_new_zipfile_serialization=zipped)
+            said = refused(["analyze", str(folder), "--tokenizer", "bpe:300", "--root", str(tmp_path / "root")], capsys)
+            assert "loading them would run code; nothing was run" in said
+    (folder / "pytorch_model.bin").write_bytes(pickle.dumps(Payload(payload), protocol=2))
+    for command in ("analyze", "intervene", "mteb"):
+        said = refused([command, str(folder), "--tokenizer", "bpe:300", "--root", str(tmp_path / "root")], capsys)
+        assert "nothing was run" in said, command
+    assert not canary.exists()
+    pickle.loads((folder / "pytorch_model.bin").read_bytes())
+    assert canary.exists(), "it would have"
+
+
+def test_a_pickle_of_timm_runs_nothing(tmp_path, payload, canary):
+    saved_vit(tmp_path / "vit")
+    (tmp_path / "vit" / "model.safetensors").unlink()
+    torch.save({"x": Payload(payload)}, tmp_path / "vit" / "pytorch_model.bin")
+    with pytest.raises(InputError, match="would run code"):
+        load(tmp_path / "vit")
+    assert not canary.exists()
+
+
+def test_a_state_to_resume_from_is_tensors_even_with_a_right_hash(tmp_path, payload, canary, capsys):
+    from tests.cli.test_fit import RECIPE
+
+    recipe, root = tmp_path / "recipe.yaml", tmp_path / "run"
+    content = {**RECIPE, "corpus": "python", "root": str(root), "steps": [0], "analyses": []}
+    recipe.write_text(json.dumps({**content, "trainer": {**RECIPE["trainer"], "max_steps": 1}}))
+    assert main(["fit", "--config", str(recipe)]) == 0
+    (state,) = root.glob("resume/*/trainer.ckpt")
+    content = torch.load(state, weights_only=False)
+    for hidden in ({**content, "x": Payload(payload)}, {**content, "callbacks": {"x": Payload(payload)}}):
+        torch.save(hidden, state)
+        (facts,) = state.parent.glob("*.json")
+        said = json.loads(facts.read_text())
+        key = next(name for name, value in said.items() if isinstance(value, str) and len(value) == 64)
+        facts.write_text(json.dumps({**said, key: hashlib.sha256(state.read_bytes()).hexdigest()}))
+        capsys.readouterr()
+        main_code = main(["fit", "--config", str(recipe), "--resume", "last", "--trainer.max_steps", "2"])
+        assert main_code == 2
+        assert "Traceback" not in capsys.readouterr().err
+    assert not canary.exists()

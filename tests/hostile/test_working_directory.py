@@ -1,0 +1,61 @@
+"""A folder that somebody else filled, gone into by the user: its Python files are files like any other."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from lit_layers.cli.main import main
+from lit_layers.models.build import causal_lm, save
+from lit_layers.models.costs import peak_memory
+from tests.support.runs import make_run
+
+# What the commands import once they know what is asked for.
+MODULES = ("plotly", "yaml", "torch", "numpy", "pandas", "jinja2", "rich", "lightning", "multiprocessing")
+CHILD = """
+import subprocess, sys
+from lit_layers.cli.main import main
+sys.argv = ["lit-layers", "report", "nowhere"]
+main()
+sys.exit(subprocess.run([sys.executable, "-c", "import multiprocessing, plotly"]).returncode)
+"""
+
+
+@pytest.fixture
+def planted(downloaded: Path, payload: str) -> Path:
+    for name in MODULES:
+        (downloaded / f"{name}.py").write_text(payload)
+    return downloaded
+
+
+@pytest.mark.slow
+def test_commands_in_a_downloaded_folder_import_nothing_of_it(planted, canary):
+    """Neither the installed script nor the module, nor a Python that they start."""
+    make_run(planted / "run", steps=(0, 8), layers=3, analyses=("trajectory",))
+    script = Path(sys.executable).with_name("lit-layers")
+    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}
+    for start in ([str(script)], [sys.executable, "-m", "lit_layers.cli.main"]):
+        done = subprocess.run([*start, "report", "run"], capture_output=True, text=True, env=environment)
+        assert done.returncode == 0, done.stderr
+        assert not canary.exists(), start
+    assert (planted / "run" / "report.html").is_file()
+    subprocess.run([sys.executable, "-P", "-c", CHILD], env=environment, capture_output=True, check=True)
+    assert not canary.exists(), "a Python that a command starts"
+
+
+def test_the_import_path_is_left_as_it_is(planted, capsys):
+    before = list(sys.path)
+    assert main(["report", "."]) == 2
+    assert main(["audit", "."]) != 0
+    assert sys.path == before
+    assert str(planted) not in sys.path
+
+
+@pytest.mark.slow
+def test_the_process_that_measures_memory_imports_nothing_of_the_folder(planted, tmp_path, canary):
+    save(causal_lm("gpt2", n_layer=1, n_embd=8, n_head=2, n_positions=8, vocab_size=32), tmp_path / "model")
+    assert peak_memory(tmp_path / "model", {"input_ids": torch.zeros(1, 4, dtype=torch.long)}) > 0
+    assert not canary.exists()
