@@ -20,6 +20,7 @@ from lit_layers.records import Measurement, Record
 from lit_layers.report import WandbMirror, write_report
 from lit_layers.training import EmergenceCallback
 from tests.embeddings.tiny_tasks import write_tiny_data
+from tests.support.browser import CHROMIUM, dom_after
 from tests.support.labelled_texts import labelled, saved_gpt2
 from tests.support.read_wandb import read_runs
 from tests.support.runs import make_models, make_run, measurement
@@ -78,6 +79,9 @@ def test_numbers_of_other_settings_enter_no_table_unasked(run: Path) -> None:
     assert set(every["settings"][every["analysis"] == "representation"]) == {OWN, OTHER}
     with pytest.raises(ValueError, match=f"in more than one settings: {OWN}, {OTHER}; choose one"):
         plots.emergence_curves(every, "prompt_entropy")
+    for means in (plots.with_task_means, plots.with_task_medians):
+        with pytest.raises(ValueError, match="analysis 'representation' is of more than one settings; choose one"):
+            means(every)
     for wrong in ("cccc", "aaaa.cccc", ""):
         with pytest.raises(InputError, match=r"nothing was measured with .*: say last or one of 0000000e|one of 0000"):
             records.frame(file, settings=wrong)
@@ -239,6 +243,43 @@ def test_a_figure_that_cannot_be_drawn_is_a_sentence_in_its_place(run: Path, mon
         each for number, each in enumerate(before) if number not in problems
     ]
     assert "ZeroDivisionError: &lt;b&gt;no&lt;/b&gt; pairs at all</div>" in page.read_text()
+
+
+@pytest.mark.soak
+@pytest.mark.skipif(CHROMIUM is None, reason="Chromium is not installed")
+def test_a_browser_shows_the_sentence_and_the_figures_of_the_other_choices(
+    run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    draw = plots.layer_matrix
+
+    def refuse(*rows: Any, tags: dict[str, Any], **options: Any) -> Any:
+        if tags["k"] == 4:
+            raise ZeroDivisionError("no pairs at all")
+        return draw(*rows, tags=tags, **options)
+
+    monkeypatch.setattr(plots, "layer_matrix", refuse)
+    script = """
+      const until = async (ok) => {
+        for (let i = 0; i < 600 && !ok(); i++) await new Promise((r) => setTimeout(r, 100));
+      };
+      const plots = [...document.querySelectorAll(".plot")], told = [];
+      await until(() => plots.every((plot) => plot.dataset.state));
+      const bad = plots.find((plot) => plot.classList.contains("failed"));
+      const choice = bad.closest(".metric").querySelector("select");
+      const choose = async (value, state) => {
+        choice.value = value;
+        choice.dispatchEvent(new Event("change"));
+        await until(() => bad.dataset.state === state);
+        told.push(bad.querySelector("svg") ? "drawn" : bad.textContent);
+      };
+      told.push(bad.textContent);
+      await choose("1", "drawn");
+      await choose("0", "failed");
+      document.body.dataset.told = told.join("; ");
+    """
+    dom = dom_after(write_report(run), script, tmp_path / "profile")
+    sentence = "This figure could not be drawn: ZeroDivisionError: no pairs at all"
+    assert f'data-told="{sentence}; drawn; {sentence}"' in dom
 
 
 # ------------------------------------------------------------------------------------------------ two models, one root

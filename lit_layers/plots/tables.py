@@ -120,6 +120,18 @@ def _refuse_suspects(rows: Any) -> None:
     )
 
 
+def refuse_several_settings(table: pd.DataFrame) -> None:
+    """Keeps a mean over tasks from going through numbers of several settings.
+
+    Raises:
+        ValueError: where an analysis of a run has them.
+    """
+    if "settings" in table and not table.empty:
+        counts: Any = table.groupby(["run", "analysis"])["settings"].nunique()
+        if (counts > 1).any():
+            raise ValueError(f"analysis {counts[counts > 1].index[0][1]!r} is of more than one settings; choose one")
+
+
 def matching(points: Iterable[Point], tags: Mapping[str, Any]) -> list[Point]:
     """Returns the points with these tags (None: without the tag); reference rows need not have them."""
 

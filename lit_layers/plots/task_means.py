@@ -8,6 +8,7 @@ from typing import Any
 import pandas as pd
 
 from lit_layers.plots.labels import listing
+from lit_layers.plots.tables import refuse_several_settings
 from lit_layers.records import AUDIT, COLUMNS
 
 MEAN = "mean_over_tasks"
@@ -32,6 +33,7 @@ def with_task_means(frame: pd.DataFrame, bases: Sequence[str] = BASES) -> TaskMe
     where there is more than one domain. Other rows stay as they are.
     """
     table: Any = frame
+    refuse_several_settings(frame)
     if table.empty:
         return TaskMeans(frame, {})
     split = table["analysis"].str.partition("/")

@@ -9,7 +9,7 @@ import pandas as pd
 
 from lit_layers.functional.variants import CUSTOM, OF_BLOCKS, OF_MIDDLES
 from lit_layers.plots.labels import listing, tag_text
-from lit_layers.plots.tables import Point, grouped, is_placed, select
+from lit_layers.plots.tables import Point, grouped, is_placed, refuse_several_settings, select
 from lit_layers.plots.theme import COLORS, INK
 from lit_layers.records import AUDIT, COLUMNS
 
@@ -336,6 +336,7 @@ def with_task_medians(frame: pd.DataFrame) -> OverTasks:
     Source: Sun et al., Transformer Layers as Painters, arXiv 2407.09298 (the median over benchmarks; GLUE: the mean).
     """
     table: Any = frame
+    refuse_several_settings(frame)
     if table.empty or "variant" not in table:
         return OverTasks(frame, {})
     names = table["analysis"].str
