@@ -40,6 +40,9 @@ IN_FLOAT32 = (
     "modernbert",
     "mamba",
 )  # norms, rotary tables, softmax
+# GPT-Neo multiplies queries with keys in float32, and MKL's product depends on how they lie in memory: the model by
+# itself makes a cache of them, a prompt cut from a batch lies behind others.
+PRODUCTS_IN_FLOAT32 = {"gpt_neo": 5e-6}
 PADDINGS = (None, "left", "right")
 TEXTS = [name for name in EVERY if not sees_images(name)]
 CASES = [
@@ -55,7 +58,7 @@ def view_of(name: str, padding: str | None, attention: str) -> tuple[LayeredMode
     # A row of a mask with nothing to see is NaN in an eager float64 softmax of transformers that is made in float32.
     narrow = name.startswith(IN_FLOAT32)
     dtype = torch.float32 if narrow and attention == "eager" and padding else torch.float64
-    tolerance = 1e-5 if dtype == torch.float32 else 1e-6 if narrow else 1e-12
+    tolerance = 1e-5 if dtype == torch.float32 else 1e-6 if narrow else PRODUCTS_IN_FLOAT32.get(name, 1e-12)
     return LayeredModel(tiny(name, dtype, attention=attention)), tiny_batch(name, padding=padding), tolerance
 
 
@@ -107,7 +110,8 @@ def test_the_logits_are_those_of_the_model_itself(name):
         else:
             output = model(**batch)
             expected = output.logits if hasattr(output, "logits") else output.last_hidden_state
-    torch.testing.assert_close(LayeredModel(model).trajectory(batch).logits, expected, rtol=0, atol=1e-12)
+    close = {"rtol": 0, "atol": PRODUCTS_IN_FLOAT32.get(name, 1e-12)}
+    torch.testing.assert_close(LayeredModel(model).trajectory(batch).logits, expected, **close)
 
 
 def own_result(name: str, model: nn.Module, pixels: torch.Tensor) -> torch.Tensor:
@@ -132,8 +136,9 @@ def test_hidden_states_are_those_transformers_gives_out_and_the_last_is_before_t
         given = torch.stack(model(**batch, output_hidden_states=True).hidden_states)
         norm = view.family.norm
         last = hidden[-1] if norm is None else getattr(model, "base_model", model).get_submodule(norm)(hidden[-1])
-    torch.testing.assert_close(hidden[:-1], given[:-1], rtol=0, atol=1e-12)
-    torch.testing.assert_close(last, given[-1], rtol=0, atol=1e-12)
+    close = {"rtol": 0, "atol": PRODUCTS_IN_FLOAT32.get(name, 1e-12)}
+    torch.testing.assert_close(hidden[:-1], given[:-1], **close)
+    torch.testing.assert_close(last, given[-1], **close)
 
 
 @pytest.mark.parametrize("name", RECURRENT)
