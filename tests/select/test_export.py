@@ -1,5 +1,6 @@
 """A folder with a model up to a layer: opened by anybody, checked before it appears, never half there."""
 
+import functools
 import importlib
 import json
 import stat
@@ -13,6 +14,7 @@ from lit_layers.errors import InputError
 from lit_layers.models.build import causal_lm, save, vit, weights_hash
 from lit_layers.select import export
 from tests.support.exports import TEXTS, card, cost, features, head_of, probes_of, saved_tokenizer, token_batch
+from tests.support.rounding import assert_rounded
 from tests.support.tiny_models import tiny, tiny_batch
 
 module = importlib.import_module("lit_layers.select.export")  # the package's `export` is the function
@@ -51,7 +53,7 @@ def test_plain_transformers_opens_the_folder_and_gives_the_states_of_the_whole_m
     assert torch.equal(ids, token_batch(TEXTS[0])["input_ids"])
     # Entry 1 of transformers' own list is what block 1 leaves, in both.
     states = [part(ids, output_hidden_states=True).hidden_states[1] for part in (opened, model)]
-    assert torch.equal(*states)
+    assert_rounded(*states)
     weights = load_file(folder / "model.safetensors")
     assert not any("lm_head" in key or "cls." in key or "classifier" in key for key in weights)
 
@@ -62,7 +64,7 @@ def test_the_head_is_kept_where_it_is_asked_for(spec, tmp_path):
     model, ids = tiny("llama", vocab_size=270), token_batch(TEXTS[0])["input_ids"]
     opened = AutoModelForCausalLM.from_pretrained(exported(model, 2, tmp_path / "out", spec, keep_lm_head=True))
     expected = model.lm_head(model.model.norm(model(ids, output_hidden_states=True).hidden_states[2]))
-    assert torch.equal(opened(ids).logits, expected)
+    assert_rounded(opened(ids).logits, expected)
     trunk = tiny("gpt2_trunk", vocab_size=270)
     with pytest.raises(InputError, match="keep_lm_head: this GPT2Model has no head to keep"):
         exported(trunk, 2, tmp_path / "trunk", spec, keep_lm_head=True)
@@ -137,25 +139,27 @@ def test_a_padded_model_in_training_is_exported_unpadded_and_left_as_it_was(spec
     assert before in (folder / "README.md").read_text()
 
 
-def damaged(model, folder, *rest):
+def damaged(damage, model, folder, *rest):
     save(model, folder, *rest)
     weights = load_file(folder / "model.safetensors")
-    weights["h.1.mlp.c_fc.weight"][0, 0] += 1e-3
+    weights["h.1.mlp.c_fc.weight"][0, 0] += damage
     save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
 
 
 def test_a_folder_that_gives_other_states_is_taken_away_and_an_earlier_one_stays(spec, tmp_path, monkeypatch):
     model, folder = tiny("gpt2", vocab_size=270), tmp_path / "out"
     with monkeypatch.context() as patch:
-        patch.setattr(module, "save", damaged)
-        with pytest.raises(
-            RuntimeError, match=r"the exported model differs from the model itself at layer 2, by up to"
+        for damage, sentence in (
+            (1, "model differs from the model itself at layer 2, by up to"),
+            (1e-6, "weights differ"),
         ):
-            exported(model, 2, folder, spec)
-        assert list(tmp_path.iterdir()) == []
+            patch.setattr(module, "save", functools.partial(damaged, damage))
+            with pytest.raises(RuntimeError, match=f"the exported {sentence}"):
+                exported(model, 2, folder, spec)
+            assert list(tmp_path.iterdir()) == []
     exported(model, 1, folder, spec)
     before = {file.name: file.read_bytes() for file in folder.iterdir()}
-    monkeypatch.setattr(module, "save", damaged)
+    monkeypatch.setattr(module, "save", functools.partial(damaged, 1))
     with pytest.raises(RuntimeError):
         exported(model, 2, folder, spec, overwrite=True)
     assert {file.name: file.read_bytes() for file in folder.iterdir()} == before
