@@ -769,6 +769,7 @@ def _plots(dom: str) -> list[str]:
     return re.findall(r'<div class="plot[^>]*data-figures=.*?(?=<div class="plot[^>]*data-figures=|<footer)', dom, re.S)
 
 
+@pytest.mark.soak
 @pytest.mark.browser
 @pytest.mark.slow
 @pytest.mark.skipif(CHROMIUM is None, reason="no chromium on PATH")
@@ -813,6 +814,7 @@ def test_a_browser_draws_every_figure_and_the_switches_work(tmp_path: Path) -> N
     assert not re.findall(r'(?:src|href)="(?:https?:)?//', re.sub(r"<script\b.*?</script>", "", dom, flags=re.S))
 
 
+@pytest.mark.soak
 @pytest.mark.browser
 @pytest.mark.slow
 @pytest.mark.skipif(CHROMIUM is None, reason="no chromium on PATH")
@@ -846,6 +848,7 @@ def test_a_browser_draws_every_figure_of_a_comparison_for_every_model(compared: 
     assert max(map(int, ticks)) == 4, "the last model has four blocks"
 
 
+@pytest.mark.soak
 @pytest.mark.browser
 @pytest.mark.slow
 @pytest.mark.skipif(CHROMIUM is None, reason="no chromium on PATH")

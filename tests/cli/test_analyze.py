@@ -1,12 +1,7 @@
 """`lit-layers analyze`: from a folder or the Hub to measurements, and what is said of wrong input."""
 
 import json
-import os
 import shutil
-import signal
-import subprocess
-import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -14,8 +9,10 @@ import pytest
 from lit_layers import records
 from lit_layers.cli.main import main
 from lit_layers.models.build import causal_lm, save
-from tests.support.fake_hub import FakeHub
+from tests.support.forked import run_command
+from tests.support.rounding import assert_same_numbers
 from tests.support.saved_models import saved
+from tests.support.series_hub import served
 
 ROOT = Path(__file__).parents[2]
 RECIPE = ROOT / "recipes" / "analyses" / "stream.yaml"
@@ -44,7 +41,7 @@ def test_a_model_is_measured_streamed_or_whole_with_the_same_numbers(model, corp
     assert analyze(model, "--corpus", corpus, "--config", RECIPE, "--root", tmp_path / "whole") == 0
     one, other = (records.read(root / "measurements.jsonl") for root in (streamed, tmp_path / "whole"))
     assert [m.analysis for m in one] == ["trajectory", "representation", "coupling"]
-    assert [m.records for m in one] == [m.records for m in other]
+    assert_same_numbers(one, other)
     assert {m.step for m in one} == {2}
 
 
@@ -102,29 +99,24 @@ def test_a_model_without_a_tokenizer_asks_for_one(tmp_path, corpus, capsys):
 
 @pytest.mark.slow
 def test_ctrl_c_leaves_a_state_from_which_the_same_command_goes_on(corpus, tmp_path):
-    network = causal_lm("gpt2", n_layer=48, n_embd=64, n_head=2, n_positions=128, vocab_size=300)
+    network = causal_lm("gpt2", n_layer=12, n_embd=64, n_head=2, n_positions=128, vocab_size=300)
     save(network, tmp_path / "model", corpus / "tokenizer")
-    command = [sys.executable, "-m", "lit_layers.cli.main", "analyze", str(tmp_path / "model"), "--stream-blocks"]
-    command += ["--corpus", str(corpus), "--config", str(RECIPE), "--root", str(tmp_path / "run")]
-    process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-    deadline = time.monotonic() + 120
-    while not list(tmp_path.glob("run/.stream/*/state.pt")) and time.monotonic() < deadline:
-        time.sleep(0.05)
-    process.send_signal(signal.SIGINT)
-    _, said = process.communicate(timeout=60)
-    assert process.returncode == 130, said
-    assert said.splitlines()[-1] == "interrupted: run the same command again to go on"
+    command = ["analyze", tmp_path / "model", "--stream-blocks"]
+    command += ["--corpus", corpus, "--config", RECIPE, "--root", tmp_path / "run"]
+    ended = run_command(command, folder=ROOT, when=lambda: bool(list(tmp_path.glob("run/.stream/*/state.pt"))))
+    assert ended.returncode == 130, ended.stderr
+    assert ended.stderr.splitlines()[-1] == "interrupted: run the same command again to go on"
     assert list(tmp_path.glob("run/.stream/*/state.pt"))
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    done = run_command(command, folder=ROOT)
     assert done.returncode == 0, done.stderr
     assert not (tmp_path / "run" / ".stream").exists()
     assert analyze(tmp_path / "model", "--corpus", corpus, "--config", RECIPE, "--root", tmp_path / "whole") == 0
     one, other = (records.read(tmp_path / name / "measurements.jsonl") for name in ("run", "whole"))
-    assert [m.records for m in one] == [m.records for m in other]
+    assert_same_numbers(one, other)
 
 
 @pytest.mark.slow
-def test_a_model_of_the_hub_is_fetched_shard_by_shard_and_streamed(model, corpus, tmp_path):
+def test_a_model_of_the_hub_is_fetched_shard_by_shard_and_streamed(model, corpus, tmp_path, capfd, monkeypatch):
     repository = tmp_path / "hub" / "org" / "tiny"
     for revision, seed in (("step2", 0), ("main", 1)):
         saved(repository / revision, "gpt_neox", seed=seed, vocab_size=300)
@@ -139,45 +131,25 @@ def test_a_model_of_the_hub_is_fetched_shard_by_shard_and_streamed(model, corpus
         RECIPE.read_text().replace("num_tokens: 128", "num_tokens: 32").replace("k: [4, 16, 32]", "k: [4]")
     )
 
-    def command(*arguments, root: str, **variables) -> subprocess.CompletedProcess:
-        words = [sys.executable, "-m", "lit_layers.cli.main", "analyze", *arguments, "--config", recipe]
-        words += ["--corpus", corpus, "--root", tmp_path / root]
-        environment = {
-            **os.environ,
-            **hub.env(tmp_path / "home"),
-            "LIT_LAYERS_CACHE": str(tmp_path / "cache"),
-            **variables,
-        }
-        return subprocess.run(list(map(str, words)), cwd=ROOT, capture_output=True, text=True, env=environment)
+    def command(*arguments, root: str) -> tuple[int, str]:
+        words = [*arguments, "--config", recipe, "--corpus", corpus, "--root", tmp_path / root]
+        return analyze(*words), capfd.readouterr().err
 
-    with FakeHub(tmp_path / "hub") as hub:
+    with served(tmp_path / "hub", tmp_path / "home" / "hub", monkeypatch) as hub:
         done = command("org/tiny", "--revision", "step2", "--stream-blocks", root="run")
-        assert done.returncode == 0, done.stderr
+        assert done[0] == 0, done
         index = json.loads((repository / "step2" / "model.safetensors.index.json").read_text())
         fetched = [r for r in hub.requests if r["method"] == "GET" and "safetensors" in r["path"] and r["bytes"] > 0]
         assert len([r for r in fetched if "index" not in r["path"]]) == len(set(index["weight_map"].values()))
         missing = command("org/tiny", "--revision", "step9", "--stream-blocks", root="none")
         pickled = command("org/pickled", "--stream-blocks", "--tokenizer", str(corpus / "tokenizer"), root="none")
         nobody = command("org/nobody", root="none")
-    again = command("org/tiny", "--revision", "step2", "--stream-blocks", root="again", HF_HUB_OFFLINE="1")
-    assert again.returncode == 0, again.stderr
-    assert (
-        main(
-            [
-                "analyze",
-                str(repository / "step2"),
-                "--config",
-                str(recipe),
-                "--corpus",
-                str(corpus),
-                "--root",
-                str(tmp_path / "local"),
-            ]
-        )
-        == 0
-    )
+    # the Hub is gone
+    again = command("org/tiny", "--revision", "step2", "--stream-blocks", root="again")
+    assert again[0] == 0, again
+    assert analyze(repository / "step2", "--config", recipe, "--corpus", corpus, "--root", tmp_path / "local") == 0
     one, other = (records.read(tmp_path / name / "measurements.jsonl") for name in ("run", "local"))
-    assert [m.records for m in one] == [m.records for m in other]
+    assert_same_numbers(one, other)
     assert one[0].provenance["checkpoint"] == "org/tiny"
     assert one[0].provenance["revision"] == "step2"
     assert len(one[0].provenance["commit"]) == 40
@@ -187,5 +159,5 @@ def test_a_model_of_the_hub_is_fetched_shard_by_shard_and_streamed(model, corpus
         (pickled, "org/pickled holds its weights as a pickle (pytorch_model.bin); only safetensors are read"),
         (nobody, "org/nobody is no local folder, and config.json cannot be had from the Hub"),
     ):
-        assert refused.returncode == 2, refused.stderr
-        assert sentence in refused.stderr.strip().splitlines()[-1]
+        assert refused[0] == 2, refused
+        assert sentence in refused[1].strip().splitlines()[-1]

@@ -180,6 +180,7 @@ def test_wrong_input_is_one_sentence_and_exit_code_2(study, capsys, monkeypatch,
 
 
 @pytest.mark.slow
+@pytest.mark.soak
 @pytest.mark.browser
 @pytest.mark.skipif(CHROMIUM is None, reason="no Chromium here")
 def test_every_figure_is_drawn_in_a_browser(out, tmp_path):

@@ -1,11 +1,6 @@
 """`lit-layers fit`: a watched run from a recipe, its end, and what is said of wrong input."""
 
 import json
-import os
-import signal
-import subprocess
-import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -14,6 +9,7 @@ import yaml
 from lit_layers import records
 from lit_layers.cli.main import main
 from lit_layers.training.checkpoint_io import saved_steps
+from tests.support.forked import run_command
 
 ROOT = Path(__file__).parents[2]
 TEXT = {
@@ -178,18 +174,11 @@ def test_a_reference_to_nothing_is_named(recipe, capsys):
 @pytest.mark.slow
 def test_ctrl_c_leaves_a_series_and_a_report_that_can_be_opened(recipe, tmp_path):
     root = tmp_path / "run"
-    command = [Path(sys.executable).with_name("lit-layers"), "fit", "--config", recipe, "--trainer.max_steps", "100000"]
-    process = subprocess.Popen(
-        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env={**os.environ, "OMP_NUM_THREADS": "1"}
-    )
-    deadline = time.monotonic() + 200
-    while len(saved_steps(root) if root.exists() else []) < 5 and time.monotonic() < deadline:
-        time.sleep(0.1)
-    process.send_signal(signal.SIGINT)
-    out, err = process.communicate(timeout=100)
-    assert process.returncode == 130, err
-    assert "Traceback" not in err
-    assert "report.html" in out.replace("\n", "")
+    command = ["fit", "--config", recipe, "--trainer.max_steps", "100000"]
+    ended = run_command(command, when=lambda: root.exists() and len(saved_steps(root)) >= 5)
+    assert ended.returncode == 130, ended.stderr
+    assert "Traceback" not in ended.stderr
+    assert "report.html" in ended.stdout.replace("\n", "")
     assert saved_steps(root)[:5] == [0, 2, 4, 6, 8]
     measured = {m.step for m in records.read(root / "measurements.jsonl")}
     assert {0, 2, 4, 6} <= measured

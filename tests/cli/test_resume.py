@@ -108,13 +108,14 @@ def uninterrupted(recipe, tmp_path_factory) -> Path:
 
 
 @pytest.mark.slow
-def test_runs_killed_at_twenty_random_moments_end_as_if_they_had_not_been(recipe, uninterrupted, tmp_path):
+@pytest.mark.parametrize("number", [1, pytest.param(20, marks=pytest.mark.soak)])
+def test_runs_killed_at_random_moments_end_as_if_they_had_not_been(number, recipe, uninterrupted, tmp_path):
     expected, draw = what_is_left(uninterrupted), random.Random(0)
     assert len(expected["losses"]) == LAST
     assert len(expected["curves"]) > 50
     assert sum("validation/loss" in row for row in expected["losses"]) == 2 * LAST // 6
     seconds, kills, attempts = 4.0, 0, itertools.count()
-    while kills < 20:
+    while kills < number:
         root = tmp_path / f"killed_{next(attempts)}"
         for _ in range(5):
             started = time.monotonic()
@@ -132,19 +133,22 @@ def test_runs_killed_at_twenty_random_moments_end_as_if_they_had_not_been(recipe
 
 
 def dying(place, name: str, number: int, *, after: bool = False):
-    """What a function of a module or class does, until its process kills itself in the call of that number."""
+    """Replaces a function of a module or class: its process kills itself in the call of that number, or the `first`."""
     real, calls = getattr(place, name), itertools.count(1)
 
-    def until(*arguments, **options):
-        last = next(calls) == number
-        if last and not after:
-            os.kill(os.getpid(), signal.SIGKILL)
-        result = real(*arguments, **options)
-        if last:
-            os.kill(os.getpid(), signal.SIGKILL)
-        return result
+    def arm(first: bool) -> None:
+        def until(*arguments, **options):
+            last = next(calls) == (1 if first else number)
+            if last and not after:
+                os.kill(os.getpid(), signal.SIGKILL)
+            result = real(*arguments, **options)
+            if last:
+                os.kill(os.getpid(), signal.SIGKILL)
+            return result
 
-    return lambda: setattr(place, name, until)
+        setattr(place, name, until)
+
+    return arm
 
 
 def torn_line(file, line) -> None:
@@ -163,19 +167,33 @@ MOMENTS = {
     "between a resume checkpoint and the removal of the oldest": dying(resume, "write_folder", 4, after=True),
     "inside an analysis": dying(Coupling, "of_part", 6),
     "between two analyses of a step": dying(emergence, "measure", 4, after=True),
-    "inside a line of measurements": lambda: setattr(records, "_write_line", torn_line),
+    "inside a line of measurements": lambda first: setattr(records, "_write_line", torn_line),
     "inside a validation": dying(LitCausalLM, "validation_step", 3),
     "before a row of scalars is closed": dying(records.ScalarLog, "close", 5),
 }
 
 
 @pytest.mark.slow
+def test_one_run_killed_at_each_of_its_weakest_moments_ends_as_if_it_had_not_been(recipe, uninterrupted, tmp_path):
+    root = tmp_path / "run"
+    for moment, arm in MOMENTS.items():
+
+        def killed(arm=arm) -> int:
+            arm(True)
+            return main(["fit", "--config", str(recipe), "--root", str(root), "--resume", "last"])
+
+        assert run_forked(killed) == -signal.SIGKILL, moment
+    assert fit(recipe, root, "--resume", "last") == 0
+    assert_equal(what_is_left(root), what_is_left(uninterrupted))
+
+
+@pytest.mark.soak
 @pytest.mark.parametrize("moment", MOMENTS)
 def test_a_run_killed_at_its_weakest_moments_ends_as_if_it_had_not_been(moment, recipe, uninterrupted, tmp_path):
     root = tmp_path / "run"
 
     def killed() -> int:
-        MOMENTS[moment]()
+        MOMENTS[moment](False)
         return main(["fit", "--config", str(recipe), "--root", str(root), "--resume", "last"])
 
     assert run_forked(killed) == -signal.SIGKILL

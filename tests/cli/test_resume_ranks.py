@@ -35,6 +35,7 @@ def whole(recipe, tmp_path_factory) -> Path:  # noqa: F811
     return root
 
 
+@pytest.mark.soak
 def test_two_ranks_killed_at_random_moments_end_as_if_they_had_not_been(recipe, whole, tmp_path):  # noqa: F811
     expected, draw, kills = what_is_left(whole), random.Random(1), 0
     seconds, attempts = 6.0, itertools.count()
@@ -62,7 +63,7 @@ def test_where_one_rank_dies_the_other_ends_and_the_run_goes_on(recipe, whole, t
     assert_equal(what_is_left(root), what_is_left(whole))
 
 
-@pytest.mark.parametrize("only", [None, 1])
+@pytest.mark.parametrize("only", [pytest.param(None, marks=pytest.mark.soak), 1])
 def test_sigterm_to_any_rank_saves_one_step_and_all_end_with_143(only, recipe, whole, tmp_path):  # noqa: F811
     root = tmp_path / "run"
     begun = lambda: len(saved_steps(root)) >= 2  # noqa: E731
@@ -78,7 +79,7 @@ def test_sigterm_to_any_rank_saves_one_step_and_all_end_with_143(only, recipe, w
     assert found["weights"][LAST] == expected["weights"][LAST]
 
 
-@pytest.mark.parametrize("only", [None, 1])
+@pytest.mark.parametrize("only", [pytest.param(None, marks=pytest.mark.soak), 1])
 def test_sigterm_inside_the_first_measurement_ends_all_ranks_and_hangs_none(
     only,
     recipe,  # noqa: F811

@@ -1,13 +1,26 @@
-"""A function in forked processes that can be killed: all that was imported is there at once."""
+"""A function in forked processes that can be killed: what was imported once is there at once.
 
+Importing torch, Lightning, transformers and W&B takes a process longer than a tiny run. Each child tells which modules
+it had to import, and the next one finds them in this process.
+"""
+
+import contextlib
 import gc
+import importlib
 import math
 import os
 import signal
 import socket
+import subprocess
+import sys
+import tempfile
 import time
 import traceback
-from collections.abc import Callable, Mapping
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO
 
 
 def run_forked(
@@ -47,10 +60,48 @@ def run_ranks(
     return _wait(children, kill_after, when, signal_number, only)
 
 
-def _fork(function: Callable[[], int], environment: Mapping[str, str] | None = None) -> int:
+def run_command(
+    arguments: Sequence[object],
+    *,
+    environment: Mapping[str, str] | None = None,
+    folder: Path | None = None,
+    when: Callable[[], bool] = lambda: False,
+    signal_number: int = signal.SIGINT,
+) -> "subprocess.CompletedProcess[str]":
+    """`lit-layers ARGUMENTS` in a process of its own, what it prints as text; a signal is sent when it is time."""
+    words = [str(argument) for argument in arguments]
+
+    def command() -> int:
+        from lit_layers.cli.main import main
+
+        if folder is not None:
+            os.chdir(folder)
+        return main(words)
+
+    with tempfile.TemporaryFile() as out, tempfile.TemporaryFile() as err:
+        child = _fork(command, environment, (out.fileno(), err.fileno()))
+        (code,) = _wait([child], math.inf, when, signal_number, only=None)
+        said = []
+        for file in (out, err):
+            file.seek(0)
+            said.append(file.read().decode())
+    return subprocess.CompletedProcess(words, code, *said)
+
+
+@dataclass(frozen=True)
+class _Child:
+    pid: int
+    imported: IO[bytes]  # the names of modules
+
+
+def _fork(
+    function: Callable[[], int], environment: Mapping[str, str] | None = None, output: tuple[int, int] | None = None
+) -> _Child:
+    imported = tempfile.TemporaryFile()  # noqa: SIM115 - closed by `_import`
+    there = set(sys.modules)
     child = os.fork()
     if child:
-        return child
+        return _Child(child, imported)
     code = 99
     try:
         os.setpgid(0, 0)
@@ -58,29 +109,50 @@ def _fork(function: Callable[[], int], environment: Mapping[str, str] | None = N
         os.environ.update(environment or {})
         os.environ.pop("WANDB_SERVICE", None)  # W&B's own process of this one would survive the kill, holding the run
         null = os.open(os.environ.get("FORKED_OUTPUT", os.devnull), os.O_WRONLY | os.O_CREAT | os.O_APPEND)
-        os.dup2(null, 1)
-        os.dup2(null, 2)
+        for number, name in ((1, "stdout"), (2, "stderr")):
+            os.dup2(output[number - 1] if output else null, number)
+            if output:  # and not where pytest captures it
+                setattr(sys, name, os.fdopen(number, "w", buffering=1, closefd=False))
         code = function()
+        imported.write("\n".join(name for name in sys.modules if name not in there).encode())
+        imported.flush()
+    except SystemExit as end:
+        code = end.code if isinstance(end.code, int) else 1
     except BaseException:
         traceback.print_exc()
     finally:
+        if output:
+            sys.stdout.flush()
+            sys.stderr.flush()
         os._exit(code)
 
 
 def _wait(
-    children: list[int], kill_after: float, when: Callable[[], bool], signal_number: int, only: int | None
+    children: list[_Child], kill_after: float, when: Callable[[], bool], signal_number: int, only: int | None
 ) -> list[int]:
     deadline, sent, codes = time.monotonic() + kill_after, False, {}
     while len(codes) < len(children):
         for child in children:
-            if child not in codes:
-                done, status = os.waitpid(child, os.WNOHANG)
+            if child.pid not in codes:
+                done, status = os.waitpid(child.pid, os.WNOHANG)
                 if done:
-                    codes[child] = os.waitstatus_to_exitcode(status)
+                    codes[child.pid] = os.waitstatus_to_exitcode(status)
+                    _import(child.imported)
         if not sent and (time.monotonic() > deadline or when()):
             for child in children if only is None else [children[only]]:
-                if child not in codes:
-                    os.kill(child, signal_number)
+                if child.pid not in codes:
+                    os.kill(child.pid, signal_number)
             sent = True
         time.sleep(0.002)
-    return [codes[child] for child in children]
+    return [codes[child.pid] for child in children]
+
+
+def _import(file: IO[bytes]) -> None:
+    """Imports what a child had to; what cannot be imported by its name alone is left to each child."""
+    with file, warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        file.seek(0)
+        for name in file.read().decode().split():
+            if name not in sys.modules:
+                with contextlib.suppress(Exception):
+                    importlib.import_module(name)

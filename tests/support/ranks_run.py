@@ -1,12 +1,10 @@
-"""Run as a script by a test: a tiny watched run on some ranks. Arguments: root, number of ranks."""
+"""A tiny watched run on some ranks, for forked processes of a test."""
 
 import datetime
-import sys
 import time
+import warnings
 from dataclasses import dataclass, field
 from pathlib import Path
-
-sys.path.insert(0, str(Path(__file__).parents[2]))
 
 import lightning as L
 from torch import distributed
@@ -51,9 +49,10 @@ class Impatient(L.Callback):
             distributed.distributed_c10d._set_pg_timeout(patience, distributed.group.WORLD)
 
 
-if __name__ == "__main__":
-    root, ranks = Path(sys.argv[1]), int(sys.argv[2])
-    text, wrong = RandomText(), watch_collectives()
+def run(root: Path, ranks: int) -> int:
+    wrong = watch_collectives()
+    warnings.simplefilter("ignore")  # of Lightning and torch among themselves
+    text = RandomText()
     run_log = RunLog(root)
     # the first goes to rank 0: the other could go on to the next step without it
     analyses = [Slow(), Failing(), Trajectory(batches=text), Lens(batches=text), Coupling(batches=text, k=(2,))]
@@ -67,4 +66,5 @@ if __name__ == "__main__":
         strategy="ddp" if ranks > 1 else "auto",
         log_every_n_steps=1,
     )
-    sys.exit("\n".join(wrong) or None)
+    assert not wrong, "\n".join(wrong)
+    return 0

@@ -1,10 +1,8 @@
-"""Run as a script by a test: on two ranks, a whole run, and one in two parts. Argument: the folder."""
+"""On two ranks, a whole run, and one in two parts, for forked processes of a test."""
 
-import sys
+import warnings
 from pathlib import Path
 from typing import Any
-
-sys.path.insert(0, str(Path(__file__).parents[2]))
 
 import torch
 
@@ -31,9 +29,11 @@ def part(root: Path, steps: int, *, resume: bool = False) -> None:
     fit(root, callbacks, steps=steps, module=module(dropout=0.2, decay_steps=6), **options)
 
 
-if __name__ == "__main__":
-    folder, wrong = Path(sys.argv[1]), watch_collectives()
+def run(folder: Path) -> int:
+    wrong = watch_collectives()
+    warnings.simplefilter("ignore")  # of Lightning and torch among themselves
     part(folder / "whole", 6)
     part(folder / "parts", 3)
     part(folder / "parts", 6, resume=True)
-    sys.exit("\n".join(wrong) or None)
+    assert not wrong, "\n".join(wrong)
+    return 0

@@ -1,15 +1,17 @@
 """Small checkpoint series as the Hub holds them, and a client in this process that talks to the fake one."""
 
 import contextlib
+import threading
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import pytest
-from huggingface_hub import constants
+from huggingface_hub import constants, hf_api
 from huggingface_hub.utils import close_session
 from safetensors.torch import load_file, save_file
 
+from lit_layers.series import prefetching
 from tests.support.fake_hub import FakeHub
 from tests.support.saved_models import saved
 
@@ -21,18 +23,29 @@ def served(root: Path, cache: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator
     """A fake Hub that this process takes for the real one: huggingface_hub read its address when it was imported."""
     with FakeHub(root) as hub:
         monkeypatch.setattr(constants, "ENDPOINT", hub.url)
+        monkeypatch.setattr(hf_api.api, "endpoint", hub.url)  # of the functions that are methods of one HfApi
         monkeypatch.setattr(
             constants, "HUGGINGFACE_CO_URL_TEMPLATE", hub.url + "/{repo_id}/resolve/{revision}/{filename}"
         )
         monkeypatch.setattr(constants, "HF_HUB_CACHE", str(cache))
         monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
         monkeypatch.setattr(constants, "HF_HUB_DISABLE_XET", True)
+        for name in ("HF_HUB_ETAG_TIMEOUT", "HF_HUB_DOWNLOAD_TIMEOUT"):  # 10 s pass quickly on a machine under load
+            monkeypatch.setattr(constants, name, 120)
         for name, value in hub.env(cache.parent).items():
             monkeypatch.setenv(name, value)
         monkeypatch.setenv("HF_HUB_DISABLE_PROGRESS_BARS", "1")
         close_session()  # a client keeps the proxies of the environment that it was made in
         yield hub
+        let_downloads_end()
         close_session()
+
+
+def let_downloads_end() -> None:
+    """Waits for what a command that ended early left to a daemon: in this process it does not end with the command."""
+    for thread in threading.enumerate():
+        if thread.name == prefetching.THREAD:
+            thread.join(120)
 
 
 def template(folder: Path, *, shard: str = "1GB", **options: Any) -> Path:

@@ -1,18 +1,13 @@
-"""Run as a script by a test: on two ranks with sharded weights, every run that the test looks at. Argument: the folder.
-
-One script for all, because starting two processes costs more than what they do.
-"""
+"""On two ranks with sharded weights, every run that a test looks at, for its forked processes."""
 
 import json
 import random
 import shutil
-import sys
+import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
-
-sys.path.insert(0, str(Path(__file__).parents[2]))
 
 import lightning as L
 import torch
@@ -142,8 +137,8 @@ def other_ways(root: Path) -> dict[str, Any]:
     return {"dtypes": sorted(dtypes)}
 
 
-if __name__ == "__main__":
-    folder = Path(sys.argv[1])
+def run(folder: Path) -> int:
+    warnings.simplefilter("ignore")  # of Lightning and torch among themselves
     facts = watched(folder / "watched")
     dropping_out(folder / "bare", [])
     dropping_out(folder / "seen", [Noisy(), Trajectory(batches=RandomText()), Coupling(batches=RandomText(), k=(2,))])
@@ -156,3 +151,4 @@ if __name__ == "__main__":
     facts |= other_ways(folder)
     if torch.distributed.get_rank() == 0:
         (folder / "facts.json").write_text(json.dumps(facts))
+    return 0

@@ -1,10 +1,7 @@
 """Two ranks with sharded weights on the CPU: what one rank trains, saves and measures, and not a bit more."""
 
 import json
-import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -23,21 +20,19 @@ from lit_layers.training import sharding
 from lit_layers.training.checkpoint_io import saved_steps, step_folder
 from lit_layers.training.resume import ResumeCheckpoint
 from lit_layers.training.run_log import RunLog
+from tests.support import sharded_run
+from tests.support.forked import run_ranks
 from tests.support.sharded_run import analyses, watching
 from tests.support.tiny_training import CONFIG, VOCABULARY, fit, module
 
 ROOT = Path(__file__).parents[2]
-SCRIPT = ROOT / "tests" / "support" / "sharded_run.py"
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
     """Every sharded run, by one start of two processes."""
     folder = tmp_path_factory.mktemp("sharded")
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"}
-    command = [sys.executable, str(SCRIPT), str(folder)]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=500)
-    assert done.returncode == 0, done.stderr[-3000:]
+    assert run_ranks(lambda: sharded_run.run(folder)) == [0, 0]
     return folder
 
 

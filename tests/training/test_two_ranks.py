@@ -1,16 +1,11 @@
 """Two processes on the CPU measure what one measures, and train on the same batches."""
 
-import os
-import subprocess
-import sys
-from pathlib import Path
-
 import pytest
 
 from lit_layers import records
 from lit_layers.training.checkpoint_io import saved_steps, step_folder
-
-SCRIPT = Path(__file__).parents[1] / "support" / "ranks_run.py"
+from tests.support import ranks_run, resumed_ranks_run
+from tests.support.forked import run_ranks
 
 
 @pytest.fixture(scope="module")
@@ -18,10 +13,7 @@ def runs(tmp_path_factory):
     roots = {}
     for ranks in (1, 2):
         roots[ranks] = tmp_path_factory.mktemp(f"ranks{ranks}")
-        environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"}
-        command = [sys.executable, str(SCRIPT), str(roots[ranks]), str(ranks)]
-        done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
-        assert done.returncode == 0, done.stderr[-3000:]
+        assert run_ranks(lambda ranks=ranks: ranks_run.run(roots[ranks], ranks), ranks) == [0] * ranks
     return roots
 
 
@@ -49,10 +41,7 @@ def test_two_ranks_record_every_analysis_once_in_order_with_the_same_values(runs
 
 @pytest.mark.slow
 def test_two_ranks_go_on_with_the_same_dropout_and_end_in_the_same_bits(tmp_path):
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"}
-    command = [sys.executable, str(SCRIPT.with_name("resumed_ranks_run.py")), str(tmp_path)]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0, done.stderr[-3000:]
+    assert run_ranks(lambda: resumed_ranks_run.run(tmp_path)) == [0, 0]
     whole, parts = tmp_path / "whole", tmp_path / "parts"
     assert saved_steps(whole) == [0, 6]
     assert saved_steps(parts) == [0, 3, 6]
