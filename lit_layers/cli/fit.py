@@ -19,6 +19,7 @@ from yaml import YAMLError
 from lit_layers import run_lock
 from lit_layers.analyses.base import Analysis
 from lit_layers.cli.closing import print_closing
+from lit_layers.cli.stopping import TERMINATED, finish_first
 from lit_layers.cli.trust import HELP, RecipeParser, trust_code
 from lit_layers.errors import InputError
 from lit_layers.report import WandbMirror, write_report
@@ -37,7 +38,7 @@ from lit_layers.training.run_folder import (
 )
 from lit_layers.training.run_log import RunLog
 
-INTERRUPTED, TERMINATED = 130, 143
+INTERRUPTED = 130
 TRAINER_DEFAULTS = {
     "logger": False,
     "enable_checkpointing": False,
@@ -127,7 +128,17 @@ class FitCLI(LightningCLI):
         options = dict(own.trainer)
         theirs = options.get("callbacks") or []
         seed = StepSeed(self.config["seed_everything"] or 0)
-        callbacks = [self.folder, *theirs, seed, run_log, self.series, self.emergence, progress, self.resumable]
+        callbacks = [
+            _FinishStep(),
+            self.folder,
+            *theirs,
+            seed,
+            run_log,
+            self.series,
+            self.emergence,
+            progress,
+            self.resumable,
+        ]
         precision = options.get("precision") or _best_precision(options["accelerator"])
         plugins = plugins_with_cluster(options.get("plugins"))
         try:
@@ -144,6 +155,13 @@ class FitCLI(LightningCLI):
         """Whether the run goes on in its own folder, not from another run's state."""
         state = self.resume_from
         return state is None or state.state.resolve().is_relative_to(root.resolve())
+
+
+class _FinishStep(L.Callback):
+    """From the first step on SIGTERM is for `ResumeCheckpoint`, which ends the run where a step is whole."""
+
+    def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        finish_first()
 
 
 def main(argv: list[str]) -> int:
@@ -240,6 +258,7 @@ def _beginning(point: ResumePoint | None, origin: Origin) -> str | None:
 
 def _close(cli: FitCLI, seconds: float, code: int, last_step: int) -> None:
     """Facts, closing table, page, mirror. A trouble here is told and hides neither the run's own end nor the rest."""
+    finish_first()
     root, mirror = Path(cli.own.root), cli.own.wandb
     try:
         cli.folder.close(

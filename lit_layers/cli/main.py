@@ -44,6 +44,23 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _run(command: str, rest: list[str]) -> int:
+    if command == "sweep":  # passes SIGTERM on to its cells, which heed it
+        return _ended(command, rest)
+    from lit_layers.cli.stopping import TERMINATED, stopping
+
+    with stopping() as stop:
+        try:
+            code = _ended(command, rest)
+        except SystemExit:
+            if not stop.asked:
+                raise
+            code = TERMINATED
+    if stop.asked:
+        print(f"lit-layers {command}: ended by SIGTERM", file=sys.stderr)
+    return TERMINATED if stop.asked else code
+
+
+def _ended(command: str, rest: list[str]) -> int:
     from lit_layers.errors import InputError, RunLostError
 
     try:

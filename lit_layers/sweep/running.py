@@ -1,5 +1,6 @@
 """Cells run to their end, several at a time, each in a process of its own."""
 
+import math
 import os
 import signal
 import subprocess
@@ -13,6 +14,7 @@ from typing import IO, Any
 from lit_layers.sweep.cells import FAILED, CellFolder
 
 _LOOK, _LOOK_AGAIN = 0.1, 2.0  # seconds: between two looks at our own runs, and at cells that another process has
+_PATIENCE = 55.0  # seconds that runs have to end
 # A cell is a run of its own on this machine: it is no rank of the job or agent that started the sweep.
 _NOT_OF_A_CELL = (
     *("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "MASTER_ADDR", "MASTER_PORT"),
@@ -53,7 +55,7 @@ def run_cells(
                 if stop.signal is not None:
                     waiting.clear()
                     for run in running.values():
-                        run.stop(at_once=stop.count > 1)
+                        run.stop(at_once=stop.count > 1 or stop.is_late())
                 for worker, run in list(running.items()):
                     if run.has_ended():
                         del running[worker]
@@ -149,7 +151,7 @@ class _Stop:
 
     def __init__(self) -> None:
         self.signal: int | None = None
-        self.count = 0
+        self.count, self._since = 0, math.inf
 
     def __enter__(self) -> "_Stop":
         self._before = {number: signal.signal(number, self._note) for number in (signal.SIGINT, signal.SIGTERM)}
@@ -161,3 +163,8 @@ class _Stop:
 
     def _note(self, number: int, _: Any) -> None:
         self.signal, self.count = self.signal or number, self.count + 1
+        self._since = min(self._since, time.monotonic())
+
+    def is_late(self) -> bool:
+        """Whether runs have had the time that a command takes at most to end."""
+        return time.monotonic() > self._since + _PATIENCE

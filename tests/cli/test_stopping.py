@@ -1,0 +1,134 @@
+"""SIGTERM: a command ends by itself, within its limit where it cannot, at once upon a second one."""
+
+import hashlib
+import os
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import yaml
+
+from lit_layers.cli import fit, report, stopping
+from lit_layers.cli.main import main
+from lit_layers.training.checkpoint_io import saved_steps
+from tests.cli.test_fit import RECIPE
+from tests.support.forked import run_forked
+
+pytestmark = pytest.mark.skipif(sys.platform == "win32", reason="needs fork and signals")
+
+
+def terminate(*after: float) -> None:
+    """Sends this process SIGTERM after so many seconds each."""
+    for seconds in after:
+        threading.Timer(seconds, os.kill, (os.getpid(), signal.SIGTERM)).start()
+
+
+def ended(work: Callable[[], None], monkeypatch: pytest.MonkeyPatch, *, limit: float, signals: tuple[float, ...]):
+    """Exit code and seconds of a command that does `work`, in a process of its own."""
+
+    def run(_: list[str]) -> int:
+        terminate(*signals)
+        work()
+        return 0
+
+    monkeypatch.setattr(report, "main", run)
+    monkeypatch.setattr(stopping, "LIMIT", limit)
+    started = time.monotonic()
+    return run_forked(lambda: main(["report"])), time.monotonic() - started
+
+
+def deaf() -> None:
+    while True:
+        try:
+            time.sleep(60)
+        except SystemExit:
+            continue
+
+
+def in_foreign_code() -> None:
+    hashlib.pbkdf2_hmac("sha512", b"", b"", 2**31 - 1)  # many minutes in which no Python handler runs
+
+
+def test_a_command_is_left_in_order(tmp_path, monkeypatch):
+    def work() -> None:
+        try:
+            time.sleep(60)
+        finally:
+            (tmp_path / "tidied").touch()
+
+    code, seconds = ended(work, monkeypatch, limit=50, signals=(0.1,))
+    assert (code, (tmp_path / "tidied").exists()) == (143, True)
+    assert seconds < 20
+
+
+@pytest.mark.parametrize("work", [deaf, in_foreign_code])
+@pytest.mark.parametrize(("limit", "signals"), [(0.5, (0.1,)), (50, (0.1, 1.5))], ids=["limit", "second signal"])
+def test_one_that_does_not_heed_it_is_ended(work, limit, signals, monkeypatch):
+    code, seconds = ended(work, monkeypatch, limit=limit, signals=signals)
+    assert code == 143
+    assert seconds < 20
+
+
+def test_two_signals_of_one_scheduler_are_one(tmp_path, monkeypatch):
+    def work() -> None:
+        try:
+            time.sleep(60)
+        finally:
+            time.sleep(0.5)
+            (tmp_path / "tidied").touch()
+
+    assert ended(work, monkeypatch, limit=50, signals=(0.1, 0.3))[0] == 143
+    assert (tmp_path / "tidied").exists()
+
+
+def test_a_signal_to_a_child_is_not_its_parents(monkeypatch):
+    def work() -> None:
+        child = os.fork()
+        if child == 0:
+            time.sleep(60)
+        os.kill(child, signal.SIGTERM)
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == -signal.SIGTERM
+        time.sleep(0.5)
+
+    assert ended(work, monkeypatch, limit=0.1, signals=())[0] == 0
+
+
+def test_what_was_there_before_is_there_afterwards(monkeypatch):
+    before = signal.getsignal(signal.SIGTERM)
+    monkeypatch.setattr(report, "main", lambda _: 0)
+    assert main(["report"]) == 0
+    assert signal.getsignal(signal.SIGTERM) == before
+    assert signal.set_wakeup_fd(-1) == -1
+
+
+@pytest.mark.slow
+def test_a_page_under_way_is_written_and_a_corpus_under_way_is_not_waited_for(tmp_path, corpus, monkeypatch):
+    recipe, write = tmp_path / "recipe.yaml", fit.write_report
+    recipe.write_text(
+        yaml.safe_dump({**RECIPE, "corpus": str(corpus), "trainer": {**RECIPE["trainer"], "max_steps": 1}})
+    )
+
+    def slow_page(root: Path) -> Path:
+        terminate(0.0)
+        time.sleep(0.2)
+        return write(root)
+
+    command = ["fit", "--config", str(recipe), "--root", str(tmp_path / "run")]
+    monkeypatch.setattr(fit, "write_report", slow_page)
+    assert run_forked(lambda: main(command)) == 143
+    assert (tmp_path / "run" / "report.html").exists()
+    assert saved_steps(tmp_path / "run") == [0, 1]
+
+    def preparing(self) -> None:
+        terminate(0.0)
+        time.sleep(60)
+
+    monkeypatch.setattr("lit_layers.training.datamodules.LitTextData.prepare_data", preparing)
+    started = time.monotonic()
+    assert run_forked(lambda: main([*command, "--root", str(tmp_path / "other")])) == 143
+    assert time.monotonic() - started < 40
+    assert not (tmp_path / "other").exists()
