@@ -2,6 +2,7 @@
 
 import contextlib
 import logging
+import sys
 import time
 import warnings
 from pathlib import Path
@@ -24,6 +25,7 @@ from lit_layers.cli.trust import HELP, RecipeParser, trust_code
 from lit_layers.errors import InputError
 from lit_layers.report import WandbMirror, write_report
 from lit_layers.training import EmergenceCallback, SeriesCheckpoint
+from lit_layers.training.divergence import DivergedError
 from lit_layers.training.environment import is_first_rank, plugins_with_cluster, refuse_another_number_of_ranks
 from lit_layers.training.origin import Origin, axis_step, kept
 from lit_layers.training.progress import StepProgress
@@ -38,7 +40,7 @@ from lit_layers.training.run_folder import (
 )
 from lit_layers.training.run_log import RunLog
 
-INTERRUPTED = 130
+DIVERGED, INTERRUPTED = 3, 130
 TRAINER_DEFAULTS = {
     "logger": False,
     "enable_checkpointing": False,
@@ -165,7 +167,7 @@ class _FinishStep(L.Callback):
 
 
 def main(argv: list[str]) -> int:
-    """Trains and returns 0, 130 where the user stopped it, 143 after SIGTERM; the report is written either way."""
+    """Trains and returns 0, 3 where it diverged, 130 after Ctrl-C, 143 after SIGTERM; the report is written anyway."""
     quieten()
     with contextlib.ExitStack() as held:
         cli = _parse(trust_code(argv), held)
@@ -233,12 +235,16 @@ def _train(cli: FitCLI) -> int:
         code = 0
     except SIGTERMException:
         code = TERMINATED
+    except DivergedError as error:
+        code = DIVERGED
+        if cli.trainer.is_global_zero:
+            print(f"lit-layers fit: {error}", file=sys.stderr)
     except SystemExit:  # Lightning turns Ctrl-C into sys.exit(1) after its callbacks have closed
         code = INTERRUPTED
     finally:
         if cli.folder.started:
             _close(cli, time.perf_counter() - started, code, last_step or axis_step(cli.trainer))
-        if code in (0, TERMINATED):
+        if code in (0, TERMINATED, DIVERGED):
             # Together: torchrun and `srun --kill-on-bad-exit=1` kill the rest when one ends with an error.
             cli.trainer.strategy.barrier()
     return code

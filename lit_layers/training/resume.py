@@ -22,6 +22,7 @@ from lightning.pytorch.utilities.exceptions import SIGTERMException
 from lit_layers.durable import write_json
 from lit_layers.errors import InputError
 from lit_layers.training.checkpoint_io import explained, remove_folder, saved_steps, step_folder, write_folder
+from lit_layers.training.divergence import refuse_diverged_weights
 from lit_layers.training.origin import axis_step
 from lit_layers.training.sharding import SHARDED, are_sharded, refuse_many_files, refuse_unsharded_state
 from lit_layers.training.termination import Termination
@@ -106,6 +107,7 @@ class ResumeCheckpoint(L.Callback):
         self._save(trainer)
 
     def on_save_checkpoint(self, trainer: L.Trainer, pl_module: L.LightningModule, checkpoint: dict[str, Any]) -> None:
+        refuse_diverged_weights(trainer, pl_module, axis_step(trainer), self.folder.parent)  # after their losses
         checkpoint[SHARDED] = are_sharded(trainer.strategy)
 
     def on_load_checkpoint(self, trainer: L.Trainer, pl_module: L.LightningModule, checkpoint: dict[str, Any]) -> None:

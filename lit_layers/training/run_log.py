@@ -13,6 +13,7 @@ from lightning.pytorch.utilities.exceptions import SIGTERMException
 from torch import Tensor
 
 from lit_layers.records import Measurement, ScalarLog
+from lit_layers.training.divergence import refuse_diverged_losses
 from lit_layers.training.origin import Origin, axis_step, origin_of
 
 # What a data module counts a step in, and the curve of their speed.
@@ -91,7 +92,7 @@ class RunLog(L.Callback):
         self, trainer: L.Trainer, pl_module: L.LightningModule, batch: Any, batch_idx: int
     ) -> None:
         if self._flush_due:
-            self._flush(trainer)
+            self._flush(trainer, pl_module)
 
     def on_before_optimizer_step(
         self, trainer: L.Trainer, pl_module: L.LightningModule, optimizer: torch.optim.Optimizer
@@ -116,7 +117,7 @@ class RunLog(L.Callback):
             self._flush_due = True
 
     def on_save_checkpoint(self, trainer: L.Trainer, pl_module: L.LightningModule, checkpoint: dict[str, Any]) -> None:
-        self._flush(trainer)
+        self._flush(trainer, pl_module)
         if self._scalars is not None:
             checkpoint["metrics_offset"] = self._scalars.offset
 
@@ -133,17 +134,17 @@ class RunLog(L.Callback):
         self.shown.update(found)
 
     def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        self._flush(trainer)
+        self._flush(trainer, pl_module)
 
     def on_exception(self, trainer: L.Trainer, pl_module: L.LightningModule, exception: BaseException) -> None:
         # SIGTERM ends all ranks at the same batch. Otherwise no collective: the other ranks may be elsewhere, and the
         # last rows then hold this rank's losses.
-        self._flush(trainer, reduce=isinstance(exception, SIGTERMException) and not trainer.validating)
+        self._flush(trainer, pl_module, reduce=isinstance(exception, SIGTERMException) and not trainer.validating)
 
     def teardown(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
         # A last step outside the schedule is measured when the training has ended, after this callback's own turn.
         if self._measurements:
-            self._flush(trainer, reduce=False)
+            self._flush(trainer, pl_module, reduce=False)
 
     def _paused(self, trainer: L.Trainer) -> float:
         """Seconds spent so far on anything but training: saving, measuring, validating."""
@@ -163,11 +164,14 @@ class RunLog(L.Callback):
         self._extra.setdefault(axis_step(trainer), {}).update(speed)
         self.shown.update(speed)
 
-    def _flush(self, trainer: L.Trainer, *, reduce: bool = True) -> None:
+    def _flush(self, trainer: L.Trainer, pl_module: L.LightningModule, *, reduce: bool = True) -> None:
         """Closes every row up to the current step; one transfer from the device for all of them.
 
         What is on disk comes first: a mirror may fail, and whatever breaks off here is written again by the next flush
         (equal rows of one step are one).
+
+        Raises:
+            DivergedError: on all ranks, where a loss is none.
         """
         self._flush_due = False
         rows = self._rows(trainer, reduce)
@@ -181,6 +185,9 @@ class RunLog(L.Callback):
             for number in sorted(rows):
                 tokens = self._tokens(number).get("tokens")
                 self.mirror.log_step(number, tokens, rows[number], measurements.get(number, []))
+        if reduce:
+            losses = {number: row["train/loss"] for number, row in rows.items() if "train/loss" in row}
+            refuse_diverged_losses(trainer, pl_module, losses, self.file.parent)
 
     def _rows(self, trainer: L.Trainer, reduce: bool) -> dict[int, dict[str, float]]:
         rows: dict[int, dict[str, float]] = {step: {} for step in self._measurements}
