@@ -23,7 +23,7 @@ from lit_layers.cli.closing import print_closing
 from lit_layers.cli.stopping import TERMINATED, finish_first
 from lit_layers.cli.trust import HELP, RecipeParser, trust_code
 from lit_layers.errors import InputError
-from lit_layers.report import WandbMirror, write_report
+from lit_layers.report import MirrorAside, WandbMirror, write_report
 from lit_layers.training import EmergenceCallback, SeriesCheckpoint
 from lit_layers.training.divergence import DivergedError
 from lit_layers.training.environment import is_first_rank, plugins_with_cluster, refuse_another_number_of_ranks
@@ -112,13 +112,14 @@ class FitCLI(LightningCLI):
         self.console = Console()
         self.resume_from = self._resume_point()
         goes_on = own.resume is not None and is_a_run(root) and self._is_inside(root)
-        run_log = RunLog(root, own.wandb, resume=goes_on)
+        self.mirror = None if own.wandb is None else MirrorAside(own.wandb)
+        run_log = RunLog(root, self.mirror, resume=goes_on)
         progress = StepProgress(run_log, console=self.console)
         text = self.parser.dump(self.config, skip_none=False)
         options_given = yaml.safe_load(text)
         if goes_on:
             refuse_another_run(root, options_given)
-        self.folder = RunFolder(root, config=text, options=options_given, mirror=own.wandb, resume=goes_on)
+        self.folder = RunFolder(root, config=text, options=options_given, mirror=self.mirror, resume=goes_on)
         self.series = SeriesCheckpoint(own.steps, root)
         name = name_of_run(root) if goes_on else None
         if goes_on and getattr(own.model, "init_from", None) and (begun := kept(root, origin_in(root))) is not None:
@@ -265,7 +266,7 @@ def _beginning(point: ResumePoint | None, origin: Origin) -> str | None:
 def _close(cli: FitCLI, seconds: float, code: int, last_step: int) -> None:
     """Facts, closing table, page, mirror. A trouble here is told and hides neither the run's own end nor the rest."""
     finish_first()
-    root, mirror = Path(cli.own.root), cli.own.wandb
+    root, mirror = Path(cli.own.root), cli.mirror
     try:
         cli.folder.close(
             seconds=seconds,

@@ -40,7 +40,13 @@ def main(argv: list[str] | None = None) -> int:
         os.environ.setdefault("PYTHONSAFEPATH", "1")
     # torch reads it at import; two threads on two shared cores measured 8 x slower than one.
     os.environ.setdefault("OMP_NUM_THREADS", "1")
-    return _run(command, rest)
+    code = _run(command, rest)
+    aside = sys.modules.get("lit_layers.report.wandb_aside")
+    if is_own_process and aside is not None and aside.abandoned:  # W&B would wait at the interpreter's end
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
+    return code
 
 
 def _run(command: str, rest: list[str]) -> int:

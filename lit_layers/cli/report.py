@@ -19,7 +19,7 @@ def main(argv: list[str]) -> int:
     """Writes what the options ask for, prints where it is, and returns 0."""
     options = _parser().parse_args(argv)
     from lit_layers.plots.labels import listing
-    from lit_layers.report import facts, provenance, write_report
+    from lit_layers.report import MirrorAside, facts, provenance, write_report
 
     settings = options.settings.split(",") if options.settings is not None else ()
     run = facts.read_run(options.root, settings=settings)
@@ -46,7 +46,7 @@ def main(argv: list[str]) -> int:
             print(path)
     print(write_report(options.root, options.out, allow_suspect=options.allow_suspect, settings=settings))
     if options.wandb:
-        mirror = _mirror(run.about)
+        mirror = MirrorAside(_mirror(run.about), patient=True)
         config = run.about.get("config") or {}
         mirror.open(options.root, run_id=_run_id(run), config=config, allow_suspect=options.allow_suspect)
         mirror.finish()

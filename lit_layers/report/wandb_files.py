@@ -12,8 +12,9 @@ from typing import Any
 AXIS = "trainer/global_step"
 _BLOCK, _HEAD = 32768, 7
 _FULL, _FIRST, _LAST = 1, 2, 4
-# W&B's own process outlives a killed one by up to two seconds and may still write what it had received.
-_SETTLED = 3.0
+# Seconds: W&B's own process outlives a killed one by up to two and may still write what it had received; all files
+# together are waited for no longer than that.
+_SETTLED, _LONGEST = 3.0, 15.0
 
 
 @dataclass
@@ -41,15 +42,23 @@ def mirrored(files: list[Path], *, before: int | None = None) -> Mirrored:
 
     Waits until a process that was just killed has written its last.
     """
-    found = Mirrored()
+    found, deadline = Mirrored(), time.monotonic() + _LONGEST
     for file in files:
-        while True:
-            kinds = _read_into(found, file, before)
-            age = time.time() - file.stat().st_mtime
-            if "exit" in kinds or age > _SETTLED:
-                break
-            time.sleep(max(0.1, _SETTLED - age))
+        if "exit" not in _read_into(found, file, before):
+            _wait_until_quiet(file, deadline)
+            _read_into(found, file, before)
     return found
+
+
+def _wait_until_quiet(file: Path, deadline: float) -> None:
+    """Until it has not grown for a while; its age says little, as clocks are set and those of file servers differ."""
+    if time.time() - file.stat().st_mtime > _SETTLED:
+        return
+    size, since = file.stat().st_size, time.monotonic()
+    while time.monotonic() < min(since + _SETTLED, deadline):
+        time.sleep(0.1)
+        if file.stat().st_size != size:
+            size, since = file.stat().st_size, time.monotonic()
 
 
 def _read_into(found: Mirrored, file: Path, before: int | None) -> set[str]:

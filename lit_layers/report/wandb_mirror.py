@@ -57,6 +57,7 @@ class WandbMirror:
         entity: the team or user; None: the key's own.
         name: the run's name at W&B; None: that of its folder.
         init_timeout: seconds to wait for the server.
+        timeout: seconds that a training waits for W&B at its start and at its end; between them it does not wait.
     """
 
     def __init__(
@@ -69,9 +70,11 @@ class WandbMirror:
         group: str | None = None,
         tags: Sequence[str] = (),
         init_timeout: float = 8.0,
+        timeout: float = 60.0,
     ) -> None:
         self.project, self.mode, self.entity, self.name = project, mode, entity, name
-        self.group, self.tags, self.init_timeout = group, tuple(tags), init_timeout
+        self.group, self.tags = group, tuple(tags)
+        self.init_timeout, self.timeout = init_timeout, timeout
         self._message = ""
         self._run: Any = None
         self._wandb: Any = None
@@ -83,37 +86,50 @@ class WandbMirror:
         self._data_dir: str | None = None
 
     def open(self, root: str | Path, *, run_id: str, config: Mapping[str, Any], allow_suspect: bool = False) -> None:
-        """Starts or resumes the run and sends what W&B does not have of it yet.
+        """Starts or resumes the run and sends what W&B does not have of it yet: `start`, then `catch_up`."""
+        self.start(root, run_id=run_id, config=config, allow_suspect=allow_suspect)
+        self.catch_up()
+
+    def start(self, root: str | Path, *, run_id: str, config: Mapping[str, Any], allow_suspect: bool = False) -> None:
+        """Starts or resumes the run.
 
         Checkpoints that an audit found suspect are left out of curves and table, unless `allow_suspect`.
 
         Raises:
-            InputError: where `mode` is online and W&B cannot be reached, or one of the run's files is corrupt.
+            InputError: where `mode` is online and W&B cannot be reached.
         """
         self.root, self._table_is_due, self._defined = Path(root), False, set()
-        self._allow_suspect = allow_suspect
+        self._allow_suspect, self._data_dir = allow_suspect, os.environ.get("WANDB_DATA_DIR")
         mode = self._chosen_mode()
         if mode == "disabled":
             return
         self._wandb = _import_wandb()
         if self._wandb is None:
             install = "pip install 'lit_layers[wandb]'"
-            self._say(f"W&B: not installed, so nothing is mirrored; {install}, then {self._catch_up()}")
+            self._say(f"W&B: not installed, so nothing is mirrored; {install}, then {self._adds_later()}")
             return
         self._errors = _errors(self._wandb)
         if not self._take_lock():
             self._say(f"W&B: another process mirrors {self.root} already, so this one does not")
             return
-        files = run_files(self.root, run_id)
-        while any(time.strftime("%Y%m%d_%H%M%S") in file.parent.name for file in files):
-            time.sleep(0.1)  # W&B names a run's folder by the second, and would take an old one for the new
+        self._files = run_files(self.root, run_id)
+        for _ in range(20):  # W&B names a run's folder by the second, and would take an old one for the new
+            if any(time.strftime("%Y%m%d_%H%M%S") in file.parent.name for file in self._files):
+                time.sleep(0.1)
         self._start(mode, run_id, dict(config))
+
+    def catch_up(self) -> None:
+        """Sends what W&B does not have of the run's files.
+
+        Raises:
+            InputError: where one of them is corrupt.
+        """
         if self._run is None:
             return
         online = self._run.settings.mode != "offline"
         # What a crash kept from the server is sent again; what only the server has is known by its number alone.
         self._server_rows = (self._run.starting_step or 0) if online else 0
-        files = [file for file in files if not online or _is_online(file)]
+        files = [file for file in self._files if not online or _is_online(file)]
         self._known = mirrored(files, before=self._server_rows if online else None)
         self._draws = importlib.util.find_spec("plotly") is not None
         self._plain = plain_settings(records.read(self.root / "measurements.jsonl"))
@@ -138,14 +154,14 @@ class WandbMirror:
             self._send(step, new | ({} if tokens is None else {"tokens": tokens}))
 
     def finish(self, exit_code: int = 0) -> None:
-        """Adds the table of all numbers and closes the run; `log_step` does nothing from here on."""
-        if self._run is not None:
+        """Closes the run, with the table of all numbers where it ended well; `log_step` does nothing from here on."""
+        if self._run is not None and exit_code == 0:  # one that was cut short is gone on with, and sends it at its end
             self._log_table()
         if self._run is not None:
             try:
                 self._run.finish(exit_code=exit_code)
             except self._errors as error:
-                self._give_up(error)
+                self.give_up(_first_line(error))
             else:
                 self._stop()
 
@@ -164,7 +180,6 @@ class WandbMirror:
     def _start(self, mode: str, run_id: str, config: dict[str, Any]) -> None:
         """Sets the run, or leaves it None and says why."""
         # Tables and figures are staged before they are logged: inside the run's folder, not in the user's home.
-        self._data_dir = os.environ.get("WANDB_DATA_DIR")
         os.environ["WANDB_DATA_DIR"] = str(self.root.resolve() / "wandb")
         if mode == "auto" and not _has_credentials(self._wandb):
             logger.warning("W&B: no API key, so the run is mirrored offline")
@@ -180,7 +195,7 @@ class WandbMirror:
                 raise InputError(
                     f"wandb.mode online: W&B cannot be reached ({_first_line(error)}); try auto"
                 ) from error
-            self._say(f"W&B: cannot start ({_first_line(error)}), so nothing is mirrored; {self._catch_up()}")
+            self._say(f"W&B: cannot start ({_first_line(error)}), so nothing is mirrored; {self._adds_later()}")
             return
         except ValueError as error:  # of its settings, e.g. a variable WANDB_... that it does not understand
             self._stop()
@@ -307,7 +322,7 @@ class WandbMirror:
             axis = {} if step is None else {AXIS: step}
             self._run.log({**row, **axis}, step=number, commit=True)
         except self._errors as error:
-            self._give_up(error)
+            self.give_up(_first_line(error))
 
     def _define(self, name: str) -> None:
         # By exact name: competing globs are resolved in random order.
@@ -343,12 +358,14 @@ class WandbMirror:
         folders = sorted((self.root / "wandb").glob(f"offline-run-*-{self._run.id}"))
         return f"W&B          offline; upload it with: wandb sync {' '.join(shlex.quote(str(f)) for f in folders)}"
 
-    def _catch_up(self) -> str:
+    def _adds_later(self) -> str:
         return f"`lit-layers report {shlex.quote(str(self.root))} --wandb` adds what is missing later"
 
-    def _give_up(self, error: BaseException) -> None:
-        self._say(f"W&B: stopped ({_first_line(error)}); the run goes on, {self._catch_up()}")
+    def give_up(self, reason: str) -> str:
+        """Sends nothing more, and returns the sentence that says so."""
+        self._say(f"W&B: stopped ({reason.splitlines()[0]}); the run goes on, {self._adds_later()}")
         self._stop()
+        return self._message
 
     def _say(self, sentence: str) -> None:
         self._message = sentence

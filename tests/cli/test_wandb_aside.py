@@ -1,0 +1,178 @@
+"""Nothing that W&B does stops or delays a training, whatever it raises and however long it hangs."""
+
+import os
+import sys
+import threading
+import time
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import yaml
+
+from lit_layers import records
+from lit_layers.cli.main import main
+from lit_layers.errors import InputError
+from lit_layers.report import MirrorAside, WandbMirror, wandb_aside, wandb_files
+from lit_layers.training.checkpoint_io import saved_steps, step_folder
+from tests.cli.test_fit import RECIPE
+from tests.support.runs import make_run
+
+wandb = pytest.importorskip("wandb")
+
+
+@pytest.fixture
+def release():
+    """Lets calls that hang go on when the test is over."""
+    event = threading.Event()
+    yield event
+    event.set()
+
+
+@pytest.fixture(autouse=True)
+def none_before(monkeypatch):
+    monkeypatch.setattr(wandb_aside, "abandoned", [])
+
+
+class FakeRun:
+    """A run that does as it is told at one of its calls."""
+
+    id, url, starting_step = "a1b2c3d4", "https://wandb.example/run", 0
+
+    def __init__(self, where: str, what) -> None:
+        self.where, self.what, self.rows = where, what, []
+        self.settings = SimpleNamespace(mode="online")
+
+    def init(self, **_: object) -> "FakeRun":
+        self._do("init")
+        return self
+
+    def define_metric(self, *_: object, **__: object) -> None: ...
+
+    def log(self, row: dict, **_: object) -> None:
+        if len(self.rows) == 2:
+            self._do("log")
+        self.rows.append(row)
+
+    def finish(self, **_: object) -> None:
+        self._do("finish")
+
+    def _do(self, here: str) -> None:
+        if here == self.where:
+            self.what()
+
+
+def fail(error: BaseException):
+    def what() -> None:
+        raise error
+
+    return what
+
+
+def fake(monkeypatch, where: str, what) -> FakeRun:
+    run = FakeRun(where, what)
+    monkeypatch.setattr(wandb, "init", run.init)
+    return run
+
+
+ERRORS = [RuntimeError("one\ntwo"), TypeError("one"), AssertionError("one"), SystemExit("one")]
+
+
+@pytest.mark.parametrize("error", ERRORS)
+@pytest.mark.parametrize("where", ["init", "log", "finish"])
+def test_whatever_it_raises_is_one_sentence_and_no_error(error, where, tmp_path, monkeypatch):
+    fake(monkeypatch, where, fail(error))
+    root = make_run(tmp_path / "run", steps=(0, 1, 2, 4), layers=2)
+    mirror = MirrorAside(WandbMirror(mode="online"))
+    mirror.open(root, run_id="a1b2c3d4", config={})
+    mirror.log_step(5, None, {"train/loss": 1.0}, [])
+    mirror.finish()
+    said = mirror.closing_line()
+    assert said == (
+        f"W&B: stopped (one); the run goes on, `lit-layers report {root} --wandb` adds what is missing later"
+    )
+
+
+@pytest.mark.parametrize("where", ["init", "log", "finish"])
+def test_one_that_hangs_is_waited_for_no_longer_than_its_limit(where, tmp_path, monkeypatch, release):
+    fake(monkeypatch, where, release.wait)
+    mirror = MirrorAside(WandbMirror(mode="online", timeout=0.5))
+    started = time.monotonic()
+    mirror.open(make_run(tmp_path / "run", steps=(0, 1), layers=2), run_id="a1b2c3d4", config={})
+    for step in range(2, 1000):
+        mirror.log_step(step, None, {"train/loss": 1.0}, [])
+    mirror.finish()
+    assert time.monotonic() - started < 10
+    assert "W&B: stopped (no answer within 0 s)" in mirror.closing_line()
+    assert wandb_aside.abandoned == [mirror]
+
+
+def test_one_that_does_not_keep_up_is_given_up(tmp_path, monkeypatch, release):
+    fake(monkeypatch, "log", release.wait)
+    monkeypatch.setattr(wandb_aside, "_STEPS", 50)
+    mirror = MirrorAside(WandbMirror(mode="online"))
+    mirror.open(make_run(tmp_path / "run", steps=(0, 1), layers=2), run_id="a1b2c3d4", config={})
+    for step in range(2, 100):
+        mirror.log_step(step, None, {"train/loss": 1.0}, [])
+    mirror.finish()
+    assert "W&B: stopped (it does not keep up)" in mirror.closing_line()
+
+
+def test_what_it_refuses_to_start_with_is_still_refused(tmp_path, monkeypatch, caplog):
+    fake(monkeypatch, "init", fail(wandb.errors.CommError("no route")))
+    with pytest.raises(InputError, match=r"W&B cannot be reached \(no route\); try auto"):
+        MirrorAside(WandbMirror(mode="online")).open(tmp_path, run_id="a1b2c3d4", config={})
+    assert caplog.text == ""
+
+
+def test_the_long_table_is_sent_once_at_the_end_of_a_run_that_was_interrupted(tmp_path, monkeypatch):
+    run, root = fake(monkeypatch, "nowhere", None), make_run(tmp_path / "run", steps=(0, 1), layers=2)
+    for exit_code, tables in ((143, 0), (130, 0), (0, 1)):
+        mirror = MirrorAside(WandbMirror(mode="online"))
+        mirror.open(root, run_id="a1b2c3d4", config={})
+        mirror.finish(exit_code)
+        assert sum("emergence" in row for row in run.rows) == tables
+
+
+def test_a_clock_an_hour_off_is_not_waited_for(tmp_path, monkeypatch):
+    file = tmp_path / "run-a1b2c3d4.wandb"
+    file.write_bytes(b"\0" * 100)
+    os.utime(file, (time.time() + 3600,) * 2)
+    monkeypatch.setattr(wandb_files, "_SETTLED", 0.3)
+    started = time.monotonic()
+    wandb_files.mirrored([file])
+    assert 0.25 < time.monotonic() - started < 5
+
+
+def test_a_file_that_still_grows_is_waited_for(tmp_path, monkeypatch):
+    file = tmp_path / "run-a1b2c3d4.wandb"
+    file.write_bytes(b"\0" * 100)
+    monkeypatch.setattr(wandb_files, "_SETTLED", 0.5)
+    growing = threading.Timer(0.3, lambda: file.write_bytes(b"\0" * 200))
+    growing.start()
+    started = time.monotonic()
+    wandb_files.mirrored([file])
+    assert time.monotonic() - started > 0.75
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(sys.platform == "win32", reason="compares runs of one process")
+def test_a_training_is_the_same_bit_for_bit_without_with_and_with_one_that_hangs(
+    tmp_path, corpus, monkeypatch, release, capsys
+):
+    options = {**RECIPE, "corpus": str(corpus), "analyses": RECIPE["analyses"][:1]}
+    mirror = {"class_path": "lit_layers.report.WandbMirror", "init_args": {"mode": "online", "timeout": 2.0}}
+    left = {}
+    for name, where in {"without": None, "with": "nowhere", "hangs": "log", "raises": "init"}.items():
+        fake(monkeypatch, where or "", fail(RuntimeError("x")) if where == "init" else release.wait)
+        recipe, root = tmp_path / f"{name}.yaml", tmp_path / name
+        recipe.write_text(yaml.safe_dump({**options, **({"wandb": mirror} if where else {})}))
+        assert main(["fit", "--config", str(recipe), "--root", str(root)]) == 0
+        losses = [row["train/loss"] for row in records.rows(root / "metrics.jsonl")]
+        weights = [(step_folder(root, step) / "model.safetensors").read_bytes() for step in saved_steps(root)]
+        left[name] = losses, weights, [m.records for m in records.read(root / "measurements.jsonl")]
+    assert all(each == left["without"] for each in left.values())
+    said = capsys.readouterr().out
+    assert "W&B: stopped (no answer within 2 s)" in said
+    assert "W&B: stopped (x)" in said
+    assert Path(tmp_path / "hangs" / "report.html").exists()
