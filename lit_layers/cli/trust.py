@@ -8,8 +8,9 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, get_args, get_origin
 
-from jsonargparse import ArgumentParser, Namespace, set_parsing_settings
+from jsonargparse import ArgumentParser, Namespace, add_instantiator, set_parsing_settings
 
+from lit_layers.analyses.base import Analysis
 from lit_layers.cli.messages import REFUSED, one_sentence
 from lit_layers.errors import InputError
 
@@ -138,6 +139,16 @@ def _is_in(name: str, folder: Path) -> bool:
     return any(Path(place).is_relative_to(folder.resolve()) for place in places or ())
 
 
+def _without_code(kind: type[Analysis], *args: Any, **kwargs: Any) -> Analysis:
+    made = kind(*args, **kwargs)
+    if (file := getattr(made, "code_file", None)) is not None:
+        raise InputError(
+            f"task: a recipe names no task file, which is code, got {file}: score it with lit-layers intervene"
+        )
+    return made
+
+
+add_instantiator(_without_code, Analysis)
 set_parsing_settings(
     import_path_denylist=["*"],
     import_path_allowlist=[*PACKAGES],

@@ -107,6 +107,11 @@ class BenchmarkScores(Analysis):
         """What records are tagged with; of a file its name without the ending."""
         return Path(self.task).stem if self.task.endswith((*SUFFIXES, ".yaml")) else self.task
 
+    @property
+    def code_file(self) -> str | None:
+        """A task file of lm-eval, which may call Python beside it and whose templates are code."""
+        return self.task if self.task.endswith(".yaml") else None
+
     def check(self, model: LayeredModel) -> None:
         self._check_options(model)
         self.variants_of(model)

@@ -15,6 +15,7 @@ from lit_layers.cli.analyze_options import Command
 from lit_layers.cli.fit import FitParser
 from lit_layers.cli.main import main
 from lit_layers.cli.trust import RecipeParser
+from lit_layers.models.build import causal_lm, save
 from tests.cli.test_fit import RECIPE
 
 ROOT = Path(__file__).parents[2]
@@ -198,6 +199,26 @@ def test_a_class_with_a_function_as_its_default_is_made(write):
             ]
         )
     assert ended.value.code == 0
+
+
+def test_a_task_file_of_lm_eval_is_code_and_no_recipe_names_one(write, tmp_path, canary, payload, capsys):
+    (tmp_path / "utils.py").write_text(payload)
+    (tmp_path / "evil.yaml").write_text("task: evil\nprocess_docs: !function utils.attack\n")
+    scores = spec(
+        "lit_layers.intervene.BenchmarkScores",
+        task=str(tmp_path / "evil.yaml"),
+        scorer="lm_eval",
+        tokenizer="${tokenizer}",
+        results=str(tmp_path / "results"),
+    )
+    recipe = write("analyses", [scores])
+    assert "a recipe names no task file, which is code" in refused(["fit", "--config", recipe], capsys)
+    file = tmp_path / "analyses.yaml"
+    file.write_text(yaml.safe_dump({"analyses": [scores]}))
+    save(causal_lm("gpt2", n_layer=1, n_embd=8, n_head=2, n_positions=8, vocab_size=300), tmp_path / "model")
+    command = ["analyze", str(tmp_path / "model"), "--tokenizer", "bpe:300", "--config", str(file)]
+    assert "a recipe names no task file, which is code" in refused([*command, "--root", str(tmp_path / "r")], capsys)
+    assert not canary.exists()
 
 
 def test_a_grid_starts_no_program_but_lit_layers_unless_it_is_trusted(tmp_path, canary, payload, capsys):
