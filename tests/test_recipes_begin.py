@@ -41,10 +41,8 @@ def documented() -> Iterator[tuple[str, ...]]:
 
 TOGETHER = sorted(set(documented()))
 OF_IMAGES = [paths for paths in TOGETHER if LISTS + "images.yaml" in paths]
-OF_PYTHON = [
-    paths for paths in TOGETHER if not paths[0].startswith(("recipes/gpt2/", "recipes/series/", "recipes/deit/"))
-]
-
+ELSEWHERE = ("recipes/gpt2/", "recipes/series/", "recipes/deit/")
+OF_PYTHON = [paths for paths in TOGETHER if paths not in OF_IMAGES and not paths[0].startswith(ELSEWHERE)]
 QUICK = [
     ("recipes/series/pythia_70m.yaml", "recipes/analyses/text.yaml"),
 ]
