@@ -89,7 +89,7 @@ def _last_layer(view: LayeredModel, encoded: EncodedTexts) -> list[torch.Tensor]
     found = []
     with torch.no_grad():
         for _, batch in encoded.batches(MAX_TOKENS):
-            inputs = view._inputs(batch)
+            inputs, _ = view._inputs(batch)
             hidden = trunk_of(view.model)(**inputs, use_cache=False).last_hidden_state.double()
             mask = batch["attention_mask"].to(hidden.device)[..., None]
             found.append(((hidden * mask).sum(1) / mask.sum(1)).float().cpu())

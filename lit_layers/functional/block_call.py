@@ -15,6 +15,41 @@ class Unsupported(Exception):
     """The block does something that the one-token route does not know; the message says what."""
 
 
+class Alignment(NamedTuple):
+    """How a batch with padding before its texts is moved to have it behind, and what it gives moved back.
+
+    Places that are padding hold a copy: of the text's first token before it, of its last one behind it.
+    """
+
+    places: Tensor  # (batch, tokens): where each token stands in the batch as it was given
+    ranks: Tensor  # (batch, tokens): the number of each given place among the text's real tokens
+    mask: Tensor  # (batch, tokens), of the moved batch
+    given_mask: Tensor  # (batch, tokens), of the batch as it was given
+
+    @classmethod
+    def of(cls, mask: Tensor) -> "Alignment | None":
+        """Of a mask (batch, tokens); None where all padding is behind the texts already."""
+        real = mask.bool()
+        moved = real.sort(dim=-1, descending=True, stable=True)
+        if bool((moved.values == real).all()):
+            return None
+        first = moved.indices[:, :1].expand_as(moved.indices)
+        ranks = (real.long().cumsum(-1) - 1).clamp(min=0)
+        return cls(torch.where(moved.values, moved.indices, first), ranks, moved.values, real)
+
+    def moved(self, values: Tensor) -> Tensor:
+        """The batch (batch, tokens, *n) with its padding behind."""
+        return _along_tokens(values, self.places)
+
+    def given_back(self, values: Tensor) -> Tensor:
+        """What was found of the moved batch (batch, tokens, *n), as the batch was given."""
+        return _along_tokens(values, self.ranks)
+
+    def of_prompt(self, index: int) -> "Alignment":
+        """Of one prompt of the batch."""
+        return Alignment(*(part[index : index + 1] for part in self))
+
+
 class Call(NamedTuple):
     """A block with the other arguments of one call."""
 
@@ -54,6 +89,10 @@ def evaluating(module: nn.Module) -> Iterator[None]:
     finally:
         for part in training:
             part.training = True
+
+
+def _along_tokens(values: Tensor, places: Tensor) -> Tensor:
+    return values[torch.arange(len(places), device=places.device)[:, None], places]
 
 
 def _cut(value: Any, prompts: Tensor, places: Tensor | None, shape: tuple[int, ...]) -> Any:

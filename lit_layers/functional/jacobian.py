@@ -11,7 +11,7 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
-from lit_layers.functional.block_call import Call, Unsupported, as_call
+from lit_layers.functional.block_call import Alignment, Call, Unsupported, as_call
 from lit_layers.functional.one_token import disagreement, jacobians_by_one_token
 from lit_layers.functional.reverse_mode import jacobians_by_reverse_mode
 
@@ -56,6 +56,20 @@ def block_jacobian(
         ValueError: a token position that a prompt does not have, a prompt without real tokens, half precision.
     """
     _check_hidden(block, hidden)
+    alignment: Alignment | None = getattr(block, "alignment", None)
+    if alignment is not None:  # of a trajectory of texts with padding before them
+        found = block_jacobian(
+            block.aligned(),  # pyright: ignore[reportFunctionMemberAccess]
+            alignment.moved(hidden),
+            out_tokens=out_tokens,
+            in_tokens=in_tokens,
+            mask=alignment.mask,
+            residual=residual,
+            identity=identity,
+            chunk_size=chunk_size,
+            route=route,
+        )
+        return _of_all_places(found, alignment) if in_tokens == "all" else found
     if identity not in ("same_token", "always"):
         raise ValueError(f'expected identity "same_token" or "always", got {identity!r}')
     if route not in ("auto", "cut", "one_token", "plain"):
@@ -103,6 +117,12 @@ def token_places(
     # a stable descending sort of the mask lists the real places first, in order
     order = torch.argsort(mask.to(torch.int8), dim=1, descending=True, stable=True)
     return torch.gather(order, 1, ranks)
+
+
+def _of_all_places(found: Tensor, alignment: Alignment) -> Tensor:
+    """Jacobians (batch, out, tokens, dim, dim) of a moved batch at the places that it was given with."""
+    found = alignment.given_back(found.transpose(1, 2)).transpose(1, 2)
+    return found.masked_fill(~alignment.given_mask[:, None, :, None, None], 0)
 
 
 def _check_hidden(block: Block, hidden: Tensor) -> None:

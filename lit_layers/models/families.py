@@ -150,15 +150,6 @@ def from_zero(config: Any) -> int:
     return 0
 
 
-def always(config: Any) -> bool:
-    return True
-
-
-def without_bias(config: Any) -> bool:
-    """A bias on padding would reach the first tokens through Mamba's convolution."""
-    return not config.use_bias
-
-
 def behind_padding(config: Any) -> int:
     """Of RoBERTa's positions the first ones, up to the number of the padding token, belong to no token."""
     return config.pad_token_id + 1
@@ -179,7 +170,6 @@ class Family:
     residual: bool = True  # a block is x + f(x); False where its norm comes after the addition
     longest: str | None = "max_position_embeddings"  # field of the config: how many tokens a text may have; None: any
     first_position: Callable[[Any], int] = from_zero  # of a config: the number of a text's first token
-    pads_left: Callable[[Any], bool] = always  # of a config: whether padding before a text leaves its states alone
     vision: Vision | None = None  # of models of images
     call: Callable[[Network, Inputs, Options], Any] = by_name
     features: Callable[[Network, Inputs, Options], Any] = trunk_by_name  # the call without a head
@@ -220,7 +210,6 @@ def _mamba(name: str, prefix: str) -> Family:
         head=mamba_head,
         inputs=PLAIN_TEXT[:2],
         longest=None,
-        pads_left=without_bias,
     )
 
 

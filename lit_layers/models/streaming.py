@@ -3,7 +3,7 @@
 import hashlib
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -16,7 +16,7 @@ from lit_layers.models.block_memory import Prefetch, Room, free_memory
 from lit_layers.models.families import trunk_of
 from lit_layers.models.shard_files import ShardFiles
 from lit_layers.models.skeleton import META, name_finder, skeleton
-from lit_layers.models.view import Batch, BlockCall, LayeredModel, evaluating, split_arguments
+from lit_layers.models.view import Batch, BlockCall, LayeredModel, evaluating, mask_of, softened, split_arguments
 
 
 @dataclass(frozen=True, eq=False)
@@ -69,7 +69,7 @@ class StreamedModel(LayeredModel):
             ValueError: a missing column, or a text without a real token.
         """
         with torch.inference_mode(False), torch.no_grad(), evaluating(self.model):
-            inputs = self._inputs(batch)
+            inputs, alignment = self._inputs(batch)
             for in_tuples in (False, True):  # what blocks return is only seen in what their model makes of it
                 calls: list[BlockCall] = []
                 states: list[Tensor] = []
@@ -80,9 +80,13 @@ class StreamedModel(LayeredModel):
                     break
             else:
                 raise RuntimeError(f"the blocks of {type(self.model).__name__} are not called one after the other")
-            mask = inputs.get("attention_mask")
-            mask = states[0].new_ones(states[0].shape[:2], dtype=torch.bool) if mask is None else mask.bool()
-        return Entered(states[0], mask, tuple(calls))
+            hidden, mask = states[0], mask_of(inputs, states[0])
+            if alignment is not None:
+                hidden, mask = alignment.given_back(hidden), alignment.given_mask
+                calls = [replace(call, alignment=alignment) for call in calls]
+            masks: dict = {}
+            calls = [replace(c, args=softened(c.args, masks), kwargs=softened(c.kwargs, masks)) for c in calls]
+        return Entered(hidden, mask, tuple(calls))
 
     @contextmanager
     def resident(self, layer: int, *, following: int | None = None) -> Iterator[None]:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from lit_layers.errors import InputError
-from lit_layers.functional.block_call import SHARED
+from lit_layers.functional.block_call import SHARED, Alignment
 from lit_layers.functional.block_schedules import Step
 from lit_layers.models.families import Network, family_of, trunk_of
 from lit_layers.models.vocabulary import true_vocab_size
@@ -119,8 +119,10 @@ class LayeredModel:
     def trajectory(self, batch: Batch) -> "Trajectory":
         """The hidden states of one batch at every layer, with its logits, without a graph.
 
-        Only the columns the model takes are used. In a padded text, positions count the real tokens, so that padding
-        on either side gives the same states.
+        Only the columns the model takes are used. In a padded text, positions count the real tokens. Padding before a
+        text is moved behind it for the model, so that neither the side nor the attention implementation nor the dtype
+        can matter, and results are given back as the batch was given; a padded place then holds what its nearest real
+        token has.
 
         Raises:
             InputError: a text longer than the model takes.
@@ -138,11 +140,15 @@ class LayeredModel:
 
         # Not inference_mode, nor inside one: what is kept here takes part in derivatives later.
         with torch.inference_mode(False), torch.no_grad(), evaluating(self.model):
-            inputs = self._inputs(batch)
+            inputs, alignment = self._inputs(batch)
             with self._watched(keep):
                 logits = self._logits(inputs)
+            mask = mask_of(inputs, states[0])
+            if alignment is not None:
+                states, mask = [alignment.given_back(state) for state in states], alignment.given_mask
+                logits = alignment.given_back(logits) if logits.ndim == 3 else logits
+                calls = [replace(call, alignment=alignment) for call in calls]
             hidden = torch.stack(states)  # (layers + 1, batch, tokens, dim)
-            mask = _mask(inputs, hidden[0])
         return Trajectory(hidden, logits, mask, tuple(calls), self.attention, self)
 
     def pass_states(self, batch: Batch, look: Callable[[int, Tensor, Tensor], None]) -> None:
@@ -156,16 +162,21 @@ class LayeredModel:
         """
         layer = 0
 
+        def give(hidden: Tensor) -> None:
+            if alignment is None:
+                look(layer, hidden, mask_of(inputs, hidden))
+            else:
+                look(layer, alignment.given_back(hidden), alignment.given_mask)
+
         def show(module: nn.Module, args: tuple, kwargs: dict[str, Any], output: Any) -> None:
             nonlocal layer
             if layer == 0:
-                hidden, _, _ = split_arguments(args, kwargs)
-                look(0, hidden, _mask(inputs, hidden))
+                give(split_arguments(args, kwargs)[0])
             layer += 1
-            look(layer, first(output), _mask(inputs, first(output)))
+            give(first(output))
 
         with torch.inference_mode(False), torch.no_grad(), evaluating(self.model):
-            inputs = self._inputs(batch)
+            inputs, alignment = self._inputs(batch)
             with self._watched(show):
                 self.family.features(self.model, inputs, dict(self.family.options))
 
@@ -210,7 +221,15 @@ class LayeredModel:
             order.append(module)
             hook(module, args, kwargs, output)
 
+        masks: dict[int, tuple[Tensor, Tensor]] = {}
+
+        def soften(module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
+            hidden, args, kwargs = split_arguments(args, kwargs)
+            return (hidden, *softened(args, masks)), softened(kwargs, masks)
+
         handles = [block.register_forward_hook(note, with_kwargs=True) for block in self.blocks]
+        if self.dtype == torch.float64:
+            handles += [block.register_forward_pre_hook(soften, with_kwargs=True) for block in self.blocks]
         try:
             yield
         finally:
@@ -233,28 +252,29 @@ class LayeredModel:
     def _real(self, logits: Tensor) -> Tensor:
         return logits if self.vocab_size is None else logits[..., : self.vocab_size]
 
-    def _inputs(self, batch: Batch) -> dict[str, Tensor]:
-        """The columns of the batch that the model is called with, on its device."""
+    def _inputs(self, batch: Batch) -> tuple[dict[str, Tensor], Alignment | None]:
+        """The columns that the model is called with, on its device; how texts were moved, where any has padding before
+        it: of a causal model such padding has nothing to see, which some attention in float64 turns into NaN."""
         needed = self.family.inputs[0]
         if needed not in batch:
             raise ValueError(f"a batch for {type(self.model).__name__} needs {needed!r}, got {sorted(batch)}")
         if self.family.sees_images:
-            return {needed: batch[needed].to(self.device, self.dtype)}
+            return {needed: batch[needed].to(self.device, self.dtype)}, None
         self._check_tokens(batch[needed])
         inputs = {name: batch[name].to(self.device) for name in self.family.inputs if name in batch}
-        mask = inputs.get("attention_mask")
+        mask, alignment = inputs.get("attention_mask"), None
         if mask is None or mask.bool().all():
             mask = inputs.pop("attention_mask", None)  # nothing to hide: the fast causal path
         elif not mask.any(dim=-1).all():
             raise ValueError("every text needs a real token, got a row of attention_mask without one")
-        elif not self.family.pads_left(self.model.config) and not mask[:, 0].all():
-            kind = type(self.model).__name__
-            raise InputError(f"padding before a text changes the states of this {kind}: pad its texts on the right")
+        elif (alignment := Alignment.of(mask)) is not None:
+            inputs = {name: alignment.moved(column) for name, column in inputs.items()}
+            mask = inputs["attention_mask"] = alignment.mask.to(mask)
         first = self.family.first_position(self.model.config)
         if "position_ids" in self.family.inputs and ("attention_mask" in inputs or first):
             real = torch.ones_like(inputs["input_ids"]) if mask is None else mask.long()
             inputs.setdefault("position_ids", (real.cumsum(-1) - 1).clamp(min=0) + first)
-        return inputs
+        return inputs, alignment
 
     def _check_tokens(self, ids: Tensor) -> None:
         kind, limit, vocabulary = type(self.model).__name__, self.max_tokens, true_vocab_size(self.model)
@@ -323,14 +343,22 @@ class BlockCall:
     module: nn.Module
     args: tuple
     kwargs: dict[str, Any]
+    alignment: Alignment | None = None  # of the batch with the arguments, where it was given otherwise
 
     def __call__(self, hidden: Tensor) -> Tensor:
+        if self.alignment is not None:
+            return self.alignment.given_back(self.aligned()(self.alignment.moved(hidden)))
         with evaluating(self.module):
             return first(self.module(hidden, *self.args, **self.kwargs))
 
+    def aligned(self) -> "BlockCall":
+        """The call with states of the batch as the model was called with it."""
+        return replace(self, alignment=None)
+
     def cut(self, index: int, batch_size: int) -> "BlockCall":
         """The same call for one prompt: every tensor that has a row per prompt keeps that row."""
-        return BlockCall(self.module, cut(self.args, index, batch_size), cut(self.kwargs, index, batch_size))
+        alignment = None if self.alignment is None else self.alignment.of_prompt(index)
+        return BlockCall(self.module, cut(self.args, index, batch_size), cut(self.kwargs, index, batch_size), alignment)
 
 
 def split_arguments(args: tuple, kwargs: dict[str, Any]) -> tuple[Tensor, tuple, dict[str, Any]]:
@@ -338,6 +366,24 @@ def split_arguments(args: tuple, kwargs: dict[str, Any]) -> tuple[Tensor, tuple,
     if args:
         return args[0], args[1:], kwargs
     return kwargs["hidden_states"], (), {name: value for name, value in kwargs.items() if name != "hidden_states"}
+
+
+def softened(value: Any, masks: dict[int, tuple[Tensor, Tensor]]) -> Any:
+    """`value` with the additive masks of float64 in it cut off where float32 ends.
+
+    Some eager attention takes its softmax in float32, where less is minus infinity: a token that may see nothing but
+    padding becomes NaN, and then all that meets it. `masks` keeps what was cut, by identity.
+    """
+    if isinstance(value, tuple | list):
+        return type(value)(softened(item, masks) for item in value)
+    if isinstance(value, dict):
+        return {name: softened(item, masks) for name, item in value.items()}
+    least = torch.finfo(torch.float32).min
+    if not isinstance(value, Tensor) or value.dtype != torch.float64 or value.ndim != 4:
+        return value
+    if id(value) not in masks:
+        masks[id(value)] = value, value.clamp(min=least) if bool((value < least).any()) else value
+    return masks[id(value)][1]
 
 
 def first(output: Any) -> Tensor:
@@ -364,7 +410,7 @@ def parallel_blocks(step: Step) -> tuple[int, ...]:
     return blocks
 
 
-def _mask(inputs: Mapping[str, Tensor], hidden: Tensor) -> Tensor:
+def mask_of(inputs: Mapping[str, Tensor], hidden: Tensor) -> Tensor:
     """Which tokens are real (batch, tokens)."""
     mask = inputs.get("attention_mask")
     return hidden.new_ones(hidden.shape[:2], dtype=torch.bool) if mask is None else mask.bool()
