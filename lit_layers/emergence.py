@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from lit_layers.analyses.base import Analysis, DividedAnalysis
+from lit_layers.analyses.summary import with_a_value
 from lit_layers.models.build import weights_hash as hash_weights
 from lit_layers.models.families import Network
 from lit_layers.models.view import LayeredModel, evaluating
@@ -142,7 +143,7 @@ def collect(analysis: Analysis, found: Iterable[Record]) -> list[Record]:
 
     Raises:
         TypeError: something other than a record.
-        ValueError: no record at all.
+        ValueError: no record at all, or none with a value.
     """
     records = list(found)
     for record in records:
@@ -150,7 +151,7 @@ def collect(analysis: Analysis, found: Iterable[Record]) -> list[Record]:
             raise TypeError(f"{analysis.name} should give records, got a {type(record).__name__}")
     if not records:
         raise ValueError(f"{analysis.name} gave no record")
-    return records
+    return with_a_value(analysis.name, records)
 
 
 def describe_run(view: LayeredModel, analysis: Analysis, weights_hash: str | None = None) -> dict[str, Any]:

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from lit_layers.analyses.pixels import refuse_unlike_training
 from lit_layers.analyses.states import at_least_float32
+from lit_layers.analyses.summary import with_a_value
 from lit_layers.data.batches import Batches
 from lit_layers.data.images import EvalImages
 from lit_layers.errors import InputError
@@ -121,11 +122,12 @@ class DividedAnalysis(Analysis):
 
         Raises:
             InputError: data without prompts.
+            ValueError: nothing is defined.
         """
         found = {number: part for share in shares for number, part in share.items()}
         if not found:
             raise InputError(f"{self.name}: the data holds no prompts")
-        yield from self.combine(self.prepared(model), [found[number] for number in sorted(found)])
+        yield from with_a_value(self.name, self.combine(self.prepared(model), [found[n] for n in sorted(found)]))
 
 
 @dataclass(frozen=True, eq=False)

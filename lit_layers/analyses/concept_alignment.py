@@ -30,7 +30,8 @@ class ConceptAlignment(DividedAnalysis):
     mean of the others; `shuffled`, the mean cosine when the second words change partners within the category; `excess`
     = concept_alignment - shuffled, the part that belongs to the pairing. `n` counts pairs; the tag `num_dropped` those
     whose words have the same token ids, `num_undefined` those whose words are one point at this layer (at layer 0,
-    words that end in the same sub-token). A category with fewer than 3 pairs left has no value at that layer.
+    words that end in the same sub-token) or not finite. A category with fewer than 3 pairs left has no value at that
+    layer.
 
     Records without a category are means over categories, with a bootstrap interval over them. That of one category's
     `concept_alignment` is over its pairs: each pair enters twice, as either side, so it is the interval of
@@ -73,9 +74,7 @@ class ConceptAlignment(DividedAnalysis):
                 yield record
         for metric, by_layer in zip(METRICS, values, strict=True):
             for layer, row in enumerate(by_layer):
-                if layer or not row.isnan().all():  # at layer 0 every pair may end in one sub-token
-                    mean = summarize(metric, row, layer=layer)
-                    yield from mean if len(row) > 1 else []
+                yield from summarize(metric, row, layer=layer) if len(row) > 1 else []
 
     def pair_gram(self, model: LayeredModel, category: str, layer: int) -> tuple[Tensor, list[tuple[str, str]]]:
         """The cosines (pairs, pairs) of one category at one layer, and the words of those pairs.
@@ -141,8 +140,9 @@ class ConceptAlignment(DividedAnalysis):
 
 
 def _two_points(states: Tensor, category: Category) -> Tensor:
-    """Which pairs are two points, (*layers, pairs), of states (*layers, words, dim)."""
-    return (states[..., category.first, :] != states[..., category.second, :]).any(-1)
+    """Which pairs are two points, and finite, (*layers, pairs), of states (*layers, words, dim)."""
+    first, second = states[..., category.first, :], states[..., category.second, :]
+    return (first != second).any(-1) & first.isfinite().all(-1) & second.isfinite().all(-1)
 
 
 def _tags(category: Category, num_undefined: int) -> Tags:

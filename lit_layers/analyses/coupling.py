@@ -10,8 +10,8 @@ from torch import Tensor
 
 from lit_layers.analyses.base import LayerwiseAnalysis, LayerwiseRun, Visit
 from lit_layers.analyses.states import final_norm, in_convention
-from lit_layers.analyses.summary import summarize
-from lit_layers.analyses.token_jacobians import evenly_spread, with_preset
+from lit_layers.analyses.summary import Tags, left_out, summarize
+from lit_layers.analyses.token_jacobians import evenly_spread, finite_or_zero, with_preset
 from lit_layers.data.batches import Batches
 from lit_layers.errors import InputError
 from lit_layers.functional import coupling as functional
@@ -50,6 +50,9 @@ class Coupling(LayerwiseAnalysis):
     images the same at the last patch of the first image, without the final norm. That script ran its model with
     drop-path on, which is off in all we measure.
     Every pair takes one Jacobian in full and the other's bases, so a model that is read block by block is read twice.
+
+    A block whose Jacobian is zero or not finite is in no pair. Means over pairs or blocks are then undefined for that
+    prompt; `num_undefined_pairs` and `num_undefined_blocks` count what is missing in all prompts.
 
     `tolerance`: what `error_bound` may come to, 1e-6 for exact values. `warm_start` begins the search for singular
     vectors at those of the checkpoint measured before, which saves a tenth of it; values then depend on what was
@@ -188,8 +191,8 @@ class _Run(LayerwiseRun):
     def visit(self, visit: Visit) -> None:
         batch, layer, options = visit.batch, visit.layer, self.options
         jacobian = self._jacobian(visit)
-        broken = ~jacobian.isfinite().all(-1).all(-1)  # (prompts,)
-        finite = jacobian.masked_fill(broken[:, None, None], 0) if bool(broken.any()) else jacobian
+        finite, undefined = finite_or_zero(jacobian)  # (prompts,)
+        broken = ~jacobian.isfinite().all(-1).all(-1)
         factors = self._factors(finite, f"{batch}/{layer}")
         if self.held is not None:
             self.held[f"{batch}/{layer}"] = finite
@@ -211,21 +214,21 @@ class _Run(LayerwiseRun):
         bounds = torch.stack([factors.bounds[..., count - 1] for count in self.counts])
         self._append(
             batch,
-            random=torch.stack(random).masked_fill(broken, math.nan),
-            gaps=gaps.masked_fill(broken, math.nan),
-            bounds=bounds,
+            random=torch.stack(random).masked_fill(undefined, math.nan),
+            gaps=gaps.masked_fill(undefined, math.nan),
+            bounds=bounds.masked_fill(undefined, math.nan),
             values=factors.values[..., : self.top].masked_fill(broken[:, None], math.nan).T,
             norms=norms.masked_fill(broken, math.nan),
             rollout=self._carry(visit, jacobian),
-            broken=broken,
+            undefined=undefined,
         )
 
     def revisit(self, visit: Visit) -> None:
         batch = visit.batch
         jacobian = self._jacobian(visit) if self.held is None else self.held.pop(f"{batch}/{visit.layer}")
         left, values, right = (self._of_all_blocks(batch, name, jacobian) for name in ("left", "values", "right"))
-        broken = self.state[f"{batch}/broken"].bool().T.to(jacobian.device)  # (prompts, blocks)
-        own = broken[:, visit.layer - 1]
+        undefined = self.state[f"{batch}/undefined"].bool().T.to(jacobian.device)  # (prompts, blocks)
+        own = undefined[:, visit.layer - 1]
         row = functional.miscoupling_from_factors(
             jacobian.masked_fill(own[:, None, None], 0)[:, None].to(left.dtype),
             values[:, visit.layer - 1, None],
@@ -235,7 +238,8 @@ class _Run(LayerwiseRun):
             sign=self.options.sign,
             undefined="nan",
         )[:, :, 0]  # (k, prompts, blocks)
-        self._append(batch, miscoupling=row.masked_fill(broken, math.nan).movedim(1, -1))
+        # a block that does nothing has no directions either
+        self._append(batch, miscoupling=row.masked_fill(own[:, None] | undefined, math.nan).movedim(1, -1))
 
     def release(self, batch: int) -> None:
         for name in [name for name in self.store if name.startswith(f"{batch}/")]:
@@ -306,47 +310,58 @@ class _Run(LayerwiseRun):
         return cosines
 
 
-def _pair_records(found: _Found, position: int, tags: dict[str, str | int | float], tokens: int) -> Iterator[Record]:
+def _pair_records(found: _Found, position: int, tags: Tags, tokens: int) -> Iterator[Record]:
     """The records of one K: means over pairs per prompt first, then over prompts."""
     pairs = 1 - found.miscoupling[position].movedim(-1, 0)  # (prompts, blocks, blocks)
     random = found.random[position].T  # (prompts, blocks)
     excess = functional.excess_coupling(1 - pairs, random)
-    yield from _means("coupling", functional.off_diagonal_mean(pairs), tags=tags, tokens=tokens)
-    yield from _means("random_coupling", (1 - random).nanmean(1), tags=tags, tokens=tokens)
-    yield from _means("excess_coupling", functional.off_diagonal_mean(excess), tags=tags, tokens=tokens)
-    yield from _means("coupling_with_diagonal", pairs.nanmean((1, 2)), tags=tags, tokens=tokens)
+    depth = torch.arange(pairs.shape[-1])
+    distances = (depth[:, None] - depth).abs()
+    different = distances > 0
+    for metric, values, chosen in (
+        ("coupling", functional.off_diagonal_mean(pairs), different),
+        ("excess_coupling", functional.off_diagonal_mean(excess), different),
+        ("coupling_with_diagonal", pairs.nanmean((1, 2)), different | ~different),
+    ):
+        yield from _of_all(metric, values, pairs[:, chosen], "pairs", tags, tokens)
+    yield from _of_all("random_coupling", (1 - random).nanmean(1), random, "blocks", tags, tokens)
     for distance, values in enumerate(functional.mean_by_distance(pairs).T):
-        yield from _defined("coupling_by_distance", values, tags={**tags, "distance": distance}, tokens=tokens)
+        at = {**tags, "distance": distance}
+        yield from _of_all("coupling_by_distance", values, pairs[:, distances == distance], "pairs", at, tokens)
     for block, row in enumerate(pairs.movedim(0, -1), start=1):
         for other, values in enumerate(row, start=1):
-            yield from _defined("coupling_pair", values, layer=block, other_layer=other, tags=tags, tokens=tokens)
-    gaps = found.gaps[position]
-    known = gaps[~gaps.isnan()]
-    prompts = gaps.shape[-1] // tokens
-    yield Record(metric="min_gap", value=float(known.min()), n=prompts, tags=tags)
-    yield Record(metric="error_bound", value=float(found.bounds[position].max()), n=prompts, tags=tags)
-    yield Record(metric="num_tied", value=float((known < TIE).sum()), n=prompts, tags=tags)
+            yield from _means("coupling_pair", values, layer=block, other_layer=other, tags=tags, tokens=tokens)
+    known = ~found.gaps[position].isnan()
+    if known.any():
+        gaps, bounds = found.gaps[position][known], found.bounds[position][known]
+        place: dict[str, Any] = {"n": known.shape[-1] // tokens, "tags": {**tags, **left_out("blocks", ~known)}}
+        yield Record(metric="min_gap", value=float(gaps.min()), **place)
+        yield Record(metric="error_bound", value=float(bounds.max()), **place)
+        yield Record(metric="num_tied", value=float((gaps < TIE).sum()), **place)
 
 
 def _block_records(found: _Found, fit_from: int, tokens: int) -> Iterator[Record]:
     blocks = len(found.norms)
     for block in range(blocks):
-        yield from _defined("jacobian_norm", found.norms[block], layer=block + 1, tokens=tokens)
-        yield from _defined("linearized_rollout", found.rollout[block], layer=block + 1, tokens=tokens)
+        yield from _means("jacobian_norm", found.norms[block], layer=block + 1, tokens=tokens)
+        yield from _means("linearized_rollout", found.rollout[block], layer=block + 1, tokens=tokens)
         for index, values in enumerate(found.values[block], start=1):
-            yield from _defined("singular_value", values, layer=block + 1, tags={"index": index}, tokens=tokens)
-    yield from _defined("linearized_rollout", found.rollout[-1], tokens=tokens)
+            yield from _means("singular_value", values, layer=block + 1, tags={"index": index}, tokens=tokens)
+    yield from _means("linearized_rollout", found.rollout[-1], tokens=tokens)
     if blocks - fit_from + 1 >= 3:
         slope, _, r_squared = functional.inverse_norm_line(found.values[:, 0].T, fit_from, undefined="nan")
-        yield from _defined("spectrum_slope", slope, tokens=tokens)
-        yield from _defined("spectrum_r_squared", r_squared, tokens=tokens)
+        yield from _means("spectrum_slope", slope, tokens=tokens)
+        yield from _means("spectrum_r_squared", r_squared, tokens=tokens)
 
 
-def _defined(metric: str, values: Tensor, **place: Any) -> list[Record]:
-    """One record, or none where no prompt defines it: a dead block leaves a gap, not a number."""
-    return _means(metric, values, **place) if not bool(values.isnan().all()) else []
+def _of_all(metric: str, means: Tensor, members: Tensor, what: str, tags: Tags, tokens: int) -> list[Record]:
+    """Of the means (prompts,) of sets of pairs or blocks (prompts, members): those of the sets that are complete."""
+    missing = members.isnan()
+    return _means(metric, means.masked_fill(missing.any(1), math.nan), tokens, tags={**tags, **left_out(what, missing)})
 
 
-def _means(metric: str, values: Tensor, *, tokens: int, **place: Any) -> list[Record]:
+def _means(metric: str, values: Tensor, tokens: int, *, tags: Tags | None = None, **place: Any) -> list[Record]:
     """The mean over each prompt's defined tokens, then over prompts."""
-    return summarize(metric, values.unflatten(0, (-1, tokens)).nanmean(1), **place)
+    values = values.unflatten(0, (-1, tokens))
+    counts = left_out("tokens", values.isnan()) if tokens > 1 else {}
+    return summarize(metric, values.nanmean(1), tags={**(tags or {}), **counts}, **place)

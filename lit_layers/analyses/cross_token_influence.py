@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from lit_layers.analyses.base import DividedAnalysis
 from lit_layers.analyses.states import States, final_norm
-from lit_layers.analyses.summary import summarize
+from lit_layers.analyses.summary import left_out, summarize
 from lit_layers.analyses.token_jacobians import (
     check_choice,
     check_counts,
@@ -87,11 +87,9 @@ class CrossTokenInfluence(DividedAnalysis):
             for name in Influence._fields:
                 tags: dict[str, str | int | float] = {} if group is None else {"token_distance": group}
                 of_tokens = [getattr(prompt, name) for prompt in prompts]
-                if undefined := sum(int(values.isnan().sum()) for values in of_tokens):
-                    tags["num_undefined_tokens"] = undefined
+                tags |= left_out("tokens", torch.cat(of_tokens).isnan())
                 values = torch.tensor([float(values.nanmean()) for values in of_tokens], dtype=torch.float64)
-                if not values.isnan().all():  # a dead block leaves a gap, not a number
-                    yield from summarize(f"influence_{name}", values, layer=layer, tags=tags)
+                yield from summarize(f"influence_{name}", values, layer=layer, tags=tags)
 
     def _resolved(self) -> "CrossTokenInfluence":
         """With the preset's options in place, once every option fits."""

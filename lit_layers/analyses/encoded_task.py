@@ -2,7 +2,7 @@
 
 import hashlib
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import torch
@@ -37,6 +37,10 @@ class TaskRows:
         if self.is_classification:
             return None
         return (self.targets[part] - self.targets["train"].mean()).square()
+
+    def where(self, kept: Mapping[str, Tensor]) -> "TaskRows":
+        """The rows that masks (rows,) by part keep, for what is said of targets; the texts stay."""
+        return replace(self, targets={part: targets[kept[part]] for part, targets in self.targets.items()})
 
     def counts(self) -> dict[str, int]:
         """What was left out, cut or is missing, as tags; only what there is any of."""

@@ -27,7 +27,7 @@ TextPooling = Literal["last", "mean", "cls"]
 MAX_TOKENS = 8192  # of a forward pass: 8,192 x 768 x 4 B = 25 MB for a state
 _FACTS = "features.json"  # written last: a folder without it is a broken-off one
 _ROWS = "rows.i64"  # numbers of the texts, in the order in which they passed
-_FORMAT = 3
+_FORMAT = 4
 
 
 class _Kind(NamedTuple):
@@ -35,6 +35,13 @@ class _Kind(NamedTuple):
 
     pooling: Pooling
     states: States
+
+
+class _Limits(NamedTuple):
+    """What decides no vector: how many tokens are passed at once, and what happens where there is none."""
+
+    max_tokens: int
+    undefined: Literal["raise", "nan"]
 
 
 class LayerFeatures:
@@ -48,6 +55,7 @@ class LayerFeatures:
         self.num_layers: int = facts["num_layers"]  # L: there are L + 1 layers
         self.num_rows: int = facts["num_rows"]
         self.dim: int = facts["dim"]
+        self.broken: tuple[int, int] | None = facts["broken"]  # layer and text of the first state that is not finite
         self._dtype, self._folder = np.dtype(facts["dtype"]), folder
         if temporary:
             weakref.finalize(self, shutil.rmtree, folder, ignore_errors=True)
@@ -62,6 +70,10 @@ class LayerFeatures:
         found[order] = written.reshape(self.num_rows, self.dim)
         return torch.from_numpy(found)
 
+    def defined(self) -> Tensor:
+        """Which texts have a vector at which layer, (layers + 1, rows)."""
+        return torch.stack([self.layer(layer).isfinite().all(-1) for layer in range(self.num_layers + 1)])
+
 
 def text_features(
     model: LayeredModel,
@@ -71,30 +83,33 @@ def text_features(
     states: States = "resid",
     max_tokens: int = MAX_TOKENS,
     cache: str | Path | None = None,
+    undefined: Literal["raise", "nan"] = "raise",
 ) -> LayerFeatures:
     """The features of all layers: the "last" real token of each text, the "mean" of them, or the first ("cls").
 
-    "centered_unit_mean" is that of `pool`, with NaN for a text where it is undefined. `states` are in one of the
-    conventions of `lit_layers.analyses.states`, before they are pooled.
+    "centered_unit_mean" is that of `pool`, with NaN for a text where it is undefined; with `undefined="nan"` so have
+    texts whose states are not finite, at that layer: `LayerFeatures.defined` says which texts have a vector. `states`
+    are in one of the conventions of `lit_layers.analyses.states`, before they are pooled.
 
     One forward pass per text, without the head; each state is pooled on the device as it passes and only the vector is
     kept. With `cache`, a folder, features of the same weights, token ids, pooling and states are read from there
     instead and new ones are left there.
 
     Raises:
-        InputError: a text longer than the model takes, or states that are not finite.
+        InputError: a text longer than the model takes; with `undefined="raise"` states that are not finite.
     """
     if states not in STATES:
         raise ValueError(f"expected states to be one of {list(STATES)}, got {states!r}")
     what = _Kind(pooling, states)
+    limits = _Limits(max_tokens, undefined)
     if cache is None or _is_hooked(model):  # what a hook does, no key can tell
-        return _made(model, texts, what, max_tokens, Path(tempfile.mkdtemp(prefix="lit_layers-")), temporary=True)
+        return _made(model, texts, what, limits, Path(tempfile.mkdtemp(prefix="lit_layers-")), temporary=True)
     folder = Path(cache) / _key(model, texts, what)
     if not _is_whole(folder):
         shutil.rmtree(folder, ignore_errors=True)  # broken off, or damaged since
         folder.parent.mkdir(parents=True, exist_ok=True)
         draft = Path(tempfile.mkdtemp(prefix=f".{folder.name}-", dir=folder.parent))
-        _made(model, texts, what, max_tokens, draft, temporary=False)
+        _made(model, texts, what, limits, draft, temporary=False)
         draft.chmod(0o755)
         sync(draft)
         try:
@@ -103,7 +118,14 @@ def text_features(
             shutil.rmtree(draft)
             if not _is_whole(folder):
                 raise
-    return LayerFeatures(folder, temporary=False)
+    found = LayerFeatures(folder, temporary=False)
+    if undefined == "raise" and found.broken is not None:
+        raise _not_finite(*found.broken)
+    return found
+
+
+def _not_finite(layer: int, row: int) -> InputError:
+    return InputError(f"the features of text {row} at layer {layer} are not finite")
 
 
 def _is_whole(folder: Path) -> bool:
@@ -122,19 +144,20 @@ def _is_hooked(model: LayeredModel) -> bool:
 
 
 def _made(
-    model: LayeredModel, texts: EncodedTexts, what: _Kind, max_tokens: int, folder: Path, *, temporary: bool
+    model: LayeredModel, texts: EncodedTexts, what: _Kind, limits: "_Limits", folder: Path, *, temporary: bool
 ) -> LayerFeatures:
     try:
-        _write(model, texts, what, max_tokens, folder)
+        _write(model, texts, what, limits, folder)
     except BaseException:
         shutil.rmtree(folder, ignore_errors=True)
         raise
     return LayerFeatures(folder, temporary=temporary)
 
 
-def _write(model: LayeredModel, texts: EncodedTexts, what: _Kind, max_tokens: int, folder: Path) -> None:
+def _write(model: LayeredModel, texts: EncodedTexts, what: _Kind, limits: "_Limits", folder: Path) -> None:
     dtype = np.dtype(np.float64 if model.dtype == torch.float64 else np.float32)
     order: list[int] = []
+    broken: list[tuple[int, int]] = []
     with _files(folder, model.num_layers) as files:
 
         def keep(layer: int, hidden: Tensor, mask: Tensor) -> None:
@@ -143,16 +166,19 @@ def _write(model: LayeredModel, texts: EncodedTexts, what: _Kind, max_tokens: in
             # what "centered_unit_mean" leaves undefined is NaN, of finite states
             finite = (_pooled(hidden, mask, "mean") if what.pooling == "centered_unit_mean" else pooled).isfinite()
             if not finite.all():
-                row = order[-len(pooled) :][int(finite.all(-1).int().argmin())]
-                raise InputError(f"the features of text {row} at layer {layer} are not finite")
+                broken.append((layer, order[-len(pooled) :][int(finite.all(-1).int().argmin())]))
+                if limits.undefined == "raise":
+                    raise _not_finite(*broken[0])
+                pooled = pooled.masked_fill(~finite.all(-1, keepdim=True), torch.nan)
             files[layer].write(pooled.cpu().numpy().astype(dtype).data)
 
         with torch.autocast(model.device.type, enabled=False):
-            for rows, batch in texts.batches(max_tokens):
+            for rows, batch in texts.batches(limits.max_tokens):
                 order += rows
                 model.pass_states(batch, keep)
     np.asarray(order, dtype=np.int64).tofile(folder / _ROWS)
     facts: dict[str, Any] = {"num_layers": model.num_layers, "num_rows": len(texts), "dim": model.dim}
+    facts["broken"] = broken[0] if broken else None
     write_json(folder / _FACTS, {**facts, "dtype": dtype.name, **what._asdict()})
 
 

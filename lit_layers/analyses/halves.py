@@ -4,13 +4,13 @@ The spread of the halves estimates that of the whole (delete-half jackknife). Re
 rows and lower an entropy.
 """
 
-import math
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from lit_layers.analyses.summary import gap, left_out
 from lit_layers.errors import InputError
 from lit_layers.records import Record
 
@@ -32,20 +32,17 @@ def records_of_layers(
 ) -> Iterator[Record]:
     """Of (layers + 1,) values and the (layers + 1, halves) of halves: records of each layer, and of the mean over 1..L.
 
-    A layer whose value is NaN has no record and enters no mean, which counts those of 1..L in `num_undefined_layers`.
-    `counted` says of each layer what tags count.
-
-    Raises:
-        ValueError: no layer has a value.
+    A layer whose value is NaN has no record, and where one of 1..L has none the mean is NaN and counts these in the tag
+    `num_undefined_layers`. `counted` says of each layer what tags count.
     """
-    defined = [layer for layer, value in enumerate(values.tolist()) if not math.isnan(value)]
-    if not defined:
-        raise ValueError(f"{metric} is undefined at every layer")
-    inner = [layer for layer in defined if layer]
-    for layer, members in [*((layer, [layer]) for layer in defined), *([(None, inner)] if inner else [])]:
+    undefined = values.isnan()
+    defined = [layer for layer, missing in enumerate(undefined.tolist()) if not missing]
+    inner = range(1, len(values))
+    if undefined[1:].any():
+        yield gap(metric, tags={**tags, **left_out("layers", undefined[1:])})
+    means = [(None, [*inner])] if inner and not undefined[1:].any() else []
+    for layer, members in [*((layer, [layer]) for layer in defined), *means]:
         counts = {name: sum(flags[member] for member in members) for name, flags in (counted or {}).items()}
-        if layer is None:
-            counts["num_undefined_layers"] = len(values) - 1 - len(inner)
         spread = None if of_halves is None else of_halves[members].mean(0)
         if spread is not None:
             spread = spread[~spread.isnan()]  # a half may lack what the whole has

@@ -36,8 +36,9 @@ class Interventions(DividedAnalysis):
     is `baseline`, at a divergence of 0.
 
     Values weigh every token alike; `stderr`, the interval and `n` are over prompts, and `num_tokens` counts tokens (or,
-    of a pooling head, prompts). A prompt with a value that is not finite is left out and counted in `num_undefined`;
-    if that is every prompt, the value is NaN. log-softmax in float32 or wider; the model runs in its own precision.
+    of a pooling head, prompts). A prompt with a value that is not finite is left out and counted in `num_undefined`; if
+    that is every prompt, the value is NaN, or that of a block is left out. log-softmax in float32 or wider; the model
+    runs in its own precision.
 
     What several orders begin with in common is run once for each batch.
     Source: Sun et al., Transformer Layers as Painters, arXiv 2407.09298.
@@ -139,19 +140,9 @@ def _records(sums: Sums, indices: list[int], tags: Tags, layer: int | None = Non
     kinds = [("variant_loss", sums.loss, sums.num_labels), ("variant_accuracy", sums.hits, sums.num_labels)]
     for metric, values, counts in (*kinds, ("kl_to_full", sums.divergence, sums.num_rows)):
         if counts.any():
-            yield _summarized(metric, values[indices].mean(0), counts, tags, layer)
-
-
-def _summarized(metric: str, values: Tensor, counts: Tensor, tags: Tags, layer: int | None) -> Record:
-    defined = values.isfinite()
-    num_undefined = int((~defined & (counts > 0)).sum())
-    values, counts = values.where(defined, 0.0), counts.where(defined, 0)
-    tags = {**tags, "num_tokens": int(counts.sum())}
-    if num_undefined:  # such as a state of half precision that grew beyond it
-        tags["num_undefined"] = num_undefined
-        if not counts.any():
-            return Record(metric=metric, value=torch.nan, layer=layer, n=0, tags=tags)
-    return summarize_ratio(metric, values, counts, layer=layer, tags=tags)
+            yield from summarize_ratio(
+                metric, values[indices].mean(0), counts, layer=layer, tags=tags, counted="num_tokens"
+            )
 
 
 def _distance(variant: Variant, num_blocks: int) -> Record:

@@ -13,6 +13,7 @@ from lit_layers.analyses.base import Analysis
 from lit_layers.analyses.features import LayerFeatures, text_features
 from lit_layers.analyses.halves import check_num_halves, halves, records_of_layers
 from lit_layers.analyses.states import STATES, States, at_least_float32
+from lit_layers.analyses.summary import complete, nothing_defined
 from lit_layers.analyses.token_jacobians import check_choice, check_counts
 from lit_layers.data.encoded_texts import EncodedTexts, encode_texts, tokenizer_of
 from lit_layers.data.prompt_texts import Texts
@@ -61,9 +62,10 @@ class Invariance(Analysis):
     Each is one number for the whole set, with an interval from `num_halves` random halves of the prompts; `..._of_half`
     is their mean. It depends on the number of prompts: compare at equal `n`.
 
-    A layer where a metric is undefined (layer 0 under pooling "cls", where all prompts have one vector) has no record
-    of it; the mean over layers counts such layers in the tag `num_undefined_layers`. Prompts without a vector at some
-    layer are left out of all, and counted in `num_undefined`. The model runs in float32 or wider.
+    A layer where a metric is undefined (layer 0 under pooling "cls", where all prompts have one vector; one at which
+    fewer than half of the prompts have a vector) has no record of it; the mean over layers 1..L is then NaN and counts
+    such layers in the tag `num_undefined_layers`. Prompts without a vector at one of the other layers are left out of
+    all, and counted in `num_undefined`. The model runs in float32 or wider.
 
     Presets are the code of Skean et al. (arXiv 2502.02013), "released_code" of 2024-09, "released_code_later" of 2025.
     The later code centres and scales vectors within each mini-batch; here the batch is all prompts.
@@ -135,10 +137,12 @@ class Invariance(Analysis):
         options = PRESETS[self.preset] if self.preset else {}
         chosen = _Options(**{name: options.get(name, getattr(self, name)) for name in _Options.__annotations__})
         model = at_least_float32(model)
-        features = text_features(model, encoded, pooling=chosen.pooling, states=chosen.states, cache=self.cache)
-        kept = self._kept(features)
+        features = text_features(
+            model, encoded, pooling=chosen.pooling, states=chosen.states, cache=self.cache, undefined="nan"
+        )
+        layers, kept = self._kept(features)
         yield from self._of_views(encoded, len(kept))
-        yield from _Findings(self, chosen, features, kept, model.device).records()
+        yield from _Findings(self, chosen, features, layers, kept, model.device).records()
 
     def make(self) -> Views:
         """The views; made on the first call."""
@@ -165,15 +169,16 @@ class Invariance(Analysis):
             self._encoded[limit] = encode_texts(tokenizer_of(self.tokenizer, self.corpus), texts, max_tokens=limit)
         return self._encoded[limit]
 
-    def _kept(self, features: LayerFeatures) -> Tensor:
-        """The prompts (kept,) all of whose views have a vector at every layer."""
-        defined = torch.ones(features.num_rows, dtype=torch.bool)
-        for layer in range(features.num_layers + 1):
-            defined &= ~features.layer(layer).isnan().any(-1)
-        kept = defined.unflatten(0, (self.num_views, -1)).all(0).nonzero().squeeze(-1)
-        if len(kept) < 2:
-            raise InputError(f"{self.name}: expected at least 2 texts with a vector at every layer, got {len(kept)}")
-        return kept
+    def _kept(self, features: LayerFeatures) -> tuple[list[bool], Tensor]:
+        """Which layers are no gap, and the prompts (kept,) all of whose views have a vector at each of these."""
+        layers, prompts = complete(features.defined().unflatten(1, (self.num_views, -1)).all(1))
+        if not layers.any():
+            raise nothing_defined(self.name)
+        if int(prompts.sum()) < 2:
+            raise InputError(
+                f"{self.name}: expected at least 2 texts with a vector at every layer, got {prompts.sum()}"
+            )
+        return layers.tolist(), prompts.nonzero().squeeze(-1)
 
     def _of_views(self, encoded: EncodedTexts, n: int) -> Iterator[Record]:
         views = self.make()
@@ -230,30 +235,39 @@ class _Findings:
     """The values of every layer, of all prompts and of halves of them."""
 
     def __init__(
-        self, options: Invariance, chosen: _Options, features: LayerFeatures, kept: Tensor, device: torch.device
+        self,
+        options: Invariance,
+        chosen: _Options,
+        features: LayerFeatures,
+        layers: list[bool],
+        kept: Tensor,
+        device: torch.device,
     ) -> None:
         self.options, self.chosen, self.features, self.kept = options, chosen, features, kept
         self.device = torch.device("cpu") if device.type == "mps" else device
-        self.layers = range(features.num_layers + 1)
+        self.layers = layers
         self.rows = halves(len(kept), options.num_halves)
 
     def records(self) -> Iterator[Record]:
         whole: list[dict[Key, float]] = []
         of_halves: list[list[dict[Key, float]]] = []
-        for layer in self.layers:
-            vectors = self._vectors(layer)
+        for layer, defined in enumerate(self.layers):
+            vectors = self._vectors(layer) if defined else None
             whole.append(self._values(vectors))
-            of_halves.append([self._values(vectors[:, rows]) for rows in self.rows])
+            of_halves.append([self._values(None if vectors is None else vectors[:, rows]) for rows in self.rows])
+        keys = dict.fromkeys(key for found in whole for key in found)
         yield from self._chance()
-        near = [found[_WITHIN] < LITTLE for found in whole]
+        near = [found.get(_WITHIN, math.inf) < LITTLE for found in whole]
         for layer, found in enumerate(whole):
+            if not found:
+                continue
             tags = self._tags(_WITHIN)
             yield Record(metric=_WITHIN[0], value=found[_WITHIN], layer=layer, n=len(self.kept), tags=tags)
-        for key in whole[0]:
+        for key in keys:
             if key == _WITHIN:
                 continue
-            values = torch.tensor([found[key] for found in whole], dtype=torch.float64)  # (layers + 1,)
-            spread = torch.tensor([[half[key] for half in each] for each in of_halves], dtype=torch.float64)
+            values = torch.tensor([found.get(key, math.nan) for found in whole], dtype=torch.float64)  # (layers + 1,)
+            spread = torch.tensor([[half.get(key, math.nan) for half in each] for each in of_halves]).double()
             counted = {"num_layers_near_delta": near} if key[0].startswith("lidar") else {}
             of_halves_too = spread if self.rows else None
             yield from records_of_layers(key[0], values, of_halves_too, len(self.kept), self._tags(key), counted)
@@ -266,8 +280,10 @@ class _Findings:
         found = found.double() - found.double().mean(1, keepdim=True)
         return torch.nn.functional.normalize(found, dim=-1, eps=torch.finfo(torch.float64).tiny)
 
-    def _values(self, vectors: Tensor) -> dict[Key, float]:
-        """Of (views, prompts, dim); NaN where undefined."""
+    def _values(self, vectors: Tensor | None) -> dict[Key, float]:
+        """Of (views, prompts, dim), none of a layer that is a gap; NaN where undefined."""
+        if vectors is None:
+            return {}
         options, chosen = self.options, self.chosen
         first, second = vectors[0], vectors[1]
         loss = infonce(

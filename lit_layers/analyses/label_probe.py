@@ -10,7 +10,7 @@ from torch import Tensor
 
 from lit_layers.analyses.base import Analysis
 from lit_layers.analyses.states import at_least_float32
-from lit_layers.analyses.summary import summarize
+from lit_layers.analyses.summary import complete, left_out, nothing_defined, summarize
 from lit_layers.analyses.token_jacobians import check_choice, check_counts
 from lit_layers.data.batches import Batches
 from lit_layers.errors import InputError
@@ -37,7 +37,9 @@ class LabelProbe(Analysis):
     Per layer: `accuracy`, `log_loss` (nats) and `macro_f1` on the test rows. Rows tagged `reference="majority"` are
     what the class frequencies in training give on the same rows, and those tagged `control="random_labels"` come from
     probes fitted to permuted labels. A training row that is also a test row, pixel for pixel or token for token, is
-    left out; `num_duplicates` counts these. Every label of the test rows must be among the training rows'.
+    left out; `num_duplicates` counts these. Every label of the test rows must be among the training rows'. A layer at
+    which fewer than half of all rows have finite features has no probe; a row whose features are not finite at another
+    layer is left out of all, and counted in `num_undefined`.
 
     Features are standardised, `c` multiplies the sum of the losses and `tolerance` is on the gradient, as in
     `lit_layers.functional.probe.fit_logistic_probes`; a layer whose probe has not converged has the tag
@@ -64,16 +66,27 @@ class LabelProbe(Analysis):
     def run(self, model: LayeredModel) -> Iterable[Record]:
         self._check_options(model)
         problem = self._problem(model)
-        yield from self._majority(problem)
         model = at_least_float32(model)
         train, test = self._features(model, self.train), self._features(model, self.test)
+        train = {pooling: features[:, problem.kept] for pooling, features in train.items()}
+        parts = [torch.stack([*each.values()]).isfinite().all(-1).all(0) for each in (train, test)]
+        layers, kept = complete(torch.cat(parts, dim=1))  # the same rows under every pooling
+        if not layers.any():
+            raise nothing_defined(self.name)
+        in_train, in_test = kept.split([len(problem.train), len(problem.test)])
+        problem = problem._replace(train=problem.train[in_train], test=problem.test[in_test])
+        yield from self._majority(problem)
         order = torch.randperm(len(problem.train), generator=torch.Generator().manual_seed(self.seed))
         for pooling in self._poolings():
-            kept = train[pooling][:, problem.kept]
-            yield from self._probes(problem, kept, problem.train, test[pooling], {"pooling": pooling})
+            tags: Tags = {"pooling": pooling, **left_out("", ~kept)}
+            features, held_out = train[pooling], test[pooling]
+            if not kept.all() or not layers.all():
+                features, held_out = features[layers][:, in_train], held_out[layers][:, in_test]
+            numbers = layers.nonzero()[:, 0].tolist()
+            yield from self._probes(problem, features, problem.train, held_out, numbers, tags)
             if self.random_labels:
-                control: Tags = {"pooling": pooling, "control": "random_labels"}
-                yield from self._probes(problem, kept, problem.train[order], test[pooling], control)
+                control: Tags = {**tags, "control": "random_labels"}
+                yield from self._probes(problem, features, problem.train[order], held_out, numbers, control)
 
     def _poolings(self) -> tuple[Pooling, ...]:
         return (self.pooling,) if isinstance(self.pooling, str) else tuple(self.pooling)
@@ -146,7 +159,9 @@ class LabelProbe(Analysis):
             for pooling, parts in found.items():
                 first = prefix if pooling == "mean" else 0
                 mask = trajectory.mask[:, first:]
-                pooled = [pool(hidden[:, first:], mask, pooling=pooling) for hidden in trajectory.hidden]
+                pooled = [
+                    pool(hidden[:, first:], mask, pooling=pooling, undefined="nan") for hidden in trajectory.hidden
+                ]
                 parts.append(torch.stack(pooled).to(model.dtype).cpu())
         return {pooling: torch.cat(parts, dim=1) for pooling, parts in found.items()}
 
@@ -161,8 +176,9 @@ class LabelProbe(Analysis):
         yield from _scores(problem, share.log().expand(len(problem.test), -1), tags)
 
     def _probes(
-        self, problem: "_Problem", features: Tensor, labels: Tensor, test: Tensor, tags: Tags
+        self, problem: "_Problem", features: Tensor, labels: Tensor, test: Tensor, layers: list[int], tags: Tags
     ) -> Iterator[Record]:
+        """Of features (layers, rows, dim)."""
         probes = fit_logistic_probes(
             features,
             labels,
@@ -171,7 +187,7 @@ class LabelProbe(Analysis):
             tolerance=self.tolerance,
             max_iterations=self.max_iterations,
         )
-        for layer, (log_proba, converged) in enumerate(zip(probes.log_proba(test), probes.converged, strict=True)):
+        for layer, log_proba, converged in zip(layers, probes.log_proba(test), probes.converged, strict=True):
             flag: Tags = {} if converged else {"num_not_converged": 1}
             yield from _scores(problem, log_proba, tags | flag, layer)
 

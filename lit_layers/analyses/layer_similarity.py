@@ -1,5 +1,6 @@
 """How alike the states of different layers are, and which layers form the middle of the model."""
 
+import math
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any, Literal, NamedTuple, get_args
@@ -9,7 +10,7 @@ from torch import Tensor
 
 from lit_layers.analyses.base import DividedAnalysis
 from lit_layers.analyses.states import STATES, States, in_convention
-from lit_layers.analyses.summary import mean_of_defined, summarize
+from lit_layers.analyses.summary import complete, gap, left_out, mean_of_defined, summarize
 from lit_layers.analyses.token_jacobians import check_choice, check_counts, evenly_spread
 from lit_layers.data.batches import Batches
 from lit_layers.errors import InputError
@@ -23,6 +24,7 @@ from lit_layers.records import Record
 Mode = Literal["token", "flattened"]
 Rows = Literal["tokens", "prompts"]
 MODES, ROWS = get_args(Mode), get_args(Rows)
+SIZES = "num_beginning", "num_middle", "num_ending"
 
 
 @dataclass(kw_only=True)
@@ -35,6 +37,9 @@ class LayerSimilarity(DividedAnalysis):
 
     `num_beginning`, `num_middle`, `num_ending` and `block_contrast`: the contiguous division of layers 1..L (the
     embedding does not count) by `layer_stages`, of the similarity that the tag `of` names and its `mode`.
+
+    A layer without a value has none with any other, and then there is no division (NaN). A prompt that is not finite at
+    some layer is left out of the alignment, a layer at which most are not has none.
 
     Values are over prompts of equal weight, with intervals; those of `layer_cka` are over all rows together (tag
     `num_rows`), without. Padding never enters. A result of other than the default options says so in tags. The model
@@ -81,10 +86,11 @@ class LayerSimilarity(DividedAnalysis):
         left = mask.any(-1)
         hidden, mask = hidden[:, left], mask[left]
         cosines = {mode: _cosines(hidden, mask, mode) for mode in MODES}
-        return _Found(cosines, self._rows(hidden, mask).cpu())
+        finite = (hidden.isfinite().all(-1) | ~mask).all(-1).cpu()
+        return _Found(cosines, *(part.cpu() for part in self._rows(hidden, mask)), finite)
 
     def combine(self, model: LayeredModel, found: "list[_Found]") -> Iterable[Record]:
-        rows = torch.cat([part.rows for part in found], dim=1)  # (layers + 1, rows, dim)
+        rows, num_left_out, prompts = _joined(found)
         least = 4 if self.debiased else 2
         if rows.shape[1] < least:
             raise InputError(
@@ -93,38 +99,38 @@ class LayerSimilarity(DividedAnalysis):
             )
         tags = {"states": self.states} if self.states != "resid" else {}
         tags |= {"drop_first": self.drop_first} if self.drop_first else {}
-        num_prompts = 0
         for mode in MODES:
             values = torch.cat([part.cosines[mode] for part in found])  # (prompts, layers + 1, layers + 1)
-            num_prompts = len(values)
             tags_of_mode = {"mode": mode, **tags}
             yield from _cosine_records(values, tags_of_mode)
-            yield from _stages("layer_cosine", mean_of_defined(values, dim=0), num_prompts, tags_of_mode)
+            yield from _stages("layer_cosine", mean_of_defined(values, dim=0), len(values), tags_of_mode)
         tags |= {"rows": self.rows} if self.rows != "tokens" else {}
         tags |= {} if self.debiased else {"debiased": "no"}
-        alignment = linear_cka_matrix(rows.to(model.device), debiased=self.debiased).cpu()
+        tags |= left_out("", num_left_out)
+        alignment = linear_cka_matrix(rows.to(model.device), debiased=self.debiased, undefined="nan").cpu()
         for layer, row in enumerate(alignment.tolist()):
             for other, value in enumerate(row):
-                yield Record(
-                    metric="layer_cka",
-                    value=value,
-                    layer=layer,
-                    other_layer=other,
-                    n=num_prompts,
-                    tags={**tags, "num_rows": rows.shape[1]},
-                )
-        yield from _stages("layer_cka", alignment, num_prompts, tags)
+                if not math.isnan(value):
+                    yield Record(
+                        metric="layer_cka",
+                        value=value,
+                        layer=layer,
+                        other_layer=other,
+                        n=prompts,
+                        tags={**tags, "num_rows": rows.shape[1]},
+                    )
+        yield from _stages("layer_cka", alignment, prompts, tags)
 
-    def _rows(self, hidden: Tensor, mask: Tensor) -> Tensor:
-        """What of a batch enters the alignment, (layers + 1, rows, dim)."""
+    def _rows(self, hidden: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
+        """What of a batch enters the alignment, (layers + 1, rows, dim), and of which prompts, (rows,)."""
         if self.rows == "prompts":
-            return pool(hidden, mask.expand(hidden.shape[:-1]))
+            return pool(hidden, mask.expand(hidden.shape[:-1]), undefined="nan"), torch.arange(len(mask))
         kept = torch.zeros_like(mask)
         for prompt, real in enumerate(mask):
             places = real.nonzero()[:, 0]
             count = len(places) if self.num_tokens is None else self.num_tokens
             kept[prompt, places[evenly_spread(0, len(places) - 1, count)]] = True
-        return hidden[:, kept]
+        return hidden[:, kept], kept.nonzero()[:, 0]
 
     def _check_options(self, model: LayeredModel) -> None:
         if model.num_layers < 2:
@@ -141,6 +147,16 @@ class _Found(NamedTuple):
 
     cosines: dict[Mode, Tensor]  # (prompts, layers + 1, layers + 1), in float64; NaN where a state is zero
     rows: Tensor  # (layers + 1, rows, dim)
+    prompt: Tensor  # (rows,)
+    finite: Tensor  # (layers + 1, prompts)
+
+
+def _joined(found: list[_Found]) -> tuple[Tensor, int, int]:
+    """The rows of all prompts that are finite wherever most are, how many are not, and how many are."""
+    _, kept = complete(torch.cat([part.finite for part in found], dim=1))
+    parts = kept.split([part.finite.shape[1] for part in found])
+    rows = [part.rows[:, own[part.prompt]] for part, own in zip(found, parts, strict=True)]
+    return torch.cat(rows, dim=1), int((~kept).sum()), int(kept.sum())
 
 
 def _cosines(hidden: Tensor, mask: Tensor, mode: Mode) -> Tensor:
@@ -157,14 +173,19 @@ def _cosine_records(values: Tensor, tags: dict[str, Any]) -> Iterator[Record]:
     num_layers = values.shape[-1]
     for layer in range(num_layers):
         for other in range(layer, num_layers):
-            (record,) = summarize("layer_cosine", values[:, layer, other], layer=layer, other_layer=other, tags=tags)
-            yield record
+            records = summarize("layer_cosine", values[:, layer, other], layer=layer, other_layer=other, tags=tags)
+            yield from records
             if other != layer:
-                yield replace(record, layer=other, other_layer=layer)
+                yield from (replace(record, layer=other, other_layer=layer) for record in records)
 
 
 def _stages(of: str, matrix: Tensor, num_prompts: int, tags: dict[str, Any]) -> Iterator[Record]:
+    missing = matrix[1:, 1:].diagonal().isnan()
+    if missing.any():
+        for metric in (*SIZES, "block_contrast"):
+            yield gap(metric, tags={"of": of, **tags, **left_out("layers", missing)})
+        return
     found = layer_stages(matrix[1:, 1:])
-    sizes = {name: getattr(found, name) for name in ("num_beginning", "num_middle", "num_ending")}
+    sizes = {name: getattr(found, name) for name in SIZES}
     for metric, value in {**sizes, "block_contrast": found.contrast}.items():
         yield Record(metric=metric, value=float(value), n=num_prompts, tags={"of": of, **tags})

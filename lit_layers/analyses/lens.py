@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -29,8 +30,10 @@ class Lens(DividedAnalysis):
     it has them (-100 for none).
 
     Values weigh every token alike; `stderr`, the interval and `n` are over prompts, and the tag `num_tokens` counts
-    tokens (or, of a pooling head, prompts). log-softmax in float32 or wider. Sources: nostalgebraist, interpreting GPT:
-    the logit lens; Skean et al., Layer by Layer, arXiv 2502.02013.
+    tokens (or, of a pooling head, prompts). A prompt with a value that is not finite is left out of that metric and
+    layer and counted in `num_undefined`; where the last layer is not finite, no layer has a divergence. log-softmax in
+    float32 or wider. Sources: nostalgebraist, interpreting GPT: the logit lens; Skean et al., Layer by Layer, arXiv
+    2502.02013.
     """
 
     batches: Batches
@@ -49,18 +52,15 @@ class Lens(DividedAnalysis):
 
     def combine(self, model: LayeredModel, found: list[Sums]) -> Iterable[Record]:
         sums = Sums.joined(self.name, found)
-        tags = {"num_tokens": int(sums.num_rows.sum())}
-        labelled = {"num_tokens": int(sums.num_labels.sum())}
         for layer in range(model.num_layers + 1):
+            place: dict[str, Any] = {"layer": layer, "counted": "num_tokens"}
             if sums.num_labels.any():
-                loss = summarize_ratio("logit_lens_loss", sums.loss[layer], sums.num_labels, layer=layer, tags=labelled)
-                yield loss
-                yield summarize_ratio(
-                    "logit_lens_accuracy", sums.hits[layer], sums.num_labels, layer=layer, tags=labelled
-                )
+                loss = summarize_ratio("logit_lens_loss", sums.loss[layer], sums.num_labels, **place)
+                yield from loss
+                yield from summarize_ratio("logit_lens_accuracy", sums.hits[layer], sums.num_labels, **place)
                 if predicts_next_token(model):
-                    yield _perplexity(loss)
-            yield summarize_ratio("kl_to_final", sums.divergence[layer], sums.num_rows, layer=layer, tags=tags)
+                    yield from map(_perplexity, loss)
+            yield from summarize_ratio("kl_to_final", sums.divergence[layer], sums.num_rows, **place)
 
     def of_part(self, model: LayeredModel, part: Batch) -> Sums:
         trajectory = model.trajectory(part)

@@ -20,6 +20,7 @@ from lit_layers.analyses.next_token_rows import (
 )
 from lit_layers.analyses.ratios import summarize_ratio
 from lit_layers.analyses.states import at_least_float32
+from lit_layers.analyses.summary import complete, left_out, nothing_defined
 from lit_layers.data.batches import Batches
 from lit_layers.errors import InputError
 from lit_layers.functional.curves import wilson_interval
@@ -48,9 +49,10 @@ class NextTokenProbe(Analysis):
     Rows tagged `control="random_labels"` are of probes fitted to permuted labels.
 
     Intervals: Wilson's for shares, bootstrap over test rows for the rest; with several positions per text, whose rows
-    are not independent, bootstrap over texts for all. `n` counts rows. A layer whose probe has not converged has the
-    tag `num_not_converged`. Source: hierarchical analysis of monotonicity (OpenReview ZVLyyG5yS6), section 2, whose
-    settings are unpublished: these are ours.
+    are not independent, bootstrap over texts for all. `n` counts rows. A layer whose states are not finite for most
+    rows has no probe; a text with a row that is not finite at another layer is left out, its rows counted in
+    `num_undefined`. A layer whose probe has not converged has the tag `num_not_converged`. Source: hierarchical
+    analysis of monotonicity (OpenReview ZVLyyG5yS6), section 2, whose settings are unpublished: these are ours.
     """
 
     train: Batches
@@ -81,14 +83,27 @@ class NextTokenProbe(Analysis):
         model = at_least_float32(model)
         max_tokens = max(batch["input_ids"].numel() for batch in self.test)
         test, head = _look(model, problem.test, max_tokens, problem.classes)
-        yield self._coverage(problem)
-        yield from self._references(problem, head)
         train, _ = _look(model, problem.train, max_tokens)
-        yield from self._probes(problem, train, problem.train_classes, test, {})
+        layers, kept = complete(torch.cat([train, test], dim=1).isfinite().all(-1))
+        if not layers.any():
+            raise nothing_defined(self.name)
+        tags: Tags = left_out("", ~kept)
+        if tags:  # drawn and counted anew without the texts of these rows
+            rows = kept.split([len(problem.train), len(problem.test)])
+            broken = [
+                frozenset(of.text[~there].tolist())
+                for of, there in zip((problem.train, problem.test), rows, strict=True)
+            ]
+            problem = self._problem(*broken)
+            test, head = _look(model, problem.test, max_tokens, problem.classes)
+            train, _ = _look(model, problem.train, max_tokens)
+        yield from self._coverage(problem, tags)
+        yield from self._references(problem, head, tags)
+        yield from self._probes(problem, train, problem.train_classes, test, layers, tags)
         if self.random_labels:
             order = torch.randperm(len(problem.train), generator=torch.Generator().manual_seed(self.seed))
-            control: Tags = {"control": "random_labels"}
-            yield from self._probes(problem, train, problem.train_classes[order], test, control)
+            control: Tags = {"control": "random_labels", **tags}
+            yield from self._probes(problem, train, problem.train_classes[order], test, layers, control)
 
     def _refuse_images(self, model: LayeredModel) -> None:
         if model.family.sees_images:
@@ -103,8 +118,13 @@ class NextTokenProbe(Analysis):
             if not getattr(self, option) > 0:
                 raise InputError(f"{self.name}: expected a positive {option}, got {getattr(self, option)}")
 
-    def _problem(self) -> "_Problem":
-        """The rows of both splits and their classes: a matter of tokens alone, the same at every checkpoint."""
+    def _problem(
+        self, broken_train: frozenset[int] = frozenset(), broken_test: frozenset[int] = frozenset()
+    ) -> "_Problem":
+        """The rows of both splits and their classes: a matter of tokens alone, the same at every checkpoint.
+
+        Without the broken texts, by their numbers.
+        """
         train_texts, test_texts = real_tokens(self.train), real_tokens(self.test)
         doubles = duplicates(train_texts, test_texts)
         drawn, test = (
@@ -113,9 +133,9 @@ class NextTokenProbe(Analysis):
                 min_context=self.min_context,
                 per_text=self.positions_per_sequence,
                 seed=self.seed,
-                left_out=left_out,
+                left_out=without,
             )
-            for texts, left_out in ((train_texts, doubles), (test_texts, set()))
+            for texts, without in ((train_texts, doubles | broken_train), (test_texts, broken_test))
         )
         for split, rows in (("train", drawn), ("test", test)):
             if not len(rows):
@@ -149,8 +169,9 @@ class NextTokenProbe(Analysis):
             (len(train_texts), len(test_texts)),
         )
 
-    def _coverage(self, problem: "_Problem") -> Record:
-        tags: Tags = {
+    def _coverage(self, problem: "_Problem", tags: Tags) -> list[Record]:
+        tags = {
+            **tags,
             "num_classes": len(problem.classes),
             "num_train_rows": len(problem.train),
             "num_duplicates": problem.num_duplicates,
@@ -162,24 +183,29 @@ class NextTokenProbe(Analysis):
                 tags[f"num_{name}_wanted"] = wanted
         return self._share("coverage", problem.test_classes >= 0, problem.test.text, tags=tags)
 
-    def _references(self, problem: "_Problem", head: "_Head | None") -> Iterator[Record]:
+    def _references(self, problem: "_Problem", head: "_Head | None", counts: Tags) -> Iterator[Record]:
         share = torch.bincount(problem.train_classes).double() / len(problem.train)
         log_share = share.log().expand(len(problem.test), -1)
-        yield from self._scores(problem, share.argmax().expand(len(problem.test)), log_share, {"reference": "majority"})
-        if head is None:
-            return
-        tags: Tags = {"reference": "lm_head"}
+        yield from self._scores(
+            problem, share.argmax().expand(len(problem.test)), log_share, {"reference": "majority", **counts}
+        )
+        if head is None or not head.log_loss.isfinite().all():
+            return  # no head, or one behind a broken layer
+        tags: Tags = {"reference": "lm_head", **counts}
         covered = problem.test_classes >= 0
         hit = head.top == problem.test.targets
-        yield self._share("accuracy", hit[covered], problem.test.text[covered], tags=tags)
-        yield self._share("accuracy_all", hit, problem.test.text, tags=tags)
-        yield self._mean("log_loss", head.log_loss[covered], problem.test.text[covered], tags=tags)
+        yield from self._share("accuracy", hit[covered], problem.test.text[covered], tags=tags)
+        yield from self._share("accuracy_all", hit, problem.test.text, tags=tags)
+        yield from self._mean("log_loss", head.log_loss[covered], problem.test.text[covered], tags=tags)
         closed = head.closed.log_softmax(-1)
-        yield from self._scores(problem, closed.argmax(-1), closed, {"reference": "lm_head_closed"})
+        yield from self._scores(problem, closed.argmax(-1), closed, {"reference": "lm_head_closed", **counts})
 
     def _probes(
-        self, problem: "_Problem", features: Tensor, labels: Tensor, test: Tensor, tags: Tags
+        self, problem: "_Problem", features: Tensor, labels: Tensor, test: Tensor, layers: Tensor, tags: Tags
     ) -> Iterator[Record]:
+        """Of states (layers + 1, rows, dim), at those layers (layers + 1,) that are no gap."""
+        if not layers.all():
+            features, test = features[layers], test[layers]
         probes = fit_logistic_probes(
             features,
             labels,
@@ -188,7 +214,8 @@ class NextTokenProbe(Analysis):
             tolerance=self.tolerance,
             max_iterations=self.max_iterations,
         )
-        for layer, (log_proba, converged) in enumerate(zip(probes.log_proba(test), probes.converged, strict=True)):
+        numbers = layers.nonzero()[:, 0].tolist()
+        for layer, log_proba, converged in zip(numbers, probes.log_proba(test), probes.converged, strict=True):
             flag: Tags = {} if converged else {"num_not_converged": 1}
             yield from self._scores(problem, log_proba.argmax(-1), log_proba, tags | flag, layer)
 
@@ -199,25 +226,27 @@ class NextTokenProbe(Analysis):
         covered = problem.test_classes >= 0
         truth, text = problem.test_classes[covered], problem.test.text
         hit = predicted == problem.test_classes  # never for the uncovered, which are -1
-        yield self._share("accuracy", hit[covered], text[covered], layer=layer, tags=tags)
-        yield self._share("accuracy_all", hit, text, layer=layer, tags=tags)
+        yield from self._share("accuracy", hit[covered], text[covered], layer=layer, tags=tags)
+        yield from self._share("accuracy_all", hit, text, layer=layer, tags=tags)
         losses = -log_proba[covered].gather(1, truth[:, None])[:, 0]
-        yield self._mean("log_loss", losses, text[covered], layer=layer, tags=tags)
+        yield from self._mean("log_loss", losses, text[covered], layer=layer, tags=tags)
         value = macro_f1(truth, predicted[covered])
         yield Record(metric="macro_f1", value=value, layer=layer, n=len(truth), tags=tags)
 
-    def _mean(self, metric: str, values: Tensor, text: Tensor, *, layer: int | None = None, tags: Tags) -> Record:
+    def _mean(self, metric: str, values: Tensor, text: Tensor, *, layer: int | None = None, tags: Tags) -> list[Record]:
         """Over rows, with an interval over texts: the same thing with one row a text."""
         _, group, counts = text.unique(return_inverse=True, return_counts=True)
         sums = torch.zeros(len(counts), dtype=torch.float64).index_add_(0, group, values.double())
-        return replace(summarize_ratio(metric, sums, counts, layer=layer, tags=tags), n=len(values))
+        return [
+            replace(record, n=len(values)) for record in summarize_ratio(metric, sums, counts, layer=layer, tags=tags)
+        ]
 
-    def _share(self, metric: str, hits: Tensor, text: Tensor, *, layer: int | None = None, tags: Tags) -> Record:
-        record = self._mean(metric, hits, text, layer=layer, tags=tags)
+    def _share(self, metric: str, hits: Tensor, text: Tensor, *, layer: int | None = None, tags: Tags) -> list[Record]:
+        records = self._mean(metric, hits, text, layer=layer, tags=tags)
         if self.positions_per_sequence > 1:
-            return record
+            return records
         low, high = wilson_interval(int(hits.sum()), len(hits))
-        return replace(record, low=low, high=high)
+        return [replace(record, low=low, high=high) for record in records]
 
 
 class _Problem(NamedTuple):

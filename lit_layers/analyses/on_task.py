@@ -1,14 +1,19 @@
 """What analyses of a downstream task share: its options, and the task read once."""
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar
 
+import torch
+from torch import Tensor
+
 from lit_layers.analyses.base import Analysis
 from lit_layers.analyses.encoded_task import TaskReader, TaskRows
-from lit_layers.analyses.features import TextPooling
+from lit_layers.analyses.features import LayerFeatures, TextPooling, text_features
 from lit_layers.analyses.probe_scores import ProbeOptions
+from lit_layers.analyses.summary import complete, nothing_defined
 from lit_layers.analyses.token_jacobians import check_choice, check_counts
 from lit_layers.data.tasks import ProbeTask
 from lit_layers.errors import InputError
@@ -20,6 +25,9 @@ POOLINGS = ("last", "mean", "cls")
 @dataclass(kw_only=True)
 class OnTask(Analysis):
     """Linear probes on a downstream task.
+
+    A layer at which fewer than half of all rows have finite features has no probe. A row whose features are not finite
+    at another layer is left out of every part and layer, and counted in `num_undefined`.
 
     Args:
         task: a name of the catalogue, or a `ProbeTask`.
@@ -78,6 +86,25 @@ class OnTask(Analysis):
     def _rows(self, model: LayeredModel) -> TaskRows:
         """The parts that are measured on; train holds the validation rows."""
         return self._read().rows(model, join_validation=True)
+
+    def _features(self, model: LayeredModel, rows: TaskRows) -> dict[str, LayerFeatures]:
+        return {
+            part: text_features(model, texts, pooling=self.pooling, cache=self.cache, undefined="nan")
+            for part, texts in rows.texts.items()
+        }
+
+    def _complete(self, features: Mapping[str, LayerFeatures]) -> tuple[Tensor, dict[str, Tensor]]:
+        """Which layers (layers + 1,) are no gap, and which rows of each part have a vector at each of these.
+
+        Raises:
+            ValueError: no layer is left.
+        """
+        defined = {part: found.defined() for part, found in features.items()}
+        layers, kept = complete(torch.cat(list(defined.values()), dim=1))
+        if not layers.any():
+            raise nothing_defined(self.name)
+        parts = kept.split([found.shape[1] for found in defined.values()])
+        return layers, dict(zip(defined, parts, strict=True))
 
     def _options(self) -> ProbeOptions:
         return ProbeOptions(self.c, self.penalty, self.tolerance, self.max_iterations)

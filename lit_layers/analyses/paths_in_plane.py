@@ -31,9 +31,9 @@ class PathsInPlane(DividedAnalysis):
     Mean and axes are fitted to all real tokens of the prompt but the first `drop_first` (mostly a sink far from all
     others; of an image the class token); of these at most `num_tokens`, evenly spread, are recorded. Each prompt, and
     each checkpoint, has axes of its own. Only the first `num_prompts` prompts are measured; one of fewer than 3 tokens,
-    or whose tokens end on a line, has no plane and is counted in the tag `num_undefined`. `states="hf"` ends each path
-    after the final norm. The model runs in float32 or wider.
-    Source: definitions as in `lit_layers.functional.principal_paths`.
+    or whose tokens end on a line or nowhere, has no plane and is counted in the tag `num_undefined`. `states="hf"` ends
+    each path after the final norm. The model runs in float32 or wider. Source: definitions as in
+    `lit_layers.functional.principal_paths`.
     """
 
     batches: Batches
@@ -67,10 +67,10 @@ class PathsInPlane(DividedAnalysis):
         return _Paths([tokens[index] for index in shown], places[:, shown].cpu(), explained.cpu())
 
     def combine(self, model: LayeredModel, found: "list[_Paths]") -> Iterable[Record]:
-        if all(paths.explained.isnan().any() for paths in found):
+        if not any(paths.tokens for paths in found):
             raise InputError(
-                f"{self.name}: no prompt has {LEAST_TOKENS} tokens behind the first {self.drop_first} that end off a "
-                "line: give longer prompts or a smaller drop_first"
+                f"{self.name}: no prompt has {LEAST_TOKENS} tokens behind the first {self.drop_first}: give longer "
+                "prompts or a smaller drop_first"
             )
         tags = {"states": self.states} if self.states != "resid" else {}
         yield from summarize("plane_variance", torch.stack([paths.explained.sum() for paths in found]), tags=tags)

@@ -1,5 +1,6 @@
 """How much of the next token's id a linear map of each layer cannot tell, and how that falls from block to block."""
 
+import math
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
@@ -11,6 +12,7 @@ from torch import Tensor
 from lit_layers.analyses.base import Analysis
 from lit_layers.analyses.next_token_rows import predicts_next_token
 from lit_layers.analyses.states import States, at_least_float32, final_norm, in_convention
+from lit_layers.analyses.summary import complete, gap, left_out, nothing_defined
 from lit_layers.analyses.token_jacobians import check_choice
 from lit_layers.data.batches import Batches
 from lit_layers.errors import InputError
@@ -39,7 +41,8 @@ class NextTokenResidual(Analysis):
 
     Without a layer, over layers 1..L: `residual_ratio`, rho of `exponential_law` on prediction_residual (below 1 it
     shrinks by that factor per block), its `r_squared` and `pearson`. Models of fewer than 3 blocks, and curves that
-    touch 0, have none.
+    touch 0, have none. A layer at which most texts are not finite is a gap, and these are then NaN; a text that is not
+    finite at another layer is left out of all and counted in `num_undefined`.
 
     Intervals and stderr of prediction_residual, adjusted and residual_ratio come from the spread of `num_halves` random
     halves of the texts around their mean, put around the value (delete-half jackknife), as resampling with replacement
@@ -71,6 +74,10 @@ class NextTokenResidual(Analysis):
         rows = self._rows()
         self._check_rows(model, rows)
         states = self._states(model, rows)  # (layers + 1, rows, dim)
+        layers, kept, tags = self._complete(states, rows)
+        if tags:
+            states, rows = states[:, kept], rows.where(kept)
+            self._check_rows(model, rows)
         ids = rows.targets[:, None]
         if self.relabelled:
             vocabulary = torch.randperm(
@@ -80,16 +87,25 @@ class NextTokenResidual(Analysis):
         fitted = self._texts_to_fit(rows)[rows.text]
         halves = self._halves(rows, model.dim)
         of_halves = torch.zeros(len(halves), len(states), 2, dtype=torch.float64)
-        curve = torch.zeros(len(states), dtype=torch.float64)
-        for layer, features in enumerate(states):
-            features = features.to(model.device)
+        curve = torch.full((len(states),), math.nan, dtype=torch.float64)
+        for layer in layers.nonzero()[:, 0].tolist():
+            features = states[layer].to(model.device)
             whole = self._fit(model, layer, features, ids, fitted)
             for number, half in enumerate(halves):
                 found = self._fit(model, layer, features[half], ids[half, :1])
                 of_halves[number, layer] = torch.stack([found.value[0], found.adjusted[0]])
             curve[layer] = whole.value[0]
-            yield from self._of_layer(layer, whole, of_halves[:, layer], rows)
-        yield from self._law(curve[1:], of_halves[:, 1:, 0], rows)
+            yield from self._of_layer(layer, whole, of_halves[:, layer], rows, tags)
+        yield from self._law(curve[1:], of_halves[:, 1:, 0], rows, tags)
+
+    def _complete(self, states: Tensor, rows: "_Rows") -> tuple[Tensor, Tensor, Tags]:
+        """Which layers are no gap, which rows are of texts that are finite at each of these, and how many are not."""
+        broken = (~states.isfinite().all(-1)).double()  # (layers + 1, rows)
+        of_texts = broken.new_zeros(len(states), rows.num_texts).index_add_(1, rows.text, broken)
+        layers, kept = complete(of_texts == 0)
+        if not layers.any():
+            raise nothing_defined(self.name)
+        return layers, kept[rows.text], left_out("", ~kept)
 
     def _fit(
         self, model: LayeredModel, layer: int, features: Tensor, ids: Tensor, split: Tensor | None = None
@@ -99,13 +115,15 @@ class NextTokenResidual(Analysis):
             kind = "none"  # it comes from the final norm
         return prediction_residual(features, ids, normalize=kind, eps=eps, split=split)
 
-    def _of_layer(self, layer: int, whole: PredictionResidual, halves: Tensor, rows: "_Rows") -> Iterator[Record]:
+    def _of_layer(
+        self, layer: int, whole: PredictionResidual, halves: Tensor, rows: "_Rows", counts: Tags
+    ) -> Iterator[Record]:
         """Of a fit of one or two labellings and the values (halves, 2) of the halves."""
         num_scored = whole.num_rows - int(self._texts_to_fit(rows)[rows.text].sum())
         controls: list[Tags] = [{}, CONTROL]
         assert whole.held_out is not None
         for column, control in enumerate(controls[: len(whole.value)]):
-            tags = self._tags(rows) | control
+            tags = self._tags(rows) | counts | control
             options: dict[str, Any] = {"layer": layer, "n": whole.num_rows, "tags": tags}
             for place, metric in enumerate(("prediction_residual", "adjusted")):
                 value = getattr(whole, "value" if place == 0 else metric)[column].item()
@@ -114,13 +132,18 @@ class NextTokenResidual(Analysis):
                 else:
                     yield from _with_halves(metric, value, halves[:, place], rows, **options)
             yield Record(metric="held_out", value=whole.held_out[column].item(), layer=layer, n=num_scored, tags=tags)
-        yield Record(metric="rank", value=whole.rank.item(), layer=layer, n=whole.num_rows, tags=self._tags(rows))
+        yield Record(
+            metric="rank", value=whole.rank.item(), layer=layer, n=whole.num_rows, tags=self._tags(rows) | counts
+        )
 
-    def _law(self, curve: Tensor, halves: Tensor, rows: "_Rows") -> Iterator[Record]:
+    def _law(self, curve: Tensor, halves: Tensor, rows: "_Rows", counts: Tags) -> Iterator[Record]:
         """Of the values (layers,) of layers 1..L, and of the halves (halves, layers)."""
+        tags, missing = self._tags(rows) | counts, left_out("layers", curve.isnan())
+        if missing and len(curve) >= 3:
+            yield from (gap(metric, tags=tags | missing) for metric in ("residual_ratio", "r_squared", "pearson"))
         if len(curve) < 3 or not (curve > 0).all():
             return
-        law, tags = exponential_law(curve), self._tags(rows)
+        law = exponential_law(curve)
         options: dict[str, Any] = {"layer": None, "n": rows.num_texts, "tags": tags}
         if len(halves) and (halves > 0).all():
             yield from _with_halves("residual_ratio", law.rho.item(), exponential_law(halves).rho, rows, **options)
@@ -223,6 +246,11 @@ class _Rows(NamedTuple):
     targets: Tensor  # (rows,) ids of the next tokens
     text: Tensor  # (rows,) numbers of the texts
     num_texts: int
+
+    def where(self, kept: Tensor) -> "_Rows":
+        """The rows of some texts, a mask (rows,), which are numbered anew."""
+        texts, text = self.text[kept].unique(return_inverse=True)
+        return _Rows(self.targets[kept], text, len(texts))
 
 
 def _predicted(mask: Tensor) -> tuple[Tensor, Tensor]:

@@ -2,13 +2,13 @@
 
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor
 
 from lit_layers.analyses.encoded_task import TaskRows, permuted
-from lit_layers.analyses.features import LayerFeatures, text_features
+from lit_layers.analyses.features import LayerFeatures
 from lit_layers.analyses.on_task import OnTask
 from lit_layers.analyses.probe_scores import (
     Fitted,
@@ -21,6 +21,7 @@ from lit_layers.analyses.probe_scores import (
     score_rows,
 )
 from lit_layers.analyses.states import at_least_float32
+from lit_layers.analyses.summary import left_out
 from lit_layers.analyses.token_jacobians import check_choice
 from lit_layers.functional.probe import LogisticProbes
 from lit_layers.models.build import untrained
@@ -72,36 +73,33 @@ class Probe(OnTask):
     def run(self, model: LayeredModel) -> Iterable[Record]:
         self.check(model)
         rows, model = self._rows(model), at_least_float32(model)
+        features = self._features(model, rows)
+        layers, kept = self._complete(features)
+        rows = rows.where(kept)
+        labels = rows.targets["train"]
         yield from references(rows)
-        features, labels = self._features(model, rows), rows.targets["train"]
-        yield from self._probes(features, rows, labels, {})
+        yield from self._probes(_Kept(features, layers, kept), rows, labels, {})
         if self.random_labels:
-            yield from self._probes(features, rows, permuted(labels, self.seed), {"control": "random_labels"})
+            control = {"control": "random_labels"}
+            yield from self._probes(_Kept(features, layers, kept), rows, permuted(labels, self.seed), control)
         if self.untrained:
-            fresh = LayeredModel(untrained(model.model, seed=self.seed))
-            yield from self._probes(self._features(fresh, rows), rows, labels, {"control": "untrained_model"})
+            fresh = self._features(LayeredModel(untrained(model.model, seed=self.seed)), rows)
+            control = {"control": "untrained_model"}
+            yield from self._probes(_Kept(fresh, torch.ones_like(layers), kept), rows, labels, control)
 
-    def _features(self, model: LayeredModel, rows: TaskRows) -> Mapping[str, LayerFeatures]:
-        return {
-            part: text_features(model, texts, pooling=self.pooling, cache=self.cache)
-            for part, texts in rows.texts.items()
-        }
-
-    def _probes(
-        self, features: Mapping[str, LayerFeatures], rows: TaskRows, labels: Tensor, control: Tags
-    ) -> Iterator[Record]:
-        tags: Tags = {"task": rows.data.name, **control}
+    def _probes(self, features: "_Kept", rows: TaskRows, labels: Tensor, control: Tags) -> Iterator[Record]:
+        tags: Tags = {"task": rows.data.name, **control, **left_out("", ~torch.cat([*features.rows.values()]))}
         curve: list[RowScores] = []
         unconverged = 0
-        for layer in range(features["train"].num_layers + 1):
-            probe = self._fitted(features["train"].layer(layer), labels, rows, (str(control), layer))
+        for layer in features.layers.nonzero()[:, 0].tolist():
+            probe = self._fitted(features.layer("train", layer), labels, rows, (str(control), layer))
             failed = isinstance(probe, LogisticProbes) and not probe.converged.all()
             flag = {"num_not_converged": 1} if failed else {}
             unconverged += failed and layer > 0
             for part, targets in rows.targets.items():
                 if control and part != "test":
                     continue
-                scores = score_rows(probe, features[part].layer(layer), targets)
+                scores = score_rows(probe, features.layer(part, layer), targets)
                 yield from score_records(
                     scores,
                     targets,
@@ -115,7 +113,8 @@ class Probe(OnTask):
         if not control:
             flag = {"num_not_converged": unconverged} if unconverged else {}
             for metric in ("accuracy", "log_loss") if rows.is_classification else ("mean_squared_error",):
-                yield from curve_records(curve, {**tags, "split": "test", **flag}, metric=metric)
+                whole = {**tags, "split": "test", **flag, **left_out("layers", ~features.layers[1:])}
+                yield from curve_records(curve, whole, metric=metric)
 
     def _fitted(self, features: Tensor, labels: Tensor, rows: TaskRows, key: tuple[str, int]) -> Fitted:
         start = self._last.get(key)
@@ -128,6 +127,18 @@ class Probe(OnTask):
 
     def _rows(self, model: LayeredModel) -> TaskRows:
         return self._read().rows(model, join_validation=self.fit_on == "train_and_validation")
+
+
+class _Kept(NamedTuple):
+    """Features of those layers that are no gap, of those rows of each part that have them."""
+
+    parts: Mapping[str, LayerFeatures]
+    layers: Tensor  # (layers + 1,)
+    rows: Mapping[str, Tensor]  # (rows of the part,) each
+
+    def layer(self, part: str, layer: int) -> Tensor:
+        found, kept = self.parts[part].layer(layer), self.rows[part]
+        return found if kept.all() else found[kept]  # a copy is a layer's features once more
 
 
 def references(rows: TaskRows) -> Iterator[Record]:

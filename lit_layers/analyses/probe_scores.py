@@ -8,9 +8,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lit_layers.analyses.summary import summarize
+from lit_layers.analyses.summary import gap, summarize
 from lit_layers.functional.class_scores import macro_f1_interval
 from lit_layers.functional.curves import (
+    Monotonicity,
     Rule,
     choice_distribution,
     choice_interval,
@@ -25,6 +26,7 @@ from lit_layers.functional.ridge import RidgeProbes
 from lit_layers.records import Record
 
 Tags = Mapping[str, str | int | float]
+RULES: dict[str, Rule] = {"plateau_layer": "plateau", "best_layer": "best"}
 PLATEAU = 0.01  # gain of a single step that still counts as one: a point of accuracy, 0.01 nats
 
 
@@ -132,8 +134,13 @@ def curve_records(curve: Sequence[RowScores], tags: Tags, *, metric: str) -> Ite
     """How the score of layers 1 to L rises, with intervals over test rows: monotonicity, and where it ends to rise.
 
     `curve` holds the layers from 1 on. `plateau_layer` is the first after which no single step gains more than
-    `PLATEAU`, `best_layer` the earliest best; their intervals say how far the choice depends on the test rows.
+    `PLATEAU`, `best_layer` the earliest best; their intervals say how far the choice depends on the test rows. All are
+    NaN where a layer is missing, which the tag `num_undefined_layers` says.
     """
+    if "num_undefined_layers" in tags:
+        names = (*(f"monotonicity_{name}" for name in Monotonicity._fields), *RULES, "inflection_layer")
+        yield from (gap(name, tags={**tags, "of": metric}) for name in names)
+        return
     rows = torch.stack([scores.of_rows(metric) for scores in curve])  # (L, rows)
     rows = rows[:, rows.isfinite().all(0)]
     if len(rows) < 3 or rows.shape[1] < 2:
@@ -151,8 +158,7 @@ def curve_records(curve: Sequence[RowScores], tags: Tags, *, metric: str) -> Ite
             yield Record(
                 metric=f"monotonicity_{name}", value=value, low=bounds[0], high=bounds[1], n=rows.shape[1], tags=of
             )
-    rules: dict[str, Rule] = {"plateau_layer": "plateau", "best_layer": "best"}
-    for name, rule in rules.items():
+    for name, rule in RULES.items():
         layer = choose_layer(values, rule=rule, tolerance=PLATEAU, higher_is_better=better)
         shares = choice_distribution(rows, rule=rule, tolerance=PLATEAU, higher_is_better=better)
         first, last = choice_interval(shares)

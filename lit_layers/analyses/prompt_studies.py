@@ -10,7 +10,7 @@ from torch import Tensor
 
 from lit_layers.analyses.base import DividedAnalysis
 from lit_layers.analyses.states import STATES, States, in_convention
-from lit_layers.analyses.summary import summarize
+from lit_layers.analyses.summary import summarize, summarize_over_layers
 from lit_layers.analyses.token_jacobians import check_choice
 from lit_layers.data.batches import Batches
 from lit_layers.errors import InputError
@@ -92,12 +92,10 @@ class PromptStudies(DividedAnalysis):
             tags |= {"normalization": normalization, "drop_first": dropped}
             tags |= {"states": self.states} if self.states != "resid" else {}
             if bool(values.isnan().all()):
-                continue  # of one token without the first, say, nothing is left
+                continue  # of one token, say, or of two without the first
             for layer, row in enumerate(values):
-                if not bool(row.isnan().all()):
-                    yield from summarize("prompt_entropy", row, layer=layer, tags=tags)
-            if not bool((mean := values[1:].mean(0)).isnan().all()):
-                yield from summarize("prompt_entropy", mean, tags=tags)
+                yield from summarize("prompt_entropy", row, layer=layer, tags=tags)
+            yield from summarize_over_layers("prompt_entropy", values[1:], tags=tags)
 
     def _changed(
         self, model: LayeredModel, study: Study, ids: Tensor, mask: Tensor, first: int
@@ -129,10 +127,10 @@ class PromptStudies(DividedAnalysis):
         def look(layer: int, hidden: Tensor, mask: Tensor) -> None:
             hidden = in_convention(model, self.states, layer, hidden)
             for dropped in self.drop_first:
-                sets = spectrum(hidden, mask, drop_first=dropped)
+                sets, single = spectrum(hidden, mask, drop_first=dropped), mask.sum(-1) - dropped < 2
                 for normalization in NORMALIZATIONS:
-                    values = sets.entropy(normalization=normalization, undefined="nan")
-                    found.setdefault((normalization, dropped), []).append(values.cpu())
+                    values = sets.entropy(normalization=normalization, undefined="nan").cpu()
+                    found.setdefault((normalization, dropped), []).append(values.masked_fill(single.cpu(), torch.nan))
 
         model.pass_states(batch, look)
         return {kind: torch.stack(values) for kind, values in found.items()}

@@ -124,10 +124,12 @@ class FullModel:
         self._share = log_proba.exp()
         self._negative_entropy = torch.linalg.vecdot(self._share, log_proba)
         loss, hit = self._judged(log_proba)
-        self.own = torch.stack([loss, hit, torch.zeros_like(loss)])  # as `compared` with itself
+        nothing = torch.zeros_like(loss).masked_fill(self._negative_entropy.isnan(), torch.nan)
+        self.own = torch.stack([loss, hit, nothing])  # as `compared` with itself
 
     def compared(self, logits: Tensor) -> Tensor:
-        """Loss, hit and KL(full model || these logits) of each row, (3, rows); loss and hit are 0 without a label.
+        """Loss, hit and KL(full model || these logits) of each row, (3, rows); loss and hit are 0 without a label, and
+        NaN where the logits are.
 
         log-softmax in float32 or wider. Of equal logits the divergence is 0 exactly.
         """
@@ -142,7 +144,8 @@ class FullModel:
         # Of equals the first is the answer; argmax is the dearest part of all this, so only where it can matter.
         close = hit.nonzero()[:, 0]
         hit[close] = log_proba[close].argmax(-1) == target[close]
-        return -of_target * self.rows.labelled, hit.to(of_target)
+        hits = hit.to(of_target).where(of_target.isfinite() | of_target.isinf(), of_target)
+        return tuple(values.where(self.rows.labelled, 0.0) for values in (-of_target, hits))
 
 
 def _log_softmax(logits: Tensor) -> Tensor:

@@ -11,7 +11,7 @@ from torch import Tensor
 from lit_layers.analyses.base import LayerwiseAnalysis, LayerwiseRun, Visit
 from lit_layers.analyses.halves import check_num_halves, halves, records_of_layers
 from lit_layers.analyses.states import STATES, States, in_convention
-from lit_layers.analyses.summary import summarize
+from lit_layers.analyses.summary import complete, left_out, summarize, summarize_over_layers
 from lit_layers.analyses.token_jacobians import check_choice
 from lit_layers.data.batches import Batches
 from lit_layers.errors import InputError
@@ -70,7 +70,8 @@ class Representation(LayerwiseAnalysis):
     Of each prompt's tokens, then averaged over prompts: `prompt_entropy` (tag `normalization`), `effective_rank`,
     `participation_ratio` and, on demand, `rankme`, each with all tokens and without the first (tag `drop_first`: one
     sink token of huge norm sends the entropy to 0); `token_curvature`, over the angles that exist (the tag
-    `num_missing_angles` counts the others). A prompt enters the mean over layers if it has a value at each of them.
+    `num_missing_angles` counts the others). A prompt enters the mean over layers if it has a value at each of them. One
+    token has no entropy: such a prompt is left out of `prompt_entropy` in every normalization alike, and counted.
 
     Of one mean-pooled vector per prompt: `dataset_entropy`, and `dataset_entropy_of_half`, the mean over `num_halves`
     random halves of the prompts. The spread of the halves estimates that of the whole (delete-half jackknife) and gives
@@ -155,7 +156,8 @@ class Representation(LayerwiseAnalysis):
             **self._of_matrix(),
         )
         num_rows = (mask.sum(-1) - dropped).clamp(min=0)
-        values = values + self._excess(num_rows).to(values.device)
+        single = num_rows < 2
+        values = (values + self._excess(num_rows).to(values.device)).masked_fill(single.to(values.device), math.nan)
         size = {"num_rows": num_rows.to(values.device), "dim": states.shape[-1]}
         return {
             Kind("prompt_entropy", normalization, dropped): divided(
@@ -168,10 +170,11 @@ class Representation(LayerwiseAnalysis):
         sets = spectrum(
             states, mask, center=self.center, unit=self.unit, drop_first=dropped
         )  # one for all that follows
-        found = {}
+        found, single = {}, mask.sum(-1) - dropped < 2
         for normalization in () if self._by_entries() else self.normalizations:
             kind = Kind("prompt_entropy", normalization, dropped)
-            found[kind] = sets.entropy(alpha=self.alpha, normalization=normalization, undefined="nan")
+            values = sets.entropy(alpha=self.alpha, normalization=normalization, undefined="nan")
+            found[kind] = values.masked_fill(single.to(values.device), math.nan)
         found[Kind("effective_rank", None, dropped)] = sets.effective_rank(undefined="nan")
         found[Kind("participation_ratio", None, dropped)] = sets.participation_ratio(undefined="nan")
         if self.rankme:
@@ -192,10 +195,12 @@ class Representation(LayerwiseAnalysis):
 
     def dataset_records(self, pooled: Tensor) -> Iterator[Record]:
         """Of the pooled vectors (layers + 1, prompts, dim)."""
-        num_prompts, dim = pooled.shape[1:]
-        pooled = pooled[:, ~pooled.isnan().any(-1).any(0)]
+        _, kept = complete(~pooled.isnan().any(-1))
+        pooled, dim = pooled[:, kept], pooled.shape[-1]
         n = pooled.shape[1]
-        tags = self.tags("dataset_entropy") | ({"num_undefined": num_prompts - n} if n < num_prompts else {})
+        tags = self.tags("dataset_entropy") | left_out("", ~kept)
+        if not n:
+            return
         whole = self._dataset_entropy(pooled)  # (layers + 1,)
         found = [self._dataset_entropy(pooled[:, rows]) for rows in halves(n, self.num_halves)]
         of_halves = torch.stack(found, -1) if found else None  # (layers + 1, halves)
@@ -298,7 +303,7 @@ def _prompt_records(metric: str, values: Tensor, tags: dict[str, Any], missing: 
     missing = torch.zeros_like(values) if missing is None else missing
     for layer, (row, absent) in enumerate(zip(values, missing, strict=True)):
         yield from summarize(metric, row, layer=layer, tags=tags | _count(absent))
-    yield from summarize(metric, values[1:].mean(0), tags=tags | _count(missing[1:]))
+    yield from summarize_over_layers(metric, values[1:], tags=tags | _count(missing[1:]))
 
 
 def _count(missing: Tensor) -> dict[str, int]:

@@ -8,10 +8,10 @@ import torch
 from torch import Tensor
 
 from lit_layers.analyses.encoded_task import TaskRows
-from lit_layers.analyses.features import text_features
 from lit_layers.analyses.on_task import OnTask
 from lit_layers.analyses.probe_scores import fit_layer, score_rows
 from lit_layers.analyses.states import at_least_float32
+from lit_layers.analyses.summary import left_out
 from lit_layers.analyses.token_jacobians import check_counts
 from lit_layers.errors import InputError
 from lit_layers.models.view import LayeredModel
@@ -58,15 +58,19 @@ class SampleSizeSweep(OnTask):
     def run(self, model: LayeredModel) -> Iterable[Record]:
         self.check(model)
         rows, model = self._rows(model), at_least_float32(model)
-        train, test = (
-            text_features(model, rows.texts[part], pooling=self.pooling, cache=self.cache) for part in ("train", "test")
-        )
+        found = self._features(model, rows)
+        defined, kept = self._complete(found)
+        rows, counts = rows.where(kept), left_out("", ~torch.cat([*kept.values()]))
         for layer in range(model.num_layers + 1) if self.layers is None else self.layers:
-            features, held_out = train.layer(layer), test.layer(layer)
+            if not defined[layer]:
+                continue
+            features, held_out = (found[part].layer(layer)[kept[part]] for part in ("train", "test"))
             for size in sizes(len(features)):
-                yield from self._of_size(rows, features, held_out, layer, size)
+                yield from self._of_size(rows, features, held_out, layer, size, counts)
 
-    def _of_size(self, rows: TaskRows, features: Tensor, held_out: Tensor, layer: int, size: int) -> Iterable[Record]:
+    def _of_size(
+        self, rows: TaskRows, features: Tensor, held_out: Tensor, layer: int, size: int, counts: dict[str, int]
+    ) -> Iterable[Record]:
         labels, targets = rows.targets["train"], rows.targets["test"]
         found: dict[str, list[float]] = {}
         seen, unconverged = [], 0
@@ -85,7 +89,7 @@ class SampleSizeSweep(OnTask):
             found.setdefault("accuracy", []).append(float(scores.hits.double().mean()))
             known = scores.losses[scores.losses.isfinite()]
             found.setdefault("log_loss", []).append(float(known.mean()) if len(known) else math.nan)
-        tags: dict[str, str | int | float] = {"task": rows.data.name, "split": "test", "train_rows": size}
+        tags: dict[str, str | int | float] = {"task": rows.data.name, "split": "test", "train_rows": size, **counts}
         if seen:
             tags["num_classes_seen"] = min(seen)
         if unconverged:

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from lit_layers.analyses.base import Analysis, LayerwiseAnalysis, LayerwiseRun, Visit
+from lit_layers.analyses.summary import with_a_value
 from lit_layers.errors import InputError
 from lit_layers.models.streaming import Entered, StreamedModel
 from lit_layers.models.view import Batch
@@ -130,8 +131,11 @@ class _Walk:
             self.hidden = {}
         for name, run in self.runs.items():
             if self.found[name].error is None:
-                self._guarded(name, lambda name=name, run=run: self.found[name].records.extend(run.records()))
+                self._guarded(name, self._finish, name, run)
         return self.found
+
+    def _finish(self, name: str, run: LayerwiseRun) -> None:
+        self.found[name].records += with_a_value(name, run.records())
 
     def _enter(self, number: int, *, fresh: bool) -> dict[str, Entered]:
         """All batches before block 1; their states are taken from there where the pass begins."""

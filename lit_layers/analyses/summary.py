@@ -1,7 +1,14 @@
-"""From one value per prompt to records."""
+"""From one value per prompt to records, and what happens to values that are undefined.
+
+One rule for all analyses. A value that is undefined (of a prompt, a layer, a pair) is NaN and enters no mean. A mean
+over prompts, tokens or rows is over those that have a value, and a tag that begins with `num_undefined` counts the
+others. A mean over layers, blocks or pairs of them is another quantity without one of them: a prompt has it only if the
+set is complete. What no prompt has is a gap: at a layer there is no record; of the whole model the record says so, with
+NaN for its value, `n` 0 and the counts. An analysis fails only if nothing at all is defined.
+"""
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 
 import torch
 from torch import Tensor
@@ -25,13 +32,11 @@ def summarize(
 
     `values` (prompts,) holds NaN where a prompt's value is undefined: those are left out, `n` counts the rest and the
     tag `num_undefined` the left out, where there are any. `stderr` is the sample deviation over sqrt(n); `low` and
-    `high` a percentile bootstrap over prompts. One prompt has neither, nor has a mean that is infinite.
-
-    Raises:
-        ValueError: no value is defined.
+    `high` a percentile bootstrap over prompts. One prompt has neither, nor has a mean that is infinite. Where no value
+    is defined there is no record of a layer, and of the whole model one whose value is NaN.
     """
-    defined, tags = _defined(metric, values, layer, tags)
-    records = [_record(metric, defined, "mean", layer, other_layer, tags)]
+    defined, tags = _defined(metric, values, tags)
+    records = [_record(metric, defined, "mean", layer, other_layer, tags)] if len(defined) or layer is None else []
     if median:
         records += summarize_median(metric, values, layer=layer, other_layer=other_layer, tags=tags)
     return records
@@ -46,8 +51,59 @@ def summarize_median(
     tags: Tags | None = None,
 ) -> list[Record]:
     """The median over prompts as a record tagged `statistic="median"`, otherwise as `summarize`; without stderr."""
-    defined, tags = _defined(metric, values, layer, tags)
+    defined, tags = _defined(metric, values, tags)
+    if not len(defined) and layer is not None:
+        return []
     return [_record(metric, defined, "median", layer, other_layer, {**tags, "statistic": "median"})]
+
+
+def summarize_over_layers(metric: str, values: Tensor, *, tags: Tags | None = None) -> list[Record]:
+    """The mean over layers (layers, prompts) within each prompt, then over the prompts that have all of them.
+
+    The tag `num_undefined_layers` counts layers that no prompt has.
+    """
+    return summarize(metric, values.mean(0), tags={**(tags or {}), **left_out("layers", values.isnan().all(-1))})
+
+
+def gap(metric: str, *, tags: Tags | None = None) -> Record:
+    """A value of the whole model that is undefined, as a record."""
+    return Record(metric=metric, value=math.nan, n=0, tags=dict(tags or {}))
+
+
+def with_a_value(name: str, records: Iterable[Record]) -> list[Record]:
+    """The records, all of them made now.
+
+    Raises:
+        ValueError: none has a value that is defined.
+    """
+    records = list(records)
+    if all(math.isnan(record.value) for record in records):
+        raise nothing_defined(name)
+    return records
+
+
+def nothing_defined(name: str) -> ValueError:
+    """The failure of an analysis none of whose values is defined."""
+    return ValueError(
+        f"{name} is undefined for every prompt at every layer: the states, or what is derived of them, are zero, "
+        "constant, not finite or of too few tokens"
+    )
+
+
+def left_out(what: str, undefined: Tensor | int) -> dict[str, int]:
+    """The tag `num_undefined_<what>` with the number of True in `undefined`; none where that is 0."""
+    number = int(undefined.sum()) if isinstance(undefined, Tensor) else undefined
+    return {f"num_undefined_{what}" if what else "num_undefined": number} if number else {}
+
+
+def complete(defined: Tensor) -> tuple[Tensor, Tensor]:
+    """Which layers, and which prompts, of what is to be compared on the same prompts at every layer.
+
+    Of `defined` (layers, prompts): the layers (layers,) at which at least half of the prompts have a value, and the
+    prompts (prompts,) that have one at each of these. The other layers are gaps, the other prompts are left out.
+    """
+    layers = 2 * defined.sum(-1) >= defined.shape[-1]
+    return layers, defined[layers].all(0) & layers.any()
 
 
 def mean_of_defined(values: Tensor, dim: int = -1) -> Tensor:
@@ -65,22 +121,19 @@ def median_of_defined(values: Tensor, dim: int = -1) -> Tensor:
     return torch.where(count > 0, (lower + upper) / 2, torch.nan).squeeze(dim)
 
 
-def _defined(metric: str, values: Tensor, layer: int | None, tags: Tags | None) -> tuple[Tensor, dict]:
+def _defined(metric: str, values: Tensor, tags: Tags | None) -> tuple[Tensor, dict]:
     values = torch.as_tensor(values).detach().cpu().double()
     if values.ndim != 1:
         raise ValueError(f"expected one value per prompt of {metric}, got shape {tuple(values.shape)}")
-    defined = values[~values.isnan()]
-    if not len(defined):
-        where = "" if layer is None else f" at layer {layer}"
-        raise ValueError(f"{metric}{where} is undefined for every one of {len(values)} prompts")
-    num_undefined = len(values) - len(defined)
-    return defined, {**(tags or {}), **({"num_undefined": num_undefined} if num_undefined else {})}
+    return values[~values.isnan()], {**(tags or {}), **left_out("", values.isnan())}
 
 
 def _record(
     metric: str, values: Tensor, statistic: Statistic, layer: int | None, other_layer: int | None, tags: dict
 ) -> Record:
     n = len(values)
+    if not n:
+        return gap(metric, tags=tags)
     low = high = stderr = None
     if n > 1 and values.isfinite().all():
         low, high = (bound.item() for bound in bootstrap_interval(values, statistic=statistic))

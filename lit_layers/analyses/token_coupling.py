@@ -5,13 +5,13 @@ import math
 from collections import defaultdict
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple
+from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor
 
 from lit_layers.analyses.base import DividedAnalysis
-from lit_layers.analyses.summary import Tags, summarize
+from lit_layers.analyses.summary import Tags, left_out, summarize
 from lit_layers.analyses.token_jacobians import (
     check_choice,
     check_counts,
@@ -55,7 +55,8 @@ class TokenCoupling(DividedAnalysis):
     blocks, a record without a layer. Besides `min_gap`, `num_tied` (Jacobians whose leading directions are not well
     determined) and `error_bound` (of any one pair's value, for inexact singular vectors of these Jacobians; at p = 2).
 
-    Pairs of a zero or non-finite Jacobian are undefined: left out, and counted in the tag `num_undefined_pairs`.
+    Pairs of a zero or non-finite Jacobian are undefined: left out of the means over tokens, and counted in the tag
+    `num_undefined_pairs`. The mean over all pairs of blocks is of the prompts that have every one.
     Prompts of one token have no pair; they are left out and counted in the tag `num_undefined`.
 
     `pairs`: "same" (each block with itself), "all", or pairs (l, l'). `tokens="patches"` takes an image's patches
@@ -129,7 +130,7 @@ class TokenCoupling(DividedAnalysis):
         if not together.gaps:
             raise InputError(f"{self.name}: coupling of tokens needs prompts of at least two tokens, all have one")
         records = list(together.records(whole=self.pairs == "all"))
-        if not records:
+        if all(math.isnan(record.value) for record in records):
             raise ValueError(f"{self.name} is undefined: every Jacobian is zero or not finite")
         yield from records
 
@@ -235,6 +236,7 @@ class _Found:
     def __init__(self, counts: list[int]) -> None:
         self.counts = counts
         self.num_prompts = 0
+        self.num_undefined = 0  # Jacobians
         self.means: dict[tuple[int, int, str], list[Tensor]] = defaultdict(list)  # each (k, 3)
         self.same: dict[tuple[int, int], list[Tensor]] = defaultdict(list)  # each (k, 2)
         self.maps: dict[tuple[int, int, str], list[Tensor]] = defaultdict(list)  # each (k, tokens, tokens)
@@ -245,6 +247,7 @@ class _Found:
     def join(self, later: "_Found") -> None:
         """Adds what later prompts gave."""
         self.num_prompts += later.num_prompts
+        self.num_undefined += later.num_undefined
         for key, values in later.means.items():
             self.means[key] += values
         for pair, values in later.same.items():
@@ -270,6 +273,7 @@ class _Found:
             self.same[layer, other].append(three[:, ::2, 0].diagonal(dim1=-2, dim2=-1).nanmean(-1))
 
     def add_accuracy(self, layer: _Layer) -> None:
+        self.num_undefined += int(layer.undefined.sum())
         values, bounds = (
             each[~layer.undefined].double().cpu() for each in (layer.factors.values, layer.factors.bounds)
         )
@@ -287,17 +291,17 @@ class _Found:
             for (layer, other), part in parts.items():
                 yield from self._of_same(part, tags, layer=layer, other_layer=other)
             if whole and parts:
-                yield from self._of_same(torch.stack(list(parts.values())).nanmean(0), tags)
+                yield from self._of_same(torch.stack(list(parts.values())).mean(0), tags)
             yield from self._of_accuracy(position, tags)
 
     def _of_table(self, key: tuple[int, int, str], position: int, tags: Tags) -> Iterator[Record]:
         layer, other, table = key
         metric = f"{table}_coupling"
         place = {"layer": layer} if layer == other else {"layer": layer, "other_layer": other}
-        counted = {**tags, "num_undefined_pairs": self.undefined[key]} if self.undefined[key] else tags
+        counted = {**tags, **left_out("pairs", self.undefined[key])}
         columns = self._with_short(torch.stack(self.means[key])[:, position]).T
         for name, column in zip((metric, f"random_{metric}", f"excess_{metric}"), columns, strict=True):
-            yield from _defined(name, column, **place, tags=counted)
+            yield from summarize(name, column, **place, tags=counted)
         if not self.maps[key]:
             return
         maps = torch.stack([one[position] for one in self.maps[key]], -1)  # (tokens, tokens, prompts)
@@ -305,12 +309,12 @@ class _Found:
         for row, percent in zip(maps, percents, strict=True):
             for values, other_percent in zip(row, percents, strict=True):
                 where = {**tags, "token": percent, "other_token": other_percent}
-                yield from _defined(f"{metric}_pair", values, **place, tags=where)
+                yield from summarize(f"{metric}_pair", values, **place, tags=where)
 
     def _of_same(self, values: Tensor, tags: Tags, **place: int) -> Iterator[Record]:
         names = "same_token_coupling", "excess_same_token_coupling"
         for name, column in zip(names, self._with_short(values).T, strict=True):
-            yield from _defined(name, column, **place, tags=tags)
+            yield from summarize(name, column, **place, tags=tags)
 
     def _with_short(self, values: Tensor) -> Tensor:
         """Rows of NaN added for the prompts of one token."""
@@ -319,14 +323,9 @@ class _Found:
 
     def _of_accuracy(self, position: int, tags: Tags) -> Iterator[Record]:
         gaps = torch.cat(self.gaps, 1)[position]
-        plain = {"n": self.num_prompts, "tags": dict(tags)}
+        plain = {"n": self.num_prompts, "tags": {**tags, **left_out("jacobians", self.num_undefined)}}
         if len(gaps):
             yield Record(metric="min_gap", value=float(gaps.min()), **plain)
             bound = max(float(bounds[position]) for bounds in self.bounds)
             yield Record(metric="error_bound", value=bound, **plain)
             yield Record(metric="num_tied", value=float((gaps < TIE).sum()), **plain)
-
-
-def _defined(metric: str, values: Tensor, **place: Any) -> list[Record]:
-    """One record, or none where no prompt defines it: a dead block leaves a gap, not a number."""
-    return summarize(metric, values, **place) if not bool(values.isnan().all()) else []

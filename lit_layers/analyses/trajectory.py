@@ -9,7 +9,7 @@ from torch import Tensor
 
 from lit_layers.analyses.base import LayerwiseAnalysis, LayerwiseRun, Visit
 from lit_layers.analyses.states import STATES, States, in_convention
-from lit_layers.analyses.summary import mean_of_defined, median_of_defined, summarize, summarize_median
+from lit_layers.analyses.summary import left_out, mean_of_defined, median_of_defined, summarize, summarize_median
 from lit_layers.data.batches import Batches
 from lit_layers.errors import InputError
 from lit_layers.functional.trajectory import WalkedPath
@@ -28,7 +28,9 @@ class Trajectory(LayerwiseAnalysis):
     Over the whole path: `line_shape_score`, `expodistance`, `equidistance`. Per layer: `line_shape_score` of the path
     so far (from layer 2), `growth_rate` and `step_norm` (of the block that ends there), `state_norm`. Each is averaged
     over the tokens of a prompt, then over prompts; a median (tag `statistic`) is the median over prompts of the median
-    over tokens. The tag `num_undefined_tokens` counts tokens without a value, of all prompts.
+    over tokens. The tag `num_undefined_tokens` counts tokens without a value, of all prompts: those whose state is zero
+    or not finite, and from a step of length zero on for the line shape. A metric of the whole path is NaN where no
+    token has one; the layers up to there keep theirs.
 
     `tokens` "all" are the real ones without the first `drop_first` (mostly a sink, whose path is unlike any other),
     "last" the last of these alone. The model runs in float32 or wider. `states="hf"` ends each path after the final
@@ -116,10 +118,10 @@ def _of_prompts(path: WalkedPath, kept: Tensor) -> dict[str, Tensor]:
 def _of_tokens(path: WalkedPath) -> dict[str, Tensor]:
     """Per metric the values (rows, paths); metrics of a whole path have one row."""
     norms, lengths = path.state["norms"], path.state["lengths"]
-    found = {
-        "line_shape_score": path.running_line_shape_score("nan"),
+    found = {  # what breaks off leaves the layers before alone
+        "line_shape_score": path.running_line_shape_score("nan", so_far=True),
         "equidistance": path.equidistance("nan")[None],
-        "growth_rate": path.growth_rates("nan"),
+        "growth_rate": path.growth_rates("nan", so_far=True),
         "state_norm": norms.where(norms.isfinite(), torch.nan),
     }
     if len(norms) > 2:  # one block has no deviation of growth
@@ -136,8 +138,7 @@ def _records(metric: str, statistics: Tensor, tags: dict[str, str | int | float]
     for row, layer in rows:
         if metric == "line_shape_score" and layer == 1:
             continue  # one step is straight
-        counted = int(missing[row].sum())
-        counts = {"num_undefined_tokens": counted} if counted else {}
+        counts = left_out("tokens", int(missing[row].sum()))
         yield from summarize(metric, means[row], layer=layer, tags=tags | counts)
         if metric in WITH_MEDIAN and (layer is None or metric not in OF_THE_PATH):
             yield from summarize_median(metric, medians[row], layer=layer, tags=tags | counts)

@@ -10,12 +10,12 @@ from typing import Any
 
 from lit_layers.analyses.base import Analysis
 from lit_layers.analyses.features import TextPooling
-from lit_layers.analyses.states import STATES, States
+from lit_layers.analyses.states import STATES, States, at_least_float32
 from lit_layers.data.tokenization import TextTokenizer, load_tokenizer, tokenizer_hash
 from lit_layers.durable import write_json
 from lit_layers.embeddings.encoder import LayerEncoder
 from lit_layers.embeddings.evaluating import Prepared
-from lit_layers.embeddings.store import STORE_DTYPES, Embedding, Store
+from lit_layers.embeddings.store import STORE_DTYPES, Embedding, NotFiniteError, Store
 from lit_layers.embeddings.task_list import TaskSpec
 from lit_layers.embeddings.task_sources import INSTALL, Sources
 from lit_layers.errors import InputError
@@ -34,7 +34,8 @@ class MtebTask(Analysis):
 
     Every layer's full result is a file below `results`, written as it is made; layers that have theirs are not scored
     again, nor are texts passed again whose embeddings the store still holds. A layer whose score is not defined (equal
-    vectors have no rank correlation) gives no record, and the others say how many there are of it (`num_undefined`).
+    vectors have no rank correlation, states that are not finite no cosine) gives no record, and the others say how many
+    there are of it (`num_undefined`). The model runs in float32 or wider.
 
     Args:
         task: what is scored.
@@ -96,6 +97,7 @@ class MtebTask(Analysis):
         return tokenizer_hash(self._read_tokenizer().tokenizer)
 
     def run(self, model: LayeredModel) -> Iterator[Record]:
+        model = at_least_float32(model)
         wanted = list(range(model.num_layers + 1)) if self.layers is None else sorted(set(self.layers))
         hashed = weights_hash(model.model)
         limit = min(self.max_tokens, model.max_tokens or self.max_tokens)
@@ -111,7 +113,7 @@ class MtebTask(Analysis):
                         known[layer] = found
                         continue
                     self._say(f"layer {layer} of {model.num_layers}" if place else "embedding, and its first layer")
-                    result = prepared.evaluate(LayerEncoder(embeddings, layer))
+                    result = _evaluated(prepared, LayerEncoder(embeddings, layer))
                     facts = {
                         "n": prepared.num_rows(),
                         "num_texts": embeddings.num_texts,
@@ -120,6 +122,8 @@ class MtebTask(Analysis):
                     }
                     known[layer] = self._described(layer, model.num_layers) | facts | result
                     write_json(_file(folder, layer), known[layer])
+        if all("undefined" in known[layer] for layer in wanted):
+            raise InputError(known[wanted[0]]["undefined"])
         yield from self._records(known)
 
     def _records(self, known: dict[int, dict[str, Any]]) -> Iterator[Record]:
@@ -163,6 +167,14 @@ class MtebTask(Analysis):
     def _say(self, what: str) -> None:
         if self.tell is not None:
             self.tell(f"{self.task.name}: {what}")
+
+
+def _evaluated(prepared: Prepared, encoder: LayerEncoder) -> dict[str, Any]:
+    """mteb's result; of a layer at which a text has no finite embedding one without a score, that says so."""
+    try:
+        return prepared.evaluate(encoder)
+    except NotFiniteError as error:
+        return {"main_score": None, "undefined": str(error)}
 
 
 def mteb_version() -> str:

@@ -37,6 +37,10 @@ _LOCKS = "locks"
 _OURS = ".embeddings"  # marks a folder that may be removed: another in the same place may be anything
 
 
+class NotFiniteError(InputError):
+    """A layer at which a text has no embedding."""
+
+
 class _Features(Protocol):
     def layer(self, layer: int) -> Tensor: ...
 
@@ -160,7 +164,11 @@ class TaskEmbeddings:
         return len(self._places)
 
     def of(self, texts: Sequence[str], layer: int) -> np.ndarray:
-        """The embeddings (texts, dim) of one layer, float32, in the order of the texts."""
+        """The embeddings (texts, dim) of one layer, float32, in the order of the texts.
+
+        Raises:
+            NotFiniteError: a text whose embedding there is not finite.
+        """
         missing = list(dict.fromkeys(text for text in texts if text not in self._places))
         for start in range(0, len(missing), CHUNK):
             self._add(missing[start : start + CHUNK])
@@ -173,6 +181,9 @@ class TaskEmbeddings:
                 self._read[chunk] = self._chunks[chunk].layer(layer).to(torch.float32).numpy()
             here = places[:, 0] == chunk
             found[here] = self._read[chunk][places[here, 1]]
+        finite = np.isfinite(found).all(1)
+        if not finite.all():
+            raise NotFiniteError(f"the features of text {finite.argmin()} at layer {layer} are not finite")
         return found
 
     def _add(self, texts: list[str]) -> None:
@@ -194,7 +205,9 @@ class TaskEmbeddings:
     def _features(self, encoded: EncodedTexts, folder: Path) -> _Features:
         how = self.embedding
         if self.store.dtype == "float32":
-            return text_features(self.view, encoded, pooling=how.pooling, states=how.states, cache=folder)
+            return text_features(
+                self.view, encoded, pooling=how.pooling, states=how.states, cache=folder, undefined="nan"
+            )
         num_layers, shape = self.view.num_layers, (len(encoded), self.view.dim)
         if (folder / _WHOLE).is_file() and _Halves.are_whole(folder, num_layers, shape):
             return _Halves(folder, shape, self.store.dtype)
@@ -202,7 +215,9 @@ class TaskEmbeddings:
         folder.mkdir(parents=True)
         try:
             draft = folder / "draft"
-            features = text_features(self.view, encoded, pooling=how.pooling, states=how.states, cache=draft)
+            features = text_features(
+                self.view, encoded, pooling=how.pooling, states=how.states, cache=draft, undefined="nan"
+            )
             for layer in range(num_layers + 1):
                 _Halves.write(folder, layer, features.layer(layer), self.store.dtype)
         finally:
@@ -224,7 +239,7 @@ class _Halves:
     @staticmethod
     def write(folder: Path, layer: int, features: Tensor, dtype: StoreDtype) -> None:
         halved = features.to(getattr(torch, dtype))
-        if not halved.isfinite().all():
+        if not halved[features.isfinite()].isfinite().all():
             raise InputError(
                 f"store_dtype: layer {layer} has a value of {features.abs().max():.3g}, which {dtype} cannot hold: "
                 "take bfloat16 or float32"

@@ -129,8 +129,8 @@ class WalkedPath:
     """What is left of trajectories whose states are seen one layer after the other: enough for every metric here.
 
     `state` is all of it, plain tensors by name, so that a walk can be put down and taken up, on another device too:
-    `norms` (layers, *n), `lengths`, `distances` and `stopped` (steps, *n), `broken` (*n), and `total` (*n, dim), the
-    sum of unit steps.
+    `norms` and `broken` (layers, *n), the latter whether a state so far is not finite, `lengths`, `distances` and
+    `stopped` (steps, *n), and `total` (*n, dim), the sum of unit steps.
     """
 
     def __init__(self, state: dict[str, Tensor] | None = None) -> None:
@@ -153,7 +153,7 @@ class WalkedPath:
             lengths=norms.new_empty(0, *norms.shape),
             distances=norms.new_empty(0, *norms.shape),
             stopped=torch.empty(0, *norms.shape, dtype=torch.bool, device=norms.device),
-            broken=~state.isfinite().all(-1).to(norms.device),
+            broken=~state.isfinite().all(-1).to(norms.device)[None],
         )
 
     def step(self, before: Float[Tensor, "*n dim"], after: Float[Tensor, "*n dim"]) -> None:
@@ -170,45 +170,52 @@ class WalkedPath:
             lengths=length.squeeze(-1),
             distances=torch.linalg.vector_norm(total, dim=-1),
             stopped=still,
+            broken=self.state["broken"][-1] | ~after.isfinite().all(-1).to(total.device),
         )
         self.state["total"] = total
-        self.state["broken"] = self.state["broken"] | ~after.isfinite().all(-1).to(total.device)
 
     def _append(self, **rows: Tensor) -> None:
         for name, row in rows.items():
             self.state[name] = torch.cat([self.state[name], row[None]])
 
-    def running_line_shape_score(self, undefined: Undefined = "raise") -> Float[Tensor, "steps *n"]:
-        """As the function of that name."""
-        return self._scores("running_line_shape_score", slice(None), undefined)
+    def running_line_shape_score(
+        self, undefined: Undefined = "raise", *, so_far: bool = False
+    ) -> Float[Tensor, "steps *n"]:
+        """As the function of that name; with `so_far` a state that is not finite spoils only what comes from it on."""
+        return self._scores("running_line_shape_score", slice(None), undefined, so_far=so_far)
 
     def line_shape_score(self, undefined: Undefined = "raise") -> PerToken:
         """As the function of that name."""
         return self._scores("line_shape_score", -1, undefined)
 
-    def growth_rates(self, undefined: Undefined = "raise") -> Float[Tensor, "steps *n"]:
-        """As the function of that name."""
-        return _growth_rates(self.state["norms"], self.state["broken"], undefined)
+    def growth_rates(self, undefined: Undefined = "raise", *, so_far: bool = False) -> Float[Tensor, "steps *n"]:
+        """As the function of that name; `so_far` as in `running_line_shape_score`."""
+        broken = self._broken(so_far)
+        return _growth_rates(self.state["norms"], broken[1:], undefined)
 
     def expodistance(self, undefined: Undefined = "raise") -> PerToken:
         """As the function of that name, with its default options."""
-        return _expodistance(self.state["norms"], self.state["broken"], "cv", 0, undefined)
+        return _expodistance(self.state["norms"], self.state["broken"][-1], "cv", 0, undefined)
 
     def equidistance(self, undefined: Undefined = "raise") -> PerToken:
         """As the function of that name, with its default options."""
-        return _equidistance(self.state["lengths"], self.state["broken"], 0, undefined)
+        return _equidistance(self.state["lengths"], self.state["broken"][-1], 0, undefined)
 
-    def _scores(self, metric: str, which: int | slice, undefined: Undefined) -> Tensor:
+    def _broken(self, so_far: bool) -> Bool[Tensor, "layers *n"]:
+        broken = self.state["broken"]
+        return broken if so_far else broken[-1:].expand_as(broken)
+
+    def _scores(self, metric: str, which: int | slice, undefined: Undefined, *, so_far: bool = False) -> Tensor:
         distances, stopped = self.state["distances"], self.state["stopped"]
         number = torch.arange(1.0, len(distances) + 1, dtype=distances.dtype, device=distances.device)
         number = number.reshape(-1, *[1] * (distances.ndim - 1))
         distances = distances.masked_fill(distances <= number * _EPS, 0.0)  # steps that cancel leave their rounding
         scores = (number / distances).clamp(min=1.0)
-        problems = {"a state is not finite": self.state["broken"], "a step has length zero": stopped[which]}
+        problems = {"a state is not finite": self._broken(so_far)[1:][which], "a step has length zero": stopped[which]}
         return settled(metric, scores[which], problems, undefined)
 
 
-def _growth_rates(norms: Float[Tensor, "layers *n"], broken: Bool[Tensor, "*n"], undefined: Undefined) -> Tensor:
+def _growth_rates(norms: Float[Tensor, "layers *n"], broken: Tensor, undefined: Undefined) -> Tensor:
     zero = norms == 0
     problems = {"a state is not finite": broken, "a state has norm zero": zero[1:] | zero[:-1]}
     return settled("growth_rates", (norms[1:] / norms[:-1]).log(), problems, undefined)

@@ -207,12 +207,17 @@ def test_it_runs_as_a_measurement_and_half_precision_is_measured_in_float32(word
     assert analysis.tokenizer_hash() == words.tokenizer_hash()
 
 
-def test_a_model_whose_states_are_not_finite_is_an_error_not_a_gap(words):
+def test_layers_whose_states_are_not_finite_are_gaps_and_a_model_of_such_layers_an_error(words):
     model = text_model("gpt2")
+    whole = measure(model, ConceptAlignment(words=words), run="r", step=0)
     with torch.no_grad():
         model.transformer.h[1].mlp.c_proj.bias.fill_(math.inf)
     found = measure(model, ConceptAlignment(words=words), run="r", step=0)
-    assert "concept_alignment at layer 2 is undefined for every one of 3 prompts" in found.error
+    assert found.records == [record for record in whole.records if record.layer < 2]
+    with torch.no_grad():
+        model.transformer.wte.weight.fill_(math.nan)
+    found = measure(model, ConceptAlignment(words=words), run="r", step=0)
+    assert found.error.startswith("ValueError: concept_alignment is undefined for every prompt at every layer")
 
 
 @pytest.mark.parametrize(

@@ -1,5 +1,7 @@
 """The coupling analysis against its definition, prompt by prompt and pair by pair."""
 
+import math
+
 import numpy as np
 import pytest
 import torch
@@ -29,7 +31,10 @@ class Fixed(Batches):
 def found(model, *batches, **options):
     """The records by (metric, layer, other_layer, tags)."""
     records = list(Coupling(batches=Fixed(*batches), **options).run(LayeredModel(model)))
-    keys = [(r.metric, r.layer, r.other_layer, *sorted(r.tags.items())) for r in records]
+    keys = [
+        (r.metric, r.layer, r.other_layer, *sorted(tag for tag in r.tags.items() if not tag[0].startswith("num_")))
+        for r in records
+    ]
     assert len(set(keys)) == len(keys)
     return dict(zip(keys, records, strict=True))
 
@@ -180,10 +185,20 @@ def test_a_dead_block_leaves_a_gap_and_never_enters_a_mean(model):
     k = ("k", 6)
     assert ("coupling_pair", 2, 1, k) not in records
     assert records["jacobian_norm", 2, None].value == 0
-    defined = [records[key].value for key in records if key[0] == "coupling_pair" and key[1] != key[2]]
-    assert len(defined) == 4  # blocks 1 and 3 in the bases of the others
-    assert records["coupling", None, None, k].value == pytest.approx(np.mean(defined), rel=1e-9)
-    assert records["num_tied", None, None, k].value == 2  # its bases are any: both prompts are flagged
+    assert {key[1:3] for key in records if key[0] == "coupling_pair"} == {(1, 1), (1, 3), (3, 1), (3, 3)}
+    missing = {"coupling": 8, "excess_coupling": 8, "coupling_with_diagonal": 10}  # of 2 x 6 and 2 x 9 pairs
+    for metric, number in missing.items():
+        assert math.isnan(records[metric, None, None, k].value)
+        assert records[metric, None, None, k].n == 0
+        assert records[metric, None, None, k].tags == {"k": 6, "num_undefined": 2, "num_undefined_pairs": number}
+    for distance, number in ((0, 2), (1, 8)):
+        assert (
+            records["coupling_by_distance", None, None, ("distance", distance), k].tags["num_undefined_pairs"] == number
+        )
+    apart = [records["coupling_pair", *pair, k].value for pair in ((1, 3), (3, 1))]
+    assert records["coupling_by_distance", None, None, ("distance", 2), k].value == pytest.approx(np.mean(apart))
+    assert records["error_bound", None, None, k].value < 1e-9  # a block without directions has none to be off
+    assert records["num_tied", None, None, k].tags == {"k": 6, "num_undefined_blocks": 2}
 
 
 def test_a_jacobian_that_is_not_finite_enters_no_pair_on_either_side(model):

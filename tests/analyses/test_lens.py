@@ -1,6 +1,7 @@
 """The lens against the model's own forward pass, prompt by prompt."""
 
 import math
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -254,14 +255,21 @@ def test_a_ratio_weighs_every_token_alike_and_its_error_is_that_of_resampled_pro
     generator = torch.Generator().manual_seed(0)
     counts = torch.randint(1, 30, (300,), generator=generator)
     sums = counts * (2 + torch.randn(300, generator=generator, dtype=torch.float64))
-    record = summarize_ratio("m", sums, counts)
+    (record,) = summarize_ratio("m", sums, counts)
     assert record.value == pytest.approx((sums.sum() / counts.sum()).item())
     rows = torch.randint(300, (4000, 300), generator=generator)
     resampled = sums[rows].sum(1) / counts[rows].sum(1)
     assert record.stderr == pytest.approx(resampled.std().item(), rel=0.05)
     expected = torch.quantile(resampled, torch.tensor([0.025, 0.975], dtype=torch.float64)).tolist()
     assert [record.low, record.high] == pytest.approx(expected, abs=0.1 * record.stderr)
-    equal = summarize_ratio("m", sums[:9], torch.full((9,), 4))
+    (equal,) = summarize_ratio("m", sums[:9], torch.full((9,), 4))
     assert equal.stderr == pytest.approx(((sums[:9] / 4).std() / 3).item())
-    with pytest.raises(ValueError, match="m is undefined: none of 9 prompts has anything to count"):
-        summarize_ratio("m", sums[:9], torch.zeros(9))
+    broken = sums[:10].clone()
+    broken[9] = math.nan
+    (without,) = summarize_ratio("m", broken, torch.full((10,), 4), counted="num_tokens")
+    assert replace(without, tags={}) == equal
+    assert without.tags == {"num_tokens": 36, "num_undefined": 1}
+    assert summarize_ratio("m", broken[9:], torch.ones(1), layer=2) == []
+    (nowhere,) = summarize_ratio("m", sums[:9], torch.zeros(9))
+    assert math.isnan(nowhere.value)
+    assert nowhere.n == 0

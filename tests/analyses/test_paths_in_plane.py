@@ -95,7 +95,7 @@ def test_a_prompt_without_a_plane_is_left_out_and_counted(model):
     whole = records["plane_variance", None]
     assert (whole.n, whole.tags) == (2, {"num_undefined": 1})
     same = tiny("llama", torch.float64)  # no positions but in attention: equal tokens stay equal
-    with pytest.raises(InputError, match="no prompt has 3 tokens behind the first 1 that end off a line"):
+    with pytest.raises(ValueError, match="paths_in_plane is undefined for every prompt"):
         run(same, repeated)
     with pytest.raises(InputError, match="^paths_in_plane: no prompt has 3 tokens"):
         run(model, short)

@@ -6,7 +6,15 @@ import numpy as np
 import pytest
 import torch
 
-from lit_layers.analyses.summary import mean_of_defined, median_of_defined, summarize, summarize_median
+from lit_layers.analyses.summary import (
+    complete,
+    mean_of_defined,
+    median_of_defined,
+    summarize,
+    summarize_median,
+    summarize_over_layers,
+    with_a_value,
+)
 from lit_layers.functional.curves import bootstrap_interval
 
 NAN = math.nan
@@ -51,11 +59,36 @@ def test_one_prompt_has_no_interval():
     assert (record.value, record.n, record.stderr, record.low, record.high) == (7, 1, None, None, None)
 
 
-def test_a_metric_that_is_defined_nowhere_is_an_error_not_a_number():
-    with pytest.raises(ValueError, match="length at layer 2 is undefined for every one of 3 prompts"):
-        summarize("length", torch.full((3,), NAN), layer=2)
-    with pytest.raises(ValueError, match="length is undefined for every one of 0 prompts"):
-        summarize("length", torch.zeros(0))
+def test_a_metric_that_is_defined_nowhere_is_a_gap_at_a_layer_and_says_so_of_the_whole_model():
+    assert summarize("length", torch.full((3,), NAN), layer=2, median=True) == []
+    for record in summarize("length", torch.full((3,), NAN), median=True):
+        assert math.isnan(record.value)
+        assert (record.n, record.tags["num_undefined"], record.stderr, record.low) == (0, 3, None, None)
+    with pytest.raises(ValueError, match="length is undefined for every prompt at every layer"):
+        with_a_value("length", summarize("length", torch.zeros(0)))
+
+
+def test_a_mean_over_layers_is_of_the_prompts_that_have_all_of_them():
+    values = torch.tensor([[1.0, 2, NAN], [3.0, 6, 7], [5.0, 1, 2]])
+    (record,) = summarize_over_layers("length", values, tags={"k": 4})
+    assert (record.value, record.n, record.tags) == (3, 2, {"k": 4, "num_undefined": 1})
+    values[1] = NAN
+    (record,) = summarize_over_layers("length", values)
+    assert math.isnan(record.value)
+    assert (record.n, record.tags) == (0, {"num_undefined": 3, "num_undefined_layers": 1})
+
+
+def test_what_is_compared_on_the_same_prompts_leaves_out_broken_layers_before_broken_prompts():
+    defined = torch.tensor([[1, 1, 1, 1], [1, 1, 0, 1], [1, 0, 0, 0], [0, 0, 0, 0]]).bool()
+    layers, prompts = complete(defined)
+    assert layers.tolist() == [True, True, False, False]
+    assert prompts.tolist() == [True, True, False, True]
+    layers, prompts = complete(defined[3:])
+    assert not layers.any()
+    assert not prompts.any()
+
+
+def test_values_are_one_for_each_prompt():
     with pytest.raises(ValueError, match=r"expected one value per prompt of length, got shape \(2, 2\)"):
         summarize("length", torch.zeros(2, 2))
 

@@ -4,6 +4,7 @@ import json
 import random
 from collections import Counter
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -279,11 +280,23 @@ def test_scores_of_halves_are_near_those_of_float32(home, scored, tmp_path):
             assert record.value == pytest.approx(exact.value, abs=0.02)
 
 
-def test_states_that_are_not_finite_fail_the_task_and_are_named(home, tmp_path):
+def test_layers_whose_states_are_not_finite_have_no_score_and_fail_the_task_where_all_are(home, scored, tmp_path):
     view = saved_model(home[1])
     spoil_(view, 3)
+    found = list(task("STSBenchmark", *home, tmp_path).run(view))
+    assert [replace(record, tags=scored["STSBenchmark"][0].tags) for record in found] == scored["STSBenchmark"][:3]
+    assert {record.tags["num_undefined"] for record in found} == {1}
+    file = next(tmp_path.rglob("layer-003.json"))
+    assert "at layer 3 are not finite" in json.loads(file.read_text())["undefined"]
     with pytest.raises(InputError, match="layer 3 are not finite"):
-        list(task("STSBenchmark", *home, tmp_path).run(view))
+        list(task("STSBenchmark", *home, tmp_path, layers=(3,)).run(view))
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_a_model_in_half_precision_is_scored_as_its_checkpoint_in_float32(home, tmp_path, dtype):
+    half = saved_model(home[1]).model.to(dtype)
+    found = list(task("STSBenchmark", *home, tmp_path / "half").run(LayeredModel(half)))
+    assert found == list(task("STSBenchmark", *home, tmp_path / "full").run(LayeredModel(half.float())))
 
 
 def test_a_layer_without_a_defined_score_has_no_record_and_is_counted(home, tmp_path):

@@ -122,11 +122,14 @@ def test_a_text_without_a_token_is_the_end_of_a_text(model, tmp_path):
     assert np.allclose(empty, given, atol=1e-6)
 
 
-def test_states_that_are_not_finite_are_refused_with_their_layer(model, tmp_path):
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_states_that_are_not_finite_are_refused_with_their_layer_and_the_others_given(model, tmp_path, dtype):
+    whole = asked(store_in(tmp_path / "whole", dtype=dtype), saved_model(model), model, TEXTS, 1)
     view = saved_model(model)
     spoil_(view, 2)
+    assert np.array_equal(asked(store_in(tmp_path, dtype=dtype), view, model, TEXTS, 1), whole)
     with pytest.raises(InputError, match=r"the features of text \d+ at layer 2 are not finite"):
-        asked(store_in(tmp_path), view, model, TEXTS, 0)
+        asked(store_in(tmp_path, dtype=dtype), view, model, TEXTS, 2)
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])

@@ -1,0 +1,338 @@
+"""Every analysis there is, on models and data of which something is broken: the rest keeps its numbers.
+
+What the numbers must be comes from runs in which nothing is broken: of the model cut off before the broken block, and
+of the data without the broken prompt.
+"""
+
+import ast
+import copy
+import inspect
+import json
+import math
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+import pytest
+import torch
+from torch import Tensor
+
+import lit_layers
+from lit_layers import analyses
+from lit_layers.analyses import Analysis
+from lit_layers.data import GivenTexts
+from lit_layers.data.tasks import ProbeTask
+from lit_layers.data.tokenization import load_tokenizer
+from lit_layers.data.word_pairs import WordPairs
+from lit_layers.emergence import measure
+from lit_layers.models.view import LayeredModel
+from lit_layers.records import Measurement
+from tests.embeddings.tiny_tasks import task, write_tiny_data
+from tests.support.labelled_texts import labelled, saved_gpt2
+from tests.support.listed_batches import Listed
+from tests.support.tiny_models import tiny
+
+BLOCKS, BROKEN = 4, 3  # layers 0 to 2 are healthy
+TEXTS = [text for text, _ in labelled(24)]
+STRANGE = "§" * 6  # of tokens that no other text has
+WORDS = [("up", "down"), ("before", "after"), ("in", "out"), ("merry", "sad"), ("song", "songs")]
+
+
+class Data:
+    """Texts as every analysis takes them; `extra` is one prompt more, as the last."""
+
+    def __init__(self, home: Path, num_layers: int = BLOCKS, extra: str | list[int] | None = None) -> None:
+        self.home, self.num_layers, self.extra = home, num_layers, extra
+        tokenizer = load_tokenizer(str(home / "model")).tokenizer
+        self.rows = [tokenizer.encode(text).ids[: 8 + number] for number, text in enumerate(TEXTS[:5])]
+        self.texts = list(TEXTS[:5])
+        if extra is not None:
+            self.rows.append(tokenizer.encode(extra).ids if isinstance(extra, str) else extra)
+            self.texts.append(extra if isinstance(extra, str) else tokenizer.decode(extra))
+
+    def batches(self, rows: list[list[int]] | None = None, size: int = 3, **columns: list[int]) -> Listed:
+        rows, found = rows or self.rows, []
+        for start in range(0, len(rows), size):
+            part = rows[start : start + size]
+            ids = torch.nn.utils.rnn.pad_sequence([torch.tensor(row) for row in part], batch_first=True)
+            mask = torch.tensor([[1] * len(row) + [0] * (ids.shape[1] - len(row)) for row in part])
+            more = {name: torch.tensor(values[start : start + size]) for name, values in columns.items()}
+            found.append({"input_ids": ids, "attention_mask": mask, **more})
+        return Listed(*found)
+
+    def train(self) -> list[list[int]]:
+        tokenizer = load_tokenizer(str(self.home / "model")).tokenizer
+        return [tokenizer.encode(text).ids[:9] for text in TEXTS[8:]]
+
+    def task(self) -> dict[str, Any]:
+        """The options of an analysis on a task, whose last test row is the extra one."""
+        folder = self.home / f"task-{abs(hash(str(self.extra)))}"
+        rows = {"train": TEXTS[8:], "test": self.texts}
+        folder.mkdir(exist_ok=True)
+        for part, texts in rows.items():
+            lines = [{"text": text, "label": str(number % 2)} for number, text in enumerate(texts)]
+            (folder / f"{part}.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+        fit: dict[str, Any] = {"tolerance": 1e-3, "max_iterations": 100}
+        return {"task": ProbeTask("halves", str(folder)), "tokenizer": str(self.home / "model"), **fit}
+
+    def words(self) -> WordPairs:
+        pairs = [*WORDS, ("up", self.extra)] if isinstance(self.extra, str) else WORDS
+        path = self.home / f"words-{abs(hash(str(self.extra)))}.parquet"
+        rows = [
+            {"group": "D", "category_id": f"D{number}", "category": name, "word": one, "answers": [other]}
+            for number, (name, kept) in enumerate({"all": pairs, "some": WORDS[:4]}.items())
+            for one, other in kept
+        ]
+        pd.DataFrame(rows).to_parquet(path)
+        return WordPairs(str(path), str(self.home / "model"), batch_size=4)
+
+
+MAKERS: dict[str, Callable[[Data], Analysis]] = {
+    "ConceptAlignment": lambda data: analyses.ConceptAlignment(words=data.words()),
+    "Coupling": lambda data: analyses.Coupling(batches=data.batches(), k=(2, 4), num_prompts=6),
+    "CouplingMatrices": lambda data: analyses.CouplingMatrices(
+        batches=data.batches(), k=2, num_prompts=6, pairs=[(1, 2), (2, 1), (1, data.num_layers)][: data.num_layers - 1]
+    ),
+    "CrossTokenInfluence": lambda data: analyses.CrossTokenInfluence(
+        batches=data.batches(), num_prompts=6, num_inputs=2
+    ),
+    "Interventions": lambda data: analyses.Interventions(batches=data.batches(), seeds=(0, 1), loops=(2,)),
+    "Invariance": lambda data: analyses.Invariance(
+        texts=GivenTexts(data.texts), tokenizer=str(data.home / "model"), num_views=3, num_halves=2, permutations=2
+    ),
+    "LabelProbe": lambda data: analyses.LabelProbe(
+        train=data.batches(data.train(), labels=[n % 2 for n in range(16)]),
+        test=data.batches(labels=[n % 2 for n in range(len(data.rows))]),
+        tolerance=1e-3,
+    ),
+    "LayerSimilarity": lambda data: analyses.LayerSimilarity(batches=data.batches()),
+    "Lens": lambda data: analyses.Lens(batches=data.batches()),
+    "MtebTask": lambda data: task(
+        "STSBenchmark", data.home / "data", data.home / "model", data.home / f"of-{data.num_layers}"
+    ),
+    "NextTokenProbe": lambda data: analyses.NextTokenProbe(
+        train=data.batches(data.train()), test=data.batches(), num_classes=5, min_context=1, tolerance=1e-3
+    ),
+    "NextTokenResidual": lambda data: analyses.NextTokenResidual(batches=data.batches(), num_halves=2),
+    "PathsInPlane": lambda data: analyses.PathsInPlane(batches=data.batches(), num_prompts=6, num_tokens=3),
+    "Probe": lambda data: analyses.Probe(**data.task()),
+    "PromptStudies": lambda data: analyses.PromptStudies(batches=data.batches(), p=(0.0, 0.5), lengths=(4,)),
+    "Representation": lambda data: analyses.Representation(batches=data.batches(), num_halves=2, rankme=True),
+    "SampleSizeSweep": lambda data: analyses.SampleSizeSweep(**data.task(), num_seeds=2),
+    "TokenCoupling": lambda data: analyses.TokenCoupling(
+        batches=data.batches(), k=(2,), pairs="all", tables=("token",), num_tokens=2, num_prompts=6
+    ),
+    "Trajectory": lambda data: analyses.Trajectory(batches=data.batches()),
+}
+# The plane is that of the last layer, and an order is one of all blocks, or of all but some.
+OF_THE_WHOLE = ("PathsInPlane", "Interventions")
+# What compares with the last layer.
+OF_THE_LAST = ("kl_to_final",)
+# What is a matter of tokens or of labels.
+NOT_OF_LAYERS = ("changed_fraction", "infonce_chance", "infonce_chance_of_half", "coverage")
+# What a mean over other blocks would pass for.
+OF_ALL_BLOCKS = ("line_shape_score", "coupling", "coupling_with_diagonal", "excess_coupling", "random_coupling")
+OF_ALL_BLOCKS += ("same_token_coupling", "excess_same_token_coupling", "spectrum_slope", "spectrum_r_squared")
+
+
+# What runs a whole model in another way, or trains it, or is refused: there is no layer to tell from another.
+WITHOUT_LAYERS = {"BenchmarkScores", "Finetuning", "GlueScores", "Refused", "Speed"}
+
+
+def every_analysis() -> set[str]:
+    """The names of all classes of the package that are analyses with a `run` of their own or of a parent's."""
+    bases: dict[str, set[str]] = {}
+    abstract = set()
+    for file in Path(lit_layers.__file__).parent.rglob("*.py"):
+        for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.ClassDef):
+                bases[node.name] = {base.id for base in node.bases if isinstance(base, ast.Name)}
+                marks = [ast.unparse(mark) for each in node.body for mark in getattr(each, "decorator_list", [])]
+                if "abstractmethod" in marks:
+                    abstract.add(node.name)
+    found = {"Analysis"}
+    while more := {name for name, parents in bases.items() if parents & found} - found:
+        found |= more
+    shared = {"Analysis", "OnTask", *(name for name in found if name.startswith("_"))}  # parents of several
+    return found - abstract - shared
+
+
+def test_no_analysis_is_forgotten_here():
+    assert every_analysis() == MAKERS.keys() | WITHOUT_LAYERS
+    assert {name for name in analyses.__all__ if not inspect.isabstract(getattr(analyses, name))} <= MAKERS.keys()
+
+
+@pytest.fixture(scope="module")
+def home(tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("undefined")
+    saved_gpt2(folder / "model", n_layer=BLOCKS, n_embd=16, tie_word_embeddings=False)
+    write_tiny_data(folder / "data")
+    return folder
+
+
+def model_of(home: Path, num_layers: int = BLOCKS) -> Any:
+    model = saved_gpt2(home / "model", tokenizer=False, n_layer=BLOCKS, n_embd=16, tie_word_embeddings=False)
+    model = copy.deepcopy(model)
+    model.transformer.h = model.transformer.h[:num_layers]
+    model.config.n_layer = num_layers
+    return model
+
+
+def kill_(model: Any) -> None:
+    """Makes a block pass on what comes in."""
+    block = model.transformer.h[BROKEN - 1]
+    for part in (block.attn.c_proj, block.mlp.c_proj):
+        torch.nn.init.zeros_(part.weight)
+        torch.nn.init.zeros_(part.bias)
+
+
+def spoil_(model: Any) -> None:
+    torch.nn.init.constant_(model.transformer.h[BROKEN - 1].mlp.c_proj.weight, torch.nan)
+
+
+def taken(name: str, model: Any, data: Data) -> Measurement:
+    return measure(LayeredModel(model), MAKERS[name](data), run="run", step=0, weights_hash=f"{id(model)}")
+
+
+def by_key(found: Measurement, *, layers: int | None = None) -> dict[tuple, Any]:
+    """The records by what they are of; with `layers` those of layers up to there alone."""
+    records = {}
+    for record in found.records:
+        places = [place for place in (record.layer, record.other_layer) if place is not None]
+        if layers is not None and (not places or max(places) > layers):
+            continue
+        tags = sorted((tag, value) for tag, value in record.tags.items() if not tag.startswith("num_"))
+        records[record.metric, record.layer, record.other_layer, *tags] = record
+    return records
+
+
+def numbers_left_out(record: Any) -> dict[str, int]:
+    return {tag: number for tag, number in record.tags.items() if tag.startswith("num_undefined")}
+
+
+@pytest.mark.parametrize("name", sorted(set(MAKERS) - set(OF_THE_WHOLE)))
+def test_layers_before_a_broken_block_keep_their_numbers_and_the_others_are_gaps_that_say_so(home, name):
+    prefix = taken(name, model_of(home, BROKEN - 1), Data(home, num_layers=BROKEN - 1))
+    assert prefix.error is None
+    expected = by_key(prefix, layers=BROKEN - 1)
+    assert expected
+    for break_ in (kill_, spoil_):
+        broken = model_of(home)
+        break_(broken)
+        found = taken(name, broken, Data(home))
+        assert found.error is None
+        records = by_key(found)
+        for key, record in expected.items():
+            if key[0] not in NOT_OF_LAYERS + OF_THE_LAST:
+                assert records[key].value == pytest.approx(record.value, rel=1e-6, abs=1e-9), key
+                assert records[key].n == record.n, key
+        check_the_rest(records, nothing_is_finite=break_ is spoil_)
+
+
+def check_the_rest(records: dict[tuple, Any], *, nothing_is_finite: bool) -> None:
+    """What is not of healthy layers alone is absent, NaN or says what it leaves out."""
+    for key, record in records.items():
+        if record.metric in OF_ALL_BLOCKS and record.layer is None:
+            assert math.isnan(record.value), key
+            assert numbers_left_out(record), key
+        assert record.metric not in OF_THE_LAST or not nothing_is_finite, key
+        if nothing_is_finite and record.metric not in NOT_OF_LAYERS and "reference" not in record.tags:
+            places = [place for place in (record.layer, record.other_layer) if place is not None]
+            if places:
+                assert max(places) < BROKEN, key
+            else:
+                assert math.isnan(record.value) or numbers_left_out(record), key
+                assert record.n or math.isnan(record.value), key
+
+
+def test_orders_without_a_broken_block_keep_their_numbers_and_paths_that_end_nowhere_have_no_plane(home):
+    broken = model_of(home)
+    spoil_(broken)
+    whole, found = (by_key(taken("Interventions", model, Data(home))) for model in (model_of(home), broken))
+    skipped = ("variant_loss", BROKEN, None, ("variant", "skip_one"))
+    assert found[skipped].value == whole[skipped].value
+    for key, record in found.items():
+        if key != skipped and record.metric in ("variant_loss", "variant_accuracy"):
+            complete = record.tags["variant"] != "skip" and record.layer != BROKEN
+            assert math.isnan(record.value) == (complete and record.layer is None), key
+        assert record.metric != "kl_to_full" or math.isnan(record.value)
+    failed = taken("PathsInPlane", broken, Data(home))
+    assert failed.error is not None
+    assert "paths_in_plane is undefined for every prompt at every layer" in failed.error
+
+
+def extras(home: Path) -> Iterator[tuple[str, str | list[int]]]:
+    (letter,) = load_tokenizer(str(home / "model")).tokenizer.encode("g").ids
+    yield "NaN", STRANGE
+    yield "one token", [letter]
+    yield "constant", [letter] * 10
+
+
+@pytest.mark.parametrize("name", sorted(set(MAKERS) - {"MtebTask"}))  # whose texts are the task's
+def test_a_broken_prompt_is_left_out_of_a_number_and_counted_or_is_in_it(home, name):
+    model = model_of(home)
+    strange = load_tokenizer(str(home / "model")).tokenizer.encode(STRANGE).ids
+    with torch.no_grad():
+        model.transformer.wte.weight[strange] = torch.nan
+    whole = taken(name, model, Data(home))
+    assert whole.error is None
+    expected = by_key(whole)
+    for kind, extra in extras(home):
+        if (name, kind) == ("Invariance", "one token"):
+            continue  # a letter has no two views that differ, which is refused
+        found = taken(name, model, Data(home, extra=extra))
+        assert found.error is None, kind
+        records, left_out = by_key(found), 0
+        for key, record in records.items():
+            counted = "num_undefined" in numbers_left_out(record)
+            left_out += counted
+            if key in expected and record.metric not in NOT_OF_LAYERS and (counted or kind == "NaN"):
+                assert record.value == pytest.approx(expected[key].value, rel=1e-6, abs=1e-9), (kind, key)
+        assert left_out or kind != "NaN" or name == "CouplingMatrices"  # which has no mean over prompts
+        assert expected.keys() <= records.keys(), kind
+
+
+def test_a_prompt_of_one_repeated_token_leaves_a_gap_at_the_layer_that_sees_no_positions():
+    """In a rotary model all its states are equal at layer 0, where a prompt has no curvature and no spread."""
+    batch = {"input_ids": torch.full((1, 9), 7)}
+    model = tiny("llama", torch.float64)
+    for kind in (analyses.Representation, analyses.LayerSimilarity, analyses.Trajectory):
+        found = measure(model, kind(batches=Listed(batch)), run="run", step=0)
+        assert found.error is None
+        assert {record.metric for record in found.records}
+    found = measure(model, analyses.Representation(batches=Listed(batch)), run="run", step=0)
+    assert not [r for r in found.records if r.metric == "token_curvature" and r.layer == 0]
+    assert [r for r in found.records if r.metric == "effective_rank" and r.layer == 0]
+
+
+def test_a_text_of_one_token_is_in_no_normalization_of_the_entropy():
+    lengths = (1, 6, 5)
+    ids = torch.randint(3, 60, (3, 6), generator=torch.Generator().manual_seed(0))
+    mask = torch.tensor([[1] * length + [0] * (6 - length) for length in lengths])
+    model = tiny("gpt2", torch.float64)
+    for alpha2 in ("spectrum", "frobenius"):
+        options: dict[str, Any] = {"alpha": 2.0, "alpha2": alpha2, "drop_first": (0, 4)}
+        given = analyses.Representation(batches=Listed({"input_ids": ids, "attention_mask": mask}), **options)
+        found = [r for r in measure(model, given, run="run", step=0).records if r.metric == "prompt_entropy"]
+        assert {(r.tags["drop_first"], r.n, r.tags.get("num_undefined")) for r in found} == {(0, 2, 1), (4, 1, 2)}
+        assert {r.tags["normalization"] for r in found} == {"raw", "maxEntropy"}
+    studies = analyses.PromptStudies(
+        batches=Listed({"input_ids": ids, "attention_mask": mask}), studies=("repetition",), p=(0.0,), drop_first=(0,)
+    )
+    assert {r.n for r in measure(model, studies, run="run", step=0).records} == {2}
+    one = entropy_of_rows(model, ids[1])
+    both = one + entropy_of_rows(model, ids[2][:5])
+    (raw,) = [
+        r
+        for r in measure(model, studies, run="run", step=0).records
+        if r.layer == 2 and r.tags["normalization"] == "raw"
+    ]
+    assert raw.value == pytest.approx(both / 2, rel=1e-9)
+
+
+def entropy_of_rows(model: Any, ids: Tensor) -> float:
+    hidden = LayeredModel(model).trajectory({"input_ids": ids[None]}).hidden[2, 0]
+    share = torch.linalg.svdvals(hidden) ** 2
+    share = share / share.sum()
+    return -(share * share.log()).sum().item()
