@@ -239,7 +239,7 @@ def _train(cli: FitCLI) -> int:
     except DivergedError as error:
         code = DIVERGED
         if cli.trainer.is_global_zero:
-            print(f"lit-layers fit: {error}", file=sys.stderr)
+            print(f"lit-layers fit: error: {error}", file=sys.stderr)
     except SystemExit:  # Lightning turns Ctrl-C into sys.exit(1) after its callbacks have closed
         code = INTERRUPTED
     finally:

@@ -63,7 +63,7 @@ def test_it_ends_with_three_names_the_step_and_keeps_what_was_computed(factor, c
     assert main(command) == 3
     root = tmp_path / "run"
     said = next(line for line in capfd.readouterr().err.splitlines() if "diverged" in line)
-    assert f"lit-layers fit: diverged: the loss of step {BAD} is {factor}; last healthy checkpoints: " in said
+    assert f"lit-layers fit: error: diverged: the loss of step {BAD} is {factor}; last healthy checkpoints: " in said
     assert f"{root}/step-000000004 and {root}/resume/step-000000006; begin anew with a lower model.lr" in said
     checked(root)
     monkeypatch.undo()

@@ -2,7 +2,10 @@
 
 import errno
 import json
+import random
 import shutil
+import signal
+import sys
 from pathlib import Path
 
 import pytest
@@ -13,9 +16,10 @@ from lit_layers.cli.main import main
 from lit_layers.run_lock import writing
 from lit_layers.training import callbacks
 from lit_layers.training.callbacks import EmergenceCallback
-from lit_layers.training.checkpoint_io import saved_steps
+from lit_layers.training.checkpoint_io import saved_steps, step_folder
 from tests.cli.test_fit import RECIPE
 from tests.embeddings.tiny_tasks import write_tiny_data
+from tests.support.forked import _fork, _wait, run_forked
 from tests.support.labelled_texts import saved_gpt2
 
 
@@ -135,3 +139,23 @@ def test_a_read_only_folder_is_a_sentence_for_report_and_for_resume(recipe, tmp_
     assert main(["report", str(root)]) == 2
     (said,) = errors(capfd.readouterr().err, "report")
     assert f"cannot write {root}/report.html: read-only file system; --out names another place" in said
+
+
+@pytest.mark.soak
+@pytest.mark.skipif(sys.platform == "win32", reason="needs fork and kill -9")
+def test_two_trainings_that_race_and_are_killed_again_and_again_leave_one_whole_run(recipe, tmp_path):
+    longer = ["--trainer.max_steps", "12", "--resume", "last"]
+    assert run_forked(lambda: fit(recipe, tmp_path / "whole", *longer)) == 0
+    root, draw, seconds, ended = tmp_path / "raced", random.Random(0), 4.0, []
+    while 0 not in ended:
+        racing = [_fork(lambda: fit(recipe, root, *longer)) for _ in range(2)]
+        ended = _wait(racing, draw.uniform(0.2, 1.0) * seconds, lambda: False, signal.SIGKILL, only=None)
+        assert set(ended) <= {0, 2, -signal.SIGKILL}
+        seconds *= 1.15  # other work on the machine decides how long a run takes
+    left = []
+    for folder in (tmp_path / "whole", root):
+        losses = [(row["step"], row["train/loss"]) for row in records.rows(folder / "metrics.jsonl")]
+        measured = [(m.step, m.analysis, m.records) for m in records.read(folder / "measurements.jsonl")]
+        weights = [(step_folder(folder, step) / "model.safetensors").read_bytes() for step in saved_steps(folder)]
+        left.append((losses, measured, weights))
+    assert left[0] == left[1]
