@@ -16,7 +16,8 @@ from lit_layers.models.view import LayeredModel
 from lit_layers.offline import Device, Dtype, device_of, refuse_missing_data
 from lit_layers.records import Measurement
 from lit_layers.series import Audit, Checkpoint, Series, audit
-from lit_layers.series.auditing import REQUESTS_AT_ONCE
+from lit_layers.series.auditing import REQUESTS_AT_ONCE, WEIGHTS, remember
+from lit_layers.series.fingerprints import Memory
 from lit_layers.series.known import Known, is_suspect
 from lit_layers.series.prefetching import fetched_ahead
 
@@ -34,6 +35,7 @@ class SeriesResult:
     measurements: list[Measurement] = field(default_factory=list)
     num_known: int = 0  # measurements that were there already
     failures: list[str] = field(default_factory=list)
+    unlisted: frozenset[str] = frozenset()  # names of checkpoints that could not be audited
 
 
 def analyze_series(
@@ -54,7 +56,8 @@ def analyze_series(
     The series is audited first. A checkpoint that is suspect is left out, unless `allow_suspect`; the verdict stands in
     every measurement, and where it is another than before in those that were there, too. What is known, of the same
     options, data, tokenizer and weight files, is not measured again, nor is such a checkpoint loaded. One that cannot
-    be had is named in `failures`, and the others are measured.
+    be had is named in `failures`, and the others are measured. Weights that had to be downloaded are judged when they
+    are there, and the verdicts of the measurements corrected at the end.
 
     Args:
         analyses: for all checkpoints, or by the name of the checkpoint: models may need a tokenizer each.
@@ -105,6 +108,7 @@ def _measured(
     result.num_known = sum(len(wanted[one.name]) for one in mine) - sum(len(wanted[one.name]) for one in due)
     checked: set[int] = set()  # lists of analyses
     view: LayeredModel | None = None
+    memory, read = series.memory or Memory(root), False
     for done, (checkpoint, fetched) in enumerate(fetched_ahead(due)):
         tell(done + len(mine) - len(due), len(mine), checkpoint.name)
         these = wanted[checkpoint.name]
@@ -124,12 +128,27 @@ def _measured(
         else:
             checked.add(id(these))
             _measure(view, checkpoint, these, source, known, result)
+            if WEIGHTS in result.audit.unchecked.get(checkpoint.name, ()):
+                read |= remember(checkpoint, memory)
         finally:
             view = None  # before the next one is loaded
             if not keep_downloads:
                 checkpoint.source.drop()
     tell(len(mine), len(mine), "")
+    if read:
+        _judge_again(series, mine, known, memory, result)
     return result
+
+
+def _judge_again(
+    series: Series, mine: Sequence[Checkpoint], known: Known, memory: Memory, result: SeriesResult
+) -> None:
+    """Audits once more, by the weights that were downloaded to be measured, and corrects what the numbers say."""
+    result.audit = audit(series, without=result.unlisted, memory=memory)
+    whole = _is_whole(series, result.audit)
+    for one in mine:
+        result.verdicts[one.name] = known.verdict(one, result.audit.verdict(one), whole=whole)
+        known.correct_verdicts(one, result.verdicts[one.name])
 
 
 def _is_at(series: Series, root: Path) -> bool:
@@ -177,15 +196,17 @@ def _audited(
 ) -> tuple[SeriesResult, list[Checkpoint]]:
     """What is said of the series, and which checkpoints of this shard are to be measured."""
     unlisted = {**_unlisted(series), **unmeasured}
-    found = audit(series, without=unlisted.keys())
+    found = audit(series, without=unlisted.keys(), memory=series.memory or Memory(known.file.parent))
     listed = [checkpoint for checkpoint in mine if checkpoint.name not in unlisted]
     whole = _is_whole(series, found)
     verdicts = {one.name: known.verdict(one, found.verdict(one), whole=whole) for one in listed}
     for checkpoint in listed:
         known.correct_verdicts(checkpoint, verdicts[checkpoint.name])
+    damaged = {name: each.message for each in found.findings if each.kind == "damaged" for name in each.names}
     suspects = [one for one in listed if is_suspect(verdicts[one.name]) and not allow_suspect]
     failures = [unlisted[one.name] for one in mine if one.name in unlisted]
-    result = SeriesResult(found, suspects, verdicts, failures=failures)
+    failures += [f"{one.name} cannot be loaded: {damaged[one.name]}" for one in suspects if one.name in damaged]
+    result = SeriesResult(found, suspects, verdicts, failures=failures, unlisted=frozenset(unlisted))
     return result, [one for one in listed if one not in suspects]
 
 

@@ -52,7 +52,7 @@ def test_a_trained_series_gives_exactly_the_numbers_that_training_wrote(run, tmp
     assert [(m.run, m.step, m.analysis) for m in found] == [(m.run, m.step, m.analysis) for m in written]
     assert [m.records for m in found] == [m.records for m in written]
     assert [m.provenance["weights_hash"] for m in found] == [m.provenance["weights_hash"] for m in written]
-    assert {m.provenance["audit"] for m in found} == {"clean"}
+    assert {m.provenance["audit"] for m in found} == {"clean; not checked: order"}
 
 
 def test_in_the_runs_own_folder_nothing_is_measured_twice(run, tmp_path):
@@ -84,7 +84,7 @@ def test_a_suspect_is_left_out_and_its_verdict_stands_in_the_measurement_if_insi
     assert 2 not in {m.step for m in lines(tmp_path / "out")}
     analyze_series(StepFolders(series), few(), root=tmp_path / "insisted", allow_suspect=True)
     verdicts = {m.step: m.provenance["audit"] for m in lines(tmp_path / "insisted")}
-    assert verdicts[0] == "clean"
+    assert verdicts[0].startswith("clean")
     assert verdicts[2].startswith("suspect: ")
 
 
@@ -144,25 +144,25 @@ def test_the_models_own_tokenizer_stands_in_its_measurements_and_another_is_meas
     assert [m.provenance.get("model_tokenizer_hash") for m in lines(root)] == [expected, expected, None]
     assert len(read) == 1  # the file is the same
     save_tokenizer(tokenizers[1], series / "step-000000002")
-    result = analyze_series(StepFolders(series), few(), root=root)
+    result = analyze_series(StepFolders(series), few(), root=root, allow_suspect=True)
     assert ([m.step for m in result.measurements], result.num_known) == ([2], 2)
     (series / "step-000000000" / "tokenizer.json").write_text("{")
-    broken = analyze_series(StepFolders(series), few(), root=root)
+    broken = analyze_series(StepFolders(series), few(), root=root, allow_suspect=True)
     assert "step-000000000: its tokenizer.json is damaged" in broken.failures[0]
     assert (len(broken.failures), broken.num_known) == (1, 2)
 
 
 def test_a_later_suspicion_reaches_what_was_measured_and_only_an_audit_of_all_takes_it_back(tmp_path):
     series, root = tmp_path / "series", tmp_path / "out"
-    make_series(template(tmp_path / "model"), series, (0, 2, 4, 8), values={2: 0.25, 4: 0.25})
+    make_series(template(tmp_path / "model"), series, (0, 2, 4, 8), values={2: 2.5 / 64, 4: 2.5 / 64})
     analyze_series(StepFolders(series, [0, 2]), few(), root=root)
     first = lines(root)
-    assert [m.provenance["audit"] for m in first] == ["clean", "clean"]
+    assert all(m.provenance["audit"].startswith("clean") for m in first)
     found = analyze_series(StepFolders(series), few(), root=root)
     assert [left.step for left in found.left_out] == [2, 4]
     corrected = {m.step: m for m in records.latest(lines(root))}
     assert corrected[2].provenance["audit"] == "suspect: identical weights"
-    other = {**corrected[2].provenance, "audit": "clean"}
+    other = {**corrected[2].provenance, "audit": first[1].provenance["audit"]}
     assert dataclasses.replace(corrected[2], provenance=other) == first[1]
     assert len(lines(root)) == 4  # 0 and 2, 2 again, 8
     narrow = analyze_series(StepFolders(series, [0, 2]), few(), root=root)
@@ -171,7 +171,7 @@ def test_a_later_suspicion_reaches_what_was_measured_and_only_an_audit_of_all_ta
     shutil.rmtree(series / "step4")
     whole = analyze_series(StepFolders(series), few(), root=root)
     assert (whole.left_out, whole.measurements, whole.num_known) == ([], [], 3)
-    assert {m.step: m.provenance["audit"] for m in records.latest(lines(root))} == dict.fromkeys((0, 2, 8), "clean")
+    assert {m.step for m in records.latest(lines(root)) if m.provenance["audit"].startswith("clean")} == {0, 2, 8}
 
 
 def test_what_training_measured_without_a_verdict_is_marked_once_it_is_suspect(run, tmp_path):

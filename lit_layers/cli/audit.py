@@ -3,6 +3,7 @@
 import argparse
 import json
 import os
+import re
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -25,6 +26,7 @@ def main(argv: list[str]) -> int:
     options = _parser().parse_args(argv)
     os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")  # read at import
     from lit_layers.series import audit, open_series, read_steps
+    from lit_layers.series.fingerprints import Memory
 
     if options.json is not None and (options.json.is_dir() or not options.json.parent.is_dir()):
         raise InputError(f"json: expected a file in a folder that exists, got {options.json}")
@@ -32,7 +34,8 @@ def main(argv: list[str]) -> int:
     steps = read_steps(options.steps)
     staged = {"grammar": options.grammar, "stage": options.stage, "ingredient": options.ingredient}
     for series in open_series(options.series, steps, model=options.model, **staged):
-        found.append(audit(series))
+        kept = series.memory or Memory(Path("checkpoints") / re.sub(r"[^\w.-]+", "-", series.name))
+        found.append(audit(series, level=options.level, memory=kept))
         show_audit(found[-1])
     if options.json is not None:
         _write(options.json, found)
@@ -42,7 +45,8 @@ def main(argv: list[str]) -> int:
 def _parser() -> argparse.ArgumentParser:
     parser = _Parser(
         prog="lit-layers audit",
-        description="Compare the files of a checkpoint series by their hashes. No weights are downloaded.",
+        description="Tell whether a checkpoint series is what it says: by names, sizes and hashes of its files, by its "
+        "configurations and tokenizers, and by its weights where they are on this machine.",
         epilog="Exit code: 0 clean, 1 findings, 2 wrong input.",
         allow_abbrev=False,
     )
@@ -61,6 +65,13 @@ def _parser() -> argparse.ArgumentParser:
         "--submodule",
         metavar="NAME",
         help="of *.ckpt files: the submodule that is the network (default: found)",
+    )
+    parser.add_argument(
+        "--level",
+        choices=["auto", "listing", "files", "weights"],
+        default="auto",
+        help="listing: names, sizes, hashes. files: also which tensors the weight files hold. weights: also their "
+        "values, downloaded if need be. auto: the weights of those checkpoints that are on this machine (default)",
     )
     parser.add_argument("--json", type=Path, metavar="FILE", help="also write the findings there")
     return parser
@@ -83,7 +94,11 @@ def show_audit(found: "Audit") -> None:
     console = Console(highlight=False)
     noun = "checkpoint" if found.num_checked == 1 else "checkpoints"
     verdict = "clean" if found.is_clean else f"suspect: {_some(found.suspect_steps) or 'see below'}"
-    console.print(escape(f"{found.series}: {found.num_checked} {noun}, {verdict}"), soft_wrap=True)
+    console.print(
+        escape(f"{found.series}: {found.num_checked} {noun}, {verdict} (level: {found.level})"), soft_wrap=True
+    )
+    for what, names in _unchecked(found).items():
+        console.print(escape(f"not checked: {what} of {_some(names)}"), soft_wrap=True)
     if not found.findings:
         return
     table = Table("finding", "steps", "what it means")
@@ -91,6 +106,15 @@ def show_audit(found: "Audit") -> None:
         kind = f"note: {finding.kind}" if finding.note else finding.kind
         table.add_row(*map(escape, (kind, _some(finding.steps or finding.names), finding.message)))
     console.print(table)
+
+
+def _unchecked(found: "Audit") -> dict[str, list[str]]:
+    """Checkpoints by what was not checked of them."""
+    names: dict[str, list[str]] = {}
+    for name, rest in found.unchecked.items():
+        for what in rest:
+            names.setdefault(what, []).append(name)
+    return names
 
 
 def _some(steps: Any) -> str:

@@ -220,6 +220,20 @@ def architecture_hash(model: nn.Module) -> str:
     return hashlib.sha256(json.dumps(kept, sort_keys=True, default=str).encode()).hexdigest()[:16]
 
 
+def with_defaults(settings: dict[str, Any]) -> dict[str, Any]:
+    """A config.json of transformers with the values of all fields that it leaves out; any other as it is."""
+    from huggingface_hub.errors import StrictDataclassError
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+    kind = settings.get("model_type")
+    if not isinstance(kind, str) or kind not in CONFIG_MAPPING:
+        return settings
+    try:
+        return CONFIG_MAPPING[kind].from_dict(settings).to_dict()
+    except (StrictDataclassError, ValueError, TypeError, AttributeError, KeyError):
+        return settings
+
+
 def _copy_weights_(model: nn.Module, weights: nn.Module) -> None:
     try:
         model.load_state_dict(weights.state_dict())

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from lit_layers.errors import InputError
 from lit_layers.foreign_weights import would_run_code
 from lit_layers.schedule import Steps
+from lit_layers.series.fingerprints import Memory
 from lit_layers.series.grammar import StepName
 from lit_layers.series.selection import choose
 from lit_layers.series.sources import Source
@@ -105,6 +106,7 @@ class Series(ABC):
 
     name: str
     steps: Steps = "all"
+    memory: Memory | None = None  # what was read of its weights, where it lies in a folder of its own
 
     @abstractmethod
     def find(self) -> Listing:

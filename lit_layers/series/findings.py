@@ -23,6 +23,19 @@ Kind = Literal[
     "out of grammar",
     "two names",
     "reported",
+    "other config",
+    "other tokenizer",
+    "other size",
+    "other tensors",
+    "other precision",
+    "other step",
+    "damaged",
+    "not finite",
+    "zero weights",
+    "value out of range",
+    "rounded copy",
+    "out of line",
+    "swapped",
 ]
 
 
@@ -69,7 +82,7 @@ def broken(chosen: Sequence[Checkpoint]) -> Iterator[Finding]:
         for problem in _problems(found, indexes):
             lacking.setdefault(problem, []).append(found)
     for (kind, message, note), these in lacking.items():
-        yield _finding(kind, message, these, note=note)
+        yield finding(kind, message, these, note=note)
 
 
 def _problems(checkpoint: Checkpoint, indexes: dict[str, bytes]) -> Iterator[tuple[Kind, str, bool]]:
@@ -115,18 +128,18 @@ def duplicates(
     ]
     if final and last is not None:
         early = last.step is not None and last.step <= listing.warm_up
-        yield _finding(
+        yield finding(
             "equal to the final step",
             "learning rate still 0, as far as is known" if early else f"serve the weights of step {last.step}",
             final,
             note=early,
         )
     if as_main and main is not None:
-        yield _finding("equal to main", "serve the weights of main", as_main)
+        yield finding("equal to main", "serve the weights of main", as_main)
     rest = [found for found in chosen if found is not last and found not in final and found not in as_main]
     for group in _groups(rest, weights):
         early = all(found.step is not None and found.step <= listing.warm_up for found in group)
-        yield _finding(
+        yield finding(
             "identical weights",
             "may be genuine: the learning rate starts at 0" if early else "the same files under several names",
             group,
@@ -168,7 +181,7 @@ def shared_shards(
     for these, paths in groups.values():
         suspects = [found for found in these if found is not last]
         steps = ", ".join(_label(found) for found in these)
-        yield _finding("shared shard", f"{', '.join(sorted(paths))} is one file in {steps}", suspects)
+        yield finding("shared shard", f"{', '.join(sorted(paths))} is one file in {steps}", suspects)
 
 
 def main_differs(last: Checkpoint | None, listing: Listing, weights: Mapping[str, Weights]) -> Iterator[Finding]:
@@ -180,7 +193,7 @@ def main_differs(last: Checkpoint | None, listing: Listing, weights: Mapping[str
         return
     known = listing.main_is_last is True
     what = "although it is said to be the same" if known else "which it need not share"
-    yield _finding("main differs", f"main serves other weights than the last step, {what}", [last], note=not known)
+    yield finding("main differs", f"main serves other weights than the last step, {what}", [last], note=not known)
 
 
 def gaps(series: Series, listing: Listing) -> Iterator[Finding]:
@@ -200,12 +213,21 @@ def gaps(series: Series, listing: Listing) -> Iterator[Finding]:
 
 
 def _holes(steps: Sequence[int]) -> Iterator[tuple[int, ...]]:
-    """What is missing where one distance is a multiple of both its neighbours, which are equal."""
+    """What is missing where one distance (ratio) is a multiple (power) of both its neighbours, which are equal."""
     widths = [after - before for before, after in itertools.pairwise(steps)]
     for place in range(1, len(widths) - 1):
         width = widths[place - 1]
         if width == widths[place + 1] and widths[place] > width and widths[place] % width == 0:
             yield tuple(range(steps[place] + width, steps[place + 1], width))
+            continue
+        before, start, end, after = steps[place - 1 : place + 3]
+        ratio = start // before if before > 0 and start % before == 0 else 1
+        if ratio > 1 and after == end * ratio:
+            hole = [start * ratio]
+            while hole[-1] < end:
+                hole.append(hole[-1] * ratio)
+            if len(hole) > 1 and hole[-1] == end:
+                yield tuple(hole[:-1])
 
 
 def odd_names(listing: Listing) -> Iterator[Finding]:
@@ -228,10 +250,11 @@ def reported(chosen: Sequence[Checkpoint], listing: Listing) -> Iterator[Finding
         if not defect.steps and defect.suspect:
             these = list(chosen)
         if not defect.steps or these:
-            yield _finding("reported", f"{defect.says} ({defect.source})", these, note=not defect.suspect)
+            yield finding("reported", f"{defect.says} ({defect.source})", these, note=not defect.suspect)
 
 
-def _finding(kind: Kind, message: str, checkpoints: Iterable[Checkpoint], *, note: bool = False) -> Finding:
+def finding(kind: Kind, message: str, checkpoints: Iterable[Checkpoint], *, note: bool = False) -> Finding:
+    """A finding about some checkpoints."""
     checkpoints = list(checkpoints)
     steps = tuple(found.step for found in checkpoints if found.step is not None)
     return Finding(kind, message, steps, tuple(found.name for found in checkpoints), note)

@@ -6,7 +6,7 @@ import os
 import pickle
 import shutil
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -15,6 +15,7 @@ from lit_layers.foreign_weights import would_run_code
 from lit_layers.schedule import Steps
 from lit_layers.series.checkpoint import Checkpoint, Listing, Series
 from lit_layers.series.files import ListedFile
+from lit_layers.series.fingerprints import Memory, on_disk
 from lit_layers.series.local import run_facts
 from lit_layers.series.sources import Source, companions
 from lit_layers.series.submodule import Expected, empty, unwrapped
@@ -51,7 +52,7 @@ class LightningCheckpoints(Series):
             raise InputError(f"tokens_per_step: expected at least 1, got {tokens_per_step}")
         self.root, self.steps, self.tokens_per_step = Path(root), steps, tokens_per_step
         self.config, self.model = None if config is None else Path(config), model
-        self.name = self.root.resolve().name
+        self.name, self.memory = self.root.resolve().name, Memory(self.root)
 
     def find(self) -> Listing:
         paths = sorted(self.root.rglob("*.ckpt"), key=lambda path: (path.name.startswith("last"), str(path)))
@@ -68,7 +69,7 @@ class LightningCheckpoints(Series):
             raise InputError(f"{first}: {error}") from error
 
         def source(step: int) -> "LightningSource":
-            return LightningSource(by_step[step][0], expected, prefix)
+            return LightningSource(by_step[step][0], expected, prefix, self.memory)
 
         return Listing(
             checkpoints=tuple(self._checkpoint(step, source(step)) for step in sorted(by_step)),
@@ -101,19 +102,44 @@ class LightningCheckpoints(Series):
 class LightningSource(Source):
     """The network in one `.ckpt` file; `fetch` writes it as a model folder that `drop` removes."""
 
-    def __init__(self, path: Path, expected: Expected, prefix: str) -> None:
+    def __init__(self, path: Path, expected: Expected, prefix: str, memory: Memory | None) -> None:
         self.path, self.config, self._expected, self._prefix = path, expected.folder, expected, prefix
+        self._memory = memory
         self._folder: Path | None = None
 
     @functools.cached_property
     def files(self) -> Mapping[str, ListedFile]:
         """As a folder would hold them; the weights' hash leaves the optimizer out, so that copies are seen."""
-        digest, size = hashlib.sha256(), 0
+        size = sum(tensor.numel() * tensor.element_size() for tensor in self._state().values())
+        found = self._memory.hash_of(self.path, self._hash, part=self._prefix) if self._memory else self._hash()
+        return {**companions(self.config), WEIGHTS: ListedFile(WEIGHTS, size, found)}
+
+    def _hash(self) -> str:
+        digest = hashlib.sha256()
         for name, tensor in sorted(self._state().items()):
             digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)} ".encode())
             digest.update(_bytes(tensor))
-            size += tensor.numel() * tensor.element_size()
-        return {**companions(self.config), WEIGHTS: ListedFile(WEIGHTS, size, digest.hexdigest())}
+        return digest.hexdigest()
+
+    @property
+    def is_here(self) -> bool:
+        return True
+
+    def identity(self) -> Any:
+        return [on_disk(self.path), self._prefix]
+
+    def tensors(self) -> "Iterator[tuple[str, Tensor]]":
+        state = self._state()
+        for group in self._expected.groups:
+            yield (name := min(group)), state[name]
+
+    def recorded_step(self) -> int | None:
+        """Of its first optimizer, where that counts them, as those of the Adam family do."""
+        try:
+            states = _read(self.path)["optimizer_states"][0]["state"]
+            return max(int(each["step"]) for each in states.values())
+        except (LookupError, TypeError, ValueError, AttributeError):
+            return None
 
     def read(self, path: str) -> bytes:
         return (self.config / path).read_bytes()

@@ -8,6 +8,7 @@ from typing import Any
 from lit_layers.errors import InputError
 from lit_layers.schedule import Schedule, Steps
 from lit_layers.series.checkpoint import Checkpoint, Listing, Series, ordered
+from lit_layers.series.fingerprints import Memory
 from lit_layers.series.grammar import Grammar, is_steplike, recognize
 from lit_layers.series.sources import FolderSource
 
@@ -38,7 +39,7 @@ class StepFolders(Series):
         if tokens_per_step is not None and tokens_per_step < 1:
             raise InputError(f"tokens_per_step: expected at least 1, got {tokens_per_step}")
         self.root, self.steps, self._tokens_per_step = Path(root), steps, tokens_per_step
-        self.name = self.root.resolve().name
+        self.name, self.memory = self.root.resolve().name, Memory(self.root)
         self._grammar = None if grammar == "auto" else Grammar(grammar)
 
     def find(self) -> Listing:
@@ -59,7 +60,7 @@ class StepFolders(Series):
                 Checkpoint(
                     self.name,
                     name.name,
-                    FolderSource(folders[name.name]),
+                    FolderSource(folders[name.name], self.memory),
                     step=name.step,
                     tokens=None if before is None else name.tokens(per_step, first, before),
                     approximate=per_step is None and name.billions is not None,

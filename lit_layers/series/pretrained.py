@@ -69,6 +69,10 @@ class NotToBeHad(Source):
     def files(self) -> Mapping[str, ListedFile]:
         raise InputError(self.why)
 
+    @property
+    def is_here(self) -> bool:
+        return False
+
     def read(self, path: str) -> bytes:
         raise InputError(self.why)
 

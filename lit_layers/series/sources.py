@@ -1,21 +1,28 @@
 """Where a checkpoint lies: a folder, or one commit of a repository of the Hub."""
 
 import functools
+import json
 import os
+import pickle
 import threading
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from lit_layers.errors import InputError
 from lit_layers.series.files import STEMS, ListedFile, content_hash, formats
+from lit_layers.series.fingerprints import Memory, on_disk
 from lit_layers.series.retrying import DamagedDownload, MovedCommit, Result, Retry
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 TOKENIZER, TOKENIZER_CONFIG = "tokenizer.json", "tokenizer_config.json"
 COMPANIONS = (".json", ".txt", ".model", ".tiktoken", ".jinja")  # config and tokenizer: data, never code
 _LARGEST_COMPANION = 2**26
+_TRAINER_STATE = "trainer_state.json"  # of the Trainer of transformers
 _dropping = threading.Lock()
 
 
@@ -50,6 +57,29 @@ class Source(ABC):
     @abstractmethod
     def _tokenizer_name(self) -> str: ...
 
+    @property
+    @abstractmethod
+    def is_here(self) -> bool:
+        """Whether the weights are on this machine."""
+
+    def identity(self) -> Any:
+        """What changes when the weights are others, without reading them: the listed hashes."""
+        return self.weights()
+
+    def tensors(self) -> Iterator[tuple[str, "Tensor"]]:
+        """The tensors of the weight files, one at a time, mapped: a value is read when it is touched.
+
+        Raises:
+            InputError: a file that is damaged, a pickle that is more than tensors.
+        """
+        folder = self.fetch()
+        for path in sorted(self.weights()):
+            yield from tensors_in(folder / path)
+
+    def recorded_step(self) -> int | None:
+        """The optimizer step that the checkpoint itself says it is of, where it does."""
+        return None
+
     def weights(self) -> dict[str, str]:
         """The hash of every weight file that is loaded: safetensors, or else the pickle."""
         for found in formats(self.files).values():
@@ -59,13 +89,30 @@ class Source(ABC):
 
 @dataclass(frozen=True)
 class FolderSource(Source):
-    """A folder with config.json and weights."""
+    """A folder with config.json and weights; `memory` keeps the hashes of its files."""
 
     folder: Path
+    memory: Memory | None = field(default=None, compare=False, repr=False)
 
     @functools.cached_property
     def files(self) -> Mapping[str, ListedFile]:
-        return {path.name: _local(path) for path in sorted(self.folder.iterdir()) if path.is_file() and _matters(path)}
+        paths = (path for path in sorted(self.folder.iterdir()) if path.is_file() and _matters(path))
+        return {path.name: _local(path, self.memory) for path in paths}
+
+    @property
+    def is_here(self) -> bool:
+        return True
+
+    def identity(self) -> Any:
+        return {path: on_disk(self.folder / path) for path in self.weights()}
+
+    def recorded_step(self) -> int | None:
+        try:
+            state = json.loads((self.folder / _TRAINER_STATE).read_text(encoding="utf-8"))
+        except (OSError, ValueError):
+            return None
+        found = state.get("global_step") if isinstance(state, dict) else None
+        return found if isinstance(found, int) else None
 
     def read(self, path: str) -> bytes:
         return (self.folder / path).read_bytes()
@@ -116,7 +163,7 @@ class Hub:
         """Where a file lies now, and whether it was downloaded for this: then its hash has been compared."""
 
         def once() -> tuple[Path, bool]:
-            was = self._cached(repo, commit, file.path)
+            was = self.cached(repo, commit, file.path)
             path = Path(self.api.hf_hub_download(repo, file.path, revision=commit))
             if was is None and content_hash(path, file.hash) != file.hash:
                 blob = path.resolve()
@@ -129,7 +176,7 @@ class Hub:
             f"cannot download {file.path} of {repo} at {name}", lambda: self._at(repo, commit, name, once)
         )
 
-    def _cached(self, repo: str, commit: str, path: str) -> str | None:
+    def cached(self, repo: str, commit: str, path: str) -> str | None:
         """Where a file lies in the cache, if it does."""
         from huggingface_hub import try_to_load_from_cache
 
@@ -179,6 +226,10 @@ class HubSource(Source):
             self._have(path)
         return paths[0].parent
 
+    @property
+    def is_here(self) -> bool:
+        return all(self.hub.cached(self.repo, self.commit, path) is not None for path in self.weights())
+
     def drop(self) -> None:
         with _dropping:
             while self._downloaded:
@@ -223,5 +274,36 @@ def _is_companion(path: str, size: int) -> bool:
     return "/" not in path and path.endswith(COMPANIONS) and size <= _LARGEST_COMPANION
 
 
-def _local(path: Path) -> ListedFile:
-    return ListedFile(path.name, path.stat().st_size, content_hash(path))
+def _local(path: Path, memory: Memory | None = None) -> ListedFile:
+    found = content_hash(path) if memory is None else memory.hash_of(path, lambda: content_hash(path))
+    return ListedFile(path.name, path.stat().st_size, found)
+
+
+def tensors_in(path: Path) -> Iterator[tuple[str, "Tensor"]]:
+    """The tensors of one file, mapped anew for each, so that what was read of one leaves memory with it.
+
+    Raises:
+        InputError: it is damaged, or a pickle that is more than tensors.
+    """
+    import torch
+    from safetensors import SafetensorError, safe_open
+
+    try:
+        if path.suffix == ".safetensors":
+            with safe_open(path, framework="pt") as file:
+                names = list(file.keys())
+            for name in names:
+                with safe_open(path, framework="pt") as file:
+                    yield name, file.get_tensor(name)
+            return
+        state = torch.load(path, map_location="cpu", weights_only=True, mmap=_is_zip(path))
+        if not isinstance(state, dict) or not all(isinstance(value, torch.Tensor) for value in state.values()):
+            raise InputError(f"{path} holds more than tensors by name: no weights of a model")
+        yield from state.items()
+    except (OSError, SafetensorError, RuntimeError, EOFError, LookupError, ValueError, pickle.UnpicklingError) as error:
+        raise InputError(f"{path.name} cannot be read ({' '.join(str(error).split())[:150]})") from error
+
+
+def _is_zip(path: Path) -> bool:
+    with path.open("rb") as file:
+        return file.read(2) == b"PK"

@@ -36,7 +36,14 @@ def copied(run: Path, one: int, other: int) -> None:
 
 def test_a_clean_run_ends_in_zero(run, capsys):
     assert main(["audit", str(run)]) == 0
-    assert capsys.readouterr().out == "first: 5 checkpoints, clean\n"
+    first, order = capsys.readouterr().out.splitlines()
+    assert first == "first: 5 checkpoints, clean (level: weights)"
+    assert order.startswith("not checked: order of step-")
+    for level in ("listing", "files"):
+        assert main(["audit", str(run), "--level", level]) == 0
+        said = capsys.readouterr().out
+        assert f"clean (level: {level})" in said
+        assert "not checked: weights of step-000000000, step-000000001" in said
 
 
 def test_a_suspect_run_ends_in_one_and_says_which_steps(run, capsys, tmp_path):

@@ -72,7 +72,7 @@ def test_the_copy_named_last_stands_back(run):
 
 def test_the_command_audits_a_folder_of_files(run, capsys):
     assert main(["audit", str(run / "lightning")]) == 0
-    assert capsys.readouterr().out == "lightning: 3 checkpoints, clean\n"
+    assert capsys.readouterr().out.startswith("lightning: 3 checkpoints, clean (level: weights)\n")
     assert main(["audit", str(run / "lightning"), "--grammar", "step"]) == 2
     assert "grammar: *.ckpt files record their own step: leave --grammar out" in capsys.readouterr().err
 

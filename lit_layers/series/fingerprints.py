@@ -1,0 +1,172 @@
+"""What the weights of a checkpoint look like: one pass over its tensors, kept so that the next audit reads nothing."""
+
+import contextlib
+import functools
+import hashlib
+import json
+import math
+import os
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from lit_layers.durable import draft_of
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+NUM_SAMPLES = 2048  # values kept of each tensor: 500 tensors x 2048 x 4 B = 4 MB a checkpoint
+FOLDER = ".audit"
+_VERSION = "1"
+_PIECE = 2**20  # values at a time
+
+
+@dataclass(frozen=True)
+class TensorFacts:
+    """One tensor in numbers: `norm` of its finite values, its two largest magnitudes, how many are not finite."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    norm: float = 0.0
+    largest: float = 0.0
+    second: float = 0.0
+    num_broken: int = 0
+
+    @property
+    def count(self) -> int:
+        return math.prod(self.shape)
+
+
+@dataclass(frozen=True)
+class Fingerprint:
+    """The tensors of one checkpoint. `digest` is the same for the same values in another file or another precision
+    that holds them; `samples` are the same values of each tensor at every checkpoint, all where there are few.
+    """
+
+    tensors: Mapping[str, TensorFacts]
+    digest: str
+    samples: Mapping[str, "Tensor"]
+
+
+def fingerprint(tensors: Iterator[tuple[str, "Tensor"]]) -> Fingerprint:
+    """Reads each tensor once, one at a time."""
+    facts: dict[str, TensorFacts] = {}
+    samples: dict[str, Tensor] = {}
+    digests: dict[str, bytes] = {}
+    for name, tensor in tensors:
+        facts[name], samples[name], digests[name] = _facts(tensor)
+    digest = hashlib.blake2b(digest_size=16)
+    for name in sorted(facts):
+        digest.update(f"{name} {facts[name].shape} ".encode() + digests[name])
+    return Fingerprint(facts, digest.hexdigest(), samples)
+
+
+def outline(tensors: Iterator[tuple[str, "Tensor"]]) -> Fingerprint:
+    """Names, shapes and precisions alone: of mapped tensors no value is read."""
+    return Fingerprint({name: TensorFacts(_dtype(tensor), tuple(tensor.shape)) for name, tensor in tensors}, "", {})
+
+
+def _facts(tensor: "Tensor") -> tuple[TensorFacts, "Tensor", bytes]:
+    import torch
+
+    flat, digest = tensor.reshape(-1), hashlib.blake2b(digest_size=16)
+    squares, largest, second, broken = 0.0, 0.0, 0.0, 0
+    for start in range(0, len(flat), _PIECE):
+        piece = flat[start : start + _PIECE].float()
+        digest.update(piece.numpy().data)
+        finite = piece.isfinite()
+        if not finite.all():
+            broken += int((~finite).sum())
+            piece = piece[finite]
+        squares += float(piece.double().square().sum())
+        top = torch.topk(piece.abs(), min(2, len(piece))).values.tolist()
+        largest, second = sorted([largest, second, *top], reverse=True)[:2]
+    facts = TensorFacts(_dtype(tensor), tuple(tensor.shape), squares**0.5, largest, second, broken)
+    return facts, flat[_places(len(flat))].float(), digest.digest()
+
+
+def _dtype(tensor: "Tensor") -> str:
+    return str(tensor.dtype).removeprefix("torch.")
+
+
+def _places(count: int) -> "Tensor":
+    """The same places for every tensor of that many values: multiples of the golden ratio, in no step with any row."""
+    import torch
+
+    if count <= NUM_SAMPLES:
+        return torch.arange(count)
+    turns = torch.arange(1, NUM_SAMPLES + 1, dtype=torch.float64) * ((5**0.5 - 1) / 2)
+    return ((turns - turns.floor()) * count).long().sort().values
+
+
+class Memory:
+    """Fingerprints, and hashes of files, that were made before, in a hidden folder beside the series.
+
+    They count as long as size, times and place of the files on the disk are the same, on the Hub their listed hashes.
+    Where nothing can be written, all is read again.
+    """
+
+    def __init__(self, root: Path) -> None:
+        self.folder = root / FOLDER
+        self._lock = threading.Lock()
+
+    def hash_of(self, path: Path, compute: Callable[[], str], *, part: str = "") -> str:
+        """The hash of a file's content or a part of it, computed where the file is not the one of last time."""
+        name, key = f"{path.parent.name}/{path.name} {part}", on_disk(path)
+        kept = self._hashes.get(name)
+        if kept is None or kept[0] != key:
+            kept = (key, compute())
+            with self._lock:
+                self._hashes[name] = kept
+                self._write("hashes.json", json.dumps(self._hashes).encode())
+        return kept[1]
+
+    @functools.cached_property
+    def _hashes(self) -> dict[str, Any]:
+        try:
+            return dict(json.loads((self.folder / "hashes.json").read_text(encoding="utf-8")))
+        except (OSError, ValueError, TypeError):
+            return {}
+
+    def get(self, name: str, key: Any) -> Fingerprint | None:
+        """What is kept of a checkpoint, if `key` still says that it is the same."""
+        from safetensors import SafetensorError, safe_open
+
+        try:
+            with safe_open(self.folder / _file(name), framework="pt") as file:
+                kept = file.metadata() or {}
+                if kept.get("version") != _VERSION or kept.get("key") != json.dumps(key):
+                    return None
+                facts = {
+                    each: TensorFacts(**{**found, "shape": tuple(found["shape"])})
+                    for each, found in json.loads(kept["facts"]).items()
+                }
+                return Fingerprint(facts, kept["digest"], {each: file.get_tensor(each) for each in facts})
+        except (OSError, SafetensorError, ValueError, KeyError, TypeError):
+            return None
+
+    def put(self, name: str, key: Any, found: Fingerprint) -> None:
+        from safetensors.torch import save
+
+        facts = json.dumps({each: asdict(facts) for each, facts in found.tensors.items()})
+        kept = {"version": _VERSION, "key": json.dumps(key), "facts": facts, "digest": found.digest}
+        self._write(_file(name), save(dict(found.samples), kept))
+
+    def _write(self, name: str, content: bytes) -> None:
+        with contextlib.suppress(OSError):
+            self.folder.mkdir(parents=True, exist_ok=True)
+            draft = draft_of(self.folder / name)
+            draft.write_bytes(content)
+            draft.replace(self.folder / name)
+
+
+def on_disk(path: Path) -> list[int]:
+    """What changes when a file is written or put in another's place, even by a copy that keeps its times."""
+    facts = path.stat()
+    return [facts.st_size, facts.st_mtime_ns, facts.st_ctime_ns, facts.st_ino]
+
+
+def _file(name: str) -> str:
+    return f"{name.replace(os.sep, '_')}.safetensors"

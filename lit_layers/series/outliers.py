@@ -1,0 +1,328 @@
+"""Checkpoints whose weights do not lie on the path of their training. One rule a function.
+
+Weights move little by little: two steps are the farther apart the more steps lie between them, whatever the schedule.
+Thresholds were set between healthy trainings of many kinds and the same with one defect; what lies between is not
+told, and `undecided_order` names it.
+"""
+
+import itertools
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from lit_layers.series.checkpoint import Checkpoint
+from lit_layers.series.continuity import is_matrix, precision
+from lit_layers.series.findings import Finding, finding
+from lit_layers.series.fingerprints import Fingerprint
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+LINE = 0.5  # neighbours' distance over theirs to a step: healthy from 0.75, mostly 1.4 to 2
+TENSOR_LINE = 0.5  # the same for one tensor, where it is also the least by far
+FAR_LESS = 0.6  # of the next least
+SWAP, SWAP_AT_END = 0.9, 0.8  # length of the path with two steps exchanged: healthy from 0.96, at the ends from 0.85
+UNLIKE = 0.5  # cosine to both neighbours over theirs with each other: healthy from 1
+ENDS_ELSEWHERE = (0.2, 0.6)  # cosine of the last step, where those of all other neighbours are above the second
+JUMP = 5.0  # of one tensor at the last step over that of the median tensor: healthy to 1.6
+LONE, LONE_AT_END = 32.0, 100.0  # a single value over all others of the tensor and over its largest at the neighbours
+HARDLY = 0.1  # share of the values that change between neighbours where copies may be genuine
+COARSE = {"bfloat16": 2**-6, "float16": 2**-9}  # relative distances below these are rounding
+_FINE = 1e-5
+
+
+@dataclass(frozen=True)
+class Path:
+    """Distances between the checkpoints of a series: of all matrices together and of each. Rows are checkpoints."""
+
+    steps: Sequence[Checkpoint]
+    distance: np.ndarray  # each matrix counts alike
+    cosine: np.ndarray  # of all matrices as one vector
+    of_tensor: Mapping[str, np.ndarray]
+    norms: Mapping[str, np.ndarray]
+    rounding: float
+
+    @classmethod
+    def of(cls, steps: Sequence[Checkpoint], prints: Mapping[str, Fingerprint]) -> "Path":
+        """The path of the steps whose weights were read, as far as they hold the same finite tensors."""
+        import torch
+
+        shapes = [{(name, facts.shape) for name, facts in prints[one.name].tensors.items()} for one in steps]
+        names = sorted(
+            name
+            for name, _ in (set.intersection(*shapes) if shapes else ())
+            if is_matrix(prints[steps[0].name].tensors[name])
+        )
+        count = len(steps)
+        squares, inner = np.zeros((count, count)), np.zeros((count, count))
+        of_tensor, norms = {}, {}
+        for name in names:
+            values = torch.stack([prints[one.name].samples[name] for one in steps]).double().nan_to_num(0.0, 0.0, 0.0)
+            scale = prints[steps[0].name].tensors[name].count / values.shape[1]
+            products = (values @ values.T).numpy() * scale
+            here = np.diag(products)
+            apart = np.maximum(here[:, None] + here[None] - 2 * products, 0)
+            of_tensor[name], norms[name] = np.sqrt(apart), np.sqrt(here)
+            inner += products
+            if (mean := apart.sum() / max(count * (count - 1), 1)) > 0:
+                squares += apart / mean
+        lengths = np.sqrt(np.maximum(np.diag(inner), 1e-300))
+        stored = {precision(prints[one.name]) for one in steps}
+        rounding = max((COARSE.get(each, _FINE) for each in stored), default=_FINE)
+        return cls(steps, np.sqrt(squares), inner / lengths[:, None] / lengths, of_tensor, norms, rounding)
+
+    def without(self, names: frozenset[str]) -> "Path":
+        """The path that leaves some checkpoints out."""
+        kept = [place for place, one in enumerate(self.steps) if one.name not in names]
+        grid = np.ix_(kept, kept)
+        return Path(
+            [self.steps[place] for place in kept],
+            self.distance[grid],
+            self.cosine[grid],
+            {name: found[grid] for name, found in self.of_tensor.items()},
+            {name: found[kept] for name, found in self.norms.items()},
+            self.rounding,
+        )
+
+
+def broken_values(steps: Sequence[Checkpoint], prints: Mapping[str, Fingerprint]) -> Iterator[Finding]:
+    """Steps with values that are no numbers, with nothing but zeros, or with zeros where weights were before."""
+    weighted: set[str] = set()
+    for one in steps:
+        facts = prints[one.name].tensors
+        lost = sorted(name for name, found in facts.items() if found.num_broken)
+        if lost:
+            count = sum(facts[name].num_broken for name in lost)
+            yield finding("not finite", f"{count:,} values are NaN or infinite, the first in {lost[0]}", [one])
+        empty = {name for name, found in facts.items() if found.norm == 0 and not found.num_broken and is_matrix(found)}
+        if all(found.norm == 0 and not found.num_broken for found in facts.values()):
+            yield finding("zero weights", "every value is 0", [one])
+        elif forgotten := sorted(empty & weighted):
+            yield finding("zero weights", f"{forgotten[0]} is 0 and was not before", [one])
+        weighted |= {name for name, found in facts.items() if found.norm > 0}
+
+
+def lone_values(steps: Sequence[Checkpoint], prints: Mapping[str, Fingerprint]) -> Iterator[Finding]:
+    """Steps at which one value stands far above its tensor and above the tensor at both neighbours: a flipped bit."""
+    for place, one in enumerate(steps):
+        beside = [prints[steps[near].name].tensors for near in (place - 1, place + 1) if 0 <= near < len(steps)]
+        times = LONE if len(beside) == 2 else LONE_AT_END
+        for name, facts in prints[one.name].tensors.items():
+            others = [found[name].largest for found in beside if name in found]
+            above = max([facts.second, *others], default=0.0)
+            if others and min(others) > 0 and facts.count >= 64 and facts.largest >= times * above:
+                says = f"one value of {name} is {facts.largest:.3g}, all others are below {above:.3g}: a flipped bit?"
+                yield finding("value out of range", says, [one])
+                break
+
+
+def copies(
+    steps: Sequence[Checkpoint], prints: Mapping[str, Fingerprint], last: Checkpoint | None
+) -> Iterator[Finding]:
+    """Steps that hold another step's values, saved anew or rounded; not where a training hardly moves."""
+    groups: dict[str, list[Checkpoint]] = {}
+    for one in steps:
+        groups.setdefault(prints[one.name].digest, []).append(one)
+    same = [group for group in groups.values() if len(group) > 1]
+    for group in same:
+        final = last is not None and last in group
+        early = all(one.step is not None and one.step <= 1 for one in group)
+        still = _is_still(steps, prints, group)
+        says = "the learning rate may be 0" if early else "hardly anything changes here" if still else None
+        if final:
+            these = [one for one in group if one is not last]
+            yield finding(
+                "equal to the final step", says or f"hold the weights of {_label(last)}", these, note=bool(says)
+            )
+        else:
+            yield finding("identical weights", says or "the same values under several names", group, note=bool(says))
+    copied = {one.name for group in same for one in group}
+    grids = {one.name: precision(prints[one.name]) for one in steps}
+    for one, other in itertools.permutations(steps, 2):
+        grid = grids[one.name]
+        if one.name in copied or grid not in COARSE or grids[other.name] == grid:
+            continue
+        if _is_rounded(prints[one.name], prints[other.name], grid) and not _is_still(steps, prints, [one, other], grid):
+            yield finding("rounded copy", f"holds the weights of {_label(other)}, rounded to {grid}", [one])
+
+
+def _is_rounded(one: Fingerprint, other: Fingerprint, grid: str) -> bool:
+    return one.samples.keys() == other.samples.keys() and all(
+        values.shape == other.samples[name].shape and bool((values == _rounded(other.samples[name], grid)).all())
+        for name, values in one.samples.items()
+    )
+
+
+def _rounded(values: "Tensor", grid: str | None) -> "Tensor":
+    import torch
+
+    return values if grid is None else values.to(getattr(torch, grid)).float()
+
+
+def is_frozen(steps: Sequence[Checkpoint], prints: Mapping[str, Fingerprint], names: Sequence[str]) -> bool:
+    """Whether equal weights at these steps may be genuine."""
+    return _is_still(steps, prints, [one for one in steps if one.name in names])
+
+
+def _is_still(
+    steps: Sequence[Checkpoint],
+    prints: Mapping[str, Fingerprint],
+    group: Sequence[Checkpoint],
+    grid: str | None = None,
+) -> bool:
+    """Whether steps follow each other where a training changes next to nothing, in the precision it is stored in."""
+    places = sorted(steps.index(one) for one in group)
+    if places[-1] - places[0] + 1 != len(places):
+        return False
+    outside = [(places[0] - 1, places[0]), (places[-1], places[-1] + 1)]
+    moved = [
+        _moved(prints[steps[before].name], prints[steps[after].name], grid)
+        for before, after in outside
+        if before >= 0 and after < len(steps)
+    ]
+    return bool(moved) and min(moved) < HARDLY
+
+
+def _moved(one: Fingerprint, other: Fingerprint, grid: str | None) -> float:
+    pairs = [
+        (_rounded(values, grid), _rounded(other.samples[name], grid))
+        for name, values in one.samples.items()
+        if name in other.samples and values.shape == other.samples[name].shape
+    ]
+    total = sum(len(here) for here, _ in pairs)
+    return sum(int((here != there).sum()) for here, there in pairs) / total if total else 1.0
+
+
+def swapped(path: Path) -> Finding | None:
+    """Two steps that make the path shorter when they change places, and regular."""
+    order = list(range(len(path.steps)))
+    options = sorted(_exchanges(path.distance), key=lambda option: -option.saved)
+    if len(order) < 4 or not options:
+        return None
+    first, second, ratio = options[0].first, options[0].second, options[0].ratio
+    if ratio > _limit(len(order), first, second):
+        return None
+    order[first], order[second] = order[second], order[first]
+    after = path.distance[np.ix_(order, order)]
+    regular = all(option.ratio > SWAP for option in _exchanges(after)) and not any(
+        _detour(after, place) < LINE for place in range(1, len(order) - 1)
+    )
+    for place, neighbour in ((first, 1), (second, len(order) - 2)):
+        if place in (0, len(order) - 1):  # a stranger at an end costs one long way for two
+            edges = [after[at, at + 1] for at in range(len(order) - 1)]
+            regular &= after[place, neighbour] <= 3 * sorted(edges)[-2]
+    if not regular:
+        return None
+    these = [path.steps[first], path.steps[second]]
+    says = f"the weights of {_label(these[0])} and {_label(these[1])} fit in each other's place"
+    return finding("swapped", says, these)
+
+
+@dataclass(frozen=True)
+class _Exchange:
+    first: int
+    second: int
+    ratio: float  # of the edges concerned, new over old
+    saved: float
+
+
+def _exchanges(distance: np.ndarray) -> Iterator[_Exchange]:
+    """What each exchange of two places does to the length of the path."""
+    count = len(distance)
+    for first, second in itertools.combinations(range(count), 2):
+        if (first, second) in ((0, 1), (count - 2, count - 1)):
+            continue  # an average or a quiet last step looks the same
+        edges = sorted({place for at in (first, second) for place in (at - 1, at) if 0 <= place < count - 1})
+        order = np.arange(count)
+        order[[first, second]] = second, first
+        old = float(sum(distance[place, place + 1] for place in edges))
+        new = float(sum(distance[order[place], order[place + 1]] for place in edges))
+        if old > 0:
+            yield _Exchange(first, second, new / old, old - new)
+
+
+def _limit(count: int, first: int, second: int) -> float:
+    return SWAP_AT_END if first == 0 or second == count - 1 else SWAP
+
+
+def undecided_order(path: Path) -> frozenset[str]:
+    """Checkpoints that could change places with a neighbour and nobody would see it."""
+    count = len(path.steps)
+    places = {0, 1, count - 2, count - 1} if count >= 4 else set(range(count))
+    for option in _exchanges(path.distance) if count >= 4 else ():
+        if option.second == option.first + 1 and option.ratio < 1 / SWAP:
+            places |= {option.first, option.second}
+    return frozenset(path.steps[place].name for place in places if place < count)
+
+
+def _detour(distance: np.ndarray, place: int) -> float:
+    """How near the neighbours of a step are to each other, seen from it."""
+    longest = min(distance[place - 1, place], distance[place, place + 1])
+    return float(distance[place - 1, place + 1] / longest) if longest > 0 else np.inf
+
+
+def out_of_line(path: Path) -> Iterator[Finding]:
+    """Steps that lie off the way between their neighbours, as weights of another training do, or a tensor of them."""
+    count = len(path.steps)
+    if count < 3:
+        return
+    inner = range(1, count - 1)
+    detours = {place: _detour(path.distance, place) for place in inner}
+    strange = {place for place in inner if _is_least(detours, place, LINE) or _is_unlike(path.cosine, place)}
+    if len(strange) <= max(1, count // 4):
+        for place in sorted(strange):
+            before, after = _label(path.steps[place - 1]), _label(path.steps[place + 1])
+            says = f"far from {before} and {after}, which are near each other"
+            yield finding("out of line", f"{says}: of another training?", [path.steps[place]])
+    others = [path.cosine[place, place + 1] for place in range(count - 2)]
+    if abs(path.cosine[-2, -1]) < ENDS_ELSEWHERE[0] and min(others) > ENDS_ELSEWHERE[1] and _is_no_leap(path.steps):
+        strange.add(count - 1)
+        says = f"nothing in common with {_label(path.steps[-2])}: of another training?"
+        yield finding("out of line", says, [path.steps[-1]])
+    yield from _tensors_out_of_line(path, strange)
+
+
+def _is_least(values: Mapping[int, float], place: int, limit: float) -> bool:
+    """Whether a value is below the limit, and far below those of all other places; alone it has to be lower."""
+    rest = [value for other, value in values.items() if other != place]
+    return values[place] < (min(limit, FAR_LESS * min(rest)) if rest else limit * FAR_LESS)
+
+
+def _is_unlike(cosine: np.ndarray, place: int) -> bool:
+    across = cosine[place - 1, place + 1]
+    return across > ENDS_ELSEWHERE[0] and max(cosine[place - 1, place], cosine[place, place + 1]) < UNLIKE * across
+
+
+def _is_no_leap(steps: Sequence[Checkpoint]) -> bool:
+    """Whether the last two steps are not much farther apart than others before them."""
+    numbers = [one.step or 0 for one in steps]
+    widths = [after - before for before, after in itertools.pairwise(numbers)]
+    return len(widths) > 1 and widths[-1] <= 2 * max(widths[:-1])
+
+
+def _tensors_out_of_line(path: Path, strange: set[int]) -> Iterator[Finding]:
+    count = len(path.steps)
+    found: dict[int, list[str]] = {}
+    for name, distance in path.of_tensor.items():
+        detours = {place: _detour(distance, place) for place in range(1, count - 1)}
+        for place in detours:
+            least = min(distance[place - 1, place], distance[place, place + 1])
+            if least > path.rounding * path.norms[name][place] and _is_least(detours, place, TENSOR_LINE):
+                found.setdefault(place, []).append(name)
+    jumps = {
+        name: distance[-2, -1] / distance[-3, -2]
+        for name, distance in path.of_tensor.items()
+        if distance[-3, -2] > path.rounding * path.norms[name][-2]
+    }
+    middle = float(np.median(list(jumps.values()))) if len(jumps) > 3 else np.inf
+    found.setdefault(count - 1, []).extend(name for name, jump in jumps.items() if jump > JUMP * middle)
+    for place, names in sorted(found.items()):
+        if names and place not in strange and len(names) <= max(1, len(path.of_tensor) // 2):
+            says = f"{', '.join(names[:3])} alone {'are' if len(names) > 1 else 'is'} far from the steps beside it"
+            yield finding("out of line", f"{says}: rows in another order?", [path.steps[place]])
+
+
+def _label(checkpoint: Checkpoint | None) -> str:
+    return "" if checkpoint is None else checkpoint.name if checkpoint.step is None else f"step {checkpoint.step}"

@@ -1,0 +1,256 @@
+"""One defect planted in a healthy series of seven steps: found, at the step where it is, and nowhere else."""
+
+import json
+import os
+import shutil
+import struct
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from tokenizers import Tokenizer, models
+
+from lit_layers.series import Audit, StepFolders, audit
+from tests.support.tiny_series import EVEN, VOCABULARY, Training, forty, series
+
+WTE, ATTENTION = "transformer.wte.weight", "transformer.h.0.attn.c_attn.weight"
+State = dict[str, torch.Tensor]
+
+
+@pytest.fixture(scope="module")
+def healthy(tmp_path_factory) -> Path:
+    return series(tmp_path_factory.mktemp("healthy") / "run", Training())
+
+
+@pytest.fixture(scope="module")
+def other_seed(tmp_path_factory) -> Path:
+    return series(tmp_path_factory.mktemp("other") / "run", Training(seed=9))
+
+
+@pytest.fixture
+def root(healthy, tmp_path) -> Path:
+    return Path(shutil.copytree(healthy, tmp_path / "run"))
+
+
+def at(root: Path, step: int, name: str = "model.safetensors") -> Path:
+    return root / f"step-{step:09d}" / name
+
+
+def changed(root: Path, step: int, change: Callable[[State], State | None]) -> None:
+    state = load_file(at(root, step))
+    save_file(change(state) or state, at(root, step), metadata={"format": "pt"})
+
+
+def configured(root: Path, step: int, **fields) -> None:
+    config = json.loads(at(root, step, "config.json").read_text())
+    at(root, step, "config.json").write_text(json.dumps(config | fields))
+
+
+def exchanged(root: Path, one: int, other: int) -> None:
+    at(root, one, "").rename(root / "aside")
+    at(root, other, "").rename(at(root, one, ""))
+    (root / "aside").rename(at(root, other, ""))
+
+
+def rounded(state: State) -> State:
+    return {name: tensor.bfloat16() for name, tensor in state.items()}
+
+
+def with_value(state: State, value: float) -> None:
+    state[ATTENTION][1, 2] = value
+
+
+def without_bias(state: State) -> None:
+    del state["transformer.ln_f.bias"]
+
+
+def permuted(state: State) -> None:
+    state[WTE] = state[WTE][torch.randperm(VOCABULARY, generator=torch.Generator().manual_seed(0))].contiguous()
+
+
+def flipped(root: Path, step: int, bit: int) -> None:
+    """One bit of one weight, in the file."""
+    content = bytearray(at(root, step).read_bytes())
+    (header,) = struct.unpack("<Q", content[:8])
+    begin = json.loads(content[8 : 8 + header])[ATTENTION]["data_offsets"][0]
+    place = 8 + header + begin + 4 * 7
+    (word,) = struct.unpack("<I", content[place : place + 4])
+    content[place : place + 4] = struct.pack("<I", word ^ (1 << bit))
+    at(root, step).write_bytes(content)
+
+
+def in_shards(root: Path) -> None:
+    for folder in root.glob("step-*"):
+        state = load_file(folder / "model.safetensors")
+        (folder / "model.safetensors").unlink()
+        shards = {f"model-0000{number}-of-00002.safetensors": sorted(state)[number - 1 :: 2] for number in (1, 2)}
+        for name, held in shards.items():
+            save_file({key: state[key] for key in held}, folder / name, metadata={"format": "pt"})
+        where = {key: name for name, held in shards.items() for key in held}
+        (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": where}))
+
+
+def shard_of_another(root: Path) -> None:
+    in_shards(root)
+    name = "model-00001-of-00002.safetensors"
+    shutil.copy(at(root, 40, name), at(root, 80, name))
+
+
+def optimizer_file(root: Path) -> None:
+    state = {f"state.{number}.exp_avg": torch.randn(16, 16) for number in range(4)}
+    save_file(state, at(root, 60))
+
+
+def other_tokenizer(root: Path) -> None:
+    words = {f"w{number}": (number + 1) % VOCABULARY for number in range(VOCABULARY)}
+    Tokenizer(models.WordLevel(words, unk_token="w0")).save(str(at(root, 60, "tokenizer.json")))
+
+
+def header_bit(root: Path) -> None:
+    content = bytearray(at(root, 60).read_bytes())
+    content[7] ^= 1 << 6  # the length of the header
+    at(root, 60).write_bytes(content)
+
+
+def looped(root: Path) -> None:
+    shutil.rmtree(at(root, 60, ""))
+    os.symlink("step-000000060", root / "step-000000060")
+
+
+def trainer_states(root: Path) -> None:
+    for step in EVEN:
+        said = 80 if step == 60 else step
+        at(root, step, "trainer_state.json").write_text(json.dumps({"global_step": said}))
+
+
+PLANTS: dict[str, tuple[Callable[[Path], object], str, tuple[int, ...]]] = {
+    "exact duplicate": (lambda root: shutil.copy(at(root, 40), at(root, 60)), "identical weights", (40, 60)),
+    "final step early": (lambda root: shutil.copy(at(root, 120), at(root, 60)), "equal to the final step", (60,)),
+    "shard of another step": (shard_of_another, "shared shard", (40, 80)),
+    "no weights": (lambda root: at(root, 60).unlink(), "no weights", (60,)),
+    "optimizer file as weights": (optimizer_file, "other tensors", (60,)),
+    "cut short": (lambda root: os.truncate(at(root, 60), 5000), "damaged", (60,)),
+    "header bit": (header_bit, "damaged", (60,)),
+    "no bytes": (lambda root: at(root, 60).write_bytes(b""), "damaged", (60,)),
+    "only zero bytes": (lambda root: at(root, 60).write_bytes(bytes(at(root, 60).stat().st_size)), "damaged", (60,)),
+    "config of another family": (
+        lambda root: configured(root, 60, model_type="llama", architectures=["LlamaForCausalLM"]),
+        "other config",
+        (60,),
+    ),
+    "a tensor missing": (lambda root: changed(root, 60, without_bias), "other tensors", (60,)),
+    "NaN": (lambda root: changed(root, 60, lambda s: with_value(s, float("nan"))), "not finite", (60,)),
+    "all zeros": (lambda root: changed(root, 60, lambda s: {k: v * 0 for k, v in s.items()}), "zero weights", (60,)),
+    "steps swapped": (lambda root: exchanged(root, 40, 80), "swapped", (40, 80)),
+    "neighbours swapped": (lambda root: exchanged(root, 60, 80), "swapped", (60, 80)),
+    "far steps swapped": (lambda root: exchanged(root, 20, 100), "swapped", (20, 100)),
+    "a step swapped with the last": (lambda root: exchanged(root, 40, 120), "swapped", (40, 120)),
+    "other tokenizer": (other_tokenizer, "other tokenizer", (60,)),
+    "rows permuted": (lambda root: changed(root, 60, permuted), "out of line", (60,)),
+    "rows of the last step permuted": (lambda root: changed(root, 120, permuted), "out of line", (120,)),
+    "another step in bfloat16": (
+        lambda root: save_file(rounded(load_file(at(root, 20))), at(root, 60)),
+        "rounded copy",
+        (60,),
+    ),
+    "another step in bfloat16, stored in float32": (
+        lambda root: save_file({k: v.float() for k, v in rounded(load_file(at(root, 20))).items()}, at(root, 60)),
+        "rounded copy",
+        (60,),
+    ),
+    "saved again at another step": (
+        lambda root: save_file(dict(reversed(load_file(at(root, 40)).items())), at(root, 60), metadata={"again": "1"}),
+        "identical weights",
+        (40, 60),
+    ),
+    "one step in bfloat16": (lambda root: changed(root, 60, rounded), "other precision", (60,)),
+    "heads 2 to 4": (lambda root: configured(root, 60, n_head=4), "other config", (60,)),
+    "epsilon and activation": (
+        lambda root: configured(root, 60, layer_norm_epsilon=1e-4, activation_function="relu"),
+        "other config",
+        (60,),
+    ),
+    "one bit": (lambda root: flipped(root, 60, 30), "value out of range", (60,)),
+    "removed folder": (lambda root: shutil.rmtree(at(root, 60, "")), "gap", (60,)),
+    "symbolic link to itself": (looped, "gap", (60,)),
+    "count of another step": (trainer_states, "other step", (60,)),
+}  # fmt: skip
+
+
+def found_in(verdicts: Audit) -> set[tuple[str, tuple[int, ...]]]:
+    return {(finding.kind, finding.steps) for finding in verdicts.findings if not finding.note}
+
+
+@pytest.mark.parametrize("name", PLANTS)
+def test_a_planted_defect_is_found_and_nothing_else(root, name):
+    plant, kind, steps = PLANTS[name]
+    plant(root)
+    found = found_in(audit(StepFolders(root)))
+    assert (kind, steps) in found
+    assert {step for _, suspects in found for step in suspects} == set(steps), found
+
+
+def test_a_second_audit_reads_no_weights(root, monkeypatch):
+    first = audit(StepFolders(root))
+    for folder in root.glob("step-*"):
+        (folder / "model.safetensors").touch()  # read again, and found the same
+    assert audit(StepFolders(root)) == first
+    monkeypatch.setattr("lit_layers.series.auditing.fingerprint", None)
+    monkeypatch.setattr("lit_layers.series.sources.content_hash", None)
+    assert audit(StepFolders(root)) == first
+
+
+def test_what_was_not_looked_at_is_named(root):
+    exchanged(root, 40, 80)
+    for level in ("listing", "files"):
+        steps = StepFolders(root)
+        found = audit(steps, level=level)
+        assert (found.level, found.findings) == (level, ())
+        assert {found.verdict(one) for one in steps} == {"clean; not checked: weights"}
+    exchanged(root, 40, 80)
+    exchanged(root, 100, 120)  # an average at the end would look the same
+    steps = StepFolders(root)
+    found = audit(steps)
+    assert found_in(found) == set()
+    said = {one.step: found.verdict(one) for one in steps}
+    assert said == {step: "clean" if step in (40, 60, 80) else "clean; not checked: order" for step in EVEN}
+
+
+def test_a_change_that_stays_is_a_note_and_what_changes_no_number_is_none(root):
+    for step in (100, 120):
+        configured(root, step, n_positions=32)
+    found = audit(StepFolders(root))
+    assert [(finding.kind, finding.steps, finding.note) for finding in found.findings] == [
+        ("other config", (100, 120), True)
+    ]
+    for step in (20, 40):
+        configured(root, step, transformers_version="4.0.0", use_cache=False, torch_dtype="float16")
+    assert len(audit(StepFolders(root)).findings) == 1
+
+
+HEALTHY = forty()
+
+
+def judged_clean(tmp_path: Path, number: int) -> None:
+    found = audit(StepFolders(series(tmp_path / f"{number:02d}", HEALTHY[number])))
+    assert (found.level, found_in(found)) == ("weights", set()), HEALTHY[number]
+
+
+@pytest.mark.parametrize("number", [6, 14, 21, 30, 33])
+def test_a_healthy_series_is_accused_of_nothing(tmp_path, number):
+    judged_clean(tmp_path, number)
+
+
+@pytest.mark.soak
+def test_forty_healthy_series_are_accused_of_nothing(tmp_path):
+    assert len(HEALTHY) == 40
+    for number in range(40):
+        judged_clean(tmp_path, number)
+
+
+@pytest.mark.parametrize("step", [20, 60, 120])
+def test_a_step_of_another_seed_is_found(root, other_seed, step):
+    shutil.copy(at(other_seed, step), at(root, step))
+    assert found_in(audit(StepFolders(root))) == {("out of line", (step,))}
