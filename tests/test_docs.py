@@ -15,6 +15,18 @@ BLOCK = re.compile(r"^```(bash|python)\n(.*?)^```", re.MULTILINE | re.DOTALL)
 ASSIGNMENTS = re.compile(r"^([A-Z_]+=\S+ )+")
 # Run by the continuous integration itself, or setting up the machine.
 ELSEWHERE = ("make ", "pip install", "git clone", "cd ", "python -m pytest", "python benchmarks/", "wandb ")
+# Their commands take tens of seconds; of the others all run with `make test`.
+LONG = (
+    "README.md",
+    "correlate.md",
+    "data.md",
+    "images.md",
+    "probes.md",
+    "report.md",
+    "select.md",
+    "series.md",
+    "training.md",
+)
 # Small enough for a test; what a page shows stays as it is.
 SHORT = ["--trainer.max_steps", "1", "--trainer.accelerator", "cpu"]
 FEW = {True: "--data.num_validation_images", False: "--data.num_validation_sequences"}  # of images, of text
@@ -36,8 +48,12 @@ def test_every_link_to_a_file_leads_somewhere(page):
     assert all((page.parent / target).exists() for target in targets), targets
 
 
-@pytest.mark.soak
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "page",
+    [pytest.param(page, marks=pytest.mark.soak) if page.name in LONG else page for page in PAGES],
+    ids=lambda page: page.name,
+)
 def test_the_commands_and_examples_of_a_page_run_in_its_order(page, tmp_path, monkeypatch):
     for name in ("recipes", "wandb_configs"):
         (tmp_path / name).symlink_to(ROOT / name)
@@ -55,6 +71,18 @@ def test_the_commands_and_examples_of_a_page_run_in_its_order(page, tmp_path, mo
             command = ASSIGNMENTS.sub("", line)
             if command.strip() and not command.startswith(("#", *ELSEWHERE)):
                 run(command)
+
+
+def test_every_fit_of_the_long_pages_is_one_that_can_be_read(tmp_path, monkeypatch):
+    for name in ("recipes", "wandb_configs"):
+        (tmp_path / name).symlink_to(ROOT / name)
+    monkeypatch.chdir(tmp_path)
+    for page in (page for page in PAGES if page.name in LONG):
+        for kind, text in blocks(page):
+            for line in text.replace("\\\n", " ").splitlines() if kind == "bash" else ():
+                command = ASSIGNMENTS.sub("", line)
+                if command.startswith("lit-layers fit"):
+                    run(f"{command.partition(' #')[0]} --print_config")
 
 
 def run(line: str) -> None:
