@@ -139,8 +139,8 @@ def _is_in(name: str, folder: Path) -> bool:
     return any(Path(place).is_relative_to(folder.resolve()) for place in places or ())
 
 
-def _without_code(kind: type[Analysis], *args: Any, **kwargs: Any) -> Analysis:
-    made = kind(*args, **kwargs)
+def _without_code(class_type: Any, *args: Any, **kwargs: Any) -> Any:
+    made = class_type(*args, **kwargs)
     if (file := getattr(made, "code_file", None)) is not None:
         raise InputError(
             f"task: a recipe names no task file, which is code, got {file}: score it with lit-layers intervene"
