@@ -198,12 +198,7 @@ class _Kept:
 
 
 def _loaded(files: ShardFiles, dtype: torch.dtype) -> nn.Module:
-    from safetensors import SafetensorError
-
-    try:
-        return load(files.model, revision=files.commit, dtype=dtype)
-    except (OSError, SafetensorError) as error:
-        raise InputError(f"{files.model} cannot be loaded: {' '.join(str(error).split())}") from error
+    return load(files.model, revision=files.commit, dtype=dtype)
 
 
 def _hash_of_weights(view: StreamedModel, folder: Path, tell: Progress) -> str:

@@ -3,12 +3,16 @@
 from collections.abc import Iterator, Mapping, Sequence
 
 from lit_layers.errors import InputError
+from lit_layers.ranges import MANY, Range
 
 Steps = str | Sequence[int] | Mapping[str, int]
 """As a recipe writes it: `pythia`, `[0, 1, 2, 1000]`, `{every: 500}` or `{log: 2, until: 512, then_every: 1000}`."""
 
 PYTHIA = {"log": 2, "until": 512, "then_every": 1000}
 _KEYS = ({"every"}, {"log"}, {"log", "until"}, {"log", "until", "then_every"})
+_STEP = Range(0, MANY, whole=True, low_words="whole numbers of at least 0")
+_EVERY = Range(1, MANY, whole=True, low_words="a whole number of at least 1")
+_BASE = Range(2, MANY, whole=True, low_words="a whole number of at least 2")
 _EXPECTED = "expected pythia, a list of steps, {every: N} or {log: BASE, until: N, then_every: N}"
 
 
@@ -59,9 +63,9 @@ def _checked_rule(rule: Mapping[str, int]) -> dict[str, int]:
     if set(rule) not in _KEYS:
         raise InputError(f"steps: {_EXPECTED}, got the keys {', '.join(map(str, rule)) or '(none)'}")
     for key, value in rule.items():
-        least = 2 if key == "log" else 1
-        if not isinstance(value, int) or isinstance(value, bool) or value < least:
-            raise InputError(f"steps.{key}: expected a whole number of at least {least}, got {value!r}")
+        allowed = _BASE if key == "log" else _EVERY
+        if (expected := allowed.expected(value)) is not None:
+            raise InputError(f"steps.{key}: expected {expected}, got {value!r}")
     return dict(rule)
 
 
@@ -69,6 +73,6 @@ def _checked_list(steps: Sequence[int]) -> list[int]:
     if not isinstance(steps, Sequence) or not len(steps):
         raise InputError(f"steps: {_EXPECTED}, got {steps!r}")
     for step in steps:
-        if not isinstance(step, int) or isinstance(step, bool) or step < 0:
-            raise InputError(f"steps: expected whole numbers of at least 0, got {step!r}")
+        if (expected := _STEP.expected(step)) is not None:
+            raise InputError(f"steps: expected {expected}, got {step!r}")
     return list(steps)

@@ -9,7 +9,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar
 
-from pydantic import AfterValidator, ConfigDict, Field, GetCoreSchemaHandler, TypeAdapter, ValidationError
+from pydantic import (
+    AfterValidator,
+    ConfigDict,
+    Field,
+    GetCoreSchemaHandler,
+    GetPydanticSchema,
+    TypeAdapter,
+    ValidationError,
+)
 from pydantic_core import ErrorDetails, core_schema
 
 from lit_layers.errors import InputError
@@ -43,8 +51,10 @@ _Integer = Annotated[int, Field(ge=-(2**63), lt=2**63)]  # as a table can hold i
 _NonFinite = Annotated[Literal["inf", "-inf", "nan"], AfterValidator(float)]
 _first = Field(union_mode="left_to_right")
 Count = Annotated[int, Field(ge=0, lt=2**63), Expected("a whole number of at least 0")]
-Real = Annotated[float | _NonFinite, _first, Expected("a number")]
-Scalar = Annotated[_Integer | float | _NonFinite, _first, Expected("a number")]
+_Real = Annotated[float | _NonFinite, _first, Expected("a number")]
+Real = Annotated[float, GetPydanticSchema(lambda _, of: of(_Real))]
+_Scalar = Annotated[_Integer | float | _NonFinite, _first, Expected("a number")]
+Scalar = Annotated[float, GetPydanticSchema(lambda _, of: of(_Scalar))]
 Tag = Annotated[str | _Integer | float | bool, _first, Expected("text or a number")]
 Seconds = Annotated[float, Field(ge=0, allow_inf_nan=False), Expected("seconds of at least 0")]
 

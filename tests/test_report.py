@@ -484,7 +484,7 @@ def test_what_is_no_run_or_corrupt_or_unwritable_is_refused_and_the_old_page_sta
     page = write_report(root)
     old = page.read_bytes()
     (root / "run.json").write_text("{")
-    with pytest.raises(InputError, match=r"run\.json is not valid JSON .*delete it to go on"):
+    with pytest.raises(InputError, match=r"run\.json: not valid JSON .*delete it to go on"):
         write_report(root)
     (root / "run.json").unlink()
     lines = (root / "measurements.jsonl").read_text()

@@ -9,6 +9,7 @@ from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
 from lit_layers.analyses.base import Analysis
+from lit_layers.cli.limits import other_encoding, refuse_wild_numbers
 from lit_layers.cli.trust import HELP, RecipeParser, trust_code
 from lit_layers.errors import InputError
 from lit_layers.series import Series, open_series, read_steps
@@ -85,9 +86,13 @@ class Command:
 
     def _read(self) -> Namespace:
         try:
-            return self._parser.parse_args(self._argv)  # pyright: ignore[reportReturnType]
+            options: Namespace = self._parser.parse_args(self._argv)  # pyright: ignore[reportAssignmentType]
         except (OmegaConfBaseException, YAMLError) as error:
             raise InputError(" ".join(str(error).split())) from error
+        except UnicodeDecodeError as error:
+            raise other_encoding(self._argv, error) from error
+        refuse_wild_numbers(options.as_dict())
+        return options
 
     def _made(self, options: Namespace) -> Any:
         return self._parser.instantiate_classes(options)
@@ -100,6 +105,7 @@ def _parser() -> RecipeParser:
         exit_on_error=False,
         parser_mode="omegaconf+",
         epilog=f"--code PACKAGE: {HELP}.",
+        allow_abbrev=False,
     )
     parser.add_argument(
         "model",

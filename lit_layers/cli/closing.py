@@ -1,6 +1,5 @@
 """What a run says when it ends: how far every metric came, and what measuring cost."""
 
-import json
 from pathlib import Path
 
 import pandas as pd
@@ -11,6 +10,7 @@ from lit_layers import records
 from lit_layers.identity import latest
 from lit_layers.plots import change_table
 from lit_layers.records import Measurement
+from lit_layers.run_file import run_facts
 
 _SHOWN = 28  # rows; the page has all of them
 
@@ -22,7 +22,7 @@ def print_closing(console: Console, root: Path, *, seconds: float) -> None:
     if measurements:
         trusted = [each for each in measurements if not records.is_suspect(each)]
         console.print(_changes(change_table(records.frame(trusted))))
-        console.print(_cost(measurements, json.loads((root / "run.json").read_text()), seconds))
+        console.print(_cost(measurements, run_facts(root), seconds))
     for measurement in measurements:
         if measurement.error is not None:
             console.print(

@@ -20,6 +20,7 @@ from yaml import YAMLError
 from lit_layers import run_lock
 from lit_layers.analyses.base import Analysis
 from lit_layers.cli.closing import print_closing
+from lit_layers.cli.limits import other_encoding, refuse_harm
 from lit_layers.cli.stopping import TERMINATED, finish_first
 from lit_layers.cli.trust import HELP, RecipeParser, trust_code
 from lit_layers.errors import InputError
@@ -100,6 +101,10 @@ class FitCLI(LightningCLI):
         parser.add_argument("--analyses", type=list[Analysis], default=[], help="What to measure at these steps.")
         parser.add_argument("--wandb", type=WandbMirror | None, default=None, help="Mirrors the run to W&B.")
 
+    def parse_arguments(self, parser: LightningArgumentParser, args: Any) -> None:
+        super().parse_arguments(parser, args)
+        refuse_harm(self.config.as_dict())
+
     @property
     def own(self) -> Any:
         """The options of ours, instantiated."""
@@ -173,8 +178,6 @@ def main(argv: list[str]) -> int:
     with contextlib.ExitStack() as held:
         cli = _parse(trust_code(argv), held)
         own = cli.own
-        if cli.trainer.max_steps < 1:
-            raise InputError(f"trainer.max_steps: expected the number of steps to train, got {cli.trainer.max_steps}")
         if cli.trainer.is_global_zero and not cli.folder.resume:
             refuse_a_used_folder(Path(own.root), own.if_exists)
         return _train(cli)
@@ -198,6 +201,7 @@ def _parse(argv: list[str], held: contextlib.ExitStack) -> FitCLI:
                 parser_kwargs={
                     "prog": "lit-layers fit",
                     "parser_mode": "omegaconf+",
+                    "allow_abbrev": False,
                     "epilog": f"--code PACKAGE: {HELP}.",
                 },
                 auto_configure_optimizers=False,
@@ -207,6 +211,8 @@ def _parse(argv: list[str], held: contextlib.ExitStack) -> FitCLI:
             )
         except (OmegaConfBaseException, YAMLError) as error:
             raise InputError(" ".join(str(error).split())) from error
+        except UnicodeDecodeError as error:
+            raise other_encoding(argv, error) from error
         except (TypeError, ValueError) as error:
             # jsonargparse wraps what a constructor says into its own account of the types it tried.
             raise _original(error) from None

@@ -74,6 +74,10 @@ def _ended(command: str, rest: list[str]) -> int:
     except InputError as error:
         code = _refuse(str(error), command)
         return FAILED if isinstance(error, RunLostError) else code
+    except OSError as error:
+        if error.filename is None:  # not about a file that was named
+            raise
+        return _refuse(f"{str(error.filename)[:200]}: {(error.strerror or str(error)).lower()}", command)
     except KeyboardInterrupt:
         print(f"lit-layers {command}: interrupted", file=sys.stderr)
         return INTERRUPTED

@@ -47,7 +47,7 @@ def main(argv: list[str]) -> int:
     print(write_report(options.root, options.out, allow_suspect=options.allow_suspect, settings=settings))
     if options.wandb:
         mirror = MirrorAside(_mirror(run.about), patient=True)
-        config = run.about.get("config") or {}
+        config = run.about.get("config", {})
         mirror.open(options.root, run_id=_run_id(run), config=config, allow_suspect=options.allow_suspect)
         mirror.finish()
         print(mirror.closing_line())
@@ -113,9 +113,7 @@ def _mirror(about: dict[str, Any]) -> Any:
     """A mirror with the options that the run's own had, where it had one."""
     from lit_layers.report import WandbMirror
 
-    config = about.get("config")
-    used = config.get("wandb") if isinstance(config, dict) else None
-    options = used.get("init_args") if isinstance(used, dict) else None
+    options = (about.get("config", {}).get("wandb") or {}).get("init_args")
     known = inspect.signature(WandbMirror).parameters
     return WandbMirror(**{name: value for name, value in (options or {}).items() if name in known})
 

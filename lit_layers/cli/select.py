@@ -70,15 +70,11 @@ def _files(options: argparse.Namespace) -> "ShardFiles":
 def _loaded(files: "ShardFiles") -> "nn.Module":
     """In the precision that it is saved in, as far as its config.json says it."""
     import torch
-    from safetensors import SafetensorError
 
     from lit_layers.models.build import load
 
     named = str(files.config.get("dtype") or files.config.get("torch_dtype") or "float32").removeprefix("torch.")
-    try:
-        return load(files.model, revision=files.commit, dtype=getattr(torch, named, torch.float32))
-    except (OSError, SafetensorError) as error:
-        raise InputError(f"{files.model} cannot be loaded: {' '.join(str(error).split())}") from error
+    return load(files.model, revision=files.commit, dtype=getattr(torch, named, torch.float32))
 
 
 def _check_kind(options: argparse.Namespace, view: "LayeredModel") -> None:

@@ -1,7 +1,6 @@
 """What run folders tell of their models: one value of a metric at one checkpoint, and what the model is."""
 
 import difflib
-import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,6 +11,7 @@ from lit_layers.errors import InputError
 from lit_layers.plots.labels import tag_text
 from lit_layers.plots.tables import plainest
 from lit_layers.records import PLACES, Measurement, Record
+from lit_layers.run_file import run_facts
 
 ORDINALS = ("distance", "index", "reference")
 # What a model's size is called: the name here, then what configurations of the known families call it.
@@ -74,7 +74,7 @@ def _roots(folder: Path) -> list[Path]:
 
 def _models(root: Path) -> list[RunModel]:
     every = identity.shown(records.read(root / "measurements.jsonl"))
-    about, scalars = _about(root / "run.json"), records.rows(root / "metrics.jsonl")
+    about, scalars = run_facts(root), records.rows(root / "metrics.jsonl")
     found = []
     for name in dict.fromkeys(m.run for m in every) or [str(about.get("run") or root.name)]:
         own = [m for m in every if m.run == name and m.error is None]
@@ -92,16 +92,6 @@ def _models(root: Path) -> list[RunModel]:
             )
         )
     return found
-
-
-def _about(path: Path) -> dict[str, Any]:
-    if not path.is_file():
-        return {}
-    try:
-        content = json.loads(path.read_text())
-    except ValueError as error:
-        raise InputError(f"{path} is not valid JSON ({error}); restore it, or delete it to go on without it") from error
-    return content if isinstance(content, dict) else {}
 
 
 def metric_of(models: Iterable[RunModel], wanted: str) -> tuple[str, str]:
@@ -214,8 +204,7 @@ def sizes(model: RunModel) -> dict[str, float]:
     From what the run or its measurements say of the model, else from its configuration; the depth else from the last
     layer that was measured.
     """
-    facts = model.about.get("model")
-    described = [facts if isinstance(facts, dict) else {}]
+    described = [model.about.get("model", {})]
     described += [m.provenance for m in model.measurements]
     described.append(settings(model))
     found = {}
@@ -231,8 +220,7 @@ def sizes(model: RunModel) -> dict[str, float]:
 
 def settings(model: RunModel) -> dict[str, Any]:
     """Returns the scalar options of a run's model, data and schedule, by their last name where only one has it."""
-    config = model.about.get("config")
-    config = config if isinstance(config, dict) else {}
+    config = model.about.get("config", {})
     leaves = [leaf for part in ("model", "data") for leaf in _leaves(config.get(part), (part,))]
     leaves += [(("seed_everything",), config["seed_everything"])] if "seed_everything" in config else []
     last = [path[-1] for path, _ in leaves]
@@ -251,9 +239,7 @@ def has_p_1(model: RunModel, analysis: str) -> bool:
     """Whether a coupling was measured with p = 1, by its tags or the run's configuration."""
     if any(r.tags.get("p") == 1 for m in model.measurements if m.analysis == analysis for r in m.records):
         return True
-    config = model.about.get("config")
-    used = config.get("analyses") if isinstance(config, dict) else None
-    for one in used if isinstance(used, list) else []:
+    for one in model.about.get("config", {}).get("analyses") or []:
         options = (one.get("init_args") or {}) if isinstance(one, dict) else {}
         if str(one.get("class_path", "")).endswith("Coupling") and options.get("p") == 1:
             return options.get("name", analysis) == analysis

@@ -19,7 +19,8 @@ END_OF_TEXT = "<|endoftext|>"
 ENDS = (END_OF_TEXT, "</s>", "<|end_of_text|>", "[SEP]")  # tried in this order where a tokenizer does not name its own
 MAIN, CONFIG = "tokenizer.json", "tokenizer_config.json"
 COMPANIONS = (CONFIG, "special_tokens_map.json", "vocab.json", "merges.txt", "chat_template.jinja")
-BYTES = 256
+BYTES, MOST_TOKENS = 256, 2_000_000
+LONG_WORD = 1000  # characters; the time that a merge takes grows with the square of a word's length
 
 
 @dataclass(frozen=True)
@@ -46,8 +47,11 @@ def bpe_size(spec: str) -> int | None:
     """The size asked for by `bpe:SIZE`; None for any other tokenizer."""
     if not spec.startswith("bpe:"):
         return None
-    if not re.fullmatch(r"bpe:\d+", spec) or int(spec[4:]) <= BYTES:
-        raise InputError(f"expected bpe:SIZE with a size over {BYTES} (every byte and the end of text), not {spec!r}")
+    if not re.fullmatch(r"bpe:[0-9]{1,9}", spec) or not BYTES < int(spec[4:]) <= MOST_TOKENS:
+        raise InputError(
+            f"expected bpe:SIZE with a size over {BYTES} (every byte and the end of text) and at most {MOST_TOKENS:,}, "
+            f"not {spec!r}"
+        )
     return int(spec[4:])
 
 
@@ -64,11 +68,20 @@ def train_bpe(texts: Iterable[str], size: int) -> TextTokenizer:
         show_progress=False,
     )
     with one_thread():
-        tokenizer.train_from_iterator(texts, trainer)
+        tokenizer.train_from_iterator(_without_long_words(texts), trainer)
     if tokenizer.get_vocab_size() < size:
         most = tokenizer.get_vocab_size()
         raise InputError(f"the corpus has pairs for {most} tokens only, not for bpe:{size}: ask for bpe:{most} or less")
     return TextTokenizer(tokenizer, END_OF_TEXT)
+
+
+def _without_long_words(texts: Iterable[str]) -> Iterator[str]:
+    """Cuts what stands without a space for longer than any word: a line of megabytes would take days."""
+    for text in texts:
+        if len(text) < LONG_WORD or max(map(len, text.split()), default=0) < LONG_WORD:
+            yield text
+        else:
+            yield from (text[start : start + LONG_WORD] for start in range(0, len(text), LONG_WORD))
 
 
 def load_tokenizer(spec: str) -> TextTokenizer:

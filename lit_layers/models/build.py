@@ -5,19 +5,23 @@ import difflib
 import hashlib
 import json
 import os
-import pickle
 import shutil
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from pickle import UnpicklingError
+from types import SimpleNamespace
 from typing import Any
 
 import torch
+from huggingface_hub.errors import StrictDataclassError
+from safetensors import SafetensorError
 from torch import nn
 
 from lit_layers.durable import write_json
 from lit_layers.errors import InputError
 from lit_layers.foreign_weights import would_run_code
+from lit_layers.models.block_memory import free_memory
 from lit_layers.models.families import Network, class_named, family_of
 from lit_layers.models.pixel_statistics import (
     PREPROCESSOR,
@@ -34,6 +38,13 @@ _OF_A_FILE = ("architectures", "dtype", "torch_dtype", "transformers_version")  
 
 __all__ = ["causal_lm", "load", "save", "true_vocab_size", "untrained", "vit", "weights_hash"]
 
+MOST_LAYERS = 10_000
+_LAYERS, _WIDTH = ("num_hidden_layers", "n_layer", "num_layers", "depth"), ("hidden_size", "n_embd", "embed_dim")
+# What transformers, timm and their readers of files raise for a config or weights that are wrong.
+_CANNOT_LOAD = (
+    *(ArithmeticError, AssertionError, AttributeError, EOFError, ImportError, LookupError, OSError, RuntimeError),
+    *(TypeError, ValueError, UnpicklingError, SafetensorError, StrictDataclassError),
+)
 READABLE = 0o644  # safetensors writes files that nobody else on a shared disk can read
 TIMM_OPTIONS = "build_options"  # attribute of a timm model: what it was built with, for its config.json
 
@@ -59,7 +70,6 @@ def causal_lm(
         InputError: an unknown type, an unknown override, or values that do not fit together.
     """
     import transformers
-    from huggingface_hub.errors import StrictDataclassError
 
     plain = _config(name)
     known = (set(plain.to_dict()) | set(plain.attribute_map)) - {"model_type", "architectures", TRUE_SIZE}
@@ -68,6 +78,7 @@ def causal_lm(
     try:
         options = fused | _no_foreign_tokens(plain, overrides.get("vocab_size", plain.vocab_size)) | overrides
         config = _config(name, **options)
+        _refuse_beyond_memory(config, vocabulary=config.vocab_size)
         with _seeded(seed):
             model = transformers.AutoModelForCausalLM.from_config(
                 config, attn_implementation=attention_implementation, dtype=torch.float32
@@ -99,13 +110,33 @@ def vit(name: str, *, seed: int = 0, **overrides: Any) -> nn.Module:
     known = set(inspect.signature(VisionTransformer).parameters) | {"num_classes", "drop_rate"}
     _refuse_unknown(overrides, known, "option of a vision transformer")
     try:
+        _refuse_beyond_memory(SimpleNamespace(**overrides))
         with _seeded(seed):
             model = timm.create_model(name, pretrained=False, **overrides)
-    except (ValueError, TypeError, AssertionError, ZeroDivisionError) as error:
+    except (ValueError, TypeError, AssertionError, RuntimeError, ZeroDivisionError) as error:
         raise InputError(f"cannot build {name} with {overrides}: {_one_line(error)}") from error
     family_of(model)
     setattr(model, TIMM_OPTIONS, overrides)
     return model.train()
+
+
+def _refuse_beyond_memory(config: Any, vocabulary: int = 0) -> None:
+    """Refuses what could not be built, before it takes hours or all memory; counts no more than what every family has.
+
+    Raises:
+        ValueError: too many layers, or weights that do not fit.
+    """
+    layers, width = (
+        next((getattr(config, name) for name in names if isinstance(getattr(config, name, None), int)), 0)
+        for names in (_LAYERS, _WIDTH)
+    )
+    if layers > MOST_LAYERS:
+        raise ValueError(f"expected at most {MOST_LAYERS:,} layers, got {layers:,}")
+    least, free = 4 * (4 * layers * width**2 + vocabulary * width), free_memory(torch.device("cpu"))
+    if free is not None and least > free:
+        raise ValueError(
+            f"its weights take at least {least / 1e9:,.0f} GB, and {free / 1e9:,.0f} GB of memory are free"
+        )
 
 
 def untrained(model: Network, *, seed: int = 0) -> nn.Module:
@@ -170,30 +201,37 @@ def load(folder_or_repo: str | Path, *, revision: str | None = None, dtype: torc
     Raises:
         InputError: no such folder, a folder without a model, or weights that do not fill the model.
     """
-    from transformers import PreTrainedConfig
-
     name = os.fspath(folder_or_repo)
     if os.path.isdir(name) and not os.path.isfile(os.path.join(name, "config.json")):
         raise InputError(f"expected a model in {name}, found no config.json there")
     if not os.path.isdir(name) and (isinstance(folder_or_repo, Path) or name.startswith((".", "/", "~"))):
         raise InputError(f"expected a folder with a model, {name} does not exist")
+    try:
+        with _seeded(0):  # a model is filled with random weights before it is with its own
+            return _load(name, revision, dtype)
+    except InputError:
+        raise
+    except _CANNOT_LOAD as error:
+        refused = error.__cause__ if isinstance(error, RuntimeError) else error  # timm's own words hide torch's
+        if isinstance(refused, UnpicklingError):
+            raise would_run_code(name, refused) from refused
+        raise InputError(f"{name} cannot be loaded: {type(error).__name__}: {_one_line(error)}") from error
+
+
+def _load(name: str, revision: str | None, dtype: torch.dtype) -> nn.Module:
+    from transformers import PreTrainedConfig
+
     settings, _ = PreTrainedConfig.get_config_dict(name, revision=revision)
     if "/" in str(settings.get("attn_implementation")):  # of the Hub: code, where the package `kernels` is installed
         asked = settings["attn_implementation"]
         raise InputError(
             f"{name}: expected attn_implementation sdpa or eager in its config.json, got {asked}, which is code"
         )
-    try:
-        with _seeded(0):  # a model is filled with random weights before it is with its own
-            if settings.get("model_type") in (None, "timm_wrapper") and "architecture" in settings:
-                return _load_timm(name, settings, revision).to(dtype).eval()
-            if "model_type" in settings:
-                return _load_transformers(name, settings, revision, dtype)
-    except (pickle.UnpicklingError, RuntimeError) as error:
-        refused = error.__cause__ if isinstance(error, RuntimeError) else error  # timm's own words hide torch's
-        if isinstance(refused, pickle.UnpicklingError):
-            raise would_run_code(name, refused) from refused
-        raise
+    _refuse_beyond_memory(SimpleNamespace(**settings))
+    if settings.get("model_type") in (None, "timm_wrapper") and "architecture" in settings:
+        return _load_timm(name, settings, revision).to(dtype).eval()
+    if "model_type" in settings:
+        return _load_transformers(name, settings, revision, dtype)
     raise InputError(f"the config.json of {name} names neither a model_type (transformers) nor an architecture (timm)")
 
 

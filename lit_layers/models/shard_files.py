@@ -3,7 +3,6 @@
 import contextlib
 import functools
 import hashlib
-import json
 import os
 import re
 from collections.abc import Iterator
@@ -13,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lit_layers import schema
 from lit_layers.errors import InputError
 from lit_layers.foreign_weights import named_shards
 
@@ -65,7 +65,9 @@ class ShardFiles:
             raise InputError(f"revision: {self.model} is a local folder and has no revision {revision!r}: leave it out")
         elif not (self._folder / CONFIG).is_file():
             raise InputError(f"expected a model in {self.model}, found no {CONFIG} there")
-        self.config: dict[str, Any] = json.loads(self.fetch(CONFIG).read_text())
+        self.config: dict[str, Any] = schema.read(
+            self.fetch(CONFIG), dict[str, Any], "download or save the model again"
+        )
 
     def fetch(self, file: str) -> Path:
         """Where a file of the model lies on this machine; downloads it where the model is the Hub's.

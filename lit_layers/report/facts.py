@@ -13,6 +13,7 @@ from lit_layers.identity import ALL, LAST, Settings, divided, settings_of, short
 from lit_layers.plots.labels import count, listing, sentence
 from lit_layers.plots.models import short_names
 from lit_layers.records import Measurement
+from lit_layers.run_file import run_facts
 
 
 @dataclass(frozen=True)
@@ -54,8 +55,7 @@ class RunData:
 
     @property
     def tokens_per_step(self) -> int | None:
-        known = self.about.get("tokens_per_step")
-        return known if isinstance(known, int) else None
+        return self.about.get("tokens_per_step")
 
     @property
     def failures(self) -> list[Measurement]:
@@ -75,7 +75,7 @@ def read_run(root: str | Path, *, settings: Settings = ()) -> RunData:
     if not any(file.is_file() for file in files):
         what = "no such folder" if not root.is_dir() else "it has neither"
         raise InputError(f"expected a run's folder with measurements.jsonl or metrics.jsonl, got {root}: {what}")
-    about = _about(root / "run.json")
+    about = run_facts(root)
     if ALL in settings:
         raise InputError(f"settings: a curve shows one of them, got {ALL}: name one, or {LAST}")
     measurements, others = divided(records.read(files[0]), settings)
@@ -119,26 +119,26 @@ def suspects(run: RunData) -> dict[str, list[str]]:
 
 def headline_facts(run: RunData) -> list[tuple[str, str]]:
     """Returns what stands at the head of the page, as (name, value)."""
-    about, model = run.about, run.about.get("model") or {}
+    about, model = run.about, run.about.get("model", {})
     steps = [m.step for m in run.measurements if m.step is not None] + [int(row["step"]) for row in run.scalars]
     last = max(steps, default=None)
     tokens = [m.tokens for m in run.measurements if m.tokens is not None]
     tokens += [int(row["tokens"]) for row in run.scalars[-1:] if "tokens" in row]
-    data = about.get("data") or {}
+    data = about.get("data", {})
     planned = about.get("max_steps")
-    unfinished = isinstance(planned, int) and last is not None and last < planned
+    unfinished = planned is not None and last is not None and last < planned
     checkpoints = 0 if run.compares_models else len({m.step for m in run.measurements})
     depths = {max(known, default=0) for known in _layers(run).values()}
     devices = distinct(m.provenance.get("device") for m in run.measurements if m.provenance.get("device"))
     found = [
         ("Models", str(len(run.models)) if run.models else ""),
         ("Layers", _range(depths) if run.models else ""),
-        ("Model", str(model.get("class", "")) if isinstance(model, dict) else str(model)),
-        ("Parameters", count(model.get("parameters")) if isinstance(model, dict) else ""),
+        ("Model", str(model.get("class", ""))),
+        ("Parameters", count(model.get("parameters"))),
         ("Steps", "" if last is None else f"{last:,}" + (f" of {planned:,}" if unfinished else "")),
         ("Tokens", count(max(tokens)) if tokens else ""),
         ("Checkpoints measured", str(checkpoints) if checkpoints else ""),
-        ("Data", str(data.get("corpus") or data.get("source") or "") if isinstance(data, dict) else ""),
+        ("Data", str(data.get("corpus") or data.get("source") or "")),
         (
             "Device",
             " ".join(str(about[name]) for name in ("device", "precision") if about.get(name))
@@ -152,8 +152,7 @@ def headline_facts(run: RunData) -> list[tuple[str, str]]:
 
 def wall_seconds(run: RunData) -> float | None:
     """Returns the wall time of the whole run, once it has ended."""
-    seconds = run.about.get("seconds")
-    return float(seconds) if isinstance(seconds, int | float) and seconds > 0 else None
+    return run.about.get("seconds") or None
 
 
 def cost(run: RunData) -> list[dict[str, Any]]:
@@ -166,8 +165,7 @@ def cost(run: RunData) -> list[dict[str, Any]]:
         rows.append({"name": section_title(analysis), "times": len(seconds), "seconds": sum(seconds), "share": share})
     rows.append({"name": "All analyses", "times": None, "seconds": sum(row["seconds"] for row in rows)})
     rows[-1]["share"] = rows[-1]["seconds"] / wall if wall else None
-    saving = run.about.get("checkpoint_seconds")
-    if isinstance(saving, int | float) and saving > 0:
+    if saving := run.about.get("checkpoint_seconds"):
         share = saving / wall if wall else None
         rows.append({"name": "Saving checkpoints", "times": None, "seconds": saving, "share": share})
     return rows
@@ -199,16 +197,6 @@ def duration(seconds: float) -> str:
 def section_title(analysis: str) -> str:
     """Returns an analysis' name as a heading."""
     return sentence(analysis)
-
-
-def _about(path: Path) -> dict[str, Any]:
-    if not path.is_file():
-        return {}
-    try:
-        content = json.loads(path.read_text())
-    except ValueError as error:
-        raise InputError(f"{path} is not valid JSON ({error}); restore it, or delete it to go on without it") from error
-    return content if isinstance(content, dict) else {}
 
 
 def distinct(values: Iterable[Any]) -> list[Any]:

@@ -70,8 +70,8 @@ def sections(
 def training(run: RunData) -> list[dict[str, Any]]:
     """Returns the figures of training: the loss, then what else its rows hold."""
     known = dict.fromkeys(name for row in run.scalars for name in row if name not in ("step", "tokens"))
-    unigram = (run.about.get("data") or {}).get("unigram_entropy")
-    references = {"Unigram entropy": unigram} if isinstance(unigram, int | float) else {}
+    unigram = run.about.get("data", {}).get("unigram_entropy")
+    references = {"Unigram entropy": unigram} if unigram is not None else {}
     found = []
     losses = [name for name in known if name.split("/")[-1] == "loss"]
     if losses:

@@ -48,7 +48,6 @@ class Checkpoint:
             InputError: files that are missing or damaged, or a pickle that is more than tensors.
         """
         import torch
-        from safetensors import SafetensorError
 
         from lit_layers.models.build import load
 
@@ -58,10 +57,10 @@ class Checkpoint:
         except InputError as error:
             if isinstance(error.__cause__, pickle.UnpicklingError):  # said of the place on this machine
                 raise would_run_code(f"{self.series} {self.name}", error.__cause__) from error
-            raise
-        except (OSError, SafetensorError, RuntimeError, EOFError, LookupError, ValueError, TypeError) as error:
-            said = " ".join(str(error).split())[:300]
-            raise InputError(f"{self.series} {self.name} cannot be loaded ({said}): get it again") from error
+            if error.__cause__ is None:
+                raise
+            said = " ".join(str(error.__cause__).split())[:300]
+            raise InputError(f"{self.series} {self.name} cannot be loaded ({said}): get it again") from error.__cause__
 
     def provenance(self) -> dict[str, Any]:
         """Where the weights come from and what they are: repository, commit and the hash of every weight file."""

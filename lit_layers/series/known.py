@@ -13,9 +13,10 @@ from lit_layers.data.tokenization import Tokenizer, tokenizer_hash
 from lit_layers.errors import InputError
 from lit_layers.identity import settings_name, settings_of
 from lit_layers.records import FAILED, Measurement
+from lit_layers.run_file import run_facts
 from lit_layers.series.checkpoint import Checkpoint
 from lit_layers.series.hub import MAIN
-from lit_layers.series.local import run_facts, run_in
+from lit_layers.series.local import run_in
 from lit_layers.series.sources import TOKENIZER
 
 SUSPECT = "suspect"

@@ -12,11 +12,11 @@ from typing import TYPE_CHECKING, Any
 
 from lit_layers.errors import InputError
 from lit_layers.foreign_weights import would_run_code
+from lit_layers.run_file import run_facts
 from lit_layers.schedule import Steps
 from lit_layers.series.checkpoint import Checkpoint, Listing, Series
 from lit_layers.series.files import ListedFile
 from lit_layers.series.fingerprints import Memory, on_disk
-from lit_layers.series.local import run_facts
 from lit_layers.series.sources import Source, companions
 from lit_layers.series.submodule import Expected, empty, unwrapped
 

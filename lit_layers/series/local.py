@@ -1,18 +1,17 @@
 """Series on this machine: folders named after their steps."""
 
 import functools
-import json
 from pathlib import Path
 from typing import Any
 
 from lit_layers.errors import InputError
+from lit_layers.run_file import run_facts
 from lit_layers.schedule import Schedule, Steps
 from lit_layers.series.checkpoint import Checkpoint, Listing, Series, ordered
 from lit_layers.series.fingerprints import Memory
 from lit_layers.series.grammar import Grammar, is_steplike, recognize
 from lit_layers.series.sources import FolderSource
 
-RUN_FILE = "run.json"
 _NO_CHECKPOINTS = {"resume", "wandb"}
 
 
@@ -98,19 +97,4 @@ def run_in(root: Path) -> str:
 
 def training_of(root: Path) -> dict[str, Any]:
     """The options that the run in a folder was trained with; nothing where it is no run of ours."""
-    found = run_facts(root).get("config")
-    return found if isinstance(found, dict) else {}
-
-
-def run_facts(root: Path) -> dict[str, Any]:
-    """What a run says of itself in its folder; nothing where it is no run of ours.
-
-    Raises:
-        InputError: a run.json that is damaged.
-    """
-    path = root / RUN_FILE
-    try:
-        found = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
-    except ValueError as error:
-        raise InputError(f"{path} is damaged ({error}): mend it or move it away") from error
-    return found if isinstance(found, dict) else {}
+    return run_facts(root).get("config", {})

@@ -7,7 +7,17 @@ from torch.utils.data import DataLoader, Subset
 from lit_layers.data.text import prepared
 from lit_layers.data.training_text import TokenBlocks
 from lit_layers.errors import InputError
+from lit_layers.ranges import BATCH, COUNT, SEED, WORKERS, refuse_outside
 from lit_layers.training.sampler import StepSampler
+
+_RANGES = {
+    "num_tokens": COUNT,
+    "global_batch_size": BATCH,
+    "num_validation_sequences": COUNT,
+    "validation_batch_size": BATCH,
+    "seed": SEED,
+    "num_workers": WORKERS,
+}
 
 
 class LitTextData(L.LightningDataModule):
@@ -37,18 +47,10 @@ class LitTextData(L.LightningDataModule):
         num_workers: int = 0,
     ) -> None:
         super().__init__()
-        sizes = {
-            "num_tokens": num_tokens,
-            "global_batch_size": global_batch_size,
-            "num_validation_sequences": num_validation_sequences,
-            "validation_batch_size": validation_batch_size,
-        }
-        for field, value in sizes.items():
-            if value < 1:
-                raise InputError(f"data.{field}: expected at least 1, got {value}")
         self.corpus, self.tokenizer, self.num_tokens, self.seed = corpus, tokenizer, num_tokens, seed
         self.global_batch_size, self.num_validation_sequences = global_batch_size, num_validation_sequences
         self.validation_batch_size, self.num_workers = validation_batch_size, num_workers
+        refuse_outside("data.", _RANGES, vars(self))
 
     @property
     def tokens_per_step(self) -> int:

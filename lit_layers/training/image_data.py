@@ -16,12 +16,24 @@ from lit_layers.data.images import Normalisation, Normalise, eval_pixels, image_
 from lit_layers.data.pictures import Pictures, SmallPictures
 from lit_layers.errors import InputError
 from lit_layers.models.recipe_parts import train_transform
+from lit_layers.ranges import BATCH, COUNT, SEED, SHARE, WORKERS, Range, refuse_outside
 from lit_layers.training.augmentation import Augmentation
 from lit_layers.training.draws import uniforms
 from lit_layers.training.rand_augment import RandAugment
 from lit_layers.training.sampler import StepSampler
 
 Batch = dict[str, Tensor]
+_RANGES = {
+    "image_size": Range(1, 10_000, whole=True),
+    "global_batch_size": BATCH,
+    "num_validation_images": COUNT,
+    "validation_batch_size": BATCH,
+    "crop_padding": Range(0, 10_000, whole=True),
+    "erasing": SHARE,
+    "num_repeats": COUNT,
+    "seed": SEED,
+    "num_workers": WORKERS,
+}
 
 
 class LitImageData(L.LightningDataModule):
@@ -68,25 +80,13 @@ class LitImageData(L.LightningDataModule):
         num_workers: int = 0,
     ) -> None:
         super().__init__()
-        for field, value, least in (
-            ("image_size", image_size, 1),
-            ("global_batch_size", global_batch_size, 1),
-            ("num_validation_images", num_validation_images, 1),
-            ("validation_batch_size", validation_batch_size, 1),
-            ("crop_padding", crop_padding, 0),
-            ("num_repeats", num_repeats, 1),
-            ("num_workers", num_workers, 0),
-        ):
-            if value is not None and value < least:
-                raise InputError(f"data.{field}: expected at least {least}, got {value}")
-        if not 0 <= erasing <= 1:
-            raise InputError(f"data.erasing: expected a share from 0 to 1, got {erasing}")
         self.normalisation: Normalisation = normalisation
         self.source_name, self.asked_size = source, image_size
         self.global_batch_size, self.num_validation_images = global_batch_size, num_validation_images
         self.validation_batch_size, self.crop_padding, self.flip = validation_batch_size, crop_padding, flip
         self.rand_augment, self.erasing, self.num_repeats = rand_augment, erasing, num_repeats
         self.seed, self.num_workers = seed, num_workers
+        refuse_outside("data.", _RANGES, {**vars(self), "image_size": image_size})
 
     @property
     def images_per_step(self) -> int:

@@ -13,6 +13,19 @@ from lit_layers.errors import InputError
 from lit_layers.models.build import vit
 from lit_layers.models.pixel_statistics import set_pixel_statistics_
 from lit_layers.models.recipe_parts import mixup
+from lit_layers.ranges import (
+    BETA,
+    COUNT,
+    COUNT_OR_NONE,
+    LEARNING_RATE,
+    MANY,
+    SEED,
+    SHARE,
+    SHARE_BELOW_1,
+    WEIGHT_DECAY,
+    Range,
+    refuse_outside,
+)
 from lit_layers.training.averaging import ExponentialAverage
 from lit_layers.training.image_data import LitImageData
 from lit_layers.training.optim import may_fuse, warmup_cosine
@@ -20,6 +33,23 @@ from lit_layers.training.sharding import full, shard_, sharding_mesh
 from lit_layers.training.weighted_mean import WeightedMean
 
 _OWN = {"img_size", "patch_size", "drop_path_rate", "num_classes"}  # what `config` may not say again
+_RANGES = {
+    "patch_size": COUNT,
+    "drop_path_rate": SHARE_BELOW_1,
+    "init_seed": SEED,
+    "lr": LEARNING_RATE,
+    "lr_batch_size": COUNT,
+    "weight_decay": WEIGHT_DECAY,
+    "betas": BETA,
+    "warmup_steps": COUNT_OR_NONE,
+    "warmup_epochs": Range(0, MANY),
+    "decay_steps": COUNT,
+    "min_lr_ratio": SHARE,
+    "label_smoothing": SHARE_BELOW_1,
+    "mixup": Range(0, 1000),
+    "cutmix": Range(0, 1000),
+    "ema_decay": SHARE_BELOW_1,
+}
 
 
 class LitImageClassifier(L.LightningModule):
@@ -72,24 +102,6 @@ class LitImageClassifier(L.LightningModule):
         compile: bool = False,
     ) -> None:
         super().__init__()
-        for field, value, right, expected in (
-            ("patch_size", patch_size, patch_size is None or patch_size >= 1, "at least 1"),
-            ("drop_path_rate", drop_path_rate, 0 <= drop_path_rate < 1, "a share of at least 0 and below 1"),
-            ("lr", lr, lr > 0, "a positive learning rate"),
-            ("lr_batch_size", lr_batch_size, lr_batch_size is None or lr_batch_size >= 1, "at least 1"),
-            ("weight_decay", weight_decay, weight_decay >= 0, "at least 0"),
-            ("betas", betas, all(0 <= beta < 1 for beta in betas), "two numbers of at least 0 and below 1"),
-            ("warmup_steps", warmup_steps, warmup_steps is None or warmup_steps >= 0, "at least 0"),
-            ("warmup_epochs", warmup_epochs, warmup_epochs is None or warmup_epochs >= 0, "at least 0"),
-            ("decay_steps", decay_steps, decay_steps is None or decay_steps >= 1, "at least 1"),
-            ("min_lr_ratio", min_lr_ratio, 0 <= min_lr_ratio <= 1, "a share from 0 to 1"),
-            ("label_smoothing", label_smoothing, 0 <= label_smoothing < 1, "a share of at least 0 and below 1"),
-            ("mixup", mixup, mixup >= 0, "at least 0"),
-            ("cutmix", cutmix, cutmix >= 0, "at least 0"),
-            ("ema_decay", ema_decay, ema_decay is None or 0 <= ema_decay < 1, "a share of at least 0 and below 1"),
-        ):
-            if not right:
-                raise InputError(f"model.{field}: expected {expected}, got {value}")
         if warmup_steps is not None and warmup_epochs is not None:
             raise InputError(
                 f"model.warmup_epochs: expected null beside warmup_steps {warmup_steps}, got {warmup_epochs}; give one"
@@ -104,6 +116,7 @@ class LitImageClassifier(L.LightningModule):
         self.warmup_steps, self.warmup_epochs, self.decay_steps = warmup_steps, warmup_epochs, decay_steps
         self.min_lr_ratio, self.label_smoothing = min_lr_ratio, label_smoothing
         self.mixup, self.cutmix, self.ema_decay = mixup, cutmix, ema_decay
+        refuse_outside("model.", _RANGES, vars(self))
         self.validation_loss, self.ema_loss = WeightedMean(), WeightedMean()
         self.grad_norm: Tensor | None = None
         self._mix: Callable[..., tuple[Tensor, Tensor]] | None = None

@@ -12,6 +12,17 @@ from lit_layers.errors import InputError
 from lit_layers.models.attention import causal_by_flag
 from lit_layers.models.build import causal_lm
 from lit_layers.models.vocabulary import true_vocab_size
+from lit_layers.ranges import (
+    BETA,
+    COUNT,
+    COUNT_OR_NONE,
+    LEARNING_RATE,
+    SEED,
+    SHARE,
+    WEIGHT_DECAY,
+    Range,
+    refuse_outside,
+)
 from lit_layers.series.checkpoint import Checkpoint
 from lit_layers.training.loss import next_token_loss
 from lit_layers.training.optim import adamw, may_fuse, warmup_cosine
@@ -20,6 +31,16 @@ from lit_layers.training.sharding import full, shard_, sharding_mesh
 from lit_layers.training.weighted_mean import WeightedMean
 
 _NOT_OF_CONFIG = {"name", "seed", "pad_vocab_to", "attention"}  # arguments of `causal_lm` beside the configuration
+_RANGES = {
+    "init_seed": SEED,
+    "pad_vocab_to": Range(1, 2**16, whole=True),
+    "lr": LEARNING_RATE,
+    "weight_decay": WEIGHT_DECAY,
+    "betas": BETA,
+    "warmup_steps": COUNT_OR_NONE,
+    "decay_steps": COUNT,
+    "min_lr_ratio": SHARE,
+}
 
 
 class LitCausalLM(L.LightningModule):
@@ -63,17 +84,6 @@ class LitCausalLM(L.LightningModule):
         compile: bool = False,
     ) -> None:
         super().__init__()
-        for field, value, right, expected in (
-            ("pad_vocab_to", pad_vocab_to, pad_vocab_to is None or pad_vocab_to >= 1, "at least 1"),
-            ("lr", lr, lr > 0, "a positive learning rate"),
-            ("weight_decay", weight_decay, weight_decay >= 0, "at least 0"),
-            ("betas", betas, all(0 <= beta < 1 for beta in betas), "two numbers of at least 0 and below 1"),
-            ("warmup_steps", warmup_steps, warmup_steps >= 0, "at least 0"),
-            ("decay_steps", decay_steps, decay_steps is None or decay_steps >= 1, "at least 1"),
-            ("min_lr_ratio", min_lr_ratio, 0 <= min_lr_ratio <= 1, "a share from 0 to 1"),
-        ):
-            if not right:
-                raise InputError(f"model.{field}: expected {expected}, got {value}")
         for name in _NOT_OF_CONFIG & set(config or {}):
             raise InputError(
                 f"model.config.{name}: no field of a configuration; the module has options of its own for it"
@@ -83,6 +93,7 @@ class LitCausalLM(L.LightningModule):
         self.pad_vocab_to, self.compile_model = pad_vocab_to, compile
         self.lr, self.weight_decay, self.betas = lr, weight_decay, betas
         self.warmup_steps, self.decay_steps, self.min_lr_ratio = warmup_steps, decay_steps, min_lr_ratio
+        refuse_outside("model.", _RANGES, vars(self))
         self.validation_loss = WeightedMean()
         self.grad_norm: Tensor | None = None
 

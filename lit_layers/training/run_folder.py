@@ -17,11 +17,13 @@ from lit_layers.data.statistics import unigram_entropy
 from lit_layers.durable import write_json
 from lit_layers.errors import InputError
 from lit_layers.models.vocabulary import true_vocab_size
+from lit_layers.run_file import RUN_FILE, run_facts
 from lit_layers.training.checkpoint_io import saved_steps, writable_folder
 from lit_layers.training.image_data import LitImageData
 from lit_layers.training.origin import Origin, axis_step, origin_of
 
-RUN_FILE, CONFIG_FILE = "run.json", "config.yaml"
+CONFIG_FILE = "config.yaml"
+_TO_GO_ON = ("run", "id", "config")
 _FILES = (RUN_FILE, CONFIG_FILE, "measurements.jsonl", "metrics.jsonl", "report.html")
 _FOLDERS = ("step-*", ".tmp-step-*", "resume", "wandb")
 # What a resumed run may do otherwise: neither the data's order nor the weights depend on it.
@@ -53,12 +55,12 @@ def is_a_run(root: Path) -> bool:
 
 def name_of_run(root: Path) -> str:
     """The name that the run in `root` began with: a folder may be moved, and its measurements keep theirs."""
-    return json.loads((root / RUN_FILE).read_text())["run"]
+    return run_facts(root, needed=_TO_GO_ON)["run"]
 
 
 def origin_in(root: Path) -> dict[str, Any]:
     """What the run in `root` says of where it began on the axis of training."""
-    return json.loads((root / RUN_FILE).read_text()).get("origin") or Origin().describe()
+    return run_facts(root, needed=_TO_GO_ON).get("origin") or Origin().describe()
 
 
 def refuse_another_run(root: Path, options: Mapping[str, Any]) -> None:
@@ -67,7 +69,7 @@ def refuse_another_run(root: Path, options: Mapping[str, Any]) -> None:
     Raises:
         InputError: naming the first option that differs.
     """
-    before = json.loads((root / RUN_FILE).read_text())["config"]
+    before = run_facts(root, needed=_TO_GO_ON)["config"]
     known = json.loads(json.dumps(dict(options), default=str))
     for part in ("seed_everything", "model", "data"):
         old, new = _flat(before.get(part), part), _flat(known.get(part), part)
@@ -142,8 +144,8 @@ class RunFolder(L.Callback):
 
     def _refuse_other_inputs(self, now: Mapping[str, Any]) -> None:
         """Options may be the same and yet name other text, or another machine choose another precision."""
-        before = json.loads((self.root / RUN_FILE).read_text())
-        started = [each.get("origin", {}).get("weight_files") for each in (before, now)]
+        before = run_facts(self.root, needed=_TO_GO_ON)
+        started = [(each.get("origin") or {}).get("weight_files") for each in (before, now)]
         for field, old, new in (
             ("the weights of model.init_from", *started),
             ("trainer.precision", before.get("precision"), now["precision"]),
@@ -156,7 +158,7 @@ class RunFolder(L.Callback):
 
     def go_on(self, step: int) -> None:
         """Under the run's own id, so that its curves go on in W&B too."""
-        facts = json.loads((self.root / RUN_FILE).read_text())
+        facts = run_facts(self.root, needed=_TO_GO_ON)
         self._clear_away()
         if not (self.root / CONFIG_FILE).exists():  # killed between the two
             (self.root / CONFIG_FILE).write_text(self.config)
@@ -198,8 +200,7 @@ class RunFolder(L.Callback):
 
     def close(self, **facts: Any) -> None:
         """Adds what is known only at the end, e.g. the wall time; seconds of a resumed run's parts are summed."""
-        path = self.root / RUN_FILE
-        before = json.loads(path.read_text())
+        before = run_facts(self.root)
         for name in facts.keys() & before.keys() if self.resume else ():
             if name.endswith("seconds"):
                 facts[name] += before[name]

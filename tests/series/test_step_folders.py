@@ -87,5 +87,5 @@ def test_wrong_input_is_refused(tmp_path, run):
         with pytest.raises(InputError, match=sentence):
             list(series())
     (run / "run.json").write_text("{")
-    with pytest.raises(InputError, match=r"run.json is damaged"):
+    with pytest.raises(InputError, match=r"run.json: not valid JSON"):
         list(StepFolders(run))

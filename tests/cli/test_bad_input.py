@@ -1,0 +1,136 @@
+"""What was once taken, or ended in a traceback, an abort or a wait without end: one sentence each, and exit code 2."""
+
+import json
+import pickle
+import shutil
+from pathlib import Path
+
+import pytest
+import yaml
+
+from lit_layers.cli.main import main
+from tests.cli.test_fit import RECIPE
+from tests.support.labelled_texts import saved_gpt2
+from tests.support.runs import make_run
+
+A_BILLION, MUCH = "at most", "100000000000000000000"
+OPTIONS = [
+    ("--trainer.gradient_clip_val -1", "trainer.gradient_clip_val: expected at least 0, got -1"),
+    ("--trainer.gradient_clip_val .nan", "trainer.gradient_clip_val: expected at least 0, got nan"),
+    ("--trainer.accumulate_grad_batches -1", "trainer.accumulate_grad_batches: expected at least 1, got -1"),
+    ("--trainer.val_check_interval 0", "trainer.val_check_interval: expected more than 0, got 0"),
+    ("--trainer.log_every_n_steps 0", "trainer.log_every_n_steps: expected at least 1, got 0"),
+    ("--trainer.limit_train_batches 0", "trainer.limit_train_batches: expected more than 0, got 0"),
+    ("--trainer.devices text", "trainer.devices: expected auto, a number, or numbers with commas between, got 'text'"),
+    ("--trainer.devices -2", "trainer.devices: expected at least 1, or -1 for all, got -2"),
+    (f"--trainer.max_steps {MUCH}", f"trainer.max_steps: expected {A_BILLION}"),
+    ("--trainer.max_step 20", "unknown option --trainer.max_step; did you mean --trainer.max_steps?"),
+    ("--model.lr .inf", "model.lr: expected a finite number, got inf"),
+    ("--model.lr 11", "model.lr: expected at most 10, got 11"),
+    ("--model.lr 1e30", "model.lr: expected at most 1e+12, got 1e+30"),
+    ("--model.lr .nan", "model.lr: expected a finite number, got nan"),
+    ("--model.weight_decay .inf", "model.weight_decay: expected a finite number, got inf"),
+    (f"--model.warmup_steps {MUCH}", f"model.warmup_steps: expected {A_BILLION}"),
+    ("--model.config.n_layer 20000", "expected at most 10,000 layers, got 20,000"),
+    (f"--model.config.n_layer {MUCH}", f"model.config.n_layer: expected at most 1e+12, got {MUCH}"),
+    ("--model.config.n_embd 1000000", "cannot build gpt2"),
+    ("--data.num_workers -1", "data.num_workers: expected at least 0, got -1"),
+    (f"--data.global_batch_size {MUCH}", "data.global_batch_size: expected at most"),
+    (f"--steps [{MUCH}]", f"steps: expected {A_BILLION}"),
+    ("--root=", "root: expected a folder, got ''"),
+    ("--seed_everything true", "seed_everything: expected a whole number, got True"),
+    ("--seed_everything -1", "seed_everything: expected at least 0, got -1"),
+    ("--resume_every 0", "resume_every: expected at least 1, got 0"),
+]
+
+
+@pytest.fixture(scope="module")
+def recipe(tmp_path_factory: pytest.TempPathFactory, corpus: Path) -> Path:
+    folder = tmp_path_factory.mktemp("recipe")
+    path = folder / "recipe.yaml"
+    path.write_text(yaml.safe_dump({**RECIPE, "corpus": str(corpus), "root": str(folder / "run")}))
+    return path
+
+
+def refused(argv: list[str], sentence: str, capsys: pytest.CaptureFixture[str]) -> None:
+    code = main(argv)
+    said = [line for line in capsys.readouterr().err.splitlines() if line.startswith(f"lit-layers {argv[0]}: error: ")]
+    assert code == 2, argv
+    assert len(said) == 1, argv
+    assert sentence in said[0], argv
+
+
+def test_options_of_a_run_that_would_do_harm_are_refused(recipe: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for option, sentence in OPTIONS:
+        refused(["fit", "--config", str(recipe), *option.split(" ")], sentence, capsys)
+    assert not (recipe.parent / "run").exists()
+
+
+def test_a_recipe_in_another_encoding_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "recipe.yaml"
+    for text in ("root: é".encode("utf-16"), "root: é".encode("latin-1")):
+        file.write_bytes(text)
+        refused(["fit", "--config", str(file)], f"{file} is not UTF-8", capsys)
+        refused(["analyze", "model", f"--config={file}"], f"{file} is not UTF-8", capsys)
+
+
+def test_a_run_whose_files_are_of_another_shape_is_refused_by_every_reader(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = make_run(tmp_path / "run", steps=(0, 1), analyses=("coupling",), layers=2)
+    readers = (["report", str(run)], ["correlate", str(run), "--metric", "coupling", "--score", "validation/loss"])
+    facts = (run / "run.json").read_text()
+    for change, sentence in (
+        ({"model": "gpt2"}, "run.json: model: expected an object, got 'gpt2'"),
+        ({"config": [1]}, "run.json: config: expected an object, got [1]"),
+        ({"config": {"analyses": {}}}, "run.json: config.analyses: expected a list, got {}"),
+        ({"data": 3}, "run.json: data: expected an object, got 3"),
+        ({"seconds": "long"}, "run.json: seconds: expected seconds of at least 0, got 'long'"),
+        ({"max_steps": 1.5}, "run.json: max_steps: expected a whole number of at least 0, got 1.5"),
+        ({"origin": {"step": None}}, "run.json: origin.step: expected a whole number of at least 0, got None"),
+    ):
+        (run / "run.json").write_text(json.dumps({**json.loads(facts), **change}))
+        for argv in readers:
+            refused(argv, sentence, capsys)
+    (run / "run.json").write_bytes(facts.encode("utf-16"))
+    refused(readers[0], "run.json: not valid JSON", capsys)
+
+
+def test_a_vocabulary_beyond_reason_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "text.txt").write_text("Some text.\n" * 20)
+    argv = ["prepare", "--source", str(tmp_path / "text.txt"), "--out", str(tmp_path / "out"), "--tokenizer"]
+    for size in ("99999999999", "2000001", "256", "-300", "٣٠٠"):
+        refused([*argv, f"bpe:{size}"], "expected bpe:SIZE with a size over 256", capsys)
+
+
+def test_models_that_cannot_be_opened_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    saved_gpt2(tmp_path / "model")
+    config = json.loads((tmp_path / "model" / "config.json").read_text())
+
+    class Hostile:
+        def __reduce__(self) -> tuple:
+            return (Path.touch, (tmp_path / "ran",))
+
+    pickled = tmp_path / "pickled"
+    shutil.copytree(tmp_path / "model", pickled)
+    (pickled / "model.safetensors").unlink()
+    (pickled / "pytorch_model.bin").write_bytes(pickle.dumps({"weight": Hostile()}, protocol=2))
+    quantised = {"quant_method": "gptq", "bits": 4, "group_size": 128}
+    for change in ({"quantization_config": quantised}, {"n_layer": "two"}, {"n_layer": 10**20}):
+        (tmp_path / "model" / "config.json").write_text(json.dumps({**config, **change}))
+        refused(["analyze", str(tmp_path / "model"), "--root", str(tmp_path / "out")], str(tmp_path / "model"), capsys)
+    for text in (b"[1]", b"\xff\xfe{", b"", b'"' + b"\xe9" + b'"', b"{" * 5000):
+        (tmp_path / "model" / "config.json").write_bytes(text)
+        refused(["analyze", str(tmp_path / "model"), "--root", str(tmp_path / "out")], str(tmp_path / "model"), capsys)
+    refused(["analyze", str(pickled), "--root", str(tmp_path / "out")], str(pickled), capsys)
+    assert not (tmp_path / "ran").exists()
+
+
+def test_a_word_of_megabytes_is_text_like_any_other(tmp_path: Path) -> None:
+    import random
+
+    from lit_layers.data.tokenization import train_bpe
+
+    word = "".join(random.Random(0).choices("abcdefghij", k=1_000_000))
+    tokenizer = train_bpe([word, "Other words. " * 9], 400).tokenizer
+    assert tokenizer.decode(tokenizer.encode(word[:5000]).ids) == word[:5000]
