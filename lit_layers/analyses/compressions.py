@@ -84,7 +84,7 @@ class CouplingMatrices(DividedAnalysis):
         factors = singular_factors(jacobians, count)
         jacobians = jacobians.to(factors.left.dtype)
         largest = factors.left.gather(-2, factors.left.abs().argmax(-2, keepdim=True)).sign()
-        factors = Factors(factors.left * largest, factors.values, factors.right * largest, factors.bounds)
+        factors = factors._replace(left=factors.left * largest, right=factors.right * largest)
         place = {block: index for index, block in enumerate(blocks)}
         found = {}
         for layer, other in self.pairs:

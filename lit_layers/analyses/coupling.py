@@ -38,9 +38,10 @@ class Coupling(LayerwiseAnalysis):
     Per K (tag `k`, a count): `coupling` (mean over pairs of different blocks), `coupling_with_diagonal`,
     `coupling_by_distance` (tag `distance`), `coupling_pair` (layer = block of J1, other_layer = block that gives the
     bases), `random_coupling` (what unrelated bases would give), `excess_coupling` (0 random, 1 shared), `min_gap` and
-    `num_tied` (Jacobians whose leading directions are not well determined), `error_bound` (of any one pair's value, for
-    inexact singular vectors of these Jacobians; at p = 2). Besides, per layer: `singular_value` (tag
-    `index`), `jacobian_norm`, `linearized_rollout`; and `spectrum_slope`, `spectrum_r_squared` of 1 / s_1 over depth.
+    `num_tied` (Jacobians whose leading directions are not well determined), `error_estimate` (how far off any one
+    pair's value likely is, as its singular vectors are inexact: see `lit_layers.functional.coupling.error_estimate`).
+    Besides, per layer: `singular_value` (tag `index`), `jacobian_norm`, `linearized_rollout`; and `spectrum_slope`,
+    `spectrum_r_squared` of 1 / s_1 over depth.
 
     `k` counts directions where it is an int and is a share of the width where it is a float. `token` counts real
     tokens; "mean_patch" is every metric (not the Jacobian) averaged over at most `num_patches` evenly spread patches of
@@ -54,9 +55,10 @@ class Coupling(LayerwiseAnalysis):
     A block whose Jacobian is zero or not finite is in no pair. Means over pairs or blocks are then undefined for that
     prompt; `num_undefined_pairs` and `num_undefined_blocks` count what is missing in all prompts.
 
-    `tolerance`: what `error_bound` may come to, 1e-6 for exact values. `warm_start` begins the search for singular
+    `tolerance`: what a pair's value at p = 2 is proven to be within (`lit_layers.functional.singular`), some thousand
+    times what it is off; 1e-6 for exact values. `warm_start` begins the search for singular
     vectors at those of the checkpoint measured before, which saves a tenth of it; values then depend on what was
-    measured before, within `error_bound`, so that a series measured again is equal only within that.
+    measured before, within a few `error_estimate`, so that a series measured again is equal only within that.
     Source: definitions and departures as in `lit_layers.functional.coupling`.
     """
 
@@ -155,7 +157,7 @@ class _Found(NamedTuple):
     miscoupling: Tensor  # (k, blocks, blocks, prompts)
     random: Tensor  # (k, blocks, prompts)
     gaps: Tensor  # (k, blocks, prompts)
-    bounds: Tensor  # (k, blocks, prompts)
+    estimates: Tensor  # (k, blocks, prompts)
     values: Tensor  # (blocks, top, prompts)
     norms: Tensor  # (blocks, prompts)
     rollout: Tensor  # (blocks, prompts)
@@ -211,12 +213,23 @@ class _Run(LayerwiseRun):
             for count in self.counts
         ]
         gaps = torch.stack([functional.min_gap(factors.values, k=count) for count in self.counts])
-        bounds = torch.stack([factors.bounds[..., count - 1] for count in self.counts])
+        # of a pair with a Jacobian like the one that gives the bases
+        estimates = [
+            functional.error_estimate(
+                factors.values[..., :count],
+                norms,
+                factors.turns[..., count - 1],
+                dim=self.model.dim,
+                p=options.p,
+                dtype=factors.left.dtype,
+            )
+            for count in self.counts
+        ]
         self._append(
             batch,
             random=torch.stack(random).masked_fill(undefined, math.nan),
             gaps=gaps.masked_fill(undefined, math.nan),
-            bounds=bounds.masked_fill(undefined, math.nan),
+            estimates=torch.stack(estimates).masked_fill(undefined, math.nan),
             values=factors.values[..., : self.top].masked_fill(broken[:, None], math.nan).T,
             norms=norms.masked_fill(broken, math.nan),
             rollout=self._carry(visit, jacobian),
@@ -232,7 +245,7 @@ class _Run(LayerwiseRun):
         row = functional.miscoupling_from_factors(
             jacobian.masked_fill(own[:, None, None], 0)[:, None].to(left.dtype),
             values[:, visit.layer - 1, None],
-            functional.Factors(left, values, right, values),  # bounds play no part
+            functional.Factors(left, values, right, values, values),  # bounds and turns play no part
             k=self.counts,
             p=self.options.p,
             sign=self.options.sign,
@@ -333,10 +346,10 @@ def _pair_records(found: _Found, position: int, tags: Tags, tokens: int) -> Iter
             yield from _means("coupling_pair", values, layer=block, other_layer=other, tags=tags, tokens=tokens)
     known = ~found.gaps[position].isnan()
     if known.any():
-        gaps, bounds = found.gaps[position][known], found.bounds[position][known]
+        gaps, estimates = found.gaps[position][known], found.estimates[position][known]
         place: dict[str, Any] = {"n": known.shape[-1] // tokens, "tags": {**tags, **left_out("blocks", ~known)}}
         yield Record(metric="min_gap", value=float(gaps.min()), **place)
-        yield Record(metric="error_bound", value=float(bounds.max()), **place)
+        yield Record(metric="error_estimate", value=float(estimates.max()), **place)
         yield Record(metric="num_tied", value=float((gaps < TIE).sum()), **place)
 
 

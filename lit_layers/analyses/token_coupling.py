@@ -53,7 +53,7 @@ class TokenCoupling(DividedAnalysis):
     `num_tokens` tokens takes part with all of them, but in the means alone. For l != l' also `same_token_coupling` and
     its excess: the blocks at one token, meaned over tokens; and, where `pairs` is "all", that over all pairs of
     blocks, a record without a layer. Besides `min_gap`, `num_tied` (Jacobians whose leading directions are not well
-    determined) and `error_bound` (of any one pair's value, for inexact singular vectors of these Jacobians; at p = 2).
+    determined) and `error_estimate` (how far off any one pair's value likely is, as its singular vectors are inexact).
 
     Pairs of a zero or non-finite Jacobian are undefined: left out of the means over tokens, and counted in the tag
     `num_undefined_pairs`. The mean over all pairs of blocks is of the prompts that have every one.
@@ -124,7 +124,7 @@ class TokenCoupling(DividedAnalysis):
         return first_prompts(model, self.batches, self.num_prompts)
 
     def combine(self, model: LayeredModel, found: "list[_Found]") -> Iterable[Record]:
-        together = _Found(self._check_options(model))
+        together = _Found(self._check_options(model), self.p)
         for prompt in found:
             together.join(prompt)
         if not together.gaps:
@@ -135,7 +135,7 @@ class TokenCoupling(DividedAnalysis):
         yield from records
 
     def of_part(self, model: LayeredModel, part: Trajectory) -> "_Found":
-        trajectory, found, pairs = part, _Found(self._check_options(model)), self._pairs(model)
+        trajectory, found, pairs = part, _Found(self._check_options(model), self.p), self._pairs(model)
         found.num_prompts += 1
         places = evenly_spread(self._first_token(model), num_real_tokens(trajectory) - 1, self.num_tokens)
         if len(places) < 2:
@@ -233,8 +233,8 @@ def _couple(
 class _Found:
     """What the prompts gave so far, per K, pair of blocks and table."""
 
-    def __init__(self, counts: list[int]) -> None:
-        self.counts = counts
+    def __init__(self, counts: list[int], p: float) -> None:
+        self.counts, self.p = counts, p
         self.num_prompts = 0
         self.num_undefined = 0  # Jacobians
         self.means: dict[tuple[int, int, str], list[Tensor]] = defaultdict(list)  # each (k, 3)
@@ -242,7 +242,7 @@ class _Found:
         self.maps: dict[tuple[int, int, str], list[Tensor]] = defaultdict(list)  # each (k, tokens, tokens)
         self.undefined: dict[tuple[int, int, str], int] = defaultdict(int)
         self.gaps: list[Tensor] = []  # each (k, number)
-        self.bounds: list[Tensor] = []  # each (k,)
+        self.estimates: list[Tensor] = []  # each (k,)
 
     def join(self, later: "_Found") -> None:
         """Adds what later prompts gave."""
@@ -257,7 +257,7 @@ class _Found:
         for key, count in later.undefined.items():
             self.undefined[key] += count
         self.gaps += later.gaps
-        self.bounds += later.bounds
+        self.estimates += later.estimates
 
     def add(self, layer: int, other: int, table: Table, pair: _Pair, *, whole: bool) -> None:
         key = layer, other, table
@@ -274,12 +274,17 @@ class _Found:
 
     def add_accuracy(self, layer: _Layer) -> None:
         self.num_undefined += int(layer.undefined.sum())
-        values, bounds = (
-            each[~layer.undefined].double().cpu() for each in (layer.factors.values, layer.factors.bounds)
+        values, turns, norms = (
+            each[~layer.undefined].double().cpu() for each in (layer.factors.values, layer.factors.turns, layer.norms)
         )
         self.gaps.append(torch.stack([functional.min_gap(values, k=count) for count in self.counts]))
-        if len(bounds):
-            self.bounds.append(torch.stack([bounds[:, count - 1].max() for count in self.counts]))
+        if len(turns):
+            dim, dtype = layer.jacobians.shape[-1], layer.factors.left.dtype
+            estimates = [
+                functional.error_estimate(values[:, :count], norms, turns[:, count - 1], dim=dim, p=self.p, dtype=dtype)
+                for count in self.counts
+            ]
+            self.estimates.append(torch.stack([each.max() for each in estimates]))
 
     def records(self, *, whole: bool) -> Iterator[Record]:
         """All of them; `whole`: with the mean over all pairs of blocks at one token."""
@@ -326,6 +331,6 @@ class _Found:
         plain = {"n": self.num_prompts, "tags": {**tags, **left_out("jacobians", self.num_undefined)}}
         if len(gaps):
             yield Record(metric="min_gap", value=float(gaps.min()), **plain)
-            bound = max(float(bounds[position]) for bounds in self.bounds)
-            yield Record(metric="error_bound", value=bound, **plain)
+            estimate = max(float(estimates[position]) for estimates in self.estimates)
+            yield Record(metric="error_estimate", value=estimate, **plain)
             yield Record(metric="num_tied", value=float((gaps < TIE).sum()), **plain)

@@ -244,6 +244,27 @@ def random_miscoupling_from_norms(
     return (square.sqrt() / _norm(values, p)).masked_fill(zero, math.nan)
 
 
+def error_estimate(
+    values: Float[Tensor, "*n k"],
+    frobenius: Float[Tensor, "*n"],
+    turns: Float[Tensor, "*n"],
+    *,
+    dim: int,
+    p: float = 2.0,
+    dtype: torch.dtype = torch.float64,
+) -> Float[Tensor, "*n"]:
+    """How far off `miscoupling` is likely to be, as a root mean square, where the bases of J2 are inexact by `turns`.
+
+    From the leading K singular values of J1 and its Frobenius norm, and `Factors.turns` of J2 at this K. With vectors
+    that are turned by e in directions which have nothing to do with J1, the entries of A = U' J1 V are off by
+    e |J1|_F / dim each, and of these K^2 errors the norm |A - diag(s)| takes the part along itself, so that m is off
+    by e |J1|_F / (dim |s|_p). `Factors.bounds` hold for the worst direction of each vector instead, all in step, which
+    is sqrt(K) dim times that. Rounding in `dtype` adds half a unit in the last place of 1.
+    """
+    turned = turns.double() * frobenius.double() / (dim * _norm(values.double(), p))
+    return (turned.square() + (torch.finfo(dtype).eps / 2) ** 2).sqrt()
+
+
 def excess_coupling(
     miscouplings: Float[Tensor, "*n blocks others"], random: Float[Tensor, "*n blocks"]
 ) -> Float[Tensor, "*n blocks others"]:

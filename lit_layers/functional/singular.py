@@ -15,13 +15,15 @@ class Factors(NamedTuple):
     """Leading singular triples (*n): `left` and `right` (.., dim, count), `values` (.., count) descending.
 
     `bounds` (.., count): how far `miscoupling` in the leading K = 1, 2, .. directions (p = 2) may be from its value
-    with exact singular vectors of these very matrices; infinite where a tie leaves them undetermined.
+    with exact singular vectors of these very matrices, whatever the other matrix is; infinite where a tie leaves them
+    undetermined. `turns` (.., count): how far the leading K vectors on both sides may be turned, as a root mean square.
     """
 
     left: Tensor
     values: Tensor
     right: Tensor
     bounds: Tensor
+    turns: Tensor
 
 
 def singular_factors(
@@ -66,10 +68,11 @@ def singular_factors(
         size = 1 if flat.device.type == "cpu" else at_once  # a CPU gains nothing by more
         pieces = zip(flat.split(size), starting_block(known, len(flat), dim, count).split(size), strict=True)
         parts = [_leading(piece, count, tolerance, first, dtype) for piece, first in pieces]
-    left, values, right, bounds = (
+    left, values, right, bounds, turns = (
         torch.cat(part).reshape(*matrices.shape[:-2], *part[0].shape[1:]) for part in zip(*parts, strict=True)
     )
-    return Factors(left.to(dtype), values.to(dtype), right.to(dtype), bounds + _output_rounding(dtype, bounds))
+    bounds = bounds + _output_rounding(dtype, bounds)
+    return Factors(left.to(dtype), values.to(dtype), right.to(dtype), bounds, turns)
 
 
 def widen(matrices: Tensor) -> Tensor:
@@ -98,7 +101,8 @@ def _leading(matrices: Tensor, count: int, tolerance: float, start: Tensor, dtyp
     images = matrices.double() @ found.right
     values = torch.linalg.vector_norm(images, dim=-2)
     bounds = miscoupling_bounds(found.left_errors, found.right_errors)
-    factors = Factors(images / values[:, None], values, found.right, bounds)
+    turns = _mean_turns(found.left_errors, found.right_errors)
+    factors = Factors(images / values[:, None], values, found.right, bounds, turns)
     failed = ~(bounds[:, -1] <= allowed)
     if bool(failed.any()):
         for part, whole in zip(factors, _whole(matrices[failed].double(), count), strict=True):
@@ -134,7 +138,14 @@ def _whole(matrices: Tensor, count: int) -> Factors:
     turns = _turns(residual.expand_as(values), torch.nn.functional.pad(values, (0, 1)))
     # copies: a view would keep the whole of both bases
     bounds = miscoupling_bounds(turns, turns)[..., :count]
-    return Factors(left[..., :count].clone(), values[..., :count], right[..., :count, :].mT.clone(), bounds)
+    mean = _mean_turns(turns, turns)[..., :count]
+    return Factors(left[..., :count].clone(), values[..., :count], right[..., :count, :].mT.clone(), bounds, mean)
+
+
+def _mean_turns(left_errors: Tensor, right_errors: Tensor) -> Tensor:
+    """Over the first 1, 2, .. directions, of both sides together."""
+    number = torch.arange(1, left_errors.shape[-1] + 1, dtype=left_errors.dtype, device=left_errors.device)
+    return ((left_errors.square() + right_errors.square()).cumsum(-1) / number).sqrt()
 
 
 def _turns(residuals: Tensor, spectrum: Tensor) -> Tensor:

@@ -98,7 +98,7 @@ METRICS = {
     "singular_value": Label("Singular values", "", "Of the block Jacobians, largest first."),
     "linearized_rollout": Label("Linearized rollout", "cosine", "1: the blocks act on the token linearly."),
     "min_gap": Label("Smallest singular gap", "relative", "Near 0 the leading directions are not unique."),
-    "error_bound": Label("Error bound of the singular vectors", "", "Largest over blocks and prompts."),
+    "error_estimate": Label("Likely error of a pair of blocks", "", "Largest over blocks and prompts."),
     "num_tied": Label("Ties among singular values", "count", "Blocks whose leading directions are not unique."),
     "jacobian_norm": Label("Norm of the Jacobians", "", "Frobenius norm of each block's Jacobian."),
     "spectrum_slope": Label("Slope of the inverse largest singular value", "per block", "Of a line over the blocks."),
@@ -290,7 +290,7 @@ ANALYSES = {
 # Metrics that only their figures tell of, not the tables of results.
 SECONDARY = {
     *("growth_rate", "step_norm", "coupling_with_diagonal", "min_gap", "participation_ratio", "accuracy_all"),
-    *("coverage", "logit_lens_perplexity", "kl_to_final", "macro_f1", "dataset_entropy_of_half", "error_bound"),
+    *("coverage", "logit_lens_perplexity", "kl_to_final", "macro_f1", "dataset_entropy_of_half", "error_estimate"),
     *("random_coupling", "num_tied", "jacobian_norm", "spectrum_slope", "spectrum_r_squared"),
     *("random_token_coupling", "random_input_context_coupling", "random_output_context_coupling"),
     *("influence_spectral", "influence_participation_ratio", "plane_variance"),

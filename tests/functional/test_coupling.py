@@ -260,6 +260,18 @@ def test_the_random_baseline_is_the_root_mean_square_over_haar_bases(k, sign):
     assert found == pytest.approx(math.sqrt(squares.mean()), abs=0.006)
 
 
+@pytest.mark.parametrize(("dim", "k"), [(48, 12), (48, 48), (400, 5)])
+def test_the_absolute_baseline_is_that_of_half_normal_entries_exactly(dim, k):
+    """E (|a| - s)^2 on the diagonal and E a^2 off it, for normal a of variance |s|^2 / dim^2, by scipy's moments."""
+    from scipy.stats import halfnorm
+
+    values = torch.rand(dim, generator=torch.Generator().manual_seed(3), dtype=torch.float64).sort(descending=True)[0]
+    size = halfnorm(scale=float(values.norm()) / dim)
+    diagonal = sum(size.moment(2) - 2 * s * size.mean() + s**2 for s in values[:k].tolist())
+    expected = math.sqrt((diagonal + (k * k - k) * size.moment(2)) / float(values[:k].square().sum()))
+    assert float(random_miscoupling(values, k=k, sign="absolute")) == pytest.approx(expected, rel=1e-9)
+
+
 def test_a_full_basis_has_baseline_sqrt_2_and_p_only_rescales():
     values = gaussian(5, 20).abs().sort(descending=True).values
     torch.testing.assert_close(random_miscoupling(values, k=1.0), torch.full((5,), math.sqrt(2)).double())

@@ -10,7 +10,7 @@ from torch import Tensor
 from lit_layers.functional import singular
 from lit_layers.functional._certificate import ceiling, miscoupling_bounds, nothing_missed, rayleigh_ritz, vector_errors
 from lit_layers.functional._chebyshev import Leading, leading_vectors, starting_block
-from lit_layers.functional.coupling import miscoupling, miscoupling_from_factors
+from lit_layers.functional.coupling import error_estimate, miscoupling, miscoupling_from_factors
 from lit_layers.functional.singular import Factors, singular_factors
 
 KINDS = ("power", "exponential", "flat", "clustered", "deficient", "tied")
@@ -97,7 +97,7 @@ def test_no_vector_and_no_miscoupling_is_further_off_than_its_bound(kind, tolera
         assert bool((distances(left[index], exact_left) <= found.left_errors[index]).all())
         other = gaussian(dim, dim, seed=seeds[index] + 10**6) if index % 2 else matrix
         values = torch.from_numpy(np.linalg.svd(other.numpy(), compute_uv=False)[:count].copy())
-        factors = Factors(left[index][None], values[None], right[None], bounds[index][None])
+        factors = Factors(left[index][None], values[None], right[None], bounds[index][None], bounds[index][None])
         for k in range(1, count + 1):
             value = float(miscoupling_from_factors(other[None], values[None], factors, k=k))
             assert abs(value - exact_miscoupling(other, matrix, k)) <= bounds[index, k - 1]
@@ -121,6 +121,30 @@ def test_large_matrices_meet_the_tolerance_by_iteration_alone(kind, monkeypatch)
         batched = Factors(*(part.double()[None] for part in factors))
         value = float(miscoupling_from_factors(other[None], other_values[None], batched, k=60))
         assert abs(value - exact_miscoupling(other, matrix, 60)) <= factors.bounds[-1]
+
+
+def likely_and_real_errors(matrices: Tensor, counts: tuple[int, ...]) -> list[tuple[float, float]]:
+    """Per K the largest estimate, and how far the worst pair is from that of numpy's singular vectors."""
+    found = singular_factors(matrices, counts[-1] + 1)
+    ours = miscoupling_from_factors(matrices, found.values, found, k=counts)
+    norms, errors = torch.linalg.matrix_norm(matrices), []
+    for place, k in enumerate(counts):
+        turns, dim = found.turns[:, k - 1], matrices.shape[-1]
+        estimate = float(error_estimate(found.values[:, :k], norms, turns, dim=dim, dtype=found.left.dtype).max())
+        pairs = [(one, other) for one in range(len(matrices)) for other in range(len(matrices)) if one != other]
+        real = [abs(float(ours[place, i, j]) - exact_miscoupling(matrices[i], matrices[j], k)) for i, j in pairs]
+        errors.append((estimate, max(real)))
+    return errors
+
+
+@pytest.mark.parametrize("kind", ["gaussian", "network", "power", "exponential", "flat", "related"])
+def test_the_estimate_of_a_pairs_error_is_within_ten_times_the_worst_real_one(kind):
+    """At the default tolerance, where what is left of the error is far above rounding."""
+    parts = [example("power" if kind == "related" else kind, 288, 10 * seed) for seed in range(3)]
+    if kind == "related":
+        parts = [parts[0] + 0.5 * part for part in parts]
+    for estimate, real in likely_and_real_errors(torch.stack(parts), (14, 72)):
+        assert real / 5 <= estimate <= 10 * real
 
 
 def test_close_directions_that_mix_through_the_rest_stay_within_their_bounds():
