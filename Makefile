@@ -14,11 +14,11 @@ demo: $(VENV)/.ready
 
 # Two processes; a file's tests stay together, as they share what is costly to make.
 test: $(VENV)/.ready
-	$(BIN)/python -m pytest -m "not soak" --numprocesses 2 --dist loadfile
+	$(BIN)/python -m pytest -m "not soak" --numprocesses 2 --dist loadfile --no-loadscope-reorder
 
 # What takes minutes: random kills, every command of the documentation, a browser, fuzzing, evaluation at length.
 soak: $(VENV)/.ready
-	$(BIN)/python -m pytest -m soak --numprocesses 2 --dist loadfile
+	$(BIN)/python -m pytest -m soak --numprocesses 2 --dist loadfile --no-loadscope-reorder
 
 # The weights of two small released models (170 MB), which the tests marked realmodel read; without them these skip.
 real: $(VENV)/.real

@@ -20,6 +20,12 @@ signal.signal(signal.SIGINT, signal.default_int_handler)
 DATA = Path(os.environ.get("LIT_LAYERS_DATA", Path(__file__).parents[1] / ".." / "shared" / "data")).resolve()
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Files that train or start processes come first: the last one decides how long the other worker is idle."""
+    long = {item.path for item in items if item.get_closest_marker("slow")}
+    items.sort(key=lambda item: item.path not in long)
+
+
 @pytest.fixture(scope="session")
 def realdata() -> Path:
     """The optional folder of real data sets."""

@@ -118,11 +118,15 @@ def test_the_orders_and_rows_make_a_difference(both):
     assert len({text for order in ORDERS for text in both["gpt2", "gsm8k", order][1].texts}) > 4
 
 
+def test_a_task_file_that_is_not_there_is_refused():
+    with pytest.raises(InputError, match=r"^task: expected a task file of lm-eval, nowhere\.yaml does not exist"):
+        refuse_unknown("nowhere.yaml")
+
+
+@pytest.mark.soak  # reads the thousands of task files of lm-eval
 def test_names_that_it_does_not_know_are_refused():
     with pytest.raises(InputError, match=r"^task: lm-eval has no task 'arc_chalenge'; did you mean .*arc_challenge"):
         refuse_unknown("arc_chalenge")
-    with pytest.raises(InputError, match=r"^task: expected a task file of lm-eval, nowhere\.yaml does not exist"):
-        refuse_unknown("nowhere.yaml")
     refuse_unknown("lambada")
 
 
