@@ -100,7 +100,7 @@ def emergence_curves(
         layout |= LEGEND_BELOW
     if metric in WHOLE_NUMBERS:
         ends = [end for p in points for end in (p.value, p.low, p.high) if math.isfinite(end)]
-        layout["yaxis"] = whole_ticks(math.floor(min(ends)), math.ceil(max(ends)))
+        layout["yaxis"] = whole_ticks(math.floor(min(ends)), math.ceil(max(ends))) if ends else {}
     log = metric in LOG_SCALE
     return figure(title_of(metric, tags or {}), drawing.traces, unit=label(metric).unit, log=log, **layout)
 

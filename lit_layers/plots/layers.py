@@ -63,7 +63,7 @@ def layer_profile(
         part = sorted(by_step[step], key=lambda point: point.number(number) or 0)
         if intervals and step in (steps[0], steps[-1]):
             traces += _band(part, number, color)
-        traces.append(_profile(part, number, color, last=step == steps[-1]))
+        traces.append(_profile(_with_gaps(part, number, places), color, number=number, last=step == steps[-1]))
     if len(steps) > 1:
         shown = sorted({0, (len(steps) - 1) // 2, len(steps) - 1})
         traces.append(bar_trace("Step", TIME, {index: count(steps[index]) for index in shown}))
@@ -264,12 +264,19 @@ def _fixed_level(level: float, text: str, ends: list[int]) -> dict[str, Any]:
     return {"x": ends, "y": [level] * 2, "mode": "lines", "name": text, "line": line, "hoverinfo": "name+y"}
 
 
-def _profile(points: list[Point], number: str, color: str, *, last: bool) -> dict[str, Any]:
+def _with_gaps(points: list[Point], number: str, places: Iterable[int]) -> dict[int, Point | None]:
+    """One checkpoint's points by place, None where others have one: a line breaks off there."""
+    own = {point.number(number): point for point in points}
+    return {place: own.get(place) for place in sorted(set(places))}
+
+
+def _profile(points: Mapping[int, Point | None], color: str, *, number: str, last: bool) -> dict[str, Any]:
     """One checkpoint: its points in order, the last checkpoint's as a stronger line."""
-    step, texts = points[0].step, [interval_text(point) for point in points]
+    step = next(point.step for point in points.values() if point is not None)
+    texts = ["" if point is None else interval_text(point) for point in points.values()]
     return {
-        "x": [point.number(number) for point in points],
-        "y": rounded(point.value for point in points),
+        "x": list(points),
+        "y": rounded(None if point is None else point.value for point in points.values()),
         **({"text": texts} if any(texts) else {}),
         "mode": "lines+markers",
         "line": {"color": color, "width": 2.6 if last else 1.4},

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 import lit_layers
-from lit_layers import analyses
+from lit_layers import analyses, plots
 from lit_layers.analyses import Analysis
 from lit_layers.data import GivenTexts
 from lit_layers.data.tasks import ProbeTask
@@ -27,7 +27,7 @@ from lit_layers.data.tokenization import load_tokenizer
 from lit_layers.data.word_pairs import WordPairs
 from lit_layers.emergence import measure
 from lit_layers.models.view import LayeredModel
-from lit_layers.records import Measurement
+from lit_layers.records import Measurement, frame
 from tests.embeddings.tiny_tasks import task, write_tiny_data
 from tests.support.labelled_texts import labelled, saved_gpt2
 from tests.support.listed_batches import Listed
@@ -336,3 +336,22 @@ def entropy_of_rows(model: Any, ids: Tensor) -> float:
     share = torch.linalg.svdvals(hidden) ** 2
     share = share / share.sum()
     return -(share * share.log()).sum().item()
+
+
+def test_figures_of_numbers_with_gaps_have_lines_that_break_off(home):
+    broken = model_of(home)
+    spoil_(broken)
+    found = []
+    for step, model in ((0, model_of(home)), (1, broken), (2, model_of(home))):
+        for name in ("Representation", "Coupling", "LayerSimilarity"):
+            found.append(measure(model, MAKERS[name](Data(home)), run="run", step=step, weights_hash=f"{step}"))
+    table = frame(found)
+    profile = plots.layer_profile(table, "effective_rank")
+    (gappy,) = [trace for trace in profile.data if "step 1<" in (trace.hovertemplate or "")]
+    assert [value is None for value in gappy.y] == [layer >= BROKEN for layer in range(BLOCKS + 1)]
+    curve = plots.emergence_curves(table, "coupling", tags={"k": 2})
+    (line,) = [trace for trace in curve.data if trace.mode == "lines+markers"]
+    assert [value is None for value in line.y] == [True, False]  # steps 1 and 2; step 0 stands apart
+    plots.layer_matrix(table, "coupling_pair", tags={"k": 2})
+    plots.emergence_curves(table[table["step"] == 1], "num_middle")
+    plots.change_table(table)
