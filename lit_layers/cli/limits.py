@@ -39,6 +39,8 @@ def refuse_harm(options: Mapping[str, Any]) -> None:
         raise InputError("root: expected a folder, got ''")
     refuse_outside("", {"seed_everything": SEED, "resume_every": COUNT}, options)
     trainer = options.get("trainer") or {}
+    if not isinstance(trainer, Mapping):
+        raise InputError(f"trainer: expected the options of a Trainer, got {trainer!r}")
     timed = {name: value for name, value in trainer.items() if isinstance(value, str | Mapping)}  # by the clock
     refuse_outside("trainer.", _TRAINER, {name: trainer[name] for name in trainer.keys() - timed.keys()})
     devices: Any = trainer.get("devices")

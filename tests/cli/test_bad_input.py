@@ -63,6 +63,8 @@ def refused(argv: list[str], sentence: str, capsys: pytest.CaptureFixture[str]) 
 def test_options_of_a_run_that_would_do_harm_are_refused(recipe: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for option, sentence in OPTIONS:
         refused(["fit", "--config", str(recipe), *option.split(" ")], sentence, capsys)
+    (recipe.parent / "odd.yaml").write_text(yaml.safe_dump({**RECIPE, "corpus": "c", "root": "r", "trainer": 3}))
+    refused(["fit", "--config", str(recipe.parent / "odd.yaml")], "trainer: expected the options of a Trainer", capsys)
     assert not (recipe.parent / "run").exists()
 
 
