@@ -2,6 +2,7 @@
 
 import argparse
 import os
+import re
 import tempfile
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -47,7 +48,7 @@ def main(argv: list[str]) -> int:
         show(1, 1, "probes of all layers fitted and scored")
     seconds = _seconds(options, view, task)
     name = _name(options.model)
-    out = options.out or Path("selected") / f"{name}-{task.name}"
+    out = options.out or results_folder(name, task.name)
     title = f"{name} on {task.name}"
     paths = write_results(options.model, options.revision, task, choice, seconds, title=title, out=out)
     show_results(task, choice)
@@ -215,6 +216,12 @@ def _whole_model(files: "ShardFiles", view: "LayeredModel") -> Iterator[Path]:
     with tempfile.TemporaryDirectory(prefix="lit_layers-") as folder:
         save(view.model, folder)
         yield Path(folder)
+
+
+def results_folder(model: str, task: str) -> Path:
+    """Where the results lie unless told otherwise; a task may come with any name."""
+    plain = re.sub(r"[^\w.-]+", "_", task)[:100]
+    return Path("selected") / f"{model}-{plain}"
 
 
 def _name(model: str) -> str:

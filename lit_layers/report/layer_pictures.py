@@ -18,6 +18,7 @@ from lit_layers.report.layerwise import CONCEPTS, CONTROLS, RESIDUALS, SCORES
 from lit_layers.report.surfaces import layered, variants
 
 SUFFIXES = (".png", ".svg")
+_LONG = 100  # characters of a file name
 
 
 def write_pictures(
@@ -70,17 +71,14 @@ def _drawings(frame: pd.DataFrame) -> Iterator[tuple[str, Callable[..., None]]]:
             rows = part[part["metric"] == metric]
             if (draw := _drawing(rows, metric)) is not None:
                 parts = dict.fromkeys([analysis, metric])  # an analysis of one metric may bear its name
-                name = _unused(re.sub(r"[^\w.-]+", "_", "_".join(parts)), names)
-                yield name, partial(draw, rows, metric=metric, analysis=analysis)
+                yield _file_name("_".join(parts), names), partial(draw, rows, metric=metric, analysis=analysis)
     steps = [int(step) for step in sorted(table["step"].dropna().unique())]
     for analysis, metric, rows in layered(frame):
         for number, (tags, text) in enumerate(variants(rows, metric)):
-            name = _unused(
-                re.sub(r"[^\w.-]+", "_", "_".join(filter(None, [analysis, metric, text if number else ""]))), names
-            )
+            name = _file_name("_".join(filter(None, [analysis, metric, text if number else ""])), names)
             yield name, partial(plots.write_surface, rows, metric=metric, analysis=analysis, tags=tags, steps=steps)
     for name, draw in interventions.drawings(frame):
-        yield _unused(re.sub(r"[^\w.-]+", "_", name), names), draw
+        yield _file_name(name, names), draw
 
 
 def _drawing(rows: Any, metric: str) -> Callable[..., None] | None:
@@ -96,9 +94,9 @@ def _drawing(rows: Any, metric: str) -> Callable[..., None] | None:
     return None
 
 
-def _unused(name: str, names: set[str]) -> str:
-    """Analyses may differ in letters that no file name has."""
-    number = 1
+def _file_name(name: str, names: set[str]) -> str:
+    """Analyses come with any name, and may differ in letters that no file name has."""
+    name, number = re.sub(r"[^\w.-]+", "_", name)[:_LONG], 1
     while (found := name if number == 1 else f"{name}_{number}") in names:
         number += 1
     names.add(found)

@@ -31,7 +31,7 @@ def hostile_run(root: Path, text: str) -> Path:
         records.append(root / "measurements.jsonl", measurement)
     about = json.loads((root / "run.json").read_text())
     about["model"]["class"] = about["data"]["corpus"] = about["data"]["tokenizer"] = about["device"] = text
-    about["config"] |= {text: {text: text}, "seed_everything": text, "corpus": text}
+    about["config"] |= {text: {text: text}, "corpus": text}
     (root / "run.json").write_text(json.dumps(about))
     with (root / "metrics.jsonl").open("a") as file:
         file.write(json.dumps({"step": 9, f"train/{text}": 1.0}) + "\n")

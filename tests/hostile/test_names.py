@@ -1,0 +1,58 @@
+"""Names of somebody else's choosing: what is written stays in the folder that was asked for."""
+
+from pathlib import Path
+
+import pytest
+
+from lit_layers import records
+from lit_layers.cli.main import main
+from lit_layers.cli.select import results_folder
+from lit_layers.records import Measurement, Record
+from tests.hostile.pages import hostile_run
+
+NAMES = (
+    "../../escaped",
+    "/escaped",
+    "..",
+    "~/escaped",
+    "a\x00b",
+    "line\nbreak",
+    "x" * 400,
+    "$\\frac$",
+    "CON:|?*\\..\\escaped",
+)
+
+
+def files_of(folder: Path) -> set[Path]:
+    return {path for path in folder.rglob("*") if path.is_file()}
+
+
+@pytest.mark.filterwarnings("ignore:Glyph")  # that the font of pictures has not
+def test_a_report_its_tables_and_its_pictures_stay_where_they_belong(tmp_path, capfd):
+    """The name of the run, of an analysis, a metric, a tag, and of a task."""
+    for number, name in enumerate(NAMES):
+        root = hostile_run(tmp_path / "deep" / "er" / str(number), name)
+        for step in (0, 8):  # enough for a heat map over steps and layers
+            rows = [Record(metric="prompt_entropy", value=1.0 + layer, layer=layer) for layer in range(4)]
+            drawn = Measurement(
+                run=name, step=step, tokens=step, analysis=f"representation/{name}", records=rows, seconds=1.0
+            )
+            records.append(root / "measurements.jsonl", drawn)
+        before = files_of(tmp_path)
+        command = ["report", str(root), "--allow-suspect", "--export", str(root / "all.csv")]
+        code = main([*command, "--pictures", str(root / "pictures")])
+        errors = capfd.readouterr().err
+        assert (code, "Traceback" in errors) == (0, False), (name, errors)
+        written = files_of(tmp_path) - before
+        assert {root / "report.html", root / "all.csv"} < written, name
+        assert any(path.suffix == ".png" for path in written), name
+        assert [path for path in written if not path.is_relative_to(root)] == [], name
+    assert not Path("/escaped").exists()
+    assert not Path("~/escaped").expanduser().exists()
+
+
+def test_the_page_of_a_chosen_layer_is_no_path_of_the_tasks_choosing():
+    for name in NAMES:
+        folder = results_folder("model", name)
+        assert folder.parent == Path("selected"), name
+        assert len(folder.name) < 200, name
