@@ -4,6 +4,7 @@ import argparse
 import json
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -167,8 +168,12 @@ def settings_there(outcome: Outcome) -> list[str]:
 
 
 def settings_of_all(analyses: "Sequence[Analysis]") -> list[str]:
-    """The settings of each analysis."""
-    return [settings_name(each.config_hash(), each.data_hash()) for each in analyses]
+    """The settings of each analysis whose data can be had: the others measured nothing."""
+    settings = []
+    for each in analyses:
+        with suppress(InputError):
+            settings.append(settings_name(each.config_hash(), each.data_hash()))
+    return settings
 
 
 def tell_settings(root: Path, settings: list[str]) -> None:
