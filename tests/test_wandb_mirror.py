@@ -13,6 +13,7 @@ from lit_layers import records
 from lit_layers.errors import InputError
 from lit_layers.records import Measurement, Record, ScalarLog
 from lit_layers.report import WandbMirror
+from lit_layers.report.wandb_mirror import _points
 from tests.support.read_wandb import Run, read_runs
 from tests.support.runs import make_run, measurement
 
@@ -223,6 +224,7 @@ from pathlib import Path
 from lit_layers import records
 from lit_layers.records import ScalarLog
 from lit_layers.report import WandbMirror
+from lit_layers.report.wandb_mirror import _points
 from tests.support.runs import measurement
 
 root, last, die_at, phase = Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]), sys.argv[4]
@@ -406,3 +408,20 @@ def test_the_default_recipe_builds_the_mirror_it_names() -> None:
     recipe = Path(__file__).parents[1] / "wandb_configs" / "default.yaml"
     built = parser.instantiate(parser.parse_args(["--config", str(recipe)])).wandb
     assert (built.project, built.mode, built.init_timeout) == ("lit_layers", "auto", 8.0)
+
+
+def test_a_mean_over_layers_is_of_all_of_them_or_absent():
+    """A dead layer is a gap, and NaN where the metric says so: the rest would be a mean of other layers."""
+
+    def mean_of(metric: str, values: dict[int, float]) -> float | None:
+        rows = [Record(metric=metric, value=value, layer=layer) for layer, value in values.items()]
+        whole = Measurement(
+            run="r", step=1, tokens=None, analysis="a", records=rows, seconds=0.0, provenance={"depth": 3}
+        )
+        return _points(whole).get(f"a/{metric}/layer_mean")
+
+    assert mean_of("growth_rate", {1: 1.0, 2: 2.0, 3: 6.0}) == 3.0
+    assert mean_of("state_norm", {0: 9.0, 1: 1.0, 2: 2.0, 3: 6.0}) == 3.0
+    assert mean_of("line_shape_score", {2: 2.0, 3: 6.0}) == 4.0  # one step is straight
+    for values in ({1: 1.0, 2: 2.0}, {1: 1.0, 3: 6.0}, {2: 2.0, 3: 6.0}, {1: 1.0, 2: float("nan"), 3: 6.0}):
+        assert mean_of("growth_rate", values) is None

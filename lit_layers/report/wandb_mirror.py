@@ -397,11 +397,12 @@ def _table_row(measurement: Measurement, record: Record) -> list[Any]:
 def _points(measurement: Measurement, name: str | None = None) -> dict[str, float]:
     """The numbers of one measurement by name; metrics that are per layer alone with their mean over layers 1..L too.
 
+    A metric that lacks a layer has no mean, as its curve over steps would be of other layers from step to step.
     `name` is what its analysis is called, where not by its own name.
     """
     name = name or measurement.analysis
     points: dict[str, float] = {}
-    layers: dict[str, list[float]] = {}
+    layers: dict[str, dict[int, float]] = {}
     loops = _default_loops(measurement)
     for record in measurement.records if measurement.error is None else ():
         if record.other_layer is not None or not record.tags.keys().isdisjoint(records.PLACES):
@@ -411,9 +412,14 @@ def _points(measurement: Measurement, name: str | None = None) -> dict[str, floa
         points[records.key(name, record)] = record.value
         if record.layer and math.isfinite(record.value):
             whole = records.key(name, Record(metric=record.metric, value=0.0, tags=record.tags))
-            layers.setdefault(whole, []).append(record.value)
-    means = {f"{whole}/layer_mean": sum(v) / len(v) for whole, v in layers.items() if whole not in points}
-    return points | means
+            layers.setdefault(whole, {})[record.layer] = record.value
+    depth = measurement.provenance.get("depth", max((max(values) for values in layers.values()), default=0))
+    for whole, values in layers.items():
+        # one step is straight: there is no line-shape score of layer 1
+        first = 2 if "/line_shape_score" in whole and 1 not in values else 1
+        if whole not in points and [*sorted(values)] == [*range(first, depth + 1)]:
+            points[f"{whole}/layer_mean"] = sum(values.values()) / len(values)
+    return points
 
 
 def _default_loops(measurement: Measurement) -> str | int | float | None:
