@@ -39,7 +39,7 @@ COUNT = Range(1, MANY, whole=True)
 COUNT_OR_NONE = Range(0, MANY, whole=True)
 SHARE = Range(0, 1, words="a share from 0 to 1")
 SHARE_BELOW_1 = Range(0, 1, below=True, words="a share of at least 0 and below 1")
-LEARNING_RATE = Range(0, 10, above=True, low_words="a positive learning rate")
+LEARNING_RATE = Range(0, 1, above=True, below=True, low_words="a positive learning rate")
 WEIGHT_DECAY = Range(0, 100)
 BETA = Range(0, 1, below=True, words="two numbers of at least 0 and below 1")
 BATCH = Range(1, 2**24, whole=True)  # its numbers are listed before they are cut into micro-batches

@@ -41,6 +41,8 @@ def refuse_harm(options: Mapping[str, Any]) -> None:
     trainer = options.get("trainer") or {}
     if not isinstance(trainer, Mapping):
         raise InputError(f"trainer: expected the options of a Trainer, got {trainer!r}")
+    if trainer.get("max_steps") is None:
+        raise InputError("trainer.max_steps: expected the number of steps to train, got null")
     timed = {name: value for name, value in trainer.items() if isinstance(value, str | Mapping)}  # by the clock
     refuse_outside("trainer.", _TRAINER, {name: trainer[name] for name in trainer.keys() - timed.keys()})
     devices: Any = trainer.get("devices")

@@ -4,6 +4,7 @@ import difflib
 import re
 from collections.abc import Iterable
 
+_MOST = 10_000  # characters of a message that are looked at
 _LONG = 400  # characters; a nested complaint repeats itself beyond that
 _UNION = re.compile(
     r"Does not validate against any of the Union subtypes Subtypes: \[(?P<kinds>.*?)\] Errors: .*"
@@ -33,6 +34,8 @@ _REWORDED = [
 
 def one_sentence(message: str, options: Iterable[str] = ()) -> str:
     """Returns jsonargparse's message without its layout; a misspelt option gains the nearest of `options`."""
+    if len(message) > _MOST:  # a value of megabytes, for which the patterns would take hours
+        message = f"{message[: _MOST // 2]} ... {message[-_MOST // 2 :]}"
     text, options = " ".join(message.split()), list(options)
     if unknown := re.match(r"unrecognized arguments: (--([^\s=]+))", text):
         return f"unknown option {unknown[1]}{_nearest(unknown[2], options, '--')}"

@@ -24,9 +24,10 @@ OPTIONS = [
     ("--trainer.devices text", "trainer.devices: expected auto, a number, or numbers with commas between, got 'text'"),
     ("--trainer.devices -2", "trainer.devices: expected at least 1, or -1 for all, got -2"),
     (f"--trainer.max_steps {MUCH}", f"trainer.max_steps: expected {A_BILLION}"),
+    ("--trainer.max_steps null", "trainer.max_steps: expected int, got None"),
     ("--trainer.max_step 20", "unknown option --trainer.max_step; did you mean --trainer.max_steps?"),
     ("--model.lr .inf", "model.lr: expected a finite number, got inf"),
-    ("--model.lr 11", "model.lr: expected at most 10, got 11"),
+    ("--model.lr 2.5", "model.lr: expected less than 1, got 2.5"),
     ("--model.lr 1e30", "model.lr: expected at most 1e+12, got 1e+30"),
     ("--model.lr .nan", "model.lr: expected a finite number, got nan"),
     ("--model.weight_decay .inf", "model.weight_decay: expected a finite number, got inf"),
@@ -65,6 +66,8 @@ def test_options_of_a_run_that_would_do_harm_are_refused(recipe: Path, capsys: p
         refused(["fit", "--config", str(recipe), *option.split(" ")], sentence, capsys)
     (recipe.parent / "odd.yaml").write_text(yaml.safe_dump({**RECIPE, "corpus": "c", "root": "r", "trainer": 3}))
     refused(["fit", "--config", str(recipe.parent / "odd.yaml")], "trainer: expected the options of a Trainer", capsys)
+    (recipe.parent / "odd.yaml").write_text("x" * 500_000)
+    refused(["fit", "--config", str(recipe.parent / "odd.yaml")], "expected", capsys)
     assert not (recipe.parent / "run").exists()
 
 
