@@ -453,7 +453,7 @@ def _plain(value: Any) -> Any:
 
 
 def _scalar(value: Any) -> float:
-    return value if isinstance(value, int) else float(value)
+    return int(value) if isinstance(value, int) else float(value)  # a bool is a number here, as everywhere in a table
 
 
 def _tag_text(value: str | int | float) -> str:

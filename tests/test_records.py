@@ -475,3 +475,10 @@ def test_a_name_that_is_no_unicode_can_be_written_and_read(tmp_path: Path) -> No
     file = tmp_path / "m.jsonl"
     records.append(file, make(1, 0.1, category=b"caf\xe9".decode("utf-8", "surrogateescape")))
     assert records.read(file)[0].records[0].tags == {"category": "caf?"}
+
+
+def test_a_truth_value_among_the_scalars_is_a_number(tmp_path):
+    log = records.ScalarLog(tmp_path / "metrics.jsonl")
+    log.log(1, {"skipped": True, "loss": 2.5})
+    log.close()
+    assert records.rows(tmp_path / "metrics.jsonl") == [{"step": 1, "skipped": 1, "loss": 2.5}]

@@ -267,7 +267,9 @@ class _Findings:
             if key == _WITHIN:
                 continue
             values = torch.tensor([found.get(key, math.nan) for found in whole], dtype=torch.float64)  # (layers + 1,)
-            spread = torch.tensor([[half.get(key, math.nan) for half in each] for each in of_halves]).double()
+            spread = torch.tensor(
+                [[half.get(key, math.nan) for half in each] for each in of_halves], dtype=values.dtype
+            )
             counted = {"num_layers_near_delta": near} if key[0].startswith("lidar") else {}
             of_halves_too = spread if self.rows else None
             yield from records_of_layers(key[0], values, of_halves_too, len(self.kept), self._tags(key), counted)

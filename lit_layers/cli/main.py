@@ -40,7 +40,7 @@ def main(argv: list[str] | None = None) -> int:
         os.environ.setdefault("PYTHONSAFEPATH", "1")
     # torch reads it at import; two threads on two shared cores measured 8 x slower than one.
     os.environ.setdefault("OMP_NUM_THREADS", "1")
-    code = _run(command, rest)
+    code = _run(command, rest, is_own_process)
     aside = sys.modules.get("lit_layers.report.wandb_aside")
     if is_own_process and aside is not None and aside.abandoned:  # W&B would wait at the interpreter's end
         sys.stdout.flush()
@@ -49,12 +49,12 @@ def main(argv: list[str] | None = None) -> int:
     return code
 
 
-def _run(command: str, rest: list[str]) -> int:
+def _run(command: str, rest: list[str], is_own_process: bool) -> int:
     if command == "sweep":  # passes SIGTERM on to its cells, which heed it
         return _ended(command, rest)
     from lit_layers.cli.stopping import TERMINATED, stopping
 
-    with stopping() as stop:
+    with stopping(ends_process=is_own_process) as stop:
         try:
             code = _ended(command, rest)
         except SystemExit:

@@ -36,8 +36,12 @@ def finish_first() -> None:
 
 
 @contextlib.contextmanager
-def stopping() -> Iterator[Stopping]:
-    """Heeds SIGTERM within; only the main thread can, so that elsewhere nothing changes."""
+def stopping(*, ends_process: bool = True) -> Iterator[Stopping]:
+    """Heeds SIGTERM within; only the main thread can, so that elsewhere nothing changes.
+
+    Args:
+        ends_process: whether the process ends with what is within, and then has the same limit for its own end.
+    """
     global _current
     state = Stopping()
     if threading.current_thread() is not threading.main_thread() or os.name != "posix":
@@ -53,7 +57,7 @@ def stopping() -> Iterator[Stopping]:
         yield state
     finally:
         _current = outer
-        if not state.asked:  # else the interpreter's own end, which may wait for threads, has the same limit
+        if not (state.asked and ends_process):  # the interpreter's own end may wait for threads
             signal.signal(signal.SIGTERM, before)
             signal.set_wakeup_fd(wakeup)
             os.close(mouth)

@@ -268,8 +268,8 @@ def with_defaults(settings: dict[str, Any]) -> dict[str, Any]:
         return settings
     try:
         return CONFIG_MAPPING[kind].from_dict(settings).to_dict()
-    except (StrictDataclassError, ValueError, TypeError, AttributeError, KeyError):
-        return settings
+    except (StrictDataclassError, ValueError, TypeError, AttributeError, LookupError, ArithmeticError):
+        return settings  # configurations compute with what they are given
 
 
 def _copy_weights_(model: nn.Module, weights: nn.Module) -> None:

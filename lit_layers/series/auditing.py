@@ -185,10 +185,9 @@ def _along(steps: Sequence[Checkpoint], prints: Mapping[str, Fingerprint]) -> It
     yield from continuity.other_config(steps)
     yield from continuity.other_tokenizer(steps)
     yield from continuity.other_step([one for one in steps if one.source.is_here])
-    if all(one.name in prints for one in steps):
-        yield from continuity.other_tensors(steps, prints)
-        yield from continuity.other_precision(steps, prints)
-    else:
+    yield from continuity.other_tensors(steps, prints)
+    yield from continuity.other_precision(steps, prints)
+    if not all(one.name in prints for one in steps):
         yield from continuity.other_size(steps)
 
 

@@ -201,6 +201,7 @@ def other_step(chosen: Sequence[Checkpoint]) -> Iterator[Finding]:
     usual = Counter(shifts.values()).most_common(1)
     if not usual or usual[0][1] * 2 <= len(shifts):
         return
-    for one in chosen:
-        if shifts.get(one.name, usual[0][0]) != usual[0][0]:
-            yield finding("other step", f"says of itself that it is step {recorded[one.name]}", [one])
+    values: list[tuple[Checkpoint, Hashable]] = [(one, shifts[one.name]) for one in chosen if one.name in shifts]
+    for these, _, _, note in odd(values):
+        for one in these:
+            yield finding("other step", f"says of itself that it is step {recorded[one.name]}", [one], note=note)

@@ -37,8 +37,13 @@ Kind = Literal[
     "out of line",
     "swapped",
 ]
-
-
+# What a listing shows of hashes alone, or not at all: without the weights nobody can say that it is mended.
+OF_WEIGHTS: frozenset[Kind] = frozenset(
+    {
+        *("identical weights", "equal to the final step", "other tensors", "other precision", "damaged"),
+        *("not finite", "zero weights", "value out of range", "rounded copy", "out of line", "swapped"),
+    }
+)
 Weights = Mapping[Format, Mapping[str, str]]  # format -> file -> hash
 
 

@@ -14,7 +14,9 @@ from lit_layers.errors import InputError
 from lit_layers.identity import settings_name, settings_of
 from lit_layers.records import FAILED, Measurement
 from lit_layers.run_file import run_facts
+from lit_layers.series.auditing import WEIGHTS
 from lit_layers.series.checkpoint import Checkpoint
+from lit_layers.series.findings import OF_WEIGHTS
 from lit_layers.series.hub import MAIN
 from lit_layers.series.local import run_in
 from lit_layers.series.sources import TOKENIZER
@@ -28,7 +30,9 @@ class Known:
     def __init__(self, root: Path, dtype: str) -> None:
         self.file, self.dtype = root / "measurements.jsonl", dtype
         self.run = run_in(root)
-        self._last = {_key(m): m for m in records.read(self.file)}
+        self._last: dict[tuple, Measurement] = {}
+        for measurement in records.read(self.file):
+            self._keep(measurement)
         self._tokenizers: dict[str, str] = {}  # by the hash of the file: most steps share one
 
     def run_of(self, checkpoint: Checkpoint) -> str:
@@ -80,6 +84,10 @@ class Known:
 
     def add(self, measurement: Measurement) -> None:
         records.append(self.file, measurement)
+        self._keep(measurement)
+
+    def _keep(self, measurement: Measurement) -> None:
+        self._last.pop(_key(measurement), None)  # in the order of the lines that count
         self._last[_key(measurement)] = measurement
 
     def tokenizer_hash(self, checkpoint: Checkpoint) -> str | None:
@@ -103,11 +111,13 @@ class Known:
         return self._tokenizers[listed.hash]
 
     def verdict(self, checkpoint: Checkpoint, today: str, *, whole: bool) -> str:
-        """Today's verdict, unless it is of a part of the series and an audit of more found these files suspect."""
-        if whole or is_suspect(today):
+        """Today's verdict, unless an audit that saw more found these files suspect: more steps, or their weights."""
+        if is_suspect(today):
             return today
         earlier = (known.provenance.get("audit") or "" for known in self._of_files(checkpoint))
-        return next(filter(is_suspect, earlier), today)
+        suspicion = next(filter(is_suspect, earlier), today)
+        saw_weights = not OF_WEIGHTS.isdisjoint(suspicion.removeprefix(f"{SUSPECT}: ").split(", "))
+        return today if whole and not (saw_weights and f"not checked: {WEIGHTS}" in today) else suspicion
 
     def correct_verdicts(self, checkpoint: Checkpoint, verdict: str) -> None:
         """Writes again, with this verdict, the measurements of these files that another one would let pass or hide."""

@@ -267,3 +267,12 @@ def test_the_hash_sees_every_parameter_buffer_and_name():
     hashes.add(weights_hash(model))
     assert len(hashes) == 2 + len(list(model.parameters()))
     assert all(len(value) == 16 and int(value, 16) >= 0 for value in hashes)
+
+
+def test_a_configuration_that_cannot_be_completed_is_left_as_it_is():
+    """Configurations compute with their fields: no attention head divides by zero."""
+    from lit_layers.models.build import with_defaults
+
+    broken = {"model_type": "llama", "hidden_size": 32, "num_attention_heads": 0}
+    assert with_defaults(broken) == broken
+    assert with_defaults({"model_type": "gpt2", "n_layer": 3})["n_head"] == 12

@@ -1,0 +1,52 @@
+"""What is said of a checkpoint over several audits, and of steps that training itself counted."""
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from lit_layers import records
+from lit_layers.records import Measurement, Record
+from lit_layers.series.continuity import other_step
+from lit_layers.series.known import Known
+
+
+def checkpoint(step: int, recorded: int | None = None) -> Any:
+    source = SimpleNamespace(recorded_step=lambda: recorded, weights=lambda: {"model.safetensors": "a"})
+    return SimpleNamespace(name=f"step-{step}", step=step, source=source)
+
+
+@pytest.mark.parametrize(
+    ("earlier", "today", "whole", "verdict"),
+    [
+        # Seen in weights: no list of files takes it back.
+        ("suspect: out of line", "clean; not checked: weights", True, "suspect: out of line"),
+        ("suspect: out of line", "clean", True, "clean"),
+        # Seen in a list of files: a list of all of them does.
+        ("suspect: other config", "clean; not checked: weights", True, "clean; not checked: weights"),
+        ("suspect: other config", "clean; not checked: weights", False, "suspect: other config"),
+        ("clean", "suspect: gap", False, "suspect: gap"),
+        ("clean", "note: reported", False, "note: reported"),
+    ],
+)
+def test_an_audit_that_sees_less_takes_no_suspicion_back(tmp_path, earlier, today, whole, verdict):
+    rows = [Record(metric="m", value=1.0)]
+    provenance = {"audit": earlier, "weight_files": {"model.safetensors": "a"}}
+    measured = Measurement(run="r", step=1, tokens=None, analysis="a", records=rows, seconds=0.0, provenance=provenance)
+    records.append(tmp_path / "r" / "measurements.jsonl", measured)
+    assert Known(tmp_path / "r", "float32").verdict(checkpoint(1), today, whole=whole) == verdict
+
+
+@pytest.mark.parametrize(
+    ("recorded", "suspects", "notes"),
+    [
+        ([1, 2, 3, 4, 5, 6], [], []),
+        ([1, 2, 5, 4, 5, 6], [3], []),  # one step serves another
+        ([1, 2, 3, 4, 1, 2], [], [5, 6]),  # the optimizer began afresh
+        ([2, 4, 6, 8, 10, 12], [], []),  # another count is meant
+    ],
+)
+def test_a_step_that_says_it_is_another_is_suspect_and_a_count_that_begins_afresh_is_not(recorded, suspects, notes):
+    found = list(other_step([checkpoint(step, said) for step, said in enumerate(recorded, start=1)]))
+    assert [step for each in found if not each.note for step in each.steps] == suspects
+    assert [step for each in found if each.note for step in each.steps] == notes
