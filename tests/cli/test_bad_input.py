@@ -110,6 +110,11 @@ def test_a_vocabulary_beyond_reason_is_refused(tmp_path: Path, capsys: pytest.Ca
 
 def test_models_that_cannot_be_opened_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     saved_gpt2(tmp_path / "model")
+    rows = [json.dumps({"text": f"Some words of text {n}. " * 20}) for n in range(400)]
+    (tmp_path / "text.jsonl").write_text("\n".join(rows) + "\n")
+    quick = {"corpus": str(tmp_path / "text.jsonl"), "analyses": RECIPE["analyses"]}
+    (tmp_path / "quick.yaml").write_text(yaml.safe_dump(quick))
+    others = ["--config", str(tmp_path / "quick.yaml"), "--root", str(tmp_path / "out")]
     config = json.loads((tmp_path / "model" / "config.json").read_text())
 
     class Hostile:
@@ -123,11 +128,11 @@ def test_models_that_cannot_be_opened_are_refused(tmp_path: Path, capsys: pytest
     quantised = {"quant_method": "gptq", "bits": 4, "group_size": 128}
     for change in ({"quantization_config": quantised}, {"n_layer": "two"}, {"n_layer": 10**20}):
         (tmp_path / "model" / "config.json").write_text(json.dumps({**config, **change}))
-        refused(["analyze", str(tmp_path / "model"), "--root", str(tmp_path / "out")], str(tmp_path / "model"), capsys)
+        refused(["analyze", str(tmp_path / "model"), *others], str(tmp_path / "model"), capsys)
     for text in (b"[1]", b"\xff\xfe{", b"", b'"' + b"\xe9" + b'"', b"{" * 5000):
         (tmp_path / "model" / "config.json").write_bytes(text)
-        refused(["analyze", str(tmp_path / "model"), "--root", str(tmp_path / "out")], str(tmp_path / "model"), capsys)
-    refused(["analyze", str(pickled), "--root", str(tmp_path / "out")], str(pickled), capsys)
+        refused(["analyze", str(tmp_path / "model"), *others], str(tmp_path / "model"), capsys)
+    refused(["analyze", str(pickled), *others], str(pickled), capsys)
     assert not (tmp_path / "ran").exists()
 
 
