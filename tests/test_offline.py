@@ -126,7 +126,7 @@ def test_a_failing_analysis_is_written_with_its_error_either_way(model, tmp_path
             root=tmp_path / f"run{stream}",
             stream_blocks=stream,
         )
-        assert "is undefined for every one of 1 prompts" in found[0].error
+        assert "trajectory is undefined for every prompt at every layer" in found[0].error
         assert found[0].records == []
 
 

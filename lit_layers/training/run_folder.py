@@ -201,6 +201,8 @@ class RunFolder(L.Callback):
     def close(self, **facts: Any) -> None:
         """Adds what is known only at the end, e.g. the wall time; seconds of a resumed run's parts are summed."""
         before = run_facts(self.root)
+        if not before:  # others removed it, which the command says at its end: a part of it would hide that
+            return
         for name in facts.keys() & before.keys() if self.resume else ():
             if name.endswith("seconds"):
                 facts[name] += before[name]

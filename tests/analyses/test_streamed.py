@@ -48,6 +48,16 @@ def expected(folder, analyses, dtype=torch.float32) -> dict[str, list[Record]]:
     return {analysis.name: list(analysis.run(whole)) for analysis in analyses}
 
 
+def found(folder, analyses, work, dtype=torch.float32) -> dict[str, list[Record]]:
+    model = opened(folder, dtype)
+    try:
+        results = walk(model, analyses, work)
+    finally:
+        model.close()
+    assert {name: result.error for name, result in results.items()} == dict.fromkeys(results)
+    return {name: result.records for name, result in results.items()}
+
+
 def assert_close(records: dict[str, list[Record]], whole: dict[str, list[Record]], dtype=torch.float32) -> None:
     assert records.keys() == whole.keys()
     for name, expected in whole.items():
@@ -80,8 +90,8 @@ def test_every_option_gives_the_records_of_the_whole_model(tmp_path, dtype):
 
 def test_ties_are_counted_as_for_the_whole_model(tmp_path):
     network = saved(tmp_path / "model", "gpt2")
-    for part in (network.transformer.h[1].attn.c_proj, network.transformer.h[1].mlp.c_proj):
-        torch.nn.init.zeros_(part.weight)
+    torch.nn.init.zeros_(network.transformer.h[1].mlp.c_proj.weight)
+    torch.nn.init.zeros_(network.transformer.h[1].attn.c_proj.weight[:, 3:])  # of rank 3: the sixth and seventh are 0
     network.save_pretrained(tmp_path / "model", max_shard_size="20KB")
     analyses = [Coupling(batches=Listed(tiny_batch("gpt2", batch=2)), k=(6,))]
     records = found(tmp_path / "model", analyses, tmp_path / "work")

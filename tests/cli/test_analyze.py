@@ -65,7 +65,10 @@ analyses:
 """
     )
     assert analyze(model, "--corpus", corpus, "--config", recipe, "--root", tmp_path / "run", "--stream-blocks") == 1
-    assert "failed: trajectory: ValueError: line_shape_score is undefined" in capsys.readouterr().err
+    assert (
+        "failed: trajectory: ValueError: trajectory is undefined for every prompt at every layer"
+        in capsys.readouterr().err
+    )
 
 
 @pytest.mark.parametrize(

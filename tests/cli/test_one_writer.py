@@ -50,12 +50,13 @@ def test_every_command_that_writes_is_refused_where_another_process_writes(recip
     write_tiny_data(tmp_path / "data")
     root, model = tmp_path / "root", str(tmp_path / "run" / "step-000000000")
     tasks = ["--tasks", "STSBenchmark", "--folder", str(tmp_path / "data")]
+    texts = ["--corpus", str(corpus), "--tokenizer", str(corpus / "tokenizer")]
     commands = [
         ["fit", "--config", str(recipe), "--resume", "last"],
-        ["analyze", model, "--corpus", str(corpus)],
-        ["analyze", model, "--corpus", str(corpus), "--stream-blocks"],
-        ["analyze", str(tmp_path / "run"), "--corpus", str(corpus)],
-        ["analyze", str(tmp_path / "run"), "--corpus", str(corpus), "--shard", "0/2"],
+        ["analyze", model, *texts],
+        ["analyze", model, *texts, "--stream-blocks"],
+        ["analyze", str(tmp_path / "run"), *texts],
+        ["analyze", str(tmp_path / "run"), *texts, "--shard", "0/2"],
         ["intervene", model, "--speed"],
         ["mteb", model, *tasks],
     ]

@@ -224,7 +224,8 @@ def test_only_the_hard_matrices_of_a_batch_are_decomposed_whole(monkeypatch):
     matrices = torch.stack([example("power", 300), tied, example("gaussian", 300), nothing]).reshape(2, 2, 300, 300)
     factors = singular_factors(matrices, 20)
     assert sum(calls) == 2
-    assert [tuple(part.shape) for part in factors] == [(2, 2, 300, 20), (2, 2, 20), (2, 2, 300, 20), (2, 2, 20)]
+    vectors, numbers = (2, 2, 300, 20), (2, 2, 20)
+    assert [tuple(part.shape) for part in factors] == [vectors, numbers, vectors, numbers, numbers]
     assert factors.bounds[..., -1].isinf().tolist() == [[False, True], [False, True]]
     for place in ((0, 0), (0, 1), (1, 0)):
         for part, single in zip(factors, singular_factors(matrices[place], 20), strict=True):

@@ -1,5 +1,6 @@
 """Two ranks with sharded weights on the CPU: what one rank trains, saves and measures, and not a bit more."""
 
+import contextlib
 import json
 import re
 from pathlib import Path
@@ -254,7 +255,8 @@ def test_the_recipe_turns_a_run_into_a_sharded_one(tmp_path, precision):
     files = [ROOT / "recipes" / "gpt2" / "124m_openwebtext.yaml", ROOT / "recipes" / "trainer" / "fsdp.yaml"]
     options = {"root": tmp_path, "trainer.accelerator": "cpu", "trainer.devices": 2, "trainer.precision": precision}
     arguments = [f"--config={file}" for file in files] + [f"--{name}={value}" for name, value in options.items()]
-    trainer = _parse(arguments).trainer
+    with contextlib.ExitStack() as held:
+        trainer = _parse(arguments, held).trainer
     built: Any = trainer.strategy
     assert isinstance(built, ModelParallelStrategy)
     assert (built._data_parallel_size, built._tensor_parallel_size, built.num_processes) == (2, 1, 2)
