@@ -25,6 +25,7 @@ LONG = (
     "report.md",
     "select.md",
     "series.md",
+    "streaming.md",
     "training.md",
 )
 # Small enough for a test; what a page shows stays as it is.

@@ -684,6 +684,7 @@ def test_models_side_by_side_have_their_headlines_profiles_and_maps(layerwise_mo
     assert [len(figure["data"][0]["x"]) for figure in maps] == [4, 5] * 3
 
 
+@pytest.mark.soak
 def test_pictures_are_written_beside_the_page(
     layerwise: Path, layerwise_models: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -884,7 +885,7 @@ def test_a_browser_draws_probes_sample_sizes_categories_and_residuals(
     assert "noun - form 20" in dom
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 def test_every_command_and_every_line_of_python_in_the_documentation_works(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys
 ) -> None:

@@ -20,7 +20,7 @@ def measured(folder: Path, *options) -> dict[str, float]:
     return json.loads(done.stdout)
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 def test_a_block_and_the_states_are_what_is_in_memory(tmp_path):
     facts = measured(tmp_path, 10, 1280, 8, 64, "no")
     resident = facts["block"] + facts["states"]

@@ -5,7 +5,6 @@ import shutil
 import signal
 import sys
 import threading
-import time
 from pathlib import Path
 
 import pytest
@@ -218,7 +217,7 @@ def waits_in(function: str) -> bool:
 
 def test_ctrl_c_does_not_wait_for_a_download(hub, repository, model, command, capsys):
     make_series(model, repository, FEW)
-    hub.delay(r"_cdn/.*/step2/", 60, times=1)
+    hub.delay(r"_cdn/.*/step2/", 20, times=1)
     ended = threading.Event()
 
     def press() -> None:
@@ -228,13 +227,12 @@ def test_ctrl_c_does_not_wait_for_a_download(hub, repository, model, command, ca
 
     finger = threading.Thread(target=press)
     finger.start()
-    since = time.monotonic()
     try:
         assert main(command) == 130
     finally:
         ended.set()
         finger.join()
-    assert time.monotonic() - since < 30
     under_way = [thread for thread in threading.enumerate() if thread.name == THREAD]
+    assert under_way
     assert all(thread.daemon for thread in under_way)  # nor does the interpreter wait for it
     assert "interrupted: run the same command again to go on" in capsys.readouterr().err

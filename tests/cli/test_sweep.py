@@ -357,7 +357,7 @@ def test_a_file_that_is_not_there_is_named(tmp_path, capsys):
     assert not (tmp_path / "runs").exists()
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 def test_real_cells_are_run_folders_that_correlate_reads(tmp_path, corpus):
     recipe = tmp_path / "recipe.yaml"
     recipe.write_text(yaml.safe_dump({**RECIPE, "corpus": str(corpus), "root": "unused"}))

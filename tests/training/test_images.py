@@ -258,7 +258,7 @@ def test_logits_that_are_no_numbers_have_no_accuracy(tmp_path):
     assert trainer.callback_metrics["validation/ema_accuracy"] <= 1
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 def test_a_compiled_run_averages_and_saves_the_eager_model(tmp_path):
     averages = Averages()
     series = SeriesCheckpoint({"every": 9}, tmp_path / "run")
