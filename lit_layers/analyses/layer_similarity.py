@@ -87,7 +87,8 @@ class LayerSimilarity(DividedAnalysis):
         hidden, mask = hidden[:, left], mask[left]
         cosines = {mode: _cosines(hidden, mask, mode) for mode in MODES}
         finite = (hidden.isfinite().all(-1) | ~mask).all(-1).cpu()
-        return _Found(cosines, *(part.cpu() for part in self._rows(hidden, mask)), finite)
+        rows, prompt = (part.cpu() for part in self._rows(hidden, mask))
+        return _Found(cosines, rows, prompt, finite)
 
     def combine(self, model: LayeredModel, found: "list[_Found]") -> Iterable[Record]:
         rows, num_left_out, prompts = _joined(found)

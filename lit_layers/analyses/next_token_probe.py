@@ -87,7 +87,7 @@ class NextTokenProbe(Analysis):
         layers, kept = complete(torch.cat([train, test], dim=1).isfinite().all(-1))
         if not layers.any():
             raise nothing_defined(self.name)
-        tags: Tags = left_out("", ~kept)
+        tags: Tags = {**left_out("", ~kept)}
         if tags:  # drawn and counted anew without the texts of these rows
             rows = kept.split([len(problem.train), len(problem.test)])
             broken = [

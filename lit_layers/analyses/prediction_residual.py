@@ -105,7 +105,7 @@ class NextTokenResidual(Analysis):
         layers, kept = complete(of_texts == 0)
         if not layers.any():
             raise nothing_defined(self.name)
-        return layers, kept[rows.text], left_out("", ~kept)
+        return layers, kept[rows.text], {**left_out("", ~kept)}
 
     def _fit(
         self, model: LayeredModel, layer: int, features: Tensor, ids: Tensor, split: Tensor | None = None

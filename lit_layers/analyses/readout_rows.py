@@ -145,7 +145,8 @@ class FullModel:
         close = hit.nonzero()[:, 0]
         hit[close] = log_proba[close].argmax(-1) == target[close]
         hits = hit.to(of_target).where(of_target.isfinite() | of_target.isinf(), of_target)
-        return tuple(values.where(self.rows.labelled, 0.0) for values in (-of_target, hits))
+        labelled = self.rows.labelled
+        return (-of_target).where(labelled, 0.0), hits.where(labelled, 0.0)
 
 
 def _log_softmax(logits: Tensor) -> Tensor:

@@ -5,7 +5,7 @@ import math
 from collections import defaultdict
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -302,7 +302,7 @@ class _Found:
     def _of_table(self, key: tuple[int, int, str], position: int, tags: Tags) -> Iterator[Record]:
         layer, other, table = key
         metric = f"{table}_coupling"
-        place = {"layer": layer} if layer == other else {"layer": layer, "other_layer": other}
+        place: dict[str, Any] = {"layer": layer} if layer == other else {"layer": layer, "other_layer": other}
         counted = {**tags, **left_out("pairs", self.undefined[key])}
         columns = self._with_short(torch.stack(self.means[key])[:, position]).T
         for name, column in zip((metric, f"random_{metric}", f"excess_{metric}"), columns, strict=True):
@@ -316,7 +316,7 @@ class _Found:
                 where = {**tags, "token": percent, "other_token": other_percent}
                 yield from summarize(f"{metric}_pair", values, **place, tags=where)
 
-    def _of_same(self, values: Tensor, tags: Tags, **place: int) -> Iterator[Record]:
+    def _of_same(self, values: Tensor, tags: Tags, **place: Any) -> Iterator[Record]:
         names = "same_token_coupling", "excess_same_token_coupling"
         for name, column in zip(names, self._with_short(values).T, strict=True):
             yield from summarize(name, column, **place, tags=tags)
