@@ -102,16 +102,17 @@ def _fork(
     child = os.fork()
     if child:
         return _Child(child, imported)
-    code = 99
+    code, kept = 99, False
     try:
         os.setpgid(0, 0)
         gc.freeze()  # else each collection walks, and so copies, all that was imported
         os.environ.update(environment or {})
         os.environ.pop("WANDB_SERVICE", None)  # W&B's own process of this one would survive the kill, holding the run
+        kept = output is not None or "FORKED_OUTPUT" in os.environ
         null = os.open(os.environ.get("FORKED_OUTPUT", os.devnull), os.O_WRONLY | os.O_CREAT | os.O_APPEND)
         for number, name in ((1, "stdout"), (2, "stderr")):
             os.dup2(output[number - 1] if output else null, number)
-            if output:  # and not where pytest captures it
+            if kept:  # and not where pytest captures it
                 setattr(sys, name, os.fdopen(number, "w", buffering=1, closefd=False))
         code = function()
         imported.write("\n".join(name for name in sys.modules if name not in there).encode())
@@ -121,7 +122,7 @@ def _fork(
     except BaseException:
         traceback.print_exc()
     finally:
-        if output:
+        if kept:
             sys.stdout.flush()
             sys.stderr.flush()
         os._exit(code)
