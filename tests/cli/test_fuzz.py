@@ -189,7 +189,8 @@ def harm(folder: Path, before: set[str], argv: list[str]) -> str | None:
         losses = [row["train/loss"] for row in records.rows(folder / "out" / "metrics.jsonl") if "train/loss" in row]
         if not losses:
             return "it trained nothing"
-        if not all(map(math.isfinite, losses)) or losses[-1] > losses[0] + 0.5:
+        # Batches of 64 tokens differ by tenths, and the first steps of AdamW without clipping go up by one.
+        if not all(map(math.isfinite, losses)) or losses[-1] > losses[0] + 1.5:
             return f"it trained uphill: {losses}"
     return None
 
@@ -229,9 +230,9 @@ def test_the_harness_sees_an_exception_a_hang_and_harm(tmp_path: Path, monkeypat
     assert trouble(lambda: 2) == "it is refused without a sentence"
     assert trouble(lambda: 0) is None
     (tmp_path / "out").mkdir()
-    rows = [{"step": step, "train/loss": 1.0 + step} for step in (1, 2)]
+    rows = [{"step": step, "train/loss": 2.0 * step} for step in (1, 2)]
     (tmp_path / "out" / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    assert harm(tmp_path, set(), ["fit"]) == "it trained uphill: [2.0, 3.0]"
+    assert harm(tmp_path, set(), ["fit"]) == "it trained uphill: [2.0, 4.0]"
     (tmp_path / "strange").mkdir()
     assert harm(tmp_path, set(), ["report"]) == "it wrote ['strange'] beside its folder"
 
