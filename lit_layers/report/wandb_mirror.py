@@ -415,9 +415,10 @@ def _points(measurement: Measurement, name: str | None = None) -> dict[str, floa
             layers.setdefault(whole, {})[record.layer] = record.value
     depth = measurement.provenance.get("depth", max((max(values) for values in layers.values()), default=0))
     for whole, values in layers.items():
-        # one step is straight: there is no line-shape score of layer 1
+        # One step is straight: there is no line-shape score of layer 1. The last block has none to be switched with.
         first = 2 if "/line_shape_score" in whole and 1 not in values else 1
-        if whole not in points and [*sorted(values)] == [*range(first, depth + 1)]:
+        last = depth - 1 if "/variant=switch" in whole else depth
+        if whole not in points and [*sorted(values)] == [*range(first, last + 1)]:
             points[f"{whole}/layer_mean"] = sum(values.values()) / len(values)
     return points
 

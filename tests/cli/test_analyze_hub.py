@@ -5,6 +5,7 @@ import shutil
 import signal
 import sys
 import threading
+import time
 from pathlib import Path
 
 import pytest
