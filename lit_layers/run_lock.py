@@ -54,6 +54,11 @@ def writing(root: str | Path, *, shard: tuple[int, int] = (0, 1)) -> Iterator[No
                 folder.rmdir()
 
 
+def is_held(root: str | Path) -> bool:
+    """Whether this process, and not one that it was forked from, holds a run's folder for writing."""
+    return any(lock.root == Path(root).resolve() and lock.process == os.getpid() for lock in _held)
+
+
 def check(path: Path) -> None:
     """Called before a write.
 
@@ -82,7 +87,7 @@ def _of(path: Path) -> "list[_Lock]":
 
 class _Lock:
     def __init__(self, root: Path, shard: tuple[int, int]) -> None:
-        self.root = root
+        self.root, self.process = root, os.getpid()
         self.sizes: dict[Path, int] = {}
         self._cut: set[Path] = set()
         index, count = shard

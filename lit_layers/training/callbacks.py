@@ -1,5 +1,6 @@
 """The two callbacks of a run that is watched: save the model at the steps of a schedule, then measure it."""
 
+import contextlib
 import logging
 import shutil
 import time
@@ -11,7 +12,7 @@ from typing import Any, Protocol
 import lightning as L
 from torch import distributed, nn
 
-from lit_layers import emergence, records
+from lit_layers import emergence, records, run_lock
 from lit_layers.analyses.base import Analysis
 from lit_layers.errors import InputError
 from lit_layers.identity import logged_name, plain_settings
@@ -19,7 +20,7 @@ from lit_layers.models.build import save, weights_hash
 from lit_layers.models.view import LayeredModel
 from lit_layers.records import Measurement
 from lit_layers.schedule import Schedule, Steps
-from lit_layers.training.checkpoint_io import step_folder, writable_folder, write_folder
+from lit_layers.training.checkpoint_io import step_folder, write_folder
 from lit_layers.training.dealing import measure_together, new_group
 from lit_layers.training.origin import axis_step, origin_of
 from lit_layers.training.sharding import NoRoomError, is_sharded, release_copy_, whole_copy, whole_on_first_rank
@@ -28,12 +29,38 @@ logger = logging.getLogger(__name__)
 
 
 class _AtSteps(L.Callback):
-    """Acts once at each optimizer step of a schedule, at the first step and at the last, however batches accumulate."""
+    """Acts once at each optimizer step of a schedule, at the first step and at the last, however batches accumulate.
+
+    While a training lasts, its first process holds the root for writing, if it does not yet, as in `lit-layers fit`.
+    """
 
     def __init__(self, steps: Steps, root: str | Path, model: str | None) -> None:
         self.schedule, self.root, self.model = Schedule(steps), Path(root), model
         self.paused_seconds = 0.0  # what training waited for this callback
         self._last_step = -1
+        self._group: Any = None
+        self._held = contextlib.ExitStack()
+
+    def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
+        if stage != "fit":
+            return
+        refusal: list[str | None] = [None]
+        if trainer.is_global_zero and not run_lock.is_held(self.root):
+            try:
+                self._held.enter_context(run_lock.writing(self.root))
+            except InputError as error:
+                refusal = [str(error)]
+        self._group = new_group() if trainer.world_size > 1 else None
+        if self._group is not None:  # all ranks are refused, as none could go on
+            distributed.broadcast_object_list(refusal, src=0, group=self._group)
+        if refusal[0] is not None:
+            raise InputError(refusal[0])
+
+    def teardown(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
+        self._held.close()
+
+    def on_exception(self, trainer: L.Trainer, pl_module: L.LightningModule, exception: BaseException) -> None:
+        self._held.__exit__(type(exception), exception, exception.__traceback__)
 
     @abstractmethod
     def at_step(self, trainer: L.Trainer, model: nn.Module, step: int) -> None:
@@ -109,8 +136,8 @@ class SeriesCheckpoint(_AtSteps):
         self._resumed_at: int | None = None
 
     def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
+        super().setup(trainer, pl_module, stage)
         if trainer.is_global_zero and stage == "fit":
-            writable_folder(self.root, "root")
             for leftover in self.root.glob(".tmp-step-*"):
                 shutil.rmtree(leftover, ignore_errors=True)
 
@@ -162,7 +189,8 @@ class EmergenceCallback(_AtSteps):
 
     Raises:
         InputError: before the first step, for two analyses of one name, a model of no known family, data that is
-            missing, or options that do not fit the model.
+            missing, options that do not fit the model, or a root that another process writes or nobody can.
+        RunLostError: where files that were written to root are gone, or another process has taken it over.
     """
 
     def __init__(
@@ -182,7 +210,6 @@ class EmergenceCallback(_AtSteps):
             raise InputError(f"analyses: two are named {sorted(double)[0]!r}; give each a name of its own")
         self.analyses, self.run, self.tokens_per_step = list(analyses), run or self.root.name, tokens_per_step
         self.watchers = list(watchers)
-        self._group: Any = None
         self._known: list[Measurement] = []
         self._plain: dict[tuple[str, str], str] = {}  # the settings that loggers know by the analysis' own name
         self._source: dict[str, Any] = {}
@@ -195,10 +222,6 @@ class EmergenceCallback(_AtSteps):
         view = LayeredModel(self._plain_model(pl_module))
         for analysis in self.analyses:
             analysis.check(view)
-        if trainer.is_global_zero:
-            writable_folder(self.root, "root")
-        if trainer.world_size > 1:
-            self._group = new_group()
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         known = records.read(self.file) if trainer.is_global_zero and self.file.exists() else []
