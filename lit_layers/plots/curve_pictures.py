@@ -40,11 +40,19 @@ class _Checkpoint:
 
 @dataclass(frozen=True)
 class _Curve:
-    """A checkpoint's values over the layers, and what they are compared with: names, layers, values."""
+    """A checkpoint's values over the layers, and what they are compared with: names, layers, values.
+
+    `layers` are those of all checkpoints, up to this one's last.
+    """
 
     name: str
     points: Sequence[Point]
+    layers: Sequence[int]
     compared: Sequence[tuple[str, Sequence[int], Sequence[float]]]
+
+    @property
+    def depth(self) -> int:
+        return self.points[-1].layer or 0
 
 
 def write_layer_curves(
@@ -62,7 +70,8 @@ def write_layer_curves(
     Of many checkpoints eight are drawn, spread evenly. The 95% intervals are shaded, of more than three lines those of
     the first and the last. Dashed: rows tagged `reference`, and those whose tag `control` is in `controls`, of the last
     checkpoint, or of each model in its colour. Models that are not equally deep have their depth in per cent, 100 l /
-    L, as their axis. `tags` chooses a variant, as in `emergence_curves`. The suffix of `path` decides: .png or .svg.
+    L, as their axis. A line breaks at a layer that only others have a value of. `tags` chooses a variant, as in
+    `emergence_curves`. The suffix of `path` decides: .png or .svg.
 
     Raises:
         InputError: for suspect checkpoints, unless they are allowed; where the picture cannot be written.
@@ -72,17 +81,16 @@ def write_layer_curves(
     tags, curves = _curves(metric, checkpoints, tags, controls)
     curves = curves if by_model else [curves[n] for n in spread([*range(len(curves))], _CURVES)]
     colors = [COLORS[n % len(COLORS)] for n in range(len(curves))] if by_model else rgb(TIME, len(curves))
-    is_share = len({curve.points[-1].layer for curve in curves}) > 1
+    is_share = by_model and len({curve.depth for curve in curves}) > 1
     fig = canvas(7.2, 4.0)
     axes = fig.add_subplot()
     levels: dict[str, list[tuple[str, list[float], Sequence[float], Any]]] = {}
     for number, (curve, color) in enumerate(zip(curves, colors, strict=True)):
-        scale = 100 / (curve.points[-1].layer or 1) if is_share else 1
-        at = [(point.layer or 0) * scale for point in curve.points]
+        scale = 100 / (curve.depth or 1) if is_share else 1
+        at = [layer * scale for layer in curve.layers]
+        values, low, high = zip(*_with_gaps(curve.points, curve.layers), strict=True)
         if len(curves) <= _BANDS or number in (0, len(curves) - 1):
-            low, high = zip(*((point.low, point.high) for point in curve.points), strict=True)
             axes.fill_between(at, low, high, color=color, alpha=0.15, linewidth=0)
-        values = [point.value for point in curve.points]
         axes.plot(at, values, color=color, linewidth=1.6, marker="o", markersize=3.5, label=curve.name)
         for text, layers, compared in curve.compared if by_model or curve is curves[-1] else ():
             places = [layer * scale for layer in layers]
@@ -228,9 +236,10 @@ def _curves(
     if not found:
         raise ValueError(f"metric {metric!r} has no values per layer{' with these tags' if tags else ''}")
     chosen = {**plainest(variants_of(found)), **(tags or {})}
+    every = [_layered(matching(points, chosen)) for points in plain]
+    places = sorted({point.layer or 0 for own in every for point in own})
     curves = []
-    for each, points in zip(checkpoints, plain, strict=True):
-        own = _layered(matching(points, chosen))
+    for each, points, own in zip(checkpoints, plain, every, strict=True):
         ends = [own[0].layer or 0, own[-1].layer or 0] if own else []
         levels = [point for point in matching(points, chosen) if point.reference is not None]
         compared: list[tuple[str, list[int], list[float]]] = [
@@ -238,16 +247,23 @@ def _curves(
         ]
         for control in controls:
             part = _layered(matching(points, {**chosen, "control": control}))
-            values = [point.value for point in part]
-            compared.append((tag_text({"control": control}), [point.layer or 0 for point in part], values))
+            layers = places if part else []
+            compared.append((tag_text({"control": control}), layers, [v for v, *_ in _with_gaps(part, layers)]))
         if own:
-            curves.append(_Curve(each.name, own, [line for line in compared if line[1]]))
+            layers = [layer for layer in places if layer <= ends[1]]
+            curves.append(_Curve(each.name, own, layers, [line for line in compared if line[1]]))
     return chosen, curves
 
 
 def _layered(points: Sequence[Point]) -> list[Point]:
     own = [point for point in points if point.layer is not None and point.reference is None]
     return sorted(own, key=lambda point: point.layer or 0)
+
+
+def _with_gaps(points: Sequence[Point], layers: Sequence[int]) -> list[tuple[float, float, float]]:
+    """Value and interval at each layer, NaN where there is no point: matplotlib draws nothing there."""
+    values = {point.layer: (point.value, point.low, point.high) for point in points}
+    return [values.get(layer, (math.nan,) * 3) for layer in layers]
 
 
 def _few(checkpoints: Sequence[_Checkpoint], by_model: bool) -> list[_Checkpoint]:
