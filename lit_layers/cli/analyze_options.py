@@ -10,7 +10,7 @@ from yaml import YAMLError
 
 from lit_layers.analyses.base import Analysis
 from lit_layers.cli.limits import other_encoding, refuse_wild_numbers
-from lit_layers.cli.trust import HELP, RecipeParser, trust_code
+from lit_layers.cli.trust import HELP, RecipeParser, refuse_reach, trust_code
 from lit_layers.errors import InputError
 from lit_layers.series import Series, open_series, read_steps
 
@@ -80,7 +80,7 @@ class Command:
     def _of_training(self, owner: str, analyses: Any) -> list[Analysis]:
         """By the same parser as any others: a run that somebody else made is data like a recipe."""
         try:
-            return self._made(self._parser.parse_object({"analyses": analyses})).analyses
+            return self._made(self._checked(self._parser.parse_object({"analyses": analyses}))).analyses
         except InputError as error:
             raise InputError(f"the analyses of {owner}, as its run.json has them: {error}; name others") from error
 
@@ -92,6 +92,12 @@ class Command:
         except UnicodeDecodeError as error:
             raise other_encoding(self._argv, error) from error
         refuse_wild_numbers(options.as_dict())
+        return self._checked(options)
+
+    def _checked(self, options: Namespace) -> Namespace:
+        plain = options.as_dict()
+        of_series = ((plain.get("series") or {}).get("init_args") or {}).get("root")  # its measurements lie beside it
+        refuse_reach(plain, options.root or of_series or "checkpoints", self._argv)
         return options
 
     def _made(self, options: Namespace) -> Any:

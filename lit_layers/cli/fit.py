@@ -22,7 +22,7 @@ from lit_layers.analyses.base import Analysis
 from lit_layers.cli.closing import print_closing
 from lit_layers.cli.limits import other_encoding, refuse_harm
 from lit_layers.cli.stopping import TERMINATED, finish_first
-from lit_layers.cli.trust import HELP, RecipeParser, trust_code
+from lit_layers.cli.trust import HELP, RecipeParser, refuse_reach, trust_code
 from lit_layers.errors import InputError
 from lit_layers.report import MirrorAside, WandbMirror, write_report
 from lit_layers.training import EmergenceCallback, SeriesCheckpoint
@@ -103,7 +103,9 @@ class FitCLI(LightningCLI):
 
     def parse_arguments(self, parser: LightningArgumentParser, args: Any) -> None:
         super().parse_arguments(parser, args)
-        refuse_harm(self.config.as_dict())
+        options = self.config.as_dict()
+        refuse_harm(options)
+        refuse_reach(options, options["root"], args)
 
     @property
     def own(self) -> Any:
@@ -150,7 +152,13 @@ class FitCLI(LightningCLI):
         precision = options.get("precision") or _best_precision(options["accelerator"])
         plugins = plugins_with_cluster(options.get("plugins"))
         try:
-            trainer = super().instantiate_trainer(callbacks=callbacks, precision=precision, plugins=plugins, **kwargs)
+            trainer = super().instantiate_trainer(
+                callbacks=callbacks,
+                precision=precision,
+                plugins=plugins,
+                default_root_dir=options.get("default_root_dir") or root,
+                **kwargs,
+            )
         except (MisconfigurationException, ValueError) as error:
             raise InputError(f"trainer: {' '.join(str(error).split())}") from error
         refuse_another_number_of_ranks(trainer)

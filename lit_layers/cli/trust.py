@@ -1,4 +1,7 @@
-"""What a recipe may name: classes of a few packages and of the user's own code, where a field asks for such a class."""
+"""What a recipe may name: classes of a few packages and of the user's own code, where a field asks for such a class.
+
+And what these may reach: they write to the recipe's root and to folders that the command line names, and to no address.
+"""
 
 import argparse
 import pkgutil
@@ -16,7 +19,14 @@ from lit_layers.errors import InputError
 
 PACKAGES = ("lit_layers", "torch", "lightning", "transformers", "timm", "torchmetrics")
 HELP = "command line only, repeatable: a recipe may name the classes of this package, or of all modules of this folder"
-_own_code = {"lit_layers"}  # its functions may be named, too: of the others some load or start whatever they are given
+_OF_LIGHTNING = (  # its demonstrations fetch data, and its server starts a process
+    *(f"lightning.pytorch.{part}" for part in ("accelerators", "callbacks", "loggers", "plugins", "profilers")),
+    *("lightning.pytorch.strategies", "lightning.fabric.plugins"),
+)
+_OWN_PLACES = (".cache", ".results", ".root", ".store.folder")  # where classes of lit_layers write to
+_PLACES = {"default_root_dir", "dir", "dirpath", "exclude_batches_path", "nvme_path", "save_dir"}
+_ADDRESSES = {"api_key", "host", "settings", "tracking_uri"}
+_own_code: set[str] = set()  # its functions may be named, too: of the others some load or start whatever they are given
 
 
 def trust_code(argv: list[str]) -> list[str]:
@@ -106,7 +116,7 @@ def _refuse_foreign(where: str, given: Any, hint: Any) -> None:
         return
     if _takes_callables(hint) and _is_under(getattr(made, "__module__", None) or "", _own_code):
         return
-    expected = " or ".join(kind.__name__ for kind in kinds) or "what lit_layers or --code PACKAGE defines"
+    expected = " or ".join(kind.__name__ for kind in kinds) or "what --code PACKAGE defines"
     path = given if is_class else f"{getattr(given, '__module__', '')}.{getattr(given, '__name__', given)}"
     raise TypeError(f"{where}: {REFUSED} {'class' if is_class else 'function'} here but {expected}, got {path}")
 
@@ -137,6 +147,77 @@ def _is_in(name: str, folder: Path) -> bool:
     spec = find_spec(name)
     places = spec and ([spec.origin] if spec.origin else spec.submodule_search_locations)
     return any(Path(place).is_relative_to(folder.resolve()) for place in places or ())
+
+
+def refuse_reach(options: Mapping[str, Any], root: str | Path, argv: list[str]) -> None:
+    """Refuses what a recipe would write elsewhere than in `root` or in a folder that the command line names, and
+    classes that fetch or start something when they are made or used.
+
+    Raises:
+        InputError: naming the option and its value.
+    """
+    words = [part for word in argv for part in (word, word.partition("=")[2]) if part]
+    allowed = [Path(folder).resolve() for folder in (root, *words)]
+    trainer = {"class_path": "lightning.pytorch.callbacks.Callback", "init_args": options.get("trainer")}
+    for where, path, given, holder in _classes("", {**options, "trainer": trainer}, "lit_layers"):
+        if _is_under(path, _own_code):
+            continue
+        module = pkgutil.resolve_name(path).__module__
+        if not _is_under(module, ("lit_layers", *_OF_LIGHTNING, "torch.distributed")) and not _is_under(
+            holder, _own_code
+        ):
+            raise InputError(
+                f"{where}: {REFUSED} {path}, which could fetch or start something; --code {path} allows it"
+            )
+        for place, value in _texts(where, given):
+            if not _is_harmless(place, value, module) and not _lies_in(value, allowed):
+                raise InputError(
+                    f"{place}: a recipe reaches only its root and folders that the command line names, got {value!r}"
+                )
+
+
+def _classes(where: str, value: Any, holder: str) -> Iterator[tuple[str, str, Any, str]]:
+    """Yields every class: where it is named, its path, its options, and the class that holds it."""
+    value = vars(value) if isinstance(value, Namespace) else value
+    if isinstance(value, Mapping) and isinstance(path := value.get("class_path"), str):
+        value = {**_plain(value.get("init_args")), **_plain(value.get("dict_kwargs"))}
+        yield where, path, value, holder
+        holder = path
+    if isinstance(value, Mapping):
+        for name, part in value.items():
+            yield from _classes(f"{where}.{name}".lstrip("."), part, holder)
+    elif isinstance(value, list | tuple):
+        for part in value:
+            yield from _classes(where, part, holder)
+
+
+def _plain(options: Any) -> dict[str, Any]:
+    return dict(vars(options) if isinstance(options, Namespace) else options or {})
+
+
+def _texts(where: str, value: Any) -> Iterator[tuple[str, str]]:
+    """Yields the texts among a class's options, without those of the classes inside."""
+    value = vars(value) if isinstance(value, Namespace) else value
+    if isinstance(value, Mapping) and "class_path" not in value:
+        for name, part in value.items():
+            yield from _texts(f"{where}.{name}", part)
+    elif isinstance(value, list | tuple):
+        for part in value:
+            yield from _texts(where, part)
+    elif isinstance(value, str | Path):
+        yield where, str(value)
+
+
+def _is_harmless(where: str, value: str, module: str) -> bool:
+    if module.startswith("lit_layers."):
+        return not where.endswith(_OWN_PLACES)
+    parts, name = Path(value).parts, where.rpartition(".")[2]
+    leaves = Path(value).is_absolute() or ".." in parts or value.startswith("~") or "://" in value
+    return not leaves and name not in _PLACES and not _ADDRESSES & set(where.split("."))
+
+
+def _lies_in(value: str, allowed: list[Path]) -> bool:
+    return "://" not in value and any(Path(value).expanduser().resolve().is_relative_to(place) for place in allowed)
 
 
 def _without_code(class_type: Any, *args: Any, **kwargs: Any) -> Any:

@@ -209,7 +209,7 @@ def test_a_task_file_of_lm_eval_is_code_and_no_recipe_names_one(write, tmp_path,
         task=str(tmp_path / "evil.yaml"),
         scorer="lm_eval",
         tokenizer="${tokenizer}",
-        results=str(tmp_path / "results"),
+        results=str(tmp_path / "run" / "results"),
     )
     recipe = write("analyses", [scores])
     assert "a recipe names no task file, which is code" in refused(["fit", "--config", recipe], capsys)
@@ -217,7 +217,7 @@ def test_a_task_file_of_lm_eval_is_code_and_no_recipe_names_one(write, tmp_path,
     file.write_text(yaml.safe_dump({"analyses": [scores]}))
     save(causal_lm("gpt2", n_layer=1, n_embd=8, n_head=2, n_positions=8, vocab_size=300), tmp_path / "model")
     command = ["analyze", str(tmp_path / "model"), "--tokenizer", "bpe:300", "--config", str(file)]
-    assert "a recipe names no task file, which is code" in refused([*command, "--root", str(tmp_path / "r")], capsys)
+    assert "a recipe names no task file, which is code" in refused([*command, "--root", str(tmp_path / "run")], capsys)
     assert not canary.exists()
 
 

@@ -1,0 +1,102 @@
+"""What classes that a recipe may name would write, fetch or start: nothing outside the recipe's root, unasked."""
+
+import copy
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from lit_layers.cli.main import main
+from tests.cli.test_fit import RECIPE
+from tests.hostile.test_recipes import refused, spec
+
+CALLBACKS, LOGGERS, TRAINING = "lightning.pytorch.callbacks", "lightning.pytorch.loggers", "lit_layers.training"
+WANDB = f"{LOGGERS}.WandbLogger"
+SCORE = spec("torchmetrics.text.bert.BERTScore", model_name_or_path="evil/repo")
+FINETUNED = {"corpus": "c", "steps": 1, "batch_size": 1, "num_tokens": 8, "num_validation_sequences": 1}
+PLACES = {  # each wrote there
+    "trainer.default_root_dir": "OUTSIDE",
+    "trainer.callbacks.dirpath": spec(f"{CALLBACKS}.ModelCheckpoint", dirpath="OUTSIDE"),
+    "trainer.callbacks.filename": spec(f"{CALLBACKS}.ModelCheckpoint", dirpath="ROOT", filename="../../outside/x"),
+    "trainer.callbacks.root": spec(f"{TRAINING}.run_log.RunLog", root="OUTSIDE", mirror=None),
+    "trainer.logger.save_dir": spec(f"{LOGGERS}.CSVLogger", save_dir="OUTSIDE"),
+    "trainer.logger.name": spec(f"{LOGGERS}.CSVLogger", save_dir="ROOT", name="OUTSIDE"),
+    "trainer.logger.version": spec(f"{LOGGERS}.CSVLogger", save_dir="ROOT", version="~/x"),
+    "trainer.profiler.dirpath": spec("lightning.pytorch.profilers.SimpleProfiler", dirpath=".", filename="x"),
+    "trainer.logger.settings.base_url": spec(WANDB, save_dir="ROOT", settings={"base_url": "http://e"}),
+    "trainer.logger.settings.api_key": spec(WANDB, save_dir="ROOT", settings={"api_key": "a" * 40}),
+    "analyses.cache": spec("lit_layers.analyses.Probe", task="banking77", tokenizer="t", corpus="c", cache="OUTSIDE"),
+    "analyses.root": spec(f"{TRAINING}.trained_variants.Finetuning", root="OUTSIDE", tokenizer="t", recipe=FINETUNED),
+    "analyses.results": spec("lit_layers.intervene.BenchmarkScores", task="t.csv", tokenizer="t", results="OUTSIDE"),
+}  # fmt: skip
+FETCHING = {
+    "data": [spec("lightning.pytorch.demos.mnist_datamodule.MNISTDataModule", data_dir="ROOT")],
+    "model": [spec("lightning.pytorch.demos.transformer.LightningTransformer")],
+    "trainer.callbacks": [spec("lightning.pytorch.serve.servable_module_validator.ServableModuleValidator")],
+    "trainer.callbacks.parameters_to_prune": [
+        spec(f"{CALLBACKS}.ModelPruning", pruning_fn="l1_unstructured", parameters_to_prune=[[SCORE, "weight"]])
+    ],
+}
+
+
+@pytest.fixture
+def write(tmp_path: Path) -> Callable[..., str]:
+    """Writes the recipe of a run of one step with one more option."""
+
+    def written(key: str, value: Any) -> str:
+        recipe = copy.deepcopy({**RECIPE, "corpus": "python", "root": str(tmp_path / "run"), "steps": [0]})
+        recipe["trainer"]["max_steps"], recipe["analyses"] = 1, recipe["analyses"][:1]
+        *branches, last = key.split(".")[:2]
+        (recipe[branches[0]] if branches else recipe)[last] = value
+        text = (
+            yaml.safe_dump(recipe).replace("OUTSIDE", str(tmp_path / "outside")).replace("ROOT", str(tmp_path / "run"))
+        )
+        (tmp_path / "recipe.yaml").write_text(text)
+        return str(tmp_path / "recipe.yaml")
+
+    return written
+
+
+def test_a_recipe_writes_to_its_root_and_reaches_no_address(write, tmp_path, downloaded, capsys):
+    for place, value in PLACES.items():
+        key = place.rpartition(".")[0] if place.startswith("analyses") else place
+        value = [value] if key.split(".")[-1] == "analyses" or place.startswith("trainer.callbacks") else value
+        said = refused(["fit", "--config", write(key, value)], capsys)
+        assert said.startswith(
+            f"{place}: a recipe reaches only its root and folders that the command line names, got "
+        ), said
+    assert {path.name for path in tmp_path.iterdir()} <= {"recipe.yaml", "downloaded"}
+    assert not any(downloaded.iterdir())
+
+
+def test_what_fetches_or_starts_something_is_named_on_the_command_line(write, downloaded, capsys, monkeypatch):
+    monkeypatch.setattr("socket.getaddrinfo", lambda *_, **__: pytest.fail("it asked the network"))
+    for place, (value,) in FETCHING.items():
+        said = refused(["fit", "--config", write(place, [value] if "callbacks" in place else value)], capsys)
+        assert said.startswith(f"{place}: a recipe names no "), said
+        assert " allows it" in said
+    assert not any(downloaded.iterdir())
+
+
+def test_analyze_writes_no_further(tmp_path, capsys):
+    file = tmp_path / "recipe.yaml"
+    for place in ("analyses.cache", "analyses.results"):
+        file.write_text(yaml.safe_dump({"analyses": [PLACES[place]]}).replace("OUTSIDE", str(tmp_path / "outside")))
+        said = refused(["analyze", "model", "--tokenizer", "bpe:300", "--config", str(file)], capsys)
+        assert said.startswith(f"{place}: a recipe reaches only its root"), said
+
+
+@pytest.mark.slow
+def test_a_recipe_may_write_into_its_root_and_where_the_command_line_says(write, tmp_path, capsys):
+    logger = spec(f"{LOGGERS}.CSVLogger", save_dir="${root}/logs", name="a")
+    checkpoint = spec(f"{CALLBACKS}.ModelCheckpoint", dirpath="OUTSIDE/x", filename="last", every_n_train_steps=1)
+    recipe = write("trainer.callbacks", [checkpoint])
+    content = yaml.safe_load(Path(recipe).read_text())
+    content["trainer"] |= {"logger": logger, "enable_checkpointing": True, "profiler": "simple"}
+    Path(recipe).write_text(yaml.safe_dump(content))
+    named = ["--trainer.default_root_dir", str(tmp_path / "outside")]
+    assert main(["fit", "--config", recipe, *named]) == 0
+    assert (tmp_path / "run" / "logs" / "a" / "version_0" / "metrics.csv").is_file()
+    assert (tmp_path / "outside" / "x" / "last.ckpt").is_file()
