@@ -1,6 +1,7 @@
 """A run on two ranks that was killed goes on as if it had not been: on two ranks bit for bit, on one up to rounding."""
 
 import itertools
+import os
 import random
 import shutil
 import signal
@@ -14,12 +15,16 @@ import yaml
 from lit_layers import records
 from lit_layers.analyses import Coupling
 from lit_layers.cli.main import main
-from lit_layers.training.checkpoint_io import saved_steps
+from lit_layers.training import LitCausalLM
 from lit_layers.training.resume import resume_point
-from tests.cli.test_resume import LAST, assert_equal, recipe, what_is_left  # noqa: F401 - a fixture
+from tests.cli.test_resume import LAST, PREEMPTION, assert_equal, dying, recipe, what_is_left  # noqa: F401 - a fixture
 from tests.support.forked import run_forked, run_ranks
 
-pytestmark = [pytest.mark.slow, pytest.mark.skipif(sys.platform == "win32", reason="needs fork and kill -9")]
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(sys.platform == "win32", reason="needs fork and kill -9"),
+    pytest.mark.usefixtures("no_page"),
+]
 TWO = ["--trainer.devices", "2", "--trainer.strategy", "ddp"]
 
 
@@ -56,7 +61,14 @@ def test_two_ranks_killed_at_random_moments_end_as_if_they_had_not_been(recipe, 
 
 def test_where_one_rank_dies_the_other_ends_and_the_run_goes_on(recipe, whole, tmp_path):  # noqa: F811
     root = tmp_path / "run"
-    codes = fit(recipe, root, when=lambda: len(saved_steps(root / "resume")) >= 2, only=1)
+    command = ["fit", "--config", str(recipe), "--root", str(root), *TWO]
+
+    def one_dies() -> int:
+        if os.environ["RANK"] == "1":
+            dying(LitCausalLM, "training_step", 10)(False)
+        return main(command)
+
+    codes = run_ranks(one_dies)
     assert codes[1] == -signal.SIGKILL
     assert codes[0] > 0
     assert fit(recipe, root, "--resume", "last") == [0, 0]
@@ -66,13 +78,17 @@ def test_where_one_rank_dies_the_other_ends_and_the_run_goes_on(recipe, whole, t
 @pytest.mark.parametrize("only", [pytest.param(None, marks=pytest.mark.soak), 1])
 def test_sigterm_to_any_rank_saves_one_step_and_all_end_with_143(only, recipe, whole, tmp_path):  # noqa: F811
     root = tmp_path / "run"
-    begun = lambda: len(saved_steps(root)) >= 2  # noqa: E731
-    codes = fit(recipe, root, "--resume_every", "1000", when=begun, signal_number=signal.SIGTERM, only=only)
-    assert codes == [143, 143]
-    assert (root / "report.html").is_file()
+    command = ["fit", "--config", str(recipe), "--root", str(root), *TWO, "--resume_every", "1000"]
+
+    def preempted() -> int:
+        if only is None or os.environ["RANK"] == str(only):
+            PREEMPTION(False)
+        return main(command)
+
+    assert run_ranks(preempted) == [143, 143]
     point = resume_point(root, "last")
     assert point is not None
-    assert 0 < point.step < LAST
+    assert 8 <= point.step < LAST
     assert fit(recipe, root, "--resume", "last") == [0, 0]
     found, expected = what_is_left(root), what_is_left(whole)
     assert found["losses"] == expected["losses"]
@@ -102,18 +118,30 @@ def test_sigterm_inside_the_first_measurement_ends_all_ranks_and_hangs_none(
     assert_equal(what_is_left(root), what_is_left(whole))
 
 
-def test_on_another_number_of_ranks_a_run_goes_on_with_the_same_batches(recipe, tmp_path):  # noqa: F811
+@pytest.fixture(scope="module")
+def still(recipe, tmp_path_factory) -> Path:  # noqa: F811
+    """The recipe without dropout, which each rank draws for itself."""
     options = yaml.safe_load(recipe.read_text())
-    for rate in ("resid_pdrop", "embd_pdrop", "attn_pdrop"):  # drawn anew by each rank
+    for rate in ("resid_pdrop", "embd_pdrop", "attn_pdrop"):
         options["model"]["init_args"]["config"][rate] = 0.0
-    still = tmp_path / "still.yaml"
-    still.write_text(yaml.safe_dump(options))
-    alone = ["fit", "--config", str(still), "--resume", "last"]
-    one = tmp_path / "one"
-    assert run_forked(lambda: main([*alone, "--root", str(one)])) == 0
+    del options["wandb"]
+    path = tmp_path_factory.mktemp("still") / "still.yaml"
+    path.write_text(yaml.safe_dump(options))
+    return path
 
+
+@pytest.fixture(scope="module")
+def one(still, tmp_path_factory) -> Path:
+    """The whole run on one rank."""
+    root = tmp_path_factory.mktemp("one")
+    assert run_forked(lambda: main(["fit", "--config", str(still), "--resume", "last", "--root", str(root)])) == 0
+    return root
+
+
+def test_on_another_number_of_ranks_a_run_goes_on_with_the_same_batches(still, one, tmp_path):
+    alone = ["fit", "--config", str(still), "--resume", "last"]
     root = tmp_path / "two_then_one"
-    half = ["--trainer.max_steps", "9", "--model.decay_steps", str(LAST)]
+    half = ["--trainer.max_steps", "7", "--model.decay_steps", str(LAST)]
     assert fit(still, root, *half) == [0, 0]
     other = tmp_path / "one_then_two"
     assert run_forked(lambda: main([*alone, "--root", str(other), *half])) == 0
@@ -130,6 +158,22 @@ def test_on_another_number_of_ranks_a_run_goes_on_with_the_same_batches(recipe, 
             assert found == pytest.approx(right, abs=3e-5), name
         measured = [(m.step, m.analysis, m.error) for m in records.read(each / "measurements.jsonl")]
         assert set(measured) == {(m.step, m.analysis, None) for m in records.read(one / "measurements.jsonl")} | {
-            (9, name, None) for name in ("trajectory", "coupling")
+            (7, name, None) for name in ("trajectory", "coupling")
         }
     shutil.rmtree(root)
+
+
+def test_workers_and_another_accumulation_change_nothing_after_a_kill(still, one, tmp_path):
+    """The global batches are a function of the step: how they are cut and loaded is not part of the run."""
+
+    def killed() -> int:
+        dying(LitCausalLM, "training_step", 10)(False)
+        return main(["fit", "--config", str(still), "--root", str(tmp_path / "cut")])
+
+    assert run_forked(killed) == -signal.SIGKILL
+    other = ["--trainer.accumulate_grad_batches", "4", "--trainer.val_check_interval", "12", "--data.num_workers", "2"]
+    again = ["fit", "--config", str(still), "--root", str(tmp_path / "cut"), "--resume", "last", *other]
+    assert run_forked(lambda: main(again)) == 0
+    losses = [[row["train/loss"] for row in records.rows(each / "metrics.jsonl")] for each in (one, tmp_path / "cut")]
+    assert losses[1] == pytest.approx(losses[0], abs=2e-5)
+    assert losses[1] != losses[0]  # other sums

@@ -4,6 +4,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.cli.conftest import corpus  # noqa: F401 - a fixture
+
 
 @pytest.fixture
 def canary(tmp_path: Path) -> Path:

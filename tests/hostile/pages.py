@@ -8,9 +8,9 @@ from lit_layers.records import Measurement, Record
 from tests.support.runs import TOKENS_PER_STEP, make_run
 
 
-def hostile_run(root: Path, text: str) -> Path:
+def hostile_run(root: Path, text: str, analyses: tuple[str, ...] = ("trajectory", "coupling", "lens")) -> Path:
     """A run of three layers with `text` as its name, tags, metric, analysis, error, provenance, verdict and options."""
-    make_run(root, steps=(0, 8), layers=3, analyses=("trajectory", "coupling", "lens"), run=text)
+    make_run(root, steps=(0, 8), layers=3, analyses=analyses, run=text)
     provenance = {"audit": f"suspect: {text}", "series": text, "commit": text, "checkpoint": text, "data_hash": text}
     rows = [
         Record(metric=metric, value=1.0 + layer, layer=layer, tags={text: text, "task": text, "split": text})

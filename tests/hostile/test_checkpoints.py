@@ -98,14 +98,19 @@ def armed(tmp_path, payload) -> Path:
     return folder
 
 
-def test_code_beside_a_model_runs_neither_with_it_nor_with_its_tokenizer(armed, tmp_path, canary, monkeypatch):
+def test_code_beside_a_model_runs_neither_with_it_nor_with_its_tokenizer(armed, corpus, tmp_path, canary, monkeypatch):
     monkeypatch.chdir(armed)
     options = ["--tokenizer", "bpe:300", "--root", str(tmp_path / "root")]
     recipe = tmp_path / "one.yaml"
     text = {"class_path": "lit_layers.data.EvalText", "init_args": {"corpus": "${corpus}", "tokenizer": "${tokenizer}"}}
     text["init_args"] |= {"num_sequences": 2, "num_tokens": 8}
     recipe.write_text(
-        json.dumps({"analyses": [{"class_path": "lit_layers.analyses.Trajectory", "init_args": {"batches": text}}]})
+        json.dumps(
+            {
+                "corpus": str(corpus),
+                "analyses": [{"class_path": "lit_layers.analyses.Trajectory", "init_args": {"batches": text}}],
+            }
+        )
     )
     assert main(["analyze", ".", *options, "--config", str(recipe)]) == 0
     assert str(armed) not in sys.path
@@ -121,7 +126,8 @@ def test_a_config_cannot_ask_for_code_of_the_hub(armed, canary):
     assert not canary.exists()
 
 
-def test_pickles_are_refused_with_a_sentence_by_every_command(tmp_path, payload, canary, capsys):
+def test_pickles_are_refused_with_a_sentence_by_every_command(corpus, tmp_path, payload, canary, capsys):
+    options = ["--tokenizer", str(corpus / "tokenizer"), "--root", str(tmp_path / "root")]
     folder = tmp_path / "run" / "step-000000001"
     save(causal_lm("gpt2", **GPT2), folder)
     weights = load_file(folder / "model.safetensors")
@@ -129,11 +135,13 @@ def test_pickles_are_refused_with_a_sentence_by_every_command(tmp_path, payload,
     for content in ({**weights, "x": Payload(payload)}, Payload(payload), [Payload(payload)]):
         for zipped in (True, False):
             torch.save(content, folder / "pytorch_model.bin", _use_new_zipfile_serialization=zipped)
-            said = refused(["analyze", str(folder), "--tokenizer", "bpe:300", "--root", str(tmp_path / "root")], capsys)
+            said = refused(["analyze", str(folder), *options, "--corpus", str(corpus)], capsys)
             assert "loading them would run code; nothing was run" in said
     (folder / "pytorch_model.bin").write_bytes(pickle.dumps(Payload(payload), protocol=2))
     for command in ("analyze", "intervene", "mteb"):
-        said = refused([command, str(folder), "--tokenizer", "bpe:300", "--root", str(tmp_path / "root")], capsys)
+        said = refused(
+            [command, str(folder), *(options if command == "analyze" else options[:2] + options[4:])], capsys
+        )
         assert "nothing was run" in said, command
     assert not canary.exists()
     pickle.loads((folder / "pytorch_model.bin").read_bytes())
@@ -149,11 +157,11 @@ def test_a_pickle_of_timm_runs_nothing(tmp_path, payload, canary):
     assert not canary.exists()
 
 
-def test_a_state_to_resume_from_is_tensors_even_with_a_right_hash(tmp_path, payload, canary, capsys):
+def test_a_state_to_resume_from_is_tensors_even_with_a_right_hash(corpus, tmp_path, payload, canary, capsys):
     from tests.cli.test_fit import RECIPE
 
     recipe, root = tmp_path / "recipe.yaml", tmp_path / "run"
-    content = {**RECIPE, "corpus": "python", "root": str(root), "steps": [0], "analyses": []}
+    content = {**RECIPE, "corpus": str(corpus), "root": str(root), "steps": [0], "analyses": []}
     recipe.write_text(json.dumps({**content, "trainer": {**RECIPE["trainer"], "max_steps": 1}}))
     assert main(["fit", "--config", str(recipe)]) == 0
     (state,) = root.glob("resume/*/trainer.ckpt")

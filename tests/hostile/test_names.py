@@ -31,7 +31,7 @@ def files_of(folder: Path) -> set[Path]:
 def test_a_report_its_tables_and_its_pictures_stay_where_they_belong(tmp_path, capfd):
     """The name of the run, of an analysis, a metric, a tag, and of a task."""
     for number, name in enumerate(NAMES):
-        root = hostile_run(tmp_path / "deep" / "er" / str(number), name)
+        root = hostile_run(tmp_path / "deep" / "er" / str(number), name, analyses=("trajectory",))
         for step in (0, 8):  # enough for a heat map over steps and layers
             rows = [Record(metric="prompt_entropy", value=1.0 + layer, layer=layer) for layer in range(4)]
             drawn = Measurement(

@@ -54,7 +54,7 @@ def test_the_import_path_is_left_as_it_is(planted, capsys):
     assert str(planted) not in sys.path
 
 
-@pytest.mark.slow
+@pytest.mark.soak  # as the other Python that a command starts: ten seconds of imports
 def test_the_process_that_measures_memory_imports_nothing_of_the_folder(planted, tmp_path, canary):
     save(causal_lm("gpt2", n_layer=1, n_embd=8, n_head=2, n_positions=8, vocab_size=32), tmp_path / "model")
     assert peak_memory(tmp_path / "model", {"input_ids": torch.zeros(1, 4, dtype=torch.long)}) > 0

@@ -5,7 +5,7 @@ import pytest
 
 from lit_layers.cli.main import main
 
-pytestmark = [pytest.mark.realmodel, pytest.mark.realdata]
+pytestmark = [pytest.mark.realmodel, pytest.mark.realdata, pytest.mark.soak]  # 1,379 pairs at seven layers
 PUBLISHED = 0.8203246731235654  # Spearman correlation of cosines, as the model's own page has it
 
 

@@ -125,6 +125,7 @@ class FakeHub:
         self.token = token
         self._log = open(log, "a", buffering=1) if log else None  # noqa: SIM115
         self._lock = threading.Lock()
+        self.closing = threading.Event()  # ends the delays
         handler = type("Handler", (_Handler,), {"hub": self})
         self.server = ThreadingHTTPServer(("127.0.0.1", port), handler)
         self.server.daemon_threads = True
@@ -141,6 +142,7 @@ class FakeHub:
         return self
 
     def stop(self) -> None:
+        self.closing.set()
         for s in (self.server, self.cdn):
             s.shutdown()
             s.server_close()
@@ -258,7 +260,7 @@ class _Handler(BaseHTTPRequestHandler):
             self.body = self.rfile.read(int(self.headers.get("Content-Length") or 0))
             slow = self.hub.rule(self.path, "delay")
             if slow:
-                sleep(slow["delay"])
+                self.hub.closing.wait(slow["delay"])
             bad = self.hub.rule(self.path, "status")
             if bad:
                 return self._error(bad["status"], None, f"fake_hub was told to answer {bad['status']}")

@@ -37,6 +37,7 @@ def served(root: Path, cache: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator
         monkeypatch.setenv("HF_HUB_DISABLE_PROGRESS_BARS", "1")
         close_session()  # a client keeps the proxies of the environment that it was made in
         yield hub
+        hub.closing.set()
         let_downloads_end()
         close_session()
 
