@@ -18,6 +18,7 @@ ELSEWHERE = ("make ", "pip install", "git clone", "cd ", "python -m pytest", "py
 # Their commands take tens of seconds; of the others all run with `make test`.
 LONG = (
     "README.md",
+    "callback.md",
     "correlate.md",
     "data.md",
     "images.md",
@@ -78,12 +79,12 @@ def test_every_fit_of_the_long_pages_is_one_that_can_be_read(tmp_path, monkeypat
     for name in ("recipes", "wandb_configs"):
         (tmp_path / name).symlink_to(ROOT / name)
     monkeypatch.chdir(tmp_path)
-    for page in (page for page in PAGES if page.name in LONG):
-        for kind, text in blocks(page):
-            for line in text.replace("\\\n", " ").splitlines() if kind == "bash" else ():
-                command = ASSIGNMENTS.sub("", line)
-                if command.startswith("lit-layers fit"):
-                    run(f"{command.partition(' #')[0]} --print_config")
+    texts = [text for page in PAGES if page.name in LONG for kind, text in blocks(page) if kind == "bash"]
+    lines = [ASSIGNMENTS.sub("", line) for text in texts for line in text.replace("\\\n", " ").splitlines()]
+    commands = {line.partition(" #")[0].strip() for line in lines if line.startswith("lit-layers fit")}
+    assert len(commands) > 4
+    for command in sorted(commands):
+        run(f"{command} --print_config")
 
 
 def run(line: str) -> None:

@@ -43,9 +43,6 @@ TOGETHER = sorted(set(documented()))
 OF_IMAGES = [paths for paths in TOGETHER if LISTS + "images.yaml" in paths]
 ELSEWHERE = ("recipes/gpt2/", "recipes/series/", "recipes/deit/")
 OF_PYTHON = [paths for paths in TOGETHER if paths not in OF_IMAGES and not paths[0].startswith(ELSEWHERE)]
-QUICK = [
-    ("recipes/series/pythia_70m.yaml", "recipes/analyses/text.yaml"),
-]
 
 
 def test_the_commands_are_found():
@@ -112,15 +109,9 @@ def begin(analyses: list[Analysis], realdata: Path) -> None:
         analysis.check_data()
 
 
+@pytest.mark.soak  # the short version is on small sets, below
 @pytest.mark.realdata
-@pytest.mark.parametrize(
-    "paths",
-    [
-        pytest.param(paths, id=" ".join(paths), marks=() if paths in QUICK else pytest.mark.soak)
-        for paths in TOGETHER
-        if paths not in [*OF_IMAGES, *OF_PYTHON]
-    ],
-)
+@pytest.mark.parametrize("paths", [paths for paths in TOGETHER if paths not in [*OF_IMAGES, *OF_PYTHON]], ids=" ".join)
 def test_data_of_a_documented_command_is_enough(paths, corpus_of, tokenizers, realdata, tmp_path, caplog):
     corpus = told(paths, "corpus", "")
     tokenizer = tokenizers[told(paths, "tokenizer", "the series' own")]

@@ -1,12 +1,16 @@
 """`lit-layers analyze`: from a folder or the Hub to measurements, and what is said of wrong input."""
 
+import itertools
 import json
+import os
 import shutil
+import signal
 from pathlib import Path
 
 import pytest
 
 from lit_layers import records
+from lit_layers.analyses import streamed
 from lit_layers.cli.main import main
 from lit_layers.models.build import causal_lm, save
 from tests.support.forked import run_command
@@ -15,7 +19,7 @@ from tests.support.saved_models import saved
 from tests.support.series_hub import served
 
 ROOT = Path(__file__).parents[2]
-RECIPE = ROOT / "recipes" / "analyses" / "stream.yaml"
+STREAM = ROOT / "recipes" / "analyses" / "stream.yaml"
 
 
 @pytest.fixture(scope="module")
@@ -27,18 +31,30 @@ def model(tmp_path_factory, corpus) -> Path:
     return folder
 
 
+@pytest.fixture(scope="module")
+def recipe(tmp_path_factory) -> Path:
+    """The package's, on fewer and shorter texts."""
+    path, text = tmp_path_factory.mktemp("recipe") / "recipe.yaml", STREAM.read_text()
+    text = text.replace("num_sequences: 64, num_tokens: 128", "num_sequences: 8, num_tokens: 32")
+    text = text.replace("num_sequences: 8, num_tokens: 64", "num_sequences: 2, num_tokens: 16")
+    path.write_text(text.replace("k: [4, 16, 32]", "k: [4]"))
+    return path
+
+
 def analyze(*arguments) -> int:
     return main(["analyze", *map(str, arguments), "--device", "cpu"])
 
 
-def test_a_model_is_measured_streamed_or_whole_with_the_same_numbers(model, corpus, tmp_path, capsys, monkeypatch):
+def test_a_model_is_measured_streamed_or_whole_with_the_same_numbers(
+    model, recipe, corpus, tmp_path, capsys, monkeypatch
+):
     monkeypatch.chdir(tmp_path)
-    assert analyze(model, "--stream-blocks", "--corpus", corpus, "--config", RECIPE) == 0
+    assert analyze(model, "--stream-blocks", "--corpus", corpus, "--config", recipe) == 0
     said = capsys.readouterr()
     streamed = tmp_path / "checkpoints" / f"{model.parent.name}-step-000000002"
     assert f"draw them with `lit-layers report checkpoints/{streamed.name}`" in said.out
     assert "pass 2 of 2, block 4 of 4" in said.err
-    assert analyze(model, "--corpus", corpus, "--config", RECIPE, "--root", tmp_path / "whole") == 0
+    assert analyze(model, "--corpus", corpus, "--config", recipe, "--root", tmp_path / "whole") == 0
     one, other = (records.read(root / "measurements.jsonl") for root in (streamed, tmp_path / "whole"))
     assert [m.analysis for m in one] == ["trajectory", "representation", "coupling"]
     assert_same_numbers(one, other)
@@ -79,13 +95,14 @@ analyses:
         (["MODEL", "--revision", "step1"], "is a local folder and has no revision 'step1': leave it out"),
         (["MODEL", "--dtype", "bfloat16"], "float32"),
         (["MODEL", "--tokenizer", "no/such/thing"], "no tokenizer 'no/such/thing'"),
-        (["MODEL", "--config", "TEXT", "--stream-blocks"], "lens: Lens needs the whole model and cannot be streamed"),
+        (["MODEL", "--config", "LENS", "--stream-blocks"], "lens: Lens needs the whole model and cannot be streamed"),
         (["MODEL", "--analyses+=Coupling"], "batches"),
         ([], "missing: model"),
     ],
 )
-def test_wrong_input_is_one_sentence_and_ends_in_two(model, corpus, tmp_path, capsys, arguments, sentence):
-    places = {"MODEL": str(model), "TEXT": str(ROOT / "recipes" / "analyses" / "text.yaml")}
+def test_wrong_input_is_one_sentence_and_ends_in_two(model, recipe, corpus, tmp_path, capsys, arguments, sentence):
+    (tmp_path / "lens.yaml").write_text(recipe.read_text().replace("Trajectory", "Lens"))
+    places = {"MODEL": str(model), "LENS": str(tmp_path / "lens.yaml")}
     arguments = [places.get(word, word) for word in arguments]
     assert analyze(*arguments, "--corpus", corpus, "--root", tmp_path / "run") == 2
     said = capsys.readouterr().err.strip().splitlines()
@@ -94,32 +111,41 @@ def test_wrong_input_is_one_sentence_and_ends_in_two(model, corpus, tmp_path, ca
     assert not (tmp_path / "run").exists()
 
 
-def test_a_model_without_a_tokenizer_asks_for_one(tmp_path, corpus, capsys):
+def test_a_model_without_a_tokenizer_asks_for_one(recipe, tmp_path, corpus, capsys):
     saved(tmp_path / "model", "gpt2")
-    assert analyze(tmp_path / "model", "--corpus", corpus, "--config", RECIPE) == 2
+    assert analyze(tmp_path / "model", "--corpus", corpus, "--config", recipe) == 2
     assert f"tokenizer: {tmp_path / 'model'} carries none; name one with --tokenizer" in capsys.readouterr().err
 
 
 @pytest.mark.slow
-def test_ctrl_c_leaves_a_state_from_which_the_same_command_goes_on(corpus, tmp_path):
-    network = causal_lm("gpt2", n_layer=12, n_embd=64, n_head=2, n_positions=128, vocab_size=300)
+def test_ctrl_c_leaves_a_state_from_which_the_same_command_goes_on(recipe, corpus, tmp_path, monkeypatch):
+    network = causal_lm("gpt2", n_layer=6, n_embd=32, n_head=2, n_positions=128, vocab_size=300)
     save(network, tmp_path / "model", corpus / "tokenizer")
     command = ["analyze", tmp_path / "model", "--stream-blocks"]
-    command += ["--corpus", corpus, "--config", RECIPE, "--root", tmp_path / "run"]
-    ended = run_command(command, folder=ROOT, when=lambda: bool(list(tmp_path.glob("run/.stream/*/state.pt"))))
+    command += ["--corpus", corpus, "--config", recipe, "--root", tmp_path / "run"]
+    real, saves = streamed.save, itertools.count(1)
+
+    def pressed(content, path: Path) -> None:
+        real(content, path)
+        if path.name == streamed.STATE and next(saves) == 3:
+            os.kill(os.getpid(), signal.SIGINT)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(streamed, "save", pressed)
+        ended = run_command(command, folder=ROOT)
     assert ended.returncode == 130, ended.stderr
     assert ended.stderr.splitlines()[-1] == "interrupted: run the same command again to go on"
     assert list(tmp_path.glob("run/.stream/*/state.pt"))
     done = run_command(command, folder=ROOT)
     assert done.returncode == 0, done.stderr
     assert not (tmp_path / "run" / ".stream").exists()
-    assert analyze(tmp_path / "model", "--corpus", corpus, "--config", RECIPE, "--root", tmp_path / "whole") == 0
+    assert analyze(tmp_path / "model", "--corpus", corpus, "--config", recipe, "--root", tmp_path / "whole") == 0
     one, other = (records.read(tmp_path / name / "measurements.jsonl") for name in ("run", "whole"))
     assert_same_numbers(one, other)
 
 
 @pytest.mark.slow
-def test_a_model_of_the_hub_is_fetched_shard_by_shard_and_streamed(model, corpus, tmp_path, capfd, monkeypatch):
+def test_a_model_of_the_hub_is_fetched_shard_by_shard_and_streamed(model, recipe, corpus, tmp_path, capfd, monkeypatch):
     repository = tmp_path / "hub" / "org" / "tiny"
     for revision, seed in (("step2", 0), ("main", 1)):
         saved(repository / revision, "gpt_neox", seed=seed, vocab_size=300)
@@ -129,10 +155,6 @@ def test_a_model_of_the_hub_is_fetched_shard_by_shard_and_streamed(model, corpus
     bare.mkdir(parents=True)
     shutil.copy(repository / "main" / "config.json", bare)
     (bare / "pytorch_model.bin").write_bytes(b"0" * 2000)
-    recipe = tmp_path / "recipe.yaml"
-    recipe.write_text(
-        RECIPE.read_text().replace("num_tokens: 128", "num_tokens: 32").replace("k: [4, 16, 32]", "k: [4]")
-    )
 
     def command(*arguments, root: str) -> tuple[int, str]:
         words = [*arguments, "--config", recipe, "--corpus", corpus, "--root", tmp_path / root]

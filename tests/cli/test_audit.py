@@ -88,7 +88,7 @@ def test_the_repositories_of_a_manifest_are_audited_one_after_the_other(tmp_path
     assert "org/two: 2 checkpoints, suspect: see below" in capsys.readouterr().out
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 def test_a_repository_is_audited_by_the_command_as_users_type_it(tmp_path, model):
     make_series(model, tmp_path / "hub" / "org" / "tiny", [0, 1, 2, 4], values={1: 9.0, 2: 9.0})
     with FakeHub(tmp_path / "hub") as hub:

@@ -74,6 +74,7 @@ def test_a_recipe_becomes_a_series_with_measurements_a_report_and_closing_lines(
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("no_page")
 def test_a_run_may_begin_with_a_checkpoint_of_another_and_says_so(recipe, tmp_path, capsys):
     assert main(["fit", "--config", str(recipe)]) == 0
     start, later = tmp_path / "run" / "step-000000002", tmp_path / "later"
@@ -95,6 +96,7 @@ def test_a_run_may_begin_with_a_checkpoint_of_another_and_says_so(recipe, tmp_pa
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("no_page")
 def test_a_used_folder_is_refused_and_left_as_it_is_unless_overwriting_is_asked_for(recipe, tmp_path, capsys):
     assert main(["fit", "--config", str(recipe)]) == 0
     before = (tmp_path / "run" / "measurements.jsonl").read_bytes()

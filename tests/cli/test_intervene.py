@@ -73,7 +73,7 @@ def run(*command: object) -> int:
 
 def with_text(home: Path, root: Path, *more: object) -> int:
     shape = ["--num_sequences", 6, "--num_tokens", 24, "--seeds", "0,1", "--loops", 3]
-    return run(home / "model", "--corpus", "python", *shape, "--root", root, *more)
+    return run(home / "model", "--corpus", home / "corpus.jsonl", *shape, "--root", root, *more)
 
 
 def with_tasks(home: Path, root: Path, *more: object, folder: str = "data") -> int:
@@ -135,7 +135,7 @@ def test_losses_are_those_of_the_blocks_run_in_that_order(home, tmp_path, capsys
     assert with_text(home, tmp_path) == 0
     said = capsys.readouterr().out
     found = found_in(tmp_path)["interventions"]
-    ids = EvalText("python", str(home / "model"), num_sequences=6, num_tokens=24).windows()
+    ids = EvalText(str(home / "corpus.jsonl"), str(home / "model"), num_sequences=6, num_tokens=24).windows()
     model = load(home / "model")
     table = cells(said, "Interventions, Loss (nats")
     assert table["blocks changed"] == ["1", "3"]

@@ -80,7 +80,7 @@ def what_is_left(root: Path) -> dict:
 
 def curves(root: Path, run_id: str) -> dict[str, list[tuple]]:
     """Every W&B curve of numbers, read back when W&B's own process is through with it."""
-    deadline, run = time.monotonic() + 10, Run()
+    deadline, run = time.monotonic() + 60, Run()
     while run.state == "unfinished" and time.monotonic() < deadline:
         time.sleep(0.05)
         run = read_runs(root).get(run_id, Run())

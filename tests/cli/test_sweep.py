@@ -3,7 +3,6 @@
 import json
 import shutil
 import signal
-import subprocess
 import sys
 import time
 from collections import Counter
@@ -18,7 +17,7 @@ from lit_layers.correlate import read_runs
 from lit_layers.sweep import CellFolder, read_grid
 from lit_layers.sweep.locks import take
 from tests.cli.test_fit import RECIPE
-from tests.support.forked import run_forked, run_ranks
+from tests.support.forked import run_command, run_forked, run_ranks
 
 pytestmark = pytest.mark.skipif(sys.platform == "win32", reason="needs fork and kill -9")
 QUICK = Path(__file__).parents[1] / "support" / "quick_run.py"
@@ -173,32 +172,18 @@ def test_a_stopped_sweep_lets_the_running_cells_save_and_starts_no_more(number, 
 
 @pytest.mark.slow
 def test_a_second_ctrl_c_ends_runs_that_do_not_stop(tmp_path):
-    began = tmp_path / "began"
-    script = "import pathlib, signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); "
-    script += f"pathlib.Path({str(began)!r}).touch(); time.sleep(60)"
+    began, asked = tmp_path / "began", tmp_path / "asked"
+    # told to stop by the first, the run goes on, and the second comes
+    script = "import os, pathlib, signal, time\ndef deaf(*_):\n"
+    script += f" pathlib.Path({str(asked)!r}).touch(); time.sleep(0.5); os.kill(os.getppid(), signal.SIGINT)\n"
+    script += f"signal.signal(signal.SIGTERM, deaf); pathlib.Path({str(began)!r}).touch()\nwhile True: time.sleep(60)"
     command = ["${interpreter}", "-c", script, "${args}"]
     sweep = Sweep(tmp_path, {"x": {"value": 1}}, command=command, metric=None)
-    line = [
-        sys.executable,
-        "-m",
-        "lit_layers.cli.main",
-        "sweep",
-        str(sweep.file),
-        "--any_command",
-        "--root",
-        str(sweep.root),
-    ]
-    process = subprocess.Popen(line, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-    deadline = time.monotonic() + 60
-    while not began.exists() and time.monotonic() < deadline:
-        time.sleep(0.05)
-    process.send_signal(signal.SIGINT)
-    time.sleep(0.5)
-    assert process.poll() is None  # it waits for its run
-    process.send_signal(signal.SIGINT)
-    _, said = process.communicate(timeout=30)
-    assert process.returncode == 130
-    assert "run the same command again to go on" in said
+    line = ["sweep", sweep.file, "--any_command", "--root", sweep.root]
+    ended = run_command(line, when=began.exists, signal_number=signal.SIGINT)
+    assert ended.returncode == 130
+    assert asked.exists()
+    assert "run the same command again to go on" in ended.stderr
     assert json.loads((sweep.root / "all.json").read_text())["code"] == -signal.SIGKILL
     assert sweep.table["error"].tolist() == ["not finished yet"]
 

@@ -1,5 +1,7 @@
 """Rows of a task as features: those of each text or image alone, in the right part, under the right label."""
 
+import functools
+
 import numpy as np
 import pytest
 import torch
@@ -113,12 +115,17 @@ def trained(name: str) -> Network:
     return model
 
 
+@functools.cache
+def digits() -> tuple[np.ndarray, np.ndarray]:
+    data = load_digits()
+    return np.rint(data.images * (255 / 16)), data.target
+
+
 def digit_of(pixels: Tensor) -> int:
     """The digit that scikit-learn's images have for these pixels, 0 to 255 in the first channel."""
-    data = load_digits()
-    whole = np.rint(data.images * (255 / 16))
-    (places,) = np.where((whole == pixels.round().numpy()).all((1, 2)))
-    (label,) = set(data.target[places])
+    images, labels = digits()
+    (places,) = np.where((images == pixels.round().numpy()).all((1, 2)))
+    (label,) = set(labels[places])
     return int(label)
 
 

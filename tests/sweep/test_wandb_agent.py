@@ -10,7 +10,7 @@ import yaml
 
 from lit_layers.cli.main import main
 from lit_layers.sweep import read_grid
-from tests.cli.conftest import corpus  # noqa: F401 - a fixture
+from tests.cli.conftest import corpus, no_page  # noqa: F401 - fixtures
 from tests.cli.test_fit import RECIPE
 from tests.support.forked import run_ranks
 from tests.support.read_wandb import read_runs
@@ -107,6 +107,7 @@ def test_the_grids_name_options_that_fit_has(file, capsys, monkeypatch):
 
 @pytest.mark.slow
 @pytest.mark.skipif(sys.platform == "win32", reason="needs fork")
+@pytest.mark.usefixtures("no_page")
 def test_two_ranks_under_an_agent_are_one_wandb_run_and_that_is_the_agents(corpus, agent, tmp_path):  # noqa: F811
     mirror = {"class_path": "lit_layers.report.WandbMirror", "init_args": {"mode": "offline", "project": "mine"}}
     recipe = tmp_path / "recipe.yaml"

@@ -87,7 +87,7 @@ def test_training_with_all_analyses_and_without_ends_in_equal_bits(tmp_path, mon
     runs = []
     for callbacks in (watching, []):
         options = {"module": module(compile=compiled), "accumulate_grad_batches": accumulate}
-        _, lit = fit(tmp_path, [*callbacks, *others], **options)
+        _, lit = fit(tmp_path, [*callbacks, *others], steps=3, **options)
         runs.append(lit.state_dict())
     for (name, first), second in zip(runs[0].items(), runs[1].values(), strict=True):
         assert torch.equal(first, second), name

@@ -119,7 +119,7 @@ def test_job_scripts_hand_their_cpus_to_srun_which_ends_all_ranks_together(tmp_p
     environment = {**os.environ, "PATH": f"{programs}:{os.environ['PATH']}", "DIARY": str(tmp_path)}
     environment |= {f"SLURM_{name}": value for name, value in job.items()}
     command = ["bash", str(ROOT / "recipes" / "slurm" / script), "--root", "elsewhere"]
-    ended = subprocess.run(command, env=environment, cwd=ROOT, timeout=30, check=False)
+    ended = subprocess.run(command, env=environment, cwd=ROOT, timeout=300, check=False)
     assert ended.returncode == code
     words = (tmp_path / "srun").read_text().splitlines()
     options, rest = words[: words.index("lit-layers")], words[words.index("lit-layers") :]
