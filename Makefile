@@ -7,6 +7,8 @@ BIN    := $(VENV)/bin
 export OMP_NUM_THREADS ?= 1
 # uv compiles no bytecode by default; without .pyc files every process spends 10 s on imports.
 export UV_COMPILE_BYTECODE := 1
+# Without bytecode each process of the tests compiles the package and rewrites all asserts: 10 s of CPU.
+export PYTHONDONTWRITEBYTECODE :=
 
 .PHONY: demo test soak real lint constraints clean
 demo: $(VENV)/.ready
