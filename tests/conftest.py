@@ -36,8 +36,11 @@ def realdata() -> Path:
 
 @pytest.fixture(scope="session")
 def shared_cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A cache folder of this test session, so that no test writes to the user's."""
-    return tmp_path_factory.mktemp("cache")
+    """A cache folder of all processes of these tests, so that no test writes to the user's or prepares again."""
+    base = tmp_path_factory.getbasetemp()
+    folder = (base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / "cache"
+    folder.mkdir(exist_ok=True)
+    return folder
 
 
 @pytest.fixture(autouse=True)
