@@ -1,4 +1,4 @@
-"""How much memory streaming takes, in a process of its own."""
+"""How much memory streaming takes, in a process of its own; briefly, by what is resident: `models/test_streaming`."""
 
 import json
 import os
@@ -28,7 +28,7 @@ def test_a_block_and_the_states_are_what_is_in_memory(tmp_path):
     assert facts["model"] > 6 * facts["peak"]
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 def test_coupling_adds_half_a_block_and_what_any_width_takes(tmp_path):
     """A Jacobian's proof works on three float64 matrices: 24 d^2 bytes beside the 64 d^2 of such a block."""
     facts = measured(tmp_path, 4, 1280, 2, 32, "coupling")
