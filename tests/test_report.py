@@ -24,7 +24,7 @@ from lit_layers.records import Measurement, Record
 from lit_layers.report import facts, provenance, write_report
 from tests.support.browser import CHROMIUM, dom_after
 from tests.support.layer_results import CATEGORIES, layer_results, write_layer_results
-from tests.support.runs import STEPS, make_models, make_run, make_series, measurement
+from tests.support.runs import MODELS, STEPS, make_models, make_run, make_series, measurement
 
 NASTY = "</script><script>alert(1)</script><img src=x onerror=alert(2)>"
 
@@ -340,9 +340,12 @@ ALL = ("trajectory", "coupling", "representation", "next_token_probe", "lens", "
 ALL = (*ALL, "coupling_matrices", "cross_token_influence")
 
 
+DEPTHS = dict(zip(MODELS, (3, 4, 4, 2), strict=True))
+
+
 @pytest.fixture(scope="module")
 def compared(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_models(tmp_path_factory.mktemp("models") / "sizes", analyses=ALL)
+    return make_models(tmp_path_factory.mktemp("models") / "sizes", models=DEPTHS, analyses=ALL)
 
 
 @pytest.fixture(scope="module")
@@ -361,7 +364,7 @@ def blocks(page: Path) -> dict[str, tuple[list[str], list[list[dict[str, Any]]]]
     return found
 
 
-NAMES = ["pythia-70m", "pythia-160m", "gpt2", "tiny"]
+NAMES = [name.rpartition("/")[2] for name in DEPTHS]
 
 
 def test_models_without_steps_are_compared_with_a_line_each(compared: Path, comparison: Path) -> None:
@@ -394,16 +397,15 @@ def test_pictures_of_one_model_are_chosen_by_its_name(comparison: Path) -> None:
     found = blocks(comparison)
     choices, (matrices, graphs) = found["Coupling of pairs"]
     assert choices == [f"{name}, k = {k}" for name in NAMES for k in (4, 12)]
-    assert [len(figure["data"][0]["z"]) for figure in matrices[::2]] == [6, 12, 12, 4]
+    assert [len(figure["data"][0]["z"]) for figure in matrices[::2]] == [*DEPTHS.values()]
     assert len(graphs) == 8
     assert found["Singular values"][0] == NAMES
-    assert found["Coupling of pairs of tokens"][0][5:7] == ["pythia-70m, layer 6", "pythia-160m, layer 1"]
+    assert found["Coupling of pairs of tokens"][0][2:4] == ["pythia-70m, layer 3", "pythia-160m, layer 1"]
     choices, (profiles, distances) = found["Influence of earlier tokens (Frobenius norm)"]
     assert choices == NAMES
     assert all([trace["name"] for trace in figure["data"]] == NAMES for figure in profiles)
-    assert [len({trace["hovertemplate"] for trace in f["data"] if "hovertemplate" in trace}) for f in distances] == [
-        6, 12, 12, 4,
-    ]  # fmt: skip
+    hovered = [{trace["hovertemplate"] for trace in f["data"] if "hovertemplate" in trace} for f in distances]
+    assert [len(layers) for layers in hovered] == [*DEPTHS.values()]
     assert not [figure for figure in figures(comparison) if figure.get("frames")]
 
 
@@ -417,7 +419,7 @@ def test_results_of_models_stand_side_by_side_with_their_intervals(compared: Pat
                 cells.append(f"{r.value:.3f} {r.low:.3f} to {r.high:.3f}")
     assert f"Line shape score {' '.join(cells)}" in text
     assert "Effective rank last layer" in text
-    assert "Models 4 Layers 4 to 12 Device cpu" in text
+    assert "Models 4 Layers 2 to 4 Device cpu" in text
 
 
 def test_provenance_of_models_is_told_by_model(compared: Path, comparison: Path) -> None:
@@ -846,7 +848,7 @@ def test_a_browser_draws_every_figure_of_a_comparison_for_every_model(compared: 
     assert all('class="main-svg"' in plot for plot in plots)
     matrix = next(plot for plot in plots if "Other layer" in plot)
     ticks = re.findall(r'class="xtick"><text[^>]*>(?:<[^>]*>)*(\d+)', matrix)
-    assert max(map(int, ticks)) == 4, "the last model has four blocks"
+    assert max(map(int, ticks)) == 2, "the last model has two blocks"
 
 
 @pytest.mark.soak

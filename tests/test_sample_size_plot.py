@@ -231,7 +231,9 @@ PICTURES = {
 }
 
 
-@pytest.mark.parametrize("analysis", PICTURES)
+@pytest.mark.parametrize(
+    "analysis", [pytest.param(name, marks=[pytest.mark.soak] if place else []) for place, name in enumerate(PICTURES)]
+)
 def test_pictures_are_png_and_svg_and_name_their_checkpoints_or_models(analysis: str, tmp_path: Path) -> None:
     write, metric = PICTURES[analysis]
     cases = {"steps": (of(analysis, 0, 64), {"step 0", "step 64"})}

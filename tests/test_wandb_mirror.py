@@ -261,9 +261,20 @@ mirror.finish()
 
 
 @pytest.mark.slow
-def test_no_point_is_lost_or_doubled_when_the_process_is_killed_again_and_again(tmp_path: Path) -> None:
-    last = 80
-    deaths = [(23, "open row"), (40, "between measurements"), (62, "after the mirror"), (0, "")]
+@pytest.mark.parametrize(
+    "kills",
+    [
+        [(40, "between measurements")],
+        pytest.param(
+            [(23, "open row"), (40, "between measurements"), (62, "after the mirror")], marks=pytest.mark.soak
+        ),
+    ],
+    ids=len,
+)
+def test_no_point_is_lost_or_doubled_when_the_process_is_killed_again_and_again(
+    tmp_path: Path, kills: list[tuple[int, str]]
+) -> None:
+    last, deaths = 80, [*kills, (0, "")]
     for step, phase in deaths:
         command = [sys.executable, "-W", "ignore", "-c", CHILD, str(tmp_path), str(last), str(step), phase]
         done = subprocess.run(command, env=ENVIRONMENT, capture_output=True, text=True, timeout=120, check=False)

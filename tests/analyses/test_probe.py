@@ -91,7 +91,7 @@ def value_of(records, metric: str, layer: int | None = None, **tags):
     return found
 
 
-@pytest.mark.parametrize("fit_on", ["train", "train_and_validation"])
+@pytest.mark.parametrize("fit_on", ["train", pytest.param("train_and_validation", marks=pytest.mark.soak)])
 def test_a_probe_is_scikit_learns_on_the_same_features_and_so_are_its_metrics(fit_on, model, tokenizer, tmp_path):
     task = written_task(tmp_path)
     data = task.load()

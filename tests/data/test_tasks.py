@@ -709,6 +709,7 @@ PUBLISHED = {
     "tweeteval_emotion": (3_257, 374, 1_421, 4),
     "tweeteval_irony": (2_862, 955, 784, 2),
 }
+LARGE = ("tweet_sentiment_extraction", "sst2", "emotion", "imdb", "twenty_newsgroups", "ag_news")
 
 
 @pytest.fixture
@@ -733,7 +734,9 @@ def check_parts(data: TaskData) -> None:
 
 
 @pytest.mark.realdata
-@pytest.mark.parametrize("name", PUBLISHED)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=pytest.mark.soak) if name in LARGE else name for name in PUBLISHED]
+)
 def test_a_published_set_is_read_whole_but_for_texts_of_its_test(name, loaded, realdata):
     data, (num_train, num_validation, num_test, num_classes) = loaded(name), PUBLISHED[name]
     task = TASKS[name]

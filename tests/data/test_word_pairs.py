@@ -185,7 +185,7 @@ def test_what_is_no_file_of_word_pairs_is_one_sentence(tmp_path, source, tokeniz
 
 
 @pytest.mark.realdata
-@pytest.mark.parametrize("name", ["gpt2", "gpt_neox_20b"])
+@pytest.mark.parametrize("name", ["gpt2", pytest.param("gpt_neox_20b", marks=pytest.mark.soak)])
 def test_bats_in_the_tokens_of_real_tokenizers(realdata, name):
     path, tokenizer = realdata / "analogies" / "bats3.parquet", realdata / "tokenizers" / name
     for needed in (path, tokenizer / "tokenizer.json"):

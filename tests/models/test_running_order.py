@@ -14,6 +14,7 @@ from tests.support.tiny_models import tiny, tiny_batch
 BLOCKS = 5
 DEPTH = {"gpt2": "n_layer", "mpt": "n_layers", "vit": "depth"}
 TEXT = ("gpt2", "gpt_neox", "llama", "mistral", "gemma2", "falcon", "mpt")
+OTHERS = ("gpt_neox", "llama", "mpt")  # a cache like that of another
 ALL = (*TEXT, "bert", "bert_classifier", "vit")
 VARIANTS = {
     "baseline": schedules.baseline(BLOCKS),
@@ -62,7 +63,7 @@ def _moved(values, mask):
     return torch.stack([row.roll(int(real.sum())) for row, real in zip(values, mask, strict=True)])
 
 
-@pytest.mark.parametrize("padding", [None, "right", "left"])
+@pytest.mark.parametrize("padding", [None, pytest.param("right", marks=pytest.mark.soak), "left"])
 @pytest.mark.parametrize("name", ALL)
 def test_every_variant_is_the_composition_of_its_blocks(name, padding):
     if padding and name == "vit":
@@ -87,7 +88,9 @@ def test_every_variant_is_the_composition_of_its_blocks(name, padding):
         torch.testing.assert_close(found, expected, rtol=tolerance, atol=tolerance, msg=f"{variant} of {name}")
 
 
-@pytest.mark.parametrize("name", TEXT)
+@pytest.mark.parametrize(
+    "name", ["gpt2", "mistral", "gemma2", "falcon", *(pytest.param(n, marks=pytest.mark.soak) for n in OTHERS)]
+)
 def test_cached_generation_is_recomputation_token_for_token(name):
     model = deep(name)
     ids = tiny_batch(name, *PROMPTS)["input_ids"]

@@ -35,7 +35,7 @@ def call(model, batch, **options):
     return output.logits if hasattr(output, "logits") else output.last_hidden_state
 
 
-@pytest.mark.parametrize("padding", [None, "right", "left"])
+@pytest.mark.parametrize("padding", [None, pytest.param("right", marks=pytest.mark.soak), "left"])
 @pytest.mark.parametrize("name", [*ALIKE, "roberta", "distilbert", "vit", "mamba_lm"])
 def test_stacked_blocks_give_what_the_loop_gives(name, padding):
     if padding and (name in ("vit", "mamba_lm") or (padding == "left" and name == "roberta")):
