@@ -17,6 +17,7 @@ from lit_layers.analyses.states import at_least_float32
 from lit_layers.analyses.summary import with_a_value
 from lit_layers.data.batches import Batches
 from lit_layers.data.images import EvalImages
+from lit_layers.data.text import EvalText
 from lit_layers.errors import InputError
 from lit_layers.models.view import Batch, LayeredModel
 from lit_layers.records import Record
@@ -40,9 +41,14 @@ class Analysis(ABC):
 
         Raises:
             InputError: one sentence naming the option. The default loads every field that is data, and refuses images
-                that are not as the model saw them in training.
+                that are not as the model saw them in training and texts that are longer than it reads.
         """
         for value in vars(self).values():
+            if isinstance(value, EvalText) and value.num_tokens > (longest := model.max_tokens or value.num_tokens):
+                raise InputError(
+                    f"{self.name}: num_tokens: {type(model.model).__name__} takes at most {longest} tokens, got "
+                    f"{value.num_tokens}: ask for {longest} or fewer"
+                )
             if isinstance(value, EvalImages):
                 refuse_unlike_training(self.name, value, model)
         self.check_data()

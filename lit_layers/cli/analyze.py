@@ -28,13 +28,16 @@ def main(argv: list[str]) -> int:
 
 
 def _one_model(command: Command) -> int:
+    from lit_layers.models.shard_files import ShardFiles
     from lit_layers.offline import analyze, own_tokenizer
 
     options = command.options
     own = own_tokenizer(options.model, options.revision) if command.wants_own_tokenizer else None
     root = Path(options.root) if options.root else Path("checkpoints") / name_of(options.model)
     with bar("opening the model") as show:
-        analyses = command.analyses(options.model, own, training_of(Path(options.model).resolve().parent))
+        trained = training_of(Path(options.model).resolve().parent)
+        config = ShardFiles(options.model, revision=options.revision).config
+        analyses = command.analyses(options.model, own, trained, config)
         found = analyze(
             options.model,
             analyses,

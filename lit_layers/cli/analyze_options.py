@@ -53,11 +53,16 @@ class Command:
         )
 
     def analyses(
-        self, owner: str, own_tokenizer: str | None, trained: Mapping[str, Any] | None = None
+        self,
+        owner: str,
+        own_tokenizer: str | None,
+        trained: Mapping[str, Any] | None = None,
+        config: Mapping[str, Any] | None = None,
     ) -> list[Analysis]:
         """What to measure: with the owner's own tokenizer and corpus where none are named.
 
-        `trained` are the options of the training that the owner comes from: where nothing is named, its analyses.
+        `trained` are the options of the training that the owner comes from: where nothing is named, its analyses, or
+        else the usual ones, of texts that fit a model of this `config`.
 
         Raises:
             InputError: an owner without a tokenizer, where one is needed.
@@ -75,7 +80,7 @@ class Command:
         options = self._read()
         alone = options.clone()
         alone.series = None
-        return self._made(alone).analyses or _usual(options.corpus, options.tokenizer)
+        return self._made(alone).analyses or _usual(options.corpus, options.tokenizer, config or {})
 
     def _of_training(self, owner: str, analyses: Any) -> list[Analysis]:
         """By the same parser as any others: a run that somebody else made is data like a recipe."""
@@ -218,11 +223,12 @@ def _refuse_what_does_not_fit(options: Any, is_series: bool) -> None:
         raise InputError(f"--revision {options.revision} is one model: leave it out, or leave --steps out")
 
 
-def _usual(corpus: str, tokenizer: str) -> list[Analysis]:
+def _usual(corpus: str, tokenizer: str, config: Mapping[str, Any]) -> list[Analysis]:
     """What is measured where no recipe says otherwise."""
     from lit_layers.analyses import Coupling, Representation, Trajectory
     from lit_layers.data import EvalText
 
-    text = EvalText(corpus, tokenizer, num_sequences=64, num_tokens=128)
-    few = EvalText(corpus, tokenizer, num_sequences=8, num_tokens=64)
+    longest = config.get("n_positions") or config.get("max_position_embeddings") or 128
+    text = EvalText(corpus, tokenizer, num_sequences=64, num_tokens=min(128, longest))
+    few = EvalText(corpus, tokenizer, num_sequences=8, num_tokens=min(64, longest))
     return [Trajectory(batches=text), Representation(batches=text), Coupling(batches=few)]

@@ -101,6 +101,7 @@ def _help() -> str:
             *lines,
             "",
             "lit-layers COMMAND --help tells a command's options.",
+            "fit, analyze and sweep: --code PACKAGE lets a recipe name the classes of your own package or folder.",
         ]
     )
 

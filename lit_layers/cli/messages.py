@@ -56,10 +56,20 @@ def one_sentence(message: str, options: Iterable[str] = ()) -> str:
             return f"unknown option --{key}: the class given for {nested['group']} has none of that name"
         text = f"{nested['group']}.{said}"
     if union := _UNION.search(text):
-        text = f"{text[: union.start()]}expected one of {union['kinds']}, got {union['value']}"
+        place = text[: union.start()].partition(" - Expected a path but ")[
+            0
+        ]  # a recipe of its own might have been meant
+        text = f"{place.rstrip()} expected one of {_plainly(union['kinds'])}, got {union['value']}".lstrip()
     for pattern, words in _REWORDED:
         text = re.sub(pattern, words, text)
     return text if len(text) <= _LONG else f"{text[:_LONG].rstrip()} ..."
+
+
+def _plainly(kinds: str) -> str:
+    """Python's names of kinds of values as a user would write them."""
+    kinds = re.sub(r"typing\.Literal\[(.*?)\]", r"\1", re.sub(r"<class '([^']+)'>", r"\1", kinds))
+    kinds = re.sub(r"\b(?:\w+\.)+(\w+)", r"\1", kinds)
+    return kinds.replace("NoneType", "null").replace("dict[str, Any]", "keys and values")
 
 
 def _nearest(word: str, options: list[str], dashes: str = "") -> str:

@@ -39,7 +39,11 @@ _OF_A_FILE = ("architectures", "dtype", "torch_dtype", "transformers_version")  
 __all__ = ["causal_lm", "load", "save", "true_vocab_size", "untrained", "vit", "weights_hash"]
 
 MOST_LAYERS = 10_000
-_LAYERS, _WIDTH = ("num_hidden_layers", "n_layer", "num_layers", "depth"), ("hidden_size", "n_embd", "embed_dim")
+_LAYERS, _WIDTH = ("n_layer", "num_hidden_layers", "num_layers", "depth"), ("n_embd", "hidden_size", "embed_dim")
+_SIZES = (
+    *(*_LAYERS, *_WIDTH, "n_head", "num_attention_heads", "num_heads", "num_key_value_heads", "patch_size", "img_size"),
+    *("n_positions", "max_position_embeddings", "n_inner", "intermediate_size", "ffn_dim", "vocab_size"),
+)
 # What transformers, timm and their readers of files raise for a config or weights that are wrong.
 _CANNOT_LOAD = (
     *(ArithmeticError, AssertionError, AttributeError, EOFError, ImportError, LookupError, OSError, RuntimeError),
@@ -124,8 +128,11 @@ def _refuse_beyond_memory(config: Any, vocabulary: int = 0) -> None:
     """Refuses what could not be built, before it takes hours or all memory; counts no more than what every family has.
 
     Raises:
-        ValueError: too many layers, or weights that do not fit.
+        ValueError: a size below 1, which may build a model without blocks; too many layers, or weights that do not fit.
     """
+    for name in _SIZES:
+        if isinstance(size := getattr(config, name, None), int) and size < 1:
+            raise ValueError(f"expected {name} of at least 1, got {size}")
     layers, width = (
         next((getattr(config, name) for name in names if isinstance(getattr(config, name, None), int)), 0)
         for names in (_LAYERS, _WIDTH)

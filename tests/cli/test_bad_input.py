@@ -32,6 +32,9 @@ OPTIONS = [
     ("--model.lr .nan", "model.lr: expected a finite number, got nan"),
     ("--model.weight_decay .inf", "model.weight_decay: expected a finite number, got inf"),
     (f"--model.warmup_steps {MUCH}", f"model.warmup_steps: expected {A_BILLION}"),
+    ("--model.config.n_layer -1", "expected n_layer of at least 1, got -1"),
+    ("--model.config.n_head -2", "expected n_head of at least 1, got -2"),
+    ("--model nothing", "model: expected one of LightningModule, null, got nothing"),
     ("--model.config.n_layer 20000", "expected at most 10,000 layers, got 20,000"),
     (f"--model.config.n_layer {MUCH}", f"model.config.n_layer: expected at most 1e+12, got {MUCH}"),
     ("--model.config.n_embd 1000000", "cannot build gpt2"),
@@ -126,7 +129,7 @@ def test_models_that_cannot_be_opened_are_refused(tmp_path: Path, capsys: pytest
     (pickled / "model.safetensors").unlink()
     (pickled / "pytorch_model.bin").write_bytes(pickle.dumps({"weight": Hostile()}, protocol=2))
     quantised = {"quant_method": "gptq", "bits": 4, "group_size": 128}
-    for change in ({"quantization_config": quantised}, {"n_layer": "two"}, {"n_layer": 10**20}):
+    for change in ({"quantization_config": quantised}, {"n_layer": "two"}, {"n_layer": 10**20}, {"n_layer": -1}):
         (tmp_path / "model" / "config.json").write_text(json.dumps({**config, **change}))
         refused(["analyze", str(tmp_path / "model"), *others], str(tmp_path / "model"), capsys)
     for text in (b"[1]", b"\xff\xfe{", b"", b'"' + b"\xe9" + b'"', b"{" * 5000):
@@ -144,3 +147,28 @@ def test_a_word_of_megabytes_is_text_like_any_other(tmp_path: Path) -> None:
     word = "".join(random.Random(0).choices("abcdefghij", k=1_000_000))
     tokenizer = train_bpe([word, "Other words. " * 9], 400).tokenizer
     assert tokenizer.decode(tokenizer.encode(word[:5000]).ids) == word[:5000]
+
+
+@pytest.mark.slow
+def test_texts_longer_than_the_model_reads_are_refused_before_anything_is_measured(
+    recipe: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    behind = Path(__file__).parents[2] / "recipes" / "analyses" / "text.yaml"
+    saved_gpt2(tmp_path / "model")
+    sentence = "trajectory: num_tokens: GPT2LMHeadModel takes at most "
+    content = yaml.safe_load(behind.read_text())
+    content["analyses"] = content["analyses"][:1]
+    content["analyses"][0]["init_args"]["batches"]["init_args"]["num_sequences"] = 1
+    (tmp_path / "text.yaml").write_text(yaml.safe_dump(content))
+    refused(["fit", "--config", str(recipe), "--config", str(tmp_path / "text.yaml")], sentence, capsys)
+    corpus = ["--corpus", yaml.safe_load(recipe.read_text())["corpus"], "--tokenizer", "bpe:300"]
+    model = [
+        "analyze",
+        str(tmp_path / "model"),
+        "--config",
+        str(tmp_path / "text.yaml"),
+        "--root",
+        str(tmp_path / "out"),
+    ]
+    refused([*model, *corpus], sentence, capsys)
+    assert not (tmp_path / "out" / "measurements.jsonl").exists()
