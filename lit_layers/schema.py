@@ -56,6 +56,9 @@ Real = Annotated[float, GetPydanticSchema(lambda _, of: of(_Real))]
 _Scalar = Annotated[_Integer | float | _NonFinite, _first, Expected("a number")]
 Scalar = Annotated[float, GetPydanticSchema(lambda _, of: of(_Scalar))]
 Tag = Annotated[str | _Integer | float | bool, _first, Expected("text or a number")]
+Step = Annotated[
+    int, Field(ge=0, le=10**8), Expected("a step, a whole number from 0 to 100,000,000")
+]  # some are counted
 Seconds = Annotated[float, Field(ge=0, allow_inf_nan=False), Expected("seconds of at least 0")]
 
 
@@ -95,6 +98,23 @@ def read(path: Path, kind: type[T], remedy: str) -> T:
     except OSError as error:
         raise InputError(f"cannot read {path}: {(error.strerror or str(error)).lower()}") from error
     return parse(text, kind, path, remedy)
+
+
+def read_yaml(path: Path, kind: type[T], remedy: str) -> T:
+    """The same for a YAML file, of plain values alone.
+
+    Raises:
+        InputError: for a file that is none, or cannot be read.
+    """
+    import yaml
+
+    try:
+        content = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise InputError(f"cannot read {path}: {(error.strerror or str(error)).lower()}") from error
+    except (yaml.YAMLError, ValueError, RecursionError) as error:  # bytes, dates, nesting
+        raise InputError(f"{path}: not valid YAML ({' '.join(str(error).split())}); {remedy}") from error
+    return check(content, kind, path, remedy)
 
 
 @functools.cache

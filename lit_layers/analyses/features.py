@@ -9,12 +9,15 @@ import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Annotated, Any, Literal, NamedTuple
 
 import numpy as np
 import torch
+from pydantic import Field, with_config
 from torch import Tensor
+from typing_extensions import TypedDict
 
+from lit_layers import schema
 from lit_layers.analyses.states import STATES, States, in_convention
 from lit_layers.data.encoded_texts import EncodedTexts
 from lit_layers.durable import sync, write_json
@@ -22,12 +25,22 @@ from lit_layers.errors import InputError
 from lit_layers.functional.pooling import Pooling, pool
 from lit_layers.models.build import weights_hash
 from lit_layers.models.view import LayeredModel
+from lit_layers.schema import Count
 
 TextPooling = Literal["last", "mean", "cls"]
 MAX_TOKENS = 8192  # of a forward pass: 8,192 x 768 x 4 B = 25 MB for a state
 _FACTS = "features.json"  # written last: a folder without it is a broken-off one
 _ROWS = "rows.i64"  # numbers of the texts, in the order in which they passed
 _FORMAT = 4
+
+
+@with_config(schema.OPEN)
+class _Facts(TypedDict):
+    num_layers: Count
+    num_rows: Count
+    dim: Count
+    broken: Annotated[tuple[Count, Count], Field(strict=False)] | None
+    dtype: Literal["float32", "float64"]
 
 
 class _Kind(NamedTuple):
@@ -51,11 +64,10 @@ class LayerFeatures:
     """
 
     def __init__(self, folder: Path, *, temporary: bool) -> None:
-        facts = json.loads((folder / _FACTS).read_text(encoding="utf-8"))
-        self.num_layers: int = facts["num_layers"]  # L: there are L + 1 layers
-        self.num_rows: int = facts["num_rows"]
-        self.dim: int = facts["dim"]
-        self.broken: tuple[int, int] | None = facts["broken"]  # layer and text of the first state that is not finite
+        facts = schema.read(folder / _FACTS, _Facts, "remove the folder")
+        self.num_layers = facts["num_layers"]  # L: there are L + 1 layers
+        self.num_rows, self.dim = facts["num_rows"], facts["dim"]
+        self.broken = facts["broken"]  # layer and text of the first state that is not finite
         self._dtype, self._folder = np.dtype(facts["dtype"]), folder
         if temporary:
             weakref.finalize(self, shutil.rmtree, folder, ignore_errors=True)
@@ -130,9 +142,10 @@ def _not_finite(layer: int, row: int) -> InputError:
 
 def _is_whole(folder: Path) -> bool:
     """Whether all files are there and as long as they have to be."""
-    if not (folder / _FACTS).is_file():
+    try:
+        facts = schema.read(folder / _FACTS, _Facts, "remove the folder")
+    except InputError:
         return False
-    facts = json.loads((folder / _FACTS).read_text(encoding="utf-8"))
     size = facts["num_rows"] * facts["dim"] * np.dtype(facts["dtype"]).itemsize
     sizes = {_file(folder, layer): size for layer in range(facts["num_layers"] + 1)}
     sizes[folder / _ROWS] = facts["num_rows"] * 8

@@ -133,7 +133,7 @@ def _read_jsonl(file: Path, place: int, column: str) -> Iterator[tuple[int, str,
                 continue
             try:
                 row = json.loads(line)
-            except ValueError as error:
+            except (ValueError, RecursionError) as error:
                 raise InputError(
                     f"{file} has no JSON object at byte {start} ({error}): mend or remove that line"
                 ) from error

@@ -7,22 +7,44 @@ meta.json               the header: written last, so a folder that has one is wh
 """
 
 import hashlib
-import json
 import os
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
+from pydantic import with_config
+from typing_extensions import TypedDict
 
+from lit_layers import schema
 from lit_layers.data.tokenization import load_tokenizer, tokenizer_hash
 from lit_layers.durable import sync, write_json
 from lit_layers.errors import InputError
+from lit_layers.schema import Count
 
 FORMAT, VERSION = "lit_layers token shards", 1
 HEADER, PROGRESS, TOKENIZER = "meta.json", "progress.json", "tokenizer"
 STEMS = {"train": "train", "validation": "val"}
 STARTS = np.dtype("<i8")
+_AGAIN = "remove the folder and run `lit-layers prepare` again"
+_Tokenizer = with_config(schema.OPEN)(TypedDict("_Tokenizer", {"hash": str}))
+_Split = with_config(schema.OPEN)(TypedDict("_Split", {"tokens": Count, "documents": Count}))
+_File = with_config(schema.STRICT)(TypedDict("_File", {"bytes": Count, "sha256": str}))
+_Splits = with_config(schema.STRICT)(TypedDict("_Splits", {"train": _Split, "validation": _Split}))
+
+
+@with_config(schema.OPEN)
+class _Header(TypedDict):
+    format: Literal["lit_layers token shards"]
+    version: Literal[1]
+    dtype: Literal["uint16", "uint32"]
+    vocab_size: Count
+    end_of_text_id: Count
+    tokenizer: _Tokenizer
+    corpus_hash: str
+    checksum: str
+    splits: _Splits
+    files: dict[str, _File]
 
 
 def token_dtype(vocab_size: int) -> np.dtype:
@@ -35,7 +57,7 @@ class TokenShards:
     """A folder of prepared tokens. Files are mapped when asked for, so an object is small and can be sent anywhere."""
 
     folder: Path
-    header: dict[str, Any]
+    header: _Header
 
     @classmethod
     def open(cls, folder: str | Path, *, verify: bool = False) -> "TokenShards":
@@ -165,10 +187,7 @@ def finish_names(folder: Path) -> None:
     sync(folder)
 
 
-_AGAIN = "remove the folder and run `lit-layers prepare` again"
-
-
-def _read_header(folder: Path) -> dict[str, Any]:
+def _read_header(folder: Path) -> _Header:
     path = folder / HEADER
     if not path.is_file():
         if (folder / PROGRESS).exists():
@@ -176,16 +195,10 @@ def _read_header(folder: Path) -> dict[str, Any]:
                 f"the preparation of {folder} was interrupted: run the same `lit-layers prepare` again to continue"
             )
         raise InputError(f"{folder} holds no token shards ({HEADER} is missing): make them with `lit-layers prepare`")
-    try:
-        header = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise InputError(f"{path} is damaged ({error}): {_AGAIN}") from error
-    if not isinstance(header, dict) or header.get("format") != FORMAT or header.get("version") != VERSION:
-        raise InputError(f"{path} is no header of {FORMAT!r}, version {VERSION}: {_AGAIN}")
-    return header
+    return schema.read(path, _Header, _AGAIN)
 
 
-def _check(path: Path, expected: dict[str, Any], *, verify: bool) -> None:
+def _check(path: Path, expected: _File, *, verify: bool) -> None:
     if not path.is_file():
         raise InputError(f"{path} is missing: {_AGAIN}")
     if path.stat().st_size != expected["bytes"]:

@@ -1,10 +1,10 @@
 """Rows of benchmark tasks in local files: parquet, JSON lines or CSV."""
 
-import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from lit_layers import schema
 from lit_layers.errors import InputError
 
 Row = dict[str, Any]
@@ -46,13 +46,7 @@ def _json_lines(path: Path, columns: Sequence[str]) -> list[Row]:
     for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
         if not line.strip():
             continue
-        try:
-            row = json.loads(line)
-        except ValueError as error:
-            raise InputError(f"{path}: line {number} is no JSON ({error})") from error
-        if not isinstance(row, dict):
-            raise InputError(f"{path}: expected an object a line, line {number} is {line.strip()[:40]!r}")
-        rows.append(row)
+        rows.append(schema.parse(line, dict[str, Any], f"{path}: line {number}", "mend or remove it"))
     if rows:
         _check_columns(path, columns, list(rows[0]))
     return rows

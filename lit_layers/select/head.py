@@ -11,6 +11,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from lit_layers import schema
 from lit_layers.errors import InputError
 from lit_layers.functional.pooling import Pooling
 from lit_layers.functional.probe import LogisticProbes, RidgeProbes
@@ -154,9 +155,8 @@ class ProbeHead:
             content = json.loads((folder / FACTS).read_text(encoding="utf-8"))
             if content.pop("format") != FORMAT:
                 raise InputError(f"{folder / FACTS}: expected format {FORMAT}: open it with the version that wrote it")
-            if content["classes"] is not None:
-                content["classes"] = tuple(content["classes"])
-            facts, tensors = HeadFacts(**content), load_file(folder / TENSORS)
+            facts = schema.check(vars(HeadFacts(**content)), HeadFacts, folder / FACTS, "export it again")
+            tensors = load_file(folder / TENSORS)
             return cls(facts, *(tensors[name] for name in NAMES))
         except InputError:
             raise

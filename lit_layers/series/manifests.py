@@ -5,30 +5,48 @@ import itertools
 import re
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, Required
 
-import yaml
+from pydantic import Field, with_config
+from typing_extensions import TypedDict
 
-from lit_layers.errors import InputError
+from lit_layers import schema
 from lit_layers.schedule import Schedule, Steps
+from lit_layers.schema import Count, Expected, Step
 from lit_layers.series.checkpoint import Defect
 
 _INSTALLED, _CHECKOUT = Path(__file__).parent / "manifests", Path(__file__).parents[2] / "checkpoints"
 FOLDER = _INSTALLED if _INSTALLED.is_dir() else _CHECKOUT
-_KEYS = {
-    "names",
-    "grammar",
-    "steps",
-    "ranges",
-    "first_step",
-    "last_step",
-    "tokens_per_step",
-    "labels_per_optimizer_step",
-    "main_is_last",
-    "warm_up",
-    "defects",
-}
-_DEFECT_KEYS = {"repository", "steps", "says", "source", "suspect"}
+_Every = Annotated[int, Field(ge=1, le=10**8), Expected("a whole number of at least 1")]
+
+
+@with_config(schema.STRICT)
+class _Defect(TypedDict, total=False):
+    says: Required[str]
+    source: Required[str]
+    repository: str
+    steps: list[Step]
+    suspect: bool
+
+
+@with_config(schema.STRICT)
+class _Entry(TypedDict, total=False):
+    names: Required[Annotated[str | list[str], Expected("a name, or a list of names")]]
+    grammar: str | None
+    steps: Annotated[str | list[Step] | dict[str, int], Expected("pythia, a list of steps, or {every: N}")]
+    ranges: list[Annotated[tuple[Step, Step, _Every], Field(strict=False), Expected("[first, last, every]")]]
+    first_step: Step
+    last_step: Step | None
+    tokens_per_step: Count | None
+    labels_per_optimizer_step: _Every
+    main_is_last: bool | None
+    warm_up: Count
+    defects: list[_Defect]
+
+
+@with_config(schema.STRICT)
+class _Content(TypedDict):
+    repositories: list[_Entry]
 
 
 @dataclass(frozen=True)
@@ -61,18 +79,15 @@ class Manifest:
     """A YAML file about some repositories; the first of its entries that names a repository describes it.
 
     Raises:
-        InputError: a file that is missing, no YAML, or holds unknown keys.
+        InputError: a file that is missing, no YAML, or holds unknown fields or wrong values.
     """
 
     def __init__(self, path: str | Path) -> None:
         self.path = Path(path)
-        try:
-            content = yaml.safe_load(self.path.read_text(encoding="utf-8"))
-        except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
-            raise InputError(f"{path}: cannot read this manifest ({' '.join(str(error).split())})") from error
-        if not isinstance(content, dict) or not isinstance(content.get("repositories"), list):
-            raise InputError(f"{path}: expected a manifest with a list `repositories`, see checkpoints/pythia.yaml")
-        self._entries = [self._checked(entry) for entry in content["repositories"]]
+        self._entries = schema.read_yaml(self.path, _Content, "see checkpoints/pythia.yaml")["repositories"]
+        for entry in self._entries:
+            if "steps" in entry:
+                Schedule(entry["steps"])
 
     def names(self) -> list[str]:
         """The repositories that are named in full."""
@@ -83,24 +98,10 @@ class Manifest:
         """What is known of a repository, or None."""
         for entry in self._entries:
             if any(fnmatch.fnmatchcase(repo, name) for name in _patterns(entry)):
-                given = {key: value for key, value in entry.items() if key not in ("names", "defects")}
+                given: Any = {key: value for key, value in entry.items() if key not in ("names", "defects")}
                 reported = (d for d in entry.get("defects", []) if _is_about(d, repo))
                 return Facts(**given, defects=tuple(_defect(d) for d in reported))
         return None
-
-    def _checked(self, entry: Any) -> dict[str, Any]:
-        if not isinstance(entry, dict) or not entry.get("names"):
-            raise InputError(f"{self.path}: expected `names` in each entry of repositories, got {entry!r}")
-        defects = entry.get("defects", [])
-        found = [(entry, _KEYS, set()), *((d, _DEFECT_KEYS, {"says", "source"}) for d in defects)]
-        for part, known, needed in found:
-            if unknown := set(part) - known:
-                raise InputError(f"{self.path}: unknown key {sorted(unknown)[0]}; known: {', '.join(sorted(known))}")
-            if lacking := needed - set(part):
-                raise InputError(f"{self.path}: a defect needs {sorted(lacking)[0]}: {part}")
-        if "steps" in entry:
-            Schedule(entry["steps"])
-        return entry
 
 
 def known_facts(repo: str) -> Facts:
@@ -124,17 +125,17 @@ def _numbers(choice: str) -> list[str]:
     return [str(number) for number in range(int(found[1]), int(found[2]) + 1)] if found else [choice]
 
 
-def _patterns(entry: dict[str, Any]) -> list[str]:
+def _patterns(entry: _Entry) -> list[str]:
     names = entry["names"]
     return [name for spelling in ([names] if isinstance(names, str) else names) for name in expand(spelling)]
 
 
-def _is_about(defect: dict[str, Any], repo: str) -> bool:
+def _is_about(defect: _Defect, repo: str) -> bool:
     about = defect.get("repository")
     return about is None or repo in expand(about)
 
 
-def _defect(given: dict[str, Any]) -> Defect:
+def _defect(given: _Defect) -> Defect:
     return Defect(
         says=given["says"],
         source=given["source"],

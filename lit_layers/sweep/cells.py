@@ -1,16 +1,20 @@
 """What is known on disk of one cell: `ROOT/CELL.json` and `CELL.log`, beside its run folder `ROOT/CELL`."""
 
 import hashlib
-import json
 import re
 import signal
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, Literal, Required
 
+from pydantic import with_config
+from typing_extensions import TypedDict
+
+from lit_layers import schema
 from lit_layers.durable import write_json
 from lit_layers.errors import InputError
+from lit_layers.schema import Count, Seconds
 from lit_layers.sweep.grid import Cell
 from lit_layers.sweep.locks import take
 
@@ -19,6 +23,18 @@ _STYLE = re.compile(r"\x1b\[[0-9;]*m")
 _REFUSAL = re.compile(r"^lit-layers \w+: error: (.*)$")
 _TAIL = 64 * 1024  # bytes of output in which the reason of a failure is looked for
 _LONGEST = 400  # characters of it that are kept
+
+
+@with_config(schema.OPEN)
+class _State(TypedDict, total=False):
+    state: Required[Literal["started", "finished", "failed", "stopped"]]
+    attempts: Required[Count]
+    seconds: Required[Seconds]
+    command: Any
+    parameters: Any
+    recipes: Any
+    code: int
+    error: str
 
 
 class CellFolder:
@@ -41,15 +57,10 @@ class CellFolder:
         Raises:
             InputError: for a file that is none of ours.
         """
-        try:
-            content = json.loads(self._state.read_text(encoding="utf-8"))
-        except FileNotFoundError:
+        if not self._state.is_file():
             return {}
-        except (OSError, ValueError) as error:
-            raise InputError(f"cannot read {self._state} ({error}); delete it to run this cell again") from error
-        if not isinstance(content, dict) or "state" not in content:
-            raise InputError(f"{self._state} is no cell of a sweep; choose another root")
-        return content
+        facts: Any = schema.read(self._state, _State, "choose another root, or delete it to run this cell again")
+        return facts
 
     @property
     def is_finished(self) -> bool:

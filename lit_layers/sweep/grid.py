@@ -12,8 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import yaml
-
+from lit_layers import schema
 from lit_layers.errors import InputError
 
 _KEYS = ("command", "method", "metric", "parameters", "program", "name", "description", "project", "entity")
@@ -98,7 +97,7 @@ def read_grid(path: Path) -> Grid:
     Raises:
         InputError: a file that cannot be read, or what only W&B's server can do.
     """
-    content = _content(path)
+    content = schema.read_yaml(path, dict[str, Any], "see docs/sweeps.md")
     _known(content, _KEYS, path)
     if content.get("method") != "grid":
         raise InputError(f"{path}: method: expected grid, got {content.get('method')!r}; W&B runs the other methods")
@@ -109,18 +108,6 @@ def read_grid(path: Path) -> Grid:
     metric, goal = _metric(content.get("metric"), path)
     command = _command(content.get("command"), program, path)
     return Grid(command=command, program=program, values=values, fixed=fixed, metric=metric, goal=goal)
-
-
-def _content(path: Path) -> dict[str, Any]:
-    try:
-        content = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise InputError(f"cannot read {path}: {(error.strerror or str(error)).lower()}") from error
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise InputError(f"{path} is not valid YAML: {' '.join(str(error).split())}") from error
-    if not isinstance(content, dict):
-        raise InputError(f"{path}: expected the file of a sweep with method, command and parameters, it has none")
-    return content
 
 
 def _parameters(content: Any, path: Path) -> tuple[dict[str, list[Any]], dict[str, Any]]:

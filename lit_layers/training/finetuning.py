@@ -13,10 +13,10 @@ from typing import Any, Literal, Self
 
 import lightning as L
 import torch
-import yaml
 from torch import Tensor
 from torch.nn import functional as F
 
+from lit_layers import schema
 from lit_layers.data.preparing import prepared
 from lit_layers.durable import write_json
 from lit_layers.emergence import kept_random_state
@@ -35,6 +35,7 @@ from lit_layers.training.loss import next_token_loss
 from lit_layers.training.optim import adamw, may_fuse, warmup_cosine
 from lit_layers.training.resume import StepSeed
 
+_AGAIN = "take it away to train that variant again"
 ANALYSIS, RESULT, MODEL = "intervene/finetune", "finetuned.json", "model"
 BETAS = (0.9, 0.999)
 When = Literal["before", "after"]
@@ -50,15 +51,7 @@ class Recipe:
         Raises:
             InputError: no such file, no mapping in it, an unknown key, a key that is missing, a wrong value.
         """
-        try:
-            content = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
-        except OSError as error:
-            raise InputError(f"recipe: cannot read {path}: {(error.strerror or str(error)).lower()}") from error
-        except yaml.YAMLError as error:
-            raise InputError(f"recipe: {path} is no YAML: {' '.join(str(error).split())}") from error
-        if not isinstance(content, dict):
-            raise InputError(f"recipe: expected keys and values in {path}, got {type(content).__name__}")
-        return cls.of(content)
+        return cls.of(schema.read_yaml(Path(path), dict[str, Any], "write KEY: VALUE lines"))
 
     @classmethod
     def of(cls, content: Mapping[str, Any]) -> Self:
@@ -176,7 +169,10 @@ def finetune(
         "corpus": prepared(recipe.corpus, tokenizer).corpus_hash,
     }
     if (kept := finished(folder / RESULT, settings)) is not None:
-        return Quality(**kept["before"]), Quality(**kept["after"])
+        before, after = (
+            schema.check(kept.get(when), Quality, f"{folder / RESULT}: {when}", _AGAIN) for when in ("before", "after")
+        )
+        return before, after
     writable_folder(Path(root), "root")
     data = LitTextData(
         recipe.corpus,
@@ -323,12 +319,9 @@ def finished(file: Path, settings: Mapping[str, Any]) -> dict[str, Any] | None:
     Raises:
         InputError: it was made with others, or is damaged.
     """
-    try:
-        found = json.loads(file.read_text(encoding="utf-8"))
-    except FileNotFoundError:
+    if not file.is_file():
         return None
-    except (OSError, ValueError) as error:
-        raise InputError(f"{file} cannot be read ({error}): take it away to train that variant again") from error
+    found: Any = schema.read(file, dict[str, Any], _AGAIN)
     for name, value in json.loads(json.dumps(settings)).items():
         if (held := found.get(name)) != value:
             part = (

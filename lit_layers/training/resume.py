@@ -6,7 +6,6 @@ it is pruned, it is for this program, and it is written on a schedule of its own
 """
 
 import hashlib
-import json
 import logging
 import random
 import shutil
@@ -18,9 +17,13 @@ import lightning as L
 import numpy as np
 import torch
 from lightning.pytorch.utilities.exceptions import SIGTERMException
+from pydantic import with_config
+from typing_extensions import TypedDict
 
+from lit_layers import schema
 from lit_layers.durable import write_json
 from lit_layers.errors import InputError
+from lit_layers.schema import Count
 from lit_layers.training.checkpoint_io import explained, remove_folder, saved_steps, step_folder, write_folder
 from lit_layers.training.divergence import refuse_diverged_weights
 from lit_layers.training.origin import axis_step
@@ -139,6 +142,9 @@ def _fill(folder: Path, state: Path, step: int) -> None:
     write_json(folder / FACTS, facts)
 
 
+_Facts = with_config(schema.STRICT)(TypedDict("_Facts", {"step": Count, "sha256": str}))
+
+
 class ResumePoint(NamedTuple):
     """Where to go on: a whole resume checkpoint and its step."""
 
@@ -180,11 +186,11 @@ def resume_point(root: Path, which: str) -> ResumePoint | None:
 def _whole(folder: Path) -> ResumePoint:
     """The checkpoint, if its bytes are those that were written."""
     try:
-        facts = json.loads((folder / FACTS).read_text())
+        facts = schema.read(folder / FACTS, _Facts, "take another checkpoint")
         if _sha256(folder / STATE) != facts["sha256"]:
             raise InputError(f"resume: {folder / STATE} is corrupt (its hash differs from the one in {FACTS})")
         return ResumePoint(facts["step"], folder / STATE)
-    except (OSError, ValueError, KeyError) as error:
+    except (OSError, ValueError) as error:
         raise InputError(f"resume: {folder} is no whole resume checkpoint ({error})") from error
 
 

@@ -111,7 +111,7 @@ def test_a_repository_is_audited_by_the_command_as_users_type_it(tmp_path, model
         ([], "the following arguments are required: series"),
         (["{run}/none"], "expected a folder, ORGANIZATION/NAME on the Hub or a manifest, {run}/none does not exist"),
         (["gpt2"], "expected a folder, ORGANIZATION/NAME on the Hub or a manifest, gpt2 does not exist"),
-        (["none.yaml"], "none.yaml: cannot read this manifest"),
+        (["none.yaml"], "cannot read none.yaml: no such file or directory"),
         (["{run}/.."], "holds no folder that is a step"),
         (["{run}", "--steps", "often"], "steps: expected pythia, a list of steps"),
         (["{run}", "--steps", "0,7"], "steps: first has no step 7; it has 5 steps from 0 to 8, the nearest 4 and 8"),

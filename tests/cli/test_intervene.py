@@ -390,7 +390,7 @@ WRONG = [
     ("model", "--tasks lambda --folder H/data", "task: there is no 'lambda' among the local ones; choose from lambada"),
     ("model", "--tasks lambada --folder H/nowhere", "H/nowhere/lambada_openai_test.parquet, there is no such file"),
     ("model", "--task lambada", "unrecognized arguments: --task lambada"),
-    ("model", "--finetune H/nowhere.yaml", "recipe: cannot read H/nowhere.yaml: no such file or directory"),
+    ("model", "--finetune H/nowhere.yaml", "cannot read H/nowhere.yaml: no such file or directory"),
     ("model", "--finetune {steps: 2}", "recipe: expected a value for corpus"),
     ("model", "--finetune {corpus: python, stepz: 2}", "recipe: there is no key 'stepz'; the keys are corpus"),
     ("model", "--finetune {corpus: python, steps: 0}", "recipe: steps: expected an integer of at least 1, got 0"),

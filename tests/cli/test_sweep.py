@@ -322,8 +322,8 @@ def test_wrong_options_are_answered_with_one_sentence(arguments, sentence, tmp_p
 @pytest.mark.parametrize(
     ("name", "content", "sentence"),
     [
-        ("lr=0.1.json", "{", "cannot read"),
-        ("lr=0.1.json", '{"lr": 0.1}', "is no cell of a sweep; choose another root"),
+        ("lr=0.1.json", "{", "lr=0.1.json: not valid JSON"),
+        ("lr=0.1.json", '{"lr": 0.1}', "lr=0.1.json: state: this field is missing; choose another root"),
         ("lr=0.1/config.yaml", "", "is there and of no sweep; choose another root"),
     ],
 )

@@ -108,9 +108,12 @@ def test_a_tokenizer_that_did_not_make_the_tokens_is_found(copied, texts):
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        ("{", r"meta.json is damaged .* remove the folder"),
-        ('{"format": "other"}', "meta.json is no header of 'lit_layers token shards', version 1"),
-        ("[]", "meta.json is no header"),
+        ("{", r"meta.json: not valid JSON .* remove the folder"),
+        (
+            '{"format": "other"}',
+            r"meta.json: format: expected 'lit_layers token shards', got 'other'; remove the folder",
+        ),
+        ("[]", "meta.json: expected an object"),
     ],
 )
 def test_a_header_that_cannot_be_read_is_refused(copied, content, message):

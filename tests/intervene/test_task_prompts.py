@@ -191,8 +191,8 @@ def test_wrong_input_is_refused(tmp_path):
     own = tmp_path / "mine.jsonl"
     for text, message in (
         ('{"context": "a", "choices": ["b"], "label": 0}', "choices: expected a list of two texts or more, got"),
-        ("{", "line 1 is no JSON"),
-        ("[1]", "expected an object a line, line 1 is '\\[1\\]'"),
+        ("{", "line 1: not valid JSON"),
+        ("[1]", "line 1: expected an object, got \\[1\\]"),
         ("", "has no row"),
     ):
         own.write_text(text)

@@ -130,6 +130,7 @@ def test_damaged_files_are_refused_in_a_sentence(tmp_path):
         ("{", "the probe in .* is damaged"),
         (json.dumps({**facts, "format": 2}), "expected format 1"),
         (json.dumps({**facts, "depth": 2}), "is damaged .*depth"),
+        (json.dumps({**facts, "layer": "four"}), "probe.json: layer: .*got 'four'; export it again"),
     ):
         (tmp_path / "probe.json").write_text(content)
         with pytest.raises(InputError, match=message):

@@ -87,13 +87,19 @@ def test_braces_are_written_out():
 @pytest.mark.parametrize(
     ("text", "sentence"),
     [
-        ("a: [", "cannot read this manifest"),
-        ("repositories: 3", "expected a manifest with a list `repositories`"),
-        ("repositories: [{steps: pythia}]", "expected `names` in each entry of repositories"),
-        ("repositories: [{names: a/b, step: pythia}]", "unknown key step; known: defects, first_step"),
+        ("a: [", "not valid YAML"),
+        ("repositories: 3", "repositories: expected a list, got 3; see checkpoints/pythia.yaml"),
+        ("repositories: [{steps: pythia}]", "repositories.0.names: this field is missing"),
+        ("repositories: [{names: a/b, step: pythia}]", "repositories.0.step: there is no such field"),
         ("repositories: [{names: a/b, steps: often}]", "steps: expected pythia, .* got 'often'"),
-        ("repositories: [{names: a/b, defects: [{says: x}]}]", "a defect needs source"),
-        ("repositories: [{names: a/b, defects: [{says: x, source: y, step: 1}]}]", "unknown key step"),
+        (
+            "repositories: [{names: a/b, defects: [{says: x}]}]",
+            "repositories.0.defects.0.source: this field is missing",
+        ),
+        (
+            "repositories: [{names: a/b, defects: [{says: x, source: y, step: 1}]}]",
+            "defects.0.step: there is no such field",
+        ),
     ],
 )
 def test_a_wrong_manifest_is_refused(tmp_path, text, sentence):
@@ -101,5 +107,5 @@ def test_a_wrong_manifest_is_refused(tmp_path, text, sentence):
     path.write_text(text)
     with pytest.raises(InputError, match=f"own.yaml: .*{sentence}|{sentence}"):
         Manifest(path)
-    with pytest.raises(InputError, match="cannot read this manifest"):
+    with pytest.raises(InputError, match="cannot read .*none.yaml: no such file"):
         Manifest(tmp_path / "none.yaml")

@@ -117,7 +117,7 @@ def test_what_only_the_server_can_do_and_what_is_wrong_is_refused(changes, sente
 
 @pytest.mark.parametrize(
     ("content", "sentence"),
-    [(b"- a", "expected the file of a sweep"), (b"a: [", "is not valid YAML"), (b"\xff\xfe\xfa", "is not valid YAML")],
+    [(b"- a", "expected an object"), (b"a: [", "not valid YAML"), (b"\xff\xfe\xfa", "not valid YAML")],
 )
 def test_a_file_that_is_no_sweep_is_refused(content, sentence, tmp_path):
     (tmp_path / "grid.yaml").write_bytes(content)
