@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Iterator, MutableMapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, ClassVar, Literal, NamedTuple
 
 import torch
@@ -55,10 +55,9 @@ class Coupling(LayerwiseAnalysis):
     A block whose Jacobian is zero or not finite is in no pair. Means over pairs or blocks are then undefined for that
     prompt; `num_undefined_pairs` and `num_undefined_blocks` count what is missing in all prompts.
 
-    `tolerance`: what a pair's value at p = 2 is proven to be within (`lit_layers.functional.singular`), some thousand
-    times what it is off; 1e-6 for exact values. `warm_start` begins the search for singular
-    vectors at those of the checkpoint measured before, which saves a tenth of it; values then depend on what was
-    measured before, within a few `error_estimate`, so that a series measured again is equal only within that.
+    `tolerance`: what a pair's value at p = 2 is certain to be within, unless `num_tied` says otherwise
+    (`lit_layers.functional.singular`); below 1e-5 singular vectors are kept in float64. `warm_start` no longer
+    does anything: singular vectors are found directly.
     Source: definitions and departures as in `lit_layers.functional.coupling`.
     """
 
@@ -79,7 +78,6 @@ class Coupling(LayerwiseAnalysis):
     preset: Literal["released_code"] | None = None
     tolerance: float = 1e-3
     warm_start: bool = False
-    _previous: dict[str, Tensor] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     def check(self, model: LayeredModel) -> None:
         super().check(model)
@@ -121,7 +119,7 @@ class Coupling(LayerwiseAnalysis):
 
     def begin(self, model: LayeredModel, store: MutableMapping[str, Tensor] | None = None) -> LayerwiseRun:
         self._check_options(model)
-        return _Run(model, self._resolved(model), store, self._previous if self.warm_start else None)
+        return _Run(model, self._resolved(model), store)
 
     def _resolved(self, model: LayeredModel) -> "Coupling":
         """With the preset's options in place."""
@@ -169,15 +167,8 @@ class _Run(LayerwiseRun):
     The factors go to the store. Without one they stay here, and the Jacobians with them until they are revisited.
     """
 
-    def __init__(
-        self,
-        model: LayeredModel,
-        options: Coupling,
-        store: MutableMapping[str, Tensor] | None,
-        previous: dict[str, Tensor] | None,
-    ) -> None:
+    def __init__(self, model: LayeredModel, options: Coupling, store: MutableMapping[str, Tensor] | None) -> None:
         super().__init__()
-        self.previous = previous
         self.model, self.options = model, options
         self.counts = sorted({functional.num_directions(k, model.dim) for k in options.k})
         self.top = min(options.num_singular_values, model.dim)
@@ -195,7 +186,7 @@ class _Run(LayerwiseRun):
         jacobian = self._jacobian(visit)
         finite, undefined = finite_or_zero(jacobian)  # (prompts,)
         broken = ~jacobian.isfinite().all(-1).all(-1)
-        factors = self._factors(finite, f"{batch}/{layer}")
+        factors = functional.singular_factors(finite, self.kept, tolerance=options.tolerance)
         if self.held is not None:
             self.held[f"{batch}/{layer}"] = finite
         for name in ("left", "values", "right"):
@@ -290,16 +281,6 @@ class _Run(LayerwiseRun):
     def _at_token(self, hidden: Tensor, mask: Tensor) -> Tensor:
         places = token_places(self.tokens, mask)
         return hidden[torch.arange(len(places))[:, None], places].flatten(0, 1)  # (prompts x tokens, dim)
-
-    def _factors(self, jacobians: Tensor, key: str) -> functional.Factors:
-        start = None if self.previous is None else self.previous.get(key)
-        if start is not None and start.shape[:2] != jacobians.shape[:2]:
-            start = None  # another model
-        start = None if start is None else start.to(jacobians.device)
-        factors = functional.singular_factors(jacobians, self.kept, tolerance=self.options.tolerance, start=start)
-        if self.previous is not None:
-            self.previous[key] = factors.right.cpu()
-        return factors
 
     def _jacobian(self, visit: Visit) -> Tensor:
         """The block's same-token Jacobian, in the convention; the final norm then belongs to the last block."""

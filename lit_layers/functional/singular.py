@@ -7,8 +7,10 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from lit_layers.functional._certificate import miscoupling_bounds
-from lit_layers.functional._chebyshev import leading_vectors, starting_block
+# Squares halve the digits: eigenvectors of J'J in float64 are good to 1e-16 (s_1 / s)^2 over the gap. That is enough
+# but for tiny singular values, and is not relied on: how far they are off is measured on J itself.
+MIN_DIM = 257  # narrower matrices are decomposed whole in the same time
+EPS = torch.finfo(torch.float64).eps
 
 
 class Factors(NamedTuple):
@@ -27,28 +29,22 @@ class Factors(NamedTuple):
 
 
 def singular_factors(
-    matrices: Float[Tensor, "*n dim dim"],
-    count: int | None = None,
-    *,
-    tolerance: float = 1e-3,
-    start: Float[Tensor, "*n dim any"] | None = None,
+    matrices: Float[Tensor, "*n dim dim"], count: int | None = None, *, tolerance: float = 1e-3
 ) -> Factors:
     """Leading `count` singular triples (all for None), with `bounds` of at most `tolerance` wherever float64 allows.
 
-    For dim > 256 and count up to a third of dim, from J'J formed in float64, by filtered subspace iteration with a
-    proof that nothing was missed. Otherwise, and for matrices whose bound that does not bring to `tolerance` (ties,
-    tiny singular values), by the whole decomposition in float64. `start` are right singular vectors of similar ones,
-    such as an earlier checkpoint's, any number of them: they save time and change the result within its bounds only.
-    The same input gives the same output; no global random state is used.
+    For dim > 256 and count up to a third of dim, from the leading eigenvectors of J'J in float64. Otherwise, and for
+    matrices whose bound that does not bring to `tolerance` (ties, tiny singular values), by the whole decomposition in
+    float64. The same input gives the same output.
 
     `values` are off by less than `tolerance`^2 of themselves, which is not in `bounds`. Results are in float64 for dim
     <= 512, float64 input or a tolerance below 1e-5, which float32 vectors cannot hold; else in float32.
 
-    The steps are the same on every device; the whole decomposition is `torch.linalg.svd` with its default driver (no
-    drivers were compared on a GPU).
+    The bounds take from LAPACK (on a GPU cuSOLVER, with torch's default drivers) that its decompositions are backward
+    stable: which vectors are the leading ones is right but for an error of rounding. How far each is off is measured.
 
     Raises:
-        ValueError: count outside 1..dim, a tolerance that is not positive, a start that does not fit or is not finite.
+        ValueError: count outside 1..dim, a tolerance that is not positive.
     """
     matrices = widen(matrices)
     dim = matrices.shape[-1]
@@ -56,23 +52,30 @@ def singular_factors(
         raise ValueError(f"expected a count between 1 and the dimension {dim}, got {count}")
     if not tolerance > 0:
         raise ValueError(f"expected a tolerance above 0, got {tolerance}")
-    _check_start(start, matrices)
     dtype = torch.float64 if tolerance < 1e-5 else matrices.dtype
     count = count or dim
     flat = matrices.reshape(-1, dim, dim)
-    at_once = max(1, 2**31 // (60 * dim**2))  # some 2 GB
-    if dim <= 256 or 3 * count > dim:
-        parts = [_whole(piece.double(), count) for piece in flat.split(at_once)]
-    else:
-        known = None if start is None else start.reshape(len(flat), dim, start.shape[-1])
-        size = 1 if flat.device.type == "cpu" else at_once  # a CPU gains nothing by more
-        pieces = zip(flat.split(size), starting_block(known, len(flat), dim, count).split(size), strict=True)
-        parts = [_leading(piece, count, tolerance, first, dtype) for piece, first in pieces]
+    number = torch.arange(1, count + 1, dtype=torch.float64, device=flat.device)
+    rounding = torch.finfo(dtype).eps * (number.sqrt() + 2)  # of both bases and the values to `dtype`
+    leading = dim >= MIN_DIM and 3 * count <= dim and len(flat) > 0
+    # some 2 GB; a CPU gains nothing by more than one large matrix
+    size = 1 if leading and flat.device.type == "cpu" else max(1, 2**31 // (60 * dim**2))
+    parts = []
+    for piece in flat.split(size):
+        piece = piece.double()
+        if not leading:
+            parts.append(_whole(piece, count))
+            continue
+        factors = _leading(piece, count)
+        failed = ~(factors.bounds[:, -1] + rounding[-1] <= tolerance)  # also where they are NaN
+        if bool(failed.any()):
+            for part, whole in zip(factors, _whole(piece[failed], count), strict=True):
+                part[failed] = whole
+        parts.append(factors)
     left, values, right, bounds, turns = (
         torch.cat(part).reshape(*matrices.shape[:-2], *part[0].shape[1:]) for part in zip(*parts, strict=True)
     )
-    bounds = bounds + _output_rounding(dtype, bounds)
-    return Factors(left.to(dtype), values.to(dtype), right.to(dtype), bounds, turns)
+    return Factors(left.to(dtype), values.to(dtype), right.to(dtype), bounds + rounding, turns)
 
 
 def widen(matrices: Tensor) -> Tensor:
@@ -85,73 +88,70 @@ def widen(matrices: Tensor) -> Tensor:
     return matrices.detach().to(torch.float64 if wide else torch.float32)
 
 
-def _check_start(start: Tensor | None, matrices: Tensor) -> None:
-    if start is None:
-        return
-    if start.ndim != matrices.ndim or start.shape[:-1] != matrices.shape[:-1]:
-        raise ValueError(f"expected a start (*n, dim, any) for {tuple(matrices.shape)}, got {tuple(start.shape)}")
-    if not bool(start.isfinite().all()):
-        raise ValueError("expected finite vectors as a start, got NaN or infinity among them")
-
-
-def _leading(matrices: Tensor, count: int, tolerance: float, start: Tensor, dtype: torch.dtype) -> Factors:
-    """Of matrices (n, dim, dim), in float64, by iteration where that meets the tolerance, else whole."""
-    allowed = tolerance - float(_output_rounding(dtype, matrices.new_empty(count))[-1])
-    found = leading_vectors(_scaled_gram(matrices), count, allowed, start)
-    images = matrices.double() @ found.right
-    values = torch.linalg.vector_norm(images, dim=-2)
-    bounds = miscoupling_bounds(found.left_errors, found.right_errors)
-    turns = _mean_turns(found.left_errors, found.right_errors)
-    factors = Factors(images / values[:, None], values, found.right, bounds, turns)
-    failed = ~(bounds[:, -1] <= allowed)
-    if bool(failed.any()):
-        for part, whole in zip(factors, _whole(matrices[failed].double(), count), strict=True):
-            part[failed] = whole
-    return factors
-
-
-def _scaled_gram(matrices: Tensor) -> Tensor:
-    """J'J in float64, of J scaled to a norm of about 1; zero where the norm is none, for the whole decomposition.
-
-    A function of its own, so that no copy of the matrices is there while their vectors are sought: at dim 8,192 each
-    float64 copy of one is 0.5 GB.
-    """
-    matrices = matrices.double()
+def _leading(matrices: Tensor, count: int) -> Factors:
+    """From the eigenvectors v of J'J, (n, dim, dim) in float64, and u = J v / s. NaN for a zero or overflowing norm."""
     sizes = torch.linalg.matrix_norm(matrices, keepdim=True)
-    known = sizes.isfinite() & (sizes > 0)
-    matrices = matrices / torch.where(known, sizes, 1).log2().floor().exp2()  # by a power of two: exact
-    if not bool(known.all()):
-        matrices = torch.where(known, matrices, 0)
-    return matrices.mT @ matrices
+    usable = sizes.isfinite() & (sizes > 0)
+    scale = torch.where(usable, sizes, 1).log2().floor().exp2()  # a power of two: exact
+    matrices = torch.where(usable, matrices / scale, 0)
+    squares, right = _leading_eigenvectors(matrices.mT @ matrices, count)
+    images = matrices @ right
+    values = torch.linalg.vector_norm(images, dim=-2)
+    left = images / values[:, None]
+    # J'J is off by rounding; all further singular values lie below this by Weyl's inequality
+    further = (squares[:, count].clamp(min=0) + matrices.shape[-1] * EPS * values[:, 0].square()).sqrt()
+    errors = _vector_errors(values, _residuals(matrices, left, values, right), further)
+    return _factors(left, values * scale[:, 0], right, errors)
 
 
-def _output_rounding(dtype: torch.dtype, bounds: Tensor) -> Tensor:
-    """What rounding both bases and the values of a result to `dtype` adds to the bound of each K."""
-    number = torch.arange(1, bounds.shape[-1] + 1, dtype=torch.float64, device=bounds.device)
-    return torch.finfo(dtype).eps * (number.sqrt() + 2)
+def _leading_eigenvectors(gram: Tensor, count: int) -> tuple[Tensor, Tensor]:
+    """Of symmetric matrices (n, dim, dim) the count + 1 largest eigenvalues, descending, and `count` eigenvectors."""
+    if gram.device.type != "cpu":
+        values, vectors = torch.linalg.eigh(gram)
+        return values[:, -count - 1 :].flip(-1), vectors[..., -count:].flip(-1)
+    from scipy.linalg import eigh  # torch has no driver for a part of the spectrum, which takes half the time
+
+    last = gram.shape[-1] - 1
+    # the transpose is in Fortran's order, so that LAPACK works in place
+    pairs = [eigh(each.numpy().T, subset_by_index=(last - count, last), overwrite_a=True) for each in gram]
+    values, vectors = (torch.stack([torch.from_numpy(part) for part in parts]) for parts in zip(*pairs, strict=True))
+    return values.flip(-1), vectors[..., 1:].flip(-1)
 
 
 def _whole(matrices: Tensor, count: int) -> Factors:
     left, values, right = torch.linalg.svd(matrices)
-    # LAPACK's backward error, as a residual
-    residual = math.sqrt(matrices.shape[-1]) * torch.finfo(matrices.dtype).eps * values[..., :1]
-    turns = _turns(residual.expand_as(values), torch.nn.functional.pad(values, (0, 1)))
+    residuals = _residuals(matrices, left, values, right.mT)
+    errors = _vector_errors(values, residuals, residuals[:, -1])
     # copies: a view would keep the whole of both bases
-    bounds = miscoupling_bounds(turns, turns)[..., :count]
-    mean = _mean_turns(turns, turns)[..., :count]
-    return Factors(left[..., :count].clone(), values[..., :count], right[..., :count, :].mT.clone(), bounds, mean)
+    left, right = left[..., :count].clone(), right[..., :count, :].mT.clone()
+    return _factors(left, values[:, :count], right, errors[:, :count])
 
 
-def _mean_turns(left_errors: Tensor, right_errors: Tensor) -> Tensor:
-    """Over the first 1, 2, .. directions, of both sides together."""
-    number = torch.arange(1, left_errors.shape[-1] + 1, dtype=left_errors.dtype, device=left_errors.device)
-    return ((left_errors.square() + right_errors.square()).cumsum(-1) / number).sqrt()
+def _residuals(matrices: Tensor, left: Tensor, values: Tensor, right: Tensor) -> Tensor:
+    """Lengths (n, count) of [J v - s u; J'u - s v], 0 for exact triples, and what rounding may hide of them."""
+    above = torch.linalg.vector_norm(matrices @ right - left * values[:, None], dim=-2)
+    below = torch.linalg.vector_norm(matrices.mT @ left - right * values[:, None], dim=-2)
+    return torch.hypot(above, below) + math.sqrt(matrices.shape[-1]) * EPS * values[:, :1]
 
 
-def _turns(residuals: Tensor, spectrum: Tensor) -> Tensor:
-    """Most that each vector may be off, from its residual and the gaps of a spectrum with one value more."""
-    steps = spectrum[..., :-1] - spectrum[..., 1:]
-    before = torch.nn.functional.pad(steps[..., :-1], (1, 0), value=math.inf)
-    gaps = torch.minimum(steps, before) - residuals  # the neighbours, too, are known up to a residual
+def _vector_errors(values: Tensor, residuals: Tensor, further: Tensor) -> Tensor:
+    """Most that each left and each right vector (n, count) may be off, by Davis and Kahan's theorem.
+
+    For the symmetric [0 J'; J 0], whose eigenvalues are the singular values, their negatives and zero, and whose
+    eigenvectors are [v; u]: a triple with this residual is turned from the exact one by an angle whose sine is at most
+    the residual over the distance to the other singular values. Of those the computed ones are known up to residuals
+    of their own, and the rest lie below `further` (n). As J is square, none of the negative ones is closer than zero.
+    """
+    steps = values[:, :-1] - values[:, 1:]
+    under = torch.cat([steps - residuals[:, 1:], values[:, -1:] - further[:, None]], -1)
+    above = torch.nn.functional.pad(steps - residuals[:, :-1], (1, 0), value=math.inf)
+    gaps = torch.minimum(under, above).minimum(values - further[:, None])
     sines = torch.where(gaps > residuals, residuals / gaps, math.inf)
     return math.sqrt(2) * sines  # |v - v'| <= sqrt(2) sin for unit vectors of matching sign
+
+
+def _factors(left: Tensor, values: Tensor, right: Tensor, errors: Tensor) -> Factors:
+    """`|A - A'|_F <= s_1(J1) (|U - U'|_F + |V - V'|_F)` for A = U' J1 V, and `s_1(J1) <= |s_1,K|_2`."""
+    squares = 2 * errors.square().cumsum(-1)
+    number = torch.arange(1, errors.shape[-1] + 1, dtype=errors.dtype, device=errors.device)
+    return Factors(left, values, right, (2 * squares).sqrt(), (squares / number).sqrt())

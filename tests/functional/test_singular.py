@@ -9,8 +9,6 @@ import torch
 from torch import Tensor
 
 from lit_layers.functional import singular
-from lit_layers.functional._certificate import ceiling, miscoupling_bounds, nothing_missed, rayleigh_ritz, vector_errors
-from lit_layers.functional._chebyshev import Leading, leading_vectors, starting_block
 from lit_layers.functional.coupling import error_estimate, miscoupling, miscoupling_from_factors
 from lit_layers.functional.singular import Factors, singular_factors
 
@@ -33,6 +31,8 @@ def spectrum(kind: str, dim: int, seed: int = 0) -> Tensor:
         "clustered": power[pairs] * (1 - 10.0 ** (-3 - 6 * random[pairs]) * (number % 2 == 0)),
         "deficient": power * (number <= 7),
         "tied": power[pairs],
+        "graded": 10.0 ** (-9 * number / dim),
+        "steps": (1 + torch.arange(dim) // 5).double() * (1 - 10.0 ** (-15 + 12 * random[0]) * random),
     }[kind]
     return values.sort(descending=True).values
 
@@ -49,14 +49,6 @@ def example(kind: str, dim: int, seed: int = 0) -> Tensor:
     if kind == "network":
         return gaussian(dim, 4 * dim, seed=seed) @ gaussian(4 * dim, dim, seed=seed + 1) / 50
     return with_spectrum(spectrum(kind, dim, seed), seed)
-
-
-def iterate(matrices: Tensor, count: int, tolerance: float, start: Tensor | None = None) -> tuple[Leading, Tensor]:
-    """By the iteration alone, however small the matrices, and the left vectors."""
-    grams = matrices.mT @ matrices / matrices.square().sum((-2, -1), keepdim=True)
-    found = leading_vectors(grams, count, tolerance, starting_block(start, len(matrices), matrices.shape[-1], count))
-    images = matrices @ found.right
-    return found, images / torch.linalg.vector_norm(images, dim=-2, keepdim=True)
 
 
 @functools.lru_cache(maxsize=16)
@@ -76,41 +68,99 @@ def exact_miscoupling(other: Tensor, matrix: Tensor, k: int) -> float:
     return float((left.T @ other.double() @ right - torch.diag(values)).norm() / values.norm())
 
 
+def eigenvectors_of_a_batch(gram: Tensor, count: int) -> tuple[Tensor, Tensor]:
+    values, vectors = torch.linalg.eigh(gram)
+    return values[:, -count - 1 :].flip(-1), vectors[..., -count:].flip(-1)
+
+
 def distances(vectors: Tensor, others: Tensor) -> Tensor:
     """Lengths of the differences of matching columns, of the sign that is closer."""
     return torch.minimum((vectors - others).norm(dim=0), (vectors + others).norm(dim=0))
 
 
-@pytest.mark.parametrize("tolerance", [1.0, 1e-3, 1e-6])
-@pytest.mark.parametrize("kind", KINDS)
-def test_no_vector_and_no_miscoupling_is_further_off_than_its_bound(kind, tolerance):
-    """1,080 matrices, of which all that can be are proven."""
-    dim, count, number = 40, 6, 60
-    seeds = [1000 * KINDS.index(kind) + seed for seed in range(number)]
-    matrices = torch.stack([example(kind, dim, seed) for seed in seeds])
-    found, left = iterate(matrices, count, tolerance)
-    bounds = miscoupling_bounds(found.left_errors, found.right_errors)
-    proven = (bounds[:, -1] <= tolerance).tolist()
-    assert sum(proven) >= number * {"tied": 0, "clustered": 0.9 if tolerance > 1e-6 else 0.05}.get(kind, 0.9)
-    assert not (kind == "tied" and any(proven))
-    for index in range(number):
-        if not proven[index]:
-            assert bool(bounds[index].isinf().all())
-            continue
-        matrix, right = matrices[index], found.right[index]
-        exact_left, values, exact_right = exact(matrix, count)
-        assert bool((distances(right, exact_right) <= found.right_errors[index]).all())
-        assert bool((distances(left[index], exact_left) <= found.left_errors[index]).all())
-        other = gaussian(dim, dim, seed=seeds[index] + 10**6) if index % 2 else matrix
+def check_trials(kind: str, seeds: range, monkeypatch: pytest.MonkeyPatch, dim: int = 36) -> int:
+    """By the eigenvectors of J'J however narrow: no m_K further off than promised; the number of matrices in reach."""
+    monkeypatch.setattr(singular, "MIN_DIM", 0)
+    within = 0
+    for seed in seeds:
+        count, tolerance = 1 + seed % (dim // 3), (1e-3, 1e-6, 1.0)[seed % 3]
+        matrix = example(kind, dim, seed)
+        matrix = matrix.float() if seed % 2 else matrix  # which breaks ties by 1e-8
+        other = gaussian(dim, dim, seed=seed + 10**6) if seed % 4 < 2 else matrix.double()
+        factors = singular_factors(matrix, count, tolerance=tolerance)
+        left, _, right = exact(matrix, count)
         values = exact(other, count)[1]
-        factors = Factors(left[index][None], values[None], right[None], bounds[index][None], bounds[index][None])
-        for k in range(1, count + 1):
-            value = float(miscoupling_from_factors(other[None], values[None], factors, k=k))
-            assert abs(value - exact_miscoupling(other, matrix, k)) <= bounds[index, k - 1]
+        batched = Factors(*(part.double()[None] for part in factors))
+        ks = tuple(range(1, count + 1))
+        ours = miscoupling_from_factors(other[None], values[None], batched, k=ks)[:, 0, 0]
+        truth = Factors(left[None], values[None], right[None], values[None], values[None])
+        away = (ours - miscoupling_from_factors(other[None], values[None], truth, k=ks)[:, 0, 0]).abs()
+        turns = distances(factors.left, left).square() + distances(factors.right, right).square()
+        # numpy's vectors are themselves off by rounding, some 1e-15 over the gap: as much as ours at most
+        assert bool((turns.cumsum(0) <= 8 * factors.bounds.square()).all()), (kind, seed)
+        assert bool((away <= 2 * factors.bounds).all()), (kind, seed)
+        if factors.bounds[-1] <= tolerance:
+            assert float(away.max()) <= tolerance
+            within += 1
+    return within
+
+
+KINDS_OF_TRIALS = (*KINDS, "gaussian", "network", "graded", "steps")
+
+
+@pytest.mark.parametrize("kind", KINDS_OF_TRIALS)
+def test_no_miscoupling_is_further_off_than_its_bound(kind, monkeypatch):
+    assert check_trials(kind, range(60), monkeypatch) >= {
+        "clustered": 40,
+        "tied": 20,
+        "steps": 20,
+        "deficient": 20,
+    }.get(kind, 58)
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("kind", KINDS_OF_TRIALS)
+def test_in_ten_thousand_trials_no_miscoupling_is_further_off_than_its_bound(kind, monkeypatch):
+    check_trials(kind, range(60, 1060), monkeypatch)
+
+
+@pytest.mark.parametrize("kind", ["power", "gaussian", "flat", "network"])
+def test_inexact_eigenvectors_are_seen_in_the_bounds(kind, monkeypatch):
+    """Turned by known angles in random directions, above all towards their neighbours."""
+    exactly = singular._leading_eigenvectors
+    finite = 0
+    for seed in range(60):
+        size = 10.0 ** (-1 - seed % 6)
+
+        def turned(gram: Tensor, count: int, seed: int = seed, size: float = size) -> tuple[Tensor, Tensor]:
+            squares, vectors = exactly(gram, count)
+            mixed = vectors @ gaussian(count, count, seed=seed) + 0.3 * gaussian(*vectors.shape[1:], seed=seed + 1)
+            return squares, torch.nn.functional.normalize(vectors + size * mixed / count, dim=-2)
+
+        monkeypatch.setattr(singular, "_leading_eigenvectors", turned)
+        matrix = example(kind, 40, seed)
+        factors = singular._leading(matrix[None], 6)
+        left, _, right = exact(matrix, 6)
+        turns = distances(factors.left[0], left).square() + distances(factors.right[0], right).square()
+        assert bool((turns.cumsum(0) <= 2 * factors.bounds[0].square()).all())
+        finite += int(factors.bounds[0, -1].isfinite() and turns.sum().sqrt() > 1e-9)
+    assert finite >= 15
+
+
+def test_a_turn_is_bounded_by_the_residual_over_the_nearest_other_value():
+    """Neighbours above and below, each as far off as its own residual, and what was not computed."""
+    values, residuals = torch.tensor([[5, 4.9, 3.0]]), torch.tensor([[0.01, 0.02, 0.1]])
+    for further, sines in (
+        (2.0, [0.01 / (0.1 - 0.02), 0.02 / (0.1 - 0.01), 0.1 / 1]),
+        (2.95, [0.01 / (0.1 - 0.02), 0.02 / (0.1 - 0.01), math.inf]),
+        (4.95, [0.01 / 0.05, math.inf, math.inf]),
+    ):
+        errors = singular._vector_errors(values, residuals, torch.tensor([further]))
+        torch.testing.assert_close(errors, 2**0.5 * torch.tensor([sines]), rtol=1e-4, atol=0)
 
 
 @pytest.mark.parametrize("kind", ["power", "gaussian", "network"])
-def test_large_matrices_meet_the_tolerance_by_iteration_alone(kind, monkeypatch):
+def test_large_matrices_meet_the_tolerance_without_a_whole_decomposition(kind, monkeypatch):
     monkeypatch.setattr(singular, "_whole", None)
     matrix = example(kind, 600).float()
     other = gaussian(600, 600, seed=9)
@@ -119,11 +169,13 @@ def test_large_matrices_meet_the_tolerance_by_iteration_alone(kind, monkeypatch)
     assert fine.left.dtype == torch.float64
     left, values, right = exact(matrix, 60)
     other_values = torch.linalg.svdvals(other)[:60]
-    for factors, tolerance in ((default, 1e-3), (fine, 1e-6)):
+    for factors, tolerance in ((default, 2e-6), (fine, 1e-8)):
         assert float(factors.bounds[-1]) <= tolerance
         turns = distances(factors.left.double(), left), distances(factors.right.double(), right)
         assert bool((sum(turn.square().cumsum(0).sqrt() for turn in turns) <= factors.bounds).all())
-        assert float((factors.values / values - 1).abs().max()) <= tolerance**2 + torch.finfo(factors.left.dtype).eps
+        assert (
+            float((factors.values / values - 1).abs().max()) <= tolerance**2 + 10 * torch.finfo(factors.left.dtype).eps
+        )
         batched = Factors(*(part.double()[None] for part in factors))
         value = float(miscoupling_from_factors(other[None], other_values[None], batched, k=60))
         assert abs(value - exact_miscoupling(other, matrix, 60)) <= factors.bounds[-1]
@@ -144,81 +196,19 @@ def likely_and_real_errors(matrices: Tensor, counts: tuple[int, ...]) -> list[tu
 
 
 @pytest.mark.parametrize("kind", ["gaussian", "network", "power", "exponential", "flat", "related"])
-def test_the_estimate_of_a_pairs_error_is_within_ten_times_the_worst_real_one(kind):
-    """At the default tolerance, where what is left of the error is far above rounding."""
+def test_the_estimate_of_a_pairs_error_covers_the_worst_real_one(kind):
     parts = [example("power" if kind == "related" else kind, 288, 10 * seed) for seed in range(3)]
     if kind == "related":
         parts = [parts[0] + 0.5 * part for part in parts]
     for estimate, real in likely_and_real_errors(torch.stack(parts), (14, 72)):
-        assert real / 5 <= estimate <= 10 * real
+        assert real <= estimate < 1e-10
 
 
-def test_close_directions_that_mix_through_the_rest_stay_within_their_bounds():
-    """Ritz vectors that a single direction outside couples, just below the split: the case the bounds are made for."""
-    count, mixed = 3, 0
-    for seed in range(1000):
-        generator = torch.Generator().manual_seed(seed)
-        gap, size = 10.0 ** (torch.tensor([-1, -0.7]) - 2.5 * torch.rand(2, generator=generator, dtype=torch.float64))
-        gram = torch.diag(torch.tensor([1, 1 - float(gap), 0.8, 0.8 - float(gap), 0.5, 0.4, 0.55], dtype=torch.float64))
-        gram[6, :4] = gram[:4, 6] = size * torch.rand(4, generator=generator, dtype=torch.float64)
-        ritz = rayleigh_ritz(gram[None], torch.eye(7, 6, dtype=torch.float64)[None])
-        split = ceiling(ritz, count)
-        assert bool(nothing_missed(gram[None], ritz, split))
-        left_errors, right_errors = (errors[0] for errors in vector_errors(ritz, split, count))
-        squares, vectors = (torch.from_numpy(part[..., ::-1].copy()) for part in np.linalg.eigh(gram.numpy()))
-        root = vectors @ torch.diag(squares.sqrt()) @ vectors.T  # J with J'J = G, and left vectors like the right ones
-        found, vectors = ritz.vectors[0, :, :count], vectors[:, :count]
-        images = root @ found
-        turns = distances(found, vectors)
-        assert bool((turns <= right_errors).all())
-        assert bool((distances(images / images.norm(dim=0), vectors) <= left_errors).all())
-        mixed += int(((turns > 2 * vectors[6].abs()) & right_errors.isfinite()).sum())
-    assert mixed > 50  # that turned towards each other rather than outside
-
-
-def test_what_was_missed_is_seen():
-    values = torch.arange(40, 0, -1, dtype=torch.float64)
-    gram = torch.diag(values).square()[None]
-    axes = torch.eye(40, dtype=torch.float64)[None]
-    for basis, complete in (
-        (axes[..., :12], True),
-        (axes[..., 1:13], False),
-        (axes[..., [0, 1, 2, *range(4, 12)]], False),
-    ):
-        ritz = rayleigh_ritz(gram, basis)
-        assert bool((ritz.residuals == 0).all())  # nothing in them tells
-        assert nothing_missed(gram, ritz, ceiling(ritz, 4)).tolist() == [complete]
-
-
-def test_a_start_that_misses_the_first_direction_does_not_lose_it():
-    values = torch.arange(40, 0, -1, dtype=torch.float64)
-    matrix = torch.diag(values)[None]
-    start = torch.eye(40)[None, :, 1:16]  # exact arithmetic on zeros: no filter brings the first axis in
-    found, _ = iterate(matrix, 4, 1e-6, start)
-    torch.testing.assert_close(found.right[0].abs(), torch.eye(40, 4, dtype=torch.float64), rtol=0, atol=1e-7)
-    assert bool((found.right_errors < 1e-6).all())
-
-
-def test_a_spectrum_too_flat_to_iterate_on_is_taken_from_the_whole_of_it(monkeypatch):
-    monkeypatch.setattr(singular, "_whole", None)
-    matrix = with_spectrum(1 + 1e-3 * torch.arange(300, 0, -1, dtype=torch.float64) / 300)
-    factors = singular_factors(matrix, 30)
-    assert factors.bounds[-1] < 1e-6
-    assert float(distances(factors.right, exact(matrix, 30)[2]).max()) <= factors.bounds[-1]
-
-
-def test_an_earlier_checkpoint_saves_products_and_changes_nothing_else():
-    before = example("network", 300, 3)
-    matrix = before + 1e-3 * before.std() * gaussian(300, 300, seed=8)
-    start = singular_factors(before, 30).right
-    for columns in (30, 12):
-        cold, _ = iterate(matrix[None], 30, 1e-3)
-        warm, _ = iterate(matrix[None], 30, 1e-3, start[None, :, :columns])
-        assert warm.products < cold.products if columns == 30 else warm.products <= cold.products
-        cold_factors, factors = singular_factors(matrix, 30), singular_factors(matrix, 30, start=start[:, :columns])
-        assert factors.bounds[-1] <= 1e-3
-        limits = cold_factors.bounds + factors.bounds
-        assert bool((distances(cold_factors.right, factors.right) <= limits).all())
+def test_the_estimate_of_a_pairs_error_in_float32_is_of_the_size_of_the_worst_real_one():
+    for kind in ("gaussian", "flat"):
+        parts = torch.stack([example(kind, 520, 10 * seed) for seed in range(2)]).float()
+        for estimate, real in likely_and_real_errors(parts, (26, 130)):
+            assert real / 5 <= estimate <= 10 * real
 
 
 def test_only_the_hard_matrices_of_a_batch_are_decomposed_whole(monkeypatch):
@@ -236,14 +226,11 @@ def test_only_the_hard_matrices_of_a_batch_are_decomposed_whole(monkeypatch):
     for place in ((0, 0), (0, 1), (1, 0)):
         for part, single in zip(factors, singular_factors(matrices[place], 20), strict=True):
             assert torch.equal(part[place], single)
-    together, _ = iterate(matrices.reshape(4, 300, 300)[:3], 20, 1e-3)  # as a GPU takes them
-    assert miscoupling_bounds(together.left_errors, together.right_errors)[:, -1].isfinite().tolist() == [
-        True,
-        False,
-        True,
-    ]
+    monkeypatch.setattr(singular, "_leading_eigenvectors", lambda gram, count: eigenvectors_of_a_batch(gram, count))
+    together = singular._leading(matrices.reshape(4, 300, 300), 20)  # as a GPU takes them
+    assert together.bounds[:, -1].isinf().tolist() == [False, True, False, True]
     for index, place in ((0, (0, 0)), (2, (1, 0))):
-        assert bool((distances(together.right[index], factors.right[place]) <= 2e-3).all())
+        assert bool((distances(together.right[index], factors.right[place]) <= 1e-9).all())
 
 
 def test_ties_leave_what_comes_before_them_determined():
@@ -310,9 +297,6 @@ def test_small_matrices_are_decomposed_whole_in_float64():
         ({"count": 0}, "expected a count between 1 and the dimension 9, got 0"),
         ({"tolerance": 0.0}, "expected a tolerance above 0, got 0.0"),
         ({"tolerance": math.nan}, "expected a tolerance above 0, got nan"),
-        ({"start": torch.ones(8, 3)}, r"expected a start \(\*n, dim, any\) for \(9, 9\), got \(8, 3\)"),
-        ({"start": torch.ones(2, 9, 3)}, r"expected a start .* got \(2, 9, 3\)"),
-        ({"start": torch.full((9, 3), math.nan)}, "expected finite vectors as a start"),
     ],
 )
 def test_wrong_options_are_refused_with_a_sentence(options, message):
