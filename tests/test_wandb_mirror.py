@@ -42,7 +42,7 @@ def folders(root: Path) -> list[Path]:
 
 def read_back(root: Path) -> Run:
     """W&B's own process writes the last records just after finish() returns."""
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + 60
     while True:
         run = read_runs(root).get(RUN_ID, Run())
         complete = run.state != "unfinished" and run.dirs[-1] == folders(root)[-1].resolve()
@@ -330,17 +330,17 @@ def test_without_a_key_auto_is_offline_and_says_so_in_one_line(
 @pytest.mark.slow
 def test_an_unreachable_server_means_offline_under_the_same_id_within_seconds(tmp_path: Path) -> None:
     code = (
-        "import logging, sys; logging.basicConfig(); from lit_layers.report import WandbMirror;"
-        "m = WandbMirror(init_timeout=2.0, mode=sys.argv[2]);"
-        "m.open(sys.argv[1], run_id='a1b2c3d4', config={}); m.log_step(1, 8, {'train/loss': 1.0}, []); m.finish()"
+        "import logging, sys, time; logging.basicConfig(); from lit_layers.report import WandbMirror; import wandb;"
+        "m = WandbMirror(init_timeout=2.0, mode=sys.argv[2]); since = time.monotonic();"
+        "m.open(sys.argv[1], run_id='a1b2c3d4', config={}); print(time.monotonic() - since);"
+        "m.log_step(1, 8, {'train/loss': 1.0}, []); m.finish()"
     )
     environment = {**ENVIRONMENT, "WANDB_API_KEY": "0" * 40, "WANDB_BASE_URL": "http://127.0.0.1:9"}
     del environment["WANDB_MODE"]
-    started = time.monotonic()
     command = [sys.executable, "-c", code, str(tmp_path)]
-    done = subprocess.run([*command, "auto"], env=environment, capture_output=True, text=True, timeout=90, check=False)
+    done = subprocess.run([*command, "auto"], env=environment, capture_output=True, text=True, timeout=300, check=False)
     assert done.returncode == 0, done.stderr
-    assert time.monotonic() - started < 40
+    assert float(done.stdout.splitlines()[0]) < 60, "W&B by itself waits for 90 seconds"
     assert "cannot be reached" in done.stderr
     assert "Traceback" not in done.stderr
     assert read_back(tmp_path).curve("train/loss") == [(1, 1.0)]

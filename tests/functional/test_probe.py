@@ -377,22 +377,23 @@ def test_rows_read_in_pieces_give_the_same_probes(monkeypatch, num_classes, dtyp
 @pytest.mark.slow
 def test_a_fit_holds_one_copy_of_one_mapped_layer(tmp_path):
     script = """
-import resource, sys, torch
+import sys, torch
 from lit_layers.functional.probe import fit_logistic_probes
+from lit_layers.models._peak_memory import most_ever  # of this process alone
 torch.set_num_threads(1)
 layers, rows, dim = 4, 60_000, 512  # 123 MB each
 path = sys.argv[1]
 features = torch.from_file(path, shared=True, size=layers * rows * dim).view(layers, rows, dim)
 labels = torch.arange(rows) % 10
 fit_logistic_probes(torch.randn(1, 100, 8), labels[:100])
-before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+before = most_ever()
 for block in features[0].split(5000):
     block.normal_()
 fit_logistic_probes(features[:1], labels, max_iterations=1)
-print((resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) / (rows * dim * 4 / 1024))
+print((most_ever() - before) / (rows * dim * 4))
 """
     done = subprocess.run(
         [sys.executable, "-c", script, str(tmp_path / "features")], check=True, capture_output=True, text=True
     )
     # The layer itself, its copy, and about 100 MB that do not grow with it; all in float64 at once would be 3 more.
-    assert float(done.stdout) < 3.5, done.stdout
+    assert 1 < float(done.stdout) < 3.5, done.stdout
