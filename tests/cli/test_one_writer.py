@@ -99,6 +99,7 @@ def test_a_training_whose_files_vanish_says_so_and_does_not_end_well(harm, said,
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("no_page")
 def test_a_full_disk_ends_a_training_with_a_sentence_and_it_goes_on_afterwards(recipe, tmp_path, monkeypatch, capfd):
     root, save = tmp_path / "run", callbacks.save
 
@@ -124,6 +125,7 @@ def test_a_full_disk_ends_a_training_with_a_sentence_and_it_goes_on_afterwards(r
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("no_page")
 def test_a_read_only_folder_is_a_sentence_for_report_and_for_resume(recipe, tmp_path, monkeypatch, capfd):
     root = tmp_path / "run"
     assert fit(recipe, root) == 0
