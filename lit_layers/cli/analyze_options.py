@@ -228,7 +228,8 @@ def _usual(corpus: str, tokenizer: str, config: Mapping[str, Any]) -> list[Analy
     from lit_layers.analyses import Coupling, Representation, Trajectory
     from lit_layers.data import EvalText
 
-    longest = config.get("n_positions") or config.get("max_position_embeddings") or 128
+    named = (config.get(name) for name in ("n_positions", "max_position_embeddings"))
+    longest = next((size for size in named if isinstance(size, int) and size > 0), 128)
     text = EvalText(corpus, tokenizer, num_sequences=64, num_tokens=min(128, longest))
     few = EvalText(corpus, tokenizer, num_sequences=8, num_tokens=min(64, longest))
     return [Trajectory(batches=text), Representation(batches=text), Coupling(batches=few)]
