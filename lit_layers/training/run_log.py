@@ -209,9 +209,10 @@ class RunLog(L.Callback):
         return {} if tokens is None else {"tokens": tokens}
 
 
-# Dense bf16 and float16 operations a second, where Lightning's table has none, another card's or sparse ones.
-# Sources: NVIDIA's datasheets of H200 (SXM and NVL), H100 NVL, L40S and HGX B200 / GB200, whose figures "with sparsity"
-# are twice these. TF32 has half of each. A name is taken for the first that it holds: a GH200 is an H200 in this.
+# Dense bf16 and float16 operations a second, where Lightning's table has none, another card's or sparse ones: half of
+# what NVIDIA's datasheets give "with sparsity", in teraflops. "H200 Tensor Core GPU": 1,979 (SXM), 1,671 (NVL). "H100
+# Tensor Core GPU": 1,671 (NVL). "L40S": 733, and dense 362. "Blackwell Architecture" and "GB200 NVL72 | HGX B200":
+# 5,000 and 4,500. TF32 has half of each. A name is taken for the first that it holds: a GH200 is an H200 in this.
 _PEAKS = {
     "H200 NVL": 835e12,
     "H200": 989e12,
