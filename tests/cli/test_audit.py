@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from safetensors.torch import load_file, save_file
 
 from lit_layers.cli.main import main
 from tests.support.fake_hub import FakeHub
@@ -141,3 +142,32 @@ def test_wrong_input_is_one_sentence_and_exit_code_two(run, capsys, arguments, s
 def test_offline_is_said_in_a_sentence(capsys):
     assert main(["audit", "org/tiny"]) == 2
     assert "cannot list the branches of org/tiny" in capsys.readouterr().err
+
+
+def test_weights_of_a_repository_are_downloaded_read_and_judged(tmp_path, model, monkeypatch, capsys):
+    repository = make_series(model, tmp_path / "hub" / "org" / "tiny", [0, 1, 2, 4, 8], values={8: 0.5})
+    (file,) = (repository / "step2").glob("*.safetensors")
+    later = load_file(repository / "step8" / file.name)
+    save_file({name: tensor.bfloat16().to(tensor.dtype) for name, tensor in later.items()}, file)
+    monkeypatch.chdir(tmp_path)
+    with served(tmp_path / "hub", tmp_path / "home" / "hub", monkeypatch) as hub:
+        assert main(["audit", "org/tiny"]) == 0  # none of the weights is here, and none is fetched
+        said = capsys.readouterr().out
+        assert "org/tiny: 5 checkpoints, clean (level: listing)" in said
+        assert "not checked: weights" in said
+        assert fetched(hub) == []
+        assert main(["audit", "org/tiny", "--level", "weights", "--json", "audit.json"]) == 1
+        said = " ".join(capsys.readouterr().out.split())
+        assert "org/tiny: 5 checkpoints, suspect: 2 (level: weights)" in said
+        assert "rounded copy" in said
+        assert fetched(hub) == ["main", "step0", "step1", "step2", "step4"]  # main is step 8, the same file
+        assert main(["audit", "org/tiny", "--level", "weights"]) == 1
+        assert len(fetched(hub)) == 5, "what was read is kept"
+    found = json.loads((tmp_path / "audit.json").read_text())
+    assert (found["level"], found["suspect_steps"]) == ("weights", [2])
+
+
+def fetched(hub: FakeHub) -> list[str]:
+    """The revisions whose weights were sent as a whole, in order of their names."""
+    sent = [each["path"] for each in hub.requests if each["method"] == "GET" and each["bytes"] > 1024]
+    return sorted(path.split("/")[-2] for path in sent if "_cdn" in path)
