@@ -380,7 +380,8 @@ def test_the_rollout_equals_its_recursion_and_skips_the_last_factor_if_told():
             assert found[block, prompt] == pytest.approx(cosine, rel=1e-11)
         last = before @ state / np.linalg.norm(before) / np.linalg.norm(state)
         assert skipped[2, prompt] == pytest.approx(last, rel=1e-11)
-        assert torch.equal(skipped[:2, prompt], found[:2, prompt])
+        # the products of two calls, whose operands may lie elsewhere
+        torch.testing.assert_close(skipped[:2, prompt], found[:2, prompt], rtol=1e-11, atol=1e-14)
 
 
 def test_linear_tokenwise_blocks_roll_out_exactly():

@@ -224,8 +224,13 @@ def test_only_the_hard_matrices_of_a_batch_are_decomposed_whole(monkeypatch):
     assert [tuple(part.shape) for part in factors] == [vectors, numbers, vectors, numbers, numbers]
     assert factors.bounds[..., -1].isinf().tolist() == [[False, True], [False, True]]
     for place in ((0, 0), (0, 1), (1, 0)):
-        for part, single in zip(factors, singular_factors(matrices[place], 20), strict=True):
-            assert torch.equal(part[place], single)
+        # Alone and in the batch its products read other addresses, so they differ in the last bits: a pair of vectors
+        # may turn its sign, and those of tied values are any of their space.
+        single = singular_factors(matrices[place], 20)
+        torch.testing.assert_close(factors.values[place], single.values, rtol=1e-12, atol=1e-12)
+        if place != (0, 1):
+            part = (factors.left[place] * factors.values[place]) @ factors.right[place].mT
+            torch.testing.assert_close(part, (single.left * single.values) @ single.right.mT, rtol=0, atol=1e-8)
     monkeypatch.setattr(singular, "_leading_eigenvectors", lambda gram, count: eigenvectors_of_a_batch(gram, count))
     together = singular._leading(matrices.reshape(4, 300, 300), 20)  # as a GPU takes them
     assert together.bounds[:, -1].isinf().tolist() == [False, True, False, True]
