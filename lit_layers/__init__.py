@@ -3,11 +3,15 @@
 import importlib
 from typing import TYPE_CHECKING, Any
 
+from lit_layers import moved
+
 if TYPE_CHECKING:
     from lit_layers.analyses.base import Analysis
     from lit_layers.emergence import measure
     from lit_layers.models.view import LayeredModel, Trajectory
     from lit_layers.records import Record
+
+moved.install()
 
 __all__ = ["Analysis", "LayeredModel", "Record", "Trajectory", "measure"]
 

@@ -14,6 +14,8 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 import pytest
 import torch
 
+from tests.support.data_mapping import linked
+
 torch.set_num_threads(1)
 # What is started in the background of a script inherits an ignored Ctrl-C, and tests send one.
 signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -27,11 +29,11 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 @pytest.fixture(scope="session")
-def realdata() -> Path:
-    """The optional folder of real data sets."""
+def realdata(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The optional folder of real data sets, and where each task lies in it."""
     if not DATA.is_dir():
         pytest.skip(f"no data folder at {DATA}: set LIT_LAYERS_DATA")
-    return DATA
+    return linked(DATA, tmp_path_factory.mktemp("data"))
 
 
 @pytest.fixture(scope="session")

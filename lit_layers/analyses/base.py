@@ -20,6 +20,7 @@ from lit_layers.data.images import EvalImages
 from lit_layers.data.text import EvalText
 from lit_layers.errors import InputError
 from lit_layers.models.view import Batch, LayeredModel
+from lit_layers.moved import public_path
 from lit_layers.records import Record
 
 
@@ -245,5 +246,4 @@ def describe(value: Any) -> Any:
         fields = {field.name: getattr(value, field.name) for field in dataclasses.fields(value) if field.init}
     else:
         fields = {name: item for name, item in getattr(value, "__dict__", {}).items() if not name.startswith("_")}
-    kind = type(value)
-    return {"class_path": f"{kind.__module__}.{kind.__qualname__}", "init_args": describe(fields)}
+    return {"class_path": public_path(type(value)), "init_args": describe(fields)}

@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 from lit_layers.data.encoded_texts import EncodedTexts, encode_texts, tokenizer_of
-from lit_layers.data.tasks import ProbeTask, TaskData, find_task
 from lit_layers.errors import InputError
 from lit_layers.models.view import LayeredModel
+from lit_layers.tasks.probe import ProbeTask, TaskData, find_task
 
 Part = Literal["train", "validation", "test"]
 

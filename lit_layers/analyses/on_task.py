@@ -15,9 +15,9 @@ from lit_layers.analyses.features import LayerFeatures, TextPooling, text_featur
 from lit_layers.analyses.probe_scores import ProbeOptions
 from lit_layers.analyses.summary import complete, nothing_defined
 from lit_layers.analyses.token_jacobians import check_choice, check_counts
-from lit_layers.data.tasks import ProbeTask
 from lit_layers.errors import InputError
 from lit_layers.models.view import LayeredModel
+from lit_layers.tasks.probe import ProbeTask
 
 POOLINGS = ("last", "mean", "cls")
 

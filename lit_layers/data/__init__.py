@@ -14,17 +14,17 @@ if TYPE_CHECKING:
     from lit_layers.data.prompt_texts import TextBatches as TextBatches
     from lit_layers.data.prompt_texts import Texts as Texts
     from lit_layers.data.shards import TokenShards as TokenShards
-    from lit_layers.data.tasks import TASKS as TASKS
-    from lit_layers.data.tasks import ProbeTask as ProbeTask
-    from lit_layers.data.tasks import TaskData as TaskData
-    from lit_layers.data.tasks import TaskSplit as TaskSplit
-    from lit_layers.data.tasks import find_task as find_task
     from lit_layers.data.text import EvalText as EvalText
     from lit_layers.data.text import duplicate_windows as duplicate_windows
     from lit_layers.data.training_text import TokenBlocks as TokenBlocks
     from lit_layers.data.views import Views as Views
     from lit_layers.data.views import make_views as make_views
     from lit_layers.data.word_pairs import WordPairs as WordPairs
+    from lit_layers.tasks.probe import TASKS as TASKS
+    from lit_layers.tasks.probe import ProbeTask as ProbeTask
+    from lit_layers.tasks.probe import TaskData as TaskData
+    from lit_layers.tasks.probe import TaskSplit as TaskSplit
+    from lit_layers.tasks.probe import find_task as find_task
 
 # Name -> module, imported on first use: the processes that tokenize need no torch, which takes seconds to import.
 _HOMES = {
@@ -34,10 +34,10 @@ _HOMES = {
     "EvalImages": "images",
     "EvalText": "text",
     "GivenTexts": "prompt_texts",
-    "ProbeTask": "tasks",
-    "TASKS": "tasks",
-    "TaskData": "tasks",
-    "TaskSplit": "tasks",
+    "ProbeTask": "lit_layers.tasks.probe",
+    "TASKS": "lit_layers.tasks.probe",
+    "TaskData": "lit_layers.tasks.probe",
+    "TaskSplit": "lit_layers.tasks.probe",
     "TaskTexts": "prompt_texts",
     "TextBatches": "prompt_texts",
     "Texts": "prompt_texts",
@@ -46,7 +46,7 @@ _HOMES = {
     "Views": "views",
     "WordPairs": "word_pairs",
     "duplicate_windows": "text",
-    "find_task": "tasks",
+    "find_task": "lit_layers.tasks.probe",
     "make_views": "views",
     "prepare": "preparing",
     "prepared": "preparing",
@@ -82,4 +82,5 @@ def __getattr__(name: str) -> Any:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     from importlib import import_module
 
-    return getattr(import_module(f"{__name__}.{_HOMES[name]}"), name)
+    home = _HOMES[name]
+    return getattr(import_module(home if "." in home else f"{__name__}.{home}"), name)

@@ -5,7 +5,6 @@ import hashlib
 import random
 from collections.abc import Iterator
 from dataclasses import KW_ONLY, dataclass, field
-from pathlib import Path
 from typing import Literal
 
 import torch
@@ -14,48 +13,11 @@ from torch import Tensor
 from lit_layers.data.batches import Batches
 from lit_layers.data.tokenization import load_tokenizer, one_thread, tokenizer_hash
 from lit_layers.errors import InputError
+from lit_layers.tasks.catalogue import Task, find, tasks_of
+from lit_layers.tasks.files import read_columns
+from lit_layers.tasks.local_copies import local_copy
 
-
-@dataclass(frozen=True)
-class Benchmark:
-    """Where the prompts of one benchmark stand: a column of a parquet file, and of a data set of the Hub."""
-
-    name: str
-    file: str
-    column: str
-    repo: str
-    config: str
-    split: str
-    hub_column: str
-
-
-# The prompt is the question or the context alone, without choices and examples. HellaSwag, Winogrande and TruthfulQA:
-# the split that everybody tests on (of the first two the test split's answers are secret, the last has one split).
-# HellaSwag's file holds its contexts cleaned, with the activity in front; the Hub's column holds them as published.
-BENCHMARKS = (
-    Benchmark("arc", "arc_challenge_test.parquet", "question", "allenai/ai2_arc", "ARC-Challenge", "test", "question"),
-    Benchmark("gsm8k", "gsm8k_test.parquet", "question", "openai/gsm8k", "main", "test", "question"),
-    Benchmark("hellaswag", "hellaswag_validation.parquet", "query", "Rowan/hellaswag", "default", "validation", "ctx"),
-    Benchmark("mmlu", "mmlu_test.parquet", "question", "cais/mmlu", "all", "test", "question"),
-    Benchmark(
-        "truthfulqa",
-        "truthfulqa_generation.parquet",
-        "question",
-        "truthfulqa/truthful_qa",
-        "generation",
-        "validation",
-        "question",
-    ),
-    Benchmark(
-        "winogrande",
-        "winogrande_validation.parquet",
-        "sentence",
-        "allenai/winogrande",
-        "winogrande_xl",
-        "validation",
-        "sentence",
-    ),
-)
+BENCHMARKS = tuple(tasks_of("prompts").values())
 
 
 @dataclass
@@ -70,7 +32,7 @@ class BenchmarkPrompts(Batches):
 
     Args:
         tokenizer: A local path, or a name on the Hub.
-        folder: Parquet files named as in `BENCHMARKS`, such as `mmlu_test.parquet`; None for the data sets of the Hub.
+        folder: Local data, whose `tasks.yaml` says where the prompts lie; None for the data sets of the Hub.
         num_prompts: Number of prompts, over all benchmarks.
         max_tokens: A longer prompt loses its end; `num_cut()` says how many did.
         batch_size: Prompts a batch, in their order; 1 needs no padding.
@@ -155,13 +117,12 @@ class BenchmarkPrompts(Batches):
         return self._encoded
 
 
-def _drawn(benchmark: Benchmark, folder: str | None, number: int, seed: int) -> list[str]:
+def _drawn(benchmark: Task, folder: str | None, number: int, seed: int) -> list[str]:
     """`number` different rows of a benchmark; more of them begin with the same."""
-    texts = _texts(benchmark, folder)
+    texts, place = _texts(benchmark.name, folder)
     if len(texts) < number:
-        where = benchmark.repo if folder is None else Path(folder) / benchmark.file
         raise InputError(
-            f"num_prompts: {number} prompts of {benchmark.name} are needed, {where} has {len(texts)}: ask for fewer"
+            f"num_prompts: {number} prompts of {benchmark.name} are needed, {place} has {len(texts)}: ask for fewer"
         )
     generator, rows = random.Random(f"{seed}/{benchmark.name}"), {}
     while len(rows) < number:
@@ -170,54 +131,18 @@ def _drawn(benchmark: Benchmark, folder: str | None, number: int, seed: int) -> 
 
 
 @functools.lru_cache(maxsize=2 * len(BENCHMARKS))  # every model of a suite is measured on the same texts
-def _texts(benchmark: Benchmark, folder: str | None) -> tuple[str, ...]:
-    """The prompts of a benchmark, those left out that hold nothing but space."""
-    rows = _of_the_hub(benchmark) if folder is None else _of_a_file(benchmark, Path(folder))
-    return tuple(text for text in rows if text and text.strip())
-
-
-def _of_a_file(benchmark: Benchmark, folder: Path) -> list[str]:
-    import pyarrow as pa
-    import pyarrow.parquet as pq
-
-    if not folder.is_dir():
-        raise InputError(f"folder: expected a folder of parquet files with prompts, {folder} does not exist")
-    path = folder / benchmark.file
-    if not path.is_file():
-        raise InputError(f"folder: expected {benchmark.file} with prompts of {benchmark.name} in {folder}, found none")
+def _texts(name: str, folder: str | None) -> tuple[tuple[str, ...], str]:
+    """The prompts of a benchmark, those left out that hold nothing but space; and where they are from."""
+    benchmark = find("prompts", name)
+    (column,), split = benchmark.text, benchmark.options["split"]
     try:
-        names = pq.read_schema(path).names
-        if benchmark.column not in names:
-            raise _no_column(str(path), benchmark.column, names)
-        rows = pq.read_table(path, columns=[benchmark.column]).column(0).to_pylist()
-    except (pa.ArrowInvalid, OSError) as error:
-        raise InputError(f"{path} is no parquet file, or only a part of one ({error}): copy it again") from error
-    return _all_text(rows, str(path), benchmark.column)
-
-
-def _of_the_hub(benchmark: Benchmark) -> list[str]:
-    import datasets
-
-    from lit_layers.data.hub_errors import HUB_ERRORS, reason
-
-    try:
-        rows = datasets.load_dataset(benchmark.repo, benchmark.config, split=benchmark.split)
-    except (*HUB_ERRORS, RuntimeError) as error:
-        raise InputError(
-            f"the prompts of {benchmark.name} cannot be had from {benchmark.repo} on the Hub ({reason(error)}): check "
-            f"the network, or name a folder with {benchmark.file}"
-        ) from error
-    if benchmark.hub_column not in rows.column_names:
-        raise _no_column(benchmark.repo, benchmark.hub_column, rows.column_names)
-    return _all_text(list(rows[benchmark.hub_column]), benchmark.repo, benchmark.hub_column)
-
-
-def _no_column(where: str, column: str, names: list[str]) -> InputError:
-    return InputError(f"{where}: expected a column {column!r} of prompts, it has {', '.join(names)}")
-
-
-def _all_text(rows: list, where: str, column: str) -> list[str]:
-    strange = next((row for row in rows if not isinstance(row, str | None)), None)
+        if folder is None:
+            rows = read_columns(benchmark.source, [split], {column: "text"}, column)
+        else:
+            rows = local_copy("prompts", name, folder).read(split, {column: "text"})
+    except InputError as error:
+        raise InputError(f"the prompts of {name}: {error}") from error
+    strange = next((row for row in rows.values[column] if not isinstance(row, str | None)), None)
     if strange is not None:
-        raise InputError(f"{where}: expected text in column {column!r}, found {type(strange).__name__}")
-    return rows
+        raise InputError(f"{rows.place}: expected text in column {column!r}, found {type(strange).__name__}")
+    return tuple(text for text in rows.values[column] if text and text.strip()), rows.place

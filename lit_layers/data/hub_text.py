@@ -60,7 +60,7 @@ class HubText(Source):
 @contextlib.contextmanager
 def _reaching(what: str) -> Iterator[None]:
     """Turns the many ways in which the Hub can fail into one sentence."""
-    from lit_layers.data.hub_errors import HUB_ERRORS, reason
+    from lit_layers.hub_errors import HUB_ERRORS, reason
 
     try:
         yield

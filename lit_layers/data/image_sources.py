@@ -175,8 +175,8 @@ def _hub(name: str, split: Split) -> tuple[Pictures, tuple[str, ...] | None]:
     """A data set of the Hub, or its copy in the local cache; held out is validation, or test where there is none."""
     import datasets
 
-    from lit_layers.data.hub_errors import HUB_ERRORS, reason
     from lit_layers.data.picture_files import columns_of, pictures_of_rows
+    from lit_layers.hub_errors import HUB_ERRORS, reason
 
     path, _, config = name.partition(":")
     try:

@@ -11,11 +11,11 @@ from torch import Tensor
 
 from lit_layers.data.batches import Batches
 from lit_layers.data.encoded_texts import EncodedTexts, encode_texts, padded, tokenizer_of
-from lit_layers.data.task_splits import draw
-from lit_layers.data.tasks import ProbeTask, find_task
 from lit_layers.data.text import EvalText
 from lit_layers.data.tokenization import load_tokenizer
 from lit_layers.errors import InputError
+from lit_layers.tasks.probe import ProbeTask, find_task
+from lit_layers.tasks.splits import draw
 
 
 class Texts(ABC):

@@ -166,7 +166,7 @@ def _download(spec: str) -> Path:
     """The folder of a Hub repository's tokenizer files, from the local cache where there is no network."""
     from huggingface_hub import snapshot_download
 
-    from lit_layers.data.hub_errors import HUB_ERRORS, LOG_IN, is_refused, reason
+    from lit_layers.hub_errors import HUB_ERRORS, LOG_IN, is_refused, reason
 
     name, _, revision = spec.partition("@")
     try:

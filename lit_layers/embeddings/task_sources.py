@@ -8,9 +8,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from lit_layers.embeddings.local_tasks import LOCAL_DATA
+from lit_layers.embeddings.local_tasks import open_copy
 from lit_layers.embeddings.task_list import TaskSpec
 from lit_layers.errors import InputError
+from lit_layers.tasks.local_copies import MAPPING, LocalCopy, local_copies
 
 INSTALL = "mteb is not installed: pip install lit_layers[eval]"
 
@@ -33,7 +34,7 @@ class Sources:
     """Where to look, in this order: `folder`, `mirror`, the Hub.
 
     Args:
-        folder: local data: the files that `local_tasks` lists.
+        folder: local data, whose `tasks.yaml` says where the tasks lie.
         mirror: a folder with a copy of data sets of the Hub, each in ORGANIZATION/NAME.
     """
 
@@ -46,12 +47,11 @@ class Sources:
             place: Path | None = getattr(self, name)
             if place is not None and not place.is_dir():
                 raise InputError(f"{name}: expected a folder with data, {place} is none")
+        self._copies()
 
     def local_names(self) -> list[str]:
         """The tasks whose files lie in the folder, all of them."""
-        if self.folder is None:
-            return []
-        return [name for name, data in LOCAL_DATA.items() if not data.missing(self.folder)]
+        return [name for name, copy in self._copies().items() if not copy.missing()]
 
     def place(self, spec: TaskSpec) -> str:
         """How the data of a task are had: "folder", "mirror" or "hub".
@@ -59,12 +59,12 @@ class Sources:
         Raises:
             InputError: data that can only be local and are not there.
         """
-        if self.folder is not None and spec.name in LOCAL_DATA and not LOCAL_DATA[spec.name].missing(self.folder):
+        copy = self._copies().get(spec.name)
+        if copy is not None and not copy.missing():
             return "folder"
         if not spec.official:
-            missing = LOCAL_DATA[spec.name].missing(self.folder) if self.folder else LOCAL_DATA[spec.name].files
-            where = f" in {self.folder}" if self.folder else ""
-            raise InputError(f"{spec.name}: expected local data with {missing[0]}{where}: name them with --folder")
+            missing = copy.missing()[0] if copy is not None else f"an entry in {MAPPING}"
+            raise InputError(f"{spec.name}: expected local data with {missing}: name them with --folder")
         return "mirror" if self.mirror is not None and self._mirrored(spec).is_dir() else "hub"
 
     def data_hash(self, spec: TaskSpec) -> str | None:
@@ -74,8 +74,7 @@ class Sources:
         except InputError:
             return None
         if place == "folder":
-            assert self.folder is not None
-            return _hash_of([self.folder / file for file in LOCAL_DATA[spec.name].files])
+            return _hash_of(self._copies()[spec.name].paths())
         if place == "mirror":
             folder = self._mirrored(spec)
             return _hash_of(sorted(path for path in folder.rglob("*") if path.is_file() and ".git" not in path.parts))
@@ -89,8 +88,7 @@ class Sources:
         """
         place = self.place(spec)
         if place == "folder":
-            assert self.folder is not None
-            return LOCAL_DATA[spec.name].open(spec, self.folder, seed)
+            return open_copy(spec, self._copies()[spec.name], seed)
         task = type(_official(spec.name))(seed=seed)
         task.hf_subsets = [spec.subset]
         if place == "mirror":
@@ -105,9 +103,12 @@ class Sources:
         said: dict[str, Any] = {"source": place}
         if spec.official:
             said["dataset"] = dict(_official(spec.name).metadata.dataset)
-        if place == "folder" and LOCAL_DATA[spec.name].difference:
-            said["difference"] = LOCAL_DATA[spec.name].difference
+        if place == "folder" and (difference := self._copies()[spec.name].difference):
+            said["difference"] = difference
         return said
+
+    def _copies(self) -> dict[str, LocalCopy]:
+        return {} if self.folder is None else local_copies("mteb", self.folder)
 
     def _mirrored(self, spec: TaskSpec) -> Path:
         assert self.mirror is not None

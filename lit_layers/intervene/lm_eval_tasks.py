@@ -133,7 +133,7 @@ class LmEvalScorer:
 
     def _load(self) -> Any:
         if self._loaded is None:
-            from lit_layers.data.hub_errors import HUB_ERRORS, reason
+            from lit_layers.hub_errors import HUB_ERRORS, reason
 
             try:
                 loaded = _manager(defaults=not self.name.endswith(".yaml")).load([self.name])

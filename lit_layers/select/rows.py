@@ -13,13 +13,13 @@ from lit_layers.analyses.features import TextPooling, text_features
 from lit_layers.data.image_sources import Split, image_source
 from lit_layers.data.images import Normalise, eval_pixels, image_size, statistics
 from lit_layers.data.pictures import Pictures
-from lit_layers.data.task_splits import hold_out
-from lit_layers.data.tasks import ProbeTask
 from lit_layers.errors import InputError
 from lit_layers.functional.pooling import pool
 from lit_layers.models.pixel_statistics import pixel_statistics
 from lit_layers.models.view import Batch, LayeredModel
 from lit_layers.select.choosing import Features, Part
+from lit_layers.tasks.probe import ProbeTask
+from lit_layers.tasks.splits import hold_out
 
 IMAGES_AT_ONCE = 64
 ROWS_TO_CHECK = 8  # an export with

@@ -34,7 +34,7 @@ class Retry:
         Raises:
             InputError: `what`, the last reason and the number of attempts, in one sentence.
         """
-        from lit_layers.data.hub_errors import HUB_ERRORS, reason
+        from lit_layers.hub_errors import HUB_ERRORS, reason
 
         for attempt in range(self.attempts):
             try:
@@ -74,7 +74,7 @@ def is_transient(error: BaseException | None) -> bool:
 def _advice(error: BaseException) -> str:
     from huggingface_hub.errors import HTTPError, OfflineModeIsEnabled
 
-    from lit_layers.data.hub_errors import LOG_IN, is_refused
+    from lit_layers.hub_errors import LOG_IN, is_refused
 
     if is_refused(error):
         return LOG_IN

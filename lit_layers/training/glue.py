@@ -9,24 +9,26 @@ from pathlib import Path
 from typing import Any, Literal
 
 import lightning as L
+import numpy as np
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 from torch.utils.data import DataLoader
 
 from lit_layers.data.encoded_texts import tokenizer_of
-from lit_layers.data.tokenization import load_tokenizer, tokenizer_hash
+from lit_layers.data.tokenization import TextTokenizer, load_tokenizer, one_thread, tokenizer_hash
 from lit_layers.durable import write_json
 from lit_layers.emergence import kept_random_state
 from lit_layers.errors import InputError
 from lit_layers.functional.variants import LOOPS, SEEDS, Variant, variants
-from lit_layers.intervene.glue_tasks import EncodedRows, GlueTask, encode_rows, find_task, glue_metrics, read_rows
 from lit_layers.models.build import architecture_hash, weights_hash
 from lit_layers.models.families import Network, trunk_of
 from lit_layers.models.running_order import running_order
 from lit_layers.models.sequence_classifier import sequence_classifier
 from lit_layers.models.view import LayeredModel
 from lit_layers.records import Record
+from lit_layers.tasks.catalogue import Task, find
+from lit_layers.tasks.glue import GlueRows, glue_metrics, read_rows
 from lit_layers.training.checkpoint_io import writable_folder
 from lit_layers.training.finetuning import (
     BETAS,
@@ -53,7 +55,7 @@ class GlueRecipe(Recipe):
     """How an encoder is fine-tuned on tasks of GLUE.
 
     Args:
-        tasks: names of `lit_layers.intervene.glue_tasks.GLUE`.
+        tasks: names of `lit_layers.tasks.glue.GLUE`.
         training: full, every weight; frozen, the new head alone; or both.
         num_epochs: over the training rows.
         max_steps: no more of them; None: as many as the epochs have.
@@ -93,7 +95,7 @@ class GlueRecipe(Recipe):
                 raise InputError(f"recipe: {option}: expected a list of names, got {values!r}")
             for value in values:
                 if known is None:
-                    find_task(value)
+                    find("glue", value)
                 elif value not in known:
                     raise InputError(f"recipe: {option}: expected {' or '.join(known)}, got {value!r}")
         whole("num_epochs", "batch_size", "num_tokens", of=self)
@@ -141,7 +143,7 @@ def glue_scores(
         model: a folder or Hub name of an encoder.
         recipe: how it is trained, on which tasks.
         root: of the results.
-        folder: of local data, with `glue/TASK_SPLIT.parquet`; None: the Hub.
+        folder: of local data, whose `tasks.yaml` says where they lie; None: the Hub.
         names: of variants; the full model is always one.
         middles: numbers of middle blocks; None: all.
         seeds: of random orders.
@@ -158,8 +160,8 @@ def glue_scores(
     words_of = load_tokenizer(tokenizer_of(str(tokenizer or model), None))
     found: dict[str, list[Record]] = {}
     for name in dict.fromkeys(recipe.tasks):
-        task = find_task(name)
-        network, trunk = sequence_classifier(model, task.num_outputs, seed=recipe.seed)
+        task = find("glue", name)
+        network, trunk = sequence_classifier(model, task.num_classes or 1, seed=recipe.seed)
         view = LayeredModel(trunk)
         check_encoder(view, recipe, words_of.vocab_size)
         compared = _variants(view.num_layers, names, middles, seeds, loops, custom)
@@ -195,10 +197,63 @@ def glue_scores(
     yield ANALYSIS, list(_over_tasks(found))
 
 
+@dataclass(frozen=True, eq=False)
+class EncodedRows:
+    """Rows as token ids, each without padding."""
+
+    ids: tuple[np.ndarray, ...]
+    segments: tuple[np.ndarray, ...]  # which text of a pair a token is of: 0 or 1
+    targets: Tensor  # int64 classes, or float32 values
+    num_cut: int  # rows that lost tokens to the limit
+
+    def __len__(self) -> int:
+        return len(self.ids)
+
+    def batch(self, rows: Sequence[int], filler: int) -> dict[str, Tensor]:
+        """Some rows, filled up on the right to the longest of them."""
+        width = max(len(self.ids[row]) for row in rows)
+        ids = torch.full((len(rows), width), filler)
+        segments, mask = torch.zeros_like(ids), torch.zeros_like(ids)
+        for place, row in enumerate(rows):
+            size = len(self.ids[row])
+            ids[place, :size] = torch.from_numpy(self.ids[row])
+            segments[place, :size] = torch.from_numpy(self.segments[row])
+            mask[place, :size] = 1
+        targets = self.targets[torch.tensor(rows)]
+        return {"input_ids": ids, "attention_mask": mask, "token_type_ids": segments, "labels": targets}
+
+
+def encode_rows(tokenizer: TextTokenizer, rows: GlueRows, *, max_tokens: int) -> EncodedRows:
+    """Token ids with the tokenizer's special tokens; of a pair too long the longer text loses its end.
+
+    Raises:
+        InputError: a limit that leaves no room beside special tokens.
+    """
+    found, is_pair = tokenizer.tokenizer, len(rows.task.text) == 2
+    added = found.num_special_tokens_to_add(is_pair=is_pair)
+    if max_tokens <= added + is_pair:
+        raise InputError(
+            f"max_tokens: expected more than {added + is_pair}, {added} of which are special tokens, got {max_tokens}"
+        )
+    found.enable_truncation(max_tokens, strategy="longest_first")
+    try:
+        with one_thread():
+            encodings = found.encode_batch([pair if is_pair else pair[0] for pair in rows.texts])
+    finally:
+        found.no_truncation()
+    kind = torch.float32 if rows.task.num_classes is None else torch.int64
+    return EncodedRows(
+        ids=tuple(np.array(each.ids, dtype=np.int64) for each in encodings),
+        segments=tuple(np.array(each.type_ids, dtype=np.int64) for each in encodings),
+        targets=torch.tensor(rows.targets).to(kind),
+        num_cut=sum(bool(each.overflowing) for each in encodings),
+    )
+
+
 class LitSequenceClassifier(L.LightningModule):
     """Fine-tuning of a classifier of texts (or a regression), in whichever order the blocks of its trunk run."""
 
-    def __init__(self, model: Network, task: GlueTask, recipe: GlueRecipe, training: Training, *, steps: int) -> None:
+    def __init__(self, model: Network, task: Task, recipe: GlueRecipe, training: Training, *, steps: int) -> None:
         super().__init__()
         self.model, self.task, self.recipe, self.steps = model, task, recipe, steps
         self.learning_rate = recipe.learning_rate if training == "full" else recipe.frozen_learning_rate
@@ -257,7 +312,7 @@ def _score(
     network: Network,
     variant: Variant,
     training: Training,
-    task: GlueTask,
+    task: Task,
     encoded: Mapping[str, EncodedRows],
     recipe: GlueRecipe,
     root: str | Path,

@@ -12,11 +12,12 @@ from lit_layers.data.shards import TokenShards
 from lit_layers.data.tokenization import load_tokenizer, tokenizer_hash
 from lit_layers.errors import InputError
 from lit_layers.functional.variants import LOOPS, SEEDS, VARIANTS, Variant, variants
-from lit_layers.intervene.glue_tasks import SPLITS, find_task, read_rows
 from lit_layers.models.running_order import Parallel
 from lit_layers.models.sequence_classifier import ENCODERS
 from lit_layers.models.view import LayeredModel
 from lit_layers.records import Record
+from lit_layers.tasks.catalogue import find
+from lit_layers.tasks.glue import SPLITS, read_rows
 from lit_layers.training.finetuning import ANALYSIS, FinetuningRecipe, check_model, finetune_variants, quiet_trainer
 from lit_layers.training.glue import ANALYSIS as GLUE
 from lit_layers.training.glue import GlueRecipe, check_encoder, glue_scores
@@ -132,10 +133,10 @@ class GlueScores(_TrainedVariants):
     The encoder is opened anew from `model`, with a new head; what is measured must be the same.
 
     Args:
-        task: of `lit_layers.intervene.glue_tasks.GLUE`.
+        task: of `lit_layers.tasks.glue.GLUE`.
         recipe: how it is trained.
         model: a folder with an encoder, or a name on the Hub.
-        folder: of local data, with `glue/TASK_SPLIT.parquet`; None: the Hub.
+        folder: of local data, whose `tasks.yaml` says where they lie; None: the Hub.
     """
 
     task: str
@@ -164,7 +165,7 @@ class GlueScores(_TrainedVariants):
 
     def data_hash(self) -> str | None:
         if self._data_hash is None:
-            task = find_task(self.task)
+            task = find("glue", self.task)
             self._data_hash = "-".join(read_rows(task, split, self.folder).content_hash() for split in SPLITS)
         return self._data_hash
 

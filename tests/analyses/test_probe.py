@@ -14,12 +14,12 @@ from sklearn.preprocessing import StandardScaler
 
 from lit_layers.analyses import Probe, SampleSizeSweep
 from lit_layers.analyses.sample_sizes import over_seeds, sizes, subsets
-from lit_layers.data.tasks import ProbeTask
 from lit_layers.data.text import prepared
 from lit_layers.data.tokenization import TextTokenizer, load_tokenizer, save_tokenizer, tokenizer_hash, train_bpe
 from lit_layers.errors import InputError
 from lit_layers.models.build import causal_lm
 from lit_layers.models.view import LayeredModel
+from lit_layers.tasks.probe import ProbeTask
 from tests.support.tiny_models import LAYERS, tiny
 
 WORDS = {"red": "apple rose blood", "green": "grass leaf frog", "blue": "sky sea ice"}

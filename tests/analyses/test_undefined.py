@@ -22,12 +22,12 @@ import lit_layers
 from lit_layers import analyses, plots
 from lit_layers.analyses import Analysis
 from lit_layers.data import GivenTexts
-from lit_layers.data.tasks import ProbeTask
 from lit_layers.data.tokenization import load_tokenizer
 from lit_layers.data.word_pairs import WordPairs
 from lit_layers.emergence import measure
 from lit_layers.models.view import LayeredModel
 from lit_layers.records import Measurement, frame
+from lit_layers.tasks.probe import ProbeTask
 from tests.embeddings.tiny_tasks import task, write_tiny_data
 from tests.support.labelled_texts import labelled, saved_gpt2
 from tests.support.listed_batches import Listed

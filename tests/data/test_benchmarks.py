@@ -108,10 +108,11 @@ def test_the_hash_is_that_of_the_tokens_and_their_batches(folder, tokenizer):
 
 def test_blank_rows_are_left_out(tmp_path, tokenizer):
     write_benchmarks(tmp_path, rows=2)
-    pq.write_table(pa.table({"question": ["", "one", None, " \n", "two"]}), tmp_path / "mmlu_test.parquet")
+    mmlu = tmp_path / "benchmarks" / "mmlu_test.parquet"
+    pq.write_table(pa.table({"question": ["", "one", None, " \n", "two"]}), mmlu)
     assert sorted(BenchmarkPrompts(tokenizer, folder=str(tmp_path), num_prompts=12).texts()[3::6]) == ["one", "two"]
     write_benchmarks(tmp_path / "more", rows=3)
-    shutil.copy(tmp_path / "mmlu_test.parquet", tmp_path / "more")
+    shutil.copy(mmlu, tmp_path / "more" / "benchmarks")
     with pytest.raises(InputError, match=r"num_prompts: 3 prompts of mmlu are needed, .*mmlu_test.parquet has 2: ask"):
         BenchmarkPrompts(tokenizer, folder=str(tmp_path / "more"), num_prompts=16).texts()
 
@@ -122,21 +123,24 @@ def test_a_folder_a_file_or_a_column_that_is_missing_is_one_sentence(tmp_path, t
             len(list(BenchmarkPrompts(tokenizer, folder=str(folder), num_prompts=6)))
         return str(refused.value)
 
-    assert refusal(tmp_path / "no").startswith("folder: expected a folder of parquet files with prompts, ")
+    assert refusal(tmp_path / "no").startswith("the prompts of arc: folder: expected a folder of data, ")
     for number, (file, column) in enumerate(COLUMNS.items()):
         folder = write_benchmarks(tmp_path / str(number))
-        path = folder / f"{file}.parquet"
+        path = folder / "benchmarks" / f"{file}.parquet"
         pq.write_table(pa.table({"words": ["a"]}), path)
-        assert refusal(folder) == f"{path}: expected a column {column!r} of prompts, it has words"
+        assert refusal(folder) == f"the prompts of {NAMES[number]}: text: {path} has no column {column!r}: it has words"
     folder = write_benchmarks(tmp_path / "numbers")
-    pq.write_table(pa.table({"query": [1]}), folder / "hellaswag_validation.parquet")
-    assert refusal(folder).endswith("expected text in column 'query', found int")
+    pq.write_table(pa.table({"query": [1]}), folder / "benchmarks" / "hellaswag_validation.parquet")
+    assert refusal(folder).endswith("expected text in column 'ctx', found int")
     folder = write_benchmarks(tmp_path / "damaged")
-    (folder / "gsm8k_test.parquet").write_bytes(b"PAR1 and no more")
+    (folder / "benchmarks" / "gsm8k_test.parquet").write_bytes(b"PAR1 and no more")
     assert "gsm8k_test.parquet is no parquet file, or only a part of one (" in refusal(folder)
     folder = write_benchmarks(tmp_path / "less")
-    (folder / "arc_challenge_test.parquet").unlink()
-    assert refusal(folder) == f"folder: expected arc_challenge_test.parquet with prompts of arc in {folder}, found none"
+    (folder / "benchmarks" / "arc_challenge_test.parquet").unlink()
+    assert refusal(folder) == (
+        f"the prompts of arc: source: expected the split 'test' in {folder}/benchmarks/arc_challenge_test.parquet, "
+        "there is no such file"
+    )
 
 
 @pytest.mark.parametrize(
@@ -177,14 +181,14 @@ def test_without_a_folder_the_data_sets_of_the_hub_are_asked_for(monkeypatch, to
     ]
     benchmarks._texts.cache_clear()
     monkeypatch.setattr(datasets, "load_dataset", lambda *_, **__: datasets.Dataset.from_dict({"words": ["a"]}))
-    with pytest.raises(InputError, match=r"^allenai/ai2_arc: expected a column 'question' of prompts, it has words$"):
+    with pytest.raises(InputError, match=r"the test split of allenai/ai2_arc:ARC-Challenge has no column 'que"):
         BenchmarkPrompts(tokenizer, num_prompts=6).texts()
 
     def refuse(*_, **__):
         raise ConnectionError("no network")
 
     monkeypatch.setattr(datasets, "load_dataset", refuse)
-    with pytest.raises(InputError, match=r"the prompts of arc cannot be had from allenai/ai2_arc on the Hub \(Connec"):
+    with pytest.raises(InputError, match=r"^the prompts of arc: .* 'allenai/ai2_arc:ARC-Challenge' cannot be had "):
         BenchmarkPrompts(tokenizer, num_prompts=6).texts()
 
 
@@ -193,7 +197,7 @@ def test_the_protocol_of_1200_prompts_comes_out_of_the_real_files(realdata, toke
     folder = realdata / "benchmarks"
     if not folder.is_dir():
         pytest.skip(f"no benchmarks in {realdata}")
-    prompts, again = (BenchmarkPrompts(tokenizer, folder=str(folder)) for _ in range(2))
+    prompts, again = (BenchmarkPrompts(tokenizer, folder=str(realdata)) for _ in range(2))
     texts = prompts.texts()
     assert len(texts) == 1200
     assert all(text.strip() for text in texts)

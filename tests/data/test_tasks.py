@@ -13,9 +13,10 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 
-from lit_layers.data.task_splits import draw, hold_out, normalised
-from lit_layers.data.tasks import TASKS, ProbeTask, TaskData, TaskSplit, find_task
 from lit_layers.errors import InputError
+from lit_layers.tasks.probe import TASKS, ProbeTask, TaskData, TaskSplit, find_task
+from lit_layers.tasks.splits import draw, hold_out, normalised
+from tests.support.data_mapping import copies, with_mapping
 
 WORDS = ["card", "lost", "rate", "home", "game", "vote", "rain", "song", "mail", "tram"]
 
@@ -602,10 +603,12 @@ def test_parts_that_would_be_empty_are_refused(tmp_path):
 
 
 def test_a_folder_that_is_none_or_a_task_without_a_copy_is_refused(tmp_path):
-    assert refusal(TASKS["trec"], tmp_path).startswith(f"task trec: local: names no copy in folder {tmp_path}: give")
-    assert refusal(TASKS["sst2"], tmp_path / "no") == (
-        f"task sst2: folder: expected a folder of data, {tmp_path / 'no'} is none"
+    assert refusal(TASKS["sst2"], tmp_path).startswith(f"folder: expected a file tasks.yaml in {tmp_path} that says")
+    with_mapping(tmp_path)
+    assert refusal(TASKS["trec"], tmp_path).startswith(
+        f"task trec: folder: {tmp_path}/tasks.yaml names no copy: add it"
     )
+    assert refusal(TASKS["sst2"], tmp_path / "no") == f"folder: expected a folder of data, {tmp_path / 'no'} is none"
     assert refusal(TASKS["sst2"], tmp_path) == (
         f"task sst2: source: expected the split 'train' in {tmp_path}/glue/sst2_train.parquet, there is no such file"
     )
@@ -674,9 +677,9 @@ def test_the_page_of_tasks_lists_the_catalogue():
 
 
 def test_an_unknown_task_is_refused_with_the_nearest_names():
-    with pytest.raises(InputError, match=r"^task: there is no 'bankin77' in the catalogue: try banking77, or give a P"):
+    with pytest.raises(InputError, match=r"^task: there is no 'bankin77'; did you mean banking77\?; or give a P"):
         find_task("bankin77")
-    with pytest.raises(InputError, match=r"try ag_news, banking77, cola, "):
+    with pytest.raises(InputError, match=r"expected one such as banking77, ag_news, .*; or give a ProbeTask"):
         find_task("xyz")
 
 
@@ -715,8 +718,8 @@ LARGE = ("tweet_sentiment_extraction", "sst2", "emotion", "imdb", "twenty_newsgr
 @pytest.fixture
 def loaded(realdata):
     def load(name: str) -> TaskData:
-        if not (realdata / Path(TASKS[name].local or "").parent).is_dir():
-            pytest.skip(f"no {Path(TASKS[name].local or '').parent} in {realdata}")
+        if not (realdata / str(copies("probe")[name].files).split("/")[0]).is_dir():
+            pytest.skip(f"no files of {name} in {realdata}")
         return find_task(name).load(str(realdata))
 
     return load
@@ -740,7 +743,7 @@ def check_parts(data: TaskData) -> None:
 def test_a_published_set_is_read_whole_but_for_texts_of_its_test(name, loaded, realdata):
     data, (num_train, num_validation, num_test, num_classes) = loaded(name), PUBLISHED[name]
     task = TASKS[name]
-    files = {part: str(realdata / task.local).replace("{split}", str(split)) for part, split in (
+    files = {part: str(realdata / str(copies("probe")[name].files)).replace("{split}", str(split)) for part, split in (
         ("train", task.train), ("validation", task.validation), ("test", task.test)) if split}  # fmt: skip
     texts = {part: pq.read_table(file)[task.text].to_pylist() for part, file in files.items()}
     assert (len(texts["train"]), len(texts["test"])) == (num_train, num_test)

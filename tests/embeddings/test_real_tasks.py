@@ -8,10 +8,11 @@ import pytest
 
 from lit_layers.embeddings import Sources, resolve
 from lit_layers.embeddings.evaluating import Prepared
-from lit_layers.embeddings.local_tasks import LOCAL_DATA
 from lit_layers.embeddings.task_list import TASKS
 from tests.embeddings.tiny_tasks import saved_model, task
+from tests.support.data_mapping import copies
 
+LOCAL_DATA = copies("mteb")
 pytestmark = pytest.mark.realdata
 PAIRS = [f"STS{year}" for year in (13, 14, 15, 16)]
 

@@ -14,6 +14,7 @@ from lit_layers.embeddings import MtebTask, Sources, resolve
 from lit_layers.embeddings.store import GB, Embedding, Store
 from lit_layers.models.build import load
 from lit_layers.models.view import LayeredModel
+from tests.support.data_mapping import with_mapping
 from tests.support.labelled_texts import MOODS, labelled, saved_gpt2
 
 NAMES = ["Banking77Classification", "MrpcParaphrases", "STSBenchmark", "TrecQaAnswers", "StackOverflowTitles"]
@@ -27,6 +28,7 @@ def write(path: Path, **columns: list[Any]) -> None:
 
 def write_tiny_data(folder: Path) -> Path:
     """Songs with their moods: as intents, clusters, pairs and answers."""
+    with_mapping(folder)
     draw = random.Random(0)
     for split, first, count in (("train", 0, 60), ("test", 60, 30)):
         rows = labelled(count, first=first)

@@ -1,9 +1,11 @@
-"""A folder of benchmark files with a few rows each."""
+"""A folder of local data with a few prompts of each benchmark, in `benchmarks`."""
 
 from pathlib import Path
 
 import pyarrow as pa
 import pyarrow.parquet as pq
+
+from tests.support.data_mapping import with_mapping
 
 COLUMNS = {
     "arc_challenge_test": "question",
@@ -18,8 +20,9 @@ NAMES = ("arc", "gsm8k", "hellaswag", "mmlu", "truthfulqa", "winogrande")
 
 def write_benchmarks(folder: Path, rows: int = 8) -> Path:
     """Row n of every benchmark says which it is; later rows are longer."""
-    folder.mkdir(parents=True, exist_ok=True)
+    with_mapping(folder)
+    (folder / "benchmarks").mkdir(exist_ok=True)
     for name, (file, column) in zip(NAMES, COLUMNS.items(), strict=True):
         texts = [f"{name} asks for number {row}" + " and one more" * row for row in range(rows)]
-        pq.write_table(pa.table({"id": list(range(rows)), column: texts}), folder / f"{file}.parquet")
+        pq.write_table(pa.table({"id": list(range(rows)), column: texts}), folder / "benchmarks" / f"{file}.parquet")
     return folder

@@ -10,11 +10,12 @@ import torch
 import lit_layers.analyses
 from lit_layers.analyses.base import Analysis, DividedAnalysis
 from lit_layers.data import GivenTexts
-from lit_layers.data.tasks import ProbeTask
 from lit_layers.data.tokenization import save_tokenizer, train_bpe
 from lit_layers.data.word_pairs import WordPairs
 from lit_layers.embeddings import MtebTask, Sources, resolve
 from lit_layers.embeddings.store import GB, Store
+from lit_layers.tasks.probe import ProbeTask
+from tests.support.data_mapping import with_mapping
 from tests.support.labelled_texts import labelled, write_csv
 from tests.support.listed_batches import Listed
 from tests.support.tiny_models import IMAGE
@@ -69,7 +70,7 @@ def save_inputs(folder: Path) -> Path:
     draw = np.random.default_rng(0)
     songs = [text for text, _ in labelled(20)]
     stsb = {"sentence1": songs, "sentence2": songs[::-1], "score": draw.integers(0, 5, len(songs)).astype(float)}
-    (folder / "mteb" / "glue").mkdir(parents=True)
+    (with_mapping(folder / "mteb") / "glue").mkdir()
     pd.DataFrame(stsb).to_parquet(folder / "mteb" / "glue" / "stsb_test.parquet")
     return folder
 

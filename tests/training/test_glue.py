@@ -14,14 +14,16 @@ from tokenizers import Tokenizer, processors
 from lit_layers.data.tokenization import load_tokenizer
 from lit_layers.errors import InputError
 from lit_layers.functional.variants import Variant
-from lit_layers.intervene.glue_tasks import GLUE, GlueRows, encode_rows, find_task, glue_metrics, read_rows
 from lit_layers.models.build import load, save
 from lit_layers.models.families import trunk_of
 from lit_layers.models.sequence_classifier import classifier_parameters, sequence_classifier
 from lit_layers.models.view import LayeredModel
+from lit_layers.tasks.catalogue import find
+from lit_layers.tasks.glue import GLUE, GlueRows, glue_metrics, read_rows
 from lit_layers.training import glue
-from lit_layers.training.glue import GlueRecipe, LitSequenceClassifier, glue_scores, warmup_linear
+from lit_layers.training.glue import GlueRecipe, LitSequenceClassifier, encode_rows, glue_scores, warmup_linear
 from lit_layers.training.sampler import StepSampler
+from tests.support.data_mapping import with_mapping
 from tests.support.labelled_texts import labelled, saved_bert
 from tests.support.tiny_models import tiny
 
@@ -39,7 +41,7 @@ def folder(tmp_path_factory):
         single="[CLS] $A [SEP]", pair="[CLS] $A [SEP] $B:1 [SEP]:1", special_tokens=[("[CLS]", 2), ("[SEP]", 3)]
     )
     tokenizer.save(str(folder / "bert" / "tokenizer.json"))
-    (folder / "glue").mkdir()
+    (with_mapping(folder) / "glue").mkdir()
     for split, first, count in (("train", 0, 24), ("validation", 30, 10)):
         rows = labelled(count, first)
         texts, others = [text for text, _ in rows], [text for text, _ in labelled(count, first + 7)]
@@ -153,18 +155,17 @@ def test_fewer_rows_are_the_beginning_of_more(folder):
     ],
 )
 def test_rows_without_text_or_target_are_refused(columns, sentence, tmp_path):
-    (tmp_path / "glue").mkdir()
+    (with_mapping(tmp_path) / "glue").mkdir()
     write(tmp_path, "cola_train", **columns)
     with pytest.raises(InputError, match=sentence):
         read_rows(GLUE["cola"], "train", tmp_path)
 
 
 def test_tasks_splits_and_folders_that_are_not_there_are_refused(tmp_path):
-    with pytest.raises(
-        InputError, match=r"task: GLUE has no 'colla' here \(did you mean cola\?\); choose from cola, mrpc"
-    ):
-        find_task("colla")
-    with pytest.raises(InputError, match="task: qnli has no local files: leave the folder out"):
+    with_mapping(tmp_path)
+    with pytest.raises(InputError, match=r"task: there is no 'colla'; did you mean cola\?"):
+        find("glue", "colla")
+    with pytest.raises(InputError, match=r"task qnli: folder: .*tasks.yaml has no glue 'qnli', it has cola, mrpc"):
         read_rows(GLUE["qnli"], "train", tmp_path)
     with pytest.raises(InputError, match="task rte: source: expected the split 'train' in"):
         read_rows(GLUE["rte"], "train", tmp_path)
@@ -234,7 +235,7 @@ def composed(model, batch):
 @pytest.mark.parametrize(("name", "training"), [("mrpc", "full"), ("stsb", "full"), ("mrpc", "frozen")])
 def test_a_step_is_one_of_adamw_on_the_loss_of_the_composed_blocks(folder, tmp_path, trained, name, training):
     task, recipe = GLUE[name], GlueRecipe(**(QUICK | {"max_steps": 1}), learning_rate=1e-2, weight_decay=0.1, seed=3)
-    network, _ = sequence_classifier(folder / "bert", task.num_outputs)
+    network, _ = sequence_classifier(folder / "bert", task.num_classes or 1)
     network = network.double()
     for part in network.modules():
         if isinstance(part, torch.nn.Dropout):
@@ -372,7 +373,7 @@ def test_the_learning_rate_goes_up_and_down_on_straight_lines():
     [
         ({"task": ["cola"]}, "recipe: there is no key 'task'; the keys are tasks, training, num_epochs"),
         ({"tasks": "cola"}, "recipe: tasks: expected a list of names, got 'cola'"),
-        ({"tasks": ["mnli"]}, "task: GLUE has no 'mnli' here"),
+        ({"tasks": ["mnli"]}, "task: there is no 'mnli'; did you mean wnli or qnli"),
         ({"training": ["half"]}, "recipe: training: expected full or frozen, got 'half'"),
         ({"max_steps": 0}, "recipe: max_steps: expected an integer of at least 1, got 0"),
         ({"frozen_learning_rate": 0}, "recipe: frozen_learning_rate: expected a positive number, got 0"),

@@ -44,7 +44,7 @@ def read_columns(source: str, splits: Sequence[str], columns: Mapping[str, str],
 def _of_the_hub(source: str, split: str, columns: Mapping[str, str], text: str | None) -> Columns:
     import datasets
 
-    from lit_layers.data.hub_errors import HUB_ERRORS, reason
+    from lit_layers.hub_errors import HUB_ERRORS, reason
 
     path, _, config = source.partition(":")
     try:

@@ -1,6 +1,5 @@
 """Downstream tasks of linear probes: labelled texts, in a train, a validation and a test part."""
 
-import difflib
 import hashlib
 import json
 from collections import Counter
@@ -12,11 +11,12 @@ from typing import Any, Literal
 
 import torch
 
-from lit_layers.data.task_catalogue import CATALOGUE
-from lit_layers.data.task_files import is_local, is_one_file
-from lit_layers.data.task_rows import LabelledRows, as_classes, as_values, read_rows, refusal, text_columns
-from lit_layers.data.task_splits import TaskSplit, draw, hold_out
 from lit_layers.errors import InputError
+from lit_layers.tasks.catalogue import find, tasks_of
+from lit_layers.tasks.files import is_local, is_one_file
+from lit_layers.tasks.labelled_rows import LabelledRows, as_classes, as_values, read_rows, refusal, text_columns
+from lit_layers.tasks.local_copies import MAPPING, local_copies
+from lit_layers.tasks.splits import TaskSplit, draw, hold_out
 
 __all__ = ["TASKS", "ProbeTask", "TaskData", "TaskSplit", "find_task"]
 FEW_VALUES = 20  # a regression with no more different values is split value by value
@@ -84,7 +84,7 @@ class ProbeTask:
         group: A column, for instance of documents: rows of one value stay together where a part is cut off here.
         validation: A split of its own, or None to cut `validation_share` off train, stratified.
         validation_share: Share of the training rows for validation, where validation is None.
-        local: Where a folder of local data has the task, for instance banking77/{split}.parquet.
+        local: Where a folder of local data has the task, such as banking77/{split}.parquet; else its `tasks.yaml` says.
         local_options: Options that are others in that local copy.
         classes: Names of all classes, in the order of their numbers; without it those that occur, by name.
         label_offset: Added to the values of a regression: 1 where stars are stored from 0.
@@ -155,8 +155,9 @@ class ProbeTask:
     def load(self, folder: str | None = None) -> TaskData:
         """Reads and splits the task.
 
-        With `folder`, a data set of the Hub is read from its copy there, at `local`. Such a copy may be a sample: where
-        it has fewer rows than the task asks for all are taken, and `num_train_wanted` or `num_test_wanted` tells.
+        With `folder`, a data set of the Hub is read from its copy there, where `local` or the folder's `tasks.yaml`
+        says. Such a copy may be a sample: where it has fewer rows than the task asks for all are taken, and
+        `num_train_wanted` or `num_test_wanted` tells.
 
         Raises:
             InputError: an option is wrong (`check`); a file, split, column, text or label is missing; the Hub does not
@@ -166,17 +167,29 @@ class ProbeTask:
         self.check()
         if folder is None or (self.local is None and is_local(self.source)):
             return _load(self, is_copy=False)
-        if self.local is None:
-            raise refusal(self.name, "local", f"names no copy in folder {folder}: give one, or leave folder out")
-        if not Path(folder).expanduser().is_dir():
-            raise refusal(self.name, "folder", f"expected a folder of data, {folder} is none")
-        copy = {"source": str(Path(folder).expanduser() / self.local), **self.local_options}
-        found = replace(self, local=None, local_options={}, **copy)
+        place, options = self._copy(Path(folder).expanduser())
+        found = replace(self, local=None, local_options={}, **{"source": str(place), **options})
         found.check()
         return _load(found, is_copy=True)
 
+    def _copy(self, folder: Path) -> tuple[Path, Mapping[str, Any]]:
+        """Where a folder has this task, and which options are others there."""
+        if self.local is not None:
+            if not folder.is_dir():
+                raise refusal(self.name, "folder", f"expected a folder of data, {folder} is none")
+            return folder / self.local, self.local_options
+        copy = local_copies("probe", folder).get(self.name)
+        if copy is None:
+            sentence = f"{folder / MAPPING} names no copy: add it there, or leave folder out"
+            raise refusal(self.name, "folder", sentence)
+        if not isinstance(copy.files, str):
+            raise refusal(self.name, "folder", f"{folder / MAPPING}: expected one path of files, with {{split}} in it")
+        return folder / copy.files, copy.options
 
-TASKS: Mapping[str, ProbeTask] = MappingProxyType({name: ProbeTask(name, **row) for name, row in CATALOGUE.items()})
+
+TASKS: Mapping[str, ProbeTask] = MappingProxyType(
+    {name: ProbeTask(name, **row.options) for name, row in tasks_of("probe").items()}
+)
 
 
 def find_task(task: str | ProbeTask) -> ProbeTask:
@@ -188,10 +201,7 @@ def find_task(task: str | ProbeTask) -> ProbeTask:
     if isinstance(task, ProbeTask):
         task.check()
         return task
-    if task in TASKS:
-        return TASKS[task]
-    close = difflib.get_close_matches(task, TASKS, n=3) or sorted(TASKS)
-    raise InputError(f"task: there is no {task!r} in the catalogue: try {', '.join(close)}, or give a ProbeTask")
+    return TASKS[find("probe", task, "give a ProbeTask").name]
 
 
 def _load(task: ProbeTask, *, is_copy: bool) -> TaskData:

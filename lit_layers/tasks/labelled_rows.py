@@ -8,12 +8,12 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
-from lit_layers.data.task_files import Columns, read_columns
-from lit_layers.data.task_splits import normalised
 from lit_layers.errors import InputError
+from lit_layers.tasks.files import Columns, read_columns
+from lit_layers.tasks.splits import normalised
 
 if TYPE_CHECKING:
-    from lit_layers.data.tasks import ProbeTask
+    from lit_layers.tasks.probe import ProbeTask
 
 _FIELD = re.compile(r"(?P<column>[^.\[\]!:]+)(\[\w+\])*")  # of a text format: a column, or an entry of one
 

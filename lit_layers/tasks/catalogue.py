@@ -1,0 +1,243 @@
+"""The one catalogue of tasks: a row each, of whatever asks for labelled text, prompts, scores or embeddings."""
+
+import difflib
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from lit_layers.errors import InputError
+
+Use = Literal["probe", "prompts", "benchmark", "glue", "mteb"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Task:
+    """A data set and what is asked of it.
+
+    Args:
+        use: what asks for it: linear probes, prompts to measure on, benchmark scores, fine-tuning on GLUE, MTEB.
+        name: unique within its use.
+        source: ORG/NAME[:CONFIG] of the Hub; of a benchmark its task file within lm-eval; mteb knows its own.
+        text: columns of its texts.
+        num_classes: of GLUE; None: a number is predicted.
+        scores: what it is judged by, the first one foremost.
+        options: further ones of its use: of a `ProbeTask`, the split of prompts, the domain of MTEB.
+    """
+
+    use: Use
+    name: str
+    source: str = ""
+    text: tuple[str, ...] = ()
+    num_classes: int | None = None
+    scores: tuple[str, ...] = ()
+    options: Mapping[str, Any] = field(default_factory=dict)
+
+
+def tasks_of(use: Use) -> dict[str, Task]:
+    """The tasks of a use by name, in the catalogue's order."""
+    return {task.name: task for task in CATALOGUE if task.use == use}
+
+
+def find(use: Use, name: str, instead: str = "") -> Task:
+    """The task of a name.
+
+    Raises:
+        InputError: there is none; the sentence ends in what may be given `instead`.
+    """
+    known = tasks_of(use)
+    if name not in known:
+        raise unknown_task(name, known, instead)
+    return known[name]
+
+
+def unknown_task(name: str, known: Iterable[str], instead: str = "") -> InputError:
+    """What is said of a name that none of the known tasks has: the nearest ones, or the first."""
+    names = {each.lower(): each for each in known}
+    near = [names[each] for each in difflib.get_close_matches(name.lower(), names, n=3, cutoff=0.5)]
+    first = list(names.values())[:12]
+    remedy = f"did you mean {' or '.join(near)}?" if near else f"expected one such as {', '.join(first)}"
+    return InputError(f"task: there is no {name!r}; {remedy}{'; or ' if instead else ''}{instead}")
+
+
+# What MMLU calls humanities; the Hub's copy has the subjects alone.
+HUMANITIES = [
+    "formal_logic",
+    "high_school_european_history",
+    "high_school_us_history",
+    "high_school_world_history",
+    "international_law",
+    "jurisprudence",
+    "logical_fallacies",
+    "moral_disputes",
+    "moral_scenarios",
+    "philosophy",
+    "prehistory",
+    "professional_law",
+    "world_religions",
+]
+
+_PROBES: dict[str, dict[str, Any]] = {
+    "banking77": {
+        "source": "mteb/banking77",
+        "label": "label_text",
+        "description": "Intents of questions to a bank (Casanueva et al. 2020).",
+    },
+    "ag_news": {
+        "source": "fancyzhx/ag_news",
+        "num_train": 10_000,
+        "classes": ("World", "Sports", "Business", "Sci/Tech"),
+        "description": "Topics of news (Zhang, Zhao, LeCun 2015).",
+    },
+    "tweet_sentiment": {
+        "source": "mteb/tweet_sentiment_extraction",
+        "label": "label_text",
+        "where": {"label_text": ["negative", "positive"]},
+        "classes": ("negative", "positive"),
+        "test": None,
+        "num_train": 10_223,
+        "num_test": 4_382,
+        "drop_empty": True,
+        "description": "Sentiment of tweets. The paper names two classes and 14,605 rows cut 70/30, but no corpus: the "
+        "rows, from the training split of tweet_sentiment_extraction without its neutral ones, are ours.",
+    },
+    "tweet_sentiment_extraction": {
+        "source": "mteb/tweet_sentiment_extraction",
+        "label": "label_text",
+        "classes": ("negative", "neutral", "positive"),
+        "drop_empty": True,
+        "description": "Sentiment of tweets (Kaggle 2020, as in MTEB); one training row has no text.",
+    },
+    "sst2": {
+        "source": "nyu-mll/glue:sst2",
+        "text": "sentence",
+        "test": "validation",
+        "classes": ("negative", "positive"),
+        "description": "Sentiment of phrases from film reviews (Socher et al. 2013). GLUE keeps the labels of its test "
+        "split, so its validation split is the test here.",
+    },
+    "emotion": {
+        "source": "dair-ai/emotion:split",
+        "validation": "validation",
+        "classes": ("sadness", "joy", "love", "anger", "fear", "surprise"),
+        "description": "Emotions of tweets (Saravia et al. 2018).",
+    },
+    "trec": {
+        "source": "SetFit/TREC-QC",
+        "label": "label_coarse_original",
+        "classes": ("ABBR", "DESC", "ENTY", "HUM", "LOC", "NUM"),
+        "description": "What a question asks for (Li, Roth 2002).",
+    },
+    "yelp": {
+        "source": "Yelp/yelp_review_full",
+        "kind": "regression",
+        "test": None,
+        "label_offset": 1.0,
+        "balance": 2_000,
+        "description": "Stars of reviews, 1 to 5 (Zhang, Zhao, LeCun 2015); 2,000 of each, cut 70/30.",
+    },
+    "mmlu_humanities": {
+        "source": "cais/mmlu:all",
+        "text": "question: {question} answer: A. {choices[0]}, B. {choices[1]}, C. {choices[2]}, D. {choices[3]}",
+        "label": "answer",
+        "train": "test",
+        "test": None,
+        "where": {"subject": HUMANITIES},
+        "classes": ("A", "B", "C", "D"),
+        "description": "The right one of four answers (Hendrycks et al. 2021). MMLU has no training split: its test "
+        "split is cut 70/30, which is ours, as the paper does not say how many rows it used.",
+    },
+    "imdb": {
+        "source": "stanfordnlp/imdb",
+        "classes": ("neg", "pos"),
+        "description": "Sentiment of film reviews (Maas et al. 2011).",
+    },
+    "twenty_newsgroups": {
+        "source": "SetFit/20_newsgroups",
+        "label": "label_text",
+        "drop_empty": True,
+        "description": "Groups of Usenet posts (Lang 1995), parted by date. The Hub's copy is without quotations and "
+        "signatures; a local copy may have them.",
+    },
+    "cola": {
+        "source": "nyu-mll/glue:cola",
+        "text": "sentence",
+        "test": "validation",
+        "classes": ("unacceptable", "acceptable"),
+        "description": "Whether a sentence is grammatical (Warstadt et al. 2019); the test is GLUE's validation split.",
+    },
+    "tweeteval_emotion": {
+        "source": "cardiffnlp/tweet_eval:emotion",
+        "validation": "validation",
+        "classes": ("anger", "joy", "optimism", "sadness"),
+        "description": "Emotions of tweets (Barbieri et al. 2020).",
+    },
+    "tweeteval_irony": {
+        "source": "cardiffnlp/tweet_eval:irony",
+        "validation": "validation",
+        "classes": ("non_irony", "irony"),
+        "description": "Irony of tweets (Barbieri et al. 2020).",
+    },
+}
+
+
+def _classification(*names: str, subset: str = "default") -> list[Task]:
+    return _mteb("classification", "accuracy", *(f"{name}Classification" for name in names), subset=subset)
+
+
+def _mteb(domain: str, score: str, *names: str, subset: str = "default", official: bool = True) -> list[Task]:
+    options = {"domain": domain, "subset": subset, "official": official}
+    return [Task(use="mteb", name=name, scores=(score,), options=options) for name in names]
+
+
+# The English classic benchmark of mteb without retrieval, summarisation and paragraph tasks: Skean et al. 2025,
+# arXiv 2502.02013. Of tasks in several languages the English subset. The last four lines: tasks that mteb does not
+# have, of open data sets that lie in local data.
+_MTEB = [
+    *_classification("AmazonCounterfactual", "AmazonReviews", subset="en"),
+    *_classification("Banking77", "Emotion"),
+    *_classification("MTOPDomain", "MTOPIntent", "MassiveIntent", "MassiveScenario", subset="en"),
+    *_classification("ToxicConversations", "TweetSentimentExtraction"),
+    *_mteb("clustering", "v_measure", "ArxivClusteringS2S", "BiorxivClusteringS2S", "MedrxivClusteringS2S"),
+    *_mteb("clustering", "v_measure", "RedditClustering", "StackExchangeClustering", "TwentyNewsgroupsClustering"),
+    *_mteb("pair_classification", "max_ap", "SprintDuplicateQuestions", "TwitterSemEval2015", "TwitterURLCorpus"),
+    *_mteb("reranking", "map_at_1000", "AskUbuntuDupQuestions"),
+    *_mteb("reranking", "max_over_subqueries_map_at_1000", "MindSmallReranking"),
+    *_mteb("reranking", "map_at_1000", "SciDocsRR", "StackOverflowDupQuestions"),
+    *_mteb("sts", "cosine_spearman", "BIOSSES", "SICK-R", "STS12", "STS13", "STS14", "STS15", "STS16"),
+    *_mteb("sts", "cosine_spearman", "STS17", subset="en-en"),
+    *_mteb("sts", "cosine_spearman", "STSBenchmark"),
+    *_mteb("classification", "accuracy", "AgNewsTopics", "TweetIrony", "ImdbReviews", official=False),
+    *_mteb("clustering", "v_measure", "StackOverflowTitles", "BiomedicalTitles", "SearchSnippets", official=False),
+    *_mteb("pair_classification", "max_ap", "MrpcParaphrases", official=False),
+    *_mteb("reranking", "map_at_1000", "TrecQaAnswers", official=False),
+]
+
+
+def _prompts(name: str, source: str, column: str = "question", split: str = "test") -> Task:
+    return Task(use="prompts", name=name, source=source, text=(column,), options={"split": split})
+
+
+def _glue(name: str, *text: str, scores: tuple[str, ...] = ("accuracy",), num_classes: int | None = 2) -> Task:
+    return Task(use="glue", name=name, source=f"nyu-mll/glue:{name}", text=text, scores=scores, num_classes=num_classes)
+
+
+_PAIR = ("sentence1", "sentence2")
+CATALOGUE: tuple[Task, ...] = (
+    *(Task(use="probe", name=name, options=options) for name, options in _PROBES.items()),
+    # A prompt is the question or the context alone, without choices and examples. HellaSwag, Winogrande and TruthfulQA:
+    # the split that everybody tests on (of the first two the test split's answers are secret, the last has one split).
+    _prompts("arc", "allenai/ai2_arc:ARC-Challenge"),
+    _prompts("gsm8k", "openai/gsm8k:main"),
+    _prompts("hellaswag", "Rowan/hellaswag:default", "ctx", "validation"),
+    _prompts("mmlu", "cais/mmlu:all"),
+    _prompts("truthfulqa", "truthfulqa/truthful_qa:generation", split="validation"),
+    _prompts("winogrande", "allenai/winogrande:winogrande_xl", "sentence", "validation"),
+    _glue("cola", "sentence", scores=("matthews",)),
+    _glue("mrpc", *_PAIR, scores=("accuracy", "f1")),
+    _glue("qnli", "question", "sentence"),
+    _glue("rte", *_PAIR),
+    _glue("sst2", "sentence"),
+    _glue("stsb", *_PAIR, scores=("pearson", "spearman"), num_classes=None),
+    _glue("wnli", *_PAIR),
+    *_MTEB,
+)

@@ -1,0 +1,126 @@
+"""Tasks of GLUE: rows, how they become tokens, and the metrics.
+
+Source: Wang et al. 2018, GLUE, arXiv 1804.07461; metrics as in its table 1.
+"""
+
+import hashlib
+import json
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+import numpy as np
+import torch
+from scipy import stats
+from sklearn import metrics as scores
+
+from lit_layers.errors import InputError
+from lit_layers.tasks.catalogue import Task, tasks_of
+from lit_layers.tasks.files import read_columns
+from lit_layers.tasks.local_copies import local_copy
+
+SPLITS = ("train", "validation")
+
+
+GLUE: Mapping[str, Task] = MappingProxyType(tasks_of("glue"))
+
+
+@dataclass(frozen=True, eq=False)
+class GlueRows:
+    """Rows of one split."""
+
+    task: Task
+    texts: tuple[tuple[str, ...], ...]  # one or two a row
+    targets: tuple[float, ...]  # numbers of classes, or values
+
+    def __len__(self) -> int:
+        return len(self.targets)
+
+    def take(self, number: int | None, *, seed: int) -> "GlueRows":
+        """So many rows, drawn without replacement (fewer are the beginning of more); None, or more than there are:
+        all, in their order."""
+        if number is None or number >= len(self):
+            return self
+        order = torch.randperm(len(self), generator=torch.Generator().manual_seed(seed))[:number].tolist()
+        return GlueRows(self.task, tuple(self.texts[row] for row in order), tuple(self.targets[row] for row in order))
+
+    def content_hash(self) -> str:
+        """Sixteen hex digits over texts and targets."""
+        return hashlib.sha256(json.dumps([self.task.name, self.texts, self.targets]).encode()).hexdigest()[:16]
+
+
+def read_rows(task: Task, split: str, folder: str | Path | None) -> GlueRows:
+    """The rows of a split: of the files that the folder's `tasks.yaml` names, or with None of the Hub.
+
+    Raises:
+        InputError: a split, file or column is missing, the Hub does not answer, a folder that has no files of the task,
+            a row without text, or a target that is none.
+    """
+    if split not in SPLITS:
+        raise InputError(f"split: expected train or validation, got {split!r}")
+    columns = dict.fromkeys(task.text, "text") | {"label": "label"}
+    try:
+        if folder is None:
+            read = read_columns(task.source, [split], columns, None)
+        else:
+            read = local_copy("glue", task.name, folder).read(split, columns)
+    except InputError as error:
+        raise InputError(f"task {task.name}: {error}") from error
+    texts = tuple(zip(*(read.values[column] for column in task.text), strict=True))
+    for row, (pair, target) in enumerate(zip(texts, read.values["label"], strict=True)):
+        if not all(isinstance(text, str) and text.strip() for text in pair):
+            raise InputError(f"task {task.name}: row {row} of {read.place} has no text: mend it or take it out")
+        if not _is_target(task, target):
+            expected = "a finite number" if task.num_classes is None else f"a class from 0 to {task.num_classes - 1}"
+            raise InputError(f"task {task.name}: row {row} of {read.place} has {target!r}, expected {expected}")
+    return GlueRows(task, texts, tuple(float(target) for target in read.values["label"]))
+
+
+def _is_target(task: Task, target: Any) -> bool:
+    if isinstance(target, bool) or not isinstance(target, int | float):
+        return False
+    return math.isfinite(target) if task.num_classes is None else target in range(task.num_classes)
+
+
+def _pearson(targets: np.ndarray, predictions: np.ndarray) -> float:
+    found: Any = stats.pearsonr(targets, predictions)
+    return found.statistic
+
+
+def _spearman(targets: np.ndarray, predictions: np.ndarray) -> float:
+    found: Any = stats.spearmanr(targets, predictions)
+    return found.statistic
+
+
+_METRICS: dict[str, Callable[[np.ndarray, np.ndarray], float]] = {
+    "accuracy": scores.accuracy_score,
+    "f1": scores.f1_score,  # of class 1
+    "matthews": scores.matthews_corrcoef,
+    "pearson": _pearson,
+    "spearman": _spearman,
+}
+_CORRELATIONS = ("pearson", "spearman")
+
+
+def glue_metrics(
+    task: Task, predictions: Sequence[float] | np.ndarray, targets: Sequence[float] | np.ndarray
+) -> dict[str, float]:
+    """The task's metrics by name, -1..1 (correlations) or 0..1, and `task_score`, their mean.
+
+    Of a classifier that gives one class alone the Matthews correlation is 0 by its definition; correlations with
+    predictions that do not vary are undefined and are not a number, and so is their mean.
+
+    Raises:
+        ValueError: other numbers of predictions than of targets, or none.
+    """
+    predicted, wanted = np.asarray(predictions), np.asarray(targets)
+    if predicted.shape != wanted.shape or predicted.ndim != 1 or not len(wanted):
+        raise ValueError(f"expected a prediction for each target, got {predicted.shape} for {wanted.shape}")
+    found: dict[str, float] = {}
+    for name in task.scores:
+        undefined = name in _CORRELATIONS and (np.ptp(predicted) == 0 or np.ptp(wanted) == 0)
+        found[name] = math.nan if undefined else float(_METRICS[name](wanted, predicted))
+    return {**found, "task_score": math.fsum(found.values()) / len(found)}

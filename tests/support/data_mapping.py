@@ -1,0 +1,34 @@
+"""Folders of local data, with the file that says where each task lies."""
+
+import shutil
+from pathlib import Path
+
+import yaml
+
+from lit_layers.tasks.local_copies import LocalCopy
+
+MAPPING = Path(__file__).parent / "data_tasks.yaml"
+
+
+def with_mapping(folder: Path) -> Path:
+    """The folder, now with a `tasks.yaml`."""
+    folder.mkdir(parents=True, exist_ok=True)
+    shutil.copy(MAPPING, folder / "tasks.yaml")
+    return folder
+
+
+def linked(data: Path, folder: Path) -> Path:
+    """A folder that holds all that a read-only one does, and a `tasks.yaml`."""
+    for path in data.iterdir():
+        if path.name != "tasks.yaml":
+            (folder / path.name).symlink_to(path)
+    return with_mapping(folder)
+
+
+def copies(use: str) -> dict[str, LocalCopy]:
+    """What the mapping says of a use, by task."""
+    entries = yaml.safe_load(MAPPING.read_text())[use]
+    return {
+        name: LocalCopy(folder=Path(), **({"files": entry} if isinstance(entry, str) else entry))
+        for name, entry in entries.items()
+    }

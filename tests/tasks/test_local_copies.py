@@ -1,0 +1,99 @@
+"""Where a folder of local data has each task: what its `tasks.yaml` may say, and the one catalogue behind all of it."""
+
+import hashlib
+import json
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from lit_layers.analyses.base import describe
+from lit_layers.data import ProbeTask
+from lit_layers.errors import InputError
+from lit_layers.tasks.catalogue import CATALOGUE, find
+from lit_layers.tasks.local_copies import local_copies, local_copy
+
+
+def write(folder: Path, text: str) -> Path:
+    (folder / "tasks.yaml").write_text(text)
+    return folder
+
+
+def test_columns_are_renamed_rows_chosen_and_files_joined(tmp_path):
+    for number in (1, 2):
+        table = pa.table(
+            {"a": [f"{number}{row}" for row in range(4)], "year": [2012, 2013, 2013, 2012], "score": [1.0] * 4}
+        )
+        pq.write_table(table, tmp_path / f"part{number}.parquet")
+    write(
+        tmp_path,
+        "mteb:\n  STS13:\n    files: {test: [part2.parquet, part1.parquet]}\n    columns: {sentence1: a}\n"
+        "    where: {year: 2013}\n    difference: two rows\n",
+    )  # fmt: skip
+    copy = local_copy("mteb", "STS13", tmp_path)
+    assert copy.read("test", {"sentence1": "text", "score": "label"}).values == {
+        "sentence1": ["21", "22", "11", "12"],
+        "score": [1.0] * 4,
+    }
+    assert (copy.paths(), copy.missing(), copy.difference) == (
+        [tmp_path / "part2.parquet", tmp_path / "part1.parquet"],
+        [],
+        "two rows",
+    )
+    with pytest.raises(InputError, match="expected files of the split 'train', got test"):
+        copy.paths("train")
+
+
+def test_a_mapping_that_changes_is_read_again(tmp_path):
+    write(tmp_path, "probe: {sst2: 'a_{split}.csv'}")
+    assert local_copy("probe", "sst2", tmp_path).paths("train") == [tmp_path / "a_train.csv"]
+    assert local_copies("glue", tmp_path) == {}
+    (tmp_path / "tasks.yaml").unlink()
+    write(tmp_path, "probe: {sst2: 'longer_{split}.csv'}")
+    assert local_copy("probe", "sst2", tmp_path).paths("test") == [tmp_path / "longer_test.csv"]
+
+
+@pytest.mark.parametrize(
+    ("text", "sentence"),
+    [
+        (
+            None,
+            "folder: expected a file tasks.yaml in .* that says where its tasks lie, there is none",
+        ),
+        ("probe: [", "tasks.yaml is no YAML that can be read"),
+        ("- probe", "expected probe, prompts, benchmark, glue, mteb in .*tasks.yaml, got"),
+        ("probes: {a: b}", "expected probe, prompts, benchmark, glue, mteb in .*tasks.yaml, got"),
+        ("probe: [sst2]", "tasks.yaml: probe: expected a path for each task, got"),
+        ("probe: {sst2: {file: a}}", "tasks.yaml: probe: sst2: expected files, and where they differ columns, "),
+        ("probe: {sst2: {columns: {a: b}}}", "tasks.yaml: probe: sst2: expected files, "),
+        ("probe: {sst2: ../a.csv}", "tasks.yaml: probe: sst2: expected paths within the folder, got '../a.csv'"),
+        ("probe: {sst2: {files: {test: [/etc/a.csv]}}}", "expected paths within the folder, got '/etc/a.csv'"),
+        ("probe: {sst2: {files: {test: 3}}}", "expected paths within the folder, got 3"),
+        ("probe: {cola: a.csv}", "tasks.yaml has no probe 'sst2', it has cola: add it, or leave the folder out"),
+    ],
+)
+def test_what_a_mapping_cannot_say_is_refused(text, sentence, tmp_path):
+    if text is not None:
+        write(tmp_path, text)
+    with pytest.raises(InputError, match=sentence):
+        local_copy("probe", "sst2", tmp_path)
+
+
+def test_names_are_unique_within_a_use_and_unknown_ones_are_refused_with_their_neighbours():
+    assert len({(task.use, task.name) for task in CATALOGUE}) == len(CATALOGUE)
+    for use, wrong, near in (("probe", "Bankin77", "banking77"), ("glue", "colla", "cola"), ("mteb", "sts12", "STS12")):
+        with pytest.raises(InputError, match=f"^task: there is no '{wrong}'; did you mean .*{near}"):
+            find(use, wrong)
+    with pytest.raises(InputError, match="expected one such as arc, gsm8k, .*; or name a file$"):
+        find("prompts", "xyz", "name a file")
+
+
+def test_a_class_that_moved_keeps_its_name_and_its_hash():
+    from lit_layers.data.tasks import ProbeTask as former
+
+    assert former is ProbeTask
+    config = describe(ProbeTask("songs", "songs.csv", test=None))
+    assert config["class_path"] == "lit_layers.data.tasks.ProbeTask"
+    # the hash that this very task had where the class was before
+    assert hashlib.sha256(json.dumps(config, sort_keys=True).encode()).hexdigest()[:16] == "aef262bb48c3a6cc"
