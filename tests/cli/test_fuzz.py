@@ -57,6 +57,9 @@ def home(tmp_path_factory: pytest.TempPathFactory, corpus: Path) -> Home:
     grid = {"method": "grid", "metric": {"name": "validation/loss", "goal": "minimize"}}
     grid |= {"command": ["false", "${args}"], "parameters": {"lr": {"values": [0.1, 0.2]}}}
     (root / "grid.yaml").write_text(yaml.safe_dump(grid))
+    (root / "swept").mkdir()
+    state = {"state": "failed", "attempts": 1, "seconds": 2.5, "code": 1, "error": "exit code 1"}
+    (root / "swept" / "lr=0.1.json").write_text(json.dumps(state))
     rows = [f"model{n},{n % 3},{0.1 * n},{0.2 * n + n % 2}" for n in range(8)]
     (root / "models.csv").write_text("\n".join(["model,family,coupling,score", *rows]) + "\n")
     manifest = {"repositories": [{"names": "org/a-{b,c}", "grammar": "step", "steps": "pythia", "last_step": 4}]}
@@ -119,6 +122,7 @@ def files(home: Home, folder: Path, chance: random.Random) -> Result:
             ("models.csv", ["correlate", "models.csv", "--metric", "coupling", "--score", "score", "--out", "out"]),
             ("grid.yaml", ["sweep", "grid.yaml", "--root", "out"]),
             ("manifest.yaml", ["audit", "manifest.yaml"]),
+            ("swept/lr=0.1.json", ["sweep", str(home.root / "grid.yaml"), "--root", "swept", "--any_command"]),
             ("model/config.json", ["analyze", "model", "--root", "out"]),
             ("model/tokenizer.json", ["analyze", "model", "--root", "out"]),
             ("model/model.safetensors", ["analyze", "model", "--root", "out", "--corpus", str(home.corpus)]),
@@ -182,7 +186,7 @@ KINDS: dict[Callable[[Home, Path, random.Random], Result], float] = {
 def harm(folder: Path, before: set[str], argv: list[str]) -> str | None:
     """What an accepted case did that nobody can have wanted."""
     named = {Path(word.partition("=")[2] or word).parts[0] for word in argv if word}  # asked for by name
-    expected = named | {"out", "run", "page.html", "all.csv", "model", "series", "shards", "tasks"}
+    expected = named | {"out", "run", "page.html", "all.csv", "model", "series", "shards", "swept", "tasks"}
     if strange := {path.name for path in folder.iterdir()} - before - expected:
         return f"it wrote {sorted(strange)} beside its folder"
     if argv[0] == "fit":
