@@ -167,7 +167,7 @@ MOMENTS = {
     "before a step's folder is renamed": dying(checkpoint_io, "sync", 9),
     "inside the save of a resume checkpoint": dying(resume, "_fill", 3),
     "between a resume checkpoint and the removal of the oldest": dying(resume, "write_folder", 4, after=True),
-    "inside an analysis": dying(Coupling, "of_part", 6),
+    "inside an analysis": dying(Coupling, "of_part", 3),
     "between two analyses of a step": dying(emergence, "measure", 4, after=True),
     "inside a line of measurements": lambda first: setattr(records, "_write_line", torn_line),
     "inside a validation": dying(LitCausalLM, "validation_step", 3),
