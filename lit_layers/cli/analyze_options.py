@@ -100,9 +100,7 @@ class Command:
         return self._checked(options)
 
     def _checked(self, options: Namespace) -> Namespace:
-        plain = options.as_dict()
-        of_series = ((plain.get("series") or {}).get("init_args") or {}).get("root")  # its measurements lie beside it
-        refuse_reach(plain, options.root or of_series or "checkpoints", self._argv)
+        refuse_reach(options.as_dict(), options.root or "checkpoints", self._argv)
         return options
 
     def _made(self, options: Namespace) -> Any:

@@ -210,7 +210,7 @@ def _texts(where: str, value: Any) -> Iterator[tuple[str, str]]:
 
 def _is_harmless(where: str, value: str, module: str) -> bool:
     if module.startswith("lit_layers."):
-        return not where.endswith(_OWN_PLACES)
+        return where == "series.root" or not where.endswith(_OWN_PLACES)  # a series is read
     parts, name = Path(value).parts, where.rpartition(".")[2]
     leaves = Path(value).is_absolute() or ".." in parts or value.startswith("~") or "://" in value
     return not leaves and name not in _PLACES and not _ADDRESSES & set(where.split("."))
