@@ -19,7 +19,7 @@ from lit_layers import records
 from lit_layers.cli import report as command
 from lit_layers.cli.main import main
 from lit_layers.errors import InputError
-from lit_layers.plots.labels import label
+from lit_layers.metrics import look_up
 from lit_layers.records import Measurement, Record
 from lit_layers.report import facts, provenance, write_report
 from tests.support.browser import CHROMIUM, dom_after
@@ -388,7 +388,7 @@ def test_every_metric_of_models_is_a_figure_or_a_row(compared: Path, comparison:
     found = blocks(comparison)
     for metric in {record.metric for m in records.read(compared / "measurements.jsonl") for record in m.records}:
         if not metric.startswith("random_"):
-            assert label(metric).with_unit in found or f" {label(metric).title} " in text, metric
+            assert look_up(metric).with_unit in found or f" {look_up(metric).title} " in text, metric
     placed = [figure for _, places in found.values() for place in places for figure in place]
     assert len(placed) == len(figures(comparison)), "each figure has its place"
 
@@ -665,7 +665,7 @@ def test_an_analysis_of_someones_own_with_the_tags_of_a_probe_keeps_all_its_metr
     own = [Record(metric="calibration", value=0.1, layer=n, tags={"task": "topics", "split": "test"}) for n in (0, 1)]
     records.append(tmp_path / "measurements.jsonl", replace(found, records=[*found.records, *own]))
     part = sections_of(write_report(tmp_path))["Probe: topics"]
-    assert {"Calibration", "Probe accuracy (share)", "Best layer"} <= {*titles_of(part)}
+    assert {"Calibration", "Probe accuracy (share)", "Plateau, best layer and inflection"} <= {*titles_of(part)}
 
 
 def test_models_side_by_side_have_their_headlines_profiles_and_maps(layerwise_models: Path, tmp_path: Path) -> None:

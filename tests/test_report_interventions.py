@@ -12,7 +12,8 @@ pytest.importorskip("plotly")
 pytest.importorskip("jinja2")
 
 from lit_layers import plots, records
-from lit_layers.plots.labels import METRICS, tag_text
+from lit_layers.metrics import look_up
+from lit_layers.plots.labels import tag_text
 from lit_layers.records import Measurement, Record
 from lit_layers.report import interventions, write_report
 from lit_layers.report.layer_pictures import write_pictures
@@ -183,7 +184,7 @@ def test_wandb_gets_a_curve_a_variant_but_no_single_order_nor_every_number_of_lo
 
 def test_metrics_and_tags_have_words() -> None:
     metrics = ("variant_loss", "kl_to_full", "normalized_score", "relative_latency", "layer_cka", "num_middle")
-    assert all(METRICS[name].note for name in metrics)
+    assert all(look_up(name).note for name in metrics)
     assert tag_text({"variant": "looped_parallel", "middle": 5, "loops": 3}) == "looped parallel, M = 5, k = 3"
     assert tag_text({"when": "after"}) == "after fine-tuning"
     assert tag_text({"execution": "stacked"}) == "run stacked"

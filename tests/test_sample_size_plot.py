@@ -11,7 +11,8 @@ pytest.importorskip("plotly")
 
 from lit_layers import plots, records
 from lit_layers.errors import InputError
-from lit_layers.plots.labels import METRICS, tag_text
+from lit_layers.metrics import look_up
+from lit_layers.plots.labels import tag_text
 from lit_layers.plots.layers import residual_profile
 from lit_layers.records import AUDIT, Measurement, Record
 from tests.support.layer_results import CATEGORIES, LAYERS, RHO, SIZES, layer_results
@@ -215,7 +216,7 @@ def test_the_table_of_changes_has_a_row_for_each_headline_and_none_for_categorie
 def test_every_metric_of_these_analyses_has_a_name_and_a_sentence() -> None:
     analyses = ("probe/topics", "probe/stars", "sample_sizes/topics", "concept_alignment", "prediction_residual")
     for metric in {record.metric for analysis in analyses for record in layer_results(analysis, step=1).records}:
-        assert METRICS[metric].note.endswith("."), metric
+        assert look_up(metric).note.endswith("."), metric
     assert tag_text({"control": "relabelled_vocabulary", "split": "test"}) == "relabelled vocabulary, test rows"
 
 

@@ -1,6 +1,7 @@
 """Metrics over steps and layers: which cell holds what, best layers, and means over tasks that are everywhere."""
 
 import math
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -166,7 +167,7 @@ def test_the_best_layer_is_from_1_on_and_the_embedding_is_told_apart(tmp_path):
     frame = table(tmp_path)
     surface = read_surface(frame, "main_score")
     assert surface.best() == ([2, 3, None], [True, False, True]), "of equal ones the earliest"
-    assert surface.best(higher_is_better=False)[0] == [1, 1, None]
+    assert replace(surface, higher_is_better=False).best()[0] == [1, 1, None]
     fig = plots.best_layers(frame, "main_score")
     assert list(fig.data[0].y) == [2, 3, None]
     assert list(fig.data[1].y) == [0, None, 0]

@@ -23,6 +23,7 @@ from lit_layers.functional.curves import (
 )
 from lit_layers.functional.probe import LogisticProbes, fit_logistic_probes, fit_ridge_probes, macro_f1
 from lit_layers.functional.ridge import RidgeProbes
+from lit_layers.metrics import look_up
 from lit_layers.records import Record
 
 Tags = Mapping[str, str | int | float]
@@ -145,7 +146,7 @@ def curve_records(curve: Sequence[RowScores], tags: Tags, *, metric: str) -> Ite
     rows = rows[:, rows.isfinite().all(0)]
     if len(rows) < 3 or rows.shape[1] < 2:
         return
-    better, values = metric == "accuracy", rows.mean(1).tolist()
+    better, values = look_up(metric).higher_is_better, rows.mean(1).tolist()
     found, (low, high) = (
         monotonicity(values, higher_is_better=better),
         monotonicity_interval(rows, higher_is_better=better),

@@ -13,12 +13,9 @@ from lit_layers.analyses.summary import left_out, mean_of_defined, median_of_def
 from lit_layers.data.batches import Batches
 from lit_layers.errors import InputError
 from lit_layers.functional.trajectory import WalkedPath
+from lit_layers.metrics import is_in, look_up
 from lit_layers.models.view import LayeredModel
 from lit_layers.records import Record
-
-OF_THE_PATH = ("line_shape_score", "expodistance", "equidistance")
-# Metrics whose tokens have outliers or differ by orders of magnitude: a median stands beside the mean.
-WITH_MEDIAN = ("line_shape_score", "expodistance", "state_norm", "step_norm")
 
 
 @dataclass(kw_only=True)
@@ -131,14 +128,13 @@ def _of_tokens(path: WalkedPath) -> dict[str, Tensor]:
 
 def _records(metric: str, statistics: Tensor, tags: dict[str, str | int | float]) -> Iterable[Record]:
     means, medians, missing = statistics  # (rows, prompts) each
-    rows: list[tuple[int, int | None]] = [(-1, None)] if metric in OF_THE_PATH else []
-    if metric not in ("expodistance", "equidistance"):
-        first = 0 if metric == "state_norm" else 1
-        rows += [(row, row + first) for row in range(len(means))]
+    about, of_path = look_up(metric), is_in(metric, "path")
+    rows: list[tuple[int, int | None]] = [(-1, None)] if of_path else []
+    if about.first_layer is not None:  # the row of layer 0 is there for states, not for steps
+        places = enumerate(range(len(means)), start=min(1, about.first_layer))
+        rows += [(row, layer) for layer, row in places if layer >= about.first_layer]
     for row, layer in rows:
-        if metric == "line_shape_score" and layer == 1:
-            continue  # one step is straight
         counts = left_out("tokens", int(missing[row].sum()))
         yield from summarize(metric, means[row], layer=layer, tags=tags | counts)
-        if metric in WITH_MEDIAN and (layer is None or metric not in OF_THE_PATH):
+        if about.median and (layer is None or not of_path):
             yield from summarize_median(metric, medians[row], layer=layer, tags=tags | counts)

@@ -11,12 +11,12 @@ from rich.table import Table
 
 from lit_layers import records
 from lit_layers.functional.variants import CUSTOM, OF_BLOCKS, OF_MIDDLES
-from lit_layers.plots.labels import label, sentence, tag_text
+from lit_layers.metrics import headlines, look_up, sentence
+from lit_layers.plots.labels import tag_text
 from lit_layers.plots.variant_scores import MEDIAN
 from lit_layers.records import COLUMNS, FAILED
 
 CSV = "variants.csv"
-SHOWN = ("normalized_score", "task_score", "variant_accuracy", "variant_loss", "relative_latency")
 BESIDE = ("when", "training", "execution")  # tags that make a table each
 LOOPS = 3  # the published number
 WITH_ERRORS = 4  # columns at most that have room for standard errors
@@ -70,7 +70,7 @@ def _parts(table: pd.DataFrame) -> Iterator[tuple[str, Any]]:
     rows = rows[rows["seed"].isna()] if "seed" in rows else rows
     has_median = (rows["analysis"] == MEDIAN).any()
     for analysis in dict.fromkeys(rows["analysis"]):
-        for metric in SHOWN:
+        for metric in headlines():
             part = rows[(rows["analysis"] == analysis) & (rows["metric"] == metric)]
             if part.empty or (has_median and metric == "normalized_score" and analysis != MEDIAN):
                 continue
@@ -78,7 +78,7 @@ def _parts(table: pd.DataFrame) -> Iterator[tuple[str, Any]]:
             groups = part.groupby(beside, dropna=False) if beside else [((), part)]
             for values, group in groups:
                 told = tag_text(dict(zip(beside, values, strict=True))) if beside else ""
-                yield ", ".join(filter(None, [sentence(analysis), label(metric).with_unit, told])), group
+                yield ", ".join(filter(None, [sentence(analysis), look_up(metric).with_unit, told])), group
 
 
 def _table(rows: Any) -> Table:

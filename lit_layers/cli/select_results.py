@@ -10,7 +10,7 @@ from rich.table import Table
 from lit_layers.cli.select_options import WITHOUT_TOLERANCE
 from lit_layers.durable import write_json
 from lit_layers.errors import InputError
-from lit_layers.plots.labels import label
+from lit_layers.metrics import look_up
 from lit_layers.plots.layer_choice import LayerScores, write_layer_scores
 from lit_layers.select.choosing import Choice
 from lit_layers.select.rows import TaskFeatures
@@ -96,7 +96,7 @@ def _picture(task: TaskFeatures, choice: Choice, seconds: Mapping[int, float], t
     ids = task.batch.get("input_ids")
     return LayerScores(
         title=f"{title}: {found} is chosen ({rule.replace('_', ' ')})",
-        score=f"validation {label(choice.metric).title.lower()}",
+        score=f"validation {look_up(choice.metric).title.lower()}",
         values={layer: (each.value, each.low, each.high) for layer, each in choice.validation.items()},
         chosen=choice.layer,
         baseline=choice.baseline,

@@ -12,7 +12,8 @@ import pandas as pd
 from lit_layers.correlate import runs
 from lit_layers.correlate.runs import SIZES, Choice, RunModel, nearest
 from lit_layers.errors import InputError
-from lit_layers.plots.labels import METRICS, sentence, tag_text
+from lit_layers.metrics import METRICS, is_in, look_up, sentence
+from lit_layers.plots.labels import tag_text
 from lit_layers.plots.models import short_names
 from lit_layers.records import Measurement
 
@@ -80,7 +81,8 @@ def published() -> ModelTable:
 def read_file(path: Path, *, metric: str, score: str, baseline: str | None = None) -> ModelTable:
     """Returns the models of a .csv or .parquet file, a row each.
 
-    `baseline` is by default the column `random_<metric>`; the corrected metric is `excess_<metric>`, if it is there.
+    `baseline` and the corrected metric are by default the columns `random_<metric>` and `excess_<metric>`, or what the
+    metric's row in `lit_layers.metrics` names instead, if they are there.
 
     Raises:
         InputError: for a file that cannot be read, a column that it lacks or that is no number, a model named twice.
@@ -98,12 +100,12 @@ def read_file(path: Path, *, metric: str, score: str, baseline: str | None = Non
         own,
         metric,
         score,
-        baseline=baseline or _if_there(f"random_{metric}", columns),
-        corrected=_if_there(f"excess_{metric}", columns),
+        baseline=baseline or _if_there(look_up(metric).baseline, columns),
+        corrected=_if_there(look_up(metric).excess, columns),
         source=path.name,
         where=str(path),
     )
-    titles = {column: METRICS[column].title for column in columns if column in METRICS and "coupling" in column}
+    titles = {column: look_up(column).title for column in columns if is_in(column, "coupling", "token_coupling")}
     return ModelTable(**{**vars(table), "titles": titles})
 
 
@@ -153,16 +155,16 @@ def read_runs(
         frame,
         name,
         score_column,
-        baseline=baseline or _if_there(f"random_{name}", columns),
-        corrected=_if_there(f"excess_{name}", columns),
+        baseline=baseline or _if_there(look_up(name).baseline, columns),
+        corrected=_if_there(look_up(name).excess, columns),
         source=", ".join(str(folder) for folder in folders),
         where=", ".join(str(folder) for folder in folders),
         left_out=left_out,
     )
     variant = tag_text(dict(tags or {}))
-    own = METRICS[name].title if name in METRICS else sentence(name)
-    titles |= {name: f"{own}, {variant}" if variant else own}
-    titles |= {column: METRICS[column].title for column in (f"random_{name}", f"excess_{name}") if column in METRICS}
+    own = look_up(name)
+    titles |= {name: f"{own.title}, {variant}" if variant else own.title}
+    titles |= {column: METRICS[column].title for column in (own.baseline, own.excess) if column in METRICS}
     p_is_1 = any(runs.has_p_1(model, analysis) for model in models)
     return ModelTable(**{**vars(table), "titles": titles, "p_is_1": p_is_1})
 
@@ -177,7 +179,7 @@ def _measured(
     tags = {tag: value for tag, value in record.tags.items() if not tag.startswith("num_")}
     ends = {f"{name}_low": record.low, f"{name}_high": record.high, "layer": record.layer, "step": found[0].step}
     row = {name: record.value, **tags, **{end: value for end, value in ends.items() if value is not None}}
-    for other in (f"random_{name}", f"excess_{name}"):
+    for other in (look_up(name).baseline, look_up(name).excess):
         beside = runs.value_of(model, found, analysis, other, Choice(tags, choice.layer))
         row |= {other: beside.value} if beside is not None else {}
     return row
@@ -212,7 +214,7 @@ def _add_scores(
         for row, model in zip(rows, models, strict=True):
             value = runs.scalar_of(model, score, row.get("step"), take)
             row |= {score: value} if value is not None else {}
-        title = METRICS[score].title if score in METRICS else sentence(score.replace("/", " "))
+        title = look_up(score).title if score in METRICS else sentence(score.replace("/", " "))
         return score, {score: title if take == "last" else f"{title}, {take}"}
     known = dict.fromkeys(f"{m.analysis}/{r.metric}" for model in models for m in model.measurements for r in m.records)
     if score not in known:
@@ -227,7 +229,7 @@ def _add_scores(
     for row, model in zip(rows, models, strict=True):
         record = runs.value_of(model, model.at(row.get("step"), analysis), analysis, name, choice)
         row |= {score: record.value} if record is not None else {}
-    return score, {score: METRICS[name].title if name in METRICS else sentence(name)}
+    return score, {score: look_up(name).title}
 
 
 def _join(rows: list[dict[str, Any]], frame: pd.DataFrame, path: Path, column: str) -> None:

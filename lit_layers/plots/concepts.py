@@ -8,8 +8,9 @@ from typing import Any
 import pandas as pd
 import plotly.graph_objects as go
 
+from lit_layers.metrics import sentence
 from lit_layers.plots.axes import whole_ticks
-from lit_layers.plots.labels import escape, sentence
+from lit_layers.plots.labels import escape
 from lit_layers.plots.sliders import FRAMES, add_slider, spread
 from lit_layers.plots.tables import CATEGORY, Point, grouped, of_plainest, select, steps_of, title_of
 from lit_layers.plots.theme import DIVERGING, INK, MUTED, figure, rounded

@@ -8,9 +8,10 @@ from typing import Any
 
 import pandas as pd
 
+from lit_layers.metrics import look_up, sentence
 from lit_layers.plots.canvas import canvas, dress, legend_beside, plain_log, rgb, save, whole_layers
 from lit_layers.plots.concepts import category_points, largest, layers_of, rows_of, table_of
-from lit_layers.plots.labels import LOG_SCALE, count, label, sentence, tag_text
+from lit_layers.plots.labels import count, tag_text
 from lit_layers.plots.models import short_names
 from lit_layers.plots.sample_sizes import sized_points
 from lit_layers.plots.sliders import spread
@@ -100,10 +101,10 @@ def write_layer_curves(
         for _, places, values, color in found[:1] if alike else found:
             axes.plot(places, values, color=MUTED if alike else color, linewidth=1.1, linestyle=style)
         axes.plot([], [], color=MUTED, linewidth=1.1, linestyle=style, label=text)
-    if metric in LOG_SCALE:
+    if look_up(metric).log:
         axes.set_yscale("log")
         plain_log(axes)
-    dress(axes, "depth (100 layer / number of layers)" if is_share else "layer", label(metric).unit)
+    dress(axes, "depth (100 layer / number of layers)" if is_share else "layer", look_up(metric).unit)
     if not is_share:
         whole_layers(axes)
     legend_beside(axes)
@@ -154,7 +155,7 @@ def write_sample_sizes(
         sizes = sorted({p.tags["train_rows"] for p in each.points})
         axes.set_xticks(sizes, [count(size) for size in sizes])
         axes.minorticks_off()
-        dress(axes, "training rows", label(metric).unit if axes is every[0] else "")
+        dress(axes, "training rows", look_up(metric).unit if axes is every[0] else "")
         axes.set_title(each.name, loc="left", fontsize=9, color=MUTED, parse_math=False)
     handles = {text: handle for axes in every for handle, text in zip(*axes.get_legend_handles_labels(), strict=True)}
     shown = sorted(handles, key=lambda text: int(text.split()[-1]))
@@ -273,7 +274,7 @@ def _few(checkpoints: Sequence[_Checkpoint], by_model: bool) -> list[_Checkpoint
 
 def _title(metric: str, tags: Mapping[str, Any], analysis: str | None) -> str:
     name = sentence(analysis or "")
-    return ": ".join(filter(None, [name if name != label(metric).title else "", title_of(metric, tags)]))
+    return ": ".join(filter(None, [name if name != look_up(metric).title else "", title_of(metric, tags)]))
 
 
 def _gap(high: float, low: float) -> float:

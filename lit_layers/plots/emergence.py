@@ -8,8 +8,9 @@ from typing import Any, Literal
 import pandas as pd
 import plotly.graph_objects as go
 
+from lit_layers.metrics import look_up
 from lit_layers.plots.axes import AxisName, Grid, on_axis, whole_ticks
-from lit_layers.plots.labels import BASELINES, LEVELS, LOG_SCALE, WHOLE_NUMBERS, escape, label, tag_text
+from lit_layers.plots.labels import escape, tag_text
 from lit_layers.plots.tables import (
     ORDINALS,
     Point,
@@ -85,24 +86,24 @@ def emergence_curves(
     if ordinal is not None:
         _layers(drawing, lined, ordinal)
         own = [point for point in own if point.layer is None and point.number(ordinal) is None]
-    in_legend = ordinal is not None or len(references) > 0 or len(others) > 0 or metric in LEVELS
-    colors = _whole_model(drawing, own, "Whole model" if ordinal else label(metric).title, in_legend)
+    in_legend = ordinal is not None or len(references) > 0 or len(others) > 0 or look_up(metric).level is not None
+    colors = _whole_model(drawing, own, "Whole model" if ordinal else look_up(metric).title, in_legend)
     for index, (name, part) in enumerate(references.items()):
         drawing.dashed(part, tag_text({"reference": name}), MUTED, DASHES[index % len(DASHES)])
     for name, part in others.items():
-        title = BASELINES.get(metric, {}).get(name, label(name).title)
+        title = look_up(name).title_beside
         for text, variant in _variants(part):
             drawing.dashed(variant, f"{title}, {text}" if text else title, colors.get(text, MUTED), DASHES[0])
-    for level, text in LEVELS.get(metric, {}).items():
-        drawing.level(level, text)
+    if (level := look_up(metric).level) is not None:
+        drawing.level(level, look_up(metric).level_name)
     layout = on_axis(drawing.traces, drawing.grids, axis)
     if ordinal is not None and len(drawing.named) > 1:
         layout |= LEGEND_BELOW
-    if metric in WHOLE_NUMBERS:
+    if look_up(metric).whole:
         ends = [end for p in points for end in (p.value, p.low, p.high) if math.isfinite(end)]
         layout["yaxis"] = whole_ticks(math.floor(min(ends)), math.ceil(max(ends))) if ends else {}
-    log = metric in LOG_SCALE
-    return figure(title_of(metric, tags or {}), drawing.traces, unit=label(metric).unit, log=log, **layout)
+    log = look_up(metric).log
+    return figure(title_of(metric, tags or {}), drawing.traces, unit=look_up(metric).unit, log=log, **layout)
 
 
 @dataclass(frozen=True)

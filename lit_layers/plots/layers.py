@@ -8,8 +8,9 @@ import numpy as np
 import pandas as pd
 import plotly.graph_objects as go
 
+from lit_layers.metrics import look_up
 from lit_layers.plots.axes import whole_ticks
-from lit_layers.plots.labels import BASELINES, LEVELS, LOG_SCALE, count, escape, label, tag_text
+from lit_layers.plots.labels import count, escape, tag_text
 from lit_layers.plots.sliders import FRAMES, add_slider, spread
 from lit_layers.plots.tables import Point, grouped, is_on_axes, is_placed, of_plainest, select, steps_of, title_of
 from lit_layers.plots.theme import (
@@ -69,9 +70,10 @@ def layer_profile(
         traces.append(bar_trace("Step", TIME, {index: count(steps[index]) for index in shown}))
     ends = [min(places), max(places)]
     compared = _levels([point for point in points if point.reference is not None], ends)
-    compared += [_fixed_level(level, text, ends) for level, text in LEVELS.get(metric, {}).items()]
+    if (level := look_up(metric).level) is not None:
+        compared.append(_fixed_level(level, look_up(metric).level_name, ends))
     for name in baselines:
-        text = BASELINES.get(metric, {}).get(name, label(name).title)
+        text = look_up(name).title_beside
         compared += _dashed_profile(_plain(select(frame, name, **chosen)), text, DASHES[0])
     for index, control in enumerate(controls, start=len(compared)):
         own = _plain(select(frame, metric, **{**chosen, "tags": {**tags, "control": control}}))
@@ -82,8 +84,8 @@ def layer_profile(
     return figure(
         title_of(metric, tags or {}),
         traces,
-        unit=label(metric).unit,
-        log=metric in LOG_SCALE,
+        unit=look_up(metric).unit,
+        log=look_up(metric).log,
         xaxis={"title": {"text": title}, **whole_ticks(*ends)},
         **(_legend_below(reverses=intervals) if compared else {}),
     )
@@ -203,7 +205,7 @@ def _lists(
     ordered = sorted(points, key=lambda point: point.tags[ordinal])
     parts = grouped(ordered, lambda point: (point.step, point.layer))
     layers = sorted({point.layer for point in points if point.layer is not None})
-    is_log = ordinal == "index" or metric in LOG_SCALE
+    is_log = ordinal == "index" or look_up(metric).log
 
     def place(point: Point) -> float:
         number = point.tags[ordinal]
@@ -235,7 +237,7 @@ def _lists(
     fig = figure(
         title_of(metric, tags or {}),
         traces,
-        unit=label(metric).unit,
+        unit=look_up(metric).unit,
         xaxis=axis_of(ordered[0].tags[ordinal], ordered[-1].tags[ordinal]),
         log=is_log,
         yaxis=_log_range(values) if is_log else _range(values),

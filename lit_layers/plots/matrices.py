@@ -8,8 +8,9 @@ from typing import Any
 import pandas as pd
 import plotly.graph_objects as go
 
+from lit_layers.metrics import sentence
 from lit_layers.plots.axes import whole_ticks
-from lit_layers.plots.labels import pair_text, sentence
+from lit_layers.plots.labels import pair_text
 from lit_layers.plots.sliders import FRAMES, add_slider, spread
 from lit_layers.plots.tables import Point, grouped, is_placed, of_plainest, select, title_of, variant_text
 from lit_layers.plots.theme import DIVERGING, MUTED, figure, rounded

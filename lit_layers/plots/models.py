@@ -7,8 +7,9 @@ from typing import Any
 import pandas as pd
 import plotly.graph_objects as go
 
+from lit_layers.metrics import look_up
 from lit_layers.plots.axes import DEPTH_TITLE, whole_ticks
-from lit_layers.plots.labels import BASELINES, LEVELS, LOG_SCALE, escape, label, tag_text
+from lit_layers.plots.labels import escape, tag_text
 from lit_layers.plots.tables import Point, grouped, is_on_axes, is_placed, matching, of_plainest, select, title_of
 from lit_layers.plots.theme import COLORS, DASHES, MUTED, figure, rounded
 
@@ -47,19 +48,18 @@ def model_profile(
         if own:
             traces.append(_line(places, run, own, names[run], index))
     ends = places.ends(points)
-    compared = [
-        *_references(found, names, ends),
-        *(_level(ends, value, escape(text), MUTED, DASHES[0]) for value, text in LEVELS.get(metric, {}).items()),
-    ]
+    compared = list(_references(found, names, ends))
+    if (level := look_up(metric).level) is not None:
+        compared.append(_level(ends, level, escape(look_up(metric).level_name), MUTED, DASHES[0]))
     for name in baselines:
-        text = BASELINES.get(metric, {}).get(name, label(name).title)
+        text = look_up(name).title_beside
         others = _by_model(frame, name, analysis, tags, allow_suspect)
         compared += _baseline(places, others, list(found), names, text)
     return figure(
         title_of(metric, tags),
         [*traces, *compared],
-        unit=label(metric).unit,
-        log=metric in LOG_SCALE,
+        unit=look_up(metric).unit,
+        log=look_up(metric).log,
         xaxis=places.axis(ends),
         showlegend=len(traces) + len(compared) > 1,
     )

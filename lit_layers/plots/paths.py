@@ -7,7 +7,7 @@ from typing import Any
 import pandas as pd
 import plotly.graph_objects as go
 
-from lit_layers.plots.labels import BASELINES
+from lit_layers.metrics import look_up
 from lit_layers.plots.sliders import FRAMES, add_slider, spread
 from lit_layers.plots.tables import Point, grouped, matching, select, steps_of, title_of, variant_text, variants_of
 from lit_layers.plots.theme import DEPTH, MUTED, bar_trace, color_scale, figure, rounded, translucent
@@ -90,13 +90,12 @@ def _shares(
 ) -> dict[tuple[int, int], float]:
     """The share of variance along each axis, by step and axis, where it is recorded."""
     table: Any = frame
-    found: dict[tuple[int, int], float] = {}
-    for name in BASELINES.get(metric, {}):
-        if (table["metric"] == name).any():
-            points: list[Point] = matching(select(frame, name, **chosen), variant)
-            by_place = grouped(points, lambda point: (point.step, point.tags["axis"]))
-            found |= {place: part[0].value for place, part in by_place.items()}
-    return found
+    shares = look_up(metric).baseline
+    if not (table["metric"] == shares).any():
+        return {}
+    points: list[Point] = matching(select(frame, shares, **chosen), variant)
+    by_place = grouped(points, lambda point: (point.step, point.tags["axis"]))
+    return {place: part[0].value for place, part in by_place.items()}
 
 
 def _title(axis: int, share: float | None) -> str:

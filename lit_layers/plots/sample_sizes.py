@@ -7,8 +7,9 @@ from typing import Any, Literal
 import pandas as pd
 import plotly.graph_objects as go
 
+from lit_layers.metrics import look_up
 from lit_layers.plots.axes import whole_ticks
-from lit_layers.plots.labels import count, label
+from lit_layers.plots.labels import count
 from lit_layers.plots.layers import interval_text
 from lit_layers.plots.sliders import FRAMES, add_slider, spread
 from lit_layers.plots.tables import TRAIN_ROWS, Point, grouped, of_plainest, select, steps_of, title_of
@@ -59,7 +60,7 @@ def sample_size_curves(
     fig = figure(
         title_of(metric, tags),
         traces,
-        unit=label(metric).unit,
+        unit=look_up(metric).unit,
         xaxis=_axis(points, by_layer),
         yaxis=_range(points),
         height=420,

@@ -7,15 +7,14 @@ from typing import Any
 import pandas as pd
 import plotly.graph_objects as go
 
+from lit_layers.metrics import look_up, names, sentence
 from lit_layers.plots.axes import AxisName, Grid, on_axis
-from lit_layers.plots.labels import label, sentence
 from lit_layers.plots.matrices import layer_matrix
 from lit_layers.plots.surfaces import VIRIDIS
 from lit_layers.plots.tables import Point, select, steps_of
 from lit_layers.plots.theme import COLORS, figure, rounded
 
-SIMILARITIES = ("layer_cosine", "layer_cka")
-STAGES = ("num_beginning", "num_middle", "num_ending")
+SIMILARITIES, STAGES = names("similarity"), names("stage")
 
 
 def similarity_matrix(
@@ -82,7 +81,7 @@ def stages_over_training(
                 hover = "%{y} layers<br>%{customdata[0]}<extra>" + told + "</extra>"
                 traces.append({**own, "hovertemplate": hover})
     layout = on_axis(traces, grids, axis)
-    unit = label("num_middle").unit
+    unit = look_up("num_middle").unit
     return figure("Stages of the layers", traces, unit=unit, yaxis={"rangemode": "tozero"}, height=450, **layout)
 
 

@@ -10,16 +10,15 @@ from typing import Any
 import pandas as pd
 import plotly.graph_objects as go
 
+from lit_layers.metrics import look_up, sentence
 from lit_layers.plots.axes import TITLES, AxisName, Grid, on_axis, whole_ticks
 from lit_layers.plots.canvas import canvas, dress, rgb, save
-from lit_layers.plots.labels import LOG_SCALE, label, sentence
 from lit_layers.plots.tables import Point, is_placed, of_plainest, select, steps_of, title_of
 from lit_layers.plots.theme import ACCENT, INK, MUTED, figure, log_colors, rounded
 
 # Viridis: equal steps of the value are equal steps to the eye; grey, which it lacks, is what was not measured.
 VIRIDIS = ["#440154", "#482878", "#3e4989", "#31688e", "#26828e", "#1f9e89", "#35b779", "#6ece58", "#b5de2b", "#fde725"]
 MISSING = "#d5dae0"
-HIGHER_IS_BETTER = ("main_score", "accuracy", "macro_f1", "logit_lens_accuracy", "r_squared")
 
 
 @dataclass(frozen=True)
@@ -31,12 +30,13 @@ class Surface:
     steps: Sequence[int]
     tokens: Mapping[int, int | None]
     values: Sequence[Sequence[float]]
+    higher_is_better: bool = True
 
-    def best(self, *, higher_is_better: bool = True) -> tuple[list[int | None], list[bool]]:
+    def best(self) -> tuple[list[int | None], list[bool]]:
         """The best layer from 1 on at each step (None without any), and whether layer 0 is better than that."""
         found: list[int | None] = []
         beaten: list[bool] = []
-        sign = 1 if higher_is_better else -1
+        sign = 1 if self.higher_is_better else -1
         for column in range(len(self.steps)):
             scores = {n: sign * row[column] for n, row in zip(self.layers, self.values, strict=True)}
             known = {layer: score for layer, score in scores.items() if math.isfinite(score)}
@@ -73,7 +73,8 @@ def read_surface(
         if point.layer is not None:
             values[point.layer][known.index(point.step)] = point.value
     tokens = {point.step: point.tokens for point in points}
-    return Surface(title_of(metric, chosen), layers, known, tokens, values)
+    higher_is_better = look_up(metric).higher_is_better
+    return Surface(title_of(metric, chosen), layers, known, tokens, values, higher_is_better)
 
 
 def has_surface(points: Iterable[Point]) -> bool:
@@ -113,7 +114,7 @@ def layer_surface(
             "meta": 0,
         }
     ]
-    if metric in HIGHER_IS_BETTER:
+    if look_up(metric).better is not None:
         traces += _best_marks(surface)
     layout = on_axis(traces, [grid, *([grid] * (len(traces) - 1))], axis)
     _widen(layout)
@@ -203,7 +204,7 @@ def write_surface(
     spec = layout["meta"]["axes"]["step"]
     places = _places(surface.steps, spec["apart"])
     edges = _edges(places)
-    has_best = metric in HIGHER_IS_BETTER
+    has_best = look_up(metric).better is not None
     fig = canvas(7.2, 5.4 if has_best else 3.8)
     drawn = fig.subplots(2 if has_best else 1, 1, squeeze=False, sharex=True, height_ratios=[5, 2] if has_best else [1])
     axes = drawn[0, 0]
@@ -250,7 +251,7 @@ def write_surface(
     bar.outline.set_visible(False)  # pyright: ignore[reportCallIssue]
     bar.ax.tick_params(labelsize=7, length=2, colors=MUTED)
     name = sentence(analysis or "")
-    save(fig, path, ": ".join(filter(None, [name if name != label(metric).title else "", surface.title])))
+    save(fig, path, ": ".join(filter(None, [name if name != look_up(metric).title else "", surface.title])))
 
 
 def colored(metric: str, values: Sequence[Sequence[float]], hover: str) -> dict[str, Any]:
@@ -259,7 +260,7 @@ def colored(metric: str, values: Sequence[Sequence[float]], hover: str) -> dict[
     They stand for the logarithm of what lies decades apart.
     """
     bar = {"thickness": 9, "outlinewidth": 0, "tickfont": {"size": 10, "color": MUTED}, "x": 1.01, "xpad": 4}
-    if metric not in LOG_SCALE:
+    if not look_up(metric).log:
         z, text = [rounded(row, 4) for row in values], "%{z:.4g}"
         return {"z": z, "colorbar": {**bar, "nticks": 5}, "hovertemplate": f"{text}{hover}<extra></extra>"}
     places, texts = log_colors(cell for row in values for cell in row)
@@ -273,7 +274,7 @@ def color_norm(metric: str) -> Any:
     """Returns matplotlib's scale of colours: of logarithms for what lies decades apart, else None."""
     from matplotlib.colors import LogNorm
 
-    return LogNorm() if metric in LOG_SCALE else None
+    return LogNorm() if look_up(metric).log else None
 
 
 def _whole_layers_up(axes: Any) -> None:

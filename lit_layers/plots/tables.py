@@ -8,7 +8,8 @@ from typing import Any, TypeVar
 import pandas as pd
 
 from lit_layers.errors import InputError
-from lit_layers.plots.labels import SECONDARY, UNLISTED, label, listing, tag_text
+from lit_layers.metrics import METRICS, look_up
+from lit_layers.plots.labels import listing, tag_text
 from lit_layers.records import AUDIT, COLUMNS, PLACES
 
 # Tags that number the lines of one figure, or name a line to compare with; all others make variants of a metric.
@@ -31,7 +32,6 @@ _ABSENT = {
     "control": "true labels",
     "domain": "all tasks",
 }  # what a variant is called for the tag it lacks
-_FULL_MODEL = ("task_score", "variant_accuracy")
 _STAND_FOR = {"intervene/median_over_tasks": "normalized_score", "intervene/glue/mean_over_tasks": "task_score"}
 _CHANGE_COLUMNS = (
     *("analysis", "metric", "variant", "layer", "first_step", "first", "first_low", "first_high"),
@@ -202,7 +202,7 @@ def choice_text(tags: Mapping[str, Any]) -> str:
 
 def title_of(metric: str, tags: Mapping[str, Any]) -> str:
     """Returns a metric's title with its unit and variant."""
-    return ", ".join(filter(None, [label(metric).with_unit, variant_text(tags)]))
+    return ", ".join(filter(None, [look_up(metric).with_unit, variant_text(tags)]))
 
 
 def grouped(points: Iterable[Item], key: Callable[[Item], Any]) -> dict[Any, list[Item]]:
@@ -231,7 +231,8 @@ def change_table(frame: pd.DataFrame, *, allow_suspect: bool = False) -> pd.Data
         InputError: for suspect checkpoints, unless they are allowed.
     """
     table: Any = frame
-    table = table[table["step"].notna() & ~table["metric"].isin(SECONDARY | UNLISTED)]
+    aside = [name for name, row in METRICS.items() if row.secondary or row.unlisted]
+    table = table[table["step"].notna() & ~table["metric"].isin(aside)]
     changes = [{**name, **_change(points)} for name, points in _headlines(table, allow_suspect)]
     return pd.DataFrame(changes, columns=list(_CHANGE_COLUMNS))
 
@@ -246,11 +247,12 @@ def model_table(frame: pd.DataFrame, *, allow_suspect: bool = False) -> pd.DataF
         InputError: for suspect models, unless they are allowed.
     """
     table: Any = frame
-    table = table[table["step"].isna() & ~table["metric"].isin(UNLISTED)]
+    unlisted = [name for name, row in METRICS.items() if row.unlisted]
+    table = table[table["step"].isna() & ~table["metric"].isin(unlisted)]
     found = []
     for run in table["run"].unique():
         for name, (point, *_) in _headlines(table[table["run"] == run], allow_suspect):
-            if name["metric"] not in SECONDARY or point.layer is None:
+            if not look_up(name["metric"]).secondary or point.layer is None:
                 own = {"layer": point.layer, "value": point.value, "low": point.low, "high": point.high}
                 found.append({**name, "run": run, **own})
     return pd.DataFrame(found, columns=list(_MODEL_COLUMNS))
@@ -287,7 +289,8 @@ def _of_running_orders(points: list[Point], metric: str) -> list[Point]:
     if not any("variant" in point.tags for point in points):
         return points
     middles = sorted({point.tags["middle"] for point in points if "middle" in point.tags})
-    half = None if metric in {*_FULL_MODEL, *SECONDARY} or not middles else middles[(len(middles) - 1) // 2]
+    row = look_up(metric)
+    half = None if row.of_full or row.secondary or not middles else middles[(len(middles) - 1) // 2]
     loops = {point.tags["loops"] for point in points if "loops" in point.tags}
     chosen = {None, min(loops, key=lambda number: (abs(number - 3), number), default=None)}
     return [

@@ -7,12 +7,13 @@ from typing import Any
 
 import pandas as pd
 
+from lit_layers.metrics import GROUPS
 from lit_layers.plots.labels import listing
 from lit_layers.plots.tables import refuse_several_settings
 from lit_layers.records import AUDIT, COLUMNS
 
 MEAN = "mean_over_tasks"
-BASES = ("mteb", "representation", "invariance")
+BASES = tuple(group.name for group in GROUPS if group.over_tasks)
 _DROPPED = ("task", "domain", "score")  # tags that tell the tasks of one mean apart
 _PLACE = ("run", "step")
 

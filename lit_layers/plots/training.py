@@ -6,8 +6,9 @@ from typing import Any
 import numpy as np
 import plotly.graph_objects as go
 
+from lit_layers.metrics import look_up
 from lit_layers.plots.axes import AxisName, Grid, on_axis
-from lit_layers.plots.labels import LOG_SCALE, escape, label
+from lit_layers.plots.labels import escape
 from lit_layers.plots.theme import COLORS, DASHES, MUTED, figure, rounded
 
 _MARKED = 60  # curves of more points than this are drawn as lines alone
@@ -53,8 +54,8 @@ def training_curves(
         level["hovertemplate"] = "%{y:.4g}<extra>" + escape(name) + "</extra>"
         traces.append({**level, "name": escape(name)})
     layout = {**on_axis(traces, grids, axis), "showlegend": len(chosen) > 1 or bool(references)}
-    title = "Loss (nats)" if names is None else label(chosen[0]).with_unit
-    return figure(title, traces, unit=label(chosen[0]).unit, log=chosen[0] in LOG_SCALE, **layout)
+    title = "Loss (nats)" if names is None else look_up(chosen[0]).with_unit
+    return figure(title, traces, unit=look_up(chosen[0]).unit, log=look_up(chosen[0]).log, **layout)
 
 
 def _curve(
@@ -62,7 +63,7 @@ def _curve(
 ) -> tuple[dict[str, Any], Grid]:
     """One scalar: a line over training, or a diamond for the untrained model; and where its points are."""
     steps, values, tokens = _binned(points, name, tokens_per_step)
-    text = escape(label(name).title)
+    text = escape(look_up(name).title)
     untrained, sparse = steps[-1] <= 0, len(points) <= _MARKED
     trace = {
         "y": rounded(values),

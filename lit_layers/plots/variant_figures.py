@@ -7,8 +7,9 @@ from typing import Any
 import pandas as pd
 import plotly.graph_objects as go
 
+from lit_layers.metrics import look_up
 from lit_layers.plots.axes import AxisName, Grid, on_axis, whole_ticks
-from lit_layers.plots.labels import LOG_SCALE, escape, label, tag_text
+from lit_layers.plots.labels import escape, tag_text
 from lit_layers.plots.layers import interval_text
 from lit_layers.plots.models import short_names
 from lit_layers.plots.sliders import FRAMES, add_slider, spread
@@ -24,7 +25,6 @@ from lit_layers.plots.variant_scores import (
     baseline_of,
     default_loops,
     front_points,
-    higher_is_better,
     kept_of,
     last_of,
     lines_by_block,
@@ -115,9 +115,9 @@ def variant_curves(
     fig = figure(
         _title(metric, tags),
         data(steps[-1]),
-        unit=label(metric).unit,
+        unit=look_up(metric).unit,
         xaxis={"title": {"text": MIDDLE}, **_middle_ticks(middles_of(points))},
-        log=metric in LOG_SCALE,
+        log=look_up(metric).log,
         yaxis=_range([p for found in by_step.values() for line in found for p in line.points], points, guess, metric),
         height=430,
     )
@@ -142,7 +142,7 @@ def loop_map(
         ValueError: where there is no looped_parallel, or as in `variant_curves`.
     """
     points = variant_points(frame, metric, analysis=analysis, tags=tags, allow_suspect=allow_suspect)
-    higher = higher_is_better(metric)
+    higher = look_up(metric).higher_is_better
     whole = loop_table(last_of(points))
     hover = "<br>M = %{x}, %{y} loops"
     look = colored(metric, whole.values, hover)
@@ -223,9 +223,9 @@ def block_curves(
     fig = figure(
         _title(metric, tags),
         data(steps[-1]),
-        unit=label(metric).unit,
+        unit=look_up(metric).unit,
         xaxis={"title": {"text": "Block"}, **whole_ticks(blocks[0], blocks[-1])},
-        log=metric in LOG_SCALE,
+        log=look_up(metric).log,
         yaxis=_range(own, points, None, metric),
         height=400,
     )
@@ -294,9 +294,9 @@ def variants_over_training(
                 }
             )
     layout = on_axis(traces, grids, axis)
-    unit = "share of the full model's" if kept else label(metric).unit
-    title = f"{label(metric).title}{' kept' if kept else ''}, M = {middle}"
-    return figure(title, traces, unit=unit, log=metric in LOG_SCALE, height=400, **layout)
+    unit = "share of the full model's" if kept else look_up(metric).unit
+    title = f"{look_up(metric).title}{' kept' if kept else ''}, M = {middle}"
+    return figure(title, traces, unit=unit, log=look_up(metric).log, height=400, **layout)
 
 
 def lines_over_steps(points: Sequence[Point], middle: int) -> list[Line]:
@@ -379,11 +379,11 @@ def quality_front(
             }
         )
     return figure(
-        f"{_title(metric, tags)} against {label(cost).title.lower()}",
+        f"{_title(metric, tags)} against {look_up(cost).title.lower()}",
         traces,
-        unit=label(metric).with_unit,
-        log=metric in LOG_SCALE,
-        xaxis={"title": {"text": label(cost).with_unit}},
+        unit=look_up(metric).with_unit,
+        log=look_up(metric).log,
+        xaxis={"title": {"text": look_up(cost).with_unit}},
         height=460,
     )
 
@@ -402,7 +402,7 @@ def read_front(
     """Returns what `quality_front` draws."""
     quality = variant_points(frame, metric, analysis=analysis, tags=tags, allow_suspect=allow_suspect)
     costs = variant_points(frame, cost, analysis=cost_analysis, tags=cost_tags, allow_suspect=allow_suspect)
-    return front_points(last_of(quality), last_of(costs), higher=higher_is_better(metric))
+    return front_points(last_of(quality), last_of(costs), higher=look_up(metric).higher_is_better)
 
 
 def labels_of(best: Sequence[FrontPoint], found: Sequence[FrontPoint]) -> dict[str, str]:
@@ -473,10 +473,10 @@ def models_by_middle(
     told = Line(variant, [], 0).name.split(", k")[0] + (f", k = {loops.pop()}" if len(loops) == 1 else "")
     titles = {"block": "Block", "M": MIDDLE}
     return figure(
-        ", ".join(filter(None, [label(metric).with_unit, told])),
+        ", ".join(filter(None, [look_up(metric).with_unit, told])),
         traces,
-        unit=label(metric).unit,
-        log=metric in LOG_SCALE,
+        unit=look_up(metric).unit,
+        log=look_up(metric).log,
         xaxis={"title": {"text": titles[across]}, **_middle_ticks(sorted(middles))},
         showlegend=True,
         height=400,
@@ -522,7 +522,7 @@ def schedule_scores(
     return figure(
         _title(metric, tags),
         traces,
-        xaxis={"title": {"text": label(metric).with_unit}, **_log_axis(metric, [p.value for p in own])},
+        xaxis={"title": {"text": look_up(metric).with_unit}, **_log_axis(metric, [p.value for p in own])},
         yaxis={
             "type": "category",
             "autorange": "reversed",
@@ -540,7 +540,7 @@ def schedule_scores(
 
 def _title(metric: str, tags: Mapping[str, Any] | None) -> str:
     known = {name: value for name, value in (tags or {}).items() if value is not None}
-    return ", ".join(filter(None, [label(metric).with_unit, tag_text(known)]))
+    return ", ".join(filter(None, [look_up(metric).with_unit, tag_text(known)]))
 
 
 def _full(points: Sequence[Point]) -> list[Point]:
@@ -612,7 +612,7 @@ def _limits(values: Sequence[float]) -> tuple[float, float]:
 def _log_axis(metric: str, values: Sequence[float]) -> dict[str, Any]:
     """Of values across, where they lie decades apart."""
     logs = [math.log10(value) for value in values if value > 0 and math.isfinite(value)]
-    return {"type": "log", **log_ticks(min(logs), max(logs))} if metric in LOG_SCALE and logs else {}
+    return {"type": "log", **log_ticks(min(logs), max(logs))} if look_up(metric).log and logs else {}
 
 
 def _range(drawn: Sequence[Point], points: Sequence[Point], guess: float | None, metric: str) -> dict[str, Any]:
@@ -621,7 +621,7 @@ def _range(drawn: Sequence[Point], points: Sequence[Point], guess: float | None,
         return {}
     values = [end for p in (*drawn, *_full(points)) for end in (p.value, p.low, p.high) if math.isfinite(end)]
     values += [] if guess is None else [guess]
-    if metric in LOG_SCALE:
+    if look_up(metric).log:
         values = [math.log10(value) for value in values if value > 0]
     if not values:
         return {}

@@ -7,9 +7,10 @@ from typing import Any
 
 import pandas as pd
 
+from lit_layers.metrics import look_up, sentence
 from lit_layers.plots.axes import TITLES, Grid, on_axis, position
 from lit_layers.plots.canvas import canvas, dress, legend_beside, plain_log, rgb, save, whole_layers
-from lit_layers.plots.labels import LOG_SCALE, label, sentence, tag_text
+from lit_layers.plots.labels import tag_text
 from lit_layers.plots.sliders import spread
 from lit_layers.plots.surfaces import MISSING, VIRIDIS, color_norm
 from lit_layers.plots.tables import Point, grouped, steps_of
@@ -20,7 +21,6 @@ from lit_layers.plots.variant_scores import (
     LOOKS,
     Line,
     baseline_of,
-    higher_is_better,
     kept_of,
     lines_by_block,
     lines_by_middle,
@@ -110,7 +110,7 @@ def write_loop_map(
     points = variant_points(frame, metric, analysis=analysis, tags=tags, allow_suspect=allow_suspect)
     last = [step for step in steps_of(points) if any("loops" in p.tags for p in points if p.step == step)][-1:]
     table = loop_table([point for point in points if point.step in last])
-    higher = higher_is_better(metric)
+    higher = look_up(metric).higher_is_better
     fig = canvas(2.4 + 0.42 * max(len(table.middles), 7), 1.6 + 0.3 * len(table.loops))
     axes = fig.add_subplot()
     axes.set_facecolor(MISSING)
@@ -280,7 +280,7 @@ def write_front(
                 color=INK,
             )
     _log_up(axes, metric)
-    dress(axes, label(cost).with_unit, label(metric).with_unit)
+    dress(axes, look_up(cost).with_unit, look_up(metric).with_unit)
     legend_beside(axes)
     told = tag_text(dict(cost_tags or {}))
     save(fig, path, ", ".join(filter(None, [f"{_title(metric, tags, analysis)} and cost", told])))
@@ -326,16 +326,16 @@ def _legend(every: Sequence[Any]) -> None:
 
 
 def _log_up(axes: Any, metric: str) -> None:
-    if metric in LOG_SCALE:
+    if look_up(metric).log:
         axes.set_yscale("log")
         plain_log(axes)
 
 
 def _unit(metric: str) -> str:
-    return label(metric).unit
+    return look_up(metric).unit
 
 
 def _title(metric: str, tags: Mapping[str, Any] | None, analysis: str | None) -> str:
     known = {name: value for name, value in (tags or {}).items() if value is not None}
-    told = ", ".join(filter(None, [label(metric).with_unit, tag_text(known)]))
+    told = ", ".join(filter(None, [look_up(metric).with_unit, tag_text(known)]))
     return ": ".join(filter(None, [sentence(analysis or ""), told]))

@@ -8,23 +8,13 @@ from typing import Any
 import pandas as pd
 
 from lit_layers.functional.variants import CUSTOM, OF_BLOCKS, OF_MIDDLES
+from lit_layers.metrics import is_in, look_up
 from lit_layers.plots.labels import listing, tag_text
 from lit_layers.plots.tables import Point, grouped, is_placed, refuse_several_settings, select
 from lit_layers.plots.theme import COLORS, INK
 from lit_layers.records import AUDIT, COLUMNS
 
 BASELINE, LOOPED = "baseline", "looped_parallel"
-LOWER_IS_BETTER = {
-    *(
-        "variant_loss",
-        "kl_to_full",
-        "task_perplexity",
-        "relative_latency",
-        "latency",
-        "peak_memory",
-        "kendall_distance",
-    ),
-}
 # The same colour and mark in every figure; the letters of matplotlib's marks are last.
 LOOKS = {
     BASELINE: (INK, "line-ew", "_"),
@@ -42,7 +32,6 @@ _DEFAULT_LOOPS = 3
 # What a variant is; all other tags tell of the circumstances, of which a figure shows one.
 _OWN = ("variant", "middle", "loops", "schedule", "seed", "task")
 _CELL = ("variant", "middle", "loops", "layer", "schedule")
-_LEVELS = {"normalized_score": 0.0}  # what guessing scores, by definition
 
 MEDIAN = "intervene/median_over_tasks"
 GLUE, GLUE_MEAN = "intervene/glue", "intervene/glue/mean_over_tasks"
@@ -88,10 +77,6 @@ class LoopTable:
             if known:
                 found[middle] = max(known, key=lambda k: (known[k], -k))
         return found
-
-
-def higher_is_better(metric: str) -> bool:
-    return metric not in LOWER_IS_BETTER
 
 
 def variant_points(
@@ -156,8 +141,8 @@ def baseline_of(points: Iterable[Point]) -> Point | None:
 
 def random_level(frame: pd.DataFrame, metric: str, analysis: str | None) -> float | None:
     """Returns what guessing scores on a task, where that is recorded or follows from the metric."""
-    if metric in _LEVELS or metric not in ("task_score", "task_score_norm"):
-        return _LEVELS.get(metric)
+    if not is_in(metric, "above guessing"):
+        return look_up(metric).level
     table: Any = frame
     rows = table[table["metric"] == "random_score"]
     rows = rows if analysis is None else rows[rows["analysis"] == analysis]
@@ -184,7 +169,7 @@ def lines_by_middle(points: Sequence[Point], *, metric: str, best: bool = False,
         if chosen:
             found.append(Line(name, chosen, loops if name == LOOPED else None, kind))
     if best and len({p.tags.get("loops") for p in points if p.tags["variant"] == LOOPED}) > 1:
-        winners = loop_table(points).best(higher_is_better=higher_is_better(metric))
+        winners = loop_table(points).best(higher_is_better=look_up(metric).higher_is_better)
         at = {(loops_of(p), middle_of(p)): p for p in points if is_looped(p)}
         chosen = [at[loops, middle] for middle, loops in sorted(winners.items())]
         found.append(Line(LOOPED, [replace(p, tags={**p.tags, "loops": loops_of(p)}) for p in chosen], None, kind))

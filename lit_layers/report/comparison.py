@@ -8,7 +8,7 @@ import pandas as pd
 import plotly.graph_objects as go
 
 from lit_layers import plots
-from lit_layers.plots.labels import BASELINES, label
+from lit_layers.metrics import look_up
 from lit_layers.plots.models import short_names
 from lit_layers.plots.tables import Point, is_on_axes, is_placed, select
 from lit_layers.report.figures import choices_of, drawn, is_pair, lists, pictures
@@ -32,7 +32,7 @@ def metric_block(part: pd.DataFrame, metric: str, analysis: str) -> dict[str, An
     for choice in choices:
         choice["figures"] = drawn(choice["figures"])
     wide = len(choices[0]["figures"]) > 1
-    return {"title": label(metric).with_unit, "note": label(metric).note, "wide": wide, "choices": choices}
+    return {"title": look_up(metric).with_unit, "note": look_up(metric).note, "wide": wide, "choices": choices}
 
 
 def _by_model(
@@ -58,8 +58,7 @@ def _by_model(
 
 def _profile(part: pd.DataFrame, metric: str, options: dict[str, Any]) -> Callable[[], go.Figure]:
     table: Any = part
-    recorded = set(table["metric"])
-    baselines = [name for name in BASELINES.get(metric, []) if name in recorded]
+    baselines = [name for name in (look_up(metric).baseline,) if name in set(table["metric"])]
     return partial(plots.model_profile, part, metric, baselines=baselines, **options)
 
 

@@ -10,7 +10,8 @@ from typing import Any
 from lit_layers import records
 from lit_layers.errors import InputError
 from lit_layers.identity import ALL, LAST, Settings, divided, settings_of, short
-from lit_layers.plots.labels import count, listing, sentence
+from lit_layers.metrics import sentence
+from lit_layers.plots.labels import count, listing
 from lit_layers.plots.models import short_names
 from lit_layers.records import Measurement
 from lit_layers.run_file import run_facts

@@ -2,7 +2,7 @@
 
 import json
 import logging
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -10,7 +10,8 @@ import pandas as pd
 import plotly.graph_objects as go
 
 from lit_layers import plots
-from lit_layers.plots.labels import BASELINES, METRICS, UNLISTED, analysis_note, label, pair_text, sentence
+from lit_layers.metrics import look_up, rank, sentence
+from lit_layers.plots.labels import analysis_note, pair_text
 from lit_layers.plots.tables import (
     CATEGORY,
     TRAIN_ROWS,
@@ -27,18 +28,6 @@ from lit_layers.plots.tables import (
 from lit_layers.report.facts import RunData
 
 _TOGETHER = 6  # variants of a metric of the whole model that one figure still shows
-_TRAINING = (
-    "validation/accuracy",
-    "validation/ema_accuracy",
-    "validation/accuracy_top5",
-    "validation/perplexity",
-    "train/learning_rate",
-    "train/grad_norm",
-    "train/tokens_per_second",
-    "train/images_per_second",
-    "train/mfu",
-)
-
 
 logger = logging.getLogger(__name__)
 Block = dict[str, Any]  # the figures of a metric, with what stands above them
@@ -48,19 +37,20 @@ Captioned = tuple[str, Callable[[], go.Figure]]  # a caption, and what draws the
 def sections(
     frame: pd.DataFrame,
     block: Callable[[pd.DataFrame, str, str], Block | None],
-    whole: Callable[[pd.DataFrame, str], list[Block]] = lambda part, analysis: [],
+    whole: Callable[[pd.DataFrame, str], tuple[list[Block], Sequence[str]]] = lambda part, analysis: ([], ()),
 ) -> list[dict[str, Any]]:
     """Returns a section for each analysis, with what `block` makes of its rows for each metric, where it makes any.
 
-    Where `whole` makes something of all rows of an analysis, that is its section.
+    First comes what `whole` makes of all rows of an analysis; it says which metrics are in that.
     """
     found = []
     table: Any = frame
     for analysis in dict.fromkeys(table["analysis"]):
         part = table[table["analysis"] == analysis]
-        metrics = sorted((name for name in dict.fromkeys(part["metric"]) if name not in UNLISTED), key=_rank)
-        beside = {name for metric in metrics for name in BASELINES.get(metric, [])}
-        blocks = whole(part, analysis) or [block(part, metric, analysis) for metric in metrics if metric not in beside]
+        metrics = sorted((name for name in dict.fromkeys(part["metric"]) if not look_up(name).unlisted), key=rank)
+        blocks, shown = whole(part, analysis)
+        elsewhere = {*shown, *(look_up(metric).baseline for metric in metrics)}
+        blocks += [block(part, metric, analysis) for metric in metrics if metric not in elsewhere]
         if blocks := [drawn for drawn in blocks if drawn is not None]:
             title, note = sentence(analysis), analysis_note(analysis)
             found.append({"name": analysis, "title": title, "note": note, "metrics": balanced(blocks)})
@@ -84,11 +74,9 @@ def training(run: RunData) -> list[dict[str, Any]]:
             )
         )
         found[0]["wide"] = True
-    rest = [name for name in _TRAINING if name in known]
-    rest += [name for name in known if name not in rest and name not in losses]
-    for name in rest:
+    for name in sorted((name for name in known if name not in losses), key=rank):
         fig = partial(plots.training_curves, run.scalars, [name], tokens_per_step=run.tokens_per_step)
-        found.append(_block(label(name).with_unit, label(name).note, fig))
+        found.append(_block(look_up(name).with_unit, look_up(name).note, fig))
     return balanced(found)
 
 
@@ -124,15 +112,15 @@ def slim(fig: go.Figure) -> dict[str, Any]:
 def metric_block(part: pd.DataFrame, metric: str, analysis: str) -> Block:
     """Returns a metric of a run in all the shapes that it has, one choice a variant."""
     table: Any = part
-    part = table[table["metric"].isin([metric, *BASELINES.get(metric, [])])]  # searched again for each figure
+    part = table[table["metric"].isin([metric, look_up(metric).baseline])]  # searched again for each figure
     points = select(part, metric, analysis=analysis)
     choices = []
     for options, text in choices_of(points):
         figures = _figures(part, metric, points, {"analysis": analysis, **options})
         choices.append({"text": text, "figures": drawn(figures)})
     return {
-        "title": label(metric).with_unit,
-        "note": label(metric).note,
+        "title": look_up(metric).with_unit,
+        "note": look_up(metric).note,
         "wide": len(choices[0]["figures"]) > 1,
         "choices": choices,
     }
@@ -143,8 +131,7 @@ def _figures(part: pd.DataFrame, metric: str, points: list[Point], options: dict
     yield from pictures(part, metric, points, options)
     alone = [point for point in points if point.other_layer is None and not is_placed(point)]
     if alone and "layer" not in options:
-        recorded = set(part["metric"])
-        baselines = [name for name in BASELINES.get(metric, []) if name in recorded]
+        baselines = [name for name in (look_up(metric).baseline,) if name in set(part["metric"])]
         yield from _curves(part, metric, alone, {**options, "baselines": baselines})
     yield from lists(part, metric, points, options)
 
@@ -248,11 +235,6 @@ def balanced(blocks: list[dict[str, Any]]) -> list[dict[str, Any]]:
     if len(narrow) % 2:
         narrow[0]["wide"] = True
     return blocks
-
-
-def _rank(metric: str) -> int:
-    names = list(METRICS)
-    return names.index(metric) if metric in names else len(names)
 
 
 def _block(title: str, note: str, draw: Callable[[], go.Figure]) -> dict[str, Any]:

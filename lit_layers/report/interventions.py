@@ -9,7 +9,8 @@ import plotly.graph_objects as go
 
 from lit_layers import plots
 from lit_layers.functional.variants import OF_BLOCKS, OF_MIDDLES
-from lit_layers.plots.labels import analysis_note, label, sentence, tag_text
+from lit_layers.metrics import headlines, is_in, look_up, rank, sentence
+from lit_layers.plots.labels import analysis_note, tag_text
 from lit_layers.plots.models import short_names
 from lit_layers.plots.similarity import SIMILARITIES, STAGES, stage_text
 from lit_layers.plots.sliders import spread
@@ -20,13 +21,6 @@ from lit_layers.report.figures import Block, balanced, drawn
 INTERVENTIONS, TASKS = "interventions", "intervene"
 SPEED, FINETUNE, SIMILARITY = "intervene/speed", "intervene/finetune", "layer_similarity"
 CONTRAST = "block_contrast"
-QUALITIES = ("normalized_score", "task_score", "variant_accuracy", "variant_loss")  # the first ones first
-KEPT = ("variant_accuracy", "task_score")  # over training as shares of the full model's
-_ORDER = (
-    *("variant_loss", "variant_accuracy", "kl_to_full"),
-    *("glue_score", "normalized_score", "task_score", "task_score_norm", "task_perplexity"),
-    *("relative_latency", "latency", "throughput", "peak_memory"),
-)
 _MIDDLES = 4  # numbers of middle blocks that a reader chooses from, over training
 _NOTES = {
     "middle": "Each variant has its colour everywhere. Of random orders the mean, with its 95% interval where known.",
@@ -194,7 +188,7 @@ def _training(parts: Sequence[tuple[str, _Rows]]) -> Iterator[_Choice]:
     stepped = [(text, rows) for text, rows in parts if rows.num_steps > 1 and rows.middles]
     stepped.sort(key=lambda pair: pair[1].metric != "variant_accuracy")
     for text, rows in stepped[:3]:
-        kept = rows.metric in KEPT
+        kept = look_up(rows.metric).of_full
         for middle in _spread_middles(rows.middles):
             told = f"{text} kept" if kept else text
             yield f"{told}, M = {middle}", _over_training(rows, middle, kept=kept)
@@ -272,7 +266,7 @@ def qualities(table: Any) -> list[_Rows]:
     tasks = [MEDIAN] if MEDIAN in tasks else tasks
     own = [name for name in names if name.split("/")[0] == INTERVENTIONS]
     every = [rows for name in (*tasks, *own) for rows in _metrics(table, name, told=len(tasks) > 1 or len(own) > 1)]
-    return [rows for metric in QUALITIES for rows in every if rows.metric == metric]
+    return [rows for metric in headlines() for rows in every if rows.metric == metric]
 
 
 def cells(rows: Any) -> set[tuple[Any, ...]]:
@@ -301,12 +295,15 @@ def _cost(rows: _Rows) -> Callable[[], go.Figure]:
 def _metrics(table: Any, analysis: str, *, told: bool, split: str | None = None) -> Iterator[_Rows]:
     """The metrics of one analysis under each of its circumstances (such as `execution`), the plainest metric first."""
     part = table[table["analysis"] == analysis]
-    for metric in sorted(dict.fromkeys(part["metric"]), key=lambda m: _ORDER.index(m) if m in _ORDER else len(_ORDER)):
+    metrics = sorted(
+        dict.fromkeys(part["metric"]), key=lambda name: (not is_in(name, "variant", "task", "cost"), rank(name))
+    )
+    for metric in metrics:
         rows = part[part["metric"] == metric]
         if "variant" not in rows or rows["variant"].isna().all() or ("seed" in rows and rows["seed"].notna().all()):
             continue
         for tags in _circumstances(rows, split):
-            title = label(metric).title
+            title = look_up(metric).title
             if analysis == MEDIAN:
                 title = f"Median {title.lower()}"
             elif analysis == GLUE_MEAN:
@@ -352,7 +349,7 @@ def _similarity(table: Any, analysis: str) -> Iterator[Block]:
         rows = rows[rows["analysis"] == analysis]
         for metric, tags in _similarities(rows):
             stages = _stages_of(rows, metric, tags)
-            text = ", ".join(filter(None, [name if len(models) > 1 else "", label(metric).title, tag_text(tags)]))
+            text = ", ".join(filter(None, [name if len(models) > 1 else "", look_up(metric).title, tag_text(tags)]))
             over_steps = [_over_steps(stages)] if stages["step"].nunique() > 1 else []
             choices.append((text, [_matrix(rows, metric, tags), *over_steps]))
             if (counts := stage_text(stages)) and (len(models) == 1 or not any(name in one for one in told)):
@@ -365,7 +362,7 @@ def _similarity(table: Any, analysis: str) -> Iterator[Block]:
         yield {"title": "Similarity of layers", "note": note, "wide": True, "choices": found}
     contrast = table[(table["analysis"] == analysis) & (table["metric"] == CONTRAST)]
     if len(models) == 1 and contrast["step"].nunique() > 1:
-        own = label(CONTRAST)
+        own = look_up(CONTRAST)
         yield _block(own.with_unit, own.note, [("", lambda: plots.emergence_curves(contrast, CONTRAST))], wide=True)
 
 
@@ -440,7 +437,7 @@ def _drawings_of(table: Any) -> Iterator[tuple[str, Callable[..., None]]]:
                 yield f"{name}_blocks", rows.picture(plots.write_block_curves)
             if rows.num_steps > 1 and rows.middles:
                 middle = _spread_middles(rows.middles)[0]
-                kept = rows.metric in KEPT
+                kept = look_up(rows.metric).of_full
                 draw = rows.picture(plots.write_variants_over_training, middle=middle, kept=kept)
                 yield f"{name}_over_training", draw
     for quality, cost, told in _fronts(table):

@@ -11,10 +11,11 @@ import pandas as pd
 from lit_layers import plots, records
 from lit_layers.errors import InputError
 from lit_layers.identity import Settings
+from lit_layers.metrics import is_in
 from lit_layers.plots.tables import CATEGORY, TRAIN_ROWS
 from lit_layers.report import interventions
 from lit_layers.report.facts import read_run
-from lit_layers.report.layerwise import CONCEPTS, CONTROLS, RESIDUALS, SCORES
+from lit_layers.report.layerwise import CONTROLS
 from lit_layers.report.surfaces import layered, variants
 
 SUFFIXES = (".png", ".svg")
@@ -87,8 +88,9 @@ def _drawing(rows: Any, metric: str) -> Callable[..., None] | None:
     if TRAIN_ROWS in tags:
         return plots.write_sample_sizes
     if CATEGORY in tags:
-        return plots.write_concept_map if metric in CONCEPTS else None
-    if metric in (*SCORES, *RESIDUALS) and ("split" in tags or metric in RESIDUALS) and not per_layer.empty:
+        return plots.write_concept_map if is_in(metric, "concept") else None
+    is_profile = is_in(metric, "residual") or (is_in(metric, "score") and "split" in tags)
+    if is_profile and not per_layer.empty:
         known = set(per_layer["control"].dropna()) if "control" in tags else set()
         return partial(plots.write_layer_curves, controls=[name for name in CONTROLS if name in known])
     return None

@@ -1,6 +1,6 @@
 """The sections of analyses whose metrics belong together: probes on tasks, sample sizes, word pairs, residuals."""
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from functools import partial
 from typing import Any
 
@@ -8,40 +8,32 @@ import pandas as pd
 import plotly.graph_objects as go
 
 from lit_layers import plots
-from lit_layers.plots.labels import BASELINES, UNLISTED, label, sentence, tag_text
+from lit_layers.metrics import look_up, names, sentence
+from lit_layers.plots.labels import tag_text
 from lit_layers.plots.tables import CATEGORY, TRAIN_ROWS
 from lit_layers.report.figures import Block, Captioned, drawn
 
-SCORES = ("accuracy", "macro_f1", "log_loss", "mean_squared_error", "r_squared")
-MONOTONICITY = tuple(
-    f"monotonicity_{name}" for name in ("spearman", "fraction_increasing", "largest_drop", "max_drawdown")
-)
-LAYERS = ("plateau_layer", "best_layer", "inflection_layer")
-CONCEPTS = ("concept_alignment", "excess", "leave_one_out", "shuffled")
-RESIDUALS = ("prediction_residual", "adjusted", "held_out")
-LAW = ("residual_ratio", "r_squared", "pearson")
-_KNOWN = {*SCORES, *MONOTONICITY, *LAYERS, *CONCEPTS, *RESIDUALS, *LAW, *UNLISTED, "rank"}
 _SPLITS = ("test", "validation", "train")
 CONTROLS = ("random_labels", "untrained_model", "relabelled_vocabulary")
 _NOTES = {"accuracy": "Of a linear probe. A row of a class that no training row has counts as an error."}
 _Figures = Iterable[Captioned]
 
 
-def section_blocks(part: pd.DataFrame, analysis: str) -> list[Block]:
-    """Returns the blocks of one analysis of a run, few whatever it holds; none where it has a block a metric."""
+def section_blocks(part: pd.DataFrame, analysis: str) -> tuple[list[Block], list[str]]:
+    """Returns the blocks of metrics that belong together, of one analysis of a run, and which metrics are in them."""
     table: Any = part
     # a measurement that failed leaves no rows, and each tag is a column of the whole run
     tags = {name for name in (TRAIN_ROWS, CATEGORY, "task", "split") if name in table and table[name].notna().any()}
     rows = _Rows(part, analysis)
-    if set(table["metric"]) - _KNOWN:
-        return []  # an analysis of someone's own, whose metrics would be missing
-    if TRAIN_ROWS in tags:
-        return [_sample_sizes(rows)]
-    if CATEGORY in tags and rows.having(CONCEPTS[:1]):
-        return [_concepts(rows)]
-    if rows.having(RESIDUALS[:1]):
-        return [*_residuals(rows)]
-    return [*_probe(rows)] if {"task", "split"} <= tags else []
+    if TRAIN_ROWS in tags and rows.having("score"):
+        return [_sample_sizes(rows)], rows.having("score")
+    if CATEGORY in tags and "concept_alignment" in rows.metrics:
+        return [_concepts(rows)], rows.having("concept")
+    if "prediction_residual" in rows.metrics:
+        return [*_residuals(rows)], rows.having("residual", "law", "residual_detail")
+    if {"task", "split"} <= tags:
+        return [*_probe(rows)], rows.having("score", "monotonicity", "layer")
+    return [], []
 
 
 class _Rows:
@@ -60,8 +52,12 @@ class _Rows:
         """The rows that do not have a tag."""
         return _Rows(self.table[self.table[tag].isna()], self.analysis)
 
-    def having(self, metrics: Sequence[str]) -> list[str]:
-        return [metric for metric in metrics if metric in self._of]
+    @property
+    def metrics(self) -> Collection[str]:
+        return self._of.keys()
+
+    def having(self, *groups: str) -> list[str]:
+        return [metric for group in groups for metric in names(group) if metric in self._of]
 
     def values(self, metric: str, tag: str, among: Sequence[str]) -> list[str]:
         rows = self._of[metric]
@@ -76,15 +72,15 @@ class _Rows:
 
 
 def _probe(rows: _Rows) -> Iterator[Block]:
-    for metric in rows.having(SCORES):
+    for metric in rows.having("score"):
         splits = rows.values(metric, "split", _SPLITS)
         choices = [(tag_text({"split": split}), _score(rows, metric, split)) for split in splits]
-        yield _block(label(metric).with_unit, _NOTES.get(metric, label(metric).note), choices, wide=True)
+        yield _block(look_up(metric).with_unit, _NOTES.get(metric, look_up(metric).note), choices, wide=True)
     rows = rows.without("split")  # one and the same
-    if found := rows.having(MONOTONICITY):
+    if found := rows.having("monotonicity"):
         note = "How steadily the test score rises from layer 1 to the last, with 95% intervals over the test rows."
         yield _block("Monotonicity over the layers", note, _over_training(rows, found))
-    if found := rows.having(LAYERS):
+    if found := rows.having("layer"):
         note = "Where the test score ends to rise by more than 0.01 a layer, where it is best, where it bends first."
         yield _block("Plateau, best layer and inflection", note, _over_training(rows, found))
 
@@ -103,19 +99,19 @@ def _over_training(rows: _Rows, metrics: Sequence[str]) -> list[tuple[str, _Figu
 
 def _short(metric: str) -> str:
     """A metric's title behind the comma: what tells it from those of its block."""
-    return sentence(label(metric).title.split(", ")[-1])
+    return sentence(look_up(metric).title.split(", ")[-1])
 
 
 def _sample_sizes(rows: _Rows) -> Block:
     choices = [
         (
-            label(metric).title,
+            look_up(metric).title,
             [
                 ("Over training rows", rows.draw(plots.sample_size_curves, metric)),
                 ("Over layers", rows.draw(plots.sample_size_curves, metric, over="layers")),
             ],
         )
-        for metric in rows.having(SCORES)
+        for metric in rows.having("score")
     ]
     note = "On the test rows, with Student's 95% intervals over the draws of training rows."
     return _block("Score by number of training rows", note, choices, wide=True)
@@ -123,15 +119,15 @@ def _sample_sizes(rows: _Rows) -> Block:
 
 def _concepts(rows: _Rows) -> Block:
     def figures(metric: str) -> _Figures:
-        beside = rows.having([*BASELINES.get(metric, {})])
+        beside = [name for name in (look_up(metric).baseline,) if name in rows.metrics]
         options: dict[str, Any] = {"beside": beside, "baselines": beside, "intervals": True}
         yield "", rows.draw(plots.concept_map, metric)
-        if means.having([metric]):  # of a single category there is none
+        if metric in means.metrics:  # of a single category there is none
             yield "Mean, over training", means.draw(plots.emergence_curves, metric)
             yield "Mean, over layers", means.draw(plots.layer_profile, metric, **options)
 
     means = rows.lacking(CATEGORY)  # searched without the categories: 40 times as fast
-    choices = [(label(metric).title, figures(metric)) for metric in rows.having(CONCEPTS)]
+    choices = [(look_up(metric).title, figures(metric)) for metric in rows.having("concept")]
     note = "Mean cosine between the differences of two word pairs; the excess is what shuffled pairs do not have."
     return {**_block("Categories of word pairs (cosine)", note, choices, wide=True), "tall": True}
 
@@ -144,9 +140,9 @@ def _residuals(rows: _Rows) -> Iterator[Block]:
         yield "Over training", rows.draw(plots.emergence_curves, metric, tags={"control": None})
         yield "Over layers", rows.draw(profile, metric, tags={"control": None}, **options)
 
-    choices = [(label(metric).title, figures(metric)) for metric in rows.having(RESIDUALS)]
-    yield _block("Prediction residual (share of variance)", label("prediction_residual").note, choices, wide=True)
-    if found := rows.having(LAW):
+    choices = [(look_up(metric).title, figures(metric)) for metric in rows.having("residual")]
+    yield _block("Prediction residual (share of variance)", look_up("prediction_residual").note, choices, wide=True)
+    if found := rows.having("law"):
         note = "Of the line through the log residual over the layers: its slope rho, and how well the points fit it."
         yield _block("Exponential law over the layers", note, _over_training(rows, found))
 

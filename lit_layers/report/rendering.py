@@ -11,8 +11,9 @@ import jinja2
 from plotly.offline import get_plotlyjs
 
 from lit_layers import records
+from lit_layers.metrics import look_up
 from lit_layers.plots import change_table, model_table, theme, with_task_means, with_task_medians
-from lit_layers.plots.labels import WHOLE_NUMBERS, label, listing, value, whole
+from lit_layers.plots.labels import listing, value, whole
 from lit_layers.report import comparison, facts, figures, interventions, layerwise, provenance, surfaces
 
 _PAGE = Path(__file__).parent / "page"
@@ -125,8 +126,8 @@ def _changes(table: Any) -> list[dict[str, Any]]:
         path, end = _spark(row["steps"], row["values"])
         shown.append(
             {
-                "title": label(row["metric"]).title,
-                "unit": label(row["metric"]).unit,
+                "title": look_up(row["metric"]).title,
+                "unit": look_up(row["metric"]).unit,
                 "analysis": facts.section_title(row["analysis"]),
                 "details": ", ".join(filter(None, details)),
                 "path": path,
@@ -152,8 +153,8 @@ def _results(table: Any, runs: list[str]) -> list[dict[str, Any]]:
         text = _number(row["metric"])
         if key not in shown:
             shown[key] = {
-                "title": label(row["metric"]).title,
-                "unit": label(row["metric"]).unit,
+                "title": look_up(row["metric"]).title,
+                "unit": look_up(row["metric"]).unit,
                 "analysis": facts.section_title(row["analysis"]),
                 "details": ", ".join(filter(None, [row["variant"], "last layer" if is_last else ""])),
                 "cells": dict.fromkeys(runs, ("", "")),
@@ -181,7 +182,7 @@ def _interval(low: float, high: float, text: Callable[[float], str]) -> str:
 
 def _number(metric: str) -> Callable[[float], str]:
     """How a metric's values are written."""
-    return whole if metric in WHOLE_NUMBERS else value
+    return whole if look_up(metric).whole else value
 
 
 def _cost_row(row: dict[str, Any]) -> dict[str, str]:

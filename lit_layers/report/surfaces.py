@@ -7,13 +7,11 @@ from typing import Any
 import pandas as pd
 
 from lit_layers import plots
-from lit_layers.plots.labels import UNLISTED, label, sentence
-from lit_layers.plots.surfaces import HIGHER_IS_BETTER, has_surface
+from lit_layers.metrics import is_in, look_up, sentence
+from lit_layers.plots.surfaces import has_surface
 from lit_layers.plots.tables import choice_text, is_placed, matching, plainest, select, variant_text, variants_of
 from lit_layers.plots.task_means import BASES
 from lit_layers.report.figures import Block, drawn
-
-_LOST = ("_of_half",)  # metrics that only tell of others
 
 
 def surface_section(frame: pd.DataFrame) -> dict[str, Any] | None:
@@ -40,7 +38,7 @@ def layered(frame: pd.DataFrame) -> Iterator[tuple[str, str, pd.DataFrame]]:
         part = table[table["analysis"] == analysis]
         for metric in dict.fromkeys(part["metric"]):
             rows = part[(part["metric"] == metric) & part["layer"].notna() & part["other_layer"].isna()]
-            is_other = metric in UNLISTED or metric.endswith(_LOST)
+            is_other = look_up(metric).unlisted or is_in(metric, "half")
             if not is_other and rows["step"].nunique() > 1 and variants(rows, metric):
                 yield analysis, metric, rows
 
@@ -63,8 +61,8 @@ def _block(rows: pd.DataFrame, analysis: str, metric: str, steps: list[int]) -> 
     choices = []
     for tags, text in variants(rows, metric):
         figures = [("", partial(plots.layer_surface, rows, metric, tags=tags, steps=steps))]
-        if metric in HIGHER_IS_BETTER:
+        if look_up(metric).better is not None:
             figures.append(("", partial(plots.best_layers, rows, metric, tags=tags)))
         choices.append({"text": text, "figures": drawn(figures)})
     wide = len(choices[0]["figures"]) > 1
-    return {"title": label(metric).with_unit, "note": sentence(analysis), "wide": wide, "choices": choices}
+    return {"title": look_up(metric).with_unit, "note": sentence(analysis), "wide": wide, "choices": choices}

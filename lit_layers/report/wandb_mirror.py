@@ -17,6 +17,7 @@ from urllib.parse import urlsplit
 from lit_layers import records
 from lit_layers.errors import InputError
 from lit_layers.identity import latest, logged_name, plain_settings, settings_of, short
+from lit_layers.metrics import look_up
 from lit_layers.records import Measurement, Record
 from lit_layers.report.wandb_files import AXIS, Mirrored, mirrored, run_files
 
@@ -402,7 +403,7 @@ def _points(measurement: Measurement, name: str | None = None) -> dict[str, floa
     """
     name = name or measurement.analysis
     points: dict[str, float] = {}
-    layers: dict[str, dict[int, float]] = {}
+    layers: dict[tuple[str, str], dict[int, float]] = {}
     loops = _default_loops(measurement)
     for record in measurement.records if measurement.error is None else ():
         if record.other_layer is not None or not record.tags.keys().isdisjoint(records.PLACES):
@@ -412,11 +413,11 @@ def _points(measurement: Measurement, name: str | None = None) -> dict[str, floa
         points[records.key(name, record)] = record.value
         if record.layer and math.isfinite(record.value):
             whole = records.key(name, Record(metric=record.metric, value=0.0, tags=record.tags))
-            layers.setdefault(whole, {})[record.layer] = record.value
+            layers.setdefault((whole, record.metric), {})[record.layer] = record.value
     depth = measurement.provenance.get("depth", max((max(values) for values in layers.values()), default=0))
-    for whole, values in layers.items():
-        # One step is straight: there is no line-shape score of layer 1. The last block has none to be switched with.
-        first = 2 if "/line_shape_score" in whole and 1 not in values else 1
+    for (whole, metric), values in layers.items():
+        # The last block has none to be switched with.
+        first = 1 if 1 in values else max(1, look_up(metric).first_layer or 1)
         last = depth - 1 if "/variant=switch" in whole else depth
         if whole not in points and [*sorted(values)] == [*range(first, last + 1)]:
             points[f"{whole}/layer_mean"] = sum(values.values()) / len(values)

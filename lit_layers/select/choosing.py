@@ -11,6 +11,7 @@ from lit_layers.analyses.probe_scores import Fitted, ProbeOptions, RowScores, fi
 from lit_layers.errors import InputError
 from lit_layers.functional.curves import Rule, bootstrap_interval, choice_distribution, choose_layer, wilson_interval
 from lit_layers.functional.probe import LogisticProbes
+from lit_layers.metrics import look_up
 
 Metric = Literal["accuracy", "mean_squared_error"]
 Part = Literal["train", "validation", "test"]
@@ -55,7 +56,7 @@ class Choice:
 
     @property
     def higher_is_better(self) -> bool:
-        return self.metric == "accuracy"
+        return look_up(self.metric).higher_is_better
 
 
 def choose(
@@ -128,14 +129,14 @@ def _check(targets: Mapping[Part, Tensor], metric: Metric, rule: Rule, tolerance
 
 def _by_rule(values: list[float], metric: Metric, rule: Rule, tolerance: float) -> int:
     try:
-        return choose_layer(values, rule=rule, tolerance=tolerance, higher_is_better=metric == "accuracy")
+        return choose_layer(values, rule=rule, tolerance=tolerance, higher_is_better=look_up(metric).higher_is_better)
     except ValueError as error:
         raise InputError(f"rule: {rule} with tolerance {tolerance:g} chooses no layer here: {error}") from error
 
 
 def _chosen(rows: Tensor, metric: Metric, rule: Rule, tolerance: float, baseline: float) -> tuple[int, Tensor]:
     """The layer and the shares of resamples, of the scores (L, rows) of layers 1 to L."""
-    values, better = rows.mean(1).tolist(), metric == "accuracy"
+    values, better = rows.mean(1).tolist(), look_up(metric).higher_is_better
     best = max(values) if better else min(values)
     if (best <= baseline) if better else (best >= baseline):
         what = "the majority class" if better else "the training mean"

@@ -13,7 +13,8 @@ from lit_layers.correlate.over_layers.wanted import Wanted
 from lit_layers.correlate.runs import nearest, read_run_models
 from lit_layers.errors import InputError
 from lit_layers.functional.layer_selection import FEWEST_LAYERS
-from lit_layers.plots.labels import label, listing, tag_text
+from lit_layers.metrics import look_up
+from lit_layers.plots.labels import listing, tag_text
 from lit_layers.plots.models import short_names
 
 Values = NDArray[np.float64]
@@ -220,7 +221,7 @@ class _Reader:
             )
         self.states = own.states or self.states
         if self.score.name != "score":
-            self.score_title = ", ".join(filter(None, [label(self.score.name).title, tag_text(dict(own.variant))]))
+            self.score_title = ", ".join(filter(None, [look_up(self.score.name).title, tag_text(dict(own.variant))]))
 
     def _metric(
         self,
@@ -242,7 +243,7 @@ class _Reader:
                 f"measure both with the same `states`"
             )
         variant = tag_text(dict(found.variant))
-        self.titles.setdefault(wanted.text, ", ".join(filter(None, [label(wanted.name).title, variant])))
+        self.titles.setdefault(wanted.text, ", ".join(filter(None, [look_up(wanted.name).title, variant])))
         if None in found.by_task:
             self.common.add(wanted.text)
         kept, missing = {}, {}

@@ -1,0 +1,166 @@
+"""Every metric has one row, its values lie where the row says, and what has no row is shown all the same."""
+
+import math
+from collections import Counter
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+pytest.importorskip("plotly")
+pytest.importorskip("jinja2")
+
+from lit_layers import analyses, metrics, plots, records
+from lit_layers.correlate.table import read_runs
+from lit_layers.data import GivenTexts
+from lit_layers.intervene import BenchmarkScores
+from lit_layers.intervene.glue_tasks import GLUE
+from lit_layers.intervene.speed import Speed
+from lit_layers.metrics import METRICS, Metric, look_up
+from lit_layers.models.view import LayeredModel
+from lit_layers.records import Measurement, Record
+from lit_layers.report import facts, figures, layerwise, wandb_mirror, write_report
+from lit_layers.report.layer_pictures import write_pictures
+from lit_layers.training.run_log import RunLog
+from tests.support import every_analysis
+from tests.support.benchmark_rows import tiny_speaker, write_tasks, write_tokenizer
+from tests.support.labelled_texts import labelled
+from tests.support.layer_results import layer_results
+from tests.support.metric_tables import DOCS, with_tables
+from tests.support.tiny_models import tiny
+from tests.support.tiny_training import fit
+
+BRIER = Metric("brier_score", "Probe Brier score", "", "Mean squared error of the probabilities.", low=0, high=2)
+BRIER = replace(BRIER, better="lower", group="score")
+# What takes minutes of training, in whose own tests the values are compared, or what tiny random models may lack.
+OF_GLUE = {*(metric for task in GLUE.values() for metric in task.metrics), "glue_score"}
+NOT_HERE = {
+    *("validation/accuracy", "validation/accuracy_top5", "validation/ema_accuracy", "validation/ema_loss"),
+    *("train/images_per_second", "train/mfu", "mean_squared_error", "inflection_layer", "normalized_score", "failed"),
+}
+
+
+@pytest.fixture(scope="module")
+def measured(tmp_path_factory) -> list[Record]:
+    """What every analysis finds, with the options that add metrics."""
+    folder = every_analysis.save_inputs(tmp_path_factory.mktemp("inputs"))
+    text, rows = every_analysis.prompts(), every_analysis._rows(80, 1)
+    views = {"texts": GivenTexts([text for text, _ in labelled(8)]), "tokenizer": str(folder / "tokenizer")}
+    more: list[Any] = [
+        analyses.Representation(batches=text, rankme=True),
+        analyses.Representation(batches=text, preset="released_code"),
+        analyses.NextTokenResidual(batches=rows, num_halves=2),
+        analyses.TokenCoupling(batches=text, k=(2,), pairs="all", tables=("token",), num_tokens=2, num_prompts=2),
+        analyses.Invariance(**views, num_views=3, max_tokens=30, num_halves=2, permutations=2, form="cross"),
+        Speed(variants=("skip",), middles=(2,), num_tokens=8, batch_size=2, num_rounds=1, num_warm_up=0),
+    ]
+    of = {"gpt2": [*every_analysis.of_text(folder), *more], "vit": every_analysis.of_images()}
+    models = {"gpt2": tiny("gpt2", vocab_size=300), "vit": tiny("vit")}
+    found = []
+    for name, kept in of.items():
+        for analysis in kept:
+            found += analysis.run(LayeredModel(models[name]))
+    write_tasks(folder / "local")
+    write_tokenizer(folder / "speaker")
+    for task in ("lambada", "arc_challenge"):
+        options: dict[str, Any] = {"tokenizer": str(folder / "speaker"), "folder": folder / "local"}
+        options |= {"variants": ("skip",), "middles": (1,), "results": folder / task}
+        found += BenchmarkScores(task=task, **options).run(LayeredModel(tiny_speaker(blocks=4, seed=3)))
+    return found
+
+
+def test_every_record_of_every_analysis_has_a_row_and_lies_in_its_range(measured):
+    assert {record.metric for record in measured} <= METRICS.keys()
+    for record in measured:
+        row, room = METRICS[record.metric], 1e-6 * max(1, abs(record.value))  # rounding at the ends of a range
+        if not math.isnan(record.value):
+            assert row.low - room <= record.value <= row.high + room, record
+        if record.layer is not None and record.other_layer is None and "variant" not in record.tags:
+            assert record.layer >= (math.inf if row.first_layer is None else row.first_layer), record
+
+
+def test_every_row_is_of_something_that_is_measured(measured, tmp_path):
+    fit(tmp_path, [RunLog(tmp_path)], steps=2, val_check_interval=2, log_every_n_steps=1, limit_val_batches=1)
+    scalars = {name for row in records.rows(tmp_path / "metrics.jsonl") for name in row} - {"step", "tokens"}
+    assert "validation/loss" in scalars
+    assert scalars | OF_GLUE | NOT_HERE <= METRICS.keys()
+    assert METRICS.keys() - {record.metric for record in measured} - scalars <= OF_GLUE | NOT_HERE
+
+
+def test_the_rows_fit_each_other():
+    names = [metric.name for group in metrics.GROUPS for metric in group.metrics]
+    assert [name for name, count in Counter(names).items() if count > 1] == []
+    headlines = sorted(row.headline for row in METRICS.values() if row.headline)
+    assert headlines == [*range(1, len(headlines) + 1)]
+    for row in METRICS.values():
+        assert row.low <= row.high, row.name
+        assert row.level is None or row.low <= row.level <= row.high
+        assert (row.level is None) == (not row.level_name)
+        assert not (row.secondary and row.unlisted), row.name
+        assert not row.meaning or row.meaning.endswith("."), row.name
+    assert look_up("log_loss").note == "Of a linear probe on the test rows; lower is better."
+    assert look_up("of_mine").title == "Of mine"
+
+
+def with_brier(root, steps: tuple[int | None, ...] = (0, 8)) -> None:
+    """Probes of which every accuracy has a Brier score beside it."""
+    for step in steps:
+        found = layer_results("probe/topics", step=step)
+        more = [
+            replace(record, metric="brier_score", value=1 - record.value, low=None, high=None)
+            for record in found.records
+            if record.metric == "accuracy"
+        ]
+        more += [
+            replace(record, tags={**record.tags, "of": "brier_score"})
+            for record in found.records
+            if record.tags.get("of") == "log_loss"
+        ]
+        records.append(root / "measurements.jsonl", replace(found, records=[*found.records, *more]))
+
+
+def titles(root) -> list[str]:
+    run = facts.read_run(root)
+    (section,) = figures.sections(records.frame(run.measurements), figures.metric_block, layerwise.section_blocks)
+    return [block["title"] for block in section["metrics"]]
+
+
+def test_a_metric_without_a_row_has_a_block_beside_those_of_its_analysis(tmp_path):
+    with_brier(tmp_path)
+    designed = ["Probe accuracy (share)", "Probe macro F1 (share)", "Probe log-loss (nats)"]
+    summaries = ["Monotonicity over the layers", "Plateau, best layer and inflection"]
+    assert titles(tmp_path) == [*designed, *summaries, "Brier score"]
+
+
+def test_one_row_shows_a_metric_everywhere(tmp_path, monkeypatch):
+    with_brier(tmp_path / "run")
+    monkeypatch.setitem(METRICS, "brier_score", BRIER)
+    run = tmp_path / "run"
+    assert "Probe Brier score" in titles(run)[:4]  # among the scores, with their parts and controls
+    page = write_report(run).read_text()
+    assert "Mean squared error of the probabilities; lower is better." in page
+    assert "of Brier score" in page
+    frame = records.frame(run / "measurements.jsonl")
+    assert "brier_score" in plots.change_table(frame)["metric"].tolist()
+    pictures = [path.name for path in write_pictures(run, tmp_path / "pictures")]
+    assert "probe_topics_brier_score.svg" in pictures
+    (first, *_) = records.read(run / "measurements.jsonl")
+    assert "probe/topics/brier_score/split=test/task=topics/layer_mean" in wandb_mirror._points(first)
+    fig: Any = plots.best_layers(frame, "brier_score", tags={"split": "test", "control": None})
+    assert list(fig.data[0].y) == [4, 4]  # the lowest
+    for number in range(4):
+        of_step = {"brier_score": 0.3 + number / 10, "random_brier_score": 0.9}
+        found = [Record(metric=name, value=value + number**2 / 50) for name, value in of_step.items()]
+        found.append(Record(metric="accuracy", value=0.8 - number / 20))
+        line = Measurement(run=f"m{number}", step=None, tokens=None, analysis="p", records=found, seconds=1)
+        records.append(tmp_path / "models" / f"m{number}" / "measurements.jsonl", line)
+    table = read_runs([tmp_path / "models"], metric="p/brier_score", score="p/accuracy")
+    assert table.title("brier_score") == "Probe Brier score"
+    assert table.baseline == "random_brier_score"
+
+
+def test_the_tables_of_the_documentation_are_those_of_the_rows():
+    for page in DOCS.glob("*.md"):
+        text = page.read_text()
+        assert with_tables(text) == text, f"{page.name}: run python -m tests.support.metric_tables"
+    assert all(f"| `{name}` |" in (DOCS / "metrics.md").read_text() for name in METRICS)
