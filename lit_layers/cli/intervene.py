@@ -6,7 +6,7 @@ import sys
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
-from lit_layers.cli.intervene_options import is_file_task, read_options
+from lit_layers.cli.intervene_options import read_options
 from lit_layers.cli.over_checkpoints import (
     Outcome,
     Target,
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from lit_layers.analyses.base import Analysis
 
 FAILED, INTERRUPTED = 1, 130
-RESULTS, BENCHMARKS = "intervene", "benchmarks"
+RESULTS = "intervene"
 OF_BLOCKS, PUBLISHED_LOOPS = ("skip_one", "switch"), 3
 
 
@@ -119,17 +119,14 @@ def _tasks(options: argparse.Namespace, target: Target, chosen: dict[str, Any]) 
     if not options.tasks:
         return
     from lit_layers.intervene.benchmark_scores import BenchmarkScores
+    from lit_layers.intervene.local_rows import is_file
 
-    folder = options.folder
-    if folder is not None and (folder / BENCHMARKS).is_dir():
-        folder = folder / BENCHMARKS
     for task in options.tasks:
         yield BenchmarkScores(
             task=task,
             tokenizer=target.own_tokenizer(),
             results=target.root / RESULTS / "scores",
-            folder=folder,
-            scorer=options.scorer or ("lm_eval" if folder is None and not is_file_task(task) else "own"),
+            folder=None if is_file(task) else options.folder,
             limit=options.limit,
             max_new_tokens=options.max_new_tokens,
             tell=target.tell,

@@ -9,7 +9,7 @@ from lit_layers.errors import InputError
 
 ALL = "all"
 TASKS = ("lambada", "arc_challenge", "hellaswag", "winogrande", "gsm8k")
-OF_TASKS = ("folder", "scorer", "limit", "max_new_tokens")
+OF_TASKS = ("folder", "limit", "max_new_tokens")
 OF_IMAGES = ("num_images", "image_size", "normalisation")
 
 
@@ -65,19 +65,10 @@ def _settle_what_is_measured(options: argparse.Namespace) -> None:
         raise InputError("folder: is for --tasks and --glue, neither of which was given: leave it out")
     if options.num_tokens is not None and options.corpus is None and not options.speed:
         raise InputError("num_tokens: is for --corpus and --speed, neither of which was given: leave it out")
-    if options.folder is None and options.scorer == "own" and not all(map(is_file_task, options.tasks)):
-        raise InputError("scorer: own reads local files: name their folder with --folder, or leave --scorer out")
     if options.glue is not None and options.revision is not None:
         raise InputError(f"revision: --glue trains what {options.model} holds without one: leave it out")
     if options.glue is not None and options.dtype != "float32":
         raise InputError("dtype: --glue trains in the precision of its recipe: leave it out")
-
-
-def is_file_task(task: str) -> bool:
-    """Whether a task is a file of rows, which our own scorer alone reads, and not a name."""
-    from lit_layers.intervene.task_items import SUFFIXES
-
-    return task.endswith(SUFFIXES)
 
 
 class _Parser(argparse.ArgumentParser):
@@ -104,9 +95,8 @@ def _parser() -> argparse.ArgumentParser:
     add("--loops", help="how often looped_parallel runs the middle (default: 2 to 8)")
     add("--tasks", help=f"of {', '.join(TASKS)}, further ones of lm-eval, or with --folder of docs/interventions.md "
         "(default: these five)")  # fmt: skip
-    add("--folder", type=Path, help="local files of the tasks, scored by our own scorer (default: lm-eval, from the "
-        "Hub); of --glue, of its tasks")  # fmt: skip
-    add("--scorer", choices=["own", "lm_eval"], help="default: own with --folder, else lm_eval")
+    add("--folder", type=Path, help="local data, whose tasks.yaml says where the tasks lie, also those of --glue "
+        "(default: the Hub)")  # fmt: skip
     add("--limit", type=int, help="score the first rows of a task only")
     add("--max_new_tokens", type=int, help="of a generated answer (default: 256)")
     add("--corpus", help="measure loss, accuracy and divergence on held-out text of it, too")

@@ -7,17 +7,16 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal, Protocol
+from typing import Any
 
 from lit_layers.analyses.base import Analysis
-from lit_layers.data.tokenization import load_tokenizer
+from lit_layers.data.tokenization import TextTokenizer, load_tokenizer, tokenizer_hash
 from lit_layers.errors import InputError
 from lit_layers.functional import variants as kinds
 from lit_layers.functional.block_schedules import Schedule
 from lit_layers.functional.variants import OF_MIDDLES, SEEDS, Variant
 from lit_layers.intervene.lm_eval_tasks import LmEvalScorer, lm_eval_version, refuse_unknown, task_file_hash
-from lit_layers.intervene.own_scorer import OwnScorer, refuse_unknown_tokens
-from lit_layers.intervene.prompt_tokens import PromptTokenizer
+from lit_layers.intervene.local_rows import LocalRows, is_file, local_rows
 from lit_layers.intervene.results import ResultFolder
 from lit_layers.intervene.scores import (
     NORMALIZED,
@@ -27,24 +26,14 @@ from lit_layers.intervene.scores import (
     normalized_error,
     normalized_score,
 )
-from lit_layers.intervene.task_items import SUFFIXES
-from lit_layers.intervene.task_prompts import LOCAL_TASKS, Item, items_hash, named
 from lit_layers.models.build import architecture_hash, weights_hash
 from lit_layers.models.running_order import running_order
 from lit_layers.models.view import LayeredModel, evaluating
-from lit_layers.models.vocabulary import is_padded
 from lit_layers.records import Record
 
-ScorerName = Literal["own", "lm_eval"]
-SCORERS: tuple[ScorerName, ...] = ("own", "lm_eval")
-OWN_VERSION = 1  # of our prompts and metrics: raised when a change of them alters numbers
 _ELSEWHERE = ("results", "folder", "tell", "batch_size")  # decide where things lie and how fast, not the numbers
 _CHOOSING = ("name", "variants", "middles", "seeds", "loops", "custom")  # which results are asked for
 _FAILURES = (InputError, FloatingPointError, RuntimeError)  # of one variant; the last is also torch's lack of memory
-
-
-class Scorer(Protocol):
-    def score(self, model: Any) -> TaskScores: ...
 
 
 @dataclass(kw_only=True)
@@ -64,12 +53,11 @@ class BenchmarkScores(Analysis):
     fails, the whole analysis does. Failures leave no file.
 
     Args:
-        task: a name of `LOCAL_TASKS`, or a file (parquet, jsonl, csv) with the columns context, choices and label;
-            with scorer "lm_eval" any name that lm-eval knows, or a task file as it has them (yaml).
+        task: any name that lm-eval knows, or a task file as it has them (yaml); with `folder` a name of `LOCAL_TASKS`;
+            or a file of rows (parquet, jsonl, csv) with the columns context, choices and label.
         tokenizer: a local path or a name of the Hub.
         results: the folder of the results.
-        folder: of the local files; None with scorer "lm_eval", and for a task that is a file.
-        scorer: "own", or "lm_eval" with data of the Hub.
+        folder: of local data, whose `tasks.yaml` says where the task lies; None: the Hub, or a task that is a file.
         variants: which of `lit_layers.functional.variants.VARIANTS`; the full model is always scored.
         middles: numbers of middle blocks; None: all.
         seeds: of random orders.
@@ -85,7 +73,6 @@ class BenchmarkScores(Analysis):
     tokenizer: str
     results: Path
     folder: Path | None = None
-    scorer: ScorerName = "own"
     name: str = ""
     variants: tuple[str, ...] = OF_MIDDLES
     middles: tuple[int, ...] | None = None
@@ -96,8 +83,8 @@ class BenchmarkScores(Analysis):
     batch_size: int = 16
     max_new_tokens: int | None = None
     tell: Callable[[str], None] | None = field(default=None, repr=False, compare=False)
-    _tokens: PromptTokenizer | None = field(default=None, init=False, repr=False, compare=False)
-    _items: list[Item] | None = field(default=None, init=False, repr=False, compare=False)
+    _tokens: TextTokenizer | None = field(default=None, init=False, repr=False, compare=False)
+    _local: LocalRows | None = field(default=None, init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         self.name = self.name or f"intervene/{self.task_name}"
@@ -105,7 +92,7 @@ class BenchmarkScores(Analysis):
     @property
     def task_name(self) -> str:
         """What records are tagged with; of a file its name without the ending."""
-        return Path(self.task).stem if self.task.endswith((*SUFFIXES, ".yaml")) else self.task
+        return Path(self.task).stem if is_file(self.task) or self.task.endswith(".yaml") else self.task
 
     @property
     def code_file(self) -> str | None:
@@ -115,8 +102,11 @@ class BenchmarkScores(Analysis):
     def check(self, model: LayeredModel) -> None:
         self._check_options(model)
         self.variants_of(model)
-        refuse_unknown_tokens(self._prompt_tokenizer(), model.vocab_size or 0)
-        if self.scorer == "lm_eval":
+        found, vocab_size = self._tokenizer().vocab_size, model.vocab_size or 0
+        if found > vocab_size:
+            raise InputError(f"tokenizer: it has {found} tokens and the model {vocab_size}: give the model's own")
+        lm_eval_version()
+        if not self._is_local:
             refuse_unknown(self.task)
         self.data_hash()
 
@@ -142,18 +132,16 @@ class BenchmarkScores(Analysis):
         """Of all that decides the numbers; the scorer's version, too."""
         whole = super().config()
         options = {name: value for name, value in whole["init_args"].items() if name not in _ELSEWHERE}
-        if self.scorer == "own":
-            return {**whole, "init_args": options | {"version": OWN_VERSION}}
-        if self.task.endswith(".yaml"):
+        if self.code_file is not None:
             options["task_file"] = task_file_hash(Path(self.task))
         return {**whole, "init_args": options | {"version": lm_eval_version()}}
 
     def data_hash(self) -> str | None:
-        """Of the rows scored, with their prompts; None where lm-eval fetches them (each result has theirs)."""
-        return items_hash(self._local_items()) if self.scorer == "own" else None
+        """Of the rows scored; None where lm-eval fetches them (each result has theirs)."""
+        return self._rows().content_hash() if self._is_local else None
 
     def tokenizer_hash(self) -> str | None:
-        return self._prompt_tokenizer().hash
+        return tokenizer_hash(self._tokenizer().tokenizer)
 
     def run(self, model: LayeredModel) -> Iterator[Record]:
         self._check_options(model)
@@ -161,7 +149,7 @@ class BenchmarkScores(Analysis):
         kept = ResultFolder(self._place(model))
         found: dict[Schedule, TaskScores] = {}
         failed: dict[Schedule, str] = {}
-        scorer: Scorer | None = None
+        scorer: LmEvalScorer | None = None
         for number, variant in enumerate(wanted, 1):
             schedule = variant.schedule
             if schedule in found or schedule in failed:
@@ -218,42 +206,23 @@ class BenchmarkScores(Analysis):
             raise InputError(f"{self.name}: expected a language model, got {type(network).__name__}")
         if not network.can_generate():
             raise InputError(f"{self.name}: expected a causal language model, got {type(network).__name__}")
-        if self.scorer not in SCORERS:
-            raise InputError(f"scorer: expected one of {', '.join(SCORERS)}, got {self.scorer!r}")
         for option in ("limit", "batch_size", "max_new_tokens"):
             value = getattr(self, option)
             if value is not None and (type(value) is not int or value < 1):
                 raise InputError(f"{option}: expected at least 1, got {value!r}")
-        if self.scorer == "own":
-            named(self.task)
-            if self.task in LOCAL_TASKS and self.folder is None:
-                raise InputError(
-                    f"folder: {self.task} is read from local files: name their folder, or take scorer lm_eval"
-                )
-            return
-        if self.folder is not None or self.task.endswith(SUFFIXES):
-            given = f"the folder {self.folder}" if self.folder is not None else f"the file {self.task}"
-            raise InputError(f"scorer: lm_eval reads its data from the Hub, got {given}: take scorer own for it")
-        if is_padded(network):
-            raise InputError(f"{self.name}: lm_eval would score padding rows of the vocabulary: save the model first")
 
-    def _scorer(self, model: LayeredModel) -> Scorer:
-        if self.scorer == "lm_eval":
-            return LmEvalScorer(
-                self.task,
-                self.tokenizer,
-                limit=self.limit,
-                batch_size=self.batch_size,
-                max_new_tokens=self.max_new_tokens,
-            )
-        return OwnScorer(
-            named(self.task),
-            self._local_items(),
-            self._prompt_tokenizer(),
-            max_length=model.max_tokens,
+    @property
+    def _is_local(self) -> bool:
+        return self.folder is not None or is_file(self.task)
+
+    def _scorer(self, model: LayeredModel) -> LmEvalScorer:
+        return LmEvalScorer(
+            self._rows() if self._is_local else self.task,
+            self.tokenizer,
+            limit=self.limit,
             batch_size=self.batch_size,
             max_new_tokens=self.max_new_tokens,
-            vocab_size=model.vocab_size,
+            max_length=model.max_tokens,
         )
 
     def _place(self, model: LayeredModel) -> Path:
@@ -262,16 +231,15 @@ class BenchmarkScores(Analysis):
         options |= {"tokenizer": self.tokenizer_hash(), "data": self.data_hash(), "max_tokens": model.max_tokens}
         options |= {"dtype": str(model.dtype), "attention": model.attention}
         options |= {"architecture": architecture_hash(model.model)}
-        if self.scorer == "own":  # the rows themselves count, not how they were asked for
+        if self._is_local:  # the rows themselves count, not how they were asked for
             options |= {"limit": None, "task": self.task_name}
         key = hashlib.sha256(json.dumps(options, sort_keys=True, default=str).encode()).hexdigest()[:16]
         return self.results / weights_hash(model.model) / self.task_name / key
 
     def _facts(self, variant: Variant, seconds: float) -> dict[str, Any]:
-        own = self.scorer == "own"
-        version = f"own {OWN_VERSION}" if own else f"lm-eval {lm_eval_version()}"
-        facts = {"task": self.task_name, "variant": str(variant), "scorer": version, "limit": self.limit}
-        facts |= {"difference": named(self.task).difference} if own else {}
+        facts = {"task": self.task_name, "variant": str(variant), "limit": self.limit}
+        facts |= {"scorer": f"lm-eval {lm_eval_version()}"}
+        facts |= {"difference": self._rows().difference} if self._is_local else {}
         return facts | {"seconds": round(seconds, 3)}
 
     def _check_rows(self, scores: Iterable[TaskScores], kept: ResultFolder) -> None:
@@ -280,14 +248,14 @@ class BenchmarkScores(Analysis):
                 f"{self.name}: the task's rows changed between variants: remove {kept.folder} and begin anew"
             )
 
-    def _local_items(self) -> list[Item]:
-        if self._items is None:
-            self._items = named(self.task).items(self.folder or Path(), self.limit)
-        return self._items
+    def _rows(self) -> LocalRows:
+        if self._local is None:
+            self._local = local_rows(self.task, self.folder, self.limit)
+        return self._local
 
-    def _prompt_tokenizer(self) -> PromptTokenizer:
+    def _tokenizer(self) -> TextTokenizer:
         if self._tokens is None:
-            self._tokens = PromptTokenizer.of(load_tokenizer(self.tokenizer))
+            self._tokens = load_tokenizer(self.tokenizer)
         return self._tokens
 
     def _say(self, what: str) -> None:

@@ -1,23 +1,31 @@
-"""Scores of a task by lm-eval itself, with its data of the Hub: the only file that imports it."""
+"""Scores of a task by lm-eval, of the Hub's data or of rows at hand: the only file that imports it."""
 
 import contextlib
-import difflib
 import functools
 import hashlib
+import inspect
 import io
+import math
 import re
+import tempfile
 from collections.abc import Iterable, Iterator
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from lit_layers.data.tokenization import load_tokenizer
 from lit_layers.errors import InputError
+from lit_layers.hub_errors import HUB_ERRORS, reason
+from lit_layers.intervene.local_rows import LocalRows
 from lit_layers.intervene.scores import FLEXIBLE, NORMED, PERPLEXITY, SCORE, TaskScores
-from lit_layers.intervene.task_prompts import SHOT_SEED
 from lit_layers.models.families import Network
+from lit_layers.models.vocabulary import true_vocab_size
+from lit_layers.tasks.catalogue import unknown_task
 
-INSTALL = "lm-eval is needed to score with scorer lm_eval: pip install 'lit_layers[eval]'"
+INSTALL = "lm-eval is needed to score tasks: pip install 'lit_layers[eval]'"
+SHOT_SEED = 1234  # lm-eval's own
 NAMES = {"lambada": "lambada_openai"}  # there: any other name is lm-eval's own
 _STRICT, _FLEXIBLE = "strict-match", "flexible-extract"
 
@@ -50,10 +58,7 @@ def refuse_unknown(task: str) -> None:
     with _quiet():
         known = _manager(defaults=True).all_tasks
     if name not in known:
-        near = difflib.get_close_matches(name, known, n=3)
-        raise InputError(
-            f"task: lm-eval has no task {name!r}" + (f"; did you mean {' or '.join(near)}?" if near else "")
-        )
+        raise unknown_task(name, known)
 
 
 def task_file_hash(path: Path) -> str:
@@ -83,36 +88,42 @@ def task_file_hash(path: Path) -> str:
 class LmEvalScorer:
     """One task of lm-eval, loaded on the first score and scored as often as wanted.
 
-    Its defaults throughout: prompts, metrics, number of examples and their seed, no chat template, greedy generation.
-    Log-probabilities are in float32, as this package's own are.
+    Its own definitions throughout: prompts, metrics, number of examples and their seed, no chat template, greedy
+    generation. Log-probabilities are in float32.
 
     Args:
-        task: a name of lm-eval, or the path of a task file as lm-eval has them.
+        task: a name of lm-eval, the path of a task file as lm-eval has them, or rows at hand.
         tokenizer: a folder, or NAME[@REVISION] of the Hub.
         limit: only the first rows; None: all.
         batch_size: inputs at once.
         max_new_tokens: None: the task's own, or 256.
+        max_length: tokens that the model takes; None: what its config says, or 2,048.
     """
 
     def __init__(
         self,
-        task: str,
+        task: str | LocalRows,
         tokenizer: str,
         *,
         limit: int | None = None,
         batch_size: int = 16,
         max_new_tokens: int | None = None,
+        max_length: int | None = None,
     ) -> None:
-        self.name = NAMES.get(task, task)
+        self.rows = None if isinstance(task, str) else task
+        self.name = NAMES.get(task, task) if isinstance(task, str) else task.name
         self.tokenizer, self.limit = tokenizer, limit
-        self.batch_size, self.max_new_tokens = batch_size, max_new_tokens
+        self.batch_size, self.max_new_tokens, self.max_length = batch_size, max_new_tokens, max_length
         self._loaded: Any = None
+        self._wrapped: tuple[Network, Any] | None = None
 
     def score(self, model: Network) -> TaskScores:
         """What the model makes of every row.
 
         Raises:
-            InputError: lm-eval is not installed, does not know the task, or cannot have its data.
+            InputError: lm-eval is not installed, does not know the task, or cannot have its data; an input that the
+                model does not take.
+            FloatingPointError: a log-likelihood that is not a number.
         """
         lm_eval_version()
         from lm_eval.evaluator import evaluate
@@ -121,28 +132,31 @@ class LmEvalScorer:
             loaded = self._load()
             for task in loaded["tasks"].values():
                 task.set_fewshot_seed(seed=SHOT_SEED)  # every score draws the same examples
+            wrapped = self._wrap(model)
             found: Any = evaluate(
-                lm=self._wrapped(model),
+                lm=wrapped,
                 task_dict=loaded,
                 limit=self.limit,
                 bootstrap_iters=0,  # errors are taken from the rows; it would start a process for each core
                 log_samples=True,
             )
         (samples,) = found["samples"].values()
-        return _scores(samples, next(iter(loaded["tasks"].values())))
+        rows_hash = None if self.rows is None else self.rows.content_hash()
+        return _scores(samples, next(iter(loaded["tasks"].values())), num_cut=wrapped.num_cut, rows_hash=rows_hash)
 
     def _load(self) -> Any:
         if self._loaded is None:
-            from lit_layers.hub_errors import HUB_ERRORS, reason
-
             try:
-                loaded = _manager(defaults=not self.name.endswith(".yaml")).load([self.name])
+                if self.rows is not None:
+                    loaded = _load_rows(self.rows)
+                else:
+                    loaded = _manager(defaults=not self.name.endswith(".yaml")).load([self.name])
             except KeyError as error:
                 raise InputError(f"task: lm-eval has no task {self.name!r}: see lm-eval ls tasks") from error
             except HUB_ERRORS as error:
                 raise InputError(
                     f"the rows of {self.name!r} cannot be had from the Hub ({reason(error)}): check the network, or "
-                    "score local files with scorer own"
+                    "name a folder of local data"
                 ) from error
             if len(loaded["tasks"]) != 1:
                 raise InputError(f"task: {self.name!r} is {len(loaded['tasks'])} tasks of lm-eval: name one of them")
@@ -154,22 +168,123 @@ class LmEvalScorer:
             self._loaded = loaded
         return self._loaded
 
-    def _wrapped(self, model: Network) -> Any:
-        from lm_eval.models.huggingface import HFLM
+    def _wrap(self, model: Network) -> Any:
+        """The model as lm-eval takes it; the same for every order of its blocks."""
+        if self._wrapped is None or self._wrapped[0] is not model:
+            name, revision = _tokenizer_of(self.tokenizer)
+            wrapped = _speaker()(
+                pretrained=model,
+                tokenizer=name,
+                revision=revision,
+                batch_size=self.batch_size,
+                max_length=self.max_length,
+                softmax_dtype="float32",
+                trust_remote_code=False,
+            )
+            if wrapped.tokenizer.eos_token is None:  # a folder that names no tokens: the end this package finds in it
+                wrapped.tokenizer.eos_token = wrapped.tokenizer.pad_token = load_tokenizer(self.tokenizer).end_of_text
+            self._wrapped = model, wrapped
+        self._wrapped[1].num_cut = 0
+        return self._wrapped[1]
 
-        name, revision = _tokenizer_of(self.tokenizer)
-        make: Any = HFLM
-        wrapped = make(
-            pretrained=model,
-            tokenizer=name,
-            revision=revision,
-            batch_size=self.batch_size,
-            softmax_dtype="float32",
-            trust_remote_code=False,
-        )
-        if wrapped.tokenizer.eos_token is None:  # a folder that names no tokens: the end that this package finds in it
-            wrapped.tokenizer.eos_token = wrapped.tokenizer.pad_token = load_tokenizer(self.tokenizer).end_of_text
-        return wrapped
+
+@functools.cache
+def _speaker() -> Any:
+    """lm-eval's wrapper of transformers' models, made so that many orders of one model are scored quickly.
+
+    Texts become tokens once, logits are computed where a continuation stands alone, padding rows of the vocabulary
+    take no part, and inputs that lost their beginning are counted.
+    """
+    from lm_eval.models.huggingface import HFLM
+
+    base: Any = HFLM
+
+    class Speaker(base):
+        num_cut = 0
+        _keep: int | None = None  # the last positions whose logits are needed
+
+        def __init__(self, **options: Any) -> None:
+            super().__init__(**options)
+            self._encoded: dict[tuple[str, bool | None], list[int]] = {}
+            self._takes_keep = "logits_to_keep" in inspect.signature(self.model.forward).parameters
+
+        def tok_encode(self, string: str, add_special_tokens: bool | None = None, **options: Any) -> list[int]:
+            key = (string, add_special_tokens)
+            if key not in self._encoded:
+                self._encoded[key] = super().tok_encode(string, add_special_tokens=add_special_tokens, **options)
+            return self._encoded[key]
+
+        def _loglikelihood_tokens(self, requests: Any, disable_tqdm: bool = False, override_bs: Any = None) -> Any:
+            lengths = [len(context) + len(continuation) for _, context, continuation in requests]
+            for _, _, continuation in requests:
+                if not continuation or len(continuation) > self.max_length:
+                    raise InputError(
+                        f"a continuation has {len(continuation)} tokens, the model takes 1 to {self.max_length}"
+                    )
+            self.num_cut = sum(length > self.max_length + 1 for length in lengths)
+            order = sorted(range(len(requests)), key=lambda n: (-lengths[n], requests[n][1], requests[n][2]))
+            found: dict[int, Any] = {}
+            for start in range(0, len(order), int(self.batch_size)):
+                rows = order[start : start + int(self.batch_size)]
+                longest = min(max(lengths[row] for row in rows), self.max_length + 1)
+                self._keep = max(longest - min(lengths[row], longest) + len(requests[row][2]) for row in rows)
+                scores = super()._loglikelihood_tokens([requests[row] for row in rows], disable_tqdm=True)
+                found.update(zip(rows, scores, strict=True))
+            self._keep = None
+            return [found[row] for row in range(len(requests))]
+
+        def tok_batch_encode(
+            self, strings: Any, *args: Any, left_truncate_len: int | None = None, **options: Any
+        ) -> Any:
+            if left_truncate_len:
+                self.num_cut += sum(len(self.tok_encode(text)) > left_truncate_len for text in strings)
+            return super().tok_batch_encode(strings, *args, left_truncate_len=left_truncate_len, **options)
+
+        def _model_call(self, inps: Any, attn_mask: Any = None, labels: Any = None) -> Any:
+            options = {} if self._keep is None or not self._takes_keep else {"logits_to_keep": self._keep}
+            with torch.no_grad():
+                return self.model(inps, use_cache=False, **options).logits[..., : true_vocab_size(self.model)]
+
+        def generate_until(self, requests: Any, disable_tqdm: bool = False) -> Any:
+            wanted = {request.args[1].get("max_gen_toks", self.max_gen_toks) for request in requests}
+            if max(wanted) >= self.max_length:
+                raise InputError(
+                    f"max_new_tokens: {max(wanted)} leave no room for a prompt in a model of {self.max_length} tokens: "
+                    "ask for fewer"
+                )
+            return super().generate_until(requests, disable_tqdm=disable_tqdm)
+
+        def _model_generate(self, context: Any, max_length: int, stop: list[str], **options: Any) -> Any:
+            padding = list(range(true_vocab_size(self.model), self.model.config.vocab_size)) or None
+            return super()._model_generate(context, max_length, stop, suppress_tokens=padding, **options)
+
+    return Speaker
+
+
+def _load_rows(rows: LocalRows) -> Any:
+    """lm-eval's definition of a task over rows at hand: a task file that includes its own, and the rows beside it."""
+    import lm_eval
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+    import yaml
+
+    with tempfile.TemporaryDirectory() as name:  # what is read stays readable after its file is gone
+        folder = Path(name)
+        files = {}
+        for split, each in rows.rows.items():
+            files[split] = str(folder / f"{split}.parquet")
+            pq.write_table(pa.Table.from_pylist(each), files[split])
+        content: dict[str, Any] = {
+            "task": f"{rows.name}_rows",
+            f"{rows.split}_split": rows.split,
+            "dataset_path": "parquet",
+            "dataset_name": None,
+            "dataset_kwargs": {"data_files": files, "cache_dir": str(folder / "cache")},
+        }
+        if rows.definition is not None:
+            content["include"] = str(Path(lm_eval.__file__).parent / "tasks" / rows.definition)
+        (folder / "task.yaml").write_text(yaml.safe_dump({**rows.settings, **content}), encoding="utf-8")
+        return _manager(defaults=False).load([str(folder / "task.yaml")])
 
 
 @functools.cache
@@ -199,7 +314,7 @@ def _tokenizer_of(spec: str) -> tuple[str, str]:
     return name, revision or "main"
 
 
-def _scores(samples: list[dict[str, Any]], task: Any) -> TaskScores:
+def _scores(samples: list[dict[str, Any]], task: Any, *, num_cut: int, rows_hash: str | None) -> TaskScores:
     filters = list(dict.fromkeys(sample["filter"] for sample in samples))
     first = _STRICT if _STRICT in filters else filters[0]
     rows = _in_order(samples, first)
@@ -215,13 +330,17 @@ def _scores(samples: list[dict[str, Any]], task: Any) -> TaskScores:
         values[FLEXIBLE] = _column(_in_order(samples, _FLEXIBLE), main)
     written = task.get_config("output_type") == "generate_until"
     chosen = task.get_config("output_type") == "multiple_choice"
+    likelihoods = [] if written else [[float(each[0]) for each in row["filtered_resps"]] for row in rows]
+    if wrong := sum(any(math.isnan(value) for value in row) for row in likelihoods):
+        raise FloatingPointError(f"{wrong} of {len(rows)} rows have a log-likelihood that is not a number")
     digest = hashlib.sha256("".join(row["doc_hash"] + row["target_hash"] for row in rows).encode())
     return TaskScores(
         values=values,
-        log_likelihoods=[] if written else [[float(each[0]) for each in row["filtered_resps"]] for row in rows],
+        log_likelihoods=likelihoods,
         texts=[str(row["resps"][0][0]) for row in rows] if written else [],
         random_score=sum(1 / len(row["filtered_resps"]) for row in rows) / len(rows) if chosen else 0.0,
-        rows_hash=digest.hexdigest()[:16],
+        rows_hash=rows_hash or digest.hexdigest()[:16],
+        num_cut=num_cut,
     )
 
 

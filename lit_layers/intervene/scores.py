@@ -1,23 +1,14 @@
-"""Scores of a task from what a model made of each row: accuracies, exact matches, the normalised score.
-
-Metrics and their numbers are those of lm-eval 0.4.13 (github.com/EleutherAI/lm-evaluation-harness).
-"""
+"""Scores of a task from what a model made of each row: means with their errors, and the normalised score."""
 
 import math
-import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
 import numpy as np
 
-from lit_layers.intervene.likelihoods import Likelihood
-from lit_layers.intervene.task_prompts import Choice, Question
-
 SCORE, NORMED, FLEXIBLE, PERPLEXITY = "task_score", "task_score_norm", "task_score_flexible", "task_perplexity"
 NORMALIZED = "normalized_score"
-_NO_NUMBER = "[invalid]"
-_IGNORED = (",", r"\$", r"(?s).*#### ", r"\.$")  # of an answer of gsm8k, in this order
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,57 +24,6 @@ class TaskScores:
     random_score: float  # what guessing scores on these rows
     rows_hash: str
     num_cut: int = 0  # inputs that lost their beginning
-
-
-def choice_values(items: Sequence[Choice], found: Sequence[Likelihood], *, normed: bool) -> dict[str, list[float]]:
-    """Whether the most probable choice is the right one; `normed`: also by log-likelihood per character.
-
-    Of equal choices the first counts.
-
-    Raises:
-        FloatingPointError: a log-likelihood that is not a number.
-    """
-    rows = rows_of(items, found)
-    values = {SCORE: [float(np.argmax(row) == item.gold) for item, row in zip(items, rows, strict=True)]}
-    if normed:
-        values[NORMED] = [
-            float(np.argmax(np.array(row) / np.array(item.lengths)) == item.gold)
-            for item, row in zip(items, rows, strict=True)
-        ]
-    return values
-
-
-def completion_values(items: Sequence[Choice], found: Sequence[Likelihood]) -> dict[str, list[float]]:
-    """Whether the completion is what the model would have written, and its log-likelihood.
-
-    Raises:
-        FloatingPointError: a log-likelihood that is not a number.
-    """
-    rows = rows_of(items, found)
-    return {SCORE: [float(each.greedy) for each in found], PERPLEXITY: [row[0] for row in rows]}
-
-
-def rows_of(items: Sequence[Choice], found: Sequence[Likelihood]) -> list[list[float]]:
-    """The log-likelihoods by row.
-
-    Raises:
-        FloatingPointError: one that is not a number.
-    """
-    flat = iter(found)
-    rows = [[next(flat).value for _ in item.pairs] for item in items]
-    if wrong := sum(any(math.isnan(value) for value in row) for row in rows):
-        raise FloatingPointError(f"{wrong} of {len(rows)} rows have a log-likelihood that is not a number")
-    return rows
-
-
-def match_values(items: Sequence[Question], texts: Sequence[str]) -> dict[str, list[float]]:
-    """Whether the number behind `####` is the answer's (`task_score`); and whether the last number is, wherever it
-    stands (`task_score_flexible`)."""
-    pairs = list(zip(items, texts, strict=True))
-    return {
-        SCORE: [float(_same(_strict(text), item.answer)) for item, text in pairs],
-        FLEXIBLE: [float(_same(_last_number(text), item.answer)) for item, text in pairs],
-    }
 
 
 def mean_and_error(metric: str, runs: Sequence[Sequence[float]]) -> tuple[float, float | None]:
@@ -146,23 +86,3 @@ def normalized_error(values: Sequence[float], full: Sequence[float], random_scor
     span = whole.mean() - random_score
     rows = (own - (own.mean() - random_score) / span * whole) / span
     return float(rows.std(ddof=1) / math.sqrt(len(rows)))
-
-
-def _strict(text: str) -> str:
-    found = re.search(r"#### (\-?[0-9\.\,]+)", text)
-    return found.group(1).strip() if found else _NO_NUMBER
-
-
-def _last_number(text: str) -> str:
-    found = [match.group() for match in re.finditer(r"(-?[$0-9.,]{2,})|(-?[0-9]+)", text)]
-    return found[-1].strip() if found else _NO_NUMBER
-
-
-def _same(number: str, answer: str) -> bool:
-    return _bare(number) == _bare(answer)
-
-
-def _bare(text: str) -> str:
-    for pattern in _IGNORED:
-        text = re.sub(pattern, "", text)
-    return text.lower()

@@ -18,7 +18,7 @@ class Task:
         use: what asks for it: linear probes, prompts to measure on, benchmark scores, fine-tuning on GLUE, MTEB.
         name: unique within its use.
         source: ORG/NAME[:CONFIG] of the Hub; of a benchmark its task file within lm-eval; mteb knows its own.
-        text: columns of its texts.
+        text: columns of its texts; of a benchmark all that a local copy needs.
         num_classes: of GLUE; None: a number is predicted.
         scores: what it is judged by, the first one foremost.
         options: further ones of its use: of a `ProbeTask`, the split of prompts, the domain of MTEB.
@@ -221,6 +221,11 @@ def _glue(name: str, *text: str, scores: tuple[str, ...] = ("accuracy",), num_cl
     return Task(use="glue", name=name, source=f"nyu-mll/glue:{name}", text=text, scores=scores, num_classes=num_classes)
 
 
+def _benchmark(name: str, source: str, *columns: str, split: str = "test", **options: Any) -> Task:
+    return Task(use="benchmark", name=name, source=source, text=columns, options={"split": split, **options})
+
+
+_CHOICES = ("question", "choices", "label")
 _PAIR = ("sentence1", "sentence2")
 CATALOGUE: tuple[Task, ...] = (
     *(Task(use="probe", name=name, options=options) for name, options in _PROBES.items()),
@@ -232,6 +237,23 @@ CATALOGUE: tuple[Task, ...] = (
     _prompts("mmlu", "cais/mmlu:all"),
     _prompts("truthfulqa", "truthfulqa/truthful_qa:generation", split="validation"),
     _prompts("winogrande", "allenai/winogrande:winogrande_xl", "sentence", "validation"),
+    # Prompts and metrics are lm-eval's; the columns are those of a local copy. The first five: the published figures.
+    _benchmark("lambada", "lambada/lambada_openai.yaml", "text"),
+    _benchmark("arc_challenge", "arc/arc_challenge.yaml", *_CHOICES),
+    _benchmark(  # its contexts as lm-eval's process_docs makes them
+        "hellaswag",
+        "hellaswag/hellaswag.yaml",
+        *("query", "choices", "label"),
+        split="validation",
+        settings={"process_docs": None},
+    ),
+    _benchmark("winogrande", "winogrande/default.yaml", "sentence", "choices", "label", split="validation"),
+    _benchmark("gsm8k", "gsm8k/gsm8k.yaml", "question", "answer", examples=5),
+    _benchmark("arc_easy", "arc/arc_easy.yaml", *_CHOICES),
+    _benchmark("piqa", "piqa/piqa.yaml", "goal", "choices", "label", split="validation"),
+    _benchmark("openbookqa", "openbookqa/openbookqa.yaml", *_CHOICES),
+    _benchmark("sciq", "sciq/sciq.yaml", "question", "support", "correct_answer", "distractors"),
+    _benchmark("boolq", "super_glue/boolq/default.yaml", "passage", "question", "label", split="validation"),
     _glue("cola", "sentence", scores=("matthews",)),
     _glue("mrpc", *_PAIR, scores=("accuracy", "f1")),
     _glue("qnli", "question", "sentence"),

@@ -219,7 +219,7 @@ def test_prompts_that_are_not_there_are_refused_before_anything_is_measured(hub,
     recipe = tmp_path / "suite.yaml"
     recipe.write_text(recipe.read_text().replace(str(prompts), str(tmp_path / "nowhere")))
     assert main(command) == 2
-    assert "folder: expected a folder of parquet files with prompts" in capsys.readouterr().err
+    assert "folder: expected a folder of data, " in capsys.readouterr().err
     assert not (tmp_path / "out").exists()
 
 

@@ -18,11 +18,10 @@ from lit_layers.cli.main import main
 from lit_layers.data import EvalText
 from lit_layers.data.images import EvalImages
 from lit_layers.data.tokenization import load_tokenizer
-from lit_layers.intervene.own_scorer import OwnScorer
-from lit_layers.intervene.task_prompts import LOCAL_TASKS
+from lit_layers.intervene.lm_eval_tasks import LmEvalScorer
 from lit_layers.models.build import load, save, vit
 from lit_layers.models.running_order import running_order
-from tests.support.benchmark_rows import tiny_speaker, write_tasks, write_tokenizer
+from tests.support.benchmark_rows import pairs_of, tiny_speaker, write_tasks, write_tokenizer
 from tests.support.glue_files import saved_bert_of_pairs, write_glue
 from tests.support.labelled_texts import labelled, saved_gpt2
 
@@ -85,9 +84,9 @@ def best_choices(home: Path, task: str, schedule: list) -> list[int]:
     """What the model takes of each row: the most probable continuation, summed token by token."""
     model, tokenizer = load(home / "model"), load_tokenizer(str(home / "model")).tokenizer
     found = []
-    for item in LOCAL_TASKS[task].items(home / "data" / "benchmarks"):
+    for row in pq.read_table(home / "data" / "benchmarks" / FILES[task]).to_pylist():
         values = []
-        for context, continuation in item.pairs:
+        for context, continuation in pairs_of(task, row):
             whole, before = (tokenizer.encode(text).ids for text in (context + continuation, context))
             with torch.no_grad(), running_order(model, schedule):
                 logits = model(torch.tensor([whole])).logits[0].log_softmax(-1)
@@ -239,19 +238,12 @@ def test_scores_are_those_of_the_choices_in_that_order(home, tmp_path, capsys):
     assert "arc_challenge, winogrande" in said
 
 
-def test_the_folder_of_the_files_may_be_named_itself(home, tmp_path):
-    assert with_tasks(home, tmp_path / "above") == 0
-    assert with_tasks(home, tmp_path / "itself", folder="data/benchmarks") == 0
-    assert found_in(tmp_path / "above") == found_in(tmp_path / "itself")
-
-
 def test_a_file_of_rows_is_a_task_without_a_folder(home, tmp_path):
     rows = [{"context": f"Tom has {number}", "choices": ["nuts", "dogs"], "label": number % 2} for number in range(4)]
     (tmp_path / "mine.jsonl").write_text("\n".join(map(json.dumps, rows)))
-    for more in ([], ["--scorer", "own"]):
-        chosen = ["--tasks", tmp_path / "mine.jsonl", "--variants", "skip", "--middles", 3, *more]
-        assert run(home / "model", *chosen, "--root", tmp_path / f"root{len(more)}") == 0
-        assert the(found_in(tmp_path / f"root{len(more)}")["intervene/mine"], "random_score").value == 0.5
+    chosen = ["--tasks", tmp_path / "mine.jsonl", "--variants", "skip", "--middles", 3]
+    assert run(home / "model", *chosen, "--root", tmp_path / "root") == 0
+    assert the(found_in(tmp_path / "root")["intervene/mine"], "random_score").value == 0.5
 
 
 def test_a_limit_takes_the_first_rows(home, tmp_path):
@@ -263,7 +255,7 @@ def test_a_limit_takes_the_first_rows(home, tmp_path):
 
 
 def test_ctrl_c_ends_it_with_130_and_it_goes_on(home, tmp_path, monkeypatch, capsys):
-    plain, calls = OwnScorer.score, []
+    plain, calls = LmEvalScorer.score, []
 
     def pressed(scorer, network):
         calls.append(scorer)
@@ -271,7 +263,7 @@ def test_ctrl_c_ends_it_with_130_and_it_goes_on(home, tmp_path, monkeypatch, cap
             raise KeyboardInterrupt
         return plain(scorer, network)
 
-    monkeypatch.setattr(OwnScorer, "score", pressed)
+    monkeypatch.setattr(LmEvalScorer, "score", pressed)
     assert with_tasks(home, tmp_path) == 130
     assert "run the same command again to go on" in capsys.readouterr().err
     assert list(found_in(tmp_path)) == ["intervene/arc_challenge"]
@@ -284,34 +276,32 @@ def test_ctrl_c_ends_it_with_130_and_it_goes_on(home, tmp_path, monkeypatch, cap
 
 
 def test_a_task_without_its_file_is_refused_before_anything_is_computed(home, tmp_path, capsys):
-    write_tasks(tmp_path / "data")
-    (tmp_path / "data" / FILES["winogrande"]).unlink()
+    path = write_tasks(tmp_path / "data" / "benchmarks") / FILES["winogrande"]
+    path.unlink()
     command = [home / "model", "--folder", tmp_path / "data", "--middles", 3, "--variants", "skip", "--root", tmp_path]
     assert run(*command, "--tasks", "arc_challenge") == 0
     before = files_of(tmp_path)
     assert run(*command, "--tasks", "arc_challenge,winogrande") == 2
-    assert (
-        f"expected rows in {tmp_path / 'data' / FILES['winogrande']}, there is no such file" in capsys.readouterr().err
-    )
+    assert f"expected the split 'validation' in {path}, there is no such file" in capsys.readouterr().err
     assert files_of(tmp_path) == before
 
 
 def test_a_task_that_fails_leaves_the_others(home, tmp_path, monkeypatch, capsys):
-    plain = OwnScorer.score
+    plain = LmEvalScorer.score
 
     def score(scorer, network):
-        if scorer.task.name == "arc_challenge":
+        if scorer.name == "arc_challenge":
             raise torch.OutOfMemoryError("out of memory")
         return plain(scorer, network)
 
-    monkeypatch.setattr(OwnScorer, "score", score)
+    monkeypatch.setattr(LmEvalScorer, "score", score)
     assert with_tasks(home, tmp_path) == 1
     said = capsys.readouterr()
     assert "failed: intervene/arc_challenge: OutOfMemoryError: out of memory" in said.err
     assert "winogrande" in said.out
     errors = {each.analysis: each.error for each in records.read(tmp_path / "measurements.jsonl")}
     assert errors["intervene/winogrande"] is None
-    monkeypatch.setattr(OwnScorer, "score", plain)
+    monkeypatch.setattr(LmEvalScorer, "score", plain)
     assert with_tasks(home, tmp_path) == 0
     last = {each.analysis: each.error for each in records.read(tmp_path / "measurements.jsonl")}
     assert set(last.values()) == {None}
@@ -384,11 +374,9 @@ WRONG = [
     ("model", "CORPUS --limit 3", "limit: is for --tasks, which were not given: leave it out"),
     ("model", "--tasks lambada --num_tokens 9", "num_tokens: is for --corpus and --speed, neither of which was given"),
     ("model", "--speed --folder H/data", "folder: is for --tasks and --glue, neither of which was given: leave it out"),
-    ("model", "--scorer own", "scorer: own reads local files: name their folder with --folder, or leave --scorer out"),
-    ("model", "--tasks lambada --scorer lm_eval --folder H/data", "lm_eval reads its data from the Hub, got the"),
     ("model", "--tasks ,", "tasks: expected names with commas between them, got ','"),
-    ("model", "--tasks lambda --folder H/data", "task: there is no 'lambda' among the local ones; choose from lambada"),
-    ("model", "--tasks lambada --folder H/nowhere", "H/nowhere/lambada_openai_test.parquet, there is no such file"),
+    ("model", "--tasks lambda --folder H/data", "task: there is no 'lambda'; did you mean lambada"),
+    ("model", "--tasks lambada --folder H/nowhere", "folder: expected a folder of data, H/nowhere is none"),
     ("model", "--task lambada", "unrecognized arguments: --task lambada"),
     ("model", "--finetune H/nowhere.yaml", "cannot read H/nowhere.yaml: no such file or directory"),
     ("model", "--finetune {steps: 2}", "recipe: expected a value for corpus"),
@@ -401,8 +389,8 @@ WRONG = [
     ("bert", "--finetune H/finetune.yaml", "model: expected a causal language model, which predicts the next"),
     ("run", "--finetune H/finetune.yaml", "finetune: trains one model, and a series was named: name one of its"),
     ("model", "--glue H/glue.yaml --folder H/data", "glue: expected an encoder (bert, roberta, distilbert,"),
-    ("bert", "--glue H/glue.yaml --folder H/nowhere", "the split 'train' in H/nowhere/glue/cola_train.parquet"),
-    ("bert", "--glue {tasks: [mnli]} --folder H/data", "task: GLUE has no 'mnli' here (did you mean wnli?)"),
+    ("bert", "--glue H/glue.yaml --folder H/nowhere", "folder: expected a folder of data, H/nowhere is none"),
+    ("bert", "--glue {tasks: [mnli]} --folder H/data", "task: there is no 'mnli'; did you mean wnli or qnli"),
     ("bert", "--glue {tasks: [cola]} --folder H/data", "recipe: num_tokens: BertForMaskedLM takes at most 32 tokens"),
     ("bert", "--glue H/glue.yaml --folder H/data --revision a", "revision: --glue trains what H/bert holds without"),
     ("bert", "--glue H/glue.yaml --dtype float64", "dtype: --glue trains in the precision of its recipe: leave it out"),

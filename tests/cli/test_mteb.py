@@ -166,7 +166,7 @@ def test_texts_whose_views_are_equal_fail_alone(home, tmp_path, monkeypatch, cap
 @pytest.mark.parametrize(
     ("options", "sentence"),
     [
-        (["--tasks", "STS18"], "tasks: there is no task 'STS18'; did you mean"),
+        (["--tasks", "STS18"], "task: there is no 'STS18'; did you mean"),
         (["--tasks", ","], "tasks: expected names with commas between them, got ','"),
         (["--domains", "sts,cluster"], "domains: expected some of"),
         (["--layers", "1-3"], "layers: expected all, or numbers with commas between them, such as 0,3,6, got '1-3'"),

@@ -12,12 +12,10 @@ from lit_layers.data.tokenization import load_tokenizer
 from lit_layers.emergence import measure
 from lit_layers.errors import InputError
 from lit_layers.functional.block_schedules import baseline, parse_schedule, random
-from lit_layers.intervene import BenchmarkScores, LocalTask
+from lit_layers.intervene import BenchmarkScores
 from lit_layers.intervene import benchmark_scores as module
-from lit_layers.intervene.likelihoods import log_likelihoods
-from lit_layers.intervene.own_scorer import OwnScorer
-from lit_layers.intervene.prompt_tokens import PromptTokenizer
-from lit_layers.intervene.task_prompts import LOCAL_TASKS
+from lit_layers.intervene.lm_eval_tasks import LmEvalScorer
+from lit_layers.intervene.local_rows import local_rows
 from lit_layers.models.running_order import running_order
 from lit_layers.models.view import LayeredModel
 from tests.support.benchmark_rows import tiny_speaker, write_tasks, write_tokenizer
@@ -29,7 +27,7 @@ BLOCKS = 6
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
     folder = tmp_path_factory.mktemp("benchmarks")
-    write_tasks(folder / "local")
+    write_tasks(folder / "local" / "benchmarks")
     write_tokenizer(folder / "tokenizer")
     return folder
 
@@ -50,9 +48,8 @@ def make(folder, tmp_path):
 
 def by_rows(folder, model, task, schedule):
     """A task's values in one order, without the analysis."""
-    spec: LocalTask = LOCAL_TASKS[task]
-    tokens = PromptTokenizer.of(load_tokenizer(str(folder / "tokenizer")))
-    scorer = OwnScorer(spec, spec.items(folder / "local"), tokens, max_length=600, max_new_tokens=8)
+    rows = local_rows(task, folder / "local")
+    scorer = LmEvalScorer(rows, str(folder / "tokenizer"), max_length=600, max_new_tokens=8)
     with running_order(model, schedule):
         return scorer.score(model).values
 
@@ -102,12 +99,15 @@ def test_records_are_means_over_the_rows(folder, model, make):
 
 def chosen(folder, model, schedule, rows):
     """Which choice the model takes of each row of the user's own kind."""
-    tokens = PromptTokenizer.of(load_tokenizer(str(folder / "tokenizer")))
+    encode = load_tokenizer(str(folder / "tokenizer")).tokenizer.encode
     found = []
     for row in rows:
-        with running_order(model, schedule):
-            pairs = tokens.pairs([(row["context"], f" {choice}") for choice in row["choices"]])
-            values = [each.value for each in log_likelihoods(model, pairs, max_length=600, batch_size=1)]
+        values = []
+        for choice in row["choices"]:
+            whole, before = (encode(text).ids for text in (f"{row['context']} {choice}", row["context"]))
+            with torch.no_grad(), running_order(model, schedule):
+                logits = model(torch.tensor([whole])).logits[0].log_softmax(-1)
+            values.append(sum(logits[place - 1, whole[place]].item() for place in range(len(before), len(whole))))
         found.append(values.index(max(values)))
     return found
 
@@ -241,7 +241,7 @@ def test_a_file_says_what_it_holds(make):
     found = [json.loads(path.read_text()) for path in files(analysis)]
     (skip,) = [each for each in found if each["variant"] == "skip M=3"]
     assert skip["schedule"] == "1 2 6"
-    assert skip["scorer"] == "own 1"
+    assert skip["scorer"].startswith("lm-eval 0.")
     assert "examples drawn from 1,000 training questions" in skip["difference"]
     assert len(skip["texts"]) == skip["n"] == 4
     assert skip["num_cut"] == 4  # five examples take more than 120 tokens
@@ -259,7 +259,7 @@ def test_a_damaged_file_is_scored_again(model, make):
 
 
 def test_a_failing_variant_leaves_the_others(model, make, monkeypatch):
-    whole = OwnScorer.score
+    whole = LmEvalScorer.score
 
     def score(self, network):
         scores = whole(self, network)
@@ -267,7 +267,7 @@ def test_a_failing_variant_leaves_the_others(model, make, monkeypatch):
             raise torch.OutOfMemoryError("out of\nmemory")
         return scores
 
-    monkeypatch.setattr(OwnScorer, "score", score)
+    monkeypatch.setattr(LmEvalScorer, "score", score)
     analysis = make(variants=("skip", "reverse"))
     said = counted(analysis)
     records = list(analysis.run(LayeredModel(model)))
@@ -281,7 +281,7 @@ def test_a_failing_variant_leaves_the_others(model, make, monkeypatch):
     assert {r.tags["variant"] for r in records if r.metric == "task_score"} == {"baseline", "reverse"}
     assert said[2] == "arc_challenge: skip M=3 failed: OutOfMemoryError: out of memory"
     assert len(files(analysis)) == 2
-    monkeypatch.setattr(OwnScorer, "score", whole)
+    monkeypatch.setattr(LmEvalScorer, "score", whole)
     again = make(variants=("skip", "reverse"))
     said = counted(again)
     assert not [record for record in again.run(LayeredModel(model)) if record.metric == "failed"]
@@ -308,16 +308,9 @@ def test_wrong_options_are_refused(folder, model, make, monkeypatch):
     view = LayeredModel(model)
     make().check(view)
     cases = [
-        (make("arc"), "task: there is no 'arc' among the local ones"),
         (
-            make(folder=None),
-            "folder: arc_challenge is read from local files: name their folder, or take scorer lm_eval",
-        ),
-        (make(scorer="other"), "scorer: expected one of own, lm_eval, got 'other'"),
-        (make(scorer="lm_eval"), "scorer: lm_eval reads its data from the Hub, got the folder .*: take scorer own"),
-        (
-            make("a.csv", scorer="lm_eval", folder=None),
-            "scorer: lm_eval reads its data from the Hub, got the file a.csv",
+            make("arc"),
+            "task: there is no 'arc'; did you mean arc_easy.*; or name a file .* with the columns",
         ),
         (make(limit=0), "limit: expected at least 1, got 0"),
         (make(batch_size=0), "batch_size: expected at least 1, got 0"),
@@ -341,16 +334,16 @@ def test_wrong_options_are_refused(folder, model, make, monkeypatch):
 
     monkeypatch.setattr("lit_layers.intervene.lm_eval_tasks.version", missing)
     with pytest.raises(InputError, match=r"lm-eval is needed .*: pip install 'lit_layers\[eval\]'"):
-        make("lambada", scorer="lm_eval", folder=None).check(view)
+        make("lambada", folder=None).check(view)
 
 
 def test_rows_that_changed_meanwhile_are_refused(model, make, monkeypatch):
     calls = iter(["a", "b"])
-    whole = OwnScorer.score
+    whole = LmEvalScorer.score
 
     def score(self, network):
         return module.TaskScores(**vars(whole(self, network)) | {"rows_hash": next(calls)})
 
-    monkeypatch.setattr(OwnScorer, "score", score)
+    monkeypatch.setattr(LmEvalScorer, "score", score)
     with pytest.raises(InputError, match="the task's rows changed between variants: remove .* and begin anew"):
         list(make().run(LayeredModel(model)))

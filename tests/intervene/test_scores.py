@@ -1,71 +1,16 @@
-"""Scores of rows solved by hand; the normalised score and its error; the median over tasks."""
+"""Means and their errors; the normalised score and its error; the median over tasks."""
 
 import math
 
 import numpy as np
 import pytest
 
-from lit_layers.intervene.likelihoods import Likelihood
 from lit_layers.intervene.scores import (
-    FLEXIBLE,
-    NORMED,
-    PERPLEXITY,
     SCORE,
-    choice_values,
-    completion_values,
-    match_values,
     mean_and_error,
     normalized_error,
     normalized_score,
 )
-from lit_layers.intervene.task_prompts import Choice, Question
-
-
-def found(*values, greedy=False):
-    return [Likelihood(value, greedy) for value in values]
-
-
-def test_the_longer_choice_wins_by_character():
-    item = Choice((("a", " bb"), ("a", " cccccccc")), 1, (2, 8))
-    assert choice_values([item], found(-3.0, -4.0), normed=True) == {SCORE: [0.0], NORMED: [1.0]}
-    assert choice_values([item], found(-5.0, -4.0), normed=False) == {SCORE: [1.0]}
-
-
-def test_of_equal_choices_the_first_counts():
-    items = [Choice((("a", " b"), ("a", " b")), gold, (1, 1)) for gold in (0, 1)]
-    assert choice_values(items, found(-1.0, -1.0, -1.0, -1.0), normed=True) == {SCORE: [1.0, 0.0], NORMED: [1.0, 0.0]}
-
-
-def test_a_log_likelihood_that_is_no_number_is_refused():
-    items = [Choice((("a", " b"), ("a", " c")), 0, (1, 1))] * 2
-    with pytest.raises(FloatingPointError, match="1 of 2 rows have a log-likelihood that is not a number"):
-        choice_values(items, found(-1.0, -2.0, math.nan, -1.0), normed=False)
-
-
-def test_a_completion_is_right_if_it_is_greedy():
-    items = [Choice((("a", " b"),), 0, (1,))] * 2
-    values = completion_values(items, [*found(-2.0, greedy=True), *found(-4.0)])
-    assert values == {SCORE: [1.0, 0.0], PERPLEXITY: [-2.0, -4.0]}
-    value, error = mean_and_error(PERPLEXITY, [values[PERPLEXITY]])
-    assert value == pytest.approx(math.exp(3))
-    assert error == pytest.approx(math.exp(3) * 1.0)  # of the mean: sqrt(2) / sqrt(2)
-
-
-@pytest.mark.parametrize(
-    ("text", "strict", "flexible"),
-    [
-        ("He has 1,234 nuts.\n#### 1,234", 1, 1),
-        ("The answer is $1234.", 0, 1),  # no mark; the last number, without the full stop
-        ("#### 12 or rather #### 1234", 0, 1),  # the first mark, the last number
-        ("#### 1234\nThat is 7", 1, 0),
-        ("#### -1234", 0, 0),
-        ("no number", 0, 0),
-        ("", 0, 0),
-    ],
-)
-def test_numbers_of_a_text(text, strict, flexible):
-    values = match_values([Question("", "It is 1,200 + 34.\n#### 1,234")], [text])
-    assert values == {SCORE: [strict], FLEXIBLE: [flexible]}
 
 
 def test_the_error_of_a_mean():

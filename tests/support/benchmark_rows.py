@@ -8,6 +8,7 @@ import torch
 import yaml
 
 from lit_layers.data.tokenization import save_tokenizer, train_bpe
+from tests.support.data_mapping import with_mapping
 from tests.support.tiny_models import tiny
 
 TASKS = ("lambada", "arc_challenge", "hellaswag", "winogrande", "gsm8k")
@@ -71,8 +72,9 @@ _SOLVED = [
 
 
 def write_tasks(folder: Path) -> Path:
-    """The local files of the five tasks."""
-    folder.mkdir(parents=True, exist_ok=True)
+    """The files of the five tasks in `folder`, of the name benchmarks, and a mapping beside it."""
+    with_mapping(folder.parent)
+    folder.mkdir(exist_ok=True)
     _parquet(folder / "lambada_openai_test.parquet", [{"text": text} for text in _LAMBADA])
     arc = [{"question": asked, "choices": choices, "label": _index(label)} for asked, choices, label in _ARC]
     _parquet(folder / "arc_challenge_test.parquet", arc)
@@ -88,6 +90,14 @@ def write_tasks(folder: Path) -> Path:
     _parquet(folder / "gsm8k_test.parquet", solved[:4])
     _parquet(folder / "gsm8k_train_sample.parquet", solved[4:])
     return folder
+
+
+def pairs_of(task: str, row: dict) -> list[tuple[str, str]]:
+    """The contexts and continuations that a row is scored by, written from lm-eval's task files by hand."""
+    if task == "arc_challenge":
+        return [(f"Question: {row['question']}\nAnswer:", f" {choice}") for choice in row["choices"]]
+    before, after = row["sentence"].split("_")
+    return [(before + choice, f" {after.strip()}") for choice in row["choices"]]
 
 
 def lm_eval_file(task: str, folder: Path) -> str:

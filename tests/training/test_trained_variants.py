@@ -15,6 +15,7 @@ from lit_layers.models.view import LayeredModel
 from lit_layers.training.finetuning import FinetuningRecipe, LitVariant
 from lit_layers.training.glue import GlueRecipe, LitSequenceClassifier, glue_scores
 from lit_layers.training.trained_variants import Finetuning, GlueScores
+from tests.support.data_mapping import with_mapping
 from tests.support.glue_files import saved_bert_of_pairs, write_glue, write_rows
 from tests.support.labelled_texts import labelled, saved_gpt2
 from tests.support.tiny_models import tiny
@@ -84,7 +85,7 @@ def test_what_decides_the_numbers_is_known_by_config_and_data(home, tmp_path):
     other = write_corpus(tmp_path / "other.jsonl", first=5)
     assert one.data_hash() != finetuning(home, tmp_path, {"corpus": str(other)}).data_hash()
     assert glue(home, tmp_path / "a").config_hash() == glue(home, tmp_path / "b", folder=tmp_path).config_hash()
-    copy = tmp_path / "copy"
+    copy = with_mapping(tmp_path / "copy")
     shutil.copytree(home / "glue", copy / "glue")
     assert glue(home, tmp_path, folder=copy).data_hash() == glue(home, tmp_path).data_hash()
     texts, moods = map(list, zip(*labelled(10, 31), strict=True))
@@ -139,7 +140,7 @@ def test_what_does_not_fit_is_refused_before_training(home, tmp_path):
         (glue(home, tmp_path), LayeredModel(tiny("vit")), "glue: expected an encoder .*, got VisionTransformer"),
         (glue(home, tmp_path, {"num_tokens": 33}), bert, "num_tokens: BertForMaskedLM takes at most 32 tokens, got 33"),
         (glue(home, tmp_path, {"precision": "x"}), bert, "recipe: precision: Precision 'x' is invalid"),
-        (glue(home, tmp_path, folder=tmp_path), bert, "the split 'train' in .*mrpc_train.parquet, there is no such"),
+        (glue(home, tmp_path, folder=tmp_path), bert, "task mrpc: folder: expected a file tasks.yaml in"),
         (replace(glue(home, tmp_path), tokenizer="nowhere.json"), bert, "no tokenizer 'nowhere.json'"),
     ]
     for analysis, view, sentence in cases:

@@ -1,0 +1,161 @@
+"""Rows of local files as lm-eval's definitions have them: prompts of real rows, the user's own file, wrong input."""
+
+import json
+
+import pandas as pd
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from lit_layers.errors import InputError
+from lit_layers.intervene import LOCAL_TASKS, PAINTED
+from lit_layers.intervene.lm_eval_tasks import LmEvalScorer
+from lit_layers.intervene.local_rows import local_rows
+from tests.support.benchmark_rows import write_tasks
+
+# Counts of the data folder's own README; the first row of each file, looked at by eye.
+ROWS = {
+    "lambada": 5153,
+    "arc_challenge": 586,
+    "arc_easy": 1188,
+    "hellaswag": 500,
+    "winogrande": 1267,
+    "gsm8k": 660,
+    "piqa": 1838,
+    "openbookqa": 500,
+    "sciq": 1000,
+    "boolq": 1500,
+}
+FIRST = {
+    "arc_challenge": (
+        "Question: An astronomer observes that a planet rotates faster after a meteorite impact. Which is the most "
+        "likely effect of this increase in rotation?\nAnswer:",
+        [
+            " Planetary density will decrease.",
+            " Planetary years will become longer.",
+            " Planetary days will become shorter.",
+            " Planetary gravity will become stronger.",
+        ],
+        2,
+    ),
+    "winogrande": (
+        "Sarah was a much better surgeon than Maria so Sarah",
+        [" always got the easier cases.", " always got the easier cases."],
+        1,
+    ),
+    "openbookqa": (
+        "Frilled sharks and angler fish live far beneath the surface of the ocean, which is why they are known as",
+        [" Deep sea animals", " fish", " Long Sea Fish", " Far Sea Animals"],
+        0,
+    ),
+    "sciq": (
+        "\nQuestion: Who proposed the theory of evolution by natural selection?\nAnswer:",
+        [" Linnaeus", " shaw", " Scopes", " darwin"],
+        3,
+    ),
+    "boolq": ("bleeding and thus may become a medical emergency.\nQuestion: can you have an ectopic pregnancy in your "
+              "ovary?\nAnswer:", [" no", " yes"], None),
+    "piqa": ("Question: How do I ready a guinea pig cage for it's new occupants?\nAnswer:", None, None),
+    "hellaswag": ('Health: How to do the " shoulder stand " yoga position. Set up', None, None),
+    "lambada": ("his mouth curved in a confident grin, I don't care about", [" signs"], None),
+    "gsm8k": ("\n\nQuestion: A robe takes 2 bolts of blue fiber and half that much white fiber.  How many bolts in "
+              "total does it take?\nAnswer:", None, None),
+}  # fmt: skip
+
+
+def prompts(task, folder, limit=None):
+    """Of the first row: what lm-eval asks the model, and the number of the right choice."""
+    scorer = LmEvalScorer(local_rows(task, folder, limit), "unused")
+    (loaded,) = scorer._load()["tasks"].values()
+    loaded.set_fewshot_seed(seed=1234)
+    loaded.build_all_requests(limit=1, rank=0, world_size=1)
+    return [request.args for request in loaded.instances], loaded.doc_to_target(loaded.instances[0].doc)
+
+
+@pytest.mark.realdata
+@pytest.mark.parametrize("task", LOCAL_TASKS)
+def test_every_real_row_is_a_row_of_the_task_and_the_first_is_asked_like_this(realdata, task):
+    rows = local_rows(task, realdata)
+    assert len(rows.rows[rows.split]) == ROWS[task]
+    assert rows.content_hash() != local_rows(task, realdata, 9).content_hash()
+    asked, gold = prompts(task, realdata, 1)
+    if task == "gsm8k":
+        assert asked[0][0].count("Question: ") == 6
+    if task in FIRST:
+        context, choices, right = FIRST[task]
+        assert context in asked[0][0]
+        assert asked[0][0].endswith(context) or task == "hellaswag"
+        assert choices is None or [choice for _, choice in asked] == choices
+        if right is not None and task != "winogrande":
+            assert gold == right
+    if task == "winogrande":
+        assert asked[1][0] == "Sarah was a much better surgeon than Maria so Maria"
+
+
+def test_fewer_rows_are_the_first_ones(tmp_path):
+    folder = write_tasks(tmp_path / "benchmarks").parent
+    for task in PAINTED:
+        few, all_of_them = local_rows(task, folder, 2), local_rows(task, folder)
+        assert few.rows[few.split] == all_of_them.rows[few.split][:2]
+        assert few.content_hash() != all_of_them.content_hash() == local_rows(task, folder, 99).content_hash()
+
+
+def test_a_file_of_ones_own_is_a_task(tmp_path):
+    rows = [
+        {"context": "Two and two is", "choices": ["four", "five", "six"], "label": 0},
+        {"context": "A dog", "choices": ["barks", "sings"], "label": 0},
+    ]
+    pq.write_table(pa.Table.from_pylist(rows), tmp_path / "mine.parquet")
+    (tmp_path / "mine.jsonl").write_text("\n".join(map(json.dumps, rows)) + "\n\n")
+    pd.DataFrame([{**row, "choices": json.dumps(row["choices"])} for row in rows]).to_csv(
+        tmp_path / "mine.csv", index=False
+    )
+    for ending in ("parquet", "jsonl", "csv"):
+        task = str(tmp_path / f"mine.{ending}")
+        assert local_rows(task, None).rows == {"test": rows}
+        asked, gold = prompts(task, None)
+        assert asked == [("Two and two is", f" {word}") for word in ("four", "five", "six")]
+        assert gold == 0
+
+
+def write(path, rows):
+    pq.write_table(pa.Table.from_pylist(rows), path)
+
+
+def test_wrong_input_is_refused(tmp_path):
+    with pytest.raises(InputError, match="task: there is no 'arc'; did you mean arc_easy.*; or name a file"):
+        local_rows("arc", tmp_path)
+    folder = write_tasks(tmp_path / "benchmarks")
+    (folder / "lambada_openai_test.parquet").unlink()
+    with pytest.raises(InputError, match=r"task lambada: source: expected the split 'test' in .*lambada_openai_test"):
+        local_rows("lambada", tmp_path)
+    arc = folder / "arc_challenge_test.parquet"
+    cases = [
+        ([{"question": "a", "choices": ["b", "c"]}], r"has no column 'label': it has question, choices"),
+        ([{"question": "a", "choices": ["b", "c"], "label": 2}], r"row 0 is no row of arc_challenge \("),
+        ([{"question": "a", "choices": ["b", "c"], "label": -1}], r"\(2 choices and the label -1\)"),
+        ([{"question": "a", "choices": ["b"], "label": None}], r"\(nothing in column 'label'\)"),
+    ]
+    for rows, message in cases:
+        write(arc, rows)
+        with pytest.raises(InputError, match=message):
+            local_rows("arc_challenge", tmp_path)
+    arc.write_text("no parquet")
+    with pytest.raises(InputError, match="is no parquet file, or only a part of one"):
+        local_rows("arc_challenge", tmp_path)
+    write(folder / "winogrande_validation.parquet", [{"sentence": "none", "choices": ["a", "b"], "label": 0}])
+    with pytest.raises(InputError, match=r"row 0 is no row of winogrande \(no blank in 'none'\)"):
+        local_rows("winogrande", tmp_path)
+    write(folder / "gsm8k_train_sample.parquet", [{"question": "a", "answer": "b"}] * 4)
+    with pytest.raises(InputError, match="task gsm8k: 5 worked examples are needed, there are 4"):
+        local_rows("gsm8k", tmp_path)
+    own = tmp_path / "mine.jsonl"
+    for text, message in (
+        ('{"context": "a", "choices": ["b"], "label": 0}', "choices: expected a list of two texts or more, got"),
+        ("{", "no JSON object in line 1"),
+        ("[1]", "has a list, no JSON object, in line 1"),
+        ("", "has no "),
+    ):
+        own.write_text(text)
+        with pytest.raises(InputError, match=message):
+            local_rows(str(own), None)
