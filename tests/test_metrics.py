@@ -14,13 +14,13 @@ from lit_layers import analyses, metrics, plots, records
 from lit_layers.correlate.table import read_runs
 from lit_layers.data import GivenTexts
 from lit_layers.intervene import BenchmarkScores
-from lit_layers.intervene.glue_tasks import GLUE
 from lit_layers.intervene.speed import Speed
 from lit_layers.metrics import METRICS, Metric, look_up
 from lit_layers.models.view import LayeredModel
 from lit_layers.records import Measurement, Record
 from lit_layers.report import facts, figures, layerwise, wandb_mirror, write_report
 from lit_layers.report.layer_pictures import write_pictures
+from lit_layers.tasks.glue import GLUE
 from lit_layers.training.run_log import RunLog
 from tests.support import every_analysis
 from tests.support.benchmark_rows import tiny_speaker, write_tasks, write_tokenizer
@@ -33,7 +33,7 @@ from tests.support.tiny_training import fit
 BRIER = Metric("brier_score", "Probe Brier score", "", "Mean squared error of the probabilities.", low=0, high=2)
 BRIER = replace(BRIER, better="lower", group="score")
 # What takes minutes of training, in whose own tests the values are compared, or what tiny random models may lack.
-OF_GLUE = {*(metric for task in GLUE.values() for metric in task.metrics), "glue_score"}
+OF_GLUE = {*(metric for task in GLUE.values() for metric in task.scores), "glue_score"}
 NOT_HERE = {
     *("validation/accuracy", "validation/accuracy_top5", "validation/ema_accuracy", "validation/ema_loss"),
     *("train/images_per_second", "train/mfu", "mean_squared_error", "inflection_layer", "normalized_score", "failed"),
