@@ -7,7 +7,7 @@ import pickle
 import platform
 import random
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
@@ -21,7 +21,7 @@ from lit_layers.analyses.summary import with_a_value
 from lit_layers.models.build import weights_hash as hash_weights
 from lit_layers.models.families import Network
 from lit_layers.models.view import LayeredModel, evaluating
-from lit_layers.records import Measurement, Record
+from lit_layers.records import Measurement, Record, Store
 
 logger = logging.getLogger(__name__)
 
@@ -54,6 +54,42 @@ def measure(
     """
     done = _attempt(model, analysis, weights_hash, lambda view: collect(analysis, analysis.run(view)))
     return _measurement(done, analysis, run, step, tokens, provenance)
+
+
+Way = Callable[..., Iterable[Measurement]]  # (model, analyses, starting, **facts): facts are those of `measure`
+
+
+def one_by_one(
+    model: nn.Module | LayeredModel, analyses: Sequence[Analysis], starting: Callable[[Analysis], None], **facts: Any
+) -> Iterator[Measurement]:
+    """Yields the measurement of each analysis, in one process, of a model that is in memory whole."""
+    for analysis in analyses:
+        starting(analysis)
+        yield measure(model, analysis, **facts)
+
+
+def measure_missing(
+    model: Any,
+    analyses: Sequence[Analysis],
+    store: Store,
+    *,
+    run: str,
+    step: int | None,
+    weights_hash: str,
+    way: Way = one_by_one,
+    starting: Callable[[Analysis], None] = lambda analysis: None,
+    same: Mapping[str, Any] | None = None,
+    **facts: Any,
+) -> Iterator[Measurement]:
+    """Measures what is not done on one checkpoint, and yields each measurement once the store has it.
+
+    Whatever measures a checkpoint goes this way: in training and after it, in one process or divided over several,
+    whole or block by block. `same` is what provenance must say besides of what counts as done.
+    """
+    due = [a for a in analyses if not store.is_done(run, step, a, weights_hash=weights_hash, **(same or {}))]
+    for measurement in way(model, due, starting, run=run, step=step, weights_hash=weights_hash, **facts):
+        store.add(measurement)
+        yield measurement
 
 
 @dataclass(frozen=True)

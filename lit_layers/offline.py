@@ -1,32 +1,53 @@
-"""Measuring one model that is already trained: loaded whole, or read block by block."""
+"""Measuring models that are already trained: the checkpoints of a series, audited first. One model is a series of one.
+
+A checkpoint is in memory whole, one at a time while the next one is fetched, or is read block by block.
+"""
 
 import contextlib
 import hashlib
-import re
 import shutil
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
-from torch import nn
 
-from lit_layers import emergence, records, run_lock
-from lit_layers.analyses.base import Analysis, LayerwiseAnalysis
-from lit_layers.analyses.streamed import STATE, Progress, layerwise, walk
+from lit_layers import emergence, run_lock
+from lit_layers.analyses.base import Analysis
+from lit_layers.analyses.streamed import STATE, layerwise, walk
 from lit_layers.errors import InputError
 from lit_layers.identity import UNKNOWN, settings_name, settings_of
-from lit_layers.models.build import load, weights_hash
+from lit_layers.models.build import weights_hash
 from lit_layers.models.shard_files import ShardFiles
 from lit_layers.models.streaming import StreamedModel
 from lit_layers.models.view import LayeredModel
 from lit_layers.records import Measurement
-from lit_layers.series.known import Origin, refuse_another_model
-from lit_layers.series.local import run_in
+from lit_layers.series import Audit, Checkpoint, OneModel, Series, audit
+from lit_layers.series.auditing import REQUESTS_AT_ONCE, WEIGHTS, remember
+from lit_layers.series.fingerprints import Memory
+from lit_layers.series.known import Known, is_suspect
+from lit_layers.series.prefetching import fetched_ahead
 
 Device = Literal["auto", "cpu", "cuda"]
 Dtype = Literal["float32", "float64"]
+Tell = Callable[[int, int, str], None]  # done, of how many, what comes next: checkpoints, or analyses or blocks of one
+Analyses = Sequence[Analysis] | Mapping[str, Sequence[Analysis]]
 UNFINISHED = ".stream"  # folder in the root: what a streamed measurement has found so far
+
+
+@dataclass
+class SeriesResult:
+    """What came of a series. `failures`: one sentence for each checkpoint that could not be had or loaded."""
+
+    audit: Audit
+    left_out: list[Checkpoint]
+    verdicts: dict[str, str]  # by checkpoint, as they stand in the measurements
+    measurements: list[Measurement] = field(default_factory=list)
+    num_known: int = 0  # measurements that were there already
+    failures: list[str] = field(default_factory=list)
+    unlisted: frozenset[str] = frozenset()  # names of checkpoints that could not be audited
 
 
 def analyze(
@@ -38,37 +59,80 @@ def analyze(
     stream_blocks: bool = False,
     device: Device = "auto",
     dtype: Dtype = "float32",
-    progress: Progress | None = None,
+    progress: Tell | None = None,
 ) -> list[Measurement]:
-    """What the analyses find on one model; each measurement is also a line of `root/measurements.jsonl`.
-
-    What is there already, of the same options and weights, is not measured again. With `stream_blocks` the model is
-    never in memory as a whole, and an interrupted call goes on behind the last finished block.
+    """Returns what the analyses find on one model: `analyze_series` on a series of one, whatever was measured before.
 
     Args:
         model: a folder with config.json and weights, or the name of a model of the Hub.
-        analyses: what to measure; names are unique. Streamed: Trajectory, Representation, Coupling.
-        root: the folder of the results; its name is the run's.
         revision: a branch, tag or commit of the Hub.
-        stream_blocks: whether to read the model block by block.
-        device: "auto" is a GPU where there is one.
-        dtype: what the weights are converted to, however they are stored.
-        progress: told what is done and what comes next.
 
     Raises:
         InputError: a model that is not there or damaged, options that do not fit it, an analysis that cannot stream; a
             root that holds the measurements of another model.
     """
-    refuse_missing_data(analyses)
-    selected = layerwise(analyses) if stream_blocks else []
-    place, number = device_of(device), {"float32": torch.float32, "float64": torch.float64}[dtype]
-    files, root = ShardFiles(model, revision=revision), Path(root)
-    tell = progress or (lambda done, total, what: None)
-    with run_lock.writing(root):
-        if not stream_blocks:
-            return _whole(files, analyses, root, revision, place, number, tell)
-        with contextlib.closing(StreamedModel(files, device=place, dtype=number)) as view, _plain_numbers(place):
-            return _streamed(view, selected, root, revision, tell)
+    series, root = OneModel(model, revision=revision), Path(root)
+    options: dict[str, Any] = {"stream_blocks": stream_blocks, "device": device, "dtype": dtype, "progress": progress}
+    analyze_series(series, analyses, root=root, **options)
+    known, (checkpoint,) = Known(root), series.checkpoints
+    here = [m for m in known.store if (m.run, m.step) == (known.run_of(checkpoint), checkpoint.step)]
+    last = {(m.analysis, settings_of(m)): m for m in here}  # one that failed early did not know its settings
+    names = [(each.name, settings_name(each.config_hash(), each.data_hash())) for each in analyses]
+    return [last.get((name, settings)) or last[name, UNKNOWN] for name, settings in names]
+
+
+def analyze_series(
+    series: Series,
+    analyses: Analyses,
+    *,
+    root: str | Path,
+    allow_suspect: bool = False,
+    keep_downloads: bool = True,
+    shard: tuple[int, int] = (0, 1),
+    stream_blocks: bool = False,
+    device: Device = "auto",
+    dtype: Dtype = "float32",
+    progress: Tell | None = None,
+    without: Mapping[str, str] | None = None,
+) -> SeriesResult:
+    """Measures every checkpoint of a series; each measurement is also a line of `root/measurements.jsonl`.
+
+    The series is audited first. A checkpoint that is suspect is left out, unless `allow_suspect`; the verdict stands in
+    every measurement, and where it is another than before in those that were there, too. What is known, of the same
+    options, data, tokenizer and weight files, is not measured again, nor is such a checkpoint loaded. One that cannot
+    be had is named in `failures`, and the others are measured. Weights that had to be downloaded are judged when they
+    are there, and the verdicts of the measurements corrected at the end.
+
+    Args:
+        analyses: for all checkpoints, or by the name of the checkpoint: models may need a tokenizer each.
+        root: the folder of the results; its name is the run's (of several models without steps each is a run), so that
+            the numbers of a run's own folder join those that training wrote.
+        keep_downloads: whether weights that this call downloads stay in the Hub's cache when they are measured.
+        shard: (i, n): every n-th checkpoint from the i-th (from 0), for n processes on one root.
+        stream_blocks: whether to read each model block by block, so that it is never in memory as a whole; an
+            interrupted call goes on after the last finished block. Trajectory, Representation, Coupling.
+        device: "auto" is a GPU where there is one.
+        dtype: what the weights are converted to, however they are stored.
+        progress: told what is done and what comes next.
+        without: names of checkpoints that cannot be measured, each with why: they are among the `failures`.
+
+    Raises:
+        InputError: a series that is not there, options or data that fit no checkpoint. Where each checkpoint has
+            analyses of its own, what fits one of them only is among the `failures`. Where another process writes in
+            `root`, unless as another shard of as many.
+    """
+    index, count = shard
+    if not 0 <= index < count:
+        raise InputError(
+            f"shard: expected i/n with i from 0 to n - 1, got {index}/{count}: number a SLURM array from 0, "
+            f"--array=0-{max(count, 1) - 1}"
+        )
+    options = _Options(
+        Path(root), allow_suspect, keep_downloads, shard, stream_blocks, device_of(device), dtype, progress or _silent
+    )
+    wanted, unmeasured = _by_name(series, analyses, without or {}, stream_blocks)
+    with run_lock.writing(root, shard=shard):
+        return _Measuring(series, wanted, unmeasured, options, isinstance(analyses, Mapping)).run()
 
 
 def refuse_double_names(analyses: Sequence[Analysis]) -> None:
@@ -88,120 +152,302 @@ def refuse_missing_data(analyses: Sequence[Analysis]) -> None:
 
 
 def own_tokenizer(model: str | Path, revision: str | None = None) -> str | None:
-    """Where the tokenizer that a model was saved with is found, as recipes name it; None where it has none."""
-    files = ShardFiles(model, revision=revision)
-    if not files.has("tokenizer.json"):
+    """Returns the tokenizer that a model was saved with, as recipes name it; None where it has none."""
+    series = OneModel(model, revision=revision)
+    return series.tokenizer(series.checkpoints[0])
+
+
+def device_of(name: Device) -> torch.device:
+    """Returns the device that an option names.
+
+    Raises:
+        InputError: a GPU where torch sees none.
+    """
+    if name == "cuda" and not torch.cuda.is_available():
+        raise InputError("device: cuda was asked for and torch sees no GPU: use cpu or auto")
+    return torch.device("cuda" if name == "cuda" or (name == "auto" and torch.cuda.is_available()) else "cpu")
+
+
+def _silent(done: int, total: int, what: str) -> None:
+    """Tells nobody."""
+
+
+# --------------------------------------------------------------------------------------------- what is to be measured
+
+
+def _by_name(
+    series: Series, analyses: Analyses, without: Mapping[str, str], stream_blocks: bool
+) -> tuple[dict[str, Sequence[Analysis]], dict[str, str]]:
+    """What is to be measured on each checkpoint, and which cannot be measured, each with why.
+
+    Data that is not there is refused before anything is downloaded; where each checkpoint has data of its own, in the
+    tokens of its own tokenizer, those are left out that have none.
+    """
+    if not isinstance(analyses, Mapping):
+        _refuse(analyses, stream_blocks)
+        return {found.name: analyses for found in series}, dict(without)
+    wanted, unmeasured = {}, dict(without)
+    for found in series:
+        if found.name in unmeasured:
+            continue
+        try:
+            _refuse(analyses[found.name], stream_blocks)
+        except InputError as error:
+            unmeasured[found.name] = f"{found.name}: {error}"
+        else:
+            wanted[found.name] = analyses[found.name]
+    if not wanted:
+        raise InputError(next(iter(unmeasured.values())))
+    return wanted, unmeasured
+
+
+def _refuse(analyses: Sequence[Analysis], stream_blocks: bool) -> None:
+    refuse_missing_data(analyses)
+    if stream_blocks:
+        layerwise(analyses)
+
+
+def _unlisted(series: Series) -> dict[str, str]:
+    """The checkpoints whose files cannot even be listed, each with why: not for them shall the others wait."""
+
+    def reason(checkpoint: Checkpoint) -> str | None:
+        try:
+            checkpoint.source.files  # noqa: B018
+        except InputError as error:
+            return str(error)
         return None
-    return files.model if files.local or revision is None else f"{files.model}@{files.commit}"
+
+    with ThreadPoolExecutor(REQUESTS_AT_ONCE) as pool:
+        reasons = pool.map(reason, series.checkpoints)
+        return {one.name: why for one, why in zip(series.checkpoints, reasons, strict=True) if why is not None}
 
 
-def _whole(
-    files: ShardFiles,
-    analyses: Sequence[Analysis],
-    root: Path,
-    revision: str | None,
-    device: torch.device,
-    dtype: torch.dtype,
-    tell: Progress,
-) -> list[Measurement]:
-    view = LayeredModel(_loaded(files, dtype).to(device))
-    for analysis in analyses:
-        analysis.check(view)
-    kept = _Kept(files, root, revision, weights_hash(view.model))
-    for place, analysis in enumerate(analyses):
-        tell(place, len(analyses), analysis.name)
-        if not kept.is_done(analysis):
-            kept.add(
-                emergence.measure(
-                    view,
-                    analysis,
-                    run=kept.run,
-                    step=kept.step,
-                    provenance=kept.source,
-                    weights_hash=kept.weights_hash,
-                )
-            )
-    tell(len(analyses), len(analyses), "")
-    return kept.of(analyses)
+# -------------------------------------------------------------------------------------------------------- measuring
 
 
-def _streamed(
-    view: StreamedModel, analyses: list[LayerwiseAnalysis], root: Path, revision: str | None, tell: Progress
-) -> list[Measurement]:
-    for analysis in analyses:
-        analysis.check(view)
-    kept = _Kept(view.files, root, revision, _hash_of_weights(view, root / UNFINISHED, tell), streamed=True)
-    pending = [analysis for analysis in analyses if not kept.is_done(analysis)]
-    # A kill between the first line and the last one leaves the blocks of all of them.
-    together = root / UNFINISHED / _key(view, analyses)
-    wanted = analyses if pending and (together / STATE).is_file() else pending
-    if wanted:
-        folder = root / UNFINISHED / _key(view, wanted)
-        found = walk(view, wanted, folder, tell)
-        for analysis in pending:
-            mine = found[analysis.name]
-            kept.add(
-                Measurement(
-                    run=kept.run,
-                    step=kept.step,
-                    tokens=None,
-                    analysis=analysis.name,
-                    records=mine.records,
-                    seconds=mine.seconds,
-                    error=mine.error,
-                    provenance={**emergence.describe_run(view, analysis, kept.weights_hash), **kept.source},
-                )
-            )
-        shutil.rmtree(folder)
-    for leftover in (root / UNFINISHED).glob(f"*-{_fingerprint(view)}.txt"):
-        leftover.unlink()
-    with contextlib.suppress(OSError):  # another measurement is under way there
-        (root / UNFINISHED).rmdir()
-    return kept.of(analyses)
+@dataclass(frozen=True)
+class _Options:
+    root: Path
+    allow_suspect: bool
+    keep_downloads: bool
+    shard: tuple[int, int]
+    stream_blocks: bool
+    device: torch.device
+    dtype: Dtype
+    tell: Tell
+
+    @property
+    def torch_dtype(self) -> torch.dtype:
+        return {"float32": torch.float32, "float64": torch.float64}[self.dtype]
 
 
-class _Kept:
-    """The measurements of one model: those in the file, and those that are added."""
+class _Measuring:
+    """One call on one series: `wanted` are the analyses by checkpoint, `varied` where they differ between them."""
 
     def __init__(
-        self, files: ShardFiles, root: Path, revision: str | None, weights_hash: str, *, streamed: bool = False
+        self,
+        series: Series,
+        wanted: Mapping[str, Sequence[Analysis]],
+        unmeasured: Mapping[str, str],
+        options: _Options,
+        varied: bool,
     ) -> None:
-        self.file, self.run, self.weights_hash = root / "measurements.jsonl", run_in(root), weights_hash
-        self.step = _step_of(revision or files.model)
-        self.source: dict[str, Any] = {"checkpoint": files.model, "streamed": streamed}
-        if files.commit is not None:
-            self.source |= {"revision": revision or "main", "commit": files.commit}
-        self.measurements = records.read(self.file)
-        origin = Origin(self.step, self.source, lambda: ("weights_hash", weights_hash))
-        refuse_another_model(root, self.run, self.measurements, [origin])
+        self.series, self.options = series, options
+        self.wanted, self.unmeasured, self.varied = wanted, unmeasured, varied
+        self.known = Known(options.root)
+        self.memory = series.memory or Memory(options.root)
+        self._fitting: set[int] = set()  # lists of analyses that fit a model of this series
 
-    def is_done(self, analysis: Analysis) -> bool:
-        return records.is_done(
-            self.measurements,
-            run=self.run,
-            step=self.step,
-            analysis=analysis.name,
-            config_hash=analysis.config_hash(),
-            data_hash=analysis.data_hash(),
-            weights_hash=self.weights_hash,
-        )
+    def run(self) -> SeriesResult:
+        index, count = self.options.shard
+        mine = self.series.checkpoints[index::count]
+        if self.series.is_alone:
+            self.result, audited = SeriesResult(Audit(self.series.name, 0, ()), [], {}), list(mine)
+        else:
+            self._refuse_another(lambda one: ("weight_files", one.source.weights()))
+            self.result, audited = self._audited(mine)
+        due = [one for one in audited if not self._is_known(one)]
+        self.result.num_known = sum(len(self.wanted[one.name]) for one in audited if one not in due)
+        is_read = False
+        for number, (checkpoint, fetched) in enumerate(fetched_ahead(due), start=len(audited) - len(due)):
+            if not self.series.is_alone:
+                self.options.tell(number, len(audited), checkpoint.name)
+            try:
+                self._measure(checkpoint, fetched)
+            except torch.OutOfMemoryError as error:
+                said = f"{checkpoint.series} {checkpoint.name} does not fit in the memory of {self.options.device}"
+                self._failed(checkpoint, InputError(said), error)
+            except InputError as error:
+                self._failed(checkpoint, error)
+            else:
+                if WEIGHTS in self.result.audit.unchecked.get(checkpoint.name, ()):
+                    is_read |= remember(checkpoint, self.memory)
+            finally:
+                if not self.options.keep_downloads:
+                    checkpoint.source.drop()
+        if not self.series.is_alone:
+            self.options.tell(len(audited), len(audited), "")
+        if is_read:
+            self._judge_again(mine)
+        return self.result
 
-    def add(self, measurement: Measurement) -> None:
-        records.append(self.file, measurement)
-        self.measurements.append(measurement)
+    def _refuse_another(self, weights: Callable[[Checkpoint], tuple[str, Any]]) -> None:
+        """Unless the series lies in the folder of the results: it is its own, whatever it was named before."""
+        place: Path | None = getattr(self.series, "root", None)
+        if place is None or place.resolve() != self.options.root.resolve():
+            self.known.refuse_another(self.series.checkpoints, weights)
 
-    def of(self, analyses: Sequence[Analysis]) -> list[Measurement]:
-        """The last measurement of each analysis with its own settings, or that failed before they were known."""
-        last = {(m.analysis, settings_of(m)): m for m in self.measurements if (m.run, m.step) == (self.run, self.step)}
-        names = [(each.name, settings_name(each.config_hash(), each.data_hash())) for each in analyses]
-        return [last.get((name, settings)) or last[name, UNKNOWN] for name, settings in names]
+    def _audited(self, mine: Sequence[Checkpoint]) -> tuple[SeriesResult, list[Checkpoint]]:
+        """What is said of the series, and which checkpoints of this shard are to be measured."""
+        unlisted = {**_unlisted(self.series), **self.unmeasured}
+        found = audit(self.series, without=unlisted.keys(), memory=self.memory)
+        listed = [checkpoint for checkpoint in mine if checkpoint.name not in unlisted]
+        whole = self._is_whole(found)
+        verdicts = {one.name: self.known.verdict(one, found.verdict(one), whole=whole) for one in listed}
+        for checkpoint in listed:
+            self.known.correct_verdicts(checkpoint, verdicts[checkpoint.name])
+        damaged = {name: each.message for each in found.findings if each.kind == "damaged" for name in each.names}
+        suspects = [one for one in listed if is_suspect(verdicts[one.name]) and not self.options.allow_suspect]
+        failures = [unlisted[one.name] for one in mine if one.name in unlisted]
+        failures += [f"{one.name} cannot be loaded: {damaged[one.name]}" for one in suspects if one.name in damaged]
+        result = SeriesResult(found, suspects, verdicts, failures=failures, unlisted=frozenset(unlisted))
+        return result, [one for one in listed if one not in suspects]
+
+    def _is_whole(self, found: Audit) -> bool:
+        """Whether every step of the series was audited: only then a suspicion can be taken back."""
+        everything = self.series.listing.checkpoints
+        return found.num_checked == len(everything) and all(one.step is not None for one in everything)
+
+    def _judge_again(self, mine: Sequence[Checkpoint]) -> None:
+        """Audits once more, by the weights that were downloaded to be measured, and corrects what the numbers say."""
+        self.result.audit = audit(self.series, without=self.result.unlisted, memory=self.memory)
+        whole = self._is_whole(self.result.audit)
+        for one in mine:
+            self.result.verdicts[one.name] = self.known.verdict(one, self.result.audit.verdict(one), whole=whole)
+            self.known.correct_verdicts(one, self.result.verdicts[one.name])
+
+    def _is_known(self, checkpoint: Checkpoint) -> bool:
+        """Whether all is known from weight files of these very hashes, without loading any."""
+        if self.series.is_alone:  # its files are not hashed, as nothing is compared with them
+            return False
+        try:
+            facts = {
+                "weight_files": checkpoint.source.weights(),
+                "dtype": self.options.dtype,
+                "model_tokenizer_hash": self.known.tokenizer_hash(checkpoint),
+            }
+        except InputError:  # its tokenizer cannot be had: fetching says why
+            return False
+        place = self.known.run_of(checkpoint), checkpoint.step
+        return all(self.known.store.is_done(*place, each, **facts) for each in self.wanted[checkpoint.name])
+
+    def _failed(self, checkpoint: Checkpoint, why: InputError, cause: BaseException | None = None) -> None:
+        """Notes what cannot be measured; refuses what no other checkpoint can be measured with either."""
+        is_loaded = isinstance(why, _DoesNotFit)
+        if self.series.is_alone or (is_loaded and not self._fitting and not self.varied):
+            raise why from (cause or why.__cause__)
+        said = str(why)
+        self.result.failures.append(said if checkpoint.name in said else f"{checkpoint.name}: {said}")
+
+    def _measure(self, checkpoint: Checkpoint, fetched: "Future[Path]") -> None:
+        try:
+            folder = fetched.result()
+        except OSError as error:
+            raise InputError(f"{checkpoint.series} {checkpoint.name} cannot be fetched: {error}") from error
+        analyses, options = self.wanted[checkpoint.name], self.options
+        tell = options.tell if self.series.is_alone else _silent
+        if options.stream_blocks:
+            files = self.series.files if isinstance(self.series, OneModel) else ShardFiles(folder)
+            with contextlib.closing(StreamedModel(files, device=options.device, dtype=options.torch_dtype)) as streamed:
+                self._check(streamed, analyses)
+                with _plain_numbers(options.device):
+                    self._walk(streamed, checkpoint, analyses, tell)
+            return
+        view = LayeredModel(checkpoint.load(dtype=options.torch_dtype).to(options.device))
+        self._check(view, analyses)
+        self._keep(checkpoint, view, analyses, emergence.one_by_one, tell, weights_hash(view.model))
+
+    def _keep(
+        self,
+        checkpoint: Checkpoint,
+        view: Any,
+        analyses: Sequence[Analysis],
+        way: emergence.Way,
+        tell: Tell,
+        fingerprint: str,
+    ) -> None:
+        """Measures one checkpoint by these weights, whatever files they came in: training writes others."""
+        source, same = checkpoint.provenance(), {}
+        if self.series.is_alone:
+            source["streamed"] = self.options.stream_blocks
+            self._refuse_another(lambda _: ("weights_hash", fingerprint))
+        else:
+            source["audit"] = self.result.verdicts[checkpoint.name]
+            source |= {"streamed": True} if self.options.stream_blocks else {}
+            same["model_tokenizer_hash"] = self.known.tokenizer_hash(checkpoint)
+            source |= {name: found for name, found in same.items() if found is not None}
+        measured = [
+            *emergence.measure_missing(
+                view,
+                analyses,
+                self.known.store,
+                run=self.known.run_of(checkpoint),
+                step=checkpoint.step,
+                tokens=checkpoint.tokens,
+                provenance=source,
+                weights_hash=fingerprint,
+                way=way,
+                starting=lambda analysis: tell(analyses.index(analysis), len(analyses), analysis.name),
+                same=same,
+            )
+        ]
+        tell(len(analyses), len(analyses), "")
+        self.result.measurements += measured
+        self.result.num_known += len(analyses) - len(measured)
+
+    def _check(self, view: Any, analyses: Sequence[Analysis]) -> None:
+        """Before the first number: what does not fit is refused."""
+        if id(analyses) in self._fitting:
+            return
+        try:
+            for analysis in analyses:
+                analysis.check(view)
+        except InputError as error:
+            raise _DoesNotFit(str(error)) from error.__cause__
+        self._fitting.add(id(analyses))
+
+    def _walk(self, view: StreamedModel, checkpoint: Checkpoint, analyses: Sequence[Analysis], tell: Tell) -> None:
+        """Block by block."""
+        place = self.options.root / UNFINISHED
+
+        def way(view: Any, due: Sequence[Analysis], _: Any, **facts: Any) -> Iterator[Measurement]:
+            # A kill between the first line and the last one leaves the blocks of all of them.
+            is_whole = due and (place / _key(view, analyses) / STATE).is_file()
+            if not due:
+                return
+            chosen = layerwise(analyses if is_whole else due)
+            folder = place / _key(view, chosen)
+            found = walk(view, chosen, folder, tell)
+            source, fingerprint = facts.pop("provenance"), facts.pop("weights_hash")
+            for analysis in due:
+                mine = found[analysis.name]
+                said = {**emergence.describe_run(view, analysis, fingerprint), **source}
+                result = {"records": mine.records, "seconds": mine.seconds, "error": mine.error}
+                yield Measurement(analysis=analysis.name, provenance=said, **facts, **result)
+            shutil.rmtree(folder)
+
+        self._keep(checkpoint, view, analyses, way, tell, _hash_of_weights(view, place, tell))
+        for leftover in place.glob(f"*-{_fingerprint(view)}.txt"):
+            leftover.unlink()
+        with contextlib.suppress(OSError):  # another measurement is under way there
+            place.rmdir()
 
 
-def _loaded(files: ShardFiles, dtype: torch.dtype) -> nn.Module:
-    return load(files.model, revision=files.commit, dtype=dtype)
+class _DoesNotFit(InputError):
+    """An analysis that does not fit a model that was loaded."""
 
 
-def _hash_of_weights(view: StreamedModel, folder: Path, tell: Progress) -> str:
+def _hash_of_weights(view: StreamedModel, folder: Path, tell: Tell) -> str:
     """From the files, all of which it takes to read; or from an interrupted measurement of the same files."""
     path = folder / f"weights-{_fingerprint(view)}.txt"
     if not path.is_file():
@@ -225,18 +471,6 @@ def _key(view: StreamedModel, analyses: Sequence[Analysis]) -> str:
     """What blocks already measured depend on: files, options, data, precision, kind of device."""
     parts = [_fingerprint(view), view.device.type, *(f"{a.config_hash()} {a.data_hash()}" for a in analyses)]
     return hashlib.sha256("/".join(parts).encode()).hexdigest()[:16]
-
-
-def _step_of(name: str) -> int | None:
-    """The training step that a folder or revision is named after: step-000001000, step1000."""
-    found = re.fullmatch(r"step-?(\d+)", Path(name).name)
-    return int(found[1]) if found else None
-
-
-def device_of(name: Device) -> torch.device:
-    if name == "cuda" and not torch.cuda.is_available():
-        raise InputError("device: cuda was asked for and torch sees no GPU: use cpu or auto")
-    return torch.device("cuda" if name == "cuda" or (name == "auto" and torch.cuda.is_available()) else "cpu")
 
 
 @contextlib.contextmanager

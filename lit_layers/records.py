@@ -16,7 +16,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, fields
 from pathlib import Path
-from typing import Annotated, Any, BinaryIO, NotRequired, TypeVar, cast
+from typing import Annotated, Any, BinaryIO, NotRequired, Protocol, TypeVar, cast
 
 import numpy as np
 import pandas as pd
@@ -46,7 +46,7 @@ AUDIT = "audit"  # the column of verdicts, only in tables that hold a suspect ch
 # Tags that place a number in a table of its own (a matrix, a map over tokens or categories, a list over distances or
 # sizes, a path, one of many random orders of which the mean is the number): no curve.
 PLACES = ("row", "column", "token", "other_token", "token_distance", "axis", "category", "train_rows", "seed")
-FAILED = "failed"  # the metric of a part of a measurement that came to nothing; `is_done` has it tried again
+FAILED = "failed"  # the metric of a part of a measurement that came to nothing; `Store.is_done` has it tried again
 _RESTORE = "restore the file from a copy, or delete that line to go on without it"
 _FLOATS = ("value", "stderr", "low", "high")
 
@@ -122,22 +122,59 @@ def read(path: str | Path) -> list[Measurement]:
     return list(_lines(Path(path), Measurement))
 
 
-def is_done(
-    measurements: Iterable[Measurement],
-    *,
-    run: str,
-    step: int | None,
-    analysis: str,
-    config_hash: str,
-    data_hash: str | None,
-    weights_hash: str,
-) -> bool:
-    """Whether the last measurement of this identity succeeded, with these weights."""
-    wanted = (run, step, analysis, settings_name(config_hash, data_hash))
-    last = next((m for m in reversed([*measurements]) if (m.run, m.step, m.analysis, settings_of(m)) == wanted), None)
-    if last is None or last.error is not None or any(record.metric == FAILED for record in last.records):
-        return False
-    return last.provenance.get("weights_hash") == weights_hash
+class Measuring(Protocol):
+    """What is asked of an analysis: its name, and the hashes of its options and of its data."""
+
+    @property
+    def name(self) -> str: ...
+    def config_hash(self) -> str: ...
+    def data_hash(self) -> str | None: ...
+
+
+class Store:
+    """The measurements of one file: the last of each identity, those that were there and those that are added.
+
+    Args:
+        path: the file; it need not exist yet.
+        measurements: what it holds, where that was read already.
+    """
+
+    def __init__(self, path: str | Path, measurements: Iterable[Measurement] | None = None) -> None:
+        self.path = Path(path)
+        self._last: dict[tuple, Measurement] = {}
+        for measurement in read(path) if measurements is None else measurements:
+            self._keep(measurement)
+
+    def __iter__(self) -> Iterator[Measurement]:
+        """In the order of the lines that count."""
+        return iter([*self._last.values()])
+
+    def add(self, measurement: Measurement) -> None:
+        """Writes a measurement, and returns when it is on the disk."""
+        append(self.path, measurement)
+        self._keep(measurement)
+
+    def last(self, run: str, step: int | None, analysis: Measuring) -> Measurement | None:
+        """Returns the last measurement of an analysis with these very options and data."""
+        settings = settings_name(analysis.config_hash(), analysis.data_hash())
+        return self._last.get((run, step, analysis.name, settings))
+
+    def is_done(self, run: str, step: int | None, analysis: Measuring, **facts: Any) -> bool:
+        """Returns whether an analysis need not run: it succeeded, whole, with these options, data and weights.
+
+        `facts` must stand in its provenance: `weights_hash`, or, where no weights are loaded, `weight_files` with
+        `dtype`. The `model_tokenizer_hash` of a measurement that says none counts as equal: training writes none.
+        """
+        last = self.last(run, step, analysis)
+        if last is None or last.error is not None or any(record.metric == FAILED for record in last.records):
+            return False
+        said = {"model_tokenizer_hash": facts.get("model_tokenizer_hash"), **last.provenance}
+        return all(name in said and said[name] == value for name, value in facts.items())
+
+    def _keep(self, measurement: Measurement) -> None:
+        key = (measurement.run, measurement.step, measurement.analysis, settings_of(measurement))
+        self._last.pop(key, None)
+        self._last[key] = measurement
 
 
 def is_suspect(measurement: Measurement) -> bool:

@@ -6,6 +6,7 @@ import shutil
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -120,8 +121,8 @@ def test_a_failure_that_knew_no_settings_stands_until_its_place_is_measured() ->
 
 def test_what_is_known_is_told_by_settings_and_weights() -> None:
     def done(*lines: Measurement, config: str = "a", weights: str = "0" * 16) -> bool:
-        place: dict[str, Any] = {"run": "quickstart", "step": 0, "analysis": "representation"}
-        return records.is_done(lines, **place, config_hash=config, data_hash=None, weights_hash=weights)
+        asked = SimpleNamespace(name="representation", config_hash=lambda: config, data_hash=lambda: None)
+        return records.Store("none.jsonl", lines).is_done("quickstart", 0, asked, weights_hash=weights)
 
     a, b = other(0, settings="a"), other(0, settings="b")
     assert done(a)

@@ -13,6 +13,7 @@ from lit_layers.errors import InputError
 from lit_layers.models.shard_files import ShardFiles
 from lit_layers.models.streaming import StreamedModel
 from lit_layers.offline import analyze
+from lit_layers.series import OneModel
 from tests.support.listed_batches import Listed
 from tests.support.rounding import assert_same_numbers
 from tests.support.saved_models import saved
@@ -200,9 +201,11 @@ def count_loads(monkeypatch) -> list[int]:
     return loads
 
 
-def test_the_step_is_read_from_the_name(tmp_path):
+def test_the_step_is_read_from_the_name(model, tmp_path):
     for name, step in (("step-000001000", 1000), ("step64", 64), ("main", None), ("a-step-5", None)):
-        assert offline._step_of(str(tmp_path / name)) == step
+        (tmp_path / name).symlink_to(model)
+        (checkpoint,) = OneModel(tmp_path / name).checkpoints
+        assert checkpoint.step == step
 
 
 def test_files_are_told_apart_by_precision_and_content(model):

@@ -8,14 +8,13 @@ from pathlib import Path
 import pytest
 import torch
 
-from lit_layers import records
+from lit_layers import offline, records
 from lit_layers.analyses import Coupling, Trajectory
 from lit_layers.cli.processes import shard_of
 from lit_layers.data.tokenization import save_tokenizer, tokenizer_hash, train_bpe
 from lit_layers.errors import InputError
-from lit_layers.offline_series import analyze_series
+from lit_layers.offline import analyze_series
 from lit_layers.series import Checkpoint, HubRevisions, Models, Retry, StepFolders
-from lit_layers.series.known import Known
 from lit_layers.training import EmergenceCallback, SeriesCheckpoint
 from lit_layers.training.run_folder import RunFolder
 from tests.support.listed_batches import Listed
@@ -123,7 +122,7 @@ def test_another_precision_is_another_measurement(run, tmp_path):
 def test_old_data_does_not_stand_for_new_and_stays_known(run, tmp_path, monkeypatch, loaded):
     root = tmp_path / "out"
     if loaded:  # one analysis is new each time, so that each checkpoint is loaded
-        monkeypatch.setattr(Known, "has_all", lambda *_: False)
+        monkeypatch.setattr(offline._Measuring, "_is_known", lambda *_: False)
     for content, num_known in (("old", 0), ("new", 0), ("old", 3)):
         monkeypatch.setattr(Listed, "content_hash", lambda self, content=content: content)
         assert analyze_series(StepFolders(run), few(), root=root).num_known == num_known

@@ -19,6 +19,7 @@ from lit_layers.emergence import measure
 from lit_layers.errors import InputError
 from lit_layers.offline import analyze
 from tests.support.labelled_texts import saved_gpt2
+from tests.support.targets import target
 
 ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", *(ROOT / "docs").glob("*.md"), *(ROOT / "recipes").rglob("*.*")]
@@ -94,7 +95,7 @@ def listed(paths: tuple[str, ...], corpus: str, tokenizer: str, tmp_path: Path) 
     merged = tmp_path / "analyses.yaml"
     last = yaml.safe_load((ROOT / [path for path in paths if path.startswith(LISTS)][-1]).read_text())
     merged.write_text(yaml.safe_dump({"corpus": corpus, "tokenizer": tokenizer, **last}))
-    return Command(["model", "--config", str(merged)]).analyses("model", None)
+    return Command(["model", "--config", str(merged)]).analyses(target())
 
 
 def told(paths: tuple[str, ...], key: str, default: str) -> str:
@@ -214,7 +215,7 @@ def test_a_smaller_set_stands_in_the_tags_and_gives_equal_numbers_wherever_it_is
 
 
 def test_too_little_data_is_refused_before_a_model_is_opened(small, tmp_path, monkeypatch):
-    monkeypatch.setattr("lit_layers.offline._loaded", None)
+    monkeypatch.setattr("lit_layers.models.build.load", None)
     folder = tmp_path / "model"
     saved_gpt2(folder, n_layer=1)
     few = text(small, num_sequences=900)

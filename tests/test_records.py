@@ -9,6 +9,7 @@ import threading
 import time
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pandas as pd
@@ -282,8 +283,8 @@ def test_done_is_what_the_last_line_of_the_key_says_with_these_options_and_weigh
         weights: str = "w1",
         data: str | None = None,
     ) -> bool:
-        hashes = {"config_hash": config, "data_hash": data, "weights_hash": weights}
-        return records.is_done(measurements, run="r", step=step, analysis="a", **hashes)
+        asked = SimpleNamespace(name="a", config_hash=lambda: config, data_hash=lambda: data)
+        return records.Store("none.jsonl", measurements).is_done("r", step, asked, weights_hash=weights)
 
     assert done([make(1, 0.1)])
     assert not done([])
@@ -296,6 +297,21 @@ def test_done_is_what_the_last_line_of_the_key_says_with_these_options_and_weigh
     assert done([make(None, 0.1)], step=None, weights="wNone")
     part = replace(make(1, 0.1), records=[Record(metric="x", value=1.0), Record(metric="failed", value=1.0)])
     assert not done([part]), "what failed in part is tried again"
+
+
+def test_more_may_be_asked_of_what_is_done_and_a_tokenizer_that_nothing_says_is_the_same(tmp_path: Path) -> None:
+    asked = SimpleNamespace(name="a", config_hash=lambda: "c", data_hash=lambda: None)
+    store = records.Store(tmp_path / "m.jsonl")
+    store.add(make(1, 0.1))
+    assert store.is_done("r", 1, asked, model_tokenizer_hash="t")
+    assert not store.is_done("r", 1, asked, weight_files={"a": "1"})
+    made = make(1, 0.1)
+    store.add(replace(made, provenance=made.provenance | {"model_tokenizer_hash": "t", "weight_files": {"a": "1"}}))
+    for again in (store, records.Store(store.path)):
+        assert again.is_done("r", 1, asked, model_tokenizer_hash="t", weight_files={"a": "1"})
+        assert not again.is_done("r", 1, asked, model_tokenizer_hash=None)
+        assert not again.is_done("r", 1, asked, weight_files={"a": "2"})
+        assert len([*again]) == 1, "the last of each identity"
 
 
 def test_a_step_is_one_row_whatever_is_logged_in_parts(tmp_path: Path) -> None:

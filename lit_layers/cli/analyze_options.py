@@ -1,7 +1,6 @@
 """The options of `lit-layers analyze`: read, refused where they do not fit, and made into analyses."""
 
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any, Literal
 
 from jsonargparse import Namespace
@@ -10,9 +9,10 @@ from yaml import YAMLError
 
 from lit_layers.analyses.base import Analysis
 from lit_layers.cli.limits import other_encoding, refuse_wild_numbers
+from lit_layers.cli.measuring import MODEL, Target, add_options, settle
 from lit_layers.cli.trust import HELP, RecipeParser, refuse_reach, trust_code
 from lit_layers.errors import InputError
-from lit_layers.series import Series, open_series, read_steps
+from lit_layers.series import Series
 
 CORPUS = "python"
 OWN_TOKENIZER = "<the model's own tokenizer>"
@@ -32,55 +32,45 @@ class Command:
         self._argv, self._parser = trust_code(argv), _parser()
         self._parser.set_defaults(tokenizer=OWN_TOKENIZER, corpus=OWN_CORPUS)
         self.options = self._read()
-        self.is_series = _is_series(self.options)
-        _refuse_what_does_not_fit(self.options, self.is_series)
+        _settle(self.options)
 
     @property
     def wants_own_tokenizer(self) -> bool:
         """Whether no tokenizer was named."""
         return self.options.tokenizer == OWN_TOKENIZER
 
-    def series(self) -> list[Series]:
-        """The series to measure: of a manifest one for each repository."""
-        options = self.options
-        if options.series is not None:
-            alone = options.clone()
-            alone.analyses = []
-            return [self._made(alone).series]
-        steps = "all" if options.steps is None else options.steps
-        return open_series(
-            options.model, read_steps(steps) if isinstance(steps, str) else steps, model=options.submodule
-        )
+    def series(self) -> list[Series] | None:
+        """The series that is named by its class; None where a model is, or its steps."""
+        if self.options.series is None:
+            return None
+        alone = self._read()
+        alone.analyses = []
+        return [self._made(alone).series]
 
-    def analyses(
-        self,
-        owner: str,
-        own_tokenizer: str | None,
-        trained: Mapping[str, Any] | None = None,
-        config: Mapping[str, Any] | None = None,
-    ) -> list[Analysis]:
-        """What to measure: with the owner's own tokenizer and corpus where none are named.
+    def analyses(self, target: Target) -> list[Analysis]:
+        """What to measure: with the target's own tokenizer and corpus where none are named.
 
-        `trained` are the options of the training that the owner comes from: where nothing is named, its analyses, or
-        else the usual ones, of texts that fit a model of this `config`.
+        Where nothing is named, the analyses of the training that it comes from: so numbers that training measured are
+        known, and new ones belong to its curves. Else the usual ones, of texts that fit the model.
 
         Raises:
-            InputError: an owner without a tokenizer, where one is needed.
+            InputError: a target without a tokenizer, where one is needed.
         """
-        options, trained = self.options, trained or {}
+        options, trained = self.options, target.trained
         is_open = self.wants_own_tokenizer and options.corpus == OWN_CORPUS and not options.analyses
         if is_open and trained.get("analyses") and not options.stream_blocks:
-            return self._of_training(owner, trained["analyses"])
+            return self._of_training(target.name, trained["analyses"])
         self._parser.set_defaults(corpus=trained.get("corpus") or CORPUS)
         if self.wants_own_tokenizer:
-            needed = not options.analyses or OWN_TOKENIZER in str(options.analyses)
-            if own_tokenizer is None and needed:
-                raise InputError(f"tokenizer: {owner} carries none; name one with --tokenizer")
-            self._parser.set_defaults(tokenizer=own_tokenizer)
+            own = None if target.series.is_alone else trained.get("tokenizer")
+            own = own or target.carried
+            if own is None and (not options.analyses or OWN_TOKENIZER in str(options.analyses)):
+                raise InputError(f"tokenizer: {target.name} carries none; name one with --tokenizer")
+            self._parser.set_defaults(tokenizer=own)
         options = self._read()
         alone = options.clone()
         alone.series = None
-        return self._made(alone).analyses or _usual(options.corpus, options.tokenizer, config or {})
+        return self._made(alone).analyses or _usual(options.corpus, options.tokenizer, target.config)
 
     def _of_training(self, owner: str, analyses: Any) -> list[Analysis]:
         """By the same parser as any others: a run that somebody else made is data like a recipe."""
@@ -121,8 +111,7 @@ def _parser() -> RecipeParser:
         type=str | None,
         nargs="?",
         default=None,
-        help="A folder with config.json and weights, or a name on the Hub. Of a series: a folder of steps, a name on "
-        "the Hub with --steps, or a manifest.",
+        help=MODEL,
     )
     parser.add_argument(
         "--series",
@@ -131,53 +120,19 @@ def _parser() -> RecipeParser:
         help="Instead of a model: a series by its class, with its own options.",
     )
     parser.add_argument(
-        "--steps",
-        type=list[int] | dict[str, int] | str | None,
-        default=None,
-        help="Of a model's series: all, a list, {log_spaced: N}, pythia, {every: N}.",
-    )
-    parser.add_argument(
-        "--submodule",
-        type=str | None,
-        default=None,
-        help="Of a folder of *.ckpt files: the submodule that is the network (default: found by its tensors).",
-    )
-    parser.add_argument(
-        "--allow-suspect",
-        "--allow_suspect",
-        action="store_true",
-        help="Measure checkpoints, too, that the audit of the series found suspect.",
-    )
-    parser.add_argument(
-        "--keep-downloads",
-        "--keep_downloads",
-        type=bool,
-        default=True,
-        help="false: remove each checkpoint of a series from the Hub's cache once it is measured.",
-    )
-    parser.add_argument(
-        "--shard",
-        type=str,
-        default="auto",
-        help="i/n: every n-th checkpoint from the i-th, from 0. auto: a share for each process of torchrun.",
-    )
-    parser.add_argument(
         "--config", action="config", help="A recipe: recipes/series/*.yaml, recipes/analyses/*.yaml or both."
     )
-    parser.add_argument(
-        "--stream-blocks",
-        "--stream_blocks",
-        action="store_true",
-        help="Read the model block by block: it is never in memory as a whole.",
-    )
-    parser.add_argument("--root", type=str | None, default=None, help="Results (default: checkpoints/NAME OF MODEL).")
-    parser.add_argument("--revision", type=str | None, default=None, help="A branch, tag or commit of the Hub.")
-    parser.add_argument(
-        "--device", type=Literal["auto", "cpu", "cuda"], default="auto", help="auto: a GPU if there is one."
-    )
-    parser.add_argument(
-        "--dtype", type=Literal["float32", "float64"], default="float32", help="What weights are converted to."
-    )
+
+    def add(*names: str, **given: Any) -> None:
+        """Of argparse's way to say types in jsonargparse's."""
+        kind: Any = list[int] | dict[str, int] | str if names[0] == "--steps" else given.pop("type", None)
+        if "choices" in given:
+            kind = Literal[tuple(given.pop("choices"))]
+        if kind is not None:
+            given["type"] = kind | None if given["default"] is None else kind
+        parser.add_argument(*names, **given)
+
+    add_options(add, root="Results (default: checkpoints/NAME OF MODEL).", boolean=bool)
     parser.add_argument("--corpus", type=str, default=CORPUS, help="Stands for ${corpus} in recipes.")
     parser.add_argument(
         "--tokenizer",
@@ -194,31 +149,22 @@ def _parser() -> RecipeParser:
     return parser
 
 
-def _is_series(options: Any) -> bool:
-    if options.series is not None:
-        return True
-    if options.model is None:
-        raise InputError("missing: model; name a model or a series of its checkpoints, or give --series")
-    folder = Path(options.model)
-    is_steps = folder.is_dir() and not (folder / "config.json").is_file()
-    return options.steps is not None or is_steps or options.model.endswith((".yaml", ".yml"))
-
-
-def _refuse_what_does_not_fit(options: Any, is_series: bool) -> None:
-    if options.submodule is not None and (not is_series or options.series is not None):
-        raise InputError("--submodule is for a folder of *.ckpt files; of --series it is --series.model")
-    if not is_series:
-        if options.allow_suspect or options.shard != "auto" or not options.keep_downloads:
-            raise InputError("--allow-suspect, --keep-downloads and --shard are for series: name its --steps")
+def _settle(options: Any) -> None:
+    """Refuses what does not fit together; `is_series` is added by `settle`, or told by the class of a series."""
+    options.is_series = True
+    if options.series is None:
+        if options.model is None:
+            raise InputError("missing: model; name a model or a series of its checkpoints, or give --series")
+        settle(options)
         return
-    if options.series is not None and options.model is not None:
+    if options.submodule is not None:
+        raise InputError("submodule: is for a folder of *.ckpt files; of --series it is --series.model")
+    if options.model is not None:
         raise InputError(f"model and series: expected one of them, got {options.model} and a series: leave one out")
-    if options.series is not None and options.steps is not None:
-        raise InputError(f"--steps {options.steps} belongs among the series' own options: say --series.steps")
-    if options.stream_blocks:
-        raise InputError("--stream-blocks reads one model: name one step's folder, or one --revision without --steps")
+    if options.steps is not None:
+        raise InputError(f"steps: {options.steps} belongs among the series' own options: say --series.steps")
     if options.revision is not None:
-        raise InputError(f"--revision {options.revision} is one model: leave it out, or leave --steps out")
+        raise InputError(f"revision: {options.revision} is one model: leave it out, or leave --series out")
 
 
 def _usual(corpus: str, tokenizer: str, config: Mapping[str, Any]) -> list[Analysis]:

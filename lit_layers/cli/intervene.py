@@ -7,12 +7,13 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 from lit_layers.cli.intervene_options import read_options
-from lit_layers.cli.over_checkpoints import (
+from lit_layers.cli.measuring import (
     Outcome,
     Target,
     length_limit,
     measured,
     measurements_of,
+    run,
     settings_there,
     tell_settings,
 )
@@ -21,7 +22,6 @@ from lit_layers.errors import InputError
 if TYPE_CHECKING:
     from lit_layers.analyses.base import Analysis
 
-FAILED, INTERRUPTED = 1, 130
 RESULTS = "intervene"
 OF_BLOCKS, PUBLISHED_LOOPS = ("skip_one", "switch"), 3
 
@@ -31,14 +31,8 @@ def main(argv: list[str]) -> int:
     os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")  # they would write over ours; read at import
     options = read_options(argv)
     _read_recipes(options)
-    failed = False
-    try:
-        for outcome in measured(options, lambda target: list(_analyses(options, target))):
-            failed |= _tell(outcome)
-    except KeyboardInterrupt:
-        print("interrupted: run the same command again to go on", file=sys.stderr)
-        return INTERRUPTED
-    return FAILED if failed else 0
+    made = measured(options, lambda target: list(_analyses(options, target)), tokenizer=options.tokenizer)
+    return run(made, _tell)
 
 
 def _read_recipes(options: argparse.Namespace) -> None:

@@ -4,7 +4,7 @@ import argparse
 from pathlib import Path
 from typing import NoReturn
 
-from lit_layers.cli.over_checkpoints import add_options, settle
+from lit_layers.cli.measuring import MODEL, add_options, settle
 from lit_layers.errors import InputError
 
 ALL = "all"
@@ -84,6 +84,8 @@ def _parser() -> argparse.ArgumentParser:
         allow_abbrev=False,
     )
     add = parser.add_argument
+    add("model", metavar="MODEL|SERIES", help=MODEL)
+    add("--tokenizer", help="default: the model's own")
     add_options(add, root="results (default: checkpoints/NAME OF MODEL, or a run's own folder)")
     add("--variants", default=ALL, help="all, or of baseline, middle_repeat, skip, parallel, reverse, random, "
         "looped_parallel, skip_one, switch, with commas between them (default: all)")  # fmt: skip

@@ -5,15 +5,13 @@ import os
 import sys
 from typing import TYPE_CHECKING
 
+from lit_layers.cli.measuring import Outcome, Target, length_limit, measured, measurements_of, run, tell_settings
 from lit_layers.cli.mteb_options import read_options, sources_and_tasks
-from lit_layers.cli.over_checkpoints import Outcome, Target, length_limit, measured, measurements_of, tell_settings
 
 if TYPE_CHECKING:
     from lit_layers.analyses.base import Analysis
     from lit_layers.embeddings.task_list import TaskSpec
     from lit_layers.embeddings.task_sources import Sources
-
-FAILED, INTERRUPTED = 1, 130
 
 
 def main(argv: list[str]) -> int:
@@ -24,14 +22,8 @@ def main(argv: list[str]) -> int:
 
     mteb_version()  # before anything is loaded: it may not be installed
     sources, tasks = sources_and_tasks(options)
-    failed = False
-    try:
-        for outcome in measured(options, lambda target: _analyses(options, sources, tasks, target)):
-            failed |= _tell(outcome, tasks)
-    except KeyboardInterrupt:
-        print("interrupted: run the same command again to go on", file=sys.stderr)
-        return INTERRUPTED
-    return FAILED if failed else 0
+    made = measured(options, lambda target: _analyses(options, sources, tasks, target), tokenizer=options.tokenizer)
+    return run(made, lambda outcome: _tell(outcome, tasks))
 
 
 def _analyses(

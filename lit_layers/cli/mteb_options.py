@@ -5,7 +5,7 @@ import math
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
-from lit_layers.cli.over_checkpoints import add_options, settle
+from lit_layers.cli.measuring import MODEL, add_options, settle
 from lit_layers.errors import InputError
 
 if TYPE_CHECKING:
@@ -64,6 +64,8 @@ def _parser() -> argparse.ArgumentParser:
         allow_abbrev=False,
     )
     add = parser.add_argument
+    add("model", metavar="MODEL|SERIES", help=MODEL)
+    add("--tokenizer", help="default: the model's own")
     add_options(add, root="results (default: checkpoints/NAME OF MODEL, or a run's own folder)")
     add("--tasks", default="layerwise32", help="layerwise32, local (all that --folder holds), or names, with commas "
         "between them (default: layerwise32)")  # fmt: skip

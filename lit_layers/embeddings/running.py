@@ -42,7 +42,7 @@ def mteb_analyses(
     model_limit: int | None = None,
     tell: Callable[[str], None] | None = None,
 ) -> list[Analysis]:
-    """An analysis for each task, to be measured by `offline.analyze` or `offline_series.analyze_series`.
+    """An analysis for each task, to be measured by `offline.analyze` or `offline.analyze_series`.
 
     Args:
         tasks: of `resolve`.

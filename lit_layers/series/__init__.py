@@ -7,7 +7,7 @@ from lit_layers.series.hub import HubRevisions
 from lit_layers.series.lightning_files import LightningCheckpoints
 from lit_layers.series.local import StepFolders
 from lit_layers.series.opening import open_series, read_steps
-from lit_layers.series.pretrained import Models
+from lit_layers.series.pretrained import Models, OneModel
 from lit_layers.series.retrying import Retry
 
 __all__ = [
@@ -17,6 +17,7 @@ __all__ = [
     "HubRevisions",
     "LightningCheckpoints",
     "Models",
+    "OneModel",
     "Retry",
     "Series",
     "StepFolders",

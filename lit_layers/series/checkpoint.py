@@ -62,9 +62,18 @@ class Checkpoint:
             said = " ".join(str(error.__cause__).split())[:300]
             raise InputError(f"{self.series} {self.name} cannot be loaded ({said}): get it again") from error.__cause__
 
+    @property
+    def is_of_a_series(self) -> bool:
+        """Whether it stands beside others: one that stands alone bears the name of the folder of its results."""
+        return True
+
+    def place(self) -> dict[str, Any]:
+        """Where the weights come from, as provenance says it: series, repository, revision and commit."""
+        return {"series": self.series, **self.source.describe()}
+
     def provenance(self) -> dict[str, Any]:
-        """Where the weights come from and what they are: repository, commit and the hash of every weight file."""
-        found = {"series": self.series, **self.source.describe(), "weight_files": self.source.weights()}
+        """Where the weights come from and what they are: its place, and the hash of every weight file."""
+        found = {**self.place(), "weight_files": self.source.weights()}
         if self.approximate:
             found["tokens_approximate"] = True
         if self.optimizer_step is not None and self.optimizer_step != self.step:
@@ -105,6 +114,7 @@ class Series(ABC):
 
     name: str
     steps: Steps = "all"
+    is_alone = False  # one model, which there is nothing to audit against
     memory: Memory | None = None  # what was read of its weights, where it lies in a folder of its own
 
     @abstractmethod

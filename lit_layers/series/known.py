@@ -7,12 +7,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from lit_layers import records
-from lit_layers.analyses.base import Analysis
 from lit_layers.data.tokenization import Tokenizer, tokenizer_hash
 from lit_layers.errors import InputError
-from lit_layers.identity import settings_name, settings_of
-from lit_layers.records import FAILED, Measurement
+from lit_layers.records import Measurement, Store
 from lit_layers.run_file import run_facts
 from lit_layers.series.auditing import WEIGHTS
 from lit_layers.series.checkpoint import Checkpoint
@@ -25,21 +22,19 @@ SUSPECT = "suspect"
 
 
 class Known:
-    """The measurements of a root in one precision: those that were there, and those that are added."""
+    """The measurements of a series' checkpoints in a root, and the verdicts that stand in them."""
 
-    def __init__(self, root: Path, dtype: str) -> None:
-        self.file, self.dtype = root / "measurements.jsonl", dtype
-        self.run = run_in(root)
-        self._last: dict[tuple, Measurement] = {}
-        for measurement in records.read(self.file):
-            self._keep(measurement)
+    def __init__(self, root: Path) -> None:
+        self.store, self.run = Store(root / "measurements.jsonl"), run_in(root)
         self._tokenizers: dict[str, str] = {}  # by the hash of the file: most steps share one
 
     def run_of(self, checkpoint: Checkpoint) -> str:
-        """The root's name; models without steps are a run each."""
-        return checkpoint.name if checkpoint.step is None else self.run
+        """The root's name; models without steps are a run each, unless one is measured alone."""
+        return checkpoint.name if checkpoint.step is None and checkpoint.is_of_a_series else self.run
 
-    def refuse_another(self, checkpoints: Iterable[Checkpoint]) -> None:
+    def refuse_another(
+        self, checkpoints: Iterable[Checkpoint], weights: Callable[[Checkpoint], tuple[str, Any]]
+    ) -> None:
         """Refuses to make one curve of two series, or to put a model in another's place.
 
         Raises:
@@ -47,48 +42,10 @@ class Known:
         """
         runs: dict[str, list[Origin]] = {}
         for one in checkpoints:
-            source = {"series": one.series, **one.source.describe()}
-            runs.setdefault(self.run_of(one), []).append(
-                Origin(one.step, source, lambda one=one: ("weight_files", one.source.weights()))
-            )
+            origin = Origin(one.step, one.place(), lambda one=one: weights(one))
+            runs.setdefault(self.run_of(one), []).append(origin)
         for run, origins in runs.items():
-            refuse_another_model(self.file.parent, run, self._last.values(), origins)
-
-    def has_all(self, checkpoint: Checkpoint, analyses: Sequence[Analysis]) -> bool:
-        """Whether all is known from weight files of these very hashes, without loading any."""
-        files = checkpoint.source.weights()
-        return all(
-            known is not None
-            and (known.provenance.get("weight_files"), known.provenance.get("dtype")) == (files, self.dtype)
-            and self._is_of(known, checkpoint)
-            for analysis in analyses
-            for known in [self._last_of(checkpoint, analysis)]
-        )
-
-    def has(self, checkpoint: Checkpoint, analysis: Analysis, weights_hash: str) -> bool:
-        """Whether an analysis is known from these weights, whatever files they came in: training writes others."""
-        known = self._last_of(checkpoint, analysis)
-        return (
-            known is not None
-            and known.provenance.get("weights_hash") == weights_hash
-            and self._is_of(known, checkpoint)
-        )
-
-    def _is_of(self, known: Measurement, checkpoint: Checkpoint) -> bool:
-        """Whether it succeeded with, where it says which, this tokenizer of the model."""
-        return (
-            known.error is None
-            and not any(record.metric == FAILED for record in known.records)
-            and known.provenance.get("model_tokenizer_hash") in (None, self.tokenizer_hash(checkpoint))
-        )
-
-    def add(self, measurement: Measurement) -> None:
-        records.append(self.file, measurement)
-        self._keep(measurement)
-
-    def _keep(self, measurement: Measurement) -> None:
-        self._last.pop(_key(measurement), None)  # in the order of the lines that count
-        self._last[_key(measurement)] = measurement
+            refuse_another_model(self.store.path.parent, run, self.store, origins)
 
     def tokenizer_hash(self, checkpoint: Checkpoint) -> str | None:
         """Hash of the tokenizer that a checkpoint carries, by what it does to text; None where it has none.
@@ -123,22 +80,17 @@ class Known:
         """Writes again, with this verdict, the measurements of these files that another one would let pass or hide."""
         for known in self._of_files(checkpoint):
             if is_suspect(known.provenance.get("audit") or "") != is_suspect(verdict):
-                self.add(dataclasses.replace(known, provenance={**known.provenance, "audit": verdict}))
+                self.store.add(dataclasses.replace(known, provenance={**known.provenance, "audit": verdict}))
 
     def _of_files(self, checkpoint: Checkpoint) -> list[Measurement]:
         """What was measured on the files that the checkpoint has now; training does not say on which."""
         run, files = self.run_of(checkpoint), checkpoint.source.weights()
         return [
             known
-            for known in list(self._last.values())
+            for known in self.store
             if (known.run, known.step) == (run, checkpoint.step)
             and known.provenance.get("weight_files") in (None, files)
         ]
-
-    def _last_of(self, checkpoint: Checkpoint, analysis: Analysis) -> Measurement | None:
-        """The last one with these options and data."""
-        settings = settings_name(analysis.config_hash(), analysis.data_hash())
-        return self._last.get((self.run_of(checkpoint), checkpoint.step, analysis.name, settings))
 
 
 @dataclass(frozen=True)
@@ -208,7 +160,3 @@ def _name_of(source: Mapping[str, Any], step: int | None) -> str | None:
 
 def is_suspect(verdict: str) -> bool:
     return verdict.startswith(SUSPECT)
-
-
-def _key(measurement: Measurement) -> tuple[str, int | None, str, str]:
-    return measurement.run, measurement.step, measurement.analysis, settings_of(measurement)

@@ -1,11 +1,13 @@
-"""Models that belong to no series of steps: to be compared with each other."""
+"""Models that belong to no series of steps: one alone, or several to be compared with each other."""
 
+import functools
 import os
+import re
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from lit_layers.errors import InputError
 from lit_layers.series.auditing import REQUESTS_AT_ONCE
@@ -13,7 +15,10 @@ from lit_layers.series.checkpoint import Checkpoint, Listing, Series
 from lit_layers.series.files import ListedFile
 from lit_layers.series.hub import MAIN
 from lit_layers.series.retrying import Retry
-from lit_layers.series.sources import FolderSource, Hub, HubSource, Source
+from lit_layers.series.sources import TOKENIZER, FolderSource, Hub, HubSource, Source
+
+if TYPE_CHECKING:
+    from lit_layers.models.shard_files import ShardFiles
 
 
 class Models(Series):
@@ -56,6 +61,85 @@ class Models(Series):
 
     def tokenizer(self, checkpoint: Checkpoint) -> str | None:
         return super().tokenizer(checkpoint) or self.tokenizers.get(checkpoint.name)
+
+
+class OneModel(Series):
+    """A model alone: a folder, or a repository of the Hub, of which each file is downloaded when it is read.
+
+    A folder or revision that is named after a step, such as step-000001000 or step1000, is that step.
+
+    Raises:
+        InputError: no such model.
+    """
+
+    is_alone = True
+
+    def __init__(self, model: str | Path, *, revision: str | None = None) -> None:
+        self.model, self.name, self.revision = model, os.fspath(model), revision
+
+    @functools.cached_property
+    def files(self) -> "ShardFiles":
+        """Its files, opened on first use."""
+        from lit_layers.models.shard_files import ShardFiles
+
+        return ShardFiles(self.model, revision=self.revision)
+
+    def find(self) -> Listing:
+        source = _Alone(self.files, self.revision)
+        named = re.fullmatch(r"step-?(\d+)", Path(self.revision or self.name).name)
+        return Listing((_ModelAlone(self.name, self.name, source, step=int(named[1]) if named else None),))
+
+
+@dataclass(frozen=True)
+class _ModelAlone(Checkpoint):
+    @property
+    def is_of_a_series(self) -> bool:
+        return False
+
+    def load(self, *, dtype: Any = None) -> Any:
+        from lit_layers.models.build import load
+
+        assert isinstance(self.source, _Alone)
+        return load(self.name, revision=self.source.shards.commit, dtype=dtype)
+
+    def place(self) -> dict[str, Any]:
+        return self.source.describe()
+
+    def provenance(self) -> dict[str, Any]:
+        return self.place()
+
+
+@dataclass(frozen=True)
+class _Alone(Source):
+    shards: "ShardFiles"
+    revision: str | None
+
+    @property
+    def files(self) -> Mapping[str, ListedFile]:
+        return {}  # nobody compares them with others
+
+    @property
+    def is_here(self) -> bool:
+        return self.shards.local
+
+    def read(self, path: str) -> bytes:
+        return self.shards.fetch(path).read_bytes()
+
+    def fetch(self) -> Path:
+        return self.shards.fetch("config.json").parent
+
+    def drop(self) -> None:
+        return
+
+    def describe(self) -> dict[str, Any]:
+        found = {"checkpoint": self.shards.model}
+        return found if self.shards.local else found | {"revision": self.revision or MAIN, "commit": self.shards.commit}
+
+    def tokenizer(self) -> str | None:
+        return self._tokenizer_name() if self.shards.has(TOKENIZER) else None
+
+    def _tokenizer_name(self) -> str:
+        return self.shards.model if self.revision is None else f"{self.shards.model}@{self.shards.commit}"
 
 
 @dataclass(frozen=True)

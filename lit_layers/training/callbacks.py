@@ -1,6 +1,7 @@
 """The two callbacks of a run that is watched: save the model at the steps of a schedule, then measure it."""
 
 import contextlib
+import functools
 import logging
 import shutil
 import time
@@ -18,7 +19,7 @@ from lit_layers.errors import InputError
 from lit_layers.identity import logged_name, plain_settings
 from lit_layers.models.build import save, weights_hash
 from lit_layers.models.view import LayeredModel
-from lit_layers.records import Measurement
+from lit_layers.records import Measurement, Store
 from lit_layers.schedule import Schedule, Steps
 from lit_layers.training.checkpoint_io import step_folder, write_folder
 from lit_layers.training.dealing import measure_together, new_group
@@ -210,7 +211,7 @@ class EmergenceCallback(_AtSteps):
             raise InputError(f"analyses: two are named {sorted(double)[0]!r}; give each a name of its own")
         self.analyses, self.run, self.tokens_per_step = list(analyses), run or self.root.name, tokens_per_step
         self.watchers = list(watchers)
-        self._known: list[Measurement] = []
+        self._store = Store(self.file, [])
         self._plain: dict[tuple[str, str], str] = {}  # the settings that loggers know by the analysis' own name
         self._source: dict[str, Any] = {}
 
@@ -228,32 +229,29 @@ class EmergenceCallback(_AtSteps):
         told = [known, origin_of(trainer).source]
         if self._group is not None:
             distributed.broadcast_object_list(told, src=0, group=self._group)
-        self._known, self._source = told
-        self._plain = plain_settings(self._known)
+        known, self._source = told
+        self._store, self._plain = Store(self.file, known), plain_settings(known)
         super().on_train_start(trainer, pl_module)
 
     def at_step(self, trainer: L.Trainer, model: nn.Module, step: int) -> None:
-        fingerprint = weights_hash(model)
-        due = [analysis for analysis in self.analyses if not self._is_done(analysis, step, fingerprint)]
-        facts: dict[str, Any] = {
-            "run": self.run,
-            "step": step,
-            "tokens": self._tokens(trainer, step),
-            "provenance": self._provenance(step == origin_of(trainer).step),
-            "weights_hash": fingerprint,
-        }
-
         def starting(analysis: Analysis) -> None:
             for watcher in self.watchers:
                 watcher.measuring(step, analysis.name)
 
-        if self._group is not None:
-            for measurement in measure_together(model, due, self._group, starting, **facts):
-                self._keep(trainer, measurement)
-            return
-        for analysis in due:
-            starting(analysis)
-            self._keep(trainer, emergence.measure(model, analysis, **facts))
+        together = functools.partial(measure_together, group=self._group)
+        for measurement in emergence.measure_missing(
+            model,
+            self.analyses,
+            self._store,
+            run=self.run,
+            step=step,
+            tokens=self._tokens(trainer, step),
+            provenance=self._provenance(step == origin_of(trainer).step),
+            weights_hash=weights_hash(model),
+            way=emergence.one_by_one if self._group is None else together,
+            starting=starting,
+        ):
+            self._tell(trainer, measurement)
 
     def without_room(self, trainer: L.Trainer, model: nn.Module, step: int, reason: str) -> None:
         if trainer.is_global_zero:
@@ -268,7 +266,8 @@ class EmergenceCallback(_AtSteps):
                     error=reason,
                     provenance={"config_hash": analysis.config_hash(), "data_hash": analysis.data_hash()},
                 )
-                self._keep(trainer, failed)
+                self._store.add(failed)
+                self._tell(trainer, failed)
 
     def _provenance(self, first: bool) -> dict[str, Any]:
         """Where the run began; a suspect checkpoint is as suspect where it is the first of this run."""
@@ -281,21 +280,9 @@ class EmergenceCallback(_AtSteps):
         per_step = self.tokens_per_step or getattr(getattr(trainer, "datamodule", None), "tokens_per_step", None)
         return origin_of(trainer).tokens_at(step, per_step)
 
-    def _is_done(self, analysis: Analysis, step: int, fingerprint: str) -> bool:
-        return records.is_done(
-            self._known,
-            run=self.run,
-            step=step,
-            analysis=analysis.name,
-            config_hash=analysis.config_hash(),
-            data_hash=analysis.data_hash(),
-            weights_hash=fingerprint,
-        )
-
-    def _keep(self, trainer: L.Trainer, measurement: Measurement) -> None:
+    def _tell(self, trainer: L.Trainer, measurement: Measurement) -> None:
         if measurement.error is not None:
             logger.warning("%s failed at step %s: %s", measurement.analysis, measurement.step, measurement.error)
-        records.append(self.file, measurement)
         name = logged_name(measurement, self._plain) if measurement.records else measurement.analysis
         values = {records.key(name, record): record.value for record in measurement.records}
         for destination in trainer.loggers:

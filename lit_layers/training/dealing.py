@@ -21,7 +21,7 @@ def new_group() -> Any:
 
 
 def measure_together(
-    model: nn.Module, analyses: Sequence[Analysis], group: Any, starting: Callable[[Analysis], None], **facts: Any
+    model: nn.Module, analyses: Sequence[Analysis], starting: Callable[[Analysis], None], *, group: Any, **facts: Any
 ) -> list[Measurement]:
     """On rank 0 the measurements, in the order of the analyses, equal to those of one process; elsewhere none.
 

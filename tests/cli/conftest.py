@@ -1,5 +1,6 @@
 """Text for the commands: real source code, small enough to tokenize in a blink."""
 
+import sysconfig
 from pathlib import Path
 
 import pytest
@@ -7,14 +8,18 @@ import pytest
 from lit_layers.data import prepare
 
 PACKAGE = Path(__file__).parents[2] / "lit_layers"
+SOURCES = (
+    "abc bdb bisect calendar cmd code codecs codeop copy copyreg csv dis filecmp fnmatch getopt glob heapq keyword"
+)
+SOURCES += " linecache netrc numbers opcode operator pprint queue reprlib sched shelve shlex shutil signal stat string"
 
 
 @pytest.fixture(scope="session")
 def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Its token shards."""
     text, shards = tmp_path_factory.mktemp("text"), tmp_path_factory.mktemp("prepared") / "shards"
-    for path in sorted((PACKAGE / "cli").glob("*.py")):
-        (text / f"{path.stem}.txt").write_text(path.read_text())
+    for name in SOURCES.split():
+        (text / f"{name}.txt").write_text((Path(sysconfig.get_path("stdlib")) / f"{name}.py").read_text())
     prepare(str(text), "bpe:300", shards, validation=0.3, workers=1, progress=False)
     return shards
 

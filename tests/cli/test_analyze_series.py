@@ -18,6 +18,7 @@ from tests.cli.conftest import PACKAGE
 from tests.cli.test_fit import RECIPE, TEXT
 from tests.support.rounding import assert_same_numbers, close_records
 from tests.support.saved_models import saved
+from tests.support.targets import target
 
 ROOT = Path(__file__).parents[2]
 
@@ -120,8 +121,7 @@ def test_a_suspect_checkpoint_is_left_out_and_said(trained, recipe, tmp_path, ca
         (["--steps", "sometimes"], "got 'sometimes'"),
         (["--shard", "3"], "shard: expected auto or i/n, such as 0/4, got '3'"),
         (["--shard", "4/4"], "got 4/4: number a SLURM array from 0, --array=0-3"),
-        (["--stream-blocks"], "--stream-blocks reads one model"),
-        (["--revision", "step0"], "--revision step0 is one model"),
+        (["--revision", "step0"], "revision: step0 is one model"),
         (["--keep-downloads", "perhaps"], "perhaps"),
         (["--series", "Models", "--series.models", "[a]"], "model and series: expected one of them, got "),
         (["--analyses.k", "[99]"], "99"),
@@ -138,7 +138,24 @@ def test_wrong_input_is_one_sentence_and_nothing_is_written(trained, recipe, tmp
 
 def test_options_of_a_series_are_refused_for_one_model(trained, capsys):
     assert analyze(trained / "step-000000002", "--allow-suspect") == 2
-    assert "--allow-suspect, --keep-downloads and --shard are for series" in capsys.readouterr().err
+    assert "allow-suspect: is for series, and one model was named: leave it out" in capsys.readouterr().err
+
+
+@pytest.mark.slow
+def test_a_series_is_measured_block_by_block_divided_with_the_same_numbers(trained, recipe, tmp_path, capsys):
+    for shard in ("0/2", "1/2"):
+        options = ["--config", recipe, "--root", tmp_path / "run", "--stream-blocks", "--shard", shard]
+        assert analyze(trained, *options) == 0
+    assert "left" not in capsys.readouterr().out
+    found = {(m.step, m.analysis): m for m in records.read(tmp_path / "run" / "measurements.jsonl")}
+    written = {(m.step, m.analysis): m for m in records.read(trained / "measurements.jsonl")}
+    assert found.keys() == written.keys()
+    for place, measurement in found.items():
+        close_records(measurement.records, written[place].records)
+        assert measurement.provenance["streamed"]
+        assert measurement.provenance["weights_hash"] == written[place].provenance["weights_hash"]
+    assert analyze(trained, "--config", recipe, "--root", tmp_path / "run") == 0
+    assert "0 measured, 6 were known" in capsys.readouterr().out, "whole they would be the same"
 
 
 @pytest.mark.parametrize(
@@ -167,7 +184,6 @@ def test_options_of_a_series_are_refused_for_one_model(trained, capsys):
             ["--series", "StepFolders", "--series.root", "RUN", "--series.tokens_per_step", "0"],
             "expected at least 1, got",
         ),
-        (["--series", "StepFolders", "--series.root", "RUN", "--stream-blocks"], "--stream-blocks reads one model"),
         (["--series", "LightningCheckpoints", "--series.root", "nowhere"], "*.ckpt) below nowhere, found none"),
     ],
 )
@@ -286,10 +302,9 @@ def test_help_names_the_series_and_their_options(capsys):
 def test_every_recipe_of_a_series_fits_the_analyses_of_text(path, analyses):
     command = Command(["--config", str(path), "--config", str(ROOT / "recipes" / "analyses" / f"{analyses}.yaml")])
     (series,) = command.series()
-    assert command.is_series
     assert command.wants_own_tokenizer
     assert series.name in (command.options.series.init_args.get("repo"), path.stem)
-    made = command.analyses(series.name, "its/tokenizer")
+    made = command.analyses(target(series.name, "its/tokenizer"))
     texts = [value for analysis in made for value in vars(analysis).values() if isinstance(value, EvalText)]
     assert texts
     assert {(text.corpus, text.tokenizer) for text in texts} == {("wikitext", "its/tokenizer")}

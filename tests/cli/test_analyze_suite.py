@@ -21,6 +21,7 @@ from tests.support.benchmark_files import write_benchmarks
 from tests.support.rounding import close_records
 from tests.support.saved_models import saved
 from tests.support.series_hub import let_downloads_end, served
+from tests.support.targets import target
 
 ROOT = Path(__file__).parents[2]
 RECIPE = ROOT / "recipes" / "series" / "llm_suite.yaml"
@@ -227,11 +228,11 @@ def test_the_recipe_lists_the_figure_and_families_that_are_known(prompts, monkey
     monkeypatch.setenv("LIT_LAYERS_BENCHMARKS", str(prompts))
     command = Command(["--config", str(RECIPE)])
     (series,) = command.series()
-    trajectory, coupling, coupling_p1 = command.analyses("some/model", "its/tokenizer")
+    trajectory, coupling, coupling_p1 = command.analyses(target("some/model", "its/tokenizer"))
     assert trajectory.batches == BenchmarkPrompts("its/tokenizer", folder=str(prompts), num_prompts=1200)
     assert (coupling.k, coupling.p, coupling_p1.p) == ((0.1,), 2.0, 1.0)
     monkeypatch.delenv("LIT_LAYERS_BENCHMARKS")
-    assert Command(["--config", str(RECIPE)]).analyses("some/model", "x")[0].batches.folder is None
+    assert Command(["--config", str(RECIPE)]).analyses(target("some/model", "x"))[0].batches.folder is None
     commented = re.findall(r"^      - (\S+) +# (\w+) [\d.]+B(, gated)?$", RECIPE.read_text(), re.MULTILINE)
     assert [model for model, _, _ in commented] == series.models
     known = {family.name for family in FAMILIES}

@@ -12,7 +12,7 @@ import pytest
 
 from lit_layers import records
 from lit_layers.cli.main import main
-from lit_layers.cli.over_checkpoints import length_limit
+from lit_layers.cli.measuring import length_limit
 from lit_layers.embeddings.evaluating import Prepared
 from tests.embeddings.tiny_tasks import Passes, write_tiny_data
 from tests.support.labelled_texts import saved_gpt2
@@ -178,7 +178,7 @@ def test_texts_whose_views_are_equal_fail_alone(home, tmp_path, monkeypatch, cap
         (["--cache_gb", "0"], "cache_gb: expected a positive number, got 0"),
         (["--pooling", "max"], "argument --pooling: invalid choice: 'max'"),
         (["--layer", "3"], "unrecognized arguments: --layer 3"),
-        (["--allow_suspect"], "allow_suspect: is for series, and one model was named: leave it out"),
+        (["--allow_suspect"], "allow-suspect: is for series, and one model was named: leave it out"),
         (["--steps", "1", "--revision", "main"], "revision: main is one model: leave it out, or leave --steps out"),
         (["--tokenizer", "nowhere.json"], "no tokenizer 'nowhere.json'"),
     ],

@@ -264,7 +264,7 @@ def test_every_recipe_of_the_package_is_read(tmp_path, capsys):
     for path in sorted(ROOT.glob("recipes/analyses/*.yaml")):
         assert Command(["model", "--tokenizer", "bpe:300", "--config", str(path)]).options.analyses, path
     for path in sorted(ROOT.glob("recipes/series/*.yaml")):
-        assert Command(["--config", str(path)]).is_series, path
+        assert Command(["--config", str(path)]).series(), path
 
 
 def test_every_parser_of_recipes_is_the_one_that_takes_care():

@@ -13,7 +13,7 @@ from lit_layers.series.known import Known
 
 def checkpoint(step: int, recorded: int | None = None) -> Any:
     source = SimpleNamespace(recorded_step=lambda: recorded, weights=lambda: {"model.safetensors": "a"})
-    return SimpleNamespace(name=f"step-{step}", step=step, source=source)
+    return SimpleNamespace(name=f"step-{step}", step=step, source=source, is_of_a_series=True)
 
 
 @pytest.mark.parametrize(
@@ -34,7 +34,7 @@ def test_an_audit_that_sees_less_takes_no_suspicion_back(tmp_path, earlier, toda
     provenance = {"audit": earlier, "weight_files": {"model.safetensors": "a"}}
     measured = Measurement(run="r", step=1, tokens=None, analysis="a", records=rows, seconds=0.0, provenance=provenance)
     records.append(tmp_path / "r" / "measurements.jsonl", measured)
-    assert Known(tmp_path / "r", "float32").verdict(checkpoint(1), today, whole=whole) == verdict
+    assert Known(tmp_path / "r").verdict(checkpoint(1), today, whole=whole) == verdict
 
 
 @pytest.mark.parametrize(

@@ -70,7 +70,7 @@ class Scenarios:
         for file in self.work.glob("*/run.json"):
             text = text.replace(json.loads(file.read_text())["id"], "<id>")
         text = re.sub(r"http://(127.0.0.1|localhost):\d+", "<hub>", text)
-        return re.sub(r"offline-run-\d+_\d+-\w+", "<offline run>", text)
+        return re.sub(r"offline-run-\d+_\d+-[\w<>]+", "<offline run>", text)
 
     def run(self, *arguments: object) -> int:
         """One command; what it prints goes to the scenario's text, times and progress bars aside."""

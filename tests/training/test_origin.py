@@ -12,7 +12,7 @@ from lit_layers import records
 from lit_layers.analyses import Trajectory
 from lit_layers.errors import InputError
 from lit_layers.models import load, weights_hash
-from lit_layers.offline_series import analyze_series
+from lit_layers.offline import analyze_series
 from lit_layers.series import StepFolders
 from lit_layers.series.single import find_checkpoint
 from lit_layers.training import EmergenceCallback, LitCausalLM, SeriesCheckpoint

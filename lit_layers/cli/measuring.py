@@ -1,0 +1,345 @@
+"""Analyses on a model, or on each checkpoint of a series: what the commands that measure have in common."""
+
+import functools
+import json
+import os
+import re
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from lit_layers.cli.bar import bar
+from lit_layers.cli.processes import AUTO, shard_of, take_own_gpu, wait_for_the_others
+from lit_layers.errors import InputError
+from lit_layers.identity import divided, settings_name, settings_of, short, shown
+
+if TYPE_CHECKING:
+    from lit_layers.analyses.base import Analysis
+    from lit_layers.offline import SeriesResult
+    from lit_layers.records import Measurement
+    from lit_layers.series import Checkpoint, Series
+
+FAILED, INTERRUPTED = 1, 130
+LIMITS = ("n_positions", "max_position_embeddings", "max_seq_len")  # how config.json names the longest text
+
+
+@dataclass(frozen=True, kw_only=True)
+class Target:
+    """What analyses are made for: a model, or all checkpoints of a series.
+
+    `trained` are the options of the training that the checkpoints come from, as far as they are known; `tokenizer` is
+    the one that was named; `tell` shows what an analysis says of itself.
+    """
+
+    name: str
+    root: Path
+    series: "Series"
+    checkpoint: "Checkpoint"
+    trained: Mapping[str, Any]
+    tokenizer: str | None
+    tell: Callable[[str], None]
+
+    @functools.cached_property
+    def carried(self) -> str | None:
+        """The tokenizer that the checkpoints carry.
+
+        Raises:
+            InputError: it cannot be had.
+        """
+        return self.series.tokenizer(self.checkpoint)
+
+    @functools.cached_property
+    def config(self) -> Mapping[str, Any]:
+        """What config.json says; nothing where it is damaged, which is told when the model is loaded."""
+        try:
+            found = json.loads(self.checkpoint.source.read("config.json"))
+        except (ValueError, LookupError, OSError):
+            return {}
+        return found if isinstance(found, dict) else {}
+
+    def own_tokenizer(self) -> str:
+        """Its tokenizer: the one that was named, or that it carries.
+
+        Raises:
+            InputError: neither.
+        """
+        named = self.trained.get("tokenizer")
+        found = self.tokenizer or self.carried or (named if named and ":" not in named else None)
+        if found is None:
+            raise InputError(f"tokenizer: {self.name} carries none; name one with --tokenizer")
+        return found
+
+
+Make = Callable[[Target], "Sequence[Analysis]"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Outcome:
+    """What came of it: folder and settings of the measurements, the steps of one model (None: all), and what failed."""
+
+    root: Path
+    result: "SeriesResult"
+    errors: list[str]
+    settings: list[str]
+    steps: "list[int | None] | None" = None
+
+
+def truth(text: str) -> bool:
+    """Returns what `true` and `false` mean."""
+    return {"true": True, "false": False}[text.lower()]
+
+
+def add_options(add: Callable[..., Any], *, root: str, boolean: Any = truth) -> None:
+    """Adds what such a command asks for: which checkpoints, how they are read, where results go, the device."""
+    add("--steps", type=str, default=None, help=STEPS)
+    add("--revision", type=str, default=None, help="A branch, tag or commit of the Hub.")
+    add("--submodule", type=str, default=None, help="Of a folder of *.ckpt files: the submodule that is the network "
+        "(default: found by its tensors).")  # fmt: skip
+    add("--allow-suspect", "--allow_suspect", action="store_true", help="Measure checkpoints, too, that the audit of "
+        "the series found suspect.")  # fmt: skip
+    add("--keep-downloads", "--keep_downloads", type=boolean, default=True, help="false: remove "
+        "each checkpoint of a series from the Hub's cache once it is measured (default: true).")  # fmt: skip
+    add("--shard", type=str, default=AUTO, help="i/n: every n-th checkpoint from the i-th, from 0. auto: a share for "
+        "each process of torchrun (default: auto).")  # fmt: skip
+    add("--stream-blocks", "--stream_blocks", action="store_true", help="Read a model block by block: it is never in "
+        "memory as a whole.")  # fmt: skip
+    add("--root", type=str, default=None, help=root)
+    add("--device", type=str, choices=["auto", "cpu", "cuda"], default="auto", help="auto: a GPU if there is one "
+        "(default: auto).")  # fmt: skip
+    add("--dtype", type=str, choices=["float32", "float64"], default="float32", help="What weights are converted to "
+        "(default: float32).")  # fmt: skip
+
+
+MODEL = (
+    "A folder with config.json and weights, or a name on the Hub. Of a series: a folder of steps, a name on the "
+    "Hub with --steps, or a manifest."
+)
+STEPS = "Of a model's series: all, a list, {log_spaced: N}, pythia, {every: N}."
+
+
+def settle(options: Any) -> None:
+    """Adds `is_series` to options, and refuses what is for the other of a model and a series.
+
+    Raises:
+        InputError: one of them.
+    """
+    folder = Path(options.model)
+    is_steps = folder.is_dir() and not (folder / "config.json").is_file()
+    options.is_series = options.steps is not None or is_steps or options.model.endswith((".yaml", ".yml"))
+    if options.is_series and options.revision is not None:
+        raise InputError(f"revision: {options.revision} is one model: leave it out, or leave --steps out")
+    only = {"allow-suspect": options.allow_suspect, "keep-downloads": not options.keep_downloads}
+    only |= {"shard": options.shard != AUTO, "submodule": options.submodule is not None}
+    if not options.is_series and (name := next((name for name, is_given in only.items() if is_given), None)):
+        raise InputError(f"{name}: is for series, and one model was named: leave it out, or name its --steps")
+
+
+def measured(
+    options: Any, make: Make, everything: "Sequence[Series] | None" = None, *, tokenizer: str | None = None
+) -> Iterator[Outcome]:
+    """Yields what came of the model, or of each series that is meant, once it is measured and its audit was shown.
+
+    Models without steps have a tokenizer each, and the same text is other tokens to each of them: analyses are made for
+    each of these, and for all steps of one training together.
+
+    Raises:
+        InputError: a model or series that is not there, options that do not fit it.
+    """
+    from lit_layers.cli.audit import show_audit
+    from lit_layers.offline import analyze_series
+
+    everything = _series(options) if everything is None else everything
+    shard = shard_of(options.shard, os.environ)
+    hidden = options.shard == AUTO and shard[0] > 0  # the first process of torchrun speaks for all
+    take_own_gpu(options.device, os.environ)
+    for series in everything:
+        asked = None if options.root is None else Path(options.root)
+        root = _root_of(asked, series, alone=len(everything) == 1)
+        with bar("opening the model" if series.is_alone else "auditing the series", hidden=hidden) as show:
+            told = _Told(show)
+            analyses, without = _analyses(series, root, tokenizer, make, told.detail)
+            result = analyze_series(
+                series,
+                analyses,
+                root=root,
+                allow_suspect=options.allow_suspect,
+                keep_downloads=options.keep_downloads,
+                shard=shard,
+                stream_blocks=options.stream_blocks,
+                device=options.device,
+                dtype=options.dtype,
+                progress=told,
+                without=without,
+            )
+        if not hidden and not series.is_alone:
+            show_audit(result.audit)
+        if result.left_out:
+            names = ", ".join(found.name for found in result.left_out)
+            print(f"left out as suspect: {names}; --allow-suspect measures them")
+        every = analyses.values() if isinstance(analyses, Mapping) else [analyses]
+        yield Outcome(
+            root=root,
+            result=result,
+            errors=[_sentence(series, m) for m in result.measurements if m.error is not None] + result.failures,
+            settings=[name for each in every for name in settings_of_all(each)],
+            steps=[one.step for one in series.checkpoints] if series.is_alone else None,
+        )
+    sys.stdout.flush()  # torchrun may end this process as soon as another one ends
+    if options.shard == AUTO:
+        wait_for_the_others(os.environ)
+
+
+def _series(options: Any) -> "list[Series]":
+    from lit_layers.series import OneModel, open_series, read_steps
+
+    if not options.is_series:
+        return [OneModel(options.model, revision=options.revision)]
+    steps = "all" if options.steps is None else options.steps
+    return open_series(options.model, read_steps(steps) if isinstance(steps, str) else steps, model=options.submodule)
+
+
+def _analyses(
+    series: "Series", root: Path, tokenizer: str | None, make: Make, tell: Callable[[str], None]
+) -> "tuple[Any, dict[str, str]]":
+    """What to measure, for all or by checkpoint; second which of them cannot be measured, each with why."""
+    from lit_layers.series.local import training_of
+
+    checkpoints, place = series.listing.checkpoints, _folder(series)
+    trained = training_of(place) if place else {}
+    about: dict[str, Any] = {"root": root, "series": series, "trained": trained, "tokenizer": tokenizer, "tell": tell}
+    if series.is_alone or checkpoints[-1].step is not None:  # the same one whichever steps are chosen
+        return make(Target(name=series.name, checkpoint=checkpoints[-1], **about)), {}
+    _refuse_a_foreign_tokenizer(tokenizer, series)
+    found: dict[str, Sequence[Analysis]] = {}
+    without: dict[str, str] = {}
+    for one in checkpoints:
+        try:
+            found[one.name] = make(Target(name=one.name, checkpoint=one, **about))
+        except InputError as error:
+            without[one.name] = str(error)
+    if not found:
+        raise InputError(next(iter(without.values())))
+    return found, without
+
+
+def _refuse_a_foreign_tokenizer(name: str | None, series: "Series") -> None:
+    from lit_layers.data.tokenization import load_tokenizer, tokenizer_hash
+
+    if name is None:
+        return
+    given = tokenizer_hash(load_tokenizer(name).tokenizer)
+    for found in series.listing.checkpoints:
+        try:
+            own = series.tokenizer(found)
+        except InputError:  # said of it when its turn comes
+            continue
+        if own is not None and tokenizer_hash(load_tokenizer(own).tokenizer) != given:
+            raise InputError(
+                f"tokenizer: {name} is not that of {found.name}, to which its tokens mean something else: leave it "
+                "out, and each model is measured with its own"
+            )
+
+
+def _folder(series: "Series") -> Path | None:
+    """Where the training that the checkpoints come from lies, if on this machine."""
+    if series.is_alone:
+        place = Path(series.name).resolve()
+        return place.parent if place.is_dir() else None
+    return getattr(series, "root", None)
+
+
+def _root_of(asked: Path | None, series: "Series", *, alone: bool) -> Path:
+    """A run's numbers stand in its own folder; of a manifest each repository has one."""
+    if series.is_alone:
+        return asked or Path("checkpoints") / name_of(series.name)
+    name = re.sub(r"[^\w.-]+", "-", series.name)
+    if asked:
+        return asked if alone else asked / name
+    return _folder(series) or Path("checkpoints") / name
+
+
+def _sentence(series: "Series", failed: "Measurement") -> str:
+    where = failed.run if failed.step is None else f"step {failed.step}"
+    return f"{failed.analysis}: {failed.error}" if series.is_alone else f"{failed.analysis} at {where}: {failed.error}"
+
+
+def run(outcomes: Iterator[Outcome], tell: Callable[[Outcome], bool]) -> int:
+    """Tells of each outcome as it comes; returns the exit code: 130 where Ctrl-C cut it short, 1 if anything failed."""
+    failed = False
+    try:
+        for outcome in outcomes:
+            failed |= tell(outcome)
+    except KeyboardInterrupt:
+        print("interrupted: run the same command again to go on", file=sys.stderr)
+        return INTERRUPTED
+    return FAILED if failed else 0
+
+
+def length_limit(config: Mapping[str, Any]) -> int | None:
+    """How many tokens a model takes; RoBERTa's positions begin behind the number of the padding token."""
+    found = min((config[name] for name in LIMITS if isinstance(config.get(name), int)), default=None)
+    behind = config.get("model_type") in ("roberta", "xlm-roberta", "camembert")
+    return found - config.get("pad_token_id", 1) - 1 if found is not None and behind else found
+
+
+def measurements_of(outcome: Outcome) -> "list[Measurement]":
+    """The measurements of the root: of the analyses that this call measured those of its settings, of others the usual.
+
+    The last of each counts, also one that failed: an older one may be of other weights.
+    """
+    from lit_layers import records
+
+    return shown(records.read(outcome.root / "measurements.jsonl"), settings_there(outcome))
+
+
+def settings_there(outcome: Outcome) -> list[str]:
+    """The settings of this call of which something is there: an analysis may fail before they are known."""
+    from lit_layers import records
+
+    there = {settings_of(each) for each in records.read(outcome.root / "measurements.jsonl")}
+    return [name for name in outcome.settings if name in there]
+
+
+def settings_of_all(analyses: "Sequence[Analysis]") -> list[str]:
+    """The settings of each analysis whose data can be had: the others measured nothing."""
+    settings = []
+    for each in analyses:
+        with suppress(InputError):
+            settings.append(settings_name(each.config_hash(), each.data_hash()))
+    return settings
+
+
+def tell_settings(root: Path, settings: list[str]) -> None:
+    """Prints which analyses were measured with other settings than those that the curves of the root show."""
+    from lit_layers import records
+
+    _, others = divided(records.read(root / "measurements.jsonl"))
+    mine = {(each.analysis, settings_of(each)) for each in others if settings_of(each) in settings}
+    for analysis, name in sorted(mine):
+        print(
+            f"{analysis}: other settings than those of its curves, which stay as they were; "
+            f"`lit-layers report {root} --settings {short(name)}` draws these"
+        )
+
+
+class _Told:
+    """What is done and what comes next, with what the analysis that is under way says of itself."""
+
+    def __init__(self, show: Callable[[int, int, str], None]) -> None:
+        self._show, self._done, self._total = show, 0, 1
+
+    def __call__(self, done: int, total: int, what: str) -> None:
+        self._done, self._total = done, total
+        self._show(done, total, what)
+
+    def detail(self, what: str) -> None:
+        self._show(self._done, self._total, what)
+
+
+def name_of(model: str) -> str:
+    """The folder's name or the repository's; step-000001000 alone would not say of which run."""
+    path = Path(model).resolve()
+    return f"{path.parent.name}-{path.name}" if path.name.startswith("step-") else path.name
