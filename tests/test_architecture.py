@@ -1,8 +1,10 @@
-"""The floors of the package hold, and it stays quick to look at."""
+"""The floors of the package hold, no file imports one that imports it back, and the package stays quick to look at."""
 
 import ast
+import functools
 import subprocess
 import sys
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
 import pytest
@@ -11,6 +13,10 @@ from importlinter.configuration import configure
 
 ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "lit_layers"
+# what takes a tenth of a second or more to import
+HEAVY = {"datasets", "huggingface_hub", "lightning", "lm_eval", "matplotlib", "mteb", "pandas", "plotly", "sklearn"}
+HEAVY |= {"altair", "timm", "tokenizers", "torch", "transformers", "wandb"}
+Graph = dict[str, set[str]]
 
 
 def test_imports_go_down_the_floors_only(capsys):
@@ -43,3 +49,110 @@ def test_analyses_need_no_lightning():
     code = "import sys, lit_layers.analyses, lit_layers.emergence; print('lightning' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, check=True)
     assert done.stdout.strip() == "False"
+
+
+@functools.cache
+def modules(package: Path) -> dict[str, ast.Module]:
+    trees = {}
+    for path in package.rglob("*.py"):
+        parts = path.relative_to(package.parent).with_suffix("").parts
+        name = ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+        trees[name] = ast.parse(path.read_text())
+    return trees
+
+
+def imported(node: ast.AST, names: Iterable[str]) -> Iterator[str]:
+    """What one statement imports: `from a import b` is the file a.b where there is one, else a."""
+    if isinstance(node, ast.Import):
+        yield from (alias.name for alias in node.names)
+    elif isinstance(node, ast.ImportFrom) and node.module:
+        yield from (inner if (inner := f"{node.module}.{alias.name}") in names else node.module for alias in node.names)
+
+
+def is_function(node: ast.AST) -> bool:
+    return isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
+
+
+def is_late(node: ast.AST) -> bool:
+    """Inside a function, or below `if TYPE_CHECKING`."""
+    return is_function(node) or (isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test))
+
+
+def inner(tree: ast.Module, kind: Callable[[ast.AST], bool]) -> set[ast.AST]:
+    return {node for outer in ast.walk(tree) if kind(outer) for node in ast.walk(outer)}
+
+
+def circles(graph: Graph) -> list[set[str]]:
+    """Sets of files each of which reaches all the others."""
+
+    def reached(start: str) -> set[str]:
+        seen, left = set(), [start]
+        while left:
+            fresh = graph[left.pop()] - seen
+            seen |= fresh
+            left += fresh
+        return seen
+
+    below = {name: reached(name) for name in graph}
+    joined = {
+        frozenset(other for other in below[name] if name in below[other]) for name in graph if name in below[name]
+    }
+    return [set(circle) for circle in joined]
+
+
+def all_imports(trees: dict[str, ast.Module]) -> Graph:
+    return {
+        name: {there for node in ast.walk(tree) for there in imported(node, trees) if there in trees} - {name}
+        for name, tree in trees.items()
+    }
+
+
+def test_no_files_import_each_other():
+    assert not circles(all_imports(modules(PACKAGE))), "put what both need into a file below them"
+
+
+def libraries(trees: dict[str, ast.Module]) -> Graph:
+    """The heavy libraries that are loaded by importing each file, through whatever it imports at once."""
+    at_once = {
+        name: {there for node in set(ast.walk(tree)) - inner(tree, is_late) for there in imported(node, trees)}
+        for name, tree in trees.items()
+    }
+    loaded = {}
+    for name in trees:
+        seen, left = {name}, [name]
+        while left:
+            there = left.pop()
+            parents = {there.rpartition(".")[0]} - {""}  # a folder's __init__ runs first
+            fresh = (at_once.get(there, set()) | parents) - seen
+            seen |= fresh
+            left += fresh
+        loaded[name] = {there.partition(".")[0] for there in seen} & HEAVY
+    return loaded
+
+
+def test_own_files_are_imported_inside_functions_only_to_spare_a_heavy_library():
+    """Not of the commands, which all start from one door: there each file is imported when its verb is run."""
+    trees = modules(PACKAGE)
+    loaded = libraries(trees)
+    idle = []
+    for name, tree in trees.items():
+        for node in inner(tree, is_function) if not name.startswith("lit_layers.cli.") else ():
+            there = {other for other in imported(node, trees) if other in trees}
+            if there and not any(loaded[other] - loaded[name] for other in there):
+                idle.append(f"{name} imports {', '.join(sorted(there))}")
+    assert not idle, "these spare no heavy library: put them at the head of the file"
+
+
+def test_circles_are_seen_at_every_depth(tmp_path):
+    package = tmp_path / "house"
+    (package / "room").mkdir(parents=True)
+    for name, text in {
+        "__init__": "",
+        "a": "from house.room import b\n",
+        "room/__init__": "",
+        "room/b": "def f():\n    from house.c import g\n",
+        "c": "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    import house.a\n",
+        "d": "import house.a\n",
+    }.items():
+        (package / f"{name}.py").write_text(text)
+    assert circles(all_imports(modules(package))) == [{"house.a", "house.room.b", "house.c"}]

@@ -1,15 +1,10 @@
 """Where text comes from: documents in a fixed order that can be taken up again at any of them."""
 
 import hashlib
-import re
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any, NamedTuple
 
-from lit_layers.errors import InputError
-
-ALIASES = {"openwebtext": "Skylion007/openwebtext", "wikitext": "Salesforce/wikitext:wikitext-103-raw-v1"}
 SPLITS = ("validation", "train")  # validation first: a training document that repeats one of it can then be dropped
 
 
@@ -64,41 +59,3 @@ def digest(text: str) -> int:
 def in_share(value: int, share: float) -> bool:
     """Whether a 64-bit hash falls into the first `share` of the range."""
     return value < share * 2**64
-
-
-def open_source(
-    spec: str, *, column: str | None = None, separator: str | None = None, validation: float | None = None
-) -> Source:
-    """The source named by `spec`: `python`, `openwebtext`, `wikitext`, a path, or a Hub data set `ORG/NAME[:CONFIG]`.
-
-    Raises:
-        InputError: for a path that does not exist, or an option that this source has no use for.
-    """
-    # One file a kind of source, imported where it is used: `datasets` alone takes a second.
-    if validation is not None and not 0 < validation < 1:
-        raise InputError(f"validation must lie between 0 and 1 (a share of the documents), not {validation}")
-    if spec == "python":
-        from lit_layers.data.python_corpus import PythonSources
-
-        _refuse(spec, column=column, separator=separator)
-        return PythonSources(validation=validation or 0.1)
-    if Path(spec).exists():
-        from lit_layers.data.local_text import LocalText
-
-        return LocalText.open(Path(spec), column=column, separator=separator, validation=validation)
-    name = ALIASES.get(spec, spec)
-    if not re.fullmatch(r"[\w.-]+/[\w.-]+(:[\w.-]+)?", name) or Path(name).suffix in (".txt", ".parquet", ".jsonl"):
-        known = ", ".join(["python", *ALIASES])
-        raise InputError(
-            f"no corpus {spec!r}: expected {known}, an existing path, or a Hub data set as ORG/NAME[:CONFIG]"
-        )
-    from lit_layers.data.hub_text import HubText
-
-    _refuse(spec, separator=separator)
-    return HubText(name, column=column or "text", validation=validation)
-
-
-def _refuse(spec: str, **options: str | None) -> None:
-    for option, value in options.items():
-        if value is not None:
-            raise InputError(f"{option} ({value!r}) means nothing for the corpus {spec!r}: leave it out")

@@ -7,6 +7,7 @@ from typing import Any
 
 from lit_layers.data.corpora import SPLITS, Document, Documents, Source
 from lit_layers.errors import InputError
+from lit_layers.hub_errors import HUB_ERRORS, reason
 
 TITLE = re.compile(r" = [^=].* = \n")  # the first line of an article; " = = Section = = \n" is none
 BY_LINE = ("Salesforce/wikitext",)  # a row is a line there, and a document many rows
@@ -60,8 +61,6 @@ class HubText(Source):
 @contextlib.contextmanager
 def _reaching(what: str) -> Iterator[None]:
     """Turns the many ways in which the Hub can fail into one sentence."""
-    from lit_layers.hub_errors import HUB_ERRORS, reason
-
     try:
         yield
     except InputError:

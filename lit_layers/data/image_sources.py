@@ -11,9 +11,17 @@ from typing import Any, Literal
 import numpy as np
 import torch
 
-from lit_layers.data.picture_files import npz_splits, parquet_splits, python_batches, python_splits
+from lit_layers.data.picture_files import (
+    columns_of,
+    npz_splits,
+    parquet_splits,
+    pictures_of_rows,
+    python_batches,
+    python_splits,
+)
 from lit_layers.data.pictures import FilePictures, Pictures, from_array
 from lit_layers.errors import InputError
+from lit_layers.hub_errors import HUB_ERRORS, reason
 
 Split = Literal["train", "test"]
 HUB_NAMES = {"cifar10": "uoft-cs/cifar10", "cifar100": "uoft-cs/cifar100"}
@@ -174,9 +182,6 @@ def _subfolders(folder: Path) -> list[str]:
 def _hub(name: str, split: Split) -> tuple[Pictures, tuple[str, ...] | None]:
     """A data set of the Hub, or its copy in the local cache; held out is validation, or test where there is none."""
     import datasets
-
-    from lit_layers.data.picture_files import columns_of, pictures_of_rows
-    from lit_layers.hub_errors import HUB_ERRORS, reason
 
     path, _, config = name.partition(":")
     try:

@@ -19,9 +19,12 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from lit_layers.data.corpora import Document, Source, digest, in_share, open_source
+from lit_layers.data.corpora import Document, Source, digest, in_share
 from lit_layers.data.encoding import Texts, encoded
+from lit_layers.data.hub_text import HubText
+from lit_layers.data.local_text import LocalText
 from lit_layers.data.progress_bar import bar
+from lit_layers.data.python_corpus import PythonSources
 from lit_layers.data.shards import (
     FORMAT,
     HEADER,
@@ -51,6 +54,7 @@ CHUNK_BYTES = 2**20  # of text, the work of one call of the tokenizer
 PART_SECONDS = 5.0  # at most this much work, and a chunk, is done again after an interruption
 BPE_BYTES = 10**8  # of text a tokenizer is trained on
 SMALL = 2**25  # bytes: below this, starting processes costs more than it saves
+ALIASES = {"openwebtext": "Skylion007/openwebtext", "wikitext": "Salesforce/wikitext:wikitext-103-raw-v1"}
 
 
 def prepared(corpus: str, tokenizer: str, *, cache: str | Path | None = None) -> TokenShards:
@@ -320,3 +324,34 @@ def _cache_folder(corpus: str, tokenizer: str, cache: str | Path | None) -> Path
 
 def _num_cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def open_source(
+    spec: str, *, column: str | None = None, separator: str | None = None, validation: float | None = None
+) -> Source:
+    """The source named by `spec`: `python`, `openwebtext`, `wikitext`, a path, or a Hub data set `ORG/NAME[:CONFIG]`.
+
+    Raises:
+        InputError: for a path that does not exist, or an option that this source has no use for.
+    """
+    if validation is not None and not 0 < validation < 1:
+        raise InputError(f"validation must lie between 0 and 1 (a share of the documents), not {validation}")
+    if spec == "python":
+        _refuse_options(spec, column=column, separator=separator)
+        return PythonSources(validation=validation or 0.1)
+    if Path(spec).exists():
+        return LocalText.open(Path(spec), column=column, separator=separator, validation=validation)
+    name = ALIASES.get(spec, spec)
+    if not re.fullmatch(r"[\w.-]+/[\w.-]+(:[\w.-]+)?", name) or Path(name).suffix in (".txt", ".parquet", ".jsonl"):
+        known = ", ".join(["python", *ALIASES])
+        raise InputError(
+            f"no corpus {spec!r}: expected {known}, an existing path, or a Hub data set as ORG/NAME[:CONFIG]"
+        )
+    _refuse_options(spec, separator=separator)
+    return HubText(name, column=column or "text", validation=validation)
+
+
+def _refuse_options(spec: str, **options: str | None) -> None:
+    for option, value in options.items():
+        if value is not None:
+            raise InputError(f"{option} ({value!r}) means nothing for the corpus {spec!r}: leave it out")

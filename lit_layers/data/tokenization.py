@@ -14,6 +14,7 @@ from typing import Any
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from lit_layers.errors import InputError
+from lit_layers.hub_errors import HUB_ERRORS, LOG_IN, is_refused, reason
 
 END_OF_TEXT = "<|endoftext|>"
 ENDS = (END_OF_TEXT, "</s>", "<|end_of_text|>", "[SEP]")  # tried in this order where a tokenizer does not name its own
@@ -165,8 +166,6 @@ def _load(main: Path, companions: dict[str, Path]) -> TextTokenizer:
 def _download(spec: str) -> Path:
     """The folder of a Hub repository's tokenizer files, from the local cache where there is no network."""
     from huggingface_hub import snapshot_download
-
-    from lit_layers.hub_errors import HUB_ERRORS, LOG_IN, is_refused, reason
 
     name, _, revision = spec.partition("@")
     try:

@@ -5,7 +5,10 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TypeVar
 
+from huggingface_hub.errors import HTTPError, OfflineModeIsEnabled
+
 from lit_layers.errors import InputError
+from lit_layers.hub_errors import HUB_ERRORS, LOG_IN, is_refused, reason
 
 Result = TypeVar("Result")
 WORTH_ANOTHER_TRY = {408, 425, 429, *range(500, 600)}
@@ -34,8 +37,6 @@ class Retry:
         Raises:
             InputError: `what`, the last reason and the number of attempts, in one sentence.
         """
-        from lit_layers.hub_errors import HUB_ERRORS, reason
-
         for attempt in range(self.attempts):
             try:
                 return action()
@@ -55,8 +56,6 @@ class Retry:
 
 def is_transient(error: BaseException | None) -> bool:
     """Whether the same request may succeed later: timeouts, cut connections, 429, 5xx, damaged or moved content."""
-    from huggingface_hub.errors import HTTPError, OfflineModeIsEnabled
-
     while error is not None:
         if isinstance(error, OfflineModeIsEnabled):
             return False
@@ -72,10 +71,6 @@ def is_transient(error: BaseException | None) -> bool:
 
 
 def _advice(error: BaseException) -> str:
-    from huggingface_hub.errors import HTTPError, OfflineModeIsEnabled
-
-    from lit_layers.hub_errors import LOG_IN, is_refused
-
     if is_refused(error):
         return LOG_IN
 

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from lit_layers.errors import InputError
+from lit_layers.hub_errors import HUB_ERRORS, reason
 
 SUFFIXES = (".parquet", ".csv", ".jsonl")
 PATTERN = "{split}"
@@ -43,8 +44,6 @@ def read_columns(source: str, splits: Sequence[str], columns: Mapping[str, str],
 
 def _of_the_hub(source: str, split: str, columns: Mapping[str, str], text: str | None) -> Columns:
     import datasets
-
-    from lit_layers.hub_errors import HUB_ERRORS, reason
 
     path, _, config = source.partition(":")
     try:

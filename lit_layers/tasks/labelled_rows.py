@@ -6,16 +6,44 @@ import string
 from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 from lit_layers.errors import InputError
 from lit_layers.tasks.files import Columns, read_columns
 from lit_layers.tasks.splits import normalised
 
-if TYPE_CHECKING:
-    from lit_layers.tasks.probe import ProbeTask
-
 _FIELD = re.compile(r"(?P<column>[^.\[\]!:]+)(\[\w+\])*")  # of a text format: a column, or an entry of one
+
+
+class RowOptions(Protocol):
+    """What a task says of its rows."""
+
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def source(self) -> str: ...
+
+    @property
+    def text(self) -> str: ...
+
+    @property
+    def label(self) -> str: ...
+
+    @property
+    def where(self) -> Mapping[str, Any]: ...
+
+    @property
+    def group(self) -> str | None: ...
+
+    @property
+    def classes(self) -> tuple[str, ...] | None: ...
+
+    @property
+    def label_offset(self) -> float: ...
+
+    @property
+    def drop_empty(self) -> bool: ...
 
 
 @dataclass(frozen=True)
@@ -70,7 +98,7 @@ def text_columns(task: str, text: str) -> list[str]:
     return [match["column"] for match in found if match]
 
 
-def read_rows(task: "ProbeTask", splits: str | Sequence[str]) -> LabelledRows:
+def read_rows(task: RowOptions, splits: str | Sequence[str]) -> LabelledRows:
     """The rows of some splits that `where` keeps, with text and raw labels."""
     columns = dict.fromkeys(text_columns(task.name, task.text), "text") | {task.label: "label"}
     columns |= {column: "where" for column in task.where if column not in columns}
@@ -110,7 +138,7 @@ def read_rows(task: "ProbeTask", splits: str | Sequence[str]) -> LabelledRows:
     )
 
 
-def as_classes(task: "ProbeTask", parts: Mapping[str, LabelledRows]) -> tuple[dict[str, LabelledRows], tuple[str, ...]]:
+def as_classes(task: RowOptions, parts: Mapping[str, LabelledRows]) -> tuple[dict[str, LabelledRows], tuple[str, ...]]:
     """The parts with numbers of classes for labels, and the classes' names."""
     values = {part: [_class(task, rows, index) for index in range(len(rows))] for part, rows in parts.items()}
     names = task.classes or next((rows.class_names for rows in parts.values() if rows.class_names), None)
@@ -142,7 +170,7 @@ def as_classes(task: "ProbeTask", parts: Mapping[str, LabelledRows]) -> tuple[di
     return {part: replace(rows, labels=[known[v] for v in values[part]]) for part, rows in parts.items()}, names
 
 
-def as_values(task: "ProbeTask", parts: Mapping[str, LabelledRows]) -> dict[str, LabelledRows]:
+def as_values(task: RowOptions, parts: Mapping[str, LabelledRows]) -> dict[str, LabelledRows]:
     """The parts with numbers for labels."""
     for rows in parts.values():
         for label, number in zip(rows.labels, rows.numbers, strict=True):
@@ -159,7 +187,7 @@ def as_values(task: "ProbeTask", parts: Mapping[str, LabelledRows]) -> dict[str,
     }
 
 
-def _kept(task: "ProbeTask", read: Columns) -> Iterator[int]:
+def _kept(task: RowOptions, read: Columns) -> Iterator[int]:
     """Numbers of the rows that `where` keeps."""
     num_rows = len(read.values[task.label])
     kept = range(num_rows)
@@ -177,7 +205,7 @@ def _kept(task: "ProbeTask", read: Columns) -> Iterator[int]:
     return iter(kept)
 
 
-def _text(task: "ProbeTask", read: Columns, number: int) -> str:
+def _text(task: RowOptions, read: Columns, number: int) -> str:
     """The text of a row; empty if there is nothing but space."""
     if "{" not in task.text:
         text = read.values[task.text][number]
@@ -204,7 +232,7 @@ def _text(task: "ProbeTask", read: Columns, number: int) -> str:
     return text.encode("utf-8", "replace").decode() if text.strip() else ""  # JSON can hold half a surrogate pair
 
 
-def _class(task: "ProbeTask", rows: LabelledRows, index: int) -> int | str:
+def _class(task: RowOptions, rows: LabelledRows, index: int) -> int | str:
     label = rows.labels[index]
     if isinstance(label, str):
         return label

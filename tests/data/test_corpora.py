@@ -9,8 +9,8 @@ import pyarrow.parquet as pq
 import pytest
 
 from lit_layers.data import local_text
-from lit_layers.data.corpora import open_source
 from lit_layers.data.local_text import LocalText
+from lit_layers.data.preparing import open_source
 from lit_layers.data.python_corpus import PythonSources
 from lit_layers.errors import InputError
 
