@@ -4,8 +4,10 @@ import argparse
 import os
 import sys
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
 
+from lit_layers import schema
 from lit_layers.cli.intervene_options import read_options
 from lit_layers.cli.measuring import (
     Outcome,
@@ -17,11 +19,13 @@ from lit_layers.cli.measuring import (
     settings_there,
     tell_settings,
 )
+from lit_layers.cli.messages import one_sentence
 from lit_layers.errors import InputError
 
 if TYPE_CHECKING:
     from lit_layers.analyses.base import Analysis
 
+T = TypeVar("T")
 RESULTS = "intervene"
 OF_BLOCKS, PUBLISHED_LOOPS = ("skip_one", "switch"), 3
 
@@ -45,9 +49,29 @@ def _read_recipes(options: argparse.Namespace) -> None:
 
     quieten()
     if options.finetune is not None:
-        options.finetune = FinetuningRecipe.read(options.finetune)
+        options.finetune = read_recipe(FinetuningRecipe, options.finetune)
     if options.glue is not None:
-        options.glue = GlueRecipe.read(options.glue)
+        options.glue = read_recipe(GlueRecipe, options.glue)
+
+
+def read_recipe(kind: type[T], path: str | Path) -> T:
+    """The options of training in a YAML file, checked by their types.
+
+    Raises:
+        InputError: no such file, no mapping in it, an unknown key, a key that is missing, a wrong value.
+    """
+    from jsonargparse import ArgumentError, ArgumentParser
+
+    parser = ArgumentParser(exit_on_error=False)
+    parser.add_class_arguments(kind)
+    content, known = schema.read_yaml(Path(path), dict[str, Any], "write KEY: VALUE lines"), vars(parser.get_defaults())
+    for key in content:
+        if key not in known:
+            raise InputError(f"recipe: there is no key {key!r}; the keys are {', '.join(known)}")
+    try:
+        return kind(**parser.parse_object(content).as_dict())
+    except ArgumentError as error:
+        raise InputError(f"recipe: {one_sentence(str(error))}") from error
 
 
 def _analyses(options: argparse.Namespace, target: Target) -> "Iterator[Analysis]":

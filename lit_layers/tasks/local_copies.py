@@ -44,7 +44,7 @@ class LocalCopy:
         if split is not None and split not in self.files:
             known = ", ".join(self.files)
             raise InputError(f"{self.folder / MAPPING}: expected files of the split {split!r}, got {known}")
-        chosen = self.files.values() if split is None else [self.files[split]]
+        chosen: list[Any] = list(self.files.values()) if split is None else [self.files[split]]
         return [name for value in chosen for name in (value if isinstance(value, list) else [value])]
 
     def missing(self) -> list[Path]:

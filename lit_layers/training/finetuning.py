@@ -6,10 +6,10 @@ import json
 import logging
 import re
 import statistics
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import asdict, dataclass, fields
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, Literal, Self
+from typing import Any, Literal
 
 import lightning as L
 import torch
@@ -28,11 +28,22 @@ from lit_layers.models.families import Network
 from lit_layers.models.running_order import Parallel, running_order
 from lit_layers.models.view import LayeredModel
 from lit_layers.models.vocabulary import true_vocab_size
+from lit_layers.ranges import (
+    BATCH,
+    COUNT,
+    COUNT_OR_NONE,
+    LEARNING_RATE,
+    MANY,
+    SEED,
+    SHARE,
+    WEIGHT_DECAY,
+    Range,
+    refuse_outside,
+)
 from lit_layers.records import Record
 from lit_layers.training.checkpoint_io import writable_folder, write_folder
 from lit_layers.training.datamodules import LitTextData
-from lit_layers.training.loss import next_token_loss
-from lit_layers.training.optim import adamw, may_fuse, warmup_cosine
+from lit_layers.training.modules import LitCausalLM
 from lit_layers.training.resume import StepSeed
 
 _AGAIN = "take it away to train that variant again"
@@ -41,38 +52,21 @@ BETAS = (0.9, 0.999)
 When = Literal["before", "after"]
 
 
-class Recipe:
-    """Options that a YAML file may give; subclasses are dataclasses."""
-
-    @classmethod
-    def read(cls, path: str | Path) -> Self:
-        """The options in a YAML file.
-
-        Raises:
-            InputError: no such file, no mapping in it, an unknown key, a key that is missing, a wrong value.
-        """
-        return cls.of(schema.read_yaml(Path(path), dict[str, Any], "write KEY: VALUE lines"))
-
-    @classmethod
-    def of(cls, content: Mapping[str, Any]) -> Self:
-        """The options of a mapping.
-
-        Raises:
-            InputError: an unknown key, a key that is missing, a wrong value.
-        """
-        known = {field.name: field for field in fields(cls)}  # pyright: ignore[reportArgumentType]
-        for key in content:
-            if key not in known:
-                raise InputError(f"recipe: there is no key {key!r}; the keys are {', '.join(known)}")
-        try:
-            return cls(**content)
-        except TypeError as error:
-            missing = re.findall(r"'(\w+)'", str(error))
-            raise InputError(f"recipe: expected a value for {', '.join(missing)}") from error
+GRADIENT_CLIP = Range(0, MANY, above=True)
+_RANGES = {
+    **dict.fromkeys(("steps", "num_tokens", "num_validation_sequences"), COUNT),
+    **dict.fromkeys(("batch_size", "validation_batch_size"), BATCH),
+    "warmup_steps": COUNT_OR_NONE,
+    "seed": SEED,
+    "learning_rate": LEARNING_RATE,
+    "weight_decay": WEIGHT_DECAY,
+    "min_lr_ratio": SHARE,
+    "gradient_clip": GRADIENT_CLIP,
+}
 
 
 @dataclass(frozen=True, kw_only=True)
-class FinetuningRecipe(Recipe):
+class FinetuningRecipe:
     """How a model is trained on.
 
     Args:
@@ -108,16 +102,7 @@ class FinetuningRecipe(Recipe):
     seed: int = 0
 
     def __post_init__(self) -> None:
-        whole("steps", "batch_size", "num_tokens", "num_validation_sequences", "validation_batch_size", of=self)
-        whole("warmup_steps", "seed", of=self, least=0)
-        number("learning_rate", of=self, right=lambda value: value > 0, expected="a positive number")
-        number("weight_decay", of=self, right=lambda value: value >= 0, expected="a number of at least 0")
-        number("min_lr_ratio", of=self, right=lambda value: 0 <= value <= 1, expected="a share from 0 to 1")
-        if self.gradient_clip is not None:
-            number("gradient_clip", of=self, right=lambda value: value > 0, expected="a positive number or null")
-        words("corpus", "precision", of=self)
-        if self.tokenizer is not None:
-            words("tokenizer", of=self)
+        refuse_outside("recipe: ", _RANGES, vars(self))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -231,31 +216,35 @@ def finetune_variants(
     yield from means_of_seeds(found, LayeredModel(model).num_layers)
 
 
-class LitVariant(L.LightningModule):
-    """Next-token training of a causal language model, in whichever order its blocks run."""
+class LitVariant(LitCausalLM):
+    """Training of a model that is there already, in whichever order its blocks run; validated sequence by sequence."""
 
     def __init__(self, model: Network, recipe: FinetuningRecipe) -> None:
-        super().__init__()
-        self.model, self.recipe = model, recipe
+        super().__init__(
+            lr=recipe.learning_rate,
+            weight_decay=recipe.weight_decay,
+            betas=BETAS,
+            warmup_steps=recipe.warmup_steps,
+            decay_steps=recipe.steps,
+            min_lr_ratio=recipe.min_lr_ratio,
+        )
+        self.train_given(model)
         self.losses: list[Tensor] = []
         self.accuracies: list[Tensor] = []
-
-    def logits(self, batch: Mapping[str, Tensor]) -> Tensor:
-        return self.model(input_ids=batch["input_ids"][:, :-1], use_cache=False).logits
-
-    def training_step(self, batch: dict[str, Tensor], batch_index: int) -> Tensor:
-        return next_token_loss(self.logits(batch), batch["input_ids"][:, 1:], true_vocab_size(self.model))
 
     def on_validation_epoch_start(self) -> None:
         self.losses, self.accuracies = [], []
 
     def validation_step(self, batch: dict[str, Tensor], batch_index: int) -> None:
         targets = batch["input_ids"][:, 1:]
-        logits = self.logits(batch)[..., : true_vocab_size(self.model)]
+        logits = self(batch["input_ids"][:, :-1])
         wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
         losses = F.cross_entropy(wide.flatten(0, 1), targets.flatten(), reduction="none").view(targets.shape)
         self.losses.append(losses.double().mean(1).cpu())
         self.accuracies.append((wide.argmax(-1) == targets).double().mean(1).cpu())
+
+    def on_validation_epoch_end(self) -> None:
+        """Nothing is logged: `quality` has it."""
 
     def quality(self) -> Quality:
         """Of the last validation. Sequences are of one length, so that their mean is that of the tokens."""
@@ -267,21 +256,6 @@ class LitVariant(L.LightningModule):
             accuracy_stderr=standard_error(accuracy),
             num_sequences=len(loss),
         )
-
-    def configure_optimizers(self) -> Any:
-        recipe = self.recipe
-        optimizer = adamw(
-            self.model,
-            lr=recipe.learning_rate,
-            weight_decay=recipe.weight_decay,
-            betas=BETAS,
-            fused=may_fuse(self.trainer),
-        )
-        factor = warmup_cosine(
-            warmup_steps=recipe.warmup_steps, decay_steps=recipe.steps, min_ratio=recipe.min_lr_ratio
-        )
-        scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, factor)
-        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
 
 
 def quiet_trainer(*, steps: int, seed: int, root: str | Path, **options: Any) -> L.Trainer:
@@ -360,29 +334,6 @@ def means_of_seeds(records: Iterable[Record], num_blocks: int) -> Iterator[Recor
 def standard_error(values: Tensor) -> float | None:
     """Of the mean; None of a single value."""
     return None if len(values) < 2 else (values.std() / len(values) ** 0.5).item()
-
-
-def whole(*names: str, of: Any, least: int = 1) -> None:
-    """Refuses options that are no integers of at least `least`."""
-    for name in names:
-        value = getattr(of, name)
-        if type(value) is not int or value < least:
-            raise InputError(f"recipe: {name}: expected an integer of at least {least}, got {value!r}")
-
-
-def number(name: str, *, of: Any, right: Callable[[float], bool], expected: str) -> None:
-    """Refuses an option that is no number, or not a right one."""
-    value = getattr(of, name)
-    if isinstance(value, bool) or not isinstance(value, int | float) or not right(value):
-        hint = " (YAML takes 5e-5 for text: write 5.0e-5)" if isinstance(value, str) else ""
-        raise InputError(f"recipe: {name}: expected {expected}, got {value!r}{hint}")
-
-
-def words(*names: str, of: Any) -> None:
-    """Refuses options that are no text."""
-    for name in names:
-        if not isinstance(getattr(of, name), str) or not getattr(of, name):
-            raise InputError(f"recipe: {name}: expected a text, got {getattr(of, name)!r}")
 
 
 def _validate(module: LitVariant, data: L.LightningDataModule, options: Mapping[str, Any]) -> Quality:

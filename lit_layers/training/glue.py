@@ -26,32 +26,39 @@ from lit_layers.models.families import Network, trunk_of
 from lit_layers.models.running_order import running_order
 from lit_layers.models.sequence_classifier import sequence_classifier
 from lit_layers.models.view import LayeredModel
+from lit_layers.ranges import BATCH, COUNT, COUNT_OR_NONE, LEARNING_RATE, SEED, WEIGHT_DECAY, refuse_outside
 from lit_layers.records import Record
 from lit_layers.tasks.catalogue import Task, find
 from lit_layers.tasks.glue import GlueRows, glue_metrics, read_rows
 from lit_layers.training.checkpoint_io import writable_folder
 from lit_layers.training.finetuning import (
     BETAS,
-    Recipe,
+    GRADIENT_CLIP,
     finished,
     means_of_seeds,
     name_of,
-    number,
     quiet_trainer,
-    whole,
-    words,
 )
-from lit_layers.training.optim import adamw, may_fuse
+from lit_layers.training.optim import adamw, may_fuse, scheduled, warmup_linear
 from lit_layers.training.sampler import StepSampler
 
 ANALYSIS, SCORE, MEAN = "intervene/glue", "task_score", "glue_score"
 Training = Literal["full", "frozen"]
 TRAININGS: tuple[Training, ...] = ("full", "frozen")
+_RANGES = {
+    **dict.fromkeys(("num_epochs", "num_tokens", "max_steps", "num_train", "num_validation"), COUNT),
+    **dict.fromkeys(("learning_rate", "frozen_learning_rate"), LEARNING_RATE),
+    "batch_size": BATCH,
+    "warmup_steps": COUNT_OR_NONE,
+    "seed": SEED,
+    "weight_decay": WEIGHT_DECAY,
+    "gradient_clip": GRADIENT_CLIP,
+}
 _CHOOSING = ("tasks", "training")  # which results are asked for, not what they are
 
 
 @dataclass(frozen=True, kw_only=True)
-class GlueRecipe(Recipe):
+class GlueRecipe:
     """How an encoder is fine-tuned on tasks of GLUE.
 
     Args:
@@ -98,17 +105,7 @@ class GlueRecipe(Recipe):
                     find("glue", value)
                 elif value not in known:
                     raise InputError(f"recipe: {option}: expected {' or '.join(known)}, got {value!r}")
-        whole("num_epochs", "batch_size", "num_tokens", of=self)
-        whole("warmup_steps", "seed", of=self, least=0)
-        whole(
-            *(each for each in ("max_steps", "num_train", "num_validation") if getattr(self, each) is not None), of=self
-        )
-        number("learning_rate", of=self, right=lambda value: value > 0, expected="a positive number")
-        number("frozen_learning_rate", of=self, right=lambda value: value > 0, expected="a positive number")
-        number("weight_decay", of=self, right=lambda value: value >= 0, expected="a number of at least 0")
-        if self.gradient_clip is not None:
-            number("gradient_clip", of=self, right=lambda value: value > 0, expected="a positive number or null")
-        words("precision", of=self)
+        refuse_outside("recipe: ", _RANGES, vars(self))
 
     def steps(self, num_rows: int) -> int:
         """Optimizer steps over so many training rows."""
@@ -293,19 +290,7 @@ class LitSequenceClassifier(L.LightningModule):
             fused=may_fuse(self.trainer),
         )
         factor = warmup_linear(warmup_steps=self.recipe.warmup_steps, steps=self.steps)
-        scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, factor)
-        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
-
-
-def warmup_linear(*, warmup_steps: int, steps: int) -> Callable[[int], float]:
-    """Step -> factor of the peak learning rate: up on a straight line, then down on one, to zero after the last."""
-
-    def factor(step: int) -> float:
-        if step < warmup_steps:
-            return (step + 1) / warmup_steps
-        return max(0.0, (steps - step) / max(1, steps - warmup_steps))
-
-    return factor
+        return scheduled(optimizer, factor)
 
 
 def _score(

@@ -28,7 +28,7 @@ from lit_layers.ranges import (
 )
 from lit_layers.training.averaging import ExponentialAverage
 from lit_layers.training.image_data import LitImageData
-from lit_layers.training.optim import may_fuse, warmup_cosine
+from lit_layers.training.optim import may_fuse, scheduled, warmup_cosine
 from lit_layers.training.sharding import full, shard_, sharding_mesh
 from lit_layers.training.weighted_mean import WeightedMean
 
@@ -257,8 +257,7 @@ class LitImageClassifier(L.LightningModule):
             decay_steps=self.decay_steps or self.trainer.max_steps,
             min_ratio=self.min_lr_ratio,
         )
-        scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, factor)
-        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
+        return scheduled(optimizer, factor)
 
     @property
     def peak_lr(self) -> float:

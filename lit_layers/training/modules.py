@@ -25,7 +25,7 @@ from lit_layers.ranges import (
 )
 from lit_layers.series.checkpoint import Checkpoint
 from lit_layers.training.loss import next_token_loss
-from lit_layers.training.optim import adamw, may_fuse, warmup_cosine
+from lit_layers.training.optim import adamw, may_fuse, scheduled, warmup_cosine
 from lit_layers.training.origin import Origin, published, refuse_another_tokenizer
 from lit_layers.training.sharding import full, shard_, sharding_mesh
 from lit_layers.training.weighted_mean import WeightedMean
@@ -122,8 +122,13 @@ class LitCausalLM(L.LightningModule):
         mesh = sharding_mesh(self.trainer.strategy)
         if mesh is not None:
             shard_(self.model, mesh)
+        self.train_given(self.model)
+
+    def train_given(self, model: nn.Module) -> None:
+        """Trains this model, whatever the options say of a new one."""
+        self.model = model
         # Kept out of the module tree: the compiled copy shares every weight and must not double the state dict.
-        self.__dict__["_network"] = torch.compile(self.model) if self.compile_model else self.model
+        self.__dict__["_network"] = torch.compile(model) if self.compile_model else model
 
     def _new_model(self, data: Any) -> nn.Module:
         vocab_size = self.config.get("vocab_size", data.shards.vocab_size)
@@ -200,8 +205,7 @@ class LitCausalLM(L.LightningModule):
             decay_steps=self.decay_steps or self.trainer.max_steps,
             min_ratio=self.min_lr_ratio,
         )
-        scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, factor)
-        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
+        return scheduled(optimizer, factor)
 
     def flops_per_token(self, num_tokens: int) -> float:
         """Returns floating-point operations per trained token: 6 N + 12 L d T, N without position embeddings.

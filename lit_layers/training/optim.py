@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Callable
+from typing import Any
 
 import lightning as L
 import torch
@@ -35,6 +36,23 @@ def may_fuse(trainer: L.Trainer) -> bool:
     A fused step divides them by the scale itself, which is after they have been clipped and their norm was taken.
     """
     return trainer.scaler is None
+
+
+def scheduled(optimizer: torch.optim.Optimizer, factor: Callable[[int], float]) -> dict[str, Any]:
+    """Returns what Lightning wants of an optimizer whose learning rate is multiplied by `factor` of the step."""
+    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, factor)
+    return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
+
+
+def warmup_linear(*, warmup_steps: int, steps: int) -> Callable[[int], float]:
+    """Step -> factor of the peak learning rate: up on a straight line, then down on one, to zero after the last."""
+
+    def factor(step: int) -> float:
+        if step < warmup_steps:
+            return (step + 1) / warmup_steps
+        return max(0.0, (steps - step) / max(1, steps - warmup_steps))
+
+    return factor
 
 
 def warmup_cosine(*, warmup_steps: int, decay_steps: int, min_ratio: float) -> Callable[[int], float]:

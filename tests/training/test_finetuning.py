@@ -8,6 +8,7 @@ import torch
 import yaml
 from torch.nn import functional as F
 
+from lit_layers.cli.intervene import read_recipe
 from lit_layers.data.preparing import prepared
 from lit_layers.data.training_text import TokenBlocks
 from lit_layers.errors import InputError
@@ -232,34 +233,40 @@ def test_the_mean_over_seeds_and_how_many_orders_are_the_plain_one():
 @pytest.mark.parametrize(
     ("content", "sentence"),
     [
-        ({}, "recipe: expected a value for corpus"),
+        ({}, "recipe: missing: corpus; give it in the recipe"),
         ({"corpus": "c", "step": 3}, "recipe: there is no key 'step'; the keys are corpus, tokenizer, steps"),
-        ({"corpus": "c", "steps": 0}, "recipe: steps: expected an integer of at least 1, got 0"),
-        ({"corpus": "c", "batch_size": True}, "recipe: batch_size: expected an integer of at least 1, got True"),
-        ({"corpus": "c", "warmup_steps": -1}, "recipe: warmup_steps: expected an integer of at least 0, got -1"),
-        ({"corpus": "c", "learning_rate": "5e-5"}, "got '5e-5' (YAML takes 5e-5 for text: write 5.0e-5)"),
+        ({"corpus": "c", "steps": 0}, "recipe: steps: expected at least 1, got 0"),
+        ({"corpus": "c", "batch_size": True}, "recipe: batch_size: expected int, got True"),
+        ({"corpus": "c", "warmup_steps": -1}, "recipe: warmup_steps: expected at least 0, got -1"),
+        ({"corpus": "c", "learning_rate": "fast"}, "recipe: learning_rate: expected float, got fast"),
+        ({"corpus": "c", "learning_rate": 0}, "recipe: learning_rate: expected a positive learning rate, got 0"),
         ({"corpus": "c", "min_lr_ratio": 2}, "recipe: min_lr_ratio: expected a share from 0 to 1, got 2"),
-        ({"corpus": 3}, "recipe: corpus: expected a text, got 3"),
+        ({"corpus": 3}, "recipe: corpus: expected str, got 3"),
         ([1], "expected an object, got [1]"),
     ],
 )
 def test_a_recipe_with_wrong_keys_or_values_is_refused(content, sentence, tmp_path):
     (tmp_path / "recipe.yaml").write_text(yaml.safe_dump(content))
     with pytest.raises(InputError) as refused:
-        FinetuningRecipe.read(tmp_path / "recipe.yaml")
+        read_recipe(FinetuningRecipe, tmp_path / "recipe.yaml")
     assert sentence in str(refused.value)
 
 
 def test_recipes_that_cannot_be_read_are_refused(tmp_path):
     with pytest.raises(InputError, match="cannot read .*: no such file"):
-        FinetuningRecipe.read(tmp_path / "none.yaml")
+        read_recipe(FinetuningRecipe, tmp_path / "none.yaml")
     (tmp_path / "broken.yaml").write_text("a: [")
     with pytest.raises(InputError, match="not valid YAML"):
-        FinetuningRecipe.read(tmp_path / "broken.yaml")
+        read_recipe(FinetuningRecipe, tmp_path / "broken.yaml")
+
+
+def test_a_number_may_be_written_as_python_writes_it(tmp_path):
+    (tmp_path / "recipe.yaml").write_text("corpus: c\nlearning_rate: 5e-5\n")  # to YAML it is text
+    assert read_recipe(FinetuningRecipe, tmp_path / "recipe.yaml").learning_rate == 5e-5
 
 
 def test_the_recipe_that_comes_with_the_package_is_readable():
-    assert FinetuningRecipe.read("recipes/finetune/text.yaml").steps == 200
+    assert read_recipe(FinetuningRecipe, "recipes/finetune/text.yaml").steps == 200
 
 
 def test_models_that_do_not_fit_are_refused_before_anything_is_written(text, tmp_path):

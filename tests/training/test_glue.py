@@ -11,6 +11,7 @@ import torch
 import yaml
 from tokenizers import Tokenizer, processors
 
+from lit_layers.cli.intervene import read_recipe
 from lit_layers.data.tokenization import load_tokenizer
 from lit_layers.errors import InputError
 from lit_layers.functional.variants import Variant
@@ -21,7 +22,8 @@ from lit_layers.models.view import LayeredModel
 from lit_layers.tasks.catalogue import find
 from lit_layers.tasks.glue import GLUE, GlueRows, glue_metrics, read_rows
 from lit_layers.training import glue
-from lit_layers.training.glue import GlueRecipe, LitSequenceClassifier, encode_rows, glue_scores, warmup_linear
+from lit_layers.training.glue import GlueRecipe, LitSequenceClassifier, encode_rows, glue_scores
+from lit_layers.training.optim import warmup_linear
 from lit_layers.training.sampler import StepSampler
 from tests.support.data_mapping import with_mapping
 from tests.support.labelled_texts import labelled, saved_bert
@@ -372,23 +374,23 @@ def test_the_learning_rate_goes_up_and_down_on_straight_lines():
     ("content", "sentence"),
     [
         ({"task": ["cola"]}, "recipe: there is no key 'task'; the keys are tasks, training, num_epochs"),
-        ({"tasks": "cola"}, "recipe: tasks: expected a list of names, got 'cola'"),
+        ({"tasks": "cola"}, "recipe: tasks: expected Sequence, got cola"),
         ({"tasks": ["mnli"]}, "task: there is no 'mnli'; did you mean wnli or qnli"),
-        ({"training": ["half"]}, "recipe: training: expected full or frozen, got 'half'"),
-        ({"max_steps": 0}, "recipe: max_steps: expected an integer of at least 1, got 0"),
-        ({"frozen_learning_rate": 0}, "recipe: frozen_learning_rate: expected a positive number, got 0"),
+        ({"training": ["half"]}, "recipe: training: expected one of 'full', 'frozen', got half"),
+        ({"max_steps": 0}, "recipe: max_steps: expected at least 1, got 0"),
+        ({"frozen_learning_rate": 0}, "recipe: frozen_learning_rate: expected a positive learning rate, got 0"),
     ],
 )
 def test_a_recipe_with_wrong_keys_or_values_is_refused(content, sentence, tmp_path):
     (tmp_path / "recipe.yaml").write_text(yaml.safe_dump(content))
     with pytest.raises(InputError) as refused:
-        GlueRecipe.read(tmp_path / "recipe.yaml")
+        read_recipe(GlueRecipe, tmp_path / "recipe.yaml")
     assert sentence in str(refused.value)
 
 
 @pytest.mark.parametrize("name", ["paper", "small_steps"])
 def test_recipes_that_come_with_the_package_are_readable(name):
-    assert GlueRecipe.read(f"recipes/glue/{name}.yaml").seed == 0
+    assert read_recipe(GlueRecipe, f"recipes/glue/{name}.yaml").seed == 0
 
 
 def test_options_that_do_not_fit_the_model_are_refused_before_training(folder, tmp_path, trained):
