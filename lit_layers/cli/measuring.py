@@ -211,7 +211,8 @@ def _analyses(
     trained = training_of(place) if place else {}
     about: dict[str, Any] = {"root": root, "series": series, "trained": trained, "tokenizer": tokenizer, "tell": tell}
     if series.is_alone or checkpoints[-1].step is not None:  # the same one whichever steps are chosen
-        return make(Target(name=series.name, checkpoint=checkpoints[-1], **about)), {}
+        target = Target(name=series.name, checkpoint=checkpoints[-1], **about)
+        return _fitting(make(target), target), {}
     _refuse_a_foreign_tokenizer(tokenizer, series)
     found: dict[str, Sequence[Analysis]] = {}
     without: dict[str, str] = {}
@@ -223,6 +224,21 @@ def _analyses(
     if not found:
         raise InputError(next(iter(without.values())))
     return found, without
+
+
+def _fitting(analyses: "Sequence[Analysis]", target: Target) -> "Sequence[Analysis]":
+    """Refuses texts that are longer than what the model reads, before it is opened or downloaded."""
+    from lit_layers.data import EvalText
+
+    for analysis in analyses:
+        for text in (value for value in vars(analysis).values() if isinstance(value, EvalText)):
+            limit = length_limit(target.config)
+            if limit is not None and text.num_tokens > limit:
+                raise InputError(
+                    f"{analysis.name}: num_tokens: {target.name} reads at most {limit} tokens, got {text.num_tokens}: "
+                    f"ask for {limit} or fewer"
+                )
+    return analyses
 
 
 def _refuse_a_foreign_tokenizer(name: str | None, series: "Series") -> None:

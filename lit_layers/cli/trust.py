@@ -5,6 +5,7 @@ And what these may reach: they write to the recipe's root and to folders that th
 
 import argparse
 import pkgutil
+import re
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from importlib.util import find_spec
@@ -12,6 +13,8 @@ from pathlib import Path
 from typing import Any, get_args, get_origin
 
 from jsonargparse import ArgumentParser, Namespace, add_instantiator, set_parsing_settings
+from omegaconf import OmegaConf
+from omegaconf.resolvers import oc
 
 from lit_layers.analyses.base import Analysis
 from lit_layers.cli.messages import REFUSED, one_sentence
@@ -26,6 +29,7 @@ _OF_LIGHTNING = (  # its demonstrations fetch data, and its server starts a proc
 _OWN_PLACES = (".cache", ".results", ".root", ".store.folder")  # where classes of lit_layers write to
 _PLACES = {"default_root_dir", "dir", "dirpath", "exclude_batches_path", "nvme_path", "save_dir"}
 _ADDRESSES = {"api_key", "host", "settings", "tracking_uri"}
+_SECRET = re.compile("key|token|secret|passw|credential", re.IGNORECASE)
 _own_code: set[str] = set()  # its functions may be named, too: of the others some load or start whatever they are given
 
 
@@ -220,6 +224,13 @@ def _lies_in(value: str, allowed: list[Path]) -> bool:
     return "://" not in value and any(Path(value).expanduser().resolve().is_relative_to(place) for place in allowed)
 
 
+def _variable(name: str, *default: Any) -> Any:
+    """What `${oc.env:NAME}` stands for in a recipe, whose options are written down with the run."""
+    if _SECRET.search(name):
+        raise InputError(f"a recipe reads no variable that may hold a secret, got ${{oc.env:{name}}}")
+    return oc.env(name, *default)
+
+
 def _without_code(class_type: Any, *args: Any, **kwargs: Any) -> Any:
     made = class_type(*args, **kwargs)
     if (file := getattr(made, "code_file", None)) is not None:
@@ -230,6 +241,7 @@ def _without_code(class_type: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 add_instantiator(_without_code, Analysis)
+OmegaConf.register_resolver("oc.env", _variable, replace=True)
 set_parsing_settings(
     import_path_denylist=["*"],
     import_path_allowlist=[*PACKAGES],

@@ -67,6 +67,18 @@ def test_without_a_recipe_three_analyses_run_on_the_models_own_tokenizer(model, 
     assert [m.analysis for m in found] == ["trajectory", "representation", "coupling"]
 
 
+def test_texts_longer_than_the_model_reads_are_refused_before_it_is_opened(model, tmp_path, capsys, monkeypatch):
+    """As the windows of 256 tokens of the recipe of text, for the model of the quickstart."""
+    monkeypatch.setattr("lit_layers.models.build.load", None)
+    recipe = tmp_path / "recipe.yaml"
+    text = (ROOT / "recipes" / "analyses" / "text.yaml").read_text()
+    recipe.write_text(text.replace("corpus: wikitext", "corpus: python"))
+    assert analyze(model, "--config", recipe, "--root", tmp_path / "root") == 2
+    said = capsys.readouterr().err.splitlines()[-1]
+    assert said.endswith("reads at most 128 tokens, got 256: ask for 128 or fewer")
+    assert not (tmp_path / "root").exists()
+
+
 def test_an_analysis_that_fails_is_told_and_ends_in_one(model, corpus, tmp_path, capsys):
     recipe = tmp_path / "recipe.yaml"
     recipe.write_text(

@@ -154,21 +154,21 @@ def test_texts_longer_than_the_model_reads_are_refused_before_anything_is_measur
     recipe: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     behind = Path(__file__).parents[2] / "recipes" / "analyses" / "text.yaml"
-    saved_gpt2(tmp_path / "model")
     sentence = "trajectory: num_tokens: GPT2LMHeadModel takes at most "
     content = yaml.safe_load(behind.read_text())
     content["analyses"] = content["analyses"][:1]
     content["analyses"][0]["init_args"]["batches"]["init_args"]["num_sequences"] = 1
     (tmp_path / "text.yaml").write_text(yaml.safe_dump(content))
     refused(["fit", "--config", str(recipe), "--config", str(tmp_path / "text.yaml")], sentence, capsys)
-    corpus = ["--corpus", yaml.safe_load(recipe.read_text())["corpus"], "--tokenizer", "bpe:300"]
-    model = [
-        "analyze",
-        str(tmp_path / "model"),
-        "--config",
-        str(tmp_path / "text.yaml"),
-        "--root",
-        str(tmp_path / "out"),
-    ]
-    refused([*model, *corpus], sentence, capsys)
-    assert not (tmp_path / "out" / "measurements.jsonl").exists()
+
+
+def test_a_callback_that_watches_what_nobody_logs_is_told_in_one_sentence(
+    recipe: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    stopping = {"class_path": "lightning.pytorch.callbacks.EarlyStopping", "init_args": {"monitor": "nothing"}}
+    content = yaml.safe_load(recipe.read_text())
+    content["trainer"]["callbacks"] = [stopping]
+    (tmp_path / "recipe.yaml").write_text(yaml.safe_dump({**content, "root": str(tmp_path / "run")}))
+    argv = ["fit", "--config", str(tmp_path / "recipe.yaml")]
+    refused(argv, "trainer.callbacks: Early stopping conditioned on metric `nothing` which is not available", capsys)
+    assert (tmp_path / "run" / "report.html").exists(), "what was trained is there"

@@ -100,3 +100,18 @@ def test_a_recipe_may_write_into_its_root_and_where_the_command_line_says(write,
     assert main(["fit", "--config", recipe, *named]) == 0
     assert (tmp_path / "run" / "logs" / "a" / "version_0" / "metrics.csv").is_file()
     assert (tmp_path / "outside" / "x" / "last.ckpt").is_file()
+
+
+def test_a_recipe_reads_no_variable_that_may_hold_a_secret(tmp_path, capsys, monkeypatch):
+    """Its options are written down with the run, and sent to W&B."""
+    monkeypatch.setenv("WANDB_API_KEY", "a" * 40)
+    monkeypatch.setenv("MY_PLACE", str(tmp_path / "run"))
+    recipe = tmp_path / "recipe.yaml"
+    for root, sentence in (
+        ("${oc.env:WANDB_API_KEY}", "a recipe reads no variable that may hold a secret, got ${oc.env:WANDB_API_KEY}"),
+        ("${oc.env:HF_TOKEN,x}", "a recipe reads no variable that may hold a secret, got ${oc.env:HF_TOKEN}"),
+        ("${oc.env:MY_PLACE}", "no corpus 'CORPUS'"),
+    ):
+        recipe.write_text(yaml.safe_dump({**RECIPE, "root": root}))
+        assert main(["fit", "--config", str(recipe)]) == 2
+        assert sentence in capsys.readouterr().err
