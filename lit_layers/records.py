@@ -8,11 +8,14 @@ A number's identity is (run, step, analysis, config hash, data hash), and the la
 a curve is said in `lit_layers.identity`.
 """
 
+# pyright: strict, reportUnknownMemberType=false, reportUnknownVariableType=false, reportUnknownArgumentType=false
+# pyright: reportMissingTypeStubs=false, reportUnnecessaryIsInstance=false
+
 import json
 import math
 import os
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, fields
 from pathlib import Path
@@ -141,7 +144,7 @@ class Store:
 
     def __init__(self, path: str | Path, measurements: Iterable[Measurement] | None = None) -> None:
         self.path = Path(path)
-        self._last: dict[tuple, Measurement] = {}
+        self._last: dict[tuple[Any, ...], Measurement] = {}
         for measurement in read(path) if measurements is None else measurements:
             self._keep(measurement)
 
@@ -385,7 +388,7 @@ def iterate_rows(path: str | Path) -> Iterator[dict[str, float]]:
 
 
 @contextmanager
-def _explained(path: Path) -> Iterator[None]:
+def _explained(path: Path) -> Generator[None, None, None]:
     """Turns the operating system's refusal into the user's sentence."""
     try:
         yield
@@ -395,7 +398,7 @@ def _explained(path: Path) -> Iterator[None]:
 
 
 @contextmanager
-def _locked_for_append(path: Path) -> Iterator[BinaryIO]:
+def _locked_for_append(path: Path) -> Generator[BinaryIO, None, None]:
     """Opens a file at its end, its last line whole; other writers on this machine wait meanwhile."""
     run_lock.check(path)
     with _explained(path):
@@ -498,7 +501,7 @@ def _tag_text(value: str | int | float) -> str:
 
 
 def _tag_columns(pairs: list[tuple[Measurement, Record]]) -> dict[str, Any]:
-    columns: dict[str, list] = {}
+    columns: dict[str, list[Any]] = {}
     for index, (_, record) in enumerate(pairs):
         for name, value in record.tags.items():
             if name not in columns:
@@ -507,7 +510,7 @@ def _tag_columns(pairs: list[tuple[Measurement, Record]]) -> dict[str, Any]:
     return {name: _typed(values) for name, values in columns.items()}
 
 
-def _typed(values: list) -> Any:
+def _typed(values: list[Any]) -> Any:
     """Integers, numbers or text as such; a mixture stays Python objects."""
     kinds = {type(value) for value in values if value is not None}
     if kinds == {bool}:

@@ -122,7 +122,9 @@ class _PerHead(torch.autograd.Function):
         return _PerHead.apply(grad, maps.mT), None
 
     @staticmethod
-    def vmap(info: Any, in_dims: tuple[int, None], x: Tensor, maps: Tensor) -> tuple[Tensor, int]:
+    def vmap(  # pyright: ignore[reportIncompatibleMethodOverride]
+        info: Any, in_dims: tuple[int, None], x: Tensor, maps: Tensor
+    ) -> tuple[Tensor, int]:
         rows = x.movedim(in_dims[0], 3)[..., 0, :]  # (picked, heads, rows, head_dim)
         return (rows @ maps)[..., None, :], 2
 
@@ -154,7 +156,9 @@ class _Recorder(TorchFunctionMode):
         self.scores: tuple[int, Tensor, Tensor, Tensor] | None = None
         self.softmax: tuple[Tensor, Tensor] | None = None
 
-    def __torch_function__(self, func, types, args=(), kwargs=None):
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
         kwargs = kwargs or {}
         if func is _FUSED:
             self.found = _fused_attention(**_named(args, kwargs))
@@ -169,7 +173,7 @@ class _Recorder(TorchFunctionMode):
             return self._weights(output, args[0])
         return output
 
-    def _product(self, func, args):
+    def _product(self, func: Callable[..., Any], args: tuple[Any, ...]) -> Any:
         self.products += 1
         if self.softmax is not None and self.scores is not None:
             number, query, key, _ = self.scores
@@ -195,7 +199,7 @@ class _Recorder(TorchFunctionMode):
         return p
 
 
-def _named(args: tuple, kwargs: dict[str, Any]) -> dict[str, Any]:
+def _named(args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
     names = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal")
     return dict(zip(names, args, strict=False)) | kwargs
 
@@ -239,7 +243,9 @@ class Replay(TorchFunctionMode):
         self.products = self.answers = 0
         self.scored: tuple[Tensor, Tensor] | None = None
 
-    def __torch_function__(self, func, types, args=(), kwargs=None):
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
         kwargs = kwargs or {}
         if func is _FUSED:
             call = _named(args, kwargs)

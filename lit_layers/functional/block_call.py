@@ -1,7 +1,7 @@
 """A block with the other arguments of one call, and the same call for single tokens."""
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator
 from typing import Any, NamedTuple
 
 import torch
@@ -54,7 +54,7 @@ class Call(NamedTuple):
     """A block with the other arguments of one call."""
 
     module: nn.Module
-    args: tuple
+    args: tuple[Any, ...]
     kwargs: dict[str, Any]
 
     def __call__(self, hidden: Tensor) -> Tensor:
@@ -79,7 +79,7 @@ def as_call(block: Callable[[Tensor], Tensor]) -> Call | None:
 
 
 @contextlib.contextmanager
-def evaluating(module: nn.Module) -> Iterator[None]:
+def evaluating(module: nn.Module) -> Generator[None, None, None]:
     """Dropout and the like are off inside; afterwards every submodule is in the mode it was in."""
     training = [part for part in module.modules() if part.training]
     for part in training:

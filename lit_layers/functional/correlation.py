@@ -44,7 +44,7 @@ class Influence(NamedTuple):
     """How far one row decides a coefficient: each row's value without it, and the row whose removal changes it most."""
 
     values: list[float]
-    index: int
+    index: int  # pyright: ignore[reportIncompatibleMethodOverride] - a name as old as the published tables
     change: float
 
 

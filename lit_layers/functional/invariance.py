@@ -159,7 +159,7 @@ def lidar(
     for element in views.reshape(-1, *views.shape[-3:]):
         sums = LidarSums()
         sums.update(element)
-        found.append(sums._value(delta, alpha, output, eps, alpha2, normalization))
+        found.append(sums.value_or_reason(delta, alpha, output, eps, alpha2, normalization))
     values = torch.tensor([value for value, _ in found], dtype=torch.float64).reshape(views.shape[:-3])
     problems = {
         reason: torch.tensor([reason == each for _, each in found]).reshape(values.shape)
@@ -211,7 +211,7 @@ class LidarSums:
         undefined: Undefined = "raise",
     ) -> Tensor:
         """`lidar` of all prompts so far."""
-        value, reason = self._value(delta, alpha, output, eps, alpha2, normalization)
+        value, reason = self.value_or_reason(delta, alpha, output, eps, alpha2, normalization)
         return settled("lidar", value, {reason: torch.tensor(True)} if reason else {}, undefined)
 
     def within_over_delta(self, delta: float = 1e-4) -> float:
@@ -224,7 +224,7 @@ class LidarSums:
             raise ValueError(f"expected at least 2 prompts, got {self.num_prompts}")
         return self.scatter / (self.num_prompts * self.num_views)
 
-    def _value(
+    def value_or_reason(
         self, delta: float, alpha: float, output: Output, eps: float, alpha2: AtTwo, normalization: Normalization
     ) -> tuple[Tensor, str]:
         """The value, and why there is none."""

@@ -4,7 +4,7 @@ import contextlib
 import math
 import warnings
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from typing import Any, Literal
 
 import torch
@@ -219,7 +219,9 @@ def _weights_of(module: nn.Module) -> tuple[int, ...]:
 
 
 # Per module and layout of inputs: the weights that were checked, and what was wrong with them ("" for nothing).
-_verified: weakref.WeakKeyDictionary[nn.Module, dict[tuple, tuple[tuple[int, ...], str]]] = weakref.WeakKeyDictionary()
+_verified: weakref.WeakKeyDictionary[nn.Module, dict[tuple[Any, ...], tuple[tuple[int, ...], str]]] = (
+    weakref.WeakKeyDictionary()
+)
 _told: set[tuple[str, str]] = set()
 
 
@@ -246,7 +248,7 @@ def _say_once(module: nn.Module, reason: str) -> None:
 
 
 @contextlib.contextmanager
-def _exact_arithmetic(device: torch.device) -> Iterator[None]:
+def _exact_arithmetic(device: torch.device) -> Generator[None, None, None]:
     """No autocast and no TF32, whatever the training around it uses."""
     precision = torch.get_float32_matmul_precision()
     with torch.autocast(device.type, enabled=False):

@@ -8,8 +8,8 @@ GPT-2 that makes 12 dim^3 floating-point operations where reverse mode through t
 """
 
 import math
-from collections.abc import Iterator, Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -50,7 +50,9 @@ class _Replay(Replay):
         self.ends: tuple[Tensor, Tensor, Tensor] | None = None  # query, key, value
         self.attended: Tensor | None = None
 
-    def __torch_function__(self, func, types, args=(), kwargs=None):
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
         output = super().__torch_function__(func, types, args, kwargs)
         if func is F.linear:
             named = dict(zip(("input", "weight", "bias"), args, strict=False)) | (kwargs or {})
@@ -78,8 +80,7 @@ class _Replay(Replay):
             return False
         leaves = [self.states, *(node.output for node in self.nodes if node is not None)]
         leaves += [] if self.attended is None else [self.attended]
-        found = torch.autograd.grad(tensor.sum(), leaves, retain_graph=True, allow_unused=True)
-        return any(grad is not None for grad in found)
+        return any(gradient is not None for gradient in _gradients(tensor.sum(), leaves))
 
     def _take(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         self.expansion.check(query, key, value)
@@ -219,9 +220,8 @@ def _links(output: Tensor, leaves: Sequence[Tensor]) -> list[Link]:
         return []
     probe = torch.randn(output.shape, generator=torch.Generator().manual_seed(0), dtype=output.dtype)
     probe = probe.to(output.device)
-    options = {"retain_graph": True, "allow_unused": True}
-    slopes = torch.autograd.grad(output, leaves, torch.ones_like(output), **options)
-    probes = torch.autograd.grad(output, leaves, probe, **options)
+    slopes = _gradients(output, leaves, torch.ones_like(output))
+    probes = _gradients(output, leaves, probe)
     found = []
     for leaf, (ones, tried) in enumerate(zip(slopes, probes, strict=True)):
         if ones is None or tried is None:
@@ -255,3 +255,8 @@ def _scaled(cotangents: Tensor, slopes: Tensor) -> Tensor:
 
 def _add(sum_: Tensor | None, term: Tensor) -> Tensor:
     return term if sum_ is None else sum_ + term
+
+
+def _gradients(output: Tensor, leaves: Sequence[Tensor], cotangent: Tensor | None = None) -> tuple[Tensor | None, ...]:
+    """Of one output by each leaf: None where it does not depend on it."""
+    return torch.autograd.grad(output, leaves, cotangent, retain_graph=True, allow_unused=True)

@@ -209,12 +209,11 @@ class RidgeSums:
         if self.num_classes is not None:
             for layer, values in enumerate(shifted):  # sums over the rows of each class
                 self._cross[layer].T.index_add_(0, outputs, values)
-            target_mean, cross = torch.bincount(outputs, minlength=self.num_classes).to(mean) / rows, None
+            target_mean = torch.bincount(outputs, minlength=self.num_classes).to(mean) / rows
         else:
             target_mean = outputs.mean(0)
         centered = shifted.sub_(mean[:, None])
-        if self.num_classes is None:
-            cross = centered.mT @ (outputs - target_mean)
+        cross = centered.mT @ (outputs - target_mean) if self.num_classes is None else None
         self._join(rows, mean, centered.mT @ centered, target_mean, cross)
 
     def _join(self, rows: int, mean: Tensor, gram: Tensor, target_mean: Tensor, cross: Tensor | None) -> None:
