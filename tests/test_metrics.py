@@ -60,7 +60,7 @@ def measured(tmp_path_factory) -> list[Record]:
     for name, kept in of.items():
         for analysis in kept:
             found += analysis.run(LayeredModel(models[name]))
-    write_tasks(folder / "local")
+    write_tasks(folder / "local" / "benchmarks")
     write_tokenizer(folder / "speaker")
     for task in ("lambada", "arc_challenge"):
         options: dict[str, Any] = {"tokenizer": str(folder / "speaker"), "folder": folder / "local"}

@@ -1,7 +1,6 @@
 """The options of `lit-layers select`: read, refused where they do not fit, and the task that they name."""
 
 import argparse
-import difflib
 import math
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
@@ -136,6 +135,7 @@ def _check_folder(name: str, folder: Path | None) -> None:
 
 def _task(options: argparse.Namespace) -> "ProbeTask":
     """A task of the catalogue, or labelled texts on this machine."""
+    from lit_layers.tasks.catalogue import unknown_task
     from lit_layers.tasks.files import SUFFIXES, is_local
     from lit_layers.tasks.probe import TASKS
 
@@ -145,11 +145,7 @@ def _task(options: argparse.Namespace) -> "ProbeTask":
             raise InputError(f"{strange[0]}: is for files of your own, and {name} is of the catalogue: leave it out")
         return TASKS[name]
     if not is_local(name):
-        close = difflib.get_close_matches(name, TASKS, n=3) or sorted(TASKS)
-        raise InputError(
-            f"task: there is no {name!r} in the catalogue, and no file of that name: try {', '.join(close)}, or a "
-            f"{', '.join(SUFFIXES)} file"
-        )
+        raise unknown_task(name, TASKS, f"name a {', '.join(SUFFIXES)} file")
     if options.folder is not None:
         raise InputError(f"folder: is for tasks of the catalogue, and {name} is a file of your own: leave it out")
     return _own_task(options, Path(name).expanduser())

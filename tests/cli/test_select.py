@@ -334,7 +334,7 @@ OWN = "--text title --label mood"
         (f"{M} --task banking77 --images digits", "and not both"),
         (
             f"{M} --task banking",
-            "task: there is no 'banking' in the catalogue, and no file of that name: try banking77",
+            "task: there is no 'banking'; did you mean banking77?; or name a .parquet, .csv, .jsonl file",
         ),
         (f"{M} --task no/such.csv", "task: expected labelled texts in no/such.csv, which does not exist"),
         (f"{M} --task ./songs", "task: expected labelled texts in songs, which does not exist"),

@@ -207,7 +207,6 @@ def test_a_task_file_of_lm_eval_is_code_and_no_recipe_names_one(write, tmp_path,
     scores = spec(
         "lit_layers.intervene.BenchmarkScores",
         task=str(tmp_path / "evil.yaml"),
-        scorer="lm_eval",
         tokenizer="${tokenizer}",
         results=str(tmp_path / "run" / "results"),
     )

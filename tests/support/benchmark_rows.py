@@ -73,6 +73,7 @@ _SOLVED = [
 
 def write_tasks(folder: Path) -> Path:
     """The files of the five tasks in `folder`, of the name benchmarks, and a mapping beside it."""
+    assert folder.name == "benchmarks", "where the mapping says"
     with_mapping(folder.parent)
     folder.mkdir(exist_ok=True)
     _parquet(folder / "lambada_openai_test.parquet", [{"text": text} for text in _LAMBADA])
