@@ -288,7 +288,7 @@ class _Measuring:
         if not self.series.is_alone:
             self.options.tell(len(audited), len(audited), "")
         if is_read:
-            self._judge_again(mine)
+            self._judge_again(audited)
         return self.result
 
     def _refuse_another(self, weights: Callable[[Checkpoint], tuple[str, Any]]) -> None:
@@ -350,10 +350,7 @@ class _Measuring:
         self.result.failures.append(said if checkpoint.name in said else f"{checkpoint.name}: {said}")
 
     def _measure(self, checkpoint: Checkpoint, fetched: "Future[Path]") -> None:
-        try:
-            folder = fetched.result()
-        except OSError as error:
-            raise InputError(f"{checkpoint.series} {checkpoint.name} cannot be fetched: {error}") from error
+        folder = _had(fetched, checkpoint)
         analyses, options = self.wanted[checkpoint.name], self.options
         tell = options.tell if self.series.is_alone else _silent
         if options.stream_blocks:
@@ -441,6 +438,14 @@ class _Measuring:
             leftover.unlink()
         with contextlib.suppress(OSError):  # another measurement is under way there
             place.rmdir()
+
+
+def _had(fetched: "Future[Path]", checkpoint: Checkpoint) -> Path:
+    """Waits for a checkpoint; a disk that is full is told of like a Hub that is not there."""
+    try:
+        return fetched.result()
+    except OSError as error:
+        raise InputError(f"{checkpoint.series} {checkpoint.name} cannot be fetched: {error}") from error
 
 
 class _DoesNotFit(InputError):
