@@ -424,7 +424,8 @@ METRICS = {metric.name: replace(metric, group=group.name) for group in GROUPS fo
 
 def look_up(metric: str) -> Metric:
     """Returns a metric's row; one that has none is called by its name, and nothing else is known of it."""
-    return METRICS.get(metric) or Metric(metric, sentence(metric))
+    half = metric.endswith("_of_half")
+    return METRICS.get(metric) or Metric(metric, sentence(metric), secondary=half, also="half" if half else "")
 
 
 def is_in(metric: str, *groups: str) -> bool:

@@ -110,7 +110,7 @@ def analyze_series(
         keep_downloads: whether weights that this call downloads stay in the Hub's cache when they are measured.
         shard: (i, n): every n-th checkpoint from the i-th (from 0), for n processes on one root.
         stream_blocks: whether to read each model block by block, so that it is never in memory as a whole; an
-            interrupted call goes on after the last finished block. Trajectory, Representation, Coupling.
+            interrupted call goes on after the last finished block. Trajectory, Representation, StateMetric, Coupling.
         device: "auto" is a GPU where there is one.
         dtype: what the weights are converted to, however they are stored.
         progress: told what is done and what comes next.

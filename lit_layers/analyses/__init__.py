@@ -17,6 +17,7 @@ from lit_layers.analyses.probe import Probe
 from lit_layers.analyses.prompt_studies import PromptStudies
 from lit_layers.analyses.representation import Representation
 from lit_layers.analyses.sample_sizes import SampleSizeSweep
+from lit_layers.analyses.state_metric import StateMetric
 from lit_layers.analyses.token_coupling import TokenCoupling
 from lit_layers.analyses.trajectory import Trajectory
 
@@ -39,6 +40,7 @@ __all__ = [
     "PromptStudies",
     "Representation",
     "SampleSizeSweep",
+    "StateMetric",
     "TokenCoupling",
     "Trajectory",
 ]

@@ -24,6 +24,11 @@ _REFUSED = re.compile(  # deep in an account of all the kinds that a value might
 )
 _REWORDED = [
     (r"Expected a typing\.Literal\[(.*?)\]\. Got value: (.*)", r"expected one of \1, got \2"),
+    (
+        r"Type \S*Callable\[.*?\] expects a function or a callable class: (.*?)\.? Got value: (.*)",
+        r"expected the import path of a function, package.module.function, got \2: \1",
+    ),
+    (r"Expected a dot import path string: (.*)", r"expected the import path of a function, such as a.b.c, got \1"),
     (r"<class '(?:[\w.]+\.)?(\w+)'>", r"\1"),
     (r"Parser key \"([^\"]+)\": ?", r"\1: "),
     (r"Problem with given class_path '([^']+)': ", r"class_path \1: "),

@@ -31,6 +31,7 @@ _PLACES = {"default_root_dir", "dir", "dirpath", "exclude_batches_path", "nvme_p
 _ADDRESSES = {"api_key", "host", "settings", "tracking_uri"}
 _SECRET = re.compile("key|token|secret|passw|credential", re.IGNORECASE)
 _own_code: set[str] = set()  # its functions may be named, too: of the others some load or start whatever they are given
+_PURE = "lit_layers.functional"  # and these, from tensors to tensors
 
 
 def trust_code(argv: list[str]) -> list[str]:
@@ -118,9 +119,9 @@ def _refuse_foreign(where: str, given: Any, hint: Any) -> None:
         made = pkgutil.resolve_name(given) if _is_under(given, {*PACKAGES, *_own_code}) else None
     if isinstance(made, type) and issubclass(made, kinds):
         return
-    if _takes_callables(hint) and _is_under(getattr(made, "__module__", None) or "", _own_code):
+    if _takes_callables(hint) and _is_under(getattr(made, "__module__", None) or "", {_PURE, *_own_code}):
         return
-    expected = " or ".join(kind.__name__ for kind in kinds) or "what --code PACKAGE defines"
+    expected = " or ".join(kind.__name__ for kind in kinds) or f"what {_PURE} or --code PACKAGE defines"
     path = given if is_class else f"{getattr(given, '__module__', '')}.{getattr(given, '__name__', given)}"
     raise TypeError(f"{where}: {REFUSED} {'class' if is_class else 'function'} here but {expected}, got {path}")
 

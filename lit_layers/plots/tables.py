@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 import pandas as pd
 
 from lit_layers.errors import InputError
-from lit_layers.metrics import METRICS, look_up
+from lit_layers.metrics import look_up
 from lit_layers.plots.labels import listing, tag_text
 from lit_layers.records import AUDIT, COLUMNS, PLACES
 
@@ -231,8 +231,9 @@ def change_table(frame: pd.DataFrame, *, allow_suspect: bool = False) -> pd.Data
         InputError: for suspect checkpoints, unless they are allowed.
     """
     table: Any = frame
-    aside = [name for name, row in METRICS.items() if row.secondary or row.unlisted]
-    table = table[table["step"].notna() & ~table["metric"].isin(aside)]
+    table = table[table["step"].notna()]
+    rows = {name: look_up(name) for name in table["metric"].unique()}
+    table = table[~table["metric"].isin([name for name, row in rows.items() if row.secondary or row.unlisted])]
     changes = [{**name, **_change(points)} for name, points in _headlines(table, allow_suspect)]
     return pd.DataFrame(changes, columns=list(_CHANGE_COLUMNS))
 
@@ -247,7 +248,7 @@ def model_table(frame: pd.DataFrame, *, allow_suspect: bool = False) -> pd.DataF
         InputError: for suspect models, unless they are allowed.
     """
     table: Any = frame
-    unlisted = [name for name, row in METRICS.items() if row.unlisted]
+    unlisted = [name for name in table["metric"].unique() if look_up(name).unlisted]
     table = table[table["step"].isna() & ~table["metric"].isin(unlisted)]
     found = []
     for run in table["run"].unique():

@@ -25,6 +25,7 @@ from lit_layers.data import GivenTexts
 from lit_layers.data.tokenization import load_tokenizer
 from lit_layers.data.word_pairs import WordPairs
 from lit_layers.emergence import measure
+from lit_layers.functional.entropy import effective_rank
 from lit_layers.models.view import LayeredModel
 from lit_layers.records import Measurement, frame
 from lit_layers.tasks.probe import ProbeTask
@@ -120,6 +121,9 @@ MAKERS: dict[str, Callable[[Data], Analysis]] = {
     "PromptStudies": lambda data: analyses.PromptStudies(batches=data.batches(), p=(0.0, 0.5), lengths=(4,)),
     "Representation": lambda data: analyses.Representation(batches=data.batches(), num_halves=2, rankme=True),
     "SampleSizeSweep": lambda data: analyses.SampleSizeSweep(**data.task(), num_seeds=2),
+    "StateMetric": lambda data: analyses.StateMetric(
+        metric=effective_rank, batches=data.batches(), options={"undefined": "nan"}
+    ),
     "TokenCoupling": lambda data: analyses.TokenCoupling(
         batches=data.batches(), k=(2,), pairs="all", tables=("token",), num_tokens=2, num_prompts=6
     ),

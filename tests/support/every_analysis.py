@@ -14,6 +14,7 @@ from lit_layers.data.tokenization import save_tokenizer, train_bpe
 from lit_layers.data.word_pairs import WordPairs
 from lit_layers.embeddings import MtebTask, Sources, resolve
 from lit_layers.embeddings.store import GB, Store
+from lit_layers.functional.entropy import effective_rank
 from lit_layers.tasks.probe import ProbeTask
 from tests.support.data_mapping import with_mapping
 from tests.support.labelled_texts import labelled, write_csv
@@ -81,6 +82,7 @@ def of_prompts(batches: Any) -> list[Analysis]:
         lit_layers.analyses.Trajectory(batches=batches),
         lit_layers.analyses.Representation(batches=batches),
         lit_layers.analyses.Lens(batches=batches),
+        lit_layers.analyses.StateMetric(metric=effective_rank, batches=batches, options={"undefined": "nan"}),
         lit_layers.analyses.Coupling(batches=batches, k=(2, 5), num_prompts=3),
         lit_layers.analyses.Coupling(
             name="coupling/hf", batches=batches, k=(2,), num_prompts=3, warm_start=True, states="hf", sign="absolute"

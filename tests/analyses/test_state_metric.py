@@ -1,0 +1,265 @@
+"""A function of states as an analysis: numbers by NumPy in float64, padding, ranks, streaming, recipes, refusals."""
+
+import json
+import sys
+import types
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from lit_layers.analyses import StateMetric
+from lit_layers.analyses.streamed import walk
+from lit_layers.cli.main import main
+from lit_layers.data import GivenTexts, TextBatches
+from lit_layers.emergence import join_shares, measure, measure_share
+from lit_layers.errors import InputError
+from lit_layers.functional.entropy import effective_rank
+from lit_layers.models import load
+from lit_layers.models.shard_files import ShardFiles
+from lit_layers.models.streaming import StreamedModel
+from lit_layers.models.view import LayeredModel
+from tests.support.labelled_texts import labelled, saved_gpt2
+from tests.support.listed_batches import Listed
+from tests.support.rounding import close_records, move_
+from tests.support.saved_models import saved
+from tests.support.tiny_models import tiny
+
+LENGTHS = ((9, 7), (9,), (5, 9, 8))
+LAYERS = 3
+
+
+def stable_rank(states):
+    """Of (points, dim)."""
+    return (states**2).sum() / torch.linalg.matrix_norm(states, 2) ** 2
+
+
+def stable_ranks(states):
+    """Of (layers, points, dim), by axes that mean something else without the first."""
+    return (states**2).sum(dim=(1, 2)) / torch.linalg.svdvals(states)[:, 0] ** 2
+
+
+def mean_length(states):
+    return states.mean(dim=1).norm(dim=-1)  # a number of (points, dim), too, but another one
+
+
+def prompts(side: str = "right", junk: int = 0) -> Listed:
+    """Prompts of different lengths; `junk` stands where nothing is."""
+    generator = torch.Generator().manual_seed(3)
+    batches = []
+    for lengths in LENGTHS:
+        ids = torch.full((len(lengths), 9), junk)
+        mask = torch.zeros_like(ids)
+        for row, length in enumerate(lengths):
+            where = slice(0, length) if side == "right" else slice(9 - length, 9)
+            ids[row, where] = torch.randint(3, 60, (length,), generator=generator)
+            mask[row, where] = 1
+        batches.append({"input_ids": ids, "attention_mask": mask})
+    return Listed(*batches)
+
+
+@pytest.fixture(scope="module")
+def model():
+    return tiny("gpt2", dtype=torch.float64)
+
+
+@pytest.fixture(scope="module")
+def states(model) -> list[np.ndarray]:
+    """Of each prompt (layers + 1, tokens, dim), without padding."""
+    view = LayeredModel(model)
+    kept = []
+    for batch in prompts():
+        hidden = view.trajectory(batch).hidden
+        kept += [
+            hidden[:, row, : int(mask.sum())].numpy(force=True) for row, mask in enumerate(batch["attention_mask"])
+        ]
+    return kept
+
+
+def values(records, metric="stable_rank") -> dict:
+    return {record.layer: record.value for record in records if record.metric == metric}
+
+
+def by_numpy(points: np.ndarray) -> float:
+    singular = np.linalg.svd(points, compute_uv=False)
+    return float((singular**2).sum() / singular[0] ** 2)
+
+
+@pytest.mark.parametrize("metric", [stable_rank, stable_ranks])
+@pytest.mark.parametrize("dropped", [0, 1])
+def test_values_of_prompts_are_averaged_as_numpy_says(model, states, metric, dropped):
+    records = list(StateMetric(metric=metric, batches=prompts(), drop_first=dropped).run(LayeredModel(model)))
+    each = np.array([[by_numpy(layer[dropped:]) for layer in prompt] for prompt in states])  # (prompts, layers + 1)
+    found = values(records, metric.__name__)
+    assert [found[layer] for layer in range(LAYERS + 1)] == pytest.approx(each.mean(0), rel=1e-9)
+    assert found[None] == pytest.approx(each[:, 1:].mean(), rel=1e-9)
+    first = next(record for record in records if record.layer == 1)
+    assert first.stderr == pytest.approx(each[:, 1].std(ddof=1) / len(states) ** 0.5, rel=1e-9)
+    assert first.n == len(states) == 6
+    assert (first.low or 0) < first.value < (first.high or 0)
+    assert first.tags == ({"drop_first": 1} if dropped else {})
+
+
+def test_a_function_of_several_layers_is_told_from_one_that_happens_to_take_one(model, states):
+    records = StateMetric(metric=mean_length, batches=prompts()).run(LayeredModel(model))
+    expected = np.mean([np.linalg.norm(prompt.mean(1), axis=-1) for prompt in states], axis=0)
+    found = values(records, "mean_length")
+    assert [found[layer] for layer in range(LAYERS + 1)] == pytest.approx(expected, rel=1e-9)
+
+
+def test_one_value_of_all_prompts_is_that_of_their_means(model, states):
+    analysis = StateMetric(metric=stable_rank, batches=prompts(), points="prompts", num_halves=4)
+    records = list(analysis.run(LayeredModel(model)))
+    pooled = np.stack([prompt.mean(1) for prompt in states], axis=1)  # (layers + 1, prompts, dim)
+    found = values(records)
+    assert [found[layer] for layer in range(LAYERS + 1)] == pytest.approx([by_numpy(p) for p in pooled], rel=1e-9)
+    rows = [torch.randperm(6, generator=torch.Generator().manual_seed(seed))[:3] for seed in range(4)]
+    halves = np.array([[by_numpy(layer[half]) for half in rows] for layer in pooled])
+    assert values(records, "stable_rank_of_half")[2] == pytest.approx(halves[2].mean(), rel=1e-9)
+    at_2 = next(record for record in records if record.layer == 2 and record.metric == "stable_rank")
+    assert at_2.stderr == pytest.approx(halves[2].std(ddof=1), rel=1e-9)
+    assert at_2.tags == {"points": "prompts"}
+
+
+@pytest.mark.parametrize("points", ["tokens", "prompts"])
+def test_padding_enters_no_number(model, points):
+    options = {"metric": stable_rank, "points": points, "num_halves": 2}
+    first, *others = (
+        list(StateMetric(batches=prompts(side, junk), **options).run(LayeredModel(model)))
+        for side, junk in (("right", 0), ("right", 11), ("left", 5))
+    )
+    for records in others:
+        close_records(records, first, torch.float64)
+
+
+@pytest.mark.parametrize("points", ["tokens", "prompts"])
+def test_two_ranks_give_the_numbers_of_one_and_streaming_those_of_the_whole(tmp_path, points):
+    analysis = StateMetric(metric=stable_ranks, batches=prompts(), points=points, num_halves=2)
+    saved(tmp_path / "model", "gpt2")
+    whole = move_(load(tmp_path / "model", dtype=torch.float32))
+    one = measure(whole, analysis, run="r", step=0, weights_hash="x")
+    assert one.error is None
+    shares = [measure_share(whole, analysis, rank=rank, world_size=2, weights_hash="x") for rank in (1, 0)]
+    two = join_shares(whole, analysis, shares, run="r", step=0, weights_hash="x")
+    assert [repr(record) for record in two.records] == [repr(record) for record in one.records]
+    streamed = StreamedModel(ShardFiles(tmp_path / "model"), device=torch.device("cpu"), dtype=torch.float32)
+    try:
+        found = walk(streamed, [analysis], tmp_path / "work")["stable_ranks"]
+    finally:
+        streamed.close()
+    assert found.error is None
+    close_records(found.records, one.records)
+
+
+def undefined_of_short(states):
+    return torch.tensor(torch.nan) if len(states) < 8 else states.norm()
+
+
+def test_a_prompt_without_a_value_is_left_out_and_counted(model):
+    records = StateMetric(metric=undefined_of_short, batches=prompts()).run(LayeredModel(model))
+    counts = {(record.n, record.tags["num_undefined"]) for record in records}
+    assert counts == {(4, 2)}
+    short = StateMetric(metric=stable_rank, batches=prompts(), drop_first=5).run(LayeredModel(model))
+    assert {record.n for record in short} == {5}
+
+
+def test_options_are_tags_and_settings_and_the_source_of_ones_own_function_is_one():
+    text = prompts()
+    plain = StateMetric(metric=effective_rank, batches=text)
+    other = StateMetric(metric=effective_rank, batches=text, options={"center": True})
+    assert plain.name == "effective_rank"
+    assert other.tags() == {"center": 1}
+    assert plain.config_hash() != other.config_hash()
+    assert "source" not in plain.config()["init_args"]
+    hashes = set()
+    for body in ("states.norm()", "states.norm() + 1"):
+        own = types.ModuleType("own_metric")
+        exec(f"def norm(states):\n    return {body}\n", own.__dict__)
+        hashes.add(StateMetric(metric=own.norm, batches=text).config_hash())
+    assert len(hashes) == 2
+
+
+def scatter(states):
+    return states.std(dim=1)
+
+
+def whole_number(states):
+    return torch.tensor(len(states))
+
+
+def of_the_others(states):
+    return states.mean(dim=(1, 2)) - states.mean()
+
+
+def breaks(states):
+    raise RuntimeError("no luck")
+
+
+def test_refusals_name_what_is_wrong(model):
+    functions: list[tuple[Any, str]] = [
+        (scatter, r"into one number.* got shape \(64,\) from scatter on states \(64, 32\)"),
+        (whole_number, r"got TypeError: expected what whole_number returns to be a floating-point tensor"),
+        (of_the_others, "got at one layer a value that changes with the other layers from of_the_others"),
+        (breaks, "got RuntimeError: no luck from breaks"),
+        (lambda states: states.norm(), "metric: expected a function that has a name, got <function"),
+    ]
+    for metric, said in functions:
+        with pytest.raises(InputError, match=said):
+            StateMetric(metric=metric, batches=prompts(), name="mine").check(LayeredModel(model))
+    wrong: list[tuple[dict[str, Any], str]] = [
+        ({"points": "layers"}, "expected points"),
+        ({"drop_first": -1}, "expected drop_first of at least 0"),
+        ({"num_halves": 1}, "expected num_halves"),
+        ({"states": "raw"}, "expected states"),
+    ]
+    for options, said in wrong:
+        with pytest.raises(InputError, match=said):
+            StateMetric(metric=stable_rank, batches=prompts(), **options).check(LayeredModel(model))
+
+
+def test_a_recipe_names_a_function_by_its_import_path(tmp_path, monkeypatch, capsys):
+    saved_gpt2(tmp_path / "model")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    (tmp_path / "metric_of_a_user.py").write_text("def mean_square(states):\n    return (states ** 2).mean()\n")
+    texts = [text for text, _ in labelled(5)]
+    data = {"class_path": "lit_layers.data.GivenTexts", "init_args": {"texts": texts}}
+    data = {"class_path": "lit_layers.data.TextBatches", "init_args": {"texts": data, "tokenizer": "model"}}
+
+    def analyze(metric: str, *more: str) -> tuple[int, str]:
+        spec = {"class_path": "lit_layers.analyses.StateMetric", "init_args": {"metric": metric, "batches": data}}
+        (tmp_path / "recipe.yaml").write_text(json.dumps({"analyses": [spec]}))
+        code = main(["analyze", "model", "--config", "recipe.yaml", "--root", "out", "--device", "cpu", *more])
+        return code, capsys.readouterr().err
+
+    code, told = analyze("metric_of_a_user.mean_square", "--code", ".")
+    assert code == 0, told
+    (line,) = (tmp_path / "out" / "measurements.jsonl").read_text().splitlines()
+    found = json.loads(line)
+    batches = TextBatches(GivenTexts(texts), "model")
+    (own,) = [record for record in found["records"] if record.get("layer") == 1]
+    view = LayeredModel(load(tmp_path / "model"))
+    squares = []
+    for batch in batches:
+        hidden = view.trajectory(batch).hidden[1].double()
+        squares += [
+            float((row[mask.bool()] ** 2).mean()) for row, mask in zip(hidden, batch["attention_mask"], strict=True)
+        ]
+    assert own["value"] == pytest.approx(np.mean(squares), rel=1e-5)  # float32 states on two ways
+    for metric, said in (
+        ("os.system", "os.system"),
+        ("metric_of_a_user.nothing", "expected the import path of a function, package.module.function, got metric_of"),
+        ("lit_layers.functional.entropy.nothing", "has no attribute 'nothing'"),
+        ("nonsense", "expected the import path of a function"),
+        ("torch.save", "but what lit_layers.functional or --code PACKAGE defines, got torch.serialization.save"),
+        # what writes wherever it is told to
+        (
+            "lit_layers.analyses.streamed.save",
+            "but what lit_layers.functional or --code PACKAGE defines, got lit_layers",
+        ),
+    ):
+        code, told = analyze(metric)
+        assert code == 2, told
+        assert said in told
+        assert "Traceback" not in told
