@@ -26,9 +26,8 @@ from lit_layers.functional.entropy import (
     participation_ratio,
     rankme,
 )
-from lit_layers.functional.geometry import token_angle, token_curvature
+from lit_layers.functional.geometry import pool, token_angle, token_curvature
 from lit_layers.functional.invariance import LidarSums, dime, infonce
-from lit_layers.functional.pooling import pool
 
 AT_ONCE = 64  # prompts of LiDAR
 

@@ -11,8 +11,19 @@ from typing import Any
 # As recipes and hashes name it -> where it is now.
 MOVED = {
     "lit_layers.data.tasks": "lit_layers.tasks.probe",
+    "lit_layers.functional.cka_matrix": "lit_layers.functional.geometry",
+    "lit_layers.functional.class_scores": "lit_layers.functional.layer_selection",
+    "lit_layers.functional.exponential": "lit_layers.functional.curves",
+    "lit_layers.functional.layer_choice": "lit_layers.functional.curves",
+    "lit_layers.functional.layer_stages": "lit_layers.functional.trajectory",
+    "lit_layers.functional.linear_cut": "lit_layers.functional.one_token",
+    "lit_layers.functional.pooling": "lit_layers.functional.geometry",
+    "lit_layers.functional.principal_paths": "lit_layers.functional.trajectory",
+    "lit_layers.functional.renyi": "lit_layers.functional.entropy",
+    "lit_layers.functional.reverse_mode": "lit_layers.functional.block_call",
 }
-_FORMER = {now: former for former, now in MOVED.items()}
+# No recipe and no hash names a class of `functional`, where two files became one.
+_FORMER = {now: former for former, now in MOVED.items() if not now.startswith("lit_layers.functional.")}
 
 
 def public_path(kind: type) -> str:

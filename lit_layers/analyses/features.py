@@ -22,7 +22,7 @@ from lit_layers.analyses.states import STATES, States, in_convention
 from lit_layers.data.encoded_texts import EncodedTexts
 from lit_layers.durable import sync, write_json
 from lit_layers.errors import InputError
-from lit_layers.functional.pooling import Pooling, pool
+from lit_layers.functional.geometry import Pooling, pool
 from lit_layers.models.build import weights_hash
 from lit_layers.models.view import LayeredModel
 from lit_layers.schema import Count

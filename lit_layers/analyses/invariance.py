@@ -19,9 +19,9 @@ from lit_layers.data.encoded_texts import EncodedTexts, encode_texts, tokenizer_
 from lit_layers.data.prompt_texts import Texts
 from lit_layers.data.views import Action, Views, make_views
 from lit_layers.errors import InputError
+from lit_layers.functional.entropy import AtTwo, Normalization, Side
+from lit_layers.functional.geometry import Pooling
 from lit_layers.functional.invariance import LidarSums, dime, infonce
-from lit_layers.functional.pooling import Pooling
-from lit_layers.functional.renyi import AtTwo, Normalization, Side
 from lit_layers.models.view import LayeredModel
 from lit_layers.records import Record
 

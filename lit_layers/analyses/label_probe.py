@@ -15,7 +15,7 @@ from lit_layers.analyses.token_jacobians import check_choice, check_counts
 from lit_layers.data.batches import Batches
 from lit_layers.errors import InputError
 from lit_layers.functional.curves import wilson_interval
-from lit_layers.functional.pooling import pool
+from lit_layers.functional.geometry import pool
 from lit_layers.functional.probe import fit_logistic_probes, macro_f1
 from lit_layers.models.view import Batch, LayeredModel
 from lit_layers.records import Record

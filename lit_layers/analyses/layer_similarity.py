@@ -14,10 +14,8 @@ from lit_layers.analyses.summary import complete, gap, left_out, mean_of_defined
 from lit_layers.analyses.token_jacobians import check_choice, check_counts, evenly_spread
 from lit_layers.data.batches import Batches
 from lit_layers.errors import InputError
-from lit_layers.functional.cka_matrix import linear_cka_matrix
-from lit_layers.functional.geometry import cosine_similarity_matrix
-from lit_layers.functional.layer_stages import layer_stages
-from lit_layers.functional.pooling import pool
+from lit_layers.functional.geometry import cosine_similarity_matrix, linear_cka_matrix, pool
+from lit_layers.functional.trajectory import layer_stages
 from lit_layers.models.view import Batch, LayeredModel
 from lit_layers.records import Record
 

@@ -13,7 +13,7 @@ from lit_layers.analyses.summary import summarize
 from lit_layers.analyses.token_jacobians import check_choice, check_counts, evenly_spread, first_prompts
 from lit_layers.data.batches import Batches
 from lit_layers.errors import InputError
-from lit_layers.functional.principal_paths import principal_paths
+from lit_layers.functional.trajectory import principal_paths
 from lit_layers.models.view import LayeredModel, Trajectory
 from lit_layers.records import Record
 
@@ -33,7 +33,7 @@ class PathsInPlane(DividedAnalysis):
     each checkpoint, has axes of its own. Only the first `num_prompts` prompts are measured; one of fewer than 3 tokens,
     or whose tokens end on a line or nowhere, has no plane and is counted in the tag `num_undefined`. `states="hf"` ends
     each path after the final norm. The model runs in float32 or wider. Source: definitions as in
-    `lit_layers.functional.principal_paths`.
+    `lit_layers.functional.trajectory`.
     """
 
     batches: Batches

@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 
 from lit_layers.analyses.summary import gap, summarize
-from lit_layers.functional.class_scores import macro_f1_interval
 from lit_layers.functional.curves import (
     Monotonicity,
     Rule,
@@ -21,6 +20,7 @@ from lit_layers.functional.curves import (
     turns,
     wilson_interval,
 )
+from lit_layers.functional.layer_selection import macro_f1_interval
 from lit_layers.functional.probe import LogisticProbes, fit_logistic_probes, fit_ridge_probes, macro_f1
 from lit_layers.functional.ridge import RidgeProbes
 from lit_layers.metrics import look_up

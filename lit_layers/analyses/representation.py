@@ -15,10 +15,8 @@ from lit_layers.analyses.summary import complete, left_out, summarize, summarize
 from lit_layers.analyses.token_jacobians import check_choice
 from lit_layers.data.batches import Batches
 from lit_layers.errors import InputError
-from lit_layers.functional.entropy import dataset_entropy, matrix_entropy, spectrum
-from lit_layers.functional.geometry import curvature_and_missing, token_angle
-from lit_layers.functional.pooling import Pooling, pool
-from lit_layers.functional.renyi import AtTwo, Normalization, Side, divided
+from lit_layers.functional.entropy import AtTwo, Normalization, Side, dataset_entropy, divided, matrix_entropy, spectrum
+from lit_layers.functional.geometry import Pooling, curvature_and_missing, pool, token_angle
 from lit_layers.models.view import LayeredModel
 from lit_layers.records import Record
 

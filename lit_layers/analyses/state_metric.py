@@ -17,7 +17,7 @@ from lit_layers.analyses.token_jacobians import check_choice
 from lit_layers.data.batches import Batches
 from lit_layers.errors import InputError
 from lit_layers.functional._checks import widened
-from lit_layers.functional.pooling import Pooling, pool
+from lit_layers.functional.geometry import Pooling, pool
 from lit_layers.models.view import LayeredModel
 from lit_layers.records import Record
 

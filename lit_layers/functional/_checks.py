@@ -1,9 +1,10 @@
 """What a metric does first, check and widen its input, and last, deal with what is undefined."""
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
+from jaxtyping import Bool, Float
 from torch import Tensor
 
 
@@ -41,3 +42,147 @@ def settled(metric: str, values: Tensor, problems: Mapping[str, Tensor], undefin
             raise ValueError(f'{metric} is undefined{where}: {reason}; pass undefined="nan" to get NaN there instead')
         values = values.masked_fill(bad, torch.nan)
     return values
+
+
+# The real tokens of each prompt as packed rows, and what may be done to rows before they are measured.
+
+Rows = Float[Tensor, "*n rows dim"]
+Kept = Bool[Tensor, "*n rows"]
+
+
+def real_rows(tokens: Float[Tensor, "*n tokens dim"], mask: Tensor | None, drop_first: int = 0) -> tuple[Rows, Kept]:
+    """The real tokens of each prompt in order and packed to the front, zeros behind them; and which rows are real.
+
+    Packing makes values independent of where padding stands and what it holds. `mask` broadcasts over leading
+    dimensions; `drop_first` counts among the real tokens.
+
+    Raises:
+        TypeError: a mask that is not boolean.
+        ValueError: a shape or a count that does not fit.
+    """
+    if tokens.ndim < 2:
+        raise ValueError(f"expected rows of shape (*n, rows, dim), got {tuple(tokens.shape)}")
+    if not isinstance(drop_first, int) or drop_first < 0:
+        raise ValueError(f"expected drop_first to be an integer of at least 0, got {drop_first!r}")
+    if mask is not None:
+        mask = _checked(mask, tokens)
+    if mask is None or mask.all():
+        rows = tokens[..., drop_first:, :]
+        return rows, rows.new_ones(rows.shape[:-1], dtype=torch.bool)
+    keep = mask & (mask.cumsum(-1) > drop_first)
+    counts = keep.sum(-1, keepdim=True)
+    width = int(counts.max()) if counts.numel() else 0
+    order = (~keep).to(torch.uint8).argsort(dim=-1, stable=True)[..., :width]
+    rows = torch.take_along_dim(tokens, order[..., None].expand(*tokens.shape[:-2], width, 1), -2)
+    kept = (torch.arange(width, device=mask.device) < counts).expand(rows.shape[:-1])
+    return rows.masked_fill(~kept[..., None], 0.0), kept
+
+
+def _checked(mask: Tensor, tokens: Tensor) -> Tensor:
+    if mask.dtype != torch.bool:
+        raise TypeError(f"expected a boolean mask, True on real tokens, got {mask.dtype}")
+    shape = tokens.shape[:-1]
+    try:
+        fits = torch.broadcast_shapes(mask.shape, shape) == shape and mask.shape[-1] == shape[-1]
+    except (RuntimeError, IndexError):
+        fits = False
+    if not fits:
+        raise ValueError(f"expected a mask that fits {tuple(shape)}, got {tuple(mask.shape)}")
+    return mask.to(tokens.device)
+
+
+def not_finite(rows: Rows) -> Bool[Tensor, "*n"]:
+    """Which elements hold a NaN or an infinity."""
+    if rows.sum().isfinite():  # one cheap pass for the usual case
+        return rows.new_zeros(rows.shape[:-2], dtype=torch.bool)
+    return ~rows.isfinite().flatten(-2).all(-1)
+
+
+def without(rows: Rows, elements: Bool[Tensor, "*n"]) -> Rows:
+    """The rows with zeros for those of some elements: what is undefined must not spoil its neighbours."""
+    return rows.masked_fill(elements[..., None, None], 0.0) if elements.any() else rows
+
+
+def centered(rows: Rows, kept: Kept) -> Rows:
+    """Each prompt's rows minus their mean; equal rows become exactly 0."""
+    shifted = rows - rows[..., :1, :]  # a mean of equal rows is off by rounding, one of zeros is not
+    shifted = shifted.masked_fill(~kept[..., None], 0.0)
+    mean = shifted.sum(-2, keepdim=True) / kept.sum(-1).clamp(min=1)[..., None, None]
+    return (shifted - mean).masked_fill(~kept[..., None], 0.0)
+
+
+def unit_rows(rows: Rows, kept: Kept, *, after_centering: bool = False) -> tuple[Rows, Bool[Tensor, "*n rows"]]:
+    """Rows of norm 1, and which real rows have no direction: those stay 0.
+
+    A centred row has none either where it is rounding: a row that equals the mean.
+    """
+    norms = torch.linalg.vector_norm(rows, dim=-1)
+    floor = torch.zeros_like(norms[..., :1])
+    if after_centering and norms.shape[-1]:
+        floor = max(rows.shape[-2:]) * torch.finfo(rows.dtype).eps * norms.amax(-1, keepdim=True)
+    none = kept & (norms <= floor)
+    return (rows / norms.masked_fill(norms <= floor, 1.0)[..., None]).masked_fill(none[..., None], 0.0), none
+
+
+# Features of layers read a few rows at a time: what probes check, and by what they centre and divide.
+
+CHUNK = 2**21  # numbers widened at once: 16 MB in float64
+
+
+def check_features(features: Tensor, like: Tensor | None = None) -> None:
+    """Raises unless the features are a floating-point tensor (layers, n, dim), of the layers and width of `like`."""
+    if not isinstance(features, Tensor) or not features.is_floating_point():
+        kind = features.dtype if isinstance(features, Tensor) else type(features).__name__
+        raise TypeError(f"expected features to be a floating-point tensor, got {kind}")
+    if features.ndim != 3 or not len(features) or not features.shape[2]:
+        raise ValueError(f"expected features of shape (layers, n, dim), got {tuple(features.shape)}")
+    if like is not None and (len(features), features.shape[2]) != like.shape[:2]:
+        layers, dim = like.shape[:2]
+        raise ValueError(f"these probes read {layers} layers of width {dim}, got shape {tuple(features.shape)}")
+
+
+def check_finite(features: Float[Tensor, "layers n dim"], first_layer: int = 0) -> None:
+    """Raises ValueError, naming the layer, where a feature is not finite."""
+    for chunk in _chunks(features):
+        if chunk.sum(dtype=torch.float64).isfinite():  # one cheap pass for the usual case
+            continue
+        finite = chunk.isfinite().flatten(1).all(1)
+        if not finite.all():
+            layer = first_layer + int(finite.int().argmin())
+            raise ValueError(f"expected finite features, got others at layer {layer}")
+
+
+def widened_chunks(features: Float[Tensor, "layers n dim"]) -> Iterator[Float[Tensor, "layers rows dim"]]:
+    """Copies of the rows in float64, in order and some at a time."""
+    for chunk in _chunks(features):
+        yield chunk.detach().to(torch.float64, copy=True)
+
+
+def feature_scaling(
+    features: Float[Tensor, "layers n dim"], *, standardize: bool, center: bool
+) -> tuple[Float[Tensor, "layers dim"], Float[Tensor, "layers dim"]]:
+    """What to subtract from features and then divide them by, in float64.
+
+    The mean, or 0 unless `center`; the population deviation, or 1 unless `standardize` and where the feature is
+    constant. Rows are read once, and chunks joined as in Chan, Golub & LeVeque (1983).
+    """
+    origin = (
+        features[:, 0].detach().double()
+    )  # a constant feature minus it is exactly 0, minus a rounded mean it is not
+    mean, squares, count = torch.zeros_like(origin), torch.zeros_like(origin), 0
+    if center or standardize:
+        for chunk in widened_chunks(features):
+            shifted = chunk.sub_(origin[:, None])
+            here, rows = shifted.mean(1), shifted.shape[1]
+            count += rows
+            step = here - mean
+            squares += shifted.sub_(here[:, None]).square_().sum(1) + step.square() * (rows * (count - rows) / count)
+            mean += step * (rows / count)
+    scale = (squares / max(count, 1)).sqrt() if standardize else torch.ones_like(squares)
+    scale = torch.where(scale > 0, scale, torch.ones_like(scale))
+    return (origin + mean if center else torch.zeros_like(mean)), scale
+
+
+def _chunks(features: Tensor) -> Iterator[Tensor]:
+    layers, _, dim = features.shape
+    yield from features.split(max(1, CHUNK // (layers * dim)), dim=1)

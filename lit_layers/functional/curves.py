@@ -1,7 +1,9 @@
 """Curves over layers, and intervals."""
 
+import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from functools import lru_cache
 from statistics import NormalDist
 from typing import Literal, NamedTuple
@@ -10,17 +12,244 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from lit_layers.functional._checks import check_option, widened
-from lit_layers.functional.exponential import ExponentialLaw, exponential_law
-from lit_layers.functional.layer_choice import (
-    Rule,
-    Turns,
-    choice_distribution,
-    choice_interval,
-    choose_layer,
-    resampled_curves,
-    turns,
-)
+from lit_layers.functional._checks import check_option, settled, widened
+
+# Which layer is enough: rules that choose one from a curve, where the curve turns, and how sure the choice is.
+
+Rule = Literal["within_tolerance", "fraction_of_last", "plateau", "knee", "best"]
+RULES = ("within_tolerance", "fraction_of_last", "plateau", "knee", "best")
+DRAWN_AT_ONCE = 2**22  # row numbers of resamples: 32 MB
+SLACK = 1e-12  # of the largest score: 0.84 - 0.80 is no more than 0.04, whatever float64 makes of it
+
+
+def choose_layer(
+    scores: Sequence[float],
+    *,
+    rule: Rule,
+    tolerance: float = 0.01,
+    higher_is_better: bool = True,
+    first_layer: int = 1,
+) -> int:
+    """The layer, numbered from `first_layer`, that a rule chooses; the earliest of several.
+
+    With scores s_1..s_L, losses (`higher_is_better=False`) negated first:
+
+    - within_tolerance: the first with s_l >= s_L - tolerance.
+    - fraction_of_last: the first with s_l >= (1 - tolerance) s_L; for positive scores where higher is better.
+    - plateau: the first after which no single step gains more than `tolerance`.
+    - knee: where s_l is farthest above the line from the first to the last point.
+    - best: the largest.
+
+    A constant curve gives the first layer under every rule. Choose on validation scores, report test scores.
+
+    Raises:
+        ValueError: no score, one that is not finite, a tolerance below 0 (or a fraction not below 1), an unknown rule,
+            fraction_of_last with losses or a last score that is not positive.
+    """
+    values = _checked(scores, "the score of at least one layer")
+    return first_layer + int(_chosen(values, rule, tolerance, higher_is_better))
+
+
+class Turns(NamedTuple):
+    """Where the curvature of a curve turns; see `turns`."""
+
+    sharpest: int
+    inflection: int | None
+
+
+def turns(scores: Sequence[float], *, first_layer: int = 1) -> Turns:
+    """Where the curve bends most and where its bend first changes sides, from second differences.
+
+    The second difference at an inner layer l is s_{l+1} - 2 s_l + s_{l-1}. `sharpest` is the layer of the largest one,
+    whatever its sign. `inflection` is the first layer at which the curve no longer bends to the side it bent to
+    before and after which it bends to the other; None where it never does. Differences of rounding size are 0.
+
+    Raises:
+        ValueError: fewer than 3 layers, or a score that is not finite.
+    """
+    values = _checked(scores, "the scores of at least 3 layers", least=3)
+    bends = values.diff(n=2)
+    bends = bends.masked_fill(bends.abs() <= 4 * SLACK * values.abs().max(), 0.0)
+    signs = bends.sign().tolist()
+    bent = [place for place, sign in enumerate(signs) if sign]
+    flips = (left + 1 for left, right in itertools.pairwise(bent) if signs[left] != signs[right])
+    place = next(flips, None)
+    return Turns(
+        sharpest=first_layer + 1 + int(bends.abs().argmax()),
+        inflection=None if place is None else first_layer + 1 + place,
+    )
+
+
+def resampled_curves(
+    row_scores: Float[Tensor, "layers rows"], *, resamples: int = 2000, seed: int = 0
+) -> Float[Tensor, "resamples layers"]:
+    """Curves of the mean score of each layer over test rows drawn with replacement, all layers on the same rows.
+
+    In float64. The rows of a seed are those of `bootstrap_interval`. 25 layers of 10,000 rows, 2,000 times: a second.
+
+    Raises:
+        ValueError: fewer than 2 rows, a score that is not finite, no resample.
+    """
+    values = widened("row_scores", row_scores).cpu()
+    if values.ndim != 2 or not len(values) or values.shape[1] < 2:
+        raise ValueError(f"expected the scores (layers, rows) of at least 2 rows, got shape {tuple(values.shape)}")
+    if not values.isfinite().all():
+        raise ValueError("expected finite scores: leave undefined rows out first")
+    if resamples < 1:
+        raise ValueError(f"expected at least 1 resample, got {resamples}")
+    num_rows = values.shape[1]
+    return torch.cat([counts @ values.T / num_rows for counts in row_counts(num_rows, resamples, seed)])
+
+
+def choice_distribution(
+    row_scores: Float[Tensor, "layers rows"],
+    *,
+    rule: Rule,
+    tolerance: float = 0.01,
+    higher_is_better: bool = True,
+    resamples: int = 2000,
+    seed: int = 0,
+) -> Float[Tensor, " layers"]:
+    """The share of bootstrap resamples of the test rows in which `choose_layer` chooses each layer. They sum to 1.
+
+    Rows are resampled for all layers together, as in `resampled_curves`.
+
+    Raises:
+        ValueError: as `resampled_curves` and `choose_layer`.
+    """
+    curves = resampled_curves(row_scores, resamples=resamples, seed=seed)
+    chosen = _chosen(curves, rule, tolerance, higher_is_better)
+    return chosen.bincount(minlength=curves.shape[1]).double() / resamples
+
+
+def choice_interval(
+    shares: Float[Tensor, " layers"], *, first_layer: int = 1, confidence: float = 0.95
+) -> tuple[int, int]:
+    """The percentile interval, lowest and highest layer, of a choice whose distribution `choice_distribution` gave.
+
+    Raises:
+        ValueError: shares that do not sum to 1, a confidence outside (0, 1).
+    """
+    shares = widened("shares", shares).cpu()
+    if shares.ndim != 1 or not len(shares) or (shares < 0).any() or abs(shares.sum().item() - 1) > 1e-6:
+        raise ValueError(f"expected the shares of layers, which sum to 1, got shape {tuple(shares.shape)}")
+    if not 0 < confidence < 1:
+        raise ValueError(f"expected a confidence between 0 and 1, got {confidence}")
+    tail, below = (1 - confidence) / 2, shares.cumsum(0)
+    low = int((below > tail + SLACK).int().argmax())
+    high = int((below >= 1 - tail - SLACK).int().argmax())
+    return first_layer + low, first_layer + high
+
+
+def row_counts(num_rows: int, resamples: int, seed: int) -> Iterator[Tensor]:
+    """How often each row is drawn, some resamples at a time."""
+    generator = torch.Generator().manual_seed(seed)
+    size = max(1, DRAWN_AT_ONCE // num_rows)
+    for start in range(0, resamples, size):
+        count = min(size, resamples - start)
+        drawn = torch.randint(num_rows, (count, num_rows), generator=generator)
+        drawn += num_rows * torch.arange(count)[:, None]
+        yield drawn.flatten().bincount(minlength=count * num_rows).view(count, num_rows).double()
+
+
+def _chosen(values: Float[Tensor, "*n layers"], rule: str, tolerance: float, higher_is_better: bool) -> Tensor:
+    """Index (*n) of the layer that a rule chooses from each curve."""
+    check_option("rule", rule, *RULES)
+    if not 0 <= tolerance < math.inf:
+        raise ValueError(f"expected a tolerance of at least 0, got {tolerance}")
+    values = values if higher_is_better else -values
+    slack = SLACK * values.abs().amax(-1, keepdim=True)
+    last = values[..., -1:]
+    if rule == "best":
+        return values.argmax(-1)
+    if rule == "within_tolerance":
+        return _first(values >= last - tolerance - slack)
+    if rule == "fraction_of_last":
+        if not higher_is_better or tolerance >= 1 or (last <= 0).any():
+            raise ValueError(
+                "fraction_of_last expects positive scores where higher is better and a tolerance below 1, got "
+                f"higher_is_better={higher_is_better}, tolerance={tolerance}, a last score of {last.min().item()}"
+            )
+        return _first(values >= (1 - tolerance) * last - slack)
+    if rule == "plateau":
+        rises = values.diff() > tolerance + slack
+        still = torch.nn.functional.pad(rises.flip(-1).cummax(-1).values.flip(-1), (0, 1))  # some later step rises
+        return _first(~still)
+    start, depth = values[..., :1], torch.linspace(0, 1, values.shape[-1], dtype=values.dtype)
+    above = (values - start) - depth * (last - start)
+    return _first(above >= above.amax(-1, keepdim=True) - slack)
+
+
+def _first(fits: Tensor) -> Tensor:
+    return fits.int().argmax(-1)
+
+
+def _checked(scores: Sequence[float], expected: str, least: int = 1) -> Tensor:
+    values = torch.as_tensor(scores, dtype=torch.float64)
+    if values.ndim != 1 or len(values) < least:
+        raise ValueError(f"expected {expected}, got shape {tuple(values.shape)}")
+    if not values.isfinite().all():
+        raise ValueError(f"expected finite scores, got {values[~values.isfinite()][0].item()}")
+    return values
+
+
+# Whether a curve over layers falls by one factor per block.
+
+PerCurve = Float[Tensor, "*n"]
+
+
+@dataclass(frozen=True, eq=False)
+class ExponentialLaw:
+    """The line through log10 of a curve; see `exponential_law`. Two of these values are NaN for a constant curve."""
+
+    rho: PerCurve
+    slope: PerCurve
+    intercept: PerCurve
+    pearson: PerCurve
+    r_squared: PerCurve
+
+
+def exponential_law(
+    residuals: Float[Tensor, "*n layers"], *, undefined: Literal["raise", "nan"] = "raise"
+) -> ExponentialLaw:
+    """Least squares of log10 PR_l on l - 1 for layers 1..L (no embedding): PR_l = rho^(l - 1) PR_1 about. In float64.
+
+    `rho` = 10^slope: below 1, the residual shrinks by one factor per block. `pearson`, in [-1, 1], is the correlation
+    of log10 PR with depth, -1 for an exact falling geometric series, and `r_squared` its square: how well the law
+    holds. Both are NaN for a constant curve, whose rho is 1. Scaling the curve moves the intercept alone.
+
+    Source: He & Su, arXiv 2408.13442.
+
+    Raises:
+        TypeError: residuals that are not floating-point.
+        ValueError: fewer than 3 layers; a residual that is not finite or not above 0: NaN there with `undefined="nan"`.
+    """
+    check_option("undefined", undefined, "raise", "nan")
+    residuals = widened("residuals", residuals)
+    if residuals.ndim < 1 or residuals.shape[-1] < 3:
+        raise ValueError(f"expected the residuals of at least 3 layers, got shape {tuple(residuals.shape)}")
+    allowed = residuals.isfinite() & (residuals > 0)
+    logs = residuals.where(allowed, 1.0).log10()
+    constant = (residuals == residuals[..., :1]).all(-1)
+    depth = torch.arange(residuals.shape[-1], dtype=logs.dtype, device=logs.device)
+    centered = depth - depth.mean()
+    shifted = (logs - logs[..., :1]).masked_fill(constant[..., None], 0.0)
+    shifted = shifted - shifted.mean(-1, keepdim=True)
+    products, squares = (shifted * centered).sum(-1), shifted.square().sum(-1)
+    slope = products / centered.square().sum()
+    pearson = (products / (squares * centered.square().sum()).sqrt()).clamp(-1, 1)
+    values = {
+        "rho": 10**slope,
+        "slope": slope,
+        "intercept": logs.mean(-1) - slope * depth.mean(),
+        "pearson": pearson,
+        "r_squared": pearson.square(),
+    }
+    problems = {"a residual is not a finite number above 0": ~allowed.all(-1)}
+    return ExponentialLaw(
+        **{name: settled("exponential_law", value, problems, undefined) for name, value in values.items()}
+    )
+
 
 __all__ = [
     "ExponentialLaw",

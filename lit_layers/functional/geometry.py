@@ -10,8 +10,16 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from lit_layers.functional._checks import check_option, settled, widened
-from lit_layers.functional._rows import centered, not_finite, real_rows, unit_rows, without
+from lit_layers.functional._checks import (
+    centered,
+    check_option,
+    not_finite,
+    real_rows,
+    settled,
+    unit_rows,
+    widened,
+    without,
+)
 
 Tokens = Float[Tensor, "*n tokens dim"]
 Mask = Bool[Tensor, "*n tokens"]
@@ -242,3 +250,98 @@ def _angle(u: Tensor, w: Tensor, *, fold: bool = False) -> Tensor:
     if fold:
         apart, together = torch.minimum(apart, together), torch.maximum(apart, together)
     return 2 * torch.atan2(apart, together)
+
+
+# From the tokens of a prompt to one vector.
+
+Pooling = Literal["mean", "last", "cls", "centered_unit_mean"]
+
+
+def pool(
+    tokens: Float[Tensor, "*n tokens dim"],
+    mask: Bool[Tensor, "*n tokens"] | None = None,
+    *,
+    pooling: Pooling = "mean",
+    undefined: Literal["raise", "nan"] = "raise",
+) -> Float[Tensor, "*n dim"]:
+    """One vector for each prompt, in float64: the mean of its real tokens, the last, or the first of them ("cls").
+
+    "centered_unit_mean" is what the code of Skean et al. (OFSkean/information_flow, 2024-09) pools: tokens minus their
+    mean, each scaled to norm 1, averaged.
+
+    Raises:
+        ValueError: a prompt without a real token, with a value that is not finite or (centered_unit_mean) with a token
+            equal to the mean; NaN there with `undefined="nan"`.
+    """
+    check_option("pooling", pooling, "mean", "last", "cls", "centered_unit_mean")
+    check_option("undefined", undefined, "raise", "nan")
+    rows, kept = real_rows(widened("tokens", tokens), mask)
+    count = kept.sum(-1)
+    broken = not_finite(rows)
+    problems = {"a token is not finite": broken, "there is no real token": count == 0}
+    if not rows.shape[-2]:
+        pooled = rows.sum(-2)
+    elif pooling == "cls":
+        pooled = rows[..., 0, :]
+    elif pooling == "last":
+        last = (count - 1).clamp(min=0)[..., None, None].expand(*count.shape, 1, rows.shape[-1])
+        pooled = rows.gather(-2, last).squeeze(-2)
+    else:
+        if pooling == "centered_unit_mean":
+            rows, nowhere = unit_rows(centered(rows, kept), kept, after_centering=True)
+            problems["a token equals the mean that is subtracted"] = nowhere.any(-1)
+        pooled = rows.sum(-2) / count.clamp(min=1)[..., None]
+    return settled("pooled vector", pooled, {reason: bad[..., None] for reason, bad in problems.items()}, undefined)
+
+
+# Linear CKA between all layers at once.
+
+MAX_ENTRIES = 2**24  # of the layers' Gram matrices held at a time: 128 MB
+
+
+def linear_cka_matrix(
+    states: Float[Tensor, "layers rows dim"],
+    *,
+    debiased: bool = False,
+    undefined: Literal["raise", "nan"] = "raise",
+) -> Float[Tensor, "layers layers"]:
+    """`linear_cka` of every two layers, by their Gram matrices of rows, a band of rows at a time; in float64.
+
+    Symmetric, unit diagonal; range and invariances as `linear_cka`. A layer's Gram matrix is taken once, not once for
+    each other layer.
+
+    Raises:
+        ValueError: fewer than 2 rows (4 if debiased), a layer whose rows are all equal or hold a value that is not
+            finite; with `undefined="nan"` such a layer's row and column are NaN.
+    """
+    check_option("undefined", undefined, "raise", "nan")
+    states = widened("states", states)
+    least = 4 if debiased else 2
+    if states.ndim != 3 or states.shape[1] < least:
+        raise ValueError(
+            f"linear_cka_matrix with debiased={debiased} needs states of shape (layers, rows, dim) of at least {least} "
+            f"rows, got {(*states.shape,)}"
+        )
+    num_layers, m, _ = states.shape
+    broken = not_finite(states)
+    states = centered(
+        states.masked_fill(broken[:, None, None], 0.0), states.new_ones(states.shape[:2], dtype=torch.bool)
+    )
+    inner = states.new_zeros(num_layers, num_layers)
+    size = max(1, MAX_ENTRIES // (num_layers * m))
+    for start in range(0, m, size):
+        band = (states[:, start : start + size] @ states.mT).flatten(1)  # (layers, rows of the band x rows)
+        inner += band @ band.mT
+    plain = inner.diagonal()
+    if debiased:  # HSIC_1 up to its constant factor, as centred Gram matrices have rows that sum to 0
+        own = states.square().sum(-1)
+        both, total = own @ own.mT, own.sum(-1)
+        inner = inner - both + total[:, None] * total / ((m - 1) * (m - 2)) - 2 / (m - 2) * both
+    scale = inner.diagonal()
+    flat = scale <= 1e-13 * plain  # what debiasing leaves of rows at equal distances is rounding
+    scale = scale.masked_fill(flat, 1.0).sqrt()
+    problems = {
+        "values are not finite": broken | broken[:, None],
+        "a layer does not vary": flat | flat[:, None],
+    }
+    return settled("linear_cka_matrix", inner / (scale * scale[:, None]), problems, undefined)

@@ -10,10 +10,8 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from lit_layers.functional._checks import check_option, settled, widened
-from lit_layers.functional._rows import centered, not_finite, unit_rows, without
-from lit_layers.functional.entropy import singular_values
-from lit_layers.functional.renyi import (
+from lit_layers.functional._checks import centered, check_option, not_finite, settled, unit_rows, widened, without
+from lit_layers.functional.entropy import (
     EPS,
     AtTwo,
     Normalization,
@@ -24,6 +22,7 @@ from lit_layers.functional.renyi import (
     positive,
     renyi,
     renyi_of_matrix,
+    singular_values,
 )
 
 View = Float[Tensor, "*n prompts dim"]

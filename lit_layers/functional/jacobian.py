@@ -11,9 +11,8 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
-from lit_layers.functional.block_call import Alignment, Call, Unsupported, as_call
+from lit_layers.functional.block_call import Alignment, Call, Unsupported, as_call, jacobians_by_reverse_mode
 from lit_layers.functional.one_token import disagreement, jacobians_by_one_token
-from lit_layers.functional.reverse_mode import jacobians_by_reverse_mode
 
 Block = Callable[[Tensor], Tensor]
 Route = Literal["auto", "cut", "one_token", "plain"]

@@ -9,8 +9,8 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
+from lit_layers.functional._checks import CHUNK, check_features, check_finite, feature_scaling, widened_chunks
 from lit_layers.functional._lbfgs import minimize
-from lit_layers.functional._scaling import CHUNK, check_features, check_finite, feature_scaling, widened_chunks
 from lit_layers.functional.prediction_residual import PredictionResidual, prediction_residual
 from lit_layers.functional.ridge import RidgeProbes, fit_ridge_probes
 

@@ -9,8 +9,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from lit_layers.functional._checks import settled
-from lit_layers.functional._scaling import check_features, check_finite, feature_scaling, widened_chunks
+from lit_layers.functional._checks import check_features, check_finite, feature_scaling, settled, widened_chunks
 
 # Squaring halves the digits of singular values: what a penalty leaves of X'X must stay above this share of the largest.
 SMALLEST_SHARE = 1e-10

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from lit_layers import schema
 from lit_layers.errors import InputError
-from lit_layers.functional.pooling import Pooling
+from lit_layers.functional.geometry import Pooling
 from lit_layers.functional.probe import LogisticProbes, RidgeProbes
 
 Kind = Literal["classification", "regression"]

@@ -11,7 +11,7 @@ from lit_layers.analyses.states import at_least_float32
 from lit_layers.data.encoded_texts import EncodedTexts, encode_texts
 from lit_layers.data.tokenization import TextTokenizer, load_tokenizer
 from lit_layers.errors import InputError
-from lit_layers.functional.pooling import pool
+from lit_layers.functional.geometry import pool
 from lit_layers.models.plain import open_plainly
 from lit_layers.models.view import Batch, LayeredModel
 from lit_layers.select.head import HeadFacts, ProbeHead

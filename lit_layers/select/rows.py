@@ -14,7 +14,7 @@ from lit_layers.data.image_sources import Split, image_source
 from lit_layers.data.images import Normalise, eval_pixels, image_size, statistics
 from lit_layers.data.pictures import Pictures
 from lit_layers.errors import InputError
-from lit_layers.functional.pooling import pool
+from lit_layers.functional.geometry import pool
 from lit_layers.models.pixel_statistics import pixel_statistics
 from lit_layers.models.view import Batch, LayeredModel
 from lit_layers.select.choosing import Features, Part

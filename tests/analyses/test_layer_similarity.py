@@ -10,7 +10,7 @@ from lit_layers import emergence
 from lit_layers.analyses.layer_similarity import LayerSimilarity
 from lit_layers.emergence import measure
 from lit_layers.errors import InputError
-from lit_layers.functional.layer_stages import layer_stages
+from lit_layers.functional.trajectory import layer_stages
 from lit_layers.models.view import LayeredModel
 from tests.support.listed_batches import Listed
 from tests.support.prompt_states import states_of_each_prompt

@@ -292,7 +292,7 @@ def resamples_by_hand(row_scores, resamples, seed=0):
 
 @pytest.mark.parametrize("drawn_at_once", [2**22, 100, 1])
 def test_resampled_curves_are_means_over_the_same_rows_for_every_layer(monkeypatch, drawn_at_once):
-    monkeypatch.setattr("lit_layers.functional.layer_choice.DRAWN_AT_ONCE", drawn_at_once)
+    monkeypatch.setattr("lit_layers.functional.curves.DRAWN_AT_ONCE", drawn_at_once)
     row_scores = random(5, 37)
     found = resampled_curves(row_scores, resamples=50, seed=3)
     np.testing.assert_allclose(found, resamples_by_hand(row_scores, 50, 3), atol=1e-12)

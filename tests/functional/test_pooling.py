@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from lit_layers.functional.pooling import pool
+from lit_layers.functional.geometry import pool
 
 
 def random(*shape, seed=0):

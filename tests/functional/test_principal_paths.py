@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from lit_layers.functional.principal_paths import principal_paths
+from lit_layers.functional.trajectory import principal_paths
 
 
 def random_states(layers=4, tokens=9, dim=6, seed=0):

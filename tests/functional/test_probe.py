@@ -12,7 +12,7 @@ from sklearn.linear_model import LogisticRegression
 from sklearn.metrics import f1_score
 from sklearn.preprocessing import StandardScaler
 
-from lit_layers.functional import _lbfgs, _scaling, probe
+from lit_layers.functional import _checks, _lbfgs, probe
 from lit_layers.functional.probe import fit_logistic_probes, macro_f1
 
 
@@ -362,7 +362,7 @@ def test_rows_read_in_pieces_give_the_same_probes(monkeypatch, num_classes, dtyp
     features[:, :, 2] = 7.3
     expected = fit_logistic_probes(features, labels)
     before = features.clone()
-    monkeypatch.setattr(_scaling, "CHUNK", 100)
+    monkeypatch.setattr(_checks, "CHUNK", 100)
     monkeypatch.setattr(probe, "CHUNK", 100)
     found = fit_logistic_probes(features, labels)
     assert torch.equal(features, before)  # what is centred is a copy

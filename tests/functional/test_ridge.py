@@ -7,7 +7,7 @@ from sklearn.linear_model import LinearRegression, Ridge
 from sklearn.metrics import r2_score
 from sklearn.preprocessing import StandardScaler
 
-from lit_layers.functional import _scaling, probe, ridge
+from lit_layers.functional import _checks, probe, ridge
 from lit_layers.functional.ridge import RidgeProbes, RidgeSums, fit_ridge_probes, r_squared
 
 
@@ -42,7 +42,7 @@ def streamed(features, targets, pieces, **options):
 
 @pytest.fixture(autouse=True)
 def small_chunks(monkeypatch):
-    monkeypatch.setattr(_scaling, "CHUNK", 150)  # so that every test joins several
+    monkeypatch.setattr(_checks, "CHUNK", 150)  # so that every test joins several
 
 
 @pytest.mark.parametrize("outputs", [(), (1,), (4,)])

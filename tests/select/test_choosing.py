@@ -15,7 +15,7 @@ from torch import Tensor
 
 from lit_layers.analyses.probe_scores import ProbeOptions
 from lit_layers.errors import InputError
-from lit_layers.functional.layer_choice import row_counts
+from lit_layers.functional.curves import row_counts
 from lit_layers.select.choosing import Choice, choose
 
 SIZES = {"train": 240, "validation": 160, "test": 200}
