@@ -44,6 +44,8 @@ class Attention:
         key, value = (expand_heads(each[prompts], heads) for each in (self.key, self.value))  # (picked, heads, ..)
         out = p[:, :, None] @ value  # (picked, heads, 1, head_dim)
         own = torch.arange(len(places), device=places.device)
+        # Softmax turns changes ds of the scores into dp_n = p_n (ds_n - sum_m p_m ds_m), so that the output changes by
+        # sum_n p_n ds_n (v_n - a): its own value a is subtracted because the weights go on adding up to 1.
         return Expansion(
             out=out,
             query=self.query[prompts, :, places][:, :, None],
@@ -71,6 +73,7 @@ class Expansion(NamedTuple):
         heads, shape = self.query.shape[1], query.shape
         query = query.reshape(self.query.shape)  # transformers folds grouped heads into the tokens where there is one
         key, value = expand_heads(key, heads), expand_heads(value, heads)
+        # each term is 0 at the point of expansion, so that autograd sees the slopes and the value stays `out`
         through_key = self.w * (self.value - self.out) * (self.query * (key - self.key)).sum(-1, keepdim=True)
         through_query = _PerHead.apply(query - self.query, self.query_map)
         return (self.out + through_query + through_key + self.p * (value - self.value)).reshape(shape)
@@ -191,6 +194,7 @@ class _Recorder(TorchFunctionMode):
         slope = None
         if before.requires_grad:
             with torch.enable_grad():
+                # what is between them acts entry by entry, so that the gradient of the sum is each entry's own slope
                 (slope,) = torch.autograd.grad(before.sum(), scores, allow_unused=True)
         if slope is None:
             raise Unsupported("its softmax does not come from the product before it")
