@@ -250,14 +250,14 @@ def _train(cli: FitCLI) -> int:
         code = 0
     except SIGTERMException:
         code = TERMINATED
-    except (MisconfigurationException, RuntimeError) as error:
-        if isinstance(error, RuntimeError) and "conditioned on metric" not in str(error):
-            raise
-        raise InputError(f"trainer.callbacks: {' '.join(str(error).split())}") from error  # of a callback's option
     except DivergedError as error:
         code = DIVERGED
         if cli.trainer.is_global_zero:
             print(f"lit-layers fit: error: {error}", file=sys.stderr)
+    except (MisconfigurationException, RuntimeError) as error:
+        if isinstance(error, RuntimeError) and "conditioned on metric" not in str(error):
+            raise
+        raise InputError(f"trainer.callbacks: {' '.join(str(error).split())}") from error  # of a callback's option
     except SystemExit:  # Lightning turns Ctrl-C into sys.exit(1) after its callbacks have closed
         code = INTERRUPTED
     finally:
