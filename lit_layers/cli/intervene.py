@@ -60,9 +60,9 @@ def read_recipe(kind: type[T], path: str | Path) -> T:
     Raises:
         InputError: no such file, no mapping in it, an unknown key, a key that is missing, a wrong value.
     """
-    from jsonargparse import ArgumentError, ArgumentParser
+    from lit_layers.cli.trust import RecipeParser
 
-    parser = ArgumentParser(exit_on_error=False)
+    parser = RecipeParser(exit_on_error=False)
     parser.add_class_arguments(kind)
     content, known = schema.read_yaml(Path(path), dict[str, Any], "write KEY: VALUE lines"), vars(parser.get_defaults())
     for key in content:
@@ -70,7 +70,7 @@ def read_recipe(kind: type[T], path: str | Path) -> T:
             raise InputError(f"recipe: there is no key {key!r}; the keys are {', '.join(known)}")
     try:
         return kind(**parser.parse_object(content).as_dict())
-    except ArgumentError as error:
+    except (InputError, argparse.ArgumentError) as error:
         raise InputError(f"recipe: {one_sentence(str(error))}") from error
 
 
