@@ -15,6 +15,7 @@ from lit_layers.analyses import Analysis
 from lit_layers.data import ProbeTask, WordPairs
 from lit_layers.data.prompt_texts import GivenTexts
 from lit_layers.emergence import measure
+from lit_layers.functional.entropy import effective_rank
 from lit_layers.models.build import load
 from lit_layers.records import Measurement, Record
 from lit_layers.report import write_report
@@ -91,6 +92,7 @@ def measured(model, tokens, smollm2, tmp_path_factory) -> dict[str, Measurement]
         analyses.Representation(batches=prompts),
         analyses.Lens(batches=prompts),
         analyses.LayerSimilarity(batches=prompts),
+        analyses.StateMetric(metric=effective_rank, batches=prompts, options={"undefined": "nan"}),
         analyses.PathsInPlane(batches=prompts),
         analyses.PromptStudies(batches=prompts, p=(0.0, 0.5)),
         analyses.Interventions(batches=prompts, middles=(1, 27), seeds=(0,), loops=(2,)),
