@@ -5,6 +5,7 @@ import json
 import os
 import re
 import sys
+from argparse import ArgumentTypeError
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -88,8 +89,14 @@ class Outcome:
 
 
 def truth(text: str) -> bool:
-    """Returns what `true` and `false` mean."""
-    return {"true": True, "false": False}[text.lower()]
+    """Returns what `true` and `false` mean.
+
+    Raises:
+        ArgumentTypeError: anything else.
+    """
+    if text.lower() not in ("true", "false"):
+        raise ArgumentTypeError(f"expected true or false, got {text!r}")
+    return text.lower() == "true"
 
 
 def add_options(add: Callable[..., Any], *, root: str, boolean: Any = truth) -> None:
