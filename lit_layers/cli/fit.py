@@ -242,8 +242,9 @@ def _train(cli: FitCLI) -> int:
         if cli.trainer.is_global_zero and (said := _beginning(point, origin)):
             cli.console.print(said, highlight=False, markup=False, soft_wrap=True)
         if point is not None and cli.folder.resume and point.step >= origin.step + cli.trainer.max_steps:
-            cli.folder.go_on(point.step)  # killed after its last step: the page and the mirror may be missing
             last_step = point.step
+            if cli.trainer.is_global_zero:  # killed after its last step: the page and the mirror may be missing
+                cli.folder.go_on(point.step)
         else:
             state = None if point is None else point.state
             cli.trainer.fit(cli.model, datamodule=cli.datamodule, ckpt_path=state, weights_only=True)

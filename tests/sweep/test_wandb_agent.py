@@ -10,6 +10,7 @@ import yaml
 
 from lit_layers.cli.main import main
 from lit_layers.sweep import read_grid
+from lit_layers.training.run_folder import RunFolder
 from tests.cli.conftest import corpus, no_page  # noqa: F401 - fixtures
 from tests.cli.test_fit import RECIPE
 from tests.support.forked import run_ranks
@@ -108,7 +109,7 @@ def test_the_grids_name_options_that_fit_has(file, capsys, monkeypatch):
 @pytest.mark.slow
 @pytest.mark.skipif(sys.platform == "win32", reason="needs fork")
 @pytest.mark.usefixtures("no_page")
-def test_two_ranks_under_an_agent_are_one_wandb_run_and_that_is_the_agents(corpus, agent, tmp_path):  # noqa: F811
+def test_two_ranks_under_an_agent_are_one_wandb_run_and_that_is_the_agents(corpus, agent, tmp_path, monkeypatch):  # noqa: F811
     mirror = {"class_path": "lit_layers.report.WandbMirror", "init_args": {"mode": "offline", "project": "mine"}}
     recipe = tmp_path / "recipe.yaml"
     recipe.write_text(yaml.safe_dump({**RECIPE, "corpus": str(corpus), "wandb": mirror}))
@@ -118,6 +119,15 @@ def test_two_ranks_under_an_agent_are_one_wandb_run_and_that_is_the_agents(corpu
     parameters = {"model.lr": {"values": [0.01, 0.02]}}
     file.write_text(yaml.safe_dump({"method": "grid", "command": command, "parameters": parameters}))
     (_, _), (line, environment) = agent(file, ["first123", "second12"])
+
+    go_on, writers = RunFolder.go_on, tmp_path / "writers"
+
+    def noted(folder: RunFolder, step: int) -> None:
+        with writers.open("a") as file:
+            file.write(os.environ["RANK"])
+        go_on(folder, step)
+
+    monkeypatch.setattr(RunFolder, "go_on", noted)
 
     def run() -> int:
         os.environ.update(environment | {name: os.environ[name] for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE")})
@@ -132,4 +142,5 @@ def test_two_ranks_under_an_agent_are_one_wandb_run_and_that_is_the_agents(corpu
     assert [step for step, _ in found.curve("train/loss")] == [1, 2, 3]
     assert found.config["model.lr"] == 0.02
     assert run_ranks(run) == [0, 0]  # the agent starts a preempted run again: it goes on under its id
+    assert writers.read_text() == "0"  # the first rank alone writes run.json and opens W&B's run
     assert json.loads((root / "run.json").read_text())["id"] == "second12"
