@@ -9,7 +9,7 @@ import pandas as pd
 import pytest
 
 from lit_layers import plots, records
-from lit_layers.functional.variants import variants
+from lit_layers.functional.block_schedules import variants
 from lit_layers.plots.canvas import canvas, plain_log
 from lit_layers.records import Measurement, Record
 

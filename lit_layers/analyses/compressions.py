@@ -16,8 +16,7 @@ from lit_layers.analyses.token_jacobians import (
     own_jacobians,
 )
 from lit_layers.data.batches import Batches
-from lit_layers.functional.coupling import compressions
-from lit_layers.functional.singular import Factors, singular_factors
+from lit_layers.functional.coupling import Factors, compressions, singular_factors
 from lit_layers.models.view import LayeredModel, Trajectory
 from lit_layers.records import Record
 

@@ -12,7 +12,7 @@ from lit_layers.analyses.summary import summarize
 from lit_layers.analyses.token_jacobians import check_counts
 from lit_layers.data.word_pairs import LEAST_PAIRS, Category, WordPairs
 from lit_layers.errors import InputError
-from lit_layers.functional import concepts
+from lit_layers.functional import geometry
 from lit_layers.models.view import Batch, LayeredModel
 from lit_layers.models.vocabulary import true_vocab_size
 from lit_layers.records import Record
@@ -98,7 +98,7 @@ class ConceptAlignment(DividedAnalysis):
                 f"least {LEAST_PAIRS} are needed: choose another layer"
             )
         first, second = states[same[0].first[kept]], states[same[0].second[kept]]
-        found = concepts.concept_alignment(first, second, whiten=self._covariance(model), shuffles=1)
+        found = geometry.concept_alignment(first, second, whiten=self._covariance(model), shuffles=1)
         return found.gram, [pair for pair, stays in zip(same[0].pairs, kept.tolist(), strict=True) if stays]
 
     def _of_category(self, states: Tensor, category: Category, covariance: Tensor | None) -> Iterator[Record]:
@@ -108,7 +108,7 @@ class ConceptAlignment(DividedAnalysis):
             layers = (pattern == number).nonzero()[:, 0]
             if int(stays.sum()) < LEAST_PAIRS:
                 continue
-            found = concepts.concept_alignment(
+            found = geometry.concept_alignment(
                 states[layers][:, category.first[stays]],
                 states[layers][:, category.second[stays]],
                 whiten=covariance,
@@ -152,7 +152,7 @@ def _tags(category: Category, num_undefined: int) -> Tags:
     return tags | {name: count for name, count in counts.items() if count}
 
 
-def _records(found: concepts.ConceptAlignment, row: int, layer: int, num_pairs: int, tags: Tags) -> Iterator[Record]:
+def _records(found: geometry.ConceptAlignment, row: int, layer: int, num_pairs: int, tags: Tags) -> Iterator[Record]:
     """Of one layer and category; a value that is undefined there is left out."""
     mean = found.mean[row]
     if mean.isfinite():

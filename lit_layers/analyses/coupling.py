@@ -56,7 +56,7 @@ class Coupling(LayerwiseAnalysis):
     prompt; `num_undefined_pairs` and `num_undefined_blocks` count what is missing in all prompts.
 
     `tolerance`: what a pair's value at p = 2 is certain to be within, unless `num_tied` says otherwise
-    (`lit_layers.functional.singular`); below 1e-5 singular vectors are kept in float64. `warm_start` no longer
+    (`lit_layers.functional.coupling`); below 1e-5 singular vectors are kept in float64. `warm_start` no longer
     does anything: singular vectors are found directly.
     Source: definitions and departures as in `lit_layers.functional.coupling`.
     """

@@ -13,8 +13,16 @@ from lit_layers.analyses.readout_rows import MAX_LOGITS, FullModel, Sums, check_
 from lit_layers.analyses.summary import Tags
 from lit_layers.data.batches import Batches
 from lit_layers.errors import InputError
-from lit_layers.functional.block_schedules import baseline, kendall_distance, start_of
-from lit_layers.functional.variants import LOOPS, SEEDS, VARIANTS, Variant, variants
+from lit_layers.functional.block_schedules import (
+    LOOPS,
+    SEEDS,
+    VARIANTS,
+    Variant,
+    baseline,
+    kendall_distance,
+    start_of,
+    variants,
+)
 from lit_layers.models.shared_prefixes import SharedPrefixes
 from lit_layers.models.view import Batch, LayeredModel
 from lit_layers.records import Record

@@ -17,7 +17,7 @@ from lit_layers.analyses.token_jacobians import check_choice
 from lit_layers.data.batches import Batches
 from lit_layers.errors import InputError
 from lit_layers.functional.curves import exponential_law
-from lit_layers.functional.prediction_residual import Normalize, PredictionResidual, prediction_residual
+from lit_layers.functional.regression import Normalize, PredictionResidual, prediction_residual
 from lit_layers.models.view import LayeredModel
 from lit_layers.models.vocabulary import true_vocab_size
 from lit_layers.records import Record

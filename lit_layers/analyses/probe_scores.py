@@ -21,8 +21,8 @@ from lit_layers.functional.curves import (
     wilson_interval,
 )
 from lit_layers.functional.layer_selection import macro_f1_interval
-from lit_layers.functional.probe import LogisticProbes, fit_logistic_probes, fit_ridge_probes, macro_f1
-from lit_layers.functional.ridge import RidgeProbes
+from lit_layers.functional.probe import LogisticProbes, fit_logistic_probes, macro_f1
+from lit_layers.functional.regression import RidgeProbes, fit_ridge_probes
 from lit_layers.metrics import look_up
 from lit_layers.records import Record
 

@@ -27,8 +27,7 @@ from lit_layers.analyses.token_jacobians import (
 from lit_layers.data.batches import Batches
 from lit_layers.errors import InputError
 from lit_layers.functional import coupling as functional
-from lit_layers.functional.coupling import excess_coupling
-from lit_layers.functional.singular import Factors, singular_factors
+from lit_layers.functional.coupling import Factors, excess_coupling, singular_factors
 from lit_layers.models.view import LayeredModel, Trajectory
 from lit_layers.records import Record
 

@@ -19,7 +19,7 @@ def read_options(argv: list[str]) -> argparse.Namespace:
     Raises:
         InputError: options that are unknown, out of range or do not fit together.
     """
-    from lit_layers.functional.variants import LOOPS, SEEDS, VARIANTS
+    from lit_layers.functional.block_schedules import LOOPS, SEEDS, VARIANTS
 
     options = _parser().parse_args(argv)
     asked = _names("variants", options.variants)

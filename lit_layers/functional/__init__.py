@@ -1,1 +1,32 @@
-"""Metrics: pure functions from tensors to tensors. Import them from their modules."""
+"""Metrics: pure functions from tensors to tensors. Each can be imported from here by its name."""
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from lit_layers.functional.block_schedules import *
+    from lit_layers.functional.correlation import *
+    from lit_layers.functional.coupling import *
+    from lit_layers.functional.curves import *
+    from lit_layers.functional.entropy import *
+    from lit_layers.functional.geometry import *
+    from lit_layers.functional.invariance import *
+    from lit_layers.functional.jacobian import *
+    from lit_layers.functional.layer_selection import *
+    from lit_layers.functional.probe import *
+    from lit_layers.functional.regression import *
+    from lit_layers.functional.trajectory import *
+
+_METRICS = ("trajectory", "entropy", "geometry", "invariance", "jacobian", "coupling", "probe", "regression")
+_FILES = (*_METRICS, "curves", "correlation", "layer_selection", "block_schedules")
+_PLUMBING = ("attention", "one_token")
+
+
+def __getattr__(name: str) -> Any:
+    # On first use: a command's help reads block_schedules alone and need not wait for torch.
+    if not name.startswith("_") and name not in _FILES + _PLUMBING:
+        for file in _FILES:
+            defined = getattr(importlib.import_module(f"{__name__}.{file}"), name, None)
+            if getattr(defined, "__module__", None) == f"{__name__}.{file}":
+                return defined
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -40,7 +40,7 @@ class Interval(NamedTuple):
     num_undefined: int
 
 
-class Influence(NamedTuple):
+class LeaveOneOut(NamedTuple):
     """How far one row decides a coefficient: each row's value without it, and the row whose removal changes it most."""
 
     values: list[float]
@@ -175,7 +175,7 @@ def within_group_correlation(x: Values, y: Values, groups: Sequence[Hashable]) -
     return _tested(_cosine(*left), len(x), df)
 
 
-def leave_one_out(x: Values, y: Values) -> Influence:
+def leave_one_out(x: Values, y: Values) -> LeaveOneOut:
     """Pearson's r without each row in turn, and the row whose removal changes it most.
 
     A value is NaN where the rest has a constant column; such a row counts as the most influential.
@@ -192,7 +192,7 @@ def leave_one_out(x: Values, y: Values) -> Influence:
             found.append(math.nan)
     changes = [math.inf if math.isnan(value) else abs(value - whole) for value in found]
     index = int(np.argmax(changes))
-    return Influence(found, index, found[index] - whole)
+    return LeaveOneOut(found, index, found[index] - whole)
 
 
 def bootstrap_rows(

@@ -4,6 +4,8 @@ Padding, on whichever side and whatever it holds, never enters a value. Input th
 cases each function names.
 """
 
+from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Literal
 
 import torch
@@ -345,3 +347,165 @@ def linear_cka_matrix(
         "a layer does not vary": flat | flat[:, None],
     }
     return settled("linear_cka_matrix", inner / (scale * scale[:, None]), problems, undefined)
+
+
+# How far word pairs of one relation point in one direction. All computed in float64.
+
+Points = Float[Tensor, "*layers pairs dim"]
+PerLayer = Float[Tensor, "*layers"]
+JITTER = 1e-6  # of the mean variance, added to the diagonal of the covariance that whitens
+
+
+@dataclass(frozen=True, eq=False)
+class ConceptAlignment:
+    """Cosines between the differences of word pairs; see `concept_alignment`."""
+
+    directions: Points  # u_i, of norm 1
+    mean: PerLayer
+    by_pair: Float[Tensor, "*layers pairs"]  # of each pair with the others; their mean is `mean`
+    leave_one_out: PerLayer
+    shuffled: PerLayer
+
+    @property
+    def gram(self) -> Float[Tensor, "*layers pairs pairs"]:
+        """<u_i, u_j>."""
+        return self.directions @ self.directions.mT
+
+    @property
+    def excess(self) -> PerLayer:
+        """`mean` minus `shuffled`: the part that belongs to the pairing."""
+        return self.mean - self.shuffled
+
+
+def concept_alignment(
+    first: Points,
+    second: Points,
+    *,
+    whiten: Float[Tensor, "dim dim"] | None = None,
+    shuffles: int = 10,
+    seed: int = 0,
+    undefined: Literal["raise", "nan"] = "raise",
+) -> ConceptAlignment:
+    """How parallel the differences delta_i = second_i - first_i of the word pairs of one category are.
+
+    With u_i = delta_i / |delta_i|: `gram` holds <u_i, u_j> and `mean` its mean over i < j, in [-1 / (pairs - 1), 1];
+    `leave_one_out` is the mean of cos(delta_i, mean of the other deltas). `shuffled` is the mean of `mean` over seeded
+    derangements of the second words within the category, no word staying where it was; it is not 0 where the two kinds
+    of words have different means, so that `excess` = mean - shuffled is what belongs to the pairing. Within a
+    derangement, two words that are the same point have no direction and are left out.
+
+    Invariant to rotation, to a translation common to both words, to scaling, to the order of the pairs and to swapping
+    all first with all second words (`shuffled` up to the draw). Independent isotropic deltas: 0 in expectation, with
+    standard deviation sqrt(2 / (pairs (pairs - 1) dim)). `whiten` is the covariance M of the unembedding's rows: inner
+    products are then x' M^-1 y, M with 1e-6 of its mean variance added to the diagonal, as Park et al. have them.
+
+    Source: hierarchical analysis of monotonicity (OpenReview ZVLyyG5yS6), figure 3, which means cosines though it never
+    writes the normalisation; Park et al., arXiv 2311.03658, for `whiten`.
+
+    Raises:
+        TypeError: points that are not floating-point.
+        ValueError: fewer than 3 pairs, shapes that do not fit, no covariance, an option out of range; a zero delta, a
+            value that is not finite, others that cancel (leave_one_out): NaN there with `undefined="nan"`.
+    """
+    check_option("undefined", undefined, "raise", "nan")
+    first, second = widened("first", first), widened("second", second)
+    _check_shapes(first, second, shuffles)
+    finite = (first.isfinite() & second.isfinite()).flatten(-2).all(-1)
+    problems = {"a point is not finite": ~finite, "a pair's two words are the same point": _same(first, second).any(-1)}
+    bad = ~finite[..., None, None]
+    first, second = first.masked_fill(bad, 0.0), second.masked_fill(bad, 0.0)
+    origin = first.mean(-2, keepdim=True)
+    seen = [_whitened(points - origin, whiten) for points in (first, second)]
+    deltas = seen[1] - seen[0]
+    directions = _directions(deltas, _same(first, second))
+    by_pair = _with_others(directions)
+    cosines, cancelled = _with_mean_of_others(deltas, directions)
+    shuffled = torch.stack(
+        [
+            _mean_cosine(_directions(seen[1][..., order, :] - seen[0], same), ~same)
+            for order in _derangements(first.shape[-2], shuffles, seed)
+            for same in [_same(first, second[..., order, :])]
+        ]
+    ).mean(0)
+    shuffled_problems = problems | {"no two words of a shuffled pair differ": shuffled.isnan()}
+    lone = problems | {"the deltas of the other pairs cancel": cancelled.any(-1)}
+    per_pair = {reason: where[..., None] for reason, where in problems.items()}
+    return ConceptAlignment(
+        directions=settled("concept_alignment", directions, {k: v[..., None] for k, v in per_pair.items()}, undefined),
+        mean=settled("concept_alignment", by_pair.mean(-1), problems, undefined),
+        by_pair=settled("concept_alignment", by_pair, per_pair, undefined),
+        leave_one_out=settled("leave_one_out", cosines.mean(-1), lone, undefined),
+        shuffled=settled("shuffled", shuffled, shuffled_problems, undefined),
+    )
+
+
+def _same(first: Points, second: Points) -> Tensor:
+    """Which pairs are one point, before any rounding."""
+    return (first == second).all(-1)
+
+
+def _whitened(points: Points, covariance: Tensor | None) -> Points:
+    """Points whose plain inner product is x' M^-1 y of those given."""
+    if covariance is None:
+        return points
+    covariance, dim = widened("whiten", covariance).to(points.device), points.shape[-1]
+    if covariance.shape != (dim, dim):
+        raise ValueError(f"expected whiten of shape {(dim, dim)}, got {tuple(covariance.shape)}")
+    if not covariance.isfinite().all() or (covariance - covariance.mT).abs().max() > 1e-6 * covariance.abs().max():
+        raise ValueError("expected whiten to be a covariance, got values that are not finite or not symmetric")
+    jitter = JITTER * covariance.trace() / dim
+    factor, failed = torch.linalg.cholesky_ex(covariance + jitter * torch.eye(dim).to(covariance))
+    if failed:
+        raise ValueError("expected whiten to be a covariance, got a matrix with a negative or no variance")
+    return torch.linalg.solve_triangular(factor, points.mT, upper=False).mT
+
+
+def _directions(deltas: Points, same: Tensor) -> Points:
+    """Deltas of norm 1; 0 for a pair that is one point."""
+    deltas = deltas.masked_fill(same[..., None], 0.0)
+    norms = torch.linalg.vector_norm(deltas, dim=-1, keepdim=True)
+    return deltas / norms.where(norms > 0, 1.0)
+
+
+def _with_others(directions: Points) -> Tensor:
+    """Mean cosine of each pair with the others."""
+    total = directions.sum(-2, keepdim=True)
+    own = directions.square().sum(-1)
+    return ((directions * total).sum(-1) - own) / (directions.shape[-2] - 1)
+
+
+def _mean_cosine(directions: Points, defined: Tensor) -> PerLayer:
+    """Mean over two different pairs that have a direction: (|sum u|^2 - count) / (count (count - 1))."""
+    count = defined.sum(-1).double()
+    mean = (directions.sum(-2).square().sum(-1) - count) / (count * (count - 1))
+    return mean.masked_fill(count < 2, torch.nan)
+
+
+def _with_mean_of_others(deltas: Points, directions: Points) -> tuple[Tensor, Tensor]:
+    """Cosine of each delta with the mean of the others, and where those cancel up to rounding."""
+    others = deltas.sum(-2, keepdim=True) - deltas
+    norms = torch.linalg.vector_norm(others, dim=-1)
+    largest = torch.linalg.vector_norm(deltas, dim=-1).amax(-1, keepdim=True)
+    cancelled = norms <= deltas.shape[-2] * torch.finfo(deltas.dtype).eps * largest
+    return (directions * others).sum(-1) / norms.where(norms > 0, 1.0), cancelled
+
+
+def _derangements(size: int, count: int, seed: int) -> Iterator[Int[Tensor, " size"]]:
+    """Permutations without a fixed point, each as probable as any other: of all permutations 1 in e is one."""
+    generator = torch.Generator().manual_seed(seed)
+    stay = torch.arange(size)
+    for _ in range(count):
+        order = torch.randperm(size, generator=generator)
+        while (order == stay).any():
+            order = torch.randperm(size, generator=generator)
+        yield order
+
+
+def _check_shapes(first: Tensor, second: Tensor, shuffles: int) -> None:
+    if first.shape != second.shape or first.ndim < 2:
+        shapes = f"{tuple(first.shape)} and {tuple(second.shape)}"
+        raise ValueError(f"expected first and second of one shape (*layers, pairs, dim), got {shapes}")
+    if first.shape[-2] < 3:
+        raise ValueError(f"expected at least 3 pairs, got {first.shape[-2]}")
+    if shuffles < 1:
+        raise ValueError(f"expected at least 1 shuffle, got {shuffles}")

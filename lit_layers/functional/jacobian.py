@@ -11,7 +11,7 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
-from lit_layers.functional.block_call import Alignment, Call, Unsupported, as_call, jacobians_by_reverse_mode
+from lit_layers.functional.attention import Alignment, Call, Unsupported, as_call, jacobians_by_reverse_mode
 from lit_layers.functional.one_token import disagreement, jacobians_by_one_token
 
 Block = Callable[[Tensor], Tensor]

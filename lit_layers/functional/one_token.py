@@ -16,16 +16,20 @@ from torch import Tensor
 
 from lit_layers.functional.attention import (
     Attention,
+    Call,
     Done,
     Expansion,
     Replay,
+    Unsupported,
+    basis_rows,
+    evaluating,
     expand_heads,
     expect_single_tokens,
+    pull_back,
     record_attention,
     run_on_tokens,
     sum_heads,
 )
-from lit_layers.functional.block_call import Call, Unsupported, basis_rows, evaluating, pull_back
 
 # Same-token Jacobians from a call of the block on single tokens that is cut at its linear maps.
 #

@@ -12,9 +12,8 @@ from typing import Any
 from lit_layers.analyses.base import Analysis
 from lit_layers.data.tokenization import TextTokenizer, load_tokenizer, tokenizer_hash
 from lit_layers.errors import InputError
-from lit_layers.functional import variants as kinds
-from lit_layers.functional.block_schedules import Schedule
-from lit_layers.functional.variants import OF_MIDDLES, SEEDS, Variant
+from lit_layers.functional import block_schedules as kinds
+from lit_layers.functional.block_schedules import OF_MIDDLES, SEEDS, Schedule, Variant
 from lit_layers.intervene.lm_eval_tasks import LmEvalScorer, lm_eval_version, refuse_unknown, task_file_hash
 from lit_layers.intervene.local_rows import LocalRows, is_file, local_rows
 from lit_layers.intervene.results import ResultFolder
@@ -58,7 +57,7 @@ class BenchmarkScores(Analysis):
         tokenizer: a local path or a name of the Hub.
         results: the folder of the results.
         folder: of local data, whose `tasks.yaml` says where the task lies; None: the Hub, or a task that is a file.
-        variants: which of `lit_layers.functional.variants.VARIANTS`; the full model is always scored.
+        variants: which of `lit_layers.functional.block_schedules.VARIANTS`; the full model is always scored.
         middles: numbers of middle blocks; None: all.
         seeds: of random orders.
         loops: of looped_parallel.

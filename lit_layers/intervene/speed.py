@@ -12,8 +12,7 @@ from torch import nn
 
 from lit_layers.analyses.base import Analysis, describe
 from lit_layers.errors import InputError
-from lit_layers.functional.block_schedules import Schedule
-from lit_layers.functional.variants import LOOPS, Variant, variants
+from lit_layers.functional.block_schedules import LOOPS, Schedule, Variant, variants
 from lit_layers.models.costs import any_inputs, call_of, interleaved
 from lit_layers.models.running_order import EXECUTIONS, Parallel, running_order
 from lit_layers.models.view import Batch, LayeredModel, evaluating
@@ -128,7 +127,7 @@ class Speed(Analysis):
     """Seconds, inputs a second and memory of each variant of the order of blocks, against the full model.
 
     Args:
-        variants: names of variants, of `lit_layers.functional.variants`; the full model is always one.
+        variants: names of variants, of `lit_layers.functional.block_schedules`; the full model is always one.
         middles: numbers of middle blocks; None: all.
         seeds: of random orders, whose speed is that of any order.
         loops: of looped_parallel.

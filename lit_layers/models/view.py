@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from lit_layers.errors import InputError
-from lit_layers.functional.block_call import SHARED, Alignment
+from lit_layers.functional.attention import SHARED, Alignment
 from lit_layers.functional.block_schedules import Step
 from lit_layers.models.families import Network, family_of, trunk_of
 from lit_layers.models.vocabulary import true_vocab_size

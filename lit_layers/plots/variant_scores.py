@@ -7,7 +7,7 @@ from typing import Any
 
 import pandas as pd
 
-from lit_layers.functional.variants import CUSTOM, OF_BLOCKS, OF_MIDDLES
+from lit_layers.functional.block_schedules import CUSTOM, OF_BLOCKS, OF_MIDDLES
 from lit_layers.metrics import is_in, look_up
 from lit_layers.plots.labels import listing, tag_text
 from lit_layers.plots.tables import Point, grouped, is_placed, refuse_several_settings, select

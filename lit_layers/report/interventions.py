@@ -8,7 +8,7 @@ import pandas as pd
 import plotly.graph_objects as go
 
 from lit_layers import plots
-from lit_layers.functional.variants import OF_BLOCKS, OF_MIDDLES
+from lit_layers.functional.block_schedules import OF_BLOCKS, OF_MIDDLES
 from lit_layers.metrics import headlines, is_in, look_up, rank, sentence
 from lit_layers.plots.labels import analysis_note, tag_text
 from lit_layers.plots.models import short_names

@@ -14,7 +14,8 @@ from torch import Tensor
 from lit_layers import schema
 from lit_layers.errors import InputError
 from lit_layers.functional.geometry import Pooling
-from lit_layers.functional.probe import LogisticProbes, RidgeProbes
+from lit_layers.functional.probe import LogisticProbes
+from lit_layers.functional.regression import RidgeProbes
 
 Kind = Literal["classification", "regression"]
 TENSORS, FACTS = "probe.safetensors", "probe.json"

@@ -21,8 +21,7 @@ from lit_layers.data.preparing import prepared
 from lit_layers.durable import write_json
 from lit_layers.emergence import kept_random_state
 from lit_layers.errors import InputError
-from lit_layers.functional.block_schedules import baseline, format_schedule
-from lit_layers.functional.variants import Variant
+from lit_layers.functional.block_schedules import Variant, baseline, format_schedule
 from lit_layers.models.build import architecture_hash, save, weights_hash
 from lit_layers.models.families import Network
 from lit_layers.models.running_order import Parallel, running_order

@@ -20,7 +20,7 @@ from lit_layers.data.tokenization import TextTokenizer, load_tokenizer, one_thre
 from lit_layers.durable import write_json
 from lit_layers.emergence import kept_random_state
 from lit_layers.errors import InputError
-from lit_layers.functional.variants import LOOPS, SEEDS, Variant, variants
+from lit_layers.functional.block_schedules import LOOPS, SEEDS, Variant, variants
 from lit_layers.models.build import architecture_hash, weights_hash
 from lit_layers.models.families import Network, trunk_of
 from lit_layers.models.running_order import running_order

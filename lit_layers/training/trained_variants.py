@@ -11,7 +11,7 @@ from lit_layers.data.preparing import prepared
 from lit_layers.data.shards import TokenShards
 from lit_layers.data.tokenization import load_tokenizer, tokenizer_hash
 from lit_layers.errors import InputError
-from lit_layers.functional.variants import LOOPS, SEEDS, VARIANTS, Variant, variants
+from lit_layers.functional.block_schedules import LOOPS, SEEDS, VARIANTS, Variant, variants
 from lit_layers.models.running_order import Parallel
 from lit_layers.models.sequence_classifier import ENCODERS
 from lit_layers.models.view import LayeredModel
@@ -27,7 +27,7 @@ _ELSEWHERE = ("root", "tell", "folder")  # decide where things lie, not the numb
 
 @dataclass(kw_only=True)
 class _TrainedVariants(Analysis):
-    """What both have in common. Options are those of `lit_layers.functional.variants.variants`.
+    """What both have in common. Options are those of `lit_layers.functional.block_schedules.variants`.
 
     Args:
         root: of what each variant leaves behind, so that a finished one is not trained again.

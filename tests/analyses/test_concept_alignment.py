@@ -13,8 +13,8 @@ from lit_layers.data.tokenization import save_tokenizer, train_bpe
 from lit_layers.data.word_pairs import WordPairs
 from lit_layers.emergence import measure
 from lit_layers.errors import InputError
-from lit_layers.functional.concepts import _derangements
 from lit_layers.functional.curves import bootstrap_interval
+from lit_layers.functional.geometry import _derangements
 from lit_layers.models.view import LayeredModel
 from tests.support.prompt_states import states_of_each_prompt
 from tests.support.tiny_models import LAYERS, tiny
@@ -128,7 +128,7 @@ def test_the_mean_over_categories_has_an_interval_over_them(words):
 def test_the_interval_of_one_category_has_the_spread_of_other_samples_of_pairs():
     """Over fresh draws of pairs the mean cosine varies as its standard error says; half of that would be too little."""
     from lit_layers.analyses.concept_alignment import _records
-    from lit_layers.functional.concepts import concept_alignment
+    from lit_layers.functional.geometry import concept_alignment
 
     generator = torch.Generator().manual_seed(0)
     deltas = torch.randn(400, 40, 8, generator=generator) + torch.tensor([1.5, *[0.0] * 7])

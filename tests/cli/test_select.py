@@ -16,7 +16,8 @@ from lit_layers.cli.main import main
 from lit_layers.data import TASKS, ProbeTask
 from lit_layers.data.encoded_texts import encode_texts
 from lit_layers.data.tokenization import load_tokenizer
-from lit_layers.functional.probe import fit_logistic_probes, fit_ridge_probes
+from lit_layers.functional.probe import fit_logistic_probes
+from lit_layers.functional.regression import fit_ridge_probes
 from lit_layers.models.build import load, save, vit
 from lit_layers.models.view import LayeredModel
 from lit_layers.select import load_classifier

@@ -8,7 +8,7 @@ import pytest
 import torch
 from scipy.stats import ortho_group
 
-from lit_layers.functional.concepts import _derangements, _directions, concept_alignment
+from lit_layers.functional.geometry import _derangements, _directions, concept_alignment
 
 
 def random(*shape, seed=0):

@@ -22,8 +22,8 @@ from lit_layers.functional.coupling import (
     off_diagonal_mean,
     offdiagonal_ratio,
     random_miscoupling,
+    singular_factors,
 )
-from lit_layers.functional.singular import singular_factors
 
 
 def gaussian(*shape: int, seed: int = 0) -> Tensor:

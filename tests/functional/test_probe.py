@@ -12,7 +12,7 @@ from sklearn.linear_model import LogisticRegression
 from sklearn.metrics import f1_score
 from sklearn.preprocessing import StandardScaler
 
-from lit_layers.functional import _checks, _lbfgs, probe
+from lit_layers.functional import _checks, probe
 from lit_layers.functional.probe import fit_logistic_probes, macro_f1
 
 
@@ -266,7 +266,7 @@ def test_the_minimiser_finds_its_step_however_wrong_the_preconditioner(guess):
         away = points - centers
         return (curvature * away**2 / 2 + away**4 / 4).sum(1), curvature * away + away**3
 
-    found = _lbfgs.minimize(
+    found = probe.minimize(
         evaluate,
         torch.zeros_like(centers),
         lambda g: guess * g,
@@ -283,7 +283,7 @@ def test_a_problem_without_a_way_down_stops_and_is_not_converged():
         broken = torch.where(points[:1] == 0, torch.ones(1, 1), torch.full((1, 1), torch.nan))
         return (points[:, 0] - 3).square() / 2, torch.cat([broken, points[1:] - 3])
 
-    found = _lbfgs.minimize(
+    found = probe.minimize(
         evaluate, torch.zeros(2, 1), lambda g: g, lambda g: g.abs().amax(1) < 1e-6, 50, relative_gap=1.0
     )
     assert found.converged.tolist() == [False, True]

@@ -7,8 +7,8 @@ from sklearn.linear_model import LinearRegression, Ridge
 from sklearn.metrics import r2_score
 from sklearn.preprocessing import StandardScaler
 
-from lit_layers.functional import _checks, probe, ridge
-from lit_layers.functional.ridge import RidgeProbes, RidgeSums, fit_ridge_probes, r_squared
+from lit_layers.functional import _checks
+from lit_layers.functional.regression import RidgeSums, fit_ridge_probes, r_squared
 
 
 def problem(n=90, dim=6, layers=3, outputs=(), seed=0):
@@ -216,11 +216,6 @@ def test_half_precision_is_widened_and_features_are_left_as_they_were():
     probes.predict(features)
     assert torch.equal(features, before)
     assert not probes.weight.requires_grad
-
-
-def test_the_probes_are_found_beside_the_logistic_ones():
-    assert probe.fit_ridge_probes is ridge.fit_ridge_probes
-    assert probe.RidgeProbes is RidgeProbes
 
 
 def test_r_squared_is_that_of_scikit_learn_where_the_baseline_is_the_mean_of_the_scored():

@@ -8,9 +8,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from lit_layers.functional import singular
-from lit_layers.functional.coupling import error_estimate, miscoupling, miscoupling_from_factors
-from lit_layers.functional.singular import Factors, singular_factors
+from lit_layers.functional import coupling
+from lit_layers.functional.coupling import (
+    Factors,
+    error_estimate,
+    miscoupling,
+    miscoupling_from_factors,
+    singular_factors,
+)
 
 KINDS = ("power", "exponential", "flat", "clustered", "deficient", "tied")
 
@@ -80,7 +85,7 @@ def distances(vectors: Tensor, others: Tensor) -> Tensor:
 
 def check_trials(kind: str, seeds: range, monkeypatch: pytest.MonkeyPatch, dim: int = 36) -> int:
     """By the eigenvectors of J'J however narrow: no m_K further off than promised; the number of matrices in reach."""
-    monkeypatch.setattr(singular, "MIN_DIM", 0)
+    monkeypatch.setattr(coupling, "MIN_DIM", 0)
     within = 0
     for seed in seeds:
         count, tolerance = 1 + seed % (dim // 3), (1e-3, 1e-6, 1.0)[seed % 3]
@@ -127,7 +132,7 @@ def test_in_ten_thousand_trials_no_miscoupling_is_further_off_than_its_bound(kin
 @pytest.mark.parametrize("kind", ["power", "gaussian", "flat", "network"])
 def test_inexact_eigenvectors_are_seen_in_the_bounds(kind, monkeypatch):
     """Turned by known angles in random directions, above all towards their neighbours."""
-    exactly = singular._leading_eigenvectors
+    exactly = coupling._leading_eigenvectors
     finite = 0
     for seed in range(60):
         size = 10.0 ** (-1 - seed % 6)
@@ -137,9 +142,9 @@ def test_inexact_eigenvectors_are_seen_in_the_bounds(kind, monkeypatch):
             mixed = vectors @ gaussian(count, count, seed=seed) + 0.3 * gaussian(*vectors.shape[1:], seed=seed + 1)
             return squares, torch.nn.functional.normalize(vectors + size * mixed / count, dim=-2)
 
-        monkeypatch.setattr(singular, "_leading_eigenvectors", turned)
+        monkeypatch.setattr(coupling, "_leading_eigenvectors", turned)
         matrix = example(kind, 40, seed)
-        factors = singular._leading(matrix[None], 6)
+        factors = coupling._leading(matrix[None], 6)
         left, _, right = exact(matrix, 6)
         turns = distances(factors.left[0], left).square() + distances(factors.right[0], right).square()
         assert bool((turns.cumsum(0) <= 2 * factors.bounds[0].square()).all())
@@ -155,13 +160,13 @@ def test_a_turn_is_bounded_by_the_residual_over_the_nearest_other_value():
         (2.95, [0.01 / (0.1 - 0.02), 0.02 / (0.1 - 0.01), math.inf]),
         (4.95, [0.01 / 0.05, math.inf, math.inf]),
     ):
-        errors = singular._vector_errors(values, residuals, torch.tensor([further]))
+        errors = coupling._vector_errors(values, residuals, torch.tensor([further]))
         torch.testing.assert_close(errors, 2**0.5 * torch.tensor([sines]), rtol=1e-4, atol=0)
 
 
 @pytest.mark.parametrize("kind", ["power", "gaussian", "network"])
 def test_large_matrices_meet_the_tolerance_without_a_whole_decomposition(kind, monkeypatch):
-    monkeypatch.setattr(singular, "_whole", None)
+    monkeypatch.setattr(coupling, "_whole", None)
     matrix = example(kind, 600).float()
     other = gaussian(600, 600, seed=9)
     default, fine = singular_factors(matrix, 60), singular_factors(matrix, 60, tolerance=1e-6)
@@ -212,9 +217,9 @@ def test_the_estimate_of_a_pairs_error_in_float32_is_of_the_size_of_the_worst_re
 
 
 def test_only_the_hard_matrices_of_a_batch_are_decomposed_whole(monkeypatch):
-    calls, whole = [], singular._whole
+    calls, whole = [], coupling._whole
     monkeypatch.setattr(
-        singular, "_whole", lambda matrices, count: calls.append(len(matrices)) or whole(matrices, count)
+        coupling, "_whole", lambda matrices, count: calls.append(len(matrices)) or whole(matrices, count)
     )
     tied, nothing = example("tied", 300), torch.zeros(300, 300, dtype=torch.float64)
     matrices = torch.stack([example("power", 300), tied, example("gaussian", 300), nothing]).reshape(2, 2, 300, 300)
@@ -231,8 +236,8 @@ def test_only_the_hard_matrices_of_a_batch_are_decomposed_whole(monkeypatch):
         if place != (0, 1):
             part = (factors.left[place] * factors.values[place]) @ factors.right[place].mT
             torch.testing.assert_close(part, (single.left * single.values) @ single.right.mT, rtol=0, atol=1e-8)
-    monkeypatch.setattr(singular, "_leading_eigenvectors", lambda gram, count: eigenvectors_of_a_batch(gram, count))
-    together = singular._leading(matrices.reshape(4, 300, 300), 20)  # as a GPU takes them
+    monkeypatch.setattr(coupling, "_leading_eigenvectors", lambda gram, count: eigenvectors_of_a_batch(gram, count))
+    together = coupling._leading(matrices.reshape(4, 300, 300), 20)  # as a GPU takes them
     assert together.bounds[:, -1].isinf().tolist() == [False, True, False, True]
     for index, place in ((0, (0, 0)), (2, (1, 0))):
         assert bool((distances(together.right[index], factors.right[place]) <= 1e-9).all())

@@ -5,7 +5,7 @@ import random
 
 import pytest
 
-from lit_layers.functional.variants import LOOPS, OF_MIDDLES, SEEDS, VARIANTS, Variant, variants
+from lit_layers.functional.block_schedules import LOOPS, OF_MIDDLES, SEEDS, VARIANTS, Variant, variants
 
 
 def named(found, name):

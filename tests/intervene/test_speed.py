@@ -5,7 +5,7 @@ import torch
 
 from lit_layers.emergence import measure
 from lit_layers.errors import InputError
-from lit_layers.functional.variants import Variant, variants
+from lit_layers.functional.block_schedules import Variant, variants
 from lit_layers.intervene import speed
 from lit_layers.intervene.speed import Speed, measure_speed, peak_of_call, weight_bytes
 from lit_layers.models.view import LayeredModel

@@ -8,8 +8,7 @@ from pathlib import Path
 import numpy as np
 
 from lit_layers import records
-from lit_layers.functional.block_schedules import kendall_distance, middle, start_of
-from lit_layers.functional.variants import Variant, variants
+from lit_layers.functional.block_schedules import Variant, kendall_distance, middle, start_of, variants
 from lit_layers.records import Measurement, Record
 
 BLOCKS = 12

@@ -12,7 +12,7 @@ from lit_layers.cli.intervene import read_recipe
 from lit_layers.data.preparing import prepared
 from lit_layers.data.training_text import TokenBlocks
 from lit_layers.errors import InputError
-from lit_layers.functional.variants import Variant, variants
+from lit_layers.functional.block_schedules import Variant, variants
 from lit_layers.models.build import causal_lm, load, vit, weights_hash
 from lit_layers.records import Record
 from lit_layers.training import finetuning

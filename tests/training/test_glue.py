@@ -14,7 +14,7 @@ from tokenizers import Tokenizer, processors
 from lit_layers.cli.intervene import read_recipe
 from lit_layers.data.tokenization import load_tokenizer
 from lit_layers.errors import InputError
-from lit_layers.functional.variants import Variant
+from lit_layers.functional.block_schedules import Variant
 from lit_layers.models.build import load, save
 from lit_layers.models.families import trunk_of
 from lit_layers.models.sequence_classifier import classifier_parameters, sequence_classifier

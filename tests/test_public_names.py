@@ -1,0 +1,85 @@
+"""The names that documentation and recipes use can be imported, and the metrics from `lit_layers.functional` itself."""
+
+import ast
+import importlib
+import re
+from pathlib import Path
+
+import lit_layers
+from lit_layers import functional, moved
+
+ROOT = Path(__file__).parents[1]
+PAGES = "\n".join(path.read_text() for path in [*sorted((ROOT / "docs").glob("*.md")), ROOT / "README.md"])
+RECIPES = "\n".join(path.read_text() for path in sorted((ROOT / "recipes").rglob("*.yaml")))
+METRIC_FILES = functional._FILES
+
+
+def tree_of(file: str) -> ast.Module:
+    return ast.parse((ROOT / "lit_layers" / "functional" / f"{file}.py").read_text())
+
+
+def public_names(file: str) -> set[str]:
+    kinds = (ast.FunctionDef, ast.ClassDef)
+    return {node.name for node in tree_of(file).body if isinstance(node, kinds) and not node.name.startswith("_")}
+
+
+def imported_in_pages() -> set[tuple[str, str]]:
+    blocks = [ast.parse(block) for block in re.findall(r"```python\n(.*?)```", PAGES, re.DOTALL)]
+    nodes = [node for block in blocks for node in ast.walk(block) if isinstance(node, ast.ImportFrom)]
+    names = {(node.module or "", alias.name) for node in nodes for alias in node.names}
+    return {(module, name) for module, name in names if module.partition(".")[0] == "lit_layers"}
+
+
+def test_the_names_that_pages_import_are_there():
+    names = imported_in_pages()
+    assert len(names) > 30
+    for module, name in names:
+        assert getattr(importlib.import_module(module), name, None) is not None, (module, name)
+
+
+def test_the_class_paths_of_pages_and_recipes_are_there():
+    paths = set(re.findall(r"class_path: *(lit_layers[\w.]+)", PAGES + RECIPES))
+    assert len(paths) > 15
+    for path in paths:
+        module, name = path.rsplit(".", 1)
+        assert isinstance(getattr(importlib.import_module(module), name), type), path
+
+
+def test_every_public_metric_is_exported_by_name():
+    names = [(file, name) for file in METRIC_FILES for name in public_names(file)]
+    assert len(names) > 100
+    for file, name in names:
+        assert getattr(functional, name) is getattr(importlib.import_module(f"lit_layers.functional.{file}"), name)
+    assert len({name for _, name in names}) == len(names), "two files define a name: an export can be of one alone"
+
+
+def test_a_metric_that_a_page_names_is_no_plumbing():
+    exported = {name for file in METRIC_FILES for name in public_names(file)}
+    plumbing = {name for file in functional._PLUMBING for name in public_names(file)} - exported
+    assert not {name for name in plumbing if f"`{name}`" in PAGES or f"`{name}(" in PAGES}
+
+
+def test_a_name_that_is_no_metric_is_refused_as_python_does():
+    for name in ("no_such_metric", "record_attention", "math"):
+        assert not hasattr(functional, name), name
+
+
+def test_type_checkers_see_what_is_exported():
+    starred = {node.module for node in ast.walk(tree_of("__init__")) if isinstance(node, ast.ImportFrom)} - {"typing"}
+    assert starred == {f"lit_layers.functional.{file}" for file in METRIC_FILES}
+    files = {path.stem for path in (ROOT / "lit_layers" / "functional").glob("[!_]*.py")}
+    assert files == {*METRIC_FILES, *functional._PLUMBING}
+
+
+def test_a_metric_that_bears_the_former_name_of_its_file_stays_one():
+    former = [name for name in moved.MOVED if name.startswith("lit_layers.functional.")]
+    for name in former:
+        importlib.import_module(name)
+    assert callable(functional.prediction_residual)
+    assert callable(functional.variants)
+    assert functional.variants(2)[0].name == "baseline"
+
+
+def test_the_package_exports_what_it_says():
+    for name in lit_layers.__all__:
+        assert getattr(lit_layers, name) is not None
