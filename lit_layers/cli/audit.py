@@ -1,12 +1,11 @@
 """`lit-layers audit`: whether a checkpoint series is what it says, before its weights are downloaded."""
 
-import argparse
-import json
-import os
+import json as json_format
 import re
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any, Literal
 
+from lit_layers.cli.options import Steps
 from lit_layers.errors import InputError
 
 if TYPE_CHECKING:
@@ -16,71 +15,57 @@ FINDINGS = 1
 _SHOWN = 6  # steps of a finding, at each end
 
 
-class _Parser(argparse.ArgumentParser):
-    def error(self, message: str) -> NoReturn:
-        raise InputError(f"{message}; see `{self.prog} --help`")
+def audit(
+    series: str,
+    *,
+    steps: Steps = "all",
+    grammar: str = "auto",
+    stage: int = 1,
+    ingredient: int | None = None,
+    model: str | None = None,
+    submodule: str | None = None,
+    level: Literal["auto", "listing", "files", "weights"] = "auto",
+    json: Path | None = None,
+) -> int:
+    """Tell whether a checkpoint series is what it says: by names, sizes and hashes of its files, by its configurations
+    and tokenizers, and by its weights where they are on this machine. Exit code: 0 clean, 1 findings, 2 wrong input.
 
-
-def main(argv: list[str]) -> int:
-    """Prints what is wrong with a series; 0 where nothing is (but notes), 1 where something is."""
-    options = _parser().parse_args(argv)
-    os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")  # read at import
-    from lit_layers.series import audit, open_series, read_steps
+    Args:
+        series: a run's folder (or one of *.ckpt files), ORGANIZATION/NAME on the Hub, or a manifest (*.yaml) of such
+        steps: all, 0,1,2,1000, '{log_spaced: 20}', pythia or '{every: 1000}'
+        grammar: how steps are named, e.g. iter_{step}
+        stage: of a training in stages
+        ingredient: which of the sibling runs of a stage
+        model: of *.ckpt files: the submodule that is the network (default: found by its tensors)
+        submodule: the same as --model
+        level: listing: names, sizes, hashes. files: also which tensors the weight files hold. weights: also their
+            values, downloaded if need be. auto: the weights of those checkpoints that are on this machine
+        json: also write the findings to this file
+    """
+    from lit_layers.series import audit as audit_of
+    from lit_layers.series import open_series, read_steps
     from lit_layers.series.fingerprints import Memory
 
-    if options.json is not None and (options.json.is_dir() or not options.json.parent.is_dir()):
-        raise InputError(f"json: expected a file in a folder that exists, got {options.json}")
-    found = []
-    steps = read_steps(options.steps)
-    staged = {"grammar": options.grammar, "stage": options.stage, "ingredient": options.ingredient}
-    for series in open_series(options.series, steps, model=options.model, **staged):
-        kept = series.memory or Memory(Path("checkpoints") / re.sub(r"[^\w.-]+", "-", series.name))
-        found.append(audit(series, level=options.level, memory=kept))
-        show_audit(found[-1])
-    if options.json is not None:
-        _write(options.json, found)
-    return 0 if all(one.is_clean for one in found) else FINDINGS
+    if json is not None and (json.is_dir() or not json.parent.is_dir()):
+        raise InputError(f"json: expected a file in a folder that exists, got {json}")
+    audits = []
+    steps = read_steps(steps) if isinstance(steps, str) else steps
+    staged = {"grammar": grammar, "stage": stage, "ingredient": ingredient}
+    for each in open_series(series, steps, model=model or submodule, **staged):
+        memory = each.memory or Memory(Path("checkpoints") / re.sub(r"[^\w.-]+", "-", each.name))
+        audits.append(audit_of(each, level=level, memory=memory))
+        show_audit(audits[-1])
+    if json is not None:
+        _write(json, audits)
+    return 0 if all(one.is_clean for one in audits) else FINDINGS
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = _Parser(
-        prog="lit-layers audit",
-        description="Tell whether a checkpoint series is what it says: by names, sizes and hashes of its files, by its "
-        "configurations and tokenizers, and by its weights where they are on this machine.",
-        epilog="Exit code: 0 clean, 1 findings, 2 wrong input.",
-        allow_abbrev=False,
-    )
-    parser.add_argument(
-        "series",
-        help="a run's folder (or one of *.ckpt files), ORGANIZATION/NAME on the Hub, or a manifest (*.yaml) of such",
-    )
-    parser.add_argument(
-        "--steps", default="all", help="all, 0,1,2,1000, '{log_spaced: 20}', pythia or '{every: 1000}' (default: all)"
-    )
-    parser.add_argument("--grammar", default="auto", help="how steps are named, e.g. iter_{step} (default: auto)")
-    parser.add_argument("--stage", type=int, default=1, help="of a training in stages (default: 1)")
-    parser.add_argument("--ingredient", type=int, help="which of the sibling runs of a stage")
-    parser.add_argument(
-        "--model",
-        "--submodule",
-        metavar="NAME",
-        help="of *.ckpt files: the submodule that is the network (default: found)",
-    )
-    parser.add_argument(
-        "--level",
-        choices=["auto", "listing", "files", "weights"],
-        default="auto",
-        help="listing: names, sizes, hashes. files: also which tensors the weight files hold. weights: also their "
-        "values, downloaded if need be. auto: the weights of those checkpoints that are on this machine (default)",
-    )
-    parser.add_argument("--json", type=Path, metavar="FILE", help="also write the findings there")
-    return parser
-
-
-def _write(path: Path, found: "list[Audit]") -> None:
-    content = [one.to_dict() for one in found]
+def _write(path: Path, audits: "list[Audit]") -> None:
+    content = [one.to_dict() for one in audits]
     try:
-        path.write_text(json.dumps(content[0] if len(content) == 1 else content, indent=2) + "\n", encoding="utf-8")
+        path.write_text(
+            json_format.dumps(content[0] if len(content) == 1 else content, indent=2) + "\n", encoding="utf-8"
+        )
     except OSError as error:
         raise InputError(f"json: cannot write {path} ({error.strerror})") from error
 

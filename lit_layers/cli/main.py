@@ -40,6 +40,8 @@ def main(argv: list[str] | None = None) -> int:
         os.environ.setdefault("PYTHONSAFEPATH", "1")
     # torch reads it at import; two threads on two shared cores measured 8 x slower than one.
     os.environ.setdefault("OMP_NUM_THREADS", "1")
+    if command != "fit":  # their progress bars would write over ours
+        os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
     code = _run(command, rest, is_own_process)
     aside = sys.modules.get("lit_layers.report.wandb_aside")
     if is_own_process and aside is not None and aside.abandoned:  # W&B would wait at the interpreter's end
@@ -70,7 +72,12 @@ def _ended(command: str, rest: list[str]) -> int:
     from lit_layers.errors import InputError, RunLostError
 
     try:
-        return importlib.import_module(COMMANDS[command][0]).main(rest)
+        module = importlib.import_module(COMMANDS[command][0])
+        if hasattr(module, "main"):
+            return module.main(rest)
+        from lit_layers.cli.options import run
+
+        return run(getattr(module, command), rest)
     except InputError as error:
         code = _refuse(str(error), command)
         return FAILED if isinstance(error, RunLostError) else code

@@ -48,7 +48,8 @@ def one_sentence(message: str, options: Iterable[str] = ()) -> str:
         key = f"{unknown[1]}.{unknown[2]}"
         return f"unknown key {key} in the recipe{_nearest(key, options)}"
     if unknown := re.match(r"Option '([^']+)' is not accepted", text):
-        return f"unknown key {unknown[1]} in the recipe: no class given there has an option of that name"
+        near = _nearest(unknown[1], options) or ": no class given there has an option of that name"
+        return f"unknown key {unknown[1]} in the recipe{near}"
     if refused := _REFUSED.search(text):
         where = re.match(r'Parser key "([^"]+)"', text)
         said = refused["said"] or f"{REFUSED} {refused['path']}: {_MAY_BE_NAMED}"
@@ -64,7 +65,7 @@ def one_sentence(message: str, options: Iterable[str] = ()) -> str:
         place = text[: union.start()].partition(" - Expected a path but ")[
             0
         ]  # a recipe of its own might have been meant
-        text = f"{place.rstrip()} expected one of {_plainly(union['kinds'])}, got {union['value']}".lstrip()
+        text = f"{place.rstrip()} expected {_plainly(union['kinds'])}, got {union['value']}".lstrip()
     for pattern, words in _REWORDED:
         text = re.sub(pattern, words, text)
     return text if len(text) <= _LONG else f"{text[:_LONG].rstrip()} ..."
@@ -74,7 +75,10 @@ def _plainly(kinds: str) -> str:
     """Python's names of kinds of values as a user would write them."""
     kinds = re.sub(r"typing\.Literal\[(.*?)\]", r"\1", re.sub(r"<class '([^']+)'>", r"\1", kinds))
     kinds = re.sub(r"\b(?:\w+\.)+(\w+)", r"\1", kinds)
-    return kinds.replace("NoneType", "null").replace("dict[str, Any]", "keys and values")
+    kinds = kinds.replace("NoneType", "null").replace("dict[str, Any]", "keys and values")
+    kinds = re.sub(r"\bNames\b", "names such as a,b", re.sub(r"\bNumbers\b", "numbers such as 1,5,9", kinds))
+    is_pair = kinds.count(", ") == 1
+    return kinds.replace(", ", " or ") if is_pair else f"one of {kinds}"
 
 
 def _nearest(word: str, options: list[str], dashes: str = "") -> str:

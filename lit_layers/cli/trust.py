@@ -16,7 +16,6 @@ from jsonargparse import ArgumentParser, Namespace, add_instantiator, set_parsin
 from omegaconf import OmegaConf
 from omegaconf.resolvers import oc
 
-from lit_layers.analyses.base import Analysis
 from lit_layers.cli.messages import REFUSED, one_sentence
 from lit_layers.errors import InputError
 
@@ -75,12 +74,16 @@ class RecipeParser(ArgumentParser):
     """
 
     def error(self, message: str, ex: Exception | None = None) -> Any:
-        raise InputError(one_sentence(message, self.get_defaults(skip_validation=True).keys(branches=True))) from None
+        sentence = one_sentence(message, self.get_defaults(skip_validation=True).keys(branches=True))
+        told = "did you mean" in sentence or not sentence.startswith("un")  # unknown, unrecognized
+        raise InputError(sentence if told else f"{sentence}; see `{self.prog} --help`") from None
 
     def validate(self, namespace: Namespace, *args: Any, **kwargs: Any) -> None:
         """Checks the options of one class; those of the classes inside are checked by parsers of their own."""
         super().validate(namespace, *args, **kwargs)
         for action in self._actions:
+            if action.nargs == 0 and not isinstance(flag := namespace.get(action.dest, False), bool):
+                raise TypeError(f"{action.dest}: expected true or false, got {flag!r}")
             hint = getattr(action, "_typehint", None)
             if hint is not None and not _is_default(value := namespace.get(action.dest), action.default):
                 for where, given in _named(action.dest, value):
@@ -241,7 +244,7 @@ def _without_code(class_type: Any, *args: Any, **kwargs: Any) -> Any:
     return made
 
 
-add_instantiator(_without_code, Analysis)
+add_instantiator(_without_code, object)  # of every class: to name Analysis would import torch for every `--help`
 OmegaConf.register_resolver("oc.env", _variable, replace=True)
 set_parsing_settings(
     import_path_denylist=["*"],

@@ -109,7 +109,7 @@ def test_a_repository_is_audited_by_the_command_as_users_type_it(tmp_path, model
 @pytest.mark.parametrize(
     ("arguments", "sentence"),
     [
-        ([], "the following arguments are required: series"),
+        ([], "missing: series; give it in the recipe or on the command line"),
         (["{run}/none"], "expected a folder, ORGANIZATION/NAME on the Hub or a manifest, {run}/none does not exist"),
         (["gpt2"], "expected a folder, ORGANIZATION/NAME on the Hub or a manifest, gpt2 does not exist"),
         (["none.yaml"], "cannot read none.yaml: no such file or directory"),
@@ -120,13 +120,13 @@ def test_a_repository_is_audited_by_the_command_as_users_type_it(tmp_path, model
         (["{run}", "--steps", "{log"], "steps: expected all, a list or a schedule, got '{log'"),
         (["{run}", "--grammar", "word"], "grammar: expected auto, step, stages, checkpoint or a template"),
         (["{run}", "--stage", "2"], "first is a folder and has no stages: leave --stage and --ingredient out"),
-        (["{run}", "--ingredient", "x"], "argument --ingredient: invalid int value: 'x'"),
+        (["{run}", "--ingredient", "x"], "ingredient: expected int or null, got x"),
         (["{run}", "--json", "{run}"], "json: expected a file in a folder that exists, got {run}"),
         (
             ["{run}", "--json", "{run}/none/x.json"],
             "json: expected a file in a folder that exists, got {run}/none/x.json",
         ),
-        (["{run}", "--step", "all"], "unrecognized arguments: --step all"),
+        (["{run}", "--step", "all"], "unknown option --step; did you mean --steps?"),
     ],
 )
 def test_wrong_input_is_one_sentence_and_exit_code_two(run, capsys, arguments, sentence):

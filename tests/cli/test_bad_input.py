@@ -34,7 +34,7 @@ OPTIONS = [
     (f"--model.warmup_steps {MUCH}", f"model.warmup_steps: expected {A_BILLION}"),
     ("--model.config.n_layer -1", "expected n_layer of at least 1, got -1"),
     ("--model.config.n_head -2", "expected n_head of at least 1, got -2"),
-    ("--model nothing", "model: expected one of LightningModule, null, got nothing"),
+    ("--model nothing", "model: expected LightningModule or null, got nothing"),
     ("--model.config.n_layer 20000", "expected at most 10,000 layers, got 20,000"),
     (f"--model.config.n_layer {MUCH}", f"model.config.n_layer: expected at most 1e+12, got {MUCH}"),
     ("--model.config.n_embd 1000000", "cannot build gpt2"),

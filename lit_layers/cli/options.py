@@ -1,0 +1,172 @@
+"""The options of a verb: its function's parameters, from the command line and YAML recipes, checked by their types.
+
+A parameter without a default is required, and the docstring has its words. A dataclass among the parameters stands for
+its fields: options that several functions share.
+"""
+
+import dataclasses
+import inspect
+import re
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any, get_origin
+
+import docstring_parser
+from jsonargparse import SUPPRESS, DefaultHelpFormatter, Namespace
+from jsonargparse.typing import register_type
+from omegaconf.errors import OmegaConfBaseException
+from yaml import YAMLError
+
+from lit_layers.cli.limits import other_encoding, refuse_wild_numbers
+from lit_layers.cli.trust import RecipeParser
+from lit_layers.errors import InputError
+
+Steps = list[int] | dict[str, int] | str
+ON_THE_COMMAND_LINE_ALONE = ("any_command", "code")  # a recipe does not say which programs and code are trusted
+
+
+class Names(tuple[str, ...]):
+    """Names: a list in a recipe, with commas between them on a command line."""
+
+
+class Numbers(tuple[int, ...]):
+    """Whole numbers of at least 0: a list in a recipe, with commas between them on a command line."""
+
+
+def _names(value: Any) -> Names:
+    parts = [part.strip() for part in (value.split(",") if isinstance(value, str) else value)]
+    if isinstance(value, Mapping) or not (names := [part for part in parts if part]):
+        raise ValueError("expected names")
+    return Names(dict.fromkeys(names))
+
+
+def _numbers(value: Any) -> Numbers:
+    parts = value.split(",") if isinstance(value, str) else value if isinstance(value, list | tuple) else [value]
+    if not all(re.fullmatch(r"\s*[0-9]+\s*", str(part)) for part in parts):
+        raise ValueError("expected numbers")
+    return Numbers(dict.fromkeys(map(int, parts)))
+
+
+register_type(Names, list, _names)
+register_type(Numbers, list, _numbers)
+
+
+def run(verb: Callable[..., int], argv: list[str]) -> int:
+    """Calls a verb with what the command line and its recipes say, and returns its exit code.
+
+    Raises:
+        InputError: an option that is unknown, missing or of another kind than its type says.
+    """
+    parser = parser_of(verb)
+    return verb(**arguments(verb, read(parser, argv)))
+
+
+def parser_of(verb: Callable[..., int], *, epilog: str | None = None) -> RecipeParser:
+    """A parser with an option for each parameter of a verb, and `--config` for recipes."""
+    doc = docstring_parser.parse(inspect.getdoc(verb) or "")
+    parser = RecipeParser(
+        prog=f"lit-layers {verb.__name__}",
+        description=" ".join(filter(None, [doc.short_description, doc.long_description])),
+        epilog=epilog,
+        formatter_class=_HelpFormatter,
+        exit_on_error=False,
+        parser_mode="omegaconf+",
+        allow_abbrev=False,
+    )
+    _add_options(parser, verb)
+    parser.add_argument("--config", action="config", help="a YAML recipe with values for these options; repeatable")
+    return parser
+
+
+def read(parser: RecipeParser, argv: list[str]) -> Namespace:
+    """What a command line and its recipes say.
+
+    Raises:
+        InputError: an option that is unknown, missing or of another kind than its type says.
+    """
+    with recipe_errors(argv):
+        options: Namespace = parser.parse_args(_spelt(parser, argv))  # pyright: ignore[reportAssignmentType]
+    refuse_wild_numbers(options.as_dict())
+    for name in ON_THE_COMMAND_LINE_ALONE:
+        if options.get(name) and not any(word.partition("=")[0] == f"--{name}" for word in argv):
+            raise InputError(f"{name}: a recipe does not say it, the command line does: --{name}")
+    return options
+
+
+def arguments(function: Callable[..., Any], options: Mapping[str, Any] | Namespace) -> dict[str, Any]:
+    """The arguments of a function among options, those of a group as an instance of its dataclass."""
+    return {
+        name: kind(**arguments(kind, options)) if _is_group(kind) else options[name]
+        for name, kind in inspect.get_annotations(function, eval_str=True).items()
+        if name != "return"
+    }
+
+
+@contextmanager
+def recipe_errors(argv: list[str]) -> Iterator[None]:
+    """Makes one sentence of what is wrong with the text of a recipe.
+
+    Raises:
+        InputError: it is no YAML, not UTF-8, or one of its `${...}` stands for nothing.
+    """
+    try:
+        yield
+    except (OmegaConfBaseException, YAMLError) as error:
+        sentence = " ".join(str(error).partition("\n    full_key:")[0].split())
+        raise InputError(sentence.removeprefix("InputError raised while resolving interpolation: ")) from error
+    except UnicodeDecodeError as error:
+        raise other_encoding(argv, error) from error
+
+
+def _add_options(parser: RecipeParser, function: Callable[..., Any]) -> None:
+    words = {each.arg_name: each.description for each in docstring_parser.parse(inspect.getdoc(function) or "").params}
+    for name, parameter in inspect.signature(function, eval_str=True).parameters.items():
+        kind, default = parameter.annotation, parameter.default
+        if _is_group(kind):
+            _add_options(parser, kind)
+            continue
+        options: dict[str, Any] = {"type": kind, "help": " ".join((words[name] or "").split())}
+        is_required = default is parameter.empty
+        if not is_required:
+            options["default"] = default
+        if kind is bool and default is False:
+            options = {"action": "store_true", "help": options["help"]}
+        if parameter.kind is parameter.KEYWORD_ONLY or _is_group(function):
+            names = list(dict.fromkeys([f"--{name}", f"--{name.replace('_', '-')}"]))
+            options |= {"required": True} if is_required else {}
+        else:
+            names = [name]
+            options |= {} if is_required else {"nargs": "*" if get_origin(kind) is list else "?"}
+        parser.add_argument(*names, **options)
+
+
+def _is_group(kind: Any) -> bool:
+    return isinstance(kind, type) and dataclasses.is_dataclass(kind)
+
+
+def _spelt(parser: RecipeParser, argv: list[str]) -> list[str]:
+    """The command line with an option for several words, given several times, as jsonargparse has it: `--option+`."""
+    lists = {
+        option
+        for option, action in parser._option_string_actions.items()
+        if getattr(action, "_typehint", None) in (list[str], list[str] | None)
+    }
+    parts = [word.partition("=") for word in argv]
+    return [f"{option}{'+' if option in lists else ''}{equals}{value}" for option, equals, value in parts]
+
+
+class _HelpFormatter(DefaultHelpFormatter):
+    """Shows the default of an option where the signature has one, and no types: the words say what is meant."""
+
+    def _format_action_invocation(self, action: Any) -> str:
+        value = self._format_args(action, self._get_default_metavar_for_optional(action)) if action.nargs != 0 else ""
+        options = ", ".join(action.option_strings)
+        return f"{options} {value}".rstrip() if options else super()._format_action_invocation(action)
+
+    def _get_help_string(self, action: Any) -> str:
+        words = (super()._get_help_string(action) if action.help is None else action.help) or ""
+        default = action.default
+        if default in (None, [], SUPPRESS) or action.nargs == 0 or "(default" in words:
+            return words
+        shown = ",".join(map(str, default)) if isinstance(default, tuple) else "%(default)s"
+        return f"{words} (default: {shown})"

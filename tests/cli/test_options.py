@@ -1,0 +1,91 @@
+"""Every verb: one option system, whose options come from signatures, recipes and command lines."""
+
+import inspect
+from importlib import import_module
+from pathlib import Path
+
+import pytest
+import yaml
+
+from lit_layers.cli.main import COMMANDS, main
+from lit_layers.cli.options import arguments, parser_of, read
+
+VERBS = ("audit", "prepare", "report")
+# Of each class of options one that is wrong, with what is said of it.
+WRONG = {
+    "audit": {
+        "steps: {every: often}": "steps: expected one of list[int], dict[str, int], str, got {'every': 'often'}",
+        "level: deep": "level: expected one of 'auto', 'listing', 'files', 'weights', got deep",
+        "stage: 1.5": "stage: expected int, got 1.5",
+        "stage: .inf": "stage: expected int, got inf",
+        "json: [a]": "json: expected Path or null, got ['a']",
+        "levl: files": "unknown key levl in the recipe; did you mean level?",
+        "grammar: '${nothing}'": "Interpolation key 'nothing' not found",
+        "grammar: '${oc.env:WANDB_API_KEY}'": "a recipe reads no variable that may hold a secret",
+        "series: {class_path: subprocess.Popen, init_args: {args: id}}": "series: expected str, got {'class_path'",
+        "- series": "Unexpected config",
+        "series: [": "Problems parsing config",
+    },
+    "report": {
+        "wandb: maybe": "wandb: expected true or false, got 'maybe'",
+        "settings: {a: b}": "settings: expected names such as a,b or null, got {'a': 'b'}",
+        "settings: [3]": "settings: expected names such as a,b or null, got [3]",
+    },
+    "prepare": {
+        "validation: much": "validation: expected float or null, got much",
+        "validation: .nan": "validation: expected a finite number, got nan",
+        "max_documents: 10000000000000": "max_documents: expected at most 1e+12, got 10000000000000",
+    },
+}
+GIVEN = {"audit": ["x"], "report": ["x"], "prepare": ["--source=x", "--tokenizer=x", "--out=x"]}
+
+
+def function_of(verb: str):
+    return getattr(import_module(COMMANDS[verb][0]), verb)
+
+
+@pytest.mark.parametrize("verb", VERBS)
+def test_every_option_has_a_line_of_help(verb, capsys):
+    parser = parser_of(function_of(verb))
+    for name in inspect.signature(function_of(verb)).parameters:
+        (action,) = (each for each in parser._actions if each.dest == name)
+        assert len(action.help.split()) >= 2, name
+
+
+@pytest.mark.parametrize(
+    ("verb", "recipe", "words"),
+    [
+        (
+            "audit",
+            {"series": "run", "steps": [0, 1], "level": "files", "json": "x.json"},
+            "run --steps [0,1] --level files --json x.json",
+        ),
+        (
+            "report",
+            {"root": "run", "allow_suspect": True, "settings": ["a", "b"], "out": "x.html"},
+            "run --allow-suspect --settings a,b --out=x.html",
+        ),
+        (
+            "prepare",
+            {"source": "python", "tokenizer": "gpt2", "out": "x", "max_documents": 3, "validation": 0.5},
+            "--source python --tokenizer gpt2 --out x --max-documents 3 --validation 0.5",
+        ),
+    ],
+)
+def test_a_recipe_says_what_a_command_line_says(verb, recipe, words, tmp_path: Path):
+    file, function = tmp_path / "recipe.yaml", function_of(verb)
+    file.write_text(yaml.safe_dump(recipe))
+    of_recipe = read(parser_of(function), ["--config", str(file)])
+    of_words = read(parser_of(function), words.split())
+    assert arguments(function, of_recipe) == arguments(function, of_words)
+
+
+def test_a_wrong_value_is_one_sentence(tmp_path: Path, capsys):
+    for verb, cases in WRONG.items():
+        for text, sentence in cases.items():
+            file = tmp_path / "recipe.yaml"
+            file.write_text(text)
+            assert main([verb, *GIVEN[verb], "--config", str(file)]) == 2, text
+            said = capsys.readouterr().err
+            assert said.startswith(f"lit-layers {verb}: error: {sentence}"), said
+            assert said.count("\n") == 1
