@@ -16,8 +16,8 @@ pytest.importorskip("plotly")
 pytest.importorskip("jinja2")
 
 from lit_layers import records
-from lit_layers.cli import report as command
 from lit_layers.cli.main import main
+from lit_layers.cli.report import _run_id
 from lit_layers.errors import InputError
 from lit_layers.metrics import look_up
 from lit_layers.records import Measurement, Record
@@ -234,7 +234,7 @@ def test_provenance_of_a_long_series_is_one_table_by_step(series: Path, capsys) 
     columns = ["step", "revision", "commit", "weights_hash", "audit", "weight_files"]
     assert found["checkpoints"]["columns"] == columns
     assert len(found["checkpoints"]["rows"]) == 154
-    assert command.main([str(series), "--provenance"]) == 0
+    assert main(["report", str(series), "--provenance"]) == 0
     lines = capsys.readouterr().out.splitlines()
     table = lines[lines.index("[checkpoints]") + 1 :]
     assert table[0].split() == columns
@@ -254,7 +254,7 @@ def test_of_many_weight_files_the_table_has_the_number_and_the_rest_follows(tmp_
     files = {f"model-{n}-of-3.safetensors": f"{n}" * 64 for n in (1, 2, 3)}
     m = records.read(root / "measurements.jsonl")[1]
     records.append(root / "measurements.jsonl", replace(m, provenance=m.provenance | {"weight_files": files}))
-    assert command.main([str(root), "--provenance"]) == 0
+    assert main(["report", str(root), "--provenance"]) == 0
     lines = capsys.readouterr().out.splitlines()
     table = lines[lines.index("[checkpoints]") :]
     assert re.split("  +", table[3])[-1] == "3 files"
@@ -294,7 +294,7 @@ def test_suspect_checkpoints_are_left_out_of_every_curve_and_the_page_and_the_co
     series: Path, tmp_path: Path, capsys
 ) -> None:
     page, numbers = tmp_path / "page.html", tmp_path / "numbers.csv"
-    assert command.main([str(series), "--out", str(page), "--export", str(numbers)]) == 0
+    assert main(["report", str(series), "--out", str(page), "--export", str(numbers)]) == 0
     said = capsys.readouterr()
     assert said.err == (
         "left out as suspect (equal to the final step): steps 1,000, 2,000; --allow-suspect draws them\n"
@@ -317,7 +317,7 @@ def test_suspect_checkpoints_are_drawn_where_that_is_asked_for_and_the_page_says
     series: Path, tmp_path: Path, capsys
 ) -> None:
     page = tmp_path / "page.html"
-    assert command.main([str(series), "--out", str(page), "--allow-suspect"]) == 0
+    assert main(["report", str(series), "--out", str(page), "--allow-suspect"]) == 0
     assert capsys.readouterr().err == ""
     grids = [grid["steps"] for figure in figures(page) for grid in figure["layout"].get("meta", {}).get("grids", [])]
     assert {1000, 2000} <= {step for steps in grids for step in steps}
@@ -436,7 +436,7 @@ def test_a_suspect_model_and_a_failed_measurement_are_named(tmp_path: Path, caps
     root = make_models(tmp_path / "sizes", analyses=("lens",), suspect=("openai-community/gpt2", "models/tiny"))
     bad = replace(records.read(root / "measurements.jsonl")[1], analysis="coupling", error="RuntimeError: no SVD")
     records.append(root / "measurements.jsonl", bad)
-    assert command.main([str(root)]) == 0
+    assert main(["report", str(root)]) == 0
     assert capsys.readouterr().err == (
         "left out as suspect (identical weights): models gpt2, tiny; --allow-suspect draws them\n"
     )
@@ -518,14 +518,14 @@ def test_a_full_disk_leaves_the_old_page_and_nothing_else(tmp_path: Path, monkey
 
 def test_the_command_prints_where_the_page_and_the_table_are(full: Path, tmp_path: Path, capsys) -> None:
     page, table = tmp_path / "p.html", tmp_path / "t.parquet"
-    assert command.main([str(full), "--out", str(page), "--export", str(table)]) == 0
+    assert main(["report", str(full), "--out", str(page), "--export", str(table)]) == 0
     assert capsys.readouterr().out.splitlines() == [str(table), str(page)]
     assert page.stat().st_size > 4e6
     assert table.stat().st_size > 1e4
 
 
 def test_the_command_prints_provenance(full: Path, capsys) -> None:
-    assert command.main([str(full), "--provenance"]) == 0
+    assert main(["report", str(full), "--provenance"]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert {"[run]", "id = a1b2c3d4", "[all measurements]", "versions.torch = 2.15.0", "[lens]"} <= set(lines)
 
@@ -535,8 +535,8 @@ def test_the_command_prints_provenance(full: Path, capsys) -> None:
     [
         (["ROOT/none"], "expected a run's folder"),
         (["ROOT", "--export", "x.xlsx"], "expected a file that ends in .parquet or .csv"),
-        (["ROOT", "--exprot", "x.csv"], "unrecognized arguments: --exprot"),
-        ([], "the following arguments are required: root"),
+        (["ROOT", "--exprot", "x.csv"], "unknown option --exprot; did you mean --export?"),
+        ([], "missing: root"),
     ],
 )
 def test_wrong_input_is_one_sentence_and_exit_code_2(full: Path, capsys, arguments: list[str], sentence: str) -> None:
@@ -556,7 +556,7 @@ def test_the_command_brings_wandb_up_to_date(tmp_path: Path, capsys) -> None:
     about["config"]["wandb"] = {"class_path": "lit_layers.report.WandbMirror", "init_args": {"mode": "offline"}}
     (root / "run.json").write_text(json.dumps(about))
     for _ in range(2):
-        assert command.main([str(root), "--wandb"]) == 0
+        assert main(["report", str(root), "--wandb"]) == 0
         assert "wandb sync" in capsys.readouterr().out
     known = mirrored(run_files(root, "a1b2c3d4"))
     assert "lens/kl_to_final/layer_01" in known.names[1]
@@ -737,10 +737,10 @@ def test_wandb_gets_suspect_checkpoints_only_where_that_is_asked_for(
 
     monkeypatch.setenv("WANDB_MODE", "offline")
     root = make_series(tmp_path / "run", steps=(0, 1, 2, 4), analyses=("coupling",), suspect=(1, 2))
-    run = command._run_id(facts.read_run(root))
+    run = _run_id(facts.read_run(root))
     rows = 2 * len(measurement("r", 0, "coupling", layers=2).records)
     for options, steps in (([], {0, 4}), (["--allow-suspect"], {0, 1, 2, 4})):
-        assert command.main([str(root), "--wandb", *options]) == 0
+        assert main(["report", str(root), "--wandb", *options]) == 0
         files = run_files(root, run)
         assert {step for step in mirrored(files).names if step is not None} == steps
         assert "coupling/coupling_pair/k=4/matrix" in mirrored(files).names[max(steps - {4})]

@@ -1,88 +1,71 @@
 """`lit-layers report`: a run's curves as one HTML page, its numbers as a table, its points at W&B."""
 
-import argparse
 import hashlib
 import inspect
 import sys
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
-from lit_layers.errors import InputError
-
-
-class _Parser(argparse.ArgumentParser):
-    def error(self, message: str) -> NoReturn:
-        raise InputError(f"{message}; see `{self.prog} --help`")
+from lit_layers.cli.options import Names
 
 
-def main(argv: list[str]) -> int:
-    """Writes what the options ask for, prints where it is, and returns 0."""
-    options = _parser().parse_args(argv)
+def report(
+    root: Path,
+    *,
+    out: Path | None = None,
+    export: Path | None = None,
+    pictures: Path | None = None,
+    wandb: bool = False,
+    allow_suspect: bool = False,
+    settings: Names | None = None,
+    provenance: bool = False,
+) -> int:
+    """Write the page of a run, or of models side by side. What an interrupted run has left is enough.
+
+    Args:
+        root: the run's folder, with measurements.jsonl or metrics.jsonl
+        out: the page (default: ROOT/report.html)
+        export: also write all numbers to this file, as .parquet or .csv
+        pictures: also write PNG and SVG pictures of probes, sample sizes, categories, residuals, and layers over steps
+            to this folder
+        wandb: also send W&B the points that it does not have
+        allow_suspect: also draw checkpoints that the audit of their series found suspect
+        settings: of analyses that were measured with several settings (options, data) draw these, as the page names
+            them, or `last`: those measured last (default: those of the most steps, which training's are)
+        provenance: only print where the numbers come from
+    """
     from lit_layers.plots.labels import listing
-    from lit_layers.report import MirrorAside, facts, provenance, write_report
+    from lit_layers.report import MirrorAside, facts, write_report
+    from lit_layers.report.provenance import provenance as provenance_of
 
-    settings = options.settings.split(",") if options.settings is not None else ()
-    run = facts.read_run(options.root, settings=settings)
-    if options.provenance:
-        _print_provenance(provenance.provenance(run))
+    chosen = settings or ()
+    run = facts.read_run(root, settings=chosen)
+    if provenance:
+        _print_provenance(provenance_of(run))
         return 0
-    if not options.allow_suspect:
+    if not allow_suspect:
         for verdict, places in facts.suspects(run).items():
             names = listing("model" if run.compares_models else "step", places)
             print(f"left out as suspect ({verdict}): {names}; --allow-suspect draws them", file=sys.stderr)
     for sentence in facts.other_settings(run):
         print(f"other settings: {sentence}; --settings NAME draws them", file=sys.stderr)
-    if options.export is not None:
+    if export is not None:
         from lit_layers import records
 
-        records.export(records.frame(run.measurements), options.export)
-        print(options.export)
-    if options.pictures is not None:
+        records.export(records.frame(run.measurements), export)
+        print(export)
+    if pictures is not None:
         from lit_layers.report.layer_pictures import write_pictures
 
-        for path in write_pictures(
-            options.root, options.pictures, allow_suspect=options.allow_suspect, settings=settings
-        ):
-            print(path)
-    print(write_report(options.root, options.out, allow_suspect=options.allow_suspect, settings=settings))
-    if options.wandb:
+        print(*write_pictures(root, pictures, allow_suspect=allow_suspect, settings=chosen), sep="\n")
+    print(write_report(root, out, allow_suspect=allow_suspect, settings=chosen))
+    if wandb:
         mirror = MirrorAside(_mirror(run.about), patient=True)
         config = run.about.get("config", {})
-        mirror.open(options.root, run_id=_run_id(run), config=config, allow_suspect=options.allow_suspect)
+        mirror.open(root, run_id=_run_id(run), config=config, allow_suspect=allow_suspect)
         mirror.finish()
         print(mirror.closing_line())
     return 0
-
-
-def _parser() -> argparse.ArgumentParser:
-    parser = _Parser(
-        prog="lit-layers report",
-        description="Write the page of a run, or of models side by side. What an interrupted run has left is enough.",
-        allow_abbrev=False,
-    )
-    parser.add_argument("root", type=Path, help="the run's folder, with measurements.jsonl or metrics.jsonl")
-    parser.add_argument("--out", type=Path, help="the page (default: ROOT/report.html)")
-    parser.add_argument("--export", type=Path, metavar="FILE", help="also write all numbers, as .parquet or .csv")
-    parser.add_argument(
-        "--pictures",
-        type=Path,
-        metavar="FOLDER",
-        help="also write PNG and SVG pictures of probes, sample sizes, categories, residuals, and layers over steps",
-    )
-    parser.add_argument("--wandb", action="store_true", help="also send W&B the points that it does not have")
-    parser.add_argument(
-        "--allow-suspect",
-        action="store_true",
-        help="also draw checkpoints that the audit of their series found suspect",
-    )
-    parser.add_argument(
-        "--settings",
-        metavar="NAME,...",
-        help="of analyses that were measured with several settings (options, data) draw these, as the page names them, "
-        "or `last`: those measured last (default: those of the most steps, which training's are)",
-    )
-    parser.add_argument("--provenance", action="store_true", help="only print where the numbers come from")
-    return parser
 
 
 def _print_provenance(found: dict[str, Any]) -> None:

@@ -11,8 +11,9 @@ from pathlib import Path
 
 import pytest
 
-from lit_layers.cli import prepare as command
 from lit_layers.cli.main import main
+from lit_layers.cli.options import parser_of, read
+from lit_layers.cli.prepare import prepare
 from lit_layers.data.shards import TokenShards
 
 ROOT = Path(__file__).parents[2]
@@ -44,9 +45,9 @@ def test_the_command_prepares_and_prints_counts_and_the_checksum(corpus, tmp_pat
 @pytest.mark.parametrize(
     ("more", "message"),
     [
-        (["--tokeniser", "gpt2"], "unrecognized arguments: --tokeniser gpt2; see `lit-layers prepare --help`"),
-        (["--work", "2"], "unrecognized arguments: --work 2"),
-        (["--workers", "two"], "argument --workers: invalid int value: 'two'"),
+        (["--tokeniser", "gpt2"], "unknown option --tokeniser; did you mean --tokenizer?"),
+        (["--work", "2"], "unknown option --work; did you mean --workers?"),
+        (["--workers", "two"], "workers: expected int or null, got two"),
         (["--column", "nope"], "has no text 'nope'"),
         (["--source", "/no/such/place.txt"], "no corpus '/no/such/place.txt'"),
         (["--tokenizer", "missing/tokenizer.json"], "no tokenizer 'missing/tokenizer.json'"),
@@ -66,7 +67,7 @@ def test_wrong_input_is_one_sentence_and_exit_code_2(corpus, tmp_path, capsys, m
 
 def test_options_that_are_required_are_named(capsys):
     assert main(["prepare", "--source", "python"]) == 2
-    assert "the following arguments are required: --tokenizer, --out" in capsys.readouterr().err
+    assert "missing: tokenizer, out; give it in the recipe or on the command line" in capsys.readouterr().err
 
 
 def test_interrupted_it_says_how_to_go_on_and_ends_with_130(corpus, tmp_path, capsys, monkeypatch):
@@ -132,4 +133,4 @@ def test_every_command_of_the_page_that_needs_a_network_is_one_the_parser_takes(
     lines = re.findall(r"^lit-layers prepare (.*)$", page.replace("\\\n", " "), re.MULTILINE)
     assert len(lines) >= 5
     for line in lines:
-        command._parser().parse_args(shlex.split(line, comments=True))
+        read(parser_of(prepare), shlex.split(line, comments=True))
