@@ -19,8 +19,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from lit_layers.analyses.interventions import Interventions
-from lit_layers.analyses.readout_rows import FullModel, Sums, rows_of
+from lit_layers.analyses.readout_scores import FullModel, Interventions, Sums, rows_of
 from lit_layers.data.batches import Batches
 from lit_layers.models import LayeredModel, causal_lm
 from lit_layers.models.running_order import running_order

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from lit_layers.analyses.base import Analysis, DividedAnalysis
-from lit_layers.analyses.summary import with_a_value
+from lit_layers.analyses.statistics import with_a_value
 from lit_layers.models.build import weights_hash as hash_weights
 from lit_layers.models.families import Network
 from lit_layers.models.view import LayeredModel, evaluating

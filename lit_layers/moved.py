@@ -10,6 +10,31 @@ from typing import Any
 
 # As recipes and hashes name it -> where it is now.
 MOVED = {
+    "lit_layers.analyses.compressions": "lit_layers.analyses.depth_coupling",
+    "lit_layers.analyses.concept_alignment": "lit_layers.analyses.linear_structure",
+    "lit_layers.analyses.coupling": "lit_layers.analyses.depth_coupling",
+    "lit_layers.analyses.cross_token_influence": "lit_layers.analyses.token_jacobians",
+    "lit_layers.analyses.encoded_task": "lit_layers.analyses.features",
+    "lit_layers.analyses.halves": "lit_layers.analyses.statistics",
+    "lit_layers.analyses.interventions": "lit_layers.analyses.readout_scores",
+    "lit_layers.analyses.invariance": "lit_layers.analyses.text_invariance",
+    "lit_layers.analyses.layer_similarity": "lit_layers.analyses.layer_geometry",
+    "lit_layers.analyses.lens": "lit_layers.analyses.readout_scores",
+    "lit_layers.analyses.next_token_rows": "lit_layers.analyses.next_token_probe",
+    "lit_layers.analyses.on_task": "lit_layers.analyses.task_probes",
+    "lit_layers.analyses.paths_in_plane": "lit_layers.analyses.layer_geometry",
+    "lit_layers.analyses.pixels": "lit_layers.analyses.base",
+    "lit_layers.analyses.prediction_residual": "lit_layers.analyses.linear_structure",
+    "lit_layers.analyses.probe": "lit_layers.analyses.task_probes",
+    "lit_layers.analyses.probe_scores": "lit_layers.analyses.label_probe",
+    "lit_layers.analyses.prompt_studies": "lit_layers.analyses.representation",
+    "lit_layers.analyses.ratios": "lit_layers.analyses.statistics",
+    "lit_layers.analyses.readout_rows": "lit_layers.analyses.readout_scores",
+    "lit_layers.analyses.sample_sizes": "lit_layers.analyses.task_probes",
+    "lit_layers.analyses.states": "lit_layers.analyses.base",
+    "lit_layers.analyses.summary": "lit_layers.analyses.statistics",
+    "lit_layers.analyses.token_coupling": "lit_layers.analyses.token_jacobians",
+    "lit_layers.analyses.trajectory": "lit_layers.analyses.layer_geometry",
     "lit_layers.data.tasks": "lit_layers.tasks.probe",
     "lit_layers.functional.block_call": "lit_layers.functional.attention",
     "lit_layers.functional.cka_matrix": "lit_layers.functional.geometry",
@@ -27,14 +52,45 @@ MOVED = {
     "lit_layers.functional.ridge": "lit_layers.functional.regression",
     "lit_layers.functional.singular": "lit_layers.functional.coupling",
     "lit_layers.functional.variants": "lit_layers.functional.block_schedules",
+    "lit_layers.select.card": "lit_layers.select.export",
+    "lit_layers.select.comparison": "lit_layers.select.export",
+    "lit_layers.select.head": "lit_layers.select.classifier",
+    "lit_layers.select.predict": "lit_layers.select.classifier",
+    "lit_layers.select.rows": "lit_layers.select.choosing",
+    "lit_layers.select.table": "lit_layers.select.export",
 }
-# No recipe and no hash names a class of `functional`, where two files became one.
-_FORMER = {now: former for former, now in MOVED.items() if not now.startswith("lit_layers.functional.")}
+# Where files became one: the class that recipes and hashes call by the former name. The others hold helpers alone.
+_CLASSES = {
+    "lit_layers.analyses.compressions": "CouplingMatrices",
+    "lit_layers.analyses.concept_alignment": "ConceptAlignment",
+    "lit_layers.analyses.coupling": "Coupling",
+    "lit_layers.analyses.cross_token_influence": "CrossTokenInfluence",
+    "lit_layers.analyses.interventions": "Interventions",
+    "lit_layers.analyses.invariance": "Invariance",
+    "lit_layers.analyses.layer_similarity": "LayerSimilarity",
+    "lit_layers.analyses.lens": "Lens",
+    "lit_layers.analyses.paths_in_plane": "PathsInPlane",
+    "lit_layers.analyses.prediction_residual": "NextTokenResidual",
+    "lit_layers.analyses.probe": "Probe",
+    "lit_layers.analyses.prompt_studies": "PromptStudies",
+    "lit_layers.analyses.sample_sizes": "SampleSizeSweep",
+    "lit_layers.analyses.token_coupling": "TokenCoupling",
+    "lit_layers.analyses.trajectory": "Trajectory",
+}
+_JOINED = ("lit_layers.analyses.", "lit_layers.functional.", "lit_layers.select.")
+# By module of today and class; None for all classes of a module that moved as a whole.
+_FORMER = {
+    (now, _CLASSES.get(former)): former
+    for former, now in MOVED.items()
+    if former in _CLASSES or not now.startswith(_JOINED)
+}
 
 
 def public_path(kind: type) -> str:
     """How recipes, configs and their hashes call a class, wherever its file is: moving it re-measures nothing."""
-    return f"{_FORMER.get(kind.__module__, kind.__module__)}.{kind.__qualname__}"
+    module = kind.__module__
+    former = _FORMER.get((module, kind.__name__)) or _FORMER.get((module, None)) or module
+    return f"{former}.{kind.__qualname__}"
 
 
 class _Former(ModuleType):

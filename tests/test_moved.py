@@ -4,6 +4,7 @@ import importlib
 
 import pytest
 
+from lit_layers.analyses import CrossTokenInfluence, NextTokenProbe, TokenCoupling
 from lit_layers.functional.entropy import effective_rank
 from lit_layers.functional.geometry import linear_cka_matrix, pool
 from lit_layers.moved import MOVED, public_path
@@ -28,6 +29,9 @@ def test_what_is_imported_by_a_former_name_is_what_is_imported_today():
 
 def test_a_class_is_called_as_before_it_moved_and_a_function_of_a_joined_file_as_it_is():
     assert public_path(ProbeTask) == "lit_layers.data.tasks.ProbeTask"
+    assert public_path(TokenCoupling) == "lit_layers.analyses.token_coupling.TokenCoupling"
+    assert public_path(CrossTokenInfluence) == "lit_layers.analyses.cross_token_influence.CrossTokenInfluence"
+    assert public_path(NextTokenProbe) == "lit_layers.analyses.next_token_probe.NextTokenProbe"
     assert effective_rank.__module__ == "lit_layers.functional.entropy"
     assert public_path(type("Pooled", (), {"__module__": "lit_layers.functional.geometry"})) == (
         "lit_layers.functional.geometry.Pooled"

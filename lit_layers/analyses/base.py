@@ -1,25 +1,28 @@
-"""What an analysis is: data in, records out."""
+"""What an analysis is: data in, records out; its options, and the hidden states that it measures."""
 
+import copy
 import dataclasses
 import hashlib
 import itertools
 import json
+import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator, MutableMapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal, TypeVar
 
+import torch
 from torch import Tensor
 
-from lit_layers.analyses.pixels import refuse_unlike_training
-from lit_layers.analyses.states import at_least_float32
-from lit_layers.analyses.summary import with_a_value
+from lit_layers.analyses.statistics import with_a_value
 from lit_layers.data.batches import Batches
 from lit_layers.data.images import EvalImages
 from lit_layers.data.text import EvalText
 from lit_layers.errors import InputError
-from lit_layers.models.view import Batch, LayeredModel
+from lit_layers.models.families import trunk_of
+from lit_layers.models.pixel_statistics import pixel_statistics
+from lit_layers.models.view import Batch, LayeredModel, Trajectory
 from lit_layers.moved import public_path
 from lit_layers.records import Record
 
@@ -247,3 +250,145 @@ def describe(value: Any) -> Any:
     else:
         fields = {name: item for name, item in getattr(value, "__dict__", {}).items() if not name.startswith("_")}
     return {"class_path": public_path(type(value)), "init_args": describe(fields)}
+
+
+# "resid": every layer as it leaves its block. "hf": the last one after the final norm, as in `hidden_states` of
+# transformers and in much published code. "normed": every one after the final norm, as a model cut there would end.
+States = Literal["resid", "hf", "normed"]
+STATES: tuple[States, ...] = ("resid", "hf", "normed")
+
+
+def final_norm(model: LayeredModel) -> torch.nn.Module | None:
+    """The norm behind the last block; None where there is none (BERT)."""
+    return None if model.family.norm is None else trunk_of(model.model).get_submodule(model.family.norm)
+
+
+def in_convention(model: LayeredModel, states: States, layer: int, hidden: Tensor) -> Tensor:
+    """The hidden states of a layer as the convention has them."""
+    norm = final_norm(model)
+    if states == "resid" or norm is None or (states == "hf" and layer < model.num_layers):
+        return hidden
+    with torch.no_grad():
+        return norm(hidden)
+
+
+def at_least_float32(model: LayeredModel) -> LayeredModel:
+    """The model, or a float32 copy of one in half precision, whose rounding is as large as a late block's step.
+
+    The copy is what loading the saved weights gives: what no checkpoint holds, such as rotary frequencies, is computed
+    anew, as a cast has rounded it.
+    """
+    if model.dtype not in (torch.float16, torch.bfloat16):
+        return model
+    fresh = copy.deepcopy(model.model).float()
+    for module in fresh.modules() if hasattr(fresh, "_init_weights") else ():
+        if module._non_persistent_buffers_set:
+            kept = [(parameter, parameter.detach().clone()) for parameter in module.parameters()]
+            with torch.no_grad():
+                fresh._init_weights(module)  # how from_pretrained gives buffers their values; and weights new ones
+                for parameter, value in kept:
+                    parameter.copy_(value)
+    return LayeredModel(fresh)
+
+
+# Of 0..1: far above the rounding of six printed digits, far below what two sets of photographs differ by.
+_NEGLIGIBLE = 1e-4
+
+
+def refuse_unlike_training(name: str, images: EvalImages, model: LayeredModel) -> None:
+    """Refuses images in another normalisation or size than the model's: its numbers would be wrong without a word.
+
+    Raises:
+        InputError: naming both; a model of which nobody knows the normalisation is taken as it is.
+    """
+    if not model.family.sees_images:
+        return
+    known, found = pixel_statistics(model.model), images.mean_and_std()
+    if known is not None and len(known[0]) != len(found[0]):
+        raise InputError(
+            f"{name}: the model takes images of {len(known[0])} channels, {images.source} has {len(found[0])}"
+        )
+    if known is not None and not all(
+        math.isclose(a, b, abs_tol=_NEGLIGIBLE) for a, b in zip(sum(known, ()), sum(found, ()), strict=True)
+    ):
+        raise InputError(
+            f"{name}: normalisation {images.normalisation} of {images.source} gives mean {_digits(found[0])}, std "
+            f"{_digits(found[1])}, and the model was trained with mean {_digits(known[0])}, std {_digits(known[1])}: "
+            "use the normalisation of its training data"
+        )
+    size, taken = images.images()[0].shape[-1], model.image_size
+    if taken is not None and size != taken:
+        raise InputError(f"{name}: expected an image_size of {taken}, which the model takes, got images of {size} px")
+
+
+def _digits(values: tuple[float, ...]) -> str:
+    return "(" + ", ".join(f"{value:.3f}" for value in values) + ")"
+
+
+def predicts_next_token(model: LayeredModel) -> bool:
+    """Whether the model's own head predicts the next token, so that no state sees a later one."""
+    return model.vocab_size is not None and model.model.can_generate()
+
+
+def first_prompts(model: LayeredModel, batches: Batches, num_prompts: int) -> Iterator[Trajectory]:
+    """The trajectories of the first prompts, one prompt at a time."""
+    left = num_prompts
+    for batch in batches:
+        rows = min(left, len(next(iter(batch.values()))))
+        trajectory = model.trajectory({name: values[:rows] for name, values in batch.items()})
+        yield from (trajectory.prompt(row) for row in range(rows))
+        left -= rows
+        if left == 0:
+            return
+
+
+def evenly_spread(first: int, last: int, count: int) -> list[int]:
+    """At most `count` whole numbers from `first` to `last`, both among them (the last alone for one)."""
+    if count == 1 or first == last:
+        return [last]
+    count = min(count, last - first + 1)
+    return [first + round(index * (last - first) / (count - 1)) for index in range(count)]
+
+
+def check_counts(name: str, **counts: int | None) -> None:
+    """Refuses numbers of things below 1; None is no number.
+
+    Raises:
+        InputError: naming the option.
+    """
+    for option, value in counts.items():
+        if value is not None and value < 1:
+            raise InputError(f"{name}: expected {option} of at least 1, got {value}")
+
+
+def check_choice(name: str, option: str, value: object, allowed: Sequence[object]) -> None:
+    """Refuses a value that is not among those allowed.
+
+    Raises:
+        InputError: naming the option and what it may be.
+    """
+    if value not in allowed:
+        raise InputError(f"{name}: expected {option} to be one of {list(allowed)}, got {value!r}")
+
+
+Options = TypeVar("Options", bound=Any)  # an analysis, a dataclass with the fields `name` and `preset`
+
+
+def with_preset(analysis: Options, presets: Mapping[str, Mapping[str, Any]]) -> Options:
+    """The analysis with the options of its preset in place; itself where it has none.
+
+    Raises:
+        InputError: an unknown preset, or an option given that the preset sets otherwise.
+    """
+    name, preset = analysis.name, analysis.preset
+    if preset is None:
+        return analysis
+    check_choice(name, "preset", preset, list(presets))
+    defaults = {field.name: field.default for field in dataclasses.fields(analysis)}
+    for option, value in presets[preset].items():
+        given = getattr(analysis, option)
+        if given not in (defaults[option], value):
+            raise InputError(
+                f"{name}: preset {preset} sets {option} to {value}, got {option} {given} as well: leave one of them out"
+            )
+    return dataclasses.replace(analysis, **presets[preset])

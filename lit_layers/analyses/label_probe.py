@@ -1,27 +1,196 @@
-"""What a linear probe can tell about the label of a text or image from each layer."""
+"""How linear probes of layers are fitted and scored, and what they tell of the label of a text or image."""
 
 import hashlib
-from collections.abc import Iterable, Iterator
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
 
-from lit_layers.analyses.base import Analysis
-from lit_layers.analyses.states import at_least_float32
-from lit_layers.analyses.summary import complete, left_out, nothing_defined, summarize
-from lit_layers.analyses.token_jacobians import check_choice, check_counts
+from lit_layers.analyses.base import Analysis, at_least_float32, check_choice, check_counts
+from lit_layers.analyses.statistics import complete, gap, left_out, nothing_defined, summarize
 from lit_layers.data.batches import Batches
 from lit_layers.errors import InputError
-from lit_layers.functional.curves import wilson_interval
+from lit_layers.functional.curves import (
+    Monotonicity,
+    Rule,
+    choice_distribution,
+    choice_interval,
+    choose_layer,
+    monotonicity,
+    monotonicity_interval,
+    turns,
+    wilson_interval,
+)
 from lit_layers.functional.geometry import pool
-from lit_layers.functional.probe import fit_logistic_probes, macro_f1
+from lit_layers.functional.layer_selection import macro_f1_interval
+from lit_layers.functional.probe import LogisticProbes, fit_logistic_probes, macro_f1
+from lit_layers.functional.regression import RidgeProbes, fit_ridge_probes
+from lit_layers.metrics import look_up
 from lit_layers.models.view import Batch, LayeredModel
 from lit_layers.records import Record
 
+TagDict = dict[str, str | int | float]
+
+Tags = Mapping[str, str | int | float]
+RULES: dict[str, Rule] = {"plateau_layer": "plateau", "best_layer": "best"}
+PLATEAU = 0.01  # gain of a single step that still counts as one: a point of accuracy, 0.01 nats
+
+
+@dataclass(frozen=True)
+class ProbeOptions:
+    """How a layer's probe is fitted."""
+
+    c: float = 1.0
+    penalty: float = 1.0
+    tolerance: float = 1e-6
+    max_iterations: int = 1000
+
+
+Fitted = LogisticProbes | RidgeProbes
+
+
+def fit_layer(
+    features: Tensor,
+    targets: Tensor,
+    options: ProbeOptions,
+    *,
+    num_classes: int | None,
+    start: LogisticProbes | None = None,
+) -> Fitted:
+    """The probe of one layer, on features (rows, dim): logistic on classes, ridge where `num_classes` is None."""
+    if num_classes is None:
+        return fit_ridge_probes(features[None], targets, penalty=options.penalty)
+    return fit_logistic_probes(
+        features[None],
+        targets,
+        c=options.c,
+        num_classes=num_classes,
+        tolerance=options.tolerance,
+        max_iterations=options.max_iterations,
+        start=start,
+    )
+
+
+@dataclass(frozen=True, eq=False)
+class RowScores:
+    """What one probe makes of each row. Of a regression the losses are squared errors, and the rest is None."""
+
+    losses: Tensor  # (rows,) nats, infinite for a class that no training row had; or squared errors
+    hits: Tensor | None = None  # (rows,)
+    predicted: Tensor | None = None  # (rows,)
+
+    def of_rows(self, metric: str) -> Tensor:
+        """The rows' shares in a metric that is a mean over rows."""
+        if metric != "accuracy":
+            return self.losses
+        assert self.hits is not None, "accuracy is of classifications"
+        return self.hits.double()
+
+
+def score_rows(probe: Fitted, features: Tensor, targets: Tensor) -> RowScores:
+    """Of features (rows, dim) and their true classes or values."""
+    if isinstance(probe, LogisticProbes):
+        return of_log_proba(probe.log_proba(features[None])[0], targets)
+    return RowScores((probe.predict(features[None])[0].double() - targets).square())
+
+
+def of_log_proba(log_proba: Tensor, targets: Tensor) -> RowScores:
+    """Of log-probabilities (rows, classes)."""
+    predicted = log_proba.argmax(-1)
+    return RowScores(-log_proba.gather(1, targets[:, None])[:, 0].double(), predicted == targets, predicted)
+
+
+def score_records(
+    scores: RowScores, targets: Tensor, tags: Tags, *, layer: int | None, baseline: Tensor | None, intervals: bool
+) -> Iterator[Record]:
+    """The scores of one part. `baseline`: the squared errors of predicting the training mean, for R^2.
+
+    `intervals`: Wilson's for the accuracy, bootstrap over rows for the rest. Log-loss is over the rows whose class some
+    training row had; the others count as errors.
+    """
+    if scores.hits is None:
+        assert baseline is not None, "a regression has a baseline"
+        yield _mean("mean_squared_error", scores.losses, layer, tags, intervals)
+        mean = baseline.mean()
+        if mean > 0:
+            yield Record(
+                metric="r_squared",
+                value=float(1 - scores.losses.mean() / mean),
+                layer=layer,
+                n=len(targets),
+                tags={**tags},
+            )
+        return
+    accuracy = _mean("accuracy", scores.hits.double(), layer, tags, False)
+    low, high = wilson_interval(int(scores.hits.sum()), len(targets))
+    yield replace(accuracy, low=low, high=high)
+    assert scores.predicted is not None, "a classification has predictions"
+    bounds = macro_f1_interval(targets, scores.predicted) if intervals and len(targets) > 1 else (None, None)
+    value = macro_f1(targets, scores.predicted)
+    yield Record(
+        metric="macro_f1", value=value, layer=layer, n=len(targets), tags={**tags}, low=bounds[0], high=bounds[1]
+    )
+    known = scores.losses[scores.losses.isfinite()]
+    if len(known):
+        unseen = len(targets) - len(known)
+        yield _mean("log_loss", known, layer, {**tags, **({"num_unseen": unseen} if unseen else {})}, intervals)
+
+
+def curve_records(curve: Sequence[RowScores], tags: Tags, *, metric: str) -> Iterator[Record]:
+    """How the score of layers 1 to L rises, with intervals over test rows: monotonicity, and where it ends to rise.
+
+    `curve` holds the layers from 1 on. `plateau_layer` is the first after which no single step gains more than
+    `PLATEAU`, `best_layer` the earliest best; their intervals say how far the choice depends on the test rows. All are
+    NaN where a layer is missing, which the tag `num_undefined_layers` says.
+    """
+    if "num_undefined_layers" in tags:
+        names = (*(f"monotonicity_{name}" for name in Monotonicity._fields), *RULES, "inflection_layer")
+        yield from (gap(name, tags={**tags, "of": metric}) for name in names)
+        return
+    rows = torch.stack([scores.of_rows(metric) for scores in curve])  # (L, rows)
+    rows = rows[:, rows.isfinite().all(0)]
+    if len(rows) < 3 or rows.shape[1] < 2:
+        return
+    better, values = look_up(metric).higher_is_better, rows.mean(1).tolist()
+    found, (low, high) = (
+        monotonicity(values, higher_is_better=better),
+        monotonicity_interval(rows, higher_is_better=better),
+    )
+    of: dict[str, Any] = {**tags, "of": metric}
+    for name in found._fields:
+        value = getattr(found, name)
+        if not math.isnan(value):
+            bounds = _in_order(getattr(low, name), value, getattr(high, name))
+            yield Record(
+                metric=f"monotonicity_{name}", value=value, low=bounds[0], high=bounds[1], n=rows.shape[1], tags=of
+            )
+    for name, rule in RULES.items():
+        layer = choose_layer(values, rule=rule, tolerance=PLATEAU, higher_is_better=better)
+        shares = choice_distribution(rows, rule=rule, tolerance=PLATEAU, higher_is_better=better)
+        first, last = choice_interval(shares)
+        yield Record(metric=name, value=layer, low=first, high=last, n=rows.shape[1], tags=of)
+    inflection = turns(values).inflection
+    if inflection is not None:
+        yield Record(metric="inflection_layer", value=inflection, n=rows.shape[1], tags=of)
+
+
+def _in_order(low: float, value: float, high: float) -> tuple[float | None, float | None]:
+    """An interval that holds its value: few rows give rougher curves than their mean, and an interval beside it."""
+    return (None, None) if math.isnan(low) or math.isnan(high) else (min(low, value), max(high, value))
+
+
+def _mean(metric: str, values: Tensor, layer: int | None, tags: Tags, intervals: bool) -> Record:
+    if intervals:
+        (record,) = summarize(metric, values, layer=layer, tags=tags)
+        return record
+    stderr = float(values.std() / math.sqrt(len(values))) if len(values) > 1 else None
+    return Record(metric=metric, value=float(values.mean()), stderr=stderr, layer=layer, n=len(values), tags={**tags})
+
+
 Pooling = Literal["cls", "mean", "last"]
-Tags = dict[str, str | int | float]
 POOLINGS = ("cls", "mean", "last")
 
 
@@ -78,14 +247,14 @@ class LabelProbe(Analysis):
         yield from self._majority(problem)
         order = torch.randperm(len(problem.train), generator=torch.Generator().manual_seed(self.seed))
         for pooling in self._poolings():
-            tags: Tags = {"pooling": pooling, **left_out("", ~kept)}
+            tags: TagDict = {"pooling": pooling, **left_out("", ~kept)}
             features, held_out = train[pooling], test[pooling]
             if not kept.all() or not layers.all():
                 features, held_out = features[layers][:, in_train], held_out[layers][:, in_test]
             numbers = layers.nonzero()[:, 0].tolist()
             yield from self._probes(problem, features, problem.train, held_out, numbers, tags)
             if self.random_labels:
-                control: Tags = {**tags, "control": "random_labels"}
+                control: TagDict = {**tags, "control": "random_labels"}
                 yield from self._probes(problem, features, problem.train[order], held_out, numbers, control)
 
     def _poolings(self) -> tuple[Pooling, ...]:
@@ -167,7 +336,7 @@ class LabelProbe(Analysis):
 
     def _majority(self, problem: "_Problem") -> Iterator[Record]:
         share = torch.bincount(problem.train).double() / len(problem.train)
-        tags: Tags = {
+        tags: TagDict = {
             "reference": "majority",
             "num_classes": problem.num_classes,
             "num_train_rows": len(problem.train),
@@ -176,7 +345,7 @@ class LabelProbe(Analysis):
         yield from _scores(problem, share.log().expand(len(problem.test), -1), tags)
 
     def _probes(
-        self, problem: "_Problem", features: Tensor, labels: Tensor, test: Tensor, layers: list[int], tags: Tags
+        self, problem: "_Problem", features: Tensor, labels: Tensor, test: Tensor, layers: list[int], tags: TagDict
     ) -> Iterator[Record]:
         """Of features (layers, rows, dim)."""
         probes = fit_logistic_probes(
@@ -188,7 +357,7 @@ class LabelProbe(Analysis):
             max_iterations=self.max_iterations,
         )
         for layer, log_proba, converged in zip(layers, probes.log_proba(test), probes.converged, strict=True):
-            flag: Tags = {} if converged else {"num_not_converged": 1}
+            flag: TagDict = {} if converged else {"num_not_converged": 1}
             yield from _scores(problem, log_proba, tags | flag, layer)
 
 
@@ -218,7 +387,7 @@ def _key(row: Tensor) -> bytes:
     return hashlib.blake2b(row.contiguous().view(torch.uint8).numpy().tobytes(), digest_size=16).digest()
 
 
-def _scores(problem: _Problem, log_proba: Tensor, tags: Tags, layer: int | None = None) -> Iterator[Record]:
+def _scores(problem: _Problem, log_proba: Tensor, tags: TagDict, layer: int | None = None) -> Iterator[Record]:
     """Of log-probabilities (test rows, classes)."""
     truth, predicted = problem.test, log_proba.argmax(-1)
     hits = predicted == truth

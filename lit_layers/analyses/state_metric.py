@@ -9,11 +9,16 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from lit_layers.analyses.base import LayerwiseAnalysis, LayerwiseRun, Visit
-from lit_layers.analyses.halves import check_num_halves, halves, records_of_layers
-from lit_layers.analyses.states import STATES, States, in_convention
-from lit_layers.analyses.summary import complete, left_out, summarize, summarize_over_layers
-from lit_layers.analyses.token_jacobians import check_choice
+from lit_layers.analyses.base import STATES, LayerwiseAnalysis, LayerwiseRun, States, Visit, check_choice, in_convention
+from lit_layers.analyses.statistics import (
+    check_num_halves,
+    complete,
+    halves,
+    left_out,
+    records_of_layers,
+    summarize,
+    summarize_over_layers,
+)
 from lit_layers.data.batches import Batches
 from lit_layers.errors import InputError
 from lit_layers.functional._checks import widened

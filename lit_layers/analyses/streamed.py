@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from lit_layers.analyses.base import Analysis, LayerwiseAnalysis, LayerwiseRun, Visit
-from lit_layers.analyses.summary import with_a_value
+from lit_layers.analyses.statistics import with_a_value
 from lit_layers.errors import InputError
 from lit_layers.models.streaming import Entered, StreamedModel
 from lit_layers.models.view import Batch

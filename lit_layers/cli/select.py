@@ -19,15 +19,14 @@ if TYPE_CHECKING:
     from lit_layers.models.costs import Cost
     from lit_layers.models.shard_files import ShardFiles
     from lit_layers.models.view import LayeredModel
-    from lit_layers.select.choosing import Choice
-    from lit_layers.select.rows import TaskFeatures
+    from lit_layers.select.choosing import Choice, TaskFeatures
 
 
 def main(argv: list[str]) -> int:
     """Chooses a layer, prints why, writes pictures and numbers, exports the model cut there, and returns 0."""
     os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
     options = read_options(argv)
-    from lit_layers.analyses.states import at_least_float32
+    from lit_layers.analyses.base import at_least_float32
     from lit_layers.cli.select_results import show_results, write_results
     from lit_layers.models.view import LayeredModel
     from lit_layers.offline import device_of
@@ -96,7 +95,7 @@ def _tokenizer(options: argparse.Namespace) -> str:
 
 
 def _task(options: argparse.Namespace, view: "LayeredModel", tokenizer: str | None) -> "TaskFeatures":
-    from lit_layers.select.rows import of_images, of_texts
+    from lit_layers.select.choosing import of_images, of_texts
 
     if tokenizer is None:
         numbers = {"num_train": options.num_train, "num_test": options.num_test}
@@ -113,7 +112,7 @@ def _task(options: argparse.Namespace, view: "LayeredModel", tokenizer: str | No
 
 
 def _choose(options: argparse.Namespace, task: "TaskFeatures", show: Any) -> "Choice":
-    from lit_layers.analyses.probe_scores import ProbeOptions
+    from lit_layers.analyses.label_probe import ProbeOptions
     from lit_layers.select.choosing import Part, choose
 
     def features(part: Part) -> Any:

@@ -12,8 +12,7 @@ from lit_layers.durable import write_json
 from lit_layers.errors import InputError
 from lit_layers.metrics import look_up
 from lit_layers.plots.layer_choice import LayerScores, write_layer_scores
-from lit_layers.select.choosing import Choice
-from lit_layers.select.rows import TaskFeatures
+from lit_layers.select.choosing import Choice, TaskFeatures
 
 
 def write_results(

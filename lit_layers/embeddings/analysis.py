@@ -8,9 +8,8 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
-from lit_layers.analyses.base import Analysis
+from lit_layers.analyses.base import STATES, Analysis, States, at_least_float32
 from lit_layers.analyses.features import TextPooling
-from lit_layers.analyses.states import STATES, States, at_least_float32
 from lit_layers.data.tokenization import TextTokenizer, load_tokenizer, tokenizer_hash
 from lit_layers.durable import write_json
 from lit_layers.embeddings.encoder import LayerEncoder

@@ -4,11 +4,10 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from lit_layers.analyses.base import Analysis
+from lit_layers.analyses.base import Analysis, States
 from lit_layers.analyses.features import TextPooling
-from lit_layers.analyses.invariance import Invariance
 from lit_layers.analyses.representation import Representation
-from lit_layers.analyses.states import States
+from lit_layers.analyses.text_invariance import Invariance
 from lit_layers.data.prompt_texts import GivenTexts, TextBatches
 from lit_layers.embeddings.analysis import MAX_TOKENS, SEED, MtebTask
 from lit_layers.embeddings.evaluating import Prepared

@@ -1,11 +1,7 @@
 """The layer that is enough for a task: exported as a model of its own, with its probe, and put to work."""
 
-from lit_layers.select.card import Card
-from lit_layers.select.comparison import compare_costs
-from lit_layers.select.export import export
-from lit_layers.select.head import HeadFacts, ProbeHead
-from lit_layers.select.predict import LayerClassifier, load_classifier
-from lit_layers.select.table import cost_table, measured_on, score_table
+from lit_layers.select.classifier import HeadFacts, LayerClassifier, ProbeHead, load_classifier
+from lit_layers.select.export import Card, compare_costs, cost_table, export, measured_on, score_table
 
 __all__ = [
     "Card",

@@ -6,8 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from lit_layers.analyses.compressions import CouplingMatrices
-from lit_layers.analyses.coupling import Coupling
+from lit_layers.analyses.depth_coupling import Coupling, CouplingMatrices
 from lit_layers.errors import InputError
 from lit_layers.models.view import LayeredModel
 from tests.support.listed_batches import Listed

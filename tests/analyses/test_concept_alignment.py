@@ -8,7 +8,7 @@ import pandas as pd
 import pytest
 import torch
 
-from lit_layers.analyses.concept_alignment import METRICS, ConceptAlignment
+from lit_layers.analyses.linear_structure import METRICS, ConceptAlignment, _alignment_records
 from lit_layers.data.tokenization import save_tokenizer, train_bpe
 from lit_layers.data.word_pairs import WordPairs
 from lit_layers.emergence import measure
@@ -127,13 +127,12 @@ def test_the_mean_over_categories_has_an_interval_over_them(words):
 
 def test_the_interval_of_one_category_has_the_spread_of_other_samples_of_pairs():
     """Over fresh draws of pairs the mean cosine varies as its standard error says; half of that would be too little."""
-    from lit_layers.analyses.concept_alignment import _records
     from lit_layers.functional.geometry import concept_alignment
 
     generator = torch.Generator().manual_seed(0)
     deltas = torch.randn(400, 40, 8, generator=generator) + torch.tensor([1.5, *[0.0] * 7])
     found = concept_alignment(torch.zeros_like(deltas), deltas, shuffles=1)
-    stderr = [next(iter(_records(found, row, 0, 40, {}))).stderr for row in range(60)]
+    stderr = [next(iter(_alignment_records(found, row, 0, 40, {}))).stderr for row in range(60)]
     assert np.mean(stderr) == pytest.approx(found.mean.std().item(), rel=0.15)
 
 

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from lit_layers.analyses.coupling import Coupling
+from lit_layers.analyses.depth_coupling import Coupling
 from lit_layers.data.batches import Batches
 from lit_layers.errors import InputError
 from lit_layers.functional import coupling
@@ -126,10 +126,10 @@ def test_every_record_equals_the_definition_applied_to_the_running_model(model):
 
 
 def test_the_preset_does_what_published_code_does(model, monkeypatch):
-    from lit_layers.analyses import coupling
+    from lit_layers.analyses import depth_coupling
 
     batch = tiny_batch("gpt2", batch=2, tokens=6)
-    monkeypatch.setitem(coupling.PRESETS["released_code"], "k", (10, 30))
+    monkeypatch.setitem(depth_coupling.PRESETS["released_code"], "k", (10, 30))
     jacobians, states = whole_model_jacobians(model, {"input_ids": batch["input_ids"]}, -1, normed=True)
     records = found(model, batch, preset="released_code")
     for k in (10, 30):

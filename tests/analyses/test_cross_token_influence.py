@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from lit_layers.analyses.cross_token_influence import CrossTokenInfluence
+from lit_layers.analyses.token_jacobians import CrossTokenInfluence
 from lit_layers.errors import InputError
 from lit_layers.models.view import LayeredModel
 from tests.support.listed_batches import Listed

@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from lit_layers import emergence
-from lit_layers.analyses import interventions
-from lit_layers.analyses.interventions import Interventions
+from lit_layers.analyses import readout_scores
+from lit_layers.analyses.readout_scores import Interventions
 from lit_layers.emergence import measure
 from lit_layers.errors import InputError
 from lit_layers.functional.curves import bootstrap_interval
@@ -224,7 +224,7 @@ def test_padding_batches_and_chunks_change_nothing(model, monkeypatch):
     sizes, readout = [], LayeredModel.readout
     for chunked, batches in ((False, [left]), (False, single), (True, [right])):
         if chunked:
-            monkeypatch.setattr(interventions, "MAX_LOGITS", 4 * VOCAB)
+            monkeypatch.setattr(readout_scores, "MAX_LOGITS", 4 * VOCAB)
             monkeypatch.setattr(LayeredModel, "readout", lambda self, h: sizes.append(len(h)) or readout(self, h))
         found = run(model, *batches, **options)
         assert list(found) == list(expected)

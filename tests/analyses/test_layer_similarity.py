@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from lit_layers import emergence
-from lit_layers.analyses.layer_similarity import LayerSimilarity
+from lit_layers.analyses.layer_geometry import LayerSimilarity
 from lit_layers.emergence import measure
 from lit_layers.errors import InputError
 from lit_layers.functional.trajectory import layer_stages

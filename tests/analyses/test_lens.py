@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 import torch
 
-from lit_layers.analyses import Lens, lens
-from lit_layers.analyses.ratios import summarize_ratio
+from lit_layers.analyses import Lens, readout_scores
+from lit_layers.analyses.statistics import summarize_ratio
 from lit_layers.emergence import measure
 from lit_layers.errors import InputError
 from lit_layers.functional.curves import bootstrap_interval
@@ -120,7 +120,7 @@ def test_padding_and_what_stands_in_it_change_nothing(model):
 
 def test_the_size_of_the_chunks_changes_nothing(model, monkeypatch):
     expected = run(model, *BATCHES)
-    monkeypatch.setattr(lens, "MAX_LOGITS", 3 * VOCAB)
+    monkeypatch.setattr(readout_scores, "MAX_LOGITS", 3 * VOCAB)
     shapes = []
     readout = LayeredModel.readout
     monkeypatch.setattr(LayeredModel, "readout", lambda self, h: shapes.append(h.shape[:-1]) or readout(self, h))

@@ -12,8 +12,15 @@ from sklearn.metrics import f1_score
 from sklearn.preprocessing import StandardScaler
 
 from lit_layers.analyses import NextTokenProbe
-from lit_layers.analyses.next_token_probe import _look
-from lit_layers.analyses.next_token_rows import class_of, draw_rows, duplicates, most_frequent, passes, real_tokens
+from lit_layers.analyses.next_token_probe import (
+    _look,
+    class_of,
+    draw_rows,
+    duplicates,
+    most_frequent,
+    passes,
+    real_tokens,
+)
 from lit_layers.emergence import measure
 from lit_layers.errors import InputError
 from lit_layers.functional.curves import bootstrap_interval, wilson_interval

@@ -7,7 +7,7 @@ import pytest
 import torch
 from sklearn.linear_model import LinearRegression
 
-from lit_layers.analyses.prediction_residual import MAX_BYTES, NextTokenResidual, _own_norm
+from lit_layers.analyses.linear_structure import MAX_BYTES, NextTokenResidual, _own_norm
 from lit_layers.emergence import measure
 from lit_layers.errors import InputError
 from lit_layers.models.view import LayeredModel
@@ -268,7 +268,7 @@ def test_what_cannot_be_measured_is_refused_with_a_sentence(name, batches, optio
 
 
 def test_states_that_would_not_fit_in_memory_are_refused_before_any_forward_pass(model, monkeypatch):
-    monkeypatch.setattr("lit_layers.analyses.prediction_residual.MAX_BYTES", 50_000)
+    monkeypatch.setattr("lit_layers.analyses.linear_structure.MAX_BYTES", 50_000)
     monkeypatch.setattr(LayeredModel, "trajectory", None)
     size = len(rows := NextTokenResidual(batches=Listed(*BATCHES))._rows().targets) * DIM * (LAYERS + 1) * 8
     assert len(rows) == (29 + 27 + 25 + 23) + 3 * 24 + (27 + 25 + 23 + 21 + 19) + 1

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from lit_layers.analyses.summary import (
+from lit_layers.analyses.statistics import (
     complete,
     mean_of_defined,
     median_of_defined,

@@ -4,7 +4,7 @@ import pytest
 import yaml
 
 from lit_layers.select import Card, HeadFacts, cost_table, measured_on, score_table
-from lit_layers.select.card import render
+from lit_layers.select.export import render
 from tests.support.exports import card, cost
 
 FACTS = HeadFacts(

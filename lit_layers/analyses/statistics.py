@@ -5,14 +5,21 @@ over prompts, tokens or rows is over those that have a value, and a tag that beg
 others. A mean over layers, blocks or pairs of them is another quantity without one of them: a prompt has it only if the
 set is complete. What no prompt has is a gap: at a layer there is no record; of the whole model the record says so, with
 NaN for its value, `n` 0 and the counts. An analysis fails only if nothing at all is defined.
+
+Intervals are bootstrap over prompts. What is one number for a whole set of prompts has its interval from random halves
+of the set, whose spread estimates that of the whole (delete-half jackknife): resampling with replacement would repeat
+rows and lower an entropy.
 """
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from lit_layers.errors import InputError
 from lit_layers.functional.curves import Statistic, bootstrap_interval
 from lit_layers.records import Record
 
@@ -150,3 +157,86 @@ def _record(
         n=n,
         tags=tags,
     )
+
+
+def summarize_ratio(
+    metric: str,
+    sums: Tensor,
+    counts: Tensor,
+    *,
+    layer: int | None = None,
+    tags: Tags | None = None,
+    counted: str | None = None,
+) -> list[Record]:
+    """The sum of `sums` over the sum of `counts`, (prompts,) each: every token counts alike, whichever prompt it is in.
+
+    Tokens of one prompt are not independent, so `stderr` and the bootstrap interval are over prompts: those of the mean
+    of the linearised ratio R + (sum - R count) / mean count. With equal counts that is the mean of the prompts' means,
+    and with one token each the mean of its values. `n` counts prompts; those that count nothing are left out, and so
+    are those whose sum is not finite, which the tag `num_undefined` counts. The tag named `counted` is the sum of the
+    counts. Where no prompt is left there is no record of a layer, and of the whole model one whose value is NaN.
+    """
+    there = counts > 0
+    defined = there & sums.isfinite()
+    sums, kept = sums[defined].double(), counts[defined].double()
+    tags = {**(tags or {}), **({counted: int(kept.sum())} if counted else {}), **left_out("", there & ~defined)}
+    if not defined.any():
+        return [gap(metric, tags=tags)] if layer is None else []
+    ratio = sums.sum() / kept.sum()
+    (record,) = summarize(metric, ratio + (sums - ratio * kept) / kept.mean(), layer=layer, tags=tags)
+    return [replace(record, value=ratio.item())]
+
+
+def halves(n: int, num_halves: int) -> list[Tensor]:
+    """Row numbers of random halves; none of fewer than four prompts."""
+    if n < 4:
+        return []
+    return [torch.randperm(n, generator=torch.Generator().manual_seed(seed))[: n // 2] for seed in range(num_halves)]
+
+
+def records_of_layers(
+    metric: str,
+    values: Tensor,
+    of_halves: Tensor | None,
+    n: int,
+    tags: Mapping[str, Any],
+    counted: Mapping[str, Sequence[bool]] | None = None,
+) -> Iterator[Record]:
+    """Of (layers + 1,) values and the (layers + 1, halves) of halves: records of each layer, and of the mean over 1..L.
+
+    A layer whose value is NaN has no record, and where one of 1..L has none the mean is NaN and counts these in the tag
+    `num_undefined_layers`. `counted` says of each layer what tags count.
+    """
+    undefined = values.isnan()
+    defined = [layer for layer, missing in enumerate(undefined.tolist()) if not missing]
+    inner = range(1, len(values))
+    if undefined[1:].any():
+        yield gap(metric, tags={**tags, **left_out("layers", undefined[1:])})
+    means = [(None, [*inner])] if inner and not undefined[1:].any() else []
+    for layer, members in [*((layer, [layer]) for layer in defined), *means]:
+        counts = {name: sum(flags[member] for member in members) for name, flags in (counted or {}).items()}
+        spread = None if of_halves is None else of_halves[members].mean(0)
+        if spread is not None:
+            spread = spread[~spread.isnan()]  # a half may lack what the whole has
+        told = dict(tags) | {name: count for name, count in counts.items() if count}
+        yield from _with_halves(metric, values[members].mean(), n, spread, layer, told)
+
+
+def _with_halves(
+    metric: str, value: Tensor, n: int, of_halves: Tensor | None, layer: int | None, tags: dict[str, Any]
+) -> Iterator[Record]:
+    """The value of all `n` prompts and the mean over halves of them, with intervals from the spread of the halves."""
+    options = {"layer": layer, "tags": tags}
+    if of_halves is None or len(of_halves) < 2:
+        yield Record(metric=metric, value=value.item(), n=n, **options)
+        return
+    mean, stderr = of_halves.mean().item(), of_halves.std().item()
+    low, high = (bound - mean for bound in of_halves.quantile(of_halves.new_tensor([0.025, 0.975])).tolist())
+    for name, center, count in ((metric, value.item(), n), (f"{metric}_of_half", mean, n // 2)):
+        yield Record(metric=name, value=center, stderr=stderr, low=center + low, high=center + high, n=count, **options)
+
+
+def check_num_halves(name: str, num_halves: int) -> None:
+    """Refuses a number of halves that has no spread."""
+    if num_halves < 0 or num_halves == 1:
+        raise InputError(f"{name}: expected num_halves to be 0 or at least 2, got {num_halves}")

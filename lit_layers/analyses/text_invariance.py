@@ -9,12 +9,9 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from lit_layers.analyses.base import Analysis
+from lit_layers.analyses.base import STATES, Analysis, States, at_least_float32, check_choice, check_counts
 from lit_layers.analyses.features import LayerFeatures, text_features
-from lit_layers.analyses.halves import check_num_halves, halves, records_of_layers
-from lit_layers.analyses.states import STATES, States, at_least_float32
-from lit_layers.analyses.summary import complete, nothing_defined
-from lit_layers.analyses.token_jacobians import check_choice, check_counts
+from lit_layers.analyses.statistics import check_num_halves, complete, halves, nothing_defined, records_of_layers
 from lit_layers.data.encoded_texts import EncodedTexts, encode_texts, tokenizer_of
 from lit_layers.data.prompt_texts import Texts
 from lit_layers.data.views import Action, Views, make_views

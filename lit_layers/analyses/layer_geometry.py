@@ -1,0 +1,418 @@
+"""How tokens travel through the layers, their paths as a picture, and how alike the states of different layers are."""
+
+import math
+from collections.abc import Iterable, Iterator, MutableMapping
+from dataclasses import dataclass, replace
+from typing import Any, Literal, NamedTuple, get_args
+
+import torch
+from torch import Tensor
+
+from lit_layers.analyses.base import (
+    STATES,
+    DividedAnalysis,
+    LayerwiseAnalysis,
+    LayerwiseRun,
+    States,
+    Visit,
+    check_choice,
+    check_counts,
+    evenly_spread,
+    first_prompts,
+    in_convention,
+)
+from lit_layers.analyses.statistics import (
+    complete,
+    gap,
+    left_out,
+    mean_of_defined,
+    median_of_defined,
+    summarize,
+    summarize_median,
+)
+from lit_layers.data.batches import Batches
+from lit_layers.errors import InputError
+from lit_layers.functional.geometry import cosine_similarity_matrix, linear_cka_matrix, pool
+from lit_layers.functional.trajectory import WalkedPath, layer_stages, principal_paths
+from lit_layers.metrics import is_in, look_up
+from lit_layers.models.view import Batch, LayeredModel
+from lit_layers.models.view import Trajectory as PromptTrajectory
+from lit_layers.records import Record
+
+
+@dataclass(kw_only=True)
+class Trajectory(LayerwiseAnalysis):
+    """Shape, growth and steps of the paths that tokens take through the layers.
+
+    Over the whole path: `line_shape_score`, `expodistance`, `equidistance`. Per layer: `line_shape_score` of the path
+    so far (from layer 2), `growth_rate` and `step_norm` (of the block that ends there), `state_norm`. Each is averaged
+    over the tokens of a prompt, then over prompts; a median (tag `statistic`) is the median over prompts of the median
+    over tokens. The tag `num_undefined_tokens` counts tokens without a value, of all prompts: those whose state is zero
+    or not finite, and from a step of length zero on for the line shape. A metric of the whole path is NaN where no
+    token has one; the layers up to there keep theirs.
+
+    `tokens` "all" are the real ones without the first `drop_first` (mostly a sink, whose path is unlike any other),
+    "last" the last of these alone. The model runs in float32 or wider. `states="hf"` ends each path after the final
+    norm (preset "paper"): one large last step.
+    """
+
+    batches: Batches
+    name: str = "trajectory"
+    tokens: Literal["all", "last"] = "all"
+    drop_first: int = 1
+    states: States = "resid"
+    preset: Literal["paper"] | None = None
+
+    def check(self, model: LayeredModel) -> None:
+        super().check(model)
+        self._check_options()
+
+    def begin(self, model: LayeredModel, store: MutableMapping[str, Tensor] | None = None) -> LayerwiseRun:
+        self._check_options()
+        return _TrajectoryRun(model, self)
+
+    def _check_options(self) -> None:
+        for option, allowed in (("tokens", ("all", "last")), ("states", STATES), ("preset", (None, "paper"))):
+            if (value := getattr(self, option)) not in allowed:
+                raise InputError(f"{self.name}: expected {option} to be one of {list(allowed)}, got {value!r}")
+        if self.drop_first < 0:
+            raise InputError(f"{self.name}: expected drop_first of at least 0, got {self.drop_first}")
+
+
+class _TrajectoryRun(LayerwiseRun):
+    """Per batch the paths of its kept tokens, `path/...`, and which tokens those are, `kept`."""
+
+    def __init__(self, model: LayeredModel, options: Trajectory) -> None:
+        super().__init__()
+        self.model, self.options = model, options
+        self.states: States = "hf" if options.preset == "paper" else options.states
+
+    def start(self, batch: int, hidden: Tensor, mask: Tensor) -> None:
+        position = mask.cumsum(-1)
+        kept = mask & (position > self.options.drop_first)
+        if self.options.tokens == "last":
+            kept = kept & (position == position[:, -1:])
+        self.state[f"kept/{batch}"] = kept
+        path = WalkedPath()
+        path.start(in_convention(self.model, self.states, 0, hidden)[kept])
+        self._keep(batch, path)
+
+    def visit(self, visit: Visit) -> None:
+        kept, path = self.state[f"kept/{visit.batch}"].to(visit.mask.device), self._path(visit.batch)
+        before = in_convention(self.model, self.states, visit.layer - 1, visit.before)
+        after = in_convention(self.model, self.states, visit.layer, visit.after)
+        path.step(before[kept], after[kept])
+        self._keep(visit.batch, path)
+
+    def release(self, batch: int) -> None:
+        self.state.pop(f"path/{batch}/total", None)
+
+    def records(self) -> Iterator[Record]:
+        tags: dict[str, str | int | float] = {} if self.states == "resid" else {"states": self.states}
+        batches = [int(name.removeprefix("kept/")) for name in self.state if name.startswith("kept/")]
+        groups = [_of_prompts(self._path(batch), self.state[f"kept/{batch}"]) for batch in batches]
+        for metric in groups[0]:
+            yield from _trajectory_records(metric, torch.cat([group[metric] for group in groups], dim=-1), tags)
+
+    def _path(self, batch: int) -> WalkedPath:
+        start = f"path/{batch}/"
+        return WalkedPath({n.removeprefix(start): t for n, t in self.state.items() if n.startswith(start)})
+
+    def _keep(self, batch: int, path: WalkedPath) -> None:
+        self.state.update({f"path/{batch}/{name}": tensor for name, tensor in path.state.items()})
+
+
+def _of_prompts(path: WalkedPath, kept: Tensor) -> dict[str, Tensor]:
+    """Per metric and row (layer): mean over a prompt's tokens, median, number of tokens without a value."""
+    found = {}
+    for metric, values in _of_tokens(path).items():
+        kept = kept.to(values.device)  # where there is no float64, values are on the CPU
+        placed = values.new_full((len(values), *kept.shape), torch.nan)
+        placed[:, kept] = values  # (rows, batch, tokens)
+        missing = (placed.isnan() & kept).sum(-1)
+        found[metric] = torch.stack([mean_of_defined(placed), median_of_defined(placed), missing.double()]).cpu()
+    return found  # (3, rows, batch) each
+
+
+def _of_tokens(path: WalkedPath) -> dict[str, Tensor]:
+    """Per metric the values (rows, paths); metrics of a whole path have one row."""
+    norms, lengths = path.state["norms"], path.state["lengths"]
+    found = {  # what breaks off leaves the layers before alone
+        "line_shape_score": path.running_line_shape_score("nan", so_far=True),
+        "equidistance": path.equidistance("nan")[None],
+        "growth_rate": path.growth_rates("nan", so_far=True),
+        "state_norm": norms.where(norms.isfinite(), torch.nan),
+    }
+    if len(norms) > 2:  # one block has no deviation of growth
+        found["expodistance"] = path.expodistance("nan")[None]
+    return found | {"step_norm": lengths.where(lengths.isfinite(), torch.nan)}
+
+
+def _trajectory_records(metric: str, statistics: Tensor, tags: dict[str, str | int | float]) -> Iterable[Record]:
+    means, medians, missing = statistics  # (rows, prompts) each
+    about, of_path = look_up(metric), is_in(metric, "path")
+    rows: list[tuple[int, int | None]] = [(-1, None)] if of_path else []
+    if about.first_layer is not None:  # the row of layer 0 is there for states, not for steps
+        places = enumerate(range(len(means)), start=min(1, about.first_layer))
+        rows += [(row, layer) for layer, row in places if layer >= about.first_layer]
+    for row, layer in rows:
+        counts = left_out("tokens", int(missing[row].sum()))
+        yield from summarize(metric, means[row], layer=layer, tags=tags | counts)
+        if about.median and (layer is None or not of_path):
+            yield from summarize_median(metric, medians[row], layer=layer, tags=tags | counts)
+
+
+LEAST_TOKENS = 3  # a plane needs them
+
+
+@dataclass(kw_only=True)
+class PathsInPlane(DividedAnalysis):
+    """Where tokens are at every layer, in the plane of the last layer's first two principal components.
+
+    Per prompt or image: `path`, the coordinate of a token (tag `token`, counted among the real ones) at a layer along
+    an axis (tag `axis`, 1 or 2), and `path_variance`, the share of the last layer's variance along it; both with the
+    tag `prompt`, from 1. `plane_variance` is the share along both axes, averaged over prompts.
+
+    Mean and axes are fitted to all real tokens of the prompt but the first `drop_first` (mostly a sink far from all
+    others; of an image the class token); of these at most `num_tokens`, evenly spread, are recorded. Each prompt, and
+    each checkpoint, has axes of its own. Only the first `num_prompts` prompts are measured; one of fewer than 3 tokens,
+    or whose tokens end on a line or nowhere, has no plane and is counted in the tag `num_undefined`. `states="hf"` ends
+    each path after the final norm. The model runs in float32 or wider. Source: definitions as in
+    `lit_layers.functional.trajectory`.
+    """
+
+    batches: Batches
+    name: str = "paths_in_plane"
+    num_prompts: int = 2
+    num_tokens: int = 24
+    drop_first: int = 1
+    states: States = "resid"
+
+    def check(self, model: LayeredModel) -> None:
+        super().check(model)
+        self._check_options()
+
+    def parts(self, model: LayeredModel) -> Iterable[PromptTrajectory]:
+        self._check_options()
+        return first_prompts(model, self.batches, self.num_prompts)
+
+    def of_part(self, model: LayeredModel, part: PromptTrajectory) -> "_Paths":
+        tokens = list(range(self.drop_first, int(part.mask.sum())))
+        if len(tokens) < LEAST_TOKENS:
+            nowhere = torch.full((2,), torch.nan, dtype=torch.float64)
+            return _Paths([], nowhere.new_empty(part.num_layers + 1, 0, 2), nowhere)
+        kept = torch.stack(
+            [
+                in_convention(model, self.states, layer, hidden)[0][part.mask[0]][self.drop_first :]
+                for layer, hidden in enumerate(part.hidden)
+            ]
+        )
+        places, explained = principal_paths(kept, undefined="nan")
+        shown = evenly_spread(0, len(tokens) - 1, self.num_tokens)
+        return _Paths([tokens[index] for index in shown], places[:, shown].cpu(), explained.cpu())
+
+    def combine(self, model: LayeredModel, found: "list[_Paths]") -> Iterable[Record]:
+        if not any(paths.tokens for paths in found):
+            raise InputError(
+                f"{self.name}: no prompt has {LEAST_TOKENS} tokens behind the first {self.drop_first}: give longer "
+                "prompts or a smaller drop_first"
+            )
+        tags = {"states": self.states} if self.states != "resid" else {}
+        yield from summarize("plane_variance", torch.stack([paths.explained.sum() for paths in found]), tags=tags)
+        for prompt, paths in enumerate(found, start=1):
+            if not paths.explained.isnan().any():
+                yield from _plane_records(paths, {"prompt": prompt, **tags})
+
+    def _check_options(self) -> None:
+        check_counts(self.name, num_prompts=self.num_prompts, num_tokens=self.num_tokens)
+        check_choice(self.name, "states", self.states, ("resid", "hf"))
+        if self.drop_first < 0:
+            raise InputError(f"{self.name}: expected drop_first of at least 0, got {self.drop_first}")
+
+
+class _Paths(NamedTuple):
+    """Of one prompt, in float64 on the CPU."""
+
+    tokens: list[int]
+    places: Tensor  # (layers + 1, tokens, 2)
+    explained: Tensor  # (2,) NaN where there is no plane
+
+
+def _plane_records(paths: _Paths, tags: dict[str, str | int | float]) -> Iterable[Record]:
+    for axis, share in enumerate(paths.explained.tolist(), start=1):
+        yield Record(metric="path_variance", value=share, n=1, tags={**tags, "axis": axis})
+    for layer, places in enumerate(paths.places.tolist()):
+        for token, place in zip(paths.tokens, places, strict=True):
+            for axis, value in enumerate(place, start=1):
+                yield Record(metric="path", value=value, layer=layer, n=1, tags={**tags, "token": token, "axis": axis})
+
+
+Mode = Literal["token", "flattened"]
+Rows = Literal["tokens", "prompts"]
+MODES, ROWS = get_args(Mode), get_args(Rows)
+SIZES = "num_beginning", "num_middle", "num_ending"
+
+
+@dataclass(kw_only=True)
+class LayerSimilarity(DividedAnalysis):
+    """Similarity of every two layers, 0 to L, and the beginning, middle and ending that it divides the model into.
+
+    `layer_cosine` (tag `mode`): the cosine of a token's states at two layers, averaged within each prompt, then over
+    prompts ("token"), or that of all of a prompt's tokens as one vector, a mean weighted by norms ("flattened").
+    `layer_cka`: linear centred kernel alignment. Both for `layer` and `other_layer` in either order.
+
+    `num_beginning`, `num_middle`, `num_ending` and `block_contrast`: the contiguous division of layers 1..L (the
+    embedding does not count) by `layer_stages`, of the similarity that the tag `of` names and its `mode`.
+
+    A layer without a value has none with any other, and then there is no division (NaN). A prompt that is not finite at
+    some layer is left out of the alignment, a layer at which most are not has none.
+
+    Values are over prompts of equal weight, with intervals; those of `layer_cka` are over all rows together (tag
+    `num_rows`), without. Padding never enters. A result of other than the default options says so in tags. The model
+    runs in float32 or wider.
+    Source: Sun et al., arXiv 2407.09298 (cosine); Kornblith et al. 2019 (CKA).
+
+    Args:
+        batches: what is measured on.
+        rows: of the alignment: tokens, or one mean-pooled vector for each prompt.
+        num_tokens: of each prompt, evenly spread, where tokens are the rows; None for all. All layers' rows are kept
+            in memory: 128 prompts x 16 tokens x 13 layers x 768 x 4 B = 82 MB.
+        debiased: the alignment that does not grow with width over rows, and may be below 0; it needs 4 rows.
+        drop_first: how many first tokens are left out, mostly sinks, whose norm decides "flattened" and the alignment.
+        states: which convention.
+    """
+
+    batches: Batches
+    name: str = "layer_similarity"
+    rows: Rows = "tokens"
+    num_tokens: int | None = 16
+    debiased: bool = True
+    drop_first: int = 0
+    states: States = "resid"
+
+    def check(self, model: LayeredModel) -> None:
+        super().check(model)
+        self._check_options(model)
+
+    def parts(self, model: LayeredModel) -> Iterable[Batch]:
+        self._check_options(model)
+        return self.batches
+
+    def of_part(self, model: LayeredModel, part: Batch) -> "_Similarities":
+        states: list[Tensor] = []
+        masks: list[Tensor] = []
+
+        def keep(layer: int, hidden: Tensor, mask: Tensor) -> None:
+            states.append(in_convention(model, self.states, layer, hidden))
+            masks.append(mask)
+
+        model.pass_states(part, keep)
+        hidden, mask = torch.stack(states), masks[0]  # (layers + 1, batch, tokens, dim)
+        mask = mask & (mask.cumsum(-1) > self.drop_first)
+        left = mask.any(-1)
+        hidden, mask = hidden[:, left], mask[left]
+        cosines = {mode: _cosines(hidden, mask, mode) for mode in MODES}
+        finite = (hidden.isfinite().all(-1) | ~mask).all(-1).cpu()
+        rows, prompt = (part.cpu() for part in self._rows(hidden, mask))
+        return _Similarities(cosines, rows, prompt, finite)
+
+    def combine(self, model: LayeredModel, found: "list[_Similarities]") -> Iterable[Record]:
+        rows, num_left_out, prompts = _joined(found)
+        least = 4 if self.debiased else 2
+        if rows.shape[1] < least:
+            raise InputError(
+                f"{self.name}: layer_cka needs at least {least} rows, got {rows.shape[1]} ({self.rows}): give more "
+                "texts or longer ones"
+            )
+        tags = {"states": self.states} if self.states != "resid" else {}
+        tags |= {"drop_first": self.drop_first} if self.drop_first else {}
+        for mode in MODES:
+            values = torch.cat([part.cosines[mode] for part in found])  # (prompts, layers + 1, layers + 1)
+            tags_of_mode = {"mode": mode, **tags}
+            yield from _cosine_records(values, tags_of_mode)
+            yield from _stages("layer_cosine", mean_of_defined(values, dim=0), len(values), tags_of_mode)
+        tags |= {"rows": self.rows} if self.rows != "tokens" else {}
+        tags |= {} if self.debiased else {"debiased": "no"}
+        tags |= left_out("", num_left_out)
+        alignment = linear_cka_matrix(rows.to(model.device), debiased=self.debiased, undefined="nan").cpu()
+        for layer, row in enumerate(alignment.tolist()):
+            for other, value in enumerate(row):
+                if not math.isnan(value):
+                    yield Record(
+                        metric="layer_cka",
+                        value=value,
+                        layer=layer,
+                        other_layer=other,
+                        n=prompts,
+                        tags={**tags, "num_rows": rows.shape[1]},
+                    )
+        yield from _stages("layer_cka", alignment, prompts, tags)
+
+    def _rows(self, hidden: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
+        """What of a batch enters the alignment, (layers + 1, rows, dim), and of which prompts, (rows,)."""
+        if self.rows == "prompts":
+            return pool(hidden, mask.expand(hidden.shape[:-1]), undefined="nan"), torch.arange(len(mask))
+        kept = torch.zeros_like(mask)
+        for prompt, real in enumerate(mask):
+            places = real.nonzero()[:, 0]
+            count = len(places) if self.num_tokens is None else self.num_tokens
+            kept[prompt, places[evenly_spread(0, len(places) - 1, count)]] = True
+        return hidden[:, kept], kept.nonzero()[:, 0]
+
+    def _check_options(self, model: LayeredModel) -> None:
+        if model.num_layers < 2:
+            raise InputError(f"{self.name}: stages need at least two blocks, the model has {model.num_layers}")
+        check_choice(self.name, "rows", self.rows, ROWS)
+        check_choice(self.name, "states", self.states, STATES)
+        check_counts(self.name, num_tokens=self.num_tokens)
+        if self.drop_first < 0:
+            raise InputError(f"{self.name}: expected drop_first of at least 0, got {self.drop_first}")
+
+
+class _Similarities(NamedTuple):
+    """Of the prompts of one batch."""
+
+    cosines: dict[Mode, Tensor]  # (prompts, layers + 1, layers + 1), in float64; NaN where a state is zero
+    rows: Tensor  # (layers + 1, rows, dim)
+    prompt: Tensor  # (rows,)
+    finite: Tensor  # (layers + 1, prompts)
+
+
+def _joined(found: list[_Similarities]) -> tuple[Tensor, int, int]:
+    """The rows of all prompts that are finite wherever most are, how many are not, and how many are."""
+    _, kept = complete(torch.cat([part.finite for part in found], dim=1))
+    parts = kept.split([part.finite.shape[1] for part in found])
+    rows = [part.rows[:, own[part.prompt]] for part, own in zip(found, parts, strict=True)]
+    return torch.cat(rows, dim=1), int((~kept).sum()), int(kept.sum())
+
+
+def _cosines(hidden: Tensor, mask: Tensor, mode: Mode) -> Tensor:
+    """The matrix of each prompt, so that their mean is that of all, and so is its spread."""
+    num_layers, num_prompts = hidden.shape[:2]
+    found = [
+        cosine_similarity_matrix(hidden[:, [index]], mask[[index]], mode=mode, undefined="nan").cpu()
+        for index in range(num_prompts)
+    ]
+    return torch.stack([torch.zeros(num_layers, num_layers, dtype=torch.float64), *found])[1:]  # there may be none
+
+
+def _cosine_records(values: Tensor, tags: dict[str, Any]) -> Iterator[Record]:
+    num_layers = values.shape[-1]
+    for layer in range(num_layers):
+        for other in range(layer, num_layers):
+            records = summarize("layer_cosine", values[:, layer, other], layer=layer, other_layer=other, tags=tags)
+            yield from records
+            if other != layer:
+                yield from (replace(record, layer=other, other_layer=layer) for record in records)
+
+
+def _stages(of: str, matrix: Tensor, num_prompts: int, tags: dict[str, Any]) -> Iterator[Record]:
+    missing = matrix[1:, 1:].diagonal().isnan()
+    if missing.any():
+        for metric in (*SIZES, "block_contrast"):
+            yield gap(metric, tags={"of": of, **tags, **left_out("layers", missing)})
+        return
+    found = layer_stages(matrix[1:, 1:])
+    sizes = {name: getattr(found, name) for name in SIZES}
+    for metric, value in {**sizes, "block_contrast": found.contrast}.items():
+        yield Record(metric=metric, value=float(value), n=num_prompts, tags={"of": of, **tags})

@@ -1,0 +1,381 @@
+"""What readouts predict: of every layer (logit lens), and of a model whose blocks run in another order."""
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, replace
+from itertools import groupby
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from lit_layers.analyses.base import DividedAnalysis, predicts_next_token
+from lit_layers.analyses.statistics import Tags, summarize_ratio
+from lit_layers.data.batches import Batches
+from lit_layers.errors import InputError
+from lit_layers.functional.block_schedules import (
+    LOOPS,
+    SEEDS,
+    VARIANTS,
+    Variant,
+    baseline,
+    kendall_distance,
+    start_of,
+    variants,
+)
+from lit_layers.models.shared_prefixes import SharedPrefixes
+from lit_layers.models.view import Batch, LayeredModel, Trajectory
+from lit_layers.records import Record
+
+MAX_LOGITS = 2**24  # held at a time: 64 MB in float32, 333 tokens of GPT-2's vocabulary
+NO_LABEL = -100
+
+
+class Rows(NamedTuple):
+    """What is judged: tokens, or whole prompts where the head pools (`place` is 0 then)."""
+
+    prompt: Tensor  # (rows,)
+    place: Tensor  # (rows,)
+    target: Tensor  # (rows,) NO_LABEL where there is none
+    per_token: bool
+
+    @property
+    def index(self) -> tuple[Tensor, ...]:
+        """Where the rows are in logits, or in states whose readout they are."""
+        return (self.prompt, self.place) if self.per_token else (self.prompt,)
+
+    @property
+    def labelled(self) -> Tensor:
+        return self.target != NO_LABEL
+
+    def chunks(self, size: int) -> "Iterator[Rows]":
+        """The rows in order, at most `size` at a time; none where there are none."""
+        for start in range(0, len(self.prompt), size):
+            yield Rows(*(column[start : start + size] for column in self[:3]), per_token=self.per_token)
+
+
+class Sums(NamedTuple):
+    """Over each prompt's rows, in float64 on the CPU."""
+
+    loss: Tensor  # (*n, prompts)
+    hits: Tensor  # (*n, prompts)
+    divergence: Tensor  # (*n, prompts)
+    num_rows: Tensor  # (prompts,)
+    num_labels: Tensor  # (prompts,)
+
+    @classmethod
+    def of(cls, values: Tensor, rows: Rows, num_prompts: int) -> "Sums":
+        """Of loss, hit and divergence (3, *n, rows), as `FullModel.compared` gives them for all rows of a batch."""
+        prompt = rows.prompt.cpu()
+        values = values.double().cpu()
+        loss, hits, divergence = values.new_zeros(*values.shape[:-1], num_prompts).index_add_(-1, prompt, values)
+        num_rows, num_labels = (each.bincount(minlength=num_prompts) for each in (prompt, prompt[rows.labelled.cpu()]))
+        return cls(loss, hits, divergence, num_rows, num_labels)
+
+    @classmethod
+    def joined(cls, name: str, found: "list[Sums]") -> "Sums":
+        """Of the prompts of all batches, in their order.
+
+        Raises:
+            InputError: of the analysis `name`, where there is nothing to judge.
+        """
+        sums = cls(*(torch.cat(parts, dim=-1) for parts in zip(*found, strict=True)))
+        if not sums.num_rows.any():
+            raise InputError(f"{name}: no text has a next token to predict: give texts of two tokens or more")
+        return sums
+
+
+def rows_of(name: str, model: LayeredModel, trajectory: Trajectory, batch: Batch) -> Rows:
+    """Of a model that generates, every real token that a real one follows, which is its target; of others every real
+    token, or every prompt where the head pools, with the batch's `labels`.
+
+    Raises:
+        InputError: labels that do not fit, of the analysis `name`.
+    """
+    mask, per_token = trajectory.mask, trajectory.logits.ndim == 3
+    if predicts_next_token(model):
+        prompt, place = (mask[:, :-1] & mask[:, 1:]).nonzero().T
+        return Rows(prompt, place, batch["input_ids"].to(prompt.device)[prompt, place + 1], per_token)
+    if per_token:
+        prompt, place = mask.nonzero().T
+    else:
+        prompt = torch.arange(len(mask), device=mask.device)
+        place = torch.zeros_like(prompt)
+    target = torch.full_like(prompt, NO_LABEL)
+    if "labels" in batch:
+        labels = batch["labels"].to(prompt.device)
+        expected = mask.shape if per_token else mask.shape[:1]
+        if labels.is_floating_point() or labels.shape != expected:
+            kind = type(model.model).__name__
+            raise InputError(
+                f"{name}: expected integer labels of shape {tuple(expected)} for {kind}, "
+                f"got {labels.dtype} of shape {tuple(labels.shape)}"
+            )
+        target = labels[prompt, place] if per_token else labels
+        num_classes = trajectory.logits.shape[-1]
+        if len(target) and (target.max() >= num_classes or (target[target != NO_LABEL] < 0).any()):
+            raise InputError(
+                f"{name}: {type(model.model).__name__} has {num_classes} classes, labels from {int(target.min())} to "
+                f"{int(target.max())} do not fit it"
+            )
+    return Rows(prompt, place, target, per_token)
+
+
+def check_head(name: str, model: LayeredModel) -> None:
+    """Refuses a model whose states nothing reads.
+
+    Raises:
+        InputError: naming the analysis and the model.
+    """
+    bare = model.num_classes == 0 if model.family.sees_images else not model.has_head
+    if bare:
+        raise InputError(f"{name}: {type(model.model).__name__} has no head to read its layers with")
+
+
+class FullModel:
+    """What the full model makes of some rows, to compare other readouts of these rows with."""
+
+    def __init__(self, logits: Tensor, rows: Rows) -> None:
+        self.rows = rows
+        log_proba = _log_softmax(logits)  # (rows, classes)
+        self._share = log_proba.exp()
+        self._negative_entropy = torch.linalg.vecdot(self._share, log_proba)
+        loss, hit = self._judged(log_proba)
+        nothing = torch.zeros_like(loss).masked_fill(self._negative_entropy.isnan(), torch.nan)
+        self.own = torch.stack([loss, hit, nothing])  # as `compared` with itself
+
+    def compared(self, logits: Tensor) -> Tensor:
+        """Loss, hit and KL(full model || these logits) of each row, (3, rows); loss and hit are 0 without a label, and
+        NaN where the logits are.
+
+        log-softmax in float32 or wider. Of equal logits the divergence is 0 exactly.
+        """
+        log_proba = _log_softmax(logits)
+        divergence = self._negative_entropy - torch.linalg.vecdot(self._share, log_proba)
+        return torch.stack([*self._judged(log_proba), divergence])
+
+    def _judged(self, log_proba: Tensor) -> tuple[Tensor, Tensor]:
+        target = self.rows.target.where(self.rows.labelled, 0)
+        of_target = log_proba.gather(1, target[:, None])[:, 0]
+        hit = self.rows.labelled & (of_target == log_proba.amax(-1))
+        # Of equals the first is the answer; argmax is the dearest part of all this, so only where it can matter.
+        close = hit.nonzero()[:, 0]
+        hit[close] = log_proba[close].argmax(-1) == target[close]
+        hits = hit.to(of_target).where(of_target.isfinite() | of_target.isinf(), of_target)
+        labelled = self.rows.labelled
+        return (-of_target).where(labelled, 0.0), hits.where(labelled, 0.0)
+
+
+def _log_softmax(logits: Tensor) -> Tensor:
+    return logits.log_softmax(-1, dtype=torch.promote_types(logits.dtype, torch.float32))
+
+
+@dataclass(kw_only=True)
+class Lens(DividedAnalysis):
+    """The logit lens: final norm and head applied to every layer, 0 to L.
+
+    Of a model that generates, per layer over all predicted tokens (every real one but a text's first):
+    `logit_lens_loss` (nats per token), `logit_lens_accuracy` (top-1), `logit_lens_perplexity` = exp(loss) and
+    `kl_to_final` = KL(last layer, layer) in nats. At layer L these are the model's own loss and perplexity, and 0.
+    Uniform logits have a perplexity of the vocabulary's size.
+
+    Of other models (classifiers, encoders, ViTs) the readout is their own pooler, norm and head: `kl_to_final` over
+    prompts, or over real tokens where the head acts on tokens, and loss and accuracy against the batch's `labels` where
+    it has them (-100 for none).
+
+    Values weigh every token alike; `stderr`, the interval and `n` are over prompts, and the tag `num_tokens` counts
+    tokens (or, of a pooling head, prompts). A prompt with a value that is not finite is left out of that metric and
+    layer and counted in `num_undefined`; where the last layer is not finite, no layer has a divergence. log-softmax in
+    float32 or wider. Sources: nostalgebraist, interpreting GPT: the logit lens; Skean et al., Layer by Layer, arXiv
+    2502.02013.
+    """
+
+    batches: Batches
+    name: str = "lens"
+
+    def check(self, model: LayeredModel) -> None:
+        super().check(model)
+        check_head(self.name, model)
+
+    def prepared(self, model: LayeredModel) -> LayeredModel:
+        return model  # the loss that the model itself has
+
+    def parts(self, model: LayeredModel) -> Iterable[Batch]:
+        check_head(self.name, model)
+        return self.batches
+
+    def combine(self, model: LayeredModel, found: list[Sums]) -> Iterable[Record]:
+        sums = Sums.joined(self.name, found)
+        for layer in range(model.num_layers + 1):
+            place: dict[str, Any] = {"layer": layer, "counted": "num_tokens"}
+            if sums.num_labels.any():
+                loss = summarize_ratio("logit_lens_loss", sums.loss[layer], sums.num_labels, **place)
+                yield from loss
+                yield from summarize_ratio("logit_lens_accuracy", sums.hits[layer], sums.num_labels, **place)
+                if predicts_next_token(model):
+                    yield from map(_perplexity, loss)
+            yield from summarize_ratio("kl_to_final", sums.divergence[layer], sums.num_rows, **place)
+
+    def of_part(self, model: LayeredModel, part: Batch) -> Sums:
+        trajectory = model.trajectory(part)
+        rows = rows_of(self.name, model, trajectory, part)
+        size = max(1, MAX_LOGITS // trajectory.logits.shape[-1])
+        parts = [torch.zeros(3, model.num_layers + 1, 0, dtype=torch.float64)]  # a batch may predict nothing
+        parts += [_compare(model, trajectory, chunk).double().cpu() for chunk in rows.chunks(size)]
+        return Sums.of(torch.cat(parts, dim=-1), rows, len(trajectory.mask))
+
+
+@torch.no_grad()
+def _compare(model: LayeredModel, trajectory: Trajectory, rows: Rows) -> Tensor:
+    """Loss, hit and divergence of some rows at every layer, (3, layers + 1, rows): one layer's logits at a time."""
+    full = FullModel(trajectory.logits[rows.index], rows)
+    early = [full.compared(model.readout(hidden[rows.index])) for hidden in trajectory.hidden[:-1]]
+    return torch.stack([*early, full.own], dim=1)  # the last by the model's own logits: its divergence is 0 exactly
+
+
+def _perplexity(loss: Record) -> Record:
+    """exp of the loss and of its interval; the standard error to first order."""
+    value = _exp(loss.value)
+    return replace(
+        loss,
+        metric="logit_lens_perplexity",
+        value=value,
+        stderr=None if loss.stderr is None else value * loss.stderr,
+        low=None if loss.low is None else _exp(loss.low),
+        high=None if loss.high is None else _exp(loss.high),
+    )
+
+
+def _exp(value: float) -> float:
+    return torch.tensor(value, dtype=torch.float64).exp().item()  # inf where math.exp would raise
+
+
+@dataclass(kw_only=True)
+class Interventions(DividedAnalysis):
+    """Layers as painters: loss, accuracy and divergence of a model whose blocks run in other orders.
+
+    Of a model that generates, per variant over all predicted tokens (every real one but a text's first):
+    `variant_loss` (nats per token), `variant_accuracy` (top-1) and `kl_to_full` = KL(full model || variant) in nats. Of
+    other models (classifiers, encoders, ViTs) `kl_to_full` over prompts, or over real tokens where the head acts on
+    tokens, and loss and accuracy against the batch's `labels` where it has them (-100 for none).
+
+    The tag `variant` names the order, `middle` counts the blocks in question, `loops` those of looped_parallel; of
+    skip_one and switch the record's layer is the block. Random orders have records for each `seed`, with the
+    `schedule` and its `kendall_distance` (pairs of blocks that stand the other way round), and one of the mean over
+    seeds, taken within each prompt; there `num_identical` counts orders that left everything in place. The full model
+    is `baseline`, at a divergence of 0.
+
+    Values weigh every token alike; `stderr`, the interval and `n` are over prompts, and `num_tokens` counts tokens (or,
+    of a pooling head, prompts). A prompt with a value that is not finite is left out and counted in `num_undefined`; if
+    that is every prompt, the value is NaN, or that of a block is left out. log-softmax in float32 or wider; the model
+    runs in its own precision.
+
+    What several orders begin with in common is run once for each batch.
+    Source: Sun et al., Transformer Layers as Painters, arXiv 2407.09298.
+
+    Args:
+        batches: what is measured on.
+        variants: which orders.
+        middles: numbers of middle blocks; None: all that there are.
+        seeds: of random orders.
+        loops: of looped_parallel.
+        custom: further orders, written as `1 2 (3,4,5) 6`.
+    """
+
+    batches: Batches
+    name: str = "interventions"
+    variants: tuple[str, ...] = VARIANTS
+    middles: tuple[int, ...] | None = None
+    seeds: tuple[int, ...] = SEEDS
+    loops: tuple[int, ...] = LOOPS
+    custom: tuple[str, ...] = ()
+
+    def check(self, model: LayeredModel) -> None:
+        super().check(model)
+        check_head(self.name, model)
+        self.chosen(model)
+
+    def prepared(self, model: LayeredModel) -> LayeredModel:
+        return model  # as it would be used; what a rounding costs is little beside what a block in another place does
+
+    def chosen(self, model: LayeredModel) -> list[Variant]:
+        """The variants of this model, the full one first.
+
+        Raises:
+            InputError: options that do not fit the model.
+        """
+        if model.num_layers < 2:
+            raise InputError(f"{self.name}: an order needs at least two blocks, the model has {model.num_layers}")
+        try:
+            return variants(
+                model.num_layers,
+                self.variants,
+                middles=self.middles,
+                seeds=self.seeds,
+                loops=self.loops,
+                custom=self.custom,
+            )
+        except ValueError as error:
+            raise InputError(f"{self.name}: {error}") from error
+
+    def parts(self, model: LayeredModel) -> Iterable[Batch]:
+        check_head(self.name, model)
+        self.chosen(model)
+        return self.batches
+
+    @torch.no_grad()
+    def of_part(self, model: LayeredModel, part: Batch) -> Sums:
+        trajectory = model.trajectory(part)
+        rows, num_prompts = rows_of(self.name, model, trajectory, part), len(trajectory.mask)
+        size = max(1, MAX_LOGITS // trajectory.logits.shape[-1])
+        full = [FullModel(trajectory.logits[chunk.index], chunk) for chunk in rows.chunks(size)]
+        # Large, and `full` has what is needed of it: no more is held than one batch's logits and a chunk's.
+        trajectory = replace(trajectory, logits=trajectory.logits.new_empty(0))
+        chosen = self.chosen(model)
+        found: list[Tensor] = [torch.zeros(3, len(rows.prompt), dtype=torch.float64)] * len(chosen)
+        if full:  # a batch may predict nothing
+            orders = SharedPrefixes([variant.schedule for variant in chosen], model.num_layers)
+            for indices, hidden in orders.states(trajectory):
+                whole = 0 in indices  # by the model's own logits, so that its divergence is 0 exactly
+                values = torch.cat(
+                    [each.own if whole else each.compared(model.readout(hidden[each.rows.index])) for each in full],
+                    dim=-1,
+                )
+                for index in indices:
+                    found[index] = values
+        return Sums.of(torch.stack(found, dim=1), rows, num_prompts)
+
+    def combine(self, model: LayeredModel, found: list[Sums]) -> Iterable[Record]:
+        sums = Sums.joined(self.name, found)
+        chosen = enumerate(self.chosen(model))
+        for (name, middle), group in groupby(chosen, key=lambda item: (item[1].name, item[1].middle)):
+            members = list(group)
+            for index, variant in members:
+                yield from _variant_records(sums, [index], variant.tags, variant.block)
+                if name == "random":
+                    yield _distance(variant, model.num_layers)
+            if name == "random":
+                whole = baseline(model.num_layers)
+                tags = {
+                    "variant": name,
+                    "middle": middle,
+                    "num_seeds": len(members),
+                    "num_identical": sum(variant.schedule == whole for _, variant in members),
+                }
+                yield from _variant_records(sums, [index for index, _ in members], tags)
+
+
+def _variant_records(sums: Sums, indices: list[int], tags: Tags, layer: int | None = None) -> Iterator[Record]:
+    """Of one variant, or the mean of several: within each prompt, as the spread of interest is that over prompts."""
+    kinds = [("variant_loss", sums.loss, sums.num_labels), ("variant_accuracy", sums.hits, sums.num_labels)]
+    for metric, values, counts in (*kinds, ("kl_to_full", sums.divergence, sums.num_rows)):
+        if counts.any():
+            yield from summarize_ratio(
+                metric, values[indices].mean(0), counts, layer=layer, tags=tags, counted="num_tokens"
+            )
+
+
+def _distance(variant: Variant, num_blocks: int) -> Record:
+    assert variant.middle is not None
+    start = start_of(num_blocks, variant.middle)
+    order = [step for step in variant.schedule[start + 1 : num_blocks - start] if isinstance(step, int)]
+    return Record(metric="kendall_distance", value=float(kendall_distance(order)), tags=dict(variant.tags))

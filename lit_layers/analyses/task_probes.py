@@ -1,0 +1,384 @@
+"""What a linear probe of each layer can tell on a downstream task, and what it gains from more labelled texts."""
+
+import math
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, ClassVar, Literal, NamedTuple
+
+import torch
+from torch import Tensor
+
+from lit_layers.analyses.base import Analysis, at_least_float32, check_choice, check_counts
+from lit_layers.analyses.features import LayerFeatures, TaskReader, TaskRows, TextPooling, permuted, text_features
+from lit_layers.analyses.label_probe import (
+    Fitted,
+    ProbeOptions,
+    RowScores,
+    Tags,
+    curve_records,
+    fit_layer,
+    of_log_proba,
+    score_records,
+    score_rows,
+)
+from lit_layers.analyses.statistics import complete, left_out, nothing_defined
+from lit_layers.errors import InputError
+from lit_layers.functional.probe import LogisticProbes
+from lit_layers.models.build import untrained
+from lit_layers.models.view import LayeredModel
+from lit_layers.records import Record
+from lit_layers.tasks.probe import ProbeTask
+
+POOLINGS = ("last", "mean", "cls")
+
+
+@dataclass(kw_only=True)
+class OnTask(Analysis):
+    """Linear probes on a downstream task.
+
+    A layer at which fewer than half of all rows have finite features has no probe. A row whose features are not finite
+    at another layer is left out of every part and layer, and counted in `num_undefined`.
+
+    Args:
+        task: a name of the catalogue, or a `ProbeTask`.
+        tokenizer: a local path, a name of the Hub, or bpe:SIZE.
+        corpus: which the tokenizer bpe:SIZE is trained on.
+        folder: local data, where the task's files lie; None: the Hub.
+        name: of the analysis; its kind and the task by default.
+        pooling: "last", "mean" or "cls".
+        max_tokens: a longer text loses its end; also at the model's own limit.
+        c, tolerance, max_iterations: of `fit_logistic_probes`.
+        penalty: of `fit_ridge_probes`, for regressions; 0 is least squares.
+        seed: of whatever is drawn.
+        cache: a folder in which features are kept and found again; None: nowhere.
+    """
+
+    kind: ClassVar[str]  # first part of the name
+
+    task: str | ProbeTask
+    tokenizer: str
+    corpus: str | None = None
+    folder: str | None = None
+    name: str = ""
+    pooling: TextPooling = "last"
+    max_tokens: int = 512
+    c: float = 1.0
+    penalty: float = 1.0
+    tolerance: float = 1e-6
+    max_iterations: int = 1000
+    seed: int = 0
+    cache: str | None = None
+    _reader: TaskReader | None = field(default=None, init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        if not self.name:
+            self.name = f"{self.kind}/{self.task if isinstance(self.task, str) else self.task.name}"
+
+    def check(self, model: LayeredModel) -> None:
+        check_probe_options(self.name, c=self.c, penalty=self.penalty, tolerance=self.tolerance, seed=self.seed)
+        check_counts(self.name, max_iterations=self.max_iterations)
+        check_choice(self.name, "pooling", self.pooling, POOLINGS)
+        if self.cache is not None and Path(self.cache).exists() and not Path(self.cache).is_dir():
+            raise InputError(f"{self.name}: expected cache to be a folder, {self.cache} is a file")
+        self._rows(model)
+
+    def config(self) -> dict[str, Any]:
+        """Without `cache`: where features are kept decides no number."""
+        whole = super().config()
+        return {**whole, "init_args": {name: each for name, each in whole["init_args"].items() if name != "cache"}}
+
+    def data_hash(self) -> str | None:
+        return self._read().content_hash()
+
+    def tokenizer_hash(self) -> str | None:
+        return self._read().tokenizer_hash()
+
+    def _rows(self, model: LayeredModel) -> TaskRows:
+        """The parts that are measured on; train holds the validation rows."""
+        return self._read().rows(model, join_validation=True)
+
+    def _features(self, model: LayeredModel, rows: TaskRows) -> dict[str, LayerFeatures]:
+        return {
+            part: text_features(model, texts, pooling=self.pooling, cache=self.cache, undefined="nan")
+            for part, texts in rows.texts.items()
+        }
+
+    def _complete(self, features: Mapping[str, LayerFeatures]) -> tuple[Tensor, dict[str, Tensor]]:
+        """Which layers (layers + 1,) are no gap, and which rows of each part have a vector at each of these.
+
+        Raises:
+            ValueError: no layer is left.
+        """
+        defined = {part: found.defined() for part, found in features.items()}
+        layers, kept = complete(torch.cat(list(defined.values()), dim=1))
+        if not layers.any():
+            raise nothing_defined(self.name)
+        parts = kept.split([found.shape[1] for found in defined.values()])
+        return layers, dict(zip(defined, parts, strict=True))
+
+    def _options(self) -> ProbeOptions:
+        return ProbeOptions(self.c, self.penalty, self.tolerance, self.max_iterations)
+
+    def _read(self) -> TaskReader:
+        if self._reader is None:
+            self._reader = TaskReader(
+                self.name,
+                self.task,
+                self.tokenizer,
+                corpus=self.corpus,
+                folder=self.folder,
+                max_tokens=self.max_tokens,
+            )
+        return self._reader
+
+
+def check_probe_options(name: str, *, c: float, penalty: float, tolerance: float, seed: int) -> None:
+    """Refuses what is out of range."""
+    for option, value in (("c", c), ("tolerance", tolerance)):
+        if not (value > 0 and math.isfinite(value)):
+            raise InputError(f"{name}: expected a positive {option}, got {value}")
+    if not (penalty >= 0 and math.isfinite(penalty)):
+        raise InputError(f"{name}: expected penalty of at least 0, got {penalty}")
+    if seed < 0:
+        raise InputError(f"{name}: expected seed of at least 0, got {seed}")
+
+
+FITTED_ON = ("train", "train_and_validation")
+
+
+@dataclass(kw_only=True)
+class Probe(OnTask):
+    """A linear probe per layer, 0 to L, on a downstream task: logistic for classes, ridge for numbers.
+
+    The feature of a text is one vector per layer: its "last" real token, the "mean" of its tokens, or the first
+    ("cls"); every text passes the model once. Per layer and part, tag `split`: `accuracy`, `macro_f1` and `log_loss`
+    (nats), or `mean_squared_error` and `r_squared` (against predicting the training mean). Rows tagged
+    `reference="majority"` (or "mean") are what the training labels alone give on the same rows;
+    `control="random_labels"` are probes fitted to permuted labels, `control="untrained_model"` probes on the same
+    architecture with new weights. A test row of a class that no training row has counts as an error, and is left out of
+    the log-loss. Without a layer: how steadily the test score rises (`monotonicity_...`, tag `of`), the layer from
+    which no single step gains more than 0.01 (`plateau_layer`), the best one, the first inflection.
+
+    Fitted on train alone, `validation` is scored as well: choose layers there. Test has intervals: Wilson's for the
+    accuracy, bootstrap over its rows for the rest. Features lie on disk, a layer of them in memory at a time
+    (100,000 x 768 x 4 B = 0.3 GB). Source: hierarchical analysis of monotonicity (OpenReview ZVLyyG5yS6), section 3.
+
+    Args:
+        fit_on: "train_and_validation", as published, or "train".
+        random_labels: whether to fit the control.
+        untrained: whether to measure new weights too; a series has its step 0 for that.
+        warm_start: begins each fit at the last checkpoint's probe. Quicker; numbers then agree within `tolerance`.
+        seed: of permuted labels and of new weights.
+        task, tokenizer, corpus, folder, name, pooling, max_tokens, c, penalty, tolerance, max_iterations, cache: as for
+            every analysis on a task (`lit_layers.analyses.task_probes`).
+    """
+
+    kind = "probe"
+
+    fit_on: Literal["train", "train_and_validation"] = "train_and_validation"
+    random_labels: bool = True
+    untrained: bool = False
+    warm_start: bool = False
+    _last: dict[tuple[str, int], LogisticProbes] = field(default_factory=dict, init=False, repr=False, compare=False)
+
+    def check(self, model: LayeredModel) -> None:
+        check_choice(self.name, "fit_on", self.fit_on, FITTED_ON)
+        super().check(model)
+
+    def run(self, model: LayeredModel) -> Iterable[Record]:
+        self.check(model)
+        rows, model = self._rows(model), at_least_float32(model)
+        features = self._features(model, rows)
+        layers, kept = self._complete(features)
+        rows = rows.where(kept)
+        labels = rows.targets["train"]
+        yield from references(rows)
+        yield from self._probes(_Kept(features, layers, kept), rows, labels, {})
+        if self.random_labels:
+            control = {"control": "random_labels"}
+            yield from self._probes(_Kept(features, layers, kept), rows, permuted(labels, self.seed), control)
+        if self.untrained:
+            fresh = self._features(LayeredModel(untrained(model.model, seed=self.seed)), rows)
+            control = {"control": "untrained_model"}
+            yield from self._probes(_Kept(fresh, torch.ones_like(layers), kept), rows, labels, control)
+
+    def _probes(self, features: "_Kept", rows: TaskRows, labels: Tensor, control: Tags) -> Iterator[Record]:
+        tags: Tags = {"task": rows.data.name, **control, **left_out("", ~torch.cat([*features.rows.values()]))}
+        curve: list[RowScores] = []
+        unconverged = 0
+        for layer in features.layers.nonzero()[:, 0].tolist():
+            probe = self._fitted(features.layer("train", layer), labels, rows, (str(control), layer))
+            failed = isinstance(probe, LogisticProbes) and not probe.converged.all()
+            flag = {"num_not_converged": 1} if failed else {}
+            unconverged += failed and layer > 0
+            for part, targets in rows.targets.items():
+                if control and part != "test":
+                    continue
+                scores = score_rows(probe, features.layer(part, layer), targets)
+                yield from score_records(
+                    scores,
+                    targets,
+                    {**tags, "split": part, **flag},
+                    layer=layer,
+                    baseline=rows.errors_of_mean(part),
+                    intervals=part != "train",
+                )
+                if part == "test" and layer:
+                    curve.append(scores)
+        if not control:
+            flag = {"num_not_converged": unconverged} if unconverged else {}
+            for metric in ("accuracy", "log_loss") if rows.is_classification else ("mean_squared_error",):
+                whole = {**tags, "split": "test", **flag, **left_out("layers", ~features.layers[1:])}
+                yield from curve_records(curve, whole, metric=metric)
+
+    def _fitted(self, features: Tensor, labels: Tensor, rows: TaskRows, key: tuple[str, int]) -> Fitted:
+        start = self._last.get(key)
+        if start is not None and start.weight.shape[1] != features.shape[1]:  # of another model
+            start = None
+        probe = fit_layer(features, labels, self._options(), num_classes=rows.num_classes or None, start=start)
+        if self.warm_start and isinstance(probe, LogisticProbes):
+            self._last[key] = probe
+        return probe
+
+    def _rows(self, model: LayeredModel) -> TaskRows:
+        return self._read().rows(model, join_validation=self.fit_on == "train_and_validation")
+
+
+class _Kept(NamedTuple):
+    """Features of those layers that are no gap, of those rows of each part that have them."""
+
+    parts: Mapping[str, LayerFeatures]
+    layers: Tensor  # (layers + 1,)
+    rows: Mapping[str, Tensor]  # (rows of the part,) each
+
+    def layer(self, part: str, layer: int) -> Tensor:
+        found, kept = self.parts[part].layer(layer), self.rows[part]
+        return found if kept.all() else found[kept]  # a copy is a layer's features once more
+
+
+def references(rows: TaskRows) -> Iterator[Record]:
+    """What the training labels alone give on the test rows: class frequencies, or the mean."""
+    train, targets = rows.targets["train"], rows.targets["test"]
+    tags: Tags = {"task": rows.data.name, "split": "test", "num_train_rows": len(train), **rows.counts()}
+    if rows.is_classification:
+        share = torch.bincount(train, minlength=rows.num_classes).double() / len(train)
+        scores = of_log_proba(share.log().expand(len(targets), -1), targets)
+        tags = {**tags, "reference": "majority", "num_classes": rows.num_classes}
+    else:
+        errors = rows.errors_of_mean("test")
+        assert errors is not None, "of a regression"
+        scores, tags = RowScores(errors), {**tags, "reference": "mean"}
+    yield from score_records(scores, targets, tags, layer=None, baseline=rows.errors_of_mean("test"), intervals=True)
+
+
+SHARES = (1 / 32, 1 / 16, 1 / 8, 1 / 4, 1 / 2, 1.0)
+
+
+@dataclass(kw_only=True)
+class SampleSizeSweep(OnTask):
+    """The test score of each layer's probe with a 32nd, a 16th, ... and all of the training rows.
+
+    The subsets of a seed are nested: the first rows of one permutation. Test rows and classes stay. Per layer and size,
+    tag `train_rows`: mean over seeds of `accuracy` and `log_loss`, or of `mean_squared_error`, with Student's 95%
+    interval over seeds and `n` seeds; all rows are the same rows under every seed and are fitted once. The tag
+    `num_classes_seen` is the fewest classes that a subset held: a test row of another class counts as an error and is
+    left out of the log-loss. `c` multiplies a sum and is the same for all sizes, so regularisation fades as rows are
+    added. Source: hierarchical analysis of monotonicity (OpenReview ZVLyyG5yS6), whose sizes are unpublished: these are
+    ours.
+
+    Args:
+        task, tokenizer, corpus, folder, pooling, max_tokens, c, penalty, tolerance, max_iterations, cache: as for
+            `Probe`, whose features a shared `cache` saves making again.
+        name: of the analysis; sample_sizes/TASK by default.
+        layers: which layers; None: all, with layer 0.
+        num_seeds: permutations.
+        seed: of the first; the others follow it.
+    """
+
+    kind = "sample_sizes"
+
+    layers: list[int] | None = None
+    num_seeds: int = 5
+
+    def check(self, model: LayeredModel) -> None:
+        check_counts(self.name, num_seeds=self.num_seeds)
+        for layer in self.layers or ():
+            if not 0 <= layer <= model.num_layers:
+                raise InputError(f"{self.name}: expected layers from 0 to {model.num_layers}, got {layer}")
+        if self.layers is not None and len(set(self.layers)) < len(self.layers):
+            raise InputError(f"{self.name}: expected each layer once, got {self.layers}")
+        super().check(model)
+
+    def run(self, model: LayeredModel) -> Iterable[Record]:
+        self.check(model)
+        rows, model = self._rows(model), at_least_float32(model)
+        found = self._features(model, rows)
+        defined, kept = self._complete(found)
+        rows, counts = rows.where(kept), left_out("", ~torch.cat([*kept.values()]))
+        for layer in range(model.num_layers + 1) if self.layers is None else self.layers:
+            if not defined[layer]:
+                continue
+            features, held_out = (found[part].layer(layer)[kept[part]] for part in ("train", "test"))
+            for size in sizes(len(features)):
+                yield from self._of_size(rows, features, held_out, layer, size, counts)
+
+    def _of_size(
+        self, rows: TaskRows, features: Tensor, held_out: Tensor, layer: int, size: int, counts: dict[str, int]
+    ) -> Iterable[Record]:
+        labels, targets = rows.targets["train"], rows.targets["test"]
+        found: dict[str, list[float]] = {}
+        seen, unconverged = [], 0
+        for subset in subsets(len(features), size, self.num_seeds, self.seed):
+            chosen = labels[subset]
+            if rows.is_classification:
+                seen.append(len(chosen.unique()))
+                if seen[-1] < 2:
+                    continue  # one class: no probe
+            probe = fit_layer(features[subset], chosen, self._options(), num_classes=rows.num_classes or None)
+            unconverged += int(not getattr(probe, "converged", torch.ones(1)).all())
+            scores = score_rows(probe, held_out, targets)
+            if scores.hits is None:
+                found.setdefault("mean_squared_error", []).append(float(scores.losses.mean()))
+                continue
+            found.setdefault("accuracy", []).append(float(scores.hits.double().mean()))
+            known = scores.losses[scores.losses.isfinite()]
+            found.setdefault("log_loss", []).append(float(known.mean()) if len(known) else math.nan)
+        tags: dict[str, str | int | float] = {"task": rows.data.name, "split": "test", "train_rows": size, **counts}
+        if seen:
+            tags["num_classes_seen"] = min(seen)
+        if unconverged:
+            tags["num_not_converged"] = unconverged
+        for metric, values in found.items():
+            defined = [value for value in values if not math.isnan(value)]
+            if defined:
+                yield over_seeds(metric, defined, layer=layer, tags=tags)
+
+
+def sizes(num_rows: int) -> list[int]:
+    """n/32, n/16, ..., n, rounded down, of at least 2 rows and each once."""
+    return sorted({max(2, int(num_rows * share)) for share in SHARES if num_rows * share >= 2} | {num_rows})
+
+
+def subsets(num_rows: int, size: int, num_seeds: int, seed: int) -> list[Tensor]:
+    """The first `size` rows of a permutation for each seed; all rows once."""
+    if size == num_rows:
+        return [torch.arange(num_rows)]
+    orders = [
+        torch.randperm(num_rows, generator=torch.Generator().manual_seed(seed + turn)) for turn in range(num_seeds)
+    ]
+    return [order[:size] for order in orders]
+
+
+def over_seeds(metric: str, values: list[float], *, layer: int, tags: dict[str, str | int | float]) -> Record:
+    """Mean over seeds; with two or more of them stderr and Student's interval."""
+    mean, n = sum(values) / len(values), len(values)
+    if n < 2:
+        return Record(metric=metric, value=mean, layer=layer, n=n, tags=tags)
+    from scipy.stats import t
+
+    stderr = math.sqrt(sum((value - mean) ** 2 for value in values) / (n - 1) / n)
+    half = stderr * float(t.ppf(0.975, n - 1))
+    return Record(
+        metric=metric, value=mean, stderr=stderr, low=mean - half, high=mean + half, layer=layer, n=n, tags=tags
+    )
