@@ -41,7 +41,7 @@ from torch.nn import functional as F
 from lit_layers import records
 from lit_layers.data.image_sources import ImageSource
 from lit_layers.data.pictures import SmallPictures
-from lit_layers.models.recipe_parts import mixup
+from lit_layers.models.pixels import mixup
 from lit_layers.training import LitImageClassifier, LitImageData
 from lit_layers.training.image_data import SampleOrder
 from lit_layers.training.images import parameter_groups

@@ -22,8 +22,7 @@ from torch import Tensor
 from lit_layers.analyses.readout_scores import FullModel, Interventions, Sums, rows_of
 from lit_layers.data.batches import Batches
 from lit_layers.models import LayeredModel, causal_lm
-from lit_layers.models.running_order import running_order
-from lit_layers.models.shared_prefixes import SharedPrefixes
+from lit_layers.models.running_order import SharedPrefixes, running_order
 
 NOISE = 1.1  # and what the head costs, which is run for each different order
 SETS = {"all variants": {}, "loops 3 alone": {"loops": (3,)}}

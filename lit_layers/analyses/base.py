@@ -21,7 +21,7 @@ from lit_layers.data.images import EvalImages
 from lit_layers.data.text import EvalText
 from lit_layers.errors import InputError
 from lit_layers.models.families import trunk_of
-from lit_layers.models.pixel_statistics import pixel_statistics
+from lit_layers.models.pixels import pixel_statistics
 from lit_layers.models.view import Batch, LayeredModel, Trajectory
 from lit_layers.moved import public_path
 from lit_layers.records import Record

@@ -27,8 +27,8 @@ from lit_layers.errors import InputError
 from lit_layers.functional import geometry
 from lit_layers.functional.curves import exponential_law
 from lit_layers.functional.regression import Normalize, PredictionResidual, prediction_residual
+from lit_layers.models.build import true_vocab_size
 from lit_layers.models.view import Batch, LayeredModel
-from lit_layers.models.vocabulary import true_vocab_size
 from lit_layers.records import Record
 
 Tags = dict[str, str | int | float]

@@ -22,7 +22,7 @@ from lit_layers.functional.block_schedules import (
     start_of,
     variants,
 )
-from lit_layers.models.shared_prefixes import SharedPrefixes
+from lit_layers.models.running_order import SharedPrefixes
 from lit_layers.models.view import Batch, LayeredModel, Trajectory
 from lit_layers.records import Record
 

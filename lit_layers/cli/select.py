@@ -132,7 +132,7 @@ def _choose(options: argparse.Namespace, task: "TaskFeatures", show: Any) -> "Ch
 
 def _seconds(options: argparse.Namespace, view: "LayeredModel", task: "TaskFeatures") -> Mapping[int, float]:
     """For an image, or the longest of the validation texts."""
-    from lit_layers.models.layer_latency import layer_latencies
+    from lit_layers.models.costs import layer_latencies
 
     one = {name: rows[:1] for name, rows in task.batch.items()}
     return dict(enumerate(layer_latencies(view, one, rounds=options.rounds).tolist()))

@@ -1,9 +1,8 @@
 """Models: the layered view of them, and how they are built, saved and loaded."""
 
-from lit_layers.models.build import causal_lm, load, save, vit, weights_hash
+from lit_layers.models.build import causal_lm, load, save, true_vocab_size, vit, weights_hash
 from lit_layers.models.truncation import truncate
 from lit_layers.models.view import Batch, BlockCall, LayeredModel, Trajectory
-from lit_layers.models.vocabulary import true_vocab_size
 
 __all__ = [
     "Batch",

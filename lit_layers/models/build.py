@@ -16,14 +16,13 @@ from typing import Any
 import torch
 from huggingface_hub.errors import StrictDataclassError
 from safetensors import SafetensorError
-from torch import nn
+from torch import Tensor, nn
 
 from lit_layers.durable import write_json
 from lit_layers.errors import InputError
 from lit_layers.foreign_weights import would_run_code
-from lit_layers.models.block_memory import free_memory
 from lit_layers.models.families import Network, class_named, family_of
-from lit_layers.models.pixel_statistics import (
+from lit_layers.models.pixels import (
     PREPROCESSOR,
     copy_pixel_statistics_,
     keep_pixel_statistics_,
@@ -31,12 +30,9 @@ from lit_layers.models.pixel_statistics import (
     pixel_statistics,
     preprocessor,
 )
-from lit_layers.models.shard_files import refuse_shards_elsewhere
-from lit_layers.models.vocabulary import TRUE_SIZE, is_padded, pad_vocabulary_, true_vocab_size, unpadded_state
+from lit_layers.models.shard_files import free_memory, refuse_shards_elsewhere
 
 _OF_A_FILE = ("architectures", "dtype", "torch_dtype", "transformers_version")  # options that change no function
-
-__all__ = ["causal_lm", "load", "save", "true_vocab_size", "untrained", "vit", "weights_hash"]
 
 MOST_LAYERS = 10_000
 _LAYERS, _WIDTH = ("n_layer", "num_hidden_layers", "num_layers", "depth"), ("n_embd", "hidden_size", "embed_dim")
@@ -410,3 +406,56 @@ def _no_progress_bars() -> Iterator[None]:
     finally:
         if shown:
             logging.enable_progress_bar()
+
+
+# Padded vocabularies: rows that make a matrix product faster and belong to no token.
+
+TRUE_SIZE = "unpadded_vocab_size"  # the field of a padded model's config that holds the number of real tokens
+
+
+def true_vocab_size(model: Network) -> int:
+    """Number of real tokens, without padding rows."""
+    return getattr(model.config, TRUE_SIZE, None) or model.config.vocab_size
+
+
+def pad_vocabulary_(model: Network, multiple: int) -> None:
+    """Adds zero rows to the embedding and the head up to the next multiple; logits of real tokens stay as they are.
+
+    The model stays a plain transformers model: `config.vocab_size` counts all rows, `config.unpadded_vocab_size` the
+    real tokens.
+
+    Raises:
+        ValueError: the vocabulary is padded already, or `multiple` is not positive.
+    """
+    if multiple < 1:
+        raise ValueError(f"a vocabulary is padded to a positive multiple, got {multiple}")
+    if hasattr(model.config, TRUE_SIZE):
+        raise ValueError(
+            f"the vocabulary is padded already, from {true_vocab_size(model)} to {model.config.vocab_size}"
+        )
+    size = model.config.vocab_size
+    model.resize_token_embeddings(-(-size // multiple) * multiple, mean_resizing=False)
+    setattr(model.config, TRUE_SIZE, size)
+    for parameter in _vocabulary_parameters(model):
+        parameter.data[size:] = 0
+
+
+def unpadded_state(model: Network) -> dict[str, Tensor]:
+    """The state dict without padding rows: views of the model's own tensors, nothing is copied."""
+    state = model.state_dict(keep_vars=True)
+    padded = {id(parameter) for parameter in _vocabulary_parameters(model)} if is_padded(model) else set()
+    return {
+        name: tensor.detach()[: true_vocab_size(model)] if id(tensor) in padded else tensor.detach()
+        for name, tensor in state.items()
+    }
+
+
+def is_padded(model: Network) -> bool:
+    """Whether the model carries padding rows."""
+    return hasattr(getattr(model, "config", None), TRUE_SIZE)
+
+
+def _vocabulary_parameters(model: Network) -> list[nn.Parameter]:
+    """Parameters with a row for each token: embedding, head and its bias."""
+    parts = [part for part in (model.get_input_embeddings(), model.get_output_embeddings()) if part is not None]
+    return [parameter for part in parts for parameter in part.parameters(recurse=False)]

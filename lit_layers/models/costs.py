@@ -1,5 +1,6 @@
 """What models cost on this machine: parameters, bytes, memory, time, measured side by side."""
 
+import contextlib
 import json
 import os
 import platform
@@ -14,13 +15,14 @@ from typing import Any
 
 import numpy as np
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from lit_layers.errors import InputError
-from lit_layers.models.plain import bytes_of_weights, open_plainly
-from lit_layers.models.view import Batch, LayeredModel
-from lit_layers.models.vocabulary import true_vocab_size
+from lit_layers.models.build import true_vocab_size
+from lit_layers.models.families import trunk_of
+from lit_layers.models.plain import bytes_of_weights, import_code_of, open_plainly
+from lit_layers.models.view import Batch, LayeredModel, evaluating
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -159,7 +161,7 @@ def peak_memory(folder: str | Path, batch: Batch, *, head: bool = True, device: 
         file = Path(scratch) / "inputs.safetensors"
         save_file({key: rows.cpu().contiguous() for key, rows in batch.items()}, file)
         part, threads = "head" if head else "trunk", torch.get_num_threads()
-        command = [sys.executable, "-P", "-m", "lit_layers.models._peak_memory", str(Path(folder).resolve()), str(file)]
+        command = [sys.executable, "-P", "-m", "lit_layers.models.costs", str(Path(folder).resolve()), str(file)]
         root = str(Path(__file__).parents[2])
         path = os.pathsep.join(part for part in (root, os.environ.get("PYTHONPATH")) if part)
         environment = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": str(threads)}
@@ -223,3 +225,90 @@ def any_inputs(
             raise InputError(f"num_tokens: {name} takes at most {view.max_tokens} tokens, got {num_tokens}")
     vocabulary = min(true_vocab_size(view.model) for view in views.values())
     return {"input_ids": torch.randint(vocabulary, (batch_size, num_tokens), generator=generator)}
+
+
+# How long a text or image takes to reach each layer.
+
+
+def layer_latencies(model: LayeredModel, batch: Batch, *, rounds: int = 20, warm_up: int = 3) -> Tensor:
+    """Seconds from the call to the output of each layer, 0 to L: (layers + 1), sums of the blocks' medians
+    over rounds.
+
+    The cost of a model cut there, without a head, all from the same passes; layer 0 is reached when the first block is
+    called. On a GPU the device is waited for at every layer.
+
+    Raises:
+        InputError: no round.
+    """
+    if rounds < 1 or warm_up < 0:
+        raise InputError(f"rounds: expected at least 1, and warm_up of at least 0, got {rounds} and {warm_up}")
+    call, device, times = call_of(trunk_of(model.model), batch), model.device, []
+
+    def note(*_: object) -> None:
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        times.append(time.perf_counter())
+
+    handles = [model.blocks[0].register_forward_pre_hook(note)]
+    handles += [block.register_forward_hook(note) for block in model.blocks]
+    try:
+        with torch.inference_mode(), evaluating(model.model):
+            for _ in range(warm_up + rounds):
+                note()
+                call()
+    finally:
+        for handle in handles:
+            handle.remove()
+    passes = torch.tensor(times, dtype=torch.float64).view(warm_up + rounds, model.num_layers + 2)[warm_up:]
+    # Block by block: what interrupts a pass then counts in one block of one pass.
+    return passes.diff(dim=1).median(0).values.cumsum(0)
+
+
+# What `peak_memory` starts: a process that opens one saved model, runs one batch and prints how much memory that took:
+# python -m lit_layers.models.costs FOLDER INPUTS.safetensors head|trunk DEVICE THREADS
+
+STATUS = Path("/proc/self/status")
+
+
+def resident(field: str) -> int:
+    """A field of Linux' account of this process, in bytes: VmRSS now, VmHWM the most there was."""
+    for line in STATUS.read_text().splitlines():
+        if line.startswith(f"{field}:"):
+            return int(line.split()[1]) * 1024
+    raise OSError(f"{STATUS} has no {field}")
+
+
+def most_ever() -> int:
+    # Not getrusage where it can be helped: on Linux its maximum begins with that of the process that started this one.
+    if STATUS.exists():
+        return resident("VmHWM")
+    import resource
+
+    most = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return most if sys.platform == "darwin" else most * 1024
+
+
+def forget_most() -> int:
+    """What is resident now; where the system allows it, the most there was is counted from here."""
+    with contextlib.suppress(OSError):
+        Path("/proc/self/clear_refs").write_text("5")
+    return resident("VmRSS") if STATUS.exists() else most_ever()
+
+
+def main(folder: str, inputs: str, part: str, device: str, threads: int) -> None:
+    torch.set_num_threads(threads)
+    batch, on_gpu = load_file(inputs), torch.device(device).type == "cuda"
+    import_code_of(folder, head=part == "head")  # the libraries are not its cost
+    torch.mm(torch.ones(64, 64), torch.ones(64, 64))  # so are the buffers of its linear algebra
+    if on_gpu:
+        torch.cuda.init()
+        torch.cuda.reset_peak_memory_stats(device)
+    before = torch.cuda.memory_allocated(device) if on_gpu else forget_most()
+    with torch.inference_mode():
+        call_of(open_plainly(folder, head=part == "head").to(device), batch)()
+    after = torch.cuda.max_memory_allocated(device) if on_gpu else most_ever()
+    sys.stdout.write(json.dumps({"peak": after - before}))
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:5], threads=int(sys.argv[5]))

@@ -1,10 +1,11 @@
 """A row for each model family: where its blocks are, how it is called, how a state is read out.
 
-With `vision.py` the only file that knows architectures. A new family is a row and a tiny model in the replay test.
+The only file that knows architectures. A new family is a row and a tiny model in the replay test.
 """
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -12,7 +13,62 @@ import torch
 from torch import Tensor, nn
 
 from lit_layers.errors import InputError
-from lit_layers.models.vision import ANY_SIZE, TIMM, TRANSFORMERS, Network, Vision
+
+# A module of timm or transformers: it has attributes that nn.Module does not declare.
+Network = Any
+
+
+def one_side(size: Any) -> int:
+    """The side of square images or patches, whether a config gives one number or two."""
+    return int(size) if isinstance(size, int | float) else int(size[0])
+
+
+@dataclass(frozen=True, kw_only=True)
+class Vision:
+    """Where a model of images keeps what text models have no word for."""
+
+    width: Callable[[Network], int]
+    fixed_side: Callable[[Network], int | None]  # px; None where a model takes any size
+    usual_side: Callable[[Network], int]  # px: the size it was made for
+    patch_side: Callable[[Network], int]  # px
+    channels: Callable[[Network], int]
+    class_token: Callable[[Network], bool]
+    prefix: Callable[[Network], int]  # tokens before the patches: class, distillation, registers
+    classes: Callable[[Network], int]  # that the logits score; 0 where they score none
+    has_head: Callable[[Network], bool]  # more than what `truncate(head=False)` leaves
+    attention: Callable[[Network], str]
+
+
+TIMM = Vision(
+    width=lambda model: model.embed_dim,
+    fixed_side=lambda model: (
+        model.patch_embed.img_size[0] if getattr(model.patch_embed, "strict_img_size", False) else None
+    ),
+    usual_side=lambda model: model.patch_embed.img_size[0],
+    patch_side=lambda model: model.patch_embed.patch_size[0],
+    channels=lambda model: model.patch_embed.proj.in_channels,
+    class_token=lambda model: model.cls_token is not None,
+    prefix=lambda model: model.num_prefix_tokens,
+    classes=lambda model: model.num_classes,
+    has_head=lambda model: model.num_classes > 0,
+    attention=lambda model: "sdpa" if getattr(model.blocks[0].attn, "fused_attn", False) else "eager",
+)
+
+TRANSFORMERS = Vision(
+    width=lambda model: model.config.hidden_size,
+    fixed_side=lambda model: one_side(model.config.image_size),
+    usual_side=lambda model: one_side(model.config.image_size),
+    patch_side=lambda model: one_side(model.config.patch_size),
+    channels=lambda model: model.config.num_channels,
+    class_token=lambda model: True,
+    prefix=lambda model: 1 + getattr(model.config, "num_register_tokens", 0),
+    classes=lambda model: getattr(getattr(model, "classifier", None), "out_features", 0),
+    has_head=lambda model: model.base_model is not model,
+    attention=lambda model: model.config._attn_implementation,
+)
+
+ANY_SIZE = replace(TRANSFORMERS, fixed_side=lambda model: None)  # position embeddings are interpolated unasked
+
 
 Inputs = Mapping[str, Tensor]
 Options = Mapping[str, Any]
@@ -367,3 +423,34 @@ def propose_blocks(model: nn.Module) -> str | None:
 def _is_checkpointing_layer(module: nn.Module) -> bool:
     # By name: a model of this kind has transformers loaded already, any other model need not load it.
     return any(base.__name__ == "GradientCheckpointingLayer" for base in type(module).__mro__)
+
+
+# The attention of a training step: causal by the kernel's flag, without a mask.
+
+# A name that transformers knows an attention function for, but no function that builds its mask: it then builds none.
+_BY_FLAG = "sdpa_causal_by_flag"
+_WHOLE_PAST = ("gpt2", "gpt_neox", "llama")  # model types whose every block attends to all earlier tokens
+
+
+@contextmanager
+def causal_by_flag(model: Any) -> Iterator[None]:
+    """Inside, `model` takes full batches only (no padding) and builds no attention mask for them.
+
+    transformers finds out by itself that such batches need no mask, but it looks at the position ids for that: once a
+    forward pass it waits for the GPU, and under `torch.compile`, where values cannot be looked at, it hands an explicit
+    mask to every block, which rules the flash kernel out. Other model types and other attention implementations than
+    sdpa stay as they are.
+    """
+    config = model.config
+    if config.model_type not in _WHOLE_PAST or config._attn_implementation != "sdpa":
+        yield
+        return
+    from transformers import AttentionInterface
+    from transformers.integrations.sdpa_attention import sdpa_attention_forward
+
+    AttentionInterface.register(_BY_FLAG, sdpa_attention_forward)
+    config._attn_implementation = _BY_FLAG
+    try:
+        yield
+    finally:
+        config._attn_implementation = "sdpa"

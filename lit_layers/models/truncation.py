@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from lit_layers.errors import InputError
 from lit_layers.models.build import TIMM_OPTIONS
 from lit_layers.models.families import Network, family_of, trunk_of
-from lit_layers.models.pixel_statistics import copy_pixel_statistics_
+from lit_layers.models.pixels import copy_pixel_statistics_
 
 PER_BLOCK = ("layer_types", "attention_layers", "mlp_layer_types")  # fields of a config with an entry for each block
 

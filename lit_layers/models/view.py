@@ -11,8 +11,8 @@ from torch import Tensor, nn
 from lit_layers.errors import InputError
 from lit_layers.functional.attention import SHARED, Alignment
 from lit_layers.functional.block_schedules import Step
+from lit_layers.models.build import true_vocab_size
 from lit_layers.models.families import Network, family_of, trunk_of
-from lit_layers.models.vocabulary import true_vocab_size
 
 Batch = Mapping[str, Tensor]
 

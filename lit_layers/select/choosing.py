@@ -19,7 +19,7 @@ from lit_layers.functional.curves import Rule, bootstrap_interval, choice_distri
 from lit_layers.functional.geometry import pool
 from lit_layers.functional.probe import LogisticProbes
 from lit_layers.metrics import look_up
-from lit_layers.models.pixel_statistics import pixel_statistics
+from lit_layers.models.pixels import pixel_statistics
 from lit_layers.models.view import Batch, LayeredModel
 from lit_layers.tasks.probe import ProbeTask
 from lit_layers.tasks.splits import hold_out

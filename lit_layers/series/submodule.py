@@ -125,7 +125,7 @@ def empty(folder: Path) -> "nn.Module":
     import torch
 
     from lit_layers.models.shard_files import ShardFiles
-    from lit_layers.models.skeleton import skeleton
+    from lit_layers.models.streaming import skeleton
 
     return skeleton(ShardFiles(folder), device=torch.device("cpu"), dtype=torch.float32)
 

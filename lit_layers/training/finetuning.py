@@ -22,11 +22,10 @@ from lit_layers.durable import write_json
 from lit_layers.emergence import kept_random_state
 from lit_layers.errors import InputError
 from lit_layers.functional.block_schedules import Variant, baseline, format_schedule
-from lit_layers.models.build import architecture_hash, save, weights_hash
+from lit_layers.models.build import architecture_hash, save, true_vocab_size, weights_hash
 from lit_layers.models.families import Network
 from lit_layers.models.running_order import Parallel, running_order
 from lit_layers.models.view import LayeredModel
-from lit_layers.models.vocabulary import true_vocab_size
 from lit_layers.ranges import (
     BATCH,
     COUNT,

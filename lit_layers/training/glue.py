@@ -23,8 +23,8 @@ from lit_layers.errors import InputError
 from lit_layers.functional.block_schedules import LOOPS, SEEDS, Variant, variants
 from lit_layers.models.build import architecture_hash, weights_hash
 from lit_layers.models.families import Network, trunk_of
+from lit_layers.models.plain import sequence_classifier
 from lit_layers.models.running_order import running_order
-from lit_layers.models.sequence_classifier import sequence_classifier
 from lit_layers.models.view import LayeredModel
 from lit_layers.ranges import BATCH, COUNT, COUNT_OR_NONE, LEARNING_RATE, SEED, WEIGHT_DECAY, refuse_outside
 from lit_layers.records import Record

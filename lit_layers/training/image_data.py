@@ -15,7 +15,7 @@ from lit_layers.data.image_sources import ImageSource, image_source
 from lit_layers.data.images import Normalisation, Normalise, eval_pixels, image_size, resized, statistics
 from lit_layers.data.pictures import Pictures, SmallPictures
 from lit_layers.errors import InputError
-from lit_layers.models.recipe_parts import train_transform
+from lit_layers.models.pixels import train_transform
 from lit_layers.ranges import BATCH, COUNT, SEED, SHARE, WORKERS, Range, refuse_outside
 from lit_layers.training.augmentation import Augmentation
 from lit_layers.training.draws import uniforms

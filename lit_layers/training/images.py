@@ -11,8 +11,7 @@ from torchmetrics.classification import MulticlassAccuracy
 
 from lit_layers.errors import InputError
 from lit_layers.models.build import vit
-from lit_layers.models.pixel_statistics import set_pixel_statistics_
-from lit_layers.models.recipe_parts import mixup
+from lit_layers.models.pixels import mixup, set_pixel_statistics_
 from lit_layers.ranges import (
     BETA,
     COUNT,

@@ -9,9 +9,8 @@ import torch
 from torch import Tensor, nn
 
 from lit_layers.errors import InputError
-from lit_layers.models.attention import causal_by_flag
-from lit_layers.models.build import causal_lm
-from lit_layers.models.vocabulary import true_vocab_size
+from lit_layers.models.build import causal_lm, true_vocab_size
+from lit_layers.models.families import causal_by_flag
 from lit_layers.ranges import (
     BETA,
     COUNT,

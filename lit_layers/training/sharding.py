@@ -13,7 +13,7 @@ from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor
 
 from lit_layers.errors import InputError
-from lit_layers.models.block_memory import free_memory
+from lit_layers.models.shard_files import free_memory
 from lit_layers.models.view import LayeredModel
 
 SHARDED = "sharded"  # entry of a checkpoint to resume from

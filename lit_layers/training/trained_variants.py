@@ -12,8 +12,8 @@ from lit_layers.data.shards import TokenShards
 from lit_layers.data.tokenization import load_tokenizer, tokenizer_hash
 from lit_layers.errors import InputError
 from lit_layers.functional.block_schedules import LOOPS, SEEDS, VARIANTS, Variant, variants
+from lit_layers.models.plain import ENCODERS
 from lit_layers.models.running_order import Parallel
-from lit_layers.models.sequence_classifier import ENCODERS
 from lit_layers.models.view import LayeredModel
 from lit_layers.records import Record
 from lit_layers.tasks.catalogue import find

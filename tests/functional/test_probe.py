@@ -379,7 +379,7 @@ def test_a_fit_holds_one_copy_of_one_mapped_layer(tmp_path):
     script = """
 import sys, torch
 from lit_layers.functional.probe import fit_logistic_probes
-from lit_layers.models._peak_memory import most_ever  # of this process alone
+from lit_layers.models.costs import most_ever  # of this process alone
 torch.set_num_threads(1)
 layers, rows, dim = 4, 60_000, 512  # 123 MB each
 path = sys.argv[1]

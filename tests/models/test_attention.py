@@ -2,7 +2,7 @@ import pytest
 import torch
 
 from lit_layers.models import causal_lm
-from lit_layers.models.attention import causal_by_flag
+from lit_layers.models.families import causal_by_flag
 
 SMALL = {
     "gpt2": {"n_layer": 2, "n_embd": 16, "n_head": 2, "n_positions": 12},

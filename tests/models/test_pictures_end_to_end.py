@@ -14,7 +14,7 @@ from lit_layers.cli.main import main
 from lit_layers.data import EvalImages
 from lit_layers.errors import InputError
 from lit_layers.models import LayeredModel, load
-from lit_layers.models.pixel_statistics import PREPROCESSOR
+from lit_layers.models.pixels import PREPROCESSOR
 from lit_layers.offline import analyze
 from tests.support.rounding import assert_same_numbers
 from tests.support.saved_models import saved

@@ -7,7 +7,7 @@ import torch
 
 from lit_layers.models import load, save, truncate
 from lit_layers.models.build import untrained
-from lit_layers.models.pixel_statistics import PREPROCESSOR, keep_preprocessor_, pixel_statistics
+from lit_layers.models.pixels import PREPROCESSOR, keep_preprocessor_, pixel_statistics
 from lit_layers.models.shard_files import ShardFiles
 from lit_layers.models.streaming import StreamedModel
 from tests.support.saved_models import saved

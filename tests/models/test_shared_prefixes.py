@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from lit_layers.functional.block_schedules import variants
-from lit_layers.models.shared_prefixes import SharedPrefixes
+from lit_layers.models.running_order import SharedPrefixes
 from lit_layers.models.view import LayeredModel
 from tests.support.tiny_models import LAYERS, tiny, tiny_batch
 

@@ -8,10 +8,9 @@ import torch
 from torch import nn
 
 from lit_layers.errors import InputError
-from lit_layers.models.build import causal_lm, load, save, vit, weights_hash
+from lit_layers.models.build import causal_lm, load, save, unpadded_state, vit, weights_hash
 from lit_layers.models.truncation import truncate
 from lit_layers.models.view import LayeredModel
-from lit_layers.models.vocabulary import unpadded_state
 from tests.support.rounding import assert_rounded
 from tests.support.tiny_models import EVERY, LAYERS, sees_images, tiny, tiny_batch
 

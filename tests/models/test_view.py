@@ -5,8 +5,8 @@ import torch
 from torch.func import vjp
 
 from lit_layers.errors import InputError
+from lit_layers.models.build import pad_vocabulary_
 from lit_layers.models.view import LayeredModel
-from lit_layers.models.vocabulary import pad_vocabulary_
 from tests.support.tiny_models import DIM, LAYERS, POSITIONS, VOCAB, tiny, tiny_batch
 
 

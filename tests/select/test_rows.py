@@ -13,7 +13,7 @@ from lit_layers.data.image_sources import image_source
 from lit_layers.data.tokenization import load_tokenizer
 from lit_layers.errors import InputError
 from lit_layers.models.families import Network
-from lit_layers.models.pixel_statistics import set_pixel_statistics_
+from lit_layers.models.pixels import set_pixel_statistics_
 from lit_layers.models.view import LayeredModel
 from lit_layers.select.choosing import TaskFeatures, of_images, of_texts
 from tests.support.labelled_texts import labelled, saved_bert, saved_gpt2, write_csv

@@ -17,7 +17,7 @@ from lit_layers.errors import InputError
 from lit_layers.functional.block_schedules import Variant
 from lit_layers.models.build import load, save
 from lit_layers.models.families import trunk_of
-from lit_layers.models.sequence_classifier import classifier_parameters, sequence_classifier
+from lit_layers.models.plain import classifier_parameters, sequence_classifier
 from lit_layers.models.view import LayeredModel
 from lit_layers.tasks.catalogue import find
 from lit_layers.tasks.glue import GLUE, GlueRows, glue_metrics, read_rows

@@ -16,7 +16,7 @@ from lit_layers.data.image_sources import image_source
 from lit_layers.data.pictures import SmallPictures
 from lit_layers.errors import InputError
 from lit_layers.models.build import load, save, vit
-from lit_layers.models.pixel_statistics import pixel_statistics
+from lit_layers.models.pixels import pixel_statistics
 from lit_layers.models.view import LayeredModel
 from lit_layers.training import EmergenceCallback, LitImageData, SeriesCheckpoint
 from lit_layers.training.checkpoint_io import step_folder
