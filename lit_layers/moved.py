@@ -58,6 +58,16 @@ MOVED = {
     "lit_layers.select.predict": "lit_layers.select.classifier",
     "lit_layers.select.rows": "lit_layers.select.choosing",
     "lit_layers.select.table": "lit_layers.select.export",
+    "lit_layers.series.findings": "lit_layers.series.audit_files",
+    "lit_layers.series.fingerprints": "lit_layers.series.weight_files",
+    "lit_layers.series.hub": "lit_layers.series.hub_series",
+    "lit_layers.series.lightning_files": "lit_layers.series.local_series",
+    "lit_layers.series.local": "lit_layers.series.local_series",
+    "lit_layers.series.manifests": "lit_layers.series.hub_series",
+    "lit_layers.series.pretrained": "lit_layers.series.opening",
+    "lit_layers.series.retrying": "lit_layers.series.checkpoint_sources",
+    "lit_layers.series.single": "lit_layers.series.opening",
+    "lit_layers.series.sources": "lit_layers.series.checkpoint_sources",
 }
 # Where files became one: the class that recipes and hashes call by the former name. The others hold helpers alone.
 _CLASSES = {
@@ -77,7 +87,7 @@ _CLASSES = {
     "lit_layers.analyses.token_coupling": "TokenCoupling",
     "lit_layers.analyses.trajectory": "Trajectory",
 }
-_JOINED = ("lit_layers.analyses.", "lit_layers.functional.", "lit_layers.select.")
+_JOINED = ("lit_layers.analyses.", "lit_layers.functional.", "lit_layers.select.", "lit_layers.series.")
 # By module of today and class; None for all classes of a module that moved as a whole.
 _FORMER = {
     (now, _CLASSES.get(former)): former

@@ -25,10 +25,9 @@ from lit_layers.models.streaming import StreamedModel
 from lit_layers.models.view import LayeredModel
 from lit_layers.records import Measurement
 from lit_layers.series import Audit, Checkpoint, OneModel, Series, audit
-from lit_layers.series.auditing import REQUESTS_AT_ONCE, WEIGHTS, remember
-from lit_layers.series.fingerprints import Memory
-from lit_layers.series.known import Known, is_suspect
-from lit_layers.series.prefetching import fetched_ahead
+from lit_layers.series.auditing import REQUESTS_AT_ONCE, WEIGHTS, SeriesMeasurements, is_suspect, remember
+from lit_layers.series.checkpoint import fetched_ahead
+from lit_layers.series.weight_files import Memory
 
 Device = Literal["auto", "cpu", "cuda"]
 Dtype = Literal["float32", "float64"]
@@ -74,7 +73,7 @@ def analyze(
     series, root = OneModel(model, revision=revision), Path(root)
     options: dict[str, Any] = {"stream_blocks": stream_blocks, "device": device, "dtype": dtype, "progress": progress}
     analyze_series(series, analyses, root=root, **options)
-    known, (checkpoint,) = Known(root), series.checkpoints
+    known, (checkpoint,) = SeriesMeasurements(root), series.checkpoints
     here = [m for m in known.store if (m.run, m.step) == (known.run_of(checkpoint), checkpoint.step)]
     last = {(m.analysis, settings_of(m)): m for m in here}  # one that failed early did not know its settings
     names = [(each.name, settings_name(each.config_hash(), each.data_hash())) for each in analyses]
@@ -254,7 +253,7 @@ class _Measuring:
     ) -> None:
         self.series, self.options = series, options
         self.wanted, self.unmeasured, self.varied = wanted, unmeasured, varied
-        self.known = Known(options.root)
+        self.known = SeriesMeasurements(options.root)
         self.memory = series.memory or Memory(options.root)
         self._fitting: set[int] = set()  # lists of analyses that fit a model of this series
 

@@ -137,7 +137,7 @@ def test_the_models_own_tokenizer_stands_in_its_measurements_and_another_is_meas
     for step in (0, 2):
         save_tokenizer(tokenizers[0], series / f"step-00000000{step}")
     monkeypatch.setattr(
-        "lit_layers.series.known.tokenizer_hash", lambda found: read.append(found) or tokenizer_hash(found)
+        "lit_layers.series.auditing.tokenizer_hash", lambda found: read.append(found) or tokenizer_hash(found)
     )
     analyze_series(StepFolders(series), few(), root=root)
     expected = tokenizer_hash(tokenizers[0].tokenizer)

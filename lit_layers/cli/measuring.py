@@ -212,7 +212,7 @@ def _analyses(
     series: "Series", root: Path, tokenizer: str | None, make: Make, tell: Callable[[str], None]
 ) -> "tuple[Any, dict[str, str]]":
     """What to measure, for all or by checkpoint; second which of them cannot be measured, each with why."""
-    from lit_layers.series.local import training_of
+    from lit_layers.series.local_series import training_of
 
     checkpoints, place = series.listing.checkpoints, _folder(series)
     trained = training_of(place) if place else {}

@@ -1,14 +1,19 @@
-"""Whether a series is what it says: by names, sizes and hashes, and by the weights themselves where they are here."""
+"""Whether a series is what it says, and what earlier measurements say of its checkpoints."""
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+import os
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
 from typing import Any, Literal, get_args
 
+from lit_layers.data.tokenization import Tokenizer, tokenizer_hash
 from lit_layers.errors import InputError
-from lit_layers.series import continuity, outliers
-from lit_layers.series.checkpoint import Checkpoint, Series
-from lit_layers.series.findings import (
+from lit_layers.records import Measurement, Store
+from lit_layers.run_file import run_facts
+from lit_layers.series import audit_files, audit_weights
+from lit_layers.series.audit_files import (
+    OF_WEIGHTS,
     Finding,
     broken,
     duplicates,
@@ -20,7 +25,11 @@ from lit_layers.series.findings import (
     shared_shards,
     weights_of,
 )
-from lit_layers.series.fingerprints import Fingerprint, Memory, fingerprint, outline
+from lit_layers.series.checkpoint import Checkpoint, Series
+from lit_layers.series.checkpoint_sources import TOKENIZER
+from lit_layers.series.hub_series import MAIN
+from lit_layers.series.local_series import run_in
+from lit_layers.series.weight_files import Fingerprint, Memory, fingerprint, outline
 
 REQUESTS_AT_ONCE = 8  # to the Hub, which allows some hundred a minute
 Level = Literal["auto", "listing", "files", "weights"]
@@ -66,11 +75,9 @@ class Audit:
         kinds = dict.fromkeys(finding.kind for finding in mine if not finding.note)
         if kinds:
             return f"suspect: {', '.join(kinds)}"
-        notes = dict.fromkeys(finding.kind for finding in mine)
-        rest = self.unchecked.get(checkpoint.name, ())
-        return (f"note: {', '.join(notes)}" if notes else "clean") + (
-            f"; not checked: {', '.join(rest)}" if rest else ""
-        )
+        notes, rest = dict.fromkeys(finding.kind for finding in mine), self.unchecked.get(checkpoint.name, ())
+        verdict = f"note: {', '.join(notes)}" if notes else "clean"
+        return f"{verdict}; not checked: {', '.join(rest)}" if rest else verdict
 
     def to_dict(self) -> dict[str, Any]:
         """Plain JSON."""
@@ -111,12 +118,12 @@ def audit(
     if level not in get_args(Level):
         raise InputError(f"level: expected auto, listing, files or weights, got {level!r}")
     listing = series.listing
-    chosen = [found for found in series.checkpoints if found.name not in without]
+    chosen = [one for one in series.checkpoints if one.name not in without]
     last = listing.checkpoints[-1] if listing.checkpoints[-1].step is not None else None
-    seen = {found.name: found for found in (*chosen, *filter(None, (last, listing.main)))}
+    compared = {one.name: one for one in (*chosen, *filter(None, (last, listing.main)))}
     with ThreadPoolExecutor(REQUESTS_AT_ONCE) as pool:
-        weights = dict(zip(seen, pool.map(weights_of, seen.values()), strict=True))
-    found = [
+        weights = dict(zip(compared, pool.map(weights_of, compared.values()), strict=True))
+    findings = [
         *broken(chosen),
         *duplicates(chosen, last, listing, weights),
         *shared_shards(chosen, last, weights),
@@ -126,23 +133,22 @@ def audit(
         *reported(chosen, listing),
     ]
     steps = [one for one in chosen if one.step is not None]
-    lost = {
-        name for each in found if not each.note for name in each.names if each.kind in ("no weights", "missing shard")
-    }
-    prints, damaged = _prints([one for one in steps if one.name not in lost], level, memory or series.memory)
-    found += [*damaged, *_along([one for one in steps if one.name not in lost], prints)]
-    found, undecided = _of_values(steps, prints, last, found)
-    described = {one.name: one.source.describe().get("commit") for one in chosen}
+    lost = _names(each for each in findings if not each.note and each.kind in ("no weights", "missing shard"))
+    complete = [one for one in steps if one.name not in lost]
+    prints, damaged = _prints(complete, level, memory or series.memory)
+    findings += [*damaged, *_findings_along(complete, prints)]
+    findings, undecided = _findings_of_values(steps, prints, last, findings)
+    commits = {one.name: one.source.describe().get("commit") for one in chosen}
     unread = [one.name for one in chosen if not (one.name in prints and prints[one.name].digest)]
     made: Level = "files" if prints.keys() >= set(unread) else "listing"
     return Audit(
         series=series.name,
         num_checked=len(chosen),
-        findings=tuple(found),
-        commits={name: commit for name, commit in described.items() if commit is not None},
+        findings=tuple(findings),
+        commits={name: commit for name, commit in commits.items() if commit is not None},
         level="weights" if not set(unread) - {*lost, *_names(damaged)} else made,
         unchecked=dict.fromkeys(unread, (WEIGHTS,)) | {one.name: (ORDER,) for one in chosen if one.name in undecided},
-        _steps={one.name: one.step for one in chosen if one.step is not None},
+        _steps={one.name: one.step for one in steps if one.step is not None},
     )
 
 
@@ -180,52 +186,186 @@ def remember(checkpoint: Checkpoint, memory: Memory) -> bool:
     return checkpoint.step is not None and bool(_prints([checkpoint], "auto", memory)[0])
 
 
-def _along(steps: Sequence[Checkpoint], prints: Mapping[str, Fingerprint]) -> Iterator[Finding]:
+def _findings_along(steps: Sequence[Checkpoint], prints: Mapping[str, Fingerprint]) -> Iterator[Finding]:
     """What should stay the same along a training."""
-    yield from continuity.other_config(steps)
-    yield from continuity.other_tokenizer(steps)
-    yield from continuity.other_step([one for one in steps if one.source.is_here])
-    yield from continuity.other_tensors(steps, prints)
-    yield from continuity.other_precision(steps, prints)
+    yield from audit_files.other_config(steps)
+    yield from audit_files.other_tokenizer(steps)
+    yield from audit_files.other_step([one for one in steps if one.source.is_here])
+    yield from audit_files.other_tensors(steps, prints)
+    yield from audit_files.other_precision(steps, prints)
     if not all(one.name in prints for one in steps):
-        yield from continuity.other_size(steps)
+        yield from audit_files.other_size(steps)
 
 
-def _of_values(
-    steps: Sequence[Checkpoint], prints: Mapping[str, Fingerprint], last: Checkpoint | None, found: list[Finding]
+def _findings_of_values(
+    steps: Sequence[Checkpoint], prints: Mapping[str, Fingerprint], last: Checkpoint | None, findings: list[Finding]
 ) -> tuple[list[Finding], frozenset[str]]:
     """The findings with those that the values of the weights show, and checkpoints whose order they do not show.
 
     Steps that are out for another reason are left out before the path of the rest is judged.
     """
-    found = list(found)
-    odd = _names(each for each in found if each.kind == "other tensors" and not each.note)
+    findings = list(findings)
+    odd = _names(each for each in findings if each.kind == "other tensors" and not each.note)
     read = [one for one in steps if one.name in prints and prints[one.name].digest and one.name not in odd]
     read = [one for one in read if prints[one.name].tensors]
-    for place, each in enumerate(found):
-        if each.kind in _COPIES and not each.note and set(each.names) <= _names_of(read):
+    for place, each in enumerate(findings):
+        if each.kind in _COPIES and not each.note and set(each.names) <= {one.name for one in read}:
             names = {*each.names, *([last.name] if each.kind == "equal to the final step" and last else ())}
-            if outliers.is_frozen(read, prints, sorted(names)):
-                found[place] = replace(each, note=True, message="hardly anything changes here")
-    copied = _names(each for each in found if each.kind in _COPIES)
-    mine = [*outliers.broken_values(read, prints), *outliers.lone_values(read, prints)]
-    mine += [each for each in outliers.copies(read, prints, last) if not copied >= set(each.names)]
-    found += mine
-    out = _names(each for each in found if not each.note)
-    path = outliers.Path.of([one for one in read if one.name not in out], prints)
-    exchange = outliers.swapped(path)
+            if audit_weights.is_frozen(read, prints, sorted(names)):
+                findings[place] = replace(each, note=True, message="hardly anything changes here")
+    copied = _names(each for each in findings if each.kind in _COPIES)
+    findings += [*audit_weights.broken_values(read, prints), *audit_weights.lone_values(read, prints)]
+    findings += [each for each in audit_weights.copies(read, prints, last) if not copied >= set(each.names)]
+    suspects = _names(each for each in findings if not each.note)
+    path = audit_weights.Path.of([one for one in read if one.name not in suspects], prints)
+    exchange = audit_weights.swapped(path)
     if exchange is not None:
-        found.append(exchange)
-    else:
-        off = list(outliers.out_of_line(path))
-        found += off
-        path = path.without(_names(off))
-    return found, outliers.undecided_order(path) - (_names([exchange]) if exchange else frozenset())
+        return [*findings, exchange], audit_weights.undecided_order(path) - _names([exchange])
+    strays = list(audit_weights.out_of_line(path))
+    return [*findings, *strays], audit_weights.undecided_order(path.without(_names(strays)))
 
 
-def _names(findings: "Iterator[Finding] | Sequence[Finding]") -> frozenset[str]:
+def _names(findings: Iterable[Finding]) -> frozenset[str]:
     return frozenset(name for each in findings for name in each.names)
 
 
-def _names_of(checkpoints: Sequence[Checkpoint]) -> frozenset[str]:
-    return frozenset(one.name for one in checkpoints)
+SUSPECT = "suspect"
+
+
+class SeriesMeasurements:
+    """The measurements of a series' checkpoints in a root, and the verdicts that stand in them."""
+
+    def __init__(self, root: Path) -> None:
+        self.store, self.run = Store(root / "measurements.jsonl"), run_in(root)
+        self._tokenizers: dict[str, str] = {}  # by the hash of the file: most steps share one
+
+    def run_of(self, checkpoint: Checkpoint) -> str:
+        """The root's name; models without steps are a run each, unless one is measured alone."""
+        return checkpoint.name if checkpoint.step is None and checkpoint.is_of_a_series else self.run
+
+    def refuse_another(
+        self, checkpoints: Iterable[Checkpoint], weights: Callable[[Checkpoint], tuple[str, Any]]
+    ) -> None:
+        """Refuses to make one curve of two series, or to put a model in another's place.
+
+        Raises:
+            InputError: where the root holds measurements of another one, as far as they say of which they are.
+        """
+        runs: dict[str, list[MeasuredWeights]] = {}
+        for one in checkpoints:
+            new = MeasuredWeights(one.step, one.place(), lambda one=one: weights(one))
+            runs.setdefault(self.run_of(one), []).append(new)
+        for run, mine in runs.items():
+            _refuse_another_model(self.store.path.parent, run, self.store, mine)
+
+    def tokenizer_hash(self, checkpoint: Checkpoint) -> str | None:
+        """Hash of the tokenizer that a checkpoint carries, by what it does to text; None where it has none.
+
+        Raises:
+            InputError: a tokenizer.json that is damaged or cannot be had.
+        """
+        listed = checkpoint.source.files.get(TOKENIZER)
+        if listed is None:
+            return None
+        if listed.hash not in self._tokenizers:
+            try:
+                tokenizer = Tokenizer.from_str(checkpoint.source.read(TOKENIZER).decode())
+            except InputError:
+                raise
+            except Exception as error:  # the library raises bare Exception
+                where = f"{checkpoint.series} {checkpoint.name}"
+                raise InputError(f"{where}: its {TOKENIZER} is damaged ({error}): get it again") from error
+            self._tokenizers[listed.hash] = tokenizer_hash(tokenizer)
+        return self._tokenizers[listed.hash]
+
+    def verdict(self, checkpoint: Checkpoint, today: str, *, whole: bool) -> str:
+        """Today's verdict, unless an audit that saw more found these files suspect: more steps, or their weights."""
+        if is_suspect(today):
+            return today
+        earlier = (m.provenance.get("audit") or "" for m in self._of_files(checkpoint))
+        suspicion = next(filter(is_suspect, earlier), today)
+        saw_weights = not OF_WEIGHTS.isdisjoint(suspicion.removeprefix(f"{SUSPECT}: ").split(", "))
+        return today if whole and not (saw_weights and f"not checked: {WEIGHTS}" in today) else suspicion
+
+    def correct_verdicts(self, checkpoint: Checkpoint, verdict: str) -> None:
+        """Writes again, with this verdict, the measurements of these files that another one would let pass or hide."""
+        for m in self._of_files(checkpoint):
+            if is_suspect(m.provenance.get("audit") or "") != is_suspect(verdict):
+                self.store.add(replace(m, provenance={**m.provenance, "audit": verdict}))
+
+    def _of_files(self, checkpoint: Checkpoint) -> list[Measurement]:
+        """What was measured on the files that the checkpoint has now; training does not say on which."""
+        run, files = self.run_of(checkpoint), checkpoint.source.weights()
+        mine = (m for m in self.store if (m.run, m.step) == (run, checkpoint.step))
+        return [m for m in mine if m.provenance.get("weight_files") in (None, files)]
+
+
+@dataclass(frozen=True)
+class MeasuredWeights:
+    """Where weights come from, as provenance says it, and what they are: a name of provenance and its value."""
+
+    step: int | None
+    source: Mapping[str, Any]
+    weights: Callable[[], tuple[str, Any]]
+
+
+def _refuse_another_model(
+    root: Path, run: str, measurements: Iterable[Measurement], weights: Sequence[MeasuredWeights]
+) -> None:
+    """Refuses numbers of a second model under the name of one run, where they would replace or go on with the first's.
+
+    A model is its repository or folder, that of all its steps; with equal weights it is the same one, also where it
+    was moved, a series under its name. Measurements that do not say where they come from are of the run that was
+    trained in `root`, if one was.
+
+    Raises:
+        InputError: naming both.
+    """
+    home, mine = os.path.realpath(root), weights[0]
+    place = _model_of(mine.source, mine.step)
+    is_trained_here = run_facts(root).get("run") == run
+    is_inside = mine.step is not None and Path(str(place)).is_relative_to(home)
+    others: dict[int | None, Measurement] = {}
+    for m in measurements:
+        there = _model_of(m.provenance, m.step)
+        is_another = is_trained_here and not is_inside if there is None else there != place
+        if m.run == run and is_another and place != home:
+            others[m.step] = m
+    if not others:
+        return
+    other = next(iter(others.values()))
+    names = [_name_of(other.provenance, other.step) or run, _name_of(mine.source, mine.step)]
+    # Step 0 shows nothing: many trainings begin with the same weights.
+    common = next((one for one in reversed(weights) if one.step != 0 and one.step in others), None)
+    if common is not None and (common.step is None or names[0] == names[1]):
+        name, value = common.weights()
+        if others[common.step].provenance.get(name) == value:
+            return
+    if names[0] == names[1]:
+        names = [_model_of(other.provenance, other.step) or home, place]
+    what = "take their place" if mine.step is None else "be drawn as one curve with them"
+    raise InputError(f"root: {root} holds measurements of {names[0]}, and {names[1]} would {what}: choose another root")
+
+
+def _model_of(source: Mapping[str, Any], step: int | None) -> str | None:
+    """The repository, with its revision where that is no step, or the folder of a model; None where nothing is said."""
+    checkpoint = source.get("checkpoint")
+    if checkpoint is None:
+        return None
+    if "commit" in source:
+        revision = source.get("revision")
+        return checkpoint if step is not None or revision in (None, MAIN) else f"{checkpoint}@{revision}"
+    folder = os.path.realpath(checkpoint)
+    return folder if step is None else os.path.dirname(folder)
+
+
+def _name_of(source: Mapping[str, Any], step: int | None) -> str | None:
+    """What a model is called in a sentence."""
+    checkpoint = source.get("checkpoint")
+    if step is None or checkpoint is None or "commit" in source:
+        return _model_of(source, step) if "commit" in source else checkpoint
+    return source.get("series") or os.path.basename(os.path.dirname(os.path.realpath(checkpoint)))
+
+
+def is_suspect(verdict: str) -> bool:
+    return verdict.startswith(SUSPECT)

@@ -1,24 +1,155 @@
-"""A checkpoint that can be loaded, and a series of them in step order."""
+"""A checkpoint that can be loaded, and a series of them in step order: their names, and which steps are chosen."""
 
 import functools
+import math
 import pickle
+import re
+import threading
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass, field
 from pathlib import Path
+from queue import SimpleQueue
 from typing import TYPE_CHECKING, Any
 
 from lit_layers.errors import InputError
 from lit_layers.foreign_weights import would_run_code
-from lit_layers.schedule import Steps
-from lit_layers.series.fingerprints import Memory
-from lit_layers.series.grammar import StepName
-from lit_layers.series.selection import choose
-from lit_layers.series.sources import Source
+from lit_layers.schedule import Schedule, Steps
+from lit_layers.series.checkpoint_sources import Source
+from lit_layers.series.weight_files import Memory
 
 if TYPE_CHECKING:
     import torch
     from torch import nn
+
+
+PATTERNS = {
+    "step": r"step[-_]?(?P<step>\d+)",
+    "stages": r"(stage(?P<stage>\d+)-)?(ingredient(?P<ingredient>\d+)-)?step(?P<step>\d+)(-tokens(?P<billions>\d+)B)?",
+    "checkpoint": r"checkpoint-(?P<step>\d+)",
+}
+_STEPLIKE = re.compile(r"(?=.*\d).*(ste|check|ckpt|iter|tok)|\d+$", re.IGNORECASE)
+_LAST_INTEGER = re.compile(r"(.*?)(\d+)(\D*)", re.DOTALL)
+
+
+@dataclass(frozen=True)
+class StepName:
+    """A name that was understood. `billions` of tokens are rounded by whoever named the branch."""
+
+    name: str
+    step: int
+    stage: int = 1
+    ingredient: int | None = None
+    billions: int | None = None
+
+    def tokens(self, tokens_per_step: int | None, first: int = 0, before: int = 0) -> int | None:
+        """Tokens seen at this step, of which `before` up to the step `first`.
+
+        From the name, good to a billion, only where a step's tokens are unknown.
+        """
+        if tokens_per_step is not None:
+            return before + (self.step - first) * tokens_per_step
+        return None if self.billions is None else self.billions * 10**9
+
+
+class Grammar:
+    """How a series names its steps: a key of `PATTERNS`, or a template such as `iter_{step}`.
+
+    Raises:
+        InputError: for anything else.
+    """
+
+    def __init__(self, spelling: str) -> None:
+        self.spelling = spelling
+        pattern = PATTERNS.get(spelling)
+        if pattern is None:
+            parts = spelling.split("{step}")
+            if len(parts) != 2:
+                raise InputError(
+                    f"grammar: expected auto, {', '.join(PATTERNS)} or a template with one {{step}}, such as "
+                    f"iter_{{step}}, got {spelling!r}"
+                )
+            pattern = rf"{re.escape(parts[0])}(?P<step>\d+){re.escape(parts[1])}"
+        self._pattern = re.compile(pattern)
+
+    def parse(self, name: str) -> StepName | None:
+        """What a name says, or None where it is no step of this grammar."""
+        match = self._pattern.fullmatch(name)
+        if match is None:
+            return None
+        return StepName(name, **{key: int(text) for key, text in match.groupdict().items() if text is not None})
+
+
+def is_steplike(name: str) -> bool:
+    """Whether a name looks as if it meant a step, in whatever grammar."""
+    return _STEPLIKE.match(name) is not None
+
+
+def recognize(names: Iterable[str]) -> Grammar | None:
+    """The grammar that understands most of the names; None where no two names have one in common.
+
+    Names of no known grammar that differ in their last integer alone have that integer as their step.
+    """
+    names = [name for name in names if name != "main"]
+    grammars = [Grammar(spelling) for spelling in PATTERNS]
+    counts = [sum(grammar.parse(name) is not None for name in names) for grammar in grammars]
+    if max(counts):
+        return grammars[counts.index(max(counts))]
+    matches = [match.groups() for name in names if (match := _LAST_INTEGER.fullmatch(name))]
+    templates = Counter(f"{before}{{step}}{after}" for before, _, after in matches)
+    template, count = templates.most_common(1)[0] if templates else ("", 0)
+    return Grammar(template) if count > 1 else None
+
+
+ALL = "all"
+
+
+def choose(listed: Sequence[int], steps: Steps, where: str) -> list[int]:
+    """The steps that were asked for, in order.
+
+    `all`; a list; `{log_spaced: N}` for the first, the last and those nearest to N on a logarithmic axis; or a schedule
+    of training (`pythia`, `{every: 1000}`, ...), which takes what is there of it, and the last step.
+
+    Raises:
+        InputError: a step that is not there, an unknown form, nothing left.
+    """
+    if steps == ALL:
+        return sorted(listed)
+    if isinstance(steps, Mapping) and "log_spaced" in steps:
+        return _log_spaced(sorted(listed), steps)
+    if not isinstance(steps, str | Mapping | Sequence):
+        raise InputError(f"steps: expected all, {{log_spaced: N}}, a list or a schedule, got {steps!r}")
+    try:
+        schedule = Schedule(steps)
+    except InputError as error:
+        raise InputError(f"{error}; of a series also all and {{log_spaced: N}}") from error
+    if not isinstance(steps, str | Mapping):
+        if missing := [step for step in steps if step not in listed]:
+            near = sorted(sorted(listed, key=lambda step: abs(step - missing[0]))[:2])
+            raise InputError(
+                f"steps: {where} has no step {missing[0]}; it has {len(listed)} steps from {min(listed)} to "
+                f"{max(listed)}, the nearest {' and '.join(map(str, near))}"
+            )
+        return sorted(set(steps))
+    last = max(listed)
+    return [step for step in sorted(listed) if step in schedule or step == last]
+
+
+def _log_spaced(listed: list[int], steps: Mapping[str, int]) -> list[int]:
+    count = steps["log_spaced"]
+    if set(steps) != {"log_spaced"}:
+        other = next(key for key in steps if key != "log_spaced")
+        raise InputError(f"steps: log_spaced stands alone, got also {other}")
+    if not isinstance(count, int) or isinstance(count, bool) or count < 2:
+        raise InputError(f"steps.log_spaced: expected a whole number of at least 2, got {count!r}")
+    if count >= len(listed):
+        return listed
+    places = [math.log1p(step) for step in listed]
+    width = (places[-1] - places[0]) / (count - 1)
+    goals = [places[0] + index * width for index in range(count)]
+    return sorted({min(zip(places, listed, strict=True), key=lambda pair: abs(pair[0] - goal))[1] for goal in goals})
 
 
 @dataclass(frozen=True)
@@ -55,12 +186,12 @@ class Checkpoint:
         try:
             return load(folder, dtype=dtype or torch.float32)
         except InputError as error:
-            if isinstance(error.__cause__, pickle.UnpicklingError):  # said of the place on this machine
+            if isinstance(error.__cause__, pickle.UnpicklingError):  # the checkpoint is named, not its local copy
                 raise would_run_code(f"{self.series} {self.name}", error.__cause__) from error
             if error.__cause__ is None:
                 raise
-            said = " ".join(str(error.__cause__).split())[:300]
-            raise InputError(f"{self.series} {self.name} cannot be loaded ({said}): get it again") from error.__cause__
+            why = " ".join(str(error.__cause__).split())[:300]
+            raise InputError(f"{self.series} {self.name} cannot be loaded ({why}): get it again") from error.__cause__
 
     @property
     def is_of_a_series(self) -> bool:
@@ -73,12 +204,17 @@ class Checkpoint:
 
     def provenance(self) -> dict[str, Any]:
         """Where the weights come from and what they are: its place, and the hash of every weight file."""
-        found = {**self.place(), "weight_files": self.source.weights()}
+        facts = {**self.place(), "weight_files": self.source.weights()}
         if self.approximate:
-            found["tokens_approximate"] = True
+            facts["tokens_approximate"] = True
         if self.optimizer_step is not None and self.optimizer_step != self.step:
-            found["optimizer_step"] = self.optimizer_step
-        return found
+            facts["optimizer_step"] = self.optimizer_step
+        return facts
+
+    @property
+    def label(self) -> str:
+        """What a sentence calls it: its step, or its name where it has none."""
+        return self.name if self.step is None else f"step {self.step}"
 
 
 @dataclass(frozen=True)
@@ -133,7 +269,7 @@ class Series(ABC):
         Raises:
             InputError: a step that is not there.
         """
-        by_step = {found.step: found for found in self.listing.checkpoints if found.step is not None}
+        by_step = {one.step: one for one in self.listing.checkpoints if one.step is not None}
         if not by_step:
             return self.listing.checkpoints
         return tuple(by_step[step] for step in choose(list(by_step), self.steps, self.name))
@@ -153,11 +289,47 @@ class Series(ABC):
         return len(self.checkpoints)
 
 
-def ordered(said: list[StepName]) -> tuple[list[StepName], tuple[tuple[str, ...], ...]]:
+def ordered(names: list[StepName]) -> tuple[list[StepName], tuple[tuple[str, ...], ...]]:
     """One name a step, in step order, and the names that mean the same step; the longest of them is the one kept."""
     by_step: dict[int, list[StepName]] = {}
-    for name in said:
+    for name in names:
         by_step.setdefault(name.step, []).append(name)
     kept = [max(by_step[step], key=lambda name: (len(name.name), name.name)) for step in sorted(by_step)]
-    doubles = tuple(tuple(sorted(name.name for name in names)) for names in by_step.values() if len(names) > 1)
+    doubles = tuple(tuple(sorted(name.name for name in same)) for same in by_step.values() if len(same) > 1)
     return kept, doubles
+
+
+THREAD = "prefetch"
+
+
+def fetched_ahead(checkpoints: Sequence[Checkpoint]) -> Iterator[tuple[Checkpoint, "Future[Path]"]]:
+    """Yields each checkpoint and its download; the next download begins when this one is complete.
+
+    Whoever stops early need not wait: a download under way is left to a daemon, which ends with the process.
+    """
+    queue: SimpleQueue[tuple[Checkpoint, Future[Path]] | None] = SimpleQueue()
+    downloads = [(checkpoint, Future[Path]()) for checkpoint in checkpoints]
+    # A ThreadPoolExecutor would be waited for, here and once more when the interpreter ends.
+    threading.Thread(target=_download, args=(queue,), name=THREAD, daemon=True).start()
+    try:
+        for download in downloads[:1]:
+            queue.put(download)
+        for number, download in enumerate(downloads):
+            for following in downloads[number + 1 : number + 2]:
+                queue.put(following)
+            yield download
+    finally:
+        for _, waiting in downloads:
+            waiting.cancel()
+        queue.put(None)
+
+
+def _download(queue: "SimpleQueue[tuple[Checkpoint, Future[Path]] | None]") -> None:
+    while (download := queue.get()) is not None:
+        checkpoint, fetched = download
+        if not fetched.set_running_or_notify_cancel():
+            continue
+        try:
+            fetched.set_result(checkpoint.fetch())
+        except BaseException as error:  # whatever it is belongs to whoever asks for the result
+            fetched.set_exception(error)

@@ -1,16 +1,185 @@
-"""A series from the words of a command line."""
+"""Models and series by their names: one alone, several beside each other, a checkpoint, the words of a command line."""
 
+import dataclasses
+import functools
 import os
 import re
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from lit_layers.errors import InputError
-from lit_layers.series.checkpoint import Series
-from lit_layers.series.hub import HubRevisions
-from lit_layers.series.lightning_files import LightningCheckpoints
-from lit_layers.series.local import StepFolders
-from lit_layers.series.manifests import Manifest
+from lit_layers.series.auditing import REQUESTS_AT_ONCE, audit
+from lit_layers.series.checkpoint import Checkpoint, Grammar, Listing, Series
+from lit_layers.series.checkpoint_sources import TOKENIZER, FolderSource, Hub, HubSource, Retry, Source
+from lit_layers.series.hub_series import MAIN, HubRevisions, Manifest, known_facts
+from lit_layers.series.local_series import LightningCheckpoints, StepFolders
+from lit_layers.series.weight_files import ListedFile
+
+if TYPE_CHECKING:
+    from lit_layers.models.shard_files import ShardFiles
+
+
+class Models(Series):
+    """A set of models in the order given: folders, or repositories of the Hub, at a branch with `NAME@REVISION`.
+
+    A repository that cannot be had is in the listing, and whoever asks for its files is told why: not for it shall the
+    others wait. `tokenizers` names one, by the model's name as it stands in `models`, for those of them that carry no
+    tokenizer.json.
+
+    Raises:
+        InputError: an empty list, a name that is there twice, a folder that does not exist; on first use, if none of
+            the models can be had, why the first of them cannot.
+    """
+
+    def __init__(
+        self,
+        models: Sequence[str],
+        *,
+        name: str = "models",
+        tokenizers: Mapping[str, str] | None = None,
+        retry: Retry | None = None,
+    ) -> None:
+        if isinstance(models, str) or not models:
+            raise InputError(f"models: expected a list of folders or names on the Hub, got {models!r}")
+        if double := [model for model in models if list(models).count(model) > 1]:
+            raise InputError(f"models: {double[0]} is there twice")
+        self.models, self.name, self.tokenizers, self._retry = list(models), name, dict(tokenizers or {}), retry
+
+    def find(self) -> Listing:
+        for model in self.models:
+            if model.startswith((".", "/", "~")) and not os.path.isdir(model):
+                raise InputError(f"models: expected a folder with a model, {model} does not exist")
+        hub = None if all(map(os.path.isdir, self.models)) else Hub(self._retry)
+        with ThreadPoolExecutor(REQUESTS_AT_ONCE) as pool:
+            sources = list(pool.map(lambda model: _source(hub, model), self.models))
+        if isinstance(sources[0], NotToBeHad) and all(isinstance(source, NotToBeHad) for source in sources):
+            raise InputError(sources[0].why)
+        return Listing(tuple(Checkpoint(self.name, *named) for named in zip(self.models, sources, strict=True)))
+
+    def tokenizer(self, checkpoint: Checkpoint) -> str | None:
+        return super().tokenizer(checkpoint) or self.tokenizers.get(checkpoint.name)
+
+
+class OneModel(Series):
+    """A model alone: a folder, or a repository of the Hub, of which each file is downloaded when it is read.
+
+    A folder or revision that is named after a step, such as step-000001000 or step1000, is that step.
+
+    Raises:
+        InputError: no such model.
+    """
+
+    is_alone = True
+
+    def __init__(self, model: str | Path, *, revision: str | None = None) -> None:
+        self.model, self.name, self.revision = model, os.fspath(model), revision
+
+    @functools.cached_property
+    def files(self) -> "ShardFiles":
+        """Its files, opened on first use."""
+        from lit_layers.models.shard_files import ShardFiles
+
+        return ShardFiles(self.model, revision=self.revision)
+
+    def find(self) -> Listing:
+        source = _Alone(self.files, self.revision)
+        step = re.fullmatch(r"step-?(\d+)", Path(self.revision or self.name).name)
+        return Listing((_ModelAlone(self.name, self.name, source, step=int(step[1]) if step else None),))
+
+
+@dataclass(frozen=True)
+class _ModelAlone(Checkpoint):
+    @property
+    def is_of_a_series(self) -> bool:
+        return False
+
+    def load(self, *, dtype: Any = None) -> Any:
+        from lit_layers.models.build import load
+
+        assert isinstance(self.source, _Alone)
+        return load(self.name, revision=self.source.shards.commit, dtype=dtype)
+
+    def place(self) -> dict[str, Any]:
+        return self.source.describe()
+
+    def provenance(self) -> dict[str, Any]:
+        return self.place()
+
+
+@dataclass(frozen=True)
+class _Alone(Source):
+    shards: "ShardFiles"
+    revision: str | None
+
+    @property
+    def files(self) -> Mapping[str, ListedFile]:
+        return {}  # nobody compares them with others
+
+    @property
+    def is_here(self) -> bool:
+        return self.shards.local
+
+    def read(self, path: str) -> bytes:
+        return self.shards.fetch(path).read_bytes()
+
+    def fetch(self) -> Path:
+        return self.shards.fetch("config.json").parent
+
+    def describe(self) -> dict[str, Any]:
+        commit = {} if self.shards.local else {"revision": self.revision or MAIN, "commit": self.shards.commit}
+        return {"checkpoint": self.shards.model, **commit}
+
+    def tokenizer(self) -> str | None:
+        return self._tokenizer_name() if self.shards.has(TOKENIZER) else None
+
+    def _tokenizer_name(self) -> str:
+        return self.shards.model if self.revision is None else f"{self.shards.model}@{self.shards.commit}"
+
+
+@dataclass(frozen=True)
+class NotToBeHad(Source):
+    """A model whose repository cannot be listed, and why."""
+
+    model: str
+    why: str
+
+    @property
+    def files(self) -> Mapping[str, ListedFile]:
+        raise InputError(self.why)
+
+    @property
+    def is_here(self) -> bool:
+        return False
+
+    def read(self, path: str) -> bytes:
+        raise InputError(self.why)
+
+    def fetch(self) -> Path:
+        raise InputError(self.why)
+
+    def describe(self) -> dict[str, Any]:
+        return {"checkpoint": self.model}
+
+    def _tokenizer_name(self) -> str:
+        raise InputError(self.why)
+
+
+def _source(hub: Hub | None, model: str) -> Source:
+    if hub is None or os.path.isdir(model):
+        return FolderSource(Path(model))
+    repo, _, revision = model.partition("@")
+    revision = revision or MAIN
+    try:
+        commits = hub.commits(repo)
+    except InputError as error:
+        return NotToBeHad(model, str(error))
+    if revision not in commits:
+        return NotToBeHad(model, f"models: {repo} has no branch {revision}; it has {len(commits)}")
+    return HubSource(hub, repo, revision, commits[revision])
+
 
 _REPOSITORY = re.compile(r"[\w.-]+/[\w.-]+")
 
@@ -73,3 +242,59 @@ def read_steps(text: str) -> Any:
     except yaml.YAMLError as error:
         raise InputError(f"steps: expected all, a list or a schedule, got {text!r}") from error
     return value
+
+
+UNAUDITED = "unaudited"
+_NAME = re.compile(r"[\w.-]+(/[\w.-]+)?(@[\w./-]+)?")
+
+
+def find_checkpoint(name: str, *, audited: bool = True, retry: Retry | None = None) -> tuple[Checkpoint, str]:
+    """The checkpoint in a folder or at NAME[@REVISION] of the Hub, and the verdict of the audit of its whole series.
+
+    Its step and tokens are known where it belongs to a series of steps; elsewhere there is nothing to audit it against,
+    and the verdict is `unaudited`, as it is where `audited` is False.
+
+    Raises:
+        InputError: a name that is neither, a revision that is not there.
+    """
+    folder = Path(name)
+    if folder.is_dir():
+        if not (folder / "config.json").is_file():
+            raise InputError(f"expected a model in {name}, found no config.json there")
+        # Whatever the folder is named, its siblings may be a series.
+        place = Path(os.path.abspath(folder))
+        return _in_series(StepFolders(place.parent), place.name, audited) or (
+            Checkpoint(place.name, place.name, FolderSource(folder)),
+            UNAUDITED,
+        )
+    if not _NAME.fullmatch(name):
+        raise InputError(f"expected a folder with a model or NAME@REVISION of the Hub, {name} is neither")
+    repo, _, revision = name.partition("@")
+    if revision not in ("", MAIN):
+        step = Grammar("stages").parse(revision)
+        staged = {} if step is None else {"stage": step.stage, "ingredient": step.ingredient}
+        judged = _in_series(HubRevisions(repo, retry=retry, **staged), revision, audited)
+        if judged is not None:
+            return judged
+    (checkpoint,) = Models([name], name=repo, retry=retry)
+    return (_last_step(checkpoint, repo) if revision in ("", MAIN) else checkpoint), UNAUDITED
+
+
+def _in_series(series: Series, name: str, audited: bool) -> tuple[Checkpoint, str] | None:
+    """The checkpoint of that name, judged beside all others; None where it is in no series of steps."""
+    try:
+        checkpoint = next((each for each in series.listing.checkpoints if each.name == name), None)
+    except InputError:  # no series; what else is wrong is said by whoever looks for the one checkpoint
+        return None
+    if checkpoint is None or checkpoint.step is None:
+        return None
+    return checkpoint, audit(series).verdict(checkpoint) if audited else UNAUDITED
+
+
+def _last_step(checkpoint: Checkpoint, repo: str) -> Checkpoint:
+    """`main` with the step that it is said to be."""
+    facts = known_facts(repo)
+    if facts.last_step is None or not facts.main_is_last:
+        return checkpoint
+    tokens = None if facts.tokens_per_step is None else facts.last_step * facts.tokens_per_step
+    return dataclasses.replace(checkpoint, step=facts.last_step, tokens=tokens)

@@ -11,8 +11,8 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_only
 from lit_layers.data.tokenization import MAIN, load_tokenizer, tokenizer_hash
 from lit_layers.errors import InputError
 from lit_layers.series.checkpoint import Checkpoint
-from lit_layers.series.single import find_checkpoint
-from lit_layers.series.sources import FolderSource
+from lit_layers.series.checkpoint_sources import FolderSource
+from lit_layers.series.opening import find_checkpoint
 from lit_layers.training.checkpoint_io import step_folder
 
 logger = logging.getLogger(__name__)

@@ -18,8 +18,7 @@ from lit_layers.cli.main import main
 from lit_layers.data import EvalText
 from lit_layers.data.tokenization import load_tokenizer, tokenizer_hash
 from lit_layers.series import HubRevisions, Retry
-from lit_layers.series.checkpoint import Checkpoint
-from lit_layers.series.prefetching import THREAD
+from lit_layers.series.checkpoint import THREAD, Checkpoint
 from tests.support.fake_hub import FakeHub, Repo
 from tests.support.series_hub import TWELVE, make_series, make_step, served, template
 
@@ -71,7 +70,7 @@ class Waits(list):
 def waits(monkeypatch) -> Waits:
     """Nobody waits, neither we nor huggingface_hub."""
     waits = Waits()
-    monkeypatch.setattr("lit_layers.series.sources.Retry", lambda: Retry(sleep=waits))
+    monkeypatch.setattr("lit_layers.series.checkpoint_sources.Retry", lambda: Retry(sleep=waits))
     monkeypatch.setattr(time, "sleep", lambda seconds: None)
     return waits
 

@@ -21,7 +21,7 @@ from lit_layers import records
 from lit_layers.cli.main import main
 from lit_layers.data.tokenization import save_tokenizer, train_bpe
 from lit_layers.series import Retry
-from lit_layers.series.manifests import Manifest
+from lit_layers.series.hub_series import Manifest
 from tests.support.benchmark_files import write_benchmarks
 from tests.support.saved_models import saved
 from tests.support.series_hub import let_downloads_end, make_series, served
@@ -157,7 +157,7 @@ def place(published, tmp_path_factory) -> Iterator[Path]:
     with pytest.MonkeyPatch.context() as patch, served(published, folder / "home" / "hub", patch):
         patch.setattr(datasets, "load_dataset", wikitext)
         patch.setattr(huggingface_hub.HfApi, "dataset_info", lambda self, name: SimpleNamespace(sha="abc"))
-        patch.setattr("lit_layers.series.sources.Retry", lambda: Retry(attempts=2, sleep=lambda _: None))
+        patch.setattr("lit_layers.series.checkpoint_sources.Retry", lambda: Retry(attempts=2, sleep=lambda _: None))
         patch.setenv("LIT_LAYERS_BENCHMARKS", str(write_benchmarks(folder / "benchmarks")))
         patch.chdir(folder)
         yield folder

@@ -16,7 +16,7 @@ from lit_layers.errors import InputError
 from lit_layers.models.build import causal_lm, load, save
 from lit_layers.models.plain import open_plainly
 from lit_layers.models.shard_files import INDEX, PICKLED, ShardFiles
-from lit_layers.series.local import StepFolders
+from lit_layers.series.local_series import StepFolders
 from tests.hostile.test_recipes import refused
 from tests.support.saved_models import saved, saved_vit
 

@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM
 from lit_layers.errors import InputError
 from lit_layers.series import HubRevisions, Models, Retry
 from lit_layers.series.checkpoint import Checkpoint
-from lit_layers.series.sources import HubSource
+from lit_layers.series.checkpoint_sources import HubSource
 from tests.support.fake_hub import FakeHub
 from tests.support.series_hub import TWELVE, make_series, make_step, served
 

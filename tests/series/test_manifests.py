@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from lit_layers.errors import InputError
-from lit_layers.series.manifests import Manifest, expand, known_facts
+from lit_layers.series.hub_series import Manifest, expand, known_facts
 
 MANIFESTS = Path(__file__).parents[2] / "checkpoints"
 

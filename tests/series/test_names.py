@@ -3,8 +3,7 @@
 import pytest
 
 from lit_layers.errors import InputError
-from lit_layers.series.grammar import Grammar, StepName, is_steplike, recognize
-from lit_layers.series.selection import choose
+from lit_layers.series.checkpoint import Grammar, StepName, choose, is_steplike, recognize
 
 PYTHIA = [0, *(2**power for power in range(10)), *range(1000, 143001, 1000)]
 

@@ -198,7 +198,7 @@ def test_a_second_audit_reads_no_weights(root, monkeypatch):
         (folder / "model.safetensors").touch()  # read again, and found the same
     assert audit(StepFolders(root)) == first
     monkeypatch.setattr("lit_layers.series.auditing.fingerprint", None)
-    monkeypatch.setattr("lit_layers.series.sources.content_hash", None)
+    monkeypatch.setattr("lit_layers.series.checkpoint_sources.content_hash", None)
     assert audit(StepFolders(root)) == first
 
 

@@ -7,7 +7,7 @@ from huggingface_hub.errors import HTTPError
 
 from lit_layers.errors import InputError
 from lit_layers.series import Retry
-from lit_layers.series.retrying import is_transient
+from lit_layers.series.checkpoint_sources import is_transient
 
 
 class Answer(HTTPError):

@@ -7,8 +7,8 @@ import pytest
 
 from lit_layers import records
 from lit_layers.records import Measurement, Record
-from lit_layers.series.continuity import other_step
-from lit_layers.series.known import Known
+from lit_layers.series.audit_files import other_step
+from lit_layers.series.auditing import SeriesMeasurements
 
 
 def checkpoint(step: int, recorded: int | None = None) -> Any:
@@ -34,7 +34,7 @@ def test_an_audit_that_sees_less_takes_no_suspicion_back(tmp_path, earlier, toda
     provenance = {"audit": earlier, "weight_files": {"model.safetensors": "a"}}
     measured = Measurement(run="r", step=1, tokens=None, analysis="a", records=rows, seconds=0.0, provenance=provenance)
     records.append(tmp_path / "r" / "measurements.jsonl", measured)
-    assert Known(tmp_path / "r").verdict(checkpoint(1), today, whole=whole) == verdict
+    assert SeriesMeasurements(tmp_path / "r").verdict(checkpoint(1), today, whole=whole) == verdict
 
 
 @pytest.mark.parametrize(

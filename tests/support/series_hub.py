@@ -11,7 +11,7 @@ from huggingface_hub import constants, hf_api
 from huggingface_hub.utils import close_session
 from safetensors.torch import load_file, save_file
 
-from lit_layers.series import prefetching
+from lit_layers.series import checkpoint as checkpoints
 from tests.support.fake_hub import FakeHub
 from tests.support.saved_models import saved
 
@@ -45,7 +45,7 @@ def served(root: Path, cache: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator
 def let_downloads_end() -> None:
     """Waits for what a command that ended early left to a daemon: in this process it does not end with the command."""
     for thread in threading.enumerate():
-        if thread.name == prefetching.THREAD:
+        if thread.name == checkpoints.THREAD:
             thread.join(120)
 
 

@@ -14,7 +14,7 @@ from lit_layers.errors import InputError
 from lit_layers.models import load, weights_hash
 from lit_layers.offline import analyze_series
 from lit_layers.series import StepFolders
-from lit_layers.series.single import find_checkpoint
+from lit_layers.series.opening import find_checkpoint
 from lit_layers.training import EmergenceCallback, LitCausalLM, SeriesCheckpoint
 from lit_layers.training.checkpoint_io import saved_steps, step_folder
 from lit_layers.training.origin import Origin, kept, published, refuse_another_tokenizer

@@ -1,4 +1,4 @@
-"""What the weights of a checkpoint look like: one pass over its tensors, kept so that the next audit reads nothing."""
+"""Which files of a checkpoint hold its weights, and what those look like: hashes, and one pass over the tensors."""
 
 import contextlib
 import functools
@@ -6,16 +6,82 @@ import hashlib
 import json
 import math
 import os
+import re
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from lit_layers.durable import draft_of
+from lit_layers.foreign_weights import named_shards
 
 if TYPE_CHECKING:
     from torch import Tensor
+
+
+Format = Literal["safetensors", "pickle"]
+STEMS: dict[Format, tuple[str, str]] = {"safetensors": ("model", ".safetensors"), "pickle": ("pytorch_model", ".bin")}
+_PIECE = 2**22
+
+
+@dataclass(frozen=True)
+class ListedFile:
+    """A file by its name in the checkpoint. `hash` is a sha256, or git's sha1 where the Hub knows no other."""
+
+    path: str
+    size: int
+    hash: str
+
+
+def formats(files: Mapping[str, ListedFile]) -> dict[Format, dict[str, ListedFile]]:
+    """The weight files of each format that the checkpoint has, safetensors (what is loaded) first."""
+    by_format: dict[Format, dict[str, ListedFile]] = {}
+    for kind, (stem, suffix) in STEMS.items():
+        name = re.compile(rf"{stem}(-\d+-of-\d+)?{re.escape(suffix)}")
+        weights = {path: file for path, file in sorted(files.items()) if name.fullmatch(path)}
+        if weights or index_of(kind) in files:
+            by_format[kind] = weights
+    return by_format
+
+
+def index_of(kind: Format) -> str:
+    """The file that names the shards."""
+    return "".join(STEMS[kind]) + ".index.json"
+
+
+def missing(kind: Format, files: Mapping[str, ListedFile], read: Callable[[str], bytes]) -> list[str]:
+    """The files without which the weights of this format cannot be loaded; `read` gives the content of the index.
+
+    Raises:
+        ValueError: an index that cannot be understood.
+    """
+    stem, suffix = STEMS[kind]
+    index, whole = index_of(kind), stem + suffix
+    if index in files and whole not in files:
+        try:
+            named = sorted(set(named_shards(read(index)).values()))
+        except ValueError as error:
+            raise ValueError(f"{index} {error}") from error
+        return [shard for shard in named if shard not in files]
+    numbered = [re.fullmatch(rf"{stem}-(\d+)-of-(\d+){re.escape(suffix)}", path) for path in files]
+    counts = [match for match in numbered if match]
+    if whole in files or not counts:
+        return []
+    width, total = len(counts[0][1]), int(counts[0][2])
+    shards = [f"{stem}-{number:0{width}d}-of-{counts[0][2]}{suffix}" for number in range(1, total + 1)]
+    return [index, *(shard for shard in shards if shard not in files)]
+
+
+def content_hash(path: Path, like: str = "sha256") -> str:
+    """The hash of a file's content: sha256, or git's sha1 where `like` is as short as one."""
+    size = path.stat().st_size
+    digest = hashlib.sha1(f"blob {size}\0".encode()) if len(like) == 40 else hashlib.sha256()
+    with path.open("rb") as file:
+        while piece := file.read(_PIECE):
+            digest.update(piece)
+    return digest.hexdigest()
+
 
 NUM_SAMPLES = 2048  # values kept of each tensor: 500 tensors x 2048 x 4 B = 4 MB a checkpoint
 FOLDER = ".audit"
@@ -72,18 +138,18 @@ def _facts(tensor: "Tensor") -> tuple[TensorFacts, "Tensor", bytes]:
     import torch
 
     flat, digest = tensor.reshape(-1), hashlib.blake2b(digest_size=16)
-    squares, largest, second, broken = 0.0, 0.0, 0.0, 0
+    squares, largest, second, num_broken = 0.0, 0.0, 0.0, 0
     for start in range(0, len(flat), _PIECE):
         piece = flat[start : start + _PIECE].float()
         digest.update(piece.numpy().data)
         finite = piece.isfinite()
         if not finite.all():
-            broken += int((~finite).sum())
+            num_broken += int((~finite).sum())
             piece = piece[finite]
         squares += float(piece.double().square().sum())
         top = torch.topk(piece.abs(), min(2, len(piece))).values.tolist()
         largest, second = sorted([largest, second, *top], reverse=True)[:2]
-    facts = TensorFacts(_dtype(tensor), tuple(tensor.shape), squares**0.5, largest, second, broken)
+    facts = TensorFacts(_dtype(tensor), tuple(tensor.shape), squares**0.5, largest, second, num_broken)
     return facts, flat[_places(len(flat))].float(), digest.digest()
 
 
@@ -139,20 +205,18 @@ class Memory:
                 kept = file.metadata() or {}
                 if kept.get("version") != _VERSION or kept.get("key") != json.dumps(key):
                     return None
-                facts = {
-                    each: TensorFacts(**{**found, "shape": tuple(found["shape"])})
-                    for each, found in json.loads(kept["facts"]).items()
-                }
+                tensors = json.loads(kept["facts"]).items()
+                facts = {each: TensorFacts(**{**values, "shape": tuple(values["shape"])}) for each, values in tensors}
                 return Fingerprint(facts, kept["digest"], {each: file.get_tensor(each) for each in facts})
         except (OSError, SafetensorError, ValueError, KeyError, TypeError):
             return None
 
-    def put(self, name: str, key: Any, found: Fingerprint) -> None:
-        from safetensors.torch import save
+    def put(self, name: str, key: Any, weights: Fingerprint) -> None:
+        from safetensors.torch import save  # which imports torch
 
-        facts = json.dumps({each: asdict(facts) for each, facts in found.tensors.items()})
-        kept = {"version": _VERSION, "key": json.dumps(key), "facts": facts, "digest": found.digest}
-        self._write(_file(name), save(dict(found.samples), kept))
+        facts = json.dumps({each: asdict(facts) for each, facts in weights.tensors.items()})
+        kept = {"version": _VERSION, "key": json.dumps(key), "facts": facts, "digest": weights.digest}
+        self._write(_file(name), save(dict(weights.samples), kept))
 
     def _write(self, name: str, content: bytes) -> None:
         with contextlib.suppress(OSError):

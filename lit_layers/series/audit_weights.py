@@ -12,10 +12,9 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from lit_layers.series.audit_files import Finding, finding, is_matrix, precision
 from lit_layers.series.checkpoint import Checkpoint
-from lit_layers.series.continuity import is_matrix, precision
-from lit_layers.series.findings import Finding, finding
-from lit_layers.series.fingerprints import Fingerprint
+from lit_layers.series.weight_files import Fingerprint
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -81,8 +80,8 @@ class Path:
             [self.steps[place] for place in kept],
             self.distance[grid],
             self.cosine[grid],
-            {name: found[grid] for name, found in self.of_tensor.items()},
-            {name: found[kept] for name, found in self.norms.items()},
+            {name: distance[grid] for name, distance in self.of_tensor.items()},
+            {name: norms[kept] for name, norms in self.norms.items()},
             self.rounding,
         )
 
@@ -92,16 +91,15 @@ def broken_values(steps: Sequence[Checkpoint], prints: Mapping[str, Fingerprint]
     weighted: set[str] = set()
     for one in steps:
         facts = prints[one.name].tensors
-        lost = sorted(name for name, found in facts.items() if found.num_broken)
-        if lost:
-            count = sum(facts[name].num_broken for name in lost)
-            yield finding("not finite", f"{count:,} values are NaN or infinite, the first in {lost[0]}", [one])
-        empty = {name for name, found in facts.items() if found.norm == 0 and not found.num_broken and is_matrix(found)}
-        if all(found.norm == 0 and not found.num_broken for found in facts.values()):
+        if broken := sorted(name for name, tensor in facts.items() if tensor.num_broken):
+            count = sum(facts[name].num_broken for name in broken)
+            yield finding("not finite", f"{count:,} values are NaN or infinite, the first in {broken[0]}", [one])
+        zero = {name for name, tensor in facts.items() if tensor.norm == 0 and not tensor.num_broken}
+        if len(zero) == len(facts):
             yield finding("zero weights", "every value is 0", [one])
-        elif forgotten := sorted(empty & weighted):
-            yield finding("zero weights", f"{forgotten[0]} is 0 and was not before", [one])
-        weighted |= {name for name, found in facts.items() if found.norm > 0}
+        elif cleared := sorted(name for name in zero & weighted if is_matrix(facts[name])):
+            yield finding("zero weights", f"{cleared[0]} is 0 and was not before", [one])
+        weighted |= {name for name, tensor in facts.items() if tensor.norm > 0}
 
 
 def lone_values(steps: Sequence[Checkpoint], prints: Mapping[str, Fingerprint]) -> Iterator[Finding]:
@@ -110,7 +108,7 @@ def lone_values(steps: Sequence[Checkpoint], prints: Mapping[str, Fingerprint]) 
         beside = [prints[steps[near].name].tensors for near in (place - 1, place + 1) if 0 <= near < len(steps)]
         times = LONE if len(beside) == 2 else LONE_AT_END
         for name, facts in prints[one.name].tensors.items():
-            others = [found[name].largest for found in beside if name in found]
+            others = [tensors[name].largest for tensors in beside if name in tensors]
             above = max([facts.second, *others], default=0.0)
             if others and min(others) > 0 and facts.count >= 64 and facts.largest >= times * above:
                 says = f"one value of {name} is {facts.largest:.3g}, all others are below {above:.3g}: a flipped bit?"
@@ -127,17 +125,15 @@ def copies(
         groups.setdefault(prints[one.name].digest, []).append(one)
     same = [group for group in groups.values() if len(group) > 1]
     for group in same:
-        final = last is not None and last in group
         early = all(one.step is not None and one.step <= 1 for one in group)
         still = _is_still(steps, prints, group)
-        says = "the learning rate may be 0" if early else "hardly anything changes here" if still else None
-        if final:
-            these = [one for one in group if one is not last]
-            yield finding(
-                "equal to the final step", says or f"hold the weights of {_label(last)}", these, note=bool(says)
-            )
+        excuse = "the learning rate may be 0" if early else "hardly anything changes here" if still else ""
+        if last is not None and last in group:
+            kind, these, message = "equal to the final step", [*group], f"hold the weights of {last.label}"
+            these.remove(last)
         else:
-            yield finding("identical weights", says or "the same values under several names", group, note=bool(says))
+            kind, these, message = "identical weights", group, "the same values under several names"
+        yield finding(kind, excuse or message, these, note=bool(excuse))
     copied = {one.name for group in same for one in group}
     grids = {one.name: precision(prints[one.name]) for one in steps}
     for one, other in itertools.permutations(steps, 2):
@@ -145,7 +141,7 @@ def copies(
         if one.name in copied or grid not in COARSE or grids[other.name] == grid:
             continue
         if _is_rounded(prints[one.name], prints[other.name], grid) and not _is_still(steps, prints, [one, other], grid):
-            yield finding("rounded copy", f"holds the weights of {_label(other)}, rounded to {grid}", [one])
+            yield finding("rounded copy", f"holds the weights of {other.label}, rounded to {grid}", [one])
 
 
 def _is_rounded(one: Fingerprint, other: Fingerprint, grid: str) -> bool:
@@ -216,7 +212,7 @@ def swapped(path: Path) -> Finding | None:
     if not regular:
         return None
     these = [path.steps[first], path.steps[second]]
-    says = f"the weights of {_label(these[0])} and {_label(these[1])} fit in each other's place"
+    says = f"the weights of {these[0].label} and {these[1].label} fit in each other's place"
     return finding("swapped", says, these)
 
 
@@ -273,13 +269,13 @@ def out_of_line(path: Path) -> Iterator[Finding]:
     strange = {place for place in inner if _is_least(detours, place, LINE) or _is_unlike(path.cosine, place)}
     if len(strange) <= max(1, count // 4):
         for place in sorted(strange):
-            before, after = _label(path.steps[place - 1]), _label(path.steps[place + 1])
+            before, after = path.steps[place - 1].label, path.steps[place + 1].label
             says = f"far from {before} and {after}, which are near each other"
             yield finding("out of line", f"{says}: of another training?", [path.steps[place]])
     others = [path.cosine[place, place + 1] for place in range(count - 2)]
     if abs(path.cosine[-2, -1]) < ENDS_ELSEWHERE[0] and min(others) > ENDS_ELSEWHERE[1] and _is_no_leap(path.steps):
         strange.add(count - 1)
-        says = f"nothing in common with {_label(path.steps[-2])}: of another training?"
+        says = f"nothing in common with {path.steps[-2].label}: of another training?"
         yield finding("out of line", says, [path.steps[-1]])
     yield from _tensors_out_of_line(path, strange)
 
@@ -304,25 +300,21 @@ def _is_no_leap(steps: Sequence[Checkpoint]) -> bool:
 
 def _tensors_out_of_line(path: Path, strange: set[int]) -> Iterator[Finding]:
     count = len(path.steps)
-    found: dict[int, list[str]] = {}
+    tensors: dict[int, list[str]] = {}  # by checkpoint: names of those that lie off the way
     for name, distance in path.of_tensor.items():
         detours = {place: _detour(distance, place) for place in range(1, count - 1)}
         for place in detours:
             least = min(distance[place - 1, place], distance[place, place + 1])
             if least > path.rounding * path.norms[name][place] and _is_least(detours, place, TENSOR_LINE):
-                found.setdefault(place, []).append(name)
+                tensors.setdefault(place, []).append(name)
     jumps = {
         name: distance[-2, -1] / distance[-3, -2]
         for name, distance in path.of_tensor.items()
         if distance[-3, -2] > path.rounding * path.norms[name][-2]
     }
     middle = float(np.median(list(jumps.values()))) if len(jumps) > 3 else np.inf
-    found.setdefault(count - 1, []).extend(name for name, jump in jumps.items() if jump > JUMP * middle)
-    for place, names in sorted(found.items()):
+    tensors.setdefault(count - 1, []).extend(name for name, jump in jumps.items() if jump > JUMP * middle)
+    for place, names in sorted(tensors.items()):
         if names and place not in strange and len(names) <= max(1, len(path.of_tensor) // 2):
             says = f"{', '.join(names[:3])} alone {'are' if len(names) > 1 else 'is'} far from the steps beside it"
             yield finding("out of line", f"{says}: rows in another order?", [path.steps[place]])
-
-
-def _label(checkpoint: Checkpoint | None) -> str:
-    return "" if checkpoint is None else checkpoint.name if checkpoint.step is None else f"step {checkpoint.step}"

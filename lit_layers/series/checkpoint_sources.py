@@ -1,23 +1,103 @@
-"""Where a checkpoint lies: a folder, or one commit of a repository of the Hub."""
+"""Where a checkpoint lies: a folder, or one commit of a repository of the Hub, asked again where the network failed."""
 
 import functools
 import json
 import os
 import pickle
 import threading
+import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from huggingface_hub.errors import HTTPError, OfflineModeIsEnabled, RevisionNotFoundError
 
 from lit_layers.errors import InputError
-from lit_layers.series.files import STEMS, ListedFile, content_hash, formats
-from lit_layers.series.fingerprints import Memory, on_disk
-from lit_layers.series.retrying import DamagedDownload, MovedCommit, Result, Retry
+from lit_layers.hub_errors import HUB_ERRORS, LOG_IN, is_refused, reason
+from lit_layers.series.weight_files import STEMS, ListedFile, Memory, content_hash, formats, on_disk
 
 if TYPE_CHECKING:
     from torch import Tensor
+
+
+Result = TypeVar("Result")
+WORTH_ANOTHER_TRY = {408, 425, 429, *range(500, 600)}
+
+
+class DamagedDownload(OSError):
+    """What arrived is not what the Hub lists."""
+
+
+class MovedCommit(OSError):
+    """A commit that the Hub listed is no longer there."""
+
+
+@dataclass(frozen=True)
+class Retry:
+    """How often and how patiently: waits of 1, 2, 4, ... seconds, or what the server asks for."""
+
+    attempts: int = 5
+    first_wait: float = 1.0
+    longest_wait: float = 60.0
+    sleep: Callable[[float], None] = time.sleep
+
+    def call(self, what: str, action: Callable[[], Result]) -> Result:
+        """Returns what `action` does in the end.
+
+        Raises:
+            InputError: `what`, the last reason and the number of attempts, in one sentence.
+        """
+        for attempt in range(self.attempts):
+            try:
+                return action()
+            except InputError:
+                raise
+            except HUB_ERRORS as error:
+                if not is_transient(error):
+                    raise InputError(f"{what} ({reason(error)}): {_advice(error)}") from error
+                if attempt == self.attempts - 1:
+                    raise InputError(
+                        f"{what} after {self.attempts} attempts ({reason(error)}): run the same command again later"
+                    ) from error
+                wait = min(self.longest_wait, self.first_wait * 2**attempt)
+                self.sleep(max(wait, min(_asked_for(error), self.longest_wait)))
+        raise AssertionError("unreachable: attempts is at least 1")
+
+
+def is_transient(error: BaseException | None) -> bool:
+    """Whether the same request may succeed later: timeouts, cut connections, 429, 5xx, damaged or moved content."""
+    while error is not None:
+        if isinstance(error, OfflineModeIsEnabled):
+            return False
+        if isinstance(error, DamagedDownload | MovedCommit | TimeoutError | ConnectionError):
+            return True
+        if isinstance(error, HTTPError):
+            status = getattr(getattr(error, "response", None), "status_code", None)
+            return status is None or status in WORTH_ANOTHER_TRY
+        if isinstance(error, OSError) and "Consistency check failed" in str(error):
+            return True
+        error = error.__cause__
+    return False
+
+
+def _advice(error: BaseException) -> str:
+    if is_refused(error):
+        return LOG_IN
+    if isinstance(error, OfflineModeIsEnabled) or isinstance(error.__cause__, OfflineModeIsEnabled):
+        return "unset HF_HUB_OFFLINE"
+    if isinstance(error, HTTPError | ValueError):
+        return "check the name, the revision and your access to it"
+    return "check the disk of the cache (HF_HOME)"
+
+
+def _asked_for(error: BaseException) -> float:
+    """Seconds that the server asks us to wait."""
+    headers = getattr(getattr(error, "response", None), "headers", {})
+    text = headers.get("Retry-After", "")
+    return float(text) if text.isdigit() else 0.0
+
 
 TOKENIZER, TOKENIZER_CONFIG = "tokenizer.json", "tokenizer_config.json"
 COMPANIONS = (".json", ".txt", ".model", ".tiktoken", ".jinja")  # config and tokenizer: data, never code
@@ -42,8 +122,7 @@ class Source(ABC):
     def fetch(self) -> Path:
         """A local folder with config, tokenizer and weights, downloaded now if need be."""
 
-    @abstractmethod
-    def drop(self) -> None:
+    def drop(self) -> None:  # noqa: B027 - what lies on this machine stays
         """Removes from this machine the weights that `fetch` downloaded; what was there before stays."""
 
     @abstractmethod
@@ -58,9 +137,9 @@ class Source(ABC):
     def _tokenizer_name(self) -> str: ...
 
     @property
-    @abstractmethod
     def is_here(self) -> bool:
         """Whether the weights are on this machine."""
+        return True
 
     def identity(self) -> Any:
         """What changes when the weights are others, without reading them: the listed hashes."""
@@ -82,9 +161,8 @@ class Source(ABC):
 
     def weights(self) -> dict[str, str]:
         """The hash of every weight file that is loaded: safetensors, or else the pickle."""
-        for found in formats(self.files).values():
-            return {path: file.hash for path, file in found.items()}
-        return {}
+        loaded = next(iter(formats(self.files).values()), {})
+        return {path: file.hash for path, file in loaded.items()}
 
 
 @dataclass(frozen=True)
@@ -96,12 +174,7 @@ class FolderSource(Source):
 
     @functools.cached_property
     def files(self) -> Mapping[str, ListedFile]:
-        paths = (path for path in sorted(self.folder.iterdir()) if path.is_file() and _matters(path))
-        return {path.name: _local(path, self.memory) for path in paths}
-
-    @property
-    def is_here(self) -> bool:
-        return True
+        return companions(self.folder, self.memory, weights=True)
 
     def identity(self) -> Any:
         return {path: on_disk(self.folder / path) for path in self.weights()}
@@ -111,17 +184,14 @@ class FolderSource(Source):
             state = json.loads((self.folder / _TRAINER_STATE).read_text(encoding="utf-8"))
         except (OSError, ValueError):
             return None
-        found = state.get("global_step") if isinstance(state, dict) else None
-        return found if isinstance(found, int) else None
+        step = state.get("global_step") if isinstance(state, dict) else None
+        return step if isinstance(step, int) else None
 
     def read(self, path: str) -> bytes:
         return (self.folder / path).read_bytes()
 
     def fetch(self) -> Path:
         return self.folder
-
-    def drop(self) -> None:
-        return
 
     def describe(self) -> dict[str, Any]:
         return {"checkpoint": str(self.folder)}
@@ -138,7 +208,7 @@ class Hub:
     """
 
     def __init__(self, retry: Retry | None = None) -> None:
-        from huggingface_hub import HfApi
+        from huggingface_hub import HfApi  # 0.2 s, which a series on this machine need not wait for
 
         os.environ.setdefault("DISABLE_SAFETENSORS_CONVERSION", "1")  # else a pickle starts a thread that asks the Hub
         self.api, self.retry = HfApi(), retry or Retry()
@@ -152,47 +222,49 @@ class Hub:
         """The files of a commit."""
         from huggingface_hub import RepoFile
 
-        rows = self.retry.call(
+        rows = self._at(
+            (repo, commit, name),
             f"cannot list the files of {repo} at {name}",
-            lambda: self._at(repo, commit, name, lambda: list(self.api.list_repo_tree(repo, revision=commit))),
+            lambda: list(self.api.list_repo_tree(repo, revision=commit)),
         )
-        found = [row for row in rows if isinstance(row, RepoFile)]
-        return {row.path: ListedFile(row.path, row.size, row.lfs.sha256 if row.lfs else row.blob_id) for row in found}
+        files = [row for row in rows if isinstance(row, RepoFile)]
+        return {row.path: ListedFile(row.path, row.size, row.lfs.sha256 if row.lfs else row.blob_id) for row in files}
 
     def download(self, repo: str, commit: str, name: str, file: ListedFile) -> tuple[Path, bool]:
         """Where a file lies now, and whether it was downloaded for this: then its hash has been compared."""
 
         def once() -> tuple[Path, bool]:
-            was = self.cached(repo, commit, file.path)
+            is_new = self.cached(repo, commit, file.path) is None
             path = Path(self.api.hf_hub_download(repo, file.path, revision=commit))
-            if was is None and content_hash(path, file.hash) != file.hash:
+            if is_new and content_hash(path, file.hash) != file.hash:
                 blob = path.resolve()
                 path.unlink()
                 blob.unlink(missing_ok=True)
                 raise DamagedDownload(f"{file.path} arrived with another hash than the Hub lists")
-            return path, was is None
+            return path, is_new
 
-        return self.retry.call(
-            f"cannot download {file.path} of {repo} at {name}", lambda: self._at(repo, commit, name, once)
-        )
+        return self._at((repo, commit, name), f"cannot download {file.path} of {repo} at {name}", once)
 
     def cached(self, repo: str, commit: str, path: str) -> str | None:
         """Where a file lies in the cache, if it does."""
         from huggingface_hub import try_to_load_from_cache
 
-        found = try_to_load_from_cache(repo, path, revision=commit)
-        return found if isinstance(found, str) else None
+        place = try_to_load_from_cache(repo, path, revision=commit)
+        return place if isinstance(place, str) else None
 
-    def _at(self, repo: str, commit: str, name: str, action: Callable[[], Result]) -> Result:
+    def _at(self, place: tuple[str, str, str], what: str, action: Callable[[], Result]) -> Result:
         """Does something at a commit; one that is gone means that the branch was rewritten since it was listed."""
-        from huggingface_hub.errors import RevisionNotFoundError
+        repo, commit, name = place
 
-        try:
-            return action()
-        except RevisionNotFoundError as error:
-            now = {ref.name: ref.target_commit for ref in self.api.list_repo_refs(repo).branches}.get(name)
-            place = f"now {now[:12]}" if now else "now gone"
-            raise MovedCommit(f"{name} was moved: listed at {commit[:12]}, {place}") from error
+        def once() -> Result:
+            try:
+                return action()
+            except RevisionNotFoundError as error:
+                now = {ref.name: ref.target_commit for ref in self.api.list_repo_refs(repo).branches}.get(name)
+                there = f"now {now[:12]}" if now else "now gone"
+                raise MovedCommit(f"{name} was moved: listed at {commit[:12]}, {there}") from error
+
+        return self.retry.call(what, once)
 
 
 @dataclass(frozen=True)
@@ -210,20 +282,18 @@ class HubSource(Source):
         return self.hub.tree(self.repo, self.commit, self.revision)
 
     def read(self, path: str) -> bytes:
-        return self._have(path).read_bytes()
+        return self._download(path).read_bytes()
 
     def fetch(self) -> Path:
-        wanted = [path for path, file in self.files.items() if _is_companion(path, file.size)]
-        if "config.json" not in wanted:
+        beside = [path for path, file in self.files.items() if _is_companion(path, file.size)]
+        if "config.json" not in beside:
             raise InputError(f"expected a model in {self.repo} at {self.revision}, found no config.json there")
         weights = self.weights()
         if not weights:
             raise InputError(
                 f"{self.repo} at {self.revision} holds no weights: expected {' or '.join(map(''.join, STEMS.values()))}"
             )
-        paths = [self._have(path) for path in wanted]
-        for path in weights:
-            self._have(path)
+        paths = [self._download(path) for path in (*beside, *weights)]
         return paths[0].parent
 
     @property
@@ -246,37 +316,35 @@ class HubSource(Source):
     def _tokenizer_name(self) -> str:
         for path in (TOKENIZER_CONFIG, TOKENIZER):  # the first names the end of text
             if path in self.files:
-                self._have(path)
+                self._download(path)
         return f"{self.repo}@{self.commit}"  # and not where the cache of this machine has it
 
-    def _have(self, path: str) -> Path:
+    def _download(self, path: str) -> Path:
         place, is_new = self.hub.download(self.repo, self.commit, self.revision, self.files[path])
         if is_new and path in self.weights():
             self._downloaded.append(place)
         return place
 
 
-def companions(folder: Path) -> dict[str, ListedFile]:
-    """Config and tokenizer of a folder."""
-    paths = sorted(
-        path for path in folder.iterdir() if path.is_file() and _is_companion(path.name, path.stat().st_size)
-    )
-    return {path.name: _local(path) for path in paths}
+def companions(folder: Path, memory: Memory | None = None, *, weights: bool = False) -> dict[str, ListedFile]:
+    """Config and tokenizer of a folder, and with `weights` these, too; what else lies there is not hashed."""
+    paths = [path for path in sorted(folder.iterdir()) if path.is_file()]
+    kept = [path for path in paths if (weights and _is_weights(path)) or _is_companion(path.name, path.stat().st_size)]
+    return {path.name: _local(path, memory) for path in kept}
 
 
-def _matters(path: Path) -> bool:
-    names = (stem for stem, _ in STEMS.values())
-    weights = path.name.startswith(tuple(names)) and path.suffix in (".safetensors", ".bin")
-    return weights or _is_companion(path.name, path.stat().st_size)
+def _is_weights(path: Path) -> bool:
+    names = tuple(stem for stem, _ in STEMS.values())
+    return path.name.startswith(names) and path.suffix in (".safetensors", ".bin")
 
 
 def _is_companion(path: str, size: int) -> bool:
     return "/" not in path and path.endswith(COMPANIONS) and size <= _LARGEST_COMPANION
 
 
-def _local(path: Path, memory: Memory | None = None) -> ListedFile:
-    found = content_hash(path) if memory is None else memory.hash_of(path, lambda: content_hash(path))
-    return ListedFile(path.name, path.stat().st_size, found)
+def _local(path: Path, memory: Memory | None) -> ListedFile:
+    digest = content_hash(path) if memory is None else memory.hash_of(path, lambda: content_hash(path))
+    return ListedFile(path.name, path.stat().st_size, digest)
 
 
 def tensors_in(path: Path) -> Iterator[tuple[str, "Tensor"]]:

@@ -1,0 +1,427 @@
+"""What names, sizes, hashes, configurations and tensor lists show to be wrong with a series: one rule a function."""
+
+import itertools
+import json
+from collections import Counter
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from lit_layers.data.tokenization import Tokenizer, tokenizer_hash
+from lit_layers.schedule import Schedule
+from lit_layers.series.checkpoint import ALL, Checkpoint, Listing, Series
+from lit_layers.series.checkpoint_sources import TOKENIZER
+from lit_layers.series.weight_files import Fingerprint, Format, formats, missing
+
+Kind = Literal[
+    "identical weights",
+    "equal to the final step",
+    "equal to main",
+    "main differs",
+    "shared shard",
+    "missing shard",
+    "no weights",
+    "no config",
+    "gap",
+    "out of grammar",
+    "two names",
+    "reported",
+    "other config",
+    "other tokenizer",
+    "other size",
+    "other tensors",
+    "other precision",
+    "other step",
+    "damaged",
+    "not finite",
+    "zero weights",
+    "value out of range",
+    "rounded copy",
+    "out of line",
+    "swapped",
+]
+# What a listing shows of hashes alone, or not at all: without the weights nobody can say that it is mended.
+OF_WEIGHTS: frozenset[Kind] = frozenset(
+    {
+        *("identical weights", "equal to the final step", "other tensors", "other precision", "damaged"),
+        *("not finite", "zero weights", "value out of range", "rounded copy", "out of line", "swapped"),
+    }
+)
+Weights = Mapping[Format, Mapping[str, str]]  # format -> file -> hash
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One thing that is wrong, or with `note` only worth knowing; `names` are the checkpoints that it makes suspect."""
+
+    kind: Kind
+    message: str
+    steps: tuple[int, ...] = ()
+    names: tuple[str, ...] = ()
+    note: bool = False
+
+
+def weights_of(checkpoint: Checkpoint) -> Weights:
+    """The hashes of the weight files, by format, the one that is loaded first."""
+    by_format = formats(checkpoint.source.files)
+    return {kind: {path: file.hash for path, file in files.items()} for kind, files in by_format.items()}
+
+
+def _equal(one: Weights, other: Weights) -> bool | None:
+    """Whether both hold the same contents, in the format that is loaded where both have it; None if they share none."""
+    for kind, files in one.items():
+        if files and other.get(kind):
+            return set(files.values()) == set(other[kind].values())
+    return None
+
+
+def _loaded(weights: Weights) -> tuple[Format | None, Mapping[str, str]]:
+    for kind, files in weights.items():
+        if files:
+            return kind, files
+    return None, {}
+
+
+def broken(chosen: Sequence[Checkpoint]) -> Iterator[Finding]:
+    """Checkpoints that cannot be loaded."""
+    by_problem: dict[tuple[Kind, str, bool], list[Checkpoint]] = {}
+    indexes: dict[str, bytes] = {}  # by hash: most steps share one
+    for one in chosen:
+        for problem in _problems(one, indexes):
+            by_problem.setdefault(problem, []).append(one)
+    for (kind, message, note), these in by_problem.items():
+        yield finding(kind, message, these, note=note)
+
+
+def _problems(checkpoint: Checkpoint, indexes: dict[str, bytes]) -> Iterator[tuple[Kind, str, bool]]:
+    files = checkpoint.source.files
+
+    def read(path: str) -> bytes:
+        if files[path].hash not in indexes:
+            indexes[files[path].hash] = checkpoint.source.read(path)
+        return indexes[files[path].hash]
+
+    if "config.json" not in files:
+        yield "no config", "config.json is missing: the model cannot be loaded", False
+    weights = formats(files)
+    if not weights:
+        yield "no weights", "neither safetensors nor pytorch_model.bin: nothing to load", False
+    for place, kind in enumerate(weights):
+        try:
+            lost = missing(kind, files, read)
+        except ValueError as error:
+            yield "missing shard", f"{error}: nobody can say which shards belong to it", place > 0
+            continue
+        if lost:
+            rest = f" and {len(lost) - 3} more" if len(lost) > 3 else ""
+            loaded = "not loaded where there are safetensors" if place else "the model cannot be loaded"
+            yield "missing shard", f"{', '.join(lost[:3])}{rest} not there ({kind}): {loaded}", place > 0
+
+
+def duplicates(
+    chosen: Sequence[Checkpoint], last: Checkpoint | None, listing: Listing, weights: Mapping[str, Weights]
+) -> Iterator[Finding]:
+    """Groups of equal weights. The last step is right by itself; of others nobody knows which one is."""
+    others = [one for one in chosen if one is not last]
+    final = [one for one in others if last is not None and _equal(weights[one.name], weights[last.name])]
+    others, main = [one for one in others if one not in final], listing.main
+    as_main = [one for one in others if main is not None and _equal(weights[one.name], weights[main.name])]
+    if final and last is not None:
+        early = last.step is not None and last.step <= listing.warm_up
+        serves = "learning rate still 0, as far as is known" if early else f"serve the weights of step {last.step}"
+        yield finding("equal to the final step", serves, final, note=early)
+    if as_main:
+        yield finding("equal to main", "serve the weights of main", as_main)
+    for group in _groups([one for one in others if one not in as_main], weights):
+        early = all(one.step is not None and one.step <= listing.warm_up for one in group)
+        message = "may be genuine: the learning rate starts at 0" if early else "the same files under several names"
+        yield finding("identical weights", message, group, note=early)
+
+
+def _groups(checkpoints: Sequence[Checkpoint], weights: Mapping[str, Weights]) -> Iterator[list[Checkpoint]]:
+    by_content: dict[tuple[Format, frozenset[str]], list[Checkpoint]] = {}
+    for one in checkpoints:
+        for kind, files in weights[one.name].items():
+            if files:
+                by_content.setdefault((kind, frozenset(files.values())), []).append(one)
+    groups: dict[tuple[str, ...], list[Checkpoint]] = {}
+    for (kind, _), group in by_content.items():
+        is_loaded = any(_loaded(weights[one.name])[0] == kind for one in group)  # else safetensors say better
+        if len(group) > 1 and is_loaded:
+            groups.setdefault(tuple(one.name for one in group), group)
+    yield from groups.values()
+
+
+def shared_shards(
+    chosen: Sequence[Checkpoint], last: Checkpoint | None, weights: Mapping[str, Weights]
+) -> Iterator[Finding]:
+    """Single files that two steps share while the rest of them differs."""
+    compared = list(chosen) if last is None or last in chosen else [*chosen, last]
+    loaded = {one.name: _loaded(weights[one.name])[1] for one in compared}
+    holders: dict[str, list[tuple[Checkpoint, str]]] = {}
+    for one in compared:
+        for path, content in loaded[one.name].items():
+            holders.setdefault(content, []).append((one, path))
+    groups: dict[tuple[str, ...], tuple[list[Checkpoint], list[str]]] = {}
+    for held in holders.values():
+        these = list({one.name: one for one, _ in held}.values())
+        if len(these) > 1 and len({frozenset(loaded[one.name].values()) for one in these}) > 1:
+            names = tuple(one.name for one in these)
+            groups.setdefault(names, (these, []))[1].append(held[0][1])
+    for these, paths in groups.values():
+        steps = ", ".join(one.label for one in these)
+        message = f"{', '.join(sorted(paths))} is one file in {steps}"
+        yield finding("shared shard", message, [one for one in these if one is not last])
+
+
+def main_differs(last: Checkpoint | None, listing: Listing, weights: Mapping[str, Weights]) -> Iterator[Finding]:
+    """A `main` that is not the last step."""
+    if last is None or listing.main is None or listing.main_is_last is False:
+        return
+    if _equal(weights[last.name], weights[listing.main.name]) is not False:
+        return
+    is_said = listing.main_is_last is True
+    what = "although it is said to be the same" if is_said else "which it need not share"
+    yield finding("main differs", f"main serves other weights than the last step, {what}", [last], note=not is_said)
+
+
+def gaps(series: Series, listing: Listing) -> Iterator[Finding]:
+    """Steps that should be there and are not."""
+    steps = sorted(one.step for one in listing.checkpoints if one.step is not None)
+    if series.steps == ALL and listing.expected is not None:
+        if absent := tuple(step for step in listing.expected if step not in set(steps)):
+            yield Finding("gap", "belong to the series and are not there", absent)
+    elif series.steps == ALL:
+        for hole in _holes(steps):
+            yield Finding("gap", "missing from an even spacing", hole)
+    elif steps and isinstance(series.steps, str | Mapping) and "log_spaced" not in series.steps:
+        schedule = Schedule(series.steps).until(steps[-1])
+        if absent := tuple(step for step in schedule if step not in set(steps)):
+            yield Finding("gap", "asked for and not there", absent, note=True)
+
+
+def _holes(steps: Sequence[int]) -> Iterator[tuple[int, ...]]:
+    """What is missing where one distance (ratio) is a multiple (power) of both its neighbours, which are equal."""
+    widths = [after - before for before, after in itertools.pairwise(steps)]
+    for place in range(1, len(widths) - 1):
+        width = widths[place - 1]
+        if width == widths[place + 1] and widths[place] > width and widths[place] % width == 0:
+            yield tuple(range(steps[place] + width, steps[place + 1], width))
+            continue
+        before, start, end, after = steps[place - 1 : place + 3]
+        ratio = start // before if before > 0 and start % before == 0 else 1
+        if ratio > 1 and after == end * ratio:
+            hole = [start * ratio]
+            while hole[-1] < end:
+                hole.append(hole[-1] * ratio)
+            if len(hole) > 1 and hole[-1] == end:
+                yield tuple(hole[:-1])
+
+
+def odd_names(listing: Listing) -> Iterator[Finding]:
+    """Branches that look like steps and are not understood, or mean the same one."""
+    if listing.strangers:
+        names = ", ".join(listing.strangers)
+        yield Finding("out of grammar", f"{names}: named like steps, but not as the others are; left out")
+    by_name = {one.name: one.step for one in listing.checkpoints}
+    for names in listing.doubles:
+        steps = tuple(step for name in names if (step := by_name.get(name)) is not None)
+        kept = next(name for name in names if name in by_name)
+        others = ", ".join(name for name in names if name != kept)
+        yield Finding("two names", f"{others} means the same step as {kept}, which is used", steps, (kept,))
+
+
+def reported(chosen: Sequence[Checkpoint], listing: Listing) -> Iterator[Finding]:
+    """What the manifest says was reported."""
+    for defect in listing.defects:
+        these = [one for one in chosen if one.step in defect.steps]
+        if not defect.steps and defect.suspect:
+            these = list(chosen)
+        if not defect.steps or these:
+            yield finding("reported", f"{defect.says} ({defect.source})", these, note=not defect.suspect)
+
+
+def finding(kind: Kind, message: str, checkpoints: Iterable[Checkpoint], *, note: bool = False) -> Finding:
+    """A finding about some checkpoints."""
+    checkpoints = list(checkpoints)
+    steps = tuple(one.step for one in checkpoints if one.step is not None)
+    return Finding(kind, message, steps, tuple(one.name for one in checkpoints), note)
+
+
+CONFIG = "config.json"
+_VOCABULARIES = ("vocab.json", "merges.txt", "vocab.txt", "tokenizer.model", "spiece.model")
+# Fields of config.json that change no number: where it was saved, by what, in which precision, how to train on.
+_OF_A_FILE = {"transformers_version", "dtype", "torch_dtype", "use_cache", "gradient_checkpointing", "architectures"}
+_SIZE = 0.01  # relative: headers differ by some bytes, precisions by a factor of 2
+
+
+def odd(
+    values: Sequence[tuple[Checkpoint, Hashable]], *, first_may_differ: bool = False
+) -> Iterator[tuple[list[Checkpoint], Any, Any, bool]]:
+    """Checkpoints whose value is not the usual one, with theirs, the usual one, and whether that is only worth knowing.
+
+    What changes once and stays for two steps or more, to the end or from the beginning, is how a training may go on
+    (a longer context, say). What changes and comes back is an error, and so is a single last step.
+    """
+    counts = Counter(value for _, value in values)
+    if len(counts) < 2:
+        return
+    most = max(counts.values())
+    usual = next(value for _, value in reversed(values) if counts[value] == most)
+    runs = [(value, list(group)) for value, group in itertools.groupby(values, lambda pair: pair[1])]
+    for place, (value, group) in enumerate(runs):
+        if value != usual:
+            stays = place in (0, len(runs) - 1) and len(group) > 1
+            note = stays or (first_may_differ and place == 0)
+            yield [checkpoint for checkpoint, _ in group], value, usual, note
+
+
+def _findings(
+    kind: Kind,
+    values: Sequence[tuple[Checkpoint, Hashable]],
+    says: Callable[[Any, Any], str],
+    *,
+    first_may_differ: bool = False,
+) -> Iterator[Finding]:
+    for these, value, usual, note in odd(values, first_may_differ=first_may_differ):
+        yield finding(kind, says(value, usual), these, note=note)
+
+
+def other_config(chosen: Sequence[Checkpoint]) -> Iterator[Finding]:
+    """Steps whose config.json makes another function of the weights; read only where the listed files differ."""
+    texts = _read_where_different(chosen, CONFIG)
+    by_text = {text: _config(text) for text in set(texts.values())}
+    configs = [(one, by_text[texts[one.name]]) for one in chosen if one.name in texts]
+    for one, config in configs:
+        if config is None:
+            yield finding("damaged", f"its {CONFIG} is no JSON", [one])
+    yield from _findings("other config", [pair for pair in configs if pair[1] is not None], _differences)
+
+
+def _config(text: str) -> str | None:
+    from lit_layers.models.build import with_defaults
+
+    try:
+        settings = json.loads(text)
+    except ValueError:
+        return None
+    if not isinstance(settings, dict):
+        return None
+    kept = {
+        name: value
+        for name, value in with_defaults(settings).items()
+        if not name.startswith("_") and name not in _OF_A_FILE
+    }
+    return json.dumps(kept, sort_keys=True, default=str)
+
+
+def _differences(value: str, usual: str) -> str:
+    here, there = json.loads(value), json.loads(usual)
+    names = [name for name in {**there, **here} if here.get(name) != there.get(name)]
+    if "model_type" in names:
+        names = ["model_type"]
+    more = f" and {len(names) - 3} more" if len(names) > 3 else ""
+    differences = (f"{name} is {here.get(name)}, not {there.get(name)}" for name in names[:3])
+    return f"{', '.join(differences)}{more}, as at the other steps"
+
+
+def other_tokenizer(chosen: Sequence[Checkpoint]) -> Iterator[Finding]:
+    """Steps whose tokenizer does something else to text; one that is saved anew and does the same is the same."""
+    texts = _read_where_different(chosen, TOKENIZER)
+    by_text = {text: _tokenizer(text) for text in set(texts.values())}
+    tokenizers = [(one, by_text[texts[one.name]]) for one in chosen if one.name in texts]
+    yield from _findings("other tokenizer", tokenizers, lambda *_: f"another {TOKENIZER} than at the other steps")
+    for name in _VOCABULARIES:
+        files = [(one, one.source.files[name].hash) for one in chosen if name in one.source.files]
+        yield from _findings("other tokenizer", files, lambda *_, name=name: f"another {name} than at the other steps")
+
+
+def _tokenizer(text: str) -> str:
+    try:
+        return tokenizer_hash(Tokenizer.from_str(text))
+    except Exception:  # the library raises bare Exception; a damaged one is no other's equal
+        return text
+
+
+def _read_where_different(chosen: Sequence[Checkpoint], name: str) -> dict[str, str]:
+    """A file's content at each step that has it; nothing where all are listed with one hash."""
+    listed = {one.name: one.source.files[name].hash for one in chosen if name in one.source.files}
+    if len(set(listed.values())) < 2:
+        return {}
+    contents: dict[str, str] = {}
+    for one in chosen:
+        if one.name in listed and listed[one.name] not in contents:
+            contents[listed[one.name]] = one.source.read(name).decode("utf-8", errors="replace")
+    return {step: contents[content] for step, content in listed.items()}
+
+
+def other_size(chosen: Sequence[Checkpoint]) -> Iterator[Finding]:
+    """Steps whose weight files are longer or shorter together: another precision, another architecture, cut short."""
+    loaded = [(one, *next(iter(by_format.items()))) for one in chosen if (by_format := formats(one.source.files))]
+    usual = Counter(kind for _, kind, _ in loaded).most_common(1)
+    sizes = [(one, sum(file.size for file in files.values())) for one, kind, files in loaded if kind == usual[0][0]]
+    middle = sorted(size for _, size in sizes)[len(sizes) // 2] if sizes else 0
+    near = [(one, middle if abs(size - middle) <= _SIZE * middle else size) for one, size in sizes]
+    yield from _findings("other size", near, lambda size, usual: f"{size:,} bytes of weights, not {usual:,}")
+
+
+def other_tensors(chosen: Sequence[Checkpoint], prints: Mapping[str, Fingerprint]) -> Iterator[Finding]:
+    """Steps that hold other tensors, by names and shapes."""
+    values = [
+        (one, frozenset((name, facts.shape) for name, facts in prints[one.name].tensors.items()))
+        for one in chosen
+        if one.name in prints
+    ]
+    yield from _findings("other tensors", values, _tensor_differences)
+
+
+def _tensor_differences(value: frozenset[Any], usual: frozenset[Any]) -> str:
+    here, there = dict(value), dict(usual)
+    if missing := sorted(there.keys() - here.keys()):
+        return f"{missing[0]} is missing" + (f" and {len(missing) - 1} more" if len(missing) > 1 else "")
+    if more := sorted(here.keys() - there.keys()):
+        return f"{more[0]} is there as at no other step"
+    name = next(name for name in sorted(there) if here[name] != there[name])
+    return f"{name} is {here[name]}, not {there[name]}"
+
+
+def other_precision(chosen: Sequence[Checkpoint], prints: Mapping[str, Fingerprint]) -> Iterator[Finding]:
+    """Steps stored in another precision, or rounded to one; the first may hold a model that training began with."""
+    values = [(one, precision(prints[one.name])) for one in chosen if one.name in prints]
+    yield from _findings(
+        "other precision",
+        values,
+        lambda value, usual: f"its values are {value}, those of the other steps {usual}",
+        first_may_differ=True,
+    )
+
+
+def precision(weights: Fingerprint) -> str:
+    """The coarsest precision that holds every sampled value of the matrices, or else the one they are stored in."""
+    import torch
+
+    stored = Counter(facts.dtype for facts in weights.tensors.values()).most_common(1)
+    matrices = [values for name, values in weights.samples.items() if is_matrix(weights.tensors[name])]
+    for coarse in (torch.bfloat16, torch.float16) if matrices else ():
+        if all(bool((values.to(coarse).float() == values).all()) for values in matrices):
+            return str(coarse).removeprefix("torch.")
+    return stored[0][0] if stored else "nothing"
+
+
+def is_matrix(facts: Any) -> bool:
+    """Whether a tensor is large enough for what is said of it to be no chance."""
+    return len(facts.shape) >= 2 and facts.count >= 128
+
+
+def other_step(chosen: Sequence[Checkpoint]) -> Iterator[Finding]:
+    """Steps that say of themselves that they are another one; where most do, another count is meant."""
+    recorded = {one.name: one.source.recorded_step() for one in chosen}
+    shifts = [
+        (one, step - one.step) for one in chosen if (step := recorded[one.name]) is not None and one.step is not None
+    ]
+    usual = Counter(shift for _, shift in shifts).most_common(1)
+    if not usual or usual[0][1] * 2 <= len(shifts):
+        return
+    for these, _, _, note in odd(shifts):
+        for one in these:
+            yield finding("other step", f"says of itself that it is step {recorded[one.name]}", [one], note=note)

@@ -1,0 +1,254 @@
+"""Series whose checkpoints are branches of a repository of the Hub, and what manifests say of published ones."""
+
+import fnmatch
+import itertools
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any, Required
+
+from pydantic import Field, with_config
+from typing_extensions import TypedDict
+
+from lit_layers import schema
+from lit_layers.errors import InputError
+from lit_layers.schedule import Schedule, Steps
+from lit_layers.schema import Count, Expected, Step
+from lit_layers.series.checkpoint import (
+    Checkpoint,
+    Defect,
+    Grammar,
+    Listing,
+    Series,
+    StepName,
+    is_steplike,
+    ordered,
+    recognize,
+)
+from lit_layers.series.checkpoint_sources import Hub, HubSource, Retry
+
+_INSTALLED, _CHECKOUT = Path(__file__).parent / "manifests", Path(__file__).parents[2] / "checkpoints"
+FOLDER = _INSTALLED if _INSTALLED.is_dir() else _CHECKOUT
+_Every = Annotated[int, Field(ge=1, le=10**8), Expected("a whole number of at least 1")]
+
+
+@with_config(schema.STRICT)
+class _Defect(TypedDict, total=False):
+    says: Required[str]
+    source: Required[str]
+    repository: str
+    steps: list[Step]
+    suspect: bool
+
+
+@with_config(schema.STRICT)
+class _Entry(TypedDict, total=False):
+    names: Required[Annotated[str | list[str], Expected("a name, or a list of names")]]
+    grammar: str | None
+    steps: Annotated[str | list[Step] | dict[str, int], Expected("pythia, a list of steps, or {every: N}")]
+    ranges: list[Annotated[tuple[Step, Step, _Every], Field(strict=False), Expected("[first, last, every]")]]
+    first_step: Step
+    last_step: Step | None
+    tokens_per_step: Count | None
+    labels_per_optimizer_step: _Every
+    main_is_last: bool | None
+    warm_up: Count
+    defects: list[_Defect]
+
+
+@with_config(schema.STRICT)
+class _Content(TypedDict):
+    repositories: list[_Entry]
+
+
+@dataclass(frozen=True)
+class Facts:
+    """What a manifest says of one repository; None is unknown. Two labels per optimizer step: steps were renamed."""
+
+    grammar: str | None = None
+    steps: Steps | None = None
+    ranges: tuple[tuple[int, int, int], ...] = ()
+    first_step: int = 0
+    last_step: int | None = None
+    tokens_per_step: int | None = None
+    labels_per_optimizer_step: int = 1
+    main_is_last: bool | None = None
+    warm_up: int = 1
+    defects: tuple[Defect, ...] = ()
+
+    def expected(self) -> tuple[int, ...] | None:
+        """The steps that belong to the series, where they are known."""
+        if self.ranges:
+            every = {step for first, last, by in self.ranges for step in range(first, last + 1, by)}
+        elif self.steps is not None and self.last_step is not None:
+            every = set(Schedule(self.steps).until(self.last_step))
+        else:
+            return None
+        return tuple(step for step in sorted(every) if step >= self.first_step)
+
+
+class Manifest:
+    """A YAML file about some repositories; the first of its entries that names a repository describes it.
+
+    Raises:
+        InputError: a file that is missing, no YAML, or holds unknown fields or wrong values.
+    """
+
+    def __init__(self, path: str | Path) -> None:
+        self.path = Path(path)
+        self._entries = schema.read_yaml(self.path, _Content, "see checkpoints/pythia.yaml")["repositories"]
+        for entry in self._entries:
+            if "steps" in entry:
+                Schedule(entry["steps"])
+
+    def names(self) -> list[str]:
+        """The repositories that are named in full."""
+        every = (name for entry in self._entries for name in _patterns(entry))
+        return list(dict.fromkeys(name for name in every if not re.search(r"[*?\[]", name)))
+
+    def facts(self, repo: str) -> Facts | None:
+        """What is known of a repository, or None."""
+        for entry in self._entries:
+            if any(fnmatch.fnmatchcase(repo, name) for name in _patterns(entry)):
+                given: Any = {key: value for key, value in entry.items() if key not in ("names", "defects")}
+                reported = [defect for defect in entry.get("defects", []) if _is_about(defect, repo)]
+                return Facts(**given, defects=tuple(_defect(defect) for defect in reported))
+        return None
+
+
+def known_facts(repo: str) -> Facts:
+    """What the manifests that come with the package say of a repository; nothing where none knows it."""
+    for path in sorted(FOLDER.glob("*.yaml")):
+        if (facts := Manifest(path).facts(repo)) is not None:
+            return facts
+    return Facts()
+
+
+def expand(name: str) -> list[str]:
+    """`a-{b,c}-{1..3}` written out, as a shell does it."""
+    parts = re.split(r"\{([^{}]*)\}", name)
+    choices = [part.split(",") if index % 2 else [part] for index, part in enumerate(parts)]
+    ranges = [[number for choice in group for number in _numbers(choice)] for group in choices]
+    return ["".join(words) for words in itertools.product(*ranges)]
+
+
+def _numbers(choice: str) -> list[str]:
+    ends = re.fullmatch(r"(\d+)\.\.(\d+)", choice)
+    return [str(number) for number in range(int(ends[1]), int(ends[2]) + 1)] if ends else [choice]
+
+
+def _patterns(entry: _Entry) -> list[str]:
+    names = entry["names"]
+    return [name for spelling in ([names] if isinstance(names, str) else names) for name in expand(spelling)]
+
+
+def _is_about(defect: _Defect, repo: str) -> bool:
+    about = defect.get("repository")
+    return about is None or repo in expand(about)
+
+
+def _defect(given: _Defect) -> Defect:
+    return Defect(given["says"], given["source"], tuple(given.get("steps", ())), given.get("suspect", False))
+
+
+MAIN = "main"
+
+
+class HubRevisions(Series):
+    """The branches of a repository that are steps: Pythia, OLMo, CRFM and others. Listing them takes one request.
+
+    Args:
+        repo: ORGANIZATION/NAME.
+        steps: all, a list, {log_spaced: N}, or a schedule as in training (pythia, {every: 1000}, ...).
+        grammar: how branches are named; auto finds out.
+        stage: of a training in stages, whose later ones count from 0 again (OLMo).
+        ingredient: which of the stage's sibling runs, where it has any.
+        manifest: a file with tokens per step and known defects; one of ours is used where it knows the repository.
+    """
+
+    def __init__(
+        self,
+        repo: str,
+        steps: Steps = "all",
+        *,
+        grammar: str = "auto",
+        stage: int = 1,
+        ingredient: int | None = None,
+        manifest: str | Path | None = None,
+        retry: Retry | None = None,
+    ) -> None:
+        self.repo, self.steps, self.stage, self.ingredient = repo, steps, stage, ingredient
+        self.name = repo if stage == 1 else f"{repo} stage {stage}"
+        if ingredient is not None:
+            self.name += f" ingredient {ingredient}"
+        self._grammar = None if grammar == "auto" else Grammar(grammar)
+        self._manifest, self._retry = manifest, retry
+
+    def find(self) -> Listing:
+        facts, hub = self._facts(), Hub(self._retry)
+        commits = hub.commits(self.repo)
+        grammar = self._grammar or (Grammar(facts.grammar) if facts.grammar else recognize(commits))
+        names = [name for name in commits if name != MAIN]
+        steps = [step for name in names if grammar is not None and (step := grammar.parse(name)) is not None]
+        if not steps:
+            first = ", ".join([*commits][:5]) + (", ..." if len(commits) > 5 else "")
+            raise InputError(
+                f"{self.repo} has no branch that is a step ({len(commits)} branches: {first}): "
+                "name the grammar, or measure it as one model"
+            )
+        kept, doubles = ordered(self._in_stage(steps))
+        understood = {step.name for step in steps}
+
+        def source(name: str) -> HubSource:
+            return HubSource(hub, self.repo, name, commits[name])
+
+        return Listing(
+            checkpoints=tuple(self._checkpoint(name, source(name.name), facts) for name in kept),
+            main=Checkpoint(self.name, MAIN, source(MAIN)) if MAIN in commits else None,
+            main_is_last=facts.main_is_last if self.stage == 1 else None,
+            expected=facts.expected() if self.stage == 1 else None,
+            strangers=tuple(sorted(name for name in names if name not in understood and is_steplike(name))),
+            doubles=doubles,
+            defects=facts.defects,
+            warm_up=facts.warm_up if self.stage == 1 else 0,
+        )
+
+    def _facts(self) -> Facts:
+        if self._manifest is None:
+            return known_facts(self.repo)
+        facts = Manifest(self._manifest).facts(self.repo)
+        if facts is None:
+            raise InputError(f"manifest: {self._manifest} says nothing of {self.repo}: add an entry or leave it out")
+        return facts
+
+    def _in_stage(self, steps: list[StepName]) -> list[StepName]:
+        stages = sorted({step.stage for step in steps})
+        if self.stage not in stages:
+            raise InputError(f"stage: {self.repo} has {_counted('stage', stages)}, no stage {self.stage}")
+        steps = [step for step in steps if step.stage == self.stage]
+        siblings = sorted({step.ingredient for step in steps if step.ingredient is not None})
+        if self.ingredient is None and len(siblings) < 2:
+            return steps
+        if self.ingredient not in siblings:
+            raise InputError(
+                f"ingredient: stage {self.stage} of {self.repo} has {_counted('ingredient', siblings)}, sibling runs "
+                f"of the same steps; choose one, got {self.ingredient}"
+            )
+        return [step for step in steps if step.ingredient == self.ingredient]
+
+    def _checkpoint(self, name: StepName, source: HubSource, facts: Facts) -> Checkpoint:
+        return Checkpoint(
+            self.name,
+            name.name,
+            source,
+            step=name.step,
+            tokens=name.tokens(facts.tokens_per_step),
+            approximate=facts.tokens_per_step is None and name.billions is not None,
+            optimizer_step=name.step // facts.labels_per_optimizer_step,
+        )
+
+
+def _counted(noun: str, numbers: list[int]) -> str:
+    if not numbers:
+        return f"no {noun}s"
+    return f"the {noun}{'s' if len(numbers) > 1 else ''} {', '.join(map(str, numbers))}"

@@ -1,0 +1,421 @@
+"""Series on this machine: folders named after their steps, and Lightning's .ckpt files."""
+
+import functools
+import hashlib
+import os
+import pickle
+import shutil
+import tempfile
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from lit_layers.errors import InputError
+from lit_layers.foreign_weights import would_run_code
+from lit_layers.run_file import run_facts
+from lit_layers.schedule import Schedule, Steps
+from lit_layers.series.checkpoint import Checkpoint, Grammar, Listing, Series, is_steplike, ordered, recognize
+from lit_layers.series.checkpoint_sources import FolderSource, Source, companions
+from lit_layers.series.weight_files import ListedFile, Memory, on_disk
+
+if TYPE_CHECKING:
+    from torch import Tensor, nn
+
+
+_NO_CHECKPOINTS = {"resume", "wandb"}
+
+
+class _LocalSeries(Series):
+    """Checkpoints in a folder, which also keeps what was read of them."""
+
+    def __init__(self, root: str | Path, steps: Steps, tokens_per_step: int | None) -> None:
+        if tokens_per_step is not None and tokens_per_step < 1:
+            raise InputError(f"tokens_per_step: expected at least 1, got {tokens_per_step}")
+        self.root, self.steps, self.tokens_per_step = Path(root), steps, tokens_per_step
+        self.name = self.root.resolve().name
+        self.memory: Memory = Memory(self.root)
+
+
+class StepFolders(_LocalSeries):
+    """The folders of a run that are steps: ours (step-000001000) and any others, such as checkpoint-500 or step500.
+
+    Tokens per step and the schedule are read from the run's own run.json where there is one.
+
+    Args:
+        root: the folder that holds them.
+        steps: all, a list, {log_spaced: N}, or a schedule as in training.
+        grammar: how folders are named; auto finds out.
+        tokens_per_step: where run.json does not say it.
+    """
+
+    def __init__(
+        self,
+        root: str | Path,
+        steps: Steps = "all",
+        *,
+        grammar: str = "auto",
+        tokens_per_step: int | None = None,
+    ) -> None:
+        super().__init__(root, steps, tokens_per_step)
+        self._grammar = None if grammar == "auto" else Grammar(grammar)
+
+    def find(self) -> Listing:
+        if not self.root.is_dir():
+            raise InputError(f"expected a folder with checkpoints, {self.root} does not exist")
+        folders = {path.name: path for path in self.root.iterdir() if path.is_dir() and path.name[0] != "."}
+        names = sorted(name for name in folders if name not in _NO_CHECKPOINTS)
+        grammar = self._grammar or recognize(names)
+        steps = [step for name in names if grammar is not None and (step := grammar.parse(name)) is not None]
+        if not steps:
+            raise InputError(f"{self.root} holds no folder that is a step, such as step-000001000 or checkpoint-500")
+        kept, doubles = ordered(steps)
+        per_step = self.tokens_per_step or self._run.get("tokens_per_step")
+        first, before = self._beginning
+        understood = {step.name for step in steps}
+        return Listing(
+            checkpoints=tuple(
+                Checkpoint(
+                    self.name,
+                    step.name,
+                    FolderSource(folders[step.name], self.memory),
+                    step=step.step,
+                    tokens=None if before is None else step.tokens(per_step, first, before),
+                    approximate=per_step is None and step.billions is not None,
+                )
+                for step in kept
+            ),
+            expected=self._expected(kept[-1].step),
+            strangers=tuple(name for name in names if name not in understood and is_steplike(name)),
+            doubles=doubles,
+        )
+
+    @functools.cached_property
+    def _run(self) -> dict[str, Any]:
+        return run_facts(self.root)
+
+    def _expected(self, last: int) -> tuple[int, ...] | None:
+        """The steps of the run's own schedule up to the last that is there: it may have been interrupted."""
+        steps = training_of(self.root).get("steps")
+        if steps is None:
+            return None
+        schedule, first = Schedule(steps), self._beginning[0]
+        return tuple(step for step in range(first, last + 1) if step in schedule or step == first)
+
+    @property
+    def _beginning(self) -> tuple[int, int | None]:
+        return _beginning(self._run)
+
+
+def _beginning(run: dict[str, Any]) -> tuple[int, int | None]:
+    """The step and tokens that a run began with: not zero where it began with another run's checkpoint."""
+    origin = run.get("origin") or {}
+    return origin.get("step", 0), origin.get("tokens", 0)
+
+
+def run_in(root: Path) -> str:
+    """The name of the run whose measurements a folder holds: that of the folder, which may have been renamed since."""
+    return run_facts(root).get("run") or root.resolve().name
+
+
+def training_of(root: Path) -> dict[str, Any]:
+    """The options that the run in a folder was trained with; nothing where it is no run of ours."""
+    return run_facts(root).get("config", {})
+
+
+State = Mapping[str, "Tensor"]
+# What torch.compile, DDP and FSDP put into the names of the tensors of what they wrap.
+_WRAPPERS = {"_orig_mod", "module", "_fsdp_wrapped_module", "_checkpoint_wrapped_module"}
+
+
+@dataclass(frozen=True)
+class NetworkTensors:
+    """The tensors of a network without their memory: `groups` are names that share one, `rows` its vocabulary."""
+
+    folder: Path
+    kind: str
+    shapes: Mapping[str, tuple[int, ...]]
+    groups: tuple[frozenset[str], ...]
+    rows: int | None
+
+    @classmethod
+    def of(cls, folder: Path) -> "NetworkTensors":
+        """What the config.json of a folder asks for.
+
+        Raises:
+            InputError: a config.json that nobody can build a model from.
+        """
+        network = empty(folder)
+        state = network.state_dict(keep_vars=True)
+        by_tensor: dict[int, set[str]] = {}
+        for name, tensor in state.items():
+            by_tensor.setdefault(id(tensor), set()).add(name)
+        return cls(
+            folder,
+            type(network).__name__,
+            {name: tuple(tensor.shape) for name, tensor in state.items()},
+            tuple(map(frozenset, by_tensor.values())),
+            getattr(getattr(network, "config", None), "vocab_size", None),
+        )
+
+    def fitted(self, state: State, prefix: str) -> dict[str, "Tensor"]:
+        """The tensors below a prefix as the network has them, without the padding rows of its vocabulary.
+
+        Raises:
+            InputError: one that is missing, too many or of another shape.
+        """
+        given = {name.removeprefix(prefix): tensor for name, tensor in state.items() if name.startswith(prefix)}
+        for group in self.groups:  # tied: saved once or under each name
+            if (held := next((name for name in sorted(group) if name in given), None)) is not None:
+                given |= dict.fromkeys(group - given.keys(), given[held])
+        for name, shape in self.shapes.items():
+            if name in given and shape and shape[0] == self.rows:
+                given[name] = given[name][: shape[0]]
+        shapes = {name: tuple(tensor.shape) for name, tensor in given.items()}
+        names = self.shapes.keys() | (shapes.keys() if prefix else set())  # at the top other submodules stand beside
+        wrong = sorted(name for name in names if shapes.get(name) != self.shapes.get(name))
+        if wrong:
+            name, more = wrong[0], f" and {len(wrong) - 1} more" if len(wrong) > 1 else ""
+            raise InputError(
+                f"its submodule {_quoted(prefix)} does not fit the config.json of {self.folder}: {name} is "
+                f"{shapes.get(name)}, not {self.shapes.get(name)}{more}"
+            )
+        return {name: given[name] for name in self.shapes}
+
+    def prefix_in(self, state: State, model: str | None) -> str:
+        """The prefix of the network's tensors: of the submodule `model`, or the only one under which all of them are.
+
+        Raises:
+            InputError: none, or several that hold different tensors.
+        """
+        matches = Counter(prefix for name in state for prefix in self._prefixes(name))
+        if model is not None:
+            prefix = _plain(model) + "." if _plain(model) else ""
+            if not matches[prefix]:
+                there = ", ".join(map(_quoted, matches)) or "none"
+                raise InputError(
+                    f"model: no tensor of a {self.kind} below the submodule {model!r}; such tensors are below: {there}"
+                )
+            return prefix
+        whole = [prefix for prefix in matches if self._has_all(state, prefix)]
+        if not whole:
+            best = max(matches, key=lambda prefix: matches[prefix], default=None)
+            near = "no submodule holds any" if best is None else (
+                f"the submodule {_quoted(best)} holds {matches[best]}, without {self._first_missing(state, best)}"
+            )  # fmt: skip
+            raise InputError(
+                f"no submodule holds the {len(self.shapes)} tensors of the {self.kind} that the config.json of "
+                f"{self.folder} asks for; {near}: name the right config, or the submodule with model="
+            )
+        first, *others = whole
+        for other in others:
+            if any(not state[first + name].equal(state[other + name]) for name in self._held(state, first)):
+                raise InputError(
+                    f"the submodules {' and '.join(map(_quoted, whole))} each hold a {self.kind}, with other weights: "
+                    "name one with model="
+                )
+        return first
+
+    def _prefixes(self, name: str) -> Iterator[str]:
+        parts = name.split(".")
+        for place in range(len(parts)):
+            if ".".join(parts[place:]) in self.shapes:
+                yield "".join(f"{part}." for part in parts[:place])
+
+    def _held(self, state: State, prefix: str) -> list[str]:
+        return [name for name in self.shapes if prefix + name in state]
+
+    def _has_all(self, state: State, prefix: str) -> bool:
+        return all(any(prefix + name in state for name in group) for group in self.groups)
+
+    def _first_missing(self, state: State, prefix: str) -> str:
+        return min(min(group) for group in self.groups if not any(prefix + name in state for name in group))
+
+
+def empty(folder: Path) -> "nn.Module":
+    """The network of a config.json without memory for its parameters."""
+    import torch
+
+    from lit_layers.models.shard_files import ShardFiles
+    from lit_layers.models.streaming import skeleton
+
+    return skeleton(ShardFiles(folder), device=torch.device("cpu"), dtype=torch.float32)
+
+
+def unwrapped(state: State) -> dict[str, "Tensor"]:
+    """The tensors by their names without what wrappers put there."""
+    return {_plain(name): tensor for name, tensor in state.items()}
+
+
+def _plain(name: str) -> str:
+    return ".".join(part for part in name.split(".") if part not in _WRAPPERS)
+
+
+def _quoted(prefix: str) -> str:
+    return repr(prefix.removesuffix(".")) if prefix else "(the module itself)"
+
+
+WEIGHTS, CONFIG = "model.safetensors", "config.json"
+
+
+class LightningCheckpoints(_LocalSeries):
+    """The `.ckpt` files below a folder, in the order of the optimizer steps that they record: of any Lightning project
+    whose module holds a network of a known family, under whatever name.
+
+    Args:
+        root: a folder; those below it are searched, too.
+        config: a folder with the model's config.json, such as one of the run's own steps. Without it the first step
+            folder in `root`, or beside it, is taken.
+        steps: all, a list, {log_spaced: N}, or a schedule as in training.
+        tokens_per_step: where it is known.
+        model: name of the submodule that is the network; None: the only one that holds the tensors of config.json.
+    """
+
+    def __init__(
+        self,
+        root: str | Path,
+        steps: Steps = "all",
+        *,
+        config: str | Path | None = None,
+        tokens_per_step: int | None = None,
+        model: str | None = None,
+    ) -> None:
+        super().__init__(root, steps, tokens_per_step)
+        self.config, self.model = None if config is None else Path(config), model
+
+    def find(self) -> Listing:
+        paths = sorted(self.root.rglob("*.ckpt"), key=lambda path: (path.name.startswith("last"), str(path)))
+        if not paths:
+            raise InputError(f"expected Lightning checkpoints (*.ckpt) below {self.root}, found none")
+        expected = NetworkTensors.of(self._config())
+        by_step: dict[int, list[Path]] = {}
+        for path in paths:
+            by_step.setdefault(_read(path)["global_step"], []).append(path)
+        first = by_step[min(by_step)][0]
+        try:
+            prefix = expected.prefix_in(unwrapped(_read(first)["state_dict"]), self.model)
+        except InputError as error:
+            raise InputError(f"{first}: {error}") from error
+
+        return Listing(
+            checkpoints=tuple(
+                self._checkpoint(step, LightningSource(by_step[step][0], expected, prefix, self.memory))
+                for step in sorted(by_step)
+            ),
+            doubles=tuple(
+                names
+                for same in by_step.values()  # last.ckpt is a copy of another by design
+                if len(names := tuple(self._name(path) for path in same if not path.name.startswith("last"))) > 1
+            ),
+        )
+
+    def _checkpoint(self, step: int, source: "LightningSource") -> Checkpoint:
+        first, before = _beginning(next(filter(None, map(run_facts, (self.root, self.root.parent))), {}))
+        tokens = None if self.tokens_per_step is None or before is None else before + step * self.tokens_per_step
+        return Checkpoint(self.name, self._name(source.path), source, step=first + step, tokens=tokens)
+
+    def _name(self, path: Path) -> str:
+        return str(path.relative_to(self.root))
+
+    def _config(self) -> Path:
+        beside = [path for folder in (self.root, self.root.parent) for path in sorted(folder.glob("step*"))]
+        for folder in beside if self.config is None else [self.config]:
+            if (folder / CONFIG).is_file():
+                return folder
+        raise InputError(
+            f"config: expected a folder with the config.json of the models in {self.root}, got {self.config}"
+        )
+
+
+class LightningSource(Source):
+    """The network in one `.ckpt` file; `fetch` writes it as a model folder that `drop` removes."""
+
+    def __init__(self, path: Path, expected: NetworkTensors, prefix: str, memory: Memory) -> None:
+        self.path, self.config, self._expected, self._prefix = path, expected.folder, expected, prefix
+        self._memory = memory
+        self._folder: Path | None = None
+
+    @functools.cached_property
+    def files(self) -> Mapping[str, ListedFile]:
+        """As a folder would hold them; the weights' hash leaves the optimizer out, so that copies are seen."""
+        size = sum(tensor.numel() * tensor.element_size() for tensor in self._state().values())
+        digest = self._memory.hash_of(self.path, self._hash, part=self._prefix)
+        return {**companions(self.config), WEIGHTS: ListedFile(WEIGHTS, size, digest)}
+
+    def _hash(self) -> str:
+        digest = hashlib.sha256()
+        for name, tensor in sorted(self._state().items()):
+            digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)} ".encode())
+            digest.update(_bytes(tensor))
+        return digest.hexdigest()
+
+    def identity(self) -> Any:
+        return [on_disk(self.path), self._prefix]
+
+    def tensors(self) -> "Iterator[tuple[str, Tensor]]":
+        state = self._state()
+        for group in self._expected.groups:
+            yield (name := min(group)), state[name]
+
+    def recorded_step(self) -> int | None:
+        """Of its first optimizer, where that counts them, as those of the Adam family do."""
+        try:
+            states = _read(self.path)["optimizer_states"][0]["state"]
+            return max(int(each["step"]) for each in states.values())
+        except (LookupError, TypeError, ValueError, AttributeError):
+            return None
+
+    def read(self, path: str) -> bytes:
+        return (self.config / path).read_bytes()
+
+    def fetch(self) -> Path:
+        from lit_layers.models.build import save
+
+        if self._folder is None:
+            network = empty(self.config)
+            network.load_state_dict(self._state(), assign=True)
+            folder = Path(tempfile.mkdtemp(prefix="lit-layers-"))
+            for path in companions(self.config):
+                shutil.copyfile(self.config / path, folder / path)
+            save(network, folder)
+            self._folder = folder
+        return self._folder
+
+    def drop(self) -> None:
+        if self._folder is not None:
+            shutil.rmtree(self._folder)
+            self._folder = None
+
+    def describe(self) -> dict[str, Any]:
+        return {"checkpoint": os.fspath(self.path)}
+
+    def _tokenizer_name(self) -> str:
+        return str(self.config)
+
+    def _state(self) -> "dict[str, Tensor]":
+        try:
+            return self._expected.fitted(unwrapped(_read(self.path)["state_dict"]), self._prefix)
+        except InputError as error:
+            raise InputError(f"{self.path}: {error}") from error
+
+
+def _read(path: Path) -> dict[str, Any]:
+    """A checkpoint, mapped: of the tensors only what is touched is read."""
+    import torch
+
+    try:
+        content = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+    except pickle.UnpicklingError as error:
+        raise would_run_code(os.fspath(path), error) from error
+    except (OSError, RuntimeError, EOFError) as error:
+        raise InputError(f"{path} cannot be read ({' '.join(str(error).split())[:200]}): get it again") from error
+    if not isinstance(content, dict) or not {"state_dict", "global_step"} <= content.keys():
+        raise InputError(f"{path} is no checkpoint of Lightning: it lacks state_dict or global_step")
+    return content
+
+
+def _bytes(tensor: "Tensor") -> Any:
+    import torch
+
+    return tensor.contiguous().reshape(-1).view(torch.uint8).numpy().data
