@@ -22,13 +22,13 @@ from rich.table import Table
 from lit_layers.analyses.features import MAX_TOKENS
 from lit_layers.data.encoded_texts import EncodedTexts
 from lit_layers.data.tokenization import train_bpe
-from lit_layers.embeddings import Sources, resolve
-from lit_layers.embeddings.encoder import LayerEncoder
-from lit_layers.embeddings.evaluating import Prepared
-from lit_layers.embeddings.store import Embedding, Store
 from lit_layers.models.build import causal_lm, weights_hash
 from lit_layers.models.families import trunk_of
 from lit_layers.models.view import LayeredModel
+from lit_layers.tasks.catalogue import resolve
+from lit_layers.tasks.embedding_store import Embedding, Store
+from lit_layers.tasks.mteb_evaluation import LayerEncoder, Prepared
+from lit_layers.tasks.mteb_tasks import Sources
 
 WANTED = 1.3
 VOCABULARY, CONTEXT = 4000, 512

@@ -8,7 +8,7 @@ from importlib.machinery import ModuleSpec
 from types import ModuleType
 from typing import Any
 
-# As recipes and hashes name it -> where it is now.
+# As recipes and hashes name it -> where it is now; of several files, the first one that has the name asked for.
 MOVED = {
     "lit_layers.analyses.compressions": "lit_layers.analyses.depth_coupling",
     "lit_layers.analyses.concept_alignment": "lit_layers.analyses.linear_structure",
@@ -35,7 +35,10 @@ MOVED = {
     "lit_layers.analyses.summary": "lit_layers.analyses.statistics",
     "lit_layers.analyses.token_coupling": "lit_layers.analyses.token_jacobians",
     "lit_layers.analyses.trajectory": "lit_layers.analyses.layer_geometry",
-    "lit_layers.data.tasks": "lit_layers.tasks.probe",
+    "lit_layers.data.tasks": "lit_layers.tasks.probe_task lit_layers.tasks.catalogue lit_layers.tasks.labelled_rows",
+    "lit_layers.embeddings": "lit_layers.tasks.mteb_scores lit_layers.tasks.catalogue lit_layers.tasks.mteb_tasks",
+    "lit_layers.embeddings.analysis": "lit_layers.tasks.mteb_scores",
+    "lit_layers.embeddings.store": "lit_layers.tasks.embedding_store",
     "lit_layers.functional.block_call": "lit_layers.functional.attention",
     "lit_layers.functional.cka_matrix": "lit_layers.functional.geometry",
     "lit_layers.functional.class_scores": "lit_layers.functional.layer_selection",
@@ -52,6 +55,9 @@ MOVED = {
     "lit_layers.functional.ridge": "lit_layers.functional.regression",
     "lit_layers.functional.singular": "lit_layers.functional.coupling",
     "lit_layers.functional.variants": "lit_layers.functional.block_schedules",
+    "lit_layers.intervene": "lit_layers.tasks.benchmark_scores lit_layers.tasks.catalogue",
+    "lit_layers.intervene.benchmark_scores": "lit_layers.tasks.benchmark_scores",
+    "lit_layers.intervene.speed": "lit_layers.analyses.speed",
     "lit_layers.select.card": "lit_layers.select.export",
     "lit_layers.select.comparison": "lit_layers.select.export",
     "lit_layers.select.head": "lit_layers.select.classifier",
@@ -86,11 +92,15 @@ _CLASSES = {
     "lit_layers.analyses.sample_sizes": "SampleSizeSweep",
     "lit_layers.analyses.token_coupling": "TokenCoupling",
     "lit_layers.analyses.trajectory": "Trajectory",
+    "lit_layers.data.tasks": "ProbeTask",
+    "lit_layers.embeddings.analysis": "MtebTask",
+    "lit_layers.intervene.benchmark_scores": "BenchmarkScores",
+    "lit_layers.intervene.speed": "Speed",
 }
-_JOINED = ("lit_layers.analyses.", "lit_layers.functional.", "lit_layers.select.", "lit_layers.series.")
+_JOINED = tuple(f"lit_layers.{room}." for room in ("analyses", "functional", "select", "series", "tasks"))
 # By module of today and class; None for all classes of a module that moved as a whole.
 _FORMER = {
-    (now, _CLASSES.get(former)): former
+    (now.split()[0], _CLASSES.get(former)): former
     for former, now in MOVED.items()
     if former in _CLASSES or not now.startswith(_JOINED)
 }
@@ -124,10 +134,15 @@ class _Moved:
     @staticmethod
     def exec_module(module: ModuleType) -> None:
         def attribute(name: str) -> Any:
-            return getattr(importlib.import_module(MOVED[module.__name__]), name)
+            for now in map(importlib.import_module, MOVED[module.__name__].split()):
+                if hasattr(now, name):
+                    return getattr(now, name)
+            raise AttributeError(f"module {module.__name__!r} has no attribute {name!r}")
 
+        module.__path__ = []  # some were folders
         module.__getattr__ = attribute  # pyright: ignore[reportAttributeAccessIssue]
 
 
 def install() -> None:
-    sys.meta_path.append(_Moved)  # pyright: ignore[reportArgumentType]
+    """First, as a folder that has moved may still be there with a cache in it."""
+    sys.meta_path.insert(0, _Moved)  # pyright: ignore[reportArgumentType]

@@ -11,16 +11,16 @@ pytest.importorskip("plotly")
 pytest.importorskip("jinja2")
 
 from lit_layers import analyses, metrics, plots, records
+from lit_layers.analyses.speed import Speed
 from lit_layers.correlate.table import read_runs
 from lit_layers.data import GivenTexts
-from lit_layers.intervene import BenchmarkScores
-from lit_layers.intervene.speed import Speed
 from lit_layers.metrics import METRICS, Metric, look_up
 from lit_layers.models.view import LayeredModel
 from lit_layers.records import Measurement, Record
 from lit_layers.report import facts, figures, layerwise, wandb_mirror, write_report
 from lit_layers.report.layer_pictures import write_pictures
-from lit_layers.tasks.glue import GLUE
+from lit_layers.tasks.benchmark_scores import BenchmarkScores
+from lit_layers.tasks.glue_rows import GLUE
 from lit_layers.training.run_log import RunLog
 from tests.support import every_analysis
 from tests.support.benchmark_rows import tiny_speaker, write_tasks, write_tokenizer

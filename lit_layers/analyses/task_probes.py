@@ -28,7 +28,7 @@ from lit_layers.functional.probe import LogisticProbes
 from lit_layers.models.build import untrained
 from lit_layers.models.view import LayeredModel
 from lit_layers.records import Record
-from lit_layers.tasks.probe import ProbeTask
+from lit_layers.tasks.probe_task import ProbeTask
 
 POOLINGS = ("last", "mean", "cls")
 

@@ -85,7 +85,7 @@ def _analyses(options: argparse.Namespace, target: Target) -> "Iterator[Analysis
         yield Interventions(batches=_images(options) if options.corpus is None else _texts(options, target), **chosen)
     yield from _tasks(options, target, chosen)
     if options.speed:
-        from lit_layers.intervene.speed import Speed
+        from lit_layers.analyses.speed import Speed
 
         length = {} if options.num_tokens is None else {"num_tokens": options.num_tokens}
         yield Speed(**_timed(chosen), executions=options.execution, tell=target.tell, **length)
@@ -136,8 +136,8 @@ def _timed(chosen: dict[str, Any]) -> dict[str, Any]:
 def _tasks(options: argparse.Namespace, target: Target, chosen: dict[str, Any]) -> "Iterator[Analysis]":
     if not options.tasks:
         return
-    from lit_layers.intervene.benchmark_scores import BenchmarkScores
-    from lit_layers.intervene.local_rows import is_file
+    from lit_layers.tasks.benchmark_rows import is_file
+    from lit_layers.tasks.benchmark_scores import BenchmarkScores
 
     for task in options.tasks:
         yield BenchmarkScores(

@@ -10,15 +10,15 @@ from lit_layers.cli.mteb_options import read_options, sources_and_tasks
 
 if TYPE_CHECKING:
     from lit_layers.analyses.base import Analysis
-    from lit_layers.embeddings.task_list import TaskSpec
-    from lit_layers.embeddings.task_sources import Sources
+    from lit_layers.tasks.catalogue import Task
+    from lit_layers.tasks.mteb_tasks import Sources
 
 
 def main(argv: list[str]) -> int:
     """Scores what the options say, prints means and best layers; 130 where Ctrl-C cut it short, 1 if a task failed."""
     os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")  # they would write over ours; read at import
     options = read_options(argv)
-    from lit_layers.embeddings.analysis import mteb_version
+    from lit_layers.tasks.mteb_scores import mteb_version
 
     mteb_version()  # before anything is loaded: it may not be installed
     sources, tasks = sources_and_tasks(options)
@@ -26,10 +26,8 @@ def main(argv: list[str]) -> int:
     return run(made, lambda outcome: _tell(outcome, tasks))
 
 
-def _analyses(
-    options: argparse.Namespace, sources: "Sources", tasks: "list[TaskSpec]", target: Target
-) -> "list[Analysis]":
-    from lit_layers.embeddings.running import mteb_analyses
+def _analyses(options: argparse.Namespace, sources: "Sources", tasks: "list[Task]", target: Target) -> "list[Analysis]":
+    from lit_layers.tasks.mteb_scores import mteb_analyses
 
     return mteb_analyses(
         tasks,
@@ -50,13 +48,13 @@ def _analyses(
     )
 
 
-def _tell(outcome: Outcome, tasks: "list[TaskSpec]") -> bool:
+def _tell(outcome: Outcome, tasks: "list[Task]") -> bool:
     """Prints what the root holds of these tasks (and steps, if some are named), writes all; whether anything failed."""
     from rich.console import Console
 
     from lit_layers import records
     from lit_layers.cli.mteb_results import show_results, write_results
-    from lit_layers.embeddings.averages import averages
+    from lit_layers.tasks.mteb_scores import averages
 
     root, steps = outcome.root, outcome.steps
     file = root / "measurements.jsonl"

@@ -9,8 +9,8 @@ from lit_layers.cli.measuring import MODEL, add_options, settle
 from lit_layers.errors import InputError
 
 if TYPE_CHECKING:
-    from lit_layers.embeddings.task_list import TaskSpec
-    from lit_layers.embeddings.task_sources import Sources
+    from lit_layers.tasks.catalogue import Task
+    from lit_layers.tasks.mteb_tasks import Sources
 
 STATES = ("resid", "normed", "hf")
 
@@ -35,14 +35,14 @@ def read_options(argv: list[str]) -> argparse.Namespace:
     return options
 
 
-def sources_and_tasks(options: argparse.Namespace) -> "tuple[Sources, list[TaskSpec]]":
+def sources_and_tasks(options: argparse.Namespace) -> "tuple[Sources, list[Task]]":
     """Where data come from, and which tasks are asked for.
 
     Raises:
         InputError: a folder that is not there, a task that is none.
     """
-    from lit_layers.embeddings.task_list import LOCAL, resolve
-    from lit_layers.embeddings.task_sources import Sources
+    from lit_layers.tasks.catalogue import LOCAL, resolve
+    from lit_layers.tasks.mteb_tasks import Sources
 
     sources = Sources(folder=options.folder, mirror=options.mirror)
     sources.check()

@@ -12,13 +12,13 @@ from rich.table import Table
 
 from lit_layers import records
 from lit_layers.durable import write_json
-from lit_layers.embeddings.averages import Averages, averages, score_table
-from lit_layers.embeddings.task_list import DOMAINS, TaskSpec
+from lit_layers.tasks.catalogue import DOMAINS, Task
+from lit_layers.tasks.mteb_scores import Averages, averages, score_table
 
 CSV, MEANS, JSON = "scores.csv", "averages.csv", "scores.json"
 
 
-def write_results(frame: pd.DataFrame, folder: Path, tasks: Sequence[TaskSpec]) -> list[Path]:
+def write_results(frame: pd.DataFrame, folder: Path, tasks: Sequence[Task]) -> list[Path]:
     """Writes all scores and means of a root: scores.csv, averages.csv and scores.json; returns their paths."""
     names = [spec.name for spec in tasks]
     found, wide = averages(frame, expected=names), score_table(frame)

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, NoReturn
 from lit_layers.errors import InputError
 
 if TYPE_CHECKING:
-    from lit_layers.tasks.probe import ProbeTask
+    from lit_layers.tasks.probe_task import ProbeTask
 
 RULES = ("within_tolerance", "fraction_of_last", "plateau", "knee", "best")
 WITHOUT_TOLERANCE = ("knee", "best")
@@ -135,9 +135,8 @@ def _check_folder(name: str, folder: Path | None) -> None:
 
 def _task(options: argparse.Namespace) -> "ProbeTask":
     """A task of the catalogue, or labelled texts on this machine."""
-    from lit_layers.tasks.catalogue import unknown_task
-    from lit_layers.tasks.files import SUFFIXES, is_local
-    from lit_layers.tasks.probe import TASKS
+    from lit_layers.tasks.catalogue import TASKS, unknown_task
+    from lit_layers.tasks.task_files import SUFFIXES, is_local
 
     name: str = options.task
     if name in TASKS:
@@ -153,7 +152,7 @@ def _task(options: argparse.Namespace) -> "ProbeTask":
 
 def _own_task(options: argparse.Namespace, path: Path) -> "ProbeTask":
     """One file, of which test and validation are cut off, or a folder that may have files of those names."""
-    from lit_layers.tasks.probe import ProbeTask
+    from lit_layers.tasks.probe_task import ProbeTask
 
     if not path.exists():
         raise InputError(f"task: expected labelled texts in {path}, which does not exist")

@@ -20,11 +20,11 @@ if TYPE_CHECKING:
     from lit_layers.data.views import Views as Views
     from lit_layers.data.views import make_views as make_views
     from lit_layers.data.word_pairs import WordPairs as WordPairs
-    from lit_layers.tasks.probe import TASKS as TASKS
-    from lit_layers.tasks.probe import ProbeTask as ProbeTask
-    from lit_layers.tasks.probe import TaskData as TaskData
-    from lit_layers.tasks.probe import TaskSplit as TaskSplit
-    from lit_layers.tasks.probe import find_task as find_task
+    from lit_layers.tasks.catalogue import TASKS as TASKS
+    from lit_layers.tasks.catalogue import find_task as find_task
+    from lit_layers.tasks.labelled_rows import TaskSplit as TaskSplit
+    from lit_layers.tasks.probe_task import ProbeTask as ProbeTask
+    from lit_layers.tasks.probe_task import TaskData as TaskData
 
 # Name -> module, imported on first use: the processes that tokenize need no torch, which takes seconds to import.
 _HOMES = {
@@ -34,10 +34,10 @@ _HOMES = {
     "EvalImages": "images",
     "EvalText": "text",
     "GivenTexts": "prompt_texts",
-    "ProbeTask": "lit_layers.tasks.probe",
-    "TASKS": "lit_layers.tasks.probe",
-    "TaskData": "lit_layers.tasks.probe",
-    "TaskSplit": "lit_layers.tasks.probe",
+    "ProbeTask": "lit_layers.tasks.probe_task",
+    "TASKS": "lit_layers.tasks.catalogue",
+    "TaskData": "lit_layers.tasks.probe_task",
+    "TaskSplit": "lit_layers.tasks.labelled_rows",
     "TaskTexts": "prompt_texts",
     "TextBatches": "prompt_texts",
     "Texts": "prompt_texts",
@@ -46,7 +46,7 @@ _HOMES = {
     "Views": "views",
     "WordPairs": "word_pairs",
     "duplicate_windows": "text",
-    "find_task": "lit_layers.tasks.probe",
+    "find_task": "lit_layers.tasks.catalogue",
     "make_views": "views",
     "prepare": "preparing",
     "prepared": "preparing",

@@ -14,8 +14,7 @@ from lit_layers.data.batches import Batches
 from lit_layers.data.tokenization import load_tokenizer, one_thread, tokenizer_hash
 from lit_layers.errors import InputError
 from lit_layers.tasks.catalogue import Task, find, tasks_of
-from lit_layers.tasks.files import read_columns
-from lit_layers.tasks.local_copies import local_copy
+from lit_layers.tasks.task_files import local_copy, read_columns
 
 BENCHMARKS = tuple(tasks_of("prompts").values())
 
@@ -134,7 +133,7 @@ def _drawn(benchmark: Task, folder: str | None, number: int, seed: int) -> list[
 def _texts(name: str, folder: str | None) -> tuple[tuple[str, ...], str]:
     """The prompts of a benchmark, those left out that hold nothing but space; and where they are from."""
     benchmark = find("prompts", name)
-    (column,), split = benchmark.text, benchmark.options["split"]
+    (column,), split = benchmark.text, benchmark.split
     try:
         if folder is None:
             rows = read_columns(benchmark.source, [split], {column: "text"}, column)

@@ -14,8 +14,9 @@ from lit_layers.data.encoded_texts import EncodedTexts, encode_texts, padded, to
 from lit_layers.data.text import EvalText
 from lit_layers.data.tokenization import load_tokenizer
 from lit_layers.errors import InputError
-from lit_layers.tasks.probe import ProbeTask, find_task
-from lit_layers.tasks.splits import draw
+from lit_layers.tasks.catalogue import find_task
+from lit_layers.tasks.labelled_rows import draw
+from lit_layers.tasks.probe_task import ProbeTask
 
 
 class Texts(ABC):

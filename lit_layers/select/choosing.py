@@ -21,8 +21,8 @@ from lit_layers.functional.probe import LogisticProbes
 from lit_layers.metrics import look_up
 from lit_layers.models.pixels import pixel_statistics
 from lit_layers.models.view import Batch, LayeredModel
-from lit_layers.tasks.probe import ProbeTask
-from lit_layers.tasks.splits import hold_out
+from lit_layers.tasks.labelled_rows import hold_out
+from lit_layers.tasks.probe_task import ProbeTask
 
 Metric = Literal["accuracy", "mean_squared_error"]
 Part = Literal["train", "validation", "test"]

@@ -1,1 +1,1 @@
-"""Tasks: the catalogue of them, local copies, and how their rows are read and split."""
+"""Tasks: one catalogue, local copies, how rows are read and split, and scores of layers and running orders on them."""

@@ -1,41 +1,66 @@
 """The one catalogue of tasks: a row each, of whatever asks for labelled text, prompts, scores or embeddings."""
 
 import difflib
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from types import MappingProxyType
+from typing import Any, Literal, get_args
 
 from lit_layers.errors import InputError
+from lit_layers.tasks.probe_task import ProbeTask
+from lit_layers.tasks.task_files import Use
 
-Use = Literal["probe", "prompts", "benchmark", "glue", "mteb"]
+Domain = Literal["classification", "clustering", "pair_classification", "reranking", "sts"]
+DOMAINS: tuple[Domain, ...] = get_args(Domain)
+SUITE, LOCAL = "layerwise32", "local"
 
 
 @dataclass(frozen=True, kw_only=True)
 class Task:
-    """A data set and what is asked of it.
+    """A data set and what is asked of it; a linear probe's row is a `ProbeTask`.
 
     Args:
-        use: what asks for it: linear probes, prompts to measure on, benchmark scores, fine-tuning on GLUE, MTEB.
+        use: what asks for it: prompts to measure on, benchmark scores, fine-tuning on GLUE, MTEB.
         name: unique within its use.
         source: ORG/NAME[:CONFIG] of the Hub; of a benchmark its task file within lm-eval; mteb knows its own.
         text: columns of its texts; of a benchmark all that a local copy needs.
+        split: that is measured or scored.
         num_classes: of GLUE; None: a number is predicted.
         scores: what it is judged by, the first one foremost.
-        options: further ones of its use: of a `ProbeTask`, the split of prompts, the domain of MTEB.
+        examples: worked ones that a benchmark's prompts begin with.
+        settings: of lm-eval that are others for a local copy.
+        domain: of MTEB.
+        subset: the one of MTEB's that is scored.
+        official: whether mteb has it; else its data is local data.
     """
 
     use: Use
     name: str
     source: str = ""
     text: tuple[str, ...] = ()
+    split: str = "test"
     num_classes: int | None = None
     scores: tuple[str, ...] = ()
-    options: Mapping[str, Any] = field(default_factory=dict)
+    examples: int = 0
+    settings: Mapping[str, Any] = field(default_factory=dict, hash=False)
+    domain: Domain | Literal[""] = ""
+    subset: str = "default"
+    official: bool = True
+
+    @property
+    def analysis(self) -> str:
+        """The name of the measurements of one of MTEB."""
+        return f"{self.use}/{self.name}"
+
+    @property
+    def score(self) -> str:
+        """The one it is judged by."""
+        return self.scores[0]
 
 
 def tasks_of(use: Use) -> dict[str, Task]:
-    """The tasks of a use by name, in the catalogue's order."""
-    return {task.name: task for task in CATALOGUE if task.use == use}
+    """The tasks of a use by name, in the catalogue's order; those of probes are `TASKS`."""
+    return {row.name: row for row in CATALOGUE if isinstance(row, Task) and row.use == use}
 
 
 def find(use: Use, name: str, instead: str = "") -> Task:
@@ -44,15 +69,51 @@ def find(use: Use, name: str, instead: str = "") -> Task:
     Raises:
         InputError: there is none; the sentence ends in what may be given `instead`.
     """
-    known = tasks_of(use)
-    if name not in known:
-        raise unknown_task(name, known, instead)
-    return known[name]
+    tasks = tasks_of(use)
+    if name not in tasks:
+        raise unknown_task(name, tasks, instead)
+    return tasks[name]
 
 
-def unknown_task(name: str, known: Iterable[str], instead: str = "") -> InputError:
-    """What is said of a name that none of the known tasks has: the nearest ones, or the first."""
-    names = {each.lower(): each for each in known}
+def find_task(task: str | ProbeTask) -> ProbeTask:
+    """The task of linear probes of a name; a task itself is checked and returned.
+
+    Raises:
+        InputError: the catalogue has no task of that name, or `ProbeTask.check` refuses.
+    """
+    if isinstance(task, ProbeTask):
+        task.check()
+        return task
+    if task not in TASKS:
+        raise unknown_task(task, TASKS, "give a ProbeTask")
+    return TASKS[task]
+
+
+def resolve(names: Sequence[str], *, domains: Sequence[str] | None = None, local: Iterable[str] = ()) -> list[Task]:
+    """The tasks of MTEB that names stand for, each once: `layerwise32`, `local` (those named in `local`), or single
+    tasks.
+
+    Raises:
+        InputError: a name that is none, a domain that is none, or nothing left.
+    """
+    for domain in domains or ():
+        if domain not in DOMAINS:
+            raise InputError(f"domains: expected some of {', '.join(DOMAINS)}, got {domain!r}")
+    tasks, local = tasks_of("mteb"), set(local)
+    of_name = {name: [task] for name, task in tasks.items()} | {SUITE: list(LAYERWISE32)}
+    of_name[LOCAL] = [task for task in tasks.values() if task.name in local]
+    if unknown := [name for name in names if name not in of_name]:
+        raise unknown_task(unknown[0], [SUITE, LOCAL, *tasks])
+    chosen = dict.fromkeys(task.name for name in names for task in of_name[name])
+    left = [tasks[name] for name in chosen if domains is None or tasks[name].domain in domains]
+    if not left:
+        raise InputError(f"tasks: none is left of {', '.join(names) or 'no name'} in the domains and data given")
+    return left
+
+
+def unknown_task(name: str, tasks: Iterable[str], instead: str = "") -> InputError:
+    """What is said of a name that none of the tasks has: the nearest ones, or the first."""
+    names = {each.lower(): each for each in tasks}
     near = [names[each] for each in difflib.get_close_matches(name.lower(), names, n=3, cutoff=0.5)]
     first = list(names.values())[:12]
     remedy = f"did you mean {' or '.join(near)}?" if near else f"expected one such as {', '.join(first)}"
@@ -61,132 +122,136 @@ def unknown_task(name: str, known: Iterable[str], instead: str = "") -> InputErr
 
 # What MMLU calls humanities; the Hub's copy has the subjects alone.
 HUMANITIES = [
-    "formal_logic",
-    "high_school_european_history",
-    "high_school_us_history",
-    "high_school_world_history",
-    "international_law",
-    "jurisprudence",
-    "logical_fallacies",
-    "moral_disputes",
-    "moral_scenarios",
-    "philosophy",
-    "prehistory",
-    "professional_law",
-    "world_religions",
-]
-
-_PROBES: dict[str, dict[str, Any]] = {
-    "banking77": {
-        "source": "mteb/banking77",
-        "label": "label_text",
-        "description": "Intents of questions to a bank (Casanueva et al. 2020).",
-    },
-    "ag_news": {
-        "source": "fancyzhx/ag_news",
-        "num_train": 10_000,
-        "classes": ("World", "Sports", "Business", "Sci/Tech"),
-        "description": "Topics of news (Zhang, Zhao, LeCun 2015).",
-    },
-    "tweet_sentiment": {
-        "source": "mteb/tweet_sentiment_extraction",
-        "label": "label_text",
-        "where": {"label_text": ["negative", "positive"]},
-        "classes": ("negative", "positive"),
-        "test": None,
-        "num_train": 10_223,
-        "num_test": 4_382,
-        "drop_empty": True,
-        "description": "Sentiment of tweets. The paper names two classes and 14,605 rows cut 70/30, but no corpus: the "
+    "formal_logic", "high_school_european_history", "high_school_us_history", "high_school_world_history",
+    "international_law", "jurisprudence", "logical_fallacies", "moral_disputes", "moral_scenarios", "philosophy",
+    "prehistory", "professional_law", "world_religions",
+]  # fmt: skip
+_PROBES = (
+    ProbeTask(
+        "banking77",
+        "mteb/banking77",
+        label="label_text",
+        description="Intents of questions to a bank (Casanueva et al. 2020).",
+    ),
+    ProbeTask(
+        "ag_news",
+        "fancyzhx/ag_news",
+        num_train=10_000,
+        classes=("World", "Sports", "Business", "Sci/Tech"),
+        description="Topics of news (Zhang, Zhao, LeCun 2015).",
+    ),
+    ProbeTask(
+        "tweet_sentiment",
+        "mteb/tweet_sentiment_extraction",
+        label="label_text",
+        where={"label_text": ["negative", "positive"]},
+        classes=("negative", "positive"),
+        test=None,
+        num_train=10_223,
+        num_test=4_382,
+        drop_empty=True,
+        description="Sentiment of tweets. The paper names two classes and 14,605 rows cut 70/30, but no corpus: the "
         "rows, from the training split of tweet_sentiment_extraction without its neutral ones, are ours.",
-    },
-    "tweet_sentiment_extraction": {
-        "source": "mteb/tweet_sentiment_extraction",
-        "label": "label_text",
-        "classes": ("negative", "neutral", "positive"),
-        "drop_empty": True,
-        "description": "Sentiment of tweets (Kaggle 2020, as in MTEB); one training row has no text.",
-    },
-    "sst2": {
-        "source": "nyu-mll/glue:sst2",
-        "text": "sentence",
-        "test": "validation",
-        "classes": ("negative", "positive"),
-        "description": "Sentiment of phrases from film reviews (Socher et al. 2013). GLUE keeps the labels of its test "
+    ),
+    ProbeTask(
+        "tweet_sentiment_extraction",
+        "mteb/tweet_sentiment_extraction",
+        label="label_text",
+        classes=("negative", "neutral", "positive"),
+        drop_empty=True,
+        description="Sentiment of tweets (Kaggle 2020, as in MTEB); one training row has no text.",
+    ),
+    ProbeTask(
+        "sst2",
+        "nyu-mll/glue:sst2",
+        text="sentence",
+        test="validation",
+        classes=("negative", "positive"),
+        description="Sentiment of phrases from film reviews (Socher et al. 2013). GLUE keeps the labels of its test "
         "split, so its validation split is the test here.",
-    },
-    "emotion": {
-        "source": "dair-ai/emotion:split",
-        "validation": "validation",
-        "classes": ("sadness", "joy", "love", "anger", "fear", "surprise"),
-        "description": "Emotions of tweets (Saravia et al. 2018).",
-    },
-    "trec": {
-        "source": "SetFit/TREC-QC",
-        "label": "label_coarse_original",
-        "classes": ("ABBR", "DESC", "ENTY", "HUM", "LOC", "NUM"),
-        "description": "What a question asks for (Li, Roth 2002).",
-    },
-    "yelp": {
-        "source": "Yelp/yelp_review_full",
-        "kind": "regression",
-        "test": None,
-        "label_offset": 1.0,
-        "balance": 2_000,
-        "description": "Stars of reviews, 1 to 5 (Zhang, Zhao, LeCun 2015); 2,000 of each, cut 70/30.",
-    },
-    "mmlu_humanities": {
-        "source": "cais/mmlu:all",
-        "text": "question: {question} answer: A. {choices[0]}, B. {choices[1]}, C. {choices[2]}, D. {choices[3]}",
-        "label": "answer",
-        "train": "test",
-        "test": None,
-        "where": {"subject": HUMANITIES},
-        "classes": ("A", "B", "C", "D"),
-        "description": "The right one of four answers (Hendrycks et al. 2021). MMLU has no training split: its test "
+    ),
+    ProbeTask(
+        "emotion",
+        "dair-ai/emotion:split",
+        validation="validation",
+        classes=("sadness", "joy", "love", "anger", "fear", "surprise"),
+        description="Emotions of tweets (Saravia et al. 2018).",
+    ),
+    ProbeTask(
+        "trec",
+        "SetFit/TREC-QC",
+        label="label_coarse_original",
+        classes=("ABBR", "DESC", "ENTY", "HUM", "LOC", "NUM"),
+        description="What a question asks for (Li, Roth 2002).",
+    ),
+    ProbeTask(
+        "yelp",
+        "Yelp/yelp_review_full",
+        kind="regression",
+        test=None,
+        label_offset=1.0,
+        balance=2_000,
+        description="Stars of reviews, 1 to 5 (Zhang, Zhao, LeCun 2015); 2,000 of each, cut 70/30.",
+    ),
+    ProbeTask(
+        "mmlu_humanities",
+        "cais/mmlu:all",
+        text="question: {question} answer: A. {choices[0]}, B. {choices[1]}, C. {choices[2]}, D. {choices[3]}",
+        label="answer",
+        train="test",
+        test=None,
+        where={"subject": HUMANITIES},
+        classes=("A", "B", "C", "D"),
+        description="The right one of four answers (Hendrycks et al. 2021). MMLU has no training split: its test "
         "split is cut 70/30, which is ours, as the paper does not say how many rows it used.",
-    },
-    "imdb": {
-        "source": "stanfordnlp/imdb",
-        "classes": ("neg", "pos"),
-        "description": "Sentiment of film reviews (Maas et al. 2011).",
-    },
-    "twenty_newsgroups": {
-        "source": "SetFit/20_newsgroups",
-        "label": "label_text",
-        "drop_empty": True,
-        "description": "Groups of Usenet posts (Lang 1995), parted by date. The Hub's copy is without quotations and "
+    ),
+    ProbeTask(
+        "imdb",
+        "stanfordnlp/imdb",
+        classes=("neg", "pos"),
+        description="Sentiment of film reviews (Maas et al. 2011).",
+    ),
+    ProbeTask(
+        "twenty_newsgroups",
+        "SetFit/20_newsgroups",
+        label="label_text",
+        drop_empty=True,
+        description="Groups of Usenet posts (Lang 1995), parted by date. The Hub's copy is without quotations and "
         "signatures; a local copy may have them.",
-    },
-    "cola": {
-        "source": "nyu-mll/glue:cola",
-        "text": "sentence",
-        "test": "validation",
-        "classes": ("unacceptable", "acceptable"),
-        "description": "Whether a sentence is grammatical (Warstadt et al. 2019); the test is GLUE's validation split.",
-    },
-    "tweeteval_emotion": {
-        "source": "cardiffnlp/tweet_eval:emotion",
-        "validation": "validation",
-        "classes": ("anger", "joy", "optimism", "sadness"),
-        "description": "Emotions of tweets (Barbieri et al. 2020).",
-    },
-    "tweeteval_irony": {
-        "source": "cardiffnlp/tweet_eval:irony",
-        "validation": "validation",
-        "classes": ("non_irony", "irony"),
-        "description": "Irony of tweets (Barbieri et al. 2020).",
-    },
-}
+    ),
+    ProbeTask(
+        "cola",
+        "nyu-mll/glue:cola",
+        text="sentence",
+        test="validation",
+        classes=("unacceptable", "acceptable"),
+        description="Whether a sentence is grammatical (Warstadt et al. 2019); the test is GLUE's validation split.",
+    ),
+    ProbeTask(
+        "tweeteval_emotion",
+        "cardiffnlp/tweet_eval:emotion",
+        validation="validation",
+        classes=("anger", "joy", "optimism", "sadness"),
+        description="Emotions of tweets (Barbieri et al. 2020).",
+    ),
+    ProbeTask(
+        "tweeteval_irony",
+        "cardiffnlp/tweet_eval:irony",
+        validation="validation",
+        classes=("non_irony", "irony"),
+        description="Irony of tweets (Barbieri et al. 2020).",
+    ),
+)
 
 
 def _classification(*names: str, subset: str = "default") -> list[Task]:
     return _mteb("classification", "accuracy", *(f"{name}Classification" for name in names), subset=subset)
 
 
-def _mteb(domain: str, score: str, *names: str, subset: str = "default", official: bool = True) -> list[Task]:
-    options = {"domain": domain, "subset": subset, "official": official}
-    return [Task(use="mteb", name=name, scores=(score,), options=options) for name in names]
+def _mteb(domain: Domain, score: str, *names: str, subset: str = "default", official: bool = True) -> list[Task]:
+    return [
+        Task(use="mteb", name=name, scores=(score,), domain=domain, subset=subset, official=official) for name in names
+    ]
 
 
 # The English classic benchmark of mteb without retrieval, summarisation and paragraph tasks: Skean et al. 2025,
@@ -214,21 +279,21 @@ _MTEB = [
 
 
 def _prompts(name: str, source: str, column: str = "question", split: str = "test") -> Task:
-    return Task(use="prompts", name=name, source=source, text=(column,), options={"split": split})
+    return Task(use="prompts", name=name, source=source, text=(column,), split=split)
 
 
 def _glue(name: str, *text: str, scores: tuple[str, ...] = ("accuracy",), num_classes: int | None = 2) -> Task:
     return Task(use="glue", name=name, source=f"nyu-mll/glue:{name}", text=text, scores=scores, num_classes=num_classes)
 
 
-def _benchmark(name: str, source: str, *columns: str, split: str = "test", **options: Any) -> Task:
-    return Task(use="benchmark", name=name, source=source, text=columns, options={"split": split, **options})
+def _benchmark(name: str, source: str, *columns: str, **options: Any) -> Task:
+    return Task(use="benchmark", name=name, source=source, text=columns, **options)
 
 
 _CHOICES = ("question", "choices", "label")
 _PAIR = ("sentence1", "sentence2")
-CATALOGUE: tuple[Task, ...] = (
-    *(Task(use="probe", name=name, options=options) for name, options in _PROBES.items()),
+CATALOGUE: tuple[Task | ProbeTask, ...] = (
+    *_PROBES,
     # A prompt is the question or the context alone, without choices and examples. HellaSwag, Winogrande and TruthfulQA:
     # the split that everybody tests on (of the first two the test split's answers are secret, the last has one split).
     _prompts("arc", "allenai/ai2_arc:ARC-Challenge"),
@@ -263,3 +328,7 @@ CATALOGUE: tuple[Task, ...] = (
     _glue("wnli", *_PAIR),
     *_MTEB,
 )
+TASKS: Mapping[str, ProbeTask] = MappingProxyType({row.name: row for row in CATALOGUE if isinstance(row, ProbeTask)})
+LAYERWISE32: tuple[Task, ...] = tuple(task for task in tasks_of("mteb").values() if task.official)
+LOCAL_TASKS: Mapping[str, Task] = MappingProxyType(tasks_of("benchmark"))
+PAINTED = tuple(LOCAL_TASKS)[:5]  # whose normalised scores have a median, in the published figures

@@ -29,7 +29,7 @@ from lit_layers.models.view import LayeredModel
 from lit_layers.ranges import BATCH, COUNT, COUNT_OR_NONE, LEARNING_RATE, SEED, WEIGHT_DECAY, refuse_outside
 from lit_layers.records import Record
 from lit_layers.tasks.catalogue import Task, find
-from lit_layers.tasks.glue import GlueRows, glue_metrics, read_rows
+from lit_layers.tasks.glue_rows import GlueRows, glue_metrics, read_rows
 from lit_layers.training.checkpoint_io import writable_folder
 from lit_layers.training.finetuning import (
     BETAS,
@@ -62,7 +62,7 @@ class GlueRecipe:
     """How an encoder is fine-tuned on tasks of GLUE.
 
     Args:
-        tasks: names of `lit_layers.tasks.glue.GLUE`.
+        tasks: names of `lit_layers.tasks.glue_rows.GLUE`.
         training: full, every weight; frozen, the new head alone; or both.
         num_epochs: over the training rows.
         max_steps: no more of them; None: as many as the epochs have.

@@ -17,7 +17,7 @@ from lit_layers.models.running_order import Parallel
 from lit_layers.models.view import LayeredModel
 from lit_layers.records import Record
 from lit_layers.tasks.catalogue import find
-from lit_layers.tasks.glue import SPLITS, read_rows
+from lit_layers.tasks.glue_rows import SPLITS, read_rows
 from lit_layers.training.finetuning import ANALYSIS, FinetuningRecipe, check_model, finetune_variants, quiet_trainer
 from lit_layers.training.glue import ANALYSIS as GLUE
 from lit_layers.training.glue import GlueRecipe, check_encoder, glue_scores
@@ -133,7 +133,7 @@ class GlueScores(_TrainedVariants):
     The encoder is opened anew from `model`, with a new head; what is measured must be the same.
 
     Args:
-        task: of `lit_layers.tasks.glue.GLUE`.
+        task: of `lit_layers.tasks.glue_rows.GLUE`.
         recipe: how it is trained.
         model: a folder with an encoder, or a name on the Hub.
         folder: of local data, whose `tasks.yaml` says where they lie; None: the Hub.

@@ -19,7 +19,7 @@ from lit_layers.data.tokenization import TextTokenizer, load_tokenizer, save_tok
 from lit_layers.errors import InputError
 from lit_layers.models.build import causal_lm
 from lit_layers.models.view import LayeredModel
-from lit_layers.tasks.probe import ProbeTask
+from lit_layers.tasks.probe_task import ProbeTask
 from tests.support.tiny_models import LAYERS, tiny
 
 WORDS = {"red": "apple rose blood", "green": "grass leaf frog", "blue": "sky sea ice"}

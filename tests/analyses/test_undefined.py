@@ -28,7 +28,7 @@ from lit_layers.emergence import measure
 from lit_layers.functional.entropy import effective_rank
 from lit_layers.models.view import LayeredModel
 from lit_layers.records import Measurement, frame
-from lit_layers.tasks.probe import ProbeTask
+from lit_layers.tasks.probe_task import ProbeTask
 from tests.embeddings.tiny_tasks import task, write_tiny_data
 from tests.support.labelled_texts import labelled, saved_gpt2
 from tests.support.listed_batches import Listed

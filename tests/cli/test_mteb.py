@@ -13,7 +13,7 @@ import pytest
 from lit_layers import records
 from lit_layers.cli.main import main
 from lit_layers.cli.measuring import length_limit
-from lit_layers.embeddings.evaluating import Prepared
+from lit_layers.tasks.mteb_evaluation import Prepared
 from tests.embeddings.tiny_tasks import Passes, write_tiny_data
 from tests.support.labelled_texts import saved_gpt2
 
@@ -215,7 +215,7 @@ def test_without_mteb_it_says_what_to_install(home, tmp_path, capsys, monkeypatc
     def none(name: str) -> str:
         raise PackageNotFoundError(name)
 
-    monkeypatch.setattr("lit_layers.embeddings.analysis.version", none)
+    monkeypatch.setattr("lit_layers.tasks.mteb_scores.version", none)
     assert run(home, tmp_path) == 2
     assert capsys.readouterr().err == "lit-layers mteb: error: mteb is not installed: pip install lit_layers[eval]\n"
 

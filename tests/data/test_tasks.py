@@ -14,8 +14,9 @@ import pytest
 import torch
 
 from lit_layers.errors import InputError
-from lit_layers.tasks.probe import TASKS, ProbeTask, TaskData, TaskSplit, find_task
-from lit_layers.tasks.splits import draw, hold_out, normalised
+from lit_layers.tasks.catalogue import TASKS, find_task
+from lit_layers.tasks.labelled_rows import TaskSplit, draw, hold_out, normalised
+from lit_layers.tasks.probe_task import ProbeTask, TaskData
 from tests.support.data_mapping import copies, with_mapping
 
 WORDS = ["card", "lost", "rate", "home", "game", "vote", "rain", "song", "mail", "tram"]

@@ -5,9 +5,9 @@ import math
 import pytest
 
 from lit_layers import records
-from lit_layers.embeddings import averages, score_table
 from lit_layers.errors import InputError
 from lit_layers.records import Measurement, Record
+from lit_layers.tasks.mteb_scores import averages, score_table
 
 SCORES = {
     "STS12": ("sts", [0.9, 0.2, 0.4, 0.3]),

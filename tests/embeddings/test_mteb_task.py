@@ -16,14 +16,15 @@ from sklearn.cluster import MiniBatchKMeans
 from sklearn.linear_model import LogisticRegression
 
 from lit_layers.analyses.features import text_features
-from lit_layers.embeddings import MtebTask, Sources, resolve
-from lit_layers.embeddings.encoder import LayerEncoder
-from lit_layers.embeddings.evaluating import Prepared
 from lit_layers.errors import InputError
 from lit_layers.models.build import weights_hash
 from lit_layers.models.view import LayeredModel
 from lit_layers.offline import analyze
 from lit_layers.records import Record
+from lit_layers.tasks.catalogue import resolve
+from lit_layers.tasks.mteb_evaluation import LayerEncoder, Prepared
+from lit_layers.tasks.mteb_scores import MtebTask
+from lit_layers.tasks.mteb_tasks import Sources
 from tests.embeddings.tiny_tasks import (
     NAMES,
     Passes,

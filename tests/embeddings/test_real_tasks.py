@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 
-from lit_layers.embeddings import Sources, resolve
-from lit_layers.embeddings.evaluating import Prepared
-from lit_layers.embeddings.task_list import TASKS
+from lit_layers.tasks.catalogue import resolve, tasks_of
+from lit_layers.tasks.mteb_evaluation import Prepared
+from lit_layers.tasks.mteb_tasks import Sources
 from tests.embeddings.tiny_tasks import saved_model, task
 from tests.support.data_mapping import copies
 
@@ -34,11 +34,11 @@ def test_every_local_task_is_there(realdata):
     assert Sources(folder=realdata).local_names() == list(LOCAL_DATA)
 
 
-@pytest.mark.parametrize("name", [name for name in LOCAL_DATA if TASKS[name].official])
+@pytest.mark.parametrize("name", [name for name in LOCAL_DATA if tasks_of("mteb")[name].official])
 def test_rows_are_as_many_as_the_official_ones_or_the_difference_says_how_many_those_are(realdata, name):
     prepared, expected = opened(realdata, name), official(name)
     found = {"test": prepared.num_rows()}
-    if TASKS[name].domain == "classification":
+    if tasks_of("mteb")[name].domain == "classification":
         found["train"] = len(prepared.task.dataset["train"])
     for split, number in found.items():
         if number != expected[split]["num_samples"]:

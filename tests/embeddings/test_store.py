@@ -11,11 +11,11 @@ import torch
 from filelock import FileLock
 
 from lit_layers.analyses.features import text_features
-from lit_layers.embeddings import store as stores
-from lit_layers.embeddings.store import Store
 from lit_layers.errors import InputError
 from lit_layers.models.build import weights_hash
 from lit_layers.models.view import LayeredModel
+from lit_layers.tasks import embedding_store as stores
+from lit_layers.tasks.embedding_store import Store
 from tests.embeddings.tiny_tasks import Passes, embedding_of, encoded, saved_model, spoil_, store_in
 from tests.support.labelled_texts import labelled
 

@@ -4,9 +4,8 @@ from collections import Counter
 
 import pytest
 
-from lit_layers.embeddings import LAYERWISE32, resolve
-from lit_layers.embeddings.task_list import TASKS
 from lit_layers.errors import InputError
+from lit_layers.tasks.catalogue import LAYERWISE32, resolve, tasks_of
 from tests.support.data_mapping import copies
 
 
@@ -71,7 +70,7 @@ def test_local_data_are_of_every_domain_and_have_no_official_name_of_their_own()
 
     names = copies("mteb")
     assert len(names) >= 12
-    assert {TASKS[name].domain for name in names} == {spec.domain for spec in LAYERWISE32}
+    assert {tasks_of("mteb")[name].domain for name in names} == {spec.domain for spec in LAYERWISE32}
     official = {task.metadata.name for task in mteb.get_tasks(exclude_superseded=False)}
     for name in names:
-        assert (name in official) == TASKS[name].official
+        assert (name in official) == tasks_of("mteb")[name].official

@@ -10,10 +10,12 @@ import torch
 
 from lit_layers.data.encoded_texts import encode_texts
 from lit_layers.data.tokenization import load_tokenizer
-from lit_layers.embeddings import MtebTask, Sources, resolve
-from lit_layers.embeddings.store import GB, Embedding, Store
 from lit_layers.models.build import load
 from lit_layers.models.view import LayeredModel
+from lit_layers.tasks.catalogue import resolve
+from lit_layers.tasks.embedding_store import GB, Embedding, Store
+from lit_layers.tasks.mteb_scores import MtebTask
+from lit_layers.tasks.mteb_tasks import Sources
 from tests.support.data_mapping import with_mapping
 from tests.support.labelled_texts import MOODS, labelled, saved_gpt2
 

@@ -12,12 +12,12 @@ from lit_layers.data.tokenization import load_tokenizer
 from lit_layers.emergence import measure
 from lit_layers.errors import InputError
 from lit_layers.functional.block_schedules import baseline, parse_schedule, random
-from lit_layers.intervene import BenchmarkScores
-from lit_layers.intervene import benchmark_scores as module
-from lit_layers.intervene.lm_eval_tasks import LmEvalScorer
-from lit_layers.intervene.local_rows import local_rows
 from lit_layers.models.running_order import running_order
 from lit_layers.models.view import LayeredModel
+from lit_layers.tasks import benchmark_scores as module
+from lit_layers.tasks.benchmark_rows import local_rows
+from lit_layers.tasks.benchmark_scores import BenchmarkScores
+from lit_layers.tasks.lm_eval_scorer import LmEvalScorer
 from tests.support.benchmark_rows import tiny_speaker, write_tasks, write_tokenizer
 from tests.support.tiny_models import tiny
 
@@ -332,7 +332,7 @@ def test_wrong_options_are_refused(folder, model, make, monkeypatch):
     def missing(name):
         raise PackageNotFoundError(name)
 
-    monkeypatch.setattr("lit_layers.intervene.lm_eval_tasks.version", missing)
+    monkeypatch.setattr("lit_layers.tasks.lm_eval_scorer.version", missing)
     with pytest.raises(InputError, match=r"lm-eval is needed .*: pip install 'lit_layers\[eval\]'"):
         make("lambada", folder=None).check(view)
 

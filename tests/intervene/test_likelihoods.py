@@ -7,9 +7,9 @@ import torch
 
 from lit_layers.errors import InputError
 from lit_layers.functional import block_schedules as schedules
-from lit_layers.intervene.lm_eval_tasks import LmEvalScorer
 from lit_layers.models.build import pad_vocabulary_
 from lit_layers.models.running_order import running_order
+from lit_layers.tasks.lm_eval_scorer import LmEvalScorer
 from tests.support.benchmark_rows import tiny_speaker, write_tokenizer
 from tests.support.tiny_models import tiny
 

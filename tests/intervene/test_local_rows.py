@@ -8,9 +8,9 @@ import pyarrow.parquet as pq
 import pytest
 
 from lit_layers.errors import InputError
-from lit_layers.intervene import LOCAL_TASKS, PAINTED
-from lit_layers.intervene.lm_eval_tasks import LmEvalScorer
-from lit_layers.intervene.local_rows import local_rows
+from lit_layers.tasks.benchmark_rows import local_rows
+from lit_layers.tasks.catalogue import LOCAL_TASKS, PAINTED
+from lit_layers.tasks.lm_eval_scorer import LmEvalScorer
 from tests.support.benchmark_rows import write_tasks
 
 # Counts of the data folder's own README; the first row of each file, looked at by eye.

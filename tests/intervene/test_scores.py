@@ -5,7 +5,7 @@ import math
 import numpy as np
 import pytest
 
-from lit_layers.intervene.scores import (
+from lit_layers.tasks.benchmark_rows import (
     SCORE,
     mean_and_error,
     normalized_error,

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import yaml
 
-from lit_layers.tasks.local_copies import LocalCopy
+from lit_layers.tasks.task_files import LocalCopy
 
 MAPPING = Path(__file__).parent / "data_tasks.yaml"
 

@@ -12,10 +12,12 @@ from lit_layers.analyses.base import Analysis, DividedAnalysis
 from lit_layers.data import GivenTexts
 from lit_layers.data.tokenization import save_tokenizer, train_bpe
 from lit_layers.data.word_pairs import WordPairs
-from lit_layers.embeddings import MtebTask, Sources, resolve
-from lit_layers.embeddings.store import GB, Store
 from lit_layers.functional.entropy import effective_rank
-from lit_layers.tasks.probe import ProbeTask
+from lit_layers.tasks.catalogue import resolve
+from lit_layers.tasks.embedding_store import GB, Store
+from lit_layers.tasks.mteb_scores import MtebTask
+from lit_layers.tasks.mteb_tasks import Sources
+from lit_layers.tasks.probe_task import ProbeTask
 from tests.support.data_mapping import with_mapping
 from tests.support.labelled_texts import labelled, write_csv
 from tests.support.listed_batches import Listed

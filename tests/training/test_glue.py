@@ -20,7 +20,7 @@ from lit_layers.models.families import trunk_of
 from lit_layers.models.plain import classifier_parameters, sequence_classifier
 from lit_layers.models.view import LayeredModel
 from lit_layers.tasks.catalogue import find
-from lit_layers.tasks.glue import GLUE, GlueRows, glue_metrics, read_rows
+from lit_layers.tasks.glue_rows import GLUE, GlueRows, glue_metrics, read_rows
 from lit_layers.training import glue
 from lit_layers.training.glue import GlueRecipe, LitSequenceClassifier, encode_rows, glue_scores
 from lit_layers.training.optim import warmup_linear

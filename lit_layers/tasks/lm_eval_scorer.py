@@ -18,10 +18,9 @@ import torch
 from lit_layers.data.tokenization import load_tokenizer
 from lit_layers.errors import InputError
 from lit_layers.hub_errors import HUB_ERRORS, reason
-from lit_layers.intervene.local_rows import LocalRows
-from lit_layers.intervene.scores import FLEXIBLE, NORMED, PERPLEXITY, SCORE, TaskScores
 from lit_layers.models.build import true_vocab_size
 from lit_layers.models.families import Network
+from lit_layers.tasks.benchmark_rows import FLEXIBLE, NORMED, PERPLEXITY, SCORE, LocalRows, TaskScores
 from lit_layers.tasks.catalogue import unknown_task
 
 INSTALL = "lm-eval is needed to score tasks: pip install 'lit_layers[eval]'"

@@ -1,4 +1,4 @@
-"""One layer on one task, by mteb's own evaluation."""
+"""One layer of a model as an encoder that mteb can evaluate, and its scores on one task by mteb's own evaluation."""
 
 import contextlib
 import copy
@@ -7,19 +7,55 @@ import random
 import time
 import warnings
 from collections.abc import Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from lit_layers.embeddings.encoder import LayerEncoder
-from lit_layers.embeddings.task_list import TaskSpec
-from lit_layers.embeddings.task_sources import no_bars
+from lit_layers.tasks.catalogue import Task
+from lit_layers.tasks.embedding_store import TaskEmbeddings
+from lit_layers.tasks.mteb_tasks import no_bars
+
+if TYPE_CHECKING:
+    from mteb.models.model_meta import ModelMeta
 
 SPLIT = "test"
 # What mteb's evaluations say of embeddings that a layer just has: a probe of 100 iterations is part of their
 # definition, and a class that is never predicted, or vectors that are all alike, show in the score.
 _SAID_BY_SCORES = ("lbfgs failed to converge", "Precision is ill-defined", "Recall is ill-defined", "An input array is")
 _SAID_BY_SCORES += ("No positive class found in y_true", "Number of distinct clusters", "A single label was found")
+
+
+class LayerEncoder:
+    """What mteb's `EncoderProtocol` asks for: the embeddings of one layer, compared by their cosine.
+
+    No instruction and no normalisation: the text goes in as it is, and float32 comes out.
+    """
+
+    def __init__(self, embeddings: TaskEmbeddings, layer: int) -> None:
+        self.embeddings, self.layer = embeddings, layer
+
+    def encode(self, inputs: Any, **_: Any) -> np.ndarray:
+        """The embeddings (texts, dim) of the texts that mteb hands over in batches."""
+        texts = [text for batch in inputs for text in batch["text"]]
+        return self.embeddings.of(texts, self.layer)
+
+    def similarity(self, embeddings1: Any, embeddings2: Any) -> Any:
+        """Cosines (first, second)."""
+        from mteb.similarity_functions import cos_sim
+
+        return cos_sim(embeddings1, embeddings2)
+
+    def similarity_pairwise(self, embeddings1: Any, embeddings2: Any) -> Any:
+        """Cosines (pairs,)."""
+        from mteb.similarity_functions import pairwise_cos_sim
+
+        return pairwise_cos_sim(embeddings1, embeddings2)
+
+    @property
+    def mteb_model_meta(self) -> "ModelMeta":
+        from mteb.models.model_meta import ModelMeta
+
+        return ModelMeta.create_empty({"name": f"lit_layers/layer_{self.layer:03d}", "revision": "no_revision"})
 
 
 class Prepared:
@@ -29,7 +65,7 @@ class Prepared:
     draws, whichever layers were scored before.
     """
 
-    def __init__(self, task: Any, spec: TaskSpec) -> None:
+    def __init__(self, task: Any, spec: Task) -> None:
         self.task, self.spec = task, spec
         if spec.domain == "classification":
             task._undersample_data = _remembering(task._undersample_data)

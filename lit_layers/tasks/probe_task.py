@@ -6,19 +6,25 @@ from collections import Counter
 from collections.abc import Mapping
 from dataclasses import KW_ONLY, dataclass, field, fields, replace
 from pathlib import Path
-from types import MappingProxyType
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 import torch
 
 from lit_layers.errors import InputError
-from lit_layers.tasks.catalogue import find, tasks_of
-from lit_layers.tasks.files import is_local, is_one_file
-from lit_layers.tasks.labelled_rows import LabelledRows, as_classes, as_values, read_rows, refusal, text_columns
-from lit_layers.tasks.local_copies import MAPPING, local_copies
-from lit_layers.tasks.splits import TaskSplit, draw, hold_out
+from lit_layers.tasks.labelled_rows import (
+    LabelledRows,
+    RowOptions,
+    TaskSplit,
+    as_classes,
+    as_values,
+    draw,
+    hold_out,
+    read_rows,
+    refusal,
+    text_columns,
+)
+from lit_layers.tasks.task_files import MAPPING, Use, is_local, is_one_file, local_copies
 
-__all__ = ["TASKS", "ProbeTask", "TaskData", "TaskSplit", "find_task"]
 FEW_VALUES = 20  # a regression with no more different values is split value by value
 
 
@@ -60,7 +66,7 @@ class TaskData:
 
 
 @dataclass(frozen=True)
-class ProbeTask:
+class ProbeTask(RowOptions):
     """A labelled set of texts and how it is split; read when it is loaded.
 
     Equal texts never stand in two parts: what test has is left out of train and validation, and the parts cut here
@@ -95,27 +101,19 @@ class ProbeTask:
 
     """
 
-    name: str
-    source: str
+    use: ClassVar[Use] = "probe"
     _: KW_ONLY
     kind: Literal["classification", "regression"] = "classification"
-    text: str = "text"
-    label: str = "label"
     train: str | list[str] = "train"
     test: str | None = "test"
     test_share: float = 0.3
     num_train: int | None = None
     num_test: int | None = None
-    where: dict[str, str | int | list[str] | list[int]] = field(default_factory=dict)
-    group: str | None = None
     validation: str | None = None
     validation_share: float = 0.2
     local: str | None = None
     local_options: dict[str, Any] = field(default_factory=dict)
-    classes: tuple[str, ...] | None = None
-    label_offset: float = 0.0
     balance: int | None = None
-    drop_empty: bool = False
     seed: int = 0
     description: str = ""
 
@@ -185,23 +183,6 @@ class ProbeTask:
         if not isinstance(copy.files, str):
             raise refusal(self.name, "folder", f"{folder / MAPPING}: expected one path of files, with {{split}} in it")
         return folder / copy.files, copy.options
-
-
-TASKS: Mapping[str, ProbeTask] = MappingProxyType(
-    {name: ProbeTask(name, **row.options) for name, row in tasks_of("probe").items()}
-)
-
-
-def find_task(task: str | ProbeTask) -> ProbeTask:
-    """The task of a name; a task itself is checked and returned.
-
-    Raises:
-        InputError: the catalogue has no task of that name, or `ProbeTask.check` refuses.
-    """
-    if isinstance(task, ProbeTask):
-        task.check()
-        return task
-    return TASKS[find("probe", task, "give a ProbeTask").name]
 
 
 def _load(task: ProbeTask, *, is_copy: bool) -> TaskData:

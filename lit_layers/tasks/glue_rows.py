@@ -19,8 +19,7 @@ from sklearn import metrics as scores
 
 from lit_layers.errors import InputError
 from lit_layers.tasks.catalogue import Task, tasks_of
-from lit_layers.tasks.files import read_columns
-from lit_layers.tasks.local_copies import local_copy
+from lit_layers.tasks.task_files import local_copy, read_columns
 
 SPLITS = ("train", "validation")
 

@@ -11,8 +11,11 @@ import pytest
 from lit_layers.analyses.base import describe
 from lit_layers.data import ProbeTask
 from lit_layers.errors import InputError
-from lit_layers.tasks.catalogue import CATALOGUE, find
-from lit_layers.tasks.local_copies import local_copies, local_copy
+from lit_layers.tasks.catalogue import CATALOGUE, find, find_task, resolve
+from lit_layers.tasks.embedding_store import Store
+from lit_layers.tasks.mteb_scores import MtebTask
+from lit_layers.tasks.mteb_tasks import Sources
+from lit_layers.tasks.task_files import local_copies, local_copy
 
 
 def write(folder: Path, text: str) -> Path:
@@ -82,9 +85,12 @@ def test_what_a_mapping_cannot_say_is_refused(text, sentence, tmp_path):
 
 def test_names_are_unique_within_a_use_and_unknown_ones_are_refused_with_their_neighbours():
     assert len({(task.use, task.name) for task in CATALOGUE}) == len(CATALOGUE)
-    for use, wrong, near in (("probe", "Bankin77", "banking77"), ("glue", "colla", "cola"), ("mteb", "sts12", "STS12")):
-        with pytest.raises(InputError, match=f"^task: there is no '{wrong}'; did you mean .*{near}"):
+    sentence = "^task: there is no '{}'; did you mean .*{}"
+    for use, wrong, near in (("glue", "colla", "cola"), ("mteb", "sts12", "STS12")):
+        with pytest.raises(InputError, match=sentence.format(wrong, near)):
             find(use, wrong)
+    with pytest.raises(InputError, match=sentence.format("Bankin77", "banking77")):
+        find_task("Bankin77")
     with pytest.raises(InputError, match="expected one such as arc, gsm8k, .*; or name a file$"):
         find("prompts", "xyz", "name a file")
 
@@ -97,3 +103,21 @@ def test_a_class_that_moved_keeps_its_name_and_its_hash():
     assert config["class_path"] == "lit_layers.data.tasks.ProbeTask"
     # the hash that this very task had where the class was before
     assert hashlib.sha256(json.dumps(config, sort_keys=True).encode()).hexdigest()[:16] == "aef262bb48c3a6cc"
+
+
+def test_a_task_of_mteb_is_described_as_when_the_first_hashes_were_made(tmp_path):
+    pytest.importorskip("mteb")
+    (row,) = resolve(["SICK-R"])
+    places = {"sources": Sources(), "store": Store(tmp_path), "results": tmp_path}
+    config = MtebTask(task=row, tokenizer="t", **places).config()
+    assert config["class_path"] == "lit_layers.embeddings.analysis.MtebTask"
+    assert config["init_args"]["task"] == {
+        "class_path": "lit_layers.embeddings.task_list.TaskSpec",
+        "init_args": {
+            "name": "SICK-R",
+            "domain": "sts",
+            "score": "cosine_spearman",
+            "subset": "default",
+            "official": True,
+        },
+    }

@@ -14,21 +14,23 @@ from lit_layers.data.tokenization import TextTokenizer, load_tokenizer, tokenize
 from lit_layers.errors import InputError
 from lit_layers.functional import block_schedules as kinds
 from lit_layers.functional.block_schedules import OF_MIDDLES, SEEDS, Schedule, Variant
-from lit_layers.intervene.lm_eval_tasks import LmEvalScorer, lm_eval_version, refuse_unknown, task_file_hash
-from lit_layers.intervene.local_rows import LocalRows, is_file, local_rows
-from lit_layers.intervene.results import ResultFolder
-from lit_layers.intervene.scores import (
-    NORMALIZED,
-    SCORE,
-    TaskScores,
-    mean_and_error,
-    normalized_error,
-    normalized_score,
-)
 from lit_layers.models.build import architecture_hash, weights_hash
 from lit_layers.models.running_order import running_order
 from lit_layers.models.view import LayeredModel, evaluating
 from lit_layers.records import Record
+from lit_layers.tasks.benchmark_rows import (
+    NORMALIZED,
+    SCORE,
+    LocalRows,
+    ResultFolder,
+    TaskScores,
+    is_file,
+    local_rows,
+    mean_and_error,
+    normalized_error,
+    normalized_score,
+)
+from lit_layers.tasks.lm_eval_scorer import LmEvalScorer, lm_eval_version, refuse_unknown, task_file_hash
 
 _ELSEWHERE = ("results", "folder", "tell", "batch_size")  # decide where things lie and how fast, not the numbers
 _CHOOSING = ("name", "variants", "middles", "seeds", "loops", "custom")  # which results are asked for

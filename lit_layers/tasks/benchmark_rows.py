@@ -1,0 +1,288 @@
+"""Rows of benchmarks in local files, as lm-eval's own task definitions have them, and what a model made of each row.
+
+Scores are means over rows with their errors; they are kept in one JSON file for each task and schedule, so that an
+interrupted run goes on where it was.
+"""
+
+import hashlib
+import json
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from string import ascii_uppercase
+from typing import Any, Literal
+
+import numpy as np
+
+from lit_layers.durable import write_json
+from lit_layers.errors import InputError
+from lit_layers.functional.block_schedules import Step, format_schedule
+from lit_layers.tasks.catalogue import find
+from lit_layers.tasks.task_files import SUFFIXES, Columns, local_copy, read_columns
+
+SCORE, NORMED, FLEXIBLE, PERPLEXITY = "task_score", "task_score_norm", "task_score_flexible", "task_perplexity"
+NORMALIZED = "normalized_score"
+Row = dict[str, Any]
+EXAMPLES = "train"  # the split that worked examples are drawn from
+OWN_COLUMNS = ("context", "choices", "label")
+_OWN: dict[str, Any] = {
+    "output_type": "multiple_choice",
+    "doc_to_text": "context",
+    "doc_to_choice": "choices",
+    "doc_to_target": "label",
+    "metric_list": [{"metric": "acc"}, {"metric": "acc_norm"}],
+}
+
+
+@dataclass(frozen=True)
+class LocalRows:
+    """The rows of a task by split, in the columns of lm-eval's definition, and what of that definition is ours.
+
+    `definition` is a task file within lm-eval; None: `settings` are all.
+    """
+
+    name: str
+    split: str  # that is scored
+    rows: Mapping[str, list[Row]]
+    definition: str | None = None
+    settings: Mapping[str, Any] = field(default_factory=dict)
+    difference: str = ""
+
+    def content_hash(self) -> str:
+        """Sixteen hex digits over every row, in their order, and what is done with them."""
+        plain = [self.name, self.split, self.rows, self.settings]
+        return hashlib.sha256(json.dumps(plain, sort_keys=True, default=str).encode()).hexdigest()[:16]
+
+
+def is_file(task: str) -> bool:
+    """Whether a task is a file of rows, and not a name."""
+    return task.endswith(SUFFIXES)
+
+
+def local_rows(task: str, folder: Path | None, limit: int | None = None) -> LocalRows:
+    """The first `limit` rows of a task: of the catalogue, in a folder of local data; or of a file of the user's with
+    the columns context, choices (a list, in CSV written as JSON) and label.
+
+    Raises:
+        InputError: there is no such task, files or columns are missing, or a row is none of the task.
+    """
+    if is_file(task):
+        columns = dict.fromkeys(OWN_COLUMNS[:2], "text") | {"label": "label"}
+        read = read_columns(task, ["test"], columns, None)
+        name = Path(task).stem
+        return LocalRows(name, "test", {"test": _rows(name, read, _own, limit)}, settings=_OWN)
+    row = find("benchmark", task, f"name a file ({', '.join(SUFFIXES)}) with the columns {', '.join(OWN_COLUMNS)}")
+    assert folder is not None, "only a file needs no folder"
+    copy, columns = local_copy("benchmark", task, folder), dict.fromkeys(row.text, "columns")
+    as_official = _AS_OFFICIAL.get(task, dict)
+    try:
+        rows = {row.split: _rows(task, copy.read(row.split, columns), as_official, limit)}
+        if row.examples:
+            rows[EXAMPLES] = _rows(task, copy.read(EXAMPLES, columns), as_official, None)
+            if len(rows[EXAMPLES]) < row.examples:
+                raise InputError(f"{row.examples} worked examples are needed, there are {len(rows[EXAMPLES])}")
+    except InputError as error:
+        raise InputError(f"task {task}: {error}") from error
+    settings = {f"{each}_split": each if each in rows else None for each in ("training", "validation", "test")}
+    settings |= {"training_split": EXAMPLES if EXAMPLES in rows else None, **row.settings}
+    return LocalRows(task, row.split, rows, row.source, settings, copy.difference)
+
+
+def _rows(task: str, read: Columns, as_official: Callable[[Row], Row], limit: int | None) -> list[Row]:
+    plain = [dict(zip(read.values, values, strict=True)) for values in zip(*read.values.values(), strict=True)][:limit]
+    if not plain:
+        raise InputError(f"{read.place} has no row: a score needs at least one")
+    rows = []
+    for number, row in enumerate(plain):
+        try:
+            if empty := [column for column, value in row.items() if value is None]:
+                raise ValueError(f"nothing in column {empty[0]!r}")
+            rows.append(as_official(row))
+            if "choices" in row and not 0 <= int(row["label"]) < len(row["choices"]):
+                raise ValueError(f"{len(row['choices'])} choices and the label {row['label']}")
+        except (KeyError, TypeError, ValueError, AttributeError, IndexError) as error:
+            raise InputError(f"{read.place}: row {number} is no row of {task} ({error})") from error
+    return rows
+
+
+def _lettered(row: Row) -> Row:
+    letters = list(ascii_uppercase[: len(row["choices"])])
+    return row | {"choices": {"text": row["choices"], "label": letters}, "answerKey": letters[row["label"]]}
+
+
+def _winogrande(row: Row) -> Row:
+    if "_" not in row["sentence"]:
+        raise ValueError(f"no blank in {row['sentence']!r}")
+    first, second = row["choices"]
+    return {"sentence": row["sentence"], "option1": first, "option2": second, "answer": str(row["label"] + 1)}
+
+
+def _piqa(row: Row) -> Row:
+    first, second = row["choices"]
+    return {"goal": row["goal"], "sol1": first, "sol2": second, "label": row["label"]}
+
+
+def _sciq(row: Row) -> Row:
+    wrong = {f"distractor{number}": text for number, text in enumerate(row["distractors"], 1)}
+    return {name: row[name] for name in ("question", "support", "correct_answer")} | wrong
+
+
+def _own(row: Row) -> Row:
+    choices = json.loads(row["choices"]) if isinstance(row["choices"], str) else row["choices"]
+    if not isinstance(choices, list) or len(choices) < 2 or not all(isinstance(choice, str) for choice in choices):
+        raise ValueError(f"choices: expected a list of two texts or more, got {choices!r}")
+    row |= {"choices": choices, "label": int(row["label"])}
+    return row
+
+
+# From rows with a list of choices and the number of the right one to the data set's own columns.
+_AS_OFFICIAL: dict[str, Callable[[Row], Row]] = {
+    "arc_challenge": _lettered,
+    "arc_easy": _lettered,
+    "openbookqa": lambda row: _lettered(row) | {"question_stem": row["question"]},
+    "winogrande": _winogrande,
+    "piqa": _piqa,
+    "sciq": _sciq,
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class TaskScores:
+    """What a model made of the rows of a task, in their order.
+
+    `values` holds one number a row for each metric; of `task_perplexity` it is the log-likelihood in nats.
+    """
+
+    values: dict[str, list[float]]
+    log_likelihoods: list[list[float]]  # of each row's choices; none where texts were written
+    texts: list[str]  # written by the model
+    random_score: float  # what guessing scores on these rows
+    rows_hash: str
+    num_cut: int = 0  # inputs that lost their beginning
+
+
+_AS_THEY_ARE = ("texts", "random_score", "rows_hash", "num_cut")  # fields that JSON has
+
+
+def mean_and_error(metric: str, runs: Sequence[Sequence[float]]) -> tuple[float, float | None]:
+    """A metric over the rows (runs, rows), averaged over runs, and its standard error over the rows; None of a single
+    row.
+
+    The perplexity of a run is exp of its mean negative log-likelihood; its error is linearised in each row.
+    """
+    rows = np.asarray(runs, dtype=np.float64)
+    if metric != PERPLEXITY:
+        return float(rows.mean()), _error(rows.mean(0))
+    with np.errstate(over="ignore", invalid="ignore"):  # a broken model's may be infinite
+        perplexities = np.exp(-rows.mean(1))
+        moves = (perplexities[:, None] * (rows - rows.mean(1, keepdims=True))).mean(0)
+    return float(perplexities.mean()), _error(moves) if np.isfinite(perplexities).all() else None
+
+
+def _error(rows: np.ndarray) -> float | None:
+    return float(rows.std(ddof=1) / math.sqrt(len(rows))) if len(rows) > 1 else None
+
+
+def normalized_score(
+    score: float,
+    random_score: float,
+    full_score: float,
+    *,
+    full_stderr: float = 0.0,
+    undefined: Literal["raise", "nan"] = "raise",
+) -> float:
+    """(b - b_random) / (b_full - b_random): 0 is guessing, 1 the full model; it may leave [0, 1].
+
+    Undefined where the full model is no further than its standard error from guessing. Unchanged by adding a number to
+    all three scores, or by multiplying all three and the error by one.
+
+    Source: Sun et al., Transformer Layers as Painters, arXiv 2407.09298, section 2 (there the error plays no part).
+
+    Raises:
+        ValueError: it is undefined, and `undefined` is "raise".
+    """
+    span = full_score - random_score
+    if abs(span) > full_stderr:
+        return (score - random_score) / span
+    if undefined == "nan":
+        return math.nan
+    raise ValueError(
+        f"the full model's score {full_score:g} is within its standard error {full_stderr:g} of guessing "
+        f"({random_score:g}): a normalised score is not defined"
+    )
+
+
+def normalized_error(values: Sequence[float], full: Sequence[float], random_score: float) -> float | None:
+    """The standard error of the normalised score of one set of rows, on which both models were scored; None for a row.
+
+    To first order, with guessing as a constant: that of the mean of (x - b' y) / (b_full - b_random) over the rows,
+    where x is the variant's score of a row and y the full model's.
+    """
+    own, whole = np.asarray(values, dtype=np.float64), np.asarray(full, dtype=np.float64)
+    if len(own) < 2:
+        return None
+    span = whole.mean() - random_score
+    rows = (own - (own.mean() - random_score) / span * whole) / span
+    return float(rows.std(ddof=1) / math.sqrt(len(rows)))
+
+
+@dataclass(frozen=True)
+class ResultFolder:
+    """The results of one task, of one model, under one set of options: all of it is in the folder's name."""
+
+    folder: Path
+
+    def file(self, schedule: Sequence[Step]) -> Path:
+        """Named by a hash, as a schedule may be longer than a file's name; the file says which it is."""
+        return self.folder / f"{hashlib.sha256(format_schedule(schedule).encode()).hexdigest()[:16]}.json"
+
+    def read(self, schedule: Sequence[Step]) -> TaskScores | None:
+        """What was found of this schedule; None where there is nothing, or a damaged file."""
+        try:
+            result = json.loads(self.file(schedule).read_text(encoding="utf-8"))
+            if result["schedule"] != format_schedule(schedule):
+                return None
+            return TaskScores(
+                values={metric: _numbers(line) for metric, line in result["values"].items()},
+                log_likelihoods=[_numbers(line) for line in result["log_likelihoods"]],
+                **{name: result[name] for name in _AS_THEY_ARE},
+            )
+        except FileNotFoundError:
+            return None
+        except OSError as error:
+            raise InputError(f"results: cannot read {self.folder}: {(error.strerror or str(error)).lower()}") from error
+        except (ValueError, KeyError, TypeError, AttributeError):
+            return None
+
+    def write(self, schedule: Sequence[Step], scores: TaskScores, facts: dict[str, Any]) -> None:
+        """Returns when the file is on the disk. `facts` are for its readers.
+
+        Raises:
+            InputError: where it cannot be written.
+        """
+        summary = {metric: mean_and_error(metric, [values]) for metric, values in scores.values.items()}
+        content = {
+            **facts,
+            "schedule": format_schedule(schedule),
+            "n": len(next(iter(scores.values.values()))),
+            "scores": {metric: {"value": value, "stderr": error} for metric, (value, error) in summary.items()},
+            "values": {metric: _line(values) for metric, values in scores.values.items()},
+            "log_likelihoods": [_line(row) for row in scores.log_likelihoods],
+            **{name: getattr(scores, name) for name in _AS_THEY_ARE},
+        }
+        try:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            write_json(self.file(schedule), content)
+        except OSError as error:
+            reason = (error.strerror or str(error)).lower()
+            raise InputError(f"results: cannot write {self.folder}: {reason}") from error
+
+
+def _line(values: Sequence[float]) -> str:
+    """On one line of the file, exactly."""
+    return " ".join(str(int(value)) if float(value).is_integer() else repr(float(value)) for value in values)
+
+
+def _numbers(line: str) -> list[float]:
+    return [float(number) for number in line.split()]

@@ -1,0 +1,375 @@
+"""Tasks of MTEB as analyses: the official score of every layer of a model, and means over tasks at each layer."""
+
+import hashlib
+import json
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pandas as pd
+
+from lit_layers.analyses.base import STATES, Analysis, States, at_least_float32
+from lit_layers.analyses.features import TextPooling
+from lit_layers.analyses.representation import Representation
+from lit_layers.analyses.text_invariance import Invariance
+from lit_layers.data.prompt_texts import GivenTexts, TextBatches
+from lit_layers.data.tokenization import TextTokenizer, load_tokenizer, tokenizer_hash
+from lit_layers.durable import write_json
+from lit_layers.errors import InputError
+from lit_layers.models.build import weights_hash
+from lit_layers.models.view import LayeredModel
+from lit_layers.records import Record
+from lit_layers.tasks.catalogue import DOMAINS, Task
+from lit_layers.tasks.embedding_store import GB, STORE_DTYPES, Embedding, NotFiniteError, Store, StoreDtype
+from lit_layers.tasks.mteb_evaluation import LayerEncoder, Prepared
+from lit_layers.tasks.mteb_tasks import INSTALL, Sources
+
+RESULTS, EMBEDDINGS = "mteb", "embeddings"
+NUM_METRIC_TEXTS = 1000
+RUN = ["run", "step", "pooling", "states"]  # what one curve belongs to
+POOLINGS: tuple[TextPooling, ...] = ("mean", "last", "cls")
+MAX_TOKENS, SEED = 2048, 42
+_ELSEWHERE = ("results", "store", "sources")  # decide where things lie, not the numbers
+_COUNTS = ("num_texts", "num_cut", "num_empty")  # of the texts of a task
+_TASK = "lit_layers.embeddings.task_list.TaskSpec"  # what a task was when the first hashes were made
+
+
+@dataclass(kw_only=True)
+class MtebTask(Analysis):
+    """The main score of mteb for each layer, 0 to L: one forward pass per text gives all layers.
+
+    Every layer's full result is a file below `results`, written as it is made; layers that have theirs are not scored
+    again, nor are texts passed again whose embeddings the store still holds. A layer whose score is not defined (equal
+    vectors have no rank correlation, states that are not finite no cosine) gives no record, and the others say how many
+    there are of it (`num_undefined`). The model runs in float32 or wider.
+
+    Args:
+        task: what is scored.
+        tokenizer: a local path or a name of the Hub.
+        sources: where the data come from.
+        store: of the embeddings.
+        results: the folder of the layers' results.
+        layers: which are scored; None: all.
+        pooling: "mean", "last" or "cls".
+        states: the convention, "resid", "hf" or "normed".
+        max_tokens: a longer text loses its end; also at the model's own limit.
+        seed: mteb's.
+    """
+
+    task: Task
+    tokenizer: str
+    sources: Sources
+    store: Store
+    results: Path
+    name: str = ""
+    layers: tuple[int, ...] | None = None
+    pooling: TextPooling = "mean"
+    states: States = "resid"
+    max_tokens: int = MAX_TOKENS
+    seed: int = SEED
+    tell: Callable[[str], None] | None = field(default=None, repr=False, compare=False)
+    _tokenizer: TextTokenizer | None = field(default=None, init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        self.name = self.name or self.task.analysis
+
+    def check(self, model: LayeredModel) -> None:
+        """Refuses options that do not fit; data that are missing fail this one task, when its turn comes."""
+        if model.family.sees_images:
+            raise InputError(f"{self.name}: expected a model of text, got {type(model.model).__name__}")
+        for option, allowed in (("pooling", POOLINGS), ("states", STATES)):
+            if (value := getattr(self, option)) not in allowed:
+                raise InputError(f"{option}: expected one of {', '.join(allowed)}, got {value!r}")
+        if self.store.dtype not in STORE_DTYPES:
+            raise InputError(f"store_dtype: expected one of {', '.join(STORE_DTYPES)}, got {self.store.dtype!r}")
+        if self.max_tokens < 1 or self.seed < 0:
+            wrong = "max_tokens: expected at least 1" if self.max_tokens < 1 else "seed: expected at least 0"
+            raise InputError(f"{wrong}, got {self.max_tokens if self.max_tokens < 1 else self.seed}")
+        for layer in self.layers or ():
+            if not 0 <= layer <= model.num_layers:
+                raise InputError(f"layers: this model has layers 0 to {model.num_layers}, got {layer}")
+        self._read_tokenizer()
+
+    def config(self) -> dict[str, Any]:
+        """Of all that decides the numbers; mteb's own version, too."""
+        whole = super().config()
+        options = {name: each for name, each in whole["init_args"].items() if name not in (*_ELSEWHERE, "tell")}
+        of_task = {name: getattr(self.task, name) for name in ("name", "domain", "score", "subset", "official")}
+        options["task"] = {"class_path": _TASK, "init_args": of_task}  # as in hashes of measurements
+        return {**whole, "init_args": options | {"store_dtype": self.store.dtype, "mteb": mteb_version()}}
+
+    def data_hash(self) -> str | None:
+        return self.sources.data_hash(self.task)
+
+    def tokenizer_hash(self) -> str | None:
+        return tokenizer_hash(self._read_tokenizer().tokenizer)
+
+    def run(self, model: LayeredModel) -> Iterator[Record]:
+        model = at_least_float32(model)
+        layers = list(range(model.num_layers + 1)) if self.layers is None else sorted(set(self.layers))
+        hashed = weights_hash(model.model)
+        limit = min(self.max_tokens, model.max_tokens or self.max_tokens)
+        folder = self.results / hashed / self.task.name / self._key(model, limit)
+        results = {layer: kept for layer in range(model.num_layers + 1) if (kept := _read(_file(folder, layer)))}
+        if missing := [layer for layer in layers if layer not in results]:
+            self._say("reading the data")
+            prepared = Prepared(self.sources.open(self.task, seed=self.seed), self.task)
+            embedding = Embedding(self._read_tokenizer(), limit, self.pooling, self.states)
+            with self.store.opened(model, embedding, task=self.task.name, weights_hash=hashed) as embeddings:
+                for place, layer in enumerate(missing):
+                    if kept := _read(_file(folder, layer)):  # another process had the embeddings meanwhile
+                        results[layer] = kept
+                        continue
+                    self._say(f"layer {layer} of {model.num_layers}" if place else "embedding, and its first layer")
+                    try:
+                        scores = prepared.evaluate(LayerEncoder(embeddings, layer))
+                    except NotFiniteError as error:
+                        scores = {"main_score": None, "undefined": str(error)}
+                    facts = {"layer": layer, "num_layers": model.num_layers, "n": prepared.num_rows()}
+                    facts |= {name: getattr(embeddings, name) for name in _COUNTS}
+                    results[layer] = self._described() | facts | scores
+                    write_json(_file(folder, layer), results[layer])
+        if all("undefined" in results[layer] for layer in layers):
+            raise InputError(results[layers[0]]["undefined"])
+        num_undefined = sum(result["main_score"] is None for result in results.values())
+        for layer, result in sorted(results.items()):
+            if result["main_score"] is not None:
+                tags = {name: getattr(self.task, name) for name in ("domain", "score")}
+                tags = {"task": self.task.name, **tags, "pooling": self.pooling, "states": self.states}
+                tags |= {name: result[name] for name in _COUNTS if result[name]}
+                tags |= {"num_undefined": num_undefined} if num_undefined else {}
+                yield Record(metric="main_score", value=result["main_score"], layer=layer, n=result["n"], tags=tags)
+
+    def _described(self) -> dict[str, Any]:
+        """What a layer's result says of itself."""
+        of_task = {"task": self.task.name} | {name: getattr(self.task, name) for name in ("domain", "score", "subset")}
+        return of_task | {"pooling": self.pooling, "states": self.states} | self.sources.describe(self.task)
+
+    def _key(self, model: LayeredModel, limit: int) -> str:
+        """Over all that decides a layer's score beside the weights; which layers are asked for does not."""
+        options = {name: each for name, each in self.config()["init_args"].items() if name not in ("layers", "name")}
+        # the path of a tokenizer decides nothing, the tokenizer does
+        options |= {"tokenizer": self.tokenizer_hash(), "max_tokens": limit, "dtype": str(model.dtype)}
+        options |= {"data": self.data_hash(), "attention": model.attention}
+        return hashlib.sha256(json.dumps(options, sort_keys=True, default=str).encode()).hexdigest()[:16]
+
+    def _read_tokenizer(self) -> TextTokenizer:
+        if self._tokenizer is None:
+            self._tokenizer = load_tokenizer(self.tokenizer)
+        return self._tokenizer
+
+    def _say(self, what: str) -> None:
+        if self.tell is not None:
+            self.tell(f"{self.task.name}: {what}")
+
+
+def mteb_version() -> str:
+    """The installed version.
+
+    Raises:
+        InputError: there is none.
+    """
+    try:
+        return version("mteb")
+    except PackageNotFoundError as error:
+        raise InputError(INSTALL) from error
+
+
+def _file(folder: Path, layer: int) -> Path:
+    return folder / f"layer-{layer:03d}.json"
+
+
+def _read(path: Path) -> dict[str, Any] | None:
+    """A layer's result; None where there is none, or a damaged one."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        result = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        return None
+    except OSError as error:
+        raise InputError(f"root: cannot write {path.parent}: {(error.strerror or str(error)).lower()}") from error
+    except ValueError:
+        return None
+    return result if isinstance(result, dict) and "main_score" in result else None
+
+
+def mteb_analyses(
+    tasks: Sequence[Task],
+    *,
+    tokenizer: str,
+    root: str | Path,
+    sources: Sources | None = None,
+    cache: str | Path | None = None,
+    cache_gb: float = 20.0,
+    store_dtype: StoreDtype = "float32",
+    metrics: bool = False,
+    model_limit: int | None = None,
+    **options: Any,
+) -> list[Analysis]:
+    """An analysis for each task, to be measured by `offline.analyze` or `offline.analyze_series`.
+
+    Args:
+        tasks: of `resolve`.
+        root: the folder of the measurements; results of single layers lie below it, in `mteb`.
+        cache: of embeddings; None: below `root`, too.
+        cache_gb: how much it may hold.
+        metrics: whether the texts of each task are measured without labels, too: see `metric_analyses`.
+        model_limit: tokens that the model takes at most, for these metrics; None: `max_tokens`.
+        options: further ones of `MtebTask`: layers, pooling, states, max_tokens, seed, tell.
+    """
+    results = Path(root) / RESULTS
+    store = Store(Path(cache or results / EMBEDDINGS), dtype=store_dtype, max_bytes=cache_gb * GB)
+    places: dict[str, Any] = {"sources": sources or Sources(), "store": store, "results": results}
+    if options.get("layers") is not None:
+        options["layers"] = tuple(options["layers"])
+    analyses: list[Analysis] = []
+    for task in tasks:
+        scored = MtebTask(task=task, tokenizer=tokenizer, **places, **options)
+        analyses.append(scored)
+        if metrics:
+            limit = min(scored.max_tokens, model_limit or scored.max_tokens)
+            how: dict[str, Any] = {"states": scored.states, "pooling": scored.pooling, "max_tokens": limit}
+            analyses += metric_analyses(task, scored.sources, tokenizer=tokenizer, **how)
+    return analyses
+
+
+def metric_analyses(
+    task: Task,
+    sources: Sources,
+    *,
+    tokenizer: str,
+    states: States = "resid",
+    pooling: TextPooling = "mean",
+    max_tokens: int = MAX_TOKENS,
+    num_texts: int = NUM_METRIC_TEXTS,
+) -> list[Analysis]:
+    """`representation/TASK` and `invariance/TASK`, of the first texts of the task's test split that have a word.
+
+    None for pair classification, which has no column of texts of its own, and for a task whose data cannot be had: that
+    is said when the task itself is scored.
+    """
+    if task.domain == "pair_classification":
+        return []
+    try:
+        texts = Prepared(sources.open(task, seed=SEED), task).texts(num_texts) or []
+    except InputError:
+        return []
+    given = GivenTexts([text for text in texts if text.strip()])
+    how: dict[str, Any] = {"states": states, "pooling": pooling}
+    batches = TextBatches(given, tokenizer, max_tokens=max_tokens)
+    representation = Representation(batches=batches, name=f"representation/{task.name}", **how)
+    name = f"invariance/{task.name}"
+    invariance = Invariance(texts=given, tokenizer=tokenizer, name=name, max_tokens=max_tokens, **how)
+    try:
+        invariance.make()
+    except InputError as error:  # the texts of one task must not keep the others from being measured
+        return [representation, Refused(name=name, reason=str(error))]
+    return [representation, invariance]
+
+
+@dataclass(kw_only=True)
+class Refused(Analysis):
+    """What cannot be measured on the data at hand: its line among the measurements says why."""
+
+    name: str
+    reason: str
+
+    def run(self, model: LayeredModel) -> Iterable[Record]:
+        raise InputError(self.reason)
+
+
+@dataclass(frozen=True, eq=False)
+class Averages:
+    """Of one checkpoint. Layer 0 stands apart: "best" and "last" are of layers 1 to L.
+
+    `curve` has a row for each layer: `average`, the unweighted mean over tasks, and a column for each domain; NaN where
+    a task has no score at that layer. `missing` names the tasks that were asked for and have no score of some layer
+    from 1 on: they are in no mean. `best_per_task` chooses the layer on the very scores that it averages.
+    """
+
+    run: str
+    step: int | None
+    pooling: str
+    states: str
+    scores: pd.DataFrame  # a row for each task of the means: domain, score and a column for each layer
+    curve: pd.DataFrame  # layer, average, classification, ...
+    missing: tuple[str, ...]
+
+    @property
+    def num_layers(self) -> int:
+        """The last layer that was scored, which is L where all were."""
+        return max(self.curve["layer"].tolist())
+
+    def at(self, layer: int, column: str = "average") -> float:
+        """The mean at a layer."""
+        found = self.curve.loc[self.curve["layer"] == layer, column]
+        return float(found.iloc[0]) if len(found) else float("nan")
+
+    def best_layer(self, column: str = "average") -> int:
+        """The layer from 1 on of the highest mean; of several the first."""
+        means = {layer: self.at(layer, column) for layer in self.curve["layer"].tolist() if layer > 0}
+        return max(means, key=lambda layer: means[layer])
+
+    def best_per_task(self, domain: str | None = None) -> float:
+        """The mean over tasks of each task's own best layer from 1 on: an oracle."""
+        rows: Any = self.scores if domain is None else self.scores[self.scores["domain"] == domain]
+        return float(rows[[name for name in _layers(rows) if name > 0]].max(axis=1).mean())
+
+
+def averages(frame: pd.DataFrame, *, expected: Sequence[str] = ()) -> list[Averages]:
+    """The means of every checkpoint in a tidy table of measurements (`lit_layers.records.frame`), in step order.
+
+    Args:
+        frame: may hold other analyses, too.
+        expected: names of the tasks that belong into the means, so that those that have no number are named.
+
+    Raises:
+        InputError: a table without a score of mteb.
+    """
+    table: Any = score_table(frame)
+    found = []
+    for (run, step, pooling, states), rows in table.groupby(RUN, dropna=False, sort=False):
+        layers = [layer for layer in _layers(rows) if rows[layer].notna().any()]
+        later = [layer for layer in layers if layer > 0]
+        whole = rows[rows[later].notna().all(axis=1)] if later else rows.iloc[:0]
+        missing = [name for name in dict.fromkeys([*rows["task"], *expected]) if name not in set(whole["task"])]
+        scores = whole[["task", "domain", "score", "n", *layers]].reset_index(drop=True)
+        curve = pd.DataFrame({"layer": layers, "average": _mean(scores, layers)})
+        for domain in DOMAINS:
+            if (of := scores[scores["domain"] == domain]).size:
+                curve[domain] = _mean(of, layers)
+        number = None if pd.isna(step) else int(step)
+        found.append(Averages(str(run), number, str(pooling), str(states), scores, curve, tuple(missing)))
+    return sorted(found, key=lambda each: (each.run, -1 if each.step is None else each.step))
+
+
+def score_table(frame: pd.DataFrame) -> pd.DataFrame:
+    """The wide table: a row for each checkpoint and task, a column for each layer, named by its number.
+
+    Raises:
+        InputError: a table without a score of mteb.
+    """
+    rows: Any = frame[frame["analysis"].str.startswith("mteb/") & (frame["metric"] == "main_score")]
+    if not len(rows):
+        raise InputError("expected scores of mteb, the measurements hold none: run `lit-layers mteb` first")
+    order = {name: place for place, name in enumerate(dict.fromkeys(rows["task"]))}
+    index = [*RUN, "task", "domain", "score", "n"]
+    wide = rows.assign(step=rows["step"].astype("Int64"), layer=rows["layer"].astype(int)).pivot(
+        index=index, columns="layer", values="value"
+    )
+    wide = wide.reset_index().rename_axis(columns=None)
+    place = wide["domain"].map({name: at for at, name in enumerate(DOMAINS)})
+    keys = wide.assign(_domain=place, _task=wide["task"].map(order))
+    return wide.loc[keys.sort_values(["run", "step", "_domain", "_task"], kind="stable").index].reset_index(drop=True)
+
+
+def _layers(table: Any) -> list[int]:
+    return sorted(name for name in table.columns if isinstance(name, int))
+
+
+def _mean(scores: Any, layers: list[int]) -> np.ndarray:
+    """Over the tasks, NaN where one of them has no score."""
+    return scores[layers].to_numpy(dtype=float).mean(axis=0) if len(scores) else np.full(len(layers), np.nan)

@@ -1,0 +1,266 @@
+"""Tasks of mteb with their data: of a local copy, a mirror of the Hub, or the Hub.
+
+Of a local copy are official tasks whose data set lies there, and tasks that mteb does not have.
+"""
+
+import contextlib
+import functools
+import hashlib
+import random
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from lit_layers.errors import InputError
+from lit_layers.tasks.catalogue import Task
+from lit_layers.tasks.task_files import MAPPING, LocalCopy, local_copies
+
+INSTALL = "mteb is not installed: pip install lit_layers[eval]"
+DOCUMENTS = 2048  # that a clustering is made of, as in mteb's own newer clusterings
+_CLUSTERED = {
+    "max_fraction_of_documents_to_embed": None,
+    "max_document_to_embed": DOCUMENTS,
+    "max_documents_per_cluster": DOCUMENTS,
+}
+_COLUMNS = {
+    "classification": ("text", "label"),
+    "clustering": ("sentences", "labels"),
+    "pair_classification": ("sentence1", "sentence2", "labels"),
+    "reranking": ("query_id", "query", "candidate", "relevant"),
+    "sts": ("sentence1", "sentence2", "score"),
+}
+
+
+def the_library() -> Any:
+    """The package mteb, imported now: that takes seconds.
+
+    Raises:
+        InputError: it is not installed.
+    """
+    try:
+        import mteb
+    except ImportError as error:
+        raise InputError(INSTALL) from error
+    return mteb
+
+
+@dataclass(frozen=True)
+class Sources:
+    """Where to look, in this order: `folder`, `mirror`, the Hub.
+
+    Args:
+        folder: local data, whose `tasks.yaml` says where the tasks lie.
+        mirror: a folder with a copy of data sets of the Hub, each in ORGANIZATION/NAME.
+    """
+
+    folder: Path | None = None
+    mirror: Path | None = None
+
+    def check(self) -> None:
+        """Refuses a folder that is not there."""
+        for name in ("folder", "mirror"):
+            place: Path | None = getattr(self, name)
+            if place is not None and not place.is_dir():
+                raise InputError(f"{name}: expected a folder with data, {place} is none")
+        self._copies()
+
+    def local_names(self) -> list[str]:
+        """The tasks whose files lie in the folder, all of them."""
+        return [name for name, copy in self._copies().items() if not copy.missing()]
+
+    def place(self, spec: Task) -> str:
+        """How the data of a task are had: "folder", "mirror" or "hub".
+
+        Raises:
+            InputError: data that can only be local and are not there.
+        """
+        copy = self._copies().get(spec.name)
+        if copy is not None and not copy.missing():
+            return "folder"
+        if not spec.official:
+            missing = copy.missing()[0] if copy is not None else f"an entry in {MAPPING}"
+            raise InputError(f"{spec.name}: expected local data with {missing}: name them with --folder")
+        return "mirror" if self.mirror is not None and self._mirrored(spec).is_dir() else "hub"
+
+    def data_hash(self, spec: Task) -> str | None:
+        """Sixteen hex digits over the data, or over the revision of the Hub; None where there are none."""
+        try:
+            place = self.place(spec)
+        except InputError:
+            return None
+        if place == "folder":
+            return _hash_of(self._copies()[spec.name].paths())
+        if place == "mirror":
+            folder = self._mirrored(spec)
+            return _hash_of(sorted(path for path in folder.rglob("*") if path.is_file() and ".git" not in path.parts))
+        return hashlib.sha256(repr(sorted(_official(spec.name).metadata.dataset.items())).encode()).hexdigest()[:16]
+
+    def open(self, spec: Task, *, seed: int) -> Any:
+        """The task of mteb with its data.
+
+        Raises:
+            InputError: data that are not there.
+        """
+        place = self.place(spec)
+        if place == "folder":
+            return _open_copy(spec, self._copies()[spec.name], seed)
+        task = type(_official(spec.name))(seed=seed)
+        task.hf_subsets = [spec.subset]
+        if place == "mirror":
+            dataset = {**task.metadata.dataset, "path": str(self._mirrored(spec))}
+            task.metadata = task.metadata.model_copy(update={"dataset": dataset})
+        _load(task, spec, place)
+        return task
+
+    def describe(self, spec: Task) -> dict[str, Any]:
+        """Where the data come from and how they differ from the official ones, for the results."""
+        place = self.place(spec)
+        said: dict[str, Any] = {"source": place}
+        if spec.official:
+            said["dataset"] = dict(_official(spec.name).metadata.dataset)
+        if place == "folder" and (difference := self._copies()[spec.name].difference):
+            said["difference"] = difference
+        return said
+
+    def _copies(self) -> dict[str, LocalCopy]:
+        return {} if self.folder is None else local_copies("mteb", self.folder)
+
+    def _mirrored(self, spec: Task) -> Path:
+        assert self.mirror is not None
+        return self.mirror / _official(spec.name).metadata.dataset["path"]
+
+
+def _load(task: Any, spec: Task, place: str) -> None:
+    """Has mteb read the data of a task."""
+    from datasets.exceptions import DatasetNotFoundError
+
+    try:
+        with no_bars():
+            task.load_data()
+    except (DatasetNotFoundError, OSError, ValueError, RuntimeError, KeyError) as error:
+        path = task.metadata.dataset["path"]
+        said = " ".join(str(error).split())[:200]
+        advice = "mend the mirror" if place == "mirror" else "check the network, or name a --folder or --mirror with it"
+        raise InputError(f"{spec.name}: its data set {path} cannot be had ({said}): {advice}") from error
+
+
+@contextlib.contextmanager
+def no_bars() -> Iterator[None]:
+    """`datasets` draws no progress inside."""
+    from datasets.utils import are_progress_bars_disabled, disable_progress_bars, enable_progress_bars
+
+    shown = not are_progress_bars_disabled()
+    disable_progress_bars()
+    try:
+        yield
+    finally:
+        if shown:
+            enable_progress_bars()
+
+
+@functools.cache
+def _official(name: str) -> Any:
+    return the_library().get_task(name)
+
+
+def _hash_of(files: Iterable[Path]) -> str:
+    return hashlib.sha256("/".join(_of_file(path, path.stat().st_mtime_ns) for path in files).encode()).hexdigest()[:16]
+
+
+@functools.cache
+def _of_file(path: Path, changed: int) -> str:
+    with path.open("rb") as file:
+        return f"{path.name} {hashlib.file_digest(file, 'sha256').hexdigest()}"
+
+
+def _open_copy(spec: Task, copy: LocalCopy, seed: int) -> Any:
+    """The task of mteb with its data, as mteb's own reading would leave it."""
+    import mteb
+    from datasets import Dataset, DatasetDict
+
+    kind: Any = type(mteb.get_task(spec.name)) if spec.official else _own_kind(spec)
+    task = kind(seed=seed)
+    task.hf_subsets = [spec.subset]
+    names = dict.fromkeys(_COLUMNS[spec.domain], "columns")
+    splits = {
+        split: copy.read(split, names).values
+        for split in (("train", "test") if spec.domain == "classification" else ("test",))
+    }
+    if "sets" in copy.options:
+        splits["test"] = _sets(splits["test"], copy.options["sets"], copy.options["set_size"])
+    if spec.domain == "reranking":
+        task.dataset = {"default": {"test": _candidates(splits["test"])}}
+    else:
+        task.dataset = DatasetDict({split: Dataset.from_dict(columns) for split, columns in splits.items()})
+        task.dataset_transform()
+    task.data_loaded = True
+    return task
+
+
+def _sets(columns: dict[str, list[Any]], number: int, size: int) -> dict[str, list[Any]]:
+    """So many sets of sentences to cluster, each drawn without repetition."""
+    rows, rng = range(len(columns["labels"])), random.Random(42)
+    sets = [rng.sample(rows, min(size, len(rows))) for _ in range(number)]
+    return {name: [[values[row] for row in chosen] for chosen in sets] for name, values in columns.items()}
+
+
+def _candidates(columns: dict[str, list[Any]]) -> dict[str, Any]:
+    """Questions with their candidates as mteb holds them; without those that have no right or no wrong answer.
+
+    Right answers stand first, as in mteb's own reranking sets: that decides ties.
+    """
+    from datasets import Dataset
+
+    questions: dict[Any, tuple[str, list[tuple[str, int]]]] = {}
+    for number, query, candidate, relevant in zip(
+        *(columns[name] for name in ("query_id", "query", "candidate", "relevant")), strict=True
+    ):
+        questions.setdefault(number, (query, []))[1].append((candidate, int(relevant > 0)))
+    corpus: list[dict[str, str]] = []
+    queries: list[dict[str, str]] = []
+    relevant_docs: dict[str, dict[str, int]] = {}
+    ranked: dict[str, list[str]] = {}
+    for number, (query, candidates) in questions.items():
+        if len({relevant for _, relevant in candidates}) < 2:
+            continue
+        name = f"query{number}"
+        queries.append({"id": name, "text": query})
+        ordered = sorted(candidates, key=lambda candidate: -candidate[1])
+        relevant_docs[name] = {f"{name}-{place:05}": relevant for place, (_, relevant) in enumerate(ordered)}
+        ranked[name] = list(relevant_docs[name])
+        corpus += [{"id": doc, "title": "", "text": text} for doc, (text, _) in zip(ranked[name], ordered, strict=True)]
+    return {
+        "corpus": Dataset.from_list(corpus),
+        "queries": Dataset.from_list(queries),
+        "relevant_docs": relevant_docs,
+        "top_ranked": ranked,
+    }
+
+
+@functools.cache
+def _own_kind(spec: Task) -> Any:
+    """A class of mteb for a task that it does not have."""
+    from mteb import abstasks
+    from mteb.abstasks.task_metadata import TaskMetadata
+
+    bases = {
+        "classification": (abstasks.AbsTaskClassification, "Classification"),
+        "clustering": (abstasks.AbsTaskClustering, "Clustering"),
+        "pair_classification": (abstasks.AbsTaskPairClassification, "PairClassification"),
+        "reranking": (abstasks.AbsTaskRetrieval, "Reranking"),
+        "sts": (abstasks.AbsTaskSTS, "STS"),
+    }
+    base, kind = bases[spec.domain]
+    metadata = TaskMetadata(
+        name=spec.name,
+        description=f"{spec.name}, from local files.",
+        dataset={"path": "local", "revision": "local"},
+        type=kind,
+        category="t2t" if spec.domain in ("reranking", "sts", "pair_classification") else "t2c",
+        modalities=["text"],
+        eval_splits=["test"],
+        eval_langs=["eng-Latn"],
+        main_score=spec.score,
+    )
+    return type(spec.name, (base,), {"metadata": metadata, **(_CLUSTERED if spec.domain == "clustering" else {})})
