@@ -1,133 +1,118 @@
 """`lit-layers correlate`: a metric of many models against their score, or metrics against scores over layers."""
 
-import argparse
+from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any, Literal
 
+from lit_layers.cli.correlate_layers import OverLayers, run
+from lit_layers.cli.options import Names
 from lit_layers.errors import InputError
+from lit_layers.ranges import MANY, Range, refuse_outside
 
 if TYPE_CHECKING:
     from lit_layers.correlate import Findings, ModelTable
     from lit_layers.correlate.findings import Row
 
 
-_OVER_MODELS = ("data", "metric", "tags", "layer", "score", "take", "given", "group", "baseline")
-_OVER_LAYERS = ("metrics", "scores", "metrics_file", "with_layer_0")
+@dataclass(frozen=True, kw_only=True)
+class OverModels:
+    """Over models.
+
+    Args:
+        data: instead: coupling and leaderboard scores of 28 models, as published
+        metric: ANALYSIS/METRIC of the measurements, e.g. coupling/coupling; a column of the file
+        tags: which variant of it, NAME=VALUE,... e.g. k=12; k=0.1 is a share of the width
+        layer: a layer's number, or last (default: the whole model's value, else the last layer's)
+        score: FILE.csv:COLUMN keyed by model; a scalar of training, as validation/accuracy;
+            ANALYSIS/METRIC; a column
+        take: of a scalar of training (default: last)
+        given: hold these columns fixed, alone and together; sizes enter as logarithms
+        group: also correlate within groups of equal value of this column, e.g. drop_path_rate
+        baseline: the column of what the metric is by chance (default: random_METRIC, where known)
+    """
+
+    data: Literal["published"] | None = None
+    metric: str | None = None
+    tags: dict[str, str | int | float] | str | None = None
+    layer: int | Literal["last"] | None = None
+    score: str | None = None
+    take: Literal["last", "highest", "lowest"] | None = None
+    given: Names | None = None
+    group: str | None = None
+    baseline: str | None = None
 
 
-class _Parser(argparse.ArgumentParser):
-    def error(self, message: str) -> NoReturn:
-        raise InputError(f"{message}; see `{self.prog} --help`")
+def correlate(
+    models: list[Path],
+    over_models: OverModels,
+    over_layers: OverLayers,
+    *,
+    step: int | None = None,
+    resamples: int = 2000,
+    seed: int = 0,
+    out: Path | None = None,
+) -> int:
+    """Correlate a metric with a score over models, and tell what width alone would explain; or metrics with task scores
+    over the layers of each model, and tell what choosing a layer by them is worth.
 
-
-def main(argv: list[str]) -> int:
-    """Prints what a metric says of the models' scores, writes the page and the pictures, and returns 0."""
-    options = _parser().parse_args(argv)
-    if _is_over_layers(options):
-        from lit_layers.cli.correlate_layers import run
-
-        return run(options)
-    _check(options)
+    Args:
+        models: run folders, comparisons of models, folders of such; or one .csv or .parquet file, a row a model
+        step: the checkpoint of training runs (default: the last that has the metric)
+        resamples: of the models or tasks, for intervals
+        seed: of the resamples
+        out: folder of the page and pictures (default: correlation, over layers layer_correlation)
+    """
+    is_over_layers = _is_over_layers(over_models, over_layers)
+    out = out or Path("layer_correlation" if is_over_layers else "correlation")
+    if not is_over_layers:
+        _check(models, over_models, step)
+    refuse_outside("", {"resamples": Range(100, MANY, whole=True)}, {"resamples": resamples})
+    if out.exists() and not out.is_dir():
+        raise InputError(f"out: expected a folder, {out} is a file")
+    if is_over_layers:
+        return run(models, over_layers, step=step, resamples=resamples, seed=seed, out=out)
     from lit_layers.correlate import correlate
     from lit_layers.correlate.writing import write
 
-    table = _table(options)
-    given = [name.strip() for name in (options.given or "").split(",") if name.strip()]
-    findings = correlate(table, given=given, group=options.group, resamples=options.resamples, seed=options.seed)
-    paths = write(table, findings, options.out)
+    table = _table(models, over_models, step)
+    covariates = over_models.given or ()
+    findings = correlate(table, given=covariates, group=over_models.group, resamples=resamples, seed=seed)
+    paths = write(table, findings, out)
     _show(table, findings)
-    for path in paths:
-        print(path)
+    print(*paths, sep="\n")
     return 0
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = _Parser(
-        prog="lit-layers correlate",
-        description="Correlate a metric with a score over models, and tell what width alone would explain; or metrics "
-        "with task scores over the layers of each model, and tell what choosing a layer by them is worth.",
-        allow_abbrev=False,
-    )
-    add = parser.add_argument
-    add(
-        "models",
-        nargs="*",
-        type=Path,
-        metavar="MODELS",
-        help="run folders, comparisons of models, folders of such; or one .csv or .parquet file, a row a model",
-    )
-    add("--step", type=int, help="the checkpoint of training runs (default: the last that has the metric)")
-    over_models = parser.add_argument_group("over models").add_argument
-    over_models(
-        "--data", choices=["published"], help="instead: coupling and leaderboard scores of 28 models, as published"
-    )
-    over_models("--metric", help="ANALYSIS/METRIC of the measurements, e.g. coupling/coupling; a column of the file")
-    over_models(
-        "--tags", metavar="NAME=VALUE,...", help="which variant of it, e.g. k=12; k=0.1 is a share of the width"
-    )
-    over_models("--layer", help="a layer's number, or last (default: the whole model's value, else the last layer's)")
-    over_models(
-        "--score",
-        help="FILE.csv:COLUMN keyed by model; a scalar of training, as validation/accuracy; ANALYSIS/METRIC; a column",
-    )
-    over_models("--take", choices=["last", "highest", "lowest"], help="of a scalar of training (default: last)")
-    over_models("--given", metavar="COLUMN,...", help="hold these fixed, alone and together; sizes enter as logarithms")
-    over_models("--group", metavar="COLUMN", help="also correlate within groups of equal value, e.g. drop_path_rate")
-    over_models(
-        "--baseline", metavar="COLUMN", help="what the metric is by chance (default: random_METRIC, where known)"
-    )
-    over_layers = parser.add_argument_group("over layers").add_argument
-    over_layers("--metrics", metavar="METRIC,...", help="NAME or ANALYSIS/NAME, with [tag=value,...] for a variant")
-    over_layers("--scores", help="mteb; or FILE: model, task, layer, score")
-    over_layers("--metrics-file", type=Path, metavar="FILE", help="of the metrics: model, task, layer, a column each")
-    over_layers(
-        "--with-layer-0",
-        "--with_layer_0",
-        action="store_true",
-        help="the embedding, too (default: layers 1 to the last)",
-    )
-    add("--resamples", type=int, default=2000, help="of the models or tasks, for intervals (default: 2000)")
-    add("--seed", type=int, default=0, help="of the resamples (default: 0)")
-    add("--out", type=Path, metavar="FOLDER", help="default: correlation, over layers layer_correlation")
-    return parser
-
-
-def _is_over_layers(options: argparse.Namespace) -> bool:
+def _is_over_layers(over_models: OverModels, over_layers: OverLayers) -> bool:
     """Which of the two modes is meant; their options do not mix."""
-    given = {name for name, value in vars(options).items() if value not in (None, False)}
-    layers, models = [[name for name in names if name in given] for names in (_OVER_LAYERS, _OVER_MODELS)]
+    models, layers = (
+        [name for name, value in vars(options).items() if value not in (None, False)]
+        for options in (over_models, over_layers)
+    )
     if layers and models:
+        first, second = models[0], layers[0].replace("_", "-")
         raise InputError(
-            f"{models[0]}: --{_option(models[0])} belongs to a correlation over models, --{_option(layers[0])} to one "
-            f"over layers: leave one out"
+            f"{first}: --{first} belongs to a correlation over models, --{second} to one over layers: leave one out"
         )
     return bool(layers)
 
 
-def _option(name: str) -> str:
-    return name.replace("_", "-")
-
-
-def _check(options: argparse.Namespace) -> None:
-    options.take = options.take or "last"
-    options.out = options.out or Path("correlation")
-    if bool(options.models) == bool(options.data):
+def _check(models: list[Path], options: OverModels, step: int | None) -> None:
+    if bool(models) == bool(options.data):
         raise InputError("models: expected run folders or a file, or --data published, and not both")
-    for name in ("metric", "score"):
-        if not options.data and getattr(options, name) is None:
+    for name, value in {"metric": options.metric, "score": options.score}.items():
+        if not options.data and value is None:
             raise InputError(f"{name}: expected --{name}; see `lit-layers correlate --help`")
-        if options.data and getattr(options, name) is not None:
+        if options.data and value is not None:
             raise InputError(f"{name}: the published table has one metric and one score: leave out --{name}")
-    if options.data or _is_file(options.models):
-        for name in ("tags", "layer", "step"):
-            if getattr(options, name) is not None:
+    if options.data or _is_file(models):
+        for name, value in {"tags": options.tags, "layer": options.layer, "step": step}.items():
+            if value is not None:
                 raise InputError(f"{name}: a table has no {name}: leave out --{name}")
     if options.data and options.baseline is not None:
         raise InputError("baseline: the published table has its own: leave out --baseline")
-    if options.resamples < 100:
-        raise InputError(f"resamples: expected at least 100, got {options.resamples}")
-    if options.out.exists() and not options.out.is_dir():
-        raise InputError(f"out: expected a folder, {options.out} is a file")
+    refuse_outside("", {"layer": Range(0, MANY)}, {"layer": None if options.layer == "last" else options.layer})
 
 
 def _is_file(paths: list[Path]) -> bool:
@@ -137,33 +122,35 @@ def _is_file(paths: list[Path]) -> bool:
     return bool(files)
 
 
-def _table(options: argparse.Namespace) -> "ModelTable":
+def _table(models: list[Path], options: OverModels, step: int | None) -> "ModelTable":
     from lit_layers.correlate import published, read_file, read_runs
 
-    if options.data:
+    if options.metric is None or options.score is None:  # `_check` let this pass with --data alone
         return published()
-    named = {"metric": options.metric, "score": options.score, "baseline": options.baseline}
-    if _is_file(options.models):
-        return read_file(options.models[0], **named)
+    columns = {"metric": options.metric, "score": options.score, "baseline": options.baseline}
+    if _is_file(models):
+        return read_file(models[0], **columns)
     return read_runs(
-        options.models,
-        **named,
+        models,
+        **columns,
         tags=_tags(options.tags),
-        layer=_layer(options.layer),
-        step=options.step,
-        take=options.take,
+        layer=options.layer,
+        step=step,
+        take=options.take or "last",
     )
 
 
-def _tags(text: str | None) -> dict[str, str | int | float]:
-    found = {}
-    for part in (text or "").split(","):
+def _tags(given: Mapping[str, str | int | float] | str | None) -> dict[str, str | int | float]:
+    if isinstance(given, Mapping):
+        return dict(given)
+    tags = {}
+    for part in (given or "").split(","):
         name, equals, value = part.strip().partition("=")
         if part.strip() and not (equals and name and value):
             raise InputError(f"tags: expected NAME=VALUE,..., got {part.strip()!r}")
         if equals:
-            found[name.strip()] = _number(value.strip())
-    return found
+            tags[name.strip()] = _number(value.strip())
+    return tags
 
 
 def _number(text: str) -> str | int | float:
@@ -173,14 +160,6 @@ def _number(text: str) -> str | int | float:
         except ValueError:
             continue
     return text
-
-
-def _layer(text: str | None) -> int | str | None:
-    if text is None or text == "last":
-        return text
-    if not text.isdigit():
-        raise InputError(f"layer: expected a number or last, got {text!r}")
-    return int(text)
 
 
 def _show(table: "ModelTable", findings: "Findings") -> None:

@@ -1,6 +1,6 @@
 """`lit-layers correlate --metrics ... --scores ...`: metrics against task scores over the layers of each model."""
 
-import argparse
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -13,41 +13,47 @@ if TYPE_CHECKING:
     from lit_layers.functional.layer_selection import Estimate
 
 
-def run(options: argparse.Namespace) -> int:
+@dataclass(frozen=True, kw_only=True)
+class OverLayers:
+    """Over layers.
+
+    Args:
+        metrics: METRIC,... each NAME or ANALYSIS/NAME, with [tag=value,...] for a variant
+        scores: mteb; or FILE: model, task, layer, score
+        metrics_file: FILE of the metrics: model, task, layer, a column each
+        with_layer_0: the embedding, too, not only layers 1 to the last
+    """
+
+    metrics: list[str] | str | None = None
+    scores: str | None = None
+    metrics_file: Path | None = None
+    with_layer_0: bool = False
+
+
+def run(models: list[Path], options: OverLayers, *, step: int | None, resamples: int, seed: int, out: Path) -> int:
     """Prints coefficients and choices of layers, writes the page, the tables and the pictures, and returns 0."""
-    out = options.out or Path("layer_correlation")
-    _check(options, out)
+    if not options.metrics or not options.scores:
+        name = "scores" if options.metrics else "metrics"
+        raise InputError(f"{name}: expected --{name}; see `lit-layers correlate --help`")
+    if files := [path for path in models if path.suffix in (".csv", ".parquet")]:
+        raise InputError(f"models: expected run folders, got {files[0]}: give files as --scores and --metrics-file")
     from lit_layers.correlate.over_layers import correlate_layers, read_layers
     from lit_layers.correlate.over_layers.wanted import split
     from lit_layers.correlate.over_layers.writing import write
 
     tables = read_layers(
-        options.models,
-        metrics=split(options.metrics),
+        models,
+        metrics=split(options.metrics if isinstance(options.metrics, str) else ",".join(options.metrics)),
         scores=options.scores,
         metrics_file=options.metrics_file,
-        step=options.step,
+        step=step,
         with_layer_0=options.with_layer_0,
     )
-    findings = correlate_layers(tables, resamples=options.resamples, seed=options.seed)
+    findings = correlate_layers(tables, resamples=resamples, seed=seed)
     paths = write(tables, findings, out)
     _show(tables, findings)
-    for path in paths:
-        print(path)
+    print(*paths, sep="\n")
     return 0
-
-
-def _check(options: argparse.Namespace, out: Path) -> None:
-    for name in ("metrics", "scores"):
-        if not getattr(options, name):
-            raise InputError(f"{name}: expected --{name}; see `lit-layers correlate --help`")
-    files = [path for path in options.models if path.suffix in (".csv", ".parquet")]
-    if files:
-        raise InputError(f"models: expected run folders, got {files[0]}: give files as --scores and --metrics-file")
-    if options.resamples < 100:
-        raise InputError(f"resamples: expected at least 100, got {options.resamples}")
-    if out.exists() and not out.is_dir():
-        raise InputError(f"out: expected a folder, {out} is a file")
 
 
 def _show(tables: "LayerTables", findings: "LayerFindings") -> None:

@@ -9,7 +9,7 @@ import inspect
 import re
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any, get_origin
+from typing import Any, Literal, get_args, get_origin
 
 import docstring_parser
 from jsonargparse import SUPPRESS, DefaultHelpFormatter, Namespace
@@ -18,7 +18,7 @@ from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
 from lit_layers.cli.limits import other_encoding, refuse_wild_numbers
-from lit_layers.cli.trust import RecipeParser
+from lit_layers.cli.trust import HELP, RecipeParser, refuse_reach, trust_code
 from lit_layers.errors import InputError
 
 Steps = list[int] | dict[str, int] | str
@@ -51,14 +51,54 @@ register_type(Names, list, _names)
 register_type(Numbers, list, _numbers)
 
 
+class Recipe:
+    """A command line with its recipes. A verb that asks for it names classes, and can read them with other defaults.
+
+    Raises:
+        InputError: a package of `--code` that is not there.
+    """
+
+    def __init__(self, verb: Callable[..., int], argv: list[str]) -> None:
+        self.takes_classes = Recipe in inspect.get_annotations(verb, eval_str=True).values()
+        self.argv = trust_code(argv) if self.takes_classes else argv
+        self.parser = parser_of(verb, epilog=f"--code PACKAGE: {HELP}." if self.takes_classes else None)
+
+    def read(self, **defaults: Any) -> Namespace:
+        """What it says.
+
+        Raises:
+            InputError: an option that is unknown, missing or of another kind than its type says.
+        """
+        self.parser.set_defaults(**defaults)
+        with recipe_errors(self.argv):
+            options: Any = self.parser.parse_args(_spelt(self.parser, self.argv))
+        refuse_wild_numbers(options.as_dict())
+        for name in ON_THE_COMMAND_LINE_ALONE:
+            if options.get(name) and not any(word.partition("=")[0] == f"--{name}" for word in self.argv):
+                raise InputError(f"{name}: a recipe does not say it, the command line does: --{name}")
+        return self.checked(options)
+
+    def checked(self, options: Namespace) -> Namespace:
+        """Options whose classes reach only where they may."""
+        if self.takes_classes:
+            refuse_reach(options.as_dict(), options.root or "checkpoints", self.argv)
+        return options
+
+    def made(self, name: str, options: Namespace) -> Any:
+        """What an option names by class, instantiated, and nothing else."""
+        alone = self.parser.get_defaults()
+        alone[name] = options[name]
+        return self.parser.instantiate_classes(alone)[name]
+
+
 def run(verb: Callable[..., int], argv: list[str]) -> int:
     """Calls a verb with what the command line and its recipes say, and returns its exit code.
 
     Raises:
         InputError: an option that is unknown, missing or of another kind than its type says.
     """
-    parser = parser_of(verb)
-    return verb(**arguments(verb, read(parser, argv)))
+    recipe = Recipe(verb, argv)
+    return verb(**arguments(verb, {**vars(recipe.read()), "recipe": recipe}))
 
 
 def parser_of(verb: Callable[..., int], *, epilog: str | None = None) -> RecipeParser:
@@ -78,22 +118,7 @@ def parser_of(verb: Callable[..., int], *, epilog: str | None = None) -> RecipeP
     return parser
 
 
-def read(parser: RecipeParser, argv: list[str]) -> Namespace:
-    """What a command line and its recipes say.
-
-    Raises:
-        InputError: an option that is unknown, missing or of another kind than its type says.
-    """
-    with recipe_errors(argv):
-        options: Namespace = parser.parse_args(_spelt(parser, argv))  # pyright: ignore[reportAssignmentType]
-    refuse_wild_numbers(options.as_dict())
-    for name in ON_THE_COMMAND_LINE_ALONE:
-        if options.get(name) and not any(word.partition("=")[0] == f"--{name}" for word in argv):
-            raise InputError(f"{name}: a recipe does not say it, the command line does: --{name}")
-    return options
-
-
-def arguments(function: Callable[..., Any], options: Mapping[str, Any] | Namespace) -> dict[str, Any]:
+def arguments(function: Callable[..., Any], options: Mapping[str, Any]) -> dict[str, Any]:
     """The arguments of a function among options, those of a group as an instance of its dataclass."""
     return {
         name: kind(**arguments(kind, options)) if _is_group(kind) else options[name]
@@ -118,10 +143,15 @@ def recipe_errors(argv: list[str]) -> Iterator[None]:
         raise other_encoding(argv, error) from error
 
 
-def _add_options(parser: RecipeParser, function: Callable[..., Any]) -> None:
-    words = {each.arg_name: each.description for each in docstring_parser.parse(inspect.getdoc(function) or "").params}
+def _add_options(parser: Any, function: Callable[..., Any]) -> None:
+    doc = docstring_parser.parse(inspect.getdoc(function) or "")
+    words = {each.arg_name: each.description for each in doc.params}
+    if _is_group(function):
+        parser = parser.add_argument_group((doc.short_description or "").rstrip("."))
     for name, parameter in inspect.signature(function, eval_str=True).parameters.items():
         kind, default = parameter.annotation, parameter.default
+        if kind is Recipe:
+            continue
         if _is_group(kind):
             _add_options(parser, kind)
             continue
@@ -129,6 +159,9 @@ def _add_options(parser: RecipeParser, function: Callable[..., Any]) -> None:
         is_required = default is parameter.empty
         if not is_required:
             options["default"] = default
+        parts = [part for part in get_args(kind) if part is not type(None)]
+        if len(parts) == 1 and get_origin(parts[0]) is Literal:
+            options["metavar"] = f"{{{','.join(get_args(parts[0]))}}}"
         if kind is bool and default is False:
             options = {"action": "store_true", "help": options["help"]}
         if parameter.kind is parameter.KEYWORD_ONLY or _is_group(function):
@@ -136,7 +169,10 @@ def _add_options(parser: RecipeParser, function: Callable[..., Any]) -> None:
             options |= {"required": True} if is_required else {}
         else:
             names = [name]
-            options |= {} if is_required else {"nargs": "*" if get_origin(kind) is list else "?"}
+            if get_origin(kind) is list:
+                options |= {"type": get_args(kind)[0], "nargs": "*", "default": []}
+            elif not is_required:
+                options["nargs"] = "?"
         parser.add_argument(*names, **options)
 
 

@@ -1,7 +1,5 @@
 """`lit-layers select`: the layer that is enough for a task, and the model cut there."""
 
-import argparse
-import os
 import re
 import tempfile
 from collections.abc import Iterator, Mapping
@@ -10,7 +8,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lit_layers.cli.bar import bar
-from lit_layers.cli.select_options import read_options
+from lit_layers.cli.measuring import name_of
+from lit_layers.cli.select_options import SelectOptions
 from lit_layers.errors import InputError
 
 if TYPE_CHECKING:
@@ -20,12 +19,16 @@ if TYPE_CHECKING:
     from lit_layers.models.shard_files import ShardFiles
     from lit_layers.models.view import LayeredModel
     from lit_layers.select.choosing import Choice, TaskFeatures
+    from lit_layers.tasks.probe import ProbeTask
 
 
-def main(argv: list[str]) -> int:
-    """Chooses a layer, prints why, writes pictures and numbers, exports the model cut there, and returns 0."""
-    os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
-    options = read_options(argv)
+def select(model: str, options: SelectOptions) -> int:
+    """Choose the layer that is enough for a task, on validation rows, and cut the model there.
+
+    Args:
+        model: a folder with config.json and weights (a checkpoint), or a name on the Hub
+    """
+    texts = options.settle()
     from lit_layers.analyses.base import at_least_float32
     from lit_layers.cli.select_results import show_results, write_results
     from lit_layers.models.view import LayeredModel
@@ -34,37 +37,37 @@ def main(argv: list[str]) -> int:
     if options.export is not None:
         from lit_layers.select.export import refuse_taken
 
-        refuse_taken(options.export, bool(options.overwrite))
+        refuse_taken(options.export, options.overwrite)
     device = device_of(options.device)
     with bar("opening the model") as show:
         show(0, 1, "opening the model")
-        files = _files(options)
+        files = _files(model, options.revision)
         view = LayeredModel(_loaded(files).to(device))  # in the precision that an export has, too
-        _check_kind(options, view)
-        tokenizer = None if view.family.sees_images else _tokenizer(options)
-        task = _task(options, at_least_float32(view), tokenizer)
+        _check_kind(model, options, view)
+        tokenizer = None if view.family.sees_images else _tokenizer(model, options)
+        task = _features(options, texts, at_least_float32(view), tokenizer)
         choice = _choose(options, task, show)
         show(1, 1, "probes of all layers fitted and scored")
     seconds = _seconds(options, view, task)
-    name = _name(options.model)
+    name = name_of(model)
     out = options.out or results_folder(name, task.name)
     title = f"{name} on {task.name}"
-    paths = write_results(options.model, options.revision, task, choice, seconds, title=title, out=out)
+    paths = write_results(model, options.revision, task, choice, seconds, title=title, out=out)
     show_results(task, choice)
     print(*paths, sep="\n")
     if options.export is not None:
-        _export(options, files, view, task, choice, tokenizer, paths[0])
+        _export(model, options, options.export, files, view, task, choice, tokenizer, paths[0])
         print(options.export)
     return 0
 
 
-def _files(options: argparse.Namespace) -> "ShardFiles":
+def _files(model: str, revision: str | None) -> "ShardFiles":
     from lit_layers.models.shard_files import ShardFiles
 
-    run = sorted(Path(options.model).glob("step-*/config.json"))
-    if run and not (Path(options.model) / "config.json").is_file():
-        raise InputError(f"{options.model} is a run of several checkpoints: name one of them, such as {run[-1].parent}")
-    return ShardFiles(options.model, revision=options.revision)
+    run = sorted(Path(model).glob("step-*/config.json"))
+    if run and not (Path(model) / "config.json").is_file():
+        raise InputError(f"{model} is a run of several checkpoints: name one of them, such as {run[-1].parent}")
+    return ShardFiles(model, revision=revision)
 
 
 def _loaded(files: "ShardFiles") -> "nn.Module":
@@ -77,32 +80,32 @@ def _loaded(files: "ShardFiles") -> "nn.Module":
     return load(files.model, revision=files.commit, dtype=getattr(torch, named, torch.float32))
 
 
-def _check_kind(options: argparse.Namespace, view: "LayeredModel") -> None:
+def _check_kind(model: str, options: SelectOptions, view: "LayeredModel") -> None:
     kind = type(view.model).__name__
     if view.family.sees_images and options.task is not None:
-        raise InputError(f"task: {options.model} is a vision model ({kind}): name its images with --images")
+        raise InputError(f"task: {model} is a vision model ({kind}): name its images with --images")
     if not view.family.sees_images and options.images is not None:
-        raise InputError(f"images: {options.model} is a model of texts ({kind}): name its texts with --task")
+        raise InputError(f"images: {model} is a model of texts ({kind}): name its texts with --task")
 
 
-def _tokenizer(options: argparse.Namespace) -> str:
+def _tokenizer(model: str, options: SelectOptions) -> str:
     from lit_layers.offline import own_tokenizer
 
-    found = options.tokenizer or own_tokenizer(options.model, options.revision)
+    found = options.tokenizer or own_tokenizer(model, options.revision)
     if found is None:
-        raise InputError(f"tokenizer: {options.model} carries none; name one with --tokenizer")
+        raise InputError(f"tokenizer: {model} carries none; name one with --tokenizer")
     return found
 
 
-def _task(options: argparse.Namespace, view: "LayeredModel", tokenizer: str | None) -> "TaskFeatures":
+def _features(options: Any, texts: "ProbeTask | None", view: "LayeredModel", tokenizer: str | None) -> "TaskFeatures":
     from lit_layers.select.choosing import of_images, of_texts
 
-    if tokenizer is None:
+    if tokenizer is None or texts is None:
         numbers = {"num_train": options.num_train, "num_test": options.num_test}
         return of_images(view, options.images, pooling=options.pooling, **numbers)
     return of_texts(
         view,
-        options.task,
+        texts,
         tokenizer=tokenizer,
         folder=options.folder,
         pooling=options.pooling,
@@ -111,7 +114,7 @@ def _task(options: argparse.Namespace, view: "LayeredModel", tokenizer: str | No
     )
 
 
-def _choose(options: argparse.Namespace, task: "TaskFeatures", show: Any) -> "Choice":
+def _choose(options: Any, task: "TaskFeatures", show: Any) -> "Choice":
     from lit_layers.analyses.label_probe import ProbeOptions
     from lit_layers.select.choosing import Part, choose
 
@@ -130,7 +133,7 @@ def _choose(options: argparse.Namespace, task: "TaskFeatures", show: Any) -> "Ch
     )
 
 
-def _seconds(options: argparse.Namespace, view: "LayeredModel", task: "TaskFeatures") -> Mapping[int, float]:
+def _seconds(options: SelectOptions, view: "LayeredModel", task: "TaskFeatures") -> Mapping[int, float]:
     """For an image, or the longest of the validation texts."""
     from lit_layers.models.costs import layer_latencies
 
@@ -139,7 +142,9 @@ def _seconds(options: argparse.Namespace, view: "LayeredModel", task: "TaskFeatu
 
 
 def _export(
-    options: argparse.Namespace,
+    model: str,
+    options: SelectOptions,
+    folder: Path,
     files: "ShardFiles",
     view: "LayeredModel",
     task: "TaskFeatures",
@@ -161,7 +166,7 @@ def _export(
     else:
         head = ProbeHead.of_ridge(choice.probe, choice.layer, **facts)
     card = Card(
-        source=options.model,
+        source=model,
         revision=options.revision,
         commit=files.commit,
         num_layers=choice.num_layers,
@@ -194,13 +199,13 @@ def _export(
             view.model,
             choice.layer,
             head,
-            options.export,
+            folder,
             tokenizer=tokenizer,
             card=card,
             batches=[task.batch],
             costs=costs,
-            keep_lm_head=bool(options.keep_lm_head),
-            overwrite=bool(options.overwrite),
+            keep_lm_head=options.keep_lm_head,
+            overwrite=options.overwrite,
         )
 
 
@@ -221,8 +226,3 @@ def results_folder(model: str, task: str) -> Path:
     """Where the results lie unless told otherwise; a task may come with any name."""
     plain = re.sub(r"[^\w.-]+", "_", task)[:100]
     return Path("selected") / f"{model}-{plain}"
-
-
-def _name(model: str) -> str:
-    path = Path(model).resolve()
-    return f"{path.parent.name}-{path.name}" if path.name.startswith("step-") else path.name

@@ -1,15 +1,15 @@
 """`lit-layers sweep`: every run of a grid, several at a time, each to its end once, and one table of them."""
 
-import argparse
 import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any
 
 from lit_layers.cli.bar import bar
 from lit_layers.cli.processes import shard_of
 from lit_layers.errors import InputError
+from lit_layers.ranges import COUNT, refuse_outside
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -20,31 +20,42 @@ FAILED = 1
 _NAMED = 2  # running cells that the bar has room for
 
 
-class _Parser(argparse.ArgumentParser):
-    def error(self, message: str) -> NoReturn:
-        raise InputError(f"{message}; see `{self.prog} --help`")
+def sweep(
+    file: Path,
+    *,
+    root: Path,
+    workers: int = 1,
+    code: list[str] | None = None,
+    any_command: bool = False,
+    shard: str = "0/1",
+) -> int:
+    """Run every cell of a grid, each to its end once. Run again it goes on where it was. Exit code: 0, 1 where a cell
+    failed, 2 wrong input, 130 after Ctrl-C, 143 after SIGTERM.
 
-
-def main(argv: list[str]) -> int:
-    """Runs a grid's cells and returns 0, 1 where one failed, 130 after Ctrl-C, 143 after SIGTERM."""
-    options = _parser().parse_args(argv)
-    if options.workers < 1:
-        raise InputError(f"workers: expected at least 1, got {options.workers}")
-    index, count = _shard(options.shard)
+    Args:
+        file: a W&B sweep with method: grid, e.g. recipes/sweeps/vit_grid.yaml
+        root: folder of all cells: a run folder each, and sweep.csv
+        workers: cells that run at a time; they share the GPUs evenly
+        code: command line only, repeatable: a package that is given to every cell: see lit-layers fit --help
+        any_command: command line only: the file may start another program than lit-layers fit
+        shard: i/n: every n-th cell from the i-th, from 0: for SLURM arrays
+    """
+    refuse_outside("", {"workers": COUNT}, {"workers": workers})
+    index, count = _shard(shard)
     from lit_layers.sweep import CellFolder, read_grid, write_table
     from lit_layers.sweep.table import FILE
 
-    grid, root = read_grid(options.file), options.root
-    if not options.any_command:
+    grid = read_grid(file)
+    if not any_command:
         _refuse_another_program(grid)
     _make(root)
     made_by = [*grid.command, *([grid.program] if grid.program else [])]
     every = [CellFolder(root, cell, made_by) for cell in grid.cells()]
-    own = every[index::count]
-    for cell in own:
+    cells = every[index::count]
+    for cell in cells:
         cell.refuse_another()
         grid.command_line(cell.cell)
-    stopped_by = _run(own, grid, options)
+    stopped_by = _run(cells, grid, workers, [f"--code={package}" for package in code or ()])
     frame = write_table(root, grid, every)
     _print_table(frame.drop(columns="run") if grid.values else frame)
     print(root / FILE)
@@ -53,18 +64,17 @@ def main(argv: list[str]) -> int:
         return 128 + stopped_by
     without = sum(isinstance(error, str) for error in list(frame["error"])[index::count])
     if without:
-        print(f"{without} of {len(own)} cells failed; the same command tries failed runs again", file=sys.stderr)
+        print(f"{without} of {len(cells)} cells failed; the same command tries failed runs again", file=sys.stderr)
     return FAILED if without else 0
 
 
-def _run(cells: "list[CellFolder]", grid: "Grid", options: argparse.Namespace) -> int | None:
+def _run(cells: "list[CellFolder]", grid: "Grid", workers: int, code: list[str]) -> int | None:
     """Runs what is not finished, and returns the signal that cut it short, if one did."""
     from lit_layers.sweep import run_cells, share_of_gpus, visible_gpus
 
     if all(cell.is_finished for cell in cells):
         return None
-    gpus, workers = visible_gpus(os.environ), options.workers
-    code = [f"--code={package}" for package in options.code]
+    gpus = visible_gpus(os.environ)
     with bar("starting") as show:
 
         def tell(running: "Sequence[CellFolder]", ended: "CellFolder | None") -> None:
@@ -78,22 +88,6 @@ def _run(cells: "list[CellFolder]", grid: "Grid", options: argparse.Namespace) -
             gpus=[share_of_gpus(gpus, worker, workers) for worker in range(workers)],
             tell=tell,
         )
-
-
-def _parser() -> argparse.ArgumentParser:
-    parser = _Parser(
-        prog="lit-layers sweep",
-        description="Run every cell of a grid, each to its end once. Run again it goes on where it was.",
-        allow_abbrev=False,
-    )
-    add = parser.add_argument
-    add("file", type=Path, metavar="FILE", help="a W&B sweep with method: grid, e.g. recipes/sweeps/vit_grid.yaml")
-    add("--root", type=Path, required=True, metavar="FOLDER", help="of all cells: a run folder each, and sweep.csv")
-    add("--workers", type=int, default=1, help="cells that run at a time; they share the GPUs evenly (default: 1)")
-    add("--code", action="append", default=[], metavar="PACKAGE", help="given to every cell: see lit-layers fit --help")
-    add("--any_command", action="store_true", help="the file may start another program than lit-layers fit")
-    add("--shard", default="0/1", metavar="i/n", help="every n-th cell from the i-th, from 0: for SLURM arrays")
-    return parser
 
 
 def _refuse_another_program(grid: "Grid") -> None:

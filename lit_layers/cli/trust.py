@@ -166,8 +166,9 @@ def refuse_reach(options: Mapping[str, Any], root: str | Path, argv: list[str]) 
     """
     words = [part for word in argv for part in (word, word.partition("=")[2]) if part]
     allowed = [Path(folder).resolve() for folder in (root, *words)]
-    trainer = {"class_path": "lightning.pytorch.callbacks.Callback", "init_args": options.get("trainer")}
-    for where, path, given, holder in _classes("", {**options, "trainer": trainer}, "lit_layers"):
+    if trainer := options.get("trainer"):
+        options = {**options, "trainer": {"class_path": "lightning.pytorch.callbacks.Callback", "init_args": trainer}}
+    for where, path, given, holder in _classes("", options, "lit_layers"):
         if _is_under(path, _own_code):
             continue
         module = pkgutil.resolve_name(path).__module__

@@ -160,14 +160,17 @@ def test_names_from_files_are_shown_and_never_run(tmp_path):
         ("models --metric coupling --tags k12 --score scores.csv:arc", "tags: expected NAME=VALUE,..., got 'k12'"),
         ("models --metric coupling --tags k=12 --score scores.csv:ark", "no column 'ark'; did you mean arc?"),
         ("models --metric copling --score scores.csv:arc", "did you mean coupling/"),
-        ("models --metric coupling --layer x --score scores.csv:arc", "layer: expected a number or last, got 'x'"),
+        (
+            "models --metric coupling --layer x --score scores.csv:arc",
+            "layer: expected one of int, 'last', null, got x",
+        ),
         ("models scores.csv --metric coupling --score arc", "models: expected one file alone"),
         ("scores.csv --metric width --score nothing", "scores.csv has no column 'nothing'"),
         ("elsewhere --metric coupling --score a", "got elsewhere: no such folder"),
         ("--data published --resamples 3", "resamples: expected at least 100, got 3"),
         ("--data published --out scores.csv", "out: expected a folder, scores.csv is a file"),
         ("--data published --given size", "given: no column 'size'"),
-        ("--data published --take mean", "--take"),
+        ("--data published --take mean", "take: expected one of 'last', 'highest', 'lowest', null, got mean"),
     ],
 )
 def test_wrong_input_is_one_sentence_and_exit_code_2(study, capsys, monkeypatch, command, sentence):

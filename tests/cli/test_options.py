@@ -1,6 +1,5 @@
 """Every verb: one option system, whose options come from signatures, recipes and command lines."""
 
-import inspect
 from importlib import import_module
 from pathlib import Path
 
@@ -8,9 +7,9 @@ import pytest
 import yaml
 
 from lit_layers.cli.main import COMMANDS, main
-from lit_layers.cli.options import arguments, parser_of, read
+from lit_layers.cli.options import Recipe, arguments, parser_of
 
-VERBS = ("audit", "prepare", "report")
+VERBS = ("audit", "correlate", "prepare", "report", "select", "sweep")
 # Of each class of options one that is wrong, with what is said of it.
 WRONG = {
     "audit": {
@@ -36,8 +35,23 @@ WRONG = {
         "validation: .nan": "validation: expected a finite number, got nan",
         "max_documents: 10000000000000": "max_documents: expected at most 1e+12, got 10000000000000",
     },
+    "select": {
+        "rule: luck": "rule: expected one of 'within_tolerance', 'fraction_of_last', 'plateau', 'knee', 'best', got",
+        "pooling: max": "pooling: expected one of 'last', 'mean', 'cls', null, got max",
+        "c: [1]": "c: expected float or null, got [1]",
+    },
+    "correlate": {
+        "models: 3": "models: expected list, got 3",
+        "layer: first": "layer: expected one of int, 'last', null, got first",
+        "tags: [1]": "tags: expected one of dict[str, str | int | float], str, null, got [1]",
+    },
+    "sweep": {
+        "any_command: true": "any_command: a recipe does not say it, the command line does: --any_command",
+        "code: [subprocess]": "code: a recipe does not say it, the command line does: --code",
+    },
 }
 GIVEN = {"audit": ["x"], "report": ["x"], "prepare": ["--source=x", "--tokenizer=x", "--out=x"]}
+GIVEN |= {"select": ["x"], "correlate": [], "sweep": ["x", "--root=x"]}
 
 
 def function_of(verb: str):
@@ -47,9 +61,8 @@ def function_of(verb: str):
 @pytest.mark.parametrize("verb", VERBS)
 def test_every_option_has_a_line_of_help(verb, capsys):
     parser = parser_of(function_of(verb))
-    for name in inspect.signature(function_of(verb)).parameters:
-        (action,) = (each for each in parser._actions if each.dest == name)
-        assert len(action.help.split()) >= 2, name
+    for action in parser._actions:
+        assert len(action.help.split()) >= 2, action
 
 
 @pytest.mark.parametrize(
@@ -70,13 +83,23 @@ def test_every_option_has_a_line_of_help(verb, capsys):
             {"source": "python", "tokenizer": "gpt2", "out": "x", "max_documents": 3, "validation": 0.5},
             "--source python --tokenizer gpt2 --out x --max-documents 3 --validation 0.5",
         ),
+        (
+            "select",
+            {"model": "m", "task": "a.csv", "regression": True, "rule": "knee", "penalty": 2, "out": "x"},
+            "m --task a.csv --regression --rule knee --penalty 2.0 --out x",
+        ),
+        (
+            "correlate",
+            {"models": ["a", "b"], "metric": "c/c", "given": ["width", "depth"], "layer": 3, "score": "s"},
+            "a b --metric c/c --given width,depth --layer 3 --score s",
+        ),
+        ("sweep", {"file": "x.yaml", "root": "r", "workers": 2}, "x.yaml --root r --workers 2"),
     ],
 )
 def test_a_recipe_says_what_a_command_line_says(verb, recipe, words, tmp_path: Path):
     file, function = tmp_path / "recipe.yaml", function_of(verb)
     file.write_text(yaml.safe_dump(recipe))
-    of_recipe = read(parser_of(function), ["--config", str(file)])
-    of_words = read(parser_of(function), words.split())
+    of_recipe, of_words = (vars(Recipe(function, argv).read()) for argv in (["--config", str(file)], words.split()))
     assert arguments(function, of_recipe) == arguments(function, of_words)
 
 

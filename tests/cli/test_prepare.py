@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from lit_layers.cli.main import main
-from lit_layers.cli.options import parser_of, read
+from lit_layers.cli.options import Recipe
 from lit_layers.cli.prepare import prepare
 from lit_layers.data.shards import TokenShards
 
@@ -133,4 +133,4 @@ def test_every_command_of_the_page_that_needs_a_network_is_one_the_parser_takes(
     lines = re.findall(r"^lit-layers prepare (.*)$", page.replace("\\\n", " "), re.MULTILINE)
     assert len(lines) >= 5
     for line in lines:
-        read(parser_of(prepare), shlex.split(line, comments=True))
+        Recipe(prepare, shlex.split(line, comments=True)).read()
