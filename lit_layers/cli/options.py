@@ -170,10 +170,12 @@ def _add_options(parser: Any, function: Callable[..., Any]) -> None:
         else:
             names = [name]
             if get_origin(kind) is list:
-                options |= {"type": get_args(kind)[0], "nargs": "*", "default": []}
+                options |= {"type": get_args(kind)[0], "nargs": "*"}
             elif not is_required:
                 options["nargs"] = "?"
-        parser.add_argument(*names, **options)
+        action = parser.add_argument(*names, **options)
+        if action.nargs == "*":
+            action.required, action.default = False, []
 
 
 def _is_group(kind: Any) -> bool:

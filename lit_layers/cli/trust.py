@@ -78,6 +78,16 @@ class RecipeParser(ArgumentParser):
         told = "did you mean" in sentence or not sentence.startswith("un")  # unknown, unrecognized
         raise InputError(sentence if told else f"{sentence}; see `{self.prog} --help`") from None
 
+    def _check_value_key(self, action: Any, value: Any, key: str, *args: Any, **kwargs: Any) -> Any:
+        if action.nargs == "*" and not isinstance(value, list):  # jsonargparse would take a text's letters
+            raise TypeError(f"{key}: expected a list, got {value}")
+        return super()._check_value_key(action, value, key, *args, **kwargs)
+
+    def _get_values(self, action: Any, arg_strings: list[str]) -> Any:
+        if action.nargs == "*" and not arg_strings:
+            return argparse.SUPPRESS  # no word is no value, which would take that of a recipe away
+        return super()._get_values(action, arg_strings)
+
     def validate(self, namespace: Namespace, *args: Any, **kwargs: Any) -> None:
         """Checks the options of one class; those of the classes inside are checked by parsers of their own."""
         super().validate(namespace, *args, **kwargs)

@@ -41,7 +41,7 @@ WRONG = {
         "c: [1]": "c: expected float or null, got [1]",
     },
     "correlate": {
-        "models: 3": "models: expected list, got 3",
+        "models: runs": "models: expected a list, got runs",
         "layer: first": "layer: expected one of int, 'last', null, got first",
         "tags: [1]": "tags: expected one of dict[str, str | int | float], str, null, got [1]",
     },
