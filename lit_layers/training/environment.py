@@ -14,7 +14,8 @@ def is_first_rank() -> bool:
     """Whether this process will be rank 0, by what its starter says, before Lightning asks it."""
     if "RANK" in os.environ:
         return int(os.environ["RANK"]) == 0
-    return all(int(os.environ.get(name) or 0) == 0 for name in ("NODE_RANK", "SLURM_PROCID", "LOCAL_RANK"))
+    names = ("NODE_RANK", "SLURM_PROCID", "LOCAL_RANK", "JSM_NAMESPACE_RANK")
+    return all(int(os.environ.get(name) or 0) == 0 for name in names)
 
 
 def plugins_with_cluster(given: Any) -> Any:

@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import Any
 
 import lightning as L
-from lightning.pytorch.utilities.rank_zero import rank_zero_only
 
 from lit_layers.data.tokenization import MAIN, load_tokenizer, tokenizer_hash
 from lit_layers.errors import InputError
@@ -14,6 +13,7 @@ from lit_layers.series.checkpoint import Checkpoint
 from lit_layers.series.checkpoint_sources import FolderSource
 from lit_layers.series.opening import find_checkpoint
 from lit_layers.training.checkpoint_io import step_folder
+from lit_layers.training.environment import is_first_rank
 
 logger = logging.getLogger(__name__)
 
@@ -59,7 +59,7 @@ def published(name: str, *, allow_suspect: bool = False) -> tuple[Checkpoint, Or
         InputError: no such checkpoint, or one that the audit of its series finds suspect.
     """
     # One process asks for the files of all steps; the others take its word (`EmergenceCallback` sends it).
-    checkpoint, verdict = find_checkpoint(name, audited=rank_zero_only.rank == 0)
+    checkpoint, verdict = find_checkpoint(name, audited=is_first_rank())
     if verdict.startswith("suspect") and not allow_suspect:
         raise InputError(
             f"model.init_from: {name} is {verdict} by the audit of its series; choose another step, or insist with "

@@ -1,0 +1,76 @@
+"""Of the ranks of a run the first alone writes: no other touches a file, however the run begins, goes on or ends."""
+
+import os
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+
+from lit_layers.cli.main import main
+from lit_layers.training import LitCausalLM
+from tests.cli import test_fit_images
+from tests.cli.test_resume import PREEMPTION, recipe  # noqa: F401 - a fixture
+from tests.support.forked import run_ranks
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(sys.platform == "win32", reason="needs fork"),
+    pytest.mark.usefixtures("no_page"),
+]
+FSDP = str(Path(__file__).parents[2] / "recipes" / "trainer" / "fsdp.yaml")
+CHANGES = {"os.mkdir", "os.rename", "os.remove", "os.rmdir", "os.truncate", "os.link", "os.symlink", "shutil.rmtree"}
+
+
+def writes_of_the_second_rank(command: list[str], log: Path, before=lambda: None) -> tuple[list[int], list[str]]:
+    """Exit codes, and each file that the second rank has opened for writing, made, renamed or removed."""
+
+    def fit() -> int:
+        before()
+        if os.environ["RANK"] == "1":
+            noted = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+
+            def note(event: str, arguments: tuple) -> None:
+                writing = event == "open" and arguments[2] & (os.O_WRONLY | os.O_RDWR | os.O_CREAT)
+                if (writing or event in CHANGES) and arguments[0] != os.devnull:
+                    os.write(noted, f"{event} {arguments[0]}\n".encode())
+
+            sys.addaudithook(note)
+        return main(command)
+
+    codes = run_ranks(fit)
+    return codes, log.read_text().splitlines()
+
+
+@pytest.fixture(scope="module")
+def images(tmp_path_factory) -> Path:
+    path = tmp_path_factory.mktemp("images") / "recipe.yaml"
+    path.write_text(yaml.safe_dump(test_fit_images.RECIPE))
+    return path
+
+
+def test_a_run_that_begins_is_preempted_goes_on_and_is_overwritten(recipe, tmp_path):  # noqa: F811
+    command = ["fit", "--config", str(recipe), "--root", str(tmp_path / "run"), "--trainer.devices", "2"]
+    command += ["--trainer.strategy", "ddp"]
+    plain = LitCausalLM.loss
+
+    def lost(self, batch):
+        return plain(self, batch) * float("nan")
+
+    for number, (options, before, code) in enumerate(
+        (
+            ([], lambda: PREEMPTION(False), 143),
+            (["--resume", "last"], lambda: None, 0),
+            (["--resume", "last"], lambda: None, 0),  # has ended already
+            (["--if_exists", "overwrite", "--trainer.max_steps", "4"], lambda: None, 0),
+            (["--if_exists", "overwrite"], lambda: setattr(LitCausalLM, "loss", lost), 3),
+        )
+    ):
+        written = writes_of_the_second_rank([*command, *options], tmp_path / f"log{number}", before)
+        assert written == ([code] * 2, []), options
+
+
+@pytest.mark.parametrize("options", [["--trainer.strategy", "ddp"], ["--config", FSDP, "--model.ema_decay", "null"]])
+def test_images_whole_and_sharded(options, images, tmp_path):
+    command = ["fit", "--config", str(images), *options, "--root", str(tmp_path / "run"), "--trainer.devices", "2"]
+    assert writes_of_the_second_rank([*command, "--trainer.accelerator", "cpu"], tmp_path / "log") == ([0, 0], [])
