@@ -21,7 +21,7 @@ from training import SIZES, TRAINER_DEFAULTS, RandomText
 
 from lit_layers.schedule import Schedule
 from lit_layers.training import LitCausalLM, SeriesCheckpoint
-from lit_layers.training.checkpoint_io import saved_steps
+from lit_layers.training.checkpoints import saved_steps
 from lit_layers.training.resume import ResumeCheckpoint, StepSeed
 from lit_layers.training.run_log import RunLog
 

@@ -74,6 +74,22 @@ MOVED = {
     "lit_layers.series.retrying": "lit_layers.series.checkpoint_sources",
     "lit_layers.series.single": "lit_layers.series.opening",
     "lit_layers.series.sources": "lit_layers.series.checkpoint_sources",
+    "lit_layers.training.averaging": "lit_layers.training.image_classifier",
+    "lit_layers.training.checkpoint_io": "lit_layers.training.checkpoints",
+    "lit_layers.training.dealing": "lit_layers.training.callbacks",
+    "lit_layers.training.divergence": "lit_layers.training.checkpoints",
+    "lit_layers.training.draws": "lit_layers.training.augmentation",
+    "lit_layers.training.environment": "lit_layers.training.trainer",
+    "lit_layers.training.image_data": "lit_layers.training.datamodules",
+    "lit_layers.training.images": "lit_layers.training.image_classifier",
+    "lit_layers.training.loss": "lit_layers.training.modules",
+    "lit_layers.training.optim": "lit_layers.training.modules",
+    "lit_layers.training.origin": "lit_layers.training.checkpoints",
+    "lit_layers.training.progress": "lit_layers.training.run_log",
+    "lit_layers.training.rand_augment": "lit_layers.training.augmentation",
+    "lit_layers.training.sampler": "lit_layers.training.datamodules",
+    "lit_layers.training.termination": "lit_layers.training.resume",
+    "lit_layers.training.weighted_mean": "lit_layers.training.modules",
 }
 # Where files became one: the class that recipes and hashes call by the former name. The others hold helpers alone.
 _CLASSES = {
@@ -97,7 +113,7 @@ _CLASSES = {
     "lit_layers.intervene.benchmark_scores": "BenchmarkScores",
     "lit_layers.intervene.speed": "Speed",
 }
-_JOINED = tuple(f"lit_layers.{room}." for room in ("analyses", "functional", "select", "series", "tasks"))
+_JOINED = tuple(f"lit_layers.{room}." for room in ("analyses", "functional", "select", "series", "tasks", "training"))
 # By module of today and class; None for all classes of a module that moved as a whole.
 _FORMER = {
     (now.split()[0], _CLASSES.get(former)): former

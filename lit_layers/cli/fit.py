@@ -26,10 +26,7 @@ from lit_layers.cli.trust import HELP, RecipeParser, refuse_reach, trust_code
 from lit_layers.errors import InputError
 from lit_layers.report import MirrorAside, WandbMirror, write_report
 from lit_layers.training import EmergenceCallback, SeriesCheckpoint
-from lit_layers.training.divergence import DivergedError
-from lit_layers.training.environment import is_first_rank, plugins_with_cluster, refuse_another_number_of_ranks
-from lit_layers.training.origin import Origin, axis_step, kept
-from lit_layers.training.progress import StepProgress
+from lit_layers.training.checkpoints import DivergedError, Origin, axis_step, kept
 from lit_layers.training.resume import ResumeCheckpoint, ResumePoint, StepSeed, resume_point
 from lit_layers.training.run_folder import (
     RunFolder,
@@ -39,7 +36,8 @@ from lit_layers.training.run_folder import (
     refuse_a_used_folder,
     refuse_another_run,
 )
-from lit_layers.training.run_log import RunLog
+from lit_layers.training.run_log import RunLog, StepProgress
+from lit_layers.training.trainer import is_first_rank, plugins_with_cluster, refuse_another_number_of_ranks
 
 DIVERGED, INTERRUPTED = 3, 130
 TRAINER_DEFAULTS = {

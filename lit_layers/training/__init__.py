@@ -1,9 +1,8 @@
 """The Lightning shell: modules, data and the callbacks that watch a run."""
 
 from lit_layers.training.callbacks import EmergenceCallback, SeriesCheckpoint
-from lit_layers.training.datamodules import LitTextData
-from lit_layers.training.image_data import LitImageData
-from lit_layers.training.images import LitImageClassifier
+from lit_layers.training.datamodules import LitImageData, LitTextData
+from lit_layers.training.image_classifier import LitImageClassifier
 from lit_layers.training.modules import LitCausalLM
 
 __all__ = ["EmergenceCallback", "LitCausalLM", "LitImageClassifier", "LitImageData", "LitTextData", "SeriesCheckpoint"]

@@ -1,26 +1,145 @@
-"""Token blocks for training and validation."""
+"""Samples for training and validation: which ones a step trains on, token blocks, images."""
+
+import contextlib
+import itertools
+import random
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 import lightning as L
+import numpy as np
 import torch
-from torch.utils.data import DataLoader, Subset
+from torch import Tensor
+from torch.utils.data import DataLoader, Dataset, Sampler, Subset
 
+from lit_layers.data.image_sources import ImageSource, image_source
+from lit_layers.data.images import Normalisation, Normalise, eval_pixels, image_size, resized, statistics
+from lit_layers.data.pictures import Pictures, SmallPictures
 from lit_layers.data.text import prepared
 from lit_layers.data.training_text import TokenBlocks
 from lit_layers.errors import InputError
-from lit_layers.ranges import BATCH, COUNT, SEED, WORKERS, refuse_outside
-from lit_layers.training.sampler import StepSampler
+from lit_layers.models.pixels import train_transform
+from lit_layers.ranges import BATCH, COUNT, SEED, SHARE, WORKERS, Range, refuse_outside
+from lit_layers.training.augmentation import Augmentation, RandAugment, uniforms
 
+
+class StepSampler(Sampler[list[int]]):
+    """Yields micro-batches of one rank, without end, from the current step on.
+
+    The global batch of a step is a slice of one endless sequence of seeded permutations of the data. It depends on
+    neither the world size nor the accumulation: those only cut it into micro-batches. There is no `__len__` on
+    purpose: Lightning would end an epoch by it, and a resumed run would differ from an uninterrupted one.
+    """
+
+    def __init__(
+        self,
+        num_samples: int,
+        *,
+        global_batch_size: int,
+        num_micro_batches: int = 1,
+        rank: int = 0,
+        world_size: int = 1,
+        seed: int = 0,
+        first_step: Callable[[], int] = lambda: 0,
+    ) -> None:
+        if num_samples < 1:
+            raise ValueError(f"expected at least one sample, got {num_samples}")
+        if global_batch_size % (world_size * num_micro_batches):
+            raise ValueError(
+                f"a global batch of {global_batch_size} does not split over {world_size} ranks x "
+                f"{num_micro_batches} micro-batches: choose a multiple of {world_size * num_micro_batches}"
+            )
+        self.num_samples, self.global_batch_size, self.seed = num_samples, global_batch_size, seed
+        self.num_micro_batches, self.rank, self.world_size = num_micro_batches, rank, world_size
+        self.first_step = first_step
+        self._epoch, self._permutation = -1, torch.empty(0, dtype=torch.long)
+
+    def global_batch(self, step: int) -> list[int]:
+        """Returns the indices that step number `step` (from 0) trains on, on all ranks together."""
+        start = step * self.global_batch_size
+        return [self._sample(number) for number in range(start, start + self.global_batch_size)]
+
+    def __iter__(self) -> Iterator[list[int]]:
+        size = self.global_batch_size // (self.world_size * self.num_micro_batches)
+        for step in itertools.count(self.first_step()):
+            batch = self.global_batch(step)
+            for micro in range(self.num_micro_batches):
+                start = (micro * self.world_size + self.rank) * size
+                yield batch[start : start + size]
+
+    def _sample(self, number: int) -> int:
+        epoch, place = divmod(number, self.num_samples)
+        if epoch != self._epoch:
+            generator = torch.Generator().manual_seed(self.seed * 1_000_003 + epoch)
+            self._epoch, self._permutation = epoch, torch.randperm(self.num_samples, generator=generator)
+        return int(self._permutation[place])
+
+
+Batch = dict[str, Tensor]
 _RANGES = {
     "num_tokens": COUNT,
-    "global_batch_size": BATCH,
-    "num_validation_sequences": COUNT,
-    "validation_batch_size": BATCH,
+    "image_size": Range(1, 10_000, whole=True),
+    **dict.fromkeys(("global_batch_size", "validation_batch_size"), BATCH),
+    **dict.fromkeys(("num_validation_sequences", "num_validation_images", "num_repeats"), COUNT),
+    "crop_padding": Range(0, 10_000, whole=True),
+    "erasing": SHARE,
     "seed": SEED,
     "num_workers": WORKERS,
 }
 
 
-class LitTextData(L.LightningDataModule):
+class LitStepData(L.LightningDataModule):
+    """Data whose training batches are a function of the step alone: what all data modules have in common."""
+
+    global_batch_size: int
+    validation_batch_size: int
+    num_workers: int
+    seed: int
+
+    def _loop(self) -> L.Trainer:
+        if self.trainer is None:
+            name = type(self).__name__
+            raise RuntimeError(f"the loaders of {name} need a Trainer: call trainer.fit(module, datamodule=...)")
+        return self.trainer
+
+    def _steps(self, num_samples: int, kind: type[StepSampler] = StepSampler) -> StepSampler:
+        """The micro-batches of this rank, from the trainer's step on."""
+        trainer = self._loop()
+        try:
+            return kind(
+                num_samples,
+                global_batch_size=self.global_batch_size,
+                num_micro_batches=trainer.accumulate_grad_batches,
+                rank=trainer.global_rank,
+                world_size=trainer.world_size,
+                seed=self.seed,
+                first_step=lambda: trainer.global_step,
+            )
+        except ValueError as error:
+            raise InputError(f"data.global_batch_size: {error}") from error
+
+    def _validation_batches(self, count: int, option: str) -> list[list[int]]:
+        """The numbers of the validation samples of this rank, a batch at a time."""
+        trainer = self._loop()
+        if count < trainer.world_size:  # an empty rank would skip validation and leave the others waiting
+            raise InputError(
+                f"data.{option}: expected at least one for each of {trainer.world_size} ranks, got {count}"
+            )
+        numbers = torch.arange(trainer.global_rank, count, trainer.world_size)
+        return [part.tolist() for part in numbers.split(self.validation_batch_size)]
+
+    def _loader(self, dataset: Any, batches: Any, **options: Any) -> DataLoader:
+        return DataLoader(
+            dataset,
+            batch_sampler=batches,
+            num_workers=self.num_workers,
+            pin_memory=torch.cuda.is_available(),
+            persistent_workers=self.num_workers > 0,
+            **options,
+        )
+
+
+class LitTextData(LitStepData):
     """Blocks of `num_tokens` + 1 token ids (inputs and targets overlap) of a prepared corpus.
 
     Args:
@@ -66,43 +185,245 @@ class LitTextData(L.LightningDataModule):
         self.validation = Subset(validation, range(min(len(validation), self.num_validation_sequences)))
 
     def train_dataloader(self) -> DataLoader:
-        trainer = self._trainer()
-        try:
-            sampler = StepSampler(
-                len(self.train),
-                global_batch_size=self.global_batch_size,
-                num_micro_batches=trainer.accumulate_grad_batches,
-                rank=trainer.global_rank,
-                world_size=trainer.world_size,
-                seed=self.seed,
-                first_step=lambda: trainer.global_step,
-            )
-        except ValueError as error:
-            raise InputError(f"data.global_batch_size: {error}") from error
-        return self._loader(self.train, batch_sampler=sampler)
+        return self._loader(self.train, self._steps(len(self.train)))
 
     def val_dataloader(self) -> DataLoader:
-        trainer = self._trainer()
-        if (
-            len(self.validation) < trainer.world_size
-        ):  # an empty rank would skip validation and leave the others waiting
-            raise InputError(
-                f"data.num_validation_sequences: expected at least one for each of {trainer.world_size} ranks, "
-                f"got {len(self.validation)}"
-            )
-        mine = Subset(self.validation, range(trainer.global_rank, len(self.validation), trainer.world_size))
-        return self._loader(mine, batch_size=self.validation_batch_size)
+        batches = self._validation_batches(len(self.validation), "num_validation_sequences")
+        return self._loader(self.validation, batches)
 
-    def _trainer(self) -> L.Trainer:
-        if self.trainer is None:
-            raise RuntimeError("the loaders of LitTextData need a Trainer: call trainer.fit(module, datamodule=...)")
-        return self.trainer
 
-    def _loader(self, dataset, **options) -> DataLoader:
-        return DataLoader(
-            dataset,
-            num_workers=self.num_workers,
-            pin_memory=torch.cuda.is_available(),
-            persistent_workers=self.num_workers > 0,
-            **options,
+class LitImageData(LitStepData):
+    """Images of a labelled set: `{"pixel_values": (batch, 3, size, size), "labels": (batch,)}`.
+
+    Small images (up to 64 px) are augmented a batch at a time on the device that trains: padded crop, flip,
+    RandAugment, erasing. Large ones are decoded and augmented by timm's pipeline in the loader's workers: random
+    resized crop, flip, RandAugment, erasing. Which image a sample is and what happens to it is a function of (seed,
+    sample number) alone.
+
+    Args:
+        source: `digits` (1,797 handwritten digits, no download), `cifar10`, `cifar100`, a local path (.npz, parquet
+            files, cifar-10-batches-py, train/CLASS/*.jpg), or `ORG/NAME` of the Hub.
+        image_size: of the model's input, in px; None: the source's, or 224 where its images are large.
+        normalisation: `imagenet`, `half` or `source`, as for `EvalImages`.
+        global_batch_size: images per optimizer step, over all ranks and micro-batches.
+        num_validation_images: how many images of the test split, from the first on; None: all.
+        validation_batch_size: images per validation batch and rank.
+        crop_padding: pixels of zeros around a small image before it is cropped to its size; 0: no crop.
+        flip: mirrors half of the images.
+        rand_augment: as timm writes it, e.g. rand-m9-mstd0.5-inc1; None: off.
+        erasing: share of the images in which a rectangle is filled with noise.
+        num_repeats: how often an image comes in a row, augmented anew (3 in DeiT's repeated augmentation); an epoch
+            then holds as many samples, of fewer images.
+        seed: of the order of the images and their augmentation.
+        num_workers: loader processes; 0 is quickest for small images.
+    """
+
+    def __init__(
+        self,
+        source: str = "digits",
+        *,
+        image_size: int | None = None,
+        normalisation: Normalisation = "source",
+        global_batch_size: int = 512,
+        num_validation_images: int | None = None,
+        validation_batch_size: int = 256,
+        crop_padding: int = 0,
+        flip: bool = False,
+        rand_augment: str | None = None,
+        erasing: float = 0.0,
+        num_repeats: int = 1,
+        seed: int = 0,
+        num_workers: int = 0,
+    ) -> None:
+        super().__init__()
+        self.normalisation: Normalisation = normalisation
+        self.source_name, self.asked_size = source, image_size
+        self.global_batch_size, self.num_validation_images = global_batch_size, num_validation_images
+        self.validation_batch_size, self.crop_padding, self.flip = validation_batch_size, crop_padding, flip
+        self.rand_augment, self.erasing, self.num_repeats = rand_augment, erasing, num_repeats
+        self.seed, self.num_workers = seed, num_workers
+        refuse_outside("data.", _RANGES, {**vars(self), "image_size": image_size})
+
+    @property
+    def images_per_step(self) -> int:
+        return self.global_batch_size
+
+    @property
+    def num_classes(self) -> int:
+        return self.source.num_classes
+
+    @property
+    def steps_per_epoch(self) -> float:
+        """Optimizer steps in which as many samples are seen as there are training images."""
+        return len(self.source.train) / self.global_batch_size
+
+    def describe(self) -> dict[str, Any]:
+        """What run.json says of the data."""
+        return {
+            "source": self.source_name,
+            "classes": list(self.source.classes) if self.num_classes <= 100 else self.num_classes,
+            "train_images": len(self.source.train),
+            "test_images": len(self.source.test),
+            "image_size": self.image_size,
+            "mean": list(self.statistics[0]),
+            "std": list(self.statistics[1]),
+            "data_hash": {"train": self.source.train.content_hash(), "test": self.source.test.content_hash()},
+        }
+
+    def prepare_data(self) -> None:
+        image_source(self.source_name).check()  # one process of a machine downloads
+
+    def setup(self, stage: str) -> None:
+        source = image_source(self.source_name)
+        source.check()
+        self.use(source)
+
+    def use(self, source: ImageSource) -> None:
+        """Takes the images of a checked source."""
+        self.source = source
+        self.image_size = image_size(self.source, self.asked_size)
+        self.statistics = statistics(self.source, self.normalisation)
+        self._normalise = Normalise(*self.statistics)
+        self._augmentation = Augmentation(
+            seed=self.seed,
+            crop_padding=self.crop_padding,
+            flip=self.flip,
+            rand_augment=self._rand_augment(),
+            erasing=self.erasing,
         )
+        if not isinstance(self.source.train, SmallPictures) and self.crop_padding:
+            raise InputError(
+                f"data.crop_padding: expected 0 for large images, which are cropped at random sizes, got "
+                f"{self.crop_padding}"
+            )
+
+    def _rand_augment(self) -> RandAugment | None:
+        if self.rand_augment is None or not isinstance(self.source.train, SmallPictures):
+            return None
+        return RandAugment.parsed(self.rand_augment, self.statistics[0])
+
+    def train_dataloader(self) -> DataLoader:
+        images = self.source.train
+        order = SampleOrder(len(images), seed=self.seed, num_repeats=self.num_repeats)
+        numbers = self._steps(len(images), _SampleNumbers)
+        training = _TrainingImages(images, order, self._transform(), self.seed)
+        return self._loader(training, numbers, collate_fn=_as_it_is)
+
+    def val_dataloader(self) -> DataLoader:
+        images = self.source.test
+        count = min(len(images), self.num_validation_images or len(images))
+        batches = self._validation_batches(count, "num_validation_images")
+        return self._loader(_ValidationImages(images, self.image_size), batches, collate_fn=_as_it_is)
+
+    def on_before_batch_transfer(self, batch: Batch | InputError, dataloader_idx: int) -> Batch:
+        if isinstance(batch, InputError):
+            raise batch
+        return batch
+
+    def on_after_batch_transfer(self, batch: Batch, dataloader_idx: int) -> Batch:
+        """Augments and normalises pixels on the device; what the workers have finished stays as it is."""
+        if "pixels" not in batch:
+            return batch
+        pixels, numbers = batch["pixels"], batch.get("number")  # numbers in training alone
+        if numbers is not None:
+            pixels = self._augmentation.on_pixels(pixels, numbers)
+        images = self._normalise(resized(pixels, self.image_size))
+        if numbers is not None:
+            images = self._augmentation.erased(images, numbers)
+        return {"pixel_values": images, "labels": batch["labels"]}
+
+    def transfer_batch_to_device(self, batch: Batch, device: torch.device, dataloader_idx: int) -> Batch:
+        # Sample numbers stay: what is to be done with an image is decided on the CPU.
+        return {name: part if name == "number" else part.to(device, non_blocking=True) for name, part in batch.items()}
+
+    def _transform(self) -> Callable[..., Any] | None:
+        """What the workers do with a large image."""
+        if isinstance(self.source.train, SmallPictures):
+            return None
+        mean, std = self.statistics
+        try:
+            return train_transform(
+                self.image_size,
+                flip=self.flip,
+                rand_augment=self.rand_augment,
+                erasing=self.erasing,
+                mean=mean,
+                std=std,
+            )
+        except ValueError as error:
+            raise InputError(f"data.rand_augment: {error}") from error
+
+
+class SampleOrder:
+    """Sample number -> image: endless seeded permutations, each image `num_repeats` times in a row."""
+
+    def __init__(self, num_images: int, *, seed: int, num_repeats: int = 1) -> None:
+        self.num_images, self.num_repeats = num_images, num_repeats
+        self._permutations = StepSampler(num_images, global_batch_size=1, seed=seed)
+
+    def image(self, number: int) -> int:
+        epoch, place = divmod(number, self.num_images)
+        return self._permutations.global_batch(epoch * self.num_images + place // self.num_repeats)[0]
+
+
+class _SampleNumbers(StepSampler):
+    """The numbers of the samples of a batch: the data set knows their images, and augments by them."""
+
+    def _sample(self, number: int) -> int:
+        return number
+
+
+class _TrainingImages(Dataset):
+    """A micro-batch at a time."""
+
+    def __init__(self, pictures: Pictures, order: SampleOrder, transform: Callable[..., Any] | None, seed: int) -> None:
+        self.pictures, self.order, self.transform, self.seed = pictures, order, transform, seed
+
+    def __getitems__(self, numbers: Sequence[int]) -> Batch | InputError:
+        chosen = [self.order.image(number) for number in numbers]
+        labels = self.pictures.labels[chosen]
+        if isinstance(self.pictures, SmallPictures):
+            return {"pixels": self.pictures.pixels[chosen], "labels": labels, "number": torch.tensor(numbers)}
+        try:
+            return {"pixel_values": self._transformed(chosen, numbers), "labels": labels}
+        except InputError as error:
+            return error  # a worker's exception would arrive as its whole traceback
+
+    def _transformed(self, chosen: Sequence[int], numbers: Sequence[int]) -> Tensor:
+        assert self.transform is not None
+        seeds = (uniforms(self.seed, "large", torch.tensor(numbers), 1)[:, 0] * 2**53).long().tolist()
+        images = []
+        with _own_randomness():
+            for index, seed in zip(chosen, seeds, strict=True):
+                torch.default_generator.manual_seed(seed)
+                random.seed(seed)
+                np.random.seed(seed % 2**32)  # noqa: NPY002 - what timm draws from
+                images.append(self.transform(self.pictures.picture(index)))
+        return torch.stack(images)
+
+
+class _ValidationImages(Dataset):
+    def __init__(self, pictures: Pictures, size: int) -> None:
+        self.pictures, self.size = pictures, size
+
+    def __getitems__(self, chosen: list[int]) -> Batch | InputError:
+        try:
+            return {"pixels": eval_pixels(self.pictures, chosen, self.size), "labels": self.pictures.labels[chosen]}
+        except InputError as error:
+            return error
+
+
+@contextlib.contextmanager
+def _own_randomness() -> Iterator[None]:
+    """What is drawn inside leaves no trace in the global generators: without workers they are those of training."""
+    states = torch.get_rng_state(), random.getstate(), np.random.get_state()  # noqa: NPY002
+    try:
+        yield
+    finally:
+        torch.set_rng_state(states[0])
+        random.setstate(states[1])
+        np.random.set_state(states[2])  # noqa: NPY002
+
+
+def _as_it_is(batch: Any) -> Any:
+    return batch

@@ -39,7 +39,7 @@ from lit_layers.ranges import (
     refuse_outside,
 )
 from lit_layers.records import Record
-from lit_layers.training.checkpoint_io import writable_folder, write_folder
+from lit_layers.training.checkpoints import writable_folder, write_folder
 from lit_layers.training.datamodules import LitTextData
 from lit_layers.training.modules import LitCausalLM
 from lit_layers.training.resume import StepSeed

@@ -30,7 +30,8 @@ from lit_layers.ranges import BATCH, COUNT, COUNT_OR_NONE, LEARNING_RATE, SEED, 
 from lit_layers.records import Record
 from lit_layers.tasks.catalogue import Task, find
 from lit_layers.tasks.glue_rows import GlueRows, glue_metrics, read_rows
-from lit_layers.training.checkpoint_io import writable_folder
+from lit_layers.training.checkpoints import writable_folder
+from lit_layers.training.datamodules import StepSampler
 from lit_layers.training.finetuning import (
     BETAS,
     GRADIENT_CLIP,
@@ -39,8 +40,7 @@ from lit_layers.training.finetuning import (
     name_of,
     quiet_trainer,
 )
-from lit_layers.training.optim import adamw, may_fuse, scheduled, warmup_linear
-from lit_layers.training.sampler import StepSampler
+from lit_layers.training.modules import adamw, may_fuse, scheduled, warmup_linear
 
 ANALYSIS, SCORE, MEAN = "intervene/glue", "task_score", "glue_score"
 Training = Literal["full", "frozen"]

@@ -1,12 +1,16 @@
-"""Lightning modules around plain models."""
+"""The Lightning module of language models, with its loss, optimizer and learning-rate schedule."""
 
 import functools
+import math
 from collections.abc import Callable
 from typing import Any
 
 import lightning as L
 import torch
 from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+from torch.nn import functional as F
+from torchmetrics import Metric
 
 from lit_layers.errors import InputError
 from lit_layers.models.build import causal_lm, true_vocab_size
@@ -23,11 +27,142 @@ from lit_layers.ranges import (
     refuse_outside,
 )
 from lit_layers.series.checkpoint import Checkpoint
-from lit_layers.training.loss import next_token_loss
-from lit_layers.training.optim import adamw, may_fuse, scheduled, warmup_cosine
-from lit_layers.training.origin import Origin, published, refuse_another_tokenizer
+from lit_layers.training.checkpoints import Origin, published, refuse_another_tokenizer
 from lit_layers.training.sharding import full, shard_, sharding_mesh
-from lit_layers.training.weighted_mean import WeightedMean
+
+
+def adamw(
+    model: nn.Module,
+    *,
+    lr: float,
+    weight_decay: float,
+    betas: tuple[float, float],
+    eps: float = 1e-8,
+    fused: bool = True,
+) -> torch.optim.AdamW:
+    """Returns AdamW that decays matrices and embeddings, but neither biases nor norm weights.
+
+    Source: Brown et al. 2020 (GPT-3), appendix B; the split by number of axes is nanoGPT's.
+    """
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    groups = [
+        {"params": [parameter for parameter in trained if parameter.ndim >= 2], "weight_decay": weight_decay},
+        {"params": [parameter for parameter in trained if parameter.ndim < 2], "weight_decay": 0.0},
+    ]
+    return torch.optim.AdamW([group for group in groups if group["params"]], lr=lr, betas=betas, eps=eps, fused=fused)
+
+
+def may_fuse(trainer: L.Trainer) -> bool:
+    """Returns whether the optimizer's step may be one kernel: not in `16-mixed`, where gradients are scaled.
+
+    A fused step divides them by the scale itself, which is after they have been clipped and their norm was taken.
+    """
+    return trainer.scaler is None
+
+
+def scheduled(optimizer: torch.optim.Optimizer, factor: Callable[[int], float]) -> dict[str, Any]:
+    """Returns what Lightning wants of an optimizer whose learning rate is multiplied by `factor` of the step."""
+    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, factor)
+    return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
+
+
+def warmup_linear(*, warmup_steps: int, steps: int) -> Callable[[int], float]:
+    """Step -> factor of the peak learning rate: up on a straight line, then down on one, to zero after the last."""
+
+    def factor(step: int) -> float:
+        if step < warmup_steps:
+            return (step + 1) / warmup_steps
+        return max(0.0, (steps - step) / max(1, steps - warmup_steps))
+
+    return factor
+
+
+def warmup_cosine(*, warmup_steps: int, decay_steps: int, min_ratio: float) -> Callable[[int], float]:
+    """Returns step -> factor of the peak learning rate: linear warm-up, then a cosine down to `min_ratio`.
+
+    The first step already moves (factor 1 / warmup_steps); from `decay_steps` on the factor stays at `min_ratio`.
+    """
+
+    def factor(step: int) -> float:
+        if step < warmup_steps:
+            return (step + 1) / warmup_steps
+        progress = min(1.0, (step - warmup_steps) / max(1, decay_steps - warmup_steps))
+        return min_ratio + (1 - min_ratio) * 0.5 * (1 + math.cos(math.pi * progress))
+
+    return factor
+
+
+# Elements taken at a time: on a CPU they stay in the cache from one operation to the next (2^17 x 4 B = 0.5 MB); on a
+# GPU launches are few and the float32 copy of bf16 logits is small (2^26 x 4 B = 0.27 GB).
+_CHUNK = {"cpu": 2**17}
+_CHUNK_ELSEWHERE = 2**26
+
+
+def next_token_loss(logits: Tensor, targets: Tensor, num_words: int) -> Tensor:
+    """Returns the mean cross-entropy in nats over the first `num_words` columns; the others are padding.
+
+    Where a gradient is wanted the logits are used up: their memory takes in their own gradient. Neither a float32
+    copy of them nor log-probabilities nor a second gradient of that size (batch x tokens x vocabulary) ever exist.
+    """
+    rows, targets = logits.flatten(0, -2), targets.flatten()
+    if torch.is_grad_enabled() and rows.requires_grad:
+        return _InPlaceCrossEntropy.apply(rows, targets, num_words)  # pyright: ignore[reportReturnType]
+    return F.cross_entropy(rows[:, :num_words].float(), targets)
+
+
+class _InPlaceCrossEntropy(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, logits: Tensor, targets: Tensor, num_words: int) -> Tensor:
+        # `detach` shares the version counter: an operation that saved these logits for its backward pass will raise.
+        gradient = logits.detach()
+        gradient[:, num_words:] = 0
+        rows = max(1, _CHUNK.get(logits.device.type, _CHUNK_ELSEWHERE) // logits.shape[1])
+        losses = []
+        for stored, target in zip(gradient[:, :num_words].split(rows), targets.unsqueeze(1).split(rows), strict=True):
+            chunk = stored.to(torch.promote_types(stored.dtype, torch.float32))  # no copy where it is float32 already
+            chunk.sub_(chunk.amax(1, keepdim=True))
+            at_target = chunk.gather(1, target)
+            total = chunk.exp_().sum(1, keepdim=True)
+            losses.append((total.log() - at_target).sum())
+            chunk.div_(total)
+            chunk.scatter_(1, target, chunk.gather(1, target) - 1)  # softmax - one-hot
+            if chunk.dtype != stored.dtype:
+                stored.copy_(chunk)
+        ctx.save_for_backward(gradient)
+        return torch.stack(losses).sum() / len(targets)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_loss: Tensor) -> tuple[Tensor, None, None]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        (gradient,) = ctx.saved_tensors
+        # The mean is taken only here: in float16 the scale of the loss comes in with `grad_loss` and keeps tiny
+        # entries from vanishing.
+        return gradient.mul_(grad_loss / len(gradient)), None, None
+
+
+class WeightedMean(Metric):
+    """Sum of weight x value over sum of weights, in float64; not a number where one of the values is none.
+
+    torchmetrics' own mean leaves such values out or, told not to, the weights.
+    """
+
+    full_state_update = False
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options)
+        self.set_dtype(torch.float64)
+        self.add_state("total", torch.zeros((), dtype=torch.float64), dist_reduce_fx="sum")
+        self.add_state("weight", torch.zeros((), dtype=torch.float64), dist_reduce_fx="sum")
+
+    def update(self, value: Tensor, weight: float) -> None:
+        """Adds one batch's mean."""
+        self.total = self.total + weight * value.detach().double()
+        self.weight = self.weight + weight
+
+    def compute(self) -> Tensor:
+        """The mean of all batches so far."""
+        return self.total / self.weight
+
 
 _NOT_OF_CONFIG = {"name", "seed", "pad_vocab_to", "attention"}  # arguments of `causal_lm` beside the configuration
 _RANGES = {

@@ -18,9 +18,8 @@ from lit_layers.durable import write_json
 from lit_layers.errors import InputError
 from lit_layers.models.build import true_vocab_size
 from lit_layers.run_file import RUN_FILE, run_facts
-from lit_layers.training.checkpoint_io import saved_steps, writable_folder
-from lit_layers.training.image_data import LitImageData
-from lit_layers.training.origin import Origin, axis_step, origin_of
+from lit_layers.training.checkpoints import Origin, axis_step, origin_of, saved_steps, writable_folder
+from lit_layers.training.datamodules import LitImageData
 
 CONFIG_FILE = "config.yaml"
 _TO_GO_ON = ("run", "id", "config")

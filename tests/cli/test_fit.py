@@ -8,7 +8,7 @@ import yaml
 
 from lit_layers import records
 from lit_layers.cli.main import main
-from lit_layers.training.checkpoint_io import saved_steps
+from lit_layers.training.checkpoints import saved_steps
 from tests.support.forked import run_command
 
 ROOT = Path(__file__).parents[2]

@@ -16,7 +16,7 @@ from lit_layers.cli.main import main
 from lit_layers.run_lock import writing
 from lit_layers.training import callbacks
 from lit_layers.training.callbacks import EmergenceCallback
-from lit_layers.training.checkpoint_io import saved_steps, step_folder
+from lit_layers.training.checkpoints import saved_steps, step_folder
 from tests.cli.test_fit import RECIPE
 from tests.embeddings.tiny_tasks import write_tiny_data
 from tests.support.forked import _fork, _wait, run_forked

@@ -19,8 +19,8 @@ from lit_layers import emergence, records
 from lit_layers.analyses import Coupling
 from lit_layers.cli.main import main
 from lit_layers.errors import InputError
-from lit_layers.training import LitCausalLM, callbacks, checkpoint_io, resume, run_folder
-from lit_layers.training.checkpoint_io import saved_steps, step_folder
+from lit_layers.training import LitCausalLM, callbacks, checkpoints, resume, run_folder
+from lit_layers.training.checkpoints import saved_steps, step_folder
 from lit_layers.training.resume import STATE, resume_point
 from lit_layers.training.run_folder import RunFolder
 from tests.cli.test_fit import RECIPE
@@ -164,7 +164,7 @@ MOMENTS = {
     "before the run has said what it is": dying(RunFolder, "_describe", 1),
     "between what a run is and its options": dying(run_folder, "write_json", 1, after=True),
     "inside the save of a step": dying(callbacks, "save", 3, after=True),  # before the rename
-    "before a step's folder is renamed": dying(checkpoint_io, "sync", 9),
+    "before a step's folder is renamed": dying(checkpoints, "sync", 9),
     "inside the save of a resume checkpoint": dying(resume, "_fill", 3),
     "between a resume checkpoint and the removal of the oldest": dying(resume, "write_folder", 4, after=True),
     "inside an analysis": dying(Coupling, "of_part", 3),

@@ -14,7 +14,7 @@ import yaml
 
 from lit_layers.cli import fit, report, stopping
 from lit_layers.cli.main import main
-from lit_layers.training.checkpoint_io import saved_steps
+from lit_layers.training.checkpoints import saved_steps
 from tests.cli.test_fit import RECIPE
 from tests.support.forked import run_forked
 

@@ -19,7 +19,7 @@ from lit_layers.analyses import Coupling, Lens, Trajectory
 from lit_layers.analyses.base import Analysis
 from lit_layers.records import Record
 from lit_layers.training import EmergenceCallback, SeriesCheckpoint, sharding
-from lit_layers.training.checkpoint_io import step_folder
+from lit_layers.training.checkpoints import step_folder
 from lit_layers.training.resume import ResumeCheckpoint, StepSeed, resume_point
 from lit_layers.training.run_log import RunLog
 from tests.support.tiny_training import RandomText, fit, module

@@ -10,7 +10,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from lit_layers.data.batches import Batches
 from lit_layers.training import LitCausalLM
-from lit_layers.training.sampler import StepSampler
+from lit_layers.training.datamodules import StepSampler
 
 VOCABULARY, CONTEXT = 61, 12
 CONFIG = {"n_layer": 2, "n_embd": 16, "n_head": 2, "n_positions": CONTEXT}

@@ -19,7 +19,7 @@ from lit_layers.errors import InputError
 from lit_layers.models.build import load, weights_hash
 from lit_layers.records import Record
 from lit_layers.training import EmergenceCallback, SeriesCheckpoint
-from lit_layers.training.checkpoint_io import saved_steps, step_folder
+from lit_layers.training.checkpoints import saved_steps, step_folder
 from tests.support.tiny_training import CONTEXT, RandomText, RandomTokens, fit, module
 
 

@@ -4,7 +4,7 @@ import numpy as np
 import torch
 from scipy import stats
 
-from lit_layers.training.draws import normals, uniforms
+from lit_layers.training.augmentation import normals, uniforms
 
 MASK = 2**64 - 1
 

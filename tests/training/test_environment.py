@@ -4,7 +4,7 @@ import pytest
 from lightning.pytorch.plugins.environments import LightningEnvironment, SLURMEnvironment
 
 from lit_layers.errors import InputError
-from lit_layers.training.environment import is_first_rank, plugins_with_cluster
+from lit_layers.training.trainer import is_first_rank, plugins_with_cluster
 
 
 @pytest.fixture

@@ -16,6 +16,7 @@ from lit_layers.functional.block_schedules import Variant, variants
 from lit_layers.models.build import causal_lm, load, vit, weights_hash
 from lit_layers.records import Record
 from lit_layers.training import finetuning
+from lit_layers.training.datamodules import StepSampler
 from lit_layers.training.finetuning import (
     FinetuningRecipe,
     LitVariant,
@@ -24,7 +25,6 @@ from lit_layers.training.finetuning import (
     means_of_seeds,
     name_of,
 )
-from lit_layers.training.sampler import StepSampler
 from tests.support.labelled_texts import labelled, saved_gpt2
 
 TOKENS, ROWS = 12, 4

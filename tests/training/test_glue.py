@@ -22,9 +22,9 @@ from lit_layers.models.view import LayeredModel
 from lit_layers.tasks.catalogue import find
 from lit_layers.tasks.glue_rows import GLUE, GlueRows, glue_metrics, read_rows
 from lit_layers.training import glue
+from lit_layers.training.datamodules import StepSampler
 from lit_layers.training.glue import GlueRecipe, LitSequenceClassifier, encode_rows, glue_scores
-from lit_layers.training.optim import warmup_linear
-from lit_layers.training.sampler import StepSampler
+from lit_layers.training.modules import warmup_linear
 from tests.support.data_mapping import with_mapping
 from tests.support.labelled_texts import labelled, saved_bert
 from tests.support.tiny_models import tiny

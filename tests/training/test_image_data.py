@@ -9,7 +9,7 @@ import torch
 
 from lit_layers.data.image_sources import image_source
 from lit_layers.errors import InputError
-from lit_layers.training.image_data import LitImageData, SampleOrder
+from lit_layers.training.datamodules import LitImageData, SampleOrder
 from tests.data.test_image_sources import write_folders
 
 AUGMENTED = {"crop_padding": 1, "flip": True, "rand_augment": "rand-m9-mstd0.5-inc1", "erasing": 0.5}

@@ -2,7 +2,7 @@ import pytest
 import torch
 from torch import nn
 
-from lit_layers.training.optim import adamw, warmup_cosine
+from lit_layers.training.modules import adamw, warmup_cosine
 
 
 def test_matrices_decay_and_vectors_do_not():

@@ -13,7 +13,7 @@ from lit_layers.data import ProbeTask
 from lit_layers.data.tokenization import TextTokenizer, save_tokenizer
 from lit_layers.offline import analyze
 from lit_layers.training import EmergenceCallback, SeriesCheckpoint
-from lit_layers.training.checkpoint_io import step_folder
+from lit_layers.training.checkpoints import step_folder
 from tests.support.tiny_training import RandomText, fit
 
 WORDS = ["<|endoftext|>", "[UNK]", *"abcdefghijklmnopqrstuvwxyz"]

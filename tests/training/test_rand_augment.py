@@ -9,7 +9,7 @@ from PIL import Image
 from timm.data.auto_augment import LEVEL_TO_ARG, NAME_TO_OP
 
 from lit_layers.errors import InputError
-from lit_layers.training.rand_augment import OPERATIONS, RandAugment
+from lit_layers.training.augmentation import OPERATIONS, RandAugment
 
 FILL = (120, 130, 140)
 SMOOTH = torch.nn.functional.interpolate(

@@ -2,7 +2,7 @@ import itertools
 
 import pytest
 
-from lit_layers.training.sampler import StepSampler
+from lit_layers.training.datamodules import StepSampler
 
 
 def test_an_epoch_holds_every_sample_once_and_epochs_differ():

@@ -18,7 +18,7 @@ from lit_layers.cli.fit import _parse
 from lit_layers.errors import InputError
 from lit_layers.models.build import causal_lm, load, weights_hash
 from lit_layers.training import sharding
-from lit_layers.training.checkpoint_io import saved_steps, step_folder
+from lit_layers.training.checkpoints import saved_steps, step_folder
 from lit_layers.training.resume import ResumeCheckpoint
 from lit_layers.training.run_log import RunLog
 from tests.support import sharded_run

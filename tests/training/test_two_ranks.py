@@ -3,7 +3,7 @@
 import pytest
 
 from lit_layers import records
-from lit_layers.training.checkpoint_io import saved_steps, step_folder
+from lit_layers.training.checkpoints import saved_steps, step_folder
 from tests.support import ranks_run, resumed_ranks_run
 from tests.support.forked import run_ranks
 

@@ -1,12 +1,15 @@
 """The Lightning module of image classifiers: vision transformers of timm, trained as DeiT is."""
 
+import warnings
 from collections.abc import Callable, Iterable
 from typing import Any
 
 import lightning as L
 import torch
+from lightning.pytorch.callbacks import WeightAveraging
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.optim.swa_utils import get_ema_multi_avg_fn
 from torchmetrics.classification import MulticlassAccuracy
 
 from lit_layers.errors import InputError
@@ -25,11 +28,48 @@ from lit_layers.ranges import (
     Range,
     refuse_outside,
 )
-from lit_layers.training.averaging import ExponentialAverage
-from lit_layers.training.image_data import LitImageData
-from lit_layers.training.optim import may_fuse, scheduled, warmup_cosine
-from lit_layers.training.sharding import full, shard_, sharding_mesh
-from lit_layers.training.weighted_mean import WeightedMean
+from lit_layers.training.datamodules import LitImageData
+from lit_layers.training.modules import WeightedMean, may_fuse, scheduled, warmup_cosine
+from lit_layers.training.sharding import are_sharded, full, shard_, sharding_mesh
+
+
+class ExponentialAverage(WeightAveraging):
+    """Lightning's averaging, except that the trained weights stay in their place.
+
+    Lightning validates the average alone and leaves it in the model when training ends; the last step of the series
+    would then hold other weights than all before it, and a resumed run would go on from them.
+
+    Args:
+        decay: share of the average that stays at each step; the first step's weights begin it.
+    """
+
+    def __init__(self, decay: float) -> None:
+        super().__init__(multi_avg_fn=get_ema_multi_avg_fn(decay))
+        self.decay = decay
+
+    @property
+    def model(self) -> nn.Module:
+        """The averaged network."""
+        averaged: Any = self._average_model
+        return averaged.module.model
+
+    def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
+        if are_sharded(trainer.strategy):
+            raise InputError("model.ema_decay: expected null with sharded weights, which cannot be averaged yet")
+        self._device = trainer.strategy.root_device  # where the weights will be, not where they are now
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message="You're using the WeightAveraging callback")  # on sharding
+            super().setup(trainer, pl_module, stage)
+
+    def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        """Leaves the trained weights."""
+
+    def on_validation_epoch_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        """Leaves the trained weights: the module validates both."""
+
+    def on_validation_epoch_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        """Leaves the trained weights."""
+
 
 _OWN = {"img_size", "patch_size", "drop_path_rate", "num_classes"}  # what `config` may not say again
 _RANGES = {

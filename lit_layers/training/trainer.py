@@ -1,4 +1,4 @@
-"""What a run must tell Lightning of the machines it runs on."""
+"""The trainer of a run: its defaults, and what it must be told of the machines it runs on."""
 
 import os
 from typing import Any

@@ -1,0 +1,231 @@
+"""Checkpoints: folders that are complete or not there, the one a run begins with, and the last healthy ones."""
+
+import contextlib
+import logging
+import math
+import os
+import re
+import shutil
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import torch
+from safetensors import SafetensorError
+
+from lit_layers import run_lock
+from lit_layers.data.tokenization import MAIN, load_tokenizer, tokenizer_hash
+from lit_layers.durable import sync
+from lit_layers.errors import InputError
+from lit_layers.series.checkpoint import Checkpoint
+from lit_layers.series.checkpoint_sources import FolderSource
+from lit_layers.series.opening import find_checkpoint
+from lit_layers.training.trainer import is_first_rank
+
+_NAME = re.compile(r"step-(\d{9,})")
+
+
+def step_folder(root: Path, step: int) -> Path:
+    """Returns `<root>/step-000001000`: names sort as steps do."""
+    return root / f"step-{step:09d}"
+
+
+def saved_steps(root: Path) -> list[int]:
+    """Returns the steps whose folders are complete, in order."""
+    return sorted(int(match[1]) for path in root.glob("step-*") if (match := _NAME.fullmatch(path.name)))
+
+
+def write_folder(folder: Path, fill: Callable[[Path], None]) -> None:
+    """Fills a hidden temporary folder, makes it durable and renames it: a kill leaves all of `folder` or nothing.
+
+    Raises:
+        InputError: where it cannot be written, as on a full disk.
+    """
+    run_lock.check(folder)
+    temporary = folder.with_name(f".tmp-{folder.name}")
+    with explained(folder):
+        try:
+            if temporary.exists():
+                shutil.rmtree(temporary)
+            temporary.mkdir(parents=True)
+            fill(temporary)
+            for path in [*temporary.rglob("*"), temporary]:
+                sync(path)
+            if folder.exists():
+                shutil.rmtree(folder)
+            temporary.rename(folder)
+        except BaseException:
+            shutil.rmtree(temporary, ignore_errors=True)  # on a full disk its place is wanted
+            raise
+        sync(folder.parent)
+    run_lock.wrote(folder)
+
+
+def remove_folder(folder: Path) -> None:
+    """Removes what `write_folder` wrote."""
+    run_lock.forget(folder)
+    shutil.rmtree(folder)
+
+
+@contextlib.contextmanager
+def explained(path: Path) -> Iterator[None]:
+    """Turns the operating system's refusal to write a checkpoint into the user's sentence."""
+    try:
+        yield
+    except (OSError, SafetensorError) as error:
+        reason = (getattr(error, "strerror", None) or str(error)).lower()
+        raise InputError(
+            f"cannot write {path}: {reason}; what was saved before is whole: mend it and go on with --resume last"
+        ) from error
+
+
+def writable_folder(folder: Path, field: str) -> Path:
+    """Makes `folder`, or says in one sentence why it cannot be written.
+
+    Raises:
+        InputError: naming the field, the folder and the operating system's reason.
+    """
+    probe = folder / f".writable-{os.getpid()}"
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        probe.touch()
+        probe.unlink()
+    except OSError as error:
+        raise InputError(f"{field}: cannot write to {folder} ({error.strerror}); choose another folder") from error
+    return folder
+
+
+class DivergedError(RuntimeError):
+    """Raised on all ranks at the same batch; the message is one sentence."""
+
+
+def refuse_diverged_losses(
+    trainer: L.Trainer, pl_module: L.LightningModule, losses: Mapping[int, float], root: Path
+) -> None:
+    """Called with losses by step that are on the host already, the same on all ranks: no step waits for this.
+
+    Raises:
+        DivergedError: naming the first step whose loss is none, and what is left from before.
+    """
+    step = next((step for step in sorted(losses) if not math.isfinite(losses[step])), None)
+    if step is None:
+        return
+    if "16" in str(trainer.precision) and "bf16" not in str(trainer.precision) and _are_finite(trainer, pl_module):
+        return  # the scaler leaves such a step out
+    raise DivergedError(_sentence(f"the loss of step {step} is {losses[step]}", step, root))
+
+
+def refuse_diverged_weights(trainer: L.Trainer, pl_module: L.LightningModule, step: int, root: Path) -> None:
+    """Called by all ranks before weights are saved to go on from.
+
+    Raises:
+        DivergedError: where one of them is no number.
+    """
+    if not _are_finite(trainer, pl_module):
+        raise DivergedError(_sentence(f"weights are not finite after step {step}", step, root))
+
+
+def _are_finite(trainer: L.Trainer, pl_module: L.LightningModule) -> bool:
+    local: list[Any] = [getattr(p, "to_local", lambda p=p: p)() for p in pl_module.parameters()]
+    finite = torch.stack([weights.detach().isfinite().all() for weights in local]).all().float()
+    return bool(trainer.strategy.reduce(finite, reduce_op="min"))
+
+
+def _sentence(what: str, step: int, root: Path) -> str:
+    # That the weights after a step are numbers is known from the loss of the next one.
+    series = [step_folder(root, saved) for saved in saved_steps(root) if saved + 1 < step][-1:]
+    resume = [step_folder(root / "resume", saved) for saved in saved_steps(root / "resume")][-1:]
+    healthy = " and ".join(map(str, series + resume)) or "none"
+    begin = f", in another root also with --model.init_from {series[0]}" if series else ""
+    return (
+        f"diverged: {what}; last healthy checkpoints: {healthy}; begin anew with a lower model.lr, a longer "
+        f"model.warmup_steps or trainer.gradient_clip_val{begin}"
+    )
+
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Origin:
+    """The steps and tokens that a model had been trained for before this run; None: tokens that nobody knows.
+
+    `source` names the checkpoint: `init_from` and what provenance says of it.
+    """
+
+    step: int = 0
+    tokens: int | None = 0
+    source: dict[str, Any] = field(default_factory=dict)
+
+    def tokens_at(self, step: int, tokens_per_step: int | None) -> int | None:
+        """All tokens up to a step of the axis, where they are known."""
+        if self.tokens is None or tokens_per_step is None:
+            return None
+        return self.tokens + (step - self.step) * tokens_per_step
+
+    def describe(self) -> dict[str, Any]:
+        """Plain JSON, for run.json."""
+        return {"step": self.step, "tokens": self.tokens, **self.source}
+
+
+def origin_of(trainer: L.Trainer) -> Origin:
+    """That of the module in training; zero for a module that knows of none."""
+    return getattr(trainer.lightning_module, "origin", None) or Origin()
+
+
+def axis_step(trainer: L.Trainer) -> int:
+    """The optimizer steps that the model has seen: those before this run and those of this run."""
+    return origin_of(trainer).step + trainer.global_step
+
+
+def published(name: str, *, allow_suspect: bool = False) -> tuple[Checkpoint, Origin]:
+    """The checkpoint that `init_from` names, and what its step and tokens make of the axis.
+
+    A checkpoint of no known step counts as the beginning: the axis then starts at 0.
+
+    Raises:
+        InputError: no such checkpoint, or one that the audit of its series finds suspect.
+    """
+    # One process asks for the files of all steps; the others take its word (`EmergenceCallback` sends it).
+    checkpoint, verdict = find_checkpoint(name, audited=is_first_rank())
+    if verdict.startswith("suspect") and not allow_suspect:
+        raise InputError(
+            f"model.init_from: {name} is {verdict} by the audit of its series; choose another step, or insist with "
+            "--model.allow_suspect true"
+        )
+    source = {"init_from": name, **checkpoint.provenance(), "audit": verdict}
+    if checkpoint.step is None:
+        return checkpoint, Origin(source=source)
+    return checkpoint, Origin(checkpoint.step, checkpoint.tokens, source)
+
+
+def kept(root: Path, described: dict[str, Any]) -> tuple[Checkpoint, Origin] | None:
+    """The same from the run's own folder, whose first step holds those weights; None where that step is gone."""
+    source = {name: value for name, value in described.items() if name not in ("step", "tokens")}
+    origin = Origin(described["step"], described["tokens"], source)
+    folder = step_folder(root, origin.step)
+    if not (folder / "config.json").is_file():
+        return None
+    return Checkpoint(root.name, folder.name, FolderSource(folder), step=origin.step, tokens=origin.tokens), origin
+
+
+def refuse_another_tokenizer(folder: Path, data: Any, name: str | None) -> None:
+    """Refuses token ids that mean other words to the model in `folder`.
+
+    Raises:
+        InputError: where the model carries a tokenizer and the text was made with another.
+    """
+    used = getattr(data.shards, "tokenizer_hash", None)
+    if used is None:
+        return
+    if not (folder / MAIN).is_file():
+        logger.warning("%s carries no %s: whether the text was made with its tokenizer is not checked", name, MAIN)
+        return
+    own = tokenizer_hash(load_tokenizer(str(folder / MAIN)).tokenizer)
+    if own != used:
+        raise InputError(
+            f"tokenizer: {name} was trained with another one than {data.tokenizer} (hash {own}, not {used}); name its "
+            "own with --tokenizer"
+        )
