@@ -18,6 +18,8 @@ from lit_layers.models.running_order import EXECUTIONS, Parallel, running_order
 from lit_layers.models.view import Batch, LayeredModel, evaluating
 from lit_layers.records import Record
 
+_WHOLE = ("relative_latency", "throughput", "peak_memory", "weight_bytes")  # metrics that are one number
+
 
 @dataclass(frozen=True, kw_only=True)
 class VariantSpeed:
@@ -76,11 +78,11 @@ def measure_speed(
             calls[str(variant), execution] = (order.enter, one, many, order.leave)
         seconds: Any = interleaved(calls, num_rounds=num_rounds, num_warm_up=num_warm_up, device=str(view.device))
     full = np.asarray(seconds[str(compared[0]), "loop"][1])
-    found = []
+    speeds = []
     for variant, execution in ways:
         _, of_one, of_many, _ = seconds[str(variant), execution]
         low, middle, high = np.quantile(of_one, [0.25, 0.5, 0.75]).tolist()
-        found.append(
+        speeds.append(
             VariantSpeed(
                 variant=variant,
                 execution=execution,
@@ -92,7 +94,7 @@ def measure_speed(
                 weight_bytes=weight_bytes(view.blocks, variant.schedule, execution),
             )
         )
-    return found
+    return speeds
 
 
 def weight_bytes(blocks: Sequence[nn.Module], schedule: Schedule, execution: Parallel = "loop") -> int:
@@ -120,6 +122,19 @@ def peak_of_call(call: Callable[[], Any]) -> int:
         (event.start_ns(), place, event.nbytes()) for place, event in enumerate(events) if _is_memory(event)
     )
     return max(0, int(np.cumsum([change for _, _, change in changes]).max(initial=0)))
+
+
+def variants_of(analysis: Any, model: LayeredModel, place: str = "") -> list[Variant]:
+    """The variants that an analysis's options of those names ask for, the full model first.
+
+    Raises:
+        InputError: options that do not fit the model; the sentence begins with the `place`.
+    """
+    options = {name: getattr(analysis, name) for name in ("middles", "seeds", "loops", "custom")}
+    try:
+        return variants(model.num_layers, analysis.variants, **options)
+    except (TypeError, ValueError) as error:
+        raise InputError(f"{place}{error}") from error
 
 
 @dataclass(kw_only=True)
@@ -170,47 +185,21 @@ class Speed(Analysis):
     def check(self, model: LayeredModel) -> None:
         super().check(model)
         _check(self.executions, self.num_rounds, self.num_warm_up)
-        self._variants(model)
+        variants_of(self, model, f"{self.name}: ")
         self._batch(model)
 
     def run(self, model: LayeredModel) -> Iterator[Record]:
+        compared = variants_of(self, model, f"{self.name}: ")
         if self.tell is not None:
-            self.tell(f"timing {len(self._variants(model))} orders, {self.num_warm_up + self.num_rounds} rounds")
-        found = measure_speed(
-            model.model,
-            self._variants(model),
-            self._batch(model),
-            executions=self.executions,
-            num_rounds=self.num_rounds,
-            num_warm_up=self.num_warm_up,
-        )
-        for each in found:
-            tags = {**each.variant.tags, "execution": each.execution}
-            low, high = each.latency_quartiles
-            values = {
-                "latency": each.latency,
-                "latency_first_quartile": low,
-                "latency_third_quartile": high,
-                "relative_latency": each.relative_latency,
-                "throughput": each.throughput,
-                "peak_memory": each.peak_memory,
-                "weight_bytes": each.weight_bytes,
-            }
+            self.tell(f"timing {len(compared)} orders, {self.num_warm_up + self.num_rounds} rounds")
+        rounds = {"num_rounds": self.num_rounds, "num_warm_up": self.num_warm_up}
+        for speed in measure_speed(model.model, compared, self._batch(model), executions=self.executions, **rounds):
+            tags = {**speed.variant.tags, "execution": speed.execution}
+            low, high = speed.latency_quartiles
+            values = {"latency": speed.latency, "latency_first_quartile": low, "latency_third_quartile": high}
+            values |= {name: getattr(speed, name) for name in _WHOLE}
             for metric, value in values.items():
-                yield Record(metric=metric, value=value, layer=each.variant.block, n=self.num_rounds, tags=tags)
-
-    def _variants(self, model: LayeredModel) -> list[Variant]:
-        try:
-            return variants(
-                model.num_layers,
-                self.variants,
-                middles=self.middles,
-                seeds=self.seeds,
-                loops=self.loops,
-                custom=self.custom,
-            )
-        except (TypeError, ValueError) as error:
-            raise InputError(f"{self.name}: {error}") from error
+                yield Record(metric=metric, value=value, layer=speed.variant.block, n=self.num_rounds, tags=tags)
 
     def _batch(self, model: LayeredModel) -> Batch:
         for option in ("num_tokens", "batch_size"):
@@ -259,8 +248,8 @@ def _is_memory(event: Any) -> bool:
 
 def _check(executions: Sequence[str], num_rounds: int, num_warm_up: int) -> None:
     if not executions or (strange := [each for each in executions if each not in EXECUTIONS]):
-        told = repr(strange[0]) if executions else "none"
-        raise InputError(f"executions: expected loop, stacked, or both, got {told}")
+        got = repr(strange[0]) if executions else "none"
+        raise InputError(f"executions: expected loop, stacked, or both, got {got}")
     if num_rounds < 1 or num_warm_up < 0:
         raise InputError(
             f"num_rounds: expected at least 1, and num_warm_up of at least 0, got {num_rounds} and {num_warm_up}"

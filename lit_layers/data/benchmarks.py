@@ -14,7 +14,6 @@ from lit_layers.data.batches import Batches
 from lit_layers.data.tokenization import load_tokenizer, one_thread, tokenizer_hash
 from lit_layers.errors import InputError
 from lit_layers.tasks.catalogue import Task, find, tasks_of
-from lit_layers.tasks.task_files import local_copy, read_columns
 
 BENCHMARKS = tuple(tasks_of("prompts").values())
 
@@ -135,10 +134,7 @@ def _texts(name: str, folder: str | None) -> tuple[tuple[str, ...], str]:
     benchmark = find("prompts", name)
     (column,), split = benchmark.text, benchmark.split
     try:
-        if folder is None:
-            rows = read_columns(benchmark.source, [split], {column: "text"}, column)
-        else:
-            rows = local_copy("prompts", name, folder).read(split, {column: "text"})
+        rows = benchmark.read(split, {column: "text"}, folder)
     except InputError as error:
         raise InputError(f"the prompts of {name}: {error}") from error
     strange = next((row for row in rows.values[column] if not isinstance(row, str | None)), None)

@@ -69,7 +69,7 @@ def local_rows(task: str, folder: Path | None, limit: int | None = None) -> Loca
     """
     if is_file(task):
         columns = dict.fromkeys(OWN_COLUMNS[:2], "text") | {"label": "label"}
-        read = read_columns(task, ["test"], columns, None)
+        read = read_columns(task, ["test"], columns)
         name = Path(task).stem
         return LocalRows(name, "test", {"test": _rows(name, read, _own, limit)}, settings=_OWN)
     row = find("benchmark", task, f"name a file ({', '.join(SUFFIXES)}) with the columns {', '.join(OWN_COLUMNS)}")

@@ -10,9 +10,9 @@ from pathlib import Path
 from typing import Any
 
 from lit_layers.analyses.base import Analysis
+from lit_layers.analyses.speed import variants_of
 from lit_layers.data.tokenization import TextTokenizer, load_tokenizer, tokenizer_hash
 from lit_layers.errors import InputError
-from lit_layers.functional import block_schedules as kinds
 from lit_layers.functional.block_schedules import OF_MIDDLES, SEEDS, Schedule, Variant
 from lit_layers.models.build import architecture_hash, weights_hash
 from lit_layers.models.running_order import running_order
@@ -117,17 +117,7 @@ class BenchmarkScores(Analysis):
         Raises:
             InputError: options that do not fit the model.
         """
-        try:
-            return kinds.variants(
-                model.num_layers,
-                self.variants,
-                middles=self.middles,
-                seeds=self.seeds,
-                loops=self.loops,
-                custom=self.custom,
-            )
-        except (TypeError, ValueError) as error:
-            raise InputError(str(error)) from error
+        return variants_of(self, model)
 
     def config(self) -> dict[str, Any]:
         """Of all that decides the numbers; the scorer's version, too."""

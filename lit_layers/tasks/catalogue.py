@@ -3,12 +3,13 @@
 import difflib
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Literal, get_args
 
 from lit_layers.errors import InputError
 from lit_layers.tasks.probe_task import ProbeTask
-from lit_layers.tasks.task_files import Use
+from lit_layers.tasks.task_files import Columns, Use, local_copy, read_columns
 
 Domain = Literal["classification", "clustering", "pair_classification", "reranking", "sts"]
 DOMAINS: tuple[Domain, ...] = get_args(Domain)
@@ -46,6 +47,16 @@ class Task:
     domain: Domain | Literal[""] = ""
     subset: str = "default"
     official: bool = True
+
+    def read(self, split: str, columns: Mapping[str, str], folder: str | Path | None) -> Columns:
+        """Columns of a split: of the files that the folder's `tasks.yaml` names, or with None of the Hub.
+
+        Raises:
+            InputError: a split, file or column is missing, or the Hub does not answer.
+        """
+        if folder is None:
+            return read_columns(self.source, [split], columns)
+        return local_copy(self.use, self.name, folder).read(split, columns)
 
     @property
     def analysis(self) -> str:
@@ -206,10 +217,7 @@ _PROBES = (
         "split is cut 70/30, which is ours, as the paper does not say how many rows it used.",
     ),
     ProbeTask(
-        "imdb",
-        "stanfordnlp/imdb",
-        classes=("neg", "pos"),
-        description="Sentiment of film reviews (Maas et al. 2011).",
+        "imdb", "stanfordnlp/imdb", classes=("neg", "pos"), description="Sentiment of film reviews (Maas et al. 2011)."
     ),
     ProbeTask(
         "twenty_newsgroups",

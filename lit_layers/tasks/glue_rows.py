@@ -19,7 +19,6 @@ from sklearn import metrics as scores
 
 from lit_layers.errors import InputError
 from lit_layers.tasks.catalogue import Task, tasks_of
-from lit_layers.tasks.task_files import local_copy, read_columns
 
 SPLITS = ("train", "validation")
 
@@ -62,10 +61,7 @@ def read_rows(task: Task, split: str, folder: str | Path | None) -> GlueRows:
         raise InputError(f"split: expected train or validation, got {split!r}")
     columns = dict.fromkeys(task.text, "text") | {"label": "label"}
     try:
-        if folder is None:
-            read = read_columns(task.source, [split], columns, None)
-        else:
-            read = local_copy("glue", task.name, folder).read(split, columns)
+        read = task.read(split, columns, folder)
     except InputError as error:
         raise InputError(f"task {task.name}: {error}") from error
     texts = tuple(zip(*(read.values[column] for column in task.text), strict=True))
@@ -84,22 +80,12 @@ def _is_target(task: Task, target: Any) -> bool:
     return math.isfinite(target) if task.num_classes is None else target in range(task.num_classes)
 
 
-def _pearson(targets: np.ndarray, predictions: np.ndarray) -> float:
-    found: Any = stats.pearsonr(targets, predictions)
-    return found.statistic
-
-
-def _spearman(targets: np.ndarray, predictions: np.ndarray) -> float:
-    found: Any = stats.spearmanr(targets, predictions)
-    return found.statistic
-
-
-_METRICS: dict[str, Callable[[np.ndarray, np.ndarray], float]] = {
+_METRICS: dict[str, Callable[[np.ndarray, np.ndarray], Any]] = {
     "accuracy": scores.accuracy_score,
     "f1": scores.f1_score,  # of class 1
     "matthews": scores.matthews_corrcoef,
-    "pearson": _pearson,
-    "spearman": _spearman,
+    "pearson": lambda targets, predictions: stats.pearsonr(targets, predictions)[0],
+    "spearman": lambda targets, predictions: stats.spearmanr(targets, predictions)[0],
 }
 _CORRELATIONS = ("pearson", "spearman")
 
@@ -115,11 +101,11 @@ def glue_metrics(
     Raises:
         ValueError: other numbers of predictions than of targets, or none.
     """
-    predicted, wanted = np.asarray(predictions), np.asarray(targets)
-    if predicted.shape != wanted.shape or predicted.ndim != 1 or not len(wanted):
-        raise ValueError(f"expected a prediction for each target, got {predicted.shape} for {wanted.shape}")
-    found: dict[str, float] = {}
+    predicted, true = np.asarray(predictions), np.asarray(targets)
+    if predicted.shape != true.shape or predicted.ndim != 1 or not len(true):
+        raise ValueError(f"expected a prediction for each target, got {predicted.shape} for {true.shape}")
+    values: dict[str, float] = {}
     for name in task.scores:
-        undefined = name in _CORRELATIONS and (np.ptp(predicted) == 0 or np.ptp(wanted) == 0)
-        found[name] = math.nan if undefined else float(_METRICS[name](wanted, predicted))
-    return {**found, "task_score": math.fsum(found.values()) / len(found)}
+        undefined = name in _CORRELATIONS and (np.ptp(predicted) == 0 or np.ptp(true) == 0)
+        values[name] = math.nan if undefined else float(_METRICS[name](true, predicted))
+    return {**values, "task_score": math.fsum(values.values()) / len(values)}

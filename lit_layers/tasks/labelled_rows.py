@@ -98,7 +98,7 @@ def read_rows(task: RowOptions, splits: str | Sequence[str]) -> LabelledRows:
     if task.group is not None:
         columns.setdefault(task.group, "group")
     try:
-        read = read_columns(task.source, [splits] if isinstance(splits, str) else splits, columns, task.text)
+        read = read_columns(task.source, [splits] if isinstance(splits, str) else splits, columns)
     except InputError as error:
         raise InputError(f"task {task.name}: {error}") from error
     numbers = list(_kept(task, read))

@@ -36,21 +36,21 @@ def is_one_file(source: str) -> bool:
     return source.endswith(SUFFIXES) and PATTERN not in source
 
 
-def read_columns(source: str, splits: Sequence[str], columns: Mapping[str, str], text: str | None) -> Columns:
+def read_columns(source: str, splits: Sequence[str], columns: Mapping[str, str]) -> Columns:
     """The columns of several splits, one after the other.
 
-    `columns` says for each which option it is named by; `text` is the one that must not be taken for numbers.
+    `columns` says for each which option it is named by.
 
     Raises:
         InputError: a split, file or column is missing, a file is damaged, or the Hub does not answer.
     """
     read = _of_files if is_local(source) else _of_the_hub
-    parts = [read(source, split, columns, text) for split in splits]
+    parts = [read(source, split, columns) for split in splits]
     values = {column: [value for part in parts for value in part.values[column]] for column in parts[0].values}
     return Columns(values, parts[0].class_names, " and ".join(part.place for part in parts))
 
 
-def _of_the_hub(source: str, split: str, columns: Mapping[str, str], text: str | None) -> Columns:
+def _of_the_hub(source: str, split: str, columns: Mapping[str, str]) -> Columns:
     import datasets
 
     path, _, config = source.partition(":")
@@ -63,33 +63,33 @@ def _of_the_hub(source: str, split: str, columns: Mapping[str, str], text: str |
         ) from error
     place = f"the {split} split of {source}"
     _check_columns(place, columns, rows.column_names)
-    names = {column: getattr(rows.features[column], "names", None) for column in columns}
+    names = {column: tuple(getattr(rows.features[column], "names", None) or ()) for column in columns}
     values = {column: rows[column][:] for column in columns}
-    return Columns(values, {column: tuple(found) for column, found in names.items() if found}, place)
+    return Columns(values, {column: classes for column, classes in names.items() if classes}, place)
 
 
-def _of_files(source: str, split: str, columns: Mapping[str, str], text: str | None) -> Columns:
+def _of_files(source: str, split: str, columns: Mapping[str, str]) -> Columns:
     path = _file_of(source, split)
     read = {".parquet": _read_parquet, ".csv": _read_csv, ".jsonl": _read_jsonl}.get(path.suffix)
     if read is None:
         raise InputError(f"source: expected a {', '.join(SUFFIXES)} file, got {path}")
     if not path.is_file():
         raise InputError(f"source: expected the split {split!r} in {path}, there is no such file")
-    return Columns(read(path, columns, text), {}, str(path))
+    return Columns(read(path, columns), {}, str(path))
 
 
 def _file_of(source: str, split: str) -> Path:
     path = Path(source.replace(PATTERN, split)).expanduser()
     if not path.is_dir():
         return path
-    found = [path / f"{split}{suffix}" for suffix in SUFFIXES if (path / f"{split}{suffix}").is_file()]
-    if len(found) != 1:
+    files = [path / f"{split}{suffix}" for suffix in SUFFIXES if (path / f"{split}{suffix}").is_file()]
+    if len(files) != 1:
         held = ", ".join(sorted(each.name for each in path.iterdir() if each.suffix in SUFFIXES)) or "no data file"
         raise InputError(f"source: expected one file {split}{'|'.join(SUFFIXES)} in {path}, it has {held}")
-    return found[0]
+    return files[0]
 
 
-def _read_parquet(path: Path, columns: Mapping[str, str], text: str | None) -> dict[str, list[Any]]:
+def _read_parquet(path: Path, columns: Mapping[str, str]) -> dict[str, list[Any]]:
     import pyarrow as pa
     import pyarrow.parquet as pq
 
@@ -102,7 +102,7 @@ def _read_parquet(path: Path, columns: Mapping[str, str], text: str | None) -> d
     return {column: table[column].to_pylist() for column in columns}
 
 
-def _read_csv(path: Path, columns: Mapping[str, str], text: str | None) -> dict[str, list[Any]]:
+def _read_csv(path: Path, columns: Mapping[str, str]) -> dict[str, list[Any]]:
     import pyarrow as pa
     import pyarrow.csv as pc
 
@@ -123,10 +123,10 @@ def _read_csv(path: Path, columns: Mapping[str, str], text: str | None) -> dict[
 
 def _numbers_of(cells: list[str | None]) -> list[Any]:
     """Written labels as the integers or floats that they all are; as they are where one is a name, such as "01"."""
-    told = [cell for cell in cells if cell]
+    filled = [cell for cell in cells if cell]
     for kind in (int, float):
         try:
-            numbers = {cell: kind(cell) for cell in told}
+            numbers = {cell: kind(cell) for cell in filled}
         except ValueError:
             continue
         if kind is float or all(str(number) == cell for cell, number in numbers.items()):
@@ -135,7 +135,7 @@ def _numbers_of(cells: list[str | None]) -> list[Any]:
     return [cell or None for cell in cells]
 
 
-def _read_jsonl(path: Path, columns: Mapping[str, str], text: str | None) -> dict[str, list[Any]]:
+def _read_jsonl(path: Path, columns: Mapping[str, str]) -> dict[str, list[Any]]:
     rows = list(_objects(path))
     _check_columns(str(path), columns, list(dict.fromkeys(key for row in rows for key in row)))
     return {column: [row.get(column) for row in rows] for column in columns}
@@ -190,8 +190,8 @@ class LocalCopy:
         if isinstance(self.files, str):
             return [self.files]
         if split is not None and split not in self.files:
-            known = ", ".join(self.files)
-            raise InputError(f"{self.folder / MAPPING}: expected files of the split {split!r}, got {known}")
+            splits = ", ".join(self.files)
+            raise InputError(f"{self.folder / MAPPING}: expected files of the split {split!r}, got {splits}")
         chosen: list[Any] = list(self.files.values()) if split is None else [self.files[split]]
         return [name for value in chosen for name in (value if isinstance(value, list) else [value])]
 
@@ -206,9 +206,9 @@ class LocalCopy:
             InputError: a file or column is missing, or a file is damaged.
         """
         here = {self.columns.get(name, name): use for name, use in columns.items()}
-        wanted = here | dict.fromkeys(self.where, "where")
-        parts = [read_columns(str(path), [split], wanted, None) for path in self.paths(split)]
-        values = {name: [value for part in parts for value in part.values[name]] for name in wanted}
+        here |= dict.fromkeys(self.where, "where")
+        parts = [read_columns(str(path), [split], here) for path in self.paths(split)]
+        values = {name: [value for part in parts for value in part.values[name]] for name in here}
         for name, kept in self.where.items():
             rows = [row for row, value in enumerate(values[name]) if value == kept]
             values = {each: [column[row] for row in rows] for each, column in values.items()}
@@ -242,9 +242,9 @@ def local_copy(use: Use, name: str, folder: str | Path) -> LocalCopy:
     """
     copies = local_copies(use, folder)
     if name not in copies:
-        known = ", ".join(copies) or "none"
+        names = ", ".join(copies) or "none"
         raise InputError(
-            f"folder: {Path(folder) / MAPPING} has no {use} {name!r}, it has {known}: add it, or leave the "
+            f"folder: {Path(folder) / MAPPING} has no {use} {name!r}, it has {names}: add it, or leave the "
             "folder out to read the data set of the Hub"
         )
     return copies[name]
@@ -259,24 +259,24 @@ def _entries(path: Path, changed: int) -> dict[str, dict[str, LocalCopy]]:
         content = yaml.safe_load(path.read_text(encoding="utf-8")) or {}
     except (OSError, ValueError, yaml.YAMLError) as error:
         raise InputError(f"folder: {path} is no YAML that can be read ({' '.join(str(error).split())})") from error
-    known = {each.name for each in fields(LocalCopy)} - {"folder"}
+    keys = {each.name for each in fields(LocalCopy)} - {"folder"}
     if not isinstance(content, dict) or set(content) - set(get_args(Use)):
         raise InputError(f"folder: expected {', '.join(get_args(Use))} in {path}, got {str(content)[:80]}")
-    found: dict[str, dict[str, LocalCopy]] = {}
+    copies: dict[str, dict[str, LocalCopy]] = {}
     for use, entries in content.items():
-        found[use] = {}
+        copies[use] = {}
         if not isinstance(entries or {}, dict):
             raise InputError(f"folder: {path}: {use}: expected a path for each task, got {entries!r}")
         for name, entry in (entries or {}).items():
             entry: Any = {"files": entry} if isinstance(entry, str) else entry
             files = entry.get("files") if isinstance(entry, dict) else None
-            if set(entry if isinstance(entry, dict) else ()) - known or not isinstance(files, str | dict) or not files:
+            if set(entry if isinstance(entry, dict) else ()) - keys or not isinstance(files, str | dict) or not files:
                 raise InputError(
-                    f"folder: {path}: {use}: {name}: expected files, and where they differ {', '.join(sorted(known))}; "
+                    f"folder: {path}: {use}: {name}: expected files, and where they differ {', '.join(sorted(keys))}; "
                     f"got {entry!r}"
                 )
-            found[use][str(name)] = copy = LocalCopy(folder=path.parent, **entry)
+            copies[use][str(name)] = copy = LocalCopy(folder=path.parent, **entry)
             for file in copy.names():
                 if not isinstance(file, str) or Path(file).is_absolute() or ".." in Path(file).parts:
                     raise InputError(f"folder: {path}: {use}: {name}: expected paths within the folder, got {file!r}")
-    return found
+    return copies
