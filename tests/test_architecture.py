@@ -14,8 +14,8 @@ from importlinter.configuration import configure
 ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "lit_layers"
 # what takes a tenth of a second or more to import
-HEAVY = {"datasets", "huggingface_hub", "lightning", "lm_eval", "matplotlib", "mteb", "pandas", "plotly", "sklearn"}
-HEAVY |= {"altair", "timm", "tokenizers", "torch", "transformers", "wandb"}
+HEAVY = {"datasets", "huggingface_hub", "lightning", "lm_eval", "mteb", "pandas", "sklearn", "vl_convert"}
+HEAVY |= {"altair", "jinja2", "timm", "tokenizers", "torch", "transformers", "wandb"}
 Graph = dict[str, set[str]]
 
 

@@ -9,7 +9,7 @@ import numpy as np
 import pandas as pd
 import pytest
 
-pytest.importorskip("plotly")
+pytest.importorskip("vl_convert")
 
 from lit_layers import records
 from lit_layers.correlate import correlate, published, read_file, read_runs

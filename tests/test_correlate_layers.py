@@ -7,7 +7,7 @@ import numpy as np
 import pandas as pd
 import pytest
 
-pytest.importorskip("plotly")
+pytest.importorskip("vl_convert")
 
 from lit_layers import records
 from lit_layers.cli import main as cli

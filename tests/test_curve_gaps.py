@@ -1,26 +1,17 @@
-"""A layer that a checkpoint has no value of: its line in a PNG or SVG picture breaks there, as on the page."""
+"""A layer that a checkpoint has no value of: its line, and the band around it, break there."""
 
-import math
-from pathlib import Path
-from typing import Any
+import re
 
 import pytest
 
-pytest.importorskip("plotly")
+pytest.importorskip("vl_convert")
 
 from lit_layers import plots, records
-from lit_layers.plots import curve_pictures
+from lit_layers.figures import Chart
+from tests.support.charts import line
 from tests.support.layer_results import LAYERS, layer_results
 
 GAP = 2
-
-
-@pytest.fixture
-def drawn(monkeypatch):
-    """The axes of pictures instead of files."""
-    axes = []
-    monkeypatch.setattr(curve_pictures, "save", lambda fig, path, title: axes.append(fig.axes[0]))
-    return axes
 
 
 def table(steps, gaps: dict[int | str, list[int]], **runs: int):
@@ -33,47 +24,35 @@ def table(steps, gaps: dict[int | str, list[int]], **runs: int):
     return records.frame(found)
 
 
-def line(axes: Any, name: str) -> Any:
-    (found,) = [line for line in axes.lines if line.get_label() == name]
-    return found
+def pieces(chart: Chart, mark: str, color: str) -> int:
+    """Of how many pieces a line or band of this colour is in a picture."""
+    side = "stroke" if mark == "line" else "fill"
+    groups = re.findall(rf"mark-{mark} role-mark[^>]*>(.*?)</g>", chart.picture(".svg").decode(), re.S)
+    paths = [path for group in groups for path in re.findall(r"<path[^>]*>", group) if f'{side}="{color}"' in path]
+    return sum(re.findall(r' d="([^"]*)"', path)[0].count("M") for path in paths)
 
 
-def pieces(line: Any) -> list[list[float]]:
-    """The layers of each piece of a line that is drawn in one go."""
-    found, there = [[]], False
-    for vertices, code in line.get_path().iter_segments(remove_nans=True):
-        if code == line.get_path().MOVETO and there:
-            found.append([])
-        there = True
-        found[-1].append(float(vertices[-2]))
-    return found
-
-
-def test_a_line_and_its_band_break_at_a_layer_that_only_other_checkpoints_have(drawn):
+def test_a_line_and_its_band_break_at_a_layer_that_only_other_checkpoints_have():
     frame = table([0, 64], {64: [GAP]})
-    plots.write_layer_curves(frame, Path("a.png"), "accuracy", controls=["random_labels"])
-    (axes,) = drawn
-    whole, broken = list(range(LAYERS + 1)), [list(range(GAP)), list(range(GAP + 1, LAYERS + 1))]
-    assert pieces(line(axes, "step 0")) == [whole]
-    assert pieces(line(axes, "step 64")) == broken
-    assert [len(band.get_paths()) for band in axes.collections] == [1, 2]
-    page: Any = plots.layer_profile(frame, "accuracy").data
-    assert [trace.y[GAP] for trace in page if len(trace.x) == len(whole)].count(None) == 1, "as the page's figure"
-    dashed = [each for each in axes.lines if each.get_linestyle() != "-" and len(each.get_xdata()) > 2]
-    assert [pieces(each) for each in dashed] == [broken], "what is compared with"
+    chart = plots.layer_profile(frame, "accuracy", controls=["random_labels"], intervals=True)
+    whole, broken, control = (line(chart, name) for name in ("step 0", "step 64", "random labels"))
+    assert whole.x == broken.x == control.x == list(range(LAYERS + 1))
+    assert [series.y[GAP] is None for series in (whole, broken, control)] == [False, True, True]
+    for mark in ("line", "area"):
+        assert pieces(chart, mark, whole.color) == 1
+        assert pieces(chart, mark, broken.color) == 2
 
 
-def test_a_last_layer_that_is_missing_does_not_stretch_the_others(drawn):
-    plots.write_layer_curves(table([0, 64], {0: [LAYERS]}), Path("a.png"), "accuracy")
-    (axes,) = drawn
-    assert axes.get_xlabel() == "layer"
-    assert pieces(line(axes, "step 0")) == [list(range(LAYERS))]
+def test_a_last_layer_that_is_missing_does_not_stretch_the_others():
+    chart = plots.layer_profile(table([0, 64], {0: [LAYERS]}), "accuracy")
+    assert line(chart, "step 0").y[-1] is None
+    assert line(chart, "step 64").y[-1] is not None
+    assert pieces(chart, "line", line(chart, "step 0").color) == 1
 
 
-def test_models_that_are_not_equally_deep_break_at_their_own_layers(drawn):
-    frame = table([], {"lab/large": [GAP]}, small=2, large=4, other=4)
-    plots.write_layer_curves(frame, Path("a.png"), "accuracy")
-    (axes,) = drawn
-    assert pieces(line(axes, "small")) == [[0.0, 50.0, 100.0]]
-    assert pieces(line(axes, "large")) == [[0.0, 25.0], [75.0, 100.0]]
-    assert math.isnan(line(axes, "large").get_ydata()[GAP])
+def test_models_that_are_not_equally_deep_break_at_their_own_layers():
+    chart = plots.model_profile(table([], {"lab/large": [GAP]}, small=2, large=4, other=4), "accuracy")
+    small, large = line(chart, "small"), line(chart, "large")
+    assert (small.x, [y is None for y in small.y]) == ([0, 50, 100], [False] * 3)
+    assert (large.x, [y is None for y in large.y]) == ([0, 25, 50, 75, 100], [False, False, True, False, False])
+    assert pieces(chart, "line", large.color) == 2

@@ -22,6 +22,7 @@ from lit_layers.report import WandbMirror, write_report
 from lit_layers.training import EmergenceCallback
 from tests.embeddings.tiny_tasks import write_tiny_data
 from tests.support.browser import CHROMIUM, dom_after
+from tests.support.charts import page_figures
 from tests.support.labelled_texts import labelled, saved_gpt2
 from tests.support.read_wandb import read_runs
 from tests.support.runs import make_models, make_run, measurement
@@ -203,7 +204,7 @@ def test_loggers_and_wandb_get_other_settings_under_names_of_their_own(tmp_path:
     run = read_runs(root)["a1b2c3d4"]
     assert [step for step, _ in run.curve("coupling/coupling/k=2")] == [0, 1]
     assert [step for step, _ in run.curve(f"{name}/coupling/k=3")] == [0, 1, 2]
-    assert f"{name}/coupling_pair/k=3/matrix" in run.media("plotly-file")
+    assert f"{name}/coupling_pair/k=3/matrix" in run.media("image-file")
     table = run.tables["emergence"]
     column = table["columns"].index("settings")
     assert {row[column] for row in table["data"]} == {identity.short(identity.settings_of(m)) for m in (own, changed)}
@@ -222,26 +223,26 @@ def test_a_variant_of_one_step_has_no_surface_and_the_page_all_others(run: Path)
     with pytest.raises(ValueError, match="has no values per layer of at least two steps"):
         plots.layer_surface(frame, "prompt_entropy", tags={"alpha": 2.0})
     page = write_report(run)
-    surfaces = [each for each in figures(page) if any(trace.get("type") == "heatmap" for trace in each["data"])]
+    surfaces = [each for each in figures(page) if "z" in each]
     assert len(surfaces) > 4
     assert not any("problem" in each for each in figures(page))
 
 
 def test_a_figure_that_cannot_be_drawn_is_a_sentence_in_its_place(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    before = figures(write_report(run))
+    before = page_figures(write_report(run))
 
     def refuse(*_: Any, **__: Any) -> None:
         raise ZeroDivisionError("<b>no</b> pairs\nat all")
 
     monkeypatch.setattr(plots, "layer_matrix", refuse)
     page = write_report(run)
-    after = figures(page)
+    after = page_figures(page)
     sentence = "This figure could not be drawn: ZeroDivisionError: <b>no</b> pairs at all"
-    problems = [number for number, each in enumerate(after) if "problem" in each]
+    problems = [number for number, each in enumerate(after) if each.problem]
     assert problems, "it has pairs of layers"
-    assert {after[number]["problem"] for number in problems} == {sentence}
-    assert [each for number, each in enumerate(after) if number not in problems] == [
-        each for number, each in enumerate(before) if number not in problems
+    assert {after[number].problem for number in problems} == {sentence}
+    assert [(each.spec, each.points) for number, each in enumerate(after) if number not in problems] == [
+        (each.spec, each.points) for number, each in enumerate(before) if number not in problems
     ]
     assert "ZeroDivisionError: &lt;b&gt;no&lt;/b&gt; pairs at all</div>" in page.read_text()
 
@@ -271,7 +272,7 @@ def test_a_browser_shows_the_sentence_and_the_figures_of_the_other_choices(
         choice.value = value;
         choice.dispatchEvent(new Event("change"));
         await until(() => bad.dataset.state === state);
-        told.push(bad.querySelector("svg") ? "drawn" : bad.textContent);
+        told.push(bad.querySelector("canvas") ? "drawn" : bad.textContent);
       };
       told.push(bad.textContent);
       await choose("1", "drawn");

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-pytest.importorskip("plotly")
+pytest.importorskip("vl_convert")
 pytest.importorskip("jinja2")
 
 from lit_layers import analyses, metrics, plots, records
@@ -18,7 +18,7 @@ from lit_layers.metrics import METRICS, Metric, look_up
 from lit_layers.models.view import LayeredModel
 from lit_layers.records import Measurement, Record
 from lit_layers.report import facts, figures, layerwise, wandb_mirror, write_report
-from lit_layers.report.layer_pictures import write_pictures
+from lit_layers.report.pictures import write_pictures
 from lit_layers.tasks.benchmark_scores import BenchmarkScores
 from lit_layers.tasks.glue_rows import GLUE
 from lit_layers.training.run_log import RunLog
@@ -143,11 +143,11 @@ def test_one_row_shows_a_metric_everywhere(tmp_path, monkeypatch):
     frame = records.frame(run / "measurements.jsonl")
     assert "brier_score" in plots.change_table(frame)["metric"].tolist()
     pictures = [path.name for path in write_pictures(run, tmp_path / "pictures")]
-    assert "probe_topics_brier_score.svg" in pictures
+    assert "probe_topics_probe_brier_score_test_rows_over_layers.svg" in pictures
     (first, *_) = records.read(run / "measurements.jsonl")
     assert "probe/topics/brier_score/split=test/task=topics/layer_mean" in wandb_mirror._points(first)
     fig: Any = plots.best_layers(frame, "brier_score", tags={"split": "test", "control": None})
-    assert list(fig.data[0].y) == [4, 4]  # the lowest
+    assert list(fig.series[0].y) == [4, 4]  # the lowest
     for number in range(4):
         of_step = {"brier_score": 0.3 + number / 10, "random_brier_score": 0.9}
         found = [Record(metric=name, value=value + number**2 / 50) for name, value in of_step.items()]

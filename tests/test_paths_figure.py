@@ -7,9 +7,10 @@ from pathlib import Path
 import pandas as pd
 import pytest
 
-pytest.importorskip("plotly")
+pytest.importorskip("vl_convert")
 
 from lit_layers import plots, records
+from lit_layers.figures import Series
 from lit_layers.records import Measurement, Record
 from lit_layers.report import write_report
 
@@ -41,55 +42,56 @@ def frame() -> pd.DataFrame:
     return records.frame(map(measured, (0, 1, 8)))
 
 
-def lines(trace) -> list[list[tuple[float, float]]]:
-    """The paths of a trace, which gaps part."""
+def lines(series: Series, frame: int = 0) -> list[list[tuple[float, float]]]:
+    """The paths of a checkpoint, which gaps part."""
     found: list[list[tuple[float, float]]] = [[]]
-    for x, y in zip(trace["x"], trace["y"], strict=True):
-        found.append([]) if x is None else found[-1].append((x, y))
+    for x, y, number in zip(series.x, series.y, series.frame, strict=True):
+        if number == frame:
+            found.append([]) if x is None else found[-1].append((x, y))
     return found[:-1]
 
 
 @pytest.mark.parametrize("prompt", [1, 2])
 def test_every_path_goes_through_the_layers_in_order_with_a_frame_a_checkpoint(frame, prompt) -> None:
     fig = plots.paths_in_plane(frame, tags={"prompt": prompt})
-    assert [frame_.name for frame_ in fig.frames] == ["0", "1", "8"]
-    for frame_ in fig.frames:
-        step = int(frame_.name)
+    assert fig.frames == [0, 1, 8]
+    (series,) = fig.series
+    for number, step in enumerate(fig.frames):
         expected = [
             [tuple(place(step, prompt, token, layer, axis) for axis in (1, 2)) for layer in range(LAYERS + 1)]
             for token in TOKENS
         ]
-        for path, wanted in zip(lines(frame_.data[0]), expected, strict=True):
+        for path, wanted in zip(lines(series, number), expected, strict=True):
             assert path == [pytest.approx(point, rel=1e-3) for point in wanted]
-        assert frame_.layout.xaxis.title.text == f"Axis 1 ({0.5 + 0.1 * prompt + step / 100:.0%})"
-        assert frame_.layout.yaxis.title.text == "Axis 2 (20%)"
-        for number, axis in enumerate((frame_.layout.xaxis, frame_.layout.yaxis)):
-            found = [point[number] for path in expected for point in path]
-            assert axis.range[0] < min(found) < max(found) < axis.range[1]
-            assert axis.range[1] - axis.range[0] < 1.2 * (max(found) - min(found)), "each checkpoint fills the picture"
-    assert lines(fig.data[0]) == lines(fig.frames[-1].data[0])
-    assert fig.layout.title.text == f"Paths of tokens through the layers, prompt {prompt}"
-    assert fig.layout.xaxis.range == fig.frames[-1].layout.xaxis.range
+        assert fig.notes[number] == f"axis 1: {0.5 + 0.1 * prompt + step / 100:.0%}, axis 2: 20%"
+        for side, (low, high) in enumerate(fig.ranges[number]):
+            found = [point[side] for path in expected for point in path]
+            assert low < min(found) < max(found) < high
+            assert high - low < 1.2 * (max(found) - min(found)), "each checkpoint fills the picture"
+    assert fig.title == f"Paths of tokens through the layers, prompt {prompt}"
+    encoding = fig.spec()["encoding"]
+    assert [encoding[side]["scale"]["domain"] for side in "xy"] == [[*ends] for ends in fig.ranges[-1]], "the last"
 
 
 def test_dots_are_coloured_by_layer_and_tell_token_and_layer(frame) -> None:
-    trace, bar = plots.paths_in_plane(frame).data
-    dots = [n for n, x in enumerate(trace.x) if x is not None]
-    assert [trace.marker.color[n] for n in dots] == [*range(LAYERS + 1)] * len(TOKENS)
-    assert (trace.marker.cmin, trace.marker.cmax) == (0, LAYERS)
-    assert [trace.text[n] for n in dots[:5]] == [*(f"token 1, layer {n}" for n in range(4)), "token 4, layer 0"]
-    assert [trace.marker.symbol[n] for n in dots[:2]] == ["circle-open", "circle"]
-    assert trace.marker.size[dots[3]] > trace.marker.size[dots[2]]
-    assert list(bar.marker.colorbar.ticktext) == ["0", "2", "3"]
+    fig = plots.paths_in_plane(frame)
+    (series,) = fig.series
+    dots = [n for n, x in enumerate(series.x) if x is not None]
+    colors = [series.colors[n] for n in dots]
+    assert len({*colors}) == LAYERS + 1
+    assert colors == colors[: LAYERS + 1] * len(TOKENS) * len(fig.frames)
+    assert [series.texts[n] for n in dots[:5]] == [*(f"token 1, layer {n}" for n in range(4)), "token 4, layer 0"]
+    assert [series.marks[n] for n in dots[:2]] == ["circle-open", "circle"]
+    assert series.sizes[dots[3]] > series.sizes[dots[2]]
+    assert list(fig.bar.labels.values()) == ["0", "2", "3"]
 
 
 def test_without_shares_of_variance_axes_have_plain_names_and_one_checkpoint_has_no_slider() -> None:
     frame = records.frame([measured(4)])
     fig = plots.paths_in_plane(frame[frame["metric"] == "path"])
-    assert (fig.layout.xaxis.title.text, fig.layout.yaxis.title.text) == ("Axis 1", "Axis 2")
-    assert not fig.frames
-    assert not fig.layout.sliders
-    assert lines(fig.data[0])[0][0] == (place(4, 1, 1, 0, 1), place(4, 1, 1, 0, 2)), "the first prompt"
+    assert (fig.x.title, fig.y.title, fig.notes) == ("Axis 1", "Axis 2", [])
+    assert "params" not in fig.spec(still=False)
+    assert lines(fig.series[0])[0][0] == (place(4, 1, 1, 0, 1), place(4, 1, 1, 0, 2)), "the first prompt"
 
 
 def test_what_holds_no_paths_is_refused(frame) -> None:
@@ -128,9 +130,9 @@ def test_the_report_has_the_picture_with_a_choice_of_prompts_and_no_figure_of_it
     choices, figures = found["Paths of tokens through the layers"]
     assert choices == ["prompt 1", "prompt 2"]
     for prompt, figure in enumerate(figures, start=1):
-        assert [frame["name"] for frame in figure["frames"]] == ["0", "1", "8"]
-        assert lines(figure["frames"][1]["data"][0])[0][0][0] == place(1, prompt, 1, 0, 1)
-        assert figure["frames"][1]["layout"]["xaxis"]["title"]["text"] == f"Axis 1 ({0.51 + 0.1 * prompt:.0%})"
+        assert figure["frames"] == [0, 1, 8]
+        at = figure["points"]["f"].index(1)
+        assert figure["points"]["x"][at] == place(1, prompt, 1, 0, 1)
 
 
 def test_a_comparison_of_models_has_the_paths_of_each(tmp_path: Path) -> None:
@@ -139,4 +141,4 @@ def test_a_comparison_of_models_has_the_paths_of_each(tmp_path: Path) -> None:
     choices, figures = blocks(write_report(tmp_path))["Paths of tokens through the layers"]
     assert choices == ["a, prompt 1", "a, prompt 2", "b, prompt 1", "b, prompt 2"]
     assert len(figures) == 4
-    assert all(figure["layout"]["xaxis"]["title"]["text"].startswith("Axis 1 (") for figure in figures)
+    assert all("frames" not in figure for figure in figures)

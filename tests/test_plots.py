@@ -6,13 +6,14 @@ from pathlib import Path
 import pandas as pd
 import pytest
 
-pytest.importorskip("plotly")
+pytest.importorskip("vl_convert")
 
 from lit_layers import plots, records
 from lit_layers.errors import InputError
-from lit_layers.plots import theme
-from lit_layers.plots.models import short_names
+from lit_layers.figures import theme
+from lit_layers.figures.models import short_names
 from lit_layers.records import Measurement, Record
+from tests.support.charts import axis, drawn, line, names, svg_texts, values
 from tests.support.runs import measurement
 from tests.test_variant_plots import SUSPECT_FIGURES
 
@@ -39,28 +40,23 @@ def whole(steps: tuple[int, ...], metric: str = "m", shift: float = 0.0, **tags)
     return [(s, [Record(metric=metric, value=s + shift, low=s - 1.0, high=s + 2.0, tags=tags)]) for s in steps]
 
 
-def drawn(fig, name: str) -> dict[float, float]:
-    """All points of the traces of one name, as {x: y}."""
-    traces = [trace for trace in fig.data if trace.name == name]
-    return {x: y for trace in traces for x, y in zip(trace.x, trace.y, strict=True)}
-
-
 def test_step_0_stands_apart_and_every_other_step_is_at_the_log_of_one_more() -> None:
     fig = plots.emergence_curves(table(*layered((0, 1, 2, 512, 1000))), "m")
     points = drawn(fig, "layer 2")
     apart = min(points)
     assert points.pop(apart) == 0.2
     assert points == {round(math.log10(1 + s), 5): s + 0.2 for s in (1, 2, 512, 1000)}
-    line = next(trace for trace in fig.data if trace.name == "layer 2")
-    assert apart not in line.x, "the line of training does not reach to the untrained model"
-    assert apart < fig.layout.shapes[0].x0 < math.log10(2)
-    assert fig.layout.xaxis.range[0] < apart
+    assert axis(fig).divider is not None
+    assert apart < axis(fig).divider < math.log10(2)
+    assert axis(fig).ends[0] < apart
+    paths = re.findall(r'mark-line[^>]*><path[^>]* d="([^"]*)"', fig.picture(".svg").decode())
+    assert len(paths) == 6, "the line of training does not reach to the untrained model"
 
 
 def test_ticks_are_steps_that_were_measured_at_their_places() -> None:
     steps = (0, 1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1000, 2000, 143_000)
     fig = plots.emergence_curves(table(*layered(steps)), "m")
-    labels = dict(zip(fig.layout.xaxis.ticktext, fig.layout.xaxis.tickvals, strict=True))
+    labels = {text: place for place, text in axis(fig).labels.items()}
     assert labels["0"] == min(drawn(fig, "layer 0"))
     assert {"0", "1", "143k"} <= labels.keys()
     assert 4 <= len(labels) <= 8
@@ -73,46 +69,45 @@ def test_ticks_are_steps_that_were_measured_at_their_places() -> None:
 def test_the_token_axis_has_tokens_and_needs_them() -> None:
     fig = plots.emergence_curves(table(*layered((0, 1, 10))), "m", axis="tokens")
     assert sorted(drawn(fig, "layer 1"))[1:] == [round(math.log10(101), 5), round(math.log10(1001), 5)]
-    assert fig.layout.xaxis.title.text == "Tokens seen"
-    assert fig.layout.meta["axes"].keys() == {"step", "tokens"}
+    assert axis(fig).title == "Tokens seen"
+    assert fig.training.names == ["step", "tokens"]
     blind = table(*layered((0, 1, 10)), tokens=None)
-    assert plots.emergence_curves(blind, "m").layout.meta["axes"].keys() == {"step"}
+    assert plots.emergence_curves(blind, "m").training.names == ["step"]
     with pytest.raises(ValueError, match="needs the tokens of every step"):
         plots.emergence_curves(blind, "m", axis="tokens")
 
 
 def test_layers_have_one_line_each_coloured_by_depth() -> None:
     fig = plots.emergence_curves(table(*layered((1, 2), layers=5)), "m")
-    lines = [trace for trace in fig.data if trace.meta is not None]
-    assert [trace.name for trace in lines] == [f"layer {n}" for n in range(5)]
-    assert len({trace.line.color for trace in lines}) == 5
-    bar = fig.data[-1].marker
-    assert (bar.cmin, bar.cmax, list(bar.colorbar.ticktext)) == (0, 4, ["0", "2", "4"])
+    assert names(fig) == [f"layer {n}" for n in range(5)]
+    assert len({series.color for series in fig.series}) == 5
+    assert fig.bar.labels == {0: "0", 2: "2", 4: "4"}
 
 
 def test_values_of_the_whole_model_come_with_their_interval_one_line_a_variant() -> None:
     low_high = table(*whole((1, 2), k=4), *whole((0,), k=4)), table(*whole((1, 2), k=4))
     fig = plots.emergence_curves(low_high[0], "m")
-    low, high = fig.data[0], fig.data[1]
-    assert (list(low.y), list(high.y), high.fill) == ([0.0, 1.0], [3.0, 4.0], "tonexty")
-    untrained = next(trace for trace in fig.data if trace.mode == "markers")
-    assert (untrained.error_y.array[0], untrained.error_y.arrayminus[0]) == (2.0, 1.0)
+    (one,) = fig.series
+    assert (one.x, one.low, one.high, one.interval) == ([0, 1, 2], [-1.0, 0.0, 1.0], [2.0, 3.0, 4.0], "band")
+    picture = fig.picture(".svg").decode()
+    assert re.search(r"mark-area[^>]*><path", picture)
+    assert len(re.findall(r"mark-rule role-mark [^>]*><line", picture)) == 2, "what stands apart, and its interval"
     both = [(s, a + b) for (s, a), (_, b) in zip(whole((1, 2), k=4), whole((1, 2), shift=5, k=12), strict=True)]
     fig = plots.emergence_curves(table(*both), "m")
-    assert {trace.name for trace in fig.data if trace.showlegend} == {"k = 4", "k = 12"}
-    assert list(drawn(fig, "k = 12").values()) == [6.0, 7.0]
+    assert [series.name for series in fig.series if series.legend] == ["k = 4", "k = 12"]
+    assert values(fig, "k = 12") == [6.0, 7.0]
 
 
 def test_references_and_baselines_are_dashed_and_named() -> None:
     frame = records.frame(measurement("r", step, "next_token_probe") for step in (0, 1, 8))
     fig = plots.emergence_curves(frame, "accuracy")
-    dashed = {trace.name for trace in fig.data if trace.line.dash}
+    dashed = {series.name for series in fig.series if series.dash}
     assert dashed == {"majority class", "model's head", "model's head, probe's classes"}
     assert list(drawn(fig, "majority class").values()) == [0.16] * 3
     frame = records.frame(measurement("r", step, "coupling") for step in (0, 1, 8))
     fig = plots.emergence_curves(frame, "coupling", baselines=["random_coupling"])
-    assert {trace.name for trace in fig.data if trace.line.dash} == {"Random bases, k = 4", "Random bases, k = 12"}
-    colors = {trace.name: trace.line.color for trace in fig.data if trace.line.color}
+    assert {series.name for series in fig.series if series.dash} == {"Random bases, k = 4", "Random bases, k = 12"}
+    colors = {series.name: series.color for series in fig.series}
     assert colors["k = 12"] == colors["Random bases, k = 12"] != colors["k = 4"]
 
 
@@ -120,11 +115,11 @@ def test_lines_per_layer_are_of_one_variant_the_plainest_or_the_one_that_tags_ch
     frame = records.frame(measurement("r", step, "representation") for step in (0, 1))
     for draw in (plots.emergence_curves, plots.layer_profile):
         fig = draw(frame, "prompt_entropy")
-        assert fig.layout.title.text == "Prompt entropy (nats), raw, all tokens"
+        assert fig.title == "Prompt entropy (nats), raw, all tokens"
         other = draw(frame, "prompt_entropy", tags={"drop_first": 1})
-        assert other.layout.title.text == "Prompt entropy (nats), raw, without the first token"
-        assert len(fig.data) == len(other.data)
-    last = fig.data[1].y, other.data[1].y  # of the profiles, at step 1
+        assert other.title == "Prompt entropy (nats), raw, without the first token"
+        assert len(fig.series) == len(other.series)
+    last = fig.series[1].y, other.series[1].y  # of the profiles, at step 1
     assert last[1][3] - last[0][3] == pytest.approx(0.3 * math.log(2) / math.log(513), abs=1e-4)
 
 
@@ -133,7 +128,7 @@ def test_a_mean_and_its_median_are_told_apart_by_the_absent_tag() -> None:
     assert plots.variants(frame, "state_norm") == [{"statistic": None}, {"statistic": "median"}]
     mean = plots.layer_profile(frame, "state_norm", tags={"statistic": None})
     median = plots.layer_profile(frame, "state_norm", tags={"statistic": "median"})
-    assert mean.data[0].y[0] - median.data[0].y[0] == pytest.approx(0.1)
+    assert mean.series[0].y[0] - median.series[0].y[0] == pytest.approx(0.1)
 
 
 def test_counts_that_differ_from_step_to_step_make_no_variants() -> None:
@@ -150,48 +145,52 @@ def test_an_unknown_metric_is_refused_with_those_there_are() -> None:
     two = pd.concat([table(*layered((1,))), table(*layered((1,)), analysis="b")])
     with pytest.raises(ValueError, match="more than one analysis: a, b; choose one"):
         plots.emergence_curves(two, "m")
-    assert len(plots.emergence_curves(two, "m", analysis="b").data) == 4
+    assert len(plots.emergence_curves(two, "m", analysis="b").series) == 3
 
 
 def test_text_from_the_data_is_shown_not_interpreted() -> None:
     rows = [(1, [Record(metric="<b>m</b>", value=1.0, layer=0, tags={"reference": '<a href="x">'}),
                  Record(metric="<b>m</b>", value=1.0, layer=0)])]  # fmt: skip
-    text = plots.emergence_curves(table(*rows), "<b>m</b>").to_json()
-    assert not re.search(r"(\\u003c|<)(b|a)\b", str(text).replace("\\u003cbr\\u003e", "").replace("<br>", ""))
+    fig = plots.emergence_curves(table(*rows), "<b>m</b>")
+    assert {"&lt;b&gt;m&lt;: b&gt;", '&lt;a href="x"&gt;'} <= {*svg_texts(fig)}, (
+        "a slash parts an analysis and its task"
+    )
 
 
 def test_values_that_cannot_be_drawn_are_gaps() -> None:
     rows = [(s, [Record(metric="m", value=v, layer=0)]) for s, v in ((1, 1.0), (2, math.inf), (3, math.nan), (4, 2.0))]
     frame = table(*rows)
-    assert list(plots.emergence_curves(frame, "m").data[0].y) == [1.0, None, None, 2.0]
-    plots.layer_profile(frame, "m").to_json()
+    fig = plots.emergence_curves(frame, "m")
+    assert list(fig.series[0].y) == [1.0, None, None, 2.0]
+    (path,) = re.findall(r'mark-line[^>]*><path[^>]* d="([^"]*)"', fig.picture(".svg").decode())
+    assert path.count("M") == 2, "the line breaks there"
+    plots.layer_profile(frame, "m").picture(".svg")
 
 
 def test_a_single_checkpoint_is_a_figure_too() -> None:
     for step in (0, 7):
         fig = plots.emergence_curves(table(*layered((step,))), "m")
         assert list(drawn(fig, "layer 1").values()) == [step + 0.1]
-        assert fig.layout.xaxis.ticktext[0] == str(step)
-        assert not fig.layout.shapes
-        assert list(plots.layer_profile(table(*layered((step,))), "m").data[0].y) == [step + n / 10 for n in range(3)]
+        assert [*axis(fig).labels.values()] == [str(step)]
+        assert axis(fig).divider is None
+        assert list(plots.layer_profile(table(*layered((step,))), "m").series[0].y) == [step + n / 10 for n in range(3)]
 
 
 def test_a_profile_has_a_line_a_checkpoint_and_thins_many_but_keeps_both_ends() -> None:
     fig = plots.layer_profile(table(*layered((0, 1, 8))), "m")
-    lines = [trace for trace in fig.data if trace.mode == "lines+markers"]
-    assert [list(trace.x) for trace in lines] == [[0, 1, 2]] * 3
-    assert list(lines[1].y) == [1.0, 1.1, 1.2]
-    assert lines[-1].line.width > lines[0].line.width
+    assert [list(series.x) for series in fig.series] == [[0, 1, 2]] * 3
+    assert list(fig.series[1].y) == [1.0, 1.1, 1.2]
+    assert fig.series[-1].width > fig.series[0].width
     many = plots.layer_profile(table(*layered(tuple(range(100)))), "m")
-    firsts = [trace.y[0] for trace in many.data if trace.mode == "lines+markers"]
+    firsts = [series.y[0] for series in many.series]
     assert (len(firsts), firsts[0], firsts[-1]) == (16, 0, 99)
 
 
 def test_a_profile_over_distance_and_one_of_nothing() -> None:
     frame = records.frame([measurement("r", 8, "coupling")])
     fig = plots.layer_profile(frame, "coupling_by_distance", tags={"k": 4})
-    assert list(fig.data[0].x) == [0, 1, 2, 3, 4, 5]
-    assert fig.layout.xaxis.title.text == "Distance between the blocks"
+    assert list(fig.series[0].x) == [0, 1, 2, 3, 4, 5]
+    assert fig.x.title == "Distance between the blocks"
     with pytest.raises(ValueError, match="'excess_coupling' has no values per layer"):
         plots.layer_profile(frame, "excess_coupling")
 
@@ -202,15 +201,13 @@ def test_a_matrix_has_the_layer_down_and_the_other_layer_across_at_each_place_of
         return [Record(metric="p", value=v, layer=i, other_layer=j) for (i, j), v in value.items()]
 
     fig = plots.layer_matrix(table((0, pairs(0)), (3, pairs(3))), "p")
-    assert [[*row] for row in fig.data[0].z] == [[9.0, 3.0], [-6.0, 9.0]]
-    assert fig.layout.yaxis.title.text == "Layer"
-    assert fig.layout.yaxis.autorange == "reversed"
-    assert (fig.data[0].zmin, fig.data[0].zmax) == (-6.0, 6.0), "the diagonal does not decide the colours"
-    assert [frame.name for frame in fig.frames] == ["0", "3"]
-    assert [[*row] for row in fig.frames[0].data[0].z] == [[9.0, 0.0], [0.0, 9.0]]
-    slider = fig.layout.sliders[0]
-    assert [step.label for step in slider.steps] == ["0", "3"]
-    assert slider.active == 1
+    assert fig.cells.values == [[[9.0, 0.0], [0.0, 9.0]], [[9.0, 3.0], [-6.0, 9.0]]]
+    assert (fig.y.title, fig.y.keys) == ("Layer", [1, 2])
+    assert fig.cells.ends == (-6.0, 6.0), "the diagonal does not decide the colours"
+    assert fig.frames == [0, 3]
+    (slider,) = fig.spec(still=False)["params"]
+    assert (slider["bind"]["max"], slider["value"]) == (1, 1)
+    assert [row["z"] for row in fig.spec()["data"]["values"]] == [9.0, 3.0, -6.0, 9.0], "a picture shows the last"
     with pytest.raises(ValueError, match="no values per pair of layers"):
         plots.layer_matrix(table(*layered((1,))), "m")
 
@@ -230,16 +227,16 @@ def test_a_compression_has_its_rows_down_and_one_frame_a_step_of_the_chosen_pair
         for s in (0, 1, 2)
     ]  # fmt: skip
     fig = plots.compression_matrix(table(*rows), layer=1, other_layer=3)
-    assert [[*row] for row in fig.data[0].z] == [[8.0, 2.0], [-4.0, 6.0]]
-    assert [frame.name for frame in fig.frames] == ["0", "1", "2"]
-    assert [[*row] for row in fig.frames[1].data[0].z] == [[4.0, 1.0], [-2.0, 3.0]]
-    assert (fig.layout.yaxis.title.text, fig.layout.xaxis.title.text) == ("Left direction", "Right direction")
-    assert fig.layout.yaxis.autorange == "reversed"
-    assert (fig.data[0].zmin, fig.data[0].zmax) == (-4.0, 4.0), "half of the largest entry is full colour"
-    assert (fig.frames[1].data[0].zmin, fig.frames[1].data[0].zmax) == (-2.0, 2.0), "of each checkpoint"
-    assert fig.layout.title.text == "Block 1 in the directions of block 3"
+    assert fig.cells.values[1:] == [[[4.0, 1.0], [-2.0, 3.0]], [[8.0, 2.0], [-4.0, 6.0]]]
+    assert fig.frames == [0, 1, 2]
+    assert (fig.y.title, fig.x.title) == ("Left direction", "Right direction")
+    assert fig.y.keys == [1, 2]
+    assert fig.cells.scale[1:] == [2.0, 4.0], "half of the largest entry of each checkpoint is full colour"
+    shown = {(row["y"], row["x"]): row["v"] for row in fig.spec()["data"]["values"]}
+    assert shown == {(1, 1): 2.0, (1, 2): 0.5, (2, 1): -1.0, (2, 2): 1.5}
+    assert fig.title == "Block 1 in the directions of block 3"
     other = plots.compression_matrix(table(*rows), layer=3, other_layer=1)
-    assert other.data[0].z[0][1] == 20.0
+    assert other.cells.values[-1][0][1] == 20.0
     with pytest.raises(
         ValueError, match="has no block 1 in the directions of block 2; it has: block 1 in .* block 3, "
     ):
@@ -252,22 +249,22 @@ def test_a_map_over_tokens_has_the_token_down_and_gaps_where_pairs_are_missing()
     cells = {(0, 0): 9.0, (0, 100): 1.0, (100, 0): -2.0, (50, 100): 3.0}
     rows = [(s, matrix(s, "token_coupling_pair", "token", "other_token", cells, layer=2)) for s in (1, 2)]
     fig = plots.token_map(table(*rows), layer=2)
-    assert [*fig.data[0].y] == [*fig.data[0].x] == ["0%", "50%", "100%"]
-    assert [[*row] for row in fig.data[0].z] == [[18.0, None, 2.0], [None, None, 6.0], [-4.0, None, None]]
-    assert [[*row] for row in fig.frames[0].data[0].z][2][0] == -2.0
-    assert fig.data[0].zmax == 6.0, "the diagonal does not decide the colours"
-    assert fig.layout.yaxis.title.text == "Place of the token"
+    assert [*fig.y.labels.values()] == [*fig.x.labels.values()] == ["0%", "50%", "100%"]
+    assert fig.cells.values[1] == [[18.0, None, 2.0], [None, None, 6.0], [-4.0, None, None]]
+    assert fig.cells.values[0][2][0] == -2.0
+    assert fig.cells.ends[1] == 6.0, "the diagonal does not decide the colours"
+    assert fig.y.title == "Place of the token"
     with pytest.raises(ValueError, match="has no layer 1; it has: layer 2"):
         plots.token_map(table(*rows), layer=1)
 
 
-def edges_of(data) -> set[tuple[tuple[float, float], tuple[float, float], int]]:
+def edges_of(fig, frame: int = 0) -> set[tuple[tuple[float, float], tuple[float, float], int]]:
     """Lines of a graph as (end, end, level)."""
     found = set()
-    for level, trace in enumerate(data[:6]):
-        x, y = [*(trace.x or ())], [*(trace.y or ())]
-        assert x[2::3] == y[2::3] == [None] * (len(x) // 3)
-        found |= {((x[i], y[i]), (x[i + 1], y[i + 1]), level) for i in range(0, len(x), 3)}
+    for level, series in enumerate(fig.series[:6]):
+        ends = [(x, y) for x, y, n in zip(series.x, series.y, series.frame, strict=True) if n == frame]
+        assert ends[2::3] == [(None, None)] * (len(ends) // 3)
+        found |= {(ends[i], ends[i + 1], level) for i in range(0, len(ends), 3)}
     return found
 
 
@@ -281,25 +278,26 @@ def test_the_graph_joins_blocks_whose_mean_coupling_of_both_directions_is_above_
     fig = plots.coupling_graph(table((1, pairs_of(first)), (2, pairs_of(last))))
     # clockwise from the top: 1 up, 2 right, 3 down, 4 left; levels from a fifth of .8 to .8
     up, right, down, left = (0.0, 1.0), (1.0, 0.0), (0.0, -1.0), (-1.0, 0.0)
-    close = {((round(a[0], 3), round(a[1], 3)), (round(b[0], 3), round(b[1], 3)), n) for a, b, n in edges_of(fig.data)}
-    assert close == {(down, left, 1)}, "(.3 - .16) / (.8 - .16) is in the second sixth; .1 and -.9 are below"
-    assert [frame.name for frame in fig.frames] == ["1", "2"]
-    close = {((round(a[0], 3), round(a[1], 3)), (round(b[0], 3), round(b[1], 3)), n)
-             for a, b, n in edges_of(fig.frames[0].data)}  # fmt: skip
-    assert close == {(down, left, 5), (up, right, 0)}, "2 with 4 has one direction alone"
-    assert [*fig.frames[0].data[6].text] == ["blocks 1 and 2<br>0.2", "blocks 3 and 4<br>0.8"]
-    assert [*fig.data[7].text] == ["1", "2", "3", "4"]
-    assert fig.layout.annotations[0].text == "Lines: 0.16 to 0.8"
-    widths, colors = [t.line.width for t in fig.data[:6]], [t.line.color for t in fig.data[:6]]
+    assert edges_of(fig, 1) == {(down, left, 1)}, "(.3 - .16) / (.8 - .16) is in the second sixth; .1, -.9 are below"
+    assert fig.frames == [1, 2]
+    assert edges_of(fig, 0) == {(down, left, 5), (up, right, 0)}, "2 with 4 has one direction alone"
+    middles, nodes = fig.series[6:]
+    assert [text for text, n in zip(middles.texts, middles.frame, strict=True) if n == 0] == [
+        "blocks 1 and 2\n0.2",
+        "blocks 3 and 4\n0.8",
+    ]
+    assert [*nodes.labels] == ["1", "2", "3", "4"]
+    assert fig.notes == ["Lines: 0.16 to 0.8"]
+    widths, colors = [s.width for s in fig.series[:6]], [s.color for s in fig.series[:6]]
     assert widths == sorted(set(widths))
     alphas = [float(color.split(",")[-1].rstrip(")")) for color in colors]
     assert alphas == sorted(set(alphas))
     fewer = plots.coupling_graph(table((1, pairs_of(first))), threshold=0.5)
-    assert len(edges_of(fewer.data)) == 1
-    assert not fewer.frames
+    assert len(edges_of(fewer)) == 1
+    assert "params" not in fewer.spec(still=False), "one checkpoint has no slider"
     none = plots.coupling_graph(table((1, pairs_of(first))), threshold=2.0)
-    assert not edges_of(none.data)
-    assert none.layout.annotations[0].text == "No pair is coupled"
+    assert not edges_of(none)
+    assert none.notes == ["No pair is coupled"]
 
 
 def test_a_graph_of_nothing_or_of_a_threshold_of_nothing_is_refused() -> None:
@@ -319,12 +317,11 @@ def test_a_profile_over_the_distance_between_tokens_has_a_line_a_layer_and_its_m
 
     frame = table((1, found(1)), (5, found(5)))
     fig = plots.distance_profile(frame, "m")
-    assert [*fig.data[1].x] == [0, 1, 2], "log2 of one more"
-    assert [*fig.data[1].y] == [7.0, 8.0, 10.0]
-    assert [*fig.frames[0].data[0].y] == [2.0, 3.0, 5.0]
-    assert dict(zip(fig.layout.xaxis.ticktext, fig.layout.xaxis.tickvals, strict=True)) == {"0": 0, "1": 1, "2": 1.585}
-    assert set(drawn(plots.emergence_curves(frame, "m"), "layer 2").values()) == {20.0}
-    assert [*plots.layer_profile(frame, "m").data[0].y] == [10.0, 20.0]
+    assert drawn(fig, "layer 2", 1) == {0: 7.0, 1: 8.0, 2: 10.0}, "log2 of one more"
+    assert values(fig, "layer 1", 0) == [2.0, 3.0, 5.0]
+    assert fig.x.labels == {0: "0", 1: "1", 1.585: "2"}
+    assert {*values(plots.emergence_curves(frame, "m"), "layer 2")} == {20.0}
+    assert [*plots.layer_profile(frame, "m").series[0].y] == [10.0, 20.0]
     with pytest.raises(ValueError, match="'n' has no values per distance between tokens"):
         plots.distance_profile(table((1, [Record(metric="n", value=1.0, layer=1)])), "n")
 
@@ -350,17 +347,17 @@ def test_excess_coupling_has_a_line_at_random_bases_and_profiles_have_their_base
     fig = plots.layer_profile(frame, "token_coupling", baselines=["random_token_coupling"])
     assert drawn(fig, "Random bases") == {1: -0.05, 2: -0.05, 3: -0.05}
     fig = plots.emergence_curves(frame, "token_coupling", baselines=["random_token_coupling"])
-    assert not any(trace.line.dash for trace in fig.data), "a baseline per layer is left to the profile"
+    assert not any(series.dash for series in fig.series), "a baseline per layer is left to the profile"
 
 
 def test_a_spectrum_has_a_line_a_layer_on_a_log_axis_and_its_curve_shows_the_largest() -> None:
     frame = records.frame(measurement("r", step, "coupling", layers=2) for step in (1, 8))
     fig = plots.spectrum(frame)
-    assert len([trace for trace in fig.data if trace.mode == "lines+markers"]) == 2
-    assert list(fig.data[0].x) == list(range(1, 16))
-    assert fig.layout.yaxis.type == "log"
+    assert len(fig.series) == 2
+    assert [*drawn(fig, "layer 1", 1)] == list(range(1, 16))
+    assert fig.y.log
     curve = drawn(plots.emergence_curves(frame, "singular_value"), "layer 1")
-    assert fig.data[0].y[0] == curve[max(curve)]
+    assert values(fig, "layer 1", 1)[0] == curve[max(curve)]
     with pytest.raises(ValueError, match="no lists of values"):
         plots.spectrum(frame, "coupling")
 
@@ -369,7 +366,7 @@ def test_training_curves_show_training_first_and_levels_dashed() -> None:
     rows = [{"step": 0, "validation/loss": 7.0}, {"step": 1, "train/loss": 6.0}, {"step": 2, "train/loss": 5.0}]
     rows.append({"step": 4, "train/loss": 4.0, "validation/loss": 4.5})
     fig = plots.training_curves(rows, tokens_per_step=8, references={"Unigram entropy": 5.5})
-    assert [trace.name for trace in fig.data if trace.showlegend is not False] == [
+    assert [series.name for series in fig.series if series.legend] == [
         "Training loss",
         "Validation loss",
         "Unigram entropy",
@@ -377,28 +374,30 @@ def test_training_curves_show_training_first_and_levels_dashed() -> None:
     assert list(drawn(fig, "Training loss").values()) == [6.0, 5.0, 4.0]
     assert sorted(drawn(fig, "Validation loss").values()) == [4.5, 7.0]
     assert set(drawn(fig, "Unigram entropy").values()) == {5.5}
-    assert fig.layout.meta["grids"][0]["tokens"] == [8, 16, 32]
+    assert (fig.training.steps, fig.training.tokens) == ([0, 1, 2, 4], [0, 8, 16, 32])
 
 
 def test_long_curves_are_averaged_over_steps_that_share_a_pixel() -> None:
     rows = [{"step": step, "train/loss": float(step % 2), "tokens": 5 * step} for step in range(1, 20_001)]
     fig = plots.training_curves(rows)
-    line = fig.data[0]
+    line = fig.series[0]
     assert 200 < len(line.y) <= 500
     assert list(line.y[:4]) == [1.0, 0.0, 1.0, 0.0]
     assert line.y[-1] == pytest.approx(0.5, abs=0.01)
-    assert fig.layout.meta["grids"][0]["steps"][-1] == 20_000
-    assert fig.layout.meta["grids"][0]["tokens"][-1] == 100_000
+    assert fig.training.steps[-1] == 20_000
+    assert fig.training.tokens[-1] == 100_000
     with pytest.raises(ValueError, match="no values of lr in these rows; they have: train/loss"):
         plots.training_curves(rows, ["lr"])
 
 
-def test_decades_apart_are_on_a_log_axis_whose_ticks_name_the_decade() -> None:
-    for values, dtick in (((2000.0, 150.0), "D2"), ((500.0, 150.0), None)):
-        rows = [{"step": step, "validation/perplexity": value} for step, value in enumerate(values, start=1)]
-        axis = plots.training_curves(rows, ["validation/perplexity"]).layout.yaxis
-        assert (axis.type, axis.dtick) == ("log", dtick)
-    assert plots.training_curves([{"step": 1, "train/loss": 1.0}]).layout.yaxis.type is None
+def test_decades_apart_are_on_a_log_axis_with_labels_at_plain_numbers() -> None:
+    for numbers, labels in (((2000.0, 150.0), {200: "200", 500: "500", 1000: "1,000"}), ((500.0, 150.0), {200: "200"})):
+        rows = [{"step": step, "validation/perplexity": value} for step, value in enumerate(numbers, start=1)]
+        encoding = plots.training_curves(rows, ["validation/perplexity"]).spec()["encoding"]["y"]
+        assert encoding["scale"]["type"] == "log"
+        assert labels.keys() <= {*encoding["axis"]["values"]}
+        assert all(f'"{text}"' in encoding["axis"]["labelExpr"] for text in labels.values())
+    assert "type" not in plots.training_curves([{"step": 1, "train/loss": 1.0}]).spec()["encoding"]["y"]["scale"]
 
 
 def test_the_change_table_compares_the_first_and_the_last_checkpoint_of_each_headline() -> None:
@@ -507,6 +506,7 @@ OF_MODELS = {
 
 def test_every_figure_of_a_table_is_tried_with_suspect_rows() -> None:
     assert {*FIGURES, *OF_MODELS} == {*plots.__all__} - {
+        *("Chart", "Panels", "Series"),  # what figures are
         "with_task_means",  # a table, which keeps the verdicts
         "training_curves",  # scalars of training have no audit
         "Scatter",
@@ -574,9 +574,10 @@ def test_models_of_different_depths_have_a_line_each_over_their_depth_in_per_cen
     fig = plots.model_profile(models(a=2, b=4), "m")
     assert drawn(fig, "a") == pytest.approx({0: 1.0, 50: 1.1, 100: 1.2})
     assert drawn(fig, "b") == pytest.approx({0: 2.0, 25: 2.1, 50: 2.2, 75: 2.3, 100: 2.4})
-    assert list(fig.data[1].text)[1] == "95% interval 0.5 to 9.5<br>layer 1 of 4"
-    assert fig.layout.xaxis.title.text == "Depth (100 layer / number of layers)"
-    assert fig.data[0].line.color != fig.data[1].line.color
+    one = line(fig, "b")
+    assert (one.low[1], one.high[1], one.texts[1]) == (0.5, 9.5, "layer 1 of 4")
+    assert fig.x.title == "Depth (100 layer / number of layers)"
+    assert fig.series[0].color != fig.series[1].color
     random = plots.model_profile(models(a=2, b=4), "random_m")
     assert list(drawn(random, "b")) == [25, 50, 75, 100], "the depth is of the model's layers, not of the metric's"
 
@@ -584,27 +585,28 @@ def test_models_of_different_depths_have_a_line_each_over_their_depth_in_per_cen
 def test_models_of_one_depth_are_drawn_over_their_layers() -> None:
     fig = plots.model_profile(models(a=3, b=3), "m")
     assert list(drawn(fig, "b")) == [0, 1, 2, 3]
-    assert fig.layout.xaxis.title.text == "Layer"
-    assert plots.model_profile(models(a=3)[lambda rows: rows["value"] < 2], "random_m").layout.showlegend is False
+    assert fig.x.title == "Layer"
+    alone = plots.model_profile(models(a=3)[lambda rows: rows["value"] < 2], "random_m")
+    assert not any(series.legend for series in alone.series)
 
 
 def test_what_models_are_compared_with_is_grey_where_it_is_the_same_for_all() -> None:
     fig = plots.model_profile(models(a=2, b=4), "m", baselines=["random_m"])
-    lines = {trace.name: trace for trace in fig.data}
-    assert lines["majority class"].line.color == theme.MUTED
+    lines = {series.name: series for series in fig.series}
+    assert lines["majority class"].color == theme.MUTED
     assert (list(lines["majority class"].x), list(lines["majority class"].y)) == ([0, 100], [0.5, 0.5])
     for name in ("a", "b"):
         for text in ("model's head", "Random m"):
             own = lines[f"{name}, {text}"]
-            assert (own.line.color, own.showlegend) == (lines[name].line.color, False)
-            assert own.line.dash == lines[text].line.dash
+            assert (own.color, own.legend) == (lines[name].color, False)
+            assert own.dash == lines[text].dash
     assert list(lines["b, model's head"].y) == [7.0, 7.0]
     assert list(lines["a, Random m"].x) == [50, 100]
 
 
 def test_more_models_than_colours_have_other_marks() -> None:
     fig = plots.model_profile(models(**{f"m{number}": 2 for number in range(15)}), "m")
-    looks = [(trace.line.color, trace.marker.symbol) for trace in fig.data[:15]]
+    looks = [(series.color, series.mark) for series in fig.series[:15]]
     assert len(set(looks)) == 15
 
 
@@ -635,8 +637,8 @@ def test_the_table_of_models_has_the_headlines_of_each_at_its_last_layer() -> No
 def test_one_model_without_steps_has_its_matrix_and_several_are_refused() -> None:
     frame = models(a=2, b=4)
     fig = plots.layer_matrix(frame[frame["run"] == "org/b"], "pair")
-    assert list(fig.data[0].x) == [1, 2, 3, 4]
-    assert not fig.layout.sliders
+    assert fig.cells.columns == [1, 2, 3, 4]
+    assert "params" not in fig.spec(still=False)
     with pytest.raises(ValueError, match="more than one run: org/a, org/b; choose one"):
         plots.layer_matrix(frame, "pair")
 
@@ -656,5 +658,20 @@ def test_names_of_models_are_shown_not_interpreted() -> None:
     rows = [
         Measurement(run=f"<i>{n}</i>", step=None, tokens=None, analysis="a", records=[*evil], seconds=0) for n in "ab"
     ]
-    text = str(plots.model_profile(records.frame(rows), "m").to_json()).replace("\\u003cbr\\u003e", "")
-    assert not re.search(r"(\\u003c|<)/?(b|i)(\\u003e|>)", text.replace("\\u003cextra", "").replace("<extra", ""))
+    texts = svg_texts(plots.model_profile(records.frame(rows), "m"))
+    assert {"&lt;i&gt;a&lt;/i&gt;", "&lt;i&gt;b&lt;/i&gt;", "&lt;b&gt;"} <= {*texts}
+
+
+def test_a_legend_shows_the_colours_and_dashes_of_the_lines() -> None:
+    coupling = records.frame(measurement("r", step, "coupling") for step in (0, 1, 8))
+    probe = records.frame(measurement("r", step, "next_token_probe") for step in (0, 1, 8))
+    for fig in (
+        plots.emergence_curves(coupling, "coupling", baselines=["random_coupling"]),
+        plots.emergence_curves(probe, "accuracy"),
+        plots.layer_profile(probe, "accuracy"),
+        plots.model_profile(models(a=2, b=4), "m", baselines=["random_m"]),
+    ):
+        picture = fig.picture(".svg").decode()
+        symbols = re.findall(r'role-legend-symbol[^>]*><path[^>]*stroke="([^"]*)"', picture)
+        named = dict.fromkeys((series.name, series.color) for series in fig.series if series.legend)
+        assert symbols == [color for _, color in named]

@@ -12,27 +12,23 @@ from typing import Any
 import pandas as pd
 import pytest
 
-pytest.importorskip("plotly")
+pytest.importorskip("vl_convert")
 pytest.importorskip("jinja2")
 
 from lit_layers import records
 from lit_layers.cli.main import main
 from lit_layers.cli.report import _run_id
 from lit_layers.errors import InputError
+from lit_layers.figures.embed import script
 from lit_layers.metrics import look_up
 from lit_layers.records import Measurement, Record
 from lit_layers.report import facts, provenance, write_report
 from tests.support.browser import CHROMIUM, dom_after
+from tests.support.charts import PageFigure, page_figures, svg_texts
 from tests.support.layer_results import CATEGORIES, layer_results, write_layer_results
 from tests.support.runs import MODELS, STEPS, make_models, make_run, make_series, measurement
 
 NASTY = "</script><script>alert(1)</script><img src=x onerror=alert(2)>"
-
-
-def figures(page: Path) -> list[dict[str, Any]]:
-    text = re.search(r'<script type="application/json" id="report-data">(.*?)</script>', page.read_text(), re.S)
-    assert text is not None
-    return json.loads(text[1])["figures"]
 
 
 def shown(page: Path) -> str:
@@ -56,8 +52,8 @@ def test_the_page_is_one_file_of_reasonable_size_beside_the_run(full: Path) -> N
     page = write_report(full)
     assert page == full / "report.html"
     assert {path.name for path in full.iterdir()} - before == {"report.html"}
-    assert 4.5e6 < page.stat().st_size < 8e6
-    assert page.read_text().count("plotly.js v") == 1
+    assert 1e6 < page.stat().st_size < 1.6e6
+    assert page.read_text().count("window.vegaEmbed") == 1
 
 
 def test_the_page_asks_the_network_for_nothing(page: Path) -> None:
@@ -101,15 +97,15 @@ def test_every_metric_of_every_analysis_has_its_figures(page: Path) -> None:
         ),
         *("Loss (nats)", "Learning rate", "Logit-lens loss (nats)"),
     } <= set(titles)
-    drawn = figures(page)
+    drawn = page_figures(page)
     placed = {int(number) for numbers in re.findall(r'data-figures="([\d ]+)"', text) for number in numbers.split()}
     assert placed == set(range(len(drawn)))
-    surfaces = [figure for figure in drawn if figure["data"][0].get("meta") == 0 and "z" in figure["data"][0]]
+    maps = [figure for figure in drawn if figure.is_map]
+    surfaces = [figure for figure in maps if figure.steps]
     assert len(surfaces) >= text[text.index("<h2>Layers over steps</h2>") :].count("<article class") > 1
-    assert all(len(figure["data"][0]["z"][0]) == len(STEPS) for figure in surfaces)
-    maps = [figure for figure in drawn if figure["data"][0]["type"] == "heatmap" and figure not in surfaces]
-    assert [len(figure["frames"]) for figure in maps] == [len(STEPS) - 1] * 2  # the failed step has none
-    assert all("x" not in trace for figure in drawn for trace in figure["data"] if isinstance(trace.get("meta"), int))
+    assert all(len(figure.z[0][0]) == len(STEPS) for figure in surfaces)
+    others = [figure for figure in maps if figure not in surfaces]
+    assert [len(figure.frames) for figure in others] == [len(STEPS) - 1] * 2  # the failed step has none
 
 
 def test_variants_are_options_with_the_plainest_first(page: Path) -> None:
@@ -127,8 +123,7 @@ def test_a_median_of_the_whole_model_alone_is_no_choice_beside_curves_per_layer(
     block = block[: block.index("</article>")]
     assert "<select" not in block
     first = int(re.findall(r'data-figures="(\d+)"', block)[0])
-    names = [trace.get("name") for trace in figures(page)[first]["data"] if trace.get("showlegend")]
-    assert names == ["Whole model"]
+    assert page_figures(page)[first].legend == ["Whole model"]
     block = text[text.index("<h3>Probe accuracy") :]
     assert re.findall(r"<option[^>]*>(.*?)</option>", block)[:2] == ["true labels", "random labels"]
 
@@ -136,9 +131,9 @@ def test_a_median_of_the_whole_model_alone_is_no_choice_beside_curves_per_layer(
 def test_tables_over_tokens_and_directions_have_a_choice_of_layers_and_a_frame_a_step(tmp_path: Path) -> None:
     analyses = ("coupling", "token_coupling", "coupling_matrices", "cross_token_influence")
     page = write_report(make_run(tmp_path / "run", steps=(0, 1, 8), layers=3, analyses=analyses, scalars=False))
-    text, drawn = page.read_text(), figures(page)
+    text, drawn = page.read_text(), page_figures(page)
 
-    def block(title: str) -> tuple[list[str], list[list[dict[str, Any]]]]:
+    def block(title: str) -> tuple[list[str], list[list[PageFigure]]]:
         part = text[text.index(f"<h3>{title}") :]
         part = part[: part.index("</article>")]
         places = re.findall(r'data-figures="([\d ]+)"', part)
@@ -146,28 +141,28 @@ def test_tables_over_tokens_and_directions_have_a_choice_of_layers_and_a_frame_a
 
     choices, ((one, two, three),) = block("Coupling of pairs of tokens")
     assert choices == ["layer 1", "layer 2", "layer 3"]
-    assert [len(figure["frames"]) for figure in (one, two, three)] == [3, 3, 3]
+    assert [len(figure.frames) for figure in (one, two, three)] == [3, 3, 3]
     measured = [m for m in records.read(tmp_path / "run" / "measurements.jsonl") if m.analysis == "token_coupling"]
     for number, layer in ((0, 1), (2, 3)):
         figure = (one, two, three)[number]
-        for frame, found in zip(figure["frames"], measured, strict=True):
+        for z, found in zip(figure.z, measured, strict=True):
             values = {
                 (r.tags["token"], r.tags["other_token"]): r.value
                 for r in found.records
                 if r.metric == "token_coupling_pair" and r.layer == layer
             }
-            assert frame["data"][0]["z"][1][7] == pytest.approx(values[14, 100], rel=1e-2)
-            assert frame["data"][0]["z"][7][1] == pytest.approx(values[100, 14], rel=1e-2)
+            assert z[1][7] == pytest.approx(values[14, 100], rel=1e-2)
+            assert z[7][1] == pytest.approx(values[100, 14], rel=1e-2)
     choices, ((first, *_),) = block("One block in the other&#39;s directions")
     pairs = [(1, 3), (3, 1), (1, 1)]
     assert choices == [f"block {one} in the directions of block {two}" for one, two in pairs]
-    assert len(first["data"][0]["z"]) == 30
+    assert len(first.z[0]) == 30
     _, (matrices, graphs) = block("Coupling of pairs<")
-    assert [figure["data"][0]["type"] for figure in (*matrices, *graphs)] == ["heatmap"] * 2 + ["scatter"] * 2
-    assert len(graphs[0]["frames"]) == 3
+    assert [figure.is_map for figure in (*matrices, *graphs)] == [True] * 2 + [False] * 2
+    assert len(graphs[0].frames) == 3
     _, shapes = block("Influence of earlier tokens")
     assert [len(place) for place in shapes] == [1, 1, 1]
-    assert shapes[2][0]["layout"]["xaxis"]["title"]["text"] == "Distance from the last token"
+    assert shapes[2][0].title == "Distance from the last token"
     assert "Coupling over tokens" in shown(page)
 
 
@@ -179,9 +174,11 @@ def test_text_of_the_run_is_shown_and_never_run(tmp_path: Path) -> None:
     records.append(root / "measurements.jsonl", Measurement(**{**vars(bad), "analysis": "x", "error": NASTY}))
     text = write_report(root).read_text()
     assert NASTY not in text
-    assert "<img" not in text
     assert "</script><script>alert" not in text
-    assert text.count("<script") - text[text.index("plotly.js v") :].count("<script") >= 1
+    own = text.replace(script(), "")
+    assert len(own) < len(text)
+    assert "<img" not in own
+    assert own.count("<script") == 3, "the data, the library, the page's own"
     assert html.escape(NASTY).replace("&#x27;", "&#39;") in text
     assert NASTY in shown(root / "report.html") or "alert(1)" in shown(root / "report.html")
 
@@ -300,8 +297,8 @@ def test_suspect_checkpoints_are_left_out_of_every_curve_and_the_page_and_the_co
         "left out as suspect (equal to the final step): steps 1,000, 2,000; --allow-suspect draws them\n"
     )
     assert said.out.splitlines() == [str(numbers), str(page)]
-    grids = [grid["steps"] for figure in figures(page) for grid in figure["layout"].get("meta", {}).get("grids", [])]
-    assert grids
+    grids = [figure.steps for figure in page_figures(page)]
+    assert any(grids)
     assert not {1000, 2000} & {step for steps in grids for step in steps}
     assert {512, 3000, 143000} <= {step for steps in grids for step in steps}
     text = shown(page)
@@ -319,7 +316,7 @@ def test_suspect_checkpoints_are_drawn_where_that_is_asked_for_and_the_page_says
     page = tmp_path / "page.html"
     assert main(["report", str(series), "--out", str(page), "--allow-suspect"]) == 0
     assert capsys.readouterr().err == ""
-    grids = [grid["steps"] for figure in figures(page) for grid in figure["layout"].get("meta", {}).get("grids", [])]
+    grids = [figure.steps for figure in page_figures(page)]
     assert {1000, 2000} <= {step for steps in grids for step in steps}
     assert "2 suspect checkpoints drawn" in shown(page)
     assert "left out" not in shown(page)
@@ -353,9 +350,9 @@ def comparison(compared: Path) -> Path:
     return write_report(compared)
 
 
-def blocks(page: Path) -> dict[str, tuple[list[str], list[list[dict[str, Any]]]]]:
+def blocks(page: Path) -> dict[str, tuple[list[str], list[list[PageFigure]]]]:
     """By title the texts of the choices, and for each place the figures that they put there."""
-    text, drawn, found = page.read_text(), figures(page), {}
+    text, drawn, found = page.read_text(), page_figures(page), {}
     for part in re.findall(r"<article.*?</article>", text, re.S):
         title = re.findall(r"<h3>(.*?)(?:<span|</h3>)", part)[0]
         places = re.findall(r'data-figures="([\d ]+)"', part)
@@ -371,14 +368,15 @@ def test_models_without_steps_are_compared_with_a_line_each(compared: Path, comp
     found = blocks(comparison)
     choices, ((loss,),) = found["Logit-lens loss (nats)"]
     assert choices == []
-    assert [trace["name"] for trace in loss["data"]] == NAMES
+    assert loss.names == NAMES
     measured = [m for m in records.read(compared / "measurements.jsonl") if m.analysis == "lens"]
-    for trace, m in zip(loss["data"], measured, strict=True):
+    for name, m in zip(NAMES, measured, strict=True):
         values = {r.layer: r.value for r in m.records if r.metric == "logit_lens_loss"}
         depth = max(layer or 0 for layer in values)
-        assert trace["x"] == pytest.approx([100 * (layer or 0) / depth for layer in values], abs=1e-4)
-        assert trace["y"] == pytest.approx([*values.values()], rel=1e-4)
-        assert trace["text"][2].endswith(f"layer 2 of {depth}")
+        line = loss.line(name)
+        assert [*line] == pytest.approx([100 * (layer or 0) / depth for layer in values], abs=1e-4)
+        assert [*line.values()] == pytest.approx([*values.values()], rel=1e-4)
+        assert f"layer 2 of {depth}" in loss.points["t"]
     assert "Steps" not in shown(comparison)
     assert "not drawn" not in shown(comparison)
 
@@ -390,23 +388,22 @@ def test_every_metric_of_models_is_a_figure_or_a_row(compared: Path, comparison:
         if not metric.startswith("random_"):
             assert look_up(metric).with_unit in found or f" {look_up(metric).title} " in text, metric
     placed = [figure for _, places in found.values() for place in places for figure in place]
-    assert len(placed) == len(figures(comparison)), "each figure has its place"
+    assert len(placed) == len(page_figures(comparison)), "each figure has its place"
 
 
 def test_pictures_of_one_model_are_chosen_by_its_name(comparison: Path) -> None:
     found = blocks(comparison)
     choices, (matrices, graphs) = found["Coupling of pairs"]
     assert choices == [f"{name}, k = {k}" for name in NAMES for k in (4, 12)]
-    assert [len(figure["data"][0]["z"]) for figure in matrices[::2]] == [*DEPTHS.values()]
+    assert [len(figure.z[0]) for figure in matrices[::2]] == [*DEPTHS.values()]
     assert len(graphs) == 8
     assert found["Singular values"][0] == NAMES
     assert found["Coupling of pairs of tokens"][0][2:4] == ["pythia-70m, layer 3", "pythia-160m, layer 1"]
     choices, (profiles, distances) = found["Influence of earlier tokens (Frobenius norm)"]
     assert choices == NAMES
-    assert all([trace["name"] for trace in figure["data"]] == NAMES for figure in profiles)
-    hovered = [{trace["hovertemplate"] for trace in f["data"] if "hovertemplate" in trace} for f in distances]
-    assert [len(layers) for layers in hovered] == [*DEPTHS.values()]
-    assert not [figure for figure in figures(comparison) if figure.get("frames")]
+    assert all(figure.names == NAMES for figure in profiles)
+    assert [len(figure.names) for figure in distances] == [*DEPTHS.values()]
+    assert not [figure for figure in page_figures(comparison) if figure.frames]
 
 
 def test_results_of_models_stand_side_by_side_with_their_intervals(compared: Path, comparison: Path) -> None:
@@ -444,7 +441,7 @@ def test_a_suspect_model_and_a_failed_measurement_are_named(tmp_path: Path, caps
     assert "2 suspect models left out" in text
     assert "Model Analysis Error pythia-160m coupling RuntimeError: no SVD" in text
     assert "Metric pythia-70m pythia-160m Lens" in text
-    lines = {trace["name"] for figure in figures(root / "report.html") for trace in figure["data"]}
+    lines = {name for figure in page_figures(root / "report.html") for name in figure.names}
     assert lines == {"pythia-70m", "pythia-160m"}
 
 
@@ -453,7 +450,7 @@ def test_one_model_without_steps_has_a_page_with_its_curves(tmp_path: Path) -> N
     page = write_report(root)
     assert "Metric tiny Trajectory Line shape score" in shown(page)
     assert blocks(page)["Coupling of pairs"][0] == ["k = 4", "k = 12"]
-    assert blocks(page)["Effective rank"][1][0][0]["layout"]["xaxis"]["title"]["text"] == "Layer"
+    assert blocks(page)["Effective rank"][1][0][0].title == "Layer"
 
 
 @pytest.mark.parametrize("models", [{"a/one": 1, "a/two": 2}, {"a/two": 2, "a/one": 1}])
@@ -465,7 +462,7 @@ def test_a_model_of_one_block_among_others_leaves_no_place_without_a_figure(
     assert len(choices) == 4
     assert [len(place) for place in places] == [4]
     placed = [figure for _, places in blocks(page).values() for place in places for figure in place]
-    assert len(placed) == len(figures(page))
+    assert len(placed) == len(page_figures(page))
 
 
 def test_a_retried_measurement_is_no_failure(tmp_path: Path) -> None:
@@ -520,7 +517,7 @@ def test_the_command_prints_where_the_page_and_the_table_are(full: Path, tmp_pat
     page, table = tmp_path / "p.html", tmp_path / "t.parquet"
     assert main(["report", str(full), "--out", str(page), "--export", str(table)]) == 0
     assert capsys.readouterr().out.splitlines() == [str(table), str(page)]
-    assert page.stat().st_size > 4e6
+    assert page.stat().st_size > 1e6
     assert table.stat().st_size > 1e4
 
 
@@ -629,15 +626,15 @@ def test_the_page_draws_the_controls_of_a_probe_as_dashed_lines_and_no_choice(la
     page = write_report(layerwise, tmp_path / "page.html")
     part = sections_of(page)["Probe: topics"]
     over_training, over_layers = re.findall(r'data-figures="([\d ]+)"', part)[:2]
-    drawn = figures(page)
+    drawn = page_figures(page)
     profile = drawn[int(over_layers.split()[0])]
-    dashed = {trace["name"]: trace for trace in profile["data"] if trace.get("line", {}).get("dash")}
-    assert dashed.keys() == {"majority class", "random labels"}
-    assert dashed["random labels"]["y"] == pytest.approx([0.38 + layer / 1000 for layer in range(5)])
-    assert len([trace for trace in profile["data"] if trace.get("fill")]) == 2, "intervals: first and last checkpoint"
+    assert profile.dashed == {"majority class", "random labels"}
+    values = [0.38 + layer / 1000 for layer in range(5)]
+    assert [*profile.line("random labels").values()] == pytest.approx(values)
+    bands = [row["s"] for row in profile.series if row["e"] == "band"]
+    assert bands == ["step 0", "step 64"], "intervals: first and last checkpoint"
     curves = drawn[int(over_training.split()[0])]
-    lines = [trace for trace in curves["data"] if trace.get("name") == "layer 4" and trace["mode"] == "lines+markers"]
-    assert lines[0]["y"] == pytest.approx([0.708, 0.764])
+    assert [*curves.line("layer 4").values()][-2:] == pytest.approx([0.708, 0.764])
 
 
 def test_the_map_of_categories_is_as_high_as_it_needs_and_what_stands_beside_it_is_not(
@@ -682,46 +679,41 @@ def test_models_side_by_side_have_their_headlines_profiles_and_maps(layerwise_mo
     ]
     assert options_of(found["Concept alignment"], "Concept alignment") == ["small", "large"]
     assert found["Concept alignment"].count('class="plot"') == 3 * 2, "a profile and a map a metric"
-    maps = [figure for figure in figures(page) if figure["data"][0].get("type") == "heatmap"]
-    assert [len(figure["data"][0]["x"]) for figure in maps] == [4, 5] * 3
+    assert [len(figure.columns) for figure in page_figures(page) if figure.is_map] == [4, 5] * 3
 
 
 @pytest.mark.soak
 def test_pictures_are_written_beside_the_page(
     layerwise: Path, layerwise_models: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    names = {
-        *("probe_topics_accuracy", "probe_topics_macro_f1", "probe_topics_log_loss"),
-        *("probe_stars_mean_squared_error", "probe_stars_r_squared"),
-        *("sample_sizes_topics_accuracy", "sample_sizes_topics_log_loss"),
-        *("concept_alignment", "concept_alignment_excess", "concept_alignment_leave_one_out"),
-        *("concept_alignment_shuffled", "prediction_residual", "prediction_residual_adjusted"),
-        "prediction_residual_held_out",
-    }
     for number, root in enumerate((layerwise, layerwise_models)):
-        folder = tmp_path / str(number) / "new"
-        assert main(["report", str(root), "--pictures", str(folder), "--out", str(tmp_path / "page.html")]) == 0
-        assert {path.name for path in folder.iterdir()} == {
-            f"{n}{suffix}" for n in names for suffix in (".png", ".svg")
-        }
-        assert capsys.readouterr().out.splitlines()[-1] == str(tmp_path / "page.html")
-    assert "random labels" in (folder / "probe_topics_accuracy.svg").read_text()
+        folder, page = tmp_path / str(number) / "new", tmp_path / "page.html"
+        assert main(["report", str(root), "--pictures", str(folder), "--out", str(page)]) == 0
+        names = {path.stem for path in folder.iterdir()}
+        assert {path.name for path in folder.iterdir()} == {f"{n}{s}" for n in names for s in (".png", ".svg", ".pdf")}
+        assert len(names) == len(page_figures(page)), "each figure is a picture"
+        assert capsys.readouterr().out.splitlines()[-1] == str(page)
+        if number == 0:
+            probe = folder / "probe_topics_probe_accuracy_share_test_rows_over_layers.svg"
+            assert "random labels" in probe.read_text()
+            assert "sample_sizes_topics_score_by_number_of_training_rows_probe_accuracy_over_layers" in names
 
 
 def test_pictures_leave_suspect_checkpoints_out_and_a_run_without_any_of_this_is_refused(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    bare = make_run(tmp_path / "bare", steps=(0, 1), analyses=("trajectory", "lens"))
+    bare = make_run(tmp_path / "bare", steps=(0,), analyses=("lens",), scalars=False, failing=((0, "lens", "no"),))
     for step, audit in ((0, "clean"), (8, "suspect: equal to the final step"), (64, "clean")):
         found = layer_results("probe/stars", step=step)
         records.append(tmp_path / "measurements.jsonl", replace(found, provenance={"audit": audit}))
     assert main(["report", str(tmp_path), "--pictures", str(tmp_path / "p")]) == 0
-    svg = (tmp_path / "p" / "probe_stars_r_squared.svg").read_text()
-    assert "step 0<" in svg
-    assert "step 8<" not in svg
+    (picture,) = (tmp_path / "p").glob("probe_stars_r*_over_training.svg")
+    steps = svg_texts(picture)
+    assert {"0", "64"} <= {*steps}
+    assert "8" not in steps
     capsys.readouterr()
     assert main(["report", str(bare), "--pictures", str(tmp_path / "q")]) == 2
-    assert "has nothing to draw as pictures: they are made of the analyses Probe" in capsys.readouterr().err
+    assert "has nothing to draw as pictures: there is no figure on its page" in capsys.readouterr().err
     assert not (tmp_path / "q").exists()
     (tmp_path / "file").touch()
     assert main(["report", str(tmp_path), "--pictures", str(tmp_path / "file")]) == 2
@@ -749,19 +741,21 @@ def test_wandb_gets_suspect_checkpoints_only_where_that_is_asked_for(
     capsys.readouterr()
 
 
-def test_without_plotly_the_report_says_what_to_install(full: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in [name for name in sys.modules if name.startswith(("lit_layers.report.", "lit_layers.plots", "plotly"))]:
+def test_without_vega_the_report_says_what_to_install(full: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in [name for name in sys.modules if name.startswith("lit_layers.report.")]:
         monkeypatch.delitem(sys.modules, name)
-    monkeypatch.delattr("lit_layers.report.facts")
-    monkeypatch.setitem(sys.modules, "plotly", None)
-    with pytest.raises(InputError, match="a report needs plotly.*: pip install plotly jinja2, then run `lit-layers"):
+    for name in ("facts", "rendering"):
+        monkeypatch.delattr(f"lit_layers.report.{name}")
+    monkeypatch.setitem(sys.modules, "jinja2", None)
+    expected = "a report needs jinja2.*: pip install vl-convert-python jinja2, then run `lit-layers"
+    with pytest.raises(InputError, match=expected):
         write_report(full)
 
 
 @pytest.mark.slow
-def test_importing_the_report_needs_neither_plotly_nor_wandb_nor_torch() -> None:
+def test_importing_the_report_needs_neither_vega_nor_wandb_nor_torch() -> None:
     code = (
-        "import sys; sys.modules['plotly'] = sys.modules['wandb'] = sys.modules['jinja2'] = None;"
+        "import sys; sys.modules['vl_convert'] = sys.modules['wandb'] = sys.modules['jinja2'] = None;"
         "import lit_layers.report; assert not {'torch', 'lightning'} & sys.modules.keys()"
     )
     environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[1])}
@@ -790,17 +784,22 @@ def test_a_browser_draws_every_figure_and_the_switches_work(tmp_path: Path) -> N
         }
       };
       await drawn();
-      const titles = [...document.querySelectorAll(".xtitle")].map((title) => title.textContent);
-      document.body.dataset.before = titles.filter((title) => title === "Optimizer step").length;
+      const having = async (text) => {
+        const pictures = await Promise.all(plots.map((plot) => plot.view.toSVG()));
+        if (pictures.some((picture) => picture.includes("NaN"))) throw Error("NaN");
+        return pictures.filter((picture) => picture.includes(text)).length;
+      };
+      document.body.dataset.before = await having("Optimizer step");
       document.querySelector("input[value=tokens]").click();
       for (const select of document.querySelectorAll(".metric select")) {
         select.value = "1"; select.dispatchEvent(new Event("change"));
       }
       await drawn();
-      for (const plot of plots) {
-        if (plot.layout.sliders) await Plotly.animate(plot, ["0"], { mode: "immediate", frame: { duration: 0 } });
-        for (const trace of plot.data) if ([].concat(trace.x || []).some(Number.isNaN)) throw Error("NaN");
+      for (const slider of document.querySelectorAll(".slider input")) {
+        slider.value = 0; slider.dispatchEvent(new Event("input"));
       }
+      document.body.dataset.after = await having("Tokens seen");
+      document.body.dataset.steps = await having("Optimizer step");
       document.body.dataset.touched = "yes";"""
     dom = dom_after(page, script, tmp_path / "profile")
     assert re.search(r'<p id="script-error"[^>]*hidden', dom)
@@ -809,11 +808,11 @@ def test_a_browser_draws_every_figure_and_the_switches_work(tmp_path: Path) -> N
     assert len(plots) > 30
     for plot in plots:
         assert 'data-state="drawn"' in plot
-        assert 'class="main-svg"' in plot
-    titles = re.findall(r'class="xtitle"[^>]*>([^<]*)<', dom)
-    assert "Optimizer step" not in titles
-    assert re.findall(r'data-before="(\d+)"', dom) == [str(titles.count("Tokens seen"))]
-    assert titles.count("Tokens seen") > 20
+        assert "<canvas" in plot
+    counts = {name: int(n) for name, n in re.findall(r'data-(before|after|steps)="(\d+)"', dom)}
+    assert counts["steps"] == 0
+    assert counts["before"] == counts["after"] > 20
+    assert "<span>Step 0</span>" in dom
     assert not re.findall(r'(?:src|href)="(?:https?:)?//', re.sub(r"<script\b.*?</script>", "", dom, flags=re.S))
 
 
@@ -839,16 +838,18 @@ def test_a_browser_draws_every_figure_of_a_comparison_for_every_model(compared: 
       const table = document.querySelector(".checkpoints");
       if (table.scrollWidth <= table.clientWidth) throw Error("the table should scroll on a narrow screen");
       if (document.documentElement.scrollWidth > window.innerWidth) throw Error("the page is wider than the screen");
+      const pictures = await Promise.all(plots.map((plot) => plot.view.toSVG()));
+      const matrix = pictures.find((picture) => picture.includes("Other layer"));
+      document.body.dataset.layers = [...matrix.matchAll(/<text[^>]*>(\\d+)</g)].map((found) => found[1]).join(" ");
       document.body.dataset.touched = "yes";"""
     dom = dom_after(write_report(compared, tmp_path / "page.html"), script, tmp_path / "profile")
     assert re.search(r'<p id="script-error"[^>]*hidden', dom)
     assert 'data-touched="yes"' in dom
     plots = _plots(dom)
     assert len(plots) > 30
-    assert all('class="main-svg"' in plot for plot in plots)
-    matrix = next(plot for plot in plots if "Other layer" in plot)
-    ticks = re.findall(r'class="xtick"><text[^>]*>(?:<[^>]*>)*(\d+)', matrix)
-    assert max(map(int, ticks)) == 2, "the last model has two blocks"
+    assert all("<canvas" in plot for plot in plots)
+    (layers,) = re.findall(r'data-layers="([\d ]+)"', dom)
+    assert max(map(int, layers.split())) == 2, "the last model has two blocks"
 
 
 @pytest.mark.soak
@@ -874,17 +875,19 @@ def test_a_browser_draws_probes_sample_sizes_categories_and_residuals(
           await drawn();
         }
       }
-      for (const plot of plots) {
-        if (plot.layout.sliders) await Plotly.animate(plot, ["0"], { mode: "immediate", frame: { duration: 0 } });
+      for (const slider of document.querySelectorAll(".slider input")) {
+        slider.value = 0; slider.dispatchEvent(new Event("input"));
       }
+      const pictures = await Promise.all(plots.map((plot) => plot.view.toSVG()));
+      document.body.dataset.category = pictures.some((picture) => picture.includes("noun - form 20"));
       if (document.documentElement.scrollWidth > window.innerWidth) throw Error("the page is wider than the screen");
       document.body.dataset.touched = "yes";"""
     page = write_report(request.getfixturevalue(kind), tmp_path / "page.html")
     dom = dom_after(page, script, tmp_path / "profile")
     assert re.search(r'<p id="script-error"[^>]*hidden', dom)
     assert 'data-touched="yes"' in dom
-    assert all('class="main-svg"' in plot for plot in _plots(dom))
-    assert "noun - form 20" in dom
+    assert all("<canvas" in plot for plot in _plots(dom))
+    assert 'data-category="true"' in dom
 
 
 @pytest.mark.soak

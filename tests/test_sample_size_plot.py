@@ -1,20 +1,18 @@
 """Figures and pictures of probes on tasks, sample sizes, categories of word pairs and prediction residuals."""
 
-import math
-import re
 from pathlib import Path
 
 import pandas as pd
 import pytest
 
-pytest.importorskip("plotly")
+pytest.importorskip("vl_convert")
 
 from lit_layers import plots, records
 from lit_layers.errors import InputError
+from lit_layers.figures.labels import tag_text
 from lit_layers.metrics import look_up
-from lit_layers.plots.labels import tag_text
-from lit_layers.plots.layers import residual_profile
 from lit_layers.records import AUDIT, Measurement, Record
+from tests.support.charts import drawn, line, names, svg_texts
 from tests.support.layer_results import CATEGORIES, LAYERS, RHO, SIZES, layer_results
 
 
@@ -26,49 +24,40 @@ def models(analysis: str, **depths: int) -> pd.DataFrame:
     return records.frame(layer_results(analysis, step=None, run=f"lab/{n}", layers=d) for n, d in depths.items())
 
 
-def named(fig, name: str):
-    (trace,) = [trace for trace in fig.data if trace.name == name]
-    return trace
-
-
 def test_a_layers_score_is_drawn_against_training_rows_on_a_log_axis_with_its_intervals() -> None:
     fig = plots.sample_size_curves(of("sample_sizes/topics", 0, 64))
-    line = named(fig, "layer 2")
-    assert list(line.x) == [*SIZES]
-    assert list(line.y) == pytest.approx([0.3 + number / 10 + 0.02 + 0.064 for number in range(3)])
-    assert list(line.error_y.array) == pytest.approx([0.01, 0.01, 0.0])
-    assert list(line.error_y.arrayminus) == pytest.approx([0.02, 0.02, 0.0])
-    assert fig.layout.xaxis.type == "log"
-    assert list(fig.layout.xaxis.tickvals) == [*SIZES]
-    low, high = fig.layout.xaxis.range
-    assert low < math.log10(SIZES[0]) < math.log10(SIZES[-1]) < high
-    assert len([trace for trace in fig.data if trace.name]) == LAYERS + 1, "one line a layer, none a size"
-    assert "95% interval" in line.text[0]
-    assert line.text[2] == "", "all rows are drawn once: no interval"
+    one = line(fig, "layer 2")
+    assert drawn(fig, "layer 2", 1) == pytest.approx(dict(zip(SIZES, (0.384, 0.484, 0.584), strict=True)))
+    assert one.interval == "bars"
+    assert one.high[3:] == [pytest.approx(0.394), pytest.approx(0.494), None], "all rows are drawn once: no interval"
+    assert one.low[3:] == [pytest.approx(0.364), pytest.approx(0.464), None]
+    assert fig.x.log
+    assert [*fig.x.labels] == [*SIZES]
+    assert fig.x.ends[0] < SIZES[0] < SIZES[-1] < fig.x.ends[1]
+    assert names(fig) == [f"layer {layer}" for layer in range(LAYERS + 1)], "one line a layer, none a size"
 
 
 def test_the_same_scores_over_the_layers_have_one_line_a_size() -> None:
     fig = plots.sample_size_curves(of("sample_sizes/topics", 0, 64), over="layers")
-    assert [trace.name for trace in fig.data if trace.name] == [f"{size} rows" for size in SIZES]
-    line = named(fig, "50 rows")
-    assert list(line.x) == [*range(LAYERS + 1)]
-    assert list(line.y) == pytest.approx([0.4 + layer / 100 + 0.064 for layer in range(LAYERS + 1)])
+    assert names(fig) == [f"{size} rows" for size in SIZES]
+    expected = {layer: 0.4 + layer / 100 + 0.064 for layer in range(LAYERS + 1)}
+    assert drawn(fig, "50 rows", 1) == pytest.approx(expected)
 
 
 def test_a_slider_moves_the_scores_and_not_the_axis() -> None:
     fig = plots.sample_size_curves(of("sample_sizes/topics", 0, 8, 64))
-    assert [frame.name for frame in fig.frames] == ["0", "8", "64"]
-    assert fig.frames[0].data[2].y[0] == pytest.approx(0.32)
-    low, high = fig.layout.yaxis.range
+    assert fig.frames == [0, 8, 64]
+    assert drawn(fig, "layer 2", 0)[SIZES[0]] == pytest.approx(0.32)
+    low, high = fig.y.ends
     assert low < 0.28
     assert high > 0.3 + 0.2 + 0.04 + 0.064
-    assert not plots.sample_size_curves(of("sample_sizes/topics", 8)).frames
+    assert "params" not in plots.sample_size_curves(of("sample_sizes/topics", 8)).spec(still=False)
 
 
 def test_many_layers_have_no_error_bars_but_still_tell_their_intervals() -> None:
     fig = plots.sample_size_curves(of("sample_sizes/topics", 8, layers=24))
-    assert all(trace.error_y.array is None for trace in fig.data)
-    assert "95% interval" in named(fig, "layer 24").text[0]
+    assert {series.interval for series in fig.series} == {""}
+    assert line(fig, "layer 24").has_interval
 
 
 def test_scores_without_a_number_of_rows_are_refused() -> None:
@@ -78,39 +67,39 @@ def test_scores_without_a_number_of_rows_are_refused() -> None:
 
 def test_all_categories_stand_in_one_map_below_their_groups_with_one_range_around_zero() -> None:
     fig = plots.concept_map(of("concept_alignment", 0, 64))
-    (map_,) = fig.data
-    texts = list(fig.layout.yaxis.ticktext)
-    assert len(map_.z) == len(texts) == 1 + 2 + len(CATEGORIES)
-    assert texts[:3] == ["Mean", "<b>Encyclopedic semantics</b>", "thing - fact 1"]
-    assert texts[22] == "<b>Inflectional morphology</b>"
-    values = dict(zip(texts, map_.z, strict=True))
+    texts = list(fig.y.labels.values())
+    last = fig.cells.values[-1]
+    assert len(last) == len(texts) == 1 + 2 + len(CATEGORIES)
+    assert texts[:3] == ["Mean", "Encyclopedic semantics", "thing - fact 1"]
+    assert texts[22] == "Inflectional morphology"
+    assert fig.y.strong == [1, 22], "groups are bold"
+    values = dict(zip(texts, last, strict=True))
     assert values["Mean"][3] == pytest.approx(0.094)
-    assert set(values["<b>Inflectional morphology</b>"]) == {None}
+    assert set(values["Inflectional morphology"]) == {None}
     assert values["noun - form 5"][2] == pytest.approx((4 - 20) / 50 + 0.02 + 0.064)
-    assert -map_.zmin == map_.zmax == pytest.approx(19 / 50 + 0.04 + 0.064)
-    assert {(frame.data[0].zmin, frame.data[0].zmax) for frame in fig.frames} == {(map_.zmin, map_.zmax)}
-    assert map_.text[texts.index("noun - form 5")][0] == "I05 noun - form_5, Inflectional morphology"
-    assert "layer %{x}" in map_.hovertemplate
+    low, high = fig.cells.ends
+    assert -low == high == pytest.approx(19 / 50 + 0.04 + 0.064), "the same at all checkpoints"
+    assert fig.cells.texts[texts.index("noun - form 5")] == "I05 noun - form_5, Inflectional morphology"
+    assert fig.cells.hover == "layer {x}\n{t}"
 
 
 def test_a_category_that_is_undefined_at_a_layer_is_blank_there() -> None:
     frame = of("concept_alignment", 8)
     gone = (frame["category_id"] == "E01") & (frame["layer"] == 0)
     fig = plots.concept_map(frame[~gone])
-    row = list(fig.layout.yaxis.ticktext).index("thing - fact 1")
-    assert fig.data[0].z[row][0] is None
-    assert fig.data[0].z[row][1] is not None
+    row = list(fig.y.labels.values()).index("thing - fact 1")
+    assert fig.cells.values[0][row][0] is None
+    assert fig.cells.values[0][row][1] is not None
 
 
 def test_names_of_categories_are_shown_not_interpreted_and_long_ones_are_cut() -> None:
     rows = [Record(metric="m", value=1.0, layer=0, tags={"category": f"<i>{'long ' * 9}{n}"}) for n in range(2)]
     frame = records.frame([Measurement(run="r", step=1, tokens=None, analysis="a", records=rows, seconds=0)])
     fig = plots.concept_map(frame, "m")
-    assert all(
-        text.startswith("&lt;i&gt;long") and text.endswith("\N{HORIZONTAL ELLIPSIS}")
-        for text in fig.layout.yaxis.ticktext
-    )
-    assert fig.data[0].text[1][0].endswith("1")
+    texts = [text for text in svg_texts(fig) if "long" in text]
+    assert len(texts) == 2
+    assert all(text.startswith("&lt;i&gt;long") and text.endswith("\N{HORIZONTAL ELLIPSIS}") for text in texts)
+    assert fig.cells.texts[1].endswith("1")
     with pytest.raises(ValueError, match="'accuracy' has no values per layer and category"):
         plots.concept_map(of("probe/topics", 8), "accuracy")
 
@@ -118,64 +107,65 @@ def test_names_of_categories_are_shown_not_interpreted_and_long_ones_are_cut() -
 def test_curves_of_a_metric_with_categories_are_those_of_its_mean() -> None:
     frame = of("concept_alignment", 0, 64)
     fig = plots.layer_profile(frame, "concept_alignment", baselines=["shuffled"], intervals=True)
-    last = [trace for trace in fig.data if trace.line.width == 2.6]
+    last = [series for series in fig.series if series.width == 2.6]
     assert list(last[0].y) == pytest.approx([layer / 100 + 0.064 for layer in range(LAYERS + 1)])
-    assert {trace.name for trace in fig.data if trace.line.dash} == {"Shuffled pairs"}
-    assert len(plots.emergence_curves(frame, "concept_alignment").data) == 2 * (LAYERS + 1) + 1
+    assert {series.name for series in fig.series if series.dash} == {"Shuffled pairs"}
+    assert len(plots.emergence_curves(frame, "concept_alignment").series) == LAYERS + 1
     assert plots.variants(frame, "excess") == [{}]
 
 
 def test_a_profile_shows_the_intervals_of_the_first_and_the_last_checkpoint() -> None:
     fig = plots.layer_profile(of("probe/topics", 0, 8, 64), "accuracy", tags={"split": "test"}, intervals=True)
-    highs = [trace for trace in fig.data if trace.fill == "tonexty"]
-    assert len(highs) == 2
-    lows = [fig.data[list(fig.data).index(high) - 1] for high in highs]
-    for low, high, shift in zip(lows, highs, (0.0, 0.064), strict=True):
-        assert list(low.y) == pytest.approx([0.46 + layer / 20 + shift for layer in range(LAYERS + 1)])
-        assert list(high.y) == pytest.approx([0.53 + layer / 20 + shift for layer in range(LAYERS + 1)])
-    assert not [t for t in plots.layer_profile(of("probe/topics", 8), "accuracy").data if t.fill]
+    bands = [series for series in fig.series if series.interval == "band" and series.has_interval]
+    assert [series.name for series in bands] == ["step 0", "step 64"]
+    for series, shift in zip(bands, (0.0, 0.064), strict=True):
+        assert list(series.low) == pytest.approx([0.46 + layer / 20 + shift for layer in range(LAYERS + 1)])
+        assert list(series.high) == pytest.approx([0.53 + layer / 20 + shift for layer in range(LAYERS + 1)])
+    assert {series.interval for series in plots.layer_profile(of("probe/topics", 8), "accuracy").series[:1]} == {""}
 
 
 def test_the_random_label_control_and_the_majority_are_dashed_and_differ() -> None:
     frame = of("probe/topics", 0, 64)
     fig = plots.layer_profile(frame, "accuracy", controls=["random_labels"])
-    dashed = {trace.name: trace for trace in fig.data if trace.line.dash}
+    dashed = {series.name: series for series in fig.series if series.dash}
     assert dashed.keys() == {"majority class", "random labels"}
     assert list(dashed["majority class"].y) == [0.4, 0.4]
     assert list(dashed["random labels"].y) == pytest.approx([0.38 + layer / 1000 for layer in range(LAYERS + 1)])
-    assert dashed["majority class"].line.dash != dashed["random labels"].line.dash
+    assert dashed["majority class"].dash != dashed["random labels"].dash
     validation = plots.layer_profile(frame, "accuracy", tags={"split": "validation"})
-    assert not [trace for trace in validation.data if trace.line.dash], "the majority is of the test rows"
+    assert not [series for series in validation.series if series.dash], "the majority is of the test rows"
 
 
 def test_the_plainest_variant_is_of_the_test_rows_and_of_the_accuracy() -> None:
     frame = of("probe/topics", 0, 64)
     fig = plots.emergence_curves(frame, "accuracy")
-    assert fig.layout.title.text == "Probe accuracy (share), test rows"
-    lines = {trace.name for trace in plots.emergence_curves(frame, "monotonicity_spearman").data if trace.name}
+    assert fig.title == "Probe accuracy (share), test rows"
+    lines = {*names(plots.emergence_curves(frame, "monotonicity_spearman"))}
     assert lines == {"test rows, of accuracy", "test rows, of log-loss"}
 
 
 def test_layers_that_are_numbers_have_whole_ticks() -> None:
     fig = plots.emergence_curves(of("probe/topics", 0, 64), "plateau_layer")
-    assert fig.layout.yaxis.dtick == 1
+    assert fig.y.whole
 
 
 def test_the_exponential_fit_of_a_geometric_residual_is_the_residual() -> None:
-    fig = residual_profile(of("prediction_residual", 0, 8, 64), controls=["relabelled_vocabulary"])
-    assert fig.layout.yaxis.type == "log"
-    fits = [trace for trace in fig.data if trace.name == "exponential fit"]
+    fig = plots.residual_profile(of("prediction_residual", 0, 8, 64), controls=["relabelled_vocabulary"])
+    assert fig.y.log
+    fits = [series for series in fig.series if series.name.startswith("exponential fit")]
     assert [list(fit.x) for fit in fits] == [[1, LAYERS]] * 2, "of the first checkpoint and the last, from layer 1 on"
     for fit, start in zip(fits, (0.9, 0.836), strict=True):
         assert list(fit.y) == pytest.approx([start, start * RHO ** (LAYERS - 1)], rel=1e-4)
-        assert fit.hovertemplate.startswith(f"rho {RHO:g}")
-    assert {trace.name for trace in fig.data if trace.line.dash} == {"relabelled vocabulary", "exponential fit"}
+        assert fit.texts[0].startswith(f"rho {RHO:g}")
+    assert {series.name for series in fig.series if series.dash} == {
+        "relabelled vocabulary",
+        "exponential fit, step 0",
+        "exponential fit",
+    }
 
 
 def test_a_line_through_two_layers_says_nothing_and_is_not_drawn() -> None:
-    assert "exponential fit" not in {
-        trace.name for trace in residual_profile(of("prediction_residual", 8, layers=2)).data
-    }
+    assert "exponential fit" not in names(plots.residual_profile(of("prediction_residual", 8, layers=2)))
 
 
 def test_the_table_of_changes_has_a_row_for_each_headline_and_none_for_categories_or_sizes() -> None:
@@ -220,10 +210,6 @@ def test_every_metric_of_these_analyses_has_a_name_and_a_sentence() -> None:
     assert tag_text({"control": "relabelled_vocabulary", "split": "test"}) == "relabelled vocabulary, test rows"
 
 
-def svg_texts(path: Path) -> list[str]:
-    return re.findall(r"<text[^>]*>([^<]*)</text>", path.read_text())
-
-
 PICTURES = {
     "probe/topics": (plots.write_layer_curves, "accuracy"),
     "sample_sizes/topics": (plots.write_sample_sizes, "accuracy"),
@@ -235,16 +221,18 @@ PICTURES = {
 @pytest.mark.parametrize(
     "analysis", [pytest.param(name, marks=[pytest.mark.soak] if place else []) for place, name in enumerate(PICTURES)]
 )
-def test_pictures_are_png_and_svg_and_name_their_checkpoints_or_models(analysis: str, tmp_path: Path) -> None:
+def test_pictures_are_png_svg_and_pdf_and_name_their_checkpoints_or_models(analysis: str, tmp_path: Path) -> None:
     write, metric = PICTURES[analysis]
-    cases = {"steps": (of(analysis, 0, 64), {"step 0", "step 64"})}
+    steps = {"0", "64"} if write is plots.write_layer_curves else {"step 0", "step 64"}
+    cases = {"steps": (of(analysis, 0, 64), steps)}
     cases["models"] = models(analysis, small=3, large=4), {"small", "large"}
-    for name, (frame, names) in cases.items():
-        paths = [tmp_path / f"{name}{suffix}" for suffix in (".png", ".svg")]
+    for name, (frame, expected) in cases.items():
+        paths = [tmp_path / f"{name}{suffix}" for suffix in (".png", ".svg", ".pdf")]
         for path in paths:
             write(frame, path, metric)
         assert paths[0].read_bytes().startswith(b"\x89PNG")
-        assert names <= {*svg_texts(paths[1])}
+        assert paths[2].read_bytes().startswith(b"%PDF")
+        assert expected <= {*svg_texts(paths[1])}
         before = paths[1].read_bytes()
         write(frame, paths[1], metric)
         assert paths[1].read_bytes() == before, "equal numbers give equal files"
@@ -254,15 +242,15 @@ def test_a_picture_of_layers_names_what_it_compares_with_and_its_axis(tmp_path: 
     frame = of("probe/topics", 0, 64)
     plots.write_layer_curves(frame, tmp_path / "a.svg", "accuracy", controls=["random_labels"], analysis="probe/topics")
     texts = svg_texts(tmp_path / "a.svg")
-    assert {"majority class", "random labels", "layer", "Probe: topics: Probe accuracy (share), test rows"} <= {*texts}
+    assert {"majority class", "random labels", "Layer", "Probe: topics: Probe accuracy (share), test rows"} <= {*texts}
     plots.write_layer_curves(models("probe/topics", small=3, large=4), tmp_path / "b.svg", "accuracy")
-    assert "depth (100 layer / number of layers)" in svg_texts(tmp_path / "b.svg")
+    assert "Depth (100 layer / number of layers)" in svg_texts(tmp_path / "b.svg")
 
 
 def test_of_many_checkpoints_a_picture_shows_some_with_the_first_and_the_last(tmp_path: Path) -> None:
-    plots.write_layer_curves(of("probe/topics", *range(0, 200, 5)), tmp_path / "a.svg", "accuracy")
-    steps = [text for text in svg_texts(tmp_path / "a.svg") if text.startswith("step ")]
-    assert (len(steps), steps[0], steps[-1]) == (8, "step 0", "step 195")
+    chart = plots.layer_profile(of("probe/topics", *range(0, 200, 5)), "accuracy")
+    steps = [name for name in names(chart) if name.startswith("step ")]
+    assert (len(steps), steps[0], steps[-1]) == (16, "step 0", "step 195")
     plots.write_concept_map(of("concept_alignment", *range(5)), tmp_path / "b.svg")
     assert [text for text in svg_texts(tmp_path / "b.svg") if text.startswith("step ")] == [
         "step 0",
@@ -273,8 +261,8 @@ def test_of_many_checkpoints_a_picture_shows_some_with_the_first_and_the_last(tm
 
 def test_a_picture_that_cannot_be_drawn_or_written_is_refused(tmp_path: Path) -> None:
     frame = of("probe/topics", 0, 64)
-    with pytest.raises(ValueError, match=r"expected a picture that ends in \.png or \.svg, got a\.pdf"):
-        plots.write_layer_curves(frame, tmp_path / "a.pdf", "accuracy")
+    with pytest.raises(ValueError, match=r"expected a picture that ends in \.png, \.svg, \.pdf, got '\.gif'"):
+        plots.write_layer_curves(frame, tmp_path / "a.gif", "accuracy")
     with pytest.raises(InputError, match="cannot write .*: no such file or directory"):
         plots.write_layer_curves(frame, tmp_path / "no" / "a.png", "accuracy")
     with pytest.raises(ValueError, match="'plateau_layer' has no values per layer"):

@@ -5,10 +5,10 @@ import itertools
 import numpy as np
 import pytest
 
-pytest.importorskip("plotly")
+pytest.importorskip("vl_convert")
 
+from lit_layers.figures.scatter import Scatter, label_places, scatter_plot
 from lit_layers.functional.correlation import fit_line
-from lit_layers.plots.scatter import Scatter, label_places, label_step, scatter_plot
 
 
 def content(n: int = 20, **more) -> Scatter:
@@ -35,7 +35,8 @@ def test_the_line_is_the_least_squares_line_and_lies_in_its_band() -> None:
 def test_equal_values_of_x_have_no_line_and_are_drawn_all_the_same() -> None:
     flat = Scatter(x=[1, 1, 1], y=[1, 2, 3], names=["a", "b", "c"], x_title="x", y_title="y")
     assert flat.line() is None
-    assert [trace.mode for trace in scatter_plot(flat).data] == ["markers+text"]
+    (points,) = scatter_plot(flat).series
+    assert (points.mark, points.width, points.y) == ("circle", 0, [1, 2, 3])
 
 
 def test_numbers_lie_on_a_scale_in_their_order_and_words_have_a_colour_each() -> None:
@@ -52,21 +53,21 @@ def test_more_words_than_colours_are_drawn_alike() -> None:
     many = content(20, groups=[f"family {n}" for n in range(10)] * 2)
     assert many.kinds() == []
     assert len(set(many.colors())) == 1
-    (points,) = [trace for trace in scatter_plot(many).data if trace.mode == "markers+text"]
+    (points,) = [series for series in scatter_plot(many).series if series.mark]
     assert len(points.x) == 20
 
 
 def test_few_groups_are_in_the_legend_and_many_numbers_on_a_bar() -> None:
     few = scatter_plot(content(6, groups=[1, 2, 3] * 2))
-    assert [trace.name for trace in few.data if trace.showlegend] == ["1", "2", "3"]
+    assert [series.name for series in few.series if series.legend] == ["1", "2", "3"]
     many = scatter_plot(content(20, groups=[2**n for n in range(10)] * 2))
-    assert not any(trace.showlegend for trace in many.data)
-    assert list(many.data[-1].marker.colorbar.ticktext) == ["1", "16", "512"]
+    assert not any(series.legend for series in many.series)
+    assert list(many.bar.labels.values()) == ["1", "16", "512"]
 
 
-def test_hover_has_the_name_and_all_lines_with_their_signs_escaped() -> None:
+def test_hover_has_the_name_and_all_lines() -> None:
     fig = scatter_plot(content(3, names=["a<b", "c", "d"], hover=[["width: 1 < 2"], ["x"], ["y"]]))
-    assert fig.data[-1].customdata[0] == "<b>a&lt;b</b><br>width: 1 &lt; 2"
+    assert fig.series[-1].texts[0] == "a<b\nwidth: 1 < 2"
 
 
 @pytest.mark.parametrize("size", [(300, 250), (560, 400), (1100, 500)])
@@ -83,7 +84,7 @@ def test_names_touch_no_point_no_other_name_and_not_the_edge(size, n) -> None:
     boxes = []
     for (x, y), name, place in zip(dots, one.names, places, strict=True):
         if place is not None:
-            across, up = label_step(place)
+            across, up = place
             half, tall = 0.29 * 10 * len(name) + 1, 6.2
             gap = 5 if across and up else 7
             center = x + across * (half + gap), y + up * (tall + gap)

@@ -1,6 +1,7 @@
 """Metrics over steps and layers: which cell holds what, best layers, and means over tasks that are everywhere."""
 
 import math
+import re
 from dataclasses import replace
 from pathlib import Path
 
@@ -8,14 +9,16 @@ import numpy as np
 import pandas as pd
 import pytest
 
-pytest.importorskip("plotly")
+pytest.importorskip("vl_convert")
 
 from lit_layers import plots, records
 from lit_layers.errors import InputError
-from lit_layers.plots.surfaces import MISSING, VIRIDIS, read_surface
+from lit_layers.figures.maps import read_surface
+from lit_layers.figures.theme import MISSING
 from lit_layers.records import Measurement, Record
 from lit_layers.report import write_report
-from lit_layers.report.layer_pictures import write_pictures
+from lit_layers.report.pictures import write_pictures
+from tests.support.charts import axis, place
 from tests.support.layer_scores import DOMAINS, TASKS, add
 
 STEPS = (0, 1, 8, 512)
@@ -116,7 +119,7 @@ def test_the_verdict_of_an_audit_stays_with_the_means(tmp_path):
     frame = means(tmp_path)
     with pytest.raises(InputError, match="suspect step 2"):
         plots.layer_surface(frame, "main_score")
-    assert plots.layer_surface(frame, "main_score", allow_suspect=True).data[0].z[4][1] is not None
+    assert plots.layer_surface(frame, "main_score", allow_suspect=True).cells.values[0][4][1] is not None
 
 
 # ------------------------------------------------------------------------------------------------ surfaces
@@ -125,23 +128,20 @@ def test_the_verdict_of_an_audit_stays_with_the_means(tmp_path):
 def test_a_cell_is_a_layer_of_a_step(tmp_path):
     scores = series(tmp_path)
     fig = plots.layer_surface(means(tmp_path), "main_score")
-    heat = fig.data[0]
-    assert np.allclose(heat.z, scores.mean(1).T, rtol=1e-3)
-    assert list(heat.y) == [0, 1, 2, 3, 4]
-    assert heat.text[3][2] == "step 8 · 8,000 tokens<br>layer 3"
-    assert [color for _, color in heat.colorscale] == VIRIDIS
-    assert fig.layout.plot_bgcolor == MISSING
+    (table_,) = fig.cells.values
+    assert np.allclose(table_, scores.mean(1).T, rtol=1e-3)
+    assert fig.cells.rows == [0, 1, 2, 3, 4]
+    assert fig.training.texts()[2] == "step 8 · 8,000 tokens"
+    assert (fig.cells.scheme, fig.background) == ("viridis", MISSING)
 
 
 def test_steps_lie_at_their_logarithm_with_step_0_apart(tmp_path):
     series(tmp_path)
     fig = plots.layer_surface(means(tmp_path), "main_score")
-    x = list(fig.data[0].x)
+    x = [place(fig, step) for step in STEPS]
     assert x[1:] == pytest.approx(np.log10([2, 9, 513]), abs=1e-4)
-    divider = next(shape for shape in fig.layout.shapes if shape.xref != "paper")
-    assert x[0] < divider.x0 < x[1]
-    assert divider.x0 == pytest.approx((x[0] + x[1]) / 2, abs=1e-4), "where the cells meet"
-    left, right = fig.layout.xaxis.range
+    assert axis(fig).divider == pytest.approx((x[0] + x[1]) / 2, abs=1e-4), "where the cells meet"
+    left, right = axis(fig).ends
     assert left == pytest.approx(x[0] - (x[1] - x[0]) / 2, abs=1e-3), "whole cells at the ends"
     assert right == pytest.approx(x[3] + (x[3] - x[2]) / 2, abs=1e-3)
 
@@ -154,10 +154,9 @@ def test_what_was_not_measured_is_blank_and_not_bridged(tmp_path):
         measured = Measurement(run="r", step=step, tokens=None, analysis="invariance", records=own, seconds=0)
         records.append(tmp_path / "measurements.jsonl", measured)
     fig = plots.layer_surface(table(tmp_path), "lidar", steps=[1, 4, 16])
-    z = np.array([[math.nan if v is None else v for v in row] for row in fig.data[0].z], dtype=float)
+    z = np.array([[math.nan if v is None else v for v in row] for row in fig.cells.values[0]], dtype=float)
     assert np.isnan(z[:, 1]).all()
     assert [bool(gap) for gap in np.isnan(z[:, 2])] == [False, False, True, False]
-    assert not fig.data[0].hoverongaps
 
 
 def test_the_best_layer_is_from_1_on_and_the_embedding_is_told_apart(tmp_path):
@@ -169,8 +168,7 @@ def test_the_best_layer_is_from_1_on_and_the_embedding_is_told_apart(tmp_path):
     assert surface.best() == ([2, 3, None], [True, False, True]), "of equal ones the earliest"
     assert replace(surface, higher_is_better=False).best()[0] == [1, 1, None]
     fig = plots.best_layers(frame, "main_score")
-    assert list(fig.data[0].y) == [2, 3, None]
-    assert list(fig.data[1].y) == [0, None, 0]
+    assert [list(series.y) for series in fig.series] == [[2, 3, None], [0, None, 0]]
 
 
 def test_a_surface_needs_two_steps_and_layers(tmp_path):
@@ -188,11 +186,11 @@ def test_pictures_are_equal_for_equal_numbers(tmp_path):
         plots.write_surface(frame, tmp_path / name, "main_score", analysis="mteb/mean_over_tasks")
     assert (tmp_path / "a.svg").read_bytes() == (tmp_path / "b.svg").read_bytes()
     text = (tmp_path / "a.svg").read_text()
-    for part in ("MTEB: mean over tasks", "Optimizer step", "best layer from 1 on"):
+    for part in ("MTEB: mean over tasks", "Optimizer step", "Best layer from 1 on"):
         assert part in text
     assert (tmp_path / "a.png").stat().st_size > 10_000
-    with pytest.raises(ValueError, match="ends in .png or .svg"):
-        plots.write_surface(frame, tmp_path / "a.pdf", "main_score")
+    with pytest.raises(ValueError, match="ends in .png, .svg, .pdf"):
+        plots.write_surface(frame, tmp_path / "a.gif", "main_score")
 
 
 # ------------------------------------------------------------------------------------------------ the page
@@ -221,12 +219,17 @@ def test_a_run_without_such_analyses_has_no_section_of_surfaces(tmp_path):
     assert "Layers over steps" not in write_report(tmp_path).read_text()
 
 
-def test_the_pictures_of_a_run_hold_surfaces_of_each_domain(tmp_path):
+def test_every_figure_of_a_page_is_a_png_an_svg_and_a_pdf(tmp_path):
     series(tmp_path / "run")
-    found = {path.name for path in write_pictures(tmp_path / "run", tmp_path / "out") if path.suffix == ".svg"}
-    assert len(found) == 4
-    assert "mteb_mean_over_tasks_main_score.svg" in found
-    assert "mteb_mean_over_tasks_main_score_sts.svg" in found
+    paths = write_pictures(tmp_path / "run", tmp_path / "out")
+    assert {path.suffix for path in paths} == {".png", ".svg", ".pdf"}
+    assert all(path.is_file() for path in paths)
+    found = {path.stem for path in paths}
+    page = write_report(tmp_path / "run").read_text()
+    numbers = [number for each in re.findall(r'data-figures="([\d ]+)"', page) for number in each.split()]
+    assert len(found) == len(numbers) == len(paths) / 3
+    assert {"surfaces_main_score_share_all_tasks", "surfaces_main_score_share_sts"} <= found
+    assert (tmp_path / "out" / f"{min(found)}.pdf").read_bytes().startswith(b"%PDF")
 
 
 # ------------------------------------------------------------------------------------------------ published numbers

@@ -10,15 +10,14 @@ import numpy as np
 import pandas as pd
 import pytest
 
-pytest.importorskip("plotly")
+pytest.importorskip("vl_convert")
 
 from lit_layers import plots, records
 from lit_layers.errors import InputError
-from lit_layers.plots.axes import position
-from lit_layers.plots.surfaces import VIRIDIS
-from lit_layers.plots.variant_scores import LOOKS, pareto
+from lit_layers.figures.variant_scores import LOOKS, pareto
 from lit_layers.records import Measurement, Record
 from tests.support import variant_results
+from tests.support.charts import drawn, line, names, place, svg_texts, values
 
 MIDDLES = [1, 3, 5]
 
@@ -45,12 +44,6 @@ def record(metric: str, value: float, variant: str, *, layer: int | None = None,
     return Record(metric=metric, value=value, layer=layer, tags={"variant": variant, **rest}, **interval)
 
 
-def trace(fig, name: str):
-    """The line of this name: the edges of intervals have none."""
-    (found,) = [one for one in fig.data if one.name == name]
-    return found
-
-
 def of_variants(metric: str, values: dict[str, list[float]], *, loops: dict[int, list[float]] | None = None, **tags):
     rows = [record(metric, 2.0, "baseline", **tags)]
     for name, row in values.items():
@@ -74,24 +67,24 @@ def test_each_variant_is_a_line_over_the_middle_blocks_and_single_orders_are_non
     rows = of_variants("variant_loss", {"skip": [2.5, 3, 4], "random": [2, 2.4, 3]}, loops=LOOPS)
     rows += [record("variant_loss", 9.0, "random", middle=3, seed=s, schedule=f"1 {s}") for s in range(5)]
     fig = plots.variant_curves(table(("interventions", None, rows)), "variant_loss")
-    assert [list(trace(fig, "Skip").x), list(trace(fig, "Skip").y)] == [MIDDLES, [2.5, 3, 4]]
-    assert list(trace(fig, "Random order").y) == [2, 2.4, 3]
-    assert list(trace(fig, "Looped parallel, k = 2").y) == [3.0, 2.5, 4.0], "2 and 4 are as near to 3: the fewer"
-    assert list(trace(fig, "Full model").y) == [2, 2]
-    assert trace(fig, "Skip").line.color == LOOKS["skip"][0] != trace(fig, "Random order").line.color
+    assert [list(line(fig, "Skip").x), list(line(fig, "Skip").y)] == [MIDDLES, [2.5, 3, 4]]
+    assert list(line(fig, "Random order").y) == [2, 2.4, 3]
+    assert list(line(fig, "Looped parallel, k = 2").y) == [3.0, 2.5, 4.0], "2 and 4 are as near to 3: the fewer"
+    assert list(line(fig, "Full model").y) == [2, 2]
+    assert line(fig, "Skip").color == LOOKS["skip"][0] != line(fig, "Random order").color
 
 
 def test_the_colours_of_variants_differ():
     assert len({color for color, *_ in LOOKS.values()}) == len(LOOKS)
-    assert len({symbol for _, symbol, _ in LOOKS.values()}) == len(LOOKS)
+    assert len({symbol for _, symbol in LOOKS.values()}) == len(LOOKS)
 
 
 def test_the_best_loops_are_a_line_of_their_own_and_tell_their_number():
     rows = of_variants("variant_loss", {"parallel": [2.9, 2.6, 5.0]}, loops=LOOPS)
     fig = plots.variant_curves(table(("interventions", None, rows)), "variant_loss", best_loops=True)
-    best = trace(fig, "Looped parallel, best k")
+    best = line(fig, "Looped parallel, best k")
     assert list(best.y) == [2.9, 2.2, 3.7]
-    assert [text.split("k = ")[1] for text in best.text] == ["1", "4", "6"]
+    assert best.texts == ["k = 1", "k = 4", "k = 6"]
 
 
 def test_intervals_come_from_the_record_or_else_from_its_standard_error():
@@ -99,9 +92,10 @@ def test_intervals_come_from_the_record_or_else_from_its_standard_error():
     rows += [record("task_score", 0.5, "random", middle=1, low=0.4, high=0.7)]
     rows += [record("task_score", 0.4, "random", middle=3, stderr=0.05)]
     fig = plots.variant_curves(table(("intervene/lambada", None, rows)), "task_score")
-    low, high = [one for one in fig.data if one.line.width == 0]
-    assert list(low.y) == pytest.approx([0.4, 0.4 - 1.96 * 0.05])
-    assert list(high.y) == pytest.approx([0.7, 0.4 + 1.96 * 0.05])
+    (band,) = [one for one in fig.series if one.interval == "band" and one.has_interval]
+    assert band.name == "Random order"
+    assert band.low == pytest.approx([0.4, 0.4 - 1.96 * 0.05])
+    assert band.high == pytest.approx([0.7, 0.4 + 1.96 * 0.05])
 
 
 def test_guessing_is_dotted_where_it_is_known():
@@ -109,22 +103,22 @@ def test_guessing_is_dotted_where_it_is_known():
     rows += [record("normalized_score", 0.7, "skip", middle=1)]
     guess = Record(metric="random_score", value=0.5, tags={"task": "winogrande"})
     frame = table(("intervene/winogrande", None, [*rows, guess]))
-    assert list(trace(plots.variant_curves(frame, "task_score"), "Guessing").y) == [0.5, 0.5]
-    assert list(trace(plots.variant_curves(frame, "normalized_score"), "Guessing").y) == [0, 0]
+    assert list(line(plots.variant_curves(frame, "task_score"), "Guessing").y) == [0.5, 0.5]
+    assert list(line(plots.variant_curves(frame, "normalized_score"), "Guessing").y) == [0, 0]
     without = table(("intervene/winogrande", None, rows))
-    assert "Guessing" not in [one.name for one in plots.variant_curves(without, "task_score").data]
+    assert "Guessing" not in names(plots.variant_curves(without, "task_score"))
 
 
 def test_a_slider_goes_over_the_checkpoints_and_the_last_is_shown():
     steps = {1: [4.0, 5.0, 6.0], 8: [2.5, 3.0, 4.0]}
     measured = [("interventions", s, of_variants("variant_loss", {"skip": row})) for s, row in steps.items()]
     fig = plots.variant_curves(table(*measured), "variant_loss")
-    names = [one.name for one in fig.data]
-    assert list(fig.data[names.index("Skip")].y) == steps[8]
-    assert [frame.name for frame in fig.frames] == ["1", "8"]
-    for frame, row in zip(fig.frames, steps.values(), strict=True):
-        assert list(frame.data[names.index("Skip")].y) == row
-    low, high = fig.layout.yaxis.range
+    assert fig.frames == [1, 8]
+    for number, row in enumerate(steps.values()):
+        assert values(fig, "Skip", number) == row
+    shown = [row["y"] for row in fig.spec()["data"]["values"]]
+    assert shown[:3] == steps[8], "a picture shows the last"
+    low, high = fig.y.ends
     assert low < 2
     assert high > 6
 
@@ -134,14 +128,14 @@ def test_before_and_after_are_two_lines_a_variant():
     after = of_variants("variant_loss", {"skip": [2.1, 2.5, 6.0]}, when="after")
     frame = table(("intervene/finetune", None, before + after))
     fig = plots.variant_curves(frame, "variant_loss", split="when")
-    assert list(trace(fig, "Skip, before fine-tuning").y) == [3, 4, 5]
-    assert list(trace(fig, "Skip, after fine-tuning").y) == [2.1, 2.5, 6]
-    assert trace(fig, "Skip, before fine-tuning").line.dash == "dot"
-    assert trace(fig, "Skip, after fine-tuning").line.color == trace(fig, "Skip, before fine-tuning").line.color
+    assert list(line(fig, "Skip, before fine-tuning").y) == [3, 4, 5]
+    assert list(line(fig, "Skip, after fine-tuning").y) == [2.1, 2.5, 6]
+    assert line(fig, "Skip, before fine-tuning").dash == "dot"
+    assert line(fig, "Skip, after fine-tuning").color == line(fig, "Skip, before fine-tuning").color
     with pytest.raises(ValueError, match="several ways, choose one by tags: before fine-tuning; after fine-tuning"):
         plots.variant_curves(frame, "variant_loss")
     fig = plots.variant_curves(frame, "variant_loss", tags={"when": "after"})
-    assert list(trace(fig, "Skip").y) == [2.1, 2.5, 6]
+    assert list(line(fig, "Skip").y) == [2.1, 2.5, 6]
 
 
 def test_figures_refuse_what_they_cannot_show(tmp_path: Path):
@@ -170,8 +164,8 @@ def test_figures_refuse_what_they_cannot_show(tmp_path: Path):
     )
     with pytest.raises(InputError, match="suspect step 8"):
         plots.variant_curves(suspect, "variant_loss")
-    with pytest.raises(ValueError, match="ends in .png or .svg"):
-        plots.write_variant_curves(middle, tmp_path / "a.pdf", "variant_loss")
+    with pytest.raises(ValueError, match="ends in .png, .svg, .pdf, got '.gif'"):
+        plots.write_variant_curves(middle, tmp_path / "a.gif", "variant_loss")
 
 
 OF_VARIANTS = (
@@ -211,11 +205,11 @@ def test_nothing_is_drawn_through_a_suspect_checkpoint_unless_it_is_allowed(name
 @pytest.mark.parametrize("metric", ["variant_loss", "variant_accuracy"])
 def test_the_map_of_loops_marks_the_best_of_each_middle(metric: str):
     rng = random.Random(3)
-    values = {(k, m): round(rng.random(), 2) for k in (1, 2, 3, 5) for m in MIDDLES}
-    del values[5, 1], values[3, 3]
-    values[2, 5] = values[3, 5] = 2.0 if metric == "variant_accuracy" else -1.0  # of equal ones the fewest
+    scored = {(k, m): round(rng.random(), 2) for k in (1, 2, 3, 5) for m in MIDDLES}
+    del scored[5, 1], scored[3, 3]
+    scored[2, 5] = scored[3, 5] = 2.0 if metric == "variant_accuracy" else -1.0  # of equal ones the fewest
     rows = of_variants(metric, {"skip": [9.0, 9.0, 9.0]})
-    for (k, m), value in values.items():
+    for (k, m), value in scored.items():
         rows.append(
             record(
                 metric,
@@ -226,19 +220,19 @@ def test_the_map_of_loops_marks_the_best_of_each_middle(metric: str):
             )
         )
     fig = plots.loop_map(table(("interventions", None, rows)), metric)
-    heat, marks = fig.data
+    (table_,), (marks,) = fig.cells.values, fig.series
     for (row, k), (column, m) in itertools.product(enumerate((1, 2, 3, 5)), enumerate(MIDDLES)):
-        assert heat.z[row][column] == values.get((k, m)), "what was not measured is blank"
+        assert table_[row][column] == scored.get((k, m)), "what was not measured is blank"
     choose = max if metric == "variant_accuracy" else min
     expected = {}
     for m in MIDDLES:
-        known = [k for k in (1, 2, 3, 5) if (k, m) in values]
-        top = choose(values[k, m] for k in known)
-        expected[str(m)] = str(next(k for k in known if values[k, m] == top))
+        known = [k for k in (1, 2, 3, 5) if (k, m) in scored]
+        top = choose(scored[k, m] for k in known)
+        expected[m] = next(k for k in known if scored[k, m] == top)
     assert dict(zip(marks.x, marks.y, strict=True)) == expected
-    assert expected["5"] == "2"
-    bright = heat.colorscale[-1][1] if metric == "variant_accuracy" else heat.colorscale[0][1]
-    assert bright == VIRIDIS[-1], "bright is better"
+    assert expected[5] == 2
+    reverse = {"name": "viridis", "extent": [1, 0]}
+    assert fig.cells.scheme == ("viridis" if metric == "variant_accuracy" else reverse), "bright is better"
 
 
 def test_single_blocks_are_lines_over_the_blocks():
@@ -246,17 +240,17 @@ def test_single_blocks_are_lines_over_the_blocks():
     rows += [record("variant_loss", 10.0 - n, "skip_one", layer=n) for n in (3, 1, 2)]
     rows += [record("variant_loss", 5.0 + n, "switch", layer=n) for n in (1, 2)]
     fig = plots.block_curves(table(("interventions", None, rows)), "variant_loss")
-    assert [list(trace(fig, "Skip one block").x), list(trace(fig, "Skip one block").y)] == [[1, 2, 3], [9, 8, 7]]
-    assert list(trace(fig, "Switch with the next").y) == [6, 7]
-    assert list(trace(fig, "Full model").y) == [1, 1]
+    assert [list(line(fig, "Skip one block").x), list(line(fig, "Skip one block").y)] == [[1, 2, 3], [9, 8, 7]]
+    assert list(line(fig, "Switch with the next").y) == [6, 7]
+    assert list(line(fig, "Full model").y) == [1, 1]
 
 
 def test_own_schedules_are_a_row_each():
     rows = [record("variant_loss", 1.0, "baseline")]
     rows += [record("variant_loss", 2.0 + n, "custom", schedule=f"1 {n}") for n in (2, 3)]
     fig = plots.schedule_scores(table(("interventions", None, rows)), "variant_loss")
-    assert list(fig.data[0].x) == [4, 5]
-    assert list(fig.data[0].y) == ["1. 1 2", "2. 1 3"]
+    assert drawn(fig, "Schedule") == {"1. 1 2": 4, "2. 1 3": 5}
+    assert {"1. 1 2", "2. 1 3"} <= {*svg_texts(fig)}
 
 
 # ------------------------------------------------------------------------------------------------ over training
@@ -272,15 +266,13 @@ def test_over_training_accuracy_is_a_share_of_the_full_models_at_the_same_step()
         measured.append(("interventions", step, rows))
     frame = table(*measured)
     fig = plots.variants_over_training(frame, "variant_accuracy", middle=3, kept=True)
-    trained, untrained = [one for one in fig.data if one.name == "Skip"]
-    assert list(trained.y) == pytest.approx([0.5, 0.9])
-    assert list(untrained.y) == [None], "0 of 0 is undefined"
-    assert list(trained.x) == pytest.approx([math.log10(2), math.log10(9)], abs=1e-4)
-    assert untrained.x[0] < trained.x[0]
-    assert position(8, 0) == trained.x[1]
-    assert next(list(one.y) for one in fig.data if one.name == "Full model") == [1, 1]
+    one = line(fig, "Skip")
+    assert (one.x, one.y) == ([0, 1, 8], [None, pytest.approx(0.5), pytest.approx(0.9)]), "0 of 0 is undefined"
+    assert [place(fig, step) for step in (1, 8)] == pytest.approx([math.log10(2), math.log10(9)], abs=1e-4)
+    assert place(fig, 0) < place(fig, 1)
+    assert values(fig, "Full model") == [None, 1, 1]
     plain = plots.variants_over_training(frame, "variant_accuracy", middle=3, axis="tokens")
-    assert list(next(one for one in plain.data if one.name == "Skip").y) == [0.05, 0.36]
+    assert values(plain, "Skip") == [0.0, 0.05, 0.36]
 
 
 # ------------------------------------------------------------------------------------------------ over tasks
@@ -308,7 +300,7 @@ def test_the_median_is_over_the_tasks_that_have_every_variant():
         "Median over tasks a, b, c, d. In it are not, as they lack some variants: e."
     )
     fig = plots.variant_curves(found.frame, "normalized_score", analysis="intervene/median_over_tasks")
-    assert list(trace(fig, "Skip").y) == pytest.approx([0.925, 0.525, 0.15])
+    assert list(line(fig, "Skip").y) == pytest.approx([0.925, 0.525, 0.15])
 
 
 def test_where_a_task_is_undefined_there_is_no_median():
@@ -378,13 +370,10 @@ def test_quality_is_drawn_over_the_latency_of_the_same_variant():
     cost += [record("relative_latency", 0.1, "skip", middle=3, execution="stacked")]
     frame = table(("interventions", None, quality), ("intervene/speed", None, cost))
     fig = plots.quality_front(frame, "variant_accuracy", cost_tags={"execution": "loop"})
-    skip = next(one for one in fig.data if one.name == "Skip")
-    assert dict(zip(skip.x, skip.y, strict=True)) == {0.7: 0.4, 0.5: 0.2}
-    front = next(one for one in fig.data if one.name == "Pareto front")
-    assert [list(front.x), list(front.y)] == [[0.5, 0.7, 1.0], [0.2, 0.4, 0.5]]
-    full = next(one for one in fig.data if one.name == "Full model")
-    assert (full.x[0], full.y[0], full.marker.symbol) == (1.0, 0.5, "star")
-    assert "Reverse" not in [one.name for one in fig.data], "its quality is not known"
+    assert drawn(fig, "Skip") == {0.7: 0.4, 0.5: 0.2}
+    assert drawn(fig, "Pareto front") == {0.5: 0.2, 0.7: 0.4, 1.0: 0.5}
+    assert (drawn(fig, "Full model"), line(fig, "Full model").mark) == ({1.0: 0.5}, "star")
+    assert "Reverse" not in names(fig), "its quality is not known"
     with pytest.raises(ValueError, match="several ways"):
         plots.quality_front(frame, "variant_accuracy")
 
@@ -395,7 +384,7 @@ def test_models_are_a_line_each():
         for run, row in (("hub/small", [3.0, 4.0, 5.0]), ("hub/large", [2.5, 2.6, 2.7]))
     ]
     fig = plots.models_by_middle(pd.concat(frames), "variant_loss", variant="skip")
-    lines = {one.name: list(one.y) for one in fig.data if one.showlegend is not False}
+    lines = {one.name: list(one.y) for one in fig.series if one.legend}
     assert lines == {"small": [3, 4, 5], "large": [2.5, 2.6, 2.7]}
 
 
@@ -419,10 +408,8 @@ def test_similarities_are_coloured_from_the_least_of_any_checkpoint_to_1():
     ]
     for mode, scale in (("token", 1.0), ("flattened", 0.5)):
         fig = plots.similarity_matrix(table(*measured), "layer_cosine", tags={"mode": mode})
-        heat = fig.data[0]
-        assert np.allclose(heat.z, scale * np.array(matrices[8]))
-        assert np.allclose(fig.frames[0].data[0].z, scale * np.array(matrices[1]))
-        assert {(one.zmin, one.zmax) for one in (heat, *(f.data[0] for f in fig.frames))} == {(0.3 * scale, 1.0)}
+        assert np.allclose(fig.cells.values, [scale * np.array(matrix) for matrix in matrices.values()])
+        assert fig.cells.ends == (0.3 * scale, 1.0)
 
 
 def test_stages_are_drawn_over_training():
@@ -437,10 +424,11 @@ def test_stages_are_drawn_over_training():
         for s, row in counts.items()
     ]
     fig = plots.stages_over_training(table(*measured))
-    lines = {(one.name, one.meta): list(one.y) for one in fig.data}
-    assert lines["Beginning", 0] == [2, 4]
-    assert lines["Middle", 0] == [8, 7]
-    assert lines["Ending", 1] == [3]
+    assert {one.name: list(one.y) for one in fig.series} == {
+        "Beginning": [1, 2, 4],
+        "Middle": [9, 8, 7],
+        "Ending": [3, 3, 2],
+    }
 
 
 def test_pictures_are_equal_for_equal_numbers(tmp_path: Path):
@@ -449,7 +437,7 @@ def test_pictures_are_equal_for_equal_numbers(tmp_path: Path):
     cost = {"cost_tags": {"execution": "loop"}, "analysis": "interventions"}
     drawn = {
         "middle": (plots.write_variant_curves, {"best_loops": True}, "Looped parallel, best k"),
-        "loops": (plots.write_loop_map, {}, "best number of loops"),
+        "loops": (plots.write_loop_map, {}, "Number of middle blocks in the loop (M)"),
         "blocks": (plots.write_block_curves, {}, "Switch with the next"),
         "training": (plots.write_variants_over_training, {"middle": 3}, "M = 3"),
         "front": (plots.write_front, cost, "Pareto front"),

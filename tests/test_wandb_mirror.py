@@ -89,7 +89,7 @@ def test_means_over_layers_heat_maps_and_the_long_table_are_there(root: Path) ->
         if record.metric == "log_loss"
     }
     assert dict(run.curve("next_token_probe/log_loss/layer_mean"))[4] == pytest.approx((values[1] + values[2]) / 2)
-    assert len(run.media("plotly-file")["coupling/coupling_pair/k=4/matrix"]) == 4
+    assert len(run.media("image-file")["coupling/coupling_pair/k=4/matrix"]) == 4
     assert not any("other_layer" in key for key in run.names())
     table = run.tables["emergence"]
     assert table["columns"][:6] == ["step", "tokens", "analysis", "metric", "layer", "value"]
@@ -153,8 +153,8 @@ def test_pairs_with_undefined_prompts_are_drawn_like_the_others(tmp_path: Path) 
     mirror.open(tmp_path, run_id=RUN_ID, config={})
     mirror.log_step(1, 8, {}, [Measurement(run="r", step=1, tokens=8, analysis="a", records=pairs, seconds=0)])
     mirror.finish()
-    (figure,) = read_back(tmp_path).media("plotly-file")["a/pair/k=4/matrix"]
-    assert json.loads(figure.read_text())["data"][0]["z"] == [[2.0, 3.0], [3.0, 4.0]]
+    (figure,) = read_back(tmp_path).media("image-file")["a/pair/k=4/matrix"]
+    assert figure.read_bytes().startswith(b"\x89PNG")
 
 
 class FakeRun:

@@ -201,7 +201,7 @@ def _show(table: "ModelTable", findings: "Findings") -> None:
 
 def _cells(row: "Row") -> list[Any]:
     from lit_layers.correlate.findings import p_text
-    from lit_layers.plots.labels import value
+    from lit_layers.figures.labels import value
 
     interval = "" if row.low is None or row.high is None else f"{value(row.low)} to {value(row.high)}"
     name = f"{row.name} ({row.note})" if row.note else row.name

@@ -111,7 +111,7 @@ def _choices(tables: "LayerTables", model) -> "Table":
 
     from lit_layers.correlate.over_layers.findings import rule_text
     from lit_layers.correlate.over_layers.page import shares_text
-    from lit_layers.plots.labels import value
+    from lit_layers.figures.labels import value
 
     shown = Table(
         title="\nlayers chosen without labels (* chosen on held-out models or tasks)",
@@ -143,7 +143,7 @@ def _choices(tables: "LayerTables", model) -> "Table":
 
 
 def _cell(estimate: "Estimate") -> str:
-    from lit_layers.plots.labels import value
+    from lit_layers.figures.labels import value
 
     if estimate.low is None:
         return value(estimate.value)

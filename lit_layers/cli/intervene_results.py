@@ -10,10 +10,10 @@ from rich.console import Console
 from rich.table import Table
 
 from lit_layers import records
+from lit_layers.figures.labels import tag_text
+from lit_layers.figures.variant_scores import MEDIAN
 from lit_layers.functional.block_schedules import CUSTOM, OF_BLOCKS, OF_MIDDLES
 from lit_layers.metrics import headlines, look_up, sentence
-from lit_layers.plots.labels import tag_text
-from lit_layers.plots.variant_scores import MEDIAN
 from lit_layers.records import COLUMNS, FAILED
 
 CSV = "variants.csv"

@@ -26,15 +26,14 @@ def report(
         root: the run's folder, with measurements.jsonl or metrics.jsonl
         out: the page (default: ROOT/report.html)
         export: also write all numbers to this file, as .parquet or .csv
-        pictures: also write PNG and SVG pictures of probes, sample sizes, categories, residuals, and layers over steps
-            to this folder
+        pictures: also write every figure of the page as PNG, SVG and PDF to this folder
         wandb: also send W&B the points that it does not have
         allow_suspect: also draw checkpoints that the audit of their series found suspect
         settings: of analyses that were measured with several settings (options, data) draw these, as the page names
             them, or `last`: those measured last (default: those of the most steps, which training's are)
         provenance: only print where the numbers come from
     """
-    from lit_layers.plots.labels import listing
+    from lit_layers.figures.labels import listing
     from lit_layers.report import MirrorAside, facts, write_report
     from lit_layers.report.provenance import provenance as provenance_of
 
@@ -55,7 +54,7 @@ def report(
         records.export(records.frame(run.measurements), export)
         print(export)
     if pictures is not None:
-        from lit_layers.report.layer_pictures import write_pictures
+        from lit_layers.report.pictures import write_pictures
 
         print(*write_pictures(root, pictures, allow_suspect=allow_suspect, settings=chosen), sep="\n")
     print(write_report(root, out, allow_suspect=allow_suspect, settings=chosen))

@@ -10,8 +10,8 @@ from rich.table import Table
 from lit_layers.cli.select_options import WITHOUT_TOLERANCE
 from lit_layers.durable import write_json
 from lit_layers.errors import InputError
+from lit_layers.figures.scatter import LayerScores, layer_choice
 from lit_layers.metrics import look_up
-from lit_layers.plots.layer_choice import LayerScores, write_layer_scores
 from lit_layers.select.choosing import Choice, TaskFeatures
 
 
@@ -35,7 +35,9 @@ def write_results(
     except OSError as error:
         raise InputError(f"out: cannot write {out}: {(error.strerror or str(error)).lower()}") from error
     pictures = [out / "layers.png", out / "layers.svg"]
-    write_layer_scores(_picture(task, choice, seconds, title), pictures)
+    picture = layer_choice(_picture(task, choice, seconds, title))
+    for path in pictures:
+        picture.write(path)
     content = {
         "model": model,
         "revision": revision,

@@ -8,10 +8,10 @@ import pandas as pd
 
 from lit_layers.correlate.findings import CONFOUNDED, Columns, Findings, lowered, p_equation
 from lit_layers.correlate.table import ModelTable
+from lit_layers.figures.labels import count, value
+from lit_layers.figures.scatter import Scatter
 from lit_layers.functional import correlation
 from lit_layers.functional.correlation import UndefinedError
-from lit_layers.plots.labels import count, value
-from lit_layers.plots.scatter import Scatter
 
 
 class Plot(NamedTuple):

@@ -12,9 +12,9 @@ from numpy.typing import NDArray
 from lit_layers.correlate.runs import SIZES, nearest
 from lit_layers.correlate.table import ModelTable
 from lit_layers.errors import InputError
+from lit_layers.figures.labels import value
 from lit_layers.functional import correlation
 from lit_layers.functional.correlation import UndefinedError
-from lit_layers.plots.labels import value
 
 SMALLEST = 1e-300  # of a p-value that float64 tells from 0
 CONFOUNDED = 0.5  # R² of the metric with a size or its baseline, from which on a warning is due

@@ -1,49 +1,26 @@
 """A correlation as one self-contained HTML page, in the look of a run's report."""
 
-from datetime import datetime
-from importlib.resources import files
+from collections.abc import Sequence
 from typing import Any
-
-import jinja2
-from plotly.offline import get_plotlyjs
 
 from lit_layers.correlate.figures import Plot
 from lit_layers.correlate.findings import Findings, Row, lowered, p_text
 from lit_layers.correlate.table import ModelTable
-from lit_layers.plots import theme
-from lit_layers.plots.labels import MINUS, value
-from lit_layers.plots.scatter import scatter_plot
-from lit_layers.report.figures import slim
+from lit_layers.figures import scatter_plot
+from lit_layers.figures.embed import Feed
+from lit_layers.figures.labels import MINUS, value
+from lit_layers.report.template import fill, placed
 
 _NARROW = 340  # pixels that a phone leaves a plot: few names have room
 
 
-def render(table: ModelTable, findings: Findings, plots: list[Plot]) -> str:
+def render(table: ModelTable, findings: Findings, plots: Sequence[Plot]) -> str:
     """Returns the page: warnings, coefficients, scatter plots and the table of the models."""
-    drawn, blocks = [], []
-    for number, plot in enumerate(plots):
-        wide = number == 0 or (number == len(plots) - 1 and number % 2 == 1)  # the last one of an odd number beside it
-        sizes = [(1140 if wide else 560, 560 if number == 0 else 420), (_NARROW, 400)]
-        figures = [scatter_plot(plot.content, width=width, height=height) for width, height in sizes]
-        places = range(len(drawn), len(drawn) + len(figures))
-        drawn += [slim(figure) for figure in figures]
-        heights = [height for _, height in sizes]
-        figures_of = [
-            {"number": place, "height": height, "kind": kind}
-            for place, height, kind in zip(places, heights, ("wide-only", "narrow-only"), strict=True)
-        ]
-        blocks.append(
-            {"title": plot.title, "says": plot.content.title, "note": plot.note, "wide": wide, "of": figures_of}
-        )
-    environment = jinja2.Environment(
-        loader=jinja2.PackageLoader("lit_layers.correlate", "."),
-        autoescape=True,
-        undefined=jinja2.StrictUndefined,
-        trim_blocks=True,
-        lstrip_blocks=True,
-    )
-    page = files("lit_layers.report").joinpath("page")
-    return environment.get_template("page.html.jinja").render(
+    feed = Feed()
+    return fill(
+        "correlation.html.jinja",
+        feed,
+        blocks=placed(_blocks(plots), feed),
         title=f"{table.title(table.metric)} against {lowered(table.title(table.score))}",
         facts=_facts(table, findings),
         warnings=findings.warnings,
@@ -53,15 +30,27 @@ def render(table: ModelTable, findings: Findings, plots: list[Plot]) -> str:
         metric_title=table.title(table.metric),
         score_title=table.title(table.score),
         influence=influence_text(findings),
-        blocks=blocks,
         models=_models(table),
         notes=table.notes,
-        written=datetime.now().astimezone().strftime("%d %B %Y, %H:%M").lstrip("0"),
-        figures={"figures": drawn, "template": theme.TEMPLATE.to_plotly_json()},
-        plotly_js=get_plotlyjs(),
-        css=page.joinpath("page.css").read_text(encoding="utf-8"),
-        js=page.joinpath("page.js").read_text(encoding="utf-8"),
+        has_tokens=False,
     )
+
+
+def _blocks(plots: Sequence[Plot]) -> list[dict[str, Any]]:
+    """A block a plot, drawn twice: with the names that have room on a wide page, and on a narrow one."""
+    blocks = []
+    for number, plot in enumerate(plots):
+        wide = number == 0 or (number == len(plots) - 1 and number % 2 == 1)  # the last one of an odd number beside it
+        sizes = {"wide-only": (1140 if wide else 560, 560 if number == 0 else 420), "narrow-only": (_NARROW, 400)}
+        figures = [
+            {"caption": "", "problem": "", "kind": kind}
+            | {"chart": scatter_plot(plot.content, width=width, height=height)}
+            for kind, (width, height) in sizes.items()
+        ]
+        note = f"{plot.content.title}. {plot.note}"
+        choices = [{"text": "", "figures": figures}]
+        blocks.append({"title": plot.title, "note": note, "wide": wide, "tall": True, "choices": choices})
+    return blocks
 
 
 def _facts(table: ModelTable, findings: Findings) -> list[tuple[str, str]]:

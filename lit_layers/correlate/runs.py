@@ -8,8 +8,8 @@ from typing import Any
 
 from lit_layers import identity, records
 from lit_layers.errors import InputError
-from lit_layers.plots.labels import tag_text
-from lit_layers.plots.tables import plainest
+from lit_layers.figures.labels import tag_text
+from lit_layers.figures.tables import plainest
 from lit_layers.records import PLACES, Measurement, Record
 from lit_layers.run_file import run_facts
 

@@ -12,9 +12,9 @@ import pandas as pd
 from lit_layers.correlate import runs
 from lit_layers.correlate.runs import SIZES, Choice, RunModel, nearest
 from lit_layers.errors import InputError
+from lit_layers.figures.labels import tag_text
+from lit_layers.figures.models import short_names
 from lit_layers.metrics import METRICS, is_in, look_up, sentence
-from lit_layers.plots.labels import tag_text
-from lit_layers.plots.models import short_names
 from lit_layers.records import Measurement
 
 NAMES = ("model", "run", "name")  # of the column that names the models

@@ -12,7 +12,7 @@ from lit_layers.correlate.findings import Findings
 from lit_layers.correlate.page import render
 from lit_layers.correlate.table import ModelTable
 from lit_layers.errors import InputError
-from lit_layers.plots.pictures import write_scatter
+from lit_layers.figures import scatter_plot
 
 
 def write(table: ModelTable, findings: Findings, folder: Path) -> list[Path]:
@@ -44,7 +44,7 @@ def write(table: ModelTable, findings: Findings, folder: Path) -> list[Path]:
     pictures = []
     for plot in plots:
         pictures.append(folder / f"{plot.name}.png")
-        write_scatter(plot.content, pictures[-1])
+        scatter_plot(plot.content, width=720, height=500).write(pictures[-1])
     return [page, *pictures, folder / "correlation.csv", numbers, folder / "models.csv"]
 
 

@@ -5,12 +5,12 @@ from functools import partial
 from typing import Any
 
 import pandas as pd
-import plotly.graph_objects as go
 
 from lit_layers import plots
+from lit_layers.figures import Chart
+from lit_layers.figures.models import short_names
+from lit_layers.figures.tables import Point, is_on_axes, is_placed, select
 from lit_layers.metrics import look_up
-from lit_layers.plots.models import short_names
-from lit_layers.plots.tables import Point, is_on_axes, is_placed, select
 from lit_layers.report.figures import choices_of, drawn, is_pair, lists, pictures
 
 
@@ -56,7 +56,7 @@ def _by_model(
             yield {"text": ", ".join(filter(None, [names[run] if len(names) > 1 else "", text])), "figures": figures}
 
 
-def _profile(part: pd.DataFrame, metric: str, options: dict[str, Any]) -> Callable[[], go.Figure]:
+def _profile(part: pd.DataFrame, metric: str, options: dict[str, Any]) -> Callable[[], Chart]:
     table: Any = part
     baselines = [name for name in (look_up(metric).baseline,) if name in set(table["metric"])]
     return partial(plots.model_profile, part, metric, baselines=baselines, **options)

@@ -9,10 +9,10 @@ from typing import Any
 
 from lit_layers import records
 from lit_layers.errors import InputError
+from lit_layers.figures.labels import count, listing
+from lit_layers.figures.models import short_names
 from lit_layers.identity import ALL, LAST, Settings, divided, settings_of, short
 from lit_layers.metrics import sentence
-from lit_layers.plots.labels import count, listing
-from lit_layers.plots.models import short_names
 from lit_layers.records import Measurement
 from lit_layers.run_file import run_facts
 

@@ -1,18 +1,16 @@
 """Which figures a run's page shows: each metric of each analysis, in the shapes that its rows allow."""
 
-import json
 import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
 import pandas as pd
-import plotly.graph_objects as go
 
 from lit_layers import plots
-from lit_layers.metrics import look_up, rank, sentence
-from lit_layers.plots.labels import analysis_note, pair_text
-from lit_layers.plots.tables import (
+from lit_layers.figures import Chart
+from lit_layers.figures.labels import analysis_note, pair_text
+from lit_layers.figures.tables import (
     CATEGORY,
     TRAIN_ROWS,
     Point,
@@ -25,13 +23,14 @@ from lit_layers.plots.tables import (
     variant_text,
     variants_of,
 )
+from lit_layers.metrics import look_up, rank, sentence
 from lit_layers.report.facts import RunData
 
 _TOGETHER = 6  # variants of a metric of the whole model that one figure still shows
 
 logger = logging.getLogger(__name__)
 Block = dict[str, Any]  # the figures of a metric, with what stands above them
-Captioned = tuple[str, Callable[[], go.Figure]]  # a caption, and what draws the figure below it
+Captioned = tuple[str, Callable[[], Chart]]  # a caption, and what draws the figure below it
 
 
 def sections(
@@ -81,32 +80,16 @@ def training(run: RunData) -> list[dict[str, Any]]:
 
 
 def drawn(figures: Iterable[Captioned]) -> list[dict[str, Any]]:
-    """Returns the figures for the page; in the place of one that cannot be drawn stands why."""
+    """Returns the figures with their captions; in the place of one that cannot be drawn stands why."""
     found = []
     for caption, draw in figures:
         try:
-            content = slim(draw())
+            found.append({"caption": caption, "chart": draw(), "problem": ""})
         except Exception as error:  # whatever one figure stumbles over, the reader gets the others
             logger.debug("a figure could not be drawn", exc_info=True)
-            reason = f"{type(error).__name__}: {' '.join(str(error).split())}"
-            content = {"data": [], "layout": {}, "problem": f"This figure could not be drawn: {reason}"}
-        found.append({"caption": caption, "content": content})
+            reason = f"This figure could not be drawn: {type(error).__name__}: {' '.join(str(error).split())}"
+            found.append({"caption": caption, "chart": None, "problem": reason})
     return found
-
-
-def slim(fig: go.Figure) -> dict[str, Any]:
-    """Returns a figure for the page: without what the page knows (template, title) or computes (places on the axis)."""
-    content = json.loads(str(fig.to_json(engine="json")))
-    content["layout"].pop("template", None)
-    content["layout"].pop("title", None)
-    # The page has titles of its own: the room above a plot is for its colour bar; legends make room for themselves.
-    has_bar = any(trace.get("marker", {}).get("showscale") for trace in content["data"])
-    content["layout"]["margin"] = {"t": 18 if has_bar else 14}
-    for trace in content["data"]:
-        if isinstance(trace.get("meta"), int):
-            trace.pop("x", None)
-            trace.pop("customdata", None)
-    return content
 
 
 def metric_block(part: pd.DataFrame, metric: str, analysis: str) -> Block:
@@ -237,6 +220,6 @@ def balanced(blocks: list[dict[str, Any]]) -> list[dict[str, Any]]:
     return blocks
 
 
-def _block(title: str, note: str, draw: Callable[[], go.Figure]) -> dict[str, Any]:
+def _block(title: str, note: str, draw: Callable[[], Chart]) -> dict[str, Any]:
     choices = [{"text": "", "figures": drawn([("", draw)])}]
     return {"title": title, "note": note, "wide": False, "choices": choices}

@@ -19,14 +19,14 @@ def write_report(
     have, of which `settings` chooses (`lit_layers.identity`).
 
     Raises:
-        InputError: where `root` is no run's folder, one of its files is corrupt, the page cannot be written, or plotly
-            or jinja2 is not installed.
+        InputError: where `root` is no run's folder, one of its files is corrupt, the page cannot be written, or
+            vl-convert-python or jinja2 is not installed.
     """
     try:  # here, so that a training process without them can import this package
         from lit_layers.report import facts, rendering
     except ImportError as error:
         raise InputError(
-            f"a report needs {error.name}: pip install plotly jinja2, then run `lit-layers report {root}`"
+            f"a report needs {error.name}: pip install vl-convert-python jinja2, then run `lit-layers report {root}`"
         ) from error
     run = facts.read_run(root, settings=settings)
     out = Path(out) if out is not None else run.root / "report.html"

@@ -1,20 +1,20 @@
 """The sections of models whose blocks run otherwise, and of how alike layers are: few blocks, with choices."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from functools import partial
 from typing import Any
 
 import pandas as pd
-import plotly.graph_objects as go
 
 from lit_layers import plots
+from lit_layers.figures import Chart
+from lit_layers.figures.labels import analysis_note, tag_text
+from lit_layers.figures.maps import SIMILARITIES
+from lit_layers.figures.models import short_names
+from lit_layers.figures.theme import spread
+from lit_layers.figures.training import STAGES, stage_text
+from lit_layers.figures.variant_scores import GLUE, GLUE_MEAN, LOOPED, MEDIAN
 from lit_layers.functional.block_schedules import OF_BLOCKS, OF_MIDDLES
 from lit_layers.metrics import headlines, is_in, look_up, rank, sentence
-from lit_layers.plots.labels import analysis_note, tag_text
-from lit_layers.plots.models import short_names
-from lit_layers.plots.similarity import SIMILARITIES, STAGES, stage_text
-from lit_layers.plots.sliders import spread
-from lit_layers.plots.variant_scores import GLUE, GLUE_MEAN, LOOPED, MEDIAN
 from lit_layers.records import FAILED
 from lit_layers.report.figures import Block, balanced, drawn
 
@@ -34,7 +34,7 @@ _NOTES = {
     "models": "A line a model; dashed in its colour: the full model.",
     "similarity": "Bright: the same. Colours go from the least of any checkpoint to 1.",
 }
-_Choice = tuple[str, Callable[[], go.Figure]]
+_Choice = tuple[str, Callable[[], Chart]]
 
 
 class _Rows:
@@ -65,14 +65,9 @@ class _Rows:
         looped = self.rows[self.rows["variant"] == LOOPED]
         return looped["loops"].nunique() if "loops" in looped else 0
 
-    def draw(self, make: Callable[..., go.Figure], **options: Any) -> go.Figure:
+    def draw(self, make: Callable[..., Chart], **options: Any) -> Chart:
         table = self.table[self.table["analysis"] == self.analysis]
         return make(table, self.metric, analysis=self.analysis, tags=self.tags, **options)
-
-    def picture(self, make: Callable[..., None], **options: Any) -> Callable[..., None]:
-        """Returns what draws at a `path`."""
-        table = self.table[self.table["analysis"] == self.analysis]
-        return partial(make, table, metric=self.metric, analysis=self.analysis, tags=self.tags, **options)
 
 
 def is_own(frame: pd.DataFrame) -> Any:
@@ -194,7 +189,7 @@ def _training(parts: Sequence[tuple[str, _Rows]]) -> Iterator[_Choice]:
             yield f"{told}, M = {middle}", _over_training(rows, middle, kept=kept)
 
 
-def _over_training(rows: _Rows, middle: int, *, kept: bool) -> Callable[[], go.Figure]:
+def _over_training(rows: _Rows, middle: int, *, kept: bool) -> Callable[[], Chart]:
     return lambda: rows.draw(plots.variants_over_training, middle=middle, kept=kept)
 
 
@@ -216,7 +211,7 @@ def _side_by_side(table: Any, every: Sequence[_Rows]) -> Iterator[Block]:
     yield from _blocks(("Models side by side", "models", choices))
 
 
-def _of_models(rows: _Rows, variant: str) -> Callable[[], go.Figure]:
+def _of_models(rows: _Rows, variant: str) -> Callable[[], Chart]:
     return lambda: rows.draw(plots.models_by_middle, variant=variant)
 
 
@@ -230,7 +225,7 @@ def _finetuned(table: Any) -> Iterator[Block]:
     yield from _blocks(("Before and after fine-tuning", "when", choices))
 
 
-def _before_and_after(rows: _Rows) -> Callable[[], go.Figure]:
+def _before_and_after(rows: _Rows) -> Callable[[], Chart]:
     return lambda: rows.draw(plots.variant_curves, split="when")
 
 
@@ -276,7 +271,7 @@ def cells(rows: Any) -> set[tuple[Any, ...]]:
     return {tuple(None if pd.isna(value) else value for value in cell) for cell in zip(*columns, strict=True)}
 
 
-def _front(table: Any, quality: _Rows, cost: _Rows) -> Callable[[], go.Figure]:
+def _front(table: Any, quality: _Rows, cost: _Rows) -> Callable[[], Chart]:
     return lambda: plots.quality_front(
         table,
         quality.metric,
@@ -288,7 +283,7 @@ def _front(table: Any, quality: _Rows, cost: _Rows) -> Callable[[], go.Figure]:
     )
 
 
-def _cost(rows: _Rows) -> Callable[[], go.Figure]:
+def _cost(rows: _Rows) -> Callable[[], Chart]:
     return lambda: rows.draw(plots.variant_curves)
 
 
@@ -342,7 +337,7 @@ def _of(table: Any, run: str) -> Any:
 
 def _similarity(table: Any, analysis: str) -> Iterator[Block]:
     models = _models(table, [analysis])
-    choices: list[tuple[str, list[Callable[[], go.Figure]]]] = []
+    choices: list[tuple[str, list[Callable[[], Chart]]]] = []
     told = []
     for run, name in models.items():
         rows = _of(table, run)
@@ -384,63 +379,14 @@ def _stages_of(rows: Any, metric: str, tags: Mapping[str, Any]) -> Any:
     return found
 
 
-def _matrix(rows: Any, metric: str, tags: Mapping[str, Any]) -> Callable[[], go.Figure]:
+def _matrix(rows: Any, metric: str, tags: Mapping[str, Any]) -> Callable[[], Chart]:
     return lambda: plots.similarity_matrix(rows, metric, tags=tags)
 
 
-def _over_steps(stages: Any) -> Callable[[], go.Figure]:
+def _over_steps(stages: Any) -> Callable[[], Chart]:
     return lambda: plots.stages_over_training(stages)
 
 
 def _block(title: str, note: str, choices: Sequence[_Choice], *, wide: bool = False) -> Block:
     found = [{"text": text, "figures": drawn([("", make)])} for text, make in choices]
     return {"title": title, "note": note, "wide": wide, "choices": found}
-
-
-# ------------------------------------------------------------------------------------------------ pictures
-
-
-def drawings(frame: pd.DataFrame) -> Iterator[tuple[str, Callable[..., None]]]:
-    """Yields the name of each picture, and what draws it at a `path`: the figures above, by matplotlib.
-
-    Of the loss and the scores, not of every metric: those that the first choices of the page show.
-    """
-    if frame.empty:
-        return
-    table = _shown(frame)
-    models = short_names([*table["run"].unique()])
-    for run, name in models.items():
-        before = f"{name}_" if len(models) > 1 else ""
-        for told, draw in _drawings_of(_of(table, run)):
-            yield before + told, draw
-
-
-def _drawings_of(table: Any) -> Iterator[tuple[str, Callable[..., None]]]:
-    """The pictures of one run or model."""
-    for analysis in dict.fromkeys(table["analysis"]):
-        if analysis.split("/")[0] == SIMILARITY or analysis == SPEED:
-            continue
-        of_many = analysis.split("/")[0] == TASKS and (table["analysis"] == MEDIAN).any() and analysis != MEDIAN
-        for rows in _metrics(table, analysis, told=False, split="when"):
-            if of_many and rows.metric == "normalized_score":
-                continue  # the median stands for all tasks
-            name = "_".join([analysis, rows.metric, *map(str, rows.tags.values())])
-            split = "when" if "when" in rows.rows and rows.rows["when"].notna().any() else None
-            if rows.names() & {*OF_MIDDLES}:
-                best = split is None and rows.num_loops > 1
-                yield f"{name}_middle", rows.picture(plots.write_variant_curves, split=split, best_loops=best)
-            if split is not None or of_many:
-                continue
-            if rows.num_loops > 1:
-                yield f"{name}_loops", rows.picture(plots.write_loop_map)
-            if rows.names() & {*OF_BLOCKS}:
-                yield f"{name}_blocks", rows.picture(plots.write_block_curves)
-            if rows.num_steps > 1 and rows.middles:
-                middle = _spread_middles(rows.middles)[0]
-                kept = look_up(rows.metric).of_full
-                draw = rows.picture(plots.write_variants_over_training, middle=middle, kept=kept)
-                yield f"{name}_over_training", draw
-    for quality, cost, told in _fronts(table):
-        options = {"cost": cost.metric, "cost_analysis": cost.analysis, "cost_tags": cost.tags}
-        make = partial(plots.write_front, table, metric=quality.metric, analysis=quality.analysis, tags=quality.tags)
-        yield "_".join(filter(None, [quality.analysis, quality.metric, "latency", told])), partial(make, **options)

@@ -5,12 +5,12 @@ from functools import partial
 from typing import Any
 
 import pandas as pd
-import plotly.graph_objects as go
 
 from lit_layers import plots
+from lit_layers.figures import Chart
+from lit_layers.figures.labels import tag_text
+from lit_layers.figures.tables import CATEGORY, TRAIN_ROWS
 from lit_layers.metrics import look_up, names, sentence
-from lit_layers.plots.labels import tag_text
-from lit_layers.plots.tables import CATEGORY, TRAIN_ROWS
 from lit_layers.report.figures import Block, Captioned, drawn
 
 _SPLITS = ("test", "validation", "train")
@@ -65,8 +65,8 @@ class _Rows:
         return [value for value in among if value in known]
 
     def draw(
-        self, make: Callable[..., go.Figure], metric: str, *, beside: Sequence[str] = (), **options: Any
-    ) -> Callable[[], go.Figure]:
+        self, make: Callable[..., Chart], metric: str, *, beside: Sequence[str] = (), **options: Any
+    ) -> Callable[[], Chart]:
         table = pd.concat([self._of[name] for name in (metric, *beside)])
         return partial(make, table, metric, analysis=self.analysis, **options)
 

@@ -5,7 +5,7 @@ import re
 from collections.abc import Iterable
 from typing import Any
 
-from lit_layers.plots.labels import DASH
+from lit_layers.figures.labels import DASH
 from lit_layers.records import Measurement
 from lit_layers.report.facts import RunData, distinct
 

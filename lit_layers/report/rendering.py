@@ -3,24 +3,58 @@
 import math
 import shlex
 from collections.abc import Callable
-from datetime import datetime
-from pathlib import Path
 from typing import Any
 
-import jinja2
-from plotly.offline import get_plotlyjs
+import pandas as pd
 
 from lit_layers import records
+from lit_layers.figures.embed import Feed
+from lit_layers.figures.labels import listing, value, whole
+from lit_layers.figures.tables import change_table, model_table
+from lit_layers.figures.task_means import with_task_means
+from lit_layers.figures.variant_scores import with_task_medians
 from lit_layers.metrics import look_up
-from lit_layers.plots import change_table, model_table, theme, with_task_means, with_task_medians
-from lit_layers.plots.labels import listing, value, whole
 from lit_layers.report import comparison, facts, figures, interventions, layerwise, provenance, surfaces
-
-_PAGE = Path(__file__).parent / "page"
+from lit_layers.report.template import fill, placed
 
 
 def render(run: facts.RunData, *, allow_suspect: bool = False) -> str:
     """Returns the page of a run, or of models side by side; without its suspect checkpoints unless they are allowed."""
+    comparing = run.compares_models
+    frame, sections = sections_of(run, allow_suspect=allow_suspect)
+    feed = Feed()
+    training = placed(figures.training(run), feed)
+    sections = [{**section, "metrics": placed(section["metrics"], feed)} for section in sections]
+    return fill(
+        "run.html.jinja",
+        feed,
+        title=run.name,
+        run=run,
+        facts=facts.headline_facts(run),
+        changes=[] if comparing else _changes(change_table(frame)),
+        results=_results(model_table(frame), list(dict.fromkeys(frame["run"]))) if comparing else [],
+        compared=[run.models[name] for name in dict.fromkeys(frame["run"])] if comparing else [],
+        suspects={verdict: _listed(run, places) for verdict, places in facts.suspects(run).items()},
+        num_suspects=len({place for places in facts.suspects(run).values() for place in places}),
+        allow_suspect=allow_suspect,
+        others=facts.other_settings(run),
+        settings_command=f"lit-layers report {shlex.quote(str(run.root))} --settings NAME",
+        command=f"lit-layers report {shlex.quote(str(run.root))} --allow-suspect",
+        training=training,
+        sections=sections,
+        cost=[_cost_row(row) for row in facts.cost(run)] if run.measurements else [],
+        provenance=provenance.provenance(run),
+        flat=provenance.flat,
+        short=provenance.short,
+        is_suspect=lambda row: any(text.startswith("suspect") for text in row[1:]),
+        title_of=facts.section_title,
+        without_step=0 if comparing else sum(m.step is None for m in run.measurements),
+        has_tokens=any("tokens" in figure for figure in feed.figures),
+    )
+
+
+def sections_of(run: facts.RunData, *, allow_suspect: bool = False) -> tuple[pd.DataFrame, list[dict[str, Any]]]:
+    """Returns the table of what may be drawn of a run, with means over its tasks, and the sections of figures."""
     comparing = run.compares_models
     drawable = [m for m in run.measurements if (comparing or m.step is not None) and _may(m, allow_suspect)]
     # Those that are left are to be drawn: without their verdicts no figure refuses them.
@@ -39,48 +73,7 @@ def render(run: facts.RunData, *, allow_suspect: bool = False) -> str:
     sections += interventions.sections(frame, medians.notes)
     if not comparing and (found := surfaces.surface_section(frame)) is not None:
         sections.append({**found, "metrics": figures.balanced(found["metrics"])})
-    training = figures.training(run)
-    drawn = [
-        figure["content"]
-        for block in [*training, *(metric for section in sections for metric in section["metrics"])]
-        for choice in block["choices"]
-        for figure in choice["figures"]
-    ]
-    environment = jinja2.Environment(
-        loader=jinja2.FileSystemLoader(_PAGE),
-        autoescape=True,
-        undefined=jinja2.StrictUndefined,
-        trim_blocks=True,
-        lstrip_blocks=True,
-    )
-    return environment.get_template("page.html.jinja").render(
-        run=run,
-        facts=facts.headline_facts(run),
-        written=datetime.now().astimezone().strftime("%d %B %Y, %H:%M").lstrip("0"),
-        changes=[] if comparing else _changes(change_table(frame)),
-        results=_results(model_table(frame), list(dict.fromkeys(frame["run"]))) if comparing else [],
-        compared=[run.models[name] for name in dict.fromkeys(frame["run"])] if comparing else [],
-        suspects={verdict: _listed(run, places) for verdict, places in facts.suspects(run).items()},
-        num_suspects=len({place for places in facts.suspects(run).values() for place in places}),
-        allow_suspect=allow_suspect,
-        others=facts.other_settings(run),
-        settings_command=f"lit-layers report {shlex.quote(str(run.root))} --settings NAME",
-        command=f"lit-layers report {shlex.quote(str(run.root))} --allow-suspect",
-        training=_numbered(training, drawn),
-        sections=[{**section, "metrics": _numbered(section["metrics"], drawn)} for section in sections],
-        cost=[_cost_row(row) for row in facts.cost(run)] if run.measurements else [],
-        provenance=provenance.provenance(run),
-        flat=provenance.flat,
-        short=provenance.short,
-        is_suspect=lambda row: any(text.startswith("suspect") for text in row[1:]),
-        title_of=facts.section_title,
-        without_step=0 if comparing else sum(m.step is None for m in run.measurements),
-        has_tokens=any("tokens" in content["layout"].get("meta", {}).get("axes", {}) for content in drawn),
-        figures={"figures": drawn, "template": theme.TEMPLATE.to_plotly_json()},
-        plotly_js=get_plotlyjs(),
-        css=(_PAGE / "page.css").read_text(encoding="utf-8"),
-        js=(_PAGE / "page.js").read_text(encoding="utf-8"),
-    )
+    return frame, sections
 
 
 def _may(measurement: records.Measurement, allow_suspect: bool) -> bool:
@@ -89,30 +82,6 @@ def _may(measurement: records.Measurement, allow_suspect: bool) -> bool:
 
 def _listed(run: facts.RunData, places: list[str]) -> str:
     return listing("model" if run.compares_models else "step", places, most=40)
-
-
-def _numbered(blocks: list[dict[str, Any]], drawn: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The blocks with, for each place of a figure, the numbers of the figures that the choices put there."""
-    place = {id(content): number for number, content in enumerate(drawn)}
-    found = []
-    for block in blocks:
-        choices = block["choices"]
-        numbers = [[place[id(figure["content"])] for figure in choice["figures"]] for choice in choices]
-        heights = [figure["content"]["layout"].get("height", 310) for figure in choices[0]["figures"]]
-        if not block.get("tall"):  # figures that stand side by side
-            heights = [max(heights)] * len(heights)
-        figures = [
-            {
-                "caption": first["caption"],
-                "numbers": [choice[index] for choice in numbers],
-                "problem": first["content"].get("problem", ""),
-                "height": height,
-            }
-            for index, (first, height) in enumerate(zip(choices[0]["figures"], heights, strict=True))
-        ]
-        texts = [choice["text"] for choice in choices]
-        found.append({**block, "texts": texts if len(texts) > 1 else [], "fixed": texts[0], "figures": figures})
-    return found
 
 
 def _changes(table: Any) -> list[dict[str, Any]]:

@@ -7,10 +7,10 @@ from typing import Any
 import pandas as pd
 
 from lit_layers import plots
+from lit_layers.figures.maps import has_surface
+from lit_layers.figures.tables import choice_text, is_placed, matching, plainest, select, variant_text, variants_of
+from lit_layers.figures.task_means import BASES
 from lit_layers.metrics import is_in, look_up, sentence
-from lit_layers.plots.surfaces import has_surface
-from lit_layers.plots.tables import choice_text, is_placed, matching, plainest, select, variant_text, variants_of
-from lit_layers.plots.task_means import BASES
 from lit_layers.report.figures import Block, drawn
 
 

@@ -1,6 +1,7 @@
 """A mirror of a run's numbers at W&B. The files of the run stay the truth: what the mirror lacks, it gets from them."""
 
 import importlib.util
+import io
 import json
 import logging
 import math
@@ -16,6 +17,7 @@ from urllib.parse import urlsplit
 
 from lit_layers import records
 from lit_layers.errors import InputError
+from lit_layers.figures import Chart, layer_matrix
 from lit_layers.identity import latest, logged_name, plain_settings, settings_of, short
 from lit_layers.metrics import look_up
 from lit_layers.records import Measurement, Record
@@ -132,7 +134,7 @@ class WandbMirror:
         self._server_rows = (self._run.starting_step or 0) if online else 0
         files = [file for file in self._files if not online or _is_online(file)]
         self._known = mirrored(files, before=self._server_rows if online else None)
-        self._draws = importlib.util.find_spec("plotly") is not None
+        self._draws = importlib.util.find_spec("vl_convert") is not None
         self._plain = plain_settings(records.read(self.root / "measurements.jsonl"))
         for step, tokens, scalars, measurements in self._on_disk():
             self.log_step(step, tokens, scalars, measurements)
@@ -303,12 +305,17 @@ class WandbMirror:
         due = {name: kind for name, kind in kinds.items() if name not in known}
         if not due or measurement.error is not None:
             return {}
-        from lit_layers.plots import layer_matrix
-
         frame = records.frame([measurement]).drop(
             columns=records.AUDIT, errors="ignore"
         )  # what comes here may be drawn
-        return {name: layer_matrix(frame, metric, tags=tags) for name, (metric, tags) in due.items()}
+        charts = {name: layer_matrix(frame, metric, tags=tags) for name, (metric, tags) in due.items()}
+        return {name: self._image(chart) for name, chart in charts.items()}
+
+    def _image(self, chart: Chart) -> Any:
+        """A figure as W&B shows it beside others of its name, with a slider over the steps."""
+        from PIL import Image
+
+        return self._wandb.Image(Image.open(io.BytesIO(chart.picture(".png"))))
 
     def _send(self, step: int | None, row: dict[str, Any]) -> None:
         """Logs one row under the next number; one that the server has already is only noted."""

@@ -30,6 +30,7 @@ from lit_layers.models.view import LayeredModel
 from lit_layers.records import Measurement, frame
 from lit_layers.tasks.probe_task import ProbeTask
 from tests.embeddings.tiny_tasks import task, write_tiny_data
+from tests.support.charts import line
 from tests.support.labelled_texts import labelled, saved_gpt2
 from tests.support.listed_batches import Listed
 from tests.support.tiny_models import tiny
@@ -351,11 +352,11 @@ def test_figures_of_numbers_with_gaps_have_lines_that_break_off(home):
             found.append(measure(model, MAKERS[name](Data(home)), run="run", step=step, weights_hash=f"{step}"))
     table = frame(found)
     profile = plots.layer_profile(table, "effective_rank")
-    (gappy,) = [trace for trace in profile.data if "step 1<" in (trace.hovertemplate or "")]
+    gappy = line(profile, "step 1")
     assert [value is None for value in gappy.y] == [layer >= BROKEN for layer in range(BLOCKS + 1)]
     curve = plots.emergence_curves(table, "coupling", tags={"k": 2})
-    (line,) = [trace for trace in curve.data if trace.mode == "lines+markers"]
-    assert [value is None for value in line.y] == [True, False]  # steps 1 and 2; step 0 stands apart
+    (whole,) = curve.series
+    assert [value is None for value in whole.y] == [False, True, False]
     plots.layer_matrix(table, "coupling_pair", tags={"k": 2})
     plots.emergence_curves(table[table["step"] == 1], "num_middle")
     plots.change_table(table)

@@ -9,10 +9,12 @@ import pandas as pd
 import pytest
 from PIL import Image
 
-pytest.importorskip("plotly")
+pytest.importorskip("vl_convert")
 
 from lit_layers.cli.main import main
+from lit_layers.figures.embed import script
 from tests.support.browser import CHROMIUM, dom_after
+from tests.support.charts import page_figures
 from tests.support.runs import make_models
 
 NASTY = "</script><script>alert(1)</script><img src=x onerror=alert(2)>"
@@ -32,12 +34,6 @@ def study(tmp_path) -> Path:
     rows = [f"m{n},{30 + n * (7 - n)},{256 + 64 * n},{'ab'[n % 2]}" for n in range(6)]
     (tmp_path / "scores.csv").write_text("\n".join(["model,arc,width,family", *rows]))
     return tmp_path
-
-
-def figures(page: Path) -> list[dict]:
-    text = re.search(r'<script type="application/json" id="report-data">(.*?)</script>', page.read_text(), re.S)
-    assert text is not None
-    return json.loads(text[1])["figures"]
 
 
 def shown(page: Path) -> str:
@@ -80,19 +76,15 @@ def test_the_page_shows_every_model_the_line_and_the_warnings(out):
     assert "pythia-1.4b counts most" in text
     assert "<h1>Published coupling against leaderboard score</h1>" in page.read_text()
     assert "r = 0.568, R² = 0.32, p = 0.002, 28 models. What is left of both" in text
-    first = figures(page)[0]
-    points = [trace for trace in first["data"] if "markers" in trace["mode"] and "customdata" in trace]
-    drawn = {
-        re.findall("<b>(.*?)</b>", about)[0]: (x, y)
-        for trace in points
-        for x, y, about in zip(trace["x"], trace["y"], trace["customdata"], strict=True)
-    }
+    first = page_figures(page)[0]
     table = pd.read_csv(out / "models.csv").set_index("model")
+    places = zip(first.points["x"], first.points["y"], first.points["t"], strict=True)
+    drawn = {about.split("\n")[0]: (x, y) for x, y, about in places if about}
     assert drawn == {name: (row["coupling"], row["score"]) for name, row in table.iterrows()}
     for column in ("Leaderboard score: 28.60", "Width: 768", "Published coupling: 0.889"):
-        assert any(column in about for trace in points for about in trace["customdata"]), column
-    (line,) = [trace for trace in first["data"] if trace["mode"] == "lines" and trace["line"]["width"] > 1]
-    slope = (line["y"][-1] - line["y"][0]) / (line["x"][-1] - line["x"][0])
+        assert any(column in about for about in first.points["t"] if about), column
+    line = [*first.line("Least squares").items()]
+    slope = (line[-1][1] - line[0][1]) / (line[-1][0] - line[0][0])
     expected = table["coupling"].cov(table["score"]) / table["coupling"].var()
     assert slope == pytest.approx(expected, rel=1e-3)
     assert "://" not in re.sub(r"<script>.*?</script>", "", page.read_text(), flags=re.S)
@@ -103,7 +95,7 @@ def test_the_pictures_are_large_and_have_something_drawn_on_them(out):
     assert names == ["confounder.png", "partial.png", "scatter.png"]
     for name in names:
         with Image.open(out / name) as picture:
-            assert picture.size == (1440, 1000)
+            assert min(picture.size) > 1000
             colors = picture.convert("RGB").getcolors(1 << 21)
             assert colors is not None
             assert len(colors) > 200
@@ -143,7 +135,7 @@ def test_names_from_files_are_shown_and_never_run(tmp_path):
     assert main([*command, *QUICK]) == 0
     text = (out / "correlation.html").read_text()
     assert NASTY not in text
-    assert "<img" not in text
+    assert "<img" not in text.replace(script(), "")
     assert html.escape(NASTY, quote=False) in text
     assert shown(out / "correlation.html").count(NASTY) >= 6, "the column of kinds; names lose what is before a slash"
 
@@ -193,8 +185,10 @@ def test_every_figure_is_drawn_in_a_browser(out, tmp_path):
         if (states.every((state) => state === "drawn" || state === "failed")) break;
         await new Promise((done) => setTimeout(done, 100));
       }
+      const shown = [...document.querySelectorAll(".plot")].filter((node) => node.clientWidth);
+      const pictures = await Promise.all(shown.map((node) => node.view.toSVG()));
+      if (!pictures.some((picture) => picture.includes("gpt2-large"))) throw Error("no name of a model");
     """
     dom = dom_after(out / "correlation.html", script, tmp_path / "profile")
     states = re.findall(r'data-state="(\w+)"', dom)
-    assert states == ["drawn"] * len(figures(out / "correlation.html"))
-    assert "gpt2-large" in dom
+    assert states == ["drawn"] * len(page_figures(out / "correlation.html"))

@@ -151,9 +151,9 @@ def test_perplexities_over_many_decades_have_axes_that_can_be_read(measured, tmp
     perplexities = [record.value for record in of_metric(lens, "logit_lens_perplexity")]
     assert max(perplexities) > 1e20 * min(perplexities)
     fig = plots.model_profile(records.frame([lens]), "logit_lens_perplexity")
-    axis = fig.layout.yaxis
-    assert (axis.type, axis.exponentformat) == ("log", "power")
-    assert 4 <= math.log10(max(perplexities) / min(perplexities)) / axis.dtick <= 9, "the number of ticks"
+    axis = fig.spec()["encoding"]["y"]
+    assert axis["scale"]["type"] == "log"
+    assert 3 <= len(axis["axis"]["values"]) <= 9, "the number of ticks"
     for measurement in measured.values():
         records.append(tmp_path / "measurements.jsonl", measurement)
     assert "Logit-lens perplexity" in write_report(tmp_path).read_text()

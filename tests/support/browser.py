@@ -55,8 +55,9 @@ def dom_after(page: Path, script: str, profile: Path, *, timeout: float = 240) -
 def _dom_after(page: Path, script: str, profile: Path, timeout: float) -> str:
     text = page.read_text()
     closed, end = "default-src 'none';", "</body>"
-    assert text.count(closed) == text.count(end) == 1
-    text = text.replace(closed, f"{closed} connect-src 'self';").replace(end, _SCRIPT.replace("%s", script))
+    assert text.count(closed) == 1
+    before, _, after = text.replace(closed, f"{closed} connect-src 'self';").rpartition(end)
+    text = before + _SCRIPT.replace("%s", script) + after
     answers: queue.Queue[tuple[str, str]] = queue.Queue()
     server = _server(text.encode(), answers)
     address = f"http://127.0.0.1:{server.server_port}/"

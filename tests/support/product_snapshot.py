@@ -8,7 +8,6 @@ what it says of wrong input. The same machine gives the same bytes.
 """
 
 import argparse
-import base64
 import contextlib
 import html
 import io
@@ -25,7 +24,6 @@ from typing import Any
 os.environ.update(OMP_NUM_THREADS="1", HF_HUB_OFFLINE="1", WANDB_MODE="offline", COLUMNS="160", NO_COLOR="1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
-import numpy as np
 import pytest
 import torch
 import yaml
@@ -36,6 +34,7 @@ from lit_layers.data import prepare
 from lit_layers.models.build import causal_lm, save
 from tests.support import every_analysis, layer_results, layer_scores, runs, variant_results
 from tests.support.benchmark_rows import tiny_speaker, write_tasks, write_tokenizer
+from tests.support.charts import PageFigure, figures_in
 from tests.support.glue_files import saved_bert_of_pairs, write_glue
 from tests.support.labelled_texts import labelled, saved_gpt2, write_banking77, write_csv
 from tests.support.read_wandb import read_runs
@@ -131,27 +130,20 @@ def _without_times(value: Any) -> Any:
 
 def _figures_and_words(page: str) -> tuple[Any, str]:
     """What the figures of a page draw, in order, and its text."""
-    data = re.search(r'<script type="application/json" id="report-data">(.*?)</script>', page, re.S)
-    figures = json.loads(data[1]) if data else []
-    figures = figures["figures"] if isinstance(figures, dict) else figures
     text = re.sub(r"<(script|style)\b.*?</\1>", "", page, flags=re.S)
-    return _drawn(figures), html.unescape(re.sub(r"\s*\n\s*", "\n", re.sub(r"[ \t]*(<[^>]+>\s*)+", " | ", text)))
+    words = html.unescape(re.sub(r"\s*\n\s*", "\n", re.sub(r"[ \t]*(<[^>]+>\s*)+", " | ", text)))
+    return [_drawn(figure) for figure in figures_in(page)], words
 
 
-def _drawn(value: Any) -> Any:
-    """Numbers of typed arrays as lists, without what is style alone."""
-    style = ("template", "hovertemplate", "marker", "line", "colorbar", "margin", "font", "fillcolor", "hoverlabel")
-    if isinstance(value, dict):
-        if "layout" in value:
-            axes = {name for name, axis in value["layout"].items() if "second" in str(axis)}
-            traces = value.get("data", [])
-            value["data"] = [each for each in traces if each.get("yaxis", "y").replace("y", "yaxis") not in axes]
-        if "bdata" in value:
-            numbers = np.frombuffer(base64.b64decode(value["bdata"]), dtype=value["dtype"])
-            shape = [int(n) for n in str(value.get("shape", len(numbers))).split(",")]
-            return np.where(np.isfinite(numbers), numbers, np.nan).reshape(shape).tolist()
-        return {key: _drawn(each) for key, each in value.items() if key not in style}
-    return [_drawn(each) for each in value] if isinstance(value, list) else value
+def _drawn(figure: PageFigure) -> dict[str, Any]:
+    """Its numbers and words, without its style; what is per second differs from run to run."""
+    if figure.problem:
+        return {"problem": figure.problem}
+    axes = [figure.spec["encoding"][side]["axis"] for side in "xy"]
+    titles = [axis and axis["title"] for axis in axes]
+    lines = {} if "second" in str(titles) else figure.lines
+    own = {"axes": titles, "frames": figure.frames, "legend": figure.legend, "dashed": sorted(figure.dashed)}
+    return {**own, "lines": lines, "cells": figure.z, "columns": figure.columns}
 
 
 # --------------------------------------------------------------------------------------------------- scenarios

@@ -4,10 +4,10 @@ import numpy as np
 
 from lit_layers.correlate.over_layers.findings import LayerFindings, MetricFindings, ModelFindings, rule_text
 from lit_layers.correlate.over_layers.reading import LayerTables, ModelTables
+from lit_layers.figures.labels import value
+from lit_layers.figures.models import DepthCurve, DepthPanel, IntervalRow, Mark
+from lit_layers.figures.scatter import Scatter
 from lit_layers.functional.layer_selection import COEFFICIENTS, FORMS
-from lit_layers.plots.labels import value
-from lit_layers.plots.layer_scores import DepthCurve, DepthPanel, IntervalRow, Mark
-from lit_layers.plots.scatter import Scatter
 
 COEFFICIENT_TITLES = {
     "distance_correlation": "Distance correlation",

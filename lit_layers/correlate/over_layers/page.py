@@ -2,65 +2,48 @@
 
 import base64
 from collections.abc import Mapping
-from datetime import datetime
-from importlib.resources import files
 from pathlib import Path
 from typing import Any
-
-import jinja2
-from plotly.offline import get_plotlyjs
 
 from lit_layers.correlate.over_layers import figures
 from lit_layers.correlate.over_layers.findings import Choice, LayerFindings, MetricFindings, ModelFindings, rule_text
 from lit_layers.correlate.over_layers.reading import LayerTables
+from lit_layers.figures import scatter_plot
+from lit_layers.figures.embed import Feed
+from lit_layers.figures.labels import value
+from lit_layers.figures.models import depth_curves
 from lit_layers.functional.layer_selection import COEFFICIENTS, FORMS, Estimate
-from lit_layers.plots import theme
-from lit_layers.plots.labels import value
-from lit_layers.plots.layer_scores import depth_curves
-from lit_layers.plots.scatter import scatter_plot
-from lit_layers.report.figures import slim
+from lit_layers.report.template import fill, placed
 
 
 def render(tables: LayerTables, findings: LayerFindings, pictures: Mapping[str, Path]) -> str:
     """Returns the page: what is left out, figures, coefficients with their null, and the choices of layers."""
-    drawn: list[dict[str, Any]] = []
-
-    def put(*contents: Any) -> list[int]:
-        drawn.extend(slim(content) for content in contents)
-        return [*range(len(drawn) - len(contents), len(drawn))]
-
+    feed = Feed()
+    panels = figures.depth_panels(tables)
     depth = [
-        {"title": panel.title, "note": "", "texts": [], "numbers": put(depth_curves(panel)), "height": 340}
-        for panel in figures.depth_panels(tables)
+        _block(panel.title, "", {"": depth_curves(panel)}, wide=number == 0 and len(panels) % 2 == 1)
+        for number, panel in enumerate(panels)
     ]
+    note = "A point a layer, joined in their order; metric and score are averaged over the same tasks."
     scatters = []
     for model, own in zip(tables.models, findings.models, strict=True):
-        found = figures.scatters(tables, own, model)
-        scatters.append(
-            {
-                "title": figures.heading(own),
-                "note": "A point a layer, joined in their order; metric and score are averaged over the same tasks.",
-                "texts": [f"{tables.titles[key]}: {content.title}" for key, content in found.items()],
-                "numbers": put(*(scatter_plot(content, width=560, height=420) for content in found.values())),
-                "height": 420,
-            }
-        )
-    environment = jinja2.Environment(
-        loader=jinja2.PackageLoader("lit_layers.correlate.over_layers", "."),
-        autoescape=True,
-        undefined=jinja2.StrictUndefined,
-        trim_blocks=True,
-        lstrip_blocks=True,
-    )
-    page = files("lit_layers.report").joinpath("page")
-    return environment.get_template("page.html.jinja").render(
+        contents = figures.scatters(tables, own, model).items()
+        charts = {
+            f"{tables.titles[key]}: {content.title}": scatter_plot(content, width=560, height=420)
+            for key, content in contents
+        }
+        told = f"{note} {next(iter(charts))}." if len(charts) == 1 else note
+        scatters.append(_block(figures.heading(own), told, charts, wide=True))
+    return fill(
+        "layers.html.jinja",
+        feed,
         title=f"{', '.join(tables.titles.values())} against {tables.score_title.lower()} over layers",
         facts=_facts(tables, findings),
         left_out=findings.left_out,
         missing=_missing(tables, findings),
         notes=_notes(tables, findings),
-        depth=depth,
-        scatters=scatters,
+        depth=placed(depth, feed),
+        scatters=placed(scatters, feed),
         coefficients=[
             (figures.heading(model), _null(model), _coefficient_rows(tables, model)) for model in findings.models
         ],
@@ -70,12 +53,18 @@ def render(tables: LayerTables, findings: LayerFindings, pictures: Mapping[str, 
         ],
         basis=findings.basis,
         pictures={name: _data_uri(path) for name, path in pictures.items() if name in ("correlations", "selection")},
-        written=datetime.now().astimezone().strftime("%d %B %Y, %H:%M").lstrip("0"),
-        figures={"figures": drawn, "template": theme.TEMPLATE.to_plotly_json()},
-        plotly_js=get_plotlyjs(),
-        css=page.joinpath("page.css").read_text(encoding="utf-8"),
-        js=page.joinpath("page.js").read_text(encoding="utf-8"),
+        has_tokens=False,
     )
+
+
+def _block(title: str, note: str, charts: Mapping[str, Any], *, wide: bool) -> dict[str, Any]:
+    """A block with a chart for each choice; one alone needs no name."""
+    several = len(charts) > 1
+    choices = [
+        {"text": text if several else "", "figures": [{"caption": "", "problem": "", "chart": chart}]}
+        for text, chart in charts.items()
+    ]
+    return {"title": title, "note": note, "wide": wide, "choices": choices}
 
 
 def interval_text(estimate: Estimate) -> str:

@@ -12,10 +12,10 @@ from lit_layers.correlate.over_layers.sources import Curve, Curves, File, Runs, 
 from lit_layers.correlate.over_layers.wanted import Wanted
 from lit_layers.correlate.runs import nearest, read_run_models
 from lit_layers.errors import InputError
+from lit_layers.figures.labels import listing, tag_text
+from lit_layers.figures.models import short_names
 from lit_layers.functional.layer_selection import FEWEST_LAYERS
 from lit_layers.metrics import look_up
-from lit_layers.plots.labels import listing, tag_text
-from lit_layers.plots.models import short_names
 
 Values = NDArray[np.float64]
 

@@ -11,8 +11,8 @@ from lit_layers.correlate.over_layers.wanted import Wanted
 from lit_layers.correlate.runs import ORDINALS, RunModel, nearest
 from lit_layers.correlate.table import NAMES
 from lit_layers.errors import InputError
-from lit_layers.plots.labels import tag_text
-from lit_layers.plots.tables import plainest
+from lit_layers.figures.labels import tag_text
+from lit_layers.figures.tables import plainest
 from lit_layers.records import PLACES, Record
 
 Curve = dict[int, float]  # by layer

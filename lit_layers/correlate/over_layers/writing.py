@@ -14,7 +14,8 @@ from lit_layers.correlate.over_layers.findings import LayerFindings
 from lit_layers.correlate.over_layers.page import render
 from lit_layers.correlate.over_layers.reading import LayerTables
 from lit_layers.errors import InputError
-from lit_layers.plots.layer_scores import write_depth_curves, write_intervals, write_layer_scatters
+from lit_layers.figures import Panels, scatter_plot
+from lit_layers.figures.models import depth_curves, interval_rows
 
 _ESTIMATES = ("score", "last", "best", "oracle", "middle", "random", "minus_last", "minus_best")
 
@@ -54,26 +55,22 @@ def write_pictures(tables: LayerTables, findings: LayerFindings, folder: Path) -
         InputError: where a picture cannot be written.
     """
     paths = [folder / "depth.png", folder / "correlations.png", folder / "selection.png"]
-    write_depth_curves(figures.depth_panels(tables), paths[0], "Scores and metrics over depth")
-    write_intervals(
-        figures.correlation_rows(tables, findings),
-        list(figures.COEFFICIENT_TITLES.values()),
-        paths[1],
-        f"Metrics against {tables.score_title.lower()} over layers, 95% intervals over tasks",
-        kinds=figures.correlation_kinds(),
-    )
-    write_intervals(
-        figures.choice_rows(tables, findings),
-        [f"{tables.score_title} above that of the last layer"],
-        paths[2],
-        "Layers chosen without labels, 95% intervals over tasks",
-        kinds=figures.CHOICES,
-    )
+    depth = [depth_curves(panel) for panel in figures.depth_panels(tables)]
+    Panels(title="Scores and metrics over depth", charts=depth).write(paths[0])
+    titles = list(figures.COEFFICIENT_TITLES.values())
+    charts = interval_rows(figures.correlation_rows(tables, findings), titles, kinds=figures.correlation_kinds())
+    title = f"Metrics against {tables.score_title.lower()} over layers, 95% intervals over tasks"
+    Panels(title=title, charts=charts).write(paths[1])
+    titles = [f"{tables.score_title} above that of the last layer"]
+    charts = interval_rows(figures.choice_rows(tables, findings), titles, kinds=figures.CHOICES)
+    Panels(title="Layers chosen without labels, 95% intervals over tasks", charts=charts, width=460).write(paths[2])
     for model, own in zip(tables.models, findings.models, strict=True):
         name = re.sub(r"[^\w.-]+", "_", model.name)
         paths.append(folder / f"scatter_{name}.png")
         title = f"{figures.heading(own)}: means over tasks, a point a layer"
-        write_layer_scatters(list(figures.scatters(tables, own, model).values()), paths[-1], title)
+        contents = figures.scatters(tables, own, model).values()
+        charts = [scatter_plot(content, width=380, height=360) for content in contents]
+        Panels(title=title, charts=charts).write(paths[-1])
     return paths
 
 

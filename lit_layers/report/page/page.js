@@ -2,13 +2,13 @@
 (() => {
   const report = JSON.parse(document.getElementById("report-data").textContent);
   const plots = [...document.querySelectorAll(".plot")];
-  const config = {
-    responsive: true,
-    displayModeBar: window.matchMedia("(hover: hover)").matches ? "hover" : false,
-    modeBarButtons: [["toImage", "zoom2d", "pan2d", "resetScale2d"]],
-    displaylogo: false,
-    showSendToCloud: false,
-    plotlyServerURL: "",
+  const isDark = window.matchMedia("(prefers-color-scheme: dark)");
+  const options = {
+    mode: "vega-lite",
+    ast: true, // expressions are interpreted: the page's security policy allows no code from text
+    renderer: "canvas",
+    actions: { export: true, source: false, compiled: false, editor: false },
+    downloadFileName: "figure",
   };
   let axis = "step";
 
@@ -18,43 +18,80 @@
     place.textContent = "A figure could not be drawn: " + event.message;
   });
 
-  const short = (number) => {
-    for (const [size, suffix] of [[1e12, "T"], [1e9, "B"], [1e6, "M"], [1e3, "k"]]) {
-      if (number >= size && number >= 10000) return String(Number((number / size).toPrecision(3))) + suffix;
+  // The rows of a figure: its cells, then its points (the same as lit_layers.figures.chart.rows_of).
+  function rows(figure) {
+    const found = [];
+    (figure.z || []).forEach((table, frame) =>
+      table.forEach((values, down) =>
+        values.forEach((z, number) => {
+          const y = figure.rows[down];
+          const cell = { x: figure.columns[number], y, z, n: number, y0: y - 0.5, y1: y + 0.5, t: figure.texts[down] };
+          found.push({ ...cell, v: z === null ? null : z / (figure.full[frame] ?? 1), f: figure.frames ? frame : null });
+        }),
+      ),
+    );
+    const names = Object.keys(figure.points);
+    for (let i = 0; i < (names.length ? figure.points.k.length : 0); i++) {
+      found.push(Object.fromEntries([["i", i], ...names.map((name) => [name, figure.points[name][i]])]));
     }
-    return number.toLocaleString("en");
+    return found;
+  }
+
+  // Colours on a dark page: as light as they were dark, of the same hue.
+  const TEXTS = new Set(["s", "t", "w", "q", "title", "text", "subtitle", "domain", "values", "calculate", "labelExpr"]);
+  function darkened(color) {
+    if (color === "white") return "#161d26";
+    if (color === "black") return "#f4f6f8";
+    if (!/^#[0-9a-f]{6}$/.test(color)) return color;
+    const [r, g, b] = [1, 3, 5].map((at) => parseInt(color.slice(at, at + 2), 16) / 255);
+    const [low, high] = [Math.min(r, g, b), Math.max(r, g, b)];
+    const light = (low + high) / 2;
+    const span = high - low;
+    const strength = span === 0 ? 0 : span / (1 - Math.abs(2 * light - 1));
+    const turn = span === 0 ? 0 : high === r ? (g - b) / span : high === g ? 2 + (b - r) / span : 4 + (r - g) / span;
+    const chroma = (1 - Math.abs(2 * (0.1 + 0.8 * (1 - light)) - 1)) * strength;
+    const part = (n) => {
+      const k = (n + 2 * turn + 12) % 12;
+      const value = 0.1 + 0.8 * (1 - light) - (chroma / 2) * Math.max(-1, Math.min(k - 3, 9 - k, 1));
+      return Math.round(255 * value).toString(16).padStart(2, "0");
+    };
+    return `#${part(0)}${part(8)}${part(4)}`;
+  }
+  function dark(part, key) {
+    if (typeof part === "string") return TEXTS.has(key) ? part : darkened(part);
+    if (Array.isArray(part)) return part.map((each) => dark(each, key));
+    if (part === null || typeof part !== "object") return part;
+    return Object.fromEntries(Object.entries(part).map(([name, each]) => [name, dark(each, name)]));
+  }
+
+  const filled = (part, own) => {
+    if (Array.isArray(part)) return part.map((each) => filled(each, own));
+    if (part === null || typeof part !== "object") return part;
+    if ("$" in part) return report.parts[own[part.$]];
+    return Object.fromEntries(Object.entries(part).map(([name, each]) => [name, filled(each, own)]));
   };
 
-  // The places of a grid's checkpoints on an axis: log10(1 + value), with 0 apart (the same as in the Python figures).
-  const places = (grid, spec, name) =>
-    (name === "tokens" && grid.tokens ? grid.tokens : grid.steps).map((v) => (v > 0 ? Math.log10(1 + v) : spec.apart));
-  const hover = (grid) =>
-    grid.steps.map((step, i) => [
-      "step " + step.toLocaleString("en") + (grid.tokens ? " · " + short(grid.tokens[i]) + " tokens" : ""),
-    ]);
+  // A legend's columns by the width of the page: Vega knows the plot's only after it has given the legend its height.
+  const inColumns = (part, width) => {
+    if (Array.isArray(part)) return part.map((each) => inColumns(each, width));
+    if (part === null || typeof part !== "object") return part;
+    const room = /^max\(1, floor\(width \/ (\d+)\)\)$/.exec(part.expr || "");
+    if (room) return Math.max(1, Math.floor((width - 60) / Number(room[1])));
+    return Object.fromEntries(Object.entries(part).map(([name, each]) => [name, inColumns(each, width)]));
+  };
 
-  // A figure as plotly wants it, on the axis that is chosen.
-  function complete(number) {
-    const figure = structuredClone(report.figures[number]);
-    figure.layout.template = report.template;
-    delete figure.layout.height; // the page says how high
-    figure.layout.autosize = true;
-    figure.config = config;
-    const meta = figure.layout.meta;
-    if (!meta || !meta.axes) return figure;
-    const name = meta.axes[axis] ? axis : "step";
-    const spec = meta.axes[name];
-    for (const trace of figure.data) {
-      if (!Number.isInteger(trace.meta)) continue;
-      trace.x = places(meta.grids[trace.meta], spec, name);
-      trace.customdata = hover(meta.grids[trace.meta]);
+  // A figure as Vega-Lite wants it, on the axis that is chosen.
+  function complete(number, node) {
+    const figure = report.figures[number];
+    const own = axis === "tokens" ? Object.assign([...figure.own], figure.tokens) : figure.own;
+    const shape = inColumns(filled(report.shapes[figure.shape], own), node.clientWidth);
+    const spec = { ...shape, data: { values: rows(figure) } };
+    for (const param of spec.params || []) delete param.bind; // the page has a slider of its own
+    if (figure.square) {
+      Object.assign(spec, { width: Math.min(node.clientWidth, node.clientHeight + 50), height: node.clientHeight });
     }
-    Object.assign(figure.layout.xaxis, { tickvals: spec.tickvals, ticktext: spec.ticktext, range: spec.range });
-    figure.layout.xaxis.title = { ...figure.layout.xaxis.title, text: spec.title };
-    for (const shape of figure.layout.shapes || []) {
-      if (shape.xref !== "paper") shape.x0 = shape.x1 = spec.divider;
-    }
-    return figure;
+    spec.autosize = { type: "fit", contains: "padding", resize: true };
+    return isDark.matches ? dark(spec) : spec;
   }
 
   const numberOf = (node) => {
@@ -62,23 +99,54 @@
     return Number(node.dataset.figures.split(" ")[choice ? choice.value : 0]);
   };
 
+  function clear(node) {
+    if (node.view) node.view.finalize();
+    node.view = null;
+  }
+
   function fail(node, sentence) {
-    Plotly.purge(node);
+    clear(node);
     node.dataset.state = "failed";
     node.classList.add("failed");
     node.textContent = sentence;
   }
 
+  // A slider over the checkpoints below a figure that has several; at the last one to begin with.
+  function slide(node, frames, view) {
+    const old = node.parentNode.querySelector(".slider");
+    if (!frames) return old && old.remove();
+    const slider = old || document.createElement("label");
+    if (!old || Number(old.dataset.count) !== frames.length) {
+      slider.className = "slider";
+      slider.dataset.count = frames.length;
+      slider.innerHTML = '<span></span><input type="range" min="0" step="1" aria-label="Checkpoint">';
+      slider.lastChild.max = frames.length - 1;
+      slider.lastChild.value = frames.length - 1;
+      node.after(slider);
+    }
+    const show = () => {
+      slider.firstChild.textContent = "Step " + frames[slider.lastChild.value].toLocaleString("en");
+      view.signal("frame", Number(slider.lastChild.value)).run();
+    };
+    slider.lastChild.oninput = show;
+    show();
+  }
+
   async function draw(node) {
     node.dataset.state = "drawing";
-    const { problem } = report.figures[numberOf(node)];
+    const number = numberOf(node);
+    const { problem, frames } = report.figures[number];
     if (problem) return fail(node, problem);
     if (node.classList.contains("failed")) {
       node.classList.remove("failed");
       node.textContent = "";
     }
     try {
-      await Plotly.react(node, complete(numberOf(node)));
+      clear(node);
+      const result = await vegaEmbed(node, complete(number, node), options);
+      if (number !== numberOf(node)) return result.finalize(); // another was chosen meanwhile
+      node.view = result.view;
+      slide(node, frames, node.view);
       node.dataset.state = "drawn";
     } catch (error) {
       fail(node, "This figure could not be drawn: " + error.message);
@@ -105,12 +173,12 @@
   };
   later(next);
 
+  const again = (kept) =>
+    plots.filter((node) => !waiting.has(node) && kept(report.figures[numberOf(node)])).forEach(draw);
   document.querySelectorAll(".metric select").forEach((choice) =>
     choice.addEventListener("change", () => {
       choice.closest(".metric").querySelectorAll(".plot").forEach((node) => {
         waiting.delete(node);
-        // Frames of the last variant would stay: start anew where there is a slider.
-        if (report.figures[numberOf(node)].frames) Plotly.purge(node);
         draw(node);
       });
     }),
@@ -118,10 +186,13 @@
   document.querySelectorAll("input[name=axis]").forEach((input) =>
     input.addEventListener("change", () => {
       axis = input.value;
-      for (const node of plots) {
-        const meta = report.figures[numberOf(node)].layout.meta;
-        if (!waiting.has(node) && meta && meta.axes) draw(node);
-      }
+      again((figure) => figure.tokens);
     }),
   );
+  isDark.addEventListener("change", () => again((figure) => !figure.problem));
+  let timer;
+  window.addEventListener("resize", () => {
+    clearTimeout(timer);
+    timer = setTimeout(() => again((figure) => figure.square), 200);
+  });
 })();

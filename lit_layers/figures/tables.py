@@ -8,8 +8,8 @@ from typing import Any, TypeVar
 import pandas as pd
 
 from lit_layers.errors import InputError
+from lit_layers.figures.labels import listing, tag_text
 from lit_layers.metrics import look_up
-from lit_layers.plots.labels import listing, tag_text
 from lit_layers.records import AUDIT, COLUMNS, PLACES
 
 # Tags that number the lines of one figure, or name a line to compare with; all others make variants of a metric.

@@ -7,26 +7,26 @@ from typing import Any
 
 import pandas as pd
 
+from lit_layers.figures.labels import listing, tag_text
+from lit_layers.figures.tables import Point, grouped, is_placed, refuse_several_settings, select
+from lit_layers.figures.theme import COLORS, INK
 from lit_layers.functional.block_schedules import CUSTOM, OF_BLOCKS, OF_MIDDLES
 from lit_layers.metrics import is_in, look_up
-from lit_layers.plots.labels import listing, tag_text
-from lit_layers.plots.tables import Point, grouped, is_placed, refuse_several_settings, select
-from lit_layers.plots.theme import COLORS, INK
 from lit_layers.records import AUDIT, COLUMNS
 
 BASELINE, LOOPED = "baseline", "looped_parallel"
-# The same colour and mark in every figure; the letters of matplotlib's marks are last.
+# The same colour and mark in every figure.
 LOOKS = {
-    BASELINE: (INK, "line-ew", "_"),
-    "middle_repeat": (COLORS[3], "square", "s"),
-    "skip": (COLORS[1], "circle", "o"),
-    "parallel": (COLORS[2], "diamond", "D"),
-    "reverse": ("#6a3d9a", "triangle-up", "^"),
-    "random": (COLORS[4], "triangle-down", "v"),
-    LOOPED: ("#1f78d1", "star", "*"),
-    "skip_one": ("#00798c", "cross", "P"),
-    "switch": ("#d1495b", "x", "X"),
-    CUSTOM: (COLORS[6], "hexagon", "h"),
+    BASELINE: (INK, "line-ew"),
+    "middle_repeat": (COLORS[3], "square"),
+    "skip": (COLORS[1], "circle"),
+    "parallel": (COLORS[2], "diamond"),
+    "reverse": ("#6a3d9a", "triangle-up"),
+    "random": (COLORS[4], "triangle-down"),
+    LOOPED: ("#1f78d1", "star"),
+    "skip_one": ("#00798c", "cross"),
+    "switch": ("#d1495b", "x"),
+    CUSTOM: (COLORS[6], "hexagon"),
 }
 _DEFAULT_LOOPS = 3
 # What a variant is; all other tags tell of the circumstances, of which a figure shows one.

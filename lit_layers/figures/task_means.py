@@ -7,9 +7,9 @@ from typing import Any
 
 import pandas as pd
 
+from lit_layers.figures.labels import listing
+from lit_layers.figures.tables import refuse_several_settings
 from lit_layers.metrics import GROUPS
-from lit_layers.plots.labels import listing
-from lit_layers.plots.tables import refuse_several_settings
 from lit_layers.records import AUDIT, COLUMNS
 
 MEAN = "mean_over_tasks"

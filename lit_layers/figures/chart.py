@@ -1,0 +1,435 @@
+"""What a figure shows, apart from how: series and cells on two axes; and the same as Vega-Lite, PNG, SVG and PDF."""
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Literal
+
+from lit_layers.figures.axes import Axis, AxisName, Training, log_axis
+from lit_layers.figures.theme import CONFIG, DASHES, GRID, INK, MARKS, MUTED
+from lit_layers.figures.vega import (
+    DETAIL,
+    NUMBER,
+    ORDER,
+    area,
+    encoded,
+    layer,
+    of_row,
+    phrase,
+    picture_of,
+    rule,
+    touched,
+    write_spec,
+)
+
+_SCHEMA = "https://vega.github.io/schema/vega-lite/v6.json"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Series:
+    """A line, or marks: points in order, None where it is undefined and breaks.
+
+    Over training `x` are steps. `frame` tells of each point at which place of the slider it is there; without it, at
+    all. `texts` are what touching a point says beyond its name, value, interval and place.
+    """
+
+    x: Sequence[Any]
+    y: Sequence[float | None]
+    name: str = ""
+    low: Sequence[float | None] = ()
+    high: Sequence[float | None] = ()
+    interval: Literal["band", "bars", ""] = "band"
+    texts: Sequence[str] = ()
+    frame: Sequence[int] = ()
+    color: str = MUTED
+    colors: Sequence[str] = ()  # of each point, where they differ
+    dash: str = ""
+    width: float = 0.0  # of the line; 0: there is none
+    mark: str = ""
+    apart: str = ""  # the mark of the untrained model
+    size: float = 5.0
+    sizes: Sequence[float] = ()
+    marks: Sequence[str] = ()
+    labels: Sequence[str] = ()  # beside the points
+    label_color: str = INK
+    sides: Sequence[tuple[int, int]] = ()  # where they stand: -1, 0 or 1 across and up
+    legend: bool = False
+    hover: bool = True
+    tells_texts: bool = False  # touching a point says its text alone
+    steps: bool = False  # the line keeps its value up to the next point
+
+    @property
+    def has_interval(self) -> bool:
+        return any(end is not None for end in self.low)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Cells:
+    """A heat map: `values[frame][row][column]` over the keys (or checkpoints) of the axes, None where not measured."""
+
+    values: Sequence[Sequence[Sequence[float | None]]]
+    rows: Sequence[Any]
+    columns: Sequence[Any]
+    ends: tuple[float, float]
+    scheme: Any  # Vega's name of a scheme, or colours
+    log: bool = False
+    scale: Sequence[float] = ()  # of each frame: values are drawn as shares of it
+    hover: str = "{y}, {x}"
+    texts: Sequence[str] = ()  # of each row, for hovering
+    flat: bool = False  # the colour bar above the map
+
+
+@dataclass(frozen=True, kw_only=True)
+class Bar:
+    """A colour bar: what its colours number, and labels at some numbers."""
+
+    title: str
+    stops: Sequence[str]
+    labels: Mapping[int, str]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Chart:
+    """A figure; `frames` are the steps of its slider, the last of them shown to begin with."""
+
+    title: str
+    x: Axis
+    y: Axis
+    series: Sequence[Series] = ()
+    cells: Cells | None = None
+    training: Training | None = None
+    axis: AxisName = "step"
+    bar: Bar | None = None
+    frames: Sequence[int] = ()
+    place: str = "{w}"  # of a point, for hovering
+    notes: Sequence[str] = ()  # in the corner of the plot, one, or one a frame
+    ranges: Sequence[tuple[tuple[float, float], tuple[float, float]]] = ()  # of both axes, one a frame
+    height: int = 340
+    square: bool = False
+    horizontal: bool = False  # values go across, keys down
+    legend_title: str = ""
+    background: str = ""
+
+    def spec(self, axis: AxisName | None = None, *, width: Any = 640, height: Any = None, still: bool = True) -> Any:
+        """Returns it as Vega-Lite; `still` without what answers to a mouse, at the last place of the slider."""
+        axis = axis or self.axis
+        last = len(self.frames) - 1
+        rows = rows_of(self)
+        found: dict[str, Any] = {
+            "width": self.height - 70 if self.square and width != "container" else width,
+            "height": height or self.height - 70,
+            "data": {"values": [row for row in rows if row.get("f") in (None, last)] if still else []},
+            "transform": self._lookups(axis),
+            "encoding": self._places(axis),
+            "layer": [*self._cells(still=still), *self._marks(axis, still=still)],
+        }
+        if not still and last > 0:
+            place = {"input": "range", "min": 0, "max": last, "step": 1, "name": "Checkpoint "}
+            found["params"] = [{"name": "frame", "value": last, "bind": place}]
+            found["transform"].insert(0, {"filter": "!isValid(datum.f) || datum.f == frame"})
+        if self.background:
+            found["view"] = {"fill": self.background}
+        return found
+
+    def whole(self, *, still: bool = True, **options: Any) -> dict[str, Any]:
+        """Returns it with its title, its rows and the look of the theme: what stands on its own."""
+        spec = self.spec(still=still, **options)
+        spec["data"]["values"] = spec["data"]["values"] or rows_of(self)
+        at = [f"Step {self.frames[-1]:,}"] if still and len(self.frames) > 1 else []
+        title = {"title": {"text": self.title, "subtitle": at, "subtitleColor": MUTED}}
+        return {"$schema": _SCHEMA, **title, **spec, "config": self.config}
+
+    @property
+    def config(self) -> dict[str, Any]:
+        """The look of the theme; legends above are at the right where they are colour bars."""
+        anchor = "end" if self.bar is not None or self.cells is not None else "start"
+        layout = {"top": {"anchor": anchor, "direction": "horizontal"}, "bottom": {"anchor": "start"}}
+        return {**CONFIG, "legend": {**CONFIG["legend"], "layout": layout}}
+
+    def write(self, path: str | Path) -> None:
+        """Writes it as a picture; the suffix decides: .png, .svg or .pdf.
+
+        Raises:
+            InputError: where it cannot be written.
+            ValueError: for another suffix.
+        """
+        write_spec(self.whole(), path)
+
+    def picture(self, suffix: str) -> bytes:
+        """Returns it as a picture: .png, .svg or .pdf."""
+        return picture_of(self.whole(), suffix)
+
+    def _repr_mimebundle_(self, **options: Any) -> dict[str, Any]:
+        return {"application/vnd.vegalite.v6+json": self.whole(still=False)}
+
+    def _axes(self, axis: AxisName) -> tuple[Axis, Axis]:
+        if self.training is None:
+            return self.x, self.y
+        return replace(self.training.axis(axis, cells=self.cells is not None), grid=self.x.grid), self.y
+
+    def _places(self, axis: AxisName) -> dict[str, Any]:
+        across, up = self._axes(axis)
+        if up.log:
+            values = [v for s in self.series for part in (s.y, s.low, s.high) for v in part if v is not None and v > 0]
+            up = log_axis(up, values)
+        sides = [encoded(across, "x"), encoded(up, "y")]
+        for number, side in enumerate(sides if self.ranges else ()):
+            ends = [[each[number][end] for each in self.ranges] for end in (0, 1)]
+            side["scale"]["domain"] = [low[-1] for low in ends]
+            if len(self.frames) > 1:
+                side["scale"] |= {f"domain{name}": ends[n] for n, name in enumerate(("Min", "Max"))}
+        return dict(zip("yx" if self.horizontal else "xy", sides, strict=True))
+
+    def _lookups(self, axis: AxisName) -> list[dict[str, Any]]:
+        """What rows have in common: their series, and the place of their checkpoint on the axis."""
+        found = []
+        if self.series:
+            table = [{"k": number, **_common(series)} for number, series in enumerate(self.series)]
+            fields = [*"scmpzeojdg"]
+            found.append({"lookup": "k", "from": {"data": {"values": table}, "key": "k", "fields": fields}})
+        if self.training is not None:
+            at, edges = self.training.places(axis), self.training.edges(axis)
+            names = zip(self.training.steps, at, edges, edges[1:], self.training.texts(), strict=False)
+            table = [
+                {"n": number, "x": x, "w": text, "u": step <= 0}
+                | ({"x0": left, "x1": right} if self.cells is not None else {})
+                for number, (step, x, left, right, text) in enumerate(names)
+            ]
+            fields = ["x", "w", "u", *(["x0", "x1"] if self.cells is not None else [])]
+            found.append({"lookup": "n", "from": {"data": {"values": table}, "key": "n", "fields": fields}})
+        if self.series:
+            found += [
+                {"calculate": f"isValid({each}) ? {each} : datum.{name}", "as": name} for name, each in _OF_ROW.items()
+            ]
+        return found
+
+    def _cells(self, *, still: bool) -> list[dict[str, Any]]:
+        if self.cells is None:
+            return []
+        cells = self.cells
+        colors = {"range": cells.scheme} if isinstance(cells.scheme, list) else {"scheme": cells.scheme}
+        colors |= {"clamp": True, "interpolate": "rgb"}
+        scale = {"domain": list(cells.ends), **({"type": "log"} if cells.log else {}), **colors}
+        legend: dict[str, Any] = {"title": None, "gradientThickness": 9, "tickCount": 5, "format": ".3~g"}
+        legend |= (
+            {"orient": "top", "direction": "horizontal", "gradientLength": 220}
+            if cells.flat
+            else {"gradientLength": {"expr": "height"}}
+        )
+        if cells.scale:
+            full = cells.scale[-1] if still or len(self.frames) < 2 else f"{json.dumps(list(cells.scale))}[frame]"
+            legend = {**legend, "format": None, "labelExpr": f"format(datum.value * {full}, '.2~g')"}
+        tip = f"format(datum.z, {NUMBER}) + '\\n' + {phrase(cells.hover)}"
+        filled = {"field": "v", "type": "quantitative", "scale": scale, "legend": legend}
+        line = {"stroke": "white", "strokeWidth": 1} if self.training is None and len(cells.columns) <= 24 else {}
+        own: dict[str, Any] = {"mark": {"type": "rect", **line}, "encoding": {"fill": filled}}
+        if self.training is not None:
+            own["encoding"] |= {"x": {"field": "x0", "type": "quantitative"}, "x2": {"field": "x1"}}
+            own["encoding"] |= {"y": {"field": "y0", "type": "quantitative"}, "y2": {"field": "y1"}}
+        own["transform"] = [{"filter": "isValid(datum.v)"}]
+        return [own if still else touched(own, tip)]
+
+    def _marks(self, axis: AxisName, *, still: bool) -> list[dict[str, Any]]:
+        """From below: what stands apart, intervals, lines, marks, what answers to touch, labels, notes, the bar."""
+        found: list[dict[str, Any]] = []
+        divider = self._axes(axis)[0].divider
+        if divider is not None:
+            color, width = ("white", 5) if self.cells is not None else (GRID, 6)
+            found.append(rule("x", divider, color, width))
+        if self.cells is not None and self.training is not None:
+            found.append(rule("y", 0.5, "white", 3))
+        if self.series:
+            found += [*self._intervals(), *self._lines(), *self._points()]
+        if not still and any(s.hover for s in self.series):
+            found.append(self._touch())
+        if any(s.labels for s in self.series):
+            found.append(_LABELS)
+        if self.notes:
+            framed = len(self.notes) > 1 and not still
+            text = {"expr": f"{json.dumps(list(self.notes))}[frame]"} if framed else self.notes[-1]
+            mark = {"type": "text", "text": text, "align": "left", "color": MUTED, "fontSize": 11, "tooltip": None}
+            places = {"x": {"value": 2}, "y": {"value": {"expr": "height - 4"}}}
+            found.append({"data": {"values": [{}]}, "mark": mark, "encoding": places})
+        return [*found, *([_bar(self.bar)] if self.bar is not None else [])]
+
+    def _intervals(self) -> list[dict[str, Any]]:
+        if not any(s.has_interval for s in self.series):
+            return []
+        value = "x" if self.horizontal else "y"
+        ends = {value: {"field": "l", "type": "quantitative"}, f"{value}2": {"field": "h"}}
+        kept = "isValid(datum.l) && isValid(datum.h)"
+        area = {"type": "area", "opacity": 0.16, "tooltip": None, "clip": self.y.ends is not None}
+        band = {**ends, "color": self._by_name("color"), "detail": DETAIL}
+        bars = {"type": "rule", "tooltip": None, "strokeWidth": 1.2}
+        return [
+            layer("datum.e == 'band' && !datum.u", area, band),
+            layer(f"(datum.e == 'bars' || (datum.e && datum.u)) && {kept}", bars, {**ends, "color": of_row("c")}),
+        ]
+
+    def _lines(self) -> list[dict[str, Any]]:
+        found = []
+        encoding = {"color": self._by_name("color"), "strokeDash": self._by_name("dash")}
+        encoding |= {"strokeWidth": {"field": "o", "type": "quantitative", "scale": None}}
+        for steps in sorted({s.steps for s in self.series if s.width}):
+            line = {
+                "type": "line",
+                "tooltip": None,
+                "clip": self.y.ends is not None,
+                **({"interpolate": "step-after"} if steps else {}),
+            }
+            kept = f"datum.o && {'' if steps else '!'}datum.j"
+            found.append(layer(kept, line, {**encoding, "detail": DETAIL, "order": ORDER}))
+        return found
+
+    def _points(self) -> list[dict[str, Any]]:
+        found = []
+        marks = [mark for s in self.series for mark in (s.mark, s.apart, *s.marks) if mark]
+        encoding = {"color": self._by_name("color", own=True), "shape": of_row("m"), "size": of_row("z")}
+        for hollow in sorted({mark.endswith("-open") for mark in marks}):
+            look = {"filled": not hollow, "strokeWidth": 1.4, **({"fill": "white"} if hollow else {})}
+            kept = f"datum.m && isValid(datum.y) && indexof(datum.m, '-open') {'>' if hollow else '<'} 0"
+            own = layer(kept, {"type": "point", "opacity": 1, "tooltip": None, **look}, encoding)
+            name = "replace(datum.m, '-open', '')"
+            own["transform"].append({"calculate": f"{json.dumps(MARKS)}[{name}] || {name}", "as": "m"})
+            found.append(own)
+        return found
+
+    def _by_name(self, what: str, *, own: bool = False) -> dict[str, Any]:
+        """The scale of a colour or dash by the names of the series, with their legend."""
+        if own and not (self.legend_of_marks and any(s.legend for s in self.series)):
+            return of_row("c")
+        looks = {s.name: s.color if what == "color" else DASHES[s.dash] for s in reversed(self.series)}
+        names = [*dict.fromkeys(s.name for s in self.series)]
+        scale = {"domain": names, "range": [looks[name] for name in names]}
+        return {"field": "s", "type": "nominal", "scale": scale, "legend": self._legend()}
+
+    @property
+    def legend_of_marks(self) -> bool:
+        return not any(s.width for s in self.series if s.legend)
+
+    def _legend(self) -> dict[str, Any] | None:
+        shown = [*dict.fromkeys(s.name for s in self.series if s.legend)]
+        if not shown:
+            return None
+        pixels = 6.5 * max(map(len, shown)) + 48
+        look = {"values": shown, "title": self.legend_title or None, "direction": "horizontal", "symbolOpacity": 1}
+        look |= {"orient": "bottom" if self.bar is not None else "top"}
+        look |= {"symbolType": "circle", "symbolSize": 70} if self.legend_of_marks else {"symbolType": "stroke"}
+        look |= {} if self.legend_of_marks else {"symbolSize": 220}
+        return {**look, "columns": {"expr": f"max(1, floor(width / {pixels:.0f}))"}}
+
+    def _touch(self) -> dict[str, Any]:
+        """Of what lies nearest to the mouse, what it is and a ring around it."""
+        interval = f"'\\n95% interval ' + format(datum.l, {NUMBER}) + ' to ' + format(datum.h, {NUMBER})"
+        tip = f"(datum.s ? datum.s + '\\n' : '') + format(datum.y, {NUMBER})"
+        tip += f" + (isValid(datum.l) && isValid(datum.h) ? {interval} : '')"
+        tip += f" + '\\n' + {phrase(self.place)}" if self.place else ""
+        tip = f"datum.d == 'text' ? datum.t : {tip} + (datum.t ? '\\n' + datum.t : '')"
+        near = {"type": "point", "nearest": True, "on": "pointerover", "fields": ["i"], "clear": "pointerout"}
+        ring = {"condition": {"param": "near", "empty": False, "value": 1}, "value": 0}
+        mark = {"type": "point", "size": 110, "strokeWidth": 1.6, "filled": False}
+        own = layer("isValid(datum.y) && datum.d", mark, {"opacity": ring, "color": of_row("c")})
+        return {**touched(own, tip), "params": [{"name": "near", "select": near}]}
+
+
+_OF_ROW = {"c": "datum.ci", "z": "(datum.zi ? datum.zi : datum.u ? 2.6 * datum.z : null)"}
+_OF_ROW |= {"m": "(datum.u ? datum.p : datum.mi)"}  # what a point has of its own, or apart
+_LABEL = {"type": "text", "fontSize": 10.5, "color": INK, "tooltip": None}
+_LABELS = {
+    "transform": [{"filter": "datum.q"}],
+    "mark": _LABEL
+    | {"align": {"expr": "datum.a < 0 ? 'right' : datum.a > 0 ? 'left' : 'center'"}}
+    | {"baseline": {"expr": "datum.b < 0 ? 'top' : datum.b > 0 ? 'bottom' : 'middle'"}}
+    | {"dx": {"expr": "(datum.b ? 5 : 8) * datum.a"}, "dy": {"expr": "-(datum.a ? 4 : 7) * datum.b"}},
+    "encoding": {"text": {"field": "q"}, "color": {"field": "g", "type": "nominal", "scale": None}},
+}
+
+
+def rows_of(chart: Chart) -> list[dict[str, Any]]:
+    """Returns its cells and points, a row each; the page makes the same of `columns_of`.
+
+    k is the number of a series, i that of the row, n that of a checkpoint, f the place of the slider; x, y, l(ow),
+    h(igh) and z are values, t(ext) and q (beside a point) texts, ci, mi and zi a point's own colour, mark and size.
+    """
+    content, found = columns_of(chart), []
+    for frame, table in enumerate(content.get("z", ())):
+        for down, (row, values) in enumerate(zip(content["rows"], table, strict=True)):
+            for number, (column, value) in enumerate(zip(content["columns"], values, strict=True)):
+                full = content["full"][frame] if content["full"] else 1
+                cell = {"x": column, "y": row, "z": value, "v": value if value is None else value / full}
+                cell |= {"n": number, "y0": row - 0.5, "y1": row + 0.5} if chart.training else {"f": frame}
+                cell |= {"t": content["texts"][down]} if content["texts"] else {}
+                found.append(cell)
+    names = content["points"]
+    values = zip(*names.values(), strict=True)
+    return found + [{**dict(zip(names, row, strict=True)), "i": number} for number, row in enumerate(values)]
+
+
+def columns_of(chart: Chart) -> dict[str, Any]:
+    """Returns its rows by column: `points`, and of a heat map `z[frame][row][column]`."""
+    number = {step: n for n, step in enumerate(chart.training.steps)} if chart.training else {}
+    frames = len(chart.frames) > 1
+    points: dict[str, list[Any]] = {}
+    size = 0
+    for k, s in enumerate(chart.series):
+        own: dict[str, Sequence[Any]] = {"k": [k] * len(s.y), "y": s.y, "l": s.low, "h": s.high, "t": s.texts}
+        own |= {"n": [number[step] for step in s.x]} if chart.training else {"x": s.x}
+        own |= {"f": s.frame if frames else (), "ci": s.colors, "mi": s.marks, "q": s.labels}
+        own |= {"zi": [area(size) for size in s.sizes]}
+        own |= {"a": [side[0] for side in s.sides], "b": [side[1] for side in s.sides]}
+        for name in {*points, *(name for name, part in own.items() if len(part))}:
+            part = own.get(name, ())
+            points.setdefault(name, [None] * size).extend(part if len(part) else [None] * len(s.y))
+        size += len(s.y)
+    found: dict[str, Any] = {"points": dict(sorted(points.items()))}
+    if chart.cells is not None:
+        keys = {"rows": list(chart.cells.rows), "columns": list(chart.cells.columns)}
+        found |= {"z": chart.cells.values, "full": list(chart.cells.scale), "texts": list(chart.cells.texts), **keys}
+    return found
+
+
+def _common(s: Series) -> dict[str, Any]:
+    """What all points of a series have: name, colour, mark, mark apart, size, interval, line, steps, what it tells."""
+    interval = s.interval if s.has_interval else ""
+    told = "" if not s.hover else "text" if s.tells_texts else "all"
+    own = (s.name, s.color, s.mark, s.apart or s.mark, area(s.size), interval, s.width, s.steps, told)
+    return dict(zip("scmpzeojdg", (*own, s.label_color), strict=True))
+
+
+def _bar(bar: Bar) -> dict[str, Any]:
+    """Nothing but a colour bar above the plot."""
+    numbers = list(bar.labels)
+    labels = f"{json.dumps(list(bar.labels.values()))}[indexof({json.dumps(numbers)}, datum.value)]"
+    legend = {"title": bar.title, "orient": "top", "direction": "horizontal", "gradientLength": 150}
+    legend |= {"gradientThickness": 7, "values": numbers, "labelExpr": labels, "gradientOpacity": 1}
+    scale = {"domain": [min(numbers), max(numbers)], "range": list(bar.stops)}
+    fill = {"field": "v", "type": "quantitative", "scale": scale, "legend": legend}
+    places = {"x": {"value": 0}, "y": {"value": 0}}
+    data = {"values": [{"v": number} for number in numbers]}
+    return {
+        "data": data,
+        "mark": {"type": "point", "opacity": 0, "tooltip": None},
+        "encoding": {"fill": fill, **places},
+    }
+
+
+@dataclass(frozen=True, kw_only=True)
+class Panels:
+    """Charts in one picture, so many beside each other."""
+
+    title: str
+    charts: Sequence[Chart]
+    columns: int = 3
+    width: int = 300
+
+    def whole(self) -> dict[str, Any]:
+        parts = [
+            {**chart.spec(width=self.width), "title": {"text": chart.title, "fontSize": 11}} for chart in self.charts
+        ]
+        found = {"concat": parts, "columns": self.columns, "resolve": {"scale": {"color": "independent"}}}
+        return {"$schema": _SCHEMA, "title": self.title, **found, "config": self.charts[0].config}
+
+    def write(self, path: str | Path) -> None:
+        """Writes it as `Chart.write`."""
+        write_spec(self.whole(), path)

@@ -1,0 +1,422 @@
+"""Heat maps: pairs of layers and of tokens, layers over steps, word pairs; with a slider over the checkpoints."""
+
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import pandas as pd
+
+from lit_layers.figures.axes import Axis, AxisName, Training
+from lit_layers.figures.chart import Cells, Chart, Series
+from lit_layers.figures.curves import FRAMES, replace_chart
+from lit_layers.figures.labels import pair_text
+from lit_layers.figures.tables import (
+    CATEGORY,
+    Point,
+    grouped,
+    is_placed,
+    of_plainest,
+    select,
+    steps_of,
+    title_of,
+    variant_text,
+)
+from lit_layers.figures.theme import ACCENT, DIVERGING, INK, MISSING, rounded, spread
+from lit_layers.metrics import look_up, names, sentence
+
+SIMILARITIES = names("similarity")
+_LONGEST = 24  # letters of a category's name beside the map; hovering tells it whole
+_ROW = 13  # pixels
+_TICKS = 9
+
+
+# ------------------------------------------------------------------------------------------------ pairs
+
+
+def layer_matrix(
+    frame: pd.DataFrame,
+    metric: str,
+    *,
+    analysis: str | None = None,
+    tags: Mapping[str, Any] | None = None,
+    allow_suspect: bool = False,
+) -> Chart:
+    """Returns a metric of pairs of layers as a heat map, with a slider over the checkpoints.
+
+    The colours mean the same at every checkpoint. Their range is that of the pairs of different layers: what a layer
+    has with itself may lie outside.
+
+    Raises:
+        ValueError: where the metric has no values per pair of layers.
+    """
+    found = select(frame, metric, analysis=analysis, tags=tags, allow_suspect=allow_suspect)
+    points = [point for point in found if point.other_layer is not None and not is_placed(point)]
+    if not points:
+        raise ValueError(f"metric {metric!r} has no values per pair of layers")
+    points, tags = of_plainest(points, tags)
+    layers = sorted({n for point in points for n in (point.layer, point.other_layer) if n is not None})
+    names = ("Layer", "Other layer", "layer {y}, other layer {x}")
+    return _pairs(title_of(metric, tags or {}), points, lambda p: (p.layer, p.other_layer), layers, names)
+
+
+def similarity_matrix(frame: pd.DataFrame, metric: str, **options: Any) -> Chart:
+    """Returns similarities of pairs of layers as `layer_matrix`, in colours from the least of any checkpoint to 1.
+
+    Similarities are far from 0: on colours around 0 all layers would look alike. Options are those of `layer_matrix`.
+
+    Raises:
+        InputError: for suspect checkpoints, unless they are allowed.
+        ValueError: where the metric has no values per pair of layers.
+    """
+    chart = layer_matrix(frame, metric, **options)
+    assert chart.cells is not None
+    low = min((v for table in chart.cells.values for row in table for v in row if v is not None), default=0.0)
+    ends = (low, max(1.0, low + 1e-3))
+    return replace_chart(chart, cells=Cells(**{**vars(chart.cells), "scheme": "viridis", "ends": ends}))
+
+
+def token_map(
+    frame: pd.DataFrame,
+    metric: str = "token_coupling_pair",
+    *,
+    layer: int,
+    other_layer: int | None = None,
+    analysis: str | None = None,
+    tags: Mapping[str, Any] | None = None,
+    allow_suspect: bool = False,
+) -> Chart:
+    """Returns a metric of pairs of tokens (tags `token`, down, and `other_token`, across) as a heat map of one layer.
+
+    With a slider over the checkpoints and colours as in `layer_matrix`. Places are in per cent of the prompt.
+
+    Raises:
+        ValueError: where the metric has no values per pair of tokens, or not for this layer.
+    """
+    found = select(frame, metric, analysis=analysis, tags=tags, allow_suspect=allow_suspect)
+    points, tags = _of_layers(found, metric, "token", layer, other_layer, tags)
+    places = sorted({point.tags[name] for point in points for name in ("token", "other_token")})
+    names = ("Place of the token", "Place of the other token", "token at {y}%, other token at {x}%")
+    title = f"{title_of(metric, tags)}, {pair_text(layer, other_layer)}"
+    return _pairs(title, points, lambda p: (p.tags["token"], p.tags["other_token"]), places, names, unit="%")
+
+
+def compression_matrix(
+    frame: pd.DataFrame,
+    metric: str = "compression",
+    *,
+    layer: int,
+    other_layer: int,
+    analysis: str | None = None,
+    tags: Mapping[str, Any] | None = None,
+    allow_suspect: bool = False,
+) -> Chart:
+    """Returns one block's Jacobian in another's leading directions (tags `row`, `column`), with a slider over steps.
+
+    Blue is positive, brown negative. Each checkpoint has colours of its own, as Jacobians grow by decades in training:
+    half its largest entry is full colour, as a few entries tower over the others.
+
+    Raises:
+        ValueError: where the metric has no matrices, or none of these layers.
+    """
+    found = select(frame, metric, analysis=analysis, tags=tags, allow_suspect=allow_suspect)
+    points, tags = _of_layers(found, metric, "row", layer, other_layer, tags)
+    directions = sorted({point.tags[name] for point in points for name in ("row", "column")})
+    names = ("Left direction", "Right direction", "row {y}, column {x}")
+    title = ", ".join(filter(None, [sentence(pair_text(layer, other_layer)), variant_text(tags)]))
+    cell = lambda p: (p.tags["row"], p.tags["column"])  # noqa: E731
+    return _pairs(title, points, cell, directions, names, each_step=True)
+
+
+def _of_layers(
+    points: Sequence[Point],
+    metric: str,
+    place: str,
+    layer: int,
+    other_layer: int | None,
+    tags: Mapping[str, Any] | None,
+) -> tuple[list[Point], dict[str, Any]]:
+    """The points of one layer, or pair of layers, that have this tag, of one variant; and its tags."""
+    placed = [point for point in points if place in point.tags]
+    if not placed:
+        raise ValueError(f"metric {metric!r} has no values with the tag {place!r}")
+    chosen = [point for point in placed if (point.layer, point.other_layer) == (layer, other_layer)]
+    if not chosen:
+        pairs = sorted({pair_text(point.layer, point.other_layer) for point in placed})
+        raise ValueError(f"metric {metric!r} has no {pair_text(layer, other_layer)}; it has: {', '.join(pairs)}")
+    return of_plainest(chosen, tags)
+
+
+def _pairs(
+    title: str,
+    points: Sequence[Point],
+    cell: Callable[[Point], tuple[Any, Any]],
+    keys: Sequence[int],
+    names: tuple[str, str, str],
+    *,
+    unit: str = "",
+    each_step: bool = False,
+) -> Chart:
+    """A square map with a place of the slider for each checkpoint.
+
+    The largest entry off the diagonal of any checkpoint is full colour; with `each_step` half the largest of each.
+    """
+    by_step = grouped(points, lambda point: point.step)
+    steps = spread(sorted(by_step), FRAMES)
+    values = [tabled({cell(p): p.value for p in by_step[step]}, keys, keys) for step in steps]
+    bound = rounded([_largest(p for p in points if cell(p)[0] != cell(p)[1])], 3)[0] or 1.0
+    scale = [rounded([0.5 * _largest(by_step[step])], 3)[0] or 1.0 for step in steps] if each_step else []
+    ends = (-1.0, 1.0) if each_step else (-bound, bound)
+    down, across, hover = names
+    shown = {key: f"{key}{unit}" for key in spread(keys, _TICKS)}
+    return Chart(
+        title=title,
+        x=Axis(title=across, keys=keys, labels=shown, grid=False),
+        y=Axis(title=down, keys=keys, labels=shown, grid=False),
+        cells=Cells(values=values, rows=keys, columns=keys, ends=ends, scheme=DIVERGING, scale=scale, hover=hover),
+        frames=steps,
+        height=450,
+        square=True,
+    )
+
+
+def tabled(
+    values: Mapping[Any, float], rows: Sequence[Any], columns: Sequence[Any], digits: int = 3
+) -> list[list[Any]]:
+    """Returns values by row and column as lists, None where there is none."""
+    return [rounded((values.get((row, column)) for column in columns), digits) for row in rows]
+
+
+def _largest(points: Iterable[Point]) -> float:
+    return max((abs(point.value) for point in points if math.isfinite(point.value)), default=0.0)
+
+
+# ------------------------------------------------------------------------------------------------ layers over steps
+
+
+@dataclass(frozen=True)
+class Surface:
+    """Values (layers, steps) of one variant of a metric; NaN where nothing was measured."""
+
+    title: str
+    layers: Sequence[int]
+    steps: Sequence[int]
+    tokens: Mapping[int, int | None]
+    values: Sequence[Sequence[float]]
+    higher_is_better: bool = True
+
+    def best(self) -> tuple[list[int | None], list[bool]]:
+        """The best layer from 1 on at each step (None without any), and whether layer 0 is better than that."""
+        layers: list[int | None] = []
+        beaten: list[bool] = []
+        sign = 1 if self.higher_is_better else -1
+        for column in range(len(self.steps)):
+            scores = {n: sign * row[column] for n, row in zip(self.layers, self.values, strict=True)}
+            finite = {layer: score for layer, score in scores.items() if math.isfinite(score)}
+            blocks = {layer: score for layer, score in finite.items() if layer > 0}
+            best = max(blocks, key=lambda layer: blocks[layer]) if blocks else None
+            layers.append(best)
+            beaten.append(0 in finite and (best is None or finite[0] > blocks[best]))
+        return layers, beaten
+
+
+def read_surface(
+    frame: pd.DataFrame,
+    metric: str,
+    *,
+    analysis: str | None = None,
+    tags: Mapping[str, Any] | None = None,
+    steps: Sequence[int] | None = None,
+    allow_suspect: bool = False,
+) -> Surface:
+    """Returns a metric per layer and step; `steps` are those that were to be measured, of which some may lack it.
+
+    Raises:
+        InputError: for suspect checkpoints, unless they are allowed.
+        ValueError: where the metric has no values per layer of at least two steps.
+    """
+    points = select(frame, metric, analysis=analysis, tags=tags, allow_suspect=allow_suspect, over_steps=True)
+    points, chosen = of_plainest([point for point in points if _is_of_layer(point)], tags)
+    every: list[int] = sorted({*steps_of(points), *(steps or [])})
+    if not has_surface(points):
+        raise ValueError(f"metric {metric!r} has no values per layer of at least two steps")
+    layers = list(range(max(point.layer or 0 for point in points) + 1))
+    own = {(point.layer, point.step): point.value for point in points}
+    values = [[own.get((layer, step), math.nan) for step in every] for layer in layers]
+    tokens = {point.step: point.tokens for point in points}
+    higher_is_better = look_up(metric).higher_is_better
+    return Surface(title_of(metric, chosen), layers, every, tokens, values, higher_is_better)
+
+
+def has_surface(points: Iterable[Point]) -> bool:
+    """Returns whether points of one variant are values per layer of at least two steps."""
+    return len({point.step for point in points if _is_of_layer(point)}) > 1
+
+
+def _is_of_layer(point: Point) -> bool:
+    beside = point.other_layer is not None or is_placed(point) or point.reference is not None
+    return point.layer is not None and not beside and "index" not in point.tags and "control" not in point.tags
+
+
+def layer_surface(
+    frame: pd.DataFrame,
+    metric: str,
+    *,
+    analysis: str | None = None,
+    tags: Mapping[str, Any] | None = None,
+    steps: Sequence[int] | None = None,
+    axis: AxisName = "step",
+    allow_suspect: bool = False,
+) -> Chart:
+    """Returns a metric over steps (log, the untrained model apart) and layers as a heat map.
+
+    Grey is what was not measured. Colours of values that lie decades apart stand for their logarithm. Of a score dots
+    show the best layer from 1 on, rings where the embedding beats it.
+
+    Raises: as `read_surface`.
+    """
+    options: dict[str, Any] = {"analysis": analysis, "tags": tags, "steps": steps, "allow_suspect": allow_suspect}
+    surface = read_surface(frame, metric, **options)
+    training = Training.of(surface.steps, surface.tokens)
+    training.values(axis)  # refuses tokens that are not known
+    series = []
+    if look_up(metric).better is not None:
+        layers, beaten = surface.best()
+        dots = {"color": "black", "hover": False}
+        for y, mark, size in ((layers, "circle-open", 6), ([0 if ring else None for ring in beaten], "ring", 7)):
+            series.append(Series(x=surface.steps, y=y, mark=mark, size=size, **dots))
+    cells = Cells(
+        values=[[rounded(row, 4) for row in surface.values]],
+        rows=surface.layers,
+        columns=surface.steps,
+        hover="{w}\nlayer {y}",
+        **colored(metric, surface.values),
+    )
+    last = surface.layers[-1]
+    y = Axis(title="Layer", whole=True, grid=False, ends=(-0.5, last + 0.5))
+    look: dict[str, Any] = {"x": Axis(grid=False), "y": y, "height": 380, "background": MISSING}
+    return Chart(title=surface.title, cells=cells, series=series, training=training, axis=axis, **look)
+
+
+def best_layers(
+    frame: pd.DataFrame,
+    metric: str,
+    *,
+    analysis: str | None = None,
+    tags: Mapping[str, Any] | None = None,
+    axis: AxisName = "step",
+    allow_suspect: bool = False,
+) -> Chart:
+    """Returns the best layer of a score, among the layers from 1 on, over steps; rings: the embedding beats it there.
+
+    Raises: as `read_surface`.
+    """
+    surface = read_surface(frame, metric, analysis=analysis, tags=tags, allow_suspect=allow_suspect)
+    layers, beaten = surface.best()
+    training = Training.of(surface.steps, surface.tokens)
+    training.values(axis)  # refuses tokens that are not known
+    rings = [0 if ring else None for ring in beaten]
+    look = {"x": surface.steps, "legend": True}
+    series = [
+        Series(
+            y=layers, name="Best layer from 1 on", color=ACCENT, width=2.0, mark="circle", size=6, steps=True, **look
+        ),
+        Series(y=rings, name="The embedding is better than any", color=INK, mark="circle-open", size=8, **look),
+    ]
+    last = surface.layers[-1]
+    y = Axis(title="Layer", whole=True, ends=(-0.06 * last - 0.3, 1.06 * last))
+    title = f"Best layer, {surface.title}"
+    return Chart(title=title, x=Axis(), y=y, series=series, training=training, axis=axis, height=380)
+
+
+def colored(metric: str, values: Sequence[Sequence[float]], *, reverse: bool = False) -> dict[str, Any]:
+    """Returns the ends and the scheme of the colours of a map; of equal values a little around them."""
+    is_log = look_up(metric).log
+    finite = [value for row in values for value in row if math.isfinite(value) and (value > 0 or not is_log)]
+    low, high = (min(finite), max(finite)) if finite else (1.0, 2.0)
+    if low == high:
+        low, high = (low / 2, low * 2) if is_log else (low - 0.5, high + 0.5)
+    scheme = {"name": "viridis", "extent": [1, 0]} if reverse else "viridis"
+    return {"ends": (low, high), "scheme": scheme, "log": is_log}
+
+
+# ------------------------------------------------------------------------------------------------ categories
+
+
+@dataclass(frozen=True)
+class Row:
+    """A row of the map: a category, the mean over all of them (no category), or the name of a group (no points)."""
+
+    text: str
+    full: str
+    category: tuple[str, str] | None = None  # id and name
+    is_heading: bool = False
+
+
+def concept_map(
+    frame: pd.DataFrame,
+    metric: str = "concept_alignment",
+    *,
+    analysis: str | None = None,
+    tags: Mapping[str, Any] | None = None,
+    allow_suspect: bool = False,
+) -> Chart:
+    """Returns a metric of categories (tag `category`) per layer as one heat map, with a slider over the checkpoints.
+
+    Categories stand below their groups (tag `group`), by `category_id` or name; the mean over all of them comes first,
+    where it was recorded. Blue is positive, brown negative; the largest value of any checkpoint is full colour. What
+    was not measured is blank.
+
+    Raises:
+        ValueError: where the metric has no values per layer and category.
+    """
+    found = select(frame, metric, analysis=analysis, tags=tags, allow_suspect=allow_suspect)
+    points = [point for point in found if point.layer is not None and point.other_layer is None]
+    if not any(CATEGORY in point.tags for point in points):
+        raise ValueError(f"metric {metric!r} has no values per layer and category")
+    points, tags = of_plainest(points, tags)
+    rows = [*_rows(points)]
+    layers = sorted({point.layer for point in points if point.layer is not None})
+    full = rounded([_largest(points)], 3)[0] or 1.0
+    steps = spread(steps_of(points), FRAMES)
+    by_step = grouped(points, lambda point: point.step)
+    keys = [None if row.is_heading else (row.category,) for row in rows]
+    values = [tabled({((_category(p),), p.layer): p.value for p in by_step[step]}, keys, layers) for step in steps]
+    numbers = [*range(len(rows))]
+    strong = [n for n in numbers if rows[n].is_heading]
+    beside = {n: row.text for n, row in enumerate(rows)}
+    shown = {layer: str(layer) for layer in spread(layers, _TICKS)}
+    look: dict[str, Any] = {"ends": (-full, full), "scheme": DIVERGING, "flat": True, "hover": "layer {x}\n{t}"}
+    texts = [row.full for row in rows]
+    return Chart(
+        title=title_of(metric, tags),
+        x=Axis(title="Layer", keys=layers, labels=shown, grid=False),
+        y=Axis(keys=numbers, labels=beside, strong=strong, grid=False),
+        cells=Cells(values=values, rows=numbers, columns=layers, texts=texts, **look),
+        frames=steps,
+        height=_ROW * len(rows) + 170,
+    )
+
+
+def _rows(points: Sequence[Point]) -> Iterator[Row]:
+    """From the top: the mean, then each group and its categories in order."""
+    if any(CATEGORY not in point.tags for point in points):
+        yield Row("Mean", "Mean over all categories")
+    groups = {key: str(point.tags.get("group", "")) for point in points if (key := _category(point)) is not None}
+    by_group = grouped(sorted(groups), lambda key: groups[key])
+    for group, keys in by_group.items():
+        if group and len(by_group) > 1:
+            yield Row(sentence(group), "", is_heading=True)
+        for number, name in keys:
+            full = ", ".join(filter(None, [" ".join(filter(None, [number, name])), group.replace("_", " ")]))
+            yield Row(_short(name), full, (number, name))
+
+
+def _category(point: Point) -> tuple[str, str] | None:
+    tags = point.tags
+    return (str(tags.get("category_id", "")), str(tags[CATEGORY])) if CATEGORY in tags else None
+
+
+def _short(name: str) -> str:
+    name = name.replace("_", " ")
+    return name if len(name) <= _LONGEST else name[: _LONGEST - 1].rstrip() + "\N{HORIZONTAL ELLIPSIS}"

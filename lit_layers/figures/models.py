@@ -1,0 +1,248 @@
+"""Models side by side: a metric over the layers or the depth, one line a model."""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import pandas as pd
+
+from lit_layers.figures.axes import DEPTH_TITLE, Axis, layer_axis
+from lit_layers.figures.chart import Chart, Series
+from lit_layers.figures.curves import level, levels_of, series_of, unbroken, value_axis
+from lit_layers.figures.labels import tag_text
+from lit_layers.figures.tables import Point, grouped, is_on_axes, is_placed, matching, of_plainest, select, title_of
+from lit_layers.figures.theme import COLORS, DASHED, MUTED, SYMBOLS, rounded
+from lit_layers.metrics import look_up
+
+_KINDS = [("circle", COLORS[0]), ("diamond-open", COLORS[1]), ("line-ns", MUTED), ("x", COLORS[2])]
+_KINDS += [("triangle-up", COLORS[3]), ("cross", COLORS[4])]
+_DEPTHS = Axis(title=DEPTH_TITLE, labels={n: str(n) for n in (0, 25, 50, 75, 100)}, ends=(-3, 103))
+
+
+def model_profile(
+    frame: pd.DataFrame,
+    metric: str,
+    *,
+    analysis: str | None = None,
+    tags: Mapping[str, Any] | None = None,
+    baselines: Sequence[str] = (),
+    controls: Sequence[str] = (),
+    allow_suspect: bool = False,
+) -> Chart:
+    """Returns a metric over the layers (or over the tag `distance`), one line a model, of models that have no steps.
+
+    Where the models are not equally deep, a layer lies at its depth in per cent, 100 l / L: 0 is the embedding, 100 the
+    last layer. Rows tagged `reference`, the metrics named in `baselines`, and the rows whose tag `control` is named in
+    `controls` are dashed: in grey what is the same for all models, else in the model's colour. `tags` chooses a
+    variant, as in `emergence_curves`.
+
+    Raises:
+        InputError: for suspect models, unless they are allowed.
+        ValueError: where no model without steps has values of this metric per layer.
+    """
+    by_model = _by_model(frame, metric, analysis, tags, allow_suspect)
+    points, tags = of_plainest([point for part in by_model.values() for point in part], tags)
+    if not any(map(is_on_axes, points)):
+        raise ValueError(f"metric {metric!r} has no values per layer of models without steps")
+    by_model = {run: matching(part, tags) for run, part in by_model.items()}
+    number = "layer" if any(point.layer is not None for point in points) else "distance"
+    places = _Places(frame, number, list(by_model))
+    names = short_names(list(by_model))
+    series = []
+    for index, (run, part) in enumerate(by_model.items()):
+        own = [point for point in part if point.number(number) is not None and point.reference is None]
+        if own:
+            look = {"width": 2.0, "mark": symbol_of(index), "size": 5.5, "legend": True}
+            series.append(places.line(run, own, name=names[run], color=color_of(index), **look))
+    numbers = [n for point in points if (n := point.number(number)) is not None]
+    ends = [0, 100] if places.is_share else [min(numbers), max(numbers)]
+    series += _references(by_model, names, ends)
+    series += [level(ends, value, text) for value, text in levels_of(metric)]
+    for name in baselines:
+        text = look_up(name).title_beside
+        part = _by_model(frame, name, analysis, tags, allow_suspect)
+        series += _baseline(places, part, list(by_model), names, text)
+    for control in controls:
+        part = _by_model(frame, metric, analysis, {**tags, "control": control}, allow_suspect)
+        part = {run: [point for point in own if point.reference is None] for run, own in part.items()}
+        series += _baseline(places, part, list(by_model), names, tag_text({"control": control}))
+    if len(series) < 2:
+        series = [Series(**{**vars(one), "legend": False}) for one in series]
+    axis = _DEPTHS if places.is_share else layer_axis(number)
+    return Chart(title=title_of(metric, tags), x=axis, y=value_axis(metric), series=series, place="")
+
+
+def short_names(runs: Sequence[str]) -> dict[str, str]:
+    """Returns what each model is called in figures: the last part of its path or repository, unless two share it."""
+    last = {run: run.rstrip("/").split("/")[-1] or run for run in runs}
+    shared = {name for name in last.values() if list(last.values()).count(name) > 1}
+    return {run: run if name in shared else name for run, name in last.items()}
+
+
+def color_of(index: int) -> str:
+    return COLORS[index % len(COLORS)]
+
+
+def symbol_of(index: int) -> str:
+    return SYMBOLS[index // len(COLORS) % len(SYMBOLS)]
+
+
+class _Places:
+    """Where the layers of each model lie on the common axis."""
+
+    def __init__(self, frame: pd.DataFrame, number: str, runs: Sequence[str]) -> None:
+        table: Any = frame
+        self.number = number
+        layers = table.groupby("run", sort=False)[["layer", "other_layer"]].max().max(axis=1)
+        self.depth = {run: int(layers[run]) for run in runs if pd.notna(layers[run])}
+        self.is_share = number == "layer" and len(set(self.depth.values())) > 1 and all(self.depth.values())
+
+    def line(self, run: str, points: Sequence[Point], **look: Any) -> Series:
+        """A model's points; hovering tells the layer as the model counts it."""
+        own, numbers = unbroken({point.number(self.number) or 0: point for point in points})
+        of = f" of {self.depth[run]}" if self.number == "layer" else ""
+        at = [round(100 * n / self.depth[run], 4) for n in numbers] if self.is_share else numbers
+        return series_of(own, at, texts=[f"{self.number} {n}{of}" for n in numbers], interval="", **look)
+
+
+def _by_model(
+    frame: pd.DataFrame, metric: str, analysis: str | None, tags: Mapping[str, Any] | None, allow_suspect: bool
+) -> dict[str, list[Point]]:
+    """The points of each model that has any, without pairs and places in tables."""
+    table: Any = frame
+    rows = table[table["step"].isna() & (table["metric"] == metric)]
+    if analysis is not None:
+        rows = rows[rows["analysis"] == analysis]
+    by_model = {}
+    for run in rows["run"].unique():
+        points = select(rows[rows["run"] == run], metric, allow_suspect=allow_suspect)
+        points = [point for point in points if point.other_layer is None and not is_placed(point)]
+        by_model[run] = matching(points, tags or {})
+    return {run: points for run, points in by_model.items() if points}
+
+
+def _in_legend(x: Sequence[float], text: str, dash: str) -> Series:
+    """What dashed lines in the colours of the models mean."""
+    return Series(x=x[:1], y=[None], name=text, dash=dash, width=1.6, legend=True)
+
+
+def _references(by_model: Mapping[str, Sequence[Point]], names: Mapping[str, str], ends: Sequence[int]) -> list[Series]:
+    """Dashed levels: one where all models have the same, else one a model."""
+    triples = [(n, run, p) for n, (run, part) in enumerate(by_model.items()) for p in part if p.reference is not None]
+    series = []
+    for number, (reference, these) in enumerate(grouped(triples, lambda triple: triple[2].reference).items()):
+        text, dash = tag_text({"reference": reference}), DASHED[number % len(DASHED)]
+        if len({point.value for _, _, point in these}) == 1:
+            series.append(level(ends, these[0][2].value, text, dash=dash))
+            continue
+        for index, run, point in these:
+            look = {"color": color_of(index), "dash": dash, "legend": False}
+            series.append(level(ends, point.value, f"{names[run]}, {text}", **look))
+        series.append(_in_legend(ends, text, dash))
+    return series
+
+
+def _baseline(
+    places: _Places, by_model: Mapping[str, Sequence[Point]], runs: Sequence[str], names: Mapping[str, str], text: str
+) -> list[Series]:
+    """A metric to compare with, per layer, in the colour of each model."""
+    series = []
+    for run, part in by_model.items():
+        own = [point for point in part if point.layer is not None and run in names]
+        if own:
+            look = {"color": color_of(runs.index(run)), "dash": "dash", "width": 1.4}
+            series.append(places.line(run, own, name=f"{names[run]}, {text}", **look))
+    return [*series, _in_legend(series[0].x, text, "dash")] if series else []
+
+
+# ------------------------------------------------------------------------------------------------ over depth
+
+
+@dataclass(frozen=True)
+class DepthCurve:
+    """A model's values at layers 0..L; NaN where there is none."""
+
+    name: str
+    values: Sequence[float]
+
+
+@dataclass(frozen=True)
+class DepthPanel:
+    """One quantity of some models over depth."""
+
+    title: str
+    curves: Sequence[DepthCurve]
+
+
+def depth_curves(panel: DepthPanel, *, height: int = 340) -> Chart:
+    """Returns one quantity over the depth percentage, a line a model; layer 0 stands apart as a hollow mark."""
+    series = []
+    for index, curve in enumerate(panel.curves):
+        depth = len(curve.values) - 1
+        at = rounded(100 * layer / depth for layer in range(depth + 1))
+        texts = [f"layer {layer} of {depth}" for layer in range(depth + 1)]
+        look: dict[str, Any] = {"name": curve.name, "color": color_of(index)}
+        line = {"width": 2.0, "mark": symbol_of(index), "legend": len(panel.curves) > 1, **look}
+        series.append(Series(x=at[1:], y=rounded(curve.values[1:]), texts=texts[1:], **line))
+        if math.isfinite(curve.values[0]):
+            apart = {"mark": f"{symbol_of(index)}-open", "size": 7, **look}
+            series.append(Series(x=at[:1], y=rounded(curve.values[:1]), texts=texts[:1], **apart))
+    return Chart(title=panel.title, x=_DEPTHS, y=Axis(), series=series, place="", height=height)
+
+
+# ------------------------------------------------------------------------------------------------ rows of intervals
+
+
+@dataclass(frozen=True)
+class Mark:
+    """A number with its interval, where it has one; of a kind that the legend explains."""
+
+    kind: str
+    value: float
+    low: float | None = None
+    high: float | None = None
+
+
+@dataclass(frozen=True)
+class IntervalRow:
+    """A row of a picture of intervals: its marks in each panel, and a text behind them. Without marks a heading."""
+
+    text: str
+    panels: Sequence[Sequence[Mark]] = ()
+    note: str = ""
+
+
+def interval_rows(
+    rows: Sequence[IntervalRow], panels: Sequence[str], *, kinds: Sequence[str], zero: bool = True
+) -> list[Chart]:
+    """Returns a table as charts, one a panel: a row a line of text, marks with their 95% intervals.
+
+    `kinds` are those of the marks, in the order of the legend: the first is filled, the second hollow, others are ticks
+    that have no interval. `zero` draws a line there.
+    """
+    texts = {n: ", ".join(filter(None, [row.text, row.note])) for n, row in enumerate(rows)}
+    strong = tuple(n for n, row in enumerate(rows) if not row.panels)
+    charts = []
+    for panel, title in enumerate(panels):
+        ends = (-0.6, len(rows) - 0.4)
+        series = [Series(x=ends, y=[0, 0], color="#9aa5b0", width=0.8, hover=False)] if zero else []
+        every = [(n, mark) for n, row in enumerate(rows) if row.panels for mark in row.panels[panel]]
+        series += [_kind(every, kinds, index) for index in range(len(kinds))]
+        labels = texts if panel == 0 else {}
+        axis = Axis(labels=labels, ends=ends, reverse=True, grid=False, strong=strong)
+        look: dict[str, Any] = {"horizontal": True, "place": "", "height": 100 + 16 * len(rows)}
+        charts.append(Chart(title="", x=axis, y=Axis(title=title), series=series, **look))
+    return charts
+
+
+def _kind(marks: Sequence[tuple[int, Mark]], kinds: Sequence[str], index: int) -> Series:
+    """The marks of one kind; the first two kinds make room for each other where a row has both."""
+    of_row = grouped(marks, lambda pair: pair[0])
+    own = [(n, mark) for n, mark in marks if mark.kind == kinds[index]]
+    both = {n for n, part in of_row.items() if {mark.kind for _, mark in part} >= {*kinds[:2]}}
+    at = [n + (0.17 * (2 * index - 1) if n in both and index < 2 else 0.0) for n, _ in own]
+    mark, color = _KINDS[index % len(_KINDS)]
+    ends = {"low": rounded(m.low for _, m in own), "high": rounded(m.high for _, m in own)}
+    look = {"name": kinds[index], "color": color, "mark": mark, "size": 6.5, "legend": True, **ends}
+    return Series(x=at, y=rounded(m.value for _, m in own), interval="bars", **look)

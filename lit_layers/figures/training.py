@@ -1,0 +1,261 @@
+"""A metric over training: a line a layer or variant, the stages of the layers, and what training itself logged."""
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import pandas as pd
+
+from lit_layers.figures.axes import Axis, AxisName, Training
+from lit_layers.figures.chart import Chart, Series
+from lit_layers.figures.curves import color_bar, level, levels_of, plain, series_of, value_axis
+from lit_layers.figures.labels import tag_text
+from lit_layers.figures.tables import (
+    ORDINALS,
+    Point,
+    choice_text,
+    grouped,
+    is_on_axes,
+    matching,
+    of_plainest,
+    select,
+    title_of,
+    variant_text,
+    variants_of,
+)
+from lit_layers.figures.theme import COLORS, DASHED, DEPTH, INK, MUTED, colors_of, rounded
+from lit_layers.metrics import look_up, names, sentence
+
+STAGES = names("stage")
+_MARKED = 60  # curves of more points than this are drawn as lines alone
+_BINS = 500  # points of a curve of training: about one a pixel
+
+
+def emergence_curves(
+    frame: pd.DataFrame,
+    metric: str,
+    *,
+    analysis: str | None = None,
+    axis: AxisName = "step",
+    tags: Mapping[str, Any] | None = None,
+    baselines: Sequence[str] = (),
+    allow_suspect: bool = False,
+) -> Chart:
+    """Returns a metric over the steps of training, one line a layer, coloured by depth.
+
+    Values of the whole model are drawn as strong lines with their 95% interval; rows tagged `reference`, and the
+    metrics named in `baselines`, as dashed ones. Step 0, the untrained model, stands apart. Of a metric of the whole
+    model alone all variants are drawn; lines per layer are those of one, which the title names.
+
+    Args:
+        tags: chooses a variant, e.g. `{"k": 12}`; None as a value means: without that tag. None: the plainest variant.
+        baselines: metrics of the same analysis to compare with, e.g. `random_coupling`; their values per layer are left
+            to `layer_profile`.
+        allow_suspect: draws checkpoints, too, that an audit found suspect, as do all figures.
+
+    Raises:
+        InputError: for suspect checkpoints, unless they are allowed.
+        ValueError: where there is no such metric or variant, or for the token axis where tokens are not known.
+    """
+    chosen: dict[str, Any] = {"analysis": analysis, "tags": tags, "allow_suspect": allow_suspect, "over_steps": True}
+    points = plain(select(frame, metric, **chosen))
+    compared = {name: [p for p in select(frame, name, **chosen) if p.layer is None] for name in baselines}
+    compared = {name: part for name, part in compared.items() if part}
+    if not points:
+        raise ValueError(f"metric {metric!r} has values for pairs of layers or of tokens only")
+    if any(map(is_on_axes, points)):
+        points, tags = of_plainest(points, tags)
+    curves = Curves([*points, *(point for part in compared.values() for point in part)])
+    values = [point for point in points if point.reference is None]
+    ordinal, lined = _ordinal(values)
+    bar = None
+    if ordinal is not None:
+        by_number = dict(sorted(grouped(lined, lambda point: point.number(ordinal)).items()))
+        for (number, part), color in zip(by_number.items(), colors_of(DEPTH, len(by_number)), strict=True):
+            curves.line(part, f"{ordinal} {number}", color)
+        bar = color_bar(ordinal.capitalize(), DEPTH, list(by_number))
+        values = [point for point in values if point.layer is None and point.number(ordinal) is None]
+    references = grouped((p for p in points if p.reference is not None), lambda point: point.reference)
+    in_legend = ordinal is not None or bool(references or compared) or look_up(metric).level is not None
+    colors = curves.whole(values, "Whole model" if ordinal else look_up(metric).title, in_legend=in_legend)
+    for index, (name, part) in enumerate(references.items()):
+        curves.dashed(part, tag_text({"reference": name}), dash=DASHED[index % len(DASHED)])
+    for name, part in compared.items():
+        title = look_up(name).title_beside
+        for text, variant in _variants(part):
+            curves.dashed(variant, f"{title}, {text}" if text else title, color=colors.get(text, MUTED))
+    for value, text in levels_of(metric):
+        curves.series.append(level(curves.training.steps, value, text, dash="dot", **curves.dashed_marks))
+    height = 370 if bar is not None and any(series.legend for series in curves.series) else 340
+    return curves.chart(title_of(metric, tags or {}), value_axis(metric), axis, bar=bar, height=height)
+
+
+class Curves:
+    """Lines over the checkpoints of some points; each breaks where it was not measured."""
+
+    def __init__(self, points: Sequence[Point]) -> None:
+        self.training = Training.of((p.step for p in points), {p.step: p.tokens for p in points})
+        trained = [step for step in self.training.steps if step > 0]
+        self.is_long = len(trained) > _MARKED
+        self.dashed_marks = {"mark": "" if len(trained) > 1 else "line-ew", "apart": "line-ew", "size": 9}
+        self.series: list[Series] = []
+
+    def line(
+        self, points: Sequence[Point], name: str, color: str, *, strong: bool = False, legend: bool = False
+    ) -> None:
+        look: dict[str, Any] = {"width": 2.4 if strong else 1.6, "size": 5.5 if strong else 4, "apart": "diamond"}
+        look |= {"mark": "" if self.is_long else "circle", "interval": "band" if strong else ""}
+        self.along(points, name=name, color=color, legend=legend, **look)
+
+    def dashed(self, points: Sequence[Point], name: str, *, color: str = MUTED, dash: str = "dash") -> None:
+        """Adds points to compare with: a dashed line, and a dash for the untrained model."""
+        look: dict[str, Any] = {"width": 1.6, "legend": True, "interval": "", **self.dashed_marks}
+        self.along([replace_ends(p) for p in points], name=name, color=color, dash=dash, **look)
+
+    def whole(self, points: Sequence[Point], title: str, *, in_legend: bool) -> dict[str, str]:
+        """Adds one strong line a variant, in a colour of its own; returns the colours."""
+        found = _variants(points)
+        several = len(found) > 1
+        colors = {}
+        for index, (text, part) in enumerate(found):
+            colors[text] = INK if title == "Whole model" else COLORS[index % len(COLORS)]
+            name = (text or title) if several else title
+            self.line(part, name, colors[text], strong=True, legend=in_legend or several)
+        return colors
+
+    def chart(self, title: str, values: Axis, axis: AxisName, **options: Any) -> Chart:
+        self.training.values(axis)  # refuses tokens that are not known
+        options = {"training": self.training, "axis": axis, "series": self.series, **options}
+        return Chart(title=title, x=Axis(), y=values, **options)
+
+    def along(self, points: Sequence[Point], **look: Any) -> None:
+        """Adds points as a line, with a gap where a checkpoint lacks one."""
+        by_step = {point.step: point for point in points}
+        steps = self.training.steps
+        self.series.append(series_of((by_step.get(step) for step in steps), steps, **look))
+
+
+def replace_ends(point: Point) -> Point:
+    """Returns a point without its interval."""
+    return Point(point.step, point.tokens, point.layer, point.other_layer, point.value, math.nan, math.nan, point.tags)
+
+
+def stages_over_training(
+    frame: pd.DataFrame,
+    *,
+    analysis: str | None = None,
+    tags: Mapping[str, Any] | None = None,
+    axis: AxisName = "step",
+    allow_suspect: bool = False,
+) -> Chart:
+    """Returns how many layers are beginning, middle and ending over training; the untrained model stands apart.
+
+    Raises:
+        InputError: for suspect checkpoints, unless they are allowed.
+        ValueError: where none of them has values at a step.
+    """
+    options: dict[str, Any] = {"analysis": analysis, "tags": tags, "allow_suspect": allow_suspect, "over_steps": True}
+    table: Any = frame
+    recorded = [name for name in STAGES if (table["metric"] == name).any()]
+    points = {name: select(frame, name, **options) for name in recorded or STAGES[:1]}
+    curves = Curves([point for part in points.values() for point in part])
+    for index, (name, part) in enumerate(points.items()):
+        look = {"width": 2.0, "mark": "circle", "apart": "diamond", "size": 6, "steps": True, "legend": True}
+        told = sentence(name.removeprefix("num_"))
+        curves.along(part, name=told, color=COLORS[index], interval="", **look)
+    values = Axis(title=look_up("num_middle").unit, whole=True, zero=True)
+    return curves.chart("Stages of the layers", values, axis, height=450)
+
+
+def stage_text(frame: pd.DataFrame, *, tags: Mapping[str, Any] | None = None) -> str:
+    """Returns the stages at the last checkpoint in words: `2 beginning, 8 middle and 2 ending layers`, or nothing."""
+    table: Any = frame
+    counts = {}
+    for name in STAGES:
+        if (table["metric"] == name).any():
+            points = select(frame, name, tags=tags)
+            counts[name] = max(points, key=lambda point: point.step).value
+    if len(counts) < len(STAGES):
+        return ""
+    first, middle, last = (f"{counts[name]:g} {name.removeprefix('num_')}" for name in STAGES)
+    return f"{first}, {middle} and {last} layers"
+
+
+def training_curves(
+    scalars: Iterable[Mapping[str, float]],
+    names: Sequence[str] | None = None,
+    *,
+    axis: AxisName = "step",
+    tokens_per_step: int | None = None,
+    references: Mapping[str, float] | None = None,
+) -> Chart:
+    """Returns scalars of training over steps; without `names` those called loss, of training and of validation.
+
+    Rows are those of `records.rows`. Long curves are averaged over steps that would share a pixel. `references` are
+    drawn as dashed levels, e.g. `{"Unigram entropy": 5.9}`.
+
+    Raises:
+        ValueError: where no row has one of the names.
+    """
+    rows = list(scalars)
+    recorded = dict.fromkeys(name for row in rows for name in row if name not in ("step", "tokens"))
+    losses = [name for name in recorded if name.split("/")[-1] == "loss"]
+    chosen = sorted(losses, key=lambda name: not name.startswith("train")) if names is None else list(names)
+    points = {name: [row for row in rows if name in row and np.isfinite(row[name])] for name in chosen}
+    if not any(points.values()):
+        wanted, there = ", ".join(chosen) or "loss", ", ".join(recorded) or "none"
+        raise ValueError(f"no values of {wanted} in these rows; they have: {there}")
+    tokens: dict[int, int | None] = {}
+    series, longest = [], []
+    for index, name in enumerate(chosen):
+        look: dict[str, Any] = {"name": look_up(name).title, "color": COLORS[index % len(COLORS)], "apart": "diamond"}
+        look["legend"] = len(chosen) > 1 or bool(references)
+        steps, values = [], []
+        for part in ([p for p in points[name] if p["step"] <= 0], [p for p in points[name] if p["step"] > 0]):
+            if part:
+                own, means = _binned(part, name, tokens_per_step, tokens)
+                steps, values = [*steps, *own], [*values, *means]
+                longest = max(longest, own, key=len)
+        sparse = sum(p["step"] > 0 for p in points[name]) <= _MARKED
+        look |= {"mark": "circle" if sparse else "", "width": 2.2 if sparse else 1.6, "size": 5}
+        series.append(Series(x=steps, y=rounded(values), **look))
+    for index, (name, value) in enumerate((references or {}).items()):
+        series.append(level(longest, value, name, dash=DASHED[index % len(DASHED)]))
+    training = Training.of(tokens, tokens)
+    training.values(axis)  # refuses tokens that are not known
+    title = "Loss (nats)" if names is None else look_up(chosen[0]).with_unit
+    return Chart(title=title, x=Axis(), y=value_axis(chosen[0]), series=series, training=training, axis=axis)
+
+
+def _binned(
+    points: list[Mapping[str, float]], name: str, tokens_per_step: int | None, tokens: dict[int, int | None]
+) -> tuple[list[int], list[float]]:
+    """Means over bins of log(1 + step), each at the last step of its bin, whose tokens it notes."""
+    places = np.log1p([point["step"] for point in points])
+    bins = np.floor((places - places[0]) / max(places[-1] - places[0], 1e-9) * _BINS).astype(int).clip(max=_BINS - 1)
+    means = np.bincount(bins, [point[name] for point in points]) / np.maximum(np.bincount(bins), 1)
+    last = {int(number): points[index] for index, number in enumerate(bins)}
+    steps = []
+    for point in last.values():
+        steps.append(int(point["step"]))
+        seen = point.get("tokens", steps[-1] * tokens_per_step if tokens_per_step is not None else None)
+        tokens[steps[-1]] = None if seen is None else int(seen)
+    return steps, [float(means[number]) for number in last]
+
+
+def _ordinal(points: Sequence[Point]) -> tuple[str | None, Sequence[Point]]:
+    """What numbers the lines (layers, distances, ...), and the points on them; of a list of values its first."""
+    if lined := [point for point in points if point.layer is not None]:
+        first = min((point.tags["index"] for point in lined if "index" in point.tags), default=None)
+        return "layer", [point for point in lined if point.tags.get("index") == first]
+    for name in ORDINALS:
+        if lined := [point for point in points if name in point.tags]:
+            return name, lined
+    return None, []
+
+
+def _variants(points: Sequence[Point]) -> list[tuple[str, list[Point]]]:
+    found = variants_of(points)
+    text = choice_text if len(found) > 1 else variant_text
+    return [(text(tags), matching(points, tags)) for tags in found]

@@ -1,0 +1,134 @@
+"""What a chart shows, for tests to look at."""
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+from lit_layers.figures import Chart, Series
+
+
+def line(chart: Chart, name: str) -> Series:
+    """The one series of this name."""
+    (found,) = [series for series in chart.series if series.name == name]
+    return found
+
+
+def names(chart: Chart) -> list[str]:
+    return [series.name for series in chart.series]
+
+
+def drawn(chart: Chart, name: str, frame: int | None = None) -> dict[Any, Any]:
+    """All points of the series of one name, as {x: y}; over training x is a place on the axis."""
+    found = {}
+    for series in (one for one in chart.series if one.name == name):
+        for n, (x, y) in enumerate(zip(series.x, series.y, strict=True)):
+            if frame is None or not series.frame or series.frame[n] == frame:
+                found[place(chart, x)] = y
+    return found
+
+
+def values(chart: Chart, name: str, frame: int | None = None) -> list[Any]:
+    return list(drawn(chart, name, frame).values())
+
+
+def place(chart: Chart, x: Any) -> Any:
+    if chart.training is None:
+        return x
+    return chart.training.places(chart.axis)[chart.training.steps.index(x)]
+
+
+def axis(chart: Chart) -> Any:
+    """The axis across, of training too."""
+    return chart.x if chart.training is None else chart.training.axis(chart.axis, cells=chart.cells is not None)
+
+
+def svg_texts(chart: Chart | Path) -> list[str]:
+    """The texts of a picture, as a reader sees them in its source."""
+    source = chart.read_text() if isinstance(chart, Path) else chart.picture(".svg").decode()
+    return [re.sub("<[^>]*>", "", text) for text in re.findall(r"<text[^>]*>(.*?)</text>", source, re.S)]
+
+
+class PageFigure:
+    """A figure of a page as a browser gets it: its specification put together, and its points."""
+
+    def __init__(self, report: dict[str, Any], content: dict[str, Any]) -> None:
+        self.problem = content.get("problem", "")
+        self.frames, self.z, self.columns = content.get("frames", []), content.get("z"), content.get("columns")
+        self.points = content.get("points", {})
+        self.spec: dict[str, Any] = {}
+        if not self.problem:
+            self.spec = _filled(report["shapes"][content["shape"]], [report["parts"][n] for n in content["own"]])
+        tables = {
+            part["lookup"]: part["from"]["data"]["values"]
+            for part in self.spec.get("transform", ())
+            if "lookup" in part
+        }
+        self.series = tables.get("k", [])
+        self.steps = [int(row["w"].split()[1].replace(",", "")) for row in tables.get("n", [])]
+
+    @property
+    def is_map(self) -> bool:
+        return self.z is not None
+
+    @property
+    def names(self) -> list[str]:
+        return [row["s"] for row in self.series]
+
+    @property
+    def title(self) -> str:
+        """Of the axis across."""
+        return self.spec["encoding"]["x"]["axis"]["title"]
+
+    def line(self, name: str, frame: int | None = None) -> dict[Any, Any]:
+        """The points of a series, as {x: y}; over training x is a step."""
+        kept = {row["k"] for row in self.series if row["s"] == name}
+        columns = self.points
+        frames = columns.get("f", [None] * len(columns["k"]))
+        x = columns["x"] if not self.steps else [self.steps[n] for n in columns["n"]]
+        rows = zip(columns["k"], frames, x, columns["y"], strict=True)
+        return {at: y for k, f, at, y in rows if k in kept and frame in (None, f)}
+
+    @property
+    def dashed(self) -> set[str]:
+        for layer in self.spec["layer"]:
+            if "strokeDash" in layer.get("encoding", {}):
+                scale = layer["encoding"]["strokeDash"]["scale"]
+                return {name for name, dash in zip(scale["domain"], scale["range"], strict=True) if dash != [1, 0]}
+        return set()
+
+    @property
+    def legend(self) -> list[str]:
+        for layer in self.spec["layer"]:
+            if (legend := layer.get("encoding", {}).get("color", {}).get("legend")) is not None:
+                return legend["values"]
+        return []
+
+    @property
+    def lines(self) -> dict[str, list[list[Any]]]:
+        """Of each series the rows that are drawn: x (over training a step), y, low, high, place of the slider."""
+        columns = {name: self.points.get(name, [None] * len(self.points.get("k", ()))) for name in "knxylhf"}
+        found: dict[str, list[list[Any]]] = {name: [] for name in self.names}
+        name_of = {row["k"]: row["s"] for row in self.series}
+        for k, n, x, *values in zip(*columns.values(), strict=True):
+            found[name_of[k]].append([self.steps[n] if self.steps else x, *values])
+        return found
+
+
+def page_figures(page: Path) -> list[PageFigure]:
+    return figures_in(page.read_text())
+
+
+def figures_in(page: str) -> list[PageFigure]:
+    """The figures of a page that is given as text."""
+    text = re.search(r'<script type="application/json" id="report-data">(.*?)</script>', page, re.S)
+    report = json.loads(text[1]) if text is not None else {"figures": []}
+    return [PageFigure(report, content) for content in report["figures"]]
+
+
+def _filled(part: Any, own: list[Any]) -> Any:
+    if isinstance(part, list):
+        return [_filled(each, own) for each in part]
+    if not isinstance(part, dict):
+        return part
+    return own[part["$"]] if "$" in part else {name: _filled(each, own) for name, each in part.items()}
