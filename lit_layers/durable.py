@@ -32,3 +32,14 @@ def write_json(path: Path, content: Any, *, sort_keys: bool = False) -> None:
     sync(draft)
     draft.replace(path)
     sync(path.parent)
+
+
+def replace_file(path: Path, text: str) -> None:
+    """Writes a text, whole or not at all: two processes may do it at once."""
+    draft = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        draft.write_text(text, encoding="utf-8")
+        draft.replace(path)
+    finally:
+        with contextlib.suppress(OSError):  # on a read-only disk that fails, too
+            draft.unlink(missing_ok=True)

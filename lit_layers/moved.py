@@ -91,6 +91,10 @@ MOVED = {
     "lit_layers.training.termination": "lit_layers.training.resume",
     "lit_layers.training.weighted_mean": "lit_layers.training.modules",
 }
+# Each was a file of some figures; all are in one room now.
+_PLOTS = "concepts curve_pictures emergence graph layers matrices models paths sample_sizes scatter similarity surfaces"
+_PLOTS += " tables task_means training variant_figures variant_pictures variant_scores"
+MOVED |= {f"lit_layers.plots.{name}": "lit_layers.plots" for name in _PLOTS.split()}
 # Where files became one: the class that recipes and hashes call by the former name. The others hold helpers alone.
 _CLASSES = {
     "lit_layers.analyses.compressions": "CouplingMatrices",
@@ -114,6 +118,7 @@ _CLASSES = {
     "lit_layers.intervene.speed": "Speed",
 }
 _JOINED = tuple(f"lit_layers.{room}." for room in ("analyses", "functional", "select", "series", "tasks", "training"))
+_JOINED += ("lit_layers.plots",)
 # By module of today and class; None for all classes of a module that moved as a whole.
 _FORMER = {
     (now.split()[0], _CLASSES.get(former)): former

@@ -17,6 +17,7 @@ from lit_layers.figures.tables import change_table, model_table, variants
 from lit_layers.figures.task_means import with_task_means
 from lit_layers.figures.variant_scores import with_task_medians
 
+__path__: list[str] = []  # its former files are imported by their former names: `lit_layers.moved`
 __all__ = [
     *_figures,
     "change_table",

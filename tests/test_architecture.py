@@ -14,7 +14,7 @@ from importlinter.configuration import configure
 ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "lit_layers"
 # what takes a tenth of a second or more to import
-HEAVY = {"datasets", "huggingface_hub", "lightning", "lm_eval", "mteb", "pandas", "sklearn", "vl_convert"}
+HEAVY = {"datasets", "huggingface_hub", "lightning", "lm_eval", "mteb", "pandas", "sklearn"}
 HEAVY |= {"altair", "jinja2", "timm", "tokenizers", "torch", "transformers", "wandb"}
 Graph = dict[str, set[str]]
 
@@ -141,6 +141,16 @@ def test_own_files_are_imported_inside_functions_only_to_spare_a_heavy_library()
             if there and not any(loaded[other] - loaded[name] for other in there):
                 idle.append(f"{name} imports {', '.join(sorted(there))}")
     assert not idle, "these spare no heavy library: put them at the head of the file"
+
+
+def test_pictures_are_drawn_in_a_process_of_their_own():
+    """vl-convert keeps Python's lock while its thread draws, and a forked process lacks that thread."""
+    trees = modules(PACKAGE)
+    importing = {
+        there: {name for name, tree in trees.items() for node in ast.walk(tree) if there in imported(node, trees)}
+        for there in ("vl_convert", "lit_layers.figures.drawing")
+    }
+    assert importing == {"vl_convert": {"lit_layers.figures.drawing"}, "lit_layers.figures.drawing": set()}
 
 
 def test_circles_are_seen_at_every_depth(tmp_path):

@@ -9,8 +9,6 @@ import numpy as np
 import pandas as pd
 import pytest
 
-pytest.importorskip("vl_convert")
-
 from lit_layers import records
 from lit_layers.correlate import correlate, published, read_file, read_runs
 from lit_layers.correlate.figures import plots_of

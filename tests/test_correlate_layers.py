@@ -7,8 +7,6 @@ import numpy as np
 import pandas as pd
 import pytest
 
-pytest.importorskip("vl_convert")
-
 from lit_layers import records
 from lit_layers.cli import main as cli
 from lit_layers.correlate.over_layers import correlate_layers, read_layers

@@ -2,10 +2,6 @@
 
 import re
 
-import pytest
-
-pytest.importorskip("vl_convert")
-
 from lit_layers import plots, records
 from lit_layers.figures import Chart
 from tests.support.charts import line

@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 
-pytest.importorskip("vl_convert")
 pytest.importorskip("jinja2")
 
 from lit_layers import analyses, metrics, plots, records

@@ -7,8 +7,6 @@ from pathlib import Path
 import pandas as pd
 import pytest
 
-pytest.importorskip("vl_convert")
-
 from lit_layers import plots, records
 from lit_layers.figures import Series
 from lit_layers.records import Measurement, Record

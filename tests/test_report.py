@@ -12,14 +12,13 @@ from typing import Any
 import pandas as pd
 import pytest
 
-pytest.importorskip("vl_convert")
 pytest.importorskip("jinja2")
 
 from lit_layers import records
 from lit_layers.cli.main import main
 from lit_layers.cli.report import _run_id
 from lit_layers.errors import InputError
-from lit_layers.figures.embed import script
+from lit_layers.figures.vega import script
 from lit_layers.metrics import look_up
 from lit_layers.records import Measurement, Record
 from lit_layers.report import facts, provenance, write_report

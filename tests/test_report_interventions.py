@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 
-pytest.importorskip("vl_convert")
 pytest.importorskip("jinja2")
 
 from lit_layers import plots, records

@@ -5,8 +5,6 @@ from pathlib import Path
 import pandas as pd
 import pytest
 
-pytest.importorskip("vl_convert")
-
 from lit_layers import plots, records
 from lit_layers.errors import InputError
 from lit_layers.figures.labels import tag_text

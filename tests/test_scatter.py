@@ -5,8 +5,6 @@ import itertools
 import numpy as np
 import pytest
 
-pytest.importorskip("vl_convert")
-
 from lit_layers.figures.scatter import Scatter, label_places, scatter_plot
 from lit_layers.functional.correlation import fit_line
 

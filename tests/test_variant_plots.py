@@ -10,8 +10,6 @@ import numpy as np
 import pandas as pd
 import pytest
 
-pytest.importorskip("vl_convert")
-
 from lit_layers import plots, records
 from lit_layers.errors import InputError
 from lit_layers.figures.variant_scores import LOOKS, pareto

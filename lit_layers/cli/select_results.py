@@ -11,6 +11,7 @@ from lit_layers.cli.select_options import WITHOUT_TOLERANCE
 from lit_layers.durable import write_json
 from lit_layers.errors import InputError
 from lit_layers.figures.scatter import LayerScores, layer_choice
+from lit_layers.figures.vega import write_charts
 from lit_layers.metrics import look_up
 from lit_layers.select.choosing import Choice, TaskFeatures
 
@@ -34,10 +35,7 @@ def write_results(
         out.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise InputError(f"out: cannot write {out}: {(error.strerror or str(error)).lower()}") from error
-    pictures = [out / "layers.png", out / "layers.svg"]
-    picture = layer_choice(_picture(task, choice, seconds, title))
-    for path in pictures:
-        picture.write(path)
+    pictures = write_charts({out / "layers": layer_choice(_picture(task, choice, seconds, title))}, (".png", ".svg"))
     content = {
         "model": model,
         "revision": revision,

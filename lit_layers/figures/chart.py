@@ -17,10 +17,10 @@ from lit_layers.figures.vega import (
     layer,
     of_row,
     phrase,
-    picture_of,
+    pictures_of,
     rule,
     touched,
-    write_spec,
+    write_charts,
 )
 
 _SCHEMA = "https://vega.github.io/schema/vega-lite/v6.json"
@@ -154,11 +154,11 @@ class Chart:
             InputError: where it cannot be written.
             ValueError: for another suffix.
         """
-        write_spec(self.whole(), path)
+        write_charts({Path(path): self})
 
     def picture(self, suffix: str) -> bytes:
         """Returns it as a picture: .png, .svg or .pdf."""
-        return picture_of(self.whole(), suffix)
+        return pictures_of([self.whole()], [suffix])[0][0]
 
     def _repr_mimebundle_(self, **options: Any) -> dict[str, Any]:
         return {"application/vnd.vegalite.v6+json": self.whole(still=False)}
@@ -432,4 +432,4 @@ class Panels:
 
     def write(self, path: str | Path) -> None:
         """Writes it as `Chart.write`."""
-        write_spec(self.whole(), path)
+        write_charts({Path(path): self})

@@ -1,6 +1,5 @@
 """Charts inside a page: their specifications, each shape of them once, and their rows by column."""
 
-import functools
 import json
 from collections.abc import Sequence
 from typing import Any
@@ -22,14 +21,6 @@ _OWN = {
     "calculate",
 }
 _OWN |= {"labelExpr", "labelFontWeight", "reverse", "format", "columns", "max", "signal"}
-
-
-@functools.cache
-def script() -> str:
-    """Returns Vega, Vega-Lite and vega-embed as one script that needs no network; two seconds of work."""
-    import vl_convert
-
-    return vl_convert.javascript_bundle()  # pyright: ignore[reportCallIssue]
 
 
 class Feed:

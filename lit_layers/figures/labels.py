@@ -98,7 +98,7 @@ def analysis_note(name: str) -> str:
 
 
 def escape(text: object) -> str:
-    """Returns text that plotly and HTML show as it is, whatever it holds."""
+    """Returns text that figures and HTML show as it is, whatever it holds."""
     return html.escape(str(text), quote=False)
 
 

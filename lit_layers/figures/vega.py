@@ -1,11 +1,19 @@
 """Parts of Vega-Lite: axes, layers and what they say on touch; and a specification as a picture."""
 
+import base64
+import contextlib
 import functools
+import importlib.metadata
 import json
+import os
 import re
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from lit_layers.durable import replace_file
 from lit_layers.errors import InputError
 from lit_layers.figures.axes import Axis
 
@@ -83,41 +91,64 @@ def rule(side: str, at: float, color: str, width: float) -> dict[str, Any]:
     return {"data": {"values": [{"at": at}]}, "mark": mark, "encoding": {side: place, **other}}
 
 
-def write_spec(spec: dict[str, Any], path: str | Path) -> None:
-    """Writes Vega-Lite as a picture: no browser, no display, no network. Equal numbers give equal files.
+def write_charts(charts: Mapping[Path, Any], suffixes: Sequence[str] = ()) -> list[Path]:
+    """Writes charts, or panels of them, as pictures: no browser, no display, no network. Equal numbers, equal files.
+
+    `suffixes` are put to each path; without them, a path has its own. Returns the paths of all pictures.
 
     Raises:
-        InputError: where it cannot be written.
+        InputError: where one cannot be written.
         ValueError: for another suffix than .png, .svg and .pdf.
     """
-    path = Path(path)
-    content = picture_of(spec, path.suffix)
-    try:
-        path.write_bytes(content)
-    except OSError as error:
-        raise InputError(f"cannot write {path}: {(error.strerror or str(error)).lower()}") from error
+    formats = suffixes or sorted({path.suffix for path in charts})
+    drawings = pictures_of([chart.whole() for chart in charts.values()], formats)
+    paths = []
+    for path, pictures in zip(charts, drawings, strict=True):
+        for suffix, picture in zip(formats, pictures, strict=True):
+            if not suffixes and suffix != path.suffix:
+                continue
+            paths.append(path.with_name(path.name + suffix) if suffixes else path)
+            try:
+                paths[-1].write_bytes(picture)
+            except OSError as error:
+                raise InputError(f"cannot write {paths[-1]}: {(error.strerror or str(error)).lower()}") from error
+    return paths
 
 
-def picture_of(spec: dict[str, Any], suffix: str) -> bytes:
-    """Returns Vega-Lite as a picture.
+def pictures_of(specs: Sequence[Any], suffixes: Sequence[str]) -> list[list[bytes]]:
+    """Returns each specification of Vega-Lite in each format.
 
     Raises:
         ValueError: for another suffix than .png, .svg and .pdf.
     """
-    if suffix not in SUFFIXES:
-        raise ValueError(f"expected a picture that ends in {', '.join(SUFFIXES)}, got {suffix!r}")
-    svg = _svg(json.dumps(spec))
-    if suffix == ".svg":
-        return svg.encode()
-    import vl_convert
-
-    return vl_convert.svg_to_png(svg, scale=2) if suffix == ".png" else vl_convert.svg_to_pdf(svg)
+    for suffix in suffixes:
+        if suffix not in SUFFIXES:
+            raise ValueError(f"expected a picture that ends in {', '.join(SUFFIXES)}, got {suffix!r}")
+    drawings = json.loads(_drawing(*suffixes, task=json.dumps(specs)))
+    return [[base64.b64decode(picture) for picture in pictures] for pictures in drawings]
 
 
-@functools.lru_cache(maxsize=4)  # one picture comes out in several formats
-def _svg(spec: str) -> str:
-    import vl_convert  # a tenth of a second, which the command line alone does not need
+@functools.cache
+def script() -> str:
+    """Returns Vega, Vega-Lite and vega-embed as one script that needs no network.
 
-    svg = vl_convert.vegalite_to_svg(json.loads(spec))
-    numbers: dict[str, int] = {}  # of clips, which count on from picture to picture
-    return re.sub(r'((?:id="|url\(#)clip)(\d+)', lambda at: f"{at[1]}{numbers.setdefault(at[2], len(numbers))}", svg)
+    Putting it together takes two seconds: the user's cache keeps it for as long as the version of vl-convert stays.
+    """
+    version = importlib.metadata.version("vl-convert-python")
+    cache = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "lit_layers" / f"vega-{version}.js"
+    with contextlib.suppress(OSError):
+        return cache.read_text(encoding="utf-8")
+    text = _drawing()
+    with contextlib.suppress(OSError):  # a disk that cannot be written costs two seconds a process
+        cache.parent.mkdir(parents=True, exist_ok=True)
+        replace_file(cache, text)
+    return text
+
+
+def _drawing(*arguments: str, task: str = "") -> str:
+    """What `drawing.py` answers, in a process of its own that a signal for this one's group does not reach."""
+    command = [sys.executable, "-P", str(Path(__file__).with_name("drawing.py")), *arguments]
+    done = subprocess.run(command, input=task, capture_output=True, text=True, encoding="utf-8", start_new_session=True)
+    if done.returncode:
+        raise RuntimeError(f"drawing failed: {(done.stderr.strip().splitlines() or [done.returncode])[-1]}")
+    return done.stdout

@@ -1,9 +1,8 @@
 """One self-contained HTML page about a run: it opens anywhere, without a network."""
 
-import contextlib
-import os
 from pathlib import Path
 
+from lit_layers.durable import replace_file
 from lit_layers.errors import InputError
 from lit_layers.identity import Settings
 
@@ -24,20 +23,17 @@ def write_report(
     """
     try:  # here, so that a training process without them can import this package
         from lit_layers.report import facts, rendering
+
+        run = facts.read_run(root, settings=settings)
+        page = rendering.render(run, allow_suspect=allow_suspect)
     except ImportError as error:
         raise InputError(
             f"a report needs {error.name}: pip install vl-convert-python jinja2, then run `lit-layers report {root}`"
         ) from error
-    run = facts.read_run(root, settings=settings)
     out = Path(out) if out is not None else run.root / "report.html"
-    page = rendering.render(run, allow_suspect=allow_suspect)
-    partial = out.with_name(f".{out.name}.{os.getpid()}")
     try:
-        partial.write_text(page, encoding="utf-8")
-        os.replace(partial, out)
+        replace_file(out, page)
     except OSError as error:
-        with contextlib.suppress(OSError):  # on a read-only disk that fails, too
-            partial.unlink(missing_ok=True)
         reason = (error.strerror or str(error)).lower()
         raise InputError(f"cannot write {out}: {reason}; --out names another place") from error
     return out

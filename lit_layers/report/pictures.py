@@ -7,7 +7,7 @@ from pathlib import Path
 from lit_layers.errors import InputError
 from lit_layers.figures import Chart
 from lit_layers.figures.curves import replace_chart
-from lit_layers.figures.vega import SUFFIXES
+from lit_layers.figures.vega import SUFFIXES, write_charts
 from lit_layers.identity import Settings
 from lit_layers.report import figures, rendering
 from lit_layers.report.facts import RunData, read_run
@@ -37,12 +37,7 @@ def write_pictures(
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise InputError(f"cannot make the folder {folder}: {(error.strerror or str(error)).lower()}") from error
-    paths = []
-    for name, chart in charts.items():
-        for suffix in SUFFIXES:
-            paths.append(folder / f"{name}{suffix}")
-            chart.write(paths[-1])
-    return paths
+    return write_charts({folder / name: chart for name, chart in charts.items()}, SUFFIXES)
 
 
 def _named(run: RunData, *, allow_suspect: bool) -> Iterator[tuple[str, Chart]]:

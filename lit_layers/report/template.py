@@ -8,7 +8,8 @@ from typing import Any
 import jinja2
 
 from lit_layers.figures import Chart
-from lit_layers.figures.embed import Feed, script
+from lit_layers.figures.embed import Feed
+from lit_layers.figures.vega import script
 
 
 def fill(template: str, feed: Feed, **content: Any) -> str:

@@ -17,7 +17,8 @@ from urllib.parse import urlsplit
 
 from lit_layers import records
 from lit_layers.errors import InputError
-from lit_layers.figures import Chart, layer_matrix
+from lit_layers.figures import layer_matrix
+from lit_layers.figures.vega import pictures_of
 from lit_layers.identity import latest, logged_name, plain_settings, settings_of, short
 from lit_layers.metrics import look_up
 from lit_layers.records import Measurement, Record
@@ -309,13 +310,13 @@ class WandbMirror:
             columns=records.AUDIT, errors="ignore"
         )  # what comes here may be drawn
         charts = {name: layer_matrix(frame, metric, tags=tags) for name, (metric, tags) in due.items()}
-        return {name: self._image(chart) for name, chart in charts.items()}
+        pictures = pictures_of([chart.whole() for chart in charts.values()], [".png"])
+        from PIL import Image  # what only W&B's heat maps need
 
-    def _image(self, chart: Chart) -> Any:
-        """A figure as W&B shows it beside others of its name, with a slider over the steps."""
-        from PIL import Image
-
-        return self._wandb.Image(Image.open(io.BytesIO(chart.picture(".png"))))
+        # Beside others of its name, with a slider over the steps.
+        return {
+            name: self._wandb.Image(Image.open(io.BytesIO(png))) for name, (png,) in zip(charts, pictures, strict=True)
+        }
 
     def _send(self, step: int | None, row: dict[str, Any]) -> None:
         """Logs one row under the next number; one that the server has already is only noted."""

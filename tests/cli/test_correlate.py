@@ -9,10 +9,8 @@ import pandas as pd
 import pytest
 from PIL import Image
 
-pytest.importorskip("vl_convert")
-
 from lit_layers.cli.main import main
-from lit_layers.figures.embed import script
+from lit_layers.figures.vega import script
 from tests.support.browser import CHROMIUM, dom_after
 from tests.support.charts import page_figures
 from tests.support.runs import make_models

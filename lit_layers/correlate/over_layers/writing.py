@@ -1,7 +1,6 @@
 """What it leaves on disk: the numbers, the page, the pictures."""
 
 import json
-import os
 import re
 from pathlib import Path
 from typing import Any
@@ -13,9 +12,11 @@ from lit_layers.correlate.over_layers import figures
 from lit_layers.correlate.over_layers.findings import LayerFindings
 from lit_layers.correlate.over_layers.page import render
 from lit_layers.correlate.over_layers.reading import LayerTables
+from lit_layers.durable import replace_file
 from lit_layers.errors import InputError
 from lit_layers.figures import Panels, scatter_plot
 from lit_layers.figures.models import depth_curves, interval_rows
+from lit_layers.figures.vega import write_charts
 
 _ESTIMATES = ("score", "last", "best", "oracle", "middle", "random", "minus_last", "minus_best")
 
@@ -32,11 +33,14 @@ def write(tables: LayerTables, findings: LayerFindings, folder: Path) -> list[Pa
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise InputError(f"cannot write to {folder}: {(error.strerror or str(error)).lower()}") from error
-    pictures = write_pictures(tables, findings, folder)
     page, numbers = folder / "layers.html", folder / "layers.json"
-    _replace(page, render(tables, findings, {path.stem: path for path in pictures}))
+    pictures = write_pictures(tables, findings, folder)
     content = findings.to_dict() | {"source": tables.source, "states": tables.states, "titles": tables.titles}
-    _replace(numbers, json.dumps(content, indent=2, ensure_ascii=False, allow_nan=False) + "\n")
+    try:
+        replace_file(page, render(tables, findings, {path.stem: path for path in pictures}))
+        replace_file(numbers, json.dumps(content, indent=2, ensure_ascii=False, allow_nan=False) + "\n")
+    except OSError as error:
+        raise InputError(f"cannot write to {folder}: {(error.strerror or str(error)).lower()}") from error
     found = [page, *pictures, numbers]
     for name, rows in (
         ("correlations", correlation_table(findings)),
@@ -54,24 +58,23 @@ def write_pictures(tables: LayerTables, findings: LayerFindings, folder: Path) -
     Raises:
         InputError: where a picture cannot be written.
     """
-    paths = [folder / "depth.png", folder / "correlations.png", folder / "selection.png"]
     depth = [depth_curves(panel) for panel in figures.depth_panels(tables)]
-    Panels(title="Scores and metrics over depth", charts=depth).write(paths[0])
+    panels = {"depth": Panels(title="Scores and metrics over depth", charts=depth)}
     titles = list(figures.COEFFICIENT_TITLES.values())
     charts = interval_rows(figures.correlation_rows(tables, findings), titles, kinds=figures.correlation_kinds())
     title = f"Metrics against {tables.score_title.lower()} over layers, 95% intervals over tasks"
-    Panels(title=title, charts=charts).write(paths[1])
+    panels["correlations"] = Panels(title=title, charts=charts)
     titles = [f"{tables.score_title} above that of the last layer"]
     charts = interval_rows(figures.choice_rows(tables, findings), titles, kinds=figures.CHOICES)
-    Panels(title="Layers chosen without labels, 95% intervals over tasks", charts=charts, width=460).write(paths[2])
+    title = "Layers chosen without labels, 95% intervals over tasks"
+    panels["selection"] = Panels(title=title, charts=charts, width=460)
     for model, own in zip(tables.models, findings.models, strict=True):
-        name = re.sub(r"[^\w.-]+", "_", model.name)
-        paths.append(folder / f"scatter_{name}.png")
         title = f"{figures.heading(own)}: means over tasks, a point a layer"
         contents = figures.scatters(tables, own, model).values()
         charts = [scatter_plot(content, width=380, height=360) for content in contents]
-        Panels(title=title, charts=charts).write(paths[-1])
-    return paths
+        name = re.sub(r"[^\w.-]+", "_", model.name)
+        panels[f"scatter_{name}"] = Panels(title=title, charts=charts)
+    return write_charts({folder / f"{name}.png": each for name, each in panels.items()})
 
 
 def correlation_table(findings: LayerFindings) -> pd.DataFrame:
@@ -123,14 +126,3 @@ def curve_table(tables: LayerTables) -> pd.DataFrame:
                 own = {key: metric[task][layer] for key, metric in model.metrics.items() if task in metric}
                 rows.append({**row, "layer": layer, "score": scores[layer], **own})
     return pd.DataFrame(rows)
-
-
-def _replace(path: Path, text: str) -> None:
-    partial = path.with_name(f".{path.name}.{os.getpid()}")
-    try:
-        partial.write_text(text, encoding="utf-8")
-        os.replace(partial, path)
-    except OSError as error:
-        raise InputError(f"cannot write {path}: {(error.strerror or str(error)).lower()}") from error
-    finally:
-        partial.unlink(missing_ok=True)

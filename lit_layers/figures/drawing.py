@@ -1,0 +1,48 @@
+"""Pictures of Vega-Lite, and Vega's script for pages, made by vl-convert: run as a process, never imported.
+
+vl-convert draws in a thread of its own and keeps Python's lock meanwhile: training in the same process would stand
+still, and in a forked process, which lacks that thread, drawing would never end.
+"""
+
+import base64
+import json
+import re
+import sys
+from typing import Any
+
+_UNPRINTABLE = re.compile("[^\\t\\n\\r\\x20-\\ud7ff\\ue000-\\ufffd\\U00010000-\\U0010ffff]")
+
+
+def main(suffixes: list[str]) -> None:
+    """Draws the specifications on the standard input in each format; without a format it writes the script."""
+    import vl_convert  # the only import of it in the package
+
+    if not suffixes:
+        sys.stdout.buffer.write(vl_convert.javascript_bundle().encode())  # pyright: ignore[reportCallIssue]
+        return
+    drawings = []
+    for spec in _printable(json.load(sys.stdin)):
+        svg = _numbered_anew(vl_convert.vegalite_to_svg(spec))
+        formats: dict[str, Any] = {".svg": str.encode, ".png": lambda svg: vl_convert.svg_to_png(svg, scale=2)}
+        formats[".pdf"] = vl_convert.svg_to_pdf
+        drawings.append([base64.b64encode(formats[suffix](svg)).decode() for suffix in suffixes])
+    json.dump(drawings, sys.stdout)
+
+
+def _printable(part: Any) -> Any:
+    """With a replacement character for those that SVG cannot hold, of which vl-convert dies."""
+    if isinstance(part, str):
+        return _UNPRINTABLE.sub("\N{REPLACEMENT CHARACTER}", part)
+    if isinstance(part, dict):
+        return {name: _printable(each) for name, each in part.items()}
+    return [_printable(each) for each in part] if isinstance(part, list) else part
+
+
+def _numbered_anew(svg: str) -> str:
+    """With clips numbered from 0: they count on from picture to picture, and equal charts would differ."""
+    numbers: dict[str, int] = {}
+    return re.sub(r'((?:id="|url\(#)clip)(\d+)', lambda at: f"{at[1]}{numbers.setdefault(at[2], len(numbers))}", svg)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
