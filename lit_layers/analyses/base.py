@@ -10,7 +10,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar, Literal, TypeVar
+from typing import Any, ClassVar, Literal, TypeVar, get_args, get_origin
 
 import torch
 from torch import Tensor
@@ -26,6 +26,11 @@ from lit_layers.models.view import Batch, LayeredModel, Trajectory
 from lit_layers.moved import public_path
 from lit_layers.records import Record
 
+# "resid": every layer as it leaves its block. "hf": the last one after the final norm, as in `hidden_states` of
+# transformers and in much published code. "normed": every one after the final norm, as a model cut there would end.
+States = Literal["resid", "hf", "normed"]
+STATES: tuple[States, ...] = ("resid", "hf", "normed")
+
 
 class Analysis(ABC):
     """One way to measure every layer of a model.
@@ -35,6 +40,8 @@ class Analysis(ABC):
     """
 
     name: str
+    LEAST: ClassVar[Mapping[str, float]] = {}  # the lowest value of options that are numbers
+    POSITIVE: ClassVar[Sequence[str]] = ()  # options that are finite and above 0
 
     @abstractmethod
     def run(self, model: LayeredModel) -> Iterable[Record]:
@@ -47,6 +54,7 @@ class Analysis(ABC):
             InputError: one sentence naming the option. The default loads every field that is data, and refuses images
                 that are not as the model saw them in training and texts that are longer than it reads.
         """
+        self.check_options(model)
         for value in vars(self).values():
             if isinstance(value, EvalText) and value.num_tokens > (longest := model.max_tokens or value.num_tokens):
                 raise InputError(
@@ -56,6 +64,35 @@ class Analysis(ABC):
             if isinstance(value, EvalImages):
                 refuse_unlike_training(self.name, value, model)
         self.check_data()
+
+    def check_options(self, model: LayeredModel) -> None:
+        """Refuses options that do not fit, whatever the data; a subclass adds what depends on the model.
+
+        Raises:
+            InputError: one sentence naming the option. The default is `check_fields`.
+        """
+        self.check_fields()
+
+    def check_fields(self) -> None:
+        """Refuses options that are none of those that their `Literal` names, or below what `LEAST` and `POSITIVE` say.
+
+        Raises:
+            InputError: naming the option and what it may be.
+        """
+        for field in dataclasses.fields(self) if dataclasses.is_dataclass(self) else ():
+            value, choices = getattr(self, field.name), _choices(field.type)
+            for choice in value if isinstance(value, list | tuple) else (value,):
+                if choices and isinstance(choice, str) and choice not in choices:
+                    kinds = "an int or " if int in get_args(field.type) else ""
+                    raise InputError(
+                        f"{self.name}: expected {field.name} to be {kinds}one of {choices}, got {choice!r}"
+                    )
+        for option, least in self.LEAST.items():
+            if (value := getattr(self, option)) is not None and not least <= value < math.inf:
+                raise InputError(f"{self.name}: expected {option} of at least {least}, got {value}")
+        for option in self.POSITIVE:
+            if not 0 < (value := getattr(self, option)) < math.inf:
+                raise InputError(f"{self.name}: expected a positive {option}, got {value}")
 
     def check_data(self) -> None:
         """Refuses data that is not there or not enough, for which no model is needed.
@@ -99,11 +136,7 @@ class DividedAnalysis(Analysis):
 
     @abstractmethod
     def parts(self, model: LayeredModel) -> Iterable[Any]:
-        """The parts in order, each made when its turn comes.
-
-        Raises:
-            InputError: options that do not fit the model.
-        """
+        """The parts in order, each made when its turn comes; the options have been checked."""
 
     @abstractmethod
     def of_part(self, model: LayeredModel, part: Any) -> Any:
@@ -123,6 +156,7 @@ class DividedAnalysis(Analysis):
 
     def share(self, model: LayeredModel, rank: int, world_size: int) -> dict[int, Any]:
         """What every `world_size`-th part gives, from number `rank` on, by its number."""
+        self.check_options(model)
         model = self.prepared(model)
         mine = itertools.islice(enumerate(self.parts(model)), rank, None, world_size)
         return {number: self.of_part(model, part) for number, part in mine}
@@ -182,6 +216,40 @@ class LayerwiseRun(ABC):
         """Yields what all visits together gave."""
 
 
+class StatesRun(LayerwiseRun):
+    """A run that needs each layer's states alone: `values` turns them into a row for each prompt of the batch.
+
+    The state `NAME/BATCH` holds the rows (layers so far, batch, ...) of one name.
+    """
+
+    def __init__(self, model: LayeredModel, states: States) -> None:
+        super().__init__()
+        self.model = model
+        self.states: States = states
+
+    @abstractmethod
+    def values(self, hidden: Tensor, mask: Tensor) -> dict[str, Tensor]:
+        """Rows (batch, ...) by name, of one layer's states (batch, tokens, dim)."""
+
+    def start(self, batch: int, hidden: Tensor, mask: Tensor) -> None:
+        self._append(batch, 0, hidden, mask)
+
+    def visit(self, visit: Visit) -> None:
+        self._append(visit.batch, visit.layer, visit.after, visit.mask)
+
+    def joined(self) -> dict[str, Tensor]:
+        """The rows (layers + 1, prompts, ...) of all batches, by name."""
+        batches: dict[str, list[Tensor]] = {}
+        for name, rows in self.state.items():
+            batches.setdefault(name.rpartition("/")[0], []).append(rows)
+        return {name: torch.cat(rows, dim=1) for name, rows in batches.items()}
+
+    def _append(self, batch: int, layer: int, hidden: Tensor, mask: Tensor) -> None:
+        for name, values in self.values(in_convention(self.model, self.states, layer, hidden), mask).items():
+            key, row = f"{name}/{batch}", values[None].cpu()
+            self.state[key] = torch.cat([self.state[key], row]) if key in self.state else row
+
+
 class LayerwiseAnalysis(DividedAnalysis):
     """An analysis that looks at one block at a time, so that a model need never be in memory as a whole.
 
@@ -197,10 +265,7 @@ class LayerwiseAnalysis(DividedAnalysis):
         """A measurement that has seen nothing yet.
 
         `store` takes what is large and needed again in the second pass. None: all blocks of a batch come one after the
-        other, and what is dear to compute twice is kept in memory meanwhile.
-
-        Raises:
-            InputError: options that do not fit the model.
+        other, and what is costly to compute twice is kept in memory meanwhile.
         """
 
     def prompts(self, model: LayeredModel) -> Iterable[Batch]:
@@ -208,7 +273,6 @@ class LayerwiseAnalysis(DividedAnalysis):
         return self.batches
 
     def parts(self, model: LayeredModel) -> Iterator[tuple[int, Batch]]:
-        self.begin(model)  # refuses what does not fit, before the data is looked at
         return enumerate(self.prompts(model))
 
     def of_part(self, model: LayeredModel, part: tuple[int, Batch]) -> dict[str, Tensor]:
@@ -235,6 +299,14 @@ class LayerwiseAnalysis(DividedAnalysis):
         yield from run.records()
 
 
+def _choices(kind: Any) -> list[Any]:
+    """What a type's `Literal` names; None first where the type allows it; none where it has no `Literal`."""
+    if get_origin(kind) is Literal:
+        return list(get_args(kind))
+    choices = list(dict.fromkeys(choice for part in get_args(kind) for choice in _choices(part)))
+    return [None, *choices] if choices and type(None) in get_args(kind) else choices
+
+
 def describe(value: Any) -> Any:
     """`value` as plain JSON data: dataclasses and other objects become their class path and public fields."""
     if value is None or isinstance(value, str | int | float | bool):
@@ -250,12 +322,6 @@ def describe(value: Any) -> Any:
     else:
         fields = {name: item for name, item in getattr(value, "__dict__", {}).items() if not name.startswith("_")}
     return {"class_path": public_path(type(value)), "init_args": describe(fields)}
-
-
-# "resid": every layer as it leaves its block. "hf": the last one after the final norm, as in `hidden_states` of
-# transformers and in much published code. "normed": every one after the final norm, as a model cut there would end.
-States = Literal["resid", "hf", "normed"]
-STATES: tuple[States, ...] = ("resid", "hf", "normed")
 
 
 def final_norm(model: LayeredModel) -> torch.nn.Module | None:
@@ -350,27 +416,6 @@ def evenly_spread(first: int, last: int, count: int) -> list[int]:
     return [first + round(index * (last - first) / (count - 1)) for index in range(count)]
 
 
-def check_counts(name: str, **counts: int | None) -> None:
-    """Refuses numbers of things below 1; None is no number.
-
-    Raises:
-        InputError: naming the option.
-    """
-    for option, value in counts.items():
-        if value is not None and value < 1:
-            raise InputError(f"{name}: expected {option} of at least 1, got {value}")
-
-
-def check_choice(name: str, option: str, value: object, allowed: Sequence[object]) -> None:
-    """Refuses a value that is not among those allowed.
-
-    Raises:
-        InputError: naming the option and what it may be.
-    """
-    if value not in allowed:
-        raise InputError(f"{name}: expected {option} to be one of {list(allowed)}, got {value!r}")
-
-
 Options = TypeVar("Options", bound=Any)  # an analysis, a dataclass with the fields `name` and `preset`
 
 
@@ -378,12 +423,11 @@ def with_preset(analysis: Options, presets: Mapping[str, Mapping[str, Any]]) -> 
     """The analysis with the options of its preset in place; itself where it has none.
 
     Raises:
-        InputError: an unknown preset, or an option given that the preset sets otherwise.
+        InputError: an option given that the preset sets otherwise.
     """
     name, preset = analysis.name, analysis.preset
     if preset is None:
         return analysis
-    check_choice(name, "preset", preset, list(presets))
     defaults = {field.name: field.default for field in dataclasses.fields(analysis)}
     for option, value in presets[preset].items():
         given = getattr(analysis, option)

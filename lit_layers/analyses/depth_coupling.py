@@ -13,7 +13,6 @@ from lit_layers.analyses.base import (
     LayerwiseAnalysis,
     LayerwiseRun,
     Visit,
-    check_counts,
     evenly_spread,
     final_norm,
     first_prompts,
@@ -72,6 +71,8 @@ class Coupling(LayerwiseAnalysis):
     """
 
     passes: ClassVar[int] = 2
+    LEAST: ClassVar = {"num_prompts": 1, "num_singular_values": 1, "fit_from": 1, "num_patches": 1, "p": 1}
+    POSITIVE = ("tolerance",)
 
     batches: Batches
     name: str = "coupling"
@@ -89,46 +90,23 @@ class Coupling(LayerwiseAnalysis):
     tolerance: float = 1e-3
     warm_start: bool = False
 
-    def check(self, model: LayeredModel) -> None:
-        super().check(model)
-        self._check_options(model)
-
-    def _check_options(self, model: LayeredModel) -> None:
+    def check_options(self, model: LayeredModel) -> None:
+        super().check_options(model)
         options = self._resolved(model)
         if model.num_layers < 2:
             raise InputError(f"{self.name}: coupling needs at least two blocks, the model has {model.num_layers}")
         if not options.k:
             raise InputError(f"{self.name}: expected at least one k, got none")
         for k in options.k:
-            try:
-                functional.num_directions(k, model.dim)
-            except (TypeError, ValueError) as error:
-                raise InputError(f"{self.name}: {error}; the model is {model.dim} wide: choose another k") from error
-        names = [*TOKENS, "mean_patch"]
-        if isinstance(self.token, str) and self.token not in names:
-            raise InputError(f"{self.name}: expected token to be an int or one of {names}, got {self.token!r}")
+            check_directions(self.name, k, model.dim)
         if self.token == "mean_patch" and not model.family.sees_images:
             kind = type(model.model).__name__
             raise InputError(f"{self.name}: {kind} has no patches: token 'mean_patch' is for models of images")
         if self.token == "cls" and model.family.sees_images and not model.has_class_token:
             kind = type(model.model).__name__
             raise InputError(f"{self.name}: this {kind} has no class token: choose token 'last_patch' or 'mean_patch'")
-        for option in ("num_prompts", "num_singular_values", "fit_from", "num_patches"):
-            if getattr(self, option) is not None and getattr(self, option) < 1:
-                raise InputError(f"{self.name}: expected {option} of at least 1, got {getattr(self, option)}")
-        for option, value, allowed in (
-            ("sign", options.sign, ("signed", "absolute")),
-            ("states", options.states, ("resid", "hf")),
-        ):
-            if value not in allowed:
-                raise InputError(f"{self.name}: expected {option} to be one of {list(allowed)}, got {value!r}")
-        if not options.tolerance > 0:
-            raise InputError(f"{self.name}: expected tolerance above 0, got {options.tolerance}")
-        if not options.p >= 1:
-            raise InputError(f"{self.name}: expected p of at least 1, got {options.p}")
 
     def begin(self, model: LayeredModel, store: MutableMapping[str, Tensor] | None = None) -> LayerwiseRun:
-        self._check_options(model)
         return _Run(model, self._resolved(model), store)
 
     def _resolved(self, model: LayeredModel) -> "Coupling":
@@ -386,31 +364,27 @@ class CouplingMatrices(DividedAnalysis):
     eq. 6 and the figures of its section 4.
     """
 
+    LEAST: ClassVar = {"num_prompts": 1}
+
     batches: Batches
     pairs: list[tuple[int, int]]
     name: str = "coupling_matrices"
     k: int | float = 30
     num_prompts: int = 1
 
-    def check(self, model: LayeredModel) -> None:
-        super().check(model)
-        self._check_options(model)
-
-    def _check_options(self, model: LayeredModel) -> int:
-        """The number of directions, once every option fits."""
+    def check_options(self, model: LayeredModel) -> None:
+        super().check_options(model)
         check_pairs(self.name, self.pairs, model.num_layers)
-        check_counts(self.name, num_prompts=self.num_prompts)
-        return check_directions(self.name, self.k, model.dim)
+        check_directions(self.name, self.k, model.dim)
 
     def parts(self, model: LayeredModel) -> Iterable[Trajectory]:
-        self._check_options(model)
         return first_prompts(model, self.batches, self.num_prompts)
 
     def of_part(self, model: LayeredModel, part: Trajectory) -> dict[tuple[int, int], Tensor]:
-        return self._matrices(part, self._check_options(model))
+        return self._matrices(part, functional.num_directions(self.k, model.dim))
 
     def combine(self, model: LayeredModel, found: list[dict[tuple[int, int], Tensor]]) -> Iterable[Record]:
-        count = self._check_options(model)
+        count = functional.num_directions(self.k, model.dim)
         if not any(found):
             raise ValueError(f"{self.name} is undefined: each pair has a Jacobian that is zero or not finite")
         for prompt, matrices in enumerate(found, start=1):

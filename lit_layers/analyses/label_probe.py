@@ -4,12 +4,13 @@ import hashlib
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Literal, NamedTuple
+from typing import Any, ClassVar, Literal, NamedTuple
 
 import torch
 from torch import Tensor
 
-from lit_layers.analyses.base import Analysis, at_least_float32, check_choice, check_counts
+from lit_layers.analyses.base import Analysis, at_least_float32
+from lit_layers.analyses.features import permuted
 from lit_layers.analyses.statistics import complete, gap, left_out, nothing_defined, summarize
 from lit_layers.data.batches import Batches
 from lit_layers.errors import InputError
@@ -191,11 +192,51 @@ def _mean(metric: str, values: Tensor, layer: int | None, tags: Tags, intervals:
 
 
 Pooling = Literal["cls", "mean", "last"]
-POOLINGS = ("cls", "mean", "last")
 
 
 @dataclass(kw_only=True)
-class LabelProbe(Analysis):
+class SplitProbe(Analysis):
+    """Logistic probes of all layers at once, fitted on rows of `train` and scored on rows of `test`."""
+
+    LEAST: ClassVar = {"max_iterations": 1, "seed": 0}
+    POSITIVE = ("c", "tolerance")
+
+    train: Batches
+    test: Batches
+    seed: int = 0
+    c: float = 1.0
+    tolerance: float = 1e-6
+    max_iterations: int = 1000
+    random_labels: bool = True
+
+    def labellings(self, labels: Tensor) -> Iterator[tuple[Tensor, TagDict]]:
+        """The labels (rows,) to fit on, with the tags of their probes: the true ones, and the control's."""
+        yield labels, {}
+        if self.random_labels:
+            yield permuted(labels, self.seed), {"control": "random_labels"}
+
+    def predictions(
+        self, features: Tensor, labels: Tensor, test: Tensor, layers: Tensor, num_classes: int
+    ) -> Iterator[tuple[int, Tensor, TagDict]]:
+        """Layer, log-probabilities (test rows, classes) and a tag where the fit has not converged.
+
+        `features` and `test` (layers, rows, dim) are of those layers that the mask `layers` (layers + 1,) holds.
+        """
+        probes = fit_logistic_probes(
+            features,
+            labels,
+            c=self.c,
+            num_classes=num_classes,
+            tolerance=self.tolerance,
+            max_iterations=self.max_iterations,
+        )
+        numbers = layers.nonzero()[:, 0].tolist()
+        for layer, log_proba, converged in zip(numbers, probes.log_proba(test), probes.converged, strict=True):
+            yield layer, log_proba, {} if converged else {"num_not_converged": 1}
+
+
+@dataclass(kw_only=True)
+class LabelProbe(SplitProbe):
     """A logistic probe per layer, 0 to L, of the `labels` of texts or images.
 
     The feature of a row is one vector per layer, tag `pooling`: "mean" of its real tokens (of an image the patches
@@ -217,23 +258,15 @@ class LabelProbe(Analysis):
     0.1 GB). Source: hierarchical analysis of monotonicity (OpenReview ZVLyyG5yS6), section 3, on texts.
     """
 
-    train: Batches
-    test: Batches
     name: str = "label_probe"
     pooling: Pooling | tuple[Pooling, ...] = "mean"
-    seed: int = 0
-    c: float = 1.0
-    tolerance: float = 1e-6
-    max_iterations: int = 1000
-    random_labels: bool = True
 
     def check(self, model: LayeredModel) -> None:
         super().check(model)
-        self._check_options(model)
         self._problem(model)
 
     def run(self, model: LayeredModel) -> Iterable[Record]:
-        self._check_options(model)
+        self.check_options(model)
         problem = self._problem(model)
         model = at_least_float32(model)
         train, test = self._features(model, self.train), self._features(model, self.test)
@@ -245,38 +278,28 @@ class LabelProbe(Analysis):
         in_train, in_test = kept.split([len(problem.train), len(problem.test)])
         problem = problem._replace(train=problem.train[in_train], test=problem.test[in_test])
         yield from self._majority(problem)
-        order = torch.randperm(len(problem.train), generator=torch.Generator().manual_seed(self.seed))
         for pooling in self._poolings():
             tags: TagDict = {"pooling": pooling, **left_out("", ~kept)}
             features, held_out = train[pooling], test[pooling]
             if not kept.all() or not layers.all():
                 features, held_out = features[layers][:, in_train], held_out[layers][:, in_test]
-            numbers = layers.nonzero()[:, 0].tolist()
-            yield from self._probes(problem, features, problem.train, held_out, numbers, tags)
-            if self.random_labels:
-                control: TagDict = {**tags, "control": "random_labels"}
-                yield from self._probes(problem, features, problem.train[order], held_out, numbers, control)
+            for labels, control in self.labellings(problem.train):
+                for layer, log_proba, flag in self.predictions(features, labels, held_out, layers, problem.num_classes):
+                    yield from _scores(problem, log_proba, tags | control | flag, layer)
 
     def _poolings(self) -> tuple[Pooling, ...]:
         return (self.pooling,) if isinstance(self.pooling, str) else tuple(self.pooling)
 
-    def _check_options(self, model: LayeredModel) -> None:
+    def check_options(self, model: LayeredModel) -> None:
+        super().check_options(model)
         poolings = self._poolings()
         if not poolings:
             raise InputError(f"{self.name}: expected at least one pooling, got none")
         if len(set(poolings)) < len(poolings):
             raise InputError(f"{self.name}: expected each pooling once, got {list(poolings)}")
-        for pooling in poolings:
-            check_choice(self.name, "pooling", pooling, POOLINGS)
         if "cls" in poolings and model.family.sees_images and not model.has_class_token:
             kind = type(model.model).__name__
             raise InputError(f"{self.name}: this {kind} has no class token: choose pooling 'mean' instead of 'cls'")
-        check_counts(self.name, max_iterations=self.max_iterations)
-        if self.seed < 0:
-            raise InputError(f"{self.name}: expected seed of at least 0, got {self.seed}")
-        for option in ("c", "tolerance"):
-            if not getattr(self, option) > 0:
-                raise InputError(f"{self.name}: expected a positive {option}, got {getattr(self, option)}")
 
     def _problem(self, model: LayeredModel) -> "_Problem":
         """The labels of both splits, as numbers of classes, without a model's help."""
@@ -343,22 +366,6 @@ class LabelProbe(Analysis):
             "num_duplicates": problem.num_duplicates,
         }
         yield from _scores(problem, share.log().expand(len(problem.test), -1), tags)
-
-    def _probes(
-        self, problem: "_Problem", features: Tensor, labels: Tensor, test: Tensor, layers: list[int], tags: TagDict
-    ) -> Iterator[Record]:
-        """Of features (layers, rows, dim)."""
-        probes = fit_logistic_probes(
-            features,
-            labels,
-            c=self.c,
-            num_classes=problem.num_classes,
-            tolerance=self.tolerance,
-            max_iterations=self.max_iterations,
-        )
-        for layer, log_proba, converged in zip(layers, probes.log_proba(test), probes.converged, strict=True):
-            flag: TagDict = {} if converged else {"num_not_converged": 1}
-            yield from _scores(problem, log_proba, tags | flag, layer)
 
 
 class _Rows(NamedTuple):

@@ -3,20 +3,17 @@
 import math
 from collections.abc import Iterable, Iterator, MutableMapping
 from dataclasses import dataclass, replace
-from typing import Any, Literal, NamedTuple, get_args
+from typing import Any, ClassVar, Literal, NamedTuple, get_args
 
 import torch
 from torch import Tensor
 
 from lit_layers.analyses.base import (
-    STATES,
     DividedAnalysis,
     LayerwiseAnalysis,
     LayerwiseRun,
     States,
     Visit,
-    check_choice,
-    check_counts,
     evenly_spread,
     first_prompts,
     in_convention,
@@ -56,6 +53,8 @@ class Trajectory(LayerwiseAnalysis):
     norm (preset "paper"): one large last step.
     """
 
+    LEAST: ClassVar = {"drop_first": 0}
+
     batches: Batches
     name: str = "trajectory"
     tokens: Literal["all", "last"] = "all"
@@ -63,20 +62,8 @@ class Trajectory(LayerwiseAnalysis):
     states: States = "resid"
     preset: Literal["paper"] | None = None
 
-    def check(self, model: LayeredModel) -> None:
-        super().check(model)
-        self._check_options()
-
     def begin(self, model: LayeredModel, store: MutableMapping[str, Tensor] | None = None) -> LayerwiseRun:
-        self._check_options()
         return _TrajectoryRun(model, self)
-
-    def _check_options(self) -> None:
-        for option, allowed in (("tokens", ("all", "last")), ("states", STATES), ("preset", (None, "paper"))):
-            if (value := getattr(self, option)) not in allowed:
-                raise InputError(f"{self.name}: expected {option} to be one of {list(allowed)}, got {value!r}")
-        if self.drop_first < 0:
-            raise InputError(f"{self.name}: expected drop_first of at least 0, got {self.drop_first}")
 
 
 class _TrajectoryRun(LayerwiseRun):
@@ -181,19 +168,16 @@ class PathsInPlane(DividedAnalysis):
     `lit_layers.functional.trajectory`.
     """
 
+    LEAST: ClassVar = {"num_prompts": 1, "num_tokens": 1, "drop_first": 0}
+
     batches: Batches
     name: str = "paths_in_plane"
     num_prompts: int = 2
     num_tokens: int = 24
     drop_first: int = 1
-    states: States = "resid"
-
-    def check(self, model: LayeredModel) -> None:
-        super().check(model)
-        self._check_options()
+    states: Literal["resid", "hf"] = "resid"
 
     def parts(self, model: LayeredModel) -> Iterable[PromptTrajectory]:
-        self._check_options()
         return first_prompts(model, self.batches, self.num_prompts)
 
     def of_part(self, model: LayeredModel, part: PromptTrajectory) -> "_Paths":
@@ -222,12 +206,6 @@ class PathsInPlane(DividedAnalysis):
         for prompt, paths in enumerate(found, start=1):
             if not paths.explained.isnan().any():
                 yield from _plane_records(paths, {"prompt": prompt, **tags})
-
-    def _check_options(self) -> None:
-        check_counts(self.name, num_prompts=self.num_prompts, num_tokens=self.num_tokens)
-        check_choice(self.name, "states", self.states, ("resid", "hf"))
-        if self.drop_first < 0:
-            raise InputError(f"{self.name}: expected drop_first of at least 0, got {self.drop_first}")
 
 
 class _Paths(NamedTuple):
@@ -282,6 +260,8 @@ class LayerSimilarity(DividedAnalysis):
         states: which convention.
     """
 
+    LEAST: ClassVar = {"num_tokens": 1, "drop_first": 0}
+
     batches: Batches
     name: str = "layer_similarity"
     rows: Rows = "tokens"
@@ -290,12 +270,7 @@ class LayerSimilarity(DividedAnalysis):
     drop_first: int = 0
     states: States = "resid"
 
-    def check(self, model: LayeredModel) -> None:
-        super().check(model)
-        self._check_options(model)
-
     def parts(self, model: LayeredModel) -> Iterable[Batch]:
-        self._check_options(model)
         return self.batches
 
     def of_part(self, model: LayeredModel, part: Batch) -> "_Similarities":
@@ -359,14 +334,10 @@ class LayerSimilarity(DividedAnalysis):
             kept[prompt, places[evenly_spread(0, len(places) - 1, count)]] = True
         return hidden[:, kept], kept.nonzero()[:, 0]
 
-    def _check_options(self, model: LayeredModel) -> None:
+    def check_options(self, model: LayeredModel) -> None:
+        super().check_options(model)
         if model.num_layers < 2:
             raise InputError(f"{self.name}: stages need at least two blocks, the model has {model.num_layers}")
-        check_choice(self.name, "rows", self.rows, ROWS)
-        check_choice(self.name, "states", self.states, STATES)
-        check_counts(self.name, num_tokens=self.num_tokens)
-        if self.drop_first < 0:
-            raise InputError(f"{self.name}: expected drop_first of at least 0, got {self.drop_first}")
 
 
 class _Similarities(NamedTuple):

@@ -3,7 +3,7 @@
 import math
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple
+from typing import Any, ClassVar, Literal, NamedTuple
 
 import numpy as np
 import torch
@@ -12,15 +12,12 @@ from torch import Tensor
 from lit_layers.analyses.base import (
     Analysis,
     DividedAnalysis,
-    States,
     at_least_float32,
-    check_choice,
-    check_counts,
     final_norm,
     in_convention,
     predicts_next_token,
 )
-from lit_layers.analyses.statistics import complete, gap, left_out, nothing_defined, summarize
+from lit_layers.analyses.statistics import check_num_halves, complete, gap, left_out, nothing_defined, summarize
 from lit_layers.data.batches import Batches
 from lit_layers.data.word_pairs import LEAST_PAIRS, Category, WordPairs
 from lit_layers.errors import InputError
@@ -33,7 +30,6 @@ from lit_layers.records import Record
 
 Tags = dict[str, str | int | float]
 MAX_BYTES = 8 * 10**9  # of states held: 78,000 rows of 25 layers of width 1,024 in float32
-NORMALIZE = ("model", "layer_norm", "rms_norm", "standardize", "none")
 CONTROL: Tags = {"control": "relabelled_vocabulary"}
 EPS = 1e-5  # of the norms that carry none of their own: OlmoLayerNorm has this one in its code
 
@@ -63,9 +59,11 @@ class NextTokenResidual(Analysis):
     device. Held in memory: layers x rows x width, which is refused above 8 GB. Source: He & Su, arXiv 2408.13442.
     """
 
+    LEAST: ClassVar = {"seed": 0}
+
     batches: Batches
     name: str = "prediction_residual"
-    states: States = "resid"
+    states: Literal["resid", "hf"] = "resid"
     normalize: Literal["model", "layer_norm", "rms_norm", "standardize", "none"] = "model"
     split: float = 0.8
     seed: int = 0
@@ -74,11 +72,10 @@ class NextTokenResidual(Analysis):
 
     def check(self, model: LayeredModel) -> None:
         super().check(model)
-        self._check_options(model)
         self._check_rows(model, self._rows())
 
     def run(self, model: LayeredModel) -> Iterable[Record]:
-        self._check_options(model)
+        self.check_options(model)
         model = at_least_float32(model)
         rows = self._rows()
         self._check_rows(model, rows)
@@ -233,9 +230,8 @@ class NextTokenResidual(Analysis):
                 f"{MAX_BYTES / 1e9:.0f} GB are allowed: lower num_sequences of the batches to {MAX_BYTES / size:.0%}"
             )
 
-    def _check_options(self, model: LayeredModel) -> None:
-        check_choice(self.name, "states", self.states, ("resid", "hf"))
-        check_choice(self.name, "normalize", self.normalize, NORMALIZE)
+    def check_options(self, model: LayeredModel) -> None:
+        super().check_options(model)
         if model.family.sees_images or not predicts_next_token(model):
             raise InputError(
                 f"{self.name}: expected a model of text with a head for the next token, whose states have not seen "
@@ -243,10 +239,7 @@ class NextTokenResidual(Analysis):
             )
         if not 0 < self.split < 1:
             raise InputError(f"{self.name}: expected split between 0 and 1, got {self.split}")
-        if self.num_halves < 0 or self.num_halves == 1:
-            raise InputError(f"{self.name}: expected num_halves to be 0 or at least 2, got {self.num_halves}")
-        if self.seed < 0:
-            raise InputError(f"{self.name}: expected seed of at least 0, got {self.seed}")
+        check_num_halves(self.name, self.num_halves)
 
 
 class _Rows(NamedTuple):
@@ -321,18 +314,15 @@ class ConceptAlignment(DividedAnalysis):
     monotonicity (OpenReview ZVLyyG5yS6), figure 3.
     """
 
+    LEAST: ClassVar = {"shuffles": 1, "seed": 0}
+
     words: WordPairs
     name: str = "concept_alignment"
     whiten: bool = False
     shuffles: int = 10
     seed: int = 0
 
-    def check(self, model: LayeredModel) -> None:
-        super().check(model)
-        self._check_options(model)
-
     def parts(self, model: LayeredModel) -> Iterable[Batch]:
-        self._check_options(model)
         return self.words
 
     def of_part(self, model: LayeredModel, part: Batch) -> Tensor:
@@ -360,7 +350,7 @@ class ConceptAlignment(DividedAnalysis):
         Raises:
             InputError: no such category (a name or an id) or layer, or too few pairs that are two points there.
         """
-        self._check_options(model)
+        self.check_options(model)
         model = self.prepared(model)
         same = [known for known in self.words.by_category() if category in (known.name, known.id)]
         if not same:
@@ -406,11 +396,11 @@ class ConceptAlignment(DividedAnalysis):
         rows = rows - rows.mean(0)
         return rows.T @ rows / len(rows)
 
-    def _check_options(self, model: LayeredModel) -> None:
+    def check_options(self, model: LayeredModel) -> None:
+        super().check_options(model)
         kind = type(model.model).__name__
         if model.family.sees_images:
             raise InputError(f"{self.name}: expected a model of text, got {kind}")
-        check_counts(self.name, shuffles=self.shuffles)
         if self.seed < 0:
             raise InputError(f"{self.name}: expected seed of at least 0, got {self.seed}")
         if self.whiten and model.vocab_size is None:

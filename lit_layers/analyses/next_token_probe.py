@@ -3,18 +3,19 @@
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import NamedTuple
+from typing import ClassVar, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from lit_layers.analyses.base import Analysis, at_least_float32, predicts_next_token
+from lit_layers.analyses.base import at_least_float32, predicts_next_token
+from lit_layers.analyses.label_probe import SplitProbe
 from lit_layers.analyses.statistics import complete, left_out, nothing_defined, summarize_ratio
 from lit_layers.data.batches import Batches
 from lit_layers.errors import InputError
 from lit_layers.functional.curves import wilson_interval
-from lit_layers.functional.probe import fit_logistic_probes, macro_f1
+from lit_layers.functional.probe import macro_f1
 from lit_layers.models.view import LayeredModel
 from lit_layers.records import Record
 
@@ -131,7 +132,7 @@ MAX_LOGITS = 2**28  # of one forward pass: 1 GB in float32
 
 
 @dataclass(kw_only=True)
-class NextTokenProbe(Analysis):
+class NextTokenProbe(SplitProbe):
     """A logistic probe per layer that predicts the next token among the most frequent ones.
 
     One position is drawn from each text (`positions_per_sequence` for more), uniformly over those with `min_context`
@@ -153,30 +154,25 @@ class NextTokenProbe(Analysis):
     analysis of monotonicity (OpenReview ZVLyyG5yS6), section 2, whose settings are unpublished: these are ours.
     """
 
-    train: Batches
-    test: Batches
+    LEAST: ClassVar = {"num_classes": 2, "min_context": 1, "positions_per_sequence": 1, **SplitProbe.LEAST}
+
     name: str = "next_token_probe"
     num_classes: int = 1000
     min_context: int = 16
     positions_per_sequence: int = 1
-    seed: int = 0
-    c: float = 1.0
-    tolerance: float = 1e-6
-    max_iterations: int = 1000
-    random_labels: bool = True
 
-    def check(self, model: LayeredModel) -> None:
-        super().check(model)
-        self._refuse_images(model)
+    def check_options(self, model: LayeredModel) -> None:
+        if model.family.sees_images:
+            raise InputError(f"{self.name}: expected a model of text, got {type(model.model).__name__}")
+        super().check_options(model)
 
     def check_data(self) -> None:
-        self._check_options()
+        self.check_fields()
         super().check_data()
         self._problem()
 
     def run(self, model: LayeredModel) -> Iterable[Record]:
-        self._refuse_images(model)
-        self._check_options()
+        self.check_options(model)
         problem = self._problem()
         model = at_least_float32(model)
         max_tokens = max(batch["input_ids"].numel() for batch in self.test)
@@ -197,24 +193,11 @@ class NextTokenProbe(Analysis):
             train, _ = _look(model, problem.train, max_tokens)
         yield from self._coverage(problem, tags)
         yield from self._references(problem, head, tags)
-        yield from self._probes(problem, train, problem.train_classes, test, layers, tags)
-        if self.random_labels:
-            order = torch.randperm(len(problem.train), generator=torch.Generator().manual_seed(self.seed))
-            control: Tags = {"control": "random_labels", **tags}
-            yield from self._probes(problem, train, problem.train_classes[order], test, layers, control)
-
-    def _refuse_images(self, model: LayeredModel) -> None:
-        if model.family.sees_images:
-            raise InputError(f"{self.name}: expected a model of text, got {type(model.model).__name__}")
-
-    def _check_options(self) -> None:
-        least = {"num_classes": 2, "min_context": 1, "positions_per_sequence": 1, "seed": 0, "max_iterations": 1}
-        for option, low in least.items():
-            if getattr(self, option) < low:
-                raise InputError(f"{self.name}: expected {option} of at least {low}, got {getattr(self, option)}")
-        for option in ("c", "tolerance"):
-            if not getattr(self, option) > 0:
-                raise InputError(f"{self.name}: expected a positive {option}, got {getattr(self, option)}")
+        if not layers.all():
+            train, test = train[layers], test[layers]
+        for labels, control in self.labellings(problem.train_classes):
+            for layer, log_proba, flag in self.predictions(train, labels, test, layers, len(problem.classes)):
+                yield from self._scores(problem, log_proba.argmax(-1), log_proba, tags | control | flag, layer)
 
     def _problem(
         self, broken_train: frozenset[int] = frozenset(), broken_test: frozenset[int] = frozenset()
@@ -297,25 +280,6 @@ class NextTokenProbe(Analysis):
         yield from self._mean("log_loss", head.log_loss[covered], problem.test.text[covered], tags=tags)
         closed = head.closed.log_softmax(-1)
         yield from self._scores(problem, closed.argmax(-1), closed, {"reference": "lm_head_closed", **counts})
-
-    def _probes(
-        self, problem: "_Problem", features: Tensor, labels: Tensor, test: Tensor, layers: Tensor, tags: Tags
-    ) -> Iterator[Record]:
-        """Of states (layers + 1, rows, dim), at those layers (layers + 1,) that are no gap."""
-        if not layers.all():
-            features, test = features[layers], test[layers]
-        probes = fit_logistic_probes(
-            features,
-            labels,
-            c=self.c,
-            num_classes=len(problem.classes),
-            tolerance=self.tolerance,
-            max_iterations=self.max_iterations,
-        )
-        numbers = layers.nonzero()[:, 0].tolist()
-        for layer, log_proba, converged in zip(numbers, probes.log_proba(test), probes.converged, strict=True):
-            flag: Tags = {} if converged else {"num_not_converged": 1}
-            yield from self._scores(problem, log_proba.argmax(-1), log_proba, tags | flag, layer)
 
     def _scores(
         self, problem: "_Problem", predicted: Tensor, log_proba: Tensor, tags: Tags, layer: int | None = None

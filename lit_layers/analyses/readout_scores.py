@@ -192,15 +192,13 @@ class Lens(DividedAnalysis):
     batches: Batches
     name: str = "lens"
 
-    def check(self, model: LayeredModel) -> None:
-        super().check(model)
+    def check_options(self, model: LayeredModel) -> None:
         check_head(self.name, model)
 
     def prepared(self, model: LayeredModel) -> LayeredModel:
         return model  # the loss that the model itself has
 
     def parts(self, model: LayeredModel) -> Iterable[Batch]:
-        check_head(self.name, model)
         return self.batches
 
     def combine(self, model: LayeredModel, found: list[Sums]) -> Iterable[Record]:
@@ -289,8 +287,7 @@ class Interventions(DividedAnalysis):
     loops: tuple[int, ...] = LOOPS
     custom: tuple[str, ...] = ()
 
-    def check(self, model: LayeredModel) -> None:
-        super().check(model)
+    def check_options(self, model: LayeredModel) -> None:
         check_head(self.name, model)
         self.chosen(model)
 
@@ -318,8 +315,6 @@ class Interventions(DividedAnalysis):
             raise InputError(f"{self.name}: {error}") from error
 
     def parts(self, model: LayeredModel) -> Iterable[Batch]:
-        check_head(self.name, model)
-        self.chosen(model)
         return self.batches
 
     @torch.no_grad()

@@ -2,21 +2,19 @@
 
 import math
 from collections.abc import Iterable, Iterator, MutableMapping
-from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar, Literal, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from lit_layers.analyses.base import (
-    STATES,
     DividedAnalysis,
     LayerwiseAnalysis,
     LayerwiseRun,
     States,
-    Visit,
-    check_choice,
+    StatesRun,
     in_convention,
 )
 from lit_layers.analyses.statistics import (
@@ -26,6 +24,7 @@ from lit_layers.analyses.statistics import (
     left_out,
     records_of_layers,
     summarize,
+    summarize_layers,
     summarize_over_layers,
 )
 from lit_layers.data.batches import Batches
@@ -108,6 +107,8 @@ class Representation(LayerwiseAnalysis):
         rankme: whether that is measured, too.
     """
 
+    POSITIVE = ("alpha",)
+
     batches: Batches
     name: str = "representation"
     alpha: float = 1.0
@@ -126,17 +127,8 @@ class Representation(LayerwiseAnalysis):
     states: States = "resid"
     preset: Literal["released_code", "released_code_later"] | None = None
 
-    def check(self, model: LayeredModel) -> None:
-        super().check(model)
-        self._check_options()
-
     def begin(self, model: LayeredModel, store: MutableMapping[str, Tensor] | None = None) -> LayerwiseRun:
-        self._check_options()
-        return _Run(model, self)
-
-    def option(self, name: str) -> Any:
-        """An option as it is measured with: the preset's, where that decides it."""
-        return PRESETS[self.preset].get(name, getattr(self, name)) if self.preset else getattr(self, name)
+        return _Run(model, replace(self, **PRESETS[self.preset]) if self.preset else self)
 
     def of_prompts(self, states: Tensor, mask: Tensor) -> dict[Kind, Tensor]:
         """The values (batch,) of one layer's states (batch, tokens, dim)."""
@@ -156,7 +148,7 @@ class Representation(LayerwiseAnalysis):
 
     def _by_entries(self) -> bool:
         """Whether entropies need more than the singular values."""
-        return self.option("clamp") or (self.alpha == 2 and self.option("alpha2") == "frobenius")
+        return self.clamp or (self.alpha == 2 and self.alpha2 == "frobenius")
 
     def _entropies(self, states: Tensor, mask: Tensor, dropped: int) -> dict[Kind, Tensor]:
         values = matrix_entropy(
@@ -164,8 +156,8 @@ class Representation(LayerwiseAnalysis):
             mask,
             drop_first=dropped,
             undefined="nan",
-            center=self.option("center"),
-            unit=self.option("unit"),
+            center=self.center,
+            unit=self.unit,
             **self._of_matrix(),
         )
         num_rows = (mask.sum(-1) - dropped).clamp(min=0)
@@ -195,7 +187,7 @@ class Representation(LayerwiseAnalysis):
         return found
 
     def _of_matrix(self) -> dict[str, Any]:
-        return {"alpha": self.alpha} | {name: self.option(name) for name in ("alpha2", "clamp", "side")}
+        return {"alpha": self.alpha} | {name: getattr(self, name) for name in ("alpha2", "clamp", "side")}
 
     def _excess(self, num_rows: Tensor) -> Tensor:
         """What dividing the Gram matrix of unit rows by its trace, and then by its size, adds at order 2."""
@@ -204,7 +196,7 @@ class Representation(LayerwiseAnalysis):
 
     def pooled(self, states: Tensor, mask: Tensor) -> Tensor:
         """One vector (batch, dim) for each prompt, of one layer's states."""
-        return pool(states, mask, pooling=self.option("pooling"), undefined="nan")
+        return pool(states, mask, pooling=self.pooling, undefined="nan")
 
     def dataset_records(self, pooled: Tensor) -> Iterator[Record]:
         """Of the pooled vectors (layers + 1, prompts, dim)."""
@@ -228,8 +220,8 @@ class Representation(LayerwiseAnalysis):
     def _dataset_entropy(self, pooled: Tensor) -> Tensor:
         values = dataset_entropy(
             pooled,
-            center=self.option("center_pooled"),
-            unit=self.option("unit_pooled"),
+            center=self.center_pooled,
+            unit=self.unit_pooled,
             undefined="nan",
             **self._of_matrix(),
         )
@@ -251,64 +243,37 @@ class Representation(LayerwiseAnalysis):
                 tags[name] = int(value) if isinstance(value, bool) else value
         return tags
 
-    def _check_options(self) -> None:
-        all_normalizations = ("raw", "logN", "logD", "maxEntropy", "logNlogD")
-        for option, allowed in (
-            ("states", STATES),
-            ("preset", (None, *PRESETS)),
-            ("alpha2", ("spectrum", "frobenius")),
-            ("side", ("rows", "smaller")),
-            ("pooling", ("mean", "last", "cls", "centered_unit_mean")),
-        ):
-            check_choice(self.name, option, getattr(self, option), allowed)
-        for normalization in self.normalizations:
-            check_choice(self.name, "normalizations", normalization, all_normalizations)
+    def check_options(self, model: LayeredModel) -> None:
+        super().check_options(model)
         if not self.normalizations or not self.drop_first:
             raise InputError(f"{self.name}: expected at least one of normalizations and of drop_first, got none")
         if min(self.drop_first) < 0 or len(set(self.drop_first)) < len(self.drop_first):
             raise InputError(
                 f"{self.name}: expected drop_first to be different numbers of at least 0, got {list(self.drop_first)}"
             )
-        if not self.alpha > 0:
-            raise InputError(f"{self.name}: expected alpha above 0, got {self.alpha}")
         check_num_halves(self.name, self.num_halves)
 
 
-class _Run(LayerwiseRun):
-    """Per batch, and layer by layer, the value of each prompt by kind, and the pooled vectors."""
+class _Run(StatesRun):
+    """The value of each prompt by kind, and the pooled vectors."""
 
     def __init__(self, model: LayeredModel, options: Representation) -> None:
-        super().__init__()
-        self.model, self.options = model, options
-        self.states: States = options.option("states")
+        super().__init__(model, options.states)
+        self.options = options
 
-    def start(self, batch: int, hidden: Tensor, mask: Tensor) -> None:
-        self._measure(batch, in_convention(self.model, self.states, 0, hidden), mask)
-
-    def visit(self, visit: Visit) -> None:
-        hidden = in_convention(self.model, self.states, visit.layer, visit.after)
-        self._measure(visit.batch, hidden, visit.mask)
+    def values(self, hidden: Tensor, mask: Tensor) -> dict[str, Tensor]:
+        rows = {str(kind): values for kind, values in self.options.of_prompts(hidden, mask).items()}
+        return rows | {"pooled": self.options.pooled(hidden, mask)}
 
     def records(self) -> Iterator[Record]:
-        groups: dict[str, list[Tensor]] = {}
-        for name, values in self.state.items():
-            groups.setdefault(name.rpartition("/")[0], []).append(values)
-        pooled = torch.cat(groups.pop("pooled"), dim=1)
-        found = {Kind.of(name): torch.cat(rows, dim=1) for name, rows in groups.items()}
-        missing = found.pop(MISSING_ANGLES, None)
-        for kind, rows in found.items():
+        rows = self.joined()
+        pooled = rows.pop("pooled")
+        values = {Kind.of(name): row for name, row in rows.items()}
+        missing = values.pop(MISSING_ANGLES, None)
+        for kind, row in values.items():
             tags = kind.tags | self.options.tags(kind.metric)
-            yield from _prompt_records(kind.metric, rows, tags, missing if kind == CURVATURE else None)
+            yield from _prompt_records(kind.metric, row, tags, missing if kind == CURVATURE else None)
         yield from self.options.dataset_records(pooled)
-
-    def _measure(self, batch: int, hidden: Tensor, mask: Tensor) -> None:
-        for kind, values in self.options.of_prompts(hidden, mask).items():
-            self._append(f"{kind}/{batch}", values)
-        self._append(f"pooled/{batch}", self.options.pooled(hidden, mask))
-
-    def _append(self, name: str, values: Tensor) -> None:
-        row = values[None].cpu()
-        self.state[name] = torch.cat([self.state[name], row]) if name in self.state else row  # (layers so far, batch)
 
 
 def _prompt_records(metric: str, values: Tensor, tags: dict[str, Any], missing: Tensor | None) -> Iterator[Record]:
@@ -363,6 +328,8 @@ class PromptStudies(DividedAnalysis):
         special_tokens: not to be drawn, beside those that the model's config names.
     """
 
+    LEAST: ClassVar = {"seed": 0}
+
     batches: Batches
     name: str = "prompt_studies"
     studies: tuple[Study, ...] = STUDIES
@@ -373,12 +340,7 @@ class PromptStudies(DividedAnalysis):
     states: States = "resid"
     seed: int = 0
 
-    def check(self, model: LayeredModel) -> None:
-        super().check(model)
-        self._check_options(model)
-
     def parts(self, model: LayeredModel) -> Iterator[tuple[int, Batch]]:
-        self._check_options(model)
         first = 0
         for batch in self.batches:
             yield first, batch
@@ -408,9 +370,7 @@ class PromptStudies(DividedAnalysis):
             tags |= {"states": self.states} if self.states != "resid" else {}
             if bool(values.isnan().all()):
                 continue  # of one token, say, or of two without the first
-            for layer, row in enumerate(values):
-                yield from summarize("prompt_entropy", row, layer=layer, tags=tags)
-            yield from summarize_over_layers("prompt_entropy", values[1:], tags=tags)
+            yield from summarize_layers("prompt_entropy", values, tags=tags)
 
     def _changed(
         self, model: LayeredModel, study: Study, ids: Tensor, mask: Tensor, first: int
@@ -466,12 +426,10 @@ class PromptStudies(DividedAnalysis):
         if "length" in self.studies and (missing := sorted(set(self.lengths or ()) - found)):
             raise InputError(f"{self.name}: no prompt has {int(missing[0])} tokens, which lengths asks for")
 
-    def _check_options(self, model: LayeredModel) -> None:
+    def check_options(self, model: LayeredModel) -> None:
+        super().check_options(model)
         if model.family.sees_images:
             raise InputError(f"{self.name}: expected a model of text, got {type(model.model).__name__}")
-        check_choice(self.name, "states", self.states, STATES)
-        for study in self.studies:
-            check_choice(self.name, "studies", study, STUDIES)
         for option in ("studies", "p", "drop_first"):
             if not getattr(self, option) or len(set(getattr(self, option))) < len(getattr(self, option)):
                 raise InputError(f"{self.name}: expected {option} to be different values, got {getattr(self, option)}")
@@ -481,8 +439,6 @@ class PromptStudies(DividedAnalysis):
             raise InputError(f"{self.name}: expected drop_first of at least 0, got {list(self.drop_first)}")
         if self.lengths is not None and (not self.lengths or min(self.lengths) < 1):
             raise InputError(f"{self.name}: expected lengths of at least 1, got {list(self.lengths)}")
-        if self.seed < 0:
-            raise InputError(f"{self.name}: expected seed of at least 0, got {self.seed}")
 
 
 def _powers(most: int) -> list[int]:

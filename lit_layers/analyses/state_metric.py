@@ -4,20 +4,19 @@ import hashlib
 import inspect
 from collections.abc import Callable, Iterator, MutableMapping
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 import torch
 from torch import Tensor
 
-from lit_layers.analyses.base import STATES, LayerwiseAnalysis, LayerwiseRun, States, Visit, check_choice, in_convention
+from lit_layers.analyses.base import LayerwiseAnalysis, LayerwiseRun, States, StatesRun
 from lit_layers.analyses.statistics import (
     check_num_halves,
     complete,
     halves,
     left_out,
     records_of_layers,
-    summarize,
-    summarize_over_layers,
+    summarize_layers,
 )
 from lit_layers.data.batches import Batches
 from lit_layers.errors import InputError
@@ -56,6 +55,8 @@ class StateMetric(LayerwiseAnalysis):
         states: of which convention.
     """
 
+    LEAST: ClassVar = {"drop_first": 0}
+
     metric: Callable[..., Any]  # not -> Tensor: a recipe could then name annotated functions alone
     batches: Batches
     name: str = ""
@@ -73,10 +74,6 @@ class StateMetric(LayerwiseAnalysis):
     def metric_name(self) -> str:
         return getattr(self.metric, "__name__", "")
 
-    def check(self, model: LayeredModel) -> None:
-        super().check(model)
-        self.begin(model)
-
     def config(self) -> dict[str, Any]:
         """The options; of a function that is not the package's own its source, too: another one is another metric."""
         whole = super().config()
@@ -86,14 +83,14 @@ class StateMetric(LayerwiseAnalysis):
             whole["init_args"]["source"] = hashlib.sha256(_source(self.metric).encode()).hexdigest()[:16]
         return whole
 
-    def begin(self, model: LayeredModel, store: MutableMapping[str, Tensor] | None = None) -> LayerwiseRun:
+    def check_options(self, model: LayeredModel) -> None:
         if not self.metric_name.isidentifier():
             raise InputError(f"metric: expected a function that has a name, got {self.metric!r}")
-        check_choice(self.name, "points", self.points, ("tokens", "prompts"))
-        check_choice(self.name, "states", self.states, STATES)
+        super().check_options(model)
         check_num_halves(self.name, self.num_halves)
-        if self.drop_first < 0:
-            raise InputError(f"{self.name}: expected drop_first of at least 0, got {self.drop_first}")
+        self._takes_layers(model.dim)
+
+    def begin(self, model: LayeredModel, store: MutableMapping[str, Tensor] | None = None) -> LayerwiseRun:
         return _Run(model, self, self._takes_layers(model.dim))
 
     def tags(self) -> dict[str, str | int | float]:
@@ -142,51 +139,34 @@ class StateMetric(LayerwiseAnalysis):
             return widened(f"what {self.metric_name} returns", torch.as_tensor(self.metric(states, **self.options)))
 
 
-class _Run(LayerwiseRun):
-    """Per batch, layer by layer: a value for each prompt, `values/BATCH`, or its pooled vector, `pooled/BATCH`."""
+class _Run(StatesRun):
+    """A value for each prompt, or its pooled vector."""
 
     def __init__(self, model: LayeredModel, options: StateMetric, takes_layers: bool) -> None:
-        super().__init__()
-        self.model, self.options, self.takes_layers = model, options, takes_layers
+        super().__init__(model, options.states)
+        self.options, self.takes_layers = options, takes_layers
 
-    def start(self, batch: int, hidden: Tensor, mask: Tensor) -> None:
-        self._measure(batch, 0, hidden, mask)
-
-    def visit(self, visit: Visit) -> None:
-        self._measure(visit.batch, visit.layer, visit.after, visit.mask)
+    def values(self, hidden: Tensor, mask: Tensor) -> dict[str, Tensor]:
+        if self.options.points == "prompts":
+            return {"pooled": pool(hidden, mask, pooling=self.options.pooling, undefined="nan")}
+        kept = mask & (mask.cumsum(-1) > self.options.drop_first)
+        prompts = zip(hidden, kept, strict=True)
+        return {"values": torch.stack([self._value(tokens[real]) for tokens, real in prompts])}
 
     def records(self) -> Iterator[Record]:
-        options, found = self.options, torch.cat([*self.state.values()], dim=1)
-        tags = options.tags()
-        if options.points == "prompts":
-            yield from self._of_all(found, tags)
+        metric, tags = self.options.metric_name, self.options.tags()
+        (rows,) = self.joined().values()
+        if self.options.points == "tokens":
+            yield from summarize_layers(metric, rows, tags=tags)
             return
-        for layer, row in enumerate(found):
-            yield from summarize(options.metric_name, row, layer=layer, tags=tags)
-        yield from summarize_over_layers(options.metric_name, found[1:], tags=tags)
-
-    def _of_all(self, pooled: Tensor, tags: dict[str, Any]) -> Iterator[Record]:
-        """Of vectors (layers + 1, prompts, dim)."""
-        _, kept = complete(~pooled.isnan().any(-1))
-        pooled, tags = pooled[:, kept], tags | left_out("", ~kept)
-        rows = halves(pooled.shape[1], self.options.num_halves)
-        of_halves = torch.stack([self._of_layers(pooled[:, half]) for half in rows], -1) if rows else None
-        yield from records_of_layers(
-            self.options.metric_name, self._of_layers(pooled), of_halves, pooled.shape[1], tags
-        )
+        _, kept = complete(~rows.isnan().any(-1))
+        pooled, tags = rows[:, kept], tags | left_out("", ~kept)
+        subsets = halves(pooled.shape[1], self.options.num_halves)
+        of_halves = torch.stack([self._of_layers(pooled[:, half]) for half in subsets], -1) if subsets else None
+        yield from records_of_layers(metric, self._of_layers(pooled), of_halves, pooled.shape[1], tags)
 
     def _of_layers(self, states: Tensor) -> Tensor:
         return torch.stack([self._value(layer) for layer in states])
-
-    def _measure(self, batch: int, layer: int, hidden: Tensor, mask: Tensor) -> None:
-        hidden = in_convention(self.model, self.options.states, layer, hidden)
-        if self.options.points == "prompts":
-            row = pool(hidden, mask, pooling=self.options.pooling, undefined="nan")
-        else:
-            kept = mask & (mask.cumsum(-1) > self.options.drop_first)
-            row = torch.stack([self._value(tokens[real]) for tokens, real in zip(hidden, kept, strict=True)])
-        row, name = row[None].cpu(), f"values/{batch}"
-        self.state[name] = torch.cat([self.state[name], row]) if name in self.state else row  # (layers so far, batch)
 
     def _value(self, points: Tensor) -> Tensor:
         """The function's value of (points, dim); NaN without any point."""

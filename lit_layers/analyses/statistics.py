@@ -11,6 +11,7 @@ of the set, whose spread estimates that of the whole (delete-half jackknife): re
 rows and lower an entropy.
 """
 
+import itertools
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -70,6 +71,12 @@ def summarize_over_layers(metric: str, values: Tensor, *, tags: Tags | None = No
     The tag `num_undefined_layers` counts layers that no prompt has.
     """
     return summarize(metric, values.mean(0), tags={**(tags or {}), **left_out("layers", values.isnan().all(-1))})
+
+
+def summarize_layers(metric: str, values: Tensor, *, tags: Tags | None = None) -> list[Record]:
+    """The mean over prompts of each layer's values (layers + 1, prompts), and that over layers 1..L."""
+    layers = [summarize(metric, row, layer=layer, tags=tags) for layer, row in enumerate(values)]
+    return [*itertools.chain(*layers), *summarize_over_layers(metric, values[1:], tags=tags)]
 
 
 def gap(metric: str, *, tags: Tags | None = None) -> Record:

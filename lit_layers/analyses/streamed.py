@@ -112,6 +112,8 @@ class _Walk:
     ) -> None:
         self.model, self.folder, self.progress = model, folder, progress
         self.analyses = {analysis.name: analysis for analysis in analyses}
+        for analysis in analyses:
+            analysis.check_options(model)
         self.runs: dict[str, LayerwiseRun] = {
             name: analysis.begin(model, TensorFolder(folder / FACTORS / hashlib.sha256(name.encode()).hexdigest()[:8]))
             for name, analysis in self.analyses.items()

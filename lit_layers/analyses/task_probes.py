@@ -9,7 +9,7 @@ from typing import Any, ClassVar, Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from lit_layers.analyses.base import Analysis, at_least_float32, check_choice, check_counts
+from lit_layers.analyses.base import Analysis, at_least_float32
 from lit_layers.analyses.features import LayerFeatures, TaskReader, TaskRows, TextPooling, permuted, text_features
 from lit_layers.analyses.label_probe import (
     Fitted,
@@ -29,8 +29,6 @@ from lit_layers.models.build import untrained
 from lit_layers.models.view import LayeredModel
 from lit_layers.records import Record
 from lit_layers.tasks.probe_task import ProbeTask
-
-POOLINGS = ("last", "mean", "cls")
 
 
 @dataclass(kw_only=True)
@@ -55,6 +53,8 @@ class OnTask(Analysis):
     """
 
     kind: ClassVar[str]  # first part of the name
+    LEAST: ClassVar = {"penalty": 0, "seed": 0, "max_iterations": 1}
+    POSITIVE = ("c", "tolerance")
 
     task: str | ProbeTask
     tokenizer: str
@@ -76,9 +76,7 @@ class OnTask(Analysis):
             self.name = f"{self.kind}/{self.task if isinstance(self.task, str) else self.task.name}"
 
     def check(self, model: LayeredModel) -> None:
-        check_probe_options(self.name, c=self.c, penalty=self.penalty, tolerance=self.tolerance, seed=self.seed)
-        check_counts(self.name, max_iterations=self.max_iterations)
-        check_choice(self.name, "pooling", self.pooling, POOLINGS)
+        self.check_options(model)
         if self.cache is not None and Path(self.cache).exists() and not Path(self.cache).is_dir():
             raise InputError(f"{self.name}: expected cache to be a folder, {self.cache} is a file")
         self._rows(model)
@@ -133,20 +131,6 @@ class OnTask(Analysis):
         return self._reader
 
 
-def check_probe_options(name: str, *, c: float, penalty: float, tolerance: float, seed: int) -> None:
-    """Refuses what is out of range."""
-    for option, value in (("c", c), ("tolerance", tolerance)):
-        if not (value > 0 and math.isfinite(value)):
-            raise InputError(f"{name}: expected a positive {option}, got {value}")
-    if not (penalty >= 0 and math.isfinite(penalty)):
-        raise InputError(f"{name}: expected penalty of at least 0, got {penalty}")
-    if seed < 0:
-        raise InputError(f"{name}: expected seed of at least 0, got {seed}")
-
-
-FITTED_ON = ("train", "train_and_validation")
-
-
 @dataclass(kw_only=True)
 class Probe(OnTask):
     """A linear probe per layer, 0 to L, on a downstream task: logistic for classes, ridge for numbers.
@@ -181,10 +165,6 @@ class Probe(OnTask):
     untrained: bool = False
     warm_start: bool = False
     _last: dict[tuple[str, int], LogisticProbes] = field(default_factory=dict, init=False, repr=False, compare=False)
-
-    def check(self, model: LayeredModel) -> None:
-        check_choice(self.name, "fit_on", self.fit_on, FITTED_ON)
-        super().check(model)
 
     def run(self, model: LayeredModel) -> Iterable[Record]:
         self.check(model)
@@ -297,18 +277,18 @@ class SampleSizeSweep(OnTask):
     """
 
     kind = "sample_sizes"
+    LEAST: ClassVar = {**OnTask.LEAST, "num_seeds": 1}
 
     layers: list[int] | None = None
     num_seeds: int = 5
 
-    def check(self, model: LayeredModel) -> None:
-        check_counts(self.name, num_seeds=self.num_seeds)
+    def check_options(self, model: LayeredModel) -> None:
+        super().check_options(model)
         for layer in self.layers or ():
             if not 0 <= layer <= model.num_layers:
                 raise InputError(f"{self.name}: expected layers from 0 to {model.num_layers}, got {layer}")
         if self.layers is not None and len(set(self.layers)) < len(self.layers):
             raise InputError(f"{self.name}: expected each layer once, got {self.layers}")
-        super().check(model)
 
     def run(self, model: LayeredModel) -> Iterable[Record]:
         self.check(model)

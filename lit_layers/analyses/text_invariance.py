@@ -3,15 +3,22 @@
 import hashlib
 import math
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, field
-from typing import Any, Literal
+from dataclasses import dataclass, field, replace
+from typing import Any, ClassVar, Literal
 
 import torch
 from torch import Tensor
 
-from lit_layers.analyses.base import STATES, Analysis, States, at_least_float32, check_choice, check_counts
+from lit_layers.analyses.base import Analysis, States, at_least_float32
 from lit_layers.analyses.features import LayerFeatures, text_features
-from lit_layers.analyses.statistics import check_num_halves, complete, halves, nothing_defined, records_of_layers
+from lit_layers.analyses.statistics import (
+    check_num_halves,
+    complete,
+    halves,
+    left_out,
+    nothing_defined,
+    records_of_layers,
+)
 from lit_layers.data.encoded_texts import EncodedTexts, encode_texts, tokenizer_of
 from lit_layers.data.prompt_texts import Texts
 from lit_layers.data.views import Action, Views, make_views
@@ -83,6 +90,9 @@ class Invariance(Analysis):
         cache: a folder in which features are kept and found again; None: nowhere.
     """
 
+    LEAST: ClassVar = {"num_views": 1, "max_tokens": 1, "permutations": 1}
+    POSITIVE = ("temperature", "alpha", "delta")
+
     texts: Texts
     tokenizer: str
     corpus: str | None = None
@@ -112,7 +122,7 @@ class Invariance(Analysis):
     _encoded: dict[int, EncodedTexts] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     def check(self, model: LayeredModel) -> None:
-        self._check_options()
+        self.check_options(model)
         self._of(model)
 
     def config(self) -> dict[str, Any]:
@@ -129,17 +139,16 @@ class Invariance(Analysis):
         return self._encode(self.max_tokens).tokenizer_hash
 
     def run(self, model: LayeredModel) -> Iterator[Record]:
-        self._check_options()
+        self.check_options(model)
         encoded = self._of(model)
-        options = PRESETS[self.preset] if self.preset else {}
-        chosen = _Options(**{name: options.get(name, getattr(self, name)) for name in _Options.__annotations__})
+        chosen = replace(self, **PRESETS[self.preset]) if self.preset else self
         model = at_least_float32(model)
         features = text_features(
             model, encoded, pooling=chosen.pooling, states=chosen.states, cache=self.cache, undefined="nan"
         )
         layers, kept = self._kept(features)
         yield from self._of_views(encoded, len(kept))
-        yield from _Findings(self, chosen, features, layers, kept, model.device).records()
+        yield from _LayerValues(chosen, len(self.make().texts[0]), features, layers, kept, model.device).records()
 
     def make(self) -> Views:
         """The views; made on the first call."""
@@ -188,59 +197,30 @@ class Invariance(Analysis):
         tags: dict[str, Any] = {name: count for name, count in counts.items() if count}
         yield Record(metric="changed_fraction", value=views.changed_fraction, n=len(views.texts[0]), tags=tags)
 
-    def _check_options(self) -> None:
-        check_counts(self.name, num_views=self.num_views, max_tokens=self.max_tokens, permutations=self.permutations)
-        for option, allowed in (
-            ("states", STATES),
-            ("pooling", ("mean", "last", "cls", "centered_unit_mean")),
-            ("rescale", ("none", "centered_unit")),
-            ("form", ("ntxent", "cross")),
-            ("alpha2", ("spectrum", "frobenius")),
-            ("side", ("rows", "smaller")),
-            ("preset", (None, *PRESETS)),
-        ):
-            check_choice(self.name, option, getattr(self, option), allowed)
-        for normalization in self.normalizations:
-            check_choice(self.name, "normalizations", normalization, ("raw", "logN", "logD", "maxEntropy", "logNlogD"))
+    def check_options(self, model: LayeredModel) -> None:
+        super().check_options(model)
         if not self.normalizations:
             raise InputError(f"{self.name}: expected at least one of normalizations, got none")
-        for option in ("temperature", "alpha"):
-            if not getattr(self, option) > 0:
-                raise InputError(f"{self.name}: expected a positive {option}, got {getattr(self, option)}")
-        if not self.delta > 0:
-            raise InputError(f"{self.name}: expected a positive delta, got {self.delta}")
         check_num_halves(self.name, self.num_halves)
-
-
-@dataclass(frozen=True)
-class _Options:
-    """Those that a preset decides."""
-
-    states: States
-    pooling: Pooling
-    rescale: Literal["none", "centered_unit"]
-    unit: bool
-    form: Literal["ntxent", "cross"]
-    side: Side
-    alpha2: AtTwo
 
 
 Key = tuple[str, Normalization]  # a metric and how it is normalized
 
 
-class _Findings:
+class _LayerValues:
     """The values of every layer, of all prompts and of halves of them."""
 
     def __init__(
         self,
         options: Invariance,
-        chosen: _Options,
+        num_texts: int,
         features: LayerFeatures,
         layers: list[bool],
         kept: Tensor,
         device: torch.device,
     ) -> None:
-        self.options, self.chosen, self.features, self.kept = options, chosen, features, kept
+        self.options, self.features, self.kept = options, features, kept
+        self.num_undefined = num_texts - len(kept)
         self.device = torch.device("cpu") if device.type == "mps" else device
         self.layers = layers
         self.rows = halves(len(kept), options.num_halves)
@@ -274,7 +254,7 @@ class _Findings:
     def _vectors(self, layer: int) -> Tensor:
         """(views, prompts, dim)"""
         found = self.features.layer(layer).unflatten(0, (self.options.num_views, -1))[:, self.kept].to(self.device)
-        if self.chosen.rescale == "none":
+        if self.options.rescale == "none":
             return found
         found = found.double() - found.double().mean(1, keepdim=True)
         return torch.nn.functional.normalize(found, dim=-1, eps=torch.finfo(torch.float64).tiny)
@@ -283,28 +263,28 @@ class _Findings:
         """Of (views, prompts, dim), none of a layer that is a gap; NaN where undefined."""
         if vectors is None:
             return {}
-        options, chosen = self.options, self.chosen
+        options = self.options
         first, second = vectors[0], vectors[1]
         loss = infonce(
-            first, second, temperature=options.temperature, unit=chosen.unit, form=chosen.form, undefined="nan"
+            first, second, temperature=options.temperature, unit=options.unit, form=options.form, undefined="nan"
         ).item()
         found: dict[Key, float] = {("infonce", "raw"): loss}
-        if chosen.form == "cross":
+        if options.form == "cross":
             found["infonce_share", "raw"] = 1 - loss / math.log(len(first))
         sums = LidarSums()
         for rows in range(0, vectors.shape[1], AT_ONCE):
             sums.update(vectors[:, rows : rows + AT_ONCE].transpose(0, 1))
-        entropy: dict[str, Any] = {"alpha": options.alpha, "alpha2": chosen.alpha2, "undefined": "nan"}
+        entropy: dict[str, Any] = {"alpha": options.alpha, "alpha2": options.alpha2, "undefined": "nan"}
         for normalization in options.normalizations:
             entropy["normalization"] = normalization
             found["lidar", normalization] = sums.value(delta=options.delta, **entropy).item()
             found["dime", normalization] = dime(
                 first,
                 second,
-                unit=chosen.unit,
+                unit=options.unit,
                 permutations=options.permutations,
                 seed=options.seed,
-                side=chosen.side,
+                side=options.side,
                 **entropy,
             ).item()
         found["lidar_rank", "raw"] = sums.value(delta=options.delta, output="rank", undefined="nan").item()
@@ -316,7 +296,7 @@ class _Findings:
         if self.rows:
             counts["infonce_chance_of_half"] = len(self.kept) // 2
         for metric, n in counts.items():
-            value = math.log(n if self.chosen.form == "cross" else 2 * n - 1)
+            value = math.log(n if self.options.form == "cross" else 2 * n - 1)
             yield Record(metric=metric, value=value, n=n, tags=self._tags((metric, "raw")))
 
     def _tags(self, key: Key) -> dict[str, Any]:
@@ -341,9 +321,7 @@ class _Findings:
                 value = " ".join(value) if isinstance(value, tuple | list) else value
                 # what begins with num_ is a count, not a variant
                 tags["views" if name == "num_views" else name] = int(value) if isinstance(value, bool) else value
-        if undefined := len(options.make().texts[0]) - len(self.kept):
-            tags["num_undefined"] = undefined
-        return tags
+        return tags | left_out("", self.num_undefined)
 
 
 _WITHIN: Key = ("lidar_within_over_delta", "raw")

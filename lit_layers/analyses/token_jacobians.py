@@ -6,16 +6,13 @@ import math
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple
+from typing import Any, ClassVar, Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from lit_layers.analyses.base import (
     DividedAnalysis,
-    States,
-    check_choice,
-    check_counts,
     evenly_spread,
     final_norm,
     first_prompts,
@@ -135,6 +132,8 @@ class TokenCoupling(DividedAnalysis):
     section 4.
     """
 
+    LEAST: ClassVar = {"num_prompts": 1, "p": 1}
+
     batches: Batches
     name: str = "token_coupling"
     k: tuple[int | float, ...] = (0.1,)
@@ -146,36 +145,26 @@ class TokenCoupling(DividedAnalysis):
     num_tokens: int = 8
     num_prompts: int = 4
 
-    def check(self, model: LayeredModel) -> None:
-        super().check(model)
-        self._check_options(model)
-
-    def _check_options(self, model: LayeredModel) -> list[int]:
-        """The numbers of directions, once every option fits."""
+    def check_options(self, model: LayeredModel) -> None:
+        super().check_options(model)
         if not self.k:
             raise InputError(f"{self.name}: expected at least one k, got none")
-        counts = sorted({check_directions(self.name, k, model.dim) for k in self.k})
-        check_counts(self.name, num_prompts=self.num_prompts)
+        self._counts(model)
         if self.num_tokens < 2:
             raise InputError(
                 f"{self.name}: expected num_tokens of at least 2, as one token makes no pair, got {self.num_tokens}"
             )
-        check_choice(self.name, "sign", self.sign, ("signed", "absolute"))
-        check_choice(self.name, "tokens", self.tokens, ("spread", "patches"))
         if not self.tables:
             raise InputError(f"{self.name}: expected at least one of the tables {list(TABLES)}, got none")
-        for table in self.tables:
-            check_choice(self.name, "tables", table, TABLES)
-        if not self.p >= 1:
-            raise InputError(f"{self.name}: expected p of at least 1, got {self.p}")
         if self.tokens == "patches" and not model.family.sees_images:
             kind = type(model.model).__name__
             raise InputError(f"{self.name}: {kind} has no patches: tokens='patches' is for models of images")
-        if isinstance(self.pairs, str):
-            check_choice(self.name, "pairs", self.pairs, ("same", "all"))
-        else:
+        if not isinstance(self.pairs, str):
             check_pairs(self.name, self.pairs, model.num_layers)
-        return counts
+
+    def _counts(self, model: LayeredModel) -> list[int]:
+        """The numbers of directions that `k` stands for."""
+        return sorted({check_directions(self.name, k, model.dim) for k in self.k})
 
     def _pairs(self, model: LayeredModel) -> list[tuple[int, int]]:
         if not isinstance(self.pairs, str):
@@ -184,11 +173,10 @@ class TokenCoupling(DividedAnalysis):
         return [(a, b) for a, b in itertools.product(blocks, blocks) if a == b or self.pairs == "all"]
 
     def parts(self, model: LayeredModel) -> Iterable[Trajectory]:
-        self._check_options(model)
         return first_prompts(model, self.batches, self.num_prompts)
 
     def combine(self, model: LayeredModel, found: "list[_Found]") -> Iterable[Record]:
-        together = _Found(self._check_options(model), self.p)
+        together = _Found(self._counts(model), self.p)
         for prompt in found:
             together.join(prompt)
         if not together.gaps:
@@ -199,7 +187,7 @@ class TokenCoupling(DividedAnalysis):
         yield from records
 
     def of_part(self, model: LayeredModel, part: Trajectory) -> "_Found":
-        trajectory, found, pairs = part, _Found(self._check_options(model), self.p), self._pairs(model)
+        trajectory, found, pairs = part, _Found(self._counts(model), self.p), self._pairs(model)
         found.num_prompts += 1
         places = evenly_spread(self._first_token(model), num_real_tokens(trajectory) - 1, self.num_tokens)
         if len(places) < 2:
@@ -426,6 +414,8 @@ class CrossTokenInfluence(DividedAnalysis):
     Source: definitions and departures as in `lit_layers.functional.coupling.cross_token_influence`.
     """
 
+    LEAST: ClassVar = {"num_prompts": 1, "num_inputs": 1, "eps": 0}
+
     batches: Batches
     name: str = "cross_token_influence"
     num_prompts: int = 4
@@ -433,15 +423,14 @@ class CrossTokenInfluence(DividedAnalysis):
     group_distances: bool = True
     identity: Literal["same_token", "always"] = "same_token"
     eps: float = 0.0
-    states: States = "resid"
+    states: Literal["resid", "hf"] = "resid"
     preset: Literal["released_code"] | None = None
 
-    def check(self, model: LayeredModel) -> None:
-        super().check(model)
+    def check_options(self, model: LayeredModel) -> None:
+        super().check_options(model)
         self._resolved()
 
     def parts(self, model: LayeredModel) -> Iterable[Trajectory]:
-        self._resolved()
         return first_prompts(model, self.batches, self.num_prompts)
 
     def of_part(self, model: LayeredModel, part: Trajectory) -> dict[tuple[int, int | None], Influence]:
@@ -465,12 +454,7 @@ class CrossTokenInfluence(DividedAnalysis):
                 yield from summarize(f"influence_{name}", values, layer=layer, tags=tags)
 
     def _resolved(self) -> "CrossTokenInfluence":
-        """With the preset's options in place, once every option fits."""
-        check_counts(self.name, num_prompts=self.num_prompts, num_inputs=self.num_inputs)
-        check_choice(self.name, "identity", self.identity, ("same_token", "always"))
-        check_choice(self.name, "states", self.states, ("resid", "hf"))
-        if not (math.isfinite(self.eps) and self.eps >= 0):
-            raise InputError(f"{self.name}: expected eps of at least 0, got {self.eps}")
+        """With the preset's options in place."""
         return with_preset(self, PRESETS)
 
     def _distances(self, most: int) -> list[int]:

@@ -223,7 +223,7 @@ def test_every_family_is_measured(name, preset):
 @pytest.mark.parametrize(
     ("options", "sentence"),
     [
-        ({"alpha": 0.0}, "representation: expected alpha above 0, got 0.0"),
+        ({"alpha": 0.0}, "representation: expected a positive alpha, got 0.0"),
         ({"states": "raw"}, r"representation: expected states to be one of \['resid', 'hf', 'normed'\], got 'raw'"),
         ({"preset": "paper"}, r"representation: expected preset to be one of \[None, 'released_code', .*got 'paper'"),
         ({"normalizations": ("log2",)}, "representation: expected normalizations to be one of"),

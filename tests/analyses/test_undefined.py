@@ -159,7 +159,12 @@ def every_analysis() -> set[str]:
     found = {"Analysis"}
     while more := {name for name, parents in bases.items() if parents & found} - found:
         found |= more
-    shared = {"Analysis", "OnTask", *(name for name in found if name.startswith("_"))}  # parents of several
+    shared = {
+        "Analysis",
+        "OnTask",
+        "SplitProbe",
+        *(name for name in found if name.startswith("_")),
+    }  # parents of several
     return found - abstract - shared
 
 
