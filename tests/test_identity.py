@@ -20,13 +20,13 @@ from lit_layers.errors import InputError
 from lit_layers.records import Measurement, Record
 from lit_layers.report import WandbMirror, write_report
 from lit_layers.training import EmergenceCallback
-from tests.embeddings.tiny_tasks import write_tiny_data
 from tests.support.browser import CHROMIUM, dom_after
 from tests.support.charts import page_figures
 from tests.support.labelled_texts import labelled, saved_gpt2
 from tests.support.read_wandb import read_runs
 from tests.support.runs import make_models, make_run, measurement
 from tests.support.tiny_training import RandomText, fit
+from tests.tasks.tiny_tasks import write_tiny_data
 
 STEPS = (0, 1, 2, 4)
 OWN, OTHER = "000000000000000e.00ff00ff00ff00ff", "aaaa0000aaaa0000.bbbb1111bbbb1111"

@@ -179,8 +179,8 @@ class Speed(Analysis):
     name = "intervene/speed"
 
     def config(self) -> dict[str, Any]:
-        whole = describe(self)
-        return {**whole, "init_args": {name: each for name, each in whole["init_args"].items() if name != "tell"}}
+        config = describe(self)
+        return {**config, "init_args": {name: each for name, each in config["init_args"].items() if name != "tell"}}
 
     def check(self, model: LayeredModel) -> None:
         super().check(model)

@@ -219,11 +219,11 @@ def normalized_error(values: Sequence[float], full: Sequence[float], random_scor
     To first order, with guessing as a constant: that of the mean of (x - b' y) / (b_full - b_random) over the rows,
     where x is the variant's score of a row and y the full model's.
     """
-    own, whole = np.asarray(values, dtype=np.float64), np.asarray(full, dtype=np.float64)
-    if len(own) < 2:
+    of_variant, of_full = np.asarray(values, dtype=np.float64), np.asarray(full, dtype=np.float64)
+    if len(of_variant) < 2:
         return None
-    span = whole.mean() - random_score
-    rows = (own - (own.mean() - random_score) / span * whole) / span
+    span = of_full.mean() - random_score
+    rows = (of_variant - (of_variant.mean() - random_score) / span * of_full) / span
     return float(rows.std(ddof=1) / math.sqrt(len(rows)))
 
 

@@ -103,9 +103,9 @@ class BenchmarkScores(Analysis):
     def check(self, model: LayeredModel) -> None:
         self._check_options(model)
         self.variants_of(model)
-        found, vocab_size = self._tokenizer().vocab_size, model.vocab_size or 0
-        if found > vocab_size:
-            raise InputError(f"tokenizer: it has {found} tokens and the model {vocab_size}: give the model's own")
+        num_tokens, vocab_size = self._tokenizer().vocab_size, model.vocab_size or 0
+        if num_tokens > vocab_size:
+            raise InputError(f"tokenizer: it has {num_tokens} tokens and the model {vocab_size}: give the model's own")
         lm_eval_version()
         if not self._is_local:
             refuse_unknown(self.task)
@@ -121,11 +121,11 @@ class BenchmarkScores(Analysis):
 
     def config(self) -> dict[str, Any]:
         """Of all that decides the numbers; the scorer's version, too."""
-        whole = super().config()
-        options = {name: value for name, value in whole["init_args"].items() if name not in _ELSEWHERE}
+        config = super().config()
+        options = {name: value for name, value in config["init_args"].items() if name not in _ELSEWHERE}
         if self.code_file is not None:
             options["task_file"] = task_file_hash(Path(self.task))
-        return {**whole, "init_args": options | {"version": lm_eval_version()}}
+        return {**config, "init_args": options | {"version": lm_eval_version()}}
 
     def data_hash(self) -> str | None:
         """Of the rows scored; None where lm-eval fetches them (each result has theirs)."""
@@ -136,19 +136,19 @@ class BenchmarkScores(Analysis):
 
     def run(self, model: LayeredModel) -> Iterator[Record]:
         self._check_options(model)
-        wanted = self.variants_of(model)
-        kept = ResultFolder(self._place(model))
-        found: dict[Schedule, TaskScores] = {}
+        variants = self.variants_of(model)
+        folder = ResultFolder(self._place(model))
+        scored: dict[Schedule, TaskScores] = {}
         failed: dict[Schedule, str] = {}
         scorer: LmEvalScorer | None = None
-        for number, variant in enumerate(wanted, 1):
+        for number, variant in enumerate(variants, 1):
             schedule = variant.schedule
-            if schedule in found or schedule in failed:
+            if schedule in scored or schedule in failed:
                 continue
-            if (known := kept.read(schedule)) is not None:
-                found[schedule] = known
+            if (earlier := folder.read(schedule)) is not None:
+                scored[schedule] = earlier
                 continue
-            self._say(f"{variant} ({number} of {len(wanted)})")
+            self._say(f"{variant} ({number} of {len(variants)})")
             scorer = scorer or self._scorer(model)
             start = time.perf_counter()
             try:
@@ -160,15 +160,15 @@ class BenchmarkScores(Analysis):
                 failed[schedule] = f"{type(error).__name__}: {' '.join(str(error).split())}"
                 self._say(f"{variant} failed: {failed[schedule]}")
                 continue
-            kept.write(schedule, scores, self._facts(variant, time.perf_counter() - start))
-            found[schedule] = scores
-        self._check_rows(found.values(), kept)
-        yield from self._records(wanted, found, failed)
+            folder.write(schedule, scores, self._facts(variant, time.perf_counter() - start))
+            scored[schedule] = scores
+        self._check_rows(scored.values(), folder)
+        yield from self._records(variants, scored, failed)
 
     def _records(
-        self, wanted: Sequence[Variant], found: dict[Schedule, TaskScores], failed: dict[Schedule, str]
+        self, variants: Sequence[Variant], scored: dict[Schedule, TaskScores], failed: dict[Schedule, str]
     ) -> Iterator[Record]:
-        full = found[wanted[0].schedule]
+        full = scored[variants[0].schedule]
         score, error = mean_and_error(SCORE, [full.values[SCORE]])
         guessed = full.random_score
         lead = score - guessed > (error or 0.0)
@@ -176,19 +176,19 @@ class BenchmarkScores(Analysis):
         task: dict[str, str | int | float] = {"task": self.task_name}
         yield Record(metric="random_score", value=guessed, n=len(full.values[SCORE]), tags=task | undefined)
         per_seed: dict[int, list[Variant]] = {}
-        for variant in wanted:
+        for variant in variants:
             tags = variant.tags | task
             if variant.schedule in failed:
                 tags |= {"error": failed[variant.schedule]}
                 yield Record(metric="failed", value=1.0, layer=variant.block, tags=tags)
                 continue
-            yield from _of_variant(variant, tags, [found[variant.schedule]], full if lead else None)
+            yield from _of_variant(variant, tags, [scored[variant.schedule]], full if lead else None)
             if variant.name == "random" and variant.middle is not None:
                 per_seed.setdefault(variant.middle, []).append(variant)
         for middle, seeds in per_seed.items():
-            identical = sum(variant.schedule == wanted[0].schedule for variant in seeds)
+            identical = sum(variant.schedule == variants[0].schedule for variant in seeds)
             tags = {"variant": "random", "middle": middle, "num_seeds": len(seeds), "num_identical": identical}
-            scores = [found[variant.schedule] for variant in seeds]
+            scores = [scored[variant.schedule] for variant in seeds]
             yield from _of_variant(seeds[0], tags | task, scores, full if lead else None)
 
     def _check_options(self, model: LayeredModel) -> None:
@@ -233,10 +233,10 @@ class BenchmarkScores(Analysis):
         facts |= {"difference": self._rows().difference} if self._is_local else {}
         return facts | {"seconds": round(seconds, 3)}
 
-    def _check_rows(self, scores: Iterable[TaskScores], kept: ResultFolder) -> None:
+    def _check_rows(self, scores: Iterable[TaskScores], folder: ResultFolder) -> None:
         if len({each.rows_hash for each in scores}) > 1:
             raise InputError(
-                f"{self.name}: the task's rows changed between variants: remove {kept.folder} and begin anew"
+                f"{self.name}: the task's rows changed between variants: remove {folder.folder} and begin anew"
             )
 
     def _rows(self) -> LocalRows:
@@ -266,8 +266,8 @@ def _of_variant(
         value, error = mean_and_error(metric, rows)
         yield Record(metric=metric, value=value, layer=variant.block, stderr=error, n=len(rows[0]), tags=tags)
     if full is not None:
-        own = [statistics.fmean(row) for row in zip(*(each.values[SCORE] for each in scores), strict=True)]
-        whole = full.values[SCORE]
-        left = normalized_score(statistics.fmean(own), full.random_score, statistics.fmean(whole))
-        error = normalized_error(own, whole, full.random_score)
-        yield Record(metric=NORMALIZED, value=left, layer=variant.block, stderr=error, n=len(own), tags=tags)
+        values = [statistics.fmean(row) for row in zip(*(each.values[SCORE] for each in scores), strict=True)]
+        of_full = full.values[SCORE]
+        left = normalized_score(statistics.fmean(values), full.random_score, statistics.fmean(of_full))
+        error = normalized_error(values, of_full, full.random_score)
+        yield Record(metric=NORMALIZED, value=left, layer=variant.block, stderr=error, n=len(values), tags=tags)

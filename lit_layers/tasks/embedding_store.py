@@ -13,7 +13,7 @@ import shutil
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal, Protocol, get_args
+from typing import Any, Literal, NamedTuple, Protocol, get_args
 
 import numpy as np
 import torch
@@ -104,9 +104,9 @@ class Store:
         Raises:
             InputError: there cannot be.
         """
-        found = [path for path in self.folder.iterdir() if (path / _OURS).is_file()]
-        sizes = {path: _size(path) for path in found}
-        for path in sorted(found, key=_last_used):
+        folders = [path for path in self.folder.iterdir() if (path / _OURS).is_file()]
+        sizes = {path: _size(path) for path in folders}
+        for path in sorted(folders, key=_last_used):
             if sum(sizes.values()) + size <= self.max_bytes:
                 return
             if path != used and self._removed(path):
@@ -175,16 +175,16 @@ class TaskEmbeddings:
         if layer != self._layer:  # memory holds one layer at a time
             self._read, self._layer = {}, layer
         places = np.array([self._places[text] for text in texts], dtype=np.int64).reshape(-1, 2)
-        found = np.empty((len(texts), self.view.dim), dtype=np.float32)
+        vectors = np.empty((len(texts), self.view.dim), dtype=np.float32)
         for chunk in np.unique(places[:, 0]).tolist():
             if chunk not in self._read:
                 self._read[chunk] = self._chunks[chunk].layer(layer).to(torch.float32).numpy()
             here = places[:, 0] == chunk
-            found[here] = self._read[chunk][places[here, 1]]
-        finite = np.isfinite(found).all(1)
+            vectors[here] = self._read[chunk][places[here, 1]]
+        finite = np.isfinite(vectors).all(1)
         if not finite.all():
             raise NotFiniteError(f"the features of text {finite.argmin()} at layer {layer} are not finite")
-        return found
+        return vectors
 
     def _add(self, texts: list[str]) -> None:
         encoded, num_empty = self.embedding.encode(texts)
@@ -203,65 +203,58 @@ class TaskEmbeddings:
         self.num_empty += num_empty
 
     def _features(self, encoded: EncodedTexts, folder: Path) -> _Features:
-        how = self.embedding
+        how: dict[str, Any] = {"pooling": self.embedding.pooling, "states": self.embedding.states, "undefined": "nan"}
         if self.store.dtype == "float32":
-            return text_features(
-                self.view, encoded, pooling=how.pooling, states=how.states, cache=folder, undefined="nan"
-            )
-        num_layers, shape = self.view.num_layers, (len(encoded), self.view.dim)
-        if (folder / _WHOLE).is_file() and _Halves.are_whole(folder, num_layers, shape):
-            return _Halves(folder, shape, self.store.dtype)
+            return text_features(self.view, encoded, cache=folder, **how)
+        halves = _Halves(folder, (len(encoded), self.view.dim), self.store.dtype)
+        layers = range(self.view.num_layers + 1)
+        if (folder / _WHOLE).is_file() and all(map(halves.is_whole, layers)):
+            return halves
         shutil.rmtree(folder, ignore_errors=True)
         folder.mkdir(parents=True)
         try:
-            draft = folder / "draft"
-            features = text_features(
-                self.view, encoded, pooling=how.pooling, states=how.states, cache=draft, undefined="nan"
-            )
-            for layer in range(num_layers + 1):
-                _Halves.write(folder, layer, features.layer(layer), self.store.dtype)
+            features = text_features(self.view, encoded, cache=folder / "draft", **how)
+            for layer in layers:
+                halves.write(layer, features.layer(layer))
         finally:
             shutil.rmtree(folder / "draft", ignore_errors=True)
-        return _Halves(folder, shape, self.store.dtype)
+        return halves
 
 
-class _Halves:
+class _Halves(NamedTuple):
     """Features of all layers in half precision, a file each."""
 
-    def __init__(self, folder: Path, shape: tuple[int, int], dtype: StoreDtype) -> None:
-        self._folder, self._shape = folder, shape
-        self._dtype: StoreDtype = dtype
+    folder: Path
+    shape: tuple[int, int]
+    dtype: StoreDtype
 
     def layer(self, layer: int) -> Tensor:
-        bits = np.fromfile(_half(self._folder, layer), dtype=np.int16)
-        return torch.from_numpy(bits).view(getattr(torch, self._dtype)).reshape(self._shape)
+        bits = np.fromfile(self._file(layer), dtype=np.int16)
+        return torch.from_numpy(bits).view(getattr(torch, self.dtype)).reshape(self.shape)
 
-    @staticmethod
-    def write(folder: Path, layer: int, features: Tensor, dtype: StoreDtype) -> None:
-        halved = features.to(getattr(torch, dtype))
+    def write(self, layer: int, features: Tensor) -> None:
+        halved = features.to(getattr(torch, self.dtype))
         if not halved[features.isfinite()].isfinite().all():
             raise InputError(
-                f"store_dtype: layer {layer} has a value of {features.abs().max():.3g}, which {dtype} cannot hold: "
-                "take bfloat16 or float32"
+                f"store_dtype: layer {layer} has a value of {features.abs().max():.3g}, which {self.dtype} cannot "
+                "hold: take bfloat16 or float32"
             )
-        halved.view(torch.int16).numpy().tofile(_half(folder, layer))
-        sync(_half(folder, layer))
+        halved.view(torch.int16).numpy().tofile(self._file(layer))
+        sync(self._file(layer))
 
-    @staticmethod
-    def are_whole(folder: Path, num_layers: int, shape: tuple[int, int]) -> bool:
-        files = [_half(folder, layer) for layer in range(num_layers + 1)]
-        return all(file.is_file() and file.stat().st_size == 2 * shape[0] * shape[1] for file in files)
+    def is_whole(self, layer: int) -> bool:
+        file = self._file(layer)
+        return file.is_file() and file.stat().st_size == 2 * self.shape[0] * self.shape[1]
 
-
-def _half(folder: Path, layer: int) -> Path:
-    return folder / f"layer-{layer:03d}.half"
+    def _file(self, layer: int) -> Path:
+        return self.folder / f"layer-{layer:03d}.half"
 
 
 def _way(view: LayeredModel) -> list[str]:
     """How a model of these weights is run."""
     config = getattr(view.model, "config", None)
-    said = config.to_json_string() if config is not None else ""
-    return [type(view.model).__name__, view.attention, str(view.dtype), view.device.type, said]
+    described = config.to_json_string() if config is not None else ""
+    return [type(view.model).__name__, view.attention, str(view.dtype), view.device.type, described]
 
 
 def _key(parts: Sequence[str | int]) -> str:

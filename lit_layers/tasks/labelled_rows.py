@@ -68,8 +68,8 @@ class LabelledRows:
             groups=None if self.groups is None else [self.groups[index] for index in indices],
         )
 
-    def without(self, known: set[str]) -> "LabelledRows":
-        return self.take([index for index, key in enumerate(self.keys) if key not in known])
+    def without(self, keys: set[str]) -> "LabelledRows":
+        return self.take([index for index, key in enumerate(self.keys) if key not in keys])
 
 
 def refusal(task: str, option: str, sentence: str) -> InputError:
@@ -84,11 +84,11 @@ def text_columns(task: str, text: str) -> list[str]:
         places = [place for _, place, _, _ in string.Formatter().parse(text) if place is not None]
     except ValueError as error:
         raise refusal(task, "text", f"{text!r} is no format ({error}): write {{column}} or {{column[0]}}") from error
-    found = [_FIELD.fullmatch(place) for place in places]
-    for place, match in zip(places, found, strict=True):
+    matches = [_FIELD.fullmatch(place) for place in places]
+    for place, match in zip(places, matches, strict=True):
         if match is None:
             raise refusal(task, "text", f"cannot tell the column in {{{place}}}: write {{column}} or {{column[0]}}")
-    return [match["column"] for match in found if match]
+    return [match["column"] for match in matches if match]
 
 
 def read_rows(task: RowOptions, splits: str | Sequence[str]) -> LabelledRows:
@@ -135,20 +135,22 @@ def as_classes(task: RowOptions, parts: Mapping[str, LabelledRows]) -> tuple[dic
     """The parts with numbers of classes for labels, and the classes' names."""
     values = {part: [_class(task, rows, index) for index in range(len(rows))] for part, rows in parts.items()}
     names = task.classes or next((rows.class_names for rows in parts.values() if rows.class_names), None)
-    found = {value for each in values.values() for value in each}
+    labels = {value for each in values.values() for value in each}
     if names is None:
-        if len({type(value) for value in found}) > 1:
+        if len({type(value) for value in labels}) > 1:
             raise refusal(
-                task.name, "label", f"column {task.label!r} mixes numbers and names, such as {_example(found)}: use one"
+                task.name,
+                "label",
+                f"column {task.label!r} mixes numbers and names, such as {_example(labels)}: use one",
             )
-        order = sorted(found)
-        known = {value: number for number, value in enumerate(order)}
+        order = sorted(labels)
+        number_of = {value: number for number, value in enumerate(order)}
         names = tuple(map(str, order))
     else:
-        known = dict(enumerate(range(len(names)))) | {name: number for number, name in enumerate(names)}
+        number_of = dict(enumerate(range(len(names)))) | {name: number for number, name in enumerate(names)}
         for part, rows in parts.items():
             for value, number in zip(values[part], rows.numbers, strict=True):
-                if value not in known:
+                if value not in number_of:
                     raise refusal(
                         task.name,
                         "classes",
@@ -156,11 +158,11 @@ def as_classes(task: RowOptions, parts: Mapping[str, LabelledRows]) -> tuple[dic
                         f"a number from 0 to {len(names) - 1}: name all classes, or choose the rows by where",
                     )
         if task.classes is None:  # the Hub names classes that may occur nowhere in the rows chosen
-            used = sorted({known[value] for value in found})
+            used = sorted({number_of[value] for value in labels})
             places = {number: place for place, number in enumerate(used)}
-            known = {value: places[number] for value, number in known.items() if number in places}
+            number_of = {value: places[number] for value, number in number_of.items() if number in places}
             names = tuple(names[number] for number in used)
-    return {part: replace(rows, labels=[known[v] for v in values[part]]) for part, rows in parts.items()}, names
+    return {part: replace(rows, labels=[number_of[v] for v in values[part]]) for part, rows in parts.items()}, names
 
 
 def as_values(task: RowOptions, parts: Mapping[str, LabelledRows]) -> dict[str, LabelledRows]:
@@ -184,8 +186,8 @@ def _kept(task: RowOptions, read: Columns) -> Iterator[int]:
     """Numbers of the rows that `where` keeps."""
     num_rows = len(read.values[task.label])
     kept = range(num_rows)
-    for column, wanted in task.where.items():
-        values, allowed = read.values[column], wanted if isinstance(wanted, list | tuple) else [wanted]
+    for column, condition in task.where.items():
+        values, allowed = read.values[column], condition if isinstance(condition, list | tuple) else [condition]
         for value in allowed:
             if value not in values:
                 held = ", ".join(sorted({repr(each) for each in values})[:5])
@@ -243,8 +245,8 @@ def _is_missing(value: Any) -> bool:
     return value is None or value == "" or (isinstance(value, float) and math.isnan(value))
 
 
-def _example(found: set) -> str:
-    numbers, names = ([value for value in found if isinstance(value, kind)] for kind in (int, str))
+def _example(labels: set) -> str:
+    numbers, names = ([value for value in labels if isinstance(value, kind)] for kind in (int, str))
     return f"{min(numbers)} and {min(names)!r}"
 
 

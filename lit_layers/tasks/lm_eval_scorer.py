@@ -55,9 +55,9 @@ def refuse_unknown(task: str) -> None:
             raise InputError(f"task: expected a task file of lm-eval, {name} does not exist")
         return
     with _quiet():
-        known = _manager(defaults=True).all_tasks
-    if name not in known:
-        raise unknown_task(name, known)
+        names = _manager(defaults=True).all_tasks
+    if name not in names:
+        raise unknown_task(name, names)
 
 
 def task_file_hash(path: Path) -> str:
@@ -79,8 +79,8 @@ def task_file_hash(path: Path) -> str:
         digest.update(f"{len(text)} {text}".encode())
         included = re.findall(r"^include:\s*(.+)$", text, re.MULTILINE)
         scripts = [f"{name}.py" for name in re.findall(r"!function\s+(\w+)\.", text)]
-        found = [file.parent / name.strip().strip("'\"") for name in (*included, *scripts)]
-        waiting += [each for each in found if each.is_file()]
+        beside = [file.parent / name.strip().strip("'\"") for name in (*included, *scripts)]
+        waiting += [each for each in beside if each.is_file()]
     return digest.hexdigest()[:16]
 
 
@@ -132,14 +132,14 @@ class LmEvalScorer:
             for task in loaded["tasks"].values():
                 task.set_fewshot_seed(seed=SHOT_SEED)  # every score draws the same examples
             wrapped = self._wrap(model)
-            found: Any = evaluate(
+            results: Any = evaluate(
                 lm=wrapped,
                 task_dict=loaded,
                 limit=self.limit,
                 bootstrap_iters=0,  # errors are taken from the rows; it would start a process for each core
                 log_samples=True,
             )
-        (samples,) = found["samples"].values()
+        (samples,) = results["samples"].values()
         rows_hash = None if self.rows is None else self.rows.content_hash()
         return _scores(samples, next(iter(loaded["tasks"].values())), num_cut=wrapped.num_cut, rows_hash=rows_hash)
 
@@ -222,15 +222,15 @@ def _speaker() -> Any:
                     )
             self.num_cut = sum(length > self.max_length + 1 for length in lengths)
             order = sorted(range(len(requests)), key=lambda n: (-lengths[n], requests[n][1], requests[n][2]))
-            found: dict[int, Any] = {}
+            likelihoods: dict[int, Any] = {}
             for start in range(0, len(order), int(self.batch_size)):
                 rows = order[start : start + int(self.batch_size)]
                 longest = min(max(lengths[row] for row in rows), self.max_length + 1)
                 self._keep = max(longest - min(lengths[row], longest) + len(requests[row][2]) for row in rows)
                 scores = super()._loglikelihood_tokens([requests[row] for row in rows], disable_tqdm=True)
-                found.update(zip(rows, scores, strict=True))
+                likelihoods.update(zip(rows, scores, strict=True))
             self._keep = None
-            return [found[row] for row in range(len(requests))]
+            return [likelihoods[row] for row in range(len(requests))]
 
         def tok_batch_encode(
             self, strings: Any, *args: Any, left_truncate_len: int | None = None, **options: Any
@@ -245,10 +245,10 @@ def _speaker() -> Any:
                 return self.model(inps, use_cache=False, **options).logits[..., : true_vocab_size(self.model)]
 
         def generate_until(self, requests: Any, disable_tqdm: bool = False) -> Any:
-            wanted = {request.args[1].get("max_gen_toks", self.max_gen_toks) for request in requests}
-            if max(wanted) >= self.max_length:
+            longest = max(request.args[1].get("max_gen_toks", self.max_gen_toks) for request in requests)
+            if longest >= self.max_length:
                 raise InputError(
-                    f"max_new_tokens: {max(wanted)} leave no room for a prompt in a model of {self.max_length} tokens: "
+                    f"max_new_tokens: {longest} leave no room for a prompt in a model of {self.max_length} tokens: "
                     "ask for fewer"
                 )
             return super().generate_until(requests, disable_tqdm=disable_tqdm)

@@ -86,13 +86,13 @@ class Prepared:
             )
         if self.spec.subset not in scores:
             raise ValueError(f"{self.spec.name}: mteb gave no scores of the subset {self.spec.subset}")
-        found = TaskResult.from_task_results(task, {SPLIT: scores}, evaluation_time=time.perf_counter() - start)
-        (row,) = found.scores[SPLIT]
+        result = TaskResult.from_task_results(task, {SPLIT: scores}, evaluation_time=time.perf_counter() - start)
+        (row,) = result.scores[SPLIT]
         return {
             "main_score": _finite(row["main_score"]),
-            "mteb_version": found.mteb_version,
-            "dataset_revision": found.dataset_revision,
-            "seconds": found.evaluation_time,
+            "mteb_version": result.mteb_version,
+            "dataset_revision": result.dataset_revision,
+            "seconds": result.evaluation_time,
             "scores": _plain(row),
         }
 
@@ -140,13 +140,13 @@ def _remembering(undersample: Any) -> Any:
 
     It reads the labels one by one, which takes more time than all else of a small layer's evaluation.
     """
-    known: dict[int, tuple[Any, list[int], list[int]]] = {}
+    choices: dict[int, tuple[Any, list[int], list[int]]] = {}
 
     def remembered(dataset: Any, experiment: int, idxs: list[int] | None = None) -> tuple[Any, list[int], list[int]]:
-        if experiment not in known:
+        if experiment not in choices:
             chosen, order, rows = undersample(dataset, experiment, idxs)
-            known[experiment] = (chosen, list(order), rows)
-        chosen, order, rows = known[experiment]
+            choices[experiment] = (chosen, list(order), rows)
+        chosen, order, rows = choices[experiment]
         return chosen, list(order), list(rows)  # the next call shuffles the order in place
 
     return remembered

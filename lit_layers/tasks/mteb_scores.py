@@ -95,11 +95,11 @@ class MtebTask(Analysis):
 
     def config(self) -> dict[str, Any]:
         """Of all that decides the numbers; mteb's own version, too."""
-        whole = super().config()
-        options = {name: each for name, each in whole["init_args"].items() if name not in (*_ELSEWHERE, "tell")}
+        config = super().config()
+        options = {name: each for name, each in config["init_args"].items() if name not in (*_ELSEWHERE, "tell")}
         of_task = {name: getattr(self.task, name) for name in ("name", "domain", "score", "subset", "official")}
         options["task"] = {"class_path": _TASK, "init_args": of_task}  # as in hashes of measurements
-        return {**whole, "init_args": options | {"store_dtype": self.store.dtype, "mteb": mteb_version()}}
+        return {**config, "init_args": options | {"store_dtype": self.store.dtype, "mteb": mteb_version()}}
 
     def data_hash(self) -> str | None:
         return self.sources.data_hash(self.task)
@@ -305,8 +305,8 @@ class Averages:
 
     def at(self, layer: int, column: str = "average") -> float:
         """The mean at a layer."""
-        found = self.curve.loc[self.curve["layer"] == layer, column]
-        return float(found.iloc[0]) if len(found) else float("nan")
+        means = self.curve.loc[self.curve["layer"] == layer, column]
+        return float(means.iloc[0]) if len(means) else float("nan")
 
     def best_layer(self, column: str = "average") -> int:
         """The layer from 1 on of the highest mean; of several the first."""
@@ -330,20 +330,20 @@ def averages(frame: pd.DataFrame, *, expected: Sequence[str] = ()) -> list[Avera
         InputError: a table without a score of mteb.
     """
     table: Any = score_table(frame)
-    found = []
+    of_checkpoints = []
     for (run, step, pooling, states), rows in table.groupby(RUN, dropna=False, sort=False):
         layers = [layer for layer in _layers(rows) if rows[layer].notna().any()]
         later = [layer for layer in layers if layer > 0]
-        whole = rows[rows[later].notna().all(axis=1)] if later else rows.iloc[:0]
-        missing = [name for name in dict.fromkeys([*rows["task"], *expected]) if name not in set(whole["task"])]
-        scores = whole[["task", "domain", "score", "n", *layers]].reset_index(drop=True)
+        complete = rows[rows[later].notna().all(axis=1)] if later else rows.iloc[:0]
+        missing = [name for name in dict.fromkeys([*rows["task"], *expected]) if name not in set(complete["task"])]
+        scores = complete[["task", "domain", "score", "n", *layers]].reset_index(drop=True)
         curve = pd.DataFrame({"layer": layers, "average": _mean(scores, layers)})
         for domain in DOMAINS:
             if (of := scores[scores["domain"] == domain]).size:
                 curve[domain] = _mean(of, layers)
         number = None if pd.isna(step) else int(step)
-        found.append(Averages(str(run), number, str(pooling), str(states), scores, curve, tuple(missing)))
-    return sorted(found, key=lambda each: (each.run, -1 if each.step is None else each.step))
+        of_checkpoints.append(Averages(str(run), number, str(pooling), str(states), scores, curve, tuple(missing)))
+    return sorted(of_checkpoints, key=lambda each: (each.run, -1 if each.step is None else each.step))
 
 
 def score_table(frame: pd.DataFrame) -> pd.DataFrame:

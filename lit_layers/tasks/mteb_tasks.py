@@ -116,12 +116,12 @@ class Sources:
     def describe(self, spec: Task) -> dict[str, Any]:
         """Where the data come from and how they differ from the official ones, for the results."""
         place = self.place(spec)
-        said: dict[str, Any] = {"source": place}
+        facts: dict[str, Any] = {"source": place}
         if spec.official:
-            said["dataset"] = dict(_official(spec.name).metadata.dataset)
+            facts["dataset"] = dict(_official(spec.name).metadata.dataset)
         if place == "folder" and (difference := self._copies()[spec.name].difference):
-            said["difference"] = difference
-        return said
+            facts["difference"] = difference
+        return facts
 
     def _copies(self) -> dict[str, LocalCopy]:
         return {} if self.folder is None else local_copies("mteb", self.folder)
@@ -140,9 +140,9 @@ def _load(task: Any, spec: Task, place: str) -> None:
             task.load_data()
     except (DatasetNotFoundError, OSError, ValueError, RuntimeError, KeyError) as error:
         path = task.metadata.dataset["path"]
-        said = " ".join(str(error).split())[:200]
+        why = " ".join(str(error).split())[:200]
         advice = "mend the mirror" if place == "mirror" else "check the network, or name a --folder or --mirror with it"
-        raise InputError(f"{spec.name}: its data set {path} cannot be had ({said}): {advice}") from error
+        raise InputError(f"{spec.name}: its data set {path} cannot be had ({why}): {advice}") from error
 
 
 @contextlib.contextmanager

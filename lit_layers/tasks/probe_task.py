@@ -144,10 +144,10 @@ class ProbeTask(RowOptions):
             raise refusal(self.name, "label_offset", "is for regressions: leave it out, or choose kind regression")
         if self.classes is not None and len(set(self.classes)) < max(2, len(self.classes)):
             raise refusal(self.name, "classes", f"expected two or more different names, got {list(self.classes)}")
-        known = {each.name for each in fields(self)} - {"name", "local", "local_options"}
+        options = {each.name for each in fields(self)} - {"name", "local", "local_options"}
         text_columns(self.name, self.text)
-        if strange := sorted(set(self.local_options) - known):
-            sentence = f"there is no option {strange[0]!r}: name some of {', '.join(sorted(known))}"
+        if strange := sorted(set(self.local_options) - options):
+            sentence = f"there is no option {strange[0]!r}: name some of {', '.join(sorted(options))}"
             raise refusal(self.name, "local_options", sentence)
 
     def load(self, folder: str | None = None) -> TaskData:
@@ -166,9 +166,9 @@ class ProbeTask(RowOptions):
         if folder is None or (self.local is None and is_local(self.source)):
             return _load(self, is_copy=False)
         place, options = self._copy(Path(folder).expanduser())
-        found = replace(self, local=None, local_options={}, **{"source": str(place), **options})
-        found.check()
-        return _load(found, is_copy=True)
+        local = replace(self, local=None, local_options={}, **{"source": str(place), **options})
+        local.check()
+        return _load(local, is_copy=True)
 
     def _copy(self, folder: Path) -> tuple[Path, Mapping[str, Any]]:
         """Where a folder has this task, and which options are others there."""
@@ -189,7 +189,7 @@ def _load(task: ProbeTask, *, is_copy: bool) -> TaskData:
     parts, classes = _read(task)
     num_empty = sum(rows.num_empty for rows in parts.values())
     num_duplicates, num_validation_duplicates = _part(task, parts)
-    wanted = _choose(task, parts, classes, is_copy)
+    asked_for = _choose(task, parts, classes, is_copy)
     train, validation, test = parts["train"], parts["validation"], parts["test"]
     if len(seen := set(train.labels)) < 2:
         held = classes[train.labels[0]] if classes else train.labels[0]
@@ -206,8 +206,8 @@ def _load(task: ProbeTask, *, is_copy: bool) -> TaskData:
         num_empty=num_empty,
         num_conflicting=_num_conflicting(train, validation),
         num_unseen_test_rows=sum(label not in seen for label in test.labels) if classes else 0,
-        num_train_wanted=wanted.get("train"),
-        num_test_wanted=wanted.get("test"),
+        num_train_wanted=asked_for.get("train"),
+        num_test_wanted=asked_for.get("test"),
     )
 
 
@@ -228,12 +228,12 @@ def _read(task: ProbeTask) -> tuple[dict[str, LabelledRows], tuple[str, ...] | N
 def _part(task: ProbeTask, parts: dict[str, LabelledRows]) -> tuple[int, int]:
     """Takes the texts of test from the others, and those of validation from train; how many rows that were."""
     counts = []
-    for known, others in (("test", ("train", "validation")), ("validation", ("train",))):
+    for first, others in (("test", ("train", "validation")), ("validation", ("train",))):
         before = sum(map(len, parts.values()))
-        for other in parts.keys() & set(others) if known in parts else ():
-            parts[other] = parts[other].without(set(parts[known].keys))
+        for other in parts.keys() & set(others) if first in parts else ():
+            parts[other] = parts[other].without(set(parts[first].keys))
             if not len(parts[other]):
-                raise refusal(task.name, other, f"all its texts are in {known}, too: give other rows")
+                raise refusal(task.name, other, f"all its texts are in {first}, too: give other rows")
         counts.append(before - sum(map(len, parts.values())))
     return counts[0], counts[1]
 
@@ -242,13 +242,13 @@ def _choose(
     task: ProbeTask, parts: dict[str, LabelledRows], classes: tuple[str, ...] | None, is_copy: bool
 ) -> dict[str, int]:
     """Draws and cuts off the parts; how many rows the task asks for where a copy has fewer."""
-    parts["train"], wanted_in_all = _balanced(task, parts["train"], classes, is_copy)
-    wanted = {"train": wanted_in_all} if wanted_in_all else {}
+    parts["train"], asked_for_in_all = _balanced(task, parts["train"], classes, is_copy)
+    asked_for = {"train": asked_for_in_all} if asked_for_in_all else {}
     if "test" not in parts:
         parts["train"], parts["test"] = _cut(task, parts["train"], "test")
-        if wanted_in_all:
-            held_out = round(wanted_in_all * task.test_share)
-            wanted = {"train": wanted_in_all - held_out, "test": held_out}
+        if asked_for_in_all:
+            held_out = round(asked_for_in_all * task.test_share)
+            asked_for = {"train": asked_for_in_all - held_out, "test": held_out}
     for part, number in (("train", task.num_train), ("test", task.num_test)):
         if number is None:
             continue
@@ -256,12 +256,12 @@ def _choose(
             if not is_copy:
                 sentence = f"{number} rows are wanted, {len(parts[part])} are there for {part}: ask for fewer"
                 raise refusal(task.name, f"num_{part}", sentence)
-            wanted[part] = number
+            asked_for[part] = number
         drawn = draw(parts[part].keys, number, seed=task.seed, purpose=f"num_{part}")
         parts[part] = parts[part].take(drawn)
     if "validation" not in parts:
         parts["train"], parts["validation"] = _cut(task, parts["train"], "validation")
-    return wanted
+    return asked_for
 
 
 def _balanced(
@@ -273,15 +273,15 @@ def _balanced(
     places: dict[Any, list[int]] = {}
     for index, label in enumerate(rows.labels):
         places.setdefault(label, []).append(index)
-    label, fewest = min(((label, len(found)) for label, found in places.items()), key=lambda each: each[1])
+    label, fewest = min(((label, len(indices)) for label, indices in places.items()), key=lambda each: each[1])
     if fewest < task.balance and not is_copy:
         name = classes[label] if classes else label
         sentence = f"{task.balance} rows of each label are wanted, {rows.place} has {fewest} of {name!r}: ask for fewer"
         raise refusal(task.name, "balance", sentence)
     number, chosen = min(fewest, task.balance), []
-    for found in places.values():
-        drawn = draw([rows.keys[index] for index in found], number, seed=task.seed, purpose="balance")
-        chosen += [found[index] for index in drawn]
+    for indices in places.values():
+        drawn = draw([rows.keys[index] for index in indices], number, seed=task.seed, purpose="balance")
+        chosen += [indices[index] for index in drawn]
     return rows.take(sorted(chosen)), task.balance * len(places) if number < task.balance else None
 
 

@@ -29,11 +29,11 @@ from lit_layers.functional.entropy import effective_rank
 from lit_layers.models.view import LayeredModel
 from lit_layers.records import Measurement, frame
 from lit_layers.tasks.probe_task import ProbeTask
-from tests.embeddings.tiny_tasks import task, write_tiny_data
 from tests.support.charts import line
 from tests.support.labelled_texts import labelled, saved_gpt2
 from tests.support.listed_batches import Listed
 from tests.support.tiny_models import tiny
+from tests.tasks.tiny_tasks import task, write_tiny_data
 
 BLOCKS, BROKEN = 4, 3  # layers 0 to 2 are healthy
 TEXTS = [text for text, _ in labelled(24)]

@@ -18,9 +18,9 @@ from lit_layers.training import callbacks
 from lit_layers.training.callbacks import EmergenceCallback
 from lit_layers.training.checkpoints import saved_steps, step_folder
 from tests.cli.test_fit import RECIPE
-from tests.embeddings.tiny_tasks import write_tiny_data
 from tests.support.forked import _fork, _wait, run_forked
 from tests.support.labelled_texts import saved_gpt2
+from tests.tasks.tiny_tasks import write_tiny_data
 
 
 @pytest.fixture(autouse=True)

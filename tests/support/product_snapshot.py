@@ -302,7 +302,7 @@ def intervene(s: Scenarios) -> None:
 
 
 def mteb(s: Scenarios) -> None:
-    from tests.embeddings.tiny_tasks import write_tiny_data
+    from tests.tasks.tiny_tasks import write_tiny_data
 
     home = s.work / "mteb"
     saved_gpt2(home / "model")

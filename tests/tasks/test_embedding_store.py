@@ -16,8 +16,8 @@ from lit_layers.models.build import weights_hash
 from lit_layers.models.view import LayeredModel
 from lit_layers.tasks import embedding_store as stores
 from lit_layers.tasks.embedding_store import Store
-from tests.embeddings.tiny_tasks import Passes, embedding_of, encoded, saved_model, spoil_, store_in
 from tests.support.labelled_texts import labelled
+from tests.tasks.tiny_tasks import Passes, embedding_of, encoded, saved_model, spoil_, store_in
 
 TEXTS = [text for text, _ in labelled(20)]
 

@@ -25,7 +25,9 @@ from lit_layers.tasks.catalogue import resolve
 from lit_layers.tasks.mteb_evaluation import LayerEncoder, Prepared
 from lit_layers.tasks.mteb_scores import MtebTask
 from lit_layers.tasks.mteb_tasks import Sources
-from tests.embeddings.tiny_tasks import (
+from tests.support.labelled_texts import saved_bert
+from tests.support.tiny_models import tiny
+from tests.tasks.tiny_tasks import (
     NAMES,
     Passes,
     embedding_of,
@@ -37,8 +39,6 @@ from tests.embeddings.tiny_tasks import (
     write,
     write_tiny_data,
 )
-from tests.support.labelled_texts import saved_bert
-from tests.support.tiny_models import tiny
 
 Vectors = Callable[[list[str]], np.ndarray]
 

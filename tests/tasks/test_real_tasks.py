@@ -9,8 +9,8 @@ import pytest
 from lit_layers.tasks.catalogue import resolve, tasks_of
 from lit_layers.tasks.mteb_evaluation import Prepared
 from lit_layers.tasks.mteb_tasks import Sources
-from tests.embeddings.tiny_tasks import saved_model, task
 from tests.support.data_mapping import copies
+from tests.tasks.tiny_tasks import saved_model, task
 
 LOCAL_DATA = copies("mteb")
 pytestmark = pytest.mark.realdata
