@@ -9,7 +9,9 @@ import pytest
 from lit_layers import plots, records
 from lit_layers.errors import InputError
 from lit_layers.figures import theme
+from lit_layers.figures.axes import Axis
 from lit_layers.figures.models import short_names
+from lit_layers.figures.theme import DASHES
 from lit_layers.records import Measurement, Record
 from tests.support.charts import axis, drawn, line, names, svg_texts, values
 from tests.support.runs import measurement
@@ -673,3 +675,19 @@ def test_a_legend_shows_the_colours_and_dashes_of_the_lines() -> None:
         symbols = re.findall(r'role-legend-symbol[^>]*><path[^>]*stroke="([^"]*)"', picture)
         named = dict.fromkeys((series.name, series.color) for series in fig.series if series.legend)
         assert symbols == [color for _, color in named]
+
+
+def test_charts_beside_each_other_keep_their_own_axes_dashes_and_legends(tmp_path: Path) -> None:
+    def chart(name: str, dash: str) -> plots.Chart:
+        levels = [
+            plots.Series(x=[0, 3], y=[n, n], name=f"{name} {n}", dash=dash, width=1.0, legend=True) for n in (1, 2)
+        ]
+        return plots.Chart(title=name, x=Axis(title="Layer", whole=True), y=Axis(), series=levels)
+
+    plots.Panels(title="", charts=[chart("left", "dash"), chart("right", "dot")]).write(tmp_path / "a.svg")
+    texts = svg_texts(tmp_path / "a.svg")
+    assert [texts.count(name) for name in ("left 1", "left 2", "right 1", "right 2")] == [1, 1, 1, 1]
+    assert texts.count("3") == 2, "both axes across have labels"
+    picture = (tmp_path / "a.svg").read_text()
+    dashes = [picture.count(f'stroke-dasharray="{",".join(map(str, DASHES[dash]))}"') for dash in ("dash", "dot")]
+    assert dashes == [4, 4], "each line and its place in the legend"

@@ -1,6 +1,7 @@
 """What a figure shows, apart from how: series and cells on two axes; and the same as Vega-Lite, PNG, SVG and PDF."""
 
 import json
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -425,11 +426,21 @@ class Panels:
 
     def whole(self) -> dict[str, Any]:
         parts = [
-            {**chart.spec(width=self.width), "title": {"text": chart.title, "fontSize": 11}} for chart in self.charts
+            {**_sized(chart.spec(width=self.width), self.width), "title": {"text": chart.title, "fontSize": 11}}
+            for chart in self.charts
         ]
-        found = {"concat": parts, "columns": self.columns, "resolve": {"scale": {"color": "independent"}}}
+        apart = dict.fromkeys(("color", "fill", "strokeDash", "shape"), "independent")
+        found = {"concat": parts, "columns": self.columns, "resolve": {"scale": apart, "legend": apart}}
         return {"$schema": _SCHEMA, "title": self.title, **found, "config": self.charts[0].config}
 
     def write(self, path: str | Path) -> None:
         """Writes it as `Chart.write`."""
         write_charts({Path(path): self})
+
+
+def _sized(part: Any, width: int) -> Any:
+    """With the width in place of the signal of that name, which a chart beside others does not have."""
+    if isinstance(part, dict):
+        expression = {"expr": re.sub(r"\bwidth\b", str(width), part["expr"])} if "expr" in part else {}
+        return {**{name: _sized(each, width) for name, each in part.items()}, **expression}
+    return [_sized(each, width) for each in part] if isinstance(part, list) else part
