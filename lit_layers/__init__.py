@@ -7,9 +7,9 @@ from lit_layers import moved
 
 if TYPE_CHECKING:
     from lit_layers.analyses.base import Analysis
-    from lit_layers.emergence import measure
     from lit_layers.models.view import LayeredModel, Trajectory
     from lit_layers.records import Record
+    from lit_layers.undisturbed import measure
 
 moved.install()
 
@@ -20,7 +20,7 @@ _HOMES = {
     "LayeredModel": "lit_layers.models.view",
     "Record": "lit_layers.records",
     "Trajectory": "lit_layers.models.view",
-    "measure": "lit_layers.emergence",
+    "measure": "lit_layers.undisturbed",
 }
 
 

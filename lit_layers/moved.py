@@ -10,6 +10,11 @@ from typing import Any
 
 # As recipes and hashes name it -> where it is now; of several files, the first one that has the name asked for.
 MOVED = {
+    "lit_layers.data.hub_errors": "lit_layers.downloads",
+    "lit_layers.emergence": "lit_layers.undisturbed",
+    "lit_layers.foreign_weights": "lit_layers.downloads",
+    "lit_layers.hub_errors": "lit_layers.downloads",
+    "lit_layers.ranges": "lit_layers.schema",
     "lit_layers.analyses.compressions": "lit_layers.analyses.depth_coupling",
     "lit_layers.analyses.concept_alignment": "lit_layers.analyses.linear_structure",
     "lit_layers.analyses.coupling": "lit_layers.analyses.depth_coupling",
@@ -58,6 +63,16 @@ MOVED = {
     "lit_layers.intervene": "lit_layers.tasks.benchmark_scores lit_layers.tasks.catalogue",
     "lit_layers.intervene.benchmark_scores": "lit_layers.tasks.benchmark_scores",
     "lit_layers.intervene.speed": "lit_layers.analyses.speed",
+    "lit_layers.models.attention": "lit_layers.models.families",
+    "lit_layers.models.block_memory": "lit_layers.models.shard_files",
+    "lit_layers.models.layer_latency": "lit_layers.models.costs",
+    "lit_layers.models.pixel_statistics": "lit_layers.models.pixels",
+    "lit_layers.models.recipe_parts": "lit_layers.models.pixels",
+    "lit_layers.models.sequence_classifier": "lit_layers.models.plain",
+    "lit_layers.models.shared_prefixes": "lit_layers.models.running_order",
+    "lit_layers.models.skeleton": "lit_layers.models.streaming",
+    "lit_layers.models.vision": "lit_layers.models.families",
+    "lit_layers.models.vocabulary": "lit_layers.models.build",
     "lit_layers.select.card": "lit_layers.select.export",
     "lit_layers.select.comparison": "lit_layers.select.export",
     "lit_layers.select.head": "lit_layers.select.classifier",
@@ -117,8 +132,10 @@ _CLASSES = {
     "lit_layers.intervene.benchmark_scores": "BenchmarkScores",
     "lit_layers.intervene.speed": "Speed",
 }
-_JOINED = tuple(f"lit_layers.{room}." for room in ("analyses", "functional", "select", "series", "tasks", "training"))
-_JOINED += ("lit_layers.plots",)
+_JOINED = tuple(
+    f"lit_layers.{room}." for room in ("analyses", "functional", "models", "select", "series", "tasks", "training")
+)
+_JOINED += ("lit_layers.downloads", "lit_layers.plots", "lit_layers.schema")
 # By module of today and class; None for all classes of a module that moved as a whole.
 _FORMER = {
     (now.split()[0], _CLASSES.get(former)): former
@@ -134,13 +151,6 @@ def public_path(kind: type) -> str:
     return f"{former}.{kind.__qualname__}"
 
 
-class _Former(ModuleType):
-    """A module whose function of the same name (`functional.variants`) can be called where the module hides it."""
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return getattr(self, self.__name__.rpartition(".")[2])(*args, **kwargs)
-
-
 class _Moved:
     """Lets a former name of a module be imported."""
 
@@ -149,8 +159,8 @@ class _Moved:
         return importlib.util.spec_from_loader(name, _Moved) if name in MOVED else None  # pyright: ignore[reportArgumentType]
 
     @staticmethod
-    def create_module(spec: ModuleSpec) -> ModuleType:
-        return _Former(spec.name)
+    def create_module(spec: ModuleSpec) -> None:
+        return None
 
     @staticmethod
     def exec_module(module: ModuleType) -> None:

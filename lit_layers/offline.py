@@ -14,7 +14,7 @@ from typing import Any, Literal
 
 import torch
 
-from lit_layers import emergence, run_lock
+from lit_layers import run_lock, undisturbed
 from lit_layers.analyses.base import Analysis
 from lit_layers.analyses.streamed import STATE, layerwise, walk
 from lit_layers.errors import InputError
@@ -361,14 +361,14 @@ class _Measuring:
             return
         view = LayeredModel(checkpoint.load(dtype=options.torch_dtype).to(options.device))
         self._check(view, analyses)
-        self._keep(checkpoint, view, analyses, emergence.one_by_one, tell, weights_hash(view.model))
+        self._keep(checkpoint, view, analyses, undisturbed.one_by_one, tell, weights_hash(view.model))
 
     def _keep(
         self,
         checkpoint: Checkpoint,
         view: Any,
         analyses: Sequence[Analysis],
-        way: emergence.Way,
+        way: undisturbed.Way,
         tell: Tell,
         fingerprint: str,
     ) -> None:
@@ -383,7 +383,7 @@ class _Measuring:
             same["model_tokenizer_hash"] = self.known.tokenizer_hash(checkpoint)
             source |= {name: found for name, found in same.items() if found is not None}
         measured = [
-            *emergence.measure_missing(
+            *undisturbed.measure_missing(
                 view,
                 analyses,
                 self.known.store,
@@ -427,7 +427,7 @@ class _Measuring:
             source, fingerprint = facts.pop("provenance"), facts.pop("weights_hash")
             for analysis in due:
                 mine = found[analysis.name]
-                said = {**emergence.describe_run(view, analysis, fingerprint), **source}
+                said = {**undisturbed.describe_run(view, analysis, fingerprint), **source}
                 result = {"records": mine.records, "seconds": mine.seconds, "error": mine.error}
                 yield Measurement(analysis=analysis.name, provenance=said, **facts, **result)
             shutil.rmtree(folder)
@@ -479,10 +479,10 @@ def _key(view: StreamedModel, analyses: Sequence[Analysis]) -> str:
 
 @contextlib.contextmanager
 def _plain_numbers(device: torch.device) -> Iterator[None]:
-    """What `emergence.measure` gives an analysis: fixed seeds, derivatives on, no autocast, full float32 precision."""
+    """What `measure` gives an analysis: fixed seeds, derivatives on, no autocast, full float32 precision."""
     with (
-        emergence.kept_random_state(),
-        emergence.full_float32_precision(),
+        undisturbed.kept_random_state(),
+        undisturbed.full_float32_precision(),
         torch.inference_mode(False),
         torch.enable_grad(),
         torch.autocast("cpu", enabled=False),

@@ -3,7 +3,7 @@
 from collections.abc import Iterator, Mapping, Sequence
 
 from lit_layers.errors import InputError
-from lit_layers.ranges import MANY, Range
+from lit_layers.schema import MANY, Range
 
 Steps = str | Sequence[int] | Mapping[str, int]
 """As a recipe writes it: `pythia`, `[0, 1, 2, 1000]`, `{every: 500}` or `{log: 2, until: 512, then_every: 1000}`."""

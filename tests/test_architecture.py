@@ -46,7 +46,7 @@ def test_the_front_door_imports_nothing_heavy(module):
 
 @pytest.mark.slow
 def test_analyses_need_no_lightning():
-    code = "import sys, lit_layers.analyses, lit_layers.emergence; print('lightning' in sys.modules)"
+    code = "import sys, lit_layers.analyses, lit_layers.undisturbed; print('lightning' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, check=True)
     assert done.stdout.strip() == "False"
 

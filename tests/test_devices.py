@@ -17,7 +17,7 @@ import pytest
 import torch
 from torch.utils import backend_registration
 
-from lit_layers import emergence, records
+from lit_layers import records, undisturbed
 from lit_layers.analyses import Coupling, Lens, Representation, Trajectory
 from lit_layers.analyses.base import DividedAnalysis, LayerwiseAnalysis
 from lit_layers.analyses.streamed import walk
@@ -76,7 +76,7 @@ def measured(model: torch.nn.Module, name: str, folder: Path) -> dict[str, Measu
     analyses = of_images() if sees_images(name) else of_text(save_inputs(folder))
     if name == "gpt2":  # the others in shares
         analyses = [each for each in analyses if each.name not in {other.name for other in of_prompts(prompts())}]
-    return {analysis.name: emergence.measure(model, analysis, run="run", step=0) for analysis in analyses}
+    return {analysis.name: undisturbed.measure(model, analysis, run="run", step=0) for analysis in analyses}
 
 
 def measured_on_device(device, name: str, folder: Path) -> tuple[dict[str, Measurement], dict]:
@@ -136,9 +136,9 @@ def shared_on_device(device) -> tuple[dict[str, Measurement], dict]:
     model, joined = made("gpt2").to(device.DEVICE).eval(), {}
     device.reset()
     for analysis in divided():
-        shares = [emergence.measure_share(model, analysis, rank=rank, world_size=2) for rank in range(2)]
+        shares = [undisturbed.measure_share(model, analysis, rank=rank, world_size=2) for rank in range(2)]
         sent = pickle.loads(pickle.dumps(shares))
-        joined[analysis.name] = emergence.join_shares(model, analysis, sent, run="run", step=0)
+        joined[analysis.name] = undisturbed.join_shares(model, analysis, sent, run="run", step=0)
     return joined, dict(device.violations)
 
 
@@ -147,7 +147,7 @@ def test_no_share_of_a_rank_holds_a_tensor_of_the_device():
     assert violations == {}
     assert joined.keys() == {analysis.name for analysis in of_prompts(prompts())}
     model = made("gpt2")
-    assert_close(joined, {each.name: emergence.measure(model, each, run="run", step=0) for each in divided()})
+    assert_close(joined, {each.name: undisturbed.measure(model, each, run="run", step=0) for each in divided()})
 
 
 class Killed(BaseException):
@@ -194,7 +194,7 @@ def test_a_streamed_walk_goes_on_wherever_it_is_taken_up(tmp_path):
     results |= apart(walked_on_the_device, tmp_path)
     model = load(tmp_path / "model")
     for analysis in three():
-        expected = values(emergence.measure(model, analysis, run="run", step=0))
+        expected = values(undisturbed.measure(model, analysis, run="run", step=0))
         for work, result in results.items():
             error, numbers = result[analysis.name]
             assert error is None, (work, analysis.name)

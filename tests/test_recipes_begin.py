@@ -15,9 +15,9 @@ from lit_layers.analyses.base import Analysis
 from lit_layers.analyses.task_probes import OnTask
 from lit_layers.cli.analyze_options import Command
 from lit_layers.data import EvalText, prepare
-from lit_layers.emergence import measure
 from lit_layers.errors import InputError
 from lit_layers.offline import analyze
+from lit_layers.undisturbed import measure
 from tests.support.labelled_texts import saved_gpt2
 from tests.support.targets import target
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from lit_layers.cli.correlate_layers import OverLayers, run
 from lit_layers.cli.options import Names
 from lit_layers.errors import InputError
-from lit_layers.ranges import MANY, Range, refuse_outside
+from lit_layers.schema import MANY, Range, refuse_outside
 
 if TYPE_CHECKING:
     from lit_layers.correlate import Findings, ModelTable

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from lit_layers.errors import InputError
-from lit_layers.ranges import COUNT, COUNT_OR_NONE, MANY, SEED, Range, refuse_outside
+from lit_layers.schema import COUNT, COUNT_OR_NONE, MANY, SEED, Range, refuse_outside
 
 _TRAINER = {
     "max_steps": Range(1, MANY, whole=True, low_words="the number of steps to train"),

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from lit_layers.models.shard_files import ShardFiles
     from lit_layers.models.view import LayeredModel
     from lit_layers.select.choosing import Choice, TaskFeatures
-    from lit_layers.tasks.probe import ProbeTask
+    from lit_layers.tasks.probe_task import ProbeTask
 
 
 def select(model: str, options: SelectOptions) -> int:

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 from lit_layers.errors import InputError
-from lit_layers.ranges import COUNT, Range, refuse_outside
+from lit_layers.schema import COUNT, Range, refuse_outside
 
 if TYPE_CHECKING:
     from lit_layers.tasks.probe_task import ProbeTask

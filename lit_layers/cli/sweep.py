@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from lit_layers.cli.bar import bar
 from lit_layers.cli.processes import shard_of
 from lit_layers.errors import InputError
-from lit_layers.ranges import COUNT, refuse_outside
+from lit_layers.schema import COUNT, refuse_outside
 
 if TYPE_CHECKING:
     import pandas as pd

@@ -6,8 +6,8 @@ from collections.abc import Iterator
 from typing import Any
 
 from lit_layers.data.corpora import SPLITS, Document, Documents, Source
+from lit_layers.downloads import HUB_ERRORS, reason
 from lit_layers.errors import InputError
-from lit_layers.hub_errors import HUB_ERRORS, reason
 
 TITLE = re.compile(r" = [^=].* = \n")  # the first line of an article; " = = Section = = \n" is none
 BY_LINE = ("Salesforce/wikitext",)  # a row is a line there, and a document many rows

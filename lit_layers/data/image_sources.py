@@ -20,8 +20,8 @@ from lit_layers.data.picture_files import (
     python_splits,
 )
 from lit_layers.data.pictures import FilePictures, Pictures, from_array
+from lit_layers.downloads import HUB_ERRORS, reason
 from lit_layers.errors import InputError
-from lit_layers.hub_errors import HUB_ERRORS, reason
 
 Split = Literal["train", "test"]
 HUB_NAMES = {"cifar10": "uoft-cs/cifar10", "cifar100": "uoft-cs/cifar100"}

@@ -13,8 +13,8 @@ from typing import Any
 
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
+from lit_layers.downloads import HUB_ERRORS, LOG_IN, is_refused, reason
 from lit_layers.errors import InputError
-from lit_layers.hub_errors import HUB_ERRORS, LOG_IN, is_refused, reason
 
 END_OF_TEXT = "<|endoftext|>"
 ENDS = (END_OF_TEXT, "</s>", "<|end_of_text|>", "[SEP]")  # tried in this order where a tokenizer does not name its own

@@ -18,9 +18,9 @@ from huggingface_hub.errors import StrictDataclassError
 from safetensors import SafetensorError
 from torch import Tensor, nn
 
+from lit_layers.downloads import would_run_code
 from lit_layers.durable import write_json
 from lit_layers.errors import InputError
-from lit_layers.foreign_weights import would_run_code
 from lit_layers.models.families import Network, class_named, family_of
 from lit_layers.models.pixels import (
     PREPROCESSOR,

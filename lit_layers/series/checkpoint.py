@@ -14,8 +14,8 @@ from pathlib import Path
 from queue import SimpleQueue
 from typing import TYPE_CHECKING, Any
 
+from lit_layers.downloads import would_run_code
 from lit_layers.errors import InputError
-from lit_layers.foreign_weights import would_run_code
 from lit_layers.schedule import Schedule, Steps
 from lit_layers.series.checkpoint_sources import Source
 from lit_layers.series.weight_files import Memory

@@ -13,8 +13,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
+from lit_layers.downloads import named_shards
 from lit_layers.durable import draft_of
-from lit_layers.foreign_weights import named_shards
 
 if TYPE_CHECKING:
     from torch import Tensor

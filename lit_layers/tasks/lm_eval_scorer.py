@@ -16,8 +16,8 @@ from typing import Any
 import torch
 
 from lit_layers.data.tokenization import load_tokenizer
+from lit_layers.downloads import HUB_ERRORS, reason
 from lit_layers.errors import InputError
-from lit_layers.hub_errors import HUB_ERRORS, reason
 from lit_layers.models.build import true_vocab_size
 from lit_layers.models.families import Network
 from lit_layers.tasks.benchmark_rows import FLEXIBLE, NORMED, PERPLEXITY, SCORE, LocalRows, TaskScores

@@ -11,8 +11,8 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, get_args
 
+from lit_layers.downloads import HUB_ERRORS, reason
 from lit_layers.errors import InputError
-from lit_layers.hub_errors import HUB_ERRORS, reason
 
 Use = Literal["probe", "prompts", "benchmark", "glue", "mteb"]
 SUFFIXES = (".parquet", ".csv", ".jsonl")

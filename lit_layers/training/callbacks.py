@@ -15,9 +15,8 @@ from typing import Any, Protocol
 import lightning as L
 from torch import distributed, nn
 
-from lit_layers import emergence, records, run_lock
+from lit_layers import records, run_lock, undisturbed
 from lit_layers.analyses.base import Analysis, DividedAnalysis
-from lit_layers.emergence import Attempt
 from lit_layers.errors import InputError
 from lit_layers.identity import logged_name, plain_settings
 from lit_layers.models.build import save, weights_hash
@@ -26,6 +25,7 @@ from lit_layers.records import Measurement, Store
 from lit_layers.schedule import Schedule, Steps
 from lit_layers.training.checkpoints import axis_step, origin_of, step_folder, write_folder
 from lit_layers.training.sharding import NoRoomError, is_sharded, release_copy_, whole_copy, whole_on_first_rank
+from lit_layers.undisturbed import Attempt
 
 _PATIENCE = datetime.timedelta(hours=12)
 
@@ -50,12 +50,12 @@ def measure_together(
     for analysis in analyses:
         if isinstance(analysis, DividedAnalysis):
             starting(analysis)
-            mine[analysis.name] = emergence.measure_share(
+            mine[analysis.name] = undisturbed.measure_share(
                 model, analysis, rank=rank, world_size=world_size, weights_hash=facts["weights_hash"]
             )
         elif next(turns) == rank:
             starting(analysis)
-            mine[analysis.name] = emergence.measure(model, analysis, **facts)
+            mine[analysis.name] = undisturbed.measure(model, analysis, **facts)
     everybodys: list[Any] | None = [None] * world_size if rank == 0 else None
     distributed.gather_object(mine, everybodys, dst=0, group=group)
     found = [] if everybodys is None else [_joined(model, analysis, everybodys, **facts) for analysis in analyses]
@@ -66,7 +66,7 @@ def measure_together(
 def _joined(model: nn.Module, analysis: Analysis, everybodys: list[dict[str, Any]], **facts: Any) -> Measurement:
     found = [mine[analysis.name] for mine in everybodys if analysis.name in mine]
     if isinstance(analysis, DividedAnalysis):
-        return emergence.join_shares(model, analysis, found, **facts)
+        return undisturbed.join_shares(model, analysis, found, **facts)
     (measurement,) = found
     return measurement
 
@@ -284,7 +284,7 @@ class EmergenceCallback(_AtSteps):
                 watcher.measuring(step, analysis.name)
 
         together = functools.partial(measure_together, group=self._group)
-        for measurement in emergence.measure_missing(
+        for measurement in undisturbed.measure_missing(
             model,
             self.analyses,
             self._store,
@@ -293,7 +293,7 @@ class EmergenceCallback(_AtSteps):
             tokens=self._tokens(trainer, step),
             provenance=self._provenance(step == origin_of(trainer).step),
             weights_hash=weights_hash(model),
-            way=emergence.one_by_one if self._group is None else together,
+            way=undisturbed.one_by_one if self._group is None else together,
             starting=starting,
         ):
             self._tell(trainer, measurement)

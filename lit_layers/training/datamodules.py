@@ -19,7 +19,7 @@ from lit_layers.data.text import prepared
 from lit_layers.data.training_text import TokenBlocks
 from lit_layers.errors import InputError
 from lit_layers.models.pixels import train_transform
-from lit_layers.ranges import BATCH, COUNT, SEED, SHARE, WORKERS, Range, refuse_outside
+from lit_layers.schema import BATCH, COUNT, SEED, SHARE, WORKERS, Range, refuse_outside
 from lit_layers.training.augmentation import Augmentation, RandAugment, uniforms
 
 

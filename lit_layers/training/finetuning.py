@@ -19,14 +19,14 @@ from torch.nn import functional as F
 from lit_layers import schema
 from lit_layers.data.preparing import prepared
 from lit_layers.durable import write_json
-from lit_layers.emergence import kept_random_state
 from lit_layers.errors import InputError
 from lit_layers.functional.block_schedules import Variant, baseline, format_schedule
 from lit_layers.models.build import architecture_hash, save, true_vocab_size, weights_hash
 from lit_layers.models.families import Network
 from lit_layers.models.running_order import Parallel, running_order
 from lit_layers.models.view import LayeredModel
-from lit_layers.ranges import (
+from lit_layers.records import Record
+from lit_layers.schema import (
     BATCH,
     COUNT,
     COUNT_OR_NONE,
@@ -38,11 +38,11 @@ from lit_layers.ranges import (
     Range,
     refuse_outside,
 )
-from lit_layers.records import Record
 from lit_layers.training.checkpoints import writable_folder, write_folder
 from lit_layers.training.datamodules import LitTextData
 from lit_layers.training.modules import LitCausalLM
 from lit_layers.training.resume import StepSeed
+from lit_layers.undisturbed import kept_random_state
 
 _AGAIN = "take it away to train that variant again"
 ANALYSIS, RESULT, MODEL = "intervene/finetune", "finetuned.json", "model"

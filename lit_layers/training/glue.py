@@ -18,7 +18,6 @@ from torch.utils.data import DataLoader
 from lit_layers.data.encoded_texts import tokenizer_of
 from lit_layers.data.tokenization import TextTokenizer, load_tokenizer, one_thread, tokenizer_hash
 from lit_layers.durable import write_json
-from lit_layers.emergence import kept_random_state
 from lit_layers.errors import InputError
 from lit_layers.functional.block_schedules import LOOPS, SEEDS, Variant, variants
 from lit_layers.models.build import architecture_hash, weights_hash
@@ -26,8 +25,8 @@ from lit_layers.models.families import Network, trunk_of
 from lit_layers.models.plain import sequence_classifier
 from lit_layers.models.running_order import running_order
 from lit_layers.models.view import LayeredModel
-from lit_layers.ranges import BATCH, COUNT, COUNT_OR_NONE, LEARNING_RATE, SEED, WEIGHT_DECAY, refuse_outside
 from lit_layers.records import Record
+from lit_layers.schema import BATCH, COUNT, COUNT_OR_NONE, LEARNING_RATE, SEED, WEIGHT_DECAY, refuse_outside
 from lit_layers.tasks.catalogue import Task, find
 from lit_layers.tasks.glue_rows import GlueRows, glue_metrics, read_rows
 from lit_layers.training.checkpoints import writable_folder
@@ -41,6 +40,7 @@ from lit_layers.training.finetuning import (
     quiet_trainer,
 )
 from lit_layers.training.modules import adamw, may_fuse, scheduled, warmup_linear
+from lit_layers.undisturbed import kept_random_state
 
 ANALYSIS, SCORE, MEAN = "intervene/glue", "task_score", "glue_score"
 Training = Literal["full", "frozen"]

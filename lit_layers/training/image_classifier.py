@@ -15,7 +15,7 @@ from torchmetrics.classification import MulticlassAccuracy
 from lit_layers.errors import InputError
 from lit_layers.models.build import vit
 from lit_layers.models.pixels import mixup, set_pixel_statistics_
-from lit_layers.ranges import (
+from lit_layers.schema import (
     BETA,
     COUNT,
     COUNT_OR_NONE,

@@ -15,7 +15,7 @@ from torchmetrics import Metric
 from lit_layers.errors import InputError
 from lit_layers.models.build import causal_lm, true_vocab_size
 from lit_layers.models.families import causal_by_flag
-from lit_layers.ranges import (
+from lit_layers.schema import (
     BETA,
     COUNT,
     COUNT_OR_NONE,

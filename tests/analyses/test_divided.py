@@ -5,7 +5,7 @@ import pickle
 import pytest
 import torch
 
-from lit_layers import emergence
+from lit_layers import undisturbed
 from lit_layers.analyses import (
     Coupling,
     CouplingMatrices,
@@ -53,15 +53,15 @@ def model():
 
 @pytest.mark.parametrize("analysis", ANALYSES, ids=lambda analysis: analysis.name)
 def test_shares_of_any_number_of_processes_join_to_the_numbers_of_one(model, analysis):
-    whole = emergence.measure(model, analysis, run="run", step=3, tokens=5, weights_hash="x")
+    whole = undisturbed.measure(model, analysis, run="run", step=3, tokens=5, weights_hash="x")
     assert whole.error is None
     assert whole.records
     for world_size in (2, 3, 8):
         shares = [
-            emergence.measure_share(model, analysis, rank=rank, world_size=world_size, weights_hash="x")
+            undisturbed.measure_share(model, analysis, rank=rank, world_size=world_size, weights_hash="x")
             for rank in reversed(range(world_size))
         ]
-        joined = emergence.join_shares(
+        joined = undisturbed.join_shares(
             model, analysis, pickle.loads(pickle.dumps(shares)), run="run", step=3, tokens=5, weights_hash="x"
         )
         # NaN is not equal to itself, its text is
@@ -100,9 +100,9 @@ class Odd(DividedAnalysis):
 
 @pytest.mark.parametrize(("fails", "error"), [(True, "RuntimeError: the second part"), (False, "pickle")])
 def test_a_failing_share_is_the_error_of_the_whole(model, fails, error):
-    shares = [emergence.measure_share(model, Odd(fails), rank=rank, world_size=2) for rank in range(2)]
+    shares = [undisturbed.measure_share(model, Odd(fails), rank=rank, world_size=2) for rank in range(2)]
     assert shares[0].error is None
-    measurement = emergence.join_shares(model, Odd(fails), shares, run="run", step=0)
+    measurement = undisturbed.join_shares(model, Odd(fails), shares, run="run", step=0)
     assert measurement.error is not None
     assert error in measurement.error
     assert measurement.records == []
@@ -110,6 +110,6 @@ def test_a_failing_share_is_the_error_of_the_whole(model, fails, error):
 
 def test_data_without_prompts_is_an_error_of_the_joined_measurement(model):
     nothing = Trajectory(batches=Listed())
-    shares = [emergence.measure_share(model, nothing, rank=rank, world_size=2) for rank in range(2)]
-    measurement = emergence.join_shares(model, nothing, shares, run="run", step=0)
+    shares = [undisturbed.measure_share(model, nothing, rank=rank, world_size=2) for rank in range(2)]
+    measurement = undisturbed.join_shares(model, nothing, shares, run="run", step=0)
     assert measurement.error == "InputError: trajectory: the data holds no prompts"

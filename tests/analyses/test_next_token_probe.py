@@ -21,10 +21,10 @@ from lit_layers.analyses.next_token_probe import (
     passes,
     real_tokens,
 )
-from lit_layers.emergence import measure
 from lit_layers.errors import InputError
 from lit_layers.functional.curves import bootstrap_interval, wilson_interval
 from lit_layers.models.view import LayeredModel
+from lit_layers.undisturbed import measure
 from tests.support.listed_batches import Listed
 from tests.support.prompt_states import states_of_each_prompt
 from tests.support.tiny_models import LAYERS, VOCAB, tiny, tiny_batch

@@ -15,7 +15,7 @@ import pytest
 import torch
 import yaml
 
-from lit_layers import emergence, records
+from lit_layers import records, undisturbed
 from lit_layers.analyses import Coupling
 from lit_layers.cli.main import main
 from lit_layers.errors import InputError
@@ -168,7 +168,7 @@ MOMENTS = {
     "inside the save of a resume checkpoint": dying(resume, "_fill", 3),
     "between a resume checkpoint and the removal of the oldest": dying(resume, "write_folder", 4, after=True),
     "inside an analysis": dying(Coupling, "of_part", 3),
-    "between two analyses of a step": dying(emergence, "measure", 4, after=True),
+    "between two analyses of a step": dying(undisturbed, "measure", 4, after=True),
     "inside a line of measurements": lambda first: setattr(records, "_write_line", torn_line),
     "inside a validation": dying(LitCausalLM, "validation_step", 3),
     "before a row of scalars is closed": dying(records.ScalarLog, "close", 5),

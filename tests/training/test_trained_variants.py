@@ -8,13 +8,13 @@ from dataclasses import replace
 import pytest
 import torch
 
-from lit_layers.emergence import measure
 from lit_layers.errors import InputError
 from lit_layers.models.build import load, weights_hash
 from lit_layers.models.view import LayeredModel
 from lit_layers.training.finetuning import FinetuningRecipe, LitVariant
 from lit_layers.training.glue import GlueRecipe, LitSequenceClassifier, glue_scores
 from lit_layers.training.trained_variants import Finetuning, GlueScores
+from lit_layers.undisturbed import measure
 from tests.support.data_mapping import with_mapping
 from tests.support.glue_files import saved_bert_of_pairs, write_glue, write_rows
 from tests.support.labelled_texts import labelled, saved_gpt2

@@ -1,9 +1,12 @@
-"""Weights of somebody else's: what their files may not say."""
+"""What comes from elsewhere: what files of weights may not say, and how to say in a line what the Hub refused."""
 
 import json
 import pickle
 import re
+import textwrap
 from pathlib import PurePosixPath
+
+from huggingface_hub.errors import EntryNotFoundError, GatedRepoError, HTTPError
 
 from lit_layers.errors import InputError
 
@@ -30,3 +33,21 @@ def would_run_code(where: str, error: pickle.UnpicklingError) -> InputError:
     held = re.search(r"GLOBAL ([\w.]+)", str(error))
     what = f"hold {held[1]}, and loading them would run code" if held else "are more than plain tensors, or damaged"
     return InputError(f"{where}: its weights {what}; nothing was run: only tensors in safetensors or a pickle are read")
+
+
+# HTTPError is that of the HTTP library the installed huggingface_hub is built on: it covers a refused connection, too.
+HUB_ERRORS = (OSError, ValueError, HTTPError, EntryNotFoundError)
+
+
+LOG_IN = "access is refused: ask for it on the repository's page, then log in with `hf auth login` or set HF_TOKEN"
+
+
+def is_refused(error: BaseException) -> bool:
+    """Whether the Hub answered that this user may not have it: a gated repository, or status 403."""
+    status = getattr(getattr(error, "response", None), "status_code", None)
+    return isinstance(error, GatedRepoError) or status == 403
+
+
+def reason(error: Exception) -> str:
+    """The kind of an error and the beginning of what it says."""
+    return f"{type(error).__name__}: {textwrap.shorten(str(error), 200, placeholder='...')}"
