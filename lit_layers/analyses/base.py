@@ -121,10 +121,10 @@ class Analysis(ABC):
         """Hash of the tokenizer that made the data, over every field that has a `tokenizer_hash()`; None where there
         is none. Of several tokenizers the hashes stand side by side.
         """
-        known = [
+        hashes = [
             value.tokenizer_hash() for value in vars(self).values() if callable(getattr(value, "tokenizer_hash", None))
         ]
-        return ", ".join(dict.fromkeys(filter(None, known))) or None
+        return ", ".join(dict.fromkeys(filter(None, hashes))) or None
 
 
 class DividedAnalysis(Analysis):
@@ -143,7 +143,7 @@ class DividedAnalysis(Analysis):
         """What one part gives: plain values and tensors on the CPU, to be sent to another process."""
 
     @abstractmethod
-    def combine(self, model: LayeredModel, found: list[Any]) -> Iterable[Record]:
+    def combine(self, model: LayeredModel, results: list[Any]) -> Iterable[Record]:
         """Yields the records of all parts, of which there is at least one, in their order."""
 
     def run(self, model: LayeredModel) -> Iterable[Record]:
@@ -168,10 +168,10 @@ class DividedAnalysis(Analysis):
             InputError: data without prompts.
             ValueError: nothing is defined.
         """
-        found = {number: part for share in shares for number, part in share.items()}
-        if not found:
+        results = {number: result for share in shares for number, result in share.items()}
+        if not results:
             raise InputError(f"{self.name}: the data holds no prompts")
-        yield from with_a_value(self.name, self.combine(self.prepared(model), [found[n] for n in sorted(found)]))
+        yield from with_a_value(self.name, self.combine(self.prepared(model), [results[n] for n in sorted(results)]))
 
 
 @dataclass(frozen=True, eq=False)
@@ -292,9 +292,9 @@ class LayerwiseAnalysis(DividedAnalysis):
         run.release(number)
         return {name: tensor.cpu() for name, tensor in run.state.items()}
 
-    def combine(self, model: LayeredModel, found: list[dict[str, Tensor]]) -> Iterable[Record]:
+    def combine(self, model: LayeredModel, results: list[dict[str, Tensor]]) -> Iterable[Record]:
         run = self.begin(model)
-        for state in found:
+        for state in results:
             run.state.update(state)
         yield from run.records()
 
@@ -325,7 +325,7 @@ def describe(value: Any) -> Any:
 
 
 def final_norm(model: LayeredModel) -> torch.nn.Module | None:
-    """The norm behind the last block; None where there is none (BERT)."""
+    """The norm after the last block; None where there is none (BERT)."""
     return None if model.family.norm is None else trunk_of(model.model).get_submodule(model.family.norm)
 
 
@@ -365,26 +365,28 @@ def refuse_unlike_training(name: str, images: EvalImages, model: LayeredModel) -
     """Refuses images in another normalisation or size than the model's: its numbers would be wrong without a word.
 
     Raises:
-        InputError: naming both; a model of which nobody knows the normalisation is taken as it is.
+        InputError: naming both; a model whose normalisation is unknown is taken as it is.
     """
     if not model.family.sees_images:
         return
-    known, found = pixel_statistics(model.model), images.mean_and_std()
-    if known is not None and len(known[0]) != len(found[0]):
+    trained, given = pixel_statistics(model.model), images.mean_and_std()
+    if trained is not None and len(trained[0]) != len(given[0]):
         raise InputError(
-            f"{name}: the model takes images of {len(known[0])} channels, {images.source} has {len(found[0])}"
+            f"{name}: the model takes images of {len(trained[0])} channels, {images.source} has {len(given[0])}"
         )
-    if known is not None and not all(
-        math.isclose(a, b, abs_tol=_NEGLIGIBLE) for a, b in zip(sum(known, ()), sum(found, ()), strict=True)
+    if trained is not None and not all(
+        math.isclose(a, b, abs_tol=_NEGLIGIBLE) for a, b in zip(sum(trained, ()), sum(given, ()), strict=True)
     ):
         raise InputError(
-            f"{name}: normalisation {images.normalisation} of {images.source} gives mean {_digits(found[0])}, std "
-            f"{_digits(found[1])}, and the model was trained with mean {_digits(known[0])}, std {_digits(known[1])}: "
-            "use the normalisation of its training data"
+            f"{name}: normalisation {images.normalisation} of {images.source} gives mean {_digits(given[0])}, std "
+            f"{_digits(given[1])}, and the model was trained with mean {_digits(trained[0])}, std "
+            f"{_digits(trained[1])}: use the normalisation of its training data"
         )
-    size, taken = images.images()[0].shape[-1], model.image_size
-    if taken is not None and size != taken:
-        raise InputError(f"{name}: expected an image_size of {taken}, which the model takes, got images of {size} px")
+    size, expected = images.images()[0].shape[-1], model.image_size
+    if expected is not None and size != expected:
+        raise InputError(
+            f"{name}: expected an image_size of {expected}, which the model takes, got images of {size} px"
+        )
 
 
 def _digits(values: tuple[float, ...]) -> str:

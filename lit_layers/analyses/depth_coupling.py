@@ -20,7 +20,7 @@ from lit_layers.analyses.base import (
     with_preset,
 )
 from lit_layers.analyses.statistics import Tags, left_out, summarize
-from lit_layers.analyses.token_jacobians import TIE, check_directions, check_pairs, finite_or_zero, own_jacobians
+from lit_layers.analyses.token_jacobians import TIE, check_directions, check_pairs, finite_or_zero, same_token_jacobians
 from lit_layers.data.batches import Batches
 from lit_layers.errors import InputError
 from lit_layers.functional import coupling as functional
@@ -137,8 +137,8 @@ class Coupling(LayerwiseAnalysis):
                 return
 
 
-class _Found(NamedTuple):
-    """What the prompts gave, float64 on the CPU, prompts last, and within them their tokens."""
+class _PromptValues(NamedTuple):
+    """The values of all prompts, float64 on the CPU, prompts last, and within them their tokens."""
 
     miscoupling: Tensor  # (k, blocks, blocks, prompts)
     random: Tensor  # (k, blocks, prompts)
@@ -220,9 +220,9 @@ class _Run(LayerwiseRun):
         jacobian = self._jacobian(visit) if self.held is None else self.held.pop(f"{batch}/{visit.layer}")
         left, values, right = (self._of_all_blocks(batch, name, jacobian) for name in ("left", "values", "right"))
         undefined = self.state[f"{batch}/undefined"].bool().T.to(jacobian.device)  # (prompts, blocks)
-        own = undefined[:, visit.layer - 1]
+        no_direction = undefined[:, visit.layer - 1]
         row = functional.miscoupling_from_factors(
-            jacobian.masked_fill(own[:, None, None], 0)[:, None].to(left.dtype),
+            jacobian.masked_fill(no_direction[:, None, None], 0)[:, None].to(left.dtype),
             values[:, visit.layer - 1, None],
             functional.Factors(left, values, right, values, values),  # bounds and turns play no part
             k=self.counts,
@@ -231,7 +231,7 @@ class _Run(LayerwiseRun):
             undefined="nan",
         )[:, :, 0]  # (k, prompts, blocks)
         # a block that does nothing has no directions either
-        self._append(batch, miscoupling=row.masked_fill(own[:, None] | undefined, math.nan).movedim(1, -1))
+        self._append(batch, miscoupling=row.masked_fill(no_direction[:, None] | undefined, math.nan).movedim(1, -1))
 
     def release(self, batch: int) -> None:
         for name in [name for name in self.store if name.startswith(f"{batch}/")]:
@@ -239,10 +239,12 @@ class _Run(LayerwiseRun):
 
     def records(self) -> Iterator[Record]:
         batches = list(dict.fromkeys(name.partition("/")[0] for name in self.state))
-        found = _Found(*(torch.cat([self._found(batch, name) for batch in batches], -1) for name in _Found._fields))
+        values = _PromptValues(
+            *(torch.cat([self._of_blocks(batch, name) for batch in batches], -1) for name in _PromptValues._fields)
+        )
         for position, count in enumerate(self.counts):
-            yield from _pair_records(found, position, {"k": count}, len(self.tokens))
-        yield from _block_records(found, self.options.fit_from, len(self.tokens))
+            yield from _pair_records(values, position, {"k": count}, len(self.tokens))
+        yield from _block_records(values, self.options.fit_from, len(self.tokens))
 
     def _of_all_blocks(self, batch: int, name: str, like: Tensor) -> Tensor:
         """One part of the factors (prompts, blocks, ...); what is kept here is put together once."""
@@ -256,8 +258,8 @@ class _Run(LayerwiseRun):
                 del self.store[part]
         return stacked
 
-    def _found(self, batch: str, name: str) -> Tensor:
-        """The values of all blocks, as `_Found` has them."""
+    def _of_blocks(self, batch: str, name: str) -> Tensor:
+        """The values of all blocks, as `_PromptValues` has them."""
         values = self.state[f"{batch}/{name}"]
         return values if name in ("values", "norms", "rollout") else values.transpose(0, 1)
 
@@ -292,10 +294,10 @@ class _Run(LayerwiseRun):
         return cosines
 
 
-def _pair_records(found: _Found, position: int, tags: Tags, tokens: int) -> Iterator[Record]:
+def _pair_records(of_prompts: _PromptValues, position: int, tags: Tags, tokens: int) -> Iterator[Record]:
     """The records of one K: means over pairs per prompt first, then over prompts."""
-    pairs = 1 - found.miscoupling[position].movedim(-1, 0)  # (prompts, blocks, blocks)
-    random = found.random[position].T  # (prompts, blocks)
+    pairs = 1 - of_prompts.miscoupling[position].movedim(-1, 0)  # (prompts, blocks, blocks)
+    random = of_prompts.random[position].T  # (prompts, blocks)
     excess = functional.excess_coupling(1 - pairs, random)
     depth = torch.arange(pairs.shape[-1])
     distances = (depth[:, None] - depth).abs()
@@ -313,25 +315,25 @@ def _pair_records(found: _Found, position: int, tags: Tags, tokens: int) -> Iter
     for block, row in enumerate(pairs.movedim(0, -1), start=1):
         for other, values in enumerate(row, start=1):
             yield from _means("coupling_pair", values, layer=block, other_layer=other, tags=tags, tokens=tokens)
-    known = ~found.gaps[position].isnan()
-    if known.any():
-        gaps, estimates = found.gaps[position][known], found.estimates[position][known]
-        place: dict[str, Any] = {"n": known.shape[-1] // tokens, "tags": {**tags, **left_out("blocks", ~known)}}
+    defined = ~of_prompts.gaps[position].isnan()
+    if defined.any():
+        gaps, estimates = of_prompts.gaps[position][defined], of_prompts.estimates[position][defined]
+        place: dict[str, Any] = {"n": defined.shape[-1] // tokens, "tags": {**tags, **left_out("blocks", ~defined)}}
         yield Record(metric="min_gap", value=float(gaps.min()), **place)
         yield Record(metric="error_estimate", value=float(estimates.max()), **place)
         yield Record(metric="num_tied", value=float((gaps < TIE).sum()), **place)
 
 
-def _block_records(found: _Found, fit_from: int, tokens: int) -> Iterator[Record]:
-    blocks = len(found.norms)
+def _block_records(of_prompts: _PromptValues, fit_from: int, tokens: int) -> Iterator[Record]:
+    blocks = len(of_prompts.norms)
     for block in range(blocks):
-        yield from _means("jacobian_norm", found.norms[block], layer=block + 1, tokens=tokens)
-        yield from _means("linearized_rollout", found.rollout[block], layer=block + 1, tokens=tokens)
-        for index, values in enumerate(found.values[block], start=1):
+        yield from _means("jacobian_norm", of_prompts.norms[block], layer=block + 1, tokens=tokens)
+        yield from _means("linearized_rollout", of_prompts.rollout[block], layer=block + 1, tokens=tokens)
+        for index, values in enumerate(of_prompts.values[block], start=1):
             yield from _means("singular_value", values, layer=block + 1, tags={"index": index}, tokens=tokens)
-    yield from _means("linearized_rollout", found.rollout[-1], tokens=tokens)
+    yield from _means("linearized_rollout", of_prompts.rollout[-1], tokens=tokens)
     if blocks - fit_from + 1 >= 3:
-        slope, _, r_squared = functional.inverse_norm_line(found.values[:, 0].T, fit_from, undefined="nan")
+        slope, _, r_squared = functional.inverse_norm_line(of_prompts.values[:, 0].T, fit_from, undefined="nan")
         yield from _means("spectrum_slope", slope, tokens=tokens)
         yield from _means("spectrum_r_squared", r_squared, tokens=tokens)
 
@@ -383,11 +385,11 @@ class CouplingMatrices(DividedAnalysis):
     def of_part(self, model: LayeredModel, part: Trajectory) -> dict[tuple[int, int], Tensor]:
         return self._matrices(part, functional.num_directions(self.k, model.dim))
 
-    def combine(self, model: LayeredModel, found: list[dict[tuple[int, int], Tensor]]) -> Iterable[Record]:
+    def combine(self, model: LayeredModel, prompts: list[dict[tuple[int, int], Tensor]]) -> Iterable[Record]:
         count = functional.num_directions(self.k, model.dim)
-        if not any(found):
+        if not any(prompts):
             raise ValueError(f"{self.name} is undefined: each pair has a Jacobian that is zero or not finite")
-        for prompt, matrices in enumerate(found, start=1):
+        for prompt, matrices in enumerate(prompts, start=1):
             for (layer, other), matrix in matrices.items():
                 for row, entries in enumerate(matrix.tolist(), start=1):
                     for column, value in enumerate(entries, start=1):
@@ -402,18 +404,18 @@ class CouplingMatrices(DividedAnalysis):
     def _matrices(self, trajectory: Trajectory, count: int) -> dict[tuple[int, int], Tensor]:
         """The defined ones of one prompt."""
         blocks = sorted({block for pair in self.pairs for block in pair})
-        jacobians = torch.cat([own_jacobians(trajectory, block, [-1]) for block in blocks])  # (blocks, dim, dim)
+        jacobians = torch.cat([same_token_jacobians(trajectory, block, [-1]) for block in blocks])  # (blocks, dim, dim)
         jacobians, undefined = finite_or_zero(jacobians)
         factors = singular_factors(jacobians, count)
         jacobians = jacobians.to(factors.left.dtype)
         largest = factors.left.gather(-2, factors.left.abs().argmax(-2, keepdim=True)).sign()
         factors = factors._replace(left=factors.left * largest, right=factors.right * largest)
         place = {block: index for index, block in enumerate(blocks)}
-        found = {}
+        matrices = {}
         for layer, other in self.pairs:
             first, second = place[layer], place[other]
             if not undefined[first] and not undefined[second]:
                 bases = Factors(*(part[[second]] for part in factors))
                 (matrix,) = compressions(jacobians[[first]], bases, count=count)
-                found[layer, other] = matrix[0].double().cpu()
-        return found
+                matrices[layer, other] = matrix[0].double().cpu()
+        return matrices

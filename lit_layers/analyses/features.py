@@ -62,7 +62,7 @@ class TaskRows:
     def counts(self) -> dict[str, int]:
         """What was left out, cut or is missing, as tags; only what there is any of."""
         data = self.data
-        found = {
+        counts = {
             "num_duplicates": data.num_duplicates,
             "num_empty": data.num_empty,
             "num_conflicting": data.num_conflicting,
@@ -71,7 +71,7 @@ class TaskRows:
             "num_train_wanted": data.num_train_wanted or 0,
             "num_test_wanted": data.num_test_wanted or 0,
         }
-        return {name: count for name, count in found.items() if count}
+        return {name: count for name, count in counts.items() if count}
 
 
 class TaskReader:
@@ -197,9 +197,9 @@ class LayerFeatures:
             raise IndexError(f"layers are numbered 0..{self.num_layers}, got {layer}")
         written = np.fromfile(_file(self._folder, layer), dtype=self._dtype)
         order = np.fromfile(self._folder / _ROWS, dtype=np.int64)
-        found = np.empty((self.num_rows, self.dim), dtype=self._dtype)
-        found[order] = written.reshape(self.num_rows, self.dim)
-        return torch.from_numpy(found)
+        rows = np.empty((self.num_rows, self.dim), dtype=self._dtype)
+        rows[order] = written.reshape(self.num_rows, self.dim)
+        return torch.from_numpy(rows)
 
     def defined(self) -> Tensor:
         """Which texts have a vector at which layer, (layers + 1, rows)."""
@@ -249,10 +249,10 @@ def text_features(
             shutil.rmtree(draft)
             if not _is_whole(folder):
                 raise
-    found = LayerFeatures(folder, temporary=False)
-    if undefined == "raise" and found.broken is not None:
-        raise _not_finite(*found.broken)
-    return found
+    features = LayerFeatures(folder, temporary=False)
+    if undefined == "raise" and features.broken is not None:
+        raise _not_finite(*features.broken)
+    return features
 
 
 def _not_finite(layer: int, row: int) -> InputError:

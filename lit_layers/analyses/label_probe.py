@@ -134,10 +134,10 @@ def score_records(
     yield Record(
         metric="macro_f1", value=value, layer=layer, n=len(targets), tags={**tags}, low=bounds[0], high=bounds[1]
     )
-    known = scores.losses[scores.losses.isfinite()]
-    if len(known):
-        unseen = len(targets) - len(known)
-        yield _mean("log_loss", known, layer, {**tags, **({"num_unseen": unseen} if unseen else {})}, intervals)
+    losses = scores.losses[scores.losses.isfinite()]
+    if len(losses):
+        unseen = len(targets) - len(losses)
+        yield _mean("log_loss", losses, layer, {**tags, **({"num_unseen": unseen} if unseen else {})}, intervals)
 
 
 def curve_records(curve: Sequence[RowScores], tags: Tags, *, metric: str) -> Iterator[Record]:
@@ -156,13 +156,13 @@ def curve_records(curve: Sequence[RowScores], tags: Tags, *, metric: str) -> Ite
     if len(rows) < 3 or rows.shape[1] < 2:
         return
     better, values = look_up(metric).higher_is_better, rows.mean(1).tolist()
-    found, (low, high) = (
+    rise, (low, high) = (
         monotonicity(values, higher_is_better=better),
         monotonicity_interval(rows, higher_is_better=better),
     )
     of: dict[str, Any] = {**tags, "of": metric}
-    for name in found._fields:
-        value = getattr(found, name)
+    for name in rise._fields:
+        value = getattr(rise, name)
         if not math.isnan(value):
             bounds = _in_order(getattr(low, name), value, getattr(high, name))
             yield Record(
@@ -304,8 +304,8 @@ class LabelProbe(SplitProbe):
     def _problem(self, model: LayeredModel) -> "_Problem":
         """The labels of both splits, as numbers of classes, without a model's help."""
         train, test = (self._rows(model, split) for split in ("train", "test"))
-        known = set(test.keys)
-        kept = torch.tensor([key not in known for key in train.keys])
+        test_keys = set(test.keys)
+        kept = torch.tensor([key not in test_keys for key in train.keys])
         num_duplicates = int((~kept).sum())
         beside = f" beside {num_duplicates} rows that are test rows too" if num_duplicates else ""
         classes, train_classes = train.labels[kept].unique(return_inverse=True)
@@ -323,7 +323,7 @@ class LabelProbe(SplitProbe):
         return _Problem(kept, train_classes, places, len(classes), num_duplicates)
 
     def _rows(self, model: LayeredModel, split: Literal["train", "test"]) -> "_Rows":
-        found: list[Tensor] = []
+        all_labels: list[Tensor] = []
         keys: list[bytes] = []
         for batch in getattr(self, split):
             if "labels" not in batch:
@@ -336,26 +336,26 @@ class LabelProbe(SplitProbe):
                 )
             if labels.min() < 0:
                 raise InputError(f"{self.name}: expected labels of 0 and above in {split}, got {int(labels.min())}")
-            found.append(labels.cpu().long())
+            all_labels.append(labels.cpu().long())
             keys += [_key(row) for row in inputs]
-        if not found:
+        if not all_labels:
             raise InputError(f"{self.name}: {split} holds no rows")
-        return _Rows(torch.cat(found), keys)
+        return _Rows(torch.cat(all_labels), keys)
 
     def _features(self, model: LayeredModel, batches: Batches) -> dict[Pooling, Tensor]:
         """Per pooling the vectors (layers + 1, rows, dim), on the CPU; of each batch only these are kept."""
         prefix = model.num_prefix_tokens
-        found: dict[Pooling, list[Tensor]] = {pooling: [] for pooling in self._poolings()}
+        features: dict[Pooling, list[Tensor]] = {pooling: [] for pooling in self._poolings()}
         for batch in batches:
             trajectory = model.trajectory(batch)
-            for pooling, parts in found.items():
+            for pooling, parts in features.items():
                 first = prefix if pooling == "mean" else 0
                 mask = trajectory.mask[:, first:]
                 pooled = [
                     pool(hidden[:, first:], mask, pooling=pooling, undefined="nan") for hidden in trajectory.hidden
                 ]
                 parts.append(torch.stack(pooled).to(model.dtype).cpu())
-        return {pooling: torch.cat(parts, dim=1) for pooling, parts in found.items()}
+        return {pooling: torch.cat(parts, dim=1) for pooling, parts in features.items()}
 
     def _majority(self, problem: "_Problem") -> Iterator[Record]:
         share = torch.bincount(problem.train).double() / len(problem.train)

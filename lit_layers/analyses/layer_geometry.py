@@ -111,28 +111,28 @@ class _TrajectoryRun(LayerwiseRun):
 
 def _of_prompts(path: WalkedPath, kept: Tensor) -> dict[str, Tensor]:
     """Per metric and row (layer): mean over a prompt's tokens, median, number of tokens without a value."""
-    found = {}
+    statistics = {}
     for metric, values in _of_tokens(path).items():
         kept = kept.to(values.device)  # where there is no float64, values are on the CPU
         placed = values.new_full((len(values), *kept.shape), torch.nan)
         placed[:, kept] = values  # (rows, batch, tokens)
         missing = (placed.isnan() & kept).sum(-1)
-        found[metric] = torch.stack([mean_of_defined(placed), median_of_defined(placed), missing.double()]).cpu()
-    return found  # (3, rows, batch) each
+        statistics[metric] = torch.stack([mean_of_defined(placed), median_of_defined(placed), missing.double()]).cpu()
+    return statistics  # (3, rows, batch) each
 
 
 def _of_tokens(path: WalkedPath) -> dict[str, Tensor]:
     """Per metric the values (rows, paths); metrics of a whole path have one row."""
     norms, lengths = path.state["norms"], path.state["lengths"]
-    found = {  # what breaks off leaves the layers before alone
+    values = {  # what breaks off leaves the layers before alone
         "line_shape_score": path.running_line_shape_score("nan", so_far=True),
         "equidistance": path.equidistance("nan")[None],
         "growth_rate": path.growth_rates("nan", so_far=True),
         "state_norm": norms.where(norms.isfinite(), torch.nan),
     }
     if len(norms) > 2:  # one block has no deviation of growth
-        found["expodistance"] = path.expodistance("nan")[None]
-    return found | {"step_norm": lengths.where(lengths.isfinite(), torch.nan)}
+        values["expodistance"] = path.expodistance("nan")[None]
+    return values | {"step_norm": lengths.where(lengths.isfinite(), torch.nan)}
 
 
 def _trajectory_records(metric: str, statistics: Tensor, tags: dict[str, str | int | float]) -> Iterable[Record]:
@@ -195,15 +195,15 @@ class PathsInPlane(DividedAnalysis):
         shown = evenly_spread(0, len(tokens) - 1, self.num_tokens)
         return _Paths([tokens[index] for index in shown], places[:, shown].cpu(), explained.cpu())
 
-    def combine(self, model: LayeredModel, found: "list[_Paths]") -> Iterable[Record]:
-        if not any(paths.tokens for paths in found):
+    def combine(self, model: LayeredModel, prompts: "list[_Paths]") -> Iterable[Record]:
+        if not any(paths.tokens for paths in prompts):
             raise InputError(
-                f"{self.name}: no prompt has {LEAST_TOKENS} tokens behind the first {self.drop_first}: give longer "
+                f"{self.name}: no prompt has {LEAST_TOKENS} tokens after the first {self.drop_first}: give longer "
                 "prompts or a smaller drop_first"
             )
         tags = {"states": self.states} if self.states != "resid" else {}
-        yield from summarize("plane_variance", torch.stack([paths.explained.sum() for paths in found]), tags=tags)
-        for prompt, paths in enumerate(found, start=1):
+        yield from summarize("plane_variance", torch.stack([paths.explained.sum() for paths in prompts]), tags=tags)
+        for prompt, paths in enumerate(prompts, start=1):
             if not paths.explained.isnan().any():
                 yield from _plane_records(paths, {"prompt": prompt, **tags})
 
@@ -291,8 +291,8 @@ class LayerSimilarity(DividedAnalysis):
         rows, prompt = (part.cpu() for part in self._rows(hidden, mask))
         return _Similarities(cosines, rows, prompt, finite)
 
-    def combine(self, model: LayeredModel, found: "list[_Similarities]") -> Iterable[Record]:
-        rows, num_left_out, prompts = _joined(found)
+    def combine(self, model: LayeredModel, batches: "list[_Similarities]") -> Iterable[Record]:
+        rows, num_left_out, prompts = _joined(batches)
         least = 4 if self.debiased else 2
         if rows.shape[1] < least:
             raise InputError(
@@ -302,7 +302,7 @@ class LayerSimilarity(DividedAnalysis):
         tags = {"states": self.states} if self.states != "resid" else {}
         tags |= {"drop_first": self.drop_first} if self.drop_first else {}
         for mode in MODES:
-            values = torch.cat([part.cosines[mode] for part in found])  # (prompts, layers + 1, layers + 1)
+            values = torch.cat([part.cosines[mode] for part in batches])  # (prompts, layers + 1, layers + 1)
             tags_of_mode = {"mode": mode, **tags}
             yield from _cosine_records(values, tags_of_mode)
             yield from _stages("layer_cosine", mean_of_defined(values, dim=0), len(values), tags_of_mode)
@@ -349,22 +349,24 @@ class _Similarities(NamedTuple):
     finite: Tensor  # (layers + 1, prompts)
 
 
-def _joined(found: list[_Similarities]) -> tuple[Tensor, int, int]:
+def _joined(batches: list[_Similarities]) -> tuple[Tensor, int, int]:
     """The rows of all prompts that are finite wherever most are, how many are not, and how many are."""
-    _, kept = complete(torch.cat([part.finite for part in found], dim=1))
-    parts = kept.split([part.finite.shape[1] for part in found])
-    rows = [part.rows[:, own[part.prompt]] for part, own in zip(found, parts, strict=True)]
+    _, kept = complete(torch.cat([batch.finite for batch in batches], dim=1))
+    parts = kept.split([batch.finite.shape[1] for batch in batches])
+    rows = [
+        batch.rows[:, complete_prompts[batch.prompt]] for batch, complete_prompts in zip(batches, parts, strict=True)
+    ]
     return torch.cat(rows, dim=1), int((~kept).sum()), int(kept.sum())
 
 
 def _cosines(hidden: Tensor, mask: Tensor, mode: Mode) -> Tensor:
     """The matrix of each prompt, so that their mean is that of all, and so is its spread."""
     num_layers, num_prompts = hidden.shape[:2]
-    found = [
+    matrices = [
         cosine_similarity_matrix(hidden[:, [index]], mask[[index]], mode=mode, undefined="nan").cpu()
         for index in range(num_prompts)
     ]
-    return torch.stack([torch.zeros(num_layers, num_layers, dtype=torch.float64), *found])[1:]  # there may be none
+    return torch.stack([torch.zeros(num_layers, num_layers, dtype=torch.float64), *matrices])[1:]  # there may be none
 
 
 def _cosine_records(values: Tensor, tags: dict[str, Any]) -> Iterator[Record]:
@@ -383,7 +385,7 @@ def _stages(of: str, matrix: Tensor, num_prompts: int, tags: dict[str, Any]) -> 
         for metric in (*SIZES, "block_contrast"):
             yield gap(metric, tags={"of": of, **tags, **left_out("layers", missing)})
         return
-    found = layer_stages(matrix[1:, 1:])
-    sizes = {name: getattr(found, name) for name in SIZES}
-    for metric, value in {**sizes, "block_contrast": found.contrast}.items():
+    stages = layer_stages(matrix[1:, 1:])
+    sizes = {name: getattr(stages, name) for name in SIZES}
+    for metric, value in {**sizes, "block_contrast": stages.contrast}.items():
         yield Record(metric=metric, value=float(value), n=num_prompts, tags={"of": of, **tags})

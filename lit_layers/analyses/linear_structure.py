@@ -55,7 +55,7 @@ class NextTokenResidual(Analysis):
     of fewer than 4 texts, nor of too few rows for the width.
 
     `normalize` is per row; "model" is a fresh norm of the kind and eps of the model's own. `states="hf"` measures the
-    last layer behind the final norm, without another. The model runs in float32 or wider, all fits in float64 on its
+    last layer after the final norm, without another. The model runs in float32 or wider, all fits in float64 on its
     device. Held in memory: layers x rows x width, which is refused above 8 GB. Source: He & Su, arXiv 2408.13442.
     """
 
@@ -98,8 +98,8 @@ class NextTokenResidual(Analysis):
             features = states[layer].to(model.device)
             whole = self._fit(model, layer, features, ids, fitted)
             for number, half in enumerate(halves):
-                found = self._fit(model, layer, features[half], ids[half, :1])
-                of_halves[number, layer] = torch.stack([found.value[0], found.adjusted[0]])
+                fit = self._fit(model, layer, features[half], ids[half, :1])
+                of_halves[number, layer] = torch.stack([fit.value[0], fit.adjusted[0]])
             curve[layer] = whole.value[0]
             yield from self._of_layer(layer, whole, of_halves[:, layer], rows, tags)
         yield from self._law(curve[1:], of_halves[:, 1:, 0], rows, tags)
@@ -199,14 +199,14 @@ class NextTokenResidual(Analysis):
 
     def _halves(self, rows: "_Rows", dim: int) -> list[Tensor]:
         """Rows (rows,) of random halves of the texts; none where one would have too few to say anything."""
-        found = []
+        subsets = []
         for number in range(self.num_halves if rows.num_texts >= 4 else 0):
             order = np.random.default_rng([self.seed, number]).permutation(rows.num_texts)
             chosen = torch.zeros(rows.num_texts, dtype=torch.bool)
             chosen[torch.from_numpy(order[: rows.num_texts // 2])] = True
-            found.append(chosen[rows.text])
-        enough = all(half.sum() > dim + 1 and len(rows.targets[half].unique()) > 1 for half in found)
-        return found if enough else []
+            subsets.append(chosen[rows.text])
+        enough = all(half.sum() > dim + 1 and len(rows.targets[half].unique()) > 1 for half in subsets)
+        return subsets if enough else []
 
     def _check_rows(self, model: LayeredModel, rows: "_Rows") -> None:
         num_rows, dim = len(rows.targets), model.dim
@@ -256,7 +256,7 @@ class _Rows(NamedTuple):
 
 
 def _predicted(mask: Tensor) -> tuple[Tensor, Tensor]:
-    """Text and place of each real token that has a real one behind it."""
+    """Text and place of each real token that a real one follows."""
     prompt, place = (mask[:, :-1] & mask[:, 1:]).nonzero().T
     return prompt, place
 
@@ -331,8 +331,8 @@ class ConceptAlignment(DividedAnalysis):
         rows = torch.arange(hidden.shape[1], device=hidden.device)
         return hidden[:, rows, part["positions"].to(hidden.device)].cpu()
 
-    def combine(self, model: LayeredModel, found: list[Tensor]) -> Iterable[Record]:
-        states = torch.cat(found, dim=1)  # (layers + 1, words, dim)
+    def combine(self, model: LayeredModel, batches: list[Tensor]) -> Iterable[Record]:
+        states = torch.cat(batches, dim=1)  # (layers + 1, words, dim)
         covariance = self._covariance(model)
         categories = self.words.by_category()
         values = torch.full((len(METRICS), len(states), len(categories)), math.nan, dtype=torch.float64)
@@ -352,22 +352,22 @@ class ConceptAlignment(DividedAnalysis):
         """
         self.check_options(model)
         model = self.prepared(model)
-        same = [known for known in self.words.by_category() if category in (known.name, known.id)]
-        if not same:
-            known = ", ".join(known.id or known.name for known in self.words.by_category())
-            raise InputError(f"{self.name}: no category {category!r}; the words have {known}")
+        matching = [each for each in self.words.by_category() if category in (each.name, each.id)]
+        if not matching:
+            names = ", ".join(each.id or each.name for each in self.words.by_category())
+            raise InputError(f"{self.name}: no category {category!r}; the words have {names}")
         if not 0 <= layer <= model.num_layers:
             raise InputError(f"{self.name}: expected a layer of 0..{model.num_layers}, got {layer}")
         states = torch.cat([self.of_part(model, part)[layer] for part in self.words])
-        kept = _two_points(states, same[0])
+        kept = _two_points(states, matching[0])
         if int(kept.sum()) < LEAST_PAIRS:
             raise InputError(
                 f"{self.name}: at layer {layer} only {int(kept.sum())} pairs of {category!r} are two points, and at "
                 f"least {LEAST_PAIRS} are needed: choose another layer"
             )
-        first, second = states[same[0].first[kept]], states[same[0].second[kept]]
-        found = geometry.concept_alignment(first, second, whiten=self._covariance(model), shuffles=1)
-        return found.gram, [pair for pair, stays in zip(same[0].pairs, kept.tolist(), strict=True) if stays]
+        first, second = states[matching[0].first[kept]], states[matching[0].second[kept]]
+        alignment = geometry.concept_alignment(first, second, whiten=self._covariance(model), shuffles=1)
+        return alignment.gram, [pair for pair, stays in zip(matching[0].pairs, kept.tolist(), strict=True) if stays]
 
     def _of_category(self, states: Tensor, category: Category, covariance: Tensor | None) -> Iterator[Record]:
         kept = _two_points(states, category)  # (layers + 1, pairs)
@@ -376,7 +376,7 @@ class ConceptAlignment(DividedAnalysis):
             layers = (pattern == number).nonzero()[:, 0]
             if int(stays.sum()) < LEAST_PAIRS:
                 continue
-            found = geometry.concept_alignment(
+            alignment = geometry.concept_alignment(
                 states[layers][:, category.first[stays]],
                 states[layers][:, category.second[stays]],
                 whiten=covariance,
@@ -386,7 +386,7 @@ class ConceptAlignment(DividedAnalysis):
             )
             tags = _category_tags(category, num_undefined=int((~stays).sum()))
             for row, layer in enumerate(layers.tolist()):
-                yield from _alignment_records(found, row, layer, int(stays.sum()), tags)
+                yield from _alignment_records(alignment, row, layer, int(stays.sum()), tags)
 
     def _covariance(self, model: LayeredModel) -> Tensor | None:
         """Of the unembedding's rows, those of real tokens."""
@@ -421,13 +421,13 @@ def _category_tags(category: Category, num_undefined: int) -> Tags:
 
 
 def _alignment_records(
-    found: geometry.ConceptAlignment, row: int, layer: int, num_pairs: int, tags: Tags
+    alignment: geometry.ConceptAlignment, row: int, layer: int, num_pairs: int, tags: Tags
 ) -> Iterator[Record]:
     """Of one layer and category; a value that is undefined there is left out."""
-    mean = found.mean[row]
+    mean = alignment.mean[row]
     if mean.isfinite():
-        yield from summarize("concept_alignment", mean + 2 * (found.by_pair[row] - mean), layer=layer, tags=tags)
+        yield from summarize("concept_alignment", mean + 2 * (alignment.by_pair[row] - mean), layer=layer, tags=tags)
     for metric in METRICS[1:]:
-        value = getattr(found, metric)[row]
+        value = getattr(alignment, metric)[row]
         if value.isfinite():
             yield Record(metric=metric, value=value.item(), layer=layer, n=num_pairs, tags=tags)

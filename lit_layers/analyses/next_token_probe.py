@@ -63,8 +63,8 @@ def real_tokens(batches: Batches) -> list[Tensor]:
 
 def duplicates(texts: Sequence[Tensor], others: Sequence[Tensor]) -> set[int]:
     """Which of `texts` also stand in `others`, token for token."""
-    known = {text.numpy().tobytes() for text in others}
-    return {index for index, text in enumerate(texts) if text.numpy().tobytes() in known}
+    other_texts = {text.numpy().tobytes() for text in others}
+    return {index for index, text in enumerate(texts) if text.numpy().tobytes() in other_texts}
 
 
 def draw_rows(
@@ -259,9 +259,9 @@ class NextTokenProbe(SplitProbe):
             "num_too_short": problem.num_too_short,
         }
         for name, batches, count in zip(("train", "test"), (self.train, self.test), problem.num_texts, strict=True):
-            wanted = getattr(batches, "num_sequences", count)
-            if wanted > count:
-                tags[f"num_{name}_wanted"] = wanted
+            requested = getattr(batches, "num_sequences", count)
+            if requested > count:
+                tags[f"num_{name}_wanted"] = requested
         return self._share("coverage", problem.test_classes >= 0, problem.test.text, tags=tags)
 
     def _references(self, problem: "_Problem", head: "_Head | None", counts: Tags) -> Iterator[Record]:

@@ -72,13 +72,13 @@ class Sums(NamedTuple):
         return cls(loss, hits, divergence, num_rows, num_labels)
 
     @classmethod
-    def joined(cls, name: str, found: "list[Sums]") -> "Sums":
+    def joined(cls, name: str, batches: "list[Sums]") -> "Sums":
         """Of the prompts of all batches, in their order.
 
         Raises:
             InputError: of the analysis `name`, where there is nothing to judge.
         """
-        sums = cls(*(torch.cat(parts, dim=-1) for parts in zip(*found, strict=True)))
+        sums = cls(*(torch.cat(parts, dim=-1) for parts in zip(*batches, strict=True)))
         if not sums.num_rows.any():
             raise InputError(f"{name}: no text has a next token to predict: give texts of two tokens or more")
         return sums
@@ -157,7 +157,7 @@ class FullModel:
         target = self.rows.target.where(self.rows.labelled, 0)
         of_target = log_proba.gather(1, target[:, None])[:, 0]
         hit = self.rows.labelled & (of_target == log_proba.amax(-1))
-        # Of equals the first is the answer; argmax is the dearest part of all this, so only where it can matter.
+        # Of equals the first is the answer; argmax is the most costly part of this, so only where it can matter.
         close = hit.nonzero()[:, 0]
         hit[close] = log_proba[close].argmax(-1) == target[close]
         hits = hit.to(of_target).where(of_target.isfinite() | of_target.isinf(), of_target)
@@ -201,8 +201,8 @@ class Lens(DividedAnalysis):
     def parts(self, model: LayeredModel) -> Iterable[Batch]:
         return self.batches
 
-    def combine(self, model: LayeredModel, found: list[Sums]) -> Iterable[Record]:
-        sums = Sums.joined(self.name, found)
+    def combine(self, model: LayeredModel, batches: list[Sums]) -> Iterable[Record]:
+        sums = Sums.joined(self.name, batches)
         for layer in range(model.num_layers + 1):
             place: dict[str, Any] = {"layer": layer, "counted": "num_tokens"}
             if sums.num_labels.any():
@@ -326,7 +326,7 @@ class Interventions(DividedAnalysis):
         # Large, and `full` has what is needed of it: no more is held than one batch's logits and a chunk's.
         trajectory = replace(trajectory, logits=trajectory.logits.new_empty(0))
         chosen = self.chosen(model)
-        found: list[Tensor] = [torch.zeros(3, len(rows.prompt), dtype=torch.float64)] * len(chosen)
+        by_variant: list[Tensor] = [torch.zeros(3, len(rows.prompt), dtype=torch.float64)] * len(chosen)
         if full:  # a batch may predict nothing
             orders = SharedPrefixes([variant.schedule for variant in chosen], model.num_layers)
             for indices, hidden in orders.states(trajectory):
@@ -336,11 +336,11 @@ class Interventions(DividedAnalysis):
                     dim=-1,
                 )
                 for index in indices:
-                    found[index] = values
-        return Sums.of(torch.stack(found, dim=1), rows, num_prompts)
+                    by_variant[index] = values
+        return Sums.of(torch.stack(by_variant, dim=1), rows, num_prompts)
 
-    def combine(self, model: LayeredModel, found: list[Sums]) -> Iterable[Record]:
-        sums = Sums.joined(self.name, found)
+    def combine(self, model: LayeredModel, batches: list[Sums]) -> Iterable[Record]:
+        sums = Sums.joined(self.name, batches)
         chosen = enumerate(self.chosen(model))
         for (name, middle), group in groupby(chosen, key=lambda item: (item[1].name, item[1].middle)):
             members = list(group)

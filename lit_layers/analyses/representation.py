@@ -20,8 +20,8 @@ from lit_layers.analyses.base import (
 from lit_layers.analyses.statistics import (
     check_num_halves,
     complete,
-    halves,
     left_out,
+    random_halves,
     records_of_layers,
     summarize,
     summarize_layers,
@@ -132,19 +132,19 @@ class Representation(LayerwiseAnalysis):
 
     def of_prompts(self, states: Tensor, mask: Tensor) -> dict[Kind, Tensor]:
         """The values (batch,) of one layer's states (batch, tokens, dim)."""
-        found = {}
+        values = {}
         for dropped in self.drop_first:
-            found |= self._entropies(states, mask, dropped) if self._by_entries() else {}
+            values |= self._entropies(states, mask, dropped) if self._by_entries() else {}
             if not self.preset:
-                found |= self._ranks(states, mask, dropped)
+                values |= self._ranks(states, mask, dropped)
         if self.preset == "released_code":
-            return found | {Kind("token_angle"): token_angle(states, mask, undefined="nan")}
+            return values | {Kind("token_angle"): token_angle(states, mask, undefined="nan")}
         if self.preset:
             angles = curvature_and_missing(states, mask, center=True, unit=True, fold=True, undefined="zero")
         else:
             angles = curvature_and_missing(states, mask, undefined="skip")
-        found[CURVATURE], missing = angles
-        return found | {MISSING_ANGLES: missing}
+        values[CURVATURE], missing = angles
+        return values | {MISSING_ANGLES: missing}
 
     def _by_entries(self) -> bool:
         """Whether entropies need more than the singular values."""
@@ -175,16 +175,16 @@ class Representation(LayerwiseAnalysis):
         sets = spectrum(
             states, mask, center=self.center, unit=self.unit, drop_first=dropped
         )  # one for all that follows
-        found, single = {}, mask.sum(-1) - dropped < 2
+        values, single = {}, mask.sum(-1) - dropped < 2
         for normalization in () if self._by_entries() else self.normalizations:
             kind = Kind("prompt_entropy", normalization, dropped)
-            values = sets.entropy(alpha=self.alpha, normalization=normalization, undefined="nan")
-            found[kind] = values.masked_fill(single.to(values.device), math.nan)
-        found[Kind("effective_rank", None, dropped)] = sets.effective_rank(undefined="nan")
-        found[Kind("participation_ratio", None, dropped)] = sets.participation_ratio(undefined="nan")
+            entropies = sets.entropy(alpha=self.alpha, normalization=normalization, undefined="nan")
+            values[kind] = entropies.masked_fill(single.to(entropies.device), math.nan)
+        values[Kind("effective_rank", None, dropped)] = sets.effective_rank(undefined="nan")
+        values[Kind("participation_ratio", None, dropped)] = sets.participation_ratio(undefined="nan")
         if self.rankme:
-            found[Kind("rankme", None, dropped)] = sets.rankme(undefined="nan")
-        return found
+            values[Kind("rankme", None, dropped)] = sets.rankme(undefined="nan")
+        return values
 
     def _of_matrix(self) -> dict[str, Any]:
         return {"alpha": self.alpha} | {name: getattr(self, name) for name in ("alpha2", "clamp", "side")}
@@ -207,15 +207,15 @@ class Representation(LayerwiseAnalysis):
         if not n:
             return
         whole = self._dataset_entropy(pooled)  # (layers + 1,)
-        found = [self._dataset_entropy(pooled[:, rows]) for rows in halves(n, self.num_halves)]
-        of_halves = torch.stack(found, -1) if found else None  # (layers + 1, halves)
+        half_values = [self._dataset_entropy(pooled[:, rows]) for rows in random_halves(n, self.num_halves)]
+        of_halves = torch.stack(half_values, -1) if half_values else None  # (layers + 1, halves)
         for normalization in self.normalizations:
             most, most_of_half = _most(normalization, n, dim), _most(normalization, n // 2, dim)
             if most == 0:
                 continue  # one prompt, whose entropy is no share of anything
             spread = of_halves / most_of_half if of_halves is not None and most_of_half else None
-            told = {"normalization": normalization} | tags
-            yield from records_of_layers("dataset_entropy", whole / most, spread, n, told)
+            all_tags = {"normalization": normalization} | tags
+            yield from records_of_layers("dataset_entropy", whole / most, spread, n, all_tags)
 
     def _dataset_entropy(self, pooled: Tensor) -> Tensor:
         values = dataset_entropy(
@@ -351,16 +351,16 @@ class PromptStudies(DividedAnalysis):
         first, batch = part
         ids = batch["input_ids"]
         mask = batch.get("attention_mask", torch.ones_like(ids)).bool()
-        found: dict[Key, Tensor] = {}
+        entropies: dict[Key, Tensor] = {}
         for study in self.studies:
             for level, changed in self._changed(model, study, ids, mask, first):
-                found |= {(study, level, *kind): values for kind, values in self._entropies(model, changed).items()}
-        return found
+                entropies |= {(study, level, *kind): rows for kind, rows in self._entropies(model, changed).items()}
+        return entropies
 
-    def combine(self, model: LayeredModel, found: list[dict[Key, Tensor]]) -> Iterable[Record]:
+    def combine(self, model: LayeredModel, results: list[dict[Key, Tensor]]) -> Iterable[Record]:
         groups: dict[Key, list[Tensor]] = {}
-        for part in found:
-            for key, values in part.items():
+        for result in results:
+            for key, values in result.items():
                 groups.setdefault(key, []).append(values)
         self._check_lengths({level for study, level, *_ in groups if study == "length"})
         for study, level, normalization, dropped in sorted(groups, key=_place):
@@ -397,7 +397,7 @@ class PromptStudies(DividedAnalysis):
             yield p, {"input_ids": torch.where(drawn < p, others, ids), "attention_mask": mask.long()}
 
     def _entropies(self, model: LayeredModel, batch: Batch) -> dict[tuple[Normalization, int], Tensor]:
-        found: dict[tuple[Normalization, int], list[Tensor]] = {}
+        entropies: dict[tuple[Normalization, int], list[Tensor]] = {}
 
         def look(layer: int, hidden: Tensor, mask: Tensor) -> None:
             hidden = in_convention(model, self.states, layer, hidden)
@@ -405,10 +405,12 @@ class PromptStudies(DividedAnalysis):
                 sets, single = spectrum(hidden, mask, drop_first=dropped), mask.sum(-1) - dropped < 2
                 for normalization in NORMALIZATIONS:
                     values = sets.entropy(normalization=normalization, undefined="nan").cpu()
-                    found.setdefault((normalization, dropped), []).append(values.masked_fill(single.cpu(), torch.nan))
+                    entropies.setdefault((normalization, dropped), []).append(
+                        values.masked_fill(single.cpu(), torch.nan)
+                    )
 
         model.pass_states(batch, look)
-        return {kind: torch.stack(values) for kind, values in found.items()}
+        return {kind: torch.stack(values) for kind, values in entropies.items()}
 
     def _ordinary(self, model: LayeredModel) -> np.ndarray:
         """The numbers of the vocabulary's tokens without the special ones."""
@@ -422,8 +424,8 @@ class PromptStudies(DividedAnalysis):
             raise InputError(f"{self.name}: expected some tokens beside special_tokens, the vocabulary has {size}")
         return ordinary
 
-    def _check_lengths(self, found: set[float]) -> None:
-        if "length" in self.studies and (missing := sorted(set(self.lengths or ()) - found)):
+    def _check_lengths(self, measured: set[float]) -> None:
+        if "length" in self.studies and (missing := sorted(set(self.lengths or ()) - measured)):
             raise InputError(f"{self.name}: no prompt has {int(missing[0])} tokens, which lengths asks for")
 
     def check_options(self, model: LayeredModel) -> None:

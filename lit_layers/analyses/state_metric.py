@@ -13,8 +13,8 @@ from lit_layers.analyses.base import LayerwiseAnalysis, LayerwiseRun, States, St
 from lit_layers.analyses.statistics import (
     check_num_halves,
     complete,
-    halves,
     left_out,
+    random_halves,
     records_of_layers,
     summarize_layers,
 )
@@ -161,7 +161,7 @@ class _Run(StatesRun):
             return
         _, kept = complete(~rows.isnan().any(-1))
         pooled, tags = rows[:, kept], tags | left_out("", ~kept)
-        subsets = halves(pooled.shape[1], self.options.num_halves)
+        subsets = random_halves(pooled.shape[1], self.options.num_halves)
         of_halves = torch.stack([self._of_layers(pooled[:, half]) for half in subsets], -1) if subsets else None
         yield from records_of_layers(metric, self._of_layers(pooled), of_halves, pooled.shape[1], tags)
 

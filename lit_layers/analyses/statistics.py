@@ -194,7 +194,7 @@ def summarize_ratio(
     return [replace(record, value=ratio.item())]
 
 
-def halves(n: int, num_halves: int) -> list[Tensor]:
+def random_halves(n: int, num_halves: int) -> list[Tensor]:
     """Row numbers of random halves; none of fewer than four prompts."""
     if n < 4:
         return []
@@ -225,8 +225,8 @@ def records_of_layers(
         spread = None if of_halves is None else of_halves[members].mean(0)
         if spread is not None:
             spread = spread[~spread.isnan()]  # a half may lack what the whole has
-        told = dict(tags) | {name: count for name, count in counts.items() if count}
-        yield from _with_halves(metric, values[members].mean(), n, spread, layer, told)
+        layer_tags = dict(tags) | {name: count for name, count in counts.items() if count}
+        yield from _with_halves(metric, values[members].mean(), n, spread, layer, layer_tags)
 
 
 def _with_halves(

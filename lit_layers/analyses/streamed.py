@@ -24,8 +24,8 @@ Progress = Callable[[int, int, str], None]  # blocks done, blocks in all, what i
 
 
 @dataclass
-class Found:
-    """What one analysis has given: its records, or why it failed."""
+class Outcome:
+    """The records of one analysis, or why it failed."""
 
     seconds: float = 0.0
     error: str | None = None
@@ -50,10 +50,10 @@ def layerwise(analyses: Sequence[Analysis]) -> list[LayerwiseAnalysis]:
 
 def walk(
     model: StreamedModel, analyses: Sequence[LayerwiseAnalysis], folder: Path, progress: Progress | None = None
-) -> dict[str, Found]:
+) -> dict[str, Outcome]:
     """What each analysis finds, by its name, from one walk over the blocks, or two where one of them needs it.
 
-    Every finished block is kept in `folder`; called again with the same folder, the walk goes on behind it. The folder
+    Every finished block is kept in `folder`; called again with the same folder, the walk goes on after it. The folder
     belongs to one model and one list of analyses: that is the caller's care, as is removing it in the end.
 
     Raises:
@@ -118,12 +118,12 @@ class _Walk:
             name: analysis.begin(model, TensorFolder(folder / FACTORS / hashlib.sha256(name.encode()).hexdigest()[:8]))
             for name, analysis in self.analyses.items()
         }
-        self.found = {name: Found() for name in self.analyses}
+        self.outcomes = {name: Outcome() for name in self.analyses}
         self.num_passes = max(analysis.passes for analysis in self.analyses.values())
         self.streams = _streams(model, analyses)
         self.hidden: dict[str, Tensor] = {}  # of every stream and batch, in front of the next block
 
-    def run(self) -> dict[str, Found]:
+    def run(self) -> dict[str, Outcome]:
         _make(self.folder)
         first_pass, first_layer = self._resume()
         for number in range(first_pass, self.num_passes + 1):
@@ -133,12 +133,12 @@ class _Walk:
             first_layer = 1
             self.hidden = {}
         for name, run in self.runs.items():
-            if self.found[name].error is None:
+            if self.outcomes[name].error is None:
                 self._guarded(name, self._finish, name, run)
-        return self.found
+        return self.outcomes
 
     def _finish(self, name: str, run: LayerwiseRun) -> None:
-        self.found[name].records += with_a_value(name, run.records())
+        self.outcomes[name].records += with_a_value(name, run.records())
 
     def _enter(self, number: int, *, fresh: bool) -> dict[str, Entered]:
         """All batches before block 1; their states are taken from there where the pass begins."""
@@ -182,21 +182,23 @@ class _Walk:
         return [
             stream
             for stream in self.streams
-            if any(self.found[name].error is None and self.analyses[name].passes >= number for name in stream.analyses)
+            if any(
+                self.outcomes[name].error is None and self.analyses[name].passes >= number for name in stream.analyses
+            )
         ]
 
     def _guarded(self, name: str, call: Callable, *arguments: Any) -> None:
         """Calls an analysis; one that fails is left out from there on, and the others go on."""
-        found = self.found[name]
-        if found.error is not None:
+        outcome = self.outcomes[name]
+        if outcome.error is not None:
             return
         started = time.perf_counter()
         try:
             call(*arguments)
         except Exception as failure:
-            found.error = f"{type(failure).__name__}: {' '.join(str(failure).split())}"
+            outcome.error = f"{type(failure).__name__}: {' '.join(str(failure).split())}"
             self.runs[name].state.clear()
-        found.seconds += time.perf_counter() - started
+        outcome.seconds += time.perf_counter() - started
 
     def _save(self, number: int, layer: int) -> None:
         state = {
@@ -204,8 +206,8 @@ class _Walk:
             "layer": layer,
             "hidden": {key: _own(hidden) for key, hidden in self.hidden.items()},
             "runs": {name: {key: _own(t) for key, t in run.state.items()} for name, run in self.runs.items()},
-            "seconds": {name: found.seconds for name, found in self.found.items()},
-            "errors": {name: found.error for name, found in self.found.items()},
+            "seconds": {name: outcome.seconds for name, outcome in self.outcomes.items()},
+            "errors": {name: outcome.error for name, outcome in self.outcomes.items()},
         }
         save(state, self.folder / STATE)
 
@@ -219,7 +221,7 @@ class _Walk:
         self.hidden = {key: hidden.to(self.model.device) for key, hidden in state["hidden"].items()}
         for name, run in self.runs.items():
             run.state.update(state["runs"][name])
-            self.found[name] = Found(state["seconds"][name], state["errors"][name])
+            self.outcomes[name] = Outcome(state["seconds"][name], state["errors"][name])
         if state["layer"] > self.model.num_layers:
             self.hidden = {}
             return state["pass"] + 1, 1
@@ -237,14 +239,14 @@ class _Stream:
 
 def _streams(model: StreamedModel, analyses: Sequence[LayerwiseAnalysis]) -> list[_Stream]:
     """Analyses of the same batches share them: a block is called once for all."""
-    found: dict[str, _Stream] = {}
+    streams: dict[str, _Stream] = {}
     for analysis in analyses:
         batches = list(analysis.prompts(model))
         if not batches:
             raise InputError(f"{analysis.name}: the data holds no prompts")
-        stream = found.setdefault(_digest(batches), _Stream(str(len(found)), batches, []))
+        stream = streams.setdefault(_digest(batches), _Stream(str(len(streams)), batches, []))
         stream.analyses.append(analysis.name)
-    return list(found.values())
+    return list(streams.values())
 
 
 def _digest(batches: list[Batch]) -> str:

@@ -108,11 +108,11 @@ class OnTask(Analysis):
         Raises:
             ValueError: no layer is left.
         """
-        defined = {part: found.defined() for part, found in features.items()}
+        defined = {part: layers.defined() for part, layers in features.items()}
         layers, kept = complete(torch.cat(list(defined.values()), dim=1))
         if not layers.any():
             raise nothing_defined(self.name)
-        parts = kept.split([found.shape[1] for found in defined.values()])
+        parts = kept.split([rows.shape[1] for rows in defined.values()])
         return layers, dict(zip(defined, parts, strict=True))
 
     def _options(self) -> ProbeOptions:
@@ -233,8 +233,8 @@ class _Kept(NamedTuple):
     rows: Mapping[str, Tensor]  # (rows of the part,) each
 
     def layer(self, part: str, layer: int) -> Tensor:
-        found, kept = self.parts[part].layer(layer), self.rows[part]
-        return found if kept.all() else found[kept]  # a copy is a layer's features once more
+        features, kept = self.parts[part].layer(layer), self.rows[part]
+        return features if kept.all() else features[kept]  # a copy is a layer's features once more
 
 
 def references(rows: TaskRows) -> Iterator[Record]:
@@ -293,13 +293,13 @@ class SampleSizeSweep(OnTask):
     def run(self, model: LayeredModel) -> Iterable[Record]:
         self.check(model)
         rows, model = self._rows(model), at_least_float32(model)
-        found = self._features(model, rows)
-        defined, kept = self._complete(found)
+        parts = self._features(model, rows)
+        defined, kept = self._complete(parts)
         rows, counts = rows.where(kept), left_out("", ~torch.cat([*kept.values()]))
         for layer in range(model.num_layers + 1) if self.layers is None else self.layers:
             if not defined[layer]:
                 continue
-            features, held_out = (found[part].layer(layer)[kept[part]] for part in ("train", "test"))
+            features, held_out = (parts[part].layer(layer)[kept[part]] for part in ("train", "test"))
             for size in sizes(len(features)):
                 yield from self._of_size(rows, features, held_out, layer, size, counts)
 
@@ -307,7 +307,7 @@ class SampleSizeSweep(OnTask):
         self, rows: TaskRows, features: Tensor, held_out: Tensor, layer: int, size: int, counts: dict[str, int]
     ) -> Iterable[Record]:
         labels, targets = rows.targets["train"], rows.targets["test"]
-        found: dict[str, list[float]] = {}
+        by_metric: dict[str, list[float]] = {}
         seen, unconverged = [], 0
         for subset in subsets(len(features), size, self.num_seeds, self.seed):
             chosen = labels[subset]
@@ -319,17 +319,17 @@ class SampleSizeSweep(OnTask):
             unconverged += int(not getattr(probe, "converged", torch.ones(1)).all())
             scores = score_rows(probe, held_out, targets)
             if scores.hits is None:
-                found.setdefault("mean_squared_error", []).append(float(scores.losses.mean()))
+                by_metric.setdefault("mean_squared_error", []).append(float(scores.losses.mean()))
                 continue
-            found.setdefault("accuracy", []).append(float(scores.hits.double().mean()))
-            known = scores.losses[scores.losses.isfinite()]
-            found.setdefault("log_loss", []).append(float(known.mean()) if len(known) else math.nan)
+            by_metric.setdefault("accuracy", []).append(float(scores.hits.double().mean()))
+            losses = scores.losses[scores.losses.isfinite()]
+            by_metric.setdefault("log_loss", []).append(float(losses.mean()) if len(losses) else math.nan)
         tags: dict[str, str | int | float] = {"task": rows.data.name, "split": "test", "train_rows": size, **counts}
         if seen:
             tags["num_classes_seen"] = min(seen)
         if unconverged:
             tags["num_not_converged"] = unconverged
-        for metric, values in found.items():
+        for metric, values in by_metric.items():
             defined = [value for value in values if not math.isnan(value)]
             if defined:
                 yield over_seeds(metric, defined, layer=layer, tags=tags)

@@ -14,9 +14,9 @@ from lit_layers.analyses.features import LayerFeatures, text_features
 from lit_layers.analyses.statistics import (
     check_num_halves,
     complete,
-    halves,
     left_out,
     nothing_defined,
+    random_halves,
     records_of_layers,
 )
 from lit_layers.data.encoded_texts import EncodedTexts, encode_texts, tokenizer_of
@@ -223,7 +223,7 @@ class _LayerValues:
         self.num_undefined = num_texts - len(kept)
         self.device = torch.device("cpu") if device.type == "mps" else device
         self.layers = layers
-        self.rows = halves(len(kept), options.num_halves)
+        self.rows = random_halves(len(kept), options.num_halves)
 
     def records(self) -> Iterator[Record]:
         whole: list[dict[Key, float]] = []
@@ -232,18 +232,20 @@ class _LayerValues:
             vectors = self._vectors(layer) if defined else None
             whole.append(self._values(vectors))
             of_halves.append([self._values(None if vectors is None else vectors[:, rows]) for rows in self.rows])
-        keys = dict.fromkeys(key for found in whole for key in found)
+        keys = dict.fromkeys(key for of_layer in whole for key in of_layer)
         yield from self._chance()
-        near = [found.get(_WITHIN, math.inf) < LITTLE for found in whole]
-        for layer, found in enumerate(whole):
-            if not found:
+        near = [of_layer.get(_WITHIN, math.inf) < LITTLE for of_layer in whole]
+        for layer, of_layer in enumerate(whole):
+            if not of_layer:
                 continue
             tags = self._tags(_WITHIN)
-            yield Record(metric=_WITHIN[0], value=found[_WITHIN], layer=layer, n=len(self.kept), tags=tags)
+            yield Record(metric=_WITHIN[0], value=of_layer[_WITHIN], layer=layer, n=len(self.kept), tags=tags)
         for key in keys:
             if key == _WITHIN:
                 continue
-            values = torch.tensor([found.get(key, math.nan) for found in whole], dtype=torch.float64)  # (layers + 1,)
+            values = torch.tensor(
+                [of_layer.get(key, math.nan) for of_layer in whole], dtype=torch.float64
+            )  # (layers + 1,)
             spread = torch.tensor(
                 [[half.get(key, math.nan) for half in each] for each in of_halves], dtype=values.dtype
             )
@@ -253,11 +255,11 @@ class _LayerValues:
 
     def _vectors(self, layer: int) -> Tensor:
         """(views, prompts, dim)"""
-        found = self.features.layer(layer).unflatten(0, (self.options.num_views, -1))[:, self.kept].to(self.device)
+        vectors = self.features.layer(layer).unflatten(0, (self.options.num_views, -1))[:, self.kept].to(self.device)
         if self.options.rescale == "none":
-            return found
-        found = found.double() - found.double().mean(1, keepdim=True)
-        return torch.nn.functional.normalize(found, dim=-1, eps=torch.finfo(torch.float64).tiny)
+            return vectors
+        vectors = vectors.double() - vectors.double().mean(1, keepdim=True)
+        return torch.nn.functional.normalize(vectors, dim=-1, eps=torch.finfo(torch.float64).tiny)
 
     def _values(self, vectors: Tensor | None) -> dict[Key, float]:
         """Of (views, prompts, dim), none of a layer that is a gap; NaN where undefined."""
@@ -268,17 +270,17 @@ class _LayerValues:
         loss = infonce(
             first, second, temperature=options.temperature, unit=options.unit, form=options.form, undefined="nan"
         ).item()
-        found: dict[Key, float] = {("infonce", "raw"): loss}
+        values: dict[Key, float] = {("infonce", "raw"): loss}
         if options.form == "cross":
-            found["infonce_share", "raw"] = 1 - loss / math.log(len(first))
+            values["infonce_share", "raw"] = 1 - loss / math.log(len(first))
         sums = LidarSums()
         for rows in range(0, vectors.shape[1], AT_ONCE):
             sums.update(vectors[:, rows : rows + AT_ONCE].transpose(0, 1))
         entropy: dict[str, Any] = {"alpha": options.alpha, "alpha2": options.alpha2, "undefined": "nan"}
         for normalization in options.normalizations:
             entropy["normalization"] = normalization
-            found["lidar", normalization] = sums.value(delta=options.delta, **entropy).item()
-            found["dime", normalization] = dime(
+            values["lidar", normalization] = sums.value(delta=options.delta, **entropy).item()
+            values["dime", normalization] = dime(
                 first,
                 second,
                 unit=options.unit,
@@ -287,9 +289,9 @@ class _LayerValues:
                 side=options.side,
                 **entropy,
             ).item()
-        found["lidar_rank", "raw"] = sums.value(delta=options.delta, output="rank", undefined="nan").item()
-        found[_WITHIN] = sums.within_over_delta(options.delta)
-        return found
+        values["lidar_rank", "raw"] = sums.value(delta=options.delta, output="rank", undefined="nan").item()
+        values[_WITHIN] = sums.within_over_delta(options.delta)
+        return values
 
     def _chance(self) -> Iterable[Record]:
         counts = {"infonce_chance": len(self.kept)}

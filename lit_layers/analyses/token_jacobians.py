@@ -53,7 +53,7 @@ def jacobians_from(trajectory: Trajectory, layer: int, out_token: int, in_tokens
     return found[0, 0]
 
 
-def own_jacobians(trajectory: Trajectory, layer: int, tokens: Sequence[int]) -> Tensor:
+def same_token_jacobians(trajectory: Trajectory, layer: int, tokens: Sequence[int]) -> Tensor:
     """Jacobians (tokens, dim, dim) of block `layer` from each of these real tokens of one prompt to itself."""
     block, hidden = trajectory.block(layer), trajectory.hidden[layer - 1]
     return block_jacobian(block, hidden, out_tokens=list(tokens), mask=trajectory.mask)[0]
@@ -175,9 +175,9 @@ class TokenCoupling(DividedAnalysis):
     def parts(self, model: LayeredModel) -> Iterable[Trajectory]:
         return first_prompts(model, self.batches, self.num_prompts)
 
-    def combine(self, model: LayeredModel, found: "list[_Found]") -> Iterable[Record]:
-        together = _Found(self._counts(model), self.p)
-        for prompt in found:
+    def combine(self, model: LayeredModel, prompts: "list[_PromptSums]") -> Iterable[Record]:
+        together = _PromptSums(self._counts(model), self.p)
+        for prompt in prompts:
             together.join(prompt)
         if not together.gaps:
             raise InputError(f"{self.name}: coupling of tokens needs prompts of at least two tokens, all have one")
@@ -186,30 +186,30 @@ class TokenCoupling(DividedAnalysis):
             raise ValueError(f"{self.name} is undefined: every Jacobian is zero or not finite")
         yield from records
 
-    def of_part(self, model: LayeredModel, part: Trajectory) -> "_Found":
-        trajectory, found, pairs = part, _Found(self._counts(model), self.p), self._pairs(model)
-        found.num_prompts += 1
+    def of_part(self, model: LayeredModel, part: Trajectory) -> "_PromptSums":
+        trajectory, sums, pairs = part, _PromptSums(self._counts(model), self.p), self._pairs(model)
+        sums.num_prompts += 1
         places = evenly_spread(self._first_token(model), num_real_tokens(trajectory) - 1, self.num_tokens)
         if len(places) < 2:
-            return found
-        most = min(found.counts[-1] + 1, model.dim)  # one direction more than K: min_gap looks at it
+            return sums
+        most = min(sums.counts[-1] + 1, model.dim)  # one direction more than K: min_gap looks at it
         context = set(self.tables) != {"token"}
         last_use = {layer: index for index, pair in enumerate(pairs) for layer in pair}
-        known: dict[int, _Layer] = {}
-        judged: set[int] = set()
+        blocks: dict[int, _Layer] = {}
+        assessed: set[int] = set()
         for index, (layer, other) in enumerate(pairs):
-            for each in {layer, other} - known.keys():
-                known[each] = _Layer.of(trajectory, each, places, most, context=context)
-            if other not in judged:
-                judged.add(other)
-                found.add_accuracy(known[other])  # ties of J1 do not matter: it enters as a matrix
+            for each in {layer, other} - blocks.keys():
+                blocks[each] = _Layer.of(trajectory, each, places, most, context=context)
+            if other not in assessed:
+                assessed.add(other)
+                sums.add_accuracy(blocks[other])  # ties of J1 do not matter: it enters as a matrix
             for table in self.tables:
-                pair = _couple(known[layer], known[other], table, found.counts, p=self.p, sign=self.sign)
-                found.add(layer, other, table, pair, whole=len(places) == self.num_tokens)
+                pair = _couple(blocks[layer], blocks[other], table, sums.counts, p=self.p, sign=self.sign)
+                sums.add(layer, other, table, pair, whole=len(places) == self.num_tokens)
             for each in {layer, other}:
                 if last_use[each] == index:
-                    del known[each]  # 36 Jacobians of width 768 are 85 MB in float32
-        return found
+                    del blocks[each]  # 36 Jacobians of width 768 are 85 MB in float32
+        return sums
 
     def _first_token(self, model: LayeredModel) -> int:
         return 0 if self.tokens == "spread" else model.num_prefix_tokens
@@ -231,7 +231,7 @@ class _Layer(NamedTuple):
             parts = [jacobians_from(trajectory, layer, out, places[: row + 1]) for row, out in enumerate(places)]
             rows, columns = torch.tril_indices(tokens, tokens)
         else:
-            parts = [own_jacobians(trajectory, layer, places)]
+            parts = [same_token_jacobians(trajectory, layer, places)]
             rows = columns = torch.arange(tokens)
         jacobians, undefined = finite_or_zero(torch.cat(parts))
         place = torch.full((tokens, tokens), -1)
@@ -266,13 +266,13 @@ def _couple(
         chosen = row[there].to(first.jacobians.device)
         values = first.factors.values[chosen]
         bases = Factors(*(part[chosen] for part in second.factors))
-        found = functional.miscoupling_from_factors(
+        of_row = functional.miscoupling_from_factors(
             first.jacobians[chosen], values, bases, k=counts, p=p, sign=sign, undefined="nan"
         )  # (k, there, there)
         undefined = first.undefined[chosen][:, None] | second.undefined[chosen]
         num_undefined += int(undefined.fill_diagonal_(False).sum())
-        found = found.masked_fill(first.undefined[chosen][:, None] | second.undefined[chosen], math.nan)
-        miscoupling[:, fixed, there[:, None], there] = found.double().cpu()
+        of_row = of_row.masked_fill(first.undefined[chosen][:, None] | second.undefined[chosen], math.nan)
+        miscoupling[:, fixed, there[:, None], there] = of_row.double().cpu()
         dim = first.jacobians.shape[-1]
         for position, count in enumerate(counts):
             chance = functional.random_miscoupling_from_norms(
@@ -282,8 +282,8 @@ def _couple(
     return _Pair(miscoupling, random, num_undefined)
 
 
-class _Found:
-    """What the prompts gave so far, per K, pair of blocks and table."""
+class _PromptSums:
+    """The values of the prompts so far, per K, pair of blocks and table."""
 
     def __init__(self, counts: list[int], p: float) -> None:
         self.counts, self.p = counts, p
@@ -296,7 +296,7 @@ class _Found:
         self.gaps: list[Tensor] = []  # each (k, number)
         self.estimates: list[Tensor] = []  # each (k,)
 
-    def join(self, later: "_Found") -> None:
+    def join(self, later: "_PromptSums") -> None:
         """Adds what later prompts gave."""
         self.num_prompts += later.num_prompts
         self.num_undefined += later.num_undefined
@@ -435,20 +435,20 @@ class CrossTokenInfluence(DividedAnalysis):
 
     def of_part(self, model: LayeredModel, part: Trajectory) -> dict[tuple[int, int | None], Influence]:
         """Per layer and group (None: all s < t) the values of its tokens."""
-        options, found = self._resolved(), {}
+        options, by_group = self._resolved(), {}
         distances = options._distances(num_real_tokens(part) - 1)
         for layer in range(1, model.num_layers + 1):
             influence = options._influence(model, part, layer, distances)
             for group, rows in options._groups(distances).items():
-                found[layer, group] = Influence(*(values[rows] for values in influence))
-        return found
+                by_group[layer, group] = Influence(*(values[rows] for values in influence))
+        return by_group
 
-    def combine(self, model: LayeredModel, found: list[dict[tuple[int, int | None], Influence]]) -> Iterable[Record]:
-        for layer, group in dict.fromkeys(place for prompt in found for place in prompt):
-            prompts = [prompt[layer, group] for prompt in found if (layer, group) in prompt]
+    def combine(self, model: LayeredModel, prompts: list[dict[tuple[int, int | None], Influence]]) -> Iterable[Record]:
+        for layer, group in dict.fromkeys(place for prompt in prompts for place in prompt):
+            of_group = [prompt[layer, group] for prompt in prompts if (layer, group) in prompt]
             for name in Influence._fields:
                 tags: dict[str, str | int | float] = {} if group is None else {"token_distance": group}
-                of_tokens = [getattr(prompt, name) for prompt in prompts]
+                of_tokens = [getattr(prompt, name) for prompt in of_group]
                 tags |= left_out("tokens", torch.cat(of_tokens).isnan())
                 values = torch.tensor([float(values.nanmean()) for values in of_tokens], dtype=torch.float64)
                 yield from summarize(f"influence_{name}", values, layer=layer, tags=tags)
@@ -500,7 +500,7 @@ class CrossTokenInfluence(DividedAnalysis):
         return Influence(*(torch.cat(part).double().cpu() for part in zip(*parts, strict=True)))
 
     def _through(self, norm: nn.Module, trajectory: Trajectory, jacobians: Tensor, tokens: list[int]) -> Tensor:
-        """Of the last block with the norm behind it, by the chain rule; the identity is subtracted where it was."""
+        """Of the last block followed by the norm, by the chain rule; the identity is subtracted where it was."""
         last = trajectory.hidden[-1][0, token_places(-1, trajectory.mask)[0, 0]]
         (outer,) = block_jacobian(norm, last[None, None], residual=False)
         skip = torch.tensor([self.identity == "always" or token == -1 for token in tokens], device=outer.device)

@@ -90,15 +90,15 @@ def choose(
         InputError: a rule that does not fit the scores, too few rows or classes, a probe that has not converged, or no
             layer that is better than knowing no text at all.
     """
-    options, tell = options or ProbeOptions(), progress or (lambda done, total, what: None)
+    options, show_progress = options or ProbeOptions(), progress or (lambda done, total, what: None)
     metric: Metric = "mean_squared_error" if num_classes is None else "accuracy"
     _check(targets, metric, rule, tolerance)
     train, held_out = features("train"), features("validation")
     num_layers = train.num_layers
     probes: dict[int, Fitted] = {}
-    found: list[Tensor] = []
+    scores: list[Tensor] = []
     for layer in range(num_layers + 1):
-        tell(layer, num_layers + 1, f"probe of layer {layer}")
+        show_progress(layer, num_layers + 1, f"probe of layer {layer}")
         probe = fit_layer(train.layer(layer), targets["train"], options, num_classes=num_classes)
         if isinstance(probe, LogisticProbes) and not probe.converged.all():
             raise InputError(
@@ -106,9 +106,9 @@ def choose(
                 "more, or give a smaller c"
             )
         probes[layer] = probe
-        found.append(score_rows(probe, held_out.layer(layer), targets["validation"]).of_rows(metric))
-    tell(num_layers + 1, num_layers + 1, "")
-    rows = torch.stack(found)  # (layers + 1, validation rows)
+        scores.append(score_rows(probe, held_out.layer(layer), targets["validation"]).of_rows(metric))
+    show_progress(num_layers + 1, num_layers + 1, "")
+    rows = torch.stack(scores)  # (layers + 1, validation rows)
     baseline = float(_baseline(targets, num_classes).of_rows(metric).mean())
     layer, shares = _chosen(rows[1:], metric, rule, tolerance, baseline)
     test = features("test")
@@ -129,7 +129,7 @@ def choose(
 
 
 def _check(targets: Mapping[Part, Tensor], metric: Metric, rule: Rule, tolerance: float) -> None:
-    """What can be told before any feature is made."""
+    """Refuses what needs no feature to be refused."""
     for part, rows in targets.items():
         if len(rows) < 2:
             raise InputError(f"{part}: expected at least 2 rows, got {len(rows)}: give more")
@@ -265,46 +265,46 @@ def of_images(
         raise InputError(f"images: expected a vision model, got {type(model.model).__name__}: name a --task of texts")
     if pooling == "cls" and not model.has_class_token:
         raise InputError(f"pooling: this {type(model.model).__name__} has no class token: choose mean")
-    found = image_source(source)
-    found.check()
-    known = pixel_statistics(model.model)
-    normalise = Normalise(*(known or statistics(found, "source")))
-    size = model.image_size or image_size(found, None)
-    wanted: dict[Split, int | None] = {"train": num_train, "test": num_test}
-    drawn = {split: _drawn(len(found.split(split)), number, seed, split) for split, number in wanted.items()}
-    splits: dict[Split, Pictures] = {"train": found.train, "test": found.test}
+    images = image_source(source)
+    images.check()
+    trained = pixel_statistics(model.model)
+    normalise = Normalise(*(trained or statistics(images, "source")))
+    size = model.image_size or image_size(images, None)
+    counts: dict[Split, int | None] = {"train": num_train, "test": num_test}
+    drawn = {split: _drawn(len(images.split(split)), number, seed, split) for split, number in counts.items()}
+    splits: dict[Split, Pictures] = {"train": images.train, "test": images.test}
     keys = {split: _keys(pictures, drawn[split], size) for split, pictures in splits.items()}
-    known_keys = set(keys["test"])
-    alone = [place for place, key in enumerate(keys["train"]) if key not in known_keys]
+    test_keys = set(keys["test"])
+    alone = [place for place, key in enumerate(keys["train"]) if key not in test_keys]
     train = [drawn["train"][place] for place in alone]
     if not train:
         raise InputError(f"images: every training image of {source} is a test image, too: give other images")
-    out = hold_out(
+    held_out = hold_out(
         [keys["train"][place] for place in alone],
-        found.train.labels[train].tolist(),
+        images.train.labels[train].tolist(),
         validation_share,
         seed=seed,
         purpose="validation",
     )
     chosen: dict[Part, list[int]] = {
-        "train": [number for number, held in zip(train, out, strict=True) if not held],
-        "validation": [number for number, held in zip(train, out, strict=True) if held],
+        "train": [number for number, held in zip(train, held_out, strict=True) if not held],
+        "validation": [number for number, held in zip(train, held_out, strict=True) if held],
         "test": drawn["test"],
     }
-    notes = [] if known else [f"Nobody says how the model's images were normalised: by {source}'s own pixels here."]
+    notes = [] if trained else [f"Nobody says how the model's images were normalised: by {source}'s own pixels here."]
     if len(alone) < len(drawn["train"]):
         notes.append(f"Training images left out, as test has them: {len(drawn['train']) - len(alone)}.")
     if not chosen["validation"]:
         raise InputError(f"images: all {len(alone)} training images of {source} are alike: give other images")
 
     def pixels(part: Part, numbers: list[int]) -> Tensor:
-        return normalise(eval_pixels(found.split("test" if part == "test" else "train"), numbers, size))
+        return normalise(eval_pixels(images.split("test" if part == "test" else "train"), numbers, size))
 
     return TaskFeatures(
         name=Path(source).name,
         kind="classification",
-        classes=found.classes,
-        targets={part: found.split("test" if part == "test" else "train").labels[chosen[part]] for part in chosen},
+        classes=images.classes,
+        targets={part: images.split("test" if part == "test" else "train").labels[chosen[part]] for part in chosen},
         features=lambda part: _image_features(model, chosen[part], pooling, lambda numbers: pixels(part, numbers)),
         pooling=pooling,
         batch={"pixel_values": pixels("validation", chosen["validation"][:ROWS_TO_CHECK])},
@@ -329,26 +329,26 @@ def _image_features(
     model: LayeredModel, numbers: list[int], pooling: TextPooling, pixels: Callable[[list[int]], Tensor]
 ) -> Features:
     first = model.num_prefix_tokens if pooling == "mean" else 0
-    found: list[list[Tensor]] = [[] for _ in range(model.num_layers + 1)]
+    layers: list[list[Tensor]] = [[] for _ in range(model.num_layers + 1)]
 
     def keep(layer: int, hidden: Tensor, mask: Tensor) -> None:
         vectors = pool(hidden[:, first:], mask[:, first:], pooling=pooling, undefined="nan")
         if not vectors.isfinite().all():
             raise InputError(f"the features of an image at layer {layer} are not finite")
-        found[layer].append(vectors.to(model.dtype).cpu())
+        layers[layer].append(vectors.to(model.dtype).cpu())
 
     for start in range(0, len(numbers), IMAGES_AT_ONCE):
         model.pass_states({"pixel_values": pixels(numbers[start : start + IMAGES_AT_ONCE])}, keep)
-    return _InMemory(torch.stack([torch.cat(parts) for parts in found]))
+    return _InMemory(torch.stack([torch.cat(parts) for parts in layers]))
 
 
 def _keys(pictures: Pictures, numbers: list[int], size: int) -> list[str]:
     """Equal for equal images."""
-    found = []
+    keys = []
     for start in range(0, len(numbers), IMAGES_AT_ONCE):
         images = eval_pixels(pictures, numbers[start : start + IMAGES_AT_ONCE], size)
-        found += [hashlib.blake2b(image.numpy().tobytes(), digest_size=16).hexdigest() for image in images]
-    return found
+        keys += [hashlib.blake2b(image.numpy().tobytes(), digest_size=16).hexdigest() for image in images]
+    return keys
 
 
 def _drawn(total: int, number: int | None, seed: int, split: str) -> list[int]:

@@ -136,8 +136,8 @@ class ProbeHead:
         logits = self.outputs(features)
         if len(self.seen) == 2:
             logits = torch.cat([torch.zeros_like(logits), logits], dim=-1)
-        found = logits.new_full((len(logits), len(self.facts.classes)), -torch.inf)
-        return found.index_copy(1, self.seen.to(found.device), logits.log_softmax(-1))
+        log_proba = logits.new_full((len(logits), len(self.facts.classes)), -torch.inf)
+        return log_proba.index_copy(1, self.seen.to(log_proba.device), logits.log_softmax(-1))
 
     def save(self, folder: Path) -> None:
         """Writes probe.safetensors and probe.json."""
@@ -167,8 +167,8 @@ class ProbeHead:
         except InputError:
             raise
         except (ValueError, TypeError, KeyError, SafetensorError) as error:
-            said = " ".join(str(error).split())[:200]
-            raise InputError(f"the probe in {folder} is damaged ({said}): export it again") from error
+            reason = " ".join(str(error).split())[:200]
+            raise InputError(f"the probe in {folder} is damaged ({reason}): export it again") from error
 
 
 def _row(probes: LogisticProbes | RidgeProbes, row: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -246,14 +246,14 @@ class LayerClassifier:
     def _pooled(self, batch: Batch) -> Tensor:
         averages_patches = self.model.family.sees_images and self.facts.pooling == "mean"
         first = self.model.num_prefix_tokens if averages_patches else 0
-        found: list[Tensor] = []
+        pooled: list[Tensor] = []
 
         def look(layer: int, hidden: Tensor, mask: Tensor) -> None:
             if layer == self.model.num_layers:
-                found.append(pool(hidden[:, first:], mask[:, first:], pooling=self.facts.pooling))
+                pooled.append(pool(hidden[:, first:], mask[:, first:], pooling=self.facts.pooling))
 
         self.model.pass_states(batch, look)
-        return found[0].to(self.model.dtype).cpu()
+        return pooled[0].to(self.model.dtype).cpu()
 
     def _batches(self, inputs: Inputs) -> Iterator[tuple[list[int], Batch]]:
         """Batches with the places of their rows among the inputs."""

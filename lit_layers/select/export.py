@@ -59,11 +59,11 @@ class Card:
         """
         if isinstance(content, Card):
             return content
-        known = {field.name: field.default is MISSING for field in fields(cls)}
+        required = {field.name: field.default is MISSING for field in fields(cls)}
         for name in content:
-            if name not in known:
-                raise InputError(f"card: {name!r} is no field of a card; they are {', '.join(known)}")
-        if missing := [name for name, needed in known.items() if needed and name not in content]:
+            if name not in required:
+                raise InputError(f"card: {name!r} is no field of a card; they are {', '.join(required)}")
+        if missing := [name for name, needed in required.items() if needed and name not in content]:
             raise InputError(f"card: {missing[0]!r} is missing")
         return cls(**content)
 
@@ -137,8 +137,8 @@ def _pooling(facts: HeadFacts, given: str) -> str:
     text = given == "texts"
     mean = "averaged over all real tokens" if text else "averaged over the patches"
     last = "taken at the last real token" if text else "taken at the last patch"
-    found = {"last": last, "mean": mean, "cls": "taken at the first token"}
-    return found.get(facts.pooling, f"pooled by {facts.pooling}")
+    phrases = {"last": last, "mean": mean, "cls": "taken at the first token"}
+    return phrases.get(facts.pooling, f"pooled by {facts.pooling}")
 
 
 def _plain(package: str) -> str:
@@ -285,7 +285,7 @@ def export(
         raise ValueError(
             f"expected a head of layer {layer} and width {view.dim}, got layer {head.facts.layer}, width {head.dim}"
         )
-    found = _tokenizer(view, tokenizer)
+    text_tokenizer = _tokenizer(view, tokenizer)
     refuse_taken(folder, overwrite)
     if keep_lm_head and not _has_head(view):
         raise InputError(f"keep_lm_head: this {type(view.model).__name__} has no head to keep: leave it out")
@@ -295,10 +295,10 @@ def export(
         save(cut, draft)
         fingerprint = weights_hash(cut)
         del cut
-        if found is not None:
-            save_tokenizer(found, draft)
+        if text_tokenizer is not None:
+            save_tokenizer(text_tokenizer, draft)
         head.save(draft)
-        _verify(draft, view, layer, head, found, batches, keep_lm_head, fingerprint)
+        _verify(draft, view, layer, head, text_tokenizer, batches, keep_lm_head, fingerprint)
         _write_page(card if costs is None else replace(card, costs=costs(draft)), head, view, draft)
         refuse_taken(folder, overwrite)  # that took a while
         _put_in_place(folder, draft)
