@@ -20,7 +20,7 @@ from rich.console import Console
 from rich.table import Table
 
 from lit_layers.analyses.features import MAX_TOKENS
-from lit_layers.data.encoded_texts import EncodedTexts
+from lit_layers.data.batches import EncodedTexts
 from lit_layers.data.tokenization import train_bpe
 from lit_layers.models.build import causal_lm, weights_hash
 from lit_layers.models.families import trunk_of

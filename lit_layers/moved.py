@@ -40,7 +40,13 @@ MOVED = {
     "lit_layers.analyses.summary": "lit_layers.analyses.statistics",
     "lit_layers.analyses.token_coupling": "lit_layers.analyses.token_jacobians",
     "lit_layers.analyses.trajectory": "lit_layers.analyses.layer_geometry",
+    "lit_layers.data.benchmarks": "lit_layers.data.prompt_texts",
+    "lit_layers.data.encoded_texts": "lit_layers.data.batches",
+    "lit_layers.data.image_sources": "lit_layers.data.images",
+    "lit_layers.data.pictures": "lit_layers.data.image_files",
     "lit_layers.data.tasks": "lit_layers.tasks.probe_task lit_layers.tasks.catalogue lit_layers.tasks.labelled_rows",
+    "lit_layers.data.training_text": "lit_layers.data.text",
+    "lit_layers.data.views": "lit_layers.data.typo_views",
     "lit_layers.embeddings": "lit_layers.tasks.mteb_scores lit_layers.tasks.catalogue lit_layers.tasks.mteb_tasks",
     "lit_layers.embeddings.analysis": "lit_layers.tasks.mteb_scores",
     "lit_layers.embeddings.store": "lit_layers.tasks.embedding_store",
@@ -127,13 +133,15 @@ _CLASSES = {
     "lit_layers.analyses.sample_sizes": "SampleSizeSweep",
     "lit_layers.analyses.token_coupling": "TokenCoupling",
     "lit_layers.analyses.trajectory": "Trajectory",
+    "lit_layers.data.benchmarks": "BenchmarkPrompts",
     "lit_layers.data.tasks": "ProbeTask",
     "lit_layers.embeddings.analysis": "MtebTask",
     "lit_layers.intervene.benchmark_scores": "BenchmarkScores",
     "lit_layers.intervene.speed": "Speed",
 }
 _JOINED = tuple(
-    f"lit_layers.{room}." for room in ("analyses", "functional", "models", "select", "series", "tasks", "training")
+    f"lit_layers.{room}."
+    for room in ("analyses", "data", "functional", "models", "select", "series", "tasks", "training")
 )
 _JOINED += ("lit_layers.downloads", "lit_layers.plots", "lit_layers.schema")
 # By module of today and class; None for all classes of a module that moved as a whole.

@@ -19,9 +19,9 @@ from lit_layers.analyses.statistics import (
     random_halves,
     records_of_layers,
 )
-from lit_layers.data.encoded_texts import EncodedTexts, encode_texts, tokenizer_of
+from lit_layers.data.batches import EncodedTexts, encode_texts, tokenizer_of
 from lit_layers.data.prompt_texts import Texts
-from lit_layers.data.views import Action, Views, make_views
+from lit_layers.data.typo_views import Action, Views, make_views
 from lit_layers.errors import InputError
 from lit_layers.functional.entropy import AtTwo, Normalization, Side
 from lit_layers.functional.geometry import Pooling
@@ -56,7 +56,7 @@ LITTLE = 10.0  # scatter within prompts over delta, below which delta decides al
 class Invariance(Analysis):
     """InfoNCE, LiDAR and DiME of views of texts at every layer 0..L, and their means over layers 1..L (no layer).
 
-    `num_views` misprinted copies of each text are made (`lit_layers.data.views`), each is passed once, and one pooled
+    `num_views` misprinted copies of each text are made (`data.make_views`), each is passed once, and one pooled
     vector is kept of each. `infonce` (lower is more invariant) and `dime` compare the first two views, `lidar` and
     `lidar_rank` take all. `infonce_chance` is what equal states give; for form "cross" `infonce_share` is 1 - loss /
     log N. `lidar_within_over_delta` is the mean variance within prompts over `delta`: the tag `num_layers_near_delta`

@@ -4,10 +4,10 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from lit_layers.data.batches import Batches as Batches
-    from lit_layers.data.benchmarks import BenchmarkPrompts as BenchmarkPrompts
     from lit_layers.data.images import EvalImages as EvalImages
     from lit_layers.data.preparing import prepare as prepare
     from lit_layers.data.preparing import prepared as prepared
+    from lit_layers.data.prompt_texts import BenchmarkPrompts as BenchmarkPrompts
     from lit_layers.data.prompt_texts import CorpusTexts as CorpusTexts
     from lit_layers.data.prompt_texts import GivenTexts as GivenTexts
     from lit_layers.data.prompt_texts import TaskTexts as TaskTexts
@@ -15,10 +15,10 @@ if TYPE_CHECKING:
     from lit_layers.data.prompt_texts import Texts as Texts
     from lit_layers.data.shards import TokenShards as TokenShards
     from lit_layers.data.text import EvalText as EvalText
+    from lit_layers.data.text import TokenBlocks as TokenBlocks
     from lit_layers.data.text import duplicate_windows as duplicate_windows
-    from lit_layers.data.training_text import TokenBlocks as TokenBlocks
-    from lit_layers.data.views import Views as Views
-    from lit_layers.data.views import make_views as make_views
+    from lit_layers.data.typo_views import Views as Views
+    from lit_layers.data.typo_views import make_views as make_views
     from lit_layers.data.word_pairs import WordPairs as WordPairs
     from lit_layers.tasks.catalogue import TASKS as TASKS
     from lit_layers.tasks.catalogue import find_task as find_task
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 # Name -> module, imported on first use: the processes that tokenize need no torch, which takes seconds to import.
 _HOMES = {
     "Batches": "batches",
-    "BenchmarkPrompts": "benchmarks",
+    "BenchmarkPrompts": "prompt_texts",
     "CorpusTexts": "prompt_texts",
     "EvalImages": "images",
     "EvalText": "text",
@@ -41,13 +41,13 @@ _HOMES = {
     "TaskTexts": "prompt_texts",
     "TextBatches": "prompt_texts",
     "Texts": "prompt_texts",
-    "TokenBlocks": "training_text",
+    "TokenBlocks": "text",
     "TokenShards": "shards",
-    "Views": "views",
+    "Views": "typo_views",
     "WordPairs": "word_pairs",
     "duplicate_windows": "text",
     "find_task": "lit_layers.tasks.catalogue",
-    "make_views": "views",
+    "make_views": "typo_views",
     "prepare": "preparing",
     "prepared": "preparing",
 }

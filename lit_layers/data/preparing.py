@@ -19,12 +19,9 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from lit_layers.data.corpora import Document, Source, digest, in_share
-from lit_layers.data.encoding import Texts, encoded
-from lit_layers.data.hub_text import HubText
-from lit_layers.data.local_text import LocalText
-from lit_layers.data.progress_bar import bar
-from lit_layers.data.python_corpus import PythonSources
+from filelock import FileLock, Timeout
+
+from lit_layers.data.corpora import Document, HubText, LocalText, PythonSources, Source, digest, in_share
 from lit_layers.data.shards import (
     FORMAT,
     HEADER,
@@ -39,15 +36,16 @@ from lit_layers.data.shards import (
 )
 from lit_layers.data.tokenization import (
     MAIN,
+    Texts,
     TextTokenizer,
     bpe_size,
+    encoded,
     load_tokenizer,
     save_tokenizer,
     tokenizer_hash,
     train_bpe,
 )
-from lit_layers.data.working_folder import begin, discard, discarding, expect_settings, locked, writing
-from lit_layers.durable import sync, write_json
+from lit_layers.durable import draft_of, sync, write_json
 from lit_layers.errors import InputError
 
 CHUNK_BYTES = 2**20  # of text, the work of one call of the tokenizer
@@ -108,11 +106,11 @@ def prepare(
     if max_documents is not None and max_documents < 1:
         raise InputError(f"max_documents must be at least 1, not {max_documents}")
     folder = Path(out)
-    origin = open_source(source, column=column, separator=separator, validation=validation)
-    found = None if bpe_size(tokenizer) else load_tokenizer(tokenizer)
-    made_by = {"spec": tokenizer, "hash": found and tokenizer_hash(found.tokenizer)}
-    settings = {"source": origin.describe(), "tokenizer": made_by, "max_documents": max_documents}
-    size = origin.size()
+    corpus = open_source(source, column=column, separator=separator, validation=validation)
+    loaded = None if bpe_size(tokenizer) else load_tokenizer(tokenizer)
+    made_by = {"spec": tokenizer, "hash": loaded and tokenizer_hash(loaded.tokenizer)}
+    settings = {"source": corpus.describe(), "tokenizer": made_by, "max_documents": max_documents}
+    size = corpus.size()
     workers = workers or (1 if size is not None and size < SMALL else _num_cores())
     with writing(folder), locked(folder, progress):
         finish_names(folder)
@@ -123,12 +121,12 @@ def prepare(
             return shards
         state = begin(folder, settings)
         with discarding(folder):
-            origin.pin(state["revision"])
-            state["revision"] = origin.revision
-            if found is None and progress:
+            corpus.pin(state["revision"])
+            state["revision"] = corpus.revision
+            if loaded is None and progress:
                 sys.stderr.write(f"training the tokenizer {tokenizer}\n")
-            _place_tokenizer(folder, state, found, origin)
-            _fill(folder, state, origin, workers, progress)
+            _place_tokenizer(folder, state, loaded, corpus)
+            _fill(folder, state, corpus, workers, progress)
         (folder / PROGRESS).unlink()
     return TokenShards.open(folder)
 
@@ -140,23 +138,23 @@ class _Chunk:
     share: float | None  # of the work, where it is known
 
 
-def _place_tokenizer(folder: Path, state: dict[str, Any], found: TextTokenizer | None, source: Source) -> None:
+def _place_tokenizer(folder: Path, state: dict[str, Any], loaded: TextTokenizer | None, source: Source) -> None:
     """Saves the tokenizer beside the shards, trained first where that was asked for."""
     if state["tokenizer"] is not None:
         return
     spec, limit = state["settings"]["tokenizer"]["spec"], state["settings"]["max_documents"]
-    if found is None:
-        found = train_bpe(_first_bytes(_training_texts(source, limit), BPE_BYTES), bpe_size(spec) or 0)
+    if loaded is None:
+        loaded = train_bpe(_first_bytes(_training_texts(source, limit), BPE_BYTES), bpe_size(spec) or 0)
     shutil.rmtree(folder / TOKENIZER, ignore_errors=True)
-    save_tokenizer(found, folder / TOKENIZER)
+    save_tokenizer(loaded, folder / TOKENIZER)
     for path in [*(folder / TOKENIZER).iterdir(), folder / TOKENIZER]:
         sync(path)
     state["tokenizer"] = {
         "spec": spec,
-        "hash": tokenizer_hash(found.tokenizer),
-        "end_of_text": found.end_of_text,
-        "end_of_text_id": found.end_of_text_id,
-        "vocab_size": found.vocab_size,
+        "hash": tokenizer_hash(loaded.tokenizer),
+        "end_of_text": loaded.end_of_text,
+        "end_of_text_id": loaded.end_of_text_id,
+        "vocab_size": loaded.vocab_size,
     }
     write_json(folder / PROGRESS, state, sort_keys=True)
 
@@ -194,20 +192,20 @@ def _chunks(source: Source, state: dict[str, Any]) -> Iterator[_Chunk]:
     state = copy.deepcopy(state)
     limit = state["settings"]["max_documents"] or sys.maxsize
     for stage in range(state["stage"], len(source.splits)):
-        own = source.splits[stage]
-        repeated = _validation_digests(source, limit) if own == "train" else set()
-        documents = source.read(own, state["position"])
+        part = source.splits[stage]
+        repeated = _validation_digests(source, limit) if part == "train" else set()
+        documents = source.read(part, state["position"])
         texts, size = [], 0
         share = None
         for document in islice(documents, limit - state["read"]):
-            split, value = _place(document, own, source.validation or 0, repeated)
+            split, value = _place(document, part, source.validation or 0, repeated)
             state["read"] += 1
             if split in state["left_out"]:
                 state["left_out"][split] += 1
             else:
                 texts.append((split, document.text))
                 size += _note(state, split, document.text, value)
-            if own != "validation" and documents.fraction is not None:
+            if part != "validation" and documents.fraction is not None:
                 share = max(documents.fraction, state["read"] / limit)
             if size >= CHUNK_BYTES:
                 state["position"] = documents.position
@@ -217,14 +215,14 @@ def _chunks(source: Source, state: dict[str, Any]) -> Iterator[_Chunk]:
         yield _Chunk(texts, copy.deepcopy(state), share)
 
 
-def _place(document: Document, own: str | None, share: float, repeated: set[int]) -> tuple[str, int]:
-    """The split of a document and its hash, or why it is left out."""
+def _place(document: Document, part: str | None, share: float, repeated: set[int]) -> tuple[str, int]:
+    """The split of a document (`part` where the source says it) and its hash, or why it is left out."""
     if not document.text.strip():
         return "empty", 0
     value = digest(document.text)
-    if own == "train" and value in repeated:
+    if part == "train" and value in repeated:
         return "duplicate", value
-    return own or ("validation" if in_share(value, share) else "train"), value
+    return part or ("validation" if in_share(value, share) else "train"), value
 
 
 def _note(state: dict[str, Any], split: str, text: str, value: int) -> int:
@@ -242,10 +240,10 @@ def _validation_digests(source: Source, limit: int) -> set[int]:
 
 def _training_texts(source: Source, limit: int | None) -> Iterator[str]:
     limit = limit or sys.maxsize
-    own = "train" if "train" in source.splits else None
-    repeated = _validation_digests(source, limit) if own else set()
-    for document in islice(source.read(own), limit):
-        if _place(document, own, source.validation or 0, repeated)[0] == "train":
+    part = "train" if "train" in source.splits else None
+    repeated = _validation_digests(source, limit) if part else set()
+    for document in islice(source.read(part), limit):
+        if _place(document, part, source.validation or 0, repeated)[0] == "train":
             yield document.text
 
 
@@ -263,12 +261,8 @@ def _header(writer: ShardWriter, state: dict[str, Any], source: Source) -> dict[
     splits = {}
     for split, chain in state["hashes"].items():
         tokens, documents = writer.count(split)
-        splits[split] = {
-            "tokens": tokens,
-            "documents": documents,
-            "bytes": state["bytes"][split],
-            "corpus_hash": chain[:16],
-        }
+        size = state["bytes"][split]
+        splits[split] = {"tokens": tokens, "documents": documents, "bytes": size, "corpus_hash": chain[:16]}
     both = "/".join(state["hashes"][split] for split in ("train", "validation"))
     return {
         "format": FORMAT,
@@ -289,10 +283,9 @@ def _expect_documents(folder: Path, writer: ShardWriter, state: dict[str, Any]) 
     counts = {split: writer.count(split)[1] for split in ("train", "validation")}
     for split, count in counts.items():
         if count == 0:
-            described = state["settings"]["source"]
             discard(folder)
             raise InputError(
-                f"the {split} split of {described.get('path') or described.get('name') or 'python'} is empty "
+                f"the {split} split of {_name_of(state['settings'])} is empty "
                 f"({sum(counts.values())} documents in all): give more documents (a .txt file is one unless a "
                 'separator line, "" for a blank one, divides it), or another validation share'
             )
@@ -302,12 +295,12 @@ def _expect_tokenizer(shards: TokenShards, tokenizer: str) -> None:
     if tokenizer == shards.header["tokenizer"]["spec"]:
         return
     size = bpe_size(tokenizer)
-    found = None if size else tokenizer_hash(load_tokenizer(tokenizer).tokenizer)
-    if found != shards.tokenizer_hash:
+    hash_ = None if size else tokenizer_hash(load_tokenizer(tokenizer).tokenizer)
+    if hash_ != shards.tokenizer_hash:
         made_by = shards.header["tokenizer"]
         raise InputError(
             f"{shards.folder} was made with the tokenizer {made_by['spec']!r} ({made_by['hash']}), not {tokenizer!r}"
-            f"{f' ({found})' if found else ''}: name {shards.tokenizer_path}, or prepare the corpus again"
+            f"{f' ({hash_})' if hash_ else ''}: name {shards.tokenizer_path}, or prepare the corpus again"
         )
 
 
@@ -343,9 +336,9 @@ def open_source(
         return LocalText.open(Path(spec), column=column, separator=separator, validation=validation)
     name = ALIASES.get(spec, spec)
     if not re.fullmatch(r"[\w.-]+/[\w.-]+(:[\w.-]+)?", name) or Path(name).suffix in (".txt", ".parquet", ".jsonl"):
-        known = ", ".join(["python", *ALIASES])
+        names = ", ".join(["python", *ALIASES])
         raise InputError(
-            f"no corpus {spec!r}: expected {known}, an existing path, or a Hub data set as ORG/NAME[:CONFIG]"
+            f"no corpus {spec!r}: expected {names}, an existing path, or a Hub data set as ORG/NAME[:CONFIG]"
         )
     _refuse_options(spec, separator=separator)
     return HubText(name, column=column or "text", validation=validation)
@@ -355,3 +348,125 @@ def _refuse_options(spec: str, **options: str | None) -> None:
     for option, value in options.items():
         if value is not None:
             raise InputError(f"{option} ({value!r}) means nothing for the corpus {spec!r}: leave it out")
+
+
+LOCK = ".lock"
+
+
+def begin(folder: Path, settings: dict[str, Any]) -> dict[str, Any]:
+    """The state to go on from: that of the interrupted run, or a new one, noted at once."""
+    if (folder / PROGRESS).exists():
+        try:
+            state = json.loads((folder / PROGRESS).read_text(encoding="utf-8"))
+        except ValueError as error:
+            raise InputError(f"{folder / PROGRESS} is damaged ({error}): remove {folder} and start again") from error
+        expect_settings(folder, state["settings"], settings, "holds an unfinished preparation")
+        return state
+    others = sorted(path.name for path in folder.iterdir() if path not in (folder / LOCK, draft_of(folder / PROGRESS)))
+    if others:
+        raise InputError(f"{folder} is not empty (it holds {others[0]}) and no token shards: choose another folder")
+    state = {
+        "settings": settings,
+        "revision": None,
+        "tokenizer": None,
+        "stage": 0,  # index into the source's splits
+        "position": None,  # in that split
+        "read": 0,  # documents of that split
+        "left_out": {"empty": 0, "duplicate": 0},
+        "bytes": {"train": 0, "validation": 0},
+        "hashes": {"train": "", "validation": ""},
+        "sizes": {},
+    }
+    write_json(folder / PROGRESS, state, sort_keys=True)
+    return state
+
+
+def expect_settings(folder: Path, there: dict[str, Any], asked: dict[str, Any], what: str) -> None:
+    old, new = _flat(there), _flat(asked)
+    for key in sorted(old.keys() | new.keys()):
+        if old.get(key) != new.get(key):
+            raise InputError(
+                f"{folder} {what} with {key} {old.get(key)!r}, and {new.get(key)!r} was asked for: "
+                "choose another folder, or remove that one"
+            )
+
+
+def _flat(settings: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+    flat = {}
+    for key, value in settings.items():
+        flat |= _flat(value, f"{prefix}{key}.") if isinstance(value, dict) else {f"{prefix}{key}": value}
+    return flat
+
+
+def discard(folder: Path) -> None:
+    """Removes what an unfinished preparation left, so that it does not stand in the way of another."""
+    shutil.rmtree(folder / TOKENIZER, ignore_errors=True)
+    for path in [*folder.glob("*.partial"), folder / PROGRESS]:
+        path.unlink(missing_ok=True)
+
+
+@contextlib.contextmanager
+def discarding(folder: Path) -> Iterator[None]:
+    """Where the input is at fault from the start, leaves nothing that would bind the next attempt to it."""
+    try:
+        yield
+    except InputError:
+        noted = folder / PROGRESS
+        if noted.exists() and not json.loads(noted.read_text(encoding="utf-8"))["sizes"]:
+            discard(folder)
+        raise
+
+
+@contextlib.contextmanager
+def writing(folder: Path) -> Iterator[None]:
+    """Makes the folder, and turns a failing disk into a sentence."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        yield
+    except OSError as error:
+        raise InputError(
+            f"cannot prepare {folder} ({error}): choose another folder, or mend the cause and run again to continue"
+        ) from error
+
+
+@contextlib.contextmanager
+def locked(folder: Path, progress: bool) -> Iterator[None]:
+    """Only one process prepares a folder; another waits and finds it done."""
+    lock = FileLock(folder / LOCK)
+    try:
+        lock.acquire(timeout=0.1)
+    except Timeout:
+        if progress:
+            sys.stderr.write(f"waiting for another process that prepares {folder}\n")
+        lock.acquire()
+    try:
+        yield
+    finally:
+        lock.release()
+
+
+def _name_of(settings: dict[str, Any]) -> str:
+    return settings["source"].get("path") or settings["source"].get("name") or "python"
+
+
+@contextlib.contextmanager
+def bar(settings: dict[str, Any], progress: bool) -> Iterator[Any]:
+    """A function (share of the work, writer) -> None that moves the bar, on standard error."""
+    if not progress:
+        yield lambda share, writer: None
+        return
+    from rich.console import Console
+    from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeElapsedColumn
+
+    columns = (TextColumn("{task.description}"), BarColumn(), TaskProgressColumn(), TimeElapsedColumn())
+    columns += (TextColumn("{task.fields[tokens]}"),)
+    # Drawn after each chunk and not by a thread, which would take the Ctrl-C that is held back while workers start.
+    with Progress(*columns, console=Console(stderr=True), auto_refresh=False) as drawn:
+        task = drawn.add_task(f"tokens of {_name_of(settings)}", total=None, tokens="")
+
+        def show(share: float | None, writer: ShardWriter) -> None:
+            millions = sum(writer.count(split)[0] for split in ("train", "validation")) / 1e6
+            drawn.update(task, total=share and 1.0, completed=share or 0, tokens=f"{millions:.1f} M tokens")
+            drawn.refresh()
+
+        yield show

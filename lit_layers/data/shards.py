@@ -25,10 +25,12 @@ from lit_layers.schema import Count
 FORMAT, VERSION = "lit_layers token shards", 1
 HEADER, PROGRESS, TOKENIZER = "meta.json", "progress.json", "tokenizer"
 STEMS = {"train": "train", "validation": "val"}
+_FILES = [stem + suffix for stem in STEMS.values() for suffix in (".bin", ".idx")]
 STARTS = np.dtype("<i8")
 _AGAIN = "remove the folder and run `lit-layers prepare` again"
-_Tokenizer = with_config(schema.OPEN)(TypedDict("_Tokenizer", {"hash": str}))
-_Split = with_config(schema.OPEN)(TypedDict("_Split", {"tokens": Count, "documents": Count}))
+_Tokenizer = with_config(schema.OPEN)(TypedDict("_Tokenizer", {"spec": str, "hash": str}))
+_Split = with_config(schema.OPEN)(TypedDict("_Split", {"tokens": Count, "documents": Count, "bytes": Count}))
+_LeftOut = with_config(schema.OPEN)(TypedDict("_LeftOut", {"empty": Count, "duplicate": Count}))
 _File = with_config(schema.STRICT)(TypedDict("_File", {"bytes": Count, "sha256": str}))
 _Splits = with_config(schema.STRICT)(TypedDict("_Splits", {"train": _Split, "validation": _Split}))
 
@@ -44,6 +46,8 @@ class _Header(TypedDict):
     corpus_hash: str
     checksum: str
     splits: _Splits
+    left_out: _LeftOut
+    settings: dict[str, Any]
     files: dict[str, _File]
 
 
@@ -80,17 +84,17 @@ class TokenShards:
 
     def tokens(self, split: str) -> np.ndarray:
         """All token ids of a split, memory-mapped."""
-        return _map(self._path(split, ".bin"), np.dtype(self.header["dtype"]))
+        return np.memmap(self._path(split, ".bin"), dtype=np.dtype(self.header["dtype"]), mode="r")
 
     def document_starts(self, split: str) -> np.ndarray:
         """Index of each document's first token."""
-        return _map(self._path(split, ".idx"), STARTS)
+        return np.memmap(self._path(split, ".idx"), dtype=STARTS, mode="r")
 
     def num_tokens(self, split: str) -> int:
-        return self.header["splits"][self._known(split)]["tokens"]
+        return self.header["splits"][self._checked(split)]["tokens"]
 
     def num_documents(self, split: str) -> int:
-        return self.header["splits"][self._known(split)]["documents"]
+        return self.header["splits"][self._checked(split)]["documents"]
 
     @property
     def vocab_size(self) -> int:
@@ -117,13 +121,13 @@ class TokenShards:
         """SHA-256 over the checksums of all files: equal folders have equal ones."""
         return self.header["checksum"]
 
-    def _known(self, split: str) -> str:
+    def _checked(self, split: str) -> str:
         if split not in STEMS:
             raise InputError(f"expected the split train or validation, not {split!r}")
         return split
 
     def _path(self, split: str, suffix: str) -> Path:
-        return self.folder / (STEMS[self._known(split)] + suffix)
+        return self.folder / (STEMS[self._checked(split)] + suffix)
 
 
 class ShardWriter:
@@ -131,8 +135,7 @@ class ShardWriter:
 
     def __init__(self, folder: Path, dtype: np.dtype, sizes: dict[str, int]):
         self.folder, self.dtype = folder, dtype
-        names = [stem + suffix for stem in STEMS.values() for suffix in (".bin", ".idx")]
-        self.sizes = {name: sizes.get(name, 0) for name in names}
+        self.sizes = {name: sizes.get(name, 0) for name in _FILES}
         self._files = {}
         for name, size in self.sizes.items():
             file = self._files[name] = (folder / f"{name}.partial").open("ab")
@@ -168,8 +171,7 @@ class ShardWriter:
 
 def finish(folder: Path, header: dict[str, Any]) -> None:
     """Gives whole files their names, the header last: a folder with a header is complete, whatever happens here."""
-    names = [stem + suffix for stem in STEMS.values() for suffix in (".bin", ".idx")]
-    files = {name: _measure(folder / f"{name}.partial") for name in names}
+    files = {name: _measure(folder / f"{name}.partial") for name in _FILES}
     files |= {f"{TOKENIZER}/{path.name}": _measure(path) for path in sorted((folder / TOKENIZER).iterdir())}
     listing = "\n".join(f"{name} {entry['sha256']}" for name, entry in sorted(files.items()))
     header = {**header, "files": files, "checksum": hashlib.sha256(listing.encode()).hexdigest()}
@@ -210,7 +212,3 @@ def _check(path: Path, expected: _File, *, verify: bool) -> None:
 def _measure(path: Path) -> dict[str, Any]:
     with path.open("rb") as file:
         return {"bytes": path.stat().st_size, "sha256": hashlib.file_digest(file, "sha256").hexdigest()}
-
-
-def _map(path: Path, dtype: np.dtype) -> np.ndarray:
-    return np.memmap(path, dtype=dtype, mode="r")

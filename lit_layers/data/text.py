@@ -1,4 +1,4 @@
-"""Text to measure on: a fixed set of token windows, each inside one document."""
+"""Text to measure on and to train on: token windows within a document, blocks of a whole split."""
 
 import hashlib
 import logging
@@ -9,6 +9,7 @@ from dataclasses import KW_ONLY, dataclass, field
 import numpy as np
 import torch
 from torch import Tensor
+from torch.utils.data import Dataset
 
 from lit_layers.data.batches import Batches
 from lit_layers.data.preparing import prepare, prepared
@@ -65,8 +66,8 @@ class EvalText(Batches):
             if getattr(self, name) < 1:
                 raise InputError(f"{name} must be at least 1, not {getattr(self, name)}")
         if self.min_sequences is not None and not 1 <= self.min_sequences <= self.num_sequences:
-            told = f"1 to num_sequences ({self.num_sequences})"
-            raise InputError(f"min_sequences must be {told}, or none, not {self.min_sequences}")
+            limits = f"1 to num_sequences ({self.num_sequences})"
+            raise InputError(f"min_sequences must be {limits}, or none, not {self.min_sequences}")
 
     def windows(self) -> Tensor:
         """All token ids, int64; loads or prepares the corpus on the first call."""
@@ -108,7 +109,7 @@ class EvalText(Batches):
                 raise InputError(f"{there}, and {option} is {least}: ask for fewer or shorter ones")
             logger.warning("%s: all are taken, num_sequences asks for %d", there, self.num_sequences)
         before = np.cumsum(counts) - counts
-        windows = np.array(_draw(total, min(total, self.num_sequences), self.seed))
+        windows = np.array(different_numbers(total, min(total, self.num_sequences), self.seed))
         document = np.searchsorted(before, windows, side="right") - 1
         begin = starts[document] + (windows - before[document]) * self.num_tokens
         tokens = shards.tokens(self.split)
@@ -126,13 +127,64 @@ class EvalText(Batches):
 
 def duplicate_windows(windows: Tensor, others: Tensor) -> Tensor:
     """Which rows of `windows` also stand in `others`: a bool a row, its sum the number of duplicates."""
-    known = {row.tobytes() for row in others.numpy()}
-    return torch.tensor([row.tobytes() in known for row in windows.numpy()], dtype=torch.bool)  # (windows,)
+    rows = {row.tobytes() for row in others.numpy()}
+    return torch.tensor([row.tobytes() in rows for row in windows.numpy()], dtype=torch.bool)  # (windows,)
 
 
-def _draw(total: int, num: int, seed: int) -> list[int]:
+def different_numbers(total: int, num: int, seed: int | str) -> list[int]:
     """`num` different numbers below `total`; more of them begin with the same."""
     generator, drawn = random.Random(seed), {}
     while len(drawn) < num:
         drawn[generator.randrange(total)] = None
     return list(drawn)
+
+
+class TokenBlocks(Dataset[dict[str, Tensor]]):
+    """The blocks of a split, one after the other: `{"input_ids": (num_tokens + 1,)}` of int64.
+
+    The last token of a block is the first of the next: a model reads `input_ids[:-1]` and predicts `input_ids[1:]`, so
+    that every token of the split but the first is predicted once (and the few that fill no block, never). Documents
+    follow each other within a block, divided by the end of text.
+
+    Every data-loader worker maps the file for itself.
+    """
+
+    def __init__(self, shards: TokenShards, split: str = "train", *, num_tokens: int = 1024):
+        if num_tokens < 1:
+            raise InputError(f"num_tokens must be at least 1, not {num_tokens}")
+        self.shards, self.split, self.num_tokens = shards, split, num_tokens
+        self._tokens: np.ndarray | None = None
+        if len(self) < 1:
+            raise InputError(
+                f"the {split} split of {shards.folder} has {shards.num_tokens(split)} tokens, too few for one block of "
+                f"{num_tokens} + 1: use shorter blocks or a larger corpus"
+            )
+
+    def __len__(self) -> int:
+        return max(self.shards.num_tokens(self.split) - 1, 0) // self.num_tokens
+
+    def __getitem__(self, index: int) -> dict[str, Tensor]:
+        if not 0 <= index < len(self):
+            raise IndexError(f"block {index} of {len(self)}")
+        if self._tokens is None:
+            self._tokens = self.shards.tokens(self.split)
+        first = index * self.num_tokens
+        ids = self._tokens[first : first + self.num_tokens + 1].astype(np.int64)
+        return {"input_ids": torch.from_numpy(ids)}
+
+    def __getstate__(self) -> dict:
+        return {**self.__dict__, "_tokens": None}  # a pickled memmap would carry its content
+
+
+MAX_TOKENS = 100_000_000  # 0.2 GB of uint16 read once; the entropy of more differs in the fourth digit
+
+
+def unigram_entropy(shards: TokenShards, split: str = "train") -> float:
+    """Returns the entropy of the token frequencies, in nats: the loss of a model that ignores all context.
+
+    Over the first `MAX_TOKENS` tokens of the split.
+    """
+    tokens = shards.tokens(split)[:MAX_TOKENS]
+    frequencies = np.bincount(tokens, minlength=shards.vocab_size) / len(tokens)
+    present = frequencies[frequencies > 0]
+    return float(-(present * np.log(present)).sum())

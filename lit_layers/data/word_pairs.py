@@ -10,8 +10,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from lit_layers.data.batches import Batches
-from lit_layers.data.encoded_texts import tokenizer_of
+from lit_layers.data.batches import Batches, tokenizer_of
 from lit_layers.data.tokenization import TextTokenizer, load_tokenizer, one_thread, tokenizer_hash
 from lit_layers.errors import InputError
 

@@ -11,9 +11,8 @@ from torch import Tensor
 
 from lit_layers.analyses.features import TaskReader, TextPooling, text_features
 from lit_layers.analyses.label_probe import Fitted, ProbeOptions, RowScores, fit_layer, of_log_proba, score_rows
-from lit_layers.data.image_sources import Split, image_source
-from lit_layers.data.images import Normalise, eval_pixels, image_size, statistics
-from lit_layers.data.pictures import Pictures
+from lit_layers.data.image_files import Pictures
+from lit_layers.data.images import Normalise, Split, eval_pixels, image_size, image_source, statistics
 from lit_layers.errors import InputError
 from lit_layers.functional.curves import Rule, bootstrap_interval, choice_distribution, choose_layer, wilson_interval
 from lit_layers.functional.geometry import pool

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from lit_layers import schema
 from lit_layers.analyses.base import at_least_float32
-from lit_layers.data.encoded_texts import EncodedTexts, encode_texts
+from lit_layers.data.batches import EncodedTexts, encode_texts
 from lit_layers.data.tokenization import TextTokenizer, load_tokenizer
 from lit_layers.errors import InputError
 from lit_layers.functional.geometry import Pooling, pool

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from lit_layers.analyses.base import States
 from lit_layers.analyses.features import TextPooling, text_features
-from lit_layers.data.encoded_texts import EncodedTexts, encode_texts
+from lit_layers.data.batches import EncodedTexts, encode_texts
 from lit_layers.data.tokenization import TextTokenizer, tokenizer_hash
 from lit_layers.durable import sync, write_json
 from lit_layers.errors import InputError

@@ -12,11 +12,18 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, Sampler, Subset
 
-from lit_layers.data.image_sources import ImageSource, image_source
-from lit_layers.data.images import Normalisation, Normalise, eval_pixels, image_size, resized, statistics
-from lit_layers.data.pictures import Pictures, SmallPictures
-from lit_layers.data.text import prepared
-from lit_layers.data.training_text import TokenBlocks
+from lit_layers.data.image_files import Pictures, SmallPictures
+from lit_layers.data.images import (
+    ImageSource,
+    Normalisation,
+    Normalise,
+    eval_pixels,
+    image_size,
+    image_source,
+    resized,
+    statistics,
+)
+from lit_layers.data.text import TokenBlocks, prepared
 from lit_layers.errors import InputError
 from lit_layers.models.pixels import train_transform
 from lit_layers.schema import BATCH, COUNT, SEED, SHARE, WORKERS, Range, refuse_outside

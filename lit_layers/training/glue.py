@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.nn import functional as F
 from torch.utils.data import DataLoader
 
-from lit_layers.data.encoded_texts import tokenizer_of
+from lit_layers.data.batches import tokenizer_of
 from lit_layers.data.tokenization import TextTokenizer, load_tokenizer, one_thread, tokenizer_hash
 from lit_layers.durable import write_json
 from lit_layers.errors import InputError

@@ -13,7 +13,7 @@ import lightning as L
 
 from lit_layers import run_lock
 from lit_layers.data.shards import TokenShards
-from lit_layers.data.statistics import unigram_entropy
+from lit_layers.data.text import unigram_entropy
 from lit_layers.durable import write_json
 from lit_layers.errors import InputError
 from lit_layers.models.build import true_vocab_size

@@ -11,7 +11,7 @@ from PIL import Image
 
 from lit_layers import records
 from lit_layers.cli.main import main
-from lit_layers.data.image_sources import image_source
+from lit_layers.data.images import image_source
 from lit_layers.training.checkpoints import saved_steps, step_folder
 from tests.data.test_image_sources import write_folders
 

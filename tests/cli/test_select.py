@@ -14,7 +14,7 @@ from torch import Tensor
 from lit_layers.analyses.features import text_features
 from lit_layers.cli.main import main
 from lit_layers.data import TASKS, ProbeTask
-from lit_layers.data.encoded_texts import encode_texts
+from lit_layers.data.batches import encode_texts
 from lit_layers.data.tokenization import load_tokenizer
 from lit_layers.functional.probe import fit_logistic_probes
 from lit_layers.functional.regression import fit_ridge_probes

@@ -8,10 +8,9 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from lit_layers.data import local_text
-from lit_layers.data.local_text import LocalText
+from lit_layers.data import corpora
+from lit_layers.data.corpora import LocalText, PythonSources
 from lit_layers.data.preparing import open_source
-from lit_layers.data.python_corpus import PythonSources
 from lit_layers.errors import InputError
 
 
@@ -121,7 +120,7 @@ def test_every_text_file_of_a_folder_is_a_document_in_the_order_of_their_names(t
 
 
 def test_a_very_long_text_document_is_cut_at_line_ends(tmp_path, monkeypatch):
-    monkeypatch.setattr(local_text, "LONGEST", 20)
+    monkeypatch.setattr(corpora, "LONGEST", 20)
     (tmp_path / "a.txt").write_text("".join(f"line {index}\n" for index in range(9)))
     pieces = [text for _, text in open_source(str(tmp_path)).read(None)]
     assert pieces == ["line 0\nline 1\nline 2", "line 3\nline 4\nline 5", "line 6\nline 7\nline 8"]

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from lit_layers.data.encoded_texts import encode_texts
+from lit_layers.data.batches import encode_texts
 from lit_layers.data.tokenization import load_tokenizer
 from lit_layers.errors import InputError
 from tests.support.labelled_texts import labelled, saved_bert, saved_gpt2

@@ -14,8 +14,8 @@ import torch
 from PIL import Image
 from sklearn.datasets import load_digits
 
-from lit_layers.data.image_sources import ImageSource, image_source
-from lit_layers.data.pictures import EncodedPictures, FilePictures, SmallPictures
+from lit_layers.data.image_files import EncodedPictures, FilePictures, SmallPictures
+from lit_layers.data.images import ImageSource, image_source
 from lit_layers.errors import InputError
 
 SIZE, CLASSES = 6, 3

@@ -7,8 +7,7 @@ from PIL import Image
 from sklearn.datasets import load_digits
 
 from lit_layers.data import EvalImages
-from lit_layers.data.image_sources import image_source
-from lit_layers.data.images import resized, statistics
+from lit_layers.data.images import image_source, resized, statistics
 from lit_layers.errors import InputError
 from tests.data.test_image_sources import write_folders
 

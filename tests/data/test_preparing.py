@@ -15,9 +15,9 @@ import numpy as np
 import pytest
 
 from lit_layers.data import preparing
-from lit_layers.data.encoding import encoded
 from lit_layers.data.preparing import prepare, prepared
 from lit_layers.data.shards import ShardWriter, TokenShards
+from lit_layers.data.tokenization import encoded
 from lit_layers.errors import InputError
 
 SMALL_STEPS = "import lit_layers.data.preparing as p; p.PART_SECONDS = 0; p.CHUNK_BYTES = 2**12; "

@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 from tokenizers import Tokenizer, models
 
-from lit_layers.data.encoding import Encoder
 from lit_layers.data.tokenization import (
     END_OF_TEXT,
+    Encoder,
     bpe_size,
     load_tokenizer,
     save_tokenizer,

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from lit_layers.analyses.features import text_features
-from lit_layers.data.encoded_texts import encode_texts
+from lit_layers.data.batches import encode_texts
 from lit_layers.errors import InputError
 from lit_layers.functional.regression import RidgeProbes
 from lit_layers.models.build import save, vit

@@ -9,7 +9,7 @@ from sklearn.datasets import load_digits
 from torch import Tensor
 
 from lit_layers.data import ProbeTask
-from lit_layers.data.image_sources import image_source
+from lit_layers.data.images import image_source
 from lit_layers.data.tokenization import load_tokenizer
 from lit_layers.errors import InputError
 from lit_layers.models.families import Network

@@ -8,7 +8,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import torch
 
-from lit_layers.data.encoded_texts import encode_texts
+from lit_layers.data.batches import encode_texts
 from lit_layers.data.tokenization import load_tokenizer
 from lit_layers.models.build import load
 from lit_layers.models.view import LayeredModel

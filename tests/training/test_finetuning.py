@@ -10,7 +10,7 @@ from torch.nn import functional as F
 
 from lit_layers.cli.intervene import read_recipe
 from lit_layers.data.preparing import prepared
-from lit_layers.data.training_text import TokenBlocks
+from lit_layers.data.text import TokenBlocks
 from lit_layers.errors import InputError
 from lit_layers.functional.block_schedules import Variant, variants
 from lit_layers.models.build import causal_lm, load, vit, weights_hash

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 
-from lit_layers.data.image_sources import image_source
+from lit_layers.data.images import image_source
 from lit_layers.errors import InputError
 from lit_layers.training.datamodules import LitImageData, SampleOrder
 from tests.data.test_image_sources import write_folders

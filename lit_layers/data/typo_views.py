@@ -30,16 +30,16 @@ _ROWS = ("1234567890-", "qwertyuiop[", "asdfghjkl;'", "zxcvbnm,./")
 
 def _neighbours() -> dict[str, str]:
     """Keys that touch, on a US keyboard whose rows are shifted by half a key each."""
-    found: dict[str, str] = {}
+    neighbours: dict[str, str] = {}
     for number, row in enumerate(_ROWS):
         for place, key in enumerate(row):
             beside = [row[place - 1 : place], row[place + 1 : place + 2]]
             above = _ROWS[number - 1][place : place + 2] if number else ""
             below = _ROWS[number + 1][max(place - 1, 0) : place + 1] if number + 1 < len(_ROWS) else ""
             keys = "".join(beside) + above + below
-            found[key] = keys
-            found[key.upper()] = keys.upper() if key.isalpha() else keys
-    return found
+            neighbours[key] = keys
+            neighbours[key.upper()] = keys.upper() if key.isalpha() else keys
+    return neighbours
 
 
 _NEIGHBOURS = _neighbours()
@@ -104,8 +104,8 @@ def view_of(
         pieces = re.split(r"(\s+)", text)  # words at even places, white space between them
         places = [place for place, piece in enumerate(pieces) if piece and not piece.isspace()]
         long = [place for place in places if _is_long(pieces[place])]
-        wanted = min(max(1, math.ceil(share * len(places))), max_words, len(long))
-        for place in sorted(draw.sample(long, wanted)):
+        count = min(max(1, math.ceil(share * len(places))), max_words, len(long))
+        for place in sorted(draw.sample(long, count)):
             pieces[place] = step(pieces[place], draw, share, actions)
         text = "".join(pieces)
     return text

@@ -1,20 +1,155 @@
-"""Image sets in files: .npz, parquet, and the pickled batches in which CIFAR is given out."""
+"""One split of a labelled image set, and the files that image sets come in: .npz, parquet, CIFAR's pickled batches."""
 
 import codecs
 import hashlib
+import io
 import json
 import pickle
 import re
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
 import torch
+from PIL import Image
 from torch import Tensor
 
-from lit_layers.data.pictures import EncodedPictures, Pictures, SmallPictures, from_array, kept_small
 from lit_layers.errors import InputError
+
+SMALL = 64  # px; images up to this size are kept decoded (CIFAR-10: 50,000 x 3 x 32 x 32 B = 0.15 GB)
+_BROKEN = (OSError, ValueError, SyntaxError, Image.DecompressionBombError)  # what Pillow says of a file it cannot read
+
+
+class Pictures(ABC):
+    """Labelled images in a fixed order."""
+
+    labels: Tensor  # (images,) int64
+
+    def __len__(self) -> int:
+        return len(self.labels)
+
+    @abstractmethod
+    def picture(self, index: int) -> Image.Image:
+        """One image in RGB.
+
+        Raises:
+            InputError: one that cannot be decoded, naming its file or row.
+        """
+
+    @abstractmethod
+    def content_hash(self) -> str:
+        """Sixteen hex digits over the images and their labels."""
+
+
+class SmallPictures(Pictures):
+    """Images of one size, held as uint8."""
+
+    def __init__(self, pixels: Tensor, labels: Tensor) -> None:
+        self.pixels, self.labels = pixels, labels  # (images, 3, height, width), (images,)
+
+    def picture(self, index: int) -> Image.Image:
+        return Image.fromarray(self.pixels[index].permute(1, 2, 0).numpy())
+
+    def content_hash(self) -> str:
+        """Over every pixel."""
+        digest = hashlib.sha256(f"{tuple(self.pixels.shape)}".encode())
+        digest.update(self.pixels.contiguous().numpy().data)
+        digest.update(self.labels.numpy().astype("<i8").tobytes())
+        return digest.hexdigest()[:16]
+
+
+class FilePictures(Pictures):
+    """Image files, opened when they are asked for."""
+
+    def __init__(self, files: Sequence[Path], labels: Tensor, root: Path) -> None:
+        self.files, self.labels, self.root = files, labels, root
+
+    def picture(self, index: int) -> Image.Image:
+        return decoded(self.files[index], str(self.files[index]))
+
+    def content_hash(self) -> str:
+        """Over names, sizes and labels, as reading 150 GB would take hours."""
+        digest = hashlib.sha256()
+        for file, label in zip(self.files, self.labels.tolist(), strict=True):
+            digest.update(f"{file.relative_to(self.root)} {file.stat().st_size} {label}\n".encode())
+        return digest.hexdigest()[:16]
+
+
+class EncodedPictures(Pictures):
+    """Rows of encoded bytes (a parquet file, a data set of the Hub), decoded when they are asked for."""
+
+    def __init__(self, rows: Any, labels: Tensor, name: str, fingerprint: str) -> None:
+        self.rows, self.labels, self.name, self.fingerprint = rows, labels, name, fingerprint
+
+    def picture(self, index: int) -> Image.Image:
+        return decoded(self.rows(index), f"row {index} of {self.name}")
+
+    def content_hash(self) -> str:
+        """Over the name of the data, its fingerprint and the labels."""
+        facts = f"{self.name} {self.fingerprint} ".encode()
+        return hashlib.sha256(facts + self.labels.numpy().astype("<i8").tobytes()).hexdigest()[:16]
+
+
+def decoded(source: Path | bytes | None, name: str) -> Image.Image:
+    """An image in RGB from a file or its bytes.
+
+    Raises:
+        InputError: what cannot be decoded, by its name.
+    """
+    try:
+        with Image.open(io.BytesIO(source or b"") if not isinstance(source, Path) else source) as image:
+            return image.convert("RGB")
+    except _BROKEN as error:
+        raise InputError(
+            f"{name} is no image that can be read ({' '.join(str(error).split())}): repair or remove it"
+        ) from error
+
+
+def kept_small(pictures: Pictures, name: str) -> Pictures:
+    """The same images as one tensor where they are small, which is judged by the first.
+
+    Raises:
+        InputError: a small image of another size than the first, by its row.
+    """
+    width, height = pictures.picture(0).size
+    if max(width, height) > SMALL:
+        return pictures
+    pixels = np.empty((len(pictures), height, width, 3), dtype=np.uint8)
+    for index in range(len(pictures)):
+        image = pictures.picture(index)
+        if image.size != (width, height):
+            size = f"{image.size[0]} x {image.size[1]}"
+            raise InputError(
+                f"row {index} of {name} is {size} px where the first image is {width} x {height}: images of up to "
+                f"{SMALL} px must be of one size"
+            )
+        pixels[index] = np.asarray(image)
+    return SmallPictures(torch.from_numpy(pixels).permute(0, 3, 1, 2).contiguous(), pictures.labels)
+
+
+def from_array(images: Any, labels: Any, name: str) -> SmallPictures | EncodedPictures:
+    """Images in an array (images, height, width) or (images, height, width, channels) of uint8.
+
+    Raises:
+        InputError: another shape or type, or labels that do not go with the images.
+    """
+    pixels, numbers = np.asarray(images), np.asarray(labels).reshape(-1)
+    if pixels.dtype != np.uint8 or pixels.ndim not in (3, 4) or (pixels.ndim == 4 and pixels.shape[3] not in (1, 3)):
+        raise InputError(
+            f"{name}: expected images as uint8 of shape (images, height, width[, 1 or 3]), got {pixels.dtype} of "
+            f"shape {pixels.shape}"
+        )
+    if len(numbers) != len(pixels) or not np.issubdtype(numbers.dtype, np.integer):
+        raise InputError(
+            f"{name}: expected a whole number as label of each of {len(pixels)} images, got {numbers.dtype} of shape "
+            f"{numbers.shape}"
+        )
+    grey = pixels[..., None] if pixels.ndim == 3 else pixels
+    colour = np.ascontiguousarray(np.broadcast_to(grey, (*grey.shape[:3], 3)).transpose(0, 3, 1, 2))
+    return SmallPictures(torch.from_numpy(colour), torch.from_numpy(numbers.astype(np.int64)))
+
 
 Split = Literal["train", "test"]
 Found = tuple[Pictures, tuple[str, ...] | None]
@@ -25,6 +160,9 @@ _ARRAYS = {  # of an .npz: images, labels; as Keras and as MedMNIST name them
 }
 
 
+# ------------------------------------------------------------------------------------------------ NumPy
+
+
 def npz_splits(file: Path, split: Split) -> Found:
     """Arrays x_train, y_train, x_test, y_test (or train_images, ...) of one file."""
     try:
@@ -32,10 +170,10 @@ def npz_splits(file: Path, split: Split) -> Found:
             for images, labels in _ARRAYS[split]:
                 if images in arrays and labels in arrays:
                     return from_array(arrays[images], arrays[labels], f"{images} of {file}"), None
-            wanted, there = " and ".join(_ARRAYS[split][0]), ", ".join(arrays) or "none"
+            expected, there = " and ".join(_ARRAYS[split][0]), ", ".join(arrays) or "none"
     except (OSError, ValueError, EOFError) as error:
         raise InputError(f"source: {file} is no .npz file of plain arrays ({error})") from error
-    raise InputError(f"source: expected arrays {wanted} in {file}, it has {there}")
+    raise InputError(f"source: expected arrays {expected} in {file}, it has {there}")
 
 
 # ------------------------------------------------------------------------------------------------ parquet
@@ -43,24 +181,25 @@ def npz_splits(file: Path, split: Split) -> Found:
 
 def parquet_splits(folder: Path, split: Split) -> Found:
     """Files named after their split, as on the Hub: train-00000-of-00005.parquet."""
-    wanted = ("train",) if split == "train" else ("validation", "valid", "val", "test")
+    names = ("train",) if split == "train" else ("validation", "valid", "val", "test")
     files = sorted(folder.rglob("*.parquet"))
-    for name in wanted:
-        mine = [file for file in files if re.match(rf"{name}\b", file.relative_to(folder).as_posix().replace("_", "-"))]
-        if mine:
-            return _parquet(folder, mine)
-    raise InputError(f"source: expected parquet files {wanted[0]}-*.parquet in {folder}, it has {files[0].name}, ...")
+    for name in names:
+        named = [
+            file for file in files if re.match(rf"{name}\b", file.relative_to(folder).as_posix().replace("_", "-"))
+        ]
+        if named:
+            return _parquet(folder, named)
+    raise InputError(f"source: expected parquet files {names[0]}-*.parquet in {folder}, it has {files[0].name}, ...")
 
 
 def _parquet(folder: Path, files: Sequence[Path]) -> Found:
     import pyarrow
     import pyarrow.parquet
 
-    images, labels, places, digest = [], [], [], hashlib.sha256()
+    images, labels, digest = [], [], hashlib.sha256()
     for file in files:
         try:
-            names = pyarrow.parquet.read_schema(file).names
-            image, label = columns_of(names, str(file))
+            image, label = columns_of(pyarrow.parquet.read_schema(file).names, str(file))
             table = pyarrow.parquet.read_table(file, columns=[image, label])
         except (OSError, pyarrow.ArrowException) as error:
             raise InputError(f"source: {file} is no parquet file that can be read ({error})") from error
@@ -77,15 +216,11 @@ def _parquet(folder: Path, files: Sequence[Path]) -> Found:
             raise InputError(f"source: row {row} of {file} has no label")
         images.append(column)
         labels.append(torch.from_numpy(table[label].to_numpy().astype(np.int64)))
-        places += [(len(images) - 1, row) for row in range(len(column))]
         digest.update(f"{file.name} {file.stat().st_size} ".encode())
-
-    def encoded(index: int) -> bytes | None:
-        part, row = places[index]
-        return images[part][row].as_py()
-
-    found = pictures_of_rows(encoded, torch.cat(labels), f"{folder} ({files[0].name}, ...)", digest.hexdigest())
-    return found, _class_names(folder, files[0])
+    rows = pyarrow.chunked_array(images)
+    name = f"{folder} ({files[0].name}, ...)"
+    pictures = pictures_of_rows(lambda index: rows[index].as_py(), torch.cat(labels), name, digest.hexdigest())
+    return pictures, _class_names(folder, files[0])
 
 
 def _class_names(folder: Path, file: Path) -> tuple[str, ...] | None:
@@ -108,15 +243,15 @@ def columns_of(names: Sequence[str], place: str) -> tuple[str, str]:
     Raises:
         InputError: where one of them is missing.
     """
-    found = []
-    for kind, known in (("images", IMAGE_COLUMNS), ("labels", LABEL_COLUMNS)):
-        column = next((name for name in known if name in names), None)
+    columns = []
+    for kind, usual in (("images", IMAGE_COLUMNS), ("labels", LABEL_COLUMNS)):
+        column = next((name for name in usual if name in names), None)
         if column is None:
             raise InputError(
-                f"source: expected a column of {kind} named {' or '.join(known)} in {place}, it has {', '.join(names)}"
+                f"source: expected a column of {kind} named {' or '.join(usual)} in {place}, it has {', '.join(names)}"
             )
-        found.append(column)
-    return found[0], found[1]
+        columns.append(column)
+    return columns[0], columns[1]
 
 
 def pictures_of_rows(rows: Callable[[int], Any], labels: Tensor, name: str, fingerprint: str) -> Pictures:
@@ -201,8 +336,8 @@ def _reconstruct(*_: Any) -> _Array:
     return _Array()
 
 
-def _kind(found: Any) -> str:
-    return f"shape {found.pixels.shape}" if isinstance(found, _Array) else type(found).__name__
+def _kind(data: Any) -> str:
+    return f"shape {data.pixels.shape}" if isinstance(data, _Array) else type(data).__name__
 
 
 # All that the batches of CIFAR are made of: a pickle may otherwise name any function, and unpickling would call it.
@@ -215,21 +350,15 @@ _HARMLESS = {
 }
 
 
+# What a damaged pickle can end in.
+_DAMAGE = (OSError, EOFError, ValueError, TypeError, AttributeError, LookupError, MemoryError)
+
+
 def _unpickled(file: Path) -> dict[str, Any]:
     try:
         with open(file, "rb") as stream:
             content = _Restricted(stream, encoding="latin1").load()
-    except (
-        OSError,
-        EOFError,
-        ValueError,
-        TypeError,
-        AttributeError,
-        KeyError,
-        IndexError,
-        MemoryError,
-        pickle.UnpicklingError,
-    ) as error:
+    except (*_DAMAGE, pickle.UnpicklingError) as error:
         raise InputError(f"source: {file} is no batch of images that can be read ({error})") from error
     if not isinstance(content, dict):
         raise InputError(f"source: expected a dictionary in {file}, got {type(content).__name__}")
