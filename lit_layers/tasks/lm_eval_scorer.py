@@ -1,4 +1,7 @@
-"""Scores of a task by lm-eval, of the Hub's data or of rows at hand: the only file that imports it."""
+"""Scores of a task by lm-eval, of the Hub's data or of rows at hand: the only file that imports it.
+
+lm-eval is optional and takes seconds to import: functions do, where they need it.
+"""
 
 import contextlib
 import functools
@@ -14,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import yaml
 
 from lit_layers.data.tokenization import load_tokenizer
 from lit_layers.downloads import HUB_ERRORS, reason
@@ -265,7 +269,6 @@ def _load_rows(rows: LocalRows) -> Any:
     import lm_eval
     import pyarrow as pa
     import pyarrow.parquet as pq
-    import yaml
 
     with tempfile.TemporaryDirectory() as name:  # what is read stays readable after its file is gone
         folder = Path(name)

@@ -1,4 +1,7 @@
-"""One layer of a model as an encoder that mteb can evaluate, and its scores on one task by mteb's own evaluation."""
+"""One layer of a model as an encoder that mteb can evaluate, and its scores on one task by mteb's own evaluation.
+
+mteb is optional and takes seconds to import: functions do, where they need it.
+"""
 
 import contextlib
 import copy
@@ -10,6 +13,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+import torch
 
 from lit_layers.tasks.catalogue import Task
 from lit_layers.tasks.embedding_store import TaskEmbeddings
@@ -164,8 +168,6 @@ def _of_lists(calculate_scores: Any) -> Any:
 @contextlib.contextmanager
 def _seeded(seed: int) -> Iterator[None]:
     """The global generators start from the seed inside and go on from where they were afterwards."""
-    import torch
-
     in_numpy, in_python = np.random.get_state(), random.getstate()  # noqa: NPY002
     with torch.random.fork_rng(devices=range(torch.cuda.device_count()) if torch.cuda.is_initialized() else []):
         np.random.seed(seed)  # noqa: NPY002

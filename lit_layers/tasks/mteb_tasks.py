@@ -1,6 +1,7 @@
 """Tasks of mteb with their data: of a local copy, a mirror of the Hub, or the Hub.
 
-Of a local copy are official tasks whose data set lies there, and tasks that mteb does not have.
+Of a local copy are official tasks whose data set lies there, and tasks that mteb does not have. mteb is optional, and
+like `datasets` takes seconds to import: functions do, where they need it.
 """
 
 import contextlib
