@@ -4,7 +4,7 @@ import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
@@ -163,6 +163,8 @@ class Speed(Analysis):
         InputError: when run, options that do not fit the model, and what `measure_speed` refuses.
     """
 
+    LEAST: ClassVar = {"num_tokens": 1, "batch_size": 1, "num_rounds": 1, "num_warm_up": 0}
+
     variants: Sequence[str] = ("skip", "middle_repeat", "parallel", "looped_parallel")
     middles: Sequence[int] | None = None
     seeds: Sequence[int] = (0,)
@@ -202,9 +204,6 @@ class Speed(Analysis):
                 yield Record(metric=metric, value=value, layer=speed.variant.block, n=self.num_rounds, tags=tags)
 
     def _batch(self, model: LayeredModel) -> Batch:
-        for option in ("num_tokens", "batch_size"):
-            if getattr(self, option) < 1:
-                raise InputError(f"{self.name}: {option}: expected at least 1, got {getattr(self, option)}")
         return any_inputs({"the model": model.model}, None, self.num_tokens, self.batch_size, self.seed)
 
 

@@ -6,12 +6,12 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import pandas as pd
 
-from lit_layers.analyses.base import STATES, Analysis, States, at_least_float32
+from lit_layers.analyses.base import Analysis, States, at_least_float32
 from lit_layers.analyses.features import TextPooling
 from lit_layers.analyses.representation import Representation
 from lit_layers.analyses.text_invariance import Invariance
@@ -30,7 +30,6 @@ from lit_layers.tasks.mteb_tasks import INSTALL, Sources
 RESULTS, EMBEDDINGS = "mteb", "embeddings"
 NUM_METRIC_TEXTS = 1000
 RUN = ["run", "step", "pooling", "states"]  # what one curve belongs to
-POOLINGS: tuple[TextPooling, ...] = ("mean", "last", "cls")
 MAX_TOKENS, SEED = 2048, 42
 _ELSEWHERE = ("results", "store", "sources")  # decide where things lie, not the numbers
 _COUNTS = ("num_texts", "num_cut", "num_empty")  # of the texts of a task
@@ -59,6 +58,8 @@ class MtebTask(Analysis):
         seed: mteb's.
     """
 
+    LEAST: ClassVar = {"max_tokens": 1, "seed": 0}
+
     task: Task
     tokenizer: str
     sources: Sources
@@ -80,14 +81,9 @@ class MtebTask(Analysis):
         """Refuses options that do not fit; data that are missing fail this one task, when its turn comes."""
         if model.family.sees_images:
             raise InputError(f"{self.name}: expected a model of text, got {type(model.model).__name__}")
-        for option, allowed in (("pooling", POOLINGS), ("states", STATES)):
-            if (value := getattr(self, option)) not in allowed:
-                raise InputError(f"{option}: expected one of {', '.join(allowed)}, got {value!r}")
+        self.check_options(model)
         if self.store.dtype not in STORE_DTYPES:
             raise InputError(f"store_dtype: expected one of {', '.join(STORE_DTYPES)}, got {self.store.dtype!r}")
-        if self.max_tokens < 1 or self.seed < 0:
-            wrong = "max_tokens: expected at least 1" if self.max_tokens < 1 else "seed: expected at least 0"
-            raise InputError(f"{wrong}, got {self.max_tokens if self.max_tokens < 1 else self.seed}")
         for layer in self.layers or ():
             if not 0 <= layer <= model.num_layers:
                 raise InputError(f"layers: this model has layers 0 to {model.num_layers}, got {layer}")

@@ -149,10 +149,10 @@ def test_a_variant_that_fails_leaves_the_model_in_its_own_order(monkeypatch):
     ("options", "sentence"),
     [
         ({"executions": []}, "executions: expected loop, stacked, or both, got none"),
-        ({"executions": ["streams"]}, "executions: expected loop, stacked, or both, got 'streams'"),
-        ({"num_rounds": 0}, "num_rounds: expected at least 1, and num_warm_up of at least 0, got 0 and 3"),
+        ({"executions": ["streams"]}, "expected executions to be one of ['loop', 'stacked'], got 'streams'"),
+        ({"num_rounds": 0}, "intervene/speed: expected num_rounds of at least 1, got 0"),
         ({"num_tokens": 65}, "num_tokens: the model takes at most 64 tokens, got 65"),
-        ({"batch_size": 0}, "intervene/speed: batch_size: expected at least 1, got 0"),
+        ({"batch_size": 0}, "intervene/speed: expected batch_size of at least 1, got 0"),
         ({"middles": [3]}, ": of 5 blocks the middle has 2, 4 blocks, got 3"),
         ({"variants": ["skipp"]}, "intervene/speed: variants: there is no 'skipp'"),
     ],
