@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, Literal
+from typing import Any, Literal, Unpack
 
 import numpy as np
 import pandas as pd
@@ -12,6 +12,7 @@ from lit_layers.figures.chart import Bar, Chart, Series
 from lit_layers.figures.labels import count, tag_text
 from lit_layers.figures.tables import (
     TRAIN_ROWS,
+    Chosen,
     Point,
     grouped,
     is_on_axes,
@@ -77,12 +78,10 @@ def layer_profile(
     frame: pd.DataFrame,
     metric: str,
     *,
-    analysis: str | None = None,
-    tags: Mapping[str, Any] | None = None,
     baselines: Sequence[str] = (),
     controls: Sequence[str] = (),
     intervals: bool = False,
-    allow_suspect: bool = False,
+    **chosen: Unpack[Chosen],
 ) -> Chart:
     """Returns a metric over the layers (or over the tag `distance`), one line a checkpoint.
 
@@ -94,11 +93,10 @@ def layer_profile(
     Raises:
         ValueError: where the metric has no values per layer.
     """
-    chosen: dict[str, Any] = {"analysis": analysis, "tags": tags, "allow_suspect": allow_suspect, "over_steps": True}
-    points = plain(select(frame, metric, **chosen))
+    points = plain(select(frame, metric, **chosen, over_steps=True))
     if not any(map(is_on_axes, points)):
         raise ValueError(f"metric {metric!r} has no values per layer")
-    points, tags = of_plainest(points, tags)
+    points, tags = of_plainest(points, chosen.get("tags"))
     number = "layer" if any(point.layer is not None for point in points) else "distance"
     values = [point for point in points if point.number(number) is not None and point.reference is None]
     places = sorted({point.number(number) or 0 for point in values})
@@ -119,13 +117,13 @@ def layer_profile(
     series += [level(ends, value, text) for value, text in levels_of(metric)]
     for name in baselines:
         text = look_up(name).title_beside
-        series += _compared(plain(select(frame, name, **chosen)), text, "dash")
+        series += _compared(plain(select(frame, name, **chosen, over_steps=True)), text, "dash")
     for index, control in enumerate(controls, start=len(series) - len(steps)):
-        part = plain(select(frame, metric, **{**chosen, "tags": {**tags, "control": control}}))
+        part = plain(select(frame, metric, **{**chosen, "tags": {**tags, "control": control}, "over_steps": True}))
         part = [point for point in part if point.reference is None]
         series += _compared(part, tag_text({"control": control}), DASHED[index % len(DASHED)])
     return Chart(
-        title=title_of(metric, tags or {}),
+        title=title_of(metric, tags),
         x=layer_axis(number),
         y=value_axis(metric),
         series=series,
@@ -139,10 +137,8 @@ def residual_profile(
     frame: pd.DataFrame,
     metric: str = "prediction_residual",
     *,
-    analysis: str | None = None,
-    tags: Mapping[str, Any] | None = None,
     controls: Sequence[str] = (),
-    allow_suspect: bool = False,
+    **chosen: Unpack[Chosen],
 ) -> Chart:
     """Returns a residual over the layers on a log axis, as `layer_profile` with intervals, and its exponential fit.
 
@@ -152,10 +148,9 @@ def residual_profile(
     Raises:
         ValueError: where the metric has no values per layer.
     """
-    chosen: dict[str, Any] = {"analysis": analysis, "tags": tags, "allow_suspect": allow_suspect}
     chart = layer_profile(frame, metric, controls=controls, intervals=True, **chosen)
-    points = [p for p in plain(select(frame, metric, over_steps=True, **chosen)) if p.layer is not None]
-    points, _ = of_plainest(points, tags)
+    points = [p for p in plain(select(frame, metric, **chosen, over_steps=True)) if p.layer is not None]
+    points, _ = of_plainest(points, chosen.get("tags"))
     by_step = grouped((p for p in points if p.layer and p.value > 0 and p.reference is None), lambda p: p.step)
     steps = spread(steps_of(points), _PROFILES)
     fits = [
@@ -180,10 +175,7 @@ def _fit(points: list[Point], color: str, *, legend: bool) -> Series:
 def spectrum(
     frame: pd.DataFrame,
     metric: str = "singular_value",
-    *,
-    analysis: str | None = None,
-    tags: Mapping[str, Any] | None = None,
-    allow_suspect: bool = False,
+    **chosen: Unpack[Chosen],
 ) -> Chart:
     """Returns lists of values (tag `index`) on a log axis, one line a layer, with a slider over the checkpoints.
 
@@ -192,17 +184,13 @@ def spectrum(
     """
     refusal = "no lists of values per layer"
     axis = Axis(title="Number in the list", whole=True)
-    options = {"analysis": analysis, "tags": tags, "allow_suspect": allow_suspect}
-    return _lists(frame, metric, "index", refusal, lambda first, last: axis, lambda number: number, **options)
+    return _lists(frame, metric, "index", refusal, lambda first, last: axis, lambda number: number, **chosen)
 
 
 def distance_profile(
     frame: pd.DataFrame,
     metric: str,
-    *,
-    analysis: str | None = None,
-    tags: Mapping[str, Any] | None = None,
-    allow_suspect: bool = False,
+    **chosen: Unpack[Chosen],
 ) -> Chart:
     """Returns a metric over the distance between two tokens (tag `token_distance`), one line a layer, with a slider.
 
@@ -222,8 +210,7 @@ def distance_profile(
         return round(math.log2(1 + number), 4)
 
     refusal = "no values per distance between tokens"
-    options = {"analysis": analysis, "tags": tags, "allow_suspect": allow_suspect}
-    return _lists(frame, metric, "token_distance", refusal, axis, at, **options)
+    return _lists(frame, metric, "token_distance", refusal, axis, at, **chosen)
 
 
 def _lists(
@@ -233,13 +220,13 @@ def _lists(
     refusal: str,
     axis: Callable[[int, int], Axis],
     at: Callable[[int], float],
-    **chosen: Any,
+    **chosen: Unpack[Chosen],
 ) -> Chart:
     """Values over a tag, one line a layer, with a slider over the checkpoints; on a log axis for a list of values."""
     points = [p for p in select(frame, metric, **chosen) if ordinal in p.tags and p.layer is not None]
     if not points:
         raise ValueError(f"metric {metric!r} has {refusal}")
-    points, tags = of_plainest(points, chosen["tags"])
+    points, tags = of_plainest(points, chosen.get("tags"))
     points = sorted(points, key=lambda point: point.tags[ordinal])
     is_log = ordinal == "index" or look_up(metric).log
     layers = sorted({point.layer for point in points if point.layer is not None})
@@ -252,7 +239,7 @@ def _lists(
         x = [at(p.tags[ordinal]) for p in part]
         series.append(Series(x=x, y=rounded(p.value for p in part), frame=[steps.index(p.step) for p in part], **look))
     return Chart(
-        title=title_of(metric, tags or {}),
+        title=title_of(metric, tags),
         x=axis(points[0].tags[ordinal], points[-1].tags[ordinal]),
         y=value_axis(metric, log=is_log, ends=fixed_ends([p.value for p in points], log=is_log, zero=not is_log)),
         series=series,
@@ -268,9 +255,7 @@ def sample_size_curves(
     metric: str = "accuracy",
     *,
     over: Literal["rows", "layers"] = "rows",
-    analysis: str | None = None,
-    tags: Mapping[str, Any] | None = None,
-    allow_suspect: bool = False,
+    **chosen: Unpack[Chosen],
 ) -> Chart:
     """Returns a metric over the number of training rows (tag `train_rows`, log axis), one line a layer.
 
@@ -280,14 +265,14 @@ def sample_size_curves(
     Raises:
         ValueError: where the metric has no values per layer and number of training rows.
     """
-    found = select(frame, metric, analysis=analysis, tags=tags, allow_suspect=allow_suspect)
+    found = select(frame, metric, **chosen)
     points = sorted(
         (point for point in found if TRAIN_ROWS in point.tags and point.layer is not None),
         key=lambda point: (point.tags[TRAIN_ROWS], point.layer),
     )
     if not points:
         raise ValueError(f"metric {metric!r} has no values per layer and number of training rows")
-    points, tags = of_plainest(points, tags)
+    points, tags = of_plainest(points, chosen.get("tags"))
     by_layer = over == "rows"
 
     def line_of(point: Point, of_layer: bool = by_layer) -> int:

@@ -3,7 +3,7 @@
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Unpack
 
 import pandas as pd
 
@@ -13,6 +13,7 @@ from lit_layers.figures.curves import FRAMES, replace_chart
 from lit_layers.figures.labels import pair_text
 from lit_layers.figures.tables import (
     CATEGORY,
+    Chosen,
     Point,
     grouped,
     is_placed,
@@ -37,10 +38,7 @@ _TICKS = 9
 def layer_matrix(
     frame: pd.DataFrame,
     metric: str,
-    *,
-    analysis: str | None = None,
-    tags: Mapping[str, Any] | None = None,
-    allow_suspect: bool = False,
+    **chosen: Unpack[Chosen],
 ) -> Chart:
     """Returns a metric of pairs of layers as a heat map, with a slider over the checkpoints.
 
@@ -50,14 +48,14 @@ def layer_matrix(
     Raises:
         ValueError: where the metric has no values per pair of layers.
     """
-    found = select(frame, metric, analysis=analysis, tags=tags, allow_suspect=allow_suspect)
+    found = select(frame, metric, **chosen)
     points = [point for point in found if point.other_layer is not None and not is_placed(point)]
     if not points:
         raise ValueError(f"metric {metric!r} has no values per pair of layers")
-    points, tags = of_plainest(points, tags)
+    points, tags = of_plainest(points, chosen.get("tags"))
     layers = sorted({n for point in points for n in (point.layer, point.other_layer) if n is not None})
     names = ("Layer", "Other layer", "layer {y}, other layer {x}")
-    return _pairs(title_of(metric, tags or {}), points, lambda p: (p.layer, p.other_layer), layers, names)
+    return _pairs(title_of(metric, tags), points, lambda p: (p.layer, p.other_layer), layers, names)
 
 
 def similarity_matrix(frame: pd.DataFrame, metric: str, **options: Any) -> Chart:
@@ -82,9 +80,7 @@ def token_map(
     *,
     layer: int,
     other_layer: int | None = None,
-    analysis: str | None = None,
-    tags: Mapping[str, Any] | None = None,
-    allow_suspect: bool = False,
+    **chosen: Unpack[Chosen],
 ) -> Chart:
     """Returns a metric of pairs of tokens (tags `token`, down, and `other_token`, across) as a heat map of one layer.
 
@@ -93,8 +89,7 @@ def token_map(
     Raises:
         ValueError: where the metric has no values per pair of tokens, or not for this layer.
     """
-    found = select(frame, metric, analysis=analysis, tags=tags, allow_suspect=allow_suspect)
-    points, tags = _of_layers(found, metric, "token", layer, other_layer, tags)
+    points, tags = _of_layers(select(frame, metric, **chosen), metric, "token", layer, other_layer, chosen.get("tags"))
     places = sorted({point.tags[name] for point in points for name in ("token", "other_token")})
     names = ("Place of the token", "Place of the other token", "token at {y}%, other token at {x}%")
     title = f"{title_of(metric, tags)}, {pair_text(layer, other_layer)}"
@@ -107,9 +102,7 @@ def compression_matrix(
     *,
     layer: int,
     other_layer: int,
-    analysis: str | None = None,
-    tags: Mapping[str, Any] | None = None,
-    allow_suspect: bool = False,
+    **chosen: Unpack[Chosen],
 ) -> Chart:
     """Returns one block's Jacobian in another's leading directions (tags `row`, `column`), with a slider over steps.
 
@@ -119,8 +112,7 @@ def compression_matrix(
     Raises:
         ValueError: where the metric has no matrices, or none of these layers.
     """
-    found = select(frame, metric, analysis=analysis, tags=tags, allow_suspect=allow_suspect)
-    points, tags = _of_layers(found, metric, "row", layer, other_layer, tags)
+    points, tags = _of_layers(select(frame, metric, **chosen), metric, "row", layer, other_layer, chosen.get("tags"))
     directions = sorted({point.tags[name] for point in points for name in ("row", "column")})
     names = ("Left direction", "Right direction", "row {y}, column {x}")
     title = ", ".join(filter(None, [sentence(pair_text(layer, other_layer)), variant_text(tags)]))
@@ -224,10 +216,8 @@ def read_surface(
     frame: pd.DataFrame,
     metric: str,
     *,
-    analysis: str | None = None,
-    tags: Mapping[str, Any] | None = None,
     steps: Sequence[int] | None = None,
-    allow_suspect: bool = False,
+    **chosen: Unpack[Chosen],
 ) -> Surface:
     """Returns a metric per layer and step; `steps` are those that were to be measured, of which some may lack it.
 
@@ -235,8 +225,8 @@ def read_surface(
         InputError: for suspect checkpoints, unless they are allowed.
         ValueError: where the metric has no values per layer of at least two steps.
     """
-    points = select(frame, metric, analysis=analysis, tags=tags, allow_suspect=allow_suspect, over_steps=True)
-    points, chosen = of_plainest([point for point in points if _is_of_layer(point)], tags)
+    points = select(frame, metric, **chosen, over_steps=True)
+    points, tags = of_plainest([point for point in points if _is_of_layer(point)], chosen.get("tags"))
     every: list[int] = sorted({*steps_of(points), *(steps or [])})
     if not has_surface(points):
         raise ValueError(f"metric {metric!r} has no values per layer of at least two steps")
@@ -245,7 +235,7 @@ def read_surface(
     values = [[own.get((layer, step), math.nan) for step in every] for layer in layers]
     tokens = {point.step: point.tokens for point in points}
     higher_is_better = look_up(metric).higher_is_better
-    return Surface(title_of(metric, chosen), layers, every, tokens, values, higher_is_better)
+    return Surface(title_of(metric, tags), layers, every, tokens, values, higher_is_better)
 
 
 def has_surface(points: Iterable[Point]) -> bool:
@@ -262,11 +252,9 @@ def layer_surface(
     frame: pd.DataFrame,
     metric: str,
     *,
-    analysis: str | None = None,
-    tags: Mapping[str, Any] | None = None,
     steps: Sequence[int] | None = None,
     axis: AxisName = "step",
-    allow_suspect: bool = False,
+    **chosen: Unpack[Chosen],
 ) -> Chart:
     """Returns a metric over steps (log, the untrained model apart) and layers as a heat map.
 
@@ -275,8 +263,7 @@ def layer_surface(
 
     Raises: as `read_surface`.
     """
-    options: dict[str, Any] = {"analysis": analysis, "tags": tags, "steps": steps, "allow_suspect": allow_suspect}
-    surface = read_surface(frame, metric, **options)
+    surface = read_surface(frame, metric, steps=steps, **chosen)
     training = Training.of(surface.steps, surface.tokens)
     training.values(axis)  # refuses tokens that are not known
     series = []
@@ -302,16 +289,14 @@ def best_layers(
     frame: pd.DataFrame,
     metric: str,
     *,
-    analysis: str | None = None,
-    tags: Mapping[str, Any] | None = None,
     axis: AxisName = "step",
-    allow_suspect: bool = False,
+    **chosen: Unpack[Chosen],
 ) -> Chart:
     """Returns the best layer of a score, among the layers from 1 on, over steps; rings: the embedding beats it there.
 
     Raises: as `read_surface`.
     """
-    surface = read_surface(frame, metric, analysis=analysis, tags=tags, allow_suspect=allow_suspect)
+    surface = read_surface(frame, metric, **chosen)
     layers, beaten = surface.best()
     training = Training.of(surface.steps, surface.tokens)
     training.values(axis)  # refuses tokens that are not known
@@ -356,10 +341,7 @@ class Row:
 def concept_map(
     frame: pd.DataFrame,
     metric: str = "concept_alignment",
-    *,
-    analysis: str | None = None,
-    tags: Mapping[str, Any] | None = None,
-    allow_suspect: bool = False,
+    **chosen: Unpack[Chosen],
 ) -> Chart:
     """Returns a metric of categories (tag `category`) per layer as one heat map, with a slider over the checkpoints.
 
@@ -370,11 +352,11 @@ def concept_map(
     Raises:
         ValueError: where the metric has no values per layer and category.
     """
-    found = select(frame, metric, analysis=analysis, tags=tags, allow_suspect=allow_suspect)
+    found = select(frame, metric, **chosen)
     points = [point for point in found if point.layer is not None and point.other_layer is None]
     if not any(CATEGORY in point.tags for point in points):
         raise ValueError(f"metric {metric!r} has no values per layer and category")
-    points, tags = of_plainest(points, tags)
+    points, tags = of_plainest(points, chosen.get("tags"))
     rows = [*_rows(points)]
     layers = sorted({point.layer for point in points if point.layer is not None})
     full = rounded([_largest(points)], 3)[0] or 1.0

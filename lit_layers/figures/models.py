@@ -3,7 +3,7 @@
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Unpack
 
 import pandas as pd
 
@@ -11,7 +11,17 @@ from lit_layers.figures.axes import DEPTH_TITLE, Axis, layer_axis
 from lit_layers.figures.chart import Chart, Series
 from lit_layers.figures.curves import level, levels_of, series_of, unbroken, value_axis
 from lit_layers.figures.labels import tag_text
-from lit_layers.figures.tables import Point, grouped, is_on_axes, is_placed, matching, of_plainest, select, title_of
+from lit_layers.figures.tables import (
+    Chosen,
+    Point,
+    grouped,
+    is_on_axes,
+    is_placed,
+    matching,
+    of_plainest,
+    select,
+    title_of,
+)
 from lit_layers.figures.theme import COLORS, DASHED, MUTED, SYMBOLS, rounded
 from lit_layers.metrics import look_up
 
@@ -24,11 +34,9 @@ def model_profile(
     frame: pd.DataFrame,
     metric: str,
     *,
-    analysis: str | None = None,
-    tags: Mapping[str, Any] | None = None,
     baselines: Sequence[str] = (),
     controls: Sequence[str] = (),
-    allow_suspect: bool = False,
+    **chosen: Unpack[Chosen],
 ) -> Chart:
     """Returns a metric over the layers (or over the tag `distance`), one line a model, of models that have no steps.
 
@@ -41,8 +49,8 @@ def model_profile(
         InputError: for suspect models, unless they are allowed.
         ValueError: where no model without steps has values of this metric per layer.
     """
-    by_model = _by_model(frame, metric, analysis, tags, allow_suspect)
-    points, tags = of_plainest([point for part in by_model.values() for point in part], tags)
+    by_model = _by_model(frame, metric, **chosen)
+    points, tags = of_plainest([point for part in by_model.values() for point in part], chosen.get("tags"))
     if not any(map(is_on_axes, points)):
         raise ValueError(f"metric {metric!r} has no values per layer of models without steps")
     by_model = {run: matching(part, tags) for run, part in by_model.items()}
@@ -61,10 +69,10 @@ def model_profile(
     series += [level(ends, value, text) for value, text in levels_of(metric)]
     for name in baselines:
         text = look_up(name).title_beside
-        part = _by_model(frame, name, analysis, tags, allow_suspect)
+        part = _by_model(frame, name, **chosen)
         series += _baseline(places, part, list(by_model), names, text)
     for control in controls:
-        part = _by_model(frame, metric, analysis, {**tags, "control": control}, allow_suspect)
+        part = _by_model(frame, metric, **{**chosen, "tags": {**tags, "control": control}})
         part = {run: [point for point in own if point.reference is None] for run, own in part.items()}
         series += _baseline(places, part, list(by_model), names, tag_text({"control": control}))
     if len(series) < 2:
@@ -106,19 +114,17 @@ class _Places:
         return series_of(own, at, texts=[f"{self.number} {n}{of}" for n in numbers], interval="", **look)
 
 
-def _by_model(
-    frame: pd.DataFrame, metric: str, analysis: str | None, tags: Mapping[str, Any] | None, allow_suspect: bool
-) -> dict[str, list[Point]]:
+def _by_model(frame: pd.DataFrame, metric: str, **chosen: Unpack[Chosen]) -> dict[str, list[Point]]:
     """The points of each model that has any, without pairs and places in tables."""
     table: Any = frame
     rows = table[table["step"].isna() & (table["metric"] == metric)]
-    if analysis is not None:
+    if (analysis := chosen.get("analysis")) is not None:
         rows = rows[rows["analysis"] == analysis]
     by_model = {}
     for run in rows["run"].unique():
-        points = select(rows[rows["run"] == run], metric, allow_suspect=allow_suspect)
+        points = select(rows[rows["run"] == run], metric, allow_suspect=chosen.get("allow_suspect", False))
         points = [point for point in points if point.other_layer is None and not is_placed(point)]
-        by_model[run] = matching(points, tags or {})
+        by_model[run] = matching(points, chosen.get("tags") or {})
     return {run: points for run, points in by_model.items() if points}
 
 

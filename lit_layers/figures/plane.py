@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, Unpack
 
 import pandas as pd
 
@@ -10,6 +10,7 @@ from lit_layers.figures.axes import Axis
 from lit_layers.figures.chart import Chart, Series
 from lit_layers.figures.curves import FRAMES, color_bar
 from lit_layers.figures.tables import (
+    Chosen,
     Point,
     grouped,
     is_placed,
@@ -33,9 +34,7 @@ def coupling_graph(
     metric: str = "coupling_pair",
     *,
     threshold: float | None = None,
-    analysis: str | None = None,
-    tags: Mapping[str, Any] | None = None,
-    allow_suspect: bool = False,
+    **chosen: Unpack[Chosen],
 ) -> Chart:
     """Returns blocks on a circle, joined where they are coupled, with a slider over the checkpoints.
 
@@ -52,12 +51,12 @@ def coupling_graph(
         raise ValueError(f"expected a threshold above 0, got {threshold}")
     points = [
         point
-        for point in select(frame, metric, analysis=analysis, tags=tags, allow_suspect=allow_suspect)
+        for point in select(frame, metric, **chosen)
         if point.other_layer is not None and point.layer != point.other_layer and not is_placed(point)
     ]
     if not points:
         raise ValueError(f"metric {metric!r} has no values per pair of different layers")
-    points, tags = of_plainest(points, tags)
+    points, tags = of_plainest(points, chosen.get("tags"))
     layers = sorted({n for point in points for n in (point.layer, point.other_layer) if n is not None})
     values = {(point.step, point.layer, point.other_layer): point.value for point in points}
     steps = spread(steps_of(points), FRAMES)
@@ -114,10 +113,7 @@ def _lines(pairs: Sequence[tuple[int, tuple[int, int]]], place: Mapping[int, tup
 def paths_in_plane(
     frame: pd.DataFrame,
     metric: str = "path",
-    *,
-    analysis: str | None = None,
-    tags: Mapping[str, Any] | None = None,
-    allow_suspect: bool = False,
+    **chosen: Unpack[Chosen],
 ) -> Chart:
     """Returns paths (tags `token` and `axis`, 1 across and 2 up) as lines with a dot a layer, one line a token.
 
@@ -128,13 +124,12 @@ def paths_in_plane(
     Raises:
         ValueError: where the metric has no paths.
     """
-    chosen: dict[str, Any] = {"analysis": analysis, "allow_suspect": allow_suspect}
-    points = [point for point in select(frame, metric, tags=tags, **chosen) if {"axis", "token"} <= point.tags.keys()]
+    points = [point for point in select(frame, metric, **chosen) if {"axis", "token"} <= point.tags.keys()]
     if not points:
         raise ValueError(f"metric {metric!r} has no paths of tokens in a plane")
     variant = variants_of(points)[0]
     points = matching(points, variant)
-    shares = _shares(frame, metric, variant, chosen)
+    shares = _shares(frame, metric, variant, {**chosen, "tags": None})
     values = {(p.step, p.tags["token"], p.layer, p.tags["axis"]): p.value for p in points}
     tokens = sorted({point.tags["token"] for point in points})
     layers = sorted({point.layer for point in points if point.layer is not None})
@@ -172,7 +167,7 @@ def paths_in_plane(
 
 
 def _shares(
-    frame: pd.DataFrame, metric: str, variant: Mapping[str, Any], chosen: dict[str, Any]
+    frame: pd.DataFrame, metric: str, variant: Mapping[str, Any], chosen: Chosen
 ) -> dict[tuple[int, int], float]:
     """The share of variance along each axis, by step and axis, where it is recorded."""
     table: Any = frame

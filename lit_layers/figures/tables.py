@@ -3,7 +3,7 @@
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any, TypedDict, TypeVar
 
 import pandas as pd
 
@@ -65,6 +65,14 @@ class Point:
     def number(self, ordinal: str) -> int | None:
         """Its layer, or its number in another order, as `distance`."""
         return self.layer if ordinal == "layer" else self.tags.get(ordinal)
+
+
+class Chosen(TypedDict, total=False):
+    """Which rows a figure shows: of one analysis, of one variant (None: the plainest), clean ones unless allowed."""
+
+    analysis: str | None
+    tags: Mapping[str, Any] | None
+    allow_suspect: bool
 
 
 def select(

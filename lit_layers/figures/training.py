@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, Unpack
 
 import numpy as np
 import pandas as pd
@@ -13,6 +13,7 @@ from lit_layers.figures.curves import color_bar, level, levels_of, plain, series
 from lit_layers.figures.labels import tag_text
 from lit_layers.figures.tables import (
     ORDINALS,
+    Chosen,
     Point,
     choice_text,
     grouped,
@@ -36,11 +37,9 @@ def emergence_curves(
     frame: pd.DataFrame,
     metric: str,
     *,
-    analysis: str | None = None,
     axis: AxisName = "step",
-    tags: Mapping[str, Any] | None = None,
     baselines: Sequence[str] = (),
-    allow_suspect: bool = False,
+    **chosen: Unpack[Chosen],
 ) -> Chart:
     """Returns a metric over the steps of training, one line a layer, coloured by depth.
 
@@ -58,9 +57,11 @@ def emergence_curves(
         InputError: for suspect checkpoints, unless they are allowed.
         ValueError: where there is no such metric or variant, or for the token axis where tokens are not known.
     """
-    chosen: dict[str, Any] = {"analysis": analysis, "tags": tags, "allow_suspect": allow_suspect, "over_steps": True}
-    points = plain(select(frame, metric, **chosen))
-    compared = {name: [p for p in select(frame, name, **chosen) if p.layer is None] for name in baselines}
+    points = plain(select(frame, metric, **chosen, over_steps=True))
+    tags = dict(chosen.get("tags") or {})
+    compared = {
+        name: [p for p in select(frame, name, **chosen, over_steps=True) if p.layer is None] for name in baselines
+    }
     compared = {name: part for name, part in compared.items() if part}
     if not points:
         raise ValueError(f"metric {metric!r} has values for pairs of layers or of tokens only")
@@ -88,7 +89,7 @@ def emergence_curves(
     for value, text in levels_of(metric):
         curves.series.append(level(curves.training.steps, value, text, dash="dot", **curves.dashed_marks))
     height = 370 if bar is not None and any(series.legend for series in curves.series) else 340
-    return curves.chart(title_of(metric, tags or {}), value_axis(metric), axis, bar=bar, height=height)
+    return curves.chart(title_of(metric, tags), value_axis(metric), axis, bar=bar, height=height)
 
 
 class Curves:
@@ -144,10 +145,8 @@ def replace_ends(point: Point) -> Point:
 def stages_over_training(
     frame: pd.DataFrame,
     *,
-    analysis: str | None = None,
-    tags: Mapping[str, Any] | None = None,
     axis: AxisName = "step",
-    allow_suspect: bool = False,
+    **chosen: Unpack[Chosen],
 ) -> Chart:
     """Returns how many layers are beginning, middle and ending over training; the untrained model stands apart.
 
@@ -155,10 +154,9 @@ def stages_over_training(
         InputError: for suspect checkpoints, unless they are allowed.
         ValueError: where none of them has values at a step.
     """
-    options: dict[str, Any] = {"analysis": analysis, "tags": tags, "allow_suspect": allow_suspect, "over_steps": True}
     table: Any = frame
     recorded = [name for name in STAGES if (table["metric"] == name).any()]
-    points = {name: select(frame, name, **options) for name in recorded or STAGES[:1]}
+    points = {name: select(frame, name, **chosen, over_steps=True) for name in recorded or STAGES[:1]}
     curves = Curves([point for part in points.values() for point in part])
     for index, (name, part) in enumerate(points.items()):
         look = {"width": 2.0, "mark": "circle", "apart": "diamond", "size": 6, "steps": True, "legend": True}

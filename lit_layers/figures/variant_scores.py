@@ -1,14 +1,14 @@
 """Scores of a model whose blocks run otherwise: over the middle, over loops, over single blocks, and over tasks."""
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Unpack
 
 import pandas as pd
 
 from lit_layers.figures.labels import listing, tag_text
-from lit_layers.figures.tables import Point, grouped, is_placed, refuse_several_settings, select
+from lit_layers.figures.tables import Chosen, Point, grouped, is_placed, refuse_several_settings, select
 from lit_layers.figures.theme import COLORS, INK
 from lit_layers.functional.block_schedules import CUSTOM, OF_BLOCKS, OF_MIDDLES
 from lit_layers.metrics import is_in, look_up
@@ -83,10 +83,8 @@ def variant_points(
     frame: pd.DataFrame,
     metric: str,
     *,
-    analysis: str | None = None,
-    tags: Mapping[str, Any] | None = None,
     split: str | None = None,
-    allow_suspect: bool = False,
+    **chosen: Unpack[Chosen],
 ) -> list[Point]:
     """Returns the points of a metric that tell of a variant; single random orders and medians are left out.
 
@@ -107,8 +105,8 @@ def variant_points(
         table = table.assign(
             low=table["low"].fillna(table["value"] - reach), high=table["high"].fillna(table["value"] + reach)
         )
-    options: dict[str, Any] = {"analysis": analysis, "tags": tags, "allow_suspect": allow_suspect}
-    found = select(table, metric, **options) if len(table) else select(frame, metric, **options)
+    found = select(table if len(table) else frame, metric, **chosen)
+    tags = chosen.get("tags") or {}
     points = [
         point
         for point in found
@@ -116,11 +114,11 @@ def variant_points(
         and point.other_layer is None
         and not is_placed(point)
         # what was measured beside the mean, unless it is asked for
-        and (point.tags.get("statistic") is None or "statistic" in (tags or {}))
+        and (point.tags.get("statistic") is None or "statistic" in tags)
     ]
     if not points:
         raise ValueError(f"metric {metric!r} has no values of variants (tag variant) but single random orders")
-    kept = (*_OWN, *([split] if split else []), *(tags or {}))
+    kept = (*_OWN, *([split] if split else []), *tags)
     others = [p for p in points if p.tags["variant"] != BASELINE]  # the full model may be the same in all of them
     kinds = {tag_text({name: p.tags[name] for name in sorted(p.tags) if name not in kept}): None for p in others}
     if len(kinds) > 1:

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, Unpack
 
 import pandas as pd
 
@@ -12,7 +12,7 @@ from lit_layers.figures.curves import FRAMES, fixed_ends, level, series_of, valu
 from lit_layers.figures.labels import tag_text
 from lit_layers.figures.maps import colored, tabled
 from lit_layers.figures.models import color_of, short_names, symbol_of
-from lit_layers.figures.tables import Point, grouped, steps_of
+from lit_layers.figures.tables import Chosen, Point, grouped, steps_of, title_of
 from lit_layers.figures.theme import INK, MISSING, rounded, spread
 from lit_layers.figures.training import Curves
 from lit_layers.figures.variant_scores import (
@@ -46,11 +46,9 @@ def variant_curves(
     frame: pd.DataFrame,
     metric: str,
     *,
-    analysis: str | None = None,
-    tags: Mapping[str, Any] | None = None,
     split: str | None = None,
     best_loops: bool = False,
-    allow_suspect: bool = False,
+    **chosen: Unpack[Chosen],
 ) -> Chart:
     """Returns a metric over the number M of middle blocks that are changed, one line a variant, a slider over steps.
 
@@ -66,8 +64,7 @@ def variant_curves(
         InputError: for suspect checkpoints, unless they are allowed.
         ValueError: where no variant of the middle has values, or in several ways between which `tags` must choose.
     """
-    options: dict[str, Any] = {"analysis": analysis, "tags": tags, "split": split, "allow_suspect": allow_suspect}
-    points = variant_points(frame, metric, **options)
+    points = variant_points(frame, metric, split=split, **chosen)
     middles = middles_of(points)
 
     def lines(step: int) -> list[Line]:
@@ -100,12 +97,12 @@ def variant_curves(
         values = [next((p.value for p in full if p.step == step and kind_of(p) == kind), math.nan) for step in steps]
         name = f"Full model, {kind}" if len(kinds) > 1 else "Full model"
         series.append(_full_model(middles, values, name=name, dash="dash" if kind == kinds[-1] else "dashdot"))
-    guess = random_level(frame, metric, analysis)
+    guess = random_level(frame, metric, chosen.get("analysis"))
     if guess is not None:
         series.append(level([middles[0], middles[-1]], guess, "Guessing", dash="dot"))
     drawn = [p for part in by_step for line in part for p in line.points]
     return Chart(
-        title=_title(metric, tags),
+        title=_title(metric, chosen),
         x=_middle_axis(middles),
         y=value_axis(metric, ends=_ends([*drawn, *full], points, guess, metric)),
         series=series,
@@ -118,10 +115,7 @@ def variant_curves(
 def block_curves(
     frame: pd.DataFrame,
     metric: str,
-    *,
-    analysis: str | None = None,
-    tags: Mapping[str, Any] | None = None,
-    allow_suspect: bool = False,
+    **chosen: Unpack[Chosen],
 ) -> Chart:
     """Returns a metric over the blocks that are skipped alone, or switched with the next one, a slider over steps.
 
@@ -131,7 +125,7 @@ def block_curves(
         InputError: for suspect checkpoints, unless they are allowed.
         ValueError: where no variant of single blocks has values, or as in `variant_curves`.
     """
-    points = variant_points(frame, metric, analysis=analysis, tags=tags, allow_suspect=allow_suspect)
+    points = variant_points(frame, metric, **chosen)
     steps = spread([s for s in steps_of(points) if lines_by_block([p for p in points if p.step == s])], FRAMES)
     if not steps:
         raise ValueError(f"metric {metric!r} has no values of single blocks that are skipped or switched")
@@ -146,7 +140,7 @@ def block_curves(
     series.append(_full_model(blocks, [p.value if p else math.nan for p in full]))
     drawn = [p for part in here for p in part if p.layer is not None or p.tags["variant"] == BASELINE]
     return Chart(
-        title=_title(metric, tags),
+        title=_title(metric, chosen),
         x=layer_axis("block"),
         y=value_axis(metric, ends=_ends(drawn, points, None, metric)),
         series=series,
@@ -159,10 +153,7 @@ def block_curves(
 def loop_map(
     frame: pd.DataFrame,
     metric: str,
-    *,
-    analysis: str | None = None,
-    tags: Mapping[str, Any] | None = None,
-    allow_suspect: bool = False,
+    **chosen: Unpack[Chosen],
 ) -> Chart:
     """Returns a metric over the number M of middle blocks (across) and of loops (up), with a slider over the steps.
 
@@ -172,7 +163,7 @@ def loop_map(
         InputError: for suspect checkpoints, unless they are allowed.
         ValueError: where there is no looped_parallel, or as in `variant_curves`.
     """
-    points = variant_points(frame, metric, analysis=analysis, tags=tags, allow_suspect=allow_suspect)
+    points = variant_points(frame, metric, **chosen)
     higher = look_up(metric).higher_is_better
     whole = loop_table(last_of(points))
     with_loops = {p.step for p in points if p.tags["variant"] == LOOPED}
@@ -199,7 +190,7 @@ def loop_map(
         {key: str(key) for key in spread(keys, most)} for keys, most in ((whole.middles, 12), (whole.loops, 20))
     )
     return Chart(
-        title=f"{_title(metric, tags)} over loops",
+        title=f"{_title(metric, chosen)} over loops",
         x=Axis(title="Number of middle blocks in the loop (M)", keys=whole.middles, labels=across, grid=False),
         y=Axis(title="Loops", keys=[*reversed(whole.loops)], labels=up, grid=False),
         cells=cells,
@@ -216,10 +207,8 @@ def variants_over_training(
     *,
     middle: int,
     kept: bool = False,
-    analysis: str | None = None,
-    tags: Mapping[str, Any] | None = None,
     axis: AxisName = "step",
-    allow_suspect: bool = False,
+    **chosen: Unpack[Chosen],
 ) -> Chart:
     """Returns a metric over training, one line a variant of so many middle blocks; the untrained model stands apart.
 
@@ -231,7 +220,7 @@ def variants_over_training(
     """
     table: Any = frame
     stepped = table[table["step"].notna()]
-    points = variant_points(stepped, metric, analysis=analysis, tags=tags, allow_suspect=allow_suspect)
+    points = variant_points(stepped, metric, **chosen)
     recorded = middles_of(points)
     if middle not in recorded:
         raise ValueError(
@@ -266,12 +255,10 @@ def quality_front(
     frame: pd.DataFrame,
     metric: str,
     *,
-    analysis: str | None = None,
-    tags: Mapping[str, Any] | None = None,
     cost: str = "relative_latency",
     cost_analysis: str = "intervene/speed",
     cost_tags: Mapping[str, Any] | None = None,
-    allow_suspect: bool = False,
+    **chosen: Unpack[Chosen],
 ) -> Chart:
     """Returns the quality of each variant over what it costs, at the last checkpoint; the line is the Pareto front.
 
@@ -282,8 +269,8 @@ def quality_front(
         InputError: for suspect checkpoints, unless they are allowed.
         ValueError: where no variant has both, or as in `variant_curves`.
     """
-    quality = variant_points(frame, metric, analysis=analysis, tags=tags, allow_suspect=allow_suspect)
-    costs = variant_points(frame, cost, analysis=cost_analysis, tags=cost_tags, allow_suspect=allow_suspect)
+    quality = variant_points(frame, metric, **chosen)
+    costs = variant_points(frame, cost, **{**chosen, "analysis": cost_analysis, "tags": cost_tags})
     points = front_points(last_of(quality), last_of(costs), higher=look_up(metric).higher_is_better)
     best = sorted((p for p in points if p.is_best), key=lambda p: p.cost)
     x, y = rounded(p.cost for p in best), rounded(p.quality for p in best)
@@ -299,7 +286,7 @@ def quality_front(
         x, y = rounded(p.cost for p in part), rounded(p.quality for p in part)
         series.append(Series(x=x, y=y, texts=told, tells_texts=True, **look))
     return Chart(
-        title=f"{_title(metric, tags)} against {look_up(cost).title.lower()}",
+        title=f"{_title(metric, chosen)} against {look_up(cost).title.lower()}",
         x=Axis(title=look_up(cost).with_unit),
         y=Axis(title=look_up(metric).with_unit, log=look_up(metric).log),
         series=series,
@@ -329,9 +316,7 @@ def models_by_middle(
     metric: str,
     *,
     variant: str,
-    analysis: str | None = None,
-    tags: Mapping[str, Any] | None = None,
-    allow_suspect: bool = False,
+    **chosen: Unpack[Chosen],
 ) -> Chart:
     """Returns a metric of one variant over the number M of middle blocks (or over blocks), a line for each model.
 
@@ -343,13 +328,14 @@ def models_by_middle(
     """
     table: Any = frame
     rows = table[table["metric"] == metric]
-    rows = rows if analysis is None else rows[rows["analysis"] == analysis]
+    if (analysis := chosen.get("analysis")) is not None:
+        rows = rows[rows["analysis"] == analysis]
     series: list[Series] = []
     middles: set[int] = set()
     loops: set[int] = set()
     by_block = False
     for index, (run, name) in enumerate(short_names([*rows["run"].unique()]).items()):
-        points = last_of(variant_points(rows[rows["run"] == run], metric, tags=tags, allow_suspect=allow_suspect))
+        points = last_of(variant_points(rows[rows["run"] == run], metric, **chosen))
         lines = [p for p in (*lines_by_middle(points, metric=metric), *lines_by_block(points)) if p.variant == variant]
         if not lines:
             continue
@@ -380,10 +366,7 @@ def models_by_middle(
 def schedule_scores(
     frame: pd.DataFrame,
     metric: str,
-    *,
-    analysis: str | None = None,
-    tags: Mapping[str, Any] | None = None,
-    allow_suspect: bool = False,
+    **chosen: Unpack[Chosen],
 ) -> Chart:
     """Returns a metric of schedules of one's own as dots, a row each, with 95% intervals, at the last checkpoint.
 
@@ -391,7 +374,7 @@ def schedule_scores(
         InputError: for suspect checkpoints, unless they are allowed.
         ValueError: where there are none, or as in `variant_curves`.
     """
-    points = last_of(variant_points(frame, metric, analysis=analysis, tags=tags, allow_suspect=allow_suspect))
+    points = last_of(variant_points(frame, metric, **chosen))
     own = [p for p in points if "schedule" in p.tags]
     if not own:
         raise ValueError(f"metric {metric!r} has no values of schedules of one's own")
@@ -403,7 +386,7 @@ def schedule_scores(
         series.append(level(names, full.value, "Full model", color=INK, mark="line-ns", size=14))
     texts = {name: name if len(name) <= 46 else f"{name[:44]} …" for name in names}
     return Chart(
-        title=_title(metric, tags),
+        title=_title(metric, chosen),
         x=Axis(keys=names, labels=texts, grid=False),
         y=Axis(title=look_up(metric).with_unit, log=look_up(metric).log),
         series=series,
@@ -416,9 +399,8 @@ def schedule_scores(
 # ------------------------------------------------------------------------------------------------ parts
 
 
-def _title(metric: str, tags: Mapping[str, Any] | None) -> str:
-    chosen = {name: value for name, value in (tags or {}).items() if value is not None}
-    return ", ".join(filter(None, [look_up(metric).with_unit, tag_text(chosen)]))
+def _title(metric: str, chosen: Chosen) -> str:
+    return title_of(metric, chosen.get("tags") or {})
 
 
 def _key(line: Line) -> _Key:
