@@ -40,6 +40,7 @@ MOVED = {
     "lit_layers.analyses.summary": "lit_layers.analyses.statistics",
     "lit_layers.analyses.token_coupling": "lit_layers.analyses.token_jacobians",
     "lit_layers.analyses.trajectory": "lit_layers.analyses.layer_geometry",
+    "lit_layers.correlate.over_layers": "lit_layers.correlate",
     "lit_layers.data.benchmarks": "lit_layers.data.prompt_texts",
     "lit_layers.data.encoded_texts": "lit_layers.data.batches",
     "lit_layers.data.image_sources": "lit_layers.data.images",

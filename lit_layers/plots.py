@@ -1,21 +1,21 @@
-"""Figures and tables of a frame of records by their names: see `lit_layers.figures`."""
+"""Figures and tables of a frame of records by their names, and figures as pictures at some of its checkpoints."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
 
 from lit_layers.figures import *  # noqa: F403
 from lit_layers.figures import __all__ as _figures
-from lit_layers.figures.pictures import (
-    write_block_curves,
-    write_concept_map,
-    write_front,
-    write_layer_curves,
-    write_loop_map,
-    write_sample_sizes,
-    write_surface,
-    write_variant_curves,
-    write_variants_over_training,
-)
+from lit_layers.figures import maps, models, profiles, variant_figures
+from lit_layers.figures.chart import Chart, Panels
 from lit_layers.figures.tables import change_table, model_table, variants
 from lit_layers.figures.task_means import with_task_means
+from lit_layers.figures.theme import spread
 from lit_layers.figures.variant_scores import with_task_medians
+from lit_layers.metrics import look_up, sentence
 
 __path__: list[str] = []  # its former files are imported by their former names: `lit_layers.moved`
 __all__ = [
@@ -35,3 +35,97 @@ __all__ = [
     "write_variant_curves",
     "write_variants_over_training",
 ]
+
+_PANELS = 3
+
+
+def write_layer_curves(
+    frame: pd.DataFrame, path: str | Path, metric: str, *, controls: Sequence[str] = (), **options: Any
+) -> None:
+    """Writes a metric over the layers: a line for each checkpoint of a run, or for each model where none has a step.
+
+    Other options are those of `layer_profile` and `model_profile`. The suffix of `path` decides: .png, .svg or .pdf.
+
+    Raises:
+        InputError: for suspect checkpoints, unless they are allowed; where the picture cannot be written.
+        ValueError: where the metric has no values per layer; another suffix.
+    """
+    if _rows(frame, metric, options)["step"].notna().any():
+        chart = profiles.layer_profile(frame, metric, controls=controls, intervals=True, **options)
+    else:
+        chart = models.model_profile(frame, metric, controls=controls, **options)
+    titled(chart, metric, options.get("analysis")).write(path)
+
+
+def write_surface(frame: pd.DataFrame, path: str | Path, metric: str, **options: Any) -> None:
+    """Writes `layer_surface` as a picture, and below it of a score `best_layers`. Else as `write_layer_curves`."""
+    charts = [titled(maps.layer_surface(frame, metric, **options), metric, options.get("analysis"))]
+    if look_up(metric).better is not None:
+        options.pop("steps", None)
+        charts.append(maps.best_layers(frame, metric, **options))
+    (Panels(title="", charts=charts, columns=1, width=640) if len(charts) > 1 else charts[0]).write(path)
+
+
+def write_sample_sizes(frame: pd.DataFrame, path: str | Path, metric: str = "accuracy", **options: Any) -> None:
+    """Writes `sample_size_curves`, a panel for each of up to three checkpoints, or for each model without steps."""
+    _side_by_side(profiles.sample_size_curves, frame, metric, options).write(path)
+
+
+def write_concept_map(frame: pd.DataFrame, path: str | Path, metric: str = "concept_alignment", **options: Any) -> None:
+    """Writes `concept_map`, a panel for each of up to three checkpoints, or for each model without steps."""
+    _side_by_side(maps.concept_map, frame, metric, options).write(path)
+
+
+def write_variant_curves(frame: pd.DataFrame, path: str | Path, metric: str, **options: Any) -> None:
+    """Writes `variant_curves` at the last checkpoint."""
+    variant_figures.variant_curves(frame, metric, **options).write(path)
+
+
+def write_block_curves(frame: pd.DataFrame, path: str | Path, metric: str, **options: Any) -> None:
+    """Writes `block_curves` at the last checkpoint."""
+    variant_figures.block_curves(frame, metric, **options).write(path)
+
+
+def write_loop_map(frame: pd.DataFrame, path: str | Path, metric: str, **options: Any) -> None:
+    """Writes `loop_map` at the last checkpoint."""
+    variant_figures.loop_map(frame, metric, **options).write(path)
+
+
+def write_variants_over_training(frame: pd.DataFrame, path: str | Path, metric: str, **options: Any) -> None:
+    """Writes `variants_over_training`."""
+    variant_figures.variants_over_training(frame, metric, **options).write(path)
+
+
+def write_front(frame: pd.DataFrame, path: str | Path, metric: str, **options: Any) -> None:
+    """Writes `quality_front`."""
+    variant_figures.quality_front(frame, metric, **options).write(path)
+
+
+def titled(chart: Chart, metric: str, analysis: str | None) -> Chart:
+    """Returns a chart whose title names its analysis, too."""
+    name = sentence(analysis or "")
+    told = ": ".join(filter(None, [name if name != look_up(metric).title else "", chart.title]))
+    return replace(chart, title=told)
+
+
+def _side_by_side(draw: Callable[..., Chart], frame: pd.DataFrame, metric: str, options: dict[str, Any]) -> Panels:
+    """Some checkpoints of a run beside each other, or models that have no steps."""
+    rows = _rows(frame, metric, options)
+    steps = sorted(int(step) for step in rows["step"].dropna().unique())
+    if steps or rows.empty:
+        draw(frame, metric, **options)  # refuses what may not be drawn at any of its checkpoints
+        parts = {f"step {step:,}": rows[rows["step"] == step] for step in spread(steps, _PANELS)} or {"": rows}
+    else:
+        names = models.short_names([*rows["run"].unique()])
+        parts = {name: rows[rows["run"] == run] for run, name in names.items()}
+    charts = {name: draw(part, metric, **options) for name, part in parts.items()}
+    title = titled(next(iter(charts.values())), metric, options.get("analysis")).title
+    shown = [replace(chart, title=name) for name, chart in charts.items()]
+    return Panels(title=title, charts=shown)
+
+
+def _rows(frame: pd.DataFrame, metric: str, options: dict[str, Any]) -> Any:
+    table: Any = frame
+    rows = table[table["metric"] == metric]
+    analysis = options.get("analysis")
+    return rows if analysis is None else rows[rows["analysis"] == analysis]

@@ -9,9 +9,9 @@ import pytest
 
 from lit_layers import records
 from lit_layers.cli import main as cli
-from lit_layers.correlate.over_layers import correlate_layers, read_layers
-from lit_layers.correlate.over_layers.wanted import Wanted, split
-from lit_layers.correlate.over_layers.writing import write
+from lit_layers.correlate import correlate_layers, read_layers
+from lit_layers.correlate.layer_report import write
+from lit_layers.correlate.layer_sources import Wanted, split
 from lit_layers.errors import InputError
 from lit_layers.records import Measurement, Record
 from tests.support.layer_scores import TASKS, add, tables

@@ -11,13 +11,13 @@ pytest.importorskip("jinja2")
 
 from lit_layers import analyses, metrics, plots, records
 from lit_layers.analyses.speed import Speed
-from lit_layers.correlate.table import read_runs
+from lit_layers.correlate.model_table import read_runs
 from lit_layers.data import GivenTexts
 from lit_layers.metrics import METRICS, Metric, look_up
 from lit_layers.models.view import LayeredModel
 from lit_layers.records import Measurement, Record
-from lit_layers.report import facts, figures, layerwise, wandb_mirror, write_report
-from lit_layers.report.pictures import write_pictures
+from lit_layers.report import facts, probe_sections, sections, wandb_mirror, write_report
+from lit_layers.report.figure_files import write_pictures
 from lit_layers.tasks.benchmark_scores import BenchmarkScores
 from lit_layers.tasks.glue_rows import GLUE
 from lit_layers.training.run_log import RunLog
@@ -120,7 +120,9 @@ def with_brier(root, steps: tuple[int | None, ...] = (0, 8)) -> None:
 
 def titles(root) -> list[str]:
     run = facts.read_run(root)
-    (section,) = figures.sections(records.frame(run.measurements), figures.metric_block, layerwise.section_blocks)
+    (section,) = sections.sections(
+        records.frame(run.measurements), sections.metric_block, probe_sections.section_blocks
+    )
     return [block["title"] for block in section["metrics"]]
 
 

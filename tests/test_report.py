@@ -21,7 +21,7 @@ from lit_layers.errors import InputError
 from lit_layers.figures.vega import script
 from lit_layers.metrics import look_up
 from lit_layers.records import Measurement, Record
-from lit_layers.report import facts, provenance, write_report
+from lit_layers.report import facts, write_report
 from tests.support.browser import CHROMIUM, dom_after
 from tests.support.charts import PageFigure, page_figures, svg_texts
 from tests.support.layer_results import CATEGORIES, layer_results, write_layer_results
@@ -223,7 +223,7 @@ def series(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_provenance_of_a_long_series_is_one_table_by_step(series: Path, capsys) -> None:
-    found = provenance.provenance(facts.read_run(series))
+    found = facts.provenance(facts.read_run(series))
     assert found["shared"]["checkpoint"] == found["shared"]["series"] == "EleutherAI/pythia-70m"
     assert found["shared"]["tokenizer_hash"] == "0f0f0f0f0f0f0f0f"
     assert found["analyses"] == {name: {"config_hash": f"{len(name):016x}"} for name in ("trajectory", "lens")}
@@ -279,7 +279,7 @@ def test_what_differs_from_step_to_step_stands_in_the_table_and_what_differs_bet
         if m.step == 8 and m.analysis == "lens":
             own["versions"] = {"torch": "2.16.0"}
         lines.append(replace(m, provenance=m.provenance | own))
-    found = provenance.provenance(replace(facts.read_run(root), measurements=lines))
+    found = facts.provenance(replace(facts.read_run(root), measurements=lines))
     assert found["checkpoints"]["columns"] == ["step", "weights_hash", "device"]
     assert [row[2] for row in found["checkpoints"]["rows"]] == ["cpu", "H200", "H200"]
     assert found["analyses"]["lens"]["data_hash"] == "of lens"
@@ -424,7 +424,7 @@ def test_provenance_of_models_is_told_by_model(compared: Path, comparison: Path)
     assert "gpt2 openai-community/gpt2 main 000000000000 0000000000000003 clean 0000000000000001 model" in text
     assert "tiny models/tiny 0000000000000004 clean 0000000000000001 model" in text
     assert "data_hash.pythia-160m 00000000000000a0 data_hash.gpt2 00000000000000a1" in text
-    found = provenance.provenance(facts.read_run(compared))
+    found = facts.provenance(facts.read_run(compared))
     assert [row[0] for row in found["checkpoints"]["rows"]] == NAMES
 
 

@@ -12,7 +12,7 @@ from lit_layers.schema import MANY, Range, refuse_outside
 
 if TYPE_CHECKING:
     from lit_layers.correlate import Findings, ModelTable
-    from lit_layers.correlate.findings import Row
+    from lit_layers.correlate.model_findings import Row
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,7 +73,7 @@ def correlate(
     if is_over_layers:
         return run(models, over_layers, step=step, resamples=resamples, seed=seed, out=out)
     from lit_layers.correlate import correlate
-    from lit_layers.correlate.writing import write
+    from lit_layers.correlate.model_report import write
 
     table = _table(models, over_models, step)
     covariates = over_models.given or ()
@@ -166,7 +166,7 @@ def _show(table: "ModelTable", findings: "Findings") -> None:
     from rich.console import Console
     from rich.table import Table
 
-    from lit_layers.correlate.page import influence_text
+    from lit_layers.correlate.model_report import influence_text
 
     console = Console(highlight=False, markup=False)
     title = f"{table.title(table.metric)} against {table.title(table.score)}, {findings.n} models"
@@ -200,7 +200,7 @@ def _show(table: "ModelTable", findings: "Findings") -> None:
 
 
 def _cells(row: "Row") -> list[Any]:
-    from lit_layers.correlate.findings import p_text
+    from lit_layers.correlate.model_findings import p_text
     from lit_layers.figures.labels import value
 
     interval = "" if row.low is None or row.high is None else f"{value(row.low)} to {value(row.high)}"

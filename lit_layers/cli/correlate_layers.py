@@ -9,7 +9,7 @@ from lit_layers.errors import InputError
 if TYPE_CHECKING:
     from rich.table import Table
 
-    from lit_layers.correlate.over_layers import LayerFindings, LayerTables
+    from lit_layers.correlate import LayerFindings, LayerTables
     from lit_layers.functional.layer_selection import Estimate
 
 
@@ -37,9 +37,9 @@ def run(models: list[Path], options: OverLayers, *, step: int | None, resamples:
         raise InputError(f"{name}: expected --{name}; see `lit-layers correlate --help`")
     if files := [path for path in models if path.suffix in (".csv", ".parquet")]:
         raise InputError(f"models: expected run folders, got {files[0]}: give files as --scores and --metrics-file")
-    from lit_layers.correlate.over_layers import correlate_layers, read_layers
-    from lit_layers.correlate.over_layers.wanted import split
-    from lit_layers.correlate.over_layers.writing import write
+    from lit_layers.correlate import correlate_layers, read_layers
+    from lit_layers.correlate.layer_report import write
+    from lit_layers.correlate.layer_sources import split
 
     tables = read_layers(
         models,
@@ -81,7 +81,7 @@ def _show(tables: "LayerTables", findings: "LayerFindings") -> None:
 def _correlations(tables: "LayerTables", model) -> "Table":
     from rich.table import Table
 
-    from lit_layers.correlate.over_layers.figures import COEFFICIENT_TITLES, heading
+    from lit_layers.correlate.layer_report import COEFFICIENT_TITLES, heading
     from lit_layers.functional.layer_selection import FORMS
 
     null = model.null
@@ -109,8 +109,8 @@ def _correlations(tables: "LayerTables", model) -> "Table":
 def _choices(tables: "LayerTables", model) -> "Table":
     from rich.table import Table
 
-    from lit_layers.correlate.over_layers.findings import rule_text
-    from lit_layers.correlate.over_layers.page import shares_text
+    from lit_layers.correlate.layer_findings import rule_text
+    from lit_layers.correlate.layer_report import shares_text
     from lit_layers.figures.labels import value
 
     shown = Table(

@@ -35,12 +35,11 @@ def report(
     """
     from lit_layers.figures.labels import listing
     from lit_layers.report import MirrorAside, facts, write_report
-    from lit_layers.report.provenance import provenance as provenance_of
 
     chosen = settings or ()
     run = facts.read_run(root, settings=chosen)
     if provenance:
-        _print_provenance(provenance_of(run))
+        _print_provenance(facts.provenance(run))
         return 0
     if not allow_suspect:
         for verdict, places in facts.suspects(run).items():
@@ -54,7 +53,7 @@ def report(
         records.export(records.frame(run.measurements), export)
         print(export)
     if pictures is not None:
-        from lit_layers.report.pictures import write_pictures
+        from lit_layers.report.figure_files import write_pictures
 
         print(*write_pictures(root, pictures, allow_suspect=allow_suspect, settings=chosen), sep="\n")
     print(write_report(root, out, allow_suspect=allow_suspect, settings=chosen))
@@ -68,26 +67,26 @@ def report(
 
 
 def _print_provenance(found: dict[str, Any]) -> None:
-    from lit_layers.report import provenance
+    from lit_layers.report import facts
 
     parts = {"run": found["run"], "all measurements": found["shared"], **found["analyses"]}
     for title, content in {**parts, "config": found["config"]}.items():
         if content:
             print(f"[{title}]")
-            for name, text in provenance.flat(content):
+            for name, text in facts.flat(content):
                 print(f"{name} = {text}")
     table = found["checkpoints"]
     if table["rows"]:
         print("[checkpoints]")
-        rows = [table["columns"], *([provenance.short(text) for text in row] for row in table["rows"])]
+        rows = [table["columns"], *([facts.shortened(text) for text in row] for row in table["rows"])]
         widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
         for row in rows:
             print("  ".join(text.ljust(width) for text, width in zip(row, widths, strict=True)).rstrip())
         for row in table["rows"]:
-            if provenance.short(row[-1]).endswith(" files"):
+            if facts.shortened(row[-1]).endswith(" files"):
                 print(f"[weight files of {table['columns'][0]} {row[0]}]")
-                print(provenance.cut(row[-1]).replace(", ", "\n"))
-        if any(provenance.short(text) != text for row in table["rows"] for text in row):
+                print(facts.cut(row[-1]).replace(", ", "\n"))
+        if any(facts.shortened(text) != text for row in table["rows"] for text in row):
             print("(commits and sums of files are cut; measurements.jsonl has them whole)")
 
 

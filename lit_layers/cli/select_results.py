@@ -10,7 +10,7 @@ from rich.table import Table
 from lit_layers.cli.select_options import WITHOUT_TOLERANCE
 from lit_layers.durable import write_json
 from lit_layers.errors import InputError
-from lit_layers.figures.scatter import LayerScores, layer_choice
+from lit_layers.figures.plane import LayerScores, layer_choice
 from lit_layers.figures.vega import write_charts
 from lit_layers.metrics import look_up
 from lit_layers.select.choosing import Choice, TaskFeatures

@@ -1,13 +1,6 @@
 """Figures of a frame of records: functions from a table to a `Chart`, which is Vega-Lite, PNG, SVG and PDF."""
 
 from lit_layers.figures.chart import Chart, Panels, Series
-from lit_layers.figures.curves import (
-    distance_profile,
-    layer_profile,
-    residual_profile,
-    sample_size_curves,
-    spectrum,
-)
 from lit_layers.figures.maps import (
     best_layers,
     compression_matrix,
@@ -18,10 +11,16 @@ from lit_layers.figures.maps import (
     token_map,
 )
 from lit_layers.figures.models import model_profile
-from lit_layers.figures.plane import coupling_graph, paths_in_plane
-from lit_layers.figures.scatter import Scatter, scatter_plot
+from lit_layers.figures.plane import Scatter, coupling_graph, paths_in_plane, scatter_plot
+from lit_layers.figures.profiles import (
+    distance_profile,
+    layer_profile,
+    residual_profile,
+    sample_size_curves,
+    spectrum,
+)
 from lit_layers.figures.training import emergence_curves, stages_over_training, training_curves
-from lit_layers.figures.variants import (
+from lit_layers.figures.variant_figures import (
     block_curves,
     loop_map,
     models_by_middle,

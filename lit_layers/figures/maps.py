@@ -2,15 +2,15 @@
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Unpack
 
 import pandas as pd
 
 from lit_layers.figures.axes import Axis, AxisName, Training
 from lit_layers.figures.chart import Cells, Chart, Series
-from lit_layers.figures.curves import FRAMES, replace_chart
 from lit_layers.figures.labels import pair_text
+from lit_layers.figures.profiles import FRAMES
 from lit_layers.figures.tables import (
     CATEGORY,
     Chosen,
@@ -71,7 +71,7 @@ def similarity_matrix(frame: pd.DataFrame, metric: str, **options: Any) -> Chart
     assert chart.cells is not None
     low = min((v for table in chart.cells.values for row in table for v in row if v is not None), default=0.0)
     ends = (low, max(1.0, low + 1e-3))
-    return replace_chart(chart, cells=Cells(**{**vars(chart.cells), "scheme": "viridis", "ends": ends}))
+    return replace(chart, cells=replace(chart.cells, scheme="viridis", ends=ends))
 
 
 def token_map(

@@ -2,15 +2,15 @@
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Unpack
 
 import pandas as pd
 
 from lit_layers.figures.axes import DEPTH_TITLE, Axis, layer_axis
 from lit_layers.figures.chart import Chart, Series
-from lit_layers.figures.curves import level, levels_of, series_of, unbroken, value_axis
 from lit_layers.figures.labels import tag_text
+from lit_layers.figures.profiles import level, levels_of, series_of, unbroken, value_axis
 from lit_layers.figures.tables import (
     Chosen,
     Point,
@@ -76,7 +76,7 @@ def model_profile(
         part = {run: [point for point in own if point.reference is None] for run, own in part.items()}
         series += _baseline(places, part, list(by_model), names, tag_text({"control": control}))
     if len(series) < 2:
-        series = [Series(**{**vars(one), "legend": False}) for one in series]
+        series = [replace(one, legend=False) for one in series]
     axis = _DEPTHS if places.is_share else layer_axis(number)
     return Chart(title=title_of(metric, tags), x=axis, y=value_axis(metric), series=series, place="")
 

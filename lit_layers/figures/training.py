@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, Unpack
 
 import numpy as np
@@ -9,8 +10,8 @@ import pandas as pd
 
 from lit_layers.figures.axes import Axis, AxisName, Training
 from lit_layers.figures.chart import Chart, Series
-from lit_layers.figures.curves import color_bar, level, levels_of, plain, series_of, value_axis
 from lit_layers.figures.labels import tag_text
+from lit_layers.figures.profiles import color_bar, level, levels_of, plain, series_of, value_axis
 from lit_layers.figures.tables import (
     ORDINALS,
     Chosen,
@@ -112,7 +113,7 @@ class Curves:
     def dashed(self, points: Sequence[Point], name: str, *, color: str = MUTED, dash: str = "dash") -> None:
         """Adds points to compare with: a dashed line, and a dash for the untrained model."""
         look: dict[str, Any] = {"width": 1.6, "legend": True, "interval": "", **self.dashed_marks}
-        self.along([replace_ends(p) for p in points], name=name, color=color, dash=dash, **look)
+        self.along([replace(p, low=math.nan, high=math.nan) for p in points], name=name, color=color, dash=dash, **look)
 
     def whole(self, points: Sequence[Point], title: str, *, in_legend: bool) -> dict[str, str]:
         """Adds one strong line a variant, in a colour of its own; returns the colours."""
@@ -135,11 +136,6 @@ class Curves:
         by_step = {point.step: point for point in points}
         steps = self.training.steps
         self.series.append(series_of((by_step.get(step) for step in steps), steps, **look))
-
-
-def replace_ends(point: Point) -> Point:
-    """Returns a point without its interval."""
-    return Point(point.step, point.tokens, point.layer, point.other_layer, point.value, math.nan, math.nan, point.tags)
 
 
 def stages_over_training(

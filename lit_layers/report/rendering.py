@@ -8,23 +8,22 @@ from typing import Any
 import pandas as pd
 
 from lit_layers import records
-from lit_layers.figures.embed import Feed
 from lit_layers.figures.labels import listing, value, whole
 from lit_layers.figures.tables import change_table, model_table
 from lit_layers.figures.task_means import with_task_means
 from lit_layers.figures.variant_scores import with_task_medians
 from lit_layers.metrics import look_up
-from lit_layers.report import comparison, facts, figures, interventions, layerwise, provenance, surfaces
-from lit_layers.report.template import fill, placed
+from lit_layers.report import facts, probe_sections, sections, variant_sections
+from lit_layers.report.template import Feed, fill, placed
 
 
 def render(run: facts.RunData, *, allow_suspect: bool = False) -> str:
     """Returns the page of a run, or of models side by side; without its suspect checkpoints unless they are allowed."""
     comparing = run.compares_models
-    frame, sections = sections_of(run, allow_suspect=allow_suspect)
+    frame, shown = sections_of(run, allow_suspect=allow_suspect)
     feed = Feed()
-    training = placed(figures.training(run), feed)
-    sections = [{**section, "metrics": placed(section["metrics"], feed)} for section in sections]
+    training = placed(sections.training(run), feed)
+    shown = [{**section, "metrics": placed(section["metrics"], feed)} for section in shown]
     return fill(
         "run.html.jinja",
         feed,
@@ -41,11 +40,11 @@ def render(run: facts.RunData, *, allow_suspect: bool = False) -> str:
         settings_command=f"lit-layers report {shlex.quote(str(run.root))} --settings NAME",
         command=f"lit-layers report {shlex.quote(str(run.root))} --allow-suspect",
         training=training,
-        sections=sections,
+        sections=shown,
         cost=[_cost_row(row) for row in facts.cost(run)] if run.measurements else [],
-        provenance=provenance.provenance(run),
-        flat=provenance.flat,
-        short=provenance.short,
+        provenance=facts.provenance(run),
+        flat=facts.flat,
+        short=facts.shortened,
         is_suspect=lambda row: any(text.startswith("suspect") for text in row[1:]),
         title_of=facts.section_title,
         without_step=0 if comparing else sum(m.step is None for m in run.measurements),
@@ -62,18 +61,18 @@ def sections_of(run: facts.RunData, *, allow_suspect: bool = False) -> tuple[pd.
     means = with_task_means(frame)
     medians = with_task_medians(means.frame)
     frame = medians.frame
-    others = interventions.without(frame)
-    sections = (
-        figures.sections(others, comparison.metric_block)
+    others = variant_sections.without(frame)
+    shown = (
+        sections.sections(others, sections.profile_block)
         if comparing
-        else figures.sections(others, figures.metric_block, layerwise.section_blocks)
+        else sections.sections(others, sections.metric_block, probe_sections.section_blocks)
     )
-    for section in sections:
+    for section in shown:
         section["note"] = " ".join(filter(None, [section["note"], means.notes.get(section["name"])]))
-    sections += interventions.sections(frame, medians.notes)
-    if not comparing and (found := surfaces.surface_section(frame)) is not None:
-        sections.append({**found, "metrics": figures.balanced(found["metrics"])})
-    return frame, sections
+    shown += variant_sections.sections(frame, medians.notes)
+    if not comparing and (found := sections.surface_section(frame)) is not None:
+        shown.append({**found, "metrics": sections.balanced(found["metrics"])})
+    return frame, shown
 
 
 def _may(measurement: records.Measurement, allow_suspect: bool) -> bool:

@@ -8,10 +8,10 @@ import pandas as pd
 
 from lit_layers.figures.axes import Axis, AxisName, layer_axis
 from lit_layers.figures.chart import Cells, Chart, Series
-from lit_layers.figures.curves import FRAMES, fixed_ends, level, series_of, value_axis
 from lit_layers.figures.labels import tag_text
 from lit_layers.figures.maps import colored, tabled
 from lit_layers.figures.models import color_of, short_names, symbol_of
+from lit_layers.figures.profiles import FRAMES, fixed_ends, level, series_of, value_axis
 from lit_layers.figures.tables import Chosen, Point, grouped, steps_of, title_of
 from lit_layers.figures.theme import INK, MISSING, rounded, spread
 from lit_layers.figures.training import Curves

@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, Literal, Unpack
 
 import numpy as np
@@ -158,7 +159,7 @@ def residual_profile(
         for step, color in zip(steps, colors_of(TIME, len(steps)), strict=True)
         if step in (steps[0], steps[-1]) and len(by_step.get(step, [])) >= 3
     ]
-    return replace_chart(chart, series=[*chart.series, *fits], height=380)
+    return replace(chart, series=[*chart.series, *fits], height=380)
 
 
 def _fit(points: list[Point], color: str, *, legend: bool) -> Series:
@@ -329,11 +330,6 @@ def fixed_ends(
     low, high = (min(finite) - (0 if zero and min(finite) == 0 else room)), max(finite) + room
     low, high = (10**low, 10**high) if log else (low, high)
     return float(f"{low:.4g}"), float(f"{high:.4g}")
-
-
-def replace_chart(chart: Chart, **changes: Any) -> Chart:
-    """Returns a chart with changes."""
-    return Chart(**{**vars(chart), **changes})
 
 
 def plain(points: Iterable[Point]) -> list[Point]:

@@ -9,8 +9,8 @@ import numpy as np
 import pandas as pd
 from numpy.typing import NDArray
 
-from lit_layers.correlate.runs import SIZES, nearest
-from lit_layers.correlate.table import ModelTable
+from lit_layers.correlate.model_runs import SIZES, nearest
+from lit_layers.correlate.model_table import ModelTable
 from lit_layers.errors import InputError
 from lit_layers.figures.labels import value
 from lit_layers.functional import correlation

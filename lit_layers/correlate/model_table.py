@@ -9,8 +9,8 @@ from typing import Any
 
 import pandas as pd
 
-from lit_layers.correlate import runs
-from lit_layers.correlate.runs import SIZES, Choice, RunModel, nearest
+from lit_layers.correlate import model_runs
+from lit_layers.correlate.model_runs import SIZES, Choice, RunModel, nearest
 from lit_layers.errors import InputError
 from lit_layers.figures.labels import tag_text
 from lit_layers.figures.models import short_names
@@ -129,15 +129,15 @@ def read_runs(
     Raises:
         InputError: for a metric or score that no model has, or of which the options leave several values.
     """
-    models = runs.read_run_models(folders)
+    models = model_runs.read_run_models(folders)
     choice = Choice(tags or {}, layer)
-    analysis, name = runs.metric_of(models, metric)
+    analysis, name = model_runs.metric_of(models, metric)
     rows, left_out = [], {}
     for model in models:
         measured = _measured(model, model.at(step, analysis), analysis, name, choice)
         if not measured:
             left_out[model.name] = _why(model, analysis, name, step, choice)
-        rows.append({"model": model.name, **runs.sizes(model), **measured})
+        rows.append({"model": model.name, **model_runs.sizes(model), **measured})
     score_column, titles = _add_scores(rows, models, score, take, choice)
     for row in rows:
         if isinstance(row.get("error"), str):  # a run of a sweep that broke off: its last numbers are not its end's
@@ -165,7 +165,7 @@ def read_runs(
     own = look_up(name)
     titles |= {name: f"{own.title}, {variant}" if variant else own.title}
     titles |= {column: METRICS[column].title for column in (own.baseline, own.excess) if column in METRICS}
-    p_is_1 = any(runs.has_p_1(model, analysis) for model in models)
+    p_is_1 = any(model_runs.has_p_1(model, analysis) for model in models)
     return ModelTable(**{**vars(table), "titles": titles, "p_is_1": p_is_1})
 
 
@@ -173,14 +173,14 @@ def _measured(
     model: RunModel, found: Sequence[Measurement], analysis: str, name: str, choice: Choice
 ) -> dict[str, Any]:
     """A metric at one checkpoint, its tags, and what is known of its baseline; nothing where it was not measured."""
-    record = runs.value_of(model, found, analysis, name, choice)
+    record = model_runs.value_of(model, found, analysis, name, choice)
     if record is None:
         return {}
     tags = {tag: value for tag, value in record.tags.items() if not tag.startswith("num_")}
     ends = {f"{name}_low": record.low, f"{name}_high": record.high, "layer": record.layer, "step": found[0].step}
     row = {name: record.value, **tags, **{end: value for end, value in ends.items() if value is not None}}
     for other in (look_up(name).baseline, look_up(name).excess):
-        beside = runs.value_of(model, found, analysis, other, Choice(tags, choice.layer))
+        beside = model_runs.value_of(model, found, analysis, other, Choice(tags, choice.layer))
         row |= {other: beside.value} if beside is not None else {}
     return row
 
@@ -193,7 +193,7 @@ def _why(model: RunModel, analysis: str, name: str, step: int | None, choice: Ch
     told = ", ".join(
         filter(None, [tag_text(dict(choice.tags)), f"layer {choice.layer}" if choice.layer is not None else ""])
     )
-    there = runs.tags_of([model], analysis, name)
+    there = model_runs.tags_of([model], analysis, name)
     known = ", ".join(tag_text({tag: value}) for tag in choice.tags for value in there.get(tag, []))
     return f"no {analysis}/{name}{f' with {told}' if told else ''}{f', it has {known}' if known else ''}"
 
@@ -212,7 +212,7 @@ def _add_scores(
     scalars = dict.fromkeys(name for model in models for scalars in model.scalars for name in scalars)
     if score in scalars:
         for row, model in zip(rows, models, strict=True):
-            value = runs.scalar_of(model, score, row.get("step"), take)
+            value = model_runs.scalar_of(model, score, row.get("step"), take)
             row |= {score: value} if value is not None else {}
         title = look_up(score).title if score in METRICS else sentence(score.replace("/", " "))
         return score, {score: title if take == "last" else f"{title}, {take}"}
@@ -223,11 +223,11 @@ def _add_scores(
             f"score: no model has {score!r}, neither as a scalar of training nor as ANALYSIS/METRIC, and it is no "
             f"FILE.csv:COLUMN{nearest(score, names)}"
         )
-    analysis, name = runs.metric_of(models, score)
-    own = runs.tags_of(models, analysis, name)
+    analysis, name = model_runs.metric_of(models, score)
+    own = model_runs.tags_of(models, analysis, name)
     choice = Choice({tag: value for tag, value in choice.tags.items() if tag in own})
     for row, model in zip(rows, models, strict=True):
-        record = runs.value_of(model, model.at(row.get("step"), analysis), analysis, name, choice)
+        record = model_runs.value_of(model, model.at(row.get("step"), analysis), analysis, name, choice)
         row |= {score: record.value} if record is not None else {}
     return score, {score: look_up(name).title}
 
@@ -254,7 +254,7 @@ def _join(rows: list[dict[str, Any]], frame: pd.DataFrame, path: Path, column: s
 
 def _add_settings(rows: list[dict[str, Any]], models: list[RunModel]) -> None:
     """Adds the options of the recipes in which the models differ."""
-    found = [runs.settings(model) for model in models]
+    found = [model_runs.settings(model) for model in models]
     for name in dict.fromkeys(name for own in found for name in own):
         if len({str(own.get(name)) for own in found}) > 1:
             for row, own in zip(rows, found, strict=True):

@@ -2,14 +2,14 @@
 
 import re
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 from lit_layers.errors import InputError
 from lit_layers.figures import Chart
-from lit_layers.figures.curves import replace_chart
 from lit_layers.figures.vega import SUFFIXES, write_charts
 from lit_layers.identity import Settings
-from lit_layers.report import figures, rendering
+from lit_layers.report import rendering, sections
 from lit_layers.report.facts import RunData, read_run
 
 _LONG = 120  # characters of a file name
@@ -42,9 +42,9 @@ def write_pictures(
 
 def _named(run: RunData, *, allow_suspect: bool) -> Iterator[tuple[str, Chart]]:
     """The name of each picture, and its chart, whose title names the section."""
-    _, sections = rendering.sections_of(run, allow_suspect=allow_suspect)
+    _, shown = rendering.sections_of(run, allow_suspect=allow_suspect)
     names: set[str] = set()
-    for section in [{"name": "training", "title": "Training", "metrics": figures.training(run)}, *sections]:
+    for section in [{"name": "training", "title": "Training", "metrics": sections.training(run)}, *shown]:
         for block in section["metrics"]:
             for choice in block["choices"]:
                 for figure in choice["figures"]:
@@ -53,7 +53,7 @@ def _named(run: RunData, *, allow_suspect: bool) -> Iterator[tuple[str, Chart]]:
                     parts = [section["name"], block["title"], choice["text"], figure["caption"]]
                     name = section["title"] if section["title"] not in chart.title else ""
                     title = ": ".join(filter(None, [name, chart.title]))
-                    yield _file_name("_".join(filter(None, parts)), names), replace_chart(chart, title=title)
+                    yield _file_name("_".join(filter(None, parts)), names), replace(chart, title=title)
 
 
 def _file_name(name: str, names: set[str]) -> str:

@@ -1,4 +1,4 @@
-"""The tables that everything else reads: of each model the scores and metrics of the same tasks and layers."""
+"""Metrics and scores over layers: what the user asks for, and the tables of it by model and task."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -8,9 +8,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from lit_layers.correlate.over_layers.sources import Curve, Curves, File, Runs, Source
-from lit_layers.correlate.over_layers.wanted import Wanted
-from lit_layers.correlate.runs import nearest, read_run_models
+from lit_layers.correlate.layer_sources import Curve, Curves, File, Runs, Source, Wanted
+from lit_layers.correlate.model_runs import nearest, read_run_models
 from lit_layers.errors import InputError
 from lit_layers.figures.labels import listing, tag_text
 from lit_layers.figures.models import short_names

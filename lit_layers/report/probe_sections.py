@@ -11,7 +11,7 @@ from lit_layers.figures import Chart
 from lit_layers.figures.labels import tag_text
 from lit_layers.figures.tables import CATEGORY, TRAIN_ROWS
 from lit_layers.metrics import look_up, names, sentence
-from lit_layers.report.figures import Block, Captioned, drawn
+from lit_layers.report.sections import Block, Captioned, block
 
 _SPLITS = ("test", "validation", "train")
 CONTROLS = ("random_labels", "untrained_model", "relabelled_vocabulary")
@@ -75,14 +75,14 @@ def _probe(rows: _Rows) -> Iterator[Block]:
     for metric in rows.having("score"):
         splits = rows.values(metric, "split", _SPLITS)
         choices = [(tag_text({"split": split}), _score(rows, metric, split)) for split in splits]
-        yield _block(look_up(metric).with_unit, _NOTES.get(metric, look_up(metric).note), choices, wide=True)
+        yield block(look_up(metric).with_unit, _NOTES.get(metric, look_up(metric).note), choices, wide=True)
     rows = rows.without("split")  # one and the same
     if found := rows.having("monotonicity"):
         note = "How steadily the test score rises from layer 1 to the last, with 95% intervals over the test rows."
-        yield _block("Monotonicity over the layers", note, _over_training(rows, found))
+        yield block("Monotonicity over the layers", note, _over_training(rows, found))
     if found := rows.having("layer"):
         note = "Where the test score ends to rise by more than 0.01 a layer, where it is best, where it bends first."
-        yield _block("Plateau, best layer and inflection", note, _over_training(rows, found))
+        yield block("Plateau, best layer and inflection", note, _over_training(rows, found))
 
 
 def _score(rows: _Rows, metric: str, split: str) -> _Figures:
@@ -114,7 +114,7 @@ def _sample_sizes(rows: _Rows) -> Block:
         for metric in rows.having("score")
     ]
     note = "On the test rows, with Student's 95% intervals over the draws of training rows."
-    return _block("Score by number of training rows", note, choices, wide=True)
+    return block("Score by number of training rows", note, choices, wide=True)
 
 
 def _concepts(rows: _Rows) -> Block:
@@ -129,7 +129,7 @@ def _concepts(rows: _Rows) -> Block:
     means = rows.lacking(CATEGORY)  # searched without the categories: 40 times as fast
     choices = [(look_up(metric).title, figures(metric)) for metric in rows.having("concept")]
     note = "Mean cosine between the differences of two word pairs; the excess is what shuffled pairs do not have."
-    return {**_block("Categories of word pairs (cosine)", note, choices, wide=True), "tall": True}
+    return {**block("Categories of word pairs (cosine)", note, choices, wide=True), "tall": True}
 
 
 def _residuals(rows: _Rows) -> Iterator[Block]:
@@ -141,12 +141,7 @@ def _residuals(rows: _Rows) -> Iterator[Block]:
         yield "Over layers", rows.draw(profile, metric, tags={"control": None}, **options)
 
     choices = [(look_up(metric).title, figures(metric)) for metric in rows.having("residual")]
-    yield _block("Prediction residual (share of variance)", look_up("prediction_residual").note, choices, wide=True)
+    yield block("Prediction residual (share of variance)", look_up("prediction_residual").note, choices, wide=True)
     if found := rows.having("law"):
         note = "Of the line through the log residual over the layers: its slope rho, and how well the points fit it."
-        yield _block("Exponential law over the layers", note, _over_training(rows, found))
-
-
-def _block(title: str, note: str, choices: Sequence[tuple[str, _Figures]], *, wide: bool = False) -> Block:
-    found = [{"text": text, "figures": drawn(figures)} for text, figures in choices]
-    return {"title": title, "note": note, "wide": wide, "choices": found}
+        yield block("Exponential law over the layers", note, _over_training(rows, found))

@@ -1,6 +1,7 @@
 """The sections of models whose blocks run otherwise, and of how alike layers are: few blocks, with choices."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import pandas as pd
@@ -16,23 +17,32 @@ from lit_layers.figures.variant_scores import GLUE, GLUE_MEAN, LOOPED, MEDIAN
 from lit_layers.functional.block_schedules import OF_BLOCKS, OF_MIDDLES
 from lit_layers.metrics import headlines, is_in, look_up, rank, sentence
 from lit_layers.records import FAILED
-from lit_layers.report.figures import Block, balanced, drawn
+from lit_layers.report.sections import Block, balanced, block
 
 INTERVENTIONS, TASKS = "interventions", "intervene"
 SPEED, FINETUNE, SIMILARITY = "intervene/speed", "intervene/finetune", "layer_similarity"
 CONTRAST = "block_contrast"
 _MIDDLES = 4  # numbers of middle blocks that a reader chooses from, over training
+_SIMILAR = "Similarity of layers"
 _NOTES = {
-    "middle": "Each variant has its colour everywhere. Of random orders the mean, with its 95% interval where known.",
-    "cost": "Each variant has its colour everywhere. M blocks in the middle are changed.",
-    "loops": "The middle side by side and averaged, that many times. White: the best number. Bright is better.",
-    "blocks": "One block skipped, or run behind the next one.",
-    "training": "What a model learns first to do without: its middle blocks (skip), or their order (reverse, random).",
-    "schedules": "Dashed: the full model.",
-    "front": "Star: the full model. Dotted: what no other variant beats in both. M is the number of blocks changed.",
-    "when": "Solid: after fine-tuning; dotted, hollow marks: before.",
-    "models": "A line a model; dashed in its colour: the full model.",
-    "similarity": "Bright: the same. Colours go from the least of any checkpoint to 1.",
+    "Middle blocks changed": (
+        "Each variant has its colour everywhere. Of random orders the mean, with its 95% interval where known."
+    ),
+    "Cost by blocks changed": "Each variant has its colour everywhere. M blocks in the middle are changed.",
+    "Number of loops": (
+        "The middle side by side and averaged, that many times. White: the best number. Bright is better."
+    ),
+    "Single blocks": "One block skipped, or run behind the next one.",
+    "Over training": (
+        "What a model learns first to do without: its middle blocks (skip), or their order (reverse, random)."
+    ),
+    "Own schedules": "Dashed: the full model.",
+    "Quality against latency": (
+        "Star: the full model. Dotted: what no other variant beats in both. M is the number of blocks changed."
+    ),
+    "Before and after fine-tuning": "Solid: after fine-tuning; dotted, hollow marks: before.",
+    "Models side by side": "A line a model; dashed in its colour: the full model.",
+    _SIMILAR: "Bright: the same. Colours go from the least of any checkpoint to 1.",
 }
 _Choice = tuple[str, Callable[[], Chart]]
 
@@ -65,9 +75,14 @@ class _Rows:
         looped = self.rows[self.rows["variant"] == LOOPED]
         return looped["loops"].nunique() if "loops" in looped else 0
 
-    def draw(self, make: Callable[..., Chart], **options: Any) -> Chart:
-        table = self.table[self.table["analysis"] == self.analysis]
-        return make(table, self.metric, analysis=self.analysis, tags=self.tags, **options)
+    def draw(self, make: Callable[..., Chart], **options: Any) -> Callable[[], Chart]:
+        """What draws a figure of them."""
+
+        def drawing() -> Chart:
+            table = self.table[self.table["analysis"] == self.analysis]
+            return make(table, self.metric, analysis=self.analysis, tags=self.tags, **options)
+
+        return drawing
 
 
 def is_own(frame: pd.DataFrame) -> Any:
@@ -147,35 +162,27 @@ def _by_variant(table: Any, analyses: Sequence[str]) -> Iterator[Block]:
         for run in models
     ]
     parts = [(text, rows) for text, rows in parts if len(rows.rows)]
-    yield from _blocks(
-        ("Middle blocks changed", "middle", [_curves(text, r) for text, r in parts if r.names() & {*OF_MIDDLES}]),
-        ("Number of loops", "loops", [_loops(text, r) for text, r in parts if r.num_loops > 1]),
-        ("Single blocks", "blocks", [_single(text, r) for text, r in parts if r.names() & {*OF_BLOCKS}]),
-        ("Own schedules", "schedules", [_own(text, r) for text, r in parts if "custom" in r.names()]),
-        ("Over training", "training", [*_training(parts)]),
-    )
+    for title, is_there, draw in _OF_VARIANTS:
+        yield from _block(title, [(text, draw(rows)) for text, rows in parts if is_there(rows)])
+    yield from _block("Over training", [*_training(parts)])
 
 
-def _blocks(*contents: tuple[str, str, list[_Choice]]) -> Iterator[Block]:
-    for title, note, choices in contents:
-        if choices:
-            yield _block(title, _NOTES[note], choices, wide=True)
+# What is drawn of the variants of one metric: title, of which rows, and what draws it.
+_OF_VARIANTS: Sequence[tuple[str, Callable[[_Rows], Any], Callable[[_Rows], Callable[[], Chart]]]] = (
+    (
+        "Middle blocks changed",
+        lambda rows: rows.names() & {*OF_MIDDLES},
+        lambda rows: rows.draw(plots.variant_curves, best_loops=rows.num_loops > 1),
+    ),
+    ("Number of loops", lambda rows: rows.num_loops > 1, lambda rows: rows.draw(plots.loop_map)),
+    ("Single blocks", lambda rows: rows.names() & {*OF_BLOCKS}, lambda rows: rows.draw(plots.block_curves)),
+    ("Own schedules", lambda rows: "custom" in rows.names(), lambda rows: rows.draw(plots.schedule_scores)),
+)
 
 
-def _curves(text: str, rows: _Rows) -> _Choice:
-    return text, lambda: rows.draw(plots.variant_curves, best_loops=rows.num_loops > 1)
-
-
-def _loops(text: str, rows: _Rows) -> _Choice:
-    return text, lambda: rows.draw(plots.loop_map)
-
-
-def _single(text: str, rows: _Rows) -> _Choice:
-    return text, lambda: rows.draw(plots.block_curves)
-
-
-def _own(text: str, rows: _Rows) -> _Choice:
-    return text, lambda: rows.draw(plots.schedule_scores)
+def _block(title: str, choices: Sequence[_Choice]) -> Iterator[Block]:
+    if choices:
+        yield block(title, _NOTES[title], [(text, [("", draw)]) for text, draw in choices], wide=True)
 
 
 def _training(parts: Sequence[tuple[str, _Rows]]) -> Iterator[_Choice]:
@@ -186,11 +193,7 @@ def _training(parts: Sequence[tuple[str, _Rows]]) -> Iterator[_Choice]:
         kept = look_up(rows.metric).of_full
         for middle in _spread_middles(rows.middles):
             told = f"{text} kept" if kept else text
-            yield f"{told}, M = {middle}", _over_training(rows, middle, kept=kept)
-
-
-def _over_training(rows: _Rows, middle: int, *, kept: bool) -> Callable[[], Chart]:
-    return lambda: rows.draw(plots.variants_over_training, middle=middle, kept=kept)
+            yield f"{told}, M = {middle}", rows.draw(plots.variants_over_training, middle=middle, kept=kept)
 
 
 def _spread_middles(middles: list[int]) -> list[int]:
@@ -207,12 +210,8 @@ def _side_by_side(table: Any, every: Sequence[_Rows]) -> Iterator[Block]:
     for rows in every[:3]:
         for variant in (name for name in (*OF_MIDDLES, *OF_BLOCKS) if name in rows.names()):
             told = f"{rows.text}: {tag_text({'variant': variant})}"
-            choices.append((told, _of_models(rows, variant)))
-    yield from _blocks(("Models side by side", "models", choices))
-
-
-def _of_models(rows: _Rows, variant: str) -> Callable[[], Chart]:
-    return lambda: rows.draw(plots.models_by_middle, variant=variant)
+            choices.append((told, rows.draw(plots.models_by_middle, variant=variant)))
+    yield from _block("Models side by side", choices)
 
 
 def _finetuned(table: Any) -> Iterator[Block]:
@@ -221,12 +220,8 @@ def _finetuned(table: Any) -> Iterator[Block]:
     for run, name in models.items():
         for rows in _metrics(_of(table, run), FINETUNE, told=False, split="when"):
             text = f"{name}, {rows.text}" if len(models) > 1 else rows.text
-            choices.append((text, _before_and_after(rows)))
-    yield from _blocks(("Before and after fine-tuning", "when", choices))
-
-
-def _before_and_after(rows: _Rows) -> Callable[[], Chart]:
-    return lambda: rows.draw(plots.variant_curves, split="when")
+            choices.append((text, rows.draw(plots.variant_curves, split="when")))
+    yield from _block("Before and after fine-tuning", choices)
 
 
 def _speed(table: Any) -> Iterator[Block]:
@@ -238,9 +233,15 @@ def _speed(table: Any) -> Iterator[Block]:
         before = f"{name}, " if len(models) > 1 else ""
         every = [*_metrics(own, SPEED, told=False)]
         for quality, cost, how in _fronts(own):
-            fronts.append((before + ", ".join(filter(None, [quality.text, how])), _front(own, quality, cost)))
-        costs += [(before + rows.text, _cost(rows)) for rows in every if rows.names() & {*OF_MIDDLES}]
-    yield from _blocks(("Quality against latency", "front", fronts), ("Cost by blocks changed", "cost", costs))
+            which = {"analysis": quality.analysis, "tags": quality.tags, "cost": cost.metric}
+            which |= {"cost_analysis": cost.analysis, "cost_tags": cost.tags}
+            front = partial(plots.quality_front, own, quality.metric, **which)
+            fronts.append((before + ", ".join(filter(None, [quality.text, how])), front))
+        costs += [
+            (before + rows.text, rows.draw(plots.variant_curves)) for rows in every if rows.names() & {*OF_MIDDLES}
+        ]
+    yield from _block("Quality against latency", fronts)
+    yield from _block("Cost by blocks changed", costs)
 
 
 def _fronts(table: Any) -> Iterator[tuple[_Rows, _Rows, str]]:
@@ -269,22 +270,6 @@ def cells(rows: Any) -> set[tuple[Any, ...]]:
     names = ("variant", "middle", "loops", "layer")
     columns = [rows[name].tolist() if name in rows else [None] * len(rows) for name in names]
     return {tuple(None if pd.isna(value) else value for value in cell) for cell in zip(*columns, strict=True)}
-
-
-def _front(table: Any, quality: _Rows, cost: _Rows) -> Callable[[], Chart]:
-    return lambda: plots.quality_front(
-        table,
-        quality.metric,
-        analysis=quality.analysis,
-        tags=quality.tags,
-        cost=cost.metric,
-        cost_analysis=cost.analysis,
-        cost_tags=cost.tags,
-    )
-
-
-def _cost(rows: _Rows) -> Callable[[], Chart]:
-    return lambda: rows.draw(plots.variant_curves)
 
 
 def _metrics(table: Any, analysis: str, *, told: bool, split: str | None = None) -> Iterator[_Rows]:
@@ -345,20 +330,20 @@ def _similarity(table: Any, analysis: str) -> Iterator[Block]:
         for metric, tags in _similarities(rows):
             stages = _stages_of(rows, metric, tags)
             text = ", ".join(filter(None, [name if len(models) > 1 else "", look_up(metric).title, tag_text(tags)]))
-            over_steps = [_over_steps(stages)] if stages["step"].nunique() > 1 else []
-            choices.append((text, [_matrix(rows, metric, tags), *over_steps]))
+            over_steps = [partial(plots.stages_over_training, stages)] if stages["step"].nunique() > 1 else []
+            choices.append((text, [partial(plots.similarity_matrix, rows, metric, tags=tags), *over_steps]))
             if (counts := stage_text(stages)) and (len(models) == 1 or not any(name in one for one in told)):
                 told.append(f"{text}: {counts}")  # of several models by the first similarity
     if choices:
         places = min(len(figures) for _, figures in choices)  # every choice has the same
-        found = [{"text": text, "figures": drawn(("", make) for make in figures[:places])} for text, figures in choices]
         ends = f" Stages at the last checkpoint: {'; '.join(told)}." if told else ""
-        note = _NOTES["similarity"] + ends
-        yield {"title": "Similarity of layers", "note": note, "wide": True, "choices": found}
+        figures = [(text, [("", draw) for draw in drawings[:places]]) for text, drawings in choices]
+        yield block(_SIMILAR, _NOTES[_SIMILAR] + ends, figures, wide=True)
     contrast = table[(table["analysis"] == analysis) & (table["metric"] == CONTRAST)]
     if len(models) == 1 and contrast["step"].nunique() > 1:
         own = look_up(CONTRAST)
-        yield _block(own.with_unit, own.note, [("", lambda: plots.emergence_curves(contrast, CONTRAST))], wide=True)
+        curves = [("", partial(plots.emergence_curves, contrast, CONTRAST))]
+        yield block(own.with_unit, own.note, [("", curves)], wide=True)
 
 
 def _similarities(rows: Any) -> Iterator[tuple[str, dict[str, Any]]]:
@@ -377,16 +362,3 @@ def _stages_of(rows: Any, metric: str, tags: Mapping[str, Any]) -> Any:
     for name, value in tags.items():
         found = found[found[name] == value]
     return found
-
-
-def _matrix(rows: Any, metric: str, tags: Mapping[str, Any]) -> Callable[[], Chart]:
-    return lambda: plots.similarity_matrix(rows, metric, tags=tags)
-
-
-def _over_steps(stages: Any) -> Callable[[], Chart]:
-    return lambda: plots.stages_over_training(stages)
-
-
-def _block(title: str, note: str, choices: Sequence[_Choice], *, wide: bool = False) -> Block:
-    found = [{"text": text, "figures": drawn([("", make)])} for text, make in choices]
-    return {"title": title, "note": note, "wide": wide, "choices": found}

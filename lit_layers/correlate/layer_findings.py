@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from lit_layers.correlate.over_layers.reading import LayerTables, ModelTables
+from lit_layers.correlate.layer_tables import LayerTables, ModelTables
 from lit_layers.functional.correlation import UndefinedError
 from lit_layers.functional.layer_selection import (
     DIRECTIONS,
