@@ -44,8 +44,7 @@ from lit_layers.data.images import ImageSource
 from lit_layers.models.pixels import mixup
 from lit_layers.training import LitImageClassifier, LitImageData
 from lit_layers.training.datamodules import SampleOrder
-from lit_layers.training.image_classifier import parameter_groups
-from lit_layers.training.modules import warmup_cosine
+from lit_layers.training.modules import parameter_groups, warmup_cosine
 from lit_layers.training.resume import StepSeed
 from lit_layers.training.run_log import RunLog
 

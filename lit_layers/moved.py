@@ -96,12 +96,17 @@ MOVED = {
     "lit_layers.series.retrying": "lit_layers.series.checkpoint_sources",
     "lit_layers.series.single": "lit_layers.series.opening",
     "lit_layers.series.sources": "lit_layers.series.checkpoint_sources",
+    "lit_layers.sweep.gpus": "lit_layers.sweep.cells",
+    "lit_layers.sweep.locks": "lit_layers.sweep.cells",
+    "lit_layers.sweep.running": "lit_layers.sweep.cells",
+    "lit_layers.sweep.table": "lit_layers.sweep.cells",
     "lit_layers.training.averaging": "lit_layers.training.image_classifier",
     "lit_layers.training.checkpoint_io": "lit_layers.training.checkpoints",
     "lit_layers.training.dealing": "lit_layers.training.callbacks",
     "lit_layers.training.divergence": "lit_layers.training.checkpoints",
     "lit_layers.training.draws": "lit_layers.training.augmentation",
     "lit_layers.training.environment": "lit_layers.training.trainer",
+    "lit_layers.training.glue": "lit_layers.training.sequence_tasks",
     "lit_layers.training.image_data": "lit_layers.training.datamodules",
     "lit_layers.training.images": "lit_layers.training.image_classifier",
     "lit_layers.training.loss": "lit_layers.training.modules",
@@ -111,6 +116,7 @@ MOVED = {
     "lit_layers.training.rand_augment": "lit_layers.training.augmentation",
     "lit_layers.training.sampler": "lit_layers.training.datamodules",
     "lit_layers.training.termination": "lit_layers.training.resume",
+    "lit_layers.training.trained_variants": "lit_layers.training.finetuning lit_layers.training.sequence_tasks",
     "lit_layers.training.weighted_mean": "lit_layers.training.modules",
 }
 # Each was a file of some figures; all are in one room now.
@@ -139,10 +145,12 @@ _CLASSES = {
     "lit_layers.embeddings.analysis": "MtebTask",
     "lit_layers.intervene.benchmark_scores": "BenchmarkScores",
     "lit_layers.intervene.speed": "Speed",
+    "lit_layers.training.glue": "GlueRecipe",
+    "lit_layers.training.trained_variants": "Finetuning",
 }
 _JOINED = tuple(
     f"lit_layers.{room}."
-    for room in ("analyses", "data", "functional", "models", "select", "series", "tasks", "training")
+    for room in ("analyses", "data", "functional", "models", "select", "series", "sweep", "tasks", "training")
 )
 _JOINED += ("lit_layers.downloads", "lit_layers.plots", "lit_layers.schema")
 # By module of today and class; None for all classes of a module that moved as a whole.
@@ -151,6 +159,7 @@ _FORMER = {
     for former, now in MOVED.items()
     if former in _CLASSES or not now.startswith(_JOINED)
 }
+_FORMER["lit_layers.training.sequence_tasks", "GlueScores"] = "lit_layers.training.trained_variants"
 
 
 def public_path(kind: type) -> str:

@@ -1,7 +1,6 @@
 """`lit-layers fit`: train from a recipe, save and measure at each step of its schedule, draw the curves."""
 
 import contextlib
-import logging
 import sys
 import time
 import warnings
@@ -9,7 +8,6 @@ from pathlib import Path
 from typing import Any, Literal
 
 import lightning as L
-import torch
 import yaml
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
 from lightning.pytorch.utilities.exceptions import MisconfigurationException, SIGTERMException
@@ -37,20 +35,16 @@ from lit_layers.training.run_folder import (
     refuse_another_run,
 )
 from lit_layers.training.run_log import RunLog, StepProgress
-from lit_layers.training.trainer import is_first_rank, plugins_with_cluster, refuse_another_number_of_ranks
+from lit_layers.training.trainer import (
+    DEFAULTS,
+    best_precision,
+    is_first_rank,
+    plugins_with_cluster,
+    quieten,
+    refuse_another_number_of_ranks,
+)
 
 DIVERGED, INTERRUPTED = 3, 130
-TRAINER_DEFAULTS = {
-    "logger": False,
-    "enable_checkpointing": False,
-    "enable_progress_bar": False,
-    "enable_model_summary": False,
-    "use_distributed_sampler": False,
-    "num_sanity_val_steps": 0,
-    "max_epochs": -1,
-    "check_val_every_n_epoch": None,
-    "log_every_n_steps": 10,
-}
 
 
 class FitParser(RecipeParser, LightningArgumentParser):
@@ -147,7 +141,7 @@ class FitCLI(LightningCLI):
             progress,
             self.resumable,
         ]
-        precision = options.get("precision") or _best_precision(options["accelerator"])
+        precision = options.get("precision") or best_precision(options["accelerator"])
         plugins = plugins_with_cluster(options.get("plugins"))
         try:
             trainer = super().instantiate_trainer(
@@ -201,7 +195,7 @@ def _parse(argv: list[str], held: contextlib.ExitStack) -> FitCLI:
                 subclass_mode_model=True,
                 subclass_mode_data=True,
                 save_config_callback=None,
-                trainer_defaults=TRAINER_DEFAULTS,
+                trainer_defaults=DEFAULTS,
                 seed_everything_default=0,
                 parser_class=FitParser,
                 parser_kwargs={
@@ -298,24 +292,3 @@ def _close(cli: FitCLI, seconds: float, code: int, last_step: int) -> None:
     if mirror is not None:
         mirror.finish(exit_code=code)
         cli.console.print(mirror.closing_line(), highlight=False, markup=False, soft_wrap=True)
-
-
-def _best_precision(accelerator: str) -> str:
-    if accelerator in ("auto", "gpu", "cuda") and torch.cuda.is_available():
-        torch.set_float32_matmul_precision("high")
-        return "bf16-mixed" if torch.cuda.is_bf16_supported(including_emulation=False) else "32-true"
-    return "32-true"
-
-
-def quieten() -> None:
-    """Hides Lightning's hints on what a recipe already decides."""
-    for name in ("lightning.pytorch.utilities.rank_zero", "lightning.fabric.utilities.seed"):
-        logging.getLogger(name).setLevel(logging.WARNING)
-    noise = (
-        ".*treespec, LeafSpec",
-        "The '.*_dataloader' does not have many workers",
-        "You defined a `validation_step`",
-        "It is recommended to use `self.log",  # over ranks: the metric has been reduced already
-    )
-    for message in noise:
-        warnings.filterwarnings("ignore", message=message)

@@ -43,9 +43,9 @@ def _read_recipes(options: argparse.Namespace) -> None:
     """Takes the recipes of training from their files, before a model is opened."""
     if options.finetune is None and options.glue is None:
         return
-    from lit_layers.cli.fit import quieten
     from lit_layers.training.finetuning import FinetuningRecipe
-    from lit_layers.training.glue import GlueRecipe
+    from lit_layers.training.sequence_tasks import GlueRecipe
+    from lit_layers.training.trainer import quieten
 
     quieten()
     if options.finetune is not None:
@@ -90,7 +90,7 @@ def _analyses(options: argparse.Namespace, target: Target) -> "Iterator[Analysis
         length = {} if options.num_tokens is None else {"num_tokens": options.num_tokens}
         yield Speed(**_timed(chosen), executions=options.execution, tell=target.tell, **length)
     if options.finetune is not None:
-        from lit_layers.training.trained_variants import Finetuning
+        from lit_layers.training.finetuning import Finetuning
 
         yield Finetuning(
             recipe=options.finetune,
@@ -100,7 +100,7 @@ def _analyses(options: argparse.Namespace, target: Target) -> "Iterator[Analysis
             **chosen,
         )
     if options.glue is not None:
-        from lit_layers.training.trained_variants import GlueScores
+        from lit_layers.training.sequence_tasks import GlueScores
 
         for task in options.glue.tasks:
             yield GlueScores(

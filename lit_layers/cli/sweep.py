@@ -42,8 +42,7 @@ def sweep(
     """
     refuse_outside("", {"workers": COUNT}, {"workers": workers})
     index, count = _shard(shard)
-    from lit_layers.sweep import CellFolder, read_grid, write_table
-    from lit_layers.sweep.table import FILE
+    from lit_layers.sweep import TABLE, CellFolder, read_grid, write_table
 
     grid = read_grid(file)
     if not any_command:
@@ -58,7 +57,7 @@ def sweep(
     stopped_by = _run(cells, grid, workers, [f"--code={package}" for package in code or ()])
     frame = write_table(root, grid, every)
     _print_table(frame.drop(columns="run") if grid.values else frame)
-    print(root / FILE)
+    print(root / TABLE)
     if stopped_by is not None:
         print("stopped: run the same command again to go on", file=sys.stderr)
         return 128 + stopped_by

@@ -1,22 +1,46 @@
-"""What is known on disk of one cell: `ROOT/CELL.json` and `CELL.log`, beside its run folder `ROOT/CELL`."""
+"""The cells of a grid: what is on disk of each, running them, several at a time, and one table of all."""
 
 import hashlib
+import math
+import os
 import re
 import signal
+import subprocess
+import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
+from types import TracebackType
 from typing import IO, Any, Literal, Required
 
+import pandas as pd
 from pydantic import with_config
 from typing_extensions import TypedDict
 
-from lit_layers import schema
+from lit_layers import records, schema
 from lit_layers.durable import write_json
 from lit_layers.errors import InputError
 from lit_layers.schema import Count, Seconds
-from lit_layers.sweep.grid import Cell
-from lit_layers.sweep.locks import take
+from lit_layers.sweep.grid import Cell, Grid
+
+try:
+    import fcntl
+except ImportError:  # Windows: two sweeps of one folder at once are the user's care there
+    fcntl = None
+
+
+def take(path: Path, *, wait: bool = False) -> IO[bytes] | None:
+    """Returns the lock, held until it is closed; None where another process has it, unless that is waited for."""
+    lock = open(path, "wb")  # noqa: SIM115
+    if fcntl is not None:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX if wait else fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            lock.close()
+            return None
+    return lock
+
 
 STARTED, FINISHED, FAILED, STOPPED = "started", "finished", "failed", "stopped"
 _STYLE = re.compile(r"\x1b\[[0-9;]*m")
@@ -138,8 +162,259 @@ def _reason(log: Path, output_from: int, code: int) -> str:
     with open(log, "rb") as file:
         file.seek(max(output_from, log.stat().st_size - _TAIL))
         lines = [_STYLE.sub("", line).strip() for line in file.read().decode(errors="replace").splitlines()]
-    refusals = [found[1] for line in lines if (found := _REFUSAL.match(line))]
-    said = (refusals or [line for line in lines if line] or ["no output"])[-1]
+    refusals = [match[1] for line in lines if (match := _REFUSAL.match(line))]
+    reason = (refusals or [line for line in lines if line] or ["no output"])[-1]
     ended = f"ended by {signal.Signals(-code).name}: " if code < 0 else "" if refusals else f"exit code {code}: "
-    text = f"{ended}{said}"
+    text = f"{ended}{reason}"
     return text if len(text) <= _LONGEST else f"{text[:_LONGEST]} ..."
+
+
+TABLE = "sweep.csv"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Score:
+    """What came out of one cell: the metric's last and best value, or an error."""
+
+    last: float | None
+    best: float | None
+    step: int | None
+    seconds: float | None
+    error: str | None
+
+
+def score_of(cell: CellFolder, grid: Grid) -> Score:
+    """Returns what a cell's state and its scalars of training say."""
+    state = cell.state
+    ended = state.get("state")
+    error = None if ended == FINISHED else state.get("error") if ended == FAILED else _unfinished(state.get("attempts"))
+    try:
+        rows = records.rows(cell.folder / "metrics.jsonl")
+    except InputError as corrupt:
+        rows, error = [], error or str(corrupt)
+    values = [row[grid.metric] for row in rows if grid.metric in row] if grid.metric is not None else []
+    if grid.metric is not None and not values and error is None:
+        names = ", ".join(name for name in dict.fromkeys(name for row in rows for name in row) if name != "step")
+        error = f"no {grid.metric} in {cell.folder / 'metrics.jsonl'}; there is: {names or 'nothing'}"
+    finite = [value for value in values if not math.isnan(value)]
+    best = max if grid.goal == "maximize" else min
+    return Score(
+        last=values[-1] if values else None,
+        best=best(finite, default=None),
+        step=_last_step(rows, grid.metric),
+        seconds=round(state["seconds"], 1) if state.get("seconds") else None,
+        error=error,
+    )
+
+
+def _last_step(rows: list[dict[str, float]], metric: str | None) -> int | None:
+    """The step of the last value of the metric; without one the last step."""
+    scored = [row for row in rows if metric in row] or rows
+    return int(scored[-1]["step"]) if scored else None
+
+
+def write_table(root: Path, grid: Grid, cells: Sequence[CellFolder]) -> pd.DataFrame:
+    """Writes `root/sweep.csv`, a row for every cell of the grid, and returns it.
+
+    The columns: run, the varied parameters, the metric's last value under its own name, best, step, seconds (of all
+    attempts that ended), error.
+    """
+    lock = take(root / ".sweep.lock", wait=True)  # the last of several shards writes what all have done
+    try:
+        frame = pd.DataFrame([_row(cell, grid) for cell in cells]).astype({"step": "Int64", "error": "object"})
+        records.export(frame, root / TABLE)
+    finally:
+        if lock is not None:
+            lock.close()
+    return frame
+
+
+def _row(cell: CellFolder, grid: Grid) -> dict[str, Any]:
+    score = score_of(cell, grid)
+    row: dict[str, Any] = {"run": cell.cell.name}
+    row |= {short: cell.cell.parameters[name] for name, short in grid.short_names.items()}
+    row |= {} if grid.metric is None else {grid.metric: score.last, "best": score.best}
+    return {**row, "step": score.step, "seconds": score.seconds, "error": score.error}
+
+
+def _unfinished(attempts: int | None) -> str:
+    return "not finished yet" if attempts else "not started yet"
+
+
+def visible_gpus(environment: Mapping[str, str]) -> list[str]:
+    """The GPUs that torch would see: those of CUDA_VISIBLE_DEVICES, else all that the driver lists."""
+    chosen = environment.get("CUDA_VISIBLE_DEVICES")
+    if chosen is not None:
+        names = [name.strip() for name in chosen.split(",") if name.strip()]
+        return names[: names.index("-1")] if "-1" in names else names  # CUDA stops at the first that is none
+    try:
+        listed = subprocess.run(["nvidia-smi", "--list-gpus"], capture_output=True, text=True, timeout=60, check=False)
+    except (OSError, subprocess.TimeoutExpired):
+        return []
+    lines = [line for line in listed.stdout.splitlines() if line.startswith("GPU ")]
+    return [str(number) for number in range(len(lines))] if listed.returncode == 0 else []
+
+
+def share_of_gpus(gpus: Sequence[str], worker: int, workers: int) -> list[str]:
+    """The GPUs of one worker: a block of its own, or one shared with others where there are fewer than workers."""
+    if not gpus:
+        return []
+    each = len(gpus) // workers
+    return list(gpus[worker * each : (worker + 1) * each]) or [gpus[worker % len(gpus)]]
+
+
+_LOOK, _LOOK_AGAIN = 0.1, 2.0  # seconds: between two looks at our own runs, and at cells that another process has
+_PATIENCE = 55.0  # seconds that runs have to end
+# A cell is a run of its own on this machine: it is no rank of the job or agent that started the sweep.
+_NOT_OF_A_CELL = (
+    *("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "MASTER_ADDR", "MASTER_PORT"),
+    *("TORCHELASTIC_RUN_ID", "SLURM_NTASKS", "SLURM_PROCID", "SLURM_LOCALID", "SLURM_NTASKS_PER_NODE"),
+    *("WANDB_RUN_ID", "WANDB_SWEEP_ID", "WANDB_SWEEP_PARAM_PATH"),
+    "PYTHONSAFEPATH",  # a program of the user's finds the modules beside it; lit-layers sets it for itself
+)
+
+
+def run_cells(
+    cells: Sequence[CellFolder],
+    line_of: Callable[[CellFolder], list[str]],
+    *,
+    gpus: Sequence[Sequence[str]],
+    tell: Callable[[Sequence[CellFolder], CellFolder | None], None],
+) -> int | None:
+    """Runs the cells that are not finished, each once; returns the signal that cut it short, if one did.
+
+    A cell that another process runs is waited for, and gone on with if that process was killed. SIGINT and SIGTERM are
+    passed on as SIGTERM, upon which runs save and end; a second one ends them at once.
+
+    Args:
+        line_of: the words that start a cell's run.
+        gpus: for each worker the GPUs that it has to itself, none: as the environment says.
+        tell: is told the running cells, and the one that has just ended; none while others are waited for.
+    """
+    attempts = {cell.cell.name: cell.attempts for cell in cells}
+    waiting, running = list(cells), {}
+    with _Stop() as stop:
+        try:
+            while waiting or running:
+                for worker in range(len(gpus)):
+                    if worker not in running and stop.signal is None:
+                        run = _next(waiting, attempts, line_of, gpus[worker])
+                        if run is not None:
+                            running[worker] = run
+                            tell([each.cell for each in running.values()], None)
+                if stop.signal is not None:
+                    waiting.clear()
+                    for run in running.values():
+                        run.stop(at_once=stop.count > 1 or stop.is_late())
+                for worker, run in list(running.items()):
+                    if run.has_ended():
+                        del running[worker]
+                        tell([each.cell for each in running.values()], run.cell)
+                if running:
+                    time.sleep(_LOOK)
+                elif waiting:
+                    tell([], None)
+                    time.sleep(_LOOK_AGAIN)
+        except BaseException:  # e.g. a full disk: nobody would look after the others
+            for run in running.values():
+                run.stop(at_once=False)
+            raise
+    return stop.signal
+
+
+def _next(
+    waiting: list[CellFolder],
+    attempts_before: Mapping[str, int],
+    line_of: Callable[[CellFolder], list[str]],
+    gpus: Sequence[str],
+) -> "_Run | None":
+    """Starts the first cell that is free; those that another process has finished or failed meanwhile are passed."""
+    for cell in list(waiting):
+        lock = cell.take()
+        if lock is None:
+            continue
+        waiting.remove(cell)
+        has_failed_elsewhere = cell.state.get("state") == FAILED and cell.attempts > attempts_before[cell.cell.name]
+        if not cell.is_finished and not has_failed_elsewhere:
+            return _Run(cell, line_of(cell), lock, gpus)
+        lock.close()
+    return None
+
+
+class _Run:
+    """One run of one cell, from its start on."""
+
+    def __init__(self, cell: CellFolder, line: list[str], lock: IO[bytes], gpus: Sequence[str]) -> None:
+        self.cell, self._lock, self._asked, self._since = cell, lock, False, time.monotonic()
+        cell.started()
+        self._log = open(cell.log, "ab")  # noqa: SIM115
+        self._output_from = self._log.tell()
+        # A process group of its own: Ctrl-C in a terminal reaches the sweep alone, which then asks the runs to save.
+        group: dict[str, Any] = {"process_group": 0, "pass_fds": [lock.fileno()]} if os.name == "posix" else {}
+        try:
+            self._process = subprocess.Popen(
+                line,
+                stdin=subprocess.DEVNULL,
+                stdout=self._log,
+                stderr=subprocess.STDOUT,
+                env=_environment(gpus),
+                **group,
+            )
+        except OSError as error:
+            self._process = None
+            self._log.write(f"cannot start {line[0]}: {error.strerror}\n".encode())
+            self._log.flush()
+
+    def has_ended(self) -> bool:
+        """Whether it has; its end is on the disk then."""
+        code = 127 if self._process is None else self._process.poll()
+        if code is None:
+            return False
+        self._log.close()
+        seconds = time.monotonic() - self._since
+        self.cell.ended(code, seconds, asked=self._asked, output_from=self._output_from)
+        self._lock.close()
+        return True
+
+    def stop(self, *, at_once: bool) -> None:
+        """Asks it to save and end, once; or ends it with all its processes."""
+        if self._process is None or self._process.poll() is not None:
+            return
+        if at_once and os.name == "posix":
+            os.killpg(self._process.pid, signal.SIGKILL)
+        elif at_once:
+            self._process.kill()
+        elif not self._asked:
+            # Not to its whole group: W&B's process there has the last rows to write.
+            self._process.terminate()
+        self._asked = True
+
+
+def _environment(gpus: Sequence[str]) -> dict[str, str]:
+    variables = {name: value for name, value in os.environ.items() if name not in _NOT_OF_A_CELL}
+    variables["PATH"] = os.pathsep.join([str(Path(sys.executable).parent), variables.get("PATH", os.defpath)])
+    return variables | ({"CUDA_VISIBLE_DEVICES": ",".join(gpus)} if gpus else {})
+
+
+class _Stop:
+    """Notes SIGINT and SIGTERM instead of acting on them."""
+
+    def __init__(self) -> None:
+        self.signal: int | None = None
+        self.count, self._since = 0, math.inf
+
+    def __enter__(self) -> "_Stop":
+        self._before = {number: signal.signal(number, self._note) for number in (signal.SIGINT, signal.SIGTERM)}
+        return self
+
+    def __exit__(self, kind: type | None, error: BaseException | None, traceback: TracebackType | None) -> None:
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+
+    def _note(self, number: int, _: Any) -> None:
+        self.signal, self.count = self.signal or number, self.count + 1
+        self._since = min(self._since, time.monotonic())
+
+    def is_late(self) -> bool:
+        """Whether runs have had the time that a command takes at most to end."""
+        return time.monotonic() > self._since + _PATIENCE

@@ -4,5 +4,15 @@ from lit_layers.training.callbacks import EmergenceCallback, SeriesCheckpoint
 from lit_layers.training.datamodules import LitImageData, LitTextData
 from lit_layers.training.image_classifier import LitImageClassifier
 from lit_layers.training.modules import LitCausalLM
+from lit_layers.training.sequence_tasks import LitGlueData, LitSequenceClassifier
 
-__all__ = ["EmergenceCallback", "LitCausalLM", "LitImageClassifier", "LitImageData", "LitTextData", "SeriesCheckpoint"]
+__all__ = [
+    "EmergenceCallback",
+    "LitCausalLM",
+    "LitGlueData",
+    "LitImageClassifier",
+    "LitImageData",
+    "LitSequenceClassifier",
+    "LitTextData",
+    "SeriesCheckpoint",
+]

@@ -3,6 +3,7 @@
 import contextlib
 import itertools
 import random
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -23,7 +24,7 @@ from lit_layers.data.images import (
     resized,
     statistics,
 )
-from lit_layers.data.text import TokenBlocks, prepared
+from lit_layers.data.text import TokenBlocks, prepared, unigram_entropy
 from lit_layers.errors import InputError
 from lit_layers.models.pixels import train_transform
 from lit_layers.schema import BATCH, COUNT, SEED, SHARE, WORKERS, Range, refuse_outside
@@ -95,13 +96,17 @@ _RANGES = {
 }
 
 
-class LitStepData(L.LightningDataModule):
+class LitStepData(L.LightningDataModule, ABC):
     """Data whose training batches are a function of the step alone: what all data modules have in common."""
 
     global_batch_size: int
     validation_batch_size: int
     num_workers: int
     seed: int
+
+    @abstractmethod
+    def describe(self) -> dict[str, Any]:
+        """What run.json says of the data."""
 
     def _loop(self) -> L.Trainer:
         if self.trainer is None:
@@ -181,6 +186,15 @@ class LitTextData(LitStepData):
     @property
     def tokens_per_step(self) -> int:
         return self.global_batch_size * self.num_tokens
+
+    def describe(self) -> dict[str, Any]:
+        return {
+            "corpus": self.corpus,
+            "tokenizer": self.tokenizer,
+            "corpus_hash": self.shards.corpus_hash,
+            "tokenizer_hash": self.shards.tokenizer_hash,
+            "unigram_entropy": unigram_entropy(self.shards),
+        }
 
     def prepare_data(self) -> None:
         prepared(self.corpus, self.tokenizer)
@@ -265,7 +279,6 @@ class LitImageData(LitStepData):
         return len(self.source.train) / self.global_batch_size
 
     def describe(self) -> dict[str, Any]:
-        """What run.json says of the data."""
         return {
             "source": self.source_name,
             "classes": list(self.source.classes) if self.num_classes <= 100 else self.num_classes,

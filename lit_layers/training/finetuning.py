@@ -1,15 +1,15 @@
-"""A model trained on for some steps while its blocks run in another order: how much of the loss that heals."""
+"""A model trained on while its blocks run in another order: how much of the loss that heals, as an analysis."""
 
 import copy
 import hashlib
 import json
-import logging
 import re
 import statistics
-from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import asdict, dataclass
+from abc import abstractmethod
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import lightning as L
 import torch
@@ -17,10 +17,12 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from lit_layers import schema
+from lit_layers.analyses.base import Analysis, describe
 from lit_layers.data.preparing import prepared
+from lit_layers.data.shards import TokenShards
 from lit_layers.durable import write_json
 from lit_layers.errors import InputError
-from lit_layers.functional.block_schedules import Variant, baseline, format_schedule
+from lit_layers.functional.block_schedules import LOOPS, SEEDS, VARIANTS, Variant, baseline, format_schedule, variants
 from lit_layers.models.build import architecture_hash, save, true_vocab_size, weights_hash
 from lit_layers.models.families import Network
 from lit_layers.models.running_order import Parallel, running_order
@@ -40,16 +42,14 @@ from lit_layers.schema import (
 )
 from lit_layers.training.checkpoints import writable_folder, write_folder
 from lit_layers.training.datamodules import LitTextData
-from lit_layers.training.modules import LitCausalLM
+from lit_layers.training.modules import LitCausalLM, LitModule
 from lit_layers.training.resume import StepSeed
+from lit_layers.training.trainer import new_trainer
 from lit_layers.undisturbed import kept_random_state
 
 _AGAIN = "take it away to train that variant again"
 ANALYSIS, RESULT, MODEL = "intervene/finetune", "finetuned.json", "model"
 BETAS = (0.9, 0.999)
-When = Literal["before", "after"]
-
-
 GRADIENT_CLIP = Range(0, MANY, above=True)
 _RANGES = {
     **dict.fromkeys(("steps", "num_tokens", "num_validation_sequences"), COUNT),
@@ -168,50 +168,22 @@ def finetune(
     )
     trained = copy.deepcopy(getattr(model, "_orig_mod", model)).requires_grad_(True)
     module = LitVariant(trained, recipe)
-    options = {"accelerator": accelerator, "precision": recipe.precision, "root": root}
+    options = {"accelerator": accelerator, "root": root}
     with kept_random_state(), running_order(trained, variant.schedule, parallel=parallel):
-        before = _validate(module, data, options)
-        trainer = quiet_trainer(steps=recipe.steps, seed=recipe.seed, gradient_clip_val=recipe.gradient_clip, **options)
+        validate(module, data, recipe, **options)
+        before = module.quality()
         trained.train()
-        trainer.fit(module, datamodule=data)
-        after = _validate(module, data, options)
-    found = {**settings, "before": asdict(before), "after": asdict(after)}
+        train(module, data, recipe, steps=recipe.steps, **options)
+        validate(module, data, recipe, **options)
+        after = module.quality()
+    result = {**settings, "before": asdict(before), "after": asdict(after)}
 
     def fill(part: Path) -> None:
         save(trained, part / MODEL)
-        write_json(part / RESULT, found)
+        write_json(part / RESULT, result)
 
     write_folder(folder, fill)
     return before, after
-
-
-def finetune_variants(
-    model: Network, compared: Iterable[Variant], recipe: FinetuningRecipe, *, root: str | Path, **options: Any
-) -> Iterator[Record]:
-    """Yields `variant_loss` and `variant_accuracy` of each variant, tagged `when` before and after; each begins with
-    the same weights. Options and errors are those of `finetune`.
-
-    Of several seeds of a random order the records of their mean come last.
-    """
-    found: list[Record] = []
-    for variant in compared:
-        for when, quality in zip(
-            ("before", "after"), finetune(model, variant, recipe, root=root, **options), strict=True
-        ):
-            tags = {**variant.tags, "when": when}
-            for metric in ("loss", "accuracy"):
-                found.append(
-                    Record(
-                        metric=f"variant_{metric}",
-                        value=getattr(quality, metric),
-                        stderr=getattr(quality, f"{metric}_stderr"),
-                        n=quality.num_sequences,
-                        layer=variant.block,
-                        tags=tags,
-                    )
-                )
-        yield from found[-4:]
-    yield from means_of_seeds(found, LayeredModel(model).num_layers)
 
 
 class LitVariant(LitCausalLM):
@@ -226,7 +198,7 @@ class LitVariant(LitCausalLM):
             decay_steps=recipe.steps,
             min_lr_ratio=recipe.min_lr_ratio,
         )
-        self.train_given(model)
+        self.model = model
         self.losses: list[Tensor] = []
         self.accuracies: list[Tensor] = []
 
@@ -256,25 +228,31 @@ class LitVariant(LitCausalLM):
         )
 
 
-def quiet_trainer(*, steps: int, seed: int, root: str | Path, **options: Any) -> L.Trainer:
-    """A Trainer of one process that takes so many steps and neither logs, shows nor writes anything."""
-    for name in ("lightning.pytorch.utilities.rank_zero", "lightning.fabric.utilities.seed"):
-        logging.getLogger(name).setLevel(logging.WARNING)
-    return L.Trainer(
-        max_steps=steps,
-        max_epochs=-1,
+def train(
+    module: LitModule, data: L.LightningDataModule, recipe: Any, *, steps: int, root: str | Path, accelerator: str
+) -> None:
+    """Trains as `lit-layers fit` does, in one process, and writes nothing."""
+    _trainer(recipe, root, accelerator, max_steps=steps, gradient_clip_val=recipe.gradient_clip).fit(
+        module, datamodule=data
+    )
+
+
+def validate(
+    module: LitModule, data: L.LightningDataModule, recipe: Any, *, root: str | Path, accelerator: str
+) -> None:
+    """Has the module see all of the validation data once."""
+    trainer = _trainer(recipe, root, accelerator, max_steps=1, limit_val_batches=1.0)
+    trainer.validate(module, datamodule=data, verbose=False)
+
+
+def _trainer(recipe: Any, root: str | Path, accelerator: str, **options: Any) -> L.Trainer:
+    return new_trainer(
+        accelerator=accelerator,
         devices=1,
-        callbacks=[StepSeed(seed)],
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        use_distributed_sampler=False,
-        num_sanity_val_steps=0,
-        check_val_every_n_epoch=None,
-        limit_val_batches=options.pop("limit_val_batches", 0),
+        precision=recipe.precision,
+        callbacks=[StepSeed(recipe.seed)],
         default_root_dir=root,
-        **options,
+        **{"limit_val_batches": 0, **options},
     )
 
 
@@ -334,12 +312,6 @@ def standard_error(values: Tensor) -> float | None:
     return None if len(values) < 2 else (values.std() / len(values) ** 0.5).item()
 
 
-def _validate(module: LitVariant, data: L.LightningDataModule, options: Mapping[str, Any]) -> Quality:
-    trainer = quiet_trainer(steps=1, seed=0, limit_val_batches=1.0, **options)
-    trainer.validate(module, datamodule=data, verbose=False)
-    return module.quality()
-
-
 def check_model(model: Network, recipe: FinetuningRecipe, tokenizer: str) -> None:
     view, kind = LayeredModel(model), type(model).__name__
     if view.family.sees_images or not model.can_generate():
@@ -353,3 +325,129 @@ def check_model(model: Network, recipe: FinetuningRecipe, tokenizer: str) -> Non
 
 def _both_dicts(one: Any, other: Any) -> bool:
     return isinstance(one, dict) and isinstance(other, dict)
+
+
+_ELSEWHERE = ("root", "tell", "folder")  # decide where things lie, not the numbers
+
+
+@dataclass(kw_only=True)
+class TrainedVariants(Analysis):
+    """A model that is trained in each variant of its running order, as an analysis. Options of the variants are those
+    of `lit_layers.functional.block_schedules.variants`.
+
+    Args:
+        root: of what each variant leaves behind, so that a finished one is not trained again.
+        tokenizer: a local path or a name of the Hub.
+        variants, middles, seeds, loops, custom: which orders; the full model is always one.
+        tell: told what is trained now.
+    """
+
+    root: Path
+    tokenizer: str
+    variants: Sequence[str] = VARIANTS
+    middles: Sequence[int] | None = None
+    seeds: Sequence[int] = SEEDS
+    loops: Sequence[int] = LOOPS
+    custom: Sequence[str] = ()
+    tell: Callable[[str], None] | None = field(default=None, repr=False, compare=False)
+    recipe: Any
+
+    def check(self, model: LayeredModel) -> None:
+        self.chosen(model)
+        try:
+            _trainer(self.recipe, self.root, accelerator_of(model), max_steps=1)
+        except ValueError as error:
+            raise InputError(f"recipe: precision: {' '.join(str(error).split())}") from error
+
+    def chosen(self, model: LayeredModel) -> list[Variant]:
+        """The variants of this model, the full one first.
+
+        Raises:
+            InputError: options that do not fit the model.
+        """
+        options: dict[str, Any] = {name: getattr(self, name) for name in ("middles", "seeds", "loops", "custom")}
+        try:
+            return variants(model.num_layers, self.variants, **options)
+        except (TypeError, ValueError) as error:
+            raise InputError(str(error)) from error
+
+    def config(self) -> dict[str, Any]:
+        whole = describe(self)
+        return {**whole, "init_args": {n: each for n, each in whole["init_args"].items() if n not in _ELSEWHERE}}
+
+    def run(self, model: LayeredModel) -> Iterator[Record]:
+        """Yields the records of each variant, and at last the means over the seeds of random orders."""
+        records: list[Record] = []
+        try:
+            for of_variant in self.trained(model):
+                records += of_variant
+                yield from of_variant
+        except SystemExit as error:  # Lightning makes Ctrl-C an exit of the process
+            raise KeyboardInterrupt from error
+        yield from means_of_seeds(records, model.num_layers)
+
+    @abstractmethod
+    def trained(self, model: LayeredModel) -> Iterator[list[Record]]:
+        """Yields what each variant gives, trained now where that is not done."""
+
+    def say(self, what: str) -> None:
+        if self.tell is not None:
+            self.tell(what)
+
+
+@dataclass(kw_only=True)
+class Finetuning(TrainedVariants):
+    """Loss and accuracy of each variant of a causal language model before and after it is trained:
+    `variant_loss` and `variant_accuracy`, tagged `when`.
+
+    Each variant begins with the weights of the model that is measured, which is not changed.
+
+    Args:
+        recipe: corpus, steps, learning rate, ...
+        parallel: how parallel groups run.
+    """
+
+    recipe: FinetuningRecipe
+    name: str = ANALYSIS
+    parallel: Parallel = "loop"
+
+    def check(self, model: LayeredModel) -> None:
+        super().check(model)
+        check_model(model.model, self.recipe, self._tokenizer())
+
+    def data_hash(self) -> str | None:
+        shards = self._shards()
+        return f"{shards.corpus_hash[:16]}-{shards.tokenizer_hash}"
+
+    def tokenizer_hash(self) -> str | None:
+        return self._shards().tokenizer_hash
+
+    def trained(self, model: LayeredModel) -> Iterator[list[Record]]:
+        compared = self.chosen(model)
+        for number, variant in enumerate(compared, 1):
+            self.say(f"training {variant} ({number} of {len(compared)})")
+            options = {"root": self.root, "tokenizer": self.tokenizer, "parallel": self.parallel}
+            qualities = finetune(model.model, variant, self.recipe, accelerator=accelerator_of(model), **options)
+            yield [
+                Record(
+                    metric=f"variant_{metric}",
+                    value=getattr(quality, metric),
+                    stderr=getattr(quality, f"{metric}_stderr"),
+                    n=quality.num_sequences,
+                    layer=variant.block,
+                    tags={**variant.tags, "when": when},
+                )
+                for when, quality in zip(("before", "after"), qualities, strict=True)
+                for metric in ("loss", "accuracy")
+            ]
+
+    def _tokenizer(self) -> str:
+        return self.recipe.tokenizer or self.tokenizer
+
+    def _shards(self) -> TokenShards:
+        return prepared(self.recipe.corpus, self._tokenizer())
+
+
+def accelerator_of(model: LayeredModel) -> str:
+    """Lightning's word for where a model is."""
+    return "gpu" if model.device.type == "cuda" else "cpu"

@@ -29,8 +29,8 @@ from lit_layers.schema import (
     refuse_outside,
 )
 from lit_layers.training.datamodules import LitImageData
-from lit_layers.training.modules import WeightedMean, may_fuse, scheduled, warmup_cosine
-from lit_layers.training.sharding import are_sharded, full, shard_, sharding_mesh
+from lit_layers.training.modules import LitModule, WeightedMean, warmup_cosine
+from lit_layers.training.sharding import are_sharded
 
 
 class ExponentialAverage(WeightAveraging):
@@ -91,7 +91,7 @@ _RANGES = {
 }
 
 
-class LitImageClassifier(L.LightningModule):
+class LitImageClassifier(LitModule):
     """Training of a plain timm vision transformer on labelled images, kept eager at `.model`.
 
     The recipe of DeiT (Touvron et al. 2020, arXiv 2012.12877), every part of it off unless it is asked for.
@@ -117,6 +117,8 @@ class LitImageClassifier(L.LightningModule):
         ema_decay: keeps an exponential moving average of the weights beside them, which is validated too; None: none.
         compile: trains through `torch.compile`; `.model` stays eager, and the analyses use that.
     """
+
+    measures_unclipped_norm = True  # DeiT does not clip; the norm is worth a curve all the same
 
     def __init__(
         self,
@@ -157,7 +159,6 @@ class LitImageClassifier(L.LightningModule):
         self.mixup, self.cutmix, self.ema_decay = mixup, cutmix, ema_decay
         refuse_outside("model.", _RANGES, vars(self))
         self.validation_loss, self.ema_loss = WeightedMean(), WeightedMean()
-        self.grad_norm: Tensor | None = None
         self._mix: Callable[..., tuple[Tensor, Tensor]] | None = None
         self.average = None if ema_decay is None else ExponentialAverage(ema_decay)
 
@@ -207,7 +208,7 @@ class LitImageClassifier(L.LightningModule):
             self._mix = mixup(
                 mixup=self.mixup, cutmix=self.cutmix, smoothing=self.label_smoothing, num_classes=data.num_classes
             )
-        self.model: nn.Module = model
+        self.take(model)
         names = {"accuracy": 1, "accuracy_top5": 5, "ema_accuracy": 1 if self.average is not None else data.num_classes}
         self.validation_metrics = nn.ModuleDict(
             {
@@ -216,19 +217,10 @@ class LitImageClassifier(L.LightningModule):
                 if k < data.num_classes
             }
         )
-        mesh = sharding_mesh(self.trainer.strategy)
-        if mesh is not None:
-            shard_(self.model, mesh)
-
-    def on_fit_start(self) -> None:
-        # Kept out of the module tree: the compiled copy shares every weight and must not double the state dict. Not
-        # before: the average begins as a copy of this module.
-        self.__dict__["_network"] = torch.compile(self.model) if self.compile_model else self.model
 
     def forward(self, pixel_values: Tensor) -> Tensor:
         """Returns logits (batch, classes)."""
-        network: nn.Module = self.__dict__.get("_network", self.model)
-        return network(pixel_values)
+        return self._network(pixel_values)
 
     def training_step(self, batch: dict[str, Tensor], batch_index: int) -> Tensor:
         images, labels = batch["pixel_values"], batch["labels"]
@@ -266,37 +258,8 @@ class LitImageClassifier(L.LightningModule):
     def _metrics(self) -> Iterable[tuple[str, Any]]:
         return self.validation_metrics.items()
 
-    def configure_gradient_clipping(
-        self,
-        optimizer: torch.optim.Optimizer,
-        gradient_clip_val: float | None = None,
-        gradient_clip_algorithm: str | None = None,
-    ) -> None:
-        if gradient_clip_algorithm not in (None, "norm"):
-            self.clip_gradients(optimizer, gradient_clip_val, gradient_clip_algorithm)
-            return
-        # DeiT does not clip; the norm is worth a curve all the same and stays on the device.
-        if gradient_clip_val:
-            norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), gradient_clip_val)
-        else:
-            norm = torch.nn.utils.get_total_norm(
-                [each.grad for each in self.model.parameters() if each.grad is not None]
-            )
-        self.grad_norm = full(norm)
-
-    def configure_optimizers(self) -> Any:
-        optimizer = torch.optim.AdamW(
-            parameter_groups(self.model, self.weight_decay),
-            lr=self.peak_lr,
-            betas=self.betas,
-            fused=may_fuse(self.trainer),
-        )
-        factor = warmup_cosine(
-            warmup_steps=self.num_warmup_steps,
-            decay_steps=self.decay_steps or self.trainer.max_steps,
-            min_ratio=self.min_lr_ratio,
-        )
-        return scheduled(optimizer, factor)
+    def lr_factor(self, decay_steps: int) -> Callable[[int], float]:
+        return warmup_cosine(warmup_steps=self.num_warmup_steps, decay_steps=decay_steps, min_ratio=self.min_lr_ratio)
 
     @property
     def peak_lr(self) -> float:
@@ -307,14 +270,3 @@ class LitImageClassifier(L.LightningModule):
         if self.warmup_epochs is not None:
             return round(self.warmup_epochs * self.data.steps_per_epoch)
         return self.warmup_steps or 0
-
-
-def parameter_groups(model: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
-    """AdamW's two groups, as timm makes them: neither vectors (biases, norms, layer scales) nor what the model itself
-    names (class token, position embedding) decay."""
-    spared = set(getattr(model, "no_weight_decay", set)())
-    trained = [(name, each) for name, each in model.named_parameters() if each.requires_grad]
-    kept = [each for name, each in trained if each.ndim < 2 or name in spared]
-    decayed = [each for name, each in trained if each.ndim >= 2 and name not in spared]
-    groups = [{"params": decayed, "weight_decay": weight_decay}, {"params": kept, "weight_decay": 0.0}]
-    return [group for group in groups if group["params"]]

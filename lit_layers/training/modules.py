@@ -2,6 +2,7 @@
 
 import functools
 import math
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from typing import Any
 
@@ -42,28 +43,21 @@ def adamw(
 ) -> torch.optim.AdamW:
     """Returns AdamW that decays matrices and embeddings, but neither biases nor norm weights.
 
-    Source: Brown et al. 2020 (GPT-3), appendix B; the split by number of axes is nanoGPT's.
+    Source: Brown et al. 2020 (GPT-3), appendix B; the split by number of axes is nanoGPT's and timm's.
     """
-    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    groups = [
-        {"params": [parameter for parameter in trained if parameter.ndim >= 2], "weight_decay": weight_decay},
-        {"params": [parameter for parameter in trained if parameter.ndim < 2], "weight_decay": 0.0},
-    ]
-    return torch.optim.AdamW([group for group in groups if group["params"]], lr=lr, betas=betas, eps=eps, fused=fused)
+    groups = parameter_groups(model, weight_decay)
+    return torch.optim.AdamW(groups, lr=lr, betas=betas, eps=eps, fused=fused)
 
 
-def may_fuse(trainer: L.Trainer) -> bool:
-    """Returns whether the optimizer's step may be one kernel: not in `16-mixed`, where gradients are scaled.
-
-    A fused step divides them by the scale itself, which is after they have been clipped and their norm was taken.
-    """
-    return trainer.scaler is None
-
-
-def scheduled(optimizer: torch.optim.Optimizer, factor: Callable[[int], float]) -> dict[str, Any]:
-    """Returns what Lightning wants of an optimizer whose learning rate is multiplied by `factor` of the step."""
-    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, factor)
-    return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
+def parameter_groups(model: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
+    """AdamW's two groups: neither vectors (biases, norms, layer scales) nor what the model itself names (timm: class
+    token, position embedding) decay."""
+    spared = set(getattr(model, "no_weight_decay", set)())
+    trained = [(name, each) for name, each in model.named_parameters() if each.requires_grad]
+    decayed = [each for name, each in trained if each.ndim >= 2 and name not in spared]
+    others = [each for name, each in trained if each.ndim < 2 or name in spared]
+    groups = [{"params": decayed, "weight_decay": weight_decay}, {"params": others, "weight_decay": 0.0}]
+    return [group for group in groups if group["params"]]
 
 
 def warmup_linear(*, warmup_steps: int, steps: int) -> Callable[[int], float]:
@@ -177,7 +171,74 @@ _RANGES = {
 }
 
 
-class LitCausalLM(L.LightningModule):
+class LitModule(L.LightningModule, ABC):
+    """Training of a plain model, kept eager at `.model`: the optimizer and its schedule, the clipping, the gradient
+    norm, and where the weights go, for all modules alike."""
+
+    lr: float
+    weight_decay: float
+    betas: tuple[float, float]
+    decay_steps: int | None
+    compile_model = False
+    grad_norm: Tensor | None = None
+    measures_unclipped_norm = False  # whether the norm is worth its cost where nothing is clipped
+
+    @abstractmethod
+    def lr_factor(self, decay_steps: int) -> Callable[[int], float]:
+        """Step -> factor of the peak learning rate, which has decayed at `decay_steps`."""
+
+    @property
+    def peak_lr(self) -> float:
+        return self.lr
+
+    def take(self, model: nn.Module) -> None:
+        """Trains `model`, sharded over the ranks where the strategy asks for it."""
+        mesh = sharding_mesh(self.trainer.strategy)
+        if mesh is not None:
+            shard_(model, mesh)
+        self.model = model
+
+    def on_fit_start(self) -> None:
+        # Kept out of the module tree: the compiled copy shares every weight and must not double the state dict. Not
+        # before: a moving average begins as a copy of this module.
+        vars(self)["_compiled"] = torch.compile(self.model) if self.compile_model else self.model
+
+    @property
+    def _network(self) -> Callable[..., Any]:
+        """What is trained through: the model, compiled where that was asked for."""
+        return self.__dict__.get("_compiled", self.model)
+
+    def configure_gradient_clipping(
+        self,
+        optimizer: torch.optim.Optimizer,
+        gradient_clip_val: float | None = None,
+        gradient_clip_algorithm: str | None = None,
+    ) -> None:
+        if gradient_clip_algorithm not in (None, "norm"):
+            self.clip_gradients(optimizer, gradient_clip_val, gradient_clip_algorithm)
+        # Lightning's own clipping throws the norm away; it is worth a curve and stays on the device here.
+        elif gradient_clip_val:
+            self.grad_norm = full(torch.nn.utils.clip_grad_norm_(self.model.parameters(), gradient_clip_val))
+        elif self.measures_unclipped_norm:
+            gradients = [each.grad for each in self.model.parameters() if each.grad is not None]
+            self.grad_norm = full(torch.nn.utils.get_total_norm(gradients))
+
+    def configure_optimizers(self) -> Any:
+        # In 16-mixed the step may not be one kernel: it divides the gradients by the scale itself, which is after they
+        # have been clipped and their norm was taken.
+        optimizer = adamw(
+            self.model,
+            lr=self.peak_lr,
+            weight_decay=self.weight_decay,
+            betas=self.betas,
+            fused=self.trainer.scaler is None,
+        )
+        factor = self.lr_factor(self.decay_steps or self.trainer.max_steps)
+        scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, factor)
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
+
+
+class LitCausalLM(LitModule):
     """Next-token training of a plain Hugging Face causal language model, kept eager at `.model`.
 
     Args:
@@ -229,7 +290,6 @@ class LitCausalLM(L.LightningModule):
         self.warmup_steps, self.decay_steps, self.min_lr_ratio = warmup_steps, decay_steps, min_lr_ratio
         refuse_outside("model.", _RANGES, vars(self))
         self.validation_loss = WeightedMean()
-        self.grad_norm: Tensor | None = None
 
     @property
     def origin(self) -> Origin:
@@ -246,23 +306,14 @@ class LitCausalLM(L.LightningModule):
         if hasattr(self, "model"):
             return
         data = self.trainer.datamodule  # pyright: ignore[reportAttributeAccessIssue]
-        self.model = self._new_model(data) if self.init_from is None else self._continued_model(data)
-        context = getattr(self.model.config, "max_position_embeddings", None)
+        model: Any = self._new_model(data) if self.init_from is None else self._continued_model(data)
+        context = getattr(model.config, "max_position_embeddings", None)
         if context is not None and context < data.num_tokens:
             raise InputError(
                 f"data.num_tokens: expected at most {context}, the model's context, got {data.num_tokens}; "
                 "choose shorter blocks or a longer context in model.config"
             )
-        mesh = sharding_mesh(self.trainer.strategy)
-        if mesh is not None:
-            shard_(self.model, mesh)
-        self.train_given(self.model)
-
-    def train_given(self, model: nn.Module) -> None:
-        """Trains this model, whatever the options say of a new one."""
-        self.model = model
-        # Kept out of the module tree: the compiled copy shares every weight and must not double the state dict.
-        self.__dict__["_network"] = torch.compile(model) if self.compile_model else model
+        self.take(model)
 
     def _new_model(self, data: Any) -> nn.Module:
         vocab_size = self.config.get("vocab_size", data.shards.vocab_size)
@@ -295,8 +346,7 @@ class LitCausalLM(L.LightningModule):
 
     def forward(self, input_ids: Tensor) -> Tensor:
         """Returns logits over the true vocabulary, without its padding rows."""
-        network: Callable = self.__dict__["_network"]
-        logits = network(input_ids=input_ids, use_cache=False).logits  # (batch, tokens, padded vocabulary)
+        logits = self._network(input_ids=input_ids, use_cache=False).logits  # (batch, tokens, padded vocabulary)
         return logits[..., : true_vocab_size(self.model)]
 
     def loss(self, batch: dict[str, Tensor]) -> Tensor:
@@ -304,7 +354,7 @@ class LitCausalLM(L.LightningModule):
         tokens = batch["input_ids"]
         # The blocks are full, so that no padding needs a mask.
         with causal_by_flag(self.model):
-            logits = self.__dict__["_network"](input_ids=tokens[:, :-1], use_cache=False).logits
+            logits = self._network(input_ids=tokens[:, :-1], use_cache=False).logits
         return next_token_loss(logits, tokens[:, 1:], true_vocab_size(self.model))
 
     def training_step(self, batch: dict[str, Tensor], batch_index: int) -> Tensor:
@@ -318,28 +368,8 @@ class LitCausalLM(L.LightningModule):
         self.validation_loss.reset()
         self.log_dict({"validation/loss": loss.float(), "validation/perplexity": loss.exp().float()})
 
-    def configure_gradient_clipping(
-        self,
-        optimizer: torch.optim.Optimizer,
-        gradient_clip_val: float | None = None,
-        gradient_clip_algorithm: str | None = None,
-    ) -> None:
-        if gradient_clip_val and gradient_clip_algorithm in (None, "norm"):
-            # Lightning's own clipping throws the norm away; it is worth a curve and stays on the device here.
-            self.grad_norm = full(torch.nn.utils.clip_grad_norm_(self.model.parameters(), gradient_clip_val))
-        else:
-            self.clip_gradients(optimizer, gradient_clip_val, gradient_clip_algorithm)
-
-    def configure_optimizers(self) -> Any:
-        optimizer = adamw(
-            self.model, lr=self.lr, weight_decay=self.weight_decay, betas=self.betas, fused=may_fuse(self.trainer)
-        )
-        factor = warmup_cosine(
-            warmup_steps=self.warmup_steps,
-            decay_steps=self.decay_steps or self.trainer.max_steps,
-            min_ratio=self.min_lr_ratio,
-        )
-        return scheduled(optimizer, factor)
+    def lr_factor(self, decay_steps: int) -> Callable[[int], float]:
+        return warmup_cosine(warmup_steps=self.warmup_steps, decay_steps=decay_steps, min_ratio=self.min_lr_ratio)
 
     def flops_per_token(self, num_tokens: int) -> float:
         """Returns floating-point operations per trained token: 6 N + 12 L d T, N without position embeddings.

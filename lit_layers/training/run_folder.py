@@ -12,14 +12,12 @@ from typing import Any, Literal, Protocol
 import lightning as L
 
 from lit_layers import run_lock
-from lit_layers.data.shards import TokenShards
-from lit_layers.data.text import unigram_entropy
 from lit_layers.durable import write_json
 from lit_layers.errors import InputError
 from lit_layers.models.build import true_vocab_size
 from lit_layers.run_file import RUN_FILE, run_facts
 from lit_layers.training.checkpoints import Origin, axis_step, origin_of, saved_steps, writable_folder
-from lit_layers.training.datamodules import LitImageData
+from lit_layers.training.datamodules import LitStepData
 
 CONFIG_FILE = "config.yaml"
 _TO_GO_ON = ("run", "id", "config")
@@ -228,16 +226,7 @@ class RunFolder(L.Callback):
             },
             "config": self.options,
         }
-        shards = getattr(data, "shards", None)
-        if isinstance(shards, TokenShards):
-            described["data"] = {
-                "corpus": data.corpus,
-                "tokenizer": data.tokenizer,
-                "corpus_hash": shards.corpus_hash,
-                "tokenizer_hash": shards.tokenizer_hash,
-                "unigram_entropy": unigram_entropy(shards),
-            }
-        elif isinstance(data, LitImageData):
+        if isinstance(data, LitStepData):
             described["data"] = data.describe()
         return described
 

@@ -1,13 +1,57 @@
 """The trainer of a run: its defaults, and what it must be told of the machines it runs on."""
 
+import logging
 import os
+import warnings
 from typing import Any
 
 import lightning as L
+import torch
 from lightning.pytorch.plugins.environments import SLURMEnvironment
 from lightning.pytorch.strategies import ModelParallelStrategy
 
 from lit_layers.errors import InputError
+
+# What a recipe does not decide: all that is logged, shown and written is this package's own.
+DEFAULTS = {
+    "logger": False,
+    "enable_checkpointing": False,
+    "enable_progress_bar": False,
+    "enable_model_summary": False,
+    "use_distributed_sampler": False,
+    "num_sanity_val_steps": 0,
+    "max_epochs": -1,
+    "check_val_every_n_epoch": None,
+    "log_every_n_steps": 10,
+}
+
+
+def new_trainer(**options: Any) -> L.Trainer:
+    """A Trainer as `lit-layers fit` makes it, from Python: the same defaults, and as quiet."""
+    quieten()
+    return L.Trainer(**{**DEFAULTS, **options})
+
+
+def quieten() -> None:
+    """Hides Lightning's hints on what a recipe already decides."""
+    for name in ("lightning.pytorch.utilities.rank_zero", "lightning.fabric.utilities.seed"):
+        logging.getLogger(name).setLevel(logging.WARNING)
+    noise = (
+        ".*treespec, LeafSpec",
+        "The '.*_dataloader' does not have many workers",
+        "You defined a `validation_step`",
+        "It is recommended to use `self.log",  # over ranks: the metric has been reduced already
+    )
+    for message in noise:
+        warnings.filterwarnings("ignore", message=message)
+
+
+def best_precision(accelerator: str) -> str:
+    """The precision where a recipe names none: bf16 on a GPU that has it."""
+    if accelerator in ("auto", "gpu", "cuda") and torch.cuda.is_available():
+        torch.set_float32_matmul_precision("high")
+        return "bf16-mixed" if torch.cuda.is_bf16_supported(including_emulation=False) else "32-true"
+    return "32-true"
 
 
 def is_first_rank() -> bool:

@@ -15,7 +15,7 @@ import yaml
 from lit_layers.cli.main import main
 from lit_layers.correlate import read_runs
 from lit_layers.sweep import CellFolder, read_grid
-from lit_layers.sweep.locks import take
+from lit_layers.sweep.cells import take
 from tests.cli.test_fit import RECIPE
 from tests.support.forked import run_command, run_forked, run_ranks
 

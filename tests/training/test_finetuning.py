@@ -12,16 +12,17 @@ from lit_layers.cli.intervene import read_recipe
 from lit_layers.data.preparing import prepared
 from lit_layers.data.text import TokenBlocks
 from lit_layers.errors import InputError
-from lit_layers.functional.block_schedules import Variant, variants
+from lit_layers.functional.block_schedules import Variant
 from lit_layers.models.build import causal_lm, load, vit, weights_hash
+from lit_layers.models.view import LayeredModel
 from lit_layers.records import Record
 from lit_layers.training import finetuning
 from lit_layers.training.datamodules import StepSampler
 from lit_layers.training.finetuning import (
+    Finetuning,
     FinetuningRecipe,
     LitVariant,
     finetune,
-    finetune_variants,
     means_of_seeds,
     name_of,
 )
@@ -203,16 +204,17 @@ def test_an_interrupted_training_leaves_no_result_and_the_model_as_it_was(model,
 
 
 def test_variants_begin_with_the_same_weights_and_one_record_tells_each_number(model, text, tmp_path):
-    compared = variants(5, ["random", "skip_one"], middles=[2], seeds=[0, 1])[:4]
-    options = {"root": tmp_path, "accelerator": "cpu"}
-    records = list(finetune_variants(model, compared, recipe(text, steps=2), **options))
+    options = {"variants": ("random", "skip_one"), "middles": (2,), "seeds": (0, 1)}
+    analysis = Finetuning(recipe=recipe(text, steps=2), root=tmp_path, tokenizer=str(text / "model"), **options)
+    compared = analysis.chosen(LayeredModel(model))
+    records = list(analysis.run(LayeredModel(model)))
     alone = finetune(model, compared[3], recipe(text, steps=2), root=tmp_path / "alone", accelerator="cpu")
     found = {(str(r.tags), r.layer, r.metric): r.value for r in records}
-    assert len(found) == len(records) == 4 * 4 + 4
+    assert len(found) == len(records) == 4 * len(compared) + 4
     for when, quality in zip(("before", "after"), alone, strict=True):
         tags = str({"variant": "skip_one", "when": when})
-        assert found[tags, 1, "variant_loss"] == quality.loss
-        assert found[tags, 1, "variant_accuracy"] == quality.accuracy
+        assert found[tags, compared[3].block, "variant_loss"] == quality.loss
+        assert found[tags, compared[3].block, "variant_accuracy"] == quality.accuracy
     assert [r.tags["num_seeds"] for r in records[-4:]] == [2] * 4
 
 

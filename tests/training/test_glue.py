@@ -21,10 +21,16 @@ from lit_layers.models.plain import classifier_parameters, sequence_classifier
 from lit_layers.models.view import LayeredModel
 from lit_layers.tasks.catalogue import find
 from lit_layers.tasks.glue_rows import GLUE, GlueRows, glue_metrics, read_rows
-from lit_layers.training import glue
+from lit_layers.training import sequence_tasks
 from lit_layers.training.datamodules import StepSampler
-from lit_layers.training.glue import GlueRecipe, LitSequenceClassifier, encode_rows, glue_scores
 from lit_layers.training.modules import warmup_linear
+from lit_layers.training.sequence_tasks import (
+    GlueRecipe,
+    GlueScores,
+    LitGlueData,
+    LitSequenceClassifier,
+    encode_rows,
+)
 from tests.support.data_mapping import with_mapping
 from tests.support.labelled_texts import labelled, saved_bert
 from tests.support.tiny_models import tiny
@@ -69,14 +75,24 @@ def trained(monkeypatch):
             super().__init__(*args, **options)
             modules.append(self)
 
-    monkeypatch.setattr(glue, "LitSequenceClassifier", Kept)
+        def on_validation_epoch_end(self):
+            self.judged_by = self.judged.compute()[0]
+            super().on_validation_epoch_end()
+
+    monkeypatch.setattr(sequence_tasks, "LitSequenceClassifier", Kept)
     return modules
 
 
+def analyses(folder, root, recipe=None, **options):
+    recipe = GlueRecipe(**{"tasks": ["mrpc"], **QUICK, **(recipe or {})})
+    options = {"variants": [], "custom": ["1 (2,3)"], "folder": folder, "root": root, **options}
+    encoder = str(folder / "bert")
+    return [GlueScores(task=task, recipe=recipe, model=encoder, tokenizer=encoder, **options) for task in recipe.tasks]
+
+
 def scores(folder, root, recipe=None, **options):
-    wanted = GlueRecipe(**{"tasks": ["mrpc"], **QUICK, **(recipe or {})})
-    options = {"names": [], "custom": ["1 (2,3)"], **options}
-    return dict(glue_scores(folder / "bert", wanted, root=root, folder=folder, accelerator="cpu", **options))
+    view = LayeredModel(load(folder / "bert"))
+    return {analysis.name: list(analysis.run(view)) for analysis in analyses(folder, root, recipe, **options)}
 
 
 # Metrics
@@ -236,7 +252,7 @@ def composed(model, batch):
 
 @pytest.mark.parametrize(("name", "training"), [("mrpc", "full"), ("stsb", "full"), ("mrpc", "frozen")])
 def test_a_step_is_one_of_adamw_on_the_loss_of_the_composed_blocks(folder, tmp_path, trained, name, training):
-    task, recipe = GLUE[name], GlueRecipe(**(QUICK | {"max_steps": 1}), learning_rate=1e-2, weight_decay=0.1, seed=3)
+    task, options = GLUE[name], {"learning_rate": 1e-2, "weight_decay": 0.1, "seed": 3}
     network, _ = sequence_classifier(folder / "bert", task.num_classes or 1)
     network = network.double()
     for part in network.modules():
@@ -244,12 +260,9 @@ def test_a_step_is_one_of_adamw_on_the_loss_of_the_composed_blocks(folder, tmp_p
             part.p = 0.0
         if hasattr(part, "dropout_prob"):
             part.dropout_prob = 0.0
-    tokenizer = load_tokenizer(str(folder / "bert"))
-    encoded = {
-        split: encode_rows(tokenizer, read_rows(task, split, folder), max_tokens=30)
-        for split in ("train", "validation")
-    }
-    metrics = glue._score(network, MIDDLE, training, task, encoded, recipe, tmp_path, "cpu")
+    (analysis,) = analyses(folder, tmp_path, {"tasks": [name], "max_steps": 1, **options})
+    data = analysis.data()
+    encoded, metrics = data.encoded, analysis.score(network, MIDDLE, training, data, "cpu")
     batch = encoded["train"].batch(StepSampler(24, global_batch_size=4, seed=3).global_batch(0), filler=0)
     outputs = composed(network, batch)
     if name == "mrpc":
@@ -274,10 +287,8 @@ def test_a_step_is_one_of_adamw_on_the_loss_of_the_composed_blocks(folder, tmp_p
     with torch.no_grad():
         outputs = composed(trained[0].model, encoded["validation"].batch(range(10), filler=0))
     predicted = outputs.argmax(-1) if name == "mrpc" else outputs[:, 0]
-    torch.testing.assert_close(torch.cat(trained[0].predictions).double(), predicted.double(), rtol=1e-6, atol=1e-6)
-    assert metrics == glue_metrics(
-        task, torch.cat(trained[0].predictions).numpy(), encoded["validation"].targets.numpy()
-    )
+    torch.testing.assert_close(trained[0].judged_by, predicted.double(), rtol=1e-6, atol=1e-6)
+    assert metrics == glue_metrics(task, trained[0].judged_by.numpy(), encoded["validation"].targets.numpy())
 
 
 def test_a_frozen_trunk_keeps_its_weights_and_full_training_those_of_blocks_that_do_not_run(folder, tmp_path, trained):
@@ -304,10 +315,10 @@ def test_a_result_is_kept_and_not_made_again(folder, tmp_path, trained):
         scores(folder, tmp_path, {**recipe, "max_steps": 1})
 
 
-def test_records_have_the_tags_of_variant_task_and_training_and_a_mean_over_tasks(folder, tmp_path):
+def test_records_have_the_tags_of_variant_task_and_training(folder, tmp_path):
     recipe = {"tasks": ["stsb", "cola"], "training": ["frozen"]}
-    found = scores(folder, tmp_path, recipe, names=["random", "skip"], middles=[2], seeds=[0, 1], custom=[])
-    assert list(found) == ["intervene/glue/stsb", "intervene/glue/cola", "intervene/glue"]
+    found = scores(folder, tmp_path, recipe, variants=["random", "skip"], middles=[2], seeds=[0, 1], custom=[])
+    assert list(found) == ["intervene/glue/stsb", "intervene/glue/cola"]
     frozen = {"task": "stsb", "training": "frozen"}
     by_tags = {}
     for record in found["intervene/glue/stsb"]:
@@ -319,16 +330,6 @@ def test_records_have_the_tags_of_variant_task_and_training_and_a_mean_over_task
         of_seeds = [r for r in found[f"intervene/glue/{task}"] if r.metric == "task_score" and "seed" in r.tags]
         (mean,) = (r for r in found[f"intervene/glue/{task}"] if r.metric == "task_score" and "num_seeds" in r.tags)
         assert mean.value == pytest.approx(sum(r.value for r in of_seeds) / 2)
-    over = {tuple(sorted(r.tags.items(), key=str)): r for r in found["intervene/glue"]}
-    tags = {"variant": "skip", "middle": 2, "training": "frozen", "num_tasks": 2}
-    of_both = [
-        r.value
-        for task in ("stsb", "cola")
-        for r in found[f"intervene/glue/{task}"]
-        if r.metric == "task_score" and r.tags["variant"] == "skip"
-    ]
-    assert over[tuple(sorted(tags.items(), key=str))].value == pytest.approx(sum(of_both) / 2)
-    assert {r.metric for r in found["intervene/glue"]} == {"glue_score"}
 
 
 def test_the_same_seed_gives_the_same_weights_whatever_was_drawn_before(folder, tmp_path, trained):
@@ -347,9 +348,11 @@ def test_other_encoders_train_and_are_judged_with_the_variant_active(name, tmp_p
     model, trunk = sequence_classifier(tmp_path / name, 2)
     rows = encode_rows(load_tokenizer(str(folder / "bert")), read_rows(GLUE["mrpc"], "train", folder), max_tokens=20)
     rows = type(rows)(tuple(ids % 60 for ids in rows.ids), rows.segments, rows.targets, 0)
-    recipe = GlueRecipe(**QUICK)
+    (analysis,) = analyses(folder, tmp_path)
+    data = LitGlueData("mrpc", "none", global_batch_size=4, validation_batch_size=4)
+    data.encoded = data.rows = {"train": rows, "validation": rows}
     order, plain = (
-        glue._score(model, variant, "full", GLUE["mrpc"], {"train": rows, "validation": rows}, recipe, tmp_path, "cpu")
+        analysis.score(model, variant, "full", data, "cpu")
         for variant in (Variant(name="custom", schedule=(1, 4)), Variant(name="baseline", schedule=(1, 2, 3, 4)))
     )
     assert set(order) == set(plain) == {"accuracy", "f1", "task_score"}
@@ -394,8 +397,11 @@ def test_recipes_that_come_with_the_package_are_readable(name):
 
 
 def test_options_that_do_not_fit_the_model_are_refused_before_training(folder, tmp_path, trained):
-    with pytest.raises(InputError, match="recipe: num_tokens: BertModel takes at most 32 tokens, got 33"):
-        scores(folder, tmp_path, {"num_tokens": 33})
-    with pytest.raises(InputError, match="glue: middles?: of 3 blocks the middle has 2 blocks, got 1"):
-        scores(folder, tmp_path, names=["skip"], middles=[1])
+    view = LayeredModel(load(folder / "bert"))
+    (long,) = analyses(folder, tmp_path, {"num_tokens": 33})
+    with pytest.raises(InputError, match="recipe: num_tokens: BertForMaskedLM takes at most 32 tokens, got 33"):
+        long.check(view)
+    (small,) = analyses(folder, tmp_path, variants=["skip"], middles=[1])
+    with pytest.raises(InputError, match="middles?: of 3 blocks the middle has 2 blocks, got 1"):
+        small.check(view)
     assert not trained

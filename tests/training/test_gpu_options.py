@@ -9,8 +9,8 @@ import pytest
 import torch
 from lightning.pytorch.plugins.precision import MixedPrecision
 
-from lit_layers.cli import fit
 from lit_layers.training import LitCausalLM, run_log
+from lit_layers.training import trainer as trainers
 from tests.support.tiny_training import CONFIG, RandomTokens
 
 ROOT = Path(__file__).parents[2]
@@ -69,10 +69,10 @@ def test_bfloat16_is_chosen_where_the_card_computes_in_it_and_not_where_it_emula
     monkeypatch.setattr(torch.cuda, "is_bf16_supported", is_supported)
     before = torch.get_float32_matmul_precision()
     try:
-        assert fit._best_precision("auto") == precision
+        assert trainers.best_precision("auto") == precision
     finally:
         torch.set_float32_matmul_precision(before)
-    assert fit._best_precision("cpu") == "32-true"
+    assert trainers.best_precision("cpu") == "32-true"
 
 
 @pytest.mark.parametrize(

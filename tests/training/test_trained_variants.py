@@ -11,9 +11,8 @@ import torch
 from lit_layers.errors import InputError
 from lit_layers.models.build import load, weights_hash
 from lit_layers.models.view import LayeredModel
-from lit_layers.training.finetuning import FinetuningRecipe, LitVariant
-from lit_layers.training.glue import GlueRecipe, LitSequenceClassifier, glue_scores
-from lit_layers.training.trained_variants import Finetuning, GlueScores
+from lit_layers.training.finetuning import Finetuning, FinetuningRecipe, LitVariant
+from lit_layers.training.sequence_tasks import GlueRecipe, GlueScores, LitSequenceClassifier
 from lit_layers.undisturbed import measure
 from tests.support.data_mapping import with_mapping
 from tests.support.glue_files import saved_bert_of_pairs, write_glue, write_rows
@@ -68,14 +67,6 @@ def test_every_variant_has_its_records_and_the_model_stays(home, tmp_path):
         assert len(said) == 2
     assert {record.metric for record in found.records} == {"accuracy", "f1", "task_score"}
     assert {(record.tags["task"], record.tags["training"]) for record in found.records} == {("mrpc", "full")}
-
-
-def test_the_records_are_those_of_training_without_the_analysis(home, tmp_path):
-    analysis = glue(home, tmp_path / "one", {"tasks": ("cola", "mrpc")}, name="mine")
-    options = {"folder": home, "names": ("skip",), "accelerator": "cpu"}
-    plain = dict(glue_scores(home / "bert", analysis.recipe, root=tmp_path / "other", **options))
-    assert list(analysis.run(LayeredModel(load(home / "bert")))) == plain["intervene/glue/mrpc"]
-    assert not (tmp_path / "one" / "glue" / "cola").exists()
 
 
 def test_what_decides_the_numbers_is_known_by_config_and_data(home, tmp_path):

@@ -1,0 +1,498 @@
+"""Tasks of GLUE: rows, the module that is fine-tuned on them, and its scores while blocks run in another order."""
+
+import copy
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from functools import partial
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+from torch.utils.data import DataLoader
+from torchmetrics import Metric
+from torchmetrics.utilities import dim_zero_cat
+
+from lit_layers.data.tokenization import TextTokenizer, load_tokenizer, one_thread, tokenizer_hash
+from lit_layers.durable import write_json
+from lit_layers.errors import InputError
+from lit_layers.functional.block_schedules import Variant
+from lit_layers.models.build import architecture_hash, weights_hash
+from lit_layers.models.families import Network, trunk_of
+from lit_layers.models.plain import ENCODERS, sequence_classifier
+from lit_layers.models.running_order import running_order
+from lit_layers.models.view import LayeredModel
+from lit_layers.records import Record
+from lit_layers.schema import (
+    BATCH,
+    BETA,
+    COUNT,
+    COUNT_OR_NONE,
+    LEARNING_RATE,
+    SEED,
+    WEIGHT_DECAY,
+    WORKERS,
+    refuse_outside,
+)
+from lit_layers.tasks.catalogue import Task, find
+from lit_layers.tasks.glue_rows import SPLITS, GlueRows, glue_metrics, read_rows
+from lit_layers.training.checkpoints import writable_folder
+from lit_layers.training.datamodules import LitStepData
+from lit_layers.training.finetuning import (
+    BETAS,
+    GRADIENT_CLIP,
+    TrainedVariants,
+    accelerator_of,
+    finished,
+    name_of,
+    train,
+    validate,
+)
+from lit_layers.training.modules import LitModule, warmup_linear
+from lit_layers.undisturbed import kept_random_state
+
+ANALYSIS, SCORE = "intervene/glue", "task_score"
+Training = Literal["full", "frozen"]
+TRAININGS: tuple[Training, ...] = ("full", "frozen")
+_RANGES = {
+    **dict.fromkeys(("num_epochs", "num_tokens", "max_steps", "num_train", "num_validation"), COUNT),
+    **dict.fromkeys(("learning_rate", "frozen_learning_rate"), LEARNING_RATE),
+    "batch_size": BATCH,
+    "warmup_steps": COUNT_OR_NONE,
+    "seed": SEED,
+    "weight_decay": WEIGHT_DECAY,
+    "gradient_clip": GRADIENT_CLIP,
+}
+_CHOOSING = ("tasks", "training")  # which results are asked for, not what they are
+
+
+@dataclass(frozen=True, kw_only=True)
+class GlueRecipe:
+    """How an encoder is fine-tuned on tasks of GLUE.
+
+    Args:
+        tasks: names of `lit_layers.tasks.glue_rows.GLUE`.
+        training: full, every weight; frozen, the new head alone; or both.
+        num_epochs: over the training rows.
+        max_steps: no more of them; None: as many as the epochs have.
+        batch_size: rows a step.
+        num_tokens: of a row; a longer one is cut.
+        learning_rate: at its peak, of full training.
+        frozen_learning_rate: the same with a frozen trunk.
+        warmup_steps: of linear warm-up; a straight line to zero follows.
+        weight_decay: on matrices and embeddings.
+        gradient_clip: largest norm of the gradient; None: any.
+        num_train: random rows to train on; None: all.
+        num_validation: random rows to judge by; None: all.
+        precision: of Lightning's Trainer.
+        seed: of the head, the rows that are drawn, their order and dropout.
+    """
+
+    tasks: Sequence[str] = ("cola", "mrpc", "rte", "sst2", "stsb")
+    training: Sequence[Training] = ("full",)
+    num_epochs: int = 3
+    max_steps: int | None = None
+    batch_size: int = 32
+    num_tokens: int = 128
+    learning_rate: float = 2e-5
+    frozen_learning_rate: float = 3e-2
+    warmup_steps: int = 0
+    weight_decay: float = 0.0
+    gradient_clip: float | None = 1.0
+    num_train: int | None = None
+    num_validation: int | None = None
+    precision: str = "32-true"
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        for option, known in (("tasks", None), ("training", TRAININGS)):
+            values = getattr(self, option)
+            if isinstance(values, str) or not isinstance(values, Sequence) or not values:
+                raise InputError(f"recipe: {option}: expected a list of names, got {values!r}")
+            for value in values:
+                if known is None:
+                    find("glue", value)
+                elif value not in known:
+                    raise InputError(f"recipe: {option}: expected {' or '.join(known)}, got {value!r}")
+        refuse_outside("recipe: ", _RANGES, vars(self))
+
+    def steps(self, num_rows: int) -> int:
+        """Optimizer steps over so many training rows."""
+        all_epochs = -(-num_rows * self.num_epochs // self.batch_size)
+        return all_epochs if self.max_steps is None else min(all_epochs, self.max_steps)
+
+
+@dataclass(frozen=True, eq=False)
+class EncodedRows:
+    """Rows as token ids, each without padding."""
+
+    ids: tuple[np.ndarray, ...]
+    segments: tuple[np.ndarray, ...]  # which text of a pair a token is of: 0 or 1
+    targets: Tensor  # int64 classes, or float32 values
+    num_cut: int  # rows that lost tokens to the limit
+
+    def __len__(self) -> int:
+        return len(self.ids)
+
+    def batch(self, rows: Sequence[int], filler: int) -> dict[str, Tensor]:
+        """Some rows, filled up on the right to the longest of them."""
+        width = max(len(self.ids[row]) for row in rows)
+        ids = torch.full((len(rows), width), filler)
+        segments, mask = torch.zeros_like(ids), torch.zeros_like(ids)
+        for place, row in enumerate(rows):
+            size = len(self.ids[row])
+            ids[place, :size] = torch.from_numpy(self.ids[row])
+            segments[place, :size] = torch.from_numpy(self.segments[row])
+            mask[place, :size] = 1
+        targets = self.targets[torch.tensor(rows)]
+        return {"input_ids": ids, "attention_mask": mask, "token_type_ids": segments, "labels": targets}
+
+
+def encode_rows(tokenizer: TextTokenizer, rows: GlueRows, *, max_tokens: int) -> EncodedRows:
+    """Token ids with the tokenizer's special tokens; of a pair too long the longer text loses its end.
+
+    Raises:
+        InputError: a limit that leaves no room beside special tokens.
+    """
+    found, is_pair = tokenizer.tokenizer, len(rows.task.text) == 2
+    added = found.num_special_tokens_to_add(is_pair=is_pair)
+    if max_tokens <= added + is_pair:
+        raise InputError(
+            f"max_tokens: expected more than {added + is_pair}, {added} of which are special tokens, got {max_tokens}"
+        )
+    found.enable_truncation(max_tokens, strategy="longest_first")
+    try:
+        with one_thread():
+            encodings = found.encode_batch([pair if is_pair else pair[0] for pair in rows.texts])
+    finally:
+        found.no_truncation()
+    kind = torch.float32 if rows.task.num_classes is None else torch.int64
+    return EncodedRows(
+        ids=tuple(np.array(each.ids, dtype=np.int64) for each in encodings),
+        segments=tuple(np.array(each.type_ids, dtype=np.int64) for each in encodings),
+        targets=torch.tensor(rows.targets).to(kind),
+        num_cut=sum(bool(each.overflowing) for each in encodings),
+    )
+
+
+class LitGlueData(LitStepData):
+    """Rows of a task of GLUE: `{"input_ids": (batch, tokens), "attention_mask", "token_type_ids", "labels": (batch,)}`.
+
+    Args:
+        task: a name of `lit_layers.tasks.glue_rows.GLUE`.
+        tokenizer: a local path or a name of the Hub: the model's own.
+        folder: of local data, whose `tasks.yaml` says where they lie; None: the Hub.
+        num_tokens: of a row; a longer one is cut.
+        num_train: random rows to train on; None: all.
+        num_validation: random rows to judge by; None: all.
+        global_batch_size: rows per optimizer step, over all ranks and micro-batches.
+        validation_batch_size: rows per validation batch and rank.
+        seed: of the rows that are drawn and their order.
+        num_workers: loader processes.
+    """
+
+    def __init__(
+        self,
+        task: str,
+        tokenizer: str,
+        *,
+        folder: str | Path | None = None,
+        num_tokens: int = 128,
+        num_train: int | None = None,
+        num_validation: int | None = None,
+        global_batch_size: int = 32,
+        validation_batch_size: int = 32,
+        seed: int = 0,
+        num_workers: int = 0,
+    ) -> None:
+        super().__init__()
+        self.task, self.tokenizer, self.folder, self.num_tokens = find("glue", task), tokenizer, folder, num_tokens
+        self.num_train, self.num_validation, self.seed = num_train, num_validation, seed
+        self.global_batch_size, self.validation_batch_size = global_batch_size, validation_batch_size
+        self.num_workers = num_workers
+        refuse_outside("data.", {**_RANGES, "num_workers": WORKERS}, vars(self))
+        self.rows: dict[str, GlueRows] = {}
+
+    def prepare_data(self) -> None:
+        for split in () if self.rows else SPLITS:  # one process of a machine downloads
+            read_rows(self.task, split, self.folder)
+
+    def setup(self, stage: str | None = None) -> None:
+        if self.rows:
+            return
+        self.words = load_tokenizer(self.tokenizer)
+        for split, count in zip(SPLITS, (self.num_train, self.num_validation), strict=True):
+            self.rows[split] = read_rows(self.task, split, self.folder).take(count, seed=self.seed)
+        self.encoded = {
+            split: encode_rows(self.words, rows, max_tokens=self.num_tokens) for split, rows in self.rows.items()
+        }
+
+    def describe(self) -> dict[str, Any]:
+        return {
+            "task": self.task.name,
+            "tokenizer": self.tokenizer,
+            "tokenizer_hash": tokenizer_hash(self.words.tokenizer),
+            "data_hash": {split: rows.content_hash() for split, rows in self.rows.items()},
+        }
+
+    def train_dataloader(self) -> DataLoader:
+        return self._rows_loader("train", self._steps(len(self.rows["train"])))
+
+    def val_dataloader(self) -> DataLoader:
+        return self._rows_loader("validation", self._validation_batches(len(self.rows["validation"]), "num_validation"))
+
+    def _rows_loader(self, split: str, batches: Any) -> DataLoader:
+        model: Any = self._loop().lightning_module.model
+        collate = partial(self.encoded[split].batch, filler=model.config.pad_token_id or 0)
+        return self._loader(range(len(self.rows[split])), batches, collate_fn=collate)
+
+
+class _Judged(Metric):
+    """Predictions and targets of the validation rows of all ranks together."""
+
+    full_state_update = False
+    predictions: list[Tensor]
+    targets: list[Tensor]
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.add_state("predictions", [], dist_reduce_fx="cat")
+        self.add_state("targets", [], dist_reduce_fx="cat")
+
+    def update(self, predictions: Tensor, targets: Tensor) -> None:
+        self.predictions.append(predictions.double())
+        self.targets.append(targets.double())
+
+    def compute(self) -> tuple[Tensor, Tensor]:
+        return dim_zero_cat(self.predictions), dim_zero_cat(self.targets)
+
+
+class LitSequenceClassifier(LitModule):
+    """Fine-tuning of an encoder on a task of GLUE, kept eager at `.model`: classes, or a value, of one or two texts.
+
+    Args:
+        encoder: a folder or a name of the Hub; the head is new.
+        training: full, every weight; frozen, the new head alone.
+        init_seed: of the new head.
+        lr: peak learning rate.
+        weight_decay: on matrices and embeddings only.
+        betas: of AdamW.
+        warmup_steps: optimizer steps of linear warm-up; a straight line to zero follows.
+        decay_steps: step at which it ends; None: the last step of the run.
+    """
+
+    def __init__(
+        self,
+        encoder: str | Path,
+        *,
+        training: Training = "full",
+        init_seed: int = 0,
+        lr: float = 2e-5,
+        weight_decay: float = 0.0,
+        betas: tuple[float, float] = BETAS,
+        warmup_steps: int = 0,
+        decay_steps: int | None = None,
+    ) -> None:
+        super().__init__()
+        self.encoder, self.trained_part, self.init_seed = encoder, training, init_seed
+        self.lr, self.weight_decay, self.betas = lr, weight_decay, betas
+        self.warmup_steps, self.decay_steps = warmup_steps, decay_steps
+        ranges = {"init_seed": SEED, "lr": LEARNING_RATE, "weight_decay": WEIGHT_DECAY, "betas": BETA}
+        refuse_outside("model.", {**ranges, "warmup_steps": COUNT_OR_NONE, "decay_steps": COUNT}, vars(self))
+        self.judged = _Judged()
+
+    @property
+    def task(self) -> Task:
+        """That of the run's data.
+
+        Raises:
+            InputError: for data of another kind.
+        """
+        data = getattr(self.trainer, "datamodule", None)
+        if not isinstance(data, LitGlueData):
+            raise InputError(f"data: LitSequenceClassifier needs LitGlueData, got {type(data).__name__}")
+        return data.task
+
+    def configure_model(self) -> None:
+        if hasattr(self, "model"):
+            return
+        network, trunk = sequence_classifier(self.encoder, self.task.num_classes or 1, seed=self.init_seed)
+        data: Any = self.trainer.datamodule  # pyright: ignore[reportAttributeAccessIssue]
+        check_encoder(LayeredModel(trunk), data.num_tokens, data.words.vocab_size, "data.")
+        self.take(self.prepared(network))
+
+    def prepared(self, network: Network) -> Network:
+        """The network with the weights that are to be trained."""
+        network.train().requires_grad_(True)
+        trunk_of(network).requires_grad_(self.trained_part == "full")
+        return network
+
+    def outputs(self, batch: Mapping[str, Tensor]) -> Tensor:
+        """Scores of classes (rows, classes), or values (rows,)."""
+        config: Any = self.model.config
+        columns = LayeredModel(trunk_of(self.model)).family.inputs
+        if getattr(config, "type_vocab_size", 0) < 2:
+            columns = [name for name in columns if name != "token_type_ids"]
+        logits = self.model(**{name: batch[name] for name in columns if name in batch}).logits
+        return logits if self.task.num_classes else logits.squeeze(-1)
+
+    def training_step(self, batch: dict[str, Tensor], batch_index: int) -> Tensor:
+        outputs, labels = self.outputs(batch), batch["labels"]
+        outputs = outputs.to(torch.promote_types(outputs.dtype, torch.float32))
+        if self.task.num_classes:
+            return F.cross_entropy(outputs, labels)
+        return F.mse_loss(outputs, labels.to(outputs.dtype))
+
+    def validation_step(self, batch: dict[str, Tensor], batch_index: int) -> None:
+        outputs = self.outputs(batch)
+        self.judged.update(outputs.argmax(-1) if self.task.num_classes else outputs, batch["labels"])
+
+    def on_validation_epoch_end(self) -> None:
+        self.scores = glue_metrics(self.task, *(values.cpu().numpy() for values in self.judged.compute()))
+        self.judged.reset()
+        self.log_dict({f"validation/{name}": score for name, score in self.scores.items()})
+
+    def lr_factor(self, decay_steps: int) -> Callable[[int], float]:
+        return warmup_linear(warmup_steps=self.warmup_steps, steps=decay_steps)
+
+
+@dataclass(kw_only=True)
+class GlueScores(TrainedVariants):
+    """Scores of an encoder on one task of GLUE, fine-tuned in each variant of its running order.
+
+    `task_score` is the mean of the task's metrics, each of which is a record of its own. Tags are those of the variant
+    and `training`. Every pair of a variant and a training begins with the same weights, new head included, and has a
+    file `root/glue/TASK/TRAINING/VARIANT.json`, written when it is done: what has one is not trained again. The encoder
+    is opened anew from `model`; what is measured must be the same.
+
+    Args:
+        task: a name of `lit_layers.tasks.glue_rows.GLUE`.
+        recipe: how it is trained.
+        model: a folder with an encoder, or a name on the Hub.
+        folder: of local data, whose `tasks.yaml` says where they lie; None: the Hub.
+    """
+
+    task: str
+    recipe: GlueRecipe
+    model: str
+    folder: Path | None = None
+    name: str = ""
+    _data_hash: str | None = field(default=None, init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        self.name = self.name or f"{ANALYSIS}/{self.task}"
+        self.recipe = replace(self.recipe, tasks=(self.task,))
+
+    def check(self, model: LayeredModel) -> None:
+        super().check(model)
+        kind = getattr(getattr(model.model, "config", None), "model_type", None)
+        if kind not in ENCODERS:
+            raise InputError(f"glue: expected an encoder ({', '.join(ENCODERS)}), got {type(model.model).__name__}")
+        check_encoder(model, self.recipe.num_tokens, load_tokenizer(self.tokenizer).vocab_size, "recipe: ")
+        self.data_hash()
+
+    def data_hash(self) -> str | None:
+        if self._data_hash is None:
+            task = find("glue", self.task)
+            self._data_hash = "-".join(read_rows(task, split, self.folder).content_hash() for split in SPLITS)
+        return self._data_hash
+
+    def tokenizer_hash(self) -> str | None:
+        return tokenizer_hash(load_tokenizer(self.tokenizer).tokenizer)
+
+    def data(self) -> LitGlueData:
+        """The rows that are trained on and judged by."""
+        recipe = self.recipe
+        data = LitGlueData(
+            self.task,
+            self.tokenizer,
+            folder=self.folder,
+            num_tokens=recipe.num_tokens,
+            num_train=recipe.num_train,
+            num_validation=recipe.num_validation,
+            global_batch_size=recipe.batch_size,
+            validation_batch_size=recipe.batch_size,
+            seed=recipe.seed,
+        )
+        data.setup()
+        return data
+
+    def trained(self, model: LayeredModel) -> Iterator[list[Record]]:
+        writable_folder(self.root, "root")
+        data, recipe = self.data(), self.recipe
+        network, _ = sequence_classifier(self.model, data.task.num_classes or 1, seed=recipe.seed)
+        options = {key: value for key, value in asdict(recipe).items() if key not in _CHOOSING}
+        settings = {
+            "task": self.task,
+            "recipe": options,
+            "weights": weights_hash(network),
+            "architecture": architecture_hash(network),
+            "tokenizer": tokenizer_hash(data.words.tokenizer),
+            "rows": {split: rows.content_hash() for split, rows in data.rows.items()},
+        }
+        for training in dict.fromkeys(recipe.training):
+            for variant in self.chosen(model):
+                file = self.root / "glue" / self.task / training / f"{name_of(variant)}.json"
+                asked = {**settings, "training": training, "variant": variant.tags, "block": variant.block}
+                result = finished(file, asked)
+                if result is None:
+                    scores = self.score(network, variant, training, data, accelerator_of(model))
+                    counts = {"num_train": len(data.rows["train"]), "n": len(data.rows["validation"])}
+                    result = {**asked, "metrics": scores, **counts}
+                    file.parent.mkdir(parents=True, exist_ok=True)
+                    write_json(file, result)
+                self.say(f"{self.task}, {training}, {variant}: {result['metrics'][SCORE]:.4f}")
+                yield _records(result, variant, training)
+
+    def score(
+        self, network: Network, variant: Variant, training: Training, data: LitGlueData, accelerator: str
+    ) -> dict[str, float]:
+        """The metrics of a copy of the network, trained and judged with the variant active."""
+        recipe = self.recipe
+        module = LitSequenceClassifier(
+            self.model,
+            training=training,
+            lr=recipe.learning_rate if training == "full" else recipe.frozen_learning_rate,
+            weight_decay=recipe.weight_decay,
+            warmup_steps=recipe.warmup_steps,
+        )
+        module.model = module.prepared(copy.deepcopy(network))
+        steps, options = recipe.steps(len(data.rows["train"])), {"root": self.root, "accelerator": accelerator}
+        with kept_random_state(), running_order(trunk_of(module.model), variant.schedule):
+            train(module, data, recipe, steps=steps, **options)
+            validate(module, data, recipe, **options)
+        return module.scores
+
+
+def _records(result: Mapping[str, Any], variant: Variant, training: Training) -> list[Record]:
+    rows, scores = result["n"], result["metrics"]
+    shares = set(scores) if set(scores) == {"accuracy", SCORE} else {"accuracy"}
+    return [
+        Record(
+            metric=metric,
+            value=float(value),
+            stderr=math.sqrt(value * (1 - value) / (rows - 1)) if metric in shares and rows > 1 else None,
+            layer=variant.block,
+            n=rows,
+            tags={**variant.tags, "task": result["task"], "training": training},
+        )
+        for metric, value in scores.items()
+    ]
+
+
+def check_encoder(view: LayeredModel, num_tokens: int, vocab_size: int, place: str) -> None:
+    """Refuses rows that are longer than the encoder reads, and another's tokenizer.
+
+    Raises:
+        InputError: naming the option.
+    """
+    kind, words = type(view.model).__name__, view.model.config.vocab_size
+    if view.max_tokens is not None and num_tokens > view.max_tokens:
+        raise InputError(f"{place}num_tokens: {kind} takes at most {view.max_tokens} tokens, got {num_tokens}")
+    if vocab_size > words:
+        raise InputError(
+            f"tokenizer: {kind} knows {words} tokens, the tokenizer has {vocab_size}: name the model's own"
+        )
