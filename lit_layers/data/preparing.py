@@ -91,11 +91,11 @@ def prepare(
         source: `python`, `openwebtext`, `wikitext`, a text file or folder of them, a Hub data set `ORG/NAME[:CONFIG]`.
         tokenizer: A local path, a name on the Hub, or `bpe:SIZE` to train one on the training documents.
         out: A new or empty folder, or that of an interrupted run.
-        column: The column of the text in parquet, JSON-lines and Hub data; `text` unless told.
-        separator: The line that ends a document in a `.txt` file; `<|endoftext|>` unless told, "" for a blank line.
+        column: The column of the text in parquet, JSON-lines and Hub data; `text` by default.
+        separator: The line that ends a document in a `.txt` file; `<|endoftext|>` by default, "" for a blank line.
         validation: Share of the documents to hold out, where the source brings no validation split.
         max_documents: Read at most so many documents, of each split where the source brings its own.
-        workers: Processes; all cores unless told, one for a small corpus.
+        workers: Processes; all cores by default, one for a small corpus.
         progress: Whether to show a bar.
 
     Raises:

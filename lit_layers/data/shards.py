@@ -75,10 +75,10 @@ class TokenShards:
         for name, expected in shards.header["files"].items():
             _check(folder / name, expected, verify=verify)
         if verify:
-            found = tokenizer_hash(load_tokenizer(str(shards.tokenizer_path)).tokenizer)
-            if found != shards.tokenizer_hash:
+            hash_ = tokenizer_hash(load_tokenizer(str(shards.tokenizer_path)).tokenizer)
+            if hash_ != shards.tokenizer_hash:
                 raise InputError(
-                    f"{shards.tokenizer_path} ({found}) did not make these tokens ({shards.tokenizer_hash}): {_AGAIN}"
+                    f"{shards.tokenizer_path} ({hash_}) did not make these tokens ({shards.tokenizer_hash}): {_AGAIN}"
                 )
         return shards
 

@@ -55,7 +55,7 @@ class WordPairs(Batches):
             a file with just two columns of words is understood. A column `category` divides it, else it is one.
         tokenizer: A local path, a name on the Hub, or `bpe:SIZE`.
         corpus: Which the tokenizer `bpe:SIZE` is trained on.
-        categories: Ids (`I01`), names or groups of those wanted, each a category of its own; None for all.
+        categories: Ids (`I01`), names or groups of those to take, each a category of its own; None for all.
         columns: Names of the two columns of words, where they are not found by themselves.
         batch_size: Words a batch.
 
@@ -72,7 +72,7 @@ class WordPairs(Batches):
     columns: tuple[str, str] | None = None
     batch_size: int = 256
     _words: list[Word] | None = field(default=None, init=False, repr=False, compare=False)
-    _found: tuple[Category, ...] = field(default=(), init=False, repr=False, compare=False)
+    _categories: tuple[Category, ...] = field(default=(), init=False, repr=False, compare=False)
     _hash: str | None = field(default=None, init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
@@ -97,7 +97,7 @@ class WordPairs(Batches):
     def by_category(self) -> tuple[Category, ...]:
         """The categories, in the order of the file."""
         self._load()
-        return self._found
+        return self._categories
 
     def __iter__(self) -> Iterator[dict[str, Tensor]]:
         for words in self._chunks():
@@ -130,16 +130,16 @@ class WordPairs(Batches):
         if self._words is not None:
             return
         rows = self._selected(_read(Path(self.source), self.columns))
-        found = load_tokenizer(tokenizer_of(self.tokenizer, self.corpus))
+        tokenizer = load_tokenizer(tokenizer_of(self.tokenizer, self.corpus))
         spelled = list(dict.fromkeys(word for row in rows for word in row.pair))
-        encoded = dict(zip(spelled, _encoded(spelled, found, self.tokenizer), strict=True))
-        self._hash = tokenizer_hash(found.tokenizer)
+        encoded = dict(zip(spelled, _encoded(spelled, tokenizer, self.tokenizer), strict=True))
+        self._hash = tokenizer_hash(tokenizer.tokenizer)
         words = sorted(dict.fromkeys(encoded.values()), key=lambda word: len(word.ids))  # otherwise as in the file
         place = {word: number for number, word in enumerate(words)}
         by_category: dict[tuple, list[_Row]] = {}
         for row in rows:
             by_category.setdefault((row.category, row.id, row.group), []).append(row)
-        self._found = tuple(self._category(members, encoded, place) for members in by_category.values())
+        self._categories = tuple(self._category(members, encoded, place) for members in by_category.values())
         self._words = words
 
     def _category(self, rows: "list[_Row]", encoded: dict[str, Word], place: dict[Word, int]) -> Category:
@@ -163,10 +163,10 @@ class WordPairs(Batches):
     def _selected(self, rows: "list[_Row]") -> "list[_Row]":
         if self.categories is None:
             return rows
-        for wanted in self.categories:
-            if not any(wanted in row.names for row in rows):
-                known = list(dict.fromkeys(row.id or row.category for row in rows))
-                raise InputError(f"categories: {self.source} has no {wanted!r}; it has {', '.join(known)}")
+        for category in self.categories:
+            if not any(category in row.names for row in rows):
+                names = list(dict.fromkeys(row.id or row.category for row in rows))
+                raise InputError(f"categories: {self.source} has no {category!r}; it has {', '.join(names)}")
         return [row for row in rows if set(row.names) & set(self.categories)]
 
 
@@ -181,18 +181,18 @@ class _Row(NamedTuple):
         return self.category, self.id, self.group
 
 
-def _encoded(words: Sequence[str], found: TextTokenizer, name: str) -> list[Word]:
+def _encoded(words: Sequence[str], tokenizer: TextTokenizer, name: str) -> list[Word]:
     """Each word behind a space, which is not given where the tokenizer puts one in front of any text itself."""
     with one_thread():
-        bare = found.tokenizer.encode("a", add_special_tokens=False).tokens
+        bare = tokenizer.tokenizer.encode("a", add_special_tokens=False).tokens
         space = "" if bare and bare[0].startswith(("\u2581", "\u0120")) else " "
-        encodings = found.tokenizer.encode_batch([space + word for word in words])
+        encodings = tokenizer.tokenizer.encode_batch([space + word for word in words])
     result = []
     for word, encoding in zip(words, encodings, strict=True):
-        own = [place for place, special in enumerate(encoding.special_tokens_mask) if not special]
-        if not own:
+        places = [place for place, special in enumerate(encoding.special_tokens_mask) if not special]
+        if not places:
             raise InputError(f"the tokenizer {name!r} makes no token of the word {word!r}: use another")
-        result.append(Word(tuple(encoding.ids), own[-1]))
+        result.append(Word(tuple(encoding.ids), places[-1]))
     return result
 
 

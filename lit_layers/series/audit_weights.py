@@ -2,7 +2,7 @@
 
 Weights move little by little: two steps are the farther apart the more steps lie between them, whatever the schedule.
 Thresholds were set between healthy trainings of many kinds and the same with one defect; what lies between is not
-told, and `undecided_order` names it.
+reported, and `undecided_order` names it.
 """
 
 import itertools
@@ -16,7 +16,7 @@ from lit_layers.series.audit_files import Finding, finding, is_matrix, precision
 from lit_layers.series.checkpoint import Checkpoint
 from lit_layers.series.weight_files import Fingerprint
 
-if TYPE_CHECKING:
+if TYPE_CHECKING:  # inside functions, torch: it takes seconds to import, and what only lists files needs none of it
     from torch import Tensor
 
 LINE = 0.5  # neighbours' distance over theirs to a step: healthy from 0.75, mostly 1.4 to 2

@@ -68,8 +68,8 @@ class Audit:
         return tuple(sorted(self._steps[name] for name in self.suspect_names if name in self._steps))
 
     def verdict(self, checkpoint: Checkpoint) -> str:
-        """What is to be said of one checkpoint, for its measurements: `clean`, `note: ...` or `suspect: ...`, and
-        behind the first two what was not checked.
+        """The verdict on one checkpoint, for its measurements: `clean`, `note: ...` or `suspect: ...`, and after the
+        first two what was not checked.
         """
         mine = [finding for finding in self.findings if checkpoint.name in finding.names]
         kinds = dict.fromkeys(finding.kind for finding in mine if not finding.note)
@@ -104,7 +104,7 @@ def audit(
     """What is wrong with the chosen steps of a series, compared with each other, its last step and its main branch.
 
     Asks the Hub for lists of files and for the small files that name shards, one list a revision; a local series is
-    hashed, and its weights are read, once: what was found is kept in `memory`, the series' own folder if it has one.
+    hashed, and its weights are read, once: the result is kept in `memory`, the series' own folder if it has one.
     Checkpoints named in `without` are not looked at.
 
     Args:

@@ -20,7 +20,7 @@ from lit_layers.schedule import Schedule, Steps
 from lit_layers.series.checkpoint_sources import Source
 from lit_layers.series.weight_files import Memory
 
-if TYPE_CHECKING:
+if TYPE_CHECKING:  # inside functions, torch: it takes seconds to import, and what only lists files needs none of it
     import torch
     from torch import nn
 

@@ -20,7 +20,7 @@ from lit_layers.series.checkpoint import Checkpoint, Grammar, Listing, Series, i
 from lit_layers.series.checkpoint_sources import FolderSource, Source, companions
 from lit_layers.series.weight_files import ListedFile, Memory, on_disk
 
-if TYPE_CHECKING:
+if TYPE_CHECKING:  # inside functions, torch: it takes seconds to import, and what only lists files needs none of it
     from torch import Tensor, nn
 
 

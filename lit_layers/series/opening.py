@@ -18,15 +18,15 @@ from lit_layers.series.hub_series import MAIN, HubRevisions, Manifest, known_fac
 from lit_layers.series.local_series import LightningCheckpoints, StepFolders
 from lit_layers.series.weight_files import ListedFile
 
-if TYPE_CHECKING:
+if TYPE_CHECKING:  # inside functions, torch: it takes seconds to import, and what only lists files needs none of it
     from lit_layers.models.shard_files import ShardFiles
 
 
 class Models(Series):
     """A set of models in the order given: folders, or repositories of the Hub, at a branch with `NAME@REVISION`.
 
-    A repository that cannot be had is in the listing, and whoever asks for its files is told why: not for it shall the
-    others wait. `tokenizers` names one, by the model's name as it stands in `models`, for those of them that carry no
+    A repository that cannot be had is in the listing, and asking for its files raises why: the others are
+    measured. `tokenizers` names one, by the model's name as it stands in `models`, for those of them that carry no
     tokenizer.json.
 
     Raises:

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from lit_layers.downloads import named_shards
 from lit_layers.durable import draft_of
 
-if TYPE_CHECKING:
+if TYPE_CHECKING:  # inside functions, torch: it takes seconds to import, and what only lists files needs none of it
     from torch import Tensor
 
 
