@@ -2,6 +2,7 @@
 
 import ast
 import functools
+import itertools
 import subprocess
 import sys
 from collections.abc import Callable, Iterable, Iterator
@@ -141,6 +142,20 @@ def test_own_files_are_imported_inside_functions_only_to_spare_a_heavy_library()
             if there and not any(loaded[other] - loaded[name] for other in there):
                 idle.append(f"{name} imports {', '.join(sorted(there))}")
     assert not idle, "these spare no heavy library: put them at the head of the file"
+
+
+def test_an_own_file_that_is_imported_inside_a_function_says_why():
+    """In a comment behind it or in the line above, of the first of several; the commands as in the test above."""
+    silent = []
+    for path in PACKAGE.rglob("*.py"):
+        text = path.read_text()
+        lines, tree = text.splitlines(), ast.parse(text)
+        for node in inner(tree, is_function) if path.parent.name != "cli" else ():
+            if isinstance(node, ast.ImportFrom) and str(node.module).startswith("lit_layers"):
+                above = itertools.takewhile(lambda line: "import" in line or "#" in line, lines[node.lineno - 2 :: -1])
+                if not any("#" in line for line in [*lines[node.lineno - 1 : node.end_lineno], *above]):
+                    silent.append(f"{path.relative_to(ROOT)}:{node.lineno}")
+    assert not silent, "say what loading it later spares, or put it at the head of the file"
 
 
 def test_pictures_are_drawn_in_a_process_of_their_own():

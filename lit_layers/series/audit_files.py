@@ -299,7 +299,7 @@ def other_config(chosen: Sequence[Checkpoint]) -> Iterator[Finding]:
 
 
 def _config(text: str) -> str | None:
-    from lit_layers.models.build import with_defaults
+    from lit_layers.models.build import with_defaults  # torch, which an audit of a listing need not wait for
 
     try:
         settings = json.loads(text)

@@ -237,8 +237,8 @@ def empty(folder: Path) -> "nn.Module":
     """The network of a config.json without memory for its parameters."""
     import torch
 
-    from lit_layers.models.shard_files import ShardFiles
-    from lit_layers.models.streaming import skeleton
+    from lit_layers.models.shard_files import ShardFiles  # torch, which names and steps do not need
+    from lit_layers.models.streaming import skeleton  # torch, as above
 
     return skeleton(ShardFiles(folder), device=torch.device("cpu"), dtype=torch.float32)
 
@@ -370,7 +370,7 @@ class LightningSource(Source):
         return (self.config / path).read_bytes()
 
     def fetch(self) -> Path:
-        from lit_layers.models.build import save
+        from lit_layers.models.build import save  # torch, which names and steps do not need
 
         if self._folder is None:
             network = empty(self.config)

@@ -80,7 +80,7 @@ class OneModel(Series):
     @functools.cached_property
     def files(self) -> "ShardFiles":
         """Its files, opened on first use."""
-        from lit_layers.models.shard_files import ShardFiles
+        from lit_layers.models.shard_files import ShardFiles  # torch, which names and steps do not need
 
         return ShardFiles(self.model, revision=self.revision)
 
@@ -97,7 +97,7 @@ class _ModelAlone(Checkpoint):
         return False
 
     def load(self, *, dtype: Any = None) -> Any:
-        from lit_layers.models.build import load
+        from lit_layers.models.build import load  # torch, which names and steps do not need
 
         assert isinstance(self.source, _Alone)
         return load(self.name, revision=self.source.shards.commit, dtype=dtype)
