@@ -20,7 +20,14 @@ from lit_layers.analyses.base import (
     with_preset,
 )
 from lit_layers.analyses.statistics import Tags, left_out, summarize
-from lit_layers.analyses.token_jacobians import TIE, check_directions, check_pairs, finite_or_zero, same_token_jacobians
+from lit_layers.analyses.token_jacobians import (
+    accuracy,
+    accuracy_records,
+    check_directions,
+    check_pairs,
+    finite_or_zero,
+    same_token_jacobians,
+)
 from lit_layers.data.batches import Batches
 from lit_layers.errors import InputError
 from lit_layers.functional import coupling as functional
@@ -191,24 +198,13 @@ class _Run(LayerwiseRun):
             )
             for count in self.counts
         ]
-        gaps = torch.stack([functional.min_gap(factors.values, k=count) for count in self.counts])
-        # of a pair with a Jacobian like the one that gives the bases
-        estimates = [
-            functional.error_estimate(
-                factors.values[..., :count],
-                norms,
-                factors.turns[..., count - 1],
-                dim=self.model.dim,
-                p=options.p,
-                dtype=factors.left.dtype,
-            )
-            for count in self.counts
-        ]
+        dim, dtype = self.model.dim, factors.left.dtype
+        gaps, errors = accuracy(factors.values, factors.turns, norms, self.counts, dim=dim, p=options.p, dtype=dtype)
         self._append(
             batch,
             random=torch.stack(random).masked_fill(undefined, math.nan),
             gaps=gaps.masked_fill(undefined, math.nan),
-            estimates=torch.stack(estimates).masked_fill(undefined, math.nan),
+            estimates=errors.masked_fill(undefined, math.nan),
             values=factors.values[..., : self.top].masked_fill(broken[:, None], math.nan).T,
             norms=norms.masked_fill(broken, math.nan),
             rollout=self._carry(visit, jacobian),
@@ -316,12 +312,8 @@ def _pair_records(of_prompts: _PromptValues, position: int, tags: Tags, tokens: 
         for other, values in enumerate(row, start=1):
             yield from _means("coupling_pair", values, layer=block, other_layer=other, tags=tags, tokens=tokens)
     defined = ~of_prompts.gaps[position].isnan()
-    if defined.any():
-        gaps, estimates = of_prompts.gaps[position][defined], of_prompts.estimates[position][defined]
-        place: dict[str, Any] = {"n": defined.shape[-1] // tokens, "tags": {**tags, **left_out("blocks", ~defined)}}
-        yield Record(metric="min_gap", value=float(gaps.min()), **place)
-        yield Record(metric="error_estimate", value=float(estimates.max()), **place)
-        yield Record(metric="num_tied", value=float((gaps < TIE).sum()), **place)
+    gaps, errors = of_prompts.gaps[position][defined], of_prompts.estimates[position][defined]
+    yield from accuracy_records(gaps, errors, defined.shape[-1] // tokens, {**tags, **left_out("blocks", ~defined)})
 
 
 def _block_records(of_prompts: _PromptValues, fit_from: int, tokens: int) -> Iterator[Record]:

@@ -66,6 +66,29 @@ def finite_or_zero(jacobians: Tensor) -> tuple[Tensor, Tensor]:
     return finite, (finite == 0).all(-1).all(-1)
 
 
+def accuracy(
+    values: Tensor, turns: Tensor, norms: Tensor, counts: Sequence[int], *, dim: int, p: float, dtype: torch.dtype
+) -> tuple[Tensor, Tensor]:
+    """Gaps of the leading singular values, and estimated errors of a pair's coupling: (counts, Jacobians) each.
+
+    Of the singular `values` and `turns` (Jacobians, directions) of factors in `dtype`, and `norms` (Jacobians,); the
+    error is that of a pair of Jacobians like the one that gives the bases.
+    """
+    errors = [
+        functional.error_estimate(values[..., :count], norms, turns[..., count - 1], dim=dim, p=p, dtype=dtype)
+        for count in counts
+    ]
+    return torch.stack([functional.min_gap(values, k=count) for count in counts]), torch.stack(errors)
+
+
+def accuracy_records(gaps: Tensor, errors: Tensor, n: int, tags: Tags) -> Iterator[Record]:
+    """Of the gaps and errors of all defined Jacobians, at one number of directions; none where there are none."""
+    if gaps.numel():
+        yield Record(metric="min_gap", value=float(gaps.min()), n=n, tags=dict(tags))
+        yield Record(metric="error_estimate", value=float(errors.max()), n=n, tags=dict(tags))
+        yield Record(metric="num_tied", value=float((gaps < TIE).sum()), n=n, tags=dict(tags))
+
+
 def check_pairs(name: str, pairs: Sequence[Sequence[int]], num_layers: int) -> None:
     """Refuses pairs of blocks that the model does not have.
 
@@ -285,6 +308,8 @@ def _couple(
 class _PromptSums:
     """The values of the prompts so far, per K, pair of blocks and table."""
 
+    BY_KEY = ("means", "same", "maps", "undefined")
+
     def __init__(self, counts: list[int], p: float) -> None:
         self.counts, self.p = counts, p
         self.num_prompts = 0
@@ -294,22 +319,18 @@ class _PromptSums:
         self.maps: dict[tuple[int, int, str], list[Tensor]] = defaultdict(list)  # each (k, tokens, tokens)
         self.undefined: dict[tuple[int, int, str], int] = defaultdict(int)
         self.gaps: list[Tensor] = []  # each (k, number)
-        self.estimates: list[Tensor] = []  # each (k,)
+        self.errors: list[Tensor] = []  # each (k, number)
 
     def join(self, later: "_PromptSums") -> None:
         """Adds what later prompts gave."""
         self.num_prompts += later.num_prompts
         self.num_undefined += later.num_undefined
-        for key, values in later.means.items():
-            self.means[key] += values
-        for pair, values in later.same.items():
-            self.same[pair] += values
-        for key, values in later.maps.items():
-            self.maps[key] += values
-        for key, count in later.undefined.items():
-            self.undefined[key] += count
+        sums: list[tuple[Any, Any]] = [(getattr(self, name), getattr(later, name)) for name in self.BY_KEY]
+        for mine, theirs in sums:
+            for key, values in theirs.items():
+                mine[key] += values
         self.gaps += later.gaps
-        self.estimates += later.estimates
+        self.errors += later.errors
 
     def add(self, layer: int, other: int, table: Table, pair: _Pair, *, whole: bool) -> None:
         key = layer, other, table
@@ -329,14 +350,12 @@ class _PromptSums:
         values, turns, norms = (
             each[~layer.undefined].double().cpu() for each in (layer.factors.values, layer.factors.turns, layer.norms)
         )
-        self.gaps.append(torch.stack([functional.min_gap(values, k=count) for count in self.counts]))
+        gaps = errors = values.new_empty(len(self.counts), 0)
         if len(turns):
             dim, dtype = layer.jacobians.shape[-1], layer.factors.left.dtype
-            estimates = [
-                functional.error_estimate(values[:, :count], norms, turns[:, count - 1], dim=dim, p=self.p, dtype=dtype)
-                for count in self.counts
-            ]
-            self.estimates.append(torch.stack([each.max() for each in estimates]))
+            gaps, errors = accuracy(values, turns, norms, self.counts, dim=dim, p=self.p, dtype=dtype)
+        self.gaps.append(gaps)
+        self.errors.append(errors)
 
     def records(self, *, whole: bool) -> Iterator[Record]:
         """All of them; `whole`: with the mean over all pairs of blocks at one token."""
@@ -349,7 +368,9 @@ class _PromptSums:
                 yield from self._of_same(part, tags, layer=layer, other_layer=other)
             if whole and parts:
                 yield from self._of_same(torch.stack(list(parts.values())).mean(0), tags)
-            yield from self._of_accuracy(position, tags)
+            gaps, errors = (torch.cat(parts, 1)[position] for parts in (self.gaps, self.errors))
+            counted = {**tags, **left_out("jacobians", self.num_undefined)}
+            yield from accuracy_records(gaps, errors, self.num_prompts, counted)
 
     def _of_table(self, key: tuple[int, int, str], position: int, tags: Tags) -> Iterator[Record]:
         layer, other, table = key
@@ -377,15 +398,6 @@ class _PromptSums:
         """Rows of NaN added for the prompts of one token."""
         short = self.num_prompts - len(values)
         return torch.cat([values, values.new_full((short, values.shape[1]), math.nan)])
-
-    def _of_accuracy(self, position: int, tags: Tags) -> Iterator[Record]:
-        gaps = torch.cat(self.gaps, 1)[position]
-        plain = {"n": self.num_prompts, "tags": {**tags, **left_out("jacobians", self.num_undefined)}}
-        if len(gaps):
-            yield Record(metric="min_gap", value=float(gaps.min()), **plain)
-            estimate = max(float(estimates[position]) for estimates in self.estimates)
-            yield Record(metric="error_estimate", value=estimate, **plain)
-            yield Record(metric="num_tied", value=float((gaps < TIE).sum()), **plain)
 
 
 # What published code does where it departs from our defaults.
