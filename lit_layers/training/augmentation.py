@@ -77,11 +77,11 @@ class RandAugment:
         Raises:
             InputError: a text that says anything else.
         """
-        found = _FORM.fullmatch(text)
-        if found is None:
+        match = _FORM.fullmatch(text)
+        if match is None:
             raise InputError(f"data.rand_augment: expected rand-mM[-nN][-mstdS]-inc1 for small images, got {text!r}")
         fill = tuple(min(255.0, float(round(255 * share))) for share in mean)
-        return cls(float(found[1]), float(found[3] or 0), int(found[2] or 2), fill)  # pyright: ignore[reportArgumentType]
+        return cls(float(match[1]), float(match[3] or 0), int(match[2] or 2), fill)  # pyright: ignore[reportArgumentType]
 
     def __call__(self, pixels: Tensor, seed: int, numbers: Tensor) -> Tensor:
         """Of (images, 3, height, width) in 0..255 as float; `numbers` are on the CPU: which operation goes where must

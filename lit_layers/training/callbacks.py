@@ -45,29 +45,29 @@ def measure_together(
     waits for another in training's own collectives, which have less patience. `facts` are those of `measure`.
     """
     rank, world_size = distributed.get_rank(group), distributed.get_world_size(group)
-    mine: dict[str, Attempt | Measurement] = {}
+    results: dict[str, Attempt | Measurement] = {}
     turns = itertools.cycle(range(world_size))
     for analysis in analyses:
         if isinstance(analysis, DividedAnalysis):
             starting(analysis)
-            mine[analysis.name] = undisturbed.measure_share(
+            results[analysis.name] = undisturbed.measure_share(
                 model, analysis, rank=rank, world_size=world_size, weights_hash=facts["weights_hash"]
             )
         elif next(turns) == rank:
             starting(analysis)
-            mine[analysis.name] = undisturbed.measure(model, analysis, **facts)
-    everybodys: list[Any] | None = [None] * world_size if rank == 0 else None
-    distributed.gather_object(mine, everybodys, dst=0, group=group)
-    found = [] if everybodys is None else [_joined(model, analysis, everybodys, **facts) for analysis in analyses]
+            results[analysis.name] = undisturbed.measure(model, analysis, **facts)
+    of_ranks: list[Any] | None = [None] * world_size if rank == 0 else None
+    distributed.gather_object(results, of_ranks, dst=0, group=group)
+    measurements = [] if of_ranks is None else [_joined(model, analysis, of_ranks, **facts) for analysis in analyses]
     distributed.barrier(group=group)
-    return found
+    return measurements
 
 
-def _joined(model: nn.Module, analysis: Analysis, everybodys: list[dict[str, Any]], **facts: Any) -> Measurement:
-    found = [mine[analysis.name] for mine in everybodys if analysis.name in mine]
+def _joined(model: nn.Module, analysis: Analysis, of_ranks: list[dict[str, Any]], **facts: Any) -> Measurement:
+    shares = [results[analysis.name] for results in of_ranks if analysis.name in results]
     if isinstance(analysis, DividedAnalysis):
-        return undisturbed.join_shares(model, analysis, found, **facts)
-    (measurement,) = found
+        return undisturbed.join_shares(model, analysis, shares, **facts)
+    (measurement,) = shares
     return measurement
 
 
@@ -270,12 +270,12 @@ class EmergenceCallback(_AtSteps):
             analysis.check(view)
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        known = records.read(self.file) if trainer.is_global_zero and self.file.exists() else []
-        told = [known, origin_of(trainer).source]
+        measurements = records.read(self.file) if trainer.is_global_zero and self.file.exists() else []
+        shared = [measurements, origin_of(trainer).source]
         if self._group is not None:
-            distributed.broadcast_object_list(told, src=0, group=self._group)
-        known, self._source = told
-        self._store, self._plain = Store(self.file, known), plain_settings(known)
+            distributed.broadcast_object_list(shared, src=0, group=self._group)
+        measurements, self._source = shared
+        self._store, self._plain = Store(self.file, measurements), plain_settings(measurements)
         super().on_train_start(trainer, pl_module)
 
     def at_step(self, trainer: L.Trainer, model: nn.Module, step: int) -> None:

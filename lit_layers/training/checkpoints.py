@@ -223,9 +223,9 @@ def refuse_another_tokenizer(folder: Path, data: Any, name: str | None) -> None:
     if not (folder / MAIN).is_file():
         logger.warning("%s carries no %s: whether the text was made with its tokenizer is not checked", name, MAIN)
         return
-    own = tokenizer_hash(load_tokenizer(str(folder / MAIN)).tokenizer)
-    if own != used:
+    carried = tokenizer_hash(load_tokenizer(str(folder / MAIN)).tokenizer)
+    if carried != used:
         raise InputError(
-            f"tokenizer: {name} was trained with another one than {data.tokenizer} (hash {own}, not {used}); name its "
-            "own with --tokenizer"
+            f"tokenizer: {name} was trained with another one than {data.tokenizer} (hash {carried}, not {used}); name "
+            "its own with --tokenizer"
         )

@@ -271,16 +271,16 @@ def finished(file: Path, settings: Mapping[str, Any]) -> dict[str, Any] | None:
     """
     if not file.is_file():
         return None
-    found: Any = schema.read(file, dict[str, Any], _AGAIN)
+    result: Any = schema.read(file, dict[str, Any], _AGAIN)
     for name, value in json.loads(json.dumps(settings)).items():
-        if (held := found.get(name)) != value:
+        if (held := result.get(name)) != value:
             part = (
                 next((key for key in value if held.get(key) != value[key]), name) if _both_dicts(held, value) else name
             )
             raise InputError(
                 f"{file} is the result of other settings ({part} differs): choose another root, or take it away"
             )
-    return found
+    return result
 
 
 def means_of_seeds(records: Iterable[Record], num_blocks: int) -> Iterator[Record]:
@@ -292,17 +292,17 @@ def means_of_seeds(records: Iterable[Record], num_blocks: int) -> Iterator[Recor
             others = {key: value for key, value in record.tags.items() if key not in ("seed", "schedule")}
             groups.setdefault((record.metric, *sorted(others.items())), []).append(record)
     unchanged = format_schedule(baseline(num_blocks))
-    for (metric, *others), found in groups.items():
-        values = [record.value for record in found]
+    for (metric, *others), orders in groups.items():
+        values = [record.value for record in orders]
         counts = {
-            "num_seeds": len(found),
-            "num_identical": sum(record.tags["schedule"] == unchanged for record in found),
+            "num_seeds": len(orders),
+            "num_identical": sum(record.tags["schedule"] == unchanged for record in orders),
         }
         yield Record(
             metric=metric,
             value=statistics.fmean(values),
             stderr=statistics.stdev(values) / len(values) ** 0.5 if len(values) > 1 else None,
-            n=found[0].n,
+            n=orders[0].n,
             tags={**dict(others), **counts},
         )
 
@@ -318,9 +318,9 @@ def check_model(model: Network, recipe: FinetuningRecipe, tokenizer: str) -> Non
         raise InputError(f"model: expected a causal language model, which predicts the next token, got {kind}")
     if view.max_tokens is not None and recipe.num_tokens > view.max_tokens:
         raise InputError(f"recipe: num_tokens: {kind} takes at most {view.max_tokens} tokens, got {recipe.num_tokens}")
-    known, size = true_vocab_size(model), prepared(recipe.corpus, tokenizer).vocab_size
-    if size > known:
-        raise InputError(f"tokenizer: {kind} knows {known} tokens, {tokenizer} has {size}: name the model's own")
+    num_words, size = true_vocab_size(model), prepared(recipe.corpus, tokenizer).vocab_size
+    if size > num_words:
+        raise InputError(f"tokenizer: {kind} knows {num_words} tokens, {tokenizer} has {size}: name the model's own")
 
 
 def _both_dicts(one: Any, other: Any) -> bool:

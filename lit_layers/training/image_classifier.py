@@ -243,17 +243,17 @@ class LitImageClassifier(LitModule):
                 metric.update(logits, labels)
 
     def on_validation_epoch_end(self) -> None:
-        found = {"validation/loss": self.validation_loss.compute().float()}  # over all ranks, weighted by images
+        scores = {"validation/loss": self.validation_loss.compute().float()}  # over all ranks, weighted by images
         self.validation_loss.reset()
         if self.average is not None:
-            found["validation/ema_loss"] = self.ema_loss.compute().float()
+            scores["validation/ema_loss"] = self.ema_loss.compute().float()
             self.ema_loss.reset()
         for name, metric in self._metrics():
-            loss = found["validation/ema_loss" if name == "ema_accuracy" else "validation/loss"]
+            loss = scores["validation/ema_loss" if name == "ema_accuracy" else "validation/loss"]
             # The highest of logits that are not numbers is the first class: that would be an accuracy of chance.
-            found[f"validation/{name}"] = metric.compute().where(~loss.isnan(), torch.nan)
+            scores[f"validation/{name}"] = metric.compute().where(~loss.isnan(), torch.nan)
             metric.reset()
-        self.log_dict(found)
+        self.log_dict(scores)
 
     def _metrics(self) -> Iterable[tuple[str, Any]]:
         return self.validation_metrics.items()

@@ -330,11 +330,11 @@ class LitCausalLM(LitModule):
         folder, trained = checkpoint.fetch(), checkpoint.load()
         refuse_another_tokenizer(folder, data, self.init_from)
         for field, value in self.config.items():
-            known = getattr(trained.config, field, None)
-            if "drop" not in field and value != known:
+            kept_value = getattr(trained.config, field, None)
+            if "drop" not in field and value != kept_value:
                 raise InputError(
-                    f"model.config.{field}: {self.init_from} has {known} and keeps it, got {value}; only dropout is "
-                    "free where a checkpoint is begun with: leave the others out, or say --model.config null"
+                    f"model.config.{field}: {self.init_from} has {kept_value} and keeps it, got {value}; only dropout "
+                    "is free where a checkpoint is begun with: leave the others out, or say --model.config null"
                 )
         model = causal_lm(folder, seed=self.init_seed, pad_vocab_to=self.pad_vocab_to, weights=trained, **self.config)
         if true_vocab_size(model) < data.shards.vocab_size:

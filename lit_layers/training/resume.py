@@ -214,8 +214,8 @@ def resume_point(root: Path, which: str) -> ResumePoint | None:
         return None
     if which.isdecimal():
         if int(which) not in steps:
-            known = ", ".join(map(str, steps)) or "none"
-            raise InputError(f"resume: no resume checkpoint of step {which} in {folder}; there are: {known}")
+            available = ", ".join(map(str, steps)) or "none"
+            raise InputError(f"resume: no resume checkpoint of step {which} in {folder}; there are: {available}")
         return _whole(step_folder(folder, int(which)))
     if not (Path(which) / FACTS).is_file():
         raise InputError(

@@ -39,9 +39,9 @@ def refuse_a_used_folder(root: Path, if_exists: Literal["refuse", "overwrite"]) 
     """
     if if_exists == "refuse" and _contents(root):
         steps = saved_steps(root)
-        found = f"with checkpoints up to step {steps[-1]}" if steps else "without checkpoints"
+        state = f"with checkpoints up to step {steps[-1]}" if steps else "without checkpoints"
         raise InputError(
-            f"root: {root} already holds a run {found}; choose another folder, --resume last or --if_exists overwrite"
+            f"root: {root} already holds a run {state}; choose another folder, --resume last or --if_exists overwrite"
         )
 
 
@@ -67,9 +67,9 @@ def refuse_another_run(root: Path, options: Mapping[str, Any]) -> None:
         InputError: naming the first option that differs.
     """
     before = run_facts(root, needed=_TO_GO_ON)["config"]
-    known = json.loads(json.dumps(dict(options), default=str))
+    now = json.loads(json.dumps(dict(options), default=str))
     for part in ("seed_everything", "model", "data"):
-        old, new = _flat(before.get(part), part), _flat(known.get(part), part)
+        old, new = _flat(before.get(part), part), _flat(now.get(part), part)
         for option in sorted(old.keys() | new.keys()):
             name = option.split(".")[-1]
             if old.get(option) != new.get(option) and name not in _FREE.get(part, ()):
@@ -77,12 +77,12 @@ def refuse_another_run(root: Path, options: Mapping[str, Any]) -> None:
                     f"{option.replace('.init_args', '')}: the run in {root} has {old.get(option)}, got "
                     f"{new.get(option)}; a resumed run keeps its data, model and seed"
                 )
-    clips = [(each.get("trainer") or {}).get("gradient_clip_val") for each in (before, known)]
+    clips = [(each.get("trainer") or {}).get("gradient_clip_val") for each in (before, now)]
     if clips[0] != clips[1]:
         raise InputError(
             f"trainer.gradient_clip_val: the run in {root} has {clips[0]}, got {clips[1]}; a resumed run keeps it"
         )
-    ends = [_end_of_decay(each) for each in (before, known)]
+    ends = [_end_of_decay(each) for each in (before, now)]
     if ends[0] != ends[1]:
         raise InputError(
             f"model.decay_steps: the learning rate of the run in {root} decays until step {ends[0]}, got {ends[1]}; "
