@@ -114,6 +114,10 @@ class _Replay(Replay):
 class CutBlock:
     """A block's call on single tokens (picked, dim), cut, with what each piece depends on.
 
+    Between two linear maps of a block stand element-wise functions and norms, whose derivative for one token is cheap.
+    The linear maps themselves are weights that all tokens share: d output / d input is a product of such pieces, and a
+    cotangent passes a linear map by one product with its weight, without autograd.
+
     Leaf 0 is the input, leaf 1 + n the output of node n. Cotangents are (rows, picked, width); where they are the same
     for every token, (rows, 1, width).
 
