@@ -47,6 +47,7 @@ pytestmark = pytest.mark.skipif(
     reason="this torch has no backends written in Python",
 )
 CPU = torch.device("cpu")
+LONG = {"prompt_studies", "next_token_probe", "sample_sizes/moods", "mteb/STSBenchmark"}  # soak: on other models
 
 
 def apart(function: Callable, *arguments: Any) -> Any:
@@ -74,8 +75,9 @@ def values(measurement: Measurement) -> list[float]:
 
 def measured(model: torch.nn.Module, name: str, folder: Path) -> dict[str, Measurement]:
     analyses = of_images() if sees_images(name) else of_text(save_inputs(folder))
-    if name == "gpt2":  # the others in shares
-        analyses = [each for each in analyses if each.name not in {other.name for other in of_prompts(prompts())}]
+    if name == "gpt2":  # the others in shares, or at length
+        left_out = {other.name for other in of_prompts(prompts())} | LONG
+        analyses = [each for each in analyses if each.name not in left_out]
     return {analysis.name: undisturbed.measure(model, analysis, run="run", step=0) for analysis in analyses}
 
 

@@ -59,6 +59,7 @@ def test_two_ranks_killed_at_random_moments_end_as_if_they_had_not_been(recipe, 
         assert_equal(what_is_left(root), expected)
 
 
+@pytest.mark.soak
 def test_where_one_rank_dies_the_other_ends_and_the_run_goes_on(recipe, whole, tmp_path):  # noqa: F811
     root = tmp_path / "run"
     command = ["fit", "--config", str(recipe), "--root", str(root), *TWO]
