@@ -1,18 +1,128 @@
 """`lit-layers analyze`: measure a trained model, whole or block by block, or a series of checkpoints."""
 
-import os
 import sys
+from collections.abc import Mapping
+from typing import Any
 
-from lit_layers.cli.analyze_options import Command
-from lit_layers.cli.measuring import Outcome, measured, run, tell_settings
+from lit_layers.analyses.base import Analysis
+from lit_layers.cli.measuring import Checkpoints, Outcome, Target, measured, run, tell_settings
+from lit_layers.cli.options import Recipe
+from lit_layers.errors import InputError
+from lit_layers.series import Series
+
+CORPUS = "python"
+OWN_TOKENIZER = "<the model's own tokenizer>"
+OWN_CORPUS = f"<what the run was trained on, else {CORPUS}>"
 
 
-def main(argv: list[str]) -> int:
-    """Measures what the options say, prints what came out; 130 where Ctrl-C cut it short, 1 if anything failed."""
-    os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")  # they would write over ours; read at import
-    command = Command(argv)
-    tokenizer = None if command.wants_own_tokenizer else command.options.tokenizer
-    return run(measured(command.options, command.analyses, command.series(), tokenizer=tokenizer), _tell)
+def analyze(
+    recipe: Recipe,
+    checkpoints: Checkpoints,
+    model: str | None = None,
+    *,
+    series: Series | None = None,
+    corpus: str = OWN_CORPUS,
+    tokenizer: str | None = OWN_TOKENIZER,
+    analyses: list[Analysis] = [],  # noqa: B006
+) -> int:
+    """Measure every layer of a model, or of each checkpoint of a series. Run again it continues.
+
+    Exit code: 0, 1 if anything failed, 2 wrong input, 130 after Ctrl-C.
+
+    Args:
+        model: a folder with config.json and weights, or a name on the Hub. Of a series: a folder of steps, a name on
+            the Hub with --steps, or a manifest
+        series: instead of a model: a series by its class, with its own options
+        corpus: stands for ${corpus} in recipes
+        tokenizer: stands for ${tokenizer} in recipes; of several models each one's own
+        analyses: what to measure (default: those of the run's training, elsewhere Trajectory, Representation, Coupling)
+    """
+    command = Command(recipe)
+    named = None if command.wants_own_tokenizer else tokenizer
+    return run(measured(command.series(), checkpoints, command.analyses, tokenizer=named), _tell)
+
+
+class Command:
+    """What to measure on which series, by a command line and its recipes.
+
+    Which tokenizer `${tokenizer}` stands for is known only when the model is: the analyses are made with it then.
+
+    Raises:
+        InputError: options that are unknown or do not fit together.
+    """
+
+    def __init__(self, recipe: Recipe | list[str]) -> None:
+        self._recipe = recipe if isinstance(recipe, Recipe) else Recipe(analyze, recipe)
+        self.options = self._recipe.read()
+
+    @property
+    def wants_own_tokenizer(self) -> bool:
+        """Whether no tokenizer was named."""
+        return self.options.tokenizer == OWN_TOKENIZER
+
+    def series(self) -> list[Series]:
+        """The model, or each series that is meant.
+
+        Raises:
+            InputError: none, several, or options that are for the other of a model and a series.
+        """
+        options = self.options
+        if options.series is None:
+            if options.model is None:
+                raise InputError("missing: model; name a model or a series of its checkpoints, or give --series")
+            return self._recipe.group(Checkpoints, options).opened(options.model)
+        if options.submodule is not None:
+            raise InputError("submodule: is for a folder of *.ckpt files; of --series it is --series.model")
+        if options.model is not None:
+            raise InputError(f"model and series: expected one of them, got {options.model} and a series: leave one out")
+        if options.steps is not None:
+            raise InputError(f"steps: {options.steps} belongs among the series' own options: say --series.steps")
+        if options.revision is not None:
+            raise InputError(f"revision: {options.revision} is one model: leave it out, or leave --series out")
+        return [self._recipe.made("series", options)]
+
+    def analyses(self, target: Target) -> list[Analysis]:
+        """What to measure: with the target's own tokenizer and corpus where none are named.
+
+        Where nothing is named, the analyses of the training that it comes from: so numbers that training measured are
+        known, and new ones belong to its curves. Else the usual ones, of texts that fit the model.
+
+        Raises:
+            InputError: a target without a tokenizer, where one is needed.
+        """
+        options, trained = self.options, target.trained
+        is_open = self.wants_own_tokenizer and options.corpus == OWN_CORPUS and not options.analyses
+        if is_open and trained.get("analyses") and not options.stream_blocks:
+            return self._of_training(target.name, trained["analyses"])
+        defaults = {"corpus": trained.get("corpus") or CORPUS}
+        if self.wants_own_tokenizer:
+            named = None if target.series.is_alone else trained.get("tokenizer")
+            named = named or target.carried
+            if named is None and (not options.analyses or OWN_TOKENIZER in str(options.analyses)):
+                raise InputError(f"tokenizer: {target.name} carries none; name one with --tokenizer")
+            defaults["tokenizer"] = named
+        options = self._recipe.read(**defaults)
+        return self._recipe.made("analyses", options) or _usual(options.corpus, options.tokenizer, target.config)
+
+    def _of_training(self, owner: str, analyses: Any) -> list[Analysis]:
+        """By the same parser as any others: a run that somebody else made is data like a recipe."""
+        try:
+            options = self._recipe.checked(self._recipe.parser.parse_object({"analyses": analyses}))
+            return self._recipe.made("analyses", options)
+        except InputError as error:
+            raise InputError(f"the analyses of {owner}, as its run.json has them: {error}; name others") from error
+
+
+def _usual(corpus: str, tokenizer: str, config: Mapping[str, Any]) -> list[Analysis]:
+    """What is measured where no recipe says otherwise."""
+    from lit_layers.analyses import Coupling, Representation, Trajectory
+    from lit_layers.data import EvalText
+
+    named = (config.get(name) for name in ("n_positions", "max_position_embeddings"))
+    longest = next((size for size in named if isinstance(size, int) and size > 0), 128)
+    text = EvalText(corpus, tokenizer, num_sequences=64, num_tokens=min(128, longest))
+    few = EvalText(corpus, tokenizer, num_sequences=8, num_tokens=min(64, longest))
+    return [Trajectory(batches=text), Representation(batches=text), Coupling(batches=few)]
 
 
 def _tell(outcome: Outcome) -> bool:

@@ -1,15 +1,16 @@
 """`lit-layers intervene`: a model, or each checkpoint of a series, while its blocks run in other orders."""
 
 import argparse
-import os
+import dataclasses
 import sys
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 from lit_layers import schema
-from lit_layers.cli.intervene_options import read_options
 from lit_layers.cli.measuring import (
+    Checkpoints,
     Outcome,
     Target,
     length_limit,
@@ -20,7 +21,9 @@ from lit_layers.cli.measuring import (
     tell_settings,
 )
 from lit_layers.cli.messages import one_sentence
+from lit_layers.cli.options import Names, Numbers, Recipe
 from lit_layers.errors import InputError
+from lit_layers.schema import COUNT, refuse_outside
 
 if TYPE_CHECKING:
     from lit_layers.analyses.base import Analysis
@@ -28,30 +31,152 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 RESULTS = "intervene"
 OF_BLOCKS, PUBLISHED_LOOPS = ("skip_one", "switch"), 3
+ALL, LOOP = Names(("all",)), Names(("loop",))
+TASKS = Names(("lambada", "arc_challenge", "hellaswag", "winogrande", "gsm8k"))
+COUNTS = ("limit", "max_new_tokens", "num_images", "image_size", "num_sequences", "num_tokens", "loops", "middles")
+OF_TEXTS = ("tasks", "corpus", "glue", "finetune", "folder", "limit", "max_new_tokens")
+NEEDS = {  # an option: what it belongs to
+    **dict.fromkeys(("num_images", "image_size", "normalisation"), ("images",)),
+    **dict.fromkeys(("limit", "max_new_tokens"), ("tasks",)),
+    "num_sequences": ("corpus",),
+    "execution": ("speed",),
+    "folder": ("tasks", "glue"),
+    "num_tokens": ("corpus", "speed"),
+}
 
 
-def main(argv: list[str]) -> int:
-    """Measures what the options say, prints and draws it; 130 where Ctrl-C cut it short, 1 if something failed."""
-    os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")  # they would write over ours; read at import
-    options = read_options(argv)
-    _read_recipes(options)
-    made = measured(options, lambda target: list(_analyses(options, target)), tokenizer=options.tokenizer)
+@dataclass(frozen=True, kw_only=True)
+class Interventions:
+    """What is changed, and what is measured.
+
+    Args:
+        tokenizer: its name or folder (default: the model's own)
+        variants: all, or of baseline, middle_repeat, skip, parallel, reverse, random, looped_parallel, skip_one,
+            switch, with commas between them
+        schedule: one of your own, such as '1 2 (3,4,5) (3,4,5) 6'; may be given several times
+        middles: how many middle blocks are changed: all, or numbers such as 1,5,9
+        seeds: of random orders (default: 0 to 9)
+        loops: how often looped_parallel runs the middle (default: 2 to 8)
+        tasks: of lambada, arc_challenge, hellaswag, winogrande, gsm8k, further ones of lm-eval, or with --folder of
+            docs/interventions.md (default: these five)
+        folder: local data, whose tasks.yaml says where the tasks lie, also those of --glue (default: the Hub)
+        limit: score the first rows of a task only
+        max_new_tokens: of a generated answer (default: 256)
+        corpus: measure loss, accuracy and divergence on held-out text of it, too
+        num_sequences: of that text (default: 64)
+        num_tokens: of each text, also of those that are timed (default: 128)
+        images: instead, for an image classifier: digits, cifar10, a local path, ORG/NAME
+        num_images: of its test split (default: 256)
+        image_size: of the model's input, in px (default: the source's)
+        normalisation: of pixels (default: source)
+        speed: measure the latency of each variant against the full model
+        execution: how groups side by side are timed: loop, stacked, or both with a comma
+        finetune: a recipe: train each changed model, before and after (recipes/finetune/text.yaml)
+        glue: a recipe: fine-tune an encoder on GLUE in each variant (recipes/glue/small_steps.yaml)
+    """
+
+    tokenizer: str | None = None
+    variants: Names = ALL
+    schedule: list[str] | None = None
+    middles: Numbers | Literal["all"] = "all"
+    seeds: Numbers | None = None
+    loops: Numbers | None = None
+    tasks: Names | None = None
+    folder: Path | None = None
+    limit: int | None = None
+    max_new_tokens: int | None = None
+    corpus: str | None = None
+    num_sequences: int | None = None
+    num_tokens: int | None = None
+    images: str | None = None
+    num_images: int | None = None
+    image_size: int | None = None
+    normalisation: Literal["imagenet", "half", "source"] | None = None
+    speed: bool = False
+    execution: Names = LOOP
+    finetune: Path | None = None
+    glue: Path | None = None
+
+    @property
+    def given(self) -> dict[str, Any]:
+        """The options that are not at their defaults."""
+        fields = {each.name: (getattr(self, each.name), each.default) for each in dataclasses.fields(self)}
+        return {name: value for name, (value, default) in fields.items() if value != default}
+
+    def settled(self, recipe: Recipe) -> "Interventions":
+        """With the tasks that are usual, where nothing says what is measured.
+
+        Raises:
+            InputError: an option that is out of range or does not fit the others.
+        """
+        from lit_layers.functional.block_schedules import VARIANTS
+
+        for name in self.variants if self.variants != ALL else ():
+            if name not in VARIANTS:
+                raise InputError(f"variants: there is no {name!r}; choose all, or from {', '.join(VARIANTS)}")
+        for name in self.execution:
+            if name not in ("loop", "stacked"):
+                raise InputError(f"execution: expected loop, stacked, or loop,stacked, got {name!r}")
+        smallest = {name: min(value) if isinstance(value, tuple) else value for name, value in self.given.items()}
+        refuse_outside("", dict.fromkeys(COUNTS, COUNT), smallest)
+        for name, value in self.given.items():
+            if isinstance(value, str) and not value.strip():
+                raise InputError(f"{name}: expected a name or a path, got {value!r}")
+            if name in OF_TEXTS and self.images is not None:
+                raise InputError(f"{name}: is for language models, and --images was given: leave it out")
+        for task in self.tasks or ():
+            if task.endswith(".yaml") and not any(task in word for word in recipe.argv):
+                raise InputError(f"tasks: a recipe names no task file, which is code, got {task}: say --tasks {task}")
+        is_usual = not self.given.keys() & {"tasks", "images", "glue", "corpus", "finetune", "speed"}
+        settled = dataclasses.replace(self, tasks=TASKS) if is_usual else self
+        for name, owners in NEEDS.items():
+            if name in self.given and not settled.given.keys() & set(owners):
+                missing = "neither of which was given" if len(owners) > 1 else "which was not given"
+                raise InputError(f"{name}: is for --{' and --'.join(owners)}, {missing}: leave it out")
+        return settled
+
+
+def intervene(recipe: Recipe, model: str, checkpoints: Checkpoints, options: Interventions) -> int:
+    """Run the blocks of a model skipped, repeated, reversed, shuffled, side by side, and see what breaks.
+
+    Run again it continues. Exit code: 0, 1 if something failed, 2 wrong input, 130 after Ctrl-C.
+
+    Args:
+        model: a folder with config.json and weights, or a name on the Hub. Of a series: a folder of steps, a name on
+            the Hub with --steps, or a manifest
+    """
+    options = options.settled(recipe)
+    if not model.strip():
+        raise InputError(f"model: expected a name or a path, got {model!r}")
+    if options.glue is not None and checkpoints.revision is not None:
+        raise InputError(f"revision: --glue trains what {model} holds without one: leave it out")
+    if options.glue is not None and checkpoints.dtype != "float32":
+        raise InputError("dtype: --glue trains in the precision of its recipe: leave it out")
+    trains = [name for name in ("finetune", "glue") if name in options.given]
+    if checkpoints.are_series(model) and trains:
+        raise InputError(f"{trains[0]}: trains one model, and a series was named: name one of its checkpoints")
+    recipes = _training_recipes(options)
+    everything = checkpoints.opened(model)
+    made = measured(
+        everything,
+        checkpoints,
+        lambda target: list(_analyses(model, options, recipes, target)),
+        tokenizer=options.tokenizer,
+    )
     return run(made, _tell)
 
 
-def _read_recipes(options: argparse.Namespace) -> None:
-    """Takes the recipes of training from their files, before a model is opened."""
+def _training_recipes(options: Interventions) -> dict[str, Any]:
+    """The recipes of training, read before a model is opened."""
     if options.finetune is None and options.glue is None:
-        return
+        return {}
     from lit_layers.training.finetuning import FinetuningRecipe
     from lit_layers.training.sequence_tasks import GlueRecipe
     from lit_layers.training.trainer import quieten
 
     quieten()
-    if options.finetune is not None:
-        options.finetune = read_recipe(FinetuningRecipe, options.finetune)
-    if options.glue is not None:
-        options.glue = read_recipe(GlueRecipe, options.glue)
+    files = {"finetune": (FinetuningRecipe, options.finetune), "glue": (GlueRecipe, options.glue)}
+    return {name: read_recipe(kind, file) for name, (kind, file) in files.items() if file is not None}
 
 
 def read_recipe(kind: type[T], path: str | Path) -> T:
@@ -74,39 +199,49 @@ def read_recipe(kind: type[T], path: str | Path) -> T:
         raise InputError(f"recipe: {one_sentence(str(error))}") from error
 
 
-def _analyses(options: argparse.Namespace, target: Target) -> "Iterator[Analysis]":
+def _analyses(model: str, options: Interventions, recipes: dict[str, Any], target: Target) -> "Iterator[Analysis]":
     """What tells most first, so that a page can be looked at while the rest is under way."""
-    _refuse_another_kind(options, target)
-    chosen = {name: getattr(options, name) for name in ("variants", "middles", "seeds", "loops")}
-    chosen["custom"] = options.schedule
-    if options.corpus is not None or options.images is not None:
-        from lit_layers.analyses import Interventions
+    from lit_layers.functional.block_schedules import LOOPS, SEEDS, VARIANTS
 
-        yield Interventions(batches=_images(options) if options.corpus is None else _texts(options, target), **chosen)
+    _refuse_another_kind(options, target)
+    chosen: dict[str, Any] = {
+        "variants": VARIANTS if options.variants == ALL else tuple(options.variants),
+        "middles": None if options.middles == "all" else tuple(options.middles),
+        "seeds": tuple(options.seeds or SEEDS),
+        "loops": tuple(options.loops or LOOPS),
+        "custom": tuple(options.schedule or ()),
+    }
+    if options.corpus is not None or options.images is not None:
+        from lit_layers import analyses
+
+        yield analyses.Interventions(
+            batches=_images(options) if options.corpus is None else _texts(options, target), **chosen
+        )
     yield from _tasks(options, target, chosen)
     if options.speed:
         from lit_layers.analyses.speed import Speed
 
-        length = {} if options.num_tokens is None else {"num_tokens": options.num_tokens}
-        yield Speed(**_timed(chosen), executions=options.execution, tell=target.tell, **length)
-    if options.finetune is not None:
+        length: dict[str, Any] = {} if options.num_tokens is None else {"num_tokens": options.num_tokens}
+        executions: Any = options.execution
+        yield Speed(**_timed(chosen), executions=executions, tell=target.tell, **length)
+    if (recipe := recipes.get("finetune")) is not None:
         from lit_layers.training.finetuning import Finetuning
 
         yield Finetuning(
-            recipe=options.finetune,
+            recipe=recipe,
             root=target.root / RESULTS / "finetuned",
-            tokenizer=options.finetune.tokenizer or target.own_tokenizer(),
+            tokenizer=recipe.tokenizer or target.own_tokenizer(),
             tell=target.tell,
             **chosen,
         )
-    if options.glue is not None:
+    if (recipe := recipes.get("glue")) is not None:
         from lit_layers.training.sequence_tasks import GlueScores
 
-        for task in options.glue.tasks:
+        for task in recipe.tasks:
             yield GlueScores(
                 task=task,
-                recipe=options.glue,
-                model=options.model,
+                recipe=recipe,
+                model=model,
                 root=target.root / RESULTS,
                 folder=options.folder,
                 tokenizer=target.own_tokenizer(),
@@ -115,7 +250,7 @@ def _analyses(options: argparse.Namespace, target: Target) -> "Iterator[Analysis
             )
 
 
-def _refuse_another_kind(options: argparse.Namespace, target: Target) -> None:
+def _refuse_another_kind(options: Interventions, target: Target) -> None:
     """By what config.json says, as no tokenizer that is asked for would make a reader of a model that sees."""
     reads = "vocab_size" in target.config
     sees = not reads and ("image_size" in target.config or "architecture" in target.config)  # transformers, timm
@@ -133,7 +268,7 @@ def _timed(chosen: dict[str, Any]) -> dict[str, Any]:
     return chosen | {"variants": tuple(names) or chosen["variants"], "loops": loops, "seeds": chosen["seeds"][:1]}
 
 
-def _tasks(options: argparse.Namespace, target: Target, chosen: dict[str, Any]) -> "Iterator[Analysis]":
+def _tasks(options: Interventions, target: Target, chosen: dict[str, Any]) -> "Iterator[Analysis]":
     if not options.tasks:
         return
     from lit_layers.tasks.benchmark_rows import is_file
@@ -152,7 +287,7 @@ def _tasks(options: argparse.Namespace, target: Target, chosen: dict[str, Any]) 
         )
 
 
-def _texts(options: argparse.Namespace, target: Target) -> Any:
+def _texts(options: Any, target: Target) -> Any:
     from lit_layers.data import EvalText
 
     limit = length_limit(target.config)
@@ -164,7 +299,7 @@ def _texts(options: argparse.Namespace, target: Target) -> Any:
     )
 
 
-def _images(options: argparse.Namespace) -> Any:
+def _images(options: Any) -> Any:
     from lit_layers.data import EvalImages
 
     return EvalImages(

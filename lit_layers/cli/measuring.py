@@ -5,14 +5,14 @@ import json
 import os
 import re
 import sys
-from argparse import ArgumentTypeError
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from lit_layers.cli.bar import bar
+from lit_layers.cli.options import Steps
 from lit_layers.cli.processes import AUTO, shard_of, take_own_gpu, wait_for_the_others
 from lit_layers.errors import InputError
 from lit_layers.identity import divided, settings_name, settings_of, short, shown
@@ -88,64 +88,67 @@ class Outcome:
     steps: "list[int | None] | None" = None
 
 
-def truth(text: str) -> bool:
-    """Returns what `true` and `false` mean.
+@dataclass(frozen=True, kw_only=True)
+class Checkpoints:
+    """Which checkpoints are measured, how they are read, and where the results go.
 
-    Raises:
-        ArgumentTypeError: anything else.
+    Args:
+        steps: of a model's series: all, a list, {log_spaced: N}, pythia, {every: N}
+        revision: a branch, tag or commit of the Hub
+        submodule: of a folder of *.ckpt files: the submodule that is the network (default: found by its tensors)
+        allow_suspect: measure checkpoints, too, that the audit of the series found suspect
+        keep_downloads: false: remove each checkpoint of a series from the Hub's cache once it is measured
+        shard: i/n: every n-th checkpoint from the i-th, from 0. auto: a share for each process of torchrun
+        stream_blocks: read a model block by block: it is never in memory as a whole
+        root: folder of the results (default: checkpoints/NAME OF MODEL, or a run's own folder)
+        device: auto: a GPU if there is one
+        dtype: what weights are converted to
     """
-    if text.lower() not in ("true", "false"):
-        raise ArgumentTypeError(f"expected true or false, got {text!r}")
-    return text.lower() == "true"
 
+    steps: Steps | None = None
+    revision: str | None = None
+    submodule: str | None = None
+    allow_suspect: bool = False
+    keep_downloads: bool = True
+    shard: str = AUTO
+    stream_blocks: bool = False
+    root: Path | None = None
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    dtype: Literal["float32", "float64"] = "float32"
 
-def add_options(add: Callable[..., Any], *, root: str, boolean: Any = truth) -> None:
-    """Adds what such a command asks for: which checkpoints, how they are read, where results go, the device."""
-    add("--steps", type=str, default=None, help=STEPS)
-    add("--revision", type=str, default=None, help="A branch, tag or commit of the Hub.")
-    add("--submodule", type=str, default=None, help="Of a folder of *.ckpt files: the submodule that is the network "
-        "(default: found by its tensors).")  # fmt: skip
-    add("--allow-suspect", "--allow_suspect", action="store_true", help="Measure checkpoints, too, that the audit of "
-        "the series found suspect.")  # fmt: skip
-    add("--keep-downloads", "--keep_downloads", type=boolean, default=True, help="false: remove "
-        "each checkpoint of a series from the Hub's cache once it is measured (default: true).")  # fmt: skip
-    add("--shard", type=str, default=AUTO, help="i/n: every n-th checkpoint from the i-th, from 0. auto: a share for "
-        "each process of torchrun (default: auto).")  # fmt: skip
-    add("--stream-blocks", "--stream_blocks", action="store_true", help="Read a model block by block: it is never in "
-        "memory as a whole.")  # fmt: skip
-    add("--root", type=str, default=None, help=root)
-    add("--device", type=str, choices=["auto", "cpu", "cuda"], default="auto", help="auto: a GPU if there is one "
-        "(default: auto).")  # fmt: skip
-    add("--dtype", type=str, choices=["float32", "float64"], default="float32", help="What weights are converted to "
-        "(default: float32).")  # fmt: skip
+    def are_series(self, model: str) -> bool:
+        """Whether a series is meant, not one model.
 
+        Raises:
+            InputError: an option that is for the other of them.
+        """
+        folder = Path(model)
+        is_steps = folder.is_dir() and not (folder / "config.json").is_file()
+        is_series = self.steps is not None or is_steps or model.endswith((".yaml", ".yml"))
+        if is_series and self.revision is not None:
+            raise InputError(f"revision: {self.revision} is one model: leave it out, or leave --steps out")
+        only = {"allow-suspect": self.allow_suspect, "keep-downloads": not self.keep_downloads}
+        only |= {"shard": self.shard != AUTO, "submodule": self.submodule is not None}
+        if not is_series and (name := next((name for name, is_given in only.items() if is_given), None)):
+            raise InputError(f"{name}: is for series, and one model was named: leave it out, or name its --steps")
+        return is_series
 
-MODEL = (
-    "A folder with config.json and weights, or a name on the Hub. Of a series: a folder of steps, a name on the "
-    "Hub with --steps, or a manifest."
-)
-STEPS = "Of a model's series: all, a list, {log_spaced: N}, pythia, {every: N}."
+    def opened(self, model: str) -> "list[Series]":
+        """The model, or each series that is meant.
 
+        Raises:
+            InputError: there is none, or an option does not fit it.
+        """
+        from lit_layers.series import OneModel, open_series, read_steps
 
-def settle(options: Any) -> None:
-    """Adds `is_series` to options, and refuses what is for the other of a model and a series.
-
-    Raises:
-        InputError: one of them.
-    """
-    folder = Path(options.model)
-    is_steps = folder.is_dir() and not (folder / "config.json").is_file()
-    options.is_series = options.steps is not None or is_steps or options.model.endswith((".yaml", ".yml"))
-    if options.is_series and options.revision is not None:
-        raise InputError(f"revision: {options.revision} is one model: leave it out, or leave --steps out")
-    only = {"allow-suspect": options.allow_suspect, "keep-downloads": not options.keep_downloads}
-    only |= {"shard": options.shard != AUTO, "submodule": options.submodule is not None}
-    if not options.is_series and (name := next((name for name, is_given in only.items() if is_given), None)):
-        raise InputError(f"{name}: is for series, and one model was named: leave it out, or name its --steps")
+        if not self.are_series(model):
+            return [OneModel(model, revision=self.revision)]
+        steps = "all" if self.steps is None else self.steps
+        return open_series(model, read_steps(steps) if isinstance(steps, str) else steps, model=self.submodule)
 
 
 def measured(
-    options: Any, make: Make, everything: "Sequence[Series] | None" = None, *, tokenizer: str | None = None
+    everything: "Sequence[Series]", options: Checkpoints, make: Make, *, tokenizer: str | None = None
 ) -> Iterator[Outcome]:
     """Yields what came of the model, or of each series that is meant, once it is measured and its audit was shown.
 
@@ -158,13 +161,11 @@ def measured(
     from lit_layers.cli.audit import show_audit
     from lit_layers.offline import analyze_series
 
-    everything = _series(options) if everything is None else everything
     shard = shard_of(options.shard, os.environ)
     hidden = options.shard == AUTO and shard[0] > 0  # the first process of torchrun speaks for all
     take_own_gpu(options.device, os.environ)
     for series in everything:
-        asked = None if options.root is None else Path(options.root)
-        root = _root_of(asked, series, alone=len(everything) == 1)
+        root = _root_of(options.root, series, alone=len(everything) == 1)
         with bar("opening the model" if series.is_alone else "auditing the series", hidden=hidden) as show:
             told = _Told(show)
             analyses, without = _analyses(series, root, tokenizer, make, told.detail)
@@ -197,15 +198,6 @@ def measured(
     sys.stdout.flush()  # torchrun may end this process as soon as another one ends
     if options.shard == AUTO:
         wait_for_the_others(os.environ)
-
-
-def _series(options: Any) -> "list[Series]":
-    from lit_layers.series import OneModel, open_series, read_steps
-
-    if not options.is_series:
-        return [OneModel(options.model, revision=options.revision)]
-    steps = "all" if options.steps is None else options.steps
-    return open_series(options.model, read_steps(steps) if isinstance(steps, str) else steps, model=options.submodule)
 
 
 def _analyses(

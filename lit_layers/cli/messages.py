@@ -14,6 +14,10 @@ _NESTED = re.compile(  # an option of a class that is named elsewhere
     r"Parser key \"(?P<group>[^\"]+)\": .* Errors: - (?P<said>.*?)(?: - Expected .*)? Given value type: .*"
     r"NestedArg\(key='(?P<name>[^']+)'"
 )
+_IN_CLASS = re.compile(  # the same, in a recipe
+    r"Parser key \"(?P<group>[^\"]+)\": Does not validate .*? Errors: - (?P<said>[\w.]+: .*?) - Expected a "
+    r"<class 'NoneType'> Given value type: .*? Given value: \{'class_path'"
+)
 REFUSED = "a recipe names no"
 _MAY_BE_NAMED = (
     "only lit_layers, torch, lightning, transformers, timm, torchmetrics and your own code, with --code PACKAGE"
@@ -33,6 +37,12 @@ _REWORDED = [
     (r"Parser key \"([^\"]+)\": ?", r"\1: "),
     (r"Problem with given class_path '([^']+)': ", r"class_path \1: "),
     (r"Expected a (\w+)\. Got value: (.*)", r"expected \1, got \2"),
+    (
+        r"Not a valid subclass of (\w+)\. Got value: (.*?) Subclass types expect.*",
+        r"expected a \1, by class_path, got \2",
+    ),
+    (r"expected bool\b", "expected true or false"),
+    (r"Not of type \w+: ", ""),
     (r"^the following arguments are required: (.*)", r"missing: \1; give it in the recipe or on the command line"),
 ]
 
@@ -61,6 +71,8 @@ def one_sentence(message: str, options: Iterable[str] = ()) -> str:
         if not said.startswith(f"{nested['name']}: "):
             return f"unknown option --{key}: the class given for {nested['group']} has none of that name"
         text = f"{nested['group']}.{said}"
+    if inner := _IN_CLASS.match(text):
+        text = f"{inner['group']}.{inner['said']}"
     if union := _UNION.search(text):
         place = text[: union.start()].partition(" - Expected a path but ")[
             0

@@ -9,7 +9,7 @@ import inspect
 import re
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any, Literal, get_args, get_origin
+from typing import Any, Literal, TypeVar, get_args, get_origin
 
 import docstring_parser
 from jsonargparse import SUPPRESS, DefaultHelpFormatter, Namespace
@@ -21,6 +21,7 @@ from lit_layers.cli.limits import other_encoding, refuse_wild_numbers
 from lit_layers.cli.trust import HELP, RecipeParser, refuse_reach, trust_code
 from lit_layers.errors import InputError
 
+T = TypeVar("T")
 Steps = list[int] | dict[str, int] | str
 ON_THE_COMMAND_LINE_ALONE = ("any_command", "code")  # a recipe does not say which programs and code are trusted
 
@@ -28,22 +29,28 @@ ON_THE_COMMAND_LINE_ALONE = ("any_command", "code")  # a recipe does not say whi
 class Names(tuple[str, ...]):
     """Names: a list in a recipe, with commas between them on a command line."""
 
+    def __str__(self) -> str:
+        return ",".join(self)
+
 
 class Numbers(tuple[int, ...]):
     """Whole numbers of at least 0: a list in a recipe, with commas between them on a command line."""
+
+    def __str__(self) -> str:
+        return ",".join(map(str, self))
 
 
 def _names(value: Any) -> Names:
     parts = [part.strip() for part in (value.split(",") if isinstance(value, str) else value)]
     if isinstance(value, Mapping) or not (names := [part for part in parts if part]):
-        raise ValueError("expected names")
+        raise ValueError(f"expected names such as a,b, got {value}")
     return Names(dict.fromkeys(names))
 
 
 def _numbers(value: Any) -> Numbers:
     parts = value.split(",") if isinstance(value, str) else value if isinstance(value, list | tuple) else [value]
     if not all(re.fullmatch(r"\s*[0-9]+\s*", str(part)) for part in parts):
-        raise ValueError("expected numbers")
+        raise ValueError(f"expected numbers such as 1,5,9, got {value}")
     return Numbers(dict.fromkeys(map(int, parts)))
 
 
@@ -52,14 +59,14 @@ register_type(Numbers, list, _numbers)
 
 
 class Recipe:
-    """A command line with its recipes. A verb that asks for it names classes, and can read them with other defaults.
+    """A command line with its recipes, which a verb can read again, with other defaults.
 
     Raises:
         InputError: a package of `--code` that is not there.
     """
 
     def __init__(self, verb: Callable[..., int], argv: list[str]) -> None:
-        self.takes_classes = Recipe in inspect.get_annotations(verb, eval_str=True).values()
+        self.takes_classes = "analyses" in inspect.signature(verb).parameters
         self.argv = trust_code(argv) if self.takes_classes else argv
         self.parser = parser_of(verb, epilog=f"--code PACKAGE: {HELP}." if self.takes_classes else None)
 
@@ -83,6 +90,10 @@ class Recipe:
         if self.takes_classes:
             refuse_reach(options.as_dict(), options.root or "checkpoints", self.argv)
         return options
+
+    def group(self, kind: type[T], options: Namespace) -> T:
+        """The options of a group, as its dataclass."""
+        return kind(**arguments(kind, vars(options)))
 
     def made(self, name: str, options: Namespace) -> Any:
         """What an option names by class, instantiated, and nothing else."""
@@ -160,6 +171,8 @@ def _add_options(parser: Any, function: Callable[..., Any]) -> None:
         if not is_required:
             options["default"] = default
         parts = [part for part in get_args(kind) if part is not type(None)]
+        if type(None) in get_args(kind) and inspect.isabstract(parts[0]):
+            options["type"] = parts[0]  # named by its class; what is wrong with that is said of one kind, not of two
         if len(parts) == 1 and get_origin(parts[0]) is Literal:
             options["metavar"] = f"{{{','.join(get_args(parts[0]))}}}"
         if kind is bool and default is False:
@@ -203,8 +216,9 @@ class _HelpFormatter(DefaultHelpFormatter):
 
     def _get_help_string(self, action: Any) -> str:
         words = (super()._get_help_string(action) if action.help is None else action.help) or ""
+        if extra := getattr(action, "extra_help", str)():
+            words = f"{words} ({extra.lstrip(', ')})"  # the classes that may be named
         default = action.default
         if default in (None, [], SUPPRESS) or action.nargs == 0 or "(default" in words:
             return words
-        shown = ",".join(map(str, default)) if isinstance(default, tuple) else "%(default)s"
-        return f"{words} (default: {shown})"
+        return f"{words} (default: %(default)s)"

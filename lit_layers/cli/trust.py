@@ -84,7 +84,7 @@ class RecipeParser(ArgumentParser):
         return super()._check_value_key(action, value, key, *args, **kwargs)
 
     def _get_values(self, action: Any, arg_strings: list[str]) -> Any:
-        if action.nargs == "*" and not arg_strings:
+        if action.nargs in ("*", "?") and not action.option_strings and not arg_strings:
             return argparse.SUPPRESS  # no word is no value, which would take that of a recipe away
         return super()._get_values(action, arg_strings)
 

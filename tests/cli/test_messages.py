@@ -38,6 +38,19 @@ OPTIONS = ["trainer.max_steps", "trainer.max_epochs", "model.lr", "steps"]
             "  Given value type: NestedArg\n  Given value: NestedArg(key='kind', val='c')",
             "data.kind: expected one of 'a', 'b', got c",
         ),
+        (
+            'Parser key "wandb":\n  Does not validate against any of the Union subtypes\n  Subtypes: [A, NoneType]\n'
+            "  Errors:\n    - mode: expected one of 'auto', 'online', got maybe\n    - Expected a <class 'NoneType'>\n"
+            "  Given value type: <class 'dict'>\n  Given value: {'class_path': 'A', 'init_args': {'mode': 'maybe'}}",
+            "wandb.mode: expected one of 'auto', 'online', got maybe",
+        ),
+        (
+            'Parser key "analyses":\n  batches: Not a valid subclass of Batches. Got value: 3\n  Subclass types expect '
+            "one of:\n    - a class path (str)",
+            "analyses: batches: expected a Batches, by class_path, got 3",
+        ),
+        ('Parser key "tasks":\n  Not of type Names: expected names, got ,', "tasks: expected names, got ,"),
+        ("Parser key \"x\":\n  Expected a <class 'bool'>. Got value: 3", "x: expected true or false, got 3"),
     ],
 )  # fmt: skip
 def test_a_parsers_complaint_becomes_one_sentence(raw, sentence):

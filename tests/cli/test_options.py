@@ -1,5 +1,6 @@
 """Every verb: one option system, whose options come from signatures, recipes and command lines."""
 
+import re
 from importlib import import_module
 from pathlib import Path
 
@@ -9,7 +10,7 @@ import yaml
 from lit_layers.cli.main import COMMANDS, main
 from lit_layers.cli.options import Recipe, arguments, parser_of
 
-VERBS = ("audit", "correlate", "prepare", "report", "select", "sweep")
+VERBS = tuple(verb for verb in COMMANDS if verb != "fit")  # which is LightningCLI
 # Of each class of options one that is wrong, with what is said of it.
 WRONG = {
     "audit": {
@@ -45,13 +46,38 @@ WRONG = {
         "layer: first": "layer: expected one of int, 'last', null, got first",
         "tags: [1]": "tags: expected one of dict[str, str | int | float], str, null, got [1]",
     },
+    "analyze": {
+        "analyses: 3": "analyses: expected list, got 3",
+        "analyses: [{class_path: lit_layers.analyses.Trajectory, init_args: {batches: 3}}]": "analyses: batches: "
+        "expected a Batches, by class_path, got 3",
+        "dtype: int8": "dtype: expected one of 'float32', 'float64', got int8",
+        "keep_downloads: maybe": "keep_downloads: expected true or false, got maybe",
+        "stream_blocks: 1": "stream_blocks: expected true or false, got 1",
+    },
+    "mteb": {
+        "layers: first": "layers: expected numbers such as 1,5,9 or 'all', got first",
+        "layers: [-1]": "layers: expected numbers such as 1,5,9 or 'all', got [-1]",
+        "cache_gb: 0": "cache_gb: expected a positive number, got 0",
+    },
+    "intervene": {
+        "tasks: [evil.yaml]": "tasks: a recipe names no task file, which is code, got evil.yaml: say --tasks evil.yaml",
+        "schedule: 1 2": "schedule: expected list[str] or null, got 1 2",
+        "loops: [0]": "loops: expected at least 1, got 0",
+    },
     "sweep": {
         "any_command: true": "any_command: a recipe does not say it, the command line does: --any_command",
         "code: [subprocess]": "code: a recipe does not say it, the command line does: --code",
     },
 }
 GIVEN = {"audit": ["x"], "report": ["x"], "prepare": ["--source=x", "--tokenizer=x", "--out=x"]}
-GIVEN |= {"select": ["x"], "correlate": [], "sweep": ["x", "--root=x"]}
+GIVEN |= {
+    "analyze": ["x"],
+    "mteb": ["x"],
+    "intervene": ["x"],
+    "select": ["x"],
+    "correlate": [],
+    "sweep": ["x", "--root=x"],
+}
 
 
 def function_of(verb: str):
@@ -93,13 +119,30 @@ def test_every_option_has_a_line_of_help(verb, capsys):
             {"models": ["a", "b"], "metric": "c/c", "given": ["width", "depth"], "layer": 3, "score": "s"},
             "a b --metric c/c --given width,depth --layer 3 --score s",
         ),
+        (
+            "analyze",
+            {"model": "m", "steps": {"every": 2}, "keep_downloads": False, "root": "r", "corpus": "python"},
+            "m --steps {every: 2} --keep-downloads false --root r --corpus python",
+        ),
+        (
+            "mteb",
+            {"model": "m", "tasks": ["a", "b"], "layers": [0, 3], "stream_blocks": True, "cache_gb": 3},
+            "m --tasks a,b --layers 0,3 --stream-blocks --cache_gb 3.0",
+        ),
+        (
+            "intervene",
+            {"model": "m", "variants": ["skip"], "schedule": ["1 2", "2 1"], "middles": [1], "speed": True},
+            "m --variants skip --schedule 1_2 --schedule 2_1 --middles 1 --speed",
+        ),
         ("sweep", {"file": "x.yaml", "root": "r", "workers": 2}, "x.yaml --root r --workers 2"),
     ],
 )
 def test_a_recipe_says_what_a_command_line_says(verb, recipe, words, tmp_path: Path):
     file, function = tmp_path / "recipe.yaml", function_of(verb)
+    spoken = [word.replace("_", " ") if word[0].isdigit() else word for word in re.findall(r"\{.*?\}|\S+", words)]
     file.write_text(yaml.safe_dump(recipe))
-    of_recipe, of_words = (vars(Recipe(function, argv).read()) for argv in (["--config", str(file)], words.split()))
+    of_recipe, of_words = (vars(Recipe(function, argv).read()) for argv in (["--config", str(file)], spoken))
+    of_recipe["recipe"] = of_words["recipe"] = None
     assert arguments(function, of_recipe) == arguments(function, of_words)
 
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 import yaml
 
-from lit_layers.cli.analyze_options import Command
+from lit_layers.cli.analyze import Command
 from lit_layers.cli.fit import FitParser
 from lit_layers.cli.main import main
 from lit_layers.cli.trust import RecipeParser
