@@ -175,6 +175,9 @@ class Chart:
             values = [v for s in self.series for part in (s.y, s.low, s.high) for v in part if v is not None and v > 0]
             up = log_axis(up, values)
         sides = [encoded(across, "x"), encoded(up, "y")]
+        if self.horizontal:
+            sides[0]["axis"].pop("tickCount", None)  # each row has its text
+            sides[0]["axis"]["labelOverlap"] = False
         for number, side in enumerate(sides if self.ranges else ()):
             ends = [[each[number][end] for each in self.ranges] for end in (0, 1)]
             side["scale"]["domain"] = [low[-1] for low in ends]
