@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from lit_layers.cli import fit, report, stopping
+from lit_layers.cli import fit, stopping
 from lit_layers.cli.main import main
 from lit_layers.training.checkpoints import saved_steps
 from tests.cli.test_fit import RECIPE
@@ -35,10 +35,10 @@ def ended(work: Callable[[], None], monkeypatch: pytest.MonkeyPatch, *, limit: f
         work()
         return 0
 
-    monkeypatch.setattr(report, "main", run)
+    monkeypatch.setattr(fit, "main", run)
     monkeypatch.setattr(stopping, "LIMIT", limit)
     started = time.monotonic()
-    return run_forked(lambda: main(["report"])), time.monotonic() - started
+    return run_forked(lambda: main(["fit"])), time.monotonic() - started
 
 
 def deaf() -> None:
@@ -101,8 +101,8 @@ def test_a_signal_to_a_child_is_not_its_parents(monkeypatch):
 
 def test_what_was_there_before_is_there_afterwards(monkeypatch):
     before = signal.getsignal(signal.SIGTERM)
-    monkeypatch.setattr(report, "main", lambda _: 0)
-    assert main(["report"]) == 0
+    monkeypatch.setattr(fit, "main", lambda _: 0)
+    assert main(["fit"]) == 0
     assert signal.getsignal(signal.SIGTERM) == before
     assert signal.set_wakeup_fd(-1) == -1
 
