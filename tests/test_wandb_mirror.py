@@ -16,6 +16,7 @@ from lit_layers.report import WandbMirror
 from lit_layers.report.wandb_mirror import _points
 from tests.support.read_wandb import Run, read_runs
 from tests.support.runs import make_run, measurement
+from tests.support.undrawn import leave_undrawn
 
 wandb = pytest.importorskip("wandb")
 AXIS = "trainer/global_step"
@@ -28,6 +29,12 @@ ENVIRONMENT = {
 }
 # W&B leaves temporary folders of its media to the garbage collector.
 pytestmark = pytest.mark.filterwarnings("ignore:Implicitly cleaning up:ResourceWarning")
+
+
+@pytest.fixture(autouse=True)
+def undrawn(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    if "drawn" not in request.node.name:
+        leave_undrawn(monkeypatch)
 
 
 @pytest.fixture
@@ -222,12 +229,15 @@ def test_what_a_crash_kept_from_the_server_is_sent_again(tmp_path: Path, monkeyp
 CHILD = """
 import os, signal, sys
 from pathlib import Path
+import pytest
 from lit_layers import records
 from lit_layers.records import ScalarLog
 from lit_layers.report import WandbMirror
 from lit_layers.report.wandb_mirror import _points
 from tests.support.runs import measurement
+from tests.support.undrawn import leave_undrawn
 
+leave_undrawn(pytest.MonkeyPatch())
 root, last, die_at, phase = Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]), sys.argv[4]
 checkpoint = root / "offset"
 start, offset = map(int, checkpoint.read_text().split()) if checkpoint.exists() else (0, 0)

@@ -49,6 +49,7 @@ def images(tmp_path_factory) -> Path:
     return path
 
 
+@pytest.mark.soak
 def test_a_run_that_begins_is_preempted_goes_on_and_is_overwritten(recipe, tmp_path):  # noqa: F811
     command = ["fit", "--config", str(recipe), "--root", str(tmp_path / "run"), "--trainer.devices", "2"]
     command += ["--trainer.strategy", "ddp"]

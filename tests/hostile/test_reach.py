@@ -9,6 +9,7 @@ import pytest
 import yaml
 
 from lit_layers.cli.main import main
+from tests.cli.conftest import corpus  # noqa: F401 - a fixture
 from tests.cli.test_fit import RECIPE
 from tests.hostile.test_recipes import refused, spec
 
@@ -89,7 +90,7 @@ def test_analyze_writes_no_further(tmp_path, capsys):
 
 
 @pytest.mark.slow
-def test_a_recipe_may_write_into_its_root_and_where_the_command_line_says(write, tmp_path, capsys):
+def test_a_recipe_may_write_into_its_root_and_where_the_command_line_says(write, corpus, tmp_path, capsys):  # noqa: F811
     logger = spec(f"{LOGGERS}.CSVLogger", save_dir="${root}/logs", name="a")
     checkpoint = spec(f"{CALLBACKS}.ModelCheckpoint", dirpath="OUTSIDE/x", filename="last", every_n_train_steps=1)
     recipe = write("trainer.callbacks", [checkpoint])
@@ -97,7 +98,7 @@ def test_a_recipe_may_write_into_its_root_and_where_the_command_line_says(write,
     content["trainer"] |= {"logger": logger, "enable_checkpointing": True, "profiler": "simple"}
     Path(recipe).write_text(yaml.safe_dump(content))
     named = ["--trainer.default_root_dir", str(tmp_path / "outside")]
-    assert main(["fit", "--config", recipe, *named]) == 0
+    assert main(["fit", "--config", recipe, "--corpus", str(corpus), *named]) == 0
     assert (tmp_path / "run" / "logs" / "a" / "version_0" / "metrics.csv").is_file()
     assert (tmp_path / "outside" / "x" / "last.ckpt").is_file()
 
