@@ -17,6 +17,7 @@ from lit_layers.report import MirrorAside, WandbMirror, wandb_aside, wandb_files
 from lit_layers.training.checkpoints import saved_steps, step_folder
 from tests.cli.test_fit import RECIPE
 from tests.support.runs import make_run
+from tests.support.undrawn import leave_undrawn
 
 wandb = pytest.importorskip("wandb")
 
@@ -32,6 +33,7 @@ def release():
 @pytest.fixture(autouse=True)
 def none_before(monkeypatch):
     monkeypatch.setattr(wandb_aside, "abandoned", [])
+    leave_undrawn(monkeypatch)
 
 
 class FakeRun:
