@@ -39,6 +39,7 @@ def replace_file(path: Path, text: str) -> None:
     draft = path.with_name(f".{path.name}.{os.getpid()}")
     try:
         draft.write_text(text, encoding="utf-8")
+        sync(draft)
         draft.replace(path)
     finally:
         with contextlib.suppress(OSError):  # on a read-only disk that fails, too

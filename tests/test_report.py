@@ -1,12 +1,14 @@
 import hashlib
 import html
 import json
+import math
 import os
 import re
 import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pandas as pd
@@ -18,10 +20,12 @@ from lit_layers import records
 from lit_layers.cli.main import main
 from lit_layers.cli.report import _run_id
 from lit_layers.errors import InputError
+from lit_layers.figures import vega
 from lit_layers.figures.vega import script
 from lit_layers.metrics import look_up
 from lit_layers.records import Measurement, Record
 from lit_layers.report import facts, write_report
+from lit_layers.report.template import Feed, placed
 from tests.support.browser import CHROMIUM, dom_after
 from tests.support.charts import PageFigure, page_figures, svg_texts
 from tests.support.layer_results import CATEGORIES, layer_results, write_layer_results
@@ -912,3 +916,44 @@ def test_every_command_and_every_line_of_python_in_the_documentation_works(
     exec(snippet, names)
     assert names["coupling"]["value"].notna().all()
     assert len(names["coupling"]) == 3
+
+
+@pytest.mark.parametrize("failure", [OSError("no more processes"), subprocess.TimeoutExpired("x", 600), None])
+def test_where_nothing_can_be_drawn_the_report_says_so_in_a_sentence(tmp_path, monkeypatch, failure):
+    """A training writes its page at its end: what vl-convert does to itself is no reason to fail."""
+
+    def run(*_, **__):
+        if failure is not None:
+            raise failure
+        return SimpleNamespace(returncode=-9, stderr="", stdout="")
+
+    root = make_run(tmp_path / "run", steps=(0, 1), analyses=("lens",), layers=2)
+    monkeypatch.setattr(vega.subprocess, "run", run)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    vega.script.cache_clear()
+    with pytest.raises(InputError, match="nothing can be drawn: "):
+        write_report(root)
+    assert not (root / "report.html").exists()
+    with pytest.raises(InputError, match="nothing can be drawn: "):
+        vega.pictures_of([{}], [".png"])
+
+
+def test_a_user_without_a_home_has_pages(tmp_path, monkeypatch):
+    def nobody(_):
+        raise RuntimeError("Could not determine home directory.")
+
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+    monkeypatch.setattr(Path, "expanduser", nobody)
+    monkeypatch.setattr(vega, "_drawing", lambda: "script()")
+    vega.script.cache_clear()
+    assert vega.script() == "script()"
+    vega.script.cache_clear()
+
+
+def test_one_chart_that_cannot_be_put_down_leaves_the_others(monkeypatch):
+    feed = Feed()
+    monkeypatch.setattr(feed, "add", lambda _: math.log(0))
+    figure = {"chart": SimpleNamespace(height=100, frames=()), "caption": "", "problem": ""}
+    (block,) = placed([{"choices": [{"text": "", "figures": [figure]}]}], feed)
+    assert block["figures"][0]["numbers"] == [0]
+    assert feed.figures[0]["problem"].startswith("This figure could not be drawn: ValueError")

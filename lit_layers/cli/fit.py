@@ -287,8 +287,9 @@ def _close(cli: FitCLI, seconds: float, code: int, last_step: int) -> None:
         )
         print_closing(cli.console, root, seconds=seconds)
         cli.console.print(f"\nreport: {write_report(root)}", highlight=False, markup=False, soft_wrap=True)
-    except (InputError, OSError, ValueError) as error:
-        cli.console.print(f"\nno report: {error}", style="red", highlight=False, markup=False)
+    except Exception as error:  # the training has ended: nothing in its account may change how
+        reason = str(error) or type(error).__name__
+        cli.console.print(f"\nno report: {reason}", style="red", highlight=False, markup=False)
     if mirror is not None:
         mirror.finish(exit_code=code)
         cli.console.print(mirror.closing_line(), highlight=False, markup=False, soft_wrap=True)

@@ -18,6 +18,7 @@ from lit_layers.errors import InputError
 from lit_layers.figures.axes import Axis
 
 SUFFIXES = (".png", ".svg", ".pdf")
+_PATIENCE = 600.0  # seconds; a page's hundred pictures take ten
 NUMBER = "'.4~g'"
 DETAIL = [{"field": "k", "type": "nominal"}, {"field": "u", "type": "nominal"}]
 ORDER = {"field": "i", "type": "quantitative"}
@@ -120,6 +121,7 @@ def pictures_of(specs: Sequence[Any], suffixes: Sequence[str]) -> list[list[byte
 
     Raises:
         ValueError: for another suffix than .png, .svg and .pdf.
+        InputError: where vl-convert fails.
     """
     for suffix in suffixes:
         if suffix not in SUFFIXES:
@@ -134,10 +136,10 @@ def script() -> str:
 
     Putting it together takes two seconds: the user's cache keeps it for as long as the version of vl-convert stays.
     """
-    version = importlib.metadata.version("vl-convert-python")
-    cache = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "lit_layers" / f"vega-{version}.js"
-    with contextlib.suppress(OSError):
-        return cache.read_text(encoding="utf-8")
+    cache = _cache() / f"vega-{importlib.metadata.version('vl-convert-python')}.js"
+    with contextlib.suppress(OSError, UnicodeDecodeError):
+        if text := cache.read_text(encoding="utf-8"):
+            return text
     text = _drawing()
     with contextlib.suppress(OSError):  # a disk that cannot be written costs two seconds a process
         cache.parent.mkdir(parents=True, exist_ok=True)
@@ -145,10 +147,33 @@ def script() -> str:
     return text
 
 
+def _cache() -> Path:
+    """The folder that keeps it; one that cannot be where the user has no home."""
+    with contextlib.suppress(RuntimeError):
+        return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "lit_layers"
+    return Path(os.devnull)
+
+
 def _drawing(*arguments: str, task: str = "") -> str:
-    """What `drawing.py` answers, in a process of its own that a signal for this one's group does not reach."""
+    """What `drawing.py` answers, in a process of its own that a signal for this one's group does not reach.
+
+    Raises:
+        InputError: it cannot be started, dies, or takes too long.
+    """
     command = [sys.executable, "-P", str(Path(__file__).with_name("drawing.py")), *arguments]
-    done = subprocess.run(command, input=task, capture_output=True, text=True, encoding="utf-8", start_new_session=True)
+    try:
+        done = subprocess.run(
+            command,
+            input=task,
+            capture_output=True,
+            text=True,
+            encoding="utf-8",
+            start_new_session=True,
+            timeout=_PATIENCE,
+        )
+    except (OSError, subprocess.TimeoutExpired) as error:
+        raise InputError(f"nothing can be drawn: {error.__class__.__name__} of vl-convert's process") from error
     if done.returncode:
-        raise RuntimeError(f"drawing failed: {(done.stderr.strip().splitlines() or [done.returncode])[-1]}")
+        reason = (done.stderr.strip().splitlines() or [f"vl-convert's process ended with {done.returncode}"])[-1]
+        raise InputError(f"nothing can be drawn: {reason}")
     return done.stdout

@@ -133,5 +133,8 @@ def _number(figure: Mapping[str, Any], feed: Feed) -> int:
     if figure["chart"] is None:
         feed.fail(figure["problem"])
     else:
-        feed.add(figure["chart"])
+        try:
+            feed.add(figure["chart"])
+        except Exception as error:  # the page's other figures are as good as before
+            feed.fail(f"This figure could not be drawn: {type(error).__name__}: {error}")
     return len(feed.figures) - 1

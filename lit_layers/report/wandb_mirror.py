@@ -310,7 +310,11 @@ class WandbMirror:
             columns=records.AUDIT, errors="ignore"
         )  # what comes here may be drawn
         charts = {name: layer_matrix(frame, metric, tags=tags) for name, (metric, tags) in due.items()}
-        pictures = pictures_of([chart.whole() for chart in charts.values()], [".png"])
+        try:
+            pictures = pictures_of([chart.whole() for chart in charts.values()], [".png"])
+        except InputError as error:
+            logger.warning("W&B: no map of %s at step %s: %s", measurement.analysis, measurement.step, error)
+            return {}
         from PIL import Image  # what only W&B's heat maps need
 
         # Beside others of its name, with a slider over the steps.
