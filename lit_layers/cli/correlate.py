@@ -87,7 +87,7 @@ def correlate(
 def _is_over_layers(over_models: OverModels, over_layers: OverLayers) -> bool:
     """Which of the two modes is meant; their options do not mix."""
     models, layers = (
-        [name for name, value in vars(options).items() if value not in (None, False)]
+        [name for name, value in vars(options).items() if value is not None and value is not False]
         for options in (over_models, over_layers)
     )
     if layers and models:

@@ -125,7 +125,7 @@ class Interventions:
             if name in OF_TEXTS and self.images is not None:
                 raise InputError(f"{name}: is for language models, and --images was given: leave it out")
         for task in self.tasks or ():
-            if task.endswith(".yaml") and not any(task in word for word in recipe.argv):
+            if task.endswith(".yaml") and not any(task in said.split(",") for said in recipe.said("tasks")):
                 raise InputError(f"tasks: a recipe names no task file, which is code, got {task}: say --tasks {task}")
         is_usual = not self.given.keys() & {"tasks", "images", "glue", "corpus", "finetune", "speed"}
         settled = dataclasses.replace(self, tasks=TASKS) if is_usual else self

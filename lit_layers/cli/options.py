@@ -18,12 +18,13 @@ from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
 from lit_layers.cli.limits import other_encoding, refuse_wild_numbers
-from lit_layers.cli.trust import HELP, RecipeParser, refuse_reach, trust_code
+from lit_layers.cli.trust import HELP, RecipeParser, refuse_place, refuse_reach, trust_code
 from lit_layers.errors import InputError
 
 T = TypeVar("T")
 Steps = list[int] | dict[str, int] | str
 ON_THE_COMMAND_LINE_ALONE = ("any_command", "code")  # a recipe does not say which programs and code are trusted
+WRITTEN = ("out", "export", "pictures", "json", "cache")  # besides its root, which is `out` where it has no other
 
 
 class Names(tuple[str, ...]):
@@ -49,7 +50,7 @@ def _names(value: Any) -> Names:
 
 def _numbers(value: Any) -> Numbers:
     parts = value.split(",") if isinstance(value, str) else value if isinstance(value, list | tuple) else [value]
-    if not all(re.fullmatch(r"\s*[0-9]+\s*", str(part)) for part in parts):
+    if not parts or not all(re.fullmatch(r"\s*[0-9]+\s*", str(part)) for part in parts):
         raise ValueError(f"expected numbers such as 1,5,9, got {value}")
     return Numbers(dict.fromkeys(map(int, parts)))
 
@@ -81,14 +82,28 @@ class Recipe:
             options: Any = self.parser.parse_args(_spelt(self.parser, self.argv))
         refuse_wild_numbers(options.as_dict())
         for name in ON_THE_COMMAND_LINE_ALONE:
-            if options.get(name) and not any(word.partition("=")[0] == f"--{name}" for word in self.argv):
+            value, here = options.get(name), self.said(name)
+            if value and (not here if value is True else list(value) != here):
                 raise InputError(f"{name}: a recipe does not say it, the command line does: --{name}")
         return self.checked(options)
+
+    def said(self, name: str) -> list[str]:
+        """The values that the command line, and no recipe, gives an option; of a flag the word behind it."""
+        values = []
+        for word, following in zip(self.argv, [*self.argv[1:], ""], strict=True):
+            option, sign, value = word.partition("=")
+            if option.replace("-", "_") == f"__{name}":
+                values.append(value if sign else following)
+        return values
 
     def checked(self, options: Namespace) -> Namespace:
         """Options whose classes reach only where they may."""
         if self.takes_classes:
             refuse_reach(options.as_dict(), options.root or "checkpoints", self.argv)
+        for name in WRITTEN:
+            value = options.get(name)
+            if value is not None and value != self.parser.get_default(name):
+                refuse_place(name, str(value), options.get("root", options.get("out")), self.argv)
         return options
 
     def group(self, kind: type[T], options: Namespace) -> T:

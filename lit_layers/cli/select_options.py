@@ -101,7 +101,7 @@ class SelectOptions:
 
 
 def _given(options: SelectOptions, names: tuple[str, ...]) -> str | None:
-    return next((name for name in names if getattr(options, name) not in (None, False)), None)
+    return next((name for name in names if (value := getattr(options, name)) is not None and value is not False), None)
 
 
 def _refuse_what_does_not_fit(options: SelectOptions) -> None:

@@ -174,8 +174,7 @@ def refuse_reach(options: Mapping[str, Any], root: str | Path, argv: list[str]) 
     Raises:
         InputError: naming the option and its value.
     """
-    words = [part for word in argv for part in (word, word.partition("=")[2]) if part]
-    allowed = [Path(folder).resolve() for folder in (root, *words)]
+    allowed = _allowed(root, argv)
     if trainer := options.get("trainer"):
         options = {**options, "trainer": {"class_path": "lightning.pytorch.callbacks.Callback", "init_args": trainer}}
     for where, path, given, holder in _classes("", options, "lit_layers"):
@@ -190,9 +189,26 @@ def refuse_reach(options: Mapping[str, Any], root: str | Path, argv: list[str]) 
             )
         for place, value in _texts(where, given):
             if not _is_harmless(place, value, module) and not _lies_in(value, allowed):
-                raise InputError(
-                    f"{place}: a recipe reaches only its root and folders that the command line names, got {value!r}"
-                )
+                raise _out_of_reach(place, value)
+
+
+def refuse_place(name: str, value: str, root: str | Path | None, argv: list[str]) -> None:
+    """Refuses a file or folder to write that a recipe names elsewhere than in `root` or where the command line says.
+
+    Raises:
+        InputError: naming the option and its value.
+    """
+    if not _lies_in(value, _allowed(root, argv)):
+        raise _out_of_reach(name, value)
+
+
+def _allowed(root: str | Path | None, argv: list[str]) -> list[Path]:
+    words = [part for word in argv for part in (word, word.partition("=")[2]) if part]
+    return [Path(folder).resolve() for folder in (*([] if root is None else [root]), *words) if "\0" not in str(folder)]
+
+
+def _out_of_reach(place: str, value: str) -> InputError:
+    return InputError(f"{place}: a recipe reaches only its root and folders that the command line names, got {value!r}")
 
 
 def _classes(where: str, value: Any, holder: str) -> Iterator[tuple[str, str, Any, str]]:
@@ -236,7 +252,9 @@ def _is_harmless(where: str, value: str, module: str) -> bool:
 
 
 def _lies_in(value: str, allowed: list[Path]) -> bool:
-    return "://" not in value and any(Path(value).expanduser().resolve().is_relative_to(place) for place in allowed)
+    if "://" in value or "\0" in value:
+        return False
+    return any(Path(value).expanduser().resolve().is_relative_to(place) for place in allowed)
 
 
 def _variable(name: str, *default: Any) -> Any:

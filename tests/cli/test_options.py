@@ -63,6 +63,7 @@ WRONG = {
         "tasks: [evil.yaml]": "tasks: a recipe names no task file, which is code, got evil.yaml: say --tasks evil.yaml",
         "schedule: 1 2": "schedule: expected list[str] or null, got 1 2",
         "loops: [0]": "loops: expected at least 1, got 0",
+        "loops: []": "loops: expected numbers such as 1,5,9 or null, got []",
     },
     "sweep": {
         "any_command: true": "any_command: a recipe does not say it, the command line does: --any_command",
@@ -96,13 +97,13 @@ def test_every_option_has_a_line_of_help(verb, capsys):
     [
         (
             "audit",
-            {"series": "run", "steps": [0, 1], "level": "files", "json": "x.json"},
-            "run --steps [0,1] --level files --json x.json",
+            {"series": "run", "steps": [0, 1], "level": "files"},
+            "run --steps [0,1] --level files",
         ),
         (
             "report",
-            {"root": "run", "allow_suspect": True, "settings": ["a", "b"], "out": "x.html"},
-            "run --allow-suspect --settings a,b --out=x.html",
+            {"root": "run", "allow_suspect": True, "settings": ["a", "b"], "out": "run/x.html"},
+            "run --allow-suspect --settings a,b --out=run/x.html",
         ),
         (
             "prepare",
@@ -155,3 +156,42 @@ def test_a_wrong_value_is_one_sentence(tmp_path: Path, capsys):
             said = capsys.readouterr().err
             assert said.startswith(f"lit-layers {verb}: error: {sentence}"), said
             assert said.count("\n") == 1
+
+
+def test_a_recipe_writes_where_its_root_is_or_the_command_line_says(tmp_path: Path, capsys):
+    recipe, elsewhere = tmp_path / "recipe.yaml", tmp_path / "elsewhere"
+    for verb, name in (
+        *(("report", name) for name in ("out", "export", "pictures")),
+        *(("select", name) for name in ("export", "cache")),
+        ("audit", "json"),
+        ("mteb", "cache"),
+    ):
+        for place in (str(elsewhere / "x.csv"), "~/x.csv", "x/../../x.csv", "a\0b"):
+            recipe.write_text(yaml.safe_dump({name: place}))
+            assert main([verb, "run", "--config", str(recipe)]) == 2
+            sentence = f"{name}: a recipe reaches only its root and folders that the command line names, got"
+            assert capsys.readouterr().err.startswith(f"lit-layers {verb}: error: {sentence}"), (verb, place)
+    recipe.write_text(yaml.safe_dump({"out": str(elsewhere / "page.html"), "export": "run/all.csv"}))
+    options = Recipe(function_of("report"), ["run", "--config", str(recipe), "--pictures", str(elsewhere)]).read()
+    assert (options.out, options.export) == (elsewhere / "page.html", Path("run/all.csv"))
+
+
+def test_code_is_what_the_command_line_says_and_no_recipe_adds_to_it(tmp_path: Path, capsys):
+    recipe = tmp_path / "recipe.yaml"
+    recipe.write_text("code: [evil]")
+    for words in (["--config", str(recipe), "--code", "good"], ["--code=good", "--config", str(recipe)]):
+        assert main(["sweep", "grid.yaml", "--root", "runs", *words]) == 2
+        assert "code: a recipe does not say it" in capsys.readouterr().err
+    read = Recipe(function_of("sweep"), ["grid.yaml", "--root", "runs", "--any-command", "--code", "good"]).read()
+    assert (read.any_command, list(read.code)) == (True, ["good"])
+    itself = tmp_path / "evil.yaml"
+    itself.write_text(f"tasks: [{itself}]")
+    assert main(["intervene", "m", "--config", str(itself)]) == 2
+    assert "tasks: a recipe names no task file, which is code" in capsys.readouterr().err
+
+
+def test_a_nought_that_was_given_was_given(capsys):
+    assert main(["select", "m", "--task", "banking77", "--penalty", "0"]) == 2
+    assert "penalty: is for regressions" in capsys.readouterr().err
+    assert main(["correlate", "--metrics", "m", "--scores", "mteb", "--layer", "0"]) == 2
+    assert "belongs to a correlation over models" in capsys.readouterr().err
