@@ -29,6 +29,7 @@ from lit_layers.records import Record
 # "resid": every layer as it leaves its block. "hf": the last one after the final norm, as in `hidden_states` of
 # transformers and in much published code. "normed": every one after the final norm, as a model cut there would end.
 States = Literal["resid", "hf", "normed"]
+_ORDERS = ("alpha", "p")  # of an entropy, of a norm: these may be infinite
 STATES: tuple[States, ...] = ("resid", "hf", "normed")
 
 
@@ -41,7 +42,7 @@ class Analysis(ABC):
 
     name: str
     LEAST: ClassVar[Mapping[str, float]] = {}  # the lowest value of options that are numbers
-    POSITIVE: ClassVar[Sequence[str]] = ()  # options that are finite and above 0
+    POSITIVE: ClassVar[Sequence[str]] = ()  # options that are above 0
 
     @abstractmethod
     def run(self, model: LayeredModel) -> Iterable[Record]:
@@ -81,17 +82,21 @@ class Analysis(ABC):
         """
         for field in dataclasses.fields(self) if dataclasses.is_dataclass(self) else ():
             value, choices = getattr(self, field.name), _choices(field.type)
+            if choices and get_origin(field.type) in (list, tuple) and not isinstance(value, list | tuple):
+                raise InputError(f"{self.name}: expected {field.name} to be a list of {choices}, got {value!r}")
             for choice in value if isinstance(value, list | tuple) else (value,):
-                if choices and isinstance(choice, str) and choice not in choices:
+                if choices and isinstance(choice, str | None) and choice not in choices:
                     kinds = "an int or " if int in get_args(field.type) else ""
                     raise InputError(
                         f"{self.name}: expected {field.name} to be {kinds}one of {choices}, got {choice!r}"
                     )
         for option, least in self.LEAST.items():
-            if (value := getattr(self, option)) is not None and not least <= value < math.inf:
+            value = getattr(self, option)
+            if value is not None and not (least <= value and (value < math.inf or option in _ORDERS)):
                 raise InputError(f"{self.name}: expected {option} of at least {least}, got {value}")
         for option in self.POSITIVE:
-            if not 0 < (value := getattr(self, option)) < math.inf:
+            value = getattr(self, option)
+            if not (value > 0 and (value < math.inf or option in _ORDERS)):
                 raise InputError(f"{self.name}: expected a positive {option}, got {value}")
 
     def check_data(self) -> None:

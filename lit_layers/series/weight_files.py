@@ -22,7 +22,7 @@ if TYPE_CHECKING:  # inside functions, torch: it takes seconds to import, and wh
 
 Format = Literal["safetensors", "pickle"]
 STEMS: dict[Format, tuple[str, str]] = {"safetensors": ("model", ".safetensors"), "pickle": ("pytorch_model", ".bin")}
-_PIECE = 2**22
+_PIECE = 2**22  # bytes of a file at a time
 
 
 @dataclass(frozen=True)
@@ -86,7 +86,7 @@ def content_hash(path: Path, like: str = "sha256") -> str:
 NUM_SAMPLES = 2048  # values kept of each tensor: 500 tensors x 2048 x 4 B = 4 MB a checkpoint
 FOLDER = ".audit"
 _VERSION = "1"
-_PIECE = 2**20  # values at a time
+_VALUES = 2**20  # at a time
 
 
 @dataclass(frozen=True)
@@ -139,8 +139,8 @@ def _facts(tensor: "Tensor") -> tuple[TensorFacts, "Tensor", bytes]:
 
     flat, digest = tensor.reshape(-1), hashlib.blake2b(digest_size=16)
     squares, largest, second, num_broken = 0.0, 0.0, 0.0, 0
-    for start in range(0, len(flat), _PIECE):
-        piece = flat[start : start + _PIECE].float()
+    for start in range(0, len(flat), _VALUES):
+        piece = flat[start : start + _VALUES].float()
         digest.update(piece.numpy().data)
         finite = piece.isfinite()
         if not finite.all():

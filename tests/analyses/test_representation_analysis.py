@@ -227,6 +227,9 @@ def test_every_family_is_measured(name, preset):
         ({"states": "raw"}, r"representation: expected states to be one of \['resid', 'hf', 'normed'\], got 'raw'"),
         ({"preset": "paper"}, r"representation: expected preset to be one of \[None, 'released_code', .*got 'paper'"),
         ({"normalizations": ("log2",)}, "representation: expected normalizations to be one of"),
+        ({"normalizations": "raw"}, "representation: expected normalizations to be a list of .*, got 'raw'"),
+        ({"states": None}, "representation: expected states to be one of .*, got None"),
+        ({"alpha": math.nan}, "representation: expected a positive alpha, got nan"),
         ({"normalizations": ()}, "representation: expected at least one of normalizations and of drop_first, got none"),
         ({"drop_first": (1, 1)}, r"expected drop_first to be different numbers of at least 0, got \[1, 1\]"),
         ({"side": "both"}, "representation: expected side to be one of"),
@@ -239,6 +242,18 @@ def test_options_out_of_range_are_refused_before_anything_runs(model, options, s
         analysis.check(LayeredModel(model))
     with pytest.raises(InputError, match=sentence):
         list(analysis.run(LayeredModel(model)))
+
+
+def test_the_order_of_an_entropy_may_be_infinite(model):
+    """The min-entropy: minus the logarithm of the largest share of the variance."""
+    batches, layer = Listed(*BATCHES), 2
+
+    def entropy_of_order(alpha):
+        run = Representation(batches=batches, states="resid", alpha=alpha).run(LayeredModel(model))
+        return next(record.value for record in run if (record.metric, record.layer) == ("prompt_entropy", layer))
+
+    smallest, near = entropy_of_order(math.inf), entropy_of_order(1000.0)
+    assert smallest == pytest.approx(near * 999 / 1000, rel=1e-6)  # sum p^1000 is the largest share's, to 1e-6
 
 
 def test_data_without_prompts_is_refused(model):
