@@ -12,12 +12,13 @@ from typing import Any, Literal, Protocol
 import lightning as L
 
 from lit_layers import run_lock
+from lit_layers.data.shards import TokenShards
 from lit_layers.durable import write_json
 from lit_layers.errors import InputError
 from lit_layers.models.build import true_vocab_size
 from lit_layers.run_file import RUN_FILE, run_facts
 from lit_layers.training.checkpoints import Origin, axis_step, origin_of, saved_steps, writable_folder
-from lit_layers.training.datamodules import LitStepData
+from lit_layers.training.datamodules import LitStepData, LitTextData
 
 CONFIG_FILE = "config.yaml"
 _TO_GO_ON = ("run", "id", "config")
@@ -228,6 +229,8 @@ class RunFolder(L.Callback):
         }
         if isinstance(data, LitStepData):
             described["data"] = data.describe()
+        elif isinstance(getattr(data, "shards", None), TokenShards):  # the user's own, of prepared text
+            described["data"] = LitTextData.describe(data)
         return described
 
 

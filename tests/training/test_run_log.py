@@ -1,20 +1,26 @@
 """Scalars on disk and in the mirror: every step once, in order, with what belongs to it."""
 
+import json
+import math
 from dataclasses import dataclass
+from typing import Any
 
 import lightning as L
+import numpy as np
 import pytest
 import torch
 
 from lit_layers import records
 from lit_layers.analyses.base import Analysis
+from lit_layers.data import TokenShards
 from lit_layers.errors import InputError
 from lit_layers.records import Record
 from lit_layers.training import EmergenceCallback
 from lit_layers.training.datamodules import StepSampler
 from lit_layers.training.run_folder import RunFolder, refuse_a_used_folder
 from lit_layers.training.run_log import RunLog
-from tests.support.tiny_training import CONTEXT, RandomBlocks, fit, module
+from tests.support import tiny_training
+from tests.support.tiny_training import CONTEXT, VOCABULARY, RandomBlocks, RandomTokens, fit, module
 
 
 @dataclass(kw_only=True)
@@ -130,3 +136,24 @@ def test_whatever_a_run_left_there_makes_a_folder_used(tmp_path, name):
     with pytest.raises(InputError, match="already holds a run without checkpoints; choose another folder"):
         refuse_a_used_folder(tmp_path, "refuse")
     refuse_a_used_folder(tmp_path, "overwrite")
+
+
+def test_a_data_module_of_the_users_own_says_which_prepared_text_it_has(tmp_path, monkeypatch):
+    class OwnText(RandomTokens):
+        corpus, tokenizer = "mine", "letters"
+
+        def __init__(self):
+            super().__init__()
+            np.array([0, 1, 2, 3] * 4, dtype="<u2").tofile(tmp_path / "train.bin")
+            header: Any = {"vocab_size": VOCABULARY, "dtype": "<u2", "tokenizer": {"hash": "of letters"}}
+            self.shards = TokenShards(tmp_path, header | {"corpus_hash": "of text"})
+
+    monkeypatch.setattr(tiny_training, "RandomTokens", OwnText)
+    fit(tmp_path, [RunFolder(tmp_path, config="", options={}, mirror=None)], steps=1)
+    assert json.loads((tmp_path / "run.json").read_text())["data"] == {
+        "corpus": "mine",
+        "tokenizer": "letters",
+        "corpus_hash": "of text",
+        "tokenizer_hash": "of letters",
+        "unigram_entropy": pytest.approx(math.log(4)),
+    }
