@@ -9,7 +9,7 @@ from lit_layers.analyses.speed import Speed
 from lit_layers.functional.entropy import effective_rank
 from lit_layers.functional.geometry import linear_cka_matrix, pool
 from lit_layers.moved import MOVED, public_path
-from lit_layers.tasks import benchmark_scores, catalogue
+from lit_layers.tasks import benchmark_scores, catalogue, glue_rows
 from lit_layers.tasks.mteb_scores import MtebTask
 from lit_layers.tasks.probe_task import ProbeTask
 
@@ -30,10 +30,17 @@ def test_what_is_imported_by_a_former_name_is_what_is_imported_today():
     from lit_layers.data.tasks import find_task as former_find
     from lit_layers.embeddings import MtebTask as FormerMteb
     from lit_layers.embeddings import resolve as former_resolve
+    from lit_layers.embeddings.task_list import TaskSpec as FormerSpec
     from lit_layers.intervene import PAINTED, BenchmarkScores, normalized_score
 
     assert (FormerTask, former_find) == (ProbeTask, catalogue.find_task)
     assert (FormerMteb, former_resolve) == (MtebTask, catalogue.resolve)
+    assert FormerSpec("STS12", "sts", "cosine_spearman").analysis == "mteb/STS12"
+    from lit_layers.tasks.glue import GLUE
+    from lit_layers.tasks.probe import TASKS
+    from lit_layers.tasks.probe import ProbeTask as LaterTask
+
+    assert (LaterTask, TASKS, GLUE) == (ProbeTask, catalogue.TASKS, glue_rows.GLUE)
     assert (PAINTED, BenchmarkScores) == (catalogue.PAINTED, benchmark_scores.BenchmarkScores)
     assert normalized_score(0.5, 0.25, 0.75) == 0.5
     with pytest.raises((ImportError, AttributeError)):

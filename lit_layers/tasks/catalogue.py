@@ -69,6 +69,13 @@ class Task:
         return self.scores[0]
 
 
+class TaskSpec(Task):
+    """A task of MTEB in the words that recipes and run folders had for one before."""
+
+    def __init__(self, name: str, domain: Domain, score: str, subset: str = "default", official: bool = True) -> None:
+        super().__init__(use="mteb", name=name, scores=(score,), domain=domain, subset=subset, official=official)
+
+
 def tasks_of(use: Use) -> dict[str, Task]:
     """The tasks of a use by name, in the catalogue's order; those of probes are `TASKS`."""
     return {row.name: row for row in CATALOGUE if isinstance(row, Task) and row.use == use}

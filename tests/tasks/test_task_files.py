@@ -2,13 +2,17 @@
 
 import hashlib
 import json
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
 from lit_layers.analyses.base import describe
+from lit_layers.cli.analyze import analyze
+from lit_layers.cli.options import Recipe
 from lit_layers.data import ProbeTask
 from lit_layers.errors import InputError
 from lit_layers.tasks.catalogue import CATALOGUE, find, find_task, resolve
@@ -121,3 +125,32 @@ def test_a_task_of_mteb_is_described_as_when_the_first_hashes_were_made(tmp_path
             "official": True,
         },
     }
+
+
+def test_a_recipe_may_describe_tasks_as_it_did_before(tmp_path):
+    pytest.importorskip("mteb")
+    spec: dict[str, Any] = {"name": "SICK-R", "domain": "sts", "score": "cosine_spearman"}
+    row = {"use": "mteb", "name": "SICK-R", "domain": "sts", "scores": ["cosine_spearman"]}
+    names = ("TaskSpec", "task_list.TaskSpec")
+    former = [{"class_path": f"lit_layers.embeddings.{name}", "init_args": spec} for name in names]
+    root = str(tmp_path / "root")
+    places = {"tokenizer": "t", "sources": {}, "store": {"folder": root}, "results": root}
+    made = []
+    for task in (row, spec, spec | {"subset": "default", "official": True}, *former):
+        named = {"class_path": "lit_layers.embeddings.MtebTask", "init_args": {"task": task, **places}}
+        made += _read(tmp_path, root, named)
+    assert {analysis.name for analysis in made} == {"mteb/SICK-R"}
+    assert len({json.dumps(analysis.config(), sort_keys=True) for analysis in made}) == 1
+    options = {"name": "songs", "source": "songs.csv", "test": None}
+    for place in ("data.tasks", "tasks.probe", "tasks.probe_task"):
+        task = {"class_path": f"lit_layers.{place}.ProbeTask", "init_args": options}
+        init_args = {"task": task, "tokenizer": "bpe:300"}
+        for analysis in _read(tmp_path, root, {"class_path": "lit_layers.analyses.Probe", "init_args": init_args}):
+            assert analysis.task == ProbeTask("songs", "songs.csv", test=None)
+
+
+def _read(folder: Path, root: str, analysis: Mapping[str, Any]) -> list[Any]:
+    (folder / "recipe.yaml").write_text(json.dumps({"root": root, "analyses": [analysis]}))
+    recipe = Recipe(analyze, ["model", "--config", str(folder / "recipe.yaml"), "--root", root])
+    of_run = recipe.parser.parse_object({"analyses": [analysis]})  # as analyze reads a run.json
+    return [made for options in (recipe.read(), of_run) for made in recipe.made("analyses", recipe.checked(options))]
