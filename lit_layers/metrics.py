@@ -344,8 +344,6 @@ GROUPS = (
             "KL(full model, variant): 0 where both predict the same.", low=0, better="lower", unlisted=True),
     )),
     Group("task", "Blocks in another order, on tasks", (
-        Metric("glue_score", "GLUE score", "share", "Mean over tasks, of two metrics of a task the mean first.",
-            low=-1, high=1, better="higher"),
         Metric("normalized_score", "Normalized score", "",
             "1 is the full model, 0 guessing: (score - guessing) / (full model - guessing).", better="higher",
             level=0, level_name="Guessing", headline=1),

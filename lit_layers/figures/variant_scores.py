@@ -324,12 +324,11 @@ def with_task_medians(frame: pd.DataFrame) -> OverTasks:
         return OverTasks(frame, {})
     names = table["analysis"].str
     is_glue = names.startswith(f"{GLUE}/") & (table["analysis"] != GLUE_MEAN)
-    has_mean = bool((table["metric"] == "glue_score").any())  # the analysis has made it itself
     is_task = names.startswith("intervene/") & ~names.startswith(GLUE) & (table["analysis"] != MEDIAN)
     added, notes = [], {}
     for rows, metric, statistic, analysis, prefix in (
         (table[is_task], "normalized_score", "median", MEDIAN, "intervene/"),
-        (table[is_glue & (not has_mean)], "task_score", "mean", GLUE_MEAN, f"{GLUE}/"),
+        (table[is_glue], "task_score", "mean", GLUE_MEAN, f"{GLUE}/"),
     ):
         rows = rows[(rows["metric"] == metric) & rows["variant"].notna()]
         for tag in ("seed", "statistic"):
