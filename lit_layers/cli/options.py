@@ -9,6 +9,7 @@ import inspect
 import re
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from itertools import pairwise
 from typing import Any, Literal, TypeVar, get_args, get_origin
 
 import docstring_parser
@@ -90,7 +91,7 @@ class Recipe:
     def said(self, name: str) -> list[str]:
         """The values that the command line, and no recipe, gives an option; of a flag the word behind it."""
         values = []
-        for word, following in zip(self.argv, [*self.argv[1:], ""], strict=True):
+        for word, following in pairwise([*self.argv, ""]):
             option, sign, value = word.partition("=")
             if option.replace("-", "_") == f"__{name}":
                 values.append(value if sign else following)

@@ -35,7 +35,6 @@ def write_results(
         out.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise InputError(f"out: cannot write {out}: {(error.strerror or str(error)).lower()}") from error
-    pictures = write_charts({out / "layers": layer_choice(_picture(task, choice, seconds, title))}, (".png", ".svg"))
     content = {
         "model": model,
         "revision": revision,
@@ -56,7 +55,8 @@ def write_results(
         "rows": {part: len(targets) for part, targets in task.targets.items()},
         "notes": list(task.notes),
     }
-    write_json(out / "select.json", content)
+    write_json(out / "select.json", content)  # before the pictures, which may fail
+    pictures = write_charts({out / "layers": layer_choice(_picture(task, choice, seconds, title))}, (".png", ".svg"))
     return [*pictures, out / "select.json"]
 
 

@@ -299,22 +299,18 @@ def write(tables: LayerTables, findings: LayerFindings, folder: Path) -> list[Pa
     except OSError as error:
         raise InputError(f"cannot write to {folder}: {(error.strerror or str(error)).lower()}") from error
     page, numbers = folder / "layers.html", folder / "layers.json"
-    pictures = write_pictures(tables, findings, folder)
     content = findings.to_dict() | {"source": tables.source, "states": tables.states, "titles": tables.titles}
+    of_tables = {"correlations": correlation_table(findings), "selection": selection_table(findings)}
+    of_tables["curves"] = curve_table(tables)
     try:
-        replace_file(page, render(tables, findings, {path.stem: path for path in pictures}))
         replace_file(numbers, json.dumps(content, indent=2, ensure_ascii=False, allow_nan=False) + "\n")
+        for name, rows in of_tables.items():
+            records.export(rows, folder / f"{name}.csv")
+        pictures = write_pictures(tables, findings, folder)  # behind the numbers, as drawing may fail
+        replace_file(page, render(tables, findings, {path.stem: path for path in pictures}))
     except OSError as error:
         raise InputError(f"cannot write to {folder}: {(error.strerror or str(error)).lower()}") from error
-    found = [page, *pictures, numbers]
-    for name, rows in (
-        ("correlations", correlation_table(findings)),
-        ("selection", selection_table(findings)),
-        ("curves", curve_table(tables)),
-    ):
-        found.append(folder / f"{name}.csv")
-        records.export(rows, found[-1])
-    return found
+    return [page, *pictures, numbers, *(folder / f"{name}.csv" for name in of_tables)]
 
 
 def write_pictures(tables: LayerTables, findings: LayerFindings, folder: Path) -> list[Path]:
