@@ -81,6 +81,10 @@ class Recipe:
         self.parser.set_defaults(**defaults)
         with recipe_errors(self.argv):
             options: Any = self.parser.parse_args(_spelt(self.parser, self.argv))
+        for action in self.parser._actions:  # YAML reads ~ and --- as nothing; on a command line they are words
+            words = self.said(action.dest) if getattr(action, "_typehint", None) == str | None else []
+            if words and options[action.dest] is None and words[-1] != "null":
+                options[action.dest] = words[-1]
         refuse_wild_numbers(options.as_dict())
         for name in ON_THE_COMMAND_LINE_ALONE:
             value, here = options.get(name), self.said(name)

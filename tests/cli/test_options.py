@@ -195,3 +195,14 @@ def test_a_nought_that_was_given_was_given(capsys):
     assert "penalty: is for regressions" in capsys.readouterr().err
     assert main(["correlate", "--metrics", "m", "--scores", "mteb", "--layer", "0"]) == 2
     assert "belongs to a correlation over models" in capsys.readouterr().err
+
+
+def test_what_yaml_reads_as_nothing_is_a_word_on_a_command_line(tmp_path: Path):
+    words = ["--source", "x", "--tokenizer", "y", "--out", "z"]
+    for separator in ("---", "~", "Null", ""):
+        assert Recipe(function_of("prepare"), [*words, f"--separator={separator}"]).read().separator == separator
+    assert Recipe(function_of("prepare"), [*words, "--separator", "~"]).read().separator == "~"
+    assert Recipe(function_of("prepare"), [*words, "--separator", "null"]).read().separator is None
+    recipe = tmp_path / "recipe.yaml"
+    recipe.write_text("separator: null")
+    assert Recipe(function_of("prepare"), [*words, "--config", str(recipe)]).read().separator is None
