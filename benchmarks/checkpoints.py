@@ -17,13 +17,14 @@ import lightning as L
 import torch
 from rich.console import Console
 from rich.table import Table
-from training import SIZES, TRAINER_DEFAULTS, RandomText
+from training import SIZES, RandomText
 
 from lit_layers.schedule import Schedule
 from lit_layers.training import LitCausalLM, SeriesCheckpoint
 from lit_layers.training.checkpoints import saved_steps
 from lit_layers.training.resume import ResumeCheckpoint, StepSeed
 from lit_layers.training.run_log import RunLog
+from lit_layers.training.trainer import DEFAULTS
 
 WANTED = 0.02
 DEMO: dict[str, Any] = {"log": 2, "until": 256, "then_every": 256}  # recipes/quickstart/gpt2.yaml
@@ -50,7 +51,7 @@ def main() -> int:
         # The clock is last: the two write their last checkpoint when the training ends.
         callbacks = [StepSeed(0), RunLog(root), series, resumable, clock]
         trainer = L.Trainer(
-            **TRAINER_DEFAULTS,
+            **DEFAULTS,
             accelerator=options.device,
             devices=1,
             gradient_clip_val=1.0,

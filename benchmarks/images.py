@@ -47,22 +47,11 @@ from lit_layers.training.datamodules import SampleOrder
 from lit_layers.training.modules import parameter_groups, warmup_cosine
 from lit_layers.training.resume import StepSeed
 from lit_layers.training.run_log import RunLog
+from lit_layers.training.trainer import DEFAULTS
 
 OURS, BARE, PLAIN = "lit_layers", "bare loop", "bare, no augmentation"
 TARGET = 0.95
 WARMUP = 40
-# Those of lit_layers.cli.fit, which needs more packages than a training machine may have.
-TRAINER_DEFAULTS: dict[str, Any] = {
-    "logger": False,
-    "enable_checkpointing": False,
-    "enable_progress_bar": False,
-    "enable_model_summary": False,
-    "use_distributed_sampler": False,
-    "num_sanity_val_steps": 0,
-    "max_epochs": -1,
-    "check_val_every_n_epoch": None,
-    "log_every_n_steps": 10,
-}
 DEIT = {"crop_padding": 4, "flip": True, "rand_augment": "rand-m9-mstd0.5-inc1", "erasing": 0.25, "num_repeats": 3}
 
 
@@ -210,7 +199,7 @@ def train(size: Size, turns: TakeTurns, *, steps: int, device: str, compile: boo
     with tempfile.TemporaryDirectory() as root:
         run_log = RunLog(root)
         trainer = L.Trainer(
-            **TRAINER_DEFAULTS,
+            **DEFAULTS,
             accelerator=device,
             devices=1,
             precision="bf16-mixed" if device == "cuda" else "32-true",

@@ -44,22 +44,11 @@ from lit_layers.training import LitCausalLM, LitTextData
 from lit_layers.training.datamodules import StepSampler
 from lit_layers.training.modules import adamw, warmup_cosine
 from lit_layers.training.run_log import RunLog, StepProgress
+from lit_layers.training.trainer import DEFAULTS
 
 OURS, BARE, NANO = "lit_layers", "bare loop", "nanoGPT"
 TARGETS = {BARE: 0.95, NANO: 1.0}
 CLIP, WARMUP = 1.0, 40
-# Those of lit_layers.cli.fit, which needs more packages than a training machine may have.
-TRAINER_DEFAULTS: dict[str, Any] = {
-    "logger": False,
-    "enable_checkpointing": False,
-    "enable_progress_bar": False,
-    "enable_model_summary": False,
-    "use_distributed_sampler": False,
-    "num_sanity_val_steps": 0,
-    "max_epochs": -1,
-    "check_val_every_n_epoch": None,
-    "log_every_n_steps": 10,
-}
 
 
 @dataclass(frozen=True)
@@ -288,7 +277,7 @@ def compete(size: Size, *, steps: int, turn: int, device: str, compile: bool, ba
         progress = StepProgress(run_log, console=Console(file=nowhere, force_terminal=bar))
         turns = TakeTurns(size, turn, progress)
         trainer = L.Trainer(
-            **TRAINER_DEFAULTS,
+            **DEFAULTS,
             accelerator=device,
             devices=1,
             precision="bf16-mixed" if device == "cuda" else "32-true",

@@ -13,7 +13,7 @@ from lightning.pytorch.strategies import ModelParallelStrategy
 from lit_layers.errors import InputError
 
 # What a recipe does not decide: all that is logged, shown and written is this package's own.
-DEFAULTS = {
+DEFAULTS: dict[str, Any] = {
     "logger": False,
     "enable_checkpointing": False,
     "enable_progress_bar": False,
