@@ -17,7 +17,7 @@ from lit_layers.tasks.probe_task import ProbeTask
 def test_every_former_name_is_that_of_a_module_of_today():
     for former, now in MOVED.items():
         assert importlib.import_module(former).__name__ == former
-        assert all(importlib.import_module(each).__name__ == each for each in now.split())
+        assert all(importlib.import_module(each).__name__ == each for each in now)
 
 
 def test_what_is_imported_by_a_former_name_is_what_is_imported_today():
