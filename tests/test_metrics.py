@@ -93,6 +93,7 @@ def test_the_rows_fit_each_other():
     assert headlines == [*range(1, len(headlines) + 1)]
     for row in METRICS.values():
         assert row.low <= row.high, row.name
+        assert row.better in (None, "higher", "lower"), row.name
         assert row.level is None or row.low <= row.level <= row.high
         assert (row.level is None) == (not row.level_name)
         assert not (row.secondary and row.unlisted), row.name
