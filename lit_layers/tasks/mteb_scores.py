@@ -22,7 +22,7 @@ from lit_layers.errors import InputError
 from lit_layers.models.build import weights_hash
 from lit_layers.models.view import LayeredModel
 from lit_layers.records import Record
-from lit_layers.tasks.catalogue import DOMAINS, Task, TaskSpec
+from lit_layers.tasks.catalogue import DOMAINS, Task
 from lit_layers.tasks.embedding_store import GB, STORE_DTYPES, Embedding, NotFiniteError, Store, StoreDtype
 from lit_layers.tasks.mteb_evaluation import LayerEncoder, Prepared
 from lit_layers.tasks.mteb_tasks import INSTALL, Sources
@@ -60,7 +60,7 @@ class MtebTask(Analysis):
 
     LEAST: ClassVar = {"max_tokens": 1, "seed": 0}
 
-    task: Task | TaskSpec
+    task: Task
     tokenizer: str
     sources: Sources
     store: Store
