@@ -12,9 +12,8 @@ from lit_layers.figures import __all__ as _figures
 from lit_layers.figures import maps, models, profiles, variant_figures
 from lit_layers.figures.chart import Chart, Panels
 from lit_layers.figures.tables import change_table, model_table, variants
-from lit_layers.figures.task_means import with_task_means
+from lit_layers.figures.task_means import with_task_means, with_task_medians
 from lit_layers.figures.theme import spread
-from lit_layers.figures.variant_scores import with_task_medians
 from lit_layers.metrics import look_up, sentence
 
 __path__: list[str] = []  # its former files are imported by their former names: `lit_layers.moved`

@@ -11,7 +11,7 @@ from rich.table import Table
 
 from lit_layers import records
 from lit_layers.figures.labels import tag_text
-from lit_layers.figures.variant_scores import MEDIAN
+from lit_layers.figures.task_means import MEDIAN
 from lit_layers.functional.block_schedules import CUSTOM, OF_BLOCKS, OF_MIDDLES
 from lit_layers.metrics import headlines, look_up, sentence
 from lit_layers.records import COLUMNS, FAILED

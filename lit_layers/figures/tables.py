@@ -128,18 +128,6 @@ def _refuse_suspects(rows: Any) -> None:
     )
 
 
-def refuse_several_settings(table: pd.DataFrame) -> None:
-    """Keeps a mean over tasks from going through numbers of several settings.
-
-    Raises:
-        ValueError: where an analysis of a run has them.
-    """
-    if "settings" in table and not table.empty:
-        counts: Any = table.groupby(["run", "analysis"])["settings"].nunique()
-        if (counts > 1).any():
-            raise ValueError(f"analysis {counts[counts > 1].index[0][1]!r} is of more than one settings; choose one")
-
-
 def matching(points: Iterable[Point], tags: Mapping[str, Any]) -> list[Point]:
     """Returns the points with these tags (None: without the tag); reference rows need not have them."""
 
@@ -322,8 +310,7 @@ def _change(points: list[Point]) -> dict[str, Any]:
 
 
 def _points(rows: Any) -> list[Point]:
-    other = (*COLUMNS, AUDIT)
-    tags = [name for name in rows.columns if name not in other and not name.startswith("num_") and _any(rows, name)]
+    tags = tags_of(rows)
     columns = [_values(rows, name) for name in ("step", "tokens", "layer", "other_layer", *tags)]
     columns[4:4] = [rows[name].tolist() for name in ("value", "low", "high")]
     found = []
@@ -333,8 +320,10 @@ def _points(rows: Any) -> list[Point]:
     return found
 
 
-def _any(rows: Any, name: str) -> bool:
-    return bool(rows[name].notna().any())
+def tags_of(rows: Any) -> list[str]:
+    """Returns the tags that any of these rows has."""
+    tags = [name for name in rows.columns if name not in (*COLUMNS, AUDIT) and not name.startswith("num_")]
+    return [name for name in tags if rows[name].notna().any()]
 
 
 def _values(rows: Any, name: str) -> list[Any]:

@@ -11,7 +11,7 @@ from lit_layers.figures.chart import Cells, Chart, Series
 from lit_layers.figures.labels import tag_text
 from lit_layers.figures.maps import colored, tabled
 from lit_layers.figures.models import color_of, short_names, symbol_of
-from lit_layers.figures.profiles import FRAMES, fixed_ends, level, series_of, value_axis
+from lit_layers.figures.profiles import FRAMES, fixed_ends, framed, level, series_of, value_axis
 from lit_layers.figures.tables import Chosen, Point, grouped, steps_of, title_of
 from lit_layers.figures.theme import INK, MISSING, rounded, spread
 from lit_layers.figures.training import Curves
@@ -19,27 +19,28 @@ from lit_layers.figures.variant_scores import (
     BASELINE,
     LOOKS,
     LOOPED,
-    FrontPoint,
     Line,
-    baseline_of,
-    default_loops,
-    front_points,
+    best_looped,
+    cell_names,
+    cell_of,
+    full_model,
     kept_of,
     last_of,
-    lines_by_block,
-    lines_by_middle,
-    loop_table,
+    lines_of,
+    looped,
+    loops_of,
     middle_of,
     middles_of,
+    pareto,
     random_level,
-    several,
+    variant_name,
     variant_points,
 )
+from lit_layers.functional.block_schedules import OF_BLOCKS, OF_MIDDLES
 from lit_layers.metrics import look_up
 
 MIDDLE = "Number of middle blocks changed (M)"
 _TICKS = 12
-_Key = tuple[str, bool, str]  # which line it is: variant, whether at the best loops, kind
 
 
 def variant_curves(
@@ -65,46 +66,37 @@ def variant_curves(
         ValueError: where no variant of the middle has values, or in several ways between which `tags` must choose.
     """
     points = variant_points(frame, metric, split=split, **chosen)
-    middles = middles_of(points)
-
-    def lines(step: int) -> list[Line]:
-        here = [point for point in points if point.step == step]
-        if split is None:
-            return lines_by_middle(here, metric=metric, best=best_loops)
-        parts = several(here, split).items()
-        return [
-            line for kind, part in parts for line in lines_by_middle(part, metric=metric, kind=tag_text({split: kind}))
-        ]
+    steps = spread(steps_of(points), FRAMES)
+    points = framed(points, steps)
 
     def kind_of(point: Point) -> str:
         return tag_text({split: point.tags[split]}) if split is not None and split in point.tags else ""
 
-    steps = spread(steps_of(points), FRAMES)
-    by_step = [lines(step) for step in steps]
-    keys = sorted({_key(line): line for part in by_step for line in part}, key=lambda key: [*LOOKS].index(key[0]))
-    if not keys or not middles:
+    lines = []
+    for kind in [*dict.fromkeys(filter(None, map(kind_of, points)))] or [""]:
+        lines += lines_of([p for p in points if kind_of(p) in ("", kind)], OF_MIDDLES, middle_of, kind=kind)
+    if best_loops and split is None and len({p.tags.get("loops") for p in points if p.tags["variant"] == LOOPED}) > 1:
+        lines.append(Line(LOOPED, best_looped(points, metric)))
+    middles = middles_of(points)
+    if not lines or not middles:
         raise ValueError(f"metric {metric!r} has no values of variants of the middle")
-    last_kind = by_step[-1][-1].kind if by_step[-1] else ""
     series = []
-    for key in keys:
-        faint = key[1] or (split is not None and key[2] != last_kind)
-        found = [(n, line) for n, part in enumerate(by_step) for line in part if _key(line) == key]
-        band = key[0] == "random" and split is None
-        series.append(_line(found, middle_of, faint=faint, band=band))
-    full = [point for point in points if point.tags["variant"] == BASELINE]
-    kinds = [*dict.fromkeys(map(kind_of, full))]
-    for kind in kinds:
-        values = [next((p.value for p in full if p.step == step and kind_of(p) == kind), math.nan) for step in steps]
-        name = f"Full model, {kind}" if len(kinds) > 1 else "Full model"
-        series.append(_full_model(middles, values, name=name, dash="dash" if kind == kinds[-1] else "dashdot"))
+    for line in sorted(lines, key=lambda line: [*LOOKS].index(line.variant)):
+        faint = line.is_best or line.kind != lines[-1].kind
+        band = line.variant == "random" and split is None
+        series.append(_line(line, middle_of, steps, faint=faint, band=band))
+    by_kind = grouped(full_model(points), kind_of)
+    for kind, part in by_kind.items():
+        name = f"Full model, {kind}" if len(by_kind) > 1 else "Full model"
+        series.append(_full_model(middles, part, steps, name, "dash" if kind == [*by_kind][-1] else "dashdot"))
     guess = random_level(frame, metric, chosen.get("analysis"))
     if guess is not None:
         series.append(level([middles[0], middles[-1]], guess, "Guessing", dash="dot"))
-    drawn = [p for part in by_step for line in part for p in line.points]
+    drawn = [p for line in lines for p in line.points] + full_model(points)
     return Chart(
-        title=_title(metric, chosen),
+        title=title_of(metric, chosen.get("tags") or {}),
         x=_middle_axis(middles),
-        y=value_axis(metric, ends=_ends([*drawn, *full], points, guess, metric)),
+        y=value_axis(metric, ends=_ends(drawn, metric, steps, guess)),
         series=series,
         frames=steps,
         place="at {x}",
@@ -126,24 +118,19 @@ def block_curves(
         ValueError: where no variant of single blocks has values, or as in `variant_curves`.
     """
     points = variant_points(frame, metric, **chosen)
-    steps = spread([s for s in steps_of(points) if lines_by_block([p for p in points if p.step == s])], FRAMES)
+    steps = spread(sorted({p.step for p in points if p.tags["variant"] in OF_BLOCKS and p.layer is not None}), FRAMES)
     if not steps:
         raise ValueError(f"metric {metric!r} has no values of single blocks that are skipped or switched")
-    here = [[p for p in points if p.step == step] for step in steps]
-    by_step = [lines_by_block(part) for part in here]
-    blocks = sorted({p.layer for part in by_step for line in part for p in line.points if p.layer is not None})
-    series = []
-    for name in (line.variant for line in by_step[-1]):
-        found = [(n, line) for n, part in enumerate(by_step) for line in part if line.variant == name]
-        series.append(_line(found, lambda p: p.layer or 0))
-    full = [baseline_of(part) for part in here]
-    series.append(_full_model(blocks, [p.value if p else math.nan for p in full]))
-    drawn = [p for part in here for p in part if p.layer is not None or p.tags["variant"] == BASELINE]
+    points = framed(points, steps)
+    lines = lines_of(points, OF_BLOCKS, _block_of)
+    blocks = sorted({p.layer for line in lines for p in line.points if p.layer is not None})
+    series = [_line(line, _block_of, steps) for line in lines]
+    drawn = [p for p in points if p.layer is not None or p.tags["variant"] == BASELINE]
     return Chart(
-        title=_title(metric, chosen),
+        title=title_of(metric, chosen.get("tags") or {}),
         x=layer_axis("block"),
-        y=value_axis(metric, ends=_ends(drawn, points, None, metric)),
-        series=series,
+        y=value_axis(metric, ends=_ends(drawn, metric, steps)),
+        series=[*series, _full_model(blocks, full_model(points), steps)],
         frames=steps,
         place="block {x}",
         height=400,
@@ -164,37 +151,25 @@ def loop_map(
         ValueError: where there is no looped_parallel, or as in `variant_curves`.
     """
     points = variant_points(frame, metric, **chosen)
-    higher = look_up(metric).higher_is_better
-    whole = loop_table(last_of(points))
-    with_loops = {p.step for p in points if p.tags["variant"] == LOOPED}
-    steps = spread([step for step in steps_of(points) if step in with_loops], FRAMES)
-    tables = [loop_table([point for point in points if point.step == step]) for step in steps]
+    if not any(p.tags["variant"] == LOOPED for p in last_of(points)):
+        raise ValueError("there are no values of looped_parallel over its numbers of loops")
+    steps = spread(steps_of(p for p in points if p.tags["variant"] == LOOPED), FRAMES)
+    last = {(loops_of(p), middle_of(p) or 0): p.value for p in looped(last_of(points))}
+    loops, middles = (sorted({*side}) for side in zip(*last, strict=True))
+    by_step = {step: [p for p in looped(points) if p.step == step] for step in steps}
     values = [
-        tabled({(k, m): row[c] for k, row in zip(t.loops, t.values, strict=True) for c, m in enumerate(t.middles)},
-               whole.loops, whole.middles, 4)
-        for t in tables
-    ]  # fmt: skip
-    best = [(n, m, k) for n, t in enumerate(tables) for m, k in t.best(higher_is_better=higher).items()]
-    dots = Series(
-        x=[m for _, m, _ in best],
-        y=[k for _, _, k in best],
-        frame=[n for n, _, _ in best],
-        mark="circle-open",
-        size=9,
-        color="black",
-        hover=False,
-    )
-    colors = colored(metric, whole.values, reverse=not higher)
-    cells = Cells(values=values, rows=whole.loops, columns=whole.middles, hover="M = {x}, {y} loops", **colors)
-    across, up = (
-        {key: str(key) for key in spread(keys, most)} for keys, most in ((whole.middles, 12), (whole.loops, 20))
-    )
+        tabled({(loops_of(p), middle_of(p)): p.value for p in part}, loops, middles, 4) for part in by_step.values()
+    ]
+    best = best_looped(framed(points, steps), metric)
+    dots = {"frame": [steps.index(p.step) for p in best], "mark": "circle-open", "size": 9, "color": "black"}
+    colors = colored(metric, [[*last.values()]], reverse=not look_up(metric).higher_is_better)
+    across, up = ({key: str(key) for key in spread(keys, most)} for keys, most in ((middles, 12), (loops, 20)))
     return Chart(
-        title=f"{_title(metric, chosen)} over loops",
-        x=Axis(title="Number of middle blocks in the loop (M)", keys=whole.middles, labels=across, grid=False),
-        y=Axis(title="Loops", keys=[*reversed(whole.loops)], labels=up, grid=False),
-        cells=cells,
-        series=[dots],
+        title=f"{title_of(metric, chosen.get('tags') or {})} over loops",
+        x=Axis(title="Number of middle blocks in the loop (M)", keys=middles, labels=across, grid=False),
+        y=Axis(title="Loops", keys=[*reversed(loops)], labels=up, grid=False),
+        cells=Cells(values=values, rows=loops, columns=middles, hover="M = {x}, {y} loops", **colors),
+        series=[Series(x=[middle_of(p) for p in best], y=[loops_of(p) for p in best], hover=False, **dots)],
         frames=steps,
         height=380,
         background=MISSING,
@@ -219,8 +194,7 @@ def variants_over_training(
         ValueError: where no variant of so many middle blocks has values at a step, or as in `variant_curves`.
     """
     table: Any = frame
-    stepped = table[table["step"].notna()]
-    points = variant_points(stepped, metric, **chosen)
+    points = variant_points(table[table["step"].notna()], metric, **chosen)
     recorded = middles_of(points)
     if middle not in recorded:
         raise ValueError(
@@ -228,27 +202,17 @@ def variants_over_training(
         )
     points = kept_of(points) if kept else points
     curves = Curves(points)
-    for line in lines_over_steps(points, middle):
+    own = [p for p in points if p.tags.get("middle") == middle or p.tags["variant"] == BASELINE]
+    for line in lines_of(own, [*LOOKS], lambda point: 0):
         color, symbol = LOOKS[line.variant]
         is_full = line.variant == BASELINE
         look: dict[str, Any] = {"color": color, "width": 2.0, "dash": "dash" if is_full else "", "interval": ""}
         look |= {"mark": "" if is_full and len(curves.training.steps) > 1 else symbol, "apart": symbol}
-        curves.along(line.points, name=line.name, size=9 if is_full else 6, legend=True, **look)
+        name = variant_name(BASELINE) if is_full else line.name
+        curves.along(line.points, name=name, size=9 if is_full else 6, legend=True, **look)
     unit = "share of the full model's" if kept else look_up(metric).unit
     title = f"{look_up(metric).title}{' kept' if kept else ''}, M = {middle}"
     return curves.chart(title, Axis(title=unit, log=look_up(metric).log), axis, height=400)
-
-
-def lines_over_steps(points: Sequence[Point], middle: int) -> list[Line]:
-    """Returns a line for each variant of so many middle blocks over the steps, and the full model's."""
-    own = [p for p in points if p.tags.get("middle") == middle or p.tags["variant"] == BASELINE]
-    loops = default_loops(own)
-    lines = []
-    for name in LOOKS:
-        part = [p for p in own if p.tags["variant"] == name and (name != LOOPED or p.tags.get("loops") == loops)]
-        if part:
-            lines.append(Line(name, sorted(part, key=lambda p: p.step), loops if name == LOOPED else None))
-    return lines
 
 
 def quality_front(
@@ -269,24 +233,33 @@ def quality_front(
         InputError: for suspect checkpoints, unless they are allowed.
         ValueError: where no variant has both, or as in `variant_curves`.
     """
-    quality = variant_points(frame, metric, **chosen)
     costs = variant_points(frame, cost, **{**chosen, "analysis": cost_analysis, "tags": cost_tags})
-    points = front_points(last_of(quality), last_of(costs), higher=look_up(metric).higher_is_better)
-    best = sorted((p for p in points if p.is_best), key=lambda p: p.cost)
-    x, y = rounded(p.cost for p in best), rounded(p.quality for p in best)
+    cost_of = {cell_of(point): point.value for point in last_of(costs)}
+    points = [point for point in last_of(variant_points(frame, metric, **chosen)) if cell_of(point) in cost_of]
+    if not points:
+        raise ValueError("no variant has both this quality and this cost")
+    at = {cell_of(p): (cost_of[cell_of(p)], p.value) for p in points}
+    is_best = pareto(*zip(*at.values(), strict=True), higher=look_up(metric).higher_is_better)
+    front = sorted((cell for cell, best in zip(at, is_best, strict=True) if best), key=lambda cell: at[cell][0])
+    x, y = (rounded(at[cell][side] for cell in front) for side in (0, 1))
     series = [Series(x=x, y=y, name="Pareto front", dash="dot", width=1.6, steps=True, legend=True, hover=False)]
-    texts = labels_of(best, points)
+    texts = _texts_beside(front, points, at)
     order = [*list(LOOKS)[1:], BASELINE]  # the full model above what lies at its place
-    for variant, part in sorted(grouped(points, lambda p: p.variant).items(), key=lambda pair: order.index(pair[0])):
+    by_variant = grouped(points, lambda p: p.tags["variant"])
+    for variant, part in sorted(by_variant.items(), key=lambda pair: order.index(pair[0])):
         color, symbol = LOOKS[variant]
         mark = {BASELINE: "star", LOOPED: "hexagram"}.get(variant, symbol)
-        look = {"name": _name_of(variant), "color": color, "mark": mark, "size": 15 if variant == BASELINE else 8}
-        look |= {"labels": [texts.get(p.name, "") for p in part], "sides": [(0, 1)] * len(part), "legend": True}
-        told = [f"{p.quality:.4g} at {p.cost:.4g}\n{p.name}" + ("\non the front" if p.is_best else "") for p in part]
-        x, y = rounded(p.cost for p in part), rounded(p.quality for p in part)
-        series.append(Series(x=x, y=y, texts=told, tells_texts=True, **look))
+        look = {"name": variant_name(variant), "color": color, "mark": mark, "size": 15 if variant == BASELINE else 8}
+        look |= {"labels": [texts.get(cell_of(p), "") for p in part], "sides": [(0, 1)] * len(part), "legend": True}
+        said = [
+            f"{p.value:.4g} at {cost_of[cell_of(p)]:.4g}\n{cell_names(p)[0]}"
+            + ("\non the front" if cell_of(p) in front else "")
+            for p in part
+        ]
+        x, y = (rounded(at[cell_of(p)][side] for p in part) for side in (0, 1))
+        series.append(Series(x=x, y=y, texts=said, tells_texts=True, **look))
     return Chart(
-        title=f"{_title(metric, chosen)} against {look_up(cost).title.lower()}",
+        title=f"{title_of(metric, chosen.get('tags') or {})} against {look_up(cost).title.lower()}",
         x=Axis(title=look_up(cost).with_unit),
         y=Axis(title=look_up(metric).with_unit, log=look_up(metric).log),
         series=series,
@@ -294,21 +267,18 @@ def quality_front(
     )
 
 
-def labels_of(best: Sequence[FrontPoint], points: Sequence[FrontPoint]) -> dict[str, str]:
-    """Returns the texts beside the points of the front, by name, without those too close to one that has a text."""
-    (left, right), (low, high) = (
-        (min(numbers), max(numbers)) for numbers in ([p.cost for p in points], [p.quality for p in points])
-    )
-    chosen = [point for point in points if point.variant == BASELINE]  # its star needs no text, nor what lies under it
-    for point in sorted(best, key=lambda p: -p.cost):
-        far = all(
-            abs(point.cost - other.cost) > 0.07 * (right - left or 1)
-            or abs(point.quality - other.quality) > 0.07 * (high - low or 1)
-            for other in chosen
-        )
-        if point.short and far:
-            chosen.append(point)
-    return {point.name: point.short for point in chosen if point.variant != BASELINE}
+def _texts_beside(front: Sequence[Any], points: Sequence[Point], at: Mapping[Any, tuple[float, float]]) -> dict:
+    """The texts beside the points of the front, without those too close to one that has a text."""
+    span = [max(side) - min(side) or 1 for side in zip(*at.values(), strict=True)]
+    short = {cell_of(point): cell_names(point)[1] for point in points}
+    placed = [cell_of(point) for point in full_model(points)]  # its star needs no text, nor what lies under it
+    texts = {}
+    for cell in reversed(front):
+        far = [any(abs(at[cell][n] - at[other][n]) > 0.07 * span[n] for n in (0, 1)) for other in placed]
+        if short[cell] and all(far):
+            placed.append(cell)
+            texts[cell] = short[cell]
+    return texts
 
 
 def models_by_middle(
@@ -333,32 +303,28 @@ def models_by_middle(
     series: list[Series] = []
     middles: set[int] = set()
     loops: set[int] = set()
-    by_block = False
+    at = _block_of if variant in OF_BLOCKS else middle_of
     for index, (run, name) in enumerate(short_names([*rows["run"].unique()]).items()):
         points = last_of(variant_points(rows[rows["run"] == run], metric, **chosen))
-        lines = [p for p in (*lines_by_middle(points, metric=metric), *lines_by_block(points)) if p.variant == variant]
-        if not lines:
-            continue
-        (line,) = lines
-        by_block = line.points[0].layer is not None
-        places = [(p.layer or 0) if by_block else middle_of(p) for p in line.points]
-        middles |= {*places}
-        loops |= {line.loops} if line.loops is not None else set()
-        look: dict[str, Any] = {"name": name, "color": color_of(index), "legend": True, "interval": ""}
-        told = [f"k = {line.loops}"] * len(places) if line.loops is not None else []
-        series.append(series_of(line.points, places, width=2.0, mark=symbol_of(index), size=6, texts=told, **look))
-        if (full := baseline_of(points)) is not None:
-            ends = [min(places), max(places)]
-            series.append(level(ends, full.value, f"{name}, full model", color=color_of(index), legend=False))
+        for line in lines_of(points, [variant], at):
+            places = [at(p) or 0 for p in line.points]
+            middles |= {*places}
+            loops |= {line.loops} if line.loops is not None else set()
+            look: dict[str, Any] = {"name": name, "color": color_of(index), "legend": True, "interval": ""}
+            look["texts"] = [f"k = {line.loops}"] * len(places) if line.loops is not None else []
+            series.append(series_of(line.points, places, width=2.0, mark=symbol_of(index), size=6, **look))
+            for full in full_model(points)[:1]:
+                ends, look = [min(places), max(places)], {"color": color_of(index), "legend": False}
+                series.append(level(ends, full.value, f"{name}, full model", **look))
     if not series:
         raise ValueError(f"metric {metric!r} has no values of the variant {variant!r}")
-    told = _name_of(variant) + (f", k = {loops.pop()}" if len(loops) == 1 else "")
+    text = variant_name(variant) + (f", k = {loops.pop()}" if len(loops) == 1 else "")
     return Chart(
-        title=", ".join(filter(None, [look_up(metric).with_unit, told])),
-        x=layer_axis("block") if by_block else _middle_axis(sorted(middles)),
+        title=", ".join(filter(None, [look_up(metric).with_unit, text])),
+        x=_middle_axis(sorted(middles)) if at is middle_of else layer_axis("block"),
         y=value_axis(metric),
         series=series,
-        place="block {x}" if by_block else "M = {x}",
+        place="M = {x}" if at is middle_of else "block {x}",
         height=400,
     )
 
@@ -379,14 +345,13 @@ def schedule_scores(
     if not own:
         raise ValueError(f"metric {metric!r} has no values of schedules of one's own")
     names = [f"{number}. {p.tags['schedule']}" for number, p in enumerate(own, 1)]
-    full = baseline_of(points)
+    full = full_model(points)[:1]
     look = {"name": "Schedule", "mark": "circle", "size": 8, "color": LOOKS["custom"][0], "interval": "bars"}
-    series = [series_of(own, names, legend=full is not None, **look)]
-    if full is not None:
-        series.append(level(names, full.value, "Full model", color=INK, mark="line-ns", size=14))
+    series = [series_of(own, names, legend=bool(full), **look)]
+    series += [level(names, p.value, "Full model", color=INK, mark="line-ns", size=14) for p in full]
     texts = {name: name if len(name) <= 46 else f"{name[:44]} …" for name in names}
     return Chart(
-        title=_title(metric, chosen),
+        title=title_of(metric, chosen.get("tags") or {}),
         x=Axis(keys=names, labels=texts, grid=False),
         y=Axis(title=look_up(metric).with_unit, log=look_up(metric).log),
         series=series,
@@ -399,40 +364,31 @@ def schedule_scores(
 # ------------------------------------------------------------------------------------------------ parts
 
 
-def _title(metric: str, chosen: Chosen) -> str:
-    return title_of(metric, chosen.get("tags") or {})
-
-
-def _key(line: Line) -> _Key:
-    return line.variant, line.is_best, line.kind
-
-
-def _name_of(variant: str) -> str:
-    return "Full model" if variant == BASELINE else Line(variant, [], 0).name.split(", k")[0]
+def _block_of(point: Point) -> int | None:
+    return point.layer
 
 
 def _line(
-    found: Sequence[tuple[int, Line]], place: Callable[[Point], int], *, faint: bool = False, band: bool = False
+    line: Line, at: Callable[[Point], Any], steps: Sequence[int], *, faint: bool = False, band: bool = False
 ) -> Series:
     """A variant at all places of the slider."""
-    line = found[0][1]
     color, symbol = LOOKS[line.variant]
-    points = [point for _, each in found for point in each.points]
-    look: dict[str, Any] = {"frame": [n for n, each in found for _ in each.points], "interval": "band" if band else ""}
+    look: dict[str, Any] = {"frame": [steps.index(p.step) for p in line.points], "interval": "band" if band else ""}
     look |= {"width": 1.4, "dash": "dot", "mark": f"{symbol}-open"} if faint else {"width": 2.0, "mark": symbol}
-    look["texts"] = [f"k = {point.tags['loops']}" for point in points] if line.is_best else ()
+    look["texts"] = [f"k = {point.tags['loops']}" for point in line.points] if line.is_best else ()
     look |= {"size": 9 if symbol == "star" and not faint else 7, "legend": True}
-    return series_of(points, [place(point) for point in points], name=line.name, color=color, **look)
+    return series_of(line.points, [at(point) for point in line.points], name=line.name, color=color, **look)
 
 
 def _full_model(
-    places: Sequence[int], values: Sequence[float], *, name: str = "Full model", dash: str = "dash"
+    places: Sequence[int], points: Sequence[Point], steps: Sequence[int], name: str = "Full model", dash: str = "dash"
 ) -> Series:
     """The full model's value at each place of the slider."""
     ends = [places[0], places[-1]]
-    frame = [number for number in range(len(values)) for _ in ends]
-    look = {"color": INK, "dash": dash, "width": 1.6, "legend": True}
-    return Series(x=ends * len(values), y=rounded(v for v in values for _ in ends), frame=frame, name=name, **look)
+    by_step = {point.step: point.value for point in reversed(points)}
+    values = rounded(by_step.get(step, math.nan) for step in steps for _ in ends)
+    look = {"frame": [number for number in range(len(steps)) for _ in ends], "color": INK, "dash": dash}
+    return Series(x=ends * len(steps), y=values, name=name, width=1.6, legend=True, **look)
 
 
 def _middle_axis(middles: Sequence[int]) -> Axis:
@@ -441,10 +397,8 @@ def _middle_axis(middles: Sequence[int]) -> Axis:
 
 
 def _ends(
-    drawn: Sequence[Point], points: Sequence[Point], guess: float | None, metric: str
+    drawn: Sequence[Point], metric: str, steps: Sequence[int], guess: float | None = None
 ) -> tuple[float, float] | None:
     """The same at every checkpoint, where there are several."""
-    if len(steps_of(points)) < 2:
-        return None
     values = [end for p in drawn for end in (p.value, p.low, p.high)] + ([] if guess is None else [guess])
-    return fixed_ends(values, log=look_up(metric).log)
+    return fixed_ends(values, log=look_up(metric).log) if len(steps) > 1 else None

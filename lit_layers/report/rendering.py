@@ -10,8 +10,7 @@ import pandas as pd
 from lit_layers import records
 from lit_layers.figures.labels import listing, value, whole
 from lit_layers.figures.tables import change_table, model_table
-from lit_layers.figures.task_means import with_task_means
-from lit_layers.figures.variant_scores import with_task_medians
+from lit_layers.figures.task_means import with_task_means, with_task_medians
 from lit_layers.metrics import look_up
 from lit_layers.report import facts, probe_sections, sections, variant_sections
 from lit_layers.report.template import Feed, fill, placed

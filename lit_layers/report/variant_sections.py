@@ -11,9 +11,10 @@ from lit_layers.figures import Chart
 from lit_layers.figures.labels import analysis_note, tag_text
 from lit_layers.figures.maps import SIMILARITIES
 from lit_layers.figures.models import short_names
+from lit_layers.figures.task_means import GLUE, GLUE_MEAN, MEDIAN
 from lit_layers.figures.theme import spread
 from lit_layers.figures.training import STAGES, stage_text
-from lit_layers.figures.variant_scores import GLUE, GLUE_MEAN, LOOPED, MEDIAN
+from lit_layers.figures.variant_scores import LOOPED
 from lit_layers.functional.block_schedules import OF_BLOCKS, OF_MIDDLES
 from lit_layers.metrics import headlines, is_in, look_up, rank, sentence
 from lit_layers.records import FAILED
