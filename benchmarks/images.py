@@ -33,8 +33,7 @@ from typing import Any
 import lightning as L
 import numpy as np
 import torch
-from rich.console import Console
-from rich.table import Table
+from rounds import Row, add_options, finish, ratios
 from torch import Tensor
 from torch.nn import functional as F
 
@@ -265,43 +264,36 @@ def compare_losses(turns: TakeTurns, losses: Tensor, device: str) -> float:
     return float(difference.max())
 
 
-def report(
-    turns: TakeTurns, size: Size, peaks: dict[str, float], difference: float, skip: int, console: Console
-) -> bool:
-    """Prints the table; returns whether the trainer keeps up with the loop."""
+def rows_of(
+    name: str, turns: TakeTurns, size: Size, peaks: dict[str, float], difference: float, skip: int
+) -> list[Row]:
+    """Images per second over each of the loops."""
     per_round = size.round // turns.turn
     rounds = {
-        name: [sum(taken[at : at + per_round]) for at in range(0, len(taken), per_round)][skip:]
-        for name, taken in turns.seconds.items()
+        of: [sum(taken[at : at + per_round]) for at in range(0, len(taken), per_round)][skip:]
+        for of, taken in turns.seconds.items()
     }
-    table = Table(title=f"medians of {len(rounds[OURS])} rounds of {size.round} steps of {size.batch} images")
-    for column in ("", "images/s", "lit_layers / it", "quartiles", "target", "peak memory"):
-        table.add_column(column, justify="right" if column else "left")
-    reached = True
-    for name, seconds in rounds.items():
-        speed = f"{size.round * size.batch / statistics.median(seconds):,.0f}"
-        peak = f"{peaks[name]:,.0f} MB" if name in peaks else ""
-        ratios = [theirs / ours for theirs, ours in zip(seconds, rounds[OURS], strict=True)]
-        low, ratio, high = statistics.quantiles(ratios, method="inclusive")
-        shown = ("", "") if name == OURS else (f"{ratio:.3f}", f"{low:.3f} to {high:.3f}")
-        verdict = f">= {TARGET:.2f} {'yes' if ratio >= TARGET else 'NO'}" if name == BARE else ""
-        reached &= name != BARE or ratio >= TARGET
-        table.add_row(name, speed, *shown, verdict, peak)
-    console.print(table)
-    console.print(f"losses differ by at most {difference:.0e}", highlight=False)
-    return reached
+    rows = []
+    for other in (BARE, PLAIN):
+        speeds = [f"{size.round * size.batch / statistics.median(rounds[of]):,.0f}" for of in (OURS, other)]
+        others = {"images/s: ours, theirs": ", ".join(speeds)}
+        if other == BARE:
+            others["peak memory: ours, theirs"] = f"{peaks[OURS]:,.0f}, {peaks[BARE]:,.0f} MB"
+            others["losses differ by"] = f"{difference:.0e}"
+        target = TARGET if other == BARE else None
+        rows.append(Row(f"{name}, over {other}", ratios(rounds[other], rounds[OURS]), target, others=others))
+    return rows
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description="Speed of training on images: lit_layers and a bare loop.")
     parser.add_argument("--size", choices=SIZES, default="quickstart")
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
-    parser.add_argument("--rounds", type=int, default=12, help="rounds that count")
+    add_options(parser, rounds=12)
     parser.add_argument("--warmup", type=int, default=1, help="rounds before them that do not")
     parser.add_argument("--batch", type=int, help="images a step, instead of the size's own")
     parser.add_argument("--threads", type=int, default=1, help="of PyTorch on the CPU")
     parser.add_argument("--compile", action="store_true", help="torch.compile for both")
-    parser.add_argument("--check", action="store_true", help="exit with 1 where the target is missed")
     parser.add_argument("--alone", choices=(OURS, BARE), help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.rounds < 2 or options.warmup < 0 or min(options.threads, options.batch or 1) < 1:
@@ -320,11 +312,9 @@ def main() -> int:
     peaks = memory(sys.argv[1:])
     turns = TakeTurns(turn, alone=False)
     losses = train(size, turns, steps=(options.warmup + options.rounds) * size.round, **common)
-    console = Console(width=110)
-    console.print(f"{options.size}: {size}", highlight=False)
-    console.print(f"{options.device}, {options.threads} thread(s), torch {torch.__version__}", highlight=False)
-    difference = compare_losses(turns, losses, options.device)
-    return 0 if report(turns, size, peaks, difference, options.warmup, console) or not options.check else 1
+    print(f"{options.size}: {size}")
+    rows = rows_of(options.size, turns, size, peaks, compare_losses(turns, losses, options.device), options.warmup)
+    return finish("images", rows, options, device=options.device)
 
 
 if __name__ == "__main__":

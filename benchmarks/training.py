@@ -33,7 +33,7 @@ import lightning as L
 import numpy as np
 import torch
 from rich.console import Console
-from rich.table import Table
+from rounds import Row, add_options, finish, ratios
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.data import Dataset
@@ -325,41 +325,37 @@ def rounds_of(turns: list[tuple[float, float]], per_round: int) -> list[tuple[fl
     ]
 
 
-def report(turns: TakeTurns, differences: dict[str, float], warmup: int, console: Console) -> bool:
-    """Prints the table; returns whether the trainer keeps up with both loops."""
+def rows_of(name: str, turns: TakeTurns, differences: dict[str, float], warmup: int) -> list[Row]:
+    """Tokens per second over each of the loops, by wall time."""
     size = turns.size
     tokens = size.round * size.batch * size.context
-    timings = {name: rounds_of(taken, size.round // turns.turn)[warmup:] for name, taken in turns.seconds.items()}
-    table = Table(title=f"medians of {len(timings[OURS])} rounds of {size.round} steps")
-    for column in ("", "tokens/s", "lit_layers / it", "quartiles", "in CPU time", "target", "loss differs by"):
-        table.add_column(column, justify="right" if column else "left")
-    table.add_row(OURS, f"{tokens / statistics.median(wall for wall, _ in timings[OURS]):,.0f}", *[""] * 5)
-    reached = True
-    for name, target in TARGETS.items():
-        pairs = list(zip(timings[name], timings[OURS], strict=True))
-        low, ratio, high = statistics.quantiles([theirs[0] / ours[0] for theirs, ours in pairs], method="inclusive")
-        processor = statistics.median(theirs[1] / ours[1] for theirs, ours in pairs)
-        speed = tokens / statistics.median(wall for wall, _ in timings[name])
-        verdict = f">= {target:.2f} {'yes' if ratio >= target else 'NO'}"
-        numbers = (f"{speed:,.0f}", f"{ratio:.3f}", f"{low:.3f} to {high:.3f}", f"{processor:.3f}")
-        table.add_row(name, *numbers, verdict, f"{differences[name]:.0e}")
-        reached &= ratio >= target
-    console.print(table)
-    return reached
+    timings = {of: rounds_of(taken, size.round // turns.turn)[warmup:] for of, taken in turns.seconds.items()}
+    walls = {of: [wall for wall, _ in taken] for of, taken in timings.items()}
+    rows = []
+    for other, target in TARGETS.items():
+        processor = [theirs[1] / ours[1] for theirs, ours in zip(timings[other], timings[OURS], strict=True)]
+        others = {
+            "tokens/s: ours, theirs": ", ".join(
+                f"{tokens / statistics.median(walls[of]):,.0f}" for of in (OURS, other)
+            ),
+            "in CPU time": f"{statistics.median(processor):.3f}",
+            "losses differ by": f"{differences[other]:.0e}",
+        }
+        rows.append(Row(f"{name}, over {other}", ratios(walls[other], walls[OURS]), target, others=others))
+    return rows
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description="Training speed of lit_layers, a bare loop and a nanoGPT-style model.")
     parser.add_argument("--size", choices=SIZES, default="quickstart")
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
-    parser.add_argument("--rounds", type=int, default=12, help="rounds that count")
+    add_options(parser, rounds=12)
     parser.add_argument("--warmup", type=int, default=1, help="rounds before them that do not")
     parser.add_argument("--batch", type=int, help="sequences a step, instead of the size's own")
     parser.add_argument("--turn", type=int, help="steps before the others take over: a divisor of the round")
     parser.add_argument("--threads", type=int, default=1, help="of PyTorch on the CPU")
     parser.add_argument("--compile", action="store_true", help="torch.compile for all three")
     parser.add_argument("--bar", action="store_true", help="draw the live progress bar (into nowhere)")
-    parser.add_argument("--check", action="store_true", help="exit with 1 where a target is missed")
     options = parser.parse_args()
     if options.rounds < 2 or options.warmup < 0 or min(options.threads, options.batch or 1, options.turn or 1) < 1:
         parser.error("expected at least 2 rounds, no negative warm-up, and positive threads, batch and turn")
@@ -380,11 +376,9 @@ def main() -> int:
         compile=options.compile,
         bar=options.bar,
     )
-    console = Console(width=110)
-    console.print(f"{options.size}: {size}", highlight=False)
-    console.print(f"{options.device}, {options.threads} thread(s), torch {torch.__version__}", highlight=False)
-    reached = report(turns, compare_losses(turns, losses, options.device), options.warmup, console)
-    return 0 if reached or not options.check else 1
+    print(f"{options.size}: {size}")
+    rows = rows_of(options.size, turns, compare_losses(turns, losses, options.device), options.warmup)
+    return finish("training", rows, options, device=options.device)
 
 
 if __name__ == "__main__":

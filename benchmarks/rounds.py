@@ -1,0 +1,195 @@
+"""What every benchmark here has in common: rounds in turns, ratios with quartiles, a file of results, the docs' tables.
+
+A benchmark takes the ways that it compares in turns, at least five rounds of them, and hands over one `Row` for each
+ratio. `finish` prints them and with `--save` keeps them in results/NAME.json, one run for each machine and command.
+
+    python benchmarks/rounds.py            writes the tables of docs/performance.md from results/*.json
+    python benchmarks/rounds.py --check    exits with 1 where they differ
+"""
+
+import argparse
+import json
+import os
+import re
+import shlex
+import statistics
+import sys
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+RESULTS = Path(__file__).parent / "results"
+DOCS = Path(__file__).parents[1] / "docs" / "performance.md"
+# Each makes BLAS or torch take other kernels than those of the processor: a peer that is slowed by one is no peer.
+PINS = ("ATEN_CPU_CAPABILITY", "MKL_CBWR", "MKL_ENABLE_INSTRUCTIONS", "ONEDNN_MAX_CPU_ISA", "OPENBLAS_CORETYPE")
+LEAST_ROUNDS = 5  # below it quartiles say nothing
+TABLE = re.compile(r"(<!-- results: (?P<name>\w+) -->\n).*?(\n<!-- end of results -->)", re.DOTALL)
+
+
+@dataclass(frozen=True)
+class Row:
+    """One ratio, or another number, of which each round gave a value.
+
+    Attributes:
+        what: what is compared, as the first cell of the table.
+        values: of each round.
+        target: what is wanted, if something is: at least that much, or `at_most` so much.
+        others: further cells, by the title of their column.
+        unit: behind the number; the ratio of times and speeds has none.
+    """
+
+    what: str
+    values: list[float]
+    target: float | None = None
+    at_most: bool = False
+    others: dict[str, str] = field(default_factory=dict)
+    unit: str = ""
+
+    @property
+    def quartiles(self) -> tuple[float, float, float]:
+        if len(self.values) == 1:
+            return self.values[0], self.values[0], self.values[0]
+        low, middle, high = statistics.quantiles(self.values, method="inclusive")
+        return low, middle, high
+
+    @property
+    def missed(self) -> bool:
+        if self.target is None:
+            return False
+        middle = self.quartiles[1]
+        return middle > self.target if self.at_most else middle < self.target
+
+    def cells(self) -> dict[str, str]:
+        low, middle, high = map(_digits, self.quartiles)
+        spread = f"{low} to {high}, {len(self.values)} rounds" if len(self.values) > 1 else "one round"
+        wanted = "" if self.target is None else f"{'at most' if self.at_most else 'at least'} {_digits(self.target)}"
+        verdict = f"{wanted}: **missed**" if self.missed else wanted
+        return {
+            "": self.what,
+            **self.others,
+            "median": f"**{middle}**{self.unit}",
+            "quartiles": spread,
+            "wanted": verdict,
+        }
+
+
+def ratios(numerators: Iterable[float], denominators: Iterable[float]) -> list[float]:
+    """Of each round: both sides of a ratio met the same minutes of the machine."""
+    return [one / other for one, other in zip(numerators, denominators, strict=True)]
+
+
+def add_options(parser: argparse.ArgumentParser, *, rounds: int = 5) -> None:
+    """The options that all benchmarks have."""
+    parser.add_argument("--rounds", type=int, default=rounds, help=f"that count (default: {rounds})")
+    parser.add_argument("--save", action="store_true", help="keep the result in benchmarks/results")
+    parser.add_argument("--check", action="store_true", help="exit with 1 where a target is missed")
+
+
+def finish(name: str, rows: Sequence[Row], options: argparse.Namespace, *, device: str = "cpu") -> int:
+    """Prints the table of a run, keeps it if asked to, and returns the exit code."""
+    run = {"command": command(), "machine": machine(device), "rows": [asdict(row) for row in rows]}
+    print(f"\n{_place(run['machine'])}\n{table(rows)}")
+    if options.save:
+        if min(len(row.values) for row in rows) < LEAST_ROUNDS:
+            raise SystemExit(f"a result that is kept has at least {LEAST_ROUNDS} rounds: nothing was saved")
+        path = RESULTS / f"{name}.json"
+        runs = json.loads(path.read_text())["runs"] if path.exists() else []
+        same = [run["command"], run["machine"]["processor"]]
+        runs = [each for each in runs if [each["command"], each["machine"]["processor"]] != same]
+        RESULTS.mkdir(exist_ok=True)
+        path.write_text(json.dumps({"runs": [*runs, run]}, indent=1) + "\n")
+        print(f"kept in {path}; python benchmarks/rounds.py writes the docs' tables from there")
+    for row in rows:
+        if row.missed:
+            print(f"MISSED: {row.what}: {_digits(row.quartiles[1])}, wanted {row.cells()['wanted']}".replace("*", ""))
+    return int(options.check and any(row.missed for row in rows))
+
+
+def command() -> str:
+    """What was typed, without where it was typed and without what does not change the result."""
+    words = [word for word in sys.argv[1:] if word not in ("--save", "--check")]
+    # A folder of data is somebody's own place.
+    places = [os.path.sep in word and Path(word).exists() for word in words]
+    shown = ["DATA" if place else shlex.quote(word) for word, place in zip(words, places, strict=True)]
+    return " ".join(["python", f"benchmarks/{Path(sys.argv[0]).name}", *shown])
+
+
+def machine(device: str = "cpu") -> dict[str, Any]:
+    """Processor, threads, versions and the kernels of both sides: of torch, and of numpy and scipy."""
+    import torch
+    from threadpoolctl import threadpool_info
+
+    from lit_layers.models.costs import this_machine
+
+    pools = [pool for pool in threadpool_info() if pool["user_api"] == "blas"]
+    mkl = re.search(r"Math Kernel Library Version ([\d.]+)", torch.__config__.show())
+    kernels = [f"torch {torch.backends.cpu.get_cpu_capability()}{f', MKL {mkl[1]}' if mkl else ''}"]
+    kernels += sorted({f"{pool['internal_api']} {pool['version']} {pool.get('architecture', '')}" for pool in pools})
+    return {
+        **asdict(this_machine(device)),
+        "kernels": kernels,
+        "pinned": {name: os.environ[name] for name in PINS if name in os.environ},
+    }
+
+
+def table(rows: Sequence[Row]) -> str:
+    """A Markdown table; a column that no row fills is left out."""
+    lines = [row.cells() for row in rows]
+    columns = list(dict.fromkeys(column for line in lines for column in line))
+    columns = [column for column in columns if any(line.get(column) for line in lines)]
+    cells = [columns, ["---"] * len(columns)] + [[line.get(column, "") for column in columns] for line in lines]
+    return "\n".join("| " + " | ".join(row).replace("|  |", "| |") + " |" for row in cells)
+
+
+def section(runs: Sequence[Mapping[str, Any]]) -> str:
+    """The results of a benchmark for the docs: each command with its machine and its table."""
+    parts = []
+    for run in runs:
+        rows = [Row(**row) for row in run["rows"]]
+        parts.append(f"`{run['command']}`, {_place(run['machine'])}:\n\n{table(rows)}")
+    return "\n\n".join(parts)
+
+
+def with_tables(text: str) -> str:
+    """The page with the tables of all results in their places.
+
+    Raises:
+        ValueError: a place without results, or results without a place.
+    """
+    names = [found["name"] for found in TABLE.finditer(text)]
+    files = [path.stem for path in sorted(RESULTS.glob("*.json"))]
+    if sorted(names) != files:
+        raise ValueError(f"the page has places for {sorted(names)}, results are {files}")
+
+    def filled(place: re.Match[str]) -> str:
+        runs = json.loads((RESULTS / f"{place['name']}.json").read_text())["runs"]
+        return f"{place[1]}\n{section(runs)}\n{place[3]}"
+
+    return TABLE.sub(filled, text)
+
+
+def _place(machine: Mapping[str, Any]) -> str:
+    threads = f"{machine['num_threads']} thread{'s' if machine['num_threads'] > 1 else ''}"
+    pinned = [f"{name}={value}" for name, value in machine["pinned"].items()]
+    return ", ".join([machine["processor"], threads, f"torch {machine['torch']}", *machine["kernels"], *pinned])
+
+
+def _digits(value: float) -> str:
+    """Three digits, which is more than a round repeats."""
+    return f"{value:,.0f}" if abs(value) >= 100 else f"{value:#.3g}"
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--check", action="store_true")
+    before = DOCS.read_text()
+    after = with_tables(before)
+    if parser.parse_args().check:
+        return int(before != after)
+    DOCS.write_text(after)
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

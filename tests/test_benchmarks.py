@@ -1,0 +1,77 @@
+"""What the benchmarks have in common: medians and quartiles, targets, kept results, and the tables of the docs."""
+
+import argparse
+import json
+import subprocess
+import sys
+from pathlib import Path
+from types import ModuleType
+
+import numpy as np
+import pytest
+
+FOLDER = Path(__file__).parents[1] / "benchmarks"
+
+
+@pytest.fixture
+def rounds(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    monkeypatch.syspath_prepend(str(FOLDER))
+    import rounds
+
+    return rounds
+
+
+def test_a_row_is_the_median_of_the_rounds_with_quartiles_and_says_what_it_missed(rounds: ModuleType) -> None:
+    values = np.random.default_rng(0).uniform(0.5, 1.5, 9).tolist()
+    row = rounds.Row("ours", values, 1.5)
+    np.testing.assert_allclose(row.quartiles, np.quantile(values, [0.25, 0.5, 0.75]), rtol=1e-12)
+    assert rounds.ratios([2.0, 9.0], [1.0, 3.0]) == [2.0, 3.0]
+    assert row.missed
+    assert "missed" in row.cells()["wanted"]
+    assert not rounds.Row("ours", values, 1.5, at_most=True).missed
+    assert rounds.Row("ours", values, 0.1, at_most=True).missed
+    assert not rounds.Row("ours", values, 0.1).missed
+    assert not rounds.Row("ours", values).missed
+
+
+def test_a_result_is_kept_for_each_machine_and_command_and_becomes_a_table(
+    rounds: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(rounds, "RESULTS", tmp_path)
+    options = argparse.Namespace(save=True, check=True)
+    for command, value, code in ((["--size", "a"], 0.9, 1), (["--size", "b"], 2.0, 0), (["--size", "a"], 1.25, 0)):
+        monkeypatch.setattr(sys, "argv", ["speed.py", *command, "--check", "--save"])
+        row = rounds.Row("ours over theirs", [value] * 5, 1.0, others={"seconds": "3"})
+        assert rounds.finish("speed", [row], options) == code
+    assert "MISSED: ours over theirs: 0.900, wanted at least 1.00" in capsys.readouterr().out
+    runs = json.loads((tmp_path / "speed.json").read_text())["runs"]
+    assert [run["command"] for run in runs] == [
+        "python benchmarks/speed.py --size b",
+        "python benchmarks/speed.py --size a",
+    ]
+    assert runs[0]["machine"]["processor"]
+    assert runs[0]["machine"]["kernels"]
+    page = "before\n<!-- results: speed -->\nold\n<!-- end of results -->\nafter"
+    written = rounds.with_tables(page)
+    assert "| ours over theirs | 3 | **1.25** | 1.25 to 1.25, 5 rounds | at least 1.00 |" in written
+    assert not any(old in written for old in ("0.9", "old"))
+    assert written.startswith("before")
+    assert written.endswith("after")
+    assert rounds.with_tables(written) == written
+    with pytest.raises(ValueError, match="places for"):
+        rounds.with_tables("a page without places")
+    with pytest.raises(SystemExit, match="at least 5 rounds"):
+        rounds.finish("speed", [rounds.Row("ours", [1.0] * 4)], options)
+
+
+def test_the_tables_of_the_docs_are_those_of_the_kept_results(rounds: ModuleType) -> None:
+    text = rounds.DOCS.read_text()
+    assert rounds.with_tables(text) == text, "python benchmarks/rounds.py writes them anew"
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("script", sorted(FOLDER.glob("*.py")), ids=lambda path: path.stem)
+def test_each_begins(script: Path) -> None:
+    done = subprocess.run([sys.executable, script, "--help"], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert "--check" in done.stdout
