@@ -27,7 +27,7 @@ def prepare(
             .txt, .jsonl or .parquet file or a folder of them
         tokenizer: a name on the Hub (gpt2), a local path, or bpe:SIZE to train one
         out: folder to write to
-        workers: processes (default: all cores; one for a small corpus)
+        workers: threads that tokenize (default: as many as cores)
         max_documents: read at most so many (of each split the source brings)
         column: column of the text (default: text)
         separator: line that ends a document of a .txt file, "" for a blank one

@@ -1,6 +1,6 @@
-"""Corpus to token shards: streamed, on several processes, and taken up again after an interruption.
+"""Corpus to token shards: streamed, on several cores, and taken up again after an interruption.
 
-The result depends on the corpus and the options alone: not on the number of processes, not on where a run was cut.
+The result depends on the corpus and the options alone: not on the number of threads, not on where a run was cut.
 A preparation under way is a folder with `progress.json`; it says how far every file is good (the last closed part).
 """
 
@@ -21,7 +21,6 @@ from typing import Any
 
 from filelock import FileLock, Timeout
 
-from lit_layers.data.corpora import Document, HubText, LocalText, PythonSources, Source, digest, in_share
 from lit_layers.data.shards import (
     FORMAT,
     HEADER,
@@ -34,6 +33,7 @@ from lit_layers.data.shards import (
     finish_names,
     token_dtype,
 )
+from lit_layers.data.text_sources import Document, Source, digest, in_share, open_source
 from lit_layers.data.tokenization import (
     MAIN,
     Texts,
@@ -51,8 +51,6 @@ from lit_layers.errors import InputError
 CHUNK_BYTES = 2**20  # of text, the work of one call of the tokenizer
 PART_SECONDS = 5.0  # at most this much work, and a chunk, is done again after an interruption
 BPE_BYTES = 10**8  # of text a tokenizer is trained on
-SMALL = 2**25  # bytes: below this, starting processes costs more than it saves
-ALIASES = {"openwebtext": "Skylion007/openwebtext", "wikitext": "Salesforce/wikitext:wikitext-103-raw-v1"}
 
 
 def prepared(corpus: str, tokenizer: str, *, cache: str | Path | None = None) -> TokenShards:
@@ -95,7 +93,7 @@ def prepare(
         separator: The line that ends a document in a `.txt` file; `<|endoftext|>` by default, "" for a blank line.
         validation: Share of the documents to hold out, where the source brings no validation split.
         max_documents: Read at most so many documents, of each split where the source brings its own.
-        workers: Processes; all cores by default, one for a small corpus.
+        workers: Threads that tokenize; as many as cores by default.
         progress: Whether to show a bar.
 
     Raises:
@@ -110,9 +108,7 @@ def prepare(
     loaded = None if bpe_size(tokenizer) else load_tokenizer(tokenizer)
     made_by = {"spec": tokenizer, "hash": loaded and tokenizer_hash(loaded.tokenizer)}
     settings = {"source": corpus.describe(), "tokenizer": made_by, "max_documents": max_documents}
-    size = corpus.size()
-    workers = workers or (1 if size is not None and size < SMALL else _num_cores())
-    with writing(folder), locked(folder, progress):
+    with _claimed(folder, progress):
         finish_names(folder)
         if (folder / HEADER).is_file():
             (folder / PROGRESS).unlink(missing_ok=True)
@@ -120,13 +116,18 @@ def prepare(
             expect_settings(folder, shards.header["settings"], settings, "holds shards")
             return shards
         state = begin(folder, settings)
-        with discarding(folder):
+        try:
             corpus.pin(state["revision"])
             state["revision"] = corpus.revision
             if loaded is None and progress:
                 sys.stderr.write(f"training the tokenizer {tokenizer}\n")
             _place_tokenizer(folder, state, loaded, corpus)
-            _fill(folder, state, corpus, workers, progress)
+            _fill(folder, state, corpus, workers or _num_cores(), progress)
+        except InputError:
+            noted = folder / PROGRESS
+            if noted.exists() and not json.loads(noted.read_text(encoding="utf-8"))["sizes"]:
+                discard(folder)  # at fault from the start: nothing is left that would bind the next attempt to it
+            raise
         (folder / PROGRESS).unlink()
     return TokenShards.open(folder)
 
@@ -173,12 +174,15 @@ def _fill(folder: Path, state: dict[str, Any], source: Source, workers: int, pro
         dtype=dtype,
     )
     closed = time.monotonic()
-    with contextlib.closing(writer), contextlib.closing(chunks), bar(state["settings"], progress) as show:
+    with contextlib.closing(writer), contextlib.closing(chunks), _bar(progress) as bar:
+        task = bar.add_task("", total=None)
         for chunk, documents in chunks:
             for split, (ids, lengths) in documents.items():
                 writer.append(split, ids, lengths)
             state = chunk.state
-            show(chunk.share, writer)
+            tokens = sum(writer.count(split)[0] for split in documents) / 1e6
+            name = f"{tokens:.1f} M tokens of {_name_of(state['settings'])}"
+            bar.update(task, description=name, total=chunk.share and 1.0, completed=chunk.share or 0)
             if time.monotonic() - closed >= PART_SECONDS:
                 write_json(folder / PROGRESS, {**state, "sizes": writer.sync()}, sort_keys=True)
                 closed = time.monotonic()
@@ -194,10 +198,8 @@ def _chunks(source: Source, state: dict[str, Any]) -> Iterator[_Chunk]:
     for stage in range(state["stage"], len(source.splits)):
         part = source.splits[stage]
         repeated = _validation_digests(source, limit) if part == "train" else set()
-        documents = source.read(part, state["position"])
-        texts, size = [], 0
-        share = None
-        for document in islice(documents, limit - state["read"]):
+        texts, size, share = [], 0, None
+        for document in islice(source.read(part, state["position"]), limit - state["read"]):
             split, value = _place(document, part, source.validation or 0, repeated)
             state["read"] += 1
             if split in state["left_out"]:
@@ -205,10 +207,10 @@ def _chunks(source: Source, state: dict[str, Any]) -> Iterator[_Chunk]:
             else:
                 texts.append((split, document.text))
                 size += _note(state, split, document.text, value)
-            if part != "validation" and documents.fraction is not None:
-                share = max(documents.fraction, state["read"] / limit)
+            if part != "validation" and document.fraction is not None:
+                share = max(document.fraction, state["read"] / limit)
             if size >= CHUNK_BYTES:
-                state["position"] = documents.position
+                state["position"] = document.position
                 yield _Chunk(texts, copy.deepcopy(state), share)
                 texts, size = [], 0
         state |= {"stage": stage + 1, "position": None, "read": 0}
@@ -319,37 +321,6 @@ def _num_cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
-def open_source(
-    spec: str, *, column: str | None = None, separator: str | None = None, validation: float | None = None
-) -> Source:
-    """The source named by `spec`: `python`, `openwebtext`, `wikitext`, a path, or a Hub data set `ORG/NAME[:CONFIG]`.
-
-    Raises:
-        InputError: for a path that does not exist, or an option that this source has no use for.
-    """
-    if validation is not None and not 0 < validation < 1:
-        raise InputError(f"validation must lie between 0 and 1 (a share of the documents), not {validation}")
-    if spec == "python":
-        _refuse_options(spec, column=column, separator=separator)
-        return PythonSources(validation=validation or 0.1)
-    if Path(spec).exists():
-        return LocalText.open(Path(spec), column=column, separator=separator, validation=validation)
-    name = ALIASES.get(spec, spec)
-    if not re.fullmatch(r"[\w.-]+/[\w.-]+(:[\w.-]+)?", name) or Path(name).suffix in (".txt", ".parquet", ".jsonl"):
-        names = ", ".join(["python", *ALIASES])
-        raise InputError(
-            f"no corpus {spec!r}: expected {names}, an existing path, or a Hub data set as ORG/NAME[:CONFIG]"
-        )
-    _refuse_options(spec, separator=separator)
-    return HubText(name, column=column or "text", validation=validation)
-
-
-def _refuse_options(spec: str, **options: str | None) -> None:
-    for option, value in options.items():
-        if value is not None:
-            raise InputError(f"{option} ({value!r}) means nothing for the corpus {spec!r}: leave it out")
-
-
 LOCK = ".lock"
 
 
@@ -406,67 +377,34 @@ def discard(folder: Path) -> None:
 
 
 @contextlib.contextmanager
-def discarding(folder: Path) -> Iterator[None]:
-    """Where the input is at fault from the start, leaves nothing that would bind the next attempt to it."""
-    try:
-        yield
-    except InputError:
-        noted = folder / PROGRESS
-        if noted.exists() and not json.loads(noted.read_text(encoding="utf-8"))["sizes"]:
-            discard(folder)
-        raise
-
-
-@contextlib.contextmanager
-def writing(folder: Path) -> Iterator[None]:
-    """Makes the folder, and turns a failing disk into a sentence."""
+def _claimed(folder: Path, progress: bool) -> Iterator[None]:
+    """Makes the folder, which one process prepares while others wait and find it done; a failing disk is a sentence."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        yield
+        lock = FileLock(folder / LOCK)
+        try:
+            lock.acquire(timeout=0.1)
+        except Timeout:
+            if progress:
+                sys.stderr.write(f"waiting for another process that prepares {folder}\n")
+            lock.acquire()
+        try:
+            yield
+        finally:
+            lock.release()
     except OSError as error:
         raise InputError(
             f"cannot prepare {folder} ({error}): choose another folder, or mend the cause and run again to continue"
         ) from error
 
 
-@contextlib.contextmanager
-def locked(folder: Path, progress: bool) -> Iterator[None]:
-    """Only one process prepares a folder; another waits and finds it done."""
-    lock = FileLock(folder / LOCK)
-    try:
-        lock.acquire(timeout=0.1)
-    except Timeout:
-        if progress:
-            sys.stderr.write(f"waiting for another process that prepares {folder}\n")
-        lock.acquire()
-    try:
-        yield
-    finally:
-        lock.release()
-
-
 def _name_of(settings: dict[str, Any]) -> str:
     return settings["source"].get("path") or settings["source"].get("name") or "python"
 
 
-@contextlib.contextmanager
-def bar(settings: dict[str, Any], progress: bool) -> Iterator[Any]:
-    """A function (share of the work, writer) -> None that moves the bar, on standard error."""
-    if not progress:
-        yield lambda share, writer: None
-        return
-    from rich.console import Console
+def _bar(progress: bool) -> Any:
+    from rich.console import Console  # a twentieth of a second, which reading prepared text need not wait for
     from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeElapsedColumn
 
     columns = (TextColumn("{task.description}"), BarColumn(), TaskProgressColumn(), TimeElapsedColumn())
-    columns += (TextColumn("{task.fields[tokens]}"),)
-    # Drawn after each chunk and not by a thread, which would take the Ctrl-C that is held back while workers start.
-    with Progress(*columns, console=Console(stderr=True), auto_refresh=False) as drawn:
-        task = drawn.add_task(f"tokens of {_name_of(settings)}", total=None, tokens="")
-
-        def show(share: float | None, writer: ShardWriter) -> None:
-            millions = sum(writer.count(split)[0] for split in ("train", "validation")) / 1e6
-            drawn.update(task, total=share and 1.0, completed=share or 0, tokens=f"{millions:.1f} M tokens")
-            drawn.refresh()
-
-        yield show
+    return Progress(*columns, console=Console(stderr=True), disable=not progress)

@@ -1,4 +1,3 @@
-import contextlib
 import json
 import os
 import re
@@ -81,15 +80,6 @@ def test_interrupted_it_says_how_to_go_on_and_ends_with_130(corpus, tmp_path, ca
     assert main(arguments(corpus, tmp_path / "out", "--column", "body", "--validation", "0.2")) == 0
 
 
-def group(leader: int) -> list[str]:
-    """The processes of a group, where they are listed under /proc."""
-    found = []
-    for stat in Path("/proc").glob("[0-9]*/stat"):
-        with contextlib.suppress(OSError):
-            found += [stat.parent.name] if stat.read_text().rpartition(")")[2].split()[2] == str(leader) else []
-    return found
-
-
 @pytest.mark.slow
 def test_ctrl_c_with_workers_ends_cleanly_and_the_next_run_finishes(corpus, tmp_path):
     code = (
@@ -106,11 +96,11 @@ def test_ctrl_c_with_workers_ends_cleanly_and_the_next_run_finishes(corpus, tmp_
         start_new_session=True,
         env={**os.environ, "PYTHONPATH": str(ROOT)},
     )
-    while not (tmp_path / "out" / "train.bin.partial").exists() or 0 < len(group(process.pid)) < 4:
+    while not (tmp_path / "out" / "train.bin.partial").exists():
         assert process.poll() is None
         time.sleep(0.005)
-    time.sleep(0.1)  # the workers are just coming up, which is when they would answer for themselves
-    os.killpg(process.pid, signal.SIGINT)  # as a terminal does: to the workers, too
+    time.sleep(0.1)
+    os.killpg(process.pid, signal.SIGINT)  # as a terminal does
     _, printed = process.communicate(timeout=60)
     assert process.returncode == 130, printed
     assert "Traceback" not in printed

@@ -1,6 +1,5 @@
 import contextlib
 import json
-import multiprocessing
 import os
 import random
 import signal
@@ -55,8 +54,8 @@ def test_chunks_and_parts_leave_no_trace_in_the_result(made, jsonl, tmp_path, sm
 
 
 @pytest.mark.slow
-def test_two_processes_give_what_one_gives_in_the_same_order(made, jsonl, tmp_path, small_steps):
-    again = prepare(str(jsonl), "bpe:300", tmp_path / "again", validation=0.2, workers=2)
+def test_several_threads_give_what_one_gives_in_the_same_order(made, jsonl, tmp_path, small_steps):
+    again = prepare(str(jsonl), "bpe:300", tmp_path / "again", validation=0.2, workers=3)
     assert content(again.folder) == content(made.folder)
 
 
@@ -218,25 +217,8 @@ def test_only_a_few_chunks_are_under_way_at_any_time(made, workers):
     for index, (item, found) in enumerate(work):
         assert item == index
         assert found["train"][1].tolist() == [len(found["train"][0])]
-        assert len(pulled) - index <= (1 if workers == 1 else 2 * workers + 1)
+        assert len(pulled) - index <= 2 * workers + 1
     assert len(pulled) == 40
-
-
-@pytest.mark.slow
-def test_a_worker_that_dies_is_told_in_one_sentence(made):
-    work = encoded(
-        range(40),
-        lambda item: [("train", f"document {item}")],
-        workers=2,
-        tokenizer=made.tokenizer_path / "tokenizer.json",
-        end=0,
-        dtype=np.dtype("<u2"),
-    )
-    next(work)
-    for child in multiprocessing.active_children():
-        child.kill()
-    with pytest.raises(InputError, match=r"one of 2 workers died .* run again with fewer to continue"):
-        list(work)
 
 
 @pytest.mark.slow

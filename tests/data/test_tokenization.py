@@ -8,8 +8,8 @@ from tokenizers import Tokenizer, models
 
 from lit_layers.data.tokenization import (
     END_OF_TEXT,
-    Encoder,
     bpe_size,
+    encoded,
     load_tokenizer,
     save_tokenizer,
     tokenizer_hash,
@@ -128,11 +128,12 @@ def test_a_folder_or_file_that_is_no_tokenizer_is_refused(tmp_path):
 def test_the_end_of_text_never_arises_from_a_text(texts, tmp_path):
     trained = train_bpe(texts, 300)
     save_tokenizer(trained, tmp_path)
-    encoder = Encoder(tmp_path / "tokenizer.json", 0, np.dtype("<u2"))
-    ids, lengths = encoder([("train", "a<|endoftext|>b"), ("train", "c")])["train"]
+    options = {"workers": 1, "tokenizer": tmp_path / "tokenizer.json", "end": 0, "dtype": np.dtype("<u2")}
+    ((_, arrays),) = encoded([None], lambda _: [("train", "a<|endoftext|>b"), ("train", "c")], **options)
+    ids, lengths = arrays["train"]
     assert list(np.flatnonzero(ids == 0)) == [len(ids) - 3, len(ids) - 1]
     assert list(lengths) == [len(ids) - 2, 2]
-    assert trained.tokenizer.decode(ids[: lengths[0] - 1]) == "a<|endoftext|>b"
+    assert trained.tokenizer.decode(ids[: lengths[0] - 1].tolist()) == "a<|endoftext|>b"
 
 
 @pytest.mark.realdata

@@ -8,10 +8,13 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from lit_layers.data import corpora
-from lit_layers.data.corpora import LocalText, PythonSources
-from lit_layers.data.preparing import open_source
+from lit_layers.data import text_sources
+from lit_layers.data.text_sources import LocalText, PythonSources, open_source
 from lit_layers.errors import InputError
+
+
+def texts_of(documents):
+    return [document.text for document in documents]
 
 
 def ids(source, split):
@@ -35,7 +38,7 @@ def write_library(root: Path, num_files: int = 120) -> Path:
 
 def test_the_embedded_corpus_has_several_megabytes_and_holds_out_a_tenth():
     source = open_source("python")
-    sizes = {split: sum(len(text) for _, text in source.read(split)) for split in ("train", "validation")}
+    sizes = {split: sum(map(len, texts_of(source.read(split)))) for split in ("train", "validation")}
     assert sum(sizes.values()) > 5e6
     assert 0.04 < len(ids(source, "validation")) / len(ids(source, "train")) < 0.2
 
@@ -60,7 +63,7 @@ def test_the_embedded_corpus_holds_sources_and_topics_and_no_tests_or_installed_
 def test_a_document_of_the_embedded_corpus_is_its_file():
     root = Path(sysconfig.get_paths()["stdlib"])
     source = open_source("python")
-    found = {name: text for split in ("train", "validation") for name, text in source.read(split)}
+    found = {one.id: one.text for split in ("train", "validation") for one in source.read(split)}
     assert found["argparse.py"] == (root / "argparse.py").read_text(encoding="utf-8")
 
 
@@ -75,12 +78,10 @@ def test_the_split_of_a_library_does_not_depend_on_where_it_lies(tmp_path):
 def test_a_library_is_read_in_the_order_of_its_paths_and_can_be_taken_up_anywhere(tmp_path):
     source = PythonSources(validation=0.3, root=write_library(tmp_path))
     everything = list(source.read("train"))
-    names = [Path(name) for name, _ in everything]
+    names = [Path(one.id) for one in everything]
     assert names == sorted(names)
-    walk = source.read("train")
-    for index, _ in enumerate(walk):
-        if index % 10 == 0:
-            assert list(source.read("train", walk.position)) == everything[index + 1 :]
+    for index, one in enumerate(everything[::10]):
+        assert list(source.read("train", one.position)) == everything[10 * index + 1 :]
 
 
 def test_another_library_is_described_otherwise(tmp_path):
@@ -108,7 +109,7 @@ def test_a_separator_line_divides_a_text_file(tmp_path, separator, expected):
         else "one\n\nstill one\n<|endoftext|>\ntwo\n<|endoftext|>\n"
     )
     source = open_source(str(path), separator=separator)
-    assert [text for _, text in source.read(None)] == expected
+    assert texts_of(source.read(None)) == expected
 
 
 def test_every_text_file_of_a_folder_is_a_document_in_the_order_of_their_names(tmp_path):
@@ -116,13 +117,13 @@ def test_every_text_file_of_a_folder_is_a_document_in_the_order_of_their_names(t
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_text(f"I am {name}\n")
     source = open_source(str(tmp_path))
-    assert [text for _, text in source.read(None)] == ["I am a.txt", "I am b.txt", "I am c/d.txt"]
+    assert texts_of(source.read(None)) == ["I am a.txt", "I am b.txt", "I am c/d.txt"]
 
 
 def test_a_very_long_text_document_is_cut_at_line_ends(tmp_path, monkeypatch):
-    monkeypatch.setattr(corpora, "LONGEST", 20)
+    monkeypatch.setattr(text_sources, "LONGEST", 20)
     (tmp_path / "a.txt").write_text("".join(f"line {index}\n" for index in range(9)))
-    pieces = [text for _, text in open_source(str(tmp_path)).read(None)]
+    pieces = texts_of(open_source(str(tmp_path)).read(None))
     assert pieces == ["line 0\nline 1\nline 2", "line 3\nline 4\nline 5", "line 6\nline 7\nline 8"]
 
 
@@ -138,15 +139,13 @@ def test_reading_taken_up_at_any_document_gives_the_rest(tmp_path):
     source = open_source(str(write_all_kinds(tmp_path)))
     everything = list(source.read(None))
     assert len(everything) == 3 * 23
-    walk = source.read(None)
-    for index, _ in enumerate(walk):
-        position = json.loads(json.dumps(walk.position))
-        assert list(source.read(None, position)) == everything[index + 1 :]
+    for index, one in enumerate(everything):
+        position = json.loads(json.dumps(one.position))
+        assert [rest[:2] for rest in source.read(None, position)] == [rest[:2] for rest in everything[index + 1 :]]
 
 
 def test_the_fraction_read_rises_to_one(tmp_path):
-    walk = open_source(str(write_all_kinds(tmp_path))).read(None)
-    fractions = [walk.fraction for _ in walk]
+    fractions = [one.fraction or 0 for one in open_source(str(write_all_kinds(tmp_path))).read(None)]
     assert fractions == sorted(fractions)
     assert fractions[-1] == 1.0
 
@@ -160,8 +159,8 @@ def test_files_named_after_splits_are_those_splits(tmp_path, names):
         (tmp_path / f"{name}.txt").write_text(text)
     source = open_source(str(tmp_path))
     assert source.splits == ("validation", "train")
-    assert [text for _, text in source.read("train")] == ["in train"]
-    assert [text for _, text in source.read("validation")] == ["in validation"]
+    assert texts_of(source.read("train")) == ["in train"]
+    assert texts_of(source.read("validation")) == ["in validation"]
 
 
 @pytest.mark.parametrize(
@@ -209,7 +208,7 @@ def test_a_folder_without_text_is_refused(tmp_path):
 
 
 def read_all(path: Path, **options):
-    return list(LocalText.open(path, **options).read(None))
+    return list(LocalText(path, **options).read(None))
 
 
 def test_damaged_text_is_named_with_its_place(tmp_path):
@@ -278,15 +277,14 @@ def test_a_hub_stream_taken_up_at_any_document_gives_the_rest(hub):
     source.pin(None)
     assert (source.splits, source.validation, source.revision) == ((None,), 0.25, "abc123")
     everything = list(source.read(None))
-    assert [text for _, text in everything][6:9] == [
+    assert texts_of(everything)[6:9] == [
         "document 6 of part 0",
         "document 0 of part 1",
         "document 1 of part 1",
     ]
-    walk = source.read(None)
-    for index, _ in enumerate(walk):
-        position = json.loads(json.dumps(walk.position))
-        assert list(source.read(None, position)) == everything[index + 1 :]
+    for index, one in enumerate(everything):
+        position = json.loads(json.dumps(one.position))
+        assert [rest[:2] for rest in source.read(None, position)] == [rest[:2] for rest in everything[index + 1 :]]
 
 
 def test_a_pinned_revision_is_kept(hub):
@@ -307,17 +305,16 @@ def test_the_lines_of_wikitext_are_gathered_into_articles_that_can_be_taken_up_a
     source = open_source("wikitext")
     source.pin(None)
     assert source.splits == ("validation", "train")
-    everything = [text for _, text in source.read("train")]
-    titled = [text for text in everything if text]
+    everything = list(source.read("train"))
+    titled = [one.text for one in everything if one.text]
     assert len(titled) == 5
     assert all(
         re.match(rf" = Title {index} = \n Words of {index} . \n = = Part = = \n a = b \n", text)
         for index, text in enumerate(titled)
     )
-    walk = source.read("train")
-    for index, _ in enumerate(walk):
-        position = json.loads(json.dumps(walk.position))
-        assert [text for _, text in source.read("train", position)] == everything[index + 1 :]
+    for index, one in enumerate(everything):
+        position = json.loads(json.dumps(one.position))
+        assert texts_of(source.read("train", position)) == texts_of(everything[index + 1 :])
 
 
 def test_what_the_hub_does_not_have_is_named(hub):

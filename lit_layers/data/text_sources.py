@@ -1,0 +1,386 @@
+"""Where text comes from: documents in a fixed order that can be taken up again behind any of them."""
+
+import contextlib
+import hashlib
+import json
+import os
+import platform
+import re
+import runpy
+import sysconfig
+import tokenize
+from abc import ABC, abstractmethod
+from collections.abc import Iterator
+from functools import cached_property
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from lit_layers.downloads import HUB_ERRORS, reason
+from lit_layers.errors import InputError
+
+SPLITS = ("validation", "train")  # validation first: a training document that repeats one of it can then be dropped
+ALIASES = {"openwebtext": "Skylion007/openwebtext", "wikitext": "Salesforce/wikitext:wikitext-103-raw-v1"}
+
+
+class Document(NamedTuple):
+    """A text; reading begun at its `position`, plain JSON, gives what follows; `fraction` of the source is read."""
+
+    id: str
+    text: str
+    position: Any
+    fraction: float | None = None
+
+
+class Source(ABC):
+    """A corpus that can be read in order.
+
+    `splits` is `("validation", "train")` where the source says which document belongs where, and `(None,)` where it
+    is one stream, of which the share `validation` is held out by a hash of each document's text. Equal documents then
+    fall into one split, on every machine.
+    """
+
+    splits: tuple[str | None, ...] = (None,)
+    validation: float | None = None
+    revision: str | None = None  # the commit of a source that has one, fixed for the whole preparation
+
+    @abstractmethod
+    def describe(self) -> dict[str, Any]:
+        """All that decides which documents come, as JSON: read without opening the documents or the network."""
+
+    @abstractmethod
+    def read(self, split: str | None, position: Any = None) -> Iterator[Document]:
+        """The documents of a split, from `position` on."""
+
+    def pin(self, revision: str | None) -> None:  # noqa: B027 - most sources have nothing to fix
+        """Fixes a source that may change to `revision`, or to what it is now."""
+
+
+def open_source(
+    spec: str, *, column: str | None = None, separator: str | None = None, validation: float | None = None
+) -> Source:
+    """The source named by `spec`: `python`, `openwebtext`, `wikitext`, a path, or a Hub data set `ORG/NAME[:CONFIG]`.
+
+    Raises:
+        InputError: for a path that does not exist, or an option that this source has no use for.
+    """
+    if validation is not None and not 0 < validation < 1:
+        raise InputError(f"validation must lie between 0 and 1 (a share of the documents), not {validation}")
+    if spec != "python" and Path(spec).exists():
+        return LocalText(Path(spec), column=column, separator=separator, validation=validation)
+    for option, value in (("column", column if spec == "python" else None), ("separator", separator)):
+        if value is not None:
+            raise InputError(f"{option} ({value!r}) means nothing for the corpus {spec!r}: leave it out")
+    if spec == "python":
+        return PythonSources(validation=validation or 0.1)
+    name = ALIASES.get(spec, spec)
+    if not re.fullmatch(r"[\w.-]+/[\w.-]+(:[\w.-]+)?", name) or Path(name).suffix in SUFFIXES:
+        names = ", ".join(["python", *ALIASES])
+        raise InputError(
+            f"no corpus {spec!r}: expected {names}, an existing path, or a Hub data set as ORG/NAME[:CONFIG]"
+        )
+    return HubText(name, column=column or "text", validation=validation)
+
+
+def digest(text: str) -> int:
+    """64-bit content hash of a document."""
+    return int.from_bytes(hashlib.blake2b(text.encode("utf-8"), digest_size=8).digest(), "little")
+
+
+def in_share(value: int, share: float) -> bool:
+    """Whether a 64-bit hash falls into the first `share` of the range."""
+    return value < share * 2**64
+
+
+# Installed packages, tests, tables, and parts that distributions often leave out.
+LEFT_OUT = {"site-packages", "dist-packages", "test", "tests", "idle_test", "idlelib", "lib2to3", "encodings"}
+LEFT_OUT |= {"turtledemo", "pydoc_data"}  # the topics of the latter are read one by one
+MACHINE_MADE = "_sysconfigdata"  # written when Python was built: another file on every machine
+TOPICS = Path("pydoc_data/topics.py")
+ENOUGH = 1_000_000  # bytes
+
+
+class PythonSources(Source):
+    """Documents are files, and single topics of `pydoc_data.topics`; the split goes by a hash of the path."""
+
+    splits = SPLITS
+
+    def __init__(self, *, validation: float, root: Path | None = None):
+        self.validation = validation
+        self.root = Path(root or sysconfig.get_paths()["stdlib"])
+
+    @cached_property
+    def files(self) -> list[Path]:
+        """Paths below the root, sorted; raises where this Python comes without sources."""
+        files = []
+        for folder, subfolders, names in os.walk(self.root):
+            subfolders[:] = [name for name in subfolders if name not in LEFT_OUT and not name.startswith("config-")]
+            kept = [name for name in names if name.endswith(".py") and not name.startswith(MACHINE_MADE)]
+            files += [(Path(folder) / name).relative_to(self.root) for name in kept]
+        files.sort()
+        size = sum((self.root / path).stat().st_size for path in files)
+        if size < ENOUGH:
+            raise InputError(
+                f"this Python ({self.root}) carries only {size} bytes of its standard library's source, "
+                "too little for the corpus 'python': name another corpus, or use a Python with sources"
+            )
+        return files
+
+    def describe(self) -> dict[str, Any]:
+        files = [*self.files, TOPICS] if (self.root / TOPICS).is_file() else self.files
+        listing = [f"{path.as_posix()} {(self.root / path).stat().st_size}" for path in files]
+        return {
+            "kind": "python",
+            "python": platform.python_version(),
+            "fingerprint": hashlib.sha256("\n".join(listing).encode()).hexdigest()[:16],
+            "validation": self.validation,
+        }
+
+    def read(self, split: str | None, position: Any = None) -> Iterator[Document]:
+        path = self.root / TOPICS
+        texts = runpy.run_path(str(path))["topics"] if path.is_file() else {}
+        topics = {f"{TOPICS.with_suffix('')}/{name}": texts[name] for name in sorted(texts)}
+        names = [*(path.as_posix() for path in self.files), *topics]
+        for place, name in enumerate(names[position or 0 :], (position or 0) + 1):
+            if (split == "validation") == in_share(digest(name), self.validation or 0):
+                text = topics[name] if name in topics else self._content(name)
+                yield Document(name, text, place, place / len(names))
+
+    def _content(self, name: str) -> str:
+        with tokenize.open(self.root / name) as file:  # minds the encoding a file declares
+            return file.read()
+
+
+TITLE = re.compile(r" = [^=].* = \n")  # the first line of an article; " = = Section = = \n" is none
+BY_LINE = ("Salesforce/wikitext",)  # a row is a line there, and a document many rows
+
+
+class HubText(Source):
+    """A data set as `ORG/NAME` or `ORG/NAME:CONFIG`. Its own validation split is used where it has one."""
+
+    def __init__(self, name: str, *, column: str = "text", validation: float | None = None):
+        self.name, _, self.config = name.partition(":")
+        self.column, self.asked = column, validation
+
+    def describe(self) -> dict[str, Any]:
+        return {
+            "kind": "hub",
+            "name": self.name,
+            "config": self.config or None,
+            "column": self.column,
+            "validation": self.asked,
+        }
+
+    def pin(self, revision: str | None) -> None:
+        """Opens the data set at `revision`, or at its newest commit."""
+        from huggingface_hub import HfApi
+
+        with _reaching(f"the data set {self.name!r} is no local path and cannot be had from the Hub"):
+            self.revision = revision or HfApi().dataset_info(self.name).sha
+            splits = set(self._open(None))
+        has_both = {"train", "validation"} <= splits
+        if has_both and self.asked is not None:
+            raise InputError(f"{self.name} brings its own validation split: leave validation out")
+        if "train" not in splits:
+            raise InputError(f"{self.name} has no split 'train' (it has {', '.join(sorted(splits))}): name another one")
+        self.splits = SPLITS if has_both else (None,)
+        self.validation = None if has_both else self.asked or 0.01
+
+    def read(self, split: str | None, position: Any = None) -> Iterator[Document]:
+        with _reaching(f"the data set {self.name!r} cannot be had from the Hub"):
+            stream = self._open(split or "train")
+        start = position or {"rows": 0, "stream": None}
+        if start["stream"] is not None:
+            stream.load_state_dict(start["stream"])
+        by_line, lines, count = self.name in BY_LINE, list(start.get("held", [])), start["rows"]
+
+        def position_at(held: list[str]) -> dict[str, Any]:
+            return {"rows": count, "stream": stream.state_dict(), **({"held": held} if by_line else {})}
+
+        for text in self._rows(stream, count):
+            count += 1
+            if not by_line:
+                yield Document(f"{self.name}:{count - 1}", text, position_at([]))
+                continue
+            if TITLE.fullmatch(text) and lines:
+                yield Document(f"{self.name}:{count - 1}", "".join(lines), position_at([text]))
+                lines = []
+            lines.append(text)
+        if lines:
+            yield Document(f"{self.name}:{count}", "".join(lines), position_at([]))
+
+    def _rows(self, stream: Any, count: int) -> Iterator[str]:
+        rows = iter(stream)
+        while True:
+            with _reaching(f"{self.name} broke off after {count} rows"):
+                row = next(rows, None)
+            if row is None:
+                return
+            if self.column not in row:
+                raise InputError(
+                    f"{self.name} has no column {self.column!r} (it has {', '.join(row)}): name the column of the text"
+                )
+            if not isinstance(row[self.column], str | None):
+                kind = type(row[self.column]).__name__
+                raise InputError(f"column {self.column!r} of {self.name} holds {kind}, not text: name another column")
+            count += 1
+            yield row[self.column] or ""
+
+    def _open(self, split: str | None) -> Any:
+        import datasets  # seconds, which a corpus on this machine need not wait for
+
+        return datasets.load_dataset(
+            self.name, self.config or None, split=split, revision=self.revision, streaming=True
+        )
+
+
+@contextlib.contextmanager
+def _reaching(what: str) -> Iterator[None]:
+    """Turns the many ways in which the Hub can fail into one sentence."""
+    try:
+        yield
+    except HUB_ERRORS as error:
+        raise InputError(f"{what} ({reason(error)}): check the name and the network, then run again") from error
+
+
+SUFFIXES = (".txt", ".jsonl", ".parquet")
+SEPARATOR = "<|endoftext|>"
+LONGEST = 2**20  # bytes of a .txt document; a longer one is cut at a line end
+SPLIT_NAME = re.compile(
+    r"(?:(?P<train>train(?:ing)?)|(?P<test>test)|(?P<validation>valid(?:ation)?|val|dev))(?![a-z])", re.IGNORECASE
+)
+_Piece = tuple[int, str, int, float]  # where a document starts, its text, where the next one starts, share of the file
+
+
+class LocalText(Source):
+    """The text files at or below a path, in the order of their names, which may say that they are splits."""
+
+    def __init__(
+        self, path: Path, *, column: str | None = None, separator: str | None = None, validation: float | None = None
+    ):
+        paths = [path] if path.is_file() else sorted(path.rglob("*"))
+        shown = [p for p in paths if p == path or not any(x.startswith(".") for x in p.relative_to(path).parts)]
+        files = [file for file in shown if file.is_file() and file.suffix in SUFFIXES]
+        if not files:
+            raise InputError(f"{path} is or holds no {', '.join(SUFFIXES)} file: name another source")
+        kinds = {file.suffix for file in files}
+        if separator is not None and ".txt" not in kinds:
+            raise InputError(f"separator ({separator!r}) is for .txt files and {path} has none: leave it out")
+        if column is not None and kinds == {".txt"}:
+            raise InputError(f"column ({column!r}) is for .parquet and .jsonl files and {path} has none: leave it out")
+        parts = [_split_of(file.relative_to(path)) for file in files]
+        has_splits = path.is_dir() and None not in parts and {"train", "validation"} <= set(parts)
+        if has_splits and validation is not None:
+            first = files[parts.index("validation")]
+            raise InputError(
+                f"{path} brings its own validation split ({first.name}): leave validation out, or name one file"
+            )
+        self.path, self.column, self.separator = path, column or "text", SEPARATOR if separator is None else separator
+        self.files = list(zip(files, parts if has_splits else [None] * len(files), strict=True))
+        self.splits = SPLITS if has_splits else (None,)
+        self.validation = None if has_splits else validation or 0.01
+
+    def describe(self) -> dict[str, Any]:
+        stats = [(os.path.relpath(file, self.path), file.stat()) for file, _ in self.files]
+        listing = "\n".join(f"{name} {facts.st_size} {facts.st_mtime_ns}" for name, facts in stats)
+        return {
+            "kind": "files",
+            "path": str(self.path.resolve()),
+            "num_files": len(self.files),
+            "bytes": sum(facts.st_size for _, facts in stats),
+            "fingerprint": hashlib.sha256(listing.encode()).hexdigest()[:16],
+            "column": self.column,
+            "separator": self.separator,
+            "validation": self.validation,
+        }
+
+    def read(self, split: str | None, position: Any = None) -> Iterator[Document]:
+        files = [file for file, part in self.files if part == split]
+        first, place = position or (0, 0)  # index of the file, and a byte offset, or a row of a parquet file
+        readers = {".txt": self._read_txt, ".jsonl": self._read_jsonl, ".parquet": self._read_parquet}
+        for index, file in enumerate(files[first:], first):
+            for start, text, after, share in readers[file.suffix](file, place if index == first else 0):
+                yield Document(f"{file}:{start}", text, [index, after], (index + share) / len(files))
+
+    def _read_txt(self, file: Path, place: int) -> Iterator[_Piece]:
+        total, mark = max(file.stat().st_size, 1), self.separator.encode()
+        with file.open("rb") as lines:
+            lines.seek(place)
+            start, size, document = place, 0, []
+            for line in lines:
+                place += len(line)
+                ends = line.strip() == mark
+                if not ends:
+                    document.append(line)
+                    size += len(line)
+                if ends or size >= LONGEST:
+                    yield start, _decoded(document, file, start), place, place / total
+                    start, size, document = place, 0, []
+            if document:
+                yield start, _decoded(document, file, start), place, 1.0
+
+    def _read_jsonl(self, file: Path, place: int) -> Iterator[_Piece]:
+        total, column = max(file.stat().st_size, 1), self.column
+        with file.open("rb") as lines:
+            lines.seek(place)
+            for line in lines:
+                start, place = place, place + len(line)
+                if not line.strip():
+                    continue
+                try:
+                    row = json.loads(line)
+                except (ValueError, RecursionError) as error:
+                    raise InputError(
+                        f"{file} has no JSON object at byte {start} ({error}): mend or remove that line"
+                    ) from error
+                if not isinstance(row, dict) or not isinstance(row.get(column), str):
+                    keys = ", ".join(sorted(row)) if isinstance(row, dict) else type(row).__name__
+                    raise InputError(
+                        f"{file} has no text {column!r} at byte {start} (found: {keys}): name the column of the text"
+                    )
+                text = row[column].encode("utf-8", "replace").decode("utf-8")  # JSON can hold half a surrogate pair
+                yield start, text, place, place / total
+
+    def _read_parquet(self, file: Path, place: int) -> Iterator[_Piece]:
+        import pyarrow as pa  # not needed for text files, and slow to import
+        import pyarrow.parquet as pq
+
+        column, row = self.column, 0
+        try:
+            table = pq.ParquetFile(file)
+        except pa.ArrowInvalid as error:
+            raise InputError(f"{file} is no parquet file, or only a part of one ({error}): copy it again") from error
+        with table:
+            names = table.schema_arrow.names
+            if column not in names:
+                raise InputError(
+                    f"{file} has no column {column!r} (it has {', '.join(names)}): name the column of the text"
+                )
+            kind = table.schema_arrow.field(column).type
+            if not (pa.types.is_string(kind) or pa.types.is_large_string(kind)):
+                raise InputError(f"column {column!r} of {file} holds {kind}, not text: name another column")
+            total = max(table.metadata.num_rows, 1)
+            try:
+                for batch in table.iter_batches(batch_size=256, columns=[column]):
+                    if row + len(batch) <= place:
+                        row += len(batch)
+                        continue
+                    for text in batch.column(0).to_pylist():
+                        row += 1
+                        if row > place:
+                            yield row - 1, text or "", row, row / total
+            except (pa.ArrowInvalid, OSError) as error:
+                raise InputError(f"{file} cannot be read at row {row} ({error}): copy it again") from error
+
+
+def _decoded(lines: list[bytes], file: Path, start: int) -> str:
+    try:
+        return b"".join(lines).decode("utf-8").strip("\r\n")
+    except UnicodeDecodeError as error:
+        raise InputError(
+            f"{file} is not UTF-8 (byte {start + error.start} is {error.object[error.start]:#x}): convert it first, "
+            "for instance with iconv"
+        ) from error
+
+
+def _split_of(path: Path) -> str | None:
+    return next((named.lastgroup for part in path.parts if (named := SPLIT_NAME.match(part))), None)
