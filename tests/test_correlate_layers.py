@@ -10,8 +10,8 @@ import pytest
 from lit_layers import records
 from lit_layers.cli import main as cli
 from lit_layers.correlate import correlate_layers, read_layers
-from lit_layers.correlate.layer_report import write
-from lit_layers.correlate.layer_sources import Wanted, split
+from lit_layers.correlate.correlation_page import write_layers
+from lit_layers.correlate.run_models import Wanted, split
 from lit_layers.errors import InputError
 from lit_layers.records import Measurement, Record
 from tests.support.layer_scores import TASKS, add, tables
@@ -110,7 +110,7 @@ def test_the_last_step_that_has_both_counts_or_the_one_asked_for(tmp_path):
     found = read_layers([tmp_path], metrics=["prompt_entropy"], scores="mteb")
     assert found.models[0].step == 10
     found = read_layers([tmp_path], metrics=["prompt_entropy"], scores="mteb", step=0)
-    assert np.array_equal(found.models[0].scores["BIOSSES"], tables(6, seed=0)[1][2])
+    assert np.array_equal(found.models[0].scores.loc["BIOSSES"], tables(6, seed=0)[1][2])
     with pytest.raises(InputError, match="no scores and metrics at step 20"):
         read_layers([tmp_path], metrics=["prompt_entropy"], scores="mteb", step=20)
 
@@ -338,7 +338,7 @@ def test_the_page_tells_which_tasks_are_left_out(tmp_path):
     found = read_layers(
         [add(tmp_path / "r", "<m>", None, scores=scores, metric=metric)], metrics=["prompt_entropy"], scores="mteb"
     )
-    write(found, correlate_layers(found, resamples=100), tmp_path / "out")
+    write_layers(found, correlate_layers(found, resamples=100), tmp_path / "out")
     page = (tmp_path / "out" / "layers.html").read_text()
     assert "EmotionClassification (no prompt_entropy at layer 3)" in page
     assert "<m>" not in page
@@ -461,7 +461,7 @@ def test_the_stored_results_of_pythia_410m_give_the_published_correlations_and_s
         assert 100 * own[rule].score.value == pytest.approx(score, abs=0.006)
         assert 100 * own[rule].last.value == pytest.approx(last, abs=0.006)
     assert own["dime", "min"].best_layer == 17
-    whole = np.stack(list(found.models[0].scores.values())).mean(0)
+    whole = found.models[0].scores.to_numpy().mean(0)
     assert (whole.argmax(), 100 * whole.max(), 100 * whole[-1]) == (
         17,
         pytest.approx(51.92, abs=0.006),

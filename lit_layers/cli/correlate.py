@@ -3,16 +3,15 @@
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Literal
 
-from lit_layers.cli.correlate_layers import OverLayers, run
+from lit_layers.cli.correlate_layers import OverLayers, plain_console, print_table, run
 from lit_layers.cli.options import Names
 from lit_layers.errors import InputError
 from lit_layers.schema import MANY, Range, refuse_outside
 
 if TYPE_CHECKING:
     from lit_layers.correlate import Findings, ModelTable
-    from lit_layers.correlate.model_findings import Row
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,12 +72,12 @@ def correlate(
     if is_over_layers:
         return run(models, over_layers, step=step, resamples=resamples, seed=seed, out=out)
     from lit_layers.correlate import correlate
-    from lit_layers.correlate.model_report import write
+    from lit_layers.correlate.correlation_page import write_models
 
     table = _table(models, over_models, step)
     covariates = over_models.given or ()
     findings = correlate(table, given=covariates, group=over_models.group, resamples=resamples, seed=seed)
-    paths = write(table, findings, out)
+    paths = write_models(table, findings, out)
     _show(table, findings)
     print(*paths, sep="\n")
     return 0
@@ -163,33 +162,13 @@ def _number(text: str) -> str | int | float:
 
 
 def _show(table: "ModelTable", findings: "Findings") -> None:
-    from rich.console import Console
-    from rich.table import Table
+    from lit_layers.correlate.correlation_page import coefficient_table, covariate_table, influence_text
 
-    from lit_layers.correlate.model_report import influence_text
-
-    console = Console(highlight=False, markup=False)
+    console = plain_console()
     title = f"{table.title(table.metric)} against {table.title(table.score)}, {findings.n} models"
-    shown = Table(title=title, title_justify="left", box=None, pad_edge=False)
-    shown.add_column("")
-    for column in ("value", "95% interval", "p", "models"):
-        shown.add_column(column, justify="right", no_wrap=True)
-    for row in [*findings.rows, *findings.groups]:
-        shown.add_row(*_cells(row))
-    if findings.corrected:
-        shown.add_row("")
-        shown.add_row(f"{table.title(str(table.corrected))}, the baseline taken off", style="bold")
-        for row in findings.corrected:
-            shown.add_row(*_cells(row))
-    console.print(shown)
-    if findings.covariates:
-        besides = Table(title="\nWhat explains it besides", title_justify="left", box=None, pad_edge=False)
-        besides.add_column("")
-        for column in ("R² of the metric", "R² of the score"):
-            besides.add_column(column, justify="right", no_wrap=True)
-        for one in findings.covariates:
-            besides.add_row(one.name, f"{one.r2_metric:.2f}", f"{one.r2_score:.2f}")
-        console.print(besides)
+    print_table(console, coefficient_table(table, findings), title)
+    if (covariates := covariate_table(findings)) is not None:
+        print_table(console, covariates, "\nWhat explains it besides")
     console.print()
     if text := influence_text(findings):
         console.print(text)
@@ -197,12 +176,3 @@ def _show(table: "ModelTable", findings: "Findings") -> None:
         console.print(f"warning: {text}", style="yellow")
     for model, why in findings.left_out.items():
         console.print(f"left out: {model}: {why}", style="red")
-
-
-def _cells(row: "Row") -> list[Any]:
-    from lit_layers.correlate.model_findings import p_text
-    from lit_layers.figures.labels import value
-
-    interval = "" if row.low is None or row.high is None else f"{value(row.low)} to {value(row.high)}"
-    name = f"{row.name} ({row.note})" if row.note else row.name
-    return [name, value(row.value), interval, p_text(row.p), str(row.n)]

@@ -1,15 +1,28 @@
-"""Metrics and scores over layers: what the user asks for, and the tables of it by model and task."""
+"""Metrics and scores over layers: what the user asks for of run folders or files, and the tables by model and task."""
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
+import pandas as pd
 from numpy.typing import NDArray
 
-from lit_layers.correlate.layer_sources import Curve, Curves, File, Runs, Source, Wanted
-from lit_layers.correlate.model_runs import nearest, read_run_models
+from lit_layers.correlate.run_models import (
+    RunModel,
+    Wanted,
+    candidates,
+    nearest,
+    numbers,
+    of_width,
+    plainest_variant,
+    read_run_models,
+    read_table,
+    refuse_variants,
+    same_model,
+    variant_of,
+)
 from lit_layers.errors import InputError
 from lit_layers.figures.labels import listing, tag_text
 from lit_layers.figures.models import short_names
@@ -17,41 +30,44 @@ from lit_layers.functional.layer_selection import FEWEST_LAYERS
 from lit_layers.metrics import look_up
 
 Values = NDArray[np.float64]
+_BESIDE = ("task", "domain", "score", "states")  # tags that make no variant of a curve
 
 
 @dataclass(frozen=True, kw_only=True)
 class ModelTables:
-    """One model, or one checkpoint of a series: curves over layers 0..L by task; NaN where layer 0 has no value.
+    """One model, or one checkpoint of a series: tables with a row a task and a column a layer, 0 to L.
 
-    `metrics` has, for each metric, the tasks that have it; `left_out` says why the others do not.
+    `metrics` has, for each metric, the tasks that have it; `left_out` says why the others do not. Layer 0 may be NaN.
     """
 
     name: str
     step: int | None
-    num_layers: int
-    scores: dict[str, Values]
+    scores: pd.DataFrame
     domains: dict[str, str]
-    metrics: dict[str, dict[str, Values]]
+    metrics: dict[str, pd.DataFrame]
     left_out: dict[str, dict[str, str]]
 
-    def tables(self, metric: str, first_layer: int) -> tuple[list[str], Values, Values]:
-        """The tasks that have a metric, and their tables (tasks, layers) of the metric and the scores."""
-        own = self.metrics[metric]
-        return (
-            list(own),
-            np.stack([own[task][first_layer:] for task in own]),
-            np.stack([self.scores[task][first_layer:] for task in own]),
-        )
+    @property
+    def num_layers(self) -> int:
+        return self.scores.shape[1] - 1
+
+    def tables(
+        self, metric: str, first_layer: int, tasks: Sequence[str] | None = None
+    ) -> tuple[list[str], Values, Values]:
+        """The tasks that have a metric (or some of them), and their tables (tasks, layers) of the metric and scores."""
+        tasks = [*map(str, self.metrics[metric].index)] if tasks is None else [*tasks]
+        values = [table.loc[tasks, first_layer:].to_numpy() for table in (self.metrics[metric], self.scores)]
+        return tasks, np.ascontiguousarray(values[0]), np.ascontiguousarray(values[1])
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(kw_only=True)
 class LayerTables:
     """The models, what the metrics are called, and which models are left out, with the reason."""
 
-    models: list[ModelTables]
-    titles: dict[str, str]
-    score_title: str
-    first_layer: int
+    models: list[ModelTables] = field(default_factory=list)
+    titles: dict[str, str] = field(default_factory=dict)
+    score_title: str = "Score"
+    first_layer: int = 1
     left_out: dict[str, str] = field(default_factory=dict)
     common: list[str] = field(default_factory=list)  # metrics measured on texts common to all tasks
     states: str | None = None
@@ -78,209 +94,277 @@ def read_layers(
         InputError: for a metric that no model has, one of several variants, or one of other states than the scores.
     """
     wanted = [Wanted.of(text) for text in metrics]
-    twice = [one.text for one in wanted if [other.text for other in wanted].count(one.text) > 1]
-    if twice:
+    texts = [one.text for one in wanted]
+    if twice := [text for text in texts if texts.count(text) > 1]:
         raise InputError(f"metrics: expected every metric once, got {twice[0]} twice")
-    models = read_run_models(folders) if folders else []
     score_path = Path(scores) if Path(scores).suffix in (".csv", ".parquet") else None
     if not folders and (score_path is None or metrics_file is None):
         raise InputError("models: expected run folders, or files of both the scores and the metrics")
-    score_source: Source = File(score_path, "scores") if score_path else Runs(models, "scores")
-    metric_source: Source = File(metrics_file, "metrics-file") if metrics_file else Runs(models, "metrics")
     if folders and score_path and metrics_file:
         raise InputError("models: the scores and the metrics are both in files: leave the run folders out")
-    reader = _Reader(score_source, metric_source, _score_wanted(scores, score_path), wanted, with_layer_0)
-    found, left_out = [], {}
-    for model in reader.names():
-        one = reader.read(model, step)
-        if isinstance(one, str):
-            left_out[model] = one
-        else:
-            found.append(one)
-    if not found:
-        raise InputError(reader.nothing(left_out, models))
-    names = short_names([model.name for model in found])
-    return LayerTables(
-        models=[ModelTables(**{**vars(model), "name": names[model.name]}) for model in found],
-        titles={key: title for key, title in reader.titles.items() if any(key in m.metrics for m in found)},
-        score_title=reader.score_title,
+    score = Wanted(text="score", name="score") if score_path else Wanted.of(scores, "scores")
+    if not score_path and score.analysis is None:
+        score = replace(score, name="main_score", analysis=score.name)
+    models = read_run_models(folders) if folders else []
+    of_score = _source(score, models, score_path, "scores")
+    of_metrics = [_source(one, models, metrics_file, "metrics-file" if metrics_file else "metrics") for one in wanted]
+    tables = LayerTables(
         first_layer=0 if with_layer_0 else 1,
-        left_out=left_out,
-        common=[one.text for one in wanted if one.text in reader.common],
-        states=reader.states,
         source=", ".join([str(path) for path in (*folders, score_path, metrics_file) if path is not None]),
     )
+    names = of_metrics[0].models
+    for name in [*names, *(name for name in of_score.models if len(same_model(name, names)) != 1)]:
+        try:
+            tables.models.append(_model_tables(tables, name, of_score, of_metrics, step))
+        except _LeftOutError as reason:
+            tables.left_out[name] = str(reason)
+    if not tables.models:
+        raise InputError(_nothing(tables, models, [of_score, *of_metrics]))
+    short = short_names([model.name for model in tables.models])
+    tables.models = [replace(model, name=short[model.name]) for model in tables.models]
+    return tables
 
 
-def _score_wanted(text: str, path: Path | None) -> Wanted:
-    if path is not None:
-        return Wanted(text="score", name="score")
-    wanted = Wanted.of(text, "scores")
-    if wanted.analysis is None:
-        return Wanted(text=text, name="main_score", analysis=wanted.name, tags=wanted.tags)
-    return wanted
+class _LeftOutError(Exception):
+    """Why a model is left out."""
 
 
-@dataclass
-class _Reader:
-    score_source: Source
-    metric_source: Source
-    score: Wanted
-    wanted: Sequence[Wanted]
-    with_layer_0: bool
-    titles: dict[str, str] = field(default_factory=dict)
-    common: set[str] = field(default_factory=set)
-    states: str | None = None
-    score_title: str = "Score"
-
-    def names(self) -> list[str]:
-        """The models that have metrics, then those that have only scores."""
-        known = [name for name in self.score_source.names if _same(name, self.metric_source.names) is None]
-        return [*self.metric_source.names, *known]
-
-    def read(self, model: str, step: int | None) -> ModelTables | str:
-        """The tables of one model, or why there are none."""
-        scored = _same(model, self.score_source.names)
-        if scored is None:
-            return "no scores"
-        if model not in self.metric_source.names:
-            return "no metrics"
-        at = self._step(model, scored, step)
-        if isinstance(at, str):
-            return at
-        own = self.score_source.curves(scored, at, self.score, tasks=None, states=None)
-        if own is None:
-            return f"no {self.score.text}"
-        depth = max(layer for curve in own.by_task.values() for layer in curve)
-        first = 0 if self.with_layer_0 else 1
-        if depth + 1 - first < FEWEST_LAYERS:
-            return f"{depth} layers, expected at least {FEWEST_LAYERS - (1 - first)}"
-        self._know_score(own)
-        scores = {str(task): _values(curve, depth) for task, curve in own.by_task.items()}
-        gaps = {task: _gap(values, first, "score") for task, values in scores.items()}
-        metrics, left_out = {}, {}
-        for one in self.wanted:
-            there, missing = self._metric(model, at, one, scores, gaps, own, first)
-            left_out[one.text] = missing
-            if there:
-                metrics[one.text] = there
-        if not metrics:
-            told = "; ".join(f"{key}: {next(iter(why.values()))}" for key, why in left_out.items() if why)
-            return f"no metric beside its scores ({told})" if told else "no metric beside its scores"
-        return ModelTables(
-            name=model,
-            step=at,
-            num_layers=depth,
-            scores={task: values for task, values in scores.items() if not gaps[task]},
-            domains=dict(own.domains),
-            metrics=metrics,
-            left_out={key: why for key, why in left_out.items() if why},
+def _model_tables(
+    tables: LayerTables, name: str, scores: "_Source", metrics: Sequence["_Source"], step: int | None
+) -> ModelTables:
+    """The tables of one model; what is common to all models is set in `tables`."""
+    places, first = same_model(name, scores.models), tables.first_layer
+    if len(places) != 1:
+        raise _LeftOutError("no scores")
+    if name not in metrics[0].models:
+        raise _LeftOutError("no metrics")
+    scored = scores.models[places[0]]
+    step = _step([scores.steps(scored), set().union(*(one.steps(name) for one in metrics))], scores.wanted.text, step)
+    of_scores = scores.curves(scored, step)
+    if of_scores is None:
+        raise _LeftOutError(f"no {scores.wanted.text}")
+    depth = max(layer for curve in of_scores.by_task.values() for layer in curve)
+    if depth + 1 - first < FEWEST_LAYERS:
+        raise _LeftOutError(f"{depth} layers, expected at least {FEWEST_LAYERS - (1 - first)}")
+    if None not in (tables.states, of_scores.states) and of_scores.states != tables.states:
+        raise InputError(
+            f"scores: some models were scored on states {tables.states}, others on {of_scores.states}: results of two "
+            f"conventions do not compare"
         )
-
-    def nothing(self, left_out: Mapping[str, str], models: Sequence[Any]) -> str:
-        reasons = "; ".join(f"{model}: {why}" for model, why in list(left_out.items())[:3])
-        for option, source, asked in (
-            ("scores", self.score_source, [self.score]),
-            ("metrics", self.metric_source, list(self.wanted)),
-        ):
-            for one in asked if isinstance(source, Runs) else []:
-                if not any(source.steps(name, one) for name in source.names):
-                    known = dict.fromkeys(
-                        _spelled(m.analysis, r)
-                        for model in models
-                        for m in model.measurements
-                        for r in m.records
-                        if r.layer is not None
-                    )
-                    return f"{option}: no model has {one.text!r} per layer{nearest(one.text, known)}"
-        return f"expected a model with scores and metrics of the same tasks and layers, got none ({reasons})"
-
-    def _step(self, model: str, scored: str, step: int | None) -> int | str | None:
-        """The last checkpoint that has both, or the one asked for."""
-        sides = [
-            self.score_source.steps(scored, self.score),
-            set().union(*(self.metric_source.steps(model, one) for one in self.wanted)),
-        ]
-        for side, what in zip(sides, (self.score.text, "metric asked for"), strict=True):
-            if not side:
-                return f"no {what}"
-        stepped = [{at for at in side if at is not None} for side in sides if side != {None}]
-        if not stepped:
-            return None if step is None else f"it has no steps, --step {step} was asked for"
-        known = set.intersection(*stepped)
-        if step is not None:
-            return step if step in known else f"no scores and metrics at step {step}"
-        return max(known) if known else "no step has both scores and metrics"
-
-    def _know_score(self, own: Curves) -> None:
-        if self.states is not None and own.states is not None and own.states != self.states:
-            raise InputError(
-                f"scores: some models were scored on states {self.states}, others on {own.states}: results of two "
-                f"conventions do not compare"
-            )
-        self.states = own.states or self.states
-        if self.score.name != "score":
-            self.score_title = ", ".join(filter(None, [look_up(self.score.name).title, tag_text(dict(own.variant))]))
-
-    def _metric(
-        self,
-        model: str,
-        step: int | None,
-        wanted: Wanted,
-        scores: Mapping[str, Values],
-        gaps: Mapping[str, str],
-        own: Curves,
-        first: int,
-    ) -> tuple[dict[str, Values], dict[str, str]]:
-        """The metric of each task that has it and scores, and why the other tasks have none."""
-        found = self.metric_source.curves(model, step, wanted, tasks=scores, states=own.states)
-        if found is None:
-            return {}, dict.fromkeys(scores, f"no {wanted.text}")
-        if found.states is not None and own.states is not None and found.states != own.states:
-            raise InputError(
-                f"metrics: {wanted.text} was measured on states {found.states}, the scores of {model} on {own.states}: "
-                f"measure both with the same `states`"
-            )
-        variant = tag_text(dict(found.variant))
-        self.titles.setdefault(wanted.text, ", ".join(filter(None, [look_up(wanted.name).title, variant])))
-        if None in found.by_task:
-            self.common.add(wanted.text)
-        kept, missing = {}, {}
-        for task, values in scores.items():
-            curve = found.by_task.get(task, found.by_task.get(None))
-            depth = len(values) - 1
-            if gaps[task]:
-                missing[task] = gaps[task]
-            elif curve is None:
-                missing[task] = f"no {wanted.text}"
-            elif max(curve) > depth:
-                missing[task] = f"{wanted.text} has layers up to {max(curve)}, the score up to {depth}"
-            elif why := _gap(_values(curve, depth), first, wanted.text):
-                missing[task] = why
-            else:
-                kept[task] = _values(curve, depth)
-        return kept, missing
+    table = pd.DataFrame(of_scores.by_task, index=range(depth + 1), dtype="float64").T
+    gaps = {str(task): why for task, row in table.iterrows() if (why := _gap(row, first, "score"))}
+    kept, left_out, curves = {}, {}, {}
+    for one in metrics:
+        curve = one.curves(name, step, scored=of_scores)
+        own, missing = _metric_table(one.wanted.text, curve, table, gaps, first)
+        left_out |= {one.wanted.text: missing} if missing else {}
+        if len(own):
+            kept[one.wanted.text], curves[one] = own, curve
+    if not kept:
+        reasons = "; ".join(f"{key}: {next(iter(why.values()))}" for key, why in left_out.items())
+        raise _LeftOutError(f"no metric beside its scores{f' ({reasons})' if reasons else ''}")
+    tables.states = of_scores.states or tables.states
+    tables.score_title = tables.score_title if scores.wanted.name == "score" else _title(scores.wanted, of_scores)
+    for one, curve in curves.items():
+        tables.titles.setdefault(one.wanted.text, _title(one.wanted, curve))
+        if "" in curve.by_task and one.wanted.text not in tables.common:
+            tables.common.append(one.wanted.text)
+    table, domains = table.drop(index=[*gaps]), dict(of_scores.domains)
+    return ModelTables(name=name, step=step, scores=table, domains=domains, metrics=kept, left_out=left_out)
 
 
-def _values(curve: Curve, depth: int) -> Values:
-    return np.array([curve.get(layer, np.nan) for layer in range(depth + 1)])
+def _step(sides: Sequence[set[int | None]], score: str, step: int | None) -> int | None:
+    """The last checkpoint that has both scores and metrics, or the one asked for."""
+    for what, steps in zip((score, "metric asked for"), sides, strict=True):
+        if not steps:
+            raise _LeftOutError(f"no {what}")
+    stepped: list[Any] = [{at for at in steps if at is not None} for steps in sides if steps != {None}]
+    if not stepped and step is not None:
+        raise _LeftOutError(f"it has no steps, --step {step} was asked for")
+    both: Any = set.intersection(*stepped) if stepped else {None}
+    if step not in (None, *both):
+        raise _LeftOutError(f"no scores and metrics at step {step}")
+    if not both:
+        raise _LeftOutError("no step has both scores and metrics")
+    return step if step is not None or not stepped else max(both)
 
 
-def _gap(values: Values, first: int, what: str) -> str:
+def _metric_table(
+    text: str, curves: "_Curves | None", scores: pd.DataFrame, gaps: Mapping[str, str], first: int
+) -> tuple[pd.DataFrame, dict[str, str]]:
+    """The metric of each task that has it and scores, and why the other tasks have none."""
+    if curves is None:
+        return pd.DataFrame(), dict.fromkeys(scores.index, f"no {text}")
+    of_task = {task: curves.by_task.get(task, curves.by_task.get("", {})) for task in scores.index}
+    table = pd.DataFrame(of_task, index=scores.columns, dtype="float64").T
+    depth, missing = scores.columns[-1], dict(gaps)
+    for task in scores.index.drop([*gaps]):
+        if not of_task[task]:
+            missing[task] = f"no {text}"
+        elif max(of_task[task]) > depth:
+            missing[task] = f"{text} has layers up to {max(of_task[task])}, the score up to {depth}"
+        elif why := _gap(table.loc[task], first, text):
+            missing[task] = why
+    return table.drop(index=[*missing]), {task: missing[task] for task in scores.index if task in missing}
+
+
+def _gap(values: Any, first: int, what: str) -> str:
     """Which layers have no value, as a reason; an empty string for none."""
-    missing = [first + int(n) for n in np.flatnonzero(~np.isfinite(values[first:]))]
-    return f"no {what} at {listing('layer', missing, most=5)}" if missing else ""
+    missing = values.index[~np.isfinite(values.to_numpy()) & (values.index >= first)]
+    return f"no {what} at {listing('layer', missing, most=5)}" if len(missing) else ""
 
 
-def _same(name: str, others: Sequence[str]) -> str | None:
-    """What a model is called among others: by its whole name, or the last part of it."""
-    if name in others:
-        return name
-    short = name.rstrip("/").split("/")[-1]
-    fitting = [other for other in others if other.rstrip("/").split("/")[-1] == short]
-    return fitting[0] if len(fitting) == 1 else None
+def _title(wanted: Wanted, curves: "_Curves") -> str:
+    return ", ".join(filter(None, [look_up(wanted.name).title, tag_text(dict(curves.variant))]))
 
 
-def _spelled(analysis: str, record: Any) -> str:
-    """As the option takes it: a task's own analysis by its first part."""
-    return f"{analysis.partition('/')[0]}/{record.metric}"
+def _nothing(tables: LayerTables, models: Sequence[RunModel], sources: Sequence["_Source"]) -> str:
+    """Why no model is left."""
+    for source in sources:
+        if models and not source.values:
+            pairs = [(m.analysis, r) for model in models for m in model.measurements for r in m.records]
+            spelled = dict.fromkeys(f"{a.partition('/')[0]}/{r.metric}" for a, r in pairs if r.layer is not None)
+            text = source.wanted.text
+            return f"{source.option}: no model has {text!r} per layer{nearest(text, spelled)}"
+    reasons = "; ".join(f"{model}: {why}" for model, why in list(tables.left_out.items())[:3])
+    return f"expected a model with scores and metrics of the same tasks and layers, got none ({reasons})"
+
+
+# ------------------------------------------------------------------------------------------------ where curves are
+
+
+class _Value(NamedTuple):
+    """A number at a layer of a model: on a task's texts, or on texts common to all (no task).
+
+    `states` is the convention of the hidden states, None where a table does not tell.
+    """
+
+    model: str
+    step: int | None
+    analysis: str
+    task: str
+    layer: int
+    value: float
+    states: str | None
+    domain: str
+    variant: Mapping[str, Any]
+
+
+class _Curves(NamedTuple):
+    """What one checkpoint has of one metric: values by layer for each task, or for all tasks alike ("")."""
+
+    by_task: dict[str, dict[int, float]]
+    states: str | None
+    variant: Mapping[str, Any]
+    domains: dict[str, str]
+
+
+@dataclass(frozen=True, eq=False)
+class _Source:
+    """What all models have of one metric, or of the scores."""
+
+    wanted: Wanted
+    option: str
+    models: list[str]
+    values: list[_Value]
+
+    def steps(self, model: str) -> set[int | None]:
+        """The checkpoints that have some of it; {None} where there are no steps, none where the model has none."""
+        return {value.step for value in self.values if value.model == model}
+
+    def curves(self, model: str, step: int | None, scored: _Curves | None = None) -> _Curves | None:
+        """The curves of one checkpoint; `scored` are its scores (None: these are the scores)."""
+        text, what = self.wanted.text, f"{self.wanted.text} of {model}"
+        values = [v for v in self.values if v.model == model and (v.step == step or v.step is None)]
+        analyses = dict.fromkeys(value.analysis for value in values)
+        if len(analyses) > 1:
+            listed = ", ".join(f"{analysis}/{self.wanted.name}" for analysis in analyses)
+            raise InputError(f"{self.option}: {text} is in more than one analysis: {listed}")
+        of_tasks = [value for value in values if value.task and (scored is None or value.task in scored.by_task)]
+        if scored is None or (of_tasks and self.wanted.texts != "common"):
+            values = of_tasks
+        else:
+            values = [value for value in values if not value.task and self.wanted.texts != "task"]
+        if not values:
+            return None
+        options = {"option": self.option, "example": f"{text.partition('[')[0]}[{{}}]"}
+        states = scored.states if scored else None
+        if states not in (conventions := dict.fromkeys(value.states for value in values)):
+            if len(conventions) > 1:
+                refuse_variants([{"states": each} for each in conventions], what, **options)
+            (other,) = conventions
+            if None not in (other, states):
+                raise InputError(
+                    f"metrics: {text} was measured on states {other}, the scores of {model} on {states}: measure both "
+                    f"with the same `states`"
+                )
+            states = other
+        values = [value for value in values if value.states == states]
+        variant = plainest_variant([value.variant for value in values], what, **options)
+        by_task: dict[str, dict[int, float]] = {}
+        for value in values:
+            if value.variant == variant:
+                by_task.setdefault(value.task, {})[value.layer] = value.value
+        domains = {value.task: value.domain for value in values if value.domain}
+        return _Curves(by_task, states, variant, domains)
+
+
+def _source(wanted: Wanted, models: Sequence[RunModel], path: Path | None, option: str) -> _Source:
+    if path is None:
+        return _Source(wanted, option, [m.name for m in models], [v for m in models for v in _run_values(m, wanted)])
+    values = _file_values(path, wanted, option)
+    return _Source(wanted, option, list(dict.fromkeys(value.model for value in values)), values)
+
+
+def _run_values(model: RunModel, wanted: Wanted) -> Iterable[_Value]:
+    """Those of a run folder; records leave unsaid the usual convention of the states, and no normalization."""
+    for m in model.measurements:
+        analysis, _, task = m.analysis.partition("/")
+        task = "" if m.analysis == wanted.analysis else task
+        for _, record in candidates([m], wanted):
+            states = "hf" if str(record.tags.get("preset")).startswith("released_code") else "resid"
+            tags = {"states": states, "normalization": "raw", **record.tags}
+            if record.layer is not None and of_width(wanted, model).fits(tags):
+                place = (model.name, m.step, analysis, task, record.layer, record.value, str(tags["states"]))
+                yield _Value(*place, str(tags.get("domain", "")), variant_of(record.tags, _BESIDE))
+
+
+def _file_values(path: Path, wanted: Wanted, option: str) -> list[_Value]:
+    """Those of a table with the columns model, layer and either one named like the value, or `metric` and `value`.
+
+    Columns step, task, domain and states are read where they are there; another is asked for as a tag.
+    """
+    rows: Any = read_table(path, option)
+    is_long = {"metric", "value"} <= {*rows.columns}
+    for column in ("layer", *wanted.tags, *([] if is_long else [wanted.name])):
+        if column not in rows:
+            there = ", ".join(map(str, rows.columns))
+            raise InputError(f"{option}: {path} has no column {column!r}; it has: {there}")
+    if is_long and wanted.name not in (metrics := rows["metric"].astype(str)).values:
+        raise InputError(f"{option}: {path} has no {wanted.name!r}{nearest(wanted.name, metrics.unique())}")
+    rows = rows[rows["metric"] == wanted.name] if is_long else rows.assign(value=rows[wanted.name])
+    for column in wanted.tags:
+        rows = rows[[wanted.fits({**wanted.tags, column: cell}) for cell in rows[column]]]
+    expected = f"{option}: expected numbers of {wanted.name} in {path}, got"
+    rows = rows.assign(value=numbers(rows["value"], rows["model"], expected))
+    expected = f"{option}: expected numbers of layers in {path}, 0 or more, got"
+    layers = numbers(rows["layer"], rows["model"], expected)
+    if (wrong := layers.notna() & ~(layers.ge(0) & layers.mod(1).eq(0))).any():
+        raise InputError(f"{expected} {layers[wrong].iloc[0]:g}")
+    rows = rows[layers.notna()].astype({"layer": int})  # a row without a layer is a mean over layers
+    rows = rows.reindex(columns=["model", "step", "task", "layer", "value", "states", "domain"]).astype(object)
+    rows = rows.where(rows.notna(), None)
+    if (twice := rows.duplicated(["model", "step", "task", "layer"])).any():
+        model, _, task, layer = rows[twice].iloc[0].tolist()[:4]
+        raise InputError(
+            f"{option}: {path} has more than one {wanted.text} of {model}, {task or 'all tasks'}, layer {layer}: "
+            f"choose with [column=value]"
+        )
+    if option == "scores" and rows["task"].isna().any():
+        raise InputError(f"{option}: expected a task in every row of {path}")
+    return [
+        _Value(
+            model, step and int(step), "", str(task or ""), layer, value, states and str(states), str(domain or ""), {}
+        )
+        for model, step, task, layer, value, states, domain in rows.itertuples(index=False)
+    ]

@@ -1,24 +1,38 @@
-"""The table that everything else reads: a row a model, with its metric, its score, and what else is known of it."""
+"""The table of models that findings and figures read: a row a model, with its metric, its score, and all else."""
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pandas as pd
+from numpy.typing import NDArray
 
-from lit_layers.correlate import model_runs
-from lit_layers.correlate.model_runs import SIZES, Choice, RunModel, nearest
+from lit_layers.correlate.run_models import (
+    SIZES,
+    RunModel,
+    Wanted,
+    candidates,
+    nearest,
+    numbers,
+    of_width,
+    plainest_variant,
+    read_run_models,
+    read_table,
+    same_model,
+    variant_of,
+)
 from lit_layers.errors import InputError
 from lit_layers.figures.labels import tag_text
 from lit_layers.figures.models import short_names
 from lit_layers.metrics import METRICS, is_in, look_up, sentence
-from lit_layers.records import Measurement
+from lit_layers.records import Measurement, Record
 
-NAMES = ("model", "run", "name")  # of the column that names the models
 FEWEST = 3
+LOGS = (*SIZES, "k")  # sizes differ by factors
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,6 +58,27 @@ class ModelTable:
     def title(self, column: str) -> str:
         """What a column is called in figures and tables: columns of the user's own are called as there."""
         return self.titles.get(column) or (sentence(column) if column in (*SIZES, "model", "step", "layer") else column)
+
+    def covariate_title(self, column: str) -> str:
+        """What a column is called where it is held fixed: sizes are as their logarithms."""
+        return f"Log {lowered(self.title(column))}" if column in LOGS else self.title(column)
+
+    def values(self, column: str) -> NDArray[np.float64]:
+        """A column as numbers, sizes as their logarithms; NaN where there is none.
+
+        Raises:
+            InputError: for a column of text.
+        """
+        expected = f"given: expected a column of numbers, {column!r} has"
+        values = numbers(self.frame[column], self.frame["model"], expected).to_numpy()
+        with np.errstate(divide="ignore", invalid="ignore"):
+            values = np.log(values) if column in LOGS else values
+        return np.where(np.isfinite(values), values, math.nan)
+
+
+def lowered(title: str) -> str:
+    """Returns a title as it stands within a sentence."""
+    return title if title[1:2].isupper() else title[:1].lower() + title[1:]
 
 
 def published() -> ModelTable:
@@ -87,26 +122,11 @@ def read_file(path: Path, *, metric: str, score: str, baseline: str | None = Non
     Raises:
         InputError: for a file that cannot be read, a column that it lacks or that is no number, a model named twice.
     """
-    frame = _read(path)
-    name = _name_column(frame, path)
-    columns = [column for column in frame.columns if column != name]
-    _known(metric, columns, "metric", path)
-    _known(score, columns, "score", path)
-    if baseline is not None:
-        _known(baseline, columns, "baseline", path)
-    own: Any = frame.rename(columns={name: "model"})
-    own["model"] = own["model"].astype(str)
-    table = _finished(
-        own,
-        metric,
-        score,
-        baseline=baseline or _if_there(look_up(metric).baseline, columns),
-        corrected=_if_there(look_up(metric).excess, columns),
-        source=path.name,
-        where=str(path),
-    )
-    titles = {column: look_up(column).title for column in columns if is_in(column, "coupling", "token_coupling")}
-    return ModelTable(**{**vars(table), "titles": titles})
+    frame = read_table(path)
+    for option, column in (("metric", metric), ("score", score)):
+        _refuse_missing(column, frame.columns.drop("model"), option, path)
+    titles = {column: look_up(column).title for column in frame.columns if is_in(column, "coupling", "token_coupling")}
+    return _finished(frame, metric, score, baseline, where=path, source=path.name, titles=titles)
 
 
 def read_runs(
@@ -129,197 +149,188 @@ def read_runs(
     Raises:
         InputError: for a metric or score that no model has, or of which the options leave several values.
     """
-    models = model_runs.read_run_models(folders)
-    choice = Choice(tags or {}, layer)
-    analysis, name = model_runs.metric_of(models, metric)
+    models = read_run_models(folders)
+    wanted = _resolved(models, metric, tags or {})
     rows, left_out = [], {}
     for model in models:
-        measured = _measured(model, model.at(step, analysis), analysis, name, choice)
+        measured = _measured(model, model.at(step, wanted.analysis), wanted, layer)
         if not measured:
-            left_out[model.name] = _why(model, analysis, name, step, choice)
-        rows.append({"model": model.name, **model_runs.sizes(model), **measured})
-    score_column, titles = _add_scores(rows, models, score, take, choice)
+            left_out[model.name] = _why(model, wanted, step, layer)
+        rows.append({"model": model.name, **model.sizes(), **measured})
+    titles = _add_scores(rows, models, score, take, wanted, layer)
+    column = next(iter(titles))
     for row in rows:
         if isinstance(row.get("error"), str):  # a run of a sweep that broke off: its last numbers are not its end's
             left_out[row["model"]] = f"its run failed: {row['error']}"
-            row.pop(score_column, None)
-    _add_settings(rows, models)
-    frame = pd.DataFrame(rows)
+            row.pop(column, None)
+    settings = [model.settings() for model in models]
+    for name in dict.fromkeys(name for each in settings for name in each):
+        if len({str(each.get(name)) for each in settings}) > 1:  # those in which the models differ
+            for row, each in zip(rows, settings, strict=True):
+                row |= {name: each[name]} if name in each and name not in row else {}
+    frame, name = pd.DataFrame(rows), wanted.name
     if name not in frame.columns:
         reasons = "; ".join(f"{model}: {why}" for model, why in list(left_out.items())[:3])
         raise InputError(f"metric: no model has a value of {metric} ({reasons})")
-    columns = list(frame.columns)
-    if baseline is not None:
-        _known(baseline, columns, "baseline", "these models")
-    table = _finished(
-        frame,
-        name,
-        score_column,
-        baseline=baseline or _if_there(look_up(name).baseline, columns),
-        corrected=_if_there(look_up(name).excess, columns),
-        source=", ".join(str(folder) for folder in folders),
-        where=", ".join(str(folder) for folder in folders),
-        left_out=left_out,
-    )
-    variant = tag_text(dict(tags or {}))
     own = look_up(name)
-    titles |= {name: f"{own.title}, {variant}" if variant else own.title}
-    titles |= {column: METRICS[column].title for column in (own.baseline, own.excess) if column in METRICS}
-    p_is_1 = any(model_runs.has_p_1(model, analysis) for model in models)
-    return ModelTable(**{**vars(table), "titles": titles, "p_is_1": p_is_1})
+    titles |= {name: ", ".join(filter(None, [own.title, tag_text(dict(tags or {}))]))}
+    titles |= {each: METRICS[each].title for each in (own.baseline, own.excess) if each in METRICS}
+    table = _finished(frame, name, column, baseline, where="these models", left_out=left_out, titles=titles)
+    p_is_1 = any(model.has_p_1(str(wanted.analysis)) for model in models)
+    return replace(table, source=", ".join(map(str, folders)), p_is_1=p_is_1)
+
+
+def _resolved(models: Sequence[RunModel], text: str, tags: Mapping[str, str | int | float]) -> Wanted:
+    """Which analysis and metric `ANALYSIS/METRIC` is, or a metric's name alone where one analysis has it."""
+    pairs = {pair: None for model in models for pair in model.pairs()}
+    fitting = [pair for pair in pairs if "/".join(pair) == text] or [pair for pair in pairs if pair[1] == text]
+    if not fitting:
+        raise InputError(f"metric: no model has {text!r}{nearest(text, map('/'.join, pairs))}")
+    if len(fitting) > 1:
+        raise InputError(f"metric: {text} is in more than one analysis: {', '.join(map('/'.join, fitting))}")
+    return Wanted(text="/".join(fitting[0]), analysis=fitting[0][0], name=fitting[0][1], tags=tags)
+
+
+def _value(
+    model: RunModel, measurements: Sequence[Measurement], wanted: Wanted, layer: int | str | None
+) -> Record | None:
+    """The one record that is meant: of the whole model, else of the last layer, or of the layer asked for."""
+    records = [r for analysis, r in candidates(measurements, wanted) if analysis == wanted.analysis]
+    records = [r for r in records if of_width(wanted, model).fits(r.tags)]
+    if layer is None and any(r.layer is None for r in records):
+        records = [r for r in records if r.layer is None]
+    else:
+        layers = [r.layer for r in records if r.layer is not None]
+        at = max(layers, default=None) if layer in (None, "last") else layer
+        records = [r for r in records if r.layer is not None and r.layer == at]
+    if not records:
+        return None
+    variants = [variant_of(r.tags) for r in records]
+    what = f"{wanted.text} of {model.name}"
+    return records[variants.index({**plainest_variant(variants, what, option="tags", example="--tags {}")})]
 
 
 def _measured(
-    model: RunModel, found: Sequence[Measurement], analysis: str, name: str, choice: Choice
+    model: RunModel, measurements: Sequence[Measurement], wanted: Wanted, layer: int | str | None
 ) -> dict[str, Any]:
     """A metric at one checkpoint, its tags, and what is known of its baseline; nothing where it was not measured."""
-    record = model_runs.value_of(model, found, analysis, name, choice)
+    record = _value(model, measurements, wanted, layer)
     if record is None:
         return {}
-    tags = {tag: value for tag, value in record.tags.items() if not tag.startswith("num_")}
-    ends = {f"{name}_low": record.low, f"{name}_high": record.high, "layer": record.layer, "step": found[0].step}
+    name, tags = wanted.name, variant_of(record.tags)
+    ends = {f"{name}_low": record.low, f"{name}_high": record.high, "layer": record.layer, "step": measurements[0].step}
     row = {name: record.value, **tags, **{end: value for end, value in ends.items() if value is not None}}
     for other in (look_up(name).baseline, look_up(name).excess):
-        beside = model_runs.value_of(model, found, analysis, other, Choice(tags, choice.layer))
+        beside = _value(model, measurements, replace(wanted, name=other, tags=tags), layer)
         row |= {other: beside.value} if beside is not None else {}
     return row
 
 
-def _why(model: RunModel, analysis: str, name: str, step: int | None, choice: Choice) -> str:
+def _tags(models: Sequence[RunModel], wanted: Wanted) -> dict[str, dict[Any, None]]:
+    """The tags of a metric, and the values that each has somewhere."""
+    tags: dict[str, dict[Any, None]] = {}
+    for analysis, record in (pair for model in models for pair in candidates(model.measurements, wanted)):
+        for tag, value in variant_of(record.tags).items() if analysis == wanted.analysis else ():
+            tags.setdefault(tag, {})[value] = None
+    return tags
+
+
+def _why(model: RunModel, wanted: Wanted, step: int | None, layer: int | str | None) -> str:
     if step is not None and not model.at(step):
         return f"no measurement at step {step}"
     if not model.measurements and model.num_suspect:
         return "all its checkpoints are suspect"
-    told = ", ".join(
-        filter(None, [tag_text(dict(choice.tags)), f"layer {choice.layer}" if choice.layer is not None else ""])
-    )
-    there = model_runs.tags_of([model], analysis, name)
-    known = ", ".join(tag_text({tag: value}) for tag in choice.tags for value in there.get(tag, []))
-    return f"no {analysis}/{name}{f' with {told}' if told else ''}{f', it has {known}' if known else ''}"
+    options = [tag_text(dict(wanted.tags)), f"layer {layer}" if layer is not None else ""]
+    text = ", ".join(filter(None, options))
+    there = _tags([model], wanted)
+    has = ", ".join(tag_text({tag: value}) for tag in wanted.tags for value in there.get(tag, ()))
+    return f"no {wanted.text}{f' with {text}' if text else ''}{f', it has {has}' if has else ''}"
 
 
 def _add_scores(
-    rows: list[dict[str, Any]], models: list[RunModel], score: str, take: str, choice: Choice
-) -> tuple[str, dict[str, str]]:
-    """Puts the score into each model's row and returns its column, and what columns are called.
+    rows: list[dict[str, Any]],
+    models: list[RunModel],
+    score: str,
+    take: str,
+    wanted: Wanted,
+    layer: int | str | None,
+) -> dict[str, str]:
+    """Puts the score into each model's row and returns its column, with what that is called.
 
     Of a run it is that of the step whose metric stands in the row.
     """
     path, colon, column = score.rpartition(":")
     if colon and Path(path).suffix in (".csv", ".parquet"):
-        _join(rows, _read(Path(path)), Path(path), column)
-        return column, {}
+        _join(rows, Path(path), column)
+        return {column: column}
     scalars = dict.fromkeys(name for model in models for scalars in model.scalars for name in scalars)
     if score in scalars:
-        for row, model in zip(rows, models, strict=True):
-            value = model_runs.scalar_of(model, score, row.get("step"), take)
-            row |= {score: value} if value is not None else {}
+        values = [m.scalar(score, row.get("step"), take) for row, m in zip(rows, models, strict=True)]
         title = look_up(score).title if score in METRICS else sentence(score.replace("/", " "))
-        return score, {score: title if take == "last" else f"{title}, {take}"}
-    known = dict.fromkeys(f"{m.analysis}/{r.metric}" for model in models for m in model.measurements for r in m.records)
-    if score not in known:
-        names = [name for name in scalars if name not in ("step", "tokens")] + list(known)
-        raise InputError(
-            f"score: no model has {score!r}, neither as a scalar of training nor as ANALYSIS/METRIC, and it is no "
-            f"FILE.csv:COLUMN{nearest(score, names)}"
-        )
-    analysis, name = model_runs.metric_of(models, score)
-    own = model_runs.tags_of(models, analysis, name)
-    choice = Choice({tag: value for tag, value in choice.tags.items() if tag in own})
-    for row, model in zip(rows, models, strict=True):
-        record = model_runs.value_of(model, model.at(row.get("step"), analysis), analysis, name, choice)
-        row |= {score: record.value} if record is not None else {}
-    return score, {score: look_up(name).title}
+        title = title if take == "last" else f"{title}, {take}"
+    else:
+        pairs = {"/".join(pair): None for model in models for pair in model.pairs()}
+        if score not in pairs:
+            names = [name for name in scalars if name not in ("step", "tokens")] + list(pairs)
+            raise InputError(
+                f"score: no model has {score!r}, neither as a scalar of training nor as ANALYSIS/METRIC, and it is no "
+                f"FILE.csv:COLUMN{nearest(score, names)}"
+            )
+        other = _resolved(models, score, {})
+        tags = {tag: value for tag, value in wanted.tags.items() if tag in _tags(models, other)}
+        other, title = replace(other, tags=tags), look_up(other.name).title
+        at = [model.at(row.get("step"), other.analysis) for row, model in zip(rows, models, strict=True)]
+        records = [_value(*each, other, None) for each in zip(models, at, strict=True)]
+        values = [None if record is None else record.value for record in records]
+    for row, value in zip(rows, values, strict=True):
+        row |= {score: value} if value is not None else {}
+    return {score: title}
 
 
-def _join(rows: list[dict[str, Any]], frame: pd.DataFrame, path: Path, column: str) -> None:
+def _join(rows: list[dict[str, Any]], path: Path, column: str) -> None:
     """Adds the columns of a file to the models' rows, by the model's whole name or its last part."""
-    table: Any = frame
-    name = _name_column(table, path)
-    _known(column, [other for other in table.columns if other != name], "score", path)
+    table: Any = read_table(path)
+    _refuse_missing(column, table.columns.drop("model"), "score", path)
     if column in rows[0] or column in ("model", "metric"):
         raise InputError(f"score: column {column!r} of {path} is called like what is measured; rename it")
-    keys = [str(key) for key in table[name]]
+    names = table.pop("model").tolist()
     for row in rows:
-        own = row["model"]
-        short = own.rstrip("/").split("/")[-1]
-        places = [n for n, key in enumerate(keys) if key == own]
-        places = places or [n for n, key in enumerate(keys) if key.rstrip("/").split("/")[-1] == short]
+        places = same_model(row["model"], names)
         if len(places) > 1:
-            raise InputError(f"score: {path} has {len(places)} rows for {own}, expected one")
+            raise InputError(f"score: {path} has {len(places)} rows for {row['model']}, expected one")
         for place in places:
-            known = table.iloc[place].drop(name).dropna().to_dict()
-            row |= {key: value for key, value in known.items() if key not in row}
+            cells = table.iloc[place].dropna().to_dict()
+            row |= {name: cell for name, cell in cells.items() if name not in row}
 
 
-def _add_settings(rows: list[dict[str, Any]], models: list[RunModel]) -> None:
-    """Adds the options of the recipes in which the models differ."""
-    found = [model_runs.settings(model) for model in models]
-    for name in dict.fromkeys(name for own in found for name in own):
-        if len({str(own.get(name)) for own in found}) > 1:
-            for row, own in zip(rows, found, strict=True):
-                if name in own and name not in row:
-                    row[name] = own[name]
-
-
-def _read(path: Path) -> pd.DataFrame:
-    if not path.is_file():
-        raise InputError(f"expected a .csv or .parquet file, {path} does not exist")
-    try:
-        frame = pd.read_parquet(path) if path.suffix == ".parquet" else pd.read_csv(path, comment="#")
-    except (ValueError, OSError) as error:  # pandas' and pyarrow's errors of contents are ValueErrors
-        raise InputError(f"cannot read {path}: {' '.join(str(error).split())}") from error
-    if frame.empty:
-        raise InputError(f"{path} has no rows")
-    return frame
-
-
-def _name_column(frame: pd.DataFrame, path: Path) -> Any:
-    found = next((name for name in NAMES if name in frame.columns), None)
-    if found is None:
-        known = ", ".join(map(str, frame.columns))
-        raise InputError(f"{path} has no column that names the models ({', '.join(NAMES)}); it has: {known}")
-    return found
-
-
-def _known(column: str, columns: Sequence[str], option: str, where: object) -> None:
+def _refuse_missing(column: str, columns: Any, option: str, where: object) -> None:
     if column not in columns:
         raise InputError(f"{option}: {where} has no column {column!r}{nearest(column, map(str, columns))}")
-
-
-def _if_there(column: str, columns: Sequence[str]) -> str | None:
-    return column if column in columns else None
 
 
 def _finished(
     frame: Any,
     metric: str,
     score: str,
-    *,
     baseline: str | None,
-    corrected: str | None,
-    source: str,
-    where: str,
+    *,
+    where: object,
     left_out: Mapping[str, str] | None = None,
+    **facts: Any,
 ) -> ModelTable:
-    """The table of the models that have both values, with short names; the others are told."""
+    """The table of the models that have both values, with short names, and why the others are left out."""
     if metric == score:
         raise InputError(f"expected a metric and another score, got {metric} twice")
-    if frame["model"].duplicated().any():
-        raise InputError(f"{where} has more than one row for {frame['model'][frame['model'].duplicated()].iloc[0]}")
+    if baseline is not None:
+        _refuse_missing(baseline, frame.columns, "baseline", where)
+    if (twice := frame["model"].duplicated()).any():
+        raise InputError(f"{where} has more than one row for {frame['model'][twice].iloc[0]}")
     missing = dict(left_out or {})
-    for column, what in ((metric, "metric"), (score, "score")):
-        if column not in frame.columns:
-            frame[column] = math.nan
-        numbers: Any = pd.to_numeric(frame[column], errors="coerce")
-        wrong = frame[column].notna() & numbers.isna()
-        if wrong.any():
-            raise InputError(
-                f"{what}: expected numbers in column {column!r} of {where}, got {frame[column][wrong].iloc[0]!r} "
-                f"for {frame['model'][wrong].iloc[0]}"
-            )
-        frame[column] = numbers.astype("float64")
-        for name in frame["model"][~numbers.map(math.isfinite)]:
+    for column, option in ((metric, "metric"), (score, "score")):
+        values = frame[column] if column in frame.columns else pd.Series(math.nan, frame.index)
+        expected = f"{option}: expected numbers in column {column!r} of {where}, got"
+        frame[column] = numbers(values, frame["model"], expected)
+        for name in frame["model"][~np.isfinite(frame[column])]:
             missing.setdefault(name, f"no {column}")
     kept = frame[~frame["model"].isin(missing)].reset_index(drop=True)
     if len(kept) < FEWEST:
@@ -328,16 +339,6 @@ def _finished(
         raise InputError(f"expected at least {FEWEST} models with a metric and a score, got {len(kept)}{reasons}")
     kept["model"] = kept["model"].map(short_names(list(kept["model"])))
     kept = kept.dropna(axis=1, how="all")
-    if baseline is not None and baseline not in kept.columns:
-        baseline = None
-    if corrected is not None and corrected not in kept.columns:
-        corrected = None
-    return ModelTable(
-        frame=kept,
-        metric=metric,
-        score=score,
-        baseline=baseline,
-        corrected=corrected,
-        left_out=missing,
-        source=source,
-    )
+    beside = {"baseline": baseline or look_up(metric).baseline, "corrected": look_up(metric).excess}
+    beside = {role: column if column in kept.columns else None for role, column in beside.items()}
+    return ModelTable(frame=kept, metric=metric, score=score, left_out=missing, **beside, **facts)

@@ -45,7 +45,7 @@ def test_the_published_table_is_printed_with_its_warnings(tmp_path, capsys, monk
     assert main(["correlate", "--data", "published", "--out", str(tmp_path / "out"), *QUICK]) == 0
     said = capsys.readouterr().out
     assert "Published coupling against Leaderboard score, 28 models" in said
-    assert re.search(r"R² +0\.800 +0\.\d+ to 0\.\d+ +1\.4e-10 +28", said)
+    assert re.search(r"R² +0\.800 \(0\.\d+ to 0\.\d+\) +1\.4e-10 +28", said)
     assert re.search(r"Partial r given coupling by width alone +0\.568 .* 0\.002 +28", said)
     assert re.search(r"Width 4096 +0\.588 .* 0\.057 +11", said)
     assert re.search(r"Coupling by width alone +0\.93 +0\.71", said)
@@ -107,7 +107,7 @@ def test_models_and_a_file_of_scores_make_a_page(study, capsys, monkeypatch):
     assert main([*command, "--group", "family", "--given", "width,depth", *QUICK]) == 0
     said = capsys.readouterr().out
     assert "Coupling, k = 12 against arc, 6 models" in said
-    assert "Excess coupling, the baseline taken off" in said
+    assert "Excess coupling: the baseline taken off" in said
     assert "Within equal family" in said
     assert "Only 6 models" in said
     assert {path.name for path in (study / "correlation").iterdir()} >= {"correlation.html", "corrected.png"}

@@ -1,0 +1,464 @@
+"""What the tables say: how a metric and a score go together, over models or over layers, and what explains it."""
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from lit_layers.correlate.layer_tables import LayerTables, ModelTables
+from lit_layers.correlate.model_table import ModelTable, lowered
+from lit_layers.correlate.run_models import SIZES, nearest
+from lit_layers.errors import InputError
+from lit_layers.figures.labels import value
+from lit_layers.functional import correlation
+from lit_layers.functional.correlation import Correlation, UndefinedError
+from lit_layers.functional.layer_selection import (
+    DIRECTIONS,
+    LayerCorrelation,
+    Null,
+    Selection,
+    better_rule,
+    compared,
+    cross_fitted,
+    distance_null_over_layers,
+    layer_correlations,
+    selection,
+)
+
+Column = NDArray[np.float64]
+SMALLEST = 1e-300  # of a p-value that float64 tells from 0
+CONFOUNDED = 0.5  # R² of the metric with a size or its baseline, from which on a warning is due
+FEW = 10
+_FEWEST_DRAWN = 5  # models: of fewer, resamples are mostly the same two or three points
+_FEWEST_HALVED = 4  # tasks
+
+
+@dataclass(frozen=True, kw_only=True)
+class Row:
+    """One coefficient; None for what it does not have."""
+
+    name: str
+    value: float
+    low: float | None = None
+    high: float | None = None
+    p: float | None = None
+    n: int
+    df: int | None = None
+    note: str = ""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Covariate:
+    """How much of the metric and of the score another column explains alone."""
+
+    name: str
+    r2_metric: float
+    r2_score: float
+    n: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Findings:
+    """All that is said of a table. `given` names the covariates that the joint partial correlation holds fixed."""
+
+    metric: str
+    score: str
+    n: int
+    rows: list[Row]
+    corrected: list[Row]
+    covariates: list[Covariate]
+    groups: list[Row]
+    group: str | None
+    given: list[str]
+    influence: dict[str, Any] | None
+    warnings: list[str]
+    left_out: dict[str, str] = field(default_factory=dict)
+
+    def to_dict(self) -> dict[str, Any]:
+        """As JSON data."""
+        return asdict(self)
+
+
+def correlate(
+    table: ModelTable,
+    *,
+    given: Sequence[str] = (),
+    group: str | None = None,
+    resamples: int = 2000,
+    seed: int = 0,
+) -> Findings:
+    """Returns what the models of a table say of its metric and score.
+
+    Partial correlations are given each of the sizes and the baseline that is known, and given all of `given` together.
+    Intervals are percentile bootstrap over models.
+
+    Raises:
+        InputError: for a column that there is not or that is no number, or a constant metric or score.
+    """
+    for option, names in (("given", given), ("group", [group] if group else [])):
+        for name in names:
+            if name not in table.frame.columns or name == "model":
+                raise InputError(f"{option}: no column {name!r}{nearest(name, map(str, table.frame.columns))}")
+            if option == "given" and name in (table.metric, table.score):
+                raise InputError(f"given: {name} is itself correlated; hold another column fixed")
+    x, y = table.values(table.metric), table.values(table.score)
+    for name, column in ((table.metric, x), (table.score, y)):
+        if (column == column[0]).all():
+            raise InputError(f"a correlation is undefined: {name} is {column[0]:g} for all {len(column)} models")
+    options = {"resamples": resamples, "seed": seed}
+    covariates = _covariates(table, given)
+    rows = _coefficients(x, y, options) + _partials(table, x, y, covariates, given, options)
+    group = group or table.group
+    corrected = []
+    if table.corrected is not None:
+        there = ~np.isnan(table.values(table.corrected))
+        try:
+            corrected = _coefficients(table.values(table.corrected)[there], y[there], options)
+        except UndefinedError:
+            corrected = []
+    alone = [(name, _r2(table, name, x), _r2(table, name, y)) for name in covariates]
+    return Findings(
+        metric=table.metric,
+        score=table.score,
+        n=len(x),
+        rows=rows,
+        corrected=corrected,
+        covariates=[
+            Covariate(name=table.covariate_title(name), r2_metric=of_x[0], r2_score=of_y[0], n=of_x[1])
+            for name, of_x, of_y in alone
+            if of_x is not None and of_y is not None
+        ],
+        groups=_groups(table, x, y, group, options) if group else [],
+        group=group,
+        given=list(given),
+        influence=_influence(table, x, y),
+        warnings=_warnings(table, x, corrected, rows),
+        left_out=dict(table.left_out),
+    )
+
+
+def _row(
+    name: str, statistic: Callable[..., Correlation], *columns: Any, options: Mapping[str, int], **facts: Any
+) -> Row:
+    """A coefficient with its interval, every one from the same resamples of models; `facts` replace its own."""
+    whole, n = statistic(*columns), len(columns[0])
+    low, high, note = None, None, facts.pop("note", "")
+    try:
+        if n >= _FEWEST_DRAWN:
+            drawn = correlation.bootstrap_rows(lambda rows: statistic(*(c[rows] for c in columns)).value, n, **options)
+            low, high = drawn.low, drawn.high
+    except UndefinedError:
+        low = None
+    if low is None:
+        note = ", ".join(filter(None, [note, "too few models for an interval"]))
+    row = {"name": name, "value": whole.value, "low": low, "high": high, "p": whole.p, "n": n, "df": whole.df}
+    return Row(**{**row, "note": note, **facts})
+
+
+def _coefficients(x: Column, y: Column, options: Mapping[str, int]) -> list[Row]:
+    def r2(x: Column, y: Column) -> Correlation:
+        found = correlation.pearson(x, y)
+        return found._replace(value=found.value * found.value)
+
+    def distance(x: Column, y: Column) -> Correlation:
+        return Correlation(correlation.distance_correlation(x, y), math.nan, len(x), 0)
+
+    statistics = {"Pearson r": correlation.pearson, "R²": r2}
+    statistics |= {"Spearman rho": correlation.spearman, "Kendall tau": correlation.kendall}
+    rows = [_row(name, statistic, x, y, options=options) for name, statistic in statistics.items()]
+    if len(x) >= 4:
+        null, p = correlation.distance_null(x, y, seed=options["seed"])
+        facts = {"note": f"{value(null)} for shuffled models", "p": p, "df": None}
+        rows.append(_row("Distance correlation", distance, x, y, options=options, **facts))
+    return rows
+
+
+def _covariates(table: ModelTable, given: Sequence[str]) -> list[str]:
+    """The columns to hold fixed one by one: baseline, sizes, and what was asked for; those that differ."""
+    names = dict.fromkeys(n for n in (table.baseline, *SIZES, "k", *given) if n and n in table.frame.columns)
+    differ = [name for name in names if len({v for v in table.values(name).tolist() if not math.isnan(v)}) > 1]
+    if same := [name for name in given if name not in differ]:
+        raise InputError(f"given: {same[0]} is the same for all models: leave it out")
+    return differ
+
+
+def _given(table: ModelTable, names: Sequence[str]) -> str:
+    return f"Partial r given {' and '.join(lowered(table.covariate_title(name)) for name in names)}"
+
+
+def _partials(
+    table: ModelTable, x: Column, y: Column, covariates: Sequence[str], given: Sequence[str], options: Mapping[str, int]
+) -> list[Row]:
+    def partial(x: Column, y: Column, *fixed: Column) -> Correlation:
+        return correlation.partial_correlation(x, y, fixed)
+
+    rows = []
+    for names in [[name] for name in covariates] + ([list(given)] if len(given) > 1 else []):
+        columns = np.stack([x, y, *(table.values(name) for name in names)])
+        columns = columns[:, ~np.isnan(columns).any(0)]
+        try:
+            rows.append(_row(_given(table, names), partial, *columns, options=options))
+        except UndefinedError as error:
+            if set(names) <= set(given):
+                raise InputError(
+                    f"given: {', '.join(names)} leaves nothing to correlate: it determines the metric or the score, or "
+                    f"there are too few models ({columns.shape[1]})"
+                ) from error
+    return rows
+
+
+def _groups(table: ModelTable, x: Column, y: Column, group: str, options: Mapping[str, int]) -> list[Row]:
+    """The correlation within groups, pooled, and that of each group of 3 or more."""
+    labels = table.frame[group]
+    codes, title = labels.factorize()[0], table.title(group)  # -1 for a model of no group
+    there = codes >= 0
+    try:
+        within = correlation.within_group_correlation
+        rows = [_row(f"Within equal {lowered(title)}", within, x[there], y[there], codes[there], options=options)]
+    except UndefinedError as error:
+        raise InputError(
+            f"group: expected groups of several models with different metrics and scores, {group} leaves none"
+        ) from error
+    for code, label in enumerate(labels.dropna().unique()):
+        own = codes == code
+        name = f"{title} {label:.15g}" if isinstance(label, float) else f"{title} {label}"
+        try:
+            rows += [_row(name, correlation.pearson, x[own], y[own], options=options)] if own.sum() >= 3 else []
+        except UndefinedError:
+            continue
+    return rows
+
+
+def _r2(table: ModelTable, name: str, column: Column) -> tuple[float, int] | None:
+    """The share of a column's variance that another one explains alone, over how many models; None where undefined."""
+    covariate = table.values(name)
+    there = ~np.isnan(covariate)
+    try:
+        return correlation.pearson(column[there], covariate[there]).value ** 2, int(there.sum())
+    except UndefinedError:
+        return None
+
+
+def confounders(table: ModelTable) -> dict[str, float]:
+    """Returns the baseline, the width and K, as far as the metric follows them, with R²."""
+    x = table.values(table.metric)
+    names = [name for name in (table.baseline, "width", "k") if name in table.frame.columns]
+    shares = {name: found[0] for name in names if name and (found := _r2(table, name, x)) is not None}
+    return {name: r2 for name, r2 in shares.items() if r2 > CONFOUNDED}
+
+
+def _influence(table: ModelTable, x: Column, y: Column) -> dict[str, Any] | None:
+    if len(x) < 4:
+        return None
+    found, names = correlation.leave_one_out(x, y), list(table.frame["model"])
+    without = {name: None if math.isnan(r) else r for name, r in zip(names, found.values, strict=True)}
+    defined = [r for r in without.values() if r is not None]
+    return {
+        "model": names[found.index],
+        "without": without[names[found.index]],
+        "change": None if math.isnan(found.change) else found.change,
+        "lowest": min(defined),
+        "highest": max(defined),
+        "pearson_without": without,
+    }
+
+
+def _warnings(table: ModelTable, x: Column, corrected: Sequence[Row], rows: Sequence[Row]) -> list[str]:
+    warnings, title = [], table.title(table.metric)
+    if table.p_is_1:
+        warnings.append(
+            f"{title} divides by the sum of the leading singular values (p = 1): it grows with their number, and so "
+            f"with the width, also where blocks share nothing."
+        )
+    for name, r2 in confounders(table).items():
+        partial = next((row for row in rows if row.name == _given(table, [name])), None)
+        beyond = f"; beyond it r = {value(partial.value)} ({p_equation(partial.p)})" if partial else ""
+        warnings.append(f"{title} follows {lowered(table.covariate_title(name))}, R² = {r2:.2f}{beyond}.")
+    if warnings and corrected:
+        r2, other = next(row for row in corrected if row.name == "R²"), lowered(table.title(str(table.corrected)))
+        warnings.append(f"Compare across widths by {other}: R² = {r2.value:.2f} ({p_equation(r2.p)}).")
+    steps = table.values("step") if "step" in table.frame.columns else np.empty(0)
+    if len(np.unique(steps[~np.isnan(steps)])) > 1:
+        first, last = np.nanmin(steps), np.nanmax(steps)
+        warnings.append(f"The models were measured at different steps, {first:,.0f} to {last:,.0f}.")
+    if len(x) < FEW:
+        warnings.append(
+            f"Only {len(x)} models: the intervals are too narrow, and one model can decide the coefficients."
+        )
+    return warnings
+
+
+def p_text(p: float | None) -> str:
+    """Returns a p-value with two digits: 0.057, 1.4e-10; an empty string for None. No p is 0."""
+    if p is None:
+        return ""
+    if p < SMALLEST:
+        return f"< {SMALLEST:.0e}"
+    return f"{p:.1e}".replace("e-0", "e-") if p < 9.5e-4 else f"{p:.2g}"
+
+
+def p_equation(p: float | None) -> str:
+    """The same in a sentence: p = 0.057, p < 1e-300."""
+    text = p_text(p)
+    return f"p {text}" if text.startswith("<") else f"p = {text}"
+
+
+# ------------------------------------------------------------------------------------------------ over layers
+
+
+@dataclass(frozen=True, kw_only=True)
+class Choice:
+    """A way of choosing the layer of each task without labels, and what it is worth.
+
+    `rule` is "min" or "max" of `metric`, "cross-fitted" where halves of the tasks choose between them, or what is
+    chosen among all metrics (no `metric`). `is_chosen`: this direction is the better one on the other models.
+    `shares`: how often each rule was chosen.
+    """
+
+    metric: str | None
+    rule: str
+    result: Selection
+    is_chosen: bool = False
+    shares: Mapping[str, float] | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class MetricFindings:
+    """Of one metric: its coefficients, the tasks they rest on, and which tasks are left out, with the reason."""
+
+    metric: str
+    correlations: list[LayerCorrelation]
+    tasks: list[str]
+    left_out: dict[str, str]
+    note: str = ""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelFindings:
+    """All that is said of one model."""
+
+    model: str
+    step: int | None
+    num_layers: int
+    null: Null
+    metrics: list[MetricFindings]
+    choices: list[Choice]
+    notes: list[str]
+
+
+@dataclass(frozen=True, kw_only=True)
+class LayerFindings:
+    """All that is said of the tables; `basis` tells on what directions and metrics were chosen."""
+
+    models: list[ModelFindings]
+    basis: str
+    first_layer: int
+    left_out: dict[str, str]
+
+    def to_dict(self) -> dict[str, Any]:
+        """As JSON data."""
+        return asdict(self)
+
+
+def correlate_layers(tables: LayerTables, *, resamples: int = 2000, repeats: int = 100, seed: int = 0) -> LayerFindings:
+    """Returns how each metric follows the scores over the layers of each model, and what choosing by it is worth.
+
+    With several models the direction (and the metric, where one is picked among all) is that which scores higher on
+    the other models. With one, random halves of its tasks choose and the other halves are scored.
+    """
+    options, first = {"resamples": resamples, "seed": seed}, tables.first_layer
+    many = len(tables.models) > 1
+    models = []
+    for model in tables.models:
+        others = [other for other in tables.models if other is not model]
+        keys = [key for key in tables.titles if key in model.metrics]
+        sets = [[key] for key in keys] + ([keys] if len(keys) > 1 else [])
+        models.append(
+            ModelFindings(
+                model=model.name,
+                step=model.step,
+                num_layers=model.num_layers,
+                null=distance_null_over_layers(model.num_layers + 1 - first, seed=seed),
+                metrics=[_correlated(model, key, first, options) for key in keys],
+                choices=[c for names in sets for c in _choices(model, others, names, first, repeats, options)],
+                notes=_notes([len(model.metrics[key]) for key in keys], many),
+            )
+        )
+    basis = (
+        "The direction for a model, and the metric where one is picked among all, is that which scores highest on "
+        "average over the other models (leave one model out)."
+        if many
+        else f"With one model the direction, and the metric where one is picked among all, is chosen by random halves "
+        f"of the tasks and scored on the other halves ({repeats} times, cross-fitted)."
+    )
+    return LayerFindings(models=models, basis=basis, first_layer=first, left_out=dict(tables.left_out))
+
+
+def _correlated(model: ModelTables, key: str, first: int, options: Mapping[str, int]) -> MetricFindings:
+    tasks, metric, scores = model.tables(key, first)
+    left_out, note = dict(model.left_out.get(key, {})), ""
+    try:
+        correlations = layer_correlations(metric, scores, **options)
+    except UndefinedError as error:
+        correlations, note = [], str(error)
+    for row in correlations[0].undefined if correlations else ():
+        left_out[tasks[row]] = "constant over the layers, in no mean of coefficients within tasks"
+    return MetricFindings(metric=key, correlations=correlations, tasks=tasks, left_out=left_out, note=note)
+
+
+def _choices(
+    model: ModelTables,
+    others: Sequence[ModelTables],
+    keys: Sequence[str],
+    first: int,
+    repeats: int,
+    options: Mapping[str, Any],
+) -> list[Choice]:
+    """Both directions of a metric, or the rule picked among several on the other models.
+
+    Where no other model has them, what halves of the tasks would choose.
+    """
+    own = _shared(model, keys, first)
+    if own is None:
+        return []
+    metrics, scores = own
+    pairs = [pair for other in others if (pair := _shared(other, keys, first)) is not None]
+    better = better_rule(pairs) if pairs else None
+    one = keys[0] if len(keys) == 1 else None
+    rules: list[Any] = [(keys[0], direction) for direction in DIRECTIONS] if one else [better] if better else []
+    choices = [
+        Choice(
+            metric=one,
+            rule=direction if one else f"{direction} {key}",
+            result=selection(metrics[key], scores, direction, first_layer=first, **options),
+            is_chosen=(key, direction) == better,
+        )
+        for key, direction in rules
+    ]
+    if better is None and len(scores) >= _FEWEST_HALVED:
+        fitted = cross_fitted(metrics, scores, repeats=repeats, seed=options["seed"])
+        shares = {rule.split()[0] if one else rule: share for rule, share in fitted.shares.items()}
+        result = compared(fitted.scores, scores, first_layer=first, **options)
+        choices.append(Choice(metric=one, rule="cross-fitted", result=result, is_chosen=True, shares=shares))
+    return choices
+
+
+def _shared(model: ModelTables, keys: Sequence[str], first: int) -> tuple[dict[str, Column], Column] | None:
+    """Each metric's table and the scores' of the tasks that all these metrics have; None where there are none."""
+    if any(key not in model.metrics for key in keys):
+        return None
+    tasks = [task for task in model.scores.index if all(task in model.metrics[key].index for key in keys)]
+    tables = {key: model.tables(key, first, tasks) for key in keys}
+    metrics = {key: metric for key, (_, metric, _) in tables.items()}
+    return (metrics, tables[keys[0]][2]) if tasks else None
+
+
+def _notes(counts: Sequence[int], many: bool) -> list[str]:
+    """Of the numbers of tasks that the metrics have."""
+    least, most = min(counts), max(counts)
+    notes = [f"The metrics have scores of {least} to {most} tasks: compare each with its own last layer."]
+    few = f"{most} tasks are too few to choose a direction on half of them."
+    return (notes if least < most else []) + ([few] if most < _FEWEST_HALVED and not many else [])

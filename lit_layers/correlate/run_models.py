@@ -1,0 +1,315 @@
+"""What run folders and files tell of models, and which of their numbers is meant: `ANALYSIS/METRIC[tag=value,...]`."""
+
+import difflib
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+
+from lit_layers import identity, records
+from lit_layers.errors import InputError
+from lit_layers.figures.labels import tag_text
+from lit_layers.figures.tables import ORDINALS, plainest
+from lit_layers.records import PLACES, Measurement, Record
+from lit_layers.run_file import run_facts
+
+NAMES = ("model", "run", "name")  # of the column that names the models
+# What a model's size is called: the name here, then what configurations of the known families call it.
+SIZES = {
+    "width": ("width", "hidden_size", "n_embd", "embed_dim", "d_model"),
+    "depth": ("depth", "num_hidden_layers", "n_layer", "num_layers"),
+    "parameters": ("parameters",),
+}
+TEXTS = ("task", "common")
+_FORM = re.compile(r"\s*([^\[\],]+?)\s*(?:\[([^\[\]]*)\])?\s*")
+_NO_VALUE = {*PLACES, *ORDINALS, "reference"}  # tags of records beside the number of a model or layer
+
+
+@dataclass(frozen=True, kw_only=True)
+class Wanted:
+    """A metric by its name, with its analysis and tags where they are given.
+
+    `texts` is "task" or "common" where it is to be decided whether the metric was measured on each task's own texts.
+    """
+
+    text: str
+    name: str
+    analysis: str | None = None
+    tags: Mapping[str, str | int | float] = field(default_factory=dict)
+    texts: str | None = None
+
+    @classmethod
+    def of(cls, text: str, option: str = "metrics") -> "Wanted":
+        """Reads `NAME`, `ANALYSIS/NAME` or either with `[tag=value,...]`.
+
+        Raises:
+            InputError: for a text of another form.
+        """
+        form = _FORM.fullmatch(text)
+        if form is None:
+            raise InputError(f"{option}: expected NAME, ANALYSIS/NAME or NAME[tag=value,...], got {text!r}")
+        analysis, _, name = form[1].rpartition("/")
+        tags = {}
+        for part in filter(None, (part.strip() for part in (form[2] or "").split(","))):
+            tag, equals, value = (side.strip() for side in part.partition("="))
+            if not (tag and equals and value):
+                raise InputError(f"{option}: expected tag=value between the brackets of {text!r}, got {part!r}")
+            tags[tag] = value
+        texts = tags.pop("texts", None)
+        if texts not in (None, *TEXTS):
+            raise InputError(f"{option}: expected texts=task or texts=common in {text!r}, got {texts!r}")
+        return cls(text=text.strip(), name=name, analysis=analysis or None, tags=tags, texts=texts)
+
+    def fits(self, tags: Mapping[str, Any]) -> bool:
+        """Whether a record with these tags is meant; numbers may be written in any way, `drop_first=1`, `k=0.10`."""
+        return all(name in tags and _alike(tags[name], value) for name, value in self.tags.items())
+
+
+def split(text: str) -> list[str]:
+    """Returns the parts between the commas that stand outside brackets."""
+    parts = [part.strip() for part in re.split(r",(?![^\[\]]*\])", text)]
+    return [part for part in parts if part]
+
+
+def _alike(value: Any, asked: str | float) -> bool:
+    try:
+        return float(value) == float(asked)
+    except ValueError:
+        return str(value) == str(asked)
+
+
+# ------------------------------------------------------------------------------------------------ run folders
+
+
+@dataclass(frozen=True)
+class RunModel:
+    """One model of a study: a training run at one step, or a pretrained model."""
+
+    name: str
+    folder: Path
+    measurements: list[Measurement]  # those of its curves, without failed and suspect ones
+    num_suspect: int
+    scalars: list[dict[str, float]]
+    about: dict[str, Any]
+    has_steps: bool
+
+    def at(self, step: int | None, analysis: str | None = None) -> list[Measurement]:
+        """The measurements at a step; without one at the last step that has this analysis."""
+        if not self.has_steps:
+            return self.measurements
+        steps = [m.step for m in self.measurements if m.step is not None and analysis in (None, m.analysis)]
+        chosen = step if step is not None else max(steps, default=None)
+        return [m for m in self.measurements if m.step == chosen and chosen is not None]
+
+    def pairs(self) -> dict[tuple[str, str], None]:
+        """Each analysis with its metrics."""
+        return dict.fromkeys((m.analysis, r.metric) for m in self.measurements for r in m.records)
+
+    def sizes(self) -> dict[str, float]:
+        """Width, depth and parameters, each where it is known.
+
+        From what the run or its measurements say of the model, else from its configuration; the depth else from the
+        last layer that was measured.
+        """
+        described = [self.about.get("model", {}), *(m.provenance for m in self.measurements), self.settings()]
+        sizes = {}
+        for size, names in SIZES.items():
+            values = (source.get(name) for source in described for name in names)
+            if (number := next((v for v in values if type(v) in (int, float)), None)) is not None:
+                sizes[size] = number
+        last = max((r.layer or 0 for m in self.measurements for r in m.records), default=0)
+        return {**sizes, "depth": last} if "depth" not in sizes and last else sizes
+
+    def settings(self) -> dict[str, Any]:
+        """The scalar options of a run's model, data and schedule, by their last name where only one has it."""
+        config = self.about.get("config", {})
+        leaves = [leaf for part in ("model", "data") for leaf in _leaves(config.get(part), (part,))]
+        leaves += [(("seed_everything",), config["seed_everything"])] if "seed_everything" in config else []
+        last = [path[-1] for path, _ in leaves]
+        return {path[-1] if last.count(path[-1]) == 1 else ".".join(path): value for path, value in leaves}
+
+    def has_p_1(self, analysis: str) -> bool:
+        """Whether a coupling was measured with p = 1, by its tags or the run's configuration."""
+        if any(r.tags.get("p") == 1 for m in self.measurements if m.analysis == analysis for r in m.records):
+            return True
+        for one in self.about.get("config", {}).get("analyses") or []:
+            options = (one.get("init_args") or {}) if isinstance(one, dict) else {}
+            if str(one.get("class_path", "")).endswith("Coupling") and options.get("p") == 1:
+                return options.get("name", analysis) == analysis
+        return False
+
+    def scalar(self, name: str, step: int | None, take: str) -> float | None:
+        """A scalar of training, up to a step: the last, the highest or the lowest value; None without any."""
+        values = [row[name] for row in self.scalars if name in row and (step is None or row["step"] <= step)]
+        if take == "last":
+            return values[-1] if values and values[-1] == values[-1] else None  # a run that ends in NaN has no score
+        values = [value for value in values if value == value]
+        return None if not values else max(values) if take == "highest" else min(values)
+
+
+def read_run_models(folders: Sequence[Path]) -> list[RunModel]:
+    """Returns the models of run folders, comparisons and folders that hold such, in this order.
+
+    Raises:
+        InputError: for a folder that holds no measurements, or two models of one name in one folder.
+    """
+    models = [model for folder in folders for root in _roots(folder) for model in _models(root)]
+    names = [model.name for model in models]
+    models = [replace(m, name=str(m.folder)) if names.count(m.name) > 1 else m for m in models]
+    names = [model.name for model in models]
+    if twice := [name for name in names if names.count(name) > 1]:
+        raise InputError(f"expected every model once, got {twice[0]} more than once: name each folder once")
+    return models
+
+
+def _roots(folder: Path) -> list[Path]:
+    if (folder / "measurements.jsonl").is_file():
+        return [folder]
+    # A run that has not measured anything is to be named, not passed over.
+    inner = sorted({path.parent for name in ("measurements.jsonl", "run.json") for path in folder.glob(f"*/{name}")})
+    if not inner:
+        what = "it and the folders in it have none" if folder.is_dir() else "no such folder"
+        raise InputError(f"expected a folder with measurements.jsonl, or a .csv or .parquet file, got {folder}: {what}")
+    return inner
+
+
+def _models(root: Path) -> Iterable[RunModel]:
+    measurements = identity.shown(records.read(root / "measurements.jsonl"))
+    about, scalars = run_facts(root), records.rows(root / "metrics.jsonl")
+    for name in dict.fromkeys(m.run for m in measurements) or [str(about.get("run") or root.name)]:
+        whole = [m for m in measurements if m.run == name and m.error is None]
+        sound = [m for m in whole if not records.is_suspect(m)]
+        num_suspect = len({m.step for m in whole if records.is_suspect(m)})
+        of_run = (scalars, about) if about.get("run") in (None, name) else ([], {})
+        yield RunModel(name, root, sound, num_suspect, *of_run, not whole or any(m.step is not None for m in whole))
+
+
+def _leaves(value: Any, path: tuple[str, ...]) -> Iterable[tuple[tuple[str, ...], Any]]:
+    if isinstance(value, Mapping):
+        for name, inner in value.items():
+            yield from _leaves(inner, path if name == "init_args" else (*path, str(name)))
+    elif isinstance(value, str | int | float) and path[-1] != "class_path":
+        yield path, value
+
+
+# ------------------------------------------------------------------------------------------------ which number
+
+
+def candidates(measurements: Iterable[Measurement], wanted: Wanted) -> list[tuple[str, Record]]:
+    """The records of a metric that may be meant, whatever their tags, with the analysis that each is of.
+
+    An analysis `probe` is that of each of its tasks, too: `probe/banking77`.
+    """
+    return [
+        (m.analysis, r)
+        for m in measurements
+        if wanted.analysis in (None, m.analysis, m.analysis.partition("/")[0])
+        for r in m.records
+        if r.metric == wanted.name and r.other_layer is None and not r.tags.keys() & _NO_VALUE
+    ]
+
+
+def of_width(wanted: Wanted, model: RunModel) -> Wanted:
+    """The same with `k` as a count, where it is given as a share of the model's width.
+
+    Raises:
+        InputError: where the width is not known.
+    """
+    k = wanted.tags.get("k")
+    if not isinstance(k, float) or not 0 < k < 1:
+        return wanted
+    width = model.sizes().get("width")
+    if width is None:
+        raise InputError(f"tags: k as a share needs the width of {model.name}, which is not known: give k as a count")
+    return replace(wanted, tags={**wanted.tags, "k": int(k * width + 1e-9)})  # as functional.coupling counts
+
+
+def plainest_variant(
+    variants: Iterable[Mapping[str, Any]], what: str, *, option: str, example: str
+) -> Mapping[str, Any]:
+    """The plainest of some variants, by their tags.
+
+    Raises:
+        InputError: where several are as plain; `example` shows how one is chosen.
+    """
+    distinct = list({str(tags): tags for tags in variants}.values())
+    best = plainest(distinct)
+    plain = [tags for tags in distinct if plainest([tags, best]) is tags]  # as plain as the plainest
+    if len(plain) > 1:
+        refuse_variants(plain, what, option=option, example=example)
+    return best
+
+
+def refuse_variants(variants: Sequence[Mapping[str, Any]], what: str, *, option: str, example: str) -> None:
+    """Raises the sentence that lists the variants of a metric."""
+    listed = "; ".join(tag_text(dict(tags)) or "no tag" for tags in variants)
+    first = ",".join(f"{name}={value}" for name, value in next(filter(None, variants)).items())
+    raise InputError(
+        f"{option}: {what} has {len(variants)} variants ({listed}): choose one, e.g. {example.format(first)}"
+    )
+
+
+def variant_of(tags: Mapping[str, Any], without: Iterable[str] = ()) -> dict[str, Any]:
+    """The tags that tell which number a record is: counts of what went into it do not."""
+    return {name: value for name, value in tags.items() if not name.startswith("num_") and name not in without}
+
+
+def nearest(word: str, names: Iterable[str], most: int = 12) -> str:
+    """Returns `; did you mean ...?`, or what there is."""
+    names = list(names)
+    near = difflib.get_close_matches(word, names, n=3, cutoff=0.5)
+    if not near:
+        last = {name.split("/")[-1]: name for name in names}
+        near = [last[name] for name in difflib.get_close_matches(word.split("/")[-1], last, n=3, cutoff=0.6)]
+    if near:
+        return f"; did you mean {' or '.join(near)}?"
+    return f"; there is: {', '.join(names[:most])}{' ...' if len(names) > most else ''}" if names else ""
+
+
+# ------------------------------------------------------------------------------------------------ files
+
+
+def read_table(path: Path, option: str = "") -> pd.DataFrame:
+    """Returns the rows of a .csv or .parquet file, whose models stand in the column `model`, as text.
+
+    Raises:
+        InputError: for a file that cannot be read, has no rows, or no column that names the models.
+    """
+    told = f"{option}: " if option else ""
+    if path.suffix not in (".csv", ".parquet"):
+        raise InputError(f"{told}expected a file that ends in .csv or .parquet, got {path}")
+    if not path.is_file():
+        raise InputError(f"{told}expected a .csv or .parquet file, {path} does not exist")
+    try:
+        frame: Any = pd.read_parquet(path) if path.suffix == ".parquet" else pd.read_csv(path, comment="#")
+    except (ValueError, OSError) as error:  # pandas' and pyarrow's errors of contents are ValueErrors
+        raise InputError(f"{told}cannot read {path}: {' '.join(str(error).split())}") from error
+    if frame.empty:
+        raise InputError(f"{told}{path} has no rows")
+    name = next((name for name in NAMES if name in frame.columns), None)
+    if name is None:
+        there = ", ".join(map(str, frame.columns))
+        raise InputError(f"{told}{path} has no column that names the models ({', '.join(NAMES)}); it has: {there}")
+    return frame.rename(columns={name: "model"}).astype({"model": str})
+
+
+def numbers(column: Any, names: Any, expected: str) -> Any:
+    """Returns a column as float64, NaN where it has no value.
+
+    Raises:
+        InputError: for a value that is no number: `expected`, what it is, and of which of the `names`.
+    """
+    values: Any = pd.to_numeric(column, errors="coerce")
+    if (wrong := column.notna() & values.isna()).any():
+        raise InputError(f"{expected} {column[wrong].iloc[0]!r} for {names[wrong].iloc[0]}")
+    return values.astype("float64")
+
+
+def same_model(name: str, others: Sequence[str]) -> list[int]:
+    """The places of a model among others: by its whole name, else by the last part of it."""
+    short = name.rstrip("/").split("/")[-1]
+    whole = [place for place, other in enumerate(others) if other == name]
+    return whole or [place for place, other in enumerate(others) if other.rstrip("/").split("/")[-1] == short]
