@@ -16,7 +16,7 @@ import torch
 
 from lit_layers import run_lock, undisturbed
 from lit_layers.analyses.base import Analysis
-from lit_layers.analyses.streamed import STATE, layerwise, walk
+from lit_layers.analyses.layerwise import STATE, layerwise, walk
 from lit_layers.errors import InputError
 from lit_layers.identity import UNKNOWN, settings_name, settings_of
 from lit_layers.models.build import weights_hash

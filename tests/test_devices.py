@@ -19,8 +19,8 @@ from torch.utils import backend_registration
 
 from lit_layers import records, undisturbed
 from lit_layers.analyses import Coupling, Lens, Representation, Trajectory
-from lit_layers.analyses.base import DividedAnalysis, LayerwiseAnalysis
-from lit_layers.analyses.streamed import walk
+from lit_layers.analyses.base import DividedAnalysis
+from lit_layers.analyses.layerwise import LayerwiseAnalysis, walk
 from lit_layers.models import load
 from lit_layers.models.shard_files import ShardFiles
 from lit_layers.models.streaming import StreamedModel

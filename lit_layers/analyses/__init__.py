@@ -1,16 +1,15 @@
 """Analyses: from a layered model to records."""
 
 from lit_layers.analyses.base import Analysis, DividedAnalysis
+from lit_layers.analyses.changed_texts import Invariance, PromptStudies
 from lit_layers.analyses.depth_coupling import Coupling, CouplingMatrices
 from lit_layers.analyses.label_probe import LabelProbe
 from lit_layers.analyses.layer_geometry import LayerSimilarity, PathsInPlane, Trajectory
 from lit_layers.analyses.linear_structure import ConceptAlignment, NextTokenResidual
 from lit_layers.analyses.next_token_probe import NextTokenProbe
 from lit_layers.analyses.readout_scores import Interventions, Lens
-from lit_layers.analyses.representation import PromptStudies, Representation
-from lit_layers.analyses.state_metric import StateMetric
+from lit_layers.analyses.representation import Representation, StateMetric
 from lit_layers.analyses.task_probes import Probe, SampleSizeSweep
-from lit_layers.analyses.text_invariance import Invariance
 from lit_layers.analyses.token_jacobians import CrossTokenInfluence, TokenCoupling
 
 __all__ = [

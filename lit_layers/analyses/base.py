@@ -7,10 +7,9 @@ import itertools
 import json
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, ClassVar, Literal, TypeVar, get_args, get_origin
+from typing import Any, ClassVar, Literal, Self, cast, get_args, get_origin
 
 import torch
 from torch import Tensor
@@ -22,7 +21,7 @@ from lit_layers.data.text import EvalText
 from lit_layers.errors import InputError
 from lit_layers.models.families import trunk_of
 from lit_layers.models.pixels import pixel_statistics
-from lit_layers.models.view import Batch, LayeredModel, Trajectory
+from lit_layers.models.view import LayeredModel, Trajectory
 from lit_layers.moved import public_path
 from lit_layers.records import Record
 
@@ -41,8 +40,12 @@ class Analysis(ABC):
     """
 
     name: str
-    LEAST: ClassVar[Mapping[str, float]] = {}  # the lowest value of options that are numbers
+    SEES: ClassVar[Literal["text", "images"] | None] = None  # models of these alone
+    LEAST: ClassVar[Mapping[str, float]] = {}  # the lowest value of options that are numbers or lists of them
     POSITIVE: ClassVar[Sequence[str]] = ()  # options that are above 0
+    LISTS: ClassVar[Sequence[str]] = ()  # options that are different values, at least one
+    PRESETS: ClassVar[Mapping[str, Mapping[str, Any]]] = {}  # the options that each value of `preset` sets
+    UNMEASURED: ClassVar[Sequence[str]] = ()  # options that decide no number: no part of the config
 
     @abstractmethod
     def run(self, model: LayeredModel) -> Iterable[Record]:
@@ -70,12 +73,51 @@ class Analysis(ABC):
         """Refuses options that do not fit, whatever the data; a subclass adds what depends on the model.
 
         Raises:
-            InputError: one sentence naming the option. The default is `check_fields`.
+            InputError: one sentence naming the option. The default is `check_fields`, `SEES` and `resolved`.
         """
         self.check_fields()
+        kind = "images" if model.family.sees_images else "text"
+        if self.SEES not in (None, kind):
+            raise InputError(f"{self.name}: expected a model of {self.SEES}, got {type(model.model).__name__}")
+        self.resolved(model)
+
+    def resolved(self, model: LayeredModel) -> Self:
+        """The analysis with the options of its preset in place; itself where it has none.
+
+        Raises:
+            InputError: an option given that the preset sets otherwise.
+        """
+        fields: Any = self
+        preset = getattr(fields, "preset", None)
+        if preset is None:
+            return self
+        defaults = {field.name: field.default for field in dataclasses.fields(fields)}
+        options = self.preset_options(preset, model)
+        for option, value in options.items():
+            if (given := getattr(self, option)) not in (defaults[option], value):
+                raise InputError(
+                    f"{self.name}: preset {preset} sets {option} to {value}, got {option} {given} as well: leave one "
+                    "of them out"
+                )
+        return dataclasses.replace(fields, **options)
+
+    def preset_options(self, preset: str, model: LayeredModel) -> Mapping[str, Any]:
+        """What a preset sets for a model."""
+        return self.PRESETS[preset]
+
+    def tags_of(self, *options: str) -> dict[str, str | int | float]:
+        """What a result of other than the default options must say of itself: those of some names, as tags."""
+        defaults = {field.name: field.default for field in dataclasses.fields(cast(Any, self))}
+        tags: dict[str, str | int | float] = {}
+        for option in options:
+            value = getattr(self, option)
+            if value != defaults[option]:
+                value = " ".join(value) if isinstance(value, tuple | list) else value
+                tags[option] = int(value) if isinstance(value, bool) else value
+        return tags
 
     def check_fields(self) -> None:
-        """Refuses options that are none of those that their `Literal` names, or below what `LEAST` and `POSITIVE` say.
+        """Refuses options that are none of those that their `Literal` names, or not as the class says they have to be.
 
         Raises:
             InputError: naming the option and what it may be.
@@ -90,14 +132,25 @@ class Analysis(ABC):
                     raise InputError(
                         f"{self.name}: expected {field.name} to be {kinds}one of {choices}, got {choice!r}"
                     )
+        for option in self.LISTS:
+            if (values := getattr(self, option)) is None:
+                continue
+            if not len(values):
+                raise InputError(f"{self.name}: expected at least one of {option}, got none")
+            if len(set(values)) < len(values):
+                raise InputError(f"{self.name}: expected {option} to be different values, got {list(values)}")
         for option, least in self.LEAST.items():
             value = getattr(self, option)
-            if value is not None and not (least <= value and (value < math.inf or option in _ORDERS)):
-                raise InputError(f"{self.name}: expected {option} of at least {least}, got {value}")
+            for number in value if isinstance(value, list | tuple) else (value,):
+                if number is not None and not (least <= number and (number < math.inf or option in _ORDERS)):
+                    raise InputError(f"{self.name}: expected {option} of at least {least}, got {number}")
         for option in self.POSITIVE:
             value = getattr(self, option)
             if not (value > 0 and (value < math.inf or option in _ORDERS)):
                 raise InputError(f"{self.name}: expected a positive {option}, got {value}")
+        num_halves = getattr(self, "num_halves", 0)
+        if num_halves < 0 or num_halves == 1:  # one has no spread
+            raise InputError(f"{self.name}: expected num_halves to be 0 or at least 2, got {num_halves}")
 
     def check_data(self) -> None:
         """Refuses data that is not there or not enough, for which no model is needed.
@@ -109,7 +162,10 @@ class Analysis(ABC):
 
     def config(self) -> dict[str, Any]:
         """The class and its options, ready for JSON: equal configs measure the same thing."""
-        return describe(self)
+        config = describe(self)
+        for option in self.UNMEASURED:
+            del config["init_args"][option]
+        return config
 
     def config_hash(self) -> str:
         """Sixteen hex digits of the config: a change of any option, also of the data's, changes it."""
@@ -139,9 +195,11 @@ class DividedAnalysis(Analysis):
     numbers do not depend on who measured which.
     """
 
-    @abstractmethod
+    batches: Batches
+
     def parts(self, model: LayeredModel) -> Iterable[Any]:
         """The parts in order, each made when its turn comes; the options have been checked."""
+        return self.batches
 
     @abstractmethod
     def of_part(self, model: LayeredModel, part: Any) -> Any:
@@ -179,129 +237,20 @@ class DividedAnalysis(Analysis):
         yield from with_a_value(self.name, self.combine(self.prepared(model), [results[n] for n in sorted(results)]))
 
 
-@dataclass(frozen=True, eq=False)
-class Visit:
-    """One block on one batch: what an analysis that goes layer by layer is shown."""
+class PromptAnalysis(DividedAnalysis):
+    """An analysis of the first `num_prompts` prompts, whose parts are the trajectories of one prompt each."""
 
-    layer: int  # of the block, 1..L
-    batch: int
-    block: Callable[[Tensor], Tensor]  # the batch's other arguments are in it
-    before: Tensor  # (batch, tokens, dim): layer - 1
-    after: Tensor
-    mask: Tensor  # (batch, tokens), False on padding
+    num_prompts: int
 
-
-class LayerwiseRun(ABC):
-    """One measurement under way, shown every block on every batch: `start` a batch, then `visit` its blocks in order.
-
-    Which comes first, the next block or the next batch, makes no difference. `state` is all that was found so far,
-    plain tensors by name: a run that is given the state of another, which then lies on the CPU, goes on from there.
-    """
-
-    def __init__(self) -> None:
-        self.state: dict[str, Tensor] = {}
-
-    @abstractmethod
-    def start(self, batch: int, hidden: Tensor, mask: Tensor) -> None:
-        """Takes layer 0 (batch, tokens, dim) of a batch."""
-
-    @abstractmethod
-    def visit(self, visit: Visit) -> None:
-        """Takes one block on one batch."""
-
-    def revisit(self, visit: Visit) -> None:
-        """Takes it again, once every block has been visited: only for analyses of two passes."""
-        raise NotImplementedError(f"{type(self).__name__} needs one pass")
-
-    def release(self, batch: int) -> None:  # noqa: B027
-        """Lets go of what only later visits of a batch would need; there are none."""
-
-    @abstractmethod
-    def records(self) -> Iterator[Record]:
-        """Yields what all visits together gave."""
-
-
-class StatesRun(LayerwiseRun):
-    """A run that needs each layer's states alone: `values` turns them into a row for each prompt of the batch.
-
-    The state `NAME/BATCH` holds the rows (layers so far, batch, ...) of one name.
-    """
-
-    def __init__(self, model: LayeredModel, states: States) -> None:
-        super().__init__()
-        self.model = model
-        self.states: States = states
-
-    @abstractmethod
-    def values(self, hidden: Tensor, mask: Tensor) -> dict[str, Tensor]:
-        """Rows (batch, ...) by name, of one layer's states (batch, tokens, dim)."""
-
-    def start(self, batch: int, hidden: Tensor, mask: Tensor) -> None:
-        self._append(batch, 0, hidden, mask)
-
-    def visit(self, visit: Visit) -> None:
-        self._append(visit.batch, visit.layer, visit.after, visit.mask)
-
-    def joined(self) -> dict[str, Tensor]:
-        """The rows (layers + 1, prompts, ...) of all batches, by name."""
-        batches: dict[str, list[Tensor]] = {}
-        for name, rows in self.state.items():
-            batches.setdefault(name.rpartition("/")[0], []).append(rows)
-        return {name: torch.cat(rows, dim=1) for name, rows in batches.items()}
-
-    def _append(self, batch: int, layer: int, hidden: Tensor, mask: Tensor) -> None:
-        for name, values in self.values(in_convention(self.model, self.states, layer, hidden), mask).items():
-            key, row = f"{name}/{batch}", values[None].cpu()
-            self.state[key] = torch.cat([self.state[key], row]) if key in self.state else row
-
-
-class LayerwiseAnalysis(DividedAnalysis):
-    """An analysis that looks at one block at a time, so that a model need never be in memory as a whole.
-
-    Subclasses have the field `batches` and say how a run begins; `run` shows it a model that is at hand, and
-    `lit_layers.analyses.streamed` one that is read block by block: the numbers come from the same code.
-    """
-
-    batches: Batches
-    passes: ClassVar[int] = 1  # 2: every block is shown again when all have been seen
-
-    @abstractmethod
-    def begin(self, model: LayeredModel, store: MutableMapping[str, Tensor] | None = None) -> LayerwiseRun:
-        """A measurement that has seen nothing yet.
-
-        `store` takes what is large and needed again in the second pass. None: all blocks of a batch come one after the
-        other, and what is costly to compute twice is kept in memory meanwhile.
-        """
-
-    def prompts(self, model: LayeredModel) -> Iterable[Batch]:
-        """The batches as they are measured."""
-        return self.batches
-
-    def parts(self, model: LayeredModel) -> Iterator[tuple[int, Batch]]:
-        return enumerate(self.prompts(model))
-
-    def of_part(self, model: LayeredModel, part: tuple[int, Batch]) -> dict[str, Tensor]:
-        number, batch = part
-        run, trajectory = self.begin(model), model.trajectory(batch)
-        hidden = trajectory.hidden
-        visits = [
-            Visit(layer, number, trajectory.block(layer), hidden[layer - 1], hidden[layer], trajectory.mask)
-            for layer in range(1, model.num_layers + 1)
-        ]
-        run.start(number, hidden[0], trajectory.mask)
-        for visit in visits:
-            run.visit(visit)
-        if self.passes == 2:
-            for visit in visits:
-                run.revisit(visit)
-        run.release(number)
-        return {name: tensor.cpu() for name, tensor in run.state.items()}
-
-    def combine(self, model: LayeredModel, results: list[dict[str, Tensor]]) -> Iterable[Record]:
-        run = self.begin(model)
-        for state in results:
-            run.state.update(state)
-        yield from run.records()
+    def parts(self, model: LayeredModel) -> Iterator[Trajectory]:
+        left = self.num_prompts
+        for batch in self.batches:
+            rows = min(left, len(next(iter(batch.values()))))
+            trajectory = model.trajectory({name: values[:rows] for name, values in batch.items()})
+            yield from (trajectory.prompt(row) for row in range(rows))
+            left -= rows
+            if left == 0:
+                return
 
 
 def _choices(kind: Any) -> list[Any]:
@@ -403,43 +352,9 @@ def predicts_next_token(model: LayeredModel) -> bool:
     return model.vocab_size is not None and model.model.can_generate()
 
 
-def first_prompts(model: LayeredModel, batches: Batches, num_prompts: int) -> Iterator[Trajectory]:
-    """The trajectories of the first prompts, one prompt at a time."""
-    left = num_prompts
-    for batch in batches:
-        rows = min(left, len(next(iter(batch.values()))))
-        trajectory = model.trajectory({name: values[:rows] for name, values in batch.items()})
-        yield from (trajectory.prompt(row) for row in range(rows))
-        left -= rows
-        if left == 0:
-            return
-
-
 def evenly_spread(first: int, last: int, count: int) -> list[int]:
     """At most `count` whole numbers from `first` to `last`, both among them (the last alone for one)."""
     if count == 1 or first == last:
         return [last]
     count = min(count, last - first + 1)
     return [first + round(index * (last - first) / (count - 1)) for index in range(count)]
-
-
-Options = TypeVar("Options", bound=Any)  # an analysis, a dataclass with the fields `name` and `preset`
-
-
-def with_preset(analysis: Options, presets: Mapping[str, Mapping[str, Any]]) -> Options:
-    """The analysis with the options of its preset in place; itself where it has none.
-
-    Raises:
-        InputError: an option given that the preset sets otherwise.
-    """
-    name, preset = analysis.name, analysis.preset
-    if preset is None:
-        return analysis
-    defaults = {field.name: field.default for field in dataclasses.fields(analysis)}
-    for option, value in presets[preset].items():
-        given = getattr(analysis, option)
-        if given not in (defaults[option], value):
-            raise InputError(
-                f"{name}: preset {preset} sets {option} to {value}, got {option} {given} as well: leave one of them out"
-            )
-    return dataclasses.replace(analysis, **presets[preset])

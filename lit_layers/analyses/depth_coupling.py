@@ -9,16 +9,12 @@ import torch
 from torch import Tensor
 
 from lit_layers.analyses.base import (
-    DividedAnalysis,
-    LayerwiseAnalysis,
-    LayerwiseRun,
-    Visit,
+    PromptAnalysis,
     evenly_spread,
     final_norm,
-    first_prompts,
     in_convention,
-    with_preset,
 )
+from lit_layers.analyses.layerwise import LayerwiseAnalysis, LayerwiseRun, Visit
 from lit_layers.analyses.statistics import Tags, left_out, summarize
 from lit_layers.analyses.token_jacobians import (
     accuracy,
@@ -36,14 +32,6 @@ from lit_layers.functional.jacobian import block_jacobian, token_places
 from lit_layers.models.view import Batch, LayeredModel, Trajectory
 from lit_layers.records import Record
 
-# What published code does where it departs from our defaults.
-PRESETS: dict[str, dict[str, Any]] = {
-    "released_code": {"k": (10, 30, 50), "sign": "absolute", "states": "hf", "fit_from": 10, "skip_last": True}
-}
-# The script for images takes the blocks' own outputs, without the final norm, of the first image of its batch.
-IMAGE_PRESETS: dict[str, dict[str, Any]] = {
-    name: options | {"states": "resid", "token": "last_patch", "num_prompts": 1} for name, options in PRESETS.items()
-}
 TOKENS = {"last": -1, "first": 0, "cls": 0, "last_patch": -1}  # "mean_patch" is many
 
 
@@ -80,6 +68,11 @@ class Coupling(LayerwiseAnalysis):
     passes: ClassVar[int] = 2
     LEAST: ClassVar = {"num_prompts": 1, "num_singular_values": 1, "fit_from": 1, "num_patches": 1, "p": 1}
     POSITIVE = ("tolerance",)
+    LISTS = ("k",)
+    # What published code does where it departs from our defaults.
+    PRESETS: ClassVar = {
+        "released_code": {"k": (10, 30, 50), "sign": "absolute", "states": "hf", "fit_from": 10, "skip_last": True}
+    }
 
     batches: Batches
     name: str = "coupling"
@@ -99,12 +92,9 @@ class Coupling(LayerwiseAnalysis):
 
     def check_options(self, model: LayeredModel) -> None:
         super().check_options(model)
-        options = self._resolved(model)
         if model.num_layers < 2:
             raise InputError(f"{self.name}: coupling needs at least two blocks, the model has {model.num_layers}")
-        if not options.k:
-            raise InputError(f"{self.name}: expected at least one k, got none")
-        for k in options.k:
+        for k in self.resolved(model).k:
             check_directions(self.name, k, model.dim)
         if self.token == "mean_patch" and not model.family.sees_images:
             kind = type(model.model).__name__
@@ -114,15 +104,16 @@ class Coupling(LayerwiseAnalysis):
             raise InputError(f"{self.name}: this {kind} has no class token: choose token 'last_patch' or 'mean_patch'")
 
     def begin(self, model: LayeredModel, store: MutableMapping[str, Tensor] | None = None) -> LayerwiseRun:
-        return _Run(model, self._resolved(model), store)
+        return _Run(model, self.resolved(model), store)
 
-    def _resolved(self, model: LayeredModel) -> "Coupling":
-        """With the preset's options in place."""
-        return with_preset(self, IMAGE_PRESETS if model.family.sees_images else PRESETS)
+    def preset_options(self, preset: str, model: LayeredModel) -> dict[str, Any]:
+        """The script for images takes the blocks' own outputs, without the final norm, of its batch's first image."""
+        of_images = {"states": "resid", "token": "last_patch", "num_prompts": 1}
+        return {**self.PRESETS[preset], **(of_images if model.family.sees_images else {})}
 
     def tokens(self, model: LayeredModel) -> list[int]:
         """The tokens over which every metric of a prompt is averaged: one, or the patches of "mean_patch"."""
-        token = self._resolved(model).token
+        token = self.resolved(model).token
         if token != "mean_patch":
             return [TOKENS[token] if isinstance(token, str) else token]
         side = next(iter(self.batches))["pixel_values"].shape[-1]
@@ -134,7 +125,7 @@ class Coupling(LayerwiseAnalysis):
         # In float32 32 MB on a CPU, one prompt of GPT-2 small (12 blocks x 768 x 768); 1 GB on a GPU, 37 of them.
         entries = 2**23 if model.device.type == "cpu" else 2**28
         size = max(1, entries // (model.num_layers * model.dim**2 * len(self.tokens(model))))
-        left = self._resolved(model).num_prompts
+        left = self.resolved(model).num_prompts
         for batch in self.batches:
             rows = min(left, len(next(iter(batch.values()))))
             for start in range(0, rows, size):
@@ -344,7 +335,7 @@ def _means(metric: str, values: Tensor, tokens: int, *, tags: Tags | None = None
 
 
 @dataclass(kw_only=True)
-class CouplingMatrices(DividedAnalysis):
+class CouplingMatrices(PromptAnalysis):
     """The matrices behind coupling: A = U' J1 V in the K leading directions of J2, at the last token.
 
     `compression`, one record an entry, with layer (block of J1), other_layer (block that gives the bases U, V) and the
@@ -370,9 +361,6 @@ class CouplingMatrices(DividedAnalysis):
         super().check_options(model)
         check_pairs(self.name, self.pairs, model.num_layers)
         check_directions(self.name, self.k, model.dim)
-
-    def parts(self, model: LayeredModel) -> Iterable[Trajectory]:
-        return first_prompts(model, self.batches, self.num_prompts)
 
     def of_part(self, model: LayeredModel, part: Trajectory) -> dict[tuple[int, int], Tensor]:
         return self._matrices(part, functional.num_directions(self.k, model.dim))

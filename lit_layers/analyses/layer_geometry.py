@@ -10,14 +10,12 @@ from torch import Tensor
 
 from lit_layers.analyses.base import (
     DividedAnalysis,
-    LayerwiseAnalysis,
-    LayerwiseRun,
+    PromptAnalysis,
     States,
-    Visit,
     evenly_spread,
-    first_prompts,
     in_convention,
 )
+from lit_layers.analyses.layerwise import LayerwiseAnalysis, LayerwiseRun, Visit
 from lit_layers.analyses.statistics import (
     complete,
     gap,
@@ -25,7 +23,6 @@ from lit_layers.analyses.statistics import (
     mean_of_defined,
     median_of_defined,
     summarize,
-    summarize_median,
 )
 from lit_layers.data.batches import Batches
 from lit_layers.errors import InputError
@@ -54,6 +51,7 @@ class Trajectory(LayerwiseAnalysis):
     """
 
     LEAST: ClassVar = {"drop_first": 0}
+    PRESETS: ClassVar = {"paper": {"states": "hf"}}
 
     batches: Batches
     name: str = "trajectory"
@@ -63,7 +61,7 @@ class Trajectory(LayerwiseAnalysis):
     preset: Literal["paper"] | None = None
 
     def begin(self, model: LayeredModel, store: MutableMapping[str, Tensor] | None = None) -> LayerwiseRun:
-        return _TrajectoryRun(model, self)
+        return _TrajectoryRun(model, self.resolved(model))
 
 
 class _TrajectoryRun(LayerwiseRun):
@@ -72,7 +70,6 @@ class _TrajectoryRun(LayerwiseRun):
     def __init__(self, model: LayeredModel, options: Trajectory) -> None:
         super().__init__()
         self.model, self.options = model, options
-        self.states: States = "hf" if options.preset == "paper" else options.states
 
     def start(self, batch: int, hidden: Tensor, mask: Tensor) -> None:
         position = mask.cumsum(-1)
@@ -81,13 +78,13 @@ class _TrajectoryRun(LayerwiseRun):
             kept = kept & (position == position[:, -1:])
         self.state[f"kept/{batch}"] = kept
         path = WalkedPath()
-        path.start(in_convention(self.model, self.states, 0, hidden)[kept])
+        path.start(in_convention(self.model, self.options.states, 0, hidden)[kept])
         self._keep(batch, path)
 
     def visit(self, visit: Visit) -> None:
         kept, path = self.state[f"kept/{visit.batch}"].to(visit.mask.device), self._path(visit.batch)
-        before = in_convention(self.model, self.states, visit.layer - 1, visit.before)
-        after = in_convention(self.model, self.states, visit.layer, visit.after)
+        before = in_convention(self.model, self.options.states, visit.layer - 1, visit.before)
+        after = in_convention(self.model, self.options.states, visit.layer, visit.after)
         path.step(before[kept], after[kept])
         self._keep(visit.batch, path)
 
@@ -95,7 +92,7 @@ class _TrajectoryRun(LayerwiseRun):
         self.state.pop(f"path/{batch}/total", None)
 
     def records(self) -> Iterator[Record]:
-        tags: dict[str, str | int | float] = {} if self.states == "resid" else {"states": self.states}
+        tags = self.options.tags_of("states")
         batches = [int(name.removeprefix("kept/")) for name in self.state if name.startswith("kept/")]
         groups = [_of_prompts(self._path(batch), self.state[f"kept/{batch}"]) for batch in batches]
         for metric in groups[0]:
@@ -146,14 +143,14 @@ def _trajectory_records(metric: str, statistics: Tensor, tags: dict[str, str | i
         counts = left_out("tokens", int(missing[row].sum()))
         yield from summarize(metric, means[row], layer=layer, tags=tags | counts)
         if about.median and (layer is None or not of_path):
-            yield from summarize_median(metric, medians[row], layer=layer, tags=tags | counts)
+            yield from summarize(metric, medians[row], statistic="median", layer=layer, tags=tags | counts)
 
 
 LEAST_TOKENS = 3  # a plane needs them
 
 
 @dataclass(kw_only=True)
-class PathsInPlane(DividedAnalysis):
+class PathsInPlane(PromptAnalysis):
     """Where tokens are at every layer, in the plane of the last layer's first two principal components.
 
     Per prompt or image: `path`, the coordinate of a token (tag `token`, counted among the real ones) at a layer along
@@ -177,9 +174,6 @@ class PathsInPlane(DividedAnalysis):
     drop_first: int = 1
     states: Literal["resid", "hf"] = "resid"
 
-    def parts(self, model: LayeredModel) -> Iterable[PromptTrajectory]:
-        return first_prompts(model, self.batches, self.num_prompts)
-
     def of_part(self, model: LayeredModel, part: PromptTrajectory) -> "_Paths":
         tokens = list(range(self.drop_first, int(part.mask.sum())))
         if len(tokens) < LEAST_TOKENS:
@@ -201,7 +195,7 @@ class PathsInPlane(DividedAnalysis):
                 f"{self.name}: no prompt has {LEAST_TOKENS} tokens after the first {self.drop_first}: give longer "
                 "prompts or a smaller drop_first"
             )
-        tags = {"states": self.states} if self.states != "resid" else {}
+        tags = self.tags_of("states")
         yield from summarize("plane_variance", torch.stack([paths.explained.sum() for paths in prompts]), tags=tags)
         for prompt, paths in enumerate(prompts, start=1):
             if not paths.explained.isnan().any():
@@ -270,9 +264,6 @@ class LayerSimilarity(DividedAnalysis):
     drop_first: int = 0
     states: States = "resid"
 
-    def parts(self, model: LayeredModel) -> Iterable[Batch]:
-        return self.batches
-
     def of_part(self, model: LayeredModel, part: Batch) -> "_Similarities":
         states: list[Tensor] = []
         masks: list[Tensor] = []
@@ -299,14 +290,13 @@ class LayerSimilarity(DividedAnalysis):
                 f"{self.name}: layer_cka needs at least {least} rows, got {rows.shape[1]} ({self.rows}): give more "
                 "texts or longer ones"
             )
-        tags = {"states": self.states} if self.states != "resid" else {}
-        tags |= {"drop_first": self.drop_first} if self.drop_first else {}
+        tags = self.tags_of("states", "drop_first")
         for mode in MODES:
             values = torch.cat([part.cosines[mode] for part in batches])  # (prompts, layers + 1, layers + 1)
             tags_of_mode = {"mode": mode, **tags}
             yield from _cosine_records(values, tags_of_mode)
             yield from _stages("layer_cosine", mean_of_defined(values, dim=0), len(values), tags_of_mode)
-        tags |= {"rows": self.rows} if self.rows != "tokens" else {}
+        tags |= self.tags_of("rows")
         tags |= {} if self.debiased else {"debiased": "no"}
         tags |= left_out("", num_left_out)
         alignment = linear_cka_matrix(rows.to(model.device), debiased=self.debiased, undefined="nan").cpu()

@@ -17,7 +17,7 @@ from lit_layers.analyses.base import (
     in_convention,
     predicts_next_token,
 )
-from lit_layers.analyses.statistics import check_num_halves, complete, gap, left_out, nothing_defined, summarize
+from lit_layers.analyses.statistics import complete, gap, left_out, nothing_defined, summarize
 from lit_layers.data.batches import Batches
 from lit_layers.data.word_pairs import LEAST_PAIRS, Category, WordPairs
 from lit_layers.errors import InputError
@@ -160,8 +160,7 @@ class NextTokenResidual(Analysis):
             yield Record(metric="pearson", value=law.pearson.item(), **options)
 
     def _tags(self, rows: "_Rows") -> Tags:
-        tags: Tags = {"num_texts": rows.num_texts}
-        return tags if self.states == "resid" else tags | {"states": self.states}
+        return {"num_texts": rows.num_texts, **self.tags_of("states")}
 
     def _rows(self) -> "_Rows":
         """What is predicted: a matter of tokens alone."""
@@ -239,7 +238,6 @@ class NextTokenResidual(Analysis):
             )
         if not 0 < self.split < 1:
             raise InputError(f"{self.name}: expected split between 0 and 1, got {self.split}")
-        check_num_halves(self.name, self.num_halves)
 
 
 class _Rows(NamedTuple):
@@ -314,6 +312,7 @@ class ConceptAlignment(DividedAnalysis):
     monotonicity (OpenReview ZVLyyG5yS6), figure 3.
     """
 
+    SEES = "text"
     LEAST: ClassVar = {"shuffles": 1, "seed": 0}
 
     words: WordPairs
@@ -399,10 +398,6 @@ class ConceptAlignment(DividedAnalysis):
     def check_options(self, model: LayeredModel) -> None:
         super().check_options(model)
         kind = type(model.model).__name__
-        if model.family.sees_images:
-            raise InputError(f"{self.name}: expected a model of text, got {kind}")
-        if self.seed < 0:
-            raise InputError(f"{self.name}: expected seed of at least 0, got {self.seed}")
         if self.whiten and model.vocab_size is None:
             raise InputError(f"{self.name}: whiten needs an unembedding, which {kind} lacks: set whiten to false")
 

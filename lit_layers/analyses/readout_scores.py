@@ -198,9 +198,6 @@ class Lens(DividedAnalysis):
     def prepared(self, model: LayeredModel) -> LayeredModel:
         return model  # the loss that the model itself has
 
-    def parts(self, model: LayeredModel) -> Iterable[Batch]:
-        return self.batches
-
     def combine(self, model: LayeredModel, batches: list[Sums]) -> Iterable[Record]:
         sums = Sums.joined(self.name, batches)
         for layer in range(model.num_layers + 1):
@@ -313,9 +310,6 @@ class Interventions(DividedAnalysis):
             )
         except ValueError as error:
             raise InputError(f"{self.name}: {error}") from error
-
-    def parts(self, model: LayeredModel) -> Iterable[Batch]:
-        return self.batches
 
     @torch.no_grad()
     def of_part(self, model: LayeredModel, part: Batch) -> Sums:

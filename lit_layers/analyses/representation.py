@@ -1,37 +1,24 @@
-"""How many directions the states fill at each layer: of a prompt, of all prompts, and of changed prompts."""
+"""Entropies, ranks and curvature of the states at every layer, and any metric of one's own."""
 
+import hashlib
+import inspect
 import math
-from collections.abc import Iterable, Iterator, MutableMapping
-from dataclasses import dataclass, replace
-from typing import Any, ClassVar, Literal, NamedTuple
+from collections.abc import Callable, Iterable, Iterator, MutableMapping
+from dataclasses import dataclass, field
+from typing import Any, ClassVar, Literal
 
-import numpy as np
 import torch
 from torch import Tensor
 
-from lit_layers.analyses.base import (
-    DividedAnalysis,
-    LayerwiseAnalysis,
-    LayerwiseRun,
-    States,
-    StatesRun,
-    in_convention,
-)
-from lit_layers.analyses.statistics import (
-    check_num_halves,
-    complete,
-    left_out,
-    random_halves,
-    records_of_layers,
-    summarize,
-    summarize_layers,
-    summarize_over_layers,
-)
+from lit_layers.analyses.base import States
+from lit_layers.analyses.layerwise import Key, LayerwiseRun, StatesAnalysis
+from lit_layers.analyses.statistics import complete, left_out, random_halves, records_of_layers, summarize_layers
 from lit_layers.data.batches import Batches
 from lit_layers.errors import InputError
+from lit_layers.functional._checks import widened
 from lit_layers.functional.entropy import AtTwo, Normalization, Side, dataset_entropy, divided, matrix_entropy, spectrum
 from lit_layers.functional.geometry import Pooling, curvature_and_missing, pool, token_angle
-from lit_layers.models.view import Batch, LayeredModel
+from lit_layers.models.view import LayeredModel
 from lit_layers.records import Record
 
 # Skean et al., releases of 2024-09 and of 2025, of arXiv 2502.02013.
@@ -43,40 +30,14 @@ _RELEASED: dict[str, Any] = {
     "side": "smaller",
     "alpha2": "frobenius",
 }
-PRESETS: dict[str, dict[str, Any]] = {
-    "released_code": {**_RELEASED, "pooling": "centered_unit_mean"},
-    "released_code_later": {**_RELEASED, "pooling": "mean", "center_pooled": True, "unit_pooled": True},
-}
 
 
-class Kind(NamedTuple):
-    """Which number: a metric and, where they apply, its normalization and how many first tokens are left out."""
-
-    metric: str
-    normalization: str | None = None
-    drop_first: int | None = None
-
-    def __str__(self) -> str:
-        return " ".join(str(part) for part in self)
-
-    @classmethod
-    def of(cls, text: str) -> "Kind":
-        """The kind that `str` turned into `text`."""
-        metric, normalization, dropped = text.split()
-        return cls(
-            metric, None if normalization == "None" else normalization, None if dropped == "None" else int(dropped)
-        )
-
-    @property
-    def tags(self) -> dict[str, Any]:
-        return {name: tag for name, tag in self._asdict().items() if name != "metric" and tag is not None}
-
-
-CURVATURE, MISSING_ANGLES = Kind("token_curvature"), Kind("num_missing_angles")
+POOLED: Key = ("pooled", None, None)
+MISSING_ANGLES: Key = ("num_missing_angles", None, None)
 
 
 @dataclass(kw_only=True)
-class Representation(LayerwiseAnalysis):
+class Representation(StatesAnalysis):
     """Entropies, ranks and curvature of the states at every layer, and their means over layers 1..L (no layer).
 
     Of each prompt's tokens, then averaged over prompts: `prompt_entropy` (tag `normalization`), `effective_rank`,
@@ -107,7 +68,13 @@ class Representation(LayerwiseAnalysis):
         rankme: whether that is measured, too.
     """
 
+    LEAST: ClassVar = {"drop_first": 0}
     POSITIVE = ("alpha",)
+    LISTS = ("normalizations", "drop_first")
+    PRESETS: ClassVar = {
+        "released_code": {**_RELEASED, "pooling": "centered_unit_mean"},
+        "released_code_later": {**_RELEASED, "pooling": "mean", "center_pooled": True, "unit_pooled": True},
+    }
 
     batches: Batches
     name: str = "representation"
@@ -127,30 +94,39 @@ class Representation(LayerwiseAnalysis):
     states: States = "resid"
     preset: Literal["released_code", "released_code_later"] | None = None
 
-    def begin(self, model: LayeredModel, store: MutableMapping[str, Tensor] | None = None) -> LayerwiseRun:
-        return _Run(model, replace(self, **PRESETS[self.preset]) if self.preset else self)
-
-    def of_prompts(self, states: Tensor, mask: Tensor) -> dict[Kind, Tensor]:
-        """The values (batch,) of one layer's states (batch, tokens, dim)."""
-        values = {}
+    def of_layer(self, hidden: Tensor, mask: Tensor) -> dict[Key, Tensor]:
+        """The values (batch,) of (metric, normalization, drop_first), and the pooled vectors."""
+        values: dict[Key, Tensor] = {}
         for dropped in self.drop_first:
-            values |= self._entropies(states, mask, dropped) if self._by_entries() else {}
+            values |= self._entropies(hidden, mask, dropped) if self._by_entries() else {}
             if not self.preset:
-                values |= self._ranks(states, mask, dropped)
+                values |= self._ranks(hidden, mask, dropped)
         if self.preset == "released_code":
-            return values | {Kind("token_angle"): token_angle(states, mask, undefined="nan")}
-        if self.preset:
-            angles = curvature_and_missing(states, mask, center=True, unit=True, fold=True, undefined="zero")
+            values["token_angle", None, None] = token_angle(hidden, mask, undefined="nan")
+        elif self.preset:
+            values["token_curvature", None, None], values[MISSING_ANGLES] = curvature_and_missing(
+                hidden, mask, center=True, unit=True, fold=True, undefined="zero"
+            )
         else:
-            angles = curvature_and_missing(states, mask, undefined="skip")
-        values[CURVATURE], missing = angles
-        return values | {MISSING_ANGLES: missing}
+            angles = curvature_and_missing(hidden, mask, undefined="skip")
+            values["token_curvature", None, None], values[MISSING_ANGLES] = angles
+        return {**values, POOLED: pool(hidden, mask, pooling=self.pooling, undefined="nan")}
+
+    def of_prompts(self, values: dict[Key, Tensor]) -> Iterator[Record]:
+        pooled, missing = values.pop(POOLED), values.pop(MISSING_ANGLES, None)
+        for (metric, normalization, dropped), rows in values.items():
+            assert isinstance(metric, str)
+            tags = {"normalization": normalization, "drop_first": dropped}
+            tags = {name: tag for name, tag in tags.items() if tag is not None} | self.tags(metric)
+            counts = {"num_missing_angles": missing} if metric == "token_curvature" and missing is not None else {}
+            yield from summarize_layers(metric, rows, tags=tags, counts=counts)
+        yield from self.dataset_records(pooled)
 
     def _by_entries(self) -> bool:
         """Whether entropies need more than the singular values."""
         return self.clamp or (self.alpha == 2 and self.alpha2 == "frobenius")
 
-    def _entropies(self, states: Tensor, mask: Tensor, dropped: int) -> dict[Kind, Tensor]:
+    def _entropies(self, states: Tensor, mask: Tensor, dropped: int) -> dict[Key, Tensor]:
         values = matrix_entropy(
             states,
             mask,
@@ -165,25 +141,24 @@ class Representation(LayerwiseAnalysis):
         values = (values + self._excess(num_rows).to(values.device)).masked_fill(single.to(values.device), math.nan)
         size = {"num_rows": num_rows.to(values.device), "dim": states.shape[-1]}
         return {
-            Kind("prompt_entropy", normalization, dropped): divided(
+            ("prompt_entropy", normalization, dropped): divided(
                 "prompt_entropy", values, {}, normalization=normalization, undefined="nan", **size
             )
             for normalization in self.normalizations
         }
 
-    def _ranks(self, states: Tensor, mask: Tensor, dropped: int) -> dict[Kind, Tensor]:
-        sets = spectrum(
-            states, mask, center=self.center, unit=self.unit, drop_first=dropped
-        )  # one for all that follows
-        values, single = {}, mask.sum(-1) - dropped < 2
+    def _ranks(self, states: Tensor, mask: Tensor, dropped: int) -> dict[Key, Tensor]:
+        # one decomposition for all that follows
+        sets = spectrum(states, mask, center=self.center, unit=self.unit, drop_first=dropped)
+        values: dict[Key, Tensor] = {}
+        single = mask.sum(-1) - dropped < 2
         for normalization in () if self._by_entries() else self.normalizations:
-            kind = Kind("prompt_entropy", normalization, dropped)
             entropies = sets.entropy(alpha=self.alpha, normalization=normalization, undefined="nan")
-            values[kind] = entropies.masked_fill(single.to(entropies.device), math.nan)
-        values[Kind("effective_rank", None, dropped)] = sets.effective_rank(undefined="nan")
-        values[Kind("participation_ratio", None, dropped)] = sets.participation_ratio(undefined="nan")
-        if self.rankme:
-            values[Kind("rankme", None, dropped)] = sets.rankme(undefined="nan")
+            values["prompt_entropy", normalization, dropped] = entropies.masked_fill(
+                single.to(entropies.device), math.nan
+            )
+        for metric in ("effective_rank", "participation_ratio", *(("rankme",) if self.rankme else ())):
+            values[metric, None, dropped] = getattr(sets, metric)(undefined="nan")
         return values
 
     def _of_matrix(self) -> dict[str, Any]:
@@ -193,10 +168,6 @@ class Representation(LayerwiseAnalysis):
         """What dividing the Gram matrix of unit rows by its trace, and then by its size, adds at order 2."""
         off = self.preset == "released_code_later" and self.alpha == 2
         return 2 * num_rows.clamp(min=1).double().log() * off
-
-    def pooled(self, states: Tensor, mask: Tensor) -> Tensor:
-        """One vector (batch, dim) for each prompt, of one layer's states."""
-        return pool(states, mask, pooling=self.pooling, undefined="nan")
 
     def dataset_records(self, pooled: Tensor) -> Iterator[Record]:
         """Of the pooled vectors (layers + 1, prompts, dim)."""
@@ -229,64 +200,15 @@ class Representation(LayerwiseAnalysis):
 
     def tags(self, metric: str) -> dict[str, Any]:
         """What a result of other than the default options must say of itself."""
-        tags: dict[str, Any] = {"alpha": self.alpha} if self.alpha != 1 and "entropy" in metric else {}
+        options = ["alpha"] if "entropy" in metric else []
         if self.preset:
-            return tags | {"preset": self.preset}
-        names = ["alpha2", "clamp", "side"] if "entropy" in metric else []
+            return self.tags_of(*options, "preset")
+        options += ["alpha2", "clamp", "side"] if "entropy" in metric else []
         if metric == "dataset_entropy":
-            names += ["pooling", "center_pooled", "unit_pooled"]
+            options += ["pooling", "center_pooled", "unit_pooled"]
         elif metric in ("prompt_entropy", "effective_rank", "participation_ratio", "rankme"):
-            names += ["center", "unit"]
-        for name in [*names, "states"]:
-            value = getattr(self, name)
-            if value != type(self).__dataclass_fields__[name].default:
-                tags[name] = int(value) if isinstance(value, bool) else value
-        return tags
-
-    def check_options(self, model: LayeredModel) -> None:
-        super().check_options(model)
-        if not self.normalizations or not self.drop_first:
-            raise InputError(f"{self.name}: expected at least one of normalizations and of drop_first, got none")
-        if min(self.drop_first) < 0 or len(set(self.drop_first)) < len(self.drop_first):
-            raise InputError(
-                f"{self.name}: expected drop_first to be different numbers of at least 0, got {list(self.drop_first)}"
-            )
-        check_num_halves(self.name, self.num_halves)
-
-
-class _Run(StatesRun):
-    """The value of each prompt by kind, and the pooled vectors."""
-
-    def __init__(self, model: LayeredModel, options: Representation) -> None:
-        super().__init__(model, options.states)
-        self.options = options
-
-    def values(self, hidden: Tensor, mask: Tensor) -> dict[str, Tensor]:
-        rows = {str(kind): values for kind, values in self.options.of_prompts(hidden, mask).items()}
-        return rows | {"pooled": self.options.pooled(hidden, mask)}
-
-    def records(self) -> Iterator[Record]:
-        rows = self.joined()
-        pooled = rows.pop("pooled")
-        values = {Kind.of(name): row for name, row in rows.items()}
-        missing = values.pop(MISSING_ANGLES, None)
-        for kind, row in values.items():
-            tags = kind.tags | self.options.tags(kind.metric)
-            yield from _prompt_records(kind.metric, row, tags, missing if kind == CURVATURE else None)
-        yield from self.options.dataset_records(pooled)
-
-
-def _prompt_records(metric: str, values: Tensor, tags: dict[str, Any], missing: Tensor | None) -> Iterator[Record]:
-    """Of the values (layers + 1, prompts) of one metric: a record per layer and one of the mean over layers 1..L."""
-    missing = torch.zeros_like(values) if missing is None else missing
-    for layer, (row, absent) in enumerate(zip(values, missing, strict=True)):
-        yield from summarize(metric, row, layer=layer, tags=tags | _count(absent))
-    yield from summarize_over_layers(metric, values[1:], tags=tags | _count(missing[1:]))
-
-
-def _count(missing: Tensor) -> dict[str, int]:
-    total = int(missing.sum())
-    return {MISSING_ANGLES.metric: total} if total else {}
+            options += ["center", "unit"]
+        return self.tags_of(*options, "states")
 
 
 def _most(normalization: Normalization, n: int, dim: int) -> float:
@@ -298,158 +220,154 @@ def _most(normalization: Normalization, n: int, dim: int) -> float:
     return 0.0 if math.isnan(share) else 1 / share
 
 
-Study = Literal["repetition", "randomness", "length"]
-STUDIES: tuple[Study, ...] = ("repetition", "randomness", "length")
-NORMALIZATIONS: tuple[Normalization, ...] = ("raw", "maxEntropy")
-SHORTEST = 8  # of the lengths that are chosen by themselves
-
-Key = tuple[str, float, Normalization, int]  # study, its level, normalization, first tokens left out
+# What a function is tried on: its layers are told from its points and dimensions by their number.
+_LAYERS, _POINTS = 3, 64
 
 
 @dataclass(kw_only=True)
-class PromptStudies(DividedAnalysis):
-    """`prompt_entropy` of changed prompts at every layer, and its mean over layers 1..L (no layer), by tag `study`.
+class StateMetric(StatesAnalysis):
+    """A function of the hidden states at every layer, and its mean over layers 1..L (no layer).
 
-    "repetition": each token becomes, with probability `p`, one token that is drawn once from the prompt. "randomness":
-    it becomes any token of the vocabulary but the special ones. "length": the first tokens of the prompt alone, as many
-    as the tag `length` says; a prompt with fewer is left out. At p = 0 nothing is changed: the control. The tokens
-    changed at one p are among those changed at a higher one.
+    The function takes the states of one layer in float64, `(points, dim) -> ()`, or of several with a value for each,
+    `(layers, points, dim) -> (layers)`; layers are handed over one at a time, so that a model can be streamed. NaN says
+    that it is undefined. Its name is that of the metric; a row of that name in `lit_layers.metrics` gives it a title.
 
-    Values and tags `normalization` and `drop_first` are as in `Representation`. What prompt i becomes depends on (seed,
-    study, i) alone. The model runs in float32 or wider.
-
-    Source: Skean et al., arXiv 2502.02013, section 5 and appendix F.
+    With `points` "tokens" they are the real tokens of a prompt without the first `drop_first`, and values are averaged
+    over prompts, with intervals by bootstrap over them. With "prompts" there is one pooled vector for each prompt, and
+    one value for all of them, with intervals from `num_halves` random halves, whose mean is the metric `NAME_of_half`:
+    values of more prompts and of fewer are not alike.
 
     Args:
-        batches: texts as token ids.
-        p: probabilities.
-        lengths: numbers of tokens; None: 8, 16, 32, ... as far as prompts go.
-        studies: some of the three.
-        special_tokens: not to be drawn, beside those that the model's config names.
+        metric: the function; a recipe names it by its import path, `package.module.function`: one of
+            `lit_layers.functional`, or of your own code (`--code`).
+        batches: what is measured on.
+        name: of the analysis; that of the function by default.
+        options: keyword arguments of the function; they are tags of the numbers.
+        points: what the points are.
+        pooling: of the vectors of prompts.
+        drop_first: how many first tokens are left out.
+        num_halves: for intervals of "prompts"; 0: none.
+        states: of which convention.
     """
 
-    LEAST: ClassVar = {"seed": 0}
+    LEAST: ClassVar = {"drop_first": 0}
 
+    metric: Callable[..., Any]  # not -> Tensor: a recipe could then name annotated functions alone
     batches: Batches
-    name: str = "prompt_studies"
-    studies: tuple[Study, ...] = STUDIES
-    p: tuple[float, ...] = (0.0, 0.1, 0.5, 1.0)
-    lengths: tuple[int, ...] | None = None
-    special_tokens: tuple[int, ...] = ()
-    drop_first: tuple[int, ...] = (0, 1)
+    name: str = ""
+    options: dict[str, bool | int | float | str] = field(default_factory=dict)
+    points: Literal["tokens", "prompts"] = "tokens"
+    pooling: Pooling = "mean"
+    drop_first: int = 0
+    num_halves: int = 20
     states: States = "resid"
-    seed: int = 0
+    _several: bool = field(default=False, init=False, repr=False, compare=False)  # whether it takes several layers
 
-    def parts(self, model: LayeredModel) -> Iterator[tuple[int, Batch]]:
-        first = 0
-        for batch in self.batches:
-            yield first, batch
-            first += len(batch["input_ids"])
+    def __post_init__(self) -> None:
+        self.name = self.name or self.metric_name
 
-    def of_part(self, model: LayeredModel, part: tuple[int, Batch]) -> dict[Key, Tensor]:
-        """Values (layers + 1, prompts)."""
-        first, batch = part
-        ids = batch["input_ids"]
-        mask = batch.get("attention_mask", torch.ones_like(ids)).bool()
-        entropies: dict[Key, Tensor] = {}
-        for study in self.studies:
-            for level, changed in self._changed(model, study, ids, mask, first):
-                entropies |= {(study, level, *kind): rows for kind, rows in self._entropies(model, changed).items()}
-        return entropies
+    @property
+    def metric_name(self) -> str:
+        return getattr(self.metric, "__name__", "")
 
-    def combine(self, model: LayeredModel, results: list[dict[Key, Tensor]]) -> Iterable[Record]:
-        groups: dict[Key, list[Tensor]] = {}
-        for result in results:
-            for key, values in result.items():
-                groups.setdefault(key, []).append(values)
-        self._check_lengths({level for study, level, *_ in groups if study == "length"})
-        for study, level, normalization, dropped in sorted(groups, key=_place):
-            values = torch.cat(groups[study, level, normalization, dropped], dim=1)
-            tags: dict[str, Any] = {"study": study, ("length" if study == "length" else "p"): level}
-            tags |= {"normalization": normalization, "drop_first": dropped}
-            tags |= {"states": self.states} if self.states != "resid" else {}
-            if bool(values.isnan().all()):
-                continue  # of one token, say, or of two without the first
-            yield from summarize_layers("prompt_entropy", values, tags=tags)
-
-    def _changed(
-        self, model: LayeredModel, study: Study, ids: Tensor, mask: Tensor, first: int
-    ) -> Iterator[tuple[float, Batch]]:
-        """The batch at every level of a study."""
-        if study == "length":
-            counts = mask.sum(-1)
-            for length in self.lengths or _powers(int(counts.max())):
-                rows = (counts >= length).nonzero().squeeze(-1).tolist()
-                if rows:
-                    cut = torch.stack([ids[row][mask[row]][:length] for row in rows])
-                    yield length, {"input_ids": cut, "attention_mask": torch.ones_like(cut)}
-            return
-        drawn, others = torch.full(ids.shape, np.inf, dtype=torch.float64), ids.clone()
-        allowed = self._ordinary(model) if study == "randomness" else np.empty(0)
-        for row in range(len(ids)):
-            draw, real = np.random.default_rng([self.seed, STUDIES.index(study), first + row]), ids[row][mask[row]]
-            drawn[row, mask[row]] = torch.from_numpy(draw.random(len(real)))
-            if study == "repetition":
-                others[row, mask[row]] = real[int(draw.integers(len(real)))]
-            else:
-                others[row, mask[row]] = torch.from_numpy(draw.choice(allowed, len(real)))
-        for p in self.p:
-            yield p, {"input_ids": torch.where(drawn < p, others, ids), "attention_mask": mask.long()}
-
-    def _entropies(self, model: LayeredModel, batch: Batch) -> dict[tuple[Normalization, int], Tensor]:
-        entropies: dict[tuple[Normalization, int], list[Tensor]] = {}
-
-        def look(layer: int, hidden: Tensor, mask: Tensor) -> None:
-            hidden = in_convention(model, self.states, layer, hidden)
-            for dropped in self.drop_first:
-                sets, single = spectrum(hidden, mask, drop_first=dropped), mask.sum(-1) - dropped < 2
-                for normalization in NORMALIZATIONS:
-                    values = sets.entropy(normalization=normalization, undefined="nan").cpu()
-                    entropies.setdefault((normalization, dropped), []).append(
-                        values.masked_fill(single.cpu(), torch.nan)
-                    )
-
-        model.pass_states(batch, look)
-        return {kind: torch.stack(values) for kind, values in entropies.items()}
-
-    def _ordinary(self, model: LayeredModel) -> np.ndarray:
-        """The numbers of the vocabulary's tokens without the special ones."""
-        special = set(self.special_tokens)
-        for name, value in vars(model.model.config).items():
-            if name.endswith("_token_id") and value is not None:
-                special |= set(value) if isinstance(value, list | tuple) else {value}
-        size = model.vocab_size or model.model.config.vocab_size
-        ordinary = np.array(sorted(set(range(size)) - special), dtype=np.int64)
-        if not len(ordinary):
-            raise InputError(f"{self.name}: expected some tokens beside special_tokens, the vocabulary has {size}")
-        return ordinary
-
-    def _check_lengths(self, measured: set[float]) -> None:
-        if "length" in self.studies and (missing := sorted(set(self.lengths or ()) - measured)):
-            raise InputError(f"{self.name}: no prompt has {int(missing[0])} tokens, which lengths asks for")
+    def config(self) -> dict[str, Any]:
+        """The options; of a function that is not the package's own its source, too: another one is another metric."""
+        whole = super().config()
+        module = getattr(self.metric, "__module__", None) or ""
+        whole["init_args"]["metric"] = f"{module}.{self.metric_name}"
+        if not module.startswith("lit_layers."):
+            whole["init_args"]["source"] = hashlib.sha256(_source(self.metric).encode()).hexdigest()[:16]
+        return whole
 
     def check_options(self, model: LayeredModel) -> None:
+        if not self.metric_name.isidentifier():
+            raise InputError(f"metric: expected a function that has a name, got {self.metric!r}")
         super().check_options(model)
-        if model.family.sees_images:
-            raise InputError(f"{self.name}: expected a model of text, got {type(model.model).__name__}")
-        for option in ("studies", "p", "drop_first"):
-            if not getattr(self, option) or len(set(getattr(self, option))) < len(getattr(self, option)):
-                raise InputError(f"{self.name}: expected {option} to be different values, got {getattr(self, option)}")
-        if any(not 0 <= p <= 1 for p in self.p):
-            raise InputError(f"{self.name}: expected each p to be within 0 and 1, got {list(self.p)}")
-        if min(self.drop_first) < 0:
-            raise InputError(f"{self.name}: expected drop_first of at least 0, got {list(self.drop_first)}")
-        if self.lengths is not None and (not self.lengths or min(self.lengths) < 1):
-            raise InputError(f"{self.name}: expected lengths of at least 1, got {list(self.lengths)}")
+        self._takes_layers(model.dim)
+
+    def begin(self, model: LayeredModel, store: MutableMapping[str, Tensor] | None = None) -> LayerwiseRun:
+        self._several = self._takes_layers(model.dim)
+        return super().begin(model, store)
+
+    def tags(self) -> dict[str, str | int | float]:
+        """What a result of other than the default options must say of itself."""
+        tags = {name: int(value) if isinstance(value, bool) else value for name, value in self.options.items()}
+        return tags | self.tags_of("points", "states", "pooling" if self.points == "prompts" else "drop_first")
+
+    def of_layer(self, hidden: Tensor, mask: Tensor) -> dict[Key, Tensor]:
+        if self.points == "prompts":
+            return {POOLED: pool(hidden, mask, pooling=self.pooling, undefined="nan")}
+        kept = mask & (mask.cumsum(-1) > self.drop_first)
+        prompts = zip(hidden, kept, strict=True)
+        return {(self.metric_name,): torch.stack([self._value_of_layer(tokens[real]) for tokens, real in prompts])}
+
+    def of_prompts(self, values: dict[Key, Tensor]) -> Iterable[Record]:
+        metric, tags = self.metric_name, self.tags()
+        (rows,) = values.values()
+        if self.points == "tokens":
+            return summarize_layers(metric, rows, tags=tags)
+        _, kept = complete(~rows.isnan().any(-1))
+        pooled, tags = rows[:, kept], tags | left_out("", ~kept)
+        subsets = random_halves(pooled.shape[1], self.num_halves)
+        of_halves = torch.stack([self._of_layers(pooled[:, half]) for half in subsets], -1) if subsets else None
+        return records_of_layers(metric, self._of_layers(pooled), of_halves, pooled.shape[1], tags)
+
+    def _of_layers(self, states: Tensor) -> Tensor:
+        return torch.stack([self._value_of_layer(points) for points in states])
+
+    def _value_of_layer(self, points: Tensor) -> Tensor:
+        """The function's value of (points, dim); NaN without any point."""
+        if not len(points):
+            return points.new_full((), torch.nan, dtype=torch.float64)
+        points = widened("states", points)
+        value = self.value(points[None])[0] if self._several else self.value(points)
+        if value.shape != ():
+            raise ValueError(f"expected {self.metric_name} to give one number, got shape {tuple(value.shape)}")
+        return value
+
+    def _takes_layers(self, dim: int) -> bool:
+        """Whether the function takes several layers at once, found out on random states.
+
+        Raises:
+            InputError: it takes neither one layer nor several, or gives anything but a number for each.
+        """
+        states = torch.randn(_LAYERS, _POINTS, dim, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+        several, reason = self._tried(states)
+        if several is not None and several.shape == (_LAYERS,):
+            alone, _ = self._tried(states[:1])
+            if alone is not None and torch.allclose(alone, several[:1], rtol=1e-4, equal_nan=True):
+                return True
+            reason = "at one layer a value that changes with the other layers"
+        one, why = self._tried(states[0])
+        if one is not None and one.shape == ():
+            return False
+        got = reason or why if one is None else f"shape {tuple(one.shape)}"
+        raise InputError(
+            f"{self.name}: expected metric to turn states (points, dim) into one number, or (layers, points, dim) into "
+            f"one a layer, got {got} from {self.metric_name} on states {(_POINTS, dim)}"
+        )
+
+    def _tried(self, states: Tensor) -> tuple[Tensor | None, str]:
+        """What the function gives, or None and why there is nothing."""
+        try:
+            return self.value(states), ""
+        except Exception as failure:  # of anyone's code
+            return None, f"{type(failure).__name__}: {' '.join(str(failure).split())}"
+
+    def value(self, states: Tensor) -> Tensor:
+        """What the function gives, in float64.
+
+        Raises:
+            TypeError: no floating-point number.
+        """
+        with torch.no_grad():
+            return widened(f"what {self.metric_name} returns", torch.as_tensor(self.metric(states, **self.options)))
 
 
-def _powers(most: int) -> list[int]:
-    lengths = []
-    while (length := SHORTEST * 2 ** len(lengths)) <= most:
-        lengths.append(length)
-    return lengths
-
-
-def _place(key: Key) -> tuple:
-    study, level, normalization, dropped = key
-    return STUDIES.index(study), level, dropped, NORMALIZATIONS.index(normalization)  # pyright: ignore[reportArgumentType]
+def _source(function: Callable[..., Any]) -> str:
+    """The text of a function, or what it is compiled to where that cannot be read."""
+    try:
+        return inspect.getsource(function)
+    except (OSError, TypeError):
+        code = getattr(function, "__code__", None)
+        return f"{code.co_code.hex()} {code.co_consts} {code.co_names}" if code else repr(type(function))

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from lit_layers.analyses.base import Analysis, describe
+from lit_layers.analyses.base import Analysis
 from lit_layers.errors import InputError
 from lit_layers.functional.block_schedules import LOOPS, Schedule, Variant, variants
 from lit_layers.models.costs import any_inputs, call_of, interleaved
@@ -163,6 +163,7 @@ class Speed(Analysis):
         InputError: when run, options that do not fit the model, and what `measure_speed` refuses.
     """
 
+    UNMEASURED = ("tell",)
     LEAST: ClassVar = {"num_tokens": 1, "batch_size": 1, "num_rounds": 1, "num_warm_up": 0}
 
     variants: Sequence[str] = ("skip", "middle_repeat", "parallel", "looped_parallel")
@@ -179,10 +180,6 @@ class Speed(Analysis):
     tell: Callable[[str], None] | None = field(default=None, repr=False, compare=False)
 
     name = "intervene/speed"
-
-    def config(self) -> dict[str, Any]:
-        config = describe(self)
-        return {**config, "init_args": {name: each for name, each in config["init_args"].items() if name != "tell"}}
 
     def check(self, model: LayeredModel) -> None:
         super().check(model)

@@ -11,7 +11,6 @@ of the set, whose spread estimates that of the whole (delete-half jackknife): re
 rows and lower an entropy.
 """
 
-import itertools
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -20,7 +19,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lit_layers.errors import InputError
 from lit_layers.functional.curves import Statistic, bootstrap_interval
 from lit_layers.records import Record
 
@@ -34,49 +32,47 @@ def summarize(
     layer: int | None = None,
     other_layer: int | None = None,
     tags: Tags | None = None,
-    median: bool = False,
+    statistic: Statistic = "mean",
 ) -> list[Record]:
-    """The mean over prompts as a record; with `median` a second one, tagged `statistic="median"`.
+    """The mean over prompts as a record, or the median, which is tagged `statistic="median"` and has no stderr.
 
     `values` (prompts,) holds NaN where a prompt's value is undefined: those are left out, `n` counts the rest and the
     tag `num_undefined` the left out, where there are any. `stderr` is the sample deviation over sqrt(n); `low` and
     `high` a percentile bootstrap over prompts. One prompt has neither, nor has a mean that is infinite. Where no value
     is defined there is no record of a layer, and of the whole model one whose value is NaN.
     """
-    defined, tags = _defined(metric, values, tags)
-    records = [_record(metric, defined, "mean", layer, other_layer, tags)] if len(defined) or layer is None else []
-    if median:
-        records += summarize_median(metric, values, layer=layer, other_layer=other_layer, tags=tags)
-    return records
+    values = torch.as_tensor(values).detach().cpu().double()
+    if values.ndim != 1:
+        raise ValueError(f"expected one value per prompt of {metric}, got shape {tuple(values.shape)}")
+    defined = values[~values.isnan()]
+    tags = {**(tags or {}), **left_out("", values.isnan())}
+    tags |= {"statistic": statistic} if statistic == "median" else {}
+    if not (n := len(defined)):
+        return [gap(metric, tags=tags)] if layer is None else []
+    value = (defined.mean() if statistic == "mean" else median_of_defined(defined)).item()
+    low = high = stderr = None
+    if n > 1 and defined.isfinite().all():
+        low, high = (bound.item() for bound in bootstrap_interval(defined, statistic=statistic))
+        stderr = defined.std().item() / math.sqrt(n) if statistic == "mean" else None
+    spread = {"stderr": stderr, "low": low, "high": high}
+    return [Record(metric=metric, value=value, layer=layer, other_layer=other_layer, n=n, tags=tags, **spread)]
 
 
-def summarize_median(
-    metric: str,
-    values: Tensor,
-    *,
-    layer: int | None = None,
-    other_layer: int | None = None,
-    tags: Tags | None = None,
-) -> list[Record]:
-    """The median over prompts as a record tagged `statistic="median"`, otherwise as `summarize`; without stderr."""
-    defined, tags = _defined(metric, values, tags)
-    if not len(defined) and layer is not None:
-        return []
-    return [_record(metric, defined, "median", layer, other_layer, {**tags, "statistic": "median"})]
+def summarize_layers(
+    metric: str, values: Tensor, *, tags: Tags | None = None, counts: Mapping[str, Tensor] | None = None
+) -> Iterator[Record]:
+    """The mean over prompts of each layer's values (layers + 1, prompts), and that over layers 1..L.
 
-
-def summarize_over_layers(metric: str, values: Tensor, *, tags: Tags | None = None) -> list[Record]:
-    """The mean over layers (layers, prompts) within each prompt, then over the prompts that have all of them.
-
-    The tag `num_undefined_layers` counts layers that no prompt has.
+    The latter is the mean over layers within each prompt, then over the prompts that have all of them; the tag
+    `num_undefined_layers` counts layers that no prompt has. `counts` (layers + 1, prompts) are tags, summed.
     """
-    return summarize(metric, values.mean(0), tags={**(tags or {}), **left_out("layers", values.isnan().all(-1))})
-
-
-def summarize_layers(metric: str, values: Tensor, *, tags: Tags | None = None) -> list[Record]:
-    """The mean over prompts of each layer's values (layers + 1, prompts), and that over layers 1..L."""
-    layers = [summarize(metric, row, layer=layer, tags=tags) for layer, row in enumerate(values)]
-    return [*itertools.chain(*layers), *summarize_over_layers(metric, values[1:], tags=tags)]
+    inner = values[1:]
+    for layer, row in [*enumerate(values), (None, inner.mean(0))]:
+        members = slice(1, None) if layer is None else layer
+        totals = {name: int(number[members].sum()) for name, number in (counts or {}).items()}
+        row_tags = {**(tags or {}), **{name: total for name, total in totals.items() if total}}
+        row_tags |= left_out("layers", inner.isnan().all(-1)) if layer is None else {}
+        yield from summarize(metric, row, layer=layer, tags=row_tags)
 
 
 def gap(metric: str, *, tags: Tags | None = None) -> Record:
@@ -133,37 +129,6 @@ def median_of_defined(values: Tensor, dim: int = -1) -> Tensor:
     lower = ordered.gather(dim, (count - 1).clamp(min=0) // 2)
     upper = ordered.gather(dim, (count // 2).clamp(max=values.shape[dim] - 1))
     return torch.where(count > 0, (lower + upper) / 2, torch.nan).squeeze(dim)
-
-
-def _defined(metric: str, values: Tensor, tags: Tags | None) -> tuple[Tensor, dict]:
-    values = torch.as_tensor(values).detach().cpu().double()
-    if values.ndim != 1:
-        raise ValueError(f"expected one value per prompt of {metric}, got shape {tuple(values.shape)}")
-    return values[~values.isnan()], {**(tags or {}), **left_out("", values.isnan())}
-
-
-def _record(
-    metric: str, values: Tensor, statistic: Statistic, layer: int | None, other_layer: int | None, tags: dict
-) -> Record:
-    n = len(values)
-    if not n:
-        return gap(metric, tags=tags)
-    low = high = stderr = None
-    if n > 1 and values.isfinite().all():
-        low, high = (bound.item() for bound in bootstrap_interval(values, statistic=statistic))
-        stderr = values.std().item() / math.sqrt(n) if statistic == "mean" else None
-    value = values.mean() if statistic == "mean" else median_of_defined(values)
-    return Record(
-        metric=metric,
-        value=value.item(),
-        layer=layer,
-        other_layer=other_layer,
-        stderr=stderr,
-        low=low,
-        high=high,
-        n=n,
-        tags=tags,
-    )
 
 
 def summarize_ratio(
@@ -226,24 +191,24 @@ def records_of_layers(
         if spread is not None:
             spread = spread[~spread.isnan()]  # a half may lack what the whole has
         layer_tags = dict(tags) | {name: count for name, count in counts.items() if count}
-        yield from _with_halves(metric, values[members].mean(), n, spread, layer, layer_tags)
+        yield from with_halves(metric, values[members].mean().item(), spread, n, n // 2, layer, layer_tags)
 
 
-def _with_halves(
-    metric: str, value: Tensor, n: int, of_halves: Tensor | None, layer: int | None, tags: dict[str, Any]
+def with_halves(
+    metric: str,
+    value: float,
+    of_halves: Tensor | None,
+    n: int,
+    n_of_half: int | None = None,
+    layer: int | None = None,
+    tags: Tags | None = None,
 ) -> Iterator[Record]:
-    """The value of all `n` prompts and the mean over halves of them, with intervals from the spread of the halves."""
-    options = {"layer": layer, "tags": tags}
+    """The value of all and the mean over (halves,) values of halves, with intervals from the spread of the halves."""
+    place = {"layer": layer, "tags": dict(tags or {})}
     if of_halves is None or len(of_halves) < 2:
-        yield Record(metric=metric, value=value.item(), n=n, **options)
+        yield Record(metric=metric, value=value, n=n, **place)
         return
     mean, stderr = of_halves.mean().item(), of_halves.std().item()
     low, high = (bound - mean for bound in of_halves.quantile(of_halves.new_tensor([0.025, 0.975])).tolist())
-    for name, center, count in ((metric, value.item(), n), (f"{metric}_of_half", mean, n // 2)):
-        yield Record(metric=name, value=center, stderr=stderr, low=center + low, high=center + high, n=count, **options)
-
-
-def check_num_halves(name: str, num_halves: int) -> None:
-    """Refuses a number of halves that has no spread."""
-    if num_halves < 0 or num_halves == 1:
-        raise InputError(f"{name}: expected num_halves to be 0 or at least 2, got {num_halves}")
+    for name, center, count in ((metric, value, n), (f"{metric}_of_half", mean, n_of_half)):
+        yield Record(metric=name, value=center, stderr=stderr, low=center + low, high=center + high, n=count, **place)

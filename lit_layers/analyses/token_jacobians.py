@@ -12,11 +12,9 @@ import torch
 from torch import Tensor, nn
 
 from lit_layers.analyses.base import (
-    DividedAnalysis,
+    PromptAnalysis,
     evenly_spread,
     final_norm,
-    first_prompts,
-    with_preset,
 )
 from lit_layers.analyses.statistics import Tags, left_out, summarize
 from lit_layers.data.batches import Batches
@@ -122,7 +120,7 @@ TIE = 1e-4  # relative gap of singular values below which their directions are n
 
 
 @dataclass(kw_only=True)
-class TokenCoupling(DividedAnalysis):
+class TokenCoupling(PromptAnalysis):
     """Coupling over the tokens of a prompt, of a block with itself or with another, with its random baseline.
 
     Three tables, each over pairs of tokens t, t', with J[l][t, s] = d f_l(X)[t] / d X[s]:
@@ -156,6 +154,7 @@ class TokenCoupling(DividedAnalysis):
     """
 
     LEAST: ClassVar = {"num_prompts": 1, "p": 1}
+    LISTS = ("k", "tables")
 
     batches: Batches
     name: str = "token_coupling"
@@ -170,15 +169,11 @@ class TokenCoupling(DividedAnalysis):
 
     def check_options(self, model: LayeredModel) -> None:
         super().check_options(model)
-        if not self.k:
-            raise InputError(f"{self.name}: expected at least one k, got none")
         self._counts(model)
         if self.num_tokens < 2:
             raise InputError(
                 f"{self.name}: expected num_tokens of at least 2, as one token makes no pair, got {self.num_tokens}"
             )
-        if not self.tables:
-            raise InputError(f"{self.name}: expected at least one of the tables {list(TABLES)}, got none")
         if self.tokens == "patches" and not model.family.sees_images:
             kind = type(model.model).__name__
             raise InputError(f"{self.name}: {kind} has no patches: tokens='patches' is for models of images")
@@ -194,9 +189,6 @@ class TokenCoupling(DividedAnalysis):
             return [(layer, other) for layer, other in self.pairs]
         blocks = range(1, model.num_layers + 1)
         return [(a, b) for a, b in itertools.product(blocks, blocks) if a == b or self.pairs == "all"]
-
-    def parts(self, model: LayeredModel) -> Iterable[Trajectory]:
-        return first_prompts(model, self.batches, self.num_prompts)
 
     def combine(self, model: LayeredModel, prompts: "list[_PromptSums]") -> Iterable[Record]:
         together = _PromptSums(self._counts(model), self.p)
@@ -400,15 +392,13 @@ class _PromptSums:
         return torch.cat([values, values.new_full((short, values.shape[1]), math.nan)])
 
 
-# What published code does where it departs from our defaults.
-PRESETS: dict[str, dict[str, Any]] = {"released_code": {"identity": "always", "eps": 1e-10, "states": "hf"}}
 # The least distance of each group: single tokens up to 8, then two groups an octave.
 GROUPS = [*range(8), *(edge for octave in range(3, 24) for edge in (2**octave, 3 * 2 ** (octave - 1)))]
 _ENTRIES = 2**25  # of the Jacobians held at once: 128 MB in float32, 56 of width 768
 
 
 @dataclass(kw_only=True)
-class CrossTokenInfluence(DividedAnalysis):
+class CrossTokenInfluence(PromptAnalysis):
     """Size and rank of the Jacobians from tokens s <= t to the last real token t, per layer and distance t - s.
 
     `influence_frobenius`, `influence_spectral`, `influence_participation_ratio`, `influence_entropy_rank`: with the tag
@@ -427,6 +417,8 @@ class CrossTokenInfluence(DividedAnalysis):
     """
 
     LEAST: ClassVar = {"num_prompts": 1, "num_inputs": 1, "eps": 0}
+    # What published code does where it departs from our defaults.
+    PRESETS: ClassVar = {"released_code": {"identity": "always", "eps": 1e-10, "states": "hf"}}
 
     batches: Batches
     name: str = "cross_token_influence"
@@ -438,16 +430,9 @@ class CrossTokenInfluence(DividedAnalysis):
     states: Literal["resid", "hf"] = "resid"
     preset: Literal["released_code"] | None = None
 
-    def check_options(self, model: LayeredModel) -> None:
-        super().check_options(model)
-        self._resolved()
-
-    def parts(self, model: LayeredModel) -> Iterable[Trajectory]:
-        return first_prompts(model, self.batches, self.num_prompts)
-
     def of_part(self, model: LayeredModel, part: Trajectory) -> dict[tuple[int, int | None], Influence]:
         """Per layer and group (None: all s < t) the values of its tokens."""
-        options, by_group = self._resolved(), {}
+        options, by_group = self.resolved(model), {}
         distances = options._distances(num_real_tokens(part) - 1)
         for layer in range(1, model.num_layers + 1):
             influence = options._influence(model, part, layer, distances)
@@ -464,10 +449,6 @@ class CrossTokenInfluence(DividedAnalysis):
                 tags |= left_out("tokens", torch.cat(of_tokens).isnan())
                 values = torch.tensor([float(values.nanmean()) for values in of_tokens], dtype=torch.float64)
                 yield from summarize(f"influence_{name}", values, layer=layer, tags=tags)
-
-    def _resolved(self) -> "CrossTokenInfluence":
-        """With the preset's options in place."""
-        return with_preset(self, PRESETS)
 
     def _distances(self, most: int) -> list[int]:
         """The distances that are measured, ascending, 0 and the first token's among them where there is room."""

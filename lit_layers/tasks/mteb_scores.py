@@ -12,9 +12,9 @@ import numpy as np
 import pandas as pd
 
 from lit_layers.analyses.base import Analysis, States, at_least_float32
+from lit_layers.analyses.changed_texts import Invariance
 from lit_layers.analyses.features import TextPooling
 from lit_layers.analyses.representation import Representation
-from lit_layers.analyses.text_invariance import Invariance
 from lit_layers.data.prompt_texts import GivenTexts, TextBatches
 from lit_layers.data.tokenization import TextTokenizer, load_tokenizer, tokenizer_hash
 from lit_layers.durable import write_json

@@ -126,10 +126,8 @@ def test_every_record_equals_the_definition_applied_to_the_running_model(model):
 
 
 def test_the_preset_does_what_published_code_does(model, monkeypatch):
-    from lit_layers.analyses import depth_coupling
-
     batch = tiny_batch("gpt2", batch=2, tokens=6)
-    monkeypatch.setitem(depth_coupling.PRESETS["released_code"], "k", (10, 30))
+    monkeypatch.setitem(Coupling.PRESETS["released_code"], "k", (10, 30))
     jacobians, states = whole_model_jacobians(model, {"input_ids": batch["input_ids"]}, -1, normed=True)
     records = found(model, batch, preset="released_code")
     for k in (10, 30):
@@ -232,7 +230,7 @@ def test_measuring_leaves_no_gradients_behind(model):
     [
         ({"k": (33,)}, "expected k between 1 and the dimension 32, got 33; the model is 32 wide: choose another k"),
         ({"k": (0.01,)}, "at least one of 32 directions, got 0.01"),
-        ({"k": ()}, "expected at least one k, got none"),
+        ({"k": ()}, "expected at least one of k, got none"),
         ({"token": "middle"}, "expected token to be an int or one of"),
         ({"num_prompts": 0}, "expected num_prompts of at least 1, got 0"),
         ({"sign": "plain"}, r"expected sign to be one of \['signed', 'absolute'\], got 'plain'"),

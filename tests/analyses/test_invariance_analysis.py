@@ -193,6 +193,7 @@ def test_it_is_measured_like_every_analysis(model, folder):
     [
         ({"states": "raw"}, "invariance: expected states to be one of"),
         ({"pooling": "max"}, "invariance: expected pooling to be one of"),
+        ({"preset": "released_code", "form": "cross"}, "sets form to ntxent, got form cross as well"),
         ({"preset": "paper"}, "invariance: expected preset to be one of"),
         ({"temperature": 0.0}, "invariance: expected a positive temperature, got 0.0"),
         ({"delta": 0.0}, "invariance: expected a positive delta, got 0.0"),

@@ -10,8 +10,7 @@ import pytest
 import torch
 
 from lit_layers.analyses import Coupling, Lens, Representation, Trajectory
-from lit_layers.analyses.base import LayerwiseAnalysis, LayerwiseRun
-from lit_layers.analyses.streamed import TensorFolder, layerwise, walk
+from lit_layers.analyses.layerwise import LayerwiseAnalysis, LayerwiseRun, TensorFolder, layerwise, walk
 from lit_layers.data.batches import Batches
 from lit_layers.errors import InputError
 from lit_layers.models import load

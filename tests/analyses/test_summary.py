@@ -11,8 +11,7 @@ from lit_layers.analyses.statistics import (
     mean_of_defined,
     median_of_defined,
     summarize,
-    summarize_median,
-    summarize_over_layers,
+    summarize_layers,
     with_a_value,
 )
 from lit_layers.functional.curves import bootstrap_interval
@@ -38,18 +37,21 @@ def test_undefined_prompts_are_left_out_and_counted():
     assert (record.stderr, record.low, record.high) == (same.stderr, same.low, same.high)
 
 
+def mean_and_median(values, **place):
+    return [record for kind in ("mean", "median") for record in summarize("length", values, statistic=kind, **place)]
+
+
 def test_the_median_is_a_record_of_its_own():
-    mean, median = summarize("length", torch.tensor([1.0, 2, 30, NAN, 4]), layer=2, median=True)
+    mean, median = mean_and_median(torch.tensor([1.0, 2, 30, NAN, 4]), layer=2)
     assert mean.tags == {"num_undefined": 1}
     assert median.tags == {"num_undefined": 1, "statistic": "median"}
     assert (mean.value, median.value, median.n, median.layer) == (9.25, 3, 4, 2)
     assert median.stderr is None
     assert median.low <= 3 <= median.high
-    assert summarize_median("length", torch.tensor([1.0, 2, 30, NAN, 4]), layer=2) == [median]
 
 
 def test_infinity_is_a_value_without_an_interval():
-    mean, median = summarize("score", torch.tensor([1.0, math.inf, 2.0]), median=True)
+    mean, median = mean_and_median(torch.tensor([1.0, math.inf, 2.0]))
     assert (mean.value, mean.n, mean.stderr, mean.low) == (math.inf, 3, None, None)
     assert (median.value, median.low) == (2, None)
 
@@ -60,8 +62,8 @@ def test_one_prompt_has_no_interval():
 
 
 def test_a_metric_that_is_defined_nowhere_is_a_gap_at_a_layer_and_says_so_of_the_whole_model():
-    assert summarize("length", torch.full((3,), NAN), layer=2, median=True) == []
-    for record in summarize("length", torch.full((3,), NAN), median=True):
+    assert mean_and_median(torch.full((3,), NAN), layer=2) == []
+    for record in mean_and_median(torch.full((3,), NAN)):
         assert math.isnan(record.value)
         assert (record.n, record.tags["num_undefined"], record.stderr, record.low) == (0, 3, None, None)
     with pytest.raises(ValueError, match="length is undefined for every prompt at every layer"):
@@ -70,10 +72,12 @@ def test_a_metric_that_is_defined_nowhere_is_a_gap_at_a_layer_and_says_so_of_the
 
 def test_a_mean_over_layers_is_of_the_prompts_that_have_all_of_them():
     values = torch.tensor([[1.0, 2, NAN], [3.0, 6, 7], [5.0, 1, 2]])
-    (record,) = summarize_over_layers("length", values, tags={"k": 4})
+    *layers, record = summarize_layers("length", torch.cat([values[:1], values]), tags={"k": 4})
+    assert [one.layer for one in layers] == [0, 1, 2, 3]
     assert (record.value, record.n, record.tags) == (3, 2, {"k": 4, "num_undefined": 1})
     values[1] = NAN
-    (record,) = summarize_over_layers("length", values)
+    *layers, record = summarize_layers("length", torch.cat([values[:1], values]))
+    assert [one.layer for one in layers] == [0, 1, 3]
     assert math.isnan(record.value)
     assert (record.n, record.tags) == (0, {"num_undefined": 3, "num_undefined_layers": 1})
 

@@ -236,7 +236,7 @@ def test_a_model_in_half_precision_is_measured_in_float32():
     ("options", "message"),
     [
         ({"k": (33,)}, "expected k between 1 and the dimension 32, got 33; the model is 32 wide: choose another k"),
-        ({"k": ()}, "expected at least one k, got none"),
+        ({"k": ()}, "expected at least one of k, got none"),
         ({"num_tokens": 0}, "expected num_tokens of at least 2, as one token makes no pair, got 0"),
         ({"num_prompts": 0}, "expected num_prompts of at least 1, got 0"),
         ({"sign": "plain"}, r"expected sign to be one of \['signed', 'absolute'\], got 'plain'"),
@@ -247,7 +247,7 @@ def test_a_model_in_half_precision_is_measured_in_float32():
         ({"pairs": [(0, 1)]}, r"expected pairs of blocks 1..3, got \[0, 1\]"),
         ({"pairs": [(1, 2, 3)]}, r"expected pairs of blocks 1..3, got \[1, 2, 3\]"),
         ({"pairs": [(1, 2), (1, 2)]}, "expected each pair of blocks once"),
-        ({"tables": ()}, "expected at least one of the tables"),
+        ({"tables": ()}, "expected at least one of tables, got none"),
         ({"tables": ("self",)}, "expected tables to be one of .* got 'self'"),
         ({"tokens": "patches"}, "GPT2LMHeadModel has no patches: tokens='patches' is for models of images"),
     ],

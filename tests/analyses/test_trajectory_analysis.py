@@ -156,6 +156,10 @@ def test_the_final_norm_changes_only_the_last_layer(model):
         ({"tokens": "first"}, r"trajectory: expected tokens to be one of \['all', 'last'\], got 'first'"),
         ({"states": "raw"}, r"trajectory: expected states to be one of \['resid', 'hf', 'normed'\], got 'raw'"),
         (
+            {"preset": "paper", "states": "normed"},
+            "trajectory: preset paper sets states to hf, got states normed as well: leave one of them out",
+        ),
+        (
             {"preset": "released_code"},
             r"trajectory: expected preset to be one of \[None, 'paper'\], got 'released_code'",
         ),

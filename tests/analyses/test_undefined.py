@@ -162,6 +162,7 @@ def every_analysis() -> set[str]:
     shared = {
         "Analysis",
         "OnTask",
+        "PromptAnalysis",
         "SplitProbe",
         *(name for name in found if name.startswith("_")),
     }  # parents of several

@@ -1,23 +1,177 @@
-"""Layerwise analyses on a model that is read block by block, from where an interrupted measurement stopped."""
+"""Analyses that look at one block at a time: on a model at hand, or on one that is read block by block.
+
+A measurement of the latter goes on from where it was interrupted.
+"""
 
 import hashlib
 import os
 import shutil
 import time
-from collections.abc import Callable, Iterator, MutableMapping, Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
-from lit_layers.analyses.base import Analysis, LayerwiseAnalysis, LayerwiseRun, Visit
+from lit_layers.analyses.base import Analysis, DividedAnalysis, States, in_convention
 from lit_layers.analyses.statistics import with_a_value
 from lit_layers.errors import InputError
 from lit_layers.models.streaming import Entered, StreamedModel
-from lit_layers.models.view import Batch
+from lit_layers.models.view import Batch, LayeredModel
 from lit_layers.records import Record
+
+
+@dataclass(frozen=True, eq=False)
+class Visit:
+    """One block on one batch: what an analysis that goes layer by layer is shown."""
+
+    layer: int  # of the block, 1..L
+    batch: int
+    block: Callable[[Tensor], Tensor]  # the batch's other arguments are in it
+    before: Tensor  # (batch, tokens, dim): layer - 1
+    after: Tensor
+    mask: Tensor  # (batch, tokens), False on padding
+
+
+class LayerwiseRun(ABC):
+    """One measurement under way, shown every block on every batch: `start` a batch, then `visit` its blocks in order.
+
+    Which comes first, the next block or the next batch, makes no difference. `state` is all that was computed so far,
+    plain tensors by key: a run that is given the state of another, which then lies on the CPU, goes on from there.
+    """
+
+    def __init__(self) -> None:
+        self.state: dict[Any, Tensor] = {}
+
+    @abstractmethod
+    def start(self, batch: int, hidden: Tensor, mask: Tensor) -> None:
+        """Takes layer 0 (batch, tokens, dim) of a batch."""
+
+    @abstractmethod
+    def visit(self, visit: Visit) -> None:
+        """Takes one block on one batch."""
+
+    def revisit(self, visit: Visit) -> None:
+        """Takes it again, once every block has been visited: only for analyses of two passes."""
+        raise NotImplementedError(f"{type(self).__name__} needs one pass")
+
+    def release(self, batch: int) -> None:  # noqa: B027
+        """Lets go of what only later visits of a batch would need; there are none."""
+
+    @abstractmethod
+    def records(self) -> Iterable[Record]:
+        """Yields what all visits together gave."""
+
+    def append(self, key: Any, row: Tensor) -> None:
+        """Adds the next layer's row to a state, on the CPU."""
+        row = row[None].cpu()
+        self.state[key] = torch.cat([self.state[key], row]) if key in self.state else row
+
+
+class LayerwiseAnalysis(DividedAnalysis):
+    """An analysis that looks at one block at a time, so that a model need never be in memory as a whole.
+
+    Subclasses have the field `batches` and say how a run begins; `run` shows it a model that is at hand, and
+    `walk` one that is read block by block: the numbers come from the same code.
+    """
+
+    passes: ClassVar[int] = 1  # 2: every block is shown again when all have been seen
+
+    @abstractmethod
+    def begin(self, model: LayeredModel, store: MutableMapping[str, Tensor] | None = None) -> LayerwiseRun:
+        """A measurement that has seen nothing yet.
+
+        `store` takes what is large and needed again in the second pass. None: all blocks of a batch come one after the
+        other, and what is costly to compute twice is kept in memory meanwhile.
+        """
+
+    def prompts(self, model: LayeredModel) -> Iterable[Batch]:
+        """The batches as they are measured."""
+        return self.batches
+
+    def parts(self, model: LayeredModel) -> Iterator[tuple[int, Batch]]:
+        return enumerate(self.prompts(model))
+
+    def of_part(self, model: LayeredModel, part: tuple[int, Batch]) -> dict[str, Tensor]:
+        number, batch = part
+        run, trajectory = self.begin(model), model.trajectory(batch)
+        hidden = trajectory.hidden
+        visits = [
+            Visit(layer, number, trajectory.block(layer), hidden[layer - 1], hidden[layer], trajectory.mask)
+            for layer in range(1, model.num_layers + 1)
+        ]
+        run.start(number, hidden[0], trajectory.mask)
+        for visit in visits:
+            run.visit(visit)
+        if self.passes == 2:
+            for visit in visits:
+                run.revisit(visit)
+        run.release(number)
+        return {name: tensor.cpu() for name, tensor in run.state.items()}
+
+    def combine(self, model: LayeredModel, results: list[dict[str, Tensor]]) -> Iterable[Record]:
+        run = self.begin(model)
+        for state in results:
+            run.state.update(state)
+        yield from run.records()
+
+
+Key = tuple[str | float | None, ...]  # of values: a metric, say, and what else tells them apart
+
+
+def joined(results: Sequence[Mapping[Key, Tensor]], dim: int = 1) -> dict[Key, Tensor]:
+    """The values of all batches by their key, prompts along `dim`; a batch may lack some."""
+    keys = dict.fromkeys(key for result in results for key in result)
+    return {key: torch.cat([result[key] for result in results if key in result], dim) for key in keys}
+
+
+class StatesAnalysis(LayerwiseAnalysis):
+    """An analysis that needs each layer's states alone: values of prompts at every layer, then records of all of them.
+
+    Subclasses have the field `states` beside `batches`.
+    """
+
+    states: States
+
+    @abstractmethod
+    def of_layer(self, hidden: Tensor, mask: Tensor) -> dict[Key, Tensor]:
+        """Values (batch, ...) by key, of one layer's states (batch, tokens, dim)."""
+
+    @abstractmethod
+    def of_prompts(self, values: dict[Key, Tensor]) -> Iterable[Record]:
+        """Yields the records of the values (layers + 1, prompts, ...) of all prompts."""
+
+    def begin(self, model: LayeredModel, store: MutableMapping[str, Tensor] | None = None) -> LayerwiseRun:
+        return _StatesRun(model, self.resolved(model))
+
+
+class _StatesRun(LayerwiseRun):
+    """The state (BATCH, KEY) holds the values (layers so far, batch, ...)."""
+
+    def __init__(self, model: LayeredModel, analysis: StatesAnalysis) -> None:
+        super().__init__()
+        self.model, self.analysis = model, analysis
+
+    def start(self, batch: int, hidden: Tensor, mask: Tensor) -> None:
+        self._append(batch, 0, hidden, mask)
+
+    def visit(self, visit: Visit) -> None:
+        self._append(visit.batch, visit.layer, visit.after, visit.mask)
+
+    def records(self) -> Iterable[Record]:
+        batches: dict[int, dict[Key, Tensor]] = {}
+        for (batch, key), values in self.state.items():
+            batches.setdefault(batch, {})[key] = values
+        return self.analysis.of_prompts(joined(list(batches.values())))
+
+    def _append(self, batch: int, layer: int, hidden: Tensor, mask: Tensor) -> None:
+        values = self.analysis.of_layer(in_convention(self.model, self.analysis.states, layer, hidden), mask)
+        for key, rows in values.items():
+            self.append((batch, key), rows)
+
 
 STATE, FACTORS = "state.pt", "factors"
 Progress = Callable[[int, int, str], None]  # blocks done, blocks in all, what is done next
@@ -204,8 +358,8 @@ class _Walk:
         state = {
             "pass": number,
             "layer": layer,
-            "hidden": {key: _own(hidden) for key, hidden in self.hidden.items()},
-            "runs": {name: {key: _own(t) for key, t in run.state.items()} for name, run in self.runs.items()},
+            "hidden": {key: _compact(hidden) for key, hidden in self.hidden.items()},
+            "runs": {name: {key: _compact(t) for key, t in run.state.items()} for name, run in self.runs.items()},
             "seconds": {name: outcome.seconds for name, outcome in self.outcomes.items()},
             "errors": {name: outcome.error for name, outcome in self.outcomes.items()},
         }
@@ -265,7 +419,7 @@ def _make(folder: Path) -> None:
         raise InputError(f"cannot write {folder}: {(error.strerror or str(error)).lower()}") from error
 
 
-def _own(tensor: Tensor) -> Tensor:
+def _compact(tensor: Tensor) -> Tensor:
     """The tensor on the CPU, with memory of its own: with a view, all that it looks at would be saved."""
     tensor = tensor.cpu()
     whole = tensor.untyped_storage().nbytes() == tensor.numel() * tensor.element_size()

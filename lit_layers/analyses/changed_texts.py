@@ -1,0 +1,384 @@
+"""How little each layer minds another wording of a text, and how its states change as texts become less natural."""
+
+import hashlib
+import math
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from typing import Any, ClassVar, Literal
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from lit_layers.analyses.base import Analysis, DividedAnalysis, States, at_least_float32, in_convention
+from lit_layers.analyses.features import LayerFeatures, text_features
+from lit_layers.analyses.layerwise import Key, joined
+from lit_layers.analyses.statistics import (
+    complete,
+    left_out,
+    nothing_defined,
+    random_halves,
+    records_of_layers,
+    summarize_layers,
+)
+from lit_layers.data.batches import Batches, EncodedTexts, encode_texts, tokenizer_of
+from lit_layers.data.prompt_texts import Texts
+from lit_layers.data.typo_views import Action, Views, make_views
+from lit_layers.errors import InputError
+from lit_layers.functional.entropy import AtTwo, Normalization, Side, spectrum
+from lit_layers.functional.geometry import Pooling
+from lit_layers.functional.invariance import LidarSums, dime, infonce
+from lit_layers.models.view import Batch, LayeredModel
+from lit_layers.records import Record
+
+_RELEASED = {"states": "hf", "unit": False, "side": "smaller", "alpha2": "frobenius"}  # in both of Skean et al.'s
+AT_ONCE = 64  # prompts: 64 x 16 views x 4,096 x 8 B = 34 MB
+LITTLE = 10.0  # scatter within prompts over delta, below which delta decides along with the states
+
+
+@dataclass(kw_only=True)
+class Invariance(Analysis):
+    """InfoNCE, LiDAR and DiME of views of texts at every layer 0..L, and their means over layers 1..L (no layer).
+
+    `num_views` misprinted copies of each text are made (`data.make_views`), each is passed once, and one pooled
+    vector is kept of each. `infonce` (lower is more invariant) and `dime` compare the first two views, `lidar` and
+    `lidar_rank` take all. `infonce_chance` is what equal states give; for form "cross" `infonce_share` is 1 - loss /
+    log N. `lidar_within_over_delta` is the mean variance within prompts over `delta`: the tag `num_layers_near_delta`
+    counts the layers where it is below 10 and LiDAR says little. `changed_fraction` is the share of words that a view
+    changes.
+
+    Each is one number for the whole set, with an interval from `num_halves` random halves of the prompts; `..._of_half`
+    is their mean. It depends on the number of prompts: compare at equal `n`.
+
+    A layer where a metric is undefined (layer 0 under pooling "cls", where all prompts have one vector; one at which
+    fewer than half of the prompts have a vector) has no record of it; the mean over layers 1..L is then NaN and counts
+    such layers in the tag `num_undefined_layers`. Prompts without a vector at one of the other layers are left out of
+    all, and counted in `num_undefined`. The model runs in float32 or wider.
+
+    Presets are the code of Skean et al. (arXiv 2502.02013), "released_code" of 2024-09, "released_code_later" of 2025.
+    The later code centres and scales vectors within each mini-batch; here the batch is all prompts.
+
+    Args:
+        texts: where the texts come from.
+        tokenizer: a local path, a name of the Hub, or bpe:SIZE.
+        corpus: which the tokenizer bpe:SIZE is trained on.
+        num_views: of each text.
+        share, max_words, actions: of `make_views`.
+        max_tokens: a longer view loses its end; also at the model's own limit.
+        rescale: "centered_unit" subtracts each view's mean over prompts and scales vectors to norm 1, before all else.
+        unit, temperature, form: of `infonce`; `unit` also of `dime`.
+        delta: of `lidar`.
+        alpha, alpha2, normalizations: of the entropies of `lidar` and `dime`.
+        permutations, side: of `dime`.
+        seed: of views and permutations.
+        cache: a folder in which features are kept and found again; None: nowhere.
+    """
+
+    SEES = "text"
+    LEAST: ClassVar = {"num_views": 1, "max_tokens": 1, "permutations": 1}
+    POSITIVE = ("temperature", "alpha", "delta")
+    LISTS = ("normalizations",)
+    UNMEASURED = ("cache",)
+    PRESETS: ClassVar = {
+        "released_code": {**_RELEASED, "pooling": "centered_unit_mean", "form": "ntxent"},
+        "released_code_later": {**_RELEASED, "pooling": "mean", "rescale": "centered_unit", "form": "cross"},
+    }
+
+    texts: Texts
+    tokenizer: str
+    corpus: str | None = None
+    name: str = "invariance"
+    num_views: int = 16
+    share: float = 0.3
+    max_words: int = 10
+    actions: tuple[Action, ...] = ("substitute",)
+    max_tokens: int = 512
+    states: States = "resid"
+    pooling: Pooling = "mean"
+    rescale: Literal["none", "centered_unit"] = "none"
+    unit: bool = True
+    form: Literal["ntxent", "cross"] = "ntxent"
+    temperature: float = 0.1
+    delta: float = 1e-4
+    alpha: float = 1.0
+    alpha2: AtTwo = "spectrum"
+    side: Side = "rows"
+    normalizations: tuple[Normalization, ...] = ("raw",)
+    permutations: int = 10
+    seed: int = 0
+    num_halves: int = 20
+    preset: Literal["released_code", "released_code_later"] | None = None
+    cache: str | None = None
+    _views: Views | None = field(default=None, init=False, repr=False, compare=False)
+    _encoded: dict[int, EncodedTexts] = field(default_factory=dict, init=False, repr=False, compare=False)
+
+    def check(self, model: LayeredModel) -> None:
+        self.check_options(model)
+        self._of(model)
+
+    def data_hash(self) -> str | None:
+        """Over the texts and the token ids of their views."""
+        ids = self._encode(self.max_tokens).content_hash()
+        return hashlib.sha256(f"{self.texts.content_hash()}/{ids}".encode()).hexdigest()[:16]
+
+    def tokenizer_hash(self) -> str | None:
+        return self._encode(self.max_tokens).tokenizer_hash
+
+    def run(self, model: LayeredModel) -> Iterator[Record]:
+        self.check_options(model)
+        encoded, options = self._of(model), self.resolved(model)
+        options._views = self.make()
+        model = at_least_float32(model)
+        features = text_features(
+            model, encoded, pooling=options.pooling, states=options.states, cache=self.cache, undefined="nan"
+        )
+        device = torch.device("cpu") if model.device.type == "mps" else model.device  # which has no float64
+        yield from options._records(features, encoded.num_cut, device)
+
+    def make(self) -> Views:
+        """The views; made on the first call."""
+        if self._views is None:
+            self._views = make_views(
+                self.texts.texts(),
+                self.num_views,
+                seed=self.seed,
+                share=self.share,
+                max_words=self.max_words,
+                actions=self.actions,
+            )
+        return self._views
+
+    def _of(self, model: LayeredModel) -> EncodedTexts:
+        """Token ids, view after view, at the model's own limit where that is lower."""
+        return self._encode(min(self.max_tokens, model.max_tokens or self.max_tokens))
+
+    def _encode(self, limit: int) -> EncodedTexts:
+        if limit not in self._encoded:
+            texts = [text for view in self.make().texts for text in view]
+            self._encoded[limit] = encode_texts(tokenizer_of(self.tokenizer, self.corpus), texts, max_tokens=limit)
+        return self._encoded[limit]
+
+    def _kept(self, features: LayerFeatures) -> tuple[Tensor, Tensor]:
+        """Which layers are no gap, and the prompts (kept,) all of whose views have a vector at each of these."""
+        layers, prompts = complete(features.defined().unflatten(1, (self.num_views, -1)).all(1))
+        if not layers.any():
+            raise nothing_defined(self.name)
+        if int(prompts.sum()) < 2:
+            raise InputError(
+                f"{self.name}: expected at least 2 texts with a vector at every layer, got {prompts.sum()}"
+            )
+        return layers, prompts.nonzero().squeeze(-1)
+
+    def _records(self, features: LayerFeatures, num_cut: int, device: torch.device) -> Iterator[Record]:
+        layers, kept = self._kept(features)
+        views, n = self.make(), len(kept)
+        num_texts = len(views.texts[0])
+        missing = left_out("", num_texts - n)
+        counts = {"num_equal": views.num_equal, "num_unchanged": views.num_unchanged, "num_cut": num_cut}
+        tags: dict[str, Any] = {name: count for name, count in counts.items() if count} | missing
+        yield Record(metric="changed_fraction", value=views.changed_fraction, n=num_texts, tags=tags)
+        halves = random_halves(n, self.num_halves)
+        for metric, size in {"infonce_chance": n, **({"infonce_chance_of_half": n // 2} if halves else {})}.items():
+            chance = math.log(size if self.form == "cross" else 2 * size - 1)
+            yield Record(metric=metric, value=chance, n=size, tags=self._tags(metric) | missing)
+
+        values: dict[tuple[str, Normalization], Tensor] = {}  # (layers + 1, all prompts and halves of them)
+        for layer in layers.nonzero()[:, 0].tolist():
+            vectors = self._rescaled(features.layer(layer).unflatten(0, (self.num_views, -1))[:, kept].to(device))
+            for column, rows in enumerate([slice(None), *halves]):
+                for key, value in self._values(vectors[:, rows]).items():
+                    of_layers = torch.full((len(layers), 1 + len(halves)), math.nan, dtype=torch.float64)
+                    values.setdefault(key, of_layers)[layer, column] = value
+        within = values.pop(_WITHIN)[:, 0]
+        for layer in layers.nonzero()[:, 0].tolist():
+            tags = self._tags(_WITHIN[0]) | missing
+            yield Record(metric=_WITHIN[0], value=within[layer].item(), layer=layer, n=n, tags=tags)
+        for (metric, normalization), columns in values.items():
+            counted = {"num_layers_near_delta": (within < LITTLE).tolist()} if metric.startswith("lidar") else {}
+            of_halves = columns[:, 1:] if halves else None
+            tags = self._tags(metric, normalization) | missing
+            yield from records_of_layers(metric, columns[:, 0], of_halves, n, tags, counted)
+
+    def _rescaled(self, vectors: Tensor) -> Tensor:
+        """Of (views, prompts, dim), as `rescale` says."""
+        if self.rescale == "none":
+            return vectors
+        vectors = vectors.double() - vectors.double().mean(1, keepdim=True)
+        return torch.nn.functional.normalize(vectors, dim=-1, eps=torch.finfo(torch.float64).tiny)
+
+    def _values(self, vectors: Tensor) -> dict[tuple[str, Normalization], float]:
+        """Of one layer's vectors (views, prompts, dim), by metric and how it is normalized; NaN where undefined."""
+        pair: dict[str, Any] = {"view_a": vectors[0], "view_b": vectors[1], "unit": self.unit, "undefined": "nan"}
+        loss = infonce(**pair, temperature=self.temperature, form=self.form).item()
+        values: dict[tuple[str, Normalization], float] = {("infonce", "raw"): loss}
+        if self.form == "cross":
+            values["infonce_share", "raw"] = 1 - loss / math.log(vectors.shape[1])
+        sums = LidarSums()
+        for rows in range(0, vectors.shape[1], AT_ONCE):
+            sums.update(vectors[:, rows : rows + AT_ONCE].transpose(0, 1))
+        for normalization in self.normalizations:
+            entropy: dict[str, Any] = {"alpha": self.alpha, "alpha2": self.alpha2, "normalization": normalization}
+            values["lidar", normalization] = sums.value(delta=self.delta, undefined="nan", **entropy).item()
+            values["dime", normalization] = dime(
+                **pair, permutations=self.permutations, seed=self.seed, side=self.side, **entropy
+            ).item()
+        values["lidar_rank", "raw"] = sums.value(delta=self.delta, output="rank", undefined="nan").item()
+        values[_WITHIN] = sums.within_over_delta(self.delta)
+        return values
+
+    def _tags(self, metric: str, normalization: Normalization = "raw") -> dict[str, Any]:
+        """What a result of other than the default options must say of itself."""
+        kind, is_chance = metric.split("_")[0], "chance" in metric
+        options = {"infonce": ["temperature"], "lidar": ["delta", "num_views"], "dime": ["permutations"]}.get(kind, [])
+        options += [] if is_chance else ["share", "max_words", "actions"]
+        options += ["alpha"] if metric in ("lidar", "dime") else []
+        if not self.preset:
+            options += [] if is_chance else ["states", "pooling", "rescale"]
+            of_kind = {"infonce": ["unit", "form"], "lidar": ["alpha2"], "dime": ["unit", "side", "alpha2"]}
+            options += of_kind.get(kind, [])
+        tags: dict[str, Any] = {} if normalization == "raw" else {"normalization": normalization}
+        given = self.tags_of("preset", *options)
+        # what begins with num_ is a count, not a variant
+        return tags | {"views" if option == "num_views" else option: value for option, value in given.items()}
+
+
+_WITHIN: tuple[str, Normalization] = ("lidar_within_over_delta", "raw")
+
+
+Study = Literal["repetition", "randomness", "length"]
+STUDIES: tuple[Study, ...] = ("repetition", "randomness", "length")
+NORMALIZATIONS: tuple[Normalization, ...] = ("raw", "maxEntropy")
+SHORTEST = 8  # of the lengths that are chosen by themselves
+
+
+@dataclass(kw_only=True)
+class PromptStudies(DividedAnalysis):
+    """`prompt_entropy` of changed prompts at every layer, and its mean over layers 1..L (no layer), by tag `study`.
+
+    "repetition": each token becomes, with probability `p`, one token that is drawn once from the prompt. "randomness":
+    it becomes any token of the vocabulary but the special ones. "length": the first tokens of the prompt alone, as many
+    as the tag `length` says; a prompt with fewer is left out. At p = 0 nothing is changed: the control. The tokens
+    changed at one p are among those changed at a higher one.
+
+    Values and tags `normalization` and `drop_first` are as in `Representation`. What prompt i becomes depends on (seed,
+    study, i) alone. The model runs in float32 or wider.
+
+    Source: Skean et al., arXiv 2502.02013, section 5 and appendix F.
+
+    Args:
+        batches: texts as token ids.
+        p: probabilities.
+        lengths: numbers of tokens; None: 8, 16, 32, ... as far as prompts go.
+        studies: some of the three.
+        special_tokens: not to be drawn, beside those that the model's config names.
+    """
+
+    SEES = "text"
+    LEAST: ClassVar = {"seed": 0, "drop_first": 0, "lengths": 1}
+    LISTS = ("studies", "p", "drop_first", "lengths")
+
+    batches: Batches
+    name: str = "prompt_studies"
+    studies: tuple[Study, ...] = STUDIES
+    p: tuple[float, ...] = (0.0, 0.1, 0.5, 1.0)
+    lengths: tuple[int, ...] | None = None
+    special_tokens: tuple[int, ...] = ()
+    drop_first: tuple[int, ...] = (0, 1)
+    states: States = "resid"
+    seed: int = 0
+
+    def parts(self, model: LayeredModel) -> Iterator[tuple[int, Batch]]:
+        first = 0
+        for batch in self.batches:
+            yield first, batch
+            first += len(batch["input_ids"])
+
+    def of_part(self, model: LayeredModel, part: tuple[int, Batch]) -> dict[Key, Tensor]:
+        """Values (layers + 1, prompts) of (study, its level, normalization, first tokens left out)."""
+        first, batch = part
+        ids = batch["input_ids"]
+        mask = batch.get("attention_mask", torch.ones_like(ids)).bool()
+        return {
+            (study, level, *kind): values
+            for study in self.studies
+            for level, changed in self._changed(model, study, ids, mask, first)
+            for kind, values in self._entropies(model, changed).items()
+        }
+
+    def combine(self, model: LayeredModel, results: list[dict[Key, Tensor]]) -> Iterable[Record]:
+        entropies = joined(results)
+        measured = {level for study, level, *_ in entropies if study == "length"}
+        if "length" in self.studies and (missing := sorted(set(self.lengths or ()) - measured)):
+            raise InputError(f"{self.name}: no prompt has {int(missing[0])} tokens, which lengths asks for")
+        for key in sorted(entropies, key=_place):
+            study, level, normalization, dropped = key
+            tags: dict[str, Any] = {"study": study, ("length" if study == "length" else "p"): level}
+            tags |= {"normalization": normalization, "drop_first": dropped, **self.tags_of("states")}
+            if not entropies[key].isnan().all():  # of one token, say, or of two without the first
+                yield from summarize_layers("prompt_entropy", entropies[key], tags=tags)
+
+    def _changed(
+        self, model: LayeredModel, study: Study, ids: Tensor, mask: Tensor, first: int
+    ) -> Iterator[tuple[float, Batch]]:
+        """The batch at every level of a study."""
+        if study == "length":
+            counts = mask.sum(-1)
+            for length in self.lengths or _powers(int(counts.max())):
+                rows = (counts >= length).nonzero().squeeze(-1).tolist()
+                if rows:
+                    cut = torch.stack([ids[row][mask[row]][:length] for row in rows])
+                    yield length, {"input_ids": cut, "attention_mask": torch.ones_like(cut)}
+            return
+        drawn, others = torch.full(ids.shape, np.inf, dtype=torch.float64), ids.clone()
+        allowed = self._ordinary(model) if study == "randomness" else np.empty(0)
+        for row in range(len(ids)):
+            draw, real = np.random.default_rng([self.seed, STUDIES.index(study), first + row]), ids[row][mask[row]]
+            drawn[row, mask[row]] = torch.from_numpy(draw.random(len(real)))
+            if study == "repetition":
+                others[row, mask[row]] = real[int(draw.integers(len(real)))]
+            else:
+                others[row, mask[row]] = torch.from_numpy(draw.choice(allowed, len(real)))
+        for p in self.p:
+            yield p, {"input_ids": torch.where(drawn < p, others, ids), "attention_mask": mask.long()}
+
+    def _entropies(self, model: LayeredModel, batch: Batch) -> dict[tuple[Normalization, int], Tensor]:
+        entropies: dict[tuple[Normalization, int], list[Tensor]] = {}
+
+        def look(layer: int, hidden: Tensor, mask: Tensor) -> None:
+            hidden = in_convention(model, self.states, layer, hidden)
+            for dropped in self.drop_first:
+                sets, single = spectrum(hidden, mask, drop_first=dropped), mask.sum(-1) - dropped < 2
+                for normalization in NORMALIZATIONS:
+                    values = sets.entropy(normalization=normalization, undefined="nan").cpu()
+                    entropies.setdefault((normalization, dropped), []).append(
+                        values.masked_fill(single.cpu(), torch.nan)
+                    )
+
+        model.pass_states(batch, look)
+        return {kind: torch.stack(values) for kind, values in entropies.items()}
+
+    def _ordinary(self, model: LayeredModel) -> np.ndarray:
+        """The numbers of the vocabulary's tokens without the special ones."""
+        special = set(self.special_tokens)
+        for name, value in vars(model.model.config).items():
+            if name.endswith("_token_id") and value is not None:
+                special |= set(value) if isinstance(value, list | tuple) else {value}
+        size = model.vocab_size or model.model.config.vocab_size
+        ordinary = np.array(sorted(set(range(size)) - special), dtype=np.int64)
+        if not len(ordinary):
+            raise InputError(f"{self.name}: expected some tokens beside special_tokens, the vocabulary has {size}")
+        return ordinary
+
+    def check_options(self, model: LayeredModel) -> None:
+        super().check_options(model)
+        if any(not 0 <= p <= 1 for p in self.p):
+            raise InputError(f"{self.name}: expected each p to be within 0 and 1, got {list(self.p)}")
+
+
+def _powers(most: int) -> list[int]:
+    return [SHORTEST * 2**octave for octave in range(most.bit_length()) if SHORTEST * 2**octave <= most]
+
+
+def _place(key: Key) -> tuple[Any, ...]:
+    study, level, normalization, dropped = key
+    return list(STUDIES).index(study), level, dropped, list(NORMALIZATIONS).index(normalization)  # pyright: ignore[reportArgumentType]
