@@ -32,8 +32,10 @@ def settled(metric: str, values: Tensor, problems: Mapping[str, Tensor], undefin
     `problems` maps a reason to a boolean tensor that broadcasts to `values`.
 
     Raises:
-        ValueError: `undefined="raise"` and an element with a problem; the sentence names the first one.
+        ValueError: `undefined="raise"` and an element with a problem; the sentence names the first one. Another value
+            of `undefined` than "raise" and "nan".
     """
+    check_option("undefined", undefined, "raise", "nan")
     for reason, bad in problems.items():
         bad = bad.to(values.device).expand(values.shape)
         if undefined == "raise" and bad.any():

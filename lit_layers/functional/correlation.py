@@ -113,7 +113,9 @@ def distance_correlation(x: Values, y: Values) -> float:
         ValueError: columns of unequal length, or a value that is not finite.
     """
     x, y = _columns(x, y, fewest=4)
-    return _distance_cosine(_distances("x", x), _distances("y", y))
+    _centered("x", x)
+    _centered("y", y)
+    return float(distance_correlations(x, y))
 
 
 def distance_null(x: Values, y: Values, *, permutations: int = 1000, seed: int = 0) -> tuple[float, float]:
@@ -122,12 +124,14 @@ def distance_null(x: Values, y: Values, *, permutations: int = 1000, seed: int =
     Raises: as `distance_correlation`.
     """
     x, y = _columns(x, y, fewest=4)
-    first, second = _distances("x", x), _distances("y", y)
+    _centered("x", x)
+    _centered("y", y)
+    first, second = _centered_distances(x), _centered_distances(y)
     rng = np.random.default_rng(seed)
-    own = _distance_cosine(first, second)
+    value = float(_table_cosines(first, second))
     orders = (rng.permutation(len(x)) for _ in range(permutations))
-    shuffled = np.array([_distance_cosine(first, second[np.ix_(order, order)]) for order in orders])
-    return float(shuffled.mean()), (1 + int((shuffled >= own * (1 - 1e-12)).sum())) / (1 + permutations)
+    shuffled = np.array([_table_cosines(first, second[np.ix_(order, order)]) for order in orders])
+    return float(shuffled.mean()), (1 + int((shuffled >= value * (1 - 1e-12)).sum())) / (1 + permutations)
 
 
 def partial_correlation(x: Values, y: Values, given: Sequence[Values]) -> Correlation:
@@ -287,18 +291,21 @@ def _ranks(column: NDArray[np.float64]) -> NDArray[np.float64]:
     return (np.cumsum(counts) - (counts - 1) / 2)[places]
 
 
-def _distances(name: str, column: NDArray[np.float64]) -> NDArray[np.float64]:
-    """Doubly centred distances between all rows."""
-    _centered(name, column)
-    table = np.abs(column[:, None] - column)
-    means = table.mean(0)
-    return table - means - means[:, None] + means.mean()
+def distance_correlations(x: NDArray[np.float64], y: NDArray[np.float64]) -> NDArray[np.float64]:
+    """`distance_correlation` (*n) of columns (*n, rows), none of which is constant."""
+    return _table_cosines(_centered_distances(x), _centered_distances(y))
 
 
-def _distance_cosine(first: NDArray[np.float64], second: NDArray[np.float64]) -> float:
-    covariance = float((first * second).sum())
-    scale = math.sqrt(float((first * first).sum()) * float((second * second).sum()))
-    return min(1.0, math.sqrt(max(0.0, covariance / scale)))
+def _centered_distances(columns: NDArray[np.float64]) -> NDArray[np.float64]:
+    """Doubly centred distances (*n, rows, rows) between the rows of columns (*n, rows)."""
+    table = np.abs(columns[..., :, None] - columns[..., None, :])
+    means = table.mean(-1, keepdims=True)
+    return table - means - means.swapaxes(-2, -1) + table.mean((-2, -1), keepdims=True)
+
+
+def _table_cosines(first: NDArray[np.float64], second: NDArray[np.float64]) -> NDArray[np.float64]:
+    product, *squares = ((a * b).sum((-2, -1)) for a, b in ((first, second), (first, first), (second, second)))
+    return np.sqrt(np.clip(product, 0, None) / np.sqrt(squares[0] * squares[1])).clip(0, 1)
 
 
 def _basis(columns: Sequence[NDArray[np.float64]], n: int) -> NDArray[np.float64]:

@@ -133,11 +133,9 @@ def choice_interval(
     shares = widened("shares", shares).cpu()
     if shares.ndim != 1 or not len(shares) or (shares < 0).any() or abs(shares.sum().item() - 1) > 1e-6:
         raise ValueError(f"expected the shares of layers, which sum to 1, got shape {tuple(shares.shape)}")
-    if not 0 < confidence < 1:
-        raise ValueError(f"expected a confidence between 0 and 1, got {confidence}")
-    tail, below = (1 - confidence) / 2, shares.cumsum(0)
+    (tail, head), below = percentiles(confidence).tolist(), shares.cumsum(0)
     low = int((below > tail + SLACK).int().argmax())
-    high = int((below >= 1 - tail - SLACK).int().argmax())
+    high = int((below >= head - SLACK).int().argmax())
     return first_layer + low, first_layer + high
 
 
@@ -224,7 +222,6 @@ def exponential_law(
         TypeError: residuals that are not floating-point.
         ValueError: fewer than 3 layers; a residual that is not finite or not above 0: NaN there with `undefined="nan"`.
     """
-    check_option("undefined", undefined, "raise", "nan")
     residuals = widened("residuals", residuals)
     if residuals.ndim < 1 or residuals.shape[-1] < 3:
         raise ValueError(f"expected the residuals of at least 3 layers, got shape {tuple(residuals.shape)}")
@@ -238,36 +235,10 @@ def exponential_law(
     products, squares = (shifted * centered).sum(-1), shifted.square().sum(-1)
     slope = products / centered.square().sum()
     pearson = (products / (squares * centered.square().sum()).sqrt()).clamp(-1, 1)
-    values = {
-        "rho": 10**slope,
-        "slope": slope,
-        "intercept": logs.mean(-1) - slope * depth.mean(),
-        "pearson": pearson,
-        "r_squared": pearson.square(),
-    }
+    values = 10**slope, slope, logs.mean(-1) - slope * depth.mean(), pearson, pearson.square()
     problems = {"a residual is not a finite number above 0": ~allowed.all(-1)}
-    return ExponentialLaw(
-        **{name: settled("exponential_law", value, problems, undefined) for name, value in values.items()}
-    )
+    return ExponentialLaw(*(settled("exponential_law", value, problems, undefined) for value in values))
 
-
-__all__ = [
-    "ExponentialLaw",
-    "Monotonicity",
-    "Rule",
-    "Statistic",
-    "Turns",
-    "bootstrap_interval",
-    "choice_distribution",
-    "choice_interval",
-    "choose_layer",
-    "exponential_law",
-    "monotonicity",
-    "monotonicity_interval",
-    "resampled_curves",
-    "turns",
-    "wilson_interval",
-]
 
 Statistic = Literal["mean", "median"]
 
@@ -292,11 +263,7 @@ def monotonicity(scores: Sequence[float], *, higher_is_better: bool = True) -> M
     Raises:
         ValueError: fewer than 3 layers, or a score that is not finite.
     """
-    values = torch.as_tensor(scores, dtype=torch.float64)
-    if values.ndim != 1 or len(values) < 3:
-        raise ValueError(f"expected the scores of at least 3 layers, got shape {tuple(values.shape)}")
-    if not values.isfinite().all():
-        raise ValueError(f"expected finite scores, got {values[~values.isfinite()][0].item()}")
+    values = _checked(scores, "the scores of at least 3 layers", least=3)
     return Monotonicity(*(value.item() for value in _monotonicity(values, higher_is_better)))
 
 
@@ -317,12 +284,11 @@ def monotonicity_interval(
     Raises:
         ValueError: fewer than 3 layers or 2 rows, a score that is not finite, an option out of range.
     """
-    _check_confidence(confidence)
+    ends = percentiles(confidence)
     curves = resampled_curves(row_scores, resamples=resamples, seed=seed)
     if curves.shape[1] < 3:
         raise ValueError(f"expected the scores of at least 3 layers, got {curves.shape[1]}")
-    low_and_high = torch.tensor([(1 - confidence) / 2, (1 + confidence) / 2], dtype=torch.float64)
-    bounds = [values.nanquantile(low_and_high).tolist() for values in _monotonicity(curves, higher_is_better)]
+    bounds = [values.nanquantile(ends).tolist() for values in _monotonicity(curves, higher_is_better)]
     low, high = zip(*bounds, strict=True)
     return Monotonicity(*low), Monotonicity(*high)
 
@@ -372,17 +338,12 @@ def bootstrap_interval(
         raise ValueError("expected finite values: leave undefined ones out first")
     if resamples < 1:
         raise ValueError(f"expected at least 1 resample, got {resamples}")
-    _check_confidence(confidence)
-    rows = _resampled_rows(len(values), resamples, seed)
-    low_and_high = torch.tensor([(1 - confidence) / 2, (1 + confidence) / 2], dtype=torch.float64)
-    columns = values.reshape(len(values), -1).unbind(1)  # one at a time: resamples x prompts numbers each
-    bounds = [torch.quantile(_statistic(column[rows], statistic), low_and_high) for column in columns]
+    ends, rows, bounds = percentiles(confidence), _resampled_rows(len(values), resamples, seed), []
+    for column in values.reshape(len(values), -1).unbind(1):  # one at a time: resamples x prompts numbers each
+        drawn = column[rows].mean(1) if statistic == "mean" else column[rows].quantile(0.5, dim=1)
+        bounds.append(drawn.quantile(ends))
     low, high = torch.stack(bounds, dim=1)
     return low.reshape(values.shape[1:]), high.reshape(values.shape[1:])
-
-
-def _statistic(samples: Tensor, statistic: Statistic) -> Tensor:
-    return samples.mean(1) if statistic == "mean" else torch.quantile(samples, 0.5, dim=1)
 
 
 @lru_cache(maxsize=4)
@@ -399,7 +360,7 @@ def wilson_interval(successes: int, n: int, confidence: float = 0.95) -> tuple[f
     """
     if n < 1 or not 0 <= successes <= n:
         raise ValueError(f"expected 0 <= successes <= n and n >= 1, got successes={successes}, n={n}")
-    _check_confidence(confidence)
+    percentiles(confidence)
     z2 = NormalDist().inv_cdf((1 + confidence) / 2) ** 2
     share = successes / n
     center = (share + z2 / (2 * n)) / (1 + z2 / n)
@@ -407,6 +368,8 @@ def wilson_interval(successes: int, n: int, confidence: float = 0.95) -> tuple[f
     return max(0.0, center - half), min(1.0, center + half)
 
 
-def _check_confidence(confidence: float) -> None:
+def percentiles(confidence: float) -> Float[Tensor, " 2"]:
+    """The shares of resamples below the low and the high end of an interval."""
     if not 0 < confidence < 1:
         raise ValueError(f"expected a confidence between 0 and 1, got {confidence}")
+    return torch.tensor([(1 - confidence) / 2, (1 + confidence) / 2], dtype=torch.float64)

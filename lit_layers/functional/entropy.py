@@ -70,7 +70,6 @@ def divided(
     metric: str,
     values: Tensor,
     problems: dict[str, Tensor],
-    *,
     num_rows: Tensor,
     dim: int,
     normalization: str,
@@ -78,7 +77,6 @@ def divided(
 ) -> Tensor:
     """The entropies as `normalization` has them, and NaN or an error for those with a problem."""
     check_option("normalization", normalization, "raw", "logN", "logD", "maxEntropy", "logNlogD")
-    check_option("undefined", undefined, "raise", "nan")
     log_n = num_rows.clamp(min=1).double().log()
     log_d = torch.full_like(log_n, math.log(max(dim, 1)))
     divisor = {
@@ -146,22 +144,23 @@ def matrix_entropy(
     check_option("side", side, "rows", "smaller")
     check_option("alpha2", alpha2, "spectrum", "frobenius")
     if not clamp and (alpha2 == "spectrum" or alpha != 2):
-        found = spectrum(rows, mask, center=center, unit=unit, drop_first=drop_first)
-        return found.entropy(alpha=alpha, normalization=normalization, undefined=undefined)
+        whole = spectrum(rows, mask, center=center, unit=unit, drop_first=drop_first)
+        return whole.entropy(alpha=alpha, normalization=normalization, undefined=undefined)
     check_alpha(alpha)
-    prepared = _prepared(rows, mask, center=center, unit=unit, drop_first=drop_first)
-    values = _gram_entropy(prepared, alpha, clamp=clamp, smaller=side == "smaller", frobenius=alpha2 == "frobenius")
-    zero = ~prepared.rows.flatten(-2).any(-1)
-    problems = {**prepared.problems, _NOTHING: zero}
-    return divided(
-        "matrix_entropy",
-        values,
-        problems,
-        num_rows=prepared.num_rows,
-        dim=prepared.rows.shape[-1],
-        normalization=normalization,
-        undefined=undefined,
-    )
+    rows, num_rows, problems = _prepared(rows, mask, center, unit, drop_first)
+    problems[_NOTHING] = ~rows.flatten(-2).any(-1)
+    dim = rows.shape[-1]
+    values, of_features = rows.new_zeros(num_rows.shape), (num_rows > dim) & (side == "smaller")
+    for transposed in (False, True):
+        chosen = of_features == transposed
+        if chosen.any():
+            sets = rows[chosen]  # (sets, rows, dim)
+            gram = sets.mT @ sets if transposed else sets @ sets.mT
+            size = dim if transposed else num_rows[chosen]
+            frobenius = alpha2 == "frobenius"
+            gram = gram.clamp(min=0.0) if clamp else gram
+            values[chosen] = renyi_of_matrix(gram, alpha, frobenius=frobenius, size=size)
+    return divided("matrix_entropy", values, problems, num_rows, dim, normalization, undefined)
 
 
 def dataset_entropy(
@@ -211,8 +210,7 @@ def effective_rank(
 
     Source: Roy & Vetterli 2007.
     """
-    found = spectrum(rows, mask, center=center, unit=unit, drop_first=drop_first)
-    return found.effective_rank(undefined=undefined)
+    return spectrum(rows, mask, center=center, unit=unit, drop_first=drop_first).effective_rank(undefined=undefined)
 
 
 def rankme(
@@ -229,8 +227,7 @@ def rankme(
 
     Source: Garrido et al. 2023. Otherwise as effective_rank.
     """
-    found = spectrum(rows, mask, center=center, unit=unit, drop_first=drop_first)
-    return found.rankme(eps=eps, undefined=undefined)
+    return spectrum(rows, mask, center=center, unit=unit, drop_first=drop_first).rankme(eps=eps, undefined=undefined)
 
 
 def participation_ratio(
@@ -246,8 +243,8 @@ def participation_ratio(
 
     Range [1, rank]: N for N orthogonal rows of equal norm, 1 for rank one. Otherwise as effective_rank.
     """
-    found = spectrum(rows, mask, center=center, unit=unit, drop_first=drop_first)
-    return found.participation_ratio(undefined=undefined)
+    whole = spectrum(rows, mask, center=center, unit=unit, drop_first=drop_first)
+    return whole.participation_ratio(undefined=undefined)
 
 
 @dataclass(frozen=True, eq=False)
@@ -266,18 +263,10 @@ class Spectrum:
         check_alpha(alpha)
         squares = self.values.square()
         values = renyi(squares / positive(squares.sum(-1, keepdim=True)), alpha)
-        return divided(
-            "matrix_entropy",
-            values,
-            self.problems,
-            num_rows=self.num_rows,
-            dim=self.dim,
-            normalization=normalization,
-            undefined=undefined,
-        )
+        return divided("matrix_entropy", values, self.problems, self.num_rows, self.dim, normalization, undefined)
 
     def effective_rank(self, *, undefined: Undefined = "raise") -> PerSet:
-        return self._settled("effective_rank", torch.special.entr(self._shares()).sum(-1).exp(), undefined)
+        return settled("effective_rank", torch.special.entr(self._shares()).sum(-1).exp(), self.problems, undefined)
 
     def rankme(self, *, eps: float = 1e-7, undefined: Undefined = "raise") -> PerSet:
         if not eps >= 0:
@@ -285,19 +274,15 @@ class Spectrum:
         places = torch.arange(self.values.shape[-1], device=self.values.device)
         there = places < self.num_rows[..., None].clamp(max=self.dim)
         shares = (self._shares() + eps).masked_fill(~there, 0.0)
-        return self._settled("rankme", torch.special.entr(shares).sum(-1).exp(), undefined)
+        return settled("rankme", torch.special.entr(shares).sum(-1).exp(), self.problems, undefined)
 
     def participation_ratio(self, *, undefined: Undefined = "raise") -> PerSet:
         squares = self.values.square()
         ratio = squares.sum(-1).square() / positive(squares.square().sum(-1))
-        return self._settled("participation_ratio", ratio, undefined)
+        return settled("participation_ratio", ratio, self.problems, undefined)
 
     def _shares(self) -> Tensor:
         return self.values / positive(self.values.sum(-1, keepdim=True))
-
-    def _settled(self, metric: str, values: Tensor, undefined: Undefined) -> Tensor:
-        check_option("undefined", undefined, "raise", "nan")
-        return settled(metric, values, self.problems, undefined)
 
 
 _NOTHING = "all rows are zero, or equal to the mean that is subtracted"
@@ -307,24 +292,20 @@ def spectrum(
     rows: Rows, mask: Mask | None = None, *, center: bool = False, unit: bool = False, drop_first: int = 0
 ) -> Spectrum:
     """The singular values of each set of rows, by one decomposition of the matrix itself; never of its Gram matrix."""
-    prepared = _prepared(rows, mask, center=center, unit=unit, drop_first=drop_first)
-    values = singular_values(prepared.rows)
+    prepared, num_rows, problems = _prepared(rows, mask, center, unit, drop_first)
+    values = singular_values(prepared)
     largest = values[..., :1] if values.shape[-1] else values.new_zeros(*values.shape[:-1], 1)
     values = values / positive(largest)
     dim = rows.shape[-1]
-    floor = prepared.num_rows.clamp(min=dim)[..., None] * EPS
-    problems = {**prepared.problems, _NOTHING: largest.squeeze(-1) == 0}
-    return Spectrum(values.masked_fill(values < floor, 0.0), prepared.num_rows, dim, problems)
+    floor = num_rows.clamp(min=dim)[..., None] * EPS
+    problems[_NOTHING] = largest.squeeze(-1) == 0
+    return Spectrum(values.masked_fill(values < floor, 0.0), num_rows, dim, problems)
 
 
-@dataclass(frozen=True, eq=False)
-class _Prepared:
-    rows: Tensor  # (*n, rows, dim), real rows first, zeros behind them
-    num_rows: Tensor
-    problems: dict[str, Tensor]
-
-
-def _prepared(rows: Rows, mask: Mask | None, *, center: bool, unit: bool, drop_first: int) -> _Prepared:
+def _prepared(
+    rows: Rows, mask: Mask | None, center: bool, unit: bool, drop_first: int
+) -> tuple[Rows, Int[Tensor, "*n"], dict[str, Tensor]]:
+    """The real rows first, zeros behind them; how many there are; which sets are undefined, by reason."""
     rows, kept = real_rows(widened("rows", rows), mask, drop_first)
     num_rows = kept.sum(-1)
     broken = not_finite(rows)
@@ -335,7 +316,7 @@ def _prepared(rows: Rows, mask: Mask | None, *, center: bool, unit: bool, drop_f
     if unit:
         rows, nowhere = unit_rows(rows, kept, after_centering=center)
         problems["a row is zero, or equal to the mean that is subtracted, and has no unit length"] = nowhere.any(-1)
-    return _Prepared(rows, num_rows, problems)
+    return rows, num_rows, problems
 
 
 def singular_values(rows: Tensor) -> Tensor:
@@ -346,20 +327,3 @@ def singular_values(rows: Tensor) -> Tensor:
     if not tall.numel():
         return tall.new_zeros(*tall.shape[:-2], tall.shape[-1])
     return torch.from_numpy(np.linalg.svd(tall.detach().cpu().numpy(), compute_uv=False)).to(rows.device)
-
-
-def _gram_entropy(prepared: _Prepared, alpha: float, *, clamp: bool, smaller: bool, frobenius: bool) -> Tensor:
-    """Entropy from the entries of the Gram matrix; of the features' where `smaller` and there are more rows."""
-    dim = prepared.rows.shape[-1]
-    values = prepared.rows.new_zeros(prepared.num_rows.shape)
-    of_features = (prepared.num_rows > dim) & smaller
-    for transposed in (False, True):
-        chosen = of_features == transposed
-        if not chosen.any():
-            continue
-        rows = prepared.rows[chosen]  # (sets, rows, dim)
-        gram = rows.mT @ rows if transposed else rows @ rows.mT
-        gram = gram.clamp(min=0.0) if clamp else gram
-        size = dim if transposed else prepared.num_rows[chosen]
-        values[chosen] = renyi_of_matrix(gram, alpha, frobenius=frobenius, size=size)
-    return values

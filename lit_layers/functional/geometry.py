@@ -96,7 +96,7 @@ def curvature_and_missing(
         problems["neighbouring tokens are equal"] = missing > 0
     elif undefined == "skip":
         problems["no angle exists"] = num_exists == 0
-    return settled("token_curvature", values, problems, undefined), missing
+    return settled("token_curvature", values, problems, "raise" if undefined == "raise" else "nan"), missing
 
 
 def token_angle(
@@ -122,7 +122,6 @@ def token_angle(
         ValueError: no more than `lag` real tokens, or a token that is zero (with `center`: equal to the mean); NaN
             there with `undefined="nan"`.
     """
-    check_option("undefined", undefined, "raise", "nan")
     if not isinstance(lag, int) or lag < 1:
         raise ValueError(f"expected lag to be an integer of at least 1, got {lag!r}")
     rows, kept = real_rows(widened("tokens", tokens), mask, drop_first)
@@ -163,7 +162,6 @@ def cosine_similarity_matrix(
             layer's row and column are NaN.
     """
     check_option("mode", mode, "token", "flattened")
-    check_option("undefined", undefined, "raise", "nan")
     if not isinstance(states, Tensor) or states.ndim != 4:
         shape = tuple(states.shape) if isinstance(states, Tensor) else type(states).__name__
         raise ValueError(f"expected states of shape (layers, batch, tokens, dim), got {shape}")
@@ -190,7 +188,11 @@ def cosine_similarity_matrix(
 
 
 def linear_cka(
-    x: Float[Tensor, "*n rows dim1"], y: Float[Tensor, "*n rows dim2"], *, debiased: bool = False
+    x: Float[Tensor, "*n rows dim1"],
+    y: Float[Tensor, "*n rows dim2"],
+    *,
+    debiased: bool = False,
+    undefined: Undefined = "raise",
 ) -> Float[Tensor, "*n"]:
     """Similarity of two representations of the same rows: linear centred kernel alignment.
 
@@ -201,7 +203,8 @@ def linear_cka(
     Source: Kornblith et al. 2019; HSIC_1: Song et al. 2012.
 
     Raises:
-        ValueError: constant x or y, fewer than 2 rows (4 if debiased), values that are not finite, shapes that differ.
+        ValueError: fewer than 2 rows (4 if debiased), shapes that differ; constant x or y, or values that are not
+            finite (NaN there with `undefined="nan"`).
     """
     x, y = widened("x", x), widened("y", y)
     if x.ndim < 2 or x.shape[:-1] != y.shape[:-1]:
@@ -221,11 +224,7 @@ def linear_cka(
         "x does not vary": xx <= floors[0],
         "y does not vary": yy <= floors[1],
     }
-    for reason, bad in problems.items():
-        if bad.any():
-            place = tuple(bad.nonzero()[0].tolist())
-            raise ValueError(f"linear_cka is undefined{f' at element {place}' if place else ''}: {reason}")
-    return xy / (xx.sqrt() * yy.sqrt())
+    return settled("linear_cka", xy / (xx.sqrt() * yy.sqrt()), problems, undefined)
 
 
 def _inner(x: Tensor, y: Tensor) -> Tensor:
@@ -276,7 +275,6 @@ def pool(
             equal to the mean; NaN there with `undefined="nan"`.
     """
     check_option("pooling", pooling, "mean", "last", "cls", "centered_unit_mean")
-    check_option("undefined", undefined, "raise", "nan")
     rows, kept = real_rows(widened("tokens", tokens), mask)
     count = kept.sum(-1)
     broken = not_finite(rows)
@@ -316,7 +314,6 @@ def linear_cka_matrix(
         ValueError: fewer than 2 rows (4 if debiased), a layer whose rows are all equal or hold a value that is not
             finite; with `undefined="nan"` such a layer's row and column are NaN.
     """
-    check_option("undefined", undefined, "raise", "nan")
     states = widened("states", states)
     least = 4 if debiased else 2
     if states.ndim != 3 or states.shape[1] < least:
@@ -407,7 +404,6 @@ def concept_alignment(
         ValueError: fewer than 3 pairs, shapes that do not fit, no covariance, an option out of range; a zero delta, a
             value that is not finite, others that cancel (leave_one_out): NaN there with `undefined="nan"`.
     """
-    check_option("undefined", undefined, "raise", "nan")
     first, second = widened("first", first), widened("second", second)
     _check_shapes(first, second, shuffles)
     finite = (first.isfinite() & second.isfinite()).flatten(-2).all(-1)

@@ -57,7 +57,6 @@ def infonce(
             (NaN there with `undefined="nan"`).
     """
     check_option("form", form, "ntxent", "cross")
-    check_option("undefined", undefined, "raise", "nan")
     if not (temperature > 0 and math.isfinite(temperature)):
         raise ValueError(f"expected a positive temperature, got {temperature}")
     view_a, view_b, problems = _views(view_a, view_b, unit=unit)
@@ -111,18 +110,15 @@ def dime(
     transposed = side == "smaller" and num_prompts > dim
     gram_a, gram_b = (view.mT @ view if transposed else view @ view.mT for view in (view_a, view_b))
     size = dim if transposed else num_prompts
-    joint = _joint_entropy(gram_a, gram_b, alpha, alpha2)
+
+    def entropy(joint: Tensor) -> Tensor:
+        return renyi_of_matrix(joint, alpha, frobenius=alpha2 == "frobenius", size=size)
+
+    joint = entropy(gram_a * gram_b)
     orders = _permutations(permutations, size, seed).to(gram_a.device)
-    shuffled = [_joint_entropy(gram_a, gram_b[..., order, :][..., order], alpha, alpha2) for order in orders]
-    return divided(
-        "dime",
-        torch.stack(shuffled).mean(0) - joint,
-        problems,
-        num_rows=torch.full_like(joint, num_prompts),
-        dim=dim,
-        normalization=normalization,
-        undefined=undefined,
-    )
+    shuffled = [entropy(gram_a * gram_b[..., order, :][..., order]) for order in orders]
+    values, num_rows = torch.stack(shuffled).mean(0) - joint, torch.full_like(joint, num_prompts)
+    return divided("dime", values, problems, num_rows, dim, normalization, undefined)
 
 
 def lidar(
@@ -254,10 +250,8 @@ class LidarSums:
             found = -(values.square().sum() / dim**2).log()
         else:
             found = renyi(shares, alpha)
-        rows = found.new_tensor(num_prompts)
-        found = divided(
-            "lidar", found, {}, num_rows=rows, dim=dim, normalization=normalization, undefined="nan"
-        )  # NaN where it is divided by log 1
+        # NaN where it is divided by log 1
+        found = divided("lidar", found, {}, found.new_tensor(num_prompts), dim, normalization, "nan")
         return found, f"{normalization} divides by the logarithm of one dimension" if found.isnan() else ""
 
 
@@ -290,10 +284,6 @@ def _views(view_a: View, view_b: View, *, unit: bool) -> tuple[Tensor, Tensor, d
             problems[_NO_LENGTH] = problems.get(_NO_LENGTH, broken) | nowhere.any(-1)
         views.append(view)
     return views[0], views[1], problems
-
-
-def _joint_entropy(gram_a: Tensor, gram_b: Tensor, alpha: float, alpha2: AtTwo) -> Tensor:
-    return renyi_of_matrix(gram_a * gram_b, alpha, frobenius=alpha2 == "frobenius", size=gram_a.shape[-1])
 
 
 def _permutations(permutations: int | Tensor, size: int, seed: int) -> Tensor:

@@ -16,8 +16,14 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from lit_layers.functional._checks import check_option
-from lit_layers.functional.correlation import UndefinedError
-from lit_layers.functional.curves import bootstrap_interval, choice_distribution, resampled_curves, row_counts
+from lit_layers.functional.correlation import UndefinedError, distance_correlations
+from lit_layers.functional.curves import (
+    bootstrap_interval,
+    choice_distribution,
+    percentiles,
+    resampled_curves,
+    row_counts,
+)
 
 Table = NDArray[np.float64]  # (tasks, layers)
 Form = Literal["per_task_mean", "of_task_means"]
@@ -296,20 +302,7 @@ def _coefficients(x: Table, y: Table) -> NDArray[np.float64]:
         raise UndefinedError(f"expected at least {FEWEST_LAYERS} layers, got {x.shape[-1]}")
     size = max(1, _AT_ONCE // x.shape[-1] ** 2)
     parts = [(x[start : start + size], y[start : start + size]) for start in range(0, len(x), size)]
-    return np.concatenate([np.stack([_distance_correlations(*p), *_rank_correlations(*p)], axis=-1) for p in parts])
-
-
-def _distance_correlations(x: Table, y: Table) -> NDArray[np.float64]:
-    """As `correlation.distance_correlation`."""
-    first, second = _centered_distances(x), _centered_distances(y)
-    product, *squares = ((a * b).sum((-2, -1)) for a, b in ((first, second), (first, first), (second, second)))
-    return np.sqrt(np.clip(product, 0, None) / np.sqrt(squares[0] * squares[1])).clip(0, 1)
-
-
-def _centered_distances(curves: Table) -> NDArray[np.float64]:
-    table = np.abs(curves[..., :, None] - curves[..., None, :])
-    means = table.mean(-1, keepdims=True)
-    return table - means - means.swapaxes(-2, -1) + table.mean((-2, -1), keepdims=True)
+    return np.concatenate([np.stack([distance_correlations(*p), *_rank_correlations(*p)], axis=-1) for p in parts])
 
 
 def _rank_correlations(x: Table, y: Table) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
@@ -348,8 +341,9 @@ def macro_f1_interval(
             f"expected labels and predictions of at least 2 rows, got {tuple(labels.shape)} and "
             f"{tuple(predictions.shape)}"
         )
-    if resamples < 1 or not 0 < confidence < 1:
-        raise ValueError(f"expected resamples of at least 1 and a confidence in (0, 1), got {resamples}, {confidence}")
+    ends = percentiles(confidence)
+    if resamples < 1:
+        raise ValueError(f"expected at least 1 resample, got {resamples}")
     classes, labels = labels.cpu().unique(return_inverse=True)
     predictions = predictions.cpu()
     known = classes[torch.searchsorted(classes, predictions).clamp(max=len(classes) - 1)] == predictions
@@ -365,6 +359,5 @@ def macro_f1_interval(
         present = there[:, :-1] > 0
         scores = 2 * hits[:, :-1] / (there + said)[:, :-1].clamp(min=1)
         found.append((scores * present).sum(1) / present.sum(1))
-    low_and_high = torch.tensor([(1 - confidence) / 2, (1 + confidence) / 2], dtype=torch.float64)
-    low, high = torch.cat(found).quantile(low_and_high).tolist()
+    low, high = torch.cat(found).quantile(ends).tolist()
     return low, high

@@ -33,7 +33,6 @@ def line_shape_score(states: States, *, undefined: Undefined = "raise") -> PerTo
     Raises:
         ValueError: a token with a step of length zero, or no step; NaN there with `undefined="nan"`.
     """
-    check_option("undefined", undefined, "raise", "nan")
     if _num_steps(states) < 1:
         return _nowhere("line_shape_score", states, "a trajectory needs at least one step", undefined)
     return WalkedPath.along(states).line_shape_score(undefined)
@@ -44,7 +43,6 @@ def running_line_shape_score(states: States, *, undefined: Undefined = "raise") 
 
     In one pass, where L calls of `line_shape_score` would take L^2 / 2 steps. Raises as that does.
     """
-    check_option("undefined", undefined, "raise", "nan")
     if _num_steps(states) < 1:
         raise ValueError(f"expected at least 2 layers, got {len(states)}")
     return WalkedPath.along(states).running_line_shape_score(undefined)
@@ -60,8 +58,8 @@ def growth_rates(states: States, *, undefined: Undefined = "raise") -> Float[Ten
     Raises:
         ValueError: a state of norm zero; NaN in the two steps around it with `undefined="nan"`.
     """
-    check_option("undefined", undefined, "raise", "nan")
-    return _growth_rates(state_norms(states), _not_finite(states), undefined)
+    _num_steps(states)
+    return WalkedPath.along(states).growth_rates(undefined)
 
 
 def expodistance(
@@ -85,12 +83,11 @@ def expodistance(
             `undefined="nan"`.
     """
     check_option("form", form, "cv", "var_over_mean2")
-    check_option("undefined", undefined, "raise", "nan")
     _check_correction(correction)
     steps = _num_steps(states)
     if steps < max(2, correction + 1):
         return _nowhere("expodistance", states, f"{steps} steps are too few for a deviation", undefined)
-    return _expodistance(state_norms(states), _not_finite(states), form, correction, undefined)
+    return WalkedPath.along(states).expodistance(undefined, form=form, correction=correction)
 
 
 def equidistance(states: States, *, correction: int = 0, undefined: Undefined = "raise") -> PerToken:
@@ -104,25 +101,23 @@ def equidistance(states: States, *, correction: int = 0, undefined: Undefined = 
     Raises:
         ValueError: all steps have length zero, or too few steps; NaN there with `undefined="nan"`.
     """
-    check_option("undefined", undefined, "raise", "nan")
     _check_correction(correction)
     steps = _num_steps(states)
     if steps < correction + 1:
         return _nowhere("equidistance", states, f"{steps} steps are too few for a deviation", undefined)
-    return _equidistance(step_norms(states), _not_finite(states), correction, undefined)
+    return WalkedPath.along(states).equidistance(undefined, correction=correction)
 
 
 def state_norms(states: States) -> Float[Tensor, "layers *n"]:
     """|x^l| for every layer l = 0..L."""
     _num_steps(states)
-    return torch.stack([torch.linalg.vector_norm(widened("states", state), dim=-1) for state in states])
+    return WalkedPath.along(states).state["norms"]
 
 
 def step_norms(states: States) -> Float[Tensor, "steps *n"]:
     """|x^l - x^(l-1)| for every block l = 1..L."""
     _num_steps(states)
-    lengths = [torch.linalg.vector_norm(_step(*pair), dim=-1) for pair in pairwise(states)]
-    return torch.stack(lengths) if lengths else state_norms(states)[1:]
+    return WalkedPath.along(states).state["lengths"]
 
 
 class WalkedPath:
@@ -158,7 +153,7 @@ class WalkedPath:
 
     def step(self, before: Float[Tensor, "*n dim"], after: Float[Tensor, "*n dim"]) -> None:
         """Takes the next layer, from the one before it."""
-        step = _step(before, after)
+        step = widened("states", after) - widened("states", before)  # two layers at a time, not all
         self.state.update({name: tensor.to(step.device) for name, tensor in self.state.items()})
         length = torch.linalg.vector_norm(step, dim=-1, keepdim=True)
         total = step / length.masked_fill(length == 0, 1.0) + self.state.get("total", 0.0)
@@ -190,16 +185,33 @@ class WalkedPath:
 
     def growth_rates(self, undefined: Undefined = "raise", *, so_far: bool = False) -> Float[Tensor, "steps *n"]:
         """As the function of that name; `so_far` as in `running_line_shape_score`."""
-        broken = self._broken(so_far)
-        return _growth_rates(self.state["norms"], broken[1:], undefined)
+        norms = self.state["norms"]
+        zero = norms == 0
+        problems = {"a state is not finite": self._broken(so_far)[1:], "a state has norm zero": zero[1:] | zero[:-1]}
+        return settled("growth_rates", (norms[1:] / norms[:-1]).log(), problems, undefined)
 
-    def expodistance(self, undefined: Undefined = "raise") -> PerToken:
-        """As the function of that name, with its default options."""
-        return _expodistance(self.state["norms"], self.state["broken"][-1], "cv", 0, undefined)
+    def expodistance(self, undefined: Undefined = "raise", *, form: str = "cv", correction: int = 0) -> PerToken:
+        """As the function of that name."""
+        norms = self.state["norms"]
+        steps, zero = len(norms) - 1, (norms == 0).any(0)
+        norms = norms.masked_fill(zero, 1.0)
+        total = (norms[-1] / norms[0]).log()
+        returned = ~zero & (total.abs() <= 16 * _EPS)  # equal up to the rounding of two norms
+        problems = {
+            "a state is not finite": self.state["broken"][-1],
+            "a state has norm zero": zero,
+            "the norm returns to its start, so that the mean growth rate is 0": returned,
+        }
+        mean = (total / steps).masked_fill(returned | zero, 1.0).abs()
+        values = _deviation((norms[1:] / norms[:-1]).log(), correction) / mean
+        return settled("expodistance", values if form == "cv" else values.square(), problems, undefined)
 
-    def equidistance(self, undefined: Undefined = "raise") -> PerToken:
-        """As the function of that name, with its default options."""
-        return _equidistance(self.state["lengths"], self.state["broken"][-1], 0, undefined)
+    def equidistance(self, undefined: Undefined = "raise", *, correction: int = 0) -> PerToken:
+        """As the function of that name."""
+        mean = self.state["lengths"].mean(0)
+        problems = {"a state is not finite": self.state["broken"][-1], "all steps have length zero": mean == 0}
+        values = _deviation(self.state["lengths"], correction) / mean.masked_fill(mean == 0, 1.0)
+        return settled("equidistance", values, problems, undefined)
 
     def _broken(self, so_far: bool) -> Bool[Tensor, "layers *n"]:
         broken = self.state["broken"]
@@ -215,48 +227,9 @@ class WalkedPath:
         return settled(metric, scores[which], problems, undefined)
 
 
-def _growth_rates(norms: Float[Tensor, "layers *n"], broken: Tensor, undefined: Undefined) -> Tensor:
-    zero = norms == 0
-    problems = {"a state is not finite": broken, "a state has norm zero": zero[1:] | zero[:-1]}
-    return settled("growth_rates", (norms[1:] / norms[:-1]).log(), problems, undefined)
-
-
-def _expodistance(
-    norms: Float[Tensor, "layers *n"], broken: Bool[Tensor, "*n"], form: str, correction: int, undefined: Undefined
-) -> PerToken:
-    steps = len(norms) - 1
-    zero = (norms == 0).any(0)
-    norms = norms.masked_fill(zero, 1.0)
-    total = (norms[-1] / norms[0]).log()
-    returned = ~zero & (total.abs() <= 16 * _EPS)  # equal up to the rounding of two norms
-    problems = {
-        "a state is not finite": broken,
-        "a state has norm zero": zero,
-        "the norm returns to its start, so that the mean growth rate is 0": returned,
-    }
-    values = (
-        _deviation((norms[1:] / norms[:-1]).log(), correction) / (total / steps).masked_fill(returned | zero, 1.0).abs()
-    )
-    return settled("expodistance", values if form == "cv" else values.square(), problems, undefined)
-
-
-def _equidistance(
-    lengths: Float[Tensor, "steps *n"], broken: Bool[Tensor, "*n"], correction: int, undefined: Undefined
-) -> PerToken:
-    mean = lengths.mean(0)
-    problems = {"a state is not finite": broken, "all steps have length zero": mean == 0}
-    values = _deviation(lengths, correction) / mean.masked_fill(mean == 0, 1.0)
-    return settled("equidistance", values, problems, undefined)
-
-
 def _deviation(values: Float[Tensor, "steps *n"], correction: int) -> PerToken:
     """Standard deviation over steps; `Tensor.std` warns where there is no token."""
     return ((values - values.mean(0)).square().sum(0) / (len(values) - correction)).sqrt()
-
-
-def _step(before: Float[Tensor, "*n dim"], after: Float[Tensor, "*n dim"]) -> Float[Tensor, "*n dim"]:
-    """Widened here, so that two layers at a time are, not all."""
-    return widened("states", after) - widened("states", before)
 
 
 def _num_steps(states: States) -> int:
@@ -265,11 +238,6 @@ def _num_steps(states: States) -> int:
     if states.ndim < 2 or not len(states):
         raise ValueError(f"expected states of shape (layers, *n, dim), got {tuple(states.shape)}")
     return len(states) - 1
-
-
-def _not_finite(states: States) -> Bool[Tensor, "*n"]:
-    finite = torch.stack([state.isfinite().all(-1) for state in states])
-    return ~finite.all(0)
 
 
 def _nowhere(metric: str, states: States, reason: str, undefined: Undefined) -> PerToken:
@@ -308,7 +276,6 @@ def principal_paths(
         ValueError: fewer than 3 tokens or 2 dimensions; a state that is not finite, or tokens of the last layer that
             lie on a line, where there is no second axis: all NaN there with `undefined="nan"`.
     """
-    check_option("undefined", undefined, "raise", "nan")
     states = widened("states", states)
     if states.ndim != 3 or not len(states) or states.shape[1] < 3 or states.shape[2] < 2:
         raise ValueError(
@@ -330,9 +297,11 @@ def principal_paths(
 
 
 def _no_plane(states: Tensor, reason: str, undefined: str) -> PrincipalPaths:
-    if undefined == "raise":
-        raise ValueError(f"principal paths are undefined: {reason}")
-    return PrincipalPaths(states.new_full((*states.shape[:2], 2), torch.nan), states.new_full((2,), torch.nan))
+    nowhere = {reason: torch.tensor(True)}
+    shapes = (*states.shape[:2], 2), (2,)
+    return PrincipalPaths(
+        *(settled("principal_paths", states.new_zeros(shape), nowhere, undefined) for shape in shapes)
+    )
 
 
 # Where the beginning of a model ends and its ending begins, from how similar its layers are.

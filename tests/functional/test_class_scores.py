@@ -72,6 +72,7 @@ def test_what_has_no_interval_is_refused():
         macro_f1_interval(labels, predictions[1:])
     with pytest.raises(ValueError, match=r"at least 2 rows, got \(1,\) and \(1,\)"):
         macro_f1_interval(labels[:1], predictions[:1])
-    for options in ({"resamples": 0}, {"confidence": 1.0}):
-        with pytest.raises(ValueError, match=r"expected resamples of at least 1 and a confidence in \(0, 1\)"):
+    refusals = ({"resamples": 0}, "at least 1 resample, got 0"), ({"confidence": 1.0}, "confidence between 0 and 1")
+    for options, message in refusals:
+        with pytest.raises(ValueError, match=message):
             macro_f1_interval(labels, predictions, **options)
