@@ -26,6 +26,10 @@ def test_what_is_imported_by_a_former_name_is_what_is_imported_today():
 
     assert former_matrix is linear_cka_matrix
     assert former_pool is pool
+    from lit_layers.models.build import load as former_load
+    from lit_layers.models.saved import load
+
+    assert former_load is load
     from lit_layers.data.tasks import ProbeTask as FormerTask
     from lit_layers.data.tasks import find_task as former_find
     from lit_layers.embeddings import MtebTask as FormerMteb

@@ -206,7 +206,7 @@ def test_a_smaller_set_stands_in_the_tags_and_gives_equal_numbers_wherever_it_is
     assert after.error is None
     (coverage,) = (record for record in after.records if record.metric == "coverage")
     assert coverage.tags["num_train_wanted"] == coverage.tags["num_test_wanted"] == 900
-    from lit_layers.models.build import load
+    from lit_layers.models.saved import load
 
     during = measure(load(folder), probe(), run="run", step=0)
     assert during.records == after.records

@@ -74,7 +74,7 @@ def _loaded(files: "ShardFiles") -> "nn.Module":
     """In the precision that it is saved in, as far as its config.json says it."""
     import torch
 
-    from lit_layers.models.build import load
+    from lit_layers.models.saved import load
 
     named = str(files.config.get("dtype") or files.config.get("torch_dtype") or "float32").removeprefix("torch.")
     return load(files.model, revision=files.commit, dtype=getattr(torch, named, torch.float32))

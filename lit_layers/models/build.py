@@ -1,36 +1,27 @@
-"""Models: built from a name, saved as plain folders, loaded again, told apart by a hash."""
+"""Models: built from a name, cut to their first blocks, saved as plain folders, told apart by a hash."""
 
 import copy
 import difflib
 import hashlib
+import importlib
 import json
 import os
 import shutil
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from pickle import UnpicklingError
 from types import SimpleNamespace
 from typing import Any
 
 import torch
 from huggingface_hub.errors import StrictDataclassError
-from safetensors import SafetensorError
 from torch import Tensor, nn
 
-from lit_layers.downloads import would_run_code
 from lit_layers.durable import write_json
 from lit_layers.errors import InputError
-from lit_layers.models.families import Network, class_named, family_of
-from lit_layers.models.pixels import (
-    PREPROCESSOR,
-    copy_pixel_statistics_,
-    keep_pixel_statistics_,
-    keep_preprocessor_,
-    pixel_statistics,
-    preprocessor,
-)
-from lit_layers.models.shard_files import free_memory, refuse_shards_elsewhere
+from lit_layers.models.families import Network, family_of, trunk_of
+from lit_layers.models.pixels import PREPROCESSOR, copy_pixel_statistics_, pixel_statistics, preprocessor
+from lit_layers.models.shard_files import free_memory
 
 _OF_A_FILE = ("architectures", "dtype", "torch_dtype", "transformers_version")  # options that change no function
 
@@ -40,13 +31,14 @@ _SIZES = (
     *(*_LAYERS, *_WIDTH, "n_head", "num_attention_heads", "num_heads", "num_key_value_heads", "patch_size", "img_size"),
     *("n_positions", "max_position_embeddings", "n_inner", "intermediate_size", "ffn_dim", "vocab_size"),
 )
-# What transformers, timm and their readers of files raise for a config or weights that are wrong.
-_CANNOT_LOAD = (
-    *(ArithmeticError, AssertionError, AttributeError, EOFError, ImportError, LookupError, OSError, RuntimeError),
-    *(TypeError, ValueError, UnpicklingError, SafetensorError, StrictDataclassError),
-)
 READABLE = 0o644  # safetensors writes files that nobody else on a shared disk can read
 TIMM_OPTIONS = "build_options"  # attribute of a timm model: what it was built with, for its config.json
+
+
+def __getattr__(name: str) -> Any:
+    if name == "load":  # it was here, and pages said so
+        return importlib.import_module("lit_layers.models.saved").load
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
 def causal_lm(
@@ -78,18 +70,18 @@ def causal_lm(
     try:
         options = fused | _no_foreign_tokens(plain, overrides.get("vocab_size", plain.vocab_size)) | overrides
         config = _config(name, **options)
-        _refuse_beyond_memory(config, vocabulary=config.vocab_size)
-        with _seeded(seed):
+        refuse_beyond_memory(config, vocabulary=config.vocab_size)
+        with seeded(seed):
             model = transformers.AutoModelForCausalLM.from_config(
                 config, attn_implementation=attention_implementation, dtype=torch.float32
             )
     except (StrictDataclassError, ValueError, TypeError, RuntimeError, ZeroDivisionError) as error:
-        raise InputError(f"cannot build {name} with {overrides}: {_one_line(error)}") from error
+        raise InputError(f"cannot build {name} with {overrides}: {one_line(error)}") from error
     family_of(model)
     if weights is not None:
         _copy_weights_(model, weights)
     if pad_vocab_to is not None:
-        with _seeded(seed):
+        with seeded(seed):
             pad_vocabulary_(model, pad_vocab_to)
     return model.train()
 
@@ -110,17 +102,17 @@ def vit(name: str, *, seed: int = 0, **overrides: Any) -> nn.Module:
     known = set(inspect.signature(VisionTransformer).parameters) | {"num_classes", "drop_rate"}
     _refuse_unknown(overrides, known, "option of a vision transformer")
     try:
-        _refuse_beyond_memory(SimpleNamespace(**overrides))
-        with _seeded(seed):
+        refuse_beyond_memory(SimpleNamespace(**overrides))
+        with seeded(seed):
             model = timm.create_model(name, pretrained=False, **overrides)
     except (ValueError, TypeError, AssertionError, RuntimeError, ZeroDivisionError) as error:
-        raise InputError(f"cannot build {name} with {overrides}: {_one_line(error)}") from error
+        raise InputError(f"cannot build {name} with {overrides}: {one_line(error)}") from error
     family_of(model)
     setattr(model, TIMM_OPTIONS, overrides)
     return model.train()
 
 
-def _refuse_beyond_memory(config: Any, vocabulary: int = 0) -> None:
+def refuse_beyond_memory(config: Any, vocabulary: int = 0) -> None:
     """Refuses what could not be built, before it takes hours or all memory; counts no more than what every family has.
 
     Raises:
@@ -152,7 +144,7 @@ def untrained(model: Network, *, seed: int = 0) -> nn.Module:
         if padded:  # as the model it is saved as: the same numbers in training and after it
             config.vocab_size = getattr(config, TRUE_SIZE)
             delattr(config, TRUE_SIZE)
-        with _seeded(seed):
+        with seeded(seed):
             fresh = type(model)._from_config(config, dtype=torch.float32)
             if padded:
                 pad_vocabulary_(fresh, model.config.vocab_size)
@@ -163,7 +155,7 @@ def untrained(model: Network, *, seed: int = 0) -> nn.Module:
         options = getattr(model, TIMM_OPTIONS, None)
         if options is None or not hasattr(model, "pretrained_cfg"):
             raise InputError(f"cannot build this {type(model).__name__} anew: build it with vit(name, ...)")
-        with _seeded(seed):
+        with seeded(seed):
             fresh = timm.create_model(model.pretrained_cfg["architecture"], pretrained=False, **options)
     parameter = next(model.parameters())
     return fresh.to(parameter.device, parameter.dtype).eval()
@@ -179,7 +171,7 @@ def save(model: Network, folder: str | Path, tokenizer: Any = None) -> None:
     model, folder = getattr(model, "_orig_mod", model), Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
     if hasattr(model, "save_pretrained"):
-        with _no_progress_bars(), _seeded(0):
+        with quiet():
             _shell(model).save_pretrained(folder, state_dict=unpadded_state(model))
         if (settings := preprocessor(model)) is not None:
             write_json(folder / PREPROCESSOR, settings)
@@ -194,48 +186,6 @@ def save(model: Network, folder: str | Path, tokenizer: Any = None) -> None:
     for file in folder.iterdir():
         if file.is_file():
             os.chmod(file, READABLE)
-
-
-def load(folder_or_repo: str | Path, *, revision: str | None = None, dtype: torch.dtype = torch.float32) -> nn.Module:
-    """A saved model of transformers or timm, on the CPU, in evaluation mode: a local folder or a repository of the Hub.
-
-    Reads safetensors, or else a pickle with `weights_only=True`; never runs code of the repository.
-
-    Raises:
-        InputError: no such folder, a folder without a model, or weights that do not fill the model.
-    """
-    name = os.fspath(folder_or_repo)
-    if os.path.isdir(name) and not os.path.isfile(os.path.join(name, "config.json")):
-        raise InputError(f"expected a model in {name}, found no config.json there")
-    if not os.path.isdir(name) and (isinstance(folder_or_repo, Path) or name.startswith((".", "/", "~"))):
-        raise InputError(f"expected a folder with a model, {name} does not exist")
-    try:
-        with _seeded(0):  # a model is filled with random weights before it is with its own
-            return _load(name, revision, dtype)
-    except InputError:
-        raise
-    except _CANNOT_LOAD as error:
-        refused = error.__cause__ if isinstance(error, RuntimeError) else error  # timm's own words hide torch's
-        if isinstance(refused, UnpicklingError):
-            raise would_run_code(name, refused) from refused
-        raise InputError(f"{name} cannot be loaded: {type(error).__name__}: {_one_line(error)}") from error
-
-
-def _load(name: str, revision: str | None, dtype: torch.dtype) -> nn.Module:
-    from transformers import PreTrainedConfig
-
-    settings, _ = PreTrainedConfig.get_config_dict(name, revision=revision)
-    if "/" in str(settings.get("attn_implementation")):  # of the Hub: code, where the package `kernels` is installed
-        asked = settings["attn_implementation"]
-        raise InputError(
-            f"{name}: expected attn_implementation sdpa or eager in its config.json, got {asked}, which is code"
-        )
-    _refuse_beyond_memory(SimpleNamespace(**settings))
-    if settings.get("model_type") in (None, "timm_wrapper") and "architecture" in settings:
-        return _load_timm(name, settings, revision).to(dtype).eval()
-    if "model_type" in settings:
-        return _load_transformers(name, settings, revision, dtype)
-    raise InputError(f"the config.json of {name} names neither a model_type (transformers) nor an architecture (timm)")
 
 
 def weights_hash(model: nn.Module) -> str:
@@ -280,7 +230,7 @@ def _copy_weights_(model: nn.Module, weights: nn.Module) -> None:
         model.load_state_dict(weights.state_dict())
     except RuntimeError as error:
         kind = type(model).__name__
-        raise InputError(f"the weights do not fit a {kind} of these options: {_one_line(error)}") from error
+        raise InputError(f"the weights do not fit a {kind} of these options: {one_line(error)}") from error
 
 
 def _config(name: str | Path, **options: Any) -> Any:
@@ -317,37 +267,6 @@ def _shell(model: Network) -> Network:
     return shell
 
 
-def _load_transformers(name: str, settings: dict, revision: str | None, dtype: torch.dtype) -> nn.Module:
-    import transformers
-    from transformers.utils import cached_file
-
-    architecture = (settings.get("architectures") or ["AutoModelForCausalLM"])[0]
-    kind = class_named(architecture)
-    if kind is None:
-        raise InputError(f"transformers {transformers.__version__} has no {architecture}, which {name} asks for")
-    os.environ.setdefault("DISABLE_SAFETENSORS_CONVERSION", "1")  # else a pickle starts a thread that asks the Hub
-    refuse_shards_elsewhere(name, revision)
-    with _no_progress_bars():
-        model, report = kind.from_pretrained(
-            name,
-            revision=revision,
-            dtype=dtype,
-            trust_remote_code=False,
-            weights_only=True,
-            output_loading_info=True,
-        )
-    for problem in ("missing_keys", "mismatched_keys"):
-        if report.get(problem):
-            raise InputError(
-                f"the weights of {name} do not fill {architecture}: {problem} {sorted(report[problem])[:3]}"
-            )
-    if kind.main_input_name == "pixel_values":
-        file = cached_file(name, PREPROCESSOR, revision=revision, _raise_exceptions_for_missing_entries=False)
-        if file is not None:
-            keep_preprocessor_(model, json.loads(Path(file).read_text(encoding="utf-8")))
-    return model.eval()
-
-
 def _save_timm(model: nn.Module, folder: Path) -> None:
     from timm.models import save_for_hf
 
@@ -361,16 +280,6 @@ def _save_timm(model: nn.Module, folder: Path) -> None:
         write_json(folder / "config.json", config)
 
 
-def _load_timm(name: str, settings: dict, revision: str | None) -> nn.Module:
-    import timm
-
-    source = f"local-dir:{name}" if os.path.isdir(name) else f"hf-hub:{name}" + (f"@{revision}" if revision else "")
-    model = timm.create_model(source, pretrained=True)
-    setattr(model, TIMM_OPTIONS, settings.get("model_args", {}))
-    keep_pixel_statistics_(model, settings)
-    return model
-
-
 def _refuse_unknown(given: Iterable[str], known: Iterable[str], kind: str) -> None:
     for name in given:
         if name not in known:
@@ -382,12 +291,12 @@ def _close(name: str, known: Iterable[str]) -> str:
     return f"; close matches: {', '.join(near)}" if near else ""
 
 
-def _one_line(error: Exception) -> str:
+def one_line(error: Exception) -> str:
     return " ".join(str(error).split()).split(". ")[0]
 
 
 @contextmanager
-def _seeded(seed: int) -> Iterator[None]:
+def seeded(seed: int) -> Iterator[None]:
     """New weights inside come from `seed`, on the CPU; the global random state is as before afterwards."""
     with torch.random.fork_rng(devices=[]), torch.device("cpu"):
         torch.default_generator.manual_seed(seed)  # torch.manual_seed would seed the GPUs as well
@@ -395,15 +304,20 @@ def _seeded(seed: int) -> Iterator[None]:
 
 
 @contextmanager
-def _no_progress_bars() -> Iterator[None]:
-    """A bar for each of many checkpoints is noise in a training log."""
+def quiet(seed: int = 0, *, reports: bool = True) -> Iterator[None]:
+    """As `seeded`, without a bar, which is noise in a training log, and without `reports` of what is in a file."""
     from transformers.utils import logging
 
-    shown = logging.is_progress_bar_enabled()
+    os.environ.setdefault("DISABLE_SAFETENSORS_CONVERSION", "1")  # else a pickle starts a thread that asks the Hub
+    shown, verbosity = logging.is_progress_bar_enabled(), logging.get_verbosity()
     logging.disable_progress_bar()
+    if not reports:
+        logging.set_verbosity_error()
     try:
-        yield
+        with seeded(seed):
+            yield
     finally:
+        logging.set_verbosity(verbosity)
         if shown:
             logging.enable_progress_bar()
 
@@ -459,3 +373,89 @@ def _vocabulary_parameters(model: Network) -> list[nn.Parameter]:
     """Parameters with a row for each token: embedding, head and its bias."""
     parts = [part for part in (model.get_input_embeddings(), model.get_output_embeddings()) if part is not None]
     return [parameter for part in parts for parameter in part.parameters(recurse=False)]
+
+
+# The first blocks of a model as a model of its own.
+
+PER_BLOCK = ("layer_types", "attention_layers", "mlp_layer_types")  # fields of a config with an entry for each block
+
+
+def truncate(model: nn.Module, num_layers: int, *, head: bool = True) -> nn.Module:
+    """A new model of the first `num_layers` blocks, with copies of the weights; the given one stays as it is.
+
+    It has the class, device, dtypes, modes of its parts, ties between weights and attention implementation of `model`,
+    and its config says the smaller depth, so that saving gives a folder of an ordinary model. Its hidden states are
+    those of `model` at layers 0..num_layers, bit by bit. The final norm (and head) are kept as they are: they were made
+    for the last layer, and what they say of an earlier one is the logit lens.
+
+    With `head=False` the trunk alone is copied (GPT2Model, LlamaModel, BertModel, ViTModel; of a timm model the one
+    with `num_classes=0`), which computes no scores of words or classes. A BertModel has a pooler, as has a ViTModel;
+    where `model` has none, its weights are zeros, so that the saved folder is whole and loads without random numbers.
+
+    Raises:
+        InputError: fewer than 1 block or more than there are, a model of no known family, one with two rows of blocks
+            (an encoder and a decoder), one whose blocks share weights.
+    """
+    model = getattr(model, "_orig_mod", model)
+    source: Network = model if head else trunk_of(model)
+    family = family_of(source)
+    blocks = family.block_list(source)
+    _refuse_uncut(model, blocks, num_layers)
+    # A dropped block is a stand-in in the copy: its weights are never in memory twice.
+    stand_ins: dict[int, Any] = {id(block): nn.Identity() for block in blocks[num_layers:]}
+    with torch.no_grad():
+        cut: Network = copy.deepcopy(source, stand_ins)
+    del trunk_of(cut).get_submodule(family.blocks)[num_layers:]
+    if family.package == "timm":
+        _finish_timm(cut, num_layers, head)
+    else:
+        _set_depth(cut.config, num_layers)
+        cut.config.architectures = [type(cut).__name__]
+        copy_pixel_statistics_(model, cut)
+        if not head:
+            _complete_pooler(cut)
+    return cut
+
+
+def _refuse_uncut(model: Network, blocks: tuple[nn.Module, ...], num_layers: int) -> None:
+    kind = type(model).__name__
+    config = getattr(model, "config", None)
+    parameters = [id(parameter) for block in blocks for parameter in block.parameters()]
+    if len(set(parameters)) < len(parameters) or len(blocks) != getattr(config, "num_hidden_layers", len(blocks)):
+        raise InputError(f"the blocks of this {kind} share weights, and it is not cut: dropping one saves nothing")
+    if not 1 <= num_layers <= len(blocks):
+        raise InputError(f"num_layers: {kind} can be cut to 1..{len(blocks)} blocks, got {num_layers}")
+
+
+def _set_depth(config: Any, num_layers: int) -> None:
+    """Whatever the family calls it: `num_hidden_layers` is an alias of it in every config of transformers."""
+    for name in PER_BLOCK:  # a property is computed from the depth
+        if getattr(config, name, None) is not None and not isinstance(getattr(type(config), name, None), property):
+            setattr(config, name, list(getattr(config, name))[:num_layers])
+    if getattr(config, "attention_types", None) is not None:  # GPT-Neo's own way of writing attention_layers
+        config.attention_types = [[config.attention_layers, 1]]
+    config.num_hidden_layers = num_layers
+    if getattr(config, "stage_names", None) is not None:  # of which layers it would be a backbone: of the last one
+        config.stage_names = list(config.stage_names)[: num_layers + 1]
+        config.set_output_features_output_indices(None, None)
+
+
+def _complete_pooler(trunk: Network) -> None:
+    """Plain loading of a BertModel, and of any other trunk that may have a pooler, expects one."""
+    if getattr(trunk, "pooler", trunk) is None:
+        like: Tensor = next(trunk.parameters())
+        with torch.device("meta"):
+            pooler = type(trunk)(trunk.config).pooler
+        pooler = pooler.to_empty(device=like.device).to(like.dtype).train(trunk.training)
+        for parameter in pooler.parameters():
+            nn.init.zeros_(parameter)
+        trunk.pooler = pooler
+
+
+def _finish_timm(model: Network, num_layers: int, head: bool) -> None:
+    options = {**getattr(model, TIMM_OPTIONS, {}), "depth": num_layers}
+    if not head:
+        model.reset_classifier(0)
+        options["num_classes"] = 0
+    setattr(model, TIMM_OPTIONS, options)
+    model.feature_info = model.feature_info[:num_layers]

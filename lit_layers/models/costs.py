@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from lit_layers.errors import InputError
 from lit_layers.models.build import true_vocab_size
 from lit_layers.models.families import trunk_of
-from lit_layers.models.plain import bytes_of_weights, import_code_of, open_plainly
+from lit_layers.models.saved import bytes_of_weights, import_code_of, open_plainly
 from lit_layers.models.view import Batch, LayeredModel, evaluating
 
 

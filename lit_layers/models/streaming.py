@@ -14,8 +14,10 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from lit_layers.errors import InputError
-from lit_layers.models.families import Network, class_named, trunk_of
+from lit_layers.models.build import one_line
+from lit_layers.models.families import Network, trunk_of
 from lit_layers.models.pixels import PREPROCESSOR, keep_pixel_statistics_, keep_preprocessor_
+from lit_layers.models.saved import class_of, is_timm
 from lit_layers.models.shard_files import Prefetch, Room, ShardFiles, free_memory
 from lit_layers.models.view import Batch, BlockCall, LayeredModel, evaluating, mask_of, softened, split_arguments
 
@@ -287,9 +289,7 @@ def skeleton(files: ShardFiles, *, device: torch.device, dtype: torch.dtype) -> 
     Raises:
         InputError: a config.json that neither transformers nor timm knows, or of a quantized model.
     """
-    settings = files.config
-    timm = settings.get("model_type") in (None, "timm_wrapper") and "architecture" in settings
-    network = _timm_skeleton(files, dtype) if timm else _transformers_skeleton(files, dtype)
+    network = (_timm_skeleton if is_timm(files.config) else _transformers_skeleton)(files, dtype)
     for module in network.modules():
         for name, buffer in module._buffers.items():
             if buffer is not None and buffer.device != META:
@@ -298,25 +298,17 @@ def skeleton(files: ShardFiles, *, device: torch.device, dtype: torch.dtype) -> 
 
 
 def _transformers_skeleton(files: ShardFiles, dtype: torch.dtype) -> Network:
-    settings = files.config
-    if not settings.get("model_type"):
-        raise InputError(
-            f"the config.json of {files.model} names neither a model_type (transformers) nor an architecture (timm)"
-        )
     import transformers
 
-    architecture = (settings.get("architectures") or ["AutoModelForCausalLM"])[0]
-    if settings.get("quantization_config"):
+    kind = class_of(files.config, files.model)
+    if files.config.get("quantization_config"):
         raise InputError(f"{files.model} is quantized, and only plain weights are read: use the model it was made from")
     try:
         config = transformers.AutoConfig.from_pretrained(files.fetch("config.json").parent, trust_remote_code=False)
     except ValueError as error:
-        reason = " ".join(str(error).split()).split(". ")[0]
+        reason = one_line(error)
         raise InputError(f"the config.json of {files.model} is none that transformers reads: {reason}") from error
-    kind = class_named(architecture)
-    if kind is None:
-        raise InputError(f"transformers {transformers.__version__} has no {architecture}, which {files.model} asks for")
-    build = kind.from_config if architecture.startswith("Auto") else kind._from_config
+    build = kind.from_config if kind.__name__.startswith("Auto") else kind._from_config
     with META:
         network = build(config, dtype=dtype)
     for module in network.modules():

@@ -19,7 +19,7 @@ from lit_layers.errors import InputError
 from lit_layers.functional.geometry import Pooling, pool
 from lit_layers.functional.probe import LogisticProbes
 from lit_layers.functional.regression import RidgeProbes
-from lit_layers.models.plain import open_plainly
+from lit_layers.models.saved import open_plainly
 from lit_layers.models.view import Batch, LayeredModel
 
 Kind = Literal["classification", "regression"]

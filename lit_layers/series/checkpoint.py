@@ -180,7 +180,7 @@ class Checkpoint:
         """
         import torch
 
-        from lit_layers.models.build import load  # torch, which names and steps do not need
+        from lit_layers.models.saved import load  # torch, which names and steps do not need
 
         folder = self.fetch()
         try:

@@ -97,7 +97,7 @@ class _ModelAlone(Checkpoint):
         return False
 
     def load(self, *, dtype: Any = None) -> Any:
-        from lit_layers.models.build import load  # torch, which names and steps do not need
+        from lit_layers.models.saved import load  # torch, which names and steps do not need
 
         assert isinstance(self.source, _Alone)
         return load(self.name, revision=self.source.shards.commit, dtype=dtype)

@@ -22,8 +22,8 @@ from lit_layers.errors import InputError
 from lit_layers.functional.block_schedules import Variant
 from lit_layers.models.build import architecture_hash, weights_hash
 from lit_layers.models.families import Network, trunk_of
-from lit_layers.models.plain import ENCODERS, sequence_classifier
 from lit_layers.models.running_order import running_order
+from lit_layers.models.saved import ENCODERS, sequence_classifier
 from lit_layers.models.view import LayeredModel
 from lit_layers.records import Record
 from lit_layers.schema import (

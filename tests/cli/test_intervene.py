@@ -18,8 +18,9 @@ from lit_layers.cli.main import main
 from lit_layers.data import EvalText
 from lit_layers.data.images import EvalImages
 from lit_layers.data.tokenization import load_tokenizer
-from lit_layers.models.build import load, save, vit
+from lit_layers.models.build import save, vit
 from lit_layers.models.running_order import running_order
+from lit_layers.models.saved import load
 from lit_layers.tasks.lm_eval_scorer import LmEvalScorer
 from tests.support.benchmark_rows import pairs_of, tiny_speaker, write_tasks, write_tokenizer
 from tests.support.glue_files import saved_bert_of_pairs, write_glue

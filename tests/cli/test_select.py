@@ -18,7 +18,8 @@ from lit_layers.data.batches import encode_texts
 from lit_layers.data.tokenization import load_tokenizer
 from lit_layers.functional.probe import fit_logistic_probes
 from lit_layers.functional.regression import fit_ridge_probes
-from lit_layers.models.build import load, save, vit
+from lit_layers.models.build import save, vit
+from lit_layers.models.saved import load
 from lit_layers.models.view import LayeredModel
 from lit_layers.select import load_classifier
 from tests.support.labelled_texts import (

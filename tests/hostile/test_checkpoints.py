@@ -13,8 +13,8 @@ from safetensors.torch import load_file
 
 from lit_layers.cli.main import main
 from lit_layers.errors import InputError
-from lit_layers.models.build import causal_lm, load, save
-from lit_layers.models.plain import open_plainly
+from lit_layers.models.build import causal_lm, save
+from lit_layers.models.saved import load, open_plainly
 from lit_layers.models.shard_files import INDEX, PICKLED, ShardFiles
 from lit_layers.series.local_series import StepFolders
 from tests.hostile.test_recipes import refused

@@ -11,7 +11,8 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from lit_layers.errors import InputError
-from lit_layers.models.build import causal_lm, load, pad_vocabulary_, save, true_vocab_size, vit, weights_hash
+from lit_layers.models.build import causal_lm, pad_vocabulary_, save, true_vocab_size, vit, weights_hash
+from lit_layers.models.saved import load
 from lit_layers.models.view import LayeredModel
 from tests.support.rounding import assert_rounded
 from tests.support.tiny_models import tiny, tiny_batch

@@ -15,7 +15,7 @@ from lit_layers.analyses import Analysis
 from lit_layers.data import ProbeTask, WordPairs
 from lit_layers.data.prompt_texts import GivenTexts
 from lit_layers.functional.entropy import effective_rank
-from lit_layers.models.build import load
+from lit_layers.models.saved import load
 from lit_layers.records import Measurement, Record
 from lit_layers.report import write_report
 from lit_layers.undisturbed import measure

@@ -10,7 +10,8 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 
 from lit_layers.cli.main import main
 from lit_layers.errors import InputError
-from lit_layers.models.build import load, weights_hash
+from lit_layers.models.build import weights_hash
+from lit_layers.models.saved import load
 from lit_layers.series import LightningCheckpoints, audit
 from lit_layers.training import LitCausalLM, SeriesCheckpoint
 from tests.support.tiny_training import CONFIG, VOCABULARY, RandomTokens

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from lit_layers.errors import InputError
-from lit_layers.models.build import load
+from lit_layers.models.saved import load
 from lit_layers.series import StepFolders, audit
 from tests.support.series_hub import make_step
 

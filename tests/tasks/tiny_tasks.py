@@ -10,7 +10,7 @@ import torch
 
 from lit_layers.data.batches import encode_texts
 from lit_layers.data.tokenization import load_tokenizer
-from lit_layers.models.build import load
+from lit_layers.models.saved import load
 from lit_layers.models.view import LayeredModel
 from lit_layers.tasks.catalogue import resolve
 from lit_layers.tasks.embedding_store import GB, Embedding, Store

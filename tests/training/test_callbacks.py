@@ -16,7 +16,8 @@ from lit_layers import records
 from lit_layers.analyses import Coupling, Lens, NextTokenProbe, Representation, Trajectory
 from lit_layers.analyses.base import Analysis
 from lit_layers.errors import InputError
-from lit_layers.models.build import load, weights_hash
+from lit_layers.models.build import weights_hash
+from lit_layers.models.saved import load
 from lit_layers.records import Record
 from lit_layers.training import EmergenceCallback, SeriesCheckpoint
 from lit_layers.training.checkpoints import saved_steps, step_folder

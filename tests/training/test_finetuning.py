@@ -13,7 +13,8 @@ from lit_layers.data.preparing import prepared
 from lit_layers.data.text import TokenBlocks
 from lit_layers.errors import InputError
 from lit_layers.functional.block_schedules import Variant
-from lit_layers.models.build import causal_lm, load, vit, weights_hash
+from lit_layers.models.build import causal_lm, vit, weights_hash
+from lit_layers.models.saved import load
 from lit_layers.models.view import LayeredModel
 from lit_layers.records import Record
 from lit_layers.training import finetuning

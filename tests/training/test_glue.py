@@ -15,9 +15,9 @@ from lit_layers.cli.intervene import read_recipe
 from lit_layers.data.tokenization import load_tokenizer
 from lit_layers.errors import InputError
 from lit_layers.functional.block_schedules import Variant
-from lit_layers.models.build import load, save
+from lit_layers.models.build import save
 from lit_layers.models.families import trunk_of
-from lit_layers.models.plain import classifier_parameters, sequence_classifier
+from lit_layers.models.saved import classifier_parameters, load, sequence_classifier
 from lit_layers.models.view import LayeredModel
 from lit_layers.tasks.catalogue import find
 from lit_layers.tasks.glue_rows import GLUE, GlueRows, glue_metrics, read_rows

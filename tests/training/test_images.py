@@ -15,8 +15,9 @@ from lit_layers.data import EvalImages
 from lit_layers.data.image_files import SmallPictures
 from lit_layers.data.images import image_source
 from lit_layers.errors import InputError
-from lit_layers.models.build import load, save, vit
+from lit_layers.models.build import save, vit
 from lit_layers.models.pixels import pixel_statistics
+from lit_layers.models.saved import load
 from lit_layers.models.view import LayeredModel
 from lit_layers.training import EmergenceCallback, LitImageData, SeriesCheckpoint
 from lit_layers.training.checkpoints import step_folder

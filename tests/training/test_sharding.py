@@ -16,7 +16,8 @@ from transformers import AutoModelForCausalLM, GPT2LMHeadModel
 from lit_layers import records
 from lit_layers.cli.fit import _parse
 from lit_layers.errors import InputError
-from lit_layers.models.build import causal_lm, load, weights_hash
+from lit_layers.models.build import causal_lm, weights_hash
+from lit_layers.models.saved import load
 from lit_layers.training import sharding
 from lit_layers.training.checkpoints import saved_steps, step_folder
 from lit_layers.training.resume import ResumeCheckpoint

@@ -9,7 +9,8 @@ import pytest
 import torch
 
 from lit_layers.errors import InputError
-from lit_layers.models.build import load, weights_hash
+from lit_layers.models.build import weights_hash
+from lit_layers.models.saved import load
 from lit_layers.models.view import LayeredModel
 from lit_layers.training.finetuning import Finetuning, FinetuningRecipe, LitVariant
 from lit_layers.training.sequence_tasks import GlueRecipe, GlueScores, LitSequenceClassifier

@@ -1,18 +1,112 @@
-"""A saved model opened as anybody opens it, without this package, or as an encoder with a new head for a task."""
+"""Saved models: opened whole and checked, as anybody opens them, or as an encoder with a new head for a task."""
 
 import json
 import os
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
+from pickle import UnpicklingError
+from types import SimpleNamespace
 from typing import Any, Literal
 
 import torch
+from huggingface_hub.errors import StrictDataclassError
+from safetensors import SafetensorError
 from torch import nn
 
+from lit_layers.downloads import would_run_code
 from lit_layers.errors import InputError
-from lit_layers.models.families import Network, family_of, trunk_of
+from lit_layers.models.build import TIMM_OPTIONS, one_line, quiet, refuse_beyond_memory
+from lit_layers.models.families import Network, class_named, family_of, trunk_of
+from lit_layers.models.pixels import PREPROCESSOR, keep_pixel_statistics_, keep_preprocessor_
 from lit_layers.models.shard_files import refuse_shards_elsewhere
+
+# What transformers, timm and their readers of files raise for a config or weights that are wrong.
+_CANNOT_LOAD = (
+    *(ArithmeticError, AssertionError, AttributeError, EOFError, ImportError, LookupError, OSError, RuntimeError),
+    *(TypeError, ValueError, UnpicklingError, SafetensorError, StrictDataclassError),
+)
+
+
+def load(folder_or_repo: str | Path, *, revision: str | None = None, dtype: torch.dtype = torch.float32) -> nn.Module:
+    """A saved model of transformers or timm, on the CPU, in evaluation mode: a local folder or a repository of the Hub.
+
+    Reads safetensors, or else a pickle with `weights_only=True`; never runs code of the repository.
+
+    Raises:
+        InputError: no such folder, a folder without a model, or weights that do not fill the model.
+    """
+    name = os.fspath(folder_or_repo)
+    if os.path.isdir(name) and not os.path.isfile(os.path.join(name, "config.json")):
+        raise InputError(f"expected a model in {name}, found no config.json there")
+    if not os.path.isdir(name) and (isinstance(folder_or_repo, Path) or name.startswith((".", "/", "~"))):
+        raise InputError(f"expected a folder with a model, {name} does not exist")
+    try:
+        with quiet():  # a model is filled with random weights before it is with its own
+            return _load(name, revision, dtype)
+    except InputError:
+        raise
+    except _CANNOT_LOAD as error:
+        refused = error.__cause__ if isinstance(error, RuntimeError) else error  # timm's own words hide torch's
+        if isinstance(refused, UnpicklingError):
+            raise would_run_code(name, refused) from refused
+        raise InputError(f"{name} cannot be loaded: {type(error).__name__}: {one_line(error)}") from error
+
+
+def _load(name: str, revision: str | None, dtype: torch.dtype) -> nn.Module:
+    from transformers import PreTrainedConfig
+
+    settings, _ = PreTrainedConfig.get_config_dict(name, revision=revision)
+    if "/" in str(settings.get("attn_implementation")):  # of the Hub: code, where the package `kernels` is installed
+        asked = settings["attn_implementation"]
+        raise InputError(
+            f"{name}: expected attn_implementation sdpa or eager in its config.json, got {asked}, which is code"
+        )
+    refuse_beyond_memory(SimpleNamespace(**settings))
+    if is_timm(settings):
+        model = _open_timm(name, revision)
+        setattr(model, TIMM_OPTIONS, settings.get("model_args", {}))
+        keep_pixel_statistics_(model, settings)
+        return model.to(dtype).eval()
+    return _load_transformers(name, settings, revision, dtype)
+
+
+def _load_transformers(name: str, settings: dict[str, Any], revision: str | None, dtype: torch.dtype) -> nn.Module:
+    from transformers.utils import cached_file
+
+    kind = class_of(settings, name)
+    refuse_shards_elsewhere(name, revision)
+    model, report = kind.from_pretrained(
+        name, revision=revision, dtype=dtype, trust_remote_code=False, weights_only=True, output_loading_info=True
+    )
+    for problem in ("missing_keys", "mismatched_keys"):
+        if report.get(problem):
+            keys = sorted(report[problem])[:3]
+            raise InputError(f"the weights of {name} do not fill {kind.__name__}: {problem} {keys}")
+    if kind.main_input_name == "pixel_values":
+        file = cached_file(name, PREPROCESSOR, revision=revision, _raise_exceptions_for_missing_entries=False)
+        if file is not None:
+            keep_preprocessor_(model, json.loads(Path(file).read_text(encoding="utf-8")))
+    return model.eval()
+
+
+def class_of(settings: dict[str, Any], name: str) -> Any:
+    """The class of transformers that the config.json of a model names.
+
+    Raises:
+        InputError: none is named, or this version has none of that name.
+    """
+    import transformers
+
+    if not settings.get("model_type"):
+        raise InputError(
+            f"the config.json of {name} names neither a model_type (transformers) nor an architecture (timm)"
+        )
+    architecture = (settings.get("architectures") or ["AutoModelForCausalLM"])[0]
+    if (kind := class_named(architecture)) is None:
+        raise InputError(f"transformers {transformers.__version__} has no {architecture}, which {name} asks for")
+    return kind
+
+
+# As anybody opens a model, without this package.
 
 # Tried in this order for the class that a config.json names.
 _AUTO = (
@@ -42,9 +136,9 @@ def open_plainly(
     folder = Path(folder)
     if safetensors_only and not weight_files(folder, "safetensors"):
         raise InputError(f"expected weights in safetensors in {folder}, found none")
-    with torch.random.fork_rng(devices=[]), torch.device("cpu"), _quiet():
+    with quiet(reports=False):
         if is_timm(settings := read_config(folder)):
-            return _open_timm(folder, head).eval()
+            return _open_timm(str(folder), head=head).eval()
         options: dict[str, Any] = {} if attention is None else {"attn_implementation": attention}
         kind = _auto_class(folder, settings, head)
         refuse_shards_elsewhere(str(folder))
@@ -67,7 +161,7 @@ def import_code_of(folder: str | Path, *, head: bool = True) -> None:
     from transformers import AutoConfig
 
     config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
-    with torch.device("meta"), _quiet():
+    with quiet(reports=False), torch.device("meta"):
         _auto_class(folder, settings, head).from_config(config)
 
 
@@ -107,11 +201,12 @@ def is_timm(settings: dict[str, Any]) -> bool:
     return settings.get("model_type") in (None, "timm_wrapper") and "architecture" in settings
 
 
-def _open_timm(folder: Path, head: bool) -> Network:
+def _open_timm(name: str, revision: str | None = None, *, head: bool = True) -> Network:
     import timm
 
+    source = f"local-dir:{name}" if os.path.isdir(name) else f"hf-hub:{name}" + (f"@{revision}" if revision else "")
     options: dict[str, Any] = {} if head else {"num_classes": 0}
-    return timm.create_model(f"local-dir:{folder}", pretrained=True, **options)
+    return timm.create_model(source, pretrained=True, **options)
 
 
 def _auto_class(folder: Path, settings: dict[str, Any], head: bool) -> Any:
@@ -125,23 +220,6 @@ def _auto_class(folder: Path, settings: dict[str, Any], head: bool) -> Any:
         if names and (not head or named in names | {"automodel"}):
             return auto
     raise InputError(f"no Auto class of transformers opens the {named} in {folder}: open it with its own class")
-
-
-@contextmanager
-def _quiet() -> Iterator[None]:
-    """Neither a bar nor a report of the weights that a trunk has no use for."""
-    from transformers.utils import logging
-
-    os.environ.setdefault("DISABLE_SAFETENSORS_CONVERSION", "1")  # else a pickle starts a thread that asks the Hub
-    shown, verbosity = logging.is_progress_bar_enabled(), logging.get_verbosity()
-    logging.disable_progress_bar()
-    logging.set_verbosity_error()
-    try:
-        yield
-    finally:
-        logging.set_verbosity(verbosity)
-        if shown:
-            logging.enable_progress_bar()
 
 
 # An encoder with a new head for texts or pairs of texts: what is fine-tuned on a task.
@@ -179,8 +257,7 @@ def sequence_classifier(
         )
     refuse_shards_elsewhere(str(name), revision)
     options: dict[str, Any] = {"num_labels": num_outputs, "ignore_mismatched_sizes": True, "weights_only": True}
-    with torch.random.fork_rng(devices=[]), torch.device("cpu"), _quiet():
-        torch.default_generator.manual_seed(seed)
+    with quiet(seed, reports=False):
         model, report = AutoModelForSequenceClassification.from_pretrained(
             name,
             revision=revision,
