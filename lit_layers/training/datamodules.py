@@ -1,6 +1,5 @@
 """Samples for training and validation: which ones a step trains on, token blocks, images."""
 
-import contextlib
 import itertools
 import random
 from abc import ABC, abstractmethod
@@ -29,6 +28,7 @@ from lit_layers.errors import InputError
 from lit_layers.models.pixels import train_transform
 from lit_layers.schema import BATCH, COUNT, SEED, SHARE, WORKERS, Range, refuse_outside
 from lit_layers.training.augmentation import Augmentation, RandAugment, uniforms
+from lit_layers.undisturbed import kept_random_state
 
 
 class StepSampler(Sampler[list[int]]):
@@ -84,11 +84,13 @@ class StepSampler(Sampler[list[int]]):
 
 
 Batch = dict[str, Tensor]
-_RANGES = {
+DATA_RANGES = {
     "num_tokens": COUNT,
     "image_size": Range(1, 10_000, whole=True),
     **dict.fromkeys(("global_batch_size", "validation_batch_size"), BATCH),
-    **dict.fromkeys(("num_validation_sequences", "num_validation_images", "num_repeats"), COUNT),
+    **dict.fromkeys(
+        ("num_validation_sequences", "num_validation_images", "num_repeats", "num_train", "num_validation"), COUNT
+    ),
     "crop_padding": Range(0, 10_000, whole=True),
     "erasing": SHARE,
     "seed": SEED,
@@ -181,7 +183,7 @@ class LitTextData(LitStepData):
         self.corpus, self.tokenizer, self.num_tokens, self.seed = corpus, tokenizer, num_tokens, seed
         self.global_batch_size, self.num_validation_sequences = global_batch_size, num_validation_sequences
         self.validation_batch_size, self.num_workers = validation_batch_size, num_workers
-        refuse_outside("data.", _RANGES, vars(self))
+        refuse_outside("data.", DATA_RANGES, vars(self))
 
     @property
     def tokens_per_step(self) -> int:
@@ -263,7 +265,7 @@ class LitImageData(LitStepData):
         self.validation_batch_size, self.crop_padding, self.flip = validation_batch_size, crop_padding, flip
         self.rand_augment, self.erasing, self.num_repeats = rand_augment, erasing, num_repeats
         self.seed, self.num_workers = seed, num_workers
-        refuse_outside("data.", _RANGES, {**vars(self), "image_size": image_size})
+        refuse_outside("data.", DATA_RANGES, {**vars(self), "image_size": image_size})
 
     @property
     def images_per_step(self) -> int:
@@ -413,7 +415,7 @@ class _TrainingImages(Dataset):
         assert self.transform is not None
         seeds = (uniforms(self.seed, "large", torch.tensor(numbers), 1)[:, 0] * 2**53).long().tolist()
         images = []
-        with _own_randomness():
+        with kept_random_state():  # without workers the global generators are those of training
             for index, seed in zip(chosen, seeds, strict=True):
                 torch.default_generator.manual_seed(seed)
                 random.seed(seed)
@@ -431,18 +433,6 @@ class _ValidationImages(Dataset):
             return {"pixels": eval_pixels(self.pictures, chosen, self.size), "labels": self.pictures.labels[chosen]}
         except InputError as error:
             return error
-
-
-@contextlib.contextmanager
-def _own_randomness() -> Iterator[None]:
-    """What is drawn inside leaves no trace in the global generators: without workers they are those of training."""
-    states = torch.get_rng_state(), random.getstate(), np.random.get_state()  # noqa: NPY002
-    try:
-        yield
-    finally:
-        torch.set_rng_state(states[0])
-        random.setstate(states[1])
-        np.random.set_state(states[2])  # noqa: NPY002
 
 
 def _as_it_is(batch: Any) -> Any:

@@ -18,11 +18,12 @@ from torch.nn import functional as F
 
 from lit_layers import schema
 from lit_layers.analyses.base import Analysis, describe
+from lit_layers.analyses.speed import variants_of
 from lit_layers.data.preparing import prepared
 from lit_layers.data.shards import TokenShards
 from lit_layers.durable import write_json
 from lit_layers.errors import InputError
-from lit_layers.functional.block_schedules import LOOPS, SEEDS, VARIANTS, Variant, baseline, format_schedule, variants
+from lit_layers.functional.block_schedules import LOOPS, SEEDS, VARIANTS, Variant, baseline, format_schedule
 from lit_layers.models.build import architecture_hash, save, true_vocab_size, weights_hash
 from lit_layers.models.families import Network
 from lit_layers.models.running_order import Parallel, running_order
@@ -42,7 +43,7 @@ from lit_layers.schema import (
 )
 from lit_layers.training.checkpoints import writable_folder, write_folder
 from lit_layers.training.datamodules import LitTextData
-from lit_layers.training.modules import LitCausalLM, LitModule
+from lit_layers.training.modules import LitCausalLM
 from lit_layers.training.resume import StepSeed
 from lit_layers.training.trainer import new_trainer
 from lit_layers.undisturbed import kept_random_state
@@ -50,57 +51,77 @@ from lit_layers.undisturbed import kept_random_state
 _AGAIN = "take it away to train that variant again"
 ANALYSIS, RESULT, MODEL = "intervene/finetune", "finetuned.json", "model"
 BETAS = (0.9, 0.999)
-GRADIENT_CLIP = Range(0, MANY, above=True)
 _RANGES = {
-    **dict.fromkeys(("steps", "num_tokens", "num_validation_sequences"), COUNT),
+    **dict.fromkeys(("num_tokens", "num_epochs", "steps", "max_steps", "num_train", "num_validation"), COUNT),
+    **dict.fromkeys(("learning_rate", "frozen_learning_rate"), LEARNING_RATE),
     **dict.fromkeys(("batch_size", "validation_batch_size"), BATCH),
+    "num_validation_sequences": COUNT,
     "warmup_steps": COUNT_OR_NONE,
     "seed": SEED,
-    "learning_rate": LEARNING_RATE,
     "weight_decay": WEIGHT_DECAY,
     "min_lr_ratio": SHARE,
-    "gradient_clip": GRADIENT_CLIP,
+    "gradient_clip": Range(0, MANY, above=True),
 }
 
 
 @dataclass(frozen=True, kw_only=True)
-class FinetuningRecipe:
-    """How a model is trained on.
+class TrainingRecipe:
+    """How a model is trained on, whatever on.
 
     Args:
-        corpus: as for `LitTextData`; validation is on its validation split.
-        tokenizer: None: the model's own, which whoever calls must name.
-        steps: of the optimizer.
         learning_rate: at its peak.
-        batch_size: sequences a step.
-        num_tokens: predictions a sequence.
-        warmup_steps: of linear warm-up; a cosine follows.
-        min_lr_ratio: final learning rate over the peak; 1 keeps it.
+        batch_size: sequences, or rows, a step.
+        num_tokens: predictions a sequence; of a row, a longer one is cut.
+        warmup_steps: of linear warm-up.
         weight_decay: on matrices and embeddings.
         gradient_clip: largest norm of the gradient; None: any.
-        num_validation_sequences: the first ones of the validation split.
-        validation_batch_size: sequences at once.
         precision: of Lightning's Trainer.
-        seed: of the order of the data and of dropout.
+        seed: of the order of the data and of dropout; of the rows that are drawn and of a new head.
     """
 
-    corpus: str
-    tokenizer: str | None = None
-    steps: int = 500
     learning_rate: float = 5e-5
     batch_size: int = 64
     num_tokens: int = 128
     warmup_steps: int = 0
-    min_lr_ratio: float = 0.0
     weight_decay: float = 0.0
     gradient_clip: float | None = 1.0
-    num_validation_sequences: int = 256
-    validation_batch_size: int = 16
     precision: str = "32-true"
     seed: int = 0
 
     def __post_init__(self) -> None:
         refuse_outside("recipe: ", _RANGES, vars(self))
+
+    def trainer(self, root: str | Path, accelerator: str, **options: Any) -> L.Trainer:
+        """As `lit-layers fit` makes it, in one process, of which nothing is written."""
+        return new_trainer(
+            accelerator=accelerator,
+            devices=1,
+            precision=self.precision,
+            callbacks=[StepSeed(self.seed)],
+            default_root_dir=root,
+            **options,
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class FinetuningRecipe(TrainingRecipe):
+    """How a causal language model is trained on; after the warm-up the learning rate falls on a cosine.
+
+    Args:
+        corpus: as for `LitTextData`; validation is on its validation split.
+        tokenizer: None: the model's own, which whoever calls must name.
+        steps: of the optimizer.
+        min_lr_ratio: final learning rate over the peak; 1 keeps it.
+        num_validation_sequences: the first ones of the validation split.
+        validation_batch_size: sequences at once.
+    """
+
+    corpus: str
+    tokenizer: str | None = None
+    steps: int = 500
+    min_lr_ratio: float = 0.0
+    num_validation_sequences: int = 256
+    validation_batch_size: int = 16
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -168,14 +189,8 @@ def finetune(
     )
     trained = copy.deepcopy(getattr(model, "_orig_mod", model)).requires_grad_(True)
     module = LitVariant(trained, recipe)
-    options = {"accelerator": accelerator, "root": root}
-    with kept_random_state(), running_order(trained, variant.schedule, parallel=parallel):
-        validate(module, data, recipe, **options)
-        before = module.quality()
-        trained.train()
-        train(module, data, recipe, steps=recipe.steps, **options)
-        validate(module, data, recipe, **options)
-        after = module.quality()
+    with running_order(trained, variant.schedule, parallel=parallel):
+        before, after = train(module, data, recipe, steps=recipe.steps, root=root, accelerator=accelerator)
     result = {**settings, "before": asdict(before), "after": asdict(after)}
 
     def fill(part: Path) -> None:
@@ -199,61 +214,53 @@ class LitVariant(LitCausalLM):
             min_lr_ratio=recipe.min_lr_ratio,
         )
         self.model = model
-        self.losses: list[Tensor] = []
-        self.accuracies: list[Tensor] = []
-
-    def on_validation_epoch_start(self) -> None:
-        self.losses, self.accuracies = [], []
+        self._rows: list[Tensor] = []  # loss and accuracy of the sequences
 
     def validation_step(self, batch: dict[str, Tensor], batch_index: int) -> None:
         targets = batch["input_ids"][:, 1:]
         logits = self(batch["input_ids"][:, :-1])
         wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
         losses = F.cross_entropy(wide.flatten(0, 1), targets.flatten(), reduction="none").view(targets.shape)
-        self.losses.append(losses.double().mean(1).cpu())
-        self.accuracies.append((wide.argmax(-1) == targets).double().mean(1).cpu())
+        hits = wide.argmax(-1) == targets
+        self._rows.append(torch.stack([losses.double().mean(1), hits.double().mean(1)]).cpu())
 
     def on_validation_epoch_end(self) -> None:
-        """Nothing is logged: `quality` has it."""
-
-    def quality(self) -> Quality:
-        """Of the last validation. Sequences are of one length, so that their mean is that of the tokens."""
-        loss, accuracy = torch.cat(self.losses), torch.cat(self.accuracies)
-        return Quality(
+        """Logs nothing. Sequences are of one length, so that their mean is that of the tokens."""
+        (loss, accuracy), self._rows = torch.cat(self._rows, dim=1), []
+        count = len(loss)
+        errors = [None if count < 2 else (each.std() / count**0.5).item() for each in (loss, accuracy)]
+        self.result = Quality(
             loss=loss.mean().item(),
             accuracy=accuracy.mean().item(),
-            loss_stderr=standard_error(loss),
-            accuracy_stderr=standard_error(accuracy),
-            num_sequences=len(loss),
+            loss_stderr=errors[0],
+            accuracy_stderr=errors[1],
+            num_sequences=count,
         )
 
 
 def train(
-    module: LitModule, data: L.LightningDataModule, recipe: Any, *, steps: int, root: str | Path, accelerator: str
-) -> None:
-    """Trains as `lit-layers fit` does, in one process, and writes nothing."""
-    _trainer(recipe, root, accelerator, max_steps=steps, gradient_clip_val=recipe.gradient_clip).fit(
-        module, datamodule=data
-    )
+    module: Any,
+    data: L.LightningDataModule,
+    recipe: TrainingRecipe,
+    *,
+    steps: int,
+    root: str | Path,
+    accelerator: str,
+    first: bool = True,
+) -> tuple[Any, Any]:
+    """Trains and writes nothing; what the module makes of the validation data (its `result`) before, where that is
+    asked for, and after. The global random state stays as it is."""
 
+    def validated() -> Any:
+        recipe.trainer(root, accelerator, max_steps=1).validate(module, datamodule=data, verbose=False)
+        return module.result
 
-def validate(
-    module: LitModule, data: L.LightningDataModule, recipe: Any, *, root: str | Path, accelerator: str
-) -> None:
-    """Has the module see all of the validation data once."""
-    trainer = _trainer(recipe, root, accelerator, max_steps=1, limit_val_batches=1.0)
-    trainer.validate(module, datamodule=data, verbose=False)
-
-
-def _trainer(recipe: Any, root: str | Path, accelerator: str, **options: Any) -> L.Trainer:
-    return new_trainer(
-        accelerator=accelerator,
-        devices=1,
-        precision=recipe.precision,
-        callbacks=[StepSeed(recipe.seed)],
-        default_root_dir=root,
-        **{"limit_val_batches": 0, **options},
-    )
+    with kept_random_state():
+        before = validated() if first else None
+        module.model.train()
+        options: dict[str, Any] = {"limit_val_batches": 0, "gradient_clip_val": recipe.gradient_clip}
+        recipe.trainer(root, accelerator, max_steps=steps, **options).fit(module, datamodule=data)
+        return before, validated()
 
 
 def name_of(variant: Variant) -> str:
@@ -274,9 +281,8 @@ def finished(file: Path, settings: Mapping[str, Any]) -> dict[str, Any] | None:
     result: Any = schema.read(file, dict[str, Any], _AGAIN)
     for name, value in json.loads(json.dumps(settings)).items():
         if (held := result.get(name)) != value:
-            part = (
-                next((key for key in value if held.get(key) != value[key]), name) if _both_dicts(held, value) else name
-            )
+            options = value if isinstance(held, dict) and isinstance(value, dict) else {}
+            part = next((key for key in options if held.get(key) != value[key]), name)
             raise InputError(
                 f"{file} is the result of other settings ({part} differs): choose another root, or take it away"
             )
@@ -307,11 +313,6 @@ def means_of_seeds(records: Iterable[Record], num_blocks: int) -> Iterator[Recor
         )
 
 
-def standard_error(values: Tensor) -> float | None:
-    """Of the mean; None of a single value."""
-    return None if len(values) < 2 else (values.std() / len(values) ** 0.5).item()
-
-
 def check_model(model: Network, recipe: FinetuningRecipe, tokenizer: str) -> None:
     view, kind = LayeredModel(model), type(model).__name__
     if view.family.sees_images or not model.can_generate():
@@ -321,10 +322,6 @@ def check_model(model: Network, recipe: FinetuningRecipe, tokenizer: str) -> Non
     num_words, size = true_vocab_size(model), prepared(recipe.corpus, tokenizer).vocab_size
     if size > num_words:
         raise InputError(f"tokenizer: {kind} knows {num_words} tokens, {tokenizer} has {size}: name the model's own")
-
-
-def _both_dicts(one: Any, other: Any) -> bool:
-    return isinstance(one, dict) and isinstance(other, dict)
 
 
 _ELSEWHERE = ("root", "tell", "folder")  # decide where things lie, not the numbers
@@ -350,12 +347,12 @@ class TrainedVariants(Analysis):
     loops: Sequence[int] = LOOPS
     custom: Sequence[str] = ()
     tell: Callable[[str], None] | None = field(default=None, repr=False, compare=False)
-    recipe: Any
+    recipe: TrainingRecipe
 
     def check(self, model: LayeredModel) -> None:
         self.chosen(model)
         try:
-            _trainer(self.recipe, self.root, accelerator_of(model), max_steps=1)
+            self.recipe.trainer(self.root, accelerator_of(model), max_steps=1)
         except ValueError as error:
             raise InputError(f"recipe: precision: {' '.join(str(error).split())}") from error
 
@@ -365,11 +362,7 @@ class TrainedVariants(Analysis):
         Raises:
             InputError: options that do not fit the model.
         """
-        options: dict[str, Any] = {name: getattr(self, name) for name in ("middles", "seeds", "loops", "custom")}
-        try:
-            return variants(model.num_layers, self.variants, **options)
-        except (TypeError, ValueError) as error:
-            raise InputError(str(error)) from error
+        return variants_of(self, model)
 
     def config(self) -> dict[str, Any]:
         whole = describe(self)

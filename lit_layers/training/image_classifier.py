@@ -15,21 +15,9 @@ from torchmetrics.classification import MulticlassAccuracy
 from lit_layers.errors import InputError
 from lit_layers.models.build import vit
 from lit_layers.models.pixels import mixup, set_pixel_statistics_
-from lit_layers.schema import (
-    BETA,
-    COUNT,
-    COUNT_OR_NONE,
-    LEARNING_RATE,
-    MANY,
-    SEED,
-    SHARE,
-    SHARE_BELOW_1,
-    WEIGHT_DECAY,
-    Range,
-    refuse_outside,
-)
+from lit_layers.schema import COUNT, MANY, SHARE_BELOW_1, Range, refuse_outside
 from lit_layers.training.datamodules import LitImageData
-from lit_layers.training.modules import LitModule, WeightedMean, warmup_cosine
+from lit_layers.training.modules import MODEL_RANGES, LitModule, WeightedMean, warmup_cosine
 from lit_layers.training.sharding import are_sharded
 
 
@@ -73,21 +61,11 @@ class ExponentialAverage(WeightAveraging):
 
 _OWN = {"img_size", "patch_size", "drop_path_rate", "num_classes"}  # what `config` may not say again
 _RANGES = {
-    "patch_size": COUNT,
-    "drop_path_rate": SHARE_BELOW_1,
-    "init_seed": SEED,
-    "lr": LEARNING_RATE,
-    "lr_batch_size": COUNT,
-    "weight_decay": WEIGHT_DECAY,
-    "betas": BETA,
-    "warmup_steps": COUNT_OR_NONE,
+    **MODEL_RANGES,
+    **dict.fromkeys(("patch_size", "lr_batch_size"), COUNT),
+    **dict.fromkeys(("drop_path_rate", "label_smoothing", "ema_decay"), SHARE_BELOW_1),
+    **dict.fromkeys(("mixup", "cutmix"), Range(0, 1000)),
     "warmup_epochs": Range(0, MANY),
-    "decay_steps": COUNT,
-    "min_lr_ratio": SHARE,
-    "label_smoothing": SHARE_BELOW_1,
-    "mixup": Range(0, 1000),
-    "cutmix": Range(0, 1000),
-    "ema_decay": SHARE_BELOW_1,
 }
 
 

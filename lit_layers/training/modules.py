@@ -159,7 +159,7 @@ class WeightedMean(Metric):
 
 
 _NOT_OF_CONFIG = {"name", "seed", "pad_vocab_to", "attention"}  # arguments of `causal_lm` beside the configuration
-_RANGES = {
+MODEL_RANGES = {  # of all modules
     "init_seed": SEED,
     "pad_vocab_to": Range(1, 2**16, whole=True),
     "lr": LEARNING_RATE,
@@ -288,7 +288,7 @@ class LitCausalLM(LitModule):
         self.pad_vocab_to, self.compile_model = pad_vocab_to, compile
         self.lr, self.weight_decay, self.betas = lr, weight_decay, betas
         self.warmup_steps, self.decay_steps, self.min_lr_ratio = warmup_steps, decay_steps, min_lr_ratio
-        refuse_outside("model.", _RANGES, vars(self))
+        refuse_outside("model.", MODEL_RANGES, vars(self))
         self.validation_loss = WeightedMean()
 
     @property

@@ -2,7 +2,7 @@
 
 import copy
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -10,11 +10,11 @@ from typing import Any, Literal
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.nn.utils.rnn import pad_sequence
 from torch.utils.data import DataLoader
-from torchmetrics import Metric
-from torchmetrics.utilities import dim_zero_cat
+from torchmetrics import CatMetric
 
 from lit_layers.data.tokenization import TextTokenizer, load_tokenizer, one_thread, tokenizer_hash
 from lit_layers.durable import write_json
@@ -26,69 +26,41 @@ from lit_layers.models.running_order import running_order
 from lit_layers.models.saved import ENCODERS, sequence_classifier
 from lit_layers.models.view import LayeredModel
 from lit_layers.records import Record
-from lit_layers.schema import (
-    BATCH,
-    BETA,
-    COUNT,
-    COUNT_OR_NONE,
-    LEARNING_RATE,
-    SEED,
-    WEIGHT_DECAY,
-    WORKERS,
-    refuse_outside,
-)
+from lit_layers.schema import refuse_outside
 from lit_layers.tasks.catalogue import Task, find
 from lit_layers.tasks.glue_rows import SPLITS, GlueRows, glue_metrics, read_rows
 from lit_layers.training.checkpoints import writable_folder
-from lit_layers.training.datamodules import LitStepData
+from lit_layers.training.datamodules import DATA_RANGES, LitStepData
 from lit_layers.training.finetuning import (
     BETAS,
-    GRADIENT_CLIP,
     TrainedVariants,
+    TrainingRecipe,
     accelerator_of,
     finished,
     name_of,
     train,
-    validate,
 )
-from lit_layers.training.modules import LitModule, warmup_linear
-from lit_layers.undisturbed import kept_random_state
+from lit_layers.training.modules import MODEL_RANGES, LitModule, warmup_linear
 
 ANALYSIS, SCORE = "intervene/glue", "task_score"
 Training = Literal["full", "frozen"]
 TRAININGS: tuple[Training, ...] = ("full", "frozen")
-_RANGES = {
-    **dict.fromkeys(("num_epochs", "num_tokens", "max_steps", "num_train", "num_validation"), COUNT),
-    **dict.fromkeys(("learning_rate", "frozen_learning_rate"), LEARNING_RATE),
-    "batch_size": BATCH,
-    "warmup_steps": COUNT_OR_NONE,
-    "seed": SEED,
-    "weight_decay": WEIGHT_DECAY,
-    "gradient_clip": GRADIENT_CLIP,
-}
 _CHOOSING = ("tasks", "training")  # which results are asked for, not what they are
 
 
 @dataclass(frozen=True, kw_only=True)
-class GlueRecipe:
-    """How an encoder is fine-tuned on tasks of GLUE.
+class GlueRecipe(TrainingRecipe):
+    """How an encoder is fine-tuned on tasks of GLUE; after the warm-up the learning rate falls on a line to zero.
 
     Args:
         tasks: names of `lit_layers.tasks.glue_rows.GLUE`.
         training: full, every weight; frozen, the new head alone; or both.
         num_epochs: over the training rows.
         max_steps: no more of them; None: as many as the epochs have.
-        batch_size: rows a step.
-        num_tokens: of a row; a longer one is cut.
         learning_rate: at its peak, of full training.
         frozen_learning_rate: the same with a frozen trunk.
-        warmup_steps: of linear warm-up; a straight line to zero follows.
-        weight_decay: on matrices and embeddings.
-        gradient_clip: largest norm of the gradient; None: any.
         num_train: random rows to train on; None: all.
         num_validation: random rows to judge by; None: all.
-        precision: of Lightning's Trainer.
-        seed: of the head, the rows that are drawn, their order and dropout.
     """
 
     tasks: Sequence[str] = ("cola", "mrpc", "rte", "sst2", "stsb")
@@ -96,28 +68,22 @@ class GlueRecipe:
     num_epochs: int = 3
     max_steps: int | None = None
     batch_size: int = 32
-    num_tokens: int = 128
     learning_rate: float = 2e-5
     frozen_learning_rate: float = 3e-2
-    warmup_steps: int = 0
-    weight_decay: float = 0.0
-    gradient_clip: float | None = 1.0
     num_train: int | None = None
     num_validation: int | None = None
-    precision: str = "32-true"
-    seed: int = 0
 
     def __post_init__(self) -> None:
-        for option, known in (("tasks", None), ("training", TRAININGS)):
+        super().__post_init__()
+        for option in ("tasks", "training"):
             values = getattr(self, option)
             if isinstance(values, str) or not isinstance(values, Sequence) or not values:
                 raise InputError(f"recipe: {option}: expected a list of names, got {values!r}")
-            for value in values:
-                if known is None:
-                    find("glue", value)
-                elif value not in known:
-                    raise InputError(f"recipe: {option}: expected {' or '.join(known)}, got {value!r}")
-        refuse_outside("recipe: ", _RANGES, vars(self))
+        for task in self.tasks:
+            find("glue", task)
+        for training in self.training:
+            if training not in TRAININGS:
+                raise InputError(f"recipe: training: expected {' or '.join(TRAININGS)}, got {training!r}")
 
     def steps(self, num_rows: int) -> int:
         """Optimizer steps over so many training rows."""
@@ -139,16 +105,17 @@ class EncodedRows:
 
     def batch(self, rows: Sequence[int], filler: int) -> dict[str, Tensor]:
         """Some rows, filled up on the right to the longest of them."""
-        width = max(len(self.ids[row]) for row in rows)
-        ids = torch.full((len(rows), width), filler)
-        segments, mask = torch.zeros_like(ids), torch.zeros_like(ids)
-        for place, row in enumerate(rows):
-            size = len(self.ids[row])
-            ids[place, :size] = torch.from_numpy(self.ids[row])
-            segments[place, :size] = torch.from_numpy(self.segments[row])
-            mask[place, :size] = 1
-        targets = self.targets[torch.tensor(rows)]
-        return {"input_ids": ids, "attention_mask": mask, "token_type_ids": segments, "labels": targets}
+
+        def filled(values: Iterable[np.ndarray], filler: int) -> Tensor:
+            return pad_sequence([torch.from_numpy(each) for each in values], batch_first=True, padding_value=filler)
+
+        ids = [self.ids[row] for row in rows]
+        return {
+            "input_ids": filled(ids, filler),
+            "attention_mask": filled(map(np.ones_like, ids), 0),
+            "token_type_ids": filled([self.segments[row] for row in rows], 0),
+            "labels": self.targets[torch.tensor(rows)],
+        }
 
 
 def encode_rows(tokenizer: TextTokenizer, rows: GlueRows, *, max_tokens: int) -> EncodedRows:
@@ -213,7 +180,7 @@ class LitGlueData(LitStepData):
         self.num_train, self.num_validation, self.seed = num_train, num_validation, seed
         self.global_batch_size, self.validation_batch_size = global_batch_size, validation_batch_size
         self.num_workers = num_workers
-        refuse_outside("data.", {**_RANGES, "num_workers": WORKERS}, vars(self))
+        refuse_outside("data.", DATA_RANGES, vars(self))
         self.rows: dict[str, GlueRows] = {}
 
     def prepare_data(self) -> None:
@@ -250,24 +217,10 @@ class LitGlueData(LitStepData):
         return self._loader(range(len(self.rows[split])), batches, collate_fn=collate)
 
 
-class _Judged(Metric):
-    """Predictions and targets of the validation rows of all ranks together."""
+class _Kept(CatMetric):
+    """Numbers of the validation rows of all ranks together, in float64, which torchmetrics forgets in a move."""
 
-    full_state_update = False
-    predictions: list[Tensor]
-    targets: list[Tensor]
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.add_state("predictions", [], dist_reduce_fx="cat")
-        self.add_state("targets", [], dist_reduce_fx="cat")
-
-    def update(self, predictions: Tensor, targets: Tensor) -> None:
-        self.predictions.append(predictions.double())
-        self.targets.append(targets.double())
-
-    def compute(self) -> tuple[Tensor, Tensor]:
-        return dim_zero_cat(self.predictions), dim_zero_cat(self.targets)
+    dtype = torch.float64  # pyright: ignore[reportAssignmentType, reportIncompatibleVariableOverride]
 
 
 class LitSequenceClassifier(LitModule):
@@ -300,9 +253,8 @@ class LitSequenceClassifier(LitModule):
         self.encoder, self.trained_part, self.init_seed = encoder, training, init_seed
         self.lr, self.weight_decay, self.betas = lr, weight_decay, betas
         self.warmup_steps, self.decay_steps = warmup_steps, decay_steps
-        ranges = {"init_seed": SEED, "lr": LEARNING_RATE, "weight_decay": WEIGHT_DECAY, "betas": BETA}
-        refuse_outside("model.", {**ranges, "warmup_steps": COUNT_OR_NONE, "decay_steps": COUNT}, vars(self))
-        self.judged = _Judged()
+        refuse_outside("model.", MODEL_RANGES, vars(self))
+        self.judged = nn.ModuleDict({name: _Kept(nan_strategy="disable") for name in ("predictions", "targets")})
 
     @property
     def task(self) -> Task:
@@ -348,12 +300,19 @@ class LitSequenceClassifier(LitModule):
 
     def validation_step(self, batch: dict[str, Tensor], batch_index: int) -> None:
         outputs = self.outputs(batch)
-        self.judged.update(outputs.argmax(-1) if self.task.num_classes else outputs, batch["labels"])
+        predictions = outputs.argmax(-1) if self.task.num_classes else outputs
+        for metric, values in zip(self._judged(), (predictions, batch["labels"]), strict=True):
+            metric.update(values)
 
     def on_validation_epoch_end(self) -> None:
-        self.scores = glue_metrics(self.task, *(values.cpu().numpy() for values in self.judged.compute()))
-        self.judged.reset()
-        self.log_dict({f"validation/{name}": score for name, score in self.scores.items()})
+        predictions, targets = (metric.compute().cpu().numpy() for metric in self._judged())
+        for metric in self._judged():
+            metric.reset()
+        self.result = glue_metrics(self.task, predictions, targets)
+        self.log_dict({f"validation/{name}": score for name, score in self.result.items()})
+
+    def _judged(self) -> Iterable[Any]:
+        return self.judged.values()
 
     def lr_factor(self, decay_steps: int) -> Callable[[int], float]:
         return warmup_linear(warmup_steps=self.warmup_steps, steps=decay_steps)
@@ -461,10 +420,8 @@ class GlueScores(TrainedVariants):
         )
         module.model = module.prepared(copy.deepcopy(network))
         steps, options = recipe.steps(len(data.rows["train"])), {"root": self.root, "accelerator": accelerator}
-        with kept_random_state(), running_order(trunk_of(module.model), variant.schedule):
-            train(module, data, recipe, steps=steps, **options)
-            validate(module, data, recipe, **options)
-        return module.scores
+        with running_order(trunk_of(module.model), variant.schedule):
+            return train(module, data, recipe, steps=steps, first=False, **options)[1]
 
 
 def _records(result: Mapping[str, Any], variant: Variant, training: Training) -> list[Record]:

@@ -237,7 +237,7 @@ def test_the_mean_over_seeds_and_how_many_orders_are_the_plain_one():
     ("content", "sentence"),
     [
         ({}, "recipe: missing: corpus; give it in the recipe"),
-        ({"corpus": "c", "step": 3}, "recipe: there is no key 'step'; the keys are corpus, tokenizer, steps"),
+        ({"corpus": "c", "step": 3}, "recipe: there is no key 'step'; the keys are learning_rate, batch_size"),
         ({"corpus": "c", "steps": 0}, "recipe: steps: expected at least 1, got 0"),
         ({"corpus": "c", "batch_size": True}, "recipe: batch_size: expected int, got True"),
         ({"corpus": "c", "warmup_steps": -1}, "recipe: warmup_steps: expected at least 0, got -1"),

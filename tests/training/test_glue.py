@@ -76,7 +76,7 @@ def trained(monkeypatch):
             modules.append(self)
 
         def on_validation_epoch_end(self):
-            self.judged_by = self.judged.compute()[0]
+            self.judged_by = self.judged["predictions"].compute()
             super().on_validation_epoch_end()
 
     monkeypatch.setattr(sequence_tasks, "LitSequenceClassifier", Kept)
@@ -376,7 +376,7 @@ def test_the_learning_rate_goes_up_and_down_on_straight_lines():
 @pytest.mark.parametrize(
     ("content", "sentence"),
     [
-        ({"task": ["cola"]}, "recipe: there is no key 'task'; the keys are tasks, training, num_epochs"),
+        ({"task": ["cola"]}, "recipe: there is no key 'task'; the keys are learning_rate, batch_size"),
         ({"tasks": "cola"}, "recipe: tasks: expected Sequence, got cola"),
         ({"tasks": ["mnli"]}, "task: there is no 'mnli'; did you mean wnli or qnli"),
         ({"training": ["half"]}, "recipe: training: expected one of 'full', 'frozen', got half"),
