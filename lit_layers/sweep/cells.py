@@ -9,7 +9,6 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 from typing import IO, Any, Literal, Required
@@ -123,20 +122,14 @@ class CellFolder:
 
     def started(self) -> None:
         """Notes that a run begins."""
-        before = self.state
-        attempts, seconds = before.get("attempts", 0) + 1, before.get("seconds", 0.0)
-        self._write(state=STARTED, attempts=attempts, seconds=seconds)
+        self._write(state=STARTED, attempts=self.attempts + 1, seconds=self.state.get("seconds", 0.0))
 
     def ended(self, code: int, seconds: float, *, asked: bool, output_from: int) -> None:
         """Notes how it ended, after so many seconds; `asked`: it was told to stop."""
-        before = self.state
-        facts: dict[str, Any] = {"attempts": before["attempts"], "seconds": before["seconds"] + seconds, "code": code}
-        if code == 0:
-            self._write(state=FINISHED, **facts)
-        elif asked:
-            self._write(state=STOPPED, **facts)
-        else:
-            self._write(state=FAILED, error=_reason(self.log, output_from, code), **facts)
+        state = FINISHED if code == 0 else STOPPED if asked else FAILED
+        error = {"error": _reason(self.log, output_from, code)} if state == FAILED else {}
+        seconds += self.state["seconds"]
+        self._write(state=state, **error, attempts=self.attempts, seconds=seconds, code=code)
 
     def _write(self, **facts: Any) -> None:
         at = time.strftime("%Y-%m-%dT%H:%M:%S%z")
@@ -172,47 +165,6 @@ def _reason(log: Path, output_from: int, code: int) -> str:
 TABLE = "sweep.csv"
 
 
-@dataclass(frozen=True, kw_only=True)
-class Score:
-    """What came out of one cell: the metric's last and best value, or an error."""
-
-    last: float | None
-    best: float | None
-    step: int | None
-    seconds: float | None
-    error: str | None
-
-
-def score_of(cell: CellFolder, grid: Grid) -> Score:
-    """Returns what a cell's state and its scalars of training say."""
-    state = cell.state
-    ended = state.get("state")
-    error = None if ended == FINISHED else state.get("error") if ended == FAILED else _unfinished(state.get("attempts"))
-    try:
-        rows = records.rows(cell.folder / "metrics.jsonl")
-    except InputError as corrupt:
-        rows, error = [], error or str(corrupt)
-    values = [row[grid.metric] for row in rows if grid.metric in row] if grid.metric is not None else []
-    if grid.metric is not None and not values and error is None:
-        names = ", ".join(name for name in dict.fromkeys(name for row in rows for name in row) if name != "step")
-        error = f"no {grid.metric} in {cell.folder / 'metrics.jsonl'}; there is: {names or 'nothing'}"
-    finite = [value for value in values if not math.isnan(value)]
-    best = max if grid.goal == "maximize" else min
-    return Score(
-        last=values[-1] if values else None,
-        best=best(finite, default=None),
-        step=_last_step(rows, grid.metric),
-        seconds=round(state["seconds"], 1) if state.get("seconds") else None,
-        error=error,
-    )
-
-
-def _last_step(rows: list[dict[str, float]], metric: str | None) -> int | None:
-    """The step of the last value of the metric; without one the last step."""
-    scored = [row for row in rows if metric in row] or rows
-    return int(scored[-1]["step"]) if scored else None
-
-
 def write_table(root: Path, grid: Grid, cells: Sequence[CellFolder]) -> pd.DataFrame:
     """Writes `root/sweep.csv`, a row for every cell of the grid, and returns it.
 
@@ -230,15 +182,28 @@ def write_table(root: Path, grid: Grid, cells: Sequence[CellFolder]) -> pd.DataF
 
 
 def _row(cell: CellFolder, grid: Grid) -> dict[str, Any]:
-    score = score_of(cell, grid)
+    """What a cell's state and its scalars of training say: of the metric the last and best value and its step."""
+    state, metric = cell.state, grid.metric
+    unfinished = f"not {'finished' if state.get('attempts') else 'started'} yet"
+    error = {FINISHED: None, FAILED: state.get("error")}.get(state.get("state", ""), unfinished)
+    rows: list[dict[str, Any]] = []
+    try:
+        rows = records.rows(cell.folder / "metrics.jsonl")
+    except InputError as corrupt:
+        error = error or str(corrupt)
+    scored = [row for row in rows if metric in row]
+    if metric is not None and not scored and error is None:
+        names = ", ".join(name for name in dict.fromkeys(name for row in rows for name in row) if name != "step")
+        error = f"no {metric} in {cell.folder / 'metrics.jsonl'}; there is: {names or 'nothing'}"
     row: dict[str, Any] = {"run": cell.cell.name}
     row |= {short: cell.cell.parameters[name] for name, short in grid.short_names.items()}
-    row |= {} if grid.metric is None else {grid.metric: score.last, "best": score.best}
-    return {**row, "step": score.step, "seconds": score.seconds, "error": score.error}
-
-
-def _unfinished(attempts: int | None) -> str:
-    return "not finished yet" if attempts else "not started yet"
+    if metric is not None:
+        finite = [each[metric] for each in scored if not math.isnan(each[metric])]
+        best = (max if grid.goal == "maximize" else min)(finite, default=None)
+        row |= {metric: scored[-1][metric] if scored else None, "best": best}
+    last = (scored or rows)[-1:]
+    seconds = round(state["seconds"], 1) if state.get("seconds") else None
+    return {**row, "step": int(last[0]["step"]) if last else None, "seconds": seconds, "error": error}
 
 
 def visible_gpus(environment: Mapping[str, str]) -> list[str]:

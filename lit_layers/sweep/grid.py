@@ -1,22 +1,23 @@
 """The file of a grid, that of a W&B sweep with `method: grid`, and the command line of each of its cells."""
 
-import difflib
 import hashlib
 import itertools
 import json
 import os
 import re
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, Literal, NotRequired, Required
+
+from pydantic import AfterValidator, Field, with_config
+from typing_extensions import TypedDict
 
 from lit_layers import schema
 from lit_layers.errors import InputError
+from lit_layers.schema import Expected, Tag
 
-_KEYS = ("command", "method", "metric", "parameters", "program", "name", "description", "project", "entity")
-_GOALS = ("maximize", "minimize")
 _MACROS = ("env", "interpreter", "program", "args", "args_no_hyphens")
 _MACRO = re.compile(r"\$\{(.*)\}", re.DOTALL)
 _VARIABLE = re.compile(r"\$\{envvar:([A-Z0-9_]*)\}")
@@ -91,68 +92,55 @@ class Grid:
         return line
 
 
+def _once(values: list[Any]) -> list[Any]:
+    if len(set(map(str, values))) < len(values):
+        raise ValueError("expected each value once")
+    return values
+
+
+_Values = Annotated[list[Tag], Field(min_length=1), AfterValidator(_once)]
+_Parameter = Annotated[
+    Annotated[dict[Literal["values"], _Values] | dict[Literal["value"], Tag], Field(min_length=1)],
+    Expected("{values: [...]} of different numbers or texts, or {value: ...}, alone: W&B's agent runs what is more"),
+]
+_Metric = with_config(schema.STRICT)(
+    TypedDict("_Metric", {"name": str, "goal": NotRequired[Literal["maximize", "minimize"]]})
+)
+
+
+@with_config(schema.STRICT)
+class _Sweep(TypedDict, total=False):
+    method: Required[Annotated[Literal["grid"], Expected("grid: W&B runs the other methods")]]
+    parameters: Required[Annotated[dict[str, _Parameter], Field(min_length=1)]]
+    command: Annotated[list[Tag], Field(min_length=1)]
+    program: str
+    metric: _Metric
+    name: str
+    description: str
+    project: str
+    entity: str
+
+
 def read_grid(path: Path) -> Grid:
     """Returns the grid of a W&B sweep's file.
 
     Raises:
         InputError: a file that cannot be read, or what only W&B's server can do.
     """
-    content = schema.read_yaml(path, dict[str, Any], "see docs/sweeps.md")
-    _known(content, _KEYS, path)
-    if content.get("method") != "grid":
-        raise InputError(f"{path}: method: expected grid, got {content.get('method')!r}; W&B runs the other methods")
-    program = content.get("program")
-    if program is not None and not isinstance(program, str):
-        raise InputError(f"{path}: program: expected a file's name, got {program!r}")
-    values, fixed = _parameters(content.get("parameters"), path)
-    metric, goal = _metric(content.get("metric"), path)
-    command = _command(content.get("command"), program, path)
-    return Grid(command=command, program=program, values=values, fixed=fixed, metric=metric, goal=goal)
+    content: Any = schema.read_yaml(path, _Sweep, "see docs/sweeps.md")
+    parameters, metric = content["parameters"], content.get("metric", {})
+    return Grid(
+        command=_command(content.get("command", _USUAL), content.get("program"), path),
+        program=content.get("program"),
+        values={name: spec["values"] for name, spec in parameters.items() if "values" in spec},
+        fixed={name: spec["value"] for name, spec in parameters.items() if "value" in spec},
+        metric=metric.get("name"),
+        goal=metric.get("goal", "minimize"),  # W&B's own default
+    )
 
 
-def _parameters(content: Any, path: Path) -> tuple[dict[str, list[Any]], dict[str, Any]]:
-    if not isinstance(content, dict) or not content:
-        raise InputError(f"{path}: parameters: expected NAME: {{values: [...]}}, got {content!r}")
-    values, fixed = {}, {}
-    for name, spec in content.items():
-        where = f"{path}: parameters.{name}"
-        if not isinstance(spec, dict) or set(spec) not in ({"values"}, {"value"}):
-            got = ", ".join(map(str, spec)) if isinstance(spec, dict) and spec else repr(spec)
-            raise InputError(f"{where}: expected values or value alone, got {got}; W&B's agent runs what is more")
-        if "value" in spec:
-            fixed[str(name)] = _plain(spec["value"], f"{where}.value")
-            continue
-        if not isinstance(spec["values"], list) or not spec["values"]:
-            raise InputError(f"{where}.values: expected a list of at least one value, got {spec['values']!r}")
-        values[str(name)] = [_plain(value, f"{where}.values") for value in spec["values"]]
-        twice = [text for text, count in Counter(map(str, spec["values"])).items() if count > 1]
-        if twice:
-            raise InputError(f"{where}.values: expected each value once, got {twice[0]} more than once")
-    return values, fixed
-
-
-def _plain(value: Any, where: str) -> Any:
-    if not isinstance(value, str | int | float):
-        raise InputError(f"{where}: expected numbers, texts, true or false, got {value!r}")
-    return value
-
-
-def _metric(content: Any, path: Path) -> tuple[str | None, str]:
-    if content is None:
-        return None, _GOALS[1]
-    if not isinstance(content, dict) or not isinstance(content.get("name"), str):
-        raise InputError(f"{path}: metric: expected {{name: a scalar of training, goal: maximize}}, got {content!r}")
-    _known(content, ("name", "goal"), path, "metric.")
-    goal = content.get("goal", _GOALS[1])  # W&B's own default
-    if goal not in _GOALS:
-        raise InputError(f"{path}: metric.goal: expected {' or '.join(_GOALS)}, got {goal!r}")
-    return content["name"], goal
-
-
-def _command(content: Any, program: str | None, path: Path) -> tuple[str, ...]:
-    if content is not None and (not isinstance(content, list) or not content):
-        raise InputError(f"{path}: command: expected a list of words, got {content!r}")
-    command = tuple(map(str, _USUAL if content is None else content))
+def _command(content: Sequence[Any], program: str | None, path: Path) -> tuple[str, ...]:
+    command = tuple(map(str, content))
     macros = [found[1] for word in command if (found := _MACRO.fullmatch(word)) and not _VARIABLE.search(word)]
     for macro in macros:
         if macro not in _MACROS:
@@ -163,14 +151,6 @@ def _command(content: Any, program: str | None, path: Path) -> tuple[str, ...]:
     if "program" in macros and program is None:
         raise InputError(f"{path}: program: expected the program that ${{program}} stands for, got none")
     return command
-
-
-def _known(content: Iterable[Any], keys: tuple[str, ...], path: Path, prefix: str = "") -> None:
-    for key in content:
-        if key not in keys:
-            near = difflib.get_close_matches(str(key), keys, n=1)
-            hint = f"did you mean {prefix}{near[0]}?" if near else f"known: {', '.join(keys)}"
-            raise InputError(f"{path}: unknown key {prefix}{key}; {hint}")
 
 
 def _value_of(variable: str, environment: Mapping[str, str]) -> str:
