@@ -111,7 +111,10 @@ def choose(
     baseline = float(_baseline(targets, num_classes).of_rows(metric).mean())
     layer, shares = _chosen(rows[1:], metric, rule, tolerance, baseline)
     test = features("test")
-    kept = {each: _test(probes[each], test, each, targets["test"], metric) for each in {layer, num_layers}}
+    kept = {
+        each: score_rows(probes[each], test.layer(each), targets["test"]).of_rows(metric)
+        for each in {layer, num_layers}
+    }
     return Choice(
         layer=layer,
         num_layers=num_layers,
@@ -156,10 +159,6 @@ def _chosen(rows: Tensor, metric: Metric, rule: Rule, tolerance: float, baseline
         )
     layer = _by_rule(values, metric, rule, tolerance)
     return layer, choice_distribution(rows, rule=rule, tolerance=tolerance, higher_is_better=better)
-
-
-def _test(probe: Fitted, features: Features, layer: int, targets: Tensor, metric: Metric) -> Tensor:
-    return score_rows(probe, features.layer(layer), targets).of_rows(metric)
 
 
 def _baseline(targets: Mapping[Part, Tensor], num_classes: int | None) -> RowScores:

@@ -4,7 +4,7 @@ import json
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Literal, Self
+from typing import Any, Literal, Self
 
 import torch
 from safetensors import SafetensorError
@@ -57,18 +57,10 @@ class ProbeHead:
 
     @classmethod
     def of_logistic(
-        cls,
-        probes: LogisticProbes,
-        layer: int,
-        *,
-        classes: Sequence[str],
-        task: str,
-        pooling: Pooling,
-        max_tokens: int | None,
-        row: int | None = None,
+        cls, probes: LogisticProbes, layer: int, *, classes: Sequence[str], row: int | None = None, **facts: Any
     ) -> Self:
-        """The probe of a layer; `classes` are the names, by number. `row` is its place in `probes`: `layer` if not
-        given, as where these are of all layers from 0 on.
+        """The probe of a layer; `classes` are the names, by number, and `facts` the `task`, `pooling` and `max_tokens`
+        of `HeadFacts`. `row` is its place in `probes`: `layer` if not given, as where these are of all layers.
 
         Raises:
             IndexError: no such row.
@@ -78,36 +70,18 @@ class ProbeHead:
             raise ValueError(f"expected a name for each of {probes.num_classes} classes, got {len(classes)}")
         if len(set(classes)) < len(classes):
             raise ValueError(f"expected a name of its own for each class, got {list(classes)}")
-        facts = HeadFacts(
-            kind="classification",
-            task=task,
-            layer=layer,
-            pooling=pooling,
-            max_tokens=max_tokens,
-            classes=tuple(classes),
-        )
-        return cls(facts, *_row(probes, layer if row is None else row), probes.classes.cpu().clone())
+        about = HeadFacts(kind="classification", layer=layer, classes=tuple(classes), **facts)
+        return cls(about, *_row(probes, layer if row is None else row), probes.classes.cpu().clone())
 
     @classmethod
-    def of_ridge(
-        cls,
-        probes: RidgeProbes,
-        layer: int,
-        *,
-        task: str,
-        pooling: Pooling,
-        max_tokens: int | None,
-        row: int | None = None,
-    ) -> Self:
-        """The ridge regression of a layer; `row` is its place in `probes`: `layer` if not given.
+    def of_ridge(cls, probes: RidgeProbes, layer: int, *, row: int | None = None, **facts: Any) -> Self:
+        """The ridge regression of a layer, as `of_logistic`.
 
         Raises:
             IndexError: no such row.
         """
-        facts = HeadFacts(
-            kind="regression", task=task, layer=layer, pooling=pooling, max_tokens=max_tokens, classes=None
-        )
-        return cls(facts, *_row(probes, layer if row is None else row), torch.empty(0, dtype=torch.int64))
+        about = HeadFacts(kind="regression", layer=layer, classes=None, **facts)
+        return cls(about, *_row(probes, layer if row is None else row), torch.empty(0, dtype=torch.int64))
 
     @property
     def dim(self) -> int:

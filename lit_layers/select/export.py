@@ -6,9 +6,11 @@ import shutil
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import MISSING, dataclass, fields, replace
+from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
+import jinja2
 import torch
 import yaml
 from torch import nn
@@ -22,9 +24,13 @@ from lit_layers.models.saved import has_head, open_plainly
 from lit_layers.models.view import Batch, LayeredModel
 from lit_layers.select.classifier import FACTS, NAMES, HeadFacts, ProbeHead
 
-AFTER_NORM = (
-    " What such a model returns as its last state has been through the final norm, which was made for the last block "
-    "of the source model; the probe reads the state before it."
+POOLINGS = (  # of texts, of images
+    {
+        "last": "taken at the last real token",
+        "mean": "averaged over all real tokens",
+        "cls": "taken at the first token",
+    },
+    {"last": "taken at the last patch", "mean": "averaged over the patches", "cls": "taken at the first token"},
 )
 ON_HUB = re.compile(r"[\w-][\w.-]*/[\w.-]+")
 
@@ -73,85 +79,46 @@ def render(card: Card, facts: HeadFacts, *, package: str, picture: str | None, f
     `package` is the one that opens the model, `picture` the name of a file beside it; `final_norm` says whether the
     model has a norm behind its last block.
     """
-    name = card.source.rstrip("/").rpartition("/")[2]
-    does = "a classifier" if facts.kind == "classification" else "a regression"
-    given = "images" if package == "timm" else "texts"
-    parts = [
-        _header(card, package, facts),
-        f"# {name}, cut after block {facts.layer} of {card.num_layers}, with {does} for {facts.task}",
-        f"The first {facts.layer} of the {card.num_layers} blocks of `{card.source}`, unchanged, and a linear probe on "
-        f"the state that the last of them leaves (before any final norm), {_pooling(facts, given)}.",
-        markdown(("", ""), _facts(card, facts)),
-        "## Use",
-        _use(facts, given),
-        f"The model alone is an ordinary model of {package}: {_plain(package)}." + (AFTER_NORM if final_norm else ""),
-        "## Scores",
-        f"On the validation rows, which the layer was chosen on ({card.metric}):",
-        score_table(card.validation, card.metric, chosen=facts.layer),
-        *([f"![{card.metric} over layers]({picture})"] if picture else []),
-        "On the test rows, which no choice was made on:",
-        markdown(
-            ("layer", card.metric),
-            [
-                (f"{facts.layer} (chosen)", f"{card.test_chosen:.4f}"),
-                (f"{card.num_layers} (last)", f"{card.test_last:.4f}"),
-            ],
-        ),
-        *(["## Costs", cost_table(card.costs), measured_on(card.costs)] if card.costs else []),
-        *(["## Notes", "\n".join(f"- {note}" for note in card.notes)] if card.notes else []),
-        "## Licence",
-        f"The weights are those of `{card.source}`, and its licence holds for them"
-        + (f": {card.licence}." if card.licence else ": look there."),
-    ]
-    return "\n\n".join(parts) + "\n"
-
-
-def _header(card: Card, package: str, facts: HeadFacts) -> str:
-    content: dict[str, Any] = {"library_name": package, "tags": ["lit_layers", "truncated", facts.kind]}
+    header: dict[str, Any] = {"library_name": package, "tags": ["lit_layers", "truncated", facts.kind]}
     if ON_HUB.fullmatch(card.source) and not Path(card.source).exists():
-        content["base_model"] = card.source
+        header["base_model"] = card.source
     if card.licence:
-        content["license"] = card.licence
-    return f"---\n{yaml.safe_dump(content, sort_keys=False, allow_unicode=True)}---"
-
-
-def _facts(card: Card, facts: HeadFacts) -> list[tuple[str, str]]:
-    rule = card.rule if card.tolerance is None else f"{card.rule}, tolerance {card.tolerance:g}"
-    rows = [
-        ("source model", card.source),
-        ("revision", card.revision),
-        ("commit", card.commit),
-        ("hash of its weights", card.weights_hash),
-        ("task", facts.task),
-        ("layer", f"{facts.layer} of {card.num_layers}"),
-        ("chosen by", rule),
-        ("pooling", facts.pooling),
-        ("tokens kept of a text", None if facts.max_tokens is None else str(facts.max_tokens)),
-        ("classes", None if facts.classes is None else str(len(facts.classes))),
-    ]
-    return [(name, value) for name, value in rows if value is not None]
-
-
-def _pooling(facts: HeadFacts, given: str) -> str:
-    text = given == "texts"
-    mean = "averaged over all real tokens" if text else "averaged over the patches"
-    last = "taken at the last real token" if text else "taken at the last patch"
-    phrases = {"last": last, "mean": mean, "cls": "taken at the first token"}
-    return phrases.get(facts.pooling, f"pooled by {facts.pooling}")
-
-
-def _plain(package: str) -> str:
-    if package == "timm":
-        return '`timm.create_model("local-dir:FOLDER", pretrained=True)`'
-    return "`AutoModel.from_pretrained(FOLDER)` and `AutoTokenizer.from_pretrained(FOLDER)`"
-
-
-def _use(facts: HeadFacts, given: str) -> str:
-    example = '["a text", "another one"]' if given == "texts" else "pixel_values  # (n, channels, height, width)"
-    lines = ["from lit_layers.select import load_classifier", "", 'classifier = load_classifier("FOLDER")']
-    lines += [f"inputs = {example}", "classifier.predict(inputs)"]
-    lines += ["classifier.probabilities(inputs)"] if facts.kind == "classification" else []
-    return "\n".join(["```python", *lines, "```"])
+        header["license"] = card.licence
+    about = {
+        "source model": card.source,
+        "revision": card.revision,
+        "commit": card.commit,
+        "hash of its weights": card.weights_hash,
+        "task": facts.task,
+        "layer": f"{facts.layer} of {card.num_layers}",
+        "chosen by": card.rule if card.tolerance is None else f"{card.rule}, tolerance {card.tolerance:g}",
+        "pooling": facts.pooling,
+        "tokens kept of a text": facts.max_tokens,
+        "classes": None if facts.classes is None else len(facts.classes),
+    }
+    test = {f"{facts.layer} (chosen)": card.test_chosen, f"{card.num_layers} (last)": card.test_last}
+    is_vision = package == "timm"
+    template = files("lit_layers.select").joinpath("model_page.md.jinja").read_text(encoding="utf-8")
+    options: dict[str, Any] = {"trim_blocks": True, "lstrip_blocks": True, "keep_trailing_newline": True}
+    return (
+        jinja2.Environment(undefined=jinja2.StrictUndefined, **options)
+        .from_string(template)
+        .render(
+            card=card,
+            facts=facts,
+            header=yaml.safe_dump(header, sort_keys=False, allow_unicode=True),
+            name=card.source.rstrip("/").rpartition("/")[2],
+            is_classifier=facts.kind == "classification",
+            is_vision=is_vision,
+            pooling=POOLINGS[is_vision].get(facts.pooling, f"pooled by {facts.pooling}"),
+            about=markdown(("", ""), [(name, str(value)) for name, value in about.items() if value is not None]),
+            validation=score_table(card.validation, card.metric, chosen=facts.layer),
+            test=markdown(("layer", card.metric), [(name, f"{score:.4f}") for name, score in test.items()]),
+            costs=f"{cost_table(card.costs)}\n\n{measured_on(card.costs)}" if card.costs else "",
+            picture=picture,
+            final_norm=final_norm,
+        )
+    )
 
 
 def compare_costs(whole: str | Path, cut: str | Path, *, layer: int, num_layers: int, **options: Any) -> list[Cost]:
@@ -166,9 +133,6 @@ def compare_costs(whole: str | Path, cut: str | Path, *, layer: int, num_layers:
     return measure_costs(variants, trunks=[all_blocks, kept], **options)
 
 
-KB, MB, GB = 1e3, 1e6, 1e9
-
-
 def score_table(scores: Mapping[int, float], metric: str, *, chosen: int) -> str:
     """A row for each layer with its score; the chosen one is marked."""
     rows = [
@@ -179,8 +143,24 @@ def score_table(scores: Mapping[int, float], metric: str, *, chosen: int) -> str
 
 def cost_table(costs: Sequence[Cost]) -> str:
     """A row for each model, with its share of the first one's costs."""
-    rows = [_cost_row(cost, costs[0]) for cost in costs]
-    thing = "text" if costs[0].num_tokens is not None else "image"
+    first, thing = costs[0], "text" if costs[0].num_tokens is not None else "image"
+
+    def shared(cost: Cost, name: str, text: str) -> str:
+        whole = getattr(first, name)
+        return f"{text} ({getattr(cost, name) / whole:.0%})" if whole > 0 else text
+
+    rows = [
+        (
+            cost.name,
+            shared(cost, "parameters", f"{cost.parameters:,}"),
+            shared(cost, "bytes_on_disk", _bytes(cost.bytes_on_disk)),
+            shared(cost, "peak_memory", _bytes(cost.peak_memory)),
+            shared(cost, "latency", f"{cost.latency * 1e3:.3g} ms"),
+            " to ".join(f"{seconds * 1e3:.3g}" for seconds in cost.latency_quartiles) + " ms",
+            shared(cost, "throughput", f"{cost.throughput:.3g}"),
+        )
+        for cost in costs
+    ]
     header = ("model", "parameters", "on disk", "peak memory", f"one {thing}", "quartiles", f"{thing}s a second")
     return markdown(header, rows)
 
@@ -188,55 +168,28 @@ def cost_table(costs: Sequence[Cost]) -> str:
 def measured_on(costs: Sequence[Cost]) -> str:
     """A sentence on how the costs were measured."""
     cost, machine = costs[0], costs[0].machine
-    thing = "texts" if cost.num_tokens is not None else "images"
-    length = f" of {cost.num_tokens} tokens" if cost.num_tokens is not None else ""
+    things = "images" if cost.num_tokens is None else f"texts of {cost.num_tokens} tokens"
+    threads = "1 thread" if machine.num_threads == 1 else f"{machine.num_threads} threads"
     return (
-        f"Medians of {cost.num_rounds} rounds in which the models took turns, {thing}{length}, one alone or in batches "
-        f"of {cost.batch_size}, on {machine.processor} ({_threads(machine.num_threads)}, {machine.system}, torch "
+        f"Medians of {cost.num_rounds} rounds in which the models took turns, {things}, one alone or in batches "
+        f"of {cost.batch_size}, on {machine.processor} ({threads}, {machine.system}, torch "
         f"{machine.torch}); peak memory is that of opening the model and running one batch, without the libraries."
     )
 
 
 def markdown(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     """A table whose columns stand under each other, the first to the left and the others to the right."""
-    cells = [[_escaped(cell) for cell in row] for row in (header, *rows)]
+    cells = [[" ".join(cell.split()).replace("|", "\\|") for cell in row] for row in (header, *rows)]
     widths = [max(3, *(len(row[column]) for row in cells)) for column in range(len(header))]
-    rule = [("-" * (width - 1) + ":") if column else "-" * width for column, width in enumerate(widths)]
-    lines = [
-        [cell.rjust(width) if column else cell.ljust(width) for column, (cell, width) in enumerate(pairs)]
-        for pairs in (list(zip(row, widths, strict=True)) for row in (cells[0], rule, *cells[1:]))
-    ]
+    cells.insert(1, ["-" * (width - 1) + (":" if column else "-") for column, width in enumerate(widths)])
+    sides = [str.rjust if column else str.ljust for column in range(len(header))]
+    lines = [[side(text, width) for side, text, width in zip(sides, row, widths, strict=True)] for row in cells]
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
 
-def _cost_row(cost: Cost, first: Cost) -> tuple[str, ...]:
-    low, high = cost.latency_quartiles
-    return (
-        cost.name,
-        f"{cost.parameters:,}{_share(cost.parameters, first.parameters)}",
-        f"{_bytes(cost.bytes_on_disk)}{_share(cost.bytes_on_disk, first.bytes_on_disk)}",
-        f"{_bytes(cost.peak_memory)}{_share(cost.peak_memory, first.peak_memory)}",
-        f"{cost.latency * 1e3:.3g} ms{_share(cost.latency, first.latency)}",
-        f"{low * 1e3:.3g} to {high * 1e3:.3g} ms",
-        f"{cost.throughput:.3g}{_share(cost.throughput, first.throughput)}",
-    )
-
-
-def _share(value: float, of: float) -> str:
-    return f" ({value / of:.0%})" if of > 0 else ""
-
-
 def _bytes(count: int) -> str:
-    unit, name = (GB, "GB") if count >= GB else (MB, "MB") if count >= MB else (KB, "kB")
+    unit, name = next((pair for pair in ((1e9, "GB"), (1e6, "MB")) if count >= pair[0]), (1e3, "kB"))
     return f"{count / unit:.3g} {name}"
-
-
-def _threads(count: int) -> str:
-    return "1 thread" if count == 1 else f"{count} threads"
-
-
-def _escaped(cell: str) -> str:
-    return " ".join(cell.split()).replace("|", "\\|")
 
 
 # Equal weights at other addresses: MKL's products differ in their last bits on many CPUs, and blocks add that up.
@@ -286,7 +239,7 @@ def export(
         )
     text_tokenizer = _tokenizer(view, tokenizer)
     refuse_taken(folder, overwrite)
-    if keep_lm_head and not _has_head(view):
+    if keep_lm_head and not view.has_head:
         raise InputError(f"keep_lm_head: this {type(view.model).__name__} has no head to keep: leave it out")
     cut = truncate(view.model, layer, head=keep_lm_head)
     card = card if card.weights_hash else replace(card, weights_hash=weights_hash(view.model))
@@ -312,10 +265,6 @@ def _tokenizer(view: LayeredModel, given: str | Path | TextTokenizer | None) -> 
     if given is None:
         raise InputError("tokenizer: a model of texts is exported with its tokenizer, got none")
     return given if isinstance(given, TextTokenizer) else load_tokenizer(str(given))
-
-
-def _has_head(view: LayeredModel) -> bool:
-    return view.has_head
 
 
 def refuse_taken(folder: Path, overwrite: bool) -> None:
@@ -373,9 +322,10 @@ def _verify(
     attention = None if view.family.sees_images else view.attention
     reloaded: nn.Module = open_plainly(draft, head=keep_lm_head, attention=attention, safetensors_only=True)
     again = LayeredModel(reloaded.to(view.device))
-    num_batches = 0
+    batches = [*batches]
+    if not batches:
+        raise ValueError("expected at least one batch to check the exported model with, got none")
     for batch in batches:
-        num_batches += 1
         expected, got = view.trajectory(batch).hidden[: layer + 1], again.trajectory(batch).hidden
         if expected.shape != got.shape or expected.dtype != got.dtype:
             raise RuntimeError(f"the exported model has states {_kind(got)}, the model itself {_kind(expected)}")
@@ -387,8 +337,6 @@ def _verify(
                 )
     if weights_hash(again.model) != fingerprint:
         raise RuntimeError("the exported weights differ from those of the model itself")
-    if not num_batches:
-        raise ValueError("expected at least one batch to check the exported model with, got none")
     copy = ProbeHead.load(draft)
     if copy.facts != head.facts or not all(torch.equal(getattr(copy, n), getattr(head, n).cpu()) for n in NAMES):
         raise RuntimeError("the exported probe differs from the probe itself")
