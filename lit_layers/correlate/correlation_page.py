@@ -154,23 +154,19 @@ def write_models(table: ModelTable, findings: Findings, folder: Path) -> list[Pa
 def render_models(table: ModelTable, findings: Findings, plots: Sequence[Plot]) -> str:
     """Returns the page: warnings, coefficients, scatter plots and the table of the models."""
     feed = Feed()
-    r2 = next(row for row in findings.rows if row.name == "R²")
-    left_out = str(len(findings.left_out)) if findings.left_out else ""
-    facts = {"R²": f"{r2.value:.2f}", "p": p_text(r2.p), "Models": str(findings.n), "Left out": left_out}
     return fill(
         "correlation.html.jinja",
         feed,
-        blocks=placed(_plot_blocks(plots), feed),
+        table=table,
+        findings=findings,
         title=f"{table.title(table.metric)} against {lowered(table.title(table.score))}",
-        facts=[(name, text) for name, text in {**facts, "Source": table.source}.items() if text],
-        warnings=findings.warnings,
-        left_out=findings.left_out,
+        r2=next(row for row in findings.rows if row.name == "R²"),
+        p_text=p_text,
+        blocks=placed(_plot_blocks(plots), feed),
         coefficients=coefficient_table(table, findings),
         covariates=covariate_table(findings),
         influence=influence_text(findings),
         models=_models(table),
-        notes=table.notes,
-        has_tokens=False,
     )
 
 
@@ -380,33 +376,20 @@ def render_layers(tables: LayerTables, findings: LayerFindings, pictures: Mappin
         note = "A point a layer, joined in their order; metric and score are averaged over the same tasks."
         note += f" {next(iter(charts))}." if len(charts) == 1 else ""
         blocks.append(_block(heading(found), note, charts, wide=True))
-    facts = {
-        "Models": str(len(findings.models)),
-        "Tasks": str(len({task for model in tables.models for task in model.scores.index})),
-        "Metrics": str(len(tables.titles)),
-        "Layers": "0 to L" if findings.first_layer == 0 else "1 to L, layer 0 apart",
-        "States": tables.states or "",
-        "Source": tables.source,
-    }
+    shown = {name: pictures[name] for name in ("correlations", "selection") if name in pictures}
     return fill(
         "layers.html.jinja",
         feed,
+        tables=tables,
+        findings=findings,
         title=f"{', '.join(tables.titles.values())} against {tables.score_title.lower()} over layers",
-        facts=[(name, text) for name, text in facts.items() if text],
-        left_out=findings.left_out,
+        num_tasks=len({task for model in tables.models for task in model.scores.index}),
         missing=missing_tasks(tables, findings),
-        notes=_notes(tables, findings),
         depth=placed(depth, feed),
         scatters=placed(blocks, feed),
         coefficients=correlation_table(tables, findings),
         choices=choice_table(tables, findings),
-        basis=findings.basis,
-        pictures={
-            name: "data:image/png;base64," + base64.b64encode(pictures[name].read_bytes()).decode()
-            for name in ("correlations", "selection")
-            if name in pictures
-        },
-        has_tokens=False,
+        pictures={name: base64.b64encode(path.read_bytes()).decode() for name, path in shown.items()},
     )
 
 
@@ -566,16 +549,6 @@ def missing_tasks(tables: LayerTables, findings: LayerFindings) -> list[tuple[st
         return [(model.model, tables.titles[one.metric], ", ".join(tasks), why) for why, tasks in reasons.items()]
 
     return [line for model in findings.models for one in model.metrics for line in lines(model, one)]
-
-
-def _notes(tables: LayerTables, findings: LayerFindings) -> list[str]:
-    notes = [f"{model.model}: {note}" for model in findings.models for note in model.notes]
-    if names := [tables.titles[key] for key in tables.common]:
-        listed = ", ".join(names)
-        notes.append(f"Measured on texts common to all tasks, so that every task has the same curve: {listed}.")
-    if tables.states is None:
-        notes.append("The tables do not tell on which states metrics and scores were measured.")
-    return notes
 
 
 def _frames(tables: LayerTables, findings: LayerFindings) -> dict[str, pd.DataFrame]:

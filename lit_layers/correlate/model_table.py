@@ -1,5 +1,6 @@
 """The table of models that findings and figures read: a row a model, with its metric, its score, and all else."""
 
+import io
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -9,6 +10,7 @@ from typing import Any
 
 import numpy as np
 import pandas as pd
+import yaml
 from numpy.typing import NDArray
 
 from lit_layers.correlate.run_models import (
@@ -87,30 +89,10 @@ def published() -> ModelTable:
     `width_alone` is 1 - 1/sqrt(K), K = int(0.1 width): the coupling at p = 1 of blocks that share nothing, for a flat
     spectrum.
     """
-    with files("lit_layers.correlate").joinpath("published.csv").open(encoding="utf-8") as file:
-        frame: Any = pd.read_csv(file, comment="#")
+    folder = files("lit_layers.correlate")
+    frame: Any = pd.read_csv(io.StringIO(folder.joinpath("published.csv").read_text(encoding="utf-8")), comment="#")
     frame["width_alone"] = [1 - 1 / math.sqrt(int(0.1 * width)) for width in frame["width"]]
-    return ModelTable(
-        frame=frame,
-        metric="coupling",
-        score="score",
-        baseline="width_alone",
-        group="width",
-        p_is_1=True,
-        source="as published",
-        titles={
-            "coupling": "Published coupling",
-            "score": "Leaderboard score",
-            "width_alone": "Coupling by width alone",
-            "width": "Width",
-        },
-        notes=[
-            "Read off Fig. 1(a) of Aubry, Meng, Sugolov, Papyan, Transformer block coupling and its correlation with "
-            "generalization in LLMs, ICLR 2025 (arXiv 2407.07810), to 0.0003. By width alone: 1 - 1/sqrt(K) with "
-            "K = int(0.1 width), what blocks that share nothing score at p = 1. Leaderboard score: average of the Open "
-            "LLM Leaderboard, version 1."
-        ],
-    )
+    return ModelTable(frame=frame, **yaml.safe_load(folder.joinpath("published.yaml").read_text(encoding="utf-8")))
 
 
 def read_file(path: Path, *, metric: str, score: str, baseline: str | None = None) -> ModelTable:
