@@ -20,8 +20,19 @@ if TYPE_CHECKING:
     from lit_layers.functional.probe import *
     from lit_layers.functional.regression import *
     from lit_layers.functional.trajectory import *
+    from lit_layers.functional.watching_probe import *
 
-_METRICS = ("trajectory", "entropy", "geometry", "invariance", "jacobian", "coupling", "probe", "regression")
+_METRICS = (
+    "trajectory",
+    "entropy",
+    "geometry",
+    "invariance",
+    "jacobian",
+    "coupling",
+    "probe",
+    "regression",
+    "watching_probe",
+)
 _FILES = (*_METRICS, "curves", "correlation", "layer_selection", "block_schedules")
 _PLUMBING = ("attention", "one_token")
 

@@ -1,8 +1,8 @@
 """Logistic probes of all layers at once, and the L-BFGS that fits them; ridge probes are in `regression.py`."""
 
 import math
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, fields, replace
 from typing import NamedTuple
 
 import torch
@@ -29,6 +29,7 @@ class LogisticProbes:
     converged: Bool[Tensor, " layers"]
     objective: Float[Tensor, " layers"]
     num_iterations: Int[Tensor, " layers"]
+    c: Float[Tensor, " layers"]
 
     def log_proba(self, features: Float[Tensor, "layers n dim"]) -> Float[Tensor, "layers n num_classes"]:
         """Natural logarithms of the classes' probabilities. In float32 or wider."""
@@ -90,25 +91,21 @@ def fit_logistic_probes(
             an option out of range, a `start` of other layers, width or classes.
     """
     check_features(features)
-    num_classes = _check_labels(labels, features.shape[1], num_classes)
     _check_options(c, tolerance, max_iterations)
-    labels = labels.to(features.device)
-    classes, targets = labels.unique(return_inverse=True)  # 0..seen - 1
-    if len(classes) < 2:
-        raise ValueError(f"expected labels of at least 2 classes, got only class {classes.item()}")
+    classes, targets, num_classes = checked_classes(labels, features, num_classes)
     if start is not None:
         _check_start(start, features, classes, num_classes)
-    penalty = 1 / (c * len(labels))  # of the objective divided by c n
-    found: list[_Fit] = []
-    groups = torch.arange(len(features)).split(_layers_at_once(features, len(classes)))
-    for layers in (slice(int(group[0]), int(group[-1]) + 1) for group in groups):
+    parts: list[LogisticProbes] = []
+    for layers in layers_at_once(features, len(classes)):
         group = features[layers].detach()
         check_finite(group, first_layer=layers.start)
         earlier = None if start is None else _earlier(start, layers, features.device, standardize)
-        found.append(_fit(group, targets, penalty, standardize, intercept, tolerance, max_iterations, earlier))
-    parts = {name: torch.cat([getattr(part, name) for part in found]) for name in _Fit._fields}
-    parts["objective"] = parts["objective"] / penalty
-    return LogisticProbes(classes=classes, num_classes=num_classes, **parts)
+        rows = PrincipalRows(group, standardize=standardize, intercept=intercept)
+        softmax = Softmax(rows, targets, torch.full_like(rows.mean[:, 0], 1 / (c * len(targets))))
+        minimum = _minimum(softmax, tolerance, max_iterations, earlier)
+        converged = softmax.largest_gradient(minimum.slope) <= tolerance
+        parts.append(softmax.probes(minimum, classes, num_classes, converged=converged))
+    return together(parts)
 
 
 def macro_f1(labels: Int[Tensor, " n"], predictions: Int[Tensor, " n"]) -> float:
@@ -125,16 +122,6 @@ def macro_f1(labels: Int[Tensor, " n"], predictions: Int[Tensor, " n"]) -> float
     return (2 * hits / (is_class.sum(1) + is_predicted.sum(1))).mean().item()
 
 
-class _Fit(NamedTuple):
-    weight: Tensor
-    bias: Tensor
-    mean: Tensor
-    scale: Tensor
-    converged: Tensor
-    objective: Tensor  # divided by c n
-    num_iterations: Tensor
-
-
 def _earlier(probes: LogisticProbes, layers: slice, device: torch.device, standardize: bool) -> tuple[Tensor, Tensor]:
     """Weights and biases of standardised features, else of features as they come; float64."""
     weight, bias, mean, scale = (
@@ -147,43 +134,49 @@ def _earlier(probes: LogisticProbes, layers: slice, device: torch.device, standa
     return weight, bias - (mean[:, None] @ weight)[:, 0]
 
 
-def _fit(
-    features: Tensor,
-    targets: Tensor,
-    penalty: float,
-    standardize: bool,
-    intercept: bool,
-    tolerance: float,
-    max_iterations: int,
-    earlier: tuple[Tensor, Tensor] | None,
-) -> _Fit:
-    """The probes of a few layers, with the scaling of their features."""
-    mean, scale = feature_scaling(features, standardize=standardize, center=standardize or intercept)
-    shift = mean if intercept and not standardize else torch.zeros_like(mean)
-    softmax = _Softmax(features, mean, scale, targets, penalty, intercept, shift)
-    start = softmax.start()
+def _minimum(
+    softmax: "Softmax", tolerance: float, max_iterations: int, earlier: tuple[Tensor, Tensor] | None
+) -> "Minimum":
+    start, rows = softmax.start(), softmax.rows
     if earlier is not None:
         weight, bias = earlier
-        bias = bias + (shift[:, None] @ weight)[:, 0] if intercept else torch.zeros_like(bias)
+        bias = bias + (rows.shift[:, None].double() @ weight)[:, 0] if rows.intercept else torch.zeros_like(bias)
         start = softmax.better(softmax.point(weight, bias), start)
-    found = minimize(
-        softmax.evaluate,
-        start,
-        softmax.preconditioner(),
-        lambda gradient: softmax.largest_gradient(gradient) <= tolerance,
-        max_iterations,
-        relative_gap=0.03 * tolerance,  # where classes are nearly separable the estimate is 20 times too low
-    )
-    weight, bias = softmax.coefficients(found.point)
-    objective = _cross_entropy(features, mean, scale, weight, bias, targets) + penalty * weight.square().sum((1, 2)) / 2
-    if not standardize:  # weights of the features as they came
-        bias = bias - (mean[:, None] @ weight)[:, 0]
-        mean = torch.zeros_like(mean)
-    dtype = softmax.inputs.dtype
-    return _Fit(weight.to(dtype), bias.to(dtype), mean, scale, found.converged, objective, found.num_iterations)
+
+    def is_done(point: Tensor, value: Tensor, slope: Tensor, direction: Tensor) -> Tensor:
+        near = left_to_gain(slope, direction) <= 0.03 * tolerance * value.abs()
+        # where classes are nearly separable the estimate is 20 times too low; telling the gradient may cost much more
+        return near & (softmax.largest_gradient(slope) <= tolerance) if near.any() else near
+
+    return minimize(softmax.evaluate, start, softmax.preconditioner(), is_done, max_iterations)
 
 
-class _Softmax:
+class PrincipalRows:
+    """Features of a few layers, scaled and turned to their principal axes, with a column of ones for the intercept."""
+
+    def __init__(self, features: Tensor, *, standardize: bool, intercept: bool) -> None:
+        self.features, self.standardize, self.intercept = features, standardize, intercept
+        self.mean, self.scale = feature_scaling(features, standardize=standardize, center=standardize or intercept)
+        layers, num_rows, self.dim = features.shape
+        # The one copy of the features, filled and turned a few rows at a time.
+        dtype = torch.float64 if features.dtype == torch.float64 else torch.float32
+        self.inputs = features.new_ones((layers, num_rows, self.dim + intercept), dtype=dtype)
+        rows = self.inputs[..., : self.dim]
+        gram, since = self.mean.new_zeros(layers, self.dim, self.dim), 0
+        for chunk in widened_chunks(features):
+            here = rows[:, since : since + chunk.shape[1]]
+            here.copy_(chunk.sub_(self.mean[:, None]).div_(self.scale[:, None]))
+            gram += here.mT @ here
+            since += chunk.shape[1]
+        spread, axes = torch.linalg.eigh(gram / num_rows)
+        self.spread, self.axes = spread.clamp(min=0), axes.to(dtype)  # (layers, dim), (layers, dim, dim)
+        for here in rows.split(max(1, CHUNK // (layers * self.dim)), dim=1):
+            here.copy_(here @ self.axes)
+        shift = self.mean if intercept and not standardize else torch.zeros_like(self.mean)
+        self.shift = shift.to(dtype)  # (layers, dim) by which features were centred unasked
+
+
+class Softmax:
     """The objective mean CE + penalty |W|^2 / 2 with one weight vector per class, for a few layers.
 
     A point (layers, inputs, classes) holds the weights of the features' principal axes and, with an intercept, the
@@ -195,37 +188,15 @@ class _Softmax:
     with twice the penalty, and its gradient is that of W_1.
     """
 
-    def __init__(
-        self,
-        features: Tensor,
-        mean: Tensor,
-        scale: Tensor,
-        targets: Tensor,
-        penalty: float,
-        intercept: bool,
-        shift: Tensor,
-    ) -> None:
-        layers, num_rows, self.dim = features.shape
-        self.targets, self.intercept = targets, intercept
-        # The one copy of the features, filled and turned to its principal axes a few rows at a time.
-        dtype = torch.float64 if features.dtype == torch.float64 else torch.float32
-        self.inputs = features.new_ones((layers, num_rows, self.dim + intercept), dtype=dtype)
-        rows = self.inputs[..., : self.dim]
-        gram, since = torch.zeros_like(mean).new_zeros(layers, self.dim, self.dim), 0
-        for chunk in widened_chunks(features):
-            here = rows[:, since : since + chunk.shape[1]]
-            here.copy_(chunk.sub_(mean[:, None]).div_(scale[:, None]))
-            gram += here.mT @ here
-            since += chunk.shape[1]
-        spread, axes = torch.linalg.eigh(gram / num_rows)
-        self.spread, self.axes = spread.clamp(min=0).to(dtype), axes.to(dtype)
-        for here in rows.split(max(1, CHUNK // (layers * self.dim)), dim=1):
-            here.copy_(here @ self.axes)
-        self.shift = shift.to(dtype)  # (layers, dim) by which features were centred unasked
-        self.row = torch.arange(num_rows, device=features.device)
-        self.share = torch.bincount(targets).to(dtype) / num_rows
-        self.penalties = self.inputs.new_full((self.dim, 1), penalty * (2 if len(self.share) == 2 else 1))
-        if intercept:
+    def __init__(self, rows: PrincipalRows, targets: Tensor, penalty: Float[Tensor, " layers"]) -> None:
+        self.rows, self.targets, self.penalty = rows, targets, penalty  # of the objective divided by c n
+        self.inputs, self.axes, self.dim, self.intercept = rows.inputs, rows.axes, rows.dim, rows.intercept
+        self.row = torch.arange(len(targets), device=targets.device)
+        self.share = torch.bincount(targets).to(self.inputs.dtype) / len(targets)
+        self.spread = rows.spread.to(self.inputs.dtype)
+        penalties = (penalty * (2 if len(self.share) == 2 else 1)).to(self.inputs.dtype)
+        self.penalties = penalties[:, None, None].expand(-1, self.dim, 1)  # (layers, inputs, 1)
+        if self.intercept:
             self.spread = torch.nn.functional.pad(self.spread, (0, 1), value=1.0)
             self.penalties = torch.nn.functional.pad(self.penalties, (0, 0, 0, 1))
 
@@ -271,7 +242,7 @@ class _Softmax:
         """Per layer, in the coordinates of the features the user knows."""
         by_feature, by_bias = self.axes @ gradient[:, : self.dim], gradient[:, self.dim :]
         if self.intercept:
-            by_feature = by_feature + self.shift[..., None] * by_bias
+            by_feature = by_feature + self.rows.shift[..., None] * by_bias
         return torch.cat([by_feature, by_bias], dim=1).abs().flatten(1).amax(1)
 
     def coefficients(self, point: Tensor) -> tuple[Tensor, Tensor]:
@@ -283,6 +254,50 @@ class _Softmax:
         if len(self.share) == 2:
             return weight[..., 1:] - weight[..., :1], bias[..., 1:] - bias[..., :1]
         return weight, bias
+
+    def value(self, point: Tensor) -> Tensor:
+        """The objective alone, for half the work."""
+        log_proba = (self.inputs @ point).log_softmax(-1)
+        pull = (self.penalties * point.square()).sum((1, 2)) / 2
+        return pull - log_proba[:, self.row, self.targets].mean(1)
+
+    def probes(
+        self,
+        minimum: "Minimum",
+        classes: Tensor,
+        num_classes: int,
+        *,
+        converged: Tensor,
+        objective: Tensor | None = None,
+    ) -> LogisticProbes:
+        """Of the features as they came. The objective, divided by c n, is computed in float64 unless it is given."""
+        rows, dtype = self.rows, self.inputs.dtype
+        weight, bias = self.coefficients(minimum.point)
+        if objective is None:
+            objective = _cross_entropy(rows.features, rows.mean, rows.scale, weight, bias, self.targets)
+            objective = objective + self.penalty * weight.square().sum((1, 2)) / 2
+        mean = rows.mean
+        if not rows.standardize:
+            bias = bias - (mean[:, None] @ weight)[:, 0]
+            mean = torch.zeros_like(mean)
+        return LogisticProbes(
+            weight.to(dtype),
+            bias.to(dtype),
+            mean,
+            rows.scale,
+            classes,
+            num_classes,
+            converged,
+            objective / self.penalty,
+            minimum.num_iterations,
+            1 / (self.penalty * len(self.targets)),
+        )
+
+
+def together(parts: Sequence[LogisticProbes]) -> LogisticProbes:
+    """The probes of several groups of layers, of the same classes."""
+    layerwise = {field.name for field in fields(LogisticProbes)} - {"classes", "num_classes"}
+    return replace(parts[0], **{name: torch.cat([getattr(part, name) for part in parts]) for name in layerwise})
 
 
 def _cross_entropy(
@@ -300,12 +315,13 @@ def _cross_entropy(
     return total / len(targets)
 
 
-def _layers_at_once(features: Tensor, num_classes: int) -> int:
-    """One on a CPU, whose cache then holds it; on a GPU as many as keep the work below about 4 GB."""
-    if features.device.type == "cpu":
-        return 1
-    _, num_rows, dim = features.shape
-    return max(1, 2**32 // (num_rows * (dim + 4 * num_classes) * max(4, features.element_size())))
+def layers_at_once(features: Tensor, num_classes: int) -> Iterator[slice]:
+    """One after another on a CPU, whose cache then holds it; on a GPU as many as keep the work below about 4 GB."""
+    layers, num_rows, dim = features.shape
+    size = 1
+    if features.device.type != "cpu":
+        size = max(1, 2**32 // (num_rows * (dim + 4 * num_classes) * max(4, features.element_size())))
+    yield from (slice(first, min(layers, first + size)) for first in range(0, layers, size))
 
 
 def _check_start(start: LogisticProbes, features: Tensor, classes: Tensor, num_classes: int) -> None:
@@ -321,8 +337,9 @@ def _check_start(start: LogisticProbes, features: Tensor, classes: Tensor, num_c
         )
 
 
-def _check_labels(labels: Tensor, num_rows: int, num_classes: int | None) -> int:
-    """The number of classes."""
+def checked_classes(labels: Tensor, features: Tensor, num_classes: int | None) -> tuple[Tensor, Tensor, int]:
+    """The classes that there are rows of, the rows' places among these, and how many classes there are in all."""
+    num_rows = features.shape[1]
     if not isinstance(labels, Tensor) or labels.is_floating_point() or labels.is_complex():
         kind = labels.dtype if isinstance(labels, Tensor) else type(labels).__name__
         raise TypeError(f"expected labels to be an integer tensor, got {kind}")
@@ -334,7 +351,10 @@ def _check_labels(labels: Tensor, num_rows: int, num_classes: int | None) -> int
     num_classes = high + 1 if num_classes is None else num_classes
     if low < 0 or high >= num_classes:
         raise ValueError(f"expected labels in 0..{num_classes - 1}, got {low if low < 0 else high}")
-    return num_classes
+    classes, targets = labels.to(features.device).unique(return_inverse=True)
+    if len(classes) < 2:
+        raise ValueError(f"expected labels of at least 2 classes, got only class {classes.item()}")
+    return classes, targets, num_classes
 
 
 def _check_options(c: float, tolerance: float, max_iterations: int) -> None:
@@ -360,7 +380,8 @@ class Minimum(NamedTuple):
     """Where `minimize` stopped."""
 
     point: Tensor  # (problems, *shape)
-    converged: Tensor  # (problems,) bool
+    slope: Tensor  # the gradients there
+    done: Tensor  # (problems,) bool, False where the iterations ran out or no step was found
     num_iterations: Tensor  # (problems,) int
 
 
@@ -376,22 +397,16 @@ def minimize(
     evaluate: Evaluate,
     start: Tensor,
     precondition: Callable[[Tensor], Tensor],
-    is_converged: Callable[[Tensor], Tensor],
+    is_done: Callable[[Tensor, Tensor, Tensor, Tensor], Tensor],
     max_iterations: int,
-    *,
-    relative_gap: float,
 ) -> Minimum:
     """The minima of smooth convex functions, one for each row of `start` (problems, *shape).
-
-    A problem is done when its gradient is small and what is left to gain, half the gradient times the step that L-BFGS
-    would take, is small against its value.
 
     Args:
         evaluate: of all problems at once, (problems, *shape) to values (problems,) and gradients of that shape.
         precondition: times an estimate of the inverse Hessians, symmetric and positive where gradients lie; linear.
-        is_converged: tells it from the gradients, (problems, *shape) to (problems,).
+        is_done: tells it from points, values, gradients and the steps that L-BFGS would take, to (problems,).
         max_iterations: for each problem. One that uses them up, or finds no acceptable step, stays where it is.
-        relative_gap: the share of its value that a problem may have left to gain when it is done.
     """
     point = start
     value, slope = evaluate(start)
@@ -401,9 +416,7 @@ def minimize(
     pairs: list[_Pair] = []
     for _ in range(max_iterations):
         direction = _direction(slope, pairs, precondition)
-        near = ~(done | stuck) & (-_dot(slope, direction).flatten() / 2 <= relative_gap * value.abs())
-        if near.any():  # telling convergence may cost much more
-            done = done | (near & is_converged(slope))
+        done = done | (~stuck & is_done(point, value, slope, direction))
         active = ~(done | stuck)
         if not active.any():
             break
@@ -412,7 +425,12 @@ def minimize(
         point, value, slope = point + step * direction, new_value, new_slope
         stuck = stuck | stuck_here
         num_iterations += active
-    return Minimum(point, is_converged(slope), num_iterations)
+    return Minimum(point, slope, done, num_iterations)
+
+
+def left_to_gain(slope: Tensor, direction: Tensor) -> Tensor:
+    """Of the value, by the step that L-BFGS would take: half its product with the gradient, (problems,)."""
+    return -_dot(slope, direction).flatten() / 2
 
 
 def _direction(slope: Tensor, pairs: list[_Pair], precondition: Callable[[Tensor], Tensor]) -> Tensor:

@@ -156,7 +156,8 @@ def test_layers_fitted_side_by_side_are_those_fitted_alone(monkeypatch, num_clas
     features[1] = 1  # done at once, while the others go on
     alone = fit_logistic_probes(features, labels)
     assert len(set(alone.num_iterations.tolist())) > 1
-    monkeypatch.setattr(probe, "_layers_at_once", lambda features, num_classes: 3)  # as on a GPU
+    groups = [slice(0, 3), slice(3, 4)]  # as on a GPU
+    monkeypatch.setattr(probe, "layers_at_once", lambda features, num_classes: groups)
     together = fit_logistic_probes(features, labels)
     assert together.num_iterations.tolist() == alone.num_iterations.tolist()
     torch.testing.assert_close(together.weight, alone.weight, atol=1e-8, rtol=0)
@@ -270,11 +271,10 @@ def test_the_minimiser_finds_its_step_however_wrong_the_preconditioner(guess):
         evaluate,
         torch.zeros_like(centers),
         lambda g: guess * g,
-        lambda g: g.abs().amax(1) < 1e-10,
+        lambda point, value, slope, direction: slope.abs().amax(1) < 1e-10,
         200,
-        relative_gap=1.0,
     )
-    assert found.converged.all()
+    assert found.done.all()
     torch.testing.assert_close(found.point, centers, atol=1e-8, rtol=0)
 
 
@@ -283,10 +283,11 @@ def test_a_problem_without_a_way_down_stops_and_is_not_converged():
         broken = torch.where(points[:1] == 0, torch.ones(1, 1), torch.full((1, 1), torch.nan))
         return (points[:, 0] - 3).square() / 2, torch.cat([broken, points[1:] - 3])
 
-    found = probe.minimize(
-        evaluate, torch.zeros(2, 1), lambda g: g, lambda g: g.abs().amax(1) < 1e-6, 50, relative_gap=1.0
-    )
-    assert found.converged.tolist() == [False, True]
+    def is_done(point, value, slope, direction):
+        return slope.abs().amax(1) < 1e-6
+
+    found = probe.minimize(evaluate, torch.zeros(2, 1), lambda g: g, is_done, 50)
+    assert found.done.tolist() == [False, True]
     assert found.point.flatten().tolist() == [0, 3]
     assert found.num_iterations.tolist() == [1, 1]
 
