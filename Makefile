@@ -14,9 +14,9 @@ export PYTHONDONTWRITEBYTECODE :=
 demo: $(VENV)/.ready
 	$(BIN)/lit-layers fit --config recipes/quickstart/gpt2.yaml
 
-# Two processes; a file's tests stay together, as they share what is costly to make.
+# A file's tests stay together, as they share what is costly to make. Three processes for two cores: many tests wait.
 test: $(VENV)/.ready
-	$(BIN)/python -m pytest -m "not soak" --numprocesses 2 --dist loadfile --no-loadscope-reorder
+	$(BIN)/python -m pytest -m "not soak" --numprocesses 3 --dist loadfile --no-loadscope-reorder
 
 # What takes minutes: random kills, every command of the documentation, a browser, fuzzing, evaluation at length.
 soak: $(VENV)/.ready

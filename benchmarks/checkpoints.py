@@ -3,10 +3,12 @@
     OMP_NUM_THREADS=1 python benchmarks/checkpoints.py
 
 Seconds that training waited for each of the two, over the run's wall time without start-up; wanted: together below 2%.
+A round is a run.
 Nothing is measured meanwhile, as that would only make the share smaller.
 """
 
 import argparse
+import statistics
 import sys
 import tempfile
 import time
@@ -15,8 +17,7 @@ from typing import Any
 
 import lightning as L
 import torch
-from rich.console import Console
-from rich.table import Table
+from rounds import Row, add_options, finish
 from training import SIZES, RandomText
 
 from lit_layers.schedule import Schedule
@@ -42,6 +43,21 @@ class Clock(L.Callback):
 
 def main() -> int:
     options = _options()
+    runs = [one_run(options) for _ in range(options.rounds)]
+    facts = {
+        "seconds of a run": f"{statistics.median(run['seconds'] for run in runs):.0f}",
+        "MB of each to resume from": f"{runs[0]['size'] / 1e6:.1f}",
+    }
+    rows = []
+    for part in ("series", "resume", "both"):
+        shares = [100 * run[part] / run["seconds"] for run in runs]
+        target = 100 * WANTED if part == "both" else None
+        rows.append(Row(f"{options.size}, {part}", shares, target, at_most=True, others=facts, unit="%"))
+    return finish("checkpoints", rows, options, device=options.device)
+
+
+def one_run(options: argparse.Namespace) -> dict[str, float]:
+    """Seconds of a run and of its pauses, and the bytes of a checkpoint to resume from."""
     size = SIZES[options.size]
     with tempfile.TemporaryDirectory() as folder:
         root = Path(folder) / "run"
@@ -67,23 +83,8 @@ def main() -> int:
         if saved != expected or not resume:
             raise SystemExit(f"expected the steps {expected} and one to resume from, found {saved} and {resume}")
         sizes = [sum(file.stat().st_size for file in path.rglob("*")) for path in (root / "resume").iterdir()]
-    _report(options, clock.seconds, {"series": series, "resume": resumable}, len(saved), sizes[0])
-    share = (series.paused_seconds + resumable.paused_seconds) / clock.seconds
-    return int(options.check and share >= WANTED)
-
-
-def _report(options: argparse.Namespace, seconds: float, parts: dict[str, Any], num_saved: int, size: int) -> None:
-    table = Table(title=f"{options.steps} steps, {seconds:.1f} s of wall time", title_justify="left", box=None)
-    for column in ("", "seconds", "share"):
-        table.add_column(column, justify="right" if column else "left")
-    for name, part in parts.items():
-        table.add_row(name, f"{part.paused_seconds:.3f}", f"{part.paused_seconds / seconds:.2%}")
-    both = sum(part.paused_seconds for part in parts.values())
-    table.add_row("both (wanted: below 2%)", f"{both:.3f}", f"{both / seconds:.2%}")
-    console = Console()
-    console.print(table)
-    every = f"every {options.resume_every} steps and at the end" if options.resume_every else "at the end"
-    console.print(f"{num_saved} steps of the series; resume checkpoints of {size / 1e6:.1f} MB {every}")
+    pauses = {"series": series.paused_seconds, "resume": resumable.paused_seconds}
+    return {**pauses, "both": sum(pauses.values()), "seconds": clock.seconds, "size": float(sizes[0])}
 
 
 def _options() -> argparse.Namespace:
@@ -92,7 +93,7 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--steps", type=int, default=400, help="optimizer steps (the demo: 400)")
     parser.add_argument("--resume-every", type=int, default=500, help="as `lit-layers fit --resume_every`")
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
-    parser.add_argument("--check", action="store_true", help="exit with 1 from 2 percent on")
+    add_options(parser)
     return parser.parse_args()
 
 

@@ -2,7 +2,7 @@
 
     python benchmarks/coupling.py                              GPT-2 small sizes, one block, 64 tokens
     python benchmarks/coupling.py --tokens 512
-    python benchmarks/coupling.py --blocks 12 --prompts 8      end to end: a quarter of an hour for the published way
+    python benchmarks/coupling.py --blocks 12 --prompts 8      end to end: a quarter of an hour a round, published
     python benchmarks/coupling.py --size pythia-410m           or deit-tiny, llama-8b (one block: --device cuda)
     python benchmarks/coupling.py --size deit-tiny --ours      without the published way
 
@@ -15,7 +15,7 @@ does not count: run it with OMP_NUM_THREADS=1. "Self-checks" are what the first 
 """
 
 import argparse
-import resource
+import statistics
 import subprocess
 import sys
 import tempfile
@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from rounds import Row, add_options, finish, ratios
 from torch import Tensor, nn
 
 WORDS = {"vocab_size": 1024, "bos_token_id": 0, "eos_token_id": 0}
@@ -198,12 +199,11 @@ def one_way(options: argparse.Namespace) -> None:
         parameter.requires_grad_(options.way == "published")
     clock = Clock(options.device)
     jacobians, pairs = way(options, model, clock)
-    whole = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**10
-    torch.save({"jacobians": torch.stack(jacobians).cpu(), "pairs": pairs, "stages": clock.stages, "whole": whole,
+    torch.save({"jacobians": torch.stack(jacobians).cpu(), "pairs": pairs, "stages": clock.stages,
                 "floor": floor(jacobians[0].shape[-1], options.device)}, options.result)  # fmt: skip
 
 
-def main() -> None:
+def main() -> int:
     parser = argparse.ArgumentParser(description="Coupling: the published way against ours.")
     parser.add_argument("--size", choices=[name for name in SIZES if name != "warm-up"], default="gpt2-small")
     parser.add_argument("--tokens", type=int, default=64)
@@ -211,50 +211,59 @@ def main() -> None:
     parser.add_argument("--prompts", type=int, default=1)
     parser.add_argument("--k", type=int, nargs="+", default=[10, 30, 76])
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
+    add_options(parser)
     parser.add_argument("--ours", action="store_true", help="leave the published way out")
     parser.add_argument("--way", choices=["published", "ours"], help=argparse.SUPPRESS)
     parser.add_argument("--result", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.way:
         one_way(options)
-        return
+        return 0
     ways = ["ours"] if options.ours else ["published", "ours"]
-    found = {}
+    rounds: dict[str, list[dict[str, Any]]] = {way: [] for way in ways}
     with tempfile.TemporaryDirectory() as folder:
-        for way in ways:
-            path = str(Path(folder) / way)
-            subprocess.run([sys.executable, __file__, *sys.argv[1:], "--way", way, "--result", path], check=True)
-            found[way] = torch.load(path)
-    report(options, found["ours"], found.get("published"))
+        for number in range(options.rounds):
+            for way in ways if number % 2 else ways[::-1]:
+                path = str(Path(folder) / way)
+                subprocess.run([sys.executable, __file__, *sys.argv[1:], "--way", way, "--result", path], check=True)
+                rounds[way].append(torch.load(path))
+    return finish("coupling", rows_of(options, rounds["ours"], rounds.get("published")), options, device=options.device)
 
 
-def report(options: argparse.Namespace, mine: dict[str, Any], theirs: dict[str, Any] | None) -> None:
+def rows_of(options: argparse.Namespace, ours: list[dict[str, Any]], theirs: list[dict[str, Any]] | None) -> list[Row]:
+    """A row for each stage, published over ours, and the Jacobian over its floor."""
     tokens = "197" if options.size == "deit-tiny" else options.tokens
-    print(f"{options.size}, {options.blocks} blocks, {options.prompts} prompts x {tokens} tokens, K {options.k}")
-    if theirs:
-        error = (mine["jacobians"] - theirs["jacobians"]).norm() / theirs["jacobians"].norm()
-        print(f"Jacobians differ by {error:.1e}, miscouplings by {(mine['pairs'] - theirs['pairs']).abs().max():.1e}")
-    print(
-        f"{'stage':<18}{'seconds: published':>20}{'ours':>9}{'ratio':>8}{'MiB: published':>17}{'ours':>7}{'ratio':>7}"
-    )
-    rows = {name: (theirs["stages"].get(name) if theirs else None, of) for name, of in mine["stages"].items()}
-    rows["in total"] = (total(theirs), total(mine))
-    for name, (published, ours) in rows.items():
-        of = f"{published[0]:>20.3f}" if published else f"{'-':>20}"
-        memory = f"{published[1]:>17.0f}" if published else f"{'-':>17}"
-        faster = f"{published[0] / ours[0]:>8.1f}" if published else f"{'':>8}"
-        smaller = f"{published[1] / max(ours[1], 1):>7.1f}" if published else ""
-        print(f"{name:<18}{of}{ours[0]:>9.3f}{faster}{memory}{ours[1]:>7.0f}{smaller}")
-    if theirs:
-        print(f"peak of the whole process, MiB: {theirs['whole']:.0f} and {mine['whole']:.0f}")
-    each = mine["stages"]["Jacobians"][0] / (options.blocks * options.prompts)
-    print(f"a Jacobian: {each:.4f} s, {each / mine['floor']:.2f} x the floor of 24 dim^3 ({mine['floor']:.4f} s)")
+    what = f"{options.size}, {options.blocks} x {options.prompts} x {tokens}"
+    rows = [_against(what, stage, theirs, ours) for stage in [*theirs[0]["stages"], "in total"]] if theirs else []
+    each = [run["stages"]["Jacobians"][0] / (options.blocks * options.prompts) for run in ours]
+    others = {"seconds: published, ours": f"ours {statistics.median(each):.4f} a Jacobian"}
+    return [*rows, Row(f"{what}: over the floor", ratios(each, (run["floor"] for run in ours)), others=others)]
 
 
-def total(found: dict[str, Any] | None) -> tuple[float, float] | None:
-    stages = found["stages"].values() if found else []
-    return (sum(spent for spent, _ in stages), max(peak for _, peak in stages)) if found else None
+def _against(what: str, stage: str, theirs: list[dict[str, Any]], ours: list[dict[str, Any]]) -> Row:
+    sides = [[stage_of(run, stage) for run in runs] for runs in (theirs, ours)]
+    seconds, memory = ([statistics.median(run[part] for run in side) for side in sides] for part in (0, 1))
+    others = {
+        "seconds: published, ours": f"{seconds[0]:.3f}, {seconds[1]:.3f}",
+        "MiB": f"{memory[0]:.0f}, {memory[1]:.0f}",
+    }
+    if stage == "in total":
+        far = [
+            (one["jacobians"] - other["jacobians"]).norm() / other["jacobians"].norm()
+            for one, other in zip(ours, theirs, strict=True)
+        ]
+        apart = [(one["pairs"] - other["pairs"]).abs().max() for one, other in zip(ours, theirs, strict=True)]
+        others |= {"Jacobians differ by": f"{max(far):.1e}", "miscouplings by": f"{max(apart):.1e}"}
+    return Row(f"{what}: {stage}", ratios(*([run[0] for run in side] for side in sides)), others=others)
+
+
+def stage_of(run: dict[str, Any], stage: str) -> tuple[float, float]:
+    """Seconds and peak MiB."""
+    if stage != "in total":
+        return run["stages"][stage]
+    stages = run["stages"].values()
+    return sum(spent for spent, _ in stages), max(peak for _, peak in stages)
 
 
 if __name__ == "__main__":
-    main()
+    raise SystemExit(main())

@@ -2,21 +2,23 @@
 
     OMP_NUM_THREADS=1 python benchmarks/interventions.py                  # 12 and 24 blocks of 256, about 4 minutes
     OMP_NUM_THREADS=1 python benchmarks/interventions.py --layers 12      # about a minute
-    python benchmarks/interventions.py --device cuda --batch_size 16 --tokens 256 --batches 4
+    python benchmarks/interventions.py --device cuda --batch_size 16 --tokens 256 --rounds 5
 
 Both sides take the same batches in turn, judge the same tokens with the same code and must agree. "shared" is all that
 `Interventions` does with a batch, the full model's own pass and log-probabilities included; "each" runs the model once
 for each variant in `running_order`, and is given the full model's log-probabilities. (`running_order` itself runs one
 block more each time it is entered, to see what it returns: that is in the seconds, and not in the block runs.)
-`--check` exits with 1 where the share of the time is more than 1.1 times the share of the block runs.
+A round is a batch.
 """
 
 import argparse
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from statistics import median
 
 import torch
+from rounds import Row, add_options, finish, ratios
 from torch import Tensor
 
 from lit_layers.analyses.readout_scores import FullModel, Interventions, Sums, rows_of
@@ -24,7 +26,7 @@ from lit_layers.data.batches import Batches
 from lit_layers.models import LayeredModel, causal_lm
 from lit_layers.models.running_order import SharedPrefixes, running_order
 
-NOISE = 1.1  # and what the head costs, which is run for each different order
+WANTED = {12: 0.35, 24: 0.40}  # of all variants, by the number of blocks
 SETS = {"all variants": {}, "loops 3 alone": {"loops": (3,)}}
 
 
@@ -32,7 +34,7 @@ SETS = {"all variants": {}, "loops 3 alone": {"loops": (3,)}}
 class Cost:
     """Of one side, over all batches."""
 
-    seconds: float = 0.0
+    seconds: list[float] = field(default_factory=list)
     peak_memory: int = 0  # bytes beyond what was held before, on CUDA
 
 
@@ -56,12 +58,10 @@ def main() -> int:
     parser.add_argument("--vocabulary", type=int, default=4096)
     parser.add_argument("--tokens", type=int, default=64)
     parser.add_argument("--batch_size", type=int, default=4)
-    parser.add_argument("--batches", type=int, default=2)
+    add_options(parser)
     parser.add_argument("--device", default="cpu")
-    parser.add_argument("--check", action="store_true")
     options = parser.parse_args()
-    print("blocks  set             variants  block runs: each  shared  ratio   seconds: each  shared  ratio")
-    late = False
+    rows = []
     for num_layers in options.layers:
         model = causal_lm(
             "gpt2",
@@ -72,17 +72,17 @@ def main() -> int:
             n_positions=options.tokens,
         ).eval()
         for name, chosen in SETS.items():
-            late |= compare(model.to(options.device), name, Interventions(batches=NoData(), **chosen), options)
-    return int(options.check and late)
+            rows.append(compare(model.to(options.device), name, Interventions(batches=NoData(), **chosen), options))
+    return finish("interventions", rows, options, device=options.device)
 
 
-def compare(model: torch.nn.Module, name: str, analysis: Interventions, options: argparse.Namespace) -> bool:
-    """Prints a line and returns whether the time saved is less than the runs saved."""
+def compare(model: torch.nn.Module, name: str, analysis: Interventions, options: argparse.Namespace) -> Row:
+    """Seconds of the shared way over those of each by itself, a round for each batch."""
     view = LayeredModel(model)
     chosen = analysis.chosen(view)
     each, shared, cuda = Cost(), Cost(), options.device != "cpu"
     generator = torch.Generator().manual_seed(0)
-    for number in range(options.batches + 1):  # the first warms up, on few tokens
+    for number in range(options.rounds + 1):  # the first warms up, on few tokens
         size = (options.batch_size, options.tokens) if number else (1, 2)
         batch = {"input_ids": torch.randint(options.vocabulary, size, generator=generator).to(options.device)}
         sides = {
@@ -97,17 +97,16 @@ def compare(model: torch.nn.Module, name: str, analysis: Interventions, options:
     num_each = sum(len(step) if isinstance(step, tuple) else 1 for variant in chosen for step in variant.schedule)
     num_shared = SharedPrefixes([variant.schedule for variant in chosen], view.num_layers).num_block_runs
     num_shared += view.num_layers  # the full model's own
-    ratio = shared.seconds / each.seconds
-    print(
-        f"{view.num_layers:6d}  {name:14s}  {len(chosen):8d}  {num_each:16d}  {num_shared:6d}  "
-        f"{num_shared / num_each:5.3f}  {each.seconds / options.batches:14.2f}  "
-        f"{shared.seconds / options.batches:6.2f}  {ratio:5.3f}"
-    )
+    others = {
+        "variants": str(len(chosen)),
+        "block runs: each, shared": f"{num_each:,}, {num_shared:,}",
+        "seconds: each, shared": f"{median(each.seconds):.1f}, {median(shared.seconds):.1f}",
+    }
     if cuda:
-        print(
-            f"        peak memory: each {each.peak_memory / 2**20:.0f} MiB, shared {shared.peak_memory / 2**20:.0f} MiB"
-        )
-    return ratio > NOISE * num_shared / num_each
+        others["peak MiB: each, shared"] = f"{each.peak_memory / 2**20:.0f}, {shared.peak_memory / 2**20:.0f}"
+    target = WANTED.get(view.num_layers) if name == "all variants" else None
+    share = ratios(shared.seconds, each.seconds)
+    return Row(f"{view.num_layers} blocks, {name}", share, target, at_most=True, others=others)
 
 
 def from_scratch(
@@ -144,7 +143,7 @@ def timed(run: Callable[[], Sums], cost: Cost, cuda: bool) -> Sums:
     if cuda:
         torch.cuda.synchronize()
         cost.peak_memory = max(cost.peak_memory, torch.cuda.max_memory_allocated() - before)
-    cost.seconds += clock() - start
+    cost.seconds.append(clock() - start)
     return found
 
 

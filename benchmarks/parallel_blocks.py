@@ -12,33 +12,31 @@ import statistics
 import time
 
 import torch
+from rounds import Row, add_options, finish, ratios
 
 from lit_layers.models.build import causal_lm
-from lit_layers.models.costs import interleaved, this_machine
+from lit_layers.models.costs import interleaved
 from lit_layers.models.running_order import running_order
 
 
-def main() -> None:
+def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--widths", type=int, nargs="+", default=[64, 256, 768])
     parser.add_argument("--groups", type=int, nargs="+", default=[3, 9], help="members of the group")
     parser.add_argument("--tokens", type=int, nargs="+", default=[1, 16, 128])
     parser.add_argument("--batch_size", type=int, default=1)
-    parser.add_argument("--rounds", type=int, default=15)
+    add_options(parser, rounds=15)
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--attention", nargs="+", default=["sdpa", "eager"])
     options = parser.parse_args()
-    machine = this_machine(options.device)
-    print(
-        f"{machine.processor}, {machine.num_threads} threads, torch {machine.torch}, {options.rounds} rounds, medians"
-    )
-    print("width group tokens attention   loop ms  stacked ms  loop / stacked  stacking once ms  largest difference")
+    rows = []
     for width in options.widths:
         for group in options.groups:
             for attention in options.attention:
                 model = _model(width, group, attention, options.device)
                 for tokens in options.tokens:
-                    print(_row(model, width, group, tokens, attention, options), flush=True)
+                    rows.append(_row(model, width, group, tokens, attention, options))
+    return finish("parallel_blocks", rows, options, device=options.device)
 
 
 def _model(width: int, group: int, attention: str, device: str) -> torch.nn.Module:
@@ -46,7 +44,7 @@ def _model(width: int, group: int, attention: str, device: str) -> torch.nn.Modu
     return causal_lm("gpt2", attention_implementation=attention, **size).eval().to(device)
 
 
-def _row(model, width: int, group: int, tokens: int, attention: str, options) -> str:
+def _row(model, width: int, group: int, tokens: int, attention: str, options) -> Row:
     ids = torch.randint(256, (options.batch_size, tokens), device=options.device)
     schedule = (1, tuple(range(2, group + 2)), group + 2)
     outputs = {}
@@ -71,13 +69,16 @@ def _row(model, width: int, group: int, tokens: int, attention: str, options) ->
                 seconds[parallel] += found
                 if parallel == "stacked":
                     once.append(first - statistics.median(found))
-    loop, stacked = (1e3 * statistics.median(seconds[each]) for each in ("loop", "stacked"))
+    loop, stacked = (f"{1e3 * statistics.median(seconds[each]):.2f}" for each in ("loop", "stacked"))
     apart = (outputs["loop"] - outputs["stacked"]).abs().max().item() / outputs["loop"].abs().max().item()
-    return (
-        f"{width:5} {group:5} {tokens:6} {attention:>9} {loop:9.2f} {stacked:11.2f} {loop / stacked:15.2f} "
-        f"{1e3 * statistics.median(once):17.2f} {apart:19.1e}"
-    )
+    others = {
+        "ms: loop, stacked": f"{loop}, {stacked}",
+        "ms of stacking once": f"{1e3 * statistics.median(once):.2f}",
+        "outputs differ by": f"{apart:.1e}",
+    }
+    what = f"width {width}, {group} blocks, {tokens} tokens, {attention}"
+    return Row(what, ratios(seconds["loop"], seconds["stacked"]), others=others)
 
 
 if __name__ == "__main__":
-    main()
+    raise SystemExit(main())

@@ -3,12 +3,14 @@
     OMP_NUM_THREADS=1 python benchmarks/probe_memory.py    # 13 layers x 100,000 texts x 768: 4 GB on disk
 
 The model is a stand-in that passes random states of the right shape, so that features, probes and scores are measured
-and not a forward pass; texts are 20 to 60 words. `--check` exits with 1 above 2 GB.
+and not a forward pass; texts are 20 to 60 words. A round is a process.
 """
 
 import argparse
 import json
 import resource
+import statistics
+import subprocess
 import sys
 import tempfile
 import time
@@ -16,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from rounds import Row, add_options, finish
 
 from lit_layers.analyses import Probe
 from lit_layers.data import ProbeTask
@@ -52,8 +55,29 @@ def main() -> int:
     parser.add_argument("--layers", type=int, default=13, help="with layer 0")
     parser.add_argument("--rows", type=int, default=100_000)
     parser.add_argument("--dim", type=int, default=768)
-    parser.add_argument("--check", action="store_true")
+    parser.add_argument("--alone", action="store_true", help=argparse.SUPPRESS)
+    add_options(parser)
     options = parser.parse_args()
+    if options.alone:
+        print(json.dumps(measured(options)))
+        return 0
+    command = [sys.executable, __file__, *sys.argv[1:], "--alone"]
+    rounds = [
+        json.loads(subprocess.run(command, check=True, stdout=subprocess.PIPE).stdout) for _ in range(options.rounds)
+    ]
+    size = options.layers * options.rows * options.dim * 4 / 1e9
+    others = {
+        "features": f"{size:.1f} GB",
+        "before (interpreter, libraries)": f"{statistics.median(each['before'] for each in rounds):,.0f} MB",
+        "seconds": f"{statistics.median(each['seconds'] for each in rounds):,.0f}",
+    }
+    shape = f"{options.layers} layers x {options.rows:,} texts x {options.dim}"
+    peaks = [each["peak"] for each in rounds]
+    return finish("probe_memory", [Row(shape, peaks, LIMIT_MB, at_most=True, others=others, unit=" MB")], options)
+
+
+def measured(options: argparse.Namespace) -> dict[str, float]:
+    """Peak memory of this process in MB, what it held before, and the seconds of the probes."""
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         corpus = ["a few words of text that nobody reads 0 1 2 3 4 5 6 7 8 9"] * 9
@@ -68,13 +92,8 @@ def main() -> int:
         )
         model = PassesRandomStates(options.layers - 1, options.dim)
         before, began = _peak(), time.perf_counter()
-        num_records = len(list(probe.run(model)))
-    size = options.layers * options.rows * options.dim * 4 / 1e9
-    shape = f"{options.layers} layers x {options.rows:,} texts x {options.dim}"
-    print(f"{shape}: {size:.1f} GB of features, {num_records} numbers")
-    print(f"peak memory {_peak():,.0f} MB, of which {before:,.0f} MB before (interpreter, libraries)")
-    print(f"{time.perf_counter() - began:.0f} s")
-    return int(options.check and _peak() > LIMIT_MB)
+        assert list(probe.run(model)), "no numbers"
+    return {"before": before, "peak": _peak(), "seconds": time.perf_counter() - began}
 
 
 def _write(file: Path, split: str, rows: int) -> None:

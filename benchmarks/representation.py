@@ -4,7 +4,8 @@
     OMP_NUM_THREADS=1 python benchmarks/representation.py --quick   # 64 tokens, 50 prompts, 4 views, width 128
 
 Random rows of the right shape, a process for each metric; `--device cuda` keeps the rows on a GPU (singular values are
-found on the CPU all the same). Time is the least of `--rounds`, peak memory is what the metric adds to its input.
+found on the CPU all the same). Seconds are those of
+the process, of a GPU those of the clock; peak memory is what the metric adds to its input.
 """
 
 import argparse
@@ -17,6 +18,7 @@ from concurrent.futures import ProcessPoolExecutor
 from typing import Any, NamedTuple
 
 import torch
+from rounds import Row, add_options, finish
 from torch import Tensor
 
 from lit_layers.functional.entropy import (
@@ -70,23 +72,22 @@ METRICS: dict[str, tuple[str, Callable[..., Any]]] = {
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="small sizes")
-    parser.add_argument("--rounds", type=int, default=3)
+    add_options(parser)
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--only", choices=METRICS, help="one metric")
     options = parser.parse_args()
     shape = Shape(64, 50, 4, 128) if options.quick else Shape(512, 1000, 16, 4096)
-    print(f"{shape.tokens} tokens, {shape.prompts:,} prompts, {shape.views} views, width {shape.dim:,}")
-    print(f"{torch.get_num_threads()} threads, {options.device}, float32 rows\n")
-    print(f"{'metric':<32}{'input':<24}{'seconds':>9}{'peak MB':>9}")
+    rows = []
     for name in [options.only] if options.only else METRICS:
         with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as pool_of_one:
-            rows, seconds, peak = pool_of_one.submit(measured, name, shape, options.rounds, options.device).result()
-        print(f"{name:<32}{rows:<24}{seconds:>9.3f}{peak:>9,.0f}", flush=True)
-    return 0
+            size, seconds, peak = pool_of_one.submit(measured, name, shape, options.rounds, options.device).result()
+        others = {"of": size, "peak MB above it": f"{peak:,.0f}"}
+        rows.append(Row(name, seconds, others=others, unit=" s"))
+    return finish("representation", rows, options, device=options.device)
 
 
-def measured(name: str, shape: Shape, rounds: int, device: str) -> tuple[str, float, float]:
-    """The shape of the input, the least time and the memory added, in MB."""
+def measured(name: str, shape: Shape, rounds: int, device: str) -> tuple[str, list[float], float]:
+    """The shape of the input, the seconds of each round and the memory added, in MB."""
     kind, metric = METRICS[name]
     generator = torch.Generator().manual_seed(0)
     sizes = {
@@ -97,14 +98,18 @@ def measured(name: str, shape: Shape, rounds: int, device: str) -> tuple[str, fl
     }
     rows = torch.randn(sizes[kind], generator=generator).to(device)
     arguments = rows.unbind(0) if kind == "pairs" else (rows,)
-    before, seconds = _peak(device), float("inf")
+    before, seconds = _peak(device), list[float]()
     for _ in range(rounds):
-        began = time.perf_counter()
+        began = _clock(device)
         metric(*arguments)
         if device.startswith("cuda"):
             torch.cuda.synchronize()
-        seconds = min(seconds, time.perf_counter() - began)
+        seconds.append(_clock(device) - began)
     return " x ".join(f"{size:,}" for size in sizes[kind]), seconds, _peak(device) - before
+
+
+def _clock(device: str) -> float:
+    return time.perf_counter() if device.startswith("cuda") else time.process_time()
 
 
 def _peak(device: str) -> float:

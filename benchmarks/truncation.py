@@ -3,19 +3,21 @@
     OMP_NUM_THREADS=1 python benchmarks/truncation.py               # GPT-2 small, random, cut at 9, 6, 3
     OMP_NUM_THREADS=1 python benchmarks/truncation.py --layers 4 --model FOLDER
 
-Rounds alternate between the models; memory is that of a process for each. `--check` exits with 1 where the time of a
-cut is a larger share of the whole model's than its share of the blocks.
+Rounds alternate between the models; memory is that of a process for each. Wanted: no cut takes a larger share of the
+whole model's time than its share of the blocks.
 """
 
 import argparse
 import tempfile
 from pathlib import Path
+from statistics import median
 
 import torch
+from rounds import Row, add_options, finish, ratios
 
 from lit_layers.models import LayeredModel, causal_lm, load, save, truncate
-from lit_layers.models.costs import Cost, measure_costs
-from lit_layers.select import cost_table, measured_on
+from lit_layers.models.costs import call_of, interleaved, peak_memory
+from lit_layers.models.plain import open_plainly
 
 NOISE = 1.1  # of a median on a machine that others use
 
@@ -26,9 +28,8 @@ def main() -> int:
     parser.add_argument("--layers", type=int, nargs="+", default=[9, 6, 3], help="blocks to keep (default: 9 6 3)")
     parser.add_argument("--tokens", type=int, default=128)
     parser.add_argument("--batch_size", type=int, default=4)
-    parser.add_argument("--rounds", type=int, default=15)
+    add_options(parser, rounds=15)
     parser.add_argument("--device", default="cpu")
-    parser.add_argument("--check", action="store_true")
     options = parser.parse_args()
     model = load(options.model) if options.model else causal_lm("gpt2").eval()
     num_layers = LayeredModel(model).num_layers
@@ -40,28 +41,30 @@ def main() -> int:
             variants[f"first {kept} blocks"] = Path(folder) / str(kept)
             with torch.no_grad():
                 save(truncate(model, kept, head=False), variants[f"first {kept} blocks"])
-        found = measure_costs(
-            variants,
-            trunks=list(variants)[1:],
-            num_tokens=options.tokens,
-            batch_size=options.batch_size,
-            num_rounds=options.rounds,
-            device=options.device,
-        )
-    print(cost_table(found), "", measured_on(found), sep="\n")
-    late = [
-        cost.name
-        for cost, kept in zip(found[2:], options.layers, strict=True)
-        if is_late(cost, found, kept, num_layers)
-    ]
-    for name in late:
-        print(f"too slow: {name}")
-    return int(options.check and bool(late))
-
-
-def is_late(cost: Cost, found: list[Cost], kept: int, num_layers: int) -> bool:
-    """Whether it takes more than its share of the blocks of the whole model's time."""
-    return cost.latency / found[0].latency > NOISE * kept / num_layers
+        # All but the first are trunks.
+        models = {
+            name: open_plainly(saved, head=not number).to(options.device)
+            for number, (name, saved) in enumerate(variants.items())
+        }
+        vocabulary = LayeredModel(model).model.config.vocab_size
+        batch = {"input_ids": torch.randint(vocabulary, (options.batch_size, options.tokens))}
+        batch["attention_mask"] = torch.ones_like(batch["input_ids"])
+        calls = {name: [call_of(each, {key: rows[:1] for key, rows in batch.items()})] for name, each in models.items()}
+        seconds = interleaved(calls, num_rounds=options.rounds, num_warm_up=2, device=options.device)
+        first, *cuts = variants
+        rows = []
+        for name, kept in zip(cuts, [num_layers, *options.layers], strict=True):
+            peak = peak_memory(variants[name], batch, head=False, device=options.device)
+            parameters = sum(parameter.numel() for parameter in models[name].parameters())
+            others = {
+                "parameters": f"{parameters / 1e6:.1f} M",
+                "peak MB of a batch": f"{peak / 1e6:,.0f}",
+                "ms a text: whole, this": ", ".join(f"{1e3 * median(seconds[each][0]):.0f}" for each in (first, name)),
+            }
+            # No more than its share of the blocks of the whole model's time.
+            target = NOISE * kept / num_layers
+            rows.append(Row(name, ratios(seconds[name][0], seconds[first][0]), target, at_most=True, others=others))
+    return finish("truncation", rows, options, device=options.device)
 
 
 if __name__ == "__main__":

@@ -177,7 +177,7 @@ MOMENTS = {
 PREEMPTION = dying(LitCausalLM, "training_step", 15, signal_number=signal.SIGTERM)  # in step 8, of two batches each
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 def test_one_run_killed_at_several_of_its_weakest_moments_ends_as_if_it_had_not_been(recipe, uninterrupted, tmp_path):
     root = tmp_path / "run"
     for moment, arm in list(MOMENTS.items())[::4]:

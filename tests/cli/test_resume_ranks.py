@@ -96,7 +96,8 @@ def test_sigterm_to_any_rank_saves_one_step_and_all_end_with_143(only, recipe, w
     assert found["weights"][LAST] == expected["weights"][LAST]
 
 
-@pytest.mark.parametrize("only", [pytest.param(None, marks=pytest.mark.soak), 1])
+@pytest.mark.soak
+@pytest.mark.parametrize("only", [None, 1])
 def test_sigterm_inside_the_first_measurement_ends_all_ranks_and_hangs_none(
     only,
     recipe,  # noqa: F811
