@@ -5,6 +5,7 @@ import re
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
+from lit_layers.cli.console import show_table
 from lit_layers.cli.options import Steps
 from lit_layers.errors import InputError
 
@@ -72,34 +73,25 @@ def _write(path: Path, audits: "list[Audit]") -> None:
 
 def show_audit(found: "Audit") -> None:
     """Prints the verdict and a table of what was found."""
-    from rich.console import Console
-    from rich.markup import escape
-    from rich.table import Table
-
-    console = Console(highlight=False)
     noun = "checkpoint" if found.num_checked == 1 else "checkpoints"
     verdict = "clean" if found.is_clean else f"suspect: {_some(found.suspect_steps) or 'see below'}"
-    console.print(
-        escape(f"{found.series}: {found.num_checked} {noun}, {verdict} (level: {found.level})"), soft_wrap=True
-    )
-    for what, names in _unchecked(found).items():
-        console.print(escape(f"not checked: {what} of {_some(names)}"), soft_wrap=True)
-    if not found.findings:
-        return
-    table = Table("finding", "steps", "what it means")
-    for finding in sorted(found.findings, key=lambda finding: finding.note):
-        kind = f"note: {finding.kind}" if finding.note else finding.kind
-        table.add_row(*map(escape, (kind, _some(finding.steps or finding.names), finding.message)))
-    console.print(table)
-
-
-def _unchecked(found: "Audit") -> dict[str, list[str]]:
-    """Checkpoints by what was not checked of them."""
-    names: dict[str, list[str]] = {}
+    print(f"{found.series}: {found.num_checked} {noun}, {verdict} (level: {found.level})")
+    unchecked: dict[str, list[str]] = {}
     for name, rest in found.unchecked.items():
         for what in rest:
-            names.setdefault(what, []).append(name)
-    return names
+            unchecked.setdefault(what, []).append(name)
+    for what, names in unchecked.items():
+        print(f"not checked: {what} of {_some(names)}")
+    rows = [
+        {
+            "finding": f"note: {finding.kind}" if finding.note else finding.kind,
+            "steps": _some(finding.steps or finding.names),
+            "what it means": finding.message,
+        }
+        for finding in sorted(found.findings, key=lambda finding: finding.note)
+    ]
+    if rows:
+        show_table(rows, text=("steps", "what it means"))
 
 
 def _some(steps: Any) -> str:

@@ -1,17 +1,18 @@
 """`lit-layers correlate`: a metric of many models against their score, or metrics against scores over layers."""
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
-from lit_layers.cli.correlate_layers import OverLayers, plain_console, print_table, run
-from lit_layers.cli.options import Names
+from lit_layers.cli.console import show_table
+from lit_layers.cli.options import Names, given
 from lit_layers.errors import InputError
 from lit_layers.schema import MANY, Range, refuse_outside
 
 if TYPE_CHECKING:
-    from lit_layers.correlate import Findings, ModelTable
+    from lit_layers.correlate import Findings, LayerFindings, LayerTables, ModelTable
+    from lit_layers.correlate.correlation_page import Table
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,6 +43,23 @@ class OverModels:
     baseline: str | None = None
 
 
+@dataclass(frozen=True, kw_only=True)
+class OverLayers:
+    """Over layers.
+
+    Args:
+        metrics: METRIC,... each NAME or ANALYSIS/NAME, with [tag=value,...] for a variant
+        scores: mteb; or FILE: model, task, layer, score
+        metrics_file: FILE of the metrics: model, task, layer, a column each
+        with_layer_0: the embedding, too, not only layers 1 to the last
+    """
+
+    metrics: list[str] | str | None = None
+    scores: str | None = None
+    metrics_file: Path | None = None
+    with_layer_0: bool = False
+
+
 def correlate(
     models: list[Path],
     over_models: OverModels,
@@ -62,15 +80,20 @@ def correlate(
         seed: of the resamples
         out: folder of the page and pictures (default: correlation, over layers layer_correlation)
     """
-    is_over_layers = _is_over_layers(over_models, over_layers)
-    out = out or Path("layer_correlation" if is_over_layers else "correlation")
-    if not is_over_layers:
+    models_given, layers_given = given(over_models), given(over_layers)
+    if models_given and layers_given:
+        first, second = next(iter(models_given)), next(iter(layers_given)).replace("_", "-")
+        raise InputError(
+            f"{first}: --{first} belongs to a correlation over models, --{second} to one over layers: leave one out"
+        )
+    out = out or Path("layer_correlation" if layers_given else "correlation")
+    if not layers_given:
         _check(models, over_models, step)
     refuse_outside("", {"resamples": Range(100, MANY, whole=True)}, {"resamples": resamples})
     if out.exists() and not out.is_dir():
         raise InputError(f"out: expected a folder, {out} is a file")
-    if is_over_layers:
-        return run(models, over_layers, step=step, resamples=resamples, seed=seed, out=out)
+    if layers_given:
+        return _over_layers(models, over_layers, step=step, resamples=resamples, seed=seed, out=out)
     from lit_layers.correlate import correlate
     from lit_layers.correlate.correlation_page import write_models
 
@@ -78,23 +101,9 @@ def correlate(
     covariates = over_models.given or ()
     findings = correlate(table, given=covariates, group=over_models.group, resamples=resamples, seed=seed)
     paths = write_models(table, findings, out)
-    _show(table, findings)
+    _show_models(table, findings)
     print(*paths, sep="\n")
     return 0
-
-
-def _is_over_layers(over_models: OverModels, over_layers: OverLayers) -> bool:
-    """Which of the two modes is meant; their options do not mix."""
-    models, layers = (
-        [name for name, value in vars(options).items() if value is not None and value is not False]
-        for options in (over_models, over_layers)
-    )
-    if layers and models:
-        first, second = models[0], layers[0].replace("_", "-")
-        raise InputError(
-            f"{first}: --{first} belongs to a correlation over models, --{second} to one over layers: leave one out"
-        )
-    return bool(layers)
 
 
 def _check(models: list[Path], options: OverModels, step: int | None) -> None:
@@ -161,18 +170,75 @@ def _number(text: str) -> str | int | float:
     return text
 
 
-def _show(table: "ModelTable", findings: "Findings") -> None:
+def _show_models(table: "ModelTable", findings: "Findings") -> None:
     from lit_layers.correlate.correlation_page import coefficient_table, covariate_table, influence_text
 
-    console = plain_console()
     title = f"{table.title(table.metric)} against {table.title(table.score)}, {findings.n} models"
-    print_table(console, coefficient_table(table, findings), title)
+    show_table(_rows(coefficient_table(table, findings)), title)
     if (covariates := covariate_table(findings)) is not None:
-        print_table(console, covariates, "\nWhat explains it besides")
-    console.print()
+        show_table(_rows(covariates), "\nWhat explains it besides")
+    print()
     if text := influence_text(findings):
-        console.print(text)
-    for text in findings.warnings:
-        console.print(f"warning: {text}", style="yellow")
+        print(text)
+    for warning in findings.warnings:
+        print(f"warning: {warning}")
     for model, why in findings.left_out.items():
-        console.print(f"left out: {model}: {why}", style="red")
+        print(f"left out: {model}: {why}")
+
+
+def _rows(table: "Table") -> Iterator[dict[str, str]]:
+    """The rows of a table of the page: what stands small there in brackets, a strong row with a star."""
+    for group in table.groups:
+        if group.heading:
+            yield {table.columns[0]: f"{group.heading}{f': {group.note}' if group.note else ''}"}
+        for row in group.rows:
+            name, *cells = [f"{text} ({small})" if small else text for text, small in row.cells]
+            texts = [f"{'* ' if row.strong else ''}{name}", *cells]
+            yield dict(zip(table.columns, texts, strict=False))
+
+
+def _over_layers(
+    models: list[Path], options: OverLayers, *, step: int | None, resamples: int, seed: int, out: Path
+) -> int:
+    """Prints coefficients and choices of layers, writes the page, the tables and the pictures, and returns 0."""
+    if not options.metrics or not options.scores:
+        name = "scores" if options.metrics else "metrics"
+        raise InputError(f"{name}: expected --{name}; see `lit-layers correlate --help`")
+    if files := [path for path in models if path.suffix in (".csv", ".parquet")]:
+        raise InputError(f"models: expected run folders, got {files[0]}: give files as --scores and --metrics-file")
+    from lit_layers.correlate import correlate_layers, read_layers
+    from lit_layers.correlate.correlation_page import write_layers
+    from lit_layers.correlate.run_models import split
+
+    tables = read_layers(
+        models,
+        metrics=split(options.metrics if isinstance(options.metrics, str) else ",".join(options.metrics)),
+        scores=options.scores,
+        metrics_file=options.metrics_file,
+        step=step,
+        with_layer_0=options.with_layer_0,
+    )
+    findings = correlate_layers(tables, resamples=resamples, seed=seed)
+    paths = write_layers(tables, findings, out)
+    _show_layers(tables, findings)
+    print(*paths, sep="\n")
+    return 0
+
+
+def _show_layers(tables: "LayerTables", findings: "LayerFindings") -> None:
+    from lit_layers.correlate.correlation_page import choice_table, correlation_table, missing_tasks
+
+    title = f"Metrics against {tables.score_title.lower()} over layers"
+    show_table(_rows(correlation_table(tables, findings)), title)
+    title = "\nLayers chosen without labels (* chosen on held-out models or tasks)"
+    show_table(_rows(choice_table(tables, findings)), title)
+    print()
+    for model, metric, tasks, why in missing_tasks(tables, findings):
+        print(f"{model}, {metric}: left out {tasks}: {why}")
+    for model in findings.models:
+        for note in model.notes:
+            print(f"{model.model}: {note}")
+    print(findings.basis)
+    print("Best single and best per task are chosen on the test scores themselves.")
+    for name, why in findings.left_out.items():
+        print(f"left out: {name}: {why}")

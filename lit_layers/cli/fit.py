@@ -4,10 +4,12 @@ import contextlib
 import sys
 import time
 import warnings
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal
 
 import lightning as L
+import pandas as pd
 import yaml
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
 from lightning.pytorch.utilities.exceptions import MisconfigurationException, SIGTERMException
@@ -15,14 +17,17 @@ from omegaconf.errors import OmegaConfBaseException
 from rich.console import Console
 from yaml import YAMLError
 
-from lit_layers import run_lock
+from lit_layers import records, run_lock
 from lit_layers.analyses.base import Analysis
-from lit_layers.cli.closing import print_closing
+from lit_layers.cli.console import show_table
 from lit_layers.cli.limits import other_encoding, refuse_harm
 from lit_layers.cli.stopping import TERMINATED, finish_first
 from lit_layers.cli.trust import HELP, RecipeParser, refuse_reach, trust_code
 from lit_layers.errors import InputError
+from lit_layers.identity import latest
+from lit_layers.plots import change_table
 from lit_layers.report import MirrorAside, WandbMirror, write_report
+from lit_layers.run_file import run_facts
 from lit_layers.training import EmergenceCallback, SeriesCheckpoint
 from lit_layers.training.checkpoints import DivergedError, Origin, axis_step, kept
 from lit_layers.training.resume import ResumeCheckpoint, ResumePoint, StepSeed, resume_point
@@ -45,6 +50,7 @@ from lit_layers.training.trainer import (
 )
 
 DIVERGED, INTERRUPTED = 3, 130
+SHOWN = 28  # rows of the table of changes; the page has all of them
 
 
 class FitParser(RecipeParser, LightningArgumentParser):
@@ -285,11 +291,41 @@ def _close(cli: FitCLI, seconds: float, code: int, last_step: int) -> None:
             checkpoint_seconds=cli.series.paused_seconds + cli.resumable.paused_seconds,
             analysis_seconds=cli.emergence.paused_seconds,
         )
-        print_closing(cli.console, root, seconds=seconds)
-        cli.console.print(f"\nreport: {write_report(root)}", highlight=False, markup=False, soft_wrap=True)
+        _show_results(root, seconds)
+        print(f"\nreport: {write_report(root)}")
     except Exception as error:  # the training has ended: nothing in its account may change how
-        reason = str(error) or type(error).__name__
-        cli.console.print(f"\nno report: {reason}", style="red", highlight=False, markup=False)
+        print(f"\nno report: {str(error) or type(error).__name__}")
     if mirror is not None:
         mirror.finish(exit_code=code)
-        cli.console.print(mirror.closing_line(), highlight=False, markup=False, soft_wrap=True)
+        print(mirror.closing_line())
+
+
+def _show_results(root: Path, seconds: float) -> None:
+    """Prints how far every metric came, the share of the wall time by analysis, and failures."""
+    measurements = latest(records.read(root / "measurements.jsonl"))
+    if not measurements:
+        return
+    changes = change_table(records.frame([each for each in measurements if not records.is_suspect(each)]))
+    rows = [_change(row) for row in changes.head(SHOWN).to_dict("records")]
+    if len(changes) > SHOWN:
+        rows.append({"metric": f"... and {len(changes) - SHOWN} more in the report"})
+    show_table(rows, "From the first to the last checkpoint")
+    spent: dict[str, float] = {}
+    for measurement in measurements:
+        spent[measurement.analysis] = spent.get(measurement.analysis, 0.0) + measurement.seconds
+    facts = run_facts(root)
+    spent["all analyses, as training waited"] = facts.get("analysis_seconds", 0.0)
+    spent["saving checkpoints"] = facts.get("checkpoint_seconds", 0.0)
+    rows = [{"": name, "seconds": f"{each:.1f}", "share": f"{each / seconds:.1%}"} for name, each in spent.items()]
+    show_table(rows, f"\nWall time {seconds:.0f} s, of which")
+    for measurement in measurements:
+        if measurement.error is not None:
+            print(f"failed: {measurement.analysis} at step {measurement.step}: {measurement.error}")
+
+
+def _change(row: Mapping[str, Any]) -> dict[str, str]:
+    layer = "" if pd.isna(row["layer"]) else f"layer {int(row['layer'])}"
+    name = " ".join(filter(None, [f"{row['analysis']}/{row['metric']}", row["variant"], layer]))
+    values = {f"step {row['first_step']}": row["first"], f"step {row['last_step']}": row["last"]}
+    texts = {place: "" if pd.isna(value) else f"{value:.3f}" for place, value in values.items()}
+    return {"metric": name, **texts, "change": "" if pd.isna(row["change"]) else f"{row['change']:+.3f}"}

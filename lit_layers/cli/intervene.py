@@ -2,13 +2,14 @@
 
 import argparse
 import dataclasses
-import sys
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 from lit_layers import schema
+from lit_layers.cli.console import show_table
 from lit_layers.cli.measuring import (
     Checkpoints,
     Outcome,
@@ -18,10 +19,10 @@ from lit_layers.cli.measuring import (
     measurements_of,
     run,
     settings_there,
-    tell_settings,
+    tell_end,
 )
 from lit_layers.cli.messages import one_sentence
-from lit_layers.cli.options import Names, Numbers, Recipe
+from lit_layers.cli.options import Names, Numbers, Recipe, given, refuse_beside
 from lit_layers.errors import InputError
 from lit_layers.schema import COUNT, refuse_outside
 
@@ -31,6 +32,9 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 RESULTS = "intervene"
 OF_BLOCKS, PUBLISHED_LOOPS = ("skip_one", "switch"), 3
+EXECUTIONS = ("loop", "stacked")
+BESIDE = ("when", "training", "execution")  # tags that make a table each
+WITH_ERRORS = 4  # columns at most that have room for standard errors
 ALL, LOOP = Names(("all",)), Names(("loop",))
 TASKS = Names(("lambada", "arc_challenge", "hellaswag", "winogrande", "gsm8k"))
 COUNTS = ("limit", "max_new_tokens", "num_images", "image_size", "num_sequences", "num_tokens", "loops", "middles")
@@ -97,12 +101,6 @@ class Interventions:
     finetune: Path | None = None
     glue: Path | None = None
 
-    @property
-    def given(self) -> dict[str, Any]:
-        """The options that are not at their defaults."""
-        fields = {each.name: (getattr(self, each.name), each.default) for each in dataclasses.fields(self)}
-        return {name: value for name, (value, default) in fields.items() if value != default}
-
     def settled(self, recipe: Recipe) -> "Interventions":
         """With the tasks that are usual, where nothing says what is measured.
 
@@ -111,28 +109,27 @@ class Interventions:
         """
         from lit_layers.functional.block_schedules import VARIANTS
 
-        for name in self.variants if self.variants != ALL else ():
-            if name not in VARIANTS:
-                raise InputError(f"variants: there is no {name!r}; choose all, or from {', '.join(VARIANTS)}")
-        for name in self.execution:
-            if name not in ("loop", "stacked"):
-                raise InputError(f"execution: expected loop, stacked, or loop,stacked, got {name!r}")
-        smallest = {name: min(value) if isinstance(value, tuple) else value for name, value in self.given.items()}
+        options = given(self)
+        for name, choices, which in (("variants", VARIANTS, "all, or from"), ("execution", EXECUTIONS, "from")):
+            if unknown := next((one for one in options.get(name, ()) if one not in choices), None):
+                raise InputError(f"{name}: there is no {unknown!r}; choose {which} {', '.join(choices)}")
+        smallest = {name: min(value) if isinstance(value, tuple) else value for name, value in options.items()}
         refuse_outside("", dict.fromkeys(COUNTS, COUNT), smallest)
-        for name, value in self.given.items():
+        for name, value in options.items():
             if isinstance(value, str) and not value.strip():
                 raise InputError(f"{name}: expected a name or a path, got {value!r}")
-            if name in OF_TEXTS and self.images is not None:
-                raise InputError(f"{name}: is for language models, and --images was given: leave it out")
+        refuse_beside(OF_TEXTS, [(options, self.images is not None, "is for language models, and --images was given")])
         for task in self.tasks or ():
             if task.endswith(".yaml") and not any(task in said.split(",") for said in recipe.said("tasks")):
                 raise InputError(f"tasks: a recipe names no task file, which is code, got {task}: say --tasks {task}")
-        is_usual = not self.given.keys() & {"tasks", "images", "glue", "corpus", "finetune", "speed"}
-        settled = dataclasses.replace(self, tasks=TASKS) if is_usual else self
+        chosen = options.keys() & {"tasks", "images", "glue", "corpus", "finetune", "speed"}
+        settled = self if chosen else dataclasses.replace(self, tasks=TASKS)
+        cases = []
         for name, owners in NEEDS.items():
-            if name in self.given and not settled.given.keys() & set(owners):
-                missing = "neither of which was given" if len(owners) > 1 else "which was not given"
-                raise InputError(f"{name}: is for --{' and --'.join(owners)}, {missing}: leave it out")
+            missing = "neither of which was given" if len(owners) > 1 else "which was not given"
+            why = f"is for --{' and --'.join(owners)}, {missing}"
+            cases.append(([name], not given(settled).keys() & {*owners}, why))
+        refuse_beside(options, cases)
         return settled
 
 
@@ -152,7 +149,7 @@ def intervene(recipe: Recipe, model: str, checkpoints: Checkpoints, options: Int
         raise InputError(f"revision: --glue trains what {model} holds without one: leave it out")
     if options.glue is not None and checkpoints.dtype != "float32":
         raise InputError("dtype: --glue trains in the precision of its recipe: leave it out")
-    trains = [name for name in ("finetune", "glue") if name in options.given]
+    trains = [name for name in ("finetune", "glue") if getattr(options, name) is not None]
     if checkpoints.are_series(model) and trains:
         raise InputError(f"{trains[0]}: trains one model, and a series was named: name one of its checkpoints")
     recipes = _training_recipes(options)
@@ -312,26 +309,103 @@ def _images(options: Any) -> Any:
 
 def _tell(outcome: Outcome) -> bool:
     """Prints what the root holds of the variants (of some steps, if they are named), writes all; whether any failed."""
-    from rich.console import Console
-
     from lit_layers import records
-    from lit_layers.cli.intervene_results import notes, show_results, write_results
     from lit_layers.plots import with_task_medians
     from lit_layers.report import write_report
 
-    file = outcome.root / "measurements.jsonl"
-    known = [each for each in measurements_of(outcome) if each.error is None and each.records]
-    has_failed = False
-    if known:
-        shown = [each for each in known if outcome.steps is None or each.step in outcome.steps]
-        has_failed = any(record.metric == records.FAILED for each in shown for record in each.records)
+    complete = [each for each in measurements_of(outcome) if each.error is None and each.records]
+    shown = [each for each in complete if outcome.steps is None or each.step in outcome.steps]
+    if complete:
         medians = with_task_medians(records.frame(shown))
-        show_results(medians.frame, Console())
-        print(*medians.notes.values(), *notes(medians.frame), sep="\n")
-        print(write_results(outcome.root / RESULTS, with_task_medians(records.frame(known)).frame))
+        for title, rows in _tables(medians.frame):
+            show_table(_rows(rows), title)
+        print(*medians.notes.values(), *_notes(medians.frame), sep="\n")
+        print(_write(outcome.root / RESULTS, with_task_medians(records.frame(complete)).frame))
         print(write_report(outcome.root, settings=settings_there(outcome)))
-    tell_settings(outcome.root, outcome.settings)
-    for error in outcome.errors:
-        print(f"failed: {error}", file=sys.stderr)
-    print(file)
-    return bool(outcome.errors) or has_failed
+    has_failed = any(record.metric == records.FAILED for each in shown for record in each.records)
+    return tell_end(outcome) or has_failed
+
+
+def _notes(table: Any) -> Iterator[str]:
+    """Yields which tasks have no normalised score, and which variants failed: a sentence each."""
+    import pandas as pd
+
+    from lit_layers.metrics import sentence
+    from lit_layers.records import FAILED
+
+    if "undefined" in table:
+        for analysis in table[table["undefined"].notna()]["analysis"].unique():
+            yield f"{sentence(analysis)}: no normalised score, as the full model does not beat guessing"
+    for row in table[table["metric"] == FAILED].to_dict("records"):
+        place = "" if pd.isna(row.get("middle")) else f" of {int(row['middle'])} blocks"
+        yield f"{sentence(row['analysis'])}: {row['variant']}{place} failed ({row['error']})"
+
+
+def _write(folder: Path, table: Any) -> Path:
+    """Writes every number of every variant to a file in the folder, and returns its path."""
+    from lit_layers import records
+
+    rows = _of_variants(table).dropna(axis="columns", how="all")
+    tags = [name for name in rows if name not in records.COLUMNS]
+    columns = ("run", "step", "analysis", "metric", *tags, "layer", "value", "stderr", "low", "high", "n")
+    folder.mkdir(parents=True, exist_ok=True)
+    records.export(rows[[name for name in columns if name in rows]], folder / "variants.csv")
+    return folder / "variants.csv"
+
+
+def _of_variants(table: Any) -> Any:
+    return table[table["variant"].notna()] if "variant" in table else table.iloc[:0]
+
+
+def _tables(table: Any) -> Iterator[tuple[str, Any]]:
+    """Yields the title and rows of each score; of several steps the last, without single seeds and single blocks."""
+    from lit_layers.figures.labels import tag_text
+    from lit_layers.figures.task_means import MEDIAN
+    from lit_layers.metrics import headlines, look_up, sentence
+
+    rows = _of_variants(table)
+    if rows.empty:
+        return
+    if rows["step"].notna().any():
+        rows = rows[rows["step"] == rows["step"].max()]
+    rows = rows[~rows["variant"].isin(OF_BLOCKS)]
+    rows = rows[rows["seed"].isna()] if "seed" in rows else rows
+    has_median = (rows["analysis"] == MEDIAN).any()
+    for analysis in rows["analysis"].unique():
+        for metric in headlines():
+            part = rows[(rows["analysis"] == analysis) & (rows["metric"] == metric)]
+            if part.empty or (has_median and metric == "normalized_score" and analysis != MEDIAN):
+                continue
+            beside = [name for name in BESIDE if name in part and part[name].nunique() > 1]
+            for values, group in part.groupby(beside, dropna=False) if beside else [((), part)]:
+                tags = tag_text(dict(zip(beside, values, strict=True))) if beside else ""
+                yield ", ".join(filter(None, [sentence(analysis), look_up(metric).with_unit, tags])), group
+
+
+def _rows(table: Any) -> list[dict[str, str]]:
+    """A row a variant, a column a number of middle blocks; of the loops the published number, or the fewest."""
+    import pandas as pd
+
+    from lit_layers.functional.block_schedules import CUSTOM, OF_MIDDLES
+
+    def numbers(name: str) -> list[int]:
+        return sorted({int(number) for number in table[name].dropna()}) if name in table else []
+
+    middles, loops = numbers("middle"), numbers("loops")
+    at = PUBLISHED_LOOPS if PUBLISHED_LOOPS in loops else next(iter(loops), None)
+    order = ("baseline", CUSTOM, *OF_MIDDLES)
+    lines: dict[str, dict[str, str]] = {}
+    for row in sorted(table.to_dict("records"), key=lambda row: order.index(row["variant"])):
+        name = str(row["variant"]).replace("_", " ")
+        name = {"baseline": "full model", CUSTOM: f"{CUSTOM} {row.get('schedule')}"}.get(row["variant"], name)
+        if not pd.isna(row.get("loops")):
+            if row["loops"] != at:
+                continue
+            name += f", {at} times"
+        value = f"{row['value']:.3f}"
+        if not math.isnan(row["stderr"]) and len(middles) <= WITH_ERRORS:
+            value += f" ± {row['stderr']:.3f}"
+        line = lines.setdefault(name, {"blocks changed": name} | {str(middle): "" for middle in middles or ["score"]})
+        is_level = pd.isna(row.get("middle"))  # the same however many blocks are changed
+        line |= dict.fromkeys([*line][1:] if is_level else [str(int(row["middle"]))], value)
+    return [*lines.values()]

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from lit_layers.cli.bar import bar
+from lit_layers.cli.console import bar
 from lit_layers.cli.options import Steps
 from lit_layers.cli.processes import AUTO, shard_of, take_own_gpu, wait_for_the_others
 from lit_layers.errors import InputError
@@ -325,6 +325,15 @@ def settings_of_all(analyses: "Sequence[Analysis]") -> list[str]:
         with suppress(InputError):
             settings.append(settings_name(each.config_hash(), each.data_hash()))
     return settings
+
+
+def tell_end(outcome: Outcome) -> bool:
+    """Prints where the measurements lie, and what failed; whether anything did."""
+    tell_settings(outcome.root, outcome.settings)
+    for error in outcome.errors:
+        print(f"failed: {error}", file=sys.stderr)
+    print(outcome.root / "measurements.jsonl")
+    return bool(outcome.errors)
 
 
 def tell_settings(root: Path, settings: list[str]) -> None:

@@ -1,10 +1,11 @@
 """`lit-layers mteb`: every layer of a model, or of each checkpoint of a series, as an embedding model."""
 
+import json
 import math
-import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
+from lit_layers.cli.console import show_table
 from lit_layers.cli.measuring import (
     Checkpoints,
     Outcome,
@@ -13,15 +14,18 @@ from lit_layers.cli.measuring import (
     measured,
     measurements_of,
     run,
-    tell_settings,
+    tell_end,
 )
 from lit_layers.cli.options import Names, Numbers
 from lit_layers.errors import InputError
 from lit_layers.schema import COUNT, COUNT_OR_NONE, Range, refuse_outside
 
 if TYPE_CHECKING:
+    import pandas as pd
+
     from lit_layers.analyses.base import Analysis
     from lit_layers.tasks.catalogue import Task
+    from lit_layers.tasks.mteb_scores import Averages
 
 TASKS = Names(("layerwise32",))
 
@@ -110,24 +114,101 @@ def mteb(
 
 def _tell(outcome: Outcome, tasks: "list[Task]") -> bool:
     """Prints what the root holds of these tasks (and steps, if some are named), writes all; whether anything failed."""
-    from rich.console import Console
-
     from lit_layers import records
-    from lit_layers.cli.mteb_results import show_results, write_results
     from lit_layers.tasks.mteb_scores import averages
 
     root, steps = outcome.root, outcome.steps
-    file = root / "measurements.jsonl"
-    wanted = {spec.analysis for spec in tasks}
+    chosen, names = {spec.analysis for spec in tasks}, [spec.name for spec in tasks]
     scored = [each for each in measurements_of(outcome) if each.analysis.startswith("mteb/")]
     scored = [each for each in scored if each.error is None and each.records]
-    if shown := [each for each in scored if each.analysis in wanted and (steps is None or each.step in steps)]:
-        for each in averages(records.frame(shown), expected=[spec.name for spec in tasks]):
-            show_results(each, Console())
+    if shown := [each for each in scored if each.analysis in chosen and (steps is None or each.step in steps)]:
+        for means in averages(records.frame(shown), expected=names):
+            _show(means)
     if scored:
-        print(*write_results(records.frame(scored), root / "mteb", tasks), sep="\n")
-    tell_settings(outcome.root, outcome.settings)
-    for error in outcome.errors:
-        print(f"failed: {error}", file=sys.stderr)
-    print(file)
-    return bool(outcome.errors)
+        print(*_write(records.frame(scored), names, root / "mteb"), sep="\n")
+    return tell_end(outcome)
+
+
+def _show(means: "Averages") -> None:
+    """Prints a row for each task, each domain and all; values are percent."""
+    from lit_layers.tasks.catalogue import DOMAINS
+
+    layers = means.curve["layer"].tolist()
+    rows = [_row(row["task"], row["score"], [row[layer] for layer in layers], layers) for row in _tasks(means)]
+    domains = [row["domain"] for row in _tasks(means)]
+    groups = {f"{name}: mean of {domains.count(name)}": name for name in DOMAINS if name in means.curve}
+    for name, column in {**groups, f"all: mean of {len(rows)}": "average"}.items() if rows else ():
+        rows.append(_row(name, "", means.curve[column].tolist(), layers))
+    title = means.run if means.step is None else f"{means.run}, step {means.step}"
+    show_table(rows, f"{title} ({means.pooling}, {means.states}), percent", text=("score",))
+    if rows:
+        print(f"best layer of each task (chosen on these scores): {100 * means.best_per_task():.2f}")
+    if means.missing:
+        print(f"in no mean, as it lacks scores: {', '.join(means.missing)}")
+
+
+def _tasks(means: "Averages") -> list[dict[Any, Any]]:
+    return means.scores.to_dict("records")
+
+
+def _row(name: str, score: str, values: list[float], layers: list[int]) -> dict[str, str]:
+    """The best layer is one from 1 on, of several the first; the last is the last that was asked for."""
+    percent = dict(zip(layers, values, strict=True))
+    best, last = max((layer for layer in layers if layer > 0), key=lambda layer: percent[layer]), layers[-1]
+    places = {
+        "layer 0": percent.get(0, math.nan),
+        "best layer": percent[best],
+        "at": best,
+        f"layer {last}": percent[last],
+    }
+    texts = {place: "-" if math.isnan(value) else f"{100 * value:.2f}" for place, value in places.items()}
+    return {"": name, "score": score, **texts, "at": str(best)}
+
+
+def _write(frame: "pd.DataFrame", names: list[str], folder: Path) -> list[Path]:
+    """Writes all scores and means of a root: scores.csv, averages.csv and scores.json; returns their paths."""
+    import pandas as pd
+
+    from lit_layers import records
+    from lit_layers.durable import write_json
+    from lit_layers.tasks.mteb_scores import averages, score_table
+
+    means = averages(frame, expected=names)
+    folder.mkdir(parents=True, exist_ok=True)
+    records.export(score_table(frame).rename(columns=_layer_name), folder / "scores.csv")
+    curves = [each.curve.assign(run=each.run, step=each.step, states=each.states) for each in means]
+    records.export(pd.concat(curves), folder / "averages.csv")
+    write_json(folder / "scores.json", [_described(each) for each in means])
+    return [folder / name for name in ("scores.csv", "averages.csv", "scores.json")]
+
+
+def _layer_name(column: Any) -> Any:
+    return f"layer_{column:03d}" if isinstance(column, int) else column
+
+
+def _described(means: "Averages") -> dict[str, Any]:
+    """As JSON: NaN, which JSON has not, as null."""
+    has = bool(len(means.scores)) and means.num_layers > 0
+    best, first, last = (means.best_layer(), 0, means.num_layers) if has else (None, None, None)
+    best_value, first_value, last_value = (
+        None if layer is None or math.isnan(value := means.at(layer)) else value for layer in (best, first, last)
+    )
+    return {
+        "run": means.run,
+        "step": means.step,
+        "pooling": means.pooling,
+        "states": means.states,
+        "best_layer": best,
+        "best": best_value,
+        "last_layer": last,
+        "last": last_value,
+        "layer_0": first_value,
+        "best_per_task": means.best_per_task() if has else None,
+        "missing": list(means.missing),
+        "averages": _json_rows(means.curve),
+        "scores": _json_rows(means.scores.rename(columns=_layer_name)),
+    }
+
+
+def _json_rows(table: "pd.DataFrame") -> list[dict[str, Any]]:
+    return json.loads(table.to_json(orient="records", double_precision=15) or "[]")

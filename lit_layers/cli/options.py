@@ -7,7 +7,7 @@ its fields: options that several functions share.
 import dataclasses
 import inspect
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from itertools import pairwise
 from typing import Any, Literal, TypeVar, get_args, get_origin
@@ -156,6 +156,23 @@ def arguments(function: Callable[..., Any], options: Mapping[str, Any]) -> dict[
         for name, kind in inspect.get_annotations(function, eval_str=True).items()
         if name != "return"
     }
+
+
+def given(group: Any) -> dict[str, Any]:
+    """The options of a group that are not at their defaults."""
+    values = {field.name: (getattr(group, field.name), field.default) for field in dataclasses.fields(group)}
+    return {name: value for name, (value, default) in values.items() if value != default}
+
+
+def refuse_beside(options: Iterable[str], cases: Iterable[tuple[Iterable[str], bool, str]]) -> None:
+    """Refuses options that do not go with the others: a case says which ones, whether it applies, and why.
+
+    Raises:
+        InputError: naming the first.
+    """
+    for names, applies, why in cases:
+        if applies and (name := next((name for name in names if name in options), None)):
+            raise InputError(f"{name}: {why}: leave it out")
 
 
 @contextmanager

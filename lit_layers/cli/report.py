@@ -6,6 +6,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from lit_layers.cli.console import show_table
 from lit_layers.cli.options import Names
 
 
@@ -78,10 +79,8 @@ def _print_provenance(found: dict[str, Any]) -> None:
     table = found["checkpoints"]
     if table["rows"]:
         print("[checkpoints]")
-        rows = [table["columns"], *([facts.shortened(text) for text in row] for row in table["rows"])]
-        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-        for row in rows:
-            print("  ".join(text.ljust(width) for text, width in zip(row, widths, strict=True)).rstrip())
+        rows = [dict(zip(table["columns"], map(facts.shortened, row), strict=True)) for row in table["rows"]]
+        show_table(rows, text=table["columns"])
         for row in table["rows"]:
             if facts.shortened(row[-1]).endswith(" files"):
                 print(f"[weight files of {table['columns'][0]} {row[0]}]")

@@ -1,25 +1,168 @@
 """`lit-layers select`: the layer that is enough for a task, and the model cut there."""
 
+import math
 import re
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
-from lit_layers.cli.bar import bar
+from lit_layers.cli.console import bar, show_table
 from lit_layers.cli.measuring import name_of
-from lit_layers.cli.select_options import SelectOptions
+from lit_layers.cli.options import given, refuse_beside
 from lit_layers.errors import InputError
+from lit_layers.schema import COUNT, Range, refuse_outside
 
 if TYPE_CHECKING:
-    from torch import nn
-
-    from lit_layers.models.costs import Cost
     from lit_layers.models.shard_files import ShardFiles
     from lit_layers.models.view import LayeredModel
-    from lit_layers.select.choosing import Choice, TaskFeatures
+    from lit_layers.select.choosing import Choice, Part, TaskFeatures
     from lit_layers.tasks.probe_task import ProbeTask
+
+WITHOUT_TOLERANCE = ("knee", "best")
+OF_TEXTS = ("folder", "tokenizer", "max_tokens", "cache")
+OF_IMAGES = ("num_train", "num_test")
+OF_FILES = ("text", "label", "regression")
+OF_CLASSES, OF_NUMBERS = ("c", "max_iterations"), ("penalty",)
+DEFAULTS = {"max_tokens": 512, "c": 1.0, "penalty": 1.0, "max_iterations": 1000, "tolerance": 0.01}
+
+
+@dataclass(kw_only=True)
+class SelectOptions:
+    """How the layer of a task is chosen.
+
+    Args:
+        revision: branch, tag or commit of the Hub
+        task: labelled texts: banking77 (docs/tasks.md lists them), or a .jsonl, .csv or .parquet file, or a folder of
+            such files named after the splits
+        text: their column of text, or a format such as 'Subject: {subject}' (default: text)
+        label: their column of labels (default: label)
+        regression: their labels are numbers to predict
+        folder: local data that hold a task of the catalogue (default: the Hub)
+        images: instead, for a vision model: digits, cifar10, a local path, ORG/NAME
+        tokenizer: of texts (default: the model's own)
+        rule: which layer is enough
+        tolerance: of the rule, in units of the score (default: 0.01)
+        pooling: of a layer's states (default: last for texts, cls for images)
+        max_tokens: a longer text loses its end (default: 512)
+        num_train: images to fit and choose on (default: all)
+        num_test: images to report on (default: all)
+        c: inverse regularisation of the logistic probe (default: 1)
+        penalty: of the ridge probe of a regression (default: 1)
+        max_iterations: of the logistic probe (default: 1000)
+        cache: keep features of texts in this folder for the next call
+        device: auto: a GPU if there is one
+        out: folder of pictures and numbers (default: selected/MODEL-TASK)
+        export: write the model cut there to this folder, with its probe and its page
+        keep_lm_head: export the model's own head, too
+        overwrite: replace an earlier export in the folder of --export
+        rounds: in which times are measured
+    """
+
+    revision: str | None = None
+    task: str | None = None
+    text: str | None = None
+    label: str | None = None
+    regression: bool = False
+    folder: str | None = None
+    images: str | None = None
+    tokenizer: str | None = None
+    rule: Literal["within_tolerance", "fraction_of_last", "plateau", "knee", "best"] = "within_tolerance"
+    tolerance: float | None = None
+    pooling: Literal["last", "mean", "cls"] | None = None
+    max_tokens: int | None = None
+    num_train: int | None = None
+    num_test: int | None = None
+    c: float | None = None
+    penalty: float | None = None
+    max_iterations: int | None = None
+    cache: str | None = None
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    out: Path | None = None
+    export: Path | None = None
+    keep_lm_head: bool = False
+    overwrite: bool = False
+    rounds: int = 20
+
+    def settle(self) -> "ProbeTask | None":
+        """Fills in the defaults that depend on other options, and returns the task of texts; None for images.
+
+        Raises:
+            InputError: options that are out of range or do not fit together.
+        """
+        if (self.task is None) == (self.images is None):
+            raise InputError("task: expected --task NAME, or --images SOURCE for a vision model, and not both")
+        options, sees_images, has_no_tolerance = given(self), self.images is not None, self.rule in WITHOUT_TOLERANCE
+        cases = [
+            (OF_TEXTS + OF_FILES, sees_images, "is for texts, and --images was given"),
+            (OF_IMAGES, not sees_images, "is for --images, and a task of texts was given"),
+            (("keep_lm_head", "overwrite"), self.export is None, "is for --export DIR, which was not given"),
+            (("tolerance",), has_no_tolerance, f"the rule {self.rule} has none"),
+        ]
+        refuse_beside(options, cases)
+        below = self.rule == "fraction_of_last"
+        tolerance = Range(0, 1, below=True, words="at least 0 and below 1") if below else Range(0, math.inf)
+        ranges = {"max_tokens": COUNT, "max_iterations": COUNT, "rounds": COUNT, "tolerance": tolerance}
+        ranges |= {"c": Range(0, math.inf, above=True, words="a positive number"), "penalty": Range(0, math.inf)}
+        refuse_outside("", ranges, vars(self))
+        for name, folder in {"out": self.out, "export": self.export}.items():
+            there = (
+                next((path for path in (folder, *folder.absolute().parents) if path.exists()), folder)
+                if folder
+                else None
+            )
+            if there is not None and not there.is_dir():
+                raise InputError(f"{name}: expected a folder, {there} is a file")
+        if self.out and self.export and self.out.resolve().is_relative_to(self.export.resolve()):
+            raise InputError(f"out: {self.out} is where the export goes: name another folder")
+        task = None if self.task is None else self._task(self.task)
+        is_regression = task is not None and task.kind == "regression"
+        if is_regression and below:
+            raise InputError("rule: fraction_of_last is for accuracies, and this task is a regression: take another")
+        cases = [
+            (OF_CLASSES, is_regression, "is for classifications, and this task is a regression"),
+            (OF_NUMBERS, not is_regression, "is for regressions, and this task is a classification"),
+        ]
+        refuse_beside(options, cases)
+        self.pooling = self.pooling or ("cls" if sees_images else "last")
+        for name, value in DEFAULTS.items():
+            if getattr(self, name) is None and not (name == "tolerance" and has_no_tolerance):
+                setattr(self, name, value)
+        return task
+
+    def _task(self, name: str) -> "ProbeTask":
+        """A task of the catalogue; else one file, of which test and validation are cut off, or a folder of such."""
+        from lit_layers.tasks.catalogue import TASKS, unknown_task
+        from lit_layers.tasks.probe_task import ProbeTask
+        from lit_layers.tasks.task_files import SUFFIXES, is_local
+
+        of_catalogue = name in TASKS
+        if not of_catalogue and not is_local(name):
+            raise unknown_task(name, TASKS, f"name a {', '.join(SUFFIXES)} file")
+        cases = [
+            (OF_FILES, of_catalogue, f"is for files of your own, and {name} is of the catalogue"),
+            (("folder",), not of_catalogue, f"is for tasks of the catalogue, and {name} is a file of your own"),
+        ]
+        refuse_beside(given(self), cases)
+        if of_catalogue:
+            return TASKS[name]
+        path = Path(name).expanduser()
+        if not path.exists():
+            raise InputError(f"task: expected labelled texts in {path}, which does not exist")
+        splits = {file.stem for file in path.iterdir()} if path.is_dir() else set()
+        task = ProbeTask(
+            path.resolve().name if path.is_dir() else path.stem,
+            str(path),
+            kind="regression" if self.regression else "classification",
+            text=self.text or "text",
+            label=self.label or "label",
+            test="test" if "test" in splits else None,
+            validation="validation" if "validation" in splits else None,
+        )
+        task.check()
+        return task
 
 
 def select(model: str, options: SelectOptions) -> int:
@@ -29,122 +172,162 @@ def select(model: str, options: SelectOptions) -> int:
         model: a folder with config.json and weights (a checkpoint), or a name on the Hub
     """
     texts = options.settle()
-    from lit_layers.analyses.base import at_least_float32
-    from lit_layers.cli.select_results import show_results, write_results
-    from lit_layers.models.view import LayeredModel
-    from lit_layers.offline import device_of
+    from lit_layers.analyses.label_probe import ProbeOptions
+    from lit_layers.models.costs import layer_latencies
+    from lit_layers.models.shard_files import ShardFiles
+    from lit_layers.select.choosing import choose
+    from lit_layers.select.export import refuse_taken
 
     if options.export is not None:
-        from lit_layers.select.export import refuse_taken
-
         refuse_taken(options.export, options.overwrite)
-    device = device_of(options.device)
+    run = sorted(Path(model).glob("step-*/config.json"))
+    if run and not (Path(model) / "config.json").is_file():
+        raise InputError(f"{model} is a run of several checkpoints: name one of them, such as {run[-1].parent}")
+    numbers: Any = {name: getattr(options, name) for name in ("c", "penalty", "max_iterations")}
     with bar("opening the model") as show:
         show(0, 1, "opening the model")
-        files = _files(model, options.revision)
-        view = LayeredModel(_loaded(files).to(device))  # in the precision that an export has, too
-        _check_kind(model, options, view)
-        tokenizer = None if view.family.sees_images else _tokenizer(model, options)
-        task = _features(options, texts, at_least_float32(view), tokenizer)
-        choice = _choose(options, task, show)
+        files = ShardFiles(model, revision=options.revision)
+        view, task, tokenizer = _opened(files, options, texts)
+
+        def features(part: "Part") -> Any:
+            show(0, 1, f"features of {part}")
+            return task.features(part)
+
+        choice = choose(
+            features,
+            task.targets,
+            num_classes=task.num_classes,
+            rule=options.rule,
+            tolerance=options.tolerance or 0.0,  # of rules that have one
+            options=ProbeOptions(**numbers),
+            progress=show,
+        )
         show(1, 1, "probes of all layers fitted and scored")
-    seconds = _seconds(options, view, task)
-    name = name_of(model)
-    out = options.out or results_folder(name, task.name)
-    title = f"{name} on {task.name}"
-    paths = write_results(model, options.revision, task, choice, seconds, title=title, out=out)
-    show_results(task, choice)
+    one = {name: rows[:1] for name, rows in task.batch.items()}  # an image, or the longest of the validation texts
+    seconds = dict(enumerate(layer_latencies(view, one, rounds=options.rounds).tolist()))
+    paths = _write(model, options, task, choice, seconds)
+    _show(task, choice)
     print(*paths, sep="\n")
     if options.export is not None:
-        _export(model, options, options.export, files, view, task, choice, tokenizer, paths[0])
+        _export(options.export, options, files, view, task, choice, tokenizer, paths[0])
         print(options.export)
     return 0
 
 
-def _files(model: str, revision: str | None) -> "ShardFiles":
-    from lit_layers.models.shard_files import ShardFiles
-
-    run = sorted(Path(model).glob("step-*/config.json"))
-    if run and not (Path(model) / "config.json").is_file():
-        raise InputError(f"{model} is a run of several checkpoints: name one of them, such as {run[-1].parent}")
-    return ShardFiles(model, revision=revision)
-
-
-def _loaded(files: "ShardFiles") -> "nn.Module":
-    """In the precision that it is saved in, as far as its config.json says it."""
+def _opened(
+    files: "ShardFiles", options: SelectOptions, texts: "ProbeTask | None"
+) -> "tuple[LayeredModel, TaskFeatures, str | None]":
+    """The model in the precision that it is saved in, as an export is; its task; and its tokenizer, if it reads."""
     import torch
 
+    from lit_layers.analyses.base import at_least_float32
     from lit_layers.models.saved import load
-
-    named = str(files.config.get("dtype") or files.config.get("torch_dtype") or "float32").removeprefix("torch.")
-    return load(files.model, revision=files.commit, dtype=getattr(torch, named, torch.float32))
-
-
-def _check_kind(model: str, options: SelectOptions, view: "LayeredModel") -> None:
-    kind = type(view.model).__name__
-    if view.family.sees_images and options.task is not None:
-        raise InputError(f"task: {model} is a vision model ({kind}): name its images with --images")
-    if not view.family.sees_images and options.images is not None:
-        raise InputError(f"images: {model} is a model of texts ({kind}): name its texts with --task")
-
-
-def _tokenizer(model: str, options: SelectOptions) -> str:
-    from lit_layers.offline import own_tokenizer
-
-    found = options.tokenizer or own_tokenizer(model, options.revision)
-    if found is None:
-        raise InputError(f"tokenizer: {model} carries none; name one with --tokenizer")
-    return found
-
-
-def _features(options: Any, texts: "ProbeTask | None", view: "LayeredModel", tokenizer: str | None) -> "TaskFeatures":
+    from lit_layers.models.view import LayeredModel
+    from lit_layers.offline import device_of, own_tokenizer
     from lit_layers.select.choosing import of_images, of_texts
 
-    if tokenizer is None or texts is None:
-        numbers = {"num_train": options.num_train, "num_test": options.num_test}
-        return of_images(view, options.images, pooling=options.pooling, **numbers)
-    return of_texts(
-        view,
-        texts,
-        tokenizer=tokenizer,
-        folder=options.folder,
-        pooling=options.pooling,
-        max_tokens=options.max_tokens,
-        cache=options.cache,
+    model, settled = files.model, vars(options)
+    named = str(files.config.get("dtype") or files.config.get("torch_dtype") or "float32").removeprefix("torch.")
+    network = load(model, revision=files.commit, dtype=getattr(torch, named, torch.float32))
+    view = LayeredModel(network.to(device_of(options.device)))
+    kind, wide = type(view.model).__name__, at_least_float32(view)
+    if view.family.sees_images:
+        if options.images is None:
+            raise InputError(f"task: {model} is a vision model ({kind}): name its images with --images")
+        chosen: Any = {name: settled[name] for name in ("pooling", "num_train", "num_test")}
+        return view, of_images(wide, options.images, **chosen), None
+    if texts is None:
+        raise InputError(f"images: {model} is a model of texts ({kind}): name its texts with --task")
+    tokenizer = options.tokenizer or own_tokenizer(model, options.revision)
+    if tokenizer is None:
+        raise InputError(f"tokenizer: {model} carries none; name one with --tokenizer")
+    chosen = {name: settled[name] for name in ("folder", "pooling", "max_tokens", "cache")}
+    return view, of_texts(wide, texts, tokenizer=tokenizer, **chosen), tokenizer
+
+
+def _write(
+    model: str, options: SelectOptions, task: "TaskFeatures", choice: "Choice", seconds: dict[int, float]
+) -> list[Path]:
+    """Writes layers.png, layers.svg and select.json, and returns their paths, in that order."""
+    from lit_layers.durable import write_json
+    from lit_layers.figures.plane import LayerScores, layer_choice
+    from lit_layers.figures.vega import write_charts
+    from lit_layers.metrics import look_up
+
+    folder = options.out or results_folder(name_of(model), task.name)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise InputError(f"out: cannot write {folder}: {(error.strerror or str(error)).lower()}") from error
+    content = {
+        "model": model,
+        "revision": options.revision,
+        "task": task.name,
+        **{name: getattr(choice, name) for name in ("layer", "num_layers", "rule")},
+        "tolerance": options.tolerance,
+        "metric": choice.metric,
+        "pooling": task.pooling,
+        "max_tokens": task.max_tokens,
+        "validation": {str(layer): asdict(score) for layer, score in choice.validation.items()},
+        "baseline": choice.baseline,
+        "chosen_in_share_of_resamples": {str(layer): share for layer, share in choice.shares.items()},
+        "test": {str(layer): asdict(score) for layer, score in sorted(choice.test.items())},
+        "test_difference_to_last": asdict(choice.difference),
+        "seconds_to_layer": {str(layer): each for layer, each in seconds.items()},
+        "rows": {part: len(targets) for part, targets in task.targets.items()},
+        "notes": list(task.notes),
+    }
+    write_json(folder / "select.json", content)  # before the pictures, which may fail
+    last, ids = f"layer of {choice.num_layers}", task.batch.get("input_ids")
+    where = f"the last {last}" if choice.layer == choice.num_layers else f"layer {choice.layer} of {choice.num_layers}"
+    rule = choice.rule if options.tolerance is None else f"{choice.rule} {choice.tolerance:g}"
+    scores = LayerScores(
+        title=f"{name_of(model)} on {task.name}: {where} is chosen ({rule.replace('_', ' ')})",
+        score=f"validation {look_up(choice.metric).title.lower()}",
+        values={layer: (each.value, each.low, each.high) for layer, each in choice.validation.items()},
+        chosen=choice.layer,
+        baseline=choice.baseline,
+        baseline_name=_baseline(choice),
+        shares=choice.shares,
+        seconds=seconds,
+        timed="an image" if ids is None else f"a text of {ids.shape[1]} tokens",
     )
+    return [*write_charts({folder / "layers": layer_choice(scores)}, (".png", ".svg")), folder / "select.json"]
 
 
-def _choose(options: Any, task: "TaskFeatures", show: Any) -> "Choice":
-    from lit_layers.analyses.label_probe import ProbeOptions
-    from lit_layers.select.choosing import Part, choose
+def _show(task: "TaskFeatures", choice: "Choice") -> None:
+    """Prints the scores, the choice and the notes."""
+    rows = [
+        {
+            "layer": layer,
+            "score": f"{score.value:.4f}",
+            "95% interval": f"{score.low:.4f} to {score.high:.4f}",
+            "chosen in": f"{choice.shares[layer]:.0%}" if layer in choice.shares else "",
+            "": "<- chosen" if layer == choice.layer else "",
+        }
+        for layer, score in choice.validation.items()
+    ]
+    show_table(rows, f"{task.name}: {choice.metric} on validation rows")
+    print(f"{_baseline(choice)} alone: {choice.baseline:.4f}")
+    for layer, score in sorted(choice.test.items()):
+        print(f"test, layer {layer}: {score.value:.4f} ({score.low:.4f} to {score.high:.4f})")
+    if choice.layer != choice.num_layers:
+        gap = choice.difference
+        print(
+            f"test, layer {choice.layer} less layer {choice.num_layers}: {gap.value:+.4f} "
+            f"({gap.low:+.4f} to {gap.high:+.4f}, the same rows)"
+        )
+    for note in task.notes:
+        print(note)
 
-    def features(part: Part) -> Any:
-        show(0, 1, f"features of {part}")
-        return task.features(part)
 
-    return choose(
-        features,
-        task.targets,
-        num_classes=task.num_classes,
-        rule=options.rule,
-        tolerance=options.tolerance or 0.0,  # of rules that have one
-        options=ProbeOptions(c=options.c, penalty=options.penalty, max_iterations=options.max_iterations),
-        progress=show,
-    )
-
-
-def _seconds(options: SelectOptions, view: "LayeredModel", task: "TaskFeatures") -> Mapping[int, float]:
-    """For an image, or the longest of the validation texts."""
-    from lit_layers.models.costs import layer_latencies
-
-    one = {name: rows[:1] for name, rows in task.batch.items()}
-    return dict(enumerate(layer_latencies(view, one, rounds=options.rounds).tolist()))
+def _baseline(choice: "Choice") -> str:
+    return "majority class" if choice.higher_is_better else "training mean"
 
 
 def _export(
-    model: str,
-    options: SelectOptions,
     folder: Path,
+    options: SelectOptions,
     files: "ShardFiles",
     view: "LayeredModel",
     task: "TaskFeatures",
@@ -155,18 +338,13 @@ def _export(
     from lit_layers.functional.probe import LogisticProbes
     from lit_layers.select import Card, ProbeHead, compare_costs, cost_table, export, measured_on
 
-    facts: dict[str, Any] = {
-        "task": task.name,
-        "pooling": task.pooling,
-        "max_tokens": task.max_tokens,
-        "row": 0,
-    }
+    facts: Any = {"task": task.name, "pooling": task.pooling, "max_tokens": task.max_tokens, "row": 0}
     if isinstance(choice.probe, LogisticProbes):
         head = ProbeHead.of_logistic(choice.probe, choice.layer, classes=task.classes or (), **facts)
     else:
         head = ProbeHead.of_ridge(choice.probe, choice.layer, **facts)
     card = Card(
-        source=model,
+        source=files.model,
         revision=options.revision,
         commit=files.commit,
         num_layers=choice.num_layers,
@@ -180,20 +358,13 @@ def _export(
         notes=task.notes,
     )
     with _whole_model(files, view) as whole:
+        measured: Any = {"num_rounds": options.rounds, "device": view.device.type}
+        measured |= {} if task.max_tokens is None else {"num_tokens": min(128, task.max_tokens)}
 
-        def costs(cut: Path) -> "list[Cost]":
-            lengths = {} if task.max_tokens is None else {"num_tokens": min(128, task.max_tokens)}
-            found = compare_costs(
-                whole,
-                cut,
-                layer=choice.layer,
-                num_layers=choice.num_layers,
-                num_rounds=options.rounds,
-                device=view.device.type,
-                **lengths,
-            )
-            print(cost_table(found), measured_on(found), sep="\n\n")
-            return found
+        def costs(cut: Path) -> Any:
+            of_both = compare_costs(whole, cut, layer=choice.layer, num_layers=choice.num_layers, **measured)
+            print(cost_table(of_both), measured_on(of_both), sep="\n\n")
+            return of_both
 
         export(
             view.model,

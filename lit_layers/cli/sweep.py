@@ -6,14 +6,12 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from lit_layers.cli.bar import bar
+from lit_layers.cli.console import bar, show_table
 from lit_layers.cli.processes import shard_of
 from lit_layers.errors import InputError
 from lit_layers.schema import COUNT, refuse_outside
 
 if TYPE_CHECKING:
-    import pandas as pd
-
     from lit_layers.sweep import CellFolder, Grid
 
 FAILED = 1
@@ -56,7 +54,8 @@ def sweep(
         grid.command_line(cell.cell)
     stopped_by = _run(cells, grid, workers, [f"--code={package}" for package in code or ()])
     frame = write_table(root, grid, every)
-    _print_table(frame.drop(columns="run") if grid.values else frame)
+    shown = frame.drop(columns="run") if grid.values else frame
+    show_table(shown.map(_shown).to_dict("records"), text=("run", "error"))
     print(root / TABLE)
     if stopped_by is not None:
         print("stopped: run the same command again to go on", file=sys.stderr)
@@ -123,18 +122,6 @@ def _line(cell: "CellFolder") -> str:
     state = cell.state
     error = f": {state['error']}" if "error" in state else ""
     return f"{state['state']} {cell.cell.name}{error}"
-
-
-def _print_table(frame: "pd.DataFrame") -> None:
-    from rich.console import Console
-    from rich.table import Table
-
-    table = Table(box=None, pad_edge=False)
-    for name in frame.columns:
-        table.add_column(name, justify="left" if name in ("run", "error") else "right", overflow="fold")
-    for row in frame.itertuples(index=False):
-        table.add_row(*map(_shown, row))
-    Console(highlight=False, markup=False).print(table)
 
 
 def _shown(value: Any) -> str:

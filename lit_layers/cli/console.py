@@ -1,10 +1,28 @@
-"""How far a measurement has come, on standard error."""
+"""What a command shows: tables, and on standard error how far a measurement has come."""
 
 import signal
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
+
+
+def show_table(rows: Iterable[Mapping[str, Any]], title: str = "", *, text: Collection[str] = ()) -> None:
+    """Prints a row for each mapping, a column for each of their names: the first, and those of `text`, to the left."""
+    from rich.console import Console
+    from rich.table import Table
+
+    if title:
+        print(title)
+    table = Table(box=None, pad_edge=False)
+    rows = list(rows)
+    columns = list(dict.fromkeys(name for row in rows for name in row))
+    for name in columns:
+        is_text = name in (columns[0], *text)
+        table.add_column(name, justify="left" if is_text else "right", overflow="fold", no_wrap=not is_text)
+    for row in rows:
+        table.add_row(*(str(row.get(name, "")) for name in columns))
+    Console(highlight=False, markup=False).print(table)
 
 
 @contextmanager

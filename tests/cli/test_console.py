@@ -6,7 +6,7 @@ import weakref
 
 import pytest
 
-from lit_layers.cli.bar import bar
+from lit_layers.cli.console import bar
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
