@@ -6,7 +6,7 @@ A checkpoint is in memory whole, one at a time while the next one is fetched, or
 import contextlib
 import hashlib
 import shutil
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -32,21 +32,20 @@ from lit_layers.series.weight_files import Memory
 Device = Literal["auto", "cpu", "cuda"]
 Dtype = Literal["float32", "float64"]
 Tell = Callable[[int, int, str], None]  # done, of how many, what comes next: checkpoints, or analyses or blocks of one
-Analyses = Sequence[Analysis] | Mapping[str, Sequence[Analysis]]
+Analyses = Sequence[Analysis] | Callable[[Checkpoint], Sequence[Analysis]]
 UNFINISHED = ".stream"  # folder in the root: what a streamed measurement has found so far
 
 
 @dataclass
 class SeriesResult:
-    """What came of a series. `failures`: one sentence for each checkpoint that could not be had or loaded."""
+    """The result on a series. `failures`: one sentence for each checkpoint that could not be had or loaded."""
 
     audit: Audit
-    left_out: list[Checkpoint]
-    verdicts: dict[str, str]  # by checkpoint, as they stand in the measurements
+    left_out: list[Checkpoint] = field(default_factory=list)
     measurements: list[Measurement] = field(default_factory=list)
     num_known: int = 0  # measurements that were there already
     failures: list[str] = field(default_factory=list)
-    unlisted: frozenset[str] = frozenset()  # names of checkpoints that could not be audited
+    settings: list[str] = field(default_factory=list)  # of the analyses whose data can be had
 
 
 def analyze(
@@ -92,7 +91,6 @@ def analyze_series(
     device: Device = "auto",
     dtype: Dtype = "float32",
     progress: Tell | None = None,
-    without: Mapping[str, str] | None = None,
 ) -> SeriesResult:
     """Measures every checkpoint of a series; each measurement is also a line of `root/measurements.jsonl`.
 
@@ -103,7 +101,7 @@ def analyze_series(
     are there, and the verdicts of the measurements corrected at the end.
 
     Args:
-        analyses: for all checkpoints, or by the name of the checkpoint: models may need a tokenizer each.
+        analyses: for all checkpoints, or a function that makes those of one: models may need a tokenizer each.
         root: the folder of the results; its name is the run's (of several models without steps each is a run), so that
             the numbers of a run's own folder join those that training wrote.
         keep_downloads: whether weights that this call downloads stay in the Hub's cache when they are measured.
@@ -113,7 +111,6 @@ def analyze_series(
         device: "auto" is a GPU where there is one.
         dtype: what the weights are converted to, however they are stored.
         progress: told what is done and what comes next.
-        without: names of checkpoints that cannot be measured, each with why: they are among the `failures`.
 
     Raises:
         InputError: a series that is not there, options or data that fit no checkpoint. Where each checkpoint has
@@ -126,28 +123,20 @@ def analyze_series(
             f"shard: expected i/n with i from 0 to n - 1, got {index}/{count}: number a SLURM array from 0, "
             f"--array=0-{max(count, 1) - 1}"
         )
-    options = _Options(
-        Path(root), allow_suspect, keep_downloads, shard, stream_blocks, device_of(device), dtype, progress or _silent
+    measuring = _Measuring(
+        series=series,
+        root=Path(root),
+        allow_suspect=allow_suspect,
+        keep_downloads=keep_downloads,
+        shard=shard,
+        stream_blocks=stream_blocks,
+        device=device_of(device),
+        dtype=dtype,
+        tell=progress or _silent,
     )
-    wanted, unmeasured = _by_name(series, analyses, without or {}, stream_blocks)
+    measuring.choose(analyses)
     with run_lock.writing(root, shard=shard):
-        return _Measuring(series, wanted, unmeasured, options, isinstance(analyses, Mapping)).run()
-
-
-def refuse_double_names(analyses: Sequence[Analysis]) -> None:
-    """Refuses an empty list, and two analyses that would write under one name."""
-    names = [analysis.name for analysis in analyses]
-    if double := {name for name in names if names.count(name) > 1}:
-        raise InputError(f"analyses: two are named {sorted(double)[0]!r}; give each a name of its own")
-    if not analyses:
-        raise InputError("analyses: expected at least one, got none")
-
-
-def refuse_missing_data(analyses: Sequence[Analysis]) -> None:
-    """Refuses what is wrong with the analyses whatever the model is, before one is opened or downloaded."""
-    refuse_double_names(analyses)
-    for analysis in analyses:
-        analysis.check_data()
+        return measuring.run()
 
 
 def own_tokenizer(model: str | Path, revision: str | None = None) -> str | None:
@@ -167,43 +156,13 @@ def device_of(name: Device) -> torch.device:
     return torch.device("cuda" if name == "cuda" or (name == "auto" and torch.cuda.is_available()) else "cpu")
 
 
+def _named(checkpoint: Checkpoint, error: InputError) -> str:
+    text = str(error)
+    return text if checkpoint.name in text else f"{checkpoint.name}: {text}"
+
+
 def _silent(done: int, total: int, what: str) -> None:
     """Tells nobody."""
-
-
-# --------------------------------------------------------------------------------------------- what is to be measured
-
-
-def _by_name(
-    series: Series, analyses: Analyses, without: Mapping[str, str], stream_blocks: bool
-) -> tuple[dict[str, Sequence[Analysis]], dict[str, str]]:
-    """What is to be measured on each checkpoint, and which cannot be measured, each with why.
-
-    Data that is not there is refused before anything is downloaded; where each checkpoint has data of its own, in the
-    tokens of its own tokenizer, those are left out that have none.
-    """
-    if not isinstance(analyses, Mapping):
-        _refuse(analyses, stream_blocks)
-        return {found.name: analyses for found in series}, dict(without)
-    wanted, unmeasured = {}, dict(without)
-    for found in series:
-        if found.name in unmeasured:
-            continue
-        try:
-            _refuse(analyses[found.name], stream_blocks)
-        except InputError as error:
-            unmeasured[found.name] = f"{found.name}: {error}"
-        else:
-            wanted[found.name] = analyses[found.name]
-    if not wanted:
-        raise InputError(next(iter(unmeasured.values())))
-    return wanted, unmeasured
-
-
-def _refuse(analyses: Sequence[Analysis], stream_blocks: bool) -> None:
-    refuse_missing_data(analyses)
-    if stream_blocks:
-        layerwise(analyses)
 
 
 def _unlisted(series: Series) -> dict[str, str]:
@@ -221,11 +180,11 @@ def _unlisted(series: Series) -> dict[str, str]:
         return {one.name: why for one, why in zip(series.checkpoints, reasons, strict=True) if why is not None}
 
 
-# -------------------------------------------------------------------------------------------------------- measuring
+@dataclass(kw_only=True)
+class _Measuring:
+    """One call on one series."""
 
-
-@dataclass(frozen=True)
-class _Options:
+    series: Series
     root: Path
     allow_suspect: bool
     keep_downloads: bool
@@ -235,95 +194,112 @@ class _Options:
     dtype: Dtype
     tell: Tell
 
-    @property
-    def torch_dtype(self) -> torch.dtype:
-        return {"float32": torch.float32, "float64": torch.float64}[self.dtype]
-
-
-class _Measuring:
-    """One call on one series: `wanted` are the analyses by checkpoint, `varied` where they differ between them."""
-
-    def __init__(
-        self,
-        series: Series,
-        wanted: Mapping[str, Sequence[Analysis]],
-        unmeasured: Mapping[str, str],
-        options: _Options,
-        varied: bool,
-    ) -> None:
-        self.series, self.options = series, options
-        self.wanted, self.unmeasured, self.varied = wanted, unmeasured, varied
-        self.known = SeriesMeasurements(options.root)
-        self.memory = series.memory or Memory(options.root)
+    def __post_init__(self) -> None:
+        self.known = SeriesMeasurements(self.root)
+        self.memory = self.series.memory or Memory(self.root)
+        self.analyses: dict[str, Sequence[Analysis]] = {}  # by the name of the checkpoint
+        self.unmeasured: dict[str, str] = {}  # names of checkpoints that cannot be measured, each with why
+        self.verdicts: dict[str, str] = {}  # by checkpoint, as they stand in the measurements
+        self.result = SeriesResult(Audit(self.series.name, 0, ()))
         self._fitting: set[int] = set()  # lists of analyses that fit a model of this series
 
+    def choose(self, analyses: Analyses) -> None:
+        """Refuses what is wrong with the analyses whatever the model is, before one is opened or downloaded.
+
+        Where each checkpoint has data of its own, in the tokens of its own tokenizer, those are left out that have
+        none.
+        """
+        self.varied = callable(analyses)
+        if not callable(analyses):
+            self._refuse(analyses)
+            self.analyses = {one.name: analyses for one in self.series}
+            return
+        for one in self.series:
+            try:
+                self.analyses[one.name] = made = analyses(one)
+                self._refuse(made)
+            except InputError as error:
+                self.analyses.pop(one.name, None)
+                self.unmeasured[one.name] = _named(one, error)
+        if not self.analyses:
+            raise InputError(next(iter(self.unmeasured.values())))
+
+    def _refuse(self, analyses: Sequence[Analysis]) -> None:
+        names = [analysis.name for analysis in analyses]
+        if double := {name for name in names if names.count(name) > 1}:
+            raise InputError(f"analyses: two are named {sorted(double)[0]!r}; give each a name of its own")
+        if not analyses:
+            raise InputError("analyses: expected at least one, got none")
+        for analysis in analyses:
+            analysis.check_data()
+        if self.stream_blocks:
+            layerwise(analyses)
+
     def run(self) -> SeriesResult:
-        index, count = self.options.shard
-        mine = self.series.checkpoints[index::count]
-        if self.series.is_alone:
-            self.result, audited = SeriesResult(Audit(self.series.name, 0, ()), [], {}), list(mine)
-        else:
+        index, count = self.shard
+        audited = list(self.series.checkpoints[index::count])
+        if not self.series.is_alone:
             self._refuse_another(lambda one: ("weight_files", one.source.weights()))
-            self.result, audited = self._audited(mine)
+            audited = self._audited(audited)
         due = [one for one in audited if not self._is_known(one)]
-        self.result.num_known = sum(len(self.wanted[one.name]) for one in audited if one not in due)
+        self.result.num_known = sum(len(self.analyses[one.name]) for one in audited if one not in due)
         is_read = False
         for number, (checkpoint, fetched) in enumerate(fetched_ahead(due), start=len(audited) - len(due)):
             if not self.series.is_alone:
-                self.options.tell(number, len(audited), checkpoint.name)
+                self.tell(number, len(audited), checkpoint.name)
             try:
                 self._measure(checkpoint, fetched)
             except torch.OutOfMemoryError as error:
-                said = f"{checkpoint.series} {checkpoint.name} does not fit in the memory of {self.options.device}"
-                self._failed(checkpoint, InputError(said), error)
+                why = f"{checkpoint.series} {checkpoint.name} does not fit in the memory of {self.device}"
+                self._failed(checkpoint, InputError(why), error)
             except InputError as error:
                 self._failed(checkpoint, error)
             else:
                 if WEIGHTS in self.result.audit.unchecked.get(checkpoint.name, ()):
                     is_read |= remember(checkpoint, self.memory)
             finally:
-                if not self.options.keep_downloads:
+                if not self.keep_downloads:
                     checkpoint.source.drop()
         if not self.series.is_alone:
-            self.options.tell(len(audited), len(audited), "")
-        if is_read:
-            self._judge_again(audited)
+            self.tell(len(audited), len(audited), "")
+        if is_read:  # judged once more, by the weights that were downloaded to be measured
+            self._judge(audited)
+        for each in {id(each): each for analyses in self.analyses.values() for each in analyses}.values():
+            with contextlib.suppress(InputError):
+                self.result.settings.append(settings_name(each.config_hash(), each.data_hash()))
         return self.result
 
     def _refuse_another(self, weights: Callable[[Checkpoint], tuple[str, Any]]) -> None:
         """Unless the series lies in the folder of the results: it is its own, whatever it was named before."""
         place: Path | None = getattr(self.series, "root", None)
-        if place is None or place.resolve() != self.options.root.resolve():
+        if place is None or place.resolve() != self.root.resolve():
             self.known.refuse_another(self.series.checkpoints, weights)
 
-    def _audited(self, mine: Sequence[Checkpoint]) -> tuple[SeriesResult, list[Checkpoint]]:
-        """What is said of the series, and which checkpoints of this shard are to be measured."""
-        unlisted = {**_unlisted(self.series), **self.unmeasured}
-        found = audit(self.series, without=unlisted.keys(), memory=self.memory)
-        listed = [checkpoint for checkpoint in mine if checkpoint.name not in unlisted]
-        whole = self._is_whole(found)
-        verdicts = {one.name: self.known.verdict(one, found.verdict(one), whole=whole) for one in listed}
-        for checkpoint in listed:
-            self.known.correct_verdicts(checkpoint, verdicts[checkpoint.name])
-        damaged = {name: each.message for each in found.findings if each.kind == "damaged" for name in each.names}
-        suspects = [one for one in listed if is_suspect(verdicts[one.name]) and not self.options.allow_suspect]
-        failures = [unlisted[one.name] for one in mine if one.name in unlisted]
-        failures += [f"{one.name} cannot be loaded: {damaged[one.name]}" for one in suspects if one.name in damaged]
-        result = SeriesResult(found, suspects, verdicts, failures=failures, unlisted=frozenset(unlisted))
-        return result, [one for one in listed if one not in suspects]
+    def _audited(self, mine: Sequence[Checkpoint]) -> list[Checkpoint]:
+        """Audits the series, and returns which checkpoints of this shard are to be measured."""
+        self.unmeasured = {**_unlisted(self.series), **self.unmeasured}
+        listed = [checkpoint for checkpoint in mine if checkpoint.name not in self.unmeasured]
+        self._judge(listed)
+        findings = self.result.audit.findings
+        damaged = {name: each.message for each in findings if each.kind == "damaged" for name in each.names}
+        suspects = [one for one in listed if is_suspect(self.verdicts[one.name]) and not self.allow_suspect]
+        self.result.left_out = suspects
+        self.result.failures = [self.unmeasured[one.name] for one in mine if one.name in self.unmeasured]
+        self.result.failures += [
+            f"{one.name} cannot be loaded: {damaged[one.name]}" for one in suspects if one.name in damaged
+        ]
+        return [one for one in listed if one not in suspects]
 
-    def _is_whole(self, found: Audit) -> bool:
-        """Whether every step of the series was audited: only then a suspicion can be taken back."""
+    def _judge(self, checkpoints: Sequence[Checkpoint]) -> None:
+        """Audits the series, and corrects what the numbers of these checkpoints say of it."""
+        self.result.audit = audit(self.series, without=self.unmeasured.keys(), memory=self.memory)
         everything = self.series.listing.checkpoints
-        return found.num_checked == len(everything) and all(one.step is not None for one in everything)
-
-    def _judge_again(self, mine: Sequence[Checkpoint]) -> None:
-        """Audits once more, by the weights that were downloaded to be measured, and corrects what the numbers say."""
-        self.result.audit = audit(self.series, without=self.result.unlisted, memory=self.memory)
-        whole = self._is_whole(self.result.audit)
-        for one in mine:
-            self.result.verdicts[one.name] = self.known.verdict(one, self.result.audit.verdict(one), whole=whole)
-            self.known.correct_verdicts(one, self.result.verdicts[one.name])
+        # Only where every step of the series was audited a suspicion can be taken back.
+        whole = self.result.audit.num_checked == len(everything) and all(one.step is not None for one in everything)
+        for one in checkpoints:
+            self.verdicts[one.name] = self.known.verdict(one, self.result.audit.verdict(one), whole=whole)
+        for one in checkpoints:
+            self.known.correct_verdicts(one, self.verdicts[one.name])
 
     def _is_known(self, checkpoint: Checkpoint) -> bool:
         """Whether all is known from weight files of these very hashes, without loading any."""
@@ -332,34 +308,36 @@ class _Measuring:
         try:
             facts = {
                 "weight_files": checkpoint.source.weights(),
-                "dtype": self.options.dtype,
+                "dtype": self.dtype,
                 "model_tokenizer_hash": self.known.tokenizer_hash(checkpoint),
             }
         except InputError:  # its tokenizer cannot be had: fetching says why
             return False
         place = self.known.run_of(checkpoint), checkpoint.step
-        return all(self.known.store.is_done(*place, each, **facts) for each in self.wanted[checkpoint.name])
+        return all(self.known.store.is_done(*place, each, **facts) for each in self.analyses[checkpoint.name])
 
     def _failed(self, checkpoint: Checkpoint, why: InputError, cause: BaseException | None = None) -> None:
         """Notes what cannot be measured; refuses what no other checkpoint can be measured with either."""
         is_loaded = isinstance(why, _DoesNotFit)
         if self.series.is_alone or (is_loaded and not self._fitting and not self.varied):
             raise why from (cause or why.__cause__)
-        said = str(why)
-        self.result.failures.append(said if checkpoint.name in said else f"{checkpoint.name}: {said}")
+        self.result.failures.append(_named(checkpoint, why))
 
     def _measure(self, checkpoint: Checkpoint, fetched: "Future[Path]") -> None:
-        folder = _had(fetched, checkpoint)
-        analyses, options = self.wanted[checkpoint.name], self.options
-        tell = options.tell if self.series.is_alone else _silent
-        if options.stream_blocks:
+        analyses, dtype = self.analyses[checkpoint.name], getattr(torch, self.dtype)
+        try:
+            folder = fetched.result()
+        except OSError as error:  # a disk that is full
+            raise InputError(f"{checkpoint.series} {checkpoint.name} cannot be fetched: {error}") from error
+        tell = self.tell if self.series.is_alone else _silent
+        if self.stream_blocks:
             files = self.series.files if isinstance(self.series, OneModel) else ShardFiles(folder)
-            with contextlib.closing(StreamedModel(files, device=options.device, dtype=options.torch_dtype)) as streamed:
+            with contextlib.closing(StreamedModel(files, device=self.device, dtype=dtype)) as streamed:
                 self._check(streamed, analyses)
-                with _plain_numbers(options.device):
+                with undisturbed.kept_random_state(), undisturbed.plain_numbers(self.device):
                     self._walk(streamed, checkpoint, analyses, tell)
             return
-        view = LayeredModel(checkpoint.load(dtype=options.torch_dtype).to(options.device))
+        view = LayeredModel(checkpoint.load(dtype=dtype).to(self.device))
         self._check(view, analyses)
         self._keep(checkpoint, view, analyses, undisturbed.one_by_one, tell, weights_hash(view.model))
 
@@ -375,11 +353,11 @@ class _Measuring:
         """Measures one checkpoint by these weights, whatever files they came in: training writes others."""
         source, same = checkpoint.provenance(), {}
         if self.series.is_alone:
-            source["streamed"] = self.options.stream_blocks
+            source["streamed"] = self.stream_blocks
             self._refuse_another(lambda _: ("weights_hash", fingerprint))
         else:
-            source["audit"] = self.result.verdicts[checkpoint.name]
-            source |= {"streamed": True} if self.options.stream_blocks else {}
+            source["audit"] = self.verdicts[checkpoint.name]
+            source |= {"streamed": True} if self.stream_blocks else {}
             same["model_tokenizer_hash"] = self.known.tokenizer_hash(checkpoint)
             source |= {name: found for name, found in same.items() if found is not None}
         measured = [
@@ -414,7 +392,7 @@ class _Measuring:
 
     def _walk(self, view: StreamedModel, checkpoint: Checkpoint, analyses: Sequence[Analysis], tell: Tell) -> None:
         """Block by block."""
-        place = self.options.root / UNFINISHED
+        place = self.root / UNFINISHED
 
         def way(view: Any, due: Sequence[Analysis], _: Any, **facts: Any) -> Iterator[Measurement]:
             # A kill between the first line and the last one leaves the blocks of all of them.
@@ -437,14 +415,6 @@ class _Measuring:
             leftover.unlink()
         with contextlib.suppress(OSError):  # another measurement is under way there
             place.rmdir()
-
-
-def _had(fetched: "Future[Path]", checkpoint: Checkpoint) -> Path:
-    """Waits for a checkpoint; a disk that is full is told of like a Hub that is not there."""
-    try:
-        return fetched.result()
-    except OSError as error:
-        raise InputError(f"{checkpoint.series} {checkpoint.name} cannot be fetched: {error}") from error
 
 
 class _DoesNotFit(InputError):
@@ -475,17 +445,3 @@ def _key(view: StreamedModel, analyses: Sequence[Analysis]) -> str:
     """What blocks already measured depend on: files, options, data, precision, kind of device."""
     parts = [_fingerprint(view), view.device.type, *(f"{a.config_hash()} {a.data_hash()}" for a in analyses)]
     return hashlib.sha256("/".join(parts).encode()).hexdigest()[:16]
-
-
-@contextlib.contextmanager
-def _plain_numbers(device: torch.device) -> Iterator[None]:
-    """What `measure` gives an analysis: fixed seeds, derivatives on, no autocast, full float32 precision."""
-    with (
-        undisturbed.kept_random_state(),
-        undisturbed.full_float32_precision(),
-        torch.inference_mode(False),
-        torch.enable_grad(),
-        torch.autocast("cpu", enabled=False),
-        torch.autocast(device.type, enabled=False),
-    ):
-        yield

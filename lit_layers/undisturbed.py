@@ -241,7 +241,7 @@ def undisturbed(model: nn.Module) -> Iterator[None]:
         kept_gradients(model),
         kept_attention(model),
         kept_random_state(),
-        plain_numbers(model),
+        plain_numbers(next(model.parameters()).device),
     ):
         try:
             yield
@@ -347,9 +347,8 @@ def kept_random_state() -> Iterator[None]:
 
 
 @contextmanager
-def plain_numbers(model: nn.Module) -> Iterator[None]:
+def plain_numbers(device: torch.device) -> Iterator[None]:
     """Derivatives on, autocast off, float32 as it is written, whatever surrounds the analysis."""
-    device = next(model.parameters()).device.type
     dtype = torch.get_default_dtype()
     torch.set_default_dtype(torch.float32)
     try:
@@ -357,7 +356,7 @@ def plain_numbers(model: nn.Module) -> Iterator[None]:
             torch.inference_mode(False),
             torch.enable_grad(),
             torch.autocast("cpu", enabled=False),
-            torch.autocast(device, enabled=False) if device != "cpu" else nullcontext(),
+            torch.autocast(device.type, enabled=False) if device.type != "cpu" else nullcontext(),
             full_float32_precision(),
         ):
             yield

@@ -10,7 +10,7 @@ import torch
 
 from lit_layers import offline, records
 from lit_layers.analyses import Coupling, Trajectory
-from lit_layers.cli.processes import shard_of
+from lit_layers.cli.measuring import shard_of
 from lit_layers.data.tokenization import save_tokenizer, tokenizer_hash, train_bpe
 from lit_layers.errors import InputError
 from lit_layers.offline import analyze_series

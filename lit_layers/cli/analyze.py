@@ -1,11 +1,10 @@
 """`lit-layers analyze`: measure a trained model, whole or block by block, or a series of checkpoints."""
 
-import sys
 from collections.abc import Mapping
 from typing import Any
 
 from lit_layers.analyses.base import Analysis
-from lit_layers.cli.measuring import Checkpoints, Outcome, Target, measured, run, tell_settings
+from lit_layers.cli.measuring import Checkpoints, Outcome, Target, length_limit, measure
 from lit_layers.cli.options import Recipe
 from lit_layers.errors import InputError
 from lit_layers.series import Series
@@ -39,7 +38,7 @@ def analyze(
     """
     command = Command(recipe)
     named = None if command.wants_own_tokenizer else tokenizer
-    return run(measured(command.series(), checkpoints, command.analyses, tokenizer=named), _tell)
+    return measure(command.series(), checkpoints, command.analyses, _tell, tokenizer=named)
 
 
 class Command:
@@ -118,22 +117,19 @@ def _usual(corpus: str, tokenizer: str, config: Mapping[str, Any]) -> list[Analy
     from lit_layers.analyses import Coupling, Representation, Trajectory
     from lit_layers.data import EvalText
 
-    named = (config.get(name) for name in ("n_positions", "max_position_embeddings"))
-    longest = next((size for size in named if isinstance(size, int) and size > 0), 128)
+    longest = length_limit(config) or 128
     text = EvalText(corpus, tokenizer, num_sequences=64, num_tokens=min(128, longest))
     few = EvalText(corpus, tokenizer, num_sequences=8, num_tokens=min(64, longest))
     return [Trajectory(batches=text), Representation(batches=text), Coupling(batches=few)]
 
 
 def _tell(outcome: Outcome) -> bool:
-    """Prints what came of a model or series; whether anything failed."""
+    """Prints how much was measured, and where it is; whether anything failed."""
     result = outcome.result
-    for error in outcome.errors:
-        print(f"failed: {error}", file=sys.stderr)
-    made = [measurement for measurement in result.measurements if measurement.error is None]
-    for measurement in made if outcome.steps is not None else ():
-        print(f"{measurement.analysis:20} {len(measurement.records):>7,} numbers {measurement.seconds:>9.1f} s")
-    print(f"{len(made)} measured, {result.num_known} were known, not measured again")
-    tell_settings(outcome.root, outcome.settings)
-    print(f"{outcome.root / 'measurements.jsonl'}; draw them with `lit-layers report {outcome.root}`")
-    return bool(outcome.errors)
+    measurements = [measurement for measurement in result.measurements if measurement.error is None]
+    for each in measurements if outcome.steps is not None else ():
+        print(f"{each.analysis:20} {len(each.records):>7,} numbers {each.seconds:>9.1f} s")
+    print(f"{len(measurements)} measured, {result.num_known} were known, not measured again")
+    failed = outcome.tell()
+    print(f"draw them with `lit-layers report {outcome.root}`")
+    return failed

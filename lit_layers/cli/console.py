@@ -26,8 +26,11 @@ def show_table(rows: Iterable[Mapping[str, Any]], title: str = "", *, text: Coll
 
 
 @contextmanager
-def bar(opening: str, *, hidden: bool = False) -> Iterator[Callable[[int, int, str], None]]:
-    """A function of what is done, of how much, and what is next, which draws it; it raises a Ctrl-C that got lost."""
+def bar(opening: str, *, hidden: bool = False) -> Iterator[Callable[[int | None, int | None, str], None]]:
+    """A function of what is done, of how much (None: as before), and what is next, which draws it.
+
+    It raises a Ctrl-C that got lost.
+    """
     from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
@@ -39,7 +42,7 @@ def bar(opening: str, *, hidden: bool = False) -> Iterator[Callable[[int, int, s
     ):
         task = drawn.add_task(opening, total=None)
 
-        def show(done: int, total: int, what: str) -> None:
+        def show(done: int | None, total: int | None, what: str) -> None:
             raise_it()
             changes: dict[str, Any] = {"description": what} if what else {}
             drawn.update(task, total=total, completed=done, refresh=True, **changes)

@@ -2,6 +2,7 @@
 
 import argparse
 import dataclasses
+import functools
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -10,17 +11,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 from lit_layers import schema
 from lit_layers.cli.console import show_table
-from lit_layers.cli.measuring import (
-    Checkpoints,
-    Outcome,
-    Target,
-    length_limit,
-    measured,
-    measurements_of,
-    run,
-    settings_there,
-    tell_end,
-)
+from lit_layers.cli.measuring import Checkpoints, Outcome, Target, length_limit, measure
 from lit_layers.cli.messages import one_sentence
 from lit_layers.cli.options import Names, Numbers, Recipe, given, refuse_beside
 from lit_layers.errors import InputError
@@ -154,13 +145,8 @@ def intervene(recipe: Recipe, model: str, checkpoints: Checkpoints, options: Int
         raise InputError(f"{trains[0]}: trains one model, and a series was named: name one of its checkpoints")
     recipes = _training_recipes(options)
     everything = checkpoints.opened(model)
-    made = measured(
-        everything,
-        checkpoints,
-        lambda target: list(_analyses(model, options, recipes, target)),
-        tokenizer=options.tokenizer,
-    )
-    return run(made, _tell)
+    make = functools.partial(_analyses, model, options, recipes)
+    return measure(everything, checkpoints, lambda target: [*make(target)], _tell, tokenizer=options.tokenizer)
 
 
 def _training_recipes(options: Interventions) -> dict[str, Any]:
@@ -313,7 +299,7 @@ def _tell(outcome: Outcome) -> bool:
     from lit_layers.plots import with_task_medians
     from lit_layers.report import write_report
 
-    complete = [each for each in measurements_of(outcome) if each.error is None and each.records]
+    complete = [each for each in outcome.measurements() if each.error is None and each.records]
     shown = [each for each in complete if outcome.steps is None or each.step in outcome.steps]
     if complete:
         medians = with_task_medians(records.frame(shown))
@@ -321,9 +307,9 @@ def _tell(outcome: Outcome) -> bool:
             show_table(_rows(rows), title)
         print(*medians.notes.values(), *_notes(medians.frame), sep="\n")
         print(_write(outcome.root / RESULTS, with_task_medians(records.frame(complete)).frame))
-        print(write_report(outcome.root, settings=settings_there(outcome)))
+        print(write_report(outcome.root, settings=outcome.settings))
     has_failed = any(record.metric == records.FAILED for each in shown for record in each.records)
-    return tell_end(outcome) or has_failed
+    return outcome.tell() or has_failed
 
 
 def _notes(table: Any) -> Iterator[str]:

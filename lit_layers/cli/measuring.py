@@ -5,17 +5,15 @@ import json
 import os
 import re
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from lit_layers.cli.console import bar
-from lit_layers.cli.options import Steps
-from lit_layers.cli.processes import AUTO, shard_of, take_own_gpu, wait_for_the_others
+from lit_layers.cli.options import Steps, given, refuse_beside
 from lit_layers.errors import InputError
-from lit_layers.identity import divided, settings_name, settings_of, short, shown
+from lit_layers.identity import divided, settings_of, short, shown
 
 if TYPE_CHECKING:
     from lit_layers.analyses.base import Analysis
@@ -24,6 +22,7 @@ if TYPE_CHECKING:
     from lit_layers.series import Checkpoint, Series
 
 FAILED, INTERRUPTED = 1, 130
+AUTO = "auto"
 LIMITS = ("n_positions", "max_position_embeddings", "max_seq_len")  # how config.json names the longest text
 
 
@@ -74,18 +73,46 @@ class Target:
         return found
 
 
-Make = Callable[[Target], "Sequence[Analysis]"]
-
-
 @dataclass(frozen=True, kw_only=True)
 class Outcome:
-    """What came of it: folder and settings of the measurements, the steps of one model (None: all), and what failed."""
+    """What was measured: folder and result, the steps of one model (None: all), and what failed."""
 
     root: Path
     result: "SeriesResult"
     errors: list[str]
-    settings: list[str]
     steps: "list[int | None] | None" = None
+
+    @property
+    def settings(self) -> list[str]:
+        """The settings of this call of which something is there: an analysis may fail before they are known."""
+        there = {settings_of(each) for each in self.read()}
+        return [name for name in self.result.settings if name in there]
+
+    def read(self) -> "list[Measurement]":
+        """All that the root holds."""
+        from lit_layers import records
+
+        return records.read(self.root / "measurements.jsonl")
+
+    def measurements(self) -> "list[Measurement]":
+        """The measurements of the root: of the analyses that this call measured those of its settings, of others the
+        usual. The last of each counts, also one that failed: an older one may be of other weights.
+        """
+        return shown(self.read(), self.settings)
+
+    def tell(self) -> bool:
+        """Prints which analyses have other settings than the curves, what failed, and the file; whether any failed."""
+        _, others = divided(self.read())
+        mine = {(each.analysis, settings_of(each)) for each in others if settings_of(each) in self.result.settings}
+        for analysis, name in sorted(mine):
+            print(
+                f"{analysis}: other settings than those of its curves, which stay as they were; "
+                f"`lit-layers report {self.root} --settings {short(name)}` draws these"
+            )
+        for error in self.errors:
+            print(f"failed: {error}", file=sys.stderr)
+        print(self.root / "measurements.jsonl")
+        return bool(self.errors)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -127,10 +154,8 @@ class Checkpoints:
         is_series = self.steps is not None or is_steps or model.endswith((".yaml", ".yml"))
         if is_series and self.revision is not None:
             raise InputError(f"revision: {self.revision} is one model: leave it out, or leave --steps out")
-        only = {"allow-suspect": self.allow_suspect, "keep-downloads": not self.keep_downloads}
-        only |= {"shard": self.shard != AUTO, "submodule": self.submodule is not None}
-        if not is_series and (name := next((name for name, is_given in only.items() if is_given), None)):
-            raise InputError(f"{name}: is for series, and one model was named: leave it out, or name its --steps")
+        of_series = ("allow_suspect", "keep_downloads", "shard", "submodule")
+        refuse_beside(given(self), [(of_series, not is_series, "is for series, and one model was named")])
         return is_series
 
     def opened(self, model: str) -> "list[Series]":
@@ -147,13 +172,19 @@ class Checkpoints:
         return open_series(model, read_steps(steps) if isinstance(steps, str) else steps, model=self.submodule)
 
 
-def measured(
-    everything: "Sequence[Series]", options: Checkpoints, make: Make, *, tokenizer: str | None = None
-) -> Iterator[Outcome]:
-    """Yields what came of the model, or of each series that is meant, once it is measured and its audit was shown.
+def measure(
+    everything: "Sequence[Series]",
+    options: Checkpoints,
+    make: "Callable[[Target], Sequence[Analysis]]",
+    tell: Callable[[Outcome], bool],
+    *,
+    tokenizer: str | None = None,
+) -> int:
+    """Measures the model, or each series that is meant, and tells of each; returns the exit code.
 
-    Models without steps have a tokenizer each, and the same text is other tokens to each of them: analyses are made for
-    each of these, and for all steps of one training together.
+    That is 130 where Ctrl-C cut it short, 1 if anything failed. Models without steps have a tokenizer each, and the
+    same text is other tokens to each of them: analyses are made for each of these, and for all steps of one training
+    together.
 
     Raises:
         InputError: a model or series that is not there, options that do not fit it.
@@ -163,66 +194,56 @@ def measured(
 
     shard = shard_of(options.shard, os.environ)
     hidden = options.shard == AUTO and shard[0] > 0  # the first process of torchrun speaks for all
+    same: Any = {name: getattr(options, name) for name in ("allow_suspect", "keep_downloads", "stream_blocks")}
+    same |= {"device": options.device, "dtype": options.dtype, "shard": shard}
     take_own_gpu(options.device, os.environ)
-    for series in everything:
-        root = _root_of(options.root, series, alone=len(everything) == 1)
-        with bar("opening the model" if series.is_alone else "auditing the series", hidden=hidden) as show:
-            told = _Told(show)
-            analyses, without = _analyses(series, root, tokenizer, make, told.detail)
-            result = analyze_series(
-                series,
-                analyses,
-                root=root,
-                allow_suspect=options.allow_suspect,
-                keep_downloads=options.keep_downloads,
-                shard=shard,
-                stream_blocks=options.stream_blocks,
-                device=options.device,
-                dtype=options.dtype,
-                progress=told,
-                without=without,
-            )
-        if not hidden and not series.is_alone:
-            show_audit(result.audit)
-        if result.left_out:
-            names = ", ".join(found.name for found in result.left_out)
-            print(f"left out as suspect: {names}; --allow-suspect measures them")
-        every = analyses.values() if isinstance(analyses, Mapping) else [analyses]
-        yield Outcome(
-            root=root,
-            result=result,
-            errors=[_sentence(series, m) for m in result.measurements if m.error is not None] + result.failures,
-            settings=[name for each in every for name in settings_of_all(each)],
-            steps=[one.step for one in series.checkpoints] if series.is_alone else None,
-        )
+    failed = False
+    try:
+        for series in everything:
+            root = _root_of(options.root, series, alone=len(everything) == 1)
+            with bar("opening the model" if series.is_alone else "auditing the series", hidden=hidden) as show:
+                analyses = _analyses(series, root, tokenizer, make, lambda what: show(None, None, what))
+                result = analyze_series(series, analyses, root=root, progress=show, **same)
+            if not hidden and not series.is_alone:
+                show_audit(result.audit)
+            if result.left_out:
+                names = ", ".join(suspect.name for suspect in result.left_out)
+                print(f"left out as suspect: {names}; --allow-suspect measures them")
+            errors = [_sentence(series, each) for each in result.measurements if each.error is not None]
+            steps = [one.step for one in series.checkpoints] if series.is_alone else None
+            failed |= tell(Outcome(root=root, result=result, errors=errors + result.failures, steps=steps))
+    except KeyboardInterrupt:
+        print("interrupted: run the same command again to go on", file=sys.stderr)
+        return INTERRUPTED
     sys.stdout.flush()  # torchrun may end this process as soon as another one ends
     if options.shard == AUTO:
         wait_for_the_others(os.environ)
+    return FAILED if failed else 0
 
 
 def _analyses(
-    series: "Series", root: Path, tokenizer: str | None, make: Make, tell: Callable[[str], None]
-) -> "tuple[Any, dict[str, str]]":
-    """What to measure, for all or by checkpoint; second which of them cannot be measured, each with why."""
+    series: "Series",
+    root: Path,
+    tokenizer: str | None,
+    make: "Callable[[Target], Sequence[Analysis]]",
+    tell: Callable[[str], None],
+) -> Any:
+    """What to measure, for all checkpoints or for the one that is asked for."""
     from lit_layers.series.local_series import training_of
 
-    checkpoints, place = series.listing.checkpoints, _folder(series)
+    place = _folder(series)
     trained = training_of(place) if place else {}
-    about: dict[str, Any] = {"root": root, "series": series, "trained": trained, "tokenizer": tokenizer, "tell": tell}
-    if series.is_alone or checkpoints[-1].step is not None:  # the same one whichever steps are chosen
-        target = Target(name=series.name, checkpoint=checkpoints[-1], **about)
-        return _fitting(make(target), target), {}
+
+    def target(checkpoint: "Checkpoint", name: str) -> Target:
+        about: Any = {"root": root, "series": series, "trained": trained, "tokenizer": tokenizer, "tell": tell}
+        return Target(name=name, checkpoint=checkpoint, **about)
+
+    last = series.listing.checkpoints[-1]
+    if series.is_alone or last.step is not None:  # the same one whichever steps are chosen
+        whole = target(last, series.name)
+        return _fitting(make(whole), whole)
     _refuse_a_foreign_tokenizer(tokenizer, series)
-    found: dict[str, Sequence[Analysis]] = {}
-    without: dict[str, str] = {}
-    for one in checkpoints:
-        try:
-            found[one.name] = make(Target(name=one.name, checkpoint=one, **about))
-        except InputError as error:
-            without[one.name] = str(error)
-    if not found:
-        raise InputError(next(iter(without.values())))
-    return found, without
+    return lambda checkpoint: make(target(checkpoint, checkpoint.name))
 
 
 def _fitting(analyses: "Sequence[Analysis]", target: Target) -> "Sequence[Analysis]":
@@ -281,18 +302,6 @@ def _sentence(series: "Series", failed: "Measurement") -> str:
     return f"{failed.analysis}: {failed.error}" if series.is_alone else f"{failed.analysis} at {where}: {failed.error}"
 
 
-def run(outcomes: Iterator[Outcome], tell: Callable[[Outcome], bool]) -> int:
-    """Tells of each outcome as it comes; returns the exit code: 130 where Ctrl-C cut it short, 1 if anything failed."""
-    failed = False
-    try:
-        for outcome in outcomes:
-            failed |= tell(outcome)
-    except KeyboardInterrupt:
-        print("interrupted: run the same command again to go on", file=sys.stderr)
-        return INTERRUPTED
-    return FAILED if failed else 0
-
-
 def length_limit(config: Mapping[str, Any]) -> int | None:
     """How many tokens a model takes; RoBERTa's positions begin behind the number of the padding token."""
     found = min((config[name] for name in LIMITS if isinstance(config.get(name), int)), default=None)
@@ -300,67 +309,39 @@ def length_limit(config: Mapping[str, Any]) -> int | None:
     return found - config.get("pad_token_id", 1) - 1 if found is not None and behind else found
 
 
-def measurements_of(outcome: Outcome) -> "list[Measurement]":
-    """The measurements of the root: of the analyses that this call measured those of its settings, of others the usual.
-
-    The last of each counts, also one that failed: an older one may be of other weights.
-    """
-    from lit_layers import records
-
-    return shown(records.read(outcome.root / "measurements.jsonl"), settings_there(outcome))
-
-
-def settings_there(outcome: Outcome) -> list[str]:
-    """The settings of this call of which something is there: an analysis may fail before they are known."""
-    from lit_layers import records
-
-    there = {settings_of(each) for each in records.read(outcome.root / "measurements.jsonl")}
-    return [name for name in outcome.settings if name in there]
+def shard_of(text: str, environment: Mapping[str, str]) -> tuple[int, int]:
+    """Which checkpoints are this process's: (i, n) of `i/n`; `auto` is what torchrun says, alone all of them."""
+    if text == AUTO:
+        if not {"RANK", "WORLD_SIZE"} <= environment.keys():
+            return 0, 1
+        text = f"{environment['RANK']}/{environment['WORLD_SIZE']}"
+    found = re.fullmatch(r"(\d+)/(\d+)", text)
+    if found is None:
+        raise InputError(f"shard: expected auto or i/n, such as 0/4, got {text!r}")
+    return int(found[1]), int(found[2])
 
 
-def settings_of_all(analyses: "Sequence[Analysis]") -> list[str]:
-    """The settings of each analysis whose data can be had: the others measured nothing."""
-    settings = []
-    for each in analyses:
-        with suppress(InputError):
-            settings.append(settings_name(each.config_hash(), each.data_hash()))
-    return settings
+def take_own_gpu(device: str, environment: Mapping[str, str]) -> None:
+    """Makes `cuda` mean a GPU of its own for each process of torchrun on a machine."""
+    if device == "cpu" or "LOCAL_RANK" not in environment:
+        return
+    import torch
+
+    if torch.cuda.is_available():  # fewer GPUs than processes are shared
+        torch.cuda.set_device(int(environment["LOCAL_RANK"]) % torch.cuda.device_count())
 
 
-def tell_end(outcome: Outcome) -> bool:
-    """Prints where the measurements lie, and what failed; whether anything did."""
-    tell_settings(outcome.root, outcome.settings)
-    for error in outcome.errors:
-        print(f"failed: {error}", file=sys.stderr)
-    print(outcome.root / "measurements.jsonl")
-    return bool(outcome.errors)
+def wait_for_the_others(environment: Mapping[str, str]) -> None:
+    """Returns when every process of torchrun is done: it ends all of them once one has ended with an error."""
+    if "TORCHELASTIC_RUN_ID" not in environment:
+        return
+    from datetime import timedelta
 
+    from torch import distributed
 
-def tell_settings(root: Path, settings: list[str]) -> None:
-    """Prints which analyses were measured with other settings than those that the curves of the root show."""
-    from lit_layers import records
-
-    _, others = divided(records.read(root / "measurements.jsonl"))
-    mine = {(each.analysis, settings_of(each)) for each in others if settings_of(each) in settings}
-    for analysis, name in sorted(mine):
-        print(
-            f"{analysis}: other settings than those of its curves, which stay as they were; "
-            f"`lit-layers report {root} --settings {short(name)}` draws these"
-        )
-
-
-class _Told:
-    """What is done and what comes next, with what the analysis that is under way says of itself."""
-
-    def __init__(self, show: Callable[[int, int, str], None]) -> None:
-        self._show, self._done, self._total = show, 0, 1
-
-    def __call__(self, done: int, total: int, what: str) -> None:
-        self._done, self._total = done, total
-        self._show(done, total, what)
-
-    def detail(self, what: str) -> None:
-        self._show(self._done, self._total, what)
+    distributed.init_process_group("gloo", timeout=timedelta(days=30))
+    distributed.barrier()
+    distributed.destroy_process_group()
 
 
 def name_of(model: str) -> str:

@@ -1,21 +1,13 @@
 """`lit-layers mteb`: every layer of a model, or of each checkpoint of a series, as an embedding model."""
 
+import functools
 import json
 import math
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from lit_layers.cli.console import show_table
-from lit_layers.cli.measuring import (
-    Checkpoints,
-    Outcome,
-    Target,
-    length_limit,
-    measured,
-    measurements_of,
-    run,
-    tell_end,
-)
+from lit_layers.cli.measuring import Checkpoints, Outcome, Target, length_limit, measure
 from lit_layers.cli.options import Names, Numbers
 from lit_layers.errors import InputError
 from lit_layers.schema import COUNT, COUNT_OR_NONE, Range, refuse_outside
@@ -108,8 +100,8 @@ def mteb(
             tell=target.tell,
         )
 
-    outcomes = measured(checkpoints.opened(model), checkpoints, analyses, tokenizer=tokenizer)
-    return run(outcomes, lambda outcome: _tell(outcome, resolved))
+    tell = functools.partial(_tell, tasks=resolved)
+    return measure(checkpoints.opened(model), checkpoints, analyses, tell, tokenizer=tokenizer)
 
 
 def _tell(outcome: Outcome, tasks: "list[Task]") -> bool:
@@ -119,14 +111,14 @@ def _tell(outcome: Outcome, tasks: "list[Task]") -> bool:
 
     root, steps = outcome.root, outcome.steps
     chosen, names = {spec.analysis for spec in tasks}, [spec.name for spec in tasks]
-    scored = [each for each in measurements_of(outcome) if each.analysis.startswith("mteb/")]
+    scored = [each for each in outcome.measurements() if each.analysis.startswith("mteb/")]
     scored = [each for each in scored if each.error is None and each.records]
     if shown := [each for each in scored if each.analysis in chosen and (steps is None or each.step in steps)]:
         for means in averages(records.frame(shown), expected=names):
             _show(means)
     if scored:
         print(*_write(records.frame(scored), names, root / "mteb"), sep="\n")
-    return tell_end(outcome)
+    return outcome.tell()
 
 
 def _show(means: "Averages") -> None:

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lit_layers.cli.console import bar, show_table
-from lit_layers.cli.processes import shard_of
+from lit_layers.cli.measuring import shard_of
 from lit_layers.errors import InputError
 from lit_layers.schema import COUNT, refuse_outside
 

@@ -138,7 +138,7 @@ def test_wrong_input_is_one_sentence_and_nothing_is_written(trained, recipe, tmp
 
 def test_options_of_a_series_are_refused_for_one_model(trained, capsys):
     assert analyze(trained / "step-000000002", "--allow-suspect") == 2
-    assert "allow-suspect: is for series, and one model was named: leave it out" in capsys.readouterr().err
+    assert "allow_suspect: is for series, and one model was named: leave it out" in capsys.readouterr().err
 
 
 @pytest.mark.slow

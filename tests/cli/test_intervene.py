@@ -406,7 +406,7 @@ WRONG = [
     ("model", "--speed --num_tokens 601", "num_tokens: the model takes at most 600 tokens, got 601"),
     ("model", "--steps 1 --revision main", "revision: main is one model: leave it out, or leave --steps out"),
     ("model", "CORPUS --revision main", "revision: H/model is a local folder and has no revision 'main': leave it out"),
-    ("model", "CORPUS --allow_suspect", "allow-suspect: is for series, and one model was named: leave it out"),
+    ("model", "CORPUS --allow_suspect", "allow_suspect: is for series, and one model was named: leave it out"),
     ("nowhere", "CORPUS", "expected a folder with a model or a name on the Hub, H/nowhere does not exist"),
     ("bare", "CORPUS", "tokenizer: H/bare carries none; name one with --tokenizer"),
     ("model", "CORPUS --tokenizer nowhere.json", "no tokenizer 'nowhere.json': expected an existing path"),

@@ -8,7 +8,7 @@ import time
 import pytest
 import torch
 
-from lit_layers.cli.processes import shard_of, take_own_gpu, wait_for_the_others
+from lit_layers.cli.measuring import shard_of, take_own_gpu, wait_for_the_others
 from lit_layers.errors import InputError
 
 
