@@ -1,10 +1,12 @@
 """`lit-layers fit`: train from a recipe, save and measure at each step of its schedule, draw the curves."""
 
 import contextlib
+import re
 import sys
 import time
 import warnings
 from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
@@ -13,21 +15,20 @@ import pandas as pd
 import yaml
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
 from lightning.pytorch.utilities.exceptions import MisconfigurationException, SIGTERMException
-from omegaconf.errors import OmegaConfBaseException
 from rich.console import Console
-from yaml import YAMLError
 
 from lit_layers import records, run_lock
 from lit_layers.analyses.base import Analysis
 from lit_layers.cli.console import show_table
-from lit_layers.cli.limits import other_encoding, refuse_harm
+from lit_layers.cli.options import Steps, add_options, recipe_errors
+from lit_layers.cli.recipes import HELP, RecipeParser, refuse_reach, refuse_wild_numbers, trust_code
 from lit_layers.cli.stopping import TERMINATED, finish_first
-from lit_layers.cli.trust import HELP, RecipeParser, refuse_reach, trust_code
 from lit_layers.errors import InputError
 from lit_layers.identity import latest
 from lit_layers.plots import change_table
 from lit_layers.report import MirrorAside, WandbMirror, write_report
 from lit_layers.run_file import run_facts
+from lit_layers.schema import COUNT, COUNT_OR_NONE, MANY, SEED, Range, refuse_outside
 from lit_layers.training import EmergenceCallback, SeriesCheckpoint
 from lit_layers.training.checkpoints import DivergedError, Origin, axis_step, kept
 from lit_layers.training.resume import ResumeCheckpoint, ResumePoint, StepSeed, resume_point
@@ -53,6 +54,53 @@ DIVERGED, INTERRUPTED = 3, 130
 SHOWN = 28  # rows of the table of changes; the page has all of them
 
 
+TRAINER = {
+    "max_steps": Range(1, MANY, whole=True, low_words="the number of steps to train"),
+    "min_steps": COUNT_OR_NONE,
+    "max_epochs": Range(-1, MANY, whole=True),
+    "min_epochs": COUNT_OR_NONE,
+    "accumulate_grad_batches": COUNT,
+    "gradient_clip_val": Range(0, MANY),  # a negative one turns every gradient round
+    "val_check_interval": Range(0, MANY, above=True),
+    "check_val_every_n_epoch": COUNT,
+    "log_every_n_steps": COUNT,
+    "num_sanity_val_steps": Range(-1, MANY, whole=True),
+    "limit_train_batches": Range(0, MANY, above=True),
+    "limit_val_batches": Range(0, MANY),
+    "overfit_batches": Range(0, MANY),
+    "reload_dataloaders_every_n_epochs": COUNT_OR_NONE,
+    "num_nodes": COUNT,
+}
+
+
+@dataclass(kw_only=True)
+class RunOptions:
+    """A watched run.
+
+    Args:
+        root: The run's folder, e.g. checkpoints/my_run.
+        if_exists: What to do where root already holds a run.
+        resume: Goes on exactly where a killed run was: last, a step, or a folder ROOT/resume/step-...; with last, a new
+            folder starts the run.
+        resume_every: Steps between two checkpoints to resume from; null: only at the end and on SIGTERM.
+        steps: Steps to save and measure: pythia, a list, {every: N} or {log: 2, until: N, then_every: N}.
+        corpus: Stands for ${corpus} in recipes.
+        tokenizer: Stands for ${tokenizer} in recipes.
+        analyses: What to measure at these steps.
+        wandb: Mirrors the run to W&B.
+    """
+
+    root: str
+    if_exists: Literal["refuse", "overwrite"] = "refuse"
+    resume: str | None = None
+    resume_every: int | None = 500
+    steps: Steps = "pythia"
+    corpus: str | None = None
+    tokenizer: str | None = None
+    analyses: list[Analysis] = field(default_factory=list)
+    wandb: WandbMirror | None = None
+
+
 class FitParser(RecipeParser, LightningArgumentParser):
     """Lightning's parser, which reads recipes as data."""
 
@@ -68,36 +116,7 @@ class FitCLI(LightningCLI):
         super().__init__(**options)
 
     def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
-        parser.add_argument("--root", type=str, required=True, help="The run's folder, e.g. checkpoints/my_run.")
-        parser.add_argument(
-            "--if_exists",
-            type=Literal["refuse", "overwrite"],
-            default="refuse",
-            help="What to do where root already holds a run.",
-        )
-        parser.add_argument(
-            "--resume",
-            type=str | None,
-            default=None,
-            help="Goes on exactly where a killed run was: last, a step, or a folder ROOT/resume/step-...; with last, a "
-            "new folder starts the run.",
-        )
-        parser.add_argument(
-            "--resume_every",
-            type=int | None,
-            default=500,
-            help="Steps between two checkpoints to resume from; null: only at the end and on SIGTERM.",
-        )
-        parser.add_argument(
-            "--steps",
-            type=list[int] | dict[str, int] | str,
-            default="pythia",
-            help="Steps to save and measure: pythia, a list, {every: N} or {log: 2, until: N, then_every: N}.",
-        )
-        parser.add_argument("--corpus", type=str | None, default=None, help="Stands for ${corpus} in recipes.")
-        parser.add_argument("--tokenizer", type=str | None, default=None, help="Stands for ${tokenizer} in recipes.")
-        parser.add_argument("--analyses", type=list[Analysis], default=[], help="What to measure at these steps.")
-        parser.add_argument("--wandb", type=WandbMirror | None, default=None, help="Mirrors the run to W&B.")
+        add_options(parser, RunOptions)
 
     def parse_arguments(self, parser: LightningArgumentParser, args: Any) -> None:
         super().parse_arguments(parser, args)
@@ -171,6 +190,30 @@ class FitCLI(LightningCLI):
         return state is None or state.state.resolve().is_relative_to(root.resolve())
 
 
+def refuse_harm(options: Mapping[str, Any]) -> None:
+    """Refuses values that would train wrongly, write in the wrong place, or never end.
+
+    Raises:
+        InputError: naming the option and its value.
+    """
+    if options["root"] == "":
+        raise InputError("root: expected a folder, got ''")
+    refuse_outside("", {"seed_everything": SEED, "resume_every": COUNT}, options)
+    trainer = options.get("trainer") or {}
+    if not isinstance(trainer, Mapping):
+        raise InputError(f"trainer: expected the options of a Trainer, got {trainer!r}")
+    if trainer.get("max_steps") is None:
+        raise InputError("trainer.max_steps: expected the number of steps to train, got null")
+    timed = {name: value for name, value in trainer.items() if isinstance(value, str | Mapping)}  # by the clock
+    refuse_outside("trainer.", TRAINER, {name: trainer[name] for name in trainer.keys() - timed.keys()})
+    devices: Any = trainer.get("devices")
+    if isinstance(devices, str) and not re.fullmatch(r"auto|-?\d+|\d+(,\d+)*,?", devices):
+        raise InputError(f"trainer.devices: expected auto, a number, or numbers with commas between, got {devices!r}")
+    if re.fullmatch(r"-?\d+", str(devices)) and (int(devices) == 0 or int(devices) < -1):
+        raise InputError(f"trainer.devices: expected at least 1, or -1 for all, got {devices}")
+    refuse_wild_numbers(options)
+
+
 class _FinishStep(L.Callback):
     """From the first step on SIGTERM is for `ResumeCheckpoint`, which ends the run where a step is whole."""
 
@@ -190,7 +233,7 @@ def main(argv: list[str]) -> int:
 
 
 def _parse(argv: list[str], held: contextlib.ExitStack) -> FitCLI:
-    with warnings.catch_warnings():
+    with warnings.catch_warnings(), recipe_errors(argv):
         # The arguments are handed over because sys.argv also holds the command's name.
         warnings.filterwarnings("ignore", message="LightningCLI's args parameter")
         try:
@@ -215,10 +258,6 @@ def _parse(argv: list[str], held: contextlib.ExitStack) -> FitCLI:
                 args=argv,
                 run=False,
             )
-        except (OmegaConfBaseException, YAMLError) as error:
-            raise InputError(" ".join(str(error).split())) from error
-        except UnicodeDecodeError as error:
-            raise other_encoding(argv, error) from error
         except (TypeError, ValueError) as error:
             # jsonargparse wraps what a constructor says into its own account of the types it tried.
             raise _original(error) from None

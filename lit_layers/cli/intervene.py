@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any, Literal, TypeVar
 from lit_layers import schema
 from lit_layers.cli.console import show_table
 from lit_layers.cli.measuring import Checkpoints, Outcome, Target, length_limit, measure
-from lit_layers.cli.messages import one_sentence
 from lit_layers.cli.options import Names, Numbers, Recipe, given, refuse_beside
+from lit_layers.cli.recipes import RecipeParser, one_sentence
 from lit_layers.errors import InputError
 from lit_layers.schema import COUNT, refuse_outside
 
@@ -168,8 +168,6 @@ def read_recipe(kind: type[T], path: str | Path) -> T:
     Raises:
         InputError: no such file, no mapping in it, an unknown key, a key that is missing, a wrong value.
     """
-    from lit_layers.cli.trust import RecipeParser
-
     parser = RecipeParser(exit_on_error=False)
     parser.add_class_arguments(kind)
     content, known = schema.read_yaml(Path(path), dict[str, Any], "write KEY: VALUE lines"), vars(parser.get_defaults())

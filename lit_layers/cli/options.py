@@ -10,6 +10,7 @@ import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from itertools import pairwise
+from pathlib import Path
 from typing import Any, Literal, TypeVar, get_args, get_origin
 
 import docstring_parser
@@ -18,8 +19,7 @@ from jsonargparse.typing import register_type
 from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
-from lit_layers.cli.limits import other_encoding, refuse_wild_numbers
-from lit_layers.cli.trust import HELP, RecipeParser, refuse_place, refuse_reach, trust_code
+from lit_layers.cli.recipes import HELP, RecipeParser, refuse_place, refuse_reach, refuse_wild_numbers, trust_code
 from lit_layers.errors import InputError
 
 T = TypeVar("T")
@@ -144,7 +144,7 @@ def parser_of(verb: Callable[..., int], *, epilog: str | None = None) -> RecipeP
         parser_mode="omegaconf+",
         allow_abbrev=False,
     )
-    _add_options(parser, verb)
+    add_options(parser, verb)
     parser.add_argument("--config", action="config", help="a YAML recipe with values for these options; repeatable")
     return parser
 
@@ -188,20 +188,34 @@ def recipe_errors(argv: list[str]) -> Iterator[None]:
         sentence = " ".join(str(error).partition("\n    full_key:")[0].split())
         raise InputError(sentence.removeprefix("InputError raised while resolving interpolation: ")) from error
     except UnicodeDecodeError as error:
-        raise other_encoding(argv, error) from error
+        words = [part for word in argv for part in (word, word.partition("=")[2]) if Path(part).is_file()]
+        recipe = next((word for word in words if not _is_utf8(Path(word))), "a recipe")
+        where = f"{error.reason} at byte {error.start}"
+        raise InputError(f"{recipe} is not UTF-8 ({where}): convert it with iconv") from error
 
 
-def _add_options(parser: Any, function: Callable[..., Any]) -> None:
+def _is_utf8(path: Path) -> bool:
+    try:
+        path.read_text(encoding="utf-8")
+    except UnicodeDecodeError:
+        return False
+    return True
+
+
+def add_options(parser: Any, function: Callable[..., Any]) -> None:
+    """Adds an option for each parameter of a function, or each field of a dataclass, to a parser."""
     doc = docstring_parser.parse(inspect.getdoc(function) or "")
     words = {each.arg_name: each.description for each in doc.params}
     if _is_group(function):
         parser = parser.add_argument_group((doc.short_description or "").rstrip("."))
     for name, parameter in inspect.signature(function, eval_str=True).parameters.items():
         kind, default = parameter.annotation, parameter.default
+        if get_origin(kind) is list and default is not parameter.empty:  # of a dataclass a factory
+            default = []
         if kind is Recipe:
             continue
         if _is_group(kind):
-            _add_options(parser, kind)
+            add_options(parser, kind)
             continue
         options: dict[str, Any] = {"type": kind, "help": " ".join((words[name] or "").split())}
         is_required = default is parameter.empty

@@ -23,7 +23,8 @@ WRONG = {
         "grammar: '${nothing}'": "Interpolation key 'nothing' not found",
         "grammar: '${oc.env:WANDB_API_KEY}'": "a recipe reads no variable that may hold a secret",
         "series: {class_path: subprocess.Popen, init_args: {args: id}}": "series: expected str, got {'class_path'",
-        "- series": "Unexpected config",
+        "- series": "expected a recipe of KEY: VALUE lines, got - series",
+        "": "expected a recipe of KEY: VALUE lines, got an empty one",
         "series: [": "Problems parsing config",
     },
     "report": {
@@ -43,6 +44,7 @@ WRONG = {
     },
     "correlate": {
         "models: runs": "models: expected a list, got runs",
+        "given: ''": "given: expected names such as a,b or null, got ''",
         "layer: first": "layer: expected one of int, 'last', null, got first",
         "tags: [1]": "tags: expected one of dict[str, str | int | float], str, null, got [1]",
     },

@@ -14,7 +14,7 @@ import yaml
 from lit_layers.cli.analyze import Command
 from lit_layers.cli.fit import FitParser
 from lit_layers.cli.main import main
-from lit_layers.cli.trust import RecipeParser
+from lit_layers.cli.recipes import RecipeParser
 from lit_layers.models.build import causal_lm, save
 from tests.cli.test_fit import RECIPE
 

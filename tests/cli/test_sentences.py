@@ -1,6 +1,6 @@
 import pytest
 
-from lit_layers.cli.messages import one_sentence
+from lit_layers.cli.recipes import one_sentence
 
 OPTIONS = ["trainer.max_steps", "trainer.max_epochs", "model.lr", "steps"]
 

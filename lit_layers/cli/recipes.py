@@ -4,10 +4,12 @@ And what these may reach: they write to the recipe's root and to folders that th
 """
 
 import argparse
+import difflib
+import math
 import pkgutil
 import re
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, get_args, get_origin
@@ -16,7 +18,6 @@ from jsonargparse import ArgumentParser, Namespace, add_instantiator, set_parsin
 from omegaconf import OmegaConf
 from omegaconf.resolvers import oc
 
-from lit_layers.cli.messages import REFUSED, one_sentence
 from lit_layers.errors import InputError
 
 PACKAGES = ("lit_layers", "torch", "lightning", "transformers", "timm", "torchmetrics")
@@ -30,7 +31,51 @@ _PLACES = {"default_root_dir", "dir", "dirpath", "exclude_batches_path", "nvme_p
 _ADDRESSES = {"api_key", "host", "settings", "tracking_uri"}
 _SECRET = re.compile("key|token|secret|passw|credential", re.IGNORECASE)
 _own_code: set[str] = set()  # its functions may be named, too: of the others some load or start whatever they are given
+_HARMLESS = ("lit_layers", *_OF_LIGHTNING, "torch.distributed")
+_OPTIONS = ("init_args", "dict_kwargs")  # of a class
+_MOST = 10**12
 _PURE = "lit_layers.functional"  # and these, from tensors to tensors
+_MOST_TEXT = 10_000  # characters of a message that are looked at
+_MOST_SHOWN = 400  # characters; a nested complaint repeats itself beyond that
+_UNION = re.compile(
+    r"Does not validate against any of the Union subtypes Subtypes: \[(?P<kinds>.*?)\] Errors: .*"
+    r"Given value type: .*? Given value:(?P<value>.*)$"
+)
+_NESTED = re.compile(  # an option of a class that is named elsewhere
+    r"Parser key \"(?P<group>[^\"]+)\": .* Errors: - (?P<said>.*?)(?: - Expected .*)? Given value type: .*"
+    r"NestedArg\(key='(?P<name>[^']+)'"
+)
+_IN_CLASS = re.compile(  # the same, in a recipe
+    r"Parser key \"(?P<group>[^\"]+)\": Does not validate .*? Errors: - (?P<said>[\w.]+: .*?) - Expected a "
+    r"<class 'NoneType'> Given value type: .*? Given value: \{'class_path'"
+)
+REFUSED = "a recipe names no"
+_MAY_BE_NAMED = (
+    "only lit_layers, torch, lightning, transformers, timm, torchmetrics and your own code, with --code PACKAGE"
+)
+_REFUSED = re.compile(  # deep in an account of all the kinds that a value might have been
+    rf"(?P<said>[\w.]+: {REFUSED} .*?, got \S+)|Importing '(?P<path>[^']+)' is not allowed"
+    r"|Import path (?P<other>\S+) does not correspond to a subclass of (?P<kind>\w+)"
+)
+_REWORDED = [
+    (r"Expected a typing\.Literal\[(.*?)\]\. Got value: (.*)", r"expected one of \1, got \2"),
+    (
+        r"Type \S*Callable\[.*?\] expects a function or a callable class: (.*?)\.? Got value: (.*)",
+        r"expected the import path of a function, package.module.function, got \2: \1",
+    ),
+    (r"Expected a dot import path string: (.*)", r"expected the import path of a function, such as a.b.c, got \1"),
+    (r"<class '(?:[\w.]+\.)?(\w+)'>", r"\1"),
+    (r"Parser key \"([^\"]+)\": ?", r"\1: "),
+    (r"Problem with given class_path '([^']+)': ", r"class_path \1: "),
+    (r"Expected a (\w+)\. Got value: (.*)", r"expected \1, got \2"),
+    (
+        r"Not a valid subclass of (\w+)\. Got value: (.*?) Subclass types expect.*",
+        r"expected a \1, by class_path, got \2",
+    ),
+    (r"expected bool\b", "expected true or false"),
+    (r"Not of type \w+: ", ""),
+    (r"^the following arguments are required: (.*)", r"missing: \1; give it in the recipe or on the command line"),
+]
 
 
 def trust_code(argv: list[str]) -> list[str]:
@@ -177,19 +222,33 @@ def refuse_reach(options: Mapping[str, Any], root: str | Path, argv: list[str]) 
     allowed = _allowed(root, argv)
     if trainer := options.get("trainer"):
         options = {**options, "trainer": {"class_path": "lightning.pytorch.callbacks.Callback", "init_args": trainer}}
-    for where, path, given, holder in _classes("", options, "lit_layers"):
-        if _is_under(path, _own_code):
+    for where, value, holder in _values(options):
+        is_class, is_of_own_code = where.endswith(".class_path"), _is_under(holder, _own_code)
+        if is_class and not is_of_own_code and not _is_under(value, _own_code):
+            if not _is_under(pkgutil.resolve_name(value).__module__, _HARMLESS):
+                raise InputError(
+                    f"{where.removesuffix('.class_path')}: {REFUSED} {value}, which could fetch or start something; "
+                    f"--code {value} allows it"
+                )
+        elif not is_class and holder and not is_of_own_code and isinstance(value, str | Path):
+            module = pkgutil.resolve_name(holder).__module__
+            if not _is_harmless(where, str(value), module) and not _lies_in(str(value), allowed):
+                raise _out_of_reach(where, str(value))
+
+
+def refuse_wild_numbers(options: Mapping[str, Any]) -> None:
+    """Refuses numbers that are infinite, not a number, or so large that something would count to them.
+
+    Raises:
+        InputError: naming the option and its value.
+    """
+    for where, value, _ in _values(options):
+        if not isinstance(value, int | float) or isinstance(value, bool):
             continue
-        module = pkgutil.resolve_name(path).__module__
-        if not _is_under(module, ("lit_layers", *_OF_LIGHTNING, "torch.distributed")) and not _is_under(
-            holder, _own_code
-        ):
-            raise InputError(
-                f"{where}: {REFUSED} {path}, which could fetch or start something; --code {path} allows it"
-            )
-        for place, value in _texts(where, given):
-            if not _is_harmless(place, value, module) and not _lies_in(value, allowed):
-                raise _out_of_reach(place, value)
+        if not math.isfinite(value):
+            raise InputError(f"{where}: expected a finite number, got {value}")
+        if abs(value) > _MOST and not where.endswith("seed"):
+            raise InputError(f"{where}: expected at most {_MOST:.0e}, got {value}")
 
 
 def refuse_place(name: str, value: str, root: str | Path | None, argv: list[str]) -> None:
@@ -211,36 +270,21 @@ def _out_of_reach(place: str, value: str) -> InputError:
     return InputError(f"{place}: a recipe reaches only its root and folders that the command line names, got {value!r}")
 
 
-def _classes(where: str, value: Any, holder: str) -> Iterator[tuple[str, str, Any, str]]:
-    """Yields every class: where it is named, its path, its options, and the class that holds it."""
+def _values(value: Any, where: str = "", holder: str = "") -> Iterator[tuple[str, Any, str]]:
+    """Yields each value among options, where it stands and the class that it is for; a class before its options."""
     value = vars(value) if isinstance(value, Namespace) else value
     if isinstance(value, Mapping) and isinstance(path := value.get("class_path"), str):
-        value = {**_plain(value.get("init_args")), **_plain(value.get("dict_kwargs"))}
-        yield where, path, value, holder
-        holder = path
+        yield f"{where}.class_path", path, holder
+        given = [vars(part) if isinstance(part, Namespace) else part or {} for part in map(value.get, _OPTIONS)]
+        value, holder = {**given[0], **given[1]}, path
     if isinstance(value, Mapping):
         for name, part in value.items():
-            yield from _classes(f"{where}.{name}".lstrip("."), part, holder)
+            yield from _values(part, f"{where}.{name}".lstrip("."), holder)
     elif isinstance(value, list | tuple):
         for part in value:
-            yield from _classes(where, part, holder)
-
-
-def _plain(options: Any) -> dict[str, Any]:
-    return dict(vars(options) if isinstance(options, Namespace) else options or {})
-
-
-def _texts(where: str, value: Any) -> Iterator[tuple[str, str]]:
-    """Yields the texts among a class's options, without those of the classes inside."""
-    value = vars(value) if isinstance(value, Namespace) else value
-    if isinstance(value, Mapping) and "class_path" not in value:
-        for name, part in value.items():
-            yield from _texts(f"{where}.{name}", part)
-    elif isinstance(value, list | tuple):
-        for part in value:
-            yield from _texts(where, part)
-    elif isinstance(value, str | Path):
-        yield where, str(value)
+            yield from _values(part, where, holder)
+    else:
+        yield where, value, holder
 
 
 def _is_harmless(where: str, value: str, module: str) -> bool:
@@ -271,6 +315,58 @@ def _without_code(class_type: Any, *args: Any, **kwargs: Any) -> Any:
             f"task: a recipe names no task file, which is code, got {file}: score it with lit-layers intervene"
         )
     return made
+
+
+def one_sentence(message: str, options: Iterable[str] = ()) -> str:
+    """Returns jsonargparse's message without its layout; a misspelt option gains the nearest of `options`."""
+    if len(message) > _MOST_TEXT:  # a value of megabytes, for which the patterns would take hours
+        message = f"{message[: _MOST_TEXT // 2]} ... {message[-_MOST_TEXT // 2 :]}"
+    text, options = " ".join(message.split()), list(options)
+    if unknown := re.match(r"unrecognized arguments: (--([^\s=]+))", text):
+        return f"unknown option {unknown[1]}{_nearest(unknown[2], options, '--')}"
+    if unknown := re.match(r"Group '([^']+)' does not accept option '([^']+)'", text):
+        key = f"{unknown[1]}.{unknown[2]}"
+        return f"unknown key {key} in the recipe{_nearest(key, options)}"
+    if unknown := re.match(r"Option '([^']+)' is not accepted", text):
+        near = _nearest(unknown[1], options) or ": no class given there has an option of that name"
+        return f"unknown key {unknown[1]} in the recipe{near}"
+    if recipe := re.match(r"Unexpected config: ?(.*)", text):
+        text = f"expected a recipe of KEY: VALUE lines, got {recipe[1] or 'an empty one'}"
+    if refused := _REFUSED.search(text):
+        where = re.match(r'Parser key "([^"]+)"', text)
+        said = refused["said"] or f"{REFUSED} {refused['path']}: {_MAY_BE_NAMED}"
+        if refused["other"]:
+            said = f"{REFUSED} class here but {refused['kind']}, got {refused['other']}"
+        return f"{where[1]}{'.' if refused['said'] else ': '}{said}" if where else said
+    if nested := _NESTED.match(text):
+        key, said = f"{nested['group']}.{nested['name']}", nested["said"]
+        if not said.startswith(f"{nested['name']}: "):
+            return f"unknown option --{key}: the class given for {nested['group']} has none of that name"
+        text = f"{nested['group']}.{said}"
+    if inner := _IN_CLASS.match(text):
+        text = f"{inner['group']}.{inner['said']}"
+    if union := _UNION.search(text):
+        place = text[: union.start()].partition(" - Expected a path but ")[0]  # a recipe of its own might be meant
+        value = union["value"].strip() or "''"
+        text = f"{place.rstrip()} expected {_plainly(union['kinds'])}, got {value}".lstrip()
+    for pattern, words in _REWORDED:
+        text = re.sub(pattern, words, text)
+    return text if len(text) <= _MOST_SHOWN else f"{text[:_MOST_SHOWN].rstrip()} ..."
+
+
+def _plainly(kinds: str) -> str:
+    """Python's names of kinds of values as a user would write them."""
+    kinds = re.sub(r"typing\.Literal\[(.*?)\]", r"\1", re.sub(r"<class '([^']+)'>", r"\1", kinds))
+    kinds = re.sub(r"\b(?:\w+\.)+(\w+)", r"\1", kinds)
+    kinds = kinds.replace("NoneType", "null").replace("dict[str, Any]", "keys and values")
+    kinds = re.sub(r"\bNames\b", "names such as a,b", re.sub(r"\bNumbers\b", "numbers such as 1,5,9", kinds))
+    is_pair = kinds.count(", ") == 1
+    return kinds.replace(", ", " or ") if is_pair else f"one of {kinds}"
+
+
+def _nearest(word: str, options: list[str], dashes: str = "") -> str:
+    near = difflib.get_close_matches(word, options, n=1)
+    return f"; did you mean {dashes}{near[0]}?" if near else ""
 
 
 add_instantiator(_without_code, object)  # of every class: to name Analysis would import torch for every `--help`
