@@ -2,8 +2,9 @@
 
 import os
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, nullcontext
+from contextlib import ExitStack
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, ClassVar
 
 import numpy as np
@@ -18,22 +19,6 @@ from lit_layers.models.running_order import EXECUTIONS, Parallel, running_order
 from lit_layers.models.view import Batch, LayeredModel, evaluating
 from lit_layers.records import Record
 
-_WHOLE = ("relative_latency", "throughput", "peak_memory", "weight_bytes")  # metrics that are one number
-
-
-@dataclass(frozen=True, kw_only=True)
-class VariantSpeed:
-    """What one variant takes."""
-
-    variant: Variant
-    execution: Parallel  # how its parallel groups ran
-    latency: float  # seconds for one text or image: median
-    latency_quartiles: tuple[float, float]
-    relative_latency: float  # over the full model's in the same round: median
-    throughput: float  # texts or images a second in batches: from the median
-    peak_memory: int  # bytes: the most that one pass over a batch takes besides weights and inputs
-    weight_bytes: int  # of the blocks that run, and of the copies that stacked groups hold
-
 
 def measure_speed(
     model: nn.Module,
@@ -43,8 +28,8 @@ def measure_speed(
     executions: Sequence[Parallel] = ("loop",),
     num_rounds: int = 20,
     num_warm_up: int = 3,
-) -> list[VariantSpeed]:
-    """The speed of variants of a model on its device; the first is the full model, which runs as it is.
+) -> Iterator[Record]:
+    """The records of `Speed`, of variants of a model on its device; the first is the full model, which runs as it is.
 
     A variant with parallel groups is measured under each of `executions`, any other once, as "loop". In each round
     every variant runs the first row of the batch and then the whole batch, and each round begins with another variant,
@@ -53,12 +38,8 @@ def measure_speed(
     over the batch, by torch's profiler, on a CPU as on a GPU.
 
     Raises:
-        InputError: another first variant than the full model, no or an unknown execution, no round, a group that cannot
-            be stacked.
+        InputError: a group that cannot be stacked.
     """
-    if not compared or compared[0].name != "baseline":
-        raise InputError("variants: expected the full model (baseline) first, which the others are compared with")
-    _check(executions, num_rounds, num_warm_up)
     view = LayeredModel(model)
     view.refuse_reordered()
     ways: list[tuple[Variant, Parallel]] = [
@@ -67,34 +48,42 @@ def measure_speed(
         for execution in (executions if _groups(variant.schedule) else EXECUTIONS[:1])
     ]
     one, many = call_of(model, {name: rows[:1] for name, rows in batch.items()}), call_of(model, batch)
-    calls, memory = {}, {}
+    calls, memory = {}, []
     with evaluating(model), ExitStack() as open_orders:
-        for variant, execution in ways:
-            order = _Order(model, variant, execution, one, open_orders)
-            with order.entered(), torch.inference_mode():
-                one()  # as before what is timed: the copies of stacked weights are no memory of a pass
-                memory[str(variant), execution] = peak_of_call(many)
+
+        def enter(variant: Variant, execution: Parallel) -> None:
+            if variant.name != "baseline":
+                open_orders.enter_context(running_order(model, variant.schedule, parallel=execution))
+                one()  # finds out what blocks return; stacks copy their weights now, which is no memory of a pass
+
+        def leave() -> None:
+            open_orders.pop_all().close()
+
+        for number, way in enumerate(ways):
+            enter(*way)
+            with torch.inference_mode():
+                one()
+                memory.append(peak_of_call(many))
+            leave()
             # Only the calls in the middle count: the others begin and end the order around them.
-            calls[str(variant), execution] = (order.enter, one, many, order.leave)
+            calls[str(number)] = (partial(enter, *way), one, many, leave)
         seconds: Any = interleaved(calls, num_rounds=num_rounds, num_warm_up=num_warm_up, device=str(view.device))
-    full = np.asarray(seconds[str(compared[0]), "loop"][1])
-    speeds = []
-    for variant, execution in ways:
-        _, of_one, of_many, _ = seconds[str(variant), execution]
+    full = np.asarray(seconds["0"][1])
+    for number, (variant, execution) in enumerate(ways):
+        _, of_one, of_many, _ = seconds[str(number)]
         low, middle, high = np.quantile(of_one, [0.25, 0.5, 0.75]).tolist()
-        speeds.append(
-            VariantSpeed(
-                variant=variant,
-                execution=execution,
-                latency=middle,
-                latency_quartiles=(low, high),
-                relative_latency=float(np.median(np.asarray(of_one) / full)),
-                throughput=len(next(iter(batch.values()))) / float(np.median(of_many)),
-                peak_memory=memory[str(variant), execution],
-                weight_bytes=weight_bytes(view.blocks, variant.schedule, execution),
-            )
-        )
-    return speeds
+        values = {
+            "latency": middle,
+            "latency_first_quartile": low,
+            "latency_third_quartile": high,
+            "relative_latency": float(np.median(np.asarray(of_one) / full)),
+            "throughput": len(next(iter(batch.values()))) / float(np.median(of_many)),
+            "peak_memory": memory[number],
+            "weight_bytes": weight_bytes(view.blocks, variant.schedule, execution),
+        }
+        tags = {**variant.tags, "execution": execution}
+        for metric, value in values.items():
+            yield Record(metric=metric, value=value, layer=variant.block, n=num_rounds, tags=tags)
 
 
 def weight_bytes(blocks: Sequence[nn.Module], schedule: Schedule, execution: Parallel = "loop") -> int:
@@ -119,7 +108,7 @@ def peak_of_call(call: Callable[[], Any]) -> int:
     del kept
     events: Any = watched.profiler.kineto_results.events()  # pyright: ignore[reportOptionalMemberAccess]
     changes = sorted(
-        (event.start_ns(), place, event.nbytes()) for place, event in enumerate(events) if _is_memory(event)
+        (event.start_ns(), place, event.nbytes()) for place, event in enumerate(events) if event.name() == "[memory]"
     )
     return max(0, int(np.cumsum([change for _, _, change in changes]).max(initial=0)))
 
@@ -164,6 +153,7 @@ class Speed(Analysis):
     """
 
     UNMEASURED = ("tell",)
+    LISTS = ("executions",)
     LEAST: ClassVar = {"num_tokens": 1, "batch_size": 1, "num_rounds": 1, "num_warm_up": 0}
 
     variants: Sequence[str] = ("skip", "middle_repeat", "parallel", "looped_parallel")
@@ -183,7 +173,6 @@ class Speed(Analysis):
 
     def check(self, model: LayeredModel) -> None:
         super().check(model)
-        _check(self.executions, self.num_rounds, self.num_warm_up)
         variants_of(self, model, f"{self.name}: ")
         self._batch(model)
 
@@ -192,61 +181,12 @@ class Speed(Analysis):
         if self.tell is not None:
             self.tell(f"timing {len(compared)} orders, {self.num_warm_up + self.num_rounds} rounds")
         rounds = {"num_rounds": self.num_rounds, "num_warm_up": self.num_warm_up}
-        for speed in measure_speed(model.model, compared, self._batch(model), executions=self.executions, **rounds):
-            tags = {**speed.variant.tags, "execution": speed.execution}
-            low, high = speed.latency_quartiles
-            values = {"latency": speed.latency, "latency_first_quartile": low, "latency_third_quartile": high}
-            values |= {name: getattr(speed, name) for name in _WHOLE}
-            for metric, value in values.items():
-                yield Record(metric=metric, value=value, layer=speed.variant.block, n=self.num_rounds, tags=tags)
+        yield from measure_speed(model.model, compared, self._batch(model), executions=self.executions, **rounds)
 
     def _batch(self, model: LayeredModel) -> Batch:
         return any_inputs({"the model": model.model}, None, self.num_tokens, self.batch_size, self.seed)
 
 
-class _Order:
-    """A variant's order that begins and ends around the calls that are timed."""
-
-    def __init__(
-        self,
-        model: nn.Module,
-        variant: Variant,
-        execution: Parallel,
-        first_call: Callable[[], Any],
-        open_orders: ExitStack,
-    ) -> None:
-        self.model, self.variant = model, variant
-        self.execution: Parallel = execution
-        self.first_call, self.open_orders = first_call, open_orders
-
-    def entered(self) -> AbstractContextManager[Any]:
-        if self.variant.name == "baseline":
-            return nullcontext()
-        return running_order(self.model, self.variant.schedule, parallel=self.execution)
-
-    def enter(self) -> None:
-        self.open_orders.enter_context(self.entered())
-        if self.variant.name != "baseline":
-            self.first_call()  # finds out what blocks return; stacks copy their weights now
-
-    def leave(self) -> None:
-        self.open_orders.pop_all().close()
-
-
 def _groups(schedule: Schedule) -> list[tuple[int, ...]]:
     """The different parallel groups of a schedule."""
     return [step for step in dict.fromkeys(schedule) if isinstance(step, tuple)]
-
-
-def _is_memory(event: Any) -> bool:
-    return event.name() == "[memory]"
-
-
-def _check(executions: Sequence[str], num_rounds: int, num_warm_up: int) -> None:
-    if not executions or (strange := [each for each in executions if each not in EXECUTIONS]):
-        got = repr(strange[0]) if executions else "none"
-        raise InputError(f"executions: expected loop, stacked, or both, got {got}")
-    if num_rounds < 1 or num_warm_up < 0:
-        raise InputError(
-            f"num_rounds: expected at least 1, and num_warm_up of at least 0, got {num_rounds} and {num_warm_up}"
-        )

@@ -3,15 +3,22 @@
 import pytest
 import torch
 
-from lit_layers.analyses import speed
 from lit_layers.analyses.speed import Speed, measure_speed, peak_of_call, weight_bytes
 from lit_layers.errors import InputError
-from lit_layers.functional.block_schedules import Variant, variants
+from lit_layers.functional.block_schedules import variants
 from lit_layers.models.view import LayeredModel
 from lit_layers.undisturbed import measure
 from tests.support.tiny_models import tiny, tiny_batch
 
 ROUNDS = {"num_rounds": 2, "num_warm_up": 1}
+
+
+def speeds(model, compared, batch, **options):
+    """The values of each variant and execution, by their metrics."""
+    values = {}
+    for record in measure_speed(model, compared, batch, **options):
+        values.setdefault(tuple({**record.tags, "block": record.layer}.items()), {})[record.metric] = record.value
+    return list(values.values())
 
 
 def deep(name="gpt2", **options):
@@ -36,24 +43,23 @@ def seconds(monkeypatch):
 
 def test_latency_ratio_and_throughput_are_those_of_the_seconds(seconds):
     compared = variants(5, ["skip", "looped_parallel", "skip_one"], middles=[2], loops=[3])
-    found = {str(each.variant): each for each in measure_speed(seconds, compared, tiny_batch("gpt2", 4, 7), **ROUNDS)}
+    found = dict(zip(map(str, compared), speeds(seconds, compared, tiny_batch("gpt2", 4, 7), **ROUNDS), strict=True))
     blocks = {"baseline": 5, "skip M=2": 3, "looped_parallel M=2 k=3": 9, "skip_one block=2": 4}
     for name, count in blocks.items():
         each = found[name]
-        assert each.latency == 1 + count
-        assert each.latency_quartiles == (1 + count, 1 + count)
-        assert each.relative_latency == (1 + count) / 6
-        assert each.throughput == 4 / (1 + count)
+        assert each["latency"] == each["latency_first_quartile"] == each["latency_third_quartile"] == 1 + count
+        assert each["relative_latency"] == (1 + count) / 6
+        assert each["throughput"] == 4 / (1 + count)
     assert len(found) == 1 + 1 + 1 + 5
 
 
 def test_the_quartiles_are_of_the_rounds(monkeypatch):
     ticks = iter([0, 4, 40, 0, 0, 1, 10, 0, 0, 2, 20, 0, 0, 3, 30, 0, 0, 8, 80, 0])
     monkeypatch.setattr("lit_layers.models.costs._seconds", lambda call, device: float(next(ticks)))
-    found = measure_speed(deep(), variants(5, []), tiny_batch("gpt2", 2, 7), num_rounds=5, num_warm_up=0)
-    assert found[0].latency == 3
-    assert found[0].latency_quartiles == (2, 4)
-    assert found[0].throughput == pytest.approx(2 / 30)
+    (full,) = speeds(deep(), variants(5, []), tiny_batch("gpt2", 2, 7), num_rounds=5, num_warm_up=0)
+    assert full["latency"] == 3
+    assert (full["latency_first_quartile"], full["latency_third_quartile"]) == (2, 4)
+    assert full["throughput"] == pytest.approx(2 / 30)
 
 
 def test_bytes_of_weights_are_those_of_the_blocks_that_run_and_of_copies():
@@ -83,18 +89,17 @@ def test_the_peak_is_the_most_that_is_held_at_once():
 def test_attention_scores_of_a_batch_are_in_the_peak():
     model, compared = deep(attention="eager"), variants(5, ["parallel"], middles=[4])
     few, many = (
-        measure_speed(model, compared, tiny_batch("gpt2", rows, 40), executions=["loop", "stacked"], **ROUNDS)
+        speeds(model, compared, tiny_batch("gpt2", rows, 40), executions=["loop", "stacked"], **ROUNDS)
         for rows in (2, 8)
     )
     scores = 4 * 40 * 40 * 4  # heads x tokens x tokens x bytes of a text
     for one, other in zip(few, many, strict=True):
-        assert one.peak_memory >= 2 * scores
-        assert other.peak_memory - one.peak_memory >= 6 * scores
+        assert one["peak_memory"] >= 2 * scores
+        assert other["peak_memory"] - one["peak_memory"] >= 6 * scores
     loop, stacked = many[1:]
-    assert (loop.execution, stacked.execution) == ("loop", "stacked")
-    assert stacked.peak_memory > loop.peak_memory + 2 * 8 * scores  # the scores of four blocks at once
-    (short,) = measure_speed(model, compared, tiny_batch("gpt2", 1, 2), executions=["stacked"], **ROUNDS)[1:]
-    assert short.peak_memory < (short.weight_bytes - loop.weight_bytes) / 2  # the copy itself is none of it
+    assert stacked["peak_memory"] > loop["peak_memory"] + 2 * 8 * scores  # the scores of four blocks at once
+    (short,) = speeds(model, compared, tiny_batch("gpt2", 1, 2), executions=["stacked"], **ROUNDS)[1:]
+    assert short["peak_memory"] < (short["weight_bytes"] - loop["weight_bytes"]) / 2  # the copy itself is none of it
 
 
 @pytest.mark.parametrize("name", ["gpt2", "vit"])
@@ -140,7 +145,7 @@ def test_a_variant_that_fails_leaves_the_model_in_its_own_order(monkeypatch):
 
     monkeypatch.setattr("lit_layers.models.costs._seconds", failing)
     with pytest.raises(OSError, match="gone"):
-        measure_speed(model, variants(5, ["skip"], middles=[2]), tiny_batch("gpt2", 2, 7), **ROUNDS)
+        speeds(model, variants(5, ["skip"], middles=[2]), tiny_batch("gpt2", 2, 7), **ROUNDS)
     assert "_running_order" not in model.__dict__
     assert all("forward" not in block.__dict__ for block in model.transformer.h)
 
@@ -148,7 +153,7 @@ def test_a_variant_that_fails_leaves_the_model_in_its_own_order(monkeypatch):
 @pytest.mark.parametrize(
     ("options", "sentence"),
     [
-        ({"executions": []}, "executions: expected loop, stacked, or both, got none"),
+        ({"executions": []}, "intervene/speed: expected at least one of executions, got none"),
         ({"executions": ["streams"]}, "expected executions to be one of ['loop', 'stacked'], got 'streams'"),
         ({"num_rounds": 0}, "intervene/speed: expected num_rounds of at least 1, got 0"),
         ({"num_tokens": 65}, "num_tokens: the model takes at most 64 tokens, got 65"),
@@ -161,10 +166,3 @@ def test_options_that_do_not_fit_are_refused_before_anything_runs(options, sente
     with pytest.raises(InputError) as refused:
         Speed(**options).check(LayeredModel(deep()))
     assert sentence in str(refused.value)
-
-
-def test_without_the_full_model_there_is_nothing_to_compare_with():
-    only = [Variant(name="skip", schedule=(1, 5), middle=4)]
-    with pytest.raises(InputError, match=r"expected the full model \(baseline\) first"):
-        measure_speed(deep(), only, tiny_batch("gpt2"), **ROUNDS)
-    assert speed.Speed.name == "intervene/speed"
