@@ -16,6 +16,7 @@ from lit_layers.analyses.base import (
     evenly_spread,
     final_norm,
 )
+from lit_layers.analyses.layerwise import Key
 from lit_layers.analyses.statistics import Tags, left_out, summarize
 from lit_layers.data.batches import Batches
 from lit_layers.errors import InputError
@@ -32,23 +33,6 @@ from lit_layers.functional.coupling import (
 from lit_layers.functional.jacobian import block_jacobian, token_places
 from lit_layers.models.view import LayeredModel, Trajectory
 from lit_layers.records import Record
-
-
-def num_real_tokens(trajectory: Trajectory) -> int:
-    """Number of real tokens of a trajectory of one prompt."""
-    return int(trajectory.mask.sum())
-
-
-def jacobians_from(trajectory: Trajectory, layer: int, out_token: int, in_tokens: Sequence[int]) -> Tensor:
-    """Jacobians (in, dim, dim) of block `layer` between real tokens of one prompt."""
-    found = block_jacobian(
-        trajectory.block(layer),
-        trajectory.hidden[layer - 1],
-        out_tokens=out_token,
-        in_tokens=list(in_tokens),
-        mask=trajectory.mask,
-    )
-    return found[0, 0]
 
 
 def same_token_jacobians(trajectory: Trajectory, layer: int, tokens: Sequence[int]) -> Tensor:
@@ -190,44 +174,121 @@ class TokenCoupling(PromptAnalysis):
         blocks = range(1, model.num_layers + 1)
         return [(a, b) for a, b in itertools.product(blocks, blocks) if a == b or self.pairs == "all"]
 
-    def combine(self, model: LayeredModel, prompts: "list[_PromptSums]") -> Iterable[Record]:
-        together = _PromptSums(self._counts(model), self.p)
-        for prompt in prompts:
-            together.join(prompt)
-        if not together.gaps:
-            raise InputError(f"{self.name}: coupling of tokens needs prompts of at least two tokens, all have one")
-        records = list(together.records(whole=self.pairs == "all"))
-        if all(math.isnan(record.value) for record in records):
-            raise ValueError(f"{self.name} is undefined: every Jacobian is zero or not finite")
-        yield from records
-
-    def of_part(self, model: LayeredModel, part: Trajectory) -> "_PromptSums":
-        trajectory, sums, pairs = part, _PromptSums(self._counts(model), self.p), self._pairs(model)
-        sums.num_prompts += 1
-        places = evenly_spread(self._first_token(model), num_real_tokens(trajectory) - 1, self.num_tokens)
+    def of_part(self, model: LayeredModel, part: Trajectory) -> dict[Key, Tensor]:
+        """Of pairs of blocks and tables the `means` (k, 3) of coupling, random and excess coupling, the `map`
+        (k, tokens, tokens) and the number `undefined`; of pairs of blocks the `same` token's coupling, excess (k, 2);
+        of all Jacobians `gaps` and `errors` (k, number), and which are `undefined`. Nothing of a prompt of one token.
+        """
+        first = 0 if self.tokens == "spread" else model.num_prefix_tokens
+        places = evenly_spread(first, int(part.mask.sum()) - 1, self.num_tokens)
         if len(places) < 2:
-            return sums
-        most = min(sums.counts[-1] + 1, model.dim)  # one direction more than K: min_gap looks at it
-        context = set(self.tables) != {"token"}
+            return {}
+        counts, pairs, context = self._counts(model), self._pairs(model), set(self.tables) != {"token"}
+        most = min(counts[-1] + 1, model.dim)  # one direction more than K: min_gap looks at it
         last_use = {layer: index for index, pair in enumerate(pairs) for layer in pair}
         blocks: dict[int, _Layer] = {}
-        assessed: set[int] = set()
+        assessed: dict[int, dict[str, Tensor]] = {}
+        values: dict[Key, Tensor] = {}
         for index, (layer, other) in enumerate(pairs):
             for each in {layer, other} - blocks.keys():
-                blocks[each] = _Layer.of(trajectory, each, places, most, context=context)
-            if other not in assessed:
-                assessed.add(other)
-                sums.add_accuracy(blocks[other])  # ties of J1 do not matter: it enters as a matrix
+                blocks[each] = _Layer.of(part, each, places, most, context=context)
+            if other not in assessed:  # ties of J1 do not matter: it enters as a matrix
+                assessed[other] = blocks[other].assessed(counts, self.p)
             for table in self.tables:
-                pair = _couple(blocks[layer], blocks[other], table, sums.counts, p=self.p, sign=self.sign)
-                sums.add(layer, other, table, pair, whole=len(places) == self.num_tokens)
+                three, num_undefined = self._coupled(blocks[layer], blocks[other], table, counts)
+                diagonal = torch.eye(three.shape[-1], dtype=torch.bool)
+                values["means", layer, other, table] = three.masked_fill(diagonal, math.nan).nanmean((2, 3, 4))
+                values["undefined", layer, other, table] = torch.tensor(num_undefined)
+                if len(places) == self.num_tokens:
+                    values["map", layer, other, table] = three[:, 0].nanmean(1)
+                if table == "token" and layer != other:
+                    values["same", layer, other] = three[:, ::2, 0].diagonal(dim1=-2, dim2=-1).nanmean(-1)
             for each in {layer, other}:
                 if last_use[each] == index:
                     del blocks[each]  # 36 Jacobians of width 768 are 85 MB in float32
-        return sums
+        for name in ("gaps", "errors", "undefined"):
+            values[name,] = torch.cat([of_block[name] for of_block in assessed.values()], -1)
+        return values
 
-    def _first_token(self, model: LayeredModel) -> int:
-        return 0 if self.tokens == "spread" else model.num_prefix_tokens
+    def combine(self, model: LayeredModel, prompts: list[dict[Key, Tensor]]) -> Iterable[Record]:
+        if not any(prompts):
+            raise InputError(f"{self.name}: coupling of tokens needs prompts of at least two tokens, all have one")
+        keys = dict.fromkeys(key for prompt in prompts for key in prompt)
+        values = {key: [prompt[key] for prompt in prompts if key in prompt] for key in keys}
+        for key in keys:
+            if key[0] in ("means", "same"):  # prompts of one token have none, and are counted
+                values[key] += [torch.full_like(values[key][0], math.nan)] * (len(prompts) - len(values[key]))
+        gaps, errors, undefined = (torch.cat(values[name,], -1) for name in ("gaps", "errors", "undefined"))
+        for position, count in enumerate(self._counts(model)):
+            tags: Tags = {"k": count}
+            for kind, *where in keys:
+                if kind == "means":
+                    yield from self._of_table(values, where, position, tags)
+            same = {key: torch.stack(values[key])[:, position] for key in keys if key[0] == "same"}  # (prompts, 2) each
+            for (_, layer, other), part in same.items():
+                yield from _of_same(part, tags, layer=layer, other_layer=other)
+            if same and self.pairs == "all":
+                yield from _of_same(torch.stack(list(same.values())).mean(0), tags)
+            counted = {**tags, **left_out("jacobians", undefined)}
+            num_prompts = len(prompts)
+            yield from accuracy_records(gaps[position], errors[position], num_prompts, counted)
+
+    def _of_table(
+        self, values: dict[Key, list[Tensor]], where: Sequence[Any], position: int, tags: Tags
+    ) -> Iterator[Record]:
+        layer, other, table = where
+        metric = f"{table}_coupling"
+        place: dict[str, Any] = {"layer": layer} if layer == other else {"layer": layer, "other_layer": other}
+        counted = {**tags, **left_out("pairs", sum(int(number) for number in values["undefined", *where]))}
+        columns = torch.stack(values["means", *where])[:, position].T
+        for name, column in zip((metric, f"random_{metric}", f"excess_{metric}"), columns, strict=True):
+            yield from summarize(name, column, **place, tags=counted)
+        if ("map", *where) not in values:
+            return
+        maps = torch.stack(values["map", *where], -1)[position]  # (tokens, tokens, prompts)
+        percents = [round(100 * index / (len(maps) - 1)) for index in range(len(maps))]
+        for row, percent in zip(maps, percents, strict=True):
+            for entries, other_percent in zip(row, percents, strict=True):
+                at = {**tags, "token": percent, "other_token": other_percent}
+                yield from summarize(f"{metric}_pair", entries, **place, tags=at)
+
+    def _coupled(self, first: "_Layer", second: "_Layer", table: Table, counts: list[int]) -> tuple[Tensor, int]:
+        """One table of one prompt: coupling, random and excess coupling (k, 3, fixed, tokens, tokens), float64 on the
+        CPU, NaN where there is no pair or it is undefined, and how many pairs are undefined."""
+        tokens = len(first.place)
+        if table == "token":
+            rows = first.place.diagonal()[None]
+        else:
+            rows = first.place.T if table == "input_context" else first.place  # (fixed, tokens)
+            rows = rows[(rows >= 0).sum(1) > 1]  # a single Jacobian makes no pair
+        miscoupling = torch.full((len(counts), len(rows), tokens, tokens), math.nan, dtype=torch.float64)
+        random = torch.full((len(counts), len(rows), tokens), math.nan, dtype=torch.float64)
+        options: dict[str, Any] = {"p": self.p, "sign": self.sign, "undefined": "nan"}
+        num_undefined = 0
+        for fixed, row in enumerate(rows):
+            (there,) = (row >= 0).nonzero(as_tuple=True)
+            chosen = row[there].to(first.jacobians.device)
+            values = first.factors.values[chosen]
+            bases = Factors(*(part[chosen] for part in second.factors))
+            of_row = functional.miscoupling_from_factors(
+                first.jacobians[chosen], values, bases, k=counts, **options
+            )  # (k, there, there)
+            undefined = first.undefined[chosen][:, None] | second.undefined[chosen]
+            num_undefined += int(undefined.sum() - undefined.diagonal().sum())
+            miscoupling[:, fixed, there[:, None], there] = of_row.masked_fill(undefined, math.nan).double().cpu()
+            for position, count in enumerate(counts):
+                chance = functional.random_miscoupling_from_norms(
+                    values[:, :count], first.norms[chosen], dim=first.jacobians.shape[-1], **options
+                )
+                random[position, fixed, there] = chance.cpu()
+        coupling = 1 - miscoupling
+        by_chance = (1 - random)[..., None].expand_as(coupling).masked_fill(coupling.isnan(), math.nan)
+        return torch.stack([coupling, by_chance, excess_coupling(miscoupling, random)], 1), num_undefined
+
+
+def _of_same(values: Tensor, tags: Tags, **place: Any) -> Iterator[Record]:
+    for name, column in zip(("same_token_coupling", "excess_same_token_coupling"), values.T, strict=True):
+        yield from summarize(name, column, **place, tags=tags)
 
 
 class _Layer(NamedTuple):
@@ -243,7 +304,11 @@ class _Layer(NamedTuple):
     def of(cls, trajectory: Trajectory, layer: int, places: list[int], count: int, *, context: bool) -> "_Layer":
         tokens = len(places)
         if context:
-            parts = [jacobians_from(trajectory, layer, out, places[: row + 1]) for row, out in enumerate(places)]
+            block, before, mask = trajectory.block(layer), trajectory.hidden[layer - 1], trajectory.mask
+            parts = [
+                block_jacobian(block, before, out_tokens=out, in_tokens=places[: row + 1], mask=mask)[0, 0]
+                for row, out in enumerate(places)
+            ]
             rows, columns = torch.tril_indices(tokens, tokens)
         else:
             parts = [same_token_jacobians(trajectory, layer, places)]
@@ -255,141 +320,16 @@ class _Layer(NamedTuple):
         jacobians = jacobians.to(factors.left.dtype)
         return cls(place, jacobians, factors, torch.linalg.matrix_norm(jacobians), undefined)
 
-
-class _Pair(NamedTuple):
-    """One table of one prompt, float64 on the CPU, NaN where there is no pair or it is undefined."""
-
-    miscoupling: Tensor  # (k, fixed, tokens, tokens)
-    random: Tensor  # (k, fixed, tokens)
-    num_undefined: int
-
-
-def _couple(
-    first: _Layer, second: _Layer, table: Table, counts: list[int], *, p: float, sign: functional.Sign
-) -> _Pair:
-    tokens = len(first.place)
-    if table == "token":
-        rows = first.place.diagonal()[None]
-    else:
-        rows = first.place.T if table == "input_context" else first.place  # (fixed, tokens)
-        rows = rows[(rows >= 0).sum(1) > 1]  # a single Jacobian makes no pair
-    miscoupling = torch.full((len(counts), len(rows), tokens, tokens), math.nan, dtype=torch.float64)
-    random = torch.full((len(counts), len(rows), tokens), math.nan, dtype=torch.float64)
-    num_undefined = 0
-    for fixed, row in enumerate(rows):
-        (there,) = (row >= 0).nonzero(as_tuple=True)
-        chosen = row[there].to(first.jacobians.device)
-        values = first.factors.values[chosen]
-        bases = Factors(*(part[chosen] for part in second.factors))
-        of_row = functional.miscoupling_from_factors(
-            first.jacobians[chosen], values, bases, k=counts, p=p, sign=sign, undefined="nan"
-        )  # (k, there, there)
-        undefined = first.undefined[chosen][:, None] | second.undefined[chosen]
-        num_undefined += int(undefined.fill_diagonal_(False).sum())
-        of_row = of_row.masked_fill(first.undefined[chosen][:, None] | second.undefined[chosen], math.nan)
-        miscoupling[:, fixed, there[:, None], there] = of_row.double().cpu()
-        dim = first.jacobians.shape[-1]
-        for position, count in enumerate(counts):
-            chance = functional.random_miscoupling_from_norms(
-                values[:, :count], first.norms[chosen], dim=dim, p=p, sign=sign, undefined="nan"
-            )
-            random[position, fixed, there] = chance.cpu()
-    return _Pair(miscoupling, random, num_undefined)
-
-
-class _PromptSums:
-    """The values of the prompts so far, per K, pair of blocks and table."""
-
-    BY_KEY = ("means", "same", "maps", "undefined")
-
-    def __init__(self, counts: list[int], p: float) -> None:
-        self.counts, self.p = counts, p
-        self.num_prompts = 0
-        self.num_undefined = 0  # Jacobians
-        self.means: dict[tuple[int, int, str], list[Tensor]] = defaultdict(list)  # each (k, 3)
-        self.same: dict[tuple[int, int], list[Tensor]] = defaultdict(list)  # each (k, 2)
-        self.maps: dict[tuple[int, int, str], list[Tensor]] = defaultdict(list)  # each (k, tokens, tokens)
-        self.undefined: dict[tuple[int, int, str], int] = defaultdict(int)
-        self.gaps: list[Tensor] = []  # each (k, number)
-        self.errors: list[Tensor] = []  # each (k, number)
-
-    def join(self, later: "_PromptSums") -> None:
-        """Adds what later prompts gave."""
-        self.num_prompts += later.num_prompts
-        self.num_undefined += later.num_undefined
-        sums: list[tuple[Any, Any]] = [(getattr(self, name), getattr(later, name)) for name in self.BY_KEY]
-        for mine, theirs in sums:
-            for key, values in theirs.items():
-                mine[key] += values
-        self.gaps += later.gaps
-        self.errors += later.errors
-
-    def add(self, layer: int, other: int, table: Table, pair: _Pair, *, whole: bool) -> None:
-        key = layer, other, table
-        coupling = 1 - pair.miscoupling
-        random = (1 - pair.random)[..., None].expand_as(coupling).masked_fill(coupling.isnan(), math.nan)
-        three = torch.stack([coupling, random, excess_coupling(pair.miscoupling, pair.random)], 1)
-        diagonal = torch.eye(three.shape[-1], dtype=torch.bool)
-        self.means[key].append(three.masked_fill(diagonal, math.nan).nanmean((2, 3, 4)))
-        self.undefined[key] += pair.num_undefined
-        if whole:
-            self.maps[key].append(coupling.nanmean(1))
-        if table == "token" and layer != other:
-            self.same[layer, other].append(three[:, ::2, 0].diagonal(dim1=-2, dim2=-1).nanmean(-1))
-
-    def add_accuracy(self, layer: _Layer) -> None:
-        self.num_undefined += int(layer.undefined.sum())
+    def assessed(self, counts: list[int], p: float) -> dict[str, Tensor]:
+        """Of the Jacobians that are defined `gaps` and `errors`, (k, number); of all which are `undefined`."""
         values, turns, norms = (
-            each[~layer.undefined].double().cpu() for each in (layer.factors.values, layer.factors.turns, layer.norms)
+            each[~self.undefined].double().cpu() for each in (self.factors.values, self.factors.turns, self.norms)
         )
-        gaps = errors = values.new_empty(len(self.counts), 0)
+        gaps = errors = values.new_empty(len(counts), 0)
         if len(turns):
-            dim, dtype = layer.jacobians.shape[-1], layer.factors.left.dtype
-            gaps, errors = accuracy(values, turns, norms, self.counts, dim=dim, p=self.p, dtype=dtype)
-        self.gaps.append(gaps)
-        self.errors.append(errors)
-
-    def records(self, *, whole: bool) -> Iterator[Record]:
-        """All of them; `whole`: with the mean over all pairs of blocks at one token."""
-        for position, count in enumerate(self.counts):
-            tags: Tags = {"k": count}
-            for key in self.means:
-                yield from self._of_table(key, position, tags)
-            parts = {pair: torch.stack(values)[:, position] for pair, values in self.same.items()}  # (prompts, 2) each
-            for (layer, other), part in parts.items():
-                yield from self._of_same(part, tags, layer=layer, other_layer=other)
-            if whole and parts:
-                yield from self._of_same(torch.stack(list(parts.values())).mean(0), tags)
-            gaps, errors = (torch.cat(parts, 1)[position] for parts in (self.gaps, self.errors))
-            counted = {**tags, **left_out("jacobians", self.num_undefined)}
-            yield from accuracy_records(gaps, errors, self.num_prompts, counted)
-
-    def _of_table(self, key: tuple[int, int, str], position: int, tags: Tags) -> Iterator[Record]:
-        layer, other, table = key
-        metric = f"{table}_coupling"
-        place: dict[str, Any] = {"layer": layer} if layer == other else {"layer": layer, "other_layer": other}
-        counted = {**tags, **left_out("pairs", self.undefined[key])}
-        columns = self._with_short(torch.stack(self.means[key])[:, position]).T
-        for name, column in zip((metric, f"random_{metric}", f"excess_{metric}"), columns, strict=True):
-            yield from summarize(name, column, **place, tags=counted)
-        if not self.maps[key]:
-            return
-        maps = torch.stack([one[position] for one in self.maps[key]], -1)  # (tokens, tokens, prompts)
-        percents = [round(100 * index / (len(maps) - 1)) for index in range(len(maps))]
-        for row, percent in zip(maps, percents, strict=True):
-            for values, other_percent in zip(row, percents, strict=True):
-                where = {**tags, "token": percent, "other_token": other_percent}
-                yield from summarize(f"{metric}_pair", values, **place, tags=where)
-
-    def _of_same(self, values: Tensor, tags: Tags, **place: Any) -> Iterator[Record]:
-        names = "same_token_coupling", "excess_same_token_coupling"
-        for name, column in zip(names, self._with_short(values).T, strict=True):
-            yield from summarize(name, column, **place, tags=tags)
-
-    def _with_short(self, values: Tensor) -> Tensor:
-        """Rows of NaN added for the prompts of one token."""
-        short = self.num_prompts - len(values)
-        return torch.cat([values, values.new_full((short, values.shape[1]), math.nan)])
+            dim, dtype = self.jacobians.shape[-1], self.factors.left.dtype
+            gaps, errors = accuracy(values, turns, norms, counts, dim=dim, p=p, dtype=dtype)
+        return {"gaps": gaps, "errors": errors, "undefined": self.undefined.cpu()}
 
 
 # The least distance of each group: single tokens up to 8, then two groups an octave.
@@ -433,7 +373,7 @@ class CrossTokenInfluence(PromptAnalysis):
     def of_part(self, model: LayeredModel, part: Trajectory) -> dict[tuple[int, int | None], Influence]:
         """Per layer and group (None: all s < t) the values of its tokens."""
         options, by_group = self.resolved(model), {}
-        distances = options._distances(num_real_tokens(part) - 1)
+        distances = options._distances(int(part.mask.sum()) - 1)
         for layer in range(1, model.num_layers + 1):
             influence = options._influence(model, part, layer, distances)
             for group, rows in options._groups(distances).items():
