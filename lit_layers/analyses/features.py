@@ -2,15 +2,14 @@
 
 import hashlib
 import json
-import os
 import shutil
 import tempfile
 import weakref
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Annotated, Any, Literal, NamedTuple
+from typing import Annotated, Any, Literal
 
 import numpy as np
 import torch
@@ -162,20 +161,6 @@ class _Facts(TypedDict):
     dtype: Literal["float32", "float64"]
 
 
-class _Kind(NamedTuple):
-    """Which vector stands for a text."""
-
-    pooling: Pooling
-    states: States
-
-
-class _Limits(NamedTuple):
-    """What decides no vector: how many tokens are passed at once, and what happens where there is none."""
-
-    max_tokens: int
-    undefined: Literal["raise", "nan"]
-
-
 class LayerFeatures:
     """Features of all layers in a folder, a file of (rows, dim) each, read a layer at a time.
 
@@ -231,16 +216,24 @@ def text_features(
     """
     if states not in STATES:
         raise ValueError(f"expected states to be one of {list(STATES)}, got {states!r}")
-    what = _Kind(pooling, states)
-    limits = _Limits(max_tokens, undefined)
-    if cache is None or _is_hooked(model):  # what a hook does, no key can tell
-        return _made(model, texts, what, limits, Path(tempfile.mkdtemp(prefix="lit_layers-")), temporary=True)
-    folder = Path(cache) / _key(model, texts, what)
+
+    def write(folder: Path) -> None:
+        try:
+            _write(model, texts, pooling, states, max_tokens, undefined, folder)
+        except BaseException:
+            shutil.rmtree(folder, ignore_errors=True)
+            raise
+
+    is_hooked = any(module._forward_hooks or module._forward_pre_hooks for module in model.model.modules())
+    if cache is None or is_hooked:  # what a hook does, no key can tell
+        write(folder := Path(tempfile.mkdtemp(prefix="lit_layers-")))
+        return LayerFeatures(folder, temporary=True)
+    folder = Path(cache) / _key(model, texts, pooling, states)
     if not _is_whole(folder):
         shutil.rmtree(folder, ignore_errors=True)  # broken off, or damaged since
         folder.parent.mkdir(parents=True, exist_ok=True)
         draft = Path(tempfile.mkdtemp(prefix=f".{folder.name}-", dir=folder.parent))
-        _made(model, texts, what, limits, draft, temporary=False)
+        write(draft)
         draft.chmod(0o755)
         sync(draft)
         try:
@@ -271,47 +264,43 @@ def _is_whole(folder: Path) -> bool:
     return all(file.is_file() and file.stat().st_size == length for file, length in sizes.items())
 
 
-def _is_hooked(model: LayeredModel) -> bool:
-    return any(module._forward_hooks or module._forward_pre_hooks for module in model.model.modules())
-
-
-def _made(
-    model: LayeredModel, texts: EncodedTexts, what: _Kind, limits: "_Limits", folder: Path, *, temporary: bool
-) -> LayerFeatures:
-    try:
-        _write(model, texts, what, limits, folder)
-    except BaseException:
-        shutil.rmtree(folder, ignore_errors=True)
-        raise
-    return LayerFeatures(folder, temporary=temporary)
-
-
-def _write(model: LayeredModel, texts: EncodedTexts, what: _Kind, limits: "_Limits", folder: Path) -> None:
+def _write(
+    model: LayeredModel,
+    texts: EncodedTexts,
+    pooling: Pooling,
+    states: States,
+    max_tokens: int,
+    undefined: Literal["raise", "nan"],
+    folder: Path,
+) -> None:
     dtype = np.dtype(np.float64 if model.dtype == torch.float64 else np.float32)
     order: list[int] = []
     broken: list[tuple[int, int]] = []
-    with _files(folder, model.num_layers) as files:
+    paths = [_file(folder, layer) for layer in range(model.num_layers + 1)]
+    with ExitStack() as stack, torch.autocast(model.device.type, enabled=False):
+        files = [stack.enter_context(path.open("wb")) for path in paths]
 
         def keep(layer: int, hidden: Tensor, mask: Tensor) -> None:
-            hidden = in_convention(model, what.states, layer, hidden)
-            pooled = _pooled(hidden, mask, what.pooling)
+            hidden = in_convention(model, states, layer, hidden)
+            pooled = _pooled(hidden, mask, pooling)
             # what "centered_unit_mean" leaves undefined is NaN, of finite states
-            finite = (_pooled(hidden, mask, "mean") if what.pooling == "centered_unit_mean" else pooled).isfinite()
+            finite = (_pooled(hidden, mask, "mean") if pooling == "centered_unit_mean" else pooled).isfinite()
             if not finite.all():
                 broken.append((layer, order[-len(pooled) :][int(finite.all(-1).int().argmin())]))
-                if limits.undefined == "raise":
+                if undefined == "raise":
                     raise _not_finite(*broken[0])
                 pooled = pooled.masked_fill(~finite.all(-1, keepdim=True), torch.nan)
             files[layer].write(pooled.cpu().numpy().astype(dtype).data)
 
-        with torch.autocast(model.device.type, enabled=False):
-            for rows, batch in texts.batches(limits.max_tokens):
-                order += rows
-                model.pass_states(batch, keep)
+        for rows, batch in texts.batches(max_tokens):
+            order += rows
+            model.pass_states(batch, keep)
+    for path in paths:
+        sync(path)
     np.asarray(order, dtype=np.int64).tofile(folder / _ROWS)
     facts: dict[str, Any] = {"num_layers": model.num_layers, "num_rows": len(texts), "dim": model.dim}
-    facts["broken"] = broken[0] if broken else None
-    write_json(folder / _FACTS, {**facts, "dtype": dtype.name, **what._asdict()})
+    facts |= {"broken": broken[0] if broken else None, "dtype": dtype.name, "pooling": pooling, "states": states}
+    write_json(folder / _FACTS, facts)
 
 
 def _pooled(hidden: Tensor, mask: Tensor, pooling: Pooling) -> Tensor:
@@ -327,11 +316,11 @@ def _pooled(hidden: Tensor, mask: Tensor, pooling: Pooling) -> Tensor:
     return hidden[torch.arange(len(hidden), device=hidden.device), chosen]
 
 
-def _key(model: LayeredModel, texts: EncodedTexts, what: _Kind) -> str:
+def _key(model: LayeredModel, texts: EncodedTexts, pooling: Pooling, states: States) -> str:
     """What decides the numbers: the weights and how they are run, the tokens, the pooling, the states."""
     facts = [_FORMAT, weights_hash(model.model), type(model.model).__name__, model.attention, str(model.dtype)]
     config = getattr(model.model, "config", None)
-    facts += [config.to_json_string() if config is not None else "", texts.content_hash(), *what]
+    facts += [config.to_json_string() if config is not None else "", texts.content_hash(), pooling, states]
     facts += [_hash_of_buffers(model)]
     return hashlib.sha256(json.dumps(facts).encode()).hexdigest()[:32]
 
@@ -348,17 +337,3 @@ def _hash_of_buffers(model: LayeredModel) -> str:
 
 def _file(folder: Path, layer: int) -> Path:
     return folder / f"layer-{layer:03d}.bin"
-
-
-@contextmanager
-def _files(folder: Path, num_layers: int) -> Iterator[list[Any]]:
-    files: list[Any] = []
-    try:
-        files += [open(_file(folder, layer), "wb") for layer in range(num_layers + 1)]  # noqa: SIM115
-        yield files
-        for file in files:
-            file.flush()
-            os.fsync(file.fileno())
-    finally:
-        for file in files:
-            file.close()
