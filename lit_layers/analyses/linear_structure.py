@@ -17,7 +17,7 @@ from lit_layers.analyses.base import (
     in_convention,
     predicts_next_token,
 )
-from lit_layers.analyses.statistics import complete, gap, left_out, nothing_defined, summarize
+from lit_layers.analyses.statistics import complete, gap, left_out, nothing_defined, summarize, with_halves
 from lit_layers.data.batches import Batches
 from lit_layers.data.word_pairs import LEAST_PAIRS, Category, WordPairs
 from lit_layers.errors import InputError
@@ -130,17 +130,14 @@ class NextTokenResidual(Analysis):
         assert whole.held_out is not None
         for column, control in enumerate(controls[: len(whole.value)]):
             tags = self._tags(rows) | counts | control
-            options: dict[str, Any] = {"layer": layer, "n": whole.num_rows, "tags": tags}
-            for place, metric in enumerate(("prediction_residual", "adjusted")):
-                value = getattr(whole, "value" if place == 0 else metric)[column].item()
-                if control or not len(halves):
-                    yield Record(metric=metric, value=value, **options)
-                else:
-                    yield from _with_halves(metric, value, halves[:, place], rows, **options)
+            for place, (metric, values) in enumerate(
+                (("prediction_residual", whole.value), ("adjusted", whole.adjusted))
+            ):
+                spread = halves[: 0 if control else None, place]
+                yield from self._spread(metric, values[column], spread, whole.num_rows, rows, tags, layer)
             yield Record(metric="held_out", value=whole.held_out[column].item(), layer=layer, n=num_scored, tags=tags)
-        yield Record(
-            metric="rank", value=whole.rank.item(), layer=layer, n=whole.num_rows, tags=self._tags(rows) | counts
-        )
+        tags = self._tags(rows) | counts
+        yield Record(metric="rank", value=whole.rank.item(), layer=layer, n=whole.num_rows, tags=tags)
 
     def _law(self, curve: Tensor, halves: Tensor, rows: "_Rows", counts: Tags) -> Iterator[Record]:
         """Of the values (layers,) of layers 1..L, and of the halves (halves, layers)."""
@@ -150,14 +147,17 @@ class NextTokenResidual(Analysis):
         if len(curve) < 3 or not (curve > 0).all():
             return
         law = exponential_law(curve)
-        options: dict[str, Any] = {"layer": None, "n": rows.num_texts, "tags": tags}
-        if len(halves) and (halves > 0).all():
-            yield from _with_halves("residual_ratio", law.rho.item(), exponential_law(halves).rho, rows, **options)
-        else:
-            yield Record(metric="residual_ratio", value=law.rho.item(), **options)
+        spread = exponential_law(halves).rho if len(halves) and (halves > 0).all() else halves.new_empty(0)
+        yield from self._spread("residual_ratio", law.rho, spread, rows.num_texts, rows, tags)
         if not law.pearson.isnan():
-            yield Record(metric="r_squared", value=law.r_squared.item(), **options)
-            yield Record(metric="pearson", value=law.pearson.item(), **options)
+            for metric, value in (("r_squared", law.r_squared), ("pearson", law.pearson)):
+                yield Record(metric=metric, value=value.item(), n=rows.num_texts, tags=tags)
+
+    def _spread(
+        self, metric: str, value: Tensor, halves: Tensor, n: int, rows: "_Rows", tags: Tags, layer: int | None = None
+    ) -> Iterator[Record]:
+        tags = tags | ({"num_half_texts": rows.num_texts // 2} if len(halves) else {})
+        return with_halves(metric, value.item(), halves, n, layer=layer, tags=tags)
 
     def _tags(self, rows: "_Rows") -> Tags:
         return {"num_texts": rows.num_texts, **self.tags_of("states")}
@@ -268,25 +268,6 @@ def _own_norm(model: LayeredModel) -> tuple[Normalize, float]:
     return ("rms_norm" if "rms" in type(norm).__name__.lower() else "layer_norm"), eps
 
 
-def _with_halves(
-    metric: str, value: float, halves: Tensor, rows: _Rows, *, layer: int | None, n: int, tags: Tags
-) -> Iterator[Record]:
-    """The value and, tagged by its name, the mean of the halves, whose spread gives both their interval."""
-    mean, stderr = halves.mean().item(), halves.std().item()
-    low, high = (bound - mean for bound in halves.quantile(halves.new_tensor([0.025, 0.975])).tolist())
-    for name, center, count in ((metric, value, n), (f"{metric}_of_half", mean, None)):
-        yield Record(
-            metric=name,
-            value=center,
-            layer=layer,
-            stderr=stderr,
-            low=center + low,
-            high=center + high,
-            n=count,
-            tags=tags | {"num_half_texts": rows.num_texts // 2},
-        )
-
-
 METRICS = ("concept_alignment", "leave_one_out", "shuffled", "excess")
 
 
@@ -383,7 +364,9 @@ class ConceptAlignment(DividedAnalysis):
                 seed=self.seed,
                 undefined="nan",
             )
-            tags = _category_tags(category, num_undefined=int((~stays).sum()))
+            counts = {"num_dropped": category.num_dropped, "num_undefined": int((~stays).sum())}
+            named = {"category_id": category.id, "group": category.group, **counts}
+            tags: Tags = {"category": category.name, **{name: tag for name, tag in named.items() if tag}}
             for row, layer in enumerate(layers.tolist()):
                 yield from _alignment_records(alignment, row, layer, int(stays.sum()), tags)
 
@@ -408,13 +391,6 @@ def _two_points(states: Tensor, category: Category) -> Tensor:
     return (first != second).any(-1) & first.isfinite().all(-1) & second.isfinite().all(-1)
 
 
-def _category_tags(category: Category, num_undefined: int) -> Tags:
-    tags: Tags = {"category": category.name}
-    tags |= {name: tag for name, tag in (("category_id", category.id), ("group", category.group)) if tag}
-    counts = {"num_dropped": category.num_dropped, "num_undefined": num_undefined}
-    return tags | {name: count for name, count in counts.items() if count}
-
-
 def _alignment_records(
     alignment: geometry.ConceptAlignment, row: int, layer: int, num_pairs: int, tags: Tags
 ) -> Iterator[Record]:
@@ -423,6 +399,5 @@ def _alignment_records(
     if mean.isfinite():
         yield from summarize("concept_alignment", mean + 2 * (alignment.by_pair[row] - mean), layer=layer, tags=tags)
     for metric in METRICS[1:]:
-        value = getattr(alignment, metric)[row]
-        if value.isfinite():
+        if (value := getattr(alignment, metric)[row]).isfinite():
             yield Record(metric=metric, value=value.item(), layer=layer, n=num_pairs, tags=tags)
