@@ -221,8 +221,8 @@ class DividedAnalysis(Analysis):
         """What every `world_size`-th part gives, from number `rank` on, by its number."""
         self.check_options(model)
         model = self.prepared(model)
-        mine = itertools.islice(enumerate(self.parts(model)), rank, None, world_size)
-        return {number: self.of_part(model, part) for number, part in mine}
+        parts = itertools.islice(enumerate(self.parts(model)), rank, None, world_size)
+        return {number: self.of_part(model, part) for number, part in parts}
 
     def join(self, model: LayeredModel, shares: Iterable[dict[int, Any]]) -> Iterable[Record]:
         """Yields the records of all shares together.

@@ -1,9 +1,9 @@
 """How far the blocks of a model act along the same directions, and how linear its path is."""
 
 import math
-from collections.abc import Iterable, Iterator, MutableMapping
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from typing import Any, ClassVar, Literal, NamedTuple
+from typing import Any, ClassVar, Literal
 
 import torch
 from torch import Tensor
@@ -14,7 +14,7 @@ from lit_layers.analyses.base import (
     final_norm,
     in_convention,
 )
-from lit_layers.analyses.layerwise import LayerwiseAnalysis, LayerwiseRun, Visit
+from lit_layers.analyses.layerwise import LayerwiseAnalysis, LayerwiseRun, TensorFolder, Visit, joined
 from lit_layers.analyses.statistics import Tags, left_out, summarize
 from lit_layers.analyses.token_jacobians import (
     accuracy,
@@ -103,7 +103,7 @@ class Coupling(LayerwiseAnalysis):
             kind = type(model.model).__name__
             raise InputError(f"{self.name}: this {kind} has no class token: choose token 'last_patch' or 'mean_patch'")
 
-    def begin(self, model: LayeredModel, store: MutableMapping[str, Tensor] | None = None) -> LayerwiseRun:
+    def begin(self, model: LayeredModel, store: TensorFolder | None = None) -> LayerwiseRun:
         return _Run(model, self.resolved(model), store)
 
     def preset_options(self, preset: str, model: LayeredModel) -> dict[str, Any]:
@@ -135,25 +135,14 @@ class Coupling(LayerwiseAnalysis):
                 return
 
 
-class _PromptValues(NamedTuple):
-    """The values of all prompts, float64 on the CPU, prompts last, and within them their tokens."""
-
-    miscoupling: Tensor  # (k, blocks, blocks, prompts)
-    random: Tensor  # (k, blocks, prompts)
-    gaps: Tensor  # (k, blocks, prompts)
-    estimates: Tensor  # (k, blocks, prompts)
-    values: Tensor  # (blocks, top, prompts)
-    norms: Tensor  # (blocks, prompts)
-    rollout: Tensor  # (blocks, prompts)
-
-
 class _Run(LayerwiseRun):
-    """Per batch and block what the records need, and the leading factors of every Jacobian.
+    """Per batch and block what the records need, float64 on the CPU, prompts last and within them their tokens.
 
-    The factors go to the store. Without one they stay here, and the Jacobians with them until they are revisited.
+    The leading factors of every Jacobian go to the store. Without one they stay here, and the Jacobians with them until
+    they are revisited.
     """
 
-    def __init__(self, model: LayeredModel, options: Coupling, store: MutableMapping[str, Tensor] | None) -> None:
+    def __init__(self, model: LayeredModel, options: Coupling, store: TensorFolder | None) -> None:
         super().__init__()
         self.model, self.options = model, options
         self.counts = sorted({functional.num_directions(k, model.dim) for k in options.k})
@@ -161,11 +150,10 @@ class _Run(LayerwiseRun):
         # one direction more than the largest K: min_gap looks at it
         self.kept = min(max(self.counts[-1] + 1, self.top), model.dim)
         self.tokens = options.tokens(model)
-        self.held: dict[str, Tensor] | None = {} if store is None else None
-        self.store: MutableMapping[str, Tensor] = {} if store is None else store
+        self.store: dict[str, Tensor] | TensorFolder = {} if store is None else store
 
     def start(self, batch: int, hidden: Tensor, mask: Tensor) -> None:
-        self.state[f"{batch}/carried"] = self._at_token(hidden, mask).double()
+        self.state[batch, "carried"] = self._at_token(hidden, mask).double()
 
     def visit(self, visit: Visit) -> None:
         batch, layer, options = visit.batch, visit.layer, self.options
@@ -173,40 +161,34 @@ class _Run(LayerwiseRun):
         finite, undefined = finite_or_zero(jacobian)  # (prompts,)
         broken = ~jacobian.isfinite().all(-1).all(-1)
         factors = functional.singular_factors(finite, self.kept, tolerance=options.tolerance)
-        if self.held is not None:
-            self.held[f"{batch}/{layer}"] = finite
+        if isinstance(self.store, dict):
+            self.store[f"{batch}/{layer}/jacobian"] = finite
         for name in ("left", "values", "right"):
             self.store[f"{batch}/{layer}/{name}"] = getattr(factors, name)
         norms = torch.linalg.matrix_norm(finite.to(factors.left.dtype))
-        random = [
-            functional.random_miscoupling_from_norms(
-                factors.values[..., :count],
-                norms,
-                dim=self.model.dim,
-                p=options.p,
-                sign=options.sign,
-                undefined="nan",
-            )
-            for count in self.counts
-        ]
         dim, dtype = self.model.dim, factors.left.dtype
+        how: dict[str, Any] = {"dim": dim, "p": options.p, "sign": options.sign, "undefined": "nan"}
+        random = [
+            functional.random_miscoupling_from_norms(factors.values[..., :count], norms, **how) for count in self.counts
+        ]
         gaps, errors = accuracy(factors.values, factors.turns, norms, self.counts, dim=dim, p=options.p, dtype=dtype)
-        self._append(
-            batch,
-            random=torch.stack(random).masked_fill(undefined, math.nan),
-            gaps=gaps.masked_fill(undefined, math.nan),
-            estimates=errors.masked_fill(undefined, math.nan),
-            values=factors.values[..., : self.top].masked_fill(broken[:, None], math.nan).T,
-            norms=norms.masked_fill(broken, math.nan),
-            rollout=self._carry(visit, jacobian),
-            undefined=undefined,
-        )
+        rows = {
+            "random": torch.stack(random).masked_fill(undefined, math.nan),
+            "gaps": gaps.masked_fill(undefined, math.nan),
+            "estimates": errors.masked_fill(undefined, math.nan),
+            "values": factors.values[..., : self.top].masked_fill(broken[:, None], math.nan).T,
+            "norms": norms.masked_fill(broken, math.nan),
+            "rollout": self._carry(visit, jacobian),
+            "undefined": undefined,
+        }
+        self.append(batch, {name: row.double() for name, row in rows.items()})
 
     def revisit(self, visit: Visit) -> None:
-        batch = visit.batch
-        jacobian = self._jacobian(visit) if self.held is None else self.held.pop(f"{batch}/{visit.layer}")
+        batch, store = visit.batch, self.store
+        is_kept = isinstance(store, dict)
+        jacobian = store.pop(f"{batch}/{visit.layer}/jacobian") if is_kept else self._jacobian(visit)
         left, values, right = (self._of_all_blocks(batch, name, jacobian) for name in ("left", "values", "right"))
-        undefined = self.state[f"{batch}/undefined"].bool().T.to(jacobian.device)  # (prompts, blocks)
+        undefined = self.state[batch, "undefined"].bool().T.to(jacobian.device)  # (prompts, blocks)
         no_direction = undefined[:, visit.layer - 1]
         row = functional.miscoupling_from_factors(
             jacobian.masked_fill(no_direction[:, None, None], 0)[:, None].to(left.dtype),
@@ -218,42 +200,23 @@ class _Run(LayerwiseRun):
             undefined="nan",
         )[:, :, 0]  # (k, prompts, blocks)
         # a block that does nothing has no directions either
-        self._append(batch, miscoupling=row.masked_fill(no_direction[:, None] | undefined, math.nan).movedim(1, -1))
-
-    def release(self, batch: int) -> None:
-        for name in [name for name in self.store if name.startswith(f"{batch}/")]:
-            del self.store[name]
+        row = row.masked_fill(no_direction[:, None] | undefined, math.nan).movedim(1, -1)
+        self.append(batch, {"miscoupling": row.double()})
 
     def records(self) -> Iterator[Record]:
-        batches = list(dict.fromkeys(name.partition("/")[0] for name in self.state))
-        values = _PromptValues(
-            *(torch.cat([self._of_blocks(batch, name) for batch in batches], -1) for name in _PromptValues._fields)
-        )
+        values = joined(self.batches(), dim=-1)  # (blocks, ..., prompts)
         for position, count in enumerate(self.counts):
             yield from _pair_records(values, position, {"k": count}, len(self.tokens))
         yield from _block_records(values, self.options.fit_from, len(self.tokens))
 
     def _of_all_blocks(self, batch: int, name: str, like: Tensor) -> Tensor:
         """One part of the factors (prompts, blocks, ...); what is kept here is put together once."""
-        if (together := f"{batch}/all/{name}") in self.store:
-            return self.store[together]
-        parts = [f"{batch}/{layer}/{name}" for layer in range(1, self.model.num_layers + 1)]
-        stacked = torch.stack([self.store[part] for part in parts], 1).to(like.device)
-        if self.held is not None:  # the next block of this batch comes at once
-            self.store[together] = stacked
-            for part in parts:
-                del self.store[part]
-        return stacked
-
-    def _of_blocks(self, batch: str, name: str) -> Tensor:
-        """The values of all blocks, as `_PromptValues` has them."""
-        values = self.state[f"{batch}/{name}"]
-        return values if name in ("values", "norms", "rollout") else values.transpose(0, 1)
-
-    def _append(self, batch: int, **rows: Tensor) -> None:
-        for name, row in rows.items():
-            key, row = f"{batch}/{name}", row[None].double().cpu()
-            self.state[key] = torch.cat([self.state[key], row]) if key in self.state else row  # (blocks, ..., prompts)
+        store, parts = self.store, [f"{batch}/{layer}/{name}" for layer in range(1, self.model.num_layers + 1)]
+        if not isinstance(store, dict):
+            return torch.stack([store[part] for part in parts], 1).to(like.device)
+        if (together := f"{batch}/all/{name}") not in store:  # the next block of this batch comes at once
+            store[together] = torch.stack([store.pop(part) for part in parts], 1)
+        return store[together]
 
     def _at_token(self, hidden: Tensor, mask: Tensor) -> Tensor:
         places = token_places(self.tokens, mask)
@@ -272,19 +235,21 @@ class _Run(LayerwiseRun):
 
     def _carry(self, visit: Visit, jacobian: Tensor) -> Tensor:
         """Moves the carried vectors one block on, as `linearized_rollout` does; their cosines with the states."""
-        key, skip = f"{visit.batch}/carried", self.options.skip_last and visit.layer == self.model.num_layers
-        carried = self.state[key].to(jacobian.device)
+        is_last = visit.layer == self.model.num_layers
+        carried = self.state.pop((visit.batch, "carried")).to(jacobian.device)
         after = in_convention(self.model, self.options.states, visit.layer, visit.after)
         states = torch.stack([carried, self._at_token(after, visit.mask).double()])
+        skip = self.options.skip_last and is_last
         cosines = functional.linearized_rollout(jacobian[None], states, skip_last=skip, undefined="nan")[0]
-        self.state[key] = carried + (jacobian.double() @ carried[..., None])[..., 0]
+        if not is_last:
+            self.state[visit.batch, "carried"] = carried + (jacobian.double() @ carried[..., None])[..., 0]
         return cosines
 
 
-def _pair_records(of_prompts: _PromptValues, position: int, tags: Tags, tokens: int) -> Iterator[Record]:
+def _pair_records(of_prompts: dict[Any, Tensor], position: int, tags: Tags, tokens: int) -> Iterator[Record]:
     """The records of one K: means over pairs per prompt first, then over prompts."""
-    pairs = 1 - of_prompts.miscoupling[position].movedim(-1, 0)  # (prompts, blocks, blocks)
-    random = of_prompts.random[position].T  # (prompts, blocks)
+    pairs = 1 - of_prompts["miscoupling"][:, position].movedim(-1, 0)  # (prompts, blocks, blocks)
+    random = of_prompts["random"][:, position].T  # (prompts, blocks)
     excess = functional.excess_coupling(1 - pairs, random)
     depth = torch.arange(pairs.shape[-1])
     distances = (depth[:, None] - depth).abs()
@@ -302,21 +267,23 @@ def _pair_records(of_prompts: _PromptValues, position: int, tags: Tags, tokens: 
     for block, row in enumerate(pairs.movedim(0, -1), start=1):
         for other, values in enumerate(row, start=1):
             yield from _means("coupling_pair", values, layer=block, other_layer=other, tags=tags, tokens=tokens)
-    defined = ~of_prompts.gaps[position].isnan()
-    gaps, errors = of_prompts.gaps[position][defined], of_prompts.estimates[position][defined]
-    yield from accuracy_records(gaps, errors, defined.shape[-1] // tokens, {**tags, **left_out("blocks", ~defined)})
+    gaps, errors = of_prompts["gaps"][:, position], of_prompts["estimates"][:, position]
+    defined = ~gaps.isnan()
+    yield from accuracy_records(
+        gaps[defined], errors[defined], defined.shape[-1] // tokens, {**tags, **left_out("blocks", ~defined)}
+    )
 
 
-def _block_records(of_prompts: _PromptValues, fit_from: int, tokens: int) -> Iterator[Record]:
-    blocks = len(of_prompts.norms)
+def _block_records(of_prompts: dict[Any, Tensor], fit_from: int, tokens: int) -> Iterator[Record]:
+    blocks = len(of_prompts["norms"])
     for block in range(blocks):
-        yield from _means("jacobian_norm", of_prompts.norms[block], layer=block + 1, tokens=tokens)
-        yield from _means("linearized_rollout", of_prompts.rollout[block], layer=block + 1, tokens=tokens)
-        for index, values in enumerate(of_prompts.values[block], start=1):
+        yield from _means("jacobian_norm", of_prompts["norms"][block], layer=block + 1, tokens=tokens)
+        yield from _means("linearized_rollout", of_prompts["rollout"][block], layer=block + 1, tokens=tokens)
+        for index, values in enumerate(of_prompts["values"][block], start=1):
             yield from _means("singular_value", values, layer=block + 1, tags={"index": index}, tokens=tokens)
-    yield from _means("linearized_rollout", of_prompts.rollout[-1], tokens=tokens)
+    yield from _means("linearized_rollout", of_prompts["rollout"][-1], tokens=tokens)
     if blocks - fit_from + 1 >= 3:
-        slope, _, r_squared = functional.inverse_norm_line(of_prompts.values[:, 0].T, fit_from, undefined="nan")
+        slope, _, r_squared = functional.inverse_norm_line(of_prompts["values"][:, 0].T, fit_from, undefined="nan")
         yield from _means("spectrum_slope", slope, tokens=tokens)
         yield from _means("spectrum_r_squared", r_squared, tokens=tokens)
 
@@ -367,8 +334,6 @@ class CouplingMatrices(PromptAnalysis):
 
     def combine(self, model: LayeredModel, prompts: list[dict[tuple[int, int], Tensor]]) -> Iterable[Record]:
         count = functional.num_directions(self.k, model.dim)
-        if not any(prompts):
-            raise ValueError(f"{self.name} is undefined: each pair has a Jacobian that is zero or not finite")
         for prompt, matrices in enumerate(prompts, start=1):
             for (layer, other), matrix in matrices.items():
                 for row, entries in enumerate(matrix.tolist(), start=1):

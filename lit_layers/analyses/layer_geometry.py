@@ -1,7 +1,7 @@
 """How tokens travel through the layers, their paths as a picture, and how alike the states of different layers are."""
 
 import math
-from collections.abc import Iterable, Iterator, MutableMapping
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Literal, NamedTuple, get_args
 
@@ -15,7 +15,7 @@ from lit_layers.analyses.base import (
     evenly_spread,
     in_convention,
 )
-from lit_layers.analyses.layerwise import LayerwiseAnalysis, LayerwiseRun, Visit
+from lit_layers.analyses.layerwise import LayerwiseAnalysis, LayerwiseRun, TensorFolder, Visit
 from lit_layers.analyses.statistics import (
     complete,
     gap,
@@ -60,12 +60,12 @@ class Trajectory(LayerwiseAnalysis):
     states: States = "resid"
     preset: Literal["paper"] | None = None
 
-    def begin(self, model: LayeredModel, store: MutableMapping[str, Tensor] | None = None) -> LayerwiseRun:
+    def begin(self, model: LayeredModel, store: TensorFolder | None = None) -> LayerwiseRun:
         return _TrajectoryRun(model, self.resolved(model))
 
 
 class _TrajectoryRun(LayerwiseRun):
-    """Per batch the paths of its kept tokens, `path/...`, and which tokens those are, `kept`."""
+    """Of each batch the walked path of its kept tokens, and which tokens those are, `kept`."""
 
     def __init__(self, model: LayeredModel, options: Trajectory) -> None:
         super().__init__()
@@ -76,34 +76,32 @@ class _TrajectoryRun(LayerwiseRun):
         kept = mask & (position > self.options.drop_first)
         if self.options.tokens == "last":
             kept = kept & (position == position[:, -1:])
-        self.state[f"kept/{batch}"] = kept
         path = WalkedPath()
         path.start(in_convention(self.model, self.options.states, 0, hidden)[kept])
-        self._keep(batch, path)
+        self._keep(batch, kept, path)
 
     def visit(self, visit: Visit) -> None:
-        kept, path = self.state[f"kept/{visit.batch}"].to(visit.mask.device), self._path(visit.batch)
+        kept, path = self._kept(self.of_batch(visit.batch))
+        here = kept.to(visit.mask.device)
         before = in_convention(self.model, self.options.states, visit.layer - 1, visit.before)
         after = in_convention(self.model, self.options.states, visit.layer, visit.after)
-        path.step(before[kept], after[kept])
-        self._keep(visit.batch, path)
-
-    def release(self, batch: int) -> None:
-        self.state.pop(f"path/{batch}/total", None)
+        path.step(before[here], after[here])
+        self._keep(visit.batch, kept, path)
+        if visit.layer == self.model.num_layers:
+            del self.state[visit.batch, "total"]  # (tokens, dim), of which nothing more is asked
 
     def records(self) -> Iterator[Record]:
         tags = self.options.tags_of("states")
-        batches = [int(name.removeprefix("kept/")) for name in self.state if name.startswith("kept/")]
-        groups = [_of_prompts(self._path(batch), self.state[f"kept/{batch}"]) for batch in batches]
+        groups = [_of_prompts(path, kept) for kept, path in map(self._kept, self.batches())]
         for metric in groups[0]:
             yield from _trajectory_records(metric, torch.cat([group[metric] for group in groups], dim=-1), tags)
 
-    def _path(self, batch: int) -> WalkedPath:
-        start = f"path/{batch}/"
-        return WalkedPath({n.removeprefix(start): t for n, t in self.state.items() if n.startswith(start)})
+    @staticmethod
+    def _kept(state: dict[str, Tensor]) -> tuple[Tensor, WalkedPath]:
+        return state.pop("kept"), WalkedPath(state)
 
-    def _keep(self, batch: int, path: WalkedPath) -> None:
-        self.state.update({f"path/{batch}/{name}": tensor for name, tensor in path.state.items()})
+    def _keep(self, batch: int, kept: Tensor, path: WalkedPath) -> None:
+        self.state.update({(batch, name): tensor for name, tensor in {"kept": kept, **path.state}.items()})
 
 
 def _of_prompts(path: WalkedPath, kept: Tensor) -> dict[str, Tensor]:

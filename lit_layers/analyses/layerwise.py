@@ -8,7 +8,7 @@ import os
 import shutil
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar
@@ -58,17 +58,23 @@ class LayerwiseRun(ABC):
         """Takes it again, once every block has been visited: only for analyses of two passes."""
         raise NotImplementedError(f"{type(self).__name__} needs one pass")
 
-    def release(self, batch: int) -> None:  # noqa: B027
-        """Lets go of what only later visits of a batch would need; there are none."""
-
     @abstractmethod
     def records(self) -> Iterable[Record]:
         """Yields what all visits together gave."""
 
-    def append(self, key: Any, row: Tensor) -> None:
-        """Adds the next layer's row to a state, on the CPU."""
-        row = row[None].cpu()
-        self.state[key] = torch.cat([self.state[key], row]) if key in self.state else row
+    def of_batch(self, batch: int) -> dict[Any, Tensor]:
+        """The state of one batch, by the second part of its keys."""
+        return {key: tensor for (number, key), tensor in self.state.items() if number == batch}
+
+    def batches(self) -> list[dict[Any, Tensor]]:
+        """The state of every batch in their order, where all is kept under (BATCH, KEY)."""
+        return [self.of_batch(batch) for batch in sorted({batch for batch, _ in self.state})]
+
+    def append(self, batch: int, rows: Mapping[Any, Tensor]) -> None:
+        """Adds the next layer's rows to what is kept of a batch, on the CPU."""
+        for key, row in rows.items():
+            before, row = self.state.get((batch, key)), row[None].cpu()
+            self.state[batch, key] = row if before is None else torch.cat([before, row])
 
 
 class LayerwiseAnalysis(DividedAnalysis):
@@ -81,7 +87,7 @@ class LayerwiseAnalysis(DividedAnalysis):
     passes: ClassVar[int] = 1  # 2: every block is shown again when all have been seen
 
     @abstractmethod
-    def begin(self, model: LayeredModel, store: MutableMapping[str, Tensor] | None = None) -> LayerwiseRun:
+    def begin(self, model: LayeredModel, store: "TensorFolder | None" = None) -> LayerwiseRun:
         """A measurement that has seen nothing yet.
 
         `store` takes what is large and needed again in the second pass. None: all blocks of a batch come one after the
@@ -109,7 +115,6 @@ class LayerwiseAnalysis(DividedAnalysis):
         if self.passes == 2:
             for visit in visits:
                 run.revisit(visit)
-        run.release(number)
         return {name: tensor.cpu() for name, tensor in run.state.items()}
 
     def combine(self, model: LayeredModel, results: list[dict[str, Tensor]]) -> Iterable[Record]:
@@ -144,7 +149,7 @@ class StatesAnalysis(LayerwiseAnalysis):
     def of_prompts(self, values: dict[Key, Tensor]) -> Iterable[Record]:
         """Yields the records of the values (layers + 1, prompts, ...) of all prompts."""
 
-    def begin(self, model: LayeredModel, store: MutableMapping[str, Tensor] | None = None) -> LayerwiseRun:
+    def begin(self, model: LayeredModel, store: "TensorFolder | None" = None) -> LayerwiseRun:
         return _StatesRun(model, self.resolved(model))
 
 
@@ -156,21 +161,17 @@ class _StatesRun(LayerwiseRun):
         self.model, self.analysis = model, analysis
 
     def start(self, batch: int, hidden: Tensor, mask: Tensor) -> None:
-        self._append(batch, 0, hidden, mask)
+        self._take(batch, 0, hidden, mask)
 
     def visit(self, visit: Visit) -> None:
-        self._append(visit.batch, visit.layer, visit.after, visit.mask)
+        self._take(visit.batch, visit.layer, visit.after, visit.mask)
 
     def records(self) -> Iterable[Record]:
-        batches: dict[int, dict[Key, Tensor]] = {}
-        for (batch, key), values in self.state.items():
-            batches.setdefault(batch, {})[key] = values
-        return self.analysis.of_prompts(joined(list(batches.values())))
+        return self.analysis.of_prompts(joined(self.batches()))
 
-    def _append(self, batch: int, layer: int, hidden: Tensor, mask: Tensor) -> None:
-        values = self.analysis.of_layer(in_convention(self.model, self.analysis.states, layer, hidden), mask)
-        for key, rows in values.items():
-            self.append((batch, key), rows)
+    def _take(self, batch: int, layer: int, hidden: Tensor, mask: Tensor) -> None:
+        states = in_convention(self.model, self.analysis.states, layer, hidden)
+        self.append(batch, self.analysis.of_layer(states, mask))
 
 
 STATE, FACTORS = "state.pt", "factors"
@@ -216,8 +217,8 @@ def walk(
     return _Walk(model, analyses, folder, progress or (lambda done, total, what: None)).run()
 
 
-class TensorFolder(MutableMapping[str, Tensor]):
-    """Tensors by name, each in a file of its own: as many as the disk holds."""
+class TensorFolder:
+    """Tensors by name, each in a file: as many as the disk holds."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -228,19 +229,7 @@ class TensorFolder(MutableMapping[str, Tensor]):
         save(tensor.cpu(), path)
 
     def __getitem__(self, name: str) -> Tensor:
-        try:
-            return torch.load(self._path(name), weights_only=True)
-        except FileNotFoundError as error:
-            raise KeyError(name) from error
-
-    def __delitem__(self, name: str) -> None:
-        self._path(name).unlink()
-
-    def __iter__(self) -> Iterator[str]:
-        return (str(path.relative_to(self.folder).with_suffix("")) for path in self.folder.rglob("*.pt"))
-
-    def __len__(self) -> int:
-        return sum(1 for _ in self)
+        return torch.load(self._path(name), weights_only=True)
 
     def _path(self, name: str) -> Path:
         return self.folder / f"{name}.pt"

@@ -141,7 +141,7 @@ class FullModel:
         self._negative_entropy = torch.linalg.vecdot(self._share, log_proba)
         loss, hit = self._judged(log_proba)
         nothing = torch.zeros_like(loss).masked_fill(self._negative_entropy.isnan(), torch.nan)
-        self.own = torch.stack([loss, hit, nothing])  # as `compared` with itself
+        self.itself = torch.stack([loss, hit, nothing])  # as `compared` with itself
 
     def compared(self, logits: Tensor) -> Tensor:
         """Loss, hit and KL(full model || these logits) of each row, (3, rows); loss and hit are 0 without a label, and
@@ -224,7 +224,7 @@ def _compare(model: LayeredModel, trajectory: Trajectory, rows: Rows) -> Tensor:
     """Loss, hit and divergence of some rows at every layer, (3, layers + 1, rows): one layer's logits at a time."""
     full = FullModel(trajectory.logits[rows.index], rows)
     early = [full.compared(model.readout(hidden[rows.index])) for hidden in trajectory.hidden[:-1]]
-    return torch.stack([*early, full.own], dim=1)  # the last by the model's own logits: its divergence is 0 exactly
+    return torch.stack([*early, full.itself], dim=1)  # the last by the model's own logits: its divergence is 0 exactly
 
 
 def _perplexity(loss: Record) -> Record:
@@ -326,7 +326,7 @@ class Interventions(DividedAnalysis):
             for indices, hidden in orders.states(trajectory):
                 whole = 0 in indices  # by the model's own logits, so that its divergence is 0 exactly
                 values = torch.cat(
-                    [each.own if whole else each.compared(model.readout(hidden[each.rows.index])) for each in full],
+                    [each.itself if whole else each.compared(model.readout(hidden[each.rows.index])) for each in full],
                     dim=-1,
                 )
                 for index in indices:

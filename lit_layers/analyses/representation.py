@@ -3,7 +3,7 @@
 import hashlib
 import inspect
 import math
-from collections.abc import Callable, Iterable, Iterator, MutableMapping
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Literal
 
@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from lit_layers.analyses.base import States
-from lit_layers.analyses.layerwise import Key, LayerwiseRun, StatesAnalysis
+from lit_layers.analyses.layerwise import Key, LayerwiseRun, StatesAnalysis, TensorFolder
 from lit_layers.analyses.statistics import complete, left_out, random_halves, records_of_layers, summarize_layers
 from lit_layers.data.batches import Batches
 from lit_layers.errors import InputError
@@ -104,9 +104,8 @@ class Representation(StatesAnalysis):
         if self.preset == "released_code":
             values["token_angle", None, None] = token_angle(hidden, mask, undefined="nan")
         elif self.preset:
-            values["token_curvature", None, None], values[MISSING_ANGLES] = curvature_and_missing(
-                hidden, mask, center=True, unit=True, fold=True, undefined="zero"
-            )
+            angles = curvature_and_missing(hidden, mask, center=True, unit=True, fold=True, undefined="zero")
+            values["token_curvature", None, None], values[MISSING_ANGLES] = angles
         else:
             angles = curvature_and_missing(hidden, mask, undefined="skip")
             values["token_curvature", None, None], values[MISSING_ANGLES] = angles
@@ -285,7 +284,7 @@ class StateMetric(StatesAnalysis):
         super().check_options(model)
         self._takes_layers(model.dim)
 
-    def begin(self, model: LayeredModel, store: MutableMapping[str, Tensor] | None = None) -> LayerwiseRun:
+    def begin(self, model: LayeredModel, store: TensorFolder | None = None) -> LayerwiseRun:
         self._several = self._takes_layers(model.dim)
         return super().begin(model, store)
 

@@ -80,7 +80,7 @@ def test_a_dead_block_has_no_matrix(model):
         torch.nn.init.zeros_(part.weight)
     batch = tiny_batch("gpt2", batch=1, tokens=6)
     assert found(model, batch, pairs=[(1, 2), (2, 3), (1, 3)], k=3).keys() == {(1, 3, 1)}
-    with pytest.raises(ValueError, match="coupling_matrices is undefined: each pair has a Jacobian that is zero"):
+    with pytest.raises(ValueError, match="coupling_matrices is undefined for every prompt"):
         found(model, batch, pairs=[(1, 2)], k=3)
 
 
