@@ -11,7 +11,7 @@ from lit_layers.figures import *  # noqa: F403
 from lit_layers.figures import __all__ as _figures
 from lit_layers.figures import maps, models, profiles, variant_figures
 from lit_layers.figures.chart import Chart, Panels
-from lit_layers.figures.tables import change_table, model_table, variants
+from lit_layers.figures.tables import change_table, model_table, rows_of, variants
 from lit_layers.figures.task_means import with_task_means, with_task_medians
 from lit_layers.figures.theme import spread
 from lit_layers.metrics import look_up, sentence
@@ -49,7 +49,7 @@ def write_layer_curves(
         InputError: for suspect checkpoints, unless they are allowed; where the picture cannot be written.
         ValueError: where the metric has no values per layer; another suffix.
     """
-    if _rows(frame, metric, options)["step"].notna().any():
+    if rows_of(frame, metric, options.get("analysis"))["step"].notna().any():
         chart = profiles.layer_profile(frame, metric, controls=controls, intervals=True, **options)
     else:
         chart = models.model_profile(frame, metric, controls=controls, **options)
@@ -109,7 +109,7 @@ def titled(chart: Chart, metric: str, analysis: str | None) -> Chart:
 
 def _side_by_side(draw: Callable[..., Chart], frame: pd.DataFrame, metric: str, options: dict[str, Any]) -> Panels:
     """Some checkpoints of a run beside each other, or models that have no steps."""
-    rows = _rows(frame, metric, options)
+    rows = rows_of(frame, metric, options.get("analysis"))
     steps = sorted(int(step) for step in rows["step"].dropna().unique())
     if steps or rows.empty:
         draw(frame, metric, **options)  # refuses what may not be drawn at any of its checkpoints
@@ -121,10 +121,3 @@ def _side_by_side(draw: Callable[..., Chart], frame: pd.DataFrame, metric: str, 
     title = titled(next(iter(charts.values())), metric, options.get("analysis")).title
     shown = [replace(chart, title=name) for name, chart in charts.items()]
     return Panels(title=title, charts=shown)
-
-
-def _rows(frame: pd.DataFrame, metric: str, options: dict[str, Any]) -> Any:
-    table: Any = frame
-    rows = table[table["metric"] == metric]
-    analysis = options.get("analysis")
-    return rows if analysis is None else rows[rows["analysis"] == analysis]

@@ -35,11 +35,7 @@ _TICKS = 9
 # ------------------------------------------------------------------------------------------------ pairs
 
 
-def layer_matrix(
-    frame: pd.DataFrame,
-    metric: str,
-    **chosen: Unpack[Chosen],
-) -> Chart:
+def layer_matrix(frame: pd.DataFrame, metric: str, **chosen: Unpack[Chosen]) -> Chart:
     """Returns a metric of pairs of layers as a heat map, with a slider over the checkpoints.
 
     The colours mean the same at every checkpoint. Their range is that of the pairs of different layers: what a layer
@@ -97,12 +93,7 @@ def token_map(
 
 
 def compression_matrix(
-    frame: pd.DataFrame,
-    metric: str = "compression",
-    *,
-    layer: int,
-    other_layer: int,
-    **chosen: Unpack[Chosen],
+    frame: pd.DataFrame, metric: str = "compression", *, layer: int, other_layer: int, **chosen: Unpack[Chosen]
 ) -> Chart:
     """Returns one block's Jacobian in another's leading directions (tags `row`, `column`), with a slider over steps.
 
@@ -213,11 +204,7 @@ class Surface:
 
 
 def read_surface(
-    frame: pd.DataFrame,
-    metric: str,
-    *,
-    steps: Sequence[int] | None = None,
-    **chosen: Unpack[Chosen],
+    frame: pd.DataFrame, metric: str, *, steps: Sequence[int] | None = None, **chosen: Unpack[Chosen]
 ) -> Surface:
     """Returns a metric per layer and step; `steps` are those that were to be measured, of which some may lack it.
 
@@ -285,13 +272,7 @@ def layer_surface(
     return Chart(title=surface.title, cells=cells, series=series, training=training, axis=axis, **look)
 
 
-def best_layers(
-    frame: pd.DataFrame,
-    metric: str,
-    *,
-    axis: AxisName = "step",
-    **chosen: Unpack[Chosen],
-) -> Chart:
+def best_layers(frame: pd.DataFrame, metric: str, *, axis: AxisName = "step", **chosen: Unpack[Chosen]) -> Chart:
     """Returns the best layer of a score, among the layers from 1 on, over steps; rings: the embedding beats it there.
 
     Raises: as `read_surface`.
@@ -338,11 +319,7 @@ class Row:
     is_heading: bool = False
 
 
-def concept_map(
-    frame: pd.DataFrame,
-    metric: str = "concept_alignment",
-    **chosen: Unpack[Chosen],
-) -> Chart:
+def concept_map(frame: pd.DataFrame, metric: str = "concept_alignment", **chosen: Unpack[Chosen]) -> Chart:
     """Returns a metric of categories (tag `category`) per layer as one heat map, with a slider over the checkpoints.
 
     Categories stand below their groups (tag `group`), by `category_id` or name; the mean over all of them comes first,

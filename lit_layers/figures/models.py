@@ -1,7 +1,7 @@
 """Models side by side: a metric over the layers or the depth, one line a model."""
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Unpack
 
@@ -10,20 +10,30 @@ import pandas as pd
 from lit_layers.figures.axes import DEPTH_TITLE, Axis, layer_axis
 from lit_layers.figures.chart import Chart, Series
 from lit_layers.figures.labels import tag_text
-from lit_layers.figures.profiles import level, levels_of, series_of, unbroken, value_axis
+from lit_layers.figures.profiles import (
+    beside,
+    level,
+    levels_of,
+    numbered,
+    numbered_by,
+    plain,
+    references,
+    series_of,
+    unbroken,
+    value_axis,
+)
 from lit_layers.figures.tables import (
     Chosen,
     Point,
     grouped,
     is_on_axes,
-    is_placed,
     matching,
     of_plainest,
+    rows_of,
     select,
     title_of,
 )
 from lit_layers.figures.theme import COLORS, DASHED, MUTED, SYMBOLS, rounded
-from lit_layers.metrics import look_up
 
 _KINDS = [("circle", COLORS[0]), ("diamond-open", COLORS[1]), ("line-ns", MUTED), ("x", COLORS[2])]
 _KINDS += [("triangle-up", COLORS[3]), ("cross", COLORS[4])]
@@ -53,31 +63,38 @@ def model_profile(
     points, tags = of_plainest([point for part in by_model.values() for point in part], chosen.get("tags"))
     if not any(map(is_on_axes, points)):
         raise ValueError(f"metric {metric!r} has no values per layer of models without steps")
-    by_model = {run: matching(part, tags) for run, part in by_model.items()}
-    number = "layer" if any(point.layer is not None for point in points) else "distance"
-    places = _Places(frame, number, list(by_model))
+    number = numbered_by(points)
+    table: Any = frame
+    depths = table.groupby("run", sort=False)[["layer", "other_layer"]].max().max(axis=1)[list(by_model)].dropna()
+    is_share = number == "layer" and depths.nunique() > 1 and bool(depths.all())
     names = short_names(list(by_model))
-    series = []
+    series: list[Series] = []
+
+    def add(run: str, part: Iterable[Point], text: str = "", **look: Any) -> None:
+        """A model's points, in its colour; hovering tells the layer as the model counts it."""
+        points = numbered(part, number)
+        if points:
+            own, numbers = unbroken(points, number)
+            look |= {"name": ", ".join(filter(None, [names[run], text])), "color": color_of([*by_model].index(run))}
+            look["texts"] = [f"layer {n} of {depths[run]:g}" if number == "layer" else f"{number} {n}" for n in numbers]
+            at = [round(100 * n / depths[run], 4) for n in numbers] if is_share else numbers
+            series.append(series_of(own, at, interval="", **look))
+
     for index, (run, part) in enumerate(by_model.items()):
-        own = [point for point in part if point.number(number) is not None and point.reference is None]
-        if own:
-            look = {"width": 2.0, "mark": symbol_of(index), "size": 5.5, "legend": True}
-            series.append(places.line(run, own, name=names[run], color=color_of(index), **look))
+        add(run, matching(part, tags), width=2.0, mark=symbol_of(index), size=5.5, legend=True)
     numbers = [n for point in points if (n := point.number(number)) is not None]
-    ends = [0, 100] if places.is_share else [min(numbers), max(numbers)]
-    series += _references(by_model, names, ends)
-    series += [level(ends, value, text) for value, text in levels_of(metric)]
-    for name in baselines:
-        text = look_up(name).title_beside
-        part = _by_model(frame, name, **chosen)
-        series += _baseline(places, part, list(by_model), names, text)
-    for control in controls:
-        part = _by_model(frame, metric, **{**chosen, "tags": {**tags, "control": control}})
-        part = {run: [point for point in own if point.reference is None] for run, own in part.items()}
-        series += _baseline(places, part, list(by_model), names, tag_text({"control": control}))
+    ends = [0, 100] if is_share else [min(numbers), max(numbers)]
+    series += _references({run: matching(part, tags) for run, part in by_model.items()}, names, ends)
+    series += levels_of(metric, ends)
+    for text, name, options in beside(metric, tags, baselines, controls, chosen):
+        before = len(series)
+        for run, part in _by_model(frame, name, **options).items():
+            if run in names:
+                add(run, [point for point in part if point.layer is not None], text, dash="dash", width=1.4)
+        series += [_in_legend(one.x, text, "dash") for one in series[before : before + 1]]
     if len(series) < 2:
         series = [replace(one, legend=False) for one in series]
-    axis = _DEPTHS if places.is_share else layer_axis(number)
+    axis = _DEPTHS if is_share else layer_axis(number)
     return Chart(title=title_of(metric, tags), x=axis, y=value_axis(metric), series=series, place="")
 
 
@@ -96,35 +113,14 @@ def symbol_of(index: int) -> str:
     return SYMBOLS[index // len(COLORS) % len(SYMBOLS)]
 
 
-class _Places:
-    """Where the layers of each model lie on the common axis."""
-
-    def __init__(self, frame: pd.DataFrame, number: str, runs: Sequence[str]) -> None:
-        table: Any = frame
-        self.number = number
-        layers = table.groupby("run", sort=False)[["layer", "other_layer"]].max().max(axis=1)
-        self.depth = {run: int(layers[run]) for run in runs if pd.notna(layers[run])}
-        self.is_share = number == "layer" and len(set(self.depth.values())) > 1 and all(self.depth.values())
-
-    def line(self, run: str, points: Sequence[Point], **look: Any) -> Series:
-        """A model's points; hovering tells the layer as the model counts it."""
-        own, numbers = unbroken({point.number(self.number) or 0: point for point in points})
-        of = f" of {self.depth[run]}" if self.number == "layer" else ""
-        at = [round(100 * n / self.depth[run], 4) for n in numbers] if self.is_share else numbers
-        return series_of(own, at, texts=[f"{self.number} {n}{of}" for n in numbers], interval="", **look)
-
-
 def _by_model(frame: pd.DataFrame, metric: str, **chosen: Unpack[Chosen]) -> dict[str, list[Point]]:
     """The points of each model that has any, without pairs and places in tables."""
-    table: Any = frame
-    rows = table[table["step"].isna() & (table["metric"] == metric)]
-    if (analysis := chosen.get("analysis")) is not None:
-        rows = rows[rows["analysis"] == analysis]
+    rows = rows_of(frame, metric, chosen.get("analysis"))
+    rows = rows[rows["step"].isna()]
     by_model = {}
     for run in rows["run"].unique():
         points = select(rows[rows["run"] == run], metric, allow_suspect=chosen.get("allow_suspect", False))
-        points = [point for point in points if point.other_layer is None and not is_placed(point)]
-        by_model[run] = matching(points, chosen.get("tags") or {})
+        by_model[run] = matching(plain(points), chosen.get("tags") or {})
     return {run: points for run, points in by_model.items() if points}
 
 
@@ -135,31 +131,19 @@ def _in_legend(x: Sequence[float], text: str, dash: str) -> Series:
 
 def _references(by_model: Mapping[str, Sequence[Point]], names: Mapping[str, str], ends: Sequence[int]) -> list[Series]:
     """Dashed levels: one where all models have the same, else one a model."""
-    triples = [(n, run, p) for n, (run, part) in enumerate(by_model.items()) for p in part if p.reference is not None]
     series = []
-    for number, (reference, these) in enumerate(grouped(triples, lambda triple: triple[2].reference).items()):
-        text, dash = tag_text({"reference": reference}), DASHED[number % len(DASHED)]
-        if len({point.value for _, _, point in these}) == 1:
-            series.append(level(ends, these[0][2].value, text, dash=dash))
+    kinds = references(point for part in by_model.values() for point in part)
+    for number, (kind, these) in enumerate(kinds.items()):
+        text, dash = tag_text({"reference": kind}), DASHED[number % len(DASHED)]
+        if len({point.value for point in these}) == 1:
+            series.append(level(ends, these[0].value, text, dash=dash))
             continue
-        for index, run, point in these:
+        for index, (run, part) in enumerate(by_model.items()):
             look = {"color": color_of(index), "dash": dash, "legend": False}
-            series.append(level(ends, point.value, f"{names[run]}, {text}", **look))
+            own = [point for point in part if point.reference == kind]
+            series += [level(ends, point.value, f"{names[run]}, {text}", **look) for point in own]
         series.append(_in_legend(ends, text, dash))
     return series
-
-
-def _baseline(
-    places: _Places, by_model: Mapping[str, Sequence[Point]], runs: Sequence[str], names: Mapping[str, str], text: str
-) -> list[Series]:
-    """A metric to compare with, per layer, in the colour of each model."""
-    series = []
-    for run, part in by_model.items():
-        own = [point for point in part if point.layer is not None and run in names]
-        if own:
-            look = {"color": color_of(runs.index(run)), "dash": "dash", "width": 1.4}
-            series.append(places.line(run, own, name=f"{names[run]}, {text}", **look))
-    return [*series, _in_legend(series[0].x, text, "dash")] if series else []
 
 
 # ------------------------------------------------------------------------------------------------ over depth

@@ -33,11 +33,7 @@ _SHARE = 0.2  # of the largest coupling of any checkpoint: below it no line is d
 
 
 def coupling_graph(
-    frame: pd.DataFrame,
-    metric: str = "coupling_pair",
-    *,
-    threshold: float | None = None,
-    **chosen: Unpack[Chosen],
+    frame: pd.DataFrame, metric: str = "coupling_pair", *, threshold: float | None = None, **chosen: Unpack[Chosen]
 ) -> Chart:
     """Returns blocks on a circle, joined where they are coupled, with a slider over the checkpoints.
 
@@ -113,11 +109,7 @@ def _lines(pairs: Sequence[tuple[int, tuple[int, int]]], place: Mapping[int, tup
     return Series(x=x, y=y, frame=frame, name=f"strength {at + 1}", hover=False, **look)
 
 
-def paths_in_plane(
-    frame: pd.DataFrame,
-    metric: str = "path",
-    **chosen: Unpack[Chosen],
-) -> Chart:
+def paths_in_plane(frame: pd.DataFrame, metric: str = "path", **chosen: Unpack[Chosen]) -> Chart:
     """Returns paths (tags `token` and `axis`, 1 across and 2 up) as lines with a dot a layer, one line a token.
 
     Dots are coloured by layer, the first hollow and the last large; a slider goes over the checkpoints. Each has axes

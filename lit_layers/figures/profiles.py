@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any, Literal, Unpack
 
 import numpy as np
@@ -33,13 +33,13 @@ _BARS = 13  # lines of one figure whose error bars can still be told apart
 
 def series_of(points: Iterable[Point | None], x: Sequence[Any], **look: Any) -> Series:
     """Returns points as a series, with their intervals where they have any; it breaks where there is None."""
-    found = list(points)
+    shown = list(points)
     ends = {
-        name: rounded(getattr(p, name) if p and math.isfinite(p.low + p.high) else None for p in found)
+        name: rounded(getattr(p, name) if p and math.isfinite(p.low + p.high) else None for p in shown)
         for name in ("low", "high")
     }
     ends = ends if any(end is not None for end in ends["low"]) else {}
-    return Series(x=x, y=rounded(p.value if p else None for p in found), **ends, **look)
+    return Series(x=x, y=rounded(p.value if p else None for p in shown), **ends, **look)
 
 
 def level(x: Sequence[Any], value: float, name: str, *, color: str = MUTED, dash: str = "dash", **look: Any) -> Series:
@@ -48,10 +48,10 @@ def level(x: Sequence[Any], value: float, name: str, *, color: str = MUTED, dash
     return Series(x=x, y=rounded([value] * len(x)), name=name, color=color, dash=dash, **look)
 
 
-def levels_of(metric: str) -> list[tuple[float, str]]:
-    """Returns the value to compare with that follows from a metric's definition, and what it is called; or nothing."""
+def levels_of(metric: str, x: Sequence[Any], **look: Any) -> list[Series]:
+    """Returns the value to compare with that follows from a metric's definition, or nothing."""
     row = look_up(metric)
-    return [] if row.level is None else [(row.level, row.level_name)]
+    return [] if row.level is None else [level(x, row.level, row.level_name, **look)]
 
 
 def color_bar(
@@ -98,10 +98,9 @@ def layer_profile(
     if not any(map(is_on_axes, points)):
         raise ValueError(f"metric {metric!r} has no values per layer")
     points, tags = of_plainest(points, chosen.get("tags"))
-    number = "layer" if any(point.layer is not None for point in points) else "distance"
-    values = [point for point in points if point.number(number) is not None and point.reference is None]
-    places = sorted({point.number(number) or 0 for point in values})
-    by_step = grouped(values, lambda point: point.step)
+    number = numbered_by(points)
+    by_step = grouped(numbered(points, number), lambda point: point.step)
+    places = sorted({point.number(number) or 0 for part in by_step.values() for point in part})
     steps = spread(sorted(by_step), _PROFILES)
     series = []
     for step, color in zip(steps, colors_of(TIME, len(steps)), strict=True):
@@ -110,19 +109,19 @@ def layer_profile(
         look = {"name": f"step {step:,}", "color": color, "width": 2.6 if last else 1.4, "size": 6 if last else 3.5}
         look |= {"mark": "circle" if step > 0 else "diamond"}
         look["interval"] = "band" if intervals and step in (steps[0], steps[-1]) else ""
-        series.append(series_of((by_place.get(place) for place in places), places, **look))
+        series.append(series_of(map(by_place.get, places), places, **look))
     ends = [places[0], places[-1]]
-    for index, (name, part) in enumerate(_references(points).items()):
+    for index, (name, part) in enumerate(references(points).items()):
         last_one = max(part, key=lambda point: point.step)
         series.append(level(ends, last_one.value, tag_text({"reference": name}), dash=DASHED[index % len(DASHED)]))
-    series += [level(ends, value, text) for value, text in levels_of(metric)]
-    for name in baselines:
-        text = look_up(name).title_beside
-        series += _compared(plain(select(frame, name, **chosen, over_steps=True)), text, "dash")
-    for index, control in enumerate(controls, start=len(series) - len(steps)):
-        part = plain(select(frame, metric, **{**chosen, "tags": {**tags, "control": control}, "over_steps": True}))
-        part = [point for point in part if point.reference is None]
-        series += _compared(part, tag_text({"control": control}), DASHED[index % len(DASHED)])
+    series += levels_of(metric, ends)
+    for text, name, options in beside(metric, tags, baselines, controls, chosen):
+        layered = [p for p in plain(select(frame, name, **options, over_steps=True)) if p.layer is not None]
+        layered = [p for p in layered if p.reference is None and p.step == steps_of(layered)[-1]]
+        dash = "dash" if name in baselines else DASHED[(len(series) - len(steps)) % len(DASHED)]
+        if layered:
+            look = {"color": MUTED, "width": 1.6, "legend": True, "interval": ""}
+            series.append(series_of(*unbroken(layered, "layer"), name=text, dash=dash, **look))
     return Chart(
         title=title_of(metric, tags),
         x=layer_axis(number),
@@ -135,11 +134,7 @@ def layer_profile(
 
 
 def residual_profile(
-    frame: pd.DataFrame,
-    metric: str = "prediction_residual",
-    *,
-    controls: Sequence[str] = (),
-    **chosen: Unpack[Chosen],
+    frame: pd.DataFrame, metric: str = "prediction_residual", *, controls: Sequence[str] = (), **chosen: Unpack[Chosen]
 ) -> Chart:
     """Returns a residual over the layers on a log axis, as `layer_profile` with intervals, and its exponential fit.
 
@@ -173,11 +168,7 @@ def _fit(points: list[Point], color: str, *, legend: bool) -> Series:
     return Series(x=ends, y=values, name=name, texts=told, **look)
 
 
-def spectrum(
-    frame: pd.DataFrame,
-    metric: str = "singular_value",
-    **chosen: Unpack[Chosen],
-) -> Chart:
+def spectrum(frame: pd.DataFrame, metric: str = "singular_value", **chosen: Unpack[Chosen]) -> Chart:
     """Returns lists of values (tag `index`) on a log axis, one line a layer, with a slider over the checkpoints.
 
     Raises:
@@ -185,14 +176,12 @@ def spectrum(
     """
     refusal = "no lists of values per layer"
     axis = Axis(title="Number in the list", whole=True)
-    return _lists(frame, metric, "index", refusal, lambda first, last: axis, lambda number: number, **chosen)
+    points, tags, y = _lists(frame, metric, "index", refusal, log=True, chosen=chosen)
+    look: dict[str, Any] = {"texts_of": lambda point: f"number {point.tags['index']}", **_OF_LISTS}
+    return _by_slider(points, _LAYER, lambda p: p.tags["index"], title=title_of(metric, tags), x=axis, y=y, **look)
 
 
-def distance_profile(
-    frame: pd.DataFrame,
-    metric: str,
-    **chosen: Unpack[Chosen],
-) -> Chart:
+def distance_profile(frame: pd.DataFrame, metric: str, **chosen: Unpack[Chosen]) -> Chart:
     """Returns a metric over the distance between two tokens (tag `token_distance`), one line a layer, with a slider.
 
     The axis is log(1 + distance): 0, the token itself, has a place on it.
@@ -201,62 +190,23 @@ def distance_profile(
         ValueError: where the metric has no values per distance between tokens.
     """
 
-    def axis(first: int, last: int) -> Axis:
-        """Labels at 0 and powers of two, far enough apart for a narrow screen."""
-        numbers = [0, *(2**power for power in range(31))]
-        shown = [n for index, n in enumerate(numbers) if first <= n <= last and index % (2 if last > 64 else 1) == 0]
-        return Axis(title="Distance from the last token", labels={at(n): str(n) for n in shown})
-
     def at(number: int) -> float:
         return round(math.log2(1 + number), 4)
 
     refusal = "no values per distance between tokens"
-    return _lists(frame, metric, "token_distance", refusal, axis, at, **chosen)
-
-
-def _lists(
-    frame: pd.DataFrame,
-    metric: str,
-    ordinal: str,
-    refusal: str,
-    axis: Callable[[int, int], Axis],
-    at: Callable[[int], float],
-    **chosen: Unpack[Chosen],
-) -> Chart:
-    """Values over a tag, one line a layer, with a slider over the checkpoints; on a log axis for a list of values."""
-    points = [p for p in select(frame, metric, **chosen) if ordinal in p.tags and p.layer is not None]
-    if not points:
-        raise ValueError(f"metric {metric!r} has {refusal}")
-    points, tags = of_plainest(points, chosen.get("tags"))
-    points = sorted(points, key=lambda point: point.tags[ordinal])
-    is_log = ordinal == "index" or look_up(metric).log
-    layers = sorted({point.layer for point in points if point.layer is not None})
-    steps = spread(steps_of(points), FRAMES)
-    series = []
-    for layer, color in zip(layers, colors_of(DEPTH, len(layers)), strict=True):
-        part = framed([p for p in points if p.layer == layer], steps)
-        texts = [f"{'number' if ordinal == 'index' else 'distance'} {p.tags[ordinal]}" for p in part]
-        look = {"name": f"layer {layer}", "color": color, "width": 1.6, "mark": "circle", "size": 4, "texts": texts}
-        x = [at(p.tags[ordinal]) for p in part]
-        series.append(Series(x=x, y=rounded(p.value for p in part), frame=[steps.index(p.step) for p in part], **look))
-    return Chart(
-        title=title_of(metric, tags),
-        x=axis(points[0].tags[ordinal], points[-1].tags[ordinal]),
-        y=value_axis(metric, log=is_log, ends=fixed_ends([p.value for p in points], log=is_log, zero=not is_log)),
-        series=series,
-        bar=color_bar("Layer", DEPTH, layers),
-        frames=steps,
-        place="",
-        height=400,
-    )
+    points, tags, y = _lists(frame, metric, "token_distance", refusal, log=look_up(metric).log, chosen=chosen)
+    distances = [point.tags["token_distance"] for point in points]
+    first, last = min(distances), max(distances)
+    # labels at 0 and powers of two, far enough apart for a narrow screen
+    shown = [0, *(2**power for power in range(31))][:: 2 if last > 64 else 1]
+    axis = Axis(title="Distance from the last token", labels={at(n): str(n) for n in shown if first <= n <= last})
+    look: dict[str, Any] = {"texts_of": lambda point: f"distance {point.tags['token_distance']}", **_OF_LISTS}
+    places = lambda p: at(p.tags["token_distance"])  # noqa: E731
+    return _by_slider(points, _LAYER, places, title=title_of(metric, tags), x=axis, y=y, **look)
 
 
 def sample_size_curves(
-    frame: pd.DataFrame,
-    metric: str = "accuracy",
-    *,
-    over: Literal["rows", "layers"] = "rows",
-    **chosen: Unpack[Chosen],
+    frame: pd.DataFrame, metric: str = "accuracy", *, over: Literal["rows", "layers"] = "rows", **chosen: Unpack[Chosen]
 ) -> Chart:
     """Returns a metric over the number of training rows (tag `train_rows`, log axis), one line a layer.
 
@@ -266,42 +216,81 @@ def sample_size_curves(
     Raises:
         ValueError: where the metric has no values per layer and number of training rows.
     """
-    found = select(frame, metric, **chosen)
-    points = sorted(
-        (point for point in found if TRAIN_ROWS in point.tags and point.layer is not None),
-        key=lambda point: (point.tags[TRAIN_ROWS], point.layer),
-    )
+    points = [p for p in select(frame, metric, **chosen) if TRAIN_ROWS in p.tags and p.layer is not None]
     if not points:
         raise ValueError(f"metric {metric!r} has no values per layer and number of training rows")
     points, tags = of_plainest(points, chosen.get("tags"))
-    by_layer = over == "rows"
-
-    def line_of(point: Point, of_layer: bool = by_layer) -> int:
-        return (point.layer or 0) if of_layer else point.tags[TRAIN_ROWS]
-
-    lines, steps = sorted({line_of(point) for point in points}), spread(steps_of(points), FRAMES)
-    series = []
-    for line, color in zip(lines, colors_of(DEPTH if by_layer else SIZES, len(lines)), strict=True):
-        part = framed([point for point in points if line_of(point) == line], steps)
-        look: dict[str, Any] = {"name": f"layer {line}" if by_layer else f"{line:,} rows", "color": color, "width": 1.8}
-        look |= {"mark": "circle", "size": 5, "interval": "bars" if len(lines) <= _BARS else ""}
-        x = [line_of(point, not by_layer) for point in part]
-        series.append(series_of(part, x, frame=[steps.index(point.step) for point in part], **look))
+    points.sort(key=lambda point: (point.tags[TRAIN_ROWS], point.layer or 0))
     rows = sorted({point.tags[TRAIN_ROWS] for point in points})
     ends = fixed_ends([*map(float, rows)], log=True, pad=0.04)
-    of_rows = Axis(title="Training rows", labels={n: count(n) for n in rows}, log=True, ends=ends)
-    every = [end for point in points for end in (point.value, point.low, point.high)]
-    texts = [count(line) for line in lines]
-    return Chart(
+    axis = Axis(title="Training rows", labels={n: count(n) for n in rows}, log=True, ends=ends)
+    lines, others = (_LAYER, _ROWS) if over == "rows" else (_ROWS, _LAYER)
+    ends = fixed_ends(end for point in points for end in (point.value, point.low, point.high))
+    return _by_slider(
+        points,
+        lines,
+        others.of,
         title=title_of(metric, tags),
-        x=of_rows if by_layer else layer_axis(),
-        y=Axis(title=look_up(metric).unit, ends=fixed_ends(every)),
-        series=series,
-        bar=color_bar("Layer" if by_layer else "Training rows", DEPTH if by_layer else SIZES, range(len(lines)), texts),
-        frames=steps,
-        place="{x} rows" if by_layer else "layer {x}",
+        x=axis if over == "rows" else layer_axis(),
+        y=Axis(title=look_up(metric).unit, ends=ends),
+        place="{x} rows" if over == "rows" else "layer {x}",
         height=420,
+        look={"width": 1.8, "size": 5, "interval": "bars" if len({*map(lines.of, points)}) <= _BARS else ""},
+        evenly=True,
     )
+
+
+@dataclass(frozen=True)
+class _Lines:
+    """What tells the lines of a figure apart: a number of each point, how that is written, and colours."""
+
+    of: Callable[[Point], int]
+    text: str
+    title: str
+    stops: Sequence[str]
+
+
+_LAYER = _Lines(lambda point: point.layer or 0, "layer {}", "Layer", DEPTH)
+_ROWS = _Lines(lambda point: point.tags[TRAIN_ROWS], "{:,} rows", "Training rows", SIZES)
+_OF_LISTS = {"place": "", "height": 400, "look": {"width": 1.6, "size": 4}}
+
+
+def _lists(
+    frame: pd.DataFrame, metric: str, ordinal: str, refusal: str, *, log: bool, chosen: Chosen
+) -> tuple[list[Point], dict[str, Any], Axis]:
+    """The points of a list of values, in its order and without intervals, their tags, and the axis of their values."""
+    points = [p for p in select(frame, metric, **chosen) if ordinal in p.tags and p.layer is not None]
+    if not points:
+        raise ValueError(f"metric {metric!r} has {refusal}")
+    points, tags = of_plainest(points, chosen.get("tags"))
+    points = [replace(p, low=math.nan, high=math.nan) for p in sorted(points, key=lambda p: p.tags[ordinal])]
+    ends = fixed_ends([p.value for p in points], log=log, zero=not log)
+    return points, tags, value_axis(metric, log=log, ends=ends)
+
+
+def _by_slider(
+    points: Sequence[Point],
+    lines: _Lines,
+    at: Callable[[Point], Any],
+    *,
+    look: Mapping[str, Any],
+    texts_of: Callable[[Point], str] | None = None,
+    evenly: bool = False,
+    **options: Any,
+) -> Chart:
+    """A line a number, with the checkpoints as places of a slider; the colour bar has numbers, or them `evenly`."""
+    steps = spread(steps_of(points), FRAMES)
+    by_line = dict(sorted(grouped(framed(points, steps), lines.of).items()))
+    series = []
+    for (number, part), color in zip(by_line.items(), colors_of(lines.stops, len(by_line)), strict=True):
+        told: dict[str, Any] = {"texts": [*map(texts_of, part)]} if texts_of else {}
+        told |= {"name": lines.text.format(number), "color": color, "mark": "circle", **look}
+        series.append(series_of(part, [*map(at, part)], frame=[steps.index(p.step) for p in part], **told))
+    numbers = [*by_line]
+    bar = color_bar(lines.title, lines.stops, numbers)
+    if evenly:
+        bar = color_bar(lines.title, lines.stops, range(len(numbers)), [count(number) for number in numbers])
+    return Chart(series=series, bar=bar, frames=steps, **options)
 
 
 # ------------------------------------------------------------------------------------------------ parts
@@ -312,10 +301,11 @@ def framed(points: Sequence[Point], steps: Sequence[int]) -> list[Point]:
     return sorted((p for p in points if p.step in {*steps}), key=lambda point: point.step)
 
 
-def unbroken(by_number: Mapping[int, Point]) -> tuple[list[Point | None], list[int]]:
+def unbroken(points: Iterable[Point], number: str) -> tuple[list[Point | None], list[int]]:
     """Returns points by whole numbers, and these from the first to the last; None where one is missing."""
+    by_number = {point.number(number) or 0: point for point in points}
     numbers = [*range(min(by_number), max(by_number) + 1)]
-    return [by_number.get(number) for number in numbers], numbers
+    return [by_number.get(each) for each in numbers], numbers
 
 
 def fixed_ends(
@@ -337,16 +327,26 @@ def plain(points: Iterable[Point]) -> list[Point]:
     return [point for point in points if point.other_layer is None and not is_placed(point)]
 
 
-def _references(points: Sequence[Point]) -> dict[Any, list[Point]]:
+def numbered_by(points: Iterable[Point]) -> str:
+    """Returns what numbers the places of points on an axis: layers, or distances where there are none."""
+    return "layer" if any(point.layer is not None for point in points) else "distance"
+
+
+def numbered(points: Iterable[Point], number: str) -> list[Point]:
+    """Returns the points that have a place, without those to compare with."""
+    return [point for point in points if point.number(number) is not None and point.reference is None]
+
+
+def references(points: Iterable[Point]) -> dict[Any, list[Point]]:
     return grouped((point for point in points if point.reference is not None), lambda point: point.reference)
 
 
-def _compared(points: list[Point], text: str, dash: str) -> list[Series]:
-    """Something to compare with over the layers, at the last checkpoint."""
-    layered = [point for point in points if point.layer is not None]
-    if not layered:
-        return []
-    last = max(point.step for point in layered)
-    by_layer, layers = unbroken({point.layer or 0: point for point in layered if point.step == last})
-    look: dict[str, Any] = {"name": text, "color": MUTED, "dash": dash, "width": 1.6, "legend": True, "interval": ""}
-    return [series_of(by_layer, layers, **look)]
+def beside(
+    metric: str, tags: Mapping[str, Any], baselines: Sequence[str], controls: Sequence[str], chosen: Chosen
+) -> list[tuple[str, str, Chosen]]:
+    """Returns what a profile is compared with: a text, a metric and its options for each."""
+    others: list[tuple[str, str, Chosen]] = [(look_up(name).title_beside, name, chosen) for name in baselines]
+    for control in controls:
+        options: Chosen = {**chosen, "tags": {**tags, "control": control}}
+        others.append((tag_text({"control": control}), metric, options))
+    return others

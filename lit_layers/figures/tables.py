@@ -92,18 +92,15 @@ def select(
         InputError: for rows that an audit found suspect, unless they are allowed.
         ValueError: where there are none, or they are of more than one analysis, run or settings.
     """
-    table: Any = frame
-    rows = table[table["metric"] == metric]
-    if analysis is not None:
-        rows = rows[rows["analysis"] == analysis]
+    rows = rows_of(frame, metric, analysis)
     if over_steps or rows["step"].notna().any():
         rows = rows[rows["step"].notna()]
     points = matching(_points(rows), tags or {})
     if not points:
-        known = ", ".join(sorted(table["metric"].unique())) or "none"
+        recorded = ", ".join(sorted(frame["metric"].unique())) or "none"
         where = "".join([f" of {analysis}" if analysis else "", f" with {tag_text(dict(tags))}" if tags else ""])
         where += " that have a step" if over_steps else ""
-        raise ValueError(f"no rows of metric {metric!r}{where}; metrics in this table: {known}")
+        raise ValueError(f"no rows of metric {metric!r}{where}; metrics in this table: {recorded}")
     if not allow_suspect:
         _refuse_suspects(rows)
     for column in ("analysis", "run", "settings"):
@@ -111,6 +108,12 @@ def select(
         if len(found) > 1:
             raise ValueError(f"metric {metric!r} is in more than one {column}: {', '.join(found)}; choose one")
     return points
+
+
+def rows_of(frame: pd.DataFrame, metric: str, analysis: str | None = None) -> Any:
+    """Returns the rows of one metric, of one analysis where that is given."""
+    rows: Any = frame[frame["metric"] == metric]
+    return rows if analysis is None else rows[rows["analysis"] == analysis]
 
 
 def _refuse_suspects(rows: Any) -> None:

@@ -11,7 +11,7 @@ import pandas as pd
 from lit_layers.figures.axes import Axis, AxisName, Training
 from lit_layers.figures.chart import Chart, Series
 from lit_layers.figures.labels import tag_text
-from lit_layers.figures.profiles import color_bar, level, levels_of, plain, series_of, value_axis
+from lit_layers.figures.profiles import color_bar, level, levels_of, plain, references, series_of, value_axis
 from lit_layers.figures.tables import (
     ORDINALS,
     Chosen,
@@ -78,17 +78,16 @@ def emergence_curves(
             curves.line(part, f"{ordinal} {number}", color)
         bar = color_bar(ordinal.capitalize(), DEPTH, list(by_number))
         values = [point for point in values if point.layer is None and point.number(ordinal) is None]
-    references = grouped((p for p in points if p.reference is not None), lambda point: point.reference)
-    in_legend = ordinal is not None or bool(references or compared) or look_up(metric).level is not None
+    dashed = references(points)
+    in_legend = ordinal is not None or bool(dashed or compared) or look_up(metric).level is not None
     colors = curves.whole(values, "Whole model" if ordinal else look_up(metric).title, in_legend=in_legend)
-    for index, (name, part) in enumerate(references.items()):
+    for index, (name, part) in enumerate(dashed.items()):
         curves.dashed(part, tag_text({"reference": name}), dash=DASHED[index % len(DASHED)])
     for name, part in compared.items():
         title = look_up(name).title_beside
         for text, variant in _variants(part):
             curves.dashed(variant, f"{title}, {text}" if text else title, color=colors.get(text, MUTED))
-    for value, text in levels_of(metric):
-        curves.series.append(level(curves.training.steps, value, text, dash="dot", **curves.dashed_marks))
+    curves.series += levels_of(metric, curves.training.steps, dash="dot", **curves.dashed_marks)
     height = 370 if bar is not None and any(series.legend for series in curves.series) else 340
     return curves.chart(title_of(metric, tags), value_axis(metric), axis, bar=bar, height=height)
 
@@ -138,12 +137,7 @@ class Curves:
         self.series.append(series_of((by_step.get(step) for step in steps), steps, **look))
 
 
-def stages_over_training(
-    frame: pd.DataFrame,
-    *,
-    axis: AxisName = "step",
-    **chosen: Unpack[Chosen],
-) -> Chart:
+def stages_over_training(frame: pd.DataFrame, *, axis: AxisName = "step", **chosen: Unpack[Chosen]) -> Chart:
     """Returns how many layers are beginning, middle and ending over training; the untrained model stands apart.
 
     Raises:

@@ -12,7 +12,7 @@ from lit_layers.figures.labels import tag_text
 from lit_layers.figures.maps import colored, tabled
 from lit_layers.figures.models import color_of, short_names, symbol_of
 from lit_layers.figures.profiles import FRAMES, fixed_ends, framed, level, series_of, value_axis
-from lit_layers.figures.tables import Chosen, Point, grouped, steps_of, title_of
+from lit_layers.figures.tables import Chosen, Point, grouped, rows_of, steps_of, title_of
 from lit_layers.figures.theme import INK, MISSING, rounded, spread
 from lit_layers.figures.training import Curves
 from lit_layers.figures.variant_scores import (
@@ -44,12 +44,7 @@ _TICKS = 12
 
 
 def variant_curves(
-    frame: pd.DataFrame,
-    metric: str,
-    *,
-    split: str | None = None,
-    best_loops: bool = False,
-    **chosen: Unpack[Chosen],
+    frame: pd.DataFrame, metric: str, *, split: str | None = None, best_loops: bool = False, **chosen: Unpack[Chosen]
 ) -> Chart:
     """Returns a metric over the number M of middle blocks that are changed, one line a variant, a slider over steps.
 
@@ -104,11 +99,7 @@ def variant_curves(
     )
 
 
-def block_curves(
-    frame: pd.DataFrame,
-    metric: str,
-    **chosen: Unpack[Chosen],
-) -> Chart:
+def block_curves(frame: pd.DataFrame, metric: str, **chosen: Unpack[Chosen]) -> Chart:
     """Returns a metric over the blocks that are skipped alone, or switched with the next one, a slider over steps.
 
     Dashed is the full model.
@@ -137,11 +128,7 @@ def block_curves(
     )
 
 
-def loop_map(
-    frame: pd.DataFrame,
-    metric: str,
-    **chosen: Unpack[Chosen],
-) -> Chart:
+def loop_map(frame: pd.DataFrame, metric: str, **chosen: Unpack[Chosen]) -> Chart:
     """Returns a metric over the number M of middle blocks (across) and of loops (up), with a slider over the steps.
 
     One loop is `parallel`. Dots mark the best number of loops of each M; bright is better; grey was not measured.
@@ -281,13 +268,7 @@ def _texts_beside(front: Sequence[Any], points: Sequence[Point], at: Mapping[Any
     return texts
 
 
-def models_by_middle(
-    frame: pd.DataFrame,
-    metric: str,
-    *,
-    variant: str,
-    **chosen: Unpack[Chosen],
-) -> Chart:
+def models_by_middle(frame: pd.DataFrame, metric: str, *, variant: str, **chosen: Unpack[Chosen]) -> Chart:
     """Returns a metric of one variant over the number M of middle blocks (or over blocks), a line for each model.
 
     Dashed in a model's colour is the full model. Each model's last checkpoint is drawn.
@@ -296,10 +277,7 @@ def models_by_middle(
         InputError: for suspect checkpoints, unless they are allowed.
         ValueError: where no model has values of this variant, or as in `variant_curves`.
     """
-    table: Any = frame
-    rows = table[table["metric"] == metric]
-    if (analysis := chosen.get("analysis")) is not None:
-        rows = rows[rows["analysis"] == analysis]
+    rows = rows_of(frame, metric, chosen.get("analysis"))
     series: list[Series] = []
     middles: set[int] = set()
     loops: set[int] = set()
@@ -329,11 +307,7 @@ def models_by_middle(
     )
 
 
-def schedule_scores(
-    frame: pd.DataFrame,
-    metric: str,
-    **chosen: Unpack[Chosen],
-) -> Chart:
+def schedule_scores(frame: pd.DataFrame, metric: str, **chosen: Unpack[Chosen]) -> Chart:
     """Returns a metric of schedules of one's own as dots, a row each, with 95% intervals, at the last checkpoint.
 
     Raises:

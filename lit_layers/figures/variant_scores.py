@@ -61,11 +61,7 @@ def variant_name(variant: str) -> str:
 
 
 def variant_points(
-    frame: pd.DataFrame,
-    metric: str,
-    *,
-    split: str | None = None,
-    **chosen: Unpack[Chosen],
+    frame: pd.DataFrame, metric: str, *, split: str | None = None, **chosen: Unpack[Chosen]
 ) -> list[Point]:
     """Returns the points of a metric that tell of a variant; single random orders and medians are left out.
 
