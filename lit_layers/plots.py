@@ -9,7 +9,7 @@ import pandas as pd
 
 from lit_layers.figures import *  # noqa: F403
 from lit_layers.figures import __all__ as _figures
-from lit_layers.figures import maps, models, profiles, variant_figures
+from lit_layers.figures import maps, models, profiles
 from lit_layers.figures.chart import Chart, Panels
 from lit_layers.figures.tables import change_table, model_table, rows_of, variants
 from lit_layers.figures.task_means import with_task_means, with_task_medians
@@ -24,15 +24,10 @@ __all__ = [
     "variants",
     "with_task_means",
     "with_task_medians",
-    "write_block_curves",
     "write_concept_map",
-    "write_front",
     "write_layer_curves",
-    "write_loop_map",
     "write_sample_sizes",
     "write_surface",
-    "write_variant_curves",
-    "write_variants_over_training",
 ]
 
 _PANELS = 3
@@ -73,31 +68,6 @@ def write_sample_sizes(frame: pd.DataFrame, path: str | Path, metric: str = "acc
 def write_concept_map(frame: pd.DataFrame, path: str | Path, metric: str = "concept_alignment", **options: Any) -> None:
     """Writes `concept_map`, a panel for each of up to three checkpoints, or for each model without steps."""
     _side_by_side(maps.concept_map, frame, metric, options).write(path)
-
-
-def write_variant_curves(frame: pd.DataFrame, path: str | Path, metric: str, **options: Any) -> None:
-    """Writes `variant_curves` at the last checkpoint."""
-    variant_figures.variant_curves(frame, metric, **options).write(path)
-
-
-def write_block_curves(frame: pd.DataFrame, path: str | Path, metric: str, **options: Any) -> None:
-    """Writes `block_curves` at the last checkpoint."""
-    variant_figures.block_curves(frame, metric, **options).write(path)
-
-
-def write_loop_map(frame: pd.DataFrame, path: str | Path, metric: str, **options: Any) -> None:
-    """Writes `loop_map` at the last checkpoint."""
-    variant_figures.loop_map(frame, metric, **options).write(path)
-
-
-def write_variants_over_training(frame: pd.DataFrame, path: str | Path, metric: str, **options: Any) -> None:
-    """Writes `variants_over_training`."""
-    variant_figures.variants_over_training(frame, metric, **options).write(path)
-
-
-def write_front(frame: pd.DataFrame, path: str | Path, metric: str, **options: Any) -> None:
-    """Writes `quality_front`."""
-    variant_figures.quality_front(frame, metric, **options).write(path)
 
 
 def titled(chart: Chart, metric: str, analysis: str | None) -> Chart:

@@ -163,17 +163,14 @@ def test_figures_refuse_what_they_cannot_show(tmp_path: Path):
     with pytest.raises(InputError, match="suspect step 8"):
         plots.variant_curves(suspect, "variant_loss")
     with pytest.raises(ValueError, match="ends in .png, .svg, .pdf, got '.gif'"):
-        plots.write_variant_curves(middle, tmp_path / "a.gif", "variant_loss")
+        plots.variant_curves(middle, "variant_loss").write(tmp_path / "a.gif")
 
 
-OF_VARIANTS = (
-    *("variant_curves", "loop_map", "block_curves", "schedule_scores"),
-    *("write_variant_curves", "write_loop_map", "write_block_curves"),
-)
+OF_VARIANTS = ("variant_curves", "loop_map", "block_curves", "schedule_scores")
 SUSPECT_FIGURES = {
     **{name: {} for name in OF_VARIANTS},
-    **{name: {"middle": 3} for name in ("variants_over_training", "write_variants_over_training")},
-    **{name: {"cost": "latency", "cost_analysis": "interventions"} for name in ("quality_front", "write_front")},
+    "variants_over_training": {"middle": 3},
+    "quality_front": {"cost": "latency", "cost_analysis": "interventions"},
     "models_by_middle": {"variant": "skip"},
     "similarity_matrix": {"metric": "layer_cka"},
     "stages_over_training": {"metric": None},
@@ -434,16 +431,16 @@ def test_pictures_are_equal_for_equal_numbers(tmp_path: Path):
     frame = records.frame(tmp_path / "run" / "measurements.jsonl")
     cost = {"cost_tags": {"execution": "loop"}, "analysis": "interventions"}
     drawn = {
-        "middle": (plots.write_variant_curves, {"best_loops": True}, "Looped parallel, best k"),
-        "loops": (plots.write_loop_map, {}, "Number of middle blocks in the loop (M)"),
-        "blocks": (plots.write_block_curves, {}, "Switch with the next"),
-        "training": (plots.write_variants_over_training, {"middle": 3}, "M = 3"),
-        "front": (plots.write_front, cost, "Pareto front"),
+        "middle": (plots.variant_curves, {"best_loops": True}, "Looped parallel, best k"),
+        "loops": (plots.loop_map, {}, "Number of middle blocks in the loop (M)"),
+        "blocks": (plots.block_curves, {}, "Switch with the next"),
+        "training": (plots.variants_over_training, {"middle": 3}, "M = 3"),
+        "front": (plots.quality_front, cost, "Pareto front"),
     }
-    for name, (write, options, text) in drawn.items():
-        write(frame, tmp_path / f"{name}.svg", "variant_accuracy", **options)
+    for name, (draw, options, text) in drawn.items():
+        draw(frame, "variant_accuracy", **options).write(tmp_path / f"{name}.svg")
         assert text in (tmp_path / f"{name}.svg").read_text(), name
-    plots.write_variant_curves(frame, tmp_path / "again.svg", "variant_accuracy", best_loops=True)
+    plots.variant_curves(frame, "variant_accuracy", best_loops=True).write(tmp_path / "again.svg")
     assert (tmp_path / "again.svg").read_bytes() == (tmp_path / "middle.svg").read_bytes()
-    plots.write_variant_curves(frame, tmp_path / "a.png", "variant_loss")
+    plots.variant_curves(frame, "variant_loss").write(tmp_path / "a.png")
     assert (tmp_path / "a.png").stat().st_size > 10_000

@@ -5,6 +5,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Unpack
 
+import numpy as np
 import pandas as pd
 
 from lit_layers.figures.axes import Axis, AxisName, Training
@@ -190,17 +191,11 @@ class Surface:
 
     def best(self) -> tuple[list[int | None], list[bool]]:
         """The best layer from 1 on at each step (None without any), and whether layer 0 is better than that."""
-        layers: list[int | None] = []
-        beaten: list[bool] = []
-        sign = 1 if self.higher_is_better else -1
-        for column in range(len(self.steps)):
-            scores = {n: sign * row[column] for n, row in zip(self.layers, self.values, strict=True)}
-            finite = {layer: score for layer, score in scores.items() if math.isfinite(score)}
-            blocks = {layer: score for layer, score in finite.items() if layer > 0}
-            best = max(blocks, key=lambda layer: blocks[layer]) if blocks else None
-            layers.append(best)
-            beaten.append(0 in finite and (best is None or finite[0] > blocks[best]))
-        return layers, beaten
+        values = np.asarray(self.values, dtype=float)
+        scores = np.where(np.isfinite(values), values if self.higher_is_better else -values, -math.inf)
+        blocks = np.where(np.asarray(self.layers)[:, None] > 0, scores, -math.inf)
+        best = [int(n) if math.isfinite(top) else None for n, top in zip(blocks.argmax(0), blocks.max(0), strict=True)]
+        return best, (scores[0] > blocks.max(0)).tolist()
 
 
 def read_surface(
@@ -309,16 +304,6 @@ def colored(metric: str, values: Sequence[Sequence[float]], *, reverse: bool = F
 # ------------------------------------------------------------------------------------------------ categories
 
 
-@dataclass(frozen=True)
-class Row:
-    """A row of the map: a category, the mean over all of them (no category), or the name of a group (no points)."""
-
-    text: str
-    full: str
-    category: tuple[str, str] | None = None  # id and name
-    is_heading: bool = False
-
-
 def concept_map(frame: pd.DataFrame, metric: str = "concept_alignment", **chosen: Unpack[Chosen]) -> Chart:
     """Returns a metric of categories (tag `category`) per layer as one heat map, with a slider over the checkpoints.
 
@@ -338,15 +323,15 @@ def concept_map(frame: pd.DataFrame, metric: str = "concept_alignment", **chosen
     layers = sorted({point.layer for point in points if point.layer is not None})
     full = rounded([_largest(points)], 3)[0] or 1.0
     steps = spread(steps_of(points), FRAMES)
+    keys = [key for *_, key in rows]
     by_step = grouped(points, lambda point: point.step)
-    keys = [None if row.is_heading else (row.category,) for row in rows]
-    values = [tabled({((_category(p),), p.layer): p.value for p in by_step[step]}, keys, layers) for step in steps]
+    values = [tabled({(_category(p), p.layer): p.value for p in by_step[step]}, keys, layers) for step in steps]
     numbers = [*range(len(rows))]
-    strong = [n for n in numbers if rows[n].is_heading]
-    beside = {n: row.text for n, row in enumerate(rows)}
+    strong = [n for n in numbers if keys[n] == _HEADING]
+    beside = {n: text for n, (text, *_) in enumerate(rows)}
     shown = {layer: str(layer) for layer in spread(layers, _TICKS)}
     look: dict[str, Any] = {"ends": (-full, full), "scheme": DIVERGING, "flat": True, "hover": "layer {x}\n{t}"}
-    texts = [row.full for row in rows]
+    texts = [full_text for _, full_text, _ in rows]
     return Chart(
         title=title_of(metric, tags),
         x=Axis(title="Layer", keys=layers, labels=shown, grid=False),
@@ -357,25 +342,25 @@ def concept_map(frame: pd.DataFrame, metric: str = "concept_alignment", **chosen
     )
 
 
-def _rows(points: Sequence[Point]) -> Iterator[Row]:
-    """From the top: the mean, then each group and its categories in order."""
+_HEADING = ("", "")  # of a row that has no values: the name of a group
+
+
+def _rows(points: Sequence[Point]) -> Iterator[tuple[str, str, tuple[str, str] | None]]:
+    """From the top: the mean, then each group and its categories in order: text, text in full, and category."""
     if any(CATEGORY not in point.tags for point in points):
-        yield Row("Mean", "Mean over all categories")
+        yield "Mean", "Mean over all categories", None
     groups = {key: str(point.tags.get("group", "")) for point in points if (key := _category(point)) is not None}
     by_group = grouped(sorted(groups), lambda key: groups[key])
     for group, keys in by_group.items():
         if group and len(by_group) > 1:
-            yield Row(sentence(group), "", is_heading=True)
+            yield sentence(group), "", _HEADING
         for number, name in keys:
             full = ", ".join(filter(None, [" ".join(filter(None, [number, name])), group.replace("_", " ")]))
-            yield Row(_short(name), full, (number, name))
+            text = name.replace("_", " ")
+            text = text if len(text) <= _LONGEST else text[: _LONGEST - 1].rstrip() + "\N{HORIZONTAL ELLIPSIS}"
+            yield text, full, (number, name)
 
 
 def _category(point: Point) -> tuple[str, str] | None:
     tags = point.tags
     return (str(tags.get("category_id", "")), str(tags[CATEGORY])) if CATEGORY in tags else None
-
-
-def _short(name: str) -> str:
-    name = name.replace("_", " ")
-    return name if len(name) <= _LONGEST else name[: _LONGEST - 1].rstrip() + "\N{HORIZONTAL ELLIPSIS}"
