@@ -16,8 +16,8 @@ from lit_layers.data import GivenTexts
 from lit_layers.metrics import METRICS, Metric, look_up
 from lit_layers.models.view import LayeredModel
 from lit_layers.records import Measurement, Record
-from lit_layers.report import facts, probe_sections, sections, wandb_mirror, write_report
-from lit_layers.report.figure_files import write_pictures
+from lit_layers.report import facts, sections, wandb_mirror, write_report
+from lit_layers.report.rendering import write_pictures
 from lit_layers.tasks.benchmark_scores import BenchmarkScores
 from lit_layers.tasks.glue_rows import GLUE
 from lit_layers.training.run_log import RunLog
@@ -121,9 +121,7 @@ def with_brier(root, steps: tuple[int | None, ...] = (0, 8)) -> None:
 
 def titles(root) -> list[str]:
     run = facts.read_run(root)
-    (section,) = sections.sections(
-        records.frame(run.measurements), sections.metric_block, probe_sections.section_blocks
-    )
+    (section,) = sections.sections(records.frame(run.measurements))
     return [block["title"] for block in section["metrics"]]
 
 

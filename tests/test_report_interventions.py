@@ -15,7 +15,7 @@ from lit_layers.figures.labels import tag_text
 from lit_layers.metrics import look_up
 from lit_layers.records import Measurement, Record
 from lit_layers.report import variant_sections, write_report
-from lit_layers.report.figure_files import write_pictures
+from lit_layers.report.rendering import write_pictures
 from lit_layers.report.wandb_mirror import _points
 from tests.support import variant_results
 from tests.support.charts import PageFigure, page_figures

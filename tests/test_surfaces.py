@@ -15,7 +15,7 @@ from lit_layers.figures.maps import read_surface
 from lit_layers.figures.theme import MISSING
 from lit_layers.records import Measurement, Record
 from lit_layers.report import write_report
-from lit_layers.report.figure_files import write_pictures
+from lit_layers.report.rendering import write_pictures
 from tests.support.charts import axis, place
 from tests.support.layer_scores import DOMAINS, TASKS, add
 

@@ -54,7 +54,7 @@ def report(
         records.export(records.frame(run.measurements), export)
         print(export)
     if pictures is not None:
-        from lit_layers.report.figure_files import write_pictures
+        from lit_layers.report.rendering import write_pictures
 
         print(*write_pictures(root, pictures, allow_suspect=allow_suspect, settings=chosen), sep="\n")
     print(write_report(root, out, allow_suspect=allow_suspect, settings=chosen))

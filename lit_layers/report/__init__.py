@@ -1,7 +1,35 @@
 """What a run tells: one self-contained HTML page, and a mirror of its numbers at W&B."""
 
-from lit_layers.report.html import write_report
+from pathlib import Path
+
+from lit_layers.errors import InputError
+from lit_layers.identity import Settings
 from lit_layers.report.wandb_aside import MirrorAside
 from lit_layers.report.wandb_mirror import WandbMirror
 
 __all__ = ["MirrorAside", "WandbMirror", "write_report"]
+
+
+def write_report(
+    root: str | Path, out: str | Path | None = None, *, allow_suspect: bool = False, settings: Settings = ()
+) -> Path:
+    """Writes a run's page, by default `root/report.html`, whole or not at all, and returns its path.
+
+    The page opens anywhere, without a network. Whatever an interrupted run has left is drawn. A folder whose
+    measurements all lack a step compares their models; in a run's folder they are counted, not drawn. Checkpoints that
+    an audit found suspect are left out of all curves and tables, unless `allow_suspect`; the page names them either
+    way. So it does numbers of other settings than its curves have, of which `settings` chooses
+    (`lit_layers.identity`).
+
+    Raises:
+        InputError: where `root` is no run's folder, one of its files is corrupt, the page cannot be written, or
+            vl-convert-python or jinja2 is not installed.
+    """
+    try:  # here, so that a training process without them can import this package
+        from lit_layers.report.rendering import write_page
+
+        return write_page(root, out, allow_suspect=allow_suspect, settings=settings)
+    except ImportError as error:
+        raise InputError(
+            f"a report needs {error.name}: pip install vl-convert-python jinja2, then run `lit-layers report {root}`"
+        ) from error

@@ -12,6 +12,7 @@ from lit_layers import records
 from lit_layers.errors import InputError
 from lit_layers.figures.labels import DASH, count, listing
 from lit_layers.figures.models import short_names
+from lit_layers.figures.tables import grouped
 from lit_layers.identity import ALL, LAST, Settings, divided, settings_of, short
 from lit_layers.metrics import sentence
 from lit_layers.records import Measurement
@@ -94,29 +95,23 @@ def read_run(root: str | Path, *, settings: Settings = ()) -> RunData:
 def other_settings(run: RunData) -> list[str]:
     """Returns for each analysis that was measured with several settings which is shown, and which others there are."""
     chosen = {(m.run, m.analysis): short(settings_of(m)) for m in run.measurements if m.error is None}
-    found: dict[tuple[str, str], dict[str, list[str]]] = {}
-    for m in run.others:
-        found.setdefault((m.run, m.analysis), {}).setdefault(short(settings_of(m)), []).append(run.place(m))
     sentences = []
-    for (name, analysis), others in found.items():
+    for (name, analysis), measured in grouped(run.others, lambda m: (m.run, m.analysis)).items():
         whose = f" of {run.models[name]}" if run.compares_models else ""
-        listed = [
-            settings if run.compares_models else f"{settings} at {listing('step', places, most=8)}"
-            for settings, places in others.items()
+        by_settings = grouped(measured, lambda m: short(settings_of(m)))
+        others = [
+            settings if run.compares_models else f"{settings} at {listing('step', map(run.place, these), most=8)}"
+            for settings, these in by_settings.items()
         ]
-        sentences.append(f"{analysis}{whose}: {chosen.get((name, analysis), 'none')} is shown, not {'; '.join(listed)}")
+        sentences.append(f"{analysis}{whose}: {chosen.get((name, analysis), 'none')} is shown, not {'; '.join(others)}")
     return sentences
 
 
 def suspects(run: RunData) -> dict[str, list[str]]:
     """Returns the steps (or models) that an audit found suspect, by its verdict."""
-    found: dict[str, list[str]] = {}
-    for m in run.measurements:
-        if records.is_suspect(m):
-            places = found.setdefault(m.provenance[records.AUDIT].removeprefix("suspect: "), [])
-            if run.place(m) not in places:
-                places.append(run.place(m))
-    return found
+    suspect = [m for m in run.measurements if records.is_suspect(m)]
+    by_verdict = grouped(suspect, lambda m: m.provenance[records.AUDIT].removeprefix("suspect: "))
+    return {verdict: list(dict.fromkeys(map(run.place, these))) for verdict, these in by_verdict.items()}
 
 
 def headline_facts(run: RunData) -> list[tuple[str, str]]:
@@ -130,23 +125,24 @@ def headline_facts(run: RunData) -> list[tuple[str, str]]:
     planned = about.get("max_steps")
     unfinished = planned is not None and last is not None and last < planned
     checkpoints = 0 if run.compares_models else len({m.step for m in run.measurements})
-    depths = {max(known, default=0) for known in _layers(run).values()}
+    numbers = lambda m: (n for r in m.records for n in (r.layer, r.other_layer) if n is not None)  # noqa: E731
+    models = grouped(run.measurements, lambda m: m.run) if run.compares_models else {}
+    depths = {max((n for m in own for n in numbers(m)), default=0) for own in models.values()}
     devices = distinct(m.provenance.get("device") for m in run.measurements if m.provenance.get("device"))
+    device = " ".join(str(about[name]) for name in ("device", "precision") if about.get(name))
+    seconds = wall_seconds(run)
+    layers = f"{min(depths)} to {max(depths)}" if len(depths) > 1 else "".join(str(n) for n in depths if n)
     found = [
         ("Models", str(len(run.models)) if run.models else ""),
-        ("Layers", _range(depths) if run.models else ""),
+        ("Layers", layers),
         ("Model", str(model.get("class", ""))),
         ("Parameters", count(model.get("parameters"))),
         ("Steps", "" if last is None else f"{last:,}" + (f" of {planned:,}" if unfinished else "")),
         ("Tokens", count(max(tokens)) if tokens else ""),
         ("Checkpoints measured", str(checkpoints) if checkpoints else ""),
         ("Data", str(data.get("corpus") or data.get("source") or "")),
-        (
-            "Device",
-            " ".join(str(about[name]) for name in ("device", "precision") if about.get(name))
-            or (", ".join(devices) if run.models else ""),
-        ),
-        ("Wall time", duration(seconds) if (seconds := wall_seconds(run)) is not None else ""),
+        ("Device", device or (", ".join(devices) if run.models else "")),
+        ("Wall time", duration(seconds) if seconds is not None else ""),
         ("Started", _date(about.get("started"))),
     ]
     return [(name, value) for name, value in found if value]
@@ -160,31 +156,14 @@ def wall_seconds(run: RunData) -> float | None:
 def cost(run: RunData) -> list[dict[str, Any]]:
     """Returns for each analysis how often it ran, for how long, and its share of the wall time where that is known."""
     wall = wall_seconds(run)
-    rows = []
-    for analysis in dict.fromkeys(m.analysis for m in run.measurements):
-        seconds = [m.seconds for m in run.measurements if m.analysis == analysis]
-        share = sum(seconds) / wall if wall else None
-        rows.append({"name": section_title(analysis), "times": len(seconds), "seconds": sum(seconds), "share": share})
-    rows.append({"name": "All analyses", "times": None, "seconds": sum(row["seconds"] for row in rows)})
-    rows[-1]["share"] = rows[-1]["seconds"] / wall if wall else None
+    seconds = {name: [m.seconds for m in own] for name, own in grouped(run.measurements, lambda m: m.analysis).items()}
+    rows: list[tuple[str, int | None, float]] = [
+        (section_title(name), len(own), sum(own)) for name, own in seconds.items()
+    ]
+    rows.append(("All analyses", None, sum(sum(own) for own in seconds.values())))
     if saving := run.about.get("checkpoint_seconds"):
-        share = saving / wall if wall else None
-        rows.append({"name": "Saving checkpoints", "times": None, "seconds": saving, "share": share})
-    return rows
-
-
-def _layers(run: RunData) -> dict[str, list[int]]:
-    """The layers that each model has numbers of."""
-    found: dict[str, list[int]] = {}
-    for m in run.measurements if run.compares_models else ():
-        known = (number for record in m.records for number in (record.layer, record.other_layer))
-        found.setdefault(m.run, []).extend(number for number in known if number is not None)
-    return found
-
-
-def _range(numbers: set[int]) -> str:
-    low, high = min(numbers), max(numbers)
-    return "" if not high else str(high) if low == high else f"{low} to {high}"
+        rows.append(("Saving checkpoints", None, saving))
+    return [{"name": n, "times": t, "seconds": s, "share": s / wall if wall else None} for n, t, s in rows]
 
 
 def duration(seconds: float) -> str:
@@ -233,19 +212,17 @@ def provenance(run: RunData) -> dict[str, Any]:
     """
     names = dict.fromkeys(name for m in run.measurements for name in m.provenance)
     own = [name for name in names if _is_of_checkpoint(name, run)]
-    found = {name: _values(name, run.measurements) for name in names if name not in own}
-    shared = {name: values[0] for name, values in found.items() if len(values) == 1}
-    analyses = {}
-    for mine in _by_analysis(run):
-        analyses[mine[0].analysis] = {name: _differing(name, mine, run) for name in found if name not in shared}
-    about = {name: value for name, value in run.about.items() if name != "config"}
-    return {
-        "shared": shared,
-        "analyses": analyses,
-        "checkpoints": _checkpoints(run, own),
-        "run": about,
-        "config": run.about.get("config"),
+    values = {name: _values(name, run.measurements) for name in names if name not in own}
+    shared = {name: those[0] for name, those in values.items() if len(those) == 1}
+    others = [name for name in values if name not in shared]
+    analyses = {
+        analysis: {name: _differing(name, these, run) for name in others}
+        for analysis, these in grouped(run.measurements, lambda m: m.analysis).items()
     }
+    about = {name: value for name, value in run.about.items() if name != "config"}
+    checkpoints = _checkpoints(run, own)
+    config = run.about.get("config")
+    return {"shared": shared, "analyses": analyses, "checkpoints": checkpoints, "run": about, "config": config}
 
 
 def shortened(text: str) -> str:
@@ -285,24 +262,15 @@ def _is_of_checkpoint(name: str, run: RunData) -> bool:
     """Whether something is told by checkpoint: by its kind, or as it differs between checkpoints and never within."""
     if name in (*_OF_CHECKPOINT[1:], *_LAST):
         return True
-    if all(len(_values(name, mine)) < 2 for mine in _by_analysis(run)):
+    analyses = grouped(run.measurements, lambda m: m.analysis).values()
+    if all(len(_values(name, these)) < 2 for these in analyses):
         return False  # it differs between analyses, which not every checkpoint has
-    within = [_values(name, measurements) for measurements in _by_checkpoint(run)]
+    within = [_values(name, these) for these in _by_checkpoint(run)]
     return not any(len(values) > 1 or isinstance(value, dict) for values in within for value in values)
 
 
 def _by_checkpoint(run: RunData) -> list[list[Measurement]]:
-    found: dict[Any, list[Measurement]] = {}
-    for m in run.measurements:
-        found.setdefault(m.run if run.compares_models else m.step, []).append(m)
-    return list(found.values())
-
-
-def _by_analysis(run: RunData) -> list[list[Measurement]]:
-    found: dict[str, list[Measurement]] = {}
-    for m in run.measurements:
-        found.setdefault(m.analysis, []).append(m)
-    return list(found.values())
+    return list(grouped(run.measurements, lambda m: m.run if run.compares_models else m.step).values())
 
 
 def _values(name: str, measurements: Iterable[Measurement]) -> list[Any]:

@@ -1,19 +1,42 @@
-"""A run's page as text: the facts, tables and figures of a run put into the template."""
+"""The page of a run, or of models side by side: its facts, tables and figures; and its figures as pictures."""
 
 import math
+import re
 import shlex
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pandas as pd
 
 from lit_layers import records
+from lit_layers.durable import replace_file
+from lit_layers.errors import InputError
+from lit_layers.figures import Chart
 from lit_layers.figures.labels import listing, value, whole
-from lit_layers.figures.tables import change_table, model_table
+from lit_layers.figures.tables import change_table, grouped, model_table
 from lit_layers.figures.task_means import with_task_means, with_task_medians
+from lit_layers.figures.vega import SUFFIXES, write_charts
+from lit_layers.identity import Settings
 from lit_layers.metrics import look_up
-from lit_layers.report import facts, probe_sections, sections, variant_sections
+from lit_layers.report import facts, sections, variant_sections
 from lit_layers.report.template import Feed, fill, placed
+
+_LONG = 120  # characters of a file name
+
+
+def write_page(root: str | Path, out: str | Path | None, *, allow_suspect: bool, settings: Settings) -> Path:
+    """Writes the page of a folder, as `lit_layers.report.write_report` says, and returns its path."""
+    run = facts.read_run(root, settings=settings)
+    page = render(run, allow_suspect=allow_suspect)
+    out = Path(out) if out is not None else run.root / "report.html"
+    try:
+        replace_file(out, page)
+    except OSError as error:
+        reason = (error.strerror or str(error)).lower()
+        raise InputError(f"cannot write {out}: {reason}; --out names another place") from error
+    return out
 
 
 def render(run: facts.RunData, *, allow_suspect: bool = False) -> str:
@@ -23,28 +46,34 @@ def render(run: facts.RunData, *, allow_suspect: bool = False) -> str:
     feed = Feed()
     training = placed(sections.training(run), feed)
     shown = [{**section, "metrics": placed(section["metrics"], feed)} for section in shown]
+    suspects = facts.suspects(run)
+    runs = list(dict.fromkeys(frame["run"])) if comparing else []
     return fill(
         "run.html.jinja",
         feed,
         title=run.name,
         run=run,
         facts=facts.headline_facts(run),
-        changes=[] if comparing else _changes(change_table(frame)),
-        results=_results(model_table(frame), list(dict.fromkeys(frame["run"]))) if comparing else [],
-        compared=[run.models[name] for name in dict.fromkeys(frame["run"])] if comparing else [],
-        suspects={verdict: _listed(run, places) for verdict, places in facts.suspects(run).items()},
-        num_suspects=len({place for places in facts.suspects(run).values() for place in places}),
+        changes=[] if comparing else change_table(frame).to_dict("records"),
+        results=_results(model_table(frame)) if comparing else [],
+        runs=runs,
+        look_up=look_up,
+        number=_number,
+        spark=_spark,
+        suspects={
+            verdict: listing("model" if comparing else "step", places, most=40) for verdict, places in suspects.items()
+        },
+        num_suspects=len({place for places in suspects.values() for place in places}),
         allow_suspect=allow_suspect,
         others=facts.other_settings(run),
-        settings_command=f"lit-layers report {shlex.quote(str(run.root))} --settings NAME",
-        command=f"lit-layers report {shlex.quote(str(run.root))} --allow-suspect",
+        command=f"lit-layers report {shlex.quote(str(run.root))}",
         training=training,
         sections=shown,
-        cost=[_cost_row(row) for row in facts.cost(run)] if run.measurements else [],
+        cost=facts.cost(run) if run.measurements else [],
+        duration=facts.duration,
         provenance=facts.provenance(run),
         flat=facts.flat,
         short=facts.shortened,
-        is_suspect=lambda row: any(text.startswith("suspect") for text in row[1:]),
         title_of=facts.section_title,
         without_step=0 if comparing else sum(m.step is None for m in run.measurements),
         has_tokens=any("tokens" in figure for figure in feed.figures),
@@ -54,82 +83,33 @@ def render(run: facts.RunData, *, allow_suspect: bool = False) -> str:
 def sections_of(run: facts.RunData, *, allow_suspect: bool = False) -> tuple[pd.DataFrame, list[dict[str, Any]]]:
     """Returns the table of what may be drawn of a run, with means over its tasks, and the sections of figures."""
     comparing = run.compares_models
-    drawable = [m for m in run.measurements if (comparing or m.step is not None) and _may(m, allow_suspect)]
+    drawable = [m for m in run.measurements if comparing or m.step is not None]
+    drawable = [m for m in drawable if allow_suspect or not records.is_suspect(m)]
     # Those that are left are to be drawn: without their verdicts no figure refuses them.
-    frame = records.frame(drawable).drop(columns=records.AUDIT, errors="ignore")
-    means = with_task_means(frame)
+    means = with_task_means(records.frame(drawable).drop(columns=records.AUDIT, errors="ignore"))
     medians = with_task_medians(means.frame)
     frame = medians.frame
-    others = variant_sections.without(frame)
-    shown = (
-        sections.sections(others, sections.profile_block)
-        if comparing
-        else sections.sections(others, sections.metric_block, probe_sections.section_blocks)
-    )
+    shown = sections.sections(variant_sections.without(frame), comparing=comparing)
     for section in shown:
         section["note"] = " ".join(filter(None, [section["note"], means.notes.get(section["name"])]))
     shown += variant_sections.sections(frame, medians.notes)
-    if not comparing and (found := sections.surface_section(frame)) is not None:
-        shown.append({**found, "metrics": sections.balanced(found["metrics"])})
+    if not comparing and (surfaces := sections.surface_section(frame)) is not None:
+        shown.append(surfaces)
     return frame, shown
 
 
-def _may(measurement: records.Measurement, allow_suspect: bool) -> bool:
-    return allow_suspect or not records.is_suspect(measurement)
+def _results(table: Any) -> list[dict[str, Any]]:
+    """The rows of the table of models: a metric each, with the number and interval of each model."""
+    key = lambda row: (row["analysis"], row["metric"], row["variant"], row["layer"] == row["layer"])  # noqa: E731
+    rows = grouped(table.to_dict("records"), key)
+    shown = [{**own[0], "is_last": key[-1], "cells": {row["run"]: row for row in own}} for key, own in rows.items()]
+    order = list(dict.fromkeys(row["analysis"] for row in shown))
+    return sorted(shown, key=lambda row: order.index(row["analysis"]))
 
 
-def _listed(run: facts.RunData, places: list[str]) -> str:
-    return listing("model" if run.compares_models else "step", places, most=40)
-
-
-def _changes(table: Any) -> list[dict[str, Any]]:
-    """The rows of the table of results, ready to be shown."""
-    shown = []
-    for row in table.to_dict("records"):
-        layer = None if row["layer"] != row["layer"] or row["layer"] is None else int(row["layer"])
-        details = [row["variant"], f"layer {layer}" if layer is not None else ""]
-        several = row["first_step"] != row["last_step"]
-        text = _number(row["metric"])
-        path, end = _spark(row["steps"], row["values"])
-        shown.append(
-            {
-                "title": look_up(row["metric"]).title,
-                "unit": look_up(row["metric"]).unit,
-                "analysis": facts.section_title(row["analysis"]),
-                "details": ", ".join(filter(None, details)),
-                "path": path,
-                "end": end,
-                "first": text(row["first"]) if several else "",
-                "first_interval": _interval(row["first_low"], row["first_high"], text) if several else "",
-                "first_step": f"{int(row['first_step']):,}",
-                "last": text(row["last"]),
-                "last_interval": _interval(row["last_low"], row["last_high"], text),
-                "last_step": f"{int(row['last_step']):,}",
-                "change": ("+" if row["change"] > 0 else "") + text(row["change"]) if several else "",
-            }
-        )
-    return shown
-
-
-def _results(table: Any, runs: list[str]) -> list[dict[str, Any]]:
-    """The rows of the table of models, ready to be shown: a metric each, with a cell for each model."""
-    shown: dict[tuple, dict[str, Any]] = {}
-    for row in table.to_dict("records"):
-        is_last = row["layer"] == row["layer"] and row["layer"] is not None
-        key = row["analysis"], row["metric"], row["variant"], is_last
-        text = _number(row["metric"])
-        if key not in shown:
-            shown[key] = {
-                "title": look_up(row["metric"]).title,
-                "unit": look_up(row["metric"]).unit,
-                "analysis": facts.section_title(row["analysis"]),
-                "details": ", ".join(filter(None, [row["variant"], "last layer" if is_last else ""])),
-                "cells": dict.fromkeys(runs, ("", "")),
-            }
-        shown[key]["cells"][row["run"]] = text(row["value"]), _interval(row["low"], row["high"], text)
-    order = list(dict.fromkeys(row["analysis"] for row in shown.values()))
-    rows = sorted(shown.values(), key=lambda row: order.index(row["analysis"]))
-    return [{**row, "cells": list(row["cells"].values())} for row in rows]
+def _number(metric: str) -> Callable[[float], str]:
+    """How a metric's values are written."""
+    return whole if look_up(metric).whole else value
 
 
 def _spark(steps: list[int], values: list[float]) -> tuple[str, tuple[float, float]]:
@@ -143,20 +123,56 @@ def _spark(steps: list[int], values: list[float]) -> tuple[str, tuple[float, flo
     return "M" + "L".join(f"{x} {y}" for x, y in places), places[-1]
 
 
-def _interval(low: float, high: float, text: Callable[[float], str]) -> str:
-    return f"{text(low)} to {text(high)}" if low == low and high == high else ""
+# ------------------------------------------------------------------------------------------------ pictures
 
 
-def _number(metric: str) -> Callable[[float], str]:
-    """How a metric's values are written."""
-    return whole if look_up(metric).whole else value
+def write_pictures(
+    root: str | Path, folder: str | Path, *, allow_suspect: bool = False, settings: Settings = ()
+) -> list[Path]:
+    """Writes every figure of a run's page, or of the page of models side by side, as PNG, SVG and PDF.
+
+    A picture is named after its section, its title, its choice and what it is over, as on the page; of a figure with a
+    slider it shows the last checkpoint. Returns their paths.
+
+    The folder is made where there is none; other files in it stay. Checkpoints that an audit found suspect are left
+    out, unless `allow_suspect`; `settings` chooses numbers of other settings, as for the page.
+
+    Raises:
+        InputError: where `root` is no run's folder, has nothing to draw, or a picture cannot be written.
+    """
+    charts = dict(_named(facts.read_run(root, settings=settings), allow_suspect=allow_suspect))
+    if not charts:
+        raise InputError(f"{root} has nothing to draw as pictures: there is no figure on its page")
+    folder = Path(folder)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise InputError(f"cannot make the folder {folder}: {(error.strerror or str(error)).lower()}") from error
+    return write_charts({folder / name: chart for name, chart in charts.items()}, SUFFIXES)
 
 
-def _cost_row(row: dict[str, Any]) -> dict[str, str]:
-    return {
-        "name": row["name"],
-        "times": "" if row["times"] is None else f"{row['times']:,}",
-        "seconds": facts.duration(row["seconds"]),
-        "each": "" if not row["times"] else facts.duration(row["seconds"] / row["times"]),
-        "share": "" if row["share"] is None else f"{row['share']:.1%}",
-    }
+def _named(run: facts.RunData, *, allow_suspect: bool) -> Iterator[tuple[str, Chart]]:
+    """The name of each picture, and its chart, whose title names the section."""
+    _, shown = sections_of(run, allow_suspect=allow_suspect)
+    names: set[str] = set()
+    for section in [{"name": "training", "title": "Training", "metrics": sections.training(run)}, *shown]:
+        figures = [
+            (figure["chart"], [section["name"], block["title"], choice["text"], figure["caption"]])
+            for block in section["metrics"]
+            for choice in block["choices"]
+            for figure in choice["figures"]
+        ]
+        for chart, parts in figures:
+            if chart is not None:
+                name = section["title"] if section["title"] not in chart.title else ""
+                title = ": ".join(filter(None, [name, chart.title]))
+                yield _file_name("_".join(filter(None, parts)), names), replace(chart, title=title)
+
+
+def _file_name(name: str, names: set[str]) -> str:
+    """Analyses come with any name, and may differ in letters that no file name has."""
+    name, number = re.sub(r"[^a-z\d.-]+", "_", name.lower()).strip("_.")[:_LONG], 1
+    while (unique := name if number == 1 else f"{name}_{number}") in names:
+        number += 1
+    names.add(unique)
+    return unique

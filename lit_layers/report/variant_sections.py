@@ -1,6 +1,7 @@
 """The sections of models whose blocks run otherwise, and of how alike layers are: few blocks, with choices."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -14,7 +15,7 @@ from lit_layers.figures.models import short_names
 from lit_layers.figures.task_means import GLUE, GLUE_MEAN, MEDIAN
 from lit_layers.figures.theme import spread
 from lit_layers.figures.training import STAGES, stage_text
-from lit_layers.figures.variant_scores import LOOPED
+from lit_layers.figures.variant_scores import BASELINE, LOOPED
 from lit_layers.functional.block_schedules import OF_BLOCKS, OF_MIDDLES
 from lit_layers.metrics import headlines, is_in, look_up, rank, sentence
 from lit_layers.records import FAILED
@@ -24,6 +25,7 @@ INTERVENTIONS, TASKS = "interventions", "intervene"
 SPEED, FINETUNE, SIMILARITY = "intervene/speed", "intervene/finetune", "layer_similarity"
 CONTRAST = "block_contrast"
 _MIDDLES = 4  # numbers of middle blocks that a reader chooses from, over training
+_CELL = ["variant", "middle", "loops", "layer"]
 _SIMILAR = "Similarity of layers"
 _NOTES = {
     "Middle blocks changed": (
@@ -48,42 +50,44 @@ _NOTES = {
 _Choice = tuple[str, Callable[[], Chart]]
 
 
-class _Rows:
-    """The rows of a metric of an analysis of one run, and what may be drawn of them."""
+@dataclass(frozen=True)
+class _Scores:
+    """A metric of an analysis under one circumstance (`tags`): its rows, what draws them, and what it is called."""
 
-    def __init__(self, table: Any, analysis: str, metric: str, tags: Mapping[str, Any], text: str) -> None:
-        self.table, self.analysis, self.metric, self.tags, self.text = table, analysis, metric, dict(tags), text
-        rows = table[(table["analysis"] == analysis) & (table["metric"] == metric)]
-        for name, value in self.tags.items():
-            rows = rows[rows[name] == value] if value is not None else rows[rows[name].isna()]
-        for name in ("seed", "statistic"):
-            rows = rows[rows[name].isna()] if name in rows else rows
-        self.rows = rows
+    table: Any
+    analysis: str
+    metric: str
+    tags: dict[str, Any]
+    text: str
+    rows: Any = field(init=False)
 
-    def names(self) -> set[str]:
-        return set(self.rows["variant"].dropna())
+    def __post_init__(self) -> None:
+        rows = self.table[(self.table["analysis"] == self.analysis) & (self.table["metric"] == self.metric)]
+        for name, value in ({"seed": None, "statistic": None} | self.tags).items():
+            if name in rows:
+                rows = rows[rows[name] == value] if value is not None else rows[rows[name].isna()]
+        object.__setattr__(self, "rows", rows)
+
+    def has(self, *variants: str) -> bool:
+        return bool(self.rows["variant"].isin(variants).any())
 
     @property
     def middles(self) -> list[int]:
         return sorted({int(m) for m in self.rows["middle"].dropna()}) if "middle" in self.rows else []
 
     @property
-    def num_steps(self) -> int:
-        return self.rows["step"].nunique()
-
-    @property
     def num_loops(self) -> int:
         looped = self.rows[self.rows["variant"] == LOOPED]
         return looped["loops"].nunique() if "loops" in looped else 0
 
+    def shares_cells(self, other: "_Scores") -> bool:
+        """Whether both are of any variant of the same blocks and loops."""
+        one, two = (s.rows[s.rows["variant"] != BASELINE].reindex(columns=_CELL) for s in (self, other))
+        return len(one.merge(two)) > 0
+
     def draw(self, make: Callable[..., Chart], **options: Any) -> Callable[[], Chart]:
-        """What draws a figure of them."""
-
-        def drawing() -> Chart:
-            table = self.table[self.table["analysis"] == self.analysis]
-            return make(table, self.metric, analysis=self.analysis, tags=self.tags, **options)
-
-        return drawing
+        table = self.table[self.table["analysis"] == self.analysis]
+        return partial(make, table, self.metric, analysis=self.analysis, tags=self.tags, **options)
 
 
 def is_own(frame: pd.DataFrame) -> Any:
@@ -93,12 +97,6 @@ def is_own(frame: pd.DataFrame) -> Any:
     has_variant = table["variant"].notna() if "variant" in table else pd.Series(False, index=table.index)
     ours = first.isin([INTERVENTIONS, TASKS]) & (has_variant | (table["metric"] == "random_score"))
     return ours | ((first == SIMILARITY) & table["metric"].isin([*SIMILARITIES, *STAGES, CONTRAST]))
-
-
-def _shown(frame: pd.DataFrame) -> Any:
-    """The rows of this file without single random orders, which no figure shows: they are most of the rows."""
-    table: Any = frame[is_own(frame) & (frame["metric"] != FAILED)]
-    return table[table["seed"].isna()] if "seed" in table else table
 
 
 def without(frame: pd.DataFrame) -> pd.DataFrame:
@@ -114,32 +112,28 @@ def sections(frame: pd.DataFrame, notes: Mapping[str, str]) -> list[dict[str, An
     """
     if frame.empty:
         return []
-    table = _shown(frame)
-    analyses = [*dict.fromkeys(table["analysis"])]
-    glue = [name for name in analyses if f"{name}/".startswith(f"{GLUE}/")]
-    apart = {SPEED, FINETUNE, *glue}
-    tasks = [name for name in analyses if name.startswith(f"{TASKS}/") and name not in apart]
-    parts: list[tuple[str, str, str, list[Block]]] = []
-    for name in analyses:
-        if name.split("/")[0] == INTERVENTIONS:
-            parts.append((name, sentence(name), analysis_note(name), [*_by_variant(table, [name])]))
+    table: Any = frame[is_own(frame) & (frame["metric"] != FAILED)]
+    # single random orders, which no figure shows, are most of the rows
+    table = table[table["seed"].isna()] if "seed" in table else table
+    analyses = [*table["analysis"].unique()]
+    glue = sorted((name for name in analyses if name.startswith(f"{GLUE}/")), key=lambda name: name != GLUE_MEAN)
+    tasks = [name for name in analyses if name.startswith(f"{TASKS}/") and name not in (SPEED, FINETUNE, *glue)]
     tasks.sort(key=lambda name: name != MEDIAN)
-    glue.sort(key=lambda name: name not in (GLUE, GLUE_MEAN))
-    note = " ".join(filter(None, [analysis_note(TASKS), notes.get(MEDIAN)]))
-    parts.append((TASKS, "Tasks under intervention", note, [*_by_variant(table, tasks)]))
-    note = " ".join(filter(None, ["Each variant is fine-tuned and tested as it is.", notes.get(GLUE_MEAN)]))
-    parts.append((GLUE, "GLUE under intervention", note, [*_by_variant(table, glue)]))
+    readout, similar = ([n for n in analyses if n.split("/")[0] == first] for first in (INTERVENTIONS, SIMILARITY))
+    parts = [(name, sentence(name), analysis_note(name), _by_variant(table, [name])) for name in readout]
+    note = f"{analysis_note(TASKS)} {notes.get(MEDIAN, '')}"
+    parts.append((TASKS, "Tasks under intervention", note, _by_variant(table, tasks)))
+    note = f"Each variant is fine-tuned and tested as it is. {notes.get(GLUE_MEAN, '')}"
+    parts.append((GLUE, "GLUE under intervention", note, _by_variant(table, glue)))
     note = "Before and after the weights were fine-tuned in the new order."
-    parts.append((FINETUNE, "Fine-tuning under intervention", note, [*_finetuned(table)]))
+    parts.append((FINETUNE, "Fine-tuning under intervention", note, _finetuned(table)))
     note = "What a variant costs, and what is left of the model at that price."
-    parts.append((SPEED, "Speed under intervention", note, [*_speed(table)]))
-    for name in analyses:
-        if name.split("/")[0] == SIMILARITY:
-            parts.append((name, sentence(name), analysis_note(name), [*_similarity(table, name)]))
+    parts.append((SPEED, "Speed under intervention", note, _speed(table)))
+    parts += [(name, sentence(name), analysis_note(name), _similarity(table, name)) for name in similar]
     return [
-        {"name": name, "title": title, "note": note, "metrics": balanced(blocks)}
-        for name, title, note, blocks in parts
-        if blocks
+        {"name": name, "title": title, "note": note.strip(), "metrics": balanced(blocks)}
+        for name, title, note, made in parts
+        if (blocks := [*made])
     ]
 
 
@@ -148,36 +142,32 @@ def sections(frame: pd.DataFrame, notes: Mapping[str, str]) -> list[dict[str, An
 
 def _by_variant(table: Any, analyses: Sequence[str]) -> Iterator[Block]:
     """The blocks of analyses that belong together; a choice tells the analysis where there are several."""
-    every = [rows for name in analyses for rows in _metrics(table, name, told=len(analyses) > 1)]
+    every = [scores for name in analyses for scores in _metrics(table, name, told=len(analyses) > 1)]
     models = _models(table, analyses)
-    many = len(models) > 1
-    if many:
-        yield from _side_by_side(table, every)
+    if len(models) > 1:
+        yield from _side_by_side(every)
         every = every[:1]  # of each model the first alone: the others are in the block of all models
     parts = [
-        (
-            f"{models[run]}, {rows.text}" if many else rows.text,
-            _Rows(_of(table, run), rows.analysis, rows.metric, rows.tags, ""),
-        )
-        for rows in every
-        for run in models
+        _Scores(own, scores.analysis, scores.metric, scores.tags, f"{before}{scores.text}")
+        for scores in every
+        for before, own in models
     ]
-    parts = [(text, rows) for text, rows in parts if len(rows.rows)]
-    for title, is_there, draw in _OF_VARIANTS:
-        yield from _block(title, [(text, draw(rows)) for text, rows in parts if is_there(rows)])
+    parts = [scores for scores in parts if len(scores.rows)]
+    for title, is_there, make in _OF_VARIANTS:
+        yield from _block(title, [(s.text, make(s)) for s in parts if is_there(s)])
     yield from _block("Over training", [*_training(parts)])
 
 
-# What is drawn of the variants of one metric: title, of which rows, and what draws it.
-_OF_VARIANTS: Sequence[tuple[str, Callable[[_Rows], Any], Callable[[_Rows], Callable[[], Chart]]]] = (
+# What is drawn of the variants of one metric: title, of which, and what draws it.
+_OF_VARIANTS: Sequence[tuple[str, Callable[[_Scores], bool], Callable[[_Scores], Callable[[], Chart]]]] = (
     (
         "Middle blocks changed",
-        lambda rows: rows.names() & {*OF_MIDDLES},
-        lambda rows: rows.draw(plots.variant_curves, best_loops=rows.num_loops > 1),
+        lambda scores: scores.has(*OF_MIDDLES),
+        lambda scores: scores.draw(plots.variant_curves, best_loops=scores.num_loops > 1),
     ),
-    ("Number of loops", lambda rows: rows.num_loops > 1, lambda rows: rows.draw(plots.loop_map)),
-    ("Single blocks", lambda rows: rows.names() & {*OF_BLOCKS}, lambda rows: rows.draw(plots.block_curves)),
-    ("Own schedules", lambda rows: "custom" in rows.names(), lambda rows: rows.draw(plots.schedule_scores)),
+    ("Number of loops", lambda scores: scores.num_loops > 1, lambda scores: scores.draw(plots.loop_map)),
+    ("Single blocks", lambda scores: scores.has(*OF_BLOCKS), lambda scores: scores.draw(plots.block_curves)),
+    ("Own schedules", lambda scores: scores.has("custom"), lambda scores: scores.draw(plots.schedule_scores)),
 )
 
 
@@ -186,136 +176,97 @@ def _block(title: str, choices: Sequence[_Choice]) -> Iterator[Block]:
         yield block(title, _NOTES[title], [(text, [("", draw)]) for text, draw in choices], wide=True)
 
 
-def _training(parts: Sequence[tuple[str, _Rows]]) -> Iterator[_Choice]:
+def _training(parts: Sequence[_Scores]) -> Iterator[_Choice]:
     """Some numbers of middle blocks of each metric; of accuracy what is kept of the full model's."""
-    stepped = [(text, rows) for text, rows in parts if rows.num_steps > 1 and rows.middles]
-    stepped.sort(key=lambda pair: pair[1].metric != "variant_accuracy")
-    for text, rows in stepped[:3]:
-        kept = look_up(rows.metric).of_full
-        for middle in _spread_middles(rows.middles):
-            told = f"{text} kept" if kept else text
-            yield f"{told}, M = {middle}", rows.draw(plots.variants_over_training, middle=middle, kept=kept)
+    stepped = [scores for scores in parts if scores.rows["step"].nunique() > 1 and scores.middles]
+    stepped.sort(key=lambda scores: scores.metric != "variant_accuracy")
+    for scores in stepped[:3]:
+        kept = look_up(scores.metric).of_full
+        # the one of about half of the blocks first; M = 1 changes no order
+        middles = spread([middle for middle in scores.middles if middle > 1] or scores.middles, _MIDDLES)
+        half = middles[(len(middles) - 1) // 2]
+        for middle in sorted(middles, key=lambda middle: middle != half):
+            text = f"{scores.text} kept" if kept else scores.text
+            yield f"{text}, M = {middle}", scores.draw(plots.variants_over_training, middle=middle, kept=kept)
 
 
-def _spread_middles(middles: list[int]) -> list[int]:
-    """Some, the one of about half of the blocks first; M = 1 changes no order."""
-    several = [middle for middle in middles if middle > 1] or middles
-    chosen = spread(several, _MIDDLES)
-    half = chosen[(len(chosen) - 1) // 2]
-    return sorted(chosen, key=lambda middle: middle != half)
-
-
-def _side_by_side(table: Any, every: Sequence[_Rows]) -> Iterator[Block]:
+def _side_by_side(every: Sequence[_Scores]) -> Iterator[Block]:
     """A line a model: a choice for each of the first metrics, and each variant."""
-    choices: list[_Choice] = []
-    for rows in every[:3]:
-        for variant in (name for name in (*OF_MIDDLES, *OF_BLOCKS) if name in rows.names()):
-            told = f"{rows.text}: {tag_text({'variant': variant})}"
-            choices.append((told, rows.draw(plots.models_by_middle, variant=variant)))
+    choices = [
+        (f"{scores.text}: {tag_text({'variant': name})}", scores.draw(plots.models_by_middle, variant=name))
+        for scores in every[:3]
+        for name in (*OF_MIDDLES, *OF_BLOCKS)
+        if scores.has(name)
+    ]
     yield from _block("Models side by side", choices)
 
 
 def _finetuned(table: Any) -> Iterator[Block]:
-    models = _models(table, [FINETUNE])
-    choices: list[_Choice] = []
-    for run, name in models.items():
-        for rows in _metrics(_of(table, run), FINETUNE, told=False, split="when"):
-            text = f"{name}, {rows.text}" if len(models) > 1 else rows.text
-            choices.append((text, rows.draw(plots.variant_curves, split="when")))
+    choices = [
+        (f"{before}{scores.text}", scores.draw(plots.variant_curves, split="when"))
+        for before, own in _models(table, [FINETUNE])
+        for scores in _metrics(own, FINETUNE, told=False, split="when")
+    ]
     yield from _block("Before and after fine-tuning", choices)
 
 
 def _speed(table: Any) -> Iterator[Block]:
-    models = _models(table, [SPEED])
     fronts: list[_Choice] = []
     costs: list[_Choice] = []
-    for run, name in models.items():
-        own = _of(table, run)
-        before = f"{name}, " if len(models) > 1 else ""
+    for before, own in _models(table, [SPEED]):
         every = [*_metrics(own, SPEED, told=False)]
-        for quality, cost, how in _fronts(own):
-            which = {"analysis": quality.analysis, "tags": quality.tags, "cost": cost.metric}
-            which |= {"cost_analysis": cost.analysis, "cost_tags": cost.tags}
-            front = partial(plots.quality_front, own, quality.metric, **which)
-            fronts.append((before + ", ".join(filter(None, [quality.text, how])), front))
-        costs += [
-            (before + rows.text, rows.draw(plots.variant_curves)) for rows in every if rows.names() & {*OF_MIDDLES}
-        ]
+        latencies = [scores for scores in every if scores.metric == "relative_latency"]
+        latencies = latencies or [scores for scores in every if scores.metric == "latency"]
+        for quality in qualities(own):
+            for cost in latencies:
+                if quality.shares_cells(cost):
+                    how = tag_text(cost.tags) if len(latencies) > 1 else ""
+                    which = {"analysis": quality.analysis, "tags": quality.tags, "cost": cost.metric}
+                    which |= {"cost_analysis": cost.analysis, "cost_tags": cost.tags}
+                    front = partial(plots.quality_front, own, quality.metric, **which)
+                    fronts.append((before + ", ".join(filter(None, [quality.text, how])), front))
+        of_middles = [scores for scores in every if scores.has(*OF_MIDDLES)]
+        costs += [(before + scores.text, scores.draw(plots.variant_curves)) for scores in of_middles]
     yield from _block("Quality against latency", fronts)
     yield from _block("Cost by blocks changed", costs)
 
 
-def _fronts(table: Any) -> Iterator[tuple[_Rows, _Rows, str]]:
-    """The qualities and costs of one run that have variants in common, and how these were run where that differs."""
-    every = [*_metrics(table, SPEED, told=False)]
-    chosen = [rows for rows in every if rows.metric == "relative_latency"]
-    chosen = chosen or [rows for rows in every if rows.metric == "latency"]
-    for quality in qualities(table):
-        for cost in chosen:
-            if cells(quality.rows) & cells(cost.rows) - {("baseline", None, None, None)}:
-                yield quality, cost, tag_text(cost.tags) if len(chosen) > 1 else ""
-
-
-def qualities(table: Any) -> list[_Rows]:
+def qualities(table: Any) -> list[_Scores]:
     """What a variant of one run is worth: the median over tasks or the tasks, then accuracy and loss."""
-    names = dict.fromkeys(table["analysis"])
+    names = [*table["analysis"].unique()]
     tasks = [n for n in names if n.startswith(f"{TASKS}/") and n not in (SPEED, FINETUNE) and not n.startswith(GLUE)]
     tasks = [MEDIAN] if MEDIAN in tasks else tasks
     own = [name for name in names if name.split("/")[0] == INTERVENTIONS]
-    every = [rows for name in (*tasks, *own) for rows in _metrics(table, name, told=len(tasks) > 1 or len(own) > 1)]
-    return [rows for metric in headlines() for rows in every if rows.metric == metric]
+    every = [s for name in (*tasks, *own) for s in _metrics(table, name, told=len(tasks) > 1 or len(own) > 1)]
+    return [scores for metric in headlines() for scores in every if scores.metric == metric]
 
 
-def cells(rows: Any) -> set[tuple[Any, ...]]:
-    """Returns which variants rows are of."""
-    names = ("variant", "middle", "loops", "layer")
-    columns = [rows[name].tolist() if name in rows else [None] * len(rows) for name in names]
-    return {tuple(None if pd.isna(value) else value for value in cell) for cell in zip(*columns, strict=True)}
-
-
-def _metrics(table: Any, analysis: str, *, told: bool, split: str | None = None) -> Iterator[_Rows]:
+def _metrics(table: Any, analysis: str, *, told: bool, split: str | None = None) -> Iterator[_Scores]:
     """The metrics of one analysis under each of its circumstances (such as `execution`), the plainest metric first."""
-    part = table[table["analysis"] == analysis]
-    metrics = sorted(
-        dict.fromkeys(part["metric"]), key=lambda name: (not is_in(name, "variant", "task", "cost"), rank(name))
-    )
+    part = table[(table["analysis"] == analysis) & table["variant"].notna()] if "variant" in table else table[:0]
+    metrics = sorted(part["metric"].unique(), key=lambda name: (not is_in(name, "variant", "task", "cost"), rank(name)))
     for metric in metrics:
-        rows = part[part["metric"] == metric]
-        if "variant" not in rows or rows["variant"].isna().all() or ("seed" in rows and rows["seed"].notna().all()):
-            continue
-        for tags in _circumstances(rows, split):
-            title = look_up(metric).title
-            if analysis == MEDIAN:
-                title = f"Median {title.lower()}"
-            elif analysis == GLUE_MEAN:
-                title = f"Mean {title.lower()}"
-            elif told and analysis != GLUE:
-                title = f"{sentence(analysis.removeprefix(f'{GLUE}/').split('/', 1)[-1])}: {title.lower()}"
-            yield _Rows(table, analysis, metric, tags, ", ".join(filter(None, [title, tag_text(tags)])))
+        title = look_up(metric).title
+        if analysis in (MEDIAN, GLUE_MEAN):
+            title = f"{'Median' if analysis == MEDIAN else 'Mean'} {title.lower()}"
+        elif told:
+            title = f"{sentence(analysis.removeprefix(f'{GLUE}/').split('/', 1)[-1])}: {title.lower()}"
+        for tags in _circumstances(part[part["metric"] == metric], split):
+            yield _Scores(table, analysis, metric, tags, ", ".join(filter(None, [title, tag_text(tags)])))
 
 
 def _circumstances(rows: Any, split: str | None) -> list[dict[str, Any]]:
     """The values of the tags that tell of no variant, together."""
-    names = [name for name in ("execution", "training", "when") if name in rows and rows[name].notna().any()]
-    names = [name for name in names if name != split]
-    found = rows[rows["variant"] != "baseline"] if (rows["variant"] != "baseline").any() else rows
-    return (
-        [
-            {name: value for name, value in zip(names, values, strict=True) if not pd.isna(value)}
-            for values in dict.fromkeys(zip(*(found[name] for name in names), strict=True))
-        ]
-        if names
-        else [{}]
-    )
+    names = [n for n in ("execution", "training", "when") if n != split and n in rows and rows[n].notna().any()]
+    rows = rows[rows["variant"] != BASELINE] if (rows["variant"] != BASELINE).any() else rows
+    kinds = rows[names].drop_duplicates().to_dict("records") if names else [{}]
+    return [{name: value for name, value in kind.items() if not pd.isna(value)} for kind in kinds]
 
 
-def _models(table: Any, analyses: Sequence[str]) -> dict[str, str]:
-    """The runs that have rows of these analyses, and what they are called."""
-    return short_names([*table[table["analysis"].isin(analyses)]["run"].unique()])
-
-
-def _of(table: Any, run: str) -> Any:
-    return table[table["run"] == run]
+def _models(table: Any, analyses: Sequence[str]) -> list[tuple[str, Any]]:
+    """The rows of each run that has any of these analyses, and what its choices begin with where there are several."""
+    names = short_names([*table[table["analysis"].isin(analyses)]["run"].unique()])
+    return [(f"{name}, " if len(names) > 1 else "", table[table["run"] == run]) for run, name in names.items()]
 
 
 # ------------------------------------------------------------------------------------------------ similarity
@@ -324,27 +275,28 @@ def _of(table: Any, run: str) -> Any:
 def _similarity(table: Any, analysis: str) -> Iterator[Block]:
     models = _models(table, [analysis])
     choices: list[tuple[str, list[Callable[[], Chart]]]] = []
-    told = []
-    for run, name in models.items():
-        rows = _of(table, run)
-        rows = rows[rows["analysis"] == analysis]
+    stages = []
+    for before, own in models:
+        rows = own[own["analysis"] == analysis]
+        first = True
         for metric, tags in _similarities(rows):
-            stages = _stages_of(rows, metric, tags)
-            text = ", ".join(filter(None, [name if len(models) > 1 else "", look_up(metric).title, tag_text(tags)]))
-            over_steps = [partial(plots.stages_over_training, stages)] if stages["step"].nunique() > 1 else []
+            counted = _stages_of(rows, metric, tags)
+            text = before + ", ".join(filter(None, [look_up(metric).title, tag_text(tags)]))
+            over_steps = [partial(plots.stages_over_training, counted)] if counted["step"].nunique() > 1 else []
             choices.append((text, [partial(plots.similarity_matrix, rows, metric, tags=tags), *over_steps]))
-            if (counts := stage_text(stages)) and (len(models) == 1 or not any(name in one for one in told)):
-                told.append(f"{text}: {counts}")  # of several models by the first similarity
+            if (counts := stage_text(counted)) and (len(models) == 1 or first):
+                stages.append(f"{text}: {counts}")  # of several models by the first similarity
+                first = False
     if choices:
         places = min(len(figures) for _, figures in choices)  # every choice has the same
-        ends = f" Stages at the last checkpoint: {'; '.join(told)}." if told else ""
+        ends = f" Stages at the last checkpoint: {'; '.join(stages)}." if stages else ""
         figures = [(text, [("", draw) for draw in drawings[:places]]) for text, drawings in choices]
         yield block(_SIMILAR, _NOTES[_SIMILAR] + ends, figures, wide=True)
     contrast = table[(table["analysis"] == analysis) & (table["metric"] == CONTRAST)]
     if len(models) == 1 and contrast["step"].nunique() > 1:
-        own = look_up(CONTRAST)
+        row = look_up(CONTRAST)
         curves = [("", partial(plots.emergence_curves, contrast, CONTRAST))]
-        yield block(own.with_unit, own.note, [("", curves)], wide=True)
+        yield block(row.with_unit, row.note, [("", curves)], wide=True)
 
 
 def _similarities(rows: Any) -> Iterator[tuple[str, dict[str, Any]]]:
@@ -358,8 +310,7 @@ def _similarities(rows: Any) -> Iterator[tuple[str, dict[str, Any]]]:
 
 def _stages_of(rows: Any, metric: str, tags: Mapping[str, Any]) -> Any:
     """The rows that tell the stages by one similarity."""
-    found = rows[rows["metric"].isin(STAGES)]
-    found = found[found["of"] == metric] if "of" in found else found
-    for name, value in tags.items():
-        found = found[found[name] == value]
-    return found
+    rows = rows[rows["metric"].isin(STAGES)]
+    for name, value in {"of": metric, **tags}.items():
+        rows = rows[rows[name] == value] if name in rows else rows
+    return rows

@@ -1,7 +1,9 @@
 """A mirror of a run's numbers at W&B. The files of the run stay the truth: what the mirror lacks, it gets from them."""
 
+import heapq
 import importlib.util
 import io
+import itertools
 import json
 import logging
 import math
@@ -266,19 +268,23 @@ class WandbMirror:
 
     def _on_disk(self) -> Iterator[tuple[int, int | None, dict[str, float], list[Measurement]]]:
         """Yields all that the run's files hold, step by step."""
-        measured: dict[int, list[Measurement]] = {}
-        for measurement in self._measured():
-            if measurement.step is not None:
-                measured.setdefault(measurement.step, []).append(measurement)
-        waiting = sorted(measured, reverse=True)
-        for row in records.iterate_rows(self.root / "metrics.jsonl"):
-            step = int(row["step"])
-            while waiting and waiting[-1] < step:
-                yield self._step(waiting[-1], {}, measured[waiting.pop()])
-            found = measured[waiting.pop()] if waiting and waiting[-1] == step else []
-            yield self._step(step, {name: value for name, value in row.items() if name != "step"}, found)
-        while waiting:
-            yield self._step(waiting[-1], {}, measured[waiting.pop()])
+
+        def step_of(each: Any) -> Any:
+            return each.step if isinstance(each, Measurement) else int(each["step"])
+
+        measured = sorted((m for m in self._measured() if m.step is not None), key=step_of)
+        rows = records.iterate_rows(self.root / "metrics.jsonl")
+        for step, here in itertools.groupby(heapq.merge(rows, measured, key=step_of), step_of):
+            scalars: dict[str, Any] = {}
+            measurements = []
+            for each in here:
+                if isinstance(each, Measurement):
+                    measurements.append(each)
+                else:
+                    scalars |= each
+            tokens = scalars.pop("tokens", next((m.tokens for m in measurements if m.tokens is not None), None))
+            scalars.pop("step", None)
+            yield step, None if tokens is None else int(tokens), scalars, measurements
 
     def _measured(self) -> list[Measurement]:
         found = latest(records.read(self.root / "measurements.jsonl"))
@@ -286,14 +292,6 @@ class WandbMirror:
 
     def _name(self, measurement: Measurement) -> str:
         return measurement.analysis if measurement.error is not None else logged_name(measurement, self._plain)
-
-    @staticmethod
-    def _step(
-        step: int, scalars: dict[str, float], measurements: list[Measurement]
-    ) -> tuple[int, int | None, dict[str, float], list[Measurement]]:
-        known = [m.tokens for m in measurements if m.tokens is not None]
-        tokens = int(scalars["tokens"]) if "tokens" in scalars else next(iter(known), None)
-        return step, tokens, {name: value for name, value in scalars.items() if name != "tokens"}, measurements
 
     def _heat_maps(self, measurement: Measurement, known: frozenset[str]) -> dict[str, Any]:
         """A figure for each kind of pairs of layers that W&B does not have at this step."""
@@ -306,9 +304,8 @@ class WandbMirror:
         due = {name: kind for name, kind in kinds.items() if name not in known}
         if not due or measurement.error is not None:
             return {}
-        frame = records.frame([measurement]).drop(
-            columns=records.AUDIT, errors="ignore"
-        )  # what comes here may be drawn
+        # what comes here may be drawn
+        frame = records.frame([measurement]).drop(columns=records.AUDIT, errors="ignore")
         charts = {name: layer_matrix(frame, metric, tags=tags) for name, (metric, tags) in due.items()}
         try:
             pictures = pictures_of([chart.whole() for chart in charts.values()], [".png"])
