@@ -53,7 +53,7 @@ def measure(
     of several analyses of one checkpoint.
     """
     done = _attempt(model, analysis, weights_hash, lambda view: collect(analysis, analysis.run(view)))
-    return _measurement(done, analysis, run, step, tokens, provenance)
+    return _measurement(done, analysis, run=run, step=step, tokens=tokens, provenance=provenance)
 
 
 Way = Callable[..., Iterable[Measurement]]  # (model, analyses, starting, **facts): facts are those of `measure`
@@ -107,10 +107,8 @@ def measure_share(
 ) -> Attempt:
     """What one process of several finds of an analysis, ready to be sent to the one that joins; it never raises."""
 
-    def share(view: LayeredModel) -> bytes:
-        return pickle.dumps(analysis.share(view, rank, world_size))  # a value that cannot be sent is an error here
-
-    return _attempt(model, analysis, weights_hash, share)
+    # Pickled here: a value that cannot be sent is an error of this share.
+    return _attempt(model, analysis, weights_hash, lambda view: pickle.dumps(analysis.share(view, rank, world_size)))
 
 
 def join_shares(
@@ -118,33 +116,27 @@ def join_shares(
     analysis: DividedAnalysis,
     shares: Sequence[Attempt],
     *,
-    run: str,
-    step: int | None,
-    tokens: int | None = None,
-    provenance: dict[str, Any] | None = None,
     weights_hash: str | None = None,
+    **facts: Any,
 ) -> Measurement:
-    """The measurement that the shares of all processes make, equal to that of `measure`.
+    """The measurement that the shares of all processes make, equal to that of `measure`, whose `facts` they are.
 
     Its error is that of the first share that failed, its seconds those of the slowest process and of joining.
     """
-    slowest = max(share.seconds for share in shares)
-    failed = next((share for share in shares if share.error is not None), None)
-    if failed is not None:
-        return _measurement(replace(failed, seconds=slowest), analysis, run, step, tokens, provenance)
 
     def join(view: LayeredModel) -> list[Record]:
         return collect(analysis, analysis.join(view, [pickle.loads(share.found) for share in shares]))
 
-    done = _attempt(model, analysis, weights_hash, join)
-    return _measurement(replace(done, seconds=done.seconds + slowest), analysis, run, step, tokens, provenance)
+    seconds = max(share.seconds for share in shares)
+    done = next((share for share in shares if share.error is not None), None)
+    if done is None:
+        done = _attempt(model, analysis, weights_hash, join)
+        seconds += done.seconds
+    return _measurement(replace(done, seconds=seconds), analysis, **facts)
 
 
 def _attempt(
-    model: nn.Module | LayeredModel,
-    analysis: Analysis,
-    weights_hash: str | None,
-    action: Callable[[LayeredModel], Any],
+    model: nn.Module | LayeredModel, analysis: Analysis, weights_hash: str | None, action: Callable[[LayeredModel], Any]
 ) -> Attempt:
     """Does something with the model and leaves no trace of it, whatever happens."""
     start, found, error, facts = time.perf_counter(), None, None, {}
@@ -160,18 +152,18 @@ def _attempt(
 
 
 def _measurement(
-    done: Attempt, analysis: Analysis, run: str, step: int | None, tokens: int | None, provenance: dict[str, Any] | None
+    done: Attempt,
+    analysis: Analysis,
+    *,
+    run: str,
+    step: int | None,
+    tokens: int | None = None,
+    provenance: dict[str, Any] | None = None,
 ) -> Measurement:
-    return Measurement(
-        run=run,
-        step=step,
-        tokens=tokens,
-        analysis=analysis.name,
-        records=[] if done.error is not None else done.found,
-        seconds=done.seconds,
-        error=done.error,
-        provenance={**done.facts, **(provenance or {})},
-    )
+    records = [] if done.error is not None else done.found
+    outcome: dict[str, Any] = {"records": records, "seconds": done.seconds, "error": done.error}
+    said = {**done.facts, **(provenance or {})}
+    return Measurement(run=run, step=step, tokens=tokens, analysis=analysis.name, provenance=said, **outcome)
 
 
 def collect(analysis: Analysis, found: Iterable[Record]) -> list[Record]:
@@ -328,20 +320,18 @@ def kept_attention(model: Network) -> Iterator[None]:
 @contextmanager
 def kept_random_state() -> Iterator[None]:
     """Every global generator starts from a fixed seed inside and goes on from where it was afterwards."""
-    gpus = torch.cuda.is_initialized()  # asking for the state of a GPU that is not in use would start it
-    on_cpu, on_gpus = torch.default_generator.get_state(), torch.cuda.get_rng_state_all() if gpus else []
+    # Asking for the state of a GPU that is not in use would start it.
+    gpus = range(torch.cuda.device_count()) if torch.cuda.is_initialized() else ()
     in_numpy, in_python = np.random.get_state(), random.getstate()  # noqa: NPY002
-    torch.default_generator.manual_seed(SEED)
-    if gpus:
-        torch.cuda.manual_seed_all(SEED)
-    np.random.seed(SEED)  # noqa: NPY002
-    random.seed(SEED)
     try:
-        yield
+        with torch.random.fork_rng(gpus):
+            torch.default_generator.manual_seed(SEED)
+            if gpus:
+                torch.cuda.manual_seed_all(SEED)
+            np.random.seed(SEED)  # noqa: NPY002
+            random.seed(SEED)
+            yield
     finally:
-        torch.default_generator.set_state(on_cpu)
-        if gpus:
-            torch.cuda.set_rng_state_all(on_gpus)
         np.random.set_state(in_numpy)  # noqa: NPY002
         random.setstate(in_python)
 
@@ -367,19 +357,14 @@ def plain_numbers(device: torch.device) -> Iterator[None]:
 @contextmanager
 def full_float32_precision() -> Iterator[None]:
     """No TF32 and no bfloat16 in products of float32, by whichever of torch's two interfaces it was switched on."""
-    backends: Any = torch.backends
-    parts = (
-        backends.mkldnn.conv,
-        backends.mkldnn.rnn,
-        backends.mkldnn.matmul,
-        backends.cuda.matmul,
-        backends.cudnn.conv,
-        backends.cudnn.rnn,
-    )
+    mkldnn: Any = torch.backends.mkldnn
+    cuda: Any = torch.backends.cuda
+    cudnn: Any = torch.backends.cudnn
+    parts = (mkldnn.conv, mkldnn.rnn, mkldnn.matmul, cuda.matmul, cudnn.conv, cudnn.rnn)
     before, older = [part.fp32_precision for part in parts], older_precision()
     if older:  # then both interfaces must agree inside as well: asking the older one raises where they do not
         torch.set_float32_matmul_precision("highest")
-        backends.cudnn.allow_tf32 = False
+        cudnn.allow_tf32 = False
     for part in parts[:2] if older else parts:
         part.fp32_precision = "ieee"
     try:
@@ -387,7 +372,7 @@ def full_float32_precision() -> Iterator[None]:
     finally:
         if older:
             torch.set_float32_matmul_precision(older[0])
-            backends.cudnn.allow_tf32 = older[1]
+            cudnn.allow_tf32 = older[1]
         for part, precision in zip(parts, before, strict=True):
             part.fp32_precision = precision
 

@@ -97,14 +97,17 @@ def as_call(block: Callable[[Tensor], Tensor]) -> Call | None:
 @contextlib.contextmanager
 def evaluating(module: nn.Module) -> Generator[None, None, None]:
     """Dropout and the like are off inside; afterwards every submodule is in the mode it was in."""
-    training = [part for part in module.modules() if part.training]
-    for part in training:
-        part.training = False
+    modes = [(part, part.training) for part in module.modules()]
+    # Only where it changes something: a module is slow to set an attribute of, and this is done at every block's call.
+    for part, training in modes:
+        if training:
+            part.training = False
     try:
         yield
     finally:
-        for part in training:
-            part.training = True
+        for part, training in modes:
+            if part.training != training:
+                part.training = training
 
 
 def _along_tokens(values: Tensor, places: Tensor) -> Tensor:

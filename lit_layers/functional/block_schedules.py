@@ -10,7 +10,7 @@ blocks from 0.
 
 import random as _random
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 Step = int | tuple[int, ...]
@@ -35,17 +35,17 @@ def middle(num_blocks: int, start: int) -> range:
     return range(start + 2, num_blocks - start + 1)
 
 
-def start_of(num_blocks: int, num_middle: int) -> int:
+def start_of(num_blocks: int, num_middle: int, option: str = "middle") -> int:
     """The start that leaves `num_middle` blocks in the middle: odd numbers for an even T, even ones for an odd T.
 
     Raises:
-        ValueError: a number that no start leaves.
+        ValueError: a number that no start leaves; the sentence begins with `option`.
     """
-    possible = [len(middle(num_blocks, start)) for start in range((num_blocks - 2) // 2 + 1)]
-    if num_middle not in possible:
-        told = ", ".join(map(str, sorted(possible)))
-        raise ValueError(f"middle: of {num_blocks} blocks the middle has {told} blocks, got {num_middle!r}")
-    return possible.index(num_middle)
+    starts = {len(middle(num_blocks, start)): start for start in range((num_blocks - 2) // 2, -1, -1)}
+    if type(num_middle) is not int or num_middle not in starts:
+        sizes = ", ".join(map(str, starts))
+        raise ValueError(f"{option}: of {num_blocks} blocks the middle has {sizes} blocks, got {num_middle!r}")
+    return starts[num_middle]
 
 
 def skip(num_blocks: int, start: int) -> Schedule:
@@ -179,8 +179,10 @@ def _check_blocks(num_blocks: int) -> None:
 # The variants of a model's running order that are compared.
 
 # In the published order of harm, the full model first; the last two change single blocks.
-OF_MIDDLES = ("middle_repeat", "skip", "parallel", "reverse", "random", "looped_parallel")
-OF_BLOCKS = ("skip_one", "switch")
+_MAKERS: dict[str, Callable[..., Schedule]] = {
+    make.__name__: make for make in (middle_repeat, skip, parallel, reverse, random, looped_parallel)
+}
+OF_MIDDLES, OF_BLOCKS = tuple(_MAKERS), ("skip_one", "switch")
 VARIANTS = ("baseline", *OF_MIDDLES, *OF_BLOCKS)
 SEEDS, LOOPS = tuple(range(10)), (2, 3, 4, 5, 6, 7, 8)
 CUSTOM = "custom"
@@ -266,12 +268,7 @@ def _starts(num_blocks: int, middles: Sequence[int] | None) -> list[int]:
         return list(range((num_blocks - 2) // 2, -1, -1))
     if not middles:
         raise ValueError("middles: expected at least one number, or None for all, got none")
-    known = {len(middle(num_blocks, start)): start for start in _starts(num_blocks, None)}
-    for number in middles:
-        if type(number) is not int or number not in known:
-            told = ", ".join(map(str, known))
-            raise ValueError(f"middles: of {num_blocks} blocks the middle has {told} blocks, got {number!r}")
-    return [known[number] for number in sorted(set(middles))]
+    return sorted({start_of(num_blocks, number, "middles") for number in middles}, reverse=True)
 
 
 def _custom(text: str, num_blocks: int) -> Schedule:
@@ -285,16 +282,10 @@ def _custom(text: str, num_blocks: int) -> Schedule:
 
 
 def _of_middle(name: str, num_blocks: int, start: int, seeds: Sequence[int], loops: Sequence[int]) -> list[Variant]:
-    size = len(middle(num_blocks, start))
+    options: list[dict[str, int]] = [{}]
     if name == "random":
-        return [
-            Variant(name=name, schedule=random(num_blocks, start, seed=seed), middle=size, seed=seed)
-            for seed in dict.fromkeys(seeds)
-        ]
-    if name == "looped_parallel":
-        return [
-            Variant(name=name, schedule=looped_parallel(num_blocks, start, loops=number), middle=size, loops=number)
-            for number in dict.fromkeys(loops)
-        ]
-    make = {"middle_repeat": middle_repeat, "skip": skip, "parallel": parallel, "reverse": reverse}[name]
-    return [Variant(name=name, schedule=make(num_blocks, start), middle=size)]
+        options = [{"seed": seed} for seed in dict.fromkeys(seeds)]
+    elif name == "looped_parallel":
+        options = [{"loops": number} for number in dict.fromkeys(loops)]
+    make, size = _MAKERS[name], len(middle(num_blocks, start))
+    return [Variant(name=name, schedule=make(num_blocks, start, **each), middle=size, **each) for each in options]

@@ -8,6 +8,8 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from lit_layers.functional._checks import check_option
+
 # Leading singular vectors of square matrices, each with a bound on its error.
 
 # Squares halve the digits: eigenvectors of J'J in float64 are good to 1e-16 (s_1 / s)^2 over the gap. That is enough
@@ -258,8 +260,7 @@ def miscoupling_from_factors(
     undefined: Undefined = "raise",
 ) -> Tensor:
     """`miscoupling_matrix` where the decompositions are at hand: `values` are those of `jacobians`."""
-    if sign not in ("signed", "absolute"):
-        raise ValueError(f'expected sign "signed" or "absolute", got {sign!r}')
+    check_option("sign", sign, "signed", "absolute")
     counts = _counts(k, jacobians.shape[-1])
     count = max(counts)
     norms = torch.stack([_norm(values[..., :number], p) for number in counts])  # (k, *n, blocks)
@@ -279,8 +280,7 @@ def compressions(
     jacobians: Float[Tensor, "*n blocks dim dim"], factors: Factors, *, count: int, bases: Bases = "uv"
 ) -> Iterator[Float[Tensor, "*n others count count"]]:
     """Yields, block by block, `A = U' J V` in the leading `count` directions of every other block."""
-    if bases not in ("uv", "vu"):
-        raise ValueError(f'expected bases "uv" or "vu", got {bases!r}')
+    check_option("bases", bases, "uv", "vu")
     left, right = factors.left[..., :count], factors.right[..., :count]
     if bases == "vu":
         left, right = right, left
@@ -361,8 +361,7 @@ def random_miscoupling(
     Raises:
         ValueError: `k` outside 1..dim, a spectrum of zeros.
     """
-    if sign not in ("signed", "absolute"):
-        raise ValueError(f'expected sign "signed" or "absolute", got {sign!r}')
+    check_option("sign", sign, "signed", "absolute")
     if isinstance(spectrum, int):
         if draws < 1:
             raise ValueError(f"expected at least one draw, got {draws}")
@@ -565,8 +564,7 @@ def cross_token_influence(
 
 def _finite(jacobians: Tensor, undefined: Undefined) -> tuple[Tensor, Tensor]:
     """The Jacobians with non-finite ones set to zero, and where those were; raises instead if asked."""
-    if undefined not in ("raise", "nan"):
-        raise ValueError(f'expected undefined "raise" or "nan", got {undefined!r}')
+    check_option("undefined", undefined, "raise", "nan")
     broken = ~jacobians.isfinite().all(-1).all(-1)
     if not bool(broken.any()):
         return jacobians, broken

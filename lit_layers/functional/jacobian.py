@@ -23,6 +23,7 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
+from lit_layers.functional._checks import check_option
 from lit_layers.functional.attention import Alignment, Call, Unsupported, as_call, jacobians_by_reverse_mode
 from lit_layers.functional.one_token import disagreement, jacobians_by_one_token
 
@@ -81,10 +82,8 @@ def block_jacobian(
             route=route,
         )
         return _of_all_places(found, alignment) if in_tokens == "all" else found
-    if identity not in ("same_token", "always"):
-        raise ValueError(f'expected identity "same_token" or "always", got {identity!r}')
-    if route not in ("auto", "cut", "one_token", "plain"):
-        raise ValueError(f'expected route "auto", "cut", "one_token" or "plain", got {route!r}')
+    check_option("identity", identity, "same_token", "always")
+    check_option("route", route, "auto", "cut", "one_token", "plain")
     if chunk_size is not None and chunk_size < 1:
         raise ValueError(f"expected a chunk_size of at least 1, got {chunk_size}")
     # inference tensors cannot enter a graph, so everything is made outside that mode

@@ -83,10 +83,6 @@ def trunk_of(model: Network) -> Network:
     return getattr(model, "base_model", model)
 
 
-def as_they_are(config: Any, logits: Tensor) -> Tensor:
-    return logits
-
-
 def soft_capped(config: Any, logits: Tensor) -> Tensor:
     cap = config.final_logit_softcapping
     return logits if cap is None else (logits / cap).tanh() * cap
@@ -96,10 +92,11 @@ def scaled(config: Any, logits: Tensor) -> Tensor:
     return logits / config.logits_scaling
 
 
-def language_head(model: Network, normed: Tensor, finish: Callable[[Any, Tensor], Tensor] = as_they_are) -> Tensor:
+def language_head(model: Network, normed: Tensor, finish: Callable[[Any, Tensor], Tensor] | None = None) -> Tensor:
     """Scores of the next token; without a head the normed state itself, as the bare model returns it."""
-    head = model.get_output_embeddings()
-    return normed if head is None else finish(model.config, head(normed))
+    if (head := model.get_output_embeddings()) is None:
+        return normed
+    return head(normed) if finish is None else finish(model.config, head(normed))
 
 
 def bert_head(model: Network, hidden: Tensor) -> Tensor:
@@ -211,7 +208,7 @@ def behind_padding(config: Any) -> int:
     return config.pad_token_id + 1
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Family:
     """How one family of classes is taken apart. Paths are attribute paths below the trunk."""
 
@@ -252,37 +249,29 @@ class Family:
         return next(getattr(output, name) for name in self.results if hasattr(output, name))
 
 
-def _decoder(name: str, prefix: str, blocks: str = "layers", norm: str = "norm", head=language_head) -> Family:
-    classes = (f"{prefix}ForCausalLM", f"{prefix}Model")
-    return Family(name=name, classes=classes, blocks=blocks, norm=norm, head=head)
-
-
-def _mamba(name: str, prefix: str) -> Family:
-    return Family(
-        name=name,
-        classes=(f"{prefix}ForCausalLM", f"{prefix}Model"),
-        blocks="layers",
-        norm="norm_f",
-        head=mamba_head,
-        inputs=PLAIN_TEXT[:2],
-        longest=None,
-    )
+def _decoder(name: str, prefix: str, blocks: str = "layers", norm: str = "norm", **options: Any) -> Family:
+    return Family(name, (f"{prefix}ForCausalLM", f"{prefix}Model"), blocks, norm, **options)
 
 
 def _encoder(name: str, prefix: str, blocks: str, head: Callable[[Network, Tensor], Tensor], **options: Any) -> Family:
     kinds = ("ForMaskedLM", "ForSequenceClassification", "ForTokenClassification", "Model")
-    classes = tuple(prefix + kind for kind in kinds)
-    return Family(name=name, classes=classes, blocks=blocks, norm=None, head=head, **{"options": (), **options})
+    usual: dict[str, Any] = {"options": (), "residual": False}
+    return Family(name, tuple(prefix + kind for kind in kinds), blocks, None, head, **(usual | options))
 
 
-def _images(name: str, classes: tuple[str, ...], **options: Any) -> Family:
+def _images(name: str, prefix: str, head: Callable[[Network, Tensor], Tensor], **options: Any) -> Family:
     """Of transformers; of timm there is one row alone."""
-    usual = {"blocks": "layers", "norm": "layernorm", "vision": TRANSFORMERS}
-    return Family(name=name, classes=classes, inputs=IMAGES, options=(), **(usual | options))
+    classes = (f"{prefix}ForImageClassification", f"{prefix}Model")
+    usual = {"classes": classes, "blocks": "layers", "norm": "layernorm", "vision": TRANSFORMERS}
+    return Family(name, head=head, inputs=IMAGES, options=(), **(usual | options))
 
 
+_STATE_SPACE: dict[str, Any] = {"norm": "norm_f", "head": mamba_head, "inputs": PLAIN_TEXT[:2], "longest": None}
+_DINO: dict[str, Any] = {"blocks": "encoder.layer", "vision": ANY_SIZE}
+
+# fmt: off
 FAMILIES = (
-    Family(name="gpt2", classes=("GPT2LMHeadModel", "GPT2Model"), blocks="h", norm="ln_f"),
+    Family("gpt2", ("GPT2LMHeadModel", "GPT2Model"), "h", "ln_f"),
     _decoder("gpt_neox", "GPTNeoX", norm="final_layer_norm"),
     _decoder("llama", "Llama"),
     _decoder("mistral", "Mistral"),
@@ -294,72 +283,32 @@ FAMILIES = (
     _decoder("gemma2", "Gemma2", head=partial(language_head, finish=soft_capped)),
     _decoder("granite", "Granite", head=partial(language_head, finish=scaled)),
     _decoder("phi", "Phi", norm="final_layernorm"),
-    _decoder("gpt_neo", "GPTNeo", blocks="h", norm="ln_f"),
-    _decoder("falcon", "Falcon", blocks="h", norm="ln_f"),
-    Family(name="mpt", classes=("MptForCausalLM", "MptModel"), blocks="blocks", norm="norm_f", longest="max_seq_len"),
+    _decoder("gpt_neo", "GPTNeo", "h", "ln_f"),
+    _decoder("falcon", "Falcon", "h", "ln_f"),
+    _decoder("mpt", "Mpt", "blocks", "norm_f", longest="max_seq_len"),
     # State spaces: layer 0 is the embedding, which transformers' own hidden_states leave out.
-    _mamba("mamba", "Mamba"),
-    _mamba("mamba2", "Mamba2"),
-    _encoder("bert", "Bert", "encoder.layer", bert_head, residual=False),
+    _decoder("mamba", "Mamba", **_STATE_SPACE),
+    _decoder("mamba2", "Mamba2", **_STATE_SPACE),
+    _encoder("bert", "Bert", "encoder.layer", bert_head),
     # Positions are always said to it: its own count takes any token with the number of the padding token for padding.
-    _encoder("roberta", "Roberta", "encoder.layer", roberta_head, residual=False, first_position=behind_padding),
-    _encoder("distilbert", "DistilBert", "transformer.layer", distilbert_head, residual=False, inputs=PLAIN_TEXT),
-    Family(
-        name="modernbert",
-        classes=("ModernBertForMaskedLM", "ModernBertModel"),
-        blocks="layers",
-        norm="final_norm",
-        head=modernbert_head,
-        inputs=PLAIN_TEXT,
-        options=(),
-    ),
-    Family(
-        name="timm_vit",
-        classes=("VisionTransformer",),
-        blocks="blocks",
-        norm="norm",
-        head=timm_head,
-        package="timm",
-        inputs=IMAGES,
-        options=(),
-        vision=TIMM,
-        call=by_pixels,
-        features=timm_features,
-    ),
-    _images("vit", ("ViTForImageClassification", "ViTModel"), head=class_token_head),
-    _images(
-        "dinov2",
-        ("Dinov2ForImageClassification", "Dinov2Model"),
-        blocks="encoder.layer",
-        head=dinov2_head,
-        vision=ANY_SIZE,
-    ),
-    _images(
-        "dinov2_with_registers",
-        ("Dinov2WithRegistersForImageClassification", "Dinov2WithRegistersModel"),
-        blocks="encoder.layer",
-        head=dinov2_head,
-        vision=ANY_SIZE,
-    ),
-    _images(
-        "vit_mae",
-        ("ViTMAEForPreTraining", "ViTMAEModel"),
-        head=mae_head,
-        call=whole_images,
-        features=partial(whole_images, trunk=True),
-    ),
+    _encoder("roberta", "Roberta", "encoder.layer", roberta_head, first_position=behind_padding),
+    _encoder("distilbert", "DistilBert", "transformer.layer", distilbert_head, inputs=PLAIN_TEXT),
+    Family("modernbert", ("ModernBertForMaskedLM", "ModernBertModel"), "layers", "final_norm", modernbert_head,
+           inputs=PLAIN_TEXT, options=()),
+    Family("timm_vit", ("VisionTransformer",), "blocks", "norm", timm_head, package="timm", inputs=IMAGES, options=(),
+           vision=TIMM, call=by_pixels, features=timm_features),
+    _images("vit", "ViT", class_token_head),
+    _images("dinov2", "Dinov2", dinov2_head, **_DINO),
+    _images("dinov2_with_registers", "Dinov2WithRegisters", dinov2_head, **_DINO),
+    _images("vit_mae", "ViTMAE", mae_head, classes=("ViTMAEForPreTraining", "ViTMAEModel"), call=whole_images,
+            features=partial(whole_images, trunk=True)),
     # Where the patches are averaged for classes, the norm comes after the mean, and `layernorm` does nothing.
-    _images("beit", ("BeitForImageClassification", "BeitModel"), head=beit_head),
+    _images("beit", "Beit", beit_head),
     # CLIP itself norms the class token alone and gives out the others as the last block leaves them.
-    _images(
-        "clip_vision",
-        ("CLIPVisionModelWithProjection", "CLIPVisionModel"),
-        blocks="encoder.layers",
-        norm="post_layernorm",
-        head=clip_head,
-        results=("image_embeds", "pooler_output"),
-    ),
+    _images("clip_vision", "CLIPVision", clip_head, classes=("CLIPVisionModelWithProjection", "CLIPVisionModel"),
+            blocks="encoder.layers", norm="post_layernorm", results=("image_embeds", "pooler_output")),
 )
+# fmt: on
 
 # Classes of two rows of blocks, and the one to take instead.
 _PART_OF = {"CLIPModel": "CLIPVisionModel"}

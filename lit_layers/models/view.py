@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from lit_layers.errors import InputError
-from lit_layers.functional.attention import SHARED, Alignment
+from lit_layers.functional.attention import SHARED, Alignment, evaluating
 from lit_layers.functional.block_schedules import Step
 from lit_layers.models.build import true_vocab_size
 from lit_layers.models.families import Network, family_of, trunk_of
@@ -414,19 +414,3 @@ def mask_of(inputs: Mapping[str, Tensor], hidden: Tensor) -> Tensor:
     """Which tokens are real (batch, tokens)."""
     mask = inputs.get("attention_mask")
     return hidden.new_ones(hidden.shape[:2], dtype=torch.bool) if mask is None else mask.bool()
-
-
-@contextmanager
-def evaluating(module: nn.Module) -> Iterator[None]:
-    """Dropout and the like are off inside; afterwards every submodule is in the mode it was in."""
-    modes = [(part, part.training) for part in module.modules()]
-    # Only where it changes something: a module is slow to set an attribute of, and this is done at every block's call.
-    for part, training in modes:
-        if training:
-            part.training = False
-    try:
-        yield
-    finally:
-        for part, training in modes:
-            if part.training != training:
-                part.training = training

@@ -213,10 +213,10 @@ def test_undefined_blocks_raise_by_name_or_become_nan_alone():
     [
         ({"p": 0.5}, "expected p of at least 1"),
         ({"p": math.nan}, "expected p of at least 1"),
-        ({"sign": "plain"}, 'expected sign "signed" or "absolute", got \'plain\''),
-        ({"bases": "uu"}, 'expected bases "uv" or "vu"'),
+        ({"sign": "plain"}, "expected sign to be one of 'signed', 'absolute', got 'plain'"),
+        ({"bases": "uu"}, "expected bases to be one of 'uv', 'vu'"),
         ({"k": []}, "at least one k"),
-        ({"undefined": "zero"}, 'expected undefined "raise" or "nan"'),
+        ({"undefined": "zero"}, "expected undefined to be one of 'raise', 'nan'"),
     ],
 )
 def test_wrong_options_are_refused_with_a_sentence(options, message):

@@ -203,7 +203,7 @@ def test_a_constant_block_has_minus_the_identity(hidden):
         ({"out_tokens": [True]}, TypeError, "sequence of ints"),
         ({"mask": torch.ones(2, 4)}, ValueError, r"mask of shape \(2, 5\), got \(2, 4\)"),
         ({"mask": torch.tensor([[1] * 5, [0] * 5])}, ValueError, "prompt 1 has none"),
-        ({"identity": "never"}, ValueError, 'expected identity "same_token" or "always"'),
+        ({"identity": "never"}, ValueError, "expected identity to be one of 'same_token', 'always'"),
         ({"chunk_size": 0}, ValueError, "chunk_size of at least 1"),
     ],
 )
