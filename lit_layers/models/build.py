@@ -79,7 +79,11 @@ def causal_lm(
         raise InputError(f"cannot build {name} with {overrides}: {one_line(error)}") from error
     family_of(model)
     if weights is not None:
-        _copy_weights_(model, weights)
+        try:
+            model.load_state_dict(weights.state_dict())
+        except RuntimeError as error:
+            kind = type(model).__name__
+            raise InputError(f"the weights do not fit a {kind} of these options: {one_line(error)}") from error
     if pad_vocab_to is not None:
         with seeded(seed):
             pad_vocabulary_(model, pad_vocab_to)
@@ -223,14 +227,6 @@ def with_defaults(settings: dict[str, Any]) -> dict[str, Any]:
         return CONFIG_MAPPING[kind].from_dict(settings).to_dict()
     except (StrictDataclassError, ValueError, TypeError, AttributeError, LookupError, ArithmeticError):
         return settings  # configurations compute with what they are given
-
-
-def _copy_weights_(model: nn.Module, weights: nn.Module) -> None:
-    try:
-        model.load_state_dict(weights.state_dict())
-    except RuntimeError as error:
-        kind = type(model).__name__
-        raise InputError(f"the weights do not fit a {kind} of these options: {one_line(error)}") from error
 
 
 def _config(name: str | Path, **options: Any) -> Any:

@@ -238,33 +238,27 @@ class _Slots:
 
 
 class _OneSlot:
-    """A cache of which a block sees one slot, whichever it asks for."""
+    """A cache of which a block sees one slot (its place), whichever it asks for."""
 
-    def __init__(self, cache: Any, place: int) -> None:
-        self._cache, self._place = cache, place
+    def __init__(self, cache: Any, slot: Any) -> None:
+        self._cache, self._slot = cache, slot
 
     def update(self, keys: Tensor, values: Tensor, layer_idx: int, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-        return self._cache.layers[self._place].update(keys, values, *args, **kwargs)
+        return self._cache.layers[self._slot].update(keys, values, *args, **kwargs)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._cache, name)
 
 
-class _GroupOfSlots:
-    """A cache of which stacked blocks see a slot each."""
-
-    def __init__(self, cache: Any, slots: list[_OneSlot]) -> None:
-        self._cache, self._slots = cache, slots
+class _GroupOfSlots(_OneSlot):
+    """A cache of which stacked blocks see a slot each, given as views of one slot."""
 
     def update(self, keys: Tensor, values: Tensor, layer_idx: int, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         def into_slots(keys: Tensor, values: Tensor) -> list[tuple[Tensor, Tensor]]:
-            rows = zip(self._slots, keys, values, strict=True)
+            rows = zip(self._slot, keys, values, strict=True)
             return [slot.update(key, value, layer_idx, *args, **kwargs) for slot, key, value in rows]
 
         return _Update.apply(keys, values, into_slots)
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._cache, name)
 
 
 class _Update(torch.autograd.Function):

@@ -18,6 +18,7 @@ from lit_layers.models.view import first
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 _COUNTED = ("layer_idx", "layer_id")  # a block's own number, by which it finds its slot in a cache
 _USES_ITS_NUMBER = "scale_attn_by_inverse_layer_idx"  # of GPT-2: the number is then part of the computation
+_POSITIONAL = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal")  # of scaled_dot_product_attention
 _OWN = ("training", "_parameters", "_buffers", "_modules", "_non_persistent_buffers_set", *_HOOKS)
 Call = tuple[tuple, dict[str, Any]]  # what a block is called with besides its state
 
@@ -93,39 +94,25 @@ class _SideBySide(TorchFunctionMode):
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
         if func is F.scaled_dot_product_attention:
-            return _attention(*args, **(kwargs or {}))
+            options: dict[str, Any] = dict(zip(_POSITIONAL, args, strict=False)) | (kwargs or {})
+            tensors = [options.pop(name) for name in _POSITIONAL[:3]]
+            return _Attention.apply(*tensors, options.pop("attn_mask", None), options)
         return func(*args, **(kwargs or {}))
-
-
-def _attention(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attn_mask: Tensor | None = None,
-    dropout_p: float = 0.0,
-    is_causal: bool = False,
-    scale: float | None = None,
-    enable_gqa: bool = False,
-) -> Any:
-    return _Attention.apply(query, key, value, attn_mask, (dropout_p, is_causal, scale, enable_gqa))
 
 
 class _Attention(torch.autograd.Function):
     """`scaled_dot_product_attention` that knows `vmap`; derivatives are those of what the rule calls."""
 
     @staticmethod
-    def forward(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, options: tuple) -> Tensor:
-        dropout, causal, scale, grouped = options
-        return F.scaled_dot_product_attention(
-            query, key, value, attn_mask=mask, dropout_p=dropout, is_causal=causal, scale=scale, enable_gqa=grouped
-        )
+    def forward(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, options: dict[str, Any]) -> Tensor:
+        return F.scaled_dot_product_attention(query, key, value, attn_mask=mask, **options)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple, output: Tensor) -> None:
         pass
 
     @staticmethod
-    def vmap(info: Any, in_dims: tuple, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, options: tuple):
+    def vmap(info: Any, in_dims: tuple, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, options: Any):
         size = info.batch_size
         query, key, value = (_folded(each, dim, size) for each, dim in zip((query, key, value), in_dims, strict=False))
         if mask is not None and (in_dims[3] is not None or (mask.ndim == query.ndim and len(mask) > 1)):
