@@ -27,7 +27,8 @@ from lit_layers.models.build import weights_hash
 from lit_layers.models.view import LayeredModel
 from lit_layers.schema import Count
 from lit_layers.tasks.catalogue import find_task
-from lit_layers.tasks.probe_task import ProbeTask, TaskData
+from lit_layers.tasks.probe_task import ProbeTask
+from lit_layers.tasks.task_splits import TaskData
 
 Part = Literal["train", "validation", "test"]
 

@@ -22,9 +22,9 @@ if TYPE_CHECKING:
     from lit_layers.data.word_pairs import WordPairs as WordPairs
     from lit_layers.tasks.catalogue import TASKS as TASKS
     from lit_layers.tasks.catalogue import find_task as find_task
-    from lit_layers.tasks.labelled_rows import TaskSplit as TaskSplit
     from lit_layers.tasks.probe_task import ProbeTask as ProbeTask
-    from lit_layers.tasks.probe_task import TaskData as TaskData
+    from lit_layers.tasks.task_splits import TaskData as TaskData
+    from lit_layers.tasks.task_splits import TaskSplit as TaskSplit
 
 # Name -> module, imported on first use: the processes that tokenize need no torch, which takes seconds to import.
 _HOMES = {
@@ -36,8 +36,8 @@ _HOMES = {
     "GivenTexts": "prompt_texts",
     "ProbeTask": "lit_layers.tasks.probe_task",
     "TASKS": "lit_layers.tasks.catalogue",
-    "TaskData": "lit_layers.tasks.probe_task",
-    "TaskSplit": "lit_layers.tasks.labelled_rows",
+    "TaskData": "lit_layers.tasks.task_splits",
+    "TaskSplit": "lit_layers.tasks.task_splits",
     "TaskTexts": "prompt_texts",
     "TextBatches": "prompt_texts",
     "Texts": "prompt_texts",

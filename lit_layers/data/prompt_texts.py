@@ -15,8 +15,8 @@ from lit_layers.data.text import EvalText, different_numbers
 from lit_layers.data.tokenization import load_tokenizer, one_thread, tokenizer_hash
 from lit_layers.errors import InputError
 from lit_layers.tasks.catalogue import Task, find, find_task, tasks_of
-from lit_layers.tasks.labelled_rows import draw
 from lit_layers.tasks.probe_task import ProbeTask
+from lit_layers.tasks.task_splits import draw
 
 
 class Texts(ABC):

@@ -20,8 +20,8 @@ from lit_layers.functional.probe import LogisticProbes
 from lit_layers.metrics import look_up
 from lit_layers.models.pixels import pixel_statistics
 from lit_layers.models.view import Batch, LayeredModel
-from lit_layers.tasks.labelled_rows import hold_out
 from lit_layers.tasks.probe_task import ProbeTask
+from lit_layers.tasks.task_splits import hold_out
 
 Metric = Literal["accuracy", "mean_squared_error"]
 Part = Literal["train", "validation", "test"]

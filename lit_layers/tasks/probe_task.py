@@ -1,72 +1,34 @@
 """Downstream tasks of linear probes: labelled texts, in a train, a validation and a test part."""
 
-import hashlib
-import json
+import math
+import re
+import string
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, field, fields, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
 import torch
 
 from lit_layers.errors import InputError
-from lit_layers.tasks.labelled_rows import (
-    LabelledRows,
-    RowOptions,
-    TaskSplit,
-    as_classes,
-    as_values,
-    draw,
-    hold_out,
-    read_rows,
-    refusal,
-    text_columns,
-)
-from lit_layers.tasks.task_files import MAPPING, Use, is_local, is_one_file, local_copies
+from lit_layers.schema import Range, refuse_outside
+from lit_layers.tasks.task_files import MAPPING, Columns, Use, is_local, is_one_file, local_copies, read_columns
+from lit_layers.tasks.task_splits import TaskData, TaskSplit, draw, hold_out, normalised
 
+_SHARE, _ROWS = "a share between 0 and 1", "at least 1, or null for all rows"
 FEW_VALUES = 20  # a regression with no more different values is split value by value
-
-
-@dataclass(frozen=True, eq=False)
-class TaskData:
-    """The parts of a task. No text is in two of them; texts are compared without case, white space and form (NFKC)."""
-
-    name: str
-    kind: Literal["classification", "regression"]
-    train: TaskSplit
-    validation: TaskSplit
-    test: TaskSplit
-    classes: tuple[str, ...] | None
-    """Names of the classes, by number; None for a regression."""
-    num_duplicates: int = 0
-    """Rows of train, and of a validation split that came with the task, left out because test has their text."""
-    num_validation_duplicates: int = 0
-    """Rows of train left out because the validation split that came with the task has their text."""
-    num_empty: int = 0
-    """Rows without text that were left out of all parts."""
-    num_conflicting: int = 0
-    """Rows of train and validation, all kept, whose text also stands there with another target."""
-    num_unseen_test_rows: int = 0
-    """Test rows of a class that train lacks: no probe can get them right."""
-    num_train_wanted: int | None = None
-    """Rows that the task asks for in training (with the validation cut from it) if the local copy has fewer."""
-    num_test_wanted: int | None = None
-    """Test rows that the task asks for if the local copy has fewer."""
-
-    def train_and_validation(self) -> TaskSplit:
-        return self.train + self.validation
-
-    def content_hash(self) -> str:
-        """Sixteen hex digits over the kind, the classes, and the texts and targets of each part."""
-        digest = hashlib.sha256(json.dumps([self.kind, self.classes]).encode())
-        for part in (self.train, self.validation, self.test):
-            digest.update(json.dumps([part.texts, part.targets.tolist()]).encode())
-        return digest.hexdigest()[:16]
+_RANGES = {
+    **dict.fromkeys(("test_share", "validation_share"), Range(0, 1, above=True, below=True, words=_SHARE)),
+    **dict.fromkeys(("num_train", "num_test", "balance"), Range(1, math.inf, low_words=_ROWS)),
+    "seed": Range(0, math.inf),
+}
+_FIELD = re.compile(r"(?P<column>[^.\[\]!:]+)(\[\w+\])*")  # of a text format: a column, or an entry of one
 
 
 @dataclass(frozen=True)
-class ProbeTask(RowOptions):
+class ProbeTask:
     """A labelled set of texts and how it is split; read when it is loaded.
 
     Equal texts never stand in two parts: what test has is left out of train and validation, and the parts cut here
@@ -102,7 +64,16 @@ class ProbeTask(RowOptions):
     """
 
     use: ClassVar[Use] = "probe"
+    name: str
+    source: str
     _: KW_ONLY
+    text: str = "text"
+    label: str = "label"
+    where: dict[str, str | int | list[str] | list[int]] = field(default_factory=dict)
+    group: str | None = None
+    classes: tuple[str, ...] | None = None
+    label_offset: float = 0.0
+    drop_empty: bool = False
     kind: Literal["classification", "regression"] = "classification"
     train: str | list[str] = "train"
     test: str | None = "test"
@@ -126,29 +97,41 @@ class ProbeTask(RowOptions):
         if not self.name or not self.source:
             raise InputError(f"a task needs a name and a source, got {self.name!r} and {self.source!r}")
         if self.kind not in ("classification", "regression"):
-            raise refusal(self.name, "kind", f"expected classification or regression, got {self.kind!r}")
+            raise self.refusal("kind", f"expected classification or regression, got {self.kind!r}")
         if not self.train or (isinstance(self.train, list) and len(set(self.train)) < len(self.train)):
-            raise refusal(self.name, "train", f"expected a split, or several different ones, got {self.train!r}")
-        for option in ("test_share", "validation_share"):
-            if not 0 < getattr(self, option) < 1:
-                raise refusal(self.name, option, f"expected a share between 0 and 1, got {getattr(self, option)}")
-        for option in ("num_train", "num_test", "balance"):
-            number = getattr(self, option)
-            if number is not None and number < 1:
-                raise refusal(self.name, option, f"expected at least 1, or null for all rows, got {number}")
-        if self.seed < 0:
-            raise refusal(self.name, "seed", f"expected at least 0, got {self.seed}")
+            raise self.refusal("train", f"expected a split, or several different ones, got {self.train!r}")
+        refuse_outside(f"task {self.name}: ", _RANGES, vars(self))
         if self.kind == "regression" and self.classes is not None:
-            raise refusal(self.name, "classes", "a regression has none: leave them out, or choose kind classification")
+            raise self.refusal("classes", "a regression has none: leave them out, or choose kind classification")
         if self.kind == "classification" and self.label_offset:
-            raise refusal(self.name, "label_offset", "is for regressions: leave it out, or choose kind regression")
+            raise self.refusal("label_offset", "is for regressions: leave it out, or choose kind regression")
         if self.classes is not None and len(set(self.classes)) < max(2, len(self.classes)):
-            raise refusal(self.name, "classes", f"expected two or more different names, got {list(self.classes)}")
+            raise self.refusal("classes", f"expected two or more different names, got {list(self.classes)}")
         options = {each.name for each in fields(self)} - {"name", "local", "local_options"}
-        text_columns(self.name, self.text)
+        self.text_columns()
         if strange := sorted(set(self.local_options) - options):
             sentence = f"there is no option {strange[0]!r}: name some of {', '.join(sorted(options))}"
-            raise refusal(self.name, "local_options", sentence)
+            raise self.refusal("local_options", sentence)
+
+    def refusal(self, option: str, sentence: str) -> InputError:
+        """What is said of an option of this task."""
+        return InputError(f"task {self.name}: {option}: {sentence}")
+
+    def text_columns(self) -> list[str]:
+        """The columns that a text is made of: itself, or those in the braces of a format."""
+        if "{" not in self.text:
+            return [self.text]
+        try:
+            places = [place for _, place, _, _ in string.Formatter().parse(self.text) if place is not None]
+        except ValueError as error:
+            raise self.refusal(
+                "text", f"{self.text!r} is no format ({error}): write {{column}} or {{column[0]}}"
+            ) from error
+        matches = [_FIELD.fullmatch(place) for place in places]
+        for place, match in zip(places, matches, strict=True):
+            if match is None:
+                raise self.refusal("text", f"cannot tell the column in {{{place}}}: write {{column}} or {{column[0]}}")
+        return [match["column"] for match in matches if match]
 
     def load(self, folder: str | None = None) -> TaskData:
         """Reads and splits the task.
@@ -174,15 +157,48 @@ class ProbeTask(RowOptions):
         """Where a folder has this task, and which options are others there."""
         if self.local is not None:
             if not folder.is_dir():
-                raise refusal(self.name, "folder", f"expected a folder of data, {folder} is none")
+                raise self.refusal("folder", f"expected a folder of data, {folder} is none")
             return folder / self.local, self.local_options
         copy = local_copies("probe", folder).get(self.name)
         if copy is None:
             sentence = f"{folder / MAPPING} names no copy: add it there, or leave folder out"
-            raise refusal(self.name, "folder", sentence)
+            raise self.refusal("folder", sentence)
         if not isinstance(copy.files, str):
-            raise refusal(self.name, "folder", f"{folder / MAPPING}: expected one path of files, with {{split}} in it")
+            raise self.refusal("folder", f"{folder / MAPPING}: expected one path of files, with {{split}} in it")
         return folder / copy.files, copy.options
+
+
+@dataclass(frozen=True)
+class LabelledRows:
+    """Parallel lists."""
+
+    place: str
+    texts: list[str]
+    labels: list[Any]  # as read; then numbers of classes, or values
+    numbers: list[int]  # of the rows in their source
+    groups: list[Hashable] | None
+    class_names: tuple[str, ...] | None
+    num_empty: int
+
+    @cached_property
+    def keys(self) -> list[str]:
+        """Equal where texts are equal."""
+        return [normalised(text) for text in self.texts]
+
+    def __len__(self) -> int:
+        return len(self.texts)
+
+    def take(self, indices: Sequence[int]) -> "LabelledRows":
+        return replace(
+            self,
+            texts=[self.texts[index] for index in indices],
+            labels=[self.labels[index] for index in indices],
+            numbers=[self.numbers[index] for index in indices],
+            groups=None if self.groups is None else [self.groups[index] for index in indices],
+        )
+
+    def without(self, keys: set[str]) -> "LabelledRows":
+        return self.take([index for index, key in enumerate(self.keys) if key not in keys])
 
 
 def _load(task: ProbeTask, *, is_copy: bool) -> TaskData:
@@ -193,7 +209,7 @@ def _load(task: ProbeTask, *, is_copy: bool) -> TaskData:
     train, validation, test = parts["train"], parts["validation"], parts["test"]
     if len(seen := set(train.labels)) < 2:
         held = classes[train.labels[0]] if classes else train.labels[0]
-        raise refusal(task.name, "label", f"all rows of train have {held!r}, a probe needs two labels: give other rows")
+        raise task.refusal("label", f"all rows of train have {held!r}, a probe needs two labels: give other rows")
     return TaskData(
         name=task.name,
         kind=task.kind,
@@ -216,11 +232,11 @@ def _read(task: ProbeTask) -> tuple[dict[str, LabelledRows], tuple[str, ...] | N
     splits = {"train": task.train, "validation": task.validation, "test": task.test}
     if is_one_file(task.source):
         if len([task.train] if isinstance(task.train, str) else task.train) > 1:
-            raise refusal(task.name, "train", f"{task.source} is one file without splits: name one")
+            raise task.refusal("train", f"{task.source} is one file without splits: name one")
         for part in ("test", "validation"):
             if splits[part] is not None:
                 sentence = f"{task.source} is one file without splits: set {part} to null to cut off a share"
-                raise refusal(task.name, part, sentence)
+                raise task.refusal(part, sentence)
     parts = {part: read_rows(task, names) for part, names in splits.items() if names is not None}
     return as_classes(task, parts) if task.kind == "classification" else (as_values(task, parts), None)
 
@@ -233,7 +249,7 @@ def _part(task: ProbeTask, parts: dict[str, LabelledRows]) -> tuple[int, int]:
         for other in parts.keys() & set(others) if first in parts else ():
             parts[other] = parts[other].without(set(parts[first].keys))
             if not len(parts[other]):
-                raise refusal(task.name, other, f"all its texts are in {first}, too: give other rows")
+                raise task.refusal(other, f"all its texts are in {first}, too: give other rows")
         counts.append(before - sum(map(len, parts.values())))
     return counts[0], counts[1]
 
@@ -255,7 +271,7 @@ def _choose(
         if len(parts[part]) < number:
             if not is_copy:
                 sentence = f"{number} rows are wanted, {len(parts[part])} are there for {part}: ask for fewer"
-                raise refusal(task.name, f"num_{part}", sentence)
+                raise task.refusal(f"num_{part}", sentence)
             asked_for[part] = number
         drawn = draw(parts[part].keys, number, seed=task.seed, purpose=f"num_{part}")
         parts[part] = parts[part].take(drawn)
@@ -277,7 +293,7 @@ def _balanced(
     if fewest < task.balance and not is_copy:
         name = classes[label] if classes else label
         sentence = f"{task.balance} rows of each label are wanted, {rows.place} has {fewest} of {name!r}: ask for fewer"
-        raise refusal(task.name, "balance", sentence)
+        raise task.refusal("balance", sentence)
     number, chosen = min(fewest, task.balance), []
     for indices in places.values():
         drawn = draw([rows.keys[index] for index in indices], number, seed=task.seed, purpose="balance")
@@ -293,7 +309,7 @@ def _cut(task: ProbeTask, rows: LabelledRows, part: Literal["test", "validation"
     held = hold_out(rows.keys, strata, share, seed=task.seed, purpose=part, groups=rows.groups)
     if len(set(held)) < 2:
         sentence = f"cannot cut {share} off {len(rows)} rows with equal texts and groups kept whole: give more rows"
-        raise refusal(task.name, f"{part}_share", sentence)
+        raise task.refusal(f"{part}_share", sentence)
     left, out = ([index for index, each in enumerate(held) if each is side] for side in (False, True))
     return rows.take(left), rows.take(out)
 
@@ -307,3 +323,151 @@ def _num_conflicting(*parts: LabelledRows) -> int:
     pairs = [pair for rows in parts for pair in zip(rows.keys, rows.labels, strict=True)]
     labels = Counter(key for key, _ in set(pairs))
     return sum(labels[key] > 1 for key, _ in pairs)
+
+
+def read_rows(task: ProbeTask, splits: str | Sequence[str]) -> LabelledRows:
+    """The rows of some splits that `where` keeps, with text and raw labels."""
+    columns = dict.fromkeys(task.text_columns(), "text") | {task.label: "label"}
+    columns |= {column: "where" for column in task.where if column not in columns}
+    if task.group is not None:
+        columns.setdefault(task.group, "group")
+    try:
+        read = read_columns(task.source, [splits] if isinstance(splits, str) else splits, columns)
+    except InputError as error:
+        raise InputError(f"task {task.name}: {error}") from error
+    numbers = list(_kept(task, read))
+    texts = [_text(task, read, number) for number in numbers]
+    if not task.drop_empty and not all(texts):
+        empty = numbers[texts.index("")]
+        raise task.refusal(
+            "text", f"row {empty} of {read.place} has none: mend it, or leave such rows out by drop_empty"
+        )
+    full = [index for index, text in enumerate(texts) if text]
+    numbers, num_empty = [numbers[index] for index in full], len(texts) - len(full)
+    for column in [task.label] if task.group is None else [task.label, task.group]:
+        for number in numbers:
+            if _is_missing(read.values[column][number]):
+                raise task.refusal(
+                    columns[column],
+                    f"row {number} of {read.place} has no value in column {column!r}: mend the row or take it out",
+                )
+    return LabelledRows(
+        read.place,
+        [texts[index] for index in full],
+        [read.values[task.label][number] for number in numbers],
+        numbers,
+        None if task.group is None else [read.values[task.group][number] for number in numbers],
+        read.class_names.get(task.label),
+        num_empty,
+    )
+
+
+def as_classes(task: ProbeTask, parts: Mapping[str, LabelledRows]) -> tuple[dict[str, LabelledRows], tuple[str, ...]]:
+    """The parts with numbers of classes for labels, and the classes' names."""
+    values = {part: [_class(task, rows, index) for index in range(len(rows))] for part, rows in parts.items()}
+    names = task.classes or next((rows.class_names for rows in parts.values() if rows.class_names), None)
+    labels = {value for each in values.values() for value in each}
+    if names is None:
+        if len({type(value) for value in labels}) > 1:
+            raise task.refusal(
+                "label", f"column {task.label!r} mixes numbers and names, such as {_example(labels)}: use one"
+            )
+        order = sorted(labels)
+        number_of = {value: number for number, value in enumerate(order)}
+        names = tuple(map(str, order))
+    else:
+        number_of = dict(enumerate(range(len(names)))) | {name: number for number, name in enumerate(names)}
+        for part, rows in parts.items():
+            for value, number in zip(values[part], rows.numbers, strict=True):
+                if value not in number_of:
+                    raise task.refusal(
+                        "classes",
+                        f"row {number} of {rows.place} has the label {value!r}, expected one of {', '.join(names)} or "
+                        f"a number from 0 to {len(names) - 1}: name all classes, or choose the rows by where",
+                    )
+        if task.classes is None:  # the Hub names classes that may occur nowhere in the rows chosen
+            used = sorted({number_of[value] for value in labels})
+            places = {number: place for place, number in enumerate(used)}
+            number_of = {value: places[number] for value, number in number_of.items() if number in places}
+            names = tuple(names[number] for number in used)
+    return {part: replace(rows, labels=[number_of[v] for v in values[part]]) for part, rows in parts.items()}, names
+
+
+def as_values(task: ProbeTask, parts: Mapping[str, LabelledRows]) -> dict[str, LabelledRows]:
+    """The parts with numbers for labels."""
+    for rows in parts.values():
+        for label, number in zip(rows.labels, rows.numbers, strict=True):
+            if isinstance(label, bool) or not isinstance(label, int | float) or not math.isfinite(label):
+                raise task.refusal(
+                    "label",
+                    f"row {number} of {rows.place} has {label!r}, a regression needs finite numbers: name another "
+                    "column, or choose kind classification",
+                )
+    return {
+        part: replace(rows, labels=[float(label) + task.label_offset for label in rows.labels])
+        for part, rows in parts.items()
+    }
+
+
+def _kept(task: ProbeTask, read: Columns) -> Iterator[int]:
+    """Numbers of the rows that `where` keeps."""
+    num_rows = len(read.values[task.label])
+    kept = range(num_rows)
+    for column, condition in task.where.items():
+        values, allowed = read.values[column], condition if isinstance(condition, list | tuple) else [condition]
+        for value in allowed:
+            if value not in values:
+                held = ", ".join(sorted({repr(each) for each in values})[:5])
+                raise task.refusal(
+                    "where", f"no row of {read.place} has {value!r} in column {column!r}: it holds {held}"
+                )
+        kept = [number for number in kept if values[number] in allowed]
+    if not kept:
+        raise task.refusal("where" if num_rows else "source", f"no row of {read.place} is left: choose others")
+    return iter(kept)
+
+
+def _text(task: ProbeTask, read: Columns, number: int) -> str:
+    """The text of a row; empty if there is nothing but space."""
+    if "{" not in task.text:
+        text = read.values[task.text][number]
+        if text is not None and not isinstance(text, str):
+            kind = type(text).__name__
+            raise task.refusal("text", f"expected text in column {task.text!r} of {read.place}, found {kind}")
+        text = text or ""
+    else:
+        row = {column: read.values[column][number] for column in task.text_columns()}
+        if missing := [column for column, value in row.items() if value is None]:
+            raise task.refusal(
+                "text",
+                f"row {number} of {read.place} has no value in column {missing[0]!r}: mend the row or take it out",
+            )
+        try:
+            text = task.text.format_map(row)
+        except (LookupError, TypeError, ValueError) as error:
+            raise task.refusal(
+                "text", f"row {number} of {read.place} does not fit {task.text!r} ({error}): change the format"
+            ) from error
+    return text.encode("utf-8", "replace").decode() if text.strip() else ""  # JSON can hold half a surrogate pair
+
+
+def _class(task: ProbeTask, rows: LabelledRows, index: int) -> int | str:
+    label = rows.labels[index]
+    if isinstance(label, str):
+        return label
+    if isinstance(label, int) or (isinstance(label, float) and label.is_integer()):
+        return int(label)
+    raise task.refusal(
+        "label",
+        f"row {rows.numbers[index]} of {rows.place} has {label!r}, expected an integer or a name: name another column"
+        + (", or choose kind regression" if isinstance(label, float) else ""),
+    )
+
+
+def _is_missing(value: Any) -> bool:
+    return value is None or value == "" or (isinstance(value, float) and math.isnan(value))
+
+
+def _example(labels: set) -> str:
+    numbers, names = ([value for value in labels if isinstance(value, kind)] for kind in (int, str))
+    return f"{min(numbers)} and {min(names)!r}"

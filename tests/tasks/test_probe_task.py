@@ -15,8 +15,8 @@ import torch
 
 from lit_layers.errors import InputError
 from lit_layers.tasks.catalogue import TASKS, find_task
-from lit_layers.tasks.labelled_rows import TaskSplit, draw, hold_out, normalised
-from lit_layers.tasks.probe_task import ProbeTask, TaskData
+from lit_layers.tasks.probe_task import ProbeTask
+from lit_layers.tasks.task_splits import TaskData, TaskSplit, draw, hold_out, normalised
 from tests.support.data_mapping import copies, with_mapping
 
 WORDS = ["card", "lost", "rate", "home", "game", "vote", "rain", "song", "mail", "tram"]
