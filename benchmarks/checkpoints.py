@@ -22,10 +22,9 @@ from training import SIZES, RandomText
 
 from lit_layers.schedule import Schedule
 from lit_layers.training import LitCausalLM, SeriesCheckpoint
-from lit_layers.training.checkpoints import saved_steps
-from lit_layers.training.resume import ResumeCheckpoint, StepSeed
+from lit_layers.training.checkpoints import ResumeCheckpoint, saved_steps
 from lit_layers.training.run_log import RunLog
-from lit_layers.training.trainer import DEFAULTS
+from lit_layers.training.trainer import DEFAULTS, StepSeed
 
 WANTED = 0.02
 DEMO: dict[str, Any] = {"log": 2, "until": 256, "then_every": 256}  # recipes/quickstart/gpt2.yaml

@@ -44,9 +44,8 @@ from lit_layers.models.pixels import mixup
 from lit_layers.training import LitImageClassifier, LitImageData
 from lit_layers.training.datamodules import SampleOrder
 from lit_layers.training.modules import parameter_groups, warmup_cosine
-from lit_layers.training.resume import StepSeed
 from lit_layers.training.run_log import RunLog
-from lit_layers.training.trainer import DEFAULTS
+from lit_layers.training.trainer import DEFAULTS, StepSeed
 
 OURS, BARE, PLAIN = "lit_layers", "bare loop", "bare, no augmentation"
 TARGET = 0.95

@@ -30,8 +30,15 @@ from lit_layers.report import MirrorAside, WandbMirror, write_report
 from lit_layers.run_file import run_facts
 from lit_layers.schema import COUNT, COUNT_OR_NONE, MANY, SEED, Range, refuse_outside
 from lit_layers.training import EmergenceCallback, SeriesCheckpoint
-from lit_layers.training.checkpoints import DivergedError, Origin, axis_step, kept
-from lit_layers.training.resume import ResumeCheckpoint, ResumePoint, StepSeed, resume_point
+from lit_layers.training.checkpoints import (
+    DivergedError,
+    Origin,
+    ResumeCheckpoint,
+    ResumePoint,
+    axis_step,
+    kept,
+    resume_point,
+)
 from lit_layers.training.run_folder import (
     RunFolder,
     is_a_run,
@@ -43,6 +50,7 @@ from lit_layers.training.run_folder import (
 from lit_layers.training.run_log import RunLog, StepProgress
 from lit_layers.training.trainer import (
     DEFAULTS,
+    StepSeed,
     best_precision,
     is_first_rank,
     plugins_with_cluster,

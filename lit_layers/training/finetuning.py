@@ -44,8 +44,7 @@ from lit_layers.schema import (
 from lit_layers.training.checkpoints import writable_folder, write_folder
 from lit_layers.training.datamodules import LitTextData
 from lit_layers.training.modules import LitCausalLM
-from lit_layers.training.resume import StepSeed
-from lit_layers.training.trainer import new_trainer
+from lit_layers.training.trainer import StepSeed, new_trainer
 from lit_layers.undisturbed import kept_random_state
 
 _AGAIN = "take it away to train that variant again"

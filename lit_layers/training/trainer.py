@@ -1,14 +1,18 @@
-"""The trainer of a run: its defaults, and what it must be told of the machines it runs on."""
+"""The trainer of a run: its defaults, its randomness, how it is stopped, and the machines it runs on."""
 
+import hashlib
 import logging
 import os
+import random
 import warnings
 from typing import Any
 
 import lightning as L
+import numpy as np
 import torch
 from lightning.pytorch.plugins.environments import SLURMEnvironment
 from lightning.pytorch.strategies import ModelParallelStrategy
+from torch import distributed
 
 from lit_layers.errors import InputError
 
@@ -94,3 +98,57 @@ def refuse_another_number_of_ranks(trainer: L.Trainer) -> None:
         raise InputError(
             f"trainer.strategy.data_parallel_size: expected {ranks}, the number of nodes times devices, got {shards}"
         )
+
+
+class StepSeed(L.Callback):
+    """Makes the randomness of a micro-batch a function of (seed, step, micro-batch, rank).
+
+    Dropout then neither depends on what was drawn before, nor needs a generator's state to be stored.
+    """
+
+    def __init__(self, seed: int) -> None:
+        self.seed = seed
+
+    def on_train_batch_start(
+        self, trainer: L.Trainer, pl_module: L.LightningModule, batch: Any, batch_idx: int
+    ) -> None:
+        micro = batch_idx % trainer.accumulate_grad_batches
+        key = f"{self.seed}/{trainer.global_step}/{micro}/{trainer.global_rank}".encode()
+        number = int.from_bytes(hashlib.blake2b(key, digest_size=8).digest(), "big")
+        torch.manual_seed(number)
+        random.seed(number)
+        np.random.seed(number % 2**32)  # noqa: NPY002 - what others draw from
+
+
+class Termination:
+    """Whether any rank was asked to stop.
+
+    Takes the place of Lightning's own handler, which runs a collective wherever the signal finds the process: ranks
+    that are inside another collective, or are signalled one after the other, then wait for each other for ever.
+    """
+
+    def __init__(self) -> None:
+        self._asked = False
+        self._group: Any = None
+
+    def listen(self, trainer: L.Trainer) -> None:
+        """Has Lightning install a handler that only notes the signal: before it installs its own, in `setup`."""
+        self._asked = False
+        connector: Any = trainer._signal_connector
+        connector._sigterm_notifier_fn = self._note
+
+    def connect(self, trainer: L.Trainer) -> None:
+        """Lets the ranks agree; called by every rank."""
+        if trainer.world_size > 1:
+            self._group = distributed.new_group(backend="gloo")
+
+    def asked(self) -> bool:
+        """The same on all ranks, all of which ask: some tenths of a millisecond between CPUs of one machine."""
+        if self._group is None:
+            return self._asked
+        flag = torch.tensor([int(self._asked)])
+        distributed.all_reduce(flag, op=distributed.ReduceOp.MAX, group=self._group)
+        return bool(flag)
+
+    def _note(self, *_: Any) -> None:
+        self._asked = True

@@ -7,8 +7,9 @@ from typing import Any
 import torch
 
 from lit_layers.training import SeriesCheckpoint
-from lit_layers.training.resume import ResumeCheckpoint, StepSeed, resume_point
+from lit_layers.training.checkpoints import ResumeCheckpoint, resume_point
 from lit_layers.training.run_log import RunLog
+from lit_layers.training.trainer import StepSeed
 from tests.support.collectives import watch_collectives
 from tests.support.tiny_training import fit, module
 

@@ -19,9 +19,9 @@ from lit_layers.analyses import Coupling, Lens, Trajectory
 from lit_layers.analyses.base import Analysis
 from lit_layers.records import Record
 from lit_layers.training import EmergenceCallback, SeriesCheckpoint, sharding
-from lit_layers.training.checkpoints import step_folder
-from lit_layers.training.resume import ResumeCheckpoint, StepSeed, resume_point
+from lit_layers.training.checkpoints import ResumeCheckpoint, resume_point, step_folder
 from lit_layers.training.run_log import RunLog
+from lit_layers.training.trainer import StepSeed
 from tests.support.tiny_training import RandomText, fit, module
 
 STEPS = [1, 2]

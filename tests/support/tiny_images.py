@@ -6,7 +6,7 @@ from typing import Any
 import lightning as L
 
 from lit_layers.training import LitImageClassifier, LitImageData
-from lit_layers.training.resume import StepSeed
+from lit_layers.training.trainer import StepSeed
 
 CONFIG = {"embed_dim": 16, "depth": 2, "num_heads": 2}
 
