@@ -195,9 +195,12 @@ class NextTokenProbe(SplitProbe):
         yield from self._references(problem, head, tags)
         if not layers.all():
             train, test = train[layers], test[layers]
-        for labels, control in self.labellings(problem.train_classes):
-            for layer, log_proba, flag in self.predictions(train, labels, test, layers, len(problem.classes)):
-                yield from self._scores(problem, log_proba.argmax(-1), log_proba, tags | control | flag, layer)
+        for found in self.predictions(model, train, problem.train_classes, test, layers, len(problem.classes), tags):
+            if isinstance(found, Record):
+                yield found
+                continue
+            layer, log_proba, probe_tags = found
+            yield from self._scores(problem, log_proba.argmax(-1), log_proba, probe_tags, layer)
 
     def _problem(
         self, broken_train: frozenset[int] = frozenset(), broken_test: frozenset[int] = frozenset()

@@ -12,6 +12,7 @@ from torch import Tensor
 from lit_layers.analyses.base import Analysis, at_least_float32
 from lit_layers.analyses.features import LayerFeatures, TaskReader, TaskRows, TextPooling, permuted, text_features
 from lit_layers.analyses.label_probe import (
+    Estimator,
     Fitted,
     ProbeOptions,
     RowScores,
@@ -21,6 +22,7 @@ from lit_layers.analyses.label_probe import (
     of_log_proba,
     score_records,
     score_rows,
+    without_default_estimator,
 )
 from lit_layers.analyses.statistics import complete, left_out, nothing_defined
 from lit_layers.errors import InputError
@@ -49,6 +51,8 @@ class OnTask(Analysis):
         c, tolerance, max_iterations: of `fit_logistic_probes`.
         penalty: of `fit_ridge_probes`, for regressions; 0 is least squares.
         seed: of whatever is drawn.
+        estimator: of classes: "fixed_c", or "watch", near the best c of each layer in a fraction of the work
+            (`fit_watching_probes`); `c`, `tolerance` and `max_iterations` then say nothing.
         cache: a folder in which features are kept and found again; None: nowhere.
     """
 
@@ -68,6 +72,7 @@ class OnTask(Analysis):
     tolerance: float = 1e-6
     max_iterations: int = 1000
     seed: int = 0
+    estimator: Estimator = "fixed_c"
     cache: str | None = None
     _reader: TaskReader | None = field(default=None, init=False, repr=False, compare=False)
 
@@ -84,7 +89,8 @@ class OnTask(Analysis):
     def config(self) -> dict[str, Any]:
         """Without `cache`: where features are kept decides no number."""
         whole = super().config()
-        return {**whole, "init_args": {name: each for name, each in whole["init_args"].items() if name != "cache"}}
+        options = {name: each for name, each in whole["init_args"].items() if name != "cache"}
+        return without_default_estimator({**whole, "init_args": options})
 
     def data_hash(self) -> str | None:
         return self._read().content_hash()
@@ -116,7 +122,7 @@ class OnTask(Analysis):
         return layers, dict(zip(defined, parts, strict=True))
 
     def _options(self) -> ProbeOptions:
-        return ProbeOptions(self.c, self.penalty, self.tolerance, self.max_iterations)
+        return ProbeOptions(self.c, self.penalty, self.tolerance, self.max_iterations, self.estimator)
 
     def _read(self) -> TaskReader:
         if self._reader is None:
@@ -154,8 +160,8 @@ class Probe(OnTask):
         untrained: whether to measure new weights too; a series has its step 0 for that.
         warm_start: begins each fit at the last checkpoint's probe. Quicker; numbers then agree within `tolerance`.
         seed: of permuted labels and of new weights.
-        task, tokenizer, corpus, folder, name, pooling, max_tokens, c, penalty, tolerance, max_iterations, cache: as for
-            every analysis on a task (`lit_layers.analyses.task_probes`).
+        task, tokenizer, corpus, folder, name, pooling, max_tokens, c, penalty, tolerance, max_iterations, estimator,
+            cache: as for every analysis on a task (`lit_layers.analyses.task_probes`).
     """
 
     kind = "probe"
@@ -206,6 +212,8 @@ class Probe(OnTask):
                 )
                 if part == "test" and layer:
                     curve.append(scores)
+            if self.estimator == "watch" and isinstance(probe, LogisticProbes):
+                yield Record(metric="probe_c", value=float(probe.c), layer=layer, n=len(labels), tags=tags)
         if not control:
             flag = {"num_not_converged": unconverged} if unconverged else {}
             for metric in ("accuracy", "log_loss") if rows.is_classification else ("mean_squared_error",):
@@ -268,8 +276,8 @@ class SampleSizeSweep(OnTask):
     ours.
 
     Args:
-        task, tokenizer, corpus, folder, pooling, max_tokens, c, penalty, tolerance, max_iterations, cache: as for
-            `Probe`, whose features a shared `cache` saves making again.
+        task, tokenizer, corpus, folder, pooling, max_tokens, c, penalty, tolerance, max_iterations, estimator, cache:
+            as for `Probe`, whose features a shared `cache` saves making again.
         name: of the analysis; sample_sizes/TASK by default.
         layers: which layers; None: all, with layer 0.
         num_seeds: permutations.

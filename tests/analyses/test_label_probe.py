@@ -125,6 +125,16 @@ def test_every_record_is_that_of_scikit_learn_on_the_states_of_the_running_model
     assert model.training
 
 
+def test_the_probe_for_watching_is_near_the_logistic_one_and_says_its_c(split):
+    model = tiny("vit", torch.float64)
+    records = run(model, *split, estimator="watch", random_labels=True)
+    logistic = [run(model, *split, c=c) for c in (1e-3, 1e-2, 1e-1)]
+    for layer in EVERY:
+        best = min(each["log_loss", layer, "mean"].value for each in logistic)
+        assert records["log_loss", layer, "mean"].value < best + 0.1
+        assert records["probe_c", layer, "mean"].n == records["probe_c", layer, "mean", "random_labels"].n == 60
+
+
 @pytest.mark.parametrize("padding", ["left", "right"])
 def test_texts_are_probed_at_their_real_tokens(padding):
     model = tiny("gpt2", torch.float64)

@@ -12,6 +12,7 @@ from sklearn.metrics import f1_score
 from sklearn.preprocessing import StandardScaler
 
 from lit_layers.analyses import NextTokenProbe
+from lit_layers.analyses.features import permuted
 from lit_layers.analyses.next_token_probe import (
     _look,
     class_of,
@@ -23,6 +24,7 @@ from lit_layers.analyses.next_token_probe import (
 )
 from lit_layers.errors import InputError
 from lit_layers.functional.curves import bootstrap_interval, wilson_interval
+from lit_layers.functional.watching_probe import fit_watching_probes
 from lit_layers.models.view import LayeredModel
 from lit_layers.undisturbed import measure
 from tests.support.listed_batches import Listed
@@ -140,6 +142,29 @@ def test_every_record_is_that_of_scikit_learn_on_the_states_of_the_running_model
     at_target = np.array([row[classes.index(t)] if t in classes else np.nan for row, t in zip(closed, targets)])  # noqa: B905
     reference("lm_head_closed", np.array(classes)[closed.argmax(1)], at_target)
     assert {key[0] for key in records} == {"macro_f1"}  # of the references
+
+
+def test_the_probe_for_watching_is_that_of_the_states_and_says_its_c(model, split):
+    states, targets, _, _ = rows_of(model, split[0], 1)
+    test_states, test_targets, _, _ = rows_of(model, split[1], 1)
+    classes = most_frequent(torch.from_numpy(targets), 6)
+    labels, truth = (class_of(torch.from_numpy(each), classes) for each in (targets, test_targets))
+    used, covered = (each >= 0 for each in (labels, truth))
+    labels = labels[used]
+    labellings = {"labels": labels, "control": permuted(labels, 0)}
+    probes = fit_watching_probes(torch.from_numpy(states)[:, used], list(labellings.values()))
+    records = run(model, *split, estimator="watch", random_labels=True)
+    for probe, tags in zip(probes, ((), (("control", "random_labels"),)), strict=True):
+        log_proba = probe.log_proba(torch.from_numpy(test_states)[:, covered])
+        for layer in range(LAYERS + 1):
+            losses = -log_proba[layer].gather(1, truth[covered, None])
+            assert records["log_loss", layer, *tags].value == pytest.approx(losses.mean().item(), rel=1e-6)
+            hits = log_proba[layer].argmax(1) == truth[covered]
+            assert records["accuracy", layer, *tags].value == pytest.approx(hits.double().mean().item())
+            chosen = records["probe_c", layer, *tags]
+            assert (chosen.value, chosen.n) == (pytest.approx(probe.c[layer].item()), len(labels))
+    options = [analysis(*split, estimator=kind).config()["init_args"] for kind in ("fixed_c", "watch")]
+    assert options[1] == {**options[0], "estimator": "watch"}  # what was measured before there was a choice stays so
 
 
 def test_padding_on_either_side_and_the_cut_into_batches_change_nothing(model, split):

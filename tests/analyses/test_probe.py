@@ -145,6 +145,19 @@ def test_a_regression_is_scikit_learns_ridge(model, tokenizer, tmp_path):
     assert baseline.value == pytest.approx(float(((truth - mean) ** 2).mean()))
 
 
+def test_the_probe_for_watching_says_its_c_and_a_sweep_takes_it_too(model, tokenizer, tmp_path):
+    task, given = written_task(tmp_path), {"tokenizer": str(tokenizer), "estimator": "watch"}
+    records = list(Probe(task=task, **given).run(model))
+    best = min(value_of(records, "log_loss", layer, split="test").value for layer in range(LAYERS + 1))
+    assert best < value_of(records, "log_loss", None, split="test", reference="majority").value
+    for layer in range(LAYERS + 1):
+        assert value_of(records, "probe_c", layer).n == 90
+        assert value_of(records, "probe_c", layer, control="random_labels").value > 0
+    swept = list(SampleSizeSweep(task=task, num_seeds=1, **given).run(model))
+    expected = value_of(records, "log_loss", 1, split="test").value
+    assert value_of(swept, "log_loss", 1, split="test", train_rows=90).value == pytest.approx(expected)
+
+
 def test_the_reference_is_the_majority_and_labels_drawn_at_random_teach_nothing(model, tokenizer, tmp_path):
     task = written_task(tmp_path)
     data = task.load()
