@@ -255,12 +255,6 @@ class Softmax:
             return weight[..., 1:] - weight[..., :1], bias[..., 1:] - bias[..., :1]
         return weight, bias
 
-    def value(self, point: Tensor) -> Tensor:
-        """The objective alone, for half the work."""
-        log_proba = (self.inputs @ point).log_softmax(-1)
-        pull = (self.penalties * point.square()).sum((1, 2)) / 2
-        return pull - log_proba[:, self.row, self.targets].mean(1)
-
     def probes(
         self,
         minimum: "Minimum",
@@ -380,6 +374,7 @@ class Minimum(NamedTuple):
     """Where `minimize` stopped."""
 
     point: Tensor  # (problems, *shape)
+    value: Tensor  # (problems,)
     slope: Tensor  # the gradients there
     done: Tensor  # (problems,) bool, False where the iterations ran out or no step was found
     num_iterations: Tensor  # (problems,) int
@@ -425,7 +420,7 @@ def minimize(
         point, value, slope = point + step * direction, new_value, new_slope
         stuck = stuck | stuck_here
         num_iterations += active
-    return Minimum(point, slope, done, num_iterations)
+    return Minimum(point, value, slope, done, num_iterations)
 
 
 def left_to_gain(slope: Tensor, direction: Tensor) -> Tensor:

@@ -71,8 +71,8 @@ def _fit(rows: PrincipalRows, seen: Tensor, targets: Tensor, num_classes: int) -
         return says_nothing
 
     minimum = minimize(softmax.evaluate, start, softmax.preconditioner(), is_done, STEPS)
-    value = softmax.value(minimum.point).double()
-    return softmax.probes(minimum, seen, num_classes, converged=torch.ones_like(minimum.done), objective=value)
+    converged, value = torch.ones_like(minimum.done), minimum.value.double()
+    return softmax.probes(minimum, seen, num_classes, converged=converged, objective=value)
 
 
 class _Calibrated(NamedTuple):
@@ -133,20 +133,18 @@ class _ClosedForm:
 
     def calibrated(self) -> _Calibrated:
         """At the c of the lowest log-loss."""
-        best, (loud, pull) = len(GRID), (0.0, 0.0)
-        lowest = torch.inf
+        place, best = FIRST, (torch.inf, 0.0, 0.0)
         if len(self.chosen):
-            best, (lowest, loud, pull) = FIRST, self._log_loss(GRID[FIRST], (0.0, 0.0))
+            best = self._log_loss(GRID[FIRST], (0.0, 0.0))
             for step in (-1, 1):
-                place = best + step
-                while 0 <= place < len(GRID) and (found := self._log_loss(GRID[place], (loud, pull)))[
-                    0
-                ] < lowest + 1e-9 * (step < 0):
-                    best, (lowest, loud, pull) = place, found
-                    place += step
-                if best != FIRST:
+                while place == FIRST or 0 <= place + step < len(GRID):
+                    found = self._log_loss(GRID[place + step], best[1:])
+                    if found[0] >= best[0]:
+                        break
+                    place, best = place + step, found
+                if place != FIRST:
                     break
-        c = GRID[min(best, len(GRID) - 1)]
+        c, (_, loud, pull) = GRID[place], best
         weight = self.weight(c)
         q = (weight * self.sums).sum(0) / (2 * self.counts)
         return _Calibrated(c * (loud or 1), loud * weight, (self.counts / self.total).log() - pull * q)
