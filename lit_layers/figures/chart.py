@@ -276,12 +276,8 @@ class Chart:
         encoding = {"color": self._by_name("color"), "strokeDash": self._by_name("dash")}
         encoding |= {"strokeWidth": {"field": "o", "type": "quantitative", "scale": None}}
         for steps in sorted({s.steps for s in self.series if s.width}):
-            line = {
-                "type": "line",
-                "tooltip": None,
-                "clip": self.y.ends is not None,
-                **({"interpolate": "step-after"} if steps else {}),
-            }
+            line = {"type": "line", "tooltip": None, "clip": self.y.ends is not None}
+            line |= {"interpolate": "step-after"} if steps else {}
             kept = f"datum.o && {'' if steps else '!'}datum.j"
             found.append(layer(kept, line, {**encoding, "detail": DETAIL, "order": ORDER}))
         return found
@@ -411,11 +407,8 @@ def _bar(bar: Bar) -> dict[str, Any]:
     fill = {"field": "v", "type": "quantitative", "scale": scale, "legend": legend}
     places = {"x": {"value": 0}, "y": {"value": 0}}
     data = {"values": [{"v": number} for number in numbers]}
-    return {
-        "data": data,
-        "mark": {"type": "point", "opacity": 0, "tooltip": None},
-        "encoding": {"fill": fill, **places},
-    }
+    mark = {"type": "point", "opacity": 0, "tooltip": None}
+    return {"data": data, "mark": mark, "encoding": {"fill": fill, **places}}
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -2,94 +2,17 @@
 
 import html
 import math
+import tomllib
 from collections.abc import Iterable
+from pathlib import Path
 
 from lit_layers.metrics import look_up
 
 DASH, MINUS = "\N{EN DASH}", "\N{MINUS SIGN}"
 
-ANALYSES = {
-    "trajectory": "The path of single tokens through the layers.",
-    "coupling": "How alike the blocks' Jacobians are, by their leading singular directions.",
-    "token_coupling": "How alike a block acts on the tokens of a prompt, by the Jacobians between them.",
-    "coupling_matrices": "The matrices behind coupling, at the last token.",
-    "cross_token_influence": "How much, and in how many directions, earlier tokens reach the last one in each block.",
-    "representation": "How many directions the states of a prompt fill, and how its tokens turn.",
-    "label_probe": "What a linear probe can tell about the label from each layer.",
-    "paths_in_plane": "The paths of a prompt's tokens through the layers, as a picture.",
-    "invariance": "How well each layer tells prompts apart, and how little it minds their wording.",
-    "mteb": "How well each layer does as an embedding: the main scores of MTEB's tasks.",
-    "prompt_studies": "How the entropy of prompts moves with repetition, with random tokens and with length.",
-    "next_token_probe": "What a linear probe can tell about the next token from each layer.",
-    "lens": "What the model's own readout makes of each layer.",
-    "probe": "What a linear probe of each layer can tell on a downstream task.",
-    "sample_sizes": "How the test score of each layer's probe grows with the number of training rows.",
-    "concept_alignment": "How far the word pairs of a relation point in one direction at each layer.",
-    "prediction_residual": "How much of the next token a linear map of each layer cannot tell, by least squares.",
-    "interventions": (
-        "What is left when the middle blocks are skipped, repeated, reversed, shuffled or run side by side, and "
-        "nothing is trained again."
-    ),
-    "intervene": "Scores of the model with its blocks in another order.",
-    "layer_similarity": (
-        "How alike the states of two layers are, and where the stages of the model begin: layers in the middle share "
-        "one space."
-    ),
-}
-
-_TAGS = {
-    "drop_first": "first {} tokens dropped",
-    "statistic": "{}",
-    "control": "{}",
-    "normalization": "{} normalization",
-    "prompt": "prompt {}",
-    "domain": "{}",
-    "states": "{} states",
-    "variant": "{}",
-    "middle": "M = {}",
-    "loops": "k = {}",
-    "schedule": "{}",
-    "when": "{} fine-tuning",
-    "execution": "run as a {}",
-    "mode": "{}",
-}
-_REFERENCES = {
-    "majority": "majority class",
-    "mean": "training mean",
-    "lm_head": "model's head",
-    "lm_head_closed": "model's head, probe's classes",
-}
-_SHOWN = {
-    ("drop_first", "0"): "all tokens",
-    ("drop_first", "1"): "without the first token",
-    ("control", "random_labels"): "random labels",
-    ("control", "untrained_model"): "untrained model",
-    ("control", "relabelled_vocabulary"): "relabelled vocabulary",
-    ("split", "train"): "training rows",
-    ("split", "validation"): "validation rows",
-    ("split", "test"): "test rows",
-    ("pooling", "cls"): "class token",
-    ("pooling", "mean"): "mean of the tokens",
-    ("pooling", "last"): "last token",
-    ("variant", "baseline"): "full model",
-    ("variant", "middle_repeat"): "middle repeated",
-    ("variant", "skip"): "skip",
-    ("variant", "random"): "random order",
-    ("variant", "looped_parallel"): "looped parallel",
-    ("variant", "skip_one"): "skip one block",
-    ("variant", "switch"): "switch with the next",
-    ("variant", "custom"): "own schedule",
-    ("execution", "loop"): "run one by one",
-    ("execution", "stacked"): "run stacked",
-    ("mode", "token"): "token by token",
-    ("mode", "flattened"): "of flattened prompts",
-    ("training", "full"): "all weights trained",
-    ("training", "frozen"): "frozen encoder",
-    ("of", "layer_cosine"): "by cosine",
-    ("of", "layer_cka"): "by CKA",
-    ("normalization", "raw"): "raw",
-    ("normalization", "maxEntropy"): "share of the maximum",
-}
+_LABELS = tomllib.loads(Path(__file__).with_suffix(".toml").read_text(encoding="utf-8"))
+ANALYSES: dict[str, str] = _LABELS["analyses"]
+BLOCKS: dict[str, str] = _LABELS["blocks"]
 
 
 def analysis_note(name: str) -> str:
@@ -107,14 +30,15 @@ def tag_text(tags: dict[str, object]) -> str:
     parts = []
     for name, value in tags.items():
         text = f"{value:g}" if isinstance(value, float) else str(value)
-        if (name, text) in _SHOWN:
-            parts.append(_SHOWN[name, text])
+        if (label := _LABELS["values"].get(name, {}).get(text)) is not None:
+            parts.append(label)
         elif name == "of":
             parts.append(f"of {look_up(text).title.removeprefix('Probe ')}")
         elif name == "reference":
-            parts.append(_REFERENCES.get(text, text.replace("_", " ")))
+            parts.append(text.replace("_", " "))
         else:
-            parts.append(_TAGS[name].format(text) if name in _TAGS else f"{name.replace('_', ' ')} = {text}")
+            template = _LABELS["tags"].get(name)
+            parts.append(template.format(text) if template else f"{name.replace('_', ' ')} = {text}")
     return ", ".join(parts)
 
 

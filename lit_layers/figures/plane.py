@@ -57,10 +57,9 @@ def coupling_graph(
         raise ValueError(f"metric {metric!r} has no values per pair of different layers")
     points, tags = of_plainest(points, chosen.get("tags"))
     layers = sorted({n for point in points for n in (point.layer, point.other_layer) if n is not None})
-    values = {(point.step, point.layer, point.other_layer): point.value for point in points}
     steps = spread(steps_of(points), FRAMES)
-    edges = {step: _edges(values, step, layers) for step in steps}
-    largest = max((value for step in steps for value in edges[step].values()), default=0.0)
+    edges = _edges(points, steps)
+    largest = max((value for *_, value in edges), default=0.0)
     least = threshold if threshold is not None else max(_SHARE * largest, 1e-9)
     angles = [2 * math.pi * index / len(layers) for index in range(len(layers))]
     place = {n: (round(math.sin(a), 4), round(math.cos(a), 4)) for n, a in zip(layers, angles, strict=True)}
@@ -70,9 +69,8 @@ def coupling_graph(
         span = largest - least
         return -1 if value < least else min(_LEVELS - 1, int(_LEVELS * (value - least) / span)) if span else _LEVELS - 1
 
-    drawn = [(n, pair, v, strength(v)) for n, step in enumerate(steps) for pair, v in edges[step].items()]
-    series = [_lines([(n, pair) for n, pair, _, own in drawn if own == at], place, at) for at in range(_LEVELS)]
-    shown = [(n, pair, value) for n, pair, value, at in drawn if at >= 0]
+    series = [_lines([(n, pair) for n, pair, v in edges if strength(v) == at], place, at) for at in range(_LEVELS)]
+    shown = [(n, pair, value) for n, pair, value in edges if value >= least]
     middles = [[sum(place[end][side] for end in pair) / 2 for _, pair, _ in shown] for side in (0, 1)]
     texts = [f"blocks {one} and {two}\n{value:.3g}" for _, (one, two), value in shown]
     look = {"frame": [n for n, _, _ in shown], "texts": texts, "tells_texts": True}
@@ -87,17 +85,14 @@ def coupling_graph(
     return Chart(title=title_of(metric, tags), x=side, y=side, **options)
 
 
-def _edges(
-    values: Mapping[tuple[int, int | None, int | None], float], step: int, layers: list[int]
-) -> dict[tuple[int, int], float]:
-    """The mean of both directions of each pair that has both, weakest first: strong lines lie on top."""
-    means = {}
-    for index, one in enumerate(layers):
-        for two in layers[index + 1 :]:
-            both = [values.get((step, *pair), math.nan) for pair in ((one, two), (two, one))]
-            if all(map(math.isfinite, both)):
-                means[one, two] = sum(both) / 2
-    return dict(sorted(means.items(), key=lambda item: item[1]))
+def _edges(points: Sequence[Point], steps: Sequence[int]) -> list[tuple[int, tuple[int, int], float]]:
+    """The place of the slider, the pair and the mean of its directions where it has both; strong lines lie on top."""
+    by_pair = grouped(points, lambda p: (p.step, *sorted((p.layer or 0, p.other_layer or 0))))
+    edges = []
+    for (step, one, two), both in by_pair.items():
+        if step in steps and len(both) == 2 and all(math.isfinite(p.value) for p in both):
+            edges.append((steps.index(step), (one, two), sum(p.value for p in both) / 2))
+    return sorted(edges, key=lambda edge: (edge[0], edge[2], edge[1]))
 
 
 def _lines(pairs: Sequence[tuple[int, tuple[int, int]]], place: Mapping[int, tuple[float, float]], at: int) -> Series:
@@ -402,14 +397,8 @@ def _scores(content: LayerScores, places: Mapping[int, float], title: str, x: Ax
     at = [places[layer] for layer in layers]
     chosen = {"mark": "ring", "size": 14, "color": _PICK}
     name = content.baseline_name
-    line = {
-        "name": name,
-        "dash": "dash",
-        "width": 1.0,
-        "labels": [name, ""],
-        "sides": [(1, -1)] * 2,
-        "label_color": MUTED,
-    }
+    line = {"name": name, "dash": "dash", "width": 1.0, "labels": [name, ""], "sides": [(1, -1)] * 2}
+    line["label_color"] = MUTED
     return Chart(
         title=title,
         x=x,

@@ -186,28 +186,27 @@ def training_curves(
     Raises:
         ValueError: where no row has one of the names.
     """
-    rows = list(scalars)
-    recorded = dict.fromkeys(name for row in rows for name in row if name not in ("step", "tokens"))
+    table: Any = pd.DataFrame(list(scalars))
+    recorded = [name for name in table.columns if name not in ("step", "tokens")]
     losses = [name for name in recorded if name.split("/")[-1] == "loss"]
     chosen = sorted(losses, key=lambda name: not name.startswith("train")) if names is None else list(names)
-    points = {name: [row for row in rows if name in row and np.isfinite(row[name])] for name in chosen}
-    if not any(points.values()):
+    table["tokens"] = table.get("tokens", math.nan)
+    points = {name: table[np.isfinite(table[name].astype(float))] for name in chosen if name in recorded}
+    if not any(map(len, points.values())):
         wanted, there = ", ".join(chosen) or "loss", ", ".join(recorded) or "none"
         raise ValueError(f"no values of {wanted} in these rows; they have: {there}")
     tokens: dict[int, int | None] = {}
     series, longest = [], []
     for index, name in enumerate(chosen):
+        part = _binned(points[name], name) if name in points else pd.DataFrame({"step": [], "tokens": [], name: []})
+        seen: Any = part["tokens"].fillna(part["step"] * (math.nan if tokens_per_step is None else tokens_per_step))
+        steps = [int(step) for step in part["step"]]
+        tokens |= {step: None if math.isnan(n) else int(n) for step, n in zip(steps, seen, strict=True)}
+        longest = max(longest, [step for step in steps if step > 0] or steps, key=len)
         look: dict[str, Any] = {"name": look_up(name).title, "color": COLORS[index % len(COLORS)], "apart": "diamond"}
-        look["legend"] = len(chosen) > 1 or bool(references)
-        steps, values = [], []
-        for part in ([p for p in points[name] if p["step"] <= 0], [p for p in points[name] if p["step"] > 0]):
-            if part:
-                own, means = _binned(part, name, tokens_per_step, tokens)
-                steps, values = [*steps, *own], [*values, *means]
-                longest = max(longest, own, key=len)
-        sparse = sum(p["step"] > 0 for p in points[name]) <= _MARKED
+        sparse = name not in points or (points[name]["step"] > 0).sum() <= _MARKED
         look |= {"mark": "circle" if sparse else "", "width": 2.2 if sparse else 1.6, "size": 5}
-        series.append(Series(x=steps, y=rounded(values), **look))
+        series.append(Series(x=steps, y=rounded(part[name]), legend=len(chosen) > 1 or bool(references), **look))
     for index, (name, value) in enumerate((references or {}).items()):
         series.append(level(longest, value, name, dash=DASHED[index % len(DASHED)]))
     training = Training.of(tokens, tokens)
@@ -216,20 +215,13 @@ def training_curves(
     return Chart(title=title, x=Axis(), y=value_axis(chosen[0]), series=series, training=training, axis=axis)
 
 
-def _binned(
-    points: list[Mapping[str, float]], name: str, tokens_per_step: int | None, tokens: dict[int, int | None]
-) -> tuple[list[int], list[float]]:
-    """Means over bins of log(1 + step), each at the last step of its bin, whose tokens it notes."""
-    places = np.log1p([point["step"] for point in points])
-    bins = np.floor((places - places[0]) / max(places[-1] - places[0], 1e-9) * _BINS).astype(int).clip(max=_BINS - 1)
-    means = np.bincount(bins, [point[name] for point in points]) / np.maximum(np.bincount(bins), 1)
-    last = {int(number): points[index] for index, number in enumerate(bins)}
-    steps = []
-    for point in last.values():
-        steps.append(int(point["step"]))
-        seen = point.get("tokens", steps[-1] * tokens_per_step if tokens_per_step is not None else None)
-        tokens[steps[-1]] = None if seen is None else int(seen)
-    return steps, [float(means[number]) for number in last]
+def _binned(points: Any, name: str) -> Any:
+    """Means over bins of log(1 + step), each at the last step of its bin; the untrained model has one of its own."""
+    places = np.log1p(points["step"])
+    trained = places[places > 0]
+    bins = (places - trained.min()) / max(trained.max() - trained.min(), 1e-9) * _BINS
+    bins = np.floor(bins).clip(upper=_BINS - 1).where(places > 0, -1.0)
+    return points.groupby(bins).agg({"step": "last", "tokens": "last", name: "mean"})
 
 
 def _ordinal(points: Sequence[Point]) -> tuple[str | None, Sequence[Point]]:

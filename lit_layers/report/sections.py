@@ -9,7 +9,7 @@ import pandas as pd
 
 from lit_layers import plots
 from lit_layers.figures import Chart
-from lit_layers.figures.labels import analysis_note, pair_text, tag_text
+from lit_layers.figures.labels import BLOCKS, analysis_note, pair_text, tag_text
 from lit_layers.figures.maps import has_surface
 from lit_layers.figures.models import short_names
 from lit_layers.figures.tables import (
@@ -301,18 +301,9 @@ def _probe(rows: Rows, metric: str) -> Block:
 
 
 _SUMMARIES = {
-    "monotonicity": (
-        "Monotonicity over the layers",
-        "How steadily the test score rises from layer 1 to the last, with 95% intervals over the test rows.",
-    ),
-    "layer": (
-        "Plateau, best layer and inflection",
-        "Where the test score ends to rise by more than 0.01 a layer, where it is best, where it bends first.",
-    ),
-    "law": (
-        "Exponential law over the layers",
-        "Of the line through the log residual over the layers: its slope rho, and how well the points fit it.",
-    ),
+    "monotonicity": "Monotonicity over the layers",
+    "layer": "Plateau, best layer and inflection",
+    "law": "Exponential law over the layers",
 }
 
 
@@ -323,7 +314,7 @@ def _summaries(rows: Rows, group: str) -> Iterator[Block]:
         for metric in rows.having(group)
     ]
     if choices:
-        yield block(*_SUMMARIES[group], choices)
+        yield block(_SUMMARIES[group], BLOCKS[_SUMMARIES[group]], choices)
 
 
 def _by_size(rows: Rows) -> Block:

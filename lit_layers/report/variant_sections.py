@@ -9,7 +9,7 @@ import pandas as pd
 
 from lit_layers import plots
 from lit_layers.figures import Chart
-from lit_layers.figures.labels import analysis_note, tag_text
+from lit_layers.figures.labels import BLOCKS, analysis_note, tag_text
 from lit_layers.figures.maps import SIMILARITIES
 from lit_layers.figures.models import short_names
 from lit_layers.figures.task_means import GLUE, GLUE_MEAN, MEDIAN
@@ -27,26 +27,6 @@ CONTRAST = "block_contrast"
 _MIDDLES = 4  # numbers of middle blocks that a reader chooses from, over training
 _CELL = ["variant", "middle", "loops", "layer"]
 _SIMILAR = "Similarity of layers"
-_NOTES = {
-    "Middle blocks changed": (
-        "Each variant has its colour everywhere. Of random orders the mean, with its 95% interval where known."
-    ),
-    "Cost by blocks changed": "Each variant has its colour everywhere. M blocks in the middle are changed.",
-    "Number of loops": (
-        "The middle side by side and averaged, that many times. White: the best number. Bright is better."
-    ),
-    "Single blocks": "One block skipped, or run behind the next one.",
-    "Over training": (
-        "What a model learns first to do without: its middle blocks (skip), or their order (reverse, random)."
-    ),
-    "Own schedules": "Dashed: the full model.",
-    "Quality against latency": (
-        "Star: the full model. Dotted: what no other variant beats in both. M is the number of blocks changed."
-    ),
-    "Before and after fine-tuning": "Solid: after fine-tuning; dotted, hollow marks: before.",
-    "Models side by side": "A line a model; dashed in its colour: the full model.",
-    _SIMILAR: "Bright: the same. Colours go from the least of any checkpoint to 1.",
-}
 _Choice = tuple[str, Callable[[], Chart]]
 
 
@@ -173,7 +153,7 @@ _OF_VARIANTS: Sequence[tuple[str, Callable[[_Scores], bool], Callable[[_Scores],
 
 def _block(title: str, choices: Sequence[_Choice]) -> Iterator[Block]:
     if choices:
-        yield block(title, _NOTES[title], [(text, [("", draw)]) for text, draw in choices], wide=True)
+        yield block(title, BLOCKS[title], [(text, [("", draw)]) for text, draw in choices], wide=True)
 
 
 def _training(parts: Sequence[_Scores]) -> Iterator[_Choice]:
@@ -291,7 +271,7 @@ def _similarity(table: Any, analysis: str) -> Iterator[Block]:
         places = min(len(figures) for _, figures in choices)  # every choice has the same
         ends = f" Stages at the last checkpoint: {'; '.join(stages)}." if stages else ""
         figures = [(text, [("", draw) for draw in drawings[:places]]) for text, drawings in choices]
-        yield block(_SIMILAR, _NOTES[_SIMILAR] + ends, figures, wide=True)
+        yield block(_SIMILAR, BLOCKS[_SIMILAR] + ends, figures, wide=True)
     contrast = table[(table["analysis"] == analysis) & (table["metric"] == CONTRAST)]
     if len(models) == 1 and contrast["step"].nunique() > 1:
         row = look_up(CONTRAST)
