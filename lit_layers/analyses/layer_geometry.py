@@ -15,7 +15,7 @@ from lit_layers.analyses.base import (
     evenly_spread,
     in_convention,
 )
-from lit_layers.analyses.layerwise import LayerwiseAnalysis, LayerwiseRun, TensorFolder, Visit
+from lit_layers.analyses.layerwise import Key, LayerwiseAnalysis, LayerwiseRun, TensorFolder, Visit, joined
 from lit_layers.analyses.statistics import (
     complete,
     gap,
@@ -262,7 +262,7 @@ class LayerSimilarity(DividedAnalysis):
     drop_first: int = 0
     states: States = "resid"
 
-    def of_part(self, model: LayeredModel, part: Batch) -> "_Similarities":
+    def of_part(self, model: LayeredModel, part: Batch) -> dict[Key, Tensor]:
         states: list[Tensor] = []
         masks: list[Tensor] = []
 
@@ -275,13 +275,15 @@ class LayerSimilarity(DividedAnalysis):
         mask = mask & (mask.cumsum(-1) > self.drop_first)
         left = mask.any(-1)
         hidden, mask = hidden[:, left], mask[left]
-        cosines = {mode: _cosines(hidden, mask, mode) for mode in MODES}
-        finite = (hidden.isfinite().all(-1) | ~mask).all(-1).cpu()
-        rows, prompt = (part.cpu() for part in self._rows(hidden, mask))
-        return _Similarities(cosines, rows, prompt, finite)
+        values: dict[Key, Tensor] = {(mode,): _cosines(hidden, mask, mode) for mode in MODES}
+        values["finite",] = (hidden.isfinite().all(-1) | ~mask).all(-1)
+        values["rows",], values["num_rows",] = self._rows(hidden, mask)
+        return {key: value.cpu() for key, value in values.items()}
 
-    def combine(self, model: LayeredModel, batches: "list[_Similarities]") -> Iterable[Record]:
-        rows, num_left_out, prompts = _joined(batches)
+    def combine(self, model: LayeredModel, batches: list[dict[Key, Tensor]]) -> Iterable[Record]:
+        by_key = joined(batches)
+        _, kept = complete(by_key["finite",])  # (prompts,)
+        rows, prompts = by_key["rows",][:, kept.repeat_interleave(by_key["num_rows",][0])], int(kept.sum())
         least = 4 if self.debiased else 2
         if rows.shape[1] < least:
             raise InputError(
@@ -290,13 +292,13 @@ class LayerSimilarity(DividedAnalysis):
             )
         tags = self.tags_of("states", "drop_first")
         for mode in MODES:
-            values = torch.cat([part.cosines[mode] for part in batches])  # (prompts, layers + 1, layers + 1)
+            values = by_key[mode,].movedim(1, 0).contiguous()  # (prompts, layers + 1, layers + 1)
             tags_of_mode = {"mode": mode, **tags}
             yield from _cosine_records(values, tags_of_mode)
             yield from _stages("layer_cosine", mean_of_defined(values, dim=0), len(values), tags_of_mode)
         tags |= self.tags_of("rows")
         tags |= {} if self.debiased else {"debiased": "no"}
-        tags |= left_out("", num_left_out)
+        tags |= left_out("", ~kept)
         alignment = linear_cka_matrix(rows.to(model.device), debiased=self.debiased, undefined="nan").cpu()
         for layer, row in enumerate(alignment.tolist()):
             for other, value in enumerate(row):
@@ -312,15 +314,15 @@ class LayerSimilarity(DividedAnalysis):
         yield from _stages("layer_cka", alignment, prompts, tags)
 
     def _rows(self, hidden: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
-        """What of a batch enters the alignment, (layers + 1, rows, dim), and of which prompts, (rows,)."""
+        """What of a batch enters the alignment, (layers + 1, rows, dim), and rows a prompt (1, batch)."""
         if self.rows == "prompts":
-            return pool(hidden, mask.expand(hidden.shape[:-1]), undefined="nan"), torch.arange(len(mask))
+            return pool(hidden, mask.expand(hidden.shape[:-1]), undefined="nan"), mask.new_ones(1, len(mask)).long()
         kept = torch.zeros_like(mask)
         for prompt, real in enumerate(mask):
             places = real.nonzero()[:, 0]
             count = len(places) if self.num_tokens is None else self.num_tokens
             kept[prompt, places[evenly_spread(0, len(places) - 1, count)]] = True
-        return hidden[:, kept], kept.nonzero()[:, 0]
+        return hidden[:, kept], kept.sum(-1)[None]
 
     def check_options(self, model: LayeredModel) -> None:
         super().check_options(model)
@@ -328,33 +330,16 @@ class LayerSimilarity(DividedAnalysis):
             raise InputError(f"{self.name}: stages need at least two blocks, the model has {model.num_layers}")
 
 
-class _Similarities(NamedTuple):
-    """Of the prompts of one batch."""
-
-    cosines: dict[Mode, Tensor]  # (prompts, layers + 1, layers + 1), in float64; NaN where a state is zero
-    rows: Tensor  # (layers + 1, rows, dim)
-    prompt: Tensor  # (rows,)
-    finite: Tensor  # (layers + 1, prompts)
-
-
-def _joined(batches: list[_Similarities]) -> tuple[Tensor, int, int]:
-    """The rows of all prompts that are finite wherever most are, how many are not, and how many are."""
-    _, kept = complete(torch.cat([batch.finite for batch in batches], dim=1))
-    parts = kept.split([batch.finite.shape[1] for batch in batches])
-    rows = [
-        batch.rows[:, complete_prompts[batch.prompt]] for batch, complete_prompts in zip(batches, parts, strict=True)
-    ]
-    return torch.cat(rows, dim=1), int((~kept).sum()), int(kept.sum())
-
-
 def _cosines(hidden: Tensor, mask: Tensor, mode: Mode) -> Tensor:
-    """The matrix of each prompt, so that their mean is that of all, and so is its spread."""
+    """The matrix (layers + 1, prompts, layers + 1) of each prompt, so that their mean is that of all, and so is its
+    spread; in float64, NaN where a state is zero."""
     num_layers, num_prompts = hidden.shape[:2]
     matrices = [
         cosine_similarity_matrix(hidden[:, [index]], mask[[index]], mode=mode, undefined="nan").cpu()
         for index in range(num_prompts)
     ]
-    return torch.stack([torch.zeros(num_layers, num_layers, dtype=torch.float64), *matrices])[1:]  # there may be none
+    # there may be none
+    return torch.stack([torch.zeros(num_layers, num_layers, dtype=torch.float64), *matrices], 1)[:, 1:]
 
 
 def _cosine_records(values: Tensor, tags: dict[str, Any]) -> Iterator[Record]:

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from lit_layers.analyses.base import States
 from lit_layers.analyses.layerwise import Key, LayerwiseRun, StatesAnalysis, TensorFolder
-from lit_layers.analyses.statistics import complete, left_out, random_halves, records_of_layers, summarize_layers
+from lit_layers.analyses.statistics import complete, left_out, over_halves, records_of_layers, summarize_layers
 from lit_layers.data.batches import Batches
 from lit_layers.errors import InputError
 from lit_layers.functional._checks import widened
@@ -177,8 +177,7 @@ class Representation(StatesAnalysis):
         if not n:
             return
         whole = self._dataset_entropy(pooled)  # (layers + 1,)
-        half_values = [self._dataset_entropy(pooled[:, rows]) for rows in random_halves(n, self.num_halves)]
-        of_halves = torch.stack(half_values, -1) if half_values else None  # (layers + 1, halves)
+        of_halves = over_halves(self._dataset_entropy, pooled, self.num_halves)
         for normalization in self.normalizations:
             most, most_of_half = _most(normalization, n, dim), _most(normalization, n // 2, dim)
             if most == 0:
@@ -307,8 +306,7 @@ class StateMetric(StatesAnalysis):
             return summarize_layers(metric, rows, tags=tags)
         _, kept = complete(~rows.isnan().any(-1))
         pooled, tags = rows[:, kept], tags | left_out("", ~kept)
-        subsets = random_halves(pooled.shape[1], self.num_halves)
-        of_halves = torch.stack([self._of_layers(pooled[:, half]) for half in subsets], -1) if subsets else None
+        of_halves = over_halves(self._of_layers, pooled, self.num_halves)
         return records_of_layers(metric, self._of_layers(pooled), of_halves, pooled.shape[1], tags)
 
     def _of_layers(self, states: Tensor) -> Tensor:

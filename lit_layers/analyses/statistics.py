@@ -12,7 +12,7 @@ rows and lower an entropy.
 """
 
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -164,6 +164,12 @@ def random_halves(n: int, num_halves: int) -> list[Tensor]:
     if n < 4:
         return []
     return [torch.randperm(n, generator=torch.Generator().manual_seed(seed))[: n // 2] for seed in range(num_halves)]
+
+
+def over_halves(values_of: Callable[[Tensor], Tensor], pooled: Tensor, num_halves: int) -> Tensor | None:
+    """Values (layers + 1, halves) of random halves of the prompts of (layers + 1, prompts, dim); None of too few."""
+    values = [values_of(pooled[:, rows]) for rows in random_halves(pooled.shape[1], num_halves)]
+    return torch.stack(values, -1) if values else None
 
 
 def records_of_layers(
