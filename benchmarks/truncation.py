@@ -17,7 +17,7 @@ from rounds import Row, add_options, finish, ratios
 
 from lit_layers.models import LayeredModel, causal_lm, load, save, truncate
 from lit_layers.models.costs import call_of, interleaved, peak_memory
-from lit_layers.models.plain import open_plainly
+from lit_layers.models.saved import open_plainly
 
 NOISE = 1.1  # of a median on a machine that others use
 
