@@ -1,6 +1,7 @@
 """What a command shows: tables, and on standard error how far a measurement has come."""
 
 import signal
+import sys
 import threading
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -22,7 +23,8 @@ def show_table(rows: Iterable[Mapping[str, Any]], title: str = "", *, text: Coll
         table.add_column(name, justify="left" if is_text else "right", overflow="fold", no_wrap=not is_text)
     for row in rows:
         table.add_row(*(str(row.get(name, "")) for name in columns))
-    Console(highlight=False, markup=False).print(table)
+    width = None if sys.stdout.isatty() else 10_000  # what is not read on a terminal has whole lines
+    Console(highlight=False, markup=False, width=width).print(table)
 
 
 @contextmanager

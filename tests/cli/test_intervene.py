@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import re
 import shlex
 import statistics
 from pathlib import Path
@@ -117,9 +118,9 @@ def the(found: list[records.Record], metric: str, **tags: object) -> records.Rec
 def cells(said: str, title: str) -> dict[str, list[str]]:
     """The printed table of a title: its header and rows by their first cell."""
     lines = said[said.index(title) :].splitlines()
-    end = next(number for number, line in enumerate(lines) if line.startswith("└"))
-    rows = [[cell.strip() for cell in line.strip("┃│").replace("┃", "│").split("│")] for line in lines[:end]]
-    return {row[0]: row[1:] for row in rows if len(row) > 1}
+    end = next((number for number, line in enumerate(lines[1:], start=1) if "  " not in line), len(lines))
+    rows = [re.split(" {2,}", line.strip()) for line in lines[1:end]]
+    return {name: values for name, *values in rows}
 
 
 def files_of(folder: Path) -> dict[str, str]:
@@ -381,7 +382,7 @@ WRONG = [
     ("model", "--task lambada", "unknown option --task; did you mean --tasks?"),
     ("model", "--finetune H/nowhere.yaml", "cannot read H/nowhere.yaml: no such file or directory"),
     ("model", "--finetune {steps: 2}", "recipe: missing: corpus; give it in the recipe"),
-    ("model", "--finetune {corpus: python, stepz: 2}", "recipe: there is no key 'stepz'; the keys are corpus"),
+    ("model", "--finetune {corpus: python, stepz: 2}", "recipe: there is no key 'stepz'; the keys are"),
     ("model", "--finetune {corpus: python, steps: 0}", "recipe: steps: expected at least 1, got 0"),
     ("model", "--finetune {corpus: H/corpus.jsonl, precision: 33}", "recipe: precision: expected str, got 33"),
     ("model", "--finetune {corpus: H/corpus.jsonl, precision: x}", "recipe: precision: Precision 'x' is invalid"),

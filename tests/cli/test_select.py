@@ -154,7 +154,7 @@ def test_the_choice_and_the_costs_are_printed_and_on_the_page(selected):
     found = content(out)
     layer = found["layer"]
     assert "banking77: accuracy on validation rows" in said
-    assert re.search(rf"\n +{layer} +\d\.\d{{4}} +\d\.\d{{4}} to \d\.\d{{4}} +\d+% +<- chosen", said)
+    assert re.search(rf"\n{layer} +\d\.\d{{4}} +\d\.\d{{4}} to \d\.\d{{4}} +\d+% +<- chosen", said)
     assert f"majority class alone: {found['baseline']:.4f}" in said
     gap = found["test_difference_to_last"]
     assert f"test, layer {layer} less layer 3: {gap['value']:+.4f} ({gap['low']:+.4f} to {gap['high']:+.4f}" in said
