@@ -24,7 +24,10 @@ def show_table(rows: Iterable[Mapping[str, Any]], title: str = "", *, text: Coll
     for row in rows:
         table.add_row(*(str(row.get(name, "")) for name in columns))
     width = None if sys.stdout.isatty() else 10_000  # what is not read on a terminal has whole lines
-    Console(highlight=False, markup=False, width=width).print(table)
+    console = Console(highlight=False, markup=False, width=width)
+    with console.capture() as shown:
+        console.print(table)
+    print(*(line.rstrip() for line in shown.get().splitlines()), sep="\n")
 
 
 @contextmanager
