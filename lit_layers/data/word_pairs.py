@@ -15,7 +15,7 @@ from lit_layers.data.tokenization import TextTokenizer, load_tokenizer, one_thre
 from lit_layers.errors import InputError
 
 KNOWN_COLUMNS = (("word", "answers"), ("word1", "word2"))  # of BATS, and of the counterfactual pairs of Park et al.
-CATEGORY, CATEGORY_ID, GROUP = "category", "category_id", "group"
+LABELS = ["category", "category_id", "group"]
 LEAST_PAIRS = 3  # for a mean over pairs of pairs that says anything
 
 
@@ -129,56 +129,37 @@ class WordPairs(Batches):
     def _load(self) -> None:
         if self._words is not None:
             return
-        rows = self._selected(_read(Path(self.source), self.columns))
+        table = self._selected(_read(Path(self.source), self.columns))
         tokenizer = load_tokenizer(tokenizer_of(self.tokenizer, self.corpus))
-        spelled = list(dict.fromkeys(word for row in rows for word in row.pair))
+        spelled = list(dict.fromkeys(table[["first", "second"]].to_numpy().ravel()))
         encoded = dict(zip(spelled, _encoded(spelled, tokenizer, self.tokenizer), strict=True))
         self._hash = tokenizer_hash(tokenizer.tokenizer)
         words = sorted(dict.fromkeys(encoded.values()), key=lambda word: len(word.ids))  # otherwise as in the file
         place = {word: number for number, word in enumerate(words)}
-        by_category: dict[tuple, list[_Row]] = {}
-        for row in rows:
-            by_category.setdefault((row.category, row.id, row.group), []).append(row)
-        self._categories = tuple(self._category(members, encoded, place) for members in by_category.values())
+        by_category = table.groupby(LABELS, sort=False, dropna=False)
+        self._categories = tuple(self._category(rows, encoded, place) for _, rows in by_category)
         self._words = words
 
-    def _category(self, rows: "list[_Row]", encoded: dict[str, Word], place: dict[Word, int]) -> Category:
-        kept = [row.pair for row in rows if encoded[row.pair[0]].ids != encoded[row.pair[1]].ids]
+    def _category(self, rows: Any, encoded: dict[str, Word], place: dict[Word, int]) -> Category:
+        name, id, group = rows[LABELS].iloc[0]
+        pairs = zip(rows["first"], rows["second"], strict=True)
+        kept = [pair for pair in pairs if encoded[pair[0]].ids != encoded[pair[1]].ids]
         if len(kept) < LEAST_PAIRS:
             raise InputError(
-                f"{self.source}: category {rows[0].category!r} has {len(kept)} pairs of different token ids, and at "
-                f"least {LEAST_PAIRS} are needed: leave it out of categories, or add pairs"
+                f"{self.source}: category {name!r} has {len(kept)} pairs of different token ids, and at least "
+                f"{LEAST_PAIRS} are needed: leave it out of categories, or add pairs"
             )
         first, second = (torch.tensor([place[encoded[pair[side]]] for pair in kept]) for side in (0, 1))
-        return Category(
-            name=rows[0].category,
-            pairs=tuple(kept),
-            first=first,
-            second=second,
-            num_dropped=len(rows) - len(kept),
-            id=rows[0].id,
-            group=rows[0].group,
-        )
+        return Category(name, tuple(kept), first, second, len(rows) - len(kept), id, group)
 
-    def _selected(self, rows: "list[_Row]") -> "list[_Row]":
+    def _selected(self, table: Any) -> Any:
         if self.categories is None:
-            return rows
+            return table
         for category in self.categories:
-            if not any(category in row.names for row in rows):
-                names = list(dict.fromkeys(row.id or row.category for row in rows))
-                raise InputError(f"categories: {self.source} has no {category!r}; it has {', '.join(names)}")
-        return [row for row in rows if set(row.names) & set(self.categories)]
-
-
-class _Row(NamedTuple):
-    pair: tuple[str, str]
-    category: str
-    id: str | None
-    group: str | None
-
-    @property
-    def names(self) -> tuple[str | None, ...]:
-        return self.category, self.id, self.group
+            if not (table[LABELS] == category).any(axis=None):
+                names = ", ".join(dict.fromkeys(table["category_id"].fillna(table["category"])))
+                raise InputError(f"categories: {self.source} has no {category!r}; it has {names}")
+        return table[table[LABELS].isin(self.categories).any(axis=1)]
 
 
 def _encoded(words: Sequence[str], tokenizer: TextTokenizer, name: str) -> list[Word]:
@@ -196,34 +177,32 @@ def _encoded(words: Sequence[str], tokenizer: TextTokenizer, name: str) -> list[
     return result
 
 
-def _read(path: Path, columns: tuple[str, str] | None) -> list[_Row]:
+def _read(path: Path, columns: tuple[str, str] | None) -> Any:
+    """A row a pair: the words `first` and `second`, and the labels, None where the file has no such column."""
+    import pandas as pd
+
     table = _table(path)
     names = [str(name) for name in table.columns]
     first, second = columns or _columns(path, names)
     for name in (first, second):
         if name not in names:
             raise InputError(f"{path}: expected a column {name!r} of words, it has {', '.join(names)}")
-
-    def column(name: str, otherwise: str | None) -> list[str | None]:
-        return [str(value) for value in table[name]] if name in names else [otherwise] * len(table)
-
-    rows = []
-    labels = zip(column(CATEGORY, path.stem), column(CATEGORY_ID, None), column(GROUP, None), strict=True)
-    for number, (one, other, label) in enumerate(zip(table[first], table[second], labels, strict=True)):
-        pair = (_word(one), _word(other))
+    pairs = [(_word(one), _word(other)) for one, other in zip(table[first], table[second], strict=True)]
+    for number, pair in enumerate(pairs):
         if not all(pair):
             raise InputError(f"{path}, row {number}: expected two words in {first!r} and {second!r}, got {pair}")
-        rows.append(_Row(pair, label[0] or path.stem, label[1], label[2]))
-    if not rows:
+    if not pairs:
         raise InputError(f"{path}: expected word pairs, the file has none")
-    return rows
+    labels = {name: list(map(str, table[name])) if name in names else None for name in LABELS}
+    labels["category"] = [name or path.stem for name in labels["category"] or [""] * len(pairs)]
+    return pd.DataFrame(pairs, columns=["first", "second"], dtype=object).assign(**labels)
 
 
 def _columns(path: Path, names: list[str]) -> tuple[str, str]:
     for pair in KNOWN_COLUMNS:
         if set(pair) <= set(names):
             return pair
-    others = [name for name in names if name not in (CATEGORY, CATEGORY_ID, GROUP)]
+    others = [name for name in names if name not in LABELS]
     if len(others) != 2:
         raise InputError(f"{path}: expected two columns of words, it has {', '.join(names)}: name the two in columns")
     return others[0], others[1]

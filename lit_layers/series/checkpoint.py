@@ -14,6 +14,9 @@ from pathlib import Path
 from queue import SimpleQueue
 from typing import TYPE_CHECKING, Any
 
+from pydantic import with_config
+
+from lit_layers import schema
 from lit_layers.downloads import would_run_code
 from lit_layers.errors import InputError
 from lit_layers.schedule import Schedule, Steps
@@ -217,13 +220,15 @@ class Checkpoint:
         return self.name if self.step is None else f"step {self.step}"
 
 
+@with_config(schema.STRICT)
 @dataclass(frozen=True)
 class Defect:
-    """What somebody reported about a series; `suspect` where hashes cannot show it."""
+    """What somebody reported about a series, or one `repository` of it; `suspect` where hashes cannot show it."""
 
     says: str
     source: str
-    steps: tuple[int, ...] = ()
+    repository: str | None = None
+    steps: tuple[schema.Step, ...] = ()
     suspect: bool = False
 
 

@@ -1,14 +1,15 @@
 """Series whose checkpoints are branches of a repository of the Hub, and what manifests say of published ones."""
 
+import dataclasses
 import fnmatch
 import itertools
+import json
 import re
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, Required
+from typing import Annotated
 
 from pydantic import Field, with_config
-from typing_extensions import TypedDict
 
 from lit_layers import schema
 from lit_layers.errors import InputError
@@ -33,47 +34,25 @@ _Every = Annotated[int, Field(ge=1, le=10**8), Expected("a whole number of at le
 
 
 @with_config(schema.STRICT)
-class _Defect(TypedDict, total=False):
-    says: Required[str]
-    source: Required[str]
-    repository: str
-    steps: list[Step]
-    suspect: bool
-
-
-@with_config(schema.STRICT)
-class _Entry(TypedDict, total=False):
-    names: Required[Annotated[str | list[str], Expected("a name, or a list of names")]]
-    grammar: str | None
-    steps: Annotated[str | list[Step] | dict[str, int], Expected("pythia, a list of steps, or {every: N}")]
-    ranges: list[Annotated[tuple[Step, Step, _Every], Field(strict=False), Expected("[first, last, every]")]]
-    first_step: Step
-    last_step: Step | None
-    tokens_per_step: Count | None
-    labels_per_optimizer_step: _Every
-    main_is_last: bool | None
-    warm_up: Count
-    defects: list[_Defect]
-
-
-@with_config(schema.STRICT)
-class _Content(TypedDict):
-    repositories: list[_Entry]
-
-
 @dataclass(frozen=True)
 class Facts:
-    """What a manifest says of one repository; None is unknown. Two labels per optimizer step: steps were renamed."""
+    """What a manifest says of the repositories of these names; None is unknown.
 
+    Where a series has two labels per optimizer step, its steps were renamed.
+    """
+
+    names: Annotated[str | list[str], Expected("a name, or a list of names")]
     grammar: str | None = None
-    steps: Steps | None = None
-    ranges: tuple[tuple[int, int, int], ...] = ()
-    first_step: int = 0
-    last_step: int | None = None
-    tokens_per_step: int | None = None
-    labels_per_optimizer_step: int = 1
+    steps: Annotated[str | list[Step] | dict[str, int] | None, Expected("pythia, a list of steps, or {every: N}")] = (
+        None
+    )
+    ranges: tuple[Annotated[tuple[Step, Step, _Every], Expected("[first, last, every]")], ...] = ()
+    first_step: Step = 0
+    last_step: Step | None = None
+    tokens_per_step: Count | None = None
+    labels_per_optimizer_step: _Every = 1
     main_is_last: bool | None = None
-    warm_up: int = 1
+    warm_up: Count = 1
     defects: tuple[Defect, ...] = ()
 
     def expected(self) -> tuple[int, ...] | None:
@@ -86,6 +65,17 @@ class Facts:
             return None
         return tuple(step for step in sorted(every) if step >= self.first_step)
 
+    def patterns(self) -> list[str]:
+        """The names of repositories, with braces written out; `*`, `?` and `[...]` stand as in file names."""
+        spellings = [self.names] if isinstance(self.names, str) else self.names
+        return [name for spelling in spellings for name in expand(spelling)]
+
+
+@with_config(schema.STRICT)
+@dataclass(frozen=True)
+class _Content:
+    repositories: list[Facts]
+
 
 class Manifest:
     """A YAML file about some repositories; the first of its entries that names a repository describes it.
@@ -96,23 +86,26 @@ class Manifest:
 
     def __init__(self, path: str | Path) -> None:
         self.path = Path(path)
-        self._entries = schema.read_yaml(self.path, _Content, "see checkpoints/pythia.yaml")["repositories"]
+        remedy = "see checkpoints/pythia.yaml"
+        content = json.dumps(
+            schema.read_yaml(self.path, object, remedy), default=str
+        )  # JSON has objects for dataclasses
+        self._entries = schema.parse(content, _Content, self.path, remedy).repositories
         for entry in self._entries:
-            if "steps" in entry:
-                Schedule(entry["steps"])
+            if entry.steps is not None:
+                Schedule(entry.steps)
 
     def names(self) -> list[str]:
         """The repositories that are named in full."""
-        every = (name for entry in self._entries for name in _patterns(entry))
+        every = (name for entry in self._entries for name in entry.patterns())
         return list(dict.fromkeys(name for name in every if not re.search(r"[*?\[]", name)))
 
     def facts(self, repo: str) -> Facts | None:
         """What is known of a repository, or None."""
         for entry in self._entries:
-            if any(fnmatch.fnmatchcase(repo, name) for name in _patterns(entry)):
-                given: Any = {key: value for key, value in entry.items() if key not in ("names", "defects")}
-                reported = [defect for defect in entry.get("defects", []) if _is_about(defect, repo)]
-                return Facts(**given, defects=tuple(_defect(defect) for defect in reported))
+            if any(fnmatch.fnmatchcase(repo, name) for name in entry.patterns()):
+                about = (each for each in entry.defects if each.repository is None or repo in expand(each.repository))
+                return dataclasses.replace(entry, defects=tuple(about))
         return None
 
 
@@ -121,7 +114,7 @@ def known_facts(repo: str) -> Facts:
     for path in sorted(FOLDER.glob("*.yaml")):
         if (facts := Manifest(path).facts(repo)) is not None:
             return facts
-    return Facts()
+    return Facts(repo)
 
 
 def expand(name: str) -> list[str]:
@@ -135,20 +128,6 @@ def expand(name: str) -> list[str]:
 def _numbers(choice: str) -> list[str]:
     ends = re.fullmatch(r"(\d+)\.\.(\d+)", choice)
     return [str(number) for number in range(int(ends[1]), int(ends[2]) + 1)] if ends else [choice]
-
-
-def _patterns(entry: _Entry) -> list[str]:
-    names = entry["names"]
-    return [name for spelling in ([names] if isinstance(names, str) else names) for name in expand(spelling)]
-
-
-def _is_about(defect: _Defect, repo: str) -> bool:
-    about = defect.get("repository")
-    return about is None or repo in expand(about)
-
-
-def _defect(given: _Defect) -> Defect:
-    return Defect(given["says"], given["source"], tuple(given.get("steps", ())), given.get("suspect", False))
 
 
 MAIN = "main"
