@@ -17,9 +17,8 @@ import torch.nn.functional as F
 
 import lit_layers
 from lit_layers.analyses.base import Analysis, describe
-from lit_layers.data.batches import Batches
+from lit_layers.data.batches import Batches, EvalText
 from lit_layers.data.preparing import prepare
-from lit_layers.data.text import EvalText
 from lit_layers.models.build import weights_hash
 from lit_layers.models.view import LayeredModel
 from lit_layers.records import Measurement, Record

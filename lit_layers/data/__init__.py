@@ -4,12 +4,11 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from lit_layers.data.batches import Batches
+    from lit_layers.data.batches import Batches, EvalText, TokenBlocks, duplicate_windows
     from lit_layers.data.images import EvalImages
     from lit_layers.data.preparing import prepare, prepared
     from lit_layers.data.prompt_texts import BenchmarkPrompts, CorpusTexts, GivenTexts, TaskTexts, TextBatches, Texts
     from lit_layers.data.shards import TokenShards
-    from lit_layers.data.text import EvalText, TokenBlocks, duplicate_windows
     from lit_layers.data.typo_views import Views, make_views
     from lit_layers.data.word_pairs import WordPairs
     from lit_layers.tasks.catalogue import TASKS, find_task
@@ -17,7 +16,7 @@ if TYPE_CHECKING:
     from lit_layers.tasks.task_splits import TaskData, TaskSplit
 
 # Imported on first use: what reads names, files and tokens needs no torch, which takes seconds to import.
-_HOMES = ["shards", "typo_views", "preparing", "batches", "text", "images", "word_pairs", "prompt_texts"]
+_HOMES = ["shards", "typo_views", "preparing", "batches", "images", "word_pairs", "prompt_texts"]
 _TASKS = ["task_splits", "probe_task", "catalogue"]
 __all__ = [
     "TASKS",

@@ -4,7 +4,7 @@ import functools
 import hashlib
 import re
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import KW_ONLY, dataclass, field
+from dataclasses import KW_ONLY, dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal
@@ -28,6 +28,7 @@ from lit_layers.data.image_files import (
     python_batches,
     python_splits,
 )
+from lit_layers.data.preparing import at_least_one
 from lit_layers.downloads import HUB_ERRORS, reason
 from lit_layers.errors import InputError
 
@@ -257,24 +258,17 @@ class EvalImages(Batches):
     batch_size: int = 32
     seed: int = 0
     normalisation: Normalisation = "source"
-    _pixels: Tensor | None = field(default=None, init=False, repr=False, compare=False)
-    _labels: Tensor | None = field(default=None, init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         if self.split not in ("train", "test"):
             raise InputError(f"expected the split train or test, not {self.split!r}")
         if self.normalisation not in (*STATISTICS, "source"):
             raise InputError(f"expected the normalisation imagenet, half or source, not {self.normalisation!r}")
-        for name in ("num_images", "image_size", "batch_size"):
-            value = getattr(self, name)
-            if value is not None and value < 1:
-                raise InputError(f"{name} must be at least 1, not {value}")
+        at_least_one(num_images=self.num_images, image_size=self.image_size, batch_size=self.batch_size)
 
     def images(self) -> tuple[Tensor, Tensor]:
         """All images and their labels; reads the source on the first call."""
-        if self._pixels is None or self._labels is None:
-            self._pixels, self._labels = self._load()
-        return self._pixels, self._labels  # (num_images, 3, image_size, image_size), (num_images,)
+        return self._loaded  # (num_images, 3, image_size, image_size), (num_images,)
 
     def mean_and_std(self) -> tuple[tuple[float, ...], tuple[float, ...]]:
         """What each channel is normalised by, as shares of full brightness."""
@@ -296,7 +290,8 @@ class EvalImages(Batches):
         digest.update(labels.numpy().astype("<i8").tobytes())
         return digest.hexdigest()[:16]
 
-    def _load(self) -> tuple[Tensor, Tensor]:
+    @functools.cached_property
+    def _loaded(self) -> tuple[Tensor, Tensor]:
         source = image_source(self.source)
         pictures = source.split(self.split)
         if len(pictures) < self.num_images:

@@ -53,6 +53,17 @@ PART_SECONDS = 5.0  # at most this much work, and a chunk, is done again after a
 BPE_BYTES = 10**8  # of text a tokenizer is trained on
 
 
+def at_least_one(**counts: int | None) -> None:
+    """Refuses a count below 1; None is none.
+
+    Raises:
+        InputError: naming it.
+    """
+    for name, count in counts.items():
+        if count is not None and count < 1:
+            raise InputError(f"{name} must be at least 1, not {count}")
+
+
 def prepared(corpus: str, tokenizer: str, *, cache: str | Path | None = None) -> TokenShards:
     """The shards of a corpus: a folder made by `prepare`, or those in the cache, made now where they are missing.
 
@@ -99,10 +110,7 @@ def prepare(
     Raises:
         InputError: for options that do not fit, damaged text, an empty split, a folder that cannot be written.
     """
-    if workers is not None and workers < 1:
-        raise InputError(f"workers must be at least 1, not {workers}")
-    if max_documents is not None and max_documents < 1:
-        raise InputError(f"max_documents must be at least 1, not {max_documents}")
+    at_least_one(workers=workers, max_documents=max_documents)
     folder = Path(out)
     corpus = open_source(source, column=column, separator=separator, validation=validation)
     loaded = None if bpe_size(tokenizer) else load_tokenizer(tokenizer)
@@ -145,7 +153,7 @@ def _place_tokenizer(folder: Path, state: dict[str, Any], loaded: TextTokenizer 
         return
     spec, limit = state["settings"]["tokenizer"]["spec"], state["settings"]["max_documents"]
     if loaded is None:
-        loaded = train_bpe(_first_bytes(_training_texts(source, limit), BPE_BYTES), bpe_size(spec) or 0)
+        loaded = train_bpe(_training_texts(source, limit, BPE_BYTES), bpe_size(spec) or 0)
     shutil.rmtree(folder / TOKENIZER, ignore_errors=True)
     save_tokenizer(loaded, folder / TOKENIZER)
     for path in [*(folder / TOKENIZER).iterdir(), folder / TOKENIZER]:
@@ -197,10 +205,8 @@ def _chunks(source: Source, state: dict[str, Any]) -> Iterator[_Chunk]:
     limit = state["settings"]["max_documents"] or sys.maxsize
     for stage in range(state["stage"], len(source.splits)):
         part = source.splits[stage]
-        repeated = _validation_digests(source, limit) if part == "train" else set()
         texts, size, share = [], 0, None
-        for document in islice(source.read(part, state["position"]), limit - state["read"]):
-            split, value = _place(document, part, source.validation or 0, repeated)
+        for document, split, value in _placed(source, part, limit, state["position"], state["read"]):
             state["read"] += 1
             if split in state["left_out"]:
                 state["left_out"][split] += 1
@@ -217,14 +223,21 @@ def _chunks(source: Source, state: dict[str, Any]) -> Iterator[_Chunk]:
         yield _Chunk(texts, copy.deepcopy(state), share)
 
 
-def _place(document: Document, part: str | None, share: float, repeated: set[int]) -> tuple[str, int]:
-    """The split of a document (`part` where the source says it) and its hash, or why it is left out."""
-    if not document.text.strip():
-        return "empty", 0
-    value = digest(document.text)
-    if part == "train" and value in repeated:
-        return "duplicate", value
-    return part or ("validation" if in_share(value, share) else "train"), value
+def _placed(
+    source: Source, part: str | None, limit: int, position: Any = None, start: int = 0
+) -> Iterator[tuple[Document, str, int]]:
+    """Documents with their split (`part` where the source says it), or why they are left out, and their hashes."""
+    repeated = set()
+    if part == "train":
+        repeated = {digest(document.text) for document in islice(source.read("validation"), limit)}
+    for document in islice(source.read(part, position), limit - start):
+        value = digest(document.text)
+        if not document.text.strip():
+            yield document, "empty", value
+        elif part == "train" and value in repeated:
+            yield document, "duplicate", value
+        else:
+            yield document, part or ("validation" if in_share(value, source.validation or 0) else "train"), value
 
 
 def _note(state: dict[str, Any], split: str, text: str, value: int) -> int:
@@ -236,25 +249,14 @@ def _note(state: dict[str, Any], split: str, text: str, value: int) -> int:
     return size
 
 
-def _validation_digests(source: Source, limit: int) -> set[int]:
-    return {digest(document.text) for document in islice(source.read("validation"), limit)}
-
-
-def _training_texts(source: Source, limit: int | None) -> Iterator[str]:
-    limit = limit or sys.maxsize
-    part = "train" if "train" in source.splits else None
-    repeated = _validation_digests(source, limit) if part else set()
-    for document in islice(source.read(part), limit):
-        if _place(document, part, source.validation or 0, repeated)[0] == "train":
+def _training_texts(source: Source, limit: int | None, size: int) -> Iterator[str]:
+    """The first `size` characters, or some more, of the training documents."""
+    part, total = "train" if "train" in source.splits else None, 0
+    for document, split, _ in _placed(source, part, limit or sys.maxsize):
+        if split == "train" and total < size:
+            total += len(document.text)
             yield document.text
-
-
-def _first_bytes(texts: Iterator[str], most: int) -> Iterator[str]:
-    total = 0
-    for text in texts:
-        yield text
-        total += len(text)
-        if total >= most:
+        elif total >= size:
             return
 
 

@@ -5,13 +5,21 @@ import hashlib
 import json
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
-from dataclasses import KW_ONLY, dataclass, field
+from dataclasses import KW_ONLY, dataclass
 from typing import Literal
 
 from torch import Tensor
 
-from lit_layers.data.batches import Batches, EncodedTexts, encode_texts, padded, tokenizer_of
-from lit_layers.data.text import EvalText, different_numbers
+from lit_layers.data.batches import (
+    Batches,
+    EncodedTexts,
+    EvalText,
+    different_numbers,
+    encode_texts,
+    padded,
+    tokenizer_of,
+)
+from lit_layers.data.preparing import at_least_one
 from lit_layers.data.tokenization import load_tokenizer, one_thread, tokenizer_hash
 from lit_layers.errors import InputError
 from lit_layers.tasks.catalogue import Task, find, find_task, tasks_of
@@ -70,20 +78,21 @@ class TaskTexts(Texts):
     part: Literal["train", "validation", "test"] = "test"
     num_texts: int | None = 1000
     seed: int = 0
-    _texts: list[str] | None = field(default=None, init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         if self.part not in ("train", "validation", "test"):
             raise InputError(f"expected the part train, validation or test, not {self.part!r}")
-        _check_counts(num_texts=self.num_texts)
+        at_least_one(num_texts=self.num_texts)
 
     def texts(self) -> Sequence[str]:
-        if self._texts is None:
-            rows = list(getattr(find_task(self.task).load(self.folder), self.part).texts)
-            if self.num_texts is not None and self.num_texts < len(rows):
-                rows = [rows[row] for row in draw(rows, self.num_texts, seed=self.seed, purpose="texts")]
-            self._texts = checked(rows)
         return self._texts
+
+    @functools.cached_property
+    def _texts(self) -> list[str]:
+        rows = list(getattr(find_task(self.task).load(self.folder), self.part).texts)
+        if self.num_texts is not None and self.num_texts < len(rows):
+            rows = [rows[row] for row in draw(rows, self.num_texts, seed=self.seed, purpose="texts")]
+        return checked(rows)
 
 
 @dataclass
@@ -104,17 +113,18 @@ class CorpusTexts(Texts):
     num_texts: int = 1000
     num_tokens: int = 128
     seed: int = 0
-    _texts: list[str] | None = field(default=None, init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
-        _check_counts(num_texts=self.num_texts)
+        at_least_one(num_texts=self.num_texts)
         self._windows()  # refuses what is out of range
 
     def texts(self) -> Sequence[str]:
-        if self._texts is None:
-            tokenizer = load_tokenizer(tokenizer_of(self.tokenizer, self.corpus)).tokenizer
-            self._texts = checked(tokenizer.decode_batch(self._windows().windows().tolist()))
         return self._texts
+
+    @functools.cached_property
+    def _texts(self) -> list[str]:
+        tokenizer = load_tokenizer(tokenizer_of(self.tokenizer, self.corpus)).tokenizer
+        return checked(tokenizer.decode_batch(self._windows().windows().tolist()))
 
     def _windows(self) -> EvalText:
         return EvalText(
@@ -146,30 +156,26 @@ class TextBatches(Batches):
     corpus: str | None = None
     max_tokens: int = 512
     batch_size: int = 16
-    _encoded: EncodedTexts | None = field(default=None, init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
-        _check_counts(max_tokens=self.max_tokens, batch_size=self.batch_size)
+        at_least_one(max_tokens=self.max_tokens, batch_size=self.batch_size)
 
-    def encoded(self) -> EncodedTexts:
-        if self._encoded is None:
-            tokenizer = tokenizer_of(self.tokenizer, self.corpus)
-            self._encoded = encode_texts(tokenizer, self.texts.texts(), max_tokens=self.max_tokens)
-        return self._encoded
+    @functools.cached_property
+    def _encoded(self) -> EncodedTexts:
+        return encode_texts(tokenizer_of(self.tokenizer, self.corpus), self.texts.texts(), max_tokens=self.max_tokens)
 
     def __iter__(self) -> Iterator[dict[str, Tensor]]:
-        encoded = self.encoded()
-        for start in range(0, len(encoded), self.batch_size):
-            yield padded(encoded.ids[start : start + self.batch_size], encoded.filler)
+        for start in range(0, len(self._encoded), self.batch_size):
+            yield padded(self._encoded.ids[start : start + self.batch_size], self._encoded.filler)
 
     def __len__(self) -> int:
-        return -(-len(self.encoded()) // self.batch_size)
+        return -(-len(self._encoded) // self.batch_size)
 
     def content_hash(self) -> str:
-        return hashlib.sha256(f"{self.encoded().content_hash()} {self.batch_size}".encode()).hexdigest()[:16]
+        return hashlib.sha256(f"{self._encoded.content_hash()} {self.batch_size}".encode()).hexdigest()[:16]
 
     def tokenizer_hash(self) -> str | None:
-        return self.encoded().tokenizer_hash
+        return self._encoded.tokenizer_hash
 
 
 def checked(texts: list[str]) -> list[str]:
@@ -184,12 +190,6 @@ def checked(texts: list[str]) -> list[str]:
         if not isinstance(text, str) or not text.strip():
             raise InputError(f"texts: expected a text with words, text {row} is {text!r}: leave it out")
     return texts
-
-
-def _check_counts(**counts: int | None) -> None:
-    for name, count in counts.items():
-        if count is not None and count < 1:
-            raise InputError(f"{name} must be at least 1, not {count}")
 
 
 BENCHMARKS = tuple(tasks_of("prompts").values())
@@ -226,15 +226,11 @@ class BenchmarkPrompts(Batches):
     batch_size: int = 1
     padding: Literal["left", "right"] = "right"
     seed: int = 0
-    _encoded: list[list[int]] | None = field(default=None, init=False, repr=False, compare=False)
-    _hash: str | None = field(default=None, init=False, repr=False, compare=False)
-    _filler: int = field(default=0, init=False, repr=False, compare=False)
-    _num_cut: int = field(default=0, init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         if self.padding not in ("left", "right"):
             raise InputError(f"padding: expected left or right, got {self.padding!r}")
-        _check_counts(num_prompts=self.num_prompts, max_tokens=self.max_tokens, batch_size=self.batch_size)
+        at_least_one(num_prompts=self.num_prompts, max_tokens=self.max_tokens, batch_size=self.batch_size)
 
     def texts(self) -> list[str]:
         """The prompts as text, in their order."""
@@ -246,13 +242,12 @@ class BenchmarkPrompts(Batches):
 
     def num_cut(self) -> int:
         """How many prompts have lost their end to `max_tokens`."""
-        self._ids()
-        return self._num_cut
+        return self._encoded.num_cut
 
     def __iter__(self) -> Iterator[dict[str, Tensor]]:
-        ids = self._ids()
-        for start in range(0, len(ids), self.batch_size):
-            yield padded(ids[start : start + self.batch_size], self._filler, side=self.padding)
+        for start in range(0, self.num_prompts, self.batch_size):
+            ids = self._encoded.ids[start : start + self.batch_size]
+            yield padded(ids, self._encoded.filler, side=self.padding)
 
     def __len__(self) -> int:
         return -(-self.num_prompts // self.batch_size)
@@ -260,25 +255,22 @@ class BenchmarkPrompts(Batches):
     def content_hash(self) -> str:
         """Sixteen hex digits over the token ids and how they are cut into batches."""
         layout = "" if self.batch_size == 1 else f" {self.padding}"
-        return hashlib.sha256(f"{self.batch_size}{layout} {self._ids()}".encode()).hexdigest()[:16]
+        return hashlib.sha256(f"{self.batch_size}{layout} {self._encoded.ids}".encode()).hexdigest()[:16]
 
     def tokenizer_hash(self) -> str | None:
         """Loads the prompts on the first call."""
-        self._ids()
-        return self._hash
+        return self._encoded.tokenizer_hash
 
-    def _ids(self) -> list[list[int]]:
-        """Token ids of every prompt."""
-        if self._encoded is None:
-            loaded = load_tokenizer(self.tokenizer)
-            with one_thread():
-                whole = [encoding.ids for encoding in loaded.tokenizer.encode_batch(self.texts())]
-            if empty := [number for number, ids in enumerate(whole) if not ids]:
-                raise InputError(f"the tokenizer {self.tokenizer!r} makes no token of prompt {empty[0]}: use another")
-            self._hash, self._filler = tokenizer_hash(loaded.tokenizer), loaded.end_of_text_id
-            self._num_cut = sum(len(ids) > self.max_tokens for ids in whole)
-            self._encoded = [ids[: self.max_tokens] for ids in whole]
-        return self._encoded
+    @functools.cached_property
+    def _encoded(self) -> EncodedTexts:
+        loaded = load_tokenizer(self.tokenizer)
+        with one_thread():
+            whole = [encoding.ids for encoding in loaded.tokenizer.encode_batch(self.texts())]
+        if empty := [number for number, ids in enumerate(whole) if not ids]:
+            raise InputError(f"the tokenizer {self.tokenizer!r} makes no token of prompt {empty[0]}: use another")
+        cut = [ids[: self.max_tokens] for ids in whole]
+        num_cut = sum(len(ids) > self.max_tokens for ids in whole)
+        return EncodedTexts(cut, loaded.end_of_text_id, tokenizer_hash(loaded.tokenizer), num_cut)
 
 
 def _drawn(benchmark: Task, folder: str | None, number: int, seed: int) -> list[str]:

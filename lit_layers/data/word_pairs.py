@@ -1,8 +1,9 @@
 """Word pairs of relations such as singular and plural, as each model's tokenizer reads the single words."""
 
+import functools
 import hashlib
 from collections.abc import Iterator, Sequence
-from dataclasses import KW_ONLY, dataclass, field
+from dataclasses import KW_ONLY, dataclass
 from itertools import groupby
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -11,6 +12,7 @@ import torch
 from torch import Tensor
 
 from lit_layers.data.batches import Batches, tokenizer_of
+from lit_layers.data.preparing import at_least_one
 from lit_layers.data.tokenization import TextTokenizer, load_tokenizer, one_thread, tokenizer_hash
 from lit_layers.errors import InputError
 
@@ -71,13 +73,9 @@ class WordPairs(Batches):
     categories: tuple[str, ...] | None = None
     columns: tuple[str, str] | None = None
     batch_size: int = 256
-    _words: list[Word] | None = field(default=None, init=False, repr=False, compare=False)
-    _categories: tuple[Category, ...] = field(default=(), init=False, repr=False, compare=False)
-    _hash: str | None = field(default=None, init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
-        if self.batch_size < 1:
-            raise InputError(f"batch_size must be at least 1, not {self.batch_size}")
+        at_least_one(batch_size=self.batch_size)
         for name in ("categories", "columns"):  # a recipe brings lists
             value = getattr(self, name)
             if isinstance(value, str):
@@ -90,14 +88,11 @@ class WordPairs(Batches):
 
     def words(self) -> list[Word]:
         """Every different word, in the order of the batches."""
-        self._load()
-        assert self._words is not None
-        return self._words
+        return self._loaded[0]
 
     def by_category(self) -> tuple[Category, ...]:
         """The categories, in the order of the file."""
-        self._load()
-        return self._categories
+        return self._loaded[1]
 
     def __iter__(self) -> Iterator[dict[str, Tensor]]:
         for words in self._chunks():
@@ -118,27 +113,24 @@ class WordPairs(Batches):
 
     def tokenizer_hash(self) -> str | None:
         """Loads the words on the first call."""
-        self._load()
-        return self._hash
+        return self._loaded[2]
 
     def _chunks(self) -> Iterator[list[Word]]:
         for _, same in groupby(self.words(), key=lambda word: len(word.ids)):
             group = list(same)
             yield from (group[start : start + self.batch_size] for start in range(0, len(group), self.batch_size))
 
-    def _load(self) -> None:
-        if self._words is not None:
-            return
+    @functools.cached_property
+    def _loaded(self) -> tuple[list[Word], tuple[Category, ...], str]:
         table = self._selected(_read(Path(self.source), self.columns))
         tokenizer = load_tokenizer(tokenizer_of(self.tokenizer, self.corpus))
         spelled = list(dict.fromkeys(table[["first", "second"]].to_numpy().ravel()))
         encoded = dict(zip(spelled, _encoded(spelled, tokenizer, self.tokenizer), strict=True))
-        self._hash = tokenizer_hash(tokenizer.tokenizer)
         words = sorted(dict.fromkeys(encoded.values()), key=lambda word: len(word.ids))  # otherwise as in the file
         place = {word: number for number, word in enumerate(words)}
         by_category = table.groupby(LABELS, sort=False, dropna=False)
-        self._categories = tuple(self._category(rows, encoded, place) for _, rows in by_category)
-        self._words = words
+        categories = tuple(self._category(rows, encoded, place) for _, rows in by_category)
+        return words, categories, tokenizer_hash(tokenizer.tokenizer)
 
     def _category(self, rows: Any, encoded: dict[str, Word], place: dict[Word, int]) -> Category:
         name, id, group = rows[LABELS].iloc[0]

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, Sampler, Subset
 
+from lit_layers.data.batches import TokenBlocks, unigram_entropy
 from lit_layers.data.image_files import Pictures, SmallPictures
 from lit_layers.data.images import (
     ImageSource,
@@ -23,7 +24,7 @@ from lit_layers.data.images import (
     resized,
     statistics,
 )
-from lit_layers.data.text import TokenBlocks, prepared, unigram_entropy
+from lit_layers.data.preparing import prepared
 from lit_layers.errors import InputError
 from lit_layers.models.pixels import train_transform
 from lit_layers.schema import BATCH, COUNT, SEED, SHARE, WORKERS, Range, refuse_outside

@@ -14,7 +14,7 @@ from sklearn.preprocessing import StandardScaler
 
 from lit_layers.analyses import Probe, SampleSizeSweep
 from lit_layers.analyses.task_probes import over_seeds, sizes, subsets
-from lit_layers.data.text import prepared
+from lit_layers.data.preparing import prepared
 from lit_layers.data.tokenization import TextTokenizer, load_tokenizer, save_tokenizer, tokenizer_hash, train_bpe
 from lit_layers.errors import InputError
 from lit_layers.models.build import causal_lm

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from lit_layers.data import preparing
-from lit_layers.data.text import EvalText, duplicate_windows
+from lit_layers.data.batches import EvalText, duplicate_windows
 from lit_layers.errors import InputError
 
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch.utils.data import DataLoader
 
-from lit_layers.data.text import TokenBlocks
+from lit_layers.data.batches import TokenBlocks
 from lit_layers.errors import InputError
 
 

@@ -9,8 +9,8 @@ import yaml
 from torch.nn import functional as F
 
 from lit_layers.cli.intervene import read_recipe
+from lit_layers.data.batches import TokenBlocks
 from lit_layers.data.preparing import prepared
-from lit_layers.data.text import TokenBlocks
 from lit_layers.errors import InputError
 from lit_layers.functional.block_schedules import Variant
 from lit_layers.models.build import causal_lm, vit, weights_hash
