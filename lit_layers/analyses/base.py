@@ -15,9 +15,8 @@ import torch
 from torch import Tensor
 
 from lit_layers.analyses.statistics import with_a_value
-from lit_layers.data.batches import Batches
+from lit_layers.data.batches import Batches, EvalText
 from lit_layers.data.images import EvalImages
-from lit_layers.data.text import EvalText
 from lit_layers.errors import InputError
 from lit_layers.models.families import trunk_of
 from lit_layers.models.pixels import pixel_statistics

@@ -8,12 +8,13 @@ each.
 Source: the defaults of Skean et al., arXiv 2502.02013, appendix D.
 """
 
+import itertools
 import math
 import random
 import re
 import string
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -80,7 +81,9 @@ def make_views(
     ]
     num_equal = sum(len({view[row] for view in views}) < num_views for row in range(len(texts)))
     _check_different(views, num_equal)
-    changed = [_changed(text, view[row]) for view in views for row, text in enumerate(texts)]
+    changed = [  # how many words of each text its views lack
+        (Counter(text.split()) - Counter(view[row].split())).total() for view in views for row, text in enumerate(texts)
+    ]
     num_words = num_views * sum(len(text.split()) for text in texts)
     return Views(
         views,
@@ -100,41 +103,29 @@ def view_of(
 ) -> str:
     """One view of a text; `random_state` is (seed, number of the view, place of the text) and decides all of it."""
     draw = random.Random("/".join(map(str, random_state)))
-    for step in (_split, _random_character, _keyboard):
+    for step in ("split", "random character", "keyboard"):
         pieces = re.split(r"(\s+)", text)  # words at even places, white space between them
         places = [place for place, piece in enumerate(pieces) if piece and not piece.isspace()]
         long = [place for place in places if _is_long(pieces[place])]
         count = min(max(1, math.ceil(share * len(places))), max_words, len(long))
         for place in sorted(draw.sample(long, count)):
-            pieces[place] = step(pieces[place], draw, share, actions)
+            word = pieces[place]
+            if step == "split":
+                middle = draw.randrange(1, len(word))
+                pieces[place] = f"{word[:middle]} {word[middle:]}"
+            else:
+                pieces[place] = _perturbed(word, draw, share, actions, _LETTERS if step != "keyboard" else None)
         text = "".join(pieces)
     return text
 
 
-def _split(word: str, draw: random.Random, share: float, actions: Sequence[Action]) -> str:
-    place = draw.randrange(1, len(word))
-    return f"{word[:place]} {word[place:]}"
+def _perturbed(word: str, draw: random.Random, share: float, actions: Sequence[Action], letters: str | None) -> str:
+    """A word with changes in a share of its places; other characters are of `letters`, or keys beside theirs."""
 
+    def other(character: str) -> str:
+        choices = (_NEIGHBOURS.get(character, "") if letters is None else letters).replace(character, "")
+        return draw.choice(choices) if choices else character  # no key has it
 
-def _random_character(word: str, draw: random.Random, share: float, actions: Sequence[Action]) -> str:
-    return _perturbed(word, draw, share, actions, lambda character: _other(_LETTERS, character, draw))
-
-
-def _keyboard(word: str, draw: random.Random, share: float, actions: Sequence[Action]) -> str:
-    return _perturbed(
-        word, draw, share, actions, lambda character: _other(_NEIGHBOURS.get(character, ""), character, draw)
-    )
-
-
-def _other(choices: str, character: str, draw: random.Random) -> str:
-    """One of the choices that is another character; the character where there is none (no key has it)."""
-    choices = choices.replace(character, "")
-    return draw.choice(choices) if choices else character
-
-
-def _perturbed(
-    word: str, draw: random.Random, share: float, actions: Sequence[Action], other: Callable[[str], str]
-) -> str:
     action = actions[0] if len(actions) == 1 else draw.choice(list(actions))
     characters = list(word)
     for place in sorted(draw.sample(range(len(word)), math.ceil(share * len(word))), reverse=True):
@@ -154,12 +145,6 @@ def _is_long(word: str) -> bool:
     return len(word) >= LEAST_CHARACTERS
 
 
-def _changed(text: str, view: str) -> int:
-    """How many words of the text its view lacks."""
-    words = Counter(text.split())
-    return (words - Counter(view.split())).total()
-
-
 def _check(num_views: int, seed: int, share: float, max_words: int, actions: Sequence[Action]) -> None:
     for name, number, least in (("num_views", num_views, 2), ("max_words", max_words, 1), ("seed", seed, 0)):
         if number < least:
@@ -173,13 +158,12 @@ def _check(num_views: int, seed: int, share: float, max_words: int, actions: Seq
 
 def _check_different(views: list[list[str]], num_equal: int) -> None:
     num_texts = len(views[0])
-    for number, view in enumerate(views):
-        for other in range(number):
-            if num_texts and view == views[other]:
-                raise InputError(
-                    f"views: views {other} and {number} are equal for all {num_texts} texts: expected texts with words "
-                    f"of {LEAST_CHARACTERS} or more characters"
-                )
+    for (first, one), (second, other) in itertools.combinations(enumerate(views), 2):
+        if num_texts and one == other:
+            raise InputError(
+                f"views: views {first} and {second} are equal for all {num_texts} texts: expected texts with words "
+                f"of {LEAST_CHARACTERS} or more characters"
+            )
     if num_equal > MOST_EQUAL * num_texts:
         raise InputError(
             f"views: {num_equal} of {num_texts} texts have two equal views, expected at most {MOST_EQUAL:.0%}: give "

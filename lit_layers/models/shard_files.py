@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from lit_layers import schema
-from lit_layers.downloads import named_shards
+from lit_layers.downloads import HUB_ERRORS, LOG_IN, is_refused, named_shards, reason
 from lit_layers.errors import InputError
 
 WHOLE, INDEX, CONFIG = "model.safetensors", "model.safetensors.index.json", "config.json"
@@ -82,22 +82,20 @@ class ShardFiles:
                 raise InputError(f"{self.model} has no file {file}") from FileNotFoundError(file)
             return self._folder / file
         from huggingface_hub import hf_hub_download
-        from huggingface_hub.errors import EntryNotFoundError, GatedRepoError, HTTPError, LocalEntryNotFoundError
+        from huggingface_hub.errors import EntryNotFoundError, LocalEntryNotFoundError
 
         if file in self._paths:
             return self._paths[file]
         try:
             self._paths[file] = Path(hf_hub_download(self.model, file, revision=self._revision))
             return self._paths[file]
-        except (OSError, ValueError, HTTPError, EntryNotFoundError) as error:
+        except HUB_ERRORS as error:
             missing = isinstance(error, EntryNotFoundError) and not isinstance(error, LocalEntryNotFoundError)
             at = f" at revision {self._revision}" if self._revision else ""
-            reason = f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
-            advice = "check the name, the revision and the network, then run again"
-            if isinstance(error, GatedRepoError):
-                advice = "ask for access on its page, then log in with `hf auth login` or set HF_TOKEN"
+            advice = LOG_IN if is_refused(error) else "check the name, the revision and the network, then run again"
             raise InputError(
-                f"{self.model}{at} is no local folder, and {file} cannot be had from the Hub ({reason}): {advice}"
+                f"{self.model}{at} is no local folder, and {file} cannot be had from the Hub ({reason(error)}): "
+                f"{advice}"
             ) from (FileNotFoundError(file) if missing else error)
 
     def has(self, file: str) -> bool:

@@ -5,7 +5,7 @@ import json
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 from lit_layers.data.tokenization import Tokenizer, tokenizer_hash
 from lit_layers.schedule import Schedule
@@ -13,9 +13,7 @@ from lit_layers.series.checkpoint import ALL, Checkpoint, Listing, Series
 from lit_layers.series.checkpoint_sources import TOKENIZER
 from lit_layers.series.weight_files import Fingerprint, Format, formats, missing
 
-Kind = Literal[
-    "identical weights",
-    "equal to the final step",
+OfFiles = Literal[
     "equal to main",
     "main differs",
     "shared shard",
@@ -29,9 +27,14 @@ Kind = Literal[
     "other config",
     "other tokenizer",
     "other size",
+    "other step",
+]
+# What a listing shows of hashes alone, or not at all: without the weights nobody can say that it is mended.
+OfWeights = Literal[
+    "identical weights",
+    "equal to the final step",
     "other tensors",
     "other precision",
-    "other step",
     "damaged",
     "not finite",
     "zero weights",
@@ -40,13 +43,8 @@ Kind = Literal[
     "out of line",
     "swapped",
 ]
-# What a listing shows of hashes alone, or not at all: without the weights nobody can say that it is mended.
-OF_WEIGHTS: frozenset[Kind] = frozenset(
-    {
-        *("identical weights", "equal to the final step", "other tensors", "other precision", "damaged"),
-        *("not finite", "zero weights", "value out of range", "rounded copy", "out of line", "swapped"),
-    }
-)
+Kind = OfFiles | OfWeights
+OF_WEIGHTS: frozenset[str] = frozenset(get_args(OfWeights))
 Weights = Mapping[Format, Mapping[str, str]]  # format -> file -> hash
 
 

@@ -145,7 +145,7 @@ def audit(
         series=series.name,
         num_checked=len(chosen),
         findings=tuple(findings),
-        commits={name: commit for name, commit in commits.items() if commit is not None},
+        commits={name: commit for name, commit in commits.items() if commit},
         level="weights" if not set(unread) - {*lost, *_names(damaged)} else made,
         unchecked=dict.fromkeys(unread, (WEIGHTS,)) | {one.name: (ORDER,) for one in chosen if one.name in undecided},
         _steps={one.name: one.step for one in steps if one.step is not None},
@@ -251,12 +251,11 @@ class SeriesMeasurements:
         Raises:
             InputError: where the root holds measurements of another one, as far as they say of which they are.
         """
-        runs: dict[str, list[MeasuredWeights]] = {}
+        runs: dict[str, list[Checkpoint]] = {}
         for one in checkpoints:
-            new = MeasuredWeights(one.step, one.place(), lambda one=one: weights(one))
-            runs.setdefault(self.run_of(one), []).append(new)
-        for run, mine in runs.items():
-            _refuse_another_model(self.store.path.parent, run, self.store, mine)
+            runs.setdefault(self.run_of(one), []).append(one)
+        for run, members in runs.items():
+            _refuse_another_model(self.store.path.parent, run, self.store, members, weights)
 
     def tokenizer_hash(self, checkpoint: Checkpoint) -> str | None:
         """Hash of the tokenizer that a checkpoint carries, by what it does to text; None where it has none.
@@ -300,17 +299,12 @@ class SeriesMeasurements:
         return [m for m in mine if m.provenance.get("weight_files") in (None, files)]
 
 
-@dataclass(frozen=True)
-class MeasuredWeights:
-    """Where weights come from, as provenance says it, and what they are: a name of provenance and its value."""
-
-    step: int | None
-    source: Mapping[str, Any]
-    weights: Callable[[], tuple[str, Any]]
-
-
 def _refuse_another_model(
-    root: Path, run: str, measurements: Iterable[Measurement], weights: Sequence[MeasuredWeights]
+    root: Path,
+    run: str,
+    measurements: Iterable[Measurement],
+    checkpoints: Sequence[Checkpoint],
+    weights: Callable[[Checkpoint], tuple[str, Any]],
 ) -> None:
     """Refuses numbers of a second model under the name of one run, where they would replace or go on with the first's.
 
@@ -321,10 +315,10 @@ def _refuse_another_model(
     Raises:
         InputError: naming both.
     """
-    home, mine = os.path.realpath(root), weights[0]
-    place = _model_of(mine.source, mine.step)
+    home, step, here = os.path.realpath(root), checkpoints[0].step, checkpoints[0].place()
+    place = _model_of(here, step)
     is_trained_here = run_facts(root).get("run") == run
-    is_inside = mine.step is not None and Path(str(place)).is_relative_to(home)
+    is_inside = step is not None and Path(str(place)).is_relative_to(home)
     others: dict[int | None, Measurement] = {}
     for m in measurements:
         there = _model_of(m.provenance, m.step)
@@ -334,16 +328,16 @@ def _refuse_another_model(
     if not others:
         return
     other = next(iter(others.values()))
-    names = [_name_of(other.provenance, other.step) or run, _name_of(mine.source, mine.step)]
+    names = [_name_of(other.provenance, other.step) or run, _name_of(here, step)]
     # Step 0 shows nothing: many trainings begin with the same weights.
-    common = next((one for one in reversed(weights) if one.step != 0 and one.step in others), None)
+    common = next((one for one in reversed(checkpoints) if one.step != 0 and one.step in others), None)
     if common is not None and (common.step is None or names[0] == names[1]):
-        name, value = common.weights()
+        name, value = weights(common)
         if others[common.step].provenance.get(name) == value:
             return
     if names[0] == names[1]:
         names = [_model_of(other.provenance, other.step) or home, place]
-    what = "take their place" if mine.step is None else "be drawn as one curve with them"
+    what = "take their place" if step is None else "be drawn as one curve with them"
     raise InputError(f"root: {root} holds measurements of {names[0]}, and {names[1]} would {what}: choose another root")
 
 

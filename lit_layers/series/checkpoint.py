@@ -11,7 +11,6 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from pathlib import Path
-from queue import SimpleQueue
 from typing import TYPE_CHECKING, Any
 
 from pydantic import with_config
@@ -170,6 +169,7 @@ class Checkpoint:
     tokens: int | None = None
     approximate: bool = False
     optimizer_step: int | None = None
+    is_of_a_series: bool = True  # one that stands alone bears the name of the folder of its results
 
     def fetch(self) -> Path:
         """A local folder with the model, downloaded now if need be: for a second thread, ahead of time."""
@@ -183,30 +183,25 @@ class Checkpoint:
         """
         import torch
 
-        from lit_layers.models.saved import load  # torch, which names and steps do not need
-
         folder = self.fetch()
         try:
-            return load(folder, dtype=dtype or torch.float32)
+            return self.source.load(folder, dtype or torch.float32)
         except InputError as error:
+            if error.__cause__ is None or not self.is_of_a_series:
+                raise
             if isinstance(error.__cause__, pickle.UnpicklingError):  # the checkpoint is named, not its local copy
                 raise would_run_code(f"{self.series} {self.name}", error.__cause__) from error
-            if error.__cause__ is None:
-                raise
             why = " ".join(str(error.__cause__).split())[:300]
             raise InputError(f"{self.series} {self.name} cannot be loaded ({why}): get it again") from error.__cause__
 
-    @property
-    def is_of_a_series(self) -> bool:
-        """Whether it stands beside others: one that stands alone bears the name of the folder of its results."""
-        return True
-
     def place(self) -> dict[str, Any]:
         """Where the weights come from, as provenance says it: series, repository, revision and commit."""
-        return {"series": self.series, **self.source.describe()}
+        return ({"series": self.series} if self.is_of_a_series else {}) | self.source.describe()
 
     def provenance(self) -> dict[str, Any]:
         """Where the weights come from and what they are: its place, and the hash of every weight file."""
+        if not self.is_of_a_series:
+            return self.place()
         facts = {**self.place(), "weight_files": self.source.weights()}
         if self.approximate:
             facts["tokens_approximate"] = True
@@ -312,29 +307,27 @@ def fetched_ahead(checkpoints: Sequence[Checkpoint]) -> Iterator[tuple[Checkpoin
 
     Whoever stops early need not wait: a download under way is left to a daemon, which ends with the process.
     """
-    queue: SimpleQueue[tuple[Checkpoint, Future[Path]] | None] = SimpleQueue()
     downloads = [(checkpoint, Future[Path]()) for checkpoint in checkpoints]
-    # A ThreadPoolExecutor would be waited for, here and once more when the interpreter ends.
-    threading.Thread(target=_download, args=(queue,), name=THREAD, daemon=True).start()
+
+    def start(number: int) -> None:
+        # A ThreadPoolExecutor would be waited for, here and once more when the interpreter ends.
+        for download in downloads[number : number + 1]:
+            threading.Thread(target=_download, args=download, name=THREAD, daemon=True).start()
+
     try:
-        for download in downloads[:1]:
-            queue.put(download)
-        for number, download in enumerate(downloads):
-            for following in downloads[number + 1 : number + 2]:
-                queue.put(following)
+        start(0)
+        for number, download in enumerate(downloads, start=1):
+            download[1].add_done_callback(lambda _, number=number: start(number))
             yield download
     finally:
-        for _, waiting in downloads:
-            waiting.cancel()
-        queue.put(None)
+        for _, fetched in reversed(downloads):
+            fetched.cancel()
 
 
-def _download(queue: "SimpleQueue[tuple[Checkpoint, Future[Path]] | None]") -> None:
-    while (download := queue.get()) is not None:
-        checkpoint, fetched = download
-        if not fetched.set_running_or_notify_cancel():
-            continue
-        try:
-            fetched.set_result(checkpoint.fetch())
-        except BaseException as error:  # whatever it is belongs to whoever asks for the result
-            fetched.set_exception(error)
+def _download(checkpoint: Checkpoint, fetched: "Future[Path]") -> None:
+    if not fetched.set_running_or_notify_cancel():
+        return
+    try:
+        fetched.set_result(checkpoint.fetch())
+    except BaseException as error:  # whatever it is belongs to whoever asks for the result
+        fetched.set_exception(error)

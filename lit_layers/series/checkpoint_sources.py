@@ -19,7 +19,8 @@ from lit_layers.errors import InputError
 from lit_layers.series.weight_files import STEMS, ListedFile, Memory, content_hash, formats, on_disk
 
 if TYPE_CHECKING:  # inside functions, torch: it takes seconds to import, and what only lists files needs none of it
-    from torch import Tensor
+    import torch
+    from torch import Tensor, nn
 
 
 Result = TypeVar("Result")
@@ -129,12 +130,15 @@ class Source(ABC):
     def describe(self) -> dict[str, Any]:
         """Where the checkpoint comes from, for provenance."""
 
+    @abstractmethod
     def tokenizer(self) -> str | None:
         """The tokenizer as recipes name it, downloaded now if need be; None where the checkpoint carries none."""
-        return self._tokenizer_name() if TOKENIZER in self.files else None
 
-    @abstractmethod
-    def _tokenizer_name(self) -> str: ...
+    def load(self, folder: Path, dtype: "torch.dtype") -> "nn.Module":
+        """The model in the folder that `fetch` gave, on the CPU in evaluation mode; no code of the checkpoint runs."""
+        from lit_layers.models.saved import load  # torch, which names and steps do not need
+
+        return load(folder, dtype=dtype)
 
     @property
     def is_here(self) -> bool:
@@ -196,8 +200,8 @@ class FolderSource(Source):
     def describe(self) -> dict[str, Any]:
         return {"checkpoint": str(self.folder)}
 
-    def _tokenizer_name(self) -> str:
-        return str(self.folder)
+    def tokenizer(self) -> str | None:
+        return str(self.folder) if TOKENIZER in self.files else None
 
 
 class Hub:
@@ -275,10 +279,13 @@ class HubSource(Source):
     repo: str
     revision: str
     commit: str
+    why: str | None = None  # it cannot be had
     _downloaded: list[Path] = field(default_factory=list, compare=False, repr=False)
 
     @functools.cached_property
     def files(self) -> Mapping[str, ListedFile]:
+        if self.why is not None:
+            raise InputError(self.why)
         return self.hub.tree(self.repo, self.commit, self.revision)
 
     def read(self, path: str) -> bytes:
@@ -298,7 +305,9 @@ class HubSource(Source):
 
     @property
     def is_here(self) -> bool:
-        return all(self.hub.cached(self.repo, self.commit, path) is not None for path in self.weights())
+        return self.why is None and all(
+            self.hub.cached(self.repo, self.commit, path) is not None for path in self.weights()
+        )
 
     def drop(self) -> None:
         with _dropping:
@@ -313,7 +322,9 @@ class HubSource(Source):
     def describe(self) -> dict[str, Any]:
         return {"checkpoint": self.repo, "revision": self.revision, "commit": self.commit}
 
-    def _tokenizer_name(self) -> str:
+    def tokenizer(self) -> str | None:
+        if TOKENIZER not in self.files:
+            return None
         for path in (TOKENIZER_CONFIG, TOKENIZER):  # the first names the end of text
             if path in self.files:
                 self._download(path)
@@ -328,23 +339,18 @@ class HubSource(Source):
 
 def companions(folder: Path, memory: Memory | None = None, *, weights: bool = False) -> dict[str, ListedFile]:
     """Config and tokenizer of a folder, and with `weights` these, too; what else lies there is not hashed."""
-    paths = [path for path in sorted(folder.iterdir()) if path.is_file()]
-    kept = [path for path in paths if (weights and _is_weights(path)) or _is_companion(path.name, path.stat().st_size)]
-    return {path.name: _local(path, memory) for path in kept}
-
-
-def _is_weights(path: Path) -> bool:
     names = tuple(stem for stem, _ in STEMS.values())
-    return path.name.startswith(names) and path.suffix in (".safetensors", ".bin")
+    listed: dict[str, ListedFile] = {}
+    for path in sorted(each for each in folder.iterdir() if each.is_file()):
+        is_weights = path.name.startswith(names) and path.suffix in (".safetensors", ".bin")
+        if (weights and is_weights) or _is_companion(path.name, path.stat().st_size):
+            hash_ = content_hash(path) if memory is None else memory.hash_of(path, lambda path=path: content_hash(path))
+            listed[path.name] = ListedFile(path.name, path.stat().st_size, hash_)
+    return listed
 
 
 def _is_companion(path: str, size: int) -> bool:
     return "/" not in path and path.endswith(COMPANIONS) and size <= _LARGEST_COMPANION
-
-
-def _local(path: Path, memory: Memory | None) -> ListedFile:
-    digest = content_hash(path) if memory is None else memory.hash_of(path, lambda: content_hash(path))
-    return ListedFile(path.name, path.stat().st_size, digest)
 
 
 def tensors_in(path: Path) -> Iterator[tuple[str, "Tensor"]]:

@@ -17,7 +17,7 @@ from lit_layers.errors import InputError
 from lit_layers.run_file import run_facts
 from lit_layers.schedule import Schedule, Steps
 from lit_layers.series.checkpoint import Checkpoint, Grammar, Listing, Series, is_steplike, ordered, recognize
-from lit_layers.series.checkpoint_sources import FolderSource, Source, companions
+from lit_layers.series.checkpoint_sources import TOKENIZER, FolderSource, Source, companions
 from lit_layers.series.weight_files import ListedFile, Memory, on_disk
 
 if TYPE_CHECKING:  # inside functions, torch: it takes seconds to import, and what only lists files needs none of it
@@ -71,8 +71,9 @@ class StepFolders(_LocalSeries):
         if not steps:
             raise InputError(f"{self.root} holds no folder that is a step, such as step-000001000 or checkpoint-500")
         kept, doubles = ordered(steps)
-        per_step = self.tokens_per_step or self._run.get("tokens_per_step")
-        first, before = self._beginning
+        run = run_facts(self.root)
+        per_step = self.tokens_per_step or run.get("tokens_per_step")
+        first, before = _beginning(run)
         understood = {step.name for step in steps}
         return Listing(
             checkpoints=tuple(
@@ -86,26 +87,18 @@ class StepFolders(_LocalSeries):
                 )
                 for step in kept
             ),
-            expected=self._expected(kept[-1].step),
+            expected=self._expected(first, kept[-1].step),
             strangers=tuple(name for name in names if name not in understood and is_steplike(name)),
             doubles=doubles,
         )
 
-    @functools.cached_property
-    def _run(self) -> dict[str, Any]:
-        return run_facts(self.root)
-
-    def _expected(self, last: int) -> tuple[int, ...] | None:
+    def _expected(self, first: int, last: int) -> tuple[int, ...] | None:
         """The steps of the run's own schedule up to the last that is there: it may have been interrupted."""
         steps = training_of(self.root).get("steps")
         if steps is None:
             return None
-        schedule, first = Schedule(steps), self._beginning[0]
+        schedule = Schedule(steps)
         return tuple(step for step in range(first, last + 1) if step in schedule or step == first)
-
-    @property
-    def _beginning(self) -> tuple[int, int | None]:
-        return _beginning(self._run)
 
 
 def _beginning(run: dict[str, Any]) -> tuple[int, int | None]:
@@ -198,11 +191,15 @@ class NetworkTensors:
                     f"model: no tensor of a {self.kind} below the submodule {model!r}; such tensors are below: {there}"
                 )
             return prefix
-        whole = [prefix for prefix in matches if self._has_all(state, prefix)]
+        missing = {
+            prefix: [min(group) for group in self.groups if not any(prefix + name in state for name in group)]
+            for prefix in matches
+        }
+        whole = [prefix for prefix, names in missing.items() if not names]
         if not whole:
             best = max(matches, key=lambda prefix: matches[prefix], default=None)
             near = "no submodule holds any" if best is None else (
-                f"the submodule {_quoted(best)} holds {matches[best]}, without {self._first_missing(state, best)}"
+                f"the submodule {_quoted(best)} holds {matches[best]}, without {min(missing[best])}"
             )  # fmt: skip
             raise InputError(
                 f"no submodule holds the {len(self.shapes)} tensors of the {self.kind} that the config.json of "
@@ -210,7 +207,8 @@ class NetworkTensors:
             )
         first, *others = whole
         for other in others:
-            if any(not state[first + name].equal(state[other + name]) for name in self._held(state, first)):
+            both = [name for name in self.shapes if first + name in state and other + name in state]
+            if any(not state[first + name].equal(state[other + name]) for name in both):
                 raise InputError(
                     f"the submodules {' and '.join(map(_quoted, whole))} each hold a {self.kind}, with other weights: "
                     "name one with model="
@@ -222,15 +220,6 @@ class NetworkTensors:
         for place in range(len(parts)):
             if ".".join(parts[place:]) in self.shapes:
                 yield "".join(f"{part}." for part in parts[:place])
-
-    def _held(self, state: State, prefix: str) -> list[str]:
-        return [name for name in self.shapes if prefix + name in state]
-
-    def _has_all(self, state: State, prefix: str) -> bool:
-        return all(any(prefix + name in state for name in group) for group in self.groups)
-
-    def _first_missing(self, state: State, prefix: str) -> str:
-        return min(min(group) for group in self.groups if not any(prefix + name in state for name in group))
 
 
 def empty(folder: Path) -> "nn.Module":
@@ -390,8 +379,8 @@ class LightningSource(Source):
     def describe(self) -> dict[str, Any]:
         return {"checkpoint": os.fspath(self.path)}
 
-    def _tokenizer_name(self) -> str:
-        return str(self.config)
+    def tokenizer(self) -> str | None:
+        return str(self.config) if TOKENIZER in self.files else None
 
     def _state(self) -> "dict[str, Tensor]":
         try:

@@ -55,8 +55,9 @@ class Models(Series):
         hub = None if all(map(os.path.isdir, self.models)) else Hub(self._retry)
         with ThreadPoolExecutor(REQUESTS_AT_ONCE) as pool:
             sources = list(pool.map(lambda model: _source(hub, model), self.models))
-        if isinstance(sources[0], NotToBeHad) and all(isinstance(source, NotToBeHad) for source in sources):
-            raise InputError(sources[0].why)
+        reasons = [source.why if isinstance(source, HubSource) else None for source in sources]
+        if all(reasons):
+            raise InputError(reasons[0])
         return Listing(tuple(Checkpoint(self.name, *named) for named in zip(self.models, sources, strict=True)))
 
     def tokenizer(self, checkpoint: Checkpoint) -> str | None:
@@ -87,26 +88,8 @@ class OneModel(Series):
     def find(self) -> Listing:
         source = _Alone(self.files, self.revision)
         step = re.fullmatch(r"step-?(\d+)", Path(self.revision or self.name).name)
-        return Listing((_ModelAlone(self.name, self.name, source, step=int(step[1]) if step else None),))
-
-
-@dataclass(frozen=True)
-class _ModelAlone(Checkpoint):
-    @property
-    def is_of_a_series(self) -> bool:
-        return False
-
-    def load(self, *, dtype: Any = None) -> Any:
-        from lit_layers.models.saved import load  # torch, which names and steps do not need
-
-        assert isinstance(self.source, _Alone)
-        return load(self.name, revision=self.source.shards.commit, dtype=dtype)
-
-    def place(self) -> dict[str, Any]:
-        return self.source.describe()
-
-    def provenance(self) -> dict[str, Any]:
-        return self.place()
+        number = int(step[1]) if step else None
+        return Listing((Checkpoint(self.name, self.name, source, step=number, is_of_a_series=False),))
 
 
 @dataclass(frozen=True)
@@ -133,38 +116,14 @@ class _Alone(Source):
         return {"checkpoint": self.shards.model, **commit}
 
     def tokenizer(self) -> str | None:
-        return self._tokenizer_name() if self.shards.has(TOKENIZER) else None
-
-    def _tokenizer_name(self) -> str:
+        if not self.shards.has(TOKENIZER):
+            return None
         return self.shards.model if self.revision is None else f"{self.shards.model}@{self.shards.commit}"
 
+    def load(self, folder: Path, dtype: Any) -> Any:
+        from lit_layers.models.saved import load  # torch, which names and steps do not need
 
-@dataclass(frozen=True)
-class NotToBeHad(Source):
-    """A model whose repository cannot be listed, and why."""
-
-    model: str
-    why: str
-
-    @property
-    def files(self) -> Mapping[str, ListedFile]:
-        raise InputError(self.why)
-
-    @property
-    def is_here(self) -> bool:
-        return False
-
-    def read(self, path: str) -> bytes:
-        raise InputError(self.why)
-
-    def fetch(self) -> Path:
-        raise InputError(self.why)
-
-    def describe(self) -> dict[str, Any]:
-        return {"checkpoint": self.model}
-
-    def _tokenizer_name(self) -> str:
-        raise InputError(self.why)
+        return load(self.shards.model, revision=self.shards.commit, dtype=dtype)
 
 
 def _source(hub: Hub | None, model: str) -> Source:
@@ -174,11 +133,10 @@ def _source(hub: Hub | None, model: str) -> Source:
     revision = revision or MAIN
     try:
         commits = hub.commits(repo)
+        why = None if revision in commits else f"models: {repo} has no branch {revision}; it has {len(commits)}"
     except InputError as error:
-        return NotToBeHad(model, str(error))
-    if revision not in commits:
-        return NotToBeHad(model, f"models: {repo} has no branch {revision}; it has {len(commits)}")
-    return HubSource(hub, repo, revision, commits[revision])
+        commits, why = {}, str(error)
+    return HubSource(hub, repo, revision, commits.get(revision, ""), why)
 
 
 _REPOSITORY = re.compile(r"[\w.-]+/[\w.-]+")
