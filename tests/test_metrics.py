@@ -36,6 +36,7 @@ OF_GLUE = {metric for task in GLUE.values() for metric in task.scores}
 NOT_HERE = {
     *("validation/accuracy", "validation/accuracy_top5", "validation/ema_accuracy", "validation/ema_loss"),
     *("train/images_per_second", "train/mfu", "mean_squared_error", "inflection_layer", "normalized_score", "failed"),
+    "probe_c",  # of `estimator: watch` alone
 }
 
 
