@@ -18,7 +18,7 @@ from lit_layers.data.batches import encode_texts
 from lit_layers.data.tokenization import load_tokenizer
 from lit_layers.functional.probe import fit_logistic_probes
 from lit_layers.functional.regression import fit_ridge_probes
-from lit_layers.models.build import save, vit
+from lit_layers.models.build import quiet, save, vit
 from lit_layers.models.saved import load
 from lit_layers.models.view import LayeredModel
 from lit_layers.select import load_classifier
@@ -121,14 +121,12 @@ def test_the_scores_are_those_of_probes_on_the_tasks_own_parts(home, selected):
 
 def test_the_exported_model_has_the_states_of_the_whole_one_bit_by_bit(home, selected):
     from transformers import AutoModel, AutoTokenizer
-    from transformers.utils import logging
 
     out, cut, _ = selected
     layer, checkpoint = content(out)["layer"], home / "run" / "step-000000400"
-    logging.disable_progress_bar()
-    plain = AutoModel.from_pretrained(cut).eval()
+    with quiet():  # bars that a command has turned off for good are not to be turned on again
+        plain = AutoModel.from_pretrained(cut).eval()
     tokenizer = AutoTokenizer.from_pretrained(cut)
-    logging.enable_progress_bar()
     assert plain.config.num_hidden_layers == layer
     for text in TEXTS:
         ids = tokenizer(text, return_tensors="pt")["input_ids"]

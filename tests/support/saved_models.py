@@ -4,6 +4,7 @@ from pathlib import Path
 
 from torch import nn
 
+from lit_layers.models.build import quiet
 from tests.support.tiny_models import tiny
 
 SHARD = "20KB"  # so small that every block of a tiny model lies in a shard of its own, or in two
@@ -11,12 +12,9 @@ SHARD = "20KB"  # so small that every block of a tiny model lies in a shard of i
 
 def saved(folder: Path, name: str = "gpt2", *, shard: str = SHARD, **options) -> nn.Module:
     """A tiny model of transformers, which now also lies in `folder`."""
-    from transformers.utils import logging
-
     model = tiny(name, **options)
-    logging.disable_progress_bar()
-    model.save_pretrained(folder, max_shard_size=shard)
-    logging.enable_progress_bar()
+    with quiet():
+        model.save_pretrained(folder, max_shard_size=shard)
     return model
 
 
