@@ -10,7 +10,7 @@ import pytest
 from lit_layers import records
 from lit_layers.cli import main as cli
 from lit_layers.correlate import correlate_layers, read_layers
-from lit_layers.correlate.correlation_page import write_layers
+from lit_layers.correlate.layer_page import write_layers
 from lit_layers.correlate.run_models import Wanted, split
 from lit_layers.errors import InputError
 from lit_layers.records import Measurement, Record

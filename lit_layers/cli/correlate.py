@@ -207,7 +207,7 @@ def _over_layers(
     if files := [path for path in models if path.suffix in (".csv", ".parquet")]:
         raise InputError(f"models: expected run folders, got {files[0]}: give files as --scores and --metrics-file")
     from lit_layers.correlate import correlate_layers, read_layers
-    from lit_layers.correlate.correlation_page import write_layers
+    from lit_layers.correlate.layer_page import write_layers
     from lit_layers.correlate.run_models import split
 
     tables = read_layers(
@@ -226,7 +226,7 @@ def _over_layers(
 
 
 def _show_layers(tables: "LayerTables", findings: "LayerFindings") -> None:
-    from lit_layers.correlate.correlation_page import choice_table, correlation_table, missing_tasks
+    from lit_layers.correlate.layer_page import choice_table, correlation_table, missing_tasks
 
     title = f"Metrics against {tables.score_title.lower()} over layers"
     show_table(_rows(correlation_table(tables, findings)), title)

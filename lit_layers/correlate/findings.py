@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lit_layers.correlate.layer_tables import LayerTables, ModelTables
-from lit_layers.correlate.model_table import ModelTable, lowered
+from lit_layers.correlate.model_table import ModelTable, lowered, p_equation
 from lit_layers.correlate.run_models import SIZES, nearest
 from lit_layers.errors import InputError
 from lit_layers.figures.labels import value
@@ -29,7 +29,6 @@ from lit_layers.functional.layer_selection import (
 )
 
 Column = NDArray[np.float64]
-SMALLEST = 1e-300  # of a p-value that float64 tells from 0
 CONFOUNDED = 0.5  # R² of the metric with a size or its baseline, from which on a warning is due
 FEW = 10
 _FEWEST_DRAWN = 5  # models: of fewer, resamples are mostly the same two or three points
@@ -289,21 +288,6 @@ def _warnings(table: ModelTable, x: Column, corrected: Sequence[Row], rows: Sequ
             f"Only {len(x)} models: the intervals are too narrow, and one model can decide the coefficients."
         )
     return warnings
-
-
-def p_text(p: float | None) -> str:
-    """Returns a p-value with two digits: 0.057, 1.4e-10; an empty string for None. No p is 0."""
-    if p is None:
-        return ""
-    if p < SMALLEST:
-        return f"< {SMALLEST:.0e}"
-    return f"{p:.1e}".replace("e-0", "e-") if p < 9.5e-4 else f"{p:.2g}"
-
-
-def p_equation(p: float | None) -> str:
-    """The same in a sentence: p = 0.057, p < 1e-300."""
-    text = p_text(p)
-    return f"p {text}" if text.startswith("<") else f"p = {text}"
 
 
 # ------------------------------------------------------------------------------------------------ over layers

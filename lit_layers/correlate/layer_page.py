@@ -1,0 +1,299 @@
+"""What a correlation over layers leaves: its page, its figures as pictures, and the numbers."""
+
+import base64
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pandas as pd
+
+from lit_layers.correlate.correlation_page import Cells, Group, Table, interval_text, write_files
+from lit_layers.correlate.findings import Choice, LayerFindings, MetricFindings, ModelFindings
+from lit_layers.correlate.layer_tables import LayerTables, ModelTables
+from lit_layers.correlate.model_table import lowered
+from lit_layers.figures import Panels, scatter_plot
+from lit_layers.figures.labels import value
+from lit_layers.figures.models import DepthCurve, DepthPanel, IntervalRow, Mark, depth_curves, interval_rows
+from lit_layers.figures.plane import Scatter
+from lit_layers.functional.layer_selection import COEFFICIENTS, FORMS, Estimate
+from lit_layers.report.template import Feed, fill, placed
+
+COEFFICIENT_TITLES = {
+    "distance_correlation": "Distance correlation",
+    "spearman": "Spearman rho",
+    "kendall": "Kendall tau",
+}
+FORM_TITLES = {"per_task_mean": "mean over tasks of the coefficient", "of_task_means": "coefficient of the mean curves"}
+NULLS = ("independent noise, mean", "random walks, mean")
+CHOICES = (
+    "layer chosen by the metric",
+    "chosen on other models or tasks",
+    "middle layer",
+    "best single layer",
+    "best layer of each task",
+)
+
+
+def write_layers(tables: LayerTables, findings: LayerFindings, folder: Path) -> list[Path]:
+    """Writes layers.html, layers.json, correlations.csv, selection.csv, curves.csv and the pictures into a folder.
+
+    Returns their paths, the page first. Files of these names are replaced.
+
+    Raises:
+        InputError: where the folder cannot be written.
+    """
+    content = findings.to_dict() | {"source": tables.source, "states": tables.states, "titles": tables.titles}
+    panels = {"depth": Panels(title="Scores and metrics over depth", charts=[*map(depth_curves, depth_panels(tables))])}
+    charts = interval_rows(
+        correlation_rows(tables, findings), [*COEFFICIENT_TITLES.values()], kinds=[*FORM_TITLES.values(), *NULLS]
+    )
+    title = f"Metrics against {tables.score_title.lower()} over layers, 95% intervals over tasks"
+    panels["correlations"] = Panels(title=title, charts=charts)
+    above = [f"{tables.score_title} above that of the last layer"]
+    charts = interval_rows(choice_rows(tables, findings), above, kinds=CHOICES)
+    title = "Layers chosen without labels, 95% intervals over tasks"
+    panels["selection"] = Panels(title=title, charts=charts, width=460)
+    for model, found in zip(tables.models, findings.models, strict=True):
+        charts = [scatter_plot(content, width=380, height=360) for content in scatters(tables, found, model).values()]
+        name = re.sub(r"[^\w.-]+", "_", model.name)
+        panels[f"scatter_{name}"] = Panels(title=f"{heading(found)}: means over tasks, a point a layer", charts=charts)
+    return write_files(
+        folder,
+        "layers",
+        content,
+        _frames(tables, findings),
+        panels,
+        lambda files: render_layers(tables, findings, files),
+    )
+
+
+def render_layers(tables: LayerTables, findings: LayerFindings, pictures: Mapping[str, Path]) -> str:
+    """Returns the page: what is left out, figures, coefficients with their null, and the choices of layers."""
+    feed = Feed()
+    panels = depth_panels(tables)
+    depth = [
+        _block(panel.title, "", {"": depth_curves(panel)}, wide=number == 0 and len(panels) % 2 == 1)
+        for number, panel in enumerate(panels)
+    ]
+    blocks = []
+    for model, found in zip(tables.models, findings.models, strict=True):
+        charts = {
+            f"{tables.titles[key]}: {content.title}": scatter_plot(content, width=560, height=420)
+            for key, content in scatters(tables, found, model).items()
+        }
+        note = "A point a layer, joined in their order; metric and score are averaged over the same tasks."
+        note += f" {next(iter(charts))}." if len(charts) == 1 else ""
+        blocks.append(_block(heading(found), note, charts, wide=True))
+    shown = {name: pictures[name] for name in ("correlations", "selection") if name in pictures}
+    return fill(
+        "layers.html.jinja",
+        feed,
+        tables=tables,
+        findings=findings,
+        title=f"{', '.join(tables.titles.values())} against {tables.score_title.lower()} over layers",
+        num_tasks=len({task for model in tables.models for task in model.scores.index}),
+        missing=missing_tasks(tables, findings),
+        depth=placed(depth, feed),
+        scatters=placed(blocks, feed),
+        coefficients=correlation_table(tables, findings),
+        choices=choice_table(tables, findings),
+        pictures={name: base64.b64encode(path.read_bytes()).decode() for name, path in shown.items()},
+    )
+
+
+def depth_panels(tables: LayerTables) -> list[DepthPanel]:
+    """Returns the scores, then each metric, averaged over the tasks that a model has of it, over depth."""
+
+    def curve(name: str, table: pd.DataFrame) -> DepthCurve:
+        return DepthCurve(name, np.ascontiguousarray(table).mean(0).tolist())
+
+    panels = [DepthPanel(f"{tables.score_title}, mean over tasks", [curve(m.name, m.scores) for m in tables.models])]
+    for key, title in tables.titles.items():
+        having = [model for model in tables.models if key in model.metrics]
+        panels.append(DepthPanel(title, [curve(model.name, model.metrics[key]) for model in having]))
+    return panels
+
+
+def scatters(tables: LayerTables, findings: ModelFindings, model: ModelTables) -> dict[str, Scatter]:
+    """Returns each metric against the scores, a point a layer, both averaged over the same tasks."""
+    plots = {}
+    for one in findings.metrics:
+        _, metric, scores = model.tables(one.metric, tables.first_layer)
+        layers = range(tables.first_layer, model.num_layers + 1)
+        means = {c.coefficient: c.estimate.value for c in one.correlations if c.form == "of_task_means"}
+        title = one.note
+        if means:
+            null = f"noise {findings.null.noise:.2f}, walks {findings.null.walk:.2f}"
+            title = f"dCor {value(means['distance_correlation'])} ({null}); "
+            title += f"rho {value(means['spearman'])}, tau {value(means['kendall'])}"
+        plots[one.metric] = Scatter(
+            x=metric.mean(0).tolist(),
+            y=scores.mean(0).tolist(),
+            names=[str(layer) for layer in layers],
+            x_title=tables.titles[one.metric],
+            y_title=tables.score_title,
+            title=title,
+            groups=list(layers),
+            group_title="Layer",
+            hover=[[f"layer {layer} of {model.num_layers}"] for layer in layers],
+            path=True,
+        )
+    return plots
+
+
+def correlation_rows(tables: LayerTables, findings: LayerFindings) -> list[IntervalRow]:
+    """Returns a row a metric of each model, with both forms of each coefficient and the null of the first."""
+    rows = []
+    for model in findings.models:
+        rows.append(IntervalRow(heading(model)))
+        null = [Mark(NULLS[0], model.null.noise), Mark(NULLS[1], model.null.walk)]
+        for one in model.metrics:
+            panels = [
+                [Mark(FORM_TITLES[c.form], *c.estimate) for c in one.correlations if c.coefficient == name]
+                for name in COEFFICIENTS
+            ]
+            panels[COEFFICIENTS.index("distance_correlation")] += null
+            rows.append(IntervalRow(tables.titles[one.metric], panels, f"{len(one.tasks)} tasks"))
+    return rows
+
+
+def choice_rows(tables: LayerTables, findings: LayerFindings) -> list[IntervalRow]:
+    """Returns a row a way of choosing: what it scores above the last layer, and what else does."""
+    rows = []
+    for model in findings.models:
+        rows.append(IntervalRow(heading(model)))
+        for choice in model.choices:
+            found, last = choice.result, choice.result.last.value
+            others = zip(CHOICES[2:], (found.middle, found.best, found.oracle), strict=True)
+            marks = [Mark(CHOICES[1 if choice.is_chosen else 0], *found.minus_last)]
+            marks += [Mark(kind, estimate.value - last) for kind, estimate in others]
+            text = ": ".join(filter(None, [tables.titles.get(choice.metric or ""), rule_text(choice, tables.titles)]))
+            note = f"{value(found.score.value)}, last {value(last)}, {found.num_tasks} tasks"
+            rows.append(IntervalRow(text, [marks], note))
+    return rows
+
+
+def heading(model: ModelFindings) -> str:
+    """Returns what a model is called above its rows."""
+    return f"{model.model}{f', step {model.step:,}' if model.step is not None else ''}, {model.num_layers} layers"
+
+
+def rule_text(choice: Choice, titles: Mapping[str, str]) -> str:
+    """Returns what a way of choosing is called: `Smallest prompt entropy`."""
+    if choice.rule == "cross-fitted":
+        return "Direction chosen on half of the tasks" if choice.metric else "Metric and direction chosen on half"
+    direction, _, key = choice.rule.partition(" ")
+    text = "Smallest" if direction == "min" else "Largest"
+    return f"{text} {lowered(titles[key])}, picked on other models" if key else f"{text} value"
+
+
+def shares_text(choice: Choice, titles: Mapping[str, str]) -> str:
+    """Returns how often each rule was chosen by halves of the tasks."""
+    shares = []
+    for rule, share in sorted((choice.shares or {}).items(), key=lambda pair: -pair[1]):
+        direction, _, key = rule.partition(" ")
+        name = "smallest" if direction == "min" else "largest"
+        shares.append(f"{' '.join(filter(None, [name, titles.get(key, key)]))} {share:.0%}")
+    return ", ".join(shares)
+
+
+def correlation_table(tables: LayerTables, findings: LayerFindings) -> Table:
+    """Returns a row a metric and form of each model, beside the null."""
+    groups = []
+    for model in findings.models:
+        null, rows = model.null, []
+        note = (
+            f"Distance correlation of unrelated layers: noise {null.noise:.2f} (95th percentile {null.noise_95:.2f}), "
+            f"random walks {null.walk:.2f} ({null.walk_95:.2f})"
+        )
+        for one in model.metrics:
+            for form in FORMS if one.correlations else []:
+                found = {c.coefficient: c for c in one.correlations if c.form == form}
+                cells = [_estimate(found[name].estimate) for name in COEFFICIENTS if found]
+                num_tasks = {c.num_tasks for c in found.values()}
+                rows += [Cells([(tables.titles[one.metric], form), *cells, (f"{n}", "")]) for n in num_tasks]
+            if one.note:
+                rows.append(Cells([(tables.titles[one.metric], one.note), *[("", "")] * 4]))
+        groups.append(Group(heading(model), note, rows))
+    return Table(("Metric", *COEFFICIENT_TITLES.values(), "Tasks"), groups)
+
+
+def choice_table(tables: LayerTables, findings: LayerFindings) -> Table:
+    """Returns a row a way of choosing of each model; strong are those chosen on other models or tasks."""
+    columns = ("Layer of each task", "Score", "Above last layer", "Above best single", "Last", "Middle", "Random")
+    groups = []
+    for model in findings.models:
+        rows = []
+        for choice in model.choices:
+            found, name = choice.result, tables.titles.get(choice.metric or "", "All metrics")
+            share = "" if found.best_share is None else f", best in {found.best_share:.0%} of resamples"
+            shares = shares_text(choice, tables.titles)
+            cells = [
+                (f"{name}: {lowered(rule_text(choice, tables.titles))}", shares),
+                *(_estimate(each) for each in (found.score, found.minus_last, found.minus_best)),
+                (value(found.last.value), ""),
+                (value(found.middle.value), f"layer {found.middle_layer}"),
+                (value(found.random.value), ""),
+                (value(found.best.value), f"layer {found.best_layer}{share}"),
+                (value(found.oracle.value), ""),
+                (str(found.num_tasks), ""),
+            ]
+            rows.append(Cells(cells, choice.is_chosen))
+        groups.append(Group(heading(model), "", rows))
+    return Table((*columns, "Best single", "Best per task", "Tasks"), groups)
+
+
+def _estimate(estimate: Estimate) -> tuple[str, str]:
+    return value(estimate.value), interval_text(estimate.low, estimate.high)
+
+
+def missing_tasks(tables: LayerTables, findings: LayerFindings) -> list[tuple[str, str, str, str]]:
+    """Returns the tasks that are left out: model, metric, tasks and reason, one line a reason."""
+
+    def lines(model: ModelFindings, one: MetricFindings) -> list[tuple[str, str, str, str]]:
+        reasons: dict[str, list[str]] = {}
+        for task, why in one.left_out.items():
+            reasons.setdefault(why, []).append(task)
+        return [(model.model, tables.titles[one.metric], ", ".join(tasks), why) for why, tasks in reasons.items()]
+
+    return [line for model in findings.models for one in model.metrics for line in lines(model, one)]
+
+
+def _frames(tables: LayerTables, findings: LayerFindings) -> dict[str, pd.DataFrame]:
+    """A row a coefficient, a row a way of choosing, and a row a model, task and layer."""
+    correlations, choices, curves = [], [], []
+    for model, found in zip(tables.models, findings.models, strict=True):
+        place = {"model": model.name, "step": model.step}
+        null = {"null_noise": found.null.noise, "null_walk": found.null.walk}
+        for one in found.metrics:
+            for c in one.correlations:
+                row = place | {"metric": one.metric, "form": c.form, "coefficient": c.coefficient}
+                row |= {**c.estimate._asdict(), "num_tasks": c.num_tasks}
+                correlations.append(row | (null if c.coefficient == "distance_correlation" else {}))
+        for choice in found.choices:
+            row = place | {"metric": choice.metric, "rule": choice.rule, "is_chosen": choice.is_chosen}
+            facts = vars(choice.result)
+            row |= {name: facts[name] for name in ("num_tasks", "best_layer", "best_share", "middle_layer")}
+            for name, estimate in facts.items():
+                if isinstance(estimate, Estimate):
+                    row |= {name: estimate.value, f"{name}_low": estimate.low, f"{name}_high": estimate.high}
+            choices.append(row)
+        scores = model.scores.stack()
+        values = {"score": scores} | {key: table.stack().reindex(scores.index) for key, table in model.metrics.items()}
+        frame = pd.DataFrame(values).reset_index(names=["task", "layer"])
+        frame.insert(1, "domain", [model.domains.get(task) for task in frame["task"]])
+        curves.append(pd.DataFrame({**place, **{name: frame[name] for name in frame}}))
+    tables_of = {"correlations": pd.DataFrame(correlations), "selection": pd.DataFrame(choices)}
+    return {**tables_of, "curves": pd.concat(curves, ignore_index=True)}
+
+
+def _block(title: str, note: str, charts: Mapping[str, Any], **look: Any) -> dict[str, Any]:
+    """A block of the page with a chart for each choice; one alone needs no name."""
+    several = len(charts) > 1
+    choices = [
+        {"text": text if several else "", "figures": [{"caption": "", "problem": "", "chart": chart}]}
+        for text, chart in charts.items()
+    ]
+    return {"title": title, "note": note, "choices": choices, **look}
