@@ -186,13 +186,13 @@ def _show_models(table: "ModelTable", findings: "Findings") -> None:
         print(f"left out: {model}: {why}")
 
 
-def _rows(table: "Table") -> Iterator[dict[str, str]]:
+def _rows(table: "Table", small_text: str = " ({})") -> Iterator[dict[str, str]]:
     """The rows of a table of the page: what stands small there in brackets, a strong row with a star."""
     for group in table.groups:
         if group.heading:
-            yield {table.columns[0]: f"{group.heading}{f': {group.note}' if group.note else ''}"}
+            yield {table.columns[0]: group.heading}
         for row in group.rows:
-            name, *cells = [f"{text} ({small})" if small else text for text, small in row.cells]
+            name, *cells = [text + (small_text.format(small) if small else "") for text, small in row.cells]
             texts = [f"{'* ' if row.strong else ''}{name}", *cells]
             yield dict(zip(table.columns, texts, strict=False))
 
@@ -229,9 +229,12 @@ def _show_layers(tables: "LayerTables", findings: "LayerFindings") -> None:
     from lit_layers.correlate.layer_page import choice_table, correlation_table, missing_tasks
 
     title = f"Metrics against {tables.score_title.lower()} over layers"
-    show_table(_rows(correlation_table(tables, findings)), title)
+    coefficients = correlation_table(tables, findings)
+    show_table(_rows(coefficients, "\n{}"), title)
+    for group in coefficients.groups:
+        print(f"{group.heading}: {group.note}")
     title = "\nLayers chosen without labels (* chosen on held-out models or tasks)"
-    show_table(_rows(choice_table(tables, findings)), title)
+    show_table(_rows(choice_table(tables, findings), "\n{}"), title)  # ten columns share the line
     print()
     for model, metric, tasks, why in missing_tasks(tables, findings):
         print(f"{model}, {metric}: left out {tasks}: {why}")

@@ -228,7 +228,7 @@ def choice_table(tables: LayerTables, findings: LayerFindings) -> Table:
         rows = []
         for choice in model.choices:
             found, name = choice.result, tables.titles.get(choice.metric or "", "All metrics")
-            share = "" if found.best_share is None else f", best in {found.best_share:.0%} of resamples"
+            share = "" if found.best_share is None else f" ({found.best_share:.0%} of resamples)"
             shares = shares_text(choice, tables.titles)
             cells = [
                 (f"{name}: {lowered(rule_text(choice, tables.titles))}", shares),
