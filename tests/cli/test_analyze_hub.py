@@ -243,8 +243,9 @@ def test_ctrl_c_does_not_wait_for_a_download(hub, repository, model, command, ca
     ended = threading.Event()
 
     def press() -> None:
-        while (hub.rules[0].left or not waits_in("_had")) and not ended.wait(0.01):
-            pass
+        while hub.rules[0].left or not waits_in("result"):  # of the download
+            if ended.wait(0.01):
+                return
         os.kill(os.getpid(), signal.SIGINT)
 
     finger = threading.Thread(target=press)
