@@ -112,13 +112,14 @@ _Metric = with_config(schema.STRICT)(
 class _Sweep(TypedDict, total=False):
     method: Required[Annotated[Literal["grid"], Expected("grid: W&B runs the other methods")]]
     parameters: Required[Annotated[dict[str, _Parameter], Field(min_length=1)]]
-    command: Annotated[list[Tag], Field(min_length=1)]
-    program: str
-    metric: _Metric
-    name: str
-    description: str
-    project: str
-    entity: str
+    command: Annotated[list[Tag], Field(min_length=1)] | None
+    program: str | None
+    metric: _Metric | None
+    # What only W&B reads.
+    name: Any
+    description: Any
+    project: Any
+    entity: Any
 
 
 def read_grid(path: Path) -> Grid:
@@ -128,9 +129,9 @@ def read_grid(path: Path) -> Grid:
         InputError: a file that cannot be read, or what only W&B's server can do.
     """
     content: Any = schema.read_yaml(path, _Sweep, "see docs/sweeps.md")
-    parameters, metric = content["parameters"], content.get("metric", {})
+    parameters, metric = content["parameters"], content.get("metric") or {}
     return Grid(
-        command=_command(content.get("command", _USUAL), content.get("program"), path),
+        command=_command(content.get("command") or _USUAL, content.get("program"), path),
         program=content.get("program"),
         values={name: spec["values"] for name, spec in parameters.items() if "values" in spec},
         fixed={name: spec["value"] for name, spec in parameters.items() if "value" in spec},
