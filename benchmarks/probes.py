@@ -12,8 +12,7 @@ float64 for all. A fair race is between rows of one objective: scikit-learn's de
 times ours, so that there is a row for its tolerance and one for ours, of each, and "ours, as low" is the loosest
 tolerance with which ours is at or below the objective of scikit-learn's default. "Tight" is scikit-learn in float64.
 "Ours, warm" fits features that moved by a tenth of their deviation, from the probes of those before; "ours, cold" fits
-them from nothing. `--check` exits with 1 where ours is slower than scikit-learn at the same objective, or ends above it
-by more than 1e-6.
+them from nothing.
 """
 
 import argparse
@@ -27,6 +26,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from rounds import Row, add_options, finish, ratios
 from torch import Tensor
 
 DEFAULT, FINE = 1e-4, 1e-6
@@ -126,61 +126,51 @@ def race(options: argparse.Namespace, layer: int) -> dict[str, list[dict[str, An
     return found
 
 
-def report(layer: int, found: dict[str, list[dict[str, Any]]]) -> bool:
-    """Prints one layer's table; whether ours keeps what is promised."""
-    print(f"\nlayer {layer:<22}{'tolerance':>10}{'seconds':>9}{'MiB':>7}{'steps':>7}{'objective':>12}{'accuracy':>10}")
+def rows_of(layer: int, found: dict[str, list[dict[str, Any]]]) -> list[Row]:
+    """Times of one layer, theirs over ours, and how far our objective lies above the lowest of the run."""
     middle = {
-        way: {name: statistics.median(one[name] for one in rounds) for name in rounds[0]}
-        for way, rounds in found.items()
+        way: {name: statistics.median(one[name] for one in runs) for name in runs[0]} for way, runs in found.items()
     }
     moved = ("ours, cold", "ours, warm")  # of other features
-    lowest = {of: min(one["objective"] for way, one in middle.items() if (way in moved) == of) for of in (False, True)}
-    for way, one in middle.items():
-        above = one["objective"] / lowest[way in moved] - 1
-        numbers = f"{one['tolerance']:>10.0e}{one['seconds']:>9.2f}{one['MiB']:>7.0f}{one['iterations']:>7.0f}"
-        print(f"{way:<28}{numbers}{above:>+12.1e}{one['accuracy']:>10.4f}")
-    ratios = {
-        "at the objective of scikit-learn's default": ("scikit-learn, default", "ours, as low"),
-        "at the same small gradient": (f"scikit-learn, {FINE:g}", f"ours, {FINE:g}"),
-        "defaults of both (ours is lower)": ("scikit-learn, default", f"ours, {FINE:g}"),
-        "warm start against none": moved,
+    races = {  # what is compared -> the slower way, the quicker way, what is wanted
+        "at the objective of scikit-learn's default": ("scikit-learn, default", "ours, as low", 1.0),
+        "at the same small gradient": (f"scikit-learn, {FINE:g}", f"ours, {FINE:g}", 1.0),
+        "defaults of both (ours is lower)": ("scikit-learn, default", f"ours, {FINE:g}", None),
+        "warm start against none": (*moved, None),
     }
-    for name, (slower, faster) in ratios.items():
-        times, memory = (middle[slower][of] / max(middle[faster][of], 1e-9) for of in ("seconds", "MiB"))
-        print(f"  {name}: {times:.2f} x faster, {memory:.2f} x less memory")
-    fast = all(
-        middle[way]["seconds"] >= middle[other]["seconds"]
-        for name, (way, other) in ratios.items()
-        if name.startswith("at the")
-    )
-    return fast and middle[f"ours, {FINE:g}"]["objective"] <= lowest[False] * (1 + 1e-6)
+    rows = []
+    for race, (slower, faster, wanted) in races.items():
+        others = {
+            part: ", ".join(f"{middle[way][part]:.{digits}f}" for way in (slower, faster))
+            for part, digits in (("seconds", 2), ("MiB", 0), ("accuracy", 4))
+        }
+        seconds = ratios(*([run["seconds"] for run in found[way]] for way in (slower, faster)))
+        rows.append(Row(f"layer {layer}, {race}", seconds, wanted, others=others))
+    lowest = min(one["objective"] for way, one in middle.items() if way not in moved)
+    above = [run["objective"] / lowest - 1 for run in found[f"ours, {FINE:g}"]]
+    return [*rows, Row(f"layer {layer}, our objective above the lowest", above, 1e-6, at_most=True)]
 
 
-def main() -> None:
+def main() -> int:
     parser = argparse.ArgumentParser(description="Logistic probes: scikit-learn against ours.")
     parser.add_argument("--layers", type=int, default=2)
     parser.add_argument("--first", type=int, default=0, help="go on with this one of the layers")
     parser.add_argument("--rows", type=int, default=10_000)
     parser.add_argument("--dim", type=int, default=768)
     parser.add_argument("--classes", type=int, default=77)
-    parser.add_argument("--rounds", type=int, default=3)
+    add_options(parser)
     parser.add_argument("--apart", type=float, nargs=2, default=[0.12, 0.3], help="classes of the first and last layer")
     parser.add_argument("--no-tight", dest="tight", action="store_false", help="leave the slow reference out")
-    parser.add_argument("--check", action="store_true")
     parser.add_argument("--way", help=argparse.SUPPRESS)
     parser.add_argument("--layer", type=int, help=argparse.SUPPRESS)
     parser.add_argument("--tolerance", type=float, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.way:
         print(json.dumps(one_way(options)))
-        return
-    print(
-        f"{options.layers} layers of {options.rows} x {options.dim}, {options.classes} classes, {options.rounds} rounds"
-    )
-    kept = [report(layer, race(options, layer)) for layer in range(options.first, options.layers)]
-    if options.check and not all(kept):
-        sys.exit(1)
+        return 0
+    rows = [row for layer in range(options.first, options.layers) for row in rows_of(layer, race(options, layer))]
+    return finish("probes", rows, options)
 
 
 if __name__ == "__main__":
-    main()
+    raise SystemExit(main())
