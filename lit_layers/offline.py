@@ -441,7 +441,11 @@ def _fingerprint(view: StreamedModel) -> str:
     return f"{view.files.fingerprint()}-{str(view.dtype).removeprefix('torch.')}"
 
 
+STATE_FORMAT = "2"  # of the folder in which a streamed measurement goes on: what an earlier version left is not read
+
+
 def _key(view: StreamedModel, analyses: Sequence[Analysis]) -> str:
     """What blocks already measured depend on: files, options, data, precision, kind of device."""
-    parts = [_fingerprint(view), view.device.type, *(f"{a.config_hash()} {a.data_hash()}" for a in analyses)]
+    measured = (f"{a.config_hash()} {a.data_hash()}" for a in analyses)
+    parts = [STATE_FORMAT, _fingerprint(view), view.device.type, *measured]
     return hashlib.sha256("/".join(parts).encode()).hexdigest()[:16]

@@ -4,11 +4,12 @@ A file's kind is checked as it is parsed: a dataclass or a TypedDict of the type
 configurations. pydantic does both in less time than Python's own parser takes without a check.
 """
 
+import dataclasses
 import functools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, Literal, TypeVar
+from typing import Annotated, Any, Literal, NotRequired, TypeVar, get_type_hints
 
 from pydantic import (
     AfterValidator,
@@ -18,8 +19,10 @@ from pydantic import (
     GetPydanticSchema,
     TypeAdapter,
     ValidationError,
+    with_config,
 )
 from pydantic_core import ErrorDetails, core_schema
+from typing_extensions import TypedDict
 
 from lit_layers.errors import InputError
 
@@ -116,6 +119,15 @@ def read_yaml(path: Path, kind: type[T], remedy: str) -> T:
     except (yaml.YAMLError, ValueError, RecursionError) as error:  # bytes, dates, nesting
         raise InputError(f"{path}: not valid YAML ({' '.join(str(error).split())}); {remedy}") from error
     return check(content, kind, path, remedy)
+
+
+def mapping_of(kind: type[T]) -> Any:
+    """The type of a mapping of a dataclass's fields, read as one: YAML and JSON have objects alone."""
+    hints, fields = get_type_hints(kind, include_extras=True), dataclasses.fields(kind)  # pyright: ignore[reportArgumentType]
+    is_given = {field.name: field.default is dataclasses.MISSING for field in fields}
+    typed: Any = {name: hints[name] if required else NotRequired[hints[name]] for name, required in is_given.items()}
+    made = with_config(STRICT)(TypedDict(kind.__name__, typed))  # pyright: ignore[reportArgumentType]
+    return Annotated[made, AfterValidator(lambda given: kind(**given))]
 
 
 @functools.cache

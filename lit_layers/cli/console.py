@@ -23,8 +23,11 @@ def show_table(rows: Iterable[Mapping[str, Any]], title: str = "", *, text: Coll
         table.add_column(name, justify="left" if is_text else "right", overflow="fold", no_wrap=not is_text)
     for row in rows:
         table.add_row(*(str(row.get(name, "")) for name in columns))
-    width = None if sys.stdout.isatty() else 10_000  # what is not read on a terminal has whole lines
-    console = Console(highlight=False, markup=False, width=width)
+    console = Console(highlight=False, markup=False)
+    # What is not read on a terminal has whole lines; a narrow terminal wraps them itself: no number is cut.
+    width, console.width = console.width, 10_000
+    if sys.stdout.isatty():
+        console.width = max(width, console.measure(table).minimum)
     with console.capture() as shown:
         console.print(table)
     print(*(line.rstrip() for line in shown.get().splitlines()), sep="\n")

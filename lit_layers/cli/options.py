@@ -164,7 +164,9 @@ def given(group: Any) -> dict[str, Any]:
     return {name: value for name, (value, default) in values.items() if value != default}
 
 
-def refuse_beside(options: Iterable[str], cases: Iterable[tuple[Iterable[str], bool, str]]) -> None:
+def refuse_beside(
+    options: Iterable[str], cases: Iterable[tuple[Iterable[str], bool, str]], *, remedy: str = ": leave it out"
+) -> None:
     """Refuses options that do not go with the others: a case says which ones, whether it applies, and why.
 
     Raises:
@@ -172,7 +174,7 @@ def refuse_beside(options: Iterable[str], cases: Iterable[tuple[Iterable[str], b
     """
     for names, applies, why in cases:
         if applies and (name := next((name for name in names if name in options), None)):
-            raise InputError(f"{name}: {why}: leave it out")
+            raise InputError(f"{name}: {why}{remedy}")
 
 
 @contextmanager

@@ -222,8 +222,8 @@ def refuse_reach(options: Mapping[str, Any], root: str | Path, argv: list[str]) 
     allowed = _allowed(root, argv)
     if trainer := options.get("trainer"):
         options = {**options, "trainer": {"class_path": "lightning.pytorch.callbacks.Callback", "init_args": trainer}}
-    for where, value, holder in _values(options):
-        is_class, is_of_own_code = where.endswith(".class_path"), _is_under(holder, _own_code)
+    for where, value, holder, is_class in _values(options):
+        is_of_own_code = _is_under(holder, _own_code)
         if is_class and not is_of_own_code and not _is_under(value, _own_code):
             if not _is_under(pkgutil.resolve_name(value).__module__, _HARMLESS):
                 raise InputError(
@@ -242,7 +242,7 @@ def refuse_wild_numbers(options: Mapping[str, Any]) -> None:
     Raises:
         InputError: naming the option and its value.
     """
-    for where, value, _ in _values(options):
+    for where, value, *_ in _values(options):
         if not isinstance(value, int | float) or isinstance(value, bool):
             continue
         if not math.isfinite(value):
@@ -270,11 +270,14 @@ def _out_of_reach(place: str, value: str) -> InputError:
     return InputError(f"{place}: a recipe reaches only its root and folders that the command line names, got {value!r}")
 
 
-def _values(value: Any, where: str = "", holder: str = "") -> Iterator[tuple[str, Any, str]]:
-    """Yields each value among options, where it stands and the class that it is for; a class before its options."""
+def _values(value: Any, where: str = "", holder: str = "") -> Iterator[tuple[str, Any, str, bool]]:
+    """Yields where each value among options stands, the value, the class that it is for, and whether it is a class.
+
+    A class comes before its options.
+    """
     value = vars(value) if isinstance(value, Namespace) else value
     if isinstance(value, Mapping) and isinstance(path := value.get("class_path"), str):
-        yield f"{where}.class_path", path, holder
+        yield f"{where}.class_path", path, holder, True
         given = [vars(part) if isinstance(part, Namespace) else part or {} for part in map(value.get, _OPTIONS)]
         value, holder = {**given[0], **given[1]}, path
     if isinstance(value, Mapping):
@@ -284,7 +287,7 @@ def _values(value: Any, where: str = "", holder: str = "") -> Iterator[tuple[str
         for part in value:
             yield from _values(part, where, holder)
     else:
-        yield where, value, holder
+        yield where, value, holder, False
 
 
 def _is_harmless(where: str, value: str, module: str) -> bool:

@@ -276,6 +276,7 @@ def principal_paths(
         ValueError: fewer than 3 tokens or 2 dimensions; a state that is not finite, or tokens of the last layer that
             lie on a line, where there is no second axis: all NaN there with `undefined="nan"`.
     """
+    check_option("undefined", undefined, "raise", "nan")
     states = widened("states", states)
     if states.ndim != 3 or not len(states) or states.shape[1] < 3 or states.shape[2] < 2:
         raise ValueError(

@@ -11,9 +11,9 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
-from pydantic import with_config
+from pydantic import Field
 
 from lit_layers import schema
 from lit_layers.downloads import would_run_code
@@ -215,7 +215,6 @@ class Checkpoint:
         return self.name if self.step is None else f"step {self.step}"
 
 
-@with_config(schema.STRICT)
 @dataclass(frozen=True)
 class Defect:
     """What somebody reported about a series, or one `repository` of it; `suspect` where hashes cannot show it."""
@@ -223,7 +222,7 @@ class Defect:
     says: str
     source: str
     repository: str | None = None
-    steps: tuple[schema.Step, ...] = ()
+    steps: Annotated[tuple[schema.Step, ...], Field(strict=False)] = ()
     suspect: bool = False
 
 

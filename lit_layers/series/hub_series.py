@@ -3,13 +3,13 @@
 import dataclasses
 import fnmatch
 import itertools
-import json
 import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
 from pydantic import Field, with_config
+from typing_extensions import TypedDict
 
 from lit_layers import schema
 from lit_layers.errors import InputError
@@ -30,10 +30,11 @@ from lit_layers.series.checkpoint_sources import Hub, HubSource, Retry
 
 _INSTALLED, _CHECKOUT = Path(__file__).parent / "manifests", Path(__file__).parents[2] / "checkpoints"
 FOLDER = _INSTALLED if _INSTALLED.is_dir() else _CHECKOUT
+_LIST = Field(strict=False)  # YAML has no tuples
 _Every = Annotated[int, Field(ge=1, le=10**8), Expected("a whole number of at least 1")]
+_Range = Annotated[tuple[Step, Step, _Every], _LIST, Expected("[first, last, every]")]
 
 
-@with_config(schema.STRICT)
 @dataclass(frozen=True)
 class Facts:
     """What a manifest says of the repositories of these names; None is unknown.
@@ -46,14 +47,14 @@ class Facts:
     steps: Annotated[str | list[Step] | dict[str, int] | None, Expected("pythia, a list of steps, or {every: N}")] = (
         None
     )
-    ranges: tuple[Annotated[tuple[Step, Step, _Every], Expected("[first, last, every]")], ...] = ()
+    ranges: Annotated[tuple[_Range, ...], _LIST] = ()
     first_step: Step = 0
     last_step: Step | None = None
     tokens_per_step: Count | None = None
     labels_per_optimizer_step: _Every = 1
     main_is_last: bool | None = None
     warm_up: Count = 1
-    defects: tuple[Defect, ...] = ()
+    defects: Annotated[tuple[schema.mapping_of(Defect), ...], _LIST] = ()  # pyright: ignore[reportInvalidTypeForm]
 
     def expected(self) -> tuple[int, ...] | None:
         """The steps that belong to the series, where they are known."""
@@ -72,9 +73,8 @@ class Facts:
 
 
 @with_config(schema.STRICT)
-@dataclass(frozen=True)
-class _Content:
-    repositories: list[Facts]
+class _Content(TypedDict):
+    repositories: list[schema.mapping_of(Facts)]  # pyright: ignore[reportInvalidTypeForm]
 
 
 class Manifest:
@@ -86,11 +86,7 @@ class Manifest:
 
     def __init__(self, path: str | Path) -> None:
         self.path = Path(path)
-        remedy = "see checkpoints/pythia.yaml"
-        content = json.dumps(
-            schema.read_yaml(self.path, object, remedy), default=str
-        )  # JSON has objects for dataclasses
-        self._entries = schema.parse(content, _Content, self.path, remedy).repositories
+        self._entries = schema.read_yaml(self.path, _Content, "see checkpoints/pythia.yaml")["repositories"]
         for entry in self._entries:
             if entry.steps is not None:
                 Schedule(entry.steps)

@@ -98,9 +98,10 @@ def _once(values: list[Any]) -> list[Any]:
     return values
 
 
-_Values = Annotated[list[Tag], Field(min_length=1), AfterValidator(_once)]
+_Value = Annotated[str | bool | int | float, Expected("text or a number")]  # a number of any size stays what it is
+_Values = Annotated[list[_Value], Field(min_length=1), AfterValidator(_once)]
 _Parameter = Annotated[
-    Annotated[dict[Literal["values"], _Values] | dict[Literal["value"], Tag], Field(min_length=1)],
+    Annotated[dict[Literal["values"], _Values] | dict[Literal["value"], _Value], Field(min_length=1)],
     Expected("{values: [...]} of different numbers or texts, or {value: ...}, alone: W&B's agent runs what is more"),
 ]
 _Metric = with_config(schema.STRICT)(
@@ -111,7 +112,7 @@ _Metric = with_config(schema.STRICT)(
 @with_config(schema.STRICT)
 class _Sweep(TypedDict, total=False):
     method: Required[Annotated[Literal["grid"], Expected("grid: W&B runs the other methods")]]
-    parameters: Required[Annotated[dict[str, _Parameter], Field(min_length=1)]]
+    parameters: Required[Annotated[dict[str | int, _Parameter], Field(min_length=1)]]
     command: Annotated[list[Tag], Field(min_length=1)] | None
     program: str | None
     metric: _Metric | None
@@ -133,8 +134,8 @@ def read_grid(path: Path) -> Grid:
     return Grid(
         command=_command(content.get("command") or _USUAL, content.get("program"), path),
         program=content.get("program"),
-        values={name: spec["values"] for name, spec in parameters.items() if "values" in spec},
-        fixed={name: spec["value"] for name, spec in parameters.items() if "value" in spec},
+        values={str(name): spec["values"] for name, spec in parameters.items() if "values" in spec},
+        fixed={str(name): spec["value"] for name, spec in parameters.items() if "value" in spec},
         metric=metric.get("name"),
         goal=metric.get("goal", "minimize"),  # W&B's own default
     )

@@ -6,7 +6,7 @@ import weakref
 
 import pytest
 
-from lit_layers.cli.console import bar
+from lit_layers.cli.console import bar, show_table
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
@@ -56,3 +56,13 @@ def test_a_ctrl_c_that_is_noted_by_someone_else_is_theirs():
             signal.signal(signal.SIGINT, before)
         show(1, 2, "next")
     assert noted == [signal.SIGINT]
+
+
+@pytest.mark.parametrize("width", [20, 60, 200])
+def test_a_narrow_terminal_cuts_no_number(width, monkeypatch, capsys):
+    rows = [{"run": "a run of a long name", "lr": 0.00012345, "max_steps": 143000, "seconds": 12345.6, "error": "none"}]
+    monkeypatch.setattr("sys.stdout.isatty", lambda: True)
+    monkeypatch.setenv("COLUMNS", str(width))
+    show_table(rows, text=("error",))
+    shown = capsys.readouterr().out
+    assert all(word in shown for word in ("0.00012345", "143000", "12345.6", "none", "long", "max_steps"))

@@ -84,6 +84,10 @@ def test_braces_are_written_out():
     assert expand("plain") == ["plain"]
 
 
+# Nine to the tenth items once the aliases are written out.
+MANY_ALIASES = "x0: &x0 [1]\n" + "".join(f"x{n + 1}: &x{n + 1} [{','.join([f'*x{n}'] * 9)}]\n" for n in range(10))
+
+
 @pytest.mark.parametrize(
     ("text", "sentence"),
     [
@@ -100,6 +104,11 @@ def test_braces_are_written_out():
             "repositories: [{names: a/b, defects: [{says: x, source: y, step: 1}]}]",
             "defects.0.step: there is no such field",
         ),
+        ("repositories: &a\n- *a\n", "repositories.0: expected an object"),
+        ("repositories: [{names: a/b, steps: {2024-01-01: 3}}]", "repositories.0.steps: expected pythia"),
+        ("repositories: [{names: 2024-01-01}]", "repositories.0.names: expected a name"),
+        ("repositories: [{names: a/b, defects: [{says: x, source: y, steps: [1.5]}]}]", "defects.0.steps.0: expected"),
+        (MANY_ALIASES + "repositories: []\n", "x0: there is no such field"),
     ],
 )
 def test_a_wrong_manifest_is_refused(tmp_path, text, sentence):

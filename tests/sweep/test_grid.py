@@ -77,6 +77,15 @@ def test_folders_have_short_names_that_are_names(parameters, names, tmp_path):
     assert len(set(found)) == len(names)
 
 
+def test_what_is_empty_is_not_there_and_values_stay_what_they_are(tmp_path):
+    large = 10**25
+    empty = {"metric": None, "command": None, "program": "a.py", "project": 3, "name": None}
+    grid = read_grid(write(tmp_path, parameters={1: {"values": [large, True, "1e-3"]}}, **empty))
+    assert grid.metric is None
+    assert grid.values == {"1": [large, True, "1e-3"]}
+    assert [cell.name for cell in grid.cells()] == [f"1={large}", "1=True", "1=1e-3"]
+
+
 @pytest.mark.parametrize(
     ("changes", "sentence"),
     [
