@@ -155,8 +155,8 @@ class Checkpoints:
         if is_series and self.revision is not None:
             raise InputError(f"revision: {self.revision} is one model: leave it out, or leave --steps out")
         of_series = ("allow_suspect", "keep_downloads", "shard", "submodule")
-        why = "is for series, and one model was named: name its --steps"
-        refuse_beside(given(self), [(of_series, not is_series, why)], remedy=", or leave it out")
+        cases = [(of_series, not is_series, "is for series, and one model was named")]
+        refuse_beside(given(self), cases, remedy=": leave it out, or name its --steps")
         return is_series
 
     def opened(self, model: str) -> "list[Series]":
