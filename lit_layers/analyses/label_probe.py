@@ -253,12 +253,12 @@ class SplitProbe(Analysis):
             controls.append({**tags, "control": "random_labels"})
         numbers = layers.nonzero()[:, 0].tolist()
         if self.estimator == "watch":
-            on_device = features.to(model.device)
-            fits = iter(fit_watching_probes(on_device, labellings, num_classes=num_classes))
+            device = "cpu" if model.device.type == "mps" else model.device  # which has no float64
+            fits = iter(fit_watching_probes(features, labellings, num_classes=num_classes, device=device))
         else:
             fits = (self._at_fixed_c(features, each, num_classes) for each in labellings)
         for probes, control in zip(fits, controls, strict=True):
-            log_probas = probes.log_proba(test.to(probes.weight.device)).cpu()
+            log_probas = probes.log_proba(test)
             for layer, log_proba, converged in zip(numbers, log_probas, probes.converged, strict=True):
                 yield layer, log_proba, control if converged else {**control, "num_not_converged": 1}
             if self.estimator == "watch":

@@ -8,6 +8,7 @@ from typing import NamedTuple
 import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
+from torch.nn.functional import cross_entropy
 
 from lit_layers.functional._checks import CHUNK, check_features, check_finite, feature_scaling, widened_chunks
 
@@ -43,6 +44,9 @@ class LogisticProbes:
     def predict(self, features: Float[Tensor, "layers n dim"]) -> Int[Tensor, "layers n"]:
         """The most probable class of each row; the lowest of several."""
         return self.log_proba(features).argmax(-1)
+
+    def to(self, device: torch.device) -> "LogisticProbes":
+        return replace(self, **{name: part.to(device) for name, part in vars(self).items() if isinstance(part, Tensor)})
 
     def _seen_log_proba(self, layer: int, rows: Tensor) -> Tensor:
         dtype = self.weight.dtype
@@ -228,6 +232,11 @@ class Softmax:
         value = (pull * point).sum((1, 2)) / 2 - right.log().mean(1)
         return value, (self.inputs.mT @ residual).div_(len(self.targets)).add_(pull)
 
+    def value(self, point: Tensor) -> Tensor:
+        """The objective alone."""
+        losses = [cross_entropy(rows @ at, self.targets) for rows, at in zip(self.inputs, point, strict=True)]
+        return (self.penalties * point.square()).sum((1, 2)) / 2 + torch.stack(losses)
+
     def preconditioner(self) -> Callable[[Tensor], Tensor]:
         inverse = 1 / (self.spread[..., None] * (self.share * (1 - self.share)) + self.penalties)
         inverse_share = inverse / inverse.sum(-1, keepdim=True)
@@ -304,16 +313,16 @@ def _cross_entropy(
         if logits.shape[-1] == 1:
             logits = torch.cat([torch.zeros_like(logits), logits], dim=-1)
         here = targets[since : since + chunk.shape[1]].expand(len(logits), -1)
-        total += torch.nn.functional.cross_entropy(logits.mT, here, reduction="none").sum(1)
+        total += cross_entropy(logits.mT, here, reduction="none").sum(1)
         since += chunk.shape[1]
     return total / len(targets)
 
 
-def layers_at_once(features: Tensor, num_classes: int) -> Iterator[slice]:
+def layers_at_once(features: Tensor, num_classes: int, device: torch.device | None = None) -> Iterator[slice]:
     """One after another on a CPU, whose cache then holds it; on a GPU as many as keep the work below about 4 GB."""
     layers, num_rows, dim = features.shape
     size = 1
-    if features.device.type != "cpu":
+    if (device or features.device).type != "cpu":
         size = max(1, 2**32 // (num_rows * (dim + 4 * num_classes) * max(4, features.element_size())))
     yield from (slice(first, min(layers, first + size)) for first in range(0, layers, size))
 

@@ -1,15 +1,18 @@
-"""Probes to watch a training by: a closed form, its penalty and calibration by leave-one-out, and a few steps more."""
+"""Probes to watch a training by: a closed form, calibrated by leave-one-out, and as much of a few steps as helps."""
 
+import copy
 from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
+from torch.nn.functional import cross_entropy
 
 from lit_layers.functional._checks import check_features, check_finite
 from lit_layers.functional.probe import (
     LogisticProbes,
+    Minimum,
     PrincipalRows,
     Softmax,
     checked_classes,
@@ -19,6 +22,7 @@ from lit_layers.functional.probe import (
 )
 
 STEPS = 5
+SHARES_OF_STEPS = (0.0, 0.25, 0.5, 0.75, 1.0)
 CHOOSING_ROWS = 1000
 GRID = [10 ** (exponent / 2) for exponent in range(-10, 7)]  # of c: 1e-5 to 1e3
 FIRST = GRID.index(1e-2)
@@ -29,6 +33,7 @@ def fit_watching_probes(
     labellings: Sequence[Int[Tensor, " n"]],
     *,
     num_classes: int | None = None,
+    device: torch.device | str | None = None,
 ) -> list[LogisticProbes]:
     """Logistic probes of standardised features that are near the best c's, in seconds; for each labelling a set.
 
@@ -37,12 +42,17 @@ def fit_watching_probes(
     decomposition of S gives for every c and labelling. As in a linear discriminant the class's bias is its log share
     minus q_k, half the product of its weights with m_k / n_k. What it says too loudly two numbers put right: the
     weights are multiplied by `t`, q_k by `b`. For each layer c, t and b are those of the lowest log-loss of up to 1,000
-    evenly spread rows, each left out of all sums by closed form, too; c is sought from 0.01 along half decades. From
-    there go five L-BFGS steps down the logistic objective at t c, of which t times the weights are the first step where
-    c is small. Features that say nothing of the labels leave it with the class shares.
+    rows, drawn once, each left out of all sums by closed form, too; c is sought from 0.01 along half decades.
+
+    From there five L-BFGS steps go down the logistic objective at t c, of which t times the weights are the first step
+    where c is small. They help where classes are not Gaussian, and spoil what few rows in many dimensions determine. So
+    they are made without up to 1,000 of those rows, at most a fifth of all, and on these it is chosen how much of the
+    change counts: none, a quarter, a half, three quarters or all; or the class shares, where these are better.
 
     `c` of the result is that of the steps; `converged` is True, since the number of steps is what it should be.
-    Computed as in `fit_logistic_probes`: a layer at a time on a CPU, batched on a GPU.
+    Computed as in `fit_logistic_probes`: a layer at a time on a CPU, batched on a GPU; the rows that the steps are made
+    on are a second copy of a layer's features. `device` says where, if not where the features are; these are moved as
+    they are needed, and the probes come back to where the features were.
 
     Raises:
         TypeError: features that are not floating-point, labels that are not integers.
@@ -50,54 +60,115 @@ def fit_watching_probes(
     """
     check_features(features)
     classes = [checked_classes(labels, features, num_classes) for labels in labellings]
+    device = features.device if device is None else torch.device(device)
     parts: list[list[LogisticProbes]] = [[] for _ in labellings]
-    for layers in layers_at_once(features, max(len(seen) for seen, _, _ in classes)):
-        group = features[layers].detach()
+    most_classes = max((len(seen) for seen, _, _ in classes), default=0)
+    for layers in layers_at_once(features, most_classes, device) if classes else ():
+        group = features[layers].detach().to(device)
         check_finite(group, first_layer=layers.start)
         rows = PrincipalRows(group, standardize=True, intercept=True)
         for (seen, targets, count), fitted in zip(classes, parts, strict=True):
-            fitted.append(_fit(rows, seen, targets, count))
-    return [together(part) for part in parts]
+            fitted.append(_fit(rows, seen.to(device), targets.to(device), count))
+    return [together(part).to(features.device) for part in parts]
 
 
 def _fit(rows: PrincipalRows, seen: Tensor, targets: Tensor, num_classes: int) -> LogisticProbes:
-    closed = [_ClosedForm(rows, layer, targets).calibrated() for layer in range(len(rows.inputs))]
-    c = torch.tensor([each.c for each in closed], dtype=torch.float64, device=targets.device)
+    chosen, held_out = _rows_to_choose_by(targets)
+    forms = [_ClosedForm(rows, layer, targets, chosen) for layer in range(len(rows.inputs))]
+    closed = [form.calibrated() for form in forms]
+    point = torch.stack([form.point(each) for form, each in zip(forms, closed, strict=True)])
+    c = torch.tensor([each.c * (each.loud or 1) for each in closed], dtype=torch.float64, device=targets.device)
+    num_iterations = torch.zeros_like(c, dtype=torch.long)
+    if held_out:
+        out = chosen[:held_out]
+        start = torch.stack([form.point(each, without=out) for form, each in zip(forms, closed, strict=True)])
+        minimum = _steps(rows, targets, out, c, start)
+        change, num_iterations = minimum.point - start, minimum.num_iterations
+        gain = rows.inputs[:, out] @ change
+        for layer, each in enumerate(closed):
+            share = _best_share(each, gain[layer], targets[out])
+            if share is None:
+                point[layer, :-1], point[layer, -1] = 0, forms[layer].counts.div(len(targets)).log()
+            else:
+                point[layer] += share * change[layer]
     softmax = Softmax(rows, targets, 1 / (c * len(targets)))
-    start = torch.stack([torch.cat([each.weight, each.bias[None]]) for each in closed]).to(rows.inputs)
+    done = torch.ones_like(c, dtype=torch.bool)
+    result = Minimum(point, softmax.value(point), point, done, num_iterations)
+    return softmax.probes(result, seen, num_classes, converged=done, objective=result.value.double())
+
+
+def _rows_to_choose_by(targets: Tensor) -> tuple[Tensor, int]:
+    """Rows whose class has others, in random order, and how many of the first to make the steps without."""
+    order = torch.randperm(len(targets), generator=torch.Generator().manual_seed(0)).to(targets.device)
+    counts = torch.bincount(targets)
+    chosen = order[counts[targets[order]] > 1][:CHOOSING_ROWS]
+    # The steps need a row of each class: its last one stays.
+    last = torch.zeros_like(counts).scatter_reduce(0, targets, torch.arange(len(targets)).to(targets), "amax")
+    stays = chosen == last[targets[chosen]]
+    return torch.cat([chosen[~stays], chosen[stays]]), min(int((~stays).sum()), max(1, len(targets) // 5))
+
+
+def _steps(rows: PrincipalRows, targets: Tensor, out: Tensor, c: Tensor, start: Tensor) -> Minimum:
+    """L-BFGS from `start` on the rows that are not `out`."""
+    stays = torch.ones_like(targets, dtype=torch.bool)
+    stays[out] = False
+    fewer = copy.copy(rows)
+    fewer.inputs, targets = rows.inputs[:, stays], targets[stays]
+    softmax = Softmax(fewer, targets, 1 / (c * len(targets)))
     says_nothing = (start[:, : rows.dim] == 0).flatten(1).all(1)
 
     def is_done(point: Tensor, value: Tensor, slope: Tensor, direction: Tensor) -> Tensor:
         return says_nothing
 
-    minimum = minimize(softmax.evaluate, start, softmax.preconditioner(), is_done, STEPS)
-    converged, value = torch.ones_like(minimum.done), minimum.value.double()
-    return softmax.probes(minimum, seen, num_classes, converged=converged, objective=value)
+    return minimize(softmax.evaluate, start, softmax.preconditioner(), is_done, STEPS)
+
+
+def _best_share(closed: "_Calibrated", gain: Tensor, targets: Tensor) -> float | None:
+    """Of the steps, by the log-loss of the first rows to choose by; None where the class shares do better."""
+    prior, logits = closed.prior[: len(targets)], closed.logits[: len(targets)]
+    candidates = {share: logits + share * gain for share in SHARES_OF_STEPS} | {None: prior}
+    losses = {share: float(cross_entropy(candidate, targets)) for share, candidate in candidates.items()}
+    return min(losses, key=lambda share: losses[share])
 
 
 class _Calibrated(NamedTuple):
+    """The best c, t and b of a layer, and what the rows to choose by have there, each left out."""
+
     c: float
-    weight: Tensor  # (dim, classes) of the principal axes
-    bias: Tensor  # (classes,)
+    loud: float
+    pull: float
+    prior: Tensor  # (rows, classes)
+    logits: Tensor  # (rows, classes)
 
 
 class _ClosedForm:
     """The closed form of one layer, at any c, and what it gives for rows that it has not seen."""
 
-    def __init__(self, rows: PrincipalRows, layer: int, targets: Tensor) -> None:
-        self.rows, self.targets = rows.inputs[layer, :, : rows.dim], targets
+    def __init__(self, rows: PrincipalRows, layer: int, targets: Tensor, chosen: Tensor) -> None:
+        self.rows, self.targets, self.chosen = rows.inputs[layer, :, : rows.dim], targets, chosen
         self.total, self.spread = len(targets), rows.spread[layer]
         self.counts = torch.bincount(targets).double()
-        sums = self.spread.new_zeros(len(self.counts), rows.dim)
-        for values, labels in zip(self.rows.split(4096), targets.split(4096), strict=True):
-            sums.index_add_(0, labels, values.double())
-        self.sums = sums.T  # (dim, classes)
-        repeated = (self.counts[targets] > 1).nonzero()[:, 0]  # without its only row a class is none
-        every = max(1, -(-len(repeated) // CHOOSING_ROWS))
-        self.chosen = repeated[::every]
+        self.sums = self._class_sums(self.rows, targets)  # (dim, classes)
 
-    def weight(self, c: float) -> Tensor:
-        return self.sums / (self.counts * self.spread[:, None] + 1 / c)
+    def _class_sums(self, rows: Tensor, targets: Tensor) -> Tensor:
+        sums = self.spread.new_zeros(len(self.counts), rows.shape[1])
+        for values, labels in zip(rows.split(4096), targets.split(4096), strict=True):
+            sums.index_add_(0, labels, values.double())
+        return sums.T
+
+    def point(self, calibrated: _Calibrated, without: Tensor | None = None) -> Tensor:
+        """Weights and biases below them (dim + 1, classes), of all rows or of those that are not `without`."""
+        c, loud, pull = calibrated[:3]
+        sums, counts, mean = self.sums, self.counts, torch.zeros_like(self.spread)
+        if without is not None:
+            counts = counts - torch.bincount(self.targets[without], minlength=len(counts))
+            sums = sums - self._class_sums(self.rows[without], self.targets[without])
+            mean = sums.sum(1) / counts.sum()
+            sums = sums - counts * mean[:, None]
+        weight = sums / (counts * self.spread[:, None] + 1 / c)
+        q = (weight * sums).sum(0) / (2 * counts)
+        bias = (counts / counts.sum()).log() - pull * q - loud * (mean @ weight)
+        return torch.cat([loud * weight, bias[None]]).to(self.rows)
 
     def without(self, c: float) -> tuple[Tensor, Tensor, Tensor]:
         """Log shares, scores and q (rows, classes) of the rows to choose by, each left out of what gives them.
@@ -105,20 +176,20 @@ class _ClosedForm:
         By Sherman and Morrison: leaving a row x out takes N / (N - 1) x x' from the scatter about the mean, x from the
         sum of its class, and moves the mean by -x / (N - 1).
         """
-        inputs = self.rows[self.chosen]
+        inputs = self.rows[self.chosen].double()  # few rows, of whose numbers most digits cancel at a large c
         mine, rest = self.targets[self.chosen], self.total - 1
         inverse = 1 / (self.counts * (self.total / rest) * self.spread[:, None] + 1 / c)
-        weight = (inverse * self.sums).to(inputs)
+        weight = inverse * self.sums
         kinds, kind = self.counts.unique(return_inverse=True)
         by_kind = 1 / (kinds * (self.total / rest) * self.spread[:, None] + 1 / c)
-        product, leverage = inputs @ weight, (inputs.square() @ by_kind.to(inputs))[:, kind]
-        norm = (self.sums * inverse * self.sums).sum(0).to(inputs).repeat(len(inputs), 1)
-        counts = self.counts.to(inputs).repeat(len(inputs), 1)
+        product, leverage = inputs @ weight, (inputs.square() @ by_kind)[:, kind]
+        norm = (self.sums * inverse * self.sums).sum(0).repeat(len(inputs), 1)
+        counts = self.counts.repeat(len(inputs), 1)
         # The row's own class has a row less, and so another inverse.
         row = torch.arange(len(inputs), device=inputs.device)
         counts[row, mine] -= 1
-        own_sums = self.sums.T[mine].to(inputs)
-        own = 1 / (counts[row, mine, None] * (self.total / rest) * self.spread.to(inputs) + 1 / c)
+        own_sums = self.sums.T[mine]
+        own = 1 / (counts[row, mine, None] * (self.total / rest) * self.spread + 1 / c)
         product[row, mine] = (inputs * own * own_sums).sum(1)
         leverage[row, mine] = (inputs.square() * own).sum(1)
         norm[row, mine] = (own_sums.square() * own).sum(1)
@@ -129,31 +200,27 @@ class _ClosedForm:
         outside = 1 - share * factor * leverage
         scores = factor * along / outside
         norm = norm + moved * (2 * product + moved * leverage) + share * factor * along.square() / outside
-        return share.log(), scores, norm / (2 * counts)
+        return share.log().to(self.rows), scores.to(self.rows), (norm / (2 * counts)).to(self.rows)
 
     def calibrated(self) -> _Calibrated:
         """At the c of the lowest log-loss."""
-        place, best = FIRST, (torch.inf, 0.0, 0.0)
-        if len(self.chosen):
-            best = self._log_loss(GRID[FIRST], (0.0, 0.0))
-            for step in (-1, 1):
-                while place == FIRST or 0 <= place + step < len(GRID):
-                    found = self._log_loss(GRID[place + step], best[1:])
-                    if found[0] >= best[0]:
-                        break
-                    place, best = place + step, found
-                if place != FIRST:
+        place, (lowest, best) = FIRST, self._at(GRID[FIRST], (0.0, 0.0))
+        for step in (-1, 1) if len(self.chosen) else ():
+            while place == FIRST or 0 <= place + step < len(GRID):
+                loss, here = self._at(GRID[place + step], (best.loud, best.pull))
+                if loss >= lowest:
                     break
-        c, (_, loud, pull) = GRID[place], best
-        weight = self.weight(c)
-        q = (weight * self.sums).sum(0) / (2 * self.counts)
-        return _Calibrated(c * (loud or 1), loud * weight, (self.counts / self.total).log() - pull * q)
+                place, lowest, best = place + step, loss, here
+            if place != FIRST:
+                break
+        return best
 
-    def _log_loss(self, c: float, start: tuple[float, float]) -> tuple[float, float, float]:
-        """The lowest of the rows to choose by, with its t and b."""
+    def _at(self, c: float, start: tuple[float, float]) -> tuple[float, _Calibrated]:
+        """The lowest log-loss of the rows to choose by, with its t and b."""
         prior, scores, q = self.without(c)
-        mine = self.targets[self.chosen]
-        return calibration(prior, torch.stack([scores, -q]), mine, start)
+        parts = torch.stack([scores, -q])
+        value, loud, pull = calibration(prior, parts, self.targets[self.chosen], start)
+        return value, _Calibrated(c, loud, pull, prior, prior + loud * scores - pull * q)
 
 
 def calibration(
@@ -162,25 +229,38 @@ def calibration(
     targets: Int[Tensor, " n"],
     start: tuple[float, float] = (0.0, 0.0),
 ) -> tuple[float, float, float]:
-    """The lowest mean log-loss of softmax(prior + t parts[0] + b parts[1]), t and b; these are 0 where t would not be
-    positive."""
+    """The lowest mean log-loss of softmax(prior + t parts[0] + b parts[1]), t and b >= 0; t = b = 0 if t were negative.
+
+    A negative b is of no use but to tell rows by how q changed as they were left out. Where all rows are told right, t
+    would have no bound: beside the n rows the log-loss counts one of which each class is the label by its share.
+    """
     factors = torch.tensor(start, dtype=torch.float64, device=parts.device)
+
+    log_share = prior.log_softmax(-1)
+    target = log_share.exp() / (len(targets) + 1)
+    target.scatter_add_(1, targets[:, None], target.new_full((len(targets), 1), len(targets) / (len(targets) + 1)))
 
     def log_loss(factors: Tensor) -> tuple[Tensor, Tensor]:
         log_proba = (prior + torch.tensordot(factors.to(parts), parts, 1)).log_softmax(-1)
-        return log_proba, -log_proba.gather(1, targets[:, None]).double().mean()
+        return log_proba, -(target * log_proba).sum(1).double().mean()
 
-    right = parts.gather(2, targets.expand(2, -1)[..., None])[..., 0]
+    size = float(parts.double().square().mean()) if len(targets) else 0.0
+    right = (parts * target).sum(-1)
     log_proba, value = log_loss(factors)
-    plain = -float(prior.log_softmax(-1).gather(1, targets[:, None]).double().mean())
+    plain = -float((target * log_share).sum(1).double().mean())
     for _ in range(20):
         share = log_proba.exp()
-        mean = (parts * share).sum(-1)  # (2, n)
-        slope = (mean - right).double().mean(1)
-        second = (parts * share).flatten(1) @ parts.flatten(1).T
-        curvature = (second - mean @ mean.T).double() / len(targets)
-        curvature += (1e-9 * curvature.diagonal().mean() + 1e-300) * torch.eye(2).to(curvature)
+        mean = (parts * share).sum(-1, keepdim=True)  # (2, n, 1)
+        slope = (mean[..., 0] - right).double().mean(1)
+        apart = ((parts - mean) * share.sqrt()).double().flatten(1)
+        curvature = apart @ apart.T / len(targets)
+        if not curvature.diagonal().mean() > 1e-12 * size:
+            break  # all rows are told for certain
+        curvature += 1e-9 * curvature.diagonal().mean() * torch.eye(2).to(curvature)
         step = torch.linalg.solve(curvature, slope)
+        if step[1] > factors[1]:  # b stays at least 0
+            step[0] = (slope[0] - curvature[0, 1] * factors[1]) / curvature[0, 0]
+            step[1] = factors[1]
         for _ in range(30):
             new_log_proba, new_value = log_loss(factors - step)
             if new_value <= value:

@@ -1,6 +1,7 @@
 """The probe of labels against scikit-learn on states caught by hooks, cases with known answers, and what it refuses."""
 
 import math
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -9,8 +10,9 @@ from sklearn.linear_model import LogisticRegression
 from sklearn.metrics import f1_score
 from sklearn.preprocessing import StandardScaler
 
-from lit_layers.analyses import LabelProbe
+from lit_layers.analyses import LabelProbe, label_probe
 from lit_layers.errors import InputError
+from lit_layers.functional import fit_watching_probes
 from lit_layers.functional.curves import bootstrap_interval, wilson_interval
 from lit_layers.models.view import LayeredModel
 from lit_layers.undisturbed import measure
@@ -133,6 +135,21 @@ def test_the_probe_for_watching_is_near_the_logistic_one_and_says_its_c(split):
         best = min(each["log_loss", layer, "mean"].value for each in logistic)
         assert records["log_loss", layer, "mean"].value < best + 0.1
         assert records["probe_c", layer, "mean"].n == records["probe_c", layer, "mean", "random_labels"].n == 60
+
+
+@pytest.mark.parametrize(("model_is_on", "fitted_on"), [("mps", "cpu"), ("cuda", "cuda")])
+def test_the_probe_for_watching_is_fitted_where_the_model_is_if_that_has_float64(
+    model_is_on, fitted_on, split, monkeypatch
+):
+    def fit(features, labellings, *, num_classes, device):
+        assert (features.device.type, torch.device(device).type) == ("cpu", fitted_on)
+        return fit_watching_probes(features, labellings, num_classes=num_classes)
+
+    monkeypatch.setattr(label_probe, "fit_watching_probes", fit)
+    model, labels = SimpleNamespace(device=torch.device(model_is_on)), torch.arange(20) % 2
+    probe, features = analysis(*split, estimator="watch"), torch.randn(2, 20, 3)
+    predictions = list(probe.predictions(model, features, labels, features, torch.tensor([True, True]), 2, {}))
+    assert [each[0] for each in predictions[:2]] == [0, 1]
 
 
 @pytest.mark.parametrize("padding", ["left", "right"])
