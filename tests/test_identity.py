@@ -310,7 +310,7 @@ def commands(text: Path, data: Path) -> dict[str, Callable[[Path], list[str]]]:
     }
 
 
-@pytest.mark.parametrize("first", ["analyze", "mteb"])
+@pytest.mark.parametrize("first", ["analyze", pytest.param("mteb", marks=pytest.mark.soak)])
 def test_a_second_model_under_one_root_is_refused_whichever_command_names_it(
     models: Path, tmp_path: Path, capsys, first: str
 ) -> None:

@@ -164,12 +164,18 @@ WEIGHTS, LIST = r"_cdn/.*/step4/", "/tree/COMMIT"
     ("trouble", "where", "options", "sentence"),
     [
         (FakeHub.fail, WEIGHTS, {"status": 429}, "cannot download model.safetensors of lab/tiny at step4"),
-        (FakeHub.fail, WEIGHTS, {"status": 503}, "cannot download model.safetensors of lab/tiny at step4"),
-        (FakeHub.delay, WEIGHTS, {"seconds": 0.5}, "timed out"),
-        (FakeHub.truncate, WEIGHTS, {"at": 0}, "cannot download model.safetensors of lab/tiny at step4"),
         (FakeHub.fail, LIST, {"status": 503}, "cannot list the files of lab/tiny at step4"),
+        pytest.param(
+            *(FakeHub.fail, WEIGHTS, {"status": 503}, "cannot download model.safetensors of lab/tiny at step4"),
+            marks=pytest.mark.soak,
+        ),
+        pytest.param(FakeHub.delay, WEIGHTS, {"seconds": 0.5}, "timed out", marks=pytest.mark.soak),
+        pytest.param(
+            *(FakeHub.truncate, WEIGHTS, {"at": 0}, "cannot download model.safetensors of lab/tiny at step4"),
+            marks=pytest.mark.soak,
+        ),
     ],
-    ids=["429", "503", "timeout", "truncated", "no list"],
+    ids=["429", "no list", "503", "timeout", "truncated"],
 )
 def test_trouble_is_met_with_patience_then_named_and_the_others_are_measured(
     hub,

@@ -5,6 +5,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import wandb  # noqa: F401 - importing it makes folders of its own, which no rank shall be blamed for
 import yaml
 
 from lit_layers.cli.main import main

@@ -11,17 +11,8 @@ from lit_layers.records import Measurement, Record
 from tests.hostile.pages import hostile_run
 from tests.support.undrawn import leave_undrawn
 
-NAMES = (
-    "a\x00b",
-    "../../escaped",
-    "/escaped",
-    "..",
-    "~/escaped",
-    "line\nbreak",
-    "x" * 400,
-    "$\\frac$",
-    "CON:|?*\\..\\escaped",
-)
+PATHS = ("../../escaped", "/escaped", "CON:|?*\\..\\escaped")
+OTHERS = ("a\x00b", "..", "~/escaped", "line\nbreak", "x" * 400, "$\\frac$")
 
 
 def files_of(folder: Path) -> set[Path]:
@@ -29,9 +20,10 @@ def files_of(folder: Path) -> set[Path]:
 
 
 @pytest.mark.filterwarnings("ignore:Glyph")  # that the font of pictures has not
-def test_a_report_its_tables_and_its_pictures_stay_where_they_belong(tmp_path, capfd, monkeypatch):
+@pytest.mark.parametrize("names", [PATHS, pytest.param(OTHERS, marks=pytest.mark.soak)], ids=["paths", "others"])
+def test_a_report_its_tables_and_its_pictures_stay_where_they_belong(names, tmp_path, capfd, monkeypatch):
     """The name of the run, of an analysis, a metric, a tag, and of a task."""
-    for number, name in enumerate(NAMES):
+    for number, name in enumerate(names):
         if number == 1:  # one name's are drawn: where pictures go is decided before
             leave_undrawn(monkeypatch)
         root = hostile_run(tmp_path / "deep" / "er" / str(number), name, analyses=("trajectory",))
@@ -55,7 +47,7 @@ def test_a_report_its_tables_and_its_pictures_stay_where_they_belong(tmp_path, c
 
 
 def test_the_page_of_a_chosen_layer_is_no_path_of_the_tasks_choosing():
-    for name in NAMES:
+    for name in (*PATHS, *OTHERS):
         folder = results_folder("model", name)
         assert folder.parent == Path("selected"), name
         assert len(folder.name) < 200, name

@@ -33,6 +33,7 @@ def parameters(num_blocks: int) -> int:
     return WORDS * WIDTH + 64 * WIDTH + num_blocks * (12 * WIDTH**2 + 13 * WIDTH) + 2 * WIDTH
 
 
+@pytest.mark.soak
 @pytest.mark.slow
 def test_memory_is_that_of_the_weights_and_what_is_computed(folders):
     weights, scores = 4 * parameters(12), 3 * 10 * WORDS * 4
