@@ -92,26 +92,29 @@ def run_command(
 class _Child:
     pid: int
     imported: IO[bytes]  # the names of modules
+    printed: IO[bytes]  # what it says where nobody else takes it
 
 
 def _fork(
     function: Callable[[], int], environment: Mapping[str, str] | None = None, output: tuple[int, int] | None = None
 ) -> _Child:
     imported = tempfile.TemporaryFile()  # noqa: SIM115 - closed by `_import`
+    watched = os.environ.get("FORKED_OUTPUT")
+    printed = open(watched, "ab") if watched else tempfile.TemporaryFile()  # noqa: SIM115 - closed by `_tell_crash`
+    files = output or (printed.fileno(), printed.fileno())
     there = set(sys.modules)
     child = os.fork()
     if child:
-        return _Child(child, imported)
+        return _Child(child, imported, printed)
     code, kept = 99, False
     try:
         os.setpgid(0, 0)
         gc.freeze()  # else each collection walks, and so copies, all that was imported
         os.environ.update(environment or {})
         os.environ.pop("WANDB_SERVICE", None)  # W&B's own process of this one would survive the kill, holding the run
-        kept = output is not None or "FORKED_OUTPUT" in os.environ
-        null = os.open(os.environ.get("FORKED_OUTPUT", os.devnull), os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+        kept = output is not None or watched is not None
         for number, name in ((1, "stdout"), (2, "stderr")):
-            os.dup2(output[number - 1] if output else null, number)
+            os.dup2(files[number - 1], number)
             if kept:  # and not where pytest captures it
                 setattr(sys, name, os.fdopen(number, "w", buffering=1, closefd=False))
         code = function()
@@ -139,6 +142,7 @@ def _wait(
                 if done:
                     codes[child.pid] = os.waitstatus_to_exitcode(status)
                     _import(child.imported)
+                    _tell_crash(child, codes[child.pid])
         if not sent and (time.monotonic() > deadline or when()):
             for child in children if only is None else [children[only]]:
                 if child.pid not in codes:
@@ -146,6 +150,14 @@ def _wait(
             sent = True
         time.sleep(0.002)
     return [codes[child.pid] for child in children]
+
+
+def _tell_crash(child: _Child, code: int) -> None:
+    """What a library printed before it ended the process, for the report of the failing test."""
+    with child.printed as file:
+        if file.readable() and -code in (signal.SIGABRT, signal.SIGSEGV, signal.SIGBUS):
+            file.seek(0)
+            sys.stderr.write(file.read()[-4000:].decode(errors="replace"))
 
 
 def _import(file: IO[bytes]) -> None:
