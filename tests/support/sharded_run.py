@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor
 from lit_layers.analyses import Coupling, Lens, Trajectory
 from lit_layers.analyses.base import Analysis
 from lit_layers.records import Record
-from lit_layers.training import EmergenceCallback, SeriesCheckpoint, sharding
+from lit_layers.training import EmergenceCallback, SeriesCheckpoint, modules, sharding
 from lit_layers.training.checkpoints import ResumeCheckpoint, resume_point, step_folder
 from lit_layers.training.run_log import RunLog
 from lit_layers.training.trainer import StepSeed
@@ -140,6 +140,7 @@ def other_ways(root: Path) -> dict[str, Any]:
 def compiled(root: Path, backend: str) -> int:
     warnings.simplefilter("ignore")  # of Lightning and torch among themselves
     torch.compile = functools.partial(torch.compile, backend=backend)
+    modules._EAGER_LOSS = ()  # as on a GPU: the loss is in the graph
     sharded(root, [RunLog(root)], steps=3, module=module(dropout=0.0, compile=True))
     return 0
 
