@@ -1,7 +1,6 @@
 """Numbers of other settings: kept beside the others, in no curve unasked, told of, and to be had by their name."""
 
 import json
-import re
 import shutil
 from collections.abc import Callable
 from dataclasses import replace
@@ -21,7 +20,7 @@ from lit_layers.records import Measurement, Record
 from lit_layers.report import WandbMirror, write_report
 from lit_layers.training import EmergenceCallback
 from tests.support.browser import CHROMIUM, dom_after
-from tests.support.charts import page_figures
+from tests.support.charts import figure_data, page_figures
 from tests.support.labelled_texts import labelled, saved_gpt2
 from tests.support.read_wandb import read_runs
 from tests.support.runs import make_models, make_run, measurement
@@ -63,9 +62,7 @@ def rows(frame: Any) -> list[tuple]:
 
 
 def figures(page: Path) -> list[dict[str, Any]]:
-    text = re.search(r'<script type="application/json" id="report-data">(.*?)</script>', page.read_text(), re.S)
-    assert text is not None
-    return json.loads(text[1])["figures"]
+    return figure_data(page.read_text())
 
 
 def test_numbers_of_other_settings_enter_no_table_unasked(run: Path) -> None:

@@ -11,6 +11,7 @@ from lit_layers import plots, records
 from lit_layers.figures import Series
 from lit_layers.records import Measurement, Record
 from lit_layers.report import write_report
+from tests.support.charts import figure_data
 
 TOKENS, LAYERS = (1, 4, 7), 3
 
@@ -109,9 +110,7 @@ def test_paths_are_no_curves_no_headlines_and_no_values_of_the_whole_model(frame
 def blocks(page: Path) -> dict[str, tuple[list[str], list[dict]]]:
     """Per title of a metric: what there is to choose, and the figures of its first place."""
     text = page.read_text()
-    data = re.search(r'<script[^>]*id="report-data"[^>]*>(.*?)</script>', text, re.DOTALL)
-    assert data is not None
-    drawn, found = json.loads(data[1])["figures"], {}
+    drawn, found = figure_data(text), {}
     for part in re.findall(r"<article.*?</article>", text, re.DOTALL):
         places = re.findall(r'data-figures="([\d ]+)"', part)
         title = re.sub("<.*?>", "", re.findall(r"<h3>(.*?)</h3>", part, re.DOTALL)[0]).strip()

@@ -24,8 +24,8 @@ from lit_layers.figures import vega
 from lit_layers.figures.vega import script
 from lit_layers.metrics import look_up
 from lit_layers.records import Measurement, Record
-from lit_layers.report import facts, write_report
-from lit_layers.report.template import Feed, placed
+from lit_layers.report import facts, template, write_report
+from lit_layers.report.template import Figures, placed
 from tests.support.browser import CHROMIUM, dom_after
 from tests.support.charts import PageFigure, page_figures, svg_texts
 from tests.support.layer_results import CATEGORIES, layer_results, write_layer_results
@@ -951,9 +951,9 @@ def test_a_user_without_a_home_has_pages(tmp_path, monkeypatch):
 
 
 def test_one_chart_that_cannot_be_put_down_leaves_the_others(monkeypatch):
-    feed = Feed()
-    monkeypatch.setattr(feed, "add", lambda _: math.log(0))
+    figures: Figures = []
+    monkeypatch.setattr(template, "content_of", lambda _: math.log(0))
     figure = {"chart": SimpleNamespace(height=100, frames=()), "caption": "", "problem": ""}
-    (block,) = placed([{"choices": [{"text": "", "figures": [figure]}]}], feed)
+    (block,) = placed([{"choices": [{"text": "", "figures": [figure]}]}], figures)
     assert block["figures"][0]["numbers"] == [0]
-    assert feed.figures[0]["problem"].startswith("This figure could not be drawn: ValueError")
+    assert figures[0]["problem"].startswith("This figure could not be drawn: ValueError")

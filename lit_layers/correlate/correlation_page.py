@@ -21,7 +21,7 @@ from lit_layers.figures.plane import Scatter
 from lit_layers.figures.vega import write_charts
 from lit_layers.functional import correlation
 from lit_layers.functional.correlation import UndefinedError
-from lit_layers.report.template import Feed, fill, placed
+from lit_layers.report.template import Figures, fill, placed
 
 _NARROW = 340  # pixels that a phone leaves a plot: few names have room
 
@@ -114,16 +114,16 @@ def write_models(table: ModelTable, findings: Findings, folder: Path) -> list[Pa
 
 def render_models(table: ModelTable, findings: Findings, plots: Sequence[Plot]) -> str:
     """Returns the page: warnings, coefficients, scatter plots and the table of the models."""
-    feed = Feed()
+    figures: Figures = []
     return fill(
         "correlation.html.jinja",
-        feed,
+        figures,
         table=table,
         findings=findings,
         title=f"{table.title(table.metric)} against {lowered(table.title(table.score))}",
         r2=next(row for row in findings.rows if row.name == "R²"),
         p_text=p_text,
-        blocks=placed(_plot_blocks(plots), feed),
+        blocks=placed(_plot_blocks(plots), figures),
         coefficients=coefficient_table(table, findings),
         covariates=covariate_table(findings),
         influence=influence_text(findings),

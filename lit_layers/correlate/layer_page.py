@@ -18,7 +18,7 @@ from lit_layers.figures.labels import value
 from lit_layers.figures.models import DepthCurve, DepthPanel, IntervalRow, Mark, depth_curves, interval_rows
 from lit_layers.figures.plane import Scatter
 from lit_layers.functional.layer_selection import COEFFICIENTS, FORMS, Estimate
-from lit_layers.report.template import Feed, fill, placed
+from lit_layers.report.template import Figures, fill, placed
 
 COEFFICIENT_TITLES = {
     "distance_correlation": "Distance correlation",
@@ -71,7 +71,7 @@ def write_layers(tables: LayerTables, findings: LayerFindings, folder: Path) -> 
 
 def render_layers(tables: LayerTables, findings: LayerFindings, pictures: Mapping[str, Path]) -> str:
     """Returns the page: what is left out, figures, coefficients with their null, and the choices of layers."""
-    feed = Feed()
+    figures: Figures = []
     panels = depth_panels(tables)
     depth = [
         _block(panel.title, "", {"": depth_curves(panel)}, wide=number == 0 and len(panels) % 2 == 1)
@@ -89,14 +89,14 @@ def render_layers(tables: LayerTables, findings: LayerFindings, pictures: Mappin
     shown = {name: pictures[name] for name in ("correlations", "selection") if name in pictures}
     return fill(
         "layers.html.jinja",
-        feed,
+        figures,
         tables=tables,
         findings=findings,
         title=f"{', '.join(tables.titles.values())} against {tables.score_title.lower()} over layers",
         num_tasks=len({task for model in tables.models for task in model.scores.index}),
         missing=missing_tasks(tables, findings),
-        depth=placed(depth, feed),
-        scatters=placed(blocks, feed),
+        depth=placed(depth, figures),
+        scatters=placed(blocks, figures),
         coefficients=correlation_table(tables, findings),
         choices=choice_table(tables, findings),
         pictures={name: base64.b64encode(path.read_bytes()).decode() for name, path in shown.items()},

@@ -21,7 +21,7 @@ from lit_layers.figures.vega import SUFFIXES, write_charts
 from lit_layers.identity import Settings
 from lit_layers.metrics import look_up
 from lit_layers.report import facts, sections, variant_sections
-from lit_layers.report.template import Feed, fill, placed
+from lit_layers.report.template import Figures, fill, placed
 
 _LONG = 120  # characters of a file name
 
@@ -43,14 +43,14 @@ def render(run: facts.RunData, *, allow_suspect: bool = False) -> str:
     """Returns the page of a run, or of models side by side; without its suspect checkpoints unless they are allowed."""
     comparing = run.compares_models
     frame, shown = sections_of(run, allow_suspect=allow_suspect)
-    feed = Feed()
-    training = placed(sections.training(run), feed)
-    shown = [{**section, "metrics": placed(section["metrics"], feed)} for section in shown]
+    figures: Figures = []
+    training = placed(sections.training(run), figures)
+    shown = [{**section, "metrics": placed(section["metrics"], figures)} for section in shown]
     suspects = facts.suspects(run)
     runs = list(dict.fromkeys(frame["run"])) if comparing else []
     return fill(
         "run.html.jinja",
-        feed,
+        figures,
         title=run.name,
         run=run,
         facts=facts.headline_facts(run),
@@ -76,7 +76,7 @@ def render(run: facts.RunData, *, allow_suspect: bool = False) -> str:
         short=facts.shortened,
         title_of=facts.section_title,
         without_step=0 if comparing else sum(m.step is None for m in run.measurements),
-        has_tokens=any("tokens" in figure for figure in feed.figures),
+        has_tokens=any("tokens" in figure for figure in figures),
     )
 
 

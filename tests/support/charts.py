@@ -1,5 +1,7 @@
 """What a chart shows, for tests to look at."""
 
+import base64
+import gzip
 import json
 import re
 from pathlib import Path
@@ -52,13 +54,11 @@ def svg_texts(chart: Chart | Path) -> list[str]:
 class PageFigure:
     """A figure of a page as a browser gets it: its specification put together, and its points."""
 
-    def __init__(self, report: dict[str, Any], content: dict[str, Any]) -> None:
+    def __init__(self, content: dict[str, Any]) -> None:
         self.problem = content.get("problem", "")
         self.frames, self.z, self.columns = content.get("frames", []), content.get("z"), content.get("columns")
         self.points = content.get("points", {})
-        self.spec: dict[str, Any] = {}
-        if not self.problem:
-            self.spec = _filled(report["shapes"][content["shape"]], [report["parts"][n] for n in content["own"]])
+        self.spec: dict[str, Any] = content.get("step", {})
         tables = {
             part["lookup"]: part["from"]["data"]["values"]
             for part in self.spec.get("transform", ())
@@ -121,14 +121,10 @@ def page_figures(page: Path) -> list[PageFigure]:
 
 def figures_in(page: str) -> list[PageFigure]:
     """The figures of a page that is given as text."""
-    text = re.search(r'<script type="application/json" id="report-data">(.*?)</script>', page, re.S)
-    report = json.loads(text[1]) if text is not None else {"figures": []}
-    return [PageFigure(report, content) for content in report["figures"]]
+    return [PageFigure(content) for content in figure_data(page)]
 
 
-def _filled(part: Any, own: list[Any]) -> Any:
-    if isinstance(part, list):
-        return [_filled(each, own) for each in part]
-    if not isinstance(part, dict):
-        return part
-    return own[part["$"]] if "$" in part else {name: _filled(each, own) for name, each in part.items()}
+def figure_data(page: str) -> list[dict[str, Any]]:
+    """What a page hands to its script."""
+    text = re.search(r'<script type="application/gzip" id="report-data">(.*?)</script>', page, re.S)
+    return json.loads(gzip.decompress(base64.b64decode(text[1]))) if text is not None else []

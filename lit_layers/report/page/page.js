@@ -1,6 +1,17 @@
 "use strict";
-(() => {
-  const report = JSON.parse(document.getElementById("report-data").textContent);
+(async () => {
+  const tell = (reason) => {
+    const place = document.getElementById("script-error");
+    place.hidden = false;
+    place.textContent = "A figure could not be drawn: " + reason;
+  };
+  window.addEventListener("error", (event) => tell(event.message));
+  window.addEventListener("unhandledrejection", (event) => tell(event.reason.message));
+
+  // The figures: base64 of gzip of JSON.
+  const packed = Uint8Array.from(atob(document.getElementById("report-data").textContent), (c) => c.charCodeAt(0));
+  const unpacked = new Blob([packed]).stream().pipeThrough(new DecompressionStream("gzip"));
+  const figures = await new Response(unpacked).json();
   const plots = [...document.querySelectorAll(".plot")];
   const isDark = window.matchMedia("(prefers-color-scheme: dark)");
   const options = {
@@ -11,12 +22,6 @@
     downloadFileName: "figure",
   };
   let axis = "step";
-
-  window.addEventListener("error", (event) => {
-    const place = document.getElementById("script-error");
-    place.hidden = false;
-    place.textContent = "A figure could not be drawn: " + event.message;
-  });
 
   // The rows of a figure: its cells, then its points (the same as lit_layers.figures.chart.rows_of).
   function rows(figure) {
@@ -64,13 +69,6 @@
     return Object.fromEntries(Object.entries(part).map(([name, each]) => [name, dark(each, name)]));
   }
 
-  const filled = (part, own) => {
-    if (Array.isArray(part)) return part.map((each) => filled(each, own));
-    if (part === null || typeof part !== "object") return part;
-    if ("$" in part) return report.parts[own[part.$]];
-    return Object.fromEntries(Object.entries(part).map(([name, each]) => [name, filled(each, own)]));
-  };
-
   // A legend's columns by the width of the page: Vega knows the plot's only after it has given the legend its height.
   const inColumns = (part, width) => {
     if (Array.isArray(part)) return part.map((each) => inColumns(each, width));
@@ -82,9 +80,8 @@
 
   // A figure as Vega-Lite wants it, on the axis that is chosen.
   function complete(number, node) {
-    const figure = report.figures[number];
-    const own = axis === "tokens" ? Object.assign([...figure.own], figure.tokens) : figure.own;
-    const shape = inColumns(filled(report.shapes[figure.shape], own), node.clientWidth);
+    const figure = figures[number];
+    const shape = inColumns(figure[axis] || figure.step, node.clientWidth);
     const spec = { ...shape, data: { values: rows(figure) } };
     for (const param of spec.params || []) delete param.bind; // the page has a slider of its own
     if (figure.square) {
@@ -135,7 +132,7 @@
   async function draw(node) {
     node.dataset.state = "drawing";
     const number = numberOf(node);
-    const { problem, frames } = report.figures[number];
+    const { problem, frames } = figures[number];
     if (problem) return fail(node, problem);
     if (node.classList.contains("failed")) {
       node.classList.remove("failed");
@@ -174,7 +171,7 @@
   later(next);
 
   const again = (kept) =>
-    plots.filter((node) => !waiting.has(node) && kept(report.figures[numberOf(node)])).forEach(draw);
+    plots.filter((node) => !waiting.has(node) && kept(figures[numberOf(node)])).forEach(draw);
   document.querySelectorAll(".metric select").forEach((choice) =>
     choice.addEventListener("change", () => {
       choice.closest(".metric").querySelectorAll(".plot").forEach((node) => {
