@@ -347,8 +347,7 @@ def _digits(values: tuple[float, ...]) -> str:
 
 
 def predicts_next_token(model: LayeredModel) -> bool:
-    """Whether the model's own head predicts the next token, so that no state sees a later one."""
-    return model.vocab_size is not None and model.model.can_generate()
+    return model.predicts_next_token
 
 
 def evenly_spread(first: int, last: int, count: int) -> list[int]:

@@ -91,10 +91,11 @@ def rows_of(name: str, model: LayeredModel, trajectory: Trajectory, batch: Batch
     Raises:
         InputError: labels that do not fit, of the analysis `name`.
     """
-    mask, per_token = trajectory.mask, trajectory.logits.ndim == 3
+    mask = trajectory.mask
     if predicts_next_token(model):
         prompt, place = (mask[:, :-1] & mask[:, 1:]).nonzero().T
-        return Rows(prompt, place, batch["input_ids"].to(prompt.device)[prompt, place + 1], per_token)
+        return Rows(prompt, place, batch["input_ids"].to(prompt.device)[prompt, place + 1], True)
+    per_token = trajectory.logits.ndim == 3
     if per_token:
         prompt, place = mask.nonzero().T
     else:
@@ -213,16 +214,22 @@ class Lens(DividedAnalysis):
     def of_part(self, model: LayeredModel, part: Batch) -> Sums:
         trajectory = model.trajectory(part)
         rows = rows_of(self.name, model, trajectory, part)
-        size = max(1, MAX_LOGITS // trajectory.logits.shape[-1])
         parts = [torch.zeros(3, model.num_layers + 1, 0, dtype=torch.float64)]  # a batch may predict nothing
-        parts += [_compare(model, trajectory, chunk).double().cpu() for chunk in rows.chunks(size)]
+        parts += [_compare(model, trajectory, chunk).double().cpu() for chunk in _chunks(trajectory, rows)]
         return Sums.of(torch.cat(parts, dim=-1), rows, len(trajectory.mask))
+
+
+def _chunks(trajectory: Trajectory, rows: Rows) -> Iterator[Rows]:
+    """Rows whose logits are held at a time."""
+    model = trajectory.model
+    num_classes = model.vocab_size if model.predicts_next_token else trajectory.logits.shape[-1]
+    return rows.chunks(max(1, MAX_LOGITS // (num_classes or 1)))
 
 
 @torch.no_grad()
 def _compare(model: LayeredModel, trajectory: Trajectory, rows: Rows) -> Tensor:
     """Loss, hit and divergence of some rows at every layer, (3, layers + 1, rows): one layer's logits at a time."""
-    full = FullModel(trajectory.logits[rows.index], rows)
+    full = FullModel(trajectory.logits_of(rows.index), rows)
     early = [full.compared(model.readout(hidden[rows.index])) for hidden in trajectory.hidden[:-1]]
     return torch.stack([*early, full.itself], dim=1)  # the last by the model's own logits: its divergence is 0 exactly
 
@@ -315,10 +322,8 @@ class Interventions(DividedAnalysis):
     def of_part(self, model: LayeredModel, part: Batch) -> Sums:
         trajectory = model.trajectory(part)
         rows, num_prompts = rows_of(self.name, model, trajectory, part), len(trajectory.mask)
-        size = max(1, MAX_LOGITS // trajectory.logits.shape[-1])
-        full = [FullModel(trajectory.logits[chunk.index], chunk) for chunk in rows.chunks(size)]
-        # Large, and `full` has what is needed of it: no more is held than one batch's logits and a chunk's.
-        trajectory = replace(trajectory, logits=trajectory.logits.new_empty(0))
+        full = [FullModel(trajectory.logits_of(chunk.index), chunk) for chunk in _chunks(trajectory, rows)]
+        trajectory = replace(trajectory)  # without logits: they are large, and `full` has what is needed of them
         chosen = self.chosen(model)
         by_variant: list[Tensor] = [torch.zeros(3, len(rows.prompt), dtype=torch.float64)] * len(chosen)
         if full:  # a batch may predict nothing

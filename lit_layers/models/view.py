@@ -1,5 +1,6 @@
 """The layered view: hidden states at every block boundary, and each block as a function of its input."""
 
+import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -54,6 +55,11 @@ class LayeredModel:
         """Number of real tokens that the readout scores; None where it scores no vocabulary (images, no head)."""
         has_words = not self.family.sees_images and self.model.get_output_embeddings() is not None
         return true_vocab_size(self.model) if has_words else None
+
+    @property
+    def predicts_next_token(self) -> bool:
+        """Whether the model's own head predicts the next token, so that no state sees a later one."""
+        return self.vocab_size is not None and self.model.can_generate()
 
     @property
     def max_tokens(self) -> int | None:
@@ -117,7 +123,7 @@ class LayeredModel:
         return self.model.config._attn_implementation if vision is None else vision.attention(self.model)
 
     def trajectory(self, batch: Batch) -> "Trajectory":
-        """The hidden states of one batch at every layer, with its logits, without a graph.
+        """The hidden states of one batch at every layer, without a graph. Its logits are computed when asked for.
 
         Only the columns the model takes are used. In a padded text, positions count the real tokens. Padding before a
         text is moved behind it for the model, so that neither the side nor the attention implementation nor the dtype
@@ -130,26 +136,24 @@ class LayeredModel:
         """
         states: list[Tensor] = []
         calls: list[BlockCall] = []
+        in_tuple = False
 
         def keep(module: nn.Module, args: tuple, kwargs: dict[str, Any], output: Any) -> None:
-            hidden, args, kwargs = split_arguments(args, kwargs)
-            if not states:
-                states.append(hidden)
-            states.append(first(output))
-            calls.append(BlockCall(module, args, kwargs))
+            nonlocal in_tuple
+            before, args, kwargs = split_arguments(args, kwargs)
+            in_tuple = output is not first(output)
+            for state in [first(output)] if calls else [before, first(output)]:
+                states.append(state if alignment is None else alignment.given_back(state))
+            calls.append(BlockCall(module, args, kwargs, alignment))
 
         # Not inference_mode, nor inside one: what is kept here takes part in derivatives later.
         with torch.inference_mode(False), torch.no_grad(), evaluating(self.model):
             inputs, alignment = self._inputs(batch)
             with self._watched(keep):
-                logits = self._logits(inputs)
-            mask = mask_of(inputs, states[0])
-            if alignment is not None:
-                states, mask = [alignment.given_back(state) for state in states], alignment.given_mask
-                logits = alignment.given_back(logits) if logits.ndim == 3 else logits
-                calls = [replace(call, alignment=alignment) for call in calls]
-            hidden = torch.stack(states)  # (layers + 1, batch, tokens, dim)
-        return Trajectory(hidden, logits, mask, tuple(calls), self.attention, self)
+                self.family.features(self.model, inputs, dict(self.family.options))
+            hidden = _stacked(states)  # (layers + 1, batch, tokens, dim)
+            mask = mask_of(inputs, hidden[0]) if alignment is None else alignment.given_mask
+        return Trajectory(hidden, mask, tuple(calls), self.attention, self, inputs, alignment, in_tuple)
 
     def pass_states(self, batch: Batch, look: Callable[[int, Tensor, Tensor], None]) -> None:
         """Calls `look(layer, hidden, mask)` for layers 0 to L as one batch passes them, and keeps nothing.
@@ -246,7 +250,17 @@ class LayeredModel:
                 "at its layers"
             )
 
-    def _logits(self, inputs: dict[str, Tensor]) -> Tensor:
+    def ending(self, inputs: Mapping[str, Tensor], hidden: Tensor, *, in_tuple: bool) -> Tensor:
+        """The logits that the model's own call makes of a last state: its blocks hand that on and do not run."""
+
+        def hand_on(*args: Any, **kwargs: Any) -> Any:
+            return (hidden,) if in_tuple else hidden
+
+        self.refuse_reordered()
+        with torch.inference_mode(False), torch.no_grad(), evaluating(self.model), replaced(self.blocks, hand_on):
+            return self._logits(inputs)
+
+    def _logits(self, inputs: Mapping[str, Tensor]) -> Tensor:
         return self._real(self.family.logits(self.model, inputs))
 
     def _real(self, logits: Tensor) -> Tensor:
@@ -293,11 +307,32 @@ class Trajectory:
     """One batch on its way through the blocks."""
 
     hidden: Tensor  # (layers + 1, batch, tokens, dim)
-    logits: Tensor  # (batch, tokens, vocabulary), or what the readout gives instead
     mask: Tensor  # (batch, tokens), False on padding
     calls: tuple["BlockCall", ...]
     attention: str
     model: LayeredModel
+    inputs: Mapping[str, Tensor]  # what the model was called with
+    alignment: Alignment | None = None  # how texts were moved for that
+    in_tuple: bool = False  # whether blocks return their states in a tuple
+
+    @functools.cached_property
+    def logits(self) -> Tensor:
+        """(batch, tokens, vocabulary), or what the readout gives instead: the model's own, made of the last state."""
+        if self.alignment is None:
+            return self.model.ending(self.inputs, self.hidden[-1], in_tuple=self.in_tuple)
+        logits = self.model.ending(self.inputs, self.alignment.moved(self.hidden[-1]), in_tuple=self.in_tuple)
+        return self.alignment.given_back(logits) if logits.ndim == 3 else logits
+
+    def logits_of(self, index: tuple[Tensor, ...]) -> Tensor:
+        """`logits[index]`, rows (n, classes) of tokens (prompt, place), or of prompts where the head pools.
+
+        Of a model that generates the head runs on these tokens alone.
+        """
+        if not self.model.predicts_next_token:
+            return self.logits[index]
+        one = {name: column[:1, :1] for name, column in self.inputs.items() if name != "attention_mask"}
+        logits = self.model.ending(one, self.hidden[-1][index][None], in_tuple=self.in_tuple)
+        return logits.reshape(len(index[0]), -1)
 
     @property
     def num_layers(self) -> int:
@@ -330,9 +365,10 @@ class Trajectory:
         return replace(
             self,
             hidden=self.hidden[:, index : index + 1],
-            logits=self.logits[index : index + 1],
             mask=self.mask[index : index + 1],
             calls=tuple(call.cut(index, size) for call in self.calls),
+            inputs=cut(self.inputs, index, size),
+            alignment=None if self.alignment is None else self.alignment.of_prompt(index),
         )
 
 
@@ -359,6 +395,31 @@ class BlockCall:
         """The same call for one prompt: every tensor that has a row per prompt keeps that row."""
         alignment = None if self.alignment is None else self.alignment.of_prompt(index)
         return BlockCall(self.module, cut(self.args, index, batch_size), cut(self.kwargs, index, batch_size), alignment)
+
+
+def _stacked(states: list[Tensor]) -> Tensor:
+    """`torch.stack`, without holding both the list and the whole: each state is let go when it is copied."""
+    dtype = functools.reduce(torch.promote_types, {state.dtype for state in states})
+    whole = states[0].new_empty(len(states), *states[0].shape, dtype=dtype)
+    for layer in range(len(states)):
+        whole[layer], states[layer] = states[layer], whole[0, :0]
+    return whole
+
+
+@contextmanager
+def replaced(blocks: Sequence[nn.Module], forward: Callable[..., Any]) -> Iterator[None]:
+    """Inside, each of the blocks is called as `forward`."""
+    before = [vars(block).get("forward") for block in blocks]
+    for block in blocks:
+        block.forward = forward
+    try:
+        yield
+    finally:
+        for block, own in zip(blocks, before, strict=True):
+            if own is None:
+                del block.forward
+            else:
+                block.forward = own
 
 
 def split_arguments(args: tuple, kwargs: dict[str, Any]) -> tuple[Tensor, tuple, dict[str, Any]]:
