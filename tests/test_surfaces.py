@@ -177,6 +177,7 @@ def test_a_surface_needs_two_steps_and_layers(tmp_path):
         plots.layer_surface(table(tmp_path), "other")
 
 
+@pytest.mark.soak
 def test_pictures_are_equal_for_equal_numbers(tmp_path):
     series(tmp_path)
     frame = means(tmp_path)

@@ -162,12 +162,12 @@ def test_the_recipes_of_deit_can_be_read_with_their_analyses(name, capsys):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("steps", "accuracy"), [(100, 0.3), pytest.param(1000, 0.9, marks=pytest.mark.soak)])
-def test_the_quickstart_learns_the_digits(steps, accuracy, tmp_path):
+@pytest.mark.soak
+def test_the_quickstart_learns_the_digits(tmp_path):
     recipe = str(ROOT / "recipes" / "quickstart" / "vit.yaml")
     options = ["--root", str(tmp_path / "run"), "--analyses", "[]", "--steps", "{every: 9999}", "--wandb", "null"]
-    options += ["--trainer.max_steps", str(steps), "--trainer.accelerator", "cpu"]
+    options += ["--trainer.max_steps", "1000", "--trainer.accelerator", "cpu"]
     assert main(["fit", "--config", recipe, *options]) == 0
     last = [row for row in records.rows(tmp_path / "run" / "metrics.jsonl") if "validation/accuracy" in row][-1]
-    assert last["validation/accuracy"] > accuracy
+    assert last["validation/accuracy"] > 0.9
     assert torch.isfinite(torch.tensor(last["validation/loss"]))

@@ -76,7 +76,8 @@ def test_where_one_rank_dies_the_other_ends_and_the_run_goes_on(recipe, whole, t
     assert_equal(what_is_left(root), what_is_left(whole))
 
 
-@pytest.mark.parametrize("only", [pytest.param(None, marks=pytest.mark.soak), 1])
+@pytest.mark.soak
+@pytest.mark.parametrize("only", [None, 1])
 def test_sigterm_to_any_rank_saves_one_step_and_all_end_with_143(only, recipe, whole, tmp_path):  # noqa: F811
     root = tmp_path / "run"
     command = ["fit", "--config", str(recipe), "--root", str(root), *TWO, "--resume_every", "1000"]
