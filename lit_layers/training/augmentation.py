@@ -5,7 +5,6 @@ What happens to an image is a function of (seed, sample number): of neither its 
 
 import math
 import re
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -98,25 +97,27 @@ class RandAugment:
         return pixels
 
     def _layer(self, pixels: Tensor, kind: Tensor, level: Tensor, signed: Tensor) -> Tensor:
-        moved = torch.nonzero((kind >= 0) & (kind < _NUM_MOVES))[:, 0]
-        if len(moved):
-            matrices = _matrices(kind[moved], signed[moved])
-            _replace(pixels, moved, lambda x: _affine(x, matrices.to(x, non_blocking=True), self.fill))
-        for number, operation in enumerate(_CHANGES, start=_NUM_MOVES):
-            chosen = torch.nonzero(kind == number)[:, 0]
-            if len(chosen):
-                arguments = (level[chosen], signed[chosen])
-                _replace(
-                    pixels,
-                    chosen,
-                    lambda x, f=operation, a=arguments: f(x, *(each.to(x, non_blocking=True) for each in a)),
-                )
-        return pixels
+        """The images sorted by what is done with them: each operation has a slice, and one transfer brings all that
+        they need."""
+        group = (kind - _NUM_MOVES).clamp(min=-1) + 2 - (kind < 0).long()  # 0: nothing, 1: moved, then one a change
+        order = group.argsort(stable=True)
+        fills = torch.tensor(self.fill, dtype=torch.float64).expand(len(kind), 3)
+        columns = (level, signed, *_matrices(kind, signed).flatten(1).T, *fills.T)
+        table = torch.stack([order, order.argsort(), *(column[order] for column in columns)], dim=1)
+        values = sent(table, pixels.device)
+        sizes = torch.bincount(group, minlength=2 + len(_CHANGES)).tolist()
+        parts = list(pixels[values[:, 0].long()].split(sizes))
+        for number, options in enumerate(values[:, 2:].to(pixels).split(sizes)):
+            if number == 1 and len(options):
+                parts[number] = _affine(parts[number], options[:, 2:8].view(-1, 2, 3), options[:, 8:])
+            elif number and len(options):
+                parts[number] = _CHANGES[number - 2](parts[number], *options[:, :2].T)
+        return torch.cat(parts)[values[:, 1].long()]
 
 
-def _replace(pixels: Tensor, rows: Tensor, function: Callable[[Tensor], Tensor]) -> None:
-    rows = rows.to(pixels.device, non_blocking=True)
-    pixels[rows] = function(pixels[rows])
+def sent(values: Tensor, device: torch.device) -> Tensor:
+    """On the device, without the host's waiting: a GPU takes from pinned memory alone when it comes to it."""
+    return values.pin_memory().to(device, non_blocking=True) if device.type != "cpu" else values
 
 
 # ------------------------------------------------------------------------------------------------ moving pixels
@@ -135,11 +136,11 @@ def _matrices(kind: Tensor, level: Tensor) -> Tensor:
     return torch.stack(rows, dim=1)
 
 
-def _affine(pixels: Tensor, matrices: Tensor, fill: tuple[float, ...]) -> Tensor:
+def _affine(pixels: Tensor, matrices: Tensor, fill: Tensor) -> Tensor:
     grid = F.affine_grid(matrices, list(pixels.shape), align_corners=False)  # (images, height, width, 2)
     taken = F.grid_sample(pixels, grid, mode="bilinear", padding_mode="border", align_corners=False)
     inside = (grid.abs() <= 1).all(-1)[:, None]
-    return torch.where(inside, taken.floor(), pixels.new_tensor(fill).view(1, 3, 1, 1))
+    return torch.where(inside, taken.floor(), fill[:, :, None, None])
 
 
 # ------------------------------------------------------------------------------------------------ changing values
@@ -253,8 +254,8 @@ class Augmentation:
         across = torch.arange(width).expand(len(numbers), width)
         if self.flip:
             across = torch.where(draws[:, 2:] < 0.5, across.flip(1), across)
-        rows = (top[:, None] + torch.arange(height)).to(device, non_blocking=True)[:, None, :, None]
-        columns = (left[:, None] + across).to(device, non_blocking=True)[:, None, None, :]
+        places = sent(torch.cat([top[:, None] + torch.arange(height), left[:, None] + across], dim=1), device)
+        rows, columns = places[:, None, :height, None], places[:, None, None, height:]
         image = torch.arange(len(pixels), device=device).view(-1, 1, 1, 1)
         channel = torch.arange(3, device=device).view(1, 3, 1, 1)
         return torch.nn.functional.pad(pixels, [padding] * 4)[image, channel, rows, columns]
@@ -276,13 +277,12 @@ class Augmentation:
         attempt = fits[rows].int().argmax(1, keepdim=True)  # the first that fits
         tall, wide = tall[rows].gather(1, attempt), wide[rows].gather(1, attempt)
         top, left = ((draws[rows, 1:2] * (height - tall + 1)).floor(), (draws[rows, 2:3] * (width - wide + 1)).floor())
-        down, across = torch.arange(height), torch.arange(width)
-        inside = ((down >= top) & (down < top + tall))[:, None, :, None]
-        inside = inside & ((across >= left) & (across < left + wide))[:, None, None, :]  # (rows, 1, height, width)
-        device = images.device
-        noise = normals(self.seed, "noise", numbers[rows].to(device, non_blocking=True), 3 * height * width).view(
-            -1, 3, height, width
-        )
-        rows = rows.to(device, non_blocking=True)
-        images[rows] = torch.where(inside.to(device, non_blocking=True), noise.to(images), images[rows])
+        corners = [each[:, 0].long() for each in (top, left, top + tall, left + wide)]
+        chosen = sent(torch.stack([rows, numbers[rows], *corners], dim=1), images.device)
+        top, left, bottom, right = chosen[:, 2:, None].unbind(1)  # (rows, 1) each
+        down, across = (torch.arange(size, device=images.device) for size in (height, width))
+        inside = ((down >= top) & (down < bottom))[:, None, :, None]
+        inside = inside & ((across >= left) & (across < right))[:, None, None, :]  # (rows, 1, height, width)
+        noise = normals(self.seed, "noise", chosen[:, 1], 3 * height * width).view(-1, 3, height, width)
+        images[chosen[:, 0]] = torch.where(inside, noise.to(images), images[chosen[:, 0]])
         return images
