@@ -69,9 +69,13 @@ def _run(command: str, rest: list[str], is_own_process: bool) -> int:
 
 
 def _ended(command: str, rest: list[str]) -> int:
+    from lit_layers.cli import quick_help
     from lit_layers.errors import InputError, RunLostError
 
     try:
+        if (text := quick_help.answer(command, rest)) is not None:
+            print(text, end="")
+            return 0
         module = importlib.import_module(COMMANDS[command][0])
         if hasattr(module, "main"):
             return module.main(rest)

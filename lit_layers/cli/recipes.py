@@ -119,9 +119,7 @@ class RecipeParser(ArgumentParser):
     """
 
     def error(self, message: str, ex: Exception | None = None) -> Any:
-        sentence = one_sentence(message, self.get_defaults(skip_validation=True).keys(branches=True))
-        told = "did you mean" in sentence or not sentence.startswith("un")  # unknown, unrecognized
-        raise InputError(sentence if told else f"{sentence}; see `{self.prog} --help`") from None
+        raise refusal(message, self.get_defaults(skip_validation=True).keys(branches=True), self.prog) from None
 
     def _check_value_key(self, action: Any, value: Any, key: str, *args: Any, **kwargs: Any) -> Any:
         if action.nargs == "*" and not isinstance(value, list):  # jsonargparse would take a text's letters
@@ -318,6 +316,13 @@ def _without_code(class_type: Any, *args: Any, **kwargs: Any) -> Any:
             f"task: a recipe names no task file, which is code, got {file}: score it with lit-layers intervene"
         )
     return made
+
+
+def refusal(message: str, options: Iterable[str], prog: str) -> InputError:
+    """What a command says of a message of jsonargparse's."""
+    sentence = one_sentence(message, options)
+    is_enough = "did you mean" in sentence or not sentence.startswith("un")  # unknown, unrecognized
+    return InputError(sentence if is_enough else f"{sentence}; see `{prog} --help`")
 
 
 def one_sentence(message: str, options: Iterable[str] = ()) -> str:

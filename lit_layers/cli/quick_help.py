@@ -1,0 +1,98 @@
+"""The help of verbs whose parsers import torch or Lightning, for seconds: replayed from `quick_help.json`.
+
+It holds where it was recorded from these versions and sources, elsewhere the parser itself speaks.
+`python -m tests.support.record_help` records.
+"""
+
+import argparse
+import ast
+import hashlib
+import json
+import sys
+from collections.abc import Sequence
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+RECORDS = Path(__file__).with_suffix(".json")
+_LIBRARIES = ("docstring-parser", "jsonargparse", "lightning")
+_WHOLE = ("cli/options.py", "cli/recipes.py")  # make parsers: what their functions do matters, too
+_OUTLINED = {  # whose options, words and classes the help tells
+    "analyze": ("cli/analyze.py", "cli/measuring.py", "analyses/__init__.py", "series/__init__.py"),
+    "fit": ("cli/fit.py", "analyses/__init__.py", "report/__init__.py", "training/__init__.py", "training/trainer.py"),
+}
+
+
+def answer(verb: str, argv: list[str]) -> str | None:
+    """What can be said without the verb's parser: its help.
+
+    Raises:
+        InputError: an option that it does not have.
+    """
+    if verb not in _OUTLINED or (record := recorded(verb)) is None:
+        return None
+    if argv in (["-h"], ["--help"]):
+        return replayed(record)
+    words = [word.partition("=")[0] for word in argv]
+    if any(word == "-h" or word.endswith("help") for word in words):  # of a class, or beside other options
+        return None
+    options = {"--", "--code", *record["options"]}
+    groups = {group for option in options if not option.endswith(".help") for group in _groups(option)}
+    for word in words:
+        # An option that is no group may be of a class, which has options of its own.
+        if word.startswith("--") and word not in options and not (_groups(word) & options) - groups:
+            from lit_layers.cli.recipes import refusal
+
+            raise refusal(f"unrecognized arguments: {word}", record["keys"], record["prog"])
+    return None
+
+
+def _groups(option: str) -> set[str]:
+    return {option[:place] for place, letter in enumerate(option) if letter == "."}
+
+
+def made_from(verb: str) -> str:
+    """A hash of what shapes a verb's help: versions of Python and libraries, signatures, docstrings and constants."""
+    package = Path(__file__).parents[1]
+    parts = [*map(str, sys.version_info[:2]), *(version(name) for name in _LIBRARIES)]
+    parts += [(package / name).read_text(encoding="utf-8") for name in _WHOLE]
+    parts += [_outline((package / name).read_text(encoding="utf-8")) for name in _OUTLINED[verb]]
+    return hashlib.sha256("\n".join(parts).encode()).hexdigest()
+
+
+def _outline(source: str) -> str:
+    tree = ast.parse(source)
+    for node in ast.walk(tree):
+        if isinstance(node, ast.FunctionDef):
+            node.body = [ast.Expr(ast.Constant(ast.get_docstring(node)))]
+    return ast.dump(tree)
+
+
+def recorded(verb: str) -> dict[str, Any] | None:
+    """What is recorded of a verb, if it holds for what is installed."""
+    record = json.loads(RECORDS.read_text(encoding="utf-8"))[verb]
+    return record if record["made_from"] == made_from(verb) else None
+
+
+class _Formatter(argparse.HelpFormatter):
+    def _format_action_invocation(self, action: Any) -> str:
+        return action.invocation
+
+
+def replayed(record: dict[str, Any]) -> str:
+    """The help as argparse lays it out for this terminal."""
+    formatter = _Formatter(record["prog"])
+    for method, *arguments in record["layout"]:
+        getattr(formatter, method)(*map(_rows, arguments))
+    return formatter.format_help()
+
+
+def _rows(argument: Any) -> Any:
+    """Options in place of their records; a text or a title as it is."""
+    return [_option(**row) for row in argument] if isinstance(argument, list) else argument
+
+
+def _option(invocation: str = "", help: str = "", option_strings: Sequence[str] = (), **usage: Any) -> argparse.Action:
+    action: Any = argparse.Action(option_strings, dest="", help=help.replace("%", "%%"), **usage)
+    action.invocation = invocation
+    return action

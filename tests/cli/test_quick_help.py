@@ -1,0 +1,78 @@
+"""The help that is replayed is the parsers' own, and no more is said than what is installed holds."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from lit_layers.cli import quick_help
+from lit_layers.cli.main import main
+from lit_layers.errors import InputError
+
+
+@pytest.mark.slow
+def test_the_record_is_what_the_parsers_say_at_every_width():
+    command = [sys.executable, "-m", "tests.support.record_help", "--check"]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=Path(__file__).parents[2])
+    assert done.returncode == 0, f"{done.stderr}: run python -m tests.support.record_help"
+
+
+def test_help_and_an_unknown_option_import_nothing_heavy():
+    code = "import sys; from lit_layers.cli.main import main\n"
+    code += "for words in (['--help'], ['-h'], ['--root', 'x', '--trainer.max_step=3']): main(['fit', *words])\n"
+    code += "assert not {'torch', 'lightning', 'numpy'} & set(sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert (
+        done.stderr == "lit-layers fit: error: unknown option --trainer.max_step; did you mean --trainer.max_steps?\n"
+    )
+    assert done.stdout.count("usage: lit-layers fit") == 2
+    assert done.stdout.count("--analyses [ITEM,...], --analyses+ [ITEM,...]") == 2
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [
+        lambda patch: patch.setattr(quick_help, "version", lambda name: "0"),
+        lambda patch: patch.setattr(sys, "version_info", (4, 0)),
+        lambda patch: patch.setitem(quick_help._OUTLINED, "fit", ("cli/select.py",)),
+        lambda patch: patch.setattr(quick_help, "_WHOLE", ()),
+    ],
+)
+def test_what_was_recorded_from_other_versions_or_sources_is_not_shown(changed, monkeypatch):
+    assert quick_help.answer("fit", ["--help"]) is not None
+    changed(monkeypatch)
+    assert quick_help.answer("fit", ["--help"]) is None
+    assert quick_help.answer("fit", ["--rot"]) is None
+
+
+def test_words_and_signatures_count_and_what_a_function_does_not():
+    source = 'LIMIT = 3\ndef f(a: int = 1):\n    """Words."""\n    return a\n'
+    outline = quick_help._outline(source)
+    assert outline == quick_help._outline(source.replace("return a", "return a + 1"))
+    for old, new in {"= 1": "= 2", "Words": "More words", "LIMIT = 3": "LIMIT = 4"}.items():
+        assert outline != quick_help._outline(source.replace(old, new))
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        "--root x --if-exists overwrite --analyses+=a --trainer.callbacks+=b --trainer.callbacks.dirpath c",
+        "--model.width 3 --data a --wandb.project b --steps.every 3 --code c --trainer.devices 2 -- --nothing",
+        "--model.help",
+        "--nothing --help",
+        "",
+    ],
+)
+def test_options_that_may_be_right_are_left_to_the_parser(words):
+    words = words.replace("-- --nothing", "--").split()
+    assert quick_help.answer("fit", words) is None
+
+
+@pytest.mark.parametrize("word", ["--rot", "--trainer.max_step", "--max_steps", "--foo.bar", "--trainer.max_steps+"])
+def test_an_unknown_option_is_refused_in_the_parsers_words(word, capsys):
+    with pytest.raises(InputError) as of_the_record:
+        quick_help.answer("fit", [f"{word}=3", "--root=x"])
+    assert str(of_the_record.value).startswith(f"unknown option {word}; ")
+    assert main(["analyze", "x", word, "3"]) == 2
+    assert f"unknown option {word}; " in capsys.readouterr().err
