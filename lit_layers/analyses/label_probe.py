@@ -3,7 +3,7 @@
 import hashlib
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar, Literal, NamedTuple
 
 import torch
@@ -28,6 +28,7 @@ from lit_layers.functional.curves import (
 from lit_layers.functional.geometry import pool
 from lit_layers.functional.layer_selection import macro_f1_interval
 from lit_layers.functional.probe import LogisticProbes, fit_logistic_probes, macro_f1
+from lit_layers.functional.record_probe import fit_record_probes
 from lit_layers.functional.regression import RidgeProbes, fit_ridge_probes
 from lit_layers.functional.watching_probe import fit_watching_probes
 from lit_layers.metrics import look_up
@@ -42,7 +43,8 @@ PLATEAU = 0.01  # gain of a single step that still counts as one: a point of acc
 
 
 # "fixed_c": logistic, at the option `c`. "watch": as near the best c's as seconds allow (`fit_watching_probes`).
-Estimator = Literal["fixed_c", "watch"]
+# "record": at the c that rows held out choose (`fit_record_probes`). Of numbers the latter two leave rows out.
+Estimator = Literal["fixed_c", "watch", "record"]
 
 
 @dataclass(frozen=True)
@@ -69,9 +71,14 @@ def fit_layer(
 ) -> Fitted:
     """The probe of one layer, on features (rows, dim): logistic on classes, ridge where `num_classes` is None."""
     if num_classes is None:
-        return fit_ridge_probes(features[None], targets, penalty=options.penalty)
+        penalty = options.penalty if options.estimator == "fixed_c" else None
+        return fit_ridge_probes(features[None], targets, penalty=penalty)
     if options.estimator == "watch":
         return fit_watching_probes(features[None], [targets], num_classes=num_classes)[0]
+    if options.estimator == "record":
+        return fit_record_probes(
+            features[None], targets, num_classes=num_classes, max_iterations=options.max_iterations, start=start
+        )
     return fit_logistic_probes(
         features[None],
         targets,
@@ -213,8 +220,11 @@ Pooling = Literal["cls", "mean", "last"]
 class SplitProbe(Analysis):
     """Logistic probes of all layers at once, fitted on rows of `train` and scored on rows of `test`.
 
-    `estimator`: "fixed_c" has the optimum at `c`, "watch" probes near the best c of each layer, for a fraction of the
-    work and of both labellings in one go; the record `probe_c` says which c, and `n` of how many rows.
+    `estimator`: "fixed_c" has the optimum at `c`; "watch" probes near the best c of each layer, for a fraction of the
+    work and of both labellings in one go; "record" those at the c that rows held out choose, whose fits have up to
+    `max_iterations` each. The record `probe_c` says which c, and `n` of how many rows. `warm_start`: "record" and
+    "fixed_c" begin at the last checkpoint's probes, which moves numbers within `tolerance` or, of "record", the rule by
+    which its fits end.
     """
 
     LEAST: ClassVar = {"max_iterations": 1, "seed": 0}
@@ -228,9 +238,14 @@ class SplitProbe(Analysis):
     max_iterations: int = 1000
     random_labels: bool = True
     estimator: Estimator = "fixed_c"
+    warm_start: bool = False
+    _last: dict[str, LogisticProbes] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     def config(self) -> dict[str, Any]:
-        return without_default_estimator(super().config())
+        config = without_default_estimator(super().config())
+        if not self.warm_start:
+            del config["init_args"]["warm_start"]
+        return config
 
     def predictions(
         self,
@@ -241,39 +256,53 @@ class SplitProbe(Analysis):
         layers: Tensor,
         num_classes: int,
         tags: Tags,
+        groups: Tensor | None = None,
     ) -> Iterator[tuple[int, Tensor, TagDict] | Record]:
         """Layer, log-probabilities (test rows, classes) and tags of each probe: of the labels (rows,), of the control.
 
-        `features` and `test` (layers, rows, dim) are of those layers that the mask `layers` (layers + 1,) holds. What
-        is said of a probe without its predictions comes as a record.
+        `features` and `test` (layers, rows, dim) are of those layers that the mask `layers` (layers + 1,) holds. Rows
+        of one number in `groups` (rows,) are held out together. What is said of a probe without its predictions comes
+        as a record.
         """
         labellings, controls = [labels], [dict(tags)]
         if self.random_labels:
             labellings.append(permuted(labels, self.seed))
             controls.append({**tags, "control": "random_labels"})
         numbers = layers.nonzero()[:, 0].tolist()
+        device = torch.device("cpu") if model.device.type == "mps" else model.device  # which has no float64
         if self.estimator == "watch":
-            device = "cpu" if model.device.type == "mps" else model.device  # which has no float64
             fits = iter(fit_watching_probes(features, labellings, num_classes=num_classes, device=device))
         else:
-            fits = (self._at_fixed_c(features, each, num_classes) for each in labellings)
+            keys = [f"{each.get('pooling')} {each.get('control')}" for each in controls]
+            fits = (
+                self._fitted(key, features, each, num_classes, groups, device)
+                for key, each in zip(keys, labellings, strict=True)
+            )
         for probes, control in zip(fits, controls, strict=True):
             log_probas = probes.log_proba(test)
             for layer, log_proba, converged in zip(numbers, log_probas, probes.converged, strict=True):
                 yield layer, log_proba, control if converged else {**control, "num_not_converged": 1}
-            if self.estimator == "watch":
+            if self.estimator != "fixed_c":
                 for layer, c in zip(numbers, probes.c.tolist(), strict=True):
                     yield Record(metric="probe_c", value=c, layer=layer, n=len(labels), tags=control)
 
-    def _at_fixed_c(self, features: Tensor, labels: Tensor, num_classes: int) -> LogisticProbes:
-        return fit_logistic_probes(
-            features,
-            labels,
-            c=self.c,
-            num_classes=num_classes,
-            tolerance=self.tolerance,
-            max_iterations=self.max_iterations,
-        )
+    def _fitted(
+        self, key: str, features: Tensor, labels: Tensor, num_classes: int, groups: Tensor | None, device: torch.device
+    ) -> LogisticProbes:
+        start = self._last.get(key)
+        if start is not None and (
+            start.weight.shape[:2] != (len(features), features.shape[2])
+            or not torch.equal(start.classes, labels.unique())
+        ):
+            start = None  # of another model, or of rows without classes that these have
+        options = {"num_classes": num_classes, "max_iterations": self.max_iterations, "start": start, "device": device}
+        if self.estimator == "record":
+            probes = fit_record_probes(features, labels, groups=groups, **options)
+        else:
+            probes = fit_logistic_probes(features, labels, c=self.c, tolerance=self.tolerance, **options)
+        if self.warm_start:
+            self._last[key] = probes
+        return probes
 
 
 @dataclass(kw_only=True)

@@ -195,7 +195,9 @@ class NextTokenProbe(SplitProbe):
         yield from self._references(problem, head, tags)
         if not layers.all():
             train, test = train[layers], test[layers]
-        for found in self.predictions(model, train, problem.train_classes, test, layers, len(problem.classes), tags):
+        for found in self.predictions(
+            model, train, problem.train_classes, test, layers, len(problem.classes), tags, groups=problem.train.text
+        ):
             if isinstance(found, Record):
                 yield found
                 continue

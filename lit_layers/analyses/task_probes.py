@@ -51,8 +51,10 @@ class OnTask(Analysis):
         c, tolerance, max_iterations: of `fit_logistic_probes`.
         penalty: of `fit_ridge_probes`, for regressions; 0 is least squares.
         seed: of whatever is drawn.
-        estimator: of classes: "fixed_c", or "watch", near the best c of each layer in a fraction of the work
-            (`fit_watching_probes`); `c`, `tolerance` and `max_iterations` then say nothing.
+        estimator: "fixed_c"; or "watch", near the best c of each layer in a fraction of the work
+            (`fit_watching_probes`); or "record", at the c of each layer that rows held out choose
+            (`fit_record_probes`). With these two a regression has the penalty that is best as each row is left out, and
+            `c`, `penalty` and `tolerance` say nothing; `max_iterations` is for each fit of "record".
         cache: a folder in which features are kept and found again; None: nowhere.
     """
 
@@ -158,7 +160,8 @@ class Probe(OnTask):
         fit_on: "train_and_validation", as published, or "train".
         random_labels: whether to fit the control.
         untrained: whether to measure new weights too; a series has its step 0 for that.
-        warm_start: begins each fit at the last checkpoint's probe. Quicker; numbers then agree within `tolerance`.
+        warm_start: begins each fit at the last checkpoint's probe. Quicker; numbers then agree within `tolerance`, or,
+            of "record", within the rule by which its fits end.
         seed: of permuted labels and of new weights.
         task, tokenizer, corpus, folder, name, pooling, max_tokens, c, penalty, tolerance, max_iterations, estimator,
             cache: as for every analysis on a task (`lit_layers.analyses.task_probes`).
@@ -212,8 +215,9 @@ class Probe(OnTask):
                 )
                 if part == "test" and layer:
                     curve.append(scores)
-            if self.estimator == "watch" and isinstance(probe, LogisticProbes):
-                yield Record(metric="probe_c", value=float(probe.c), layer=layer, n=len(labels), tags=tags)
+            if self.estimator != "fixed_c":
+                c = float(probe.c if isinstance(probe, LogisticProbes) else 1 / probe.penalty)
+                yield Record(metric="probe_c", value=c, layer=layer, n=len(labels), tags=tags)
         if not control:
             flag = {"num_not_converged": unconverged} if unconverged else {}
             for metric in ("accuracy", "log_loss") if rows.is_classification else ("mean_squared_error",):

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from lit_layers.functional.jacobian import *
     from lit_layers.functional.layer_selection import *
     from lit_layers.functional.probe import *
+    from lit_layers.functional.record_probe import *
     from lit_layers.functional.regression import *
     from lit_layers.functional.trajectory import *
     from lit_layers.functional.watching_probe import *
@@ -30,6 +31,7 @@ _METRICS = (
     "jacobian",
     "coupling",
     "probe",
+    "record_probe",
     "regression",
     "watching_probe",
 )

@@ -68,6 +68,7 @@ def fit_logistic_probes(
     tolerance: float = 1e-6,
     max_iterations: int = 1000,
     start: LogisticProbes | None = None,
+    device: torch.device | str | None = None,
 ) -> LogisticProbes:
     """The L2-regularised logistic regression of the labels on each layer's features: scikit-learn's, with C = c.
 
@@ -87,7 +88,8 @@ def fit_logistic_probes(
     weights are worse than none begins with none.
 
     On a CPU layers are read one after another, a few rows at a time, and besides the probes about one layer's features
-    are held in memory: the features may be a memory-mapped tensor.
+    are held in memory: the features may be a memory-mapped tensor. `device` says where to compute, if not where the
+    features are; these are moved as they are needed, and the probes come back to where the features were.
 
     Raises:
         TypeError: features that are not floating-point, labels that are not integers.
@@ -98,18 +100,20 @@ def fit_logistic_probes(
     _check_options(c, tolerance, max_iterations)
     classes, targets, num_classes = checked_classes(labels, features, num_classes)
     if start is not None:
-        _check_start(start, features, classes, num_classes)
+        check_start(start, features, classes, num_classes)
+    device = features.device if device is None else torch.device(device)
+    classes, targets = classes.to(device), targets.to(device)
     parts: list[LogisticProbes] = []
-    for layers in layers_at_once(features, len(classes)):
-        group = features[layers].detach()
+    for layers in layers_at_once(features, len(classes), device):
+        group = features[layers].detach().to(device)
         check_finite(group, first_layer=layers.start)
-        earlier = None if start is None else _earlier(start, layers, features.device, standardize)
+        earlier = None if start is None else earlier_weights(start, layers, device, standardize)
         rows = PrincipalRows(group, standardize=standardize, intercept=intercept)
         softmax = Softmax(rows, targets, torch.full_like(rows.mean[:, 0], 1 / (c * len(targets))))
         minimum = _minimum(softmax, tolerance, max_iterations, earlier)
         converged = softmax.largest_gradient(minimum.slope) <= tolerance
         parts.append(softmax.probes(minimum, classes, num_classes, converged=converged))
-    return together(parts)
+    return together(parts).to(features.device)
 
 
 def macro_f1(labels: Int[Tensor, " n"], predictions: Int[Tensor, " n"]) -> float:
@@ -126,7 +130,9 @@ def macro_f1(labels: Int[Tensor, " n"], predictions: Int[Tensor, " n"]) -> float
     return (2 * hits / (is_class.sum(1) + is_predicted.sum(1))).mean().item()
 
 
-def _earlier(probes: LogisticProbes, layers: slice, device: torch.device, standardize: bool) -> tuple[Tensor, Tensor]:
+def earlier_weights(
+    probes: LogisticProbes, layers: slice, device: torch.device, standardize: bool
+) -> tuple[Tensor, Tensor]:
     """Weights and biases of standardised features, else of features as they come; float64."""
     weight, bias, mean, scale = (
         part[layers].to(device=device, dtype=torch.float64)
@@ -327,7 +333,7 @@ def layers_at_once(features: Tensor, num_classes: int, device: torch.device | No
     yield from (slice(first, min(layers, first + size)) for first in range(0, layers, size))
 
 
-def _check_start(start: LogisticProbes, features: Tensor, classes: Tensor, num_classes: int) -> None:
+def check_start(start: LogisticProbes, features: Tensor, classes: Tensor, num_classes: int) -> None:
     (layers, dim), expected = start.weight.shape[:2], (len(features), features.shape[2])
     if (layers, dim) != expected:
         raise ValueError(

@@ -1,9 +1,9 @@
-"""Ridge regression and least squares of all layers at once, from rows in memory or streamed."""
+"""Ridge regression and least squares of all layers at once."""
 
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Literal, Self
+from typing import Literal
 
 import torch
 from jaxtyping import Bool, Float, Int
@@ -21,6 +21,7 @@ from lit_layers.functional._checks import (
 
 # Squaring halves the digits of singular values: what a penalty leaves of X'X must stay above this share of the largest.
 SMALLEST_SHARE = 1e-10
+PENALTIES = [10 ** (exponent / 2) for exponent in range(10, -7, -1)]  # the strongest first
 
 
 @dataclass(frozen=True, eq=False)
@@ -32,6 +33,7 @@ class RidgeProbes:
     mean: Float[Tensor, "layers dim"]
     scale: Float[Tensor, "layers dim"]
     target_mean: Float[Tensor, "*q"]  # of the training rows: what to predict without features
+    penalty: Float[Tensor, " layers"]
 
     def predict(self, features: Float[Tensor, "layers n dim"]) -> Float[Tensor, "layers n *q"]:
         """Predictions in float64, of the targets' shape: one number a row, or one for each output.
@@ -52,7 +54,7 @@ def fit_ridge_probes(
     features: Float[Tensor, "layers n dim"],
     targets: Float[Tensor, "n *q"],
     *,
-    penalty: float = 1.0,
+    penalty: float | None = 1.0,
     standardize: bool = True,
     intercept: bool = True,
 ) -> RidgeProbes:
@@ -65,10 +67,12 @@ def fit_ridge_probes(
     feature. Constant features, or a single row, give the mean target. `penalty` is added to a sum: regularisation fades
     as rows are added.
 
+    With `penalty=None` each layer has its own, of half decades from 1e-3 to 1e5: that of the lowest squared error of
+    all rows, each left out in closed form (of all sums but the scale), and of several the strongest.
+
     Computed in float64, one layer and a few rows at a time, so that features may be a memory-mapped tensor: with a
     penalty from the eigenvalues of X'X, unless some are below 1e-10 of the largest even so; else from the singular
-    values of the R of a QR decomposition of X, which are not squared. `RidgeSums` does the first with rows that arrive
-    piece by piece.
+    values of the R of a QR decomposition of X, which are not squared.
 
     Raises:
         TypeError: features that are not floating-point, targets that are not numbers.
@@ -77,166 +81,16 @@ def fit_ridge_probes(
     check_features(features)
     if not features.shape[1]:
         raise ValueError("expected at least one row, got none")
-    _check_penalty(penalty)
+    if penalty is not None and not (penalty >= 0 and math.isfinite(penalty)):
+        raise ValueError(f"expected a penalty of at least 0, got {penalty}")
     outputs = _outputs(targets, features.shape[1]).to(features.device)
     probes = []
     for index in range(len(features)):  # one at a time: all in float64 may be more than there is memory
         layer = features[index : index + 1].detach()
         check_finite(layer, first_layer=index)
         probes.append(_fit(layer, outputs, penalty, standardize, intercept))
-    weight, bias, mean, scale = (torch.cat(parts) for parts in zip(*probes, strict=True))
-    return RidgeProbes(weight, bias, mean, scale, outputs.mean(0).reshape(targets.shape[1:]))
-
-
-class RidgeSums:
-    """The sums that ridge regression needs, of rows that arrive piece by piece, on one process or several.
-
-    Add pieces in any order and size, `merge` what other processes added, then `solve`. Everything is float64 and about
-    the running means, so that features far from 0 lose no digits. Memory is layers x dim x (dim + outputs) x 8 bytes:
-    13 layers of 768 are 61 MB, and 1,000 outputs 80 MB more.
-
-    With `num_classes`, targets are class numbers and stand for one output per class, 1 where the row is of that class
-    and else 0; that table is never made, so that a whole vocabulary may be predicted.
-    """
-
-    def __init__(self, *, num_classes: int | None = None) -> None:
-        if num_classes is not None and num_classes < 1:
-            raise ValueError(f"expected num_classes of at least 1, got {num_classes}")
-        self.num_classes = num_classes
-        self.num_rows = 0
-        self._shape: torch.Size | None = None  # of one row's targets
-
-    def add(self, features: Float[Tensor, "layers rows dim"], targets: Tensor) -> Self:
-        """Takes some rows: targets are (rows) or (rows, q), or class numbers (rows). Returns itself.
-
-        Raises:
-            TypeError: features that are not floating-point, targets that are not numbers or, as classes, not integers.
-            ValueError: shapes that do not fit each other or the rows before, a class outside 0..num_classes - 1, a
-                value that is not finite.
-        """
-        check_features(features, like=self._gram if self._shape is not None else None)
-        check_finite(features)
-        if self.num_classes is None:
-            outputs = _outputs(targets, features.shape[1])
-        else:
-            outputs = _classes(targets, features.shape[1], self.num_classes)
-        outputs, shape = outputs.to(features.device), targets.shape[1:] if self.num_classes is None else torch.Size()
-        if self._shape is not None and shape != self._shape:
-            raise ValueError(f"expected targets of shape {tuple(self._shape)} a row, as before, got {tuple(shape)}")
-        since = 0
-        for chunk in widened_chunks(features):
-            if not chunk.shape[1]:
-                continue
-            if self._shape is None:
-                self._begin(chunk, outputs, shape)
-            self._add(chunk, outputs[since : since + chunk.shape[1]])
-            since += chunk.shape[1]
-        return self
-
-    def merge(self, other: "RidgeSums") -> Self:
-        """Takes all rows that another one was given, of which it keeps nothing. Returns itself.
-
-        Raises:
-            ValueError: sums of other layers, width, targets or classes.
-        """
-        if other.num_classes != self.num_classes:
-            raise ValueError(f"expected sums of {self.num_classes} classes, got {other.num_classes}")
-        if other._shape is None:
-            return self
-        if self._shape is None:
-            names = ("_shape", "num_rows", "_origin", "_mean", "_gram", "_target_mean", "_cross")
-            for name in names:
-                value = getattr(other, name)
-                setattr(self, name, value.clone() if isinstance(value, Tensor) else value)
-            return self
-        if other._cross.shape != self._cross.shape or other._shape != self._shape:
-            mine, its = tuple(self._cross.shape), tuple(other._cross.shape)
-            raise ValueError(f"expected sums of (layers, dim, outputs) {mine}, got {its}")
-        to = self._gram.device
-        moved = (other._origin.to(to) - self._origin).double()
-        cross = other._cross.to(to)
-        if self.num_classes is not None:
-            cross = cross + moved[..., None] * (other._target_mean.to(to) * other.num_rows)
-        self._join(other.num_rows, other._mean.to(to) + moved, other._gram.to(to), other._target_mean.to(to), cross)
-        return self
-
-    def solve(self, penalty: float = 1.0, *, standardize: bool = True, intercept: bool = True) -> RidgeProbes:
-        """The probes of all rows so far, as `fit_ridge_probes` finds them; rows may still be added afterwards.
-
-        Raises:
-            ValueError: no row, or a penalty of 0 or too small for a layer's X'X, whose eigenvalues below 1e-10 of the
-                largest are rounding: `fit_ridge_probes` must see the rows then.
-        """
-        _check_penalty(penalty)
-        if self._shape is None:
-            raise ValueError("expected at least one row, got none")
-        mean, gram = self._origin + self._mean, self._gram
-        cross = self._cross
-        if self.num_classes is not None:
-            cross = cross - self.num_rows * self._mean[..., None] * self._target_mean
-        variance = gram.diagonal(dim1=1, dim2=2) / self.num_rows
-        scale = torch.where(variance > 0, variance.sqrt(), 1.0) if standardize else torch.ones_like(variance)
-        gram, cross = gram / (scale[..., None] * scale[:, None]), cross / scale[..., None]
-        center = mean if standardize or intercept else torch.zeros_like(mean)
-        if not (standardize or intercept):  # about 0, not about the means
-            gram = gram + self.num_rows * mean[..., None] * mean[:, None]
-            cross = cross + self.num_rows * mean[..., None] * self._target_mean
-        found = []
-        for layer, (matrix, right) in enumerate(zip(gram, cross, strict=True)):
-            weight = _from_sums(matrix, right, penalty)
-            if weight is None:
-                raise ValueError(
-                    f"expected a penalty that outweighs the rounding of X'X at layer {layer}, got {penalty}; give all "
-                    f"rows to fit_ridge_probes, which then does not square them"
-                )
-            found.append(weight)
-        weight = torch.stack(found)
-        bias = self._target_mean.expand(len(mean), -1) if intercept else weight.new_zeros(len(mean), weight.shape[-1])
-        target_mean = self._target_mean.clone()
-        if self.num_classes is None:
-            target_mean = target_mean.reshape(self._shape)
-        return RidgeProbes(weight, bias.clone(), center.clone(), scale, target_mean)
-
-    def _begin(self, chunk: Tensor, outputs: Tensor, shape: torch.Size) -> None:
-        layers, _, dim = chunk.shape
-        num_outputs = self.num_classes or outputs.shape[1]
-        # Near the mean, and exactly the value of a constant feature, of which then all sums are 0.
-        self._origin = chunk[:, 0] + (chunk - chunk[:, :1]).mean(1)
-        self._mean = torch.zeros_like(self._origin)  # minus the origin
-        self._gram = chunk.new_zeros(layers, dim, dim)  # of the features minus their mean
-        self._target_mean = chunk.new_zeros(num_outputs)
-        # With the targets minus their mean; for classes of the features minus the origin, so that a piece touches its
-        # own classes only, each a row of memory.
-        self._cross = chunk.new_zeros(layers, num_outputs, dim).mT
-        self._shape = shape
-
-    def _add(self, chunk: Tensor, outputs: Tensor) -> None:
-        shifted = chunk.sub_(self._origin[:, None])
-        rows, mean = shifted.shape[1], shifted.mean(1)
-        if self.num_classes is not None:
-            for layer, values in enumerate(shifted):  # sums over the rows of each class
-                self._cross[layer].T.index_add_(0, outputs, values)
-            target_mean = torch.bincount(outputs, minlength=self.num_classes).to(mean) / rows
-        else:
-            target_mean = outputs.mean(0)
-        centered = shifted.sub_(mean[:, None])
-        cross = centered.mT @ (outputs - target_mean) if self.num_classes is None else None
-        self._join(rows, mean, centered.mT @ centered, target_mean, cross)
-
-    def _join(self, rows: int, mean: Tensor, gram: Tensor, target_mean: Tensor, cross: Tensor | None) -> None:
-        """Sums about one mean and sums about another make sums about the common one (Chan, Golub & LeVeque 1983)."""
-        total = self.num_rows + rows
-        step, target_step = mean - self._mean, target_mean - self._target_mean
-        weight = self.num_rows * rows / total
-        self._gram += gram
-        self._gram.baddbmm_(step[..., None], step[:, None], alpha=weight)
-        if cross is not None:
-            self._cross += cross
-        if self.num_classes is None:
-            self._cross += weight * step[..., None] * target_step
-        self._mean += step * (rows / total)
-        self._target_mean += target_step * (rows / total)
-        self.num_rows = total
+    weight, bias, mean, scale, penalties = (torch.cat(parts) for parts in zip(*probes, strict=True))
+    return RidgeProbes(weight, bias, mean, scale, outputs.mean(0).reshape(targets.shape[1:]), penalties)
 
 
 def r_squared(
@@ -267,22 +121,44 @@ def r_squared(
     return settled("r_squared", values, {"all targets are equal": constant}, undefined)
 
 
-def _fit(layer: Tensor, outputs: Tensor, penalty: float, standardize: bool, intercept: bool) -> tuple[Tensor, ...]:
-    """Weight, bias, mean and scale of the probe of one layer (1, n, dim)."""
+def _fit(
+    layer: Tensor, outputs: Tensor, penalty: float | None, standardize: bool, intercept: bool
+) -> tuple[Tensor, ...]:
+    """Weight, bias, mean, scale and penalty of the probe of one layer (1, n, dim)."""
     mean, scale = feature_scaling(layer, standardize=standardize, center=standardize or intercept)
     target_mean = outputs.mean(0) if intercept else torch.zeros_like(outputs[0])
     targets = outputs - target_mean
     num_rows, dim = layer.shape[1:]
     weight = None
-    if penalty and num_rows >= dim:
+    if penalty is None or (penalty and num_rows >= dim):
         gram, cross = mean.new_zeros(dim, dim), mean.new_zeros(dim, targets.shape[1])
         for rows, y in _pieces(layer, mean, scale, targets):
             gram += rows.T @ rows
             cross += rows.T @ y
-        weight = _from_sums(gram, cross, penalty)
+        values, vectors = torch.linalg.eigh(gram)
+        values, cross = values.clamp(min=0), vectors.T @ cross
+        if penalty is None:
+            turned = ((rows @ vectors, y) for rows, y in _pieces(layer, mean, scale, targets))
+            penalty = _best_penalty(values, cross, turned, 1 / num_rows if intercept else 0.0)
+        values = values + penalty
+        if values.min() >= SMALLEST_SHARE * values.max():  # else the result would be rounding
+            weight = vectors @ (cross / values[:, None])
     if weight is None:
         weight = _from_rows(layer, mean, scale, targets, penalty)
-    return weight[None], target_mean[None], mean, scale
+    return weight[None], target_mean[None], mean, scale, mean.new_tensor([penalty])
+
+
+def _best_penalty(values: Tensor, cross: Tensor, pieces: Iterator[tuple[Tensor, Tensor]], of_mean: float) -> float:
+    """By the squared error of rows in principal axes, each left out: that of all rows over 1 - its leverage."""
+    penalties = values.new_tensor(PENALTIES)
+    inverse = 1 / (values[:, None] + penalties)  # (dim, penalties)
+    errors = torch.zeros_like(penalties)
+    for rows, y in pieces:
+        outside = 1 - of_mean - rows.square() @ inverse  # (rows, penalties)
+        for column in range(len(penalties)):
+            residual = y - rows @ (cross * inverse[:, column, None])
+            errors[column] += (residual / outside[:, column, None]).square().sum()
+    return PENALTIES[int(errors.nan_to_num(torch.inf).argmin())]
 
 
 def _pieces(layer: Tensor, mean: Tensor, scale: Tensor, targets: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
@@ -290,15 +166,6 @@ def _pieces(layer: Tensor, mean: Tensor, scale: Tensor, targets: Tensor) -> Iter
     for chunk in widened_chunks(layer):
         yield chunk.sub_(mean[:, None]).div_(scale[:, None])[0], targets[since : since + chunk.shape[1]]
         since += chunk.shape[1]
-
-
-def _from_sums(gram: Tensor, cross: Tensor, penalty: float) -> Tensor | None:
-    """None where the result would be rounding."""
-    values, vectors = torch.linalg.eigh(gram)
-    values = values.clamp(min=0) + penalty
-    if not penalty or values.min() < SMALLEST_SHARE * values.max():
-        return None
-    return vectors @ ((vectors.T @ cross) / values[:, None])
 
 
 def _from_rows(layer: Tensor, mean: Tensor, scale: Tensor, targets: Tensor, penalty: float) -> Tensor:
@@ -329,23 +196,6 @@ def _outputs(targets: Tensor, num_rows: int) -> Tensor:
             f"expected finite targets, got another at row {int((~outputs.isfinite()).any(1).nonzero()[0])}"
         )
     return outputs
-
-
-def _classes(targets: Tensor, num_rows: int, num_classes: int) -> Tensor:
-    if not isinstance(targets, Tensor) or targets.is_floating_point() or targets.is_complex():
-        kind = targets.dtype if isinstance(targets, Tensor) else type(targets).__name__
-        raise TypeError(f"expected class numbers to be an integer tensor, got {kind}")
-    if targets.shape != (num_rows,):
-        raise ValueError(f"expected one class for each of {num_rows} rows, got shape {tuple(targets.shape)}")
-    if num_rows and not 0 <= int(targets.min()) <= int(targets.max()) < num_classes:
-        wrong = targets[(targets < 0) | (targets >= num_classes)][0]
-        raise ValueError(f"expected classes in 0..{num_classes - 1}, got {int(wrong)}")
-    return targets.detach().long()
-
-
-def _check_penalty(penalty: float) -> None:
-    if not (penalty >= 0 and math.isfinite(penalty)):
-        raise ValueError(f"expected a penalty of at least 0, got {penalty}")
 
 
 # How much of the next token's id a linear map of the states cannot tell. All computed in float64.

@@ -12,7 +12,6 @@ from sklearn.preprocessing import StandardScaler
 
 from lit_layers.analyses import LabelProbe, label_probe
 from lit_layers.errors import InputError
-from lit_layers.functional import fit_watching_probes
 from lit_layers.functional.curves import bootstrap_interval, wilson_interval
 from lit_layers.models.view import LayeredModel
 from lit_layers.undisturbed import measure
@@ -127,9 +126,10 @@ def test_every_record_is_that_of_scikit_learn_on_the_states_of_the_running_model
     assert model.training
 
 
-def test_the_probe_for_watching_is_near_the_logistic_one_and_says_its_c(split):
+@pytest.mark.parametrize("estimator", ["watch", "record"])
+def test_a_probe_that_chooses_its_c_is_near_the_logistic_one_and_says_its_c(split, estimator):
     model = tiny("vit", torch.float64)
-    records = run(model, *split, estimator="watch", random_labels=True)
+    records = run(model, *split, estimator=estimator, random_labels=True)
     logistic = [run(model, *split, c=c) for c in (1e-3, 1e-2, 1e-1)]
     for layer in EVERY:
         best = min(each["log_loss", layer, "mean"].value for each in logistic)
@@ -138,18 +138,49 @@ def test_the_probe_for_watching_is_near_the_logistic_one_and_says_its_c(split):
 
 
 @pytest.mark.parametrize(("model_is_on", "fitted_on"), [("mps", "cpu"), ("cuda", "cuda")])
-def test_the_probe_for_watching_is_fitted_where_the_model_is_if_that_has_float64(
-    model_is_on, fitted_on, split, monkeypatch
+@pytest.mark.parametrize("estimator", ["fixed_c", "watch", "record"])
+def test_probes_are_fitted_where_the_model_is_if_that_has_float64(
+    estimator, model_is_on, fitted_on, split, monkeypatch
 ):
-    def fit(features, labellings, *, num_classes, device):
-        assert (features.device.type, torch.device(device).type) == ("cpu", fitted_on)
-        return fit_watching_probes(features, labellings, num_classes=num_classes)
+    name = {"fixed_c": "fit_logistic_probes", "watch": "fit_watching_probes", "record": "fit_record_probes"}[estimator]
 
-    monkeypatch.setattr(label_probe, "fit_watching_probes", fit)
+    fitter = getattr(label_probe, name)
+
+    def fit(features, labels, *, device, **options):
+        assert torch.device(device).type == fitted_on
+        return fitter(features, labels, **options)
+
+    monkeypatch.setattr(label_probe, name, fit)
     model, labels = SimpleNamespace(device=torch.device(model_is_on)), torch.arange(20) % 2
-    probe, features = analysis(*split, estimator="watch"), torch.randn(2, 20, 3)
+    probe, features = analysis(*split, estimator=estimator), torch.randn(2, 20, 3)
     predictions = list(probe.predictions(model, features, labels, features, torch.tensor([True, True]), 2, {}))
     assert [each[0] for each in predictions[:2]] == [0, 1]
+
+
+@pytest.mark.parametrize("estimator", ["fixed_c", "record"])
+def test_a_warm_start_begins_at_the_last_probes_of_the_same_labels_and_changes_little(estimator, split, monkeypatch):
+    name, starts = {"fixed_c": "fit_logistic_probes", "record": "fit_record_probes"}[estimator], []
+
+    fitter = getattr(label_probe, name)
+
+    def fit(*given, start, **options):
+        starts.append(start)
+        return fitter(*given, start=start, **options)
+
+    monkeypatch.setattr(label_probe, name, fit)
+    model = LayeredModel(tiny("vit", torch.float64))
+    options = {"estimator": estimator, "random_labels": True, "pooling": ("cls", "mean")}
+    cold, warm = analysis(*split, **options), analysis(*split, **options, warm_start=True)
+    expected = list(cold.run(model))
+    for _ in range(2):
+        for record, other in zip(expected, warm.run(model), strict=True):
+            if record.metric == "log_loss":  # a fit of "record" ends at a tenth of its standard error
+                assert other.value == pytest.approx(record.value, abs=0.2 * record.stderr)
+            assert record.metric != "probe_c" or other.value == record.value
+    assert starts[:8] == [None] * 8  # two poolings, two labellings
+    assert len({id(start) for start in starts[8:]}) == 4
+    assert "warm_start" not in cold.config()["init_args"]  # what was measured before there was a choice stays so
+    assert warm.config_hash() != cold.config_hash()
 
 
 @pytest.mark.parametrize("padding", ["left", "right"])

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 from sklearn.dummy import DummyClassifier
-from sklearn.linear_model import LogisticRegression, Ridge
+from sklearn.linear_model import LogisticRegression, Ridge, RidgeCV
 from sklearn.metrics import accuracy_score, f1_score, log_loss, r2_score
 from sklearn.preprocessing import StandardScaler
 
@@ -145,8 +145,9 @@ def test_a_regression_is_scikit_learns_ridge(model, tokenizer, tmp_path):
     assert baseline.value == pytest.approx(float(((truth - mean) ** 2).mean()))
 
 
-def test_the_probe_for_watching_says_its_c_and_a_sweep_takes_it_too(model, tokenizer, tmp_path):
-    task, given = written_task(tmp_path), {"tokenizer": str(tokenizer), "estimator": "watch"}
+@pytest.mark.parametrize("estimator", ["watch", "record"])
+def test_a_probe_that_chooses_its_c_says_it_and_a_sweep_takes_it_too(estimator, model, tokenizer, tmp_path):
+    task, given = written_task(tmp_path), {"tokenizer": str(tokenizer), "estimator": estimator}
     records = list(Probe(task=task, **given).run(model))
     best = min(value_of(records, "log_loss", layer, split="test").value for layer in range(LAYERS + 1))
     assert best < value_of(records, "log_loss", None, split="test", reference="majority").value
@@ -156,6 +157,22 @@ def test_the_probe_for_watching_says_its_c_and_a_sweep_takes_it_too(model, token
     swept = list(SampleSizeSweep(task=task, num_seeds=1, **given).run(model))
     expected = value_of(records, "log_loss", 1, split="test").value
     assert value_of(swept, "log_loss", 1, split="test", train_rows=90).value == pytest.approx(expected)
+
+
+def test_a_regression_that_chooses_its_penalty_says_it(model, tokenizer, tmp_path):
+    task = written_task(tmp_path, kind="regression")
+    train = task.load().train_and_validation()
+    given = {"task": task, "tokenizer": str(tokenizer), "random_labels": False}
+    records = list(Probe(**given, estimator="record").run(model))
+    for layer in range(LAYERS + 1):
+        features = StandardScaler().fit_transform(features_of(model, tokenizer, train.texts, layer))
+        errors = RidgeCV(np.logspace(-3, 5, 17)).fit(features, train.targets.numpy())  # leaves rows out, too
+        chosen = value_of(records, "probe_c", layer)
+        assert (1 / chosen.value, chosen.n) == (pytest.approx(errors.alpha_), 90)
+        at = list(Probe(**given, penalty=1 / chosen.value).run(model))
+        expected = value_of(at, "mean_squared_error", layer, split="test").value
+        assert value_of(records, "mean_squared_error", layer, split="test").value == pytest.approx(expected)
+    assert not [record for record in at if record.metric == "probe_c"]
 
 
 def test_the_reference_is_the_majority_and_labels_drawn_at_random_teach_nothing(model, tokenizer, tmp_path):

@@ -1,4 +1,4 @@
-"""Ridge probes against scikit-learn and least squares by hand, whole and streamed."""
+"""Ridge probes against scikit-learn and least squares by hand."""
 
 import numpy as np
 import pytest
@@ -8,7 +8,7 @@ from sklearn.metrics import r2_score
 from sklearn.preprocessing import StandardScaler
 
 from lit_layers.functional import _checks
-from lit_layers.functional.regression import RidgeSums, fit_ridge_probes, r_squared
+from lit_layers.functional.regression import fit_ridge_probes, r_squared
 
 
 def problem(n=90, dim=6, layers=3, outputs=(), seed=0):
@@ -31,15 +31,6 @@ def by_scikit_learn(features, targets, penalty, others, standardize=True, interc
     return found
 
 
-def streamed(features, targets, pieces, **options):
-    sums, since = RidgeSums(**options), 0
-    for size in pieces:
-        sums.add(features[:, since : since + size], targets[since : since + size])
-        since += size
-    assert since == len(targets)
-    return sums
-
-
 @pytest.fixture(autouse=True)
 def small_chunks(monkeypatch):
     monkeypatch.setattr(_checks, "CHUNK", 150)  # so that every test joins several
@@ -60,15 +51,10 @@ def test_ridge_probes_are_those_of_scikit_learn(outputs, penalty, shape):
 
 
 @pytest.mark.parametrize(("standardize", "intercept"), [(False, True), (True, False), (False, False)])
-@pytest.mark.parametrize("way", ["whole", "streamed"])
-def test_ridge_probes_without_standardising_or_intercept_are_those_of_scikit_learn(standardize, intercept, way):
+def test_ridge_probes_without_standardising_or_intercept_are_those_of_scikit_learn(standardize, intercept):
     features, targets = problem()
     options = {"standardize": standardize, "intercept": intercept}
-    if way == "whole":
-        probes = fit_ridge_probes(features, targets, penalty=2.0, **options)
-    else:
-        probes = streamed(features, targets, [40, 50]).solve(2.0, **options)
-    predictions = probes.predict(features)
+    predictions = fit_ridge_probes(features, targets, penalty=2.0, **options).predict(features)
     for layer, (expected, _) in enumerate(by_scikit_learn(features, targets, 2.0, features, **options)):
         np.testing.assert_allclose(predictions[layer], expected, rtol=1e-8)
 
@@ -134,51 +120,6 @@ def test_constant_features_or_a_single_row_give_the_mean_target(penalty):
     torch.testing.assert_close(probes.predict(constant + 5), torch.full((2, 70), 3.45, dtype=torch.float64))
     one = fit_ridge_probes(constant[:, :1], targets[3:4], penalty=penalty)
     torch.testing.assert_close(one.predict(constant[:, :2] * 3), torch.full((2, 2), 0.3).double(), rtol=1e-6, atol=0)
-    if penalty:
-        sums = streamed(constant, targets, [1, 29, 40])
-        assert not sums.solve(penalty).weight.any()
-
-
-@pytest.mark.parametrize("pieces", [[90], [1, 2, 87], [30, 30, 30], [0, 80, 10]])
-@pytest.mark.parametrize("outputs", [(), (3,)])
-def test_streamed_rows_give_the_probes_of_all_rows(pieces, outputs):
-    features, targets = problem(outputs=outputs)
-    expected = fit_ridge_probes(features, targets, penalty=0.7)
-    probes = streamed(features, targets, pieces).solve(0.7)
-    for name in ("weight", "bias", "mean", "scale", "target_mean"):
-        torch.testing.assert_close(getattr(probes, name), getattr(expected, name), rtol=1e-9, atol=1e-12)
-
-
-@pytest.mark.parametrize("num_classes", [None, 4])
-def test_merged_sums_are_those_of_all_rows_whoever_merges(num_classes):
-    features, targets = problem()
-    features[:, 60:] += 1000  # the processes' means differ
-    if num_classes:
-        targets = torch.randint(num_classes, (90,), generator=torch.Generator().manual_seed(1))
-
-    def part(rows):
-        return RidgeSums(num_classes=num_classes).add(features[:, rows], targets[rows])
-
-    expected = streamed(features, targets, [90], num_classes=num_classes).solve(0.7)
-    first, second, third = (lambda: part(slice(0, 5))), (lambda: part(slice(5, 60))), (lambda: part(slice(60, 90)))
-    none = RidgeSums(num_classes=num_classes)
-    for merged in (
-        first().merge(second()).merge(third()).merge(none),
-        third().merge(first().merge(second())),
-        RidgeSums(num_classes=num_classes).merge(second()).merge(third()).merge(first()),
-    ):
-        assert merged.num_rows == 90
-        torch.testing.assert_close(merged.solve(0.7).weight, expected.weight, rtol=1e-8, atol=1e-11)
-        torch.testing.assert_close(merged.solve(0.7).bias, expected.bias)
-
-
-def test_merging_leaves_the_other_as_it_was_and_rows_may_follow():
-    features, targets = problem()
-    half = RidgeSums().add(features[:, :45], targets[:45])
-    taken = RidgeSums().merge(half).add(features[:, 45:], targets[45:])
-    assert (half.num_rows, taken.num_rows) == (45, 90)
-    torch.testing.assert_close(half.solve().weight, fit_ridge_probes(features[:, :45], targets[:45]).weight)
-    torch.testing.assert_close(taken.solve().weight, fit_ridge_probes(features, targets).weight)
 
 
 def test_features_far_from_0_lose_no_digits():
@@ -187,22 +128,7 @@ def test_features_far_from_0_lose_no_digits():
     moved = features / features.std(1, keepdim=True) + 1e9
     exact = moved - 1e9  # as rounded by the addition
     expected = fit_ridge_probes(exact, targets).predict(exact)
-    for probes in (fit_ridge_probes(moved, targets), streamed(moved, targets, [1, 2, 30, 57]).solve()):
-        torch.testing.assert_close(probes.predict(moved), expected, rtol=1e-6, atol=0)
-
-
-@pytest.mark.parametrize("pieces", [[90], [1, 2, 87]])
-@pytest.mark.parametrize(("standardize", "intercept"), [(True, True), (False, False), (False, True)])
-def test_class_numbers_stand_for_a_column_of_ones_and_zeros_each(pieces, standardize, intercept):
-    features, _ = problem()
-    classes = torch.randint(5, (90,), generator=torch.Generator().manual_seed(1))
-    options = {"standardize": standardize, "intercept": intercept}
-    table = torch.nn.functional.one_hot(classes, 7).double()  # two classes have no row
-    expected = fit_ridge_probes(features, table, penalty=0.5, **options)
-    probes = streamed(features, classes, pieces, num_classes=7).solve(0.5, **options)
-    torch.testing.assert_close(probes.predict(features), expected.predict(features), rtol=1e-7, atol=1e-10)
-    torch.testing.assert_close(probes.target_mean, expected.target_mean)
-    assert not probes.weight[..., 5:].abs().gt(1e-12).any()
+    torch.testing.assert_close(fit_ridge_probes(moved, targets).predict(moved), expected, rtol=1e-6, atol=0)
 
 
 def test_half_precision_is_widened_and_features_are_left_as_they_were():
@@ -212,7 +138,6 @@ def test_half_precision_is_widened_and_features_are_left_as_they_were():
     torch.testing.assert_close(fit_ridge_probes(rounded, targets).weight, expected.weight)
     before = features.clone()
     probes = fit_ridge_probes(features.requires_grad_(), targets)
-    RidgeSums().add(features, targets)
     probes.predict(features)
     assert torch.equal(features, before)
     assert not probes.weight.requires_grad
@@ -239,7 +164,6 @@ def test_r_squared_of_equal_targets_is_undefined():
         r_squared(targets[:4], predictions, baseline=1.0)
 
 
-@pytest.mark.parametrize("give", [fit_ridge_probes, lambda **given: RidgeSums().add(**given)])
 @pytest.mark.parametrize(
     ("change", "error", "message"),
     [
@@ -256,40 +180,53 @@ def test_r_squared_of_equal_targets_is_undefined():
         ({"targets": [1.0, 2.0, 3.0, 4.0]}, TypeError, "tensor of real numbers, got list"),
     ],
 )
-def test_wrong_rows_are_refused_with_a_sentence(give, change, error, message):
+def test_wrong_rows_are_refused_with_a_sentence(change, error, message):
     with pytest.raises(error, match=message):
-        give(**({"features": torch.randn(2, 4, 3), "targets": torch.randn(4)} | change))
+        fit_ridge_probes(**({"features": torch.randn(2, 4, 3), "targets": torch.randn(4)} | change))
 
 
 def test_wrong_options_are_refused_with_a_sentence():
     features, targets = problem()
-    sums = RidgeSums().add(features, targets)
-    for fit in (lambda penalty: fit_ridge_probes(features, targets, penalty=penalty), sums.solve):
-        for penalty in (-1.0, torch.nan, torch.inf):
-            with pytest.raises(ValueError, match="penalty of at least 0, got"):
-                fit(penalty)
+    for penalty in (-1.0, torch.nan, torch.inf):
+        with pytest.raises(ValueError, match="penalty of at least 0, got"):
+            fit_ridge_probes(features, targets, penalty=penalty)
     with pytest.raises(ValueError, match="at least one row"):
         fit_ridge_probes(features[:, :0], targets[:0])
-    with pytest.raises(ValueError, match="at least one row"):
-        RidgeSums().solve()
-    with pytest.raises(ValueError, match=r"outweighs the rounding of X'X at layer 0, got 0.0; .*fit_ridge_probes"):
-        sums.solve(0.0)
-    with pytest.raises(ValueError, match="at layer 0, got 1e-12"):
-        RidgeSums().add(features[:, :4], targets[:4]).solve(1e-12)
-    with pytest.raises(ValueError, match="these probes read 3 layers of width 6"):
-        sums.add(features[:2], targets)
-    with pytest.raises(ValueError, match=r"targets of shape \(\) a row, as before, got \(1,\)"):
-        sums.add(features, targets[:, None])
-    with pytest.raises(ValueError, match=r"sums of \(layers, dim, outputs\) \(3, 6, 1\), got \(2, 6, 1\)"):
-        sums.merge(RidgeSums().add(features[:2], targets))
-    with pytest.raises(ValueError, match="sums of None classes, got 3"):
-        sums.merge(RidgeSums(num_classes=3))
-    with pytest.raises(ValueError, match="num_classes of at least 1, got 0"):
-        RidgeSums(num_classes=0)
-    classes = RidgeSums(num_classes=3)
-    with pytest.raises(ValueError, match=r"classes in 0..2, got 3"):
-        classes.add(features, torch.full((90,), 3))
-    with pytest.raises(TypeError, match="integer tensor, got torch.float64"):
-        classes.add(features, targets)
-    with pytest.raises(ValueError, match=r"one class for each of 90 rows, got shape \(4,\)"):
-        classes.add(features, torch.zeros(4, dtype=torch.long))
+
+
+@pytest.mark.parametrize("shape", [{}, {"n": 12, "dim": 30, "layers": 2}, {"outputs": (2,)}])
+@pytest.mark.parametrize("intercept", [True, False])
+def test_the_penalty_is_that_of_the_lowest_error_of_rows_left_out(shape, intercept):
+    features, targets = problem(**shape)
+    targets = targets + 5 * torch.randn(targets.shape, generator=torch.Generator().manual_seed(1))
+    features = features - 3 * (not intercept)
+    probes = fit_ridge_probes(features, targets, penalty=None, intercept=intercept)
+    grid = np.logspace(5, -3, 17)
+    for layer, rows in enumerate(features.numpy()):
+        scaled = StandardScaler().fit_transform(rows)
+        errors = [
+            sum(
+                np.square(
+                    Ridge(alpha=penalty, fit_intercept=intercept, solver="svd")
+                    .fit(np.delete(scaled, row, 0), np.delete(targets.numpy(), row, 0))
+                    .predict(scaled[[row]])
+                    - targets[row].numpy()
+                ).sum()
+                for row in range(len(rows))
+            )
+            for penalty in grid
+        ]
+        assert probes.penalty[layer].item() == pytest.approx(grid[int(np.argmin(errors))])
+        expected = fit_ridge_probes(
+            features[[layer]], targets, penalty=probes.penalty[layer].item(), intercept=intercept
+        )
+        assert torch.equal(probes.weight[layer], expected.weight[0]) or shape.get("n") == 12  # there by another way
+    assert len(set(probes.penalty.tolist())) > 1 or shape or not intercept
+
+
+def test_of_a_single_row_or_equal_targets_the_penalty_is_the_strongest():
+    features, targets = problem()
+    for rows, values in ((features[:, :1], targets[:1]), (features, torch.ones(90))):
+        probes = fit_ridge_probes(rows, values, penalty=None)
+        assert probes.penalty.tolist() == pytest.approx([1e5] * 3)
+        assert probes.predict(features).isfinite().all()

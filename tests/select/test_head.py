@@ -61,7 +61,7 @@ def test_a_class_without_a_training_row_has_no_probability():
 
 def test_a_regression_gives_its_values():
     weight, bias, mean, scale = random(3, 5, 2), random(3, 2), random(3, 5), random(3, 5).abs() + 0.5
-    probes = RidgeProbes(weight, bias, mean, scale, torch.zeros(2))
+    probes = RidgeProbes(weight, bias, mean, scale, torch.zeros(2), torch.ones(len(weight)))
     new, head = random(6, 5, seed=1), ProbeHead.of_ridge(probes, 2, task="t", pooling="mean", max_tokens=None)
     rows = (new.numpy() - mean[2].numpy()) / scale[2].numpy()
     np.testing.assert_allclose(head.outputs(new), rows @ weight[2].numpy() + bias[2].numpy(), rtol=1e-12)

@@ -87,7 +87,7 @@ def test_a_regression_predicts_numbers(tmp_path):
     weight = torch.randn(4, 32, 1, generator=generator, dtype=torch.float64)
     bias = torch.randn(4, 1, generator=generator, dtype=torch.float64)
     mean, scale = found.double().mean(1), found.double().std(1)
-    probes = RidgeProbes(weight, bias, mean, scale, torch.tensor(0.0))
+    probes = RidgeProbes(weight, bias, mean, scale, torch.tensor(0.0), torch.ones(len(weight)))
     head = ProbeHead.of_ridge(probes, 3, task="stars", pooling="last", max_tokens=30)
     classifier = load_classifier(exported(model, head, tmp_path / "out", spec, token_batch(TEXTS[0])))
     rows = (found[3].double() - mean[3]) / scale[3]
