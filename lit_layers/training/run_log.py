@@ -1,14 +1,14 @@
 """The scalars of training: one closed row a step on disk, mirrored to W&B, and a bar that shows the last ones."""
 
+import logging
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
 
 import lightning as L
 import torch
-from lightning.fabric.utilities.throughput import get_available_flops
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeRemainingColumn
@@ -16,6 +16,8 @@ from torch import Tensor
 
 from lit_layers.records import Measurement, ScalarLog
 from lit_layers.training.checkpoints import Origin, axis_step, origin_of, refuse_diverged_losses
+
+logger = logging.getLogger(__name__)
 
 # What a data module counts a step in, and the curve of their speed.
 _SPEEDS = {"tokens_per_step": "train/tokens_per_second", "images_per_step": "train/images_per_second"}
@@ -69,6 +71,7 @@ class RunLog(L.Callback):
         self._origin = Origin()
         self._scalars: ScalarLog | None = None
         self._rate = 0.0
+        self._peak: float | None = None  # operations a second of one device
 
     def measuring(self, step: int, analysis: str) -> None:
         """Nothing to note before an analysis is done."""
@@ -88,6 +91,14 @@ class RunLog(L.Callback):
         if self._scalars is not None and self.resume:
             self._scalars.truncate(self._offset)
         self._window = _Window(trainer.global_step, time.perf_counter(), self._paused(trainer))
+        device, precision = trainer.strategy.root_device, str(trainer.precision)
+        if device.type == "cuda" and hasattr(pl_module, "flops_per_token"):
+            self._peak = peak_flops(device, precision)
+            if self._peak is None and trainer.is_global_zero:
+                name = torch.cuda.get_device_name(device)
+                logger.warning(
+                    "train/mfu is left out: the peak of %s in precision %s is not known here", name, precision
+                )
 
     def on_train_batch_start(
         self, trainer: L.Trainer, pl_module: L.LightningModule, batch: Any, batch_idx: int
@@ -160,8 +171,10 @@ class RunLog(L.Callback):
             return
         speed = {name: steps * count / seconds for name, count in self._per_step.items()}
         tokens_per_second = speed.get("train/tokens_per_second")
-        if tokens_per_second and (used := _model_flops_utilization(trainer, pl_module, tokens_per_second)):
-            speed["train/mfu"] = used
+        if self._peak and tokens_per_second:
+            module, data = cast(Any, pl_module), cast(Any, trainer).datamodule
+            flops = tokens_per_second * module.flops_per_token(data.num_tokens)
+            speed["train/mfu"] = flops / (self._peak * trainer.world_size)
         self._extra.setdefault(axis_step(trainer), {}).update(speed)
         self.shown.update(speed)
 
@@ -210,44 +223,32 @@ class RunLog(L.Callback):
         return {} if tokens is None else {"tokens": tokens}
 
 
-# Dense bf16 and float16 operations a second, where Lightning's table has none, another card's or sparse ones: half of
-# what NVIDIA's datasheets give "with sparsity", in teraflops. "H200 Tensor Core GPU": 1,979 (SXM), 1,671 (NVL). "H100
-# Tensor Core GPU": 1,671 (NVL). "L40S": 733, and dense 362. "Blackwell Architecture" and "GB200 NVL72 | HGX B200":
-# 5,000 and 4,500. TF32 has half of each. A name is taken for the first that it holds: a GH200 is an H200 in this.
+# Dense bf16 and float16 operations a second by the name that CUDA gives a card; others have none here, for a like name
+# may be another card. NVIDIA's datasheets, which from Hopper on and for L4, L40S give twice that, "with sparsity":
+# A100 (312), A10 (125), L4 (242), L40 (181 dense), L40S (362 dense), H100 (SXM 1,979, PCIe 1,513, NVL 1,671), H200 (SXM
+# 1,979, NVL 1,671), GH200 (1,979), HGX B200 (4,500 a GPU) and GB200 NVL72 (5,000 a GPU), in teraflops.
 _PEAKS = {
-    "H200 NVL": 835e12,
-    "H200": 989e12,
-    "H100 NVL": 835e12,
-    "L40S": 362e12,
-    "GB200": 2500e12,
-    "B200": 2250e12,
+    **dict.fromkeys(("NVIDIA A100-SXM4-40GB", "NVIDIA A100-SXM4-80GB", "NVIDIA A100-PCIE-40GB"), 312e12),
+    "NVIDIA A100 80GB PCIe": 312e12,
+    "NVIDIA A10": 125e12,
+    "NVIDIA L4": 121e12,
+    "NVIDIA L40": 181e12,
+    "NVIDIA L40S": 362e12,
+    "NVIDIA H100 PCIe": 756e12,
+    **dict.fromkeys(("NVIDIA H100 NVL", "NVIDIA H200 NVL"), 835e12),
+    **dict.fromkeys(("NVIDIA H100 80GB HBM3", "NVIDIA H200", "NVIDIA GH200 480GB"), 989e12),
+    "NVIDIA B200": 2250e12,
+    "NVIDIA GB200": 2500e12,
 }
 
 
-def peak_flops(device: torch.device, precision: str) -> float:
-    """Returns the operations a second that a GPU can do at most in Lightning's `precision`; 0 where nobody knows."""
-    dtype = torch.bfloat16 if "bf16" in precision else torch.float16 if precision.startswith("16") else torch.float32
-    name = torch.cuda.get_device_name(device)
-    peak = next((peak for known, peak in _PEAKS.items() if known in name), None)
-    if peak is None:
-        return float(get_available_flops(device, dtype) or 0)
-    if dtype is not torch.float32:
+def peak_flops(device: torch.device, precision: str) -> float | None:
+    """Returns the operations a second that a GPU can do at most in Lightning's `precision`; None where nobody knows."""
+    peak = _PEAKS.get(torch.cuda.get_device_name(device))
+    if peak is None or "16" in precision:
         return peak
-    # Without TF32 these cards are a tenth as fast, which is nobody's training.
-    return peak / 2 if torch.get_float32_matmul_precision() != "highest" else 0.0
-
-
-def _model_flops_utilization(trainer: L.Trainer, pl_module: L.LightningModule, tokens_per_second: float) -> float:
-    """Returns achieved over peak floating-point operations of all devices; 0 where the peak is not known (CPU)."""
-    device = trainer.strategy.root_device
-    count = getattr(pl_module, "flops_per_token", None)
-    if count is None or device.type != "cuda":
-        return 0.0
-    peak = peak_flops(device, str(trainer.precision))
-    if not peak:
-        return 0.0
-    used = tokens_per_second * count(trainer.datamodule.num_tokens)  # pyright: ignore[reportAttributeAccessIssue]
-    return used / (peak * trainer.world_size)
+    # TF32 has half of it. Without, these cards are a tenth as fast, which is nobody's training.
+    return peak / 2 if precision.startswith("32") and torch.get_float32_matmul_precision() != "highest" else None
 
 
 class StepProgress(L.Callback):
