@@ -25,8 +25,9 @@ from lit_layers.models.streaming import StreamedModel
 from lit_layers.models.view import LayeredModel
 from lit_layers.records import Measurement
 from lit_layers.series import Audit, Checkpoint, OneModel, Series, audit
-from lit_layers.series.auditing import REQUESTS_AT_ONCE, WEIGHTS, SeriesMeasurements, is_suspect, remember
+from lit_layers.series.auditing import WEIGHTS, SeriesMeasurements, is_suspect, remember
 from lit_layers.series.checkpoint import fetched_ahead
+from lit_layers.series.checkpoint_sources import REQUESTS_AT_ONCE
 from lit_layers.series.weight_files import Memory
 
 Device = Literal["auto", "cpu", "cuda"]

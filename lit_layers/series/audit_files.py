@@ -4,13 +4,14 @@ import itertools
 import json
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
 from lit_layers.data.tokenization import Tokenizer, tokenizer_hash
 from lit_layers.schedule import Schedule
-from lit_layers.series.checkpoint import ALL, Checkpoint, Listing, Series
-from lit_layers.series.checkpoint_sources import TOKENIZER
+from lit_layers.series.checkpoint import ALL, Checkpoint, Series
+from lit_layers.series.checkpoint_sources import REQUESTS_AT_ONCE, TOKENIZER
 from lit_layers.series.weight_files import Fingerprint, Format, formats, missing
 
 OfFiles = Literal[
@@ -45,7 +46,6 @@ OfWeights = Literal[
 ]
 Kind = OfFiles | OfWeights
 OF_WEIGHTS: frozenset[str] = frozenset(get_args(OfWeights))
-Weights = Mapping[Format, Mapping[str, str]]  # format -> file -> hash
 
 
 @dataclass(frozen=True)
@@ -59,32 +59,58 @@ class Finding:
     note: bool = False
 
 
-def weights_of(checkpoint: Checkpoint) -> Weights:
-    """The hashes of the weight files, by format, the one that is loaded first."""
+@dataclass(frozen=True)
+class Listed:
+    """What a listing shows of a series: the chosen checkpoints, the last step and `main`, and their weight files."""
+
+    series: Series
+    chosen: Sequence[Checkpoint]
+    weights: Mapping[
+        str, Mapping[Format, Mapping[str, str]]
+    ]  # checkpoint -> format, the loaded one first -> file, hash
+
+    @classmethod
+    def of(cls, series: Series, chosen: Sequence[Checkpoint]) -> "Listed":
+        """Asks for the list of files of each, several at once."""
+        last, main = last_step(series), series.listing.main
+        compared = {one.name: one for one in (*chosen, *filter(None, (last, main)))}
+        with ThreadPoolExecutor(REQUESTS_AT_ONCE) as pool:
+            weights = pool.map(_weights_of, compared.values())
+        return cls(series, chosen, dict(zip(compared, weights, strict=True)))
+
+    @property
+    def last(self) -> Checkpoint | None:
+        return last_step(self.series)
+
+    def loaded(self, one: Checkpoint) -> Mapping[str, str]:
+        """The hashes of the weight files that are loaded."""
+        return next(iter(self.weights[one.name].values()), {})
+
+    def equal(self, one: Checkpoint, other: Checkpoint | None) -> bool | None:
+        """Whether both hold the same contents, in the format that is loaded where both have it; None: none is."""
+        there = {} if other is None else self.weights[other.name]
+        for kind, files in self.weights[one.name].items():
+            if kind in there:
+                return set(files.values()) == set(there[kind].values())
+        return None
+
+
+def last_step(series: Series) -> Checkpoint | None:
+    """The last of all its steps, chosen or not."""
+    last = series.listing.checkpoints[-1]
+    return None if last.step is None else last
+
+
+def _weights_of(checkpoint: Checkpoint) -> dict[Format, dict[str, str]]:
     by_format = formats(checkpoint.source.files)
-    return {kind: {path: file.hash for path, file in files.items()} for kind, files in by_format.items()}
+    return {kind: {path: file.hash for path, file in files.items()} for kind, files in by_format.items() if files}
 
 
-def _equal(one: Weights, other: Weights) -> bool | None:
-    """Whether both hold the same contents, in the format that is loaded where both have it; None if they share none."""
-    for kind, files in one.items():
-        if files and other.get(kind):
-            return set(files.values()) == set(other[kind].values())
-    return None
-
-
-def _loaded(weights: Weights) -> tuple[Format | None, Mapping[str, str]]:
-    for kind, files in weights.items():
-        if files:
-            return kind, files
-    return None, {}
-
-
-def broken(chosen: Sequence[Checkpoint]) -> Iterator[Finding]:
+def broken(listed: Listed) -> Iterator[Finding]:
     """Checkpoints that cannot be loaded."""
     by_problem: dict[tuple[Kind, str, bool], list[Checkpoint]] = {}
     indexes: dict[str, bytes] = {}  # by hash: most steps share one
-    for one in chosen:
+    for one in listed.chosen:
         for problem in _problems(one, indexes):
             by_problem.setdefault(problem, []).append(one)
     for (kind, message, note), these in by_problem.items():
@@ -116,86 +142,81 @@ def _problems(checkpoint: Checkpoint, indexes: dict[str, bytes]) -> Iterator[tup
             yield "missing shard", f"{', '.join(lost[:3])}{rest} not there ({kind}): {loaded}", place > 0
 
 
-def duplicates(
-    chosen: Sequence[Checkpoint], last: Checkpoint | None, listing: Listing, weights: Mapping[str, Weights]
-) -> Iterator[Finding]:
+def duplicates(listed: Listed) -> Iterator[Finding]:
     """Groups of equal weights. The last step is right by itself; of others nobody knows which one is."""
-    others = [one for one in chosen if one is not last]
-    final = [one for one in others if last is not None and _equal(weights[one.name], weights[last.name])]
-    others, main = [one for one in others if one not in final], listing.main
-    as_main = [one for one in others if main is not None and _equal(weights[one.name], weights[main.name])]
+    last, warm_up = listed.last, listed.series.listing.warm_up
+    others = [one for one in listed.chosen if one is not last]
+    final = [one for one in others if listed.equal(one, last)]
+    others = [one for one in others if one not in final]
+    as_main = [one for one in others if listed.equal(one, listed.series.listing.main)]
     if final and last is not None:
-        early = last.step is not None and last.step <= listing.warm_up
+        early = (last.step or 0) <= warm_up
         serves = "learning rate still 0, as far as is known" if early else f"serve the weights of step {last.step}"
         yield finding("equal to the final step", serves, final, note=early)
     if as_main:
         yield finding("equal to main", "serve the weights of main", as_main)
-    for group in _groups([one for one in others if one not in as_main], weights):
-        early = all(one.step is not None and one.step <= listing.warm_up for one in group)
+    for group in _groups(listed, [one for one in others if one not in as_main]):
+        early = all(one.step is not None and one.step <= warm_up for one in group)
         message = "may be genuine: the learning rate starts at 0" if early else "the same files under several names"
         yield finding("identical weights", message, group, note=early)
 
 
-def _groups(checkpoints: Sequence[Checkpoint], weights: Mapping[str, Weights]) -> Iterator[list[Checkpoint]]:
+def _groups(listed: Listed, checkpoints: Sequence[Checkpoint]) -> Iterable[list[Checkpoint]]:
     by_content: dict[tuple[Format, frozenset[str]], list[Checkpoint]] = {}
     for one in checkpoints:
-        for kind, files in weights[one.name].items():
-            if files:
-                by_content.setdefault((kind, frozenset(files.values())), []).append(one)
-    groups: dict[tuple[str, ...], list[Checkpoint]] = {}
-    for (kind, _), group in by_content.items():
-        is_loaded = any(_loaded(weights[one.name])[0] == kind for one in group)  # else safetensors say better
-        if len(group) > 1 and is_loaded:
-            groups.setdefault(tuple(one.name for one in group), group)
-    yield from groups.values()
+        for kind, files in listed.weights[one.name].items():
+            by_content.setdefault((kind, frozenset(files.values())), []).append(one)
+    groups = {
+        tuple(one.name for one in group): group
+        for (kind, _), group in by_content.items()
+        # Where no one of them loads this format, safetensors say better.
+        if len(group) > 1 and any(next(iter(listed.weights[one.name])) == kind for one in group)
+    }
+    return groups.values()
 
 
-def shared_shards(
-    chosen: Sequence[Checkpoint], last: Checkpoint | None, weights: Mapping[str, Weights]
-) -> Iterator[Finding]:
+def shared_shards(listed: Listed) -> Iterator[Finding]:
     """Single files that two steps share while the rest of them differs."""
-    compared = list(chosen) if last is None or last in chosen else [*chosen, last]
-    loaded = {one.name: _loaded(weights[one.name])[1] for one in compared}
-    holders: dict[str, list[tuple[Checkpoint, str]]] = {}
-    for one in compared:
-        for path, content in loaded[one.name].items():
-            holders.setdefault(content, []).append((one, path))
-    groups: dict[tuple[str, ...], tuple[list[Checkpoint], list[str]]] = {}
+    last = listed.last
+    holders: dict[str, dict[str, tuple[Checkpoint, str]]] = {}  # by hash and checkpoint
+    for one in [*listed.chosen, *([last] if last is not None and last not in listed.chosen else [])]:
+        for path, content in listed.loaded(one).items():
+            holders.setdefault(content, {}).setdefault(one.name, (one, path))
+    shards: dict[tuple[str, ...], list[str]] = {}  # by the names of those that share them
     for held in holders.values():
-        these = list({one.name: one for one, _ in held}.values())
-        if len(these) > 1 and len({frozenset(loaded[one.name].values()) for one in these}) > 1:
-            names = tuple(one.name for one in these)
-            groups.setdefault(names, (these, []))[1].append(held[0][1])
-    for these, paths in groups.values():
-        steps = ", ".join(one.label for one in these)
-        message = f"{', '.join(sorted(paths))} is one file in {steps}"
+        if len({frozenset(listed.loaded(one).values()) for one, _ in held.values()}) > 1:
+            shards.setdefault(tuple(held), []).append(next(iter(held.values()))[1])
+    every = {one.name: one for held in holders.values() for one, _ in held.values()}
+    for names, paths in shards.items():
+        these = [every[name] for name in names]
+        message = f"{', '.join(sorted(paths))} is one file in {', '.join(one.label for one in these)}"
         yield finding("shared shard", message, [one for one in these if one is not last])
 
 
-def main_differs(last: Checkpoint | None, listing: Listing, weights: Mapping[str, Weights]) -> Iterator[Finding]:
+def main_differs(listed: Listed) -> Iterator[Finding]:
     """A `main` that is not the last step."""
-    if last is None or listing.main is None or listing.main_is_last is False:
-        return
-    if _equal(weights[last.name], weights[listing.main.name]) is not False:
-        return
-    is_said = listing.main_is_last is True
-    what = "although it is said to be the same" if is_said else "which it need not share"
-    yield finding("main differs", f"main serves other weights than the last step, {what}", [last], note=not is_said)
+    last, is_said = listed.last, listed.series.listing.main_is_last
+    if last is not None and is_said is not False and listed.equal(last, listed.series.listing.main) is False:
+        what = "although it is said to be the same" if is_said else "which it need not share"
+        yield finding("main differs", f"main serves other weights than the last step, {what}", [last], note=not is_said)
 
 
-def gaps(series: Series, listing: Listing) -> Iterator[Finding]:
+def gaps(listed: Listed) -> Iterator[Finding]:
     """Steps that should be there and are not."""
-    steps = sorted(one.step for one in listing.checkpoints if one.step is not None)
-    if series.steps == ALL and listing.expected is not None:
-        if absent := tuple(step for step in listing.expected if step not in set(steps)):
-            yield Finding("gap", "belong to the series and are not there", absent)
-    elif series.steps == ALL:
+    series, expected = listed.series, listed.series.listing.expected
+    steps = sorted(one.step for one in series.listing.checkpoints if one.step is not None)
+    if series.steps == ALL and expected is None:
         for hole in _holes(steps):
             yield Finding("gap", "missing from an even spacing", hole)
-    elif steps and isinstance(series.steps, str | Mapping) and "log_spaced" not in series.steps:
-        schedule = Schedule(series.steps).until(steps[-1])
-        if absent := tuple(step for step in schedule if step not in set(steps)):
-            yield Finding("gap", "asked for and not there", absent, note=True)
+        return
+    is_asked = series.steps != ALL
+    if is_asked and steps and isinstance(series.steps, str | Mapping) and "log_spaced" not in series.steps:
+        expected = tuple(Schedule(series.steps).until(steps[-1]))
+    elif is_asked:
+        return
+    if absent := tuple(step for step in expected or () if step not in set(steps)):
+        message = "asked for and not there" if is_asked else "belong to the series and are not there"
+        yield Finding("gap", message, absent, note=is_asked)
 
 
 def _holes(steps: Sequence[int]) -> Iterator[tuple[int, ...]]:
@@ -216,27 +237,29 @@ def _holes(steps: Sequence[int]) -> Iterator[tuple[int, ...]]:
                 yield tuple(hole[:-1])
 
 
-def odd_names(listing: Listing) -> Iterator[Finding]:
+def odd_names(listed: Listed) -> Iterator[Finding]:
     """Branches that look like steps and are not understood, or mean the same one."""
+    listing = listed.series.listing
     if listing.strangers:
         names = ", ".join(listing.strangers)
         yield Finding("out of grammar", f"{names}: named like steps, but not as the others are; left out")
-    by_name = {one.name: one.step for one in listing.checkpoints}
+    by_name = {one.name: one for one in listing.checkpoints}
     for names in listing.doubles:
-        steps = tuple(step for name in names if (step := by_name.get(name)) is not None)
         kept = next(name for name in names if name in by_name)
         others = ", ".join(name for name in names if name != kept)
-        yield Finding("two names", f"{others} means the same step as {kept}, which is used", steps, (kept,))
+        yield finding("two names", f"{others} means the same step as {kept}, which is used", [by_name[kept]])
 
 
-def reported(chosen: Sequence[Checkpoint], listing: Listing) -> Iterator[Finding]:
+def reported(listed: Listed) -> Iterator[Finding]:
     """What the manifest says was reported."""
-    for defect in listing.defects:
-        these = [one for one in chosen if one.step in defect.steps]
-        if not defect.steps and defect.suspect:
-            these = list(chosen)
+    for defect in listed.series.listing.defects:
+        condemned = listed.chosen if defect.suspect and not defect.steps else ()
+        these = [one for one in listed.chosen if one.step in defect.steps] or condemned
         if not defect.steps or these:
             yield finding("reported", f"{defect.says} ({defect.source})", these, note=not defect.suspect)
+
+
+OF_A_LISTING = (broken, duplicates, shared_shards, main_differs, gaps, odd_names, reported)
 
 
 def finding(kind: Kind, message: str, checkpoints: Iterable[Checkpoint], *, note: bool = False) -> Finding:
@@ -285,11 +308,27 @@ def _findings(
         yield finding(kind, says(value, usual), these, note=note)
 
 
+def changes(chosen: Sequence[Checkpoint], prints: Mapping[str, Fingerprint]) -> Iterator[Finding]:
+    """What should stay the same along a training."""
+    read = [(one, prints[one.name]) for one in chosen if one.name in prints]
+    yield from other_config(chosen)
+    yield from other_tokenizer(chosen)
+    yield from other_step([one for one in chosen if one.source.is_here])
+    shapes = [(one, frozenset((name, facts.shape) for name, facts in each.tensors.items())) for one, each in read]
+    yield from _findings("other tensors", shapes, _tensor_differences)
+    yield from _findings(
+        "other precision",  # the first step may hold a model that training began with
+        [(one, precision(each)) for one, each in read],
+        lambda value, usual: f"its values are {value}, those of the other steps {usual}",
+        first_may_differ=True,
+    )
+    if len(read) < len(chosen):
+        yield from other_size(chosen)
+
+
 def other_config(chosen: Sequence[Checkpoint]) -> Iterator[Finding]:
     """Steps whose config.json makes another function of the weights; read only where the listed files differ."""
-    texts = _read_where_different(chosen, CONFIG)
-    by_text = {text: _config(text) for text in set(texts.values())}
-    configs = [(one, by_text[texts[one.name]]) for one in chosen if one.name in texts]
+    configs = _contents(chosen, CONFIG, _config)
     for one, config in configs:
         if config is None:
             yield finding("damaged", f"its {CONFIG} is no JSON", [one])
@@ -316,8 +355,7 @@ def _config(text: str) -> str | None:
 def _differences(value: str, usual: str) -> str:
     here, there = json.loads(value), json.loads(usual)
     names = [name for name in {**there, **here} if here.get(name) != there.get(name)]
-    if "model_type" in names:
-        names = ["model_type"]
+    names = ["model_type"] if "model_type" in names else names
     more = f" and {len(names) - 3} more" if len(names) > 3 else ""
     differences = (f"{name} is {here.get(name)}, not {there.get(name)}" for name in names[:3])
     return f"{', '.join(differences)}{more}, as at the other steps"
@@ -325,13 +363,10 @@ def _differences(value: str, usual: str) -> str:
 
 def other_tokenizer(chosen: Sequence[Checkpoint]) -> Iterator[Finding]:
     """Steps whose tokenizer does something else to text; one that is saved anew and does the same is the same."""
-    texts = _read_where_different(chosen, TOKENIZER)
-    by_text = {text: _tokenizer(text) for text in set(texts.values())}
-    tokenizers = [(one, by_text[texts[one.name]]) for one in chosen if one.name in texts]
-    yield from _findings("other tokenizer", tokenizers, lambda *_: f"another {TOKENIZER} than at the other steps")
-    for name in _VOCABULARIES:
+    for name in (TOKENIZER, *_VOCABULARIES):
         files = [(one, one.source.files[name].hash) for one in chosen if name in one.source.files]
-        yield from _findings("other tokenizer", files, lambda *_, name=name: f"another {name} than at the other steps")
+        values = _contents(chosen, name, _tokenizer) if name == TOKENIZER else files
+        yield from _findings("other tokenizer", values, lambda *_, name=name: f"another {name} than at the other steps")
 
 
 def _tokenizer(text: str) -> str:
@@ -341,16 +376,15 @@ def _tokenizer(text: str) -> str:
         return text
 
 
-def _read_where_different(chosen: Sequence[Checkpoint], name: str) -> dict[str, str]:
-    """A file's content at each step that has it; nothing where all are listed with one hash."""
-    listed = {one.name: one.source.files[name].hash for one in chosen if name in one.source.files}
-    if len(set(listed.values())) < 2:
-        return {}
-    contents: dict[str, str] = {}
-    for one in chosen:
-        if one.name in listed and listed[one.name] not in contents:
-            contents[listed[one.name]] = one.source.read(name).decode("utf-8", errors="replace")
-    return {step: contents[content] for step, content in listed.items()}
+def _contents(chosen: Sequence[Checkpoint], name: str, parsed: Callable[[str], Any]) -> list[tuple[Checkpoint, Any]]:
+    """What a file says at each step that has it; nothing where all are listed with one hash."""
+    listed = [(one, one.source.files[name].hash) for one in chosen if name in one.source.files]
+    values: dict[str, Any] = {}
+    if len({content for _, content in listed}) > 1:
+        for one, content in listed:
+            if content not in values:
+                values[content] = parsed(one.source.read(name).decode("utf-8", errors="replace"))
+    return [(one, values[content]) for one, content in listed if values]
 
 
 def other_size(chosen: Sequence[Checkpoint]) -> Iterator[Finding]:
@@ -363,16 +397,6 @@ def other_size(chosen: Sequence[Checkpoint]) -> Iterator[Finding]:
     yield from _findings("other size", near, lambda size, usual: f"{size:,} bytes of weights, not {usual:,}")
 
 
-def other_tensors(chosen: Sequence[Checkpoint], prints: Mapping[str, Fingerprint]) -> Iterator[Finding]:
-    """Steps that hold other tensors, by names and shapes."""
-    values = [
-        (one, frozenset((name, facts.shape) for name, facts in prints[one.name].tensors.items()))
-        for one in chosen
-        if one.name in prints
-    ]
-    yield from _findings("other tensors", values, _tensor_differences)
-
-
 def _tensor_differences(value: frozenset[Any], usual: frozenset[Any]) -> str:
     here, there = dict(value), dict(usual)
     if missing := sorted(there.keys() - here.keys()):
@@ -381,17 +405,6 @@ def _tensor_differences(value: frozenset[Any], usual: frozenset[Any]) -> str:
         return f"{more[0]} is there as at no other step"
     name = next(name for name in sorted(there) if here[name] != there[name])
     return f"{name} is {here[name]}, not {there[name]}"
-
-
-def other_precision(chosen: Sequence[Checkpoint], prints: Mapping[str, Fingerprint]) -> Iterator[Finding]:
-    """Steps stored in another precision, or rounded to one; the first may hold a model that training began with."""
-    values = [(one, precision(prints[one.name])) for one in chosen if one.name in prints]
-    yield from _findings(
-        "other precision",
-        values,
-        lambda value, usual: f"its values are {value}, those of the other steps {usual}",
-        first_may_differ=True,
-    )
 
 
 def precision(weights: Fingerprint) -> str:

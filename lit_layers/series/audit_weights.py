@@ -8,7 +8,7 @@ reported, and `undecided_order` names it.
 import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
@@ -126,7 +126,7 @@ def copies(
     same = [group for group in groups.values() if len(group) > 1]
     for group in same:
         early = all(one.step is not None and one.step <= 1 for one in group)
-        still = _is_still(steps, prints, group)
+        still = is_still(steps, prints, group)
         excuse = "the learning rate may be 0" if early else "hardly anything changes here" if still else ""
         if last is not None and last in group:
             kind, these, message = "equal to the final step", [*group], f"hold the weights of {last.label}"
@@ -140,7 +140,7 @@ def copies(
         grid = grids[one.name]
         if one.name in copied or grid not in COARSE or grids[other.name] == grid:
             continue
-        if _is_rounded(prints[one.name], prints[other.name], grid) and not _is_still(steps, prints, [one, other], grid):
+        if _is_rounded(prints[one.name], prints[other.name], grid) and not is_still(steps, prints, [one, other], grid):
             yield finding("rounded copy", f"holds the weights of {other.label}, rounded to {grid}", [one])
 
 
@@ -157,12 +157,7 @@ def _rounded(values: "Tensor", grid: str | None) -> "Tensor":
     return values if grid is None else values.to(getattr(torch, grid)).float()
 
 
-def is_frozen(steps: Sequence[Checkpoint], prints: Mapping[str, Fingerprint], names: Sequence[str]) -> bool:
-    """Whether equal weights at these steps may be genuine."""
-    return _is_still(steps, prints, [one for one in steps if one.name in names])
-
-
-def _is_still(
+def is_still(
     steps: Sequence[Checkpoint],
     prints: Mapping[str, Fingerprint],
     group: Sequence[Checkpoint],
@@ -193,64 +188,54 @@ def _moved(one: Fingerprint, other: Fingerprint, grid: str | None) -> float:
 
 def swapped(path: Path) -> Finding | None:
     """Two steps that make the path shorter when they change places, and regular."""
-    order = list(range(len(path.steps)))
-    options = sorted(_exchanges(path.distance), key=lambda option: -option.saved)
-    if len(order) < 4 or not options:
+    count = len(path.steps)
+    best = max(_exchanges(path.distance), key=lambda exchange: exchange.saved, default=None)
+    if best is None or best.ratio > (SWAP_AT_END if best.first == 0 or best.second == count - 1 else SWAP):
         return None
-    first, second, ratio = options[0].first, options[0].second, options[0].ratio
-    if ratio > _limit(len(order), first, second):
-        return None
-    order[first], order[second] = order[second], order[first]
-    after = path.distance[np.ix_(order, order)]
-    regular = all(option.ratio > SWAP for option in _exchanges(after)) and not any(
-        _detour(after, place) < LINE for place in range(1, len(order) - 1)
+    after = path.distance[np.ix_(best.order, best.order)]
+    regular = all(exchange.ratio > SWAP for exchange in _exchanges(after)) and not any(
+        _detour(after, place) < LINE for place in range(1, count - 1)
     )
-    for place, neighbour in ((first, 1), (second, len(order) - 2)):
-        if place in (0, len(order) - 1):  # a stranger at an end costs one long way for two
-            edges = [after[at, at + 1] for at in range(len(order) - 1)]
-            regular &= after[place, neighbour] <= 3 * sorted(edges)[-2]
+    for place, neighbour in ((best.first, 1), (best.second, count - 2)):
+        if place in (0, count - 1):  # a stranger at an end costs one long way for two
+            regular &= after[place, neighbour] <= 3 * np.sort(np.diag(after, 1))[-2]
     if not regular:
         return None
-    these = [path.steps[first], path.steps[second]]
+    these = [path.steps[best.first], path.steps[best.second]]
     says = f"the weights of {these[0].label} and {these[1].label} fit in each other's place"
     return finding("swapped", says, these)
 
 
-@dataclass(frozen=True)
-class _Exchange:
+class _Exchange(NamedTuple):
     first: int
     second: int
+    order: np.ndarray  # of all places, once these two are exchanged
     ratio: float  # of the edges concerned, new over old
     saved: float
 
 
 def _exchanges(distance: np.ndarray) -> Iterator[_Exchange]:
-    """What each exchange of two places does to the length of the path."""
+    """What each exchange of two places does to the length of the path; of three steps and fewer nobody can say it."""
     count = len(distance)
-    for first, second in itertools.combinations(range(count), 2):
+    for first, second in itertools.combinations(range(count), 2) if count >= 4 else ():
         if (first, second) in ((0, 1), (count - 2, count - 1)):
             continue  # an average or a quiet last step looks the same
-        edges = sorted({place for at in (first, second) for place in (at - 1, at) if 0 <= place < count - 1})
+        edges = np.unique(np.clip([first - 1, first, second - 1, second], 0, count - 2))
         order = np.arange(count)
         order[[first, second]] = second, first
-        old = float(sum(distance[place, place + 1] for place in edges))
-        new = float(sum(distance[order[place], order[place + 1]] for place in edges))
+        old, new = distance[edges, edges + 1].sum(), distance[order[edges], order[edges + 1]].sum()
         if old > 0:
-            yield _Exchange(first, second, new / old, old - new)
-
-
-def _limit(count: int, first: int, second: int) -> float:
-    return SWAP_AT_END if first == 0 or second == count - 1 else SWAP
+            yield _Exchange(first, second, order, new / old, old - new)
 
 
 def undecided_order(path: Path) -> frozenset[str]:
     """Checkpoints that could change places with a neighbour and nobody would see it."""
     count = len(path.steps)
-    places = {0, 1, count - 2, count - 1} if count >= 4 else set(range(count))
-    for option in _exchanges(path.distance) if count >= 4 else ():
-        if option.second == option.first + 1 and option.ratio < 1 / SWAP:
-            places |= {option.first, option.second}
-    return frozenset(path.steps[place].name for place in places if place < count)
+    places = {0, 1, count - 2, count - 1}
+    for exchange in _exchanges(path.distance):
+        if exchange.second == exchange.first + 1 and exchange.ratio < 1 / SWAP:
+            places |= {exchange.first, exchange.second}
+    return frozenset(path.steps[place].name for place in places if 0 <= place < count)
 
 
 def _detour(distance: np.ndarray, place: int) -> float:

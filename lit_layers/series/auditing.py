@@ -1,8 +1,7 @@
 """Whether a series is what it says, and what earlier measurements say of its checkpoints."""
 
 import os
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal, get_args
@@ -12,26 +11,13 @@ from lit_layers.errors import InputError
 from lit_layers.records import Measurement, Store
 from lit_layers.run_file import run_facts
 from lit_layers.series import audit_files, audit_weights
-from lit_layers.series.audit_files import (
-    OF_WEIGHTS,
-    Finding,
-    broken,
-    duplicates,
-    finding,
-    gaps,
-    main_differs,
-    odd_names,
-    reported,
-    shared_shards,
-    weights_of,
-)
+from lit_layers.series.audit_files import OF_A_LISTING, OF_WEIGHTS, Finding, Listed, finding
 from lit_layers.series.checkpoint import Checkpoint, Series
 from lit_layers.series.checkpoint_sources import TOKENIZER
 from lit_layers.series.hub_series import MAIN
 from lit_layers.series.local_series import run_in
 from lit_layers.series.weight_files import Fingerprint, Memory, fingerprint, outline
 
-REQUESTS_AT_ONCE = 8  # to the Hub, which allows some hundred a minute
 Level = Literal["auto", "listing", "files", "weights"]
 WEIGHTS, ORDER = "weights", "order"  # what was not checked of a checkpoint
 _COPIES = ("identical weights", "equal to the final step")
@@ -117,27 +103,15 @@ def audit(
     """
     if level not in get_args(Level):
         raise InputError(f"level: expected auto, listing, files or weights, got {level!r}")
-    listing = series.listing
     chosen = [one for one in series.checkpoints if one.name not in without]
-    last = listing.checkpoints[-1] if listing.checkpoints[-1].step is not None else None
-    compared = {one.name: one for one in (*chosen, *filter(None, (last, listing.main)))}
-    with ThreadPoolExecutor(REQUESTS_AT_ONCE) as pool:
-        weights = dict(zip(compared, pool.map(weights_of, compared.values()), strict=True))
-    findings = [
-        *broken(chosen),
-        *duplicates(chosen, last, listing, weights),
-        *shared_shards(chosen, last, weights),
-        *main_differs(last, listing, weights),
-        *gaps(series, listing),
-        *odd_names(listing),
-        *reported(chosen, listing),
-    ]
+    listed = Listed.of(series, chosen)
+    findings = [each for rule in OF_A_LISTING for each in rule(listed)]
     steps = [one for one in chosen if one.step is not None]
     lost = _names(each for each in findings if not each.note and each.kind in ("no weights", "missing shard"))
     complete = [one for one in steps if one.name not in lost]
     prints, damaged = _prints(complete, level, memory or series.memory)
-    findings += [*damaged, *_findings_along(complete, prints)]
-    findings, undecided = _findings_of_values(steps, prints, last, findings)
+    findings += [*damaged, *audit_files.changes(complete, prints)]
+    findings, undecided = _findings_of_values(steps, prints, listed.last, findings)
     commits = {one.name: one.source.describe().get("commit") for one in chosen}
     unread = [one.name for one in chosen if not (one.name in prints and prints[one.name].digest)]
     made: Level = "files" if prints.keys() >= set(unread) else "listing"
@@ -186,17 +160,6 @@ def remember(checkpoint: Checkpoint, memory: Memory) -> bool:
     return checkpoint.step is not None and bool(_prints([checkpoint], "auto", memory)[0])
 
 
-def _findings_along(steps: Sequence[Checkpoint], prints: Mapping[str, Fingerprint]) -> Iterator[Finding]:
-    """What should stay the same along a training."""
-    yield from audit_files.other_config(steps)
-    yield from audit_files.other_tokenizer(steps)
-    yield from audit_files.other_step([one for one in steps if one.source.is_here])
-    yield from audit_files.other_tensors(steps, prints)
-    yield from audit_files.other_precision(steps, prints)
-    if not all(one.name in prints for one in steps):
-        yield from audit_files.other_size(steps)
-
-
 def _findings_of_values(
     steps: Sequence[Checkpoint], prints: Mapping[str, Fingerprint], last: Checkpoint | None, findings: list[Finding]
 ) -> tuple[list[Finding], frozenset[str]]:
@@ -211,7 +174,7 @@ def _findings_of_values(
     for place, each in enumerate(findings):
         if each.kind in _COPIES and not each.note and set(each.names) <= {one.name for one in read}:
             names = {*each.names, *([last.name] if each.kind == "equal to the final step" and last else ())}
-            if audit_weights.is_frozen(read, prints, sorted(names)):
+            if audit_weights.is_still(read, prints, [one for one in read if one.name in names]):
                 findings[place] = replace(each, note=True, message="hardly anything changes here")
     copied = _names(each for each in findings if each.kind in _COPIES)
     findings += [*audit_weights.broken_values(read, prints), *audit_weights.lone_values(read, prints)]
@@ -255,7 +218,7 @@ class SeriesMeasurements:
         for one in checkpoints:
             runs.setdefault(self.run_of(one), []).append(one)
         for run, members in runs.items():
-            _refuse_another_model(self.store.path.parent, run, self.store, members, weights)
+            self._refuse_another_model(run, members, weights)
 
     def tokenizer_hash(self, checkpoint: Checkpoint) -> str | None:
         """Hash of the tokenizer that a checkpoint carries, by what it does to text; None where it has none.
@@ -298,47 +261,43 @@ class SeriesMeasurements:
         mine = (m for m in self.store if (m.run, m.step) == (run, checkpoint.step))
         return [m for m in mine if m.provenance.get("weight_files") in (None, files)]
 
+    def _refuse_another_model(
+        self, run: str, checkpoints: Sequence[Checkpoint], weights: Callable[[Checkpoint], tuple[str, Any]]
+    ) -> None:
+        """Refuses numbers of a second model under the name of one run, where they would replace or go on with the
+        first's.
 
-def _refuse_another_model(
-    root: Path,
-    run: str,
-    measurements: Iterable[Measurement],
-    checkpoints: Sequence[Checkpoint],
-    weights: Callable[[Checkpoint], tuple[str, Any]],
-) -> None:
-    """Refuses numbers of a second model under the name of one run, where they would replace or go on with the first's.
-
-    A model is its repository or folder, that of all its steps; with equal weights it is the same one, also where it
-    was moved, a series under its name. Measurements that do not say where they come from are of the run that was
-    trained in `root`, if one was.
-
-    Raises:
-        InputError: naming both.
-    """
-    home, step, here = os.path.realpath(root), checkpoints[0].step, checkpoints[0].place()
-    place = _model_of(here, step)
-    is_trained_here = run_facts(root).get("run") == run
-    is_inside = step is not None and Path(str(place)).is_relative_to(home)
-    others: dict[int | None, Measurement] = {}
-    for m in measurements:
-        there = _model_of(m.provenance, m.step)
-        is_another = is_trained_here and not is_inside if there is None else there != place
-        if m.run == run and is_another and place != home:
-            others[m.step] = m
-    if not others:
-        return
-    other = next(iter(others.values()))
-    names = [_name_of(other.provenance, other.step) or run, _name_of(here, step)]
-    # Step 0 shows nothing: many trainings begin with the same weights.
-    common = next((one for one in reversed(checkpoints) if one.step != 0 and one.step in others), None)
-    if common is not None and (common.step is None or names[0] == names[1]):
-        name, value = weights(common)
-        if others[common.step].provenance.get(name) == value:
+        A model is its repository or folder, that of all its steps; with equal weights it is the same one, also where
+        it was moved, a series under its name. Measurements that do not say where they come from are of the run that
+        was trained in the root, if one was.
+        """
+        root = self.store.path.parent
+        home, step, here = os.path.realpath(root), checkpoints[0].step, checkpoints[0].place()
+        place = _model_of(here, step)
+        is_elsewhere = run_facts(root).get("run") == run and not (
+            step is not None and Path(str(place)).is_relative_to(home)
+        )
+        others: dict[int | None, Measurement] = {}
+        for m in self.store:
+            there = _model_of(m.provenance, m.step)
+            if m.run == run and place != home and (is_elsewhere if there is None else there != place):
+                others[m.step] = m
+        if not others:
             return
-    if names[0] == names[1]:
-        names = [_model_of(other.provenance, other.step) or home, place]
-    what = "take their place" if step is None else "be drawn as one curve with them"
-    raise InputError(f"root: {root} holds measurements of {names[0]}, and {names[1]} would {what}: choose another root")
+        other = next(iter(others.values()))
+        names = [_name_of(other.provenance, other.step) or run, _name_of(here, step)]
+        # Step 0 shows nothing: many trainings begin with the same weights.
+        common = next((one for one in reversed(checkpoints) if one.step != 0 and one.step in others), None)
+        if common is not None and (common.step is None or names[0] == names[1]):
+            name, value = weights(common)
+            if others[common.step].provenance.get(name) == value:
+                return
+        if names[0] == names[1]:
+            names = [_model_of(other.provenance, other.step) or home, place]
+        what = "take their place" if step is None else "be drawn as one curve with them"
+        raise InputError(
+            f"root: {root} holds measurements of {names[0]}, and {names[1]} would {what}: choose another root"
+        )
 
 
 def _model_of(source: Mapping[str, Any], step: int | None) -> str | None:

@@ -24,6 +24,7 @@ if TYPE_CHECKING:  # inside functions, torch: it takes seconds to import, and wh
 
 
 Result = TypeVar("Result")
+REQUESTS_AT_ONCE = 8  # to the Hub, which allows some hundred a minute
 WORTH_ANOTHER_TRY = {408, 425, 429, *range(500, 600)}
 
 

@@ -11,9 +11,17 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lit_layers.errors import InputError
-from lit_layers.series.auditing import REQUESTS_AT_ONCE, audit
+from lit_layers.series.auditing import audit
 from lit_layers.series.checkpoint import Checkpoint, Grammar, Listing, Series
-from lit_layers.series.checkpoint_sources import TOKENIZER, FolderSource, Hub, HubSource, Retry, Source
+from lit_layers.series.checkpoint_sources import (
+    REQUESTS_AT_ONCE,
+    TOKENIZER,
+    FolderSource,
+    Hub,
+    HubSource,
+    Retry,
+    Source,
+)
 from lit_layers.series.hub_series import MAIN, HubRevisions, Manifest, known_facts
 from lit_layers.series.local_series import LightningCheckpoints, StepFolders
 from lit_layers.series.weight_files import ListedFile
