@@ -55,18 +55,23 @@ def short(settings: str) -> str:
 
 
 def latest(measurements: Iterable[Item]) -> list[Item]:
-    """Returns the last measurement of each identity, failed ones too, in the order written.
+    """Returns the last measurement of each identity, failed ones too, in the order written."""
+    last: dict[tuple[Any, ...], Item] = {}
+    for measurement in measurements:
+        keep(last, measurement)
+    return list(last.values())
+
+
+def keep(last: dict[tuple[Any, ...], Item], measurement: Item) -> None:
+    """Enters a measurement as the last of its identity: run, step, analysis and settings.
 
     One that failed before its settings were known stands until anything else is measured in its place.
     """
-    last: dict[tuple, Item] = {}
-    for measurement in measurements:
-        place = (measurement.run, measurement.step, measurement.analysis)
-        last.pop((*place, None), None)
-        key = (*place, None if _failed_early(measurement) else settings_of(measurement))
-        last.pop(key, None)
-        last[key] = measurement
-    return list(last.values())
+    place = (measurement.run, measurement.step, measurement.analysis)
+    key = (*place, None if _failed_early(measurement) else settings_of(measurement))
+    last.pop((*place, None), None)
+    last.pop(key, None)
+    last[key] = measurement
 
 
 def shown(measurements: Iterable[Item], settings: Settings = ()) -> list[Item]:
@@ -91,14 +96,14 @@ def divided(measurements: Iterable[Item], settings: Settings = ()) -> tuple[list
         if not _failed_early(m):
             written_last[m.run, m.analysis] = settings_of(m)
             curves.setdefault((m.run, m.analysis), {}).setdefault(settings_of(m), set())
-    found = latest(measurements)
-    for m in found:
+    last = latest(measurements)
+    for m in last:
         if m.error is None and m.step is not None:
             curves[m.run, m.analysis][settings_of(m)].add(m.step)
     _refuse_unknown(asked, curves.values())
-    chosen = {curve: _chosen(own, asked, written_last[curve]) for curve, own in curves.items()}
+    chosen = {curve: _chosen(steps, asked, written_last[curve]) for curve, steps in curves.items()}
     parts: tuple[list[Item], list[Item]] = ([], [])
-    for m in found:
+    for m in last:
         is_other = not _failed_early(m) and settings_of(m) != chosen[m.run, m.analysis]
         parts[is_other].append(m)
     return parts
@@ -109,11 +114,11 @@ def plain_settings(measurements: Iterable[Measured]) -> dict[tuple[str, str], st
 
     Unlike those that are shown they never change while a file grows: what a logger has got stays one curve.
     """
-    found: dict[tuple[str, str], str] = {}
+    plain: dict[tuple[str, str], str] = {}
     for m in measurements:
         if m.error is None:
-            found.setdefault((m.run, m.analysis), settings_of(m))
-    return found
+            plain.setdefault((m.run, m.analysis), settings_of(m))
+    return plain
 
 
 def logged_name(measurement: Measured, plain: dict[tuple[str, str], str]) -> str:
@@ -121,10 +126,10 @@ def logged_name(measurement: Measured, plain: dict[tuple[str, str], str]) -> str
 
     Settings of an analysis that is new in `plain` are entered there.
     """
-    own = settings_of(measurement)
-    if plain.setdefault((measurement.run, measurement.analysis), own) == own:
+    settings = settings_of(measurement)
+    if plain.setdefault((measurement.run, measurement.analysis), settings) == settings:
         return measurement.analysis
-    return f"{measurement.analysis}@{short(own)}"
+    return f"{measurement.analysis}@{short(settings)}"
 
 
 def _chosen(steps: Mapping[str, set[int]], asked: Sequence[str], written_last: str) -> str:

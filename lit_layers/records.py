@@ -21,7 +21,6 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Annotated, Any, BinaryIO, NotRequired, Protocol, TypeVar, cast
 
-import numpy as np
 import pandas as pd
 from pydantic import GetPydanticSchema, with_config
 from pydantic_core import from_json
@@ -30,7 +29,7 @@ from typing_extensions import TypedDict
 from lit_layers import run_lock, schema
 from lit_layers.durable import sync
 from lit_layers.errors import InputError
-from lit_layers.identity import Settings, settings_name, settings_of, shown
+from lit_layers.identity import Settings, keep, settings_name, settings_of, shown
 from lit_layers.identity import latest as latest
 from lit_layers.schema import Count, Real, Scalar, Seconds, Tag
 
@@ -41,17 +40,21 @@ try:
 except ImportError:  # no advisory locks on Windows: one writer a file is then the user's care
     fcntl = None
 
-COLUMNS = (
-    *("run", "step", "tokens", "analysis", "metric", "layer", "other_layer"),
-    *("value", "stderr", "low", "high", "n", "settings"),
-)
+_OF_MEASUREMENTS = {"run": "str", "step": "Int64", "tokens": "Int64", "analysis": "str"}
+_OF_RECORDS = {
+    "metric": "str",
+    **dict.fromkeys(("layer", "other_layer"), "Int64"),
+    **dict.fromkeys(("value", "stderr", "low", "high"), "float64"),
+    "n": "Int64",
+}
+_TAG_TYPES = {bool: "boolean", int: "Int64", float: "Float64", str: "str"}
+COLUMNS = (*_OF_MEASUREMENTS, *_OF_RECORDS, "settings")
 AUDIT = "audit"  # the column of verdicts, only in tables that hold a suspect checkpoint; also their name in provenance
 # Tags that place a number in a table of its own (a matrix, a map over tokens or categories, a list over distances or
 # sizes, a path, one of many random orders of which the mean is the number): no curve.
 PLACES = ("row", "column", "token", "other_token", "token_distance", "axis", "category", "train_rows", "seed")
 FAILED = "failed"  # the metric of a part of a measurement that came to nothing; `Store.is_done` has it tried again
 _RESTORE = "restore the file from a copy, or delete that line to go on without it"
-_FLOATS = ("value", "stderr", "low", "high")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -146,7 +149,7 @@ class Store:
         self.path = Path(path)
         self._last: dict[tuple[Any, ...], Measurement] = {}
         for measurement in read(path) if measurements is None else measurements:
-            self._keep(measurement)
+            keep(self._last, measurement)
 
     def __iter__(self) -> Iterator[Measurement]:
         """In the order of the lines that count."""
@@ -155,7 +158,7 @@ class Store:
     def add(self, measurement: Measurement) -> None:
         """Writes a measurement, and returns when it is on the disk."""
         append(self.path, measurement)
-        self._keep(measurement)
+        keep(self._last, measurement)
 
     def last(self, run: str, step: int | None, analysis: Measuring) -> Measurement | None:
         """Returns the last measurement of an analysis with these very options and data."""
@@ -173,11 +176,6 @@ class Store:
             return False
         said = {"model_tokenizer_hash": facts.get("model_tokenizer_hash"), **last.provenance}
         return all(name in said and said[name] == value for name, value in facts.items())
-
-    def _keep(self, measurement: Measurement) -> None:
-        key = (measurement.run, measurement.step, measurement.analysis, settings_of(measurement))
-        self._last.pop(key, None)
-        self._last[key] = measurement
 
 
 def is_suspect(measurement: Measurement) -> bool:
@@ -202,17 +200,10 @@ def frame(measurements: Iterable[Measurement] | str | Path, *, settings: Setting
         measurements = read(measurements)
     pairs = [(m, record) for m in shown(measurements, settings) if m.error is None for record in m.records]
     table: dict[str, Any] = {
-        "run": pd.array([m.run for m, _ in pairs], dtype="str"),
-        "step": pd.array([m.step for m, _ in pairs], dtype="Int64"),
-        "tokens": pd.array([m.tokens for m, _ in pairs], dtype="Int64"),
-        "analysis": pd.array([m.analysis for m, _ in pairs], dtype="str"),
-        "metric": pd.array([record.metric for _, record in pairs], dtype="str"),
-        "layer": pd.array([record.layer for _, record in pairs], dtype="Int64"),
-        "other_layer": pd.array([record.other_layer for _, record in pairs], dtype="Int64"),
+        name: pd.Series([getattr(m, name) for m, _ in pairs], dtype=kind) for name, kind in _OF_MEASUREMENTS.items()
     }
-    for name in _FLOATS:
-        table[name] = np.array([getattr(record, name) for _, record in pairs], dtype="float64")  # None becomes NaN
-    table["n"] = pd.array([record.n for _, record in pairs], dtype="Int64")
+    for name, kind in _OF_RECORDS.items():
+        table[name] = pd.Series([getattr(record, name) for _, record in pairs], dtype=kind)
     table["settings"] = pd.array([settings_of(m) for m, _ in pairs], dtype="str")
     for name, values in _tag_columns(pairs).items():
         table[f"tag_{name}" if name in (*COLUMNS, AUDIT) else name] = values
@@ -441,12 +432,10 @@ def _bytes_at(file: Any, start: int, count: int) -> bytes:
 
 def _write_line(file: BinaryIO, line: Mapping[str, Any]) -> None:
     text = json.dumps(_plain(line), allow_nan=False, ensure_ascii=False, separators=(",", ":"))
-    text = (
-        text.encode("utf-8", "replace") + b"\n"
-    )  # half a surrogate pair, of a file name that is not UTF-8, is no text
-    written = file.write(text)
-    while written < len(text):  # a signal, or a full disk, which the next write then reports
-        written += file.write(text[written:])
+    content = text.encode("utf-8", "replace") + b"\n"  # half a surrogate pair, of a file's name, is no text
+    written = file.write(content)
+    while written < len(content):  # a signal, or a full disk, which the next write then reports
+        written += file.write(content[written:])
 
 
 def _lines(path: Path, kind: type[T]) -> Iterator[T]:
@@ -500,23 +489,11 @@ def _tag_text(value: str | int | float) -> str:
     return f"{value:g}" if isinstance(value, float) else str(value)
 
 
-def _tag_columns(pairs: list[tuple[Measurement, Record]]) -> dict[str, Any]:
-    columns: dict[str, list[Any]] = {}
-    for index, (_, record) in enumerate(pairs):
-        for name, value in record.tags.items():
-            if name not in columns:
-                columns[name] = [None] * len(pairs)
-            columns[name][index] = value
-    return {name: _typed(values) for name, values in columns.items()}
-
-
-def _typed(values: list[Any]) -> Any:
-    """Integers, numbers or text as such; a mixture stays Python objects."""
-    kinds = {type(value) for value in values if value is not None}
-    if kinds == {bool}:
-        return pd.array(values, dtype="boolean")
-    if kinds == {int}:
-        return pd.array(values, dtype="Int64")
-    if kinds == {float}:
-        return pd.array(values, dtype="Float64")
-    return pd.Series(values) if kinds == {str} else pd.Series(values, dtype=object)
+def _tag_columns(pairs: list[tuple[Measurement, Record]]) -> dict[str, pd.Series]:
+    """Booleans, integers, numbers or text as such; a mixture stays Python objects."""
+    columns = {}
+    for name in dict.fromkeys(name for _, record in pairs for name in record.tags):
+        values = [record.tags.get(name) for _, record in pairs]
+        kinds = {type(value) for value in values if value is not None}
+        columns[name] = pd.Series(values, dtype=_TAG_TYPES.get(kinds.pop(), object) if len(kinds) == 1 else object)
+    return columns
