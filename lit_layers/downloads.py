@@ -1,9 +1,11 @@
 """What comes from elsewhere: what files of weights may not say, and how to say in a line what the Hub refused."""
 
+import contextlib
 import json
 import pickle
 import re
 import textwrap
+from collections.abc import Iterator
 from pathlib import PurePosixPath
 
 from huggingface_hub.errors import EntryNotFoundError, GatedRepoError, HTTPError
@@ -51,3 +53,16 @@ def is_refused(error: BaseException) -> bool:
 def reason(error: Exception) -> str:
     """The kind of an error and the beginning of what it says."""
     return f"{type(error).__name__}: {textwrap.shorten(str(error), 200, placeholder='...')}"
+
+
+@contextlib.contextmanager
+def asking_the_hub(what: str, advice: str) -> Iterator[None]:
+    """Turns the many ways in which the Hub, or what reads its data sets, can fail into one sentence.
+
+    Raises:
+        InputError: `what` cannot be had, why, and what to do.
+    """
+    try:
+        yield
+    except (*HUB_ERRORS, RuntimeError) as error:
+        raise InputError(f"{what} ({reason(error)}): {LOG_IN if is_refused(error) else advice}") from error

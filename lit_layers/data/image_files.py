@@ -152,7 +152,7 @@ def from_array(images: Any, labels: Any, name: str) -> SmallPictures | EncodedPi
 
 
 Split = Literal["train", "test"]
-Found = tuple[Pictures, tuple[str, ...] | None]
+Content = tuple[Pictures, tuple[str, ...] | None]  # of a split, with the names of its classes
 IMAGE_COLUMNS, LABEL_COLUMNS = ("image", "img", "jpg", "png"), ("label", "labels", "fine_label", "cls")
 _ARRAYS = {  # of an .npz: images, labels; as Keras and as MedMNIST name them
     "train": (("x_train", "y_train"), ("train_images", "train_labels")),
@@ -163,7 +163,7 @@ _ARRAYS = {  # of an .npz: images, labels; as Keras and as MedMNIST name them
 # ------------------------------------------------------------------------------------------------ NumPy
 
 
-def npz_splits(file: Path, split: Split) -> Found:
+def npz_splits(file: Path, split: Split) -> Content:
     """Arrays x_train, y_train, x_test, y_test (or train_images, ...) of one file."""
     try:
         with np.load(file, allow_pickle=False) as arrays:
@@ -179,7 +179,7 @@ def npz_splits(file: Path, split: Split) -> Found:
 # ------------------------------------------------------------------------------------------------ parquet
 
 
-def parquet_splits(folder: Path, split: Split) -> Found:
+def parquet_splits(folder: Path, split: Split) -> Content:
     """Files named after their split, as on the Hub: train-00000-of-00005.parquet."""
     names = ("train",) if split == "train" else ("validation", "valid", "val", "test")
     files = sorted(folder.rglob("*.parquet"))
@@ -192,7 +192,7 @@ def parquet_splits(folder: Path, split: Split) -> Found:
     raise InputError(f"source: expected parquet files {names[0]}-*.parquet in {folder}, it has {files[0].name}, ...")
 
 
-def _parquet(folder: Path, files: Sequence[Path]) -> Found:
+def _parquet(folder: Path, files: Sequence[Path]) -> Content:
     import pyarrow
     import pyarrow.parquet
 
@@ -272,7 +272,7 @@ def python_batches(path: Path) -> Path | None:
     return None
 
 
-def python_splits(folder: Path, split: Split) -> Found:
+def python_splits(folder: Path, split: Split) -> Content:
     """CIFAR as its authors give it out and torchvision keeps it."""
     ten = (folder / "data_batch_1").is_file()
     training = [f"data_batch_{number}" for number in range(1, 6)] if ten else ["train"]

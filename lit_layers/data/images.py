@@ -17,9 +17,11 @@ from torch.nn import functional as F
 
 from lit_layers.data.batches import Batches
 from lit_layers.data.image_files import (
+    Content,
     FilePictures,
     Pictures,
     SmallPictures,
+    Split,
     columns_of,
     from_array,
     npz_splits,
@@ -29,10 +31,9 @@ from lit_layers.data.image_files import (
     python_splits,
 )
 from lit_layers.data.preparing import at_least_one
-from lit_layers.downloads import HUB_ERRORS, reason
+from lit_layers.downloads import asking_the_hub
 from lit_layers.errors import InputError
 
-Split = Literal["train", "test"]
 HUB_NAMES = {"cifar10": "uoft-cs/cifar10", "cifar100": "uoft-cs/cifar100"}
 SUFFIXES = (".jpg", ".jpeg", ".png", ".webp", ".bmp")
 _HELD_OUT = ("val", "valid", "validation", "test")
@@ -43,13 +44,13 @@ class ImageSource:
     """A labelled image set with a train and a test split; a split is read when it is asked for."""
 
     name: str
-    read: Callable[[Split], tuple[Pictures, tuple[str, ...] | None]]
+    read: Callable[[Split], Content]
 
     @cached_property
-    def _splits(self) -> dict[Split, tuple[Pictures, tuple[str, ...] | None]]:
+    def _splits(self) -> dict[Split, Content]:
         return {}
 
-    def _read(self, split: Split) -> tuple[Pictures, tuple[str, ...] | None]:
+    def _read(self, split: Split) -> Content:
         if split not in self._splits:
             self._splits[split] = self._checked(split)
         return self._splits[split]
@@ -95,7 +96,7 @@ class ImageSource:
                 f"is in {where} alone"
             )
 
-    def _checked(self, split: Split) -> tuple[Pictures, tuple[str, ...] | None]:
+    def _checked(self, split: Split) -> Content:
         pictures, names = self.read(split)
         if not len(pictures):
             raise InputError(f"{self.name}: the {split} split has no image")
@@ -147,7 +148,7 @@ def _digits(split: Split) -> tuple[Pictures, tuple[str, ...]]:
     return from_array(pixels, labels[chosen], "digits"), tuple(map(str, range(10)))
 
 
-def _local(path: Path) -> Callable[[Split], tuple[Pictures, tuple[str, ...] | None]]:
+def _local(path: Path) -> Callable[[Split], Content]:
     if path.suffix == ".npz":
         return functools.partial(npz_splits, path)
     if (path / "train").is_dir() and not list(path.glob("train/*.parquet")):
@@ -189,18 +190,14 @@ def _subfolders(folder: Path) -> list[str]:
     return sorted(path.name for path in folder.iterdir() if path.is_dir() and not path.name.startswith("."))
 
 
-def _hub(name: str, split: Split) -> tuple[Pictures, tuple[str, ...] | None]:
+def _hub(name: str, split: Split) -> Content:
     """A data set of the Hub, or its copy in the local cache; held out is validation, or test where there is none."""
     import datasets
 
     path, _, config = name.partition(":")
-    try:
+    what = f"source: {name!r} is no local path and cannot be had from the Hub"
+    with asking_the_hub(what, "check the name and the network"):
         splits: Any = datasets.load_dataset(path, config or None)
-    except (*HUB_ERRORS, RuntimeError) as error:
-        raise InputError(
-            f"source: {name!r} is no local path and cannot be had from the Hub ({reason(error)}): check the name and "
-            "the network"
-        ) from error
     order = ("train",) if split == "train" else ("validation", "valid", "test")
     chosen = next((each for each in order if each in splits), None)
     if chosen is None:

@@ -1,6 +1,5 @@
 """Where text comes from: documents in a fixed order that can be taken up again behind any of them."""
 
-import contextlib
 import hashlib
 import json
 import os
@@ -15,7 +14,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from lit_layers.downloads import HUB_ERRORS, reason
+from lit_layers.downloads import asking_the_hub
 from lit_layers.errors import InputError
 
 SPLITS = ("validation", "train")  # validation first: a training document that repeats one of it can then be dropped
@@ -150,6 +149,7 @@ class PythonSources(Source):
             return file.read()
 
 
+_AGAIN = "check the name and the network, then run again"
 TITLE = re.compile(r" = [^=].* = \n")  # the first line of an article; " = = Section = = \n" is none
 BY_LINE = ("Salesforce/wikitext",)  # a row is a line there, and a document many rows
 
@@ -174,7 +174,7 @@ class HubText(Source):
         """Opens the data set at `revision`, or at its newest commit."""
         from huggingface_hub import HfApi
 
-        with _reaching(f"the data set {self.name!r} is no local path and cannot be had from the Hub"):
+        with asking_the_hub(f"the data set {self.name!r} is no local path and cannot be had from the Hub", _AGAIN):
             self.revision = revision or HfApi().dataset_info(self.name).sha
             splits = set(self._open(None))
         has_both = {"train", "validation"} <= splits
@@ -186,7 +186,7 @@ class HubText(Source):
         self.validation = None if has_both else self.asked or 0.01
 
     def read(self, split: str | None, position: Any = None) -> Iterator[Document]:
-        with _reaching(f"the data set {self.name!r} cannot be had from the Hub"):
+        with asking_the_hub(f"the data set {self.name!r} cannot be had from the Hub", _AGAIN):
             stream = self._open(split or "train")
         start = position or {"rows": 0, "stream": None}
         if start["stream"] is not None:
@@ -211,7 +211,7 @@ class HubText(Source):
     def _rows(self, stream: Any, count: int) -> Iterator[str]:
         rows = iter(stream)
         while True:
-            with _reaching(f"{self.name} broke off after {count} rows"):
+            with asking_the_hub(f"{self.name} broke off after {count} rows", _AGAIN):
                 row = next(rows, None)
             if row is None:
                 return
@@ -231,15 +231,6 @@ class HubText(Source):
         return datasets.load_dataset(
             self.name, self.config or None, split=split, revision=self.revision, streaming=True
         )
-
-
-@contextlib.contextmanager
-def _reaching(what: str) -> Iterator[None]:
-    """Turns the many ways in which the Hub can fail into one sentence."""
-    try:
-        yield
-    except HUB_ERRORS as error:
-        raise InputError(f"{what} ({reason(error)}): check the name and the network, then run again") from error
 
 
 SUFFIXES = (".txt", ".jsonl", ".parquet")

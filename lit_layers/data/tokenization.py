@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 import numpy as np
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
-from lit_layers.downloads import HUB_ERRORS, LOG_IN, is_refused, reason
+from lit_layers.downloads import asking_the_hub
 from lit_layers.errors import InputError
 
 END_OF_TEXT = "<|endoftext|>"
@@ -171,13 +171,9 @@ def _download(spec: str) -> Path:
     from huggingface_hub import snapshot_download
 
     name, _, revision = spec.partition("@")
-    try:
+    what = f"the tokenizer {spec!r} is no local path and cannot be had from the Hub"
+    with asking_the_hub(what, "check the name and the network, or give a local folder"):
         return Path(snapshot_download(name, revision=revision or None, allow_patterns=[MAIN, *COMPANIONS]))
-    except HUB_ERRORS as error:  # not there, not reachable, not a name
-        advice = LOG_IN if is_refused(error) else "check the name and the network, or give a local folder"
-        raise InputError(
-            f"the tokenizer {spec!r} is no local path and cannot be had from the Hub ({reason(error)}): {advice}"
-        ) from error
 
 
 def _read_json(path: Path) -> dict[str, Any]:

@@ -252,15 +252,15 @@ class Prefetch:
         if self.job is None:
             return None
         (which, future), self.job = self.job, None
-        found = future.result()
-        return found if which == layer else None
+        tensors = future.result()
+        return tensors if which == layer else None
 
     def close(self) -> None:
         self.stop.set()
         self.pool.shutdown(cancel_futures=True)
 
     def _read(self, names: list[str]) -> dict[str, Tensor] | None:
-        found = {}
+        tensors = {}
         for name in names:
             if self.stop.is_set():
                 break
@@ -269,9 +269,9 @@ class Prefetch:
             else:
                 stream = torch.cuda.Stream(self.device)  # beside the one that is at work
                 with torch.cuda.stream(stream):
-                    found[name] = self.files.read(name).to(self.device)
+                    tensors[name] = self.files.read(name).to(self.device)
                 stream.synchronize()
-        return found if self.device.type == "cuda" else None
+        return tensors if self.device.type == "cuda" else None
 
 
 def free_memory(device: torch.device) -> int | None:
