@@ -10,7 +10,7 @@ from typing import Any, Literal, get_args
 
 from lit_layers.data.tokenization import Tokenizer, tokenizer_hash
 from lit_layers.schedule import Schedule
-from lit_layers.series.checkpoint import ALL, Checkpoint, Series
+from lit_layers.series.checkpoint import ALL, Checkpoint, Listing, Series
 from lit_layers.series.checkpoint_sources import REQUESTS_AT_ONCE, TOKENIZER
 from lit_layers.series.weight_files import Fingerprint, Format, formats, missing
 
@@ -59,28 +59,29 @@ class Finding:
     note: bool = False
 
 
+Weights = Mapping[Format, Mapping[str, str]]  # format, the one that is loaded first -> file -> hash
+
+
 @dataclass(frozen=True)
 class Listed:
     """What a listing shows of a series: the chosen checkpoints, the last step and `main`, and their weight files."""
 
     series: Series
     chosen: Sequence[Checkpoint]
-    weights: Mapping[
-        str, Mapping[Format, Mapping[str, str]]
-    ]  # checkpoint -> format, the loaded one first -> file, hash
+    weights: Mapping[str, Weights]  # by checkpoint
 
     @classmethod
     def of(cls, series: Series, chosen: Sequence[Checkpoint]) -> "Listed":
         """Asks for the list of files of each, several at once."""
-        last, main = last_step(series), series.listing.main
-        compared = {one.name: one for one in (*chosen, *filter(None, (last, main)))}
+        beside = filter(None, (series.listing.last, series.listing.main))
+        compared = {one.name: one for one in (*chosen, *beside)}
         with ThreadPoolExecutor(REQUESTS_AT_ONCE) as pool:
             weights = pool.map(_weights_of, compared.values())
         return cls(series, chosen, dict(zip(compared, weights, strict=True)))
 
     @property
-    def last(self) -> Checkpoint | None:
-        return last_step(self.series)
+    def listing(self) -> Listing:
+        return self.series.listing
 
     def loaded(self, one: Checkpoint) -> Mapping[str, str]:
         """The hashes of the weight files that are loaded."""
@@ -95,13 +96,7 @@ class Listed:
         return None
 
 
-def last_step(series: Series) -> Checkpoint | None:
-    """The last of all its steps, chosen or not."""
-    last = series.listing.checkpoints[-1]
-    return None if last.step is None else last
-
-
-def _weights_of(checkpoint: Checkpoint) -> dict[Format, dict[str, str]]:
+def _weights_of(checkpoint: Checkpoint) -> Weights:
     by_format = formats(checkpoint.source.files)
     return {kind: {path: file.hash for path, file in files.items()} for kind, files in by_format.items() if files}
 
@@ -144,11 +139,11 @@ def _problems(checkpoint: Checkpoint, indexes: dict[str, bytes]) -> Iterator[tup
 
 def duplicates(listed: Listed) -> Iterator[Finding]:
     """Groups of equal weights. The last step is right by itself; of others nobody knows which one is."""
-    last, warm_up = listed.last, listed.series.listing.warm_up
+    last, warm_up = listed.listing.last, listed.listing.warm_up
     others = [one for one in listed.chosen if one is not last]
     final = [one for one in others if listed.equal(one, last)]
     others = [one for one in others if one not in final]
-    as_main = [one for one in others if listed.equal(one, listed.series.listing.main)]
+    as_main = [one for one in others if listed.equal(one, listed.listing.main)]
     if final and last is not None:
         early = (last.step or 0) <= warm_up
         serves = "learning rate still 0, as far as is known" if early else f"serve the weights of step {last.step}"
@@ -177,34 +172,34 @@ def _groups(listed: Listed, checkpoints: Sequence[Checkpoint]) -> Iterable[list[
 
 def shared_shards(listed: Listed) -> Iterator[Finding]:
     """Single files that two steps share while the rest of them differs."""
-    last = listed.last
-    holders: dict[str, dict[str, tuple[Checkpoint, str]]] = {}  # by hash and checkpoint
-    for one in [*listed.chosen, *([last] if last is not None and last not in listed.chosen else [])]:
+    last = listed.listing.last
+    compared = {one.name: one for one in (*listed.chosen, *filter(None, [last]))}
+    holders: dict[str, dict[str, str]] = {}  # hash -> checkpoint -> file
+    for name, one in compared.items():
         for path, content in listed.loaded(one).items():
-            holders.setdefault(content, {}).setdefault(one.name, (one, path))
-    shards: dict[tuple[str, ...], list[str]] = {}  # by the names of those that share them
-    for held in holders.values():
-        if len({frozenset(listed.loaded(one).values()) for one, _ in held.values()}) > 1:
-            shards.setdefault(tuple(held), []).append(next(iter(held.values()))[1])
-    every = {one.name: one for held in holders.values() for one, _ in held.values()}
+            holders.setdefault(content, {}).setdefault(name, path)
+    shards: dict[tuple[str, ...], list[str]] = {}  # by the checkpoints that share them
+    for paths in holders.values():
+        if len({frozenset(listed.loaded(compared[name]).values()) for name in paths}) > 1:
+            shards.setdefault(tuple(paths), []).append(next(iter(paths.values())))
     for names, paths in shards.items():
-        these = [every[name] for name in names]
+        these = [compared[name] for name in names]
         message = f"{', '.join(sorted(paths))} is one file in {', '.join(one.label for one in these)}"
         yield finding("shared shard", message, [one for one in these if one is not last])
 
 
 def main_differs(listed: Listed) -> Iterator[Finding]:
     """A `main` that is not the last step."""
-    last, is_said = listed.last, listed.series.listing.main_is_last
-    if last is not None and is_said is not False and listed.equal(last, listed.series.listing.main) is False:
+    last, is_said = listed.listing.last, listed.listing.main_is_last
+    if last is not None and is_said is not False and listed.equal(last, listed.listing.main) is False:
         what = "although it is said to be the same" if is_said else "which it need not share"
         yield finding("main differs", f"main serves other weights than the last step, {what}", [last], note=not is_said)
 
 
 def gaps(listed: Listed) -> Iterator[Finding]:
     """Steps that should be there and are not."""
-    series, expected = listed.series, listed.series.listing.expected
-    steps = sorted(one.step for one in series.listing.checkpoints if one.step is not None)
+    series, expected = listed.series, listed.listing.expected
+    steps = sorted(one.step for one in listed.listing.checkpoints if one.step is not None)
     if series.steps == ALL and expected is None:
         for hole in _holes(steps):
             yield Finding("gap", "missing from an even spacing", hole)
@@ -239,7 +234,7 @@ def _holes(steps: Sequence[int]) -> Iterator[tuple[int, ...]]:
 
 def odd_names(listed: Listed) -> Iterator[Finding]:
     """Branches that look like steps and are not understood, or mean the same one."""
-    listing = listed.series.listing
+    listing = listed.listing
     if listing.strangers:
         names = ", ".join(listing.strangers)
         yield Finding("out of grammar", f"{names}: named like steps, but not as the others are; left out")
@@ -252,7 +247,7 @@ def odd_names(listed: Listed) -> Iterator[Finding]:
 
 def reported(listed: Listed) -> Iterator[Finding]:
     """What the manifest says was reported."""
-    for defect in listed.series.listing.defects:
+    for defect in listed.listing.defects:
         condemned = listed.chosen if defect.suspect and not defect.steps else ()
         these = [one for one in listed.chosen if one.step in defect.steps] or condemned
         if not defect.steps or these:

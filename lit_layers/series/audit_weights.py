@@ -6,7 +6,7 @@ reported, and `undecided_order` names it.
 """
 
 import itertools
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -71,19 +71,6 @@ class Path:
         stored = {precision(prints[one.name]) for one in steps}
         rounding = max((COARSE.get(each, _FINE) for each in stored), default=_FINE)
         return cls(steps, np.sqrt(squares), inner / lengths[:, None] / lengths, of_tensor, norms, rounding)
-
-    def without(self, names: frozenset[str]) -> "Path":
-        """The path that leaves some checkpoints out."""
-        kept = [place for place, one in enumerate(self.steps) if one.name not in names]
-        grid = np.ix_(kept, kept)
-        return Path(
-            [self.steps[place] for place in kept],
-            self.distance[grid],
-            self.cosine[grid],
-            {name: distance[grid] for name, distance in self.of_tensor.items()},
-            {name: norms[kept] for name, norms in self.norms.items()},
-            self.rounding,
-        )
 
 
 def broken_values(steps: Sequence[Checkpoint], prints: Mapping[str, Fingerprint]) -> Iterator[Finding]:
@@ -228,14 +215,15 @@ def _exchanges(distance: np.ndarray) -> Iterator[_Exchange]:
             yield _Exchange(first, second, order, new / old, old - new)
 
 
-def undecided_order(path: Path) -> frozenset[str]:
-    """Checkpoints that could change places with a neighbour and nobody would see it."""
-    count = len(path.steps)
+def undecided_order(path: Path, without: Collection[str]) -> frozenset[str]:
+    """Checkpoints that could change places with a neighbour and nobody would see it; some are left out of the path."""
+    kept = [place for place, one in enumerate(path.steps) if one.name not in without]
+    count = len(kept)
     places = {0, 1, count - 2, count - 1}
-    for exchange in _exchanges(path.distance):
+    for exchange in _exchanges(path.distance[np.ix_(kept, kept)]):
         if exchange.second == exchange.first + 1 and exchange.ratio < 1 / SWAP:
             places |= {exchange.first, exchange.second}
-    return frozenset(path.steps[place].name for place in places if 0 <= place < count)
+    return frozenset(path.steps[kept[place]].name for place in places if 0 <= place < count)
 
 
 def _detour(distance: np.ndarray, place: int) -> float:

@@ -111,7 +111,7 @@ def audit(
     complete = [one for one in steps if one.name not in lost]
     prints, damaged = _prints(complete, level, memory or series.memory)
     findings += [*damaged, *audit_files.changes(complete, prints)]
-    findings, undecided = _findings_of_values(steps, prints, listed.last, findings)
+    findings, undecided = _findings_of_values(steps, prints, listed.listing.last, findings)
     commits = {one.name: one.source.describe().get("commit") for one in chosen}
     unread = [one.name for one in chosen if not (one.name in prints and prints[one.name].digest)]
     made: Level = "files" if prints.keys() >= set(unread) else "listing"
@@ -183,9 +183,9 @@ def _findings_of_values(
     path = audit_weights.Path.of([one for one in read if one.name not in suspects], prints)
     exchange = audit_weights.swapped(path)
     if exchange is not None:
-        return [*findings, exchange], audit_weights.undecided_order(path) - _names([exchange])
+        return [*findings, exchange], audit_weights.undecided_order(path, ()) - _names([exchange])
     strays = list(audit_weights.out_of_line(path))
-    return [*findings, *strays], audit_weights.undecided_order(path.without(_names(strays)))
+    return [*findings, *strays], audit_weights.undecided_order(path, _names(strays))
 
 
 def _names(findings: Iterable[Finding]) -> frozenset[str]:

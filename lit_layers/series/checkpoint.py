@@ -243,6 +243,11 @@ class Listing:
     defects: tuple[Defect, ...] = ()
     warm_up: int = 1
 
+    @property
+    def last(self) -> Checkpoint | None:
+        """The last step; None where there are no steps."""
+        return None if self.checkpoints[-1].step is None else self.checkpoints[-1]
+
 
 class Series(ABC):
     """Checkpoints in step order. Cheap to construct: what is there is asked for on first use."""
