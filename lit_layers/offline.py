@@ -7,7 +7,7 @@ import contextlib
 import hashlib
 import shutil
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -27,7 +27,7 @@ from lit_layers.records import Measurement
 from lit_layers.series import Audit, Checkpoint, OneModel, Series, audit
 from lit_layers.series.auditing import WEIGHTS, SeriesMeasurements, is_suspect, remember
 from lit_layers.series.checkpoint import fetched_ahead
-from lit_layers.series.checkpoint_sources import REQUESTS_AT_ONCE
+from lit_layers.series.checkpoint_sources import at_once
 from lit_layers.series.weight_files import Memory
 
 Device = Literal["auto", "cpu", "cuda"]
@@ -176,9 +176,8 @@ def _unlisted(series: Series) -> dict[str, str]:
             return str(error)
         return None
 
-    with ThreadPoolExecutor(REQUESTS_AT_ONCE) as pool:
-        reasons = pool.map(reason, series.checkpoints)
-        return {one.name: why for one, why in zip(series.checkpoints, reasons, strict=True) if why is not None}
+    reasons = zip(series.checkpoints, at_once(reason, series.checkpoints), strict=True)
+    return {one.name: why for one, why in reasons if why is not None}
 
 
 @dataclass(kw_only=True)

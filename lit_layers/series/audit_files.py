@@ -4,14 +4,13 @@ import itertools
 import json
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
 from lit_layers.data.tokenization import Tokenizer, tokenizer_hash
 from lit_layers.schedule import Schedule
 from lit_layers.series.checkpoint import ALL, Checkpoint, Listing, Series
-from lit_layers.series.checkpoint_sources import REQUESTS_AT_ONCE, TOKENIZER
+from lit_layers.series.checkpoint_sources import TOKENIZER, at_once
 from lit_layers.series.weight_files import Fingerprint, Format, formats, missing
 
 OfFiles = Literal[
@@ -75,8 +74,7 @@ class Listed:
         """Asks for the list of files of each, several at once."""
         beside = filter(None, (series.listing.last, series.listing.main))
         compared = {one.name: one for one in (*chosen, *beside)}
-        with ThreadPoolExecutor(REQUESTS_AT_ONCE) as pool:
-            weights = pool.map(_weights_of, compared.values())
+        weights = at_once(_weights_of, compared.values())
         return cls(series, chosen, dict(zip(compared, weights, strict=True)))
 
     @property

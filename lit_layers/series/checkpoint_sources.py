@@ -7,7 +7,8 @@ import pickle
 import threading
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -23,8 +24,9 @@ if TYPE_CHECKING:  # inside functions, torch: it takes seconds to import, and wh
     from torch import Tensor, nn
 
 
+Item = TypeVar("Item")
 Result = TypeVar("Result")
-REQUESTS_AT_ONCE = 8  # to the Hub, which allows some hundred a minute
+_REQUESTS_AT_ONCE = 8  # the Hub allows some hundred a minute
 WORTH_ANOTHER_TRY = {408, 425, 429, *range(500, 600)}
 
 
@@ -66,6 +68,12 @@ class Retry:
                 wait = min(self.longest_wait, self.first_wait * 2**attempt)
                 self.sleep(max(wait, min(_asked_for(error), self.longest_wait)))
         raise AssertionError("unreachable: attempts is at least 1")
+
+
+def at_once(ask: Callable[[Item], Result], items: Iterable[Item]) -> list[Result]:
+    """What is asked of each item, several at a time where it takes requests to the Hub; in their order."""
+    with ThreadPoolExecutor(_REQUESTS_AT_ONCE) as pool:
+        return list(pool.map(ask, items))
 
 
 def is_transient(error: BaseException | None) -> bool:

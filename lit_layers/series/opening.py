@@ -5,7 +5,6 @@ import functools
 import os
 import re
 from collections.abc import Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -13,15 +12,7 @@ from typing import TYPE_CHECKING, Any
 from lit_layers.errors import InputError
 from lit_layers.series.auditing import audit
 from lit_layers.series.checkpoint import Checkpoint, Grammar, Listing, Series
-from lit_layers.series.checkpoint_sources import (
-    REQUESTS_AT_ONCE,
-    TOKENIZER,
-    FolderSource,
-    Hub,
-    HubSource,
-    Retry,
-    Source,
-)
+from lit_layers.series.checkpoint_sources import TOKENIZER, FolderSource, Hub, HubSource, Retry, Source, at_once
 from lit_layers.series.hub_series import MAIN, HubRevisions, Manifest, known_facts
 from lit_layers.series.local_series import LightningCheckpoints, StepFolders
 from lit_layers.series.weight_files import ListedFile
@@ -61,8 +52,7 @@ class Models(Series):
             if model.startswith((".", "/", "~")) and not os.path.isdir(model):
                 raise InputError(f"models: expected a folder with a model, {model} does not exist")
         hub = None if all(map(os.path.isdir, self.models)) else Hub(self._retry)
-        with ThreadPoolExecutor(REQUESTS_AT_ONCE) as pool:
-            sources = list(pool.map(lambda model: _source(hub, model), self.models))
+        sources = at_once(lambda model: _source(hub, model), self.models)
         reasons = [source.why if isinstance(source, HubSource) else None for source in sources]
         if all(reasons):
             raise InputError(reasons[0])
