@@ -1,4 +1,4 @@
-"""Which measurements are the same number, and which make one curve.
+"""One number, what one analysis found on one checkpoint, and which of that is the same number or makes one curve.
 
 A number's identity is (run, step, analysis, config hash, data hash), and the last measurement of it counts. The two
 hashes are its *settings*: the options of the analysis, and the data it looked at. One settings of each run and analysis
@@ -13,30 +13,67 @@ that were measured last, such as an analysis whose options were changed and that
 """
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from typing import Any, Protocol, TypeVar
+from dataclasses import dataclass, field
+from typing import Annotated, Any
 
+from pydantic import GetPydanticSchema, with_config
+from typing_extensions import TypedDict
+
+from lit_layers import schema
 from lit_layers.errors import InputError
+from lit_layers.schema import Count, Real, Seconds, Tag
 
 ALL, LAST, UNKNOWN = "all", "last", "unknown"  # every settings; those measured last; those of files without hashes
-
-
-class Measured(Protocol):
-    """What is looked at of a measurement."""
-
-    @property
-    def run(self) -> str: ...
-    @property
-    def step(self) -> int | None: ...
-    @property
-    def analysis(self) -> str: ...
-    @property
-    def error(self) -> str | None: ...
-    @property
-    def provenance(self) -> dict[str, Any]: ...
-
-
-Item = TypeVar("Item", bound=Measured)
 Settings = str | Collection[str]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Record:
+    """One number.
+
+    `low` and `high` bound the 95% interval where one is defined; `stderr` and `n` count over prompts or test rows.
+    Tags say which number it is (`k`, `reference`, ...), except those named `num_...`: they count what went into it.
+    """
+
+    __pydantic_config__ = schema.STRICT
+
+    metric: str
+    value: Real
+    layer: Count | None = None
+    other_layer: Count | None = None
+    stderr: Real | None = None
+    low: Real | None = None
+    high: Real | None = None
+    n: Count | None = None
+    tags: dict[str, Tag] = field(default_factory=dict)
+
+
+@with_config(schema.OPEN)
+class _Provenance(TypedDict, total=False):
+    """What is looked up in provenance; whatever else is there is shown."""
+
+    config_hash: str | None
+    data_hash: str | None
+    weights_hash: str | None
+    audit: str | None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Measurement:
+    """What one analysis found on one checkpoint: one line of `measurements.jsonl`."""
+
+    __pydantic_config__ = schema.STRICT
+
+    run: str
+    step: Count | None
+    tokens: Count | None
+    analysis: str
+    records: list[Record]
+    seconds: Seconds
+    error: str | None = None
+    provenance: Annotated[dict[str, Any], GetPydanticSchema(lambda _, of: of(_Provenance))] = field(
+        default_factory=dict
+    )
 
 
 def settings_name(config_hash: str | None, data_hash: str | None) -> str:
@@ -44,7 +81,7 @@ def settings_name(config_hash: str | None, data_hash: str | None) -> str:
     return ".".join([str(config_hash or UNKNOWN), *([str(data_hash)] if data_hash else [])])
 
 
-def settings_of(measurement: Measured) -> str:
+def settings_of(measurement: Measurement) -> str:
     """Returns the name of a measurement's settings."""
     return settings_name(measurement.provenance.get("config_hash"), measurement.provenance.get("data_hash"))
 
@@ -54,15 +91,15 @@ def short(settings: str) -> str:
     return ".".join(part[:8] for part in settings.split("."))
 
 
-def latest(measurements: Iterable[Item]) -> list[Item]:
+def latest(measurements: Iterable[Measurement]) -> list[Measurement]:
     """Returns the last measurement of each identity, failed ones too, in the order written."""
-    last: dict[tuple[Any, ...], Item] = {}
+    last: dict[tuple[Any, ...], Measurement] = {}
     for measurement in measurements:
         keep(last, measurement)
     return list(last.values())
 
 
-def keep(last: dict[tuple[Any, ...], Item], measurement: Item) -> None:
+def keep(last: dict[tuple[Any, ...], Measurement], measurement: Measurement) -> None:
     """Enters a measurement as the last of its identity: run, step, analysis and settings.
 
     One that failed before its settings were known stands until anything else is measured in its place.
@@ -74,7 +111,7 @@ def keep(last: dict[tuple[Any, ...], Item], measurement: Item) -> None:
     last[key] = measurement
 
 
-def shown(measurements: Iterable[Item], settings: Settings = ()) -> list[Item]:
+def shown(measurements: Iterable[Measurement], settings: Settings = ()) -> list[Measurement]:
     """Returns the latest measurements of the settings that make the curves, failed ones too.
 
     `settings` names others than the default, one or several, for the analyses that have them; `all`: all of them.
@@ -85,7 +122,9 @@ def shown(measurements: Iterable[Item], settings: Settings = ()) -> list[Item]:
     return divided(measurements, settings)[0]
 
 
-def divided(measurements: Iterable[Item], settings: Settings = ()) -> tuple[list[Item], list[Item]]:
+def divided(
+    measurements: Iterable[Measurement], settings: Settings = ()
+) -> tuple[list[Measurement], list[Measurement]]:
     """Returns what `shown` does, and the latest measurements of all other settings."""
     measurements, asked = [*measurements], [settings] if isinstance(settings, str) else [*settings]
     if ALL in asked:
@@ -102,14 +141,14 @@ def divided(measurements: Iterable[Item], settings: Settings = ()) -> tuple[list
             curves[m.run, m.analysis][settings_of(m)].add(m.step)
     _refuse_unknown(asked, curves.values())
     chosen = {curve: _chosen(steps, asked, written_last[curve]) for curve, steps in curves.items()}
-    parts: tuple[list[Item], list[Item]] = ([], [])
+    parts: tuple[list[Measurement], list[Measurement]] = ([], [])
     for m in last:
         is_other = not _failed_early(m) and settings_of(m) != chosen[m.run, m.analysis]
         parts[is_other].append(m)
     return parts
 
 
-def plain_settings(measurements: Iterable[Measured]) -> dict[tuple[str, str], str]:
+def plain_settings(measurements: Iterable[Measurement]) -> dict[tuple[str, str], str]:
     """Returns, by run and analysis, the settings that are logged under the analysis' own name: those measured first.
 
     Unlike those that are shown they never change while a file grows: what a logger has got stays one curve.
@@ -121,7 +160,7 @@ def plain_settings(measurements: Iterable[Measured]) -> dict[tuple[str, str], st
     return plain
 
 
-def logged_name(measurement: Measured, plain: dict[tuple[str, str], str]) -> str:
+def logged_name(measurement: Measurement, plain: dict[tuple[str, str], str]) -> str:
     """Returns what tells an analysis' curves apart by name: `coupling`, and of others than `plain` `coupling@1a2b3c4d`.
 
     Settings of an analysis that is new in `plain` are entered there.
@@ -159,5 +198,5 @@ def _is_named(settings: str, asked: str) -> bool:
     return len(asked) > 0 and len(beginnings) <= len(hashes) and all(map(str.startswith, hashes, beginnings))
 
 
-def _failed_early(measurement: Measured) -> bool:
+def _failed_early(measurement: Measurement) -> bool:
     return measurement.error is not None and measurement.provenance.get("config_hash") is None

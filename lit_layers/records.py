@@ -17,21 +17,23 @@ import os
 import re
 from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field, fields
+from dataclasses import fields
 from pathlib import Path
-from typing import Annotated, Any, BinaryIO, NotRequired, Protocol, TypeVar, cast
+from typing import Any, BinaryIO, NotRequired, Protocol, TypeVar, cast
 
 import pandas as pd
-from pydantic import GetPydanticSchema, with_config
+from pydantic import with_config
 from pydantic_core import from_json
 from typing_extensions import TypedDict
 
 from lit_layers import run_lock, schema
 from lit_layers.durable import sync
 from lit_layers.errors import InputError
+from lit_layers.identity import Measurement as Measurement
+from lit_layers.identity import Record as Record
 from lit_layers.identity import Settings, keep, settings_name, settings_of, shown
 from lit_layers.identity import latest as latest
-from lit_layers.schema import Count, Real, Scalar, Seconds, Tag
+from lit_layers.schema import Count, Scalar
 
 T = TypeVar("T")
 
@@ -55,55 +57,6 @@ AUDIT = "audit"  # the column of verdicts, only in tables that hold a suspect ch
 PLACES = ("row", "column", "token", "other_token", "token_distance", "axis", "category", "train_rows", "seed")
 FAILED = "failed"  # the metric of a part of a measurement that came to nothing; `Store.is_done` has it tried again
 _RESTORE = "restore the file from a copy, or delete that line to go on without it"
-
-
-@dataclass(frozen=True, kw_only=True)
-class Record:
-    """One number.
-
-    `low` and `high` bound the 95% interval where one is defined; `stderr` and `n` count over prompts or test rows.
-    Tags say which number it is (`k`, `reference`, ...), except those named `num_...`: they count what went into it.
-    """
-
-    __pydantic_config__ = schema.STRICT
-
-    metric: str
-    value: Real
-    layer: Count | None = None
-    other_layer: Count | None = None
-    stderr: Real | None = None
-    low: Real | None = None
-    high: Real | None = None
-    n: Count | None = None
-    tags: dict[str, Tag] = field(default_factory=dict)
-
-
-@with_config(schema.OPEN)
-class _Provenance(TypedDict, total=False):
-    """What is looked up in provenance; whatever else is there is shown."""
-
-    config_hash: str | None
-    data_hash: str | None
-    weights_hash: str | None
-    audit: str | None
-
-
-@dataclass(frozen=True, kw_only=True)
-class Measurement:
-    """What one analysis found on one checkpoint: one line of `measurements.jsonl`."""
-
-    __pydantic_config__ = schema.STRICT
-
-    run: str
-    step: Count | None
-    tokens: Count | None
-    analysis: str
-    records: list[Record]
-    seconds: Seconds
-    error: str | None = None
-    provenance: Annotated[dict[str, Any], GetPydanticSchema(lambda _, of: of(_Provenance))] = field(
-        default_factory=dict
-    )
 
 
 def append(path: str | Path, measurement: Measurement) -> None:
