@@ -12,6 +12,8 @@ A reader names another by its name, `CONFIG.DATA`, or the beginning of each hash
 that were measured last, such as an analysis whose options were changed and that was measured again at all steps.
 """
 
+# pyright: strict, reportUnknownVariableType=false
+
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Annotated, Any

@@ -4,8 +4,7 @@ import functools
 import hashlib
 import re
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import KW_ONLY, dataclass
-from functools import cached_property
+from dataclasses import KW_ONLY, dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
@@ -45,26 +44,23 @@ class ImageSource:
 
     name: str
     read: Callable[[Split], Content]
-
-    @cached_property
-    def _splits(self) -> dict[Split, Content]:
-        return {}
-
-    def _read(self, split: Split) -> Content:
-        if split not in self._splits:
-            self._splits[split] = self._checked(split)
-        return self._splits[split]
+    _contents: dict[Split, Content] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     @property
     def train(self) -> Pictures:
-        return self._read("train")[0]
+        return self.split("train")
 
     @property
     def test(self) -> Pictures:
-        return self._read("test")[0]
+        return self.split("test")
 
     def split(self, name: Split) -> Pictures:
-        return self._read(name)[0]
+        return self._content(name)[0]
+
+    def _content(self, split: Split) -> Content:
+        if split not in self._contents:
+            self._contents[split] = self._checked(split)
+        return self._contents[split]
 
     @property
     def num_classes(self) -> int:
@@ -73,7 +69,7 @@ class ImageSource:
     @property
     def classes(self) -> tuple[str, ...]:
         """Names of the classes; their numbers where the data has none."""
-        return self._read("train")[1] or tuple(map(str, range(self.num_classes)))
+        return self._content("train")[1] or tuple(map(str, range(self.num_classes)))
 
     def check(self) -> None:
         """Reads both splits.
