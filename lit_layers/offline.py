@@ -339,7 +339,7 @@ class _Measuring:
             return
         view = LayeredModel(checkpoint.load(dtype=dtype).to(self.device))
         self._check(view, analyses)
-        self._keep(checkpoint, view, analyses, undisturbed.one_by_one, tell, weights_hash(view.model))
+        self._keep(checkpoint, view, analyses, undisturbed.in_one_pass, tell, weights_hash(view.model))
 
     def _keep(
         self,

@@ -9,17 +9,18 @@ import random
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import nn
 
-from lit_layers.analyses.base import Analysis, DividedAnalysis
+from lit_layers.analyses.base import Analysis, DividedAnalysis, at_least_float32
 from lit_layers.analyses.statistics import with_a_value
 from lit_layers.models.build import weights_hash as hash_weights
 from lit_layers.models.families import Network
+from lit_layers.models.shared_pass import SharedPass, fingerprints, hook_ids, remove_new_hooks_
 from lit_layers.models.view import LayeredModel, evaluating
 from lit_layers.records import Measurement, Record, Store
 
@@ -30,7 +31,6 @@ PACKAGES = (
     *("lit_layers", "lightning", "transformers", "timm", "tokenizers", "safetensors"),
     *("numpy", "scipy", "mteb"),
 )
-HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
 
 
 class DisturbedError(RuntimeError):
@@ -52,20 +52,26 @@ def measure(
     The model and all global state are left as they were found. `weights_hash` saves hashing the weights once for each
     of several analyses of one checkpoint.
     """
-    done = _attempt(model, analysis, weights_hash, lambda view: collect(analysis, analysis.run(view)))
-    return _measurement(done, analysis, run=run, step=step, tokens=tokens, provenance=provenance)
+    attempt = Attempt()
+    attempt.make(model, analysis, lambda view: collect(analysis, analysis.run(view)), weights_hash)
+    attempt.end(model, analysis)
+    return _measurement(attempt, analysis, run=run, step=step, tokens=tokens, provenance=provenance)
 
 
 Way = Callable[..., Iterable[Measurement]]  # (model, analyses, starting, **facts): facts are those of `measure`
 
 
-def one_by_one(
+def in_one_pass(
     model: nn.Module | LayeredModel, analyses: Sequence[Analysis], starting: Callable[[Analysis], None], **facts: Any
 ) -> Iterator[Measurement]:
     """Yields the measurement of each analysis, in one process, of a model that is in memory whole."""
+    shares = Shares(model, analyses, starting, rank=0, world_size=1, weights_hash=facts["weights_hash"])
     for analysis in analyses:
-        starting(analysis)
-        yield measure(model, analysis, **facts)
+        if is_divided(analysis):
+            yield join_shares(shares.model, analysis, [shares.of(analysis)], **facts)
+        else:
+            starting(analysis)
+            yield measure(shares.model, analysis, **facts)
 
 
 def measure_missing(
@@ -76,7 +82,7 @@ def measure_missing(
     run: str,
     step: int | None,
     weights_hash: str,
-    way: Way = one_by_one,
+    way: Way = in_one_pass,
     starting: Callable[[Analysis], None] = lambda analysis: None,
     same: Mapping[str, Any] | None = None,
     **facts: Any,
@@ -92,28 +98,133 @@ def measure_missing(
         yield measurement
 
 
-@dataclass(frozen=True)
+@dataclass
 class Attempt:
-    """What came of doing something with an undisturbed model: `found`, or else why it failed."""
+    """What came of an analysis of an undisturbed model, made at once or in turns: `found`, or else why it failed."""
 
-    found: Any
-    error: str | None
-    seconds: float
-    facts: dict[str, Any]
+    found: Any = None
+    error: str | None = None
+    seconds: float = 0.0
+    facts: dict[str, Any] = field(default_factory=dict)
+    random_state: list[Any] = field(default_factory=list)  # where its generators stand between two turns
+
+    def make(
+        self,
+        model: nn.Module | LayeredModel,
+        analysis: Analysis,
+        action: Callable[[Any], Any],
+        weights_hash: str | None = None,
+    ) -> Any:
+        """Does something with the model and leaves no trace of it, whatever happens; returns what is `found`."""
+        started = time.perf_counter()
+        try:
+            view = model if isinstance(model, LayeredModel) else LayeredModel(model)
+            if isinstance(view, SharedPass):
+                view.turn(analysis.name)
+            with undisturbed(view.model, self.random_state):
+                self.facts = self.facts or describe_run(view, analysis, weights_hash)
+                self.found = action(view)
+        except Exception as failure:
+            logger.debug("%s failed", analysis.name, exc_info=True)
+            self.found, self.error = None, one_line(failure)
+        self.seconds += time.perf_counter() - started
+        return self.found
+
+    def end(self, model: nn.Module | LayeredModel, analysis: Analysis) -> None:
+        """Nothing more is asked of the model: what a pass kept for the analysis is let go."""
+        if isinstance(model, SharedPass):
+            self.seconds += model.leave(analysis.name)
+        self.random_state = []
+
+
+def is_divided(analysis: Analysis) -> bool:
+    """Whether an analysis is measured in parts, and not as a whole in a way of its own."""
+    return isinstance(analysis, DividedAnalysis) and type(analysis).run is DividedAnalysis.run
+
+
+class Shares:
+    """What one process of several finds of the analyses that are divided, all in one pass over their texts.
+
+    They take turns, a part each, the one next whose texts come first. So a text is held for as long as the analyses
+    that look at it take for it; an analysis that fails is left out from there on. Each turn is undisturbed by others.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module | LayeredModel,
+        analyses: Sequence[Analysis],
+        starting: Callable[[Analysis], None],
+        *,
+        rank: int,
+        world_size: int,
+        weights_hash: str | None = None,
+    ) -> None:
+        self.model = SharedPass.of(model if isinstance(model, LayeredModel) else LayeredModel(model))
+        self.starting, self.weights_hash = starting, weights_hash
+        self.analyses: dict[str, Any] = {analysis.name: analysis for analysis in analyses}
+        self.attempts = {analysis.name: Attempt() for analysis in analyses}
+        self._parts: dict[str, dict[int, Any]] = {name: {} for name in self.attempts}
+        self._turns: dict[str, Iterator[float]] = {}
+        self._places: dict[str, float] = {}  # where in the pass each that is not done asks next
+        self._begun: set[str] = set()
+        for name, analysis in self.analyses.items():
+            if is_divided(analysis):
+                self._turns[name] = analysis.turns(self.model, rank, world_size, self._parts[name])
+                self._turn(name)  # announces what it will read
+            else:
+                # What it cannot say now is no error: it asks for its texts itself when it runs.
+                Attempt().make(self.model, analysis, functools.partial(_announce, analysis), weights_hash)
+
+    def of(self, analysis: Analysis) -> Attempt:
+        """The share of one analysis; others come as far as their texts are the same or come before."""
+        self._begin(analysis.name)
+        while analysis.name in self._places:
+            following = min(self._places, key=lambda name: self._places[name])
+            self._begin(following)
+            self._turn(following)
+        return self.attempts[analysis.name]
+
+    def _begin(self, name: str) -> None:
+        if name not in self._begun:
+            self._begun.add(name)
+            self.starting(self.analyses[name])
+
+    def _turn(self, name: str) -> None:
+        attempt, analysis = self.attempts[name], self.analyses[name]
+        place = attempt.make(self.model, analysis, lambda _: next(self._turns[name], None), self.weights_hash)
+        if place is not None:
+            self._places[name] = place
+            return
+        self._places.pop(name, None)
+        if attempt.error is None:
+            attempt.found = self._parts.pop(name)
+        attempt.end(self.model, analysis)
+
+
+def _announce(analysis: Analysis, model: SharedPass) -> None:
+    if batches := list(analysis.announced()):
+        SharedPass.of(at_least_float32(model)).announce(analysis.name, batches)
 
 
 def measure_share(
     model: nn.Module, analysis: DividedAnalysis, *, rank: int, world_size: int, weights_hash: str | None = None
 ) -> Attempt:
     """What one process of several finds of an analysis, ready to be sent to the one that joins; it never raises."""
+    shares = Shares(model, [analysis], lambda _: None, rank=rank, world_size=world_size, weights_hash=weights_hash)
+    return sendable(shares.of(analysis))
 
-    # Pickled here: a value that cannot be sent is an error of this share.
-    return _attempt(model, analysis, weights_hash, lambda view: pickle.dumps(analysis.share(view, rank, world_size)))
+
+def sendable(attempt: Attempt) -> Attempt:
+    """An attempt as it is sent to another process: a value that cannot be sent is an error of its own."""
+    try:
+        return replace(attempt, found=pickle.dumps(attempt.found))
+    except Exception as failure:
+        return replace(attempt, found=None, error=attempt.error or one_line(failure))
 
 
 def join_shares(
-    model: nn.Module,
-    analysis: DividedAnalysis,
+    model: nn.Module | LayeredModel,
+    analysis: Any,
     shares: Sequence[Attempt],
     *,
     weights_hash: str | None = None,
@@ -125,34 +236,20 @@ def join_shares(
     """
 
     def join(view: LayeredModel) -> list[Record]:
-        return collect(analysis, analysis.join(view, [pickle.loads(share.found) for share in shares]))
+        found = [pickle.loads(share.found) if isinstance(share.found, bytes) else share.found for share in shares]
+        return collect(analysis, analysis.join(view, found))
 
     seconds = max(share.seconds for share in shares)
-    done = next((share for share in shares if share.error is not None), None)
-    if done is None:
-        done = _attempt(model, analysis, weights_hash, join)
-        seconds += done.seconds
-    return _measurement(replace(done, seconds=seconds), analysis, **facts)
-
-
-def _attempt(
-    model: nn.Module | LayeredModel, analysis: Analysis, weights_hash: str | None, action: Callable[[LayeredModel], Any]
-) -> Attempt:
-    """Does something with the model and leaves no trace of it, whatever happens."""
-    start, found, error, facts = time.perf_counter(), None, None, {}
-    try:
-        view = model if isinstance(model, LayeredModel) else LayeredModel(model)
-        with undisturbed(view.model):
-            facts = describe_run(view, analysis, weights_hash)
-            found = action(view)
-    except Exception as failure:
-        logger.debug("%s failed", analysis.name, exc_info=True)
-        found, error = None, one_line(failure)
-    return Attempt(found, error, time.perf_counter() - start, facts)
+    attempt = next((share for share in shares if share.error is not None), None)
+    if attempt is None:
+        attempt = Attempt()
+        attempt.make(model, analysis, join, weights_hash)
+        seconds += attempt.seconds
+    return _measurement(replace(attempt, seconds=seconds), analysis, **facts)
 
 
 def _measurement(
-    done: Attempt,
+    attempt: Attempt,
     analysis: Analysis,
     *,
     run: str,
@@ -160,10 +257,10 @@ def _measurement(
     tokens: int | None = None,
     provenance: dict[str, Any] | None = None,
 ) -> Measurement:
-    records = [] if done.error is not None else done.found
-    outcome: dict[str, Any] = {"records": records, "seconds": done.seconds, "error": done.error}
-    said = {**done.facts, **(provenance or {})}
-    return Measurement(run=run, step=step, tokens=tokens, analysis=analysis.name, provenance=said, **outcome)
+    records = [] if attempt.error is not None else attempt.found
+    outcome: dict[str, Any] = {"records": records, "seconds": attempt.seconds, "error": attempt.error}
+    facts = {**attempt.facts, **(provenance or {})}
+    return Measurement(run=run, step=step, tokens=tokens, analysis=analysis.name, provenance=facts, **outcome)
 
 
 def collect(analysis: Analysis, found: Iterable[Record]) -> list[Record]:
@@ -215,7 +312,7 @@ def versions() -> dict[str, str]:
 
 
 @contextmanager
-def undisturbed(model: nn.Module) -> Iterator[None]:
+def undisturbed(model: nn.Module, random_state: list[Any] | None = None) -> Iterator[None]:
     """Whatever happens inside, training goes on afterwards as if nothing had.
 
     Inside: evaluation mode, derivatives on, no parameter asks for a gradient (one that is asked for by hand starts from
@@ -232,7 +329,7 @@ def undisturbed(model: nn.Module) -> Iterator[None]:
         evaluating(model),
         kept_gradients(model),
         kept_attention(model),
-        kept_random_state(),
+        kept_random_state(random_state),
         plain_numbers(next(model.parameters()).device),
     ):
         try:
@@ -261,31 +358,6 @@ def one_line(failure: Exception) -> str:
 
 def shown(names: list[str]) -> str:
     return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
-
-
-def fingerprints(model: nn.Module) -> dict[str, tuple]:
-    """For each parameter and buffer what changes when it is written to (version) or exchanged (identity, memory)."""
-    tensors: dict[str, Tensor] = {**dict(model.named_parameters()), **dict(model.named_buffers())}
-    return {
-        name: (id(tensor), tensor.data_ptr(), 0 if tensor.is_inference() else tensor._version)
-        for name, tensor in tensors.items()
-    }
-
-
-def hook_ids(model: nn.Module) -> dict[str, set]:
-    return {f"{name}.{kind}": set(getattr(part, kind)) for name, part in model.named_modules() for kind in HOOKS}
-
-
-def remove_new_hooks_(model: nn.Module, before: dict[str, set]) -> list[str]:
-    """Takes off the hooks that were not there before; the modules that bore them."""
-    left = []
-    for name, part in model.named_modules():
-        for kind in HOOKS:
-            hooks = getattr(part, kind)
-            for key in set(hooks) - before.get(f"{name}.{kind}", set()):
-                del hooks[key]
-                left.append(name or type(model).__name__)
-    return left
 
 
 @contextmanager
@@ -318,19 +390,31 @@ def kept_attention(model: Network) -> Iterator[None]:
 
 
 @contextmanager
-def kept_random_state() -> Iterator[None]:
-    """Every global generator starts from a fixed seed inside and goes on from where it was afterwards."""
+def kept_random_state(inside: list[Any] | None = None) -> Iterator[None]:
+    """Every global generator starts from a fixed seed inside and goes on from where it was afterwards.
+
+    Given a list, it starts from the state that an earlier call has left there instead, and leaves its own.
+    """
     # Asking for the state of a GPU that is not in use would start it.
     gpus = range(torch.cuda.device_count()) if torch.cuda.is_initialized() else ()
     in_numpy, in_python = np.random.get_state(), random.getstate()  # noqa: NPY002
     try:
         with torch.random.fork_rng(gpus):
-            torch.default_generator.manual_seed(SEED)
-            if gpus:
-                torch.cuda.manual_seed_all(SEED)
-            np.random.seed(SEED)  # noqa: NPY002
-            random.seed(SEED)
+            if inside and len(inside[3]) == len(gpus):
+                torch.set_rng_state(inside[0])
+                np.random.set_state(inside[1])  # noqa: NPY002
+                random.setstate(inside[2])
+                torch.cuda.set_rng_state_all(inside[3]) if gpus else None
+            else:
+                torch.default_generator.manual_seed(SEED)
+                if gpus:
+                    torch.cuda.manual_seed_all(SEED)
+                np.random.seed(SEED)  # noqa: NPY002
+                random.seed(SEED)
             yield
+            if inside is not None:
+                of_gpus = torch.cuda.get_rng_state_all() if gpus else []
+                inside[:] = torch.get_rng_state(), np.random.get_state(), random.getstate(), of_gpus  # noqa: NPY002
     finally:
         np.random.set_state(in_numpy)  # noqa: NPY002
         random.setstate(in_python)

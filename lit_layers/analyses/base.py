@@ -20,7 +20,8 @@ from lit_layers.data.images import EvalImages
 from lit_layers.errors import InputError
 from lit_layers.models.families import trunk_of
 from lit_layers.models.pixels import pixel_statistics
-from lit_layers.models.view import LayeredModel, Trajectory
+from lit_layers.models.shared_pass import SharedPass, pieces
+from lit_layers.models.view import Batch, LayeredModel, Trajectory
 from lit_layers.moved import public_path
 from lit_layers.records import Record
 
@@ -49,6 +50,12 @@ class Analysis(ABC):
     @abstractmethod
     def run(self, model: LayeredModel) -> Iterable[Record]:
         """Yields the records of one checkpoint. May draw random numbers and switch modes: the driver restores both."""
+
+    def announced(self) -> Iterable[Batch]:
+        """The batches that `run` will ask a model in float32 or wider for, where they are known beforehand: what others
+        look at, too, is then kept for it. Not for analyses in parts, which say it part by part.
+        """
+        return ()
 
     def check(self, model: LayeredModel) -> None:
         """Refuses, before the first step, options that do not fit the model and data that is not there.
@@ -198,7 +205,11 @@ class DividedAnalysis(Analysis):
 
     def parts(self, model: LayeredModel) -> Iterable[Any]:
         """The parts in order, each made when its turn comes; the options have been checked."""
-        return self.batches
+        return pieces(model, self.batches)
+
+    def reads(self, model: LayeredModel, part: Any) -> Sequence[Batch]:
+        """The batches whose states `of_part` asks the model for, so that they can be shared; none: nobody knows."""
+        return [part] if isinstance(part, Mapping) else []
 
     @abstractmethod
     def of_part(self, model: LayeredModel, part: Any) -> Any:
@@ -218,10 +229,26 @@ class DividedAnalysis(Analysis):
 
     def share(self, model: LayeredModel, rank: int, world_size: int) -> dict[int, Any]:
         """What every `world_size`-th part gives, from number `rank` on, by its number."""
+        results: dict[int, Any] = {}
+        for _ in self.turns(SharedPass.of(model), rank, world_size, results):
+            pass
+        return results
+
+    def turns(self, model: SharedPass, rank: int, world_size: int, results: dict[int, Any]) -> Iterator[float]:
+        """`share` in turns with others that look at the same model, all of which announce first what they will read.
+
+        Before each part yields its place in the pass, and then adds what it gives to the results.
+        """
         self.check_options(model)
-        model = self.prepared(model)
-        parts = itertools.islice(enumerate(self.parts(model)), rank, None, world_size)
-        return {number: self.of_part(model, part) for number, part in parts}
+        view = self.prepared(model)
+        announced = view if isinstance(view, SharedPass) else None
+        mine = (rank, None, world_size)
+        if announced is not None:
+            parts = itertools.islice(self.parts(view), *mine)
+            announced.announce(self.name, itertools.chain.from_iterable(self.reads(view, part) for part in parts))
+        for number, part in itertools.islice(enumerate(self.parts(view)), *mine):
+            yield math.inf if announced is None else announced.place(self.reads(view, part))
+            results[number] = self.of_part(view, part)
 
     def join(self, model: LayeredModel, shares: Iterable[dict[int, Any]]) -> Iterable[Record]:
         """Yields the records of all shares together.
@@ -237,19 +264,34 @@ class DividedAnalysis(Analysis):
 
 
 class PromptAnalysis(DividedAnalysis):
-    """An analysis of the first `num_prompts` prompts, whose parts are the trajectories of one prompt each."""
+    """An analysis of the first `num_prompts` prompts, whose parts are batches with the row of one prompt each."""
 
     num_prompts: int
 
-    def parts(self, model: LayeredModel) -> Iterator[Trajectory]:
-        left = self.num_prompts
-        for batch in self.batches:
-            rows = min(left, len(next(iter(batch.values()))))
-            trajectory = model.trajectory({name: values[:rows] for name, values in batch.items()})
-            yield from (trajectory.prompt(row) for row in range(rows))
-            left -= rows
-            if left == 0:
-                return
+    @abstractmethod
+    def of_prompt(self, model: LayeredModel, trajectory: Trajectory) -> Any:
+        """What one prompt gives, as `of_part`."""
+
+    def parts(self, model: LayeredModel) -> Iterator[tuple[Batch, int]]:
+        for batch in first_rows(self.batches, self.num_prompts):
+            yield from ((batch, row) for row in range(len(next(iter(batch.values())))))
+
+    def reads(self, model: LayeredModel, part: tuple[Batch, int]) -> Sequence[Batch]:
+        return [part[0]]
+
+    def of_part(self, model: LayeredModel, part: tuple[Batch, int]) -> Any:
+        batch, row = part
+        return self.of_prompt(model, model.trajectory(batch).prompt(row))
+
+
+def first_rows(batches: Iterable[Batch], count: int) -> Iterator[Batch]:
+    """The batches up to that many rows."""
+    for batch in batches:
+        rows = min(count, len(next(iter(batch.values()))))
+        yield {name: values[:rows] for name, values in batch.items()}
+        count -= rows
+        if not count:
+            return
 
 
 def _choices(kind: Any) -> list[Any]:
@@ -299,6 +341,8 @@ def at_least_float32(model: LayeredModel) -> LayeredModel:
     """
     if model.dtype not in (torch.float16, torch.bfloat16):
         return model
+    if isinstance(model, SharedPass):
+        return model.converted(at_least_float32)
     fresh = copy.deepcopy(model.model).float()
     for module in fresh.modules() if hasattr(fresh, "_init_weights") else ():
         if module._non_persistent_buffers_set:

@@ -2,7 +2,7 @@
 
 import hashlib
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Literal
 
@@ -293,15 +293,15 @@ class PromptStudies(DividedAnalysis):
             yield first, batch
             first += len(batch["input_ids"])
 
+    def reads(self, model: LayeredModel, part: tuple[int, Batch]) -> Sequence[Batch]:
+        return [changed for study in self.studies for _, changed in self._changed(model, study, *part)]
+
     def of_part(self, model: LayeredModel, part: tuple[int, Batch]) -> dict[Key, Tensor]:
         """Values (layers + 1, prompts) of (study, its level, normalization, first tokens left out)."""
-        first, batch = part
-        ids = batch["input_ids"]
-        mask = batch.get("attention_mask", torch.ones_like(ids)).bool()
         return {
             (study, level, *kind): values
             for study in self.studies
-            for level, changed in self._changed(model, study, ids, mask, first)
+            for level, changed in self._changed(model, study, *part)
             for kind, values in self._entropies(model, changed).items()
         }
 
@@ -317,10 +317,10 @@ class PromptStudies(DividedAnalysis):
             if not entropies[key].isnan().all():  # of one token, say, or of two without the first
                 yield from summarize_layers("prompt_entropy", entropies[key], tags=tags)
 
-    def _changed(
-        self, model: LayeredModel, study: Study, ids: Tensor, mask: Tensor, first: int
-    ) -> Iterator[tuple[float, Batch]]:
-        """The batch at every level of a study."""
+    def _changed(self, model: LayeredModel, study: Study, first: int, batch: Batch) -> Iterator[tuple[float, Batch]]:
+        """The batch at every level of a study; `first` is the number of its first prompt."""
+        ids = batch["input_ids"]
+        mask = batch.get("attention_mask", torch.ones_like(ids)).bool()
         if study == "length":
             counts = mask.sum(-1)
             for length in self.lengths or _powers(int(counts.max())):

@@ -12,6 +12,7 @@ from lit_layers.analyses.base import (
     PromptAnalysis,
     evenly_spread,
     final_norm,
+    first_rows,
     in_convention,
 )
 from lit_layers.analyses.layerwise import LayerwiseAnalysis, LayerwiseRun, TensorFolder, Visit, joined
@@ -125,14 +126,9 @@ class Coupling(LayerwiseAnalysis):
         # In float32 32 MB on a CPU, one prompt of GPT-2 small (12 blocks x 768 x 768); 1 GB on a GPU, 37 of them.
         entries = 2**23 if model.device.type == "cpu" else 2**28
         size = max(1, entries // (model.num_layers * model.dim**2 * len(self.tokens(model))))
-        left = self.resolved(model).num_prompts
-        for batch in self.batches:
-            rows = min(left, len(next(iter(batch.values()))))
-            for start in range(0, rows, size):
-                yield {name: values[start : min(start + size, rows)] for name, values in batch.items()}
-            left -= rows
-            if left == 0:
-                return
+        for batch in first_rows(self.batches, self.resolved(model).num_prompts):
+            for start in range(0, len(next(iter(batch.values()))), size):
+                yield {name: values[start : start + size] for name, values in batch.items()}
 
 
 class _Run(LayerwiseRun):
@@ -329,8 +325,8 @@ class CouplingMatrices(PromptAnalysis):
         check_pairs(self.name, self.pairs, model.num_layers)
         check_directions(self.name, self.k, model.dim)
 
-    def of_part(self, model: LayeredModel, part: Trajectory) -> dict[tuple[int, int], Tensor]:
-        return self._matrices(part, functional.num_directions(self.k, model.dim))
+    def of_prompt(self, model: LayeredModel, trajectory: Trajectory) -> dict[tuple[int, int], Tensor]:
+        return self._matrices(trajectory, functional.num_directions(self.k, model.dim))
 
     def combine(self, model: LayeredModel, prompts: list[dict[tuple[int, int], Tensor]]) -> Iterable[Record]:
         count = functional.num_directions(self.k, model.dim)

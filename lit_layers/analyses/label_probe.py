@@ -335,6 +335,10 @@ class LabelProbe(SplitProbe):
         super().check(model)
         self._problem(model)
 
+    def announced(self) -> Iterable[Batch]:
+        yield from self.train
+        yield from self.test
+
     def run(self, model: LayeredModel) -> Iterable[Record]:
         self.check_options(model)
         problem = self._problem(model)

@@ -172,15 +172,15 @@ class PathsInPlane(PromptAnalysis):
     drop_first: int = 1
     states: Literal["resid", "hf"] = "resid"
 
-    def of_part(self, model: LayeredModel, part: PromptTrajectory) -> "_Paths":
-        tokens = list(range(self.drop_first, int(part.mask.sum())))
+    def of_prompt(self, model: LayeredModel, trajectory: PromptTrajectory) -> "_Paths":
+        tokens = list(range(self.drop_first, int(trajectory.mask.sum())))
         if len(tokens) < LEAST_TOKENS:
             nowhere = torch.full((2,), torch.nan, dtype=torch.float64)
-            return _Paths([], nowhere.new_empty(part.num_layers + 1, 0, 2), nowhere)
+            return _Paths([], nowhere.new_empty(trajectory.num_layers + 1, 0, 2), nowhere)
         kept = torch.stack(
             [
-                in_convention(model, self.states, layer, hidden)[0][part.mask[0]][self.drop_first :]
-                for layer, hidden in enumerate(part.hidden)
+                in_convention(model, self.states, layer, hidden)[0][trajectory.mask[0]][self.drop_first :]
+                for layer, hidden in enumerate(trajectory.hidden)
             ]
         )
         places, explained = principal_paths(kept, undefined="nan")

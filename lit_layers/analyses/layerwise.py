@@ -19,6 +19,7 @@ from torch import Tensor
 from lit_layers.analyses.base import Analysis, DividedAnalysis, States, in_convention
 from lit_layers.analyses.statistics import with_a_value
 from lit_layers.errors import InputError
+from lit_layers.models.shared_pass import pieces
 from lit_layers.models.streaming import Entered, StreamedModel
 from lit_layers.models.view import Batch, LayeredModel
 from lit_layers.records import Record
@@ -99,7 +100,10 @@ class LayerwiseAnalysis(DividedAnalysis):
         return self.batches
 
     def parts(self, model: LayeredModel) -> Iterator[tuple[int, Batch]]:
-        return enumerate(self.prompts(model))
+        return enumerate(pieces(model, self.prompts(model)))
+
+    def reads(self, model: LayeredModel, part: tuple[int, Batch]) -> Sequence[Batch]:
+        return [part[1]]
 
     def of_part(self, model: LayeredModel, part: tuple[int, Batch]) -> dict[str, Tensor]:
         number, batch = part

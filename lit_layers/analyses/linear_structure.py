@@ -1,7 +1,7 @@
 """What is linear at each layer: the next token's id, by least squares, and relations between words, as directions."""
 
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal, NamedTuple
 
@@ -73,6 +73,9 @@ class NextTokenResidual(Analysis):
     def check(self, model: LayeredModel) -> None:
         super().check(model)
         self._check_rows(model, self._rows())
+
+    def announced(self) -> Iterable[Batch]:
+        return self.batches
 
     def run(self, model: LayeredModel) -> Iterable[Record]:
         self.check_options(model)
@@ -305,9 +308,12 @@ class ConceptAlignment(DividedAnalysis):
     def parts(self, model: LayeredModel) -> Iterable[Batch]:
         return self.words
 
+    def reads(self, model: LayeredModel, part: Batch) -> Sequence[Batch]:
+        return [{"input_ids": part["input_ids"]}]
+
     def of_part(self, model: LayeredModel, part: Batch) -> Tensor:
         """States (layers + 1, words, dim) at the words' last sub-tokens."""
-        hidden = model.trajectory({"input_ids": part["input_ids"]}).hidden
+        hidden = model.trajectory(*self.reads(model, part)).hidden
         rows = torch.arange(hidden.shape[1], device=hidden.device)
         return hidden[:, rows, part["positions"].to(hidden.device)].cpu()
 

@@ -354,7 +354,7 @@ def _look(
         trajectory = model.trajectory({"input_ids": part.input_ids})
         states[:, part.row] = trajectory.hidden[:, part.context, part.position].cpu()
         if head is not None and classes is not None:
-            logits = trajectory.logits[part.context, part.position].cpu()  # (k, vocabulary)
+            logits = trajectory.logits_of((part.context, part.position)).cpu()  # (k, vocabulary)
             head.top[part.row] = logits.argmax(-1)
             head.log_loss[part.row] = -logits.log_softmax(-1).gather(1, targets[part.row, None])[:, 0]
             head.closed[part.row] = logits[:, classes]

@@ -174,13 +174,13 @@ class TokenCoupling(PromptAnalysis):
         blocks = range(1, model.num_layers + 1)
         return [(a, b) for a, b in itertools.product(blocks, blocks) if a == b or self.pairs == "all"]
 
-    def of_part(self, model: LayeredModel, part: Trajectory) -> dict[Key, Tensor]:
+    def of_prompt(self, model: LayeredModel, trajectory: Trajectory) -> dict[Key, Tensor]:
         """Of pairs of blocks and tables the `means` (k, 3) of coupling, random and excess coupling, the `map`
         (k, tokens, tokens) and the number `undefined`; of pairs of blocks the `same` token's coupling, excess (k, 2);
         of all Jacobians `gaps` and `errors` (k, number), and which are `undefined`. Nothing of a prompt of one token.
         """
         first = 0 if self.tokens == "spread" else model.num_prefix_tokens
-        places = evenly_spread(first, int(part.mask.sum()) - 1, self.num_tokens)
+        places = evenly_spread(first, int(trajectory.mask.sum()) - 1, self.num_tokens)
         if len(places) < 2:
             return {}
         counts, pairs, context = self._counts(model), self._pairs(model), set(self.tables) != {"token"}
@@ -191,7 +191,7 @@ class TokenCoupling(PromptAnalysis):
         values: dict[Key, Tensor] = {}
         for index, (layer, other) in enumerate(pairs):
             for each in {layer, other} - blocks.keys():
-                blocks[each] = _Layer.of(part, each, places, most, context=context)
+                blocks[each] = _Layer.of(trajectory, each, places, most, context=context)
             if other not in assessed:  # ties of J1 do not matter: it enters as a matrix
                 assessed[other] = blocks[other].assessed(counts, self.p)
             for table in self.tables:
@@ -370,12 +370,12 @@ class CrossTokenInfluence(PromptAnalysis):
     states: Literal["resid", "hf"] = "resid"
     preset: Literal["released_code"] | None = None
 
-    def of_part(self, model: LayeredModel, part: Trajectory) -> dict[tuple[int, int | None], Influence]:
+    def of_prompt(self, model: LayeredModel, trajectory: Trajectory) -> dict[tuple[int, int | None], Influence]:
         """Per layer and group (None: all s < t) the values of its tokens."""
         options, by_group = self.resolved(model), {}
-        distances = options._distances(int(part.mask.sum()) - 1)
+        distances = options._distances(int(trajectory.mask.sum()) - 1)
         for layer in range(1, model.num_layers + 1):
-            influence = options._influence(model, part, layer, distances)
+            influence = options._influence(model, trajectory, layer, distances)
             for group, rows in options._groups(distances).items():
                 by_group[layer, group] = Influence(*(values[rows] for values in influence))
         return by_group

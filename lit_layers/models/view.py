@@ -134,6 +134,19 @@ class LayeredModel:
             InputError: a text longer than the model takes.
             ValueError: a missing column, or a text without a real token.
         """
+        return self._seen(batch)
+
+    def with_states(self, batch: Batch, hidden: Tensor, *, in_tuple: bool = False) -> "Trajectory":
+        """The trajectory of a batch whose states (layers + 1, batch, tokens, dim) are there already: no block runs."""
+
+        def hand_on(*args: Any, **kwargs: Any) -> Any:
+            state = split_arguments(args, kwargs)[0]
+            return (state,) if in_tuple else state
+
+        with replaced(self.blocks, hand_on):
+            return self._seen(batch, hidden)
+
+    def _seen(self, batch: Batch, hidden: Tensor | None = None) -> "Trajectory":
         states: list[Tensor] = []
         calls: list[BlockCall] = []
         in_tuple = False
@@ -142,7 +155,7 @@ class LayeredModel:
             nonlocal in_tuple
             before, args, kwargs = split_arguments(args, kwargs)
             in_tuple = output is not first(output)
-            for state in [first(output)] if calls else [before, first(output)]:
+            for state in [] if hidden is not None else [first(output)] if calls else [before, first(output)]:
                 states.append(state if alignment is None else alignment.given_back(state))
             calls.append(BlockCall(module, args, kwargs, alignment))
 
@@ -151,9 +164,9 @@ class LayeredModel:
             inputs, alignment = self._inputs(batch)
             with self._watched(keep):
                 self.family.features(self.model, inputs, dict(self.family.options))
-            hidden = _stacked(states)  # (layers + 1, batch, tokens, dim)
-            mask = mask_of(inputs, hidden[0]) if alignment is None else alignment.given_mask
-        return Trajectory(hidden, mask, tuple(calls), self.attention, self, inputs, alignment, in_tuple)
+            whole = _stacked(states) if hidden is None else hidden  # (layers + 1, batch, tokens, dim)
+            mask = mask_of(inputs, whole[0]) if alignment is None else alignment.given_mask
+        return Trajectory(whole, mask, tuple(calls), self.attention, self, inputs, alignment, in_tuple)
 
     def pass_states(self, batch: Batch, look: Callable[[int, Tensor, Tensor], None]) -> None:
         """Calls `look(layer, hidden, mask)` for layers 0 to L as one batch passes them, and keeps nothing.

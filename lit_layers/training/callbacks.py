@@ -16,7 +16,7 @@ import lightning as L
 from torch import distributed, nn
 
 from lit_layers import records, run_lock, undisturbed
-from lit_layers.analyses.base import Analysis, DividedAnalysis
+from lit_layers.analyses.base import Analysis
 from lit_layers.errors import InputError
 from lit_layers.identity import logged_name, plain_settings
 from lit_layers.models.build import save, weights_hash
@@ -25,7 +25,7 @@ from lit_layers.records import Measurement, Store
 from lit_layers.schedule import Schedule, Steps
 from lit_layers.training.checkpoints import axis_step, origin_of, step_folder, write_folder
 from lit_layers.training.sharding import NoRoomError, is_sharded, release_copy_, whole_copy, whole_on_first_rank
-from lit_layers.undisturbed import Attempt
+from lit_layers.undisturbed import Shares
 
 _PATIENCE = datetime.timedelta(hours=12)
 
@@ -45,17 +45,16 @@ def measure_together(
     waits for another in training's own collectives, which have less patience. `facts` are those of `measure`.
     """
     rank, world_size = distributed.get_rank(group), distributed.get_world_size(group)
-    results: dict[str, Attempt | Measurement] = {}
     turns = itertools.cycle(range(world_size))
-    for analysis in analyses:
-        if isinstance(analysis, DividedAnalysis):
+    mine = [each for each in analyses if undisturbed.is_divided(each) or next(turns) == rank]
+    facts_of_share = {"rank": rank, "world_size": world_size, "weights_hash": facts["weights_hash"]}
+    shares, results = Shares(model, mine, starting, **facts_of_share), {}
+    for analysis in mine:
+        if undisturbed.is_divided(analysis):
+            results[analysis.name] = undisturbed.sendable(shares.of(analysis))
+        else:
             starting(analysis)
-            results[analysis.name] = undisturbed.measure_share(
-                model, analysis, rank=rank, world_size=world_size, weights_hash=facts["weights_hash"]
-            )
-        elif next(turns) == rank:
-            starting(analysis)
-            results[analysis.name] = undisturbed.measure(model, analysis, **facts)
+            results[analysis.name] = undisturbed.measure(shares.model, analysis, **facts)
     of_ranks: list[Any] | None = [None] * world_size if rank == 0 else None
     distributed.gather_object(results, of_ranks, dst=0, group=group)
     measurements = [] if of_ranks is None else [_joined(model, analysis, of_ranks, **facts) for analysis in analyses]
@@ -65,7 +64,7 @@ def measure_together(
 
 def _joined(model: nn.Module, analysis: Analysis, of_ranks: list[dict[str, Any]], **facts: Any) -> Measurement:
     shares = [results[analysis.name] for results in of_ranks if analysis.name in results]
-    if isinstance(analysis, DividedAnalysis):
+    if undisturbed.is_divided(analysis):
         return undisturbed.join_shares(model, analysis, shares, **facts)
     (measurement,) = shares
     return measurement
@@ -293,7 +292,7 @@ class EmergenceCallback(_AtSteps):
             tokens=self._tokens(trainer, step),
             provenance=self._provenance(step == origin_of(trainer).step),
             weights_hash=weights_hash(model),
-            way=undisturbed.one_by_one if self._group is None else together,
+            way=undisturbed.in_one_pass if self._group is None else together,
             starting=starting,
         ):
             self._tell(trainer, measurement)

@@ -1,0 +1,248 @@
+"""One pass over the texts that several readers look at: each goes through the blocks once, whoever asks for it."""
+
+import hashlib
+import time
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from lit_layers.models.view import Batch, LayeredModel, Trajectory
+
+KEPT_BYTES = 2**28  # of states that somebody will ask for again: 256 MB
+HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
+
+
+class _Row(NamedTuple):
+    """Where a row's states are, and the versions of these tensors: who writes to them spoils them for others."""
+
+    trajectory: Trajectory
+    index: int
+    versions: tuple[int, int]
+
+
+@dataclass
+class _Ledger:
+    """Who reads what, by the content of a row; shared by the views of a model in several precisions."""
+
+    kept_bytes: int
+    reader: str = ""
+    readers: dict[bytes, list[str]] = field(default_factory=dict)  # who is still to ask for a row, and how often
+    places: dict[bytes, int] = field(default_factory=dict)  # in the order in which rows were announced
+    rows: dict[bytes, _Row] = field(default_factory=dict)
+    seconds: defaultdict[str, float] = field(default_factory=lambda: defaultdict(float))
+
+
+class SharedPass(LayeredModel):
+    """The layered view of a model, whose readers share their passes.
+
+    Readers announce the batches that they will ask for. A row (a text with its padding, an image) that goes through the
+    blocks is kept, on the device, until the last of them has had it, whichever batch it then comes in; one that nobody
+    announced is passed on asking, and let go. Beyond `kept_bytes` nothing more is kept, and what is asked for again is
+    computed again. The states of an equal batch are the same bits; a row that comes from another batch differs by
+    rounding, as products of other sizes do.
+
+    While a model differs from what it was at the beginning (a hook, a weight), whoever asks has a pass of its own.
+    """
+
+    def __init__(self, view: LayeredModel, *, kept_bytes: int | None = None, ledger: _Ledger | None = None) -> None:
+        super().__init__(view.model)
+        self.view = view
+        self._ledger = ledger or _Ledger(KEPT_BYTES if kept_bytes is None else kept_bytes)
+        self._before = fingerprints(self.model), hook_ids(self.model)
+        self._converted: SharedPass | None = None
+
+    @classmethod
+    def of(cls, view: LayeredModel) -> "SharedPass":
+        return view if isinstance(view, SharedPass) else cls(view)
+
+    def converted(self, convert: Callable[[LayeredModel], LayeredModel]) -> "SharedPass":
+        """The view of the model in another precision, made once for all readers."""
+        if self._converted is None:
+            self._converted = SharedPass(convert(self.view), ledger=self._ledger)
+        return self._converted
+
+    def announce(self, reader: str, batches: Iterable[Batch]) -> None:
+        """Says that a reader will ask for these batches."""
+        for batch in batches:
+            for key in self._keys(batch) or ():
+                self._ledger.readers.setdefault(key, []).append(reader)
+                self._ledger.places.setdefault(key, len(self._ledger.places))
+
+    def place(self, batches: Sequence[Batch]) -> float:
+        """Where in the order of all announced rows these batches begin; behind all where nothing is known of them."""
+        keys = [key for batch in batches for key in self._keys(batch) or ()]
+        return min((self._ledger.places.get(key, torch.inf) for key in keys), default=torch.inf)
+
+    def turn(self, reader: str) -> None:
+        """Says who asks from now on."""
+        self._ledger.reader = reader
+
+    def leave(self, reader: str) -> float:
+        """Lets go what was kept for a reader that asks no more. Returns what to add to the seconds that it was at work.
+
+        The time of a pass is borne in equal parts by all who had announced its rows, whoever asked first.
+        """
+        for key, readers in list(self._ledger.readers.items()):
+            if reader in readers:
+                self._wanted(key, [each for each in readers if each != reader])
+        return self._ledger.seconds.pop(reader, 0.0)
+
+    def trajectory(self, batch: Batch) -> Trajectory:
+        keys = self._keys(batch)
+        if keys is None:
+            return self.view.trajectory(batch)
+        rows = self._ledger.rows
+        missing = [number for number, key in enumerate(keys) if self._row(key) is None]
+        fresh = self._passed(batch, missing, keys) if missing else None
+        if fresh is not None and len(missing) == len(keys):
+            trajectory = fresh
+        else:
+            found = {number: _Row(fresh, index, (0, 0)) for index, number in enumerate(missing) if fresh is not None}
+            trajectory = self._together(batch, [found.get(n) or rows[key] for n, key in enumerate(keys)])
+        for key in keys:
+            self._asked(key)
+        if fresh is not None:
+            self._keep(fresh, [keys[number] for number in missing])
+        return trajectory
+
+    def pass_states(self, batch: Batch, look: Callable[[int, Tensor, Tensor], None]) -> None:
+        keys = self._keys(batch)
+        waiting = self._ledger.readers
+        if keys is None or not any(self._row(key) or len(waiting.get(key, ())) > 1 for key in keys):
+            self.view.pass_states(batch, look)
+            for key in keys or ():
+                self._asked(key)
+            return
+        trajectory = self.trajectory(batch)
+        for layer, hidden in enumerate(trajectory.hidden):
+            look(layer, hidden, trajectory.mask)
+
+    def _keys(self, batch: Batch) -> list[bytes] | None:
+        """What tells rows apart; None where a batch is no affair of others."""
+        columns = {name: batch[name] for name in self.family.inputs if name in batch}
+        if self.family.inputs[0] not in columns or len({len(column) for column in columns.values()}) > 1:
+            return None
+        if (fingerprints(self.model), hook_ids(self.model)) != self._before:
+            return None
+        how = f"{self.attention} {self.dtype}".encode()
+        digests = [hashlib.blake2b(how, digest_size=16) for _ in columns[self.family.inputs[0]]]
+        for name, column in columns.items():
+            about = f"{name} {column.dtype} {tuple(column.shape[1:])}".encode()
+            for digest, row in zip(digests, column.detach().cpu().contiguous(), strict=True):
+                if name != "attention_mask" or not row.all():  # without one all is real
+                    digest.update(about + row.reshape(-1).view(torch.uint8).numpy().tobytes())
+        return [digest.digest() for digest in digests]
+
+    def _passed(self, batch: Batch, numbers: list[int], keys: list[bytes]) -> Trajectory:
+        """Some rows of a batch, through the blocks."""
+        whole = len(numbers) == len(keys)
+        started = self._now()
+        fresh = self.view.trajectory(batch if whole else {name: values[numbers] for name, values in batch.items()})
+        seconds, ledger = self._now() - started, self._ledger
+        ledger.seconds[ledger.reader] -= seconds
+        for number in numbers:
+            bearers = {ledger.reader, *ledger.readers.get(keys[number], ())}
+            for bearer in bearers:
+                ledger.seconds[bearer] += seconds / len(numbers) / len(bearers)
+        return fresh
+
+    def _together(self, batch: Batch, rows: list[_Row]) -> Trajectory:
+        """The trajectory of a batch whose rows were passed before, in whatever batches."""
+        source = rows[0].trajectory
+        in_order = [row.index for row in rows] == list(range(source.hidden.shape[1]))
+        if in_order and source.calls and all(row.trajectory is source for row in rows):
+            return replace(source)  # without the logits that another reader asked for
+        hidden = torch.stack([row.trajectory.hidden[:, row.index] for row in rows], dim=1)
+        return self.view.with_states(batch, hidden, in_tuple=source.in_tuple)
+
+    def _row(self, key: bytes) -> _Row | None:
+        row = self._ledger.rows.get(key)
+        if row is not None and row.versions != _versions(row.trajectory):
+            del self._ledger.rows[key]
+            return None
+        return row
+
+    def _asked(self, key: bytes) -> None:
+        readers = list(self._ledger.readers.get(key, ()))
+        if self._ledger.reader in readers:
+            readers.remove(self._ledger.reader)
+        self._wanted(key, readers)
+
+    def _wanted(self, key: bytes, readers: list[str]) -> None:
+        """Notes who still waits for a row, which is let go where nobody does."""
+        if readers:
+            self._ledger.readers[key] = readers
+        else:
+            self._ledger.readers.pop(key, None)
+            self._ledger.rows.pop(key, None)
+
+    def _keep(self, fresh: Trajectory, keys: list[bytes]) -> None:
+        ledger = self._ledger
+        wanted = [index for index, key in enumerate(keys) if key in ledger.readers]
+        if not wanted:
+            return
+        whole = len(wanted) == len(keys)
+        held = {id(row.trajectory): row.trajectory.hidden.nbytes for row in ledger.rows.values()}
+        if sum(held.values()) + fresh.hidden.nbytes * len(wanted) // len(keys) > ledger.kept_bytes:
+            return
+        if not whole:  # what nobody waits for is not held with the rest
+            fresh = replace(fresh, hidden=fresh.hidden[:, wanted], mask=fresh.mask[wanted], calls=())
+        for index, number in enumerate(wanted):
+            ledger.rows[keys[number]] = _Row(fresh, index, _versions(fresh))
+
+    def _now(self) -> float:
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+        return time.perf_counter()
+
+
+def _versions(trajectory: Trajectory) -> tuple[int, int]:
+    return trajectory.hidden._version, trajectory.mask._version
+
+
+def fingerprints(model: nn.Module) -> dict[str, tuple]:
+    """For each parameter and buffer what changes when it is written to (version) or exchanged (identity, memory)."""
+    tensors: dict[str, Tensor] = {**dict(model.named_parameters()), **dict(model.named_buffers())}
+    return {
+        name: (id(tensor), tensor.data_ptr(), 0 if tensor.is_inference() else tensor._version)
+        for name, tensor in tensors.items()
+    }
+
+
+def hook_ids(model: nn.Module) -> dict[str, set]:
+    return {f"{name}.{kind}": set(getattr(part, kind)) for name, part in model.named_modules() for kind in HOOKS}
+
+
+def remove_new_hooks_(model: nn.Module, before: dict[str, set]) -> list[str]:
+    """Takes off the hooks that were not there before; the modules that bore them."""
+    left = []
+    for name, part in model.named_modules():
+        for kind in HOOKS:
+            hooks = getattr(part, kind)
+            for key in set(hooks) - before.get(f"{name}.{kind}", set()):
+                del hooks[key]
+                left.append(name or type(model).__name__)
+    return left
+
+
+PIECE_BYTES = 2**27, 2**30  # of the states of a piece, on a CPU and elsewhere
+
+
+def pieces(model: LayeredModel, batches: Iterable[Batch]) -> Iterator[Batch]:
+    """The batches, in parts whose states at all layers are not large; how many rows depends on nothing else."""
+    needed = model.family.inputs[0]
+    for batch in batches:
+        column = batch[needed]
+        tokens = column.shape[1]
+        if model.family.sees_images:
+            tokens = model.num_patches(column.shape[-1]) + model.num_prefix_tokens
+        itemsize = max(4, torch.empty((), dtype=model.dtype).element_size())
+        row = (model.num_layers + 1) * tokens * model.dim * itemsize
+        size = max(1, PIECE_BYTES[model.device.type != "cpu"] // row)
+        for start in range(0, len(column), size):
+            whole = size >= len(column)
+            yield batch if whole else {name: values[start : start + size] for name, values in batch.items()}

@@ -1,0 +1,274 @@
+"""Analyses that look at the same texts share their passes, and each finds what it finds alone."""
+
+import time
+from collections import Counter
+from dataclasses import dataclass
+
+import pytest
+import torch
+
+from lit_layers.analyses import (
+    Coupling,
+    LabelProbe,
+    LayerSimilarity,
+    Lens,
+    NextTokenResidual,
+    PathsInPlane,
+    PromptStudies,
+    Representation,
+    TokenCoupling,
+    Trajectory,
+)
+from lit_layers.analyses.base import Analysis, DividedAnalysis
+from lit_layers.models import shared_pass
+from lit_layers.models.build import weights_hash
+from lit_layers.models.view import LayeredModel
+from lit_layers.records import Record
+from lit_layers.undisturbed import Shares, in_one_pass, measure
+from tests.support.listed_batches import Listed
+from tests.support.tiny_models import LAYERS, tiny, tiny_batch
+
+FACTS = {"run": "run", "step": 0, "weights_hash": "x"}
+
+
+def texts(padding=None) -> dict[str, torch.Tensor]:
+    return tiny_batch("gpt2", batch=8, tokens=16, padding=padding, seed=5)
+
+
+def cut(batch, *sizes) -> Listed:
+    """The batch in batches of these sizes."""
+    split = {name: values.split(list(sizes)) for name, values in batch.items()}
+    return Listed(*(dict(zip(split, values, strict=True)) for values in zip(*split.values(), strict=True)))
+
+
+def together(model, analyses, starting=lambda analysis: None):
+    return {each.analysis: each for each in in_one_pass(model, analyses, starting, **FACTS)}
+
+
+def passed(model) -> list[Counter]:
+    """By block the texts that pass it, each by its embedding, and how often."""
+    counts = [Counter() for _ in model.transformer.h]
+    texts: list[tuple] = []
+
+    def enter(module, args, kwargs):
+        texts[:] = map(tuple, (args[0] if args else kwargs["input_ids"]).tolist())
+
+    def count(number):
+        return lambda module, args, output: counts[number].update(texts)
+
+    model.transformer.register_forward_pre_hook(enter, with_kwargs=True)
+    for number, block in enumerate(model.transformer.h):
+        block.attn.register_forward_hook(count(number))
+    return counts
+
+
+def several(batch) -> list[Analysis]:
+    """The same texts in other batches, and the first of them alone."""
+    return [
+        Trajectory(batches=cut(batch, 4, 4)),
+        Representation(batches=cut(batch, 4, 4)),
+        Lens(batches=cut(batch, 3, 5)),
+        LayerSimilarity(batches=cut(batch, 8), num_tokens=2),
+        PathsInPlane(batches=cut(batch, 4, 4), num_prompts=5),
+        NextTokenResidual(batches=cut(batch, 2, 6), num_halves=0),
+    ]
+
+
+@pytest.mark.parametrize("padding", [None, "left", "right"])
+def test_each_text_goes_through_each_block_once(padding):
+    model, batch = tiny("gpt2", torch.float64), texts(padding)
+    counts = passed(model)
+    studies = PromptStudies(batches=cut(batch, 8), studies=("repetition", "randomness"), p=(0.0,))
+    found = together(model, [*several(batch), studies])
+    assert {name: each.error for name, each in found.items()} == dict.fromkeys(found)
+    assert len(counts) == LAYERS
+    for count in counts:  # of padded texts the model is shown the moved ones
+        assert len(count) == 8
+        assert set(count.values()) == {1}
+
+
+@pytest.mark.parametrize("padding", [None, "left"])
+def test_what_an_analysis_finds_does_not_depend_on_what_runs_beside_it(padding):
+    model, batch = tiny("gpt2", torch.float64), texts(padding)
+    analyses = [
+        *several(batch),
+        Coupling(batches=cut(batch, 5, 3), k=(2, 5), num_prompts=7),
+        TokenCoupling(batches=cut(batch, 8), k=(2,), num_tokens=3, num_prompts=3),
+    ]
+    found = together(model, analyses)
+    assert list(found) == [analysis.name for analysis in analyses]
+    for analysis in analyses:
+        alone, beside = measure(model, analysis, **FACTS), found[analysis.name]
+        assert alone.error is None
+        assert beside.provenance == alone.provenance
+        assert [each.metric for each in beside.records] == [each.metric for each in alone.records]
+        for one, other in zip(beside.records, alone.records, strict=True):
+            assert one.value == pytest.approx(other.value, rel=1e-9, abs=1e-12, nan_ok=True), one
+            assert (one.layer, one.n, one.low is None) == (other.layer, other.n, other.low is None)
+
+
+def test_equal_batches_give_the_same_bits():
+    model, batch = tiny("gpt2"), texts("right")
+    analyses = [kind(batches=cut(batch, 4, 4)) for kind in (Trajectory, Representation, Lens)]
+    found = together(model, analyses)
+    for analysis in analyses:
+        alone = measure(model, analysis, **FACTS).records
+        assert [repr(record) for record in found[analysis.name].records] == [repr(record) for record in alone]
+
+
+def test_images_and_a_probe_that_announces_its_batches_share():
+    model, rows = tiny("vit", torch.float64), []
+    batch = {**tiny_batch("vit", batch=8), "labels": torch.tensor([0, 1] * 4)}
+    model.blocks[0].attn.register_forward_hook(lambda module, args, output: rows.append(len(args[0])))
+    probe = LabelProbe(
+        train=cut(batch, 4, 4), test=Listed(tiny_batch("vit", batch=3, seed=9) | {"labels": torch.tensor([0, 1, 1])})
+    )
+    found = together(model, [probe, Trajectory(batches=cut(batch, 8)), Lens(batches=cut(batch, 5, 3))])
+    assert {name: each.error for name, each in found.items()} == dict.fromkeys(found)
+    assert sum(rows) == 11
+
+
+def test_the_head_reads_what_somebody_judges_and_no_more():
+    model, batch, rows = tiny("gpt2"), texts(), []
+    model.lm_head.register_forward_hook(lambda module, args, output: rows.append(args[0].shape[:-1].numel()))
+    lens = Lens(batches=cut(batch, 4, 4))
+    together(model, [analysis for analysis in several(batch) if analysis.name != "lens"])
+    assert rows == [], "nobody reads logits"
+    together(model, [Trajectory(batches=cut(batch, 4, 4)), lens])
+    assert sum(rows) == 8 * 15 * (LAYERS + 1), "no text's last token is judged"
+
+
+def test_nothing_is_kept_longer_than_somebody_waits_for_it(monkeypatch):
+    model, batch, kept = tiny("gpt2"), texts(), []
+    after = shared_pass.SharedPass.trajectory
+
+    def watched(self, asked):
+        trajectory = after(self, asked)
+        kept.append(len(self._ledger.rows))
+        return trajectory
+
+    monkeypatch.setattr(shared_pass.SharedPass, "trajectory", watched)
+    analyses = [Trajectory(batches=cut(batch, 2, 2, 2, 2)), Lens(batches=cut(batch, 2, 2, 2, 2))]
+    shares = Shares(model, analyses, lambda analysis: None, rank=0, world_size=1)
+    assert [shares.of(analysis).error for analysis in analyses] == [None, None]
+    assert kept == [2, 0] * 4, "they go in step"
+    ledger = shares.model._ledger
+    assert (ledger.rows, ledger.readers, dict(ledger.seconds)) == ({}, {}, {})
+
+
+def test_beyond_the_limit_a_text_is_passed_again(monkeypatch):
+    model, batch = tiny("gpt2", torch.float64), texts()
+    analyses = [Trajectory(batches=cut(batch, 4, 4)), PathsInPlane(batches=cut(batch, 4, 4), num_prompts=5)]
+    expected = together(model, analyses)
+    monkeypatch.setattr(shared_pass, "KEPT_BYTES", 0)
+    counts = passed(model)
+    found = together(model, analyses)
+    assert [repr(each.records) for each in found.values()] == [repr(each.records) for each in expected.values()]
+    assert max(counts[0].values()) > 1
+
+
+def test_large_batches_are_measured_in_pieces(monkeypatch):
+    model, batch = tiny("gpt2", torch.float64), texts("right")
+    analyses = [Trajectory(batches=cut(batch, 8)), Lens(batches=cut(batch, 8)), Coupling(batches=cut(batch, 8), k=(2,))]
+    expected = together(model, analyses)
+    row = (LAYERS + 1) * 16 * 32 * 8
+    monkeypatch.setattr(shared_pass, "PIECE_BYTES", (3 * row, 0))
+    sizes = []
+    model.transformer.h[0].attn.register_forward_hook(lambda module, args, output: sizes.append(len(output[0])))
+    found = together(model, analyses[:2])
+    assert sizes == [3, 3, 2]
+    found |= together(model, analyses[2:])
+    for name, whole in expected.items():
+        for one, other in zip(found[name].records, whole.records, strict=True):
+            assert one.value == pytest.approx(other.value, rel=1e-9, abs=1e-12)
+
+
+@dataclass(kw_only=True)
+class Doing(DividedAnalysis):
+    """Does something at each batch, then gives the norm of its states."""
+
+    batches: Listed
+    name: str
+    action: str
+
+    def of_part(self, model, part):
+        if self.action == "fail":
+            raise RuntimeError("here")
+        hook = None
+        if self.action == "hook":
+            hook = model.blocks[1].register_forward_hook(lambda module, args, output: output * 2)
+        drawn = torch.rand(()).item()
+        hidden = model.trajectory(part).hidden
+        norm = hidden.norm().item() + drawn
+        if self.action == "write":
+            hidden[1:].zero_()
+        if hook is not None:
+            hook.remove()
+        return norm
+
+    def combine(self, model, results):
+        return [Record(metric="norm", value=value) for value in results]
+
+    def config(self):
+        return {"name": self.name}
+
+
+def test_one_that_fails_writes_draws_or_changes_blocks_hurts_no_other():
+    model, batch = tiny("gpt2"), texts()
+    before, plain = weights_hash(model), cut(batch, 4, 4)
+    analyses = [
+        Trajectory(batches=plain),
+        *(Doing(batches=plain, name=action, action=action) for action in ("fail", "write", "hook", "draw")),
+        Representation(batches=plain),
+    ]
+    alone = {analysis.name: measure(model, analysis, **FACTS) for analysis in analyses}
+    for order in (analyses, analyses[::-1]):
+        found = together(model, order)
+        assert found["fail"].error == "RuntimeError: here"
+        assert {name: repr(each.records) for name, each in found.items()} == {
+            name: repr(each.records) for name, each in alone.items()
+        }
+    assert alone["hook"].records != alone["draw"].records
+    assert weights_hash(model) == before
+
+
+def test_the_seconds_of_a_shared_pass_are_shared_out_and_sum_to_what_it_took(monkeypatch):
+    model, batch = tiny("gpt2"), texts()
+    model.transformer.h[0].attn.register_forward_hook(lambda module, args, output: time.sleep(0.1))
+    analyses = [
+        Trajectory(batches=cut(batch, 4, 4)),
+        Representation(batches=cut(batch, 4, 4)),
+        Lens(batches=cut(batch, 4, 4)),
+    ]
+    together(model, analyses)  # what is computed once is there
+    started = time.perf_counter()
+    found = together(model, analyses)
+    wall = time.perf_counter() - started
+    seconds = [each.seconds for each in found.values()]
+    assert sum(seconds) == pytest.approx(wall, rel=0.2)
+    assert all(each > 0.2 / 3 for each in seconds), "each bears its share of two passes of 0.1 s"
+
+
+def test_each_is_said_to_start_before_it_ends_and_all_come_in_their_order():
+    model, batch, heard = tiny("gpt2"), texts(), []
+    analyses = several(batch)
+    for measurement in in_one_pass(model, analyses, lambda analysis: heard.append(analysis.name), **FACTS):
+        assert heard.count(measurement.analysis) == 1
+        heard.append(("done", measurement.analysis))
+    assert [name for word, name in (each for each in heard if isinstance(each, tuple))] == [a.name for a in analyses]
+
+
+def test_half_precision_is_widened_once_for_all(monkeypatch):
+    from lit_layers.analyses import base
+
+    model, batch, copies = tiny("gpt2").half(), texts(), []
+    deepcopy = base.copy.deepcopy
+    monkeypatch.setattr(base.copy, "deepcopy", lambda value: copies.append(value) or deepcopy(value))
+    analyses = [
+        Trajectory(batches=cut(batch, 4, 4)),
+        Representation(batches=cut(batch, 4, 4)),
+        Lens(batches=cut(batch, 8)),
+    ]
+    found = together(LayeredModel(model), analyses)
+    assert [each.error for each in found.values()] == [None] * 3
+    assert len(copies) == 1
