@@ -19,6 +19,7 @@ from rich.console import Console
 
 from lit_layers import records, run_lock
 from lit_layers.analyses.base import Analysis
+from lit_layers.cli import threads
 from lit_layers.cli.console import show_table
 from lit_layers.cli.options import Steps, add_options, recipe_errors
 from lit_layers.cli.recipes import HELP, RecipeParser, refuse_reach, refuse_wild_numbers, trust_code
@@ -187,6 +188,9 @@ class FitCLI(LightningCLI):
         except (MisconfigurationException, ValueError) as error:
             raise InputError(f"trainer: {' '.join(str(error).split())}") from error
         refuse_another_number_of_ranks(trainer)
+        threads.settle(trainer.num_devices)
+        if trainer.is_global_zero:
+            self.console.print(threads.said(trainer.strategy.root_device), highlight=False)
         return trainer
 
     def _resume_point(self) -> ResumePoint | None:

@@ -38,8 +38,6 @@ def main(argv: list[str] | None = None) -> int:
         return _refuse(f"unknown command {command!r}{hint}")
     if is_own_process:  # no Python that this process starts looks for modules in the working directory either
         os.environ.setdefault("PYTHONSAFEPATH", "1")
-    # torch reads it at import; two threads on two shared cores measured 8 x slower than one.
-    os.environ.setdefault("OMP_NUM_THREADS", "1")
     if command != "fit":  # their progress bars would write over ours
         os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
     code = _run(command, rest, is_own_process)
@@ -69,13 +67,14 @@ def _run(command: str, rest: list[str], is_own_process: bool) -> int:
 
 
 def _ended(command: str, rest: list[str]) -> int:
-    from lit_layers.cli import quick_help
+    from lit_layers.cli import quick_help, threads
     from lit_layers.errors import InputError, RunLostError
 
     try:
         if (text := quick_help.answer(command, rest)) is not None:
             print(text, end="")
             return 0
+        threads.settle()
         module = importlib.import_module(COMMANDS[command][0])
         if hasattr(module, "main"):
             return module.main(rest)

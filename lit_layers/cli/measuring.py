@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
+from lit_layers.cli import threads
 from lit_layers.cli.console import bar
 from lit_layers.cli.options import Steps, given, refuse_beside
 from lit_layers.errors import InputError
@@ -191,13 +192,15 @@ def measure(
         InputError: a model or series that is not there, options that do not fit it.
     """
     from lit_layers.cli.audit import show_audit
-    from lit_layers.offline import analyze_series
+    from lit_layers.offline import analyze_series, device_of
 
     shard = shard_of(options.shard, os.environ)
     hidden = options.shard == AUTO and shard[0] > 0  # the first process of torchrun speaks for all
     same: Any = {name: getattr(options, name) for name in ("allow_suspect", "keep_downloads", "stream_blocks")}
     same |= {"device": options.device, "dtype": options.dtype, "shard": shard}
     take_own_gpu(options.device, os.environ)
+    if not hidden:
+        print(threads.said(device_of(options.device)), file=sys.stderr)
     failed = False
     try:
         for series in everything:

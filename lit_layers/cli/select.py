@@ -2,6 +2,7 @@
 
 import math
 import re
+import sys
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -9,6 +10,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
+from lit_layers.cli import threads
 from lit_layers.cli.console import bar, show_table
 from lit_layers.cli.measuring import name_of
 from lit_layers.cli.options import given, refuse_beside
@@ -175,6 +177,7 @@ def select(model: str, options: SelectOptions) -> int:
     from lit_layers.analyses.label_probe import ProbeOptions
     from lit_layers.models.costs import layer_latencies
     from lit_layers.models.shard_files import ShardFiles
+    from lit_layers.offline import device_of
     from lit_layers.select.choosing import choose
     from lit_layers.select.export import refuse_taken
 
@@ -184,6 +187,7 @@ def select(model: str, options: SelectOptions) -> int:
     if run and not (Path(model) / "config.json").is_file():
         raise InputError(f"{model} is a run of several checkpoints: name one of them, such as {run[-1].parent}")
     numbers: Any = {name: getattr(options, name) for name in ("c", "penalty", "max_iterations")}
+    print(threads.said(device_of(options.device)), file=sys.stderr)
     with bar("opening the model") as show:
         show(0, 1, "opening the model")
         files = ShardFiles(model, revision=options.revision)

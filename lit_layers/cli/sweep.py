@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from lit_layers.cli import threads
 from lit_layers.cli.console import bar, show_table
 from lit_layers.cli.measuring import shard_of
 from lit_layers.errors import InputError
@@ -73,6 +74,7 @@ def _run(cells: "list[CellFolder]", grid: "Grid", workers: int, code: list[str])
     if all(cell.is_finished for cell in cells):
         return None
     gpus = visible_gpus(os.environ)
+    threads.settle(workers)
     with bar("starting") as show:
 
         def tell(running: "Sequence[CellFolder]", ended: "CellFolder | None") -> None:

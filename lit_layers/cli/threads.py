@@ -1,0 +1,101 @@
+"""How many threads a process computes with: the cores that it may use, divided by the ranks on its machine."""
+
+import contextlib
+import os
+import re
+import sys
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+VARIABLE = "OMP_NUM_THREADS"  # torch, numpy and scikit-learn read it when they are imported
+_divided: str | None = None  # what this process has set the variable to
+
+
+@dataclass(frozen=True)
+class Processors:
+    """What this process may use: CPUs, the cores that they are threads of, and a share of their time in CPUs."""
+
+    cpus: int
+    cores: int
+    quota: float = float("inf")
+
+    def threads(self, ranks: int, allocated: int | None = None) -> int:
+        """Threads of each of so many ranks; where each is bound to CPUs of its own, of those `allocated` to all."""
+        cpus = min(self.cpus, max(self.cpus, allocated or 0) // ranks)
+        return max(1, int(min(cpus * self.cores / self.cpus, self.quota / ranks)))
+
+
+def settle(ranks: int = 1) -> None:
+    """Sets the threads of this process, and of those it starts, unless the caller did.
+
+    Called before torch is imported, and once more where this process is to be one of several `ranks`.
+    """
+    global _divided
+    if _is_asked(os.environ):
+        return
+    started, allocated = ranks_here(os.environ)
+    threads = processors().threads(max(started, ranks), allocated)
+    os.environ[VARIABLE] = _divided = str(threads)
+    if "torch" in sys.modules:  # which has read the variable
+        import torch
+        from threadpoolctl import threadpool_limits
+
+        torch.set_num_threads(threads)
+        threadpool_limits(threads)
+
+
+def _is_asked(environment: Mapping[str, str]) -> bool:
+    if VARIABLE not in environment or environment[VARIABLE] == _divided:
+        return False
+    if environment[VARIABLE] == "1" and "TORCHELASTIC_RUN_ID" in environment:
+        # torchrun sets it to 1 where its caller did not: the variables that torchrun itself was started with tell.
+        with contextlib.suppress(OSError):
+            return f"{VARIABLE}=".encode() in Path(f"/proc/{os.getppid()}/environ").read_bytes()
+    return True
+
+
+def ranks_here(environment: Mapping[str, str]) -> tuple[int, int | None]:
+    """The ranks on this machine, by torchrun or `srun`, and how many CPUs SLURM gave to all of them together."""
+    if "LOCAL_WORLD_SIZE" in environment:
+        return int(environment["LOCAL_WORLD_SIZE"]), None
+    # Such as 4(x2),1: of a step, which a batch script alone is none of.
+    groups = re.findall(r"(\d+)(?:\(x(\d+)\))?", environment.get("SLURM_STEP_TASKS_PER_NODE", ""))
+    tasks = [int(number) for number, times in groups for _ in range(int(times or 1))]
+    node = int(environment.get("SLURM_NODEID", 0))
+    return (tasks[node] if node < len(tasks) else 1), int(environment.get("SLURM_CPUS_ON_NODE", 0)) or None
+
+
+def processors(system: Path = Path("/")) -> Processors:
+    """What the scheduler's affinity and the control groups leave to this process."""
+    allowed = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else range(os.cpu_count() or 1)
+    cores = set()
+    for cpu in allowed:
+        siblings = system / f"sys/devices/system/cpu/cpu{cpu}/topology/thread_siblings_list"
+        cores.add(siblings.read_text() if siblings.is_file() else str(cpu))
+    return Processors(len(allowed), len(cores), min(_quotas(system), default=float("inf")))
+
+
+def _quotas(system: Path) -> Iterator[float]:
+    """Yields the CPUs that each control group around this process may keep busy."""
+    with contextlib.suppress(OSError):
+        for line in (system / "proc/self/cgroup").read_text().splitlines():
+            _, kinds, path = line.split(":", 2)
+            if kinds and "cpu" not in kinds.split(","):
+                continue
+            folder = system / "sys/fs/cgroup" / ("cpu" if kinds else "") / path.lstrip("/")
+            for place in (folder, *folder.parents):  # a container sees its own group at the top
+                files = ["cpu.cfs_quota_us", "cpu.cfs_period_us"] if kinds else ["cpu.max"]
+                with contextlib.suppress(OSError, ValueError):  # "max" where there is no limit
+                    quota, period = map(int, " ".join((place / file).read_text() for file in files).split())
+                    if quota > 0:
+                        yield quota / period
+
+
+def said(device: object) -> str:
+    """What a command computes on, in a line: `8 threads, cuda:0`."""
+    import torch
+
+    number = torch.get_num_threads()
+    where = f"cuda:{torch.cuda.current_device()}" if str(device) == "cuda" else device
+    return f"{number} thread{'s' if number > 1 else ''}, {where}"

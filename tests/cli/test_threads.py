@@ -1,0 +1,143 @@
+"""A process computes with its share of the cores, or with as many threads as its caller says."""
+
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+from torch.utils.data import DataLoader
+
+from lit_layers.cli import threads
+from lit_layers.cli.threads import Processors, processors, ranks_here
+
+INFINITE = float("inf")
+
+
+@pytest.mark.parametrize(
+    ("machine", "ranks", "allocated", "expected"),
+    [
+        (Processors(8, 8), 1, None, 8),
+        (Processors(8, 8), 2, None, 4),
+        (Processors(8, 8), 3, None, 2),
+        (Processors(2, 2), 8, None, 1),
+        (Processors(16, 8), 1, None, 8),  # two hardware threads a core
+        (Processors(16, 8), 4, None, 2),
+        (Processors(64, 64, 6.5), 1, None, 6),
+        (Processors(64, 64, 6.5), 2, None, 3),
+        (Processors(64, 64, 0.5), 1, None, 1),
+        (Processors(64, 64), 8, 64, 8),  # tasks of SLURM that may use each other's CPUs
+        (Processors(8, 8), 8, 64, 8),  # and that may not
+    ],
+)
+def test_threads_are_the_cores_over_the_ranks(machine, ranks, allocated, expected):
+    assert machine.threads(ranks, allocated) == expected
+
+
+@pytest.mark.parametrize(
+    ("environment", "expected"),
+    [
+        ({}, (1, None)),
+        ({"LOCAL_WORLD_SIZE": "4", "WORLD_SIZE": "8"}, (4, None)),
+        ({"SLURM_NTASKS": "8", "SLURM_CPUS_ON_NODE": "32"}, (1, 32)),  # a batch script alone
+        ({"SLURM_STEP_TASKS_PER_NODE": "4(x2),1", "SLURM_NODEID": "1", "SLURM_CPUS_ON_NODE": "32"}, (4, 32)),
+        ({"SLURM_STEP_TASKS_PER_NODE": "4(x2),1", "SLURM_NODEID": "2"}, (1, None)),
+    ],
+)
+def test_ranks_on_this_machine_are_what_started_them_says(environment, expected):
+    assert ranks_here(environment) == expected
+
+
+@pytest.mark.parametrize(
+    ("files", "quota"),
+    [
+        ({"proc/self/cgroup": "0::/\n", "sys/fs/cgroup/cpu.max": "150000 100000\n"}, 1.5),
+        (
+            {
+                "proc/self/cgroup": "0::/a/b\n",
+                "sys/fs/cgroup/a/cpu.max": "400000 100000",
+                "sys/fs/cgroup/a/b/cpu.max": "max 100000",
+            },
+            4,
+        ),
+        (
+            {
+                "proc/self/cgroup": "5:memory:/x\n4:cpu,cpuacct:/docker/y\n",
+                "sys/fs/cgroup/cpu/cpu.cfs_quota_us": "300000\n",
+                "sys/fs/cgroup/cpu/cpu.cfs_period_us": "100000\n",
+            },
+            3,
+        ),
+        (
+            {
+                "proc/self/cgroup": "4:cpu,cpuacct:/\n",
+                "sys/fs/cgroup/cpu/cpu.cfs_quota_us": "-1\n",
+                "sys/fs/cgroup/cpu/cpu.cfs_period_us": "100000\n",
+            },
+            INFINITE,
+        ),
+        ({}, INFINITE),
+    ],
+)
+def test_limits_of_control_groups_are_read(files, quota, tmp_path):
+    for name, text in files.items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(text)
+    assert processors(tmp_path).quota == quota
+
+
+def test_two_hardware_threads_of_a_core_count_once(tmp_path, monkeypatch):
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 1, 4, 5}, raising=False)
+    for cpu in (0, 1, 4, 5):
+        folder = tmp_path / f"sys/devices/system/cpu/cpu{cpu}/topology"
+        folder.mkdir(parents=True)
+        (folder / "thread_siblings_list").write_text(f"{cpu % 4},{cpu % 4 + 4}\n")
+    assert processors(tmp_path) == Processors(4, 2)
+
+
+def test_what_the_caller_says_stays_and_what_was_settled_is_divided(monkeypatch):
+    made: list[int] = []
+    monkeypatch.setattr(threads, "processors", lambda: Processors(12, 12))
+    monkeypatch.setattr(torch, "set_num_threads", made.append)
+    monkeypatch.setattr("threadpoolctl.threadpool_limits", made.append)
+    monkeypatch.setattr(threads, "_divided", None)
+    monkeypatch.setenv(threads.VARIABLE, "5")
+    threads.settle()
+    assert (os.environ[threads.VARIABLE], made) == ("5", [])
+    monkeypatch.delenv(threads.VARIABLE)
+    for ranks, expected in {1: 12, 4: 3, 2: 6}.items():
+        threads.settle(ranks)
+        assert (os.environ[threads.VARIABLE], made[-2:]) == (str(expected), [expected, expected])
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not os.path.isdir("/proc/self"), reason="what a process was started with is read from /proc")
+@pytest.mark.parametrize(("given", "expected"), [(None, "3"), ("1", "1"), ("2", "2")])
+def test_the_one_thread_that_torchrun_sets_is_no_callers_wish(given, expected, tmp_path):
+    program = "from lit_layers.cli import threads; import os\n"
+    program += (
+        "threads.processors = lambda: threads.Processors(6, 6); threads.settle(); print(os.environ['OMP_NUM_THREADS'])"
+    )
+    agent = "import os, subprocess, sys; os.environ.setdefault('OMP_NUM_THREADS', '1')\n"  # as torchrun does
+    agent += f"subprocess.run([sys.executable, '-c', {program!r}], check=True)"
+    environment = {**os.environ, "TORCHELASTIC_RUN_ID": "x", "LOCAL_WORLD_SIZE": "2"}
+    environment.pop(threads.VARIABLE, None)
+    environment |= {threads.VARIABLE: given} if given else {}
+    done = subprocess.run([sys.executable, "-c", agent], env=environment, capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == expected
+
+
+def test_a_data_loaders_worker_has_one_thread():
+    class Threads:
+        def __len__(self) -> int:
+            return 2
+
+        def __getitem__(self, _: int) -> int:
+            return torch.get_num_threads()
+
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    try:
+        assert [int(each) for each in DataLoader(Threads(), num_workers=1)] == [1, 1]  # pyright: ignore
+    finally:
+        torch.set_num_threads(before)
