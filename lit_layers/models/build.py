@@ -48,6 +48,7 @@ def causal_lm(
     pad_vocab_to: int | None = None,
     attention_implementation: str = "sdpa",
     weights: nn.Module | None = None,
+    device: str = "cpu",
     **overrides: Any,
 ) -> nn.Module:
     """A new causal language model on the CPU, in training mode, in float32 whatever a config.json says.
@@ -56,7 +57,7 @@ def causal_lm(
     are fields of its config. The weights depend on the config and `seed` alone and the global random state is left
     alone; with `weights`, a model of the same kind and shape, they are copies of that model's. `pad_vocab_to=64` pads
     the vocabulary to the next multiple of 64 and changes nothing else. GPT-2 uses the fused form of its activation (the
-    same function, several times faster) unless told otherwise.
+    same function, several times faster) unless told otherwise. On the `device` "meta" it has no weights.
 
     Raises:
         InputError: an unknown type, an unknown override, or values that do not fit together.
@@ -71,7 +72,7 @@ def causal_lm(
         options = fused | _no_foreign_tokens(plain, overrides.get("vocab_size", plain.vocab_size)) | overrides
         config = _config(name, **options)
         refuse_beyond_memory(config, vocabulary=config.vocab_size)
-        with seeded(seed):
+        with seeded(seed, device):
             model = transformers.AutoModelForCausalLM.from_config(
                 config, attn_implementation=attention_implementation, dtype=torch.float32
             )
@@ -85,7 +86,7 @@ def causal_lm(
             kind = type(model).__name__
             raise InputError(f"the weights do not fit a {kind} of these options: {one_line(error)}") from error
     if pad_vocab_to is not None:
-        with seeded(seed):
+        with seeded(seed, device):
             pad_vocabulary_(model, pad_vocab_to)
     return model.train()
 
@@ -292,9 +293,9 @@ def one_line(error: Exception) -> str:
 
 
 @contextmanager
-def seeded(seed: int) -> Iterator[None]:
+def seeded(seed: int, device: str = "cpu") -> Iterator[None]:
     """New weights inside come from `seed`, on the CPU; the global random state is as before afterwards."""
-    with torch.random.fork_rng(devices=[]), torch.device("cpu"):
+    with torch.random.fork_rng(devices=[]), torch.device(device):
         torch.default_generator.manual_seed(seed)  # torch.manual_seed would seed the GPUs as well
         yield
 

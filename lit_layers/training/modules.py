@@ -11,11 +11,13 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
 from torchmetrics import Metric
 
 from lit_layers.errors import InputError
 from lit_layers.models.build import causal_lm, true_vocab_size
 from lit_layers.models.families import causal_by_flag
+from lit_layers.models.view import LayeredModel
 from lit_layers.schema import (
     BETA,
     COUNT,
@@ -29,7 +31,7 @@ from lit_layers.schema import (
 )
 from lit_layers.series.checkpoint import Checkpoint
 from lit_layers.training.checkpoints import Origin, published, refuse_another_tokenizer
-from lit_layers.training.sharding import full, shard_, sharding_mesh
+from lit_layers.training.sharding import are_sharded, full, reduce_gradients_, shard_, sharding_mesh
 
 
 def adamw(
@@ -58,6 +60,23 @@ def parameter_groups(model: nn.Module, weight_decay: float) -> list[dict[str, An
     others = [each for name, each in trained if each.ndim < 2 or name in spared]
     groups = [{"params": decayed, "weight_decay": weight_decay}, {"params": others, "weight_decay": 0.0}]
     return [group for group in groups if group["params"]]
+
+
+def checkpoint_activations_(model: nn.Module) -> None:
+    """Has each block of a model of transformers compute its inside again in the backward pass of training.
+
+    Raises:
+        InputError: for blocks that cannot.
+    """
+    block: Any
+    for block in LayeredModel(model).blocks:
+        if not hasattr(block, "gradient_checkpointing"):
+            raise InputError(
+                f"model.activation_checkpointing: expected false, got true: {type(block).__name__} cannot be computed "
+                "again in the backward pass"
+            )
+        block.gradient_checkpointing = True
+        block._gradient_checkpointing_func = functools.partial(checkpoint, use_reentrant=False)
 
 
 def warmup_linear(*, warmup_steps: int, steps: int) -> Callable[[int], float]:
@@ -167,7 +186,13 @@ class WeightedMean(Metric):
         return self.total / self.weight
 
 
-_NOT_OF_CONFIG = {"name", "seed", "pad_vocab_to", "attention"}  # arguments of `causal_lm` beside the configuration
+_NOT_OF_CONFIG = {
+    "name",
+    "seed",
+    "pad_vocab_to",
+    "attention",
+    "device",
+}  # arguments of `causal_lm` beside the configuration
 MODEL_RANGES = {  # of all modules
     "init_seed": SEED,
     "pad_vocab_to": Range(1, 2**16, whole=True),
@@ -204,8 +229,11 @@ class LitModule(L.LightningModule, ABC):
         """Trains `model`, sharded over the ranks where the strategy asks for it."""
         mesh = sharding_mesh(self.trainer.strategy)
         if mesh is not None:
-            shard_(model, mesh)
+            shard_(model, mesh, str(self.trainer.precision))
         self.model = model
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        reduce_gradients_(self.model, now=not self.trainer.fit_loop._should_accumulate())
 
     def on_fit_start(self) -> None:
         # Kept out of the module tree: the compiled copy shares every weight and must not double the state dict. Not
@@ -269,6 +297,8 @@ class LitCausalLM(LitModule):
         min_lr_ratio: final learning rate over the peak.
         compile: trains through `torch.compile`, on a GPU with the loss in the same graph; `.model` stays eager, and the
             analyses use that.
+        activation_checkpointing: keeps of each block its input alone and computes the rest again in the backward pass:
+            less memory, about a third more time, the same gradients.
     """
 
     def __init__(
@@ -287,6 +317,7 @@ class LitCausalLM(LitModule):
         decay_steps: int | None = None,
         min_lr_ratio: float = 0.1,
         compile: bool = False,
+        activation_checkpointing: bool = False,
     ) -> None:
         super().__init__()
         for name in _NOT_OF_CONFIG & set(config or {}):
@@ -296,6 +327,7 @@ class LitCausalLM(LitModule):
         self.init_from, self.allow_suspect = init_from, allow_suspect
         self.architecture, self.config, self.init_seed = architecture, dict(config or {}), init_seed
         self.pad_vocab_to, self.compile_model = pad_vocab_to, compile
+        self.activation_checkpointing = activation_checkpointing
         self.lr, self.weight_decay, self.betas = lr, weight_decay, betas
         self.warmup_steps, self.decay_steps, self.min_lr_ratio = warmup_steps, decay_steps, min_lr_ratio
         refuse_outside("model.", MODEL_RANGES, vars(self))
@@ -323,6 +355,8 @@ class LitCausalLM(LitModule):
                 f"data.num_tokens: expected at most {context}, the model's context, got {data.num_tokens}; "
                 "choose shorter blocks or a longer context in model.config"
             )
+        if self.activation_checkpointing:
+            checkpoint_activations_(model)
         self.take(model)
 
     def _new_model(self, data: Any) -> nn.Module:
@@ -333,7 +367,10 @@ class LitCausalLM(LitModule):
                 f"got {vocab_size}; leave it out to take the tokenizer's"
             )
         options = {**self.config, "vocab_size": vocab_size}
-        return causal_lm(self.architecture, seed=self.init_seed, pad_vocab_to=self.pad_vocab_to, **options)
+        # Of a model that is to be sharded the first rank alone has the weights; the others get their shards from there.
+        elsewhere = are_sharded(self.trainer.strategy) and not self.trainer.is_global_zero
+        options |= {"pad_vocab_to": self.pad_vocab_to, "device": "meta" if elsewhere else "cpu"}
+        return causal_lm(self.architecture, seed=self.init_seed, **options)
 
     def _continued_model(self, data: Any) -> nn.Module:
         checkpoint = self.beginning[0]

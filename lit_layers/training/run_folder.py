@@ -25,7 +25,10 @@ _TO_GO_ON = ("run", "id", "config")
 _FILES = (RUN_FILE, CONFIG_FILE, "measurements.jsonl", "metrics.jsonl", "report.html")
 _FOLDERS = ("step-*", ".tmp-step-*", "resume", "wandb")
 # What a resumed run may do otherwise: neither the data's order nor the weights depend on it.
-_FREE = {"model": {"compile", "decay_steps"}, "data": {"num_workers", "validation_batch_size"}}
+_FREE = {
+    "model": {"compile", "activation_checkpointing", "decay_steps"},
+    "data": {"num_workers", "validation_batch_size"},
+}
 
 
 class Mirror(Protocol):

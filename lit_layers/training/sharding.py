@@ -7,9 +7,9 @@ from typing import Any
 
 import torch
 from lightning.pytorch.strategies import FSDPStrategy, ModelParallelStrategy
-from torch import Tensor, nn
+from torch import Tensor, distributed, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
 from lit_layers.errors import InputError
@@ -86,13 +86,47 @@ def refuse_unsharded_state(strategy: Any, state: str | Path | None) -> None:
             )
 
 
-def shard_(model: nn.Module, mesh: DeviceMesh) -> None:
-    """Shards each block, then what is left, over the ranks of `mesh`; a block is whole only while it computes."""
+def shard_(model: nn.Module, mesh: DeviceMesh, precision: str = "32-true") -> None:
+    """Shards each block, then what is left, over the ranks of `mesh`; a block is whole only while it computes.
+
+    Weights and buffers are those of the first rank, whatever the others have: they may build the model on "meta", where
+    it takes no memory. One block at a time is whole on a device. With a bf16 `precision` blocks are gathered and
+    computed in bfloat16, and gradients summed in float32; the weights keep their type.
+    """
+    policy = MixedPrecisionPolicy()
+    if "bf16" in precision:
+        policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    moved: dict[int, Tensor] = {}
+    for part in model.modules():
+        _take_from_first_(part._buffers, mesh, moved)
     whole = _Whole(_skeleton(model))
-    for block in LayeredModel(model).blocks:
-        fully_shard(block, mesh=mesh)
-    fully_shard(model, mesh=mesh)
+    for shard in (*LayeredModel(model).blocks, model):
+        for part in shard.modules():
+            _take_from_first_(part._parameters, mesh, moved)
+        fully_shard(shard, mesh=mesh, mp_policy=policy)
     model.__dict__[_WHOLE] = whole
+
+
+@torch.no_grad()
+def _take_from_first_(tensors: dict[str, Any], mesh: DeviceMesh, moved: dict[int, Tensor]) -> None:
+    """Replaces tensors by those of the first rank, on the device of this one; `moved` are those by identity that were,
+    so that tied weights stay one."""
+    device = torch.device("cuda", torch.cuda.current_device()) if mesh.device_type == "cuda" else torch.device("cpu")
+    for name, tensor in tensors.items():
+        if tensor is None or isinstance(tensor, DTensor):
+            continue
+        if id(tensor) not in moved:
+            value = torch.empty_like(tensor, device=device) if tensor.is_meta else tensor.detach().to(device)
+            distributed.broadcast(value, group=mesh.get_group(), group_src=0)
+            is_weight = isinstance(tensor, nn.Parameter)
+            moved[id(tensor)] = nn.Parameter(value, tensor.requires_grad) if is_weight else value
+        tensors[name] = moved[id(tensor)]
+
+
+def reduce_gradients_(model: nn.Module, now: bool) -> None:
+    """Whether the next backward pass sums gradients over the ranks, or adds them to this rank's own, kept whole."""
+    if isinstance(model, FSDPModule):
+        model.set_requires_gradient_sync(now)
 
 
 def is_sharded(model: nn.Module) -> bool:

@@ -13,12 +13,13 @@ from typing import Any
 import lightning as L
 import torch
 from lightning.pytorch.strategies import ModelParallelStrategy
+from torch.distributed.fsdp._fully_shard import _fsdp_param_group
 from torch.distributed.tensor import DTensor
 
 from lit_layers.analyses import Coupling, Lens, Trajectory
 from lit_layers.analyses.base import Analysis
 from lit_layers.records import Record
-from lit_layers.training import EmergenceCallback, SeriesCheckpoint, modules, sharding
+from lit_layers.training import EmergenceCallback, LitCausalLM, SeriesCheckpoint, modules, sharding
 from lit_layers.training.checkpoints import ResumeCheckpoint, resume_point, step_folder
 from lit_layers.training.run_log import RunLog
 from lit_layers.training.trainer import StepSeed
@@ -126,15 +127,29 @@ def roomless(root: Path) -> None:
     sharding.free_memory = enough
 
 
+def rotary() -> LitCausalLM:
+    """A model whose blocks need what no checkpoint holds: the frequencies of its positions."""
+    sizes = {"num_hidden_layers": 2, "hidden_size": 16, "intermediate_size": 32, "num_attention_heads": 2}
+    return LitCausalLM("llama", {**sizes, "max_position_embeddings": 12}, lr=1e-2, warmup_steps=2)
+
+
 def other_ways(root: Path) -> dict[str, Any]:
-    """Mixed precision, clipping by value."""
-    _, lit = sharded(
-        root / "mixed", [RunLog(root / "mixed")], steps=3, module=module(dropout=0.0), precision="bf16-mixed"
-    )
+    """Mixed precision, clipping by value, activations computed again."""
+    lit, gathered = module(dropout=0.0), set()
+
+    class Look(L.Callback):
+        def on_train_start(self, trainer: L.Trainer, pl_module: Any) -> None:
+            first = pl_module.model.transformer.h[0].mlp.c_fc
+            first.register_forward_hook(lambda part, *_: gathered.add(str(part.weight.dtype)))
+
+    sharded(root / "mixed", [RunLog(root / "mixed"), Look()], steps=3, module=lit, precision="bf16-mixed")
+    again = module(dropout=0.0, activation_checkpointing=True)
+    sharded(root / "again", [RunLog(root / "again")], steps=3, module=again)
+    sharded(root / "rotary", [RunLog(root / "rotary")], steps=3, module=rotary())
     dtypes = {str(parameter.dtype) for parameter in lit.model.parameters()}
     options: dict[str, Any] = {"gradient_clip_val": 0.01, "gradient_clip_algorithm": "value"}
     sharded(root / "by_value", [RunLog(root / "by_value")], steps=3, module=module(dropout=0.0), **options)
-    return {"dtypes": sorted(dtypes)}
+    return {"dtypes": sorted(dtypes), "gathered": sorted(gathered)}
 
 
 def compiled(root: Path, backend: str) -> int:
@@ -147,8 +162,22 @@ def compiled(root: Path, backend: str) -> int:
 
 def run(folder: Path) -> int:
     warnings.simplefilter("ignore")  # of Lightning and torch among themselves
+    shard, held = modules.shard_, []
+
+    def noting(model: Any, *options: Any) -> None:
+        held.append(sum(p.numel() * p.element_size() for p in model.parameters() if not p.is_meta))
+        shard(model, *options)
+
+    modules.shard_ = noting
     facts = watched(folder / "watched")
+    modules.shard_ = shard
+    torch.distributed.all_gather_object(built := [None, None], held[0])
+    facts["built"] = built
+    reduce, reductions = _fsdp_param_group.foreach_reduce, []
+    _fsdp_param_group.foreach_reduce = lambda *args, **options: reductions.append(1) or reduce(*args, **options)
     dropping_out(folder / "bare", [])
+    _fsdp_param_group.foreach_reduce = reduce
+    facts["reductions"] = len(reductions)
     dropping_out(folder / "seen", [Noisy(), Trajectory(batches=RandomText()), Coupling(batches=RandomText(), k=(2,))])
     part(folder / "whole", 6)
     part(folder / "parts", 3)

@@ -8,8 +8,10 @@ import torch
 from torch._dynamo.backends.debugging import aot_eager
 from torch._dynamo.utils import counters
 from torch.nn import functional as F
+from transformers.modeling_layers import GradientCheckpointingLayer
 
 from lit_layers.errors import InputError
+from lit_layers.models.build import causal_lm
 from lit_layers.training import LitCausalLM, modules
 from tests.support.tiny_training import CONFIG, CONTEXT, RandomBlocks, fit, module
 
@@ -91,6 +93,31 @@ def test_away_from_cpus_the_loss_is_part_of_the_one_compiled_graph(tmp_path, mon
         expected.backward()
     for name, parameter in model.named_parameters():
         torch.testing.assert_close(gradients[0][name], parameter.grad, rtol=1e-4, atol=1e-7, msg=name)
+
+
+def test_activations_are_kept_or_computed_again_for_equal_bits_of_fewer_bytes(tmp_path):
+    results = []
+    for again in (False, True):
+        lit, kept = module(activation_checkpointing=again), []
+
+        def keep(tensor, kept=kept):
+            kept.append(tensor.numel() * tensor.element_size())
+            return tensor
+
+        with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+            fit(tmp_path, [], module=lit, steps=2)
+        results.append((lit.state_dict(), sum(kept)))
+    (state, bytes_kept), (state_again, bytes_again) = results
+    for name, tensor in state.items():
+        assert torch.equal(tensor, state_again[name]), name
+    assert bytes_again < 0.5 * bytes_kept
+
+
+def test_blocks_that_cannot_compute_again_are_refused_in_one_sentence(monkeypatch):
+    model = causal_lm("gpt2", vocab_size=61, **CONFIG)
+    monkeypatch.delattr(GradientCheckpointingLayer, "gradient_checkpointing")
+    with pytest.raises(InputError, match=r"model.activation_checkpointing: expected false, got true: GPT2Block"):
+        modules.checkpoint_activations_(model)
 
 
 def test_the_logged_gradient_norm_is_the_norm_before_clipping(tmp_path):
