@@ -238,11 +238,6 @@ class Softmax:
         value = (pull * point).sum((1, 2)) / 2 - right.log().mean(1)
         return value, (self.inputs.mT @ residual).div_(len(self.targets)).add_(pull)
 
-    def value(self, point: Tensor) -> Tensor:
-        """The objective alone."""
-        losses = [cross_entropy(rows @ at, self.targets) for rows, at in zip(self.inputs, point, strict=True)]
-        return (self.penalties * point.square()).sum((1, 2)) / 2 + torch.stack(losses)
-
     def preconditioner(self) -> Callable[[Tensor], Tensor]:
         inverse = 1 / (self.spread[..., None] * (self.share * (1 - self.share)) + self.penalties)
         inverse_share = inverse / inverse.sum(-1, keepdim=True)

@@ -1,6 +1,7 @@
 """Probes to watch a training by: a closed form, calibrated by leave-one-out, and as much of a few steps as helps."""
 
 import copy
+import math
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -24,6 +25,7 @@ from lit_layers.functional.probe import (
 STEPS = 5
 SHARES_OF_STEPS = (0.0, 0.25, 0.5, 0.75, 1.0)
 CHOOSING_ROWS = 1000
+LEAST_GAIN = 1e-3  # nats
 GRID = [10 ** (exponent / 2) for exponent in range(-10, 7)]  # of c: 1e-5 to 1e3
 FIRST = GRID.index(1e-2)
 
@@ -44,12 +46,16 @@ def fit_watching_probes(
     weights are multiplied by `t`, q_k by `b`. For each layer c, t and b are those of the lowest log-loss of up to 1,000
     rows, drawn once, each left out of all sums by closed form, too; c is sought from 0.01 along half decades.
 
-    From there five L-BFGS steps go down the logistic objective at t c, of which t times the weights are the first step
-    where c is small. They help where classes are not Gaussian, and spoil what few rows in many dimensions determine. So
-    they are made without up to 1,000 of those rows, at most a fifth of all, and on these it is chosen how much of the
-    change counts: none, a quarter, a half, three quarters or all; or the class shares, where these are better.
+    From there up to five L-BFGS steps go down the logistic objective at t c, of which t times the weights are the first
+    step where c is small. They help where classes are not Gaussian, and spoil what few rows in many dimensions
+    determine. So they are made without up to 1,000 of those rows, at most a fifth of all, and on these it is chosen
+    after how many steps, and how much of their change counts: none, a quarter, a half, three quarters or all; or the
+    class shares, where these are better. They end with the first step that helps these rows by less than 0.001 nats,
+    and are not made where the closed form is not that much better than the class shares, or by less than two standard
+    errors, as of permuted labels.
 
-    `c` of the result is that of the steps; `converged` is True, since the number of steps is what it should be.
+    `c` of the result is that of the steps; `converged` is True, since the number of steps is what it should be;
+    `objective` is NaN, since it would cost a pass over the rows and is not the lowest.
     Computed as in `fit_logistic_probes`: a layer at a time on a CPU, batched on a GPU; the rows that the steps are made
     on are a second copy of a layer's features. `device` says where, if not where the features are; these are moved as
     they are needed, and the probes come back to where the features were.
@@ -82,19 +88,16 @@ def _fit(rows: PrincipalRows, seen: Tensor, targets: Tensor, num_classes: int) -
     if held_out:
         out = chosen[:held_out]
         start = torch.stack([form.point(each, without=out) for form, each in zip(forms, closed, strict=True)])
-        minimum = _steps(rows, targets, out, c, start)
-        change, num_iterations = minimum.point - start, minimum.num_iterations
-        gain = rows.inputs[:, out] @ change
-        for layer, each in enumerate(closed):
-            share = _best_share(each, gain[layer], targets[out])
-            if share is None:
+        change, num_iterations = _steps(rows, targets, chosen, held_out, c, start, closed)
+        for layer, each in enumerate(change):
+            if each is None:
                 point[layer, :-1], point[layer, -1] = 0, forms[layer].counts.div(len(targets)).log()
             else:
-                point[layer] += share * change[layer]
+                point[layer] += each
     softmax = Softmax(rows, targets, 1 / (c * len(targets)))
-    done = torch.ones_like(c, dtype=torch.bool)
-    result = Minimum(point, softmax.value(point), point, done, num_iterations)
-    return softmax.probes(result, seen, num_classes, converged=done, objective=result.value.double())
+    unknown, done = torch.full_like(c, torch.nan), torch.ones_like(c, dtype=torch.bool)
+    result = Minimum(point, unknown, point, done, num_iterations)
+    return softmax.probes(result, seen, num_classes, converged=done, objective=unknown)
 
 
 def _rows_to_choose_by(targets: Tensor) -> tuple[Tensor, int]:
@@ -108,27 +111,60 @@ def _rows_to_choose_by(targets: Tensor) -> tuple[Tensor, int]:
     return torch.cat([chosen[~stays], chosen[stays]]), min(int((~stays).sum()), max(1, len(targets) // 5))
 
 
-def _steps(rows: PrincipalRows, targets: Tensor, out: Tensor, c: Tensor, start: Tensor) -> Minimum:
-    """L-BFGS from `start` on the rows that are not `out`."""
+def _steps(
+    rows: PrincipalRows,
+    targets: Tensor,
+    chosen: Tensor,
+    held_out: int,
+    c: Tensor,
+    start: Tensor,
+    closed: Sequence["_Calibrated"],
+) -> tuple[list[Tensor | None], Tensor]:
+    """What L-BFGS on the rows that are not held out changes of `start`, as far as it helps these; and its steps.
+
+    For each layer; None where the class shares do better.
+    """
+    out = chosen[:held_out]
+    inputs, truth = rows.inputs[:, out], targets[out]
+    done = [not each.says_something(targets[chosen]) for each in closed]
+    lowest = [math.inf] * len(closed)
+    change: list[Tensor | None] = [None] * len(closed)
+
+    def look(point: Tensor) -> None:
+        moved = point - start
+        for layer, each in enumerate(closed):
+            loss, share = _best_share(each, inputs[layer] @ moved[layer], truth)
+            done[layer] |= not loss < lowest[layer] - LEAST_GAIN
+            if loss < lowest[layer]:
+                lowest[layer], change[layer] = loss, None if share is None else share * moved[layer]
+
+    def is_done(point: Tensor, value: Tensor, slope: Tensor, direction: Tensor) -> Tensor:
+        if point is not start:
+            look(point)
+        return torch.tensor(done, device=point.device)
+
+    look(start)
+    if all(done):
+        return change, torch.zeros_like(c, dtype=torch.long)
     stays = torch.ones_like(targets, dtype=torch.bool)
     stays[out] = False
     fewer = copy.copy(rows)
     fewer.inputs, targets = rows.inputs[:, stays], targets[stays]
     softmax = Softmax(fewer, targets, 1 / (c * len(targets)))
-    says_nothing = (start[:, : rows.dim] == 0).flatten(1).all(1)
-
-    def is_done(point: Tensor, value: Tensor, slope: Tensor, direction: Tensor) -> Tensor:
-        return says_nothing
-
-    return minimize(softmax.evaluate, start, softmax.preconditioner(), is_done, STEPS)
+    minimum = minimize(softmax.evaluate, start, softmax.preconditioner(), is_done, STEPS)
+    if not all(done):
+        look(minimum.point)
+    return change, minimum.num_iterations
 
 
-def _best_share(closed: "_Calibrated", gain: Tensor, targets: Tensor) -> float | None:
-    """Of the steps, by the log-loss of the first rows to choose by; None where the class shares do better."""
+def _best_share(closed: "_Calibrated", gain: Tensor, targets: Tensor) -> tuple[float, float | None]:
+    """The lowest log-loss of the held-out rows and the share of the steps it has; None: the class shares do better."""
     prior, logits = closed.prior[: len(targets)], closed.logits[: len(targets)]
-    candidates = {share: logits + share * gain for share in SHARES_OF_STEPS} | {None: prior}
+    shares = SHARES_OF_STEPS if gain.any() else (0.0,)
+    candidates = {share: logits + share * gain for share in shares} | {None: prior}
     losses = {share: float(cross_entropy(candidate, targets)) for share, candidate in candidates.items()}
-    return min(losses, key=lambda share: losses[share])
+    share = min(losses, key=lambda share: losses[share])
+    return losses[share], share
 
 
 class _Calibrated(NamedTuple):
@@ -139,6 +175,12 @@ class _Calibrated(NamedTuple):
     pull: float
     prior: Tensor  # (rows, classes)
     logits: Tensor  # (rows, classes)
+
+    def says_something(self, targets: Tensor) -> bool:
+        """Whether the rows gain over the class shares, by more than 0.001 nats and two standard errors."""
+        gain = cross_entropy(self.prior, targets, reduction="none")
+        gain = gain - cross_entropy(self.logits, targets, reduction="none")
+        return bool(gain.mean() > max(LEAST_GAIN, 2 * float(gain.std()) / len(targets) ** 0.5))
 
 
 class _ClosedForm:
