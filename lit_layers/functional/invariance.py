@@ -20,6 +20,7 @@ from lit_layers.functional.entropy import (
     check_alpha,
     divided,
     positive,
+    products,
     renyi,
     renyi_of_matrix,
     singular_values,
@@ -108,7 +109,7 @@ def dime(
     num_prompts, dim = view_a.shape[-2:]
     problems["a view holds nothing but zeros"] = ~(view_a.flatten(-2).any(-1) & view_b.flatten(-2).any(-1))
     transposed = side == "smaller" and num_prompts > dim
-    gram_a, gram_b = (view.mT @ view if transposed else view @ view.mT for view in (view_a, view_b))
+    gram_a, gram_b = (products(view.mT if transposed else view) for view in (view_a, view_b))
     size = dim if transposed else num_prompts
 
     def entropy(joint: Tensor) -> Tensor:
@@ -116,7 +117,8 @@ def dime(
 
     joint = entropy(gram_a * gram_b)
     orders = _permutations(permutations, size, seed).to(gram_a.device)
-    shuffled = [entropy(gram_a * gram_b[..., order, :][..., order]) for order in orders]
+    permuted = (gram_b.index_select(-2, order).gather(-1, order.expand_as(gram_b)) for order in orders)
+    shuffled = [entropy(gram_a * gram) for gram in permuted]
     values, num_rows = torch.stack(shuffled).mean(0) - joint, torch.full_like(joint, num_prompts)
     return divided("dime", values, problems, num_rows, dim, normalization, undefined)
 
@@ -189,9 +191,8 @@ class LidarSums:
         self.num_views = views.shape[1]
         shifted = views - views[:, :1]  # a mean of equal views is off by rounding, one of zeros is not
         offset = shifted.mean(1)
-        residuals = (shifted - offset[:, None]).flatten(0, 1)
         self.means.append(views[:, 0] + offset)
-        scatter = residuals.mT @ residuals
+        scatter = products(shifted.sub_(offset[:, None]).flatten(0, 1).mT)
         self.scatter = scatter if self.scatter is None else self.scatter + scatter
 
     def value(
@@ -239,7 +240,7 @@ class LidarSums:
             return means.new_tensor(0.0), "all prompts have the same mean"
         factor = _cholesky(scatter, delta, most=num_prompts * (self.num_views - 1))
         whitened = torch.linalg.solve_triangular(factor, between.mT / math.sqrt(num_prompts), upper=False)
-        values = singular_values(whitened)
+        values = singular_values(whitened, kept.sum() - 1)
         values = values.masked_fill(values < max(num_prompts, dim) * EPS * values[0], 0.0).square()
         shares = values / positive(values.sum())
         if output == "rank":

@@ -378,3 +378,60 @@ def test_singular_values_come_from_the_matrix_whichever_way_it_lies():
         rows = random(*shape)
         expected = torch.linalg.svdvals(rows)
         np.testing.assert_allclose(module.singular_values(rows), expected, atol=1e-14)
+
+
+def falling(num, tokens, dim, least, seed=0):
+    """Sets of rows and their singular values, which fall from 1 to `least` by one factor."""
+    size = min(tokens, dim)
+    values = torch.logspace(0, math.log10(least), size, dtype=torch.float64)
+    draws = np.random.default_rng(seed)
+    rows = [np.linalg.qr(draws.normal(size=(tokens, size)))[0] * values.numpy() for _ in range(num)]
+    axes = [np.linalg.qr(draws.normal(size=(dim, size)))[0] for _ in range(num)]
+    return torch.from_numpy(np.stack([left @ right.T for left, right in zip(rows, axes, strict=True)])), values
+
+
+@pytest.mark.parametrize("least", [1e-2, 2e-4, 1e-4, 1e-9])  # two of each kind: by the Gram matrix, and not
+@pytest.mark.parametrize("shape", [(40, 60), (60, 40), (40, 40)])
+def test_singular_values_are_those_that_the_rows_were_made_of(shape, least):
+    rows, expected = falling(3, *shape, least)
+    np.testing.assert_allclose(module.singular_values(rows), expected.expand(3, -1), rtol=0, atol=2e-13)
+    np.testing.assert_allclose(module.singular_values(1e170 * rows) / 1e170, expected.expand(3, -1), atol=2e-13)
+    np.testing.assert_allclose(module.singular_values(1e-170 * rows) / 1e-170, expected.expand(3, -1), atol=2e-13)
+    shares = (expected / expected.sum()).numpy()
+    assert effective_rank(rows).tolist() == pytest.approx([math.exp(renyi(shares, 1))] * 3, rel=1e-12)
+    for alpha in (0.5, 1, 2):
+        shares = (expected.square() / expected.square().sum()).numpy()
+        assert matrix_entropy(rows, alpha=alpha).tolist() == pytest.approx([renyi(shares, alpha)] * 3, rel=1e-12)
+
+
+def test_only_sets_that_need_it_are_decomposed_themselves(monkeypatch):
+    decomposed, svd = [], np.linalg.svd
+    monkeypatch.setattr(
+        module.np.linalg, "svd", lambda rows, **options: decomposed.append(rows) or svd(rows, **options)
+    )
+    plain, poor = falling(2, 12, 20, 1e-2)[0], falling(1, 12, 20, 1e-7)[0]
+    repeated = plain[:1].clone()
+    repeated[:, 5] = repeated[:, 3]
+    module.singular_values(torch.cat([plain, poor, repeated]))
+    assert [len(rows) for rows in decomposed] == [2]
+    decomposed.clear()
+    mask = torch.arange(12) < torch.tensor([[7], [12]])
+    for options in ({}, {"center": True}, {"center": True, "unit": True}, {"drop_first": 3}):
+        spectrum(plain, mask, **options)
+    spectrum(plain.mT, center=True)
+    assert not decomposed
+
+
+def test_a_set_has_the_value_that_it_has_alone_whatever_it_is_measured_with():
+    rows = torch.cat([falling(3, 30, 24, least)[0] for least in (1e-1, 1e-4, 1e-6)]).float()
+    counts = torch.tensor([30, 9, 24, 25, 1, 2, 30, 17, 23])
+    mask = torch.arange(30) < counts[:, None]
+    for options in ({}, {"center": True}, {"drop_first": 1}):
+        together = spectrum(rows, mask, **options)
+        for place, count in enumerate(counts.tolist()):
+            alone = spectrum(rows[place, None, :count], **options)
+            for metric in ("entropy", "effective_rank", "participation_ratio", "rankme"):
+                value = getattr(alone, metric)(undefined="nan").item()
+                assert getattr(together, metric)(undefined="nan")[place].item() == pytest.approx(
+                    value, rel=1e-12, abs=1e-15, nan_ok=True
+                )
