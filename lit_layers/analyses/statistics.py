@@ -44,16 +44,44 @@ def summarize(
     values = torch.as_tensor(values).detach().cpu().double()
     if values.ndim != 1:
         raise ValueError(f"expected one value per prompt of {metric}, got shape {tuple(values.shape)}")
+    (interval,) = _intervals(values[None], statistic)
+    return _summarized(metric, values, interval, layer, other_layer, tags, statistic)
+
+
+Interval = tuple[float | None, float | None]
+
+
+def _intervals(values: Tensor, statistic: Statistic) -> list[Interval]:
+    """Of each row (rows, prompts); rows that are defined for the same prompts are resampled by one product."""
+    intervals: list[Interval] = [(None, None)] * len(values)
+    by_prompts: dict[tuple[bool, ...], list[int]] = {}
+    for place, defined in enumerate((~values.isnan()).tolist()):
+        if sum(defined) > 1 and not values[place].isinf().any():
+            by_prompts.setdefault(tuple(defined), []).append(place)
+    for defined, places in by_prompts.items():
+        bounds = bootstrap_interval(values[places][:, list(defined)].T, statistic=statistic)
+        for place, low, high in zip(places, *(bound.tolist() for bound in bounds), strict=True):
+            intervals[place] = low, high
+    return intervals
+
+
+def _summarized(
+    metric: str,
+    values: Tensor,
+    interval: Interval,
+    layer: int | None,
+    other_layer: int | None,
+    tags: Tags | None,
+    statistic: Statistic,
+) -> list[Record]:
     defined = values[~values.isnan()]
     tags = {**(tags or {}), **left_out("", values.isnan())}
     tags |= {"statistic": statistic} if statistic == "median" else {}
     if not (n := len(defined)):
         return [gap(metric, tags=tags)] if layer is None else []
     value = (defined.mean() if statistic == "mean" else median_of_defined(defined)).item()
-    low = high = stderr = None
-    if n > 1 and defined.isfinite().all():
-        low, high = (bound.item() for bound in bootstrap_interval(defined, statistic=statistic))
-        stderr = defined.std().item() / math.sqrt(n) if statistic == "mean" else None
+    low, high = interval
+    stderr = defined.std().item() / math.sqrt(n) if statistic == "mean" and low is not None else None
     spread = {"stderr": stderr, "low": low, "high": high}
     return [Record(metric=metric, value=value, layer=layer, other_layer=other_layer, n=n, tags=tags, **spread)]
 
@@ -66,13 +94,16 @@ def summarize_layers(
     The latter is the mean over layers within each prompt, then over the prompts that have all of them; the tag
     `num_undefined_layers` counts layers that no prompt has. `counts` (layers + 1, prompts) are tags, summed.
     """
+    values = values.detach().cpu().double()
     inner = values[1:]
-    for layer, row in [*enumerate(values), (None, inner.mean(0))]:
+    rows = torch.cat([values, inner.mean(0, keepdim=True)])
+    for number, (row, interval) in enumerate(zip(rows, _intervals(rows, "mean"), strict=True)):
+        layer = number if number < len(values) else None
         members = slice(1, None) if layer is None else layer
         totals = {name: int(number[members].sum()) for name, number in (counts or {}).items()}
         row_tags = {**(tags or {}), **{name: total for name, total in totals.items() if total}}
         row_tags |= left_out("layers", inner.isnan().all(-1)) if layer is None else {}
-        yield from summarize(metric, row, layer=layer, tags=row_tags)
+        yield from _summarized(metric, row, interval, layer, None, row_tags, "mean")
 
 
 def gap(metric: str, *, tags: Tags | None = None) -> Record:

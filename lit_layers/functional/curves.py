@@ -139,8 +139,20 @@ def choice_interval(
     return first_layer + low, first_layer + high
 
 
-def row_counts(num_rows: int, resamples: int, seed: int) -> Iterator[Tensor]:
+def row_counts(num_rows: int, resamples: int, seed: int) -> Iterator[Float[Tensor, "resamples rows"]]:
     """How often each row is drawn, some resamples at a time."""
+    if num_rows * resamples <= DRAWN_AT_ONCE:  # all records of an analysis have the same
+        yield _few_counts(num_rows, resamples, seed)
+    else:
+        yield from _drawn_counts(num_rows, resamples, seed)
+
+
+@lru_cache(maxsize=4)
+def _few_counts(num_rows: int, resamples: int, seed: int) -> Tensor:
+    return torch.cat([*_drawn_counts(num_rows, resamples, seed)])
+
+
+def _drawn_counts(num_rows: int, resamples: int, seed: int) -> Iterator[Tensor]:
     generator = torch.Generator().manual_seed(seed)
     size = max(1, DRAWN_AT_ONCE // num_rows)
     for start in range(0, resamples, size):
@@ -325,7 +337,8 @@ def bootstrap_interval(
 ) -> tuple[Float[Tensor, "*n"], Float[Tensor, "*n"]]:
     """Percentile bootstrap interval, low and high, of the mean (or median) over the first dimension. In float64.
 
-    Equal numbers of prompts are resampled alike for one seed, so that intervals are paired over layers and steps.
+    Equal numbers of prompts are resampled alike for one seed, so that intervals are paired over layers and steps: one
+    matrix, of how often each resample has each prompt, times all values gives all resampled means.
 
     Raises:
         ValueError: fewer than 2 prompts, a value that is not finite, an option out of range.
@@ -338,18 +351,26 @@ def bootstrap_interval(
         raise ValueError("expected finite values: leave undefined ones out first")
     if resamples < 1:
         raise ValueError(f"expected at least 1 resample, got {resamples}")
-    ends, rows, bounds = percentiles(confidence), _resampled_rows(len(values), resamples, seed), []
-    for column in values.reshape(len(values), -1).unbind(1):  # one at a time: resamples x prompts numbers each
-        drawn = column[rows].mean(1) if statistic == "mean" else column[rows].quantile(0.5, dim=1)
-        bounds.append(drawn.quantile(ends))
-    low, high = torch.stack(bounds, dim=1)
+    ends, columns = percentiles(confidence), values.reshape(len(values), -1)
+    resampled = _medians if statistic == "median" else _means
+    drawn = torch.cat([resampled(columns, counts) for counts in row_counts(len(values), resamples, seed)])
+    low, high = drawn.mT.contiguous().quantile(ends, dim=1)
     return low.reshape(values.shape[1:]), high.reshape(values.shape[1:])
 
 
-@lru_cache(maxsize=4)
-def _resampled_rows(num_rows: int, resamples: int, seed: int) -> Tensor:
-    generator = torch.Generator().manual_seed(seed)
-    return torch.randint(num_rows, (resamples, num_rows), generator=generator)
+def _means(columns: Float[Tensor, "rows n"], counts: Float[Tensor, "resamples rows"]) -> Tensor:
+    return counts @ columns / len(columns)
+
+
+def _medians(columns: Float[Tensor, "rows n"], counts: Float[Tensor, "resamples rows"]) -> Tensor:
+    """Halfway between the middle two of each resample's rows."""
+    medians = []
+    for column in columns.unbind(1):
+        ordered, places = column.sort()
+        reached = counts[:, places].cumsum(1)
+        middle = [(reached <= place).sum(1) for place in ((len(column) - 1) // 2, len(column) // 2)]
+        medians.append((ordered[middle[0]] + ordered[middle[1]]) / 2)
+    return torch.stack(medians, dim=1)
 
 
 def wilson_interval(successes: int, n: int, confidence: float = 0.95) -> tuple[float, float]:

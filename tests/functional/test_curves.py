@@ -8,6 +8,7 @@ import pytest
 import torch
 from scipy.stats import binomtest, linregress, norm
 
+from lit_layers.functional import curves
 from lit_layers.functional.curves import (
     bootstrap_interval,
     choice_distribution,
@@ -113,13 +114,28 @@ def test_every_column_is_resampled_alike_and_moves_with_its_values():
     low, high = bootstrap_interval(values)
     assert low.shape == high.shape == (2, 3)
     alone = bootstrap_interval(values[:, 1, 2])
-    assert (low[1, 2].item(), high[1, 2].item()) == (alone[0].item(), alone[1].item())
+    ends = [low[1, 2].item(), high[1, 2].item()]
+    np.testing.assert_allclose(ends, [end.item() for end in alone], rtol=1e-13)  # a product of other columns, too
     moved = bootstrap_interval(3 * values - 1)
     np.testing.assert_allclose(moved[0], 3 * low - 1, rtol=1e-10)
     np.testing.assert_allclose(moved[1], 3 * high - 1, rtol=1e-10)
     again, other = bootstrap_interval(values), bootstrap_interval(values, seed=1)
     assert torch.equal(again[0], low)
     assert not torch.equal(other[0], low)
+
+
+@pytest.mark.parametrize("statistic", ["mean", "median"])
+@pytest.mark.parametrize("num_rows", [2, 5, 30])
+def test_intervals_are_quantiles_over_rows_gathered_one_resample_at_a_time(statistic, num_rows, monkeypatch):
+    values = random(num_rows, 3).numpy()
+    generator = torch.Generator().manual_seed(4)
+    drawn = torch.randint(num_rows, (200, num_rows), generator=generator).numpy()
+    statistics = [getattr(np, statistic)(values[rows], axis=0) for rows in drawn]
+    expected = np.quantile(statistics, [0.025, 0.975], axis=0)
+    for at_once in (2**22, 70):  # all counts kept, and a few resamples at a time
+        monkeypatch.setattr(curves, "DRAWN_AT_ONCE", at_once)
+        interval = bootstrap_interval(torch.from_numpy(values), statistic=statistic, resamples=200, seed=4)
+        np.testing.assert_allclose(torch.stack(interval), expected, rtol=1e-12, atol=1e-15)
 
 
 def test_the_bootstrap_leaves_the_global_random_state_alone():
