@@ -4,6 +4,7 @@ A checkpoint is in memory whole, one at a time while the next one is fetched, or
 """
 
 import contextlib
+import functools
 import hashlib
 import shutil
 from collections.abc import Callable, Iterator, Sequence
@@ -21,6 +22,7 @@ from lit_layers.errors import InputError
 from lit_layers.identity import UNKNOWN, settings_name, settings_of
 from lit_layers.models.build import weights_hash
 from lit_layers.models.shard_files import ShardFiles
+from lit_layers.models.shared_pass import KEPT_MB
 from lit_layers.models.streaming import StreamedModel
 from lit_layers.models.view import LayeredModel
 from lit_layers.records import Measurement
@@ -91,6 +93,7 @@ def analyze_series(
     stream_blocks: bool = False,
     device: Device = "auto",
     dtype: Dtype = "float32",
+    kept_mb: int = KEPT_MB,
     progress: Tell | None = None,
 ) -> SeriesResult:
     """Measures every checkpoint of a series; each measurement is also a line of `root/measurements.jsonl`.
@@ -111,6 +114,8 @@ def analyze_series(
             interrupted call goes on after the last finished block. Trajectory, Representation, StateMetric, Coupling.
         device: "auto" is a GPU where there is one.
         dtype: what the weights are converted to, however they are stored.
+        kept_mb: how much of the states that several analyses look at is kept on the device between them; beyond it a
+            text is passed again.
         progress: told what is done and what comes next.
 
     Raises:
@@ -133,6 +138,7 @@ def analyze_series(
         stream_blocks=stream_blocks,
         device=device_of(device),
         dtype=dtype,
+        kept_mb=kept_mb,
         tell=progress or _silent,
     )
     measuring.choose(analyses)
@@ -192,6 +198,7 @@ class _Measuring:
     stream_blocks: bool
     device: torch.device
     dtype: Dtype
+    kept_mb: int
     tell: Tell
 
     def __post_init__(self) -> None:
@@ -339,7 +346,8 @@ class _Measuring:
             return
         view = LayeredModel(checkpoint.load(dtype=dtype).to(self.device))
         self._check(view, analyses)
-        self._keep(checkpoint, view, analyses, undisturbed.in_one_pass, tell, weights_hash(view.model))
+        way = functools.partial(undisturbed.in_one_pass, kept_mb=self.kept_mb)
+        self._keep(checkpoint, view, analyses, way, tell, weights_hash(view.model))
 
     def _keep(
         self,

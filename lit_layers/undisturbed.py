@@ -20,7 +20,7 @@ from lit_layers.analyses.base import Analysis, DividedAnalysis, at_least_float32
 from lit_layers.analyses.statistics import with_a_value
 from lit_layers.models.build import weights_hash as hash_weights
 from lit_layers.models.families import Network
-from lit_layers.models.shared_pass import SharedPass, fingerprints, hook_ids, remove_new_hooks_
+from lit_layers.models.shared_pass import KEPT_MB, SharedPass, fingerprints, hook_ids, remove_new_hooks_
 from lit_layers.models.view import LayeredModel, evaluating
 from lit_layers.records import Measurement, Record, Store
 
@@ -62,10 +62,16 @@ Way = Callable[..., Iterable[Measurement]]  # (model, analyses, starting, **fact
 
 
 def in_one_pass(
-    model: nn.Module | LayeredModel, analyses: Sequence[Analysis], starting: Callable[[Analysis], None], **facts: Any
+    model: nn.Module | LayeredModel,
+    analyses: Sequence[Analysis],
+    starting: Callable[[Analysis], None],
+    *,
+    kept_mb: int = KEPT_MB,
+    **facts: Any,
 ) -> Iterator[Measurement]:
     """Yields the measurement of each analysis, in one process, of a model that is in memory whole."""
-    shares = Shares(model, analyses, starting, rank=0, world_size=1, weights_hash=facts["weights_hash"])
+    whole: dict[str, Any] = {"rank": 0, "world_size": 1, "weights_hash": facts["weights_hash"], "kept_mb": kept_mb}
+    shares = Shares(model, analyses, starting, **whole)
     for analysis in analyses:
         if is_divided(analysis):
             yield join_shares(shares.model, analysis, [shares.of(analysis)], **facts)
@@ -158,8 +164,10 @@ class Shares:
         rank: int,
         world_size: int,
         weights_hash: str | None = None,
+        kept_mb: int = KEPT_MB,
     ) -> None:
-        self.model = SharedPass.of(model if isinstance(model, LayeredModel) else LayeredModel(model))
+        view = model if isinstance(model, LayeredModel) else LayeredModel(model)
+        self.model = SharedPass.of(view, kept_mb=kept_mb)
         self.starting, self.weights_hash = starting, weights_hash
         self.analyses: dict[str, Any] = {analysis.name: analysis for analysis in analyses}
         self.attempts = {analysis.name: Attempt() for analysis in analyses}

@@ -41,8 +41,8 @@ def cut(batch, *sizes) -> Listed:
     return Listed(*(dict(zip(split, values, strict=True)) for values in zip(*split.values(), strict=True)))
 
 
-def together(model, analyses, starting=lambda analysis: None):
-    return {each.analysis: each for each in in_one_pass(model, analyses, starting, **FACTS)}
+def together(model, analyses, **options):
+    return {each.analysis: each for each in in_one_pass(model, analyses, lambda analysis: None, **options, **FACTS)}
 
 
 def passed(model) -> list[Counter]:
@@ -156,13 +156,12 @@ def test_nothing_is_kept_longer_than_somebody_waits_for_it(monkeypatch):
     assert (ledger.rows, ledger.readers, dict(ledger.seconds)) == ({}, {}, {})
 
 
-def test_beyond_the_limit_a_text_is_passed_again(monkeypatch):
+def test_beyond_the_limit_a_text_is_passed_again():
     model, batch = tiny("gpt2", torch.float64), texts()
     analyses = [Trajectory(batches=cut(batch, 4, 4)), PathsInPlane(batches=cut(batch, 4, 4), num_prompts=5)]
     expected = together(model, analyses)
-    monkeypatch.setattr(shared_pass, "KEPT_BYTES", 0)
     counts = passed(model)
-    found = together(model, analyses)
+    found = together(model, analyses, kept_mb=0)
     assert [repr(each.records) for each in found.values()] == [repr(each.records) for each in expected.values()]
     assert max(counts[0].values()) > 1
 

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from lit_layers.models.view import Batch, LayeredModel, Trajectory
 
-KEPT_BYTES = 2**28  # of states that somebody will ask for again: 256 MB
+KEPT_MB = 256  # of states that somebody will ask for again
 HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
 
 
@@ -41,23 +41,23 @@ class SharedPass(LayeredModel):
 
     Readers announce the batches that they will ask for. A row (a text with its padding, an image) that goes through the
     blocks is kept, on the device, until the last of them has had it, whichever batch it then comes in; one that nobody
-    announced is passed on asking, and let go. Beyond `kept_bytes` nothing more is kept, and what is asked for again is
+    announced is passed on asking, and let go. Beyond `kept_mb` nothing more is kept, and what is asked for again is
     computed again. The states of an equal batch are the same bits; a row that comes from another batch differs by
     rounding, as products of other sizes do.
 
     While a model differs from what it was at the beginning (a hook, a weight), whoever asks has a pass of its own.
     """
 
-    def __init__(self, view: LayeredModel, *, kept_bytes: int | None = None, ledger: _Ledger | None = None) -> None:
+    def __init__(self, view: LayeredModel, *, kept_mb: int = KEPT_MB, ledger: _Ledger | None = None) -> None:
         super().__init__(view.model)
         self.view = view
-        self._ledger = ledger or _Ledger(KEPT_BYTES if kept_bytes is None else kept_bytes)
+        self._ledger = ledger or _Ledger(kept_mb * 2**20)
         self._before = fingerprints(self.model), hook_ids(self.model)
         self._converted: SharedPass | None = None
 
     @classmethod
-    def of(cls, view: LayeredModel) -> "SharedPass":
-        return view if isinstance(view, SharedPass) else cls(view)
+    def of(cls, view: LayeredModel, *, kept_mb: int = KEPT_MB) -> "SharedPass":
+        return view if isinstance(view, SharedPass) else cls(view, kept_mb=kept_mb)
 
     def converted(self, convert: Callable[[LayeredModel], LayeredModel]) -> "SharedPass":
         """The view of the model in another precision, made once for all readers."""

@@ -20,6 +20,7 @@ from lit_layers.analyses.base import Analysis
 from lit_layers.errors import InputError
 from lit_layers.identity import logged_name, plain_settings
 from lit_layers.models.build import save, weights_hash
+from lit_layers.models.shared_pass import KEPT_MB
 from lit_layers.models.view import LayeredModel
 from lit_layers.records import Measurement, Store
 from lit_layers.schedule import Schedule, Steps
@@ -36,7 +37,13 @@ def new_group() -> Any:
 
 
 def measure_together(
-    model: nn.Module, analyses: Sequence[Analysis], starting: Callable[[Analysis], None], *, group: Any, **facts: Any
+    model: nn.Module,
+    analyses: Sequence[Analysis],
+    starting: Callable[[Analysis], None],
+    *,
+    group: Any,
+    kept_mb: int,
+    **facts: Any,
 ) -> list[Measurement]:
     """On rank 0 the measurements, in the order of the analyses, equal to those of one process; elsewhere none.
 
@@ -47,7 +54,7 @@ def measure_together(
     rank, world_size = distributed.get_rank(group), distributed.get_world_size(group)
     turns = itertools.cycle(range(world_size))
     mine = [each for each in analyses if undisturbed.is_divided(each) or next(turns) == rank]
-    facts_of_share = {"rank": rank, "world_size": world_size, "weights_hash": facts["weights_hash"]}
+    facts_of_share = {"rank": rank, "world_size": world_size, "weights_hash": facts["weights_hash"], "kept_mb": kept_mb}
     shares, results = Shares(model, mine, starting, **facts_of_share), {}
     for analysis in mine:
         if undisturbed.is_divided(analysis):
@@ -230,6 +237,8 @@ class EmergenceCallback(_AtSteps):
         run: the run's name in the records; None: the folder's name.
         tokens_per_step: tokens per optimizer step, for the token axis; None: the data module's, where it knows it.
         model: name of the submodule to measure; None: `.model`, or the module itself where there is none.
+        kept_mb: how much of the states that several analyses look at is kept on the device between them; beyond it a
+            text is passed again.
         watchers: told of each analysis as it starts and ends.
 
     Raises:
@@ -248,13 +257,14 @@ class EmergenceCallback(_AtSteps):
         tokens_per_step: int | None = None,
         model: str | None = None,
         watchers: Sequence[Watcher] = (),
+        kept_mb: int = KEPT_MB,
     ) -> None:
         super().__init__(steps, root, model)
         names = [analysis.name for analysis in analyses]
         if double := {name for name in names if names.count(name) > 1}:
             raise InputError(f"analyses: two are named {sorted(double)[0]!r}; give each a name of its own")
         self.analyses, self.run, self.tokens_per_step = list(analyses), run or self.root.name, tokens_per_step
-        self.watchers = list(watchers)
+        self.watchers, self.kept_mb = list(watchers), kept_mb
         self._store = Store(self.file, [])
         self._plain: dict[tuple[str, str], str] = {}  # the settings that loggers know by the analysis' own name
         self._source: dict[str, Any] = {}
@@ -283,6 +293,7 @@ class EmergenceCallback(_AtSteps):
                 watcher.measuring(step, analysis.name)
 
         together = functools.partial(measure_together, group=self._group)
+        way = functools.partial(undisturbed.in_one_pass if self._group is None else together, kept_mb=self.kept_mb)
         for measurement in undisturbed.measure_missing(
             model,
             self.analyses,
@@ -292,7 +303,7 @@ class EmergenceCallback(_AtSteps):
             tokens=self._tokens(trainer, step),
             provenance=self._provenance(step == origin_of(trainer).step),
             weights_hash=weights_hash(model),
-            way=undisturbed.in_one_pass if self._group is None else together,
+            way=way,
             starting=starting,
         ):
             self._tell(trainer, measurement)
