@@ -10,7 +10,7 @@ from lit_layers import plots, records
 from lit_layers.errors import InputError
 from lit_layers.figures import theme
 from lit_layers.figures.axes import Axis
-from lit_layers.figures.models import IntervalRow, Mark, interval_rows, short_names
+from lit_layers.figures.models import Mark, interval_rows, short_names
 from lit_layers.figures.theme import DASHES
 from lit_layers.records import Measurement, Record
 from tests.support.charts import axis, drawn, line, names, svg_texts, values
@@ -694,6 +694,8 @@ def test_charts_beside_each_other_keep_their_own_axes_dashes_and_legends(tmp_pat
 
 
 def test_each_row_of_intervals_has_its_text_beside_it(tmp_path: Path) -> None:
-    rows = [IntervalRow(f"row {n}", [[Mark("kind", n / 10, 0.0, 1.0)]]) for n in range(7)]
-    plots.Panels(title="", charts=interval_rows(rows, ["value"], kinds=["kind"])).write(tmp_path / "a.svg")
-    assert {row.text for row in rows} <= {*svg_texts(tmp_path / "a.svg")}
+    texts = [f"row {n}" for n in range(7)]
+    marks = [Mark(n, 0, "kind", n / 10, 0.0, 1.0) for n in range(7)]
+    charts = interval_rows(texts, marks, ["value"], kinds=["kind"])
+    plots.Panels(title="", charts=charts).write(tmp_path / "a.svg")
+    assert {*texts} <= {*svg_texts(tmp_path / "a.svg")}

@@ -13,9 +13,9 @@ from lit_layers.correlate.correlation_page import Cells, Group, Table, interval_
 from lit_layers.correlate.findings import Choice, LayerFindings, MetricFindings, ModelFindings
 from lit_layers.correlate.layer_tables import LayerTables, ModelTables
 from lit_layers.correlate.model_table import lowered
-from lit_layers.figures import Panels, scatter_plot
+from lit_layers.figures import Chart, Panels, scatter_plot
 from lit_layers.figures.labels import value
-from lit_layers.figures.models import DepthCurve, DepthPanel, IntervalRow, Mark, depth_curves, interval_rows
+from lit_layers.figures.models import Mark, depth_curves, interval_rows
 from lit_layers.figures.plane import Scatter
 from lit_layers.functional.layer_selection import COEFFICIENTS, FORMS, Estimate
 from lit_layers.report.template import Figures, fill, placed
@@ -45,16 +45,11 @@ def write_layers(tables: LayerTables, findings: LayerFindings, folder: Path) -> 
         InputError: where the folder cannot be written.
     """
     content = findings.to_dict() | {"source": tables.source, "states": tables.states, "titles": tables.titles}
-    panels = {"depth": Panels(title="Scores and metrics over depth", charts=[*map(depth_curves, depth_panels(tables))])}
-    charts = interval_rows(
-        correlation_rows(tables, findings), [*COEFFICIENT_TITLES.values()], kinds=[*FORM_TITLES.values(), *NULLS]
-    )
+    panels = {"depth": Panels(title="Scores and metrics over depth", charts=depth_charts(tables))}
     title = f"Metrics against {tables.score_title.lower()} over layers, 95% intervals over tasks"
-    panels["correlations"] = Panels(title=title, charts=charts)
-    above = [f"{tables.score_title} above that of the last layer"]
-    charts = interval_rows(choice_rows(tables, findings), above, kinds=CHOICES)
+    panels["correlations"] = Panels(title=title, charts=correlation_charts(tables, findings))
     title = "Layers chosen without labels, 95% intervals over tasks"
-    panels["selection"] = Panels(title=title, charts=charts, width=460)
+    panels["selection"] = Panels(title=title, charts=choice_charts(tables, findings), width=460)
     for model, found in zip(tables.models, findings.models, strict=True):
         charts = [scatter_plot(content, width=380, height=360) for content in scatters(tables, found, model).values()]
         name = re.sub(r"[^\w.-]+", "_", model.name)
@@ -72,11 +67,8 @@ def write_layers(tables: LayerTables, findings: LayerFindings, folder: Path) -> 
 def render_layers(tables: LayerTables, findings: LayerFindings, pictures: Mapping[str, Path]) -> str:
     """Returns the page: what is left out, figures, coefficients with their null, and the choices of layers."""
     figures: Figures = []
-    panels = depth_panels(tables)
-    depth = [
-        _block(panel.title, "", {"": depth_curves(panel)}, wide=number == 0 and len(panels) % 2 == 1)
-        for number, panel in enumerate(panels)
-    ]
+    charts = depth_charts(tables)
+    depth = [_block(chart.title, "", {"": chart}, wide=chart is charts[0] and len(charts) % 2 == 1) for chart in charts]
     blocks = []
     for model, found in zip(tables.models, findings.models, strict=True):
         charts = {
@@ -103,17 +95,16 @@ def render_layers(tables: LayerTables, findings: LayerFindings, pictures: Mappin
     )
 
 
-def depth_panels(tables: LayerTables) -> list[DepthPanel]:
+def depth_charts(tables: LayerTables) -> list[Chart]:
     """Returns the scores, then each metric, averaged over the tasks that a model has of it, over depth."""
 
-    def curve(name: str, table: pd.DataFrame) -> DepthCurve:
-        return DepthCurve(name, np.ascontiguousarray(table).mean(0).tolist())
+    def drawn(title: str, of_models: Mapping[str, pd.DataFrame]) -> Chart:
+        return depth_curves(title, {n: np.ascontiguousarray(table).mean(0).tolist() for n, table in of_models.items()})
 
-    panels = [DepthPanel(f"{tables.score_title}, mean over tasks", [curve(m.name, m.scores) for m in tables.models])]
+    charts = [drawn(f"{tables.score_title}, mean over tasks", {m.name: m.scores for m in tables.models})]
     for key, title in tables.titles.items():
-        having = [model for model in tables.models if key in model.metrics]
-        panels.append(DepthPanel(title, [curve(model.name, model.metrics[key]) for model in having]))
-    return panels
+        charts.append(drawn(title, {m.name: m.metrics[key] for m in tables.models if key in m.metrics}))
+    return charts
 
 
 def scatters(tables: LayerTables, findings: ModelFindings, model: ModelTables) -> dict[str, Scatter]:
@@ -143,36 +134,35 @@ def scatters(tables: LayerTables, findings: ModelFindings, model: ModelTables) -
     return plots
 
 
-def correlation_rows(tables: LayerTables, findings: LayerFindings) -> list[IntervalRow]:
+def correlation_charts(tables: LayerTables, findings: LayerFindings) -> list[Chart]:
     """Returns a row a metric of each model, with both forms of each coefficient and the null of the first."""
-    rows = []
+    texts, marks = [], []
     for model in findings.models:
-        rows.append(IntervalRow(heading(model)))
-        null = [Mark(NULLS[0], model.null.noise), Mark(NULLS[1], model.null.walk)]
+        texts.append(heading(model))
         for one in model.metrics:
-            panels = [
-                [Mark(FORM_TITLES[c.form], *c.estimate) for c in one.correlations if c.coefficient == name]
-                for name in COEFFICIENTS
-            ]
-            panels[COEFFICIENTS.index("distance_correlation")] += null
-            rows.append(IntervalRow(tables.titles[one.metric], panels, f"{len(one.tasks)} tasks"))
-    return rows
+            row = len(texts)
+            texts.append(f"{tables.titles[one.metric]}, {len(one.tasks)} tasks")
+            for c in one.correlations:
+                marks.append(Mark(row, COEFFICIENTS.index(c.coefficient), FORM_TITLES[c.form], *c.estimate))
+            panel = COEFFICIENTS.index("distance_correlation")
+            null = (model.null.noise, model.null.walk)
+            marks += [Mark(row, panel, kind, mean) for kind, mean in zip(NULLS, null, strict=True)]
+    return interval_rows(texts, marks, [*COEFFICIENT_TITLES.values()], kinds=[*FORM_TITLES.values(), *NULLS])
 
 
-def choice_rows(tables: LayerTables, findings: LayerFindings) -> list[IntervalRow]:
+def choice_charts(tables: LayerTables, findings: LayerFindings) -> list[Chart]:
     """Returns a row a way of choosing: what it scores above the last layer, and what else does."""
-    rows = []
+    texts, marks = [], []
     for model in findings.models:
-        rows.append(IntervalRow(heading(model)))
+        texts.append(heading(model))
         for choice in model.choices:
-            found, last = choice.result, choice.result.last.value
-            others = zip(CHOICES[2:], (found.middle, found.best, found.oracle), strict=True)
-            marks = [Mark(CHOICES[1 if choice.is_chosen else 0], *found.minus_last)]
-            marks += [Mark(kind, estimate.value - last) for kind, estimate in others]
+            row, result, last = len(texts), choice.result, choice.result.last.value
+            marks.append(Mark(row, 0, CHOICES[1 if choice.is_chosen else 0], *result.minus_last))
+            others = zip(CHOICES[2:], (result.middle, result.best, result.oracle), strict=True)
+            marks += [Mark(row, 0, kind, estimate.value - last) for kind, estimate in others]
             text = ": ".join(filter(None, [tables.titles.get(choice.metric or ""), rule_text(choice, tables.titles)]))
-            note = f"{value(found.score.value)}, last {value(last)}, {found.num_tasks} tasks"
-            rows.append(IntervalRow(text, [marks], note))
-    return rows
+            texts.append(f"{text}, {value(result.score.value)}, last {value(last)}, {result.num_tasks} tasks")
+    return interval_rows(texts, marks, [f"{tables.score_title} above that of the last layer"], kinds=CHOICES)
 
 
 def heading(model: ModelFindings) -> str:

@@ -221,7 +221,7 @@ def _title(wanted: Wanted, curves: "_Curves") -> str:
 def _nothing(tables: LayerTables, models: Sequence[RunModel], sources: Sequence["_Source"]) -> str:
     """Why no model is left."""
     for source in sources:
-        if models and not source.values:
+        if models and source.values.empty:
             pairs = [(m.analysis, r) for model in models for m in model.measurements for r in m.records]
             spelled = dict.fromkeys(f"{a.partition('/')[0]}/{r.metric}" for a, r in pairs if r.layer is not None)
             text = source.wanted.text
@@ -233,23 +233,6 @@ def _nothing(tables: LayerTables, models: Sequence[RunModel], sources: Sequence[
 # ------------------------------------------------------------------------------------------------ where curves are
 
 
-class _Value(NamedTuple):
-    """A number at a layer of a model: on a task's texts, or on texts common to all (no task).
-
-    `states` is the convention of the hidden states, None where a table does not tell.
-    """
-
-    model: str
-    step: int | None
-    analysis: str
-    task: str
-    layer: int
-    value: float
-    states: str | None
-    domain: str
-    variant: Mapping[str, Any]
-
-
 class _Curves(NamedTuple):
     """What one checkpoint has of one metric: values by layer for each task, or for all tasks alike ("")."""
 
@@ -259,6 +242,10 @@ class _Curves(NamedTuple):
     domains: dict[str, str]
 
 
+# Of a number at a layer: an empty `task` where it is of texts common to all, no `states` where a table does not tell.
+_COLUMNS = ["model", "step", "analysis", "task", "layer", "value", "states", "domain", "variant"]
+
+
 @dataclass(frozen=True, eq=False)
 class _Source:
     """What all models have of one metric, or of the scores."""
@@ -266,30 +253,30 @@ class _Source:
     wanted: Wanted
     option: str
     models: list[str]
-    values: list[_Value]
+    values: Any  # a table of `_COLUMNS`, of objects
 
     def steps(self, model: str) -> set[int | None]:
         """The checkpoints that have some of it; {None} where there are no steps, none where the model has none."""
-        return {value.step for value in self.values if value.model == model}
+        return {*self.values["step"][self.values["model"] == model]}
 
     def curves(self, model: str, step: int | None, scored: _Curves | None = None) -> _Curves | None:
         """The curves of one checkpoint; `scored` are its scores (None: these are the scores)."""
         text, what = self.wanted.text, f"{self.wanted.text} of {model}"
-        values = [v for v in self.values if v.model == model and (v.step == step or v.step is None)]
-        analyses = dict.fromkeys(value.analysis for value in values)
-        if len(analyses) > 1:
+        rows = self.values[self.values["model"] == model]
+        rows = rows[(rows["step"] == step) | rows["step"].isna()]
+        if len(analyses := rows["analysis"].unique()) > 1:
             listed = ", ".join(f"{analysis}/{self.wanted.name}" for analysis in analyses)
             raise InputError(f"{self.option}: {text} is in more than one analysis: {listed}")
-        of_tasks = [value for value in values if value.task and (scored is None or value.task in scored.by_task)]
-        if scored is None or (of_tasks and self.wanted.texts != "common"):
-            values = of_tasks
+        of_tasks = rows[(rows["task"] != "") if scored is None else rows["task"].isin([*filter(None, scored.by_task)])]
+        if scored is None or (len(of_tasks) and self.wanted.texts != "common"):
+            rows = of_tasks
         else:
-            values = [value for value in values if not value.task and self.wanted.texts != "task"]
-        if not values:
+            rows = rows[(rows["task"] == "") & (self.wanted.texts != "task")]
+        if rows.empty:
             return None
         options = {"option": self.option, "example": f"{text.partition('[')[0]}[{{}}]"}
         states = scored.states if scored else None
-        if states not in (conventions := dict.fromkeys(value.states for value in values)):
+        if states not in (conventions := rows["states"].unique().tolist()):
             if len(conventions) > 1:
                 refuse_variants([{"states": each} for each in conventions], what, **options)
             (other,) = conventions
@@ -299,24 +286,21 @@ class _Source:
                     f"with the same `states`"
                 )
             states = other
-        values = [value for value in values if value.states == states]
-        variant = plainest_variant([value.variant for value in values], what, **options)
-        by_task: dict[str, dict[int, float]] = {}
-        for value in values:
-            if value.variant == variant:
-                by_task.setdefault(value.task, {})[value.layer] = value.value
-        domains = {value.task: value.domain for value in values if value.domain}
+        rows = rows[[each == states for each in rows["states"]]]
+        variant = plainest_variant(rows["variant"], what, **options)
+        plain = rows[[each == variant for each in rows["variant"]]].groupby("task", sort=False)
+        by_task = {str(task): dict(zip(part["layer"], part["value"], strict=True)) for task, part in plain}
+        domains = {task: domain for task, domain in zip(rows["task"], rows["domain"], strict=True) if domain}
         return _Curves(by_task, states, variant, domains)
 
 
 def _source(wanted: Wanted, models: Sequence[RunModel], path: Path | None, option: str) -> _Source:
-    if path is None:
-        return _Source(wanted, option, [m.name for m in models], [v for m in models for v in _run_values(m, wanted)])
-    values = _file_values(path, wanted, option)
-    return _Source(wanted, option, list(dict.fromkeys(value.model for value in values)), values)
+    values = [v for m in models for v in _run_values(m, wanted)] if path is None else _file_values(path, wanted, option)
+    table = pd.DataFrame(values, columns=_COLUMNS, dtype=object)
+    return _Source(wanted, option, [m.name for m in models] if path is None else [*table["model"].unique()], table)
 
 
-def _run_values(model: RunModel, wanted: Wanted) -> Iterable[_Value]:
+def _run_values(model: RunModel, wanted: Wanted) -> Iterable[tuple[Any, ...]]:
     """Those of a run folder; records leave unsaid the usual convention of the states, and no normalization."""
     for m in model.measurements:
         analysis, _, task = m.analysis.partition("/")
@@ -326,10 +310,10 @@ def _run_values(model: RunModel, wanted: Wanted) -> Iterable[_Value]:
             tags = {"states": states, "normalization": "raw", **record.tags}
             if record.layer is not None and of_width(wanted, model).fits(tags):
                 place = (model.name, m.step, analysis, task, record.layer, record.value, str(tags["states"]))
-                yield _Value(*place, str(tags.get("domain", "")), variant_of(record.tags, _BESIDE))
+                yield (*place, str(tags.get("domain", "")), variant_of(record.tags, _BESIDE))
 
 
-def _file_values(path: Path, wanted: Wanted, option: str) -> list[_Value]:
+def _file_values(path: Path, wanted: Wanted, option: str) -> list[tuple[Any, ...]]:
     """Those of a table with the columns model, layer and either one named like the value, or `metric` and `value`.
 
     Columns step, task, domain and states are read where they are there; another is asked for as a tag.
@@ -363,8 +347,6 @@ def _file_values(path: Path, wanted: Wanted, option: str) -> list[_Value]:
     if option == "scores" and rows["task"].isna().any():
         raise InputError(f"{option}: expected a task in every row of {path}")
     return [
-        _Value(
-            model, step and int(step), "", str(task or ""), layer, value, states and str(states), str(domain or ""), {}
-        )
+        (model, step and int(step), "", str(task or ""), layer, value, states and str(states), str(domain or ""), {})
         for model, step, task, layer, value, states, domain in rows.itertuples(index=False)
     ]

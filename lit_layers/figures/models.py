@@ -2,8 +2,8 @@
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
-from typing import Any, Unpack
+from dataclasses import replace
+from typing import Any, NamedTuple, Unpack
 
 import pandas as pd
 
@@ -149,90 +149,67 @@ def _references(by_model: Mapping[str, Sequence[Point]], names: Mapping[str, str
 # ------------------------------------------------------------------------------------------------ over depth
 
 
-@dataclass(frozen=True)
-class DepthCurve:
-    """A model's values at layers 0..L; NaN where there is none."""
+def depth_curves(title: str, models: Mapping[str, Sequence[float]], *, height: int = 340) -> Chart:
+    """Returns one quantity over the depth percentage, a line a model.
 
-    name: str
-    values: Sequence[float]
-
-
-@dataclass(frozen=True)
-class DepthPanel:
-    """One quantity of some models over depth."""
-
-    title: str
-    curves: Sequence[DepthCurve]
-
-
-def depth_curves(panel: DepthPanel, *, height: int = 340) -> Chart:
-    """Returns one quantity over the depth percentage, a line a model; layer 0 stands apart as a hollow mark."""
+    `models` are their values at layers 0 to L, NaN where there is none; layer 0 stands apart as a hollow mark.
+    """
     series = []
-    for index, curve in enumerate(panel.curves):
-        depth = len(curve.values) - 1
+    for index, (name, values) in enumerate(models.items()):
+        depth = len(values) - 1
         at = rounded(100 * layer / depth for layer in range(depth + 1))
         texts = [f"layer {layer} of {depth}" for layer in range(depth + 1)]
-        look: dict[str, Any] = {"name": curve.name, "color": color_of(index)}
-        line = {"width": 2.0, "mark": symbol_of(index), "legend": len(panel.curves) > 1, **look}
-        series.append(Series(x=at[1:], y=rounded(curve.values[1:]), texts=texts[1:], **line))
-        if math.isfinite(curve.values[0]):
+        look: dict[str, Any] = {"name": name, "color": color_of(index)}
+        line = {"width": 2.0, "mark": symbol_of(index), "legend": len(models) > 1, **look}
+        series.append(Series(x=at[1:], y=rounded(values[1:]), texts=texts[1:], **line))
+        if math.isfinite(values[0]):
             apart = {"mark": f"{symbol_of(index)}-open", "size": 7, **look}
-            series.append(Series(x=at[:1], y=rounded(curve.values[:1]), texts=texts[:1], **apart))
-    return Chart(title=panel.title, x=_DEPTHS, y=Axis(), series=series, place="", height=height)
+            series.append(Series(x=at[:1], y=rounded(values[:1]), texts=texts[:1], **apart))
+    return Chart(title=title, x=_DEPTHS, y=Axis(), series=series, place="", height=height)
 
 
 # ------------------------------------------------------------------------------------------------ rows of intervals
 
 
-@dataclass(frozen=True)
-class Mark:
-    """A number with its interval, where it has one; of a kind that the legend explains."""
+class Mark(NamedTuple):
+    """A number with its interval, where it has one, in a row of a panel; of a kind that the legend explains."""
 
+    row: int
+    panel: int
     kind: str
     value: float
     low: float | None = None
     high: float | None = None
 
 
-@dataclass(frozen=True)
-class IntervalRow:
-    """A row of a picture of intervals: its marks in each panel, and a text behind them. Without marks a heading."""
-
-    text: str
-    panels: Sequence[Sequence[Mark]] = ()
-    note: str = ""
-
-
 def interval_rows(
-    rows: Sequence[IntervalRow], panels: Sequence[str], *, kinds: Sequence[str], zero: bool = True
+    texts: Sequence[str], marks: Sequence[Mark], panels: Sequence[str], *, kinds: Sequence[str], zero: bool = True
 ) -> list[Chart]:
     """Returns a table as charts, one a panel: a row a line of text, marks with their 95% intervals.
 
-    `kinds` are those of the marks, in the order of the legend: the first is filled, the second hollow, others are ticks
-    that have no interval. `zero` draws a line there.
+    A row without marks is a heading. `kinds` are those of the marks, in the order of the legend: the first is filled,
+    the second hollow, others are ticks that have no interval. `zero` draws a line there.
     """
-    texts = {n: ", ".join(filter(None, [row.text, row.note])) for n, row in enumerate(rows)}
-    strong = tuple(n for n, row in enumerate(rows) if not row.panels)
+    strong = sorted({*range(len(texts))} - {mark.row for mark in marks})
+    ends = (-0.6, len(texts) - 0.4)
     charts = []
     for panel, title in enumerate(panels):
-        ends = (-0.6, len(rows) - 0.4)
         series = [Series(x=ends, y=[0, 0], color="#9aa5b0", width=0.8, hover=False)] if zero else []
-        every = [(n, mark) for n, row in enumerate(rows) if row.panels for mark in row.panels[panel]]
-        series += [_kind(every, kinds, index) for index in range(len(kinds))]
-        labels = texts if panel == 0 else {}
+        series += [_kind([m for m in marks if m.panel == panel], kinds, index) for index in range(len(kinds))]
+        labels = dict(enumerate(texts)) if panel == 0 else {}
         axis = Axis(labels=labels, ends=ends, reverse=True, grid=False, strong=strong)
-        look: dict[str, Any] = {"horizontal": True, "place": "", "height": 100 + 16 * len(rows)}
+        look: dict[str, Any] = {"horizontal": True, "place": "", "height": 100 + 16 * len(texts)}
         charts.append(Chart(title="", x=axis, y=Axis(title=title), series=series, **look))
     return charts
 
 
-def _kind(marks: Sequence[tuple[int, Mark]], kinds: Sequence[str], index: int) -> Series:
+def _kind(marks: Sequence[Mark], kinds: Sequence[str], index: int) -> Series:
     """The marks of one kind; the first two kinds make room for each other where a row has both."""
-    of_row = grouped(marks, lambda pair: pair[0])
-    own = [(n, mark) for n, mark in marks if mark.kind == kinds[index]]
-    both = {n for n, part in of_row.items() if {mark.kind for _, mark in part} >= {*kinds[:2]}}
-    at = [n + (0.17 * (2 * index - 1) if n in both and index < 2 else 0.0) for n, _ in own]
+    kinds_of = {row: {mark.kind for mark in part} for row, part in grouped(marks, lambda mark: mark.row).items()}
+    shown = [mark for mark in marks if mark.kind == kinds[index]]
+    aside = [0.17 * (2 * index - 1) if index < 2 and kinds_of[m.row] >= {*kinds[:2]} else 0.0 for m in shown]
     mark, color = _KINDS[index % len(_KINDS)]
-    ends = {"low": rounded(m.low for _, m in own), "high": rounded(m.high for _, m in own)}
-    look = {"name": kinds[index], "color": color, "mark": mark, "size": 6.5, "legend": True, **ends}
-    return Series(x=at, y=rounded(m.value for _, m in own), interval="bars", **look)
+    values, low, high = (rounded(getattr(m, name) for m in shown) for name in ("value", "low", "high"))
+    look = {"name": kinds[index], "color": color, "mark": mark, "size": 6.5, "legend": True, "low": low, "high": high}
+    at = [m.row + offset for m, offset in zip(shown, aside, strict=True)]
+    return Series(x=at, y=values, interval="bars", **look)
