@@ -4,7 +4,7 @@ import hashlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal, Protocol
+from typing import Literal, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -12,7 +12,7 @@ from torch import Tensor
 from lit_layers.analyses.features import TaskReader, TextPooling, text_features
 from lit_layers.analyses.label_probe import Fitted, ProbeOptions, RowScores, fit_layer, of_log_proba, score_rows
 from lit_layers.data.image_files import Pictures
-from lit_layers.data.images import Normalise, Split, eval_pixels, image_size, image_source, statistics
+from lit_layers.data.images import Normalise, eval_pixels, image_size, image_source, statistics
 from lit_layers.errors import InputError
 from lit_layers.functional.curves import Rule, bootstrap_interval, choice_distribution, choose_layer, wilson_interval
 from lit_layers.functional.geometry import pool
@@ -268,41 +268,32 @@ def of_images(
     trained = pixel_statistics(model.model)
     normalise = Normalise(*(trained or statistics(images, "source")))
     size = model.image_size or image_size(images, None)
-    counts: dict[Split, int | None] = {"train": num_train, "test": num_test}
-    drawn = {split: _drawn(len(images.split(split)), number, seed, split) for split, number in counts.items()}
-    splits: dict[Split, Pictures] = {"train": images.train, "test": images.test}
-    keys = {split: _keys(pictures, drawn[split], size) for split, pictures in splits.items()}
-    test_keys = set(keys["test"])
-    alone = [place for place, key in enumerate(keys["train"]) if key not in test_keys]
-    train = [drawn["train"][place] for place in alone]
-    if not train:
+    pictures: dict[Part, Pictures] = {"train": images.train, "validation": images.train, "test": images.test}
+    train = _keys(images.train, _drawn(len(images.train), num_train, seed, "train"), size)
+    test = _keys(images.test, _drawn(len(images.test), num_test, seed, "test"), size)
+    in_test = {*test.values()}
+    alone = {number: key for number, key in train.items() if key not in in_test}
+    if not alone:
         raise InputError(f"images: every training image of {source} is a test image, too: give other images")
-    held_out = hold_out(
-        [keys["train"][place] for place in alone],
-        images.train.labels[train].tolist(),
-        validation_share,
-        seed=seed,
-        purpose="validation",
-    )
-    chosen: dict[Part, list[int]] = {
-        "train": [number for number, held in zip(train, held_out, strict=True) if not held],
-        "validation": [number for number, held in zip(train, held_out, strict=True) if held],
-        "test": drawn["test"],
-    }
+    strata = images.train.labels[[*alone]].tolist()
+    held_out = hold_out([*alone.values()], strata, validation_share, seed=seed, purpose="validation")
+    chosen: dict[Part, list[int]] = {"train": [], "validation": [], "test": [*test]}
+    for number, is_held_out in zip(alone, held_out, strict=True):
+        chosen["validation" if is_held_out else "train"].append(number)
     notes = [] if trained else [f"Nobody says how the model's images were normalised: by {source}'s own pixels here."]
-    if len(alone) < len(drawn["train"]):
-        notes.append(f"Training images left out, as test has them: {len(drawn['train']) - len(alone)}.")
+    if len(alone) < len(train):
+        notes.append(f"Training images left out, as test has them: {len(train) - len(alone)}.")
     if not chosen["validation"]:
         raise InputError(f"images: all {len(alone)} training images of {source} are alike: give other images")
 
     def pixels(part: Part, numbers: list[int]) -> Tensor:
-        return normalise(eval_pixels(images.split("test" if part == "test" else "train"), numbers, size))
+        return normalise(eval_pixels(pictures[part], numbers, size))
 
     return TaskFeatures(
         name=Path(source).name,
         kind="classification",
         classes=images.classes,
-        targets={part: images.split("test" if part == "test" else "train").labels[chosen[part]] for part in chosen},
+        targets={part: pictures[part].labels[numbers] for part, numbers in chosen.items()},
         features=lambda part: _image_features(model, chosen[part], pooling, lambda numbers: pixels(part, numbers)),
         pooling=pooling,
         batch={"pixel_values": pixels("validation", chosen["validation"][:ROWS_TO_CHECK])},
@@ -311,16 +302,12 @@ def of_images(
     )
 
 
-class _InMemory:
-    def __init__(self, states: Tensor) -> None:
-        self._states = states  # (layers + 1, rows, dim)
-
-    @property
-    def num_layers(self) -> int:
-        return len(self._states) - 1
+class _InMemory(NamedTuple):
+    num_layers: int
+    states: Tensor  # (layers + 1, rows, dim)
 
     def layer(self, layer: int) -> Tensor:
-        return self._states[layer]
+        return self.states[layer]
 
 
 def _image_features(
@@ -335,17 +322,17 @@ def _image_features(
             raise InputError(f"the features of an image at layer {layer} are not finite")
         layers[layer].append(vectors.to(model.dtype).cpu())
 
-    for start in range(0, len(numbers), IMAGES_AT_ONCE):
-        model.pass_states({"pixel_values": pixels(numbers[start : start + IMAGES_AT_ONCE])}, keep)
-    return _InMemory(torch.stack([torch.cat(parts) for parts in layers]))
+    for part in torch.tensor(numbers).split(IMAGES_AT_ONCE):
+        model.pass_states({"pixel_values": pixels(part.tolist())}, keep)
+    return _InMemory(model.num_layers, torch.stack([torch.cat(parts) for parts in layers]))
 
 
-def _keys(pictures: Pictures, numbers: list[int], size: int) -> list[str]:
-    """Equal for equal images."""
-    keys = []
-    for start in range(0, len(numbers), IMAGES_AT_ONCE):
-        images = eval_pixels(pictures, numbers[start : start + IMAGES_AT_ONCE], size)
-        keys += [hashlib.blake2b(image.numpy().tobytes(), digest_size=16).hexdigest() for image in images]
+def _keys(pictures: Pictures, numbers: list[int], size: int) -> dict[int, str]:
+    """By number; equal for equal images."""
+    keys = {}
+    for part in torch.tensor(numbers).split(IMAGES_AT_ONCE):
+        for number, image in zip(part.tolist(), eval_pixels(pictures, part.tolist(), size), strict=True):
+            keys[number] = hashlib.blake2b(image.numpy().tobytes(), digest_size=16).hexdigest()
     return keys
 
 
