@@ -1,5 +1,8 @@
 """What ends a command with one sentence."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 
 class InputError(ValueError):
     """Raised for input that only the user can mend: a field, a file, a folder, a combination of options.
@@ -14,3 +17,12 @@ class RunLostError(InputError):
 
     The command line prints the sentence and exits with code 1.
     """
+
+
+@contextmanager
+def refused(attempt: str, remedy: str = "") -> Iterator[None]:
+    """An error of the operating system inside becomes `ATTEMPT: reasonREMEDY`, as `cannot write a/b: no such file`."""
+    try:
+        yield
+    except OSError as error:
+        raise InputError(f"{attempt}: {(error.strerror or str(error)).lower()}{remedy}") from error

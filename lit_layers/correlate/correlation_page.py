@@ -13,7 +13,7 @@ from lit_layers import records
 from lit_layers.correlate.findings import Findings, Row, confounders
 from lit_layers.correlate.model_table import ModelTable, lowered, p_equation, p_text
 from lit_layers.durable import replace_file
-from lit_layers.errors import InputError
+from lit_layers.errors import refused
 from lit_layers.figures import Panels, scatter_plot
 from lit_layers.figures.chart import Chart
 from lit_layers.figures.labels import MINUS, count, value
@@ -66,7 +66,7 @@ def write_files(
     Raises:
         InputError: where the folder cannot be written.
     """
-    try:
+    with refused(f"cannot write to {folder}"):
         folder.mkdir(parents=True, exist_ok=True)
         numbers = json.dumps(content, indent=2, ensure_ascii=False, allow_nan=False)
         replace_file(folder / f"{name}.json", numbers + "\n")
@@ -74,8 +74,6 @@ def write_files(
             records.export(frame, folder / f"{each}.csv")
         pictures = write_charts({folder / f"{each}.png": chart for each, chart in charts.items()})  # may fail: last
         replace_file(folder / f"{name}.html", page({path.stem: path for path in pictures}))
-    except OSError as error:
-        raise InputError(f"cannot write to {folder}: {(error.strerror or str(error)).lower()}") from error
     files = [f"{name}.json", *(f"{each}.csv" for each in frames)]
     return [folder / f"{name}.html", *pictures, *(folder / file for file in files)]
 

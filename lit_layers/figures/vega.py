@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from lit_layers.durable import replace_file
-from lit_layers.errors import InputError
+from lit_layers.errors import InputError, refused
 from lit_layers.figures.axes import Axis
 
 SUFFIXES = (".png", ".svg", ".pdf")
@@ -109,10 +109,8 @@ def write_charts(charts: Mapping[Path, Any], suffixes: Sequence[str] = ()) -> li
             if not suffixes and suffix != path.suffix:
                 continue
             paths.append(path.with_name(path.name + suffix) if suffixes else path)
-            try:
+            with refused(f"cannot write {paths[-1]}"):
                 paths[-1].write_bytes(picture)
-            except OSError as error:
-                raise InputError(f"cannot write {paths[-1]}: {(error.strerror or str(error)).lower()}") from error
     return paths
 
 

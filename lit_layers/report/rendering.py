@@ -12,7 +12,7 @@ import pandas as pd
 
 from lit_layers import records
 from lit_layers.durable import replace_file
-from lit_layers.errors import InputError
+from lit_layers.errors import InputError, refused
 from lit_layers.figures import Chart
 from lit_layers.figures.labels import listing, value, whole
 from lit_layers.figures.tables import change_table, grouped, model_table
@@ -31,11 +31,8 @@ def write_page(root: str | Path, out: str | Path | None, *, allow_suspect: bool,
     run = facts.read_run(root, settings=settings)
     page = render(run, allow_suspect=allow_suspect)
     out = Path(out) if out is not None else run.root / "report.html"
-    try:
+    with refused(f"cannot write {out}", "; --out names another place"):
         replace_file(out, page)
-    except OSError as error:
-        reason = (error.strerror or str(error)).lower()
-        raise InputError(f"cannot write {out}: {reason}; --out names another place") from error
     return out
 
 
@@ -144,10 +141,8 @@ def write_pictures(
     if not charts:
         raise InputError(f"{root} has nothing to draw as pictures: there is no figure on its page")
     folder = Path(folder)
-    try:
+    with refused(f"cannot make the folder {folder}"):
         folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise InputError(f"cannot make the folder {folder}: {(error.strerror or str(error)).lower()}") from error
     return write_charts({folder / name: chart for name, chart in charts.items()}, SUFFIXES)
 
 

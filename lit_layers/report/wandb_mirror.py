@@ -7,7 +7,6 @@ import itertools
 import json
 import logging
 import math
-import netrc
 import os
 import shlex
 import time
@@ -15,10 +14,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from types import ModuleType
 from typing import IO, Any, Literal
-from urllib.parse import urlsplit
 
 from lit_layers import records
-from lit_layers.errors import InputError
+from lit_layers.errors import InputError, refused
 from lit_layers.figures import layer_matrix
 from lit_layers.figures.vega import pictures_of
 from lit_layers.identity import latest, logged_name, plain_settings, settings_of, short
@@ -250,11 +248,9 @@ class WandbMirror:
     def _take_lock(self) -> bool:
         """Two mirrors of one run would double its points; the system frees the lock of a killed process."""
         folder = self.root / "wandb"
-        try:
+        with refused(f"cannot write {folder}"):
             folder.mkdir(parents=True, exist_ok=True)
             self._lock = open(folder / ".mirror.lock", "w")  # noqa: SIM115
-        except OSError as error:
-            raise InputError(f"cannot write {folder}: {(error.strerror or str(error)).lower()}") from error
         if fcntl is not None:
             try:
                 # Unlike flock, not shared with forked children, which may outlive a killed parent.
@@ -464,16 +460,9 @@ def _has_credentials(wandb: Any) -> bool:
     settings = wandb.setup().settings
     if settings.api_key:
         return True
-    host = urlsplit(settings.base_url).hostname or ""
-    for path in (os.environ.get("NETRC"), "~/.netrc", "~/_netrc"):
-        file = Path(path).expanduser() if path else None
-        if file is None or not file.is_file():
-            continue
-        try:
-            return netrc.netrc(file).authenticators(host) is not None
-        except (netrc.NetrcParseError, OSError):
-            return False
-    return False
+    from requests.utils import get_netrc_auth  # which wandb needs, too
+
+    return get_netrc_auth(settings.base_url) is not None
 
 
 def _first_line(error: BaseException) -> str:

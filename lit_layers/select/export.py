@@ -17,7 +17,7 @@ from torch import nn
 
 from lit_layers.data.tokenization import TextTokenizer, load_tokenizer, save_tokenizer, tokenizer_hash
 from lit_layers.durable import sync
-from lit_layers.errors import InputError
+from lit_layers.errors import InputError, refused
 from lit_layers.models.build import save, truncate, weights_hash
 from lit_layers.models.costs import Cost, measure_costs
 from lit_layers.models.saved import has_head, open_plainly
@@ -286,10 +286,8 @@ def _draft_of(folder: Path) -> Iterator[Path]:
     """A folder beside the one to be; what is still there of it at the end is removed."""
     draft = folder.absolute().with_name(f".{folder.absolute().name}.draft-{os.getpid()}")
     shutil.rmtree(draft, ignore_errors=True)
-    try:
+    with refused(f"cannot write beside {folder}"):
         draft.mkdir(parents=True)
-    except OSError as error:
-        raise InputError(f"cannot write beside {folder}: {(error.strerror or str(error)).lower()}") from error
     try:
         yield draft
     finally:

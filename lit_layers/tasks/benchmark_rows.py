@@ -16,7 +16,7 @@ from typing import Any, Literal
 import numpy as np
 
 from lit_layers.durable import write_json
-from lit_layers.errors import InputError
+from lit_layers.errors import InputError, refused
 from lit_layers.functional.block_schedules import Step, format_schedule
 from lit_layers.tasks.catalogue import find
 from lit_layers.tasks.task_files import SUFFIXES, Columns, local_copy, read_columns
@@ -271,12 +271,9 @@ class ResultFolder:
             "log_likelihoods": [_line(row) for row in scores.log_likelihoods],
             **{name: getattr(scores, name) for name in _AS_THEY_ARE},
         }
-        try:
+        with refused(f"results: cannot write {self.folder}"):
             self.folder.mkdir(parents=True, exist_ok=True)
             write_json(self.file(schedule), content)
-        except OSError as error:
-            reason = (error.strerror or str(error)).lower()
-            raise InputError(f"results: cannot write {self.folder}: {reason}") from error
 
 
 def _line(values: Sequence[float]) -> str:

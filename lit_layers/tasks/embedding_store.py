@@ -25,7 +25,7 @@ from lit_layers.analyses.features import TextPooling, text_features
 from lit_layers.data.batches import EncodedTexts, encode_texts
 from lit_layers.data.tokenization import TextTokenizer, tokenizer_hash
 from lit_layers.durable import sync, write_json
-from lit_layers.errors import InputError
+from lit_layers.errors import InputError, refused
 from lit_layers.models.view import LayeredModel
 
 StoreDtype = Literal["float32", "bfloat16", "float16"]
@@ -131,10 +131,8 @@ class Store:
     def _lock(self, name: str) -> FileLock:
         """Freed by the system when its process ends, however it ends; not beside what it protects, which may go."""
         place = self.folder / _LOCKS
-        try:
+        with refused(f"cannot write {self.folder}"):
             place.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            raise InputError(f"cannot write {self.folder}: {(error.strerror or str(error)).lower()}") from error
         return FileLock(place / f"{name}.lock")
 
 

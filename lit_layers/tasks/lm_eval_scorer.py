@@ -21,7 +21,7 @@ import yaml
 
 from lit_layers.data.tokenization import load_tokenizer
 from lit_layers.downloads import HUB_ERRORS, reason
-from lit_layers.errors import InputError
+from lit_layers.errors import InputError, refused
 from lit_layers.models.build import true_vocab_size
 from lit_layers.models.families import Network
 from lit_layers.tasks.benchmark_rows import FLEXIBLE, NORMED, PERPLEXITY, SCORE, LocalRows, TaskScores
@@ -76,10 +76,8 @@ def task_file_hash(path: Path) -> str:
         if file in seen:
             continue
         seen.add(file)
-        try:
+        with refused(f"task: cannot read {file}"):
             text = file.read_text(encoding="utf-8")
-        except OSError as error:
-            raise InputError(f"task: cannot read {file}: {(error.strerror or str(error)).lower()}") from error
         digest.update(f"{len(text)} {text}".encode())
         included = re.findall(r"^include:\s*(.+)$", text, re.MULTILINE)
         scripts = [f"{name}.py" for name in re.findall(r"!function\s+(\w+)\.", text)]
