@@ -6,9 +6,8 @@ import string
 from collections import Counter
 from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, field, fields, replace
-from functools import cached_property
 from pathlib import Path
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal, NamedTuple
 
 import torch
 
@@ -168,48 +167,29 @@ class ProbeTask:
         return folder / copy.files, copy.options
 
 
-@dataclass(frozen=True)
-class LabelledRows:
-    """Parallel lists."""
+class Row(NamedTuple):
+    """A labelled text."""
 
-    place: str
-    texts: list[str]
-    labels: list[Any]  # as read; then numbers of classes, or values
-    numbers: list[int]  # of the rows in their source
-    groups: list[Hashable] | None
-    class_names: tuple[str, ...] | None
-    num_empty: int
+    text: str
+    key: str  # equal where texts are equal
+    label: Any  # as read; then the number of its class, or a value
+    group: Hashable  # where the task has groups
+    number: int  # in its source
+    place: str  # its source, for messages
 
-    @cached_property
-    def keys(self) -> list[str]:
-        """Equal where texts are equal."""
-        return [normalised(text) for text in self.texts]
 
-    def __len__(self) -> int:
-        return len(self.texts)
-
-    def take(self, indices: Sequence[int]) -> "LabelledRows":
-        return replace(
-            self,
-            texts=[self.texts[index] for index in indices],
-            labels=[self.labels[index] for index in indices],
-            numbers=[self.numbers[index] for index in indices],
-            groups=None if self.groups is None else [self.groups[index] for index in indices],
-        )
-
-    def without(self, keys: set[str]) -> "LabelledRows":
-        return self.take([index for index, key in enumerate(self.keys) if key not in keys])
+Rows = list[Row]
 
 
 def _load(task: ProbeTask, *, is_copy: bool) -> TaskData:
-    parts, classes = _read(task)
-    num_empty = sum(rows.num_empty for rows in parts.values())
+    parts, classes, num_empty = _read(task)
     num_duplicates, num_validation_duplicates = _part(task, parts)
     asked_for = _choose(task, parts, classes, is_copy)
-    train, validation, test = parts["train"], parts["validation"], parts["test"]
-    if len(seen := set(train.labels)) < 2:
-        held = classes[train.labels[0]] if classes else train.labels[0]
+    train, validation, test = (parts[part] for part in ("train", "validation", "test"))
+    if len(seen := {row.label for row in train}) < 2:
+        held = classes[train[0].label] if classes else train[0].label
         raise task.refusal("label", f"all rows of train have {held!r}, a probe needs two labels: give other rows")
+    labels = Counter(key for key, _ in {(row.key, row.label) for row in train + validation})
     return TaskData(
         name=task.name,
         kind=task.kind,
@@ -220,15 +200,15 @@ def _load(task: ProbeTask, *, is_copy: bool) -> TaskData:
         num_duplicates=num_duplicates,
         num_validation_duplicates=num_validation_duplicates,
         num_empty=num_empty,
-        num_conflicting=_num_conflicting(train, validation),
-        num_unseen_test_rows=sum(label not in seen for label in test.labels) if classes else 0,
+        num_conflicting=sum(labels[row.key] > 1 for row in train + validation),
+        num_unseen_test_rows=sum(row.label not in seen for row in test) if classes else 0,
         num_train_wanted=asked_for.get("train"),
         num_test_wanted=asked_for.get("test"),
     )
 
 
-def _read(task: ProbeTask) -> tuple[dict[str, LabelledRows], tuple[str, ...] | None]:
-    """The splits that the source has, by part, and the names of the classes."""
+def _read(task: ProbeTask) -> tuple[dict[str, Rows], tuple[str, ...] | None, int]:
+    """The splits that the source has, by part, the names of the classes, and how many rows had no text."""
     splits = {"train": task.train, "validation": task.validation, "test": task.test}
     if is_one_file(task.source):
         if len([task.train] if isinstance(task.train, str) else task.train) > 1:
@@ -237,26 +217,28 @@ def _read(task: ProbeTask) -> tuple[dict[str, LabelledRows], tuple[str, ...] | N
             if splits[part] is not None:
                 sentence = f"{task.source} is one file without splits: set {part} to null to cut off a share"
                 raise task.refusal(part, sentence)
-    parts = {part: read_rows(task, names) for part, names in splits.items() if names is not None}
-    return as_classes(task, parts) if task.kind == "classification" else (as_values(task, parts), None)
+    read = {part: _rows(task, names) for part, names in splits.items() if names is not None}
+    parts, num_empty = {part: rows for part, (rows, _, _) in read.items()}, sum(number for *_, number in read.values())
+    if task.kind == "regression":
+        return _as_values(task, parts), None, num_empty
+    parts, classes = _as_classes(task, parts, next((names for _, names, _ in read.values() if names), None))
+    return parts, classes, num_empty
 
 
-def _part(task: ProbeTask, parts: dict[str, LabelledRows]) -> tuple[int, int]:
+def _part(task: ProbeTask, parts: dict[str, Rows]) -> tuple[int, int]:
     """Takes the texts of test from the others, and those of validation from train; how many rows that were."""
     counts = []
     for first, others in (("test", ("train", "validation")), ("validation", ("train",))):
-        before = sum(map(len, parts.values()))
+        before, keys = sum(map(len, parts.values())), {row.key for row in parts.get(first, ())}
         for other in parts.keys() & set(others) if first in parts else ():
-            parts[other] = parts[other].without(set(parts[first].keys))
-            if not len(parts[other]):
+            parts[other] = [row for row in parts[other] if row.key not in keys]
+            if not parts[other]:
                 raise task.refusal(other, f"all its texts are in {first}, too: give other rows")
         counts.append(before - sum(map(len, parts.values())))
     return counts[0], counts[1]
 
 
-def _choose(
-    task: ProbeTask, parts: dict[str, LabelledRows], classes: tuple[str, ...] | None, is_copy: bool
-) -> dict[str, int]:
+def _choose(task: ProbeTask, parts: dict[str, Rows], classes: tuple[str, ...] | None, is_copy: bool) -> dict[str, int]:
     """Draws and cuts off the parts; how many rows the task asks for where a copy has fewer."""
     parts["train"], asked_for_in_all = _balanced(task, parts["train"], classes, is_copy)
     asked_for = {"train": asked_for_in_all} if asked_for_in_all else {}
@@ -273,60 +255,59 @@ def _choose(
                 sentence = f"{number} rows are wanted, {len(parts[part])} are there for {part}: ask for fewer"
                 raise task.refusal(f"num_{part}", sentence)
             asked_for[part] = number
-        drawn = draw(parts[part].keys, number, seed=task.seed, purpose=f"num_{part}")
-        parts[part] = parts[part].take(drawn)
+        parts[part] = _drawn(task, parts[part], number, f"num_{part}")
     if "validation" not in parts:
         parts["train"], parts["validation"] = _cut(task, parts["train"], "validation")
     return asked_for
 
 
-def _balanced(
-    task: ProbeTask, rows: LabelledRows, classes: tuple[str, ...] | None, is_copy: bool
-) -> tuple[LabelledRows, int | None]:
+def _drawn(task: ProbeTask, rows: Rows, number: int, purpose: str) -> Rows:
+    return [rows[index] for index in draw([row.key for row in rows], number, seed=task.seed, purpose=purpose)]
+
+
+def _balanced(task: ProbeTask, rows: Rows, classes: tuple[str, ...] | None, is_copy: bool) -> tuple[Rows, int | None]:
     """`balance` random rows of each class, and how many that should be in all where a copy has fewer."""
     if task.balance is None:
         return rows, None
-    places: dict[Any, list[int]] = {}
-    for index, label in enumerate(rows.labels):
-        places.setdefault(label, []).append(index)
-    label, fewest = min(((label, len(indices)) for label, indices in places.items()), key=lambda each: each[1])
+    by_label: dict[Any, Rows] = {}
+    for row in rows:
+        by_label.setdefault(row.label, []).append(row)
+    label = min(by_label, key=lambda label: len(by_label[label]))
+    fewest = len(by_label[label])
     if fewest < task.balance and not is_copy:
         name = classes[label] if classes else label
-        sentence = f"{task.balance} rows of each label are wanted, {rows.place} has {fewest} of {name!r}: ask for fewer"
+        sentence = (
+            f"{task.balance} rows of each label are wanted, {rows[0].place} has {fewest} of {name!r}: ask for fewer"
+        )
         raise task.refusal("balance", sentence)
-    number, chosen = min(fewest, task.balance), []
-    for indices in places.values():
-        drawn = draw([rows.keys[index] for index in indices], number, seed=task.seed, purpose="balance")
-        chosen += [indices[index] for index in drawn]
-    return rows.take(sorted(chosen)), task.balance * len(places) if number < task.balance else None
+    number = min(fewest, task.balance)
+    chosen = [row for those in by_label.values() for row in _drawn(task, those, number, "balance")]
+    in_order = sorted(chosen, key=lambda row: row.number)
+    return in_order, task.balance * len(by_label) if number < task.balance else None
 
 
-def _cut(task: ProbeTask, rows: LabelledRows, part: Literal["test", "validation"]) -> tuple[LabelledRows, LabelledRows]:
+def _cut(task: ProbeTask, rows: Rows, part: Literal["test", "validation"]) -> tuple[Rows, Rows]:
     """What is left, and what is held out for a part."""
     share = task.test_share if part == "test" else task.validation_share
-    by_label = task.kind == "classification" or len(set(rows.labels)) <= FEW_VALUES
-    strata = rows.labels if by_label else [None] * len(rows)
-    held = hold_out(rows.keys, strata, share, seed=task.seed, purpose=part, groups=rows.groups)
+    by_label = task.kind == "classification" or len({row.label for row in rows}) <= FEW_VALUES
+    strata = [row.label if by_label else None for row in rows]
+    groups = None if task.group is None else [row.group for row in rows]
+    held = hold_out([row.key for row in rows], strata, share, seed=task.seed, purpose=part, groups=groups)
     if len(set(held)) < 2:
         sentence = f"cannot cut {share} off {len(rows)} rows with equal texts and groups kept whole: give more rows"
         raise task.refusal(f"{part}_share", sentence)
-    left, out = ([index for index, each in enumerate(held) if each is side] for side in (False, True))
-    return rows.take(left), rows.take(out)
+    left, out = ([row for row, each in zip(rows, held, strict=True) if each is side] for side in (False, True))
+    return left, out
 
 
-def _split(rows: LabelledRows, kind: str) -> TaskSplit:
+def _split(rows: Rows, kind: str) -> TaskSplit:
     dtype = torch.int64 if kind == "classification" else torch.float64
-    return TaskSplit(tuple(rows.texts), torch.tensor(rows.labels, dtype=dtype), tuple(rows.numbers))
+    targets = torch.tensor([row.label for row in rows], dtype=dtype)
+    return TaskSplit(tuple(row.text for row in rows), targets, tuple(row.number for row in rows))
 
 
-def _num_conflicting(*parts: LabelledRows) -> int:
-    pairs = [pair for rows in parts for pair in zip(rows.keys, rows.labels, strict=True)]
-    labels = Counter(key for key, _ in set(pairs))
-    return sum(labels[key] > 1 for key, _ in pairs)
-
-
-def read_rows(task: ProbeTask, splits: str | Sequence[str]) -> LabelledRows:
-    """The rows of some splits that `where` keeps, with text and raw labels."""
+def _rows(task: ProbeTask, splits: str | Sequence[str]) -> tuple[Rows, tuple[str, ...] | None, int]:
+    """The rows of some splits that `where` keeps, with raw labels, the names of classes, and how many had no text."""
     columns = dict.fromkeys(task.text_columns(), "text") | {task.label: "label"}
     columns |= {column: "where" for column in task.where if column not in columns}
     if task.group is not None:
@@ -335,77 +316,68 @@ def read_rows(task: ProbeTask, splits: str | Sequence[str]) -> LabelledRows:
         read = read_columns(task.source, [splits] if isinstance(splits, str) else splits, columns)
     except InputError as error:
         raise InputError(f"task {task.name}: {error}") from error
-    numbers = list(_kept(task, read))
-    texts = [_text(task, read, number) for number in numbers]
-    if not task.drop_empty and not all(texts):
-        empty = numbers[texts.index("")]
+    texts = {number: _text(task, read, number) for number in _kept(task, read)}
+    empty = [number for number, text in texts.items() if not text]
+    if empty and not task.drop_empty:
         raise task.refusal(
-            "text", f"row {empty} of {read.place} has none: mend it, or leave such rows out by drop_empty"
+            "text", f"row {empty[0]} of {read.place} has none: mend it, or leave such rows out by drop_empty"
         )
-    full = [index for index, text in enumerate(texts) if text]
-    numbers, num_empty = [numbers[index] for index in full], len(texts) - len(full)
+    texts = {number: text for number, text in texts.items() if text}
     for column in [task.label] if task.group is None else [task.label, task.group]:
-        for number in numbers:
+        for number in texts:
             if _is_missing(read.values[column][number]):
                 raise task.refusal(
                     columns[column],
                     f"row {number} of {read.place} has no value in column {column!r}: mend the row or take it out",
                 )
-    return LabelledRows(
-        read.place,
-        [texts[index] for index in full],
-        [read.values[task.label][number] for number in numbers],
-        numbers,
-        None if task.group is None else [read.values[task.group][number] for number in numbers],
-        read.class_names.get(task.label),
-        num_empty,
-    )
+    labels = read.values[task.label]
+    groups = labels if task.group is None else read.values[task.group]
+    rows = [Row(text, normalised(text), labels[n], groups[n], n, read.place) for n, text in texts.items()]
+    return rows, read.class_names.get(task.label), len(empty)
 
 
-def as_classes(task: ProbeTask, parts: Mapping[str, LabelledRows]) -> tuple[dict[str, LabelledRows], tuple[str, ...]]:
-    """The parts with numbers of classes for labels, and the classes' names."""
-    values = {part: [_class(task, rows, index) for index in range(len(rows))] for part, rows in parts.items()}
-    names = task.classes or next((rows.class_names for rows in parts.values() if rows.class_names), None)
-    labels = {value for each in values.values() for value in each}
+def _as_classes(
+    task: ProbeTask, parts: Mapping[str, Rows], names: tuple[str, ...] | None
+) -> tuple[dict[str, Rows], tuple[str, ...]]:
+    """The parts with numbers of classes for labels, and the classes' names; `names` are those that the Hub gives."""
+    parts = {part: [row._replace(label=_class(task, row)) for row in rows] for part, rows in parts.items()}
+    names, labels = task.classes or names, {row.label for rows in parts.values() for row in rows}
     if names is None:
-        if len({type(value) for value in labels}) > 1:
+        if len({type(label) for label in labels}) > 1:
             raise task.refusal(
                 "label", f"column {task.label!r} mixes numbers and names, such as {_example(labels)}: use one"
             )
         order = sorted(labels)
-        number_of = {value: number for number, value in enumerate(order)}
+        number_of = {label: number for number, label in enumerate(order)}
         names = tuple(map(str, order))
     else:
         number_of = dict(enumerate(range(len(names)))) | {name: number for number, name in enumerate(names)}
-        for part, rows in parts.items():
-            for value, number in zip(values[part], rows.numbers, strict=True):
-                if value not in number_of:
-                    raise task.refusal(
-                        "classes",
-                        f"row {number} of {rows.place} has the label {value!r}, expected one of {', '.join(names)} or "
-                        f"a number from 0 to {len(names) - 1}: name all classes, or choose the rows by where",
-                    )
-        if task.classes is None:  # the Hub names classes that may occur nowhere in the rows chosen
-            used = sorted({number_of[value] for value in labels})
-            places = {number: place for place, number in enumerate(used)}
-            number_of = {value: places[number] for value, number in number_of.items() if number in places}
-            names = tuple(names[number] for number in used)
-    return {part: replace(rows, labels=[number_of[v] for v in values[part]]) for part, rows in parts.items()}, names
-
-
-def as_values(task: ProbeTask, parts: Mapping[str, LabelledRows]) -> dict[str, LabelledRows]:
-    """The parts with numbers for labels."""
-    for rows in parts.values():
-        for label, number in zip(rows.labels, rows.numbers, strict=True):
-            if isinstance(label, bool) or not isinstance(label, int | float) or not math.isfinite(label):
+        for row in (row for rows in parts.values() for row in rows):
+            if row.label not in number_of:
                 raise task.refusal(
-                    "label",
-                    f"row {number} of {rows.place} has {label!r}, a regression needs finite numbers: name another "
-                    "column, or choose kind classification",
+                    "classes",
+                    f"row {row.number} of {row.place} has the label {row.label!r}, expected one of {', '.join(names)} "
+                    f"or a number from 0 to {len(names) - 1}: name all classes, or choose the rows by where",
                 )
+        if task.classes is None:  # the Hub names classes that may occur nowhere in the rows chosen
+            used = sorted({number_of[label] for label in labels})
+            places = {number: place for place, number in enumerate(used)}
+            number_of = {label: places[number] for label, number in number_of.items() if number in places}
+            names = tuple(names[number] for number in used)
+    return {part: [row._replace(label=number_of[row.label]) for row in rows] for part, rows in parts.items()}, names
+
+
+def _as_values(task: ProbeTask, parts: Mapping[str, Rows]) -> dict[str, Rows]:
+    """The parts with numbers for labels."""
+    for row in (row for rows in parts.values() for row in rows):
+        if isinstance(row.label, bool) or not isinstance(row.label, int | float) or not math.isfinite(row.label):
+            raise task.refusal(
+                "label",
+                f"row {row.number} of {row.place} has {row.label!r}, a regression needs finite numbers: name another "
+                "column, or choose kind classification",
+            )
     return {
-        part: replace(rows, labels=[float(label) + task.label_offset for label in rows.labels])
-        for part, rows in parts.items()
+        part: [row._replace(label=float(row.label) + task.label_offset) for row in rows] for part, rows in parts.items()
     }
 
 
@@ -451,15 +423,15 @@ def _text(task: ProbeTask, read: Columns, number: int) -> str:
     return text.encode("utf-8", "replace").decode() if text.strip() else ""  # JSON can hold half a surrogate pair
 
 
-def _class(task: ProbeTask, rows: LabelledRows, index: int) -> int | str:
-    label = rows.labels[index]
+def _class(task: ProbeTask, row: Row) -> int | str:
+    label = row.label
     if isinstance(label, str):
         return label
     if isinstance(label, int) or (isinstance(label, float) and label.is_integer()):
         return int(label)
     raise task.refusal(
         "label",
-        f"row {rows.numbers[index]} of {rows.place} has {label!r}, expected an integer or a name: name another column"
+        f"row {row.number} of {row.place} has {label!r}, expected an integer or a name: name another column"
         + (", or choose kind regression" if isinstance(label, float) else ""),
     )
 
