@@ -11,7 +11,7 @@ from lit_layers import records
 from lit_layers.cli import main as cli
 from lit_layers.correlate import correlate_layers, read_layers
 from lit_layers.correlate.layer_page import write_layers
-from lit_layers.correlate.run_models import Wanted, split
+from lit_layers.correlate.run_models import MetricQuery, split
 from lit_layers.errors import InputError
 from lit_layers.records import Measurement, Record
 from tests.support.layer_scores import TASKS, add, tables
@@ -34,7 +34,7 @@ def series(root: Path, count: int = 3) -> Path:
 
 def test_a_metric_is_written_with_its_analysis_and_tags():
     assert split("prompt_entropy[a=1,b=x], lidar ,r/d[c=2]") == ["prompt_entropy[a=1,b=x]", "lidar", "r/d[c=2]"]
-    wanted = Wanted.of("representation/prompt_entropy[normalization=raw, drop_first=1, texts=common]")
+    wanted = MetricQuery.of("representation/prompt_entropy[normalization=raw, drop_first=1, texts=common]")
     assert (wanted.analysis, wanted.name, wanted.texts) == ("representation", "prompt_entropy", "common")
     assert wanted.tags == {"normalization": "raw", "drop_first": "1"}
     assert wanted.fits({"normalization": "raw", "drop_first": 1})
@@ -51,7 +51,7 @@ def test_a_metric_is_written_with_its_analysis_and_tags():
 )
 def test_another_form_of_a_metric_is_refused(text, message):
     with pytest.raises(InputError, match=message):
-        Wanted.of(text)
+        MetricQuery.of(text)
 
 
 # ------------------------------------------------------------------------------------------------ what is read

@@ -158,14 +158,14 @@ def covariate_table(findings: Findings) -> Table | None:
 
 def influence_text(findings: Findings) -> str:
     """Returns how far one model decides the coefficient, as a sentence; empty for too few models."""
-    found = findings.influence
-    if found is None:
+    influence = findings.influence
+    if influence is None:
         return ""
-    if found["without"] is None:
-        return f"Without {found['model']} the correlation is undefined: all others are alike."
+    if influence["without"] is None:
+        return f"Without {influence['model']} the correlation is undefined: all others are alike."
     return (
-        f"Leaving out one model moves r to between {value(found['lowest'])} and {value(found['highest'])}; "
-        f"{found['model']} counts most: without it r = {value(found['without'])}."
+        f"Leaving out one model moves r to between {value(influence['lowest'])} and {value(influence['highest'])}; "
+        f"{influence['model']} counts most: without it r = {value(influence['without'])}."
     )
 
 

@@ -159,8 +159,8 @@ def _row(
 
 def _coefficients(x: Column, y: Column, options: Mapping[str, int]) -> list[Row]:
     def r2(x: Column, y: Column) -> Correlation:
-        found = correlation.pearson(x, y)
-        return found._replace(value=found.value * found.value)
+        result = correlation.pearson(x, y)
+        return result._replace(value=result.value * result.value)
 
     def distance(x: Column, y: Column) -> Correlation:
         return Correlation(correlation.distance_correlation(x, y), math.nan, len(x), 0)
@@ -222,10 +222,12 @@ def _groups(table: ModelTable, x: Column, y: Column, group: str, options: Mappin
             f"group: expected groups of several models with different metrics and scores, {group} leaves none"
         ) from error
     for code, label in enumerate(labels.dropna().unique()):
-        own = codes == code
+        members = codes == code
         name = f"{title} {label:.15g}" if isinstance(label, float) else f"{title} {label}"
         try:
-            rows += [_row(name, correlation.pearson, x[own], y[own], options=options)] if own.sum() >= 3 else []
+            rows += (
+                [_row(name, correlation.pearson, x[members], y[members], options=options)] if members.sum() >= 3 else []
+            )
         except UndefinedError:
             continue
     return rows
@@ -245,20 +247,20 @@ def confounders(table: ModelTable) -> dict[str, float]:
     """Returns the baseline, the width and K, as far as the metric follows them, with R²."""
     x = table.values(table.metric)
     names = [name for name in (table.baseline, "width", "k") if name in table.frame.columns]
-    shares = {name: found[0] for name in names if name and (found := _r2(table, name, x)) is not None}
+    shares = {name: explained[0] for name in names if name and (explained := _r2(table, name, x)) is not None}
     return {name: r2 for name, r2 in shares.items() if r2 > CONFOUNDED}
 
 
 def _influence(table: ModelTable, x: Column, y: Column) -> dict[str, Any] | None:
     if len(x) < 4:
         return None
-    found, names = correlation.leave_one_out(x, y), list(table.frame["model"])
-    without = {name: None if math.isnan(r) else r for name, r in zip(names, found.values, strict=True)}
+    result, names = correlation.leave_one_out(x, y), list(table.frame["model"])
+    without = {name: None if math.isnan(r) else r for name, r in zip(names, result.values, strict=True)}
     defined = [r for r in without.values() if r is not None]
     return {
-        "model": names[found.index],
-        "without": without[names[found.index]],
-        "change": None if math.isnan(found.change) else found.change,
+        "model": names[result.index],
+        "without": without[names[result.index]],
+        "change": None if math.isnan(result.change) else result.change,
         "lowest": min(defined),
         "highest": max(defined),
         "pearson_without": without,
@@ -405,10 +407,10 @@ def _choices(
 
     Where no other model has them, what halves of the tasks would choose.
     """
-    own = _shared(model, keys, first)
-    if own is None:
+    shared = _shared(model, keys, first)
+    if shared is None:
         return []
-    metrics, scores = own
+    metrics, scores = shared
     pairs = [pair for other in others if (pair := _shared(other, keys, first)) is not None]
     better = better_rule(pairs) if pairs else None
     one = keys[0] if len(keys) == 1 else None

@@ -50,10 +50,14 @@ def write_layers(tables: LayerTables, findings: LayerFindings, folder: Path) -> 
     panels["correlations"] = Panels(title=title, charts=correlation_charts(tables, findings))
     title = "Layers chosen without labels, 95% intervals over tasks"
     panels["selection"] = Panels(title=title, charts=choice_charts(tables, findings), width=460)
-    for model, found in zip(tables.models, findings.models, strict=True):
-        charts = [scatter_plot(content, width=380, height=360) for content in scatters(tables, found, model).values()]
+    for model, of_model in zip(tables.models, findings.models, strict=True):
+        charts = [
+            scatter_plot(content, width=380, height=360) for content in scatters(tables, of_model, model).values()
+        ]
         name = re.sub(r"[^\w.-]+", "_", model.name)
-        panels[f"scatter_{name}"] = Panels(title=f"{heading(found)}: means over tasks, a point a layer", charts=charts)
+        panels[f"scatter_{name}"] = Panels(
+            title=f"{heading(of_model)}: means over tasks, a point a layer", charts=charts
+        )
     return write_files(
         folder,
         "layers",
@@ -70,14 +74,14 @@ def render_layers(tables: LayerTables, findings: LayerFindings, pictures: Mappin
     charts = depth_charts(tables)
     depth = [_block(chart.title, "", {"": chart}, wide=chart is charts[0] and len(charts) % 2 == 1) for chart in charts]
     blocks = []
-    for model, found in zip(tables.models, findings.models, strict=True):
+    for model, of_model in zip(tables.models, findings.models, strict=True):
         charts = {
             f"{tables.titles[key]}: {content.title}": scatter_plot(content, width=560, height=420)
-            for key, content in scatters(tables, found, model).items()
+            for key, content in scatters(tables, of_model, model).items()
         }
         note = "A point a layer, joined in their order; metric and score are averaged over the same tasks."
         note += f" {next(iter(charts))}." if len(charts) == 1 else ""
-        blocks.append(_block(heading(found), note, charts, wide=True))
+        blocks.append(_block(heading(of_model), note, charts, wide=True))
     shown = {name: pictures[name] for name in ("correlations", "selection") if name in pictures}
     return fill(
         "layers.html.jinja",
@@ -200,9 +204,9 @@ def correlation_table(tables: LayerTables, findings: LayerFindings) -> Table:
         )
         for one in model.metrics:
             for form in FORMS if one.correlations else []:
-                found = {c.coefficient: c for c in one.correlations if c.form == form}
-                cells = [_estimate(found[name].estimate) for name in COEFFICIENTS if found]
-                num_tasks = {c.num_tasks for c in found.values()}
+                by_name = {c.coefficient: c for c in one.correlations if c.form == form}
+                cells = [_estimate(by_name[name].estimate) for name in COEFFICIENTS if by_name]
+                num_tasks = {c.num_tasks for c in by_name.values()}
                 rows += [Cells([(tables.titles[one.metric], form), *cells, (f"{n}", "")]) for n in num_tasks]
             if one.note:
                 rows.append(Cells([(tables.titles[one.metric], one.note), *[("", "")] * 4]))
@@ -217,18 +221,18 @@ def choice_table(tables: LayerTables, findings: LayerFindings) -> Table:
     for model in findings.models:
         rows = []
         for choice in model.choices:
-            found, name = choice.result, tables.titles.get(choice.metric or "", "All metrics")
-            share = "" if found.best_share is None else f" ({found.best_share:.0%} of resamples)"
+            result, name = choice.result, tables.titles.get(choice.metric or "", "All metrics")
+            share = "" if result.best_share is None else f" ({result.best_share:.0%} of resamples)"
             shares = shares_text(choice, tables.titles)
             cells = [
                 (f"{name}: {lowered(rule_text(choice, tables.titles))}", shares),
-                *(_estimate(each) for each in (found.score, found.minus_last, found.minus_best)),
-                (value(found.last.value), ""),
-                (value(found.middle.value), f"layer {found.middle_layer}"),
-                (value(found.random.value), ""),
-                (value(found.best.value), f"layer {found.best_layer}{share}"),
-                (value(found.oracle.value), ""),
-                (str(found.num_tasks), ""),
+                *(_estimate(each) for each in (result.score, result.minus_last, result.minus_best)),
+                (value(result.last.value), ""),
+                (value(result.middle.value), f"layer {result.middle_layer}"),
+                (value(result.random.value), ""),
+                (value(result.best.value), f"layer {result.best_layer}{share}"),
+                (value(result.oracle.value), ""),
+                (str(result.num_tasks), ""),
             ]
             rows.append(Cells(cells, choice.is_chosen))
         groups.append(Group(heading(model), "", rows))
@@ -254,15 +258,15 @@ def missing_tasks(tables: LayerTables, findings: LayerFindings) -> list[tuple[st
 def _frames(tables: LayerTables, findings: LayerFindings) -> dict[str, pd.DataFrame]:
     """A row a coefficient, a row a way of choosing, and a row a model, task and layer."""
     correlations, choices, curves = [], [], []
-    for model, found in zip(tables.models, findings.models, strict=True):
+    for model, of_model in zip(tables.models, findings.models, strict=True):
         place = {"model": model.name, "step": model.step}
-        null = {"null_noise": found.null.noise, "null_walk": found.null.walk}
-        for one in found.metrics:
+        null = {"null_noise": of_model.null.noise, "null_walk": of_model.null.walk}
+        for one in of_model.metrics:
             for c in one.correlations:
                 row = place | {"metric": one.metric, "form": c.form, "coefficient": c.coefficient}
                 row |= {**c.estimate._asdict(), "num_tasks": c.num_tasks}
                 correlations.append(row | (null if c.coefficient == "distance_correlation" else {}))
-        for choice in found.choices:
+        for choice in of_model.choices:
             row = place | {"metric": choice.metric, "rule": choice.rule, "is_chosen": choice.is_chosen}
             facts = vars(choice.result)
             row |= {name: facts[name] for name in ("num_tasks", "best_layer", "best_share", "middle_layer")}

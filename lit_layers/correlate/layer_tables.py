@@ -10,8 +10,8 @@ import pandas as pd
 from numpy.typing import NDArray
 
 from lit_layers.correlate.run_models import (
+    MetricQuery,
     RunModel,
-    Wanted,
     candidates,
     nearest,
     numbers,
@@ -93,8 +93,8 @@ def read_layers(
     Raises:
         InputError: for a metric that no model has, one of several variants, or one of other states than the scores.
     """
-    wanted = [Wanted.of(text) for text in metrics]
-    texts = [one.text for one in wanted]
+    queries = [MetricQuery.of(text) for text in metrics]
+    texts = [one.text for one in queries]
     if twice := [text for text in texts if texts.count(text) > 1]:
         raise InputError(f"metrics: expected every metric once, got {twice[0]} twice")
     score_path = Path(scores) if Path(scores).suffix in (".csv", ".parquet") else None
@@ -102,12 +102,12 @@ def read_layers(
         raise InputError("models: expected run folders, or files of both the scores and the metrics")
     if folders and score_path and metrics_file:
         raise InputError("models: the scores and the metrics are both in files: leave the run folders out")
-    score = Wanted(text="score", name="score") if score_path else Wanted.of(scores, "scores")
+    score = MetricQuery(text="score", name="score") if score_path else MetricQuery.of(scores, "scores")
     if not score_path and score.analysis is None:
         score = replace(score, name="main_score", analysis=score.name)
     models = read_run_models(folders) if folders else []
     of_score = _source(score, models, score_path, "scores")
-    of_metrics = [_source(one, models, metrics_file, "metrics-file" if metrics_file else "metrics") for one in wanted]
+    of_metrics = [_source(one, models, metrics_file, "metrics-file" if metrics_file else "metrics") for one in queries]
     tables = LayerTables(
         first_layer=0 if with_layer_0 else 1,
         source=", ".join([str(path) for path in (*folders, score_path, metrics_file) if path is not None]),
@@ -139,10 +139,10 @@ def _model_tables(
     if name not in metrics[0].models:
         raise _LeftOutError("no metrics")
     scored = scores.models[places[0]]
-    step = _step([scores.steps(scored), set().union(*(one.steps(name) for one in metrics))], scores.wanted.text, step)
+    step = _step([scores.steps(scored), set().union(*(one.steps(name) for one in metrics))], scores.query.text, step)
     of_scores = scores.curves(scored, step)
     if of_scores is None:
-        raise _LeftOutError(f"no {scores.wanted.text}")
+        raise _LeftOutError(f"no {scores.query.text}")
     depth = max(layer for curve in of_scores.by_task.values() for layer in curve)
     if depth + 1 - first < FEWEST_LAYERS:
         raise _LeftOutError(f"{depth} layers, expected at least {FEWEST_LAYERS - (1 - first)}")
@@ -156,19 +156,19 @@ def _model_tables(
     kept, left_out, curves = {}, {}, {}
     for one in metrics:
         curve = one.curves(name, step, scored=of_scores)
-        own, missing = _metric_table(one.wanted.text, curve, table, gaps, first)
-        left_out |= {one.wanted.text: missing} if missing else {}
-        if len(own):
-            kept[one.wanted.text], curves[one] = own, curve
+        values, missing = _metric_table(one.query.text, curve, table, gaps, first)
+        left_out |= {one.query.text: missing} if missing else {}
+        if len(values):
+            kept[one.query.text], curves[one] = values, curve
     if not kept:
         reasons = "; ".join(f"{key}: {next(iter(why.values()))}" for key, why in left_out.items())
         raise _LeftOutError(f"no metric beside its scores{f' ({reasons})' if reasons else ''}")
     tables.states = of_scores.states or tables.states
-    tables.score_title = tables.score_title if scores.wanted.name == "score" else _title(scores.wanted, of_scores)
+    tables.score_title = tables.score_title if scores.query.name == "score" else _title(scores.query, of_scores)
     for one, curve in curves.items():
-        tables.titles.setdefault(one.wanted.text, _title(one.wanted, curve))
-        if "" in curve.by_task and one.wanted.text not in tables.common:
-            tables.common.append(one.wanted.text)
+        tables.titles.setdefault(one.query.text, _title(one.query, curve))
+        if "" in curve.by_task and one.query.text not in tables.common:
+            tables.common.append(one.query.text)
     table, domains = table.drop(index=[*gaps]), dict(of_scores.domains)
     return ModelTables(name=name, step=step, scores=table, domains=domains, metrics=kept, left_out=left_out)
 
@@ -214,8 +214,8 @@ def _gap(values: Any, first: int, what: str) -> str:
     return f"no {what} at {listing('layer', missing, most=5)}" if len(missing) else ""
 
 
-def _title(wanted: Wanted, curves: "_Curves") -> str:
-    return ", ".join(filter(None, [look_up(wanted.name).title, tag_text(dict(curves.variant))]))
+def _title(query: MetricQuery, curves: "_Curves") -> str:
+    return ", ".join(filter(None, [look_up(query.name).title, tag_text(dict(curves.variant))]))
 
 
 def _nothing(tables: LayerTables, models: Sequence[RunModel], sources: Sequence["_Source"]) -> str:
@@ -224,7 +224,7 @@ def _nothing(tables: LayerTables, models: Sequence[RunModel], sources: Sequence[
         if models and source.values.empty:
             pairs = [(m.analysis, r) for model in models for m in model.measurements for r in m.records]
             spelled = dict.fromkeys(f"{a.partition('/')[0]}/{r.metric}" for a, r in pairs if r.layer is not None)
-            text = source.wanted.text
+            text = source.query.text
             return f"{source.option}: no model has {text!r} per layer{nearest(text, spelled)}"
     reasons = "; ".join(f"{model}: {why}" for model, why in list(tables.left_out.items())[:3])
     return f"expected a model with scores and metrics of the same tasks and layers, got none ({reasons})"
@@ -250,7 +250,7 @@ _COLUMNS = ["model", "step", "analysis", "task", "layer", "value", "states", "do
 class _Source:
     """What all models have of one metric, or of the scores."""
 
-    wanted: Wanted
+    query: MetricQuery
     option: str
     models: list[str]
     values: Any  # a table of `_COLUMNS`, of objects
@@ -261,17 +261,17 @@ class _Source:
 
     def curves(self, model: str, step: int | None, scored: _Curves | None = None) -> _Curves | None:
         """The curves of one checkpoint; `scored` are its scores (None: these are the scores)."""
-        text, what = self.wanted.text, f"{self.wanted.text} of {model}"
+        text, what = self.query.text, f"{self.query.text} of {model}"
         rows = self.values[self.values["model"] == model]
         rows = rows[(rows["step"] == step) | rows["step"].isna()]
         if len(analyses := rows["analysis"].unique()) > 1:
-            listed = ", ".join(f"{analysis}/{self.wanted.name}" for analysis in analyses)
+            listed = ", ".join(f"{analysis}/{self.query.name}" for analysis in analyses)
             raise InputError(f"{self.option}: {text} is in more than one analysis: {listed}")
         of_tasks = rows[(rows["task"] != "") if scored is None else rows["task"].isin([*filter(None, scored.by_task)])]
-        if scored is None or (len(of_tasks) and self.wanted.texts != "common"):
+        if scored is None or (len(of_tasks) and self.query.texts != "common"):
             rows = of_tasks
         else:
-            rows = rows[(rows["task"] == "") & (self.wanted.texts != "task")]
+            rows = rows[(rows["task"] == "") & (self.query.texts != "task")]
         if rows.empty:
             return None
         options = {"option": self.option, "example": f"{text.partition('[')[0]}[{{}}]"}
@@ -294,42 +294,42 @@ class _Source:
         return _Curves(by_task, states, variant, domains)
 
 
-def _source(wanted: Wanted, models: Sequence[RunModel], path: Path | None, option: str) -> _Source:
-    values = [v for m in models for v in _run_values(m, wanted)] if path is None else _file_values(path, wanted, option)
+def _source(query: MetricQuery, models: Sequence[RunModel], path: Path | None, option: str) -> _Source:
+    values = [v for m in models for v in _run_values(m, query)] if path is None else _file_values(path, query, option)
     table = pd.DataFrame(values, columns=_COLUMNS, dtype=object)
-    return _Source(wanted, option, [m.name for m in models] if path is None else [*table["model"].unique()], table)
+    return _Source(query, option, [m.name for m in models] if path is None else [*table["model"].unique()], table)
 
 
-def _run_values(model: RunModel, wanted: Wanted) -> Iterable[tuple[Any, ...]]:
+def _run_values(model: RunModel, query: MetricQuery) -> Iterable[tuple[Any, ...]]:
     """Those of a run folder; records leave unsaid the usual convention of the states, and no normalization."""
     for m in model.measurements:
         analysis, _, task = m.analysis.partition("/")
-        task = "" if m.analysis == wanted.analysis else task
-        for _, record in candidates([m], wanted):
+        task = "" if m.analysis == query.analysis else task
+        for _, record in candidates([m], query):
             states = "hf" if str(record.tags.get("preset")).startswith("released_code") else "resid"
             tags = {"states": states, "normalization": "raw", **record.tags}
-            if record.layer is not None and of_width(wanted, model).fits(tags):
+            if record.layer is not None and of_width(query, model).fits(tags):
                 place = (model.name, m.step, analysis, task, record.layer, record.value, str(tags["states"]))
                 yield (*place, str(tags.get("domain", "")), variant_of(record.tags, _BESIDE))
 
 
-def _file_values(path: Path, wanted: Wanted, option: str) -> list[tuple[Any, ...]]:
+def _file_values(path: Path, query: MetricQuery, option: str) -> list[tuple[Any, ...]]:
     """Those of a table with the columns model, layer and either one named like the value, or `metric` and `value`.
 
     Columns step, task, domain and states are read where they are there; another is asked for as a tag.
     """
     rows: Any = read_table(path, option)
     is_long = {"metric", "value"} <= {*rows.columns}
-    for column in ("layer", *wanted.tags, *([] if is_long else [wanted.name])):
+    for column in ("layer", *query.tags, *([] if is_long else [query.name])):
         if column not in rows:
             there = ", ".join(map(str, rows.columns))
             raise InputError(f"{option}: {path} has no column {column!r}; it has: {there}")
-    if is_long and wanted.name not in (metrics := rows["metric"].astype(str)).values:
-        raise InputError(f"{option}: {path} has no {wanted.name!r}{nearest(wanted.name, metrics.unique())}")
-    rows = rows[rows["metric"] == wanted.name] if is_long else rows.assign(value=rows[wanted.name])
-    for column in wanted.tags:
-        rows = rows[[wanted.fits({**wanted.tags, column: cell}) for cell in rows[column]]]
-    expected = f"{option}: expected numbers of {wanted.name} in {path}, got"
+    if is_long and query.name not in (metrics := rows["metric"].astype(str)).values:
+        raise InputError(f"{option}: {path} has no {query.name!r}{nearest(query.name, metrics.unique())}")
+    rows = rows[rows["metric"] == query.name] if is_long else rows.assign(value=rows[query.name])
+    for column in query.tags:
+        rows = rows[[query.fits({**query.tags, column: cell}) for cell in rows[column]]]
+    expected = f"{option}: expected numbers of {query.name} in {path}, got"
     rows = rows.assign(value=numbers(rows["value"], rows["model"], expected))
     expected = f"{option}: expected numbers of layers in {path}, 0 or more, got"
     layers = numbers(rows["layer"], rows["model"], expected)
@@ -341,7 +341,7 @@ def _file_values(path: Path, wanted: Wanted, option: str) -> list[tuple[Any, ...
     if (twice := rows.duplicated(["model", "step", "task", "layer"])).any():
         model, _, task, layer = rows[twice].iloc[0].tolist()[:4]
         raise InputError(
-            f"{option}: {path} has more than one {wanted.text} of {model}, {task or 'all tasks'}, layer {layer}: "
+            f"{option}: {path} has more than one {query.text} of {model}, {task or 'all tasks'}, layer {layer}: "
             f"choose with [column=value]"
         )
     if option == "scores" and rows["task"].isna().any():

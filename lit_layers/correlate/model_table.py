@@ -15,8 +15,8 @@ from numpy.typing import NDArray
 
 from lit_layers.correlate.run_models import (
     SIZES,
+    MetricQuery,
     RunModel,
-    Wanted,
     candidates,
     nearest,
     numbers,
@@ -148,14 +148,14 @@ def read_runs(
         InputError: for a metric or score that no model has, or of which the options leave several values.
     """
     models = read_run_models(folders)
-    wanted = _resolved(models, metric, tags or {})
+    query = _resolved(models, metric, tags or {})
     rows, left_out = [], {}
     for model in models:
-        measured = _measured(model, model.at(step, wanted.analysis), wanted, layer)
+        measured = _measured(model, model.at(step, query.analysis), query, layer)
         if not measured:
-            left_out[model.name] = _why(model, wanted, step, layer)
+            left_out[model.name] = _why(model, query, step, layer)
         rows.append({"model": model.name, **model.sizes(), **measured})
-    titles = _add_scores(rows, models, score, take, wanted, layer)
+    titles = _add_scores(rows, models, score, take, query, layer)
     column = next(iter(titles))
     for row in rows:
         if isinstance(row.get("error"), str):  # a run of a sweep that broke off: its last numbers are not its end's
@@ -166,19 +166,19 @@ def read_runs(
         if len({str(each.get(name)) for each in settings}) > 1:  # those in which the models differ
             for row, each in zip(rows, settings, strict=True):
                 row |= {name: each[name]} if name in each and name not in row else {}
-    frame, name = pd.DataFrame(rows), wanted.name
+    frame, name = pd.DataFrame(rows), query.name
     if name not in frame.columns:
         reasons = "; ".join(f"{model}: {why}" for model, why in list(left_out.items())[:3])
         raise InputError(f"metric: no model has a value of {metric} ({reasons})")
-    own = look_up(name)
-    titles |= {name: ", ".join(filter(None, [own.title, tag_text(dict(tags or {}))]))}
-    titles |= {each: METRICS[each].title for each in (own.baseline, own.excess) if each in METRICS}
+    definition = look_up(name)
+    titles |= {name: ", ".join(filter(None, [definition.title, tag_text(dict(tags or {}))]))}
+    titles |= {each: METRICS[each].title for each in (definition.baseline, definition.excess) if each in METRICS}
     table = _finished(frame, name, column, baseline, where="these models", left_out=left_out, titles=titles)
-    p_is_1 = any(model.has_p_1(str(wanted.analysis)) for model in models)
+    p_is_1 = any(model.has_p_1(str(query.analysis)) for model in models)
     return replace(table, source=", ".join(map(str, folders)), p_is_1=p_is_1)
 
 
-def _resolved(models: Sequence[RunModel], text: str, tags: Mapping[str, str | int | float]) -> Wanted:
+def _resolved(models: Sequence[RunModel], text: str, tags: Mapping[str, str | int | float]) -> MetricQuery:
     """Which analysis and metric `ANALYSIS/METRIC` is, or a metric's name alone where one analysis has it."""
     pairs = {pair: None for model in models for pair in model.pairs()}
     fitting = [pair for pair in pairs if "/".join(pair) == text] or [pair for pair in pairs if pair[1] == text]
@@ -186,15 +186,15 @@ def _resolved(models: Sequence[RunModel], text: str, tags: Mapping[str, str | in
         raise InputError(f"metric: no model has {text!r}{nearest(text, map('/'.join, pairs))}")
     if len(fitting) > 1:
         raise InputError(f"metric: {text} is in more than one analysis: {', '.join(map('/'.join, fitting))}")
-    return Wanted(text="/".join(fitting[0]), analysis=fitting[0][0], name=fitting[0][1], tags=tags)
+    return MetricQuery(text="/".join(fitting[0]), analysis=fitting[0][0], name=fitting[0][1], tags=tags)
 
 
 def _value(
-    model: RunModel, measurements: Sequence[Measurement], wanted: Wanted, layer: int | str | None
+    model: RunModel, measurements: Sequence[Measurement], query: MetricQuery, layer: int | str | None
 ) -> Record | None:
     """The one record that is meant: of the whole model, else of the last layer, or of the layer asked for."""
-    records = [r for analysis, r in candidates(measurements, wanted) if analysis == wanted.analysis]
-    records = [r for r in records if of_width(wanted, model).fits(r.tags)]
+    records = [r for analysis, r in candidates(measurements, query) if analysis == query.analysis]
+    records = [r for r in records if of_width(query, model).fits(r.tags)]
     if layer is None and any(r.layer is None for r in records):
         records = [r for r in records if r.layer is None]
     else:
@@ -204,45 +204,45 @@ def _value(
     if not records:
         return None
     variants = [variant_of(r.tags) for r in records]
-    what = f"{wanted.text} of {model.name}"
+    what = f"{query.text} of {model.name}"
     return records[variants.index({**plainest_variant(variants, what, option="tags", example="--tags {}")})]
 
 
 def _measured(
-    model: RunModel, measurements: Sequence[Measurement], wanted: Wanted, layer: int | str | None
+    model: RunModel, measurements: Sequence[Measurement], query: MetricQuery, layer: int | str | None
 ) -> dict[str, Any]:
     """A metric at one checkpoint, its tags, and what is known of its baseline; nothing where it was not measured."""
-    record = _value(model, measurements, wanted, layer)
+    record = _value(model, measurements, query, layer)
     if record is None:
         return {}
-    name, tags = wanted.name, variant_of(record.tags)
+    name, tags = query.name, variant_of(record.tags)
     ends = {f"{name}_low": record.low, f"{name}_high": record.high, "layer": record.layer, "step": measurements[0].step}
     row = {name: record.value, **tags, **{end: value for end, value in ends.items() if value is not None}}
     for other in (look_up(name).baseline, look_up(name).excess):
-        beside = _value(model, measurements, replace(wanted, name=other, tags=tags), layer)
+        beside = _value(model, measurements, replace(query, name=other, tags=tags), layer)
         row |= {other: beside.value} if beside is not None else {}
     return row
 
 
-def _tags(models: Sequence[RunModel], wanted: Wanted) -> dict[str, dict[Any, None]]:
+def _tags(models: Sequence[RunModel], query: MetricQuery) -> dict[str, dict[Any, None]]:
     """The tags of a metric, and the values that each has somewhere."""
     tags: dict[str, dict[Any, None]] = {}
-    for analysis, record in (pair for model in models for pair in candidates(model.measurements, wanted)):
-        for tag, value in variant_of(record.tags).items() if analysis == wanted.analysis else ():
+    for analysis, record in (pair for model in models for pair in candidates(model.measurements, query)):
+        for tag, value in variant_of(record.tags).items() if analysis == query.analysis else ():
             tags.setdefault(tag, {})[value] = None
     return tags
 
 
-def _why(model: RunModel, wanted: Wanted, step: int | None, layer: int | str | None) -> str:
+def _why(model: RunModel, query: MetricQuery, step: int | None, layer: int | str | None) -> str:
     if step is not None and not model.at(step):
         return f"no measurement at step {step}"
     if not model.measurements and model.num_suspect:
         return "all its checkpoints are suspect"
-    options = [tag_text(dict(wanted.tags)), f"layer {layer}" if layer is not None else ""]
+    options = [tag_text(dict(query.tags)), f"layer {layer}" if layer is not None else ""]
     text = ", ".join(filter(None, options))
-    there = _tags([model], wanted)
-    has = ", ".join(tag_text({tag: value}) for tag in wanted.tags for value in there.get(tag, ()))
-    return f"no {wanted.text}{f' with {text}' if text else ''}{f', it has {has}' if has else ''}"
+    there = _tags([model], query)
+    has = ", ".join(tag_text({tag: value}) for tag in query.tags for value in there.get(tag, ()))
+    return f"no {query.text}{f' with {text}' if text else ''}{f', it has {has}' if has else ''}"
 
 
 def _add_scores(
@@ -250,7 +250,7 @@ def _add_scores(
     models: list[RunModel],
     score: str,
     take: str,
-    wanted: Wanted,
+    query: MetricQuery,
     layer: int | str | None,
 ) -> dict[str, str]:
     """Puts the score into each model's row and returns its column, with what that is called.
@@ -275,7 +275,7 @@ def _add_scores(
                 f"FILE.csv:COLUMN{nearest(score, names)}"
             )
         other = _resolved(models, score, {})
-        tags = {tag: value for tag, value in wanted.tags.items() if tag in _tags(models, other)}
+        tags = {tag: value for tag, value in query.tags.items() if tag in _tags(models, other)}
         other, title = replace(other, tags=tags), look_up(other.name).title
         at = [model.at(row.get("step"), other.analysis) for row, model in zip(rows, models, strict=True)]
         records = [_value(*each, other, None) for each in zip(models, at, strict=True)]
@@ -332,8 +332,8 @@ def _finished(
             missing.setdefault(name, f"no {column}")
     kept = frame[~frame["model"].isin(missing)].reset_index(drop=True)
     if len(kept) < FEWEST:
-        told = [f"{name}: {why}" for name, why in missing.items()]
-        reasons = f" ({'; '.join(told[:4])}{f' and {len(told) - 4} more' if len(told) > 4 else ''})" if told else ""
+        lines = [f"{name}: {why}" for name, why in missing.items()]
+        reasons = f" ({'; '.join(lines[:4])}{f' and {len(lines) - 4} more' if len(lines) > 4 else ''})" if lines else ""
         raise InputError(f"expected at least {FEWEST} models with a metric and a score, got {len(kept)}{reasons}")
     kept["model"] = kept["model"].map(short_names(list(kept["model"])))
     kept = kept.dropna(axis=1, how="all")

@@ -29,7 +29,7 @@ _NO_VALUE = {*PLACES, *ORDINALS, "reference"}  # tags of records beside the numb
 
 
 @dataclass(frozen=True, kw_only=True)
-class Wanted:
+class MetricQuery:
     """A metric by its name, with its analysis and tags where they are given.
 
     `texts` is "task" or "common" where it is to be decided whether the metric was measured on each task's own texts.
@@ -42,7 +42,7 @@ class Wanted:
     texts: str | None = None
 
     @classmethod
-    def of(cls, text: str, option: str = "metrics") -> "Wanted":
+    def of(cls, text: str, option: str = "metrics") -> "MetricQuery":
         """Reads `NAME`, `ANALYSIS/NAME` or either with `[tag=value,...]`.
 
         Raises:
@@ -198,7 +198,7 @@ def _leaves(value: Any, path: tuple[str, ...]) -> Iterable[tuple[tuple[str, ...]
 # ------------------------------------------------------------------------------------------------ which number
 
 
-def candidates(measurements: Iterable[Measurement], wanted: Wanted) -> list[tuple[str, Record]]:
+def candidates(measurements: Iterable[Measurement], query: MetricQuery) -> list[tuple[str, Record]]:
     """The records of a metric that may be meant, whatever their tags, with the analysis that each is of.
 
     An analysis `probe` is that of each of its tasks, too: `probe/banking77`.
@@ -206,25 +206,25 @@ def candidates(measurements: Iterable[Measurement], wanted: Wanted) -> list[tupl
     return [
         (m.analysis, r)
         for m in measurements
-        if wanted.analysis in (None, m.analysis, m.analysis.partition("/")[0])
+        if query.analysis in (None, m.analysis, m.analysis.partition("/")[0])
         for r in m.records
-        if r.metric == wanted.name and r.other_layer is None and not r.tags.keys() & _NO_VALUE
+        if r.metric == query.name and r.other_layer is None and not r.tags.keys() & _NO_VALUE
     ]
 
 
-def of_width(wanted: Wanted, model: RunModel) -> Wanted:
+def of_width(query: MetricQuery, model: RunModel) -> MetricQuery:
     """The same with `k` as a count, where it is given as a share of the model's width.
 
     Raises:
         InputError: where the width is not known.
     """
-    k = wanted.tags.get("k")
+    k = query.tags.get("k")
     if not isinstance(k, float) or not 0 < k < 1:
-        return wanted
+        return query
     width = model.sizes().get("width")
     if width is None:
         raise InputError(f"tags: k as a share needs the width of {model.name}, which is not known: give k as a count")
-    return replace(wanted, tags={**wanted.tags, "k": int(k * width + 1e-9)})  # as functional.coupling counts
+    return replace(query, tags={**query.tags, "k": int(k * width + 1e-9)})  # as functional.coupling counts
 
 
 def plainest_variant(
@@ -278,21 +278,21 @@ def read_table(path: Path, option: str = "") -> pd.DataFrame:
     Raises:
         InputError: for a file that cannot be read, has no rows, or no column that names the models.
     """
-    told = f"{option}: " if option else ""
+    prefix = f"{option}: " if option else ""
     if path.suffix not in (".csv", ".parquet"):
-        raise InputError(f"{told}expected a file that ends in .csv or .parquet, got {path}")
+        raise InputError(f"{prefix}expected a file that ends in .csv or .parquet, got {path}")
     if not path.is_file():
-        raise InputError(f"{told}expected a .csv or .parquet file, {path} does not exist")
+        raise InputError(f"{prefix}expected a .csv or .parquet file, {path} does not exist")
     try:
         frame: Any = pd.read_parquet(path) if path.suffix == ".parquet" else pd.read_csv(path, comment="#")
     except (ValueError, OSError) as error:  # pandas' and pyarrow's errors of contents are ValueErrors
-        raise InputError(f"{told}cannot read {path}: {' '.join(str(error).split())}") from error
+        raise InputError(f"{prefix}cannot read {path}: {' '.join(str(error).split())}") from error
     if frame.empty:
-        raise InputError(f"{told}{path} has no rows")
+        raise InputError(f"{prefix}{path} has no rows")
     name = next((name for name in NAMES if name in frame.columns), None)
     if name is None:
         there = ", ".join(map(str, frame.columns))
-        raise InputError(f"{told}{path} has no column that names the models ({', '.join(NAMES)}); it has: {there}")
+        raise InputError(f"{prefix}{path} has no column that names the models ({', '.join(NAMES)}); it has: {there}")
     return frame.rename(columns={name: "model"}).astype({"model": str})
 
 

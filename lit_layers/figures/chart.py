@@ -117,7 +117,7 @@ class Chart:
         axis = axis or self.axis
         last = len(self.frames) - 1
         rows = rows_of(self)
-        found: dict[str, Any] = {
+        spec: dict[str, Any] = {
             "width": self.height - 70 if self.square and width != "container" else width,
             "height": height or self.height - 70,
             "data": {"values": [row for row in rows if row.get("f") in (None, last)] if still else []},
@@ -127,11 +127,11 @@ class Chart:
         }
         if not still and last > 0:
             place = {"input": "range", "min": 0, "max": last, "step": 1, "name": "Checkpoint "}
-            found["params"] = [{"name": "frame", "value": last, "bind": place}]
-            found["transform"].insert(0, {"filter": "!isValid(datum.f) || datum.f == frame"})
+            spec["params"] = [{"name": "frame", "value": last, "bind": place}]
+            spec["transform"].insert(0, {"filter": "!isValid(datum.f) || datum.f == frame"})
         if self.background:
-            found["view"] = {"fill": self.background}
-        return found
+            spec["view"] = {"fill": self.background}
+        return spec
 
     def whole(self, *, still: bool = True, **options: Any) -> dict[str, Any]:
         """Returns it with its title, its rows and the look of the theme: what stands on its own."""
@@ -187,11 +187,11 @@ class Chart:
 
     def _lookups(self, axis: AxisName) -> list[dict[str, Any]]:
         """What rows have in common: their series, and the place of their checkpoint on the axis."""
-        found = []
+        lookups = []
         if self.series:
             table = [{"k": number, **_common(series)} for number, series in enumerate(self.series)]
             fields = [*"scmpzeojdg"]
-            found.append({"lookup": "k", "from": {"data": {"values": table}, "key": "k", "fields": fields}})
+            lookups.append({"lookup": "k", "from": {"data": {"values": table}, "key": "k", "fields": fields}})
         if self.training is not None:
             at, edges = self.training.places(axis), self.training.edges(axis)
             names = zip(self.training.steps, at, edges, edges[1:], self.training.texts(), strict=False)
@@ -201,12 +201,12 @@ class Chart:
                 for number, (step, x, left, right, text) in enumerate(names)
             ]
             fields = ["x", "w", "u", *(["x0", "x1"] if self.cells is not None else [])]
-            found.append({"lookup": "n", "from": {"data": {"values": table}, "key": "n", "fields": fields}})
+            lookups.append({"lookup": "n", "from": {"data": {"values": table}, "key": "n", "fields": fields}})
         if self.series:
-            found += [
+            lookups += [
                 {"calculate": f"isValid({each}) ? {each} : datum.{name}", "as": name} for name, each in _OF_ROW.items()
             ]
-        return found
+        return lookups
 
     def _cells(self, *, still: bool) -> list[dict[str, Any]]:
         if self.cells is None:
@@ -227,35 +227,35 @@ class Chart:
         tip = f"format(datum.z, {NUMBER}) + '\\n' + {phrase(cells.hover)}"
         filled = {"field": "v", "type": "quantitative", "scale": scale, "legend": legend}
         line = {"stroke": "white", "strokeWidth": 1} if self.training is None and len(cells.columns) <= 24 else {}
-        own: dict[str, Any] = {"mark": {"type": "rect", **line}, "encoding": {"fill": filled}}
+        rect: dict[str, Any] = {"mark": {"type": "rect", **line}, "encoding": {"fill": filled}}
         if self.training is not None:
-            own["encoding"] |= {"x": {"field": "x0", "type": "quantitative"}, "x2": {"field": "x1"}}
-            own["encoding"] |= {"y": {"field": "y0", "type": "quantitative"}, "y2": {"field": "y1"}}
-        own["transform"] = [{"filter": "isValid(datum.v)"}]
-        return [own if still else touched(own, tip)]
+            rect["encoding"] |= {"x": {"field": "x0", "type": "quantitative"}, "x2": {"field": "x1"}}
+            rect["encoding"] |= {"y": {"field": "y0", "type": "quantitative"}, "y2": {"field": "y1"}}
+        rect["transform"] = [{"filter": "isValid(datum.v)"}]
+        return [rect if still else touched(rect, tip)]
 
     def _marks(self, axis: AxisName, *, still: bool) -> list[dict[str, Any]]:
         """From below: what stands apart, intervals, lines, marks, what answers to touch, labels, notes, the bar."""
-        found: list[dict[str, Any]] = []
+        layers: list[dict[str, Any]] = []
         divider = self._axes(axis)[0].divider
         if divider is not None:
             color, width = ("white", 5) if self.cells is not None else (GRID, 6)
-            found.append(rule("x", divider, color, width))
+            layers.append(rule("x", divider, color, width))
         if self.cells is not None and self.training is not None:
-            found.append(rule("y", 0.5, "white", 3))
+            layers.append(rule("y", 0.5, "white", 3))
         if self.series:
-            found += [*self._intervals(), *self._lines(), *self._points()]
+            layers += [*self._intervals(), *self._lines(), *self._points()]
         if not still and any(s.hover for s in self.series):
-            found.append(self._touch())
+            layers.append(self._touch())
         if any(s.labels for s in self.series):
-            found.append(_LABELS)
+            layers.append(_LABELS)
         if self.notes:
             framed = len(self.notes) > 1 and not still
             text = {"expr": f"{json.dumps(list(self.notes))}[frame]"} if framed else self.notes[-1]
             mark = {"type": "text", "text": text, "align": "left", "color": MUTED, "fontSize": 11, "tooltip": None}
             places = {"x": {"value": 2}, "y": {"value": {"expr": "height - 4"}}}
-            found.append({"data": {"values": [{}]}, "mark": mark, "encoding": places})
-        return [*found, *([_bar(self.bar)] if self.bar is not None else [])]
+            layers.append({"data": {"values": [{}]}, "mark": mark, "encoding": places})
+        return [*layers, *([_bar(self.bar)] if self.bar is not None else [])]
 
     def _intervals(self) -> list[dict[str, Any]]:
         if not any(s.has_interval for s in self.series):
@@ -272,32 +272,32 @@ class Chart:
         ]
 
     def _lines(self) -> list[dict[str, Any]]:
-        found = []
+        layers = []
         encoding = {"color": self._by_name("color"), "strokeDash": self._by_name("dash")}
         encoding |= {"strokeWidth": {"field": "o", "type": "quantitative", "scale": None}}
         for steps in sorted({s.steps for s in self.series if s.width}):
             line = {"type": "line", "tooltip": None, "clip": self.y.ends is not None}
             line |= {"interpolate": "step-after"} if steps else {}
             kept = f"datum.o && {'' if steps else '!'}datum.j"
-            found.append(layer(kept, line, {**encoding, "detail": DETAIL, "order": ORDER}))
-        return found
+            layers.append(layer(kept, line, {**encoding, "detail": DETAIL, "order": ORDER}))
+        return layers
 
     def _points(self) -> list[dict[str, Any]]:
-        found = []
+        layers = []
         marks = [mark for s in self.series for mark in (s.mark, s.apart, *s.marks) if mark]
-        encoding = {"color": self._by_name("color", own=True), "shape": of_row("m"), "size": of_row("z")}
+        encoding = {"color": self._by_name("color", of_points=True), "shape": of_row("m"), "size": of_row("z")}
         for hollow in sorted({mark.endswith("-open") for mark in marks}):
             look = {"filled": not hollow, "strokeWidth": 1.4, **({"fill": "white"} if hollow else {})}
             kept = f"datum.m && isValid(datum.y) && indexof(datum.m, '-open') {'>' if hollow else '<'} 0"
-            own = layer(kept, {"type": "point", "opacity": 1, "tooltip": None, **look}, encoding)
+            points = layer(kept, {"type": "point", "opacity": 1, "tooltip": None, **look}, encoding)
             name = "replace(datum.m, '-open', '')"
-            own["transform"].append({"calculate": f"{json.dumps(MARKS)}[{name}] || {name}", "as": "m"})
-            found.append(own)
-        return found
+            points["transform"].append({"calculate": f"{json.dumps(MARKS)}[{name}] || {name}", "as": "m"})
+            layers.append(points)
+        return layers
 
-    def _by_name(self, what: str, *, own: bool = False) -> dict[str, Any]:
+    def _by_name(self, what: str, *, of_points: bool = False) -> dict[str, Any]:
         """The scale of a colour or dash by the names of the series, with their legend."""
-        if own and not (self.legend_of_marks and any(s.legend for s in self.series)):
+        if of_points and not (self.legend_of_marks and any(s.legend for s in self.series)):
             return of_row("c")
         looks = {s.name: s.color if what == "color" else DASHES[s.dash] for s in reversed(self.series)}
         names = [*dict.fromkeys(s.name for s in self.series)]
@@ -329,8 +329,8 @@ class Chart:
         near = {"type": "point", "nearest": True, "on": "pointerover", "fields": ["i"], "clear": "pointerout"}
         ring = {"condition": {"param": "near", "empty": False, "value": 1}, "value": 0}
         mark = {"type": "point", "size": 110, "strokeWidth": 1.6, "filled": False}
-        own = layer("isValid(datum.y) && datum.d", mark, {"opacity": ring, "color": of_row("c")})
-        return {**touched(own, tip), "params": [{"name": "near", "select": near}]}
+        target = layer("isValid(datum.y) && datum.d", mark, {"opacity": ring, "color": of_row("c")})
+        return {**touched(target, tip), "params": [{"name": "near", "select": near}]}
 
 
 _OF_ROW = {"c": "datum.ci", "z": "(datum.zi ? datum.zi : datum.u ? 2.6 * datum.z : null)"}
@@ -352,7 +352,7 @@ def rows_of(chart: Chart) -> list[dict[str, Any]]:
     k is the number of a series, i that of the row, n that of a checkpoint, f the place of the slider; x, y, l(ow),
     h(igh) and z are values, t(ext) and q (beside a point) texts, ci, mi and zi a point's own colour, mark and size.
     """
-    content, found = columns_of(chart), []
+    content, rows = columns_of(chart), []
     for frame, table in enumerate(content.get("z", ())):
         for down, (row, values) in enumerate(zip(content["rows"], table, strict=True)):
             for number, (column, value) in enumerate(zip(content["columns"], values, strict=True)):
@@ -360,10 +360,10 @@ def rows_of(chart: Chart) -> list[dict[str, Any]]:
                 cell = {"x": column, "y": row, "z": value, "v": value if value is None else value / full}
                 cell |= {"n": number, "y0": row - 0.5, "y1": row + 0.5} if chart.training else {"f": frame}
                 cell |= {"t": content["texts"][down]} if content["texts"] else {}
-                found.append(cell)
+                rows.append(cell)
     names = content["points"]
     values = zip(*names.values(), strict=True)
-    return found + [{**dict(zip(names, row, strict=True)), "i": number} for number, row in enumerate(values)]
+    return rows + [{**dict(zip(names, row, strict=True)), "i": number} for number, row in enumerate(values)]
 
 
 def columns_of(chart: Chart) -> dict[str, Any]:
@@ -373,28 +373,28 @@ def columns_of(chart: Chart) -> dict[str, Any]:
     points: dict[str, list[Any]] = {}
     size = 0
     for k, s in enumerate(chart.series):
-        own: dict[str, Sequence[Any]] = {"k": [k] * len(s.y), "y": s.y, "l": s.low, "h": s.high, "t": s.texts}
-        own |= {"n": [number[step] for step in s.x]} if chart.training else {"x": s.x}
-        own |= {"f": s.frame if frames else (), "ci": s.colors, "mi": s.marks, "q": s.labels}
-        own |= {"zi": [area(size) for size in s.sizes]}
-        own |= {"a": [side[0] for side in s.sides], "b": [side[1] for side in s.sides]}
-        for name in {*points, *(name for name, part in own.items() if len(part))}:
-            part = own.get(name, ())
+        table: dict[str, Sequence[Any]] = {"k": [k] * len(s.y), "y": s.y, "l": s.low, "h": s.high, "t": s.texts}
+        table |= {"n": [number[step] for step in s.x]} if chart.training else {"x": s.x}
+        table |= {"f": s.frame if frames else (), "ci": s.colors, "mi": s.marks, "q": s.labels}
+        table |= {"zi": [area(size) for size in s.sizes]}
+        table |= {"a": [side[0] for side in s.sides], "b": [side[1] for side in s.sides]}
+        for name in {*points, *(name for name, part in table.items() if len(part))}:
+            part = table.get(name, ())
             points.setdefault(name, [None] * size).extend(part if len(part) else [None] * len(s.y))
         size += len(s.y)
-    found: dict[str, Any] = {"points": dict(sorted(points.items()))}
+    columns: dict[str, Any] = {"points": dict(sorted(points.items()))}
     if chart.cells is not None:
         keys = {"rows": list(chart.cells.rows), "columns": list(chart.cells.columns)}
-        found |= {"z": chart.cells.values, "full": list(chart.cells.scale), "texts": list(chart.cells.texts), **keys}
-    return found
+        columns |= {"z": chart.cells.values, "full": list(chart.cells.scale), "texts": list(chart.cells.texts), **keys}
+    return columns
 
 
 def _common(s: Series) -> dict[str, Any]:
     """What all points of a series have: name, colour, mark, mark apart, size, interval, line, steps, what it tells."""
     interval = s.interval if s.has_interval else ""
-    told = "" if not s.hover else "text" if s.tells_texts else "all"
-    own = (s.name, s.color, s.mark, s.apart or s.mark, area(s.size), interval, s.width, s.steps, told)
-    return dict(zip("scmpzeojdg", (*own, s.label_color), strict=True))
+    tells = "" if not s.hover else "text" if s.tells_texts else "all"
+    values = (s.name, s.color, s.mark, s.apart or s.mark, area(s.size), interval, s.width, s.steps, tells)
+    return dict(zip("scmpzeojdg", (*values, s.label_color), strict=True))
 
 
 def _bar(bar: Bar) -> dict[str, Any]:
@@ -426,8 +426,8 @@ class Panels:
             for chart in self.charts
         ]
         apart = dict.fromkeys(("color", "fill", "strokeDash", "shape"), "independent")
-        found = {"concat": parts, "columns": self.columns, "resolve": {"scale": apart, "legend": apart}}
-        return {"$schema": _SCHEMA, "title": self.title, **found, "config": self.charts[0].config}
+        content = {"concat": parts, "columns": self.columns, "resolve": {"scale": apart, "legend": apart}}
+        return {"$schema": _SCHEMA, "title": self.title, **content, "config": self.charts[0].config}
 
     def write(self, path: str | Path) -> None:
         """Writes it as `Chart.write`."""

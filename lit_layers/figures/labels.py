@@ -44,9 +44,9 @@ def tag_text(tags: dict[str, object]) -> str:
 
 def listing(noun: str, names: Iterable[object], most: int = 12) -> str:
     """Returns `steps 1, 2, 3 and 40 more`: so many names, and how many there are beyond them."""
-    known = [str(name) for name in names]
-    rest = f" and {len(known) - most} more" if len(known) > most else ""
-    return f"{noun}{'s' if len(known) > 1 else ''} {', '.join(known[:most])}{rest}"
+    texts = [str(name) for name in names]
+    rest = f" and {len(texts) - most} more" if len(texts) > most else ""
+    return f"{noun}{'s' if len(texts) > 1 else ''} {', '.join(texts[:most])}{rest}"
 
 
 def pair_text(layer: int | None, other_layer: int | None) -> str:

@@ -45,8 +45,8 @@ def layer_matrix(frame: pd.DataFrame, metric: str, **chosen: Unpack[Chosen]) -> 
     Raises:
         ValueError: where the metric has no values per pair of layers.
     """
-    found = select(frame, metric, **chosen)
-    points = [point for point in found if point.other_layer is not None and not is_placed(point)]
+    selected = select(frame, metric, **chosen)
+    points = [point for point in selected if point.other_layer is not None and not is_placed(point)]
     if not points:
         raise ValueError(f"metric {metric!r} has no values per pair of layers")
     points, tags = of_plainest(points, chosen.get("tags"))
@@ -213,8 +213,8 @@ def read_surface(
     if not has_surface(points):
         raise ValueError(f"metric {metric!r} has no values per layer of at least two steps")
     layers = list(range(max(point.layer or 0 for point in points) + 1))
-    own = {(point.layer, point.step): point.value for point in points}
-    values = [[own.get((layer, step), math.nan) for step in every] for layer in layers]
+    value_of = {(point.layer, point.step): point.value for point in points}
+    values = [[value_of.get((layer, step), math.nan) for step in every] for layer in layers]
     tokens = {point.step: point.tokens for point in points}
     higher_is_better = look_up(metric).higher_is_better
     return Surface(title_of(metric, tags), layers, every, tokens, values, higher_is_better)
@@ -314,8 +314,8 @@ def concept_map(frame: pd.DataFrame, metric: str = "concept_alignment", **chosen
     Raises:
         ValueError: where the metric has no values per layer and category.
     """
-    found = select(frame, metric, **chosen)
-    points = [point for point in found if point.layer is not None and point.other_layer is None]
+    selected = select(frame, metric, **chosen)
+    points = [point for point in selected if point.layer is not None and point.other_layer is None]
     if not any(CATEGORY in point.tags for point in points):
         raise ValueError(f"metric {metric!r} has no values per layer and category")
     points, tags = of_plainest(points, chosen.get("tags"))

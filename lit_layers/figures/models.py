@@ -74,11 +74,11 @@ def model_profile(
         """A model's points, in its colour; hovering tells the layer as the model counts it."""
         points = numbered(part, number)
         if points:
-            own, numbers = unbroken(points, number)
+            line, numbers = unbroken(points, number)
             look |= {"name": ", ".join(filter(None, [names[run], text])), "color": color_of([*by_model].index(run))}
             look["texts"] = [f"layer {n} of {depths[run]:g}" if number == "layer" else f"{number} {n}" for n in numbers]
             at = [round(100 * n / depths[run], 4) for n in numbers] if is_share else numbers
-            series.append(series_of(own, at, interval="", **look))
+            series.append(series_of(line, at, interval="", **look))
 
     for index, (run, part) in enumerate(by_model.items()):
         add(run, matching(part, tags), width=2.0, mark=symbol_of(index), size=5.5, legend=True)
@@ -140,8 +140,8 @@ def _references(by_model: Mapping[str, Sequence[Point]], names: Mapping[str, str
             continue
         for index, (run, part) in enumerate(by_model.items()):
             look = {"color": color_of(index), "dash": dash, "legend": False}
-            own = [point for point in part if point.reference == kind]
-            series += [level(ends, point.value, f"{names[run]}, {text}", **look) for point in own]
+            levels = [point for point in part if point.reference == kind]
+            series += [level(ends, point.value, f"{names[run]}, {text}", **look) for point in levels]
         series.append(_in_legend(ends, text, dash))
     return series
 

@@ -173,8 +173,8 @@ def _notes(shares: Mapping[tuple[int, int], float], steps: Sequence[int]) -> lis
     """Of each checkpoint, how much of the variance lies along the axes."""
     if not shares:
         return []
-    told = [[(axis, shares.get((step, axis))) for axis in (1, 2)] for step in steps]
-    return [", ".join(f"axis {axis}: {share:.0%}" for axis, share in each if share is not None) for each in told]
+    by_step = [[(axis, shares.get((step, axis))) for axis in (1, 2)] for step in steps]
+    return [", ".join(f"axis {axis}: {share:.0%}" for axis, share in each if share is not None) for each in by_step]
 
 
 def _range(numbers: Sequence[float | None]) -> tuple[float, float]:
@@ -232,8 +232,8 @@ class Scatter:
         kinds = self.kinds()
         if not kinds:
             return [ACCENT] * len(self.x)
-        own = colors_of(DEPTH, len(kinds)) if self.is_scaled() else COLORS
-        return [MUTED if group is None else own[kinds.index(group)] for group in self.groups or ()]
+        palette = colors_of(DEPTH, len(kinds)) if self.is_scaled() else COLORS
+        return [MUTED if group is None else palette[kinds.index(group)] for group in self.groups or ()]
 
     def limits(self) -> tuple[tuple[float, float], tuple[float, float]]:
         """The range of each axis, with room for labels."""
@@ -266,9 +266,9 @@ def scatter_plot(content: Scatter, *, width: int = 660, height: int = 440, named
     groups = list(content.groups) if kinds and content.groups is not None else [None] * len(content.x)
     listed = 1 < len(kinds) <= _LISTED
     for kind in [*kinds, None]:
-        own = [index for index, group in enumerate(groups) if group == kind]
-        if own:
-            series.append(_points(content, own, places, colors[own[0]], kind, listed))
+        members = [index for index, group in enumerate(groups) if group == kind]
+        if members:
+            series.append(_points(content, members, places, colors[members[0]], kind, listed))
     bar = None
     if len(kinds) > _LISTED and content.is_scaled():
         shown = sorted({0, (len(kinds) - 1) // 2, len(kinds) - 1})
@@ -287,20 +287,25 @@ def scatter_plot(content: Scatter, *, width: int = 660, height: int = 440, named
 
 
 def _points(
-    content: Scatter, own: Sequence[int], places: Sequence[tuple[int, int] | None], color: str, kind: Any, listed: bool
+    content: Scatter,
+    members: Sequence[int],
+    places: Sequence[tuple[int, int] | None],
+    color: str,
+    kind: Any,
+    listed: bool,
 ) -> Series:
-    told = ["\n".join([content.names[n], *(content.hover[n] if content.hover else [])]) for n in own]
+    texts = ["\n".join([content.names[n], *(content.hover[n] if content.hover else [])]) for n in members]
     return Series(
-        x=[content.x[n] for n in own],
-        y=[content.y[n] for n in own],
+        x=[content.x[n] for n in members],
+        y=[content.y[n] for n in members],
         name="none" if kind is None else f"{kind:g}" if isinstance(kind, float) else str(kind),
         color=color,
         mark="circle",
         size=9,
-        texts=told,
+        texts=texts,
         tells_texts=True,
-        labels=[content.names[n] if places[n] else "" for n in own],
-        sides=[places[n] or (0, 1) for n in own],
+        labels=[content.names[n] if places[n] else "" for n in members],
+        sides=[places[n] or (0, 1) for n in members],
         legend=listed,
     )
 
@@ -377,8 +382,8 @@ class LayerScores:
 def layer_choice(content: LayerScores) -> Panels:
     """Returns the score of each layer, over depth and, where it was measured, over the time it takes to get there."""
     share = content.shares.get(content.chosen)
-    told = f"\u25cb layer {content.chosen}" + ("" if share is None else f", chosen in {share:.0%} of resamples")
-    depth = _scores(content, {layer: float(layer) for layer in content.values}, told, Axis(title="layer", whole=True))
+    text = f"\u25cb layer {content.chosen}" + ("" if share is None else f", chosen in {share:.0%} of resamples")
+    depth = _scores(content, {layer: float(layer) for layer in content.values}, text, Axis(title="layer", whole=True))
     charts = [depth]
     if content.seconds is not None:
         places = {layer: 1e3 * seconds for layer, seconds in content.seconds.items()}
@@ -393,7 +398,7 @@ def _scores(content: LayerScores, places: Mapping[int, float], title: str, x: Ax
     value, low, high = (rounded(side) for side in zip(*(content.values[layer] for layer in layers), strict=True))
     shown = layers if len(layers) <= _NUMBERED else [layers[0], content.chosen, layers[-1]]
     labels = [str(layer) if numbered and layer in shown else "" for layer in layers]
-    own: dict[str, Any] = {"color": ACCENT, "width": 1.5, "mark": "circle", "labels": labels, "label_color": MUTED}
+    look: dict[str, Any] = {"color": ACCENT, "width": 1.5, "mark": "circle", "labels": labels, "label_color": MUTED}
     at = [places[layer] for layer in layers]
     chosen = {"mark": "ring", "size": 14, "color": _PICK}
     name = content.baseline_name
@@ -404,7 +409,7 @@ def _scores(content: LayerScores, places: Mapping[int, float], title: str, x: Ax
         x=x,
         y=Axis(title=content.score),
         series=[
-            Series(x=at, y=value, low=low, high=high, name=content.score, sides=[(-1, 1)] * len(at), **own),
+            Series(x=at, y=value, low=low, high=high, name=content.score, sides=[(-1, 1)] * len(at), **look),
             Series(x=[min(at), max(at)], y=rounded([content.baseline] * 2), **line),
             Series(x=[places[content.chosen]], y=rounded([content.values[content.chosen][0]]), name="chosen", **chosen),
         ],

@@ -162,10 +162,10 @@ def _fit(points: list[Point], color: str, *, legend: bool) -> Series:
     slope, start = np.polyfit(layers, [math.log10(point.value) for point in points], 1)
     ends = [min(layers), max(layers)]
     name = "exponential fit" if legend else f"exponential fit, step {points[0].step:,}"
-    told = [f"rho {10**slope:.4g}\nexponential fit, step {points[0].step:,}"] * 2
+    texts = [f"rho {10**slope:.4g}\nexponential fit, step {points[0].step:,}"] * 2
     values = rounded(10 ** (start + slope * layer) for layer in ends)
     look: dict[str, Any] = {"color": color, "dash": "dot", "width": 1.6, "legend": legend, "tells_texts": True}
-    return Series(x=ends, y=values, name=name, texts=told, **look)
+    return Series(x=ends, y=values, name=name, texts=texts, **look)
 
 
 def spectrum(frame: pd.DataFrame, metric: str = "singular_value", **chosen: Unpack[Chosen]) -> Chart:
@@ -283,9 +283,9 @@ def _by_slider(
     by_line = dict(sorted(grouped(framed(points, steps), lines.of).items()))
     series = []
     for (number, part), color in zip(by_line.items(), colors_of(lines.stops, len(by_line)), strict=True):
-        told: dict[str, Any] = {"texts": [*map(texts_of, part)]} if texts_of else {}
-        told |= {"name": lines.text.format(number), "color": color, "mark": "circle", **look}
-        series.append(series_of(part, [*map(at, part)], frame=[steps.index(p.step) for p in part], **told))
+        style: dict[str, Any] = {"texts": [*map(texts_of, part)]} if texts_of else {}
+        style |= {"name": lines.text.format(number), "color": color, "mark": "circle", **look}
+        series.append(series_of(part, [*map(at, part)], frame=[steps.index(p.step) for p in part], **style))
     numbers = [*by_line]
     bar = color_bar(lines.title, lines.stops, numbers)
     if evenly:

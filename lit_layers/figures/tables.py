@@ -104,9 +104,9 @@ def select(
     if not allow_suspect:
         _refuse_suspects(rows)
     for column in ("analysis", "run", "settings"):
-        found = sorted(rows[column].dropna().unique()) if column in rows else []
-        if len(found) > 1:
-            raise ValueError(f"metric {metric!r} is in more than one {column}: {', '.join(found)}; choose one")
+        values = sorted(rows[column].dropna().unique()) if column in rows else []
+        if len(values) > 1:
+            raise ValueError(f"metric {metric!r} is in more than one {column}: {', '.join(values)}; choose one")
     return points
 
 
@@ -120,12 +120,12 @@ def _refuse_suspects(rows: Any) -> None:
     """The one place that keeps every figure and table from going through checkpoints of doubtful weights."""
     if AUDIT not in rows.columns:
         return
-    found = rows[rows[AUDIT].str.startswith("suspect", na=False)]
-    if found.empty:
+    suspects = rows[rows[AUDIT].str.startswith("suspect", na=False)]
+    if suspects.empty:
         return
-    steps = sorted(found["step"].dropna().unique())
-    names = listing("step", [f"{step:,}" for step in steps]) if steps else listing("model", found["run"].unique())
-    kinds = "; ".join(verdict.removeprefix("suspect: ") for verdict in found[AUDIT].unique())
+    steps = sorted(suspects["step"].dropna().unique())
+    names = listing("step", [f"{step:,}" for step in steps]) if steps else listing("model", suspects["run"].unique())
+    kinds = "; ".join(verdict.removeprefix("suspect: ") for verdict in suspects[AUDIT].unique())
     raise InputError(
         f"no curve is drawn through the suspect {names} ({kinds}): leave these rows out, or pass allow_suspect=True"
     )
@@ -135,8 +135,10 @@ def matching(points: Iterable[Point], tags: Mapping[str, Any]) -> list[Point]:
     """Returns the points with these tags (None: without the tag); reference rows need not have them."""
 
     def fits(point: Point) -> bool:
-        own = point.tags
-        return all(own.get(name) == wanted or (point.reference and name not in own) for name, wanted in tags.items())
+        of_point = point.tags
+        return all(
+            of_point.get(name) == value or (point.reference and name not in of_point) for name, value in tags.items()
+        )
 
     return [point for point in points if fits(point)]
 
@@ -153,8 +155,8 @@ def variants(
 
 def variants_of(points: Sequence[Point]) -> list[dict[str, Any]]:
     """Returns the variants among points, as `variants` does; reference rows make none where there are others."""
-    own = [point for point in points if point.reference is None] or points
-    distinct = {_identity(point.tags): point.tags for point in own}
+    measured = [point for point in points if point.reference is None] or points
+    distinct = {_identity(point.tags): point.tags for point in measured}
     names = dict.fromkeys(name for tags in distinct.values() for name in tags if name not in _NOT_VARIANTS)
     return [{name: tags.get(name) for name in names} for tags in distinct.values()]
 
@@ -164,10 +166,10 @@ def of_plainest(points: Sequence[Point], tags: Mapping[str, Any] | None) -> tupl
 
     `tags` are those that chose the points so far. Where there is one variant the points stay as they are.
     """
-    found = [variant for variant in variants_of(points) if any(map(is_on_axes, matching(points, variant)))]
+    drawable = [variant for variant in variants_of(points) if any(map(is_on_axes, matching(points, variant)))]
     if len(variants_of(points)) < 2:
         return list(points), dict(tags or {})
-    chosen = plainest(found)
+    chosen = plainest(drawable)
     return matching(points, chosen), {**chosen, **(tags or {})}
 
 
@@ -181,9 +183,11 @@ def is_on_axes(point: Point) -> bool:
     return point.layer is not None or "distance" in point.tags
 
 
-def plainest(found: Iterable[Mapping[str, Any]]) -> Mapping[str, Any]:
+def plainest(candidates: Iterable[Mapping[str, Any]]) -> Mapping[str, Any]:
     """Returns the plainest of some variants: a mean over all tokens, raw; else the first recorded."""
-    return min(found, key=lambda tags: sum(tags[name] != value for name, value in _PLAINEST.items() if name in tags))
+    return min(
+        candidates, key=lambda tags: sum(tags[name] != value for name, value in _PLAINEST.items() if name in tags)
+    )
 
 
 def variant_text(tags: Mapping[str, Any]) -> str:
@@ -193,10 +197,10 @@ def variant_text(tags: Mapping[str, Any]) -> str:
 
 def choice_text(tags: Mapping[str, Any]) -> str:
     """Returns what a variant is called beside the others: one that only lacks their tags is told by that, `mean`."""
-    told = variant_text(tags)
+    text = variant_text(tags)
     if "domain" in tags and tags["domain"] is None:
-        return ", ".join(filter(None, [told, _ABSENT["domain"]]))
-    return told or next((_ABSENT.get(name, "plain") for name in tags), "")
+        return ", ".join(filter(None, [text, _ABSENT["domain"]]))
+    return text or next((_ABSENT.get(name, "plain") for name in tags), "")
 
 
 def title_of(metric: str, tags: Mapping[str, Any]) -> str:
@@ -206,10 +210,10 @@ def title_of(metric: str, tags: Mapping[str, Any]) -> str:
 
 def grouped(points: Iterable[Item], key: Callable[[Item], Any]) -> dict[Any, list[Item]]:
     """Returns the points (or what else there is) by key, in the order that keys first come."""
-    found: dict[Any, list[Item]] = {}
+    groups: dict[Any, list[Item]] = {}
     for point in points:
-        found.setdefault(key(point), []).append(point)
-    return found
+        groups.setdefault(key(point), []).append(point)
+    return groups
 
 
 def steps_of(points: Iterable[Point]) -> list[int]:
@@ -249,13 +253,13 @@ def model_table(frame: pd.DataFrame, *, allow_suspect: bool = False) -> pd.DataF
     table: Any = frame
     unlisted = [name for name in table["metric"].unique() if look_up(name).unlisted]
     table = table[table["step"].isna() & ~table["metric"].isin(unlisted)]
-    found = []
+    rows = []
     for run in table["run"].unique():
         for name, (point, *_) in _headlines(table[table["run"] == run], allow_suspect):
             if not look_up(name["metric"]).secondary or point.layer is None:
-                own = {"layer": point.layer, "value": point.value, "low": point.low, "high": point.high}
-                found.append({**name, "run": run, **own})
-    return pd.DataFrame(found, columns=list(_MODEL_COLUMNS))
+                numbers = {"layer": point.layer, "value": point.value, "low": point.low, "high": point.high}
+                rows.append({**name, "run": run, **numbers})
+    return pd.DataFrame(rows, columns=list(_MODEL_COLUMNS))
 
 
 def _headlines(table: Any, allow_suspect: bool) -> Iterator[tuple[dict[str, Any], list[Point]]]:
@@ -271,10 +275,10 @@ def _headlines(table: Any, allow_suspect: bool) -> Iterator[tuple[dict[str, Any]
         points = _of_running_orders(points, metric)
         whole = [point for point in points if point.layer is None]
         last_layer = max((point.layer for point in points if point.layer is not None), default=None)
-        found = [tags for tags in variants_of(points) if tags.get("statistic") is None] if points else []
-        if found and (last_layer is not None or "of" in found[0]):
-            found = [plainest(found)]
-        for tags in found:
+        kinds = [tags for tags in variants_of(points) if tags.get("statistic") is None] if points else []
+        if kinds and (last_layer is not None or "of" in kinds[0]):
+            kinds = [plainest(kinds)]
+        for tags in kinds:
             chosen = matching(whole or [point for point in points if point.layer == last_layer], tags)
             if chosen:
                 yield {"analysis": analysis, "metric": metric, "variant": variant_text(tags)}, chosen
@@ -305,22 +309,22 @@ def _of_running_orders(points: list[Point], metric: str) -> list[Point]:
 def _change(points: list[Point]) -> dict[str, Any]:
     ordered = sorted(points, key=lambda point: point.step)
     ends = {"first": ordered[0], "last": ordered[-1]}
-    found: dict[str, Any] = {"layer": ordered[-1].layer}
+    row: dict[str, Any] = {"layer": ordered[-1].layer}
     for name, point in ends.items():
-        found |= {f"{name}_step": point.step, name: point.value, f"{name}_low": point.low, f"{name}_high": point.high}
-    found["change"] = ordered[-1].value - ordered[0].value if len(ordered) > 1 else math.nan
-    return {**found, "steps": [point.step for point in ordered], "values": [point.value for point in ordered]}
+        row |= {f"{name}_step": point.step, name: point.value, f"{name}_low": point.low, f"{name}_high": point.high}
+    row["change"] = ordered[-1].value - ordered[0].value if len(ordered) > 1 else math.nan
+    return {**row, "steps": [point.step for point in ordered], "values": [point.value for point in ordered]}
 
 
 def _points(rows: Any) -> list[Point]:
     tags = tags_of(rows)
     columns = [_values(rows, name) for name in ("step", "tokens", "layer", "other_layer", *tags)]
     columns[4:4] = [rows[name].tolist() for name in ("value", "low", "high")]
-    found = []
+    points = []
     for step, tokens, layer, other_layer, value, low, high, *values in zip(*columns, strict=True):
-        own = {name: tag for name, tag in zip(tags, values, strict=True) if tag is not None}
-        found.append(Point(step or 0, tokens, layer, other_layer, value, low, high, own))
-    return found
+        present = {name: tag for name, tag in zip(tags, values, strict=True) if tag is not None}
+        points.append(Point(step or 0, tokens, layer, other_layer, value, low, high, present))
+    return points
 
 
 def tags_of(rows: Any) -> list[str]:

@@ -40,11 +40,11 @@ def with_task_means(frame: pd.DataFrame, bases: Sequence[str] = BASES) -> OverTa
     means, notes, rest = [], {}, table
     for base in bases if len(table) else ():
         task = table["analysis"].str.partition("/")
-        own = (task[0] == base) & (task[2] != "")
-        if table.loc[own, "analysis"].nunique() > 1:
+        of_base = (task[0] == base) & (task[2] != "")
+        if table.loc[of_base, "analysis"].nunique() > 1:
             analysis = f"{base}/{MEAN}"
-            rest = rest[~own.reindex(rest.index)]
-            parts, notes[analysis] = _means(table[own].assign(task=task.loc[own, 2]))
+            rest = rest[~of_base.reindex(rest.index)]
+            parts, notes[analysis] = _means(table[of_base].assign(task=task.loc[of_base, 2]))
             means += [part.assign(analysis=analysis) for part in parts]
     return OverTasks(_joined(table, [*([rest] if len(rest) else []), *means]), notes) if means else OverTasks(frame, {})
 
@@ -67,11 +67,11 @@ def with_task_medians(frame: pd.DataFrame) -> OverTasks:
     is_glue = names.startswith(f"{GLUE}/") & (table["analysis"] != GLUE_MEAN)
     is_task = names.startswith("intervene/") & ~names.startswith(GLUE) & (table["analysis"] != MEDIAN)
     added, notes = [], {}
-    for own, metric, statistic, analysis, prefix in (
+    for is_of_kind, metric, statistic, analysis, prefix in (
         (is_task, "normalized_score", "median", MEDIAN, "intervene/"),
         (is_glue, "task_score", "mean", GLUE_MEAN, f"{GLUE}/"),
     ):
-        rows = table[own & (table["metric"] == metric) & table["variant"].notna()]
+        rows = table[is_of_kind & (table["metric"] == metric) & table["variant"].notna()]
         for tag in ("seed", "statistic"):
             rows = rows[rows[tag].isna()] if tag in rows else rows
         if rows["analysis"].nunique() > 1:

@@ -56,13 +56,13 @@ CONFIG: dict[str, Any] = {
 
 def colors_of(stops: Sequence[str], count: int) -> list[str]:
     """Returns `count` colours along a scale, the last at its end."""
-    found = []
+    colors = []
     for index in range(count):
         place = index / max(count - 1, 1) * (len(stops) - 1)
         left = min(int(place), len(stops) - 2)
         pairs = zip(_parts(stops[left]), _parts(stops[left + 1]), strict=True)
-        found.append("#" + "".join(f"{round(a + (place - left) * (b - a)):02x}" for a, b in pairs))
-    return found
+        colors.append("#" + "".join(f"{round(a + (place - left) * (b - a)):02x}" for a, b in pairs))
+    return colors
 
 
 def rounded(numbers: Iterable[float | None], digits: int = 5) -> list[float | None]:

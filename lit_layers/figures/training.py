@@ -116,10 +116,10 @@ class Curves:
 
     def whole(self, points: Sequence[Point], title: str, *, in_legend: bool) -> dict[str, str]:
         """Adds one strong line a variant, in a colour of its own; returns the colours."""
-        found = _variants(points)
-        several = len(found) > 1
+        kinds = _variants(points)
+        several = len(kinds) > 1
         colors = {}
-        for index, (text, part) in enumerate(found):
+        for index, (text, part) in enumerate(kinds):
             colors[text] = INK if title == "Whole model" else COLORS[index % len(COLORS)]
             name = (text or title) if several else title
             self.line(part, name, colors[text], strong=True, legend=in_legend or several)
@@ -150,8 +150,8 @@ def stages_over_training(frame: pd.DataFrame, *, axis: AxisName = "step", **chos
     curves = Curves([point for part in points.values() for point in part])
     for index, (name, part) in enumerate(points.items()):
         look = {"width": 2.0, "mark": "circle", "apart": "diamond", "size": 6, "steps": True, "legend": True}
-        told = sentence(name.removeprefix("num_"))
-        curves.along(part, name=told, color=COLORS[index], interval="", **look)
+        label = sentence(name.removeprefix("num_"))
+        curves.along(part, name=label, color=COLORS[index], interval="", **look)
     values = Axis(title=look_up("num_middle").unit, whole=True, zero=True)
     return curves.chart("Stages of the layers", values, axis, height=450)
 
@@ -193,8 +193,8 @@ def training_curves(
     table["tokens"] = table.get("tokens", math.nan)
     points = {name: table[np.isfinite(table[name].astype(float))] for name in chosen if name in recorded}
     if not any(map(len, points.values())):
-        wanted, there = ", ".join(chosen) or "loss", ", ".join(recorded) or "none"
-        raise ValueError(f"no values of {wanted} in these rows; they have: {there}")
+        expected, there = ", ".join(chosen) or "loss", ", ".join(recorded) or "none"
+        raise ValueError(f"no values of {expected} in these rows; they have: {there}")
     tokens: dict[int, int | None] = {}
     series, longest = [], []
     for index, name in enumerate(chosen):
@@ -236,6 +236,6 @@ def _ordinal(points: Sequence[Point]) -> tuple[str | None, Sequence[Point]]:
 
 
 def _variants(points: Sequence[Point]) -> list[tuple[str, list[Point]]]:
-    found = variants_of(points)
-    text = choice_text if len(found) > 1 else variant_text
-    return [(text(tags), matching(points, tags)) for tags in found]
+    kinds = variants_of(points)
+    text = choice_text if len(kinds) > 1 else variant_text
+    return [(text(tags), matching(points, tags)) for tags in kinds]

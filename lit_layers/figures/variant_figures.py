@@ -189,8 +189,8 @@ def variants_over_training(
         )
     points = kept_of(points) if kept else points
     curves = Curves(points)
-    own = [p for p in points if p.tags.get("middle") == middle or p.tags["variant"] == BASELINE]
-    for line in lines_of(own, [*LOOKS], lambda point: 0):
+    shown = [p for p in points if p.tags.get("middle") == middle or p.tags["variant"] == BASELINE]
+    for line in lines_of(shown, [*LOOKS], lambda point: 0):
         color, symbol = LOOKS[line.variant]
         is_full = line.variant == BASELINE
         look: dict[str, Any] = {"color": color, "width": 2.0, "dash": "dash" if is_full else "", "interval": ""}
@@ -238,13 +238,13 @@ def quality_front(
         mark = {BASELINE: "star", LOOPED: "hexagram"}.get(variant, symbol)
         look = {"name": variant_name(variant), "color": color, "mark": mark, "size": 15 if variant == BASELINE else 8}
         look |= {"labels": [texts.get(cell_of(p), "") for p in part], "sides": [(0, 1)] * len(part), "legend": True}
-        said = [
+        hover = [
             f"{p.value:.4g} at {cost_of[cell_of(p)]:.4g}\n{cell_names(p)[0]}"
             + ("\non the front" if cell_of(p) in front else "")
             for p in part
         ]
         x, y = (rounded(at[cell_of(p)][side] for p in part) for side in (0, 1))
-        series.append(Series(x=x, y=y, texts=said, tells_texts=True, **look))
+        series.append(Series(x=x, y=y, texts=hover, tells_texts=True, **look))
     return Chart(
         title=f"{title_of(metric, chosen.get('tags') or {})} against {look_up(cost).title.lower()}",
         x=Axis(title=look_up(cost).with_unit),
@@ -315,13 +315,13 @@ def schedule_scores(frame: pd.DataFrame, metric: str, **chosen: Unpack[Chosen]) 
         ValueError: where there are none, or as in `variant_curves`.
     """
     points = last_of(variant_points(frame, metric, **chosen))
-    own = [p for p in points if "schedule" in p.tags]
-    if not own:
+    schedules = [p for p in points if "schedule" in p.tags]
+    if not schedules:
         raise ValueError(f"metric {metric!r} has no values of schedules of one's own")
-    names = [f"{number}. {p.tags['schedule']}" for number, p in enumerate(own, 1)]
+    names = [f"{number}. {p.tags['schedule']}" for number, p in enumerate(schedules, 1)]
     full = full_model(points)[:1]
     look = {"name": "Schedule", "mark": "circle", "size": 8, "color": LOOKS["custom"][0], "interval": "bars"}
-    series = [series_of(own, names, legend=bool(full), **look)]
+    series = [series_of(schedules, names, legend=bool(full), **look)]
     series += [level(names, p.value, "Full model", color=INK, mark="line-ns", size=14) for p in full]
     texts = {name: name if len(name) <= 46 else f"{name[:44]} …" for name in names}
     return Chart(
@@ -331,7 +331,7 @@ def schedule_scores(frame: pd.DataFrame, metric: str, **chosen: Unpack[Chosen]) 
         series=series,
         horizontal=True,
         place="{x}",
-        height=140 + 26 * len(own),
+        height=140 + 26 * len(schedules),
     )
 
 

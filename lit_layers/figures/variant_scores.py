@@ -135,11 +135,11 @@ def lines_of(
     loops = min(measured, key=lambda number: (abs(number - _DEFAULT_LOOPS), number), default=None)
     lines = []
     for name in variants:
-        own = [p for p in points if p.tags["variant"] == name and at(p) is not None]
-        own = [p for p in own if name != LOOPED or p.tags.get("loops") == loops]
-        if own:
-            own.sort(key=lambda p: (p.step, at(p)))
-            lines.append(Line(name, own, loops if name == LOOPED else None, kind))
+        members = [p for p in points if p.tags["variant"] == name and at(p) is not None]
+        members = [p for p in members if name != LOOPED or p.tags.get("loops") == loops]
+        if members:
+            members.sort(key=lambda p: (p.step, at(p)))
+            lines.append(Line(name, members, loops if name == LOOPED else None, kind))
     return lines
 
 

@@ -53,12 +53,12 @@ def _labels(axis: Axis) -> dict[str, Any]:
     if axis.labels is None:
         return {"labelAngle": 0} if axis.keys is not None else {}
     places, texts = json.dumps(list(axis.labels)), json.dumps(list(axis.labels.values()))
-    found: dict[str, Any] = {"values": list(axis.labels), "labelExpr": f"{texts}[indexof({places}, datum.value)]"}
-    found |= {"labelAngle": 0, "labelOverlap": axis.keys is None, "labelLimit": 330}
+    look: dict[str, Any] = {"values": list(axis.labels), "labelExpr": f"{texts}[indexof({places}, datum.value)]"}
+    look |= {"labelAngle": 0, "labelOverlap": axis.keys is None, "labelLimit": 330}
     if axis.strong:
         test = f"indexof({json.dumps(list(axis.strong))}, datum.value) >= 0"
-        found["labelFontWeight"] = {"condition": {"test": test, "value": "bold"}, "value": "normal"}
-    return found
+        look["labelFontWeight"] = {"condition": {"test": test, "value": "bold"}, "value": "normal"}
+    return look
 
 
 def phrase(template: str) -> str:

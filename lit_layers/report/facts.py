@@ -127,12 +127,12 @@ def headline_facts(run: RunData) -> list[tuple[str, str]]:
     checkpoints = 0 if run.compares_models else len({m.step for m in run.measurements})
     numbers = lambda m: (n for r in m.records for n in (r.layer, r.other_layer) if n is not None)  # noqa: E731
     models = grouped(run.measurements, lambda m: m.run) if run.compares_models else {}
-    depths = {max((n for m in own for n in numbers(m)), default=0) for own in models.values()}
+    depths = {max((n for m in measured for n in numbers(m)), default=0) for measured in models.values()}
     devices = distinct(m.provenance.get("device") for m in run.measurements if m.provenance.get("device"))
     device = " ".join(str(about[name]) for name in ("device", "precision") if about.get(name))
     seconds = wall_seconds(run)
     layers = f"{min(depths)} to {max(depths)}" if len(depths) > 1 else "".join(str(n) for n in depths if n)
-    found = [
+    facts = [
         ("Models", str(len(run.models)) if run.models else ""),
         ("Layers", layers),
         ("Model", str(model.get("class", ""))),
@@ -145,7 +145,7 @@ def headline_facts(run: RunData) -> list[tuple[str, str]]:
         ("Wall time", duration(seconds) if seconds is not None else ""),
         ("Started", _date(about.get("started"))),
     ]
-    return [(name, value) for name, value in found if value]
+    return [(name, value) for name, value in facts if value]
 
 
 def wall_seconds(run: RunData) -> float | None:
@@ -156,11 +156,14 @@ def wall_seconds(run: RunData) -> float | None:
 def cost(run: RunData) -> list[dict[str, Any]]:
     """Returns for each analysis how often it ran, for how long, and its share of the wall time where that is known."""
     wall = wall_seconds(run)
-    seconds = {name: [m.seconds for m in own] for name, own in grouped(run.measurements, lambda m: m.analysis).items()}
+    seconds = {
+        name: [m.seconds for m in measured]
+        for name, measured in grouped(run.measurements, lambda m: m.analysis).items()
+    }
     rows: list[tuple[str, int | None, float]] = [
-        (section_title(name), len(own), sum(own)) for name, own in seconds.items()
+        (section_title(name), len(measured), sum(measured)) for name, measured in seconds.items()
     ]
-    rows.append(("All analyses", None, sum(sum(own) for own in seconds.values())))
+    rows.append(("All analyses", None, sum(sum(measured) for measured in seconds.values())))
     if saving := run.about.get("checkpoint_seconds"):
         rows.append(("Saving checkpoints", None, saving))
     return [{"name": n, "times": t, "seconds": s, "share": s / wall if wall else None} for n, t, s in rows]
@@ -211,8 +214,8 @@ def provenance(run: RunData) -> dict[str, Any]:
     differ in it; `checkpoints`: a row for each step or model, with what is its own; `run`: what the run's file says.
     """
     names = dict.fromkeys(name for m in run.measurements for name in m.provenance)
-    own = [name for name in names if _is_of_checkpoint(name, run)]
-    values = {name: _values(name, run.measurements) for name in names if name not in own}
+    of_checkpoint = [name for name in names if _is_of_checkpoint(name, run)]
+    values = {name: _values(name, run.measurements) for name in names if name not in of_checkpoint}
     shared = {name: those[0] for name, those in values.items() if len(those) == 1}
     others = [name for name in values if name not in shared]
     analyses = {
@@ -220,7 +223,7 @@ def provenance(run: RunData) -> dict[str, Any]:
         for analysis, these in grouped(run.measurements, lambda m: m.analysis).items()
     }
     about = {name: value for name, value in run.about.items() if name != "config"}
-    checkpoints = _checkpoints(run, own)
+    checkpoints = _checkpoints(run, of_checkpoint)
     config = run.about.get("config")
     return {"shared": shared, "analyses": analyses, "checkpoints": checkpoints, "run": about, "config": config}
 
@@ -234,7 +237,7 @@ def shortened(text: str) -> str:
 
 def cut(text: str) -> str:
     """Returns text whose long hashes are cut."""
-    return _LONG_HASH.sub(lambda found: found[0][:_DIGITS], text)
+    return _LONG_HASH.sub(lambda match: match[0][:_DIGITS], text)
 
 
 def flat(content: Any, prefix: str = "") -> list[tuple[str, str]]:
@@ -246,11 +249,11 @@ def flat(content: Any, prefix: str = "") -> list[tuple[str, str]]:
     return [(prefix, _or_dash(content))]
 
 
-def _checkpoints(run: RunData, own: list[str]) -> dict[str, Any]:
+def _checkpoints(run: RunData, names: list[str]) -> dict[str, Any]:
     """The columns of the table, and a row of texts for each checkpoint."""
-    first = [name for name in _OF_CHECKPOINT if name in own]
-    columns = [*first, *(name for name in own if name not in (*_OF_CHECKPOINT, *_LAST))]
-    columns += [name for name in _LAST if name in own]
+    first = [name for name in _OF_CHECKPOINT if name in names]
+    columns = [*first, *(name for name in names if name not in (*_OF_CHECKPOINT, *_LAST))]
+    columns += [name for name in _LAST if name in names]
     rows = []
     for measurements in _by_checkpoint(run):
         texts = [", ".join(map(_text, _values(name, measurements))) for name in columns]

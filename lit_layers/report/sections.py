@@ -131,8 +131,12 @@ def _of_models(part: pd.DataFrame, metric: str, analysis: str) -> Block | None:
     """A metric of models without steps in all its shapes; None where the table of results says it all."""
     rows = rows_of(part, metric)
     points = {run: select(rows[rows["run"] == run], metric) for run in rows["run"].unique()}
-    points = {run: own for run, own in points.items() if any(map(_has_picture, own)) or any(map(_is_on_profile, own))}
-    every = [point for own in points.values() for point in own]
+    points = {
+        run: of_run
+        for run, of_run in points.items()
+        if any(map(_has_picture, of_run)) or any(map(_is_on_profile, of_run))
+    }
+    every = [point for of_run in points.values() for point in of_run]
     baselines = [name for name in (look_up(metric).baseline,) if name in set(part["metric"])]
     draw = partial(plots.model_profile, part, metric, baselines=baselines)
     # every choice has the same places: a graph only where every model has pairs of different blocks
@@ -141,9 +145,9 @@ def _of_models(part: pd.DataFrame, metric: str, analysis: str) -> Block | None:
 
     def figures(run: str, options: dict[str, Any]) -> list[Captioned]:
         """Pictures that show one model, and the profile of all."""
-        own = rows[rows["run"] == run]
+        of_run = rows[rows["run"] == run]
         chosen = {"analysis": analysis, **options}
-        maps = [*_maps(own, metric, points[run], chosen, has_graph), *_lists(own, metric, points[run], chosen)]
+        maps = [*_maps(of_run, metric, points[run], chosen, has_graph), *_lists(of_run, metric, points[run], chosen)]
         if any(map(_is_on_profile, every)) and "layer" not in options:
             maps.insert(0, ("", partial(draw, **options)))  # its legend tells what it shows
         return [("", maps[0][1])] if len(maps) == 1 else maps
@@ -154,8 +158,8 @@ def _of_models(part: pd.DataFrame, metric: str, analysis: str) -> Block | None:
     if any(map(_has_picture, every)):
         choices = [
             (", ".join(filter(None, [called[run] if len(points) > 1 else "", text])), figures(run, options))
-            for run, own in points.items()
-            for options, text in choices_of(own)
+            for run, of_run in points.items()
+            for options, text in choices_of(of_run)
         ]
     return block(look_up(metric).with_unit, look_up(metric).note, choices)
 

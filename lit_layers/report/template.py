@@ -10,6 +10,7 @@ from typing import Any
 
 import jinja2
 
+from lit_layers.figures.axes import AxisName
 from lit_layers.figures.chart import Chart, columns_of
 from lit_layers.figures.vega import script
 
@@ -19,7 +20,8 @@ Figures = list[dict[str, Any]]  # of one page, as its script takes them
 def content_of(chart: Chart) -> dict[str, Any]:
     """Returns what the page holds of a chart: its specification on each axis, and its points by column."""
     content: dict[str, Any] = {"square": chart.square, **columns_of(chart)}
-    for axis in chart.training.names if chart.training else ["step"]:
+    axes: Sequence[AxisName] = chart.training.names if chart.training else ["step"]
+    for axis in axes:
         spec = chart.spec(axis, width="container", height="container", still=False)
         content[axis] = {name: part for name, part in spec.items() if name != "data"} | {"config": chart.config}
     return content | ({"frames": list(chart.frames)} if len(chart.frames) > 1 else {})

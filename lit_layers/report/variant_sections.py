@@ -122,15 +122,15 @@ def sections(frame: pd.DataFrame, notes: Mapping[str, str]) -> list[dict[str, An
 
 def _by_variant(table: Any, analyses: Sequence[str]) -> Iterator[Block]:
     """The blocks of analyses that belong together; a choice tells the analysis where there are several."""
-    every = [scores for name in analyses for scores in _metrics(table, name, told=len(analyses) > 1)]
+    every = [scores for name in analyses for scores in _metrics(table, name, named=len(analyses) > 1)]
     models = _models(table, analyses)
     if len(models) > 1:
         yield from _side_by_side(every)
         every = every[:1]  # of each model the first alone: the others are in the block of all models
     parts = [
-        _Scores(own, scores.analysis, scores.metric, scores.tags, f"{before}{scores.text}")
+        _Scores(of_model, scores.analysis, scores.metric, scores.tags, f"{before}{scores.text}")
         for scores in every
-        for before, own in models
+        for before, of_model in models
     ]
     parts = [scores for scores in parts if len(scores.rows)]
     for title, is_there, make in _OF_VARIANTS:
@@ -184,8 +184,8 @@ def _side_by_side(every: Sequence[_Scores]) -> Iterator[Block]:
 def _finetuned(table: Any) -> Iterator[Block]:
     choices = [
         (f"{before}{scores.text}", scores.draw(plots.variant_curves, split="when"))
-        for before, own in _models(table, [FINETUNE])
-        for scores in _metrics(own, FINETUNE, told=False, split="when")
+        for before, of_model in _models(table, [FINETUNE])
+        for scores in _metrics(of_model, FINETUNE, named=False, split="when")
     ]
     yield from _block("Before and after fine-tuning", choices)
 
@@ -193,17 +193,17 @@ def _finetuned(table: Any) -> Iterator[Block]:
 def _speed(table: Any) -> Iterator[Block]:
     fronts: list[_Choice] = []
     costs: list[_Choice] = []
-    for before, own in _models(table, [SPEED]):
-        every = [*_metrics(own, SPEED, told=False)]
+    for before, of_model in _models(table, [SPEED]):
+        every = [*_metrics(of_model, SPEED, named=False)]
         latencies = [scores for scores in every if scores.metric == "relative_latency"]
         latencies = latencies or [scores for scores in every if scores.metric == "latency"]
-        for quality in qualities(own):
+        for quality in qualities(of_model):
             for cost in latencies:
                 if quality.shares_cells(cost):
                     how = tag_text(cost.tags) if len(latencies) > 1 else ""
                     which = {"analysis": quality.analysis, "tags": quality.tags, "cost": cost.metric}
                     which |= {"cost_analysis": cost.analysis, "cost_tags": cost.tags}
-                    front = partial(plots.quality_front, own, quality.metric, **which)
+                    front = partial(plots.quality_front, of_model, quality.metric, **which)
                     fronts.append((before + ", ".join(filter(None, [quality.text, how])), front))
         of_middles = [scores for scores in every if scores.has(*OF_MIDDLES)]
         costs += [(before + scores.text, scores.draw(plots.variant_curves)) for scores in of_middles]
@@ -216,12 +216,16 @@ def qualities(table: Any) -> list[_Scores]:
     names = [*table["analysis"].unique()]
     tasks = [n for n in names if n.startswith(f"{TASKS}/") and n not in (SPEED, FINETUNE) and not n.startswith(GLUE)]
     tasks = [MEDIAN] if MEDIAN in tasks else tasks
-    own = [name for name in names if name.split("/")[0] == INTERVENTIONS]
-    every = [s for name in (*tasks, *own) for s in _metrics(table, name, told=len(tasks) > 1 or len(own) > 1)]
+    interventions = [name for name in names if name.split("/")[0] == INTERVENTIONS]
+    every = [
+        s
+        for name in (*tasks, *interventions)
+        for s in _metrics(table, name, named=len(tasks) > 1 or len(interventions) > 1)
+    ]
     return [scores for metric in headlines() for scores in every if scores.metric == metric]
 
 
-def _metrics(table: Any, analysis: str, *, told: bool, split: str | None = None) -> Iterator[_Scores]:
+def _metrics(table: Any, analysis: str, *, named: bool, split: str | None = None) -> Iterator[_Scores]:
     """The metrics of one analysis under each of its circumstances (such as `execution`), the plainest metric first."""
     part = table[(table["analysis"] == analysis) & table["variant"].notna()] if "variant" in table else table[:0]
     metrics = sorted(part["metric"].unique(), key=lambda name: (not is_in(name, "variant", "task", "cost"), rank(name)))
@@ -229,7 +233,7 @@ def _metrics(table: Any, analysis: str, *, told: bool, split: str | None = None)
         title = look_up(metric).title
         if analysis in (MEDIAN, GLUE_MEAN):
             title = f"{'Median' if analysis == MEDIAN else 'Mean'} {title.lower()}"
-        elif told:
+        elif named:
             title = f"{sentence(analysis.removeprefix(f'{GLUE}/').split('/', 1)[-1])}: {title.lower()}"
         for tags in _circumstances(part[part["metric"] == metric], split):
             yield _Scores(table, analysis, metric, tags, ", ".join(filter(None, [title, tag_text(tags)])))
@@ -256,8 +260,8 @@ def _similarity(table: Any, analysis: str) -> Iterator[Block]:
     models = _models(table, [analysis])
     choices: list[tuple[str, list[Callable[[], Chart]]]] = []
     stages = []
-    for before, own in models:
-        rows = own[own["analysis"] == analysis]
+    for before, of_model in models:
+        rows = of_model[of_model["analysis"] == analysis]
         first = True
         for metric, tags in _similarities(rows):
             counted = _stages_of(rows, metric, tags)
@@ -282,9 +286,9 @@ def _similarity(table: Any, analysis: str) -> Iterator[Block]:
 def _similarities(rows: Any) -> Iterator[tuple[str, dict[str, Any]]]:
     """Each metric of pairs of layers in each of its modes."""
     for metric in SIMILARITIES:
-        own = rows[rows["metric"] == metric]
-        modes = [*own["mode"].dropna().unique()] if "mode" in own else []
-        if len(own):
+        of_metric = rows[rows["metric"] == metric]
+        modes = [*of_metric["mode"].dropna().unique()] if "mode" in of_metric else []
+        if len(of_metric):
             yield from ((metric, {"mode": mode}) for mode in modes) if modes else [(metric, {})]
 
 

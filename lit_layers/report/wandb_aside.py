@@ -50,8 +50,8 @@ class MirrorAside:
         self, step: int, tokens: int | None, scalars: Mapping[str, float], measurements: Sequence[Measurement]
     ) -> None:
         """Returns at once."""
-        values, found = dict(scalars), list(measurements)
-        self._later(lambda: self.mirror.log_step(step, tokens, values, found))
+        values, measured = dict(scalars), list(measurements)
+        self._later(lambda: self.mirror.log_step(step, tokens, values, measured))
 
     def finish(self, exit_code: int = 0) -> None:
         """Returns when all is sent, or at the limit."""

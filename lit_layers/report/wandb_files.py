@@ -33,8 +33,8 @@ class Mirrored:
 
 def run_files(root: Path, run_id: str) -> list[Path]:
     """Returns the files that hold the run's records, oldest first."""
-    found = root.glob(f"wandb/*run-*-{run_id}/run-{run_id}.wandb")
-    return sorted(found, key=lambda file: file.parent.name.removeprefix("offline-"))
+    files = root.glob(f"wandb/*run-*-{run_id}/run-{run_id}.wandb")
+    return sorted(files, key=lambda file: file.parent.name.removeprefix("offline-"))
 
 
 def mirrored(files: list[Path], *, before: int | None = None) -> Mirrored:
@@ -42,12 +42,12 @@ def mirrored(files: list[Path], *, before: int | None = None) -> Mirrored:
 
     Waits until a process that was just killed has written its last.
     """
-    found, deadline = Mirrored(), time.monotonic() + _LONGEST
+    points, deadline = Mirrored(), time.monotonic() + _LONGEST
     for file in files:
-        if "exit" not in _read_into(found, file, before):
+        if "exit" not in _read_into(points, file, before):
             _wait_until_quiet(file, deadline)
-            _read_into(found, file, before)
-    return found
+            _read_into(points, file, before)
+    return points
 
 
 def _wait_until_quiet(file: Path, deadline: float) -> None:
@@ -61,7 +61,7 @@ def _wait_until_quiet(file: Path, deadline: float) -> None:
             size, since = file.stat().st_size, time.monotonic()
 
 
-def _read_into(found: Mirrored, file: Path, before: int | None) -> set[str]:
+def _read_into(points: Mirrored, file: Path, before: int | None) -> set[str]:
     """Adds the rows of one file, and returns which kinds of records it has."""
     kinds = set()
     for record in _records(file):
@@ -74,8 +74,8 @@ def _read_into(found: Mirrored, file: Path, before: int | None) -> set[str]:
         if before is not None and number >= before:
             continue
         step = _value(row[AXIS]) if AXIS in row else None
-        found.add(None if step is None else int(step), {name for name in row if not name.startswith("_")})
-        found.last_row = max(found.last_row, number)
+        points.add(None if step is None else int(step), {name for name in row if not name.startswith("_")})
+        points.last_row = max(points.last_row, number)
     return kinds
 
 

@@ -82,7 +82,7 @@ class WandbMirror:
         self._message = ""
         self._run: Any = None
         self._wandb: Any = None
-        self._known = Mirrored()
+        self._sent = Mirrored()
         self._defined: set[str] = set()
         self._table_is_due = self._draws = self._allow_suspect = False
         self._plain: dict[tuple[str, str], str] = {}
@@ -134,7 +134,7 @@ class WandbMirror:
         # What a crash kept from the server is sent again; what only the server has is known by its number alone.
         self._server_rows = (self._run.starting_step or 0) if online else 0
         files = [file for file in self._files if not online or _is_online(file)]
-        self._known = mirrored(files, before=self._server_rows if online else None)
+        self._sent = mirrored(files, before=self._server_rows if online else None)
         self._draws = importlib.util.find_spec("vl_convert") is not None
         self._plain = plain_settings(records.read(self.root / "measurements.jsonl"))
         for step, tokens, scalars, measurements in self._on_disk():
@@ -149,10 +149,10 @@ class WandbMirror:
         row: dict[str, Any] = dict(scalars)
         for measurement in measurements:
             row.update(_points(measurement, self._name(measurement)))
-        known = self._known.names.get(step, frozenset())
-        new = {name: value for name, value in row.items() if name not in known}
+        sent = self._sent.names.get(step, frozenset())
+        new = {name: value for name, value in row.items() if name not in sent}
         for measurement in measurements:
-            new.update(self._heat_maps(measurement, known))
+            new.update(self._heat_maps(measurement, sent))
         if new:
             self._table_is_due |= any(measurement.error is None for measurement in measurements)
             self._send(step, new | ({} if tokens is None else {"tokens": tokens}))
@@ -283,13 +283,13 @@ class WandbMirror:
             yield step, None if tokens is None else int(tokens), scalars, measurements
 
     def _measured(self) -> list[Measurement]:
-        found = latest(records.read(self.root / "measurements.jsonl"))
-        return [m for m in found if self._allow_suspect or not records.is_suspect(m)]
+        measurements = latest(records.read(self.root / "measurements.jsonl"))
+        return [m for m in measurements if self._allow_suspect or not records.is_suspect(m)]
 
     def _name(self, measurement: Measurement) -> str:
         return measurement.analysis if measurement.error is not None else logged_name(measurement, self._plain)
 
-    def _heat_maps(self, measurement: Measurement, known: frozenset[str]) -> dict[str, Any]:
+    def _heat_maps(self, measurement: Measurement, sent: frozenset[str]) -> dict[str, Any]:
         """A figure for each kind of pairs of layers that W&B does not have at this step."""
         kinds: dict[str, tuple[str, dict[str, Any]]] = {}
         for record in measurement.records if self._draws else ():
@@ -297,7 +297,7 @@ class WandbMirror:
                 tags = {name: value for name, value in record.tags.items() if not name.startswith("num_")}
                 key = records.key(self._name(measurement), Record(metric=record.metric, value=0.0, tags=tags))
                 kinds[f"{key}/matrix"] = record.metric, tags
-        due = {name: kind for name, kind in kinds.items() if name not in known}
+        due = {name: kind for name, kind in kinds.items() if name not in sent}
         if not due or measurement.error is not None:
             return {}
         # what comes here may be drawn
@@ -317,9 +317,9 @@ class WandbMirror:
 
     def _send(self, step: int | None, row: dict[str, Any]) -> None:
         """Logs one row under the next number; one that the server has already is only noted."""
-        number = self._known.last_row + 1
-        self._known.last_row = number
-        self._known.add(step, set(row))
+        number = self._sent.last_row + 1
+        self._sent.last_row = number
+        self._sent.add(step, set(row))
         if number < self._server_rows:
             return
         try:
@@ -341,7 +341,7 @@ class WandbMirror:
 
     def _log_table(self) -> None:
         """The long form of all measurements, once they are complete."""
-        if not self._table_is_due and TABLE in self._known.names.get(None, frozenset()):
+        if not self._table_is_due and TABLE in self._sent.names.get(None, frozenset()):
             return
         pairs = [(measurement, record) for measurement in self._measured() for record in measurement.records]
         if len(pairs) > _TABLE_ROWS:
@@ -431,8 +431,8 @@ def _points(measurement: Measurement, name: str | None = None) -> dict[str, floa
 
 def _default_loops(measurement: Measurement) -> str | int | float | None:
     """The number of loops that has curves: 3, or the nearest to it that was measured; None without any."""
-    known = {record.tags["loops"] for record in measurement.records if "loops" in record.tags}
-    return min(known, key=lambda number: (abs(float(number) - 3), float(number)), default=None)
+    loops = {record.tags["loops"] for record in measurement.records if "loops" in record.tags}
+    return min(loops, key=lambda number: (abs(float(number) - 3), float(number)), default=None)
 
 
 def _import_wandb() -> ModuleType | None:

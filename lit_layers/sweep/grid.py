@@ -86,7 +86,7 @@ class Grid:
         }
         line = []
         for word in self.command:
-            filled = _VARIABLE.sub(lambda found: _value_of(found[1], environment), word)
+            filled = _VARIABLE.sub(lambda match: _value_of(match[1], environment), word)
             macro = _MACRO.fullmatch(word) if filled == word else None
             line += words[macro[1]] if macro else [filled]
         return line
@@ -143,11 +143,11 @@ def read_grid(path: Path) -> Grid:
 
 def _command(content: Sequence[Any], program: str | None, path: Path) -> tuple[str, ...]:
     command = tuple(map(str, content))
-    macros = [found[1] for word in command if (found := _MACRO.fullmatch(word)) and not _VARIABLE.search(word)]
+    macros = [match[1] for word in command if (match := _MACRO.fullmatch(word)) and not _VARIABLE.search(word)]
     for macro in macros:
         if macro not in _MACROS:
-            known = ", ".join(f"${{{name}}}" for name in _MACROS)
-            raise InputError(f"{path}: command: unknown macro ${{{macro}}}; known: {known}, ${{envvar:NAME}}")
+            names = ", ".join(f"${{{name}}}" for name in _MACROS)
+            raise InputError(f"{path}: command: unknown macro ${{{macro}}}; known: {names}, ${{envvar:NAME}}")
     if not {"args", "args_no_hyphens"} & set(macros):
         raise InputError(f"{path}: command: expected the word ${{args}}, where the parameters go")
     if "program" in macros and program is None:
