@@ -225,9 +225,8 @@ def _groups(table: ModelTable, x: Column, y: Column, group: str, options: Mappin
         members = codes == code
         name = f"{title} {label:.15g}" if isinstance(label, float) else f"{title} {label}"
         try:
-            rows += (
-                [_row(name, correlation.pearson, x[members], y[members], options=options)] if members.sum() >= 3 else []
-            )
+            if members.sum() >= 3:
+                rows.append(_row(name, correlation.pearson, x[members], y[members], options=options))
         except UndefinedError:
             continue
     return rows

@@ -50,14 +50,10 @@ def write_layers(tables: LayerTables, findings: LayerFindings, folder: Path) -> 
     panels["correlations"] = Panels(title=title, charts=correlation_charts(tables, findings))
     title = "Layers chosen without labels, 95% intervals over tasks"
     panels["selection"] = Panels(title=title, charts=choice_charts(tables, findings), width=460)
-    for model, of_model in zip(tables.models, findings.models, strict=True):
-        charts = [
-            scatter_plot(content, width=380, height=360) for content in scatters(tables, of_model, model).values()
-        ]
+    for model, result in zip(tables.models, findings.models, strict=True):
+        charts = [scatter_plot(content, width=380, height=360) for content in scatters(tables, result, model).values()]
         name = re.sub(r"[^\w.-]+", "_", model.name)
-        panels[f"scatter_{name}"] = Panels(
-            title=f"{heading(of_model)}: means over tasks, a point a layer", charts=charts
-        )
+        panels[f"scatter_{name}"] = Panels(title=f"{heading(result)}: means over tasks, a point a layer", charts=charts)
     return write_files(
         folder,
         "layers",
@@ -74,14 +70,14 @@ def render_layers(tables: LayerTables, findings: LayerFindings, pictures: Mappin
     charts = depth_charts(tables)
     depth = [_block(chart.title, "", {"": chart}, wide=chart is charts[0] and len(charts) % 2 == 1) for chart in charts]
     blocks = []
-    for model, of_model in zip(tables.models, findings.models, strict=True):
+    for model, result in zip(tables.models, findings.models, strict=True):
         charts = {
             f"{tables.titles[key]}: {content.title}": scatter_plot(content, width=560, height=420)
-            for key, content in scatters(tables, of_model, model).items()
+            for key, content in scatters(tables, result, model).items()
         }
         note = "A point a layer, joined in their order; metric and score are averaged over the same tasks."
         note += f" {next(iter(charts))}." if len(charts) == 1 else ""
-        blocks.append(_block(heading(of_model), note, charts, wide=True))
+        blocks.append(_block(heading(result), note, charts, wide=True))
     shown = {name: pictures[name] for name in ("correlations", "selection") if name in pictures}
     return fill(
         "layers.html.jinja",
@@ -102,8 +98,8 @@ def render_layers(tables: LayerTables, findings: LayerFindings, pictures: Mappin
 def depth_charts(tables: LayerTables) -> list[Chart]:
     """Returns the scores, then each metric, averaged over the tasks that a model has of it, over depth."""
 
-    def drawn(title: str, of_models: Mapping[str, pd.DataFrame]) -> Chart:
-        return depth_curves(title, {n: np.ascontiguousarray(table).mean(0).tolist() for n, table in of_models.items()})
+    def drawn(title: str, results: Mapping[str, pd.DataFrame]) -> Chart:
+        return depth_curves(title, {n: np.ascontiguousarray(table).mean(0).tolist() for n, table in results.items()})
 
     charts = [drawn(f"{tables.score_title}, mean over tasks", {m.name: m.scores for m in tables.models})]
     for key, title in tables.titles.items():
@@ -258,15 +254,15 @@ def missing_tasks(tables: LayerTables, findings: LayerFindings) -> list[tuple[st
 def _frames(tables: LayerTables, findings: LayerFindings) -> dict[str, pd.DataFrame]:
     """A row a coefficient, a row a way of choosing, and a row a model, task and layer."""
     correlations, choices, curves = [], [], []
-    for model, of_model in zip(tables.models, findings.models, strict=True):
+    for model, result in zip(tables.models, findings.models, strict=True):
         place = {"model": model.name, "step": model.step}
-        null = {"null_noise": of_model.null.noise, "null_walk": of_model.null.walk}
-        for one in of_model.metrics:
+        null = {"null_noise": result.null.noise, "null_walk": result.null.walk}
+        for one in result.metrics:
             for c in one.correlations:
                 row = place | {"metric": one.metric, "form": c.form, "coefficient": c.coefficient}
                 row |= {**c.estimate._asdict(), "num_tasks": c.num_tasks}
                 correlations.append(row | (null if c.coefficient == "distance_correlation" else {}))
-        for choice in of_model.choices:
+        for choice in result.choices:
             row = place | {"metric": choice.metric, "rule": choice.rule, "is_chosen": choice.is_chosen}
             facts = vars(choice.result)
             row |= {name: facts[name] for name in ("num_tasks", "best_layer", "best_share", "middle_layer")}

@@ -135,9 +135,9 @@ def matching(points: Iterable[Point], tags: Mapping[str, Any]) -> list[Point]:
     """Returns the points with these tags (None: without the tag); reference rows need not have them."""
 
     def fits(point: Point) -> bool:
-        of_point = point.tags
+        present = point.tags
         return all(
-            of_point.get(name) == value or (point.reference and name not in of_point) for name, value in tags.items()
+            present.get(name) == value or (point.reference and name not in present) for name, value in tags.items()
         )
 
     return [point for point in points if fits(point)]
@@ -183,11 +183,9 @@ def is_on_axes(point: Point) -> bool:
     return point.layer is not None or "distance" in point.tags
 
 
-def plainest(candidates: Iterable[Mapping[str, Any]]) -> Mapping[str, Any]:
+def plainest(choices: Iterable[Mapping[str, Any]]) -> Mapping[str, Any]:
     """Returns the plainest of some variants: a mean over all tokens, raw; else the first recorded."""
-    return min(
-        candidates, key=lambda tags: sum(tags[name] != value for name, value in _PLAINEST.items() if name in tags)
-    )
+    return min(choices, key=lambda tags: sum(tags[name] != value for name, value in _PLAINEST.items() if name in tags))
 
 
 def variant_text(tags: Mapping[str, Any]) -> str:

@@ -156,14 +156,12 @@ def wall_seconds(run: RunData) -> float | None:
 def cost(run: RunData) -> list[dict[str, Any]]:
     """Returns for each analysis how often it ran, for how long, and its share of the wall time where that is known."""
     wall = wall_seconds(run)
-    seconds = {
-        name: [m.seconds for m in measured]
-        for name, measured in grouped(run.measurements, lambda m: m.analysis).items()
-    }
+    by_analysis = grouped(run.measurements, lambda m: m.analysis)
+    seconds = {name: [m.seconds for m in these] for name, these in by_analysis.items()}
     rows: list[tuple[str, int | None, float]] = [
-        (section_title(name), len(measured), sum(measured)) for name, measured in seconds.items()
+        (section_title(name), len(each), sum(each)) for name, each in seconds.items()
     ]
-    rows.append(("All analyses", None, sum(sum(measured) for measured in seconds.values())))
+    rows.append(("All analyses", None, sum(map(sum, seconds.values()))))
     if saving := run.about.get("checkpoint_seconds"):
         rows.append(("Saving checkpoints", None, saving))
     return [{"name": n, "times": t, "seconds": s, "share": s / wall if wall else None} for n, t, s in rows]

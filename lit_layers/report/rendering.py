@@ -99,9 +99,7 @@ def _results(table: Any) -> list[dict[str, Any]]:
     """The rows of the table of models: a metric each, with the number and interval of each model."""
     key = lambda row: (row["analysis"], row["metric"], row["variant"], row["layer"] == row["layer"])  # noqa: E731
     rows = grouped(table.to_dict("records"), key)
-    shown = [
-        {**group[0], "is_last": key[-1], "cells": {row["run"]: row for row in group}} for key, group in rows.items()
-    ]
+    shown = [{**part[0], "is_last": key[-1], "cells": {row["run"]: row for row in part}} for key, part in rows.items()]
     order = list(dict.fromkeys(row["analysis"] for row in shown))
     return sorted(shown, key=lambda row: order.index(row["analysis"]))
 

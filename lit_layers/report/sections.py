@@ -131,11 +131,7 @@ def _of_models(part: pd.DataFrame, metric: str, analysis: str) -> Block | None:
     """A metric of models without steps in all its shapes; None where the table of results says it all."""
     rows = rows_of(part, metric)
     points = {run: select(rows[rows["run"] == run], metric) for run in rows["run"].unique()}
-    points = {
-        run: of_run
-        for run, of_run in points.items()
-        if any(map(_has_picture, of_run)) or any(map(_is_on_profile, of_run))
-    }
+    points = {run: these for run, these in points.items() if any(_has_picture(p) or _is_on_profile(p) for p in these)}
     every = [point for of_run in points.values() for point in of_run]
     baselines = [name for name in (look_up(metric).baseline,) if name in set(part["metric"])]
     draw = partial(plots.model_profile, part, metric, baselines=baselines)

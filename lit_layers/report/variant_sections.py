@@ -216,12 +216,9 @@ def qualities(table: Any) -> list[_Scores]:
     names = [*table["analysis"].unique()]
     tasks = [n for n in names if n.startswith(f"{TASKS}/") and n not in (SPEED, FINETUNE) and not n.startswith(GLUE)]
     tasks = [MEDIAN] if MEDIAN in tasks else tasks
-    interventions = [name for name in names if name.split("/")[0] == INTERVENTIONS]
-    every = [
-        s
-        for name in (*tasks, *interventions)
-        for s in _metrics(table, name, named=len(tasks) > 1 or len(interventions) > 1)
-    ]
+    readout = [name for name in names if name.split("/")[0] == INTERVENTIONS]
+    named = len(tasks) > 1 or len(readout) > 1
+    every = [scores for name in (*tasks, *readout) for scores in _metrics(table, name, named=named)]
     return [scores for metric in headlines() for scores in every if scores.metric == metric]
 
 
