@@ -950,6 +950,19 @@ def test_a_user_without_a_home_has_pages(tmp_path, monkeypatch):
     vega.script.cache_clear()
 
 
+@pytest.mark.soak
+@pytest.mark.browser
+@pytest.mark.slow
+@pytest.mark.skipif(CHROMIUM is None, reason="no chromium on PATH")
+def test_a_browser_that_cannot_open_what_is_compressed_says_so(full: Path, tmp_path: Path) -> None:
+    page = write_report(full, tmp_path / "page.html")
+    page.write_text(
+        page.read_text().replace("<script>", "<script>delete window.DecompressionStream;</script><script>", 1)
+    )
+    dom = dom_after(page, "await new Promise((later) => setTimeout(later, 1000));", tmp_path / "profile")
+    assert '<p id="script-error" class="alert">The figures of this page need a browser of 2023 or later.</p>' in dom
+
+
 def test_one_chart_that_cannot_be_put_down_leaves_the_others(monkeypatch):
     figures: Figures = []
     monkeypatch.setattr(template, "content_of", lambda _: math.log(0))

@@ -1,14 +1,15 @@
 "use strict";
 (async () => {
-  const tell = (reason) => {
+  const tell = (sentence) => {
     const place = document.getElementById("script-error");
     place.hidden = false;
-    place.textContent = "A figure could not be drawn: " + reason;
+    place.textContent = sentence;
   };
-  window.addEventListener("error", (event) => tell(event.message));
-  window.addEventListener("unhandledrejection", (event) => tell(event.reason.message));
+  window.addEventListener("error", (event) => tell("A figure could not be drawn: " + event.message));
+  window.addEventListener("unhandledrejection", (event) => tell("A figure could not be drawn: " + event.reason.message));
 
   // The figures: base64 of gzip of JSON.
+  if (!window.DecompressionStream) return tell("The figures of this page need a browser of 2023 or later.");
   const packed = Uint8Array.from(atob(document.getElementById("report-data").textContent), (c) => c.charCodeAt(0));
   const unpacked = new Blob([packed]).stream().pipeThrough(new DecompressionStream("gzip"));
   const figures = await new Response(unpacked).json();
