@@ -71,13 +71,13 @@ def _write(path: Path, audits: "list[Audit]") -> None:
         raise InputError(f"json: cannot write {path} ({error.strerror})") from error
 
 
-def show_audit(found: "Audit") -> None:
+def show_audit(result: "Audit") -> None:
     """Prints the verdict and a table of what was found."""
-    noun = "checkpoint" if found.num_checked == 1 else "checkpoints"
-    verdict = "clean" if found.is_clean else f"suspect: {_some(found.suspect_steps) or 'see below'}"
-    print(f"{found.series}: {found.num_checked} {noun}, {verdict} (level: {found.level})")
+    noun = "checkpoint" if result.num_checked == 1 else "checkpoints"
+    verdict = "clean" if result.is_clean else f"suspect: {_some(result.suspect_steps) or 'see below'}"
+    print(f"{result.series}: {result.num_checked} {noun}, {verdict} (level: {result.level})")
     unchecked: dict[str, list[str]] = {}
-    for name, rest in found.unchecked.items():
+    for name, rest in result.unchecked.items():
         for what in rest:
             unchecked.setdefault(what, []).append(name)
     for what, names in unchecked.items():
@@ -88,7 +88,7 @@ def show_audit(found: "Audit") -> None:
             "steps": _some(finding.steps or finding.names),
             "what it means": finding.message,
         }
-        for finding in sorted(found.findings, key=lambda finding: finding.note)
+        for finding in sorted(result.findings, key=lambda finding: finding.note)
     ]
     if rows:
         show_table(rows, text=("steps", "what it means"))

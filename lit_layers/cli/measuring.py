@@ -56,10 +56,10 @@ class Target:
     def config(self) -> Mapping[str, Any]:
         """What config.json says; nothing where it is damaged, which is told when the model is loaded."""
         try:
-            found = json.loads(self.checkpoint.source.read("config.json"))
+            content = json.loads(self.checkpoint.source.read("config.json"))
         except (ValueError, LookupError, OSError):
             return {}
-        return found if isinstance(found, dict) else {}
+        return content if isinstance(content, dict) else {}
 
     def own_tokenizer(self) -> str:
         """Its tokenizer: the one that was named, or that it carries.
@@ -68,10 +68,10 @@ class Target:
             InputError: neither.
         """
         named = self.trained.get("tokenizer")
-        found = self.tokenizer or self.carried or (named if named and ":" not in named else None)
-        if found is None:
+        tokenizer = self.tokenizer or self.carried or (named if named and ":" not in named else None)
+        if tokenizer is None:
             raise InputError(f"tokenizer: {self.name} carries none; name one with --tokenizer")
-        return found
+        return tokenizer
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -270,16 +270,16 @@ def _refuse_a_foreign_tokenizer(name: str | None, series: "Series") -> None:
 
     if name is None:
         return
-    given = tokenizer_hash(load_tokenizer(name).tokenizer)
-    for found in series.listing.checkpoints:
+    expected = tokenizer_hash(load_tokenizer(name).tokenizer)
+    for checkpoint in series.listing.checkpoints:
         try:
-            own = series.tokenizer(found)
+            carried = series.tokenizer(checkpoint)
         except InputError:  # said of it when its turn comes
             continue
-        if own is not None and tokenizer_hash(load_tokenizer(own).tokenizer) != given:
+        if carried is not None and tokenizer_hash(load_tokenizer(carried).tokenizer) != expected:
             raise InputError(
-                f"tokenizer: {name} is not that of {found.name}, to which its tokens mean something else: leave it "
-                "out, and each model is measured with its own"
+                f"tokenizer: {name} is not that of {checkpoint.name}, to which its tokens mean something else: leave "
+                "it out, and each model is measured with its own"
             )
 
 
@@ -308,9 +308,9 @@ def _sentence(series: "Series", failed: "Measurement") -> str:
 
 def length_limit(config: Mapping[str, Any]) -> int | None:
     """How many tokens a model takes; RoBERTa's positions begin behind the number of the padding token."""
-    found = min((config[name] for name in LIMITS if isinstance(config.get(name), int)), default=None)
+    limit = min((config[name] for name in LIMITS if isinstance(config.get(name), int)), default=None)
     behind = config.get("model_type") in ("roberta", "xlm-roberta", "camembert")
-    return found - config.get("pad_token_id", 1) - 1 if found is not None and behind else found
+    return limit - config.get("pad_token_id", 1) - 1 if limit is not None and behind else limit
 
 
 def shard_of(text: str, environment: Mapping[str, str]) -> tuple[int, int]:
@@ -319,10 +319,10 @@ def shard_of(text: str, environment: Mapping[str, str]) -> tuple[int, int]:
         if not {"RANK", "WORLD_SIZE"} <= environment.keys():
             return 0, 1
         text = f"{environment['RANK']}/{environment['WORLD_SIZE']}"
-    found = re.fullmatch(r"(\d+)/(\d+)", text)
-    if found is None:
+    numbers = re.fullmatch(r"(\d+)/(\d+)", text)
+    if numbers is None:
         raise InputError(f"shard: expected auto or i/n, such as 0/4, got {text!r}")
-    return int(found[1]), int(found[2])
+    return int(numbers[1]), int(numbers[2])
 
 
 def take_own_gpu(device: str, environment: Mapping[str, str]) -> None:

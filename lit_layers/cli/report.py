@@ -67,16 +67,16 @@ def report(
     return 0
 
 
-def _print_provenance(found: dict[str, Any]) -> None:
+def _print_provenance(provenance: dict[str, Any]) -> None:
     from lit_layers.report import facts
 
-    parts = {"run": found["run"], "all measurements": found["shared"], **found["analyses"]}
-    for title, content in {**parts, "config": found["config"]}.items():
+    parts = {"run": provenance["run"], "all measurements": provenance["shared"], **provenance["analyses"]}
+    for title, content in {**parts, "config": provenance["config"]}.items():
         if content:
             print(f"[{title}]")
             for name, text in facts.flat(content):
                 print(f"{name} = {text}")
-    table = found["checkpoints"]
+    table = provenance["checkpoints"]
     if table["rows"]:
         print("[checkpoints]")
         rows = [dict(zip(table["columns"], map(facts.shortened, row), strict=True)) for row in table["rows"]]
@@ -94,8 +94,8 @@ def _mirror(about: dict[str, Any]) -> Any:
     from lit_layers.report import WandbMirror
 
     options = (about.get("config", {}).get("wandb") or {}).get("init_args")
-    known = inspect.signature(WandbMirror).parameters
-    return WandbMirror(**{name: value for name, value in (options or {}).items() if name in known})
+    parameters = inspect.signature(WandbMirror).parameters
+    return WandbMirror(**{name: value for name, value in (options or {}).items() if name in parameters})
 
 
 def _run_id(run: Any) -> str:
