@@ -17,6 +17,16 @@ PACKAGE = ROOT / "lit_layers"
 # what takes a tenth of a second or more to import
 HEAVY = {"datasets", "huggingface_hub", "lightning", "lm_eval", "mteb", "pandas", "sklearn"}
 HEAVY |= {"altair", "jinja2", "timm", "tokenizers", "torch", "transformers", "wandb"}
+ONLY_IN = {  # libraries: the rooms whose files may import them
+    "lightning": {"cli", "training"},
+    "wandb": {"report"},
+    "transformers": {"models"},
+    "timm": {"models"},
+    "datasets": {"data", "tasks"},
+    "tokenizers": {"data", "tasks"},
+    "mteb": {"tasks"},
+    "lm_eval": {"tasks"},
+}
 Graph = dict[str, set[str]]
 
 
@@ -156,6 +166,40 @@ def test_an_own_file_that_is_imported_inside_a_function_says_why():
                 if not any("#" in line for line in [*lines[node.lineno - 1 : node.end_lineno], *above]):
                     silent.append(f"{path.relative_to(ROOT)}:{node.lineno}")
     assert not silent, "say what loading it later spares, or put it at the head of the file"
+
+
+def misplaced(trees: dict[str, ast.Module]) -> set[tuple[str, str]]:
+    """The files that import a library outside its rooms."""
+    return {
+        (name, library)
+        for name, tree in trees.items()
+        for node in ast.walk(tree)
+        for library in (there.partition(".")[0] for there in imported(node, trees))
+        if library in ONLY_IN and name.split(".")[1:2] not in [[room] for room in ONLY_IN[library]]
+    }
+
+
+def test_libraries_are_imported_in_their_rooms_only(tmp_path):
+    assert not misplaced(modules(PACKAGE))
+    (tmp_path / "house").mkdir()
+    for name, text in {"report": "import wandb", "data": "def f():\n    from wandb.sdk import x"}.items():
+        (tmp_path / "house" / f"{name}.py").write_text(text)
+    assert misplaced(modules(tmp_path / "house")) == {("house.data", "wandb")}
+
+
+def test_functional_is_tensors_in_tensors_out():
+    """Nor does any file that it imports, at once or later, import a library of models, data or tables."""
+    trees = modules(PACKAGE)
+    graph = {
+        name: {there for node in ast.walk(tree) for there in imported(node, trees)} for name, tree in trees.items()
+    }
+    left = [name for name in trees if name.startswith("lit_layers.functional")]
+    seen = set(left)
+    while left:
+        fresh = graph.get(left.pop(), set()) - seen
+        seen |= fresh
+        left += fresh
+    assert not {name.partition(".")[0] for name in seen} & {*ONLY_IN, "pandas", "vl_convert"}
 
 
 def test_pictures_are_drawn_in_a_process_of_their_own():
