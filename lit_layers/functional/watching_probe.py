@@ -22,7 +22,7 @@ from lit_layers.functional.probe import (
     together,
 )
 
-STEPS = 5
+STEPS = 8
 SHARES_OF_STEPS = (0.0, 0.25, 0.5, 0.75, 1.0)
 CHOOSING_ROWS = 1000
 LEAST_GAIN = 1e-3  # nats
@@ -46,13 +46,13 @@ def fit_watching_probes(
     weights are multiplied by `t`, q_k by `b`. For each layer c, t and b are those of the lowest log-loss of up to 1,000
     rows, drawn once, each left out of all sums by closed form, too; c is sought from 0.01 along half decades.
 
-    From there up to five L-BFGS steps go down the logistic objective at t c, of which t times the weights are the first
-    step where c is small. They help where classes are not Gaussian, and spoil what few rows in many dimensions
+    From there eight L-BFGS steps, or fewer, go down the logistic objective at t c, of which t times the weights are the
+    first step where c is small. They help where classes are not Gaussian, and spoil what few rows in many dimensions
     determine. So they are made without up to 1,000 of those rows, at most a fifth of all, and on these it is chosen
     after how many steps, and how much of their change counts: none, a quarter, a half, three quarters or all; or the
-    class shares, where these are better. They end with the first step that helps these rows by less than 0.001 nats,
-    and are not made where the closed form is not that much better than the class shares, or by less than two standard
-    errors, as of permuted labels.
+    class shares, where these are better. They end with the first step after which no share helps these rows, and are
+    not made where the closed form is better than the class shares by less than 0.001 nats or two standard errors, as of
+    permuted labels.
 
     `c` of the result is that of the steps; `converged` is True, since the number of steps is what it should be;
     `objective` is NaN, since it would cost a pass over the rows and is not the lowest.
@@ -134,7 +134,7 @@ def _steps(
         moved = point - start
         for layer, each in enumerate(closed):
             loss, share = _best_share(each, inputs[layer] @ moved[layer], truth)
-            done[layer] |= not loss < lowest[layer] - LEAST_GAIN
+            done[layer] |= point is not start and not share
             if loss < lowest[layer]:
                 lowest[layer], change[layer] = loss, None if share is None else share * moved[layer]
 

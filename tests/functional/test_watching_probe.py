@@ -155,11 +155,11 @@ def test_the_steps_count_by_the_rows_they_were_made_without():
 
 
 def test_steps_are_made_as_long_as_they_help_and_none_where_the_closed_form_says_nothing(monkeypatch):
-    """Looks at the held-out rows are given their log-losses; after the step that gains too little comes none."""
+    """Looks at the held-out rows are given the best share; after the step of which nothing helps comes none."""
     features, labels = problem(rows=400, layers=1)
-    for losses, expected in (([3, 2, 1, 0.9, 0.8, 0.7], 5), ([3, 2, 1.9995, 1.5], 2), ([3, 3.1, 1.0], 1)):
-        told = iter(losses)
-        monkeypatch.setattr(watching_probe, "_best_share", lambda *given, told=told: (next(told), 1.0))
+    for shares, expected in (([0.0, *[0.25] * 9], 8), ([0.0, 0.25, 0.0], 2), ([0.0, None], 1)):
+        each = iter(shares)
+        monkeypatch.setattr(watching_probe, "_best_share", lambda *given, each=each: (1.0, next(each)))
         (probes,) = fit_watching_probes(features, [labels])
         assert probes.num_iterations.tolist() == [expected]
     monkeypatch.undo()
