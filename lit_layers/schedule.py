@@ -47,6 +47,10 @@ class Schedule:
         then_every = self._rule.get("then_every")
         return then_every is not None and step % then_every == 0
 
+    def thinned(self, stride: int, last: int) -> "Schedule":
+        """Every `stride`-th of the steps of a run of `last` steps, the first one always."""
+        return self if stride == 1 else Schedule([*self.until(last)][::stride])
+
     def until(self, last: int) -> Iterator[int]:
         """Yields the steps of a run of `last` steps, the last one included."""
         yield from (step for step in range(last) if step in self)

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from lit_layers.analyses.statistics import with_a_value
+from lit_layers.analyses.workload import Work
 from lit_layers.data.batches import Batches, EvalText
 from lit_layers.data.images import EvalImages
 from lit_layers.errors import InputError
@@ -56,6 +57,16 @@ class Analysis(ABC):
         look at, too, is then kept for it. Not for analyses in parts, which say it part by part.
         """
         return ()
+
+    def work(self, model: LayeredModel) -> Work | None:
+        """What one checkpoint takes, from shapes alone: the model may hold no weights, and no data is made for it.
+
+        None, the default, says that nobody knows before it has run.
+
+        Raises:
+            InputError: data of which there cannot be enough.
+        """
+        return None
 
     def check(self, model: LayeredModel) -> None:
         """Refuses, before the first step, options that do not fit the model and data that is not there.

@@ -21,6 +21,7 @@ from lit_layers.analyses.statistics import (
     records_of_layers,
     summarize_layers,
 )
+from lit_layers.analyses.workload import Part, Work, of_texts, passes, passes_of
 from lit_layers.data.batches import Batches, EncodedTexts, encode_texts, tokenizer_of
 from lit_layers.data.prompt_texts import Texts
 from lit_layers.data.typo_views import Action, Views, make_views
@@ -115,6 +116,17 @@ class Invariance(Analysis):
     def check(self, model: LayeredModel) -> None:
         self.check_options(model)
         self._of(model)
+
+    def work(self, model: LayeredModel) -> Work | None:
+        texts, limit = self.texts.texts(), min(self.max_tokens, model.max_tokens or self.max_tokens)
+        views, layers = self.num_views, model.num_layers + 1
+        work = of_texts(model, [*texts] * views, limit)
+        # InfoNCE compares all first views with all second ones; LiDAR and DiME are spectra of texts and views
+        compared = Part("wide products", layers * views * 2.0 * len(texts) ** 2 * model.dim, (len(texts),))
+        repeats = layers * (1 + self.permutations) * (1 + self.num_halves / 4)  # two halves are a quarter of it
+        spectra = Part("spectra", repeats, (len(texts),))
+        vectors = 4.0 * len(texts) * views * model.dim
+        return work + Work(parts=(compared, spectra), host=3 * vectors, disk=vectors * layers)
 
     def data_hash(self) -> str | None:
         """Over the texts and the token ids of their views."""
@@ -286,6 +298,19 @@ class PromptStudies(DividedAnalysis):
     drop_first: tuple[int, ...] = (0, 1)
     states: States = "resid"
     seed: int = 0
+
+    def work(self, model: LayeredModel) -> Work | None:
+        work = passes_of(model, self.batches)
+        if work is None:
+            return None
+        (whole,), tokens, whole_work = work.parts, work.tokens // work.texts, Work()
+        for study in self.studies:
+            of_length = study == "length"
+            for length in (self.lengths or _powers(tokens)) if of_length else [tokens] * len(self.p):
+                whole_work += passes(model, texts=work.texts, tokens=min(length, tokens), batch=whole.size[0])
+                number = work.texts * (model.num_layers + 1) * len(self.drop_first)
+                whole_work += Work(parts=(Part("spectra", number, (min(length, tokens),)),))
+        return whole_work
 
     def parts(self, model: LayeredModel) -> Iterator[tuple[int, Batch]]:
         first = 0

@@ -25,6 +25,7 @@ from lit_layers.analyses.token_jacobians import (
     finite_or_zero,
     same_token_jacobians,
 )
+from lit_layers.analyses.workload import Part, Work, passes_of
 from lit_layers.data.batches import Batches
 from lit_layers.errors import InputError
 from lit_layers.functional import coupling as functional
@@ -104,6 +105,27 @@ class Coupling(LayerwiseAnalysis):
             kind = type(model.model).__name__
             raise InputError(f"{self.name}: this {kind} has no class token: choose token 'last_patch' or 'mean_patch'")
 
+    def work(self, model: LayeredModel) -> Work | None:
+        options, dim, layers = self.resolved(model), model.dim, model.num_layers
+        work = passes_of(model, self.batches, texts=options.num_prompts)
+        if work is None:
+            return None
+        places = (
+            len(self.tokens(model)) if options.token != "mean_patch" else min(options.num_patches or 10**9, work.tokens)
+        )
+        counts = [functional.num_directions(k, dim) for k in options.k]
+        kept = min(max(max(counts) + 1, options.num_singular_values), dim)
+        number = work.texts * places * layers
+        # each Jacobian in the bases of every block
+        pairs = number * layers * (2.0 * dim**2 * max(counts) + 2.0 * dim * max(counts) ** 2)
+        together = min(work.texts, _at_once(model, places)) * places * layers
+        parts = (
+            Part("jacobians", number),
+            Part("directions", number, (kept,)),
+            Part("products", pairs, (max(counts),)),
+        )
+        return work + Work(parts=parts, device=4.0 * together * (2 * dim**2 + 2 * dim * kept))
+
     def begin(self, model: LayeredModel, store: TensorFolder | None = None) -> LayerwiseRun:
         return _Run(model, self.resolved(model), store)
 
@@ -123,12 +145,17 @@ class Coupling(LayerwiseAnalysis):
 
     def prompts(self, model: LayeredModel) -> Iterator[Batch]:
         """The first prompts, a few at a time: their Jacobians of all blocks are held together."""
-        # In float32 32 MB on a CPU, one prompt of GPT-2 small (12 blocks x 768 x 768); 1 GB on a GPU, 37 of them.
-        entries = 2**23 if model.device.type == "cpu" else 2**28
-        size = max(1, entries // (model.num_layers * model.dim**2 * len(self.tokens(model))))
+        size = _at_once(model, len(self.tokens(model)))
         for batch in first_rows(self.batches, self.resolved(model).num_prompts):
             for start in range(0, len(next(iter(batch.values()))), size):
                 yield {name: values[start : start + size] for name, values in batch.items()}
+
+
+def _at_once(model: LayeredModel, num_tokens: int) -> int:
+    """How many prompts' Jacobians are held together."""
+    # In float32 32 MB on a CPU, one prompt of GPT-2 small (12 blocks x 768 x 768); 1 GB on a GPU, 37 of them.
+    entries = 2**28 if model.device.type == "cuda" else 2**23
+    return max(1, entries // (model.num_layers * model.dim**2 * num_tokens))
 
 
 class _Run(LayerwiseRun):
@@ -324,6 +351,15 @@ class CouplingMatrices(PromptAnalysis):
         super().check_options(model)
         check_pairs(self.name, self.pairs, model.num_layers)
         check_directions(self.name, self.k, model.dim)
+
+    def work(self, model: LayeredModel) -> Work | None:
+        work = passes_of(model, self.batches, texts=self.num_prompts)
+        if work is None:
+            return None
+        count = functional.num_directions(self.k, model.dim)
+        number = work.texts * len({block for pair in self.pairs for block in pair})
+        parts = (Part("jacobians", number), Part("directions", number, (count,)))
+        return work + Work(parts=parts, device=8.0 * number / work.texts * model.dim**2)
 
     def of_prompt(self, model: LayeredModel, trajectory: Trajectory) -> dict[tuple[int, int], Tensor]:
         return self._matrices(trajectory, functional.num_directions(self.k, model.dim))

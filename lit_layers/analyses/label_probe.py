@@ -12,6 +12,7 @@ from torch import Tensor
 from lit_layers.analyses.base import Analysis, at_least_float32
 from lit_layers.analyses.features import permuted
 from lit_layers.analyses.statistics import complete, gap, left_out, nothing_defined, summarize
+from lit_layers.analyses.workload import Work, fits, passes_of
 from lit_layers.data.batches import Batches
 from lit_layers.errors import InputError
 from lit_layers.functional.curves import (
@@ -247,6 +248,12 @@ class SplitProbe(Analysis):
             del config["init_args"]["warm_start"]
         return config
 
+    def fits(self, model: LayeredModel, *, rows: int, num_classes: int) -> Work:
+        """What the probes of all layers and labellings take."""
+        options: dict[str, Any] = {name: getattr(self, name) for name in ("estimator", "tolerance", "max_iterations")}
+        number = (model.num_layers + 1) * (2 if self.random_labels else 1)
+        return fits(model, number=number, rows=rows, num_classes=num_classes, **options)
+
     def predictions(
         self,
         model: LayeredModel,
@@ -330,6 +337,17 @@ class LabelProbe(SplitProbe):
 
     name: str = "label_probe"
     pooling: Pooling | tuple[Pooling, ...] = "mean"
+
+    def work(self, model: LayeredModel) -> Work | None:
+        train, test = (passes_of(model, batches, kept=False) for batches in (self.train, self.test))
+        if train is None or test is None:
+            return None
+        # of as many classes as the model has; labels of texts are only known when they are read
+        probes, whole = self.fits(model, rows=train.texts, num_classes=model.num_classes or 2), train + test
+        for _ in self._poolings():
+            whole += probes
+        held = 4.0 * (model.num_layers + 1) * (train.texts + test.texts) * model.dim * len(self._poolings())
+        return whole + Work(host=held)
 
     def check(self, model: LayeredModel) -> None:
         super().check(model)

@@ -24,6 +24,7 @@ from lit_layers.analyses.statistics import (
     median_of_defined,
     summarize,
 )
+from lit_layers.analyses.workload import Part, Work, passes_of
 from lit_layers.data.batches import Batches
 from lit_layers.errors import InputError
 from lit_layers.functional.geometry import cosine_similarity_matrix, linear_cka_matrix, pool
@@ -59,6 +60,9 @@ class Trajectory(LayerwiseAnalysis):
     drop_first: int = 1
     states: States = "resid"
     preset: Literal["paper"] | None = None
+
+    def work(self, model: LayeredModel) -> Work | None:
+        return passes_of(model, self.batches)
 
     def begin(self, model: LayeredModel, store: TensorFolder | None = None) -> LayerwiseRun:
         return _TrajectoryRun(model, self.resolved(model))
@@ -261,6 +265,20 @@ class LayerSimilarity(DividedAnalysis):
     debiased: bool = True
     drop_first: int = 0
     states: States = "resid"
+
+    def work(self, model: LayeredModel) -> Work | None:
+        work = passes_of(model, self.batches)
+        if work is None:
+            return None
+        # the cosines of each pair of layers, token by token, and the kernels (CKA) between them
+        rows = work.texts * (
+            1 if self.rows != "tokens" else min(self.num_tokens or work.tokens, work.tokens // work.texts)
+        )
+        pairs = (model.num_layers + 1) ** 2
+        kernels = Part("wide products", pairs * rows * min(rows, model.dim) * model.dim, (min(rows, model.dim),))
+        cosines = Part("products", pairs * work.tokens * model.dim * 2.0, (model.num_layers + 1,))
+        host = (model.num_layers + 1) * rows * model.dim * 4
+        return work + Work(parts=(cosines, kernels), host=host)
 
     def of_part(self, model: LayeredModel, part: Batch) -> dict[Key, Tensor]:
         states: list[Tensor] = []

@@ -9,9 +9,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from lit_layers.analyses import workload
 from lit_layers.analyses.base import at_least_float32, predicts_next_token
 from lit_layers.analyses.label_probe import SplitProbe
 from lit_layers.analyses.statistics import complete, left_out, nothing_defined, summarize_ratio
+from lit_layers.analyses.workload import Part, Work
 from lit_layers.data.batches import Batches
 from lit_layers.errors import InputError
 from lit_layers.functional.curves import wilson_interval
@@ -165,6 +167,24 @@ class NextTokenProbe(SplitProbe):
         if model.family.sees_images:
             raise InputError(f"{self.name}: expected a model of text, got {type(model.model).__name__}")
         super().check_options(model)
+
+    def work(self, model: LayeredModel) -> Work | None:
+        train, test = self.train.size(), self.test.size()
+        if train is None or test is None or train.tokens is None or test.tokens is None:
+            return None
+        whole, drawn, max_tokens = Work(), self.positions_per_sequence, test.batch * test.tokens
+        for size, tokens in ((train, train.tokens), (test, test.tokens)):
+            # The last of k positions drawn from n lies at about n k / (k + 1); passes are of contexts of one length.
+            room = max(1, tokens - self.min_context)
+            length = self.min_context + room * drawn // (drawn + 1)
+            batch = max(1, min(max_tokens // length, -(-size.texts // room)))
+            whole += workload.passes(
+                model, texts=size.texts, tokens=length, batch=batch, kept=False, at_most=not size.exact
+            )
+        rows, layers = train.texts * drawn, model.num_layers + 1
+        held = 4.0 * layers * (rows + test.texts * drawn) * model.dim
+        head = Work(parts=(Part("head", test.texts * drawn),), host=held)
+        return whole + head + self.fits(model, rows=rows, num_classes=min(self.num_classes, rows))
 
     def check_data(self) -> None:
         self.check_fields()

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from lit_layers.analyses.base import DividedAnalysis, predicts_next_token
 from lit_layers.analyses.statistics import Tags, summarize_ratio
+from lit_layers.analyses.workload import Part, Work, passes_of
 from lit_layers.data.batches import Batches
 from lit_layers.errors import InputError
 from lit_layers.functional.block_schedules import (
@@ -193,6 +194,9 @@ class Lens(DividedAnalysis):
     batches: Batches
     name: str = "lens"
 
+    def work(self, model: LayeredModel) -> Work | None:
+        return _read_out(model, passes_of(model, self.batches), model.num_layers + 1)
+
     def check_options(self, model: LayeredModel) -> None:
         check_head(self.name, model)
 
@@ -217,6 +221,15 @@ class Lens(DividedAnalysis):
         parts = [torch.zeros(3, model.num_layers + 1, 0, dtype=torch.float64)]  # a batch may predict nothing
         parts += [_compare(model, trajectory, chunk).double().cpu() for chunk in _chunks(trajectory, rows)]
         return Sums.of(torch.cat(parts, dim=-1), rows, len(trajectory.mask))
+
+
+def _read_out(model: LayeredModel, work: Work | None, number: int) -> Work | None:
+    """With so many readouts of every token, or of every text where a text has one prediction."""
+    if work is None:
+        return None
+    rows, num_classes = (work.tokens, model.vocab_size or 1) if model.vocab_size else (work.texts, model.num_classes)
+    held = 4.0 * min(rows * num_classes, MAX_LOGITS) * 3  # logits, log-probabilities, their differences
+    return work + Work(parts=(Part("head", rows * number),), device=work.device + held)
 
 
 def _chunks(trajectory: Trajectory, rows: Rows) -> Iterator[Rows]:
@@ -294,6 +307,16 @@ class Interventions(DividedAnalysis):
     def check_options(self, model: LayeredModel) -> None:
         check_head(self.name, model)
         self.chosen(model)
+
+    def work(self, model: LayeredModel) -> Work | None:
+        work = passes_of(model, self.batches)
+        if work is None:
+            return None
+        schedules = [variant.schedule for variant in self.chosen(model)]
+        orders = SharedPrefixes(schedules, model.num_layers)
+        (whole,) = work.parts
+        runs = Part("blocks", whole.count / model.num_layers * orders.num_block_runs, whole.size)
+        return _read_out(model, work + Work(parts=(runs,)), len({str(each) for each in schedules}))
 
     def prepared(self, model: LayeredModel) -> LayeredModel:
         return model  # as it would be used; what a rounding costs is little beside what a block in another place does

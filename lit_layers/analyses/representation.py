@@ -13,6 +13,7 @@ from torch import Tensor
 from lit_layers.analyses.base import States
 from lit_layers.analyses.layerwise import Key, LayerwiseRun, StatesAnalysis, TensorFolder
 from lit_layers.analyses.statistics import complete, left_out, over_halves, records_of_layers, summarize_layers
+from lit_layers.analyses.workload import Part, Work, passes_of
 from lit_layers.data.batches import Batches
 from lit_layers.errors import InputError
 from lit_layers.functional._checks import widened
@@ -93,6 +94,18 @@ class Representation(StatesAnalysis):
     num_halves: int = 20
     states: States = "resid"
     preset: Literal["released_code", "released_code_later"] | None = None
+
+    def work(self, model: LayeredModel) -> Work | None:
+        work = passes_of(model, self.batches)
+        if work is None:
+            return None
+        layers, texts = model.num_layers + 1, work.texts
+        of_prompts = Part("spectra", texts * layers * len(self.drop_first), (work.tokens // texts,))
+        of_halves = Part("spectra", layers * self.num_halves, (max(1, texts // 2),))
+        pooled = Work(
+            parts=(of_prompts, Part("spectra", layers, (texts,)), of_halves), host=layers * texts * model.dim * 4
+        )
+        return work + pooled
 
     def of_layer(self, hidden: Tensor, mask: Tensor) -> dict[Key, Tensor]:
         """The values (batch,) of (metric, normalization, drop_first), and the pooled vectors."""

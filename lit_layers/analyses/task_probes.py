@@ -25,6 +25,7 @@ from lit_layers.analyses.label_probe import (
     without_default_estimator,
 )
 from lit_layers.analyses.statistics import complete, left_out, nothing_defined
+from lit_layers.analyses.workload import Work, fits, of_texts
 from lit_layers.errors import InputError
 from lit_layers.functional.probe import LogisticProbes
 from lit_layers.models.build import untrained
@@ -100,6 +101,23 @@ class OnTask(Analysis):
     def tokenizer_hash(self) -> str | None:
         return self._read().tokenizer_hash()
 
+    def work(self, model: LayeredModel) -> Work | None:
+        """By the rows of the task; a token is taken to be four letters."""
+        data = self._read().data()
+        train, test = data.train_and_validation().texts, data.test.texts
+        work = of_texts(model, [*train, *test], min(self.max_tokens, model.max_tokens or self.max_tokens))
+        held = 4.0 * model.dim * (len(train) + len(test))
+        return (
+            work
+            + self._fits(model, len(train), len(data.classes or ()))
+            + Work(host=held, disk=held * (model.num_layers + 1))
+        )
+
+    def _fits(self, model: LayeredModel, rows: int, num_classes: int, number: float = 1) -> Work:
+        """Of so many probes a layer; a regression is one decomposition."""
+        options: dict[str, Any] = {name: getattr(self, name) for name in ("estimator", "tolerance", "max_iterations")}
+        return fits(model, number=number * (model.num_layers + 1), rows=rows, num_classes=num_classes, **options)
+
     def _rows(self, model: LayeredModel) -> TaskRows:
         """The parts that are measured on; train holds the validation rows."""
         return self._read().rows(model, join_validation=True)
@@ -174,6 +192,9 @@ class Probe(OnTask):
     untrained: bool = False
     warm_start: bool = False
     _last: dict[tuple[str, int], LogisticProbes] = field(default_factory=dict, init=False, repr=False, compare=False)
+
+    def _fits(self, model: LayeredModel, rows: int, num_classes: int, number: float = 1) -> Work:
+        return super()._fits(model, rows, num_classes, 1 + self.random_labels + self.untrained)
 
     def run(self, model: LayeredModel) -> Iterable[Record]:
         self.check(model)
@@ -293,6 +314,13 @@ class SampleSizeSweep(OnTask):
 
     layers: list[int] | None = None
     num_seeds: int = 5
+
+    def _fits(self, model: LayeredModel, rows: int, num_classes: int, number: float = 1) -> Work:
+        share = 1 if self.layers is None else len(self.layers) / (model.num_layers + 1)
+        whole = super()._fits(model, rows, num_classes, share)
+        for each in sizes(rows)[:-1]:
+            whole += super()._fits(model, each, num_classes, share * self.num_seeds)
+        return whole
 
     def check_options(self, model: LayeredModel) -> None:
         super().check_options(model)

@@ -18,6 +18,7 @@ from lit_layers.analyses.base import (
 )
 from lit_layers.analyses.layerwise import Key
 from lit_layers.analyses.statistics import Tags, left_out, summarize
+from lit_layers.analyses.workload import Part, Work, passes_of
 from lit_layers.data.batches import Batches
 from lit_layers.errors import InputError
 from lit_layers.functional import coupling as functional
@@ -163,6 +164,18 @@ class TokenCoupling(PromptAnalysis):
             raise InputError(f"{self.name}: {kind} has no patches: tokens='patches' is for models of images")
         if not isinstance(self.pairs, str):
             check_pairs(self.name, self.pairs, model.num_layers)
+
+    def work(self, model: LayeredModel) -> Work | None:
+        work = passes_of(model, self.batches, texts=self.num_prompts)
+        if work is None:
+            return None
+        tokens, dim = min(self.num_tokens, work.tokens // work.texts), model.dim
+        of_block = tokens if set(self.tables) == {"token"} else tokens * (tokens + 1) // 2
+        blocks = {block for pair in self._pairs(model) for block in pair}
+        number, kept = work.texts * len(blocks) * of_block, min(self._counts(model)[-1] + 1, dim)
+        held = len(blocks) if self.pairs == "all" else 1
+        parts = (Part("jacobians", number), Part("directions", number, (kept,)))
+        return work + Work(parts=parts, device=4.0 * held * of_block * (2 * dim**2 + 2 * dim * kept))
 
     def _counts(self, model: LayeredModel) -> list[int]:
         """The numbers of directions that `k` stands for."""
@@ -369,6 +382,15 @@ class CrossTokenInfluence(PromptAnalysis):
     eps: float = 0.0
     states: Literal["resid", "hf"] = "resid"
     preset: Literal["released_code"] | None = None
+
+    def work(self, model: LayeredModel) -> Work | None:
+        work = passes_of(model, self.batches, texts=self.num_prompts)
+        if work is None:
+            return None
+        tokens = work.tokens // work.texts
+        number = work.texts * model.num_layers * min(self.num_inputs or tokens, tokens)
+        parts = (Part("jacobians", number), Part("spectra", number, (model.dim,)))
+        return work + Work(parts=parts, device=8.0 * min(number, _ENTRIES // model.dim**2 + 1) * model.dim**2)
 
     def of_prompt(self, model: LayeredModel, trajectory: Trajectory) -> dict[tuple[int, int | None], Influence]:
         """Per layer and group (None: all s < t) the values of its tokens."""

@@ -8,10 +8,12 @@ import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from types import SimpleNamespace
+from typing import Any, Literal, cast
 
 import lightning as L
 import pandas as pd
+import torch
 import yaml
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
 from lightning.pytorch.utilities.exceptions import MisconfigurationException, SIGTERMException
@@ -19,18 +21,25 @@ from rich.console import Console
 
 from lit_layers import records, run_lock
 from lit_layers.analyses.base import Analysis
+from lit_layers.analyses.workload import bytes_of_model
 from lit_layers.cli import threads
 from lit_layers.cli.console import show_table
 from lit_layers.cli.options import Steps, add_options, recipe_errors
 from lit_layers.cli.recipes import HELP, RecipeParser, refuse_reach, refuse_wild_numbers, trust_code
 from lit_layers.cli.stopping import TERMINATED, finish_first
+from lit_layers.data.preparing import prepared_before
+from lit_layers.data.tokenization import bpe_size, load_tokenizer
 from lit_layers.errors import InputError
 from lit_layers.identity import latest
+from lit_layers.models.view import LayeredModel
+from lit_layers.plan import Plan, size, stride_within
 from lit_layers.plots import change_table
 from lit_layers.report import MirrorAside, WandbMirror, write_report
 from lit_layers.run_file import run_facts
+from lit_layers.schedule import Schedule
 from lit_layers.schema import COUNT, COUNT_OR_NONE, MANY, SEED, Range, refuse_outside
 from lit_layers.training import EmergenceCallback, SeriesCheckpoint
+from lit_layers.training.callbacks import plan_run
 from lit_layers.training.checkpoints import (
     DivergedError,
     Origin,
@@ -97,6 +106,8 @@ class RunOptions:
         tokenizer: Stands for ${tokenizer} in recipes.
         analyses: What to measure at these steps.
         wandb: Mirrors the run to W&B.
+        budget: The most that measuring may take of the time of training, e.g. 5%: fewer scheduled steps are measured.
+        plan: Says what it would cost, and trains nothing.
     """
 
     root: str
@@ -108,6 +119,8 @@ class RunOptions:
     tokenizer: str | None = None
     analyses: list[Analysis] = field(default_factory=list)
     wandb: WandbMirror | None = None
+    budget: str | float | None = None
+    plan: bool = False
 
 
 class FitParser(RecipeParser, LightningArgumentParser):
@@ -133,6 +146,14 @@ class FitCLI(LightningCLI):
         refuse_harm(options)
         refuse_reach(options, options["root"], args)
 
+    def instantiate_classes(self) -> None:
+        if not self.config["plan"]:
+            super().instantiate_classes()
+            return
+        with torch.device("meta"):  # no weights, no run folder, no trainer
+            self.config_init = self.parser.instantiate_classes(self.config)
+        self.datamodule, self.model = self._get(self.config_init, "data"), self._get(self.config_init, "model")
+
     @property
     def own(self) -> Any:
         """The options of ours, instantiated."""
@@ -157,7 +178,9 @@ class FitCLI(LightningCLI):
         name = name_of_run(root) if goes_on else None
         if goes_on and getattr(own.model, "init_from", None) and (begun := kept(root, origin_in(root))) is not None:
             own.model.beginning = begun
-        self.emergence = EmergenceCallback(own.analyses, own.steps, root, run=name, watchers=[run_log, progress])
+        self.emergence = EmergenceCallback(
+            own.analyses, own.steps, root, run=name, watchers=[run_log, progress], budget=own.budget
+        )
         self.resumable = ResumeCheckpoint(root, every=own.resume_every)
         # In this order: the folder is ready, scalars are noted, weights are on disk, then they are measured, and the
         # checkpoint to resume from knows all that.
@@ -239,9 +262,70 @@ def main(argv: list[str]) -> int:
     with contextlib.ExitStack() as held:
         cli = _parse(trust_code(argv), held)
         own = cli.own
+        if own.plan:
+            return _plan(cli)
         if cli.trainer.is_global_zero and not cli.folder.resume:
             refuse_a_used_folder(Path(own.root), own.if_exists)
         return _train(cli)
+
+
+def _plan(cli: FitCLI) -> int:
+    """Prints what the run would cost, and refuses what cannot end."""
+    own, data, module = cli.own, cli.datamodule, cast(Any, cli.model)
+    trainer, root = dict(own.trainer), Path(own.root)
+    world_size = _ranks_of(trainer)
+    accumulate = trainer.get("accumulate_grad_batches") or 1
+    context = SimpleNamespace(
+        datamodule=data, world_size=world_size, accumulate_grad_batches=accumulate, strategy=SimpleNamespace()
+    )
+    if hasattr(data, "corpus"):
+        data.shards = prepared_before(data.corpus, data.tokenizer) or SimpleNamespace(
+            vocab_size=bpe_size(data.tokenizer) or load_tokenizer(data.tokenizer).vocab_size
+        )
+    else:
+        data.setup("fit")
+    if not hasattr(module, "model"):
+        module.trainer = context
+        with torch.device("meta"):
+            module.configure_model()
+    view, last = LayeredModel(module.model), trainer["max_steps"]
+    device = torch.device("cuda" if torch.cuda.is_available() and trainer.get("accelerator") != "cpu" else "cpu")
+    checkpoints = [*Schedule(own.steps).until(last)]
+    plan, row = plan_run(
+        view,
+        own.analyses,
+        data,
+        num_checkpoints=len(checkpoints),
+        steps=last,
+        accumulate=accumulate,
+        world_size=world_size,
+        device=device,
+    )
+    training = Plan(model=view, device=device, rows=[row])
+    show_table([*plan.table(), {**training.table()[0], "": f"training, {last:,} steps"}], str(root))
+    measuring = len(checkpoints) * plan.seconds
+    print(*plan.notes(), f"training: {row.how}", sep="\n")
+    print(f"{len(checkpoints)} saved checkpoints: {size(len(checkpoints) * bytes_of_model(view))} on the disk")
+    print(f"measuring takes {measuring / row.seconds:.1%} of the time of training", end="")
+    print(f"; most is {plan.dearest().name}" if plan.rows else "")
+    if own.budget is not None and plan.rows:
+        stride = stride_within(own.budget, plan, row)
+        print(f"budget {own.budget}: {'all are' if stride == 1 else f'every {stride}-th is'} measured")
+    plan.refuse(root)
+    training.refuse(root)
+    return 0
+
+
+def _ranks_of(trainer: Mapping[str, Any]) -> int:
+    """How many processes a trainer with these options has."""
+    devices: Any = trainer.get("devices", "auto")
+    there = max(1, torch.cuda.device_count())
+    if isinstance(devices, str) and "," in devices:
+        devices = len([one for one in devices.split(",") if one])
+    number = (
+        there if devices in ("auto", -1, "-1", None) else len(devices) if isinstance(devices, list) else int(devices)
+    )
+    return number * (trainer.get("num_nodes") or 1)
 
 
 def _parse(argv: list[str], held: contextlib.ExitStack) -> FitCLI:

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from lit_layers.cli import threads
-from lit_layers.cli.console import bar
+from lit_layers.cli.console import bar, show_table
 from lit_layers.cli.options import Steps, given, refuse_beside
 from lit_layers.errors import InputError
 from lit_layers.identity import divided, settings_of, short, shown
@@ -19,6 +19,7 @@ from lit_layers.identity import divided, settings_of, short, shown
 if TYPE_CHECKING:
     from lit_layers.analyses.base import Analysis
     from lit_layers.offline import SeriesResult
+    from lit_layers.plan import Plan
     from lit_layers.records import Measurement
     from lit_layers.series import Checkpoint, Series
 
@@ -55,11 +56,7 @@ class Target:
     @functools.cached_property
     def config(self) -> Mapping[str, Any]:
         """What config.json says; nothing where it is damaged, which is told when the model is loaded."""
-        try:
-            content = json.loads(self.checkpoint.source.read("config.json"))
-        except (ValueError, LookupError, OSError):
-            return {}
-        return content if isinstance(content, dict) else {}
+        return config_of(self.checkpoint)
 
     def own_tokenizer(self) -> str:
         """Its tokenizer: the one that was named, or that it carries.
@@ -131,6 +128,7 @@ class Checkpoints:
         root: folder of the results (default: checkpoints/NAME OF MODEL, or a run's own folder)
         device: auto: a GPU if there is one
         dtype: what weights are converted to
+        plan: says what it would cost, and measures nothing
     """
 
     steps: Steps | None = None
@@ -143,6 +141,7 @@ class Checkpoints:
     root: Path | None = None
     device: Literal["auto", "cpu", "cuda"] = "auto"
     dtype: Literal["float32", "float64"] = "float32"
+    plan: bool = False
 
     def are_series(self, model: str) -> bool:
         """Whether a series is meant, not one model.
@@ -155,6 +154,9 @@ class Checkpoints:
         is_series = self.steps is not None or is_steps or model.endswith((".yaml", ".yml"))
         if is_series and self.revision is not None:
             raise InputError(f"revision: {self.revision} is one model: leave it out, or leave --steps out")
+        if self.plan and (self.stream_blocks or self.dtype != "float32"):
+            other = "stream_blocks" if self.stream_blocks else "dtype"
+            raise InputError(f"plan: it is made for whole models in float32, and --{other} was given: leave one out")
         of_series = ("allow_suspect", "keep_downloads", "shard", "submodule")
         cases = [(of_series, not is_series, "is for series, and one model was named")]
         refuse_beside(given(self), cases, remedy=": leave it out, or name its --steps")
@@ -191,6 +193,8 @@ def measure(
     Raises:
         InputError: a model or series that is not there, options that do not fit it.
     """
+    if options.plan:
+        return _plan(everything, options, make, tokenizer)
     from lit_layers.cli.audit import show_audit
     from lit_layers.offline import analyze_series, device_of
 
@@ -223,6 +227,45 @@ def measure(
     if options.shard == AUTO:
         wait_for_the_others(os.environ)
     return FAILED if failed else 0
+
+
+def _plan(
+    everything: "Sequence[Series]",
+    options: Checkpoints,
+    make: "Callable[[Target], Sequence[Analysis]]",
+    tokenizer: str | None,
+) -> int:
+    """Prints what each series would cost, and refuses what cannot end."""
+    from lit_layers.models.saved import outline
+    from lit_layers.models.view import LayeredModel
+    from lit_layers.offline import device_of
+    from lit_layers.plan import planned
+
+    device = device_of(options.device)
+    for series in everything:
+        root = _root_of(options.root, series, alone=len(everything) == 1)
+        analyses = _analyses(series, root, tokenizer, make, lambda what: None)
+        checkpoints = series.listing.checkpoints if series.is_alone else series.checkpoints
+        varied = callable(analyses)  # other models, each with its own tokenizer
+        for checkpoint in checkpoints if varied else checkpoints[-1:]:
+            name = checkpoint.name if varied else series.name
+            if not (config := config_of(checkpoint)):
+                raise InputError(f"plan: {name} has no config.json that tells the shapes of its weights")
+            chosen: Any = analyses(checkpoint) if varied else analyses
+            view, number = LayeredModel(outline(config, name)), 1 if varied else len(checkpoints)
+            show_plan(planned(view, chosen, device=device, num_checkpoints=number), name, root)
+    return 0
+
+
+def show_plan(plan: "Plan", name: str, root: Path) -> None:
+    """Prints a plan.
+
+    Raises:
+        InputError: it cannot end on this machine.
+    """
+    show_table(plan.table(), name)
+    print(*plan.notes(), sep="\n")
+    plan.refuse(root)
 
 
 def _analyses(
@@ -304,6 +347,15 @@ def _root_of(asked: Path | None, series: "Series", *, alone: bool) -> Path:
 def _sentence(series: "Series", failed: "Measurement") -> str:
     where = failed.run if failed.step is None else f"step {failed.step}"
     return f"{failed.analysis}: {failed.error}" if series.is_alone else f"{failed.analysis} at {where}: {failed.error}"
+
+
+def config_of(checkpoint: "Checkpoint") -> dict[str, Any]:
+    """What its config.json says; nothing where there is none, or a damaged one."""
+    try:
+        config = json.loads(checkpoint.source.read("config.json"))
+    except (ValueError, LookupError, OSError):
+        return {}
+    return config if isinstance(config, dict) else {}
 
 
 def length_limit(config: Mapping[str, Any]) -> int | None:

@@ -7,19 +7,29 @@ import random
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from dataclasses import KW_ONLY, dataclass
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 from torch.utils.data import Dataset
 
-from lit_layers.data.preparing import at_least_one, prepared
+from lit_layers.data.preparing import at_least_one, prepared, prepared_before
 from lit_layers.data.shards import TokenShards
 from lit_layers.data.tokenization import TextTokenizer, bpe_size, load_tokenizer, one_thread, tokenizer_hash
 from lit_layers.errors import InputError
 
 logger = logging.getLogger(__name__)
+
+
+class Size(NamedTuple):
+    """How much there is to pass."""
+
+    texts: int
+    tokens: int | None  # of each at most; of images None
+    batch: int
+    exact: bool = True  # False: there may be fewer, as nobody has looked yet
+    side: int | None = None  # of images, in px; None: what the model was made for
 
 
 class Batches(ABC):
@@ -44,6 +54,10 @@ class Batches(ABC):
 
     def tokenizer_hash(self) -> str | None:
         """Hash of the tokenizer that made the token ids; None where there is none, or nobody knows it."""
+        return None
+
+    def size(self) -> Size | None:
+        """How much there is, without reading or making any of it; None where that is not known."""
         return None
 
 
@@ -215,6 +229,31 @@ class EvalText(Batches):
         shards = prepared(self.corpus, self.tokenizer)
         starts, counts = self._count(shards)
         total = int(counts.sum())
+        self._check(total)
+        before = np.cumsum(counts) - counts
+        windows = np.array(different_numbers(total, min(total, self.num_sequences), self.seed))
+        document = np.searchsorted(before, windows, side="right") - 1
+        begin = starts[document] + (windows - before[document]) * self.num_tokens
+        tokens = shards.tokens(self.split)
+        chosen = np.stack([tokens[i : i + self.num_tokens].astype(np.int64) for i in begin])
+        return torch.from_numpy(chosen), shards.tokenizer_hash
+
+    def size(self) -> Size:
+        """Of a corpus that has been prepared what it holds; else what was asked for, at most.
+
+        Raises:
+            InputError: it holds too little.
+        """
+        shards, number = prepared_before(self.corpus, self.tokenizer), self.num_sequences
+        if shards is not None:
+            total = int(self._count(shards)[1].sum())
+            self._check(total)
+            number = min(number, total)
+        exact = shards is not None or self.min_sequences is None
+        return Size(number, self.num_tokens, self.batch_size, exact)
+
+    def _check(self, total: int) -> None:
+        """Refuses a corpus that holds too few windows, and says where it holds fewer than were asked for."""
         if total < self.num_sequences:
             least = self.num_sequences if self.min_sequences is None else self.min_sequences
             there = (
@@ -225,13 +264,6 @@ class EvalText(Batches):
                 option = "num_sequences" if self.min_sequences is None else "min_sequences"
                 raise InputError(f"{there}, and {option} is {least}: ask for fewer or shorter ones")
             logger.warning("%s: all are taken, num_sequences asks for %d", there, self.num_sequences)
-        before = np.cumsum(counts) - counts
-        windows = np.array(different_numbers(total, min(total, self.num_sequences), self.seed))
-        document = np.searchsorted(before, windows, side="right") - 1
-        begin = starts[document] + (windows - before[document]) * self.num_tokens
-        tokens = shards.tokens(self.split)
-        chosen = np.stack([tokens[i : i + self.num_tokens].astype(np.int64) for i in begin])
-        return torch.from_numpy(chosen), shards.tokenizer_hash
 
     def _count(self, shards: TokenShards) -> tuple[np.ndarray, np.ndarray]:
         """Where each document of the share starts and how many windows it holds, the end of text left out."""

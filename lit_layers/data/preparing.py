@@ -72,14 +72,20 @@ def prepared(corpus: str, tokenizer: str, *, cache: str | Path | None = None) ->
     Raises:
         InputError: where `corpus` is a prepared folder and another tokenizer made it; else as `prepare`.
     """
+    shards = prepared_before(corpus, tokenizer, cache=cache)
+    if shards is not None:
+        return shards
+    return prepare(corpus, tokenizer, _cache_folder(corpus, tokenizer, cache), progress=sys.stderr.isatty())
+
+
+def prepared_before(corpus: str, tokenizer: str, *, cache: str | Path | None = None) -> TokenShards | None:
+    """The shards of a corpus as `prepared`, but None where they would have to be made."""
     if (Path(corpus) / HEADER).exists() or (Path(corpus) / PROGRESS).exists():
         shards = TokenShards.open(corpus)
         _expect_tokenizer(shards, tokenizer)
         return shards
     folder = _cache_folder(corpus, tokenizer, cache)
-    if (folder / HEADER).is_file():
-        return TokenShards.open(folder)
-    return prepare(corpus, tokenizer, folder, progress=sys.stderr.isatty())
+    return TokenShards.open(folder) if (folder / HEADER).is_file() else None
 
 
 def prepare(

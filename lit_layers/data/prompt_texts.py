@@ -14,6 +14,7 @@ from lit_layers.data.batches import (
     Batches,
     EncodedTexts,
     EvalText,
+    Size,
     different_numbers,
     encode_texts,
     padded,
@@ -170,6 +171,9 @@ class TextBatches(Batches):
 
     def __len__(self) -> int:
         return -(-len(self._encoded) // self.batch_size)
+
+    def size(self) -> Size:
+        return Size(len(self.texts.texts()), self.max_tokens, self.batch_size)
 
     def content_hash(self) -> str:
         return hashlib.sha256(f"{self._encoded.content_hash()} {self.batch_size}".encode()).hexdigest()[:16]

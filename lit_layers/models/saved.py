@@ -106,6 +106,27 @@ def class_of(settings: dict[str, Any], name: str) -> Any:
     return kind
 
 
+def outline(settings: dict[str, Any], name: str) -> nn.Module:
+    """The model that a config.json describes, without memory for its weights: its shapes are those of the real one.
+
+    Raises:
+        InputError: a config.json that neither transformers nor timm knows.
+    """
+    with quiet(reports=False), torch.device("meta"):
+        try:
+            if is_timm(settings):
+                import timm
+
+                return timm.create_model(settings["architecture"], pretrained=False, **settings.get("model_args", {}))
+            from transformers import AutoConfig
+
+            options = {key: value for key, value in settings.items() if key != "model_type"}
+            kind, config = class_of(settings, name), AutoConfig.for_model(settings["model_type"], **options)
+            return (kind.from_config if kind.__name__.startswith("Auto") else kind._from_config)(config)
+        except (ValueError, RuntimeError, TypeError) as error:
+            raise InputError(f"the config.json of {name} describes no model: {one_line(error)}") from error
+
+
 # As anybody opens a model, without this package.
 
 # Tried in this order for the class that a config.json names.

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 import lightning as L
+import torch
 from torch import distributed, nn
 
 from lit_layers import records, run_lock, undisturbed
@@ -22,6 +23,7 @@ from lit_layers.identity import logged_name, plain_settings
 from lit_layers.models.build import save, weights_hash
 from lit_layers.models.shared_pass import KEPT_MB
 from lit_layers.models.view import LayeredModel
+from lit_layers.plan import Plan, Row, duration, planned, share_of, stride_within, training
 from lit_layers.records import Measurement, Store
 from lit_layers.schedule import Schedule, Steps
 from lit_layers.training.checkpoints import axis_step, origin_of, step_folder, write_folder
@@ -67,6 +69,39 @@ def measure_together(
     measurements = [] if of_ranks is None else [_joined(model, analysis, of_ranks, **facts) for analysis in analyses]
     distributed.barrier(group=group)
     return measurements
+
+
+def plan_run(
+    model: LayeredModel,
+    analyses: Sequence[Analysis],
+    data: Any,
+    *,
+    num_checkpoints: int,
+    steps: int,
+    accumulate: int,
+    world_size: int,
+    device: torch.device,
+) -> tuple[Plan, Row]:
+    """What measuring and training take.
+
+    Raises:
+        InputError: data that does not say how much of it is in a step.
+    """
+    plan = planned(model, analyses, device=device, num_checkpoints=num_checkpoints)
+    samples = getattr(data, "global_batch_size", None)
+    if samples is None:
+        raise InputError(
+            "budget: how long a step takes is only known of data with a global_batch_size, and "
+            f"{type(data).__name__} has none: leave budget out"
+        )
+    tokens = getattr(data, "num_tokens", None)
+    if tokens is None:
+        tokens = model.num_prefix_tokens + model.num_patches(getattr(data, "image_size", None))
+    micro_batch = max(1, samples // (world_size * accumulate))
+    row = training(
+        model, steps=steps, samples=samples, tokens=tokens, micro_batch=micro_batch, device=device, share=world_size
+    )
+    return plan, row
 
 
 def _joined(model: nn.Module, analysis: Analysis, of_ranks: list[dict[str, Any]], **facts: Any) -> Measurement:
@@ -240,6 +275,8 @@ class EmergenceCallback(_AtSteps):
         kept_mb: how much of the states that several analyses look at is kept on the device between them; beyond it a
             text is passed again.
         watchers: told of each analysis as it starts and ends.
+        budget: the most that measuring may take of the time that training takes, e.g. 5%: where the schedule is
+            planned to take more, every second, fourth, ... of its steps is measured; all are saved nevertheless.
 
     Raises:
         InputError: before the first step, for two analyses of one name, a model of no known family, data that is
@@ -258,8 +295,12 @@ class EmergenceCallback(_AtSteps):
         model: str | None = None,
         watchers: Sequence[Watcher] = (),
         kept_mb: int = KEPT_MB,
+        budget: str | float | None = None,
     ) -> None:
         super().__init__(steps, root, model)
+        if budget is not None:
+            share_of(budget)
+        self.budget, self._stride = budget, 0
         names = [analysis.name for analysis in analyses]
         if double := {name for name in names if names.count(name) > 1}:
             raise InputError(f"analyses: two are named {sorted(double)[0]!r}; give each a name of its own")
@@ -277,6 +318,59 @@ class EmergenceCallback(_AtSteps):
         view = LayeredModel(self._plain_model(pl_module))
         for analysis in self.analyses:
             analysis.check(view)
+        if self.budget is not None and self.analyses:
+            self._keep_within(self.budget, trainer, view)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"stride": self._stride} if self._stride else {}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self._stride = state_dict.get("stride", 0)
+
+    def _keep_within(self, budget: str | float, trainer: L.Trainer, view: LayeredModel) -> None:
+        """Measures at fewer steps where all would take longer than they may, on every rank at the same ones.
+
+        A run that is resumed keeps its steps.
+        """
+        result: list[Any] = [self._stride, None]
+        if trainer.is_global_zero and not self._stride:
+            try:
+                result[0] = self._stride_within(budget, trainer, view)
+            except InputError as error:
+                result[1] = str(error)
+        if self._group is not None:
+            distributed.broadcast_object_list(result, src=0, group=self._group)
+        self._stride, refusal = result
+        if refusal is not None:
+            raise InputError(refusal)
+        if self._stride > 1:
+            self.schedule = self.schedule.thinned(self._stride, trainer.max_steps)
+
+    def _stride_within(self, budget: str | float, trainer: L.Trainer, view: LayeredModel) -> int:
+        plan, row = plan_run(
+            view,
+            self.analyses,
+            trainer.datamodule,  # pyright: ignore[reportAttributeAccessIssue]
+            num_checkpoints=len([*self.schedule.until(trainer.max_steps)]),
+            steps=trainer.max_steps,
+            accumulate=trainer.accumulate_grad_batches,
+            world_size=trainer.world_size,
+            device=view.device,
+        )
+        stride = stride_within(budget, plan, row)
+        if plan.unknown:
+            logger.warning("budget: nobody knows what %s costs, which is not counted", " and ".join(plan.unknown))
+        if stride > 1:
+            logger.warning(
+                "budget: every %d-th scheduled step is measured, as all would take %s beside a training of %s; most is "
+                "%s, %s a checkpoint",
+                stride,
+                duration(plan.num_checkpoints * plan.seconds),
+                duration(row.seconds),
+                plan.dearest().name,
+                duration(plan.dearest().seconds),
+            )
+        return stride
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         measurements = records.read(self.file) if trainer.is_global_zero and self.file.exists() else []

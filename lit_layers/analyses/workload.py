@@ -1,0 +1,159 @@
+"""What an analysis has to do, in counts that follow from shapes: what a plan is made of, before any weight is read."""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal, NamedTuple
+
+from lit_layers.data.batches import Batches
+from lit_layers.models.families import trunk_of
+from lit_layers.models.view import LayeredModel
+
+# What work is made of; a plan times each on the machine, at the sizes that are asked for:
+# blocks         passes of a batch through one block; size (texts, tokens)
+# head           rows of states through the model's head
+# jacobians      of a block at one token
+# directions     decompositions of such a Jacobian into its leading singular vectors; size (vectors,)
+# spectra        singular values of a prompt's states in float64; size (rows,)
+# evaluations    of the loss of a probe and its gradient; size (rows, classes)
+# products       FLOP of matrix products in float32 whose inner side is the width; size (columns,)
+# wide products  the same in float64
+Kind = Literal["blocks", "head", "jacobians", "directions", "spectra", "evaluations", "products", "wide products"]
+
+
+LETTERS = 4  # of a token
+BATCH_TOKENS = 2048  # places of a batch of texts whose features are kept
+# Of a probe: five steps, and the closed form as twice that; a path of ten fits on four fifths of the rows.
+EVALUATIONS = {"watch": 15, "record": 330}
+
+
+class Part(NamedTuple):
+    """So many of one kind."""
+
+    kind: Kind
+    count: float
+    size: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Work:
+    """What one checkpoint takes.
+
+    `tokens` are those of all texts, or patches of images. Bytes are what is held at a time beside the weights: on the
+    device, in the memory of the host, on the disk.
+    """
+
+    texts: int = 0
+    tokens: int = 0
+    parts: tuple[Part, ...] = ()
+    device: float = 0
+    host: float = 0
+    disk: float = 0
+    at_most: bool = False  # the data is not at hand yet, and may hold fewer texts
+
+    def __add__(self, other: "Work") -> "Work":
+        """One after the other: memory is taken by the larger of both."""
+        return Work(
+            texts=self.texts + other.texts,
+            tokens=self.tokens + other.tokens,
+            parts=self.parts + other.parts,
+            device=max(self.device, other.device),
+            host=max(self.host, other.host),
+            disk=self.disk + other.disk,
+            at_most=self.at_most or other.at_most,
+        )
+
+    def block_runs(self) -> float:
+        """Passes of a text through one block."""
+        return sum(part.count * part.size[0] for part in self.parts if part.kind == "blocks")
+
+
+def passes(
+    model: LayeredModel, *, texts: int, tokens: int, batch: int, kept: bool = True, at_most: bool = False
+) -> Work:
+    """Texts through all blocks, in batches: `kept` says whether the states of all layers of a batch are held."""
+    rows = min(batch, texts) * tokens
+    states = rows * model.dim * 4 * ((model.num_layers + 1 if kept else 1) + 12)  # of one block: q, k, v, 4 d twice
+    return Work(
+        texts=texts,
+        tokens=texts * tokens,
+        parts=(Part("blocks", model.num_layers * texts / min(batch, texts), (min(batch, texts), tokens)),),
+        device=states,
+        at_most=at_most,
+    )
+
+
+def passes_of(model: LayeredModel, batches: Batches, *, texts: int | None = None, kept: bool = True) -> Work | None:
+    """Those of all batches, or of their first texts; None of batches that do not say how many they are."""
+    size = batches.size()
+    if size is None:
+        return None
+    number = size.texts if texts is None else min(texts, size.texts)
+    length = size.tokens or model.num_prefix_tokens + model.num_patches(size.side)
+    return passes(model, texts=number, tokens=length, batch=size.batch, kept=kept, at_most=not size.exact)
+
+
+def of_texts(model: LayeredModel, texts: Sequence[str], max_tokens: int) -> Work:
+    """Passes of texts that nobody has made tokens of: one is taken to be four letters, as in English it is."""
+    tokens = sum(min(max_tokens, max(1, len(text) // LETTERS)) for text in texts) // max(1, len(texts))
+    batch = max(1, BATCH_TOKENS // max(1, tokens))
+    return passes(model, texts=len(texts), tokens=max(1, tokens), batch=batch, kept=False)
+
+
+def fits(
+    model: LayeredModel,
+    *,
+    number: float,
+    rows: int,
+    num_classes: int,
+    estimator: str,
+    tolerance: float,
+    max_iterations: int,
+) -> Work:
+    """So many probes of one layer each; without classes a regression, which is one decomposition."""
+    parts = [Part("spectra", number, (max(1, rows),))]
+    if num_classes:
+        # Of GPT-2's states 66 at 1e-2, 163 at 1e-4, 489 at 1e-6: half as many again for each factor of 3 or so.
+        of_fixed = 66 * math.exp(0.5 * max(0.0, -math.log10(tolerance) - 2))
+        evaluations = EVALUATIONS.get(estimator, min(of_fixed, max_iterations))
+        parts.append(Part("evaluations", number * evaluations, (max(1, rows), num_classes)))
+    return Work(parts=tuple(parts), host=8.0 * rows * (model.dim + num_classes))
+
+
+def parameters_of_block(model: LayeredModel) -> int:
+    """Numbers in the matrices of one block, of the mean where blocks differ."""
+    sizes = [p.numel() for block in model.blocks for p in block.parameters() if p.ndim >= 2]
+    return sum(sizes) // model.num_layers
+
+
+def bytes_of_model(model: LayeredModel, *, head: bool = True) -> int:
+    """What the weights take in float32."""
+    return 4 * sum(parameter.numel() for parameter in (model.model if head else trunk_of(model.model)).parameters())
+
+
+def flop(model: LayeredModel, part: Part) -> float:
+    """Floating-point operations of a part, a multiplication and an addition counted as two.
+
+    A block: two a number in its matrices and token, and the two products of attention, 4 T^2 d. A Jacobian: one
+    product with each matrix for each of d directions. Decompositions: by the leading terms of the algorithms, the Gram
+    matrix included.
+    """
+    dim = model.dim
+    match part.kind:
+        case "blocks":
+            texts, tokens = part.size
+            each = texts * (2.0 * parameters_of_block(model) * tokens + 4.0 * tokens**2 * dim)
+        case "head":
+            each = 2.0 * dim * (model.vocab_size or model.num_classes or dim)
+        case "jacobians":
+            each = 2.0 * parameters_of_block(model) * dim
+        case "directions":
+            each = 4 / 3 * dim**3 + 2.0 * dim**3 + 8.0 * dim**2 * part.size[0]
+        case "spectra":
+            least, most = sorted((part.size[0], dim))
+            each = 2.0 * least**2 * most + 4 / 3 * least**3
+        case "evaluations":
+            each = 4.0 * part.size[0] * dim * part.size[1]
+        case _:
+            each = 1.0
+    return part.count * each

@@ -1,0 +1,112 @@
+"""`--plan` on the command line: what a command would cost is printed, and nothing is measured."""
+
+from pathlib import Path
+
+import pytest
+
+from lit_layers import plan as planning
+from lit_layers.cli.main import main
+from lit_layers.models.build import causal_lm, save
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory, corpus) -> Path:
+    folder = tmp_path_factory.mktemp("run") / "step-000000002"
+    network = causal_lm("gpt2", n_layer=2, n_embd=32, n_head=2, n_positions=128, vocab_size=300)
+    save(network, folder, corpus / "tokenizer")
+    for weights in folder.glob("*.safetensors"):
+        weights.unlink()  # a plan reads none
+    return folder
+
+
+def analyze(model, corpus, root, *more) -> int:
+    words = ["analyze", model, "--corpus", corpus, "--root", root, "--device", "cpu", "--plan", *more]
+    return main([*map(str, words)])
+
+
+def test_a_plan_is_printed_and_nothing_is_measured(model, corpus, tmp_path, capsys):
+    assert analyze(model, corpus, tmp_path / "run") == 0
+    lines = capsys.readouterr().out.splitlines()
+    cells = {line.split("  ")[0]: line.split() for line in lines}
+    assert cells["trajectory"][1:4] == ["64", "8,192", "128"]  # texts, tokens, block runs
+    assert cells["coupling"][1:4] == ["8", "512", "16"]
+    assert cells["one checkpoint"][2:5] == ["136", "16,896", "272"]
+    assert any(line.startswith("coupling: 16 block runs on texts of 64 tokens") for line in lines)
+    assert not (tmp_path / "run").exists()
+
+
+def test_what_cannot_be_planned_is_one_sentence_and_ends_in_two(model, corpus, tmp_path, capsys, monkeypatch):
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "empty" / "config.json").write_text("{}")
+    for place, words, sentence in [
+        (model, ["--stream-blocks"], "plan: it is made for whole models in float32, and --stream_blocks was given"),
+        (model, ["--dtype", "float64"], "plan: it is made for whole models in float32, and --dtype was given"),
+        (tmp_path / "empty", ["--tokenizer", corpus / "tokenizer"], "plan: "),
+        (model, ["--plan=maybe"], "plan"),
+    ]:
+        assert analyze(place, corpus, tmp_path / "run", *words) == 2
+        last = capsys.readouterr().err.strip().splitlines()[-1]
+        assert last.startswith("lit-layers analyze: error: ")
+        assert sentence in last
+    monkeypatch.setattr(planning, "free_memory", lambda device: 1000)
+    assert analyze(model, corpus, tmp_path / "run") == 2
+    assert "trajectory: takes" in capsys.readouterr().err
+
+
+@pytest.fixture(scope="module")
+def recipe(corpus, tmp_path_factory) -> Path:
+    path = tmp_path_factory.mktemp("recipe") / "recipe.yaml"
+    options = f"{{corpus: {corpus}, tokenizer: bpe:300, num_sequences: 8}}"
+    text = f"{{class_path: lit_layers.data.EvalText, init_args: {options}}}"
+    path.write_text(
+        f"""
+corpus: {corpus}
+tokenizer: bpe:300
+steps: {{every: 2}}
+trainer: {{max_steps: 8, devices: 1, accelerator: cpu}}
+model:
+  class_path: lit_layers.training.LitCausalLM
+  init_args: {{config: {{n_layer: 2, n_embd: 32, n_head: 2, n_positions: 128}}, pad_vocab_to: null}}
+data:
+  class_path: lit_layers.training.LitTextData
+  init_args: {{corpus: "${{corpus}}", tokenizer: "${{tokenizer}}", num_tokens: 128, global_batch_size: 4}}
+analyses:
+  - {{class_path: lit_layers.analyses.Trajectory, init_args: {{batches: {text}}}}}
+"""
+    )
+    return path
+
+
+def fit(recipe, root, *more) -> int:
+    return main(["fit", "--config", str(recipe), "--root", str(root), "--plan", *map(str, more)])
+
+
+def test_a_training_is_planned_without_weights_or_a_run_folder(recipe, tmp_path, capsys):
+    assert fit(recipe, tmp_path / "run") == 0
+    lines = capsys.readouterr().out.splitlines()
+    cells = {line.split("  ")[0]: line.split("  ") for line in lines}
+    whole = [cell.strip() for cell in cells["5 checkpoints"] if cell.strip()]
+    assert whole[1:4] == ["40", "5,120", "80"]  # 8 texts, 128 tokens, 2 blocks
+    trained = [cell.strip() for cell in cells["training, 8 steps"] if cell.strip()]
+    assert trained[1:4] == ["32", "4,096", "192"]  # a backward pass counts as two
+    assert any(line.startswith("measuring takes ") and line.endswith("most is trajectory") for line in lines)
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize(
+    ("words", "sentence"),
+    [
+        (["--budget", "much"], "budget: expected a share of the training such as 5% or 0.05, got 'much'"),
+        (["--budget", "0%"], "budget: expected a share"),
+        (["--budget", "0.0001%"], "budget: measuring the first and the last step takes"),
+        (["--plan=perhaps"], "plan"),
+    ],
+)
+def test_a_budget_that_cannot_be_kept_is_one_sentence_and_ends_in_two(recipe, tmp_path, capsys, words, sentence):
+    assert fit(recipe, tmp_path / "run", *words) == 2
+    last = capsys.readouterr().err.strip().splitlines()[-1]
+    assert last.startswith("lit-layers fit: error: ")
+    assert sentence in last
+    assert not (tmp_path / "run").exists()

@@ -1,0 +1,259 @@
+"""What is planned is what is done: counts are held against runs that are watched, and what cannot end is refused."""
+
+import json
+from dataclasses import dataclass
+
+import pytest
+import torch
+from torch.utils.flop_counter import FlopCounterMode
+
+from lit_layers import plan as planning
+from lit_layers.analyses import (
+    Analysis,
+    Coupling,
+    CouplingMatrices,
+    CrossTokenInfluence,
+    Interventions,
+    LabelProbe,
+    LayerSimilarity,
+    Lens,
+    NextTokenProbe,
+    PromptStudies,
+    Representation,
+    TokenCoupling,
+    Trajectory,
+    depth_coupling,
+    token_jacobians,
+)
+from lit_layers.analyses.workload import Part, flop
+from lit_layers.data.batches import EvalText, Size
+from lit_layers.errors import InputError
+from lit_layers.models.saved import outline
+from lit_layers.models.view import LayeredModel
+from lit_layers.plan import Plan, Row, planned, share_of, stride_within
+from lit_layers.records import Record
+from lit_layers.schedule import Schedule
+from tests.support.listed_batches import Listed
+from tests.support.tiny_models import DIM, IMAGE, VOCAB, tiny
+
+CPU = torch.device("cpu")
+
+
+class Windows(Listed):
+    """Random texts (or images) that say how many they are."""
+
+    def __init__(self, texts: int, tokens: int | None, batch: int, seed: int = 0) -> None:
+        generator = torch.Generator().manual_seed(seed)
+        self._size = Size(texts, tokens, batch)
+        batches = []
+        for _ in range(texts // batch):
+            if tokens is None:
+                labels = torch.arange(batch) % 3
+                pixels = torch.randn(batch, 3, IMAGE, IMAGE, generator=generator)
+                batches.append({"pixel_values": pixels, "labels": labels})
+            else:
+                ids = torch.randint(3, VOCAB, (batch, tokens), generator=generator)
+                batches.append({"input_ids": ids, "attention_mask": torch.ones_like(ids)})
+        super().__init__(*batches)
+
+    def size(self) -> Size:
+        return self._size
+
+
+def counted(model: LayeredModel, analysis: Analysis) -> tuple[int, float]:
+    """Passes of a text through one block, as hooks see them, and FLOP of matrix products, as torch counts them."""
+    runs = 0
+
+    def note(module, args, kwargs, output):
+        nonlocal runs
+        if "forward" not in vars(module):  # an ending is read off blocks that only hand on what they are given
+            runs += len(args[0] if args else kwargs["hidden_states"])
+
+    handles = [block.register_forward_hook(note, with_kwargs=True) for block in model.blocks]
+    try:
+        with FlopCounterMode(display=False) as counter:
+            list(analysis.run(model))
+    finally:
+        for handle in handles:
+            handle.remove()
+    return runs, counter.get_total_flops()
+
+
+TEXTS = Windows(8, 24, 4)
+PICTURES = Windows(12, None, 6)
+FIXED = {"min_context": 8, "tolerance": 1e-12, "max_iterations": 40}  # it stops at the limit
+# Decompositions are no matrix products, and a Jacobian calls its block in ways of its own.
+EXACT = [
+    ("gpt2", Trajectory(batches=TEXTS)),
+    ("gpt2", Representation(batches=TEXTS)),
+    ("gpt2", Lens(batches=TEXTS)),
+    ("gpt2", Interventions(batches=TEXTS, variants=("skip", "reverse", "random"), seeds=(0, 1))),
+    ("gpt2", LayerSimilarity(batches=TEXTS)),
+    ("gpt2", PromptStudies(batches=TEXTS)),
+    ("vit", Trajectory(batches=PICTURES)),
+    ("vit", LabelProbe(train=PICTURES, test=Windows(6, None, 6, seed=1), estimator="watch", random_labels=False)),
+]
+
+
+@pytest.mark.parametrize(("name", "analysis"), EXACT, ids=lambda each: getattr(each, "name", each))
+def test_the_block_runs_of_a_plan_are_those_that_a_run_makes(name, analysis):
+    model = LayeredModel(tiny(name))
+    runs, _ = counted(model, analysis)
+    assert analysis.work(model).block_runs() == runs
+
+
+@pytest.mark.parametrize(
+    "analysis",
+    [
+        Trajectory(batches=TEXTS),
+        Lens(batches=TEXTS),
+        Interventions(batches=TEXTS, variants=("skip", "reverse"), seeds=(0,)),
+        NextTokenProbe(train=Windows(96, 24, 24), test=Windows(48, 24, 24, seed=1), num_classes=8, **FIXED),
+    ],
+    ids=lambda each: each.name,
+)
+def test_the_operations_of_a_plan_are_those_of_a_run_within_a_factor_of_two(analysis):
+    model = LayeredModel(tiny("gpt2", n_embd=64))
+    _, operations = counted(model, analysis)
+    kinds = {"directions", "spectra"}  # which torch does not count
+    parts = [part for part in analysis.work(model).parts if part.kind not in kinds]
+    assert 0.5 < sum(flop(model, part) for part in parts) / operations < 2
+
+
+@pytest.mark.parametrize(
+    "analysis",
+    [
+        Coupling(batches=TEXTS, k=(4,)),
+        CouplingMatrices(batches=TEXTS, pairs=[(1, 2)], k=4),
+        TokenCoupling(batches=TEXTS, num_tokens=4, num_prompts=2, k=(4,)),
+        CrossTokenInfluence(batches=TEXTS, num_inputs=4, num_prompts=2),
+    ],
+    ids=lambda each: each.name,
+)
+def test_the_jacobians_and_decompositions_of_a_plan_are_those_of_a_run(monkeypatch, analysis):
+    made = {"jacobians": 0, "decompositions": 0}
+
+    def counting(what, function):
+        def call(*args, **options):
+            result = function(*args, **options)
+            made[what] += (result if what == "jacobians" else args[0]).shape[:-2].numel()
+            return result
+
+        return call
+
+    for module in (token_jacobians, depth_coupling):
+        monkeypatch.setattr(module, "block_jacobian", counting("jacobians", module.block_jacobian))
+        for place, name in ((module, "singular_factors"), (module.functional, "singular_factors")):
+            if not hasattr(getattr(place, name), "counts"):
+                function = counting("decompositions", getattr(place, name))
+                function.counts = True
+                monkeypatch.setattr(place, name, function)
+    if analysis.name == "cross_token_influence":
+        monkeypatch.setattr(
+            token_jacobians, "cross_token_influence", counting("decompositions", token_jacobians.cross_token_influence)
+        )
+    model = LayeredModel(tiny("gpt2"))
+    list(analysis.run(model))
+    counts = {part.kind: part.count for part in analysis.work(model).parts}
+    assert counts["jacobians"] == made["jacobians"]
+    assert counts.get("directions", counts.get("spectra")) == made["decompositions"]
+
+
+@pytest.mark.parametrize("name", ["gpt2", "llama", "bert", "vit"])
+def test_a_pass_is_counted_as_torch_counts_it(name):
+    """Within a tenth: embeddings, a final norm and the head of a classifier are no block."""
+    model = LayeredModel(tiny(name))
+    data = PICTURES if name == "vit" else TEXTS
+    with FlopCounterMode(display=False) as counter:
+        for batch in data:
+            model.pass_states(batch, lambda layer, hidden, mask: None)
+    (part,) = Trajectory(batches=data).work(model).parts
+    assert flop(model, part) == pytest.approx(counter.get_total_flops(), rel=0.1)
+
+
+def test_a_model_without_weights_has_the_plan_of_the_real_one():
+    model = tiny("gpt2")
+    empty = LayeredModel(
+        outline(json.loads(model.config.to_json_string()) | {"architectures": ["GPT2LMHeadModel"]}, "it")
+    )
+    assert empty.device.type == "meta"
+    for analysis in (Lens(batches=TEXTS), Coupling(batches=TEXTS)):
+        assert analysis.work(empty) == analysis.work(LayeredModel(model))
+
+
+def test_seconds_are_those_of_the_parts_and_memory_that_of_the_largest():
+    model = LayeredModel(tiny("gpt2"))
+    plan = planned(model, [Trajectory(batches=TEXTS), Lens(batches=TEXTS)], device=CPU, num_checkpoints=3)
+    trajectory, lens = plan.rows
+    assert plan.dearest() is lens
+    assert 0 < trajectory.seconds < lens.seconds
+    assert plan.whole.texts == 16
+    assert plan.whole.device == lens.work.device > trajectory.work.device
+    *_, one, three = plan.table()
+    assert (one["texts"], three["texts"]) == ("16", "48")
+    assert one["device"] == three["device"]
+    assert any("lens: 24 block runs" in note and "768 rows through the head" in note for note in plan.notes())
+
+
+@dataclass(kw_only=True)
+class Mine(Analysis):
+    name: str = "mine"
+
+    def run(self, model):
+        yield Record(metric="one", value=1.0)
+
+
+def test_an_analysis_of_ones_own_is_unknown_and_the_others_are_planned():
+    plan = planned(LayeredModel(tiny("gpt2")), [Mine(), Trajectory(batches=TEXTS)], device=CPU)
+    assert plan.unknown == ["mine"]
+    assert plan.table()[0]["texts"] == planning.UNKNOWN
+    assert plan.whole.texts == 8
+
+
+@pytest.mark.parametrize(("what", "limit"), [("memory", "free_memory"), ("disk", "free_disk")])
+def test_what_is_not_there_is_refused_with_its_analysis(monkeypatch, tmp_path, what, limit):
+    class Large(Mine):
+        def work(self, model):
+            return planning.Work(texts=1, tokens=1, host=5e9, disk=5e9)
+
+    plan = planned(LayeredModel(tiny("gpt2")), [Large()], device=CPU)
+    monkeypatch.setattr(planning, "free_memory", lambda device: 1e12)
+    monkeypatch.setattr(planning, "free_disk", lambda folder: 1e12)
+    plan.refuse(tmp_path)
+    monkeypatch.setattr(planning, limit, lambda place: 1e9)
+    with pytest.raises(InputError, match=f"mine: takes 5 GB of {what}, and 1 GB are free"):
+        plan.refuse(tmp_path)
+
+
+def test_a_corpus_that_nobody_prepared_counts_as_asked_for_and_a_prepared_one_as_it_is(tmp_path):
+    (tmp_path / "text.txt").write_text("".join(f"{n} one {n * n} two {n**3}\n<|endoftext|>\n" for n in range(400)))
+    options = {"num_sequences": 20_000, "min_sequences": 2, "num_tokens": 4, "batch_size": 2}
+    text = EvalText(str(tmp_path / "text.txt"), "bpe:270", split="train", **options)
+    assert text.size() == Size(20_000, 4, 2, exact=False)
+    number = len(text.windows())
+    assert text.size() == Size(number, 4, 2)
+    assert number < 20_000
+    with pytest.raises(InputError, match="num_sequences is 20000"):
+        EvalText(str(tmp_path / "text.txt"), "bpe:270", split="train", num_sequences=20_000, num_tokens=4).size()
+
+
+def test_a_head_counts_its_vocabulary():
+    assert flop(LayeredModel(tiny("gpt2")), Part("head", 3)) == 3 * 2 * DIM * VOCAB
+
+
+@pytest.mark.parametrize(("budget", "stride"), [("100%", 1), (0.11, 1), ("6%", 2), ("4%", 4), ("3%", 8), ("2%", 16)])
+def test_a_budget_measures_as_many_scheduled_steps_as_it_has_time_for(budget, stride):
+    row = Row(name="slow", work=planning.Work(), seconds=1.0)
+    plan = Plan(model=LayeredModel(tiny("gpt2")), device=CPU, rows=[row], num_checkpoints=11)
+    trained = Row(name="training", work=planning.Work(), seconds=100.0)
+    assert stride_within(budget, plan, trained) == stride
+    kept = [step for step in range(101) if step in Schedule({"every": 10}).thinned(stride, 100)]
+    assert {*kept, 100} == {*range(0, 101, 10 * stride), 100}  # the last one is always measured
+    assert len({*kept, 100}) <= share_of(budget) * 100
+
+
+def test_a_budget_too_small_for_two_steps_is_refused_with_the_costliest_analysis():
+    rows = [Row(name=name, work=planning.Work(), seconds=each) for name, each in (("quick", 1.0), ("slow", 9.0))]
+    plan = Plan(model=LayeredModel(tiny("gpt2")), device=CPU, rows=rows, num_checkpoints=11)
+    with pytest.raises(InputError, match="first and the last step takes 20 s of the 100 s .* most is slow, 9 s"):
+        stride_within("10%", plan, Row(name="training", work=planning.Work(), seconds=100.0))
