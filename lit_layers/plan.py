@@ -13,7 +13,6 @@ import torch
 from torch import Tensor
 
 from lit_layers.analyses.base import Analysis
-from lit_layers.analyses.workload import Part, Work, bytes_of_model, flop
 from lit_layers.errors import InputError
 from lit_layers.functional.coupling import singular_factors
 from lit_layers.functional.entropy import spectrum
@@ -22,6 +21,7 @@ from lit_layers.models.build import truncate
 from lit_layers.models.costs import this_machine
 from lit_layers.models.shard_files import free_memory
 from lit_layers.models.view import BlockCall, LayeredModel
+from lit_layers.models.workload import Part, Work, bytes_of_model, flop
 
 LONGEST = 1e10  # FLOP of what is timed at once: larger work is a multiple of it
 ENOUGH = 0.03  # seconds that a size is timed for

@@ -25,11 +25,11 @@ from lit_layers.analyses import (
     depth_coupling,
     token_jacobians,
 )
-from lit_layers.analyses.workload import Part, flop
 from lit_layers.data.batches import EvalText, Size
 from lit_layers.errors import InputError
 from lit_layers.models.saved import outline
 from lit_layers.models.view import LayeredModel
+from lit_layers.models.workload import Part, flop
 from lit_layers.plan import Plan, Row, planned, share_of, stride_within
 from lit_layers.records import Record
 from lit_layers.schedule import Schedule

@@ -15,7 +15,6 @@ import torch
 from torch import Tensor
 
 from lit_layers.analyses.statistics import with_a_value
-from lit_layers.analyses.workload import Work
 from lit_layers.data.batches import Batches, EvalText
 from lit_layers.data.images import EvalImages
 from lit_layers.errors import InputError
@@ -23,6 +22,7 @@ from lit_layers.models.families import trunk_of
 from lit_layers.models.pixels import pixel_statistics
 from lit_layers.models.shared_pass import SharedPass, pieces
 from lit_layers.models.view import Batch, LayeredModel, Trajectory
+from lit_layers.models.workload import Work
 from lit_layers.moved import public_path
 from lit_layers.records import Record
 

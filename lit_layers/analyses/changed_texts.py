@@ -21,7 +21,6 @@ from lit_layers.analyses.statistics import (
     records_of_layers,
     summarize_layers,
 )
-from lit_layers.analyses.workload import Part, Work, of_texts, passes, passes_of
 from lit_layers.data.batches import Batches, EncodedTexts, encode_texts, tokenizer_of
 from lit_layers.data.prompt_texts import Texts
 from lit_layers.data.typo_views import Action, Views, make_views
@@ -30,6 +29,7 @@ from lit_layers.functional.entropy import AtTwo, Normalization, Side, spectrum
 from lit_layers.functional.geometry import Pooling
 from lit_layers.functional.invariance import LidarSums, dime, infonce
 from lit_layers.models.view import Batch, LayeredModel
+from lit_layers.models.workload import Part, Work, of_texts, passes, passes_of
 from lit_layers.records import Record
 
 _RELEASED = {"states": "hf", "unit": False, "side": "smaller", "alpha2": "frobenius"}  # in both of Skean et al.'s

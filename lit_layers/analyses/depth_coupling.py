@@ -25,13 +25,13 @@ from lit_layers.analyses.token_jacobians import (
     finite_or_zero,
     same_token_jacobians,
 )
-from lit_layers.analyses.workload import Part, Work, passes_of
 from lit_layers.data.batches import Batches
 from lit_layers.errors import InputError
 from lit_layers.functional import coupling as functional
 from lit_layers.functional.coupling import Factors, compressions, singular_factors
 from lit_layers.functional.jacobian import block_jacobian, token_places
 from lit_layers.models.view import Batch, LayeredModel, Trajectory
+from lit_layers.models.workload import Part, Work, passes_of
 from lit_layers.records import Record
 
 TOKENS = {"last": -1, "first": 0, "cls": 0, "last_patch": -1}  # "mean_patch" is many

@@ -12,7 +12,6 @@ from torch import Tensor
 from lit_layers.analyses.base import Analysis, at_least_float32
 from lit_layers.analyses.features import permuted
 from lit_layers.analyses.statistics import complete, gap, left_out, nothing_defined, summarize
-from lit_layers.analyses.workload import Work, fits, passes_of
 from lit_layers.data.batches import Batches
 from lit_layers.errors import InputError
 from lit_layers.functional.curves import (
@@ -34,6 +33,7 @@ from lit_layers.functional.regression import RidgeProbes, fit_ridge_probes
 from lit_layers.functional.watching_probe import fit_watching_probes
 from lit_layers.metrics import look_up
 from lit_layers.models.view import Batch, LayeredModel
+from lit_layers.models.workload import Work, fits, passes_of
 from lit_layers.records import Record
 
 TagDict = dict[str, str | int | float]

@@ -24,7 +24,6 @@ from lit_layers.analyses.statistics import (
     median_of_defined,
     summarize,
 )
-from lit_layers.analyses.workload import Part, Work, passes_of
 from lit_layers.data.batches import Batches
 from lit_layers.errors import InputError
 from lit_layers.functional.geometry import cosine_similarity_matrix, linear_cka_matrix, pool
@@ -32,6 +31,7 @@ from lit_layers.functional.trajectory import WalkedPath, layer_stages, principal
 from lit_layers.metrics import is_in, look_up
 from lit_layers.models.view import Batch, LayeredModel
 from lit_layers.models.view import Trajectory as PromptTrajectory
+from lit_layers.models.workload import Part, Work, passes_of
 from lit_layers.records import Record
 
 

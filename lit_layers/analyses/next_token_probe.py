@@ -9,16 +9,16 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from lit_layers.analyses import workload
 from lit_layers.analyses.base import at_least_float32, predicts_next_token
 from lit_layers.analyses.label_probe import SplitProbe
 from lit_layers.analyses.statistics import complete, left_out, nothing_defined, summarize_ratio
-from lit_layers.analyses.workload import Part, Work
 from lit_layers.data.batches import Batches
 from lit_layers.errors import InputError
 from lit_layers.functional.curves import wilson_interval
 from lit_layers.functional.probe import macro_f1
+from lit_layers.models import workload
 from lit_layers.models.view import LayeredModel
+from lit_layers.models.workload import Part, Work
 from lit_layers.records import Record
 
 

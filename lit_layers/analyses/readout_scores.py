@@ -10,7 +10,6 @@ from torch import Tensor
 
 from lit_layers.analyses.base import DividedAnalysis, predicts_next_token
 from lit_layers.analyses.statistics import Tags, summarize_ratio
-from lit_layers.analyses.workload import Part, Work, passes_of
 from lit_layers.data.batches import Batches
 from lit_layers.errors import InputError
 from lit_layers.functional.block_schedules import (
@@ -25,6 +24,7 @@ from lit_layers.functional.block_schedules import (
 )
 from lit_layers.models.running_order import SharedPrefixes
 from lit_layers.models.view import Batch, LayeredModel, Trajectory
+from lit_layers.models.workload import Part, Work, passes_of
 from lit_layers.records import Record
 
 MAX_LOGITS = 2**24  # held at a time: 64 MB in float32, 333 tokens of GPT-2's vocabulary

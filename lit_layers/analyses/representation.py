@@ -13,13 +13,13 @@ from torch import Tensor
 from lit_layers.analyses.base import States
 from lit_layers.analyses.layerwise import Key, LayerwiseRun, StatesAnalysis, TensorFolder
 from lit_layers.analyses.statistics import complete, left_out, over_halves, records_of_layers, summarize_layers
-from lit_layers.analyses.workload import Part, Work, passes_of
 from lit_layers.data.batches import Batches
 from lit_layers.errors import InputError
 from lit_layers.functional._checks import widened
 from lit_layers.functional.entropy import AtTwo, Normalization, Side, dataset_entropy, divided, matrix_entropy, spectrum
 from lit_layers.functional.geometry import Pooling, curvature_and_missing, pool, token_angle
 from lit_layers.models.view import LayeredModel
+from lit_layers.models.workload import Part, Work, passes_of
 from lit_layers.records import Record
 
 # Skean et al., releases of 2024-09 and of 2025, of arXiv 2502.02013.

@@ -25,11 +25,11 @@ from lit_layers.analyses.label_probe import (
     without_default_estimator,
 )
 from lit_layers.analyses.statistics import complete, left_out, nothing_defined
-from lit_layers.analyses.workload import Work, fits, of_texts
 from lit_layers.errors import InputError
 from lit_layers.functional.probe import LogisticProbes
 from lit_layers.models.build import untrained
 from lit_layers.models.view import LayeredModel
+from lit_layers.models.workload import Work, fits, of_texts
 from lit_layers.records import Record
 from lit_layers.tasks.probe_task import ProbeTask
 

@@ -18,7 +18,6 @@ from lit_layers.analyses.base import (
 )
 from lit_layers.analyses.layerwise import Key
 from lit_layers.analyses.statistics import Tags, left_out, summarize
-from lit_layers.analyses.workload import Part, Work, passes_of
 from lit_layers.data.batches import Batches
 from lit_layers.errors import InputError
 from lit_layers.functional import coupling as functional
@@ -33,6 +32,7 @@ from lit_layers.functional.coupling import (
 )
 from lit_layers.functional.jacobian import block_jacobian, token_places
 from lit_layers.models.view import LayeredModel, Trajectory
+from lit_layers.models.workload import Part, Work, passes_of
 from lit_layers.records import Record
 
 

@@ -21,7 +21,6 @@ from rich.console import Console
 
 from lit_layers import records, run_lock
 from lit_layers.analyses.base import Analysis
-from lit_layers.analyses.workload import bytes_of_model
 from lit_layers.cli import threads
 from lit_layers.cli.console import show_table
 from lit_layers.cli.options import Steps, add_options, recipe_errors
@@ -32,6 +31,7 @@ from lit_layers.data.tokenization import bpe_size, load_tokenizer
 from lit_layers.errors import InputError
 from lit_layers.identity import latest
 from lit_layers.models.view import LayeredModel
+from lit_layers.models.workload import bytes_of_model
 from lit_layers.plan import Plan, size, stride_within
 from lit_layers.plots import change_table
 from lit_layers.report import MirrorAside, WandbMirror, write_report

@@ -3,9 +3,8 @@
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, Protocol
 
-from lit_layers.data.batches import Batches
 from lit_layers.models.families import trunk_of
 from lit_layers.models.view import LayeredModel
 
@@ -25,6 +24,12 @@ LETTERS = 4  # of a token
 BATCH_TOKENS = 2048  # places of a batch of texts whose features are kept
 # Of a probe: five steps, and the closed form as twice that; a path of ten fits on four fifths of the rows.
 EVALUATIONS = {"watch": 15, "record": 330}
+
+
+class Sized(Protocol):
+    """Data that says how much of it there is: `lit_layers.data.batches.Size`, or None."""
+
+    def size(self) -> Any: ...
 
 
 class Part(NamedTuple):
@@ -83,7 +88,7 @@ def passes(
     )
 
 
-def passes_of(model: LayeredModel, batches: Batches, *, texts: int | None = None, kept: bool = True) -> Work | None:
+def passes_of(model: LayeredModel, batches: Sized, *, texts: int | None = None, kept: bool = True) -> Work | None:
     """Those of all batches, or of their first texts; None of batches that do not say how many they are."""
     size = batches.size()
     if size is None:
