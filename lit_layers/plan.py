@@ -256,7 +256,7 @@ class Bench:
                 return lambda: block(hidden), flop(self.model, Part("blocks", 1, (texts, tokens)))
             case "jacobians" if flop(self.model, part) < LONGEST:
                 block, mask = self._block(8)
-                hidden = random(1, 8, dim)
+                hidden = random(*mask.shape, dim)
                 return lambda: block_jacobian(block, hidden, mask=mask), flop(self.model, part)
             case "directions" if dim <= 1024:
                 matrix = random(1, dim, dim) * torch.arange(1, dim + 1, device=self.device) ** -0.7

@@ -33,8 +33,14 @@ from lit_layers.models.workload import Part, flop
 from lit_layers.plan import Plan, Row, planned, share_of, stride_within
 from lit_layers.records import Record
 from lit_layers.schedule import Schedule
+from lit_layers.tasks.catalogue import resolve
+from lit_layers.tasks.embedding_store import Store
+from lit_layers.tasks.mteb_scores import MtebTask
+from lit_layers.tasks.mteb_tasks import Sources
+from tests.support.every_analysis import save_inputs
+from tests.support.labelled_texts import labelled
 from tests.support.listed_batches import Listed
-from tests.support.tiny_models import DIM, IMAGE, VOCAB, tiny
+from tests.support.tiny_models import DIM, IMAGE, VOCAB, sees_images, tiny
 
 CPU = torch.device("cpu")
 
@@ -262,3 +268,41 @@ def test_a_budget_too_small_for_two_steps_is_refused_with_the_costliest_analysis
     plan = Plan(model=LayeredModel(tiny("gpt2")), device=CPU, rows=rows, num_checkpoints=11)
     with pytest.raises(InputError, match="first and the last step takes 20 s of the 100 s .* most is slow, 9 s"):
         stride_within("10%", plan, Row(name="training", work=planning.Work(), seconds=100.0))
+
+
+def mteb_task(tmp_path, **store) -> MtebTask:
+    (spec,) = resolve(["ArxivClusteringS2S"])
+    store = Store(tmp_path / "cache", **store)
+    return MtebTask(task=spec, tokenizer="none", sources=Sources(), store=store, results=tmp_path / "results")
+
+
+def test_a_task_of_mteb_that_does_not_fit_the_cache_is_refused_before_its_first_text(tmp_path):
+    """628,078 titles, by mteb's own account, x 4 layers x 32 x 4 B = 0.32 GB."""
+    model = LayeredModel(tiny("gpt2"))
+    mteb_task(tmp_path, max_bytes=0.33e9).check_options(model)
+    small = mteb_task(tmp_path, max_bytes=0.2e9)
+    assert small.work(model).disk == 628_078 * 4 * 32 * 4
+    refusal = r"cache_gb: the embeddings of ArxivClusteringS2S take 0.322 GB \(628,078 texts x 4 layers x 32\)"
+    with pytest.raises(InputError, match=refusal):
+        small.check_options(model)
+    with pytest.raises(InputError, match=refusal):
+        planned(model, [small], device=CPU)
+    mteb_task(tmp_path, max_bytes=0.2e9, dtype="bfloat16").check_options(model)
+    scored = tmp_path / "results" / "weights" / "ArxivClusteringS2S" / "key" / "layer-000.json"
+    scored.parent.mkdir(parents=True)
+    scored.write_text("{}")
+    small.check_options(model)  # it was scored before, in more room
+
+
+def test_texts_of_a_local_copy_are_counted_once_each(tmp_path):
+    (spec,) = resolve(["STSBenchmark"])
+    sources = Sources(folder=save_inputs(tmp_path) / "mteb")
+    songs = {text for text, _ in labelled(20)}
+    assert sources.num_texts(spec) == (len(songs), sum(map(len, songs)) / len(songs))
+
+
+@pytest.mark.parametrize("name", ["vit", "llama", "bert"])
+def test_every_part_can_be_timed_on_other_families(name):
+    data = PICTURES if sees_images(name) else TEXTS
+    plan = planned(LayeredModel(tiny(name)), [Coupling(batches=data, k=(4,)), Representation(batches=data)], device=CPU)
+    assert all(row.seconds > 0 for row in plan.rows)

@@ -27,6 +27,7 @@ def sweep(
     code: list[str] | None = None,
     any_command: bool = False,
     shard: str = "0/1",
+    plan: bool = False,
 ) -> int:
     """Run every cell of a grid, each to its end once. Run again it goes on where it was. Exit code: 0, 1 where a cell
     failed, 2 wrong input, 130 after Ctrl-C, 143 after SIGTERM.
@@ -38,6 +39,7 @@ def sweep(
         code: command line only, repeatable: a package that is given to every cell: see lit-layers fit --help
         any_command: command line only: the file may start another program than lit-layers fit
         shard: i/n: every n-th cell from the i-th, from 0: for SLURM arrays
+        plan: says what the first cell that is left would cost, and how many there are; runs nothing
     """
     refuse_outside("", {"workers": COUNT}, {"workers": workers})
     index, count = _shard(shard)
@@ -46,13 +48,16 @@ def sweep(
     grid = read_grid(file)
     if not any_command:
         _refuse_another_program(grid)
-    _make(root)
+    if not plan:
+        _make(root)
     made_by = [*grid.command, *([grid.program] if grid.program else [])]
     every = [CellFolder(root, cell, made_by) for cell in grid.cells()]
     cells = every[index::count]
     for cell in cells:
         cell.refuse_another()
         grid.command_line(cell.cell)
+    if plan:
+        return _plan(cells, grid)
     stopped_by = _run(cells, grid, workers, [f"--code={package}" for package in code or ()])
     frame = write_table(root, grid, every)
     shown = frame.drop(columns="run") if grid.values else frame
@@ -65,6 +70,22 @@ def sweep(
     if without:
         print(f"{without} of {len(cells)} cells failed; the same command tries failed runs again", file=sys.stderr)
     return FAILED if without else 0
+
+
+def _plan(cells: "list[CellFolder]", grid: "Grid") -> int:
+    """Prints what the first cell that is left would cost: the others differ in their values alone."""
+    left = [cell for cell in cells if not cell.is_finished]
+    print(f"{len(left)} of {len(cells)} cells are left", flush=True)
+    if not left:
+        return 0
+    words = grid.command_line(left[0].cell)
+    if "fit" not in words[:3]:
+        raise InputError(
+            f"plan: it is made for lit-layers fit, and the file starts {' '.join(words[:3])}: leave it out"
+        )
+    from lit_layers.cli.fit import main as fit
+
+    return fit([*words[words.index("fit") + 1 :], "--root", str(left[0].folder), "--plan"])
 
 
 def _run(cells: "list[CellFolder]", grid: "Grid", workers: int, code: list[str]) -> int | None:

@@ -21,9 +21,10 @@ from lit_layers.durable import write_json
 from lit_layers.errors import InputError
 from lit_layers.models.build import weights_hash
 from lit_layers.models.view import LayeredModel
+from lit_layers.models.workload import BATCH_TOKENS, LETTERS, Work, passes
 from lit_layers.records import Record
 from lit_layers.tasks.catalogue import DOMAINS, Task
-from lit_layers.tasks.embedding_store import GB, STORE_DTYPES, Embedding, NotFiniteError, Store, StoreDtype
+from lit_layers.tasks.embedding_store import CHUNK, GB, STORE_DTYPES, Embedding, NotFiniteError, Store, StoreDtype
 from lit_layers.tasks.mteb_evaluation import LayerEncoder, Prepared
 from lit_layers.tasks.mteb_tasks import INSTALL, Sources
 
@@ -88,6 +89,33 @@ class MtebTask(Analysis):
             if not 0 <= layer <= model.num_layers:
                 raise InputError(f"layers: this model has layers 0 to {model.num_layers}, got {layer}")
         self._read_tokenizer()
+
+    def check_options(self, model: LayeredModel) -> None:
+        super().check_options(model)
+        if any(self.results.glob(f"*/{self.task.name}/*/layer-*.json")):
+            return  # scored before, in whatever room there was
+        needed, room = self.work(model), self.store.max_bytes
+        if needed is not None and needed.disk > room:
+            raise InputError(
+                f"cache_gb: the embeddings of {self.task.name} take {needed.disk / GB:.3g} GB ({needed.texts:,} texts "
+                f"x {model.num_layers + 1} layers x {model.dim}), more than the {room / GB:.3g} GB allowed: raise it, "
+                "take --store_dtype bfloat16, or leave the task out of --tasks"
+            )
+
+    def work(self, model: LayeredModel) -> Work | None:
+        """Passes and embeddings; what mteb does with them is not counted. A token is taken to be four letters."""
+        try:
+            counted = self.sources.num_texts(self.task)
+        except InputError:  # said when its turn comes
+            return None
+        if counted is None:
+            return None
+        number, letters = counted
+        tokens = max(1, min(round(letters / LETTERS), self.max_tokens, model.max_tokens or self.max_tokens))
+        work = passes(model, texts=number, tokens=tokens, batch=max(1, BATCH_TOKENS // tokens), kept=False)
+        width = 4 if self.store.dtype == "float32" else 2
+        host = 4.0 * min(number, CHUNK) * model.dim + 4.0 * number * model.dim
+        return work + Work(host=host, disk=float(width) * number * (model.num_layers + 1) * model.dim)
 
     def config(self) -> dict[str, Any]:
         """Of all that decides the numbers; mteb's own version, too."""

@@ -24,6 +24,8 @@ _CLUSTERED = {
     "max_document_to_embed": DOCUMENTS,
     "max_documents_per_cluster": DOCUMENTS,
 }
+_TEXTS = ("text", "sentences", "sentence1", "sentence2", "query", "candidate")  # columns that hold texts
+_STATISTICS = ("text1_statistics", "text2_statistics")  # of pairs, in mteb's account of a task
 _COLUMNS = {
     "classification": ("text", "label"),
     "clustering": ("sentences", "labels"),
@@ -113,6 +115,25 @@ class Sources:
             task.metadata = task.metadata.model_copy(update={"dataset": dataset})
         _load(task, spec, place)
         return task
+
+    def num_texts(self, spec: Task) -> tuple[int, float] | None:
+        """How many distinct texts are embedded, and their mean length in letters, without fetching any.
+
+        Of a local copy its test rows are counted, of an official task mteb's own account of them is read: what is drawn
+        of the training rows (a few of each class) is left out. None where there is neither.
+        """
+        if self.place(spec) == "folder":
+            names = [name for name in _COLUMNS[spec.domain] if name in _TEXTS]
+            columns = self._copies()[spec.name].read("test", dict.fromkeys(names, "columns")).values
+            values = [value for name in names for value in columns[name]]
+            texts = {text for value in values for text in ([value] if isinstance(value, str) else value)}
+            return len(texts), sum(map(len, texts)) / max(1, len(texts))
+        account = (_official(spec.name).metadata.descriptive_stats or {}).get("test", {})
+        account = account.get("hf_subset_descriptive_stats", {}).get(spec.subset, account)
+        parts = [part for name, part in account.items() if name.endswith("text_statistics") or name in _STATISTICS]
+        number = sum(part["unique_texts"] for part in parts)
+        letters = sum(part["unique_texts"] * part["average_text_length"] for part in parts)
+        return (number, letters / number) if number else None
 
     def describe(self, spec: Task) -> dict[str, Any]:
         """Where the data come from and how they differ from the official ones, for the results."""
