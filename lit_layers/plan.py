@@ -1,18 +1,19 @@
 """What a command will cost, before it begins: counts from shapes, seconds from a short calibration on this machine."""
 
 import functools
+import json
 import math
 import shutil
 import time
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, is_dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from lit_layers.analyses.base import Analysis
+from lit_layers.analyses.base import Analysis, DividedAnalysis, describe
 from lit_layers.errors import InputError
 from lit_layers.functional.coupling import singular_factors
 from lit_layers.functional.entropy import spectrum
@@ -124,18 +125,34 @@ def planned(
         InputError: options that do not fit the model, data of which there cannot be enough.
     """
     plan, bench = Plan(model=model, device=device, num_checkpoints=num_checkpoints), Bench(model, device)
+    passed: dict[str, tuple[str, int]] = {}  # by the texts: which analysis they are booked to, and how many
     for analysis in analyses:
         analysis.check_options(model)
         work = analysis.work(model)
         if work is None:
             plan.rows.append(Row(name=analysis.name, work=None))
             continue
+        shared = ""
+        if isinstance(analysis, DividedAnalysis) and _passes_once(model, work):
+            data: Any = analysis.batches  # what is no dataclass does not say all that it holds
+            key = json.dumps(describe(data), sort_keys=True) if is_dataclass(data) else str(id(data))
+            first, number = passed.get(key, (analysis.name, 0))
+            if work.texts <= number:  # a text goes through the blocks once, whoever asked for it
+                work, shared = replace(work, parts=work.parts[1:]), f"passes of {first}"
+            else:
+                passed[key] = analysis.name, work.texts
         parts = merged(work.parts)
         operations = sum(flop(model, part) for part in parts)
         times = [bench.seconds(part) for part in parts]
-        how = ", ".join(_explained(part, each) for part, each in zip(parts, times, strict=True))
+        how = ", ".join(filter(None, [shared, *map(_explained, parts, times)]))
         plan.rows.append(Row(name=analysis.name, work=work, flop=operations, seconds=sum(times), how=how))
     return plan
+
+
+def _passes_once(model: LayeredModel, work: Work) -> bool:
+    """Whether its work begins with one pass of each of its texts."""
+    first = work.parts[0]
+    return first.kind == "blocks" and round(first.count * first.size[0]) == work.texts * model.num_layers
 
 
 def merged(parts: Sequence[Part]) -> list[Part]:

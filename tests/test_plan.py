@@ -37,6 +37,7 @@ from lit_layers.tasks.catalogue import resolve
 from lit_layers.tasks.embedding_store import Store
 from lit_layers.tasks.mteb_scores import MtebTask
 from lit_layers.tasks.mteb_tasks import Sources
+from lit_layers.undisturbed import in_one_pass
 from tests.support.every_analysis import save_inputs
 from tests.support.labelled_texts import labelled
 from tests.support.listed_batches import Listed
@@ -66,7 +67,7 @@ class Windows(Listed):
         return self._size
 
 
-def counted(model: LayeredModel, analysis: Analysis) -> tuple[int, float]:
+def counted(model: LayeredModel, analysis: Analysis, run=None) -> tuple[int, float]:
     """Passes of a text through one block, as hooks see them, and FLOP of matrix products, as torch counts them."""
     runs = 0
 
@@ -78,7 +79,7 @@ def counted(model: LayeredModel, analysis: Analysis) -> tuple[int, float]:
     handles = [block.register_forward_hook(note, with_kwargs=True) for block in model.blocks]
     try:
         with FlopCounterMode(display=False) as counter:
-            list(analysis.run(model))
+            list(analysis.run(model) if run is None else run())
     finally:
         for handle in handles:
             handle.remove()
@@ -193,8 +194,8 @@ def test_a_model_without_weights_has_the_plan_of_the_real_one():
 
 
 def test_seconds_are_those_of_the_parts_and_memory_that_of_the_largest():
-    model = LayeredModel(tiny("gpt2"))
-    plan = planned(model, [Trajectory(batches=TEXTS), Lens(batches=TEXTS)], device=CPU, num_checkpoints=3)
+    model, others = LayeredModel(tiny("gpt2")), Windows(8, 24, 4, seed=2)
+    plan = planned(model, [Trajectory(batches=TEXTS), Lens(batches=others)], device=CPU, num_checkpoints=3)
     trajectory, lens = plan.rows
     assert plan.dearest() is lens
     assert 0 < trajectory.seconds < lens.seconds
@@ -203,7 +204,7 @@ def test_seconds_are_those_of_the_parts_and_memory_that_of_the_largest():
     *_, one, three = plan.table()
     assert (one["texts"], three["texts"]) == ("16", "48")
     assert one["device"] == three["device"]
-    assert any("lens: 24 block runs" in note and "768 rows through the head" in note for note in plan.notes())
+    assert any("trajectory: 24 block runs" in note for note in plan.notes())
 
 
 @dataclass(kw_only=True)
@@ -306,3 +307,14 @@ def test_every_part_can_be_timed_on_other_families(name):
     data = PICTURES if sees_images(name) else TEXTS
     plan = planned(LayeredModel(tiny(name)), [Coupling(batches=data, k=(4,)), Representation(batches=data)], device=CPU)
     assert all(row.seconds > 0 for row in plan.rows)
+
+
+def test_texts_of_several_analyses_count_once_as_they_are_passed_once():
+    model, others = LayeredModel(tiny("gpt2")), Windows(4, 24, 4, seed=2)
+    facts = {"run": "it", "step": 0, "weights_hash": "0"}
+    analyses = [Trajectory(batches=TEXTS), Lens(batches=TEXTS), Representation(batches=TEXTS)]
+    analyses.append(LayerSimilarity(batches=others))
+    runs, _ = counted(model, analyses[0], lambda: in_one_pass(model, analyses, lambda analysis: None, **facts))
+    plan = planned(model, analyses, device=CPU)
+    assert plan.whole.block_runs() == runs == (8 + 4) * 3
+    assert any(note.startswith("lens: passes of trajectory, 768 rows through the head") for note in plan.notes())

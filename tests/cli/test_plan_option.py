@@ -32,7 +32,7 @@ def test_a_plan_is_printed_and_nothing_is_measured(model, corpus, tmp_path, caps
     cells = {line.split("  ")[0]: line.split() for line in lines}
     assert cells["trajectory"][1:4] == ["64", "8,192", "128"]  # texts, tokens, block runs
     assert cells["coupling"][1:4] == ["8", "512", "16"]
-    assert cells["one checkpoint"][2:5] == ["136", "16,896", "272"]
+    assert cells["one checkpoint"][2:5] == ["136", "16,896", "144"]  # texts that two analyses look at are passed once
     assert any(line.startswith("coupling: 16 block runs on texts of 64 tokens") for line in lines)
     assert not (tmp_path / "run").exists()
 
