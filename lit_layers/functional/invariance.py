@@ -24,6 +24,7 @@ from lit_layers.functional.entropy import (
     renyi,
     renyi_of_matrix,
     singular_values,
+    solved,
 )
 
 View = Float[Tensor, "*n prompts dim"]
@@ -232,14 +233,14 @@ class LidarSums:
                 raise ValueError(f"expected {name} to be at least 0, got {number}")
         scatter, means = self._scatter(), torch.cat(self.means)
         num_prompts, dim = means.shape
-        if not (scatter.isfinite().all() and means.isfinite().all()):
+        if not_finite(scatter) or not_finite(means):
             return means.new_tensor(0.0), "a value is not finite"
         kept = means.new_ones(num_prompts, dtype=torch.bool)
         between = centered(means, kept)
         if between.norm() <= max(num_prompts, dim) * EPS * means.norm():
             return means.new_tensor(0.0), "all prompts have the same mean"
         factor = _cholesky(scatter, delta, most=num_prompts * (self.num_views - 1))
-        whitened = torch.linalg.solve_triangular(factor, between.mT / math.sqrt(num_prompts), upper=False)
+        whitened = solved(factor, between.mT / math.sqrt(num_prompts))
         values = singular_values(whitened, kept.sum() - 1)
         values = values.masked_fill(values < max(num_prompts, dim) * EPS * values[0], 0.0).square()
         shares = values / positive(values.sum())
@@ -257,9 +258,9 @@ class LidarSums:
 
 
 def _cholesky(scatter: Tensor, delta: float, *, most: int) -> Tensor:
-    """The lower factor of the scatter within prompts, of rank `most` or less, with delta on its diagonal."""
-    regular = scatter + delta * torch.eye(len(scatter), dtype=scatter.dtype, device=scatter.device)
-    factor, failed = torch.linalg.cholesky_ex(regular)
+    """The lower factor of the scatter within prompts, of rank `most` or less, with delta added to its diagonal."""
+    scatter.diagonal().add_(delta)
+    factor, failed = torch.linalg.cholesky_ex(scatter)
     pivots = factor.diagonal().square()
     rounded = delta == 0 and (most < len(scatter) or bool(pivots.amin() <= len(scatter) * EPS * pivots.amax()))
     if failed or rounded:
