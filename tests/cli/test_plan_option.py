@@ -5,8 +5,10 @@ from pathlib import Path
 import pytest
 
 from lit_layers import plan as planning
+from lit_layers import records
 from lit_layers.cli.main import main
 from lit_layers.models.build import causal_lm, save
+from lit_layers.training import callbacks
 
 ROOT = Path(__file__).parents[2]
 
@@ -136,3 +138,11 @@ def test_a_plan_of_mteb_or_of_other_orders_measures_nothing(model, corpus, tmp_p
     line = next(line for line in capsys.readouterr().out.splitlines() if line.startswith("mteb/STSBenchmark"))
     assert line.split()[1] == "2,593"  # 1,256 and 1,337 texts
     assert not (tmp_path / "run").exists()
+
+
+def test_a_run_measures_at_the_steps_that_its_budget_allows_and_saves_all(recipe, tmp_path, no_page, monkeypatch):
+    monkeypatch.setattr(callbacks, "stride_within", lambda budget, plan, trained: 2)
+    root = tmp_path / "run"
+    assert main(["fit", "--config", str(recipe), "--root", str(root), "--budget", "5%"]) == 0
+    assert [int(path.name[5:]) for path in sorted(root.glob("step-*"))] == [0, 2, 4, 6, 8]
+    assert [each.step for each in records.read(root / "measurements.jsonl")] == [0, 4, 8]
