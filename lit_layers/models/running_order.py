@@ -2,6 +2,7 @@
 
 import itertools
 import threading
+import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -21,6 +22,8 @@ from lit_layers.models.view import REORDERED, Trajectory, first, split_arguments
 Parallel = Literal["loop", "stacked"]
 EXECUTIONS: tuple[Parallel, ...] = ("loop", "stacked")
 _NUMBERS, _OWNER = itertools.count(1), "lit_layers_order"  # of orders; a number stays what it is in a copy of a cache
+# Of each model, by class of block: whether it returns a tuple. Finding out takes a block run, which many orders share.
+_IN_TUPLES: "weakref.WeakKeyDictionary[nn.Module, dict[type, bool]]" = weakref.WeakKeyDictionary()
 
 
 @contextmanager
@@ -64,7 +67,8 @@ def running_order(model: nn.Module, schedule: Sequence[Step], *, parallel: Paral
     }
     _claim(network, steps)
     before = [block.__dict__.get("forward") for block in blocks]
-    order = _Order(steps, [block.forward for block in blocks], type(network).__name__, stacks)
+    tuples = _IN_TUPLES.setdefault(network, {})
+    order = _Order(steps, [block.forward for block in blocks], type(network).__name__, stacks, tuples)
     watch = network.register_forward_pre_hook(_refuse_hidden_states, with_kwargs=True)
     try:
         for number, block in enumerate(blocks, 1):
@@ -121,10 +125,11 @@ class _Order:
         forwards: list[Callable[..., Any]],
         kind: str,
         stacks: dict[tuple[int, ...], StackedBlocks],
+        tuples: dict[type, bool],
     ) -> None:
         self.steps, self.forwards, self.kind, self.stacks = steps, forwards, kind, stacks
         self.calls = threading.local()
-        self.tuples: dict[type, bool] = {}  # by class of block: whether it returns a tuple
+        self.tuples = tuples
         self.number = next(_NUMBERS)
 
     def at(self, number: int) -> Callable[..., Any]:
@@ -182,7 +187,7 @@ class _Order:
         return hidden
 
     def _returns_tuple(self, number: int, hidden: Tensor, args: tuple, kwargs: dict[str, Any]) -> bool:
-        """Found out once for each class of block, by a run of its own whose outcome is dropped."""
+        """Found out once for each model and class of block, by a run of its own whose outcome is dropped."""
         forward = self.forwards[number - 1]
         kind = type(getattr(forward, "__self__", None))
         if kind not in self.tuples:
