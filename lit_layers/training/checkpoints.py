@@ -2,7 +2,9 @@
 a run is resumed from."""
 
 import contextlib
+import copy
 import hashlib
+import io
 import logging
 import math
 import os
@@ -10,15 +12,18 @@ import re
 import shutil
 import time
 from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import lightning as L
 import torch
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 from pydantic import with_config
 from safetensors import SafetensorError
+from torch import Tensor
+from torch.utils._pytree import tree_leaves
 from typing_extensions import TypedDict
 
 from lit_layers import run_lock, schema
@@ -122,6 +127,9 @@ def refuse_diverged_losses(
         return
     if "16" in str(trainer.precision) and "bf16" not in str(trainer.precision) and _are_finite(trainer, pl_module):
         return  # the scaler leaves such a step out
+    for callback in cast(Any, trainer).callbacks:
+        if isinstance(callback, ResumeCheckpoint):
+            callback.wait()  # the sentence names what is whole
     raise DivergedError(_sentence(f"the loss of step {step} is {losses[step]}", step, root))
 
 
@@ -250,6 +258,10 @@ FOLDER, STATE, FACTS = "resume", "trainer.ckpt", "meta.json"
 class ResumeCheckpoint(L.Callback):
     """Writes `root/resume/step-000001000`, complete or not at all, and keeps the newest.
 
+    Training waits while the state is copied to the CPU, into memory that is kept for the next copy; a thread of rank 0
+    writes and hashes it. The next checkpoint, the end of the run and its every way to stop wait for that, and raise
+    what went wrong there.
+
     Written where a step is over with all that belongs to it (measuring, validation), every `every` steps, at the end,
     and when any rank is asked to stop (SIGTERM), which then ends the run with Lightning's `SIGTERMException`. The last
     callback of a run, so that it holds the others' states.
@@ -267,6 +279,9 @@ class ResumeCheckpoint(L.Callback):
         self.paused_seconds = 0.0
         self._termination = Termination()
         self._last_step = -1
+        self._writer = ThreadPoolExecutor(1, "resume-checkpoint")
+        self._writing: Future[None] | None = None
+        self._buffers: dict[int, Tensor] = {}
 
     def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
         refuse_many_files(trainer.strategy)
@@ -296,10 +311,28 @@ class ResumeCheckpoint(L.Callback):
         if asked or (self.every is not None and axis_step(trainer) % self.every == 0):
             self._save(trainer)
         if asked:
+            self.wait()
+            trainer.strategy.barrier()
             raise SIGTERMException
 
     def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         self._save(trainer)
+        self.wait()
+        trainer.strategy.barrier()
+
+    def on_exception(self, trainer: L.Trainer, pl_module: L.LightningModule, exception: BaseException) -> None:
+        if self._writing is not None:  # what ends the run is said, not what follows from it
+            self._writing.exception()
+
+    def wait(self) -> None:
+        """Returns when what is being written is whole.
+
+        Raises:
+            InputError: where it could not be written.
+        """
+        writing, self._writing = self._writing, None
+        if writing is not None:
+            writing.result()
 
     def on_save_checkpoint(self, trainer: L.Trainer, pl_module: L.LightningModule, checkpoint: dict[str, Any]) -> None:
         refuse_diverged_weights(trainer, pl_module, axis_step(trainer), self.folder.parent)  # after their losses
@@ -317,21 +350,66 @@ class ResumeCheckpoint(L.Callback):
         if step == self._last_step:
             return
         self._last_step, started = step, time.perf_counter()
-        temporary = self.folder / f".state-{step}"
-        with explained(temporary):
-            trainer.save_checkpoint(temporary, weights_only=False)  # all ranks take part
+        self.wait()
+        connector: Any = trainer._checkpoint_connector
+        state = connector.dump_checkpoint(weights_only=False)  # all ranks take part
         if trainer.is_global_zero:
-            write_folder(step_folder(self.folder, step), lambda folder: _fill(folder, temporary, step))
-            for old in saved_steps(self.folder)[: -self.keep]:
-                remove_folder(step_folder(self.folder, old))
-        trainer.strategy.barrier()
+            # What was gathered from shards is large already: its copy goes when it is written.
+            buffers = {} if state[SHARDED] else self._buffers
+            self._writing = self._writer.submit(self._write, _on_cpu(state, buffers), step)
         self.paused_seconds += time.perf_counter() - started
 
+    def _write(self, state: dict[str, Any], step: int) -> None:
+        write_folder(step_folder(self.folder, step), lambda folder: _fill(folder, state, step))
+        for old in saved_steps(self.folder)[: -self.keep]:
+            remove_folder(step_folder(self.folder, old))
 
-def _fill(folder: Path, state: Path, step: int) -> None:
-    state.rename(folder / STATE)
-    facts = {"step": step, "sha256": _sha256(folder / STATE)}
-    write_json(folder / FACTS, facts)
+
+class _HashedFile(io.BufferedWriter):
+    """Hashes what is written; the writer of `torch.save` only ever appends."""
+
+    def __init__(self, path: Path) -> None:
+        super().__init__(cast(Any, io.FileIO(path, "wb")))
+        self.sha256 = hashlib.sha256()
+
+    def write(self, data: Any) -> int:
+        self.sha256.update(data)
+        return super().write(data)
+
+
+def _fill(folder: Path, state: dict[str, Any], step: int) -> None:
+    with _HashedFile(folder / STATE) as file:
+        try:
+            torch.save(state, file)
+        except RuntimeError as error:  # raised as the archive is closed, over what the operating system said
+            if isinstance(error.__context__, OSError):
+                raise error.__context__ from None
+            raise
+    write_json(folder / FACTS, {"step": step, "sha256": file.sha256.hexdigest()})
+
+
+def _on_cpu(state: dict[str, Any], buffers: dict[int, Tensor]) -> dict[str, Any]:
+    """A copy that training does not change; tensors that are one stay one.
+
+    `buffers` are the tensors of the copy before, which are written over: fresh memory takes longer than the copying.
+    """
+    copies: dict[tuple, Tensor] = {}
+    memo: dict[int, Any] = {}
+    for leaf in tree_leaves(state):
+        if isinstance(leaf, Tensor):
+            place = (
+                (leaf.device, leaf.data_ptr(), leaf.dtype, leaf.shape, leaf.stride()) if leaf.numel() else (id(leaf),)
+            )
+            if place not in copies:
+                buffer = buffers.get(len(copies))
+                if buffer is None or (buffer.dtype, buffer.shape) != (leaf.dtype, leaf.shape):
+                    buffer = torch.empty_like(leaf, device="cpu", pin_memory=leaf.is_cuda, requires_grad=False)
+                    buffers[len(copies)] = buffer
+                copies[place] = buffer.copy_(leaf.detach(), non_blocking=leaf.is_cuda)
+            memo[id(leaf)] = copies[place]
+    if torch.cuda.is_initialized():
+        torch.cuda.synchronize()
+    return copy.deepcopy(state, memo)
 
 
 _Facts = with_config(schema.STRICT)(TypedDict("_Facts", {"step": Count, "sha256": str}))
@@ -379,13 +457,10 @@ def _whole(folder: Path) -> ResumePoint:
     """The checkpoint, if its bytes are those that were written."""
     try:
         facts = schema.read(folder / FACTS, _Facts, "take another checkpoint")
-        if _sha256(folder / STATE) != facts["sha256"]:
+        with open(folder / STATE, "rb") as file:
+            digest = hashlib.file_digest(file, "sha256").hexdigest()
+        if digest != facts["sha256"]:
             raise InputError(f"resume: {folder / STATE} is corrupt (its hash differs from the one in {FACTS})")
         return ResumePoint(facts["step"], folder / STATE)
     except (OSError, ValueError) as error:
         raise InputError(f"resume: {folder} is no whole resume checkpoint ({error})") from error
-
-
-def _sha256(path: Path) -> str:
-    with open(path, "rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()

@@ -1,0 +1,71 @@
+"""The thread that writes checkpoints to resume from: what it writes, and who waits for it."""
+
+import threading
+
+import lightning as L
+import pytest
+import torch
+
+from lit_layers.errors import InputError
+from lit_layers.training import checkpoints
+from lit_layers.training.checkpoints import ResumeCheckpoint, resume_point, saved_steps, write_folder
+from tests.support.tiny_training import fit, module
+
+
+class Weights(L.Callback):
+    """The weights after each step, and the optimizer's first moments by number."""
+
+    def __init__(self) -> None:
+        self.after: dict[int, dict[str, torch.Tensor]] = {}
+        self.moments: dict[int, dict[int, torch.Tensor]] = {}
+
+    def on_train_batch_end(self, trainer, pl_module, *_):
+        self.after[trainer.global_step] = {name: each.clone() for name, each in pl_module.state_dict().items()}
+        state = trainer.optimizers[0].state_dict()["state"]
+        self.moments[trainer.global_step] = {name: each["exp_avg"].clone() for name, each in state.items()}
+
+
+def test_training_goes_on_while_a_checkpoint_is_written_which_holds_its_own_step(tmp_path, monkeypatch):
+    trained_on, fill = threading.Event(), checkpoints._fill
+
+    def slow(folder, state, step):
+        assert trained_on.wait(60)  # training that waited for the writer would wait for ever
+        fill(folder, state, step)
+
+    class Release(L.Callback):
+        def on_train_batch_end(self, trainer, *_):
+            if trainer.global_step == 3:
+                assert not saved_steps(tmp_path / "resume")
+                trained_on.set()
+
+    monkeypatch.setattr(checkpoints, "_fill", slow)
+    weights = Weights()
+    fit(tmp_path, [weights, Release(), ResumeCheckpoint(tmp_path, every=2)], module=module(), steps=4)
+    assert saved_steps(tmp_path / "resume") == [2, 4]  # the end of the run waits
+    for step in (2, 4):  # the second is copied into the memory of the first
+        point = resume_point(tmp_path, str(step))
+        assert point is not None
+        saved = torch.load(point.state, weights_only=True)
+        for name, tensor in weights.after[step].items():
+            assert torch.equal(saved["state_dict"][name], tensor), (step, name)
+        tied = saved["state_dict"]["model.lm_head.weight"], saved["state_dict"]["model.transformer.wte.weight"]
+        assert tied[0].data_ptr() == tied[1].data_ptr()
+        moments = saved["optimizer_states"][0]["state"]
+        assert {float(entry["step"]) for entry in moments.values()} == {step}
+        assert all(torch.equal(moments[name]["exp_avg"], each) for name, each in weights.moments[step].items())
+
+
+def test_what_the_writer_could_not_do_ends_the_run_in_one_sentence(tmp_path):
+    resource = pytest.importorskip("resource")
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    weights = Weights()
+    resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, hard))  # as on a disk that fills up within the state
+    try:
+        with pytest.raises(InputError, match=r"cannot write .*step-000000002: file too large; what was saved before"):
+            fit(tmp_path, [weights, ResumeCheckpoint(tmp_path, every=2)], module=module(), steps=8)
+        with pytest.raises(InputError, match="file too large"):  # in a write that no buffer holds
+            write_folder(tmp_path / "large", lambda folder: checkpoints._fill(folder, {"x": torch.zeros(9_000)}, 2))
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert max(weights.after) == 4  # at the next checkpoint
+    assert not list((tmp_path / "resume").glob("*step-*"))
