@@ -167,7 +167,7 @@ MOMENTS = {
     "inside the save of a resume checkpoint": dying(checkpoints, "_fill", 3),
     "between a resume checkpoint and the removal of the oldest": dying(checkpoints, "write_folder", 4, after=True),
     "inside an analysis": dying(Coupling, "of_part", 3),
-    "between two analyses of a step": dying(undisturbed, "measure", 4, after=True),
+    "between two analyses of a step": dying(undisturbed, "_measurement", 4),
     "inside a line of measurements": lambda first: setattr(records, "_write_line", torn_line),
     "inside a validation": dying(LitCausalLM, "validation_step", 3),
     "before a row of scalars is closed": dying(records.ScalarLog, "close", 5),
