@@ -18,7 +18,7 @@ pytest.importorskip("jinja2")
 
 from lit_layers import records
 from lit_layers.cli.main import main
-from lit_layers.cli.report import _run_id
+from lit_layers.cli.verbs.report import _run_id
 from lit_layers.errors import InputError
 from lit_layers.figures import vega
 from lit_layers.figures.vega import script

@@ -1,1 +1,1 @@
-"""The command line: one file a command, behind a dispatcher that imports nothing heavy."""
+"""The command line: `verbs` has a file a command, behind a dispatcher that imports nothing heavy."""

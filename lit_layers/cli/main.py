@@ -5,17 +5,17 @@ import importlib
 import os
 import sys
 
-COMMANDS = {
-    "analyze": ("lit_layers.cli.analyze", "measure every layer of a trained model, whole or block by block"),
-    "audit": ("lit_layers.cli.audit", "tell whether a checkpoint series is what it says"),
-    "correlate": ("lit_layers.cli.correlate", "metrics against scores, over models or over layers"),
-    "fit": ("lit_layers.cli.fit", "train from a recipe and measure every layer on the way"),
-    "intervene": ("lit_layers.cli.intervene", "run the blocks in other orders, and see what breaks"),
-    "mteb": ("lit_layers.cli.mteb", "score every layer on the tasks of MTEB, from one pass over their texts"),
-    "prepare": ("lit_layers.cli.prepare", "turn a text source into token shards"),
-    "report": ("lit_layers.cli.report", "write a run's curves into one HTML page"),
-    "select": ("lit_layers.cli.select", "choose the layer that is enough for a task, and cut the model there"),
-    "sweep": ("lit_layers.cli.sweep", "run every cell of a grid, each to its end once"),
+COMMANDS = {  # each a file of `verbs`
+    "analyze": "measure every layer of a trained model, whole or block by block",
+    "audit": "tell whether a checkpoint series is what it says",
+    "correlate": "metrics against scores, over models or over layers",
+    "fit": "train from a recipe and measure every layer on the way",
+    "intervene": "run the blocks in other orders, and see what breaks",
+    "mteb": "score every layer on the tasks of MTEB, from one pass over their texts",
+    "prepare": "turn a text source into token shards",
+    "report": "write a run's curves into one HTML page",
+    "select": "choose the layer that is enough for a task, and cut the model there",
+    "sweep": "run every cell of a grid, each to its end once",
 }
 FAILED, INTERRUPTED = 1, 130
 
@@ -75,7 +75,7 @@ def _ended(command: str, rest: list[str]) -> int:
             print(text, end="")
             return 0
         threads.settle()
-        module = importlib.import_module(COMMANDS[command][0])
+        module = importlib.import_module(f"lit_layers.cli.verbs.{command}")
         if hasattr(module, "main"):
             return module.main(rest)
         from lit_layers.cli.options import run
@@ -101,7 +101,7 @@ def _refuse(sentence: str, command: str | None = None) -> int:
 
 def _help() -> str:
     width = max(map(len, COMMANDS))
-    lines = [f"  {name:<{width}}  {what}" for name, (_, what) in COMMANDS.items()]
+    lines = [f"  {name:<{width}}  {what}" for name, what in COMMANDS.items()]
     return "\n".join(
         [
             "usage: lit-layers COMMAND [options]",

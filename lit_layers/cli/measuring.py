@@ -195,7 +195,7 @@ def measure(
     """
     if options.plan:
         return _plan(everything, options, make, tokenizer)
-    from lit_layers.cli.audit import show_audit
+    from lit_layers.cli.verbs.audit import show_audit
     from lit_layers.offline import analyze_series, device_of
 
     shard = shard_of(options.shard, os.environ)

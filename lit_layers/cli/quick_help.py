@@ -18,8 +18,14 @@ RECORDS = Path(__file__).with_suffix(".json")
 _LIBRARIES = ("docstring-parser", "jsonargparse", "lightning")
 _WHOLE = ("cli/options.py", "cli/recipes.py")  # make parsers: what their functions do matters, too
 _OUTLINED = {  # whose options, words and classes the help tells
-    "analyze": ("cli/analyze.py", "cli/measuring.py", "analyses/__init__.py", "series/__init__.py"),
-    "fit": ("cli/fit.py", "analyses/__init__.py", "report/__init__.py", "training/__init__.py", "training/trainer.py"),
+    "analyze": ("cli/verbs/analyze.py", "cli/measuring.py", "analyses/__init__.py", "series/__init__.py"),
+    "fit": (
+        "cli/verbs/fit.py",
+        "analyses/__init__.py",
+        "report/__init__.py",
+        "training/__init__.py",
+        "training/trainer.py",
+    ),
 }
 
 

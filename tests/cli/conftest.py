@@ -27,4 +27,4 @@ def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture
 def no_page(monkeypatch: pytest.MonkeyPatch) -> None:
     """A training ends without drawing its page, which takes as long as a tiny run; for what looks at the rest."""
-    monkeypatch.setattr("lit_layers.cli.fit.write_report", lambda root: root / "report.html")
+    monkeypatch.setattr("lit_layers.cli.verbs.fit.write_report", lambda root: root / "report.html")

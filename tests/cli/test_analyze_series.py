@@ -10,8 +10,8 @@ import yaml
 
 from lit_layers import offline, records
 from lit_layers.analyses import Trajectory
-from lit_layers.cli.analyze import Command
 from lit_layers.cli.main import main
+from lit_layers.cli.verbs.analyze import Command
 from lit_layers.data import EvalText
 from lit_layers.data.tokenization import save_tokenizer, train_bpe
 from tests.cli.conftest import PACKAGE

@@ -9,8 +9,8 @@ import yaml
 
 from lit_layers import offline, records
 from lit_layers.analyses import Coupling, Trajectory
-from lit_layers.cli.analyze import Command
 from lit_layers.cli.main import main
+from lit_layers.cli.verbs.analyze import Command
 from lit_layers.data import BenchmarkPrompts
 from lit_layers.data.tokenization import save_tokenizer, train_bpe
 from lit_layers.models.families import FAMILIES

@@ -84,7 +84,7 @@ GIVEN |= {
 
 
 def function_of(verb: str):
-    return getattr(import_module(COMMANDS[verb][0]), verb)
+    return getattr(import_module(f"lit_layers.cli.verbs.{verb}"), verb)
 
 
 @pytest.mark.parametrize("verb", VERBS)

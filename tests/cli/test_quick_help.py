@@ -35,7 +35,7 @@ def test_help_and_an_unknown_option_import_nothing_heavy():
     [
         lambda patch: patch.setattr(quick_help, "version", lambda name: "0"),
         lambda patch: patch.setattr(sys, "version_info", (4, 0)),
-        lambda patch: patch.setitem(quick_help._OUTLINED, "fit", ("cli/select.py",)),
+        lambda patch: patch.setitem(quick_help._OUTLINED, "fit", ("cli/verbs/select.py",)),
         lambda patch: patch.setattr(quick_help, "_WHOLE", ()),
     ],
 )

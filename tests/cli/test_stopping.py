@@ -12,8 +12,9 @@ from pathlib import Path
 import pytest
 import yaml
 
-from lit_layers.cli import fit, stopping
+from lit_layers.cli import stopping
 from lit_layers.cli.main import main
+from lit_layers.cli.verbs import fit
 from lit_layers.training.checkpoints import saved_steps
 from tests.cli.test_fit import RECIPE
 from tests.support.forked import run_forked

@@ -6,7 +6,7 @@ import pytest
 
 from lit_layers import records
 from lit_layers.cli.main import main
-from lit_layers.cli.select import results_folder
+from lit_layers.cli.verbs.select import results_folder
 from lit_layers.records import Measurement, Record
 from tests.hostile.pages import hostile_run
 from tests.support.undrawn import leave_undrawn

@@ -11,10 +11,10 @@ import pytest
 import torch
 import yaml
 
-from lit_layers.cli.analyze import Command
-from lit_layers.cli.fit import FitParser
 from lit_layers.cli.main import main
 from lit_layers.cli.recipes import RecipeParser
+from lit_layers.cli.verbs.analyze import Command
+from lit_layers.cli.verbs.fit import FitParser
 from lit_layers.models.build import causal_lm, save
 from tests.cli.test_fit import RECIPE
 

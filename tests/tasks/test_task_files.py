@@ -11,8 +11,8 @@ import pyarrow.parquet as pq
 import pytest
 
 from lit_layers.analyses.base import describe
-from lit_layers.cli.analyze import analyze
 from lit_layers.cli.options import Recipe
+from lit_layers.cli.verbs.analyze import analyze
 from lit_layers.data import ProbeTask
 from lit_layers.errors import InputError
 from lit_layers.tasks.catalogue import CATALOGUE, find, find_task, resolve

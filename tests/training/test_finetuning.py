@@ -8,7 +8,7 @@ import torch
 import yaml
 from torch.nn import functional as F
 
-from lit_layers.cli.intervene import read_recipe
+from lit_layers.cli.verbs.intervene import read_recipe
 from lit_layers.data.batches import TokenBlocks
 from lit_layers.data.preparing import prepared
 from lit_layers.errors import InputError

@@ -11,7 +11,7 @@ import torch
 import yaml
 from tokenizers import Tokenizer, processors
 
-from lit_layers.cli.intervene import read_recipe
+from lit_layers.cli.verbs.intervene import read_recipe
 from lit_layers.data.tokenization import load_tokenizer
 from lit_layers.errors import InputError
 from lit_layers.functional.block_schedules import Variant

@@ -14,7 +14,7 @@ from torch import nn
 from transformers import AutoModelForCausalLM, GPT2LMHeadModel
 
 from lit_layers import records
-from lit_layers.cli.fit import _parse
+from lit_layers.cli.verbs.fit import _parse
 from lit_layers.errors import InputError
 from lit_layers.models.build import causal_lm, weights_hash
 from lit_layers.models.saved import load

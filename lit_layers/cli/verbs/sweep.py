@@ -83,7 +83,7 @@ def _plan(cells: "list[CellFolder]", grid: "Grid") -> int:
         raise InputError(
             f"plan: it is made for lit-layers fit, and the file starts {' '.join(words[:3])}: leave it out"
         )
-    from lit_layers.cli.fit import main as fit
+    from lit_layers.cli.verbs.fit import main as fit
 
     return fit([*words[words.index("fit") + 1 :], "--root", str(left[0].folder), "--plan"])
 
