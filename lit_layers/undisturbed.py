@@ -3,6 +3,7 @@
 import functools
 import importlib.metadata
 import logging
+import math
 import pickle
 import platform
 import random
@@ -133,6 +134,8 @@ class Attempt:
         except Exception as failure:
             logger.debug("%s failed", analysis.name, exc_info=True)
             self.found, self.error = None, one_line(failure)
+        if isinstance(model, SharedPass):
+            model.renew()
         self.seconds += time.perf_counter() - started
         return self.found
 
@@ -199,7 +202,17 @@ class Shares:
 
     def _turn(self, name: str) -> None:
         attempt, analysis = self.attempts[name], self.analyses[name]
-        place = attempt.make(self.model, analysis, lambda _: next(self._turns[name], None), self.weights_hash)
+        others = min((place for other, place in self._places.items() if other != name), default=math.inf)
+        is_first = name not in self._places
+
+        def advance(_: Any) -> float | None:
+            """Goes on with its parts for as long as no other's texts come before."""
+            for place in self._turns[name]:
+                if is_first or place > others:
+                    return place
+            return None
+
+        place = attempt.make(self.model, analysis, advance, self.weights_hash)
         if place is not None:
             self._places[name] = place
             return
@@ -210,8 +223,8 @@ class Shares:
 
 
 def _announce(analysis: Analysis, model: SharedPass) -> None:
-    if batches := list(analysis.announced()):
-        SharedPass.of(at_least_float32(model)).announce(analysis.name, batches)
+    if type(analysis).announced is not Analysis.announced:
+        SharedPass.of(at_least_float32(model)).announce(analysis.name, analysis.announced())
 
 
 def measure_share(

@@ -23,6 +23,7 @@ from lit_layers.tasks.glue_rows import GLUE
 from lit_layers.training.run_log import RunLog
 from tests.support import every_analysis
 from tests.support.benchmark_rows import tiny_speaker, write_tasks, write_tokenizer
+from tests.support.charts import figure_data
 from tests.support.labelled_texts import labelled
 from tests.support.layer_results import layer_results
 from tests.support.metric_tables import DOCS, with_tables
@@ -140,7 +141,7 @@ def test_one_row_shows_a_metric_everywhere(tmp_path, monkeypatch):
     assert "Probe Brier score" in titles(run)[:4]  # among the scores, with their parts and controls
     page = write_report(run).read_text()
     assert "Mean squared error of the probabilities; lower is better." in page
-    assert "of Brier score" in page
+    assert "of Brier score" in str(figure_data(page))
     frame = records.frame(run / "measurements.jsonl")
     assert "brier_score" in plots.change_table(frame)["metric"].tolist()
     pictures = [path.name for path in write_pictures(run, tmp_path / "pictures")]

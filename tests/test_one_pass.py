@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import pytest
 import torch
 
+from lit_layers import undisturbed
 from lit_layers.analyses import (
     Coupling,
     LabelProbe,
@@ -193,6 +194,12 @@ class Doing(DividedAnalysis):
     def of_part(self, model, part):
         if self.action == "fail":
             raise RuntimeError("here")
+        if self.action == "spoil":  # what only a copy survives
+            model.blocks[1].register_forward_hook(lambda module, args, output: output * 2)
+            next(model.blocks[0].parameters()).data.zero_().add_(0)
+            with torch.no_grad():
+                next(model.blocks[0].parameters()).zero_()
+            raise RuntimeError("here")
         hook = None
         if self.action == "hook":
             hook = model.blocks[1].register_forward_hook(lambda module, args, output: output * 2)
@@ -201,6 +208,9 @@ class Doing(DividedAnalysis):
         norm = hidden.norm().item() + drawn
         if self.action == "write":
             hidden[1:].zero_()
+        if self.action == "write unseen":
+            hidden.numpy()[1:] = 3
+            hidden.data.mul_(2)
         if hook is not None:
             hook.remove()
         return norm
@@ -217,7 +227,10 @@ def test_one_that_fails_writes_draws_or_changes_blocks_hurts_no_other():
     before, plain = weights_hash(model), cut(batch, 4, 4)
     analyses = [
         Trajectory(batches=plain),
-        *(Doing(batches=plain, name=action, action=action) for action in ("fail", "write", "hook", "draw")),
+        *(
+            Doing(batches=plain, name=action, action=action)
+            for action in ("fail", "write", "write unseen", "hook", "draw")
+        ),
         Representation(batches=plain),
     ]
     alone = {analysis.name: measure(model, analysis, **FACTS) for analysis in analyses}
@@ -229,6 +242,45 @@ def test_one_that_fails_writes_draws_or_changes_blocks_hurts_no_other():
         }
     assert alone["hook"].records != alone["draw"].records
     assert weights_hash(model) == before
+
+
+def test_a_model_in_half_precision_that_one_spoils_is_whole_for_the_others():
+    """All share one wider copy, which `undisturbed` does not see."""
+    model, batch = tiny("gpt2").half(), texts()
+    plain = cut(batch, 4, 4)
+    spoiling = Doing(batches=plain, name="spoil", action="spoil")
+    others = [Trajectory(batches=plain), NextTokenResidual(batches=plain, num_halves=0), Lens(batches=cut(batch, 8))]
+    alone = {analysis.name: measure(model, analysis, **FACTS) for analysis in others}
+    for order in ([spoiling, *others], [*others, spoiling]):
+        found = together(LayeredModel(model), order)
+        assert found.pop("spoil").error == "RuntimeError: here"
+        assert {name: repr(each.records) for name, each in found.items()} == {
+            name: repr(each.records) for name, each in alone.items()
+        }
+
+
+@pytest.mark.parametrize("kept_mb", [0, 256])
+def test_prompts_of_a_batch_are_read_from_one_pass_whatever_the_limit(kept_mb):
+    model, batch = tiny("gpt2"), texts()
+    counts = passed(model)
+    together(model, [PathsInPlane(batches=cut(batch, 8), num_prompts=8)], kept_mb=kept_mb)
+    assert set(counts[0].values()) == {1}
+
+
+def test_what_a_batch_holds_beside_its_texts_is_no_affair_of_the_pass():
+    model, batch = tiny("gpt2", torch.float64), texts()
+    named = Listed({**batch, "names": list("abcdefgh"), "scale": torch.tensor(2.0)})
+    analyses = [Trajectory(batches=cut(batch, 3, 5)), Representation(batches=named), Lens(batches=cut(batch, 2, 6))]
+    found = together(model, [analyses[2], *analyses[:2]])
+    assert [each.error for each in found.values()] == [None] * 3
+
+
+def test_one_analysis_alone_is_measured_in_one_turn(monkeypatch):
+    entered = []
+    around = undisturbed.undisturbed
+    monkeypatch.setattr(undisturbed, "undisturbed", lambda *given: entered.append(1) or around(*given))
+    together(tiny("gpt2"), [Trajectory(batches=cut(texts(), *[1] * 8))])
+    assert len(entered) == 3  # what it will read, all of its parts, its records
 
 
 def test_the_seconds_of_a_shared_pass_are_shared_out_and_sum_to_what_it_took(monkeypatch):

@@ -215,7 +215,11 @@ class DividedAnalysis(Analysis):
     batches: Batches
 
     def parts(self, model: LayeredModel) -> Iterable[Any]:
-        """The parts in order, each made when its turn comes; the options have been checked."""
+        """The parts in order, each made when its turn comes; the options have been checked.
+
+        Called twice, to say what will be read and to measure it: both times the same. Between two parts other analyses
+        have their turn, so that nothing that is set up for the model here holds inside `of_part`.
+        """
         return pieces(model, self.batches)
 
     def reads(self, model: LayeredModel, part: Any) -> Sequence[Batch]:
@@ -284,7 +288,7 @@ class PromptAnalysis(DividedAnalysis):
         """What one prompt gives, as `of_part`."""
 
     def parts(self, model: LayeredModel) -> Iterator[tuple[Batch, int]]:
-        for batch in first_rows(self.batches, self.num_prompts):
+        for batch in pieces(model, first_rows(self.batches, self.num_prompts)):
             yield from ((batch, row) for row in range(len(next(iter(batch.values())))))
 
     def reads(self, model: LayeredModel, part: tuple[Batch, int]) -> Sequence[Batch]:

@@ -5,7 +5,7 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -17,11 +17,10 @@ HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backwa
 
 
 class _Row(NamedTuple):
-    """Where a row's states are, and the versions of these tensors: who writes to them spoils them for others."""
+    """Where a row's states are."""
 
     trajectory: Trajectory
     index: int
-    versions: tuple[int, int]
 
 
 @dataclass
@@ -43,7 +42,7 @@ class SharedPass(LayeredModel):
     blocks is kept, on the device, until the last of them has had it, whichever batch it then comes in; one that nobody
     announced is passed on asking, and let go. Beyond `kept_mb` nothing more is kept, and what is asked for again is
     computed again. The states of an equal batch are the same bits; a row that comes from another batch differs by
-    rounding, as products of other sizes do.
+    rounding, as products of other sizes do. Every reader is given states of its own, to which it may write.
 
     While a model differs from what it was at the beginning (a hook, a weight), whoever asks has a pass of its own.
     """
@@ -54,6 +53,7 @@ class SharedPass(LayeredModel):
         self._ledger = ledger or _Ledger(kept_mb * 2**20)
         self._before = fingerprints(self.model), hook_ids(self.model)
         self._converted: SharedPass | None = None
+        self._convert: Callable[[LayeredModel], LayeredModel] = lambda view: view
 
     @classmethod
     def of(cls, view: LayeredModel, *, kept_mb: int = KEPT_MB) -> "SharedPass":
@@ -62,8 +62,16 @@ class SharedPass(LayeredModel):
     def converted(self, convert: Callable[[LayeredModel], LayeredModel]) -> "SharedPass":
         """The view of the model in another precision, made once for all readers."""
         if self._converted is None:
-            self._converted = SharedPass(convert(self.view), ledger=self._ledger)
+            self._converted, self._convert = SharedPass(convert(self.view), ledger=self._ledger), convert
         return self._converted
+
+    def renew(self) -> None:
+        """Makes the view in another precision anew where a reader has changed its model: nobody else has that model."""
+        copy = self._converted
+        if copy is None or (copy._is_as_before() and copy.attention == self.attention and not copy.model.training):
+            return
+        copy.__init__(self._convert(self.view), ledger=self._ledger)
+        self._ledger.rows.clear()  # their blocks are the changed ones
 
     def announce(self, reader: str, batches: Iterable[Batch]) -> None:
         """Says that a reader will ask for these batches."""
@@ -96,12 +104,12 @@ class SharedPass(LayeredModel):
         if keys is None:
             return self.view.trajectory(batch)
         rows = self._ledger.rows
-        missing = [number for number, key in enumerate(keys) if self._row(key) is None]
+        missing = [number for number, key in enumerate(keys) if key not in rows]
         fresh = self._passed(batch, missing, keys) if missing else None
         if fresh is not None and len(missing) == len(keys):
             trajectory = fresh
         else:
-            found = {number: _Row(fresh, index, (0, 0)) for index, number in enumerate(missing) if fresh is not None}
+            found = {number: _Row(fresh, index) for index, number in enumerate(missing) if fresh is not None}
             trajectory = self._together(batch, [found.get(n) or rows[key] for n, key in enumerate(keys)])
         for key in keys:
             self._asked(key)
@@ -112,7 +120,9 @@ class SharedPass(LayeredModel):
     def pass_states(self, batch: Batch, look: Callable[[int, Tensor, Tensor], None]) -> None:
         keys = self._keys(batch)
         waiting = self._ledger.readers
-        if keys is None or not any(self._row(key) or len(waiting.get(key, ())) > 1 for key in keys):
+        is_large = keys is not None and len(keys) * _row_bytes(self, batch) > self._ledger.kept_bytes
+        shared = (key in self._ledger.rows or len(waiting.get(key, ())) > 1 for key in keys or ())
+        if is_large or not any(shared):  # then one layer at a time is in memory
             self.view.pass_states(batch, look)
             for key in keys or ():
                 self._asked(key)
@@ -124,9 +134,9 @@ class SharedPass(LayeredModel):
     def _keys(self, batch: Batch) -> list[bytes] | None:
         """What tells rows apart; None where a batch is no affair of others."""
         columns = {name: batch[name] for name in self.family.inputs if name in batch}
-        if self.family.inputs[0] not in columns or len({len(column) for column in columns.values()}) > 1:
+        if self.family.inputs[0] not in columns or not all(isinstance(column, Tensor) for column in columns.values()):
             return None
-        if (fingerprints(self.model), hook_ids(self.model)) != self._before:
+        if len({len(column) for column in columns.values()}) > 1 or not self._is_as_before():
             return None
         how = f"{self.attention} {self.dtype}".encode()
         digests = [hashlib.blake2b(how, digest_size=16) for _ in columns[self.family.inputs[0]]]
@@ -137,11 +147,14 @@ class SharedPass(LayeredModel):
                     digest.update(about + row.reshape(-1).view(torch.uint8).numpy().tobytes())
         return [digest.digest() for digest in digests]
 
+    def _is_as_before(self) -> bool:
+        return (fingerprints(self.model), hook_ids(self.model)) == self._before
+
     def _passed(self, batch: Batch, numbers: list[int], keys: list[bytes]) -> Trajectory:
         """Some rows of a batch, through the blocks."""
         whole = len(numbers) == len(keys)
         started = self._now()
-        fresh = self.view.trajectory(batch if whole else {name: values[numbers] for name, values in batch.items()})
+        fresh = self.view.trajectory(batch if whole else _some(batch, numbers, len(keys)))
         seconds, ledger = self._now() - started, self._ledger
         ledger.seconds[ledger.reader] -= seconds
         for number in numbers:
@@ -155,16 +168,10 @@ class SharedPass(LayeredModel):
         source = rows[0].trajectory
         in_order = [row.index for row in rows] == list(range(source.hidden.shape[1]))
         if in_order and source.calls and all(row.trajectory is source for row in rows):
-            return replace(source)  # without the logits that another reader asked for
+            # Without the logits that another reader asked for.
+            return replace(source, hidden=source.hidden.clone(), mask=source.mask.clone())
         hidden = torch.stack([row.trajectory.hidden[:, row.index] for row in rows], dim=1)
         return self.view.with_states(batch, hidden, in_tuple=source.in_tuple)
-
-    def _row(self, key: bytes) -> _Row | None:
-        row = self._ledger.rows.get(key)
-        if row is not None and row.versions != _versions(row.trajectory):
-            del self._ledger.rows[key]
-            return None
-        return row
 
     def _asked(self, key: bytes) -> None:
         readers = list(self._ledger.readers.get(key, ()))
@@ -187,21 +194,20 @@ class SharedPass(LayeredModel):
             return
         whole = len(wanted) == len(keys)
         held = {id(row.trajectory): row.trajectory.hidden.nbytes for row in ledger.rows.values()}
-        if sum(held.values()) + fresh.hidden.nbytes * len(wanted) // len(keys) > ledger.kept_bytes:
-            return
-        if not whole:  # what nobody waits for is not held with the rest
+        is_full = sum(held.values()) + fresh.hidden.nbytes * len(wanted) // len(keys) > ledger.kept_bytes
+        if is_full and not any(ledger.reader in ledger.readers[keys[index]] for index in wanted):
+            return  # what its own reader goes on with, prompt by prompt, is held all the same
+        if whole:
+            fresh = replace(fresh, hidden=fresh.hidden.clone(), mask=fresh.mask.clone())
+        else:  # what nobody waits for is not held with the rest
             fresh = replace(fresh, hidden=fresh.hidden[:, wanted], mask=fresh.mask[wanted], calls=())
         for index, number in enumerate(wanted):
-            ledger.rows[keys[number]] = _Row(fresh, index, _versions(fresh))
+            ledger.rows[keys[number]] = _Row(fresh, index)
 
     def _now(self) -> float:
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
         return time.perf_counter()
-
-
-def _versions(trajectory: Trajectory) -> tuple[int, int]:
-    return trajectory.hidden._version, trajectory.mask._version
 
 
 def fingerprints(model: nn.Module) -> dict[str, tuple]:
@@ -229,20 +235,30 @@ def remove_new_hooks_(model: nn.Module, before: dict[str, set]) -> list[str]:
     return left
 
 
-PIECE_BYTES = 2**27, 2**30  # of the states of a piece, on a CPU and elsewhere
+PIECE_BYTES = 2**27, 2**28  # of the states of a piece, on a CPU and elsewhere
+
+
+def _row_bytes(model: LayeredModel, batch: Batch) -> int:
+    """Of the states of one row of a batch at all layers."""
+    column = batch[model.family.inputs[0]]
+    tokens = column.shape[1]
+    if model.family.sees_images:
+        tokens = model.num_patches(column.shape[-1]) + model.num_prefix_tokens
+    itemsize = max(4, torch.empty((), dtype=model.dtype).element_size())
+    return (model.num_layers + 1) * tokens * model.dim * itemsize
+
+
+def _some(batch: Batch, numbers: Any, count: int) -> Batch:
+    """Some of a batch's rows; what holds none of them, such as one number for all, stays."""
+    rows = {name for name, values in batch.items() if isinstance(values, Tensor) and values.shape[:1] == (count,)}
+    return {name: values[numbers] if name in rows else values for name, values in batch.items()}
 
 
 def pieces(model: LayeredModel, batches: Iterable[Batch]) -> Iterator[Batch]:
     """The batches, in parts whose states at all layers are not large; how many rows depends on nothing else."""
     needed = model.family.inputs[0]
     for batch in batches:
-        column = batch[needed]
-        tokens = column.shape[1]
-        if model.family.sees_images:
-            tokens = model.num_patches(column.shape[-1]) + model.num_prefix_tokens
-        itemsize = max(4, torch.empty((), dtype=model.dtype).element_size())
-        row = (model.num_layers + 1) * tokens * model.dim * itemsize
-        size = max(1, PIECE_BYTES[model.device.type != "cpu"] // row)
-        for start in range(0, len(column), size):
-            whole = size >= len(column)
-            yield batch if whole else {name: values[start : start + size] for name, values in batch.items()}
+        count = len(batch[needed])
+        size = max(1, PIECE_BYTES[model.device.type != "cpu"] // _row_bytes(model, batch))
+        for start in range(0, count, size):
+            yield batch if size >= count else _some(batch, slice(start, start + size), count)

@@ -34,7 +34,7 @@ from lit_layers.schema import Count
 from lit_layers.series.checkpoint import Checkpoint
 from lit_layers.series.checkpoint_sources import FolderSource
 from lit_layers.series.opening import find_checkpoint
-from lit_layers.training.sharding import SHARDED, are_sharded, refuse_many_files, refuse_unsharded_state
+from lit_layers.training.sharding import SHARDED, are_sharded, refuse_many_files
 from lit_layers.training.trainer import Termination, is_first_rank
 
 _NAME = re.compile(r"step-(\d{9,})")
@@ -285,7 +285,6 @@ class ResumeCheckpoint(L.Callback):
 
     def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
         refuse_many_files(trainer.strategy)
-        refuse_unsharded_state(trainer.strategy, trainer.ckpt_path)
         self._termination.listen(trainer)
         if trainer.is_global_zero:
             for leftover in self.folder.glob(".tmp-step-*"):

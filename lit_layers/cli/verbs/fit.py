@@ -58,6 +58,7 @@ from lit_layers.training.run_folder import (
     refuse_another_run,
 )
 from lit_layers.training.run_log import RunLog, StepProgress
+from lit_layers.training.sharding import refuse_unsharded_state
 from lit_layers.training.trainer import (
     DEFAULTS,
     StepSeed,
@@ -380,6 +381,7 @@ def _train(cli: FitCLI) -> int:
                 cli.folder.go_on(point.step)
         else:
             state = None if point is None else point.state
+            refuse_unsharded_state(cli.trainer.strategy, state)
             cli.trainer.fit(cli.model, datamodule=cli.datamodule, ckpt_path=state, weights_only=True)
         code = 0
     except SIGTERMException:
