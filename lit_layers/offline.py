@@ -26,6 +26,7 @@ from lit_layers.models.shared_pass import KEPT_MB
 from lit_layers.models.streaming import StreamedModel
 from lit_layers.models.view import LayeredModel
 from lit_layers.records import Measurement
+from lit_layers.schema import COUNT_OR_NONE, refuse_outside
 from lit_layers.series import Audit, Checkpoint, OneModel, Series, audit
 from lit_layers.series.auditing import WEIGHTS, SeriesMeasurements, is_suspect, remember
 from lit_layers.series.checkpoint import fetched_ahead
@@ -129,6 +130,7 @@ def analyze_series(
             f"shard: expected i/n with i from 0 to n - 1, got {index}/{count}: number a SLURM array from 0, "
             f"--array=0-{max(count, 1) - 1}"
         )
+    refuse_outside("", {"kept_mb": COUNT_OR_NONE}, {"kept_mb": kept_mb})
     measuring = _Measuring(
         series=series,
         root=Path(root),

@@ -21,10 +21,14 @@ from lit_layers.analyses import (
     Trajectory,
 )
 from lit_layers.analyses.base import Analysis, DividedAnalysis
+from lit_layers.errors import InputError
 from lit_layers.models import shared_pass
 from lit_layers.models.build import weights_hash
 from lit_layers.models.view import LayeredModel
+from lit_layers.offline import analyze_series
 from lit_layers.records import Record
+from lit_layers.series import OneModel
+from lit_layers.training import EmergenceCallback
 from lit_layers.undisturbed import Shares, in_one_pass, measure
 from tests.support.listed_batches import Listed
 from tests.support.tiny_models import LAYERS, tiny, tiny_batch
@@ -265,6 +269,16 @@ def test_prompts_of_a_batch_are_read_from_one_pass_whatever_the_limit(kept_mb):
     counts = passed(model)
     together(model, [PathsInPlane(batches=cut(batch, 8), num_prompts=8)], kept_mb=kept_mb)
     assert set(counts[0].values()) == {1}
+
+
+@pytest.mark.parametrize("kept_mb", [-1, float("nan"), 0.5])
+def test_a_limit_that_is_none_is_refused(kept_mb, tmp_path):
+    sentence = f"kept_mb: expected {'at least 0' if kept_mb == -1 else 'a whole number'}, got {kept_mb}"
+    analyses = [Trajectory(batches=cut(texts(), 8))]
+    with pytest.raises(InputError, match=sentence):
+        EmergenceCallback(analyses, [0], tmp_path, kept_mb=kept_mb)
+    with pytest.raises(InputError, match=sentence):
+        analyze_series(OneModel(tmp_path), analyses, root=tmp_path / "root", kept_mb=kept_mb)
 
 
 def test_what_a_batch_holds_beside_its_texts_is_no_affair_of_the_pass():

@@ -26,6 +26,7 @@ from lit_layers.models.view import LayeredModel
 from lit_layers.plan import Plan, Row, duration, planned, share_of, stride_within, training
 from lit_layers.records import Measurement, Store
 from lit_layers.schedule import Schedule, Steps
+from lit_layers.schema import COUNT_OR_NONE, refuse_outside
 from lit_layers.training.checkpoints import axis_step, origin_of, step_folder, write_folder
 from lit_layers.training.sharding import NoRoomError, is_sharded, release_copy_, whole_copy, whole_on_first_rank
 from lit_layers.undisturbed import Shares
@@ -300,6 +301,7 @@ class EmergenceCallback(_AtSteps):
         super().__init__(steps, root, model)
         if budget is not None:
             share_of(budget)
+        refuse_outside("", {"kept_mb": COUNT_OR_NONE}, {"kept_mb": kept_mb})
         self.budget, self._stride = budget, 0
         names = [analysis.name for analysis in analyses]
         if double := {name for name in names if names.count(name) > 1}:

@@ -23,7 +23,7 @@ from lit_layers.training import LitCausalLM, callbacks, checkpoints, run_folder
 from lit_layers.training.checkpoints import STATE, resume_point, saved_steps, step_folder
 from lit_layers.training.run_folder import RunFolder
 from tests.cli.test_fit import RECIPE
-from tests.support.forked import run_forked
+from tests.support.forked import run_command, run_forked
 from tests.support.read_wandb import Run, read_runs
 
 pytestmark = [
@@ -261,6 +261,18 @@ def test_a_corrupt_checkpoint_is_named_and_the_one_before_is_used(recipe, uninte
     (step_folder(root / "resume", steps[0]) / STATE).write_bytes(b"")
     with pytest.raises(InputError, match=r"none of the checkpoints in .* is whole; --if_exists overwrite starts anew"):
         resume_point(root, "last")
+
+
+@pytest.mark.soak
+def test_a_run_that_is_sharded_goes_on_from_no_state_of_one_that_was_not(recipe, uninterrupted):
+    overlay = Path(__file__).parents[2] / "recipes" / "trainer" / "fsdp.yaml"
+    before = what_is_left(uninterrupted)["weights"]
+    options = ["--config", overlay, "--trainer.devices", "1", "--trainer.accelerator", "cpu", "--resume", "12"]
+    done = run_command(["fit", "--config", recipe, "--root", uninterrupted, *options])
+    assert done.returncode == 2, done.stderr
+    assert "was saved by a run without sharded weights; go on with the strategy of that run" in done.stderr
+    assert "Traceback" not in done.stderr
+    assert what_is_left(uninterrupted)["weights"] == before
 
 
 @pytest.mark.parametrize(
