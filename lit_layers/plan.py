@@ -305,8 +305,9 @@ class Bench:
         cut = cut.to_empty(device=self.device) if self.model.device.type == "meta" else cut.to(self.device)
         view = LayeredModel(cut)
         with torch.no_grad():
+            generator = torch.Generator(self.device).manual_seed(0)  # a training's own random numbers stay as they are
             for parameter in view.blocks[0].parameters():
-                parameter.normal_(std=0.02)
+                parameter.normal_(std=0.02, generator=generator)
             for buffer in cut.buffers():
                 buffer.zero_()
         if view.family.sees_images:

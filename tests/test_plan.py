@@ -309,6 +309,14 @@ def test_every_part_can_be_timed_on_other_families(name):
     assert all(row.seconds > 0 for row in plan.rows)
 
 
+def test_planning_takes_no_random_number_of_a_training_that_waits(monkeypatch):
+    """Those of dropout and of the order of data, of which a run with a budget must have the same as one without."""
+    monkeypatch.setattr(planning, "_TIMED", {})
+    model, before = LayeredModel(tiny("gpt2")), torch.random.get_rng_state()
+    planned(model, [Coupling(batches=TEXTS, k=(4,)), Representation(batches=TEXTS)], device=CPU)
+    assert torch.equal(torch.random.get_rng_state(), before)
+
+
 def test_texts_of_several_analyses_count_once_as_they_are_passed_once():
     model, others = LayeredModel(tiny("gpt2")), Windows(4, 24, 4, seed=2)
     facts = {"run": "it", "step": 0, "weights_hash": "0"}

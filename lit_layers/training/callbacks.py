@@ -337,7 +337,8 @@ class EmergenceCallback(_AtSteps):
         result: list[Any] = [self._stride, None]
         if trainer.is_global_zero and not self._stride:
             try:
-                result[0] = self._stride_within(budget, trainer, view)
+                with undisturbed.kept_random_state():
+                    result[0] = self._stride_within(budget, trainer, view)
             except InputError as error:
                 result[1] = str(error)
         if self._group is not None:
