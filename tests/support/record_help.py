@@ -17,6 +17,7 @@ from lit_layers.cli import main, quick_help
 from lit_layers.cli.recipes import RecipeParser
 
 VERBS = tuple(quick_help._OUTLINED)
+WIDTHS = ("50", "80", "160")
 
 
 def live(verb: str) -> str:
@@ -26,11 +27,15 @@ def live(verb: str) -> str:
     return shown.getvalue()
 
 
-def record(verb: str) -> dict[str, Any]:
-    """The calls by which a verb's parser lays out its help, and the names of its options."""
+def record(verb: str) -> tuple[dict[str, Any], dict[str, str]]:
+    """The calls by which a verb's parser lays out its help with the names of its options, and its help by width."""
     content: dict[str, Any] = {"made_from": quick_help.made_from(verb), "layout": []}
+    shown_at: dict[str, str] = {}
 
     def listening(parser: Any) -> str:
+        for width in WIDTHS:  # of one parser, which takes seconds to make
+            os.environ["COLUMNS"] = width
+            shown_at[width] = format_help(parser)
         content["prog"] = parser.prog
         content["options"] = [option for option in parser._option_string_actions if option.startswith("--")]
         content["keys"] = list(parser.get_defaults(skip_validation=True).keys(branches=True))
@@ -69,25 +74,27 @@ def record(verb: str) -> dict[str, Any]:
                 return {"option_strings": action.option_strings[:1], "required": action.required, **value}
 
         parser._get_formatter = lambda: Listening(prog=parser.prog)
-        return format_help(parser)
+        format_help(parser)
+        return shown_at[WIDTHS[0]]
 
     format_help, RecipeParser.format_help = RecipeParser.format_help, listening  # pyright: ignore
     try:
         live(verb)
     finally:
         RecipeParser.format_help = format_help
-    return content
+    return content, shown_at
 
 
 def check() -> str:
     """How the record differs from the parsers; an empty text where it does not."""
     records = json.loads(quick_help.RECORDS.read_text(encoding="utf-8"))
     for verb in VERBS:
-        if (new := record(verb)) != records[verb]:
+        new, shown_at = record(verb)
+        if new != records[verb]:
             return f"{verb}: {', '.join(name for name in new if new[name] != records[verb].get(name))} changed"
-        for width in ("50", "80", "160"):
+        for width, shown in shown_at.items():
             os.environ["COLUMNS"] = width
-            if live(verb) != quick_help.answer(verb, ["--help"]):
+            if shown != quick_help.answer(verb, ["--help"]):
                 return f"{verb}: laid out otherwise at {width} columns"
     return ""
 
@@ -95,5 +102,5 @@ def check() -> str:
 if __name__ == "__main__":
     if sys.argv[1:] == ["--check"]:
         sys.exit(check() or None)
-    text = json.dumps({verb: record(verb) for verb in VERBS}, indent=1)
+    text = json.dumps({verb: record(verb)[0] for verb in VERBS}, indent=1)
     quick_help.RECORDS.write_text(text + "\n", encoding="utf-8")
