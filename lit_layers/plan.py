@@ -22,7 +22,7 @@ from lit_layers.models.build import truncate
 from lit_layers.models.costs import this_machine
 from lit_layers.models.shard_files import free_memory
 from lit_layers.models.view import BlockCall, LayeredModel
-from lit_layers.models.workload import Part, Work, bytes_of_model, flop
+from lit_layers.models.workload import Part, Work, bytes_of_model, flop, trained
 
 LONGEST = 1e10  # FLOP of what is timed at once: larger work is a multiple of it
 ENOUGH = 0.03  # seconds that a size is timed for
@@ -133,19 +133,17 @@ def planned(
             plan.rows.append(Row(name=analysis.name, work=None))
             continue
         shared = ""
-        if isinstance(analysis, DividedAnalysis) and _passes_once(model, work):
-            data: Any = analysis.batches  # what is no dataclass does not say all that it holds
+        shares = isinstance(analysis, DividedAnalysis) or type(analysis).announced is not Analysis.announced
+        data = getattr(analysis, "batches", None) if shares else None
+        if data is not None and _passes_once(model, work):
+            # what is no dataclass does not say all that it holds
             key = json.dumps(describe(data), sort_keys=True) if is_dataclass(data) else str(id(data))
             first, number = passed.get(key, (analysis.name, 0))
             if work.texts <= number:  # a text goes through the blocks once, whoever asked for it
                 work, shared = replace(work, parts=work.parts[1:]), f"passes of {first}"
             else:
                 passed[key] = analysis.name, work.texts
-        parts = merged(work.parts)
-        operations = sum(flop(model, part) for part in parts)
-        times = [bench.seconds(part) for part in parts]
-        how = ", ".join(filter(None, [shared, *map(_explained, parts, times)]))
-        plan.rows.append(Row(name=analysis.name, work=work, flop=operations, seconds=sum(times), how=how))
+        plan.rows.append(_row(analysis.name, work, bench, shared))
     return plan
 
 
@@ -157,11 +155,11 @@ def _passes_once(model: LayeredModel, work: Work) -> bool:
 
 def merged(parts: Sequence[Part]) -> list[Part]:
     """Parts of one kind and size together."""
-    counts: dict[tuple[Any, ...], float] = {}
+    counts: dict[Part, float] = {}
     for part in parts:
-        key = (part.kind, part.size)
+        key = part._replace(count=1)
         counts[key] = counts.get(key, 0.0) + part.count
-    return [Part(kind, count, size) for (kind, size), count in counts.items()]
+    return [part._replace(count=count) for part, count in counts.items()]
 
 
 def training(
@@ -174,27 +172,18 @@ def training(
     device: torch.device,
     share: int = 1,
 ) -> Row:
-    """All steps of a training, or this process' share of them: a forward pass, and a backward pass of twice its work.
+    """All steps of a training, or this process' share of them; on the disk two checkpoints to resume from."""
+    work = trained(model, samples=steps * samples / share, tokens=tokens, micro_batch=micro_batch)
+    work = replace(work, texts=steps * samples, tokens=steps * samples * tokens, disk=6 * bytes_of_model(model))
+    return _row("training", work, Bench(model, device))
 
-    Memory is that of weights, gradients and Adam's two averages, and of what one micro-batch keeps for its backward
-    pass, 17 numbers a token and width in each block and the logits twice; disk that of two checkpoints to resume from.
-    """
-    number, weights = steps * samples / share, bytes_of_model(model)
-    rows = tokens if model.vocab_size else 1
-    scores = micro_batch * rows * (model.vocab_size or model.num_classes or 1)
-    kept = 4.0 * (17 * micro_batch * tokens * model.dim * model.num_layers + 2 * scores)
-    parts = (
-        Part("blocks", 3 * model.num_layers * number / micro_batch, (micro_batch, tokens)),
-        Part("head", 3 * number * rows),
-    )
-    work = Work(
-        texts=steps * samples, tokens=steps * samples * tokens, parts=parts, device=3 * weights + kept, disk=6 * weights
-    )
-    bench = Bench(model, device)
+
+def _row(name: str, work: Work, bench: "Bench", shared: str = "") -> Row:
+    """With the seconds of each part; `shared` says which are another's."""
+    parts = merged(work.parts)
     times = [bench.seconds(part) for part in parts]
-    how = ", ".join(_explained(part, each) for part, each in zip(parts, times, strict=True))
-    operations = sum(flop(model, part) for part in parts)
-    return Row(name="training", work=work, flop=operations, seconds=sum(times), how=how)
+    how = ", ".join(filter(None, [shared, *map(_explained, parts, times)]))
+    return Row(name=name, work=work, flop=sum(flop(bench.model, part) for part in parts), seconds=sum(times), how=how)
 
 
 def share_of(budget: str | float) -> float:
@@ -246,7 +235,7 @@ class Bench:
         """What a part takes."""
         each = part._replace(count=1)
         shapes = [tuple(p.shape) for p in self.model.blocks[0].parameters()]
-        key = (str(self.device), self.dtype, self.model.dim, str(shapes), part.kind, part.size)
+        key = (str(self.device), self.dtype, self.model.dim, str(shapes), part.kind, part.size, part.call)
         if key not in _TIMED:
             call, timed = self._call(each)
             _TIMED[key] = self._time(call) / timed
@@ -283,6 +272,10 @@ class Bench:
                 rows = shrunk(part.size[0], lambda rows: Part("spectra", 1, (rows,)))
                 states, mask = random(1, rows, dim), torch.ones(1, rows, dtype=torch.bool, device=self.device)
                 return lambda: spectrum(states, mask).effective_rank(), flop(self.model, Part("spectra", 1, (rows,)))
+            case "calls" if part.call is not None:
+                rows = shrunk(part.size[0], lambda rows: Part("calls", 1, (rows,)))
+                points = random(rows, dim, dtype=torch.float64)
+                return functools.partial(part.call, points), flop(self.model, Part("calls", 1, (rows,)))
             case "evaluations":
                 rows = shrunk(part.size[0], lambda rows: Part("evaluations", 1, (rows, part.size[1])))
                 inputs, weights = random(rows, dim), random(dim, part.size[1])
@@ -363,7 +356,12 @@ def _explained(part: Part, seconds: float) -> str:
     elif part.kind == "head":
         what = f"{part.count:,.0f} rows through the head"
     else:
-        sizes = {"directions": "{} vectors", "spectra": "{} rows", "evaluations": "{} rows and {} classes"}
+        sizes = {
+            "directions": "{} vectors",
+            "spectra": "{} rows",
+            "calls": "{} rows",
+            "evaluations": "{} rows and {} classes",
+        }
         of = f" of {sizes[part.kind].format(*part.size)}" if part.kind in sizes else ""
         what = f"{part.count:,.0f} {part.kind}{of}"
     return f"{what} ({duration(seconds)})"

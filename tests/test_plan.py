@@ -10,6 +10,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from lit_layers import plan as planning
 from lit_layers.analyses import (
     Analysis,
+    ConceptAlignment,
     Coupling,
     CouplingMatrices,
     CrossTokenInfluence,
@@ -18,27 +19,36 @@ from lit_layers.analyses import (
     LayerSimilarity,
     Lens,
     NextTokenProbe,
+    NextTokenResidual,
+    PathsInPlane,
     PromptStudies,
     Representation,
+    StateMetric,
     TokenCoupling,
     Trajectory,
     depth_coupling,
     token_jacobians,
 )
+from lit_layers.analyses.speed import Speed
 from lit_layers.data.batches import EvalText, Size
+from lit_layers.data.word_pairs import WordPairs
 from lit_layers.errors import InputError
+from lit_layers.functional.entropy import effective_rank
 from lit_layers.models.saved import outline
 from lit_layers.models.view import LayeredModel
 from lit_layers.models.workload import Part, flop
 from lit_layers.plan import Plan, Row, planned, share_of, stride_within
 from lit_layers.records import Record
 from lit_layers.schedule import Schedule
+from lit_layers.tasks.benchmark_scores import BenchmarkScores
 from lit_layers.tasks.catalogue import resolve
 from lit_layers.tasks.embedding_store import Store
 from lit_layers.tasks.mteb_scores import MtebTask
 from lit_layers.tasks.mteb_tasks import Sources
+from lit_layers.training.finetuning import Finetuning
+from lit_layers.training.sequence_tasks import GlueScores
 from lit_layers.undisturbed import in_one_pass
-from tests.support.every_analysis import save_inputs
+from tests.support.every_analysis import kinds, save_inputs
 from tests.support.labelled_texts import labelled
 from tests.support.listed_batches import Listed
 from tests.support.tiny_models import DIM, IMAGE, VOCAB, sees_images, tiny
@@ -96,6 +106,9 @@ EXACT = [
     ("gpt2", Lens(batches=TEXTS)),
     ("gpt2", Interventions(batches=TEXTS, variants=("skip", "reverse", "random"), seeds=(0, 1))),
     ("gpt2", LayerSimilarity(batches=TEXTS)),
+    ("gpt2", PathsInPlane(batches=TEXTS)),
+    ("gpt2", StateMetric(metric=effective_rank, batches=TEXTS)),
+    ("gpt2", NextTokenResidual(batches=TEXTS, num_halves=2)),
     ("vit", Trajectory(batches=PICTURES)),
     ("vit", LabelProbe(train=PICTURES, test=Windows(6, None, 6, seed=1), estimator="watch", random_labels=False)),
 ]
@@ -106,6 +119,47 @@ def test_the_block_runs_of_a_plan_are_those_that_a_run_makes(name, analysis):
     model = LayeredModel(tiny(name))
     runs, _ = counted(model, analysis)
     assert analysis.work(model).block_runs() == runs
+
+
+def test_every_analysis_of_the_package_says_its_work():
+    silent = [kind for kind in {*kinds(), Speed, BenchmarkScores, Finetuning, GlueScores} if kind.work is Analysis.work]
+    assert not silent
+
+
+def test_words_are_counted_by_their_file_without_a_tokenizer(tmp_path):
+    """Of 9 words, 3 pairs in either category, and cosines of each two pairs, the shuffled ones included."""
+    save_inputs(tmp_path)
+    words = WordPairs(str(tmp_path / "pairs.parquet"), "none")
+    model, analysis = LayeredModel(tiny("gpt2")), ConceptAlignment(words=words, shuffles=4)
+    work = analysis.work(model)
+    assert (work.texts, work.block_runs()) == (12, 12 * model.num_layers)
+    (cosines,) = [part for part in work.parts if part.kind == "wide products"]
+    assert cosines.count == 2 * DIM * (model.num_layers + 1) * 5 * (3**2 + 3**2)
+
+
+def test_a_metric_of_ones_own_is_timed_as_it_is(monkeypatch):
+    """On states of as many rows as a prompt has, in float64."""
+    seen = []
+
+    def mine(states):
+        seen.append((tuple(states.shape), states.dtype))
+        return states.square().mean()
+
+    monkeypatch.setattr(planning, "_TIMED", {})
+    plan = planned(LayeredModel(tiny("gpt2")), [StateMetric(metric=mine, batches=TEXTS)], device=CPU)
+    assert seen[-1] == ((24, DIM), torch.float64)
+    assert plan.rows[0].how.split(", ")[-1].startswith("32 calls of 24 rows")  # 8 texts, 4 layers
+
+
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [("gpt2", {"custom": ("1 (2,3)",), "num_tokens": 24, "batch_size": 4}), ("vit", {"batch_size": 1})],
+)
+def test_passes_that_are_timed_are_counted_as_torch_counts_them(name, options):
+    """Within a tenth: what makes embeddings of patches is no block."""
+    model, analysis = LayeredModel(tiny(name)), Speed(variants=("skip",), num_rounds=3, num_warm_up=1, **options)
+    _, operations = counted(model, analysis)
+    assert sum(flop(model, part) for part in analysis.work(model).parts) == pytest.approx(operations, rel=0.1)
 
 
 def test_texts_that_a_study_leaves_as_they_are_may_be_passed_once_for_all_levels():

@@ -176,6 +176,12 @@ class PathsInPlane(PromptAnalysis):
     drop_first: int = 1
     states: Literal["resid", "hf"] = "resid"
 
+    def work(self, model: LayeredModel) -> Work | None:
+        work = passes_of(model, self.batches, texts=self.num_prompts)
+        if work is None:
+            return None
+        return work + Work(parts=(Part("spectra", work.texts, (work.tokens // work.texts,)),))
+
     def of_prompt(self, model: LayeredModel, trajectory: PromptTrajectory) -> "_Paths":
         tokens = list(range(self.drop_first, int(trajectory.mask.sum())))
         if len(tokens) < LEAST_TOKENS:

@@ -3,6 +3,7 @@
 import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, ClassVar, Literal, NamedTuple
 
 import numpy as np
@@ -26,6 +27,7 @@ from lit_layers.functional.curves import exponential_law
 from lit_layers.functional.regression import Normalize, PredictionResidual, prediction_residual
 from lit_layers.models.build import true_vocab_size
 from lit_layers.models.view import Batch, LayeredModel
+from lit_layers.models.workload import Part, Work, of_texts, passes_of
 from lit_layers.records import Record
 
 Tags = dict[str, str | int | float]
@@ -73,6 +75,18 @@ class NextTokenResidual(Analysis):
     def check(self, model: LayeredModel) -> None:
         super().check(model)
         self._check_rows(model, self._rows())
+
+    def work(self, model: LayeredModel) -> Work | None:
+        work = passes_of(model, self.batches)
+        if work is None:
+            return None
+        rows, layers = work.tokens - work.texts, model.num_layers + 1
+        num_halves = self.num_halves if work.texts >= 4 and rows // 2 > model.dim + 1 else 0
+        parts = (
+            Part("calls", layers, (rows,), partial(_least_squares, split=self.split)),
+            Part("calls", layers * num_halves, (max(1, rows // 2),), _least_squares),
+        )
+        return work + Work(parts=parts, host=4.0 * layers * rows * model.dim)
 
     def announced(self) -> Iterable[Batch]:
         return self.batches
@@ -243,6 +257,11 @@ class NextTokenResidual(Analysis):
             raise InputError(f"{self.name}: expected split between 0 and 1, got {self.split}")
 
 
+def _least_squares(features: Tensor, split: float | None = None) -> PredictionResidual:
+    """Of any tokens: what one fit takes."""
+    return prediction_residual(features, torch.arange(len(features)), split=split)
+
+
 class _Rows(NamedTuple):
     """Every position with a next token, in the order of the texts that have one."""
 
@@ -304,6 +323,16 @@ class ConceptAlignment(DividedAnalysis):
     whiten: bool = False
     shuffles: int = 10
     seed: int = 0
+
+    def work(self, model: LayeredModel) -> Work | None:
+        """By the words of the file; a token is taken to be four letters."""
+        work = of_texts(model, self.words.spelled(), model.max_tokens or 10**6)
+        pairs, layers = self.words.num_pairs(), model.num_layers + 1
+        cosines = 2.0 * model.dim * layers * (1 + self.shuffles) * sum(number**2 for number in pairs)
+        parts = [Part("wide products", cosines, (max(pairs),))]
+        if self.whiten:
+            parts.append(Part("wide products", 2.0 * (model.vocab_size or 0) * model.dim**2, (model.dim,)))
+        return work + Work(parts=tuple(parts), host=4.0 * layers * work.texts * model.dim)
 
     def parts(self, model: LayeredModel) -> Iterable[Batch]:
         return self.words

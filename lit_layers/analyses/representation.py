@@ -290,6 +290,18 @@ class StateMetric(StatesAnalysis):
             whole["init_args"]["source"] = hashlib.sha256(_source(self.metric).encode()).hexdigest()[:16]
         return whole
 
+    def work(self, model: LayeredModel) -> Work | None:
+        work = passes_of(model, self.batches)
+        if work is None:
+            return None
+        self._several = self._takes_layers(model.dim)
+        layers, texts = model.num_layers + 1, work.texts
+        calls = [(layers * texts, max(1, work.tokens // texts - self.drop_first))]
+        if self.points == "prompts":
+            calls = [(layers, texts), (layers * self.num_halves, max(1, texts // 2))]
+        parts = tuple(Part("calls", count, (points,), self._value_of_layer) for count, points in calls)
+        return work + Work(parts=parts, host=4.0 * layers * texts * (model.dim if self.points == "prompts" else 1))
+
     def check_options(self, model: LayeredModel) -> None:
         if not self.metric_name.isidentifier():
             raise InputError(f"metric: expected a function that has a name, got {self.metric!r}")

@@ -3,7 +3,7 @@
 import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, ClassVar
 
@@ -13,10 +13,11 @@ from torch import nn
 
 from lit_layers.analyses.base import Analysis
 from lit_layers.errors import InputError
-from lit_layers.functional.block_schedules import LOOPS, Schedule, Variant, variants
+from lit_layers.functional.block_schedules import LOOPS, Schedule, Variant, block_runs, variants
 from lit_layers.models.costs import any_inputs, call_of, interleaved
 from lit_layers.models.running_order import EXECUTIONS, Parallel, running_order
 from lit_layers.models.view import Batch, LayeredModel, evaluating
+from lit_layers.models.workload import Part, Work, passes
 from lit_layers.records import Record
 
 
@@ -42,11 +43,7 @@ def measure_speed(
     """
     view = LayeredModel(model)
     view.refuse_reordered()
-    ways: list[tuple[Variant, Parallel]] = [
-        (variant, execution)
-        for variant in compared
-        for execution in (executions if _groups(variant.schedule) else EXECUTIONS[:1])
-    ]
+    ways = _ways(compared, executions)
     one, many = call_of(model, {name: rows[:1] for name, rows in batch.items()}), call_of(model, batch)
     calls, memory = {}, []
     with evaluating(model), ExitStack() as open_orders:
@@ -84,6 +81,14 @@ def measure_speed(
         tags = {**variant.tags, "execution": execution}
         for metric, value in values.items():
             yield Record(metric=metric, value=value, layer=variant.block, n=num_rounds, tags=tags)
+
+
+def _ways(compared: Sequence[Variant], executions: Sequence[Parallel]) -> list[tuple[Variant, Parallel]]:
+    return [
+        (variant, execution)
+        for variant in compared
+        for execution in (executions if _groups(variant.schedule) else EXECUTIONS[:1])
+    ]
 
 
 def weight_bytes(blocks: Sequence[nn.Module], schedule: Schedule, execution: Parallel = "loop") -> int:
@@ -175,6 +180,20 @@ class Speed(Analysis):
         super().check(model)
         variants_of(self, model, f"{self.name}: ")
         self._batch(model)
+
+    def work(self, model: LayeredModel) -> Work:
+        ways = _ways(variants_of(self, model, f"{self.name}: "), self.executions)
+        runs, rounds = [block_runs(variant.schedule) for variant, _ in ways], self.num_warm_up + self.num_rounds + 1
+        side = model.num_prefix_tokens + model.num_patches(None) if model.family.sees_images else 0
+        tokens, rows = side or self.num_tokens, self.batch_size
+        # a text, once more wherever the order is changed, and a batch
+        one = Part("blocks", rounds * (2 * sum(runs) - runs[0]), (1, tokens))
+        many = Part("blocks", rounds * sum(runs), (rows, tokens))
+        per_text = tokens if model.vocab_size else 1
+        read = Part("head", rounds * (2 * len(ways) - 1 + len(ways) * rows) * per_text)
+        one_pass = passes(model, texts=rows, tokens=tokens, batch=rows, kept=False)
+        scores = 4.0 * rows * per_text * (model.vocab_size or model.num_classes or 0)
+        return replace(one_pass, parts=(one, many, read), device=one_pass.device + scores)
 
     def run(self, model: LayeredModel) -> Iterator[Record]:
         compared = variants_of(self, model, f"{self.name}: ")

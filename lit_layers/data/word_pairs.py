@@ -90,6 +90,14 @@ class WordPairs(Batches):
         """Every different word, in the order of the batches."""
         return self._loaded[0]
 
+    def num_pairs(self) -> list[int]:
+        """Of each category, those included whose words may turn out to have the same token ids."""
+        return [len(rows) for _, rows in self._pairs.groupby(LABELS, sort=False, dropna=False)]
+
+    def spelled(self) -> list[str]:
+        """Every different word of the file."""
+        return list(dict.fromkeys(self._pairs[["first", "second"]].to_numpy().ravel()))
+
     def by_category(self) -> tuple[Category, ...]:
         """The categories, in the order of the file."""
         return self._loaded[1]
@@ -121,10 +129,13 @@ class WordPairs(Batches):
             yield from (group[start : start + self.batch_size] for start in range(0, len(group), self.batch_size))
 
     @functools.cached_property
+    def _pairs(self) -> Any:
+        return self._selected(_read(Path(self.source), self.columns))
+
+    @functools.cached_property
     def _loaded(self) -> tuple[list[Word], tuple[Category, ...], str]:
-        table = self._selected(_read(Path(self.source), self.columns))
-        tokenizer = load_tokenizer(tokenizer_of(self.tokenizer, self.corpus))
-        spelled = list(dict.fromkeys(table[["first", "second"]].to_numpy().ravel()))
+        table, tokenizer = self._pairs, load_tokenizer(tokenizer_of(self.tokenizer, self.corpus))
+        spelled = self.spelled()
         encoded = dict(zip(spelled, _encoded(spelled, tokenizer, self.tokenizer), strict=True))
         words = sorted(dict.fromkeys(encoded.values()), key=lambda word: len(word.ids))  # otherwise as in the file
         place = {word: number for number, word in enumerate(words)}

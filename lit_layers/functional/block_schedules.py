@@ -123,6 +123,11 @@ def checked(schedule: Sequence[Step], num_blocks: int) -> Schedule:
 _STEP = re.compile(r"\s*(?:(\d+)|\(([^()]*)\))(?=\s|\(|$)")
 
 
+def block_runs(schedule: Sequence[Step]) -> int:
+    """How many times a block runs."""
+    return sum(len(step) if isinstance(step, tuple) else 1 for step in schedule)
+
+
 def parse_schedule(text: str, num_blocks: int) -> Schedule:
     """The schedule that is written as `1 2 (3,4,5) (3,4,5) 6`.
 

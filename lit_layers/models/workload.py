@@ -1,9 +1,11 @@
 """What an analysis has to do, in counts that follow from shapes: what a plan is made of, before any weight is read."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple, Protocol
+
+from torch import Tensor
 
 from lit_layers.models.families import trunk_of
 from lit_layers.models.view import LayeredModel
@@ -17,7 +19,11 @@ from lit_layers.models.view import LayeredModel
 # evaluations    of the loss of a probe and its gradient; size (rows, classes)
 # products       FLOP of matrix products in float32 whose inner side is the width; size (columns,)
 # wide products  the same in float64
-Kind = Literal["blocks", "head", "jacobians", "directions", "spectra", "evaluations", "products", "wide products"]
+# calls          of a function of an analysis' own on states in float64, timed as it is; its FLOP are taken to be those
+#                of the spectrum of as many rows; size (rows,)
+Kind = Literal[
+    "blocks", "head", "jacobians", "directions", "spectra", "evaluations", "products", "wide products", "calls"
+]
 
 
 LETTERS = 4  # of a token
@@ -38,6 +44,7 @@ class Part(NamedTuple):
     kind: Kind
     count: float
     size: tuple[int, ...] = ()
+    call: Callable[[Tensor], Any] | None = None  # of "calls": on states (rows, dim)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -98,11 +105,36 @@ def passes_of(model: LayeredModel, batches: Sized, *, texts: int | None = None, 
     return passes(model, texts=number, tokens=length, batch=size.batch, kept=kept, at_most=not size.exact)
 
 
+def mean_tokens(texts: Sequence[str], max_tokens: int) -> int:
+    """Of texts that nobody has made tokens of: one is taken to be four letters, as in English it is."""
+    return max(1, sum(min(max_tokens, max(1, len(text) // LETTERS)) for text in texts) // max(1, len(texts)))
+
+
 def of_texts(model: LayeredModel, texts: Sequence[str], max_tokens: int) -> Work:
-    """Passes of texts that nobody has made tokens of: one is taken to be four letters, as in English it is."""
-    tokens = sum(min(max_tokens, max(1, len(text) // LETTERS)) for text in texts) // max(1, len(texts))
-    batch = max(1, BATCH_TOKENS // max(1, tokens))
-    return passes(model, texts=len(texts), tokens=max(1, tokens), batch=batch, kept=False)
+    """Passes of texts that nobody has made tokens of."""
+    tokens = mean_tokens(texts, max_tokens)
+    return passes(model, texts=len(texts), tokens=tokens, batch=max(1, BATCH_TOKENS // tokens), kept=False)
+
+
+def trained(
+    model: LayeredModel, *, samples: float, tokens: int, micro_batch: int, block_runs: float = 0, passes: int = 3
+) -> Work:
+    """A training on so many samples: a forward pass, and a backward pass of twice its work.
+
+    Memory is that of weights, gradients and Adam's two averages, and of what one micro-batch keeps for its backward
+    pass, 17 numbers a token and width in each block and the logits twice. `block_runs`: of a sample, where the blocks
+    do not run once each.
+    """
+    rows, runs = tokens if model.vocab_size else 1, block_runs or model.num_layers
+    scores = micro_batch * rows * (model.vocab_size or model.num_classes or 1)
+    kept = 4.0 * (17 * micro_batch * tokens * model.dim * runs + 2 * scores)
+    parts = (
+        Part("blocks", passes * runs * samples / micro_batch, (micro_batch, tokens)),
+        Part("head", passes * samples * rows),
+    )
+    return Work(
+        texts=round(samples), tokens=round(samples * tokens), parts=parts, device=3 * bytes_of_model(model) + kept
+    )
 
 
 def fits(
@@ -154,7 +186,7 @@ def flop(model: LayeredModel, part: Part) -> float:
             each = 2.0 * parameters_of_block(model) * dim
         case "directions":
             each = 4 / 3 * dim**3 + 2.0 * dim**3 + 8.0 * dim**2 * part.size[0]
-        case "spectra":
+        case "spectra" | "calls":
             least, most = sorted((part.size[0], dim))
             each = 2.0 * least**2 * most + 4 / 3 * least**3
         case "evaluations":

@@ -5,18 +5,20 @@ import json
 import statistics
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from lit_layers.analyses.base import Analysis
 from lit_layers.analyses.speed import variants_of
+from lit_layers.data.batches import encode_texts
 from lit_layers.data.tokenization import TextTokenizer, load_tokenizer, tokenizer_hash
 from lit_layers.errors import InputError
-from lit_layers.functional.block_schedules import OF_MIDDLES, SEEDS, Schedule, Variant
+from lit_layers.functional.block_schedules import OF_MIDDLES, SEEDS, Schedule, Variant, block_runs
 from lit_layers.models.build import architecture_hash, weights_hash
 from lit_layers.models.running_order import running_order
 from lit_layers.models.view import LayeredModel, evaluating
+from lit_layers.models.workload import LETTERS, Part, Work, passes
 from lit_layers.records import Record
 from lit_layers.tasks.benchmark_rows import (
     NORMALIZED,
@@ -34,6 +36,7 @@ from lit_layers.tasks.lm_eval_scorer import LmEvalScorer, lm_eval_version, refus
 
 _ELSEWHERE = ("results", "folder", "tell", "batch_size")  # decide where things lie and how fast, not the numbers
 _CHOOSING = ("name", "variants", "middles", "seeds", "loops", "custom")  # which results are asked for
+_SAMPLE = 256  # texts whose length stands for that of all
 _FAILURES = (InputError, FloatingPointError, RuntimeError)  # of one variant; the last is also torch's lack of memory
 
 
@@ -110,6 +113,36 @@ class BenchmarkScores(Analysis):
         if not self._is_local:
             refuse_unknown(self.task)
         self.data_hash()
+
+    def work(self, model: LayeredModel) -> Work | None:
+        """Of all schedules, also of those that are scored already, by the lengths of some of the texts.
+
+        Of a row's choices those that differ in about their last token alone are one text.
+        """
+        try:
+            requests = self._scorer(model).requests()
+        except InputError:  # said when its turn comes
+            return None
+        schedules = {variant.schedule for variant in self.variants_of(model)}
+        runs, limit = sum(map(block_runs, schedules)), model.max_tokens or 2048
+        chosen = [each.arguments for each in requests if each.request_type != "generate_until"]
+        written = [each.arguments[0] for each in requests if each.request_type == "generate_until"]
+        texts = [*{(context, text[:-LETTERS]): context + text for context, text in chosen}.values(), *written]
+        tokens = self._mean_length(texts, limit)
+        one = passes(model, texts=len(texts), tokens=tokens, batch=self.batch_size, kept=False, at_most=bool(written))
+        parts = [Part("blocks", runs * len(texts) / self.batch_size, (self.batch_size, tokens))]
+        read = self._mean_length([text for _, text in chosen], limit) * len(chosen) if chosen else 0
+        if written:  # token by token, beside what is kept of those before
+            number = (self.max_new_tokens or 256) * len(written)
+            parts.append(Part("blocks", runs * number / self.batch_size, (self.batch_size, 1)))
+            read += number
+        parts.append(Part("head", len(schedules) * read))
+        scores = 4.0 * self.batch_size * (model.vocab_size or 0) * max(1, read // len(requests))
+        return replace(one, parts=tuple(parts), device=one.device + scores)
+
+    def _mean_length(self, texts: Sequence[str], limit: int) -> int:
+        some = texts[:: -(-len(texts) // _SAMPLE)]
+        return round(statistics.fmean(map(len, encode_texts(self._tokenizer(), some, max_tokens=limit).ids)))
 
     def variants_of(self, model: LayeredModel) -> list[Variant]:
         """The variants that are scored of this model, the full one first.

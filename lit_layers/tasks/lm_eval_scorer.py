@@ -145,6 +145,20 @@ class LmEvalScorer:
         rows_hash = None if self.rows is None else self.rows.content_hash()
         return _scores(samples, next(iter(loaded["tasks"].values())), num_cut=wrapped.num_cut, rows_hash=rows_hash)
 
+    def requests(self) -> list[Any]:
+        """What is asked of a model for one score, as lm-eval has it, in any order: its `arguments` are texts.
+
+        Raises:
+            InputError: as for `score`, whatever the model.
+        """
+        lm_eval_version()
+        with _quiet():
+            loaded = self._load()
+            for task in loaded["tasks"].values():
+                task.set_fewshot_seed(seed=SHOT_SEED)
+                task.build_all_requests(limit=self.limit)
+        return [request for task in loaded["tasks"].values() for request in task.instances]
+
     def _load(self) -> Any:
         if self._loaded is None:
             try:

@@ -7,7 +7,7 @@ import re
 import statistics
 from abc import abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -23,11 +23,20 @@ from lit_layers.data.preparing import prepared
 from lit_layers.data.shards import TokenShards
 from lit_layers.durable import write_json
 from lit_layers.errors import InputError
-from lit_layers.functional.block_schedules import LOOPS, SEEDS, VARIANTS, Variant, baseline, format_schedule
+from lit_layers.functional.block_schedules import (
+    LOOPS,
+    SEEDS,
+    VARIANTS,
+    Variant,
+    baseline,
+    block_runs,
+    format_schedule,
+)
 from lit_layers.models.build import architecture_hash, save, true_vocab_size, weights_hash
 from lit_layers.models.families import Network
 from lit_layers.models.running_order import Parallel, running_order
 from lit_layers.models.view import LayeredModel
+from lit_layers.models.workload import Work, bytes_of_model, trained
 from lit_layers.records import Record
 from lit_layers.schema import (
     BATCH,
@@ -363,6 +372,17 @@ class TrainedVariants(Analysis):
         """
         return variants_of(self, model)
 
+    def of_variants(
+        self, model: LayeredModel, *, tokens: int, samples: int, judged: int, judged_at_once: int, passes: int = 3
+    ) -> Work:
+        """Each variant trained and judged, those included that are there already, on a copy of the model."""
+        whole, options = Work(), {"tokens": tokens}
+        for variant in self.chosen(model):
+            options["block_runs"] = block_runs(variant.schedule)
+            whole += trained(model, samples=samples, micro_batch=self.recipe.batch_size, passes=passes, **options)
+            whole += trained(model, samples=judged, micro_batch=judged_at_once, passes=1, **options)
+        return replace(whole, device=whole.device + bytes_of_model(model))
+
     def config(self) -> dict[str, Any]:
         whole = describe(self)
         return {**whole, "init_args": {n: each for n, each in whole["init_args"].items() if n not in _ELSEWHERE}}
@@ -406,6 +426,17 @@ class Finetuning(TrainedVariants):
     def check(self, model: LayeredModel) -> None:
         super().check(model)
         check_model(model.model, self.recipe, self._tokenizer())
+
+    def work(self, model: LayeredModel) -> Work:
+        recipe, number = self.recipe, 2 * self.recipe.num_validation_sequences  # before and after
+        work = self.of_variants(
+            model,
+            tokens=recipe.num_tokens,
+            samples=recipe.steps * recipe.batch_size,
+            judged=number,
+            judged_at_once=recipe.validation_batch_size,
+        )
+        return replace(work, disk=float(len(self.chosen(model)) * bytes_of_model(model)))
 
     def data_hash(self) -> str | None:
         shards = self._shards()

@@ -7,11 +7,13 @@ from dataclasses import replace
 
 import pytest
 import torch
+from torch.utils.flop_counter import FlopCounterMode
 
 from lit_layers.errors import InputError
 from lit_layers.models.build import weights_hash
 from lit_layers.models.saved import load
 from lit_layers.models.view import LayeredModel
+from lit_layers.models.workload import flop
 from lit_layers.training.finetuning import Finetuning, FinetuningRecipe, LitVariant
 from lit_layers.training.sequence_tasks import GlueRecipe, GlueScores, LitSequenceClassifier
 from lit_layers.undisturbed import measure
@@ -60,8 +62,12 @@ def test_every_variant_has_its_records_and_the_model_stays(home, tmp_path):
     for analysis, model, _ in both(home, tmp_path):
         said, before = [], weights_hash(model)
         analysis.tell = said.append
-        found = measure(model, analysis, run="r", step=None)
+        view = LayeredModel(model)
+        with FlopCounterMode(display=False) as counter:
+            found = measure(model, analysis, run="r", step=None)
         assert found.error is None
+        # What a plan says of it, which takes a token to be four letters.
+        assert 0.5 < sum(flop(view, part) for part in analysis.work(view).parts) / counter.get_total_flops() < 2
         assert weights_hash(model) == before
         assert not model.training
         assert {(r.tags["variant"], r.tags.get("middle")) for r in found.records} == {("baseline", None), ("skip", 2)}
