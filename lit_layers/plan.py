@@ -5,7 +5,7 @@ import json
 import math
 import shutil
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, is_dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from lit_layers.analyses.base import Analysis, DividedAnalysis, describe
+from lit_layers.analyses.layerwise import layerwise
 from lit_layers.errors import InputError
 from lit_layers.functional.coupling import singular_factors
 from lit_layers.functional.entropy import spectrum
@@ -22,7 +23,7 @@ from lit_layers.models.build import truncate
 from lit_layers.models.costs import this_machine
 from lit_layers.models.shard_files import free_memory
 from lit_layers.models.view import BlockCall, LayeredModel
-from lit_layers.models.workload import Part, Work, bytes_of_model, flop, trained
+from lit_layers.models.workload import OF_A_BLOCK, Part, Work, bytes_of, bytes_of_model, flop, trained
 
 LONGEST = 1e10  # FLOP of what is timed at once: larger work is a multiple of it
 ENOUGH = 0.03  # seconds that a size is timed for
@@ -42,12 +43,22 @@ class Row:
 
 @dataclass(kw_only=True)
 class Plan:
-    """What a command does, on `num_checkpoints` of one model."""
+    """What a command does, on `num_checkpoints` of one model.
+
+    `num_reads`: how often the weights are read block by block; 0: they are held as a whole.
+    """
 
     model: LayeredModel
     device: torch.device
     rows: list[Row] = field(default_factory=list)
     num_checkpoints: int = 1
+    num_reads: int = 0
+
+    @property
+    def weights(self) -> int:
+        """Bytes of weights that are held at a time; of blocks the one that is read ahead, too."""
+        whole = bytes_of_model(self.model)
+        return min(whole, 2 * max(map(bytes_of, self.model.blocks))) if self.num_reads else whole
 
     @property
     def unknown(self) -> list[str]:
@@ -56,8 +67,12 @@ class Plan:
 
     @property
     def whole(self) -> Work:
-        """Of one checkpoint; memory is that of the most demanding analysis."""
-        return functools.reduce(Work.__add__, (row.work for row in self.rows if row.work is not None), Work())
+        """Of one checkpoint; memory is that of the most demanding analysis, block by block of all together."""
+        works = [row.work for row in self.rows if row.work is not None]
+        whole = functools.reduce(Work.__add__, works, Work())
+        if not self.num_reads:
+            return whole
+        return replace(whole, device=sum(work.device for work in works), host=sum(work.host for work in works))
 
     @property
     def seconds(self) -> float:
@@ -82,12 +97,13 @@ class Plan:
     def notes(self) -> list[str]:
         """How the numbers came about, a sentence each."""
         layers, dim = self.model.num_layers, self.model.dim
-        weights, machine = bytes_of_model(self.model), this_machine(str(self.device))
+        machine, weights = this_machine(str(self.device)), f"its weights take {size(self.weights)} more on the device"
+        if self.num_reads:
+            weights += f"; all {size(bytes_of_model(self.model))} are read {self.num_reads} times, not in the seconds"
         threads = f"{machine.num_threads} thread{'s' if machine.num_threads > 1 else ''}"
         yours = [f"{row.name}: {row.how}" for row in self.rows]
         return [
-            f"{type(self.model.model).__name__}, {layers} blocks of width {dim}; its weights take "
-            f"{size(weights)} more on the device",
+            f"{type(self.model.model).__name__}, {layers} blocks of width {dim}; {weights}",
             f"seconds: timed now on {machine.processor}, {threads}, torch {machine.torch}, at these sizes",
             *yours,
         ]
@@ -98,12 +114,11 @@ class Plan:
         Raises:
             InputError: memory or disk that is not there.
         """
-        weights = bytes_of_model(self.model)
-        for row in self.rows:
+        for row in [Row(name="all blocks", work=self.whole)] if self.num_reads else self.rows:
             if row.work is None:
                 continue
             on_cpu = self.device.type == "cpu"
-            device = weights + row.work.device + (row.work.host if on_cpu else 0)
+            device = self.weights + row.work.device + (row.work.host if on_cpu else 0)
             rooms = [("device memory", device, free_memory(self.device))]
             if not on_cpu:
                 rooms.append(("memory", row.work.host, free_memory(torch.device("cpu"))))
@@ -117,14 +132,25 @@ class Plan:
 
 
 def planned(
-    model: LayeredModel, analyses: Iterable[Analysis], *, device: torch.device, num_checkpoints: int = 1
+    model: LayeredModel,
+    analyses: Sequence[Analysis],
+    *,
+    device: torch.device,
+    num_checkpoints: int = 1,
+    stream_blocks: bool = False,
 ) -> Plan:
-    """What analyses take on a model that may hold no weights.
+    """What analyses take on a model that may hold no weights, or that is read block by block.
 
     Raises:
-        InputError: options that do not fit the model, data of which there cannot be enough.
+        InputError: options that do not fit the model, data of which there cannot be enough, an analysis that cannot
+            stream.
     """
-    plan, bench = Plan(model=model, device=device, num_checkpoints=num_checkpoints), Bench(model, device)
+    num_passes = {each.name: each.passes for each in layerwise(analyses)} if stream_blocks else {}
+    num_reads = max(num_passes.values(), default=-1) + 1  # once more for their hash
+    plan, bench = (
+        Plan(model=model, device=device, num_checkpoints=num_checkpoints, num_reads=num_reads),
+        Bench(model, device),
+    )
     passed: dict[str, tuple[str, int]] = {}  # by the texts: which analysis they are booked to, and how many
     for analysis in analyses:
         analysis.check_options(model)
@@ -143,8 +169,33 @@ def planned(
                 work, shared = replace(work, parts=work.parts[1:]), f"passes of {first}"
             else:
                 passed[key] = analysis.name, work.texts
+        if num_passes:
+            work = _streamed(model, work, num_passes[analysis.name], shared=bool(shared))
         plan.rows.append(_row(analysis.name, work, bench, shared))
     return plan
+
+
+def _streamed(model: LayeredModel, work: Work, num_passes: int, *, shared: bool) -> Work:
+    """One block at a time on all texts, whose states, unless another has them, stay on the device and are written
+    after each block.
+
+    In a second pass every block runs again and has its Jacobians again; the directions of the first wait on the disk.
+    """
+    parts = [
+        part._replace(count=num_passes * part.count) if part.kind in ("blocks", "jacobians") else part
+        for part in work.parts
+    ]
+    states = 0.0 if shared else 4.0 * work.tokens * model.dim
+    together = max((part.size[0] * part.size[1] for part in parts if part.kind == "blocks"), default=0)
+    jacobians = work.device / model.num_layers if any(part.kind == "jacobians" for part in parts) else 0.0
+    directions = sum(8.0 * part.count * model.dim * part.size[0] for part in parts if part.kind == "directions")
+    return replace(
+        work,
+        parts=tuple(parts),
+        device=states + OF_A_BLOCK * 4.0 * together * model.dim + jacobians,
+        host=work.host + states,
+        disk=2 * states + (directions if num_passes > 1 else 0.0),
+    )
 
 
 def _passes_once(model: LayeredModel, work: Work) -> bool:

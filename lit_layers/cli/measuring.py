@@ -19,7 +19,6 @@ from lit_layers.identity import divided, settings_of, short, shown
 if TYPE_CHECKING:
     from lit_layers.analyses.base import Analysis
     from lit_layers.offline import SeriesResult
-    from lit_layers.plan import Plan
     from lit_layers.records import Measurement
     from lit_layers.series import Checkpoint, Series
 
@@ -154,9 +153,8 @@ class Checkpoints:
         is_series = self.steps is not None or is_steps or model.endswith((".yaml", ".yml"))
         if is_series and self.revision is not None:
             raise InputError(f"revision: {self.revision} is one model: leave it out, or leave --steps out")
-        if self.plan and (self.stream_blocks or self.dtype != "float32"):
-            other = "stream_blocks" if self.stream_blocks else "dtype"
-            raise InputError(f"plan: it is made for whole models in float32, and --{other} was given: leave one out")
+        if self.plan and self.dtype != "float32":
+            raise InputError("plan: it is made for models in float32, and --dtype was given: leave one out")
         of_series = ("allow_suspect", "keep_downloads", "shard", "submodule")
         cases = [(of_series, not is_series, "is for series, and one model was named")]
         refuse_beside(given(self), cases, remedy=": leave it out, or name its --steps")
@@ -253,19 +251,12 @@ def _plan(
                 raise InputError(f"plan: {name} has no config.json that tells the shapes of its weights")
             chosen: Any = analyses(checkpoint) if varied else analyses
             view, number = LayeredModel(outline(config, name)), 1 if varied else len(checkpoints)
-            show_plan(planned(view, chosen, device=device, num_checkpoints=number), name, root)
+            how: Any = {"device": device, "num_checkpoints": number, "stream_blocks": options.stream_blocks}
+            plan = planned(view, chosen, **how)
+            show_table(plan.table(), name)
+            print(*plan.notes(), sep="\n")
+            plan.refuse(root)
     return 0
-
-
-def show_plan(plan: "Plan", name: str, root: Path) -> None:
-    """Prints a plan.
-
-    Raises:
-        InputError: it cannot end on this machine.
-    """
-    show_table(plan.table(), name)
-    print(*plan.notes(), sep="\n")
-    plan.refuse(root)
 
 
 def _analyses(

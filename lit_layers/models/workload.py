@@ -5,9 +5,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple, Protocol
 
-from torch import Tensor
+from torch import Tensor, nn
 
-from lit_layers.models.families import trunk_of
 from lit_layers.models.view import LayeredModel
 
 # What work is made of; a plan times each on the machine, at the sizes that are asked for:
@@ -28,6 +27,7 @@ Kind = Literal[
 
 LETTERS = 4  # of a token
 BATCH_TOKENS = 2048  # places of a batch of texts whose features are kept
+OF_A_BLOCK = 12  # numbers a token and width that a block holds while it runs: q, k, v, 4 d twice, a residual
 # Of a probe: five steps, and the closed form as twice that; a path of ten fits on four fifths of the rows.
 EVALUATIONS = {"watch": 15, "record": 330}
 
@@ -85,7 +85,7 @@ def passes(
 ) -> Work:
     """Texts through all blocks, in batches: `kept` says whether the states of all layers of a batch are held."""
     rows = min(batch, texts) * tokens
-    states = rows * model.dim * 4 * ((model.num_layers + 1 if kept else 1) + 12)  # of one block: q, k, v, 4 d twice
+    states = rows * model.dim * 4 * ((model.num_layers + 1 if kept else 1) + OF_A_BLOCK)
     return Work(
         texts=texts,
         tokens=texts * tokens,
@@ -163,9 +163,14 @@ def parameters_of_block(model: LayeredModel) -> int:
     return sum(sizes) // model.num_layers
 
 
-def bytes_of_model(model: LayeredModel, *, head: bool = True) -> int:
-    """What the weights take in float32."""
-    return 4 * sum(parameter.numel() for parameter in (model.model if head else trunk_of(model.model)).parameters())
+def bytes_of(module: nn.Module) -> int:
+    """What its weights take in float32."""
+    return 4 * sum(parameter.numel() for parameter in module.parameters())
+
+
+def bytes_of_model(model: LayeredModel) -> int:
+    """What all weights take in float32."""
+    return bytes_of(model.model)
 
 
 def flop(model: LayeredModel, part: Part) -> float:

@@ -36,6 +36,11 @@ def test_a_plan_is_printed_and_nothing_is_measured(model, corpus, tmp_path, caps
     assert cells["coupling"][1:4] == ["8", "512", "16"]
     assert cells["one checkpoint"][2:5] == ["136", "16,896", "144"]  # texts that two analyses look at are passed once
     assert any(line.startswith("coupling: 16 block runs on texts of 64 tokens") for line in lines)
+    stream = ["--config", ROOT / "recipes/analyses/stream.yaml", "--stream-blocks"]
+    assert analyze(model, corpus, tmp_path / "run", *stream) == 0
+    printed = capsys.readouterr().out
+    assert "are read 3 times" in printed
+    assert "coupling: 32 block runs on texts of 64 tokens" in printed
     assert not (tmp_path / "run").exists()
 
 
@@ -43,8 +48,7 @@ def test_what_cannot_be_planned_is_one_sentence_and_ends_in_two(model, corpus, t
     (tmp_path / "empty").mkdir()
     (tmp_path / "empty" / "config.json").write_text("{}")
     for place, words, sentence in [
-        (model, ["--stream-blocks"], "plan: it is made for whole models in float32, and --stream_blocks was given"),
-        (model, ["--dtype", "float64"], "plan: it is made for whole models in float32, and --dtype was given"),
+        (model, ["--dtype", "float64"], "plan: it is made for models in float32, and --dtype was given"),
         (tmp_path / "empty", ["--tokenizer", corpus / "tokenizer"], "plan: "),
         (model, ["--plan=maybe"], "plan"),
     ]:
