@@ -19,10 +19,12 @@ from lit_layers.data.prompt_texts import GivenTexts, TextBatches
 from lit_layers.data.tokenization import TextTokenizer, load_tokenizer, tokenizer_hash
 from lit_layers.durable import write_json
 from lit_layers.errors import InputError
+from lit_layers.identity import settings_of
 from lit_layers.models.build import weights_hash
 from lit_layers.models.view import LayeredModel
 from lit_layers.models.workload import BATCH_TOKENS, LETTERS, Work, passes
-from lit_layers.records import Record
+from lit_layers.records import Measurement, Record
+from lit_layers.records import frame as records_frame
 from lit_layers.tasks.catalogue import DOMAINS, Task
 from lit_layers.tasks.embedding_store import CHUNK, GB, STORE_DTYPES, Embedding, NotFiniteError, Store, StoreDtype
 from lit_layers.tasks.mteb_evaluation import LayerEncoder, Prepared
@@ -30,7 +32,8 @@ from lit_layers.tasks.mteb_tasks import INSTALL, Sources
 
 RESULTS, EMBEDDINGS = "mteb", "embeddings"
 NUM_METRIC_TEXTS = 1000
-RUN = ["run", "step", "pooling", "states"]  # what one curve belongs to
+RUN = ["run", "step", "pooling", "states"]  # what one curve belongs to, with what of these columns a table has
+OPTIONS = ("max_tokens", "seed", "store_dtype", "tokenizer", "mteb")
 MAX_TOKENS, SEED = 2048, 42
 _ELSEWHERE = ("results", "store", "sources")  # decide where things lie, not the numbers
 _COUNTS = ("num_texts", "num_cut", "num_empty")  # of the texts of a task
@@ -163,9 +166,14 @@ class MtebTask(Analysis):
             if result["main_score"] is not None:
                 tags = {name: getattr(self.task, name) for name in ("domain", "score")}
                 tags = {"task": self.task.name, **tags, "pooling": self.pooling, "states": self.states}
-                tags |= {name: result[name] for name in _COUNTS if result[name]}
+                tags |= self._unusual() | {name: result[name] for name in _COUNTS if result[name]}
                 tags |= {"num_undefined": num_undefined} if num_undefined else {}
                 yield Record(metric="main_score", value=result["main_score"], layer=layer, n=result["n"], tags=tags)
+
+    def _unusual(self) -> dict[str, Any]:
+        """The options that are not the usual ones: means are over tasks that have the same of them."""
+        store = {} if self.store.dtype == "float32" else {"store_dtype": self.store.dtype}
+        return self.tags_of("max_tokens", "seed") | store
 
     def _described(self) -> dict[str, Any]:
         """What a layer's result says of itself."""
@@ -307,11 +315,12 @@ class Refused(Analysis):
 
 @dataclass(frozen=True, eq=False)
 class Averages:
-    """Of one checkpoint. Layer 0 stands apart: "best" and "last" are of layers 1 to L.
+    """Of one checkpoint and one way of measuring. Layer 0 stands apart: "best" and "last" are of layers 1 to L.
 
     `curve` has a row for each layer: `average`, the unweighted mean over tasks, and a column for each domain; NaN where
     a task has no score at that layer. `missing` names the tasks that were asked for and have no score of some layer
-    from 1 on: they are in no mean. `best_per_task` chooses the layer on the very scores that it averages.
+    from 1 on: they are in no mean. `best_per_task` chooses the layer on the very scores that it averages. `options` are
+    those of the measurements that are not the usual ones.
     """
 
     run: str
@@ -321,6 +330,7 @@ class Averages:
     scores: pd.DataFrame  # a row for each task of the means: domain, score and a column for each layer
     curve: pd.DataFrame  # layer, average, classification, ...
     missing: tuple[str, ...]
+    options: dict[str, Any] = field(default_factory=dict)
 
     @property
     def num_layers(self) -> int:
@@ -344,7 +354,9 @@ class Averages:
 
 
 def averages(frame: pd.DataFrame, *, expected: Sequence[str] = ()) -> list[Averages]:
-    """The means of every checkpoint in a tidy table of measurements (`lit_layers.records.frame`), in step order.
+    """The means of every checkpoint in a table of `score_frame` or `lit_layers.records.frame`, in step order.
+
+    Tasks that were measured with other options (`OPTIONS`, as far as the table has them) make means of their own.
 
     Args:
         frame: may hold other analyses, too.
@@ -355,7 +367,8 @@ def averages(frame: pd.DataFrame, *, expected: Sequence[str] = ()) -> list[Avera
     """
     table: Any = score_table(frame)
     of_checkpoints = []
-    for (run, step, pooling, states), rows in table.groupby(RUN, dropna=False, sort=False):
+    names = [name for name in OPTIONS if name in table]
+    for (run, step, pooling, states, *options), rows in table.groupby([*RUN, *names], dropna=False, sort=False):
         layers = [layer for layer in _layers(rows) if rows[layer].notna().any()]
         later = [layer for layer in layers if layer > 0]
         complete = rows[rows[later].notna().all(axis=1)] if later else rows.iloc[:0]
@@ -366,8 +379,23 @@ def averages(frame: pd.DataFrame, *, expected: Sequence[str] = ()) -> list[Avera
             if (of := scores[scores["domain"] == domain]).size:
                 curve[domain] = _mean(of, layers)
         number = None if pd.isna(step) else int(step)
-        of_checkpoints.append(Averages(str(run), number, str(pooling), str(states), scores, curve, tuple(missing)))
+        given = zip(names, options, strict=True)
+        unusual = {name: value if isinstance(value, str) else int(value) for name, value in given if not pd.isna(value)}
+        place = str(run), number, str(pooling), str(states)
+        of_checkpoints.append(Averages(*place, scores, curve, tuple(missing), unusual))
     return sorted(of_checkpoints, key=lambda each: (each.run, -1 if each.step is None else each.step))
+
+
+def score_frame(measurements: Iterable[Measurement]) -> pd.DataFrame:
+    """The tidy table of scores, with the tokenizer and the version of mteb of each where there are several of them."""
+    measurements = [each for each in measurements if each.analysis.startswith("mteb/")]
+    table = records_frame(measurements)
+    versions = {settings_of(each): each.provenance.get("versions", {}).get("mteb") for each in measurements}
+    tokenizers = {settings_of(each): each.provenance.get("tokenizer_hash") for each in measurements}
+    for name, values in (("tokenizer", tokenizers), ("mteb", versions)):
+        if len({*values.values()}) > 1:
+            table[name] = pd.array([values[settings] for settings in table["settings"]], dtype="str")
+    return table
 
 
 def score_table(frame: pd.DataFrame) -> pd.DataFrame:
@@ -380,7 +408,8 @@ def score_table(frame: pd.DataFrame) -> pd.DataFrame:
     if not len(rows):
         raise InputError("expected scores of mteb, the measurements hold none: run `lit-layers mteb` first")
     order = {name: place for place, name in enumerate(dict.fromkeys(rows["task"]))}
-    index = [*RUN, "task", "domain", "score", "n"]
+    index = [*RUN, *(name for name in OPTIONS if name in rows and rows[name].notna().any())]
+    index += ["task", "domain", "score", "n"]
     wide = rows.assign(step=rows["step"].astype("Int64"), layer=rows["layer"].astype(int)).pivot(
         index=index, columns="layer", values="value"
     )

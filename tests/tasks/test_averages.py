@@ -7,7 +7,7 @@ import pytest
 from lit_layers import records
 from lit_layers.errors import InputError
 from lit_layers.records import Measurement, Record
-from lit_layers.tasks.mteb_scores import averages, score_table
+from lit_layers.tasks.mteb_scores import averages, score_frame, score_table
 
 SCORES = {
     "STS12": ("sts", [0.9, 0.2, 0.4, 0.3]),
@@ -16,14 +16,19 @@ SCORES = {
 }
 
 
-def measured(name: str, values: list[float | None], domain: str, *, step: int | None = None) -> Measurement:
+def measured(
+    name: str, values: list[float | None], domain: str, *, step: int | None = None, versions: str = "2.1", **options
+) -> Measurement:
     tags = {"task": name, "domain": domain, "score": "s", "pooling": "mean", "states": "resid", "num_texts": 7}
+    tags |= options
     found = [
         Record(metric="main_score", value=value, layer=layer, n=5, tags=tags)
         for layer, value in enumerate(values)
         if value is not None
     ]
-    return Measurement(run="run", step=step, tokens=None, analysis=f"mteb/{name}", records=found, seconds=1.0)
+    said = {"config_hash": f"{name}{versions}{options}", "tokenizer_hash": "t", "versions": {"mteb": versions}}
+    place = {"run": "run", "step": step, "tokens": None, "analysis": f"mteb/{name}"}
+    return Measurement(**place, records=found, seconds=1.0, provenance=said)
 
 
 def table(*more: Measurement, step: int | None = None):
@@ -70,6 +75,21 @@ def test_a_task_that_lacks_layer_0_alone_leaves_that_mean_open():
     assert math.isnan(found.at(0, "sts"))
     assert found.at(0, "clustering") == pytest.approx(0.5)
     assert found.at(1) == pytest.approx((0.2 + 0.4 + 0.1 + 0.4) / 4)
+
+
+def test_no_mean_is_over_tasks_that_were_measured_differently():
+    cut = measured("STS12", [0.8, 0.6], "sts", max_tokens=128, store_dtype="bfloat16")
+    whole = [measured("STS13", [0.2, 0.4], "sts"), measured("STS14", [0.4, 0.6], "sts")]
+    usual, unusual = sorted(averages(records.frame([cut, *whole])), key=lambda each: len(each.options))
+    assert (usual.options, usual.at(0), usual.at(1)) == ({}, pytest.approx(0.3), pytest.approx(0.5))
+    assert unusual.options == {"max_tokens": 128, "store_dtype": "bfloat16"}
+    assert (unusual.at(0), unusual.at(1)) == (0.8, 0.6)
+    assert score_table(records.frame([cut, *whole])).set_index("task").loc["STS12", "max_tokens"] == 128
+    older = measured("STS12", [0.8, 0.6], "sts", versions="1.9")
+    assert [(each.options, each.at(1)) for each in averages(score_frame([older, *whole]))] == [
+        ({"mteb": "1.9"}, 0.6),
+        ({"mteb": "2.1"}, pytest.approx(0.5)),
+    ]
 
 
 def test_checkpoints_come_in_step_order():

@@ -106,18 +106,17 @@ def mteb(
 
 def _tell(outcome: Outcome, tasks: "list[Task]") -> bool:
     """Prints what the root holds of these tasks (and steps, if some are named), writes all; whether anything failed."""
-    from lit_layers import records
-    from lit_layers.tasks.mteb_scores import averages
+    from lit_layers.tasks.mteb_scores import averages, score_frame
 
     root, steps = outcome.root, outcome.steps
     chosen, names = {spec.analysis for spec in tasks}, [spec.name for spec in tasks]
     scored = [each for each in outcome.measurements() if each.analysis.startswith("mteb/")]
     scored = [each for each in scored if each.error is None and each.records]
     if shown := [each for each in scored if each.analysis in chosen and (steps is None or each.step in steps)]:
-        for means in averages(records.frame(shown), expected=names):
+        for means in averages(score_frame(shown), expected=names):
             _show(means)
     if scored:
-        print(*_write(records.frame(scored), names, root / "mteb"), sep="\n")
+        print(*_write(score_frame(scored), names, root / "mteb"), sep="\n")
     return outcome.tell()
 
 
@@ -132,7 +131,8 @@ def _show(means: "Averages") -> None:
     for name, column in {**groups, f"all: mean of {len(rows)}": "average"}.items() if rows else ():
         rows.append(_row(name, "", means.curve[column].tolist(), layers))
     title = means.run if means.step is None else f"{means.run}, step {means.step}"
-    show_table(rows, f"{title} ({means.pooling}, {means.states}), percent", text=("score",))
+    options = (f"{name} {value}" for name, value in means.options.items())
+    show_table(rows, f"{title} ({', '.join([means.pooling, means.states, *options])}), percent", text=("score",))
     if rows:
         print(f"best layer of each task (chosen on these scores): {100 * means.best_per_task():.2f}")
     if means.missing:
@@ -168,7 +168,7 @@ def _write(frame: "pd.DataFrame", names: list[str], folder: Path) -> list[Path]:
     means = averages(frame, expected=names)
     folder.mkdir(parents=True, exist_ok=True)
     records.export(score_table(frame).rename(columns=_layer_name), folder / "scores.csv")
-    curves = [each.curve.assign(run=each.run, step=each.step, states=each.states) for each in means]
+    curves = [each.curve.assign(run=each.run, step=each.step, states=each.states, **each.options) for each in means]
     records.export(pd.concat(curves), folder / "averages.csv")
     write_json(folder / "scores.json", [_described(each) for each in means])
     return [folder / name for name in ("scores.csv", "averages.csv", "scores.json")]
@@ -190,6 +190,7 @@ def _described(means: "Averages") -> dict[str, Any]:
         "step": means.step,
         "pooling": means.pooling,
         "states": means.states,
+        **means.options,
         "best_layer": best,
         "best": best_value,
         "last_layer": last,
