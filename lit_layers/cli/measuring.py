@@ -1,7 +1,5 @@
 """Analyses on a model, or on each checkpoint of a series: what the commands that measure have in common."""
 
-import functools
-import json
 import os
 import re
 import sys
@@ -13,61 +11,20 @@ from typing import TYPE_CHECKING, Any, Literal
 from lit_layers.cli import threads
 from lit_layers.cli.console import bar, show_table
 from lit_layers.cli.options import Steps, given, refuse_beside
+from lit_layers.cli.verbs.audit import show_audit
 from lit_layers.errors import InputError
 from lit_layers.identity import divided, settings_of, short, shown
 
 if TYPE_CHECKING:
     from lit_layers.analyses.base import Analysis
     from lit_layers.offline import SeriesResult
+    from lit_layers.plan import Plan
     from lit_layers.records import Measurement
-    from lit_layers.series import Checkpoint, Series
+    from lit_layers.series import Series
+    from lit_layers.targets import Target
 
 FAILED, INTERRUPTED = 1, 130
 AUTO = "auto"
-LIMITS = ("n_positions", "max_position_embeddings", "max_seq_len")  # how config.json names the longest text
-
-
-@dataclass(frozen=True, kw_only=True)
-class Target:
-    """What analyses are made for: a model, or all checkpoints of a series.
-
-    `trained` are the options of the training that the checkpoints come from, as far as they are known; `tokenizer` is
-    the one that was named; `tell` shows what an analysis says of itself.
-    """
-
-    name: str
-    root: Path
-    series: "Series"
-    checkpoint: "Checkpoint"
-    trained: Mapping[str, Any]
-    tokenizer: str | None
-    tell: Callable[[str], None]
-
-    @functools.cached_property
-    def carried(self) -> str | None:
-        """The tokenizer that the checkpoints carry.
-
-        Raises:
-            InputError: it cannot be had.
-        """
-        return self.series.tokenizer(self.checkpoint)
-
-    @functools.cached_property
-    def config(self) -> Mapping[str, Any]:
-        """What config.json says; nothing where it is damaged, which is told when the model is loaded."""
-        return config_of(self.checkpoint)
-
-    def own_tokenizer(self) -> str:
-        """Its tokenizer: the one that was named, or that it carries.
-
-        Raises:
-            InputError: neither.
-        """
-        named = self.trained.get("tokenizer")
-        tokenizer = self.tokenizer or self.carried or (named if named and ":" not in named else None)
-        if tokenizer is None:
-            raise InputError(f"tokenizer: {self.name} carries none; name one with --tokenizer")
-        return tokenizer
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -184,32 +141,37 @@ def measure(
 ) -> int:
     """Measures the model, or each series that is meant, and tells of each; returns the exit code.
 
-    That is 130 where Ctrl-C cut it short, 1 if anything failed. Models without steps have a tokenizer each, and the
-    same text is other tokens to each of them: analyses are made for each of these, and for all steps of one training
-    together.
+    That is 130 where Ctrl-C cut it short, 1 if anything failed. With --plan it only says what that would cost.
 
     Raises:
-        InputError: a model or series that is not there, options that do not fit it.
+        InputError: a model or series that is not there, options that do not fit it, a plan that cannot end.
     """
-    if options.plan:
-        return _plan(everything, options, make, tokenizer)
-    from lit_layers.cli.verbs.audit import show_audit
-    from lit_layers.offline import analyze_series, device_of
+    from lit_layers.targets import targets_of
 
     shard = shard_of(options.shard, os.environ)
     hidden = options.shard == AUTO and shard[0] > 0  # the first process of torchrun speaks for all
-    same: Any = {name: getattr(options, name) for name in ("allow_suspect", "keep_downloads", "stream_blocks")}
-    same |= {"device": options.device, "dtype": options.dtype, "shard": shard}
     take_own_gpu(options.device, os.environ)
-    if not hidden:
-        print(threads.said(device_of(options.device)), file=sys.stderr)
+    if not hidden and not options.plan:
+        print(threads.said(options.device), file=sys.stderr)
+    targets = targets_of(
+        everything,
+        make,
+        root=options.root,
+        tokenizer=tokenizer,
+        device=options.device,
+        stream_blocks=options.stream_blocks,
+    )
+    if options.plan:
+        for target in targets:
+            target.plan(_show_plan)
+        return 0
+    which: Any = {name: getattr(options, name) for name in ("allow_suspect", "keep_downloads", "dtype")}
     failed = False
     try:
-        for series in everything:
-            root = _root_of(options.root, series, alone=len(everything) == 1)
+        for target in targets:
+            series = target.series
             with bar("opening the model" if series.is_alone else "auditing the series", hidden=hidden) as show:
-                analyses = _analyses(series, root, tokenizer, make, lambda what: show(None, None, what))
-                result = analyze_series(series, analyses, root=root, progress=show, **same)
+                result = target.measure(progress=show, shard=shard, **which)
             if not hidden and not series.is_alone:
                 show_audit(result.audit)
             if result.left_out:
@@ -217,7 +179,7 @@ def measure(
                 print(f"left out as suspect: {names}; --allow-suspect measures them")
             errors = [_sentence(series, each) for each in result.measurements if each.error is not None]
             steps = [one.step for one in series.checkpoints] if series.is_alone else None
-            failed |= tell(Outcome(root=root, result=result, errors=errors + result.failures, steps=steps))
+            failed |= tell(Outcome(root=target.root, result=result, errors=errors + result.failures, steps=steps))
     except KeyboardInterrupt:
         print("interrupted: run the same command again to go on", file=sys.stderr)
         return INTERRUPTED
@@ -227,133 +189,14 @@ def measure(
     return FAILED if failed else 0
 
 
-def _plan(
-    everything: "Sequence[Series]",
-    options: Checkpoints,
-    make: "Callable[[Target], Sequence[Analysis]]",
-    tokenizer: str | None,
-) -> int:
-    """Prints what each series would cost, and refuses what cannot end."""
-    from lit_layers.models.saved import outline
-    from lit_layers.models.view import LayeredModel
-    from lit_layers.offline import device_of
-    from lit_layers.plan import planned
-
-    device = device_of(options.device)
-    for series in everything:
-        root = _root_of(options.root, series, alone=len(everything) == 1)
-        analyses = _analyses(series, root, tokenizer, make, lambda what: None)
-        checkpoints = series.listing.checkpoints if series.is_alone else series.checkpoints
-        varied = callable(analyses)  # other models, each with its own tokenizer
-        for checkpoint in checkpoints if varied else checkpoints[-1:]:
-            name = checkpoint.name if varied else series.name
-            if not (config := config_of(checkpoint)):
-                raise InputError(f"plan: {name} has no config.json that tells the shapes of its weights")
-            chosen: Any = analyses(checkpoint) if varied else analyses
-            view, number = LayeredModel(outline(config, name)), 1 if varied else len(checkpoints)
-            how: Any = {"device": device, "num_checkpoints": number, "stream_blocks": options.stream_blocks}
-            plan = planned(view, chosen, **how)
-            show_table(plan.table(), name)
-            print(*plan.notes(), sep="\n")
-            plan.refuse(root)
-    return 0
-
-
-def _analyses(
-    series: "Series",
-    root: Path,
-    tokenizer: str | None,
-    make: "Callable[[Target], Sequence[Analysis]]",
-    tell: Callable[[str], None],
-) -> Any:
-    """What to measure, for all checkpoints or for the one that is asked for."""
-    from lit_layers.series.local_series import training_of
-
-    place = _folder(series)
-    trained = training_of(place) if place else {}
-
-    def target(checkpoint: "Checkpoint", name: str) -> Target:
-        about: Any = {"root": root, "series": series, "trained": trained, "tokenizer": tokenizer, "tell": tell}
-        return Target(name=name, checkpoint=checkpoint, **about)
-
-    last = series.listing.checkpoints[-1]
-    if series.is_alone or last.step is not None:  # the same one whichever steps are chosen
-        whole = target(last, series.name)
-        return _fitting(make(whole), whole)
-    _refuse_a_foreign_tokenizer(tokenizer, series)
-    return lambda checkpoint: make(target(checkpoint, checkpoint.name))
-
-
-def _fitting(analyses: "Sequence[Analysis]", target: Target) -> "Sequence[Analysis]":
-    """Refuses texts that are longer than what the model reads, before it is opened or downloaded."""
-    from lit_layers.data import EvalText
-
-    for analysis in analyses:
-        for text in (value for value in vars(analysis).values() if isinstance(value, EvalText)):
-            limit = length_limit(target.config)
-            if limit is not None and text.num_tokens > limit:
-                raise InputError(
-                    f"{analysis.name}: num_tokens: {target.name} reads at most {limit} tokens, got {text.num_tokens}: "
-                    f"ask for {limit} or fewer"
-                )
-    return analyses
-
-
-def _refuse_a_foreign_tokenizer(name: str | None, series: "Series") -> None:
-    from lit_layers.data.tokenization import load_tokenizer, tokenizer_hash
-
-    if name is None:
-        return
-    expected = tokenizer_hash(load_tokenizer(name).tokenizer)
-    for checkpoint in series.listing.checkpoints:
-        try:
-            carried = series.tokenizer(checkpoint)
-        except InputError:  # said of it when its turn comes
-            continue
-        if carried is not None and tokenizer_hash(load_tokenizer(carried).tokenizer) != expected:
-            raise InputError(
-                f"tokenizer: {name} is not that of {checkpoint.name}, to which its tokens mean something else: leave "
-                "it out, and each model is measured with its own"
-            )
-
-
-def _folder(series: "Series") -> Path | None:
-    """Where the training that the checkpoints come from lies, if on this machine."""
-    if series.is_alone:
-        place = Path(series.name).resolve()
-        return place.parent if place.is_dir() else None
-    return getattr(series, "root", None)
-
-
-def _root_of(asked: Path | None, series: "Series", *, alone: bool) -> Path:
-    """A run's numbers stand in its own folder; of a manifest each repository has one."""
-    if series.is_alone:
-        return asked or Path("checkpoints") / name_of(series.name)
-    name = re.sub(r"[^\w.-]+", "-", series.name)
-    if asked:
-        return asked if alone else asked / name
-    return _folder(series) or Path("checkpoints") / name
+def _show_plan(name: str, plan: "Plan") -> None:
+    show_table(plan.table(), name)
+    print(*plan.notes(), sep="\n")
 
 
 def _sentence(series: "Series", failed: "Measurement") -> str:
     where = failed.run if failed.step is None else f"step {failed.step}"
     return f"{failed.analysis}: {failed.error}" if series.is_alone else f"{failed.analysis} at {where}: {failed.error}"
-
-
-def config_of(checkpoint: "Checkpoint") -> dict[str, Any]:
-    """What its config.json says; nothing where there is none, or a damaged one."""
-    try:
-        config = json.loads(checkpoint.source.read("config.json"))
-    except (ValueError, LookupError, OSError):
-        return {}
-    return config if isinstance(config, dict) else {}
-
-
-def length_limit(config: Mapping[str, Any]) -> int | None:
-    """How many tokens a model takes; RoBERTa's positions begin behind the number of the padding token."""
-    limit = min((config[name] for name in LIMITS if isinstance(config.get(name), int)), default=None)
-    behind = config.get("model_type") in ("roberta", "xlm-roberta", "camembert")
-    return limit - config.get("pad_token_id", 1) - 1 if limit is not None and behind else limit
 
 
 def shard_of(text: str, environment: Mapping[str, str]) -> tuple[int, int]:
@@ -389,9 +232,3 @@ def wait_for_the_others(environment: Mapping[str, str]) -> None:
     distributed.init_process_group("gloo", timeout=timedelta(days=30))
     distributed.barrier()
     distributed.destroy_process_group()
-
-
-def name_of(model: str) -> str:
-    """The folder's name or the repository's; step-000001000 alone would not say of which run."""
-    path = Path(model).resolve()
-    return f"{path.parent.name}-{path.name}" if path.name.startswith("step-") else path.name

@@ -97,5 +97,6 @@ def said(device: object) -> str:
     import torch
 
     number = torch.get_num_threads()
-    where = f"cuda:{torch.cuda.current_device()}" if str(device) == "cuda" else device
+    named = "cuda" if device == "auto" and torch.cuda.is_available() else str(device).replace("auto", "cpu")
+    where = f"cuda:{torch.cuda.current_device()}" if named == "cuda" else named
     return f"{number} thread{'s' if number > 1 else ''}, {where}"

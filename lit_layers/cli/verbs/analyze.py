@@ -1,13 +1,13 @@
 """`lit-layers analyze`: measure a trained model, whole or block by block, or a series of checkpoints."""
 
-from collections.abc import Mapping
 from typing import Any
 
 from lit_layers.analyses.base import Analysis
-from lit_layers.cli.measuring import Checkpoints, Outcome, Target, length_limit, measure
+from lit_layers.cli.measuring import Checkpoints, Outcome, measure
 from lit_layers.cli.options import Recipe
 from lit_layers.errors import InputError
 from lit_layers.series import Series
+from lit_layers.targets import Target
 
 CORPUS = "python"
 OWN_TOKENIZER = "<the model's own tokenizer>"
@@ -101,7 +101,7 @@ class Command:
                 raise InputError(f"tokenizer: {target.name} carries none; name one with --tokenizer")
             defaults["tokenizer"] = named
         options = self._recipe.read(**defaults)
-        return self._recipe.made("analyses", options) or _usual(options.corpus, options.tokenizer, target.config)
+        return self._recipe.made("analyses", options) or _usual(options.corpus, options.tokenizer, target.length_limit)
 
     def _of_training(self, owner: str, analyses: Any) -> list[Analysis]:
         """By the same parser as any others: a run that somebody else made is data like a recipe."""
@@ -112,14 +112,13 @@ class Command:
             raise InputError(f"the analyses of {owner}, as its run.json has them: {error}; name others") from error
 
 
-def _usual(corpus: str, tokenizer: str, config: Mapping[str, Any]) -> list[Analysis]:
+def _usual(corpus: str, tokenizer: str, limit: int | None) -> list[Analysis]:
     """What is measured where no recipe says otherwise."""
     from lit_layers.analyses import Coupling, Representation, Trajectory
     from lit_layers.data import EvalText
 
-    longest = length_limit(config) or 128
-    text = EvalText(corpus, tokenizer, num_sequences=64, num_tokens=min(128, longest))
-    few = EvalText(corpus, tokenizer, num_sequences=8, num_tokens=min(64, longest))
+    text = EvalText(corpus, tokenizer, num_sequences=64, num_tokens=min(128, limit or 128))
+    few = EvalText(corpus, tokenizer, num_sequences=8, num_tokens=min(64, limit or 64))
     return [Trajectory(batches=text), Representation(batches=text), Coupling(batches=few)]
 
 

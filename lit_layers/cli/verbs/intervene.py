@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 from lit_layers import schema
 from lit_layers.cli.console import show_table
-from lit_layers.cli.measuring import Checkpoints, Outcome, Target, length_limit, measure
+from lit_layers.cli.measuring import Checkpoints, Outcome, measure
 from lit_layers.cli.options import Names, Numbers, Recipe, given, refuse_beside
 from lit_layers.cli.recipes import RecipeParser, one_sentence
 from lit_layers.errors import InputError
@@ -19,6 +19,7 @@ from lit_layers.schema import COUNT, refuse_outside
 
 if TYPE_CHECKING:
     from lit_layers.analyses.base import Analysis
+    from lit_layers.targets import Target
 
 T = TypeVar("T")
 RESULTS = "intervene"
@@ -180,7 +181,7 @@ def read_recipe(kind: type[T], path: str | Path) -> T:
         raise InputError(f"recipe: {one_sentence(str(error))}") from error
 
 
-def _analyses(model: str, options: Interventions, recipes: dict[str, Any], target: Target) -> "Iterator[Analysis]":
+def _analyses(model: str, options: Interventions, recipes: dict[str, Any], target: "Target") -> "Iterator[Analysis]":
     """What tells most first, so that a page can be looked at while the rest is under way."""
     from lit_layers.functional.block_schedules import LOOPS, SEEDS, VARIANTS
 
@@ -231,7 +232,7 @@ def _analyses(model: str, options: Interventions, recipes: dict[str, Any], targe
             )
 
 
-def _refuse_another_kind(options: Interventions, target: Target) -> None:
+def _refuse_another_kind(options: Interventions, target: "Target") -> None:
     """By what config.json says, as no tokenizer that is asked for would make a reader of a model that sees."""
     reads = "vocab_size" in target.config
     sees = not reads and ("image_size" in target.config or "architecture" in target.config)  # transformers, timm
@@ -249,7 +250,7 @@ def _timed(chosen: dict[str, Any]) -> dict[str, Any]:
     return chosen | {"variants": tuple(names) or chosen["variants"], "loops": loops, "seeds": chosen["seeds"][:1]}
 
 
-def _tasks(options: Interventions, target: Target, chosen: dict[str, Any]) -> "Iterator[Analysis]":
+def _tasks(options: Interventions, target: "Target", chosen: dict[str, Any]) -> "Iterator[Analysis]":
     if not options.tasks:
         return
     from lit_layers.tasks.benchmark_rows import is_file
@@ -268,10 +269,10 @@ def _tasks(options: Interventions, target: Target, chosen: dict[str, Any]) -> "I
         )
 
 
-def _texts(options: Any, target: Target) -> Any:
+def _texts(options: Any, target: "Target") -> Any:
     from lit_layers.data import EvalText
 
-    limit = length_limit(target.config)
+    limit = target.length_limit
     if None not in (options.num_tokens, limit) and options.num_tokens > limit:
         raise InputError(f"num_tokens: {target.name} takes at most {limit} tokens, got {options.num_tokens}")
     num_tokens = options.num_tokens or min(128, limit or 128)

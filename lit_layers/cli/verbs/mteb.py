@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from lit_layers.cli.console import show_table
-from lit_layers.cli.measuring import Checkpoints, Outcome, Target, length_limit, measure
+from lit_layers.cli.measuring import Checkpoints, Outcome, measure
 from lit_layers.cli.options import Names, Numbers
 from lit_layers.errors import InputError
 from lit_layers.schema import COUNT, COUNT_OR_NONE, Range, refuse_outside
@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     import pandas as pd
 
     from lit_layers.analyses.base import Analysis
+    from lit_layers.targets import Target
     from lit_layers.tasks.catalogue import Task
     from lit_layers.tasks.mteb_scores import Averages
 
@@ -81,7 +82,7 @@ def mteb(
         raise InputError("tasks: local means all tasks whose data lie in --folder, which was not given")
     resolved = resolve(tasks, domains=domains, local=sources.local_names())
 
-    def analyses(target: Target) -> "list[Analysis]":
+    def analyses(target: "Target") -> "list[Analysis]":
         return mteb_analyses(
             resolved,
             tokenizer=target.own_tokenizer(),
@@ -96,7 +97,7 @@ def mteb(
             cache_gb=cache_gb,
             store_dtype=store_dtype,
             metrics=metrics,
-            model_limit=length_limit(target.config),
+            model_limit=target.length_limit,
             tell=target.tell,
         )
 

@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from lit_layers.cli import threads
 from lit_layers.cli.console import bar, show_table
-from lit_layers.cli.measuring import name_of
 from lit_layers.cli.options import given, refuse_beside
 from lit_layers.errors import InputError
 from lit_layers.schema import COUNT, Range, refuse_outside
@@ -177,7 +176,6 @@ def select(model: str, options: SelectOptions) -> int:
     from lit_layers.analyses.label_probe import ProbeOptions
     from lit_layers.models.costs import layer_latencies
     from lit_layers.models.shard_files import ShardFiles
-    from lit_layers.offline import device_of
     from lit_layers.select.choosing import choose
     from lit_layers.select.export import refuse_taken
 
@@ -187,7 +185,7 @@ def select(model: str, options: SelectOptions) -> int:
     if run and not (Path(model) / "config.json").is_file():
         raise InputError(f"{model} is a run of several checkpoints: name one of them, such as {run[-1].parent}")
     numbers: Any = {name: getattr(options, name) for name in ("c", "penalty", "max_iterations")}
-    print(threads.said(device_of(options.device)), file=sys.stderr)
+    print(threads.said(options.device), file=sys.stderr)
     with bar("opening the model") as show:
         show(0, 1, "opening the model")
         files = ShardFiles(model, revision=options.revision)
@@ -257,6 +255,7 @@ def _write(
     from lit_layers.figures.plane import LayerScores, layer_choice
     from lit_layers.figures.vega import write_charts
     from lit_layers.metrics import look_up
+    from lit_layers.targets import name_of
 
     folder = options.out or results_folder(name_of(model), task.name)
     try:

@@ -1,0 +1,207 @@
+"""What commands measure: a model, or all checkpoints of a series, and the analyses that are made for them."""
+
+import functools
+import json
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from lit_layers.analyses.base import Analysis
+from lit_layers.data import EvalText
+from lit_layers.data.tokenization import load_tokenizer, tokenizer_hash
+from lit_layers.errors import InputError
+from lit_layers.models.saved import outline
+from lit_layers.models.view import LayeredModel
+from lit_layers.offline import Analyses, Device, SeriesResult, analyze_series, device_of
+from lit_layers.plan import Plan, planned
+from lit_layers.series import Checkpoint, Series
+from lit_layers.series.local_series import training_of
+
+LIMITS = ("n_positions", "max_position_embeddings", "max_seq_len")  # how config.json names the longest text
+
+
+@dataclass(frozen=True, kw_only=True)
+class Target:
+    """What analyses are made for: a model, or all checkpoints of a series.
+
+    `trained` are the options of the training that the checkpoints come from, as far as they are known; `tokenizer` is
+    the one that was named; `tell` shows what an analysis says of itself.
+    """
+
+    name: str
+    root: Path
+    series: Series
+    checkpoint: Checkpoint
+    trained: Mapping[str, Any]
+    tokenizer: str | None
+    tell: Callable[[str], None]
+
+    @functools.cached_property
+    def carried(self) -> str | None:
+        """The tokenizer that the checkpoints carry.
+
+        Raises:
+            InputError: it cannot be had.
+        """
+        return self.series.tokenizer(self.checkpoint)
+
+    @functools.cached_property
+    def config(self) -> Mapping[str, Any]:
+        """What config.json says; nothing where it is damaged, which is told when the model is loaded."""
+        return _config_of(self.checkpoint)
+
+    @property
+    def length_limit(self) -> int | None:
+        """How many tokens its models take."""
+        return length_limit(self.config)
+
+    def own_tokenizer(self) -> str:
+        """Its tokenizer: the one that was named, or that it carries.
+
+        Raises:
+            InputError: neither.
+        """
+        named = self.trained.get("tokenizer")
+        tokenizer = self.tokenizer or self.carried or (named if named and ":" not in named else None)
+        if tokenizer is None:
+            raise InputError(f"tokenizer: {self.name} carries none; name one with --tokenizer")
+        return tokenizer
+
+
+Make = Callable[[Target], Sequence[Analysis]]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Targets:
+    """A model, or each checkpoint of a series, the function that makes their analyses, and where the results go.
+
+    Models without steps have a tokenizer each, and the same text is other tokens to each of them: analyses are made for
+    each of these, and for all steps of one training together.
+    """
+
+    series: Series
+    make: Make
+    root: Path
+    tokenizer: str | None
+    device: Device
+    stream_blocks: bool
+
+    def measure(self, *, progress: Callable[[int | None, int | None, str], None], **options: Any) -> SeriesResult:
+        """Makes the analyses and measures them: `options` are those of `analyze_series`, which raises what this does.
+
+        Raises:
+            InputError: a tokenizer that is not the models' own, texts longer than a model reads.
+        """
+        analyses = self._analyses(lambda what: progress(None, None, what))
+        options |= {"device": self.device, "stream_blocks": self.stream_blocks}
+        return analyze_series(self.series, analyses, root=self.root, progress=progress, **options)
+
+    def plan(self, show: Callable[[str, Plan], None]) -> None:
+        """Shows what measuring would cost, of different models one after the other, by name and plan.
+
+        Raises:
+            InputError: analyses that do not fit, a model without shapes, a plan that was shown and cannot end.
+        """
+        analyses = self._analyses(lambda what: None)
+        checkpoints = self.series.listing.checkpoints if self.series.is_alone else self.series.checkpoints
+        varied = callable(analyses)  # other models, each with its own tokenizer
+        for checkpoint in checkpoints if varied else checkpoints[-1:]:
+            name = checkpoint.name if varied else self.series.name
+            if not (config := _config_of(checkpoint)):
+                raise InputError(f"plan: {name} has no config.json that tells the shapes of its weights")
+            chosen = analyses(checkpoint) if callable(analyses) else analyses
+            view, number = LayeredModel(outline(config, name)), 1 if varied else len(checkpoints)
+            how: Any = {"num_checkpoints": number, "stream_blocks": self.stream_blocks}
+            plan = planned(view, chosen, device=device_of(self.device), **how)
+            show(name, plan)
+            plan.refuse(self.root)
+
+    def _analyses(self, tell: Callable[[str], None]) -> Analyses:
+        """For all checkpoints, or a function that makes those of one."""
+        folder = _folder_of(self.series)
+        trained = training_of(folder) if folder else {}
+
+        def target(checkpoint: Checkpoint, name: str) -> Target:
+            about: Any = {"root": self.root, "series": self.series, "trained": trained, "tokenizer": self.tokenizer}
+            return Target(name=name, checkpoint=checkpoint, tell=tell, **about)
+
+        last = self.series.listing.checkpoints[-1]
+        if self.series.is_alone or last.step is not None:  # the same one whichever steps are chosen
+            whole = target(last, self.series.name)
+            return _fitting(self.make(whole), whole)
+        _refuse_a_foreign_tokenizer(self.tokenizer, self.series)
+        return lambda checkpoint: self.make(target(checkpoint, checkpoint.name))
+
+
+def _fitting(analyses: Sequence[Analysis], target: Target) -> Sequence[Analysis]:
+    """Refuses texts that are longer than what the model reads, before it is opened or downloaded."""
+    for analysis in analyses:
+        for text in (value for value in vars(analysis).values() if isinstance(value, EvalText)):
+            limit = target.length_limit
+            if limit is not None and text.num_tokens > limit:
+                raise InputError(
+                    f"{analysis.name}: num_tokens: {target.name} reads at most {limit} tokens, got {text.num_tokens}: "
+                    f"ask for {limit} or fewer"
+                )
+    return analyses
+
+
+def _refuse_a_foreign_tokenizer(name: str | None, series: Series) -> None:
+    if name is None:
+        return
+    expected = tokenizer_hash(load_tokenizer(name).tokenizer)
+    for checkpoint in series.listing.checkpoints:
+        try:
+            carried = series.tokenizer(checkpoint)
+        except InputError:  # said of it when its turn comes
+            continue
+        if carried is not None and tokenizer_hash(load_tokenizer(carried).tokenizer) != expected:
+            raise InputError(
+                f"tokenizer: {name} is not that of {checkpoint.name}, to which its tokens mean something else: leave "
+                "it out, and each model is measured with its own"
+            )
+
+
+def _folder_of(series: Series) -> Path | None:
+    """Where the training that the checkpoints come from lies, if on this machine."""
+    if series.is_alone:
+        place = Path(series.name).resolve()
+        return place.parent if place.is_dir() else None
+    return getattr(series, "root", None)
+
+
+def targets_of(everything: Sequence[Series], make: Make, *, root: Path | None, **options: Any) -> list[Targets]:
+    """One for each series, each with its root: the one that was named, of several each below it, or a run's own."""
+
+    def place(series: Series) -> Path:
+        if series.is_alone:
+            return root or Path("checkpoints") / name_of(series.name)
+        name = re.sub(r"[^\w.-]+", "-", series.name)
+        if root:
+            return root if len(everything) == 1 else root / name
+        return _folder_of(series) or Path("checkpoints") / name
+
+    return [Targets(series=series, make=make, root=place(series), **options) for series in everything]
+
+
+def name_of(model: str) -> str:
+    """The folder's name or the repository's; step-000001000 alone would not say of which run."""
+    path = Path(model).resolve()
+    return f"{path.parent.name}-{path.name}" if path.name.startswith("step-") else path.name
+
+
+def _config_of(checkpoint: Checkpoint) -> dict[str, Any]:
+    try:
+        config = json.loads(checkpoint.source.read("config.json"))
+    except (ValueError, LookupError, OSError):
+        return {}
+    return config if isinstance(config, dict) else {}
+
+
+def length_limit(config: Mapping[str, Any]) -> int | None:
+    """How many tokens a model takes; RoBERTa's positions begin behind the number of the padding token."""
+    limit = min((config[name] for name in LIMITS if isinstance(config.get(name), int)), default=None)
+    behind = config.get("model_type") in ("roberta", "xlm-roberta", "camembert")
+    return limit - config.get("pad_token_id", 1) - 1 if limit is not None and behind else limit
