@@ -29,7 +29,7 @@ from lit_layers.models.shard_files import ShardFiles
 from lit_layers.models.streaming import StreamedModel
 from lit_layers.records import Measurement
 from lit_layers.training import EmergenceCallback, SeriesCheckpoint
-from lit_layers.training.checkpoints import ResumeCheckpoint
+from lit_layers.training.resuming import ResumeCheckpoint
 from lit_layers.training.run_log import RunLog
 from tests.support import tiny_images, tiny_training
 from tests.support.every_analysis import (

@@ -15,7 +15,8 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn
 from torch import Tensor
 
 from lit_layers.records import Measurement, ScalarLog
-from lit_layers.training.checkpoints import Origin, axis_step, origin_of, refuse_diverged_losses
+from lit_layers.training.checkpoints import Origin, axis_step, origin_of
+from lit_layers.training.resuming import refuse_diverged_losses
 
 logger = logging.getLogger(__name__)
 

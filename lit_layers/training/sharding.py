@@ -1,16 +1,18 @@
 """Sharded training (FSDP2): every rank holds a part of each weight, and the whole model only while it is looked at."""
 
 import copy
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
 from lightning.pytorch.strategies import FSDPStrategy, ModelParallelStrategy
 from torch import Tensor, distributed, nn
+from torch.distributed.checkpoint.state_dict import set_model_state_dict, set_optimizer_state_dict
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Shard
+from torch.utils._pytree import keystr, tree_map_with_path
 
 from lit_layers.errors import InputError
 from lit_layers.models.shard_files import free_memory
@@ -56,34 +58,81 @@ def sharding_mesh(strategy: Any) -> DeviceMesh | None:
     return strategy.device_mesh["data_parallel"]
 
 
-def refuse_many_files(strategy: Any) -> None:
-    """Refuses to save the state of a run as one file a rank.
+def take_out_shards(state: Any) -> tuple[Any, dict[str, Tensor]]:
+    """A state with a tensor on "meta" in the place of each that is spread over the ranks, and this rank's rows of
+    those, by their place in the state.
 
     Raises:
-        InputError: for `save_distributed_checkpoint`, which is Lightning's default.
+        InputError: a tensor that is spread otherwise than by rows, which `shard_` never does.
     """
-    if are_sharded(strategy) and strategy._save_distributed_checkpoint:
-        raise InputError(
-            "trainer.strategy.save_distributed_checkpoint: expected false, got true; "
-            "a checkpoint to resume from is one file, which any number of ranks can read"
-        )
+    shards: dict[str, Tensor] = {}
 
-
-def refuse_unsharded_state(strategy: Any, state: str | Path | None) -> None:
-    """Refuses to go on sharded with the state of a run that was not: Lightning would mix up its optimizer's moments.
-
-    It numbers them in the model's order, an unsharded optimizer in the order of its groups. The other way round the
-    groups' own lists tell, and any number of ranks may go on.
-
-    Raises:
-        InputError: where a sharded run is to begin with such a state.
-    """
-    if state is not None and are_sharded(strategy):
-        saved = torch.load(state, map_location="cpu", weights_only=True, mmap=True)
-        if not saved.get(SHARDED, False):
+    def of_rank(path: Any, leaf: Any) -> Any:
+        if not isinstance(leaf, DTensor):
+            return leaf
+        if leaf.placements != (Shard(0),):
             raise InputError(
-                f"resume: {state} was saved by a run without sharded weights; go on with the strategy of that run"
+                f"model: expected weights sharded by lit_layers.training.sharding.shard_, got {leaf.placements} of "
+                f"{keystr(path)}"
             )
+        shards[keystr(path)] = leaf.to_local()
+        return torch.empty(leaf.shape, dtype=leaf.dtype, device="meta")
+
+    return tree_map_with_path(of_rank, state), shards
+
+
+def put_in_shards(state: Any, of_ranks: Sequence[Mapping[str, Tensor]], mesh: DeviceMesh | None = None) -> Any:
+    """The state that `take_out_shards` took apart on as many ranks: with whole tensors, or with those that are spread
+    over the ranks of `mesh`, which may be more or fewer. Rows of other ranks are not read."""
+
+    def filled(path: Any, leaf: Any) -> Any:
+        if not (isinstance(leaf, Tensor) and leaf.is_meta):
+            return leaf
+        count, first = len(leaf), 0
+        if mesh is not None:
+            count, first = Shard.local_shard_size_and_offset(len(leaf), mesh.size(), mesh.get_local_rank())
+        rows, start = [], 0
+        for shards in of_ranks:
+            shard = shards[keystr(path)]
+            rows.append(shard[max(first - start, 0) : max(first + count - start, 0)])
+            start += len(shard)
+        own = torch.cat(rows)
+        if mesh is None:
+            return own
+        own = own.to(_device_of(mesh))
+        return DTensor.from_local(own, mesh, (Shard(0),), run_check=False, shape=leaf.shape, stride=leaf.stride())
+
+    return tree_map_with_path(filled, state)
+
+
+def load_shards_(strategy: Any, state: dict[str, Any], of_ranks: Sequence[Mapping[str, Tensor]]) -> dict[str, Any]:
+    """Gives the sharded model and the optimizers of a strategy what `take_out_shards` took from theirs; the state."""
+    state = put_in_shards(state, of_ranks, sharding_mesh(strategy))
+    set_model_state_dict(strategy.model, state["state_dict"])
+    for optimizer, values in zip(strategy.optimizers, state["optimizer_states"], strict=True):
+        set_optimizer_state_dict(strategy.model, optimizer, optim_state_dict=values)
+    return state
+
+
+def built_once(strategy: Any, build: Callable[[str], nn.Module]) -> nn.Module:
+    """The model that `build` makes on a device: on the CPU, or where it will be sharded and this is not the first rank
+    on "meta", where it takes no memory.
+
+    Raises:
+        InputError: on all ranks, what the first could not build.
+    """
+    if not are_sharded(strategy):
+        return build("cpu")
+    model = refusal = None
+    if strategy.is_global_zero:
+        try:
+            model = build("cpu")
+        except InputError as error:
+            refusal = str(error)
+    refusal = strategy.broadcast(refusal)
+    if refusal is not None:
+        raise InputError(refusal)
+    return build("meta") if model is None else model
 
 
 def shard_(model: nn.Module, mesh: DeviceMesh, precision: str = "32-true") -> None:
@@ -111,7 +160,7 @@ def shard_(model: nn.Module, mesh: DeviceMesh, precision: str = "32-true") -> No
 def _take_from_first_(tensors: dict[str, Any], mesh: DeviceMesh, moved: dict[int, Tensor]) -> None:
     """Replaces tensors by those of the first rank, on the device of this one; `moved` are those by identity that were,
     so that tied weights stay one."""
-    device = torch.device("cuda", torch.cuda.current_device()) if mesh.device_type == "cuda" else torch.device("cpu")
+    device = _device_of(mesh)
     for name, tensor in tensors.items():
         if tensor is None or isinstance(tensor, DTensor):
             continue
@@ -121,6 +170,10 @@ def _take_from_first_(tensors: dict[str, Any], mesh: DeviceMesh, moved: dict[int
             is_weight = isinstance(tensor, nn.Parameter)
             moved[id(tensor)] = nn.Parameter(value, tensor.requires_grad) if is_weight else value
         tensors[name] = moved[id(tensor)]
+
+
+def _device_of(mesh: DeviceMesh) -> torch.device:
+    return torch.device("cuda", torch.cuda.current_device()) if mesh.device_type == "cuda" else torch.device("cpu")
 
 
 def reduce_gradients_(model: nn.Module, now: bool) -> None:

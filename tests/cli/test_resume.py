@@ -19,8 +19,9 @@ from lit_layers import records, undisturbed
 from lit_layers.analyses import Coupling
 from lit_layers.cli.main import main
 from lit_layers.errors import InputError
-from lit_layers.training import LitCausalLM, callbacks, checkpoints, run_folder
-from lit_layers.training.checkpoints import STATE, resume_point, saved_steps, step_folder
+from lit_layers.training import LitCausalLM, callbacks, checkpoints, resuming, run_folder
+from lit_layers.training.checkpoints import saved_steps, step_folder
+from lit_layers.training.resuming import STATE, resume_point
 from lit_layers.training.run_folder import RunFolder
 from tests.cli.test_fit import RECIPE
 from tests.support.forked import run_command, run_forked
@@ -164,8 +165,8 @@ MOMENTS = {
     "between what a run is and its options": dying(run_folder, "write_json", 1, after=True),
     "inside the save of a step": dying(callbacks, "save", 3, after=True),  # before the rename
     "before a step's folder is renamed": dying(checkpoints, "sync", 9),
-    "inside the save of a resume checkpoint": dying(checkpoints, "_fill", 3),
-    "between a resume checkpoint and the removal of the oldest": dying(checkpoints, "write_folder", 4, after=True),
+    "inside the save of a resume checkpoint": dying(resuming, "_save", 3),
+    "between a resume checkpoint and the removal of the oldest": dying(resuming, "write_folder", 4, after=True),
     "inside an analysis": dying(Coupling, "of_part", 3),
     "between two analyses of a step": dying(undisturbed, "_measurement", 4),
     "inside a line of measurements": lambda first: setattr(records, "_write_line", torn_line),

@@ -16,7 +16,7 @@ from lit_layers import records
 from lit_layers.analyses import Coupling
 from lit_layers.cli.main import main
 from lit_layers.training import LitCausalLM
-from lit_layers.training.checkpoints import resume_point
+from lit_layers.training.resuming import resume_point
 from tests.cli.test_resume import LAST, PREEMPTION, assert_equal, dying, recipe, what_is_left  # noqa: F401 - a fixture
 from tests.support.forked import run_forked, run_ranks
 

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from lit_layers.training import SeriesCheckpoint
-from lit_layers.training.checkpoints import ResumeCheckpoint, resume_point
+from lit_layers.training.resuming import ResumeCheckpoint, resume_point
 from lit_layers.training.run_log import RunLog
 from lit_layers.training.trainer import StepSeed
 from tests.support.collectives import watch_collectives

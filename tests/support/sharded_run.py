@@ -1,7 +1,9 @@
 """On two ranks with sharded weights, every run that a test looks at, for its forked processes."""
 
+import errno
 import functools
 import json
+import os
 import random
 import shutil
 import warnings
@@ -18,9 +20,11 @@ from torch.distributed.tensor import DTensor
 
 from lit_layers.analyses import Coupling, Lens, Trajectory
 from lit_layers.analyses.base import Analysis
+from lit_layers.errors import InputError
 from lit_layers.records import Record
-from lit_layers.training import EmergenceCallback, LitCausalLM, SeriesCheckpoint, modules, sharding
-from lit_layers.training.checkpoints import ResumeCheckpoint, resume_point, step_folder
+from lit_layers.training import EmergenceCallback, LitCausalLM, SeriesCheckpoint, modules, resuming, sharding
+from lit_layers.training.checkpoints import step_folder
+from lit_layers.training.resuming import ResumeCheckpoint, resume_point
 from lit_layers.training.run_log import RunLog
 from lit_layers.training.trainer import StepSeed
 from tests.support.tiny_training import RandomText, fit, module
@@ -60,14 +64,16 @@ def watching(root: Path, found: Sequence[Analysis]) -> list[L.Callback]:
     return [run_log, SeriesCheckpoint(STEPS, root), EmergenceCallback(found, STEPS, root, watchers=[run_log])]
 
 
-def sharded(root: Path, callbacks: list[L.Callback], **options: Any) -> tuple[L.Trainer, Any]:
+def sharded(
+    root: Path, callbacks: list[L.Callback], *, ranks: int = 2, one_file: bool = False, **options: Any
+) -> tuple[L.Trainer, Any]:
     strategy = ModelParallelStrategy(
-        data_parallel_size=2,
+        data_parallel_size=ranks,
         tensor_parallel_size=1,
-        save_distributed_checkpoint=False,
+        save_distributed_checkpoint=not one_file,
         process_group_backend="gloo",
     )
-    return fit(root, callbacks, devices=2, strategy=strategy, log_every_n_steps=1, **options)
+    return fit(root, callbacks, devices=ranks, strategy=strategy, log_every_n_steps=1, **options)
 
 
 class Gatherings:
@@ -107,17 +113,47 @@ def dropping_out(root: Path, found: Sequence[Analysis]) -> None:
     sharded(root, callbacks, steps=4, module=lit, accumulate_grad_batches=2)
 
 
-def part(root: Path, steps: int, *, resume: bool = False) -> None:
+def part(
+    root: Path, steps: int, *, resume: bool = False, every: int | None = None, dropout: float = 0.2, **options: Any
+) -> None:
     torch.manual_seed(17 + steps)  # what was drawn before must not matter
-    options: dict[str, Any] = {"accumulate_grad_batches": 2}
     if resume:
-        point = resume_point(root, "last")
+        point = resume_point(root, "last", hashed=os.environ["RANK"] == "0")
         assert point is not None
         options["resume_from"] = point.state
     callbacks = [StepSeed(1), RunLog(root, resume=resume), SeriesCheckpoint([0], root)]
-    callbacks.append(ResumeCheckpoint(root, every=None))
-    lit = module(dropout=0.2, decay_steps=6, pad_vocab_to=None)
-    sharded(root, callbacks, steps=steps, module=lit, **options)
+    callbacks.append(ResumeCheckpoint(root, every=every))
+    lit = module(dropout=dropout, decay_steps=6, pad_vocab_to=None)
+    sharded(root, callbacks, steps=steps, module=lit, **{"accumulate_grad_batches": 2, **options})
+
+
+def torn(root: Path) -> None:
+    """A newer checkpoint beside the last one, of which a shard lacks its end."""
+    if torch.distributed.get_rank() == 0:
+        newer = step_folder(root / "resume", 5)
+        shutil.copytree(step_folder(root / "resume", 3), newer)
+        (shard,) = newer.glob("shard-00001.ckpt")
+        os.truncate(shard, shard.stat().st_size - 100)
+    torch.distributed.barrier()
+
+
+def full_disk(root: Path) -> str:
+    """What a rank is told where the second cannot write."""
+    save = resuming._save
+
+    def no_space(path: Path, content: Any) -> str:
+        if path.name == "shard-00001.ckpt":
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return save(path, content)
+
+    resuming._save = no_space
+    try:
+        part(root, 3)
+    except InputError as error:
+        return str(error)
+    finally:
+        resuming._save = save
+    return ""
 
 
 def roomless(root: Path) -> None:
@@ -180,10 +216,15 @@ def run(folder: Path) -> int:
     facts["reductions"] = len(reductions)
     dropping_out(folder / "seen", [Noisy(), Trajectory(batches=RandomText()), Coupling(batches=RandomText(), k=(2,))])
     part(folder / "whole", 6)
-    part(folder / "parts", 3)
-    if torch.distributed.get_rank() == 0:
-        shutil.rmtree(step_folder(folder / "parts", 0))  # a run that starts again would write it again
-    part(folder / "parts", 6, resume=True)
+    for name, one_file in (("one_file", True), ("shards", False)):
+        part(folder / name, 3, one_file=one_file)
+        if torch.distributed.get_rank() == 0:
+            shutil.rmtree(step_folder(folder / name, 0))  # a run that starts again would write it again
+    torn(folder / "shards")
+    part(folder / "one_file", 6, resume=True, one_file=True)
+    part(folder / "shards", 6, resume=True)
+    torch.distributed.all_gather_object(refusals := ["", ""], full_disk(folder / "full"))
+    facts["refusals"] = refusals
     roomless(folder / "roomless")
     facts |= other_ways(folder)
     if torch.distributed.get_rank() == 0:

@@ -20,8 +20,9 @@ from lit_layers.models.pixels import pixel_statistics
 from lit_layers.models.saved import load
 from lit_layers.models.view import LayeredModel
 from lit_layers.training import EmergenceCallback, LitImageData, SeriesCheckpoint
-from lit_layers.training.checkpoints import ResumeCheckpoint, resume_point, step_folder
+from lit_layers.training.checkpoints import step_folder
 from lit_layers.training.modules import parameter_groups
+from lit_layers.training.resuming import ResumeCheckpoint, resume_point
 from lit_layers.training.run_log import RunLog
 from tests.support.forked import run_forked
 from tests.support.tiny_images import CONFIG, data, fit, module

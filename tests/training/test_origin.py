@@ -16,17 +16,9 @@ from lit_layers.offline import analyze_series
 from lit_layers.series import StepFolders
 from lit_layers.series.opening import find_checkpoint
 from lit_layers.training import EmergenceCallback, LitCausalLM, SeriesCheckpoint
-from lit_layers.training.checkpoints import (
-    Origin,
-    ResumeCheckpoint,
-    kept,
-    published,
-    refuse_another_tokenizer,
-    resume_point,
-    saved_steps,
-    step_folder,
-)
+from lit_layers.training.checkpoints import Origin, kept, published, refuse_another_tokenizer, saved_steps, step_folder
 from lit_layers.training.datamodules import StepSampler
+from lit_layers.training.resuming import ResumeCheckpoint, resume_point
 from lit_layers.training.run_folder import RunFolder
 from lit_layers.training.run_log import RunLog
 from lit_layers.training.trainer import StepSeed

@@ -7,8 +7,9 @@ import pytest
 import torch
 
 from lit_layers.errors import InputError
-from lit_layers.training import checkpoints
-from lit_layers.training.checkpoints import ResumeCheckpoint, resume_point, saved_steps, write_folder
+from lit_layers.training import resuming
+from lit_layers.training.checkpoints import saved_steps, write_folder
+from lit_layers.training.resuming import ResumeCheckpoint, resume_point
 from tests.support.tiny_training import fit, module
 
 
@@ -26,11 +27,11 @@ class Weights(L.Callback):
 
 
 def test_training_goes_on_while_a_checkpoint_is_written_which_holds_its_own_step(tmp_path, monkeypatch):
-    trained_on, fill = threading.Event(), checkpoints._fill
+    trained_on, save = threading.Event(), resuming._save
 
-    def slow(folder, state, step):
+    def slow(path, content):
         assert trained_on.wait(60)  # training that waited for the writer would wait for ever
-        fill(folder, state, step)
+        return save(path, content)
 
     class Release(L.Callback):
         def on_train_batch_end(self, trainer, *_):
@@ -38,7 +39,7 @@ def test_training_goes_on_while_a_checkpoint_is_written_which_holds_its_own_step
                 assert not saved_steps(tmp_path / "resume")
                 trained_on.set()
 
-    monkeypatch.setattr(checkpoints, "_fill", slow)
+    monkeypatch.setattr(resuming, "_save", slow)
     weights = Weights()
     fit(tmp_path, [weights, Release(), ResumeCheckpoint(tmp_path, every=2)], module=module(), steps=4)
     assert saved_steps(tmp_path / "resume") == [2, 4]  # the end of the run waits
@@ -64,7 +65,7 @@ def test_what_the_writer_could_not_do_ends_the_run_in_one_sentence(tmp_path):
         with pytest.raises(InputError, match=r"cannot write .*step-000000002: file too large; what was saved before"):
             fit(tmp_path, [weights, ResumeCheckpoint(tmp_path, every=2)], module=module(), steps=8)
         with pytest.raises(InputError, match="file too large"):  # in a write that no buffer holds
-            write_folder(tmp_path / "large", lambda folder: checkpoints._fill(folder, {"x": torch.zeros(9_000)}, 2))
+            write_folder(tmp_path / "large", lambda folder: resuming._save(folder / "state", {"x": torch.zeros(9_000)}))
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
     assert max(weights.after) == 4  # at the next checkpoint

@@ -11,6 +11,7 @@ import pytest
 import torch
 from lightning.pytorch.strategies import FSDPStrategy, ModelParallelStrategy
 from torch import nn
+from torch.utils._pytree import tree_flatten_with_path
 from transformers import AutoModelForCausalLM, GPT2LMHeadModel
 
 from lit_layers import records
@@ -18,8 +19,9 @@ from lit_layers.cli.verbs.fit import _parse
 from lit_layers.errors import InputError
 from lit_layers.models.build import causal_lm, weights_hash
 from lit_layers.models.saved import load
-from lit_layers.training import sharding
-from lit_layers.training.checkpoints import ResumeCheckpoint, saved_steps, step_folder
+from lit_layers.training import resuming, sharding
+from lit_layers.training.checkpoints import saved_steps, step_folder
+from lit_layers.training.resuming import ResumeCheckpoint
 from lit_layers.training.run_log import RunLog
 from tests.support import sharded_run
 from tests.support.forked import run_ranks
@@ -120,20 +122,54 @@ def test_sharded_training_with_analyses_and_without_ends_in_equal_bits(folder):
     assert [m.error for m in seen] == [None] * 12
 
 
+def saved_state(root: Path, step: int) -> dict[str, Any]:
+    """A checkpoint to resume from, with whole tensors."""
+    folder = step_folder(root / "resume", step)
+    files = [folder / "trainer.ckpt", *sorted(folder.glob("shard-*.ckpt"))]
+    state, *of_ranks = (torch.load(file, weights_only=True) for file in files)
+    return sharding.put_in_shards(state, of_ranks)
+
+
 @pytest.mark.slow
-def test_a_resumed_sharded_run_ends_in_the_bits_of_an_uninterrupted_one(folder):
-    assert saved_steps(folder / "parts") == [3, 6]  # it did not start again
-    assert weights(folder / "whole", 6) == weights(folder / "parts", 6)
-    losses = [column(folder / root, "train/loss") for root in ("whole", "parts")]
+@pytest.mark.parametrize("name", ["one_file", "shards"])
+def test_a_resumed_sharded_run_ends_in_the_state_of_an_uninterrupted_one(name, folder):
+    """Also where the newest checkpoint is torn, which only the first rank has looked for."""
+    assert saved_steps(folder / name) == [3, 6]  # it did not start again
+    assert weights(folder / "whole", 6) == weights(folder / name, 6)
+    losses = [column(folder / root, "train/loss") for root in ("whole", name)]
     assert losses[0] == losses[1]
     assert len(losses[0]) == 6
+    if name == "shards":
+        states = [saved_state(folder / root, 6) for root in (name, "whole")]
+        for part in ("global_step", "state_dict", "optimizer_states", "lr_schedulers"):
+            (found, spec), (expected, other_spec) = (tree_flatten_with_path(state[part]) for state in states)
+            assert spec == other_spec
+            for (path, value), (_, right) in zip(found, expected, strict=True):
+                assert torch.equal(value, right) if isinstance(value, torch.Tensor) else value == right, path
 
 
 @pytest.mark.slow
-def test_a_resume_checkpoint_of_a_sharded_run_is_one_file_of_plain_whole_tensors(folder):
-    (path,) = (folder / "parts" / "resume").glob("step-000000006/trainer.ckpt")
+def test_a_resume_checkpoint_of_a_sharded_run_holds_half_of_each_tensor_in_the_file_of_a_rank(folder):
+    root = step_folder(folder / "shards" / "resume", 6)
+    assert {path.name for path in root.iterdir()} == {
+        *("meta.json", "trainer.ckpt", "shard-00000.ckpt", "shard-00001.ckpt")
+    }
+    saved = load(step_folder(folder / "shards", 6)).state_dict()
+    first, second = (torch.load(root / f"shard-0000{rank}.ckpt", weights_only=True) for rank in range(2))
+    for name, tensor in saved.items():
+        key = f"['state_dict']['model.{name}']"
+        assert torch.equal(torch.cat([first[key], second[key]]), tensor), name
+        assert len(first[key]) == (len(tensor) + 1) // 2
+    moments = [key for key in first if key.endswith("['exp_avg_sq']")]
+    assert len(moments) == len({id(parameter) for parameter in load(step_folder(folder / "shards", 6)).parameters()})
+
+
+@pytest.mark.slow
+def test_asked_for_one_file_a_sharded_run_writes_plain_whole_tensors(folder):
+    (path,) = (folder / "one_file" / "resume").glob("step-000000006/trainer.ckpt")
+    assert {file.name for file in path.parent.iterdir()} == {"meta.json", "trainer.ckpt"}
     state = torch.load(path, weights_only=True)
-    saved = load(step_folder(folder / "parts", 6)).state_dict()
+    saved = load(step_folder(folder / "one_file", 6)).state_dict()
     for name, tensor in saved.items():
         assert torch.equal(state["state_dict"][f"model.{name}"], tensor), name
     moments = {tuple(entry["exp_avg"].shape) for entry in state["optimizer_states"][0]["state"].values()}
@@ -141,29 +177,48 @@ def test_a_resume_checkpoint_of_a_sharded_run_is_one_file_of_plain_whole_tensors
 
 
 @pytest.mark.slow
-def test_one_rank_can_go_on_with_the_weights_and_moments_of_a_sharded_run(folder, tmp_path):
-    path = folder / "parts" / "resume" / "step-000000003" / "trainer.ckpt"
+@pytest.mark.parametrize("name", ["one_file", "shards"])
+def test_one_rank_can_go_on_with_the_weights_and_moments_of_a_sharded_run(name, folder, tmp_path):
+    path = step_folder(folder / name / "resume", 3) / "trainer.ckpt"
     lit = module(dropout=0.2, decay_steps=6, pad_vocab_to=None)
     trainer, _ = fit(tmp_path, [ResumeCheckpoint(tmp_path, every=None)], module=lit, steps=3, resume_from=path)
-    saved = load(step_folder(folder / "parts", 3)).state_dict()
+    saved = load(step_folder(folder / name, 3)).state_dict()
     optimizer = trainer.optimizers[0]
-    for name, parameter in lit.model.named_parameters():
-        assert torch.equal(parameter, saved[name]), name
-        assert optimizer.state[parameter]["exp_avg_sq"].shape == parameter.shape
-    norms = [optimizer.state[parameter]["exp_avg"].norm() for parameter in lit.model.parameters()]
-    entries = torch.load(path, weights_only=True)["optimizer_states"][0]["state"]
-    # The file numbers the moments in the model's order.
-    assert [float(norm) for norm in norms] == [float(entries[number]["exp_avg"].norm()) for number in sorted(entries)]
+    # One file numbers the moments in the model's order, files of shards name them.
+    entries = saved_state(folder / name, 3)["optimizer_states"][0]["state"]
+    for number, (key, parameter) in enumerate(lit.model.named_parameters()):
+        assert torch.equal(parameter, saved[key]), key
+        moments = entries[number if name == "one_file" else f"model.{key}"]
+        for moment in ("exp_avg", "exp_avg_sq"):
+            assert torch.equal(optimizer.state[parameter][moment], moments[moment]), key
+
+
+@pytest.mark.slow
+def test_what_one_rank_cannot_write_both_are_told_and_no_half_checkpoint_is_left(folder, facts):
+    assert all("step-000000003: no space left on device; what was saved" in each for each in facts["refusals"])
+    assert not list((folder / "full" / "resume").iterdir())
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3, 7])
+def test_rows_of_two_ranks_go_to_any_number_of_them(ranks, monkeypatch):
+    """The rows that torch.chunk gives each; with seven the last get none."""
+    whole = {"a": torch.arange(15.0).view(5, 3), "b": torch.arange(4), "step": torch.tensor(3.0)}
+    pieces = [{f"['{key}']": whole[key].chunk(2)[rank] for key in "ab"} for rank in range(2)]
+    state = {key: each if key == "step" else each.to("meta") for key, each in whole.items()}
+    monkeypatch.setattr(sharding.DTensor, "from_local", lambda rows, *_, **__: rows)
+    for rank in range(ranks):
+        mesh: Any = SimpleNamespace(size=lambda: ranks, get_local_rank=lambda rank=rank: rank, device_type="cpu")
+        for key, rows in sharding.put_in_shards(state, pieces, mesh).items():
+            chunks = whole[key].chunk(ranks) if whole[key].ndim else (whole[key],) * ranks
+            expected = chunks[rank] if rank < len(chunks) else whole[key][:0]
+            assert torch.equal(rows, expected), (key, rank)
 
 
 def test_a_sharded_run_refuses_the_state_of_an_unsharded_one(tmp_path):
     fit(tmp_path, [ResumeCheckpoint(tmp_path, every=None)], steps=1)
     state = tmp_path / "resume" / "step-000000001" / "trainer.ckpt"
     with pytest.raises(InputError, match="was saved by a run without sharded weights; go on with the strategy of"):
-        sharding.refuse_unsharded_state(strategy(), state)
-    sharding.refuse_unsharded_state(SimpleNamespace(), state)
-    torch.save({"sharded": True}, tmp_path / "other")
-    sharding.refuse_unsharded_state(strategy(), tmp_path / "other")
+        resuming._load(strategy(), state)
 
 
 @pytest.mark.slow
@@ -254,16 +309,6 @@ def test_the_older_fsdp_is_refused_in_one_sentence():
         sharding.sharding_mesh(FSDPStrategy())
 
 
-def test_a_checkpoint_of_many_files_is_refused_before_training(tmp_path):
-    trainer: Any = SimpleNamespace(
-        strategy=strategy(), is_global_zero=True, ckpt_path=None, _signal_connector=SimpleNamespace()
-    )
-    with pytest.raises(InputError, match="save_distributed_checkpoint: expected false, got true; "):
-        ResumeCheckpoint(tmp_path, every=None).setup(trainer, module(), "fit")
-    trainer.strategy = strategy(save_distributed_checkpoint=False)
-    ResumeCheckpoint(tmp_path, every=None).setup(trainer, module(), "fit")
-
-
 @pytest.mark.parametrize(("kind", "needed"), [("cuda", "9.00"), ("cpu", "18.00")])
 def test_the_sentence_where_there_is_no_room_names_needed_and_free_memory(kind, needed):
     # Two weights of 0.75e9 float32 numbers are 6 GB; one of them is there twice while it is copied. The two ranks of a
@@ -287,7 +332,6 @@ def test_the_recipe_turns_a_run_into_a_sharded_one(tmp_path, precision):
     assert isinstance(built, ModelParallelStrategy)
     assert (built._data_parallel_size, built._tensor_parallel_size, built.num_processes) == (2, 1, 2)
     assert trainer.precision == precision
-    sharding.refuse_many_files(built)
 
 
 def test_a_model_that_was_sharded_by_other_means_is_told_what_to_call():

@@ -40,15 +40,8 @@ from lit_layers.schedule import Schedule
 from lit_layers.schema import COUNT, COUNT_OR_NONE, MANY, SEED, Range, refuse_outside
 from lit_layers.training import EmergenceCallback, SeriesCheckpoint
 from lit_layers.training.callbacks import plan_run
-from lit_layers.training.checkpoints import (
-    DivergedError,
-    Origin,
-    ResumeCheckpoint,
-    ResumePoint,
-    axis_step,
-    kept,
-    resume_point,
-)
+from lit_layers.training.checkpoints import Origin, axis_step, kept
+from lit_layers.training.resuming import DivergedError, ResumeCheckpoint, ResumePoint, resume_point
 from lit_layers.training.run_folder import (
     RunFolder,
     is_a_run,
@@ -58,7 +51,6 @@ from lit_layers.training.run_folder import (
     refuse_another_run,
 )
 from lit_layers.training.run_log import RunLog, StepProgress
-from lit_layers.training.sharding import refuse_unsharded_state
 from lit_layers.training.trainer import (
     DEFAULTS,
     StepSeed,
@@ -218,7 +210,9 @@ class FitCLI(LightningCLI):
         return trainer
 
     def _resume_point(self) -> ResumePoint | None:
-        return None if self.own.resume is None else resume_point(Path(self.own.root), self.own.resume)
+        """Told by hashes on the first rank alone: the others read what that one found whole."""
+        own = self.own
+        return None if own.resume is None else resume_point(Path(own.root), own.resume, hashed=is_first_rank())
 
     def _is_inside(self, root: Path) -> bool:
         """Whether the run goes on in its own folder, not from another run's state."""
@@ -375,13 +369,15 @@ def _train(cli: FitCLI) -> int:
         point, origin = cli.resume_from, getattr(cli.model, "origin", Origin())
         if cli.trainer.is_global_zero and (said := _beginning(point, origin)):
             cli.console.print(said, highlight=False, markup=False, soft_wrap=True)
-        if point is not None and cli.folder.resume and point.step >= origin.step + cli.trainer.max_steps:
+        end = origin.step + cli.trainer.max_steps
+        if point is not None and point.step >= end and not is_first_rank():  # no two opinions on whether it has ended
+            point = resume_point(Path(cli.own.root), cli.own.resume)
+        if point is not None and cli.folder.resume and point.step >= end:
             last_step = point.step
             if cli.trainer.is_global_zero:  # killed after its last step: the page and the mirror may be missing
                 cli.folder.go_on(point.step)
         else:
             state = None if point is None else point.state
-            refuse_unsharded_state(cli.trainer.strategy, state)
             cli.trainer.fit(cli.model, datamodule=cli.datamodule, ckpt_path=state, weights_only=True)
         code = 0
     except SIGTERMException:

@@ -1,0 +1,389 @@
+"""The checkpoints that a run is resumed from: written beside training, whole or not at all, healthy, and read back."""
+
+import contextlib
+import copy
+import functools
+import hashlib
+import io
+import logging
+import math
+import shutil
+import time
+from collections.abc import Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+from typing import Any, NamedTuple, NotRequired, cast
+
+import lightning as L
+import torch
+from lightning.pytorch.utilities.exceptions import SIGTERMException
+from pydantic import with_config
+from torch import Tensor, distributed
+from torch.utils._pytree import tree_leaves
+from typing_extensions import TypedDict
+
+from lit_layers import schema
+from lit_layers.durable import sync, write_json
+from lit_layers.errors import InputError
+from lit_layers.schema import Count
+from lit_layers.training.checkpoints import (
+    axis_step,
+    draft_of,
+    explained,
+    remove_folder,
+    saved_steps,
+    step_folder,
+    write_folder,
+)
+from lit_layers.training.sharding import SHARDED, are_sharded, load_shards_, put_in_shards, take_out_shards
+from lit_layers.training.trainer import Termination
+
+logger = logging.getLogger(__name__)
+
+
+class DivergedError(RuntimeError):
+    """Raised on all ranks at the same batch; the message is one sentence."""
+
+
+def refuse_diverged_losses(
+    trainer: L.Trainer, pl_module: L.LightningModule, losses: Mapping[int, float], root: Path
+) -> None:
+    """Called with losses by step that are on the host already, the same on all ranks: no step waits for this.
+
+    Raises:
+        DivergedError: naming the first step whose loss is none, and what is left from before.
+    """
+    step = next((step for step in sorted(losses) if not math.isfinite(losses[step])), None)
+    if step is None:
+        return
+    if "16" in str(trainer.precision) and "bf16" not in str(trainer.precision) and _are_finite(trainer, pl_module):
+        return  # the scaler leaves such a step out
+    for callback in cast(Any, trainer).callbacks:
+        if isinstance(callback, ResumeCheckpoint):
+            callback.wait()  # the sentence names what is whole
+    raise DivergedError(_sentence(f"the loss of step {step} is {losses[step]}", step, root))
+
+
+def refuse_diverged_weights(trainer: L.Trainer, pl_module: L.LightningModule, step: int, root: Path) -> None:
+    """Called by all ranks before weights are saved to go on from.
+
+    Raises:
+        DivergedError: where one of them is no number.
+    """
+    if not _are_finite(trainer, pl_module):
+        raise DivergedError(_sentence(f"weights are not finite after step {step}", step, root))
+
+
+def _are_finite(trainer: L.Trainer, pl_module: L.LightningModule) -> bool:
+    local: list[Any] = [getattr(p, "to_local", lambda p=p: p)() for p in pl_module.parameters()]
+    finite = torch.stack([weights.detach().isfinite().all() for weights in local]).all().float()
+    return bool(trainer.strategy.reduce(finite, reduce_op="min"))
+
+
+def _sentence(what: str, step: int, root: Path) -> str:
+    # That the weights after a step are numbers is known from the loss of the next one.
+    series = [step_folder(root, saved) for saved in saved_steps(root) if saved + 1 < step][-1:]
+    resume = [step_folder(root / "resume", saved) for saved in saved_steps(root / "resume")][-1:]
+    healthy = " and ".join(map(str, series + resume)) or "none"
+    begin = f", in another root also with --model.init_from {series[0]}" if series else ""
+    return (
+        f"diverged: {what}; last healthy checkpoints: {healthy}; begin anew with a lower model.lr, a longer "
+        f"model.warmup_steps or trainer.gradient_clip_val{begin}"
+    )
+
+
+# Exact resume: a run that was killed goes on as if it had not been. Everything random is a function of the step
+# (`StepSeed`, `StepSampler`), and a resume checkpoint holds the rest: weights, optimizer, schedule, loop counters, and
+# how far `metrics.jsonl` had come. It is another thing than the series: it is pruned, it is for this program, and it is
+# written on a schedule of its own.
+
+FOLDER, STATE, FACTS = "resume", "trainer.ckpt", "meta.json"
+_SHARD_FILE = "shard-{}.ckpt"  # the rows that a rank holds of a sharded run's weights and moments
+_Facts = with_config(schema.STRICT)(
+    TypedDict("_Facts", {"step": Count, "sha256": str, "shards": NotRequired[dict[str, str]]})
+)
+
+
+class OtherRankError(InputError):
+    """What another rank could not do: raised on those that could."""
+
+
+class ResumeCheckpoint(L.Callback):
+    """Writes `root/resume/step-000001000`, complete or not at all, and keeps the newest.
+
+    Training waits while the state is copied to the CPU, into memory that is kept for the next copy; a thread of rank 0
+    writes and hashes it, or of a sharded run, unless its strategy says `save_distributed_checkpoint=False`, a thread of
+    each rank its own rows. The next checkpoint, the end of the run and its every way to stop wait for that, and raise
+    on all ranks what went wrong on one.
+
+    Reads such a checkpoint, too, where the trainer is given one as `ckpt_path`: that of the first rank, whatever
+    the others were given, on any number of ranks.
+
+    Written where a step is over with all that belongs to it (measuring, validation), every `every` steps, at the end,
+    and when any rank is asked to stop (SIGTERM), which then ends the run with Lightning's `SIGTERMException`. The last
+    callback of a run, so that it holds the others' states.
+
+    Args:
+        root: the run's folder.
+        every: steps between two; None: only at the end and on SIGTERM.
+        keep: how many of the newest stay.
+    """
+
+    def __init__(self, root: str | Path, *, every: int | None, keep: int = 2) -> None:
+        if every is not None and every < 1:
+            raise InputError(f"resume_every: expected at least 1, got {every}")
+        self.folder, self.every, self.keep = Path(root) / FOLDER, every, keep
+        self.paused_seconds = 0.0
+        self._termination = Termination()
+        self._group: Any = None  # of the writing threads alone
+        self._last_step = -1
+        self._writer = ThreadPoolExecutor(1, "resume-checkpoint")
+        self._writing: Future[None] | None = None
+        self._buffers: dict[int, Tensor] = {}
+
+    def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
+        self._termination.listen(trainer)
+        strategy: Any = trainer.strategy
+        strategy.load_checkpoint = functools.partial(_load, strategy)  # Lightning's index of shards is a pickle
+        if trainer.is_global_zero:
+            for leftover in self.folder.glob(".tmp-step-*"):
+                shutil.rmtree(leftover, ignore_errors=True)
+            for leftover in self.folder.glob(".state-*"):
+                leftover.unlink()
+
+    def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        self._termination.connect(trainer)
+        self._group = distributed.new_group(backend="gloo") if trainer.world_size > 1 else None
+        self._last_step = axis_step(trainer)  # needs no checkpoint: a run starts there again by itself
+        if trainer.is_global_zero:  # whoever goes back to a step leaves the way that the run took from there
+            for step in saved_steps(self.folder):
+                if step > self._last_step:
+                    remove_folder(step_folder(self.folder, step))
+
+    def on_train_batch_start(
+        self, trainer: L.Trainer, pl_module: L.LightningModule, batch: Any, batch_idx: int
+    ) -> None:
+        # Here and not at the end of the batch before: its validation would be missing.
+        if batch_idx % trainer.accumulate_grad_batches:
+            return
+        asked = self._termination.asked()
+        if asked or (self.every is not None and axis_step(trainer) % self.every == 0):
+            self._save(trainer)
+        if asked:
+            self.wait()
+            trainer.strategy.barrier()
+            raise SIGTERMException
+
+    def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        self._save(trainer)
+        self.wait()
+        trainer.strategy.barrier()
+
+    def on_exception(self, trainer: L.Trainer, pl_module: L.LightningModule, exception: BaseException) -> None:
+        if self._writing is not None:  # what ends the run is said, not what follows from it
+            self._writing.exception()
+
+    def wait(self) -> None:
+        """Returns when what is being written is whole.
+
+        Raises:
+            InputError: where it could not be written.
+        """
+        writing, self._writing = self._writing, None
+        if writing is not None:
+            writing.result()
+
+    def on_save_checkpoint(self, trainer: L.Trainer, pl_module: L.LightningModule, checkpoint: dict[str, Any]) -> None:
+        refuse_diverged_weights(trainer, pl_module, axis_step(trainer), self.folder.parent)  # after their losses
+        checkpoint[SHARDED] = are_sharded(trainer.strategy)
+
+    def on_load_checkpoint(self, trainer: L.Trainer, pl_module: L.LightningModule, checkpoint: dict[str, Any]) -> None:
+        # Counted in batches of the new accumulation: else the first step would be made of part of its batches.
+        batches = checkpoint["global_step"] * trainer.accumulate_grad_batches
+        progress = checkpoint["loops"]["fit_loop"]["epoch_loop.batch_progress"]
+        for counts in (progress["current"], progress["total"]):
+            counts.update(ready=batches, started=batches, processed=batches, completed=batches)
+
+    def _save(self, trainer: L.Trainer) -> None:
+        step = axis_step(trainer)
+        if step == self._last_step:
+            return
+        self._last_step, started = step, time.perf_counter()
+        self.wait()
+        connector: Any = trainer._checkpoint_connector
+        state, shards = take_out_shards(connector.dump_checkpoint(weights_only=False))  # all ranks take part
+        files: dict[str, Any] = {STATE: state} if trainer.is_global_zero else {}
+        if shards:
+            files[_SHARD_FILE.format(f"{trainer.global_rank:05d}")] = shards
+        # What was gathered from shards is large already: its copy goes when it is written.
+        buffers = {} if state[SHARDED] and not shards else self._buffers
+        self._writing = self._writer.submit(self._write, _on_cpu(files, buffers), step)
+        self.paused_seconds += time.perf_counter() - started
+
+    def _write(self, files: dict[str, Any], step: int) -> None:
+        """Every rank writes its files into the folder that the first one makes, and renames when all are whole."""
+        folder = step_folder(self.folder, step)
+        try:
+            if STATE in files:
+                write_folder(folder, lambda draft: self._fill(draft, files, step))
+                for old in saved_steps(self.folder)[: -self.keep]:
+                    remove_folder(step_folder(self.folder, old))
+            else:
+                with explained(folder):
+                    self._fill(draft_of(folder), files, step)
+            self._agree()
+        except OtherRankError:
+            raise
+        except Exception as error:
+            with contextlib.suppress(OtherRankError, RuntimeError):  # or none of them lives any more
+                self._agree(refusal=str(error))  # in the place of what the others wait for next
+            raise
+
+    def _fill(self, draft: Path, files: dict[str, Any], step: int) -> None:
+        self._agree()  # the folder is there
+        hashes: dict[str, str] = {}
+        for of_rank in self._agree({name: _save(draft / name, content) for name, content in files.items()}):
+            hashes |= of_rank
+        if STATE in files:
+            facts: dict[str, Any] = {"step": step, "sha256": hashes.pop(STATE)}
+            write_json(draft / FACTS, facts | ({"shards": hashes} if hashes else {}))
+
+    def _agree(self, result: Any = None, refusal: str | None = None) -> list[Any]:
+        """The results of all ranks, each of which calls.
+
+        Raises:
+            OtherRankError: where one of them calls with a refusal.
+        """
+        if self._group is None:
+            return [result]
+        answers: list[Any] = [None] * distributed.get_world_size(self._group)
+        distributed.all_gather_object(answers, (result, refusal), group=self._group)
+        if refusals := [each for _, each in answers if each is not None]:
+            raise OtherRankError(refusals[0])
+        return [each for each, _ in answers]
+
+
+class _HashedFile(io.BufferedWriter):
+    """Hashes what is written; the writer of `torch.save` only ever appends."""
+
+    def __init__(self, path: Path) -> None:
+        super().__init__(cast(Any, io.FileIO(path, "wb")))
+        self.sha256 = hashlib.sha256()
+
+    def write(self, data: Any) -> int:
+        self.sha256.update(data)
+        return super().write(data)
+
+
+def _save(path: Path, content: Any) -> str:
+    """Writes tensors and plain values; the hash of the file."""
+    with _HashedFile(path) as file:
+        try:
+            torch.save(content, file)
+        except RuntimeError as error:  # raised as the archive is closed, over what the operating system said
+            if isinstance(error.__context__, OSError):
+                raise error.__context__ from None
+            raise
+    sync(path)
+    return file.sha256.hexdigest()
+
+
+def _on_cpu(state: dict[str, Any], buffers: dict[int, Tensor]) -> dict[str, Any]:
+    """A copy that training does not change; tensors that are one stay one.
+
+    `buffers` are the tensors of the copy before, which are written over: fresh memory takes longer than the copying.
+    """
+    copies: dict[tuple, Tensor] = {}
+    memo: dict[int, Any] = {}
+    for leaf in tree_leaves(state):
+        if isinstance(leaf, Tensor) and not leaf.is_meta:
+            place = (
+                (leaf.device, leaf.data_ptr(), leaf.dtype, leaf.shape, leaf.stride()) if leaf.numel() else (id(leaf),)
+            )
+            if place not in copies:
+                buffer = buffers.get(len(copies))
+                if buffer is None or (buffer.dtype, buffer.shape) != (leaf.dtype, leaf.shape):
+                    buffer = torch.empty_like(leaf, device="cpu", pin_memory=leaf.is_cuda, requires_grad=False)
+                    buffers[len(copies)] = buffer
+                copies[place] = buffer.copy_(leaf.detach(), non_blocking=leaf.is_cuda)
+            memo[id(leaf)] = copies[place]
+    if torch.cuda.is_initialized():
+        torch.cuda.synchronize()
+    return copy.deepcopy(state, memo)
+
+
+class ResumePoint(NamedTuple):
+    """Where to go on: a whole resume checkpoint and its step."""
+
+    step: int
+    state: Path
+
+
+def resume_point(root: Path, which: str, *, hashed: bool = True) -> ResumePoint | None:
+    """Returns the checkpoint that `--resume` names: "last", a step, or a folder; None for the start of the run.
+
+    "last" passes over corrupt ones, naming them, and means the start where there never was one. Not `hashed`, it is
+    what is there by its name: for the other ranks, as `ResumeCheckpoint` reads what the first one found whole.
+
+    Raises:
+        InputError: a step or folder that is not there, or is corrupt; none that is whole.
+    """
+    folder = root / FOLDER
+    steps = saved_steps(folder)
+    if which == "last":
+        for step in reversed(steps):
+            try:
+                return _whole(step_folder(folder, step), hashed)
+            except InputError as error:
+                logger.warning("%s; trying the one before", error)
+        if steps:
+            raise InputError(f"resume: none of the checkpoints in {folder} is whole; --if_exists overwrite starts anew")
+        return None
+    if which.isdecimal():
+        if int(which) not in steps:
+            available = ", ".join(map(str, steps)) or "none"
+            raise InputError(f"resume: no resume checkpoint of step {which} in {folder}; there are: {available}")
+        return _whole(step_folder(folder, int(which)), hashed)
+    if not (Path(which) / FACTS).is_file():
+        raise InputError(
+            f"resume: expected last, a step, or a folder {FOLDER}/step-... of a run, got {which!r}: no {FACTS} in it"
+        )
+    return _whole(Path(which), hashed)
+
+
+def _whole(folder: Path, hashed: bool) -> ResumePoint:
+    """The checkpoint, if its bytes are those that were written."""
+    try:
+        facts = schema.read(folder / FACTS, _Facts, "take another checkpoint")
+        hashes = {STATE: facts["sha256"], **facts.get("shards", {})}
+        for name, expected in hashes.items() if hashed else ():
+            with open(folder / name, "rb") as file:
+                digest = hashlib.file_digest(file, "sha256").hexdigest()
+            if digest != expected:
+                raise InputError(f"resume: {folder / name} is corrupt (its hash differs from the one in {FACTS})")
+        return ResumePoint(facts["step"], folder / STATE)
+    except (OSError, ValueError) as error:
+        raise InputError(f"resume: {folder} is no whole resume checkpoint ({error})") from error
+
+
+def _load(strategy: Any, path: str | Path, weights_only: bool | None = True) -> dict[str, Any]:
+    """The state in a checkpoint that the first rank names; of a sharded strategy, model and optimizers get theirs here.
+
+    Weights saved by a sharded run go to any number of ranks, sharded or not. Those of an unsharded run are refused by
+    a sharded one: Lightning would mix up the optimizer's moments, which it numbers in the model's order, an unsharded
+    optimizer in the order of its groups.
+
+    Raises:
+        InputError: where a sharded run is to begin with such a state.
+    """
+    path = Path(strategy.broadcast(path))
+    read = functools.partial(torch.load, map_location="cpu", weights_only=True)
+    of_ranks = [read(file, mmap=True) for file in sorted(path.parent.glob(_SHARD_FILE.format("*")))]
+    if are_sharded(strategy) and not read(path, mmap=True).get(SHARDED, False):
+        raise InputError(
+            f"resume: {path} was saved by a run without sharded weights; go on with the strategy of that run"
+        )
+    if not of_ranks:
+        return type(strategy).load_checkpoint(strategy, path, weights_only=True)
+    state = read(path)
+    return load_shards_(strategy, state, of_ranks) if are_sharded(strategy) else put_in_shards(state, of_ranks)
