@@ -37,6 +37,7 @@ from lit_layers.data.word_pairs import WordPairs
 from lit_layers.errors import InputError
 from lit_layers.functional.entropy import effective_rank
 from lit_layers.functional.jacobian import block_jacobian
+from lit_layers.models.build import causal_lm, vit
 from lit_layers.models.saved import outline
 from lit_layers.models.shard_files import ShardFiles
 from lit_layers.models.streaming import StreamedModel
@@ -241,6 +242,12 @@ def test_a_pass_is_counted_as_torch_counts_it(name):
             model.pass_states(batch, lambda layer, hidden, mask: None)
     (part,) = Trajectory(batches=data).work(model).parts
     assert flop(model, part) == pytest.approx(counter.get_total_flops(), rel=0.1)
+
+
+def test_a_model_that_is_only_planned_has_no_weights():
+    with torch.device("meta"):
+        made = causal_lm("gpt2", n_layer=1, n_embd=8, n_head=1), vit("vit_tiny_patch16_224", depth=1)
+    assert {parameter.device.type for model in made for parameter in model.parameters()} == {"meta"}
 
 
 def test_a_model_without_weights_has_the_plan_of_the_real_one():

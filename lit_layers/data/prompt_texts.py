@@ -256,6 +256,9 @@ class BenchmarkPrompts(Batches):
     def __len__(self) -> int:
         return -(-self.num_prompts // self.batch_size)
 
+    def size(self) -> Size:
+        return Size(self.num_prompts, self.max_tokens, self.batch_size, exact=False)
+
     def content_hash(self) -> str:
         """Sixteen hex digits over the token ids and how they are cut into batches."""
         layout = "" if self.batch_size == 1 else f" {self.padding}"

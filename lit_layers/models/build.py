@@ -294,7 +294,11 @@ def one_line(error: Exception) -> str:
 
 @contextmanager
 def seeded(seed: int, device: str = "cpu") -> Iterator[None]:
-    """New weights inside come from `seed`, on the CPU; the global random state is as before afterwards."""
+    """New weights inside come from `seed`, on the CPU; the global random state is as before afterwards.
+
+    Within `torch.device("meta")` there are none.
+    """
+    device = "meta" if torch.empty(0).device.type == "meta" else device
     with torch.random.fork_rng(devices=[]), torch.device(device):
         torch.default_generator.manual_seed(seed)  # torch.manual_seed would seed the GPUs as well
         yield

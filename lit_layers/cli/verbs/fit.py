@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, Literal, cast
+from typing import Any, Literal
 
 import lightning as L
 import pandas as pd
@@ -266,24 +266,10 @@ def main(argv: list[str]) -> int:
 
 def _plan(cli: FitCLI) -> int:
     """Prints what the run would cost, and refuses what cannot end."""
-    own, data, module = cli.own, cli.datamodule, cast(Any, cli.model)
-    trainer, root = dict(own.trainer), Path(own.root)
-    world_size = _ranks_of(trainer)
-    accumulate = trainer.get("accumulate_grad_batches") or 1
-    context = SimpleNamespace(
-        datamodule=data, world_size=world_size, accumulate_grad_batches=accumulate, strategy=SimpleNamespace()
-    )
-    if hasattr(data, "corpus"):
-        data.shards = prepared_before(data.corpus, data.tokenizer) or SimpleNamespace(
-            vocab_size=bpe_size(data.tokenizer) or load_tokenizer(data.tokenizer).vocab_size
-        )
-    else:
-        data.setup("fit")
-    if not hasattr(module, "model"):
-        module.trainer = context
-        with torch.device("meta"):
-            module.configure_model()
-    view, last = LayeredModel(module.model), trainer["max_steps"]
+    own, data, trainer = cli.own, cli.datamodule, dict(cli.own.trainer)
+    world_size, accumulate = ranks_of(trainer), trainer.get("accumulate_grad_batches") or 1
+    view = outlined(cli.model, data, world_size=world_size, accumulate=accumulate)
+    root, last = Path(own.root), trainer["max_steps"]
     device = torch.device("cuda" if torch.cuda.is_available() and trainer.get("accelerator") != "cpu" else "cpu")
     checkpoints = [*Schedule(own.steps).until(last)]
     plan, row = plan_run(
@@ -311,7 +297,24 @@ def _plan(cli: FitCLI) -> int:
     return 0
 
 
-def _ranks_of(trainer: Mapping[str, Any]) -> int:
+def outlined(module: Any, data: Any, *, world_size: int, accumulate: int) -> LayeredModel:
+    """What a module trains on such data, without weights; a corpus need not be prepared."""
+    if hasattr(data, "corpus"):
+        data.shards = prepared_before(data.corpus, data.tokenizer) or SimpleNamespace(
+            vocab_size=bpe_size(data.tokenizer) or load_tokenizer(data.tokenizer).vocab_size
+        )
+    else:
+        data.setup("fit")
+    if not hasattr(module, "model"):
+        strategy = SimpleNamespace()
+        loop = {"world_size": world_size, "accumulate_grad_batches": accumulate, "strategy": strategy}
+        module.trainer = SimpleNamespace(datamodule=data, **loop)
+        with torch.device("meta"):
+            module.configure_model()
+    return LayeredModel(module.model)
+
+
+def ranks_of(trainer: Mapping[str, Any]) -> int:
     """How many processes a trainer with these options has."""
     devices: Any = trainer.get("devices", "auto")
     there = max(1, torch.cuda.device_count())
