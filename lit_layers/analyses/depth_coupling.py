@@ -16,7 +16,7 @@ from lit_layers.analyses.base import (
     in_convention,
 )
 from lit_layers.analyses.layerwise import LayerwiseAnalysis, LayerwiseRun, TensorFolder, Visit, joined
-from lit_layers.analyses.statistics import Tags, left_out, summarize
+from lit_layers.analyses.statistics import Sample, Tags, left_out, summarize_all
 from lit_layers.analyses.token_jacobians import (
     accuracy,
     accuracy_records,
@@ -228,9 +228,11 @@ class _Run(LayerwiseRun):
 
     def records(self) -> Iterator[Record]:
         values = joined(self.batches(), dim=-1)  # (blocks, ..., prompts)
+        samples: list[Sample | Record] = []
         for position, count in enumerate(self.counts):
-            yield from _pair_records(values, position, {"k": count}, len(self.tokens))
-        yield from _block_records(values, self.options.fit_from, len(self.tokens))
+            samples += _of_pairs(values, position, {"k": count}, len(self.tokens))
+        samples += _of_blocks(values, self.options.fit_from, len(self.tokens))
+        yield from summarize_all(samples)
 
     def _of_all_blocks(self, batch: int, name: str, like: Tensor) -> Tensor:
         """One part of the factors (prompts, blocks, ...); what is kept here is put together once."""
@@ -269,8 +271,8 @@ class _Run(LayerwiseRun):
         return cosines
 
 
-def _pair_records(of_prompts: dict[Any, Tensor], position: int, tags: Tags, tokens: int) -> Iterator[Record]:
-    """The records of one K: means over pairs per prompt first, then over prompts."""
+def _of_pairs(of_prompts: dict[Any, Tensor], position: int, tags: Tags, tokens: int) -> Iterator[Sample | Record]:
+    """What there is at one K: means over pairs per prompt first, then over prompts."""
     pairs = 1 - of_prompts["miscoupling"][:, position].movedim(-1, 0)  # (prompts, blocks, blocks)
     random = of_prompts["random"][:, position].T  # (prompts, blocks)
     excess = functional.excess_coupling(1 - pairs, random)
@@ -282,14 +284,14 @@ def _pair_records(of_prompts: dict[Any, Tensor], position: int, tags: Tags, toke
         ("excess_coupling", functional.off_diagonal_mean(excess), different),
         ("coupling_with_diagonal", pairs.nanmean((1, 2)), different | ~different),
     ):
-        yield from _of_all(metric, values, pairs[:, chosen], "pairs", tags, tokens)
-    yield from _of_all("random_coupling", (1 - random).nanmean(1), random, "blocks", tags, tokens)
+        yield _of_all(metric, values, pairs[:, chosen], "pairs", tags, tokens)
+    yield _of_all("random_coupling", (1 - random).nanmean(1), random, "blocks", tags, tokens)
     for distance, values in enumerate(functional.mean_by_distance(pairs).T):
         at = {**tags, "distance": distance}
-        yield from _of_all("coupling_by_distance", values, pairs[:, distances == distance], "pairs", at, tokens)
+        yield _of_all("coupling_by_distance", values, pairs[:, distances == distance], "pairs", at, tokens)
     for block, row in enumerate(pairs.movedim(0, -1), start=1):
         for other, values in enumerate(row, start=1):
-            yield from _means("coupling_pair", values, layer=block, other_layer=other, tags=tags, tokens=tokens)
+            yield _means("coupling_pair", values, layer=block, other_layer=other, tags=tags, tokens=tokens)
     gaps, errors = of_prompts["gaps"][:, position], of_prompts["estimates"][:, position]
     defined = ~gaps.isnan()
     yield from accuracy_records(
@@ -297,31 +299,31 @@ def _pair_records(of_prompts: dict[Any, Tensor], position: int, tags: Tags, toke
     )
 
 
-def _block_records(of_prompts: dict[Any, Tensor], fit_from: int, tokens: int) -> Iterator[Record]:
+def _of_blocks(of_prompts: dict[Any, Tensor], fit_from: int, tokens: int) -> Iterator[Sample]:
     blocks = len(of_prompts["norms"])
     for block in range(blocks):
-        yield from _means("jacobian_norm", of_prompts["norms"][block], layer=block + 1, tokens=tokens)
-        yield from _means("linearized_rollout", of_prompts["rollout"][block], layer=block + 1, tokens=tokens)
+        yield _means("jacobian_norm", of_prompts["norms"][block], layer=block + 1, tokens=tokens)
+        yield _means("linearized_rollout", of_prompts["rollout"][block], layer=block + 1, tokens=tokens)
         for index, values in enumerate(of_prompts["values"][block], start=1):
-            yield from _means("singular_value", values, layer=block + 1, tags={"index": index}, tokens=tokens)
-    yield from _means("linearized_rollout", of_prompts["rollout"][-1], tokens=tokens)
+            yield _means("singular_value", values, layer=block + 1, tags={"index": index}, tokens=tokens)
+    yield _means("linearized_rollout", of_prompts["rollout"][-1], tokens=tokens)
     if blocks - fit_from + 1 >= 3:
         slope, _, r_squared = functional.inverse_norm_line(of_prompts["values"][:, 0].T, fit_from, undefined="nan")
-        yield from _means("spectrum_slope", slope, tokens=tokens)
-        yield from _means("spectrum_r_squared", r_squared, tokens=tokens)
+        yield _means("spectrum_slope", slope, tokens=tokens)
+        yield _means("spectrum_r_squared", r_squared, tokens=tokens)
 
 
-def _of_all(metric: str, means: Tensor, members: Tensor, what: str, tags: Tags, tokens: int) -> list[Record]:
+def _of_all(metric: str, means: Tensor, members: Tensor, what: str, tags: Tags, tokens: int) -> Sample:
     """Of the means (prompts,) of sets of pairs or blocks (prompts, members): those of the sets that are complete."""
     missing = members.isnan()
     return _means(metric, means.masked_fill(missing.any(1), math.nan), tokens, tags={**tags, **left_out(what, missing)})
 
 
-def _means(metric: str, values: Tensor, tokens: int, *, tags: Tags | None = None, **place: Any) -> list[Record]:
+def _means(metric: str, values: Tensor, tokens: int, *, tags: Tags | None = None, **place: Any) -> Sample:
     """The mean over each prompt's defined tokens, then over prompts."""
     values = values.unflatten(0, (-1, tokens))
     counts = left_out("tokens", values.isnan()) if tokens > 1 else {}
-    return summarize(metric, values.nanmean(1), tags={**(tags or {}), **counts}, **place)
+    return Sample(metric, values.nanmean(1), tags={**(tags or {}), **counts}, **place)
 
 
 @dataclass(kw_only=True)

@@ -17,12 +17,14 @@ from lit_layers.analyses.base import (
 )
 from lit_layers.analyses.layerwise import Key, LayerwiseAnalysis, LayerwiseRun, TensorFolder, Visit, joined
 from lit_layers.analyses.statistics import (
+    Sample,
     complete,
     gap,
     left_out,
     mean_of_defined,
     median_of_defined,
     summarize,
+    summarize_all,
 )
 from lit_layers.data.batches import Batches
 from lit_layers.errors import InputError
@@ -97,8 +99,10 @@ class _TrajectoryRun(LayerwiseRun):
     def records(self) -> Iterator[Record]:
         tags = self.options.tags_of("states")
         groups = [_of_prompts(path, kept) for kept, path in map(self._kept, self.batches())]
+        samples: list[Sample] = []
         for metric in groups[0]:
-            yield from _trajectory_records(metric, torch.cat([group[metric] for group in groups], dim=-1), tags)
+            samples += _samples(metric, torch.cat([group[metric] for group in groups], dim=-1), tags)
+        yield from summarize_all(samples)
 
     @staticmethod
     def _kept(state: dict[str, Tensor]) -> tuple[Tensor, WalkedPath]:
@@ -134,7 +138,7 @@ def _of_tokens(path: WalkedPath) -> dict[str, Tensor]:
     return values | {"step_norm": lengths.where(lengths.isfinite(), torch.nan)}
 
 
-def _trajectory_records(metric: str, statistics: Tensor, tags: dict[str, str | int | float]) -> Iterable[Record]:
+def _samples(metric: str, statistics: Tensor, tags: dict[str, str | int | float]) -> Iterator[Sample]:
     means, medians, missing = statistics  # (rows, prompts) each
     about, of_path = look_up(metric), is_in(metric, "path")
     rows: list[tuple[int, int | None]] = [(-1, None)] if of_path else []
@@ -143,9 +147,9 @@ def _trajectory_records(metric: str, statistics: Tensor, tags: dict[str, str | i
         rows += [(row, layer) for layer, row in places if layer >= about.first_layer]
     for row, layer in rows:
         counts = left_out("tokens", int(missing[row].sum()))
-        yield from summarize(metric, means[row], layer=layer, tags=tags | counts)
+        yield Sample(metric, means[row], layer, tags=tags | counts)
         if about.median and (layer is None or not of_path):
-            yield from summarize(metric, medians[row], statistic="median", layer=layer, tags=tags | counts)
+            yield Sample(metric, medians[row], layer, tags=tags | counts, statistic="median")
 
 
 LEAST_TOKENS = 3  # a plane needs them

@@ -14,7 +14,7 @@ rows and lower an entropy.
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -23,6 +23,18 @@ from lit_layers.functional.curves import Statistic, bootstrap_interval
 from lit_layers.records import Record
 
 Tags = Mapping[str, str | int | float]
+ROWS_AT_ONCE = 500  # x 2,000 resamples x 8 B = 8 MB, and their order
+
+
+class Sample(NamedTuple):
+    """The values (prompts,) of one quantity, to be summarized; NaN where a prompt's value is undefined."""
+
+    metric: str
+    values: Tensor
+    layer: int | None = None
+    other_layer: int | None = None
+    tags: Tags | None = None
+    statistic: Statistic = "mean"
 
 
 def summarize(
@@ -41,49 +53,62 @@ def summarize(
     `high` a percentile bootstrap over prompts. One prompt has neither, nor has a mean that is infinite. Where no value
     is defined there is no record of a layer, and of the whole model one whose value is NaN.
     """
-    values = torch.as_tensor(values).detach().cpu().double()
-    if values.ndim != 1:
-        raise ValueError(f"expected one value per prompt of {metric}, got shape {tuple(values.shape)}")
-    (interval,) = _intervals(values[None], statistic)
-    return _summarized(metric, values, interval, layer, other_layer, tags, statistic)
+    return [*summarize_all([Sample(metric, values, layer, other_layer, tags, statistic)])]
+
+
+def summarize_all(samples: Iterable[Sample | Record]) -> Iterator[Record]:
+    """`summarize` of many in their order, which together take a tenth of the time; records stand as they come."""
+    everything = [
+        each if isinstance(each, Record) else each._replace(values=torch.as_tensor(each.values).detach().cpu().double())
+        for each in samples
+    ]
+    pending = [each for each in everything if isinstance(each, Sample)]
+    for sample in pending:
+        if sample.values.ndim != 1:
+            shape = tuple(sample.values.shape)
+            raise ValueError(f"expected one value per prompt of {sample.metric}, got shape {shape}")
+    intervals = iter(_intervals([sample.values for sample in pending], [sample.statistic for sample in pending]))
+    for each in everything:
+        if isinstance(each, Record):
+            yield each
+        else:
+            yield from _summarized(each, next(intervals))
 
 
 Interval = tuple[float | None, float | None]
 
 
-def _intervals(values: Tensor, statistic: Statistic) -> list[Interval]:
-    """Of each row (rows, prompts); rows that are defined for the same prompts are resampled by one product."""
-    intervals: list[Interval] = [(None, None)] * len(values)
-    by_prompts: dict[tuple[bool, ...], list[int]] = {}
-    for place, defined in enumerate((~values.isnan()).tolist()):
-        if sum(defined) > 1 and not values[place].isinf().any():
-            by_prompts.setdefault(tuple(defined), []).append(place)
-    for defined, places in by_prompts.items():
-        bounds = bootstrap_interval(values[places][:, list(defined)].T, statistic=statistic)
-        for place, low, high in zip(places, *(bound.tolist() for bound in bounds), strict=True):
-            intervals[place] = low, high
+def _intervals(rows: Sequence[Tensor], statistics: Sequence[Statistic]) -> list[Interval]:
+    """Of each row (prompts,); rows that are defined for the same prompts are resampled by one product."""
+    intervals: list[Interval] = [(None, None)] * len(rows)
+    by_prompts: dict[tuple[Statistic, tuple[bool, ...]], list[int]] = {}
+    for place, (row, statistic) in enumerate(zip(rows, statistics, strict=True)):
+        defined = tuple((~row.isnan()).tolist())
+        if sum(defined) > 1 and not row.isinf().any():
+            by_prompts.setdefault((statistic, defined), []).append(place)
+    for (statistic, defined), alike in by_prompts.items():
+        for start in range(0, len(alike), ROWS_AT_ONCE):
+            places = alike[start : start + ROWS_AT_ONCE]
+            values = torch.stack([rows[place] for place in places])[:, list(defined)]
+            bounds = bootstrap_interval(values.T, statistic=statistic)
+            for place, low, high in zip(places, *(bound.tolist() for bound in bounds), strict=True):
+                intervals[place] = low, high
     return intervals
 
 
-def _summarized(
-    metric: str,
-    values: Tensor,
-    interval: Interval,
-    layer: int | None,
-    other_layer: int | None,
-    tags: Tags | None,
-    statistic: Statistic,
-) -> list[Record]:
-    defined = values[~values.isnan()]
-    tags = {**(tags or {}), **left_out("", values.isnan())}
-    tags |= {"statistic": statistic} if statistic == "median" else {}
+def _summarized(sample: Sample, interval: Interval) -> list[Record]:
+    values, layer = sample.values, sample.layer
+    undefined = values.isnan()
+    defined = values[~undefined]
+    tags = {**(sample.tags or {}), **left_out("", undefined)}
+    tags |= {"statistic": "median"} if sample.statistic == "median" else {}
     if not (n := len(defined)):
-        return [gap(metric, tags=tags)] if layer is None else []
-    value = (defined.mean() if statistic == "mean" else median_of_defined(defined)).item()
+        return [gap(sample.metric, tags=tags)] if layer is None else []
+    value = (defined.mean() if sample.statistic == "mean" else median_of_defined(defined)).item()
     low, high = interval
-    stderr = defined.std().item() / math.sqrt(n) if statistic == "mean" and low is not None else None
-    spread = {"stderr": stderr, "low": low, "high": high}
-    return [Record(metric=metric, value=value, layer=layer, other_layer=other_layer, n=n, tags=tags, **spread)]
+    stderr = defined.std().item() / math.sqrt(n) if sample.statistic == "mean" and low is not None else None
+    place = {"layer": layer, "other_layer": sample.other_layer}
+    return [Record(metric=sample.metric, value=value, n=n, tags=tags, stderr=stderr, low=low, high=high, **place)]
 
 
 def summarize_layers(
@@ -97,13 +122,15 @@ def summarize_layers(
     values = values.detach().cpu().double()
     inner = values[1:]
     rows = torch.cat([values, inner.mean(0, keepdim=True)])
-    for number, (row, interval) in enumerate(zip(rows, _intervals(rows, "mean"), strict=True)):
+    samples = []
+    for number, row in enumerate(rows):
         layer = number if number < len(values) else None
         members = slice(1, None) if layer is None else layer
         totals = {name: int(number[members].sum()) for name, number in (counts or {}).items()}
         row_tags = {**(tags or {}), **{name: total for name, total in totals.items() if total}}
         row_tags |= left_out("layers", inner.isnan().all(-1)) if layer is None else {}
-        yield from _summarized(metric, row, interval, layer, None, row_tags, "mean")
+        samples.append(Sample(metric, row, layer, tags=row_tags))
+    yield from summarize_all(samples)
 
 
 def gap(metric: str, *, tags: Tags | None = None) -> Record:
