@@ -8,7 +8,7 @@ import pickle
 import platform
 import random
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from lit_layers.analyses.base import Analysis, DividedAnalysis, at_least_float32
+from lit_layers.analyses.base import ALL, Analysis, DividedAnalysis, at_least_float32
 from lit_layers.analyses.statistics import with_a_value
 from lit_layers.models.build import weights_hash as hash_weights
 from lit_layers.models.families import Network
@@ -71,8 +71,7 @@ def in_one_pass(
     **facts: Any,
 ) -> Iterator[Measurement]:
     """Yields the measurement of each analysis, in one process, of a model that is in memory whole."""
-    whole: dict[str, Any] = {"rank": 0, "world_size": 1, "weights_hash": facts["weights_hash"], "kept_mb": kept_mb}
-    shares = Shares(model, analyses, starting, **whole)
+    shares = Shares(model, analyses, starting, weights_hash=facts["weights_hash"], kept_mb=kept_mb)
     for analysis in analyses:
         if is_divided(analysis):
             yield join_shares(shares.model, analysis, [shares.of(analysis)], **facts)
@@ -112,6 +111,7 @@ class Attempt:
     found: Any = None
     error: str | None = None
     seconds: float = 0.0
+    of_parts: dict[int, float] = field(default_factory=dict)  # the seconds of each part
     facts: dict[str, Any] = field(default_factory=dict)
     random_state: list[Any] = field(default_factory=list)  # where its generators stand between two turns
 
@@ -154,6 +154,8 @@ def is_divided(analysis: Analysis) -> bool:
 class Shares:
     """What one process of several finds of the analyses that are divided, all in one pass over their texts.
 
+    `numbers` are those of the parts that it measures of each analysis, by name; None: all.
+
     They take turns, a part each, the one next whose texts come first. So a text is held for as long as the analyses
     that look at it take for it; an analysis that fails is left out from there on. Each turn is undisturbed by others.
     """
@@ -164,8 +166,7 @@ class Shares:
         analyses: Sequence[Analysis],
         starting: Callable[[Analysis], None],
         *,
-        rank: int,
-        world_size: int,
+        numbers: Mapping[str, Container[int]] | None = None,
         weights_hash: str | None = None,
         kept_mb: int = KEPT_MB,
     ) -> None:
@@ -180,7 +181,9 @@ class Shares:
         self._begun: set[str] = set()
         for name, analysis in self.analyses.items():
             if is_divided(analysis):
-                self._turns[name] = analysis.turns(self.model, rank, world_size, self._parts[name])
+                mine = ALL if numbers is None else numbers[name]
+                results, seconds = self._parts[name], self.attempts[name].of_parts
+                self._turns[name] = analysis.turns(self.model, mine, results, seconds)
                 self._turn(name)  # announces what it will read
             else:
                 # What it cannot say now is no error: it asks for its texts itself when it runs.
@@ -228,10 +231,10 @@ def _announce(analysis: Analysis, model: SharedPass) -> None:
 
 
 def measure_share(
-    model: nn.Module, analysis: DividedAnalysis, *, rank: int, world_size: int, weights_hash: str | None = None
+    model: nn.Module, analysis: DividedAnalysis, numbers: Container[int], *, weights_hash: str | None = None
 ) -> Attempt:
     """What one process of several finds of an analysis, ready to be sent to the one that joins; it never raises."""
-    shares = Shares(model, [analysis], lambda _: None, rank=rank, world_size=world_size, weights_hash=weights_hash)
+    shares = Shares(model, [analysis], lambda _: None, numbers={analysis.name: numbers}, weights_hash=weights_hash)
     return sendable(shares.of(analysis))
 
 

@@ -154,7 +154,7 @@ def test_nothing_is_kept_longer_than_somebody_waits_for_it(monkeypatch):
 
     monkeypatch.setattr(shared_pass.SharedPass, "trajectory", watched)
     analyses = [Trajectory(batches=cut(batch, 2, 2, 2, 2)), Lens(batches=cut(batch, 2, 2, 2, 2))]
-    shares = Shares(model, analyses, lambda analysis: None, rank=0, world_size=1)
+    shares = Shares(model, analyses, lambda analysis: None)
     assert [shares.of(analysis).error for analysis in analyses] == [None, None]
     assert kept == [2, 0] * 4, "they go in step"
     ledger = shares.model._ledger

@@ -6,8 +6,9 @@ import hashlib
 import itertools
 import json
 import math
+import time
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, ClassVar, Literal, Self, cast, get_args, get_origin
 
@@ -29,6 +30,7 @@ from lit_layers.records import Record
 # "resid": every layer as it leaves its block. "hf": the last one after the final norm, as in `hidden_states` of
 # transformers and in much published code. "normed": every one after the final norm, as a model cut there would end.
 States = Literal["resid", "hf", "normed"]
+ALL = range(2**62)  # numbers of parts
 _ORDERS = ("alpha", "p")  # of an entropy, of a norm: these may be infinite
 STATES: tuple[States, ...] = ("resid", "hf", "normed")
 
@@ -235,35 +237,46 @@ class DividedAnalysis(Analysis):
         """Yields the records of all parts, of which there is at least one, in their order."""
 
     def run(self, model: LayeredModel) -> Iterable[Record]:
-        share = self.share(model, 0, 1)
-        yield from self.join(model, [share])
+        yield from self.join(model, [self.share(model)])
 
     def prepared(self, model: LayeredModel) -> LayeredModel:
         """The model as it is measured."""
         return at_least_float32(model)
 
-    def share(self, model: LayeredModel, rank: int, world_size: int) -> dict[int, Any]:
-        """What every `world_size`-th part gives, from number `rank` on, by its number."""
+    def texts_of_parts(self, model: LayeredModel) -> list[list[bytes]]:
+        """For each part the rows that it reads, as `SharedPass.rows` tells them apart."""
+        self.check_options(model)
+        view = self.prepared(SharedPass.of(model))
+        rows = view.rows if isinstance(view, SharedPass) else lambda batches: []
+        return [rows(self.reads(view, part)) for part in self.parts(view)]
+
+    def share(self, model: LayeredModel, numbers: Container[int] = ALL) -> dict[int, Any]:
+        """What the parts of these numbers give, by their number."""
         results: dict[int, Any] = {}
-        for _ in self.turns(SharedPass.of(model), rank, world_size, results):
+        for _ in self.turns(SharedPass.of(model), numbers, results, {}):
             pass
         return results
 
-    def turns(self, model: SharedPass, rank: int, world_size: int, results: dict[int, Any]) -> Iterator[float]:
+    def turns(
+        self, model: SharedPass, numbers: Container[int], results: dict[int, Any], seconds: dict[int, float]
+    ) -> Iterator[float]:
         """`share` in turns with others that look at the same model, all of which announce first what they will read.
 
-        Before each part yields its place in the pass, and then adds what it gives to the results.
+        Before each part yields its place in the pass, and then adds what it gives and how long it took.
         """
         self.check_options(model)
         view = self.prepared(model)
         announced = view if isinstance(view, SharedPass) else None
-        mine = (rank, None, world_size)
         if announced is not None:
-            parts = itertools.islice(self.parts(view), *mine)
+            parts = (part for number, part in enumerate(self.parts(view)) if number in numbers)
             announced.announce(self.name, itertools.chain.from_iterable(self.reads(view, part) for part in parts))
-        for number, part in itertools.islice(enumerate(self.parts(view)), *mine):
+        for number, part in enumerate(self.parts(view)):
+            if number not in numbers:
+                continue
             yield math.inf if announced is None else announced.place(self.reads(view, part))
+            started = time.perf_counter()
             results[number] = self.of_part(view, part)
+            seconds[number] = time.perf_counter() - started
 
     def join(self, model: LayeredModel, shares: Iterable[dict[int, Any]]) -> Iterable[Record]:
         """Yields the records of all shares together.

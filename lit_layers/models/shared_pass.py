@@ -75,15 +75,17 @@ class SharedPass(LayeredModel):
 
     def announce(self, reader: str, batches: Iterable[Batch]) -> None:
         """Says that a reader will ask for these batches."""
-        for batch in batches:
-            for key in self._keys(batch) or ():
-                self._ledger.readers.setdefault(key, []).append(reader)
-                self._ledger.places.setdefault(key, len(self._ledger.places))
+        for key in self.rows(batches):
+            self._ledger.readers.setdefault(key, []).append(reader)
+            self._ledger.places.setdefault(key, len(self._ledger.places))
+
+    def rows(self, batches: Iterable[Batch]) -> list[bytes]:
+        """What tells the rows of batches apart, by their content: equal for equal ones."""
+        return [key for batch in batches for key in self._keys(batch) or ()]
 
     def place(self, batches: Sequence[Batch]) -> float:
         """Where in the order of all announced rows these batches begin; behind all where nothing is known of them."""
-        keys = [key for batch in batches for key in self._keys(batch) or ()]
-        return min((self._ledger.places.get(key, torch.inf) for key in keys), default=torch.inf)
+        return min((self._ledger.places.get(key, torch.inf) for key in self.rows(batches)), default=torch.inf)
 
     def turn(self, reader: str) -> None:
         """Says who asks from now on."""

@@ -1,20 +1,18 @@
 """The two callbacks of a run that is watched: save the model at the steps of a schedule, then measure it."""
 
 import contextlib
-import datetime
 import functools
-import itertools
 import logging
 import shutil
 import time
 from abc import abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
 import lightning as L
 import torch
-from torch import distributed, nn
+from torch import nn
 
 from lit_layers import records, run_lock, undisturbed
 from lit_layers.analyses.base import Analysis
@@ -28,48 +26,8 @@ from lit_layers.records import Measurement, Store
 from lit_layers.schedule import Schedule, Steps
 from lit_layers.schema import COUNT_OR_NONE, refuse_outside
 from lit_layers.training.checkpoints import axis_step, origin_of, step_folder, write_folder
+from lit_layers.training.dealing import Ranks, new_group
 from lit_layers.training.sharding import NoRoomError, is_sharded, release_copy_, whole_copy, whole_on_first_rank
-from lit_layers.undisturbed import Shares
-
-_PATIENCE = datetime.timedelta(hours=12)
-
-
-def new_group() -> Any:
-    """A group of its own on the CPU: results are objects, and training's collectives stay undisturbed."""
-    return distributed.new_group(backend="gloo", timeout=_PATIENCE)
-
-
-def measure_together(
-    model: nn.Module,
-    analyses: Sequence[Analysis],
-    starting: Callable[[Analysis], None],
-    *,
-    group: Any,
-    kept_mb: int,
-    **facts: Any,
-) -> list[Measurement]:
-    """On rank 0 the measurements, in the order of the analyses, equal to those of one process; elsewhere none.
-
-    The parts of an analysis that can be divided are dealt over the ranks, the others one by one. No collective runs
-    inside an analysis, so that one that fails hangs no rank; nor does a slow one: all ranks leave together, and none
-    waits for another in training's own collectives, which have less patience. `facts` are those of `measure`.
-    """
-    rank, world_size = distributed.get_rank(group), distributed.get_world_size(group)
-    turns = itertools.cycle(range(world_size))
-    mine = [each for each in analyses if undisturbed.is_divided(each) or next(turns) == rank]
-    facts_of_share = {"rank": rank, "world_size": world_size, "weights_hash": facts["weights_hash"], "kept_mb": kept_mb}
-    shares, results = Shares(model, mine, starting, **facts_of_share), {}
-    for analysis in mine:
-        if undisturbed.is_divided(analysis):
-            results[analysis.name] = undisturbed.sendable(shares.of(analysis))
-        else:
-            starting(analysis)
-            results[analysis.name] = undisturbed.measure(shares.model, analysis, **facts)
-    of_ranks: list[Any] | None = [None] * world_size if rank == 0 else None
-    distributed.gather_object(results, of_ranks, dst=0, group=group)
-    measurements = [] if of_ranks is None else [_joined(model, analysis, of_ranks, **facts) for analysis in analyses]
-    distributed.barrier(group=group)
-    return measurements
 
 
 def plan_run(
@@ -105,14 +63,6 @@ def plan_run(
     return plan, row
 
 
-def _joined(model: nn.Module, analysis: Analysis, of_ranks: list[dict[str, Any]], **facts: Any) -> Measurement:
-    shares = [results[analysis.name] for results in of_ranks if analysis.name in results]
-    if undisturbed.is_divided(analysis):
-        return undisturbed.join_shares(model, analysis, shares, **facts)
-    (measurement,) = shares
-    return measurement
-
-
 logger = logging.getLogger(__name__)
 
 
@@ -126,23 +76,26 @@ class _AtSteps(L.Callback):
         self.schedule, self.root, self.model = Schedule(steps), Path(root), model
         self.paused_seconds = 0.0  # what training waited for this callback
         self._last_step = -1
-        self._group: Any = None
+        self._ranks: Ranks | None = None  # where there are several
         self._held = contextlib.ExitStack()
 
     def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
         if stage != "fit":
             return
-        refusal: list[str | None] = [None]
+        refusal: str | None = None
         if trainer.is_global_zero and not run_lock.is_held(self.root):
             try:
                 self._held.enter_context(run_lock.writing(self.root))
             except InputError as error:
-                refusal = [str(error)]
-        self._group = new_group() if trainer.world_size > 1 else None
-        if self._group is not None:  # all ranks are refused, as none could go on
-            distributed.broadcast_object_list(refusal, src=0, group=self._group)
-        if refusal[0] is not None:
-            raise InputError(refusal[0])
+                refusal = str(error)
+        self._ranks = Ranks(new_group()) if trainer.world_size > 1 else None
+        refusal = self._from_first(refusal)  # all ranks are refused, as none could go on
+        if refusal is not None:
+            raise InputError(refusal)
+
+    def _from_first(self, value: Any) -> Any:
+        """What rank 0 has, on all ranks."""
+        return value if self._ranks is None else self._ranks.from_first(value)
 
     def teardown(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
         self._held.close()
@@ -261,8 +214,9 @@ class EmergenceCallback(_AtSteps):
 
     One line a (step, analysis) goes to `root/measurements.jsonl`, and the numbers to the trainer's loggers, where those
     of other options or data than a run began with have names of their own: `coupling@1a2b3c4d/...`. What stands in the
-    file already, with the same options, data and weights, is not measured again. Under DDP the analyses, and the
-    prompts of each that can be divided, are dealt over the ranks; the numbers do not depend on how many there are.
+    file already, with the same options, data and weights, is not measured again. Under DDP the parts of all
+    analyses are dealt over the ranks by the seconds that they took at the last checkpoint; the numbers do not depend on
+    it, nor on how many ranks there are.
     Sharded weights are gathered into a plain copy on each rank, once a step; where it does not fit, every analysis then
     says so.
 
@@ -341,9 +295,7 @@ class EmergenceCallback(_AtSteps):
                     result[0] = self._stride_within(budget, trainer, view)
             except InputError as error:
                 result[1] = str(error)
-        if self._group is not None:
-            distributed.broadcast_object_list(result, src=0, group=self._group)
-        self._stride, refusal = result
+        self._stride, refusal = self._from_first(result)
         if refusal is not None:
             raise InputError(refusal)
         if self._stride > 1:
@@ -377,10 +329,7 @@ class EmergenceCallback(_AtSteps):
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         measurements = records.read(self.file) if trainer.is_global_zero and self.file.exists() else []
-        shared = [measurements, origin_of(trainer).source]
-        if self._group is not None:
-            distributed.broadcast_object_list(shared, src=0, group=self._group)
-        measurements, self._source = shared
+        measurements, self._source = self._from_first((measurements, origin_of(trainer).source))
         self._store, self._plain = Store(self.file, measurements), plain_settings(measurements)
         super().on_train_start(trainer, pl_module)
 
@@ -389,8 +338,7 @@ class EmergenceCallback(_AtSteps):
             for watcher in self.watchers:
                 watcher.measuring(step, analysis.name)
 
-        together = functools.partial(measure_together, group=self._group)
-        way = functools.partial(undisturbed.in_one_pass if self._group is None else together, kept_mb=self.kept_mb)
+        way = undisturbed.in_one_pass if self._ranks is None else self._ranks.measure
         for measurement in undisturbed.measure_missing(
             model,
             self.analyses,
@@ -399,8 +347,9 @@ class EmergenceCallback(_AtSteps):
             step=step,
             tokens=self._tokens(trainer, step),
             provenance=self._provenance(step == origin_of(trainer).step),
-            weights_hash=weights_hash(model),
-            way=way,
+            # of the same weights on every rank
+            weights_hash=self._from_first(weights_hash(model) if trainer.is_global_zero else None),
+            way=functools.partial(way, kept_mb=self.kept_mb),
             starting=starting,
         ):
             self._tell(trainer, measurement)

@@ -1,6 +1,7 @@
 """Analyses that several processes share give the numbers of one, whoever measures which part."""
 
 import pickle
+import random
 
 import pytest
 import torch
@@ -56,23 +57,24 @@ def test_shares_of_any_number_of_processes_join_to_the_numbers_of_one(model, ana
     whole = undisturbed.measure(model, analysis, run="run", step=3, tokens=5, weights_hash="x")
     assert whole.error is None
     assert whole.records
-    for world_size in (2, 3, 8):
+    for num_ranks in (2, 3, 8):
+        owners = [random.Random(num_ranks).randrange(num_ranks) for _ in range(99)]  # some rank has none, others many
         shares = [
-            undisturbed.measure_share(model, analysis, rank=rank, world_size=world_size, weights_hash="x")
-            for rank in reversed(range(world_size))
+            undisturbed.measure_share(model, analysis, {n for n in range(99) if owners[n] == rank}, weights_hash="x")
+            for rank in reversed(range(num_ranks))
         ]
         joined = undisturbed.join_shares(
             model, analysis, pickle.loads(pickle.dumps(shares)), run="run", step=3, tokens=5, weights_hash="x"
         )
         # NaN is not equal to itself, its text is
-        assert [repr(record) for record in joined.records] == [repr(record) for record in whole.records], world_size
+        assert [repr(record) for record in joined.records] == [repr(record) for record in whole.records], num_ranks
     assert (joined.run, joined.step, joined.tokens, joined.error) == ("run", 3, 5, None)
     assert joined.provenance == whole.provenance
 
 
 @pytest.mark.parametrize("analysis", ANALYSES, ids=lambda analysis: analysis.name)
 def test_every_share_has_parts_of_its_own(model, analysis):
-    shares = [analysis.share(LayeredModel(model), rank, 2) for rank in range(2)]
+    shares = [analysis.share(LayeredModel(model), range(rank, 99, 2)) for rank in range(2)]
     numbers = [number for share in shares for number in share]
     assert sorted(numbers) == list(range(len(numbers)))
     assert all(number % 2 == rank for rank, share in enumerate(shares) for number in share)
@@ -100,7 +102,7 @@ class Odd(DividedAnalysis):
 
 @pytest.mark.parametrize(("fails", "error"), [(True, "RuntimeError: the second part"), (False, "pickle")])
 def test_a_failing_share_is_the_error_of_the_whole(model, fails, error):
-    shares = [undisturbed.measure_share(model, Odd(fails), rank=rank, world_size=2) for rank in range(2)]
+    shares = [undisturbed.measure_share(model, Odd(fails), range(rank, 99, 2)) for rank in range(2)]
     assert shares[0].error is None
     measurement = undisturbed.join_shares(model, Odd(fails), shares, run="run", step=0)
     assert measurement.error is not None
@@ -110,6 +112,6 @@ def test_a_failing_share_is_the_error_of_the_whole(model, fails, error):
 
 def test_data_without_prompts_is_an_error_of_the_joined_measurement(model):
     nothing = Trajectory(batches=Listed())
-    shares = [undisturbed.measure_share(model, nothing, rank=rank, world_size=2) for rank in range(2)]
+    shares = [undisturbed.measure_share(model, nothing, range(rank, 99, 2)) for rank in range(2)]
     measurement = undisturbed.join_shares(model, nothing, shares, run="run", step=0)
     assert measurement.error == "InputError: trajectory: the data holds no prompts"

@@ -1,0 +1,58 @@
+"""Who measures what: no rank is busy for longer than a fair share and the longest part."""
+
+import random
+
+import pytest
+
+from lit_layers.training.dealing import Part, deal
+
+
+def text_recipe(draw: random.Random) -> tuple[dict[Part, float], dict[Part, list[str]]]:
+    """Seconds like those of GPT-2 small: three analyses of the same 16 batches, few dear parts, many cheap ones."""
+    seconds, texts = {}, {}
+
+    def add(analysis: str, count: int, each: float, common: str = "") -> None:
+        for number in range(count):
+            part = Part(analysis, number)
+            seconds[part] = each * draw.uniform(0.5, 2.0)
+            texts[part] = [f"{common or analysis} {number} {row}" for row in range(4)]
+
+    for analysis, each in (("trajectory", 0.2), ("representation", 3.0), ("lens", 2.0)):
+        add(analysis, 16, each, "text")
+    add("coupling", 8, 9.0)
+    add("probe passes", 120, 1.5)
+    add("probe fits", 13, 7.0)
+    add("alone", 1, 4.0)
+    return seconds, texts
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2, 3, 8])
+def test_no_rank_has_more_than_a_fair_share_and_the_longest_part(num_ranks):
+    for seed in range(5):
+        seconds, texts = text_recipe(random.Random(seed))
+        dealt = deal(seconds, texts, num_ranks)
+        assert sorted(part for parts in dealt for part in parts) == sorted(seconds)
+        slowest = max(sum(seconds[part] for part in parts) for parts in dealt)
+        assert slowest <= sum(seconds.values()) / num_ranks + max(seconds.values())
+        if num_ranks == 8:  # parts are small here: about an eighth
+            assert slowest < 1.05 * sum(seconds.values()) / 8
+        for number in range(16):  # read once, as no rank has too much by it
+            assert sum(Part("lens", number) in parts and Part("trajectory", number) in parts for parts in dealt) == 1
+
+
+def test_parts_of_a_text_are_parted_where_one_rank_would_have_them_all():
+    seconds = {Part("jacobians", number): 1.0 for number in range(8)}
+    texts = {part: ["the only batch"] for part in seconds}
+    assert [len(parts) for parts in deal(seconds, texts, 4)] == [2, 2, 2, 2]
+    assert deal(seconds, texts, 1) == [set(seconds)]
+    assert deal({}, {}, 2) == [set(), set()]
+
+
+def test_texts_hang_together_over_several_parts():
+    seconds = {Part("all", number): 1.0 for number in range(6)} | {Part("long", 0): 6.0}
+    texts = {Part("all", n): [str(n), str(n + 1)] for n in range(6)} | {Part("long", 0): ["else"]}
+    dealt = deal(seconds, texts, 2)
+    assert {frozenset(parts) for parts in dealt} == {
+        frozenset([Part("long", 0)]),
+        frozenset(seconds) - {Part("long", 0)},
+    }
