@@ -1,4 +1,4 @@
-"""What a file that is read back must hold, and the ranges of options: what is wrong is one sentence.
+"""What a file that is read back must hold, run.json too, and the ranges of options: what is wrong is one sentence.
 
 A file's kind is checked as it is parsed: a dataclass or a TypedDict of the types below, with one of the two
 configurations. pydantic does both in less time than Python's own parser takes without a check.
@@ -208,3 +208,79 @@ def refuse_outside(place: str, ranges: Mapping[str, Range], values: Mapping[str,
         for each in value if isinstance(value, Sequence) and not isinstance(value, str) else (value,):
             if each is not None and (expected := allowed.expected(each)) is not None:
                 raise InputError(f"{place}{name}: expected {expected}, got {value}")
+
+
+# `run.json`: what a run says of itself, written by training and read by whatever looks at its folder.
+
+RUN_FILE = "run.json"
+
+
+@with_config(OPEN)
+class _Origin(TypedDict, total=False):
+    step: Count
+    tokens: Count | None
+
+
+_Model = with_config(OPEN)(TypedDict("_Model", {"class": str, "parameters": Count}, total=False))
+
+
+@with_config(OPEN)
+class _Data(TypedDict, total=False):
+    corpus: str | None
+    source: Any
+    unigram_entropy: Real | None
+
+
+@with_config(OPEN)
+class _Config(TypedDict, total=False):
+    seed_everything: int | bool | None
+    corpus: str | None
+    tokenizer: str | None
+    model: dict[str, Any] | None
+    data: dict[str, Any] | None
+    trainer: dict[str, Any] | None
+    wandb: dict[str, Any] | None
+    analyses: list[Any] | None
+
+
+@with_config(OPEN)
+class _Resumed(TypedDict):
+    step: Count
+    at: str
+
+
+@with_config(OPEN)
+class _RunFacts(TypedDict, total=False):
+    run: str
+    id: str
+    started: str
+    max_steps: Count
+    origin: _Origin | None
+    tokens_per_step: Count | None
+    world_size: Count
+    device: str
+    precision: str
+    model: _Model
+    config: _Config
+    data: _Data
+    resumed: list[_Resumed]
+    seconds: Seconds
+    last_step: Count
+    checkpoint_seconds: Seconds
+    analysis_seconds: Seconds
+
+
+def run_facts(root: Path, *, needed: tuple[str, ...] = ()) -> dict[str, Any]:
+    """Returns what a run says of itself in its folder; nothing where there is no run.json.
+
+    Raises:
+        InputError: a run.json that is damaged, or lacks what is needed.
+    """
+    path = root / RUN_FILE
+    if not path.is_file():
+        return {}
+    facts: Any = read(path, _RunFacts, "restore it, or delete it to go on without it")
+    for field in needed:
+        if field not in facts:
+            raise InputError(f"{path}: {field}: this field is missing; restore it, or begin another run")
+    return facts

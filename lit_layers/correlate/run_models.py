@@ -14,7 +14,7 @@ from lit_layers.errors import InputError
 from lit_layers.figures.labels import tag_text
 from lit_layers.figures.tables import ORDINALS, plainest
 from lit_layers.records import PLACES, Measurement, Record
-from lit_layers.run_file import run_facts
+from lit_layers.schema import run_facts
 
 NAMES = ("model", "run", "name")  # of the column that names the models
 # What a model's size is called: the name here, then what configurations of the known families call it.

@@ -16,7 +16,7 @@ from lit_layers.figures.tables import grouped
 from lit_layers.identity import ALL, LAST, Settings, divided, settings_of, short
 from lit_layers.metrics import sentence
 from lit_layers.records import Measurement
-from lit_layers.run_file import run_facts
+from lit_layers.schema import run_facts
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ from typing import Any, Literal, get_args
 from lit_layers.data.tokenization import Tokenizer, tokenizer_hash
 from lit_layers.errors import InputError
 from lit_layers.records import Measurement, Store
-from lit_layers.run_file import run_facts
+from lit_layers.schema import run_facts
 from lit_layers.series import audit_files, audit_weights
 from lit_layers.series.audit_files import OF_A_LISTING, OF_WEIGHTS, Finding, Listed, finding
 from lit_layers.series.checkpoint import Checkpoint, Series

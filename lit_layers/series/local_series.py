@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, Any
 
 from lit_layers.downloads import would_run_code
 from lit_layers.errors import InputError
-from lit_layers.run_file import run_facts
 from lit_layers.schedule import Schedule, Steps
+from lit_layers.schema import run_facts
 from lit_layers.series.checkpoint import Checkpoint, Grammar, Listing, Series, is_steplike, ordered, recognize
 from lit_layers.series.checkpoint_sources import TOKENIZER, FolderSource, Source, companions
 from lit_layers.series.weight_files import ListedFile, Memory, on_disk

@@ -35,9 +35,8 @@ from lit_layers.models.workload import bytes_of_model
 from lit_layers.plan import Plan, size, stride_within
 from lit_layers.plots import change_table
 from lit_layers.report import MirrorAside, WandbMirror, write_report
-from lit_layers.run_file import run_facts
 from lit_layers.schedule import Schedule
-from lit_layers.schema import COUNT, COUNT_OR_NONE, MANY, SEED, Range, refuse_outside
+from lit_layers.schema import COUNT, COUNT_OR_NONE, MANY, SEED, Range, refuse_outside, run_facts
 from lit_layers.training import EmergenceCallback, SeriesCheckpoint
 from lit_layers.training.callbacks import plan_run
 from lit_layers.training.checkpoints import Origin, axis_step, kept
