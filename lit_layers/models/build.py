@@ -91,8 +91,9 @@ def causal_lm(
     return model.train()
 
 
-def vit(name: str, *, seed: int = 0, **overrides: Any) -> nn.Module:
-    """A new timm vision transformer on the CPU, in training mode; `overrides` are arguments of its constructor.
+def vit(name: str, *, seed: int = 0, device: str = "cpu", **overrides: Any) -> nn.Module:
+    """A new timm vision transformer on the CPU, in training mode; `overrides` are arguments of its constructor. On the
+    `device` "meta" it has no weights.
 
     Raises:
         InputError: an unknown name, a model of another kind, an unknown override or one that does not fit.
@@ -108,7 +109,7 @@ def vit(name: str, *, seed: int = 0, **overrides: Any) -> nn.Module:
     _refuse_unknown(overrides, known, "option of a vision transformer")
     try:
         refuse_beyond_memory(SimpleNamespace(**overrides))
-        with seeded(seed):
+        with seeded(seed, device):
             model = timm.create_model(name, pretrained=False, **overrides)
     except (ValueError, TypeError, AssertionError, RuntimeError, ZeroDivisionError) as error:
         raise InputError(f"cannot build {name} with {overrides}: {one_line(error)}") from error

@@ -17,7 +17,7 @@ from lit_layers.models.pixels import mixup, set_pixel_statistics_
 from lit_layers.schema import COUNT, MANY, SHARE_BELOW_1, Range, refuse_outside
 from lit_layers.training.datamodules import LitImageData
 from lit_layers.training.modules import MODEL_RANGES, LitModule, WeightedMean, warmup_cosine
-from lit_layers.training.sharding import are_sharded
+from lit_layers.training.sharding import are_sharded, built_once
 
 
 class ExponentialAverage(WeightAveraging):
@@ -175,16 +175,15 @@ class LitImageClassifier(LitModule):
         if hasattr(self, "model"):
             return
         data = self.data
-        patch = {} if self.patch_size is None else {"patch_size": self.patch_size}
-        model: Any = vit(
-            self.architecture,
-            seed=self.init_seed,
-            img_size=data.image_size,
-            num_classes=data.num_classes,
-            drop_path_rate=self.drop_path_rate,
-            **patch,
-            **self.config,
-        )
+        options = {"drop_path_rate": self.drop_path_rate, **self.config}
+        if self.patch_size is not None:
+            options["patch_size"] = self.patch_size
+
+        def build(device: str) -> nn.Module:
+            sizes = {"img_size": data.image_size, "num_classes": data.num_classes}
+            return vit(self.architecture, seed=self.init_seed, device=device, **sizes, **options)
+
+        model: Any = built_once(self.trainer.strategy, build)
         size = model.patch_embed.patch_size[0]
         if data.image_size % size:  # timm would leave the border out without a word
             raise InputError(

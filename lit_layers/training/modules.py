@@ -17,6 +17,7 @@ from torchmetrics import Metric
 from lit_layers.errors import InputError
 from lit_layers.models.build import causal_lm, true_vocab_size
 from lit_layers.models.families import causal_by_flag
+from lit_layers.models.saved import outline, read_config
 from lit_layers.models.view import LayeredModel
 from lit_layers.schema import (
     BETA,
@@ -31,7 +32,7 @@ from lit_layers.schema import (
 )
 from lit_layers.series.checkpoint import Checkpoint
 from lit_layers.training.checkpoints import Origin, published, refuse_another_tokenizer
-from lit_layers.training.sharding import are_sharded, full, reduce_gradients_, shard_, sharding_mesh
+from lit_layers.training.sharding import built_once, full, reduce_gradients_, shard_, sharding_mesh
 
 
 def adamw(
@@ -348,7 +349,8 @@ class LitCausalLM(LitModule):
         if hasattr(self, "model"):
             return
         data = self.trainer.datamodule  # pyright: ignore[reportAttributeAccessIssue]
-        model: Any = self._new_model(data) if self.init_from is None else self._continued_model(data)
+        build = self._new_model if self.init_from is None else self._continued_model
+        model: Any = built_once(self.trainer.strategy, functools.partial(build, data))
         context = getattr(model.config, "max_position_embeddings", None)
         if context is not None and context < data.num_tokens:
             raise InputError(
@@ -359,7 +361,7 @@ class LitCausalLM(LitModule):
             checkpoint_activations_(model)
         self.take(model)
 
-    def _new_model(self, data: Any) -> nn.Module:
+    def _new_model(self, data: Any, device: str) -> nn.Module:
         vocab_size = self.config.get("vocab_size", data.shards.vocab_size)
         if not isinstance(vocab_size, int) or vocab_size < data.shards.vocab_size:
             raise InputError(
@@ -367,14 +369,13 @@ class LitCausalLM(LitModule):
                 f"got {vocab_size}; leave it out to take the tokenizer's"
             )
         options = {**self.config, "vocab_size": vocab_size}
-        # Of a model that is to be sharded the first rank alone has the weights; the others get their shards from there.
-        elsewhere = are_sharded(self.trainer.strategy) and not self.trainer.is_global_zero
-        options |= {"pad_vocab_to": self.pad_vocab_to, "device": "meta" if elsewhere else "cpu"}
+        options |= {"pad_vocab_to": self.pad_vocab_to, "device": device}
         return causal_lm(self.architecture, seed=self.init_seed, **options)
 
-    def _continued_model(self, data: Any) -> nn.Module:
+    def _continued_model(self, data: Any, device: str) -> nn.Module:
         checkpoint = self.beginning[0]
-        folder, trained = checkpoint.fetch(), checkpoint.load()
+        folder = checkpoint.fetch()
+        trained: Any = outline(read_config(folder), str(folder)) if device == "meta" else checkpoint.load()
         refuse_another_tokenizer(folder, data, self.init_from)
         for field, value in self.config.items():
             kept_value = getattr(trained.config, field, None)
@@ -383,7 +384,8 @@ class LitCausalLM(LitModule):
                     f"model.config.{field}: {self.init_from} has {kept_value} and keeps it, got {value}; only dropout "
                     "is free where a checkpoint is begun with: leave the others out, or say --model.config null"
                 )
-        model = causal_lm(folder, seed=self.init_seed, pad_vocab_to=self.pad_vocab_to, weights=trained, **self.config)
+        options = {**self.config, "pad_vocab_to": self.pad_vocab_to, "weights": trained, "device": device}
+        model = causal_lm(folder, seed=self.init_seed, **options)
         if true_vocab_size(model) < data.shards.vocab_size:
             raise InputError(
                 f"tokenizer: expected at most {true_vocab_size(model)} tokens, as many as {self.init_from} knows, got "

@@ -16,7 +16,8 @@ from lit_layers import records
 from lit_layers.analyses import Coupling
 from lit_layers.cli.main import main
 from lit_layers.training import LitCausalLM
-from lit_layers.training.resuming import resume_point
+from lit_layers.training.checkpoints import step_folder
+from lit_layers.training.resuming import STATE, resume_point
 from tests.cli.test_resume import LAST, PREEMPTION, assert_equal, dying, recipe, what_is_left  # noqa: F401 - a fixture
 from tests.support.forked import run_forked, run_ranks
 
@@ -74,6 +75,19 @@ def test_where_one_rank_dies_the_other_ends_and_the_run_goes_on(recipe, whole, t
     assert codes[0] > 0
     assert fit(recipe, root, "--resume", "last") == [0, 0]
     assert_equal(what_is_left(root), what_is_left(whole))
+
+
+@pytest.mark.soak
+def test_where_the_last_checkpoint_of_an_ended_run_is_torn_both_ranks_take_the_one_before(recipe, whole, tmp_path):  # noqa: F811
+    """That it has ended, none of them may believe."""
+    root = tmp_path / "run"
+    shutil.copytree(whole, root)
+    state = step_folder(root / "resume", LAST) / STATE
+    os.truncate(state, state.stat().st_size - 100)
+    assert fit(recipe, root, "--resume", "last") == [0, 0]
+    found, expected = what_is_left(root), what_is_left(whole)
+    for part in ("weights", "losses", "measured"):
+        assert found[part] == expected[part], part
 
 
 @pytest.mark.soak

@@ -27,6 +27,7 @@ from lit_layers.training.checkpoints import step_folder
 from lit_layers.training.resuming import ResumeCheckpoint, resume_point
 from lit_layers.training.run_log import RunLog
 from lit_layers.training.trainer import StepSeed
+from tests.support import tiny_images
 from tests.support.tiny_training import RandomText, fit, module
 
 STEPS = [1, 2]
@@ -64,16 +65,20 @@ def watching(root: Path, found: Sequence[Analysis]) -> list[L.Callback]:
     return [run_log, SeriesCheckpoint(STEPS, root), EmergenceCallback(found, STEPS, root, watchers=[run_log])]
 
 
-def sharded(
-    root: Path, callbacks: list[L.Callback], *, ranks: int = 2, one_file: bool = False, **options: Any
-) -> tuple[L.Trainer, Any]:
-    strategy = ModelParallelStrategy(
+def strategy(ranks: int = 2, *, one_file: bool = False) -> ModelParallelStrategy:
+    return ModelParallelStrategy(
         data_parallel_size=ranks,
         tensor_parallel_size=1,
         save_distributed_checkpoint=not one_file,
         process_group_backend="gloo",
     )
-    return fit(root, callbacks, devices=ranks, strategy=strategy, log_every_n_steps=1, **options)
+
+
+def sharded(
+    root: Path, callbacks: list[L.Callback], *, ranks: int = 2, one_file: bool = False, **options: Any
+) -> tuple[L.Trainer, Any]:
+    settings = {"devices": ranks, "strategy": strategy(ranks, one_file=one_file), "log_every_n_steps": 1}
+    return fit(root, callbacks, **settings, **options)
 
 
 class Gatherings:
@@ -201,14 +206,19 @@ def run(folder: Path) -> int:
     shard, held = modules.shard_, []
 
     def noting(model: Any, *options: Any) -> None:
-        held.append(sum(p.numel() * p.element_size() for p in model.parameters() if not p.is_meta))
+        numbers = [parameter.numel() for parameter in model.parameters()]
+        held.append([sum(numbers), sum(n for n, p in zip(numbers, model.parameters(), strict=True) if not p.is_meta)])
         shard(model, *options)
 
     modules.shard_ = noting
     facts = watched(folder / "watched")
+    begun = LitCausalLM(init_from=str(step_folder(folder / "watched", 3)), lr=1e-2, warmup_steps=2)
+    sharded(folder / "begun", [SeriesCheckpoint([0], folder / "begun")], steps=1, module=begun)
+    images = tiny_images.module(drop_path_rate=0.0)
+    tiny_images.fit(folder / "images", lit=images, steps=1, devices=2, strategy=strategy(), inference_mode=False)
     modules.shard_ = shard
-    torch.distributed.all_gather_object(built := [None, None], held[0])
-    facts["built"] = built
+    facts["built"] = [[], []]
+    torch.distributed.all_gather_object(facts["built"], held)
     reduce, reductions = _fsdp_param_group.foreach_reduce, []
     _fsdp_param_group.foreach_reduce = lambda *args, **options: reductions.append(1) or reduce(*args, **options)
     dropping_out(folder / "bare", [])
@@ -223,8 +233,8 @@ def run(folder: Path) -> int:
     torn(folder / "shards")
     part(folder / "one_file", 6, resume=True, one_file=True)
     part(folder / "shards", 6, resume=True)
-    torch.distributed.all_gather_object(refusals := ["", ""], full_disk(folder / "full"))
-    facts["refusals"] = refusals
+    facts["refusals"] = ["", ""]
+    torch.distributed.all_gather_object(facts["refusals"], full_disk(folder / "full"))
     roomless(folder / "roomless")
     facts |= other_ways(folder)
     if torch.distributed.get_rank() == 0:

@@ -248,8 +248,36 @@ def test_sharded_mixed_precision_keeps_float32_weights_and_the_losses_of_one_ran
 
 
 @pytest.mark.slow
-def test_the_first_rank_alone_builds_the_model_in_memory(facts):
-    assert facts["built"] == [4 * facts["numbers"], 0]
+def test_the_first_rank_alone_has_the_whole_model_in_memory_before_it_is_sharded(facts):
+    """New, begun with a saved one, and of images."""
+    first, second = facts["built"]
+    assert [each for each, _ in first] == [facts["numbers"]] * 2 + [first[2][0]]
+    assert first[2][0] > 0
+    assert all(held == size for size, held in first)
+    assert second == [[size, 0] for size, _ in first]
+
+
+@pytest.mark.slow
+def test_a_sharded_run_begins_with_the_weights_of_a_checkpoint_on_all_ranks(folder):
+    given, first = (load(step_folder(folder / name, 3)).state_dict() for name in ("watched", "begun"))
+    assert all(torch.equal(tensor, first[name]) for name, tensor in given.items())
+    after = load(step_folder(folder / "begun", 4)).state_dict()
+    assert all(not torch.equal(tensor, after[name]) for name, tensor in given.items())
+
+
+def test_what_the_first_rank_cannot_build_all_are_told():
+    asked = strategy()
+    asked.broadcast = lambda obj, src=0: obj or "no such model"  # what the first rank says
+    for rank in range(2):
+        asked.set_world_ranks = lambda: None
+        asked.cluster_environment = SimpleNamespace(global_rank=lambda rank=rank: rank)  # pyright: ignore
+        with pytest.raises(InputError, match="no such model"):
+            sharding.built_once(asked, refusing)
+
+
+def refusing(device: str) -> nn.Module:
+    assert device == "cpu"  # the others do not begin
+    raise InputError("no such model")
 
 
 @pytest.mark.slow
