@@ -193,6 +193,7 @@ def walked_on_devices(device, folder: Path) -> tuple[dict[str, dict], dict]:
     return results, dict(device.violations)
 
 
+@pytest.mark.soak
 def test_a_streamed_walk_goes_on_wherever_it_is_taken_up(tmp_path):
     saved(tmp_path / "model", "gpt2")
     results, violations = apart(walked_on_devices, tmp_path)
@@ -273,7 +274,7 @@ def trained_on_images(device, root: Path) -> tuple[dict, list[dict]]:
     return dict(device.violations), waits.waits
 
 
-@pytest.mark.parametrize("train", [trained_on_text, trained_on_images])
+@pytest.mark.parametrize("train", [pytest.param(trained_on_text, marks=pytest.mark.soak), trained_on_images])
 def test_training_keeps_the_rules_of_a_device_and_never_waits_for_it_between_logs(tmp_path, train):
     violations, waits = apart(train, tmp_path)
     assert violations == {}

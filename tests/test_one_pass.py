@@ -92,7 +92,7 @@ def test_each_text_goes_through_each_block_once(padding):
         assert set(count.values()) == {1}
 
 
-@pytest.mark.parametrize("padding", [None, "left"])
+@pytest.mark.parametrize("padding", [pytest.param(None, marks=pytest.mark.soak), "left"])
 def test_what_an_analysis_finds_does_not_depend_on_what_runs_beside_it(padding):
     model, batch = tiny("gpt2", torch.float64), texts(padding)
     analyses = [

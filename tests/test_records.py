@@ -156,7 +156,7 @@ def test_readers_beside_a_writer_see_whole_lines_and_a_killed_writer_leaves_them
     writer = subprocess.Popen([sys.executable, "-c", WRITER, str(file), "0", "100000"], env=ENVIRONMENT)
     seen = 0
     deadline = time.monotonic() + 60
-    while seen < 60 and time.monotonic() < deadline:
+    while seen < 20 and time.monotonic() < deadline:
         found = records.read(file)
         assert [m.step for m in found] == list(range(len(found)))
         assert all(m.records[399].value == m.step + 399 for m in found)
@@ -166,7 +166,7 @@ def test_readers_beside_a_writer_see_whole_lines_and_a_killed_writer_leaves_them
     kept = len(records.read(file))
     records.append(file, make(kept))
     assert [m.step for m in records.read(file)] == list(range(kept + 1))
-    assert kept >= 60
+    assert kept >= 20
 
 
 @pytest.mark.skipif(os.name != "posix", reason="writers are kept apart by POSIX locks")

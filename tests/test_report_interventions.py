@@ -177,7 +177,9 @@ def test_metrics_and_tags_have_words() -> None:
     assert tag_text({"execution": "stacked"}) == "run stacked"
 
 
-@pytest.mark.parametrize("steps", [(1,), (1, 2), (None,)])
+@pytest.mark.parametrize(
+    "steps", [pytest.param((1,), marks=pytest.mark.soak), (1, 2), pytest.param((None,), marks=pytest.mark.soak)]
+)
 def test_variants_that_failed_break_no_page_and_have_no_curve(tmp_path, steps):
     for step in steps:
         task = {"task": "arc"}

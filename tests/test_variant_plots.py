@@ -426,6 +426,7 @@ def test_stages_are_drawn_over_training():
     }
 
 
+@pytest.mark.soak
 def test_pictures_are_equal_for_equal_numbers(tmp_path: Path):
     variant_results.write(tmp_path / "run", steps=(0, 8), blocks=6, seeds=2, analyses=("interventions", "speed"))
     frame = records.frame(tmp_path / "run" / "measurements.jsonl")

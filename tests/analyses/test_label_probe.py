@@ -157,7 +157,7 @@ def test_probes_are_fitted_where_the_model_is_if_that_has_float64(
     assert [each[0] for each in predictions[:2]] == [0, 1]
 
 
-@pytest.mark.parametrize("estimator", ["fixed_c", "record"])
+@pytest.mark.parametrize("estimator", ["fixed_c", pytest.param("record", marks=pytest.mark.soak)])
 def test_a_warm_start_begins_at_the_last_probes_of_the_same_labels_and_changes_little(estimator, split, monkeypatch):
     name, starts = {"fixed_c": "fit_logistic_probes", "record": "fit_record_probes"}[estimator], []
 

@@ -92,7 +92,7 @@ def rows_of(model, split, per_text):
     return np.stack(states, axis=1), np.array(targets), np.stack(logits), np.array(owner)
 
 
-@pytest.mark.parametrize("per_text", [1, 3])
+@pytest.mark.parametrize("per_text", [1, pytest.param(3, marks=pytest.mark.soak)])
 def test_every_record_is_that_of_scikit_learn_on_the_states_of_the_running_model(model, split, per_text):
     train, test = split
     train_states, train_targets, _, _ = rows_of(model, train, per_text)

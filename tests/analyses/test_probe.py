@@ -145,7 +145,7 @@ def test_a_regression_is_scikit_learns_ridge(model, tokenizer, tmp_path):
     assert baseline.value == pytest.approx(float(((truth - mean) ** 2).mean()))
 
 
-@pytest.mark.parametrize("estimator", ["watch", "record"])
+@pytest.mark.parametrize("estimator", ["watch", pytest.param("record", marks=pytest.mark.soak)])
 def test_a_probe_that_chooses_its_c_says_it_and_a_sweep_takes_it_too(estimator, model, tokenizer, tmp_path):
     task, given = written_task(tmp_path), {"tokenizer": str(tokenizer), "estimator": estimator}
     records = list(Probe(task=task, **given).run(model))

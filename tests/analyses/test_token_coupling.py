@@ -70,7 +70,7 @@ def means(table):
     return (*pairs.mean(0), excess.mean())
 
 
-@pytest.mark.parametrize("options", [{}, {"sign": "absolute"}])
+@pytest.mark.parametrize("options", [{}, pytest.param({"sign": "absolute"}, marks=pytest.mark.soak)])
 def test_every_record_equals_the_definition_on_the_running_model(model, options):
     batch = tiny_batch("gpt2", batch=2, tokens=9)
     places = [0, 3, 5, 8]  # of 9 tokens, 4 of them evenly: 0, 2.67, 5.33, 8
@@ -139,7 +139,7 @@ def test_tables_are_not_symmetric_and_the_row_is_the_token_of_the_first_jacobian
     assert len({round(value, 6) for value in values}) > 1
 
 
-@pytest.mark.parametrize("side", ["left", "right"])
+@pytest.mark.parametrize("side", ["left", pytest.param("right", marks=pytest.mark.soak)])
 def test_padding_and_the_split_into_batches_change_nothing(model, side):
     padded = tiny_batch("gpt2", batch=3, tokens=9, padding=side)  # 9, 7 and 5 real tokens
     alone = []

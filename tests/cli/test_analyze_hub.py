@@ -164,7 +164,9 @@ WEIGHTS, LIST = r"_cdn/.*/step4/", "/tree/COMMIT"
     ("trouble", "where", "options", "sentence"),
     [
         (FakeHub.fail, WEIGHTS, {"status": 429}, "cannot download model.safetensors of lab/tiny at step4"),
-        (FakeHub.fail, LIST, {"status": 503}, "cannot list the files of lab/tiny at step4"),
+        pytest.param(
+            FakeHub.fail, LIST, {"status": 503}, "cannot list the files of lab/tiny at step4", marks=pytest.mark.soak
+        ),
         pytest.param(
             *(FakeHub.fail, WEIGHTS, {"status": 503}, "cannot download model.safetensors of lab/tiny at step4"),
             marks=pytest.mark.soak,

@@ -30,7 +30,10 @@ def fit(recipe: Path, root: Path, *arguments: str) -> list[int]:
     return run_ranks(lambda: main([*command, "--trainer.accelerator", "cpu"]))
 
 
-@pytest.mark.parametrize("strategy", [DDP, ["--config", FSDP, "--model.ema_decay", "null"]], ids=["ddp", "fsdp"])
+SHARDED = ["--config", FSDP, "--model.ema_decay", "null"]
+
+
+@pytest.mark.parametrize("strategy", [pytest.param(DDP, marks=pytest.mark.soak), SHARDED], ids=["ddp", "fsdp"])
 def test_two_ranks_train_and_measure_as_one_does(strategy, recipe, tmp_path):
     one, two = tmp_path / "one", tmp_path / "two"
     assert run_forked(lambda: main(["fit", "--config", str(recipe), "--root", str(one)])) == 0

@@ -184,7 +184,7 @@ def test_the_pictures_show_both_curves(selected):
         assert words in drawn
 
 
-@pytest.mark.parametrize("form", ["csv", "jsonl", "folder"])
+@pytest.mark.parametrize("form", ["csv", *(pytest.param(form, marks=pytest.mark.soak) for form in ("jsonl", "folder"))])
 def test_labelled_texts_of_ones_own_are_a_task(home, tmp_path, capsys, form, monkeypatch):
     monkeypatch.chdir(tmp_path)
     rows = labelled(90)

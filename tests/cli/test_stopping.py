@@ -66,7 +66,7 @@ def test_a_command_is_left_in_order(tmp_path, monkeypatch):
     assert seconds < 45
 
 
-@pytest.mark.parametrize("work", [deaf, in_foreign_code])
+@pytest.mark.parametrize("work", [pytest.param(deaf, marks=pytest.mark.soak), in_foreign_code])
 @pytest.mark.parametrize(("limit", "signals"), [(0.5, (0.1,)), (50, (0.1, 1.5))], ids=["limit", "second signal"])
 def test_one_that_does_not_heed_it_is_ended(work, limit, signals, monkeypatch):
     monkeypatch.setattr(stopping, "_ONE", 0.2)

@@ -375,7 +375,7 @@ def test_rows_read_in_pieces_give_the_same_probes(monkeypatch, num_classes, dtyp
     torch.testing.assert_close(found.objective, expected.objective, rtol=1e-6, atol=0)
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 def test_a_fit_holds_one_copy_of_one_mapped_layer(tmp_path):
     script = """
 import sys, torch

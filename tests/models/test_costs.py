@@ -159,7 +159,7 @@ def test_what_cannot_be_measured_is_refused(folders, tmp_path):
             measure_costs(variants, **options)
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 def test_a_process_that_fails_says_why(folders, tmp_path):
     with pytest.raises(RuntimeError, match=r"measuring the memory of .* failed: .*found no config\.json there"):
         peak_memory(tmp_path, tiny_batch("gpt2"))

@@ -303,8 +303,8 @@ def test_sharded_clipping_by_value_trains_as_one_rank_does(folder, tmp_path):
     assert column(folder / "by_value", "train/loss") == pytest.approx(column(tmp_path, "train/loss"), abs=1e-5)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("backend", ["eager", pytest.param("inductor", marks=pytest.mark.soak)])
+@pytest.mark.soak
+@pytest.mark.parametrize("backend", ["eager", "inductor"])
 def test_compiled_sharded_training_has_the_losses_of_the_eager_one(backend, folder, tmp_path):
     """The capture of the graph is what sharding could upset; generating code for it takes half a minute."""
     assert run_ranks(lambda: sharded_run.compiled(tmp_path, backend)) == [0, 0]
