@@ -38,6 +38,7 @@ NOT_HERE = {
     *("validation/accuracy", "validation/accuracy_top5", "validation/ema_accuracy", "validation/ema_loss"),
     *("train/images_per_second", "train/mfu", "mean_squared_error", "inflection_layer", "normalized_score", "failed"),
     "probe_c",  # of `estimator: watch` alone
+    *("bf16_difference", "bf16_largest_difference"),  # of `dtype: bfloat16` alone
 }
 
 

@@ -19,6 +19,7 @@ from lit_layers.analyses.statistics import with_a_value
 from lit_layers.data.batches import Batches, EvalText
 from lit_layers.data.images import EvalImages
 from lit_layers.errors import InputError
+from lit_layers.models.bfloat16 import BFloat16View
 from lit_layers.models.families import trunk_of
 from lit_layers.models.pixels import pixel_statistics
 from lit_layers.models.shared_pass import SharedPass, pieces
@@ -33,6 +34,8 @@ States = Literal["resid", "hf", "normed"]
 ALL = range(2**62)  # numbers of parts
 _ORDERS = ("alpha", "p")  # of an entropy, of a norm: these may be infinite
 STATES: tuple[States, ...] = ("resid", "hf", "normed")
+Dtype = Literal["float32", "bfloat16"]
+NUM_CHECKED = 16  # prompts, texts or rows that are measured in float32, too, where the blocks multiply in bfloat16
 
 
 class Analysis(ABC):
@@ -310,6 +313,47 @@ class PromptAnalysis(DividedAnalysis):
     def of_part(self, model: LayeredModel, part: tuple[Batch, int]) -> Any:
         batch, row = part
         return self.of_prompt(model, model.trajectory(batch).prompt(row))
+
+
+@dataclasses.dataclass(kw_only=True)
+class RoundedAnalysis(Analysis):
+    """An analysis whose blocks may multiply in bfloat16: its numbers are then checked in float32 on a sample.
+
+    All its records are tagged `dtype` then, and `bf16_difference` with `bf16_largest_difference` stand beside them.
+
+    Args:
+        dtype: bfloat16: products of matrices within blocks are (`BFloat16View`), of a copy of the weights.
+    """
+
+    dtype: Dtype = "float32"
+
+    def config(self) -> dict[str, Any]:
+        config = super().config()
+        if self.dtype == "float32":  # measurements are older than the choice
+            del config["init_args"]["dtype"]
+        return config
+
+    def precision_of(self, model: LayeredModel) -> str:
+        """What the blocks of a model compute in."""
+        return model.precision if self.dtype == "float32" else self.dtype
+
+    def in_bfloat16(self, model: LayeredModel) -> BFloat16View:
+        """The view to run, with the one to check it by."""
+        return BFloat16View(at_least_float32(model))
+
+
+def in_bfloat16(analysis: Analysis) -> Analysis:
+    """The analysis with its blocks in bfloat16.
+
+    Raises:
+        InputError: it has to run in float32 or wider.
+    """
+    if not isinstance(analysis, RoundedAnalysis):
+        raise InputError(
+            f"dtype: {analysis.name} ({type(analysis).__name__}) needs states or derivatives in float32 or wider, and "
+            "bfloat16 was asked for: leave one of them out"
+        )
+    return dataclasses.replace(analysis, dtype="bfloat16")
 
 
 def first_rows(batches: Iterable[Batch], count: int) -> Iterator[Batch]:

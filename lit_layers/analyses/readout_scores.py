@@ -1,6 +1,8 @@
 """What readouts predict: of every layer (logit lens), and of a model whose blocks run in another order."""
 
-from collections.abc import Iterable, Iterator
+import math
+from abc import abstractmethod
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby
 from typing import Any, NamedTuple
@@ -8,8 +10,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from lit_layers.analyses.base import DividedAnalysis, predicts_next_token
-from lit_layers.analyses.statistics import Tags, summarize_ratio
+from lit_layers.analyses.base import NUM_CHECKED, DividedAnalysis, RoundedAnalysis, first_rows, predicts_next_token
+from lit_layers.analyses.statistics import Tags, rounding_records, summarize_ratio
 from lit_layers.data.batches import Batches
 from lit_layers.errors import InputError
 from lit_layers.functional.block_schedules import (
@@ -22,7 +24,9 @@ from lit_layers.functional.block_schedules import (
     start_of,
     variants,
 )
+from lit_layers.models.bfloat16 import BFloat16View
 from lit_layers.models.running_order import SharedPrefixes
+from lit_layers.models.shared_pass import pieces
 from lit_layers.models.view import Batch, LayeredModel, Trajectory
 from lit_layers.models.workload import Part, Work, passes_of
 from lit_layers.records import Record
@@ -172,7 +176,64 @@ def _log_softmax(logits: Tensor) -> Tensor:
 
 
 @dataclass(kw_only=True)
-class Lens(DividedAnalysis):
+class ReadoutAnalysis(RoundedAnalysis, DividedAnalysis):
+    """What several readouts of the same tokens predict; with `dtype` bfloat16 also of the first prompts in float32."""
+
+    @abstractmethod
+    def sums(self, model: LayeredModel, batch: Batch) -> Sums:
+        """Of every readout and prompt of a batch."""
+
+    @abstractmethod
+    def records(self, model: LayeredModel, sums: Sums) -> Iterable[Record]:
+        """Yields the records of all prompts."""
+
+    @abstractmethod
+    def readouts(self, model: LayeredModel) -> Sequence[tuple[int | None, Tags]]:
+        """Layer and tags of each readout, in the order of the sums."""
+
+    def prepared(self, model: LayeredModel) -> LayeredModel:
+        return model  # as it would be used; what a rounding costs is little beside what a block in another place does
+
+    def turns(self, model: Any, *share: Any) -> Iterator[float]:
+        if self.dtype == "bfloat16":
+            self.check_options(model)
+            yield math.inf  # its passes are its own: the copy is made when those of others are done
+            model = self.in_bfloat16(model)
+        yield from super().turns(model, *share)
+
+    def parts(self, model: LayeredModel) -> Iterator[Any]:
+        """Batches; in bfloat16 each with the number of its prompts that are checked."""
+        left = NUM_CHECKED
+        for batch in pieces(model, self.batches):
+            yield (batch, left) if isinstance(model, BFloat16View) else batch
+            left = max(0, left - len(next(iter(batch.values()))))
+
+    def of_part(self, model: LayeredModel, part: Any) -> Any:
+        if not isinstance(model, BFloat16View):
+            return self.sums(model, part)
+        batch, num_checked = part
+        exact = [self.sums(model.exact, rows) for rows in first_rows([batch], num_checked)] if num_checked else []
+        return self.sums(model, batch), exact
+
+    def combine(self, model: LayeredModel, results: list[Any]) -> Iterable[Record]:
+        if self.dtype == "float32":
+            yield from self.records(model, Sums.joined(self.name, results))
+            return
+        sums = Sums.joined(self.name, [rounded for rounded, _ in results])
+        for record in self.records(model, sums):
+            yield replace(record, tags=record.tags | self.tags_of("dtype"))
+        exact = Sums.joined(self.name, [checked for _, exact in results for checked in exact])
+        rows, num_prompts = ("loss", exact.num_labels), len(exact.num_rows)
+        if not exact.num_labels.any():
+            rows = "divergence", exact.num_rows
+        kind, counts = rows
+        differences = (getattr(sums, kind)[:, :num_prompts] - getattr(exact, kind)) / counts
+        for (layer, tags), of_readout in zip(self.readouts(model), differences, strict=True):
+            yield from rounding_records(of_readout[counts > 0], kind, layer=layer, tags=tags)
+
+
+@dataclass(kw_only=True)
+class Lens(ReadoutAnalysis):
     """The logit lens: final norm and head applied to every layer, 0 to L.
 
     Of a model that generates, per layer over all predicted tokens (every real one but a text's first):
@@ -189,6 +250,10 @@ class Lens(DividedAnalysis):
     layer and counted in `num_undefined`; where the last layer is not finite, no layer has a divergence. log-softmax in
     float32 or wider. Sources: nostalgebraist, interpreting GPT: the logit lens; Skean et al., Layer by Layer, arXiv
     2502.02013.
+
+    Args:
+        batches: what is measured on.
+        dtype: bfloat16: of products within blocks, with the first prompts' loss in float32 beside it.
     """
 
     batches: Batches
@@ -198,13 +263,13 @@ class Lens(DividedAnalysis):
         return _read_out(model, passes_of(model, self.batches), model.num_layers + 1)
 
     def check_options(self, model: LayeredModel) -> None:
+        super().check_options(model)
         check_head(self.name, model)
 
-    def prepared(self, model: LayeredModel) -> LayeredModel:
-        return model  # the loss that the model itself has
+    def readouts(self, model: LayeredModel) -> Sequence[tuple[int | None, Tags]]:
+        return [(layer, {}) for layer in range(model.num_layers + 1)]
 
-    def combine(self, model: LayeredModel, batches: list[Sums]) -> Iterable[Record]:
-        sums = Sums.joined(self.name, batches)
+    def records(self, model: LayeredModel, sums: Sums) -> Iterable[Record]:
         for layer in range(model.num_layers + 1):
             place: dict[str, Any] = {"layer": layer, "counted": "num_tokens"}
             if sums.num_labels.any():
@@ -215,9 +280,9 @@ class Lens(DividedAnalysis):
                     yield from map(_perplexity, loss)
             yield from summarize_ratio("kl_to_final", sums.divergence[layer], sums.num_rows, **place)
 
-    def of_part(self, model: LayeredModel, part: Batch) -> Sums:
-        trajectory = model.trajectory(part)
-        rows = rows_of(self.name, model, trajectory, part)
+    def sums(self, model: LayeredModel, batch: Batch) -> Sums:
+        trajectory = model.trajectory(batch)
+        rows = rows_of(self.name, model, trajectory, batch)
         parts = [torch.zeros(3, model.num_layers + 1, 0, dtype=torch.float64)]  # a batch may predict nothing
         parts += [_compare(model, trajectory, chunk).double().cpu() for chunk in _chunks(trajectory, rows)]
         return Sums.of(torch.cat(parts, dim=-1), rows, len(trajectory.mask))
@@ -265,7 +330,7 @@ def _exp(value: float) -> float:
 
 
 @dataclass(kw_only=True)
-class Interventions(DividedAnalysis):
+class Interventions(ReadoutAnalysis):
     """Layers as painters: loss, accuracy and divergence of a model whose blocks run in other orders.
 
     Of a model that generates, per variant over all predicted tokens (every real one but a text's first):
@@ -294,6 +359,7 @@ class Interventions(DividedAnalysis):
         seeds: of random orders.
         loops: of looped_parallel.
         custom: further orders, written as `1 2 (3,4,5) 6`.
+        dtype: bfloat16: of products within blocks, with the first prompts' loss in float32 beside it.
     """
 
     batches: Batches
@@ -305,6 +371,7 @@ class Interventions(DividedAnalysis):
     custom: tuple[str, ...] = ()
 
     def check_options(self, model: LayeredModel) -> None:
+        super().check_options(model)
         check_head(self.name, model)
         self.chosen(model)
 
@@ -318,8 +385,8 @@ class Interventions(DividedAnalysis):
         runs = Part("blocks", whole.count / model.num_layers * orders.num_block_runs, whole.size)
         return _read_out(model, work + Work(parts=(runs,)), len({str(each) for each in schedules}))
 
-    def prepared(self, model: LayeredModel) -> LayeredModel:
-        return model  # as it would be used; what a rounding costs is little beside what a block in another place does
+    def readouts(self, model: LayeredModel) -> Sequence[tuple[int | None, Tags]]:
+        return [(variant.block, variant.tags) for variant in self.chosen(model)]
 
     def chosen(self, model: LayeredModel) -> list[Variant]:
         """The variants of this model, the full one first.
@@ -342,9 +409,9 @@ class Interventions(DividedAnalysis):
             raise InputError(f"{self.name}: {error}") from error
 
     @torch.no_grad()
-    def of_part(self, model: LayeredModel, part: Batch) -> Sums:
-        trajectory = model.trajectory(part)
-        rows, num_prompts = rows_of(self.name, model, trajectory, part), len(trajectory.mask)
+    def sums(self, model: LayeredModel, batch: Batch) -> Sums:
+        trajectory = model.trajectory(batch)
+        rows, num_prompts = rows_of(self.name, model, trajectory, batch), len(trajectory.mask)
         full = [FullModel(trajectory.logits_of(chunk.index), chunk) for chunk in _chunks(trajectory, rows)]
         trajectory = replace(trajectory)  # without logits: they are large, and `full` has what is needed of them
         chosen = self.chosen(model)
@@ -361,8 +428,7 @@ class Interventions(DividedAnalysis):
                     by_variant[index] = values
         return Sums.of(torch.stack(by_variant, dim=1), rows, num_prompts)
 
-    def combine(self, model: LayeredModel, batches: list[Sums]) -> Iterable[Record]:
-        sums = Sums.joined(self.name, batches)
+    def records(self, model: LayeredModel, sums: Sums) -> Iterable[Record]:
         chosen = enumerate(self.chosen(model))
         for (name, middle), group in groupby(chosen, key=lambda item: (item[1].name, item[1].middle)):
             members = list(group)

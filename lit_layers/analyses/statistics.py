@@ -217,6 +217,21 @@ def summarize_ratio(
     return [replace(record, value=ratio.item())]
 
 
+def rounding_records(
+    differences: Tensor, of: str, *, layer: int | None = None, tags: Tags | None = None
+) -> Iterator[Record]:
+    """How far numbers in bfloat16 are from those in float32: the mean and the largest absolute difference of a sample.
+
+    One of `differences` is of a prompt, a text or a row; those that are not finite are left out and counted.
+    """
+    finite = differences.isfinite()
+    sizes = differences[finite].abs().double()
+    tags = {**(tags or {}), "dtype": "bfloat16", "of": of, **left_out("", ~finite)}
+    if len(sizes):
+        for metric, value in (("bf16_difference", sizes.mean()), ("bf16_largest_difference", sizes.max())):
+            yield Record(metric=metric, value=value.item(), layer=layer, n=len(sizes), tags=tags)
+
+
 def random_halves(n: int, num_halves: int) -> list[Tensor]:
     """Row numbers of random halves; none of fewer than four prompts."""
     if n < 4:

@@ -3,7 +3,7 @@
 import os
 import re
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from lit_layers.series import Series
     from lit_layers.targets import Target
 
+ROUNDING = ("bf16_difference", "bf16_largest_difference")
 FAILED, INTERRUPTED = 1, 130
 AUTO = "auto"
 
@@ -55,7 +56,11 @@ class Outcome:
         return shown(self.read(), self.settings)
 
     def tell(self) -> bool:
-        """Prints which analyses have other settings than the curves, what failed, and the file; whether any failed."""
+        """Prints which analyses have other settings than the curves, how far those in bfloat16 are from float32, what
+        failed, and the file; returns whether any failed.
+        """
+        for line in _roundings(self.measurements()):
+            print(line)
         _, others = divided(self.read())
         mine = {(each.analysis, settings_of(each)) for each in others if settings_of(each) in self.result.settings}
         for analysis, name in sorted(mine):
@@ -67,6 +72,20 @@ class Outcome:
             print(f"failed: {error}", file=sys.stderr)
         print(self.root / "measurements.jsonl")
         return bool(self.errors)
+
+
+def _roundings(measurements: "Sequence[Measurement]") -> Iterator[str]:
+    """Yields how far the sample of each analysis in bfloat16 lies from float32, over all its layers and steps."""
+    for name in dict.fromkeys(each.analysis for each in measurements):
+        checked = [r for each in measurements if each.analysis == name for r in each.records if r.tags.get("of")]
+        mean, largest = ([r for r in checked if r.metric == metric] for metric in ROUNDING)
+        if mean and largest:
+            mean, most = max(mean, key=lambda r: r.value), max(r.value for r in largest)
+            share = " (relative)" if mean.tags["of"] == "embedding" else ""
+            yield (
+                f"{name}: in bfloat16; its {mean.tags['of']}{share} differs from float32 by up to {mean.value:.2g} on "
+                f"average over a sample of {mean.n}, and by {most:.2g} at most"
+            )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -83,7 +102,7 @@ class Checkpoints:
         stream_blocks: read a model block by block: it is never in memory as a whole
         root: folder of the results (default: checkpoints/NAME OF MODEL, or a run's own folder)
         device: auto: a GPU if there is one
-        dtype: what weights are converted to
+        dtype: what weights are converted to; bfloat16: for products within blocks alone, checked in float32 on a sample
         plan: says what it would cost, and measures nothing
     """
 
@@ -96,7 +115,7 @@ class Checkpoints:
     stream_blocks: bool = False
     root: Path | None = None
     device: Literal["auto", "cpu", "cuda"] = "auto"
-    dtype: Literal["float32", "float64"] = "float32"
+    dtype: Literal["float32", "float64", "bfloat16"] = "float32"
     plan: bool = False
 
     def are_series(self, model: str) -> bool:
@@ -146,6 +165,7 @@ def measure(
     Raises:
         InputError: a model or series that is not there, options that do not fit it, a plan that cannot end.
     """
+    from lit_layers.analyses.base import in_bfloat16
     from lit_layers.targets import targets_of
 
     shard = shard_of(options.shard, os.environ)
@@ -155,7 +175,7 @@ def measure(
         print(threads.said(options.device), file=sys.stderr)
     targets = targets_of(
         everything,
-        make,
+        (lambda target: [in_bfloat16(each) for each in make(target)]) if options.dtype == "bfloat16" else make,
         root=options.root,
         tokenizer=tokenizer,
         device=options.device,
@@ -165,7 +185,8 @@ def measure(
         for target in targets:
             target.plan(_show_plan)
         return 0
-    which: Any = {name: getattr(options, name) for name in ("allow_suspect", "keep_downloads", "dtype")}
+    which: Any = {name: getattr(options, name) for name in ("allow_suspect", "keep_downloads")}
+    which["dtype"] = "float32" if options.dtype == "bfloat16" else options.dtype  # of the weights: see `BFloat16View`
     failed = False
     try:
         for target in targets:

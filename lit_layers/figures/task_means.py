@@ -174,11 +174,16 @@ def _medians(rows: Any, statistic: str) -> tuple[Any, str]:
 
 def _of_checkpoint(rows: Any, statistic: str) -> tuple[Any, str]:
     """Of one checkpoint or model a row for each cell, and which tasks enter and what is left out."""
+    precision = rows["dtype"].fillna("float32") if "dtype" in rows else pd.Series("float32", index=rows.index)
+    usual = rows.groupby(precision)["task"].nunique().idxmax()
+    others = [*rows.loc[precision != usual, "task"].unique()]  # no median is over scores of two precisions
+    rows = rows[precision == usual]
     by = [*(name for name in tags_of(rows) if name not in ("task", "statistic", "seed")), "layer"]
     sizes = rows.groupby("task", sort=False).size()
     num_cells = len(_over(rows, by, statistic))
     kept, gone = ([*sizes.index[is_in]] for is_in in (sizes == num_cells, sizes != num_cells))
     lacking = f" In it are not, as they lack some variants: {', '.join(gone)}." if gone else ""
+    lacking += f" Of another precision, and not in it: {', '.join(others)}." if others else ""
     if len(kept) < 2:
         return rows.iloc[:0], f"No {statistic} over tasks: fewer than two have every variant.{lacking}"
     table = _over(rows[rows["task"].isin(kept)], by, statistic)

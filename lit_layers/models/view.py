@@ -117,6 +117,11 @@ class LayeredModel:
         return next(self.blocks[0].parameters()).dtype
 
     @property
+    def precision(self) -> str:
+        """What blocks compute in: "torch.float32", "bfloat16" beside states in float32, ..."""
+        return str(self.dtype)
+
+    @property
     def attention(self) -> str:
         """Name of the attention implementation now in use: "sdpa", "eager", ..."""
         vision = self.family.vision

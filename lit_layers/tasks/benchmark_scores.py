@@ -9,8 +9,11 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from lit_layers.analyses.base import Analysis
+import torch
+
+from lit_layers.analyses.base import NUM_CHECKED, RoundedAnalysis, at_least_float32
 from lit_layers.analyses.speed import variants_of
+from lit_layers.analyses.statistics import rounding_records
 from lit_layers.data.batches import encode_texts
 from lit_layers.data.tokenization import TextTokenizer, load_tokenizer, tokenizer_hash
 from lit_layers.errors import InputError
@@ -41,7 +44,7 @@ _FAILURES = (InputError, FloatingPointError, RuntimeError)  # of one variant; th
 
 
 @dataclass(kw_only=True)
-class BenchmarkScores(Analysis):
+class BenchmarkScores(RoundedAnalysis):
     """The score of one task for the full model and for each variant of its running order.
 
     `task_score` is the accuracy (gsm8k: the exact match behind `####`), `task_score_norm` the accuracy by
@@ -70,6 +73,7 @@ class BenchmarkScores(Analysis):
         limit: only the first rows; None: all.
         batch_size: inputs at once.
         max_new_tokens: of generated texts; None: lm-eval's 256.
+        dtype: bfloat16: of products within blocks; the first rows are scored in float32, too, in every order.
         tell: is told what goes on, in one line.
     """
 
@@ -170,10 +174,26 @@ class BenchmarkScores(Analysis):
     def run(self, model: LayeredModel) -> Iterator[Record]:
         self._check_options(model)
         variants = self.variants_of(model)
+        scored, failed = self._scored(model, variants)
+        for record in self._records(variants, scored, failed):
+            yield replace(record, tags=record.tags | self.tags_of("dtype"))
+        if self.dtype == "bfloat16":
+            first = min(NUM_CHECKED, self.limit or NUM_CHECKED)
+            exact, _ = replace(self, dtype="float32", limit=first)._scored(at_least_float32(model), variants)
+            for variant in variants:
+                if variant.schedule in scored and variant.schedule in exact:
+                    differences, of = _differences(scored[variant.schedule], exact[variant.schedule])
+                    tags = variant.tags | {"task": self.task_name}
+                    yield from rounding_records(differences, of, layer=variant.block, tags=tags)
+
+    def _scored(
+        self, model: LayeredModel, variants: Sequence[Variant]
+    ) -> tuple[dict[Schedule, TaskScores], dict[Schedule, str]]:
+        """The scores of each order, from its file or made now, and why others have none."""
         folder = ResultFolder(self._place(model))
         scored: dict[Schedule, TaskScores] = {}
         failed: dict[Schedule, str] = {}
-        scorer: LmEvalScorer | None = None
+        scorer, network = None, model.model
         for number, variant in enumerate(variants, 1):
             schedule = variant.schedule
             if schedule in scored or schedule in failed:
@@ -182,11 +202,13 @@ class BenchmarkScores(Analysis):
                 scored[schedule] = earlier
                 continue
             self._say(f"{variant} ({number} of {len(variants)})")
-            scorer = scorer or self._scorer(model)
+            if scorer is None:
+                scorer = self._scorer(model)
+                network = self.in_bfloat16(model).model if self.dtype == "bfloat16" else network
             start = time.perf_counter()
             try:
-                with running_order(model.model, schedule), evaluating(model.model):
-                    scores = scorer.score(model.model)
+                with running_order(network, schedule), evaluating(network):
+                    scores = scorer.score(network)
             except _FAILURES as error:
                 if variant.name == "baseline":
                     raise
@@ -196,7 +218,7 @@ class BenchmarkScores(Analysis):
             folder.write(schedule, scores, self._facts(variant, time.perf_counter() - start))
             scored[schedule] = scores
         self._check_rows(scored.values(), folder)
-        yield from self._records(variants, scored, failed)
+        return scored, failed
 
     def _records(
         self, variants: Sequence[Variant], scored: dict[Schedule, TaskScores], failed: dict[Schedule, str]
@@ -225,6 +247,7 @@ class BenchmarkScores(Analysis):
             yield from _of_variant(seeds[0], tags | task, scores, full if lead else None)
 
     def _check_options(self, model: LayeredModel) -> None:
+        self.check_fields()
         network = model.model
         if model.vocab_size is None or not callable(getattr(network, "can_generate", None)):
             raise InputError(f"{self.name}: expected a language model, got {type(network).__name__}")
@@ -253,7 +276,7 @@ class BenchmarkScores(Analysis):
         """Over all that decides a result beside the schedule."""
         options = {name: value for name, value in self.config()["init_args"].items() if name not in _CHOOSING}
         options |= {"tokenizer": self.tokenizer_hash(), "data": self.data_hash(), "max_tokens": model.max_tokens}
-        options |= {"dtype": str(model.dtype), "attention": model.attention}
+        options |= {"dtype": self.precision_of(model), "attention": model.attention}
         options |= {"architecture": architecture_hash(model.model)}
         if self._is_local:  # the rows themselves count, not how they were asked for
             options |= {"limit": None, "task": self.task_name}
@@ -264,7 +287,7 @@ class BenchmarkScores(Analysis):
         facts = {"task": self.task_name, "variant": str(variant), "limit": self.limit}
         facts |= {"scorer": f"lm-eval {lm_eval_version()}"}
         facts |= {"difference": self._rows().difference} if self._is_local else {}
-        return facts | {"seconds": round(seconds, 3)}
+        return facts | self.tags_of("dtype") | {"seconds": round(seconds, 3)}
 
     def _check_rows(self, scores: Iterable[TaskScores], folder: ResultFolder) -> None:
         if len({each.rows_hash for each in scores}) > 1:
@@ -285,6 +308,16 @@ class BenchmarkScores(Analysis):
     def _say(self, what: str) -> None:
         if self.tell is not None:
             self.tell(f"{self.task_name}: {what}")
+
+
+def _differences(rounded: TaskScores, exact: TaskScores) -> tuple[torch.Tensor, str]:
+    """Between two scores of the same first rows, and of what: log-likelihoods of answers, else scores of rows."""
+    if not exact.log_likelihoods:
+        pairs, of = zip(rounded.values[SCORE], exact.values[SCORE], strict=False), SCORE
+    else:
+        rows, of = zip(rounded.log_likelihoods, exact.log_likelihoods, strict=False), "log-likelihood"
+        pairs = ((low, full) for ours, theirs in rows for low, full in zip(ours, theirs, strict=True))
+    return torch.tensor([low - full for low, full in pairs], dtype=torch.float64), of
 
 
 def _of_variant(

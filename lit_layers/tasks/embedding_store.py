@@ -21,7 +21,7 @@ from filelock import FileLock, Timeout
 from torch import Tensor
 
 from lit_layers.analyses.base import States
-from lit_layers.analyses.features import TextPooling, text_features
+from lit_layers.analyses.features import LayerFeatures, TextPooling, text_features
 from lit_layers.data.batches import EncodedTexts, encode_texts
 from lit_layers.data.tokenization import TextTokenizer, tokenizer_hash
 from lit_layers.durable import sync, write_json
@@ -184,6 +184,17 @@ class TaskEmbeddings:
             raise NotFiniteError(f"the features of text {finite.argmin()} at layer {layer} are not finite")
         return vectors
 
+    def features_of_first(self, most: int, view: LayeredModel) -> LayerFeatures:
+        """Of the first texts that were asked for, by another view of the model."""
+        encoded, _ = self.embedding.encode(list(self._places)[:most])
+        return text_features(view, encoded, pooling=self.embedding.pooling, states=self.embedding.states)
+
+    def distances(self, exact: LayerFeatures, layer: int) -> list[float]:
+        """How far the first texts' embeddings are from features of them, as a share of the length of these."""
+        rounded = self.of(list(self._places)[: exact.num_rows], layer)
+        vectors = exact.layer(layer).double().numpy()
+        return (np.linalg.norm(rounded - vectors, axis=1) / np.linalg.norm(vectors, axis=1)).tolist()
+
     def _add(self, texts: list[str]) -> None:
         encoded, num_empty = self.embedding.encode(texts)
         folder = self.folder / _key(texts)
@@ -252,7 +263,7 @@ def _way(view: LayeredModel) -> list[str]:
     """How a model of these weights is run."""
     config = getattr(view.model, "config", None)
     described = config.to_json_string() if config is not None else ""
-    return [type(view.model).__name__, view.attention, str(view.dtype), view.device.type, described]
+    return [type(view.model).__name__, view.attention, view.precision, view.device.type, described]
 
 
 def _key(parts: Sequence[str | int]) -> str:

@@ -10,16 +10,19 @@ from typing import Any, ClassVar
 
 import numpy as np
 import pandas as pd
+import torch
 
-from lit_layers.analyses.base import Analysis, States, at_least_float32
+from lit_layers.analyses.base import NUM_CHECKED, Analysis, RoundedAnalysis, States, at_least_float32
 from lit_layers.analyses.changed_texts import Invariance
-from lit_layers.analyses.features import TextPooling
+from lit_layers.analyses.features import LayerFeatures, TextPooling
 from lit_layers.analyses.representation import Representation
+from lit_layers.analyses.statistics import rounding_records
 from lit_layers.data.prompt_texts import GivenTexts, TextBatches
 from lit_layers.data.tokenization import TextTokenizer, load_tokenizer, tokenizer_hash
 from lit_layers.durable import write_json
 from lit_layers.errors import InputError
 from lit_layers.identity import settings_of
+from lit_layers.models.bfloat16 import BFloat16View
 from lit_layers.models.build import weights_hash
 from lit_layers.models.view import LayeredModel
 from lit_layers.models.workload import BATCH_TOKENS, LETTERS, Work, passes
@@ -33,7 +36,7 @@ from lit_layers.tasks.mteb_tasks import INSTALL, Sources
 RESULTS, EMBEDDINGS = "mteb", "embeddings"
 NUM_METRIC_TEXTS = 1000
 RUN = ["run", "step", "pooling", "states"]  # what one curve belongs to, with what of these columns a table has
-OPTIONS = ("max_tokens", "seed", "store_dtype", "tokenizer", "mteb")
+OPTIONS = ("dtype", "max_tokens", "seed", "store_dtype", "tokenizer", "mteb")
 MAX_TOKENS, SEED = 2048, 42
 _ELSEWHERE = ("results", "store", "sources")  # decide where things lie, not the numbers
 _COUNTS = ("num_texts", "num_cut", "num_empty")  # of the texts of a task
@@ -41,13 +44,14 @@ _TASK = "lit_layers.embeddings.task_list.TaskSpec"  # what a task was when the f
 
 
 @dataclass(kw_only=True)
-class MtebTask(Analysis):
+class MtebTask(RoundedAnalysis):
     """The main score of mteb for each layer, 0 to L: one forward pass per text gives all layers.
 
     Every layer's full result is a file below `results`, written as it is made; layers that have theirs are not scored
     again, nor are texts passed again whose embeddings the store still holds. A layer whose score is not defined (equal
     vectors have no rank correlation, states that are not finite no cosine) gives no record, and the others say how many
-    there are of it (`num_undefined`). The model runs in float32 or wider.
+    there are of it (`num_undefined`). The model runs in float32 or wider, or with `dtype` in bfloat16; then the
+    embeddings of the first texts are made in float32, too, and their relative distance is a record of each layer.
 
     Args:
         task: what is scored.
@@ -60,6 +64,7 @@ class MtebTask(Analysis):
         states: the convention, "resid", "hf" or "normed".
         max_tokens: a longer text loses its end; also at the model's own limit.
         seed: mteb's.
+        dtype: bfloat16: of products within blocks.
     """
 
     LEAST: ClassVar = {"max_tokens": 1, "seed": 0}
@@ -145,7 +150,9 @@ class MtebTask(Analysis):
             self._say("reading the data")
             prepared = Prepared(self.sources.open(self.task, seed=self.seed), self.task)
             embedding = Embedding(self._read_tokenizer(), limit, self.pooling, self.states)
-            with self.store.opened(model, embedding, task=self.task.name, weights_hash=hashed) as embeddings:
+            view = self.in_bfloat16(model) if self.dtype == "bfloat16" else model
+            exact: LayerFeatures | None = None
+            with self.store.opened(view, embedding, task=self.task.name, weights_hash=hashed) as embeddings:
                 for place, layer in enumerate(missing):
                     if kept := _read(_file(folder, layer)):  # another process had the embeddings meanwhile
                         results[layer] = kept
@@ -153,6 +160,9 @@ class MtebTask(Analysis):
                     self._say(f"layer {layer} of {model.num_layers}" if place else "embedding, and its first layer")
                     try:
                         scores = prepared.evaluate(LayerEncoder(embeddings, layer))
+                        if isinstance(view, BFloat16View):
+                            exact = exact or embeddings.features_of_first(NUM_CHECKED, view.exact)
+                            scores["bf16_differences"] = embeddings.distances(exact, layer)
                     except NotFiniteError as error:
                         scores = {"main_score": None, "undefined": str(error)}
                     facts = {"layer": layer, "num_layers": model.num_layers, "n": prepared.num_rows()}
@@ -169,11 +179,13 @@ class MtebTask(Analysis):
                 tags |= self._unusual() | {name: result[name] for name in _COUNTS if result[name]}
                 tags |= {"num_undefined": num_undefined} if num_undefined else {}
                 yield Record(metric="main_score", value=result["main_score"], layer=layer, n=result["n"], tags=tags)
+                differences = torch.tensor(result.get("bf16_differences", []))
+                yield from rounding_records(differences, "embedding", layer=layer, tags=tags)
 
     def _unusual(self) -> dict[str, Any]:
         """The options that are not the usual ones: means are over tasks that have the same of them."""
         store = {} if self.store.dtype == "float32" else {"store_dtype": self.store.dtype}
-        return self.tags_of("max_tokens", "seed") | store
+        return self.tags_of("dtype", "max_tokens", "seed") | store
 
     def _described(self) -> dict[str, Any]:
         """What a layer's result says of itself."""
@@ -184,7 +196,7 @@ class MtebTask(Analysis):
         """Over all that decides a layer's score beside the weights; which layers are asked for does not."""
         options = {name: each for name, each in self.config()["init_args"].items() if name not in ("layers", "name")}
         # the path of a tokenizer decides nothing, the tokenizer does
-        options |= {"tokenizer": self.tokenizer_hash(), "max_tokens": limit, "dtype": str(model.dtype)}
+        options |= {"tokenizer": self.tokenizer_hash(), "max_tokens": limit, "dtype": self.precision_of(model)}
         options |= {"data": self.data_hash(), "attention": model.attention}
         return hashlib.sha256(json.dumps(options, sort_keys=True, default=str).encode()).hexdigest()[:16]
 

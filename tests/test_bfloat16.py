@@ -1,0 +1,220 @@
+"""Blocks in bfloat16: against the model's own modules under autocast, and their stated difference against float64."""
+
+import gc
+import weakref
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pyarrow.parquet as pq
+import pytest
+import torch
+import torch.nn.functional as F
+
+from lit_layers import plots, records
+from lit_layers.analyses import Interventions, Lens, Trajectory, base, readout_scores
+from lit_layers.analyses.features import text_features
+from lit_layers.cli.main import main
+from lit_layers.functional.block_schedules import parse_schedule
+from lit_layers.identity import divided
+from lit_layers.models.bfloat16 import BFloat16View
+from lit_layers.models.running_order import running_order
+from lit_layers.models.saved import load
+from lit_layers.models.view import LayeredModel
+from lit_layers.records import Measurement, Record
+from lit_layers.tasks import benchmark_scores, mteb_scores
+from lit_layers.tasks.benchmark_rows import local_rows
+from lit_layers.tasks.benchmark_scores import BenchmarkScores
+from lit_layers.tasks.lm_eval_scorer import LmEvalScorer
+from lit_layers.undisturbed import measure
+from tests.support.benchmark_rows import tiny_speaker, write_tasks, write_tokenizer
+from tests.support.labelled_texts import saved_gpt2
+from tests.support.listed_batches import Listed
+from tests.support.tiny_models import EVERY, tiny, tiny_batch
+from tests.tasks.tiny_tasks import encoded, saved_model, store_in, task, write_tiny_data
+from tests.test_undisturbed import train
+
+BATCHES = [tiny_batch("gpt2", batch=3, tokens=9), tiny_batch("gpt2", batch=3, tokens=7, seed=2)]
+CHECKED = 4  # prompts: one of the second batch
+BOTH = ("bf16_difference", "bf16_largest_difference")
+
+
+@pytest.fixture(autouse=True)
+def few_checked(monkeypatch) -> None:
+    for place in (readout_scores, benchmark_scores, mteb_scores):
+        monkeypatch.setattr(place, "NUM_CHECKED", CHECKED)
+
+
+def under_autocast(model):
+    """The model itself, whose blocks run under autocast from now on: nothing is copied or rounded beforehand."""
+    for block in LayeredModel(model).blocks:
+        block.forward = torch.autocast("cpu", torch.bfloat16)(block.forward)
+    return model
+
+
+def values(found, metric: str, **tags) -> dict[int | None, float]:
+    return {r.layer: r.value for r in found if r.metric == metric and tags.items() <= r.tags.items()}
+
+
+SOME = ("gpt2", "llama", "bert_classifier", "vit")
+
+
+@pytest.mark.parametrize("name", [pytest.param(name, marks=[] if name in SOME else pytest.mark.soak) for name in EVERY])
+def test_blocks_compute_what_autocast_makes_of_them_and_the_rest_is_float32(name):
+    model = tiny(name)
+    batch = tiny_batch(name, padding=None if "pixel" in name else "right")
+    before = {key: value.clone() for key, value in model.state_dict().items()}
+    view = BFloat16View(LayeredModel(model))
+    rounded, full = view.trajectory(batch), LayeredModel(model).trajectory(batch)
+    readout = view.readout(rounded.hidden)
+    assert (rounded.hidden.dtype, readout.dtype, view.dtype) == (torch.float32,) * 3
+    shared = {parameter.data_ptr() for parameter in model.parameters()}
+    kinds = {parameter.data_ptr() in shared: parameter.dtype for parameter in view.model.parameters()}
+    assert kinds == {True: torch.float32, False: torch.bfloat16}
+    assert 1e-6 < (rounded.hidden - full.hidden).norm() / full.hidden.norm() < 0.05
+    assert all(torch.equal(value, before[key]) for key, value in model.state_dict().items())
+    reference = LayeredModel(under_autocast(model)).trajectory(batch)
+    assert torch.equal(rounded.hidden, reference.hidden)  # the same roundings: of a weight beforehand, or at its use
+    assert torch.equal(rounded.logits, reference.logits)
+
+
+def test_the_copy_is_gone_with_its_view_and_holds_its_matrices_alone():
+    model = tiny("gpt2")
+    gc.disable()
+    try:
+        view = BFloat16View(LayeredModel(model))
+        copy = weakref.ref(view.model)
+        del view
+        assert copy() is None
+    finally:
+        gc.enable()
+
+
+def prompt_losses(model, order=(1, 2, 3)) -> np.ndarray:
+    """The mean loss of every prompt by the model's own modules, log-softmax in float64."""
+    losses = []
+    for ids in (batch["input_ids"] for batch in BATCHES):
+        with torch.no_grad():
+            hidden = model.transformer.wte(ids) + model.transformer.wpe(torch.arange(ids.shape[1]))
+            for number in order:
+                hidden = model.transformer.h[number - 1](hidden)
+            logits = model.lm_head(model.transformer.ln_f(hidden))[:, :-1].double()
+        losses += [F.cross_entropy(row, target[1:]).item() for row, target in zip(logits, ids, strict=True)]
+    return np.array(losses)
+
+
+@pytest.mark.parametrize("kind", [Lens, Interventions])
+def test_the_stated_difference_is_that_of_the_losses_from_float64(kind):
+    options = {"variants": ("skip_one",)} if kind is Interventions else {}
+    found = list(kind(batches=Listed(*BATCHES), dtype="bfloat16", **options).run(LayeredModel(tiny("gpt2"))))
+    assert {r.tags["dtype"] for r in found} == {"bfloat16"}
+    metric, tags = ("variant_loss", {"variant": "skip_one"}) if options else ("logit_lens_loss", {})
+    orders = {2: (1, 3)} if options else {1: (1,), 3: (1, 2, 3)}
+    for layer, order in orders.items():
+        rounded = prompt_losses(under_autocast(tiny("gpt2")), order)
+        differences = np.abs(rounded - prompt_losses(tiny("gpt2", torch.float64), order))[:CHECKED]
+        stated = [values(found, name, **tags)[layer] for name in BOTH]
+        assert stated == pytest.approx([differences.mean(), differences.max()], rel=1e-3, abs=3e-6)  # of float32
+        whole = np.average(rounded, weights=[8, 8, 8, 6, 6, 6])
+        assert values(found, metric, **tags)[layer] == pytest.approx(whole, rel=1e-6)
+
+
+def test_scores_of_a_task_are_checked_row_by_row_in_every_order(tmp_path):
+    write_tasks(tmp_path / "data" / "benchmarks")
+    write_tokenizer(tmp_path / "tokenizer")
+    model = tiny_speaker(blocks=3, seed=3)
+    options = {"tokenizer": str(tmp_path / "tokenizer"), "results": tmp_path / "results", "folder": tmp_path / "data"}
+    analysis = BenchmarkScores(task="arc_challenge", variants=("skip_one",), dtype="bfloat16", limit=3, **options)
+    found = list(analysis.run(LayeredModel(model)))
+    assert list(analysis.run(LayeredModel(model))) == found  # from its files
+    rows = local_rows("arc_challenge", tmp_path / "data")
+    likelihoods = []
+    for network in (tiny_speaker(blocks=3, seed=3), under_autocast(tiny_speaker(blocks=3, seed=3))):
+        with running_order(network, parse_schedule("1 3", 3)):
+            scored = LmEvalScorer(rows, options["tokenizer"], limit=3, max_length=600).score(network)
+        likelihoods.append(np.array([value for row in scored.log_likelihoods for value in row]))
+    differences = np.abs(likelihoods[1] - likelihoods[0])
+    mean, largest = (values(found, name, variant="skip_one")[2] for name in BOTH)
+    assert (mean, largest) == pytest.approx((differences.mean(), differences.max()), rel=1e-3)
+    plain = list(replace(analysis, dtype="float32").run(LayeredModel(model)))
+    assert not any("dtype" in r.tags for r in plain)
+
+
+def test_embeddings_of_each_layer_are_checked_and_kept_apart(tmp_path):
+    data, model = write_tiny_data(tmp_path / "data"), tmp_path / "model"
+    view = saved_model(model)
+    same = {"store": store_in(tmp_path / "embeddings")}
+    plain = list(task("STSBenchmark", data, model, tmp_path / "a", **same).run(view))
+    found = list(task("STSBenchmark", data, model, tmp_path / "a", **same, dtype="bfloat16").run(view))
+    alone = list(task("STSBenchmark", data, model, tmp_path / "b", dtype="bfloat16").run(view))
+    assert found == alone
+    assert {r.tags.get("dtype") for r in plain} == {None}
+    assert list(task("STSBenchmark", data, model, tmp_path / "a", **same).run(view)) == plain
+    texts = pq.read_table(data / "glue" / "stsb_test.parquet")["sentence1"].to_pylist()
+    first = list(dict.fromkeys(texts))[:CHECKED]
+    networks = [LayeredModel(network) for network in (load(model), under_autocast(load(model)))]
+    exact, rounded = (text_features(network, encoded(model, first), pooling="mean") for network in networks)
+    for layer in range(4):
+        vectors = exact.layer(layer).double()
+        differences = (rounded.layer(layer) - vectors).norm(dim=1) / vectors.norm(dim=1)
+        mean, largest = (values(found, name)[layer] for name in BOTH)
+        # texts in batches of other lengths
+        assert (mean, largest) == pytest.approx(
+            (differences.mean().item(), differences.max().item()), rel=0.1, abs=1e-6
+        )
+
+
+def test_training_beside_it_ends_in_the_same_bits():
+    lens = Lens(batches=Listed(*BATCHES), dtype="bfloat16")
+    alone, beside = train(None, steps=2), train(lambda model: list(lens.run(model)), steps=2)
+    assert beside["bits"] == alone["bits"]
+    assert all(map(torch.equal, beside["moments"], alone["moments"]))
+    assert {measurement.error for measurement in beside["measurements"]} == {None}
+
+
+def test_a_measurement_in_float32_has_the_hash_that_it_always_had():
+    plain, rounded = (Lens(batches=Listed(*BATCHES), dtype=dtype) for dtype in ("float32", "bfloat16"))
+    assert "dtype" not in plain.config()["init_args"]
+    assert plain.config_hash() != rounded.config_hash()
+    wrong = measure(tiny("gpt2"), Lens(batches=Listed(*BATCHES), dtype="float16"), run="r", step=0)  # pyright: ignore
+    assert "expected dtype to be one of ['float32', 'bfloat16'], got 'float16'" in str(wrong.error)
+
+
+def of_task(name: str, value: float, dtype: dict[str, str], **variant) -> Measurement:
+    """A task's score at two layers, or that of a variant."""
+    about = {"domain": "sts", "score": "s", "pooling": "mean", "states": "resid"}
+    analysis, metric = ("intervene", "normalized_score") if variant else ("mteb", "main_score")
+    tags = {"task": name, **dtype, **(variant or about)}
+    layers = [None] if variant else [0, 1]
+    made = [Record(metric=metric, value=value, layer=layer, n=5, tags=tags) for layer in layers]
+    said = {"config_hash": f"{name}{dtype}"}
+    place = {"run": "r", "step": None, "tokens": None, "analysis": f"{analysis}/{name}"}
+    return Measurement(**place, records=made, seconds=1.0, provenance=said)
+
+
+def test_no_curve_mean_or_median_is_over_two_precisions():
+    rounded = {"dtype": "bfloat16"}
+    measured = [of_task("A", 0.2, {}), of_task("B", 0.4, {}), of_task("C", 0.9, rounded)]
+    means = {str(each.options): each.at(1) for each in mteb_scores.averages(records.frame(measured))}
+    assert means == {"{}": pytest.approx(0.3), str(rounded): pytest.approx(0.9)}
+    drawn = plots.with_task_means(records.frame(measured)).frame
+    assert sorted(set(drawn["value"].round(9))) == [0.3, 0.9]
+    variants = [of_task(name, value, {}, variant="skip", middle=2) for name, value in (("A", 0.2), ("B", 0.4))]
+    both = plots.with_task_medians(records.frame([*variants, of_task("C", 0.9, rounded, variant="skip", middle=2)]))
+    medians = both.frame[both.frame["analysis"] == "intervene/median_over_tasks"]
+    assert medians["value"].tolist() == pytest.approx([0.3])
+    assert both.notes["intervene/median_over_tasks"].endswith("Of another precision, and not in it: C.")
+    again = of_task("A", 0.8, rounded)
+    curve, others = divided([measured[0], again])
+    assert (len(curve), len(others)) == (1, 1)  # so select, pages and exports see one precision of an analysis
+
+
+def test_what_needs_float32_is_refused_by_name(tmp_path, capsys):
+    saved_gpt2(tmp_path / "model")
+    with pytest.raises(base.InputError, match="trajectory"):
+        base.in_bfloat16(Trajectory(batches=Listed(*BATCHES)))
+    command = ["analyze", str(tmp_path / "model"), "--root", str(tmp_path / "out"), "--dtype", "bfloat16"]
+    assert main(command) == 2
+    said = capsys.readouterr().err
+    assert "dtype: trajectory (Trajectory) needs states or derivatives in float32 or wider" in said
+    assert not Path(tmp_path / "out" / "measurements.jsonl").exists()
