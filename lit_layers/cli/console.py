@@ -5,7 +5,12 @@ import sys
 import threading
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+Show = Callable[[int | None, int | None, str], None]  # done, of how many (None: as before), what comes next
 
 
 def show_table(rows: Iterable[Mapping[str, Any]], title: str = "", *, text: Collection[str] = ()) -> None:
@@ -34,20 +39,28 @@ def show_table(rows: Iterable[Mapping[str, Any]], title: str = "", *, text: Coll
 
 
 @contextmanager
-def bar(opening: str, *, hidden: bool = False) -> Iterator[Callable[[int | None, int | None, str], None]]:
+def bar(
+    opening: str, *, hidden: bool = False, console: "Console | None" = None, transient: bool = False
+) -> Iterator[Show]:
     """A function of what is done, of how much (None: as before), and what is next, which draws it.
 
-    It raises a Ctrl-C that got lost.
+    It raises a Ctrl-C that got lost. Drawn on standard error where no console is given; a transient bar leaves nothing.
     """
     from rich.console import Console
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+    from rich.progress import (
+        BarColumn,
+        MofNCompleteColumn,
+        Progress,
+        TextColumn,
+        TimeElapsedColumn,
+        TimeRemainingColumn,
+    )
 
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    columns = (TextColumn("{task.description}", markup=False), BarColumn(), MofNCompleteColumn())
+    times, console = (TimeElapsedColumn(), TimeRemainingColumn()), console or Console(stderr=True)
     # Drawn after each block and not by a thread of its own.
-    with (
-        _no_ctrl_c_lost() as raise_it,
-        Progress(*columns, console=Console(stderr=True), auto_refresh=False, disable=hidden) as drawn,
-    ):
+    options: Any = {"console": console, "auto_refresh": False, "disable": hidden, "transient": transient}
+    with _no_ctrl_c_lost() as raise_it, Progress(*columns, *times, **options) as drawn:
         task = drawn.add_task(opening, total=None)
 
         def show(done: int | None, total: int | None, what: str) -> None:

@@ -1,12 +1,18 @@
-"""The bar's second duty: a Ctrl-C that Python drops ends the work all the same."""
+"""The bar, also of a training, and its second duty: a Ctrl-C that Python drops ends the work all the same."""
 
+import io
 import signal
 import threading
 import weakref
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
+from rich.console import Console
 
 from lit_layers.cli.console import bar, show_table
+from lit_layers.cli.training_display import StepProgress
+from lit_layers.records import Measurement
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
@@ -66,3 +72,35 @@ def test_a_narrow_terminal_cuts_no_number(width, monkeypatch, capsys):
     show_table(rows, text=("error",))
     shown = capsys.readouterr().out
     assert all(word in shown for word in ("0.00012345", "143000", "12345.6", "none", "long", "max_steps"))
+
+
+@pytest.mark.parametrize("terminal", [True, False])
+def test_a_training_shows_a_bar_in_a_terminal_and_lines_elsewhere(terminal):
+    log: Any = SimpleNamespace(shown={"train/loss": 2.34567, "train/tokens_per_second": 12345.6})
+    console = Console(file=io.StringIO(), force_terminal=terminal, width=200, color_system=None)
+    module: Any = None
+    trainer: Any = SimpleNamespace(is_global_zero=True, max_steps=7, global_step=3)
+    before, progress = signal.getsignal(signal.SIGINT), StepProgress(log, console=console)
+    progress.on_train_start(trainer, module)
+    progress.on_train_batch_end(trainer, module)
+    progress.on_train_batch_end(trainer, module)  # at once: not shown again
+    progress.measuring(3, "trajectory")
+    for error in (None, "[oh] no"):
+        facts: Any = {
+            "run": "run",
+            "step": 3,
+            "tokens": None,
+            "analysis": "trajectory",
+            "records": [],
+            "provenance": {},
+        }
+        progress.measured(Measurement(**facts, seconds=1.0, error=error))
+    progress.on_train_end(trainer, module)
+    shown = console.file.getvalue()  # pyright: ignore[reportAttributeAccessIssue]
+    assert "trajectory failed at step 3: [oh] no" in shown
+    assert "3/7" in shown
+    assert "loss 2.346  12,346 tokens/s" in shown
+    assert ("measuring trajectory at step 3" in shown) == terminal
+    assert ("trajectory measured in 1.0 s" in shown) != terminal
+    assert shown.count("step 3/7 loss") == (0 if terminal else 1)
+    assert signal.getsignal(signal.SIGINT) is before

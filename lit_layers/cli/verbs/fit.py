@@ -12,31 +12,29 @@ from types import SimpleNamespace
 from typing import Any, Literal
 
 import lightning as L
-import pandas as pd
 import torch
 import yaml
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
 from lightning.pytorch.utilities.exceptions import MisconfigurationException, SIGTERMException
 from rich.console import Console
 
-from lit_layers import records, run_lock
+from lit_layers import run_lock
 from lit_layers.analyses.base import Analysis
 from lit_layers.cli import threads
 from lit_layers.cli.console import show_table
 from lit_layers.cli.options import Steps, add_options, recipe_errors
 from lit_layers.cli.recipes import HELP, RecipeParser, refuse_reach, refuse_wild_numbers, trust_code
 from lit_layers.cli.stopping import TERMINATED, finish_first
+from lit_layers.cli.training_display import StepProgress, beginning, show_results
 from lit_layers.data.preparing import prepared_before
 from lit_layers.data.tokenization import bpe_size, load_tokenizer
 from lit_layers.errors import InputError
-from lit_layers.identity import latest
 from lit_layers.models.view import LayeredModel
 from lit_layers.models.workload import bytes_of_model
 from lit_layers.plan import Plan, size, stride_within
-from lit_layers.plots import change_table
 from lit_layers.report import MirrorAside, WandbMirror, write_report
 from lit_layers.schedule import Schedule
-from lit_layers.schema import COUNT, COUNT_OR_NONE, MANY, SEED, Range, refuse_outside, run_facts
+from lit_layers.schema import COUNT, COUNT_OR_NONE, MANY, SEED, Range, refuse_outside
 from lit_layers.training import EmergenceCallback, SeriesCheckpoint
 from lit_layers.training.callbacks import plan_run
 from lit_layers.training.checkpoints import Origin, axis_step, kept
@@ -49,7 +47,7 @@ from lit_layers.training.run_folder import (
     refuse_a_used_folder,
     refuse_another_run,
 )
-from lit_layers.training.run_log import RunLog, StepProgress
+from lit_layers.training.run_log import RunLog
 from lit_layers.training.trainer import (
     DEFAULTS,
     StepSeed,
@@ -61,7 +59,6 @@ from lit_layers.training.trainer import (
 )
 
 DIVERGED, INTERRUPTED = 3, 130
-SHOWN = 28  # rows of the table of changes; the page has all of them
 
 
 TRAINER = {
@@ -369,7 +366,7 @@ def _train(cli: FitCLI) -> int:
     started, code, last_step = time.perf_counter(), 1, 0
     try:
         point, origin = cli.resume_from, getattr(cli.model, "origin", Origin())
-        if cli.trainer.is_global_zero and (said := _beginning(point, origin)):
+        if cli.trainer.is_global_zero and (said := beginning(point, origin)):
             cli.console.print(said, highlight=False, markup=False, soft_wrap=True)
         end = origin.step + cli.trainer.max_steps
         if point is not None and point.step >= end and not is_first_rank():  # no two opinions on whether it has ended
@@ -403,18 +400,6 @@ def _train(cli: FitCLI) -> int:
     return code
 
 
-def _beginning(point: ResumePoint | None, origin: Origin) -> str | None:
-    """What is said of a run that does not begin at its beginning."""
-    if point is not None:
-        return f"resumed at step {point.step} from {point.state.parent}"
-    if not origin.source:
-        return None
-    commit = f" (commit {origin.source['commit'][:12]})" if "commit" in origin.source else ""
-    seen = "unknown" if origin.tokens is None else f"{origin.tokens:,}"
-    place = f"step {origin.step:,}, tokens seen {seen}" if origin.step else "its step is unknown, the axis begins at 0"
-    return f"begins with the weights of {origin.source['init_from']}{commit}: {place}; the optimizer starts afresh"
-
-
 def _close(cli: FitCLI, seconds: float, code: int, last_step: int) -> None:
     """Facts, closing table, page, mirror. A trouble here is told and hides neither the run's own end nor the rest."""
     finish_first()
@@ -426,41 +411,10 @@ def _close(cli: FitCLI, seconds: float, code: int, last_step: int) -> None:
             checkpoint_seconds=cli.series.paused_seconds + cli.resumable.paused_seconds,
             analysis_seconds=cli.emergence.paused_seconds,
         )
-        _show_results(root, seconds)
+        show_results(root, seconds)
         print(f"\nreport: {write_report(root)}")
     except Exception as error:  # the training has ended: nothing in its account may change how
         print(f"\nno report: {str(error) or type(error).__name__}")
     if mirror is not None:
         mirror.finish(exit_code=code)
         print(mirror.closing_line())
-
-
-def _show_results(root: Path, seconds: float) -> None:
-    """Prints how far every metric came, the share of the wall time by analysis, and failures."""
-    measurements = latest(records.read(root / "measurements.jsonl"))
-    if not measurements:
-        return
-    changes = change_table(records.frame([each for each in measurements if not records.is_suspect(each)]))
-    rows = [_change(row) for row in changes.head(SHOWN).to_dict("records")]
-    if len(changes) > SHOWN:
-        rows.append({"metric": f"... and {len(changes) - SHOWN} more in the report"})
-    show_table(rows, "From the first to the last checkpoint")
-    spent: dict[str, float] = {}
-    for measurement in measurements:
-        spent[measurement.analysis] = spent.get(measurement.analysis, 0.0) + measurement.seconds
-    facts = run_facts(root)
-    spent["all analyses, as training waited"] = facts.get("analysis_seconds", 0.0)
-    spent["saving checkpoints"] = facts.get("checkpoint_seconds", 0.0)
-    rows = [{"": name, "seconds": f"{each:.1f}", "share": f"{each / seconds:.1%}"} for name, each in spent.items()]
-    show_table(rows, f"\nWall time {seconds:.0f} s, of which")
-    for measurement in measurements:
-        if measurement.error is not None:
-            print(f"failed: {measurement.analysis} at step {measurement.step}: {measurement.error}")
-
-
-def _change(row: Mapping[str, Any]) -> dict[str, str]:
-    layer = "" if pd.isna(row["layer"]) else f"layer {int(row['layer'])}"
-    name = " ".join(filter(None, [f"{row['analysis']}/{row['metric']}", row["variant"], layer]))
-    values = {f"step {row['first_step']}": row["first"], f"step {row['last_step']}": row["last"]}
-    texts = {place: "" if pd.isna(value) else f"{value:.3f}" for place, value in values.items()}
-    return {"metric": name, **texts, "change": "" if pd.isna(row["change"]) else f"{row['change']:+.3f}"}
