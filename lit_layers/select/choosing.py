@@ -68,6 +68,11 @@ class Choice:
     def higher_is_better(self) -> bool:
         return look_up(self.metric).higher_is_better
 
+    @property
+    def baseline_name(self) -> str:
+        """What knows no text at all."""
+        return "majority class" if self.higher_is_better else "training mean"
+
 
 def choose(
     features: Callable[[Part], Features],

@@ -3,10 +3,7 @@
 import math
 import re
 import sys
-import tempfile
-from collections.abc import Iterator
-from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -178,6 +175,8 @@ def select(model: str, options: SelectOptions) -> int:
     from lit_layers.models.shard_files import ShardFiles
     from lit_layers.select.choosing import choose
     from lit_layers.select.export import refuse_taken
+    from lit_layers.select.selection import Selection
+    from lit_layers.targets import name_of
 
     if options.export is not None:
         refuse_taken(options.export, options.overwrite)
@@ -207,11 +206,24 @@ def select(model: str, options: SelectOptions) -> int:
         show(1, 1, "probes of all layers fitted and scored")
     one = {name: rows[:1] for name, rows in task.batch.items()}  # an image, or the longest of the validation texts
     seconds = dict(enumerate(layer_latencies(view, one, rounds=options.rounds).tolist()))
-    paths = _write(model, options, task, choice, seconds)
+    name = name_of(model)
+    selection = Selection(
+        name=name,
+        files=files,
+        revision=options.revision,
+        view=view,
+        task=task,
+        tokenizer=tokenizer,
+        choice=choice,
+        tolerance=options.tolerance,
+        seconds=seconds,
+    )
+    paths = selection.write(options.out or results_folder(name, task.name))
     _show(task, choice)
     print(*paths, sep="\n")
     if options.export is not None:
-        _export(options.export, options, files, view, task, choice, tokenizer, paths[0])
+        chosen = {name: getattr(options, name) for name in ("keep_lm_head", "overwrite")}
+        selection.export(options.export, paths[0], rounds=options.rounds, show=print, **chosen)
         print(options.export)
     return 0
 
@@ -247,57 +259,6 @@ def _opened(
     return view, of_texts(wide, texts, tokenizer=tokenizer, **chosen), tokenizer
 
 
-def _write(
-    model: str, options: SelectOptions, task: "TaskFeatures", choice: "Choice", seconds: dict[int, float]
-) -> list[Path]:
-    """Writes layers.png, layers.svg and select.json, and returns their paths, in that order."""
-    from lit_layers.durable import write_json
-    from lit_layers.figures.plane import LayerScores, layer_choice
-    from lit_layers.figures.vega import write_charts
-    from lit_layers.metrics import look_up
-    from lit_layers.targets import name_of
-
-    folder = options.out or results_folder(name_of(model), task.name)
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise InputError(f"out: cannot write {folder}: {(error.strerror or str(error)).lower()}") from error
-    content = {
-        "model": model,
-        "revision": options.revision,
-        "task": task.name,
-        **{name: getattr(choice, name) for name in ("layer", "num_layers", "rule")},
-        "tolerance": options.tolerance,
-        "metric": choice.metric,
-        "pooling": task.pooling,
-        "max_tokens": task.max_tokens,
-        "validation": {str(layer): asdict(score) for layer, score in choice.validation.items()},
-        "baseline": choice.baseline,
-        "chosen_in_share_of_resamples": {str(layer): share for layer, share in choice.shares.items()},
-        "test": {str(layer): asdict(score) for layer, score in sorted(choice.test.items())},
-        "test_difference_to_last": asdict(choice.difference),
-        "seconds_to_layer": {str(layer): each for layer, each in seconds.items()},
-        "rows": {part: len(targets) for part, targets in task.targets.items()},
-        "notes": list(task.notes),
-    }
-    write_json(folder / "select.json", content)  # before the pictures, which may fail
-    last, ids = f"layer of {choice.num_layers}", task.batch.get("input_ids")
-    where = f"the last {last}" if choice.layer == choice.num_layers else f"layer {choice.layer} of {choice.num_layers}"
-    rule = choice.rule if options.tolerance is None else f"{choice.rule} {choice.tolerance:g}"
-    scores = LayerScores(
-        title=f"{name_of(model)} on {task.name}: {where} is chosen ({rule.replace('_', ' ')})",
-        score=f"validation {look_up(choice.metric).title.lower()}",
-        values={layer: (each.value, each.low, each.high) for layer, each in choice.validation.items()},
-        chosen=choice.layer,
-        baseline=choice.baseline,
-        baseline_name=_baseline(choice),
-        shares=choice.shares,
-        seconds=seconds,
-        timed="an image" if ids is None else f"a text of {ids.shape[1]} tokens",
-    )
-    return [*write_charts({folder / "layers": layer_choice(scores)}, (".png", ".svg")), folder / "select.json"]
-
-
 def _show(task: "TaskFeatures", choice: "Choice") -> None:
     """Prints the scores, the choice and the notes."""
     rows = [
@@ -311,7 +272,7 @@ def _show(task: "TaskFeatures", choice: "Choice") -> None:
         for layer, score in choice.validation.items()
     ]
     show_table(rows, f"{task.name}: {choice.metric} on validation rows")
-    print(f"{_baseline(choice)} alone: {choice.baseline:.4f}")
+    print(f"{choice.baseline_name} alone: {choice.baseline:.4f}")
     for layer, score in sorted(choice.test.items()):
         print(f"test, layer {layer}: {score.value:.4f} ({score.low:.4f} to {score.high:.4f})")
     if choice.layer != choice.num_layers:
@@ -322,78 +283,6 @@ def _show(task: "TaskFeatures", choice: "Choice") -> None:
         )
     for note in task.notes:
         print(note)
-
-
-def _baseline(choice: "Choice") -> str:
-    return "majority class" if choice.higher_is_better else "training mean"
-
-
-def _export(
-    folder: Path,
-    options: SelectOptions,
-    files: "ShardFiles",
-    view: "LayeredModel",
-    task: "TaskFeatures",
-    choice: "Choice",
-    tokenizer: str | None,
-    picture: Path,
-) -> None:
-    from lit_layers.functional.probe import LogisticProbes
-    from lit_layers.select import Card, ProbeHead, compare_costs, cost_table, export, measured_on
-
-    facts: Any = {"task": task.name, "pooling": task.pooling, "max_tokens": task.max_tokens, "row": 0}
-    if isinstance(choice.probe, LogisticProbes):
-        head = ProbeHead.of_logistic(choice.probe, choice.layer, classes=task.classes or (), **facts)
-    else:
-        head = ProbeHead.of_ridge(choice.probe, choice.layer, **facts)
-    card = Card(
-        source=files.model,
-        revision=options.revision,
-        commit=files.commit,
-        num_layers=choice.num_layers,
-        rule=choice.rule,
-        tolerance=options.tolerance,
-        metric=choice.metric,
-        validation={layer: score.value for layer, score in choice.validation.items()},
-        test_chosen=choice.test[choice.layer].value,
-        test_last=choice.test[choice.num_layers].value,
-        picture=picture,
-        notes=task.notes,
-    )
-    with _whole_model(files, view) as whole:
-        measured: Any = {"num_rounds": options.rounds, "device": view.device.type}
-        measured |= {} if task.max_tokens is None else {"num_tokens": min(128, task.max_tokens)}
-
-        def costs(cut: Path) -> Any:
-            of_both = compare_costs(whole, cut, layer=choice.layer, num_layers=choice.num_layers, **measured)
-            print(cost_table(of_both), measured_on(of_both), sep="\n\n")
-            return of_both
-
-        export(
-            view.model,
-            choice.layer,
-            head,
-            folder,
-            tokenizer=tokenizer,
-            card=card,
-            batches=[task.batch],
-            costs=costs,
-            keep_lm_head=options.keep_lm_head,
-            overwrite=options.overwrite,
-        )
-
-
-@contextmanager
-def _whole_model(files: "ShardFiles", view: "LayeredModel") -> Iterator[Path]:
-    """A folder with the whole model: its own, or for a model of the Hub a copy that is removed afterwards."""
-    from lit_layers.models.build import save
-
-    if files.local:
-        yield Path(files.model)
-        return
-    with tempfile.TemporaryDirectory(prefix="lit_layers-") as folder:
-        save(view.model, folder)
-        yield Path(folder)
 
 
 def results_folder(model: str, task: str) -> Path:
