@@ -143,72 +143,6 @@ class Quality:
     num_sequences: int
 
 
-def finetune(
-    model: Network,
-    variant: Variant,
-    recipe: FinetuningRecipe,
-    *,
-    root: str | Path,
-    tokenizer: str | None = None,
-    parallel: Parallel = "loop",
-    accelerator: str = "auto",
-) -> tuple[Quality, Quality]:
-    """Trains a copy of the model with the variant active in every forward pass; its quality before and after, on the
-    same sequences with the variant active.
-
-    What is trained: embeddings, head and the blocks that run; the others have no gradient and stay. The model that is
-    given is not changed. The trained weights lie in `root/NAME/model` as any saved model does (which runs in its plain
-    order unless told otherwise: `finetuned.json` beside it says the schedule). Where that folder is there already for
-    the same weights, schedule and recipe, it is not trained again. All is a function of the recipe's seed, the global
-    random state stays as it is.
-
-    Raises:
-        InputError: no causal language model, one that takes shorter texts or knows fewer tokens; a folder with the
-            result of other options.
-    """
-    tokenizer = recipe.tokenizer or tokenizer
-    if tokenizer is None:
-        raise InputError("tokenizer: expected one in the recipe, or the model's own")
-    check_model(model, recipe, tokenizer)
-    folder = Path(root) / name_of(variant)
-    settings = {
-        "schedule": format_schedule(variant.schedule),
-        "variant": variant.tags,
-        "parallel": parallel,
-        "recipe": {**asdict(recipe), "tokenizer": tokenizer},
-        "weights": weights_hash(model),
-        "architecture": architecture_hash(model),
-        "corpus": prepared(recipe.corpus, tokenizer).corpus_hash,
-    }
-    if (kept := finished(folder / RESULT, settings)) is not None:
-        before, after = (
-            schema.check(kept.get(when), Quality, f"{folder / RESULT}: {when}", _AGAIN) for when in ("before", "after")
-        )
-        return before, after
-    writable_folder(Path(root), "root")
-    data = LitTextData(
-        recipe.corpus,
-        tokenizer,
-        num_tokens=recipe.num_tokens,
-        global_batch_size=recipe.batch_size,
-        num_validation_sequences=recipe.num_validation_sequences,
-        validation_batch_size=recipe.validation_batch_size,
-        seed=recipe.seed,
-    )
-    trained = copy.deepcopy(getattr(model, "_orig_mod", model)).requires_grad_(True)
-    module = LitVariant(trained, recipe)
-    with running_order(trained, variant.schedule, parallel=parallel):
-        before, after = train(module, data, recipe, steps=recipe.steps, root=root, accelerator=accelerator)
-    result = {**settings, "before": asdict(before), "after": asdict(after)}
-
-    def fill(part: Path) -> None:
-        save(trained, part / MODEL)
-        write_json(part / RESULT, result)
-
-    write_folder(folder, fill)
-    return before, after
-
-
 class LitVariant(LitCausalLM):
     """Training of a model that is there already, in whichever order its blocks run; validated sequence by sequence."""
 
@@ -412,7 +346,11 @@ class Finetuning(TrainedVariants):
     """Loss and accuracy of each variant of a causal language model before and after it is trained:
     `variant_loss` and `variant_accuracy`, tagged `when`.
 
-    Each variant begins with the weights of the model that is measured, which is not changed.
+    Each variant begins with the weights of the model that is measured, which is not changed. What is trained:
+    embeddings, head and the blocks that run; the others have no gradient and stay. The trained weights lie in
+    `root/NAME/model` as any saved model does (which runs in its plain order unless told otherwise: `finetuned.json`
+    beside it says the schedule). Where that folder is there already for the same weights, schedule and recipe, it is
+    not trained again. All is a function of the recipe's seed, the global random state stays as it is.
 
     Args:
         recipe: corpus, steps, learning rate, ...
@@ -449,8 +387,6 @@ class Finetuning(TrainedVariants):
         compared = self.chosen(model)
         for number, variant in enumerate(compared, 1):
             self.say(f"training {variant} ({number} of {len(compared)})")
-            options = {"root": self.root, "tokenizer": self.tokenizer, "parallel": self.parallel}
-            qualities = finetune(model.model, variant, self.recipe, accelerator=accelerator_of(model), **options)
             yield [
                 Record(
                     metric=f"variant_{metric}",
@@ -460,9 +396,54 @@ class Finetuning(TrainedVariants):
                     layer=variant.block,
                     tags={**variant.tags, "when": when},
                 )
-                for when, quality in zip(("before", "after"), qualities, strict=True)
+                for when, quality in self.qualities(model, variant).items()
                 for metric in ("loss", "accuracy")
             ]
+
+    def qualities(self, model: LayeredModel, variant: Variant) -> dict[str, Quality]:
+        """Trains a copy with the variant active in every forward pass; its quality "before" and "after", on the same
+        sequences with the variant active.
+
+        Raises:
+            InputError: a folder with the result of other options.
+        """
+        recipe, tokenizer, network = self.recipe, self._tokenizer(), model.model
+        folder = Path(self.root) / name_of(variant)
+        settings = {
+            "schedule": format_schedule(variant.schedule),
+            "variant": variant.tags,
+            "parallel": self.parallel,
+            "recipe": {**asdict(recipe), "tokenizer": tokenizer},
+            "weights": weights_hash(network),
+            "architecture": architecture_hash(network),
+            "corpus": self._shards().corpus_hash,
+        }
+        if (result := finished(folder / RESULT, settings)) is not None:
+            return {
+                when: schema.check(result.get(when), Quality, f"{folder / RESULT}: {when}", _AGAIN)
+                for when in ("before", "after")
+            }
+        writable_folder(folder.parent, "root")
+        data = LitTextData(
+            recipe.corpus,
+            tokenizer,
+            num_tokens=recipe.num_tokens,
+            global_batch_size=recipe.batch_size,
+            num_validation_sequences=recipe.num_validation_sequences,
+            validation_batch_size=recipe.validation_batch_size,
+            seed=recipe.seed,
+        )
+        trained: Any = copy.deepcopy(getattr(network, "_orig_mod", network)).requires_grad_(True)
+        module, options = LitVariant(trained, recipe), {"root": self.root, "accelerator": accelerator_of(model)}
+        with running_order(trained, variant.schedule, parallel=self.parallel):
+            before, after = train(module, data, recipe, steps=recipe.steps, **options)
+
+        def fill(part: Path) -> None:
+            save(trained, part / MODEL)
+            write_json(part / RESULT, {**settings, "before": asdict(before), "after": asdict(after)})
+
+        write_folder(folder, fill)
+        return {"before": before, "after": after}
 
     def _tokenizer(self) -> str:
         return self.recipe.tokenizer or self.tokenizer

@@ -2,6 +2,7 @@
 
 import json
 import statistics
+from typing import Any
 
 import pytest
 import torch
@@ -23,7 +24,6 @@ from lit_layers.training.finetuning import (
     Finetuning,
     FinetuningRecipe,
     LitVariant,
-    finetune,
     means_of_seeds,
     name_of,
 )
@@ -54,8 +54,11 @@ def recipe(text, **options) -> FinetuningRecipe:
     return FinetuningRecipe(**(usual | options))
 
 
-def run(model, text, root, variant=MIDDLE, **options):
-    return finetune(model, variant, recipe(text, **options), root=root, accelerator="cpu")
+def run(model, text, root, variant=MIDDLE, *, parallel: Any = "loop", **options):
+    training = recipe(text, **options)
+    analysis = Finetuning(recipe=training, root=root, tokenizer=str(text / "model"), parallel=parallel)
+    analysis.check(LayeredModel(model))
+    return tuple(analysis.qualities(LayeredModel(model), variant).values())
 
 
 def trained(root, variant=MIDDLE):
@@ -151,7 +154,7 @@ def test_the_same_seed_gives_the_same_weights_and_leaves_the_random_state(model,
 
 def test_stacked_groups_train_to_the_same_weights(model, text, tmp_path):
     for parallel in ("loop", "stacked"):
-        finetune(model, MIDDLE, recipe(text, steps=2), root=tmp_path / parallel, parallel=parallel, accelerator="cpu")
+        run(model, text, tmp_path / parallel, steps=2, parallel=parallel)
     one, other = (dict(trained(tmp_path / each).named_parameters()) for each in ("loop", "stacked"))
     for name, parameter in one.items():
         torch.testing.assert_close(
@@ -209,7 +212,7 @@ def test_variants_begin_with_the_same_weights_and_one_record_tells_each_number(m
     analysis = Finetuning(recipe=recipe(text, steps=2), root=tmp_path, tokenizer=str(text / "model"), **options)
     compared = analysis.chosen(LayeredModel(model))
     records = list(analysis.run(LayeredModel(model)))
-    alone = finetune(model, compared[3], recipe(text, steps=2), root=tmp_path / "alone", accelerator="cpu")
+    alone = run(model, text, tmp_path / "alone", compared[3], steps=2)
     found = {(str(r.tags), r.layer, r.metric): r.value for r in records}
     assert len(found) == len(records) == 4 * len(compared) + 4
     for when, quality in zip(("before", "after"), alone, strict=True):
@@ -285,5 +288,3 @@ def test_models_that_do_not_fit_are_refused_before_anything_is_written(text, tmp
     assert "tokenizer: GPT2LMHeadModel knows 61 tokens" in sentence(small)
     assert "recipe: num_tokens: GPT2LMHeadModel takes at most 16 tokens, got 17" in sentence(small, num_tokens=17)
     assert finetuning.ANALYSIS == "intervene/finetune"
-    with pytest.raises(InputError, match="tokenizer: expected one in the recipe, or the model's own"):
-        finetune(small, MIDDLE, recipe(text, tokenizer=None), root=tmp_path)
