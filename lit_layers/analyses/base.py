@@ -288,10 +288,54 @@ class DividedAnalysis(Analysis):
             InputError: data without prompts.
             ValueError: nothing is defined.
         """
-        results = {number: result for share in shares for number, result in share.items()}
+        yield from with_a_value(self.name, self.combine(self.prepared(model), self.in_order(shares)))
+
+    def in_order(self, shares: Iterable[dict[int, Any]]) -> list[Any]:
+        """The results of all parts, which the shares give up: they may be large.
+
+        Raises:
+            InputError: data without prompts.
+        """
+        results: dict[int, Any] = {}
+        for share in shares:
+            results |= share
+            share.clear()
         if not results:
             raise InputError(f"{self.name}: the data holds no prompts")
-        yield from with_a_value(self.name, self.combine(self.prepared(model), [results[n] for n in sorted(results)]))
+        return [results.pop(number) for number in sorted(results)]
+
+
+class StagedAnalysis(DividedAnalysis):
+    """A divided analysis whose parts are not the end: what follows on all of them together is divided, too."""
+
+    @abstractmethod
+    def then(self, model: LayeredModel, results: list[Any]) -> DividedAnalysis:
+        """What follows on the results of all parts, in their order, whose list may be emptied; of the same name.
+
+        Each of several processes calls it with the same results, and has to make the same of them.
+        """
+
+    def combine(self, model: LayeredModel, results: list[Any]) -> Iterable[Record]:
+        return self.then(model, results).run(model)
+
+
+class FollowingAnalysis(DividedAnalysis):
+    """What follows on the parts of an analysis, whose options have been checked and whose records its own are."""
+
+    def __init__(self, analysis: Analysis) -> None:
+        self.analysis, self.name = analysis, analysis.name
+
+    def check_options(self, model: LayeredModel) -> None:
+        """Done."""
+
+    def config_hash(self) -> str:
+        return self.analysis.config_hash()
+
+    def data_hash(self) -> str | None:
+        return self.analysis.data_hash()
+
+    def tokenizer_hash(self) -> str | None:
+        return self.analysis.tokenizer_hash()
 
 
 class PromptAnalysis(DividedAnalysis):

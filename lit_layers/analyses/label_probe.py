@@ -2,14 +2,15 @@
 
 import hashlib
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any, ClassVar, Literal, NamedTuple
 
 import torch
 from torch import Tensor
 
-from lit_layers.analyses.base import Analysis, at_least_float32
+from lit_layers.analyses.base import FollowingAnalysis, StagedAnalysis
 from lit_layers.analyses.features import permuted
 from lit_layers.analyses.statistics import complete, gap, left_out, nothing_defined, summarize
 from lit_layers.data.batches import Batches
@@ -218,7 +219,7 @@ Pooling = Literal["cls", "mean", "last"]
 
 
 @dataclass(kw_only=True)
-class SplitProbe(Analysis):
+class SplitProbe(StagedAnalysis):
     """Logistic probes of all layers at once, fitted on rows of `train` and scored on rows of `test`.
 
     `estimator`: "fixed_c" has the optimum at `c`; "watch" probes near the best c of each layer, for a fraction of the
@@ -280,7 +281,7 @@ class SplitProbe(Analysis):
         if self.estimator == "watch":
             fits = iter(fit_watching_probes(features, labellings, num_classes=num_classes, device=device))
         else:
-            keys = [f"{each.get('pooling')} {each.get('control')}" for each in controls]
+            keys = [f"{each.get('pooling')} {each.get('control')} {numbers}" for each in controls]
             fits = (
                 self._fitted(key, features, each, num_classes, groups, device)
                 for key, each in zip(keys, labellings, strict=True)
@@ -310,6 +311,60 @@ class SplitProbe(Analysis):
         if self.warm_start:
             self._last[key] = probes
         return probes
+
+
+class Fitting(NamedTuple):
+    """Features that probes are fitted to, of those layers that the mask `layers` (layers + 1,) holds."""
+
+    features: Tensor  # (layers, rows, dim)
+    labels: Tensor  # (rows,)
+    test: Tensor  # (layers, test rows, dim)
+    layers: Tensor
+    num_classes: int
+    tags: TagDict
+    scores: Callable[[Tensor, TagDict, int], Iterable[Record]]  # of log-probabilities, tags and layer
+    groups: Tensor | None = None
+
+
+class FitsOfLayers(FollowingAnalysis):
+    """The probes of all layers, a part each: every process holds the features of all."""
+
+    def __init__(self, probe: SplitProbe, references: list[Record], fittings: Sequence[Fitting]) -> None:
+        super().__init__(probe)
+        self.probe, self.references, self.fittings = probe, references, fittings
+
+    def parts(self, model: LayeredModel) -> Iterator[tuple[int, int, int]]:
+        for number, fitting in enumerate(self.fittings):
+            for place, layer in enumerate(fitting.layers.nonzero()[:, 0].tolist()):
+                yield number, place, layer
+
+    def of_part(self, model: LayeredModel, part: tuple[int, int, int]) -> list[tuple[int, Record]]:
+        number, place, layer = part
+        fitting, one = self.fittings[number], slice(place, place + 1)
+        records: list[Record] = []
+        for result in self.probe.predictions(
+            model,
+            fitting.features[one],
+            fitting.labels,
+            fitting.test[one],
+            torch.arange(len(fitting.layers)) == layer,
+            fitting.num_classes,
+            fitting.tags,
+            fitting.groups,
+        ):
+            if isinstance(result, Record):
+                records.append(result)
+            else:
+                _, log_proba, tags = result
+                records += fitting.scores(log_proba, tags, layer)
+        return [(number, record) for record in records]
+
+    def combine(self, model: LayeredModel, results: list[list[tuple[int, Record]]]) -> Iterator[Record]:
+        """In the order of fittings, labellings, and layers; which c was chosen comes after the scores."""
+        yield from self.references
+        of_layers = [each for result in results for each in result]
+        of_layers.sort(key=lambda each: (each[0], "control" in each[1].tags, each[1].metric == "probe_c"))
+        yield from (record for _, record in of_layers)
 
 
 @dataclass(kw_only=True)
@@ -353,15 +408,27 @@ class LabelProbe(SplitProbe):
         super().check(model)
         self._problem(model)
 
-    def announced(self) -> Iterable[Batch]:
-        yield from self.train
-        yield from self.test
+    def parts(self, model: LayeredModel) -> Iterator[tuple[str, Batch]]:
+        for split in ("train", "test"):
+            yield from ((split, batch) for batch in getattr(self, split))
 
-    def run(self, model: LayeredModel) -> Iterable[Record]:
-        self.check_options(model)
+    def reads(self, model: LayeredModel, part: tuple[str, Batch]) -> Sequence[Batch]:
+        return [part[1]]
+
+    def of_part(self, model: LayeredModel, part: tuple[str, Batch]) -> tuple[str, dict[Pooling, Tensor]]:
+        split, batch = part
+        return split, self._features(model, [batch])
+
+    def then(self, model: LayeredModel, results: list[tuple[str, dict[Pooling, Tensor]]]) -> FitsOfLayers:
         problem = self._problem(model)
-        model = at_least_float32(model)
-        train, test = self._features(model, self.train), self._features(model, self.test)
+        of_splits: dict[str, list[dict[Pooling, Tensor]]] = {"train": [], "test": []}
+        for split, of_batch in results:
+            of_splits[split].append(of_batch)
+        results.clear()
+        train, test = (
+            {pooling: torch.cat([batch.pop(pooling) for batch in batches], dim=1) for pooling in self._poolings()}
+            for batches in of_splits.values()
+        )
         train = {pooling: features[:, problem.kept] for pooling, features in train.items()}
         parts = [torch.stack([*each.values()]).isfinite().all(-1).all(0) for each in (train, test)]
         layers, kept = complete(torch.cat(parts, dim=1))  # the same rows under every pooling
@@ -369,18 +436,15 @@ class LabelProbe(SplitProbe):
             raise nothing_defined(self.name)
         in_train, in_test = kept.split([len(problem.train), len(problem.test)])
         problem = problem._replace(train=problem.train[in_train], test=problem.test[in_test])
-        yield from self._majority(problem)
+        fittings = []
         for pooling in self._poolings():
             tags: TagDict = {"pooling": pooling, **left_out("", ~kept)}
             features, held_out = train[pooling], test[pooling]
             if not kept.all() or not layers.all():
                 features, held_out = features[layers][:, in_train], held_out[layers][:, in_test]
-            for found in self.predictions(model, features, problem.train, held_out, layers, problem.num_classes, tags):
-                if isinstance(found, Record):
-                    yield found
-                    continue
-                layer, log_proba, probe_tags = found
-                yield from _scores(problem, log_proba, probe_tags, layer)
+            scores = partial(_scores, problem)
+            fittings.append(Fitting(features, problem.train, held_out, layers, problem.num_classes, tags, scores))
+        return FitsOfLayers(self, [*self._majority(problem)], fittings)
 
     def _poolings(self) -> tuple[Pooling, ...]:
         return (self.pooling,) if isinstance(self.pooling, str) else tuple(self.pooling)
@@ -437,7 +501,7 @@ class LabelProbe(SplitProbe):
             raise InputError(f"{self.name}: {split} holds no rows")
         return _Rows(torch.cat(all_labels), keys)
 
-    def _features(self, model: LayeredModel, batches: Batches) -> dict[Pooling, Tensor]:
+    def _features(self, model: LayeredModel, batches: Iterable[Batch]) -> dict[Pooling, Tensor]:
         """Per pooling the vectors (layers + 1, rows, dim), on the CPU; of each batch only these are kept."""
         prefix = model.num_prefix_tokens
         features: dict[Pooling, list[Tensor]] = {pooling: [] for pooling in self._poolings()}

@@ -1,16 +1,17 @@
 """What a linear probe can tell about the next token from each layer."""
 
+import copy
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
-from typing import ClassVar, NamedTuple
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from typing import ClassVar, Literal, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from lit_layers.analyses.base import at_least_float32, predicts_next_token
-from lit_layers.analyses.label_probe import SplitProbe
+from lit_layers.analyses.base import predicts_next_token
+from lit_layers.analyses.label_probe import FitsOfLayers, Fitting, SplitProbe
 from lit_layers.analyses.statistics import complete, left_out, nothing_defined, summarize_ratio
 from lit_layers.data.batches import Batches
 from lit_layers.errors import InputError
@@ -40,7 +41,7 @@ class Rows:
         return torch.tensor([int(self.texts[text][place + 1]) for text, place in where], dtype=torch.long)
 
     def where(self, kept: Tensor) -> "Rows":
-        """The rows that a mask (n,) keeps."""
+        """The rows that a mask (n,) keeps, or those of some numbers."""
         return replace(self, text=self.text[kept], position=self.position[kept])
 
 
@@ -162,6 +163,8 @@ class NextTokenProbe(SplitProbe):
     num_classes: int = 1000
     min_context: int = 16
     positions_per_sequence: int = 1
+    _problems: dict["_Broken", "_Problem"] = field(default_factory=dict, init=False, repr=False, compare=False)
+    _gaps: "_Gaps | None" = field(default=None, init=False, repr=False, compare=False)
 
     def check_options(self, model: LayeredModel) -> None:
         if model.family.sees_images:
@@ -191,46 +194,60 @@ class NextTokenProbe(SplitProbe):
         super().check_data()
         self._problem()
 
-    def run(self, model: LayeredModel) -> Iterable[Record]:
-        self.check_options(model)
+    def parts(self, model: LayeredModel) -> Iterator[tuple["_Split", Pass]]:
         problem = self._problem()
-        model = at_least_float32(model)
         max_tokens = max(batch["input_ids"].numel() for batch in self.test)
-        test, head = _look(model, problem.test, max_tokens, problem.classes)
-        train, _ = _look(model, problem.train, max_tokens)
-        layers, kept = complete(torch.cat([train, test], dim=1).isfinite().all(-1))
-        if not layers.any():
-            raise nothing_defined(self.name)
-        tags: Tags = {**left_out("", ~kept)}
-        if tags:  # drawn and counted anew without the texts of these rows
-            rows = kept.split([len(problem.train), len(problem.test)])
-            broken = [
-                frozenset(of.text[~there].tolist())
-                for of, there in zip((problem.train, problem.test), rows, strict=True)
-            ]
-            problem = self._problem(*broken)
-            test, head = _look(model, problem.test, max_tokens, problem.classes)
-            train, _ = _look(model, problem.train, max_tokens)
-        yield from self._coverage(problem, tags)
-        yield from self._references(problem, head, tags)
+        max_tokens = min(max_tokens, MAX_LOGITS // (model.vocab_size or model.dim))
+        for split in _SPLITS:
+            rows = problem.test if split == "test" else problem.train
+            for each in passes(rows, max_tokens=max_tokens, together=predicts_next_token(model)):
+                yield split, each
+
+    def of_part(self, model: LayeredModel, part: tuple["_Split", Pass]) -> tuple["_Split", "_Seen"]:
+        split, each = part
+        return split, _look(model, each, self._problem() if split == "test" else None)
+
+    def then(self, model: LayeredModel, results: list[tuple["_Split", "_Seen"]]) -> "NextTokenProbe | FitsOfLayers":
+        problem = self._problem()
+        test, head = _together(model, [seen for split, seen in results if split == "test"], problem.test)
+        train, _ = _together(model, [seen for split, seen in results if split == "train"], problem.train)
+        results.clear()
+        if self._gaps is None:
+            defined = [states.isfinite().all(-1) for states in (train, test)]
+            layers, kept = complete(torch.cat(defined, dim=1))
+            if not layers.any():
+                raise nothing_defined(self.name)
+            tags: Tags = {**left_out("", ~kept)}
+            if tags:  # drawn and counted anew without the texts of these rows
+                rows = kept.split([len(problem.train), len(problem.test)])
+                broken = [
+                    frozenset(of.text[~there].tolist())
+                    for of, there in zip((problem.train, problem.test), rows, strict=True)
+                ]
+                again = copy.copy(self)
+                again._gaps = _Gaps(layers, tags, (broken[0], broken[1]))
+                return again
+        else:
+            layers, tags, _ = self._gaps
+        references = [*self._coverage(problem, tags), *self._references(problem, head, tags)]
         if not layers.all():
             train, test = train[layers], test[layers]
-        for found in self.predictions(
-            model, train, problem.train_classes, test, layers, len(problem.classes), tags, groups=problem.train.text
-        ):
-            if isinstance(found, Record):
-                yield found
-                continue
-            layer, log_proba, probe_tags = found
-            yield from self._scores(problem, log_proba.argmax(-1), log_proba, probe_tags, layer)
 
-    def _problem(
-        self, broken_train: frozenset[int] = frozenset(), broken_test: frozenset[int] = frozenset()
-    ) -> "_Problem":
-        """The rows of both splits and their classes: a matter of tokens alone, the same at every checkpoint.
+        def scores(log_proba: Tensor, tags: Tags, layer: int) -> Iterator[Record]:
+            return self._scores(problem, log_proba.argmax(-1), log_proba, tags, layer)
 
-        Without the broken texts, by their numbers.
-        """
+        labels, num_classes, groups = problem.train_classes, len(problem.classes), problem.train.text
+        return FitsOfLayers(self, references, [Fitting(train, labels, test, layers, num_classes, tags, scores, groups)])
+
+    def _problem(self) -> "_Problem":
+        """The rows of both splits and their classes: a matter of tokens alone, the same at every checkpoint."""
+        broken: _Broken = (frozenset(), frozenset()) if self._gaps is None else self._gaps.broken
+        if broken not in self._problems:
+            self._problems[broken] = self._drawn(*broken)
+        return self._problems[broken]
+
+    def _drawn(self, broken_train: frozenset[int], broken_test: frozenset[int]) -> "_Problem":
+        """Without the broken texts, by their numbers."""
         train_texts, test_texts = real_tokens(self.train), real_tokens(self.test)
         doubles = duplicates(train_texts, test_texts)
         drawn, test = (
@@ -355,27 +372,45 @@ class _Head(NamedTuple):
     closed: Tensor  # (rows, classes) logits
 
 
-def _look(
-    model: LayeredModel, rows: Rows, max_tokens: int, classes: Tensor | None = None
-) -> tuple[Tensor, _Head | None]:
-    """States (layers + 1, rows, dim) at the rows' positions and, given classes and a model that generates, its head's
-    view of them. On the CPU; of each forward pass only the rows' own states and logits are kept."""
-    generates = predicts_next_token(model)
+_Split = Literal["test", "train"]
+_SPLITS: tuple[_Split, ...] = ("test", "train")
+_Broken = tuple[frozenset[int], frozenset[int]]  # texts of train and of test whose states are not finite
+
+
+class _Gaps(NamedTuple):
+    layers: Tensor  # (layers + 1,) False where there is no probe
+    tags: Tags
+    broken: _Broken
+
+
+class _Seen(NamedTuple):
+    """Of one pass: its rows, their states (layers + 1, rows, dim), and what the head makes of those to be tested."""
+
+    row: Tensor
+    states: Tensor
+    head: _Head | None
+
+
+def _look(model: LayeredModel, part: Pass, problem: _Problem | None = None) -> _Seen:
+    """The states at the rows' positions and, given a problem and a model that generates, its head's view of them.
+
+    On the CPU; of the forward pass only the rows' own states and logits are kept.
+    """
+    trajectory = model.trajectory({"input_ids": part.input_ids})
+    states, head = trajectory.hidden[:, part.context, part.position].cpu(), None
+    if problem is not None and predicts_next_token(model):
+        logits = trajectory.logits_of((part.context, part.position)).cpu()  # (k, vocabulary)
+        log_loss = -logits.log_softmax(-1).gather(1, problem.test.where(part.row).targets[:, None])[:, 0]
+        head = _Head(logits.argmax(-1), log_loss, logits[:, problem.classes])
+    return _Seen(part.row, states, head)
+
+
+def _together(model: LayeredModel, seen: list[_Seen], rows: Rows) -> tuple[Tensor, _Head | None]:
+    """What all passes of a split saw, in the order of its rows; the list is emptied on the way."""
     states = torch.empty(model.num_layers + 1, len(rows), model.dim, dtype=model.dtype)
-    head, targets = None, rows.targets
-    if generates and classes is not None:
-        head = _Head(
-            top=torch.empty(len(rows), dtype=torch.long),
-            log_loss=torch.empty(len(rows), dtype=model.dtype),
-            closed=torch.empty(len(rows), len(classes), dtype=model.dtype),
-        )
-    max_tokens = min(max_tokens, MAX_LOGITS // (model.vocab_size or model.dim))
-    for part in passes(rows, max_tokens=max_tokens, together=generates):
-        trajectory = model.trajectory({"input_ids": part.input_ids})
-        states[:, part.row] = trajectory.hidden[:, part.context, part.position].cpu()
-        if head is not None and classes is not None:
-            logits = trajectory.logits_of((part.context, part.position)).cpu()  # (k, vocabulary)
-            head.top[part.row] = logits.argmax(-1)
-            head.log_loss[part.row] = -logits.log_softmax(-1).gather(1, targets[part.row, None])[:, 0]
-            head.closed[part.row] = logits[:, classes]
+    order, heads = torch.cat([each.row for each in seen]).argsort(), [each.head for each in seen if each.head]
+    head = _Head(*(torch.cat(columns)[order] for columns in zip(*heads, strict=True))) if heads else None
+    while seen:
+        each = seen.pop()
+        states[:, each.row] = each.states
     return states, head

@@ -1,13 +1,16 @@
 """The ranks of a run measure a checkpoint together: who measures which part of which analysis."""
 
 import datetime
+import functools
+import pickle
 from collections.abc import Callable, Container, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 from torch import distributed, nn
 
 from lit_layers import undisturbed
-from lit_layers.analyses.base import ALL, Analysis
+from lit_layers.analyses.base import ALL, Analysis, DividedAnalysis, StagedAnalysis
 from lit_layers.models.shared_pass import SharedPass
 from lit_layers.models.view import LayeredModel
 from lit_layers.models.workload import flop
@@ -28,6 +31,7 @@ class Part(NamedTuple):
 
     analysis: str
     number: int
+    stage: int = 0  # of an analysis that goes on where all parts are done
 
 
 def deal(seconds: Mapping[Part, float], texts: Mapping[Part, Sequence[Any]], num_ranks: int) -> list[set[Part]]:
@@ -79,7 +83,8 @@ class Ranks:
 
     Rank 0 deals the parts of all analyses by the seconds that each took at the last checkpoint, on whichever rank; at
     the first by what it has to compute, as far as somebody knows. What the parts gave is put together in their order,
-    so that the numbers depend neither on this nor on the number of ranks.
+    so that the numbers depend neither on this nor on the number of ranks. Where an analysis goes on when all its parts
+    are done, every rank is sent their results, and what follows is dealt in turn.
 
     No collective runs inside an analysis, so that one that fails hangs no rank; nor does a slow one: all ranks leave
     together, and none waits for another in training's own collectives, which have less patience.
@@ -109,10 +114,59 @@ class Ranks:
         `facts` are those of `undisturbed.measure`.
         """
         view = SharedPass.of(LayeredModel(model), kept_mb=kept_mb)
-        dealt = self.from_first(self._dealt(view, analyses) if self.rank == 0 else None)
+        due: dict[str, Any] = {each.name: each for each in analyses}
+        measurements: dict[str, Measurement] = {}
+        seconds = dict.fromkeys(due, 0.0)  # of the stages so far
+        failed: dict[str, Attempt] = {}  # what this rank could not go on with
+        stage = 0
+        while due:
+            dealt = self._dealt(view, due, failed.keys(), stage) if self.rank == 0 else None
+            numbers, staged = self.from_first(dealt)
+            mine = {name: analysis for name, analysis in due.items() if name not in failed}
+            results = failed | self._results(view, mine, numbers[self.rank], starting, facts)
+            of_ranks: list[Any] = [None] * self.size
+            last = {name: result for name, result in results.items() if name not in staged}
+            distributed.gather_object(last, of_ranks if self.rank == 0 else None, dst=0, group=self.group)
+            ended = due.keys() - staged if self.rank == 0 else set()
+            shares = {name: [each[name] for each in of_ranks if name in each] for name in ended}
+            if staged:
+                sent = {name: results[name] for name in staged if name in results}
+                distributed.all_gather_object(of_ranks, sent, group=self.group)
+                shares |= {name: [each[name] for each in of_ranks if name in each] for name in staged}
+            self._note(shares, stage)
+            following, failed = {}, {}
+            for name in staged:
+                if any(share.error is not None for share in shares[name]):
+                    ended.add(name)
+                    continue
+                attempt = Attempt()
+                following[name] = attempt.make(view, due[name], functools.partial(_following, due[name], shares[name]))
+                seconds[name] += max(share.seconds for share in shares.pop(name)) + attempt.seconds
+                if attempt.error is not None:
+                    following[name], failed[name] = due[name], attempt
+            for name in ended if self.rank == 0 else ():
+                measured = _joined(view, due[name], shares[name], facts)
+                measurements[name] = replace(measured, seconds=measured.seconds + seconds[name])
+            due, stage, starting = following, stage + 1, lambda analysis: None
+        distributed.barrier(group=self.group)
+        return [measurements[each.name] for each in analyses] if self.rank == 0 else []
+
+    def _results(
+        self,
+        view: SharedPass,
+        analyses: Mapping[str, Any],
+        numbers: Mapping[str, Container[int]],
+        starting: Callable[[Analysis], None],
+        facts: Mapping[str, Any],
+    ) -> dict[str, Any]:
+        """What this rank's parts of each analysis give, or the measurement of one that is not divided."""
         # Rank 0 has a share of each that is divided, though it be of no part: it says what came of an analysis.
-        mine = [a for a in analyses if dealt[self.rank][a.name] or (self.rank == 0 and undisturbed.is_divided(a))]
-        shares = Shares(view, mine, starting, numbers=dealt[self.rank], weights_hash=facts["weights_hash"])
+        mine = [
+            analysis
+            for name, analysis in analyses.items()
+            if numbers[name] or (self.rank == 0 and undisturbed.is_divided(analysis))
+        ]
+        shares = Shares(view, mine, starting, numbers=numbers, weights_hash=facts["weights_hash"])
         results: dict[str, Any] = {}
         for analysis in mine:
             if undisturbed.is_divided(analysis):
@@ -120,43 +174,36 @@ class Ranks:
             else:
                 starting(analysis)
                 results[analysis.name] = undisturbed.measure(view, analysis, **facts)
-        of_ranks: list[Any] | None = [None] * self.size if self.rank == 0 else None
-        distributed.gather_object(results, of_ranks, dst=0, group=self.group)
-        measurements = []
-        for analysis in analyses if of_ranks else ():
-            shares_of_it = [results[analysis.name] for results in of_ranks or () if analysis.name in results]
-            measurements.append(self._joined(view, analysis, shares_of_it, facts))
-        distributed.barrier(group=self.group)
-        return measurements
+        return results
 
-    def _joined(self, view: SharedPass, analysis: Analysis, shares: list[Any], facts: dict[str, Any]) -> Measurement:
-        if not undisturbed.is_divided(analysis):
-            (measurement,) = shares
-            self._seconds[Part(analysis.name, 0)] = measurement.seconds
-            return measurement
-        for share in shares:
-            self._seconds |= {Part(analysis.name, number): each for number, each in share.of_parts.items()}
-        return undisturbed.join_shares(view, analysis, shares, **facts)
+    def _note(self, shares: Mapping[str, Sequence[Any]], stage: int) -> None:
+        for name, of_ranks in shares.items():
+            for share in of_ranks:
+                of_parts = {0: share.seconds} if isinstance(share, Measurement) else share.of_parts
+                self._seconds |= {Part(name, number, stage): seconds for number, seconds in of_parts.items()}
 
-    def _dealt(self, view: SharedPass, analyses: Sequence[Analysis]) -> list[dict[str, Container[int]]]:
-        """For each rank the numbers of its parts of each analysis."""
+    def _dealt(
+        self, view: SharedPass, due: Mapping[str, Any], failed: Container[str], stage: int
+    ) -> tuple[list[dict[str, Container[int]]], list[str]]:
+        """For each rank the numbers of its parts of each analysis; and which analyses go on after this stage."""
         texts: dict[Part, list[bytes]] = {}
         seconds: dict[Part, float] = {}
         unknown: list[Part] = []
         unreadable: list[str] = []
-        for analysis in analyses:
-            each: Any = analysis
-            of_parts = [[]]
-            if undisturbed.is_divided(each):
-                of_parts = Attempt().make(view, each, each.texts_of_parts)
-            if of_parts is None:  # measuring it says why
-                unreadable.append(each.name)
+        for name, analysis in due.items():
+            of_parts: list[list[bytes]] | None = [[]]
+            if name in failed:
                 continue
-            parts = {Part(each.name, number): rows for number, rows in enumerate(of_parts)}
+            if undisturbed.is_divided(analysis):
+                of_parts = Attempt().make(view, analysis, analysis.texts_of_parts)
+            if of_parts is None:  # measuring it says why
+                unreadable.append(name)
+                continue
+            parts = {Part(name, number, stage): rows for number, rows in enumerate(of_parts)}
             texts |= parts
             if all(part in self._seconds for part in parts):
                 seconds |= {part: self._seconds[part] for part in parts}
-            elif (flops := _flop(view, each)) is None:
+            elif (flops := _flop(view, analysis)) is None:
                 unknown += parts
             else:
                 num_rows = {part: max(1, len(rows)) for part, rows in parts.items()}
@@ -166,17 +213,28 @@ class Ranks:
         seconds |= dict.fromkeys(unknown, mean)
         numbers: list[dict[str, Any]] = []
         for rank, parts in enumerate(deal(seconds, texts, self.size)):
-            of_rank: dict[str, Any] = {each.name: set() for each in analyses}
+            of_rank: dict[str, Any] = {name: set() for name in due}
             for part in parts:
                 of_rank[part.analysis].add(part.number)
             numbers.append(of_rank | (dict.fromkeys(unreadable, ALL) if rank == 0 else {}))
-        return numbers
+        return numbers, [n for n, each in due.items() if isinstance(each, StagedAnalysis) and n not in failed]
+
+
+def _following(analysis: StagedAnalysis, shares: Sequence[Attempt], view: LayeredModel) -> DividedAnalysis:
+    results = analysis.in_order([pickle.loads(share.found) for share in shares])
+    return analysis.then(analysis.prepared(view), results)
+
+
+def _joined(view: SharedPass, analysis: Analysis, shares: Sequence[Any], facts: dict[str, Any]) -> Measurement:
+    return shares[0] if isinstance(shares[0], Measurement) else undisturbed.join_shares(view, analysis, shares, **facts)
 
 
 def _flop(view: SharedPass, analysis: Analysis) -> float | None:
-    """What an analysis has to compute; None where nobody knows."""
+    """What the parts of an analysis have to compute, or all of one that is not divided; None where nobody knows."""
     try:
         work = analysis.work(view)
     except Exception:  # measuring it says why
         return None
-    return None if work is None else sum(flop(view, part) for part in work.parts)
+    passes_only = isinstance(analysis, StagedAnalysis)
+    parts = [part for part in work.parts if not passes_only or part.kind in ("blocks", "head")] if work else []
+    return sum(flop(view, part) for part in parts) if parts else None

@@ -12,25 +12,29 @@ from lit_layers.analyses import (
     CouplingMatrices,
     CrossTokenInfluence,
     Interventions,
+    LabelProbe,
     LayerSimilarity,
     Lens,
+    NextTokenProbe,
     Representation,
     TokenCoupling,
     Trajectory,
 )
-from lit_layers.analyses.base import DividedAnalysis
+from lit_layers.analyses.base import DividedAnalysis, StagedAnalysis
 from lit_layers.models.view import LayeredModel
 from tests.support.listed_batches import Listed
 from tests.support.tiny_models import tiny
 
 
-def text() -> Listed:
+def text(seed: int = 3, labels: int = 0) -> Listed:
     """Prompts of different lengths, more than there are ranks."""
-    generator = torch.Generator().manual_seed(3)
-    batches = []
+    generator = torch.Generator().manual_seed(seed)
+    batches: list[dict[str, torch.Tensor]] = []
     for lengths in ((9, 7), (9,), (5, 9, 8)):
         mask = torch.tensor([[1] * length + [0] * (9 - length) for length in lengths])
         batches.append({"input_ids": torch.randint(3, 60, mask.shape, generator=generator), "attention_mask": mask})
+        if labels:
+            batches[-1]["labels"] = torch.arange(len(batches), len(batches) + len(mask)) % labels
     return Listed(*batches)
 
 
@@ -44,6 +48,8 @@ ANALYSES = [
     Interventions(batches=text(), seeds=(0, 1), loops=(3,)),
     LayerSimilarity(batches=text()),
     CouplingMatrices(batches=text(), pairs=[(1, 2)], k=3, num_prompts=4),
+    NextTokenProbe(train=text(), test=text(1), num_classes=4, min_context=2, positions_per_sequence=3),
+    LabelProbe(train=text(labels=2), test=text(1, labels=2), pooling=("mean", "last")),
 ]
 
 
@@ -58,7 +64,8 @@ def test_shares_of_any_number_of_processes_join_to_the_numbers_of_one(model, ana
     assert whole.error is None
     assert whole.records
     for num_ranks in (2, 3, 8):
-        owners = [random.Random(num_ranks).randrange(num_ranks) for _ in range(99)]  # some rank has none, others many
+        draw = random.Random(num_ranks)
+        owners = [draw.randrange(num_ranks) for _ in range(99)]  # some rank has none, others many
         shares = [
             undisturbed.measure_share(model, analysis, {n for n in range(99) if owners[n] == rank}, weights_hash="x")
             for rank in reversed(range(num_ranks))
@@ -78,6 +85,21 @@ def test_every_share_has_parts_of_its_own(model, analysis):
     numbers = [number for share in shares for number in share]
     assert sorted(numbers) == list(range(len(numbers)))
     assert all(number % 2 == rank for rank, share in enumerate(shares) for number in share)
+
+
+STAGED = [analysis for analysis in ANALYSES if isinstance(analysis, StagedAnalysis)]
+
+
+@pytest.mark.parametrize("analysis", STAGED, ids=lambda analysis: analysis.name)
+def test_what_follows_gives_the_same_numbers_whoever_has_which_layer(model, analysis):
+    view = LayeredModel(model)
+    alone = [*map(repr, analysis.run(view))]
+    following = analysis.then(view, analysis.in_order([analysis.share(view)]))
+    draw = random.Random(5)
+    owners = [draw.randrange(3) for _ in range(99)]
+    shares = [following.share(view, {n for n in range(99) if owners[n] == rank}) for rank in (2, 0, 1)]
+    assert sum(map(bool, shares)) > 1
+    assert [repr(record) for record in following.join(view, shares)] == alone
 
 
 class Odd(DividedAnalysis):

@@ -177,8 +177,9 @@ def test_a_warm_start_begins_at_the_last_probes_of_the_same_labels_and_changes_l
             if record.metric == "log_loss":  # a fit of "record" ends at a tenth of its standard error
                 assert other.value == pytest.approx(record.value, abs=0.2 * record.stderr)
             assert record.metric != "probe_c" or other.value == record.value
-    assert starts[:8] == [None] * 8  # two poolings, two labellings
-    assert len({id(start) for start in starts[8:]}) == 4
+    fits = 2 * 2 * (model.num_layers + 1)  # two poolings, two labellings
+    assert starts[: 2 * fits] == [None] * 2 * fits
+    assert len({id(start) for start in starts[2 * fits :]}) == fits
     assert "warm_start" not in cold.config()["init_args"]  # what was measured before there was a choice stays so
     assert warm.config_hash() != cold.config_hash()
 

@@ -15,6 +15,7 @@ from lit_layers.analyses import NextTokenProbe
 from lit_layers.analyses.features import permuted
 from lit_layers.analyses.next_token_probe import (
     _look,
+    _together,
     class_of,
     draw_rows,
     duplicates,
@@ -200,7 +201,8 @@ def test_nothing_behind_a_row_s_position_reaches_the_model(split, name, per_text
 def test_every_row_s_states_are_those_of_its_own_context_alone(name):
     rows = draw_rows(texts(20, seed=3), min_context=CONTEXT, per_text=3)
     view = LayeredModel(tiny(name, torch.float64))
-    states, _ = _look(view, rows, max_tokens=30)
+    parts = passes(rows, max_tokens=30, together=view.predicts_next_token)
+    states, _ = _together(view, [_look(view, each) for each in parts], rows)
     for row, (text, place) in enumerate(zip(rows.text.tolist(), rows.position.tolist(), strict=True)):
         alone = view.trajectory({"input_ids": rows.texts[text][None, : place + 1]}).hidden[:, 0, -1]
         torch.testing.assert_close(states[:, row], alone, atol=1e-10, rtol=1e-10)

@@ -161,6 +161,8 @@ def every_analysis() -> set[str]:
         found |= more
     shared = {
         "Analysis",
+        "FitsOfLayers",
+        "FollowingAnalysis",
         "OnTask",
         "PromptAnalysis",
         "SplitProbe",

@@ -10,7 +10,7 @@ from typing import Any
 import lightning as L
 from torch import distributed
 
-from lit_layers.analyses import Coupling, Lens, Trajectory
+from lit_layers.analyses import Coupling, Lens, NextTokenProbe, Trajectory
 from lit_layers.analyses.base import Analysis
 from lit_layers.records import Record
 from lit_layers.training import EmergenceCallback, SeriesCheckpoint, callbacks
@@ -64,7 +64,15 @@ def run(root: Path, ranks: int) -> int:
     text = RandomText()
     run_log = RunLog(root)
     # the first goes to rank 0: the other could go on to the next step without it
-    analyses = [Slow(), Failing(), Trajectory(batches=text), Lens(batches=text), Coupling(batches=text, k=(2,))]
+    watched = {"num_classes": 5, "min_context": 2, "estimator": "watch"}
+    analyses = [
+        Slow(),
+        Failing(),
+        Trajectory(batches=text),
+        Lens(batches=text),
+        Coupling(batches=text, k=(2,)),
+        NextTokenProbe(train=RandomText(8), test=RandomText(3), **watched),
+    ]
     watch = EmergenceCallback(analyses, [1], root, watchers=[run_log])
     fit(
         root,
