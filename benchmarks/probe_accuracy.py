@@ -9,11 +9,12 @@ there), the class is the next token, among the 1,000 most frequent of the first 
 others test them. Beside "watch" and "record" stand the optimum at c = 1, to a gradient of 1e-2 (further on its log-loss
 only rises), and the logistic probe at the best c of 0.001, 0.003, 0.01, 0.03, ... by the test rows themselves, which no
 method may look at.
-`--features FILE` keeps the states there, or takes them from there.
+`--features FILE` keeps the states there and the scores of the two optima beside them, or takes both from there.
 """
 
 import argparse
 import importlib.util
+import json
 import os
 import time
 from collections.abc import Callable
@@ -50,12 +51,18 @@ def main() -> int:
         layers, following = torch.load(options.features, mmap=True)
     rows = []
     for layer in options.layers or LAYERS[options.model]:
-        rows += rows_of(f"{options.model} {layer}", layers[layer].float(), following, ROWS_OF_A_TEXT[options.model])
+        kept = options.features and options.features.with_suffix(f".{layer}.json")
+        rows += rows_of(
+            f"{options.model} {layer}", layers[layer].float(), following, ROWS_OF_A_TEXT[options.model], kept
+        )
     return finish("probe_accuracy", rows, options, least_rounds=1)  # a second round gives the same
 
 
-def rows_of(name: str, features: Tensor, following: Tensor, rows_of_a_text: int) -> list[Row]:
-    """How far the probe for watching falls short of the best logistic one, beside what all others come to."""
+def rows_of(name: str, features: Tensor, following: Tensor, rows_of_a_text: int, kept: Path | None) -> list[Row]:
+    """How far the probe for watching falls short of the best logistic one, beside what all others come to.
+
+    `kept`: where the scores of the optima, whose fits take minutes, are or will be.
+    """
     tokens, counts = following[:TRAIN].unique(return_counts=True)
     number = torch.full((int(following.max()) + 1,), -1)
     number[tokens[counts.argsort(descending=True, stable=True)[:CLASSES]]] = torch.arange(min(CLASSES, len(tokens)))
@@ -78,18 +85,21 @@ def rows_of(name: str, features: Tensor, following: Tensor, rows_of_a_text: int)
         return min(path, key=lambda probes: scores(probes)[1])
 
     ways: dict[str, Callable[[], LogisticProbes]] = {
-        "watch": lambda: fit_watching_probes(rows, [known])[0],
+        "watch": lambda: fit_watching_probes(rows, [known], groups=text)[0],
         "record": lambda: fit_record_probes(rows, known, groups=text),
         "c = 1": lambda: fit_logistic_probes(rows, known, tolerance=1e-2),
         "best c": best,
     }
-    results, seconds = {}, {}
+    results = json.loads(kept.read_text()) if kept and kept.exists() else {}
+    seconds = {}
     for way, fit in ways.items():
         since = time.process_time()
-        results[way] = scores(fit())
+        results[way] = results[way] if way in results else scores(fit())
         seconds[way] = time.process_time() - since
         print(f"{name} {way}: {results[way][0]:.4f} {results[way][1]:.3f} c {results[way][2]:.4f}", end=" ")
         print(f"{seconds[way]:.1f} s", flush=True)
+    if kept:
+        kept.write_text(json.dumps({way: results[way] for way in ("c = 1", "best c")}))
     parts = {way: f"{accuracy:.3f}, {loss:.2f}" for way, (accuracy, loss, _) in results.items()}
     spent = {f"{way}, s": f"{seconds[way]:.0f}" for way in ("watch", "record")}
     accuracy, loss = ([results[way][part] for way in ("watch", "best c")] for part in (0, 1))

@@ -279,7 +279,8 @@ class SplitProbe(StagedAnalysis):
         numbers = layers.nonzero()[:, 0].tolist()
         device = torch.device("cpu") if model.device.type == "mps" else model.device  # which has no float64
         if self.estimator == "watch":
-            fits = iter(fit_watching_probes(features, labellings, num_classes=num_classes, device=device))
+            options = {"num_classes": num_classes, "groups": groups, "device": device}
+            fits = iter(fit_watching_probes(features, labellings, **options))
         else:
             keys = [f"{each.get('pooling')} {each.get('control')} {numbers}" for each in controls]
             fits = (

@@ -89,13 +89,18 @@ def fit_record_probes(
     return together(parts).to(features.device)
 
 
+def fold_numbers(num_rows: int, groups: Int[Tensor, " n"] | None = None) -> Int[Tensor, " n"]:
+    """The fold of each row, the same for all rows of a group."""
+    if groups is not None and groups.shape != (num_rows,):
+        raise ValueError(f"expected a group for each of {num_rows} rows, got shape {tuple(groups.shape)}")
+    numbers = torch.arange(num_rows) if groups is None else groups.cpu().unique(return_inverse=True)[1]
+    order = torch.randperm(int(numbers.max()) + 1, generator=torch.Generator().manual_seed(0))
+    return order[numbers] % NUM_FOLDS
+
+
 def held_out_rows(targets: Int[Tensor, " n"], groups: Int[Tensor, " n"] | None = None) -> list[Tensor]:
     """Masks (n,) of the rows of each fold: one fold of at least 1,000, or five; none where no row can be spared."""
-    if groups is not None and groups.shape != targets.shape:
-        raise ValueError(f"expected a group for each of {len(targets)} rows, got shape {tuple(groups.shape)}")
-    numbers = torch.arange(len(targets)) if groups is None else groups.cpu().unique(return_inverse=True)[1]
-    order = torch.randperm(int(numbers.max()) + 1, generator=torch.Generator().manual_seed(0))
-    fold = (order[numbers] % NUM_FOLDS).to(targets.device)
+    fold = fold_numbers(len(targets), groups).to(targets.device)
     masks = []
     for number in range(NUM_FOLDS):
         held = fold == number

@@ -1,7 +1,5 @@
-"""Probes to watch a training by: a closed form, calibrated by leave-one-out, and as much of a few steps as helps."""
+"""Probes to watch a training by: a closed form, calibrated on rows held out, and as much of a few steps as helps."""
 
-import copy
-import math
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -21,11 +19,14 @@ from lit_layers.functional.probe import (
     minimize,
     together,
 )
+from lit_layers.functional.record_probe import fold_numbers, held_out_rows
 
 STEPS = 8
-SHARES_OF_STEPS = (0.0, 0.25, 0.5, 0.75, 1.0)
-CHOOSING_ROWS = 1000
+SHARES_OF_STEPS = (0.25, 0.5, 0.75, 1.0)
 LEAST_GAIN = 1e-3  # nats
+# What the steps move: along so many principal components the weights of so many classes at least, and of those that
+# have this share of the rows.
+COMPONENTS, LEAST_MOVED, COVERED = 128, 100, 0.8
 GRID = [10 ** (exponent / 2) for exponent in range(-10, 7)]  # of c: 1e-5 to 1e3
 FIRST = GRID.index(1e-2)
 
@@ -35,6 +36,7 @@ def fit_watching_probes(
     labellings: Sequence[Int[Tensor, " n"]],
     *,
     num_classes: int | None = None,
+    groups: Int[Tensor, " n"] | None = None,
     device: torch.device | str | None = None,
 ) -> list[LogisticProbes]:
     """Logistic probes of standardised features that are near the best c's, in seconds; for each labelling a set.
@@ -43,132 +45,80 @@ def fit_watching_probes(
     sum of the n_k rows of class k and S the covariance of the features, weights (n_k S + I / c)^-1 m_k, which one
     decomposition of S gives for every c and labelling. As in a linear discriminant the class's bias is its log share
     minus q_k, half the product of its weights with m_k / n_k. What it says too loudly two numbers put right: the
-    weights are multiplied by `t`, q_k by `b`. For each layer c, t and b are those of the lowest log-loss of up to 1,000
-    rows, drawn once, each left out of all sums by closed form, too; c is sought from 0.01 along half decades.
+    weights are multiplied by `t`, q_k by `b`. For each layer c, t and b are those of the lowest log-loss of rows held
+    out of all of this, mean and covariance included; c is sought from 0.01 along half decades. Held out are the rows of
+    `fit_record_probes`: a fifth, once where that makes 1,000 rows, else each fifth in turn; and those of one number in
+    `groups`, such as those of one text, together.
 
     From there eight L-BFGS steps, or fewer, go down the logistic objective at t c, of which t times the weights are the
-    first step where c is small. They help where classes are not Gaussian, and spoil what few rows in many dimensions
-    determine. So they are made without up to 1,000 of those rows, at most a fifth of all, and on these it is chosen
-    after how many steps, and how much of their change counts: none, a quarter, a half, three quarters or all; or the
-    class shares, where these are better. They end with the first step after which no share helps these rows, and are
-    not made where the closed form is better than the class shares by less than 0.001 nats or two standard errors, as of
-    permuted labels.
+    first step where c is small. They move the weights of the most frequent classes, at least 100 and those that have
+    80% of the rows, along the 128 largest principal components. Steps help where classes are not Gaussian, and spoil
+    what few rows in many dimensions determine. So they are made without the first fifth, and on its rows it is chosen
+    after how many steps, and how much of their change counts: none, a quarter, a half, three quarters or all. They end
+    with the first step after which no share helps these rows, and are not made where the closed form is better than the
+    class shares by less than 0.001 nats or two standard errors, as of permuted labels.
 
     `c` of the result is that of the steps; `converged` is True, since the number of steps is what it should be;
     `objective` is NaN, since it would cost a pass over the rows and is not the lowest.
-    Computed as in `fit_logistic_probes`: a layer at a time on a CPU, batched on a GPU; the rows that the steps are made
-    on are a second copy of a layer's features. `device` says where, if not where the features are; these are moved as
-    they are needed, and the probes come back to where the features were.
+    Computed as in `fit_logistic_probes`: a layer at a time on a CPU, batched on a GPU. `device` says where, if not
+    where the features are; these are moved as they are needed, and the probes come back to where the features were.
 
     Raises:
         TypeError: features that are not floating-point, labels that are not integers.
-        ValueError: fewer than 2 rows or 2 classes, labels outside 0..num_classes - 1, features that are not finite.
+        ValueError: fewer than 2 rows or 2 classes, labels outside 0..num_classes - 1, features that are not finite,
+            groups of another number of rows.
     """
     check_features(features)
-    classes = [checked_classes(labels, features, num_classes) for labels in labellings]
     device = features.device if device is None else torch.device(device)
-    parts: list[list[LogisticProbes]] = [[] for _ in labellings]
-    most_classes = max((len(seen) for seen, _, _ in classes), default=0)
-    for layers in layers_at_once(features, most_classes, device) if classes else ():
+    problems = []
+    for labels in labellings:
+        seen, targets, count = checked_classes(labels, features, num_classes)
+        masks = [mask.to(device) for mask in held_out_rows(targets, groups)]
+        problems.append(_Problem(seen.to(device), targets.to(device), count, masks))
+    if not problems:
+        return []
+    fold, num_folds = fold_numbers(features.shape[1], groups).to(device), max(len(each.held_out) for each in problems)
+    parts: list[list[LogisticProbes]] = [[] for _ in problems]
+    for layers in layers_at_once(features, max(len(each.seen) for each in problems), device):
         group = features[layers].detach().to(device)
         check_finite(group, first_layer=layers.start)
         rows = PrincipalRows(group, standardize=True, intercept=True)
-        for (seen, targets, count), fitted in zip(classes, parts, strict=True):
-            fitted.append(_fit(rows, seen.to(device), targets.to(device), count))
+        # What is decomposed serves all labellings.
+        spaces = [[_space(rows, layer, fold == number) for number in range(num_folds)] for layer in range(len(group))]
+        for problem, fitted in zip(problems, parts, strict=True):
+            fitted.append(_fit(rows, spaces, problem))
     return [together(part).to(features.device) for part in parts]
 
 
-def _fit(rows: PrincipalRows, seen: Tensor, targets: Tensor, num_classes: int) -> LogisticProbes:
-    chosen, held_out = _rows_to_choose_by(targets)
-    forms = [_ClosedForm(rows, layer, targets, chosen) for layer in range(len(rows.inputs))]
-    closed = [form.calibrated() for form in forms]
-    point = torch.stack([form.point(each) for form, each in zip(forms, closed, strict=True)])
-    c = torch.tensor([each.c * (each.loud or 1) for each in closed], dtype=torch.float64, device=targets.device)
-    num_iterations = torch.zeros_like(c, dtype=torch.long)
-    if held_out:
-        out = chosen[:held_out]
-        start = torch.stack([form.point(each, without=out) for form, each in zip(forms, closed, strict=True)])
-        change, num_iterations = _steps(rows, targets, chosen, held_out, c, start, closed)
-        for layer, each in enumerate(change):
-            if each is None:
-                point[layer, :-1], point[layer, -1] = 0, forms[layer].counts.div(len(targets)).log()
-            else:
-                point[layer] += each
-    softmax = Softmax(rows, targets, 1 / (c * len(targets)))
-    unknown, done = torch.full_like(c, torch.nan), torch.ones_like(c, dtype=torch.bool)
-    result = Minimum(point, unknown, point, done, num_iterations)
-    return softmax.probes(result, seen, num_classes, converged=done, objective=unknown)
+class _Problem(NamedTuple):
+    """A labelling of the rows."""
+
+    seen: Tensor  # (classes,) labels that there are rows of
+    targets: Tensor  # (n,) places among them
+    num_classes: int
+    held_out: list[Tensor]  # (n,) of each fold the rows of whose class others are left
 
 
-def _rows_to_choose_by(targets: Tensor) -> tuple[Tensor, int]:
-    """Rows whose class has others, in random order, and how many of the first to make the steps without."""
-    order = torch.randperm(len(targets), generator=torch.Generator().manual_seed(0)).to(targets.device)
-    counts = torch.bincount(targets)
-    chosen = order[counts[targets[order]] > 1][:CHOOSING_ROWS]
-    # The steps need a row of each class: its last one stays.
-    last = torch.zeros_like(counts).scatter_reduce(0, targets, torch.arange(len(targets)).to(targets), "amax")
-    stays = chosen == last[targets[chosen]]
-    return torch.cat([chosen[~stays], chosen[stays]]), min(int((~stays).sum()), max(1, len(targets) // 5))
+class _Space(NamedTuple):
+    """Where the rows of a layer lie, in the principal axes of all of them."""
+
+    mean: Tensor  # (dim,)
+    axes: Tensor | None  # (dim, dim) of their covariance; None: those of all rows
+    spread: Tensor  # (dim,)
 
 
-def _steps(
-    rows: PrincipalRows,
-    targets: Tensor,
-    chosen: Tensor,
-    held_out: int,
-    c: Tensor,
-    start: Tensor,
-    closed: Sequence["_Calibrated"],
-) -> tuple[list[Tensor | None], Tensor]:
-    """What L-BFGS on the rows that are not held out changes of `start`, as far as it helps these; and its steps.
-
-    For each layer; None where the class shares do better.
-    """
-    out = chosen[:held_out]
-    inputs, truth = rows.inputs[:, out], targets[out]
-    done = [not each.says_something(targets[chosen]) for each in closed]
-    lowest = [math.inf] * len(closed)
-    change: list[Tensor | None] = [None] * len(closed)
-
-    def look(point: Tensor) -> None:
-        moved = point - start
-        for layer, each in enumerate(closed):
-            loss, share = _best_share(each, inputs[layer] @ moved[layer], truth)
-            done[layer] |= point is not start and not share
-            if loss < lowest[layer]:
-                lowest[layer], change[layer] = loss, None if share is None else share * moved[layer]
-
-    def is_done(point: Tensor, value: Tensor, slope: Tensor, direction: Tensor) -> Tensor:
-        if point is not start:
-            look(point)
-        return torch.tensor(done, device=point.device)
-
-    look(start)
-    if all(done):
-        return change, torch.zeros_like(c, dtype=torch.long)
-    stays = torch.ones_like(targets, dtype=torch.bool)
-    stays[out] = False
-    fewer = copy.copy(rows)
-    fewer.inputs, targets = rows.inputs[:, stays], targets[stays]
-    softmax = Softmax(fewer, targets, 1 / (c * len(targets)))
-    minimum = minimize(softmax.evaluate, start, softmax.preconditioner(), is_done, STEPS)
-    if not all(done):
-        look(minimum.point)
-    return change, minimum.num_iterations
-
-
-def _best_share(closed: "_Calibrated", gain: Tensor, targets: Tensor) -> tuple[float, float | None]:
-    """The lowest log-loss of the held-out rows and the share of the steps it has; None: the class shares do better."""
-    prior, logits = closed.prior[: len(targets)], closed.logits[: len(targets)]
-    shares = SHARES_OF_STEPS if gain.any() else (0.0,)
-    candidates = {share: logits + share * gain for share in shares} | {None: prior}
-    losses = {share: float(cross_entropy(candidate, targets)) for share, candidate in candidates.items()}
-    share = min(losses, key=lambda share: losses[share])
-    return losses[share], share
+def _space(rows: PrincipalRows, layer: int, out: Tensor) -> _Space:
+    """Of the rows that are not `out`."""
+    fold, total = rows.inputs[layer, out, : rows.dim].double(), rows.inputs.shape[1]
+    rest = total - len(fold)
+    mean = -fold.sum(0) / rest
+    scatter = torch.diag(total * rows.spread[layer]) - fold.T @ fold
+    spread, axes = torch.linalg.eigh(scatter / rest - torch.outer(mean, mean))
+    return _Space(mean, axes, spread.clamp(min=0))
 
 
 class _Calibrated(NamedTuple):
-    """The best c, t and b of a layer, and what the rows to choose by have there, each left out."""
+    """The best c, t and b of a layer, and what the rows held out have there."""
 
     c: float
     loud: float
@@ -184,85 +134,180 @@ class _Calibrated(NamedTuple):
 
 
 class _ClosedForm:
-    """The closed form of one layer, at any c, and what it gives for rows that it has not seen."""
+    """The closed form of some rows of a layer, at any c, and the rows that are held out of it."""
 
-    def __init__(self, rows: PrincipalRows, layer: int, targets: Tensor, chosen: Tensor) -> None:
-        self.rows, self.targets, self.chosen = rows.inputs[layer, :, : rows.dim], targets, chosen
-        self.total, self.spread = len(targets), rows.spread[layer]
-        self.counts = torch.bincount(targets).double()
-        self.sums = self._class_sums(self.rows, targets)  # (dim, classes)
+    def __init__(self, space: _Space, sums: Tensor, counts: Tensor, held_out: Tensor) -> None:
+        """`sums` (dim, classes) of the classes' rows and the held-out rows lie in the principal axes of all rows."""
+        self.space, self.counts, self.log_share = space, counts, (counts / counts.sum()).log()
+        self.sums = sums - counts * space.mean[:, None]
+        self.held_out = held_out - space.mean.to(held_out)
+        if space.axes is not None:
+            self.sums, self.held_out = space.axes.T @ self.sums, self.held_out @ space.axes.to(held_out)
 
-    def _class_sums(self, rows: Tensor, targets: Tensor) -> Tensor:
-        sums = self.spread.new_zeros(len(self.counts), rows.shape[1])
-        for values, labels in zip(rows.split(4096), targets.split(4096), strict=True):
-            sums.index_add_(0, labels, values.double())
-        return sums.T
+    def at(self, c: float) -> tuple[Tensor, Tensor]:
+        """Weights (dim, classes) in the axes of the space, and q (classes,)."""
+        weight = self.sums / (self.counts * self.space.spread[:, None] + 1 / c)
+        return weight, (weight * self.sums).sum(0) / (2 * self.counts)
 
-    def point(self, calibrated: _Calibrated, without: Tensor | None = None) -> Tensor:
-        """Weights and biases below them (dim + 1, classes), of all rows or of those that are not `without`."""
-        c, loud, pull = calibrated[:3]
-        sums, counts, mean = self.sums, self.counts, torch.zeros_like(self.spread)
-        if without is not None:
-            counts = counts - torch.bincount(self.targets[without], minlength=len(counts))
-            sums = sums - self._class_sums(self.rows[without], self.targets[without])
-            mean = sums.sum(1) / counts.sum()
-            sums = sums - counts * mean[:, None]
-        weight = sums / (counts * self.spread[:, None] + 1 / c)
-        q = (weight * sums).sum(0) / (2 * counts)
-        bias = (counts / counts.sum()).log() - pull * q - loud * (mean @ weight)
-        return torch.cat([loud * weight, bias[None]]).to(self.rows)
+    def parts(self, c: float) -> tuple[Tensor, Tensor, Tensor]:
+        """Log shares, scores and q of the held-out rows (rows, classes)."""
+        weight, q = self.at(c)
+        scores = self.held_out @ weight.to(self.held_out)
+        return self.log_share.to(scores).expand_as(scores), scores, q.to(scores).expand_as(scores)
 
-    def without(self, c: float) -> tuple[Tensor, Tensor, Tensor]:
-        """Log shares, scores and q (rows, classes) of the rows to choose by, each left out of what gives them.
+    def point(self, calibrated: _Calibrated) -> Tensor:
+        """Weights and biases below them (dim + 1, classes), in the principal axes of all rows."""
+        weight, q = self.at(calibrated.c)
+        weight = calibrated.loud * (weight if self.space.axes is None else self.space.axes @ weight)
+        bias = self.log_share - calibrated.pull * q - self.space.mean @ weight
+        return torch.cat([weight, bias[None]]).to(self.held_out)
 
-        By Sherman and Morrison: leaving a row x out takes N / (N - 1) x x' from the scatter about the mean, x from the
-        sum of its class, and moves the mean by -x / (N - 1).
-        """
-        inputs = self.rows[self.chosen].double()  # few rows, of whose numbers most digits cancel at a large c
-        mine, rest = self.targets[self.chosen], self.total - 1
-        inverse = 1 / (self.counts * (self.total / rest) * self.spread[:, None] + 1 / c)
-        weight = inverse * self.sums
-        kinds, kind = self.counts.unique(return_inverse=True)
-        by_kind = 1 / (kinds * (self.total / rest) * self.spread[:, None] + 1 / c)
-        product, leverage = inputs @ weight, (inputs.square() @ by_kind)[:, kind]
-        norm = (self.sums * inverse * self.sums).sum(0).repeat(len(inputs), 1)
-        counts = self.counts.repeat(len(inputs), 1)
-        # The row's own class has a row less, and so another inverse.
-        row = torch.arange(len(inputs), device=inputs.device)
-        counts[row, mine] -= 1
-        own_sums = self.sums.T[mine]
-        own = 1 / (counts[row, mine, None] * (self.total / rest) * self.spread + 1 / c)
-        product[row, mine] = (inputs * own * own_sums).sum(1)
-        leverage[row, mine] = (inputs.square() * own).sum(1)
-        norm[row, mine] = (own_sums.square() * own).sum(1)
-        share, factor = counts / rest, self.total / rest
-        moved = share.clone()  # by how many x the sum of each class moves
-        moved[row, mine] -= 1
-        along = product + moved * leverage
-        outside = 1 - share * factor * leverage
-        scores = factor * along / outside
-        norm = norm + moved * (2 * product + moved * leverage) + share * factor * along.square() / outside
-        return share.log().to(self.rows), scores.to(self.rows), (norm / (2 * counts)).to(self.rows)
 
-    def calibrated(self) -> _Calibrated:
-        """At the c of the lowest log-loss."""
-        place, (lowest, best) = FIRST, self._at(GRID[FIRST], (0.0, 0.0))
-        for step in (-1, 1) if len(self.chosen) else ():
-            while place == FIRST or 0 <= place + step < len(GRID):
-                loss, here = self._at(GRID[place + step], (best.loud, best.pull))
-                if loss >= lowest:
-                    break
-                place, lowest, best = place + step, loss, here
-            if place != FIRST:
-                break
-        return best
+def _fit(rows: PrincipalRows, spaces: Sequence[Sequence[_Space]], problem: _Problem) -> LogisticProbes:
+    targets, masks = problem.targets, problem.held_out
+    truth = torch.cat([targets[mask] for mask in masks]) if masks else targets[:0]
+    points, starts, closed = [], [], []
+    for layer in range(len(rows.inputs)):
+        inputs, counts = rows.inputs[layer, :, : rows.dim], torch.bincount(targets).double()
+        sums = _class_sums(inputs, targets, len(counts))
+        whole = _ClosedForm(_Space(torch.zeros_like(sums[:, 0]), None, rows.spread[layer]), sums, counts, inputs[:0])
+        forms = []
+        for mask, space in zip(masks, spaces[layer], strict=False):
+            out, labels = inputs[mask], targets[mask]
+            fewer = counts - torch.bincount(labels, minlength=len(counts))
+            forms.append(_ClosedForm(space, sums - _class_sums(out, labels, len(counts)), fewer, out))
+        closed.append(_calibrated(forms or [whole], truth))
+        points.append(whole.point(closed[-1]))
+        starts.append((forms or [whole])[0].point(closed[-1]))
+    point = torch.stack(points)
+    c = torch.tensor([each.c * (each.loud or 1) for each in closed], dtype=torch.float64, device=targets.device)
+    num_iterations = torch.zeros_like(c, dtype=torch.long)
+    done = torch.tensor([not (masks and each.says_something(truth)) for each in closed], device=targets.device)
+    if not done.all() and masks[0].any():
+        steps = _Steps(rows, targets, masks[0], c, torch.stack(starts), closed, done)
+        minimum = minimize(steps.evaluate, steps.none, steps.precondition, steps.look, STEPS)
+        steps.look(minimum.point)
+        num_iterations = minimum.num_iterations
+        for layer, change in enumerate(steps.change):
+            point[layer, steps.first :, steps.moved] += change[:, 1:]
+    unknown, done = torch.full_like(c, torch.nan), torch.ones_like(c, dtype=torch.bool)
+    result = Minimum(point, unknown, point, done, num_iterations)
+    softmax = Softmax(rows, targets, 1 / (c * len(targets)))
+    return softmax.probes(result, problem.seen, problem.num_classes, converged=done, objective=unknown)
 
-    def _at(self, c: float, start: tuple[float, float]) -> tuple[float, _Calibrated]:
-        """The lowest log-loss of the rows to choose by, with its t and b."""
-        prior, scores, q = self.without(c)
-        parts = torch.stack([scores, -q])
-        value, loud, pull = calibration(prior, parts, self.targets[self.chosen], start)
+
+def _class_sums(inputs: Tensor, targets: Tensor, num_classes: int) -> Tensor:
+    """(dim, classes), float64."""
+    sums = inputs.new_zeros(num_classes, inputs.shape[1], dtype=torch.float64)
+    for values, labels in zip(inputs.split(4096), targets.split(4096), strict=True):
+        sums.index_add_(0, labels, values.double())
+    return sums.T
+
+
+def _calibrated(forms: Sequence[_ClosedForm], targets: Tensor) -> _Calibrated:
+    """At the c of the lowest log-loss of the held-out rows of all forms."""
+
+    def at(c: float, start: tuple[float, float]) -> tuple[float, _Calibrated]:
+        prior, scores, q = (torch.cat(parts) for parts in zip(*(form.parts(c) for form in forms), strict=True))
+        value, loud, pull = calibration(prior, torch.stack([scores, -q]), targets, start)
         return value, _Calibrated(c, loud, pull, prior, prior + loud * scores - pull * q)
+
+    place, (lowest, best) = FIRST, at(GRID[FIRST], (0.0, 0.0))
+    for step in (-1, 1) if len(targets) else ():
+        while place == FIRST or 0 <= place + step < len(GRID):
+            loss, here = at(GRID[place + step], (best.loud, best.pull))
+            if loss >= lowest:
+                break
+            place, lowest, best = place + step, loss, here
+        if place != FIRST:
+            break
+    return best
+
+
+class _Steps:
+    """L-BFGS on the rows of a few layers that are not held out, and what of it helps those that are.
+
+    Beside the classes whose weights move, all others are one, column 0, that stays: what they say of a row, the
+    logarithm of their summed exponentials, is computed once.
+    """
+
+    def __init__(
+        self,
+        rows: PrincipalRows,
+        targets: Tensor,
+        out: Tensor,
+        c: Tensor,
+        start: Tensor,
+        closed: Sequence[_Calibrated],
+        done: Tensor,
+    ) -> None:
+        self.closed, self.done, self.first = closed, done, max(0, rows.dim - COMPONENTS)
+        order = torch.bincount(targets).argsort(descending=True, stable=True)
+        counts = torch.bincount(targets[~out])[order]
+        is_moved = counts.cumsum(0) - counts < COVERED * counts.sum()
+        is_moved[:LEAST_MOVED] = True
+        self.moved, self.others = order[is_moved], order[~is_moved]
+        places = torch.zeros_like(order)
+        places[self.moved] = torch.arange(1, len(self.moved) + 1, device=places.device)
+        inputs = rows.inputs[:, ~out]
+        self.base, self.targets = self._merged(inputs @ start), places[targets[~out]]
+        self.inputs, self.row = inputs[..., self.first :].contiguous(), torch.arange(len(self.targets)).to(targets)
+        self.share = torch.bincount(self.targets, minlength=len(self.moved) + 1).to(start) / len(self.targets)
+        self.start = torch.nn.functional.pad(start[:, self.first :, self.moved], (1, 0))
+        penalty = ((2 if len(order) == 2 else 1) / (c * len(self.targets))).to(start)  # of two classes as in `Softmax`
+        self.penalties = penalty[:, None, None].repeat(1, self.start.shape[1], 1)
+        self.penalties[:, -1] = 0
+        self.spread = torch.nn.functional.pad(rows.spread[:, self.first :], (0, 1), value=1.0).to(start)[..., None]
+        self.out, self.truth = rows.inputs[:, out, self.first :], targets[out]
+        self.out_targets = places[self.truth]
+        self.none = torch.zeros_like(self.start)
+        self.lowest = [cross_entropy(each.logits[: len(self.truth)], self.truth) for each in closed]
+        self.change = [self.none[0]] * len(closed)  # (inputs, moved classes and the others)
+
+    def _merged(self, logits: Tensor) -> Tensor:
+        others = logits[..., self.others].logsumexp(-1, keepdim=True)
+        return torch.cat([others, logits[..., self.moved]], -1)
+
+    def evaluate(self, change: Tensor) -> tuple[Tensor, Tensor]:
+        """Objective, but for what the others tell of one another, and gradient."""
+        residual = torch.baddbmm(self.base, self.inputs, change).softmax(-1)
+        right = residual[:, self.row, self.targets]
+        residual[:, self.row, self.targets] = right - 1
+        pull = self.penalties * (self.start + change)
+        value = (pull * (self.start + change)).sum((1, 2)) / 2 - right.log().mean(1)
+        return value, (self.inputs.mT @ residual).div_(len(self.targets)).add_(pull)
+
+    def precondition(self, gradient: Tensor) -> Tensor:
+        """The inverse Hessian where all rows have the class shares, among the weights that move."""
+        share = self.share[1:]
+        inverse = 1 / (self.spread * share + self.penalties)
+        scaled = inverse * gradient[..., 1:]
+        left = (1 - self.spread * (share.square() * inverse).sum(-1, keepdim=True)).clamp(min=1e-3)
+        sums = (share * scaled).sum(-1, keepdim=True)
+        return torch.nn.functional.pad(scaled + self.spread * share * inverse * sums / left, (1, 0))
+
+    def look(self, change: Tensor, *_: Tensor) -> Tensor:
+        """Keeps what helps the held-out rows most; done is a layer at the first change of which no share helps."""
+        for layer, each in enumerate(self.closed):
+            if change is self.none or self.done[layer]:
+                continue
+            logits = each.logits[: len(self.truth)]
+            told = self._merged(logits)
+            rest = cross_entropy(logits, self.truth) - cross_entropy(told, self.out_targets)
+            loss, share = best_share(told, self.out[layer] @ change[layer], self.out_targets)
+            self.done[layer] = loss + rest >= cross_entropy(logits, self.truth)
+            if loss + rest < self.lowest[layer]:
+                self.lowest[layer], self.change[layer] = loss + rest, share * change[layer]
+        return self.done
+
+
+def best_share(
+    logits: Float[Tensor, "n classes"], gain: Float[Tensor, "n classes"], targets: Int[Tensor, " n"]
+) -> tuple[Tensor, float]:
+    """The lowest log-loss of the logits and a share of what they gain, and that share."""
+    losses = [cross_entropy(logits + share * gain, targets) for share in SHARES_OF_STEPS]
+    best = min(range(len(losses)), key=lambda place: float(losses[place]))
+    return losses[best], SHARES_OF_STEPS[best]
 
 
 def calibration(

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 import torch
-from scipy.optimize import minimize
+from scipy.optimize import approx_fprime, minimize
 from sklearn.datasets import load_wine
 from sklearn.linear_model import LogisticRegression
 from sklearn.metrics import log_loss
@@ -12,7 +12,8 @@ from sklearn.preprocessing import StandardScaler
 
 from lit_layers.functional import probe, watching_probe
 from lit_layers.functional.probe import PrincipalRows
-from lit_layers.functional.watching_probe import calibration, fit_watching_probes
+from lit_layers.functional.record_probe import fold_numbers, held_out_rows
+from lit_layers.functional.watching_probe import best_share, calibration, fit_watching_probes
 
 CLASSES = 6
 
@@ -28,69 +29,94 @@ def problem(rows=120, dim=8, layers=2, seed=0, apart=1.0, dtype=torch.float64):
     return features * torch.logspace(-1, 1, dim, dtype=dtype) + 3, labels
 
 
-def closed_form(features, labels):
-    chosen, held_out = watching_probe._rows_to_choose_by(labels)
-    rows = PrincipalRows(features, standardize=True, intercept=True)
-    return watching_probe._ClosedForm(rows, 0, labels, chosen), chosen[:held_out]
-
-
-def refitted(scaled, labels, x, c):
-    """Log shares, scores and q of `x` by the closed form of the given rows, in numpy."""
-    mean, n = scaled.mean(0), len(scaled)
-    covariance = (scaled - mean).T @ (scaled - mean) / n
+def refitted(rest, scaled, labels, x, c):
+    """Log shares, scores and q of `x` by the closed form of the given rows about the mean and covariance of `rest`."""
+    mean, covariance = rest.mean(0), np.cov(rest.T, bias=True)
     counts = np.bincount(labels, minlength=CLASSES)
     scores, q = np.empty(CLASSES), np.empty(CLASSES)
     for number, count in enumerate(counts):
         total = (scaled[labels == number] - mean).sum(0)
         weight = np.linalg.solve(count * covariance + np.eye(len(mean)) / c, total)
         scores[number], q[number] = (x - mean) @ weight, total @ weight / count / 2
-    return np.log(counts / n), scores, q
+    return np.log(counts / len(labels)), scores, q
 
 
-@pytest.mark.parametrize("c", [1e-3, 0.1, 30.0])
-def test_what_is_left_out_is_out_of_all_sums(c):
-    features, labels = problem(layers=1, rows=40)
-    closed, held_out = closed_form(features, labels)
-    assert len(held_out) == 8  # a fifth
-    found = closed.without(c)
+def forms_of(monkeypatch, features, labels, groups=None):
+    """The closed forms of each fold, of one layer."""
+    forms = []
+
+    def spy(given, targets, of=watching_probe._calibrated):
+        forms.extend(given)
+        return of(given, targets)
+
+    monkeypatch.setattr(watching_probe, "_calibrated", spy)
+    fit_watching_probes(features, [labels], groups=groups)
+    return forms
+
+
+@pytest.mark.parametrize("grouped", [False, True])
+def test_the_rows_held_out_and_their_groups_are_out_of_everything(monkeypatch, grouped):
+    features, labels = problem(layers=1, rows=80)
+    groups = torch.arange(80) // 4 if grouped else None
     scaled, truth = StandardScaler().fit_transform(features[0].numpy()), labels.numpy()
-    alone = np.bincount(truth)[truth] == 1
-    assert sorted(closed.chosen.tolist()) == np.flatnonzero(~alone).tolist()
-    for place, row in enumerate(closed.chosen.tolist()):
-        others = np.arange(len(truth)) != row
-        expected = refitted(scaled[others], truth[others], scaled[row], c)
-        for part, numbers in zip(found, expected, strict=True):
-            np.testing.assert_allclose(part[place].numpy(), numbers, rtol=1e-9, atol=1e-12)
+    folds, fold = held_out_rows(labels, groups), fold_numbers(80, groups).numpy()
+    forms = forms_of(monkeypatch, features, labels, groups)
+    assert len(forms) == len(folds) == 5
+    for number, (form, held) in enumerate(zip(forms, (fold.numpy() for fold in folds), strict=True)):
+        out = fold == number
+        if grouped:  # of a text all rows or none
+            assert out.reshape(-1, 4).any(1).tolist() == out.reshape(-1, 4).all(1).tolist()
+        # A row that is the last of its class stays in the class's sum alone.
+        assert not (held & ~out).any()
+        for c in (1e-3, 0.1, 30.0):
+            found = form.parts(c)
+            for place, row in enumerate(np.flatnonzero(held)):
+                expected = refitted(scaled[~out], scaled[~held], truth[~held], scaled[row], c)
+                for part, numbers in zip(found, expected, strict=True):
+                    np.testing.assert_allclose(part[place].numpy(), numbers, rtol=1e-9, atol=1e-10)
 
 
-def test_no_digits_of_float32_rows_are_lost_by_leaving_them_out():
-    features, labels = problem(layers=1, rows=40, dim=60, dtype=torch.float32)
-    closed, _ = closed_form(features, labels)
-    found = closed.without(1e3)
-    closed.rows = closed.rows.double()
-    for single, double in zip(found, closed.without(1e3), strict=True):
-        assert single.dtype == torch.float32
-        torch.testing.assert_close(single.double(), double, rtol=1e-7, atol=0)
+def test_rows_of_one_text_that_are_nearly_equal_fool_a_choice_row_by_row_alone():
+    """Texts of 8 rows, of which each has the same label and all but the same features: a row beside its copies is told
+    by what no other text has."""
+    generator = torch.Generator().manual_seed(0)
+    texts, dim = 300, 100
+    labels = torch.randint(4, (texts,), generator=generator)
+    centers = 0.25 * torch.randn(4, dim, generator=generator)
+    of_texts = centers[labels] + torch.randn(texts, dim, generator=generator)
+    copies, groups = labels[:100].repeat_interleave(8), torch.arange(100).repeat_interleave(8)
+    features = of_texts[:100].repeat_interleave(8, 0) + 0.1 * torch.randn(800, dim, generator=generator)
+    losses = {}
+    for name, given in (("rows", None), ("texts", groups)):
+        (probes,) = fit_watching_probes(features[None], [copies], groups=given)
+        log_proba = probes.log_proba(of_texts[None, 100:])[0]
+        losses[name] = float(torch.nn.functional.cross_entropy(log_proba, labels[100:])), float(probes.c)
+    chance = np.log(4)
+    assert losses["texts"][0] < chance
+    assert losses["rows"][0] > losses["texts"][0] + 0.3
+    assert losses["rows"][1] > losses["texts"][1]
 
 
-def test_the_weights_are_the_closed_form_s_of_all_rows_and_of_fewer():
+def test_the_weights_are_the_closed_form_s_of_all_rows_and_of_fewer(monkeypatch):
     features, labels = problem(layers=1)
     rows = PrincipalRows(features, standardize=True, intercept=True)
-    closed, held_out = closed_form(features, labels)
+    inputs, counts = rows.inputs[0, :, :-1], torch.bincount(labels).double()
+    space = watching_probe._Space(torch.zeros(inputs.shape[1]).double(), None, rows.spread[0])
+    sums = watching_probe._class_sums(inputs, labels, len(counts))
+    whole = watching_probe._ClosedForm(space, sums, counts, inputs[:0])
+    held = held_out_rows(labels)[0].numpy()
     calibrated = watching_probe._Calibrated(0.3, 0.7, 0.4, torch.empty(0), torch.empty(0))
     scaled, x, truth = StandardScaler().fit_transform(features[0].numpy()), np.eye(features.shape[2]), labels.numpy()
-    stay = np.setdiff1d(np.arange(len(truth)), held_out)
-    assert set(truth[stay]) == set(truth)
-    for without, kept in ((None, np.arange(len(truth))), (held_out, stay)):
-        point = closed.point(calibrated, without)
-        logits = torch.from_numpy(x) @ rows.axes[0] @ point[:-1] + point[-1]
-        # The steps' start leaves rows out of sums and shares, not out of the covariance.
-        counts, mean = np.bincount(truth[kept]), scaled[kept].mean(0)
-        for number, count in enumerate(counts):
-            total = (scaled[kept][truth[kept] == number] - mean).sum(0)
-            weight = np.linalg.solve(count * np.cov(scaled.T, bias=True) + np.eye(len(mean)) / 0.3, total)
-            expected = np.log(count / len(kept)) + 0.7 * (x - mean) @ weight - 0.4 * total @ weight / count / 2
-            np.testing.assert_allclose(logits[:, number].numpy(), expected, rtol=1e-9, atol=1e-12)
+    fold = forms_of(monkeypatch, features, labels)[0]
+    for form, kept, rest in (
+        (whole, np.arange(120), np.arange(120)),
+        (fold, np.flatnonzero(~held), np.flatnonzero(fold_numbers(120) != 0)),
+    ):
+        point = form.point(calibrated)
+        logits = (torch.from_numpy(x) @ rows.axes[0] @ point[:-1] + point[-1]).numpy()
+        for place, row in enumerate(x):
+            prior, scores, q = refitted(scaled[rest], scaled[kept], truth[kept], row, 0.3)
+            np.testing.assert_allclose(logits[place], prior + 0.7 * scores - 0.4 * q, rtol=1e-9, atol=1e-10)
 
 
 def test_the_calibration_is_the_minimum():
@@ -144,22 +170,67 @@ def test_the_steps_count_by_the_rows_they_were_made_without():
     targets = torch.arange(99) % 3
     right = torch.nn.functional.one_hot(targets, 3).float()
     wrong = right.roll(1, 1)
-    for logits, change, expected in (
+    for logits, gain, expected in (
         (0 * right, right, 1.0),
-        (right, -right, 0.0),
-        (wrong, wrong, None),  # worse than the class shares whatever counts
+        (0 * right, -right, 0.25),  # the least harm
         (4 * wrong, 8 * (right - wrong), 1.0),
     ):
-        closed = watching_probe._Calibrated(1.0, 1.0, 1.0, torch.zeros(99, 3), logits)
-        assert watching_probe._best_share(closed, change, targets)[1] == expected
+        loss, share = best_share(logits, gain, targets)
+        assert share == expected
+        by_share = [
+            log_loss(targets, (logits + s * gain).double().softmax(1), labels=range(3)) for s in (0.25, 0.5, 0.75, 1.0)
+        ]
+        assert float(loss) == pytest.approx(min(by_share), rel=1e-5, abs=1e-6)  # float32
+
+
+def test_the_steps_go_down_the_logistic_objective_of_all_classes(monkeypatch):
+    """Though all but the frequent classes are one to them: against the whole softmax in numpy."""
+    features, labels = problem(rows=200, layers=1)
+    for name, value in (("LEAST_MOVED", 3), ("COVERED", 0.1), ("COMPONENTS", 5)):
+        monkeypatch.setattr(watching_probe, name, value)
+    made = []
+
+    class Spied(watching_probe._Steps):
+        def __init__(self, rows, targets, out, c, start, *given):
+            super().__init__(rows, targets, out, c, start, *given)
+            made.append((self, start[0].numpy(), rows.inputs[0, ~out].numpy(), targets[~out].numpy(), float(c)))
+
+    monkeypatch.setattr(watching_probe, "_Steps", Spied)
+    fit_watching_probes(features, [labels])
+    ((steps, start, rows, truth, c),) = made
+    moved = steps.moved.numpy()
+    assert (len(moved), len(steps.others), steps.first) == (3, 3, 3)
+
+    def objective(flat):
+        point = start.copy()
+        point[3:, moved] += flat.reshape(6, 3)
+        logits = rows @ point
+        loss = np.log(np.exp(logits).sum(1)) - logits[np.arange(len(truth)), truth]
+        return loss.mean() + (point[:-1] ** 2).sum() / (2 * c * len(truth))
+
+    change = torch.randn(1, 6, 4, generator=torch.Generator().manual_seed(1)).double()
+    change[..., 0] = 0
+    flat = change[0, :, 1:].numpy().ravel()
+    (first, _), (value, slope) = steps.evaluate(0 * change), steps.evaluate(change)
+    assert float(value - first) == pytest.approx(objective(flat) - objective(0 * flat), rel=1e-8)
+    expected = approx_fprime(flat, objective, 1e-7)
+    np.testing.assert_allclose(slope[0, :, 1:].numpy().ravel(), expected, atol=1e-5)
+    # The preconditioner is the inverse Hessian of rows that all have the class shares.
+    share, spread = steps.share[1:].numpy(), steps.spread[0, :, 0].numpy()
+    gradient = torch.randn(1, 6, 4, generator=torch.Generator().manual_seed(2)).double()
+    found = steps.precondition(gradient)[0].numpy()
+    assert not found[:, 0].any()
+    for place in range(6):
+        hessian = spread[place] * (np.diag(share) - np.outer(share, share)) + np.eye(3) * (place < 5) / c / len(truth)
+        np.testing.assert_allclose(found[place, 1:], np.linalg.solve(hessian, gradient[0, place, 1:].numpy()))
 
 
 def test_steps_are_made_as_long_as_they_help_and_none_where_the_closed_form_says_nothing(monkeypatch):
-    """Looks at the held-out rows are given the best share; after the step of which nothing helps comes none."""
+    """Looks at the held-out rows are given a loss; after the step that does not help comes none."""
     features, labels = problem(rows=400, layers=1)
-    for shares, expected in (([0.0, *[0.25] * 9], 8), ([0.0, 0.25, 0.0], 2), ([0.0, None], 1)):
-        each = iter(shares)
-        monkeypatch.setattr(watching_probe, "_best_share", lambda *given, each=each: (1.0, next(each)))
+    for losses, expected in (([0.0] * 9, 8), ([0.0, 0.0, 9.0], 3), ([9.0], 1)):
+        each = iter(losses)
+        monkeypatch.setattr(watching_probe, "best_share", lambda *given, each=each: (torch.tensor(next(each)), 0.25))
         (probes,) = fit_watching_probes(features, [labels])
         assert probes.num_iterations.tolist() == [expected]
     monkeypatch.undo()
