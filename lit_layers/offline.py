@@ -18,6 +18,7 @@ import torch
 from lit_layers import run_lock, undisturbed
 from lit_layers.analyses.base import Analysis
 from lit_layers.analyses.layerwise import STATE, layerwise, walk
+from lit_layers.durable import replace_file
 from lit_layers.errors import InputError
 from lit_layers.identity import UNKNOWN, settings_name, settings_of
 from lit_layers.models.build import weights_hash
@@ -37,6 +38,7 @@ Device = Literal["auto", "cpu", "cuda"]
 Dtype = Literal["float32", "float64"]
 Tell = Callable[[int, int, str], None]  # done, of how many, what comes next: checkpoints, or analyses or blocks of one
 Analyses = Sequence[Analysis] | Callable[[Checkpoint], Sequence[Analysis]]
+STATE_FORMAT = "2"  # of the folder in which a streamed measurement goes on: what an earlier version left is not read
 UNFINISHED = ".stream"  # folder in the root: what a streamed measurement has found so far
 
 
@@ -148,12 +150,6 @@ def analyze_series(
         return measuring.run()
 
 
-def own_tokenizer(model: str | Path, revision: str | None = None) -> str | None:
-    """Returns the tokenizer that a model was saved with, as recipes name it; None where it has none."""
-    series = OneModel(model, revision=revision)
-    return series.tokenizer(series.checkpoints[0])
-
-
 def device_of(name: Device) -> torch.device:
     """Returns the device that an option names.
 
@@ -166,8 +162,7 @@ def device_of(name: Device) -> torch.device:
 
 
 def _named(checkpoint: Checkpoint, error: InputError) -> str:
-    text = str(error)
-    return text if checkpoint.name in text else f"{checkpoint.name}: {text}"
+    return str(error) if checkpoint.name in str(error) else f"{checkpoint.name}: {error}"
 
 
 def _silent(done: int, total: int, what: str) -> None:
@@ -184,8 +179,8 @@ def _unlisted(series: Series) -> dict[str, str]:
             return str(error)
         return None
 
-    reasons = zip(series.checkpoints, at_once(reason, series.checkpoints), strict=True)
-    return {one.name: why for one, why in reasons if why is not None}
+    reasons = at_once(reason, series.checkpoints)
+    return {one.name: why for one, why in zip(series.checkpoints, reasons, strict=True) if why is not None}
 
 
 @dataclass(kw_only=True)
@@ -369,7 +364,7 @@ class _Measuring:
             source["audit"] = self.verdicts[checkpoint.name]
             source |= {"streamed": True} if self.stream_blocks else {}
             same["model_tokenizer_hash"] = self.known.tokenizer_hash(checkpoint)
-            source |= {name: found for name, found in same.items() if found is not None}
+            source |= {name: value for name, value in same.items() if value is not None}
         measured = [
             *undisturbed.measure_missing(
                 view,
@@ -411,13 +406,13 @@ class _Measuring:
                 return
             chosen = layerwise(analyses if is_whole else due)
             folder = place / _key(view, chosen)
-            found = walk(view, chosen, folder, tell)
+            outcomes = walk(view, chosen, folder, tell)
             source, fingerprint = facts.pop("provenance"), facts.pop("weights_hash")
             for analysis in due:
-                mine = found[analysis.name]
-                said = {**undisturbed.describe_run(view, analysis, fingerprint), **source}
-                result = {"records": mine.records, "seconds": mine.seconds, "error": mine.error}
-                yield Measurement(analysis=analysis.name, provenance=said, **facts, **result)
+                outcome = outcomes[analysis.name]
+                provenance = {**undisturbed.describe_run(view, analysis, fingerprint), **source}
+                result = {"records": outcome.records, "seconds": outcome.seconds, "error": outcome.error}
+                yield Measurement(analysis=analysis.name, provenance=provenance, **facts, **result)
             shutil.rmtree(folder)
 
         self._keep(checkpoint, view, analyses, way, tell, _hash_of_weights(view, place, tell))
@@ -436,12 +431,10 @@ def _hash_of_weights(view: StreamedModel, folder: Path, tell: Tell) -> str:
     path = folder / f"weights-{_fingerprint(view)}.txt"
     if not path.is_file():
         tell(0, 1, "hashing the weights")
-        found = view.weights_hash()
+        hashed = view.weights_hash()
         try:
             folder.mkdir(parents=True, exist_ok=True)
-            partial = path.with_suffix(".part")
-            partial.write_text(found)
-            partial.replace(path)
+            replace_file(path, hashed)
         except OSError as error:
             raise InputError(f"root: cannot write {path}: {(error.strerror or str(error)).lower()}") from error
     return path.read_text()
@@ -449,9 +442,6 @@ def _hash_of_weights(view: StreamedModel, folder: Path, tell: Tell) -> str:
 
 def _fingerprint(view: StreamedModel) -> str:
     return f"{view.files.fingerprint()}-{str(view.dtype).removeprefix('torch.')}"
-
-
-STATE_FORMAT = "2"  # of the folder in which a streamed measurement goes on: what an earlier version left is not read
 
 
 def _key(view: StreamedModel, analyses: Sequence[Analysis]) -> str:

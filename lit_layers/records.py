@@ -66,7 +66,10 @@ def append(path: str | Path, measurement: Measurement) -> None:
         InputError: where the file cannot be written, or the run is another process's now (`run_lock`).
     """
     line = {item.name: getattr(measurement, item.name) for item in fields(Measurement)}
-    line["records"] = [_compact(record) for record in measurement.records]
+    line["records"] = [  # without what a record leaves open
+        {name: value for name, value in vars(record).items() if value is not None and value != {}}
+        for record in measurement.records
+    ]
     with _locked_for_append(Path(path)) as file:
         _write_line(file, line)
         os.fsync(file.fileno())
@@ -412,11 +415,6 @@ def _lines(path: Path, kind: type[T]) -> Iterator[T]:
 
 
 # ------------------------------------------------------------------------------------------------ values
-
-
-def _compact(record: Record) -> dict[str, Any]:
-    """The record without what it leaves open."""
-    return {name: value for name, value in vars(record).items() if value is not None and value != {}}
 
 
 def _plain(value: Any) -> Any:

@@ -174,9 +174,10 @@ def test_a_damaged_model_is_refused_when_loaded_whole(tmp_path):
 
 def test_a_model_brings_its_tokenizer_where_it_was_saved_with_one(tmp_path):
     saved(tmp_path, "gpt2")
-    assert offline.own_tokenizer(tmp_path) is None
-    (tmp_path / "tokenizer.json").write_text(json.dumps({}))
-    assert offline.own_tokenizer(tmp_path) == str(tmp_path)
+    for expected in (None, str(tmp_path)):
+        series = OneModel(tmp_path)
+        assert series.tokenizer(series.checkpoints[0]) == expected
+        (tmp_path / "tokenizer.json").write_text(json.dumps({}))
 
 
 def test_other_data_of_the_same_options_is_measured_anew(model, tmp_path, monkeypatch):

@@ -237,8 +237,9 @@ def _opened(
     from lit_layers.analyses.base import at_least_float32
     from lit_layers.models.saved import load
     from lit_layers.models.view import LayeredModel
-    from lit_layers.offline import device_of, own_tokenizer
+    from lit_layers.offline import device_of
     from lit_layers.select.choosing import of_images, of_texts
+    from lit_layers.series import OneModel
 
     model, settled = files.model, vars(options)
     named = str(files.config.get("dtype") or files.config.get("torch_dtype") or "float32").removeprefix("torch.")
@@ -252,7 +253,8 @@ def _opened(
         return view, of_images(wide, options.images, **chosen), None
     if texts is None:
         raise InputError(f"images: {model} is a model of texts ({kind}): name its texts with --task")
-    tokenizer = options.tokenizer or own_tokenizer(model, options.revision)
+    series = OneModel(model, revision=options.revision)
+    tokenizer = options.tokenizer or series.tokenizer(series.checkpoints[0])
     if tokenizer is None:
         raise InputError(f"tokenizer: {model} carries none; name one with --tokenizer")
     chosen = {name: settled[name] for name in ("folder", "pooling", "max_tokens", "cache")}
