@@ -1,16 +1,27 @@
 """CPU seconds of all analyses of a checkpoint: in one pass over their texts, each alone, and each with logits of all.
 
-    OMP_NUM_THREADS=1 python benchmarks/measuring_pass.py               the model and the texts of the quickstart
-    OMP_NUM_THREADS=1 python benchmarks/measuring_pass.py --layers 12 --width 768 --vocabulary 50257 --sequences 16
+    OMP_NUM_THREADS=1 python benchmarks/measuring_pass.py                        the quickstart's model and texts
+    OMP_NUM_THREADS=1 python benchmarks/measuring_pass.py --recipe text --share 128   recipes/analyses/text.yaml
+    OMP_NUM_THREADS=1 python benchmarks/measuring_pass.py --memory                    its peak memory
 
-Texts are random tokens. "Each alone, all logits" is what every analysis did before: a pass of its own, with the scores
-of the whole vocabulary for every token. The floor is one pass of each different text without a head. The probe is the
-one for watching.
+Texts are random tokens, as frequent as their rank says (Zipf). "Each alone, all logits" is what every analysis did
+before: a pass of its own, with the scores of the whole vocabulary for every token. The floor is one pass of each
+different text without a head; of a probe's texts also as far only as it reads them, up to the last position drawn. The
+probe is the one for watching.
+
+`text` is GPT-2 small with a share of the texts of text.yaml ("--share 128": one of 128), at least one of each kind, so
+that coupling and what probes take whatever the rows weigh more than they do there. `--memory`: what a process of its
+own takes above what it takes with the model loaded, for Trajectory, Representation and Lens of GPT-2 small on 16 texts
+of 1,024 tokens.
 """
 
 import argparse
+import subprocess
+import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 from rounds import Row, add_options, finish, ratios
@@ -18,6 +29,7 @@ from torch import Tensor
 
 from lit_layers.analyses import Coupling, Lens, NextTokenProbe, Representation, Trajectory
 from lit_layers.analyses.base import Analysis
+from lit_layers.analyses.next_token_probe import passes
 from lit_layers.data.batches import Batches
 from lit_layers.models.build import weights_hash
 from lit_layers.models.view import Batch, LayeredModel
@@ -25,21 +37,59 @@ from lit_layers.models.view import Trajectory as States
 from lit_layers.undisturbed import in_one_pass, measure
 
 WANTED = 0.85  # of the time of separate passes with all logits
+WANTED_OVER_PASSES = 1.5
+WANTED_MEMORY = 600  # MB
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """The sizes of a model and of what is measured; texts as (number, tokens, batch)."""
+
+    layers: int
+    width: int
+    heads: int
+    vocabulary: int
+    text: tuple[int, int, int]
+    coupling: tuple[int, int, int]
+    k: tuple[int, ...]
+    train: tuple[int, int, int]
+    test: tuple[int, int, int]
+    classes: int
+    positions: int
+
+    def at(self, share: int) -> dict[str, tuple[int, int, int]]:
+        names = ("text", "coupling", "train", "test")
+        return {name: (max(1, getattr(self, name)[0] // share), *getattr(self, name)[1:]) for name in names}
+
+
+RECIPES = {
+    "quickstart": Recipe(
+        *(6, 128, 4, 2048, (48, 128, 16), (8, 64, 16), (4, 12, 32), (500, 32, 50), (250, 32, 50)),
+        classes=50,
+        positions=4,
+    ),
+    "text": Recipe(
+        *(12, 768, 12, 50257, (128, 256, 16), (8, 64, 16), (10, 30, 76), (10000, 64, 128), (3000, 64, 128)),
+        classes=1000,
+        positions=1,
+    ),
+}
 
 
 class Windows(Batches):
     """Random texts."""
 
     def __init__(self, vocabulary: int, count: int, tokens: int, size: int, seed: int) -> None:
-        self.ids = torch.randint(vocabulary, (count, tokens), generator=torch.Generator().manual_seed(seed))
-        self.size, self.name = size, f"{vocabulary} {count} {tokens} {size} {seed}"
+        draws = torch.rand(count, tokens, generator=torch.Generator().manual_seed(seed))
+        self.ids = (vocabulary**draws).long().clamp(max=vocabulary) - 1  # token k as often as 1 / (k + 1)
+        self.at_once, self.name = size, f"{vocabulary} {count} {tokens} {size} {seed}"
 
     def __iter__(self) -> Iterator[dict[str, Tensor]]:
-        for ids in self.ids.split(self.size):
+        for ids in self.ids.split(self.at_once):
             yield {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
 
     def __len__(self) -> int:
-        return -(-len(self.ids) // self.size)
+        return -(-len(self.ids) // self.at_once)
 
     def content_hash(self) -> str:
         return self.name
@@ -54,24 +104,32 @@ class AllLogits(LayeredModel):
         return trajectory
 
 
-def all_analyses(options: argparse.Namespace) -> list[Analysis]:
-    def windows(count: int, tokens: int, size: int, seed: int) -> Windows:
-        return Windows(options.vocabulary, count, tokens, size, seed)
-
-    text = windows(options.sequences, options.tokens, 16, 0)
+def all_analyses(recipe: Recipe, share: int) -> list[Analysis]:
+    sizes = recipe.at(share)
+    text, coupling, train, test = (Windows(recipe.vocabulary, *sizes[name], seed) for seed, name in enumerate(sizes))
     return [
         Trajectory(batches=text),
         Representation(batches=text),
         Lens(batches=text),
-        Coupling(batches=windows(8, 64, 16, 1), k=(4, 12, 32), num_prompts=options.prompts),
+        Coupling(batches=coupling, k=recipe.k),
         NextTokenProbe(
-            train=windows(options.probe_texts, 32, 50, 2),
-            test=windows(options.probe_texts // 2, 32, 50, 3),
-            num_classes=50,
-            positions_per_sequence=4,
+            train=train,
+            test=test,
+            num_classes=recipe.classes,
+            positions_per_sequence=recipe.positions,
             estimator="watch",
         ),
     ]
+
+
+def network(recipe: Recipe) -> torch.nn.Module:
+    import transformers
+
+    torch.manual_seed(0)
+    config = transformers.GPT2Config(
+        n_layer=recipe.layers, n_embd=recipe.width, n_head=recipe.heads, vocab_size=recipe.vocabulary
+    )
+    return transformers.GPT2LMHeadModel(config).eval()
 
 
 def timed(action: Callable[[], object]) -> float:
@@ -80,48 +138,92 @@ def timed(action: Callable[[], object]) -> float:
     return time.process_time() - started
 
 
+def peak_above_the_model() -> int:
+    """Runs in a process of its own: bytes of its peak above what it holds with the model loaded and used once."""
+    recipe = RECIPES["text"]
+    model = network(recipe)
+
+    def measured(text: Windows) -> None:
+        analyses = [Trajectory(batches=text), Representation(batches=text), Lens(batches=text)]
+        measurements = in_one_pass(model, analyses, lambda _: None, run="run", step=0, weights_hash="none")
+        assert [each.error for each in measurements] == [None] * 3
+
+    measured(Windows(recipe.vocabulary, 2, 16, 2, 0))
+    Path("/proc/self/clear_refs").write_text("5")  # the peak begins anew
+    before = _resident("VmRSS")
+    measured(Windows(recipe.vocabulary, 16, 1024, 16, 1))
+    return _resident("VmHWM") - before
+
+
+def _resident(name: str) -> int:
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(1024 * int(line.split()[1]) for line in lines if line.startswith(name))
+
+
+def memory(options: argparse.Namespace) -> int:
+    """All that is random is the same in each round, so one is enough."""
+    command = [sys.executable, __file__, "--peak"]
+    peaks = [int(subprocess.run(command, check=True, capture_output=True, text=True).stdout.split()[-1])]
+    what = "peak above the model, GPT-2 small, 16 x 1,024 tokens: Trajectory, Representation, Lens"
+    row = Row(what, [peak / 1e6 for peak in peaks], WANTED_MEMORY, at_most=True, unit=" MB")
+    return finish("measuring_memory", [row], options, least_rounds=1)
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    for name, value in {"layers": 6, "width": 128, "vocabulary": 2048, "sequences": 48, "tokens": 128}.items():
-        parser.add_argument(f"--{name}", type=int, default=value)
-    parser.add_argument("--prompts", type=int, default=8, help="of the coupling")
-    parser.add_argument("--probe-texts", type=int, default=500)
+    parser.add_argument("--recipe", choices=list(RECIPES), default="quickstart")
+    parser.add_argument("--share", type=int, default=1, help="a text of so many is measured")
+    parser.add_argument("--memory", action="store_true", help="peak memory, and nothing else")
+    parser.add_argument("--peak", action="store_true", help=argparse.SUPPRESS)
     add_options(parser)
     options = parser.parse_args()
-    import transformers
+    if options.peak:
+        print(peak_above_the_model())
+        return 0
+    return memory(options) if options.memory else seconds_of_passes(options)
 
-    torch.manual_seed(0)
-    config = transformers.GPT2Config(
-        n_layer=options.layers, n_embd=options.width, n_head=options.width // 32, vocab_size=options.vocabulary
+
+def seconds_of_passes(options: argparse.Namespace) -> int:
+    recipe = RECIPES[options.recipe]
+    model = network(recipe)
+    analyses, facts = (
+        all_analyses(recipe, options.share),
+        {"run": "run", "step": 0, "weights_hash": weights_hash(model)},
     )
-    model = transformers.GPT2LMHeadModel(config).eval()
-    analyses, facts = all_analyses(options), {"run": "run", "step": 0, "weights_hash": weights_hash(model)}
+    view, probe = LayeredModel(model), analyses[-1]
+    assert isinstance(probe, NextTokenProbe)
     records: dict[str, list[float]] = {}
 
     def check(way: str, measurements: list) -> None:
         assert all(each.error is None for each in measurements), [each.error for each in measurements]
         records[way] = [record.value for each in measurements for record in each.records]
+        reference = records.setdefault("reference", records[way])
         torch.testing.assert_close(
-            torch.tensor(records[way]), torch.tensor(records["all"]), rtol=1e-4, atol=1e-5, equal_nan=True
+            torch.tensor(records[way]), torch.tensor(reference), rtol=1e-4, atol=1e-5, equal_nan=True
         )
 
-    def floor() -> None:
-        view = LayeredModel(model)
-        batches = {
-            batches.name: batches
-            for each in analyses
-            for batches in vars(each).values()
-            if isinstance(batches, Windows)
-        }
-        for batch in (batch for each in batches.values() for batch in each):
+    def pass_all(batches: Iterable[Batch]) -> None:
+        for batch in batches:
             view.pass_states(batch, lambda layer, hidden, mask: None)
 
+    def texts(of: Iterable[Analysis]) -> list[Batch]:
+        sets = {each.name: each for analysis in of for each in vars(analysis).values() if isinstance(each, Windows)}
+        return [batch for each in sets.values() for batch in each]
+
+    problem, most = probe._problem(), max(batch["input_ids"].numel() for batch in probe.test)
+    contexts = [
+        {"input_ids": part.input_ids}
+        for rows in (problem.train, problem.test)
+        for part in passes(rows, max_tokens=most, together=True)
+    ]
     ways: dict[str, Callable[[], object]] = {
-        "all": lambda: check("all", [measure(AllLogits(model), each, **facts) for each in analyses]),
-        "alone": lambda: check("alone", [measure(model, each, **facts) for each in analyses]),
         "one pass": lambda: check("one pass", list(in_one_pass(model, analyses, lambda _: None, **facts))),
-        "floor": floor,
+        "floor": lambda: pass_all(texts(analyses)),
+        "read": lambda: pass_all([*texts(analyses[:-1]), *contexts]),
     }
+    if options.recipe == "quickstart":
+        ways["all"] = lambda: check("all", [measure(AllLogits(model), each, **facts) for each in analyses])
+        ways["alone"] = lambda: check("alone", [measure(model, each, **facts) for each in analyses])
     for action in ways.values():  # what is loaded or verified at first use is no part
         action()
     seconds: dict[str, list[float]] = {way: [] for way in ways}
@@ -129,12 +231,17 @@ def main() -> int:
         for way, action in ways.items():
             seconds[way].append(timed(action))
     one = seconds["one pass"]
+    target = {"target": WANTED_OVER_PASSES, "at_most": True} if options.recipe == "text" else {}
     rows = [
-        Row("one pass over each alone, all logits", ratios(one, seconds["all"]), WANTED, at_most=True),
-        Row("one pass over each alone", ratios(one, seconds["alone"])),
-        Row("one pass over the passes of its texts", ratios(one, seconds["floor"])),
-        *(Row(f"{way}, seconds", values, unit=" s") for way, values in seconds.items()),
+        Row("one pass over the bare passes of its texts", ratios(one, seconds["floor"]), **target),
+        Row("one pass over the bare passes of what is read of them", ratios(one, seconds["read"])),
     ]
+    if "all" in ways:
+        rows += [
+            Row("one pass over each alone, all logits", ratios(one, seconds["all"]), WANTED, at_most=True),
+            Row("one pass over each alone", ratios(one, seconds["alone"])),
+        ]
+    rows += [Row(f"{way}, seconds", values, unit=" s") for way, values in seconds.items()]
     return finish("measuring_pass", rows, options)
 
 
