@@ -23,11 +23,10 @@ from lit_layers.errors import InputError
 from lit_layers.identity import UNKNOWN, settings_name, settings_of
 from lit_layers.models.build import weights_hash
 from lit_layers.models.shard_files import ShardFiles
-from lit_layers.models.shared_pass import KEPT_MB
 from lit_layers.models.streaming import StreamedModel
 from lit_layers.models.view import LayeredModel
 from lit_layers.records import Measurement
-from lit_layers.schema import COUNT_OR_NONE, refuse_outside
+from lit_layers.schema import COUNT_OR_NONE, KEPT_MB, refuse_outside
 from lit_layers.series import Audit, Checkpoint, OneModel, Series, audit
 from lit_layers.series.auditing import WEIGHTS, SeriesMeasurements, is_suspect, remember
 from lit_layers.series.checkpoint import fetched_ahead
@@ -117,8 +116,8 @@ def analyze_series(
             interrupted call goes on after the last finished block. Trajectory, Representation, StateMetric, Coupling.
         device: "auto" is a GPU where there is one.
         dtype: what the weights are converted to, however they are stored.
-        kept_mb: how much of the states that several analyses look at is kept on the device between them; beyond it a
-            text is passed again.
+        kept_mb: how much of the states that several analyses look at is kept on the device between them; what is more
+            lies in files in `root` meanwhile.
         progress: told what is done and what comes next.
 
     Raises:
@@ -343,7 +342,7 @@ class _Measuring:
             return
         view = LayeredModel(checkpoint.load(dtype=dtype).to(self.device))
         self._check(view, analyses)
-        way = functools.partial(undisturbed.in_one_pass, kept_mb=self.kept_mb)
+        way = functools.partial(undisturbed.in_one_pass, kept_mb=self.kept_mb, folder=self.root)
         self._keep(checkpoint, view, analyses, way, tell, weights_hash(view.model))
 
     def _keep(

@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -21,9 +22,10 @@ from lit_layers.analyses.base import ALL, Analysis, DividedAnalysis, at_least_fl
 from lit_layers.analyses.statistics import with_a_value
 from lit_layers.models.build import weights_hash as hash_weights
 from lit_layers.models.families import Network
-from lit_layers.models.shared_pass import KEPT_MB, SharedPass, fingerprints, hook_ids, remove_new_hooks_
+from lit_layers.models.shared_pass import SharedPass, fingerprints, hook_ids, remove_new_hooks_
 from lit_layers.models.view import LayeredModel, evaluating
 from lit_layers.records import Measurement, Record, Store
+from lit_layers.schema import KEPT_MB
 
 logger = logging.getLogger(__name__)
 
@@ -68,10 +70,15 @@ def in_one_pass(
     starting: Callable[[Analysis], None],
     *,
     kept_mb: int = KEPT_MB,
+    folder: Path | None = None,
     **facts: Any,
 ) -> Iterator[Measurement]:
-    """Yields the measurement of each analysis, in one process, of a model that is in memory whole."""
-    shares = Shares(model, analyses, starting, weights_hash=facts["weights_hash"], kept_mb=kept_mb)
+    """Yields the measurement of each analysis, in one process, of a model that is in memory whole.
+
+    `kept_mb`, `folder`: how much of the states is kept in memory between analyses, and where what is more.
+    """
+    pass_options: dict[str, Any] = {"kept_mb": kept_mb, "folder": folder}
+    shares = Shares(model, analyses, starting, weights_hash=facts["weights_hash"], **pass_options)
     for analysis in analyses:
         if is_divided(analysis):
             yield join_shares(shares.model, analysis, [shares.of(analysis)], **facts)
@@ -169,9 +176,10 @@ class Shares:
         numbers: Mapping[str, Container[int]] | None = None,
         weights_hash: str | None = None,
         kept_mb: int = KEPT_MB,
+        folder: Path | None = None,
     ) -> None:
         view = model if isinstance(model, LayeredModel) else LayeredModel(model)
-        self.model = SharedPass.of(view, kept_mb=kept_mb)
+        self.model = SharedPass.of(view, kept_mb=kept_mb, folder=folder)
         self.starting, self.weights_hash = starting, weights_hash
         self.analyses: dict[str, Any] = {analysis.name: analysis for analysis in analyses}
         self.attempts = {analysis.name: Attempt() for analysis in analyses}

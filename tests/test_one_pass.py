@@ -1,5 +1,7 @@
 """Analyses that look at the same texts share their passes, and each finds what it finds alone."""
 
+import errno
+import os
 import time
 from collections import Counter
 from dataclasses import dataclass
@@ -161,14 +163,34 @@ def test_nothing_is_kept_longer_than_somebody_waits_for_it(monkeypatch):
     assert (ledger.rows, ledger.readers, dict(ledger.seconds)) == ({}, {}, {})
 
 
-def test_beyond_the_limit_a_text_is_passed_again():
+@pytest.mark.parametrize("is_full", [False, True])
+def test_what_exceeds_the_limit_lies_in_files_that_leave_nothing_or_is_passed_again(is_full, tmp_path, monkeypatch):
     model, batch = tiny("gpt2", torch.float64), texts()
-    analyses = [Trajectory(batches=cut(batch, 4, 4)), PathsInPlane(batches=cut(batch, 4, 4), num_prompts=5)]
+    analyses = [
+        Trajectory(batches=cut(batch, 4, 4)),
+        PathsInPlane(batches=cut(batch, 4, 4), num_prompts=5),
+        Representation(batches=cut(batch, 3, 5)),
+        Lens(batches=cut(batch, 4, 4)),
+        Doing(batches=cut(batch, 4, 4), name="write", action="write unseen"),
+        Doing(batches=cut(batch, 4, 4), name="fail", action="fail"),
+    ]
     expected = together(model, analyses)
-    counts = passed(model)
-    found = together(model, analyses, kept_mb=0)
+    counts, sizes = passed(model), []
+
+    def allocate(file, start, size):
+        sizes.append(size)
+        assert os.listdir(tmp_path), "the file is in the folder that was named"
+        if is_full:
+            raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(shared_pass.os, "posix_fallocate", allocate)
+    found = together(model, analyses, kept_mb=0, folder=tmp_path)
     assert [repr(each.records) for each in found.values()] == [repr(each.records) for each in expected.values()]
-    assert max(counts[0].values()) > 1
+    assert found["fail"].error == "RuntimeError: here"
+    assert (max(counts[0].values()) > 1) == is_full
+    assert len(sizes) == 1 or not is_full, "it is not tried again"
+    assert set(sizes) == {(LAYERS + 1) * 4 * 16 * 32 * 8}
+    assert not os.listdir(tmp_path)
 
 
 def test_large_batches_are_measured_in_pieces(monkeypatch):

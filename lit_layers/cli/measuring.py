@@ -14,6 +14,7 @@ from lit_layers.cli.options import Steps, given, refuse_beside
 from lit_layers.cli.verbs.audit import show_audit
 from lit_layers.errors import InputError
 from lit_layers.identity import divided, settings_of, short, shown
+from lit_layers.schema import KEPT_MB
 
 if TYPE_CHECKING:
     from lit_layers.analyses.base import Analysis
@@ -103,6 +104,7 @@ class Checkpoints:
         root: folder of the results (default: checkpoints/NAME OF MODEL, or a run's own folder)
         device: auto: a GPU if there is one
         dtype: what weights are converted to; bfloat16: for products within blocks alone, checked in float32 on a sample
+        kept_mb: of states that several analyses look at, in memory between them; what is more lies on the disk
         plan: says what it would cost, and measures nothing
     """
 
@@ -116,6 +118,7 @@ class Checkpoints:
     root: Path | None = None
     device: Literal["auto", "cpu", "cuda"] = "auto"
     dtype: Literal["float32", "float64", "bfloat16"] = "float32"
+    kept_mb: int = KEPT_MB
     plan: bool = False
 
     def are_series(self, model: str) -> bool:
@@ -185,7 +188,7 @@ def measure(
         for target in targets:
             target.plan(_show_plan)
         return 0
-    which: Any = {name: getattr(options, name) for name in ("allow_suspect", "keep_downloads")}
+    which: Any = {name: getattr(options, name) for name in ("allow_suspect", "keep_downloads", "kept_mb")}
     which["dtype"] = "float32" if options.dtype == "bfloat16" else options.dtype  # of the weights: see `BFloat16View`
     failed = False
     try:

@@ -1,18 +1,24 @@
 """One pass over the texts that several readers look at: each goes through the blocks once, whoever asks for it."""
 
 import hashlib
+import logging
+import os
+import tempfile
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from lit_layers.models.view import Batch, LayeredModel, Trajectory
+from lit_layers.schema import KEPT_MB
 
-KEPT_MB = 256  # of states that somebody will ask for again
+logger = logging.getLogger(__name__)
+
 HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
 
 
@@ -21,6 +27,7 @@ class _Row(NamedTuple):
 
     trajectory: Trajectory
     index: int
+    on_disk: bool = False
 
 
 @dataclass
@@ -28,6 +35,8 @@ class _Ledger:
     """Who reads what, by the content of a row; shared by the views of a model in several precisions."""
 
     kept_bytes: int
+    folder: Path | None = None  # for what is kept beyond that
+    disk_is_full: bool = False
     reader: str = ""
     readers: dict[bytes, list[str]] = field(default_factory=dict)  # who is still to ask for a row, and how often
     places: dict[bytes, int] = field(default_factory=dict)  # in the order in which rows were announced
@@ -40,24 +49,32 @@ class SharedPass(LayeredModel):
 
     Readers announce the batches that they will ask for. A row (a text with its padding, an image) that goes through the
     blocks is kept, on the device, until the last of them has had it, whichever batch it then comes in; one that nobody
-    announced is passed on asking, and let go. Beyond `kept_mb` nothing more is kept, and what is asked for again is
-    computed again. The states of an equal batch are the same bits; a row that comes from another batch differs by
-    rounding, as products of other sizes do. Every reader is given states of its own, to which it may write.
+    announced is passed on asking, and let go. What is more than `kept_mb` is kept in files of `folder` (None: the
+    system's for temporary ones), which have no name, so that none is left whatever happens; where the disk is full it
+    is let go, and computed again. The states of an equal batch are the same bits; a row that comes from another batch
+    differs by rounding, as products of other sizes do. Every reader is given states of its own, to which it may write.
 
     While a model differs from what it was at the beginning (a hook, a weight), whoever asks has a pass of its own.
     """
 
-    def __init__(self, view: LayeredModel, *, kept_mb: int = KEPT_MB, ledger: _Ledger | None = None) -> None:
+    def __init__(
+        self,
+        view: LayeredModel,
+        *,
+        kept_mb: int = KEPT_MB,
+        folder: Path | None = None,
+        ledger: _Ledger | None = None,
+    ) -> None:
         super().__init__(view.model)
         self.view = view
-        self._ledger = ledger or _Ledger(kept_mb * 2**20)
+        self._ledger = ledger or _Ledger(kept_mb * 2**20, folder)
         self._before = fingerprints(self.model), hook_ids(self.model)
         self._converted: SharedPass | None = None
         self._convert: Callable[[LayeredModel], LayeredModel] = lambda view: view
 
     @classmethod
-    def of(cls, view: LayeredModel, *, kept_mb: int = KEPT_MB) -> "SharedPass":
-        return view if isinstance(view, SharedPass) else cls(view, kept_mb=kept_mb)
+    def of(cls, view: LayeredModel, *, kept_mb: int = KEPT_MB, folder: Path | None = None) -> "SharedPass":
+        return view if isinstance(view, SharedPass) else cls(view, kept_mb=kept_mb, folder=folder)
 
     def converted(self, convert: Callable[[LayeredModel], LayeredModel]) -> "SharedPass":
         """The view of the model in another precision, made once for all readers."""
@@ -109,12 +126,15 @@ class SharedPass(LayeredModel):
         missing = [number for number, key in enumerate(keys) if key not in rows]
         fresh = self._passed(batch, missing, keys) if missing else None
         if fresh is not None and len(missing) == len(keys):
-            trajectory = fresh
+            trajectory, sources = fresh, []
         else:
-            found = {number: _Row(fresh, index) for index, number in enumerate(missing) if fresh is not None}
-            trajectory = self._together(batch, [found.get(n) or rows[key] for n, key in enumerate(keys)])
+            passed = {number: _Row(fresh, index) for index, number in enumerate(missing) if fresh is not None}
+            sources = [passed.get(number) or rows[key] for number, key in enumerate(keys)]
+            trajectory = None
         for key in keys:
             self._asked(key)
+        if trajectory is None:
+            trajectory = self._together(batch, sources)
         if fresh is not None:
             self._keep(fresh, [keys[number] for number in missing])
         return trajectory
@@ -170,10 +190,12 @@ class SharedPass(LayeredModel):
         source = rows[0].trajectory
         in_order = [row.index for row in rows] == list(range(source.hidden.shape[1]))
         if in_order and source.calls and all(row.trajectory is source for row in rows):
+            if not any(row.trajectory is source for row in self._ledger.rows.values()) and not rows[0].on_disk:
+                return source  # the last to ask has what was kept
             # Without the logits that another reader asked for.
-            return replace(source, hidden=source.hidden.clone(), mask=source.mask.clone())
+            return replace(source, hidden=source.hidden.to(self.device, copy=True), mask=source.mask.clone())
         hidden = torch.stack([row.trajectory.hidden[:, row.index] for row in rows], dim=1)
-        return self.view.with_states(batch, hidden, in_tuple=source.in_tuple)
+        return self.view.with_states(batch, hidden.to(self.device), in_tuple=source.in_tuple)
 
     def _asked(self, key: bytes) -> None:
         readers = list(self._ledger.readers.get(key, ()))
@@ -194,17 +216,25 @@ class SharedPass(LayeredModel):
         wanted = [index for index, key in enumerate(keys) if key in ledger.readers]
         if not wanted:
             return
-        whole = len(wanted) == len(keys)
-        held = {id(row.trajectory): row.trajectory.hidden.nbytes for row in ledger.rows.values()}
+        held = {id(row.trajectory): row.trajectory.hidden.nbytes for row in ledger.rows.values() if not row.on_disk}
         is_full = sum(held.values()) + fresh.hidden.nbytes * len(wanted) // len(keys) > ledger.kept_bytes
-        if is_full and not any(ledger.reader in ledger.readers[keys[index]] for index in wanted):
-            return  # what its own reader goes on with, prompt by prompt, is held all the same
-        if whole:
-            fresh = replace(fresh, hidden=fresh.hidden.clone(), mask=fresh.mask.clone())
+        # What its own reader goes on with, prompt by prompt, is held all the same.
+        to_disk = is_full and not any(ledger.reader in ledger.readers[keys[index]] for index in wanted)
+        if to_disk and ledger.disk_is_full:
+            return
+        if len(wanted) == len(keys):
+            hidden, mask, calls = fresh.hidden, fresh.mask.clone(), fresh.calls
         else:  # what nobody waits for is not held with the rest
-            fresh = replace(fresh, hidden=fresh.hidden[:, wanted], mask=fresh.mask[wanted], calls=())
+            hidden, mask, calls = fresh.hidden[:, wanted], fresh.mask[wanted], ()
+        try:
+            hidden = on_disk(hidden, ledger.folder) if to_disk else hidden.clone() if calls else hidden
+        except OSError as error:
+            logger.warning("states beyond kept_mb are computed again, as the disk does not take them: %s", error)
+            ledger.disk_is_full = True
+            return
+        fresh = replace(fresh, hidden=hidden, mask=mask, calls=calls)
         for index, number in enumerate(wanted):
-            ledger.rows[keys[number]] = _Row(fresh, index)
+            ledger.rows[keys[number]] = _Row(fresh, index, to_disk)
 
     def _now(self) -> float:
         if self.device.type == "cuda":
@@ -235,6 +265,18 @@ def remove_new_hooks_(model: nn.Module, before: dict[str, set]) -> list[str]:
                 del hooks[key]
                 left.append(name or type(model).__name__)
     return left
+
+
+def on_disk(tensor: Tensor, folder: Path | None) -> Tensor:
+    """A copy that lies in a file and not in memory; the file loses its name at once, and its room with the copy.
+
+    Raises:
+        OSError: no room on the disk, or no such folder.
+    """
+    with tempfile.NamedTemporaryFile(dir=folder, prefix=".states-") as file:
+        os.posix_fallocate(file.fileno(), 0, max(1, tensor.nbytes))  # a disk that fills up later would end the process
+        mapped = torch.from_file(file.name, shared=True, size=tensor.numel(), dtype=tensor.dtype)
+    return mapped.view(tensor.shape).copy_(tensor)
 
 
 PIECE_BYTES = 2**27, 2**28  # of the states of a piece, on a CPU and elsewhere

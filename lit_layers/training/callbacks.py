@@ -19,12 +19,11 @@ from lit_layers.analyses.base import Analysis
 from lit_layers.errors import InputError
 from lit_layers.identity import logged_name, plain_settings
 from lit_layers.models.build import save, weights_hash
-from lit_layers.models.shared_pass import KEPT_MB
 from lit_layers.models.view import LayeredModel
 from lit_layers.plan import Plan, Row, duration, planned, share_of, stride_within, training
 from lit_layers.records import Measurement, Store
 from lit_layers.schedule import Schedule, Steps
-from lit_layers.schema import COUNT_OR_NONE, refuse_outside
+from lit_layers.schema import COUNT_OR_NONE, KEPT_MB, refuse_outside
 from lit_layers.training.checkpoints import axis_step, origin_of, step_folder, write_folder
 from lit_layers.training.dealing import Ranks, new_group
 from lit_layers.training.sharding import NoRoomError, is_sharded, release_copy_, whole_copy, whole_on_first_rank
@@ -227,8 +226,8 @@ class EmergenceCallback(_AtSteps):
         run: the run's name in the records; None: the folder's name.
         tokens_per_step: tokens per optimizer step, for the token axis; None: the data module's, where it knows it.
         model: name of the submodule to measure; None: `.model`, or the module itself where there is none.
-        kept_mb: how much of the states that several analyses look at is kept on the device between them; beyond it a
-            text is passed again.
+        kept_mb: how much of the states that several analyses look at is kept on the device between them; what is more
+            lies in files in root meanwhile.
         watchers: told of each analysis as it starts and ends.
         budget: the most that measuring may take of the time that training takes, e.g. 5%: where the schedule is
             planned to take more, every second, fourth, ... of its steps is measured; all are saved nevertheless.
@@ -349,7 +348,7 @@ class EmergenceCallback(_AtSteps):
             provenance=self._provenance(step == origin_of(trainer).step),
             # of the same weights on every rank
             weights_hash=self._from_first(weights_hash(model) if trainer.is_global_zero else None),
-            way=functools.partial(way, kept_mb=self.kept_mb),
+            way=functools.partial(way, kept_mb=self.kept_mb, folder=self.root),
             starting=starting,
         ):
             self._tell(trainer, measurement)

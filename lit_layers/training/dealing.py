@@ -5,6 +5,7 @@ import functools
 import pickle
 from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any, NamedTuple
 
 from torch import distributed, nn
@@ -107,13 +108,14 @@ class Ranks:
         starting: Callable[[Analysis], None],
         *,
         kept_mb: int,
+        folder: Path | None = None,
         **facts: Any,
     ) -> list[Measurement]:
         """On rank 0 the measurements, in the order of the analyses, equal to those of one process; elsewhere none.
 
         `facts` are those of `undisturbed.measure`.
         """
-        view = SharedPass.of(LayeredModel(model), kept_mb=kept_mb)
+        view = SharedPass.of(LayeredModel(model), kept_mb=kept_mb, folder=folder)
         due: dict[str, Any] = {each.name: each for each in analyses}
         measurements: dict[str, Measurement] = {}
         seconds = dict.fromkeys(due, 0.0)  # of the stages so far

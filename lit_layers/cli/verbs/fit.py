@@ -34,7 +34,7 @@ from lit_layers.models.workload import bytes_of_model
 from lit_layers.plan import Plan, size, stride_within
 from lit_layers.report import MirrorAside, WandbMirror, write_report
 from lit_layers.schedule import Schedule
-from lit_layers.schema import COUNT, COUNT_OR_NONE, MANY, SEED, Range, refuse_outside
+from lit_layers.schema import COUNT, COUNT_OR_NONE, KEPT_MB, MANY, SEED, Range, refuse_outside
 from lit_layers.training import EmergenceCallback, SeriesCheckpoint
 from lit_layers.training.callbacks import plan_run
 from lit_layers.training.checkpoints import Origin, axis_step, kept
@@ -96,6 +96,7 @@ class RunOptions:
         analyses: What to measure at these steps.
         wandb: Mirrors the run to W&B.
         budget: The most that measuring may take of the time of training, e.g. 5%: fewer scheduled steps are measured.
+        kept_mb: Of states that several analyses look at, in memory between them; what is more lies on the disk.
         plan: Says what it would cost, and trains nothing.
     """
 
@@ -109,6 +110,7 @@ class RunOptions:
     analyses: list[Analysis] = field(default_factory=list)
     wandb: WandbMirror | None = None
     budget: str | float | None = None
+    kept_mb: int = KEPT_MB
     plan: bool = False
 
 
@@ -167,9 +169,8 @@ class FitCLI(LightningCLI):
         name = name_of_run(root) if goes_on else None
         if goes_on and getattr(own.model, "init_from", None) and (begun := kept(root, origin_in(root))) is not None:
             own.model.beginning = begun
-        self.emergence = EmergenceCallback(
-            own.analyses, own.steps, root, run=name, watchers=[run_log, progress], budget=own.budget
-        )
+        measuring: Any = {"watchers": [run_log, progress], "budget": own.budget, "kept_mb": own.kept_mb}
+        self.emergence = EmergenceCallback(own.analyses, own.steps, root, run=name, **measuring)
         self.resumable = ResumeCheckpoint(root, every=own.resume_every)
         # In this order: the folder is ready, scalars are noted, weights are on disk, then they are measured, and the
         # checkpoint to resume from knows all that.
@@ -224,7 +225,7 @@ def refuse_harm(options: Mapping[str, Any]) -> None:
     """
     if options["root"] == "":
         raise InputError("root: expected a folder, got ''")
-    refuse_outside("", {"seed_everything": SEED, "resume_every": COUNT}, options)
+    refuse_outside("", {"seed_everything": SEED, "resume_every": COUNT, "kept_mb": COUNT_OR_NONE}, options)
     trainer = options.get("trainer") or {}
     if not isinstance(trainer, Mapping):
         raise InputError(f"trainer: expected the options of a Trainer, got {trainer!r}")
