@@ -394,8 +394,8 @@ def in_bfloat16(analysis: Analysis) -> Analysis:
     """
     if not isinstance(analysis, RoundedAnalysis):
         raise InputError(
-            f"dtype: {analysis.name} ({type(analysis).__name__}) is measured in float32 or wider alone; bfloat16 is for "
-            "Lens, Interventions and scores of tasks: leave one of them out"
+            f"dtype: {analysis.name} ({type(analysis).__name__}) is measured in float32 or wider alone; bfloat16 is "
+            "for Lens, Interventions and scores of tasks: leave one of them out"
         )
     return dataclasses.replace(analysis, dtype="bfloat16")
 

@@ -51,10 +51,10 @@ def _copy(model: Network) -> Network:
 
 
 def _round_(module: nn.Module) -> None:
-    if any(kind.__name__ in MATRICES for kind in type(module).__mro__):
-        for name in ("weight", "bias"):
-            if (tensor := module._parameters.get(name)) is not None:
-                module._parameters[name] = nn.Parameter(tensor.detach().to(torch.bfloat16), False)
+    """The matrix alone: a bias may be added outside of what autocast rounds."""
+    weight = module._parameters.get("weight")
+    if weight is not None and any(kind.__name__ in MATRICES for kind in type(module).__mro__):
+        module._parameters["weight"] = nn.Parameter(weight.detach().to(torch.bfloat16), False)
 
 
 def _in_bfloat16(forward: Callable[..., Any], device_type: str) -> Callable[..., Any]:
