@@ -11,7 +11,7 @@ from sklearn.linear_model import LogisticRegression
 from sklearn.metrics import f1_score
 from sklearn.preprocessing import StandardScaler
 
-from lit_layers.analyses import NextTokenProbe
+from lit_layers.analyses import NextTokenProbe, label_probe
 from lit_layers.analyses.features import permuted
 from lit_layers.analyses.next_token_probe import (
     _look,
@@ -166,6 +166,22 @@ def test_the_probe_for_watching_is_that_of_the_states_and_says_its_c(model, spli
             assert (chosen.value, chosen.n) == (pytest.approx(probe.c[layer].item()), len(labels))
     options = [analysis(*split, estimator=kind).config()["init_args"] for kind in ("fixed_c", "watch")]
     assert options[1] == {**options[0], "estimator": "watch"}  # what was measured before there was a choice stays so
+
+
+@pytest.mark.parametrize("estimator", ["watch", "record"])
+def test_rows_of_one_text_are_held_out_together(model, split, monkeypatch, estimator):
+    name, texts = {"watch": "fit_watching_probes", "record": "fit_record_probes"}[estimator], []
+    of = getattr(label_probe, name)
+
+    def spy(features, *given, groups, **options):
+        assert len(groups) == features.shape[1]
+        texts.append(groups.tolist())
+        return of(features, *given, groups=groups, **options)
+
+    monkeypatch.setattr(label_probe, name, spy)
+    records = run(model, *split, estimator=estimator, positions_per_sequence=2)
+    assert records
+    assert max(map(texts[0].count, texts[0])) == 2
 
 
 def test_padding_on_either_side_and_the_cut_into_batches_change_nothing(model, split):
