@@ -307,7 +307,7 @@ class SharedPrefixes:
 
     Composed as in `LayeredModel.replay`. On one state each block runs at most once: as a step of its own, as the first
     of several schedules, in groups of blocks side by side. States that the full model passes are those of the
-    trajectory and cost no run. Equal schedules are one.
+    trajectory and cost no run, as far as it goes (`LayeredModel.embedded` ends at layer 0). Equal schedules are one.
 
     In memory are the states on the way to where the walk is, one for each step, and at each of them what the branches
     yet to come still need of a group: not one for each schedule.
@@ -317,10 +317,14 @@ class SharedPrefixes:
     """
 
     def __init__(self, schedules: Sequence[Sequence[Step]], num_blocks: int) -> None:
-        self.num_blocks = num_blocks
+        self.num_blocks, self.num_orders = num_blocks, len(schedules)
         self._root = _Node(layer=0)
-        for index, schedule in enumerate(schedules):
-            self._insert(index, checked(schedule, num_blocks))
+        steps = [checked(schedule, num_blocks) for schedule in schedules]
+        for index, schedule in enumerate(steps):
+            self._insert(index, schedule)
+        widest = max((len(_members(step)) for schedule in steps for step in schedule), default=1)
+        # No more states of a batch than so many are held: on the way, and of a group each output and its copy.
+        self.num_held = max(map(len, steps), default=0) + 2 * widest
 
     @property
     def num_block_runs(self) -> int:
@@ -413,7 +417,7 @@ class _Place:
         return found[0] if len(found) == 1 else torch.stack(found).mean(0)
 
     def _run(self, number: int, trajectory: Trajectory) -> Tensor:
-        if number == self.node.next_of_full:
+        if number == self.node.next_of_full and number < len(trajectory.hidden):
             return trajectory.hidden[number]
         with torch.no_grad():
             return trajectory.block(number)(self.state)

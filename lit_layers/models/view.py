@@ -143,15 +143,15 @@ class LayeredModel:
 
     def with_states(self, batch: Batch, hidden: Tensor, *, in_tuple: bool = False) -> "Trajectory":
         """The trajectory of a batch whose states (layers + 1, batch, tokens, dim) are there already: no block runs."""
-
-        def hand_on(*args: Any, **kwargs: Any) -> Any:
-            state = split_arguments(args, kwargs)[0]
-            return (state,) if in_tuple else state
-
-        with replaced(self.blocks, hand_on):
+        with replaced(self.blocks, _hand_on(in_tuple)):
             return self._seen(batch, hidden)
 
-    def _seen(self, batch: Batch, hidden: Tensor | None = None) -> "Trajectory":
+    def embedded(self, batch: Batch, *, in_tuple: bool = False) -> "Trajectory":
+        """The trajectory of a batch as far as layer 0: no block runs, and each can be called."""
+        with replaced(self.blocks, _hand_on(in_tuple)):
+            return self._seen(batch, as_far_as_0=True)
+
+    def _seen(self, batch: Batch, hidden: Tensor | None = None, *, as_far_as_0: bool = False) -> "Trajectory":
         states: list[Tensor] = []
         calls: list[BlockCall] = []
         in_tuple = False
@@ -160,7 +160,8 @@ class LayeredModel:
             nonlocal in_tuple
             before, args, kwargs = split_arguments(args, kwargs)
             in_tuple = output is not first(output)
-            for state in [] if hidden is not None else [first(output)] if calls else [before, first(output)]:
+            of_layers = ([] if calls else [before]) + ([] if as_far_as_0 else [first(output)])
+            for state in of_layers if hidden is None else ():
                 states.append(state if alignment is None else alignment.given_back(state))
             calls.append(BlockCall(module, args, kwargs, alignment))
 
@@ -438,6 +439,16 @@ def replaced(blocks: Sequence[nn.Module], forward: Callable[..., Any]) -> Iterat
                 del block.forward
             else:
                 block.forward = own
+
+
+def _hand_on(in_tuple: bool) -> Callable[..., Any]:
+    """A block's forward that returns the state it is given."""
+
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        state = split_arguments(args, kwargs)[0]
+        return (state,) if in_tuple else state
+
+    return forward
 
 
 def split_arguments(args: tuple, kwargs: dict[str, Any]) -> tuple[Tensor, tuple, dict[str, Any]]:

@@ -1,5 +1,6 @@
 """A benchmark task as an analysis: its score while the model's blocks run in other orders."""
 
+import contextlib
 import hashlib
 import json
 import statistics
@@ -19,7 +20,7 @@ from lit_layers.data.tokenization import TextTokenizer, load_tokenizer, tokenize
 from lit_layers.errors import InputError
 from lit_layers.functional.block_schedules import OF_MIDDLES, SEEDS, Schedule, Variant, block_runs
 from lit_layers.models.build import architecture_hash, weights_hash
-from lit_layers.models.running_order import running_order
+from lit_layers.models.running_order import SharedPrefixes, running_order
 from lit_layers.models.view import LayeredModel, evaluating
 from lit_layers.models.workload import LETTERS, Part, Work, passes
 from lit_layers.records import Record
@@ -36,9 +37,11 @@ from lit_layers.tasks.benchmark_rows import (
     normalized_score,
 )
 from lit_layers.tasks.lm_eval_scorer import LmEvalScorer, lm_eval_version, refuse_unknown, task_file_hash
+from lit_layers.tasks.order_likelihoods import OrderLikelihoods
 
 _ELSEWHERE = ("results", "folder", "tell", "batch_size")  # decide where things lie and how fast, not the numbers
 _CHOOSING = ("name", "variants", "middles", "seeds", "loops", "custom")  # which results are asked for
+LIKELIHOODS = "likelihoods.jsonl"  # beside the results, until those of all orders are there
 _SAMPLE = 256  # texts whose length stands for that of all
 _FAILURES = (InputError, FloatingPointError, RuntimeError)  # of one variant; the last is also torch's lack of memory
 
@@ -54,8 +57,9 @@ class BenchmarkScores(RoundedAnalysis):
     within its standard error, no variant has a normalised score and `random_score` is tagged `undefined`. Of the seeds
     of a random order there is one record each and one of their mean; its standard error is over the rows, too.
 
-    Every variant's result is a file below `results`, written as it is made; variants that have theirs are not scored
-    again, and variants of equal schedules are scored once. A variant that fails (not enough memory, scores that are not
+    Every variant's result is a file below `results`; variants that have theirs are not scored again, and variants of
+    equal schedules are scored once. What several orders begin with in common is run once for each batch, but where
+    answers are written; batches are kept as they are made. A variant that fails (not enough memory, scores that are not
     numbers) gives one record `failed` with the reason as tag `error`, and the others go on; where the full model
     fails, the whole analysis does. Failures leave no file.
 
@@ -128,12 +132,15 @@ class BenchmarkScores(RoundedAnalysis):
         except InputError:  # said when its turn comes
             return None
         schedules = {variant.schedule for variant in self.variants_of(model)}
-        runs, limit = sum(map(block_runs, schedules)), model.max_tokens or 2048
+        limit = model.max_tokens or 2048
         chosen = [each.arguments for each in requests if each.request_type != "generate_until"]
         written = [each.arguments[0] for each in requests if each.request_type == "generate_until"]
         texts = [*{(context, text[:-LETTERS]): context + text for context, text in chosen}.values(), *written]
         tokens = self._mean_length(texts, limit)
         one = passes(model, texts=len(texts), tokens=tokens, batch=self.batch_size, kept=False, at_most=bool(written))
+        runs = sum(map(block_runs, schedules))
+        if not written and len(schedules) > 1:
+            runs = model.num_layers + SharedPrefixes([*schedules], model.num_layers).num_block_runs
         parts = [Part("blocks", runs * len(texts) / self.batch_size, (self.batch_size, tokens))]
         read = self._mean_length([text for _, text in chosen], limit) * len(chosen) if chosen else 0
         if written:  # token by token, beside what is kept of those before
@@ -191,32 +198,35 @@ class BenchmarkScores(RoundedAnalysis):
     ) -> tuple[dict[Schedule, TaskScores], dict[Schedule, str]]:
         """The scores of each order, from its file or made now, and why others have none."""
         folder = ResultFolder(self._place(model))
-        scored: dict[Schedule, TaskScores] = {}
+        earlier = {variant.schedule: folder.read(variant.schedule) for variant in variants}
+        scored = {schedule: scores for schedule, scores in earlier.items() if scores is not None}
+        missing = [schedule for schedule in earlier if schedule not in scored]
         failed: dict[Schedule, str] = {}
-        scorer, network = None, model.model
+        scorer, start = self._scorer(model), time.perf_counter()
+        model = self.in_bfloat16(model) if missing and self.dtype == "bfloat16" else model
+        known: OrderLikelihoods | None = None
+        with contextlib.suppress(InputError):  # said of each variant
+            known = scorer.in_orders(model, missing, folder.folder / LIKELIHOODS, self._say) if missing[1:] else None
+        shared = (time.perf_counter() - start) / max(1, len(missing))
         for number, variant in enumerate(variants, 1):
             schedule = variant.schedule
             if schedule in scored or schedule in failed:
                 continue
-            if (earlier := folder.read(schedule)) is not None:
-                scored[schedule] = earlier
-                continue
             self._say(f"{variant} ({number} of {len(variants)})")
-            if scorer is None:
-                scorer = self._scorer(model)
-                network = self.in_bfloat16(model).model if self.dtype == "bfloat16" else network
             start = time.perf_counter()
             try:
-                with running_order(network, schedule), evaluating(network):
-                    scores = scorer.score(network)
+                with running_order(model.model, schedule), evaluating(model.model):
+                    scores = scorer.score(model.model, None if known is None else known.of(schedule))
             except _FAILURES as error:
                 if variant.name == "baseline":
                     raise
                 failed[schedule] = f"{type(error).__name__}: {' '.join(str(error).split())}"
                 self._say(f"{variant} failed: {failed[schedule]}")
                 continue
-            folder.write(schedule, scores, self._facts(variant, time.perf_counter() - start))
+            folder.write(schedule, scores, self._facts(variant, shared + time.perf_counter() - start))
             scored[schedule] = scores
+        if known is not None:
+            known.close(lambda schedule: schedule in scored or schedule in failed)
         self._check_rows(scored.values(), folder)
         return scored, failed
 

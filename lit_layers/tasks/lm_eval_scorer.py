@@ -11,7 +11,8 @@ import io
 import math
 import re
 import tempfile
-from collections.abc import Iterable, Iterator
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -22,14 +23,22 @@ import yaml
 from lit_layers.data.tokenization import load_tokenizer
 from lit_layers.downloads import HUB_ERRORS, reason
 from lit_layers.errors import InputError, refused
+from lit_layers.functional.block_schedules import Schedule
 from lit_layers.models.build import true_vocab_size
 from lit_layers.models.families import Network
+from lit_layers.models.running_order import SharedPrefixes
+from lit_layers.models.view import LayeredModel
 from lit_layers.tasks.benchmark_rows import FLEXIBLE, NORMED, PERPLEXITY, SCORE, LocalRows, TaskScores
 from lit_layers.tasks.catalogue import unknown_task
+from lit_layers.tasks.order_likelihoods import Likelihood, OrderLikelihoods, Request
 
 INSTALL = "lm-eval is needed to score tasks: pip install 'lit_layers[eval]'"
 SHOT_SEED = 1234  # lm-eval's own
 NAMES = {"lambada": "lambada_openai"}  # there: any other name is lm-eval's own
+SECONDS_BETWEEN = 60.0  # of two lines that tell how far it is
+MAX_STATES = (
+    2**31
+)  # bytes of hidden states that many orders hold at a time: a batch has fewer inputs where they need more
 _STRICT, _FLEXIBLE = "strict-match", "flexible-extract"
 
 
@@ -118,8 +127,52 @@ class LmEvalScorer:
         self._loaded: Any = None
         self._wrapped: tuple[Network, Any] | None = None
 
-    def score(self, model: Network) -> TaskScores:
-        """What the model makes of every row.
+    def in_orders(
+        self,
+        model: LayeredModel,
+        schedules: Sequence[Schedule],
+        path: Path,
+        tell: Callable[[str], None] = lambda line: None,
+    ) -> OrderLikelihoods:
+        """Log-likelihoods in many orders of the blocks: what they begin with in common is run once for each batch.
+
+        A task whose answers are written has none. They are kept at `path` as they are made, and what is there is not
+        computed again. Some are missing where the first order's (the full model's, if it is among them) are no numbers,
+        or something failed, such as memory: `score` computes those.
+
+        Raises:
+            InputError: as for `score`; the file cannot be read or written.
+        """
+        with _quiet():
+            chosen = [request for request in self.requests() if request.request_type == "loglikelihood"]
+            wrapped = self._wrap(model.model)
+            known = OrderLikelihoods(path, schedules, wrapped.encoded(chosen))
+        waiting, told = sorted(known.waiting(), key=_longest_first), time.monotonic()
+        if not waiting:
+            return known
+        held = SharedPrefixes(schedules, model.num_layers).num_held * model.dim * model.dtype.itemsize
+        size = max(1, min(self.batch_size, MAX_STATES // (held * min(_num_tokens(waiting[0]), wrapped.max_length))))
+        of_first = known.of(schedules[0])
+        try:
+            in_tuple = model.trajectory({"input_ids": torch.zeros(1, 1, dtype=torch.long)}).in_tuple
+            for start in range(0, len(waiting), size):
+                batch = waiting[start : start + size]
+                orders = known.orders_of(batch)
+                with _quiet():
+                    prefixes = SharedPrefixes(orders, model.num_layers)
+                    found = wrapped.in_orders(batch, prefixes, model, in_tuple=in_tuple)
+                known.add(batch, {orders[index]: likelihoods for index, likelihoods in found.items()})
+                if any(math.isnan(value) for value, _ in filter(None, map(of_first, batch))):
+                    break
+                if time.monotonic() - told > SECONDS_BETWEEN:
+                    told = time.monotonic()
+                    tell(f"{len(schedules)} orders together, {start + len(batch):,} of {len(waiting):,} requests")
+        except RuntimeError as error:  # also torch's lack of memory
+            tell(f"orders are scored one by one: {type(error).__name__}: {' '.join(str(error).split())}")
+        return known
+
+    def score(self, model: Network, known: Callable[[Request], Likelihood | None] | None = None) -> TaskScores:
+        """What the model makes of every row; `known` are likelihoods that need not be computed.
 
         Raises:
             InputError: lm-eval is not installed, does not know the task, or cannot have its data; an input that the
@@ -134,6 +187,7 @@ class LmEvalScorer:
             for task in loaded["tasks"].values():
                 task.set_fewshot_seed(seed=SHOT_SEED)  # every score draws the same examples
             wrapped = self._wrap(model)
+            wrapped.known = known or _unknown
             results: Any = evaluate(
                 lm=wrapped,
                 task_dict=loaded,
@@ -203,6 +257,18 @@ class LmEvalScorer:
         return self._wrapped[1]
 
 
+def _unknown(request: Request) -> None:
+    """Of a request nothing is known."""
+
+
+def _num_tokens(request: Request) -> int:
+    return len(request[1]) + len(request[2])
+
+
+def _longest_first(request: Request) -> tuple[int, Sequence[int], Sequence[int]]:
+    return -_num_tokens(request), request[1], request[2]
+
+
 @functools.cache
 def _speaker() -> Any:
     """lm-eval's wrapper of transformers' models, made so that many orders of one model are scored quickly.
@@ -216,10 +282,13 @@ def _speaker() -> Any:
 
     class Speaker(base):
         num_cut = 0
+        known: Callable[[Request], Likelihood | None]
         _keep: int | None = None  # the last positions whose logits are needed
+        _next_logits: Callable[[torch.Tensor], torch.Tensor] | None = None  # in place of the model's, of many orders
 
         def __init__(self, **options: Any) -> None:
             super().__init__(**options)
+            self.known = _unknown
             self._encoded: dict[tuple[str, bool | None], list[int]] = {}
             self._takes_keep = "logits_to_keep" in inspect.signature(self.model.forward).parameters
 
@@ -230,23 +299,65 @@ def _speaker() -> Any:
             return self._encoded[key]
 
         def _loglikelihood_tokens(self, requests: Any, disable_tqdm: bool = False, override_bs: Any = None) -> Any:
-            lengths = [len(context) + len(continuation) for _, context, continuation in requests]
             for _, _, continuation in requests:
                 if not continuation or len(continuation) > self.max_length:
                     raise InputError(
                         f"a continuation has {len(continuation)} tokens, the model takes 1 to {self.max_length}"
                     )
-            self.num_cut = sum(length > self.max_length + 1 for length in lengths)
-            order = sorted(range(len(requests)), key=lambda n: (-lengths[n], requests[n][1], requests[n][2]))
-            likelihoods: dict[int, Any] = {}
-            for start in range(0, len(order), int(self.batch_size)):
-                rows = order[start : start + int(self.batch_size)]
-                longest = min(max(lengths[row] for row in rows), self.max_length + 1)
-                self._keep = max(longest - min(lengths[row], longest) + len(requests[row][2]) for row in rows)
-                scores = super()._loglikelihood_tokens([requests[row] for row in rows], disable_tqdm=True)
-                likelihoods.update(zip(rows, scores, strict=True))
-            self._keep = None
-            return [likelihoods[row] for row in range(len(requests))]
+            self.num_cut = sum(_num_tokens(request) > self.max_length + 1 for request in requests)
+            likelihoods = [self.known(request) for request in requests]
+            missing = [row for row, likelihood in enumerate(likelihoods) if likelihood is None]
+            missing.sort(key=lambda row: _longest_first(requests[row]))
+            for start in range(0, len(missing), int(self.batch_size)):
+                rows = missing[start : start + int(self.batch_size)]
+                for row, likelihood in zip(rows, self._of_batch([requests[row] for row in rows]), strict=True):
+                    likelihoods[row] = likelihood
+            return likelihoods
+
+        def encoded(self, requests: Any) -> list[Request]:
+            """Requests as `_loglikelihood_tokens` is given them."""
+            encoded: list[Request] = []
+            self.known = lambda request: encoded.append(request) or (0.0, False)
+            self.loglikelihood(requests, disable_tqdm=True)
+            self.known = _unknown
+            return encoded
+
+        def in_orders(
+            self, requests: list[Request], orders: SharedPrefixes, model: LayeredModel, *, in_tuple: bool
+        ) -> dict[int, list[Likelihood]]:
+            """The likelihoods of one batch in each order, by its number: of each, the base is given the next state."""
+            walk: list[Iterator[tuple[tuple[int, ...], torch.Tensor]]] = []
+            found: dict[int, list[Likelihood]] = {}
+            indices: tuple[int, ...] = ()
+
+            def next_logits(ids: torch.Tensor) -> torch.Tensor:
+                nonlocal indices
+                if not walk:
+                    walk.append(orders.states(model.embedded({"input_ids": ids}, in_tuple=in_tuple)))
+                indices, hidden = next(walk[0])
+                return model.readout(hidden[:, -(self._keep or 0) :])
+
+            self._next_logits = next_logits
+            try:
+                while len(found) < orders.num_orders:
+                    likelihoods = self._of_batch(requests)
+                    found |= dict.fromkeys(indices, likelihoods)
+            finally:
+                self._next_logits = None
+            return found
+
+        def _of_batch(self, requests: list[Request]) -> list[Likelihood]:
+            lengths = [*map(_num_tokens, requests)]
+            longest = min(max(lengths), self.max_length + 1)
+            needed = [
+                longest - min(length, longest) + len(request[2])
+                for length, request in zip(lengths, requests, strict=True)
+            ]
+            self._keep = max(needed)
+            try:
+                return super()._loglikelihood_tokens(requests, disable_tqdm=True)
+            finally:
+                self._keep = None
 
         def tok_batch_encode(
             self, strings: Any, *args: Any, left_truncate_len: int | None = None, **options: Any
@@ -256,6 +367,9 @@ def _speaker() -> Any:
             return super().tok_batch_encode(strings, *args, left_truncate_len=left_truncate_len, **options)
 
         def _model_call(self, inps: Any, attn_mask: Any = None, labels: Any = None) -> Any:
+            if self._next_logits is not None:
+                with torch.no_grad():
+                    return self._next_logits(inps)
             options = {} if self._keep is None or not self._takes_keep else {"logits_to_keep": self._keep}
             with torch.no_grad():
                 return self.model(inps, use_cache=False, **options).logits[..., : true_vocab_size(self.model)]

@@ -1,0 +1,189 @@
+"""Many orders scored together: as each by itself, no block twice on one state, and nothing lost when interrupted."""
+
+import json
+
+import pytest
+import torch
+
+from lit_layers.errors import InputError
+from lit_layers.functional.block_schedules import parse_schedule, variants
+from lit_layers.models.running_order import running_order
+from lit_layers.models.view import LayeredModel
+from lit_layers.tasks import lm_eval_scorer
+from lit_layers.tasks.benchmark_rows import local_rows
+from lit_layers.tasks.benchmark_scores import LIKELIHOODS, BenchmarkScores
+from lit_layers.tasks.lm_eval_scorer import LmEvalScorer
+from lit_layers.tasks.order_likelihoods import OrderLikelihoods
+from tests.support.benchmark_rows import tiny_speaker, write_tasks, write_tokenizer
+from tests.support.tiny_models import tiny
+
+BLOCKS = 5
+ORDERS = [variant.schedule for variant in variants(BLOCKS, seeds=(0, 1), loops=(2, 3), custom=["(2,3) 1", "3 (1,2,4)"])]
+ORDERS = list(dict.fromkeys(ORDERS))
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("orders")
+    write_tasks(folder / "local" / "benchmarks")
+    write_tokenizer(folder / "tokenizer")
+    return folder
+
+
+@pytest.fixture(scope="module")
+def model():
+    return tiny_speaker(blocks=BLOCKS, seed=3)
+
+
+@pytest.fixture
+def scorer(folder):
+    def make(task="arc_challenge", **options):
+        options = {"batch_size": 7, "max_length": 600} | options
+        return LmEvalScorer(local_rows(task, folder / "local"), str(folder / "tokenizer"), **options)
+
+    return make
+
+
+def calls_of(model, run):
+    """How often a block ran, by the number of texts and of tokens at a time; and what `run` gave.
+
+    By the first part of a block: where states are handed on in its place, a block itself is called, too.
+    """
+    calls = {}
+
+    def note(module, args, kwargs):
+        shape = tuple(args[0].shape[:2])
+        calls[shape] = calls.get(shape, 0) + 1
+
+    parts = [next(block.children()) for block in LayeredModel(model).blocks]
+    handles = [part.register_forward_pre_hook(note, with_kwargs=True) for part in parts]
+    try:
+        found = run()
+    finally:
+        for handle in handles:
+            handle.remove()
+    calls.pop((1, 1), None)  # one token, to see what blocks return
+    return calls, found
+
+
+def distinct(orders):
+    """Pairs of a beginning and a block that has to run behind it."""
+    return len(
+        {
+            (order[:place], number)
+            for order in orders
+            for place, step in enumerate(order)
+            for number in (step if isinstance(step, tuple) else (step,))
+        }
+    )
+
+
+def alone(scorer, model, order):
+    with running_order(model, order):
+        return scorer.score(model)
+
+
+@pytest.mark.parametrize("name", ["gpt2", "llama", "mpt"])  # the last cannot leave logits out
+def test_each_order_has_the_scores_that_it_has_alone(name, scorer, tmp_path):
+    options = {"d_model": 32, "max_seq_len": 600, "n_layers": BLOCKS, "vocab_size": 400}
+    model = tiny(name, **options) if name == "mpt" else tiny_speaker(name, positions=600, blocks=BLOCKS, seed=3)
+    together, by_itself = scorer(), scorer()
+    known = together.in_orders(LayeredModel(model.eval()), ORDERS, tmp_path / "kept.jsonl")
+    for order in ORDERS[:: 4 if name == "gpt2" else 9]:
+        calls, found = calls_of(model, lambda order=order: together.score(model, known.of(order)))
+        expected = alone(by_itself, model, order)
+        assert not calls
+        for row, wanted in zip(found.log_likelihoods, expected.log_likelihoods, strict=True):
+            assert row == pytest.approx(wanted, rel=1e-6, abs=1e-5)  # sums of float32 of another order of states
+        assert found.values == expected.values
+        assert (found.rows_hash, found.num_cut) == (expected.rows_hash, expected.num_cut)
+
+
+def test_no_block_runs_twice_on_one_state(scorer, model, tmp_path, monkeypatch):
+    calls, known = calls_of(model, lambda: scorer().in_orders(LayeredModel(model), ORDERS, tmp_path / "kept.jsonl"))
+    assert len(known.requests) == 16  # of 4 questions; in batches of 7, 7 and 2
+    assert sorted(calls.values()) == [distinct(ORDERS)] * 3
+    assert sorted(texts for texts, _ in calls) == [2, 7, 7]
+    assert distinct(ORDERS) < 0.6 * sum(len(step) if isinstance(step, tuple) else 1 for o in ORDERS for step in o)
+    # Where states would take more than the limit, fewer texts are passed at a time.
+    longest = max(tokens for _, tokens in calls) + 1
+    held = lm_eval_scorer.SharedPrefixes(ORDERS, BLOCKS).num_held
+    monkeypatch.setattr(lm_eval_scorer, "MAX_STATES", 3 * held * longest * LayeredModel(model).dim * 4)
+    calls, bounded = calls_of(model, lambda: scorer().in_orders(LayeredModel(model), ORDERS, tmp_path / "other.jsonl"))
+    assert max(texts for texts, _ in calls) == 3
+    for order in ORDERS:
+        for request in known.requests.values():
+            assert bounded.of(order)(request) == (pytest.approx(known.of(order)(request)[0], abs=1e-4), False)
+
+
+def test_an_interrupted_run_goes_on_where_it_was(folder, scorer, model, tmp_path, monkeypatch):
+    def run(**options):
+        options = {"variants": ("skip", "reverse", "parallel"), "batch_size": 7} | options
+        analysis = BenchmarkScores(
+            task="arc_challenge",
+            tokenizer=str(folder / "tokenizer"),
+            folder=folder / "local",
+            results=tmp_path / "results",
+            **options,
+        )
+        return list(analysis.run(LayeredModel(model)))
+
+    add, added = OrderLikelihoods.add, []
+
+    def stop(self, requests, found):
+        if len(added) == 2:
+            raise KeyboardInterrupt
+        added.append(requests)
+        add(self, requests, found)
+
+    monkeypatch.setattr(OrderLikelihoods, "add", stop)
+    with pytest.raises(KeyboardInterrupt):
+        run()
+    monkeypatch.setattr(OrderLikelihoods, "add", add)
+    (kept,) = tmp_path.rglob(LIKELIHOODS)
+    first, second = [line for line in kept.read_text().splitlines() if line]
+    kept.write_text(f"{first}\n{second[: len(second) // 2]}")  # as a power cut may leave it
+    calls, records = calls_of(model, run)
+    assert [texts for texts, _ in calls] == [7, 2]  # the second batch again, and the last
+    assert not kept.exists()
+    calls, again = calls_of(model, run)
+    assert not calls
+    assert again == records
+    # What the file holds of orders that another run asks for is not thrown away.
+    one = json.loads(first)
+    kept.write_text(json.dumps(one | {"orders": {"1 1 1 1": next(iter(one["orders"].values()))}}) + "\n")
+    run(variants=("skip", "reverse", "parallel", "middle_repeat"))
+    assert kept.exists()
+    assert OrderLikelihoods(kept, [parse_schedule("1 1 1 1", BLOCKS)], []).waiting() == []
+
+
+def test_what_fails_for_all_orders_is_computed_one_by_one(scorer, model, tmp_path, monkeypatch):
+    told, together = [], scorer()
+    monkeypatch.setattr(
+        LayeredModel, "embedded", lambda *args, **options: (_ for _ in ()).throw(torch.OutOfMemoryError("full"))
+    )
+    known = together.in_orders(LayeredModel(model), ORDERS[:2], tmp_path / "kept.jsonl", told.append)
+    assert told == ["orders are scored one by one: OutOfMemoryError: full"]
+    with running_order(model, ORDERS[1]):
+        assert together.score(model, known.of(ORDERS[1])) == scorer().score(model)
+
+
+def test_a_full_model_without_numbers_ends_it_early(scorer, tmp_path):
+    broken = tiny_speaker(blocks=BLOCKS)
+    with torch.no_grad():
+        broken.transformer.ln_f.weight.fill_(torch.nan)
+    calls, known = calls_of(
+        broken, lambda: scorer(batch_size=2).in_orders(LayeredModel(broken), ORDERS, tmp_path / "kept.jsonl")
+    )
+    assert sum(calls.values()) == distinct(ORDERS)
+    assert len(known.waiting()) == 14
+
+
+def test_answers_that_are_written_have_no_likelihoods(scorer, model, tmp_path):
+    calls, known = calls_of(
+        model, lambda: scorer("gsm8k").in_orders(LayeredModel(model), ORDERS, tmp_path / "kept.jsonl")
+    )
+    assert (calls, known.requests) == ({}, {})
+    (tmp_path / "folder").mkdir()
+    with pytest.raises(InputError, match=r"results: cannot read .*folder"):
+        OrderLikelihoods(tmp_path / "folder", ORDERS, [])
