@@ -19,9 +19,9 @@ from torch import Tensor
 from lit_layers.analyses.base import Analysis, DividedAnalysis, States, in_convention
 from lit_layers.analyses.statistics import with_a_value
 from lit_layers.errors import InputError
-from lit_layers.models.shared_pass import pieces
+from lit_layers.models.shared_pass import pieces, row_digests
 from lit_layers.models.streaming import Entered, StreamedModel
-from lit_layers.models.view import Batch, LayeredModel
+from lit_layers.models.view import Batch, BlockCall, LayeredModel
 from lit_layers.records import Record
 
 
@@ -308,13 +308,14 @@ class _Walk:
         done = (number - 1) * last + layer - 1
         self.progress(done, self.num_passes * last, f"pass {number} of {self.num_passes}, block {layer} of {last}")
         following = layer + 1 if layer < last else (1 if number < self.num_passes else None)
+        passed: dict[bytes, tuple[str, int]] = {}  # by text its batch and row
         with self.model.resident(layer, following=following):
             for stream in self._active(number):
-                for index in range(len(stream.batches)):
+                for index, texts in enumerate(stream.texts):
                     key = f"{stream.key}/{index}"
                     call, before = entered[key].calls[layer - 1], self.hidden[key]
-                    with torch.no_grad():
-                        after = call(before)
+                    after = self._passed(call, before, texts, passed)
+                    passed = {text: (key, row) for row, text in enumerate(texts)} | passed
                     visit = Visit(layer, index, call, before, after, entered[key].mask)
                     for name in stream.analyses:
                         run = self.runs[name]
@@ -323,6 +324,22 @@ class _Walk:
                     self.hidden[key] = after
         self._save(number, layer + 1)
         self.progress(done + 1, self.num_passes * last, "")
+
+    def _passed(
+        self, call: BlockCall, before: Tensor, texts: list[bytes], passed: dict[bytes, tuple[str, int]]
+    ) -> Tensor:
+        """A batch behind a block, through which those of its texts go that were in no batch before."""
+        with torch.no_grad():
+            if not any(text in passed for text in texts):
+                return call(before)
+            rows = []
+            for row, text in enumerate(texts):
+                if text in passed:
+                    key, place = passed[text]
+                    rows.append(self.hidden[key][place])
+                else:
+                    rows.append(call.cut(row, len(texts))(before[row : row + 1])[0])
+            return torch.stack(rows)
 
     def _active(self, number: int) -> list["_Stream"]:
         """The streams that a pass needs."""
@@ -381,18 +398,22 @@ class _Stream:
 
     key: str
     batches: list[Batch]
+    texts: list[list[bytes]]  # what tells the rows of each batch apart
     analyses: list[str]
 
 
 def _streams(model: StreamedModel, analyses: Sequence[LayerwiseAnalysis]) -> list[_Stream]:
-    """Analyses of the same batches share them: a block is called once for all."""
+    """Analyses of the same batches share them, and those of the same texts the texts: each meets a block once."""
     streams: dict[str, _Stream] = {}
     for analysis in analyses:
         batches = list(analysis.prompts(model))
         if not batches:
             raise InputError(f"{analysis.name}: the data holds no prompts")
-        stream = streams.setdefault(_digest(batches), _Stream(str(len(streams)), batches, []))
-        stream.analyses.append(analysis.name)
+        digest = _digest(batches)
+        if digest not in streams:
+            columns = [{name: batch[name] for name in model.family.inputs if name in batch} for batch in batches]
+            streams[digest] = _Stream(str(len(streams)), batches, [*map(row_digests, columns)], [])
+        streams[digest].analyses.append(analysis.name)
     return list(streams.values())
 
 

@@ -6,7 +6,7 @@ import os
 import tempfile
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -160,14 +160,7 @@ class SharedPass(LayeredModel):
             return None
         if len({len(column) for column in columns.values()}) > 1 or not self._is_as_before():
             return None
-        how = f"{self.attention} {self.dtype}".encode()
-        digests = [hashlib.blake2b(how, digest_size=16) for _ in columns[self.family.inputs[0]]]
-        for name, column in columns.items():
-            about = f"{name} {column.dtype} {tuple(column.shape[1:])}".encode()
-            for digest, row in zip(digests, column.detach().cpu().contiguous(), strict=True):
-                if name != "attention_mask" or not row.all():  # without one all is real
-                    digest.update(about + row.reshape(-1).view(torch.uint8).numpy().tobytes())
-        return [digest.digest() for digest in digests]
+        return row_digests(columns, f"{self.attention} {self.dtype}")
 
     def _is_as_before(self) -> bool:
         return (fingerprints(self.model), hook_ids(self.model)) == self._before
@@ -240,6 +233,17 @@ class SharedPass(LayeredModel):
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
         return time.perf_counter()
+
+
+def row_digests(columns: Mapping[str, Tensor], how: str = "") -> list[bytes]:
+    """What tells the rows of a batch apart, whatever stands beside them."""
+    digests = [hashlib.blake2b(how.encode(), digest_size=16) for _ in next(iter(columns.values()))]
+    for name, column in columns.items():
+        about = f"{name} {column.dtype} {tuple(column.shape[1:])}".encode()
+        for digest, row in zip(digests, column.detach().cpu().contiguous(), strict=True):
+            if name != "attention_mask" or not row.all():  # without one all is real
+                digest.update(about + row.reshape(-1).view(torch.uint8).numpy().tobytes())
+    return [digest.digest() for digest in digests]
 
 
 def fingerprints(model: nn.Module) -> dict[str, tuple]:

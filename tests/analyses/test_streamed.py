@@ -10,13 +10,14 @@ import pytest
 import torch
 
 from lit_layers.analyses import Coupling, Lens, Representation, Trajectory
+from lit_layers.analyses.depth_coupling import _Run
 from lit_layers.analyses.layerwise import LayerwiseAnalysis, LayerwiseRun, TensorFolder, layerwise, walk
 from lit_layers.data.batches import Batches
 from lit_layers.errors import InputError
 from lit_layers.models import load
 from lit_layers.models.shard_files import ShardFiles
 from lit_layers.models.streaming import StreamedModel
-from lit_layers.models.view import LayeredModel
+from lit_layers.models.view import BlockCall, LayeredModel
 from lit_layers.records import Record
 from tests.support.listed_batches import Listed
 from tests.support.rounding import close_records, move_
@@ -104,6 +105,34 @@ def test_ties_are_counted_as_for_the_whole_model(tmp_path):
     values = {record.metric: record.value for record in records["coupling"]}
     assert values["num_tied"] == 2
     assert values["min_gap"] == 0
+
+
+def test_a_text_meets_each_block_once_in_whatever_batches_analyses_cut_it(tmp_path):
+    """Two passes over the blocks, as coupling needs them; the second is for its texts alone."""
+    saved(tmp_path / "model", "gpt2")
+    batch = tiny_batch("gpt2", batch=5, tokens=9, padding="left", seed=1)
+    parts = {size: zip(*(values.split(size) for values in batch.values()), strict=True) for size in (2, 3)}
+    twos, threes = (Listed(*(dict(zip(batch, each, strict=True)) for each in part)) for part in parts.values())
+    analyses = [
+        Coupling(batches=Listed(batch), k=(8,), num_prompts=4),
+        Trajectory(batches=twos),
+        Representation(batches=threes),
+    ]
+    model, texts = opened(tmp_path / "model"), [0] * LAYERS
+    original = BlockCall.__call__
+
+    def counted(call, hidden):
+        if call.alignment is None:  # one with padding before its texts calls the like without
+            texts[list(model.blocks).index(call.module)] += len(hidden)
+        return original(call, hidden)
+
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(BlockCall, "__call__", counted)
+        patched.setattr(_Run, "_jacobian", lambda run, visit: torch.eye(32).expand(len(visit.before), 32, 32))
+        walk(model, analyses, tmp_path / "counted")
+    model.close()
+    assert texts == [5 + 4] * LAYERS
+    assert_close(found(tmp_path / "model", analyses, tmp_path / "work"), expected(tmp_path / "model", analyses))
 
 
 class Killed(BaseException):
