@@ -18,12 +18,12 @@ from statistics import median
 import torch
 from rounds import Row, add_options, finish, ratios
 
-from lit_layers.analyses.features import MAX_TOKENS
 from lit_layers.data.batches import EncodedTexts
 from lit_layers.data.tokenization import train_bpe
 from lit_layers.models.build import causal_lm, weights_hash
 from lit_layers.models.families import trunk_of
 from lit_layers.models.view import LayeredModel
+from lit_layers.models.workload import BATCH_TOKENS
 from lit_layers.tasks.catalogue import resolve
 from lit_layers.tasks.embedding_store import Embedding, Store
 from lit_layers.tasks.mteb_evaluation import LayerEncoder, Prepared
@@ -93,7 +93,7 @@ def _texts(task: Prepared) -> list[str]:
 def _last_layer(view: LayeredModel, encoded: EncodedTexts) -> list[torch.Tensor]:
     found = []
     with torch.no_grad():
-        for _, batch in encoded.batches(MAX_TOKENS):
+        for _, batch in encoded.batches(BATCH_TOKENS):
             inputs, _ = view._inputs(batch)
             hidden = trunk_of(view.model)(**inputs, use_cache=False).last_hidden_state.double()
             mask = batch["attention_mask"].to(hidden.device)[..., None]

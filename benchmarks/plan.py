@@ -1,26 +1,42 @@
-"""Whether a plan says what is then measured: seconds of the analyses of six recipes, reduced, planned over measured.
+"""Whether a plan says what is then measured: seconds, memory and disk of the analyses of six recipes, reduced, planned
+over measured.
 
 Each round plans and measures each recipe once, so that both meet the same minutes of the machine; wanted is a ratio
-between a half and two. GPT-2 of random weights on the Python standard library's source, or a ViT on digits.
+between a half and two. Memory is the most that is resident in a process of its own above what was before; disk the
+most that its scratch folder holds. GPT-2 of random weights on the Python standard library's source, or a ViT on digits.
 
     python benchmarks/plan.py --save
 """
 
 import argparse
+import contextlib
+import json
+import os
+import shutil
+import statistics
+import subprocess
+import sys
+import tempfile
+import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import torch
-from rounds import Row, add_options, finish, ratios
+from rounds import LEAST_ROUNDS, Row, add_options, finish, ratios
 
 from lit_layers import analyses as A
 from lit_layers import plan as planning
 from lit_layers.analyses import Analysis
-from lit_layers.data import EvalImages, EvalText
-from lit_layers.models.build import causal_lm, vit
+from lit_layers.analyses.layerwise import layerwise, walk
+from lit_layers.data import CorpusTexts, EvalImages, EvalText
+from lit_layers.models.build import causal_lm, save, vit
+from lit_layers.models.costs import forget_most, most_ever
+from lit_layers.models.shard_files import ShardFiles
+from lit_layers.models.streaming import StreamedModel
 from lit_layers.models.view import LayeredModel
-from lit_layers.plan import planned
+from lit_layers.plan import Plan, planned
 from lit_layers.undisturbed import in_one_pass
 
 SMALL = {"n_layer": 4, "n_embd": 128, "n_head": 4, "n_positions": 128, "vocab_size": 2048}
@@ -62,7 +78,10 @@ def of_interventions() -> list[Analysis]:
 
 
 def of_representation() -> list[Analysis]:
-    return [A.Representation(batches=text(32, 128)), A.PromptStudies(batches=text(8, 64))]
+    texts = CorpusTexts("python", "bpe:2048", num_texts=50, num_tokens=24)
+    options = {"tokenizer": "bpe:2048", "corpus": "python", "max_tokens": 32}
+    shared = [A.Representation(batches=text(32, 128)), A.PromptStudies(batches=text(8, 64))]
+    return [*shared, A.Invariance(texts=texts, **options)]
 
 
 def of_streams() -> list[Analysis]:
@@ -78,40 +97,125 @@ RECIPES: dict[str, tuple[Callable[[], Any], Callable[[], list[Analysis]]]] = {
     "analyses/representation.yaml": (lambda: causal_lm("gpt2", **SMALL), of_representation),
     "analyses/stream.yaml": (lambda: causal_lm("gpt2", **WIDE), of_streams),
 }
+STREAMED = "analyses/stream.yaml"
+CPU = torch.device("cpu")
 
 
-def measured(model: LayeredModel, analyses: Sequence[Analysis]) -> float:
-    """CPU seconds of one checkpoint."""
-    started = time.process_time()
-    for each in in_one_pass(model, analyses, lambda analysis: None, run="plan", step=0, weights_hash="0"):
-        if each.error is not None:
-            raise SystemExit(f"{each.analysis}: {each.error}")
-    return time.process_time() - started
+class Case:
+    """A recipe, ready to be planned and measured: its data are read."""
+
+    def __init__(self, name: str, scratch: Path) -> None:
+        build, make = RECIPES[name]
+        self.model, self.analyses, self.place = LayeredModel(build()), make(), scratch
+        self.streams = name == STREAMED
+        if self.streams:
+            save(self.model.model, scratch / "model")
+        self.measure()
+
+    def plan(self) -> Plan:
+        planning._TIMED.clear()
+        return planned(self.model, self.analyses, device=CPU, stream_blocks=self.streams)
+
+    def measure(self) -> float:
+        """CPU seconds of one checkpoint."""
+        started = time.process_time()
+        if self.streams:
+            shutil.rmtree(self.place / "walk", ignore_errors=True)
+            with contextlib.closing(StreamedModel(ShardFiles(self.place / "model"), device=CPU)) as model:
+                errors = [each.error for each in walk(model, layerwise(self.analyses), self.place / "walk").values()]
+        else:
+            facts = {"run": "plan", "step": 0, "weights_hash": "0"}
+            done = in_one_pass(self.model, self.analyses, lambda analysis: None, **facts)
+            errors = [each.error for each in done]
+        if any(errors):
+            raise SystemExit("; ".join(filter(None, errors)))
+        return time.process_time() - started
+
+
+def in_a_child(name: str) -> dict[str, float]:
+    """Bytes of memory and disk of a checkpoint, planned and measured, by a process of its own."""
+    with tempfile.TemporaryDirectory() as scratch:
+        # What is freed goes back to the system at once, so that what is resident is what is in use.
+        environment = {
+            **os.environ,
+            "TMPDIR": scratch,
+            "MALLOC_MMAP_THRESHOLD_": "65536",
+            "MALLOC_TRIM_THRESHOLD_": "0",
+        }
+        command = [sys.executable, __file__, "--child", name]
+        done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise SystemExit(done.stderr)
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def child(name: str) -> None:
+    """Prints what `in_a_child` returns: of a second measurement, when all code is there that it needs."""
+    scratch, most, ended = Path(tempfile.gettempdir()), [0], threading.Event()
+    case = Case(name, scratch)
+    if case.streams:
+        shutil.rmtree(scratch / "walk")
+    at_first = written(scratch)
+
+    def look() -> None:
+        while not ended.wait(0.005):
+            most[0] = max(most[0], written(scratch) - at_first)
+
+    before, watching = forget_most(), threading.Thread(target=look)
+    watching.start()
+    case.measure()
+    memory = most_ever() - before
+    most[0] = max(most[0], written(scratch) - at_first)
+    ended.set()
+    watching.join()
+    plan = case.plan()
+    weights = plan.weights if case.streams else 0  # elsewhere they were there before
+    planned_memory = plan.whole.device + plan.whole.host + weights
+    result = {"memory": memory, "planned memory": planned_memory, "disk": most[0], "planned disk": plan.whole.disk}
+    print(json.dumps(result))
+
+
+def written(folder: Path) -> int:
+    """Bytes in a folder; files may go while it is looked through."""
+    total = 0
+    for path in folder.rglob("*"):
+        with contextlib.suppress(OSError):
+            total += path.stat().st_size if path.is_file() else 0
+    return total
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add_options(parser)
+    parser.add_argument("--child", help=argparse.SUPPRESS)
     options = parser.parse_args()
     planning.clock = time.process_time  # as what is compared: the machine may do other things, too
+    if options.child:
+        child(options.child)
+        return 0
+    if options.save and options.rounds < LEAST_ROUNDS:
+        raise SystemExit(f"a result that is kept has at least {LEAST_ROUNDS} rounds")
+    bytes_of = {name: in_a_child(name) for name in RECIPES}
     seconds: dict[str, tuple[list[float], list[float]]] = {name: ([], []) for name in RECIPES}
-    cases = {name: (LayeredModel(build()), make()) for name, (build, make) in RECIPES.items()}
-    for model, analyses in cases.values():
-        measured(model, analyses)  # data is read once
-    for _ in range(options.rounds):
-        for name, (model, analyses) in cases.items():
-            planning._TIMED.clear()
-            seconds[name][0].append(planned(model, analyses, device=torch.device("cpu")).seconds)
-            seconds[name][1].append(measured(model, analyses))
+    with tempfile.TemporaryDirectory() as scratch:
+        cases = {name: Case(name, Path(scratch)) for name in RECIPES}
+        for _ in range(options.rounds):
+            for name, case in cases.items():
+                seconds[name][0].append(case.plan().seconds)
+                seconds[name][1].append(case.measure())
     rows = []
-    for name, (said, took) in seconds.items():
-        larger = [max(ratio, 1 / ratio) for ratio in ratios(said, took)]
-        others = {
-            "planned": f"{sorted(said)[len(said) // 2]:.2g} s",
-            "measured": f"{sorted(took)[len(took) // 2]:.2g} s",
-        }
-        rows.append(Row(f"{name}, reduced: larger over smaller", larger, 2.0, at_most=True, others=others))
-    return finish("plan", rows, options)
+    for name, (foreseen, took) in seconds.items():
+        rows.append(row(f"{name}, seconds", foreseen, took, planning.duration))
+        for what in ("memory", "disk"):
+            if (number := bytes_of[name][what]) or bytes_of[name][f"planned {what}"]:
+                rows.append(row(f"{name}, {what}", [bytes_of[name][f"planned {what}"]], [number], planning.size))
+    return finish("plan", rows, options, least_rounds=1)  # bytes are the same in every round
+
+
+def row(what: str, foreseen: list[float], found: list[float], words: Callable[[float], str]) -> Row:
+    larger = [max(ratio, 1 / ratio) for ratio in ratios(foreseen, found)]
+    others = {name: words(statistics.median(each)) for name, each in (("planned", foreseen), ("measured", found))}
+    return Row(f"{what}: larger over smaller", larger, 2.0, at_most=True, others=others)
 
 
 if __name__ == "__main__":

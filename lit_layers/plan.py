@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from lit_layers.analyses.base import Analysis, DividedAnalysis, describe
-from lit_layers.analyses.layerwise import layerwise
+from lit_layers.analyses.layerwise import LayerwiseAnalysis, layerwise
 from lit_layers.errors import InputError
 from lit_layers.functional.coupling import singular_factors
 from lit_layers.functional.entropy import spectrum
@@ -145,8 +145,8 @@ def planned(
         InputError: options that do not fit the model, data of which there cannot be enough, an analysis that cannot
             stream.
     """
-    num_passes = {each.name: each.passes for each in layerwise(analyses)} if stream_blocks else {}
-    num_reads = max(num_passes.values(), default=-1) + 1  # once more for their hash
+    streamed = {each.name: each for each in layerwise(analyses)} if stream_blocks else {}
+    num_reads = max((each.passes for each in streamed.values()), default=-1) + 1  # once more for their hash
     plan, bench = (
         Plan(model=model, device=device, num_checkpoints=num_checkpoints, num_reads=num_reads),
         Bench(model, device),
@@ -169,23 +169,23 @@ def planned(
                 work, shared = replace(work, parts=work.parts[1:]), f"passes of {first}"
             else:
                 passed[key] = analysis.name, work.texts
-        if num_passes:
-            work = _streamed(model, work, num_passes[analysis.name], shared=bool(shared))
+        if streamed:
+            work = _streamed(model, work, streamed[analysis.name], shared=bool(shared), on_cpu=device.type == "cpu")
         plan.rows.append(_row(analysis.name, work, bench, shared))
     return plan
 
 
-def _streamed(model: LayeredModel, work: Work, num_passes: int, *, shared: bool) -> Work:
+def _streamed(model: LayeredModel, work: Work, analysis: LayerwiseAnalysis, *, shared: bool, on_cpu: bool) -> Work:
     """One block at a time on all texts, whose states, unless another has them, stay on the device and are written
     after each block.
 
     In a second pass every block runs again and has its Jacobians again; the directions of the first wait on the disk.
     """
     parts = [
-        part._replace(count=num_passes * part.count) if part.kind in ("blocks", "jacobians") else part
+        part._replace(count=analysis.passes * part.count) if part.kind in ("blocks", "jacobians") else part
         for part in work.parts
     ]
-    states = 0.0 if shared else 4.0 * work.tokens * model.dim
+    states = (analysis.carried + (0.0 if shared else 4.0)) * work.tokens * model.dim
     together = max((part.size[0] * part.size[1] for part in parts if part.kind == "blocks"), default=0)
     jacobians = work.device / model.num_layers if any(part.kind == "jacobians" for part in parts) else 0.0
     directions = sum(8.0 * part.count * model.dim * part.size[0] for part in parts if part.kind == "directions")
@@ -193,8 +193,8 @@ def _streamed(model: LayeredModel, work: Work, num_passes: int, *, shared: bool)
         work,
         parts=tuple(parts),
         device=states + OF_A_BLOCK * 4.0 * together * model.dim + jacobians,
-        host=work.host + states,
-        disk=2 * states + (directions if num_passes > 1 else 0.0),
+        host=work.host + (0.0 if on_cpu else states),  # a copy, to be written
+        disk=2 * states + (directions if analysis.passes > 1 else 0.0),
     )
 
 
@@ -265,8 +265,8 @@ def stride_within(budget: str | float, plan: Plan, trained: Row) -> int:
             worst = plan.dearest()
             raise InputError(
                 f"budget: measuring the first and the last step takes {duration(number * plan.seconds)} of the "
-                f"{duration(trained.seconds)} that training takes, more than {share_of(budget):.3g} of it; most is "
-                f"{worst.name}, {duration(worst.seconds)} a checkpoint: give it fewer texts, or train longer"
+                f"{duration(trained.seconds)} that training takes, more than {100 * share_of(budget):.3g}% of it; most "
+                f"is {worst.name}, {duration(worst.seconds)} a checkpoint: give it fewer texts, or train longer"
             )
         stride *= 2
     return stride

@@ -1,8 +1,11 @@
 """What is planned is what is done: counts are held against runs that are watched, and what cannot end is refused."""
 
 import contextlib
+import functools
 import json
+import statistics
 from dataclasses import dataclass
+from pathlib import Path
 
 import pytest
 import torch
@@ -31,7 +34,7 @@ from lit_layers.analyses import (
     token_jacobians,
 )
 from lit_layers.analyses.layerwise import walk
-from lit_layers.analyses.speed import Speed
+from lit_layers.analyses.speed import Speed, peak_of_call
 from lit_layers.data.batches import EvalText, Size
 from lit_layers.data.word_pairs import WordPairs
 from lit_layers.errors import InputError
@@ -60,7 +63,7 @@ from tests.support.listed_batches import Listed
 from tests.support.saved_models import saved
 from tests.support.tiny_models import DIM, IMAGE, VOCAB, sees_images, tiny
 
-CPU = torch.device("cpu")
+CPU, ROOT = torch.device("cpu"), Path(__file__).parents[1]
 
 
 class Windows(Listed):
@@ -423,3 +426,28 @@ def test_texts_of_several_analyses_count_once_as_they_are_passed_once():
     plan = planned(model, analyses, device=CPU)
     assert plan.whole.block_runs() == runs == (8 + 4) * 3
     assert any(note.startswith("lens: passes of trajectory, 768 rows through the head") for note in plan.notes())
+
+
+def test_plans_of_six_recipes_were_within_a_factor_of_two_of_what_was_measured():
+    """Of seconds, memory and disk, as `python benchmarks/plan.py --save` left it; the counts are held above."""
+    for run in json.loads((ROOT / "benchmarks" / "results" / "plan.json").read_text())["runs"]:
+        rows = {row["what"].partition(":")[0]: row["values"] for row in run["rows"]}
+        assert len({what.split(",")[0] for what in rows}) == 6
+        assert {what.split(", ")[1] for what in rows} == {"seconds", "memory", "disk"}
+        assert all(statistics.median(values) <= 2 for values in rows.values())
+
+
+def test_memory_is_that_of_torch_within_a_factor_of_two():
+    model, probe = LayeredModel(tiny("gpt2", n_embd=128)), {"num_classes": 8, "estimator": "watch", "min_context": 8}
+    texts = Windows(32, 48, 16)
+    for analysis in (
+        Trajectory(batches=texts),
+        Representation(batches=texts),
+        Lens(batches=texts),
+        Interventions(batches=texts, variants=("skip",)),
+        NextTokenProbe(train=Windows(512, 24, 64), test=Windows(256, 24, 64, seed=1), **probe),
+    ):
+        list(analysis.run(model))  # what a first run makes is not its working memory
+        work = analysis.work(model)
+        peak = peak_of_call(functools.partial(lambda each: list(each.run(model)), analysis))
+        assert 0.5 < (work.device + work.host) / peak < 2, analysis.name

@@ -31,7 +31,7 @@ from lit_layers.functional import coupling as functional
 from lit_layers.functional.coupling import Factors, compressions, singular_factors
 from lit_layers.functional.jacobian import block_jacobian, token_places
 from lit_layers.models.view import Batch, LayeredModel, Trajectory
-from lit_layers.models.workload import Part, Work, passes_of
+from lit_layers.models.workload import OF_A_JACOBIAN, Part, Work, passes_of
 from lit_layers.records import Record
 
 TOKENS = {"last": -1, "first": 0, "cls": 0, "last_patch": -1}  # "mean_patch" is many
@@ -118,13 +118,14 @@ class Coupling(LayerwiseAnalysis):
         number = work.texts * places * layers
         # each Jacobian in the bases of every block
         pairs = number * layers * (2.0 * dim**2 * max(counts) + 2.0 * dim * max(counts) ** 2)
-        together = min(work.texts, _at_once(model, places)) * places * layers
+        together = min(work.texts, _at_once(model, places)) * places
         parts = (
             Part("jacobians", number),
             Part("directions", number, (kept,)),
             Part("products", pairs, (max(counts),)),
         )
-        return work + Work(parts=parts, device=4.0 * together * (2 * dim**2 + 2 * dim * kept))
+        held = layers * (2 * dim**2 + 2 * dim * kept) + OF_A_JACOBIAN * dim**2
+        return work + Work(parts=parts, device=4.0 * together * held)
 
     def begin(self, model: LayeredModel, store: TensorFolder | None = None) -> LayerwiseRun:
         return _Run(model, self.resolved(model), store)

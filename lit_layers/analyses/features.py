@@ -25,6 +25,7 @@ from lit_layers.errors import InputError
 from lit_layers.functional.geometry import Pooling, pool
 from lit_layers.models.build import weights_hash
 from lit_layers.models.view import LayeredModel
+from lit_layers.models.workload import BATCH_TOKENS
 from lit_layers.schema import Count
 from lit_layers.tasks.catalogue import find_task
 from lit_layers.tasks.probe_task import ProbeTask
@@ -147,7 +148,6 @@ def permuted(targets: Tensor, seed: int) -> Tensor:
 
 
 TextPooling = Literal["last", "mean", "cls"]
-MAX_TOKENS = 8192  # of a forward pass: 8,192 x 768 x 4 B = 25 MB for a state
 _FACTS = "features.json"  # written last: a folder without it is a broken-off one
 _ROWS = "rows.i64"  # numbers of the texts, in the order in which they passed
 _FORMAT = 4
@@ -198,7 +198,7 @@ def text_features(
     *,
     pooling: Pooling = "last",
     states: States = "resid",
-    max_tokens: int = MAX_TOKENS,
+    max_tokens: int = BATCH_TOKENS,
     cache: str | Path | None = None,
     undefined: Literal["raise", "nan"] = "raise",
 ) -> LayerFeatures:

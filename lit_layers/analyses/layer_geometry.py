@@ -55,6 +55,7 @@ class Trajectory(LayerwiseAnalysis):
 
     LEAST: ClassVar = {"drop_first": 0}
     PRESETS: ClassVar = {"paper": {"states": "hf"}}
+    carried = 8  # the sum of the steps, in float64
 
     batches: Batches
     name: str = "trajectory"

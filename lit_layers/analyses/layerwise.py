@@ -86,6 +86,7 @@ class LayerwiseAnalysis(DividedAnalysis):
     """
 
     passes: ClassVar[int] = 1  # 2: every block is shown again when all have been seen
+    carried: ClassVar[int] = 0  # bytes a token and width that wait between two blocks
 
     @abstractmethod
     def begin(self, model: LayeredModel, store: "TensorFolder | None" = None) -> LayerwiseRun:

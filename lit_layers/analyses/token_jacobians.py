@@ -32,7 +32,7 @@ from lit_layers.functional.coupling import (
 )
 from lit_layers.functional.jacobian import block_jacobian, token_places
 from lit_layers.models.view import LayeredModel, Trajectory
-from lit_layers.models.workload import Part, Work, passes_of
+from lit_layers.models.workload import OF_A_JACOBIAN, Part, Work, passes_of
 from lit_layers.records import Record
 
 
@@ -173,9 +173,10 @@ class TokenCoupling(PromptAnalysis):
         of_block = tokens if set(self.tables) == {"token"} else tokens * (tokens + 1) // 2
         blocks = {block for pair in self._pairs(model) for block in pair}
         number, kept = work.texts * len(blocks) * of_block, min(self._counts(model)[-1] + 1, dim)
-        held = len(blocks) if self.pairs == "all" else 1
+        at_once = len(blocks) if self.pairs == "all" else 1
         parts = (Part("jacobians", number), Part("directions", number, (kept,)))
-        return work + Work(parts=parts, device=4.0 * held * of_block * (2 * dim**2 + 2 * dim * kept))
+        held = at_once * (2 * dim**2 + 2 * dim * kept) + OF_A_JACOBIAN * dim**2
+        return work + Work(parts=parts, device=4.0 * of_block * held)
 
     def _counts(self, model: LayeredModel) -> list[int]:
         """The numbers of directions that `k` stands for."""

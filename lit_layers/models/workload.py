@@ -26,8 +26,9 @@ Kind = Literal[
 
 
 LETTERS = 4  # of a token
-BATCH_TOKENS = 2048  # places of a batch of texts whose features are kept
+BATCH_TOKENS = 8192  # places of a batch of texts whose features are kept: 8,192 x 768 x 4 B = 25 MB for a state
 OF_A_BLOCK = 12  # numbers a token and width that a block holds while it runs: q, k, v, 4 d twice, a residual
+OF_A_JACOBIAN = 4  # width x width matrices that one takes while it is made and decomposed
 # Of a probe: five steps, and the closed form as twice that; a path of ten fits on four fifths of the rows.
 EVALUATIONS = {"watch": 15, "record": 330}
 

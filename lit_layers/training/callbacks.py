@@ -256,6 +256,7 @@ class EmergenceCallback(_AtSteps):
             share_of(budget)
         refuse_outside("", {"kept_mb": COUNT_OR_NONE}, {"kept_mb": kept_mb})
         self.budget, self._stride = budget, 0
+        self._budget_at_start = budget
         names = [analysis.name for analysis in analyses]
         if double := {name for name in names if names.count(name) > 1}:
             raise InputError(f"analyses: two are named {sorted(double)[0]!r}; give each a name of its own")
@@ -273,27 +274,35 @@ class EmergenceCallback(_AtSteps):
         view = LayeredModel(self._plain_model(pl_module))
         for analysis in self.analyses:
             analysis.check(view)
-        if self.budget is not None and self.analyses:
-            self._keep_within(self.budget, trainer, view)
+        if self.analyses and (self._stride or self.budget is not None):
+            self._keep_within(trainer, view)
 
     def state_dict(self) -> dict[str, Any]:
-        return {"stride": self._stride} if self._stride else {}
+        return {"stride": self._stride, "budget": self._budget_at_start} if self._stride else {}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         self._stride = state_dict.get("stride", 0)
+        self._budget_at_start = state_dict.get("budget", self.budget)
 
-    def _keep_within(self, budget: str | float, trainer: L.Trainer, view: LayeredModel) -> None:
+    def _keep_within(self, trainer: L.Trainer, view: LayeredModel) -> None:
         """Measures at fewer steps where all would take longer than they may, on every rank at the same ones.
 
-        A run that is resumed keeps its steps.
+        A run that is resumed keeps its steps, whatever its budget is now.
         """
         result: list[Any] = [self._stride, None]
-        if trainer.is_global_zero and not self._stride:
+        if trainer.is_global_zero and not self._stride and self.budget is not None:
             try:
                 with undisturbed.kept_random_state():
-                    result[0] = self._stride_within(budget, trainer, view)
+                    result[0] = self._stride_within(self.budget, trainer, view)
             except InputError as error:
                 result[1] = str(error)
+        elif trainer.is_global_zero and self._budget_at_start != self.budget:
+            logger.warning(
+                "budget: %s changes nothing, as a resumed run keeps the steps that %s gave it: %s measured",
+                "none" if self.budget is None else self.budget,
+                self._budget_at_start,
+                "all are" if self._stride == 1 else f"every {self._stride}-th scheduled one is",
+            )
         self._stride, refusal = self._from_first(result)
         if refusal is not None:
             raise InputError(refusal)

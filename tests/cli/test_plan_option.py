@@ -1,14 +1,21 @@
 """`--plan` on the command line: what a command would cost is printed, and nothing is measured."""
 
+import warnings
 from pathlib import Path
 
 import pytest
+from torch import distributed
 
 from lit_layers import plan as planning
 from lit_layers import records
+from lit_layers.analyses import Trajectory
 from lit_layers.cli.main import main
+from lit_layers.errors import InputError
 from lit_layers.models.build import causal_lm, save
-from lit_layers.training import callbacks
+from lit_layers.training import EmergenceCallback, callbacks
+from tests.support import tiny_training
+from tests.support.forked import run_ranks
+from tests.support.tiny_training import RandomText
 
 ROOT = Path(__file__).parents[2]
 
@@ -106,11 +113,17 @@ def test_a_training_is_planned_without_weights_or_a_run_folder(recipe, tmp_path,
     [
         (["--budget", "much"], "budget: expected a share of the training such as 5% or 0.05, got 'much'"),
         (["--budget", "0%"], "budget: expected a share"),
+        (["--budget", "200%"], "budget: expected a share"),
+        (["--budget=-1"], "budget: expected a share"),
         (["--budget", "0.0001%"], "budget: measuring the first and the last step takes"),
         (["--plan=perhaps"], "plan"),
     ],
 )
-def test_a_budget_that_cannot_be_kept_is_one_sentence_and_ends_in_two(recipe, tmp_path, capsys, words, sentence):
+def test_a_budget_that_cannot_be_kept_is_one_sentence_and_ends_in_two(
+    recipe, tmp_path, capsys, monkeypatch, words, sentence
+):
+    if sentence.startswith("budget: expected"):
+        monkeypatch.setattr(planning.Bench, "seconds", None)  # before anything is timed
     assert fit(recipe, tmp_path / "run", *words) == 2
     last = capsys.readouterr().err.strip().splitlines()[-1]
     assert last.startswith("lit-layers fit: error: ")
@@ -150,3 +163,46 @@ def test_a_run_measures_at_the_steps_that_its_budget_allows_and_saves_all(recipe
     assert main(["fit", "--config", str(recipe), "--root", str(root), "--budget", "5%"]) == 0
     assert [int(path.name[5:]) for path in sorted(root.glob("step-*"))] == [0, 2, 4, 6, 8]
     assert [each.step for each in records.read(root / "measurements.jsonl")] == [0, 4, 8]
+
+
+def test_a_run_that_goes_on_keeps_the_steps_of_its_budget_and_says_so(recipe, tmp_path, no_page, monkeypatch, caplog):
+    """Broken off at step 5 of 8; a plan of the rest would measure every step."""
+    root, strides = tmp_path / "run", iter([2])
+    monkeypatch.setattr(callbacks, "stride_within", lambda budget, plan, trained: next(strides))
+    words = ["fit", "--config", str(recipe), "--root", str(root), "--steps={every: 1}", "--model.decay_steps=8"]
+    assert main([*words, "--budget=5%", "--trainer.max_steps=5"]) == 0
+    before = [each.step for each in records.read(root / "measurements.jsonl")]
+    assert before == [0, 2, 4, 5]  # the last one always
+    assert main([*words, "--budget=5%", "--resume=last", "--trainer.max_steps=6"]) == 0
+    assert "changes nothing" not in caplog.text
+    assert main([*words, "--resume=last"]) == 0
+    assert "budget: none changes nothing, as a resumed run keeps the steps that 5% gave it: every 2-th" in caplog.text
+    assert [each.step for each in records.read(root / "measurements.jsonl")] == [*before, 6, 8]
+
+
+def test_ranks_measure_at_the_same_steps_and_are_refused_together(tmp_path, monkeypatch):
+    """The first one decides: another would by its own clock."""
+
+    def decided(budget, plan, trained):
+        assert distributed.get_rank() == 0
+        if budget == 0.01:
+            raise InputError(f"budget: most is {plan.dearest().name}")
+        return 2
+
+    def run() -> int:
+        warnings.simplefilter("ignore")  # of Lightning and torch among themselves
+        monkeypatch.setattr(callbacks, "stride_within", decided)
+        for name, budget in (("kept", 0.05), ("refused", 0.01)):
+            watch = EmergenceCallback([Trajectory(batches=RandomText())], {"every": 1}, tmp_path / name, budget=budget)
+            try:
+                tiny_training.fit(tmp_path / name, [watch], steps=4, devices=2, strategy="ddp")
+                (tmp_path / f"{name}-{distributed.get_rank()}").write_text(str([*watch.schedule.until(4)]))
+            except InputError as error:
+                (tmp_path / f"{name}-{distributed.get_rank()}").write_text(str(error))
+        return 0
+
+    assert run_ranks(run) == [0, 0]
+    for rank in (0, 1):
+        assert (tmp_path / f"kept-{rank}").read_text() == "[0, 2, 4]"
+        assert (tmp_path / f"refused-{rank}").read_text() == "budget: most is trajectory"
+    assert [each.step for each in records.read(tmp_path / "kept" / "measurements.jsonl")] == [0, 2, 4]

@@ -31,7 +31,7 @@ from lit_layers.data.tokenization import bpe_size, load_tokenizer
 from lit_layers.errors import InputError
 from lit_layers.models.view import LayeredModel
 from lit_layers.models.workload import bytes_of_model
-from lit_layers.plan import Plan, size, stride_within
+from lit_layers.plan import Plan, share_of, size, stride_within
 from lit_layers.report import MirrorAside, WandbMirror, write_report
 from lit_layers.schedule import Schedule
 from lit_layers.schema import COUNT, COUNT_OR_NONE, KEPT_MB, MANY, SEED, Range, refuse_outside
@@ -226,6 +226,8 @@ def refuse_harm(options: Mapping[str, Any]) -> None:
     if options["root"] == "":
         raise InputError("root: expected a folder, got ''")
     refuse_outside("", {"seed_everything": SEED, "resume_every": COUNT, "kept_mb": COUNT_OR_NONE}, options)
+    if options.get("budget") is not None:
+        share_of(options["budget"])
     trainer = options.get("trainer") or {}
     if not isinstance(trainer, Mapping):
         raise InputError(f"trainer: expected the options of a Trainer, got {trainer!r}")
