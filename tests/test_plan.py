@@ -3,6 +3,8 @@
 import contextlib
 import functools
 import json
+import os
+import shutil
 import statistics
 from dataclasses import dataclass
 from pathlib import Path
@@ -273,7 +275,15 @@ def test_a_model_that_is_read_block_by_block_is_planned_as_it_is_walked(tmp_path
         made.append(jacobians.shape[:-2].numel())
         return jacobians
 
+    most: list[int] = []
+    replace = os.replace
+
+    def weighing(new, old):  # the most there is: both are there
+        most.append(sum(file.stat().st_size for file in tmp_path.rglob("*.pt*")))
+        replace(new, old)
+
     monkeypatch.setattr(depth_coupling, "block_jacobian", counting)
+    monkeypatch.setattr(os, "replace", weighing)
     streamed = StreamedModel(ShardFiles(tmp_path / "model"), device=CPU)
     once = [Trajectory(batches=TEXTS), Representation(batches=TEXTS)]
     twice = [Coupling(batches=Windows(6, 24, 3, seed=1), k=(4,), num_prompts=6)]
@@ -284,8 +294,9 @@ def test_a_model_that_is_read_block_by_block_is_planned_as_it_is_walked(tmp_path
             outcomes = walk(streamed, analyses, tmp_path / str(num_passes))
             assert [each.error for each in outcomes.values()] == [None] * len(analyses)
             assert (plan.num_reads, streamed.num_loads - loads) == (num_passes + 1, num_passes * 3)
-            written = sum(file.stat().st_size for file in (tmp_path / str(num_passes)).rglob("*.pt"))
-            assert 0.5 < plan.whole.disk / written < 2
+            assert 0.5 < plan.whole.disk / max(most) < 2
+            most.clear()
+            shutil.rmtree(tmp_path / str(num_passes))
             assert plan.whole.block_runs() == 3 * (8 if num_passes == 1 else 2 * 6)
     assert {part.kind: part.count for part in plan.whole.parts}["jacobians"] == sum(made)
     assert plan.weights < bytes_of_model(whole) / 1.4
