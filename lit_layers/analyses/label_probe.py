@@ -327,7 +327,7 @@ class Fitting(NamedTuple):
     groups: Tensor | None = None
 
 
-class FitsOfLayers(FollowingAnalysis):
+class _FitsOfLayers(FollowingAnalysis):
     """The probes of all layers, a part each: every process holds the features of all."""
 
     def __init__(self, probe: SplitProbe, references: list[Record], fittings: Sequence[Fitting]) -> None:
@@ -420,7 +420,7 @@ class LabelProbe(SplitProbe):
         split, batch = part
         return split, self._features(model, [batch])
 
-    def then(self, model: LayeredModel, results: list[tuple[str, dict[Pooling, Tensor]]]) -> FitsOfLayers:
+    def then(self, model: LayeredModel, results: list[tuple[str, dict[Pooling, Tensor]]]) -> _FitsOfLayers:
         problem = self._problem(model)
         of_splits: dict[str, list[dict[Pooling, Tensor]]] = {"train": [], "test": []}
         for split, of_batch in results:
@@ -445,7 +445,7 @@ class LabelProbe(SplitProbe):
                 features, held_out = features[layers][:, in_train], held_out[layers][:, in_test]
             scores = partial(_scores, problem)
             fittings.append(Fitting(features, problem.train, held_out, layers, problem.num_classes, tags, scores))
-        return FitsOfLayers(self, [*self._majority(problem)], fittings)
+        return _FitsOfLayers(self, [*self._majority(problem)], fittings)
 
     def _poolings(self) -> tuple[Pooling, ...]:
         return (self.pooling,) if isinstance(self.pooling, str) else tuple(self.pooling)

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from lit_layers.analyses.base import predicts_next_token
-from lit_layers.analyses.label_probe import FitsOfLayers, Fitting, SplitProbe
+from lit_layers.analyses.label_probe import Fitting, SplitProbe, _FitsOfLayers
 from lit_layers.analyses.statistics import complete, left_out, nothing_defined, summarize_ratio
 from lit_layers.data.batches import Batches
 from lit_layers.errors import InputError
@@ -207,7 +207,7 @@ class NextTokenProbe(SplitProbe):
         split, each = part
         return split, _look(model, each, self._problem() if split == "test" else None)
 
-    def then(self, model: LayeredModel, results: list[tuple["_Split", "_Seen"]]) -> "NextTokenProbe | FitsOfLayers":
+    def then(self, model: LayeredModel, results: list[tuple["_Split", "_Seen"]]) -> "NextTokenProbe | _FitsOfLayers":
         problem = self._problem()
         test, head = _together(model, [seen for split, seen in results if split == "test"], problem.test)
         train, _ = _together(model, [seen for split, seen in results if split == "train"], problem.train)
@@ -237,7 +237,9 @@ class NextTokenProbe(SplitProbe):
             return self._scores(problem, log_proba.argmax(-1), log_proba, tags, layer)
 
         labels, num_classes, groups = problem.train_classes, len(problem.classes), problem.train.text
-        return FitsOfLayers(self, references, [Fitting(train, labels, test, layers, num_classes, tags, scores, groups)])
+        return _FitsOfLayers(
+            self, references, [Fitting(train, labels, test, layers, num_classes, tags, scores, groups)]
+        )
 
     def _problem(self) -> "_Problem":
         """The rows of both splits and their classes: a matter of tokens alone, the same at every checkpoint."""

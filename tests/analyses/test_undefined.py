@@ -161,10 +161,10 @@ def every_analysis() -> set[str]:
         found |= more
     shared = {
         "Analysis",
-        "FitsOfLayers",
         "FollowingAnalysis",
         "OnTask",
         "PromptAnalysis",
+        "RoundedAnalysis",
         "SplitProbe",
         *(name for name in found if name.startswith("_")),
     }  # parents of several
