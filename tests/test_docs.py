@@ -75,6 +75,7 @@ def test_the_commands_and_examples_of_a_page_run_in_its_order(page, tmp_path, mo
                 run(command)
 
 
+@pytest.mark.soak  # a second for each
 def test_every_fit_of_the_long_pages_is_one_that_can_be_read(tmp_path, monkeypatch):
     for name in ("recipes", "wandb_configs"):
         (tmp_path / name).symlink_to(ROOT / name)

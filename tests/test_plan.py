@@ -186,7 +186,10 @@ def test_texts_that_a_study_leaves_as_they_are_may_be_passed_once_for_all_levels
         Trajectory(batches=TEXTS),
         Lens(batches=TEXTS),
         Interventions(batches=TEXTS, variants=("skip", "reverse"), seeds=(0,)),
-        NextTokenProbe(train=Windows(96, 24, 24), test=Windows(48, 24, 24, seed=1), num_classes=8, **FIXED),
+        pytest.param(
+            NextTokenProbe(train=Windows(96, 24, 24), test=Windows(48, 24, 24, seed=1), num_classes=8, **FIXED),
+            marks=pytest.mark.soak,
+        ),
     ],
     ids=lambda each: each.name,
 )

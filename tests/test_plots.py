@@ -515,7 +515,10 @@ def test_every_figure_of_a_table_is_tried_with_suspect_rows() -> None:
     }
 
 
-@pytest.mark.parametrize("name", FIGURES)
+WRITTEN = ("write_layer_curves", "write_concept_map", "write_sample_sizes")  # as `write_surface`
+
+
+@pytest.mark.parametrize("name", [pytest.param(n, marks=[pytest.mark.soak] * (n in WRITTEN)) for n in FIGURES])
 def test_nothing_is_drawn_through_a_suspect_checkpoint_unless_it_is_allowed(name: str) -> None:
     clean = {0: "clean", 1: "note: identical weights", 4: "clean"}
     FIGURES[name](audited(clean))

@@ -58,7 +58,11 @@ def model():
     return tiny("gpt2")
 
 
-@pytest.mark.parametrize("analysis", ANALYSES, ids=lambda analysis: analysis.name)
+@pytest.mark.parametrize(
+    "analysis",
+    [pytest.param(each, marks=[pytest.mark.soak] * (each.name == "token_coupling")) for each in ANALYSES],
+    ids=[each.name for each in ANALYSES],
+)
 def test_shares_of_any_number_of_processes_join_to_the_numbers_of_one(model, analysis):
     whole = undisturbed.measure(model, analysis, run="run", step=3, tokens=5, weights_hash="x")
     assert whole.error is None

@@ -282,7 +282,16 @@ def extras(home: Path) -> Iterator[tuple[str, str | list[int]]]:
     yield "constant", [letter] * 10
 
 
-@pytest.mark.parametrize("name", sorted(set(MAKERS) - {"MtebTask"}))  # whose texts are the task's
+LONG = ("TokenCoupling", "CouplingMatrices", "SampleSizeSweep")  # as CrossTokenInfluence, Coupling, Probe
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=[pytest.mark.soak] * (name in LONG))
+        for name in sorted(set(MAKERS) - {"MtebTask"})  # whose texts are the task's
+    ],
+)
 def test_a_broken_prompt_is_left_out_of_a_number_and_counted_or_is_in_it(home, name):
     model = model_of(home)
     strange = load_tokenizer(str(home / "model")).tokenizer.encode(STRANGE).ids

@@ -300,7 +300,7 @@ def test_help_names_the_series_and_their_options(capsys):
 
 
 @pytest.mark.parametrize("path", sorted((ROOT / "recipes" / "series").glob("*.yaml")), ids=lambda path: path.stem)
-@pytest.mark.parametrize("analyses", ["text", "coupling"])
+@pytest.mark.parametrize("analyses", ["text", pytest.param("coupling", marks=pytest.mark.soak)])
 def test_every_recipe_of_a_series_fits_the_analyses_of_text(path, analyses):
     command = Command(["--config", str(path), "--config", str(ROOT / "recipes" / "analyses" / f"{analyses}.yaml")])
     (series,) = command.series()

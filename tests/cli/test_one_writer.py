@@ -73,8 +73,14 @@ def test_every_command_that_writes_is_refused_where_another_process_writes(recip
 @pytest.mark.parametrize(
     ("harm", "said"),
     [
-        (lambda root: shutil.rmtree(root / "step-000000000"), "others removed or cut step-000000000"),
-        (lambda root: shutil.rmtree(root / "resume"), "others removed or cut resume/step-000000001"),
+        pytest.param(
+            *(lambda root: shutil.rmtree(root / "step-000000000"), "others removed or cut step-000000000"),
+            marks=pytest.mark.soak,
+        ),
+        pytest.param(
+            *(lambda root: shutil.rmtree(root / "resume"), "others removed or cut resume/step-000000001"),
+            marks=pytest.mark.soak,
+        ),
         (lambda root: (root / "measurements.jsonl").unlink(), "others removed or cut measurements.jsonl"),
         (lambda root: (root / "run.json").unlink(), "others removed or cut run.json"),
         (shutil.rmtree, "was removed or moved while this command wrote there"),

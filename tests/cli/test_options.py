@@ -52,7 +52,7 @@ WRONG = {
         "analyses: 3": "analyses: expected list, got 3",
         "analyses: [{class_path: lit_layers.analyses.Trajectory, init_args: {batches: 3}}]": "analyses: batches: "
         "expected a Batches, by class_path, got 3",
-        "dtype: int8": "dtype: expected one of 'float32', 'float64', got int8",
+        "dtype: int8": "dtype: expected one of 'float32', 'float64', 'bfloat16', got int8",
         "keep_downloads: maybe": "keep_downloads: expected true or false, got maybe",
         "stream_blocks: 1": "stream_blocks: expected true or false, got 1",
     },

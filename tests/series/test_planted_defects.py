@@ -238,7 +238,7 @@ def judged_clean(tmp_path: Path, number: int) -> None:
     assert (found.level, found_in(found)) == ("weights", set()), HEALTHY[number]
 
 
-@pytest.mark.parametrize("number", [6, 14, 21, 30, 33])
+@pytest.mark.parametrize("number", [6, *(pytest.param(number, marks=pytest.mark.soak) for number in (14, 21, 30, 33))])
 def test_a_healthy_series_is_accused_of_nothing(tmp_path, number):
     judged_clean(tmp_path, number)
 

@@ -76,7 +76,13 @@ class Checkpointing(L.Callback):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("accumulate", "compiled", "others"), [(1, False, []), (4, False, []), (1, True, []), (1, False, [Checkpointing()])]
+    ("accumulate", "compiled", "others"),
+    [
+        pytest.param(1, False, [], marks=pytest.mark.soak),
+        (4, False, []),
+        (1, True, []),
+        pytest.param(1, False, [Checkpointing()], marks=pytest.mark.soak),
+    ],
 )
 def test_training_with_all_analyses_and_without_ends_in_equal_bits(tmp_path, monkeypatch, accumulate, compiled, others):
     # the graph capture of torch.compile is what hooks and function modes could upset; generated code is not needed
