@@ -39,11 +39,12 @@ from torch.nn import functional as F
 from torch.utils.data import Dataset
 
 from lit_layers import records
+from lit_layers.cli.training_display import StepProgress
 from lit_layers.models import true_vocab_size
 from lit_layers.training import LitCausalLM, LitTextData
 from lit_layers.training.datamodules import StepSampler
 from lit_layers.training.modules import adamw, warmup_cosine
-from lit_layers.training.run_log import RunLog, StepProgress
+from lit_layers.training.run_log import RunLog
 from lit_layers.training.trainer import DEFAULTS
 
 OURS, BARE, NANO = "lit_layers", "bare loop", "nanoGPT"
@@ -221,8 +222,8 @@ class TakeTurns(L.Callback):
         paused_seconds: what RunLog leaves out of its own tokens per second.
     """
 
-    def __init__(self, size: Size, turn: int, bar: StepProgress) -> None:
-        self.size, self.turn, self.bar = size, turn, bar
+    def __init__(self, size: Size, turn: int) -> None:
+        self.size, self.turn = size, turn
         self.paused_seconds = 0.0
         self.seconds: dict[str, list[tuple[float, float]]] = {OURS: [], BARE: [], NANO: []}
         self.loops: dict[str, Loop] = {}
@@ -241,16 +242,11 @@ class TakeTurns(L.Callback):
     def _others_turn(self) -> None:
         now = self._clock()
         self.seconds[OURS].append(_difference(now, self._started))
-        live = getattr(self.bar._bar, "live", None)
-        if live is not None:
-            live.stop()  # its thread must not draw at the others' expense
         backwards = -1 if len(self.seconds[OURS]) % 2 else 1
         for name, loop in list(self.loops.items())[::backwards]:
             started = self._clock()
             loop.run(self.turn)
             self.seconds[name].append(_difference(self._clock(), started))
-        if live is not None:
-            live.start()
         self._started = self._clock()
         self.paused_seconds += self._started[0] - now[0]
 
@@ -275,7 +271,7 @@ def compete(size: Size, *, steps: int, turn: int, device: str, compile: bool, ba
     with tempfile.TemporaryDirectory() as root, open(os.devnull, "w") as nowhere:
         run_log = RunLog(root)
         progress = StepProgress(run_log, console=Console(file=nowhere, force_terminal=bar))
-        turns = TakeTurns(size, turn, progress)
+        turns = TakeTurns(size, turn)
         trainer = L.Trainer(
             **DEFAULTS,
             accelerator=device,

@@ -22,6 +22,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO
 
+import torch
+
 
 def run_forked(
     function: Callable[[], int],
@@ -117,6 +119,9 @@ def _fork(
             os.dup2(files[number - 1], number)
             if kept:  # and not where pytest captures it
                 setattr(sys, name, os.fdopen(number, "w", buffering=1, closefd=False))
+        # A fork leaves torch's pool of threads behind, which the first thread that asks for it makes anew. Where two
+        # ask at once, as those of a backward pass, one of them finds none and ends the process.
+        torch.set_num_threads(torch.get_num_threads())
         code = function()
         imported.write("\n".join(name for name in sys.modules if name not in there).encode())
         imported.flush()
