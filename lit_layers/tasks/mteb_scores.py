@@ -36,7 +36,7 @@ from lit_layers.tasks.mteb_tasks import INSTALL, Sources
 RESULTS, EMBEDDINGS = "mteb", "embeddings"
 NUM_METRIC_TEXTS = 1000
 RUN = ["run", "step", "pooling", "states"]  # what one curve belongs to, with what of these columns a table has
-OPTIONS = ("dtype", "max_tokens", "seed", "store_dtype", "tokenizer", "mteb")
+OPTIONS = ("dtype", "max_tokens", "mteb_seed", "store_dtype", "tokenizer", "mteb")
 MAX_TOKENS, SEED = 2048, 42
 _ELSEWHERE = ("results", "store", "sources")  # decide where things lie, not the numbers
 _COUNTS = ("num_texts", "num_cut", "num_empty")  # of the texts of a task
@@ -185,7 +185,9 @@ class MtebTask(RoundedAnalysis):
     def _unusual(self) -> dict[str, Any]:
         """The options that are not the usual ones: means are over tasks that have the same of them."""
         store = {} if self.store.dtype == "float32" else {"store_dtype": self.store.dtype}
-        return self.tags_of("dtype", "max_tokens", "seed") | store
+        # a tag `seed` would mark one of several draws, which pages, exports and correlate leave out
+        seed = {} if self.seed == SEED else {"mteb_seed": self.seed}
+        return self.tags_of("dtype", "max_tokens") | seed | store
 
     def _described(self) -> dict[str, Any]:
         """What a layer's result says of itself."""
