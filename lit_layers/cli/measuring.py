@@ -14,7 +14,7 @@ from lit_layers.cli.options import Steps, given, refuse_beside
 from lit_layers.cli.verbs.audit import show_audit
 from lit_layers.errors import InputError
 from lit_layers.identity import divided, settings_of, short, shown
-from lit_layers.schema import KEPT_MB
+from lit_layers.schema import COUNT_OR_NONE, KEPT_MB, refuse_outside
 
 if TYPE_CHECKING:
     from lit_layers.analyses.base import Analysis
@@ -132,8 +132,6 @@ class Checkpoints:
         is_series = self.steps is not None or is_steps or model.endswith((".yaml", ".yml"))
         if is_series and self.revision is not None:
             raise InputError(f"revision: {self.revision} is one model: leave it out, or leave --steps out")
-        if self.plan and self.dtype != "float32":
-            raise InputError("plan: it is made for models in float32, and --dtype was given: leave one out")
         of_series = ("allow_suspect", "keep_downloads", "shard", "submodule")
         cases = [(of_series, not is_series, "is for series, and one model was named")]
         refuse_beside(given(self), cases, remedy=": leave it out, or name its --steps")
@@ -171,6 +169,9 @@ def measure(
     from lit_layers.analyses.base import in_bfloat16
     from lit_layers.targets import targets_of
 
+    refuse_outside("", {"kept_mb": COUNT_OR_NONE}, {"kept_mb": options.kept_mb})
+    if options.plan and options.dtype != "float32":
+        raise InputError("plan: it is made for models in float32, and --dtype was given: leave one out")
     shard = shard_of(options.shard, os.environ)
     hidden = options.shard == AUTO and shard[0] > 0  # the first process of torchrun speaks for all
     take_own_gpu(options.device, os.environ)

@@ -58,8 +58,12 @@ def test_what_cannot_be_planned_is_one_sentence_and_ends_in_two(model, corpus, t
         (model, ["--dtype", "float64"], "plan: it is made for models in float32, and --dtype was given"),
         (tmp_path / "empty", ["--tokenizer", corpus / "tokenizer"], "plan: "),
         (model, ["--plan=maybe"], "plan"),
+        (model, ["--kept_mb", "-4"], "kept_mb: expected at least 0, got -4"),
+        (None, ["--dtype", "bfloat16"], "plan: it is made for models in float32, and --dtype was given"),
     ]:
-        assert analyze(place, corpus, tmp_path / "run", *words) == 2
+        whole = ["--series", "lit_layers.series.StepFolders", "--series.root", model.parent] if place is None else []
+        command = ["--corpus", corpus, "--root", tmp_path / "run", "--device", "cpu", "--plan", *whole, *words]
+        assert main(["analyze", *map(str, command if place is None else [place, *command])]) == 2
         last = capsys.readouterr().err.strip().splitlines()[-1]
         assert last.startswith("lit-layers analyze: error: ")
         assert sentence in last
