@@ -123,7 +123,7 @@ def unit_rows(rows: Rows, kept: Kept, *, after_centering: bool = False) -> tuple
     if after_centering and norms.shape[-1]:
         floor = max(rows.shape[-2:]) * torch.finfo(rows.dtype).eps * norms.amax(-1, keepdim=True)
     none = kept & (norms <= floor)
-    return (rows / norms.masked_fill(norms <= floor, 1.0)[..., None]).masked_fill(none[..., None], 0.0), none
+    return rows / norms.masked_fill(norms <= floor, torch.inf)[..., None], none
 
 
 # Features of layers read a few rows at a time: what probes check, and by what they centre and divide.
