@@ -6,6 +6,8 @@ configurations. pydantic does both in less time than Python's own parser takes w
 
 import dataclasses
 import functools
+import itertools
+import reprlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,7 +26,7 @@ from pydantic import (
 from pydantic_core import ErrorDetails, core_schema
 from typing_extensions import TypedDict
 
-from lit_layers.errors import InputError
+from lit_layers.errors import InputError, refused
 
 T = TypeVar("T")
 STRICT = ConfigDict(strict=True, extra="forbid")  # a number in quotes is text, and an unknown field is a mistake
@@ -97,10 +99,8 @@ def read(path: Path, kind: type[T], remedy: str) -> T:
     Raises:
         InputError: for a file that is none, or cannot be read.
     """
-    try:
+    with refused(f"cannot read {path}"):
         text = path.read_bytes()
-    except OSError as error:
-        raise InputError(f"cannot read {path}: {(error.strerror or str(error)).lower()}") from error
     return parse(text, kind, path, remedy)
 
 
@@ -112,10 +112,10 @@ def read_yaml(path: Path, kind: type[T], remedy: str) -> T:
     """
     import yaml
 
+    with refused(f"cannot read {path}"):
+        text = path.read_bytes()
     try:
-        content = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise InputError(f"cannot read {path}: {(error.strerror or str(error)).lower()}") from error
+        content = yaml.safe_load(text)
     except (yaml.YAMLError, ValueError, RecursionError) as error:  # bytes, dates, nesting
         raise InputError(f"{path}: not valid YAML ({' '.join(str(error).split())}); {remedy}") from error
     return check(content, kind, path, remedy)
@@ -138,8 +138,8 @@ def _adapter(kind: type[T]) -> TypeAdapter[T]:
 def _refusal(error: ValidationError, place: str | Path, remedy: str) -> InputError:
     first = error.errors(include_url=False)[0]
     if first["type"] == "json_invalid":
-        said = first["msg"].removeprefix("Invalid JSON: ")
-        return NotJson(f"{place}: not valid JSON ({said}); {remedy}")
+        reason = first["msg"].removeprefix("Invalid JSON: ")
+        return NotJson(f"{place}: not valid JSON ({reason}); {remedy}")
     field = ".".join(map(str, first["loc"]))
     return InputError(f"{place}: {field + ': ' if field else ''}{_complaint(first)}; {remedy}")
 
@@ -150,8 +150,22 @@ def _complaint(error: ErrorDetails) -> str:
     if error["type"] in ("unexpected_keyword_argument", "extra_forbidden"):
         return "there is no such field"
     expected = _WORDS.get(error["type"]) or error["msg"].removeprefix("Input should be ")
-    got = repr(error["input"])
+    got = _Beginning().repr(error["input"])
     return f"expected {expected}, got {got if len(got) <= _LONG else got[:_LONG] + '...'}"
+
+
+class _Beginning(reprlib.Repr):
+    """Writes as much of a value as a sentence shows: with aliases some lines of YAML are a value of gigabytes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.maxlevel, self.maxlist = 3, _LONG // 3
+        self.maxstring = self.maxlong = self.maxother = 3 * _LONG
+
+    def repr_dict(self, x: dict[Any, Any], level: int) -> str:
+        """In its own order, which the library's is not."""
+        items = itertools.islice(x.items(), self.maxlist if level else 0)
+        return f"{{{', '.join(f'{self.repr1(key, 0)}: {self.repr1(value, level - 1)}' for key, value in items)}}}"
 
 
 # Ranges of options: one table for each class that has them.

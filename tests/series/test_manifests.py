@@ -109,6 +109,7 @@ MANY_ALIASES = "x0: &x0 [1]\n" + "".join(f"x{n + 1}: &x{n + 1} [{','.join([f'*x{
         ("repositories: [{names: 2024-01-01}]", "repositories.0.names: expected a name"),
         ("repositories: [{names: a/b, defects: [{says: x, source: y, steps: [1.5]}]}]", "defects.0.steps.0: expected"),
         (MANY_ALIASES + "repositories: []\n", "x0: there is no such field"),
+        (MANY_ALIASES + "repositories: {a: *x10}\n", r"repositories: expected a list, got {'a': \[\[\[\.\.\.\]"),
     ],
 )
 def test_a_wrong_manifest_is_refused(tmp_path, text, sentence):
