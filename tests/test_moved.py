@@ -7,7 +7,8 @@ import pytest
 from lit_layers.analyses import CrossTokenInfluence, NextTokenProbe, TokenCoupling
 from lit_layers.analyses.speed import Speed
 from lit_layers.functional.entropy import effective_rank
-from lit_layers.functional.geometry import linear_cka_matrix, pool
+from lit_layers.functional.geometry import pool
+from lit_layers.functional.similarity import linear_cka_matrix
 from lit_layers.moved import MOVED, public_path
 from lit_layers.tasks import benchmark_scores, catalogue, glue_rows
 from lit_layers.tasks.mteb_scores import MtebTask

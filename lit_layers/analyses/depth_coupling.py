@@ -29,7 +29,7 @@ from lit_layers.data.batches import Batches
 from lit_layers.errors import InputError
 from lit_layers.functional import coupling as functional
 from lit_layers.functional.coupling import Factors, compressions, singular_factors
-from lit_layers.functional.jacobian import block_jacobian, token_places
+from lit_layers.functional.jacobian import block_jacobian, inverse_norm_line, linearized_rollout, token_places
 from lit_layers.models.view import Batch, LayeredModel, Trajectory
 from lit_layers.models.workload import OF_A_JACOBIAN, Part, Work, passes_of
 from lit_layers.records import Record
@@ -266,7 +266,7 @@ class _Run(LayerwiseRun):
         after = in_convention(self.model, self.options.states, visit.layer, visit.after)
         states = torch.stack([carried, self._at_token(after, visit.mask).double()])
         skip = self.options.skip_last and is_last
-        cosines = functional.linearized_rollout(jacobian[None], states, skip_last=skip, undefined="nan")[0]
+        cosines = linearized_rollout(jacobian[None], states, skip_last=skip, undefined="nan")[0]
         if not is_last:
             self.state[visit.batch, "carried"] = carried + (jacobian.double() @ carried[..., None])[..., 0]
         return cosines
@@ -309,7 +309,7 @@ def _of_blocks(of_prompts: dict[Any, Tensor], fit_from: int, tokens: int) -> Ite
             yield _means("singular_value", values, layer=block + 1, tags={"index": index}, tokens=tokens)
     yield _means("linearized_rollout", of_prompts["rollout"][-1], tokens=tokens)
     if blocks - fit_from + 1 >= 3:
-        slope, _, r_squared = functional.inverse_norm_line(of_prompts["values"][:, 0].T, fit_from, undefined="nan")
+        slope, _, r_squared = inverse_norm_line(of_prompts["values"][:, 0].T, fit_from, undefined="nan")
         yield _means("spectrum_slope", slope, tokens=tokens)
         yield _means("spectrum_r_squared", r_squared, tokens=tokens)
 

@@ -21,13 +21,13 @@ from lit_layers.functional.curves import (
     choice_distribution,
     choice_interval,
     choose_layer,
+    macro_f1_interval,
     monotonicity,
     monotonicity_interval,
     turns,
     wilson_interval,
 )
 from lit_layers.functional.geometry import pool
-from lit_layers.functional.layer_selection import macro_f1_interval
 from lit_layers.functional.probe import LogisticProbes, fit_logistic_probes, macro_f1
 from lit_layers.functional.record_probe import fit_record_probes
 from lit_layers.functional.regression import RidgeProbes, fit_ridge_probes

@@ -28,8 +28,9 @@ from lit_layers.analyses.statistics import (
 )
 from lit_layers.data.batches import Batches
 from lit_layers.errors import InputError
-from lit_layers.functional.geometry import cosine_similarity_matrix, linear_cka_matrix, pool
-from lit_layers.functional.trajectory import WalkedPath, layer_stages, principal_paths
+from lit_layers.functional.geometry import pool
+from lit_layers.functional.similarity import cosine_similarity_matrix, layer_stages, linear_cka_matrix
+from lit_layers.functional.trajectory import WalkedPath, principal_paths
 from lit_layers.metrics import is_in, look_up
 from lit_layers.models.view import Batch, LayeredModel
 from lit_layers.models.view import Trajectory as PromptTrajectory

@@ -24,13 +24,11 @@ from lit_layers.functional import coupling as functional
 from lit_layers.functional.coupling import (
     Directions,
     Factors,
-    Influence,
-    cross_token_influence,
     excess_coupling,
     num_directions,
     singular_factors,
 )
-from lit_layers.functional.jacobian import block_jacobian, token_places
+from lit_layers.functional.jacobian import Influence, block_jacobian, cross_token_influence, token_places
 from lit_layers.models.view import LayeredModel, Trajectory
 from lit_layers.models.workload import OF_A_JACOBIAN, Part, Work, passes_of
 from lit_layers.records import Record
@@ -367,7 +365,7 @@ class CrossTokenInfluence(PromptAnalysis):
 
     Cost: a Jacobian and its singular values for each layer, prompt and input token; at width 768 one takes 0.1 s on a
     CPU core, so 12 layers and 128 tokens take 2.6 min a prompt, 32 of them 40 s.
-    Source: definitions and departures as in `lit_layers.functional.coupling.cross_token_influence`.
+    Source: definitions and departures as in `lit_layers.functional.cross_token_influence`.
     """
 
     LEAST: ClassVar = {"num_prompts": 1, "num_inputs": 1, "eps": 0}

@@ -15,11 +15,13 @@ if TYPE_CHECKING:
     from lit_layers.functional.entropy import *
     from lit_layers.functional.geometry import *
     from lit_layers.functional.invariance import *
-    from lit_layers.functional.jacobian import *
+    from lit_layers.functional.jacobian.routes import *
+    from lit_layers.functional.jacobian.summaries import *
     from lit_layers.functional.layer_selection import *
     from lit_layers.functional.probe import *
     from lit_layers.functional.record_probe import *
     from lit_layers.functional.regression import *
+    from lit_layers.functional.similarity import *
     from lit_layers.functional.trajectory import *
     from lit_layers.functional.watching_probe import *
 
@@ -27,8 +29,10 @@ _METRICS = (
     "trajectory",
     "entropy",
     "geometry",
+    "similarity",
     "invariance",
-    "jacobian",
+    "jacobian.routes",
+    "jacobian.summaries",
     "coupling",
     "probe",
     "record_probe",
@@ -36,12 +40,11 @@ _METRICS = (
     "watching_probe",
 )
 _FILES = (*_METRICS, "curves", "correlation", "layer_selection", "block_schedules")
-_PLUMBING = ("attention", "one_token")
 
 
 def __getattr__(name: str) -> Any:
     # On first use: a command's help reads block_schedules alone and need not wait for torch.
-    if not name.startswith("_") and name not in _FILES + _PLUMBING:
+    if not name.startswith("_") and name not in (*_FILES, "jacobian"):
         for file in _FILES:
             defined = getattr(importlib.import_module(f"{__name__}.{file}"), name, None)
             if getattr(defined, "__module__", None) == f"{__name__}.{file}":

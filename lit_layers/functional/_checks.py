@@ -126,6 +126,34 @@ def unit_rows(rows: Rows, kept: Kept, *, after_centering: bool = False) -> tuple
     return rows / norms.masked_fill(norms <= floor, torch.inf)[..., None], none
 
 
+# Jacobians, which are square.
+
+
+def wide_matrices(matrices: Tensor) -> Tensor:
+    """Float64 where the decomposition is small or float64 came in, else float32."""
+    if matrices.ndim < 2 or matrices.shape[-1] != matrices.shape[-2]:
+        raise ValueError(f"expected square matrices (*n, dim, dim), got {tuple(matrices.shape)}")
+    if not matrices.is_floating_point():
+        raise TypeError(f"expected floating-point Jacobians, got {matrices.dtype}")
+    wide = matrices.dtype == torch.float64 or matrices.shape[-1] <= 512
+    return matrices.detach().to(torch.float64 if wide else torch.float32)
+
+
+def finite_matrices(jacobians: Tensor, undefined: str) -> tuple[Tensor, Tensor]:
+    """The Jacobians with non-finite ones set to zero, and where those were; raises instead if asked."""
+    check_option("undefined", undefined, "raise", "nan")
+    broken = ~jacobians.isfinite().all(-1).all(-1)
+    if not bool(broken.any()):
+        return jacobians, broken
+    if undefined == "raise":
+        raise ValueError(f"expected finite Jacobians, got a non-finite one at index {first_index(broken)}")
+    return jacobians.masked_fill(broken[..., None, None], 0), broken
+
+
+def first_index(where: Tensor) -> list[int]:
+    return where.nonzero()[0].tolist()
+
+
 # Features of layers read a few rows at a time: what probes check, and by what they centre and divide.
 
 CHUNK = 2**21  # numbers widened at once: 16 MB in float64

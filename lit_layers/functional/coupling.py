@@ -8,7 +8,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from lit_layers.functional._checks import check_option
+from lit_layers.functional._checks import check_option, finite_matrices, wide_matrices
 
 # Leading singular vectors of square matrices, each with a bound on its error.
 
@@ -51,7 +51,7 @@ def singular_factors(
     Raises:
         ValueError: count outside 1..dim, a tolerance that is not positive.
     """
-    matrices = widen(matrices)
+    matrices = wide_matrices(matrices)
     dim = matrices.shape[-1]
     if count is not None and not 1 <= count <= dim:
         raise ValueError(f"expected a count between 1 and the dimension {dim}, got {count}")
@@ -81,16 +81,6 @@ def singular_factors(
         torch.cat(part).reshape(*matrices.shape[:-2], *part[0].shape[1:]) for part in zip(*parts, strict=True)
     )
     return Factors(left.to(dtype), values.to(dtype), right.to(dtype), bounds + rounding, turns)
-
-
-def widen(matrices: Tensor) -> Tensor:
-    """Float64 where the decomposition is small or float64 came in, else float32."""
-    if matrices.ndim < 2 or matrices.shape[-1] != matrices.shape[-2]:
-        raise ValueError(f"expected square matrices (*n, dim, dim), got {tuple(matrices.shape)}")
-    if not matrices.is_floating_point():
-        raise TypeError(f"expected floating-point Jacobians, got {matrices.dtype}")
-    wide = matrices.dtype == torch.float64 or matrices.shape[-1] <= 512
-    return matrices.detach().to(torch.float64 if wide else torch.float32)
 
 
 def _leading(matrices: Tensor, count: int) -> Factors:
@@ -170,24 +160,6 @@ Undefined = Literal["raise", "nan"]
 Directions = int | float
 
 
-class JacobianSpectrum(NamedTuple):
-    """Leading singular values per block, and the straight line through 1 / s_1 over depth."""
-
-    values: Tensor
-    slope: Tensor
-    intercept: Tensor
-    r_squared: Tensor
-
-
-class Influence(NamedTuple):
-    """Four sizes of a Jacobian: two of its scale, two of its rank."""
-
-    frobenius: Tensor
-    spectral: Tensor
-    participation_ratio: Tensor
-    entropy_rank: Tensor
-
-
 def miscoupling(
     j1: Float[Tensor, "*n dim dim"],
     j2: Float[Tensor, "*n dim dim"],
@@ -236,9 +208,9 @@ def miscoupling_matrix(
         ValueError: as `miscoupling`, naming the first undefined block.
     """
     others_given = others is not None
-    jacobians, others = widen(jacobians), widen(others if others is not None else jacobians)
-    jacobians, broken = _finite(jacobians, undefined)
-    others, others_broken = _finite(others, undefined) if others_given else (jacobians, broken)
+    jacobians, others = wide_matrices(jacobians), wide_matrices(others if others is not None else jacobians)
+    jacobians, broken = finite_matrices(jacobians, undefined)
+    others, others_broken = finite_matrices(others, undefined) if others_given else (jacobians, broken)
     count = max(_counts(k, jacobians.shape[-1]))
     factors = singular_factors(others, count)
     values = torch.linalg.svdvals(jacobians) if others_given else factors.values
@@ -301,8 +273,8 @@ def offdiagonal_ratio(
     Raises:
         ValueError: `k` outside 1..dim, a non-finite matrix, or A = 0.
     """
-    j1, _ = _finite(widen(j1), "raise")
-    j2, _ = _finite(widen(j2), "raise")
+    j1, _ = finite_matrices(wide_matrices(j1), "raise")
+    j2, _ = finite_matrices(wide_matrices(j2), "raise")
     (count,) = _counts(k, j1.shape[-1])
     factors = singular_factors(j2[..., None, :, :], count)
     (compressed,) = compressions(j1[..., None, :, :], factors, count=count, bases=bases)
@@ -445,136 +417,6 @@ def mean_by_distance(pairs: Float[Tensor, "*n blocks blocks"]) -> Float[Tensor, 
     depth = torch.arange(blocks, device=pairs.device)
     distance = (depth[:, None] - depth).abs()
     return torch.stack([pairs[..., distance == apart].nanmean(-1) for apart in range(blocks)], -1)
-
-
-def jacobian_spectrum(
-    jacobians: Float[Tensor, "*n blocks dim dim"],
-    *,
-    top: int | None = 15,
-    fit_from: int = 1,
-    undefined: Undefined = "raise",
-) -> JacobianSpectrum:
-    """Leading `top` singular values per block (all for None), and the least-squares line of 1 / s_1 over depth.
-
-    The line is fitted over the block numbers `fit_from`..L, counted from 1; `r_squared` is 1 where 1 / s_1 is linear in
-    depth. Rotations leave all of it alone.
-
-    Source: Aubry et al., the linear growth of the inverse top singular value; their code fits from block 10.
-
-    Raises:
-        ValueError: fewer than three blocks to fit, `top` above dim, s_1 = 0, 1 / s_1 constant over depth (the slope is
-            then 0 and r_squared undefined).
-    """
-    jacobians, broken = _finite(widen(jacobians), undefined)
-    dim = jacobians.shape[-1]
-    if top is not None and not 1 <= top <= dim:
-        raise ValueError(f"expected top between 1 and the dimension {dim}, got {top}")
-    values = torch.linalg.svdvals(jacobians).masked_fill(broken[..., None], math.nan)
-    return JacobianSpectrum(values[..., :top], *inverse_norm_line(values[..., 0], fit_from, undefined=undefined))
-
-
-def inverse_norm_line(
-    largest: Float[Tensor, "*n blocks"], fit_from: int = 1, *, undefined: Undefined = "raise"
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Slope, intercept and r_squared of 1 / s_1 over the block numbers `fit_from`..L."""
-    blocks = largest.shape[-1]
-    if fit_from < 1 or blocks - fit_from + 1 < 3:
-        raise ValueError(f"expected at least three blocks to fit a line to, got blocks {fit_from} to {blocks}")
-    if undefined == "raise" and bool((largest == 0).any()):
-        raise ValueError(f"1 / s_1 is undefined for a zero Jacobian, got one at index {_first(largest == 0)}")
-    largest = largest[..., fit_from - 1 :].double()
-    inverse = 1 / largest.masked_fill(largest == 0, math.nan)
-    number = torch.arange(fit_from, blocks + 1, dtype=inverse.dtype, device=inverse.device)
-    offset = number - number.mean()
-    mean = inverse.mean(-1)
-    slope = (inverse * offset).sum(-1) / offset.square().sum()
-    deviation = inverse - mean[..., None]
-    total = deviation.square().sum(-1)
-    # rounding alone leaves a deviation of some 1e-16 of the mean
-    constant = total <= len(number) * (1e-15 * mean.abs()) ** 2
-    if undefined == "raise" and bool(constant.any()):
-        raise ValueError(f"r_squared is undefined where 1 / s_1 is constant over depth, as at index {_first(constant)}")
-    residual = (deviation - slope[..., None] * offset).square().sum(-1)
-    r_squared = (1 - residual / total).masked_fill(constant, math.nan)
-    return slope.masked_fill(constant, 0), mean - slope * number.mean(), r_squared
-
-
-def linearized_rollout(
-    jacobians: Float[Tensor, "layers *n dim dim"],
-    states: Float[Tensor, "layers_and_input *n dim"],
-    *,
-    skip_last: bool = False,
-    undefined: Undefined = "raise",
-) -> Float[Tensor, "layers *n"]:
-    """Cosine between a token's state and its input carried by the linearized blocks alone, per layer, in [-1, 1].
-
-    `y[l] = (I + J[l]) y[l-1]` from `y[0] = x[0]`, with the token's own Jacobians: no cross-token terms and no offsets,
-    so it scores linearity and does not approximate the model. Exactly 1 where every branch is linear and token-wise.
-    `skip_last` leaves out the last block's factor, as published code does. The headline is the last entry. In float64.
-
-    Raises:
-        ValueError: a zero or non-finite vector, naming its layer.
-    """
-    blocks = jacobians.shape[0]
-    if states.shape[0] != blocks + 1 or states.shape[1:] != jacobians.shape[1:-1]:
-        raise ValueError(
-            f"expected states of shape {(blocks + 1, *jacobians.shape[1:-1])} for these Jacobians, got "
-            f"{tuple(states.shape)}"
-        )
-    states = states.double()
-    carried = states[0]
-    cosines = []
-    for block in range(blocks):
-        if not (skip_last and block == blocks - 1):
-            carried = carried + (jacobians[block].double() @ carried[..., None])[..., 0]
-        state = states[block + 1]
-        norms = torch.linalg.vector_norm(carried, dim=-1) * torch.linalg.vector_norm(state, dim=-1)
-        cosine = (carried * state).sum(-1) / norms.masked_fill(norms == 0, math.nan)
-        cosine = torch.where(cosine.isfinite(), cosine.clamp(-1, 1), math.nan)
-        if undefined == "raise" and bool(cosine.isnan().any()):
-            raise ValueError(f"the rollout is undefined at layer {block + 1}: a vector there is zero or not finite")
-        cosines.append(cosine)
-    return torch.stack(cosines)
-
-
-def cross_token_influence(
-    jacobians: Float[Tensor, "*n dim dim"], *, eps: float = 0.0, undefined: Undefined = "raise"
-) -> Influence:
-    """Size and rank of Jacobians between tokens: Frobenius and spectral norm, participation ratio, entropy rank.
-
-    `1 <= participation_ratio <= entropy_rank <= dim`, both over the singular values themselves: a rank-r partial
-    isometry gives r for both. Rotations change nothing, scaling only the norms. `eps`, as published code has it, is
-    added to both denominators, and shares up to it are dropped.
-
-    Raises:
-        ValueError: a zero matrix, whose ranks are undefined, or a non-finite one.
-    """
-    jacobians, broken = _finite(widen(jacobians), undefined)
-    values = torch.linalg.svdvals(jacobians).double()
-    zero = values[..., 0] == 0
-    if undefined == "raise" and bool(zero.any()):
-        raise ValueError(f"the rank of a zero Jacobian is undefined, got one at index {_first(zero)}")
-    total, squares = values.sum(-1), values.square().sum(-1)
-    shares = values / (total + eps)[..., None]
-    kept = torch.where(shares > eps, shares, 1.0)  # 1 log 1 = 0
-    ranks = total**2 / (squares + eps), torch.exp(-(kept * kept.log()).sum(-1))
-    ranks = [rank.masked_fill(zero | broken, math.nan) for rank in ranks]
-    return Influence(squares.sqrt().masked_fill(broken, math.nan), values[..., 0].masked_fill(broken, math.nan), *ranks)
-
-
-def _finite(jacobians: Tensor, undefined: Undefined) -> tuple[Tensor, Tensor]:
-    """The Jacobians with non-finite ones set to zero, and where those were; raises instead if asked."""
-    check_option("undefined", undefined, "raise", "nan")
-    broken = ~jacobians.isfinite().all(-1).all(-1)
-    if not bool(broken.any()):
-        return jacobians, broken
-    if undefined == "raise":
-        raise ValueError(f"expected finite Jacobians, got a non-finite one at index {_first(broken)}")
-    return jacobians.masked_fill(broken[..., None, None], 0), broken
-
-
-def _first(where: Tensor) -> list[int]:
-    return where.nonzero()[0].tolist()
 
 
 def _counts(k: Directions | Sequence[Directions], dim: int) -> list[int]:

@@ -11,18 +11,14 @@ from typing import Literal, NamedTuple
 
 import numpy as np
 import torch
-from jaxtyping import Int
 from numpy.typing import NDArray
-from torch import Tensor
 
 from lit_layers.functional._checks import check_option
 from lit_layers.functional.correlation import UndefinedError, distance_correlations
 from lit_layers.functional.curves import (
     bootstrap_interval,
     choice_distribution,
-    percentiles,
     resampled_curves,
-    row_counts,
 )
 
 Table = NDArray[np.float64]  # (tasks, layers)
@@ -316,48 +312,3 @@ def _rank_correlations(x: Table, y: Table) -> tuple[NDArray[np.float64], NDArray
 def _cosines(x: NDArray[np.float64], y: NDArray[np.float64]) -> NDArray[np.float64]:
     lengths = np.sqrt((x * x).sum(-1) * (y * y).sum(-1))
     return np.clip((x * y).sum(-1) / lengths, -1, 1)
-
-
-# Intervals of scores that are no mean over rows.
-
-
-def macro_f1_interval(
-    labels: Int[Tensor, " n"],
-    predictions: Int[Tensor, " n"],
-    *,
-    resamples: int = 2000,
-    seed: int = 0,
-    confidence: float = 0.95,
-) -> tuple[float, float]:
-    """Percentile bootstrap interval over rows, low and high, of `macro_f1`; each resample over the classes it has.
-
-    The rows of a seed are those of `bootstrap_interval`. 10,000 rows of 77 classes: a few seconds.
-
-    Raises:
-        ValueError: fewer than 2 rows, labels and predictions of different shapes, an option out of range.
-    """
-    if labels.shape != predictions.shape or labels.ndim != 1 or len(labels) < 2:
-        raise ValueError(
-            f"expected labels and predictions of at least 2 rows, got {tuple(labels.shape)} and "
-            f"{tuple(predictions.shape)}"
-        )
-    ends = percentiles(confidence)
-    if resamples < 1:
-        raise ValueError(f"expected at least 1 resample, got {resamples}")
-    classes, labels = labels.cpu().unique(return_inverse=True)
-    predictions = predictions.cpu()
-    known = classes[torch.searchsorted(classes, predictions).clamp(max=len(classes) - 1)] == predictions
-    predicted = torch.where(known, torch.searchsorted(classes, predictions), len(classes))  # others: one class more
-    rows = torch.arange(len(labels))
-    is_class = torch.zeros(len(labels), len(classes) + 1, dtype=torch.float64)
-    is_predicted = is_class.clone()
-    is_class[rows, labels], is_predicted[rows, predicted] = 1, 1
-    sums = torch.cat([is_class * is_predicted, is_class, is_predicted], dim=1)  # (rows, 3 x (classes + 1))
-    found = []
-    for counts in row_counts(len(labels), resamples, seed):
-        hits, there, said = (counts @ sums).chunk(3, dim=1)
-        present = there[:, :-1] > 0
-        scores = 2 * hits[:, :-1] / (there + said)[:, :-1].clamp(min=1)
-        found.append((scores * present).sum(1) / present.sum(1))
-    low, high = torch.cat(found).quantile(ends).tolist()
-    return low, high

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from lit_layers.errors import InputError
-from lit_layers.functional.attention import SHARED, Alignment, evaluating
 from lit_layers.functional.block_schedules import Step
+from lit_layers.functional.jacobian.block_call import SHARED, Alignment, evaluating
 from lit_layers.models.build import true_vocab_size
 from lit_layers.models.families import Network, family_of, trunk_of
 

@@ -9,7 +9,7 @@ import torch
 from lit_layers import undisturbed
 from lit_layers.analyses.layer_geometry import LayerSimilarity
 from lit_layers.errors import InputError
-from lit_layers.functional.trajectory import layer_stages
+from lit_layers.functional.similarity import layer_stages
 from lit_layers.models.view import LayeredModel
 from lit_layers.undisturbed import measure
 from tests.support.listed_batches import Listed

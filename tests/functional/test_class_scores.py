@@ -5,8 +5,7 @@ import pytest
 import torch
 from sklearn.metrics import f1_score
 
-from lit_layers.functional.curves import row_counts
-from lit_layers.functional.layer_selection import macro_f1_interval
+from lit_layers.functional.curves import macro_f1_interval, row_counts
 from lit_layers.functional.probe import macro_f1
 
 

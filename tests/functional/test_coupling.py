@@ -8,11 +8,7 @@ import torch
 from torch import Tensor
 
 from lit_layers.functional.coupling import (
-    cross_token_influence,
     excess_coupling,
-    inverse_norm_line,
-    jacobian_spectrum,
-    linearized_rollout,
     mean_by_distance,
     min_gap,
     miscoupling,
@@ -23,6 +19,12 @@ from lit_layers.functional.coupling import (
     offdiagonal_ratio,
     random_miscoupling,
     singular_factors,
+)
+from lit_layers.functional.jacobian import (
+    cross_token_influence,
+    inverse_norm_line,
+    jacobian_spectrum,
+    linearized_rollout,
 )
 
 

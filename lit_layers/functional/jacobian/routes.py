@@ -24,8 +24,8 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
 from lit_layers.functional._checks import check_option
-from lit_layers.functional.attention import Alignment, Call, Unsupported, as_call, jacobians_by_reverse_mode
-from lit_layers.functional.one_token import disagreement, jacobians_by_one_token
+from lit_layers.functional.jacobian.block_call import Alignment, Call, Unsupported, as_call, jacobians_by_reverse_mode
+from lit_layers.functional.jacobian.one_token import disagreement, jacobians_by_one_token
 
 Block = Callable[[Tensor], Tensor]
 Route = Literal["auto", "cut", "one_token", "plain"]
@@ -185,7 +185,7 @@ def _compute(block: Block, hidden: Tensor, outs: Tensor, ins: Tensor, chunk_size
                 if route != "auto":
                     raise ValueError(f"no route {name!r} for {type(call.module).__name__}: {error}") from error
                 reasons[name] = str(error)
-        _say_once(call.module, reasons["one_token"])
+        _warn_once(call.module, reasons["one_token"])
     elif route in ("cut", "one_token"):
         raise ValueError(f"route {route!r} needs a module, or a block of a trajectory, and more than one token")
     return jacobians_by_reverse_mode(block, hidden, outs, ins, chunk_size)
@@ -232,7 +232,7 @@ def _weights_of(module: nn.Module) -> tuple[int, ...]:
 _verified: weakref.WeakKeyDictionary[nn.Module, dict[tuple[Any, ...], tuple[tuple[int, ...], str]]] = (
     weakref.WeakKeyDictionary()
 )
-_told: set[tuple[str, str]] = set()
+_warned: set[tuple[str, str]] = set()
 
 
 def _layout(value: Any) -> Any:
@@ -246,10 +246,10 @@ def _layout(value: Any) -> Any:
     return value if isinstance(value, bool | int | float | str | None) else type(value)
 
 
-def _say_once(module: nn.Module, reason: str) -> None:
+def _warn_once(module: nn.Module, reason: str) -> None:
     kind = type(module).__name__
-    if (kind, reason) not in _told:
-        _told.add((kind, reason))
+    if (kind, reason) not in _warned:
+        _warned.add((kind, reason))
         warnings.warn(
             f"the Jacobians of {kind} are computed by plain reverse mode, exactly but slowly: {reason}",
             RuntimeWarning,

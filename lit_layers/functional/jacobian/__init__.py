@@ -1,0 +1,22 @@
+"""Block Jacobians: how they are computed (`routes`) and what they show by themselves (`summaries`)."""
+
+from lit_layers.functional.jacobian.routes import block_jacobian, token_places
+from lit_layers.functional.jacobian.summaries import (
+    Influence,
+    JacobianSpectrum,
+    cross_token_influence,
+    inverse_norm_line,
+    jacobian_spectrum,
+    linearized_rollout,
+)
+
+__all__ = [
+    "Influence",
+    "JacobianSpectrum",
+    "block_jacobian",
+    "cross_token_influence",
+    "inverse_norm_line",
+    "jacobian_spectrum",
+    "linearized_rollout",
+    "token_places",
+]
