@@ -1,9 +1,12 @@
 """Blocks in bfloat16: against the model's own modules under autocast, and their stated difference against float64."""
 
 import gc
+import json
+import warnings
 import weakref
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pyarrow.parquet as pq
@@ -25,6 +28,7 @@ from lit_layers.records import Measurement, Record
 from lit_layers.tasks import benchmark_scores, mteb_scores
 from lit_layers.tasks.benchmark_rows import local_rows
 from lit_layers.tasks.benchmark_scores import BenchmarkScores
+from lit_layers.tasks.embedding_store import TaskEmbeddings
 from lit_layers.tasks.lm_eval_scorer import LmEvalScorer
 from lit_layers.undisturbed import measure
 from tests.support.benchmark_rows import tiny_speaker, write_tasks, write_tokenizer
@@ -162,6 +166,29 @@ def test_embeddings_of_each_layer_are_checked_and_kept_apart(tmp_path):
         assert (mean, largest) == pytest.approx(
             (differences.mean().item(), differences.max().item()), rel=0.1, abs=1e-6
         )
+
+
+def test_a_text_whose_embedding_has_no_length_is_left_out_of_the_difference_and_counted(tmp_path, monkeypatch):
+    data, model = write_tiny_data(tmp_path / "data"), tmp_path / "model"
+    view, first = saved_model(model), TaskEmbeddings.features_of_first
+
+    def without_length(self, most, view):
+        features = first(self, most, view)
+        layers = [features.layer(layer).clone() for layer in range(4)]
+        layers[2][1] = 0
+        return SimpleNamespace(num_rows=features.num_rows, layer=layers.__getitem__)
+
+    plain = list(task("STSBenchmark", data, model, tmp_path / "a", dtype="bfloat16").run(view))
+    monkeypatch.setattr(TaskEmbeddings, "features_of_first", without_length)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", RuntimeWarning)
+        found = list(task("STSBenchmark", data, model, tmp_path / "b", dtype="bfloat16").run(view))
+    differences = {r.layer: (r.n, r.tags.get("num_undefined")) for r in found if r.metric == BOTH[0]}
+    assert differences == {0: (CHECKED, None), 1: (CHECKED, None), 2: (CHECKED - 1, 1), 3: (CHECKED, None)}
+    assert [r for r in found if r.layer != 2] == [r for r in plain if r.layer != 2]
+    assert np.isfinite([r.value for r in found]).all()
+    (file,) = (tmp_path / "b").rglob("layer-002.json")
+    assert json.loads(file.read_text(), parse_constant=pytest.fail)["bf16_differences"][1] is None
 
 
 def test_training_beside_it_ends_in_the_same_bits():

@@ -189,11 +189,16 @@ class TaskEmbeddings:
         encoded, _ = self.embedding.encode(list(self._places)[:most])
         return text_features(view, encoded, pooling=self.embedding.pooling, states=self.embedding.states)
 
-    def distances(self, exact: LayerFeatures, layer: int) -> list[float]:
-        """How far the first texts' embeddings are from features of them, as a share of the length of these."""
+    def distances(self, exact: LayerFeatures, layer: int) -> list[float | None]:
+        """How far the first texts' embeddings are from features of them, as a share of the length of these.
+
+        None where a feature has no length.
+        """
         rounded = self.of(list(self._places)[: exact.num_rows], layer)
         vectors = exact.layer(layer).double().numpy()
-        return (np.linalg.norm(rounded - vectors, axis=1) / np.linalg.norm(vectors, axis=1)).tolist()
+        norms = np.linalg.norm(vectors, axis=1).tolist()
+        distances = np.linalg.norm(rounded - vectors, axis=1).tolist()
+        return [distance / norm if norm else None for distance, norm in zip(distances, norms, strict=True)]
 
     def _add(self, texts: list[str]) -> None:
         encoded, num_empty = self.embedding.encode(texts)

@@ -179,7 +179,8 @@ class MtebTask(RoundedAnalysis):
                 tags |= self._unusual() | {name: result[name] for name in _COUNTS if result[name]}
                 tags |= {"num_undefined": num_undefined} if num_undefined else {}
                 yield Record(metric="main_score", value=result["main_score"], layer=layer, n=result["n"], tags=tags)
-                differences = torch.tensor(result.get("bf16_differences", []))
+                # None: a text whose embedding has no length
+                differences = torch.from_numpy(np.array(result.get("bf16_differences", []), dtype=float))
                 yield from rounding_records(differences, "embedding", layer=layer, tags=tags)
 
     def _unusual(self) -> dict[str, Any]:
