@@ -13,12 +13,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lit_layers.analyses.base import Analysis, DividedAnalysis, describe
+from lit_layers.analyses.base import NUM_CHECKED, Analysis, DividedAnalysis, RoundedAnalysis, describe
 from lit_layers.analyses.layerwise import LayerwiseAnalysis, layerwise
 from lit_layers.errors import InputError
 from lit_layers.functional.coupling import singular_factors
 from lit_layers.functional.entropy import spectrum
 from lit_layers.functional.jacobian import block_jacobian
+from lit_layers.models.bfloat16 import BFloat16View
 from lit_layers.models.build import truncate
 from lit_layers.models.costs import this_machine
 from lit_layers.models.shard_files import free_memory
@@ -147,16 +148,17 @@ def planned(
     """
     streamed = {each.name: each for each in layerwise(analyses)} if stream_blocks else {}
     num_reads = max((each.passes for each in streamed.values()), default=-1) + 1  # once more for their hash
-    plan, bench = (
-        Plan(model=model, device=device, num_checkpoints=num_checkpoints, num_reads=num_reads),
-        Bench(model, device),
-    )
+    plan = Plan(model=model, device=device, num_checkpoints=num_checkpoints, num_reads=num_reads)
+    bench = Bench(model, device)
     passed: dict[str, tuple[str, int]] = {}  # by the texts: which analysis they are booked to, and how many
     for analysis in analyses:
         analysis.check_options(model)
         work = analysis.work(model)
         if work is None:
             plan.rows.append(Row(name=analysis.name, work=None))
+            continue
+        if isinstance(analysis, RoundedAnalysis) and analysis.dtype == "bfloat16":
+            plan.rows.append(_rounded(analysis.name, work, bench))
             continue
         shared = ""
         shares = isinstance(analysis, DividedAnalysis) or type(analysis).announced is not Analysis.announced
@@ -237,6 +239,21 @@ def _row(name: str, work: Work, bench: "Bench", shared: str = "") -> Row:
     return Row(name=name, work=work, flop=sum(flop(bench.model, part) for part in parts), seconds=sum(times), how=how)
 
 
+def _rounded(name: str, work: Work, bench: "Bench") -> Row:
+    """With its blocks in bfloat16, by passes and a copy of their matrices of its own, and a sample in float32."""
+    share = min(1.0, NUM_CHECKED / max(1, work.texts))
+    sample = replace(work, parts=tuple(part._replace(count=share * part.count) for part in work.parts))
+    exact, rows = _row(name, sample, bench), _row(name, work, Bench(bench.model, bench.device, rounded=True))
+    matrices = sum(map(bytes_of, bench.model.blocks)) / 2
+    return Row(
+        name=name,
+        work=replace(work, parts=work.parts + sample.parts, device=work.device + matrices),
+        flop=rows.flop + exact.flop,
+        seconds=rows.seconds + exact.seconds,
+        how=f"blocks in bfloat16: {rows.how}; a sample in float32: {exact.how}",
+    )
+
+
 def share_of(budget: str | float) -> float:
     """A budget such as 5% or 0.05 as a share.
 
@@ -277,16 +294,20 @@ _TIMED: dict[tuple[Any, ...], float] = {}  # seconds a FLOP, for the session
 
 
 class Bench:
-    """Seconds of parts on a device: each kind is done once, with random weights, at its size or the largest timed."""
+    """Seconds of parts on a device: each kind is done once, with random weights, at its size or the largest timed.
 
-    def __init__(self, model: LayeredModel, device: torch.device, dtype: torch.dtype = torch.float32) -> None:
-        self.model, self.device, self.dtype = model, device, dtype
+    Args:
+        rounded: whether blocks multiply in bfloat16
+    """
+
+    def __init__(self, model: LayeredModel, device: torch.device, *, rounded: bool = False) -> None:
+        self.model, self.device, self.rounded = model, device, rounded
 
     def seconds(self, part: Part) -> float:
         """What a part takes."""
         each = part._replace(count=1)
         shapes = [tuple(p.shape) for p in self.model.blocks[0].parameters()]
-        key = (str(self.device), self.dtype, self.model.dim, str(shapes), part.kind, part.size, part.call)
+        key = (str(self.device), self.rounded, self.model.dim, str(shapes), part.kind, part.size, part.call)
         if key not in _TIMED:
             call, timed = self._call(each)
             _TIMED[key] = self._time(call) / timed
@@ -354,6 +375,7 @@ class Bench:
                 parameter.normal_(std=0.02, generator=generator)
             for buffer in cut.buffers():
                 buffer.zero_()
+        view = BFloat16View(view) if self.rounded else view
         if view.family.sees_images:
             side = view.image_size or int(math.sqrt(tokens)) * 16
             batch = {"pixel_values": torch.zeros(1, 3, side, side)}
@@ -365,7 +387,7 @@ class Bench:
     def _time(self, call: Callable[[], Any]) -> float:
         """Seconds of a call: the shortest of some, as others only make it longer; the first is not counted."""
         times: list[float] = []
-        with torch.no_grad(), torch.autocast(self.device.type, self.dtype, enabled=self.dtype != torch.float32):
+        with torch.no_grad():
             call()
             while sum(times) < ENOUGH or len(times) < 3:
                 self._wait()

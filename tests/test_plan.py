@@ -6,7 +6,7 @@ import json
 import os
 import shutil
 import statistics
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import pytest
@@ -47,7 +47,7 @@ from lit_layers.models.saved import outline
 from lit_layers.models.shard_files import ShardFiles
 from lit_layers.models.streaming import StreamedModel
 from lit_layers.models.view import LayeredModel
-from lit_layers.models.workload import Part, bytes_of_model, flop
+from lit_layers.models.workload import Part, bytes_of, bytes_of_model, flop
 from lit_layers.plan import Plan, Row, planned, share_of, stride_within
 from lit_layers.records import Record
 from lit_layers.schedule import Schedule
@@ -117,6 +117,8 @@ EXACT = [
     ("gpt2", Representation(batches=TEXTS)),
     ("gpt2", Lens(batches=TEXTS)),
     ("gpt2", Interventions(batches=TEXTS, variants=("skip", "reverse", "random"), seeds=(0, 1))),
+    ("gpt2", Lens(batches=TEXTS, dtype="bfloat16")),  # all of these texts in float32, too
+    ("gpt2", Interventions(batches=TEXTS, variants=("skip", "reverse"), dtype="bfloat16")),
     ("gpt2", LayerSimilarity(batches=TEXTS)),
     ("gpt2", PathsInPlane(batches=TEXTS)),
     ("gpt2", StateMetric(metric=effective_rank, batches=TEXTS)),
@@ -440,6 +442,19 @@ def test_texts_of_several_analyses_count_once_as_they_are_passed_once():
     plan = planned(model, analyses, device=CPU)
     assert plan.whole.block_runs() == runs == (8 + 4) * 3
     assert any(note.startswith("lens: passes of trajectory, 768 rows through the head") for note in plan.notes())
+
+
+def test_blocks_in_bfloat16_are_timed_so_in_passes_of_their_own_and_a_sample_besides():
+    model, rounded = LayeredModel(tiny("gpt2")), Lens(batches=TEXTS, dtype="bfloat16", name="rounded")
+    plan = planned(model, [Lens(batches=TEXTS), rounded, replace(rounded, batches=Windows(64, 24, 4))], device=CPU)
+    plain, short, long = plan.rows
+    assert [row.work.block_runs() for row in plan.rows] == [8 * 3, (8 + 8) * 3, (64 + 16) * 3]
+    assert short.work.device - plain.work.device == sum(map(bytes_of, model.blocks)) / 2
+    assert "rounded: blocks in bfloat16: 24 block runs on texts of 24 tokens" in plan.notes()[3]
+    assert "; a sample in float32: 24 block runs" in plan.notes()[3]
+    times = {key[1]: seconds for key, seconds in planning._TIMED.items() if key[4:6] == ("blocks", (4, 24))}
+    assert times[True] != times[False]
+    assert long.seconds > short.seconds > plain.seconds
 
 
 def test_plans_of_six_recipes_were_within_a_factor_of_two_of_what_was_measured():

@@ -170,7 +170,7 @@ def measure(
     from lit_layers.targets import targets_of
 
     refuse_outside("", {"kept_mb": COUNT_OR_NONE}, {"kept_mb": options.kept_mb})
-    if options.plan and options.dtype != "float32":
+    if options.plan and options.dtype == "float64":
         raise InputError("plan: it is made for models in float32, and --dtype was given: leave one out")
     shard = shard_of(options.shard, os.environ)
     hidden = options.shard == AUTO and shard[0] > 0  # the first process of torchrun speaks for all

@@ -59,7 +59,7 @@ def test_what_cannot_be_planned_is_one_sentence_and_ends_in_two(model, corpus, t
         (tmp_path / "empty", ["--tokenizer", corpus / "tokenizer"], "plan: "),
         (model, ["--plan=maybe"], "plan"),
         (model, ["--kept_mb", "-4"], "kept_mb: expected at least 0, got -4"),
-        (None, ["--dtype", "bfloat16"], "plan: it is made for models in float32, and --dtype was given"),
+        (None, ["--dtype", "float64"], "plan: it is made for models in float32, and --dtype was given"),
     ]:
         whole = ["--series", "lit_layers.series.StepFolders", "--series.root", model.parent] if place is None else []
         command = ["--corpus", corpus, "--root", tmp_path / "run", "--device", "cpu", "--plan", *whole, *words]
@@ -153,6 +153,9 @@ def test_a_plan_of_mteb_or_of_other_orders_measures_nothing(model, corpus, tmp_p
     assert main(["intervene", *words, "--corpus", str(corpus), "--variants", "skip", "--num_tokens", "32"]) == 0
     line = next(line for line in capsys.readouterr().out.splitlines() if line.startswith("interventions"))
     assert line.split()[1:3] == ["64", "2,048"]
+    rounded = [*words, "--dtype", "bfloat16", "--corpus", str(corpus), "--variants", "skip", "--num_tokens", "32"]
+    assert main(["intervene", *rounded]) == 0
+    assert "interventions: blocks in bfloat16: " in capsys.readouterr().out
     assert main(["mteb", *words, "--tasks", "ArxivClusteringS2S", "--cache_gb", "0.1"]) == 2
     assert "cache_gb: the embeddings of ArxivClusteringS2S take 0.241 GB" in capsys.readouterr().err
     assert main(["mteb", *words, "--tasks", "STSBenchmark"]) == 0
