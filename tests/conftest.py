@@ -1,8 +1,11 @@
 """What every test may rely on: one thread, no network, no cache of the user's, this checkout on the path."""
 
+import atexit
+import gc
 import os
 import signal
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -12,11 +15,9 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 import pytest
-import torch
 
 from tests.support.data_mapping import linked
 
-torch.set_num_threads(1)
 # What is started in the background of a script inherits an ignored Ctrl-C, and tests send one.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 DATA = Path(os.environ.get("LIT_LAYERS_DATA", Path(__file__).parents[1] / ".." / "shared" / "data")).resolve()
@@ -26,6 +27,32 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Files that train or start processes come first: the last one decides how long the other worker is idle."""
     long = {item.path for item in items if item.get_closest_marker("slow")}
     items.sort(key=lambda item: item.path not in long)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Iterator[None]:
+    """What is imported stays: looking for garbage in it takes a sixth of the time of an import, and again later."""
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.freeze()
+        gc.enable()
+        atexit.register(gc.unfreeze)  # else triton reports all that it has as leaked
+
+
+def pytest_collection_finish() -> None:
+    import torch  # the process that hands the tests out collects none and needs no torch
+
+    torch.set_num_threads(1)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def pictures_by_one_process() -> Iterator[None]:
+    from tests.support.drawn import by_one_process
+
+    with by_one_process():
+        yield
 
 
 @pytest.fixture(scope="session")

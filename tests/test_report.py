@@ -28,6 +28,7 @@ from lit_layers.report import facts, template, write_report
 from lit_layers.report.template import Figures, placed
 from tests.support.browser import CHROMIUM, dom_after
 from tests.support.charts import PageFigure, page_figures, svg_texts
+from tests.support.drawn import in_its_own_process
 from tests.support.layer_results import CATEGORIES, layer_results, write_layer_results
 from tests.support.read_wandb import read_runs
 from tests.support.runs import MODELS, STEPS, make_models, make_run, make_series, measurement
@@ -928,6 +929,7 @@ def test_where_nothing_can_be_drawn_the_report_says_so_in_a_sentence(tmp_path, m
         return SimpleNamespace(returncode=-9, stderr="", stdout="")
 
     root = make_run(tmp_path / "run", steps=(0, 1), analyses=("lens",), layers=2)
+    monkeypatch.setattr(vega, "_drawing", in_its_own_process)
     monkeypatch.setattr(vega.subprocess, "run", run)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     vega.script.cache_clear()

@@ -39,9 +39,10 @@ def _printable(part: Any) -> Any:
 
 
 def _numbered_anew(svg: str) -> str:
-    """With clips numbered from 0: they count on from picture to picture, and equal charts would differ."""
+    """With clips and gradients numbered from 0: they count on from picture to picture; equal charts would differ."""
     numbers: dict[str, int] = {}
-    return re.sub(r'((?:id="|url\(#)clip)(\d+)', lambda at: f"{at[1]}{numbers.setdefault(at[2], len(numbers))}", svg)
+    ids = r'((?:id="|url\(#)(?:clip|gradient_))(\d+)'
+    return re.sub(ids, lambda at: f"{at[1]}{numbers.setdefault(at[2], len(numbers))}", svg)
 
 
 if __name__ == "__main__":
