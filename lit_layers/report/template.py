@@ -1,6 +1,7 @@
 """The one template of all pages, filled: figures, script and look stand in the page itself."""
 
 import base64
+import functools
 import gzip
 import json
 from collections.abc import Mapping, Sequence
@@ -29,22 +30,31 @@ def content_of(chart: Chart) -> dict[str, Any]:
 
 def fill(template: str, figures: Figures, **content: Any) -> str:
     """Returns a page as text, with the figures that its blocks were `placed` with."""
-    environment = jinja2.Environment(
+    page = files("lit_layers.report").joinpath("page")
+    specs = json.dumps(figures, separators=(",", ":")).encode()  # alike: compressed they are a tenth
+    return (
+        _environment()
+        .get_template(template)
+        .render(
+            figures=base64.b64encode(gzip.compress(specs, mtime=0)).decode(),
+            library=script(),
+            css=page.joinpath("page.css").read_text(encoding="utf-8"),
+            js=page.joinpath("page.js").read_text(encoding="utf-8"),
+            written=datetime.now().astimezone().strftime("%d %B %Y, %H:%M").lstrip("0"),
+            **content,
+        )
+    )
+
+
+@functools.cache
+def _environment() -> jinja2.Environment:
+    """One for all pages of a process: to compile their templates takes longer than to fill them."""
+    return jinja2.Environment(
         loader=jinja2.PackageLoader("lit_layers.report", "page"),
         autoescape=True,
         undefined=jinja2.StrictUndefined,
         trim_blocks=True,
         lstrip_blocks=True,
-    )
-    page = files("lit_layers.report").joinpath("page")
-    specs = json.dumps(figures, separators=(",", ":")).encode()  # alike: compressed they are a tenth
-    return environment.get_template(template).render(
-        figures=base64.b64encode(gzip.compress(specs, mtime=0)).decode(),
-        library=script(),
-        css=page.joinpath("page.css").read_text(encoding="utf-8"),
-        js=page.joinpath("page.js").read_text(encoding="utf-8"),
-        written=datetime.now().astimezone().strftime("%d %B %Y, %H:%M").lstrip("0"),
-        **content,
     )
 
 
