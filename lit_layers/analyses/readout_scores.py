@@ -31,7 +31,7 @@ from lit_layers.models.view import Batch, LayeredModel, Trajectory
 from lit_layers.models.workload import Part, Work, passes_of
 from lit_layers.records import Record
 
-MAX_LOGITS = 2**24  # held at a time: 64 MB in float32, 333 tokens of GPT-2's vocabulary
+MAX_LOGITS = 2**23  # held at a time: 32 MB in float32, 166 tokens of GPT-2's vocabulary
 NO_LABEL = -100
 
 

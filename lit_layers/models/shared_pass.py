@@ -283,7 +283,7 @@ def on_disk(tensor: Tensor, folder: Path | None) -> Tensor:
     return mapped.view(tensor.shape).copy_(tensor)
 
 
-PIECE_BYTES = 2**27, 2**28  # of the states of a piece, on a CPU and elsewhere
+PIECE_BYTES = 2**26, 2**28  # of the states of a piece, on a CPU and elsewhere
 
 
 def _row_bytes(model: LayeredModel, batch: Batch) -> int:
