@@ -29,7 +29,7 @@ from lit_layers.functional.curves import (
 )
 from lit_layers.functional.geometry import pool
 from lit_layers.functional.probe import LogisticProbes, fit_logistic_probes, macro_f1
-from lit_layers.functional.record_probe import fit_record_probes
+from lit_layers.functional.record_probe import RecordProbes, fit_record_probes
 from lit_layers.functional.regression import RidgeProbes, fit_ridge_probes
 from lit_layers.functional.watching_probe import fit_watching_probes
 from lit_layers.metrics import look_up
@@ -78,6 +78,7 @@ def fit_layer(
     if options.estimator == "watch":
         return fit_watching_probes(features[None], [targets], num_classes=num_classes)[0]
     if options.estimator == "record":
+        start = start if isinstance(start, RecordProbes) else None
         return fit_record_probes(
             features[None], targets, num_classes=num_classes, max_iterations=options.max_iterations, start=start
         )

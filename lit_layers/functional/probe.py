@@ -3,7 +3,7 @@
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, fields, replace
-from typing import NamedTuple
+from typing import NamedTuple, Self, TypeVar
 
 import torch
 from jaxtyping import Bool, Float, Int
@@ -45,7 +45,7 @@ class LogisticProbes:
         """The most probable class of each row; the lowest of several."""
         return self.log_proba(features).argmax(-1)
 
-    def to(self, device: torch.device) -> "LogisticProbes":
+    def to(self, device: torch.device) -> Self:
         return replace(self, **{name: part.to(device) for name, part in vars(self).items() if isinstance(part, Tensor)})
 
     def _seen_log_proba(self, layer: int, rows: Tensor) -> Tensor:
@@ -298,9 +298,12 @@ class Softmax:
         )
 
 
-def together(parts: Sequence[LogisticProbes]) -> LogisticProbes:
+_Probes = TypeVar("_Probes", bound=LogisticProbes)
+
+
+def together(parts: Sequence[_Probes]) -> _Probes:
     """The probes of several groups of layers, of the same classes."""
-    layerwise = {field.name for field in fields(LogisticProbes)} - {"classes", "num_classes"}
+    layerwise = {field.name for field in fields(parts[0])} - {"classes", "num_classes"}
     return replace(parts[0], **{name: torch.cat([getattr(part, name) for part in parts]) for name in layerwise})
 
 

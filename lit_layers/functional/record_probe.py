@@ -2,6 +2,7 @@
 
 import copy
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 from jaxtyping import Float, Int
@@ -16,7 +17,6 @@ from lit_layers.functional.probe import (
     Softmax,
     check_start,
     checked_classes,
-    earlier_weights,
     layers_at_once,
     minimize,
     together,
@@ -27,6 +27,18 @@ NUM_FOLDS = 5
 ENOUGH = 1000  # rows held out: with as many in one fold, that one is enough
 STILL = 0.1  # standard errors of the held-out log-loss
 LOOK_BACK = 3  # steps
+EQUAL = 1e-6  # nats of held-out log-loss: where features say nothing every c is as good, but for rounding
+
+
+@dataclass(frozen=True, eq=False)
+class RecordProbes(LogisticProbes):
+    """Beside the probes what a similar problem begins with; see `fit_record_probes`.
+
+    `without`: weights and, below them, biases of the fits without the rows held out, the mean over folds, at the c
+    before that of the layer, at this c, and at the c after it. A c that was not tried has those of the layer's c.
+    """
+
+    without: Float[Tensor, "layers 3 dim_and_bias logits"]
 
 
 def fit_record_probes(
@@ -36,9 +48,9 @@ def fit_record_probes(
     num_classes: int | None = None,
     groups: Int[Tensor, " n"] | None = None,
     max_iterations: int = 1000,
-    start: LogisticProbes | None = None,
+    start: RecordProbes | None = None,
     device: torch.device | str | None = None,
-) -> LogisticProbes:
+) -> RecordProbes:
     """`fit_logistic_probes` of standardised features, at the c of each layer that has the lowest held-out log-loss.
 
     A fifth of the rows is held out, once where that makes 1,000 rows, else each fifth in turn; a row stays where its
@@ -51,9 +63,12 @@ def fit_record_probes(
     Rows of one number in `groups`, such as those of one text, are held out together. Which they are depends on these
     numbers alone: with numbers for groups the order of rows changes nothing.
 
-    `start` are the probes of a similar problem, such as those of the checkpoint before. The path then begins at
-    their c, with their weights, and goes both ways. Where the held-out log-loss has one valley, as it all but always
-    has, that gives the same c, and probes that differ as far as the end of a fit allows.
+    `start` are the probes of a similar problem, such as those of the checkpoint before. Then c begins at theirs: the
+    next weaker and the next stronger one are tried, and those beyond for as long as the held-out log-loss falls. Where
+    that has one valley, as it all but always has, this gives the c of the whole path; of several valleys, the one that
+    `start` lies in. A fit begins where the earlier one at the same c ended that did not see these rows either (of five
+    folds their mean), and so differs as far as the end of a fit allows. Of a layer whose earlier fit tells held-out
+    rows worse than the class shares do, its c alone is used.
 
     Computed as in `fit_logistic_probes`: a layer at a time on a CPU, batched on a GPU; the rows that are not held out
     are a second copy of a layer's features. `device` says where, if not where the features are; these are moved as
@@ -78,14 +93,18 @@ def fit_record_probes(
         rows = PrincipalRows(group, standardize=True, intercept=True)
         path = _Path(rows, targets, folds, max_iterations)
         if start is None:
-            c, point = path.chosen()
+            c, around, point = path.chosen()
         else:
-            weight, bias = earlier_weights(start, layers, device, standardize=True)
-            c, point = path.chosen(start.c[layers].to(device), weight, bias)
+            whole = torch.cat([start.weight[layers], start.bias[layers, None]], 1)
+            earlier = [each.to(device) for each in (*start.without[layers].unbind(1), whole)]
+            c, around, point = path.chosen(start.c[layers].to(device), earlier)
         softmax = Softmax(rows, targets, 1 / (c * len(targets)))
         held = torch.stack(folds).any(0) if folds else torch.ones_like(targets, dtype=torch.bool)
         minimum = path.fitted(softmax, point, rows.inputs[:, held], targets[held])
-        parts.append(softmax.probes(minimum, seen, count, converged=minimum.done))
+        probes = softmax.probes(minimum, seen, count, converged=minimum.done)
+        weights, biases = zip(*(softmax.coefficients(each) for each in around), strict=True)
+        kept = torch.cat([torch.stack(weights, 1), torch.stack(biases, 1)[:, :, None]], 2).to(probes.weight.dtype)
+        parts.append(RecordProbes(**vars(probes), without=kept))
     return together(parts).to(features.device)
 
 
@@ -118,44 +137,58 @@ class _Path:
         self.rows, self.targets, self.folds, self.max_iterations = rows, targets, folds, max_iterations
         self.grid = torch.tensor(C_GRID, dtype=torch.float64, device=targets.device)
 
-    def chosen(
-        self, c: Tensor | None = None, weight: Tensor | None = None, bias: Tensor | None = None
-    ) -> tuple[Tensor, Tensor]:
-        """The best c of each layer (layers,), and the point of its fit, the mean over folds.
+    def chosen(self, c: Tensor | None = None, kept: Sequence[Tensor] = ()) -> tuple[Tensor, list[Tensor], Tensor]:
+        """The best c of each layer (layers,); the fits before it, at it and after it, each the mean over folds; and
+        where the fit to all rows begins.
 
-        From the strongest c on, or from the given one and its weights in both directions.
+        From the strongest c on, or from the given one in both directions, with the coefficients of earlier fits:
+        without the rows held out at the c before, at it and after it, and to all rows.
         """
-        first = torch.zeros(len(self.rows.inputs), dtype=torch.long, device=self.targets.device)
+        layers = range(len(self.rows.inputs))
+        first = torch.zeros(len(layers), dtype=torch.long, device=self.targets.device)
         if c is not None:
             first = (self.grid.log() - c.double().log()[:, None]).abs().argmin(1)
+        whole = self._softmax(torch.zeros_like(self.targets, dtype=torch.bool), first)
         if not self.folds:
-            return self.grid[first], self._softmax(torch.zeros_like(self.targets, dtype=torch.bool), first).start()
-        starts = []
-        for held in self.folds:
-            softmax = self._softmax(held, first)
-            point = softmax.start()
-            starts.append(
-                point if weight is None or bias is None else softmax.better(softmax.point(weight, bias), point)
-            )
-        at_first = self._points(first, starts)
-        best_place, best_points, best_losses = first, at_first, self._losses(at_first)
+            return self.grid[first], [whole.start()] * 3, whole.start()
+        starts = [self._softmax(held, first).start() for held in self.folds]
+        earlier = [whole.point(each[:, :-1], each[:, -1]) for each in kept]
+        if earlier:
+            is_useful = self._losses([earlier[1] for _ in starts]).mean(1) < self._losses(starts).mean(1)
+            earlier = [each.where(is_useful[:, None, None], torch.nan) for each in earlier]
+            starts = [_where_finite(earlier[1], start) for start in starts]
+        fits: dict[tuple[int, int], Tensor] = {}  # by layer and place
+
+        def fitted(place: Tensor, starts: list[Tensor], on_path: Tensor) -> tuple[list[Tensor], Tensor]:
+            points = self._points(place.clamp(0, len(self.grid) - 1), starts, ~on_path)
+            mean = torch.stack(points).mean(0)
+            fits.update({(layer, int(place[layer])): mean[layer] for layer in layers if on_path[layer]})
+            return points, self._losses(points)
+
+        at_first, losses = fitted(first, starts, torch.ones_like(first, dtype=torch.bool))
+        best_place, best_losses = first, losses
         for way in (1, -1):
-            place, points, on_path = first, at_first, torch.ones_like(first, dtype=torch.bool)
-            while True:
-                place = place + way
-                on_path = on_path & (place >= 0) & (place < len(self.grid))
-                if not on_path.any():
-                    break
-                points = self._points(place.clamp(0, len(self.grid) - 1), points, ~on_path)
-                losses = self._losses(points)
+            place, points, on_path = first + way, at_first, best_place == first
+            if earlier:
+                points = [_where_finite(earlier[1 + way], point) for point in points]
+            while (on_path := on_path & (place >= 0) & (place < len(self.grid))).any():
+                points, losses = fitted(place, points, on_path)
                 above = losses - best_losses  # (layers, held-out rows)
-                better = on_path & (above.mean(1) < 0)
+                better = on_path & (above.mean(1) < -EQUAL)
                 best_place = torch.where(better, place, best_place)
                 best_losses = torch.where(better[:, None], losses, best_losses)
-                pairs = zip(points, best_points, strict=True)
-                best_points = [torch.where(better[:, None, None], *pair) for pair in pairs]
-                on_path = on_path & ~(above.mean(1) > above.std(1) / above.shape[1] ** 0.5)
-        return self.grid[best_place], torch.stack(best_points).mean(0)
+                is_far = above.mean(1) > above.std(1) / above.shape[1] ** 0.5
+                on_path = better if earlier else on_path & ~is_far
+                place = place + way
+        best = list(enumerate(best_place.tolist()))
+        around = [
+            torch.stack([fits.get((layer, place + way), fits[layer, place]) for layer, place in best])
+            for way in (-1, 0, 1)
+        ]
+        begin = around[1]
+        if earlier:  # what the rows held out moved the earlier fit by
+            begin = _where_finite(begin + earlier[3] - earlier[1], begin)
+        return self.grid[best_place], around, begin
 
     def _softmax(self, held: Tensor, place: Tensor) -> Softmax:
         """The problem of the rows that are not held out, at one c for each layer."""
@@ -201,3 +234,8 @@ def _losses(inputs: Tensor, targets: Tensor, point: Tensor) -> Tensor:
     return torch.stack(
         [cross_entropy(rows @ at, targets, reduction="none").double() for rows, at in zip(inputs, point, strict=True)]
     )
+
+
+def _where_finite(values: Tensor, others: Tensor) -> Tensor:
+    """The others for layers whose earlier fits are left aside."""
+    return values.where(values.isfinite(), others)

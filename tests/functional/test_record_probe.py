@@ -1,5 +1,7 @@
 """The probe for the record against float64 optima of scipy, and its c against refits over the whole grid."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
@@ -34,6 +36,20 @@ def losses(rows, labels, weight):
     logits = rows @ weight[:-1] + weight[-1]
     logits -= logits.max(1, keepdims=True)
     return np.log(np.exp(logits).sum(1)) - logits[np.arange(len(labels)), labels]
+
+
+def spied(monkeypatch, owner, name, note):
+    of = getattr(owner, name)
+
+    def spy(*given):
+        note(*given)
+        return of(*given)
+
+    monkeypatch.setattr(owner, name, spy)
+
+
+def place_of(c):
+    return int(np.argmin(np.abs(np.log(C_GRID) - c.log().item())))
 
 
 def scaled(features):
@@ -78,15 +94,10 @@ def test_the_c_is_the_best_of_refits_over_the_whole_grid_and_the_probe_the_optim
 def test_the_path_ends_behind_the_valley_and_no_sooner(data, probes, monkeypatch):
     features, labels = data
     places = []
-
-    def spy(path, held, place, of=record_probe._Path._softmax):
-        places.append(place.tolist())
-        return of(path, held, place)
-
-    monkeypatch.setattr(record_probe._Path, "_softmax", spy)
+    spied(monkeypatch, record_probe._Path, "_softmax", lambda path, held, place: places.append(place.item()))
     fit_record_probes(features[:1], labels)
-    visited = sorted({place for (place,) in places})
-    best = int(np.argmin(np.abs(np.log(C_GRID) - probes.c[0].log().item())))
+    visited = sorted(set(places))
+    best = place_of(probes.c[0])
     assert visited == list(range(len(visited)))  # from the strongest on
     assert best < visited[-1] < len(C_GRID) - 4
 
@@ -127,18 +138,41 @@ def test_the_order_of_rows_the_numbers_of_classes_and_affine_features_change_not
     )
 
 
-def test_a_warm_start_gives_the_same_c_and_as_near_a_probe_in_fewer_fits(data, probes, monkeypatch):
+def test_a_warm_start_gives_the_same_c_and_as_near_a_probe_and_tries_one_c_on_each_side(data, probes, monkeypatch):
     features, labels = data
     generator = torch.Generator().manual_seed(4)
     moved = features + 0.1 * features.std(1, keepdim=True) * torch.randn(features.shape, generator=generator).double()
     cold = fit_record_probes(moved, labels)
-    warm = fit_record_probes(moved, labels, start=probes)
-    assert torch.equal(warm.c, cold.c)
-    for layer in range(3):
-        each = [-one.log_proba(moved)[layer].gather(1, labels[:, None])[:, 0] for one in (warm, cold)]
-        assert abs(each[0].mean() - each[1].mean()) < 0.2 * each[1].std() / len(labels) ** 0.5
+    places, evaluations = [], []
+    spied(monkeypatch, record_probe._Path, "_softmax", lambda path, held, place: places.append(place.item()))
+    spied(monkeypatch, record_probe.Softmax, "evaluate", lambda *given: evaluations.append(1))
+    for start in (probes, replace(probes, c=probes.c * 100), replace(probes, without=-probes.without)):
+        places.clear()
+        evaluations.clear()
+        warm = fit_record_probes(moved, labels, start=start)
+        if start is probes:
+            assert set(places) == {place_of(c) + way for c in probes.c for way in (-1, 0, 1)}
+            assert len(evaluations) < 400  # 1,011 without a start
+        assert torch.equal(warm.c, cold.c)
+        for layer in range(3):
+            each = [-one.log_proba(moved)[layer].gather(1, labels[:, None])[:, 0] for one in (warm, cold)]
+            # Each of the two ends within about a tenth of the standard error.
+            assert abs(each[0].mean() - each[1].mean()) < 0.3 * each[1].std() / len(labels) ** 0.5
     with pytest.raises(ValueError, match="start to be probes of 2 layers"):
         fit_record_probes(features[:2], labels, start=probes)
+
+
+def test_what_the_next_start_takes_for_the_rows_held_out_has_not_seen_them(data, monkeypatch):
+    monkeypatch.setattr(record_probe, "ENOUGH", 60)  # of 400 rows one fifth is enough
+    features, labels = data
+    probes = fit_record_probes(features[1:2], labels)
+    (held,) = (fold.numpy() for fold in held_out_rows(labels))
+    rows, truth, place = scaled(features[1].numpy()), labels.numpy(), place_of(probes.c[0])
+    # A fit ends at about a tenth of the standard error.
+    for weight, c in zip(probes.without[0].numpy(), C_GRID[place - 1 : place + 2], strict=True):
+        expected = optimum(rows[~held], truth[~held], c)
+        values = [losses(rows[held], truth[held], each) for each in (weight, expected)]
+        assert abs(values[0].mean() - values[1].mean()) < 0.3 * values[1].std() / held.sum() ** 0.5
 
 
 def test_layers_side_by_side_are_each_one_s_own(data, probes, monkeypatch):
