@@ -19,6 +19,7 @@ from lit_layers.records import Measurement
 from lit_layers.undisturbed import Attempt, Shares
 
 _PATIENCE = datetime.timedelta(hours=12)
+_NO_WORSE = 1.1  # times the seconds of the slowest rank: then parts stay where they were
 _FLOP_A_SECOND = 3e10  # of what was not measured yet; only what parts take in proportion to each other matters
 
 
@@ -35,8 +36,16 @@ class Part(NamedTuple):
     stage: int = 0  # of an analysis that goes on where all parts are done
 
 
-def deal(seconds: Mapping[Part, float], texts: Mapping[Part, Sequence[Any]], num_ranks: int) -> list[set[Part]]:
+def deal(
+    seconds: Mapping[Part, float],
+    texts: Mapping[Part, Sequence[Any]],
+    num_ranks: int,
+    before: list[set[Part]] | None = None,
+) -> list[set[Part]]:
     """Which parts each rank measures, so that the slowest is done soon.
+
+    The same as `before` where that takes at most a tenth longer: what a rank keeps of a part, such as the probes that
+    the next ones begin with, is then of use.
 
     The longest goes first, each to the rank that has least to do: no rank has more than a fair share of all seconds and
     the longest part. Parts that read a common text stay together, so that it goes through the blocks once, unless that
@@ -57,7 +66,8 @@ def deal(seconds: Mapping[Part, float], texts: Mapping[Part, Sequence[Any]], num
             totals[rank] += length(unit)
         several = [unit for unit in units if len(unit) > 1]
         if max(totals) <= bound or not several:
-            return dealt
+            stays = before and max(sum(seconds[part] for part in parts) for parts in before) <= _NO_WORSE * max(totals)
+            return before if before and stays else dealt
         longest = max(several, key=length)
         units = [unit for unit in units if unit is not longest] + [[part] for part in longest]
 
@@ -83,7 +93,8 @@ class Ranks:
     """The processes of a run as they measure its checkpoints.
 
     Rank 0 deals the parts of all analyses by the seconds that each took at the last checkpoint, on whichever rank; at
-    the first by what it has to compute, as far as somebody knows. What the parts gave is put together in their order,
+    the first by what it has to compute, as far as somebody knows. The same parts stay with their ranks as long as that
+    is hardly slower, since a warm start needs what was kept there. What the parts gave is put together in their order,
     so that the numbers depend neither on this nor on the number of ranks. Where an analysis goes on when all its parts
     are done, every rank is sent their results, and what follows is dealt in turn.
 
@@ -94,6 +105,7 @@ class Ranks:
     def __init__(self, group: Any) -> None:
         self.group, self.rank, self.size = group, distributed.get_rank(group), distributed.get_world_size(group)
         self._seconds: dict[Part, float] = {}  # on rank 0, of the last checkpoint
+        self._owners: dict[frozenset[Part], list[set[Part]]] = {}  # on rank 0: how these parts were dealt last
 
     def from_first(self, value: Any) -> Any:
         """What rank 0 has, on all ranks."""
@@ -214,7 +226,9 @@ class Ranks:
         mean = sum(seconds.values()) / len(seconds) if seconds else 1.0
         seconds |= dict.fromkeys(unknown, mean)
         numbers: list[dict[str, Any]] = []
-        for rank, parts in enumerate(deal(seconds, texts, self.size)):
+        due_parts = frozenset(seconds)
+        self._owners[due_parts] = deal(seconds, texts, self.size, self._owners.get(due_parts))
+        for rank, parts in enumerate(self._owners[due_parts]):
             of_rank: dict[str, Any] = {name: set() for name in due}
             for part in parts:
                 of_rank[part.analysis].add(part.number)

@@ -4,7 +4,11 @@ import random
 
 import pytest
 
-from lit_layers.training.dealing import Part, deal
+from lit_layers.analyses import Trajectory
+from lit_layers.models.view import LayeredModel
+from lit_layers.training.dealing import Part, Ranks, deal
+from tests.support.tiny_models import tiny
+from tests.support.tiny_training import RandomText
 
 
 def text_recipe(draw: random.Random) -> tuple[dict[Part, float], dict[Part, list[str]]]:
@@ -56,3 +60,29 @@ def test_texts_hang_together_over_several_parts():
         frozenset([Part("long", 0)]),
         frozenset(seconds) - {Part("long", 0)},
     }
+
+
+def test_parts_stay_with_their_rank_while_that_is_hardly_slower():
+    seconds = {Part("fits", number): 1.0 for number in range(4)}
+    texts = {part: [part] for part in seconds}
+    before = [{Part("fits", 0), Part("fits", 3)}, {Part("fits", 1), Part("fits", 2)}]
+    fresh = deal(seconds, texts, 2)
+    assert fresh != before
+    assert deal(seconds, texts, 2, before) == before
+    assert deal(seconds | {Part("fits", 0): 1.15}, texts, 2, before) == before  # 2.15 s, and 2.15 at best
+    moved = seconds | {Part("fits", 0): 3.0}  # 4 s, where 3 are enough
+    assert deal(moved, texts, 2, before) == deal(moved, texts, 2) != before
+
+
+def test_the_same_parts_are_dealt_as_at_the_last_checkpoint():
+    view, analysis = LayeredModel(tiny("gpt2")), Trajectory(batches=RandomText(num_batches=4))
+    ranks = Ranks.__new__(Ranks)  # of a group that this process does not have
+    ranks.size, ranks._owners = 2, {}
+    dealt = []
+    for order in ((0, 1, 2, 3), (0, 2, 3, 1)):  # of two that are hardly apart the longer one is dealt first
+        ranks._seconds = {Part("trajectory", number): 1 + 0.01 * place for number, place in enumerate(order)}
+        dealt.append(ranks._dealt(view, {"trajectory": analysis}, [], 0))
+        ranks._seconds = {Part("trajectory", 0): 9.0}
+        ranks._dealt(view, {"trajectory": Trajectory(batches=RandomText(num_batches=1))}, [], 0)  # fewer parts between
+    assert dealt[0] == dealt[1]
+    assert [len(of_rank["trajectory"]) for of_rank in dealt[0][0]] == [2, 2]
