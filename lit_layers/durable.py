@@ -34,11 +34,11 @@ def write_json(path: Path, content: Any, *, sort_keys: bool = False) -> None:
     sync(path.parent)
 
 
-def replace_file(path: Path, text: str) -> None:
-    """Writes a text, whole or not at all: two processes may do it at once."""
+def replace_file(path: Path, content: str | bytes) -> None:
+    """Writes a file, whole or not at all: two processes may do it at once."""
     draft = path.with_name(f".{path.name}.{os.getpid()}")
     try:
-        draft.write_text(text, encoding="utf-8")
+        draft.write_bytes(content.encode("utf-8") if isinstance(content, str) else content)
         sync(draft)
         draft.replace(path)
     finally:

@@ -25,4 +25,5 @@ def refused(attempt: str, remedy: str = "") -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        raise InputError(f"{attempt}: {(error.strerror or str(error)).lower()}{remedy}") from error
+        reason = "not a directory" if isinstance(error, FileExistsError) else (error.strerror or str(error)).lower()
+        raise InputError(f"{attempt}: {reason}{remedy}") from error

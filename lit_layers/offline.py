@@ -19,8 +19,8 @@ from lit_layers import run_lock, undisturbed
 from lit_layers.analyses.base import Analysis
 from lit_layers.analyses.layerwise import STATE, layerwise, walk
 from lit_layers.durable import replace_file
-from lit_layers.errors import InputError
-from lit_layers.identity import UNKNOWN, settings_name, settings_of
+from lit_layers.errors import InputError, refused
+from lit_layers.identity import settings_name
 from lit_layers.models.build import weights_hash
 from lit_layers.models.shard_files import ShardFiles
 from lit_layers.models.streaming import StreamedModel
@@ -77,11 +77,9 @@ def analyze(
     series, root = OneModel(model, revision=revision), Path(root)
     options: dict[str, Any] = {"stream_blocks": stream_blocks, "device": device, "dtype": dtype, "progress": progress}
     analyze_series(series, analyses, root=root, **options)
-    known, (checkpoint,) = SeriesMeasurements(root), series.checkpoints
-    here = [m for m in known.store if (m.run, m.step) == (known.run_of(checkpoint), checkpoint.step)]
-    last = {(m.analysis, settings_of(m)): m for m in here}  # one that failed early did not know its settings
-    names = [(each.name, settings_name(each.config_hash(), each.data_hash())) for each in analyses]
-    return [last.get((name, settings)) or last[name, UNKNOWN] for name, settings in names]
+    earlier, (checkpoint,) = SeriesMeasurements(root), series.checkpoints
+    run: Any = earlier.run_of(checkpoint), checkpoint.step
+    return [last for each in analyses if (last := earlier.store.last(*run, each))]  # there is one of each now
 
 
 def analyze_series(
@@ -198,7 +196,7 @@ class _Measuring:
     tell: Tell
 
     def __post_init__(self) -> None:
-        self.known = SeriesMeasurements(self.root)
+        self.earlier = SeriesMeasurements(self.root)
         self.memory = self.series.memory or Memory(self.root)
         self.analyses: dict[str, Sequence[Analysis]] = {}  # by the name of the checkpoint
         self.unmeasured: dict[str, str] = {}  # names of checkpoints that cannot be measured, each with why
@@ -276,7 +274,7 @@ class _Measuring:
         """Unless the series lies in the folder of the results: it is its own, whatever it was named before."""
         place: Path | None = getattr(self.series, "root", None)
         if place is None or place.resolve() != self.root.resolve():
-            self.known.refuse_another(self.series.checkpoints, weights)
+            self.earlier.refuse_another(self.series.checkpoints, weights)
 
     def _audited(self, mine: Sequence[Checkpoint]) -> list[Checkpoint]:
         """Audits the series, and returns which checkpoints of this shard are to be measured."""
@@ -300,9 +298,9 @@ class _Measuring:
         # Only where every step of the series was audited a suspicion can be taken back.
         whole = self.result.audit.num_checked == len(everything) and all(one.step is not None for one in everything)
         for one in checkpoints:
-            self.verdicts[one.name] = self.known.verdict(one, self.result.audit.verdict(one), whole=whole)
+            self.verdicts[one.name] = self.earlier.verdict(one, self.result.audit.verdict(one), whole=whole)
         for one in checkpoints:
-            self.known.correct_verdicts(one, self.verdicts[one.name])
+            self.earlier.correct_verdicts(one, self.verdicts[one.name])
 
     def _is_known(self, checkpoint: Checkpoint) -> bool:
         """Whether all is known from weight files of these very hashes, without loading any."""
@@ -312,12 +310,12 @@ class _Measuring:
             facts = {
                 "weight_files": checkpoint.source.weights(),
                 "dtype": self.dtype,
-                "model_tokenizer_hash": self.known.tokenizer_hash(checkpoint),
+                "model_tokenizer_hash": self.earlier.tokenizer_hash(checkpoint),
             }
         except InputError:  # its tokenizer cannot be had: fetching says why
             return False
-        place = self.known.run_of(checkpoint), checkpoint.step
-        return all(self.known.store.is_done(*place, each, **facts) for each in self.analyses[checkpoint.name])
+        place = self.earlier.run_of(checkpoint), checkpoint.step
+        return all(self.earlier.store.is_done(*place, each, **facts) for each in self.analyses[checkpoint.name])
 
     def _failed(self, checkpoint: Checkpoint, why: InputError, cause: BaseException | None = None) -> None:
         """Notes what cannot be measured; refuses what no other checkpoint can be measured with either."""
@@ -362,14 +360,14 @@ class _Measuring:
         else:
             source["audit"] = self.verdicts[checkpoint.name]
             source |= {"streamed": True} if self.stream_blocks else {}
-            same["model_tokenizer_hash"] = self.known.tokenizer_hash(checkpoint)
+            same["model_tokenizer_hash"] = self.earlier.tokenizer_hash(checkpoint)
             source |= {name: value for name, value in same.items() if value is not None}
         measured = [
             *undisturbed.measure_missing(
                 view,
                 analyses,
-                self.known.store,
-                run=self.known.run_of(checkpoint),
+                self.earlier.store,
+                run=self.earlier.run_of(checkpoint),
                 step=checkpoint.step,
                 tokens=checkpoint.tokens,
                 provenance=source,
@@ -431,11 +429,9 @@ def _hash_of_weights(view: StreamedModel, folder: Path, tell: Tell) -> str:
     if not path.is_file():
         tell(0, 1, "hashing the weights")
         hashed = view.weights_hash()
-        try:
+        with refused(f"root: cannot write {path}"):
             folder.mkdir(parents=True, exist_ok=True)
             replace_file(path, hashed)
-        except OSError as error:
-            raise InputError(f"root: cannot write {path}: {(error.strerror or str(error)).lower()}") from error
     return path.read_text()
 
 

@@ -13,11 +13,13 @@ a curve is said in `lit_layers.identity`.
 
 import json
 import math
+import mmap
 import os
 import re
 from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import fields
+from itertools import groupby
 from pathlib import Path
 from typing import Any, BinaryIO, NotRequired, Protocol, TypeVar, cast
 
@@ -28,7 +30,7 @@ from typing_extensions import TypedDict
 
 from lit_layers import run_lock, schema
 from lit_layers.durable import sync
-from lit_layers.errors import InputError
+from lit_layers.errors import InputError, refused
 from lit_layers.identity import Measurement as Measurement
 from lit_layers.identity import Record as Record
 from lit_layers.identity import Settings, keep, settings_name, settings_of, shown
@@ -117,9 +119,10 @@ class Store:
         keep(self._last, measurement)
 
     def last(self, run: str, step: int | None, analysis: Measuring) -> Measurement | None:
-        """Returns the last measurement of an analysis with these very options and data."""
+        """Returns the last measurement of an analysis with these very options and data, or one that failed before."""
         settings = settings_name(analysis.config_hash(), analysis.data_hash())
-        return self._last.get((run, step, analysis.name, settings))
+        place = run, step, analysis.name
+        return self._last.get((*place, settings)) or self._last.get((*place, None))
 
     def is_done(self, run: str, step: int | None, analysis: Measuring, **facts: Any) -> bool:
         """Returns whether an analysis need not run: it succeeded, whole, with these options, data and weights.
@@ -130,8 +133,8 @@ class Store:
         last = self.last(run, step, analysis)
         if last is None or last.error is not None or any(record.metric == FAILED for record in last.records):
             return False
-        said = {"model_tokenizer_hash": facts.get("model_tokenizer_hash"), **last.provenance}
-        return all(name in said and said[name] == value for name, value in facts.items())
+        provenance = {"model_tokenizer_hash": facts.get("model_tokenizer_hash"), **last.provenance}
+        return all(name in provenance and provenance[name] == value for name, value in facts.items())
 
 
 def is_suspect(measurement: Measurement) -> bool:
@@ -181,7 +184,7 @@ def export(frame: pd.DataFrame, path: str | Path) -> None:
     if path.suffix not in (".parquet", ".csv"):
         raise InputError(f"expected a file that ends in .parquet or .csv, got {path.name!r}")
     partial = path.with_name(f".{path.name}.{os.getpid()}")
-    with _explained(path):
+    with refused(f"cannot write {path}"):
         try:
             if path.suffix == ".csv":
                 _without_formulas(frame).to_csv(partial, index=False)
@@ -253,7 +256,7 @@ class ScalarLog:
         """Closes the open row, if any, and returns when every row is on the disk."""
         self._write_row()
         if self.path.exists():
-            with _explained(self.path), open(self.path, "ab") as file:
+            with refused(f"cannot write {self.path}"), open(self.path, "ab") as file:
                 os.fsync(file.fileno())
 
     @property
@@ -273,7 +276,7 @@ class ScalarLog:
         self._row, self._step, self._ready = {}, None, False
         if not self.path.exists():
             return
-        with _explained(self.path), open(self.path, "r+b") as file:
+        with refused(f"cannot write {self.path}"), open(self.path, "r+b") as file:
             size = file.seek(0, os.SEEK_END)
             file.seek(max(offset - 1, 0))
             if offset > size or (offset and file.read(1) != b"\n"):
@@ -319,36 +322,18 @@ def rows(path: str | Path) -> list[dict[str, float]]:
 
 def iterate_rows(path: str | Path) -> Iterator[dict[str, float]]:
     """Yields what `rows` returns, one at a time: a long run's rows need not be in memory together."""
-    row: Any = {}
-    for values in _lines(Path(path), _Row):
-        if row and row["step"] == values["step"]:  # the row was closed early, for a checkpoint
-            row.update(values)
-            continue
-        if row:
-            yield row
-        row = values
-    if row:
-        yield row
+    for _, parts in groupby(_lines(Path(path), _Row), key=lambda part: part["step"]):  # several for a checkpoint
+        yield {name: value for part in parts for name, value in cast(dict[str, float], part).items()}
 
 
 # ------------------------------------------------------------------------------------------------ lines
 
 
 @contextmanager
-def _explained(path: Path) -> Generator[None, None, None]:
-    """Turns the operating system's refusal into the user's sentence."""
-    try:
-        yield
-    except OSError as error:
-        reason = "not a directory" if isinstance(error, FileExistsError) else (error.strerror or str(error)).lower()
-        raise InputError(f"cannot write {path}: {reason}") from error
-
-
-@contextmanager
 def _locked_for_append(path: Path) -> Generator[BinaryIO, None, None]:
     """Opens a file at its end, its last line whole; other writers on this machine wait meanwhile."""
     run_lock.check(path)
-    with _explained(path):
+    with refused(f"cannot write {path}"):
         path.parent.mkdir(parents=True, exist_ok=True)
         is_new = not path.exists()
         # Unbuffered: one line is one write, so that a reader or a kill sees it whole or torn, never interleaved.
@@ -366,24 +351,16 @@ def _locked_for_append(path: Path) -> Generator[BinaryIO, None, None]:
 def _repair(file: Any) -> None:
     """Completes a last line that only lacks its newline, removes one that is torn."""
     size = file.seek(0, os.SEEK_END)
-    if size == 0 or _bytes_at(file, size - 1, 1) == b"\n":
+    if size == 0:
         return
-    start, tail = size, b""
-    while start > 0 and b"\n" not in tail:
-        start = max(0, start - 65536)
-        tail = _bytes_at(file, start, size - start)
-    torn = tail.rpartition(b"\n")[2]
+    with mmap.mmap(file.fileno(), size, access=mmap.ACCESS_READ) as content:
+        torn = content[content.rfind(b"\n") + 1 :]
     try:
-        from_json(torn)
+        if torn:
+            from_json(torn)
+            file.write(b"\n")
     except ValueError:
         file.truncate(size - len(torn))
-    else:
-        file.write(b"\n")
-
-
-def _bytes_at(file: Any, start: int, count: int) -> bytes:
-    file.seek(start)
-    return file.read(count)
 
 
 def _write_line(file: BinaryIO, line: Mapping[str, Any]) -> None:

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from lit_layers.downloads import named_shards
-from lit_layers.durable import draft_of
+from lit_layers.durable import replace_file
 
 if TYPE_CHECKING:  # inside functions, torch: it takes seconds to import, and what only lists files needs none of it
     from torch import Tensor
@@ -58,18 +58,18 @@ def missing(kind: Format, files: Mapping[str, ListedFile], read: Callable[[str],
     """
     stem, suffix = STEMS[kind]
     index, whole = index_of(kind), stem + suffix
-    if index in files and whole not in files:
+    if whole in files:
+        return []
+    if index in files:
         try:
-            named = sorted(set(named_shards(read(index)).values()))
+            return sorted(set(named_shards(read(index)).values()) - files.keys())
         except ValueError as error:
             raise ValueError(f"{index} {error}") from error
-        return [shard for shard in named if shard not in files]
-    numbered = [re.fullmatch(rf"{stem}-(\d+)-of-(\d+){re.escape(suffix)}", path) for path in files]
-    counts = [match for match in numbered if match]
-    if whole in files or not counts:
+    numbered = (re.fullmatch(rf"{stem}-(\d+)-of-(\d+){re.escape(suffix)}", path) for path in files)
+    if (match := next(filter(None, numbered), None)) is None:
         return []
-    width, total = len(counts[0][1]), int(counts[0][2])
-    shards = [f"{stem}-{number:0{width}d}-of-{counts[0][2]}{suffix}" for number in range(1, total + 1)]
+    number, total = match.groups()
+    shards = (f"{stem}-{each:0{len(number)}d}-of-{total}{suffix}" for each in range(1, int(total) + 1))
     return [index, *(shard for shard in shards if shard not in files)]
 
 
@@ -221,9 +221,7 @@ class Memory:
     def _write(self, name: str, content: bytes) -> None:
         with contextlib.suppress(OSError):
             self.folder.mkdir(parents=True, exist_ok=True)
-            draft = draft_of(self.folder / name)
-            draft.write_bytes(content)
-            draft.replace(self.folder / name)
+            replace_file(self.folder / name, content)
 
 
 def on_disk(path: Path) -> list[int]:
