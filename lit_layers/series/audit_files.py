@@ -106,8 +106,8 @@ def broken(listed: Listed) -> Iterator[Finding]:
     for one in listed.chosen:
         for problem in _problems(one, indexes):
             by_problem.setdefault(problem, []).append(one)
-    for (kind, message, note), these in by_problem.items():
-        yield finding(kind, message, these, note=note)
+    for (kind, message, note), checkpoints in by_problem.items():
+        yield finding(kind, message, checkpoints, note=note)
 
 
 def _problems(checkpoint: Checkpoint, indexes: dict[str, bytes]) -> Iterator[tuple[Kind, str, bool]]:
@@ -181,9 +181,9 @@ def shared_shards(listed: Listed) -> Iterator[Finding]:
         if len({frozenset(listed.loaded(compared[name]).values()) for name in paths}) > 1:
             shards.setdefault(tuple(paths), []).append(next(iter(paths.values())))
     for names, paths in shards.items():
-        these = [compared[name] for name in names]
-        message = f"{', '.join(sorted(paths))} is one file in {', '.join(one.label for one in these)}"
-        yield finding("shared shard", message, [one for one in these if one is not last])
+        sharing = [compared[name] for name in names]
+        message = f"{', '.join(sorted(paths))} is one file in {', '.join(one.label for one in sharing)}"
+        yield finding("shared shard", message, [one for one in sharing if one is not last])
 
 
 def main_differs(listed: Listed) -> Iterator[Finding]:
@@ -247,9 +247,9 @@ def reported(listed: Listed) -> Iterator[Finding]:
     """What the manifest says was reported."""
     for defect in listed.listing.defects:
         condemned = listed.chosen if defect.suspect and not defect.steps else ()
-        these = [one for one in listed.chosen if one.step in defect.steps] or condemned
-        if not defect.steps or these:
-            yield finding("reported", f"{defect.says} ({defect.source})", these, note=not defect.suspect)
+        suspects = [one for one in listed.chosen if one.step in defect.steps] or condemned
+        if not defect.steps or suspects:
+            yield finding("reported", f"{defect.says} ({defect.source})", suspects, note=not defect.suspect)
 
 
 OF_A_LISTING = (broken, duplicates, shared_shards, main_differs, gaps, odd_names, reported)
@@ -297,8 +297,8 @@ def _findings(
     *,
     first_may_differ: bool = False,
 ) -> Iterator[Finding]:
-    for these, value, usual, note in odd(values, first_may_differ=first_may_differ):
-        yield finding(kind, says(value, usual), these, note=note)
+    for checkpoints, value, usual, note in odd(values, first_may_differ=first_may_differ):
+        yield finding(kind, says(value, usual), checkpoints, note=note)
 
 
 def changes(chosen: Sequence[Checkpoint], prints: Mapping[str, Fingerprint]) -> Iterator[Finding]:
@@ -426,6 +426,6 @@ def other_step(chosen: Sequence[Checkpoint]) -> Iterator[Finding]:
     usual = Counter(shift for _, shift in shifts).most_common(1)
     if not usual or usual[0][1] * 2 <= len(shifts):
         return
-    for these, _, _, note in odd(shifts):
-        for one in these:
+    for checkpoints, _, _, note in odd(shifts):
+        for one in checkpoints:
             yield finding("other step", f"says of itself that it is step {recorded[one.name]}", [one], note=note)

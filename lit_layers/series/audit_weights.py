@@ -116,11 +116,11 @@ def copies(
         still = is_still(steps, prints, group)
         excuse = "the learning rate may be 0" if early else "hardly anything changes here" if still else ""
         if last is not None and last in group:
-            kind, these, message = "equal to the final step", [*group], f"hold the weights of {last.label}"
-            these.remove(last)
+            kind, checkpoints, message = "equal to the final step", [*group], f"hold the weights of {last.label}"
+            checkpoints.remove(last)
         else:
-            kind, these, message = "identical weights", group, "the same values under several names"
-        yield finding(kind, excuse or message, these, note=bool(excuse))
+            kind, checkpoints, message = "identical weights", group, "the same values under several names"
+        yield finding(kind, excuse or message, checkpoints, note=bool(excuse))
     copied = {one.name for group in same for one in group}
     grids = {one.name: precision(prints[one.name]) for one in steps}
     for one, other in itertools.permutations(steps, 2):
@@ -188,9 +188,9 @@ def swapped(path: Path) -> Finding | None:
             regular &= after[place, neighbour] <= 3 * np.sort(np.diag(after, 1))[-2]
     if not regular:
         return None
-    these = [path.steps[best.first], path.steps[best.second]]
-    says = f"the weights of {these[0].label} and {these[1].label} fit in each other's place"
-    return finding("swapped", says, these)
+    exchanged = [path.steps[best.first], path.steps[best.second]]
+    says = f"the weights of {exchanged[0].label} and {exchanged[1].label} fit in each other's place"
+    return finding("swapped", says, exchanged)
 
 
 class _Exchange(NamedTuple):

@@ -57,11 +57,11 @@ class Audit:
         """The verdict on one checkpoint, for its measurements: `clean`, `note: ...` or `suspect: ...`, and after the
         first two what was not checked.
         """
-        mine = [finding for finding in self.findings if checkpoint.name in finding.names]
-        kinds = dict.fromkeys(finding.kind for finding in mine if not finding.note)
+        findings = [finding for finding in self.findings if checkpoint.name in finding.names]
+        kinds = dict.fromkeys(finding.kind for finding in findings if not finding.note)
         if kinds:
             return f"suspect: {', '.join(kinds)}"
-        notes, rest = dict.fromkeys(finding.kind for finding in mine), self.unchecked.get(checkpoint.name, ())
+        notes, rest = dict.fromkeys(finding.kind for finding in findings), self.unchecked.get(checkpoint.name, ())
         verdict = f"note: {', '.join(notes)}" if notes else "clean"
         return f"{verdict}; not checked: {', '.join(rest)}" if rest else verdict
 
@@ -258,8 +258,8 @@ class SeriesMeasurements:
     def _of_files(self, checkpoint: Checkpoint) -> list[Measurement]:
         """What was measured on the files that the checkpoint has now; training does not say on which."""
         run, files = self.run_of(checkpoint), checkpoint.source.weights()
-        mine = (m for m in self.store if (m.run, m.step) == (run, checkpoint.step))
-        return [m for m in mine if m.provenance.get("weight_files") in (None, files)]
+        of_step = (m for m in self.store if (m.run, m.step) == (run, checkpoint.step))
+        return [m for m in of_step if m.provenance.get("weight_files") in (None, files)]
 
     def _refuse_another_model(
         self, run: str, checkpoints: Sequence[Checkpoint], weights: Callable[[Checkpoint], tuple[str, Any]]

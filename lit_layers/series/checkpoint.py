@@ -7,7 +7,7 @@ import re
 import threading
 from abc import ABC, abstractmethod
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -84,9 +84,11 @@ class Grammar:
         return StepName(name, **{key: int(text) for key, text in match.groupdict().items() if text is not None})
 
 
-def is_steplike(name: str) -> bool:
-    """Whether a name looks as if it meant a step, in whatever grammar."""
-    return _STEPLIKE.match(name) is not None
+def understood(names: Collection[str], grammar: Grammar | None) -> tuple[list[StepName], tuple[str, ...]]:
+    """The names that are steps, and those that look as if they meant one, in whatever grammar, and are none."""
+    steps = [step for name in names if grammar is not None and (step := grammar.parse(name)) is not None]
+    strangers = set(filter(_STEPLIKE.match, names)) - {step.name for step in steps}
+    return steps, tuple(sorted(strangers))
 
 
 def recognize(names: Iterable[str]) -> Grammar | None:

@@ -6,6 +6,7 @@ import os
 import pickle
 import threading
 import time
+import zipfile
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -379,14 +380,9 @@ def tensors_in(path: Path) -> Iterator[tuple[str, "Tensor"]]:
                 with safe_open(path, framework="pt") as file:
                     yield name, file.get_tensor(name)
             return
-        state = torch.load(path, map_location="cpu", weights_only=True, mmap=_is_zip(path))
+        state = torch.load(path, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(path))
         if not isinstance(state, dict) or not all(isinstance(value, torch.Tensor) for value in state.values()):
             raise InputError(f"{path} holds more than tensors by name: no weights of a model")
         yield from state.items()
     except (OSError, SafetensorError, RuntimeError, EOFError, LookupError, ValueError, pickle.UnpicklingError) as error:
         raise InputError(f"{path.name} cannot be read ({' '.join(str(error).split())[:150]})") from error
-
-
-def _is_zip(path: Path) -> bool:
-    with path.open("rb") as file:
-        return file.read(2) == b"PK"

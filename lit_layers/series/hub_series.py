@@ -22,9 +22,9 @@ from lit_layers.series.checkpoint import (
     Listing,
     Series,
     StepName,
-    is_steplike,
     ordered,
     recognize,
+    understood,
 )
 from lit_layers.series.checkpoint_sources import Hub, HubSource, Retry
 
@@ -163,8 +163,7 @@ class HubRevisions(Series):
         facts, hub = self._facts(), Hub(self._retry)
         commits = hub.commits(self.repo)
         grammar = self._grammar or (Grammar(facts.grammar) if facts.grammar else recognize(commits))
-        names = [name for name in commits if name != MAIN]
-        steps = [step for name in names if grammar is not None and (step := grammar.parse(name)) is not None]
+        steps, strangers = understood([name for name in commits if name != MAIN], grammar)
         if not steps:
             first = ", ".join([*commits][:5]) + (", ..." if len(commits) > 5 else "")
             raise InputError(
@@ -172,7 +171,6 @@ class HubRevisions(Series):
                 "name the grammar, or measure it as one model"
             )
         kept, doubles = ordered(self._in_stage(steps))
-        understood = {step.name for step in steps}
 
         def source(name: str) -> HubSource:
             return HubSource(hub, self.repo, name, commits[name])
@@ -182,7 +180,7 @@ class HubRevisions(Series):
             main=Checkpoint(self.name, MAIN, source(MAIN)) if MAIN in commits else None,
             main_is_last=facts.main_is_last if self.stage == 1 else None,
             expected=facts.expected() if self.stage == 1 else None,
-            strangers=tuple(sorted(name for name in names if name not in understood and is_steplike(name))),
+            strangers=strangers,
             doubles=doubles,
             defects=facts.defects,
             warm_up=facts.warm_up if self.stage == 1 else 0,

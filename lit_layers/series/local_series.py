@@ -16,7 +16,7 @@ from lit_layers.downloads import would_run_code
 from lit_layers.errors import InputError
 from lit_layers.schedule import Schedule, Steps
 from lit_layers.schema import run_facts
-from lit_layers.series.checkpoint import Checkpoint, Grammar, Listing, Series, is_steplike, ordered, recognize
+from lit_layers.series.checkpoint import Checkpoint, Grammar, Listing, Series, ordered, recognize, understood
 from lit_layers.series.checkpoint_sources import TOKENIZER, FolderSource, Source, companions
 from lit_layers.series.weight_files import ListedFile, Memory, on_disk
 
@@ -66,15 +66,13 @@ class StepFolders(_LocalSeries):
             raise InputError(f"expected a folder with checkpoints, {self.root} does not exist")
         folders = {path.name: path for path in self.root.iterdir() if path.is_dir() and path.name[0] != "."}
         names = sorted(name for name in folders if name not in _NO_CHECKPOINTS)
-        grammar = self._grammar or recognize(names)
-        steps = [step for name in names if grammar is not None and (step := grammar.parse(name)) is not None]
+        steps, strangers = understood(names, self._grammar or recognize(names))
         if not steps:
             raise InputError(f"{self.root} holds no folder that is a step, such as step-000001000 or checkpoint-500")
         kept, doubles = ordered(steps)
         run = run_facts(self.root)
         per_step = self.tokens_per_step or run.get("tokens_per_step")
         first, before = _beginning(run)
-        understood = {step.name for step in steps}
         return Listing(
             checkpoints=tuple(
                 Checkpoint(
@@ -88,7 +86,7 @@ class StepFolders(_LocalSeries):
                 for step in kept
             ),
             expected=self._expected(first, kept[-1].step),
-            strangers=tuple(name for name in names if name not in understood and is_steplike(name)),
+            strangers=strangers,
             doubles=doubles,
         )
 
@@ -103,8 +101,8 @@ class StepFolders(_LocalSeries):
 
 def _beginning(run: dict[str, Any]) -> tuple[int, int | None]:
     """The step and tokens that a run began with: not zero where it began with another run's checkpoint."""
-    origin = run.get("origin") or {}
-    return origin.get("step", 0), origin.get("tokens", 0)
+    beginning = run.get("origin") or {}
+    return beginning.get("step", 0), beginning.get("tokens", 0)
 
 
 def run_in(root: Path) -> str:
