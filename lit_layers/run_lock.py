@@ -206,7 +206,7 @@ def _holder(path: Path) -> str:
     if owner is None:
         return "another process"
     with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
-        said = json.loads(_facts(path).read_text(encoding="utf-8"))
-        if said["token"] == owner.token:
-            return f"`{said['command'][:200]}` (host {said['host']}, process {said['pid']}, since {said['since']})"
+        facts = json.loads(_facts(path).read_text(encoding="utf-8"))
+        if facts["token"] == owner.token:
+            return f"`{facts['command'][:200]}` (host {facts['host']}, process {facts['pid']}, since {facts['since']})"
     return f"another process (host {owner.hostname}, process {owner.pid})"

@@ -84,6 +84,11 @@ class EncodedTexts:
             digest.update(np.asarray(ids, dtype="<i4").tobytes())
         return digest.hexdigest()[:16]
 
+    def in_order(self, batch_size: int, *, side: Literal["left", "right"] = "right") -> Iterator[dict[str, Tensor]]:
+        """So many texts a batch, the last may have fewer, in their order; `side` is that of the padding."""
+        for start in range(0, len(self.ids), batch_size):
+            yield padded(self.ids[start : start + batch_size], self.filler, side=side)
+
     def batches(self, max_tokens: int) -> Iterator[tuple[list[int], dict[str, Tensor]]]:
         """The longest texts first, so that texts of a batch are of about one length; with the numbers of its rows.
 

@@ -107,12 +107,15 @@ def decoded(source: Path | bytes | None, name: str) -> Image.Image:
         ) from error
 
 
-def kept_small(pictures: Pictures, name: str) -> Pictures:
-    """The same images as one tensor where they are small, which is judged by the first.
+def pictures_of_rows(rows: Callable[[int], Any], labels: Tensor, name: str, fingerprint: str) -> Pictures:
+    """Encoded images; as one tensor where they are small, which is judged by the first.
 
     Raises:
-        InputError: a small image of another size than the first, by its row.
+        InputError: no row, or a small image of another size than the first, by its row.
     """
+    if not len(labels):
+        raise InputError(f"source: {name} has no rows")
+    pictures = EncodedPictures(rows, labels, name, fingerprint)
     width, height = pictures.picture(0).size
     if max(width, height) > SMALL:
         return pictures
@@ -126,10 +129,10 @@ def kept_small(pictures: Pictures, name: str) -> Pictures:
                 f"{SMALL} px must be of one size"
             )
         pixels[index] = np.asarray(image)
-    return SmallPictures(torch.from_numpy(pixels).permute(0, 3, 1, 2).contiguous(), pictures.labels)
+    return SmallPictures(torch.from_numpy(pixels).permute(0, 3, 1, 2).contiguous(), labels)
 
 
-def from_array(images: Any, labels: Any, name: str) -> SmallPictures | EncodedPictures:
+def from_array(images: Any, labels: Any, name: str) -> SmallPictures:
     """Images in an array (images, height, width) or (images, height, width, channels) of uint8.
 
     Raises:
@@ -252,13 +255,6 @@ def columns_of(names: Sequence[str], place: str) -> tuple[str, str]:
             )
         columns.append(column)
     return columns[0], columns[1]
-
-
-def pictures_of_rows(rows: Callable[[int], Any], labels: Tensor, name: str, fingerprint: str) -> Pictures:
-    """Encoded images, all decoded at once where they are small."""
-    if not len(labels):
-        raise InputError(f"source: {name} has no rows")
-    return kept_small(EncodedPictures(rows, labels, name, fingerprint), name)
 
 
 # ------------------------------------------------------------------------------------------------ pickled batches

@@ -344,14 +344,14 @@ def statistics(source: ImageSource, normalisation: Normalisation) -> tuple[tuple
     return tuple(means), tuple(deviations)
 
 
-def image_size(source: ImageSource, asked: int | None) -> int:
+def image_size(source: ImageSource, chosen: int | None) -> int:
     """The size of the model's input: where nobody says it, that of small images, and 224 for large ones.
 
     Raises:
         InputError: small images that are not square.
     """
-    if asked is not None:
-        return asked
+    if chosen is not None:
+        return chosen
     pictures = source.train
     if not isinstance(pictures, SmallPictures):
         return USUAL_SIZE

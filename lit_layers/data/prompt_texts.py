@@ -17,7 +17,6 @@ from lit_layers.data.batches import (
     Size,
     different_numbers,
     encode_texts,
-    padded,
     tokenizer_of,
 )
 from lit_layers.data.preparing import at_least_one
@@ -166,8 +165,7 @@ class TextBatches(Batches):
         return encode_texts(tokenizer_of(self.tokenizer, self.corpus), self.texts.texts(), max_tokens=self.max_tokens)
 
     def __iter__(self) -> Iterator[dict[str, Tensor]]:
-        for start in range(0, len(self._encoded), self.batch_size):
-            yield padded(self._encoded.ids[start : start + self.batch_size], self._encoded.filler)
+        return self._encoded.in_order(self.batch_size)
 
     def __len__(self) -> int:
         return -(-len(self._encoded) // self.batch_size)
@@ -249,9 +247,7 @@ class BenchmarkPrompts(Batches):
         return self._encoded.num_cut
 
     def __iter__(self) -> Iterator[dict[str, Tensor]]:
-        for start in range(0, self.num_prompts, self.batch_size):
-            ids = self._encoded.ids[start : start + self.batch_size]
-            yield padded(ids, self._encoded.filler, side=self.padding)
+        return self._encoded.in_order(self.batch_size, side=self.padding)
 
     def __len__(self) -> int:
         return -(-self.num_prompts // self.batch_size)

@@ -159,7 +159,7 @@ class HubText(Source):
 
     def __init__(self, name: str, *, column: str = "text", validation: float | None = None):
         self.name, _, self.config = name.partition(":")
-        self.column, self.asked = column, validation
+        self.column, self.share = column, validation
 
     def describe(self) -> dict[str, Any]:
         return {
@@ -167,7 +167,7 @@ class HubText(Source):
             "name": self.name,
             "config": self.config or None,
             "column": self.column,
-            "validation": self.asked,
+            "validation": self.share,
         }
 
     def pin(self, revision: str | None) -> None:
@@ -178,12 +178,12 @@ class HubText(Source):
             self.revision = revision or HfApi().dataset_info(self.name).sha
             splits = set(self._open(None))
         has_both = {"train", "validation"} <= splits
-        if has_both and self.asked is not None:
+        if has_both and self.share is not None:
             raise InputError(f"{self.name} brings its own validation split: leave validation out")
         if "train" not in splits:
             raise InputError(f"{self.name} has no split 'train' (it has {', '.join(sorted(splits))}): name another one")
         self.splits = SPLITS if has_both else (None,)
-        self.validation = None if has_both else self.asked or 0.01
+        self.validation = None if has_both else self.share or 0.01
 
     def read(self, split: str | None, position: Any = None) -> Iterator[Document]:
         with asking_the_hub(f"the data set {self.name!r} cannot be had from the Hub", _AGAIN):

@@ -14,6 +14,7 @@ from types import TracebackType
 from typing import IO, Any, Literal, Required
 
 import pandas as pd
+from filelock import FileLock
 from pydantic import with_config
 from typing_extensions import TypedDict
 
@@ -29,12 +30,12 @@ except ImportError:  # Windows: two sweeps of one folder at once are the user's 
     fcntl = None
 
 
-def take(path: Path, *, wait: bool = False) -> IO[bytes] | None:
-    """Returns the lock, held until it is closed; None where another process has it, unless that is waited for."""
+def take(path: Path) -> IO[bytes] | None:
+    """Returns the lock, held until it is closed; None where another process has it."""
     lock = open(path, "wb")  # noqa: SIM115
     if fcntl is not None:
         try:
-            fcntl.flock(lock, fcntl.LOCK_EX if wait else fcntl.LOCK_EX | fcntl.LOCK_NB)
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             lock.close()
             return None
@@ -171,13 +172,9 @@ def write_table(root: Path, grid: Grid, cells: Sequence[CellFolder]) -> pd.DataF
     The columns: run, the varied parameters, the metric's last value under its own name, best, step, seconds (of all
     attempts that ended), error.
     """
-    lock = take(root / ".sweep.lock", wait=True)  # the last of several shards writes what all have done
-    try:
+    with FileLock(root / ".sweep.lock"):  # the last of several shards writes what all have done
         frame = pd.DataFrame([_row(cell, grid) for cell in cells]).astype({"step": "Int64", "error": "object"})
         records.export(frame, root / TABLE)
-    finally:
-        if lock is not None:
-            lock.close()
     return frame
 
 
