@@ -20,9 +20,9 @@ from lit_layers.functional.coupling import singular_factors
 from lit_layers.functional.entropy import spectrum
 from lit_layers.functional.jacobian import block_jacobian
 from lit_layers.models.bfloat16 import BFloat16View
-from lit_layers.models.build import truncate
 from lit_layers.models.costs import this_machine
 from lit_layers.models.shard_files import free_memory
+from lit_layers.models.truncation import truncate
 from lit_layers.models.view import BlockCall, LayeredModel
 from lit_layers.models.workload import OF_A_BLOCK, Part, Work, bytes_of, bytes_of_model, flop, trained
 

@@ -13,7 +13,7 @@ from torch import nn
 
 from lit_layers.analyses.base import Analysis
 from lit_layers.errors import InputError
-from lit_layers.functional.block_schedules import LOOPS, Schedule, Variant, block_runs, variants
+from lit_layers.functional.block_schedules import LOOPS, Schedule, Variant, block_runs, members, variants
 from lit_layers.models.costs import any_inputs, call_of, interleaved
 from lit_layers.models.running_order import EXECUTIONS, Parallel, running_order
 from lit_layers.models.view import Batch, LayeredModel, evaluating
@@ -95,7 +95,7 @@ def weight_bytes(blocks: Sequence[nn.Module], schedule: Schedule, execution: Par
     """Bytes of the parameters that must be held to run the schedule: of each block in it once, and of each stacked
     group again. Embedding and head are not counted."""
     groups = _groups(schedule) if execution == "stacked" else []
-    used = {number for step in schedule for number in (step if isinstance(step, tuple) else (step,))}
+    used = {number for step in schedule for number in members(step)}
     parameters = {id(each): each for number in used for each in blocks[number - 1].parameters()}
     copies = [each for group in groups for number in group for each in blocks[number - 1].parameters()]
     return sum(each.numel() * each.element_size() for each in (*parameters.values(), *copies))

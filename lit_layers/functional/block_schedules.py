@@ -109,7 +109,7 @@ def checked(schedule: Sequence[Step], num_blocks: int) -> Schedule:
     """
     found: list[Step] = []
     for step in schedule:
-        group = step if isinstance(step, tuple) else (step,)
+        group = members(step)
         if not all(type(number) is int for number in group):
             raise TypeError(f"schedule: a step is a block number or a tuple of them, got {step!r}")
         if not group:
@@ -123,9 +123,14 @@ def checked(schedule: Sequence[Step], num_blocks: int) -> Schedule:
 _STEP = re.compile(r"\s*(?:(\d+)|\(([^()]*)\))(?=\s|\(|$)")
 
 
+def members(step: Step) -> tuple[int, ...]:
+    """The blocks that a step runs on one state."""
+    return step if isinstance(step, tuple) else (step,)
+
+
 def block_runs(schedule: Sequence[Step]) -> int:
     """How many times a block runs."""
-    return sum(len(step) if isinstance(step, tuple) else 1 for step in schedule)
+    return sum(len(members(step)) for step in schedule)
 
 
 def parse_schedule(text: str, num_blocks: int) -> Schedule:

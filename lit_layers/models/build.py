@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from lit_layers.durable import write_json
 from lit_layers.errors import InputError
-from lit_layers.models.families import Network, family_of, trunk_of
+from lit_layers.models.families import Network, family_of
 from lit_layers.models.pixels import PREPROCESSOR, copy_pixel_statistics_, pixel_statistics, preprocessor
 from lit_layers.models.shard_files import free_memory
 
@@ -36,8 +36,8 @@ TIMM_OPTIONS = "build_options"  # attribute of a timm model: what it was built w
 
 
 def __getattr__(name: str) -> Any:
-    if name == "load":  # it was here, and pages said so
-        return importlib.import_module("lit_layers.models.saved").load
+    if (file := {"load": "saved", "truncate": "truncation"}.get(name)) is not None:  # they were here, and pages said so
+        return getattr(importlib.import_module(f"lit_layers.models.{file}"), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
@@ -146,13 +146,9 @@ def untrained(model: Network, *, seed: int = 0) -> nn.Module:
     """
     model = getattr(model, "_orig_mod", model)
     if hasattr(model, "config"):
-        config, padded = copy.deepcopy(model.config), is_padded(model)
-        if padded:  # as the model it is saved as: the same numbers in training and after it
-            config.vocab_size = getattr(config, TRUE_SIZE)
-            delattr(config, TRUE_SIZE)
-        with seeded(seed):
-            fresh = type(model)._from_config(config, dtype=torch.float32)
-            if padded:
+        with seeded(seed):  # as the model it is saved as: the same numbers in training and after it
+            fresh = type(model)._from_config(_unpadded_config(model), dtype=torch.float32)
+            if is_padded(model):
                 pad_vocabulary_(fresh, model.config.vocab_size)
         copy_pixel_statistics_(model, fresh)
     else:
@@ -219,7 +215,6 @@ def architecture_hash(model: nn.Module) -> str:
 
 def with_defaults(settings: dict[str, Any]) -> dict[str, Any]:
     """A config.json of transformers with the values of all fields that it leaves out; any other as it is."""
-    from huggingface_hub.errors import StrictDataclassError
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
     kind = settings.get("model_type")
@@ -254,12 +249,8 @@ def _shell(model: Network) -> Network:
 
     Saving from the model itself would write into the config that training goes on with.
     """
-    config = copy.deepcopy(model.config)
-    if is_padded(model):
-        config.vocab_size = getattr(config, TRUE_SIZE)
-        delattr(config, TRUE_SIZE)
     with torch.device("meta"):
-        shell = type(model)._from_config(config, dtype=model.dtype)
+        shell = type(model)._from_config(_unpadded_config(model), dtype=model.dtype)
     if model.can_generate():
         shell.generation_config = copy.deepcopy(model.generation_config)
     return shell
@@ -371,93 +362,16 @@ def is_padded(model: Network) -> bool:
     return hasattr(getattr(model, "config", None), TRUE_SIZE)
 
 
+def _unpadded_config(model: Network) -> Any:
+    """A copy of the config, of the model without padding rows."""
+    config = copy.deepcopy(model.config)
+    if is_padded(model):
+        config.vocab_size = getattr(config, TRUE_SIZE)
+        delattr(config, TRUE_SIZE)
+    return config
+
+
 def _vocabulary_parameters(model: Network) -> list[nn.Parameter]:
     """Parameters with a row for each token: embedding, head and its bias."""
     parts = [part for part in (model.get_input_embeddings(), model.get_output_embeddings()) if part is not None]
     return [parameter for part in parts for parameter in part.parameters(recurse=False)]
-
-
-# The first blocks of a model as a model of its own.
-
-PER_BLOCK = ("layer_types", "attention_layers", "mlp_layer_types")  # fields of a config with an entry for each block
-
-
-def truncate(model: nn.Module, num_layers: int, *, head: bool = True) -> nn.Module:
-    """A new model of the first `num_layers` blocks, with copies of the weights; the given one stays as it is.
-
-    It has the class, device, dtypes, modes of its parts, ties between weights and attention implementation of `model`,
-    and its config says the smaller depth, so that saving gives a folder of an ordinary model. Its hidden states are
-    those of `model` at layers 0..num_layers, bit by bit. The final norm (and head) are kept as they are: they were made
-    for the last layer, and what they say of an earlier one is the logit lens.
-
-    With `head=False` the trunk alone is copied (GPT2Model, LlamaModel, BertModel, ViTModel; of a timm model the one
-    with `num_classes=0`), which computes no scores of words or classes. A BertModel has a pooler, as has a ViTModel;
-    where `model` has none, its weights are zeros, so that the saved folder is whole and loads without random numbers.
-
-    Raises:
-        InputError: fewer than 1 block or more than there are, a model of no known family, one with two rows of blocks
-            (an encoder and a decoder), one whose blocks share weights.
-    """
-    model = getattr(model, "_orig_mod", model)
-    source: Network = model if head else trunk_of(model)
-    family = family_of(source)
-    blocks = family.block_list(source)
-    _refuse_uncut(model, blocks, num_layers)
-    # A dropped block is a stand-in in the copy: its weights are never in memory twice.
-    stand_ins: dict[int, Any] = {id(block): nn.Identity() for block in blocks[num_layers:]}
-    with torch.no_grad():
-        cut: Network = copy.deepcopy(source, stand_ins)
-    del trunk_of(cut).get_submodule(family.blocks)[num_layers:]
-    if family.package == "timm":
-        _finish_timm(cut, num_layers, head)
-    else:
-        _set_depth(cut.config, num_layers)
-        cut.config.architectures = [type(cut).__name__]
-        copy_pixel_statistics_(model, cut)
-        if not head:
-            _complete_pooler(cut)
-    return cut
-
-
-def _refuse_uncut(model: Network, blocks: tuple[nn.Module, ...], num_layers: int) -> None:
-    kind = type(model).__name__
-    config = getattr(model, "config", None)
-    parameters = [id(parameter) for block in blocks for parameter in block.parameters()]
-    if len(set(parameters)) < len(parameters) or len(blocks) != getattr(config, "num_hidden_layers", len(blocks)):
-        raise InputError(f"the blocks of this {kind} share weights, and it is not cut: dropping one saves nothing")
-    if not 1 <= num_layers <= len(blocks):
-        raise InputError(f"num_layers: {kind} can be cut to 1..{len(blocks)} blocks, got {num_layers}")
-
-
-def _set_depth(config: Any, num_layers: int) -> None:
-    """Whatever the family calls it: `num_hidden_layers` is an alias of it in every config of transformers."""
-    for name in PER_BLOCK:  # a property is computed from the depth
-        if getattr(config, name, None) is not None and not isinstance(getattr(type(config), name, None), property):
-            setattr(config, name, list(getattr(config, name))[:num_layers])
-    if getattr(config, "attention_types", None) is not None:  # GPT-Neo's own way of writing attention_layers
-        config.attention_types = [[config.attention_layers, 1]]
-    config.num_hidden_layers = num_layers
-    if getattr(config, "stage_names", None) is not None:  # of which layers it would be a backbone: of the last one
-        config.stage_names = list(config.stage_names)[: num_layers + 1]
-        config.set_output_features_output_indices(None, None)
-
-
-def _complete_pooler(trunk: Network) -> None:
-    """Plain loading of a BertModel, and of any other trunk that may have a pooler, expects one."""
-    if getattr(trunk, "pooler", trunk) is None:
-        like: Tensor = next(trunk.parameters())
-        with torch.device("meta"):
-            pooler = type(trunk)(trunk.config).pooler
-        pooler = pooler.to_empty(device=like.device).to(like.dtype).train(trunk.training)
-        for parameter in pooler.parameters():
-            nn.init.zeros_(parameter)
-        trunk.pooler = pooler
-
-
-def _finish_timm(model: Network, num_layers: int, head: bool) -> None:
-    options = {**getattr(model, TIMM_OPTIONS, {}), "depth": num_layers}
-    if not head:
-        model.reset_classifier(0)
-        options["num_classes"] = 0
-    setattr(model, TIMM_OPTIONS, options)
-    model.feature_info = model.feature_info[:num_layers]

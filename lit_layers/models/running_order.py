@@ -14,10 +14,11 @@ import torch
 from torch import Tensor, nn
 
 from lit_layers.errors import InputError
-from lit_layers.functional.block_schedules import Schedule, Step, checked, format_schedule
+from lit_layers.functional.block_schedules import Schedule, Step, checked, format_schedule, members
+from lit_layers.models.block_calls import first, replaced, split_arguments
 from lit_layers.models.families import Network, family_of
 from lit_layers.models.stacked_blocks import StackedBlocks
-from lit_layers.models.view import REORDERED, Trajectory, first, split_arguments
+from lit_layers.models.view import REORDERED, Trajectory
 
 Parallel = Literal["loop", "stacked"]
 EXECUTIONS: tuple[Parallel, ...] = ("loop", "stacked")
@@ -66,21 +67,14 @@ def running_order(model: nn.Module, schedule: Sequence[Step], *, parallel: Paral
         if isinstance(step, tuple) and parallel == "stacked" and REORDERED not in network.__dict__
     }
     _claim(network, steps)
-    before = [block.__dict__.get("forward") for block in blocks]
     tuples = _IN_TUPLES.setdefault(network, {})
     order = _Order(steps, [block.forward for block in blocks], type(network).__name__, stacks, tuples)
     watch = network.register_forward_pre_hook(_refuse_hidden_states, with_kwargs=True)
     try:
-        for number, block in enumerate(blocks, 1):
-            block.forward = order.at(number)
-        yield model
+        with replaced(blocks, map(order.at, range(1, len(blocks) + 1))):
+            yield model
     finally:
         watch.remove()
-        for block, own in zip(blocks, before, strict=True):
-            if own is None:
-                block.__dict__.pop("forward", None)
-            else:  # another tool's, such as one that moves weights between devices
-                block.forward = own
         network.__dict__.pop(REORDERED, None)
         stacks.clear()  # their memory goes now, also where a traceback holds this frame
 
@@ -177,7 +171,7 @@ class _Order:
                 slot += len(step)
                 continue
             outputs = []
-            for number in step if isinstance(step, tuple) else (step,):
+            for number in members(step):
                 args, kwargs = call.arguments[number - 1]
                 args = tuple(caches.of(value, slot, number) for value in args)
                 kwargs = {name: caches.of(value, slot, number) for name, value in kwargs.items()}
@@ -194,7 +188,8 @@ class _Order:
             without = [None if _is_cache(value) else value for value in args]
             named = {name: None if _is_cache(value) else value for name, value in kwargs.items()}
             named |= {"use_cache": False} if "use_cache" in named else {}
-            with torch.no_grad(), torch.random.fork_rng(devices=_devices(hidden)):
+            devices = [hidden.device] if hidden.is_cuda else []
+            with torch.no_grad(), torch.random.fork_rng(devices=devices):
                 self.tuples[kind] = isinstance(forward(hidden, *without, **named), tuple)
         return self.tuples[kind]
 
@@ -219,7 +214,9 @@ class _Slots:
             return value
         place = self.num_blocks + slot
         if len(value.layers) == place:
-            value.layers.append(_empty_like(value.layers[number - 1]))
+            layer = value.layers[number - 1]  # of the same kind: with a window, or without
+            window = getattr(layer, "sliding_window", None)
+            value.layers.append(type(layer)() if window is None else type(layer)(sliding_window=window))
         return _OneSlot(value, place)
 
     def of_group(self, value: Any, slot: int, numbers: Sequence[int]) -> Any:
@@ -284,19 +281,9 @@ class _Update(torch.autograd.Function):
         return tuple(torch.stack([pair[part] for pair in every]) for part in range(2)), (0, 0)
 
 
-def _empty_like(layer: Any) -> Any:
-    """A slot of the kind of another (with a window, or without), that holds nothing."""
-    window = getattr(layer, "sliding_window", None)
-    return type(layer)() if window is None else type(layer)(sliding_window=window)
-
-
 def _is_cache(value: Any) -> bool:
     # By name: timm's blocks need no transformers.
     return any(base.__name__ == "Cache" for base in type(value).__mro__)
-
-
-def _devices(hidden: Tensor) -> list[torch.device]:
-    return [hidden.device] if hidden.device.type == "cuda" else []
 
 
 # Many orders on one batch, with what they begin with in common computed once.
@@ -322,7 +309,7 @@ class SharedPrefixes:
         steps = [checked(schedule, num_blocks) for schedule in schedules]
         for index, schedule in enumerate(steps):
             self._insert(index, schedule)
-        widest = max((len(_members(step)) for schedule in steps for step in schedule), default=1)
+        widest = max((len(members(step)) for schedule in steps for step in schedule), default=1)
         # No more states of a batch than so many are held: on the way, and of a group each output and its copy.
         self.num_held = max(map(len, steps), default=0) + 2 * widest
 
@@ -351,8 +338,8 @@ class SharedPrefixes:
         path = [_Place(self._root, trajectory.hidden[0])]
         while path:
             place = path[-1]
-            if place.node.ends and not place.told:
-                place.told = True
+            if place.node.ends and not place.given:
+                place.given = True
                 yield tuple(place.node.ends), place.state
             if not place.waiting:
                 path.pop()
@@ -387,7 +374,7 @@ class _Node:
 
     def uses(self) -> Counter[int]:
         """For how many of the next steps each block is needed."""
-        return Counter(number for step in self.children for number in set(_members(step)))
+        return Counter(number for step in self.children for number in set(members(step)))
 
     def order(self) -> list[Step]:
         """The next steps: single blocks, then groups, which need the same outputs and then let go of them; the full
@@ -399,29 +386,25 @@ class _Place:
     """A node on the way, with its state and what it still has to do."""
 
     def __init__(self, node: _Node, state: Tensor) -> None:
-        self.node, self.state, self.told = node, state, False
+        self.node, self.state, self.given = node, state, False
         self.waiting, self.needed = node.order(), node.uses()
         self.outputs: dict[int, Tensor] = {}
 
     def after(self, step: Step, trajectory: Trajectory) -> Tensor:
         """The state behind a step."""
-        members = _members(step)
-        for number in members:
+        group = members(step)
+        for number in group:
             if number not in self.outputs:
                 self.outputs[number] = self._run(number, trajectory)
-        found = [self.outputs[number] for number in members]
-        for number in set(members):
+        outputs = [self.outputs[number] for number in group]
+        for number in set(group):
             self.needed[number] -= 1
             if not self.needed[number]:
                 del self.outputs[number]
-        return found[0] if len(found) == 1 else torch.stack(found).mean(0)
+        return outputs[0] if len(outputs) == 1 else torch.stack(outputs).mean(0)
 
     def _run(self, number: int, trajectory: Trajectory) -> Tensor:
         if number == self.node.next_of_full and number < len(trajectory.hidden):
             return trajectory.hidden[number]
         with torch.no_grad():
             return trajectory.block(number)(self.state)
-
-
-def _members(step: Step) -> tuple[int, ...]:
-    return step if isinstance(step, tuple) else (step,)

@@ -271,7 +271,7 @@ def sequence_classifier(
     try:
         config = AutoConfig.from_pretrained(name, revision=revision, trust_remote_code=False)
     except (OSError, ValueError) as error:
-        raise InputError(f"model: cannot open {name}: {' '.join(str(error).split()).split('. ')[0]}") from error
+        raise InputError(f"model: cannot open {name}: {one_line(error)}") from error
     if config.model_type not in ENCODERS:
         raise InputError(
             f"model: expected an encoder ({', '.join(ENCODERS)}), {name} is of the type {config.model_type}"
@@ -294,9 +294,3 @@ def sequence_classifier(
     trunk = trunk_of(model)
     family_of(trunk)
     return model.eval(), trunk
-
-
-def classifier_parameters(model: Network, trunk: nn.Module) -> list[nn.Parameter]:
-    """The parameters that are not the trunk's."""
-    of_trunk = {id(parameter) for parameter in trunk.parameters()}
-    return [parameter for parameter in model.parameters() if id(parameter) not in of_trunk]

@@ -13,7 +13,7 @@ from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
 from lit_layers.errors import InputError
-from lit_layers.models.view import first
+from lit_layers.models.block_calls import first
 
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 _COUNTED = ("layer_idx", "layer_id")  # a block's own number, by which it finds its slot in a cache

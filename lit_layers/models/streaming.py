@@ -14,12 +14,13 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from lit_layers.errors import InputError
+from lit_layers.models.block_calls import BlockCall, replaced, softened, split_arguments
 from lit_layers.models.build import one_line
 from lit_layers.models.families import Network, trunk_of
 from lit_layers.models.pixels import PREPROCESSOR, keep_pixel_statistics_, keep_preprocessor_
 from lit_layers.models.saved import class_of, is_timm
 from lit_layers.models.shard_files import Prefetch, Room, ShardFiles, free_memory
-from lit_layers.models.view import Batch, BlockCall, LayeredModel, evaluating, mask_of, softened, split_arguments
+from lit_layers.models.view import Batch, LayeredModel, evaluating, mask_of
 
 META = torch.device("meta")
 
@@ -78,7 +79,8 @@ class StreamedModel(LayeredModel):
             for in_tuples in (False, True):  # what blocks return is only seen in what their model makes of it
                 calls: list[BlockCall] = []
                 states: list[Tensor] = []
-                recording = self._recording(states, calls, in_tuples=in_tuples)
+                recorders = [self._recorder(block, states, calls, in_tuples) for block in self.blocks]
+                recording = replaced(self.blocks, recorders)
                 with recording, _Lookups(self), self._filled_on_the_way(), suppress(_PastTheBlocks):
                     self._logits(inputs)
                 if [call.module for call in calls] == list(self.blocks) and all(h is states[0] for h in states):
@@ -204,28 +206,18 @@ class StreamedModel(LayeredModel):
                 _put_(part, name, room.take(tensor).copy_(source))
         return before
 
-    @contextmanager
-    def _recording(self, states: list[Tensor], calls: list[BlockCall], *, in_tuples: bool) -> Iterator[None]:
-        """Blocks let the states pass and note their other arguments; the last one ends the call."""
+    def _recorder(self, block: nn.Module, states: list[Tensor], calls: list[BlockCall], in_tuples: bool) -> Any:
+        """A block's forward that hands the state on and notes the other arguments; the last block's ends the call."""
 
-        def recorder(block: nn.Module) -> Any:
-            def forward(*args: Any, **kwargs: Any) -> Any:
-                hidden, args, kwargs = split_arguments(args, kwargs)
-                states.append(hidden)
-                calls.append(BlockCall(block, args, kwargs))
-                if block is self.blocks[-1]:
-                    raise _PastTheBlocks
-                return (hidden,) if in_tuples else hidden
+        def forward(*args: Any, **kwargs: Any) -> Any:
+            hidden, args, kwargs = split_arguments(args, kwargs)
+            states.append(hidden)
+            calls.append(BlockCall(block, args, kwargs))
+            if block is self.blocks[-1]:
+                raise _PastTheBlocks
+            return (hidden,) if in_tuples else hidden
 
-            return forward
-
-        for block in self.blocks:
-            block.forward = recorder(block)
-        try:
-            yield
-        finally:
-            for block in self.blocks:
-                del block.forward
+        return forward
 
     @contextmanager
     def _filled_on_the_way(self) -> Iterator[None]:

@@ -10,8 +10,9 @@ import torch
 from torch import Tensor, nn
 
 from lit_layers.errors import InputError
-from lit_layers.functional.block_schedules import Step
-from lit_layers.functional.jacobian.block_call import SHARED, Alignment, evaluating
+from lit_layers.functional.block_schedules import Step, checked, members
+from lit_layers.functional.jacobian.block_call import Alignment, evaluating
+from lit_layers.models.block_calls import BlockCall, cut, first, hand_on, replaced, softened, split_arguments
 from lit_layers.models.build import true_vocab_size
 from lit_layers.models.families import Network, family_of, trunk_of
 
@@ -143,12 +144,12 @@ class LayeredModel:
 
     def with_states(self, batch: Batch, hidden: Tensor, *, in_tuple: bool = False) -> "Trajectory":
         """The trajectory of a batch whose states (layers + 1, batch, tokens, dim) are there already: no block runs."""
-        with replaced(self.blocks, _hand_on(in_tuple)):
+        with replaced(self.blocks, [hand_on(in_tuple)] * self.num_layers):
             return self._seen(batch, hidden)
 
     def embedded(self, batch: Batch, *, in_tuple: bool = False) -> "Trajectory":
         """The trajectory of a batch as far as layer 0: no block runs, and each can be called."""
-        with replaced(self.blocks, _hand_on(in_tuple)):
+        with replaced(self.blocks, [hand_on(in_tuple)] * self.num_layers):
             return self._seen(batch, as_far_as_0=True)
 
     def _seen(self, batch: Batch, hidden: Tensor | None = None, *, as_far_as_0: bool = False) -> "Trajectory":
@@ -222,15 +223,14 @@ class LayeredModel:
         Layers as Painters, arXiv 2407.09298.
 
         Raises:
-            IndexError: a block that is not there.
             TypeError: a step that is neither a number nor a tuple of numbers.
+            ValueError: a block that is not there, or a tuple without one.
         """
-        steps = [parallel_blocks(step) for step in schedule]
-        blocks = {number: trajectory.block(number) for step in steps for number in step}
+        steps = checked(schedule, trajectory.num_layers)
         with torch.no_grad():
             hidden = trajectory.hidden[0]
             for step in steps:
-                outputs = [blocks[number](hidden) for number in step]
+                outputs = [trajectory.block(number)(hidden) for number in members(step)]
                 hidden = outputs[0] if len(outputs) == 1 else torch.stack(outputs).mean(0)
             return self.readout(hidden)
 
@@ -271,12 +271,9 @@ class LayeredModel:
 
     def ending(self, inputs: Mapping[str, Tensor], hidden: Tensor, *, in_tuple: bool) -> Tensor:
         """The logits that the model's own call makes of a last state: its blocks hand that on and do not run."""
-
-        def hand_on(*args: Any, **kwargs: Any) -> Any:
-            return (hidden,) if in_tuple else hidden
-
         self.refuse_reordered()
-        with torch.inference_mode(False), torch.no_grad(), evaluating(self.model), replaced(self.blocks, hand_on):
+        handed_on = replaced(self.blocks, [hand_on(in_tuple, hidden)] * self.num_layers)
+        with torch.inference_mode(False), torch.no_grad(), evaluating(self.model), handed_on:
             return self._logits(inputs)
 
     def _logits(self, inputs: Mapping[str, Tensor]) -> Tensor:
@@ -327,7 +324,7 @@ class Trajectory:
 
     hidden: Tensor  # (layers + 1, batch, tokens, dim)
     mask: Tensor  # (batch, tokens), False on padding
-    calls: tuple["BlockCall", ...]
+    calls: tuple[BlockCall, ...]
     attention: str
     model: LayeredModel
     inputs: Mapping[str, Tensor]  # what the model was called with
@@ -357,7 +354,7 @@ class Trajectory:
     def num_layers(self) -> int:
         return len(self.calls)
 
-    def block(self, layer: int) -> "BlockCall":
+    def block(self, layer: int) -> BlockCall:
         """Block `layer` (1..L) as a function of its input alone, closed over the arguments this batch really passed.
 
         Differentiable. `block(l)(hidden[l - 1])` is `hidden[l]`.
@@ -391,31 +388,6 @@ class Trajectory:
         )
 
 
-@dataclass(frozen=True, eq=False)
-class BlockCall:
-    """A block together with the other arguments of one call: hidden states to hidden states."""
-
-    module: nn.Module
-    args: tuple
-    kwargs: dict[str, Any]
-    alignment: Alignment | None = None  # of the batch with the arguments, where it was given otherwise
-
-    def __call__(self, hidden: Tensor) -> Tensor:
-        if self.alignment is not None:
-            return self.alignment.given_back(self.aligned()(self.alignment.moved(hidden)))
-        with evaluating(self.module):
-            return first(self.module(hidden, *self.args, **self.kwargs))
-
-    def aligned(self) -> "BlockCall":
-        """The call with states of the batch as the model was called with it."""
-        return replace(self, alignment=None)
-
-    def cut(self, index: int, batch_size: int) -> "BlockCall":
-        """The same call for one prompt: every tensor that has a row per prompt keeps that row."""
-        alignment = None if self.alignment is None else self.alignment.of_prompt(index)
-        return BlockCall(self.module, cut(self.args, index, batch_size), cut(self.kwargs, index, batch_size), alignment)
-
-
 def _stacked(states: list[Tensor]) -> Tensor:
     """`torch.stack`, without holding both the list and the whole: each state is let go when it is copied."""
     dtype = functools.reduce(torch.promote_types, {state.dtype for state in states})
@@ -423,81 +395,6 @@ def _stacked(states: list[Tensor]) -> Tensor:
     for layer in range(len(states)):
         whole[layer], states[layer] = states[layer], whole[0, :0]
     return whole
-
-
-@contextmanager
-def replaced(blocks: Sequence[nn.Module], forward: Callable[..., Any]) -> Iterator[None]:
-    """Inside, each of the blocks is called as `forward`."""
-    before = [vars(block).get("forward") for block in blocks]
-    for block in blocks:
-        block.forward = forward
-    try:
-        yield
-    finally:
-        for block, own in zip(blocks, before, strict=True):
-            if own is None:
-                del block.forward
-            else:
-                block.forward = own
-
-
-def _hand_on(in_tuple: bool) -> Callable[..., Any]:
-    """A block's forward that returns the state it is given."""
-
-    def forward(*args: Any, **kwargs: Any) -> Any:
-        state = split_arguments(args, kwargs)[0]
-        return (state,) if in_tuple else state
-
-    return forward
-
-
-def split_arguments(args: tuple, kwargs: dict[str, Any]) -> tuple[Tensor, tuple, dict[str, Any]]:
-    """The hidden states a block was called with, and its other arguments."""
-    if args:
-        return args[0], args[1:], kwargs
-    return kwargs["hidden_states"], (), {name: value for name, value in kwargs.items() if name != "hidden_states"}
-
-
-def softened(value: Any, masks: dict[int, tuple[Tensor, Tensor]]) -> Any:
-    """`value` with the additive masks of float64 in it cut off where float32 ends.
-
-    Some eager attention takes its softmax in float32, where less is minus infinity: a token that may see nothing but
-    padding becomes NaN, and then all that meets it. `masks` keeps what was cut, by identity.
-    """
-    if isinstance(value, tuple | list):
-        return type(value)(softened(item, masks) for item in value)
-    if isinstance(value, dict):
-        return {name: softened(item, masks) for name, item in value.items()}
-    least = torch.finfo(torch.float32).min
-    if not isinstance(value, Tensor) or value.dtype != torch.float64 or value.ndim != 4:
-        return value
-    if id(value) not in masks:
-        masks[id(value)] = value, value.clamp(min=least) if bool((value < least).any()) else value
-    return masks[id(value)][1]
-
-
-def first(output: Any) -> Tensor:
-    """The hidden states in what a block returns: a tensor, or (in older releases) a tuple that begins with it."""
-    return output[0] if isinstance(output, tuple | list) else output
-
-
-def cut(value: Any, index: int, batch_size: int) -> Any:
-    """`value` with row `index` of every tensor in it whose first dimension is the batch."""
-    if isinstance(value, Tensor):
-        return value[index : index + 1] if value.ndim and value.shape[0] == batch_size else value
-    if isinstance(value, tuple | list):
-        return type(value)(cut(item, index, batch_size) for item in value)
-    if isinstance(value, dict):
-        return {name: item if name in SHARED else cut(item, index, batch_size) for name, item in value.items()}
-    return value
-
-
-def parallel_blocks(step: Step) -> tuple[int, ...]:
-    """A step of a schedule as the tuple of blocks that run side by side."""
-    blocks = step if isinstance(step, tuple) else (step,)
-    if not blocks or not all(type(number) is int for number in blocks):
-        raise TypeError(f"a step is a block number or a non-empty tuple of them, got {step!r}")
-    return blocks
 
 
 def mask_of(inputs: Mapping[str, Tensor], hidden: Tensor) -> Tensor:

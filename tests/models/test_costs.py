@@ -8,9 +8,10 @@ from safetensors.torch import save_file
 
 from lit_layers.errors import InputError
 from lit_layers.models import costs as costs_module
-from lit_layers.models.build import causal_lm, save, truncate, vit
+from lit_layers.models.build import causal_lm, save, vit
 from lit_layers.models.costs import call_of, interleaved, measure_costs, peak_memory, this_machine
 from lit_layers.models.saved import bytes_of_weights, open_plainly
+from lit_layers.models.truncation import truncate
 from tests.support.rounding import assert_rounded
 from tests.support.saved_models import saved
 from tests.support.tiny_models import tiny, tiny_batch

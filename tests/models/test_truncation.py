@@ -8,8 +8,9 @@ import torch
 from torch import nn
 
 from lit_layers.errors import InputError
-from lit_layers.models.build import causal_lm, save, truncate, unpadded_state, vit, weights_hash
+from lit_layers.models.build import causal_lm, save, unpadded_state, vit, weights_hash
 from lit_layers.models.saved import load
+from lit_layers.models.truncation import truncate
 from lit_layers.models.view import LayeredModel
 from tests.support.rounding import assert_rounded
 from tests.support.tiny_models import EVERY, LAYERS, sees_images, tiny, tiny_batch

@@ -152,12 +152,12 @@ def test_schedules_skip_swap_repeat_and_average(model):
 @pytest.mark.parametrize(
     ("schedule", "kind", "message"),
     [
-        ([0, 1], IndexError, r"blocks are numbered 1\.\.3, got 0"),
-        ([1, (2, 4)], IndexError, r"blocks are numbered 1\.\.3, got 4"),
-        ([1, ()], TypeError, r"a block number or a non-empty tuple of them, got \(\)"),
-        ([1, 2.0], TypeError, r"a block number or a non-empty tuple of them, got 2\.0"),
-        ([True], TypeError, r"a block number or a non-empty tuple of them, got True"),
-        ([1, [2, 3]], TypeError, r"a block number or a non-empty tuple of them, got \[2, 3\]"),
+        ([0, 1], ValueError, r"block: expected 1\.\.3, got 0"),
+        ([1, (2, 4)], ValueError, r"block: expected 1\.\.3, got 4"),
+        ([1, ()], ValueError, r"a parallel group is empty"),
+        ([1, 2.0], TypeError, r"a step is a block number or a tuple of them, got 2\.0"),
+        ([True], TypeError, r"a step is a block number or a tuple of them, got True"),
+        ([1, [2, 3]], TypeError, r"a step is a block number or a tuple of them, got \[2, 3\]"),
     ],
 )
 def test_schedules_of_blocks_that_are_not_there_are_refused(model, schedule, kind, message):

@@ -4,7 +4,8 @@ import importlib
 
 import pytest
 
-from lit_layers.models.build import save, truncate, vit
+from lit_layers.models.build import save, vit
+from lit_layers.models.truncation import truncate
 from lit_layers.select import compare_costs
 from tests.support.tiny_models import tiny
 

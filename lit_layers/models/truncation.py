@@ -1,0 +1,95 @@
+"""The first blocks of a model as a model of its own."""
+
+import copy
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lit_layers.errors import InputError
+from lit_layers.models.build import TIMM_OPTIONS
+from lit_layers.models.families import Network, family_of, trunk_of
+from lit_layers.models.pixels import copy_pixel_statistics_
+
+PER_BLOCK = ("layer_types", "attention_layers", "mlp_layer_types")  # fields of a config with an entry for each block
+
+
+def truncate(model: nn.Module, num_layers: int, *, head: bool = True) -> nn.Module:
+    """A new model of the first `num_layers` blocks, with copies of the weights; the given one stays as it is.
+
+    It has the class, device, dtypes, modes of its parts, ties between weights and attention implementation of `model`,
+    and its config says the smaller depth, so that saving gives a folder of an ordinary model. Its hidden states are
+    those of `model` at layers 0..num_layers, bit by bit. The final norm (and head) are kept as they are: they were made
+    for the last layer, and what they say of an earlier one is the logit lens.
+
+    With `head=False` the trunk alone is copied (GPT2Model, LlamaModel, BertModel, ViTModel; of a timm model the one
+    with `num_classes=0`), which computes no scores of words or classes. A BertModel has a pooler, as has a ViTModel;
+    where `model` has none, its weights are zeros, so that the saved folder is whole and loads without random numbers.
+
+    Raises:
+        InputError: fewer than 1 block or more than there are, a model of no known family, one with two rows of blocks
+            (an encoder and a decoder), one whose blocks share weights.
+    """
+    model = getattr(model, "_orig_mod", model)
+    source: Network = model if head else trunk_of(model)
+    family = family_of(source)
+    blocks = family.block_list(source)
+    _refuse_uncut(model, blocks, num_layers)
+    # A dropped block is a stand-in in the copy: its weights are never in memory twice.
+    stand_ins: dict[int, Any] = {id(block): nn.Identity() for block in blocks[num_layers:]}
+    with torch.no_grad():
+        cut: Network = copy.deepcopy(source, stand_ins)
+    del trunk_of(cut).get_submodule(family.blocks)[num_layers:]
+    if family.package == "timm":
+        _finish_timm(cut, num_layers, head)
+    else:
+        _set_depth(cut.config, num_layers)
+        cut.config.architectures = [type(cut).__name__]
+        copy_pixel_statistics_(model, cut)
+        if not head:
+            _complete_pooler(cut)
+    return cut
+
+
+def _refuse_uncut(model: Network, blocks: tuple[nn.Module, ...], num_layers: int) -> None:
+    kind = type(model).__name__
+    config = getattr(model, "config", None)
+    parameters = [id(parameter) for block in blocks for parameter in block.parameters()]
+    if len(set(parameters)) < len(parameters) or len(blocks) != getattr(config, "num_hidden_layers", len(blocks)):
+        raise InputError(f"the blocks of this {kind} share weights, and it is not cut: dropping one saves nothing")
+    if not 1 <= num_layers <= len(blocks):
+        raise InputError(f"num_layers: {kind} can be cut to 1..{len(blocks)} blocks, got {num_layers}")
+
+
+def _set_depth(config: Any, num_layers: int) -> None:
+    """Whatever the family calls it: `num_hidden_layers` is an alias of it in every config of transformers."""
+    for name in PER_BLOCK:  # a property is computed from the depth
+        if getattr(config, name, None) is not None and not isinstance(getattr(type(config), name, None), property):
+            setattr(config, name, list(getattr(config, name))[:num_layers])
+    if getattr(config, "attention_types", None) is not None:  # GPT-Neo's own way of writing attention_layers
+        config.attention_types = [[config.attention_layers, 1]]
+    config.num_hidden_layers = num_layers
+    if getattr(config, "stage_names", None) is not None:  # of which layers it would be a backbone: of the last one
+        config.stage_names = list(config.stage_names)[: num_layers + 1]
+        config.set_output_features_output_indices(None, None)
+
+
+def _complete_pooler(trunk: Network) -> None:
+    """Plain loading of a BertModel, and of any other trunk that may have a pooler, expects one."""
+    if getattr(trunk, "pooler", trunk) is None:
+        like: Tensor = next(trunk.parameters())
+        with torch.device("meta"):
+            pooler = type(trunk)(trunk.config).pooler
+        pooler = pooler.to_empty(device=like.device).to(like.dtype).train(trunk.training)
+        for parameter in pooler.parameters():
+            nn.init.zeros_(parameter)
+        trunk.pooler = pooler
+
+
+def _finish_timm(model: Network, num_layers: int, head: bool) -> None:
+    options = {**getattr(model, TIMM_OPTIONS, {}), "depth": num_layers}
+    if not head:
+        model.reset_classifier(0)
+        options["num_classes"] = 0
+    setattr(model, TIMM_OPTIONS, options)
+    model.feature_info = model.feature_info[:num_layers]
