@@ -6,6 +6,7 @@ It holds where it was recorded from these versions and sources, elsewhere the pa
 
 import argparse
 import ast
+import functools
 import hashlib
 import json
 import sys
@@ -66,6 +67,7 @@ def made_from(verb: str) -> str:
     return hashlib.sha256("\n".join(parts).encode()).hexdigest()
 
 
+@functools.cache
 def _outline(source: str) -> str:
     tree = ast.parse(source)
     for node in ast.walk(tree):
