@@ -37,14 +37,14 @@ def test_imports_go_down_the_floors_only(capsys):
 
 
 def test_nothing_inside_imports_the_package_root():
-    for path in PACKAGE.rglob("*.py"):
-        for node in ast.walk(ast.parse(path.read_text())):
+    for name, tree in modules(PACKAGE).items():
+        for node in imports(tree):
             if isinstance(node, ast.ImportFrom):
                 submodules = {alias.name for alias in node.names if (PACKAGE / f"{alias.name}.py").exists()}
                 submodules |= {alias.name for alias in node.names if (PACKAGE / alias.name).is_dir()}
-                assert node.module != "lit_layers" or submodules == {alias.name for alias in node.names}, path
+                assert node.module != "lit_layers" or submodules == {alias.name for alias in node.names}, name
             if isinstance(node, ast.Import):
-                assert all(alias.name != "lit_layers" for alias in node.names), path
+                assert all(alias.name != "lit_layers" for alias in node.names), name
 
 
 @pytest.mark.slow
@@ -68,8 +68,18 @@ def modules(package: Path) -> dict[str, ast.Module]:
     for path in package.rglob("*.py"):
         parts = path.relative_to(package.parent).with_suffix("").parts
         name = ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
-        trees[name] = ast.parse(path.read_text())
+        trees[name] = parsed(path)
     return trees
+
+
+@functools.cache
+def parsed(path: Path) -> ast.Module:
+    return ast.parse(path.read_text())
+
+
+@functools.cache
+def imports(tree: ast.Module) -> list[ast.Import | ast.ImportFrom]:
+    return [node for node in ast.walk(tree) if isinstance(node, ast.Import | ast.ImportFrom)]
 
 
 def imported(node: ast.AST, names: Iterable[str]) -> Iterator[str]:
@@ -89,8 +99,17 @@ def is_late(node: ast.AST) -> bool:
     return is_function(node) or (isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test))
 
 
+@functools.cache
 def inner(tree: ast.Module, kind: Callable[[ast.AST], bool]) -> set[ast.AST]:
-    return {node for outer in ast.walk(tree) if kind(outer) for node in ast.walk(outer)}
+    """The imports below what is of that kind."""
+    chosen, left = set(), [(tree, False)]
+    while left:
+        node, within = left.pop()
+        within = within or kind(node)
+        if within and isinstance(node, ast.Import | ast.ImportFrom):
+            chosen.add(node)
+        left += [(child, within) for child in ast.iter_child_nodes(node)]
+    return chosen
 
 
 def circles(graph: Graph) -> list[set[str]]:
@@ -113,7 +132,7 @@ def circles(graph: Graph) -> list[set[str]]:
 
 def all_imports(trees: dict[str, ast.Module]) -> Graph:
     return {
-        name: {there for node in ast.walk(tree) for there in imported(node, trees) if there in trees} - {name}
+        name: {there for node in imports(tree) for there in imported(node, trees) if there in trees} - {name}
         for name, tree in trees.items()
     }
 
@@ -125,7 +144,7 @@ def test_no_files_import_each_other():
 def libraries(trees: dict[str, ast.Module]) -> Graph:
     """The heavy libraries that are loaded by importing each file, through whatever it imports at once."""
     at_once = {
-        name: {there for node in set(ast.walk(tree)) - inner(tree, is_late) for there in imported(node, trees)}
+        name: {there for node in set(imports(tree)) - inner(tree, is_late) for there in imported(node, trees)}
         for name, tree in trees.items()
     }
     loaded = {}
@@ -158,8 +177,7 @@ def test_an_own_file_that_is_imported_inside_a_function_says_why():
     """In a comment behind it or in the line above, of the first of several; the commands as in the test above."""
     silent = []
     for path in PACKAGE.rglob("*.py"):
-        text = path.read_text()
-        lines, tree = text.splitlines(), ast.parse(text)
+        lines, tree = path.read_text().splitlines(), parsed(path)
         for node in inner(tree, is_function) if "cli" not in path.parts else ():
             if isinstance(node, ast.ImportFrom) and str(node.module).startswith("lit_layers"):
                 above = itertools.takewhile(lambda line: "import" in line or "#" in line, lines[node.lineno - 2 :: -1])
@@ -173,7 +191,7 @@ def misplaced(trees: dict[str, ast.Module]) -> set[tuple[str, str]]:
     return {
         (name, library)
         for name, tree in trees.items()
-        for node in ast.walk(tree)
+        for node in imports(tree)
         for library in (there.partition(".")[0] for there in imported(node, trees))
         if library in ONLY_IN and name.split(".")[1:2] not in [[room] for room in ONLY_IN[library]]
     }
@@ -190,9 +208,7 @@ def test_libraries_are_imported_in_their_rooms_only(tmp_path):
 def test_functional_is_tensors_in_tensors_out():
     """Nor does any file that it imports, at once or later, import a library of models, data or tables."""
     trees = modules(PACKAGE)
-    graph = {
-        name: {there for node in ast.walk(tree) for there in imported(node, trees)} for name, tree in trees.items()
-    }
+    graph = {name: {there for node in imports(tree) for there in imported(node, trees)} for name, tree in trees.items()}
     left = [name for name in trees if name.startswith("lit_layers.functional")]
     seen = set(left)
     while left:
@@ -206,7 +222,7 @@ def test_pictures_are_drawn_in_a_process_of_their_own():
     """vl-convert keeps Python's lock while its thread draws, and a forked process lacks that thread."""
     trees = modules(PACKAGE)
     importing = {
-        there: {name for name, tree in trees.items() for node in ast.walk(tree) if there in imported(node, trees)}
+        there: {name for name, tree in trees.items() for node in imports(tree) if there in imported(node, trees)}
         for there in ("vl_convert", "lit_layers.figures.drawing")
     }
     assert importing == {"vl_convert": {"lit_layers.figures.drawing"}, "lit_layers.figures.drawing": set()}

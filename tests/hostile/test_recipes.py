@@ -125,11 +125,12 @@ def test_a_field_for_a_function_takes_none_but_of_the_users_own_code(weapons, wr
         assert not canary.exists(), name
 
 
-def test_a_key_that_only_ends_like_a_class_is_no_class(downloaded, payload, write, canary, capsys, monkeypatch):
+def test_a_key_that_only_ends_like_a_class_is_no_class(downloaded, payload, write, corpus, canary, capsys, monkeypatch):
     (downloaded / "hidden_module.py").write_text(payload)
     monkeypatch.setattr(sys, "path", [*sys.path, str(downloaded)])
     for value in ("hidden_module", "no_such_module.x", "not a path!"):
-        said = refused(["fit", "--config", write("model.init_args.config", {"x.class_path": value})], capsys)
+        recipe = write("model.init_args.config", {"x.class_path": value}, corpus=str(corpus))
+        said = refused(["fit", "--config", recipe], capsys)
         assert "'x.class_path' is no option of gpt2" in said
     assert not canary.exists()
     assert "hidden_module" not in sys.modules
