@@ -41,14 +41,6 @@ _UNION = re.compile(
     r"Does not validate against any of the Union subtypes Subtypes: \[(?P<kinds>.*?)\] Errors: .*"
     r"Given value type: .*? Given value:(?P<value>.*)$"
 )
-_NESTED = re.compile(  # an option of a class that is named elsewhere
-    r"Parser key \"(?P<group>[^\"]+)\": .* Errors: - (?P<said>.*?)(?: - Expected .*)? Given value type: .*"
-    r"NestedArg\(key='(?P<name>[^']+)'"
-)
-_IN_CLASS = re.compile(  # the same, in a recipe
-    r"Parser key \"(?P<group>[^\"]+)\": Does not validate .*? Errors: - (?P<said>[\w.]+: .*?) - Expected a "
-    r"<class 'NoneType'> Given value type: .*? Given value: \{'class_path'"
-)
 REFUSED = "a recipe names no"
 _MAY_BE_NAMED = (
     "only lit_layers, torch, lightning, transformers, timm, torchmetrics and your own code, with --code PACKAGE"
@@ -119,7 +111,7 @@ class RecipeParser(ArgumentParser):
     """
 
     def error(self, message: str, ex: Exception | None = None) -> Any:
-        raise refusal(message, self.get_defaults(skip_validation=True).keys(branches=True), self.prog) from None
+        raise refusal(message, self.get_defaults(skip_validation=True).keys(branches=True), self.prog, ex) from ex
 
     def _check_value_key(self, action: Any, value: Any, key: str, *args: Any, **kwargs: Any) -> Any:
         if action.nargs == "*" and not isinstance(value, list):  # jsonargparse would take a text's letters
@@ -318,15 +310,18 @@ def _without_code(class_type: Any, *args: Any, **kwargs: Any) -> Any:
     return made
 
 
-def refusal(message: str, options: Iterable[str], prog: str) -> InputError:
-    """What a command says of a message of jsonargparse's."""
-    sentence = one_sentence(message, options)
-    is_enough = "did you mean" in sentence or not sentence.startswith("un")  # unknown, unrecognized
-    return InputError(sentence if is_enough else f"{sentence}; see `{prog} --help`")
+def refusal(message: str, options: Iterable[str], prog: str, error: Exception | None = None) -> InputError:
+    """What a command says of a message of jsonargparse's, and of the error that it is of."""
+    sentence = one_sentence(message, options, error)
+    needs_help = sentence.startswith("un") and "did you mean" not in sentence  # unknown, unrecognized
+    return InputError(f"{sentence}; see `{prog} --help`" if needs_help and prog.startswith("lit-layers ") else sentence)
 
 
-def one_sentence(message: str, options: Iterable[str] = ()) -> str:
-    """Returns jsonargparse's message without its layout; a misspelt option gains the nearest of `options`."""
+def one_sentence(message: str, options: Iterable[str] = (), error: BaseException | None = None) -> str:
+    """Returns jsonargparse's message without its layout; a misspelt option gains the nearest of `options`.
+
+    Where the parser of a class inside has refused something, that is the cause of `error`, and says it best.
+    """
     if len(message) > _MOST_TEXT:  # a value of megabytes, for which the patterns would take hours
         message = f"{message[: _MOST_TEXT // 2]} ... {message[-_MOST_TEXT // 2 :]}"
     text, options = " ".join(message.split()), list(options)
@@ -340,25 +335,35 @@ def one_sentence(message: str, options: Iterable[str] = ()) -> str:
         return f"unknown key {unknown[1]} in the recipe{near}"
     if recipe := re.match(r"Unexpected config: ?(.*)", text):
         text = f"expected a recipe of KEY: VALUE lines, got {recipe[1] or 'an empty one'}"
+    while error is not None and not isinstance(error, InputError):
+        error = error.__cause__
+    if error is not None and (place := re.match(r'Parser key "([^"]+)"', text)):
+        return _shortened(_of_class(place[1], str(error), text))
     if refused := _REFUSED.search(text):
         where = re.match(r'Parser key "([^"]+)"', text)
         said = refused["said"] or f"{REFUSED} {refused['path']}: {_MAY_BE_NAMED}"
         if refused["other"]:
             said = f"{REFUSED} class here but {refused['kind']}, got {refused['other']}"
         return f"{where[1]}{'.' if refused['said'] else ': '}{said}" if where else said
-    if nested := _NESTED.match(text):
-        key, said = f"{nested['group']}.{nested['name']}", nested["said"]
-        if not said.startswith(f"{nested['name']}: "):
-            return f"unknown option --{key}: the class given for {nested['group']} has none of that name"
-        text = f"{nested['group']}.{said}"
-    if inner := _IN_CLASS.match(text):
-        text = f"{inner['group']}.{inner['said']}"
     if union := _UNION.search(text):
         place = text[: union.start()].partition(" - Expected a path but ")[0]  # a recipe of its own might be meant
         value = union["value"].strip() or "''"
         text = f"{place.rstrip()} expected {_plainly(union['kinds'])}, got {value}".lstrip()
     for pattern, words in _REWORDED:
         text = re.sub(pattern, words, text)
+    return _shortened(text)
+
+
+def _of_class(place: str, sentence: str, message: str) -> str:
+    """What the parser of the class at a place says: of one of its options, where it names one."""
+    option = re.search(r"NestedArg\(key='([^']+)'", message)
+    if option and sentence.startswith("unknown"):
+        return f"unknown option --{place}.{option[1]}: the class given for {place} has none of that name"
+    names_option = _UNION.search(message) and not sentence.startswith(("missing: ", "unknown "))
+    return f"{place}{'.' if names_option else ': '}{sentence}"
+
+
+def _shortened(text: str) -> str:
     return text if len(text) <= _MOST_SHOWN else f"{text[:_MOST_SHOWN].rstrip()} ..."
 
 

@@ -1,5 +1,6 @@
 import pytest
 
+from lit_layers.cli.main import main
 from lit_layers.cli.recipes import one_sentence
 
 OPTIONS = ["trainer.max_steps", "trainer.max_epochs", "model.lr", "steps"]
@@ -27,24 +28,6 @@ OPTIONS = ["trainer.max_steps", "trainer.max_epochs", "model.lr", "steps"]
             "steps: expected one of list[int], dict[str, int], str, got {'every': 'often'}",
         ),
         (
-            'Parser key "data":\n  Does not validate against any of the Union subtypes\n  Subtypes: [A, NoneType]\n'
-            "  Errors:\n    - x\n  Given value type: NestedArg\n  Given value: NestedArg(key='nonsense', val='3')",
-            "unknown option --data.nonsense: the class given for data has none of that name",
-        ),
-        (
-            'Parser key "data":\n  Does not validate against any of the Union subtypes\n  Subtypes: [A, NoneType]\n'
-            "  Errors:\n    - kind: Expected a typing.Literal['a', 'b']. Got value: c\n"
-            "    - Expected a <class 'NoneType'>\n"
-            "  Given value type: NestedArg\n  Given value: NestedArg(key='kind', val='c')",
-            "data.kind: expected one of 'a', 'b', got c",
-        ),
-        (
-            'Parser key "wandb":\n  Does not validate against any of the Union subtypes\n  Subtypes: [A, NoneType]\n'
-            "  Errors:\n    - mode: expected one of 'auto', 'online', got maybe\n    - Expected a <class 'NoneType'>\n"
-            "  Given value type: <class 'dict'>\n  Given value: {'class_path': 'A', 'init_args': {'mode': 'maybe'}}",
-            "wandb.mode: expected one of 'auto', 'online', got maybe",
-        ),
-        (
             'Parser key "analyses":\n  batches: Not a valid subclass of Batches. Got value: 3\n  Subclass types expect '
             "one of:\n    - a class path (str)",
             "analyses: batches: expected a Batches, by class_path, got 3",
@@ -55,6 +38,36 @@ OPTIONS = ["trainer.max_steps", "trainer.max_epochs", "model.lr", "steps"]
 )  # fmt: skip
 def test_a_parsers_complaint_becomes_one_sentence(raw, sentence):
     assert one_sentence(raw, OPTIONS) == sentence
+
+
+MODEL, TEXT = "class_path: lit_layers.training.LitCausalLM", "class_path: lit_layers.training.LitTextData"
+CALLBACK = "class_path: lightning.pytorch.callbacks.LambdaCallback"
+NONE = "in the recipe: no class given there has an option of that name"
+
+
+@pytest.mark.parametrize(
+    ("recipe", "words", "sentence"),
+    [
+        ("", ["--wandb.nonsense", "3"], "unknown option --wandb.nonsense: the class given for wandb has none of that"),
+        ("", ["--wandb.mode", "maybe"], "wandb.mode: expected one of 'auto', 'online', 'offline', 'disabled', got may"),
+        (
+            "wandb: {class_path: lit_layers.report.WandbMirror, init_args: {mode: no}}",
+            [],
+            "wandb.mode: expected one of",
+        ),
+        (f"model: {{{MODEL}, init_args: {{nonsense: 3}}}}", [], f"model: unknown key nonsense {NONE}\n"),
+        (f"data: {{{TEXT}, init_args: {{corpus: python}}}}", [], "data: missing: tokenizer; give it in the recipe or"),
+        (
+            f"trainer: {{callbacks: [{{{CALLBACK}, init_args: {{on_fit_start: {{class_path: os.system}}}}}}]}}",
+            [],
+            "trainer.callbacks.on_fit_start: a recipe names no os.system: only lit_layers, torch",
+        ),
+    ],
+)
+def test_what_a_class_inside_refuses_is_said_with_its_place(recipe, words, sentence, tmp_path, capsys):
+    (tmp_path / "recipe.yaml").write_text(recipe or "{}")
+    assert main(["fit", "--root", str(tmp_path / "run"), "--config", str(tmp_path / "recipe.yaml"), *words]) == 2
+    assert f"error: {sentence}" in capsys.readouterr().err
 
 
 def test_a_long_complaint_is_cut():

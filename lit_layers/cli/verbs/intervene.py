@@ -1,6 +1,5 @@
 """`lit-layers intervene`: a model, or each checkpoint of a series, while its blocks run in other orders."""
 
-import argparse
 import dataclasses
 import functools
 import math
@@ -13,7 +12,7 @@ from lit_layers import schema
 from lit_layers.cli.console import show_table
 from lit_layers.cli.measuring import Checkpoints, Outcome, measure
 from lit_layers.cli.options import Names, Numbers, Recipe, given, refuse_beside
-from lit_layers.cli.recipes import RecipeParser, one_sentence
+from lit_layers.cli.recipes import RecipeParser
 from lit_layers.errors import InputError
 from lit_layers.schema import COUNT, refuse_outside
 
@@ -171,14 +170,14 @@ def read_recipe(kind: type[T], path: str | Path) -> T:
     """
     parser = RecipeParser(exit_on_error=False)
     parser.add_class_arguments(kind)
-    content, known = schema.read_yaml(Path(path), dict[str, Any], "write KEY: VALUE lines"), vars(parser.get_defaults())
+    content, keys = schema.read_yaml(Path(path), dict[str, Any], "write KEY: VALUE lines"), vars(parser.get_defaults())
     for key in content:
-        if key not in known:
-            raise InputError(f"recipe: there is no key {key!r}; the keys are {', '.join(known)}")
+        if key not in keys:
+            raise InputError(f"recipe: there is no key {key!r}; the keys are {', '.join(keys)}")
     try:
         return kind(**parser.parse_object(content).as_dict())
-    except (InputError, argparse.ArgumentError) as error:
-        raise InputError(f"recipe: {one_sentence(str(error))}") from error
+    except InputError as error:
+        raise InputError(f"recipe: {error}") from error
 
 
 def _analyses(model: str, options: Interventions, recipes: dict[str, Any], target: "Target") -> "Iterator[Analysis]":
