@@ -150,12 +150,17 @@ def _complaint(error: ErrorDetails) -> str:
     if error["type"] in ("unexpected_keyword_argument", "extra_forbidden"):
         return "there is no such field"
     expected = _WORDS.get(error["type"]) or error["msg"].removeprefix("Input should be ")
-    got = _Beginning().repr(error["input"])
-    return f"expected {expected}, got {got if len(got) <= _LONG else got[:_LONG] + '...'}"
+    return f"expected {expected}, got {beginning(error['input'])}"
+
+
+def beginning(value: Any) -> str:
+    """Returns as much of a wrong value as a sentence shows."""
+    text = _Beginning().repr(value)
+    return text if len(text) <= _LONG else f"{text[:_LONG]}..."
 
 
 class _Beginning(reprlib.Repr):
-    """Writes as much of a value as a sentence shows: with aliases some lines of YAML are a value of gigabytes."""
+    """Writes no more of a value than is needed: with aliases some lines of YAML are a value of gigabytes."""
 
     def __init__(self) -> None:
         super().__init__()

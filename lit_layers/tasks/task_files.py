@@ -16,6 +16,7 @@ import yaml
 
 from lit_layers.downloads import HUB_ERRORS, reason
 from lit_layers.errors import InputError
+from lit_layers.schema import beginning
 
 Use = Literal["probe", "prompts", "benchmark", "glue", "mteb"]
 SUFFIXES = (".parquet", ".csv", ".jsonl")
@@ -262,22 +263,24 @@ def _entries(path: Path, changed: int) -> dict[str, dict[str, LocalCopy]]:
         raise InputError(f"folder: {path} is no YAML that can be read ({' '.join(str(error).split())})") from error
     keys = {each.name for each in fields(LocalCopy)} - {"folder"}
     if not isinstance(content, dict) or set(content) - set(get_args(Use)):
-        raise InputError(f"folder: expected {', '.join(get_args(Use))} in {path}, got {str(content)[:80]}")
+        raise InputError(f"folder: expected {', '.join(get_args(Use))} in {path}, got {beginning(content)}")
     copies: dict[str, dict[str, LocalCopy]] = {}
     for use, entries in content.items():
         copies[use] = {}
         if not isinstance(entries or {}, dict):
-            raise InputError(f"folder: {path}: {use}: expected a path for each task, got {entries!r}")
+            raise InputError(f"folder: {path}: {use}: expected a path for each task, got {beginning(entries)}")
         for name, entry in (entries or {}).items():
             entry: Any = {"files": entry} if isinstance(entry, str) else entry
             files = entry.get("files") if isinstance(entry, dict) else None
             if set(entry if isinstance(entry, dict) else ()) - keys or not isinstance(files, str | dict) or not files:
                 raise InputError(
                     f"folder: {path}: {use}: {name}: expected files, and where they differ {', '.join(sorted(keys))}; "
-                    f"got {entry!r}"
+                    f"got {beginning(entry)}"
                 )
             copies[use][str(name)] = copy = LocalCopy(folder=path.parent, **entry)
             for file in copy.names():
                 if not isinstance(file, str) or Path(file).is_absolute() or ".." in Path(file).parts:
-                    raise InputError(f"folder: {path}: {use}: {name}: expected paths within the folder, got {file!r}")
+                    raise InputError(
+                        f"folder: {path}: {use}: {name}: expected paths within the folder, got {beginning(file)}"
+                    )
     return copies

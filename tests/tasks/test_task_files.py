@@ -61,6 +61,9 @@ def test_a_mapping_that_changes_is_read_again(tmp_path):
     assert local_copy("probe", "sst2", tmp_path).paths("test") == [tmp_path / "longer_test.csv"]
 
 
+ALIASES = ", ".join(f"&a{n} [{','.join([f'*a{n - 1}'] * 9)}]" for n in range(1, 9))
+
+
 @pytest.mark.parametrize(
     ("text", "sentence"),
     [
@@ -77,6 +80,8 @@ def test_a_mapping_that_changes_is_read_again(tmp_path):
         ("probe: {sst2: ../a.csv}", "tasks.yaml: probe: sst2: expected paths within the folder, got '../a.csv'"),
         ("probe: {sst2: {files: {test: [/etc/a.csv]}}}", "expected paths within the folder, got '/etc/a.csv'"),
         ("probe: {sst2: {files: {test: 3}}}", "expected paths within the folder, got 3"),
+        # Nine to the eighth texts once the aliases are written out.
+        (f"probe: {{sst2: {{other: [&a0 [x], {ALIASES}]}}}}", r"got {'other': \[\['x'\], \[\[...], \[...].{,60}$"),
         ("probe: {cola: a.csv}", "tasks.yaml has no probe 'sst2', it has cola: add it, or leave the folder out"),
     ],
 )
