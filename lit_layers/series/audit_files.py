@@ -5,7 +5,7 @@ import json
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, get_args
+from typing import Any
 
 from lit_layers.data.tokenization import Tokenizer, tokenizer_hash
 from lit_layers.schedule import Schedule
@@ -13,24 +13,8 @@ from lit_layers.series.checkpoint import ALL, Checkpoint, Listing, Series
 from lit_layers.series.checkpoint_sources import TOKENIZER, at_once
 from lit_layers.series.weight_files import Fingerprint, Format, formats, missing
 
-OfFiles = Literal[
-    "equal to main",
-    "main differs",
-    "shared shard",
-    "missing shard",
-    "no weights",
-    "no config",
-    "gap",
-    "out of grammar",
-    "two names",
-    "reported",
-    "other config",
-    "other tokenizer",
-    "other size",
-    "other step",
-]
-# What a listing shows of hashes alone, or not at all: without the weights nobody can say that it is mended.
-OfWeights = Literal[
+# Kinds of what a listing shows of hashes alone, or not at all: without the weights nobody can say that it is mended.
+OF_WEIGHTS = {
     "identical weights",
     "equal to the final step",
     "other tensors",
@@ -42,16 +26,14 @@ OfWeights = Literal[
     "rounded copy",
     "out of line",
     "swapped",
-]
-Kind = OfFiles | OfWeights
-OF_WEIGHTS: frozenset[str] = frozenset(get_args(OfWeights))
+}
 
 
 @dataclass(frozen=True)
 class Finding:
     """One thing that is wrong, or with `note` only worth knowing; `names` are the checkpoints that it makes suspect."""
 
-    kind: Kind
+    kind: str
     message: str
     steps: tuple[int, ...] = ()
     names: tuple[str, ...] = ()
@@ -101,7 +83,7 @@ def _weights_of(checkpoint: Checkpoint) -> Weights:
 
 def broken(listed: Listed) -> Iterator[Finding]:
     """Checkpoints that cannot be loaded."""
-    by_problem: dict[tuple[Kind, str, bool], list[Checkpoint]] = {}
+    by_problem: dict[tuple[str, str, bool], list[Checkpoint]] = {}
     indexes: dict[str, bytes] = {}  # by hash: most steps share one
     for one in listed.chosen:
         for problem in _problems(one, indexes):
@@ -110,7 +92,7 @@ def broken(listed: Listed) -> Iterator[Finding]:
         yield finding(kind, message, checkpoints, note=note)
 
 
-def _problems(checkpoint: Checkpoint, indexes: dict[str, bytes]) -> Iterator[tuple[Kind, str, bool]]:
+def _problems(checkpoint: Checkpoint, indexes: dict[str, bytes]) -> Iterator[tuple[str, str, bool]]:
     files = checkpoint.source.files
 
     def read(path: str) -> bytes:
@@ -255,7 +237,7 @@ def reported(listed: Listed) -> Iterator[Finding]:
 OF_A_LISTING = (broken, duplicates, shared_shards, main_differs, gaps, odd_names, reported)
 
 
-def finding(kind: Kind, message: str, checkpoints: Iterable[Checkpoint], *, note: bool = False) -> Finding:
+def finding(kind: str, message: str, checkpoints: Iterable[Checkpoint], *, note: bool = False) -> Finding:
     """A finding about some checkpoints."""
     checkpoints = list(checkpoints)
     steps = tuple(one.step for one in checkpoints if one.step is not None)
@@ -291,7 +273,7 @@ def odd(
 
 
 def _findings(
-    kind: Kind,
+    kind: str,
     values: Sequence[tuple[Checkpoint, Hashable]],
     says: Callable[[Any, Any], str],
     *,
