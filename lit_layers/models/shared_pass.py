@@ -248,26 +248,44 @@ def row_digests(columns: Mapping[str, Tensor], how: str = "") -> list[bytes]:
 
 def fingerprints(model: nn.Module) -> dict[str, tuple]:
     """For each parameter and buffer what changes when it is written to (version) or exchanged (identity, memory)."""
-    tensors: dict[str, Tensor] = {**dict(model.named_parameters()), **dict(model.named_buffers())}
+    tensors: dict[int, tuple[str, str, Tensor]] = {}  # a tied one once
+    for path, module in _modules(model):
+        for name, tensor in (*module._parameters.items(), *module._buffers.items()):
+            if tensor is not None:
+                tensors.setdefault(id(tensor), (path, name, tensor))
     return {
-        name: (id(tensor), tensor.data_ptr(), 0 if tensor.is_inference() else tensor._version)
-        for name, tensor in tensors.items()
+        path + name: (id(tensor), tensor.data_ptr(), 0 if tensor.is_inference() else tensor._version)
+        for path, name, tensor in tensors.values()
     }
 
 
 def hook_ids(model: nn.Module) -> dict[str, set]:
-    return {f"{name}.{kind}": set(getattr(part, kind)) for name, part in model.named_modules() for kind in HOOKS}
+    """Of the modules that bear hooks."""
+    of_modules = ((path, kind, getattr(module, kind)) for path, module in _modules(model) for kind in HOOKS)
+    return {path + kind: set(hooks) for path, kind, hooks in of_modules if hooks}
+
+
+def _modules(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """`named_modules` without a generator for each level, as every turn of an analysis asks; paths end in a dot."""
+    seen, waiting = set(), [("", model)]
+    while waiting:
+        path, module = waiting.pop()
+        if module not in seen:
+            seen.add(module)
+            yield path, module
+            children = [(f"{path}{name}.", child) for name, child in module._modules.items() if child is not None]
+            waiting += reversed(children)
 
 
 def remove_new_hooks_(model: nn.Module, before: dict[str, set]) -> list[str]:
     """Takes off the hooks that were not there before; the modules that bore them."""
     left = []
-    for name, part in model.named_modules():
+    for path, part in _modules(model):
         for kind in HOOKS:
             hooks = getattr(part, kind)
-            for key in set(hooks) - before.get(f"{name}.{kind}", set()):
+            for key in set(hooks) - before.get(path + kind, set()):
                 del hooks[key]
-                left.append(name or type(model).__name__)
+                left.append(path.removesuffix(".") or type(model).__name__)
     return left
 
 
