@@ -88,7 +88,7 @@ def looped_parallel(num_blocks: int, start: int, *, loops: int = 3) -> Schedule:
 
 def skip_one(num_blocks: int, block: int) -> Schedule:
     """Every block but one."""
-    return tuple(number for number in baseline(num_blocks) if number != _known(block, num_blocks))
+    return tuple(number for number in baseline(num_blocks) if number != _checked_block(block, num_blocks))
 
 
 def switch(num_blocks: int, block: int) -> Schedule:
@@ -107,7 +107,7 @@ def checked(schedule: Sequence[Step], num_blocks: int) -> Schedule:
         TypeError: a step that is neither a number nor a tuple of numbers.
         ValueError: a block that is not there, or a tuple without one.
     """
-    found: list[Step] = []
+    steps: list[Step] = []
     for step in schedule:
         group = members(step)
         if not all(type(number) is int for number in group):
@@ -115,9 +115,9 @@ def checked(schedule: Sequence[Step], num_blocks: int) -> Schedule:
         if not group:
             raise ValueError("schedule: a parallel group is empty: name its blocks, as in (3,4,5)")
         for number in group:
-            _known(number, num_blocks)
-        found.append(group[0] if len(group) == 1 else group)
-    return tuple(found)
+            _checked_block(number, num_blocks)
+        steps.append(group[0] if len(group) == 1 else group)
+    return tuple(steps)
 
 
 _STEP = re.compile(r"\s*(?:(\d+)|\(([^()]*)\))(?=\s|\(|$)")
@@ -142,14 +142,14 @@ def parse_schedule(text: str, num_blocks: int) -> Schedule:
     steps: list[Step] = []
     place = 0
     while text[place:].strip():
-        found = _STEP.match(text, place)
-        if found is None:
+        match = _STEP.match(text, place)
+        if match is None:
             raise ValueError(
                 f"schedule: expected numbers and groups such as 1 2 (3,4,5) 6, got {text[place:].strip()!r}"
             )
-        number, group = found.groups()
+        number, group = match.groups()
         steps.append(int(number) if number else _group(group))
-        place = found.end()
+        place = match.end()
     return checked(steps, num_blocks)
 
 
@@ -169,13 +169,13 @@ def _around(num_blocks: int, start: int, steps: Sequence[Step]) -> Schedule:
 
 
 def _group(text: str) -> tuple[int, ...]:
-    numbers = [each.strip() for each in text.split(",")] if text.strip() else []
-    if not all(re.fullmatch(r"\d+", each) for each in numbers):
+    numbers = [number.strip() for number in text.split(",")] if text.strip() else []
+    if not all(re.fullmatch(r"\d+", number) for number in numbers):
         raise ValueError(f"schedule: expected block numbers in a parallel group, got ({text})")
     return tuple(map(int, numbers))
 
 
-def _known(number: int, num_blocks: int) -> int:
+def _checked_block(number: int, num_blocks: int) -> int:
     if type(number) is not int or not 1 <= number <= num_blocks:
         raise ValueError(f"block: expected 1..{num_blocks}, got {number!r}")
     return number
@@ -213,20 +213,20 @@ class Variant:
     def tags(self) -> dict[str, str | int | float]:
         """What a record of it is tagged with; `block` is the record's layer. Custom and random orders are written out,
         as no other tag tells them."""
-        found: dict[str, str | int | float] = {"variant": self.name}
+        tags: dict[str, str | int | float] = {"variant": self.name}
         for name in ("middle", "loops", "seed"):
             if (value := getattr(self, name)) is not None:
-                found[name] = value
+                tags[name] = value
         if self.name in ("random", CUSTOM):
-            found["schedule"] = format_schedule(self.schedule)
-        return found
+            tags["schedule"] = format_schedule(self.schedule)
+        return tags
 
     def __str__(self) -> str:
         """Such as `looped_parallel M=5 k=3`: two variants of one model never have the same."""
         if self.name == CUSTOM:
             return f"{self.name} {format_schedule(self.schedule)}"
-        told = {"M": self.middle, "k": self.loops, "seed": self.seed, "block": self.block}
-        return " ".join([self.name, *(f"{name}={value}" for name, value in told.items() if value is not None)])
+        numbers = {"M": self.middle, "k": self.loops, "seed": self.seed, "block": self.block}
+        return " ".join([self.name, *(f"{name}={value}" for name, value in numbers.items() if value is not None)])
 
 
 def variants(
@@ -260,16 +260,18 @@ def variants(
         if not values or any(type(value) is not int or value < least for value in values):
             raise ValueError(f"{option}: expected integers of at least {least}, got {list(values)}")
     starts = _starts(num_blocks, middles)
-    found = [Variant(name="baseline", schedule=baseline(num_blocks))]
+    chosen = [Variant(name="baseline", schedule=baseline(num_blocks))]
     for name in dict.fromkeys(names):
         if name in OF_MIDDLES:
             for start in starts:
-                found += _of_middle(name, num_blocks, start, seeds, loops)
+                chosen += _of_middle(name, num_blocks, start, seeds, loops)
         elif name in OF_BLOCKS:
             make, last = (skip_one, num_blocks) if name == "skip_one" else (switch, num_blocks - 1)
-            found += [Variant(name=name, schedule=make(num_blocks, block), block=block) for block in range(1, last + 1)]
+            chosen += [
+                Variant(name=name, schedule=make(num_blocks, block), block=block) for block in range(1, last + 1)
+            ]
     orders = dict.fromkeys(_custom(text, num_blocks) for text in custom)
-    return found + [Variant(name=CUSTOM, schedule=schedule) for schedule in orders]
+    return chosen + [Variant(name=CUSTOM, schedule=schedule) for schedule in orders]
 
 
 def _starts(num_blocks: int, middles: Sequence[int] | None) -> list[int]:
@@ -298,4 +300,4 @@ def _of_middle(name: str, num_blocks: int, start: int, seeds: Sequence[int], loo
     elif name == "looped_parallel":
         options = [{"loops": number} for number in dict.fromkeys(loops)]
     make, size = _MAKERS[name], len(middle(num_blocks, start))
-    return [Variant(name=name, schedule=make(num_blocks, start, **each), middle=size, **each) for each in options]
+    return [Variant(name=name, schedule=make(num_blocks, start, **option), middle=size, **option) for option in options]

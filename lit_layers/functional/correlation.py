@@ -98,8 +98,8 @@ def kendall(x: Values, y: Values) -> Correlation:
     x, y = _columns(x, y)
     _centered("x", x)
     _centered("y", y)
-    found: Any = kendalltau(x, y)
-    return Correlation(float(found.statistic), float(found.pvalue), len(x), len(x) - 2)
+    result: Any = kendalltau(x, y)
+    return Correlation(float(result.statistic), float(result.pvalue), len(x), len(x) - 2)
 
 
 def distance_correlation(x: Values, y: Values) -> float:
@@ -188,15 +188,15 @@ def leave_one_out(x: Values, y: Values) -> LeaveOneOut:
         UndefinedError: fewer than 4 rows, or a constant column.
     """
     x, y = _columns(x, y, fewest=4)
-    whole, found = pearson(x, y).value, []
+    whole, values = pearson(x, y).value, []
     for row in range(len(x)):
         try:
-            found.append(pearson(np.delete(x, row), np.delete(y, row)).value)
+            values.append(pearson(np.delete(x, row), np.delete(y, row)).value)
         except UndefinedError:
-            found.append(math.nan)
-    changes = [math.inf if math.isnan(value) else abs(value - whole) for value in found]
+            values.append(math.nan)
+    changes = [math.inf if math.isnan(value) else abs(value - whole) for value in values]
     index = int(np.argmax(changes))
-    return LeaveOneOut(found, index, found[index] - whole)
+    return LeaveOneOut(values, index, values[index] - whole)
 
 
 def bootstrap_rows(
@@ -210,16 +210,16 @@ def bootstrap_rows(
         UndefinedError: undefined in more than half of the resamples.
     """
     rng = np.random.default_rng(seed)
-    found = []
+    drawn = []
     for _ in range(resamples):
         try:
-            found.append(statistic(rng.integers(n, size=n)))
+            drawn.append(statistic(rng.integers(n, size=n)))
         except UndefinedError:
             continue
-    if 2 * len(found) <= resamples:
-        raise UndefinedError(f"undefined in {resamples - len(found)} of {resamples} resamples of {n} rows")
-    low, high = np.quantile(found, [(1 - confidence) / 2, (1 + confidence) / 2])
-    return Interval(float(low), float(high), resamples - len(found))
+    if 2 * len(drawn) <= resamples:
+        raise UndefinedError(f"undefined in {resamples - len(drawn)} of {resamples} resamples of {n} rows")
+    low, high = np.quantile(drawn, [(1 - confidence) / 2, (1 + confidence) / 2])
+    return Interval(float(low), float(high), resamples - len(drawn))
 
 
 def fit_line(x: Values, y: Values) -> Line:

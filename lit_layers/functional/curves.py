@@ -414,20 +414,20 @@ def macro_f1_interval(
         raise ValueError(f"expected at least 1 resample, got {resamples}")
     classes, labels = labels.cpu().unique(return_inverse=True)
     predictions = predictions.cpu()
-    known = classes[torch.searchsorted(classes, predictions).clamp(max=len(classes) - 1)] == predictions
-    predicted = torch.where(known, torch.searchsorted(classes, predictions), len(classes))  # others: one class more
+    is_known = classes[torch.searchsorted(classes, predictions).clamp(max=len(classes) - 1)] == predictions
+    predicted = torch.where(is_known, torch.searchsorted(classes, predictions), len(classes))  # others: one class more
     rows = torch.arange(len(labels))
     is_class = torch.zeros(len(labels), len(classes) + 1, dtype=torch.float64)
     is_predicted = is_class.clone()
     is_class[rows, labels], is_predicted[rows, predicted] = 1, 1
     sums = torch.cat([is_class * is_predicted, is_class, is_predicted], dim=1)  # (rows, 3 x (classes + 1))
-    found = []
+    drawn = []
     for counts in row_counts(len(labels), resamples, seed):
-        hits, there, said = (counts @ sums).chunk(3, dim=1)
-        present = there[:, :-1] > 0
-        scores = 2 * hits[:, :-1] / (there + said)[:, :-1].clamp(min=1)
-        found.append((scores * present).sum(1) / present.sum(1))
-    low, high = torch.cat(found).quantile(ends).tolist()
+        hits, labelled, predicted_as = (counts @ sums).chunk(3, dim=1)
+        present = labelled[:, :-1] > 0
+        scores = 2 * hits[:, :-1] / (labelled + predicted_as)[:, :-1].clamp(min=1)
+        drawn.append((scores * present).sum(1) / present.sum(1))
+    low, high = torch.cat(drawn).quantile(ends).tolist()
     return low, high
 
 

@@ -314,8 +314,10 @@ def _prepared(
     if center:
         rows = centered(rows, kept)
     if unit:
-        rows, nowhere = unit_rows(rows, kept, after_centering=center)
-        problems["a row is zero, or equal to the mean that is subtracted, and has no unit length"] = nowhere.any(-1)
+        rows, no_direction = unit_rows(rows, kept, after_centering=center)
+        problems["a row is zero, or equal to the mean that is subtracted, and has no unit length"] = no_direction.any(
+            -1
+        )
     return rows, num_rows, problems
 
 

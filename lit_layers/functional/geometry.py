@@ -75,23 +75,23 @@ def curvature_and_missing(
     rows, kept = real_rows(widened("tokens", tokens), mask, drop_first)
     broken = not_finite(rows)
     rows = without(rows, broken)
-    nowhere = torch.zeros_like(kept)
+    no_direction = torch.zeros_like(kept)
     if center:
         rows = centered(rows, kept)
     if unit:
-        rows, nowhere = unit_rows(rows, kept, after_centering=center)
+        rows, no_direction = unit_rows(rows, kept, after_centering=center)
     steps = rows[..., 1:, :] - rows[..., :-1, :]
     lengths = torch.linalg.vector_norm(steps, dim=-1)
     # unit rows of one direction differ by their rounding
-    moves = (lengths > (4 * _EPS if unit else 0.0)) & ~nowhere[..., 1:] & ~nowhere[..., :-1]
+    moves = (lengths > (4 * _EPS if unit else 0.0)) & ~no_direction[..., 1:] & ~no_direction[..., :-1]
     steps = steps / lengths.masked_fill(~moves, 1.0)[..., None]
     angles = _angle(steps[..., :-1, :], steps[..., 1:, :], fold=fold)
-    wanted = kept[..., 2:]  # packed rows: a real third token makes an angle
-    exists = wanted & moves[..., :-1] & moves[..., 1:]
-    num_wanted, num_exists = wanted.sum(-1), exists.sum(-1)
-    values = angles.masked_fill(~exists, 0.0).sum(-1) / (num_exists if undefined == "skip" else num_wanted)
-    missing = num_wanted - num_exists
-    problems = {"a token is not finite": broken, "it takes 3 real tokens": num_wanted == 0}
+    in_prompt = kept[..., 2:]  # packed rows: a real third token makes an angle
+    exists = in_prompt & moves[..., :-1] & moves[..., 1:]
+    num_in_prompt, num_exists = in_prompt.sum(-1), exists.sum(-1)
+    values = angles.masked_fill(~exists, 0.0).sum(-1) / (num_exists if undefined == "skip" else num_in_prompt)
+    missing = num_in_prompt - num_exists
+    problems = {"a token is not finite": broken, "it takes 3 real tokens": num_in_prompt == 0}
     if undefined in ("raise", "nan"):
         problems["neighbouring tokens are equal"] = missing > 0
     elif undefined == "skip":
@@ -130,16 +130,16 @@ def token_angle(
     if center:
         rows = centered(rows, kept)
     # an angle needs directions, so `unit` is taken either way
-    rows, nowhere = unit_rows(rows, kept, after_centering=center)
-    wanted = kept[..., lag:]
-    angles = _angle(rows[..., : wanted.shape[-1], :], rows[..., lag:, :]).masked_fill(~wanted, 0.0)
-    counted = nowhere[..., lag:] | nowhere[..., : wanted.shape[-1]]
+    rows, no_direction = unit_rows(rows, kept, after_centering=center)
+    in_prompt = kept[..., lag:]
+    angles = _angle(rows[..., : in_prompt.shape[-1], :], rows[..., lag:, :]).masked_fill(~in_prompt, 0.0)
+    undirected = no_direction[..., lag:] | no_direction[..., : in_prompt.shape[-1]]
     problems = {
         "a token is not finite": broken,
-        f"it takes {lag + 1} real tokens": ~wanted.any(-1),
-        "a token is zero, or equal to the mean that is subtracted": (counted & wanted).any(-1),
+        f"it takes {lag + 1} real tokens": ~in_prompt.any(-1),
+        "a token is zero, or equal to the mean that is subtracted": (undirected & in_prompt).any(-1),
     }
-    return settled("token_angle", angles.sum(-1) / wanted.sum(-1), problems, undefined)
+    return settled("token_angle", angles.sum(-1) / in_prompt.sum(-1), problems, undefined)
 
 
 def _angle(u: Tensor, w: Tensor, *, fold: bool = False) -> Tensor:
@@ -185,8 +185,8 @@ def pool(
         pooled = rows.gather(-2, last).squeeze(-2)
     else:
         if pooling == "centered_unit_mean":
-            rows, nowhere = unit_rows(centered(rows, kept), kept, after_centering=True)
-            problems["a token equals the mean that is subtracted"] = nowhere.any(-1)
+            rows, no_direction = unit_rows(centered(rows, kept), kept, after_centering=True)
+            problems["a token equals the mean that is subtracted"] = no_direction.any(-1)
         pooled = rows.sum(-2) / count.clamp(min=1)[..., None]
     return settled("pooled vector", pooled, {reason: bad[..., None] for reason, bad in problems.items()}, undefined)
 
@@ -311,8 +311,8 @@ def _directions(deltas: Points, same: Tensor) -> Points:
 def _with_others(directions: Points) -> Tensor:
     """Mean cosine of each pair with the others."""
     total = directions.sum(-2, keepdim=True)
-    own = directions.square().sum(-1)
-    return ((directions * total).sum(-1) - own) / (directions.shape[-2] - 1)
+    squares = directions.square().sum(-1)
+    return ((directions * total).sum(-1) - squares) / (directions.shape[-2] - 1)
 
 
 def _mean_cosine(directions: Points, defined: Tensor) -> PerLayer:

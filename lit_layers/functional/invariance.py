@@ -153,17 +153,17 @@ def lidar(
     """
     if not isinstance(views, Tensor) or views.ndim < 3:
         raise ValueError(f"expected views of shape (*n, prompts, views, dim), got {tuple(getattr(views, 'shape', ()))}")
-    found = []
+    results = []
     for element in views.reshape(-1, *views.shape[-3:]):
         sums = LidarSums()
         sums.update(element)
-        found.append(sums.value_or_reason(delta, alpha, output, eps, alpha2, normalization))
-    values = torch.tensor([value for value, _ in found], dtype=torch.float64).reshape(views.shape[:-3])
+        results.append(sums.value_or_reason(delta, alpha, output, eps, alpha2, normalization))
+    values = torch.tensor([value for value, _ in results], dtype=torch.float64).reshape(views.shape[:-3])
     problems = {
-        reason: torch.tensor([reason == each for _, each in found]).reshape(values.shape)
-        for reason in sorted({reason for _, reason in found if reason})
+        reason: torch.tensor([reason == other for _, other in results]).reshape(values.shape)
+        for reason in sorted({reason for _, reason in results if reason})
     }
-    return settled("lidar", values.to(found[0][0].device if found else values.device), problems, undefined)
+    return settled("lidar", values.to(results[0][0].device if results else values.device), problems, undefined)
 
 
 class LidarSums:
@@ -249,12 +249,12 @@ class LidarSums:
             spread = torch.cat([shares, shares.new_zeros(max(dim - len(shares), 0))]) + eps
             return torch.special.entr(spread).sum().exp(), ""
         if alpha2 == "frobenius" and alpha == 2:
-            found = -(values.square().sum() / dim**2).log()
+            entropy = -(values.square().sum() / dim**2).log()
         else:
-            found = renyi(shares, alpha)
+            entropy = renyi(shares, alpha)
         # NaN where it is divided by log 1
-        found = divided("lidar", found, {}, found.new_tensor(num_prompts), dim, normalization, "nan")
-        return found, f"{normalization} divides by the logarithm of one dimension" if found.isnan() else ""
+        entropy = divided("lidar", entropy, {}, entropy.new_tensor(num_prompts), dim, normalization, "nan")
+        return entropy, f"{normalization} divides by the logarithm of one dimension" if entropy.isnan() else ""
 
 
 def _cholesky(scatter: Tensor, delta: float, *, most: int) -> Tensor:
@@ -282,8 +282,8 @@ def _views(view_a: View, view_b: View, *, unit: bool) -> tuple[Tensor, Tensor, d
     problems, views = {"a row is not finite": broken}, []
     for view in (without(view_a, broken), without(view_b, broken)):
         if unit:
-            view, nowhere = unit_rows(view, view.new_ones(view.shape[:-1], dtype=torch.bool))
-            problems[_NO_LENGTH] = problems.get(_NO_LENGTH, broken) | nowhere.any(-1)
+            view, no_direction = unit_rows(view, view.new_ones(view.shape[:-1], dtype=torch.bool))
+            problems[_NO_LENGTH] = problems.get(_NO_LENGTH, broken) | no_direction.any(-1)
         views.append(view)
     return views[0], views[1], problems
 

@@ -108,13 +108,13 @@ def layer_correlations(metric: Table, scores: Table, *, resamples: int = 2000, s
         raise UndefinedError("a correlation is undefined: metric or score is constant over the layers of every task")
     undefined = tuple(int(row) for row in np.flatnonzero(constant))
     within = _coefficients(metric[~constant], scores[~constant])  # (tasks, 3)
-    found = [
+    correlations = [
         LayerCorrelation("per_task_mean", name, estimate, len(within), undefined)
         for name, estimate in zip(COEFFICIENTS, _means(within, resamples, seed), strict=True)
     ]
     means = metric.mean(0), scores.mean(0)
     if any(np.ptp(mean) == 0 for mean in means):
-        return found
+        return correlations
     whole, drawn = _coefficients(means[0][None], means[1][None])[0], None
     if len(metric) >= FEWEST_TASKS:
         options = {"resamples": resamples, "seed": seed}  # of one seed the rows are the same
@@ -123,8 +123,10 @@ def layer_correlations(metric: Table, scores: Table, *, resamples: int = 2000, s
         drawn = _coefficients(curves[0][kept], curves[1][kept])
     for number, name in enumerate(COEFFICIENTS):
         ends = (None, None) if drawn is None else map(float, np.quantile(drawn[:, number], [0.025, 0.975]))
-        found.append(LayerCorrelation("of_task_means", name, Estimate(float(whole[number]), *ends), len(metric), ()))
-    return found
+        correlations.append(
+            LayerCorrelation("of_task_means", name, Estimate(float(whole[number]), *ends), len(metric), ())
+        )
+    return correlations
 
 
 @lru_cache(maxsize=64)
@@ -140,8 +142,8 @@ def distance_null_over_layers(num_layers: int, *, samples: int = 2000, seed: int
         raise UndefinedError(f"expected at least {FEWEST_LAYERS} layers, got {num_layers}")
     noise = np.random.default_rng(seed).standard_normal((2, samples, num_layers))
     drawn = [_coefficients(*pair)[:, 0] for pair in (noise, noise.cumsum(-1))]
-    found = [(float(values.mean()), float(np.quantile(values, 0.95))) for values in drawn]
-    return Null(*found[0], *found[1])
+    summaries = [(float(values.mean()), float(np.quantile(values, 0.95))) for values in drawn]
+    return Null(*summaries[0], *summaries[1])
 
 
 def extreme_layers(metric: Table, direction: Direction) -> NDArray[np.intp]:
@@ -174,8 +176,8 @@ def selection(
     """
     metric, scores = _tables(metric, scores)
     chosen = extreme_layers(metric, direction)
-    own = scores[np.arange(len(scores)), chosen]
-    return compared(own, scores, chosen=chosen, first_layer=first_layer, resamples=resamples, seed=seed)
+    at_chosen = scores[np.arange(len(scores)), chosen]
+    return compared(at_chosen, scores, chosen=chosen, first_layer=first_layer, resamples=resamples, seed=seed)
 
 
 def compared(

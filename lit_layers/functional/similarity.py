@@ -51,8 +51,8 @@ def cosine_similarity_matrix(
     rows = without(rows, broken[:, None].expand(rows.shape[:2]))
     num_prompts, num_tokens = rows.shape[1], kept[0].sum(-1)
     if mode == "token":
-        rows, nowhere = unit_rows(rows, kept)
-        zero = nowhere.any(-1).any(-1)
+        rows, no_direction = unit_rows(rows, kept)
+        zero = no_direction.any(-1).any(-1)
         rows = rows / num_tokens.clamp(min=1).double().sqrt()[:, None, None]
     else:
         norms = rows.flatten(-2).norm(dim=-1)
@@ -119,11 +119,11 @@ def _inner(x: Tensor, y: Tensor) -> Tensor:
 def _debiased_inner(x: Tensor, y: Tensor) -> Tensor:
     """HSIC_1 up to its constant factor, which the ratio loses, of centred x and y: no matrix of rows x rows needed."""
     m = x.shape[-2]
-    x_own, y_own = x.square().sum(-1), y.square().sum(-1)  # the diagonals that are left out
+    x_squares, y_squares = x.square().sum(-1), y.square().sum(-1)  # the diagonals that are left out
     # with centred columns the rows of XX' sum to 0, so those of XX' without its diagonal to minus the diagonal
-    trace = _inner(x, y) - (x_own * y_own).sum(-1)
-    totals = x_own.sum(-1) * y_own.sum(-1) / ((m - 1) * (m - 2))
-    return trace + totals - 2 / (m - 2) * (x_own * y_own).sum(-1)
+    trace = _inner(x, y) - (x_squares * y_squares).sum(-1)
+    totals = x_squares.sum(-1) * y_squares.sum(-1) / ((m - 1) * (m - 2))
+    return trace + totals - 2 / (m - 2) * (x_squares * y_squares).sum(-1)
 
 
 def linear_cka_matrix(
@@ -160,9 +160,9 @@ def linear_cka_matrix(
         inner += band @ band.mT
     plain = inner.diagonal()
     if debiased:  # HSIC_1 up to its constant factor, as centred Gram matrices have rows that sum to 0
-        own = states.square().sum(-1)
-        both, total = own @ own.mT, own.sum(-1)
-        inner = inner - both + total[:, None] * total / ((m - 1) * (m - 2)) - 2 / (m - 2) * both
+        squares = states.square().sum(-1)
+        products, total = squares @ squares.mT, squares.sum(-1)
+        inner = inner - products + total[:, None] * total / ((m - 1) * (m - 2)) - 2 / (m - 2) * products
     scale = inner.diagonal()
     flat = scale <= 1e-13 * plain  # what debiasing leaves of rows at equal distances is rounding
     scale = scale.masked_fill(flat, 1.0).sqrt()

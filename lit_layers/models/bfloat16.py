@@ -61,8 +61,8 @@ def _in_bfloat16(forward: Callable[..., Any], device_type: str) -> Callable[...,
     method = weakref.WeakMethod(forward)  # a block that holds itself would outlive the view
 
     def run(*args: Any, **kwargs: Any) -> Any:
-        own: Any = method()
+        bound: Any = method()
         with torch.autocast(device_type, torch.bfloat16):
-            return own(*args, **kwargs)
+            return bound(*args, **kwargs)
 
     return run

@@ -65,8 +65,8 @@ def causal_lm(
     import transformers
 
     plain = _config(name)
-    known = (set(plain.to_dict()) | set(plain.attribute_map)) - {"model_type", "architectures", TRUE_SIZE}
-    _refuse_unknown(overrides, known, f"option of {plain.model_type}")
+    fields = (set(plain.to_dict()) | set(plain.attribute_map)) - {"model_type", "architectures", TRUE_SIZE}
+    _refuse_unknown(overrides, fields, f"option of {plain.model_type}")
     fused = {"activation_function": "gelu_pytorch_tanh"} if name == "gpt2" else {}
     try:
         options = fused | _no_foreign_tokens(plain, overrides.get("vocab_size", plain.vocab_size)) | overrides
@@ -105,8 +105,8 @@ def vit(name: str, *, seed: int = 0, device: str = "cpu", **overrides: Any) -> n
 
     if not timm.is_model(name):
         raise InputError(f"no model named {name!r} in timm{_close(name, timm.list_models())}")
-    known = set(inspect.signature(VisionTransformer).parameters) | {"num_classes", "drop_rate"}
-    _refuse_unknown(overrides, known, "option of a vision transformer")
+    arguments = set(inspect.signature(VisionTransformer).parameters) | {"num_classes", "drop_rate"}
+    _refuse_unknown(overrides, arguments, "option of a vision transformer")
     try:
         refuse_beyond_memory(SimpleNamespace(**overrides))
         with seeded(seed, device):
@@ -208,8 +208,8 @@ def architecture_hash(model: nn.Module) -> str:
     Where it was opened from, in which precision and by which version plays no part.
     """
     network: Network = getattr(model, "_orig_mod", model)
-    known = network.config.to_dict()
-    kept = {name: value for name, value in known.items() if not name.startswith("_") and name not in _OF_A_FILE}
+    fields = network.config.to_dict()
+    kept = {name: value for name, value in fields.items() if not name.startswith("_") and name not in _OF_A_FILE}
     return hashlib.sha256(json.dumps(kept, sort_keys=True, default=str).encode()).hexdigest()[:16]
 
 
@@ -269,14 +269,14 @@ def _save_timm(model: nn.Module, folder: Path) -> None:
         write_json(folder / "config.json", config)
 
 
-def _refuse_unknown(given: Iterable[str], known: Iterable[str], kind: str) -> None:
+def _refuse_unknown(given: Iterable[str], names: Iterable[str], kind: str) -> None:
     for name in given:
-        if name not in known:
-            raise InputError(f"{name!r} is no {kind}{_close(name, known)}")
+        if name not in names:
+            raise InputError(f"{name!r} is no {kind}{_close(name, names)}")
 
 
-def _close(name: str, known: Iterable[str]) -> str:
-    near = difflib.get_close_matches(name, sorted(known), n=3, cutoff=0.5)
+def _close(name: str, names: Iterable[str]) -> str:
+    near = difflib.get_close_matches(name, sorted(names), n=3, cutoff=0.5)
     return f"; close matches: {', '.join(near)}" if near else ""
 
 

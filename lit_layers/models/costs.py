@@ -136,10 +136,10 @@ def interleaved(
         for number in range(-num_warm_up, num_rounds):
             first = number % len(names)
             for name in names[first:] + names[:first]:
-                for found, call in zip(seconds[name], calls[name], strict=True):
+                for times, call in zip(seconds[name], calls[name], strict=True):
                     took = _seconds(call, device)
                     if number >= 0:
-                        found.append(took)
+                        times.append(took)
     return seconds
 
 

@@ -350,8 +350,8 @@ def class_named(architecture: str) -> Any:
     """
     import transformers
 
-    if (found := getattr(transformers, architecture, None)) is not None:
-        return found
+    if (kind := getattr(transformers, architecture, None)) is not None:
+        return kind
     same = [name for name in dir(transformers) if name.lower() == architecture.lower()]
     return getattr(transformers, same[0]) if same else None
 
@@ -361,12 +361,12 @@ def propose_blocks(model: nn.Module) -> str | None:
 
     That list is the block list of every text model of transformers 5 it was tried on (30 types).
     """
-    found = [
+    paths = [
         path
         for path, module in model.named_modules()
         if isinstance(module, nn.ModuleList) and len(module) > 0 and all(map(_is_checkpointing_layer, module))
     ]
-    return found[0] if len(found) == 1 else None
+    return paths[0] if len(paths) == 1 else None
 
 
 def _is_checkpointing_layer(module: nn.Module) -> bool:

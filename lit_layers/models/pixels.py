@@ -7,16 +7,16 @@ from torch import nn
 
 Statistics = tuple[tuple[float, ...], tuple[float, ...]]  # mean and standard deviation of each channel
 PREPROCESSOR = "preprocessor_config.json"  # where transformers keeps them
-_KNOWN = "pixel_statistics"  # attribute of a model that has been trained
+_STATISTICS = "pixel_statistics"  # attribute of a model that has been trained
 _PREPROCESSOR = "preprocessor_settings"  # attribute of a model of transformers: that file
 
 
 def set_pixel_statistics_(model: nn.Module, mean: Sequence[float], std: Sequence[float]) -> None:
     """Notes what images are normalised by; saving writes it as timm's `pretrained_cfg.mean` and `.std`."""
-    found: Statistics = tuple(map(float, mean)), tuple(map(float, std))
-    setattr(model, _KNOWN, found)
+    statistics: Statistics = tuple(map(float, mean)), tuple(map(float, std))
+    setattr(model, _STATISTICS, statistics)
     config: Any = model.pretrained_cfg
-    setattr(model, "pretrained_cfg", {**config, "mean": list(found[0]), "std": list(found[1])})  # noqa: B010
+    setattr(model, "pretrained_cfg", {**config, "mean": list(statistics[0]), "std": list(statistics[1])})  # noqa: B010
 
 
 def keep_pixel_statistics_(model: nn.Module, settings: Mapping[str, Any]) -> None:
@@ -37,8 +37,8 @@ def keep_preprocessor_(model: nn.Module, settings: Mapping[str, Any]) -> None:
     # of pixels in 0..255, which are rescaled first: to 0..1 unless it says otherwise
     brightest = 255 * settings.get("rescale_factor", 1 / 255) if settings.get("do_rescale", True) else 255.0
     config: Any = model.config
-    found = (_channels(value, config.num_channels, brightest) for value in (mean, std))
-    setattr(model, _KNOWN, tuple(found))
+    statistics = (_channels(value, config.num_channels, brightest) for value in (mean, std))
+    setattr(model, _STATISTICS, tuple(statistics))
 
 
 def preprocessor(model: nn.Module) -> dict[str, Any] | None:
@@ -48,19 +48,19 @@ def preprocessor(model: nn.Module) -> dict[str, Any] | None:
 
 def copy_pixel_statistics_(source: nn.Module, model: nn.Module) -> None:
     """Notes of `model`, made from `source`, what is known of that."""
-    for name in (_KNOWN, _PREPROCESSOR):
+    for name in (_STATISTICS, _PREPROCESSOR):
         if hasattr(source, name) and not hasattr(model, name):
             setattr(model, name, getattr(source, name))
 
 
 def pixel_statistics(model: nn.Module) -> Statistics | None:
     """What a model's images were normalised by in training; None where nobody says."""
-    return getattr(model, _KNOWN, None)
+    return getattr(model, _STATISTICS, None)
 
 
 def _channels(value: Any, number: int, brightest: float) -> tuple[float, ...]:
     values = value if isinstance(value, list | tuple) else [value] * number
-    return tuple(float(each) / brightest for each in values)
+    return tuple(float(number) / brightest for number in values)
 
 
 # timm's own parts of the DeiT recipe: mixing of images, and the pipeline for large ones.

@@ -276,9 +276,9 @@ class _Update(torch.autograd.Function):
 
     @staticmethod
     def vmap(info: Any, in_dims: tuple, keys: Tensor, values: Tensor, update: Callable[..., Any]) -> Any:
-        members = [each.movedim(dim, 0) for each, dim in zip((keys, values), in_dims, strict=False)]
-        every = update(*members)
-        return tuple(torch.stack([pair[part] for pair in every]) for part in range(2)), (0, 0)
+        stacked = [rows.movedim(dim, 0) for rows, dim in zip((keys, values), in_dims, strict=False)]
+        pairs = update(*stacked)
+        return tuple(torch.stack([pair[part] for pair in pairs]) for part in range(2)), (0, 0)
 
 
 def _is_cache(value: Any) -> bool:

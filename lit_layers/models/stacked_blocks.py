@@ -114,7 +114,9 @@ class _Attention(torch.autograd.Function):
     @staticmethod
     def vmap(info: Any, in_dims: tuple, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, options: Any):
         size = info.batch_size
-        query, key, value = (_folded(each, dim, size) for each, dim in zip((query, key, value), in_dims, strict=False))
+        query, key, value = (
+            _folded(states, dim, size) for states, dim in zip((query, key, value), in_dims, strict=False)
+        )
         if mask is not None and (in_dims[3] is not None or (mask.ndim == query.ndim and len(mask) > 1)):
             mask = _folded(mask, in_dims[3], size)  # any other mask is one for all
         with torch._C.DisableTorchFunction():

@@ -132,9 +132,9 @@ class StreamedModel(LayeredModel):
     def rows(self, weight: Tensor, ids: Tensor) -> tuple[Tensor, Tensor]:
         """The rows of an embedding that are looked up, and `ids` as places among them."""
         name = next(name for name, tensor in self.model.state_dict(keep_vars=True).items() if tensor is weight)
-        wanted, places = ids.unique(return_inverse=True)
-        found = self.files.read(self._stored[name])[wanted.cpu()]
-        return found.to(self._device, self._dtype), places
+        numbers, places = ids.unique(return_inverse=True)
+        rows = self.files.read(self._stored[name])[numbers.cpu()]
+        return rows.to(self._device, self._dtype), places
 
     def _find_tensors(self) -> dict[str, str]:
         """The name in the files of every parameter and buffer; tied ones are saved once."""
@@ -143,12 +143,12 @@ class StreamedModel(LayeredModel):
         groups: dict[int, list[str]] = {}
         for name, tensor in self.model.state_dict(keep_vars=True).items():
             groups.setdefault(id(tensor), []).append(name)
-        found = {}
+        stored_names = {}
         for names in groups.values():
             stored = next((stored_as[name] for name in names if name in stored_as), None)
             if stored is not None:
-                found.update(dict.fromkeys(names, stored))
-        return found
+                stored_names.update(dict.fromkeys(names, stored))
+        return stored_names
 
     def _expect_every_tensor(self) -> None:
         kind = type(self.model).__name__

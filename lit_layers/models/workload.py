@@ -185,18 +185,18 @@ def flop(model: LayeredModel, part: Part) -> float:
     match part.kind:
         case "blocks":
             texts, tokens = part.size
-            each = texts * (2.0 * parameters_of_block(model) * tokens + 4.0 * tokens**2 * dim)
+            of_one = texts * (2.0 * parameters_of_block(model) * tokens + 4.0 * tokens**2 * dim)
         case "head":
-            each = 2.0 * dim * (model.vocab_size or model.num_classes or dim)
+            of_one = 2.0 * dim * (model.vocab_size or model.num_classes or dim)
         case "jacobians":
-            each = 2.0 * parameters_of_block(model) * dim
+            of_one = 2.0 * parameters_of_block(model) * dim
         case "directions":
-            each = 4 / 3 * dim**3 + 2.0 * dim**3 + 8.0 * dim**2 * part.size[0]
+            of_one = 4 / 3 * dim**3 + 2.0 * dim**3 + 8.0 * dim**2 * part.size[0]
         case "spectra" | "calls":
             least, most = sorted((part.size[0], dim))
-            each = 2.0 * least**2 * most + 4 / 3 * least**3
+            of_one = 2.0 * least**2 * most + 4 / 3 * least**3
         case "evaluations":
-            each = 4.0 * part.size[0] * dim * part.size[1]
+            of_one = 4.0 * part.size[0] * dim * part.size[1]
         case _:
-            each = 1.0
-    return part.count * each
+            of_one = 1.0
+    return part.count * of_one

@@ -41,18 +41,18 @@ class Attention:
     def expansion(self, prompts: Tensor, places: Tensor) -> "Expansion":
         p, w = self.weights(prompts, places)
         heads = p.shape[1]
-        key, value = (expand_heads(each[prompts], heads) for each in (self.key, self.value))  # (picked, heads, ..)
+        key, value = (expand_heads(states[prompts], heads) for states in (self.key, self.value))  # (picked, heads, ..)
         out = p[:, :, None] @ value  # (picked, heads, 1, head_dim)
-        own = torch.arange(len(places), device=places.device)
+        index = torch.arange(len(places), device=places.device)
         # Softmax turns changes ds of the scores into dp_n = p_n (ds_n - sum_m p_m ds_m), so that the output changes by
         # sum_n p_n ds_n (v_n - a): its own value a is subtracted because the weights go on adding up to 1.
         return Expansion(
             out=out,
             query=self.query[prompts, :, places][:, :, None],
-            key=key[own, :, places][:, :, None],
-            value=value[own, :, places][:, :, None],
-            p=p[own, :, places][:, :, None, None],
-            w=w[own, :, places][:, :, None, None],
+            key=key[index, :, places][:, :, None],
+            value=value[index, :, places][:, :, None],
+            p=p[index, :, places][:, :, None, None],
+            w=w[index, :, places][:, :, None, None],
             query_map=(w[..., None] * key).mT @ (value - out),
         )
 
@@ -137,12 +137,16 @@ def record_attention(call: Call, hidden: Tensor) -> Attention:
     recorder = _Recorder()
     with contextlib.suppress(Done), recorder:
         call(hidden)
-    if recorder.found is None:
+    attention = recorder.attention
+    if attention is None:
         raise Unsupported("no attention of a known kind was found in it")
-    found = recorder.found
-    if found.query.ndim != 4 or found.query.shape[2] != hidden.shape[1] or found.key.shape[2] != hidden.shape[1]:
+    if (
+        attention.query.ndim != 4
+        or attention.query.shape[2] != hidden.shape[1]
+        or attention.key.shape[2] != hidden.shape[1]
+    ):
         raise Unsupported("its attention is not over the tokens it is given")
-    return found
+    return attention
 
 
 class Done(Exception):
@@ -154,7 +158,7 @@ class _Recorder(TorchFunctionMode):
 
     def __init__(self) -> None:
         super().__init__()
-        self.found: Attention | None = None
+        self.attention: Attention | None = None
         self.products = 0
         self.scores: tuple[int, Tensor, Tensor, Tensor] | None = None
         self.softmax: tuple[Tensor, Tensor] | None = None
@@ -164,7 +168,7 @@ class _Recorder(TorchFunctionMode):
     ) -> Any:
         kwargs = kwargs or {}
         if func is _FUSED:
-            self.found = _fused_attention(**_named(args, kwargs))
+            self.attention = _fused_attention(**_named(args, kwargs))
             raise Done
         if func in _MATMULS and args[0].ndim == 4 and args[1].ndim == 4:
             return self._product(func, args)
@@ -180,8 +184,10 @@ class _Recorder(TorchFunctionMode):
         self.products += 1
         if self.softmax is not None and self.scores is not None:
             number, query, key, _ = self.scores
-            p, w = (each.to(query.dtype) for each in self.softmax)  # some models take the softmax in float32
-            self.found = Attention(query, key, args[1], lambda b, t: (p[b, :, t], w[b, :, t]), (number, self.products))
+            p, w = (part.to(query.dtype) for part in self.softmax)  # some models take the softmax in float32
+            self.attention = Attention(
+                query, key, args[1], lambda b, t: (p[b, :, t], w[b, :, t]), (number, self.products)
+            )
             raise Done
         scores = func(*args).detach().requires_grad_()
         self.scores = (self.products, args[0], args[1].mT, scores)
@@ -294,13 +300,13 @@ def expand_heads(grouped: Tensor, heads: int) -> Tensor:
     return grouped if grouped.shape[1] == heads else grouped.repeat_interleave(heads // grouped.shape[1], 1)
 
 
-def sum_heads(each: Tensor, heads: int) -> Tensor:
+def sum_heads(values: Tensor, heads: int) -> Tensor:
     """The transpose of `expand_heads`, on (picked, dim, heads, 1, head_dim)."""
-    return each if each.shape[2] == heads else each.unflatten(2, (heads, -1)).sum(3)
+    return values if values.shape[2] == heads else values.unflatten(2, (heads, -1)).sum(3)
 
 
-def _check_point(found: Tensor, expected: Tensor) -> None:
+def _check_point(alone: Tensor, expected: Tensor) -> None:
     """One token alone must come to its attention with what it had within its prompt."""
-    tolerance = 1e-3 if found.dtype == torch.float32 else 1e-6
-    if float((found.detach() - expected).norm()) > tolerance * float(expected.norm()):
+    tolerance = 1e-3 if alone.dtype == torch.float32 else 1e-6
+    if float((alone.detach() - expected).norm()) > tolerance * float(expected.norm()):
         raise Unsupported("before its attention it does not treat a token alone as within its prompt")

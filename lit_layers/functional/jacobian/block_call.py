@@ -44,7 +44,7 @@ class Alignment(NamedTuple):
         return _along_tokens(values, self.places)
 
     def given_back(self, values: Tensor) -> Tensor:
-        """What was found of the moved batch (batch, tokens, *n), as the batch was given."""
+        """What was computed of the moved batch (batch, tokens, *n), as the batch was given."""
         return _along_tokens(values, self.ranks)
 
     def of_prompt(self, index: int) -> "Alignment":

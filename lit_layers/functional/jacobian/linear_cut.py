@@ -61,17 +61,17 @@ class _Replay(Replay):
             return self._linear(output, args[1], args[2].mT, args[0])
         return output
 
-    def _linear(self, output: Tensor, given: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        if not given.requires_grad or not output.requires_grad:  # a constant, or made without gradients
+    def _linear(self, output: Tensor, input_: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        if not input_.requires_grad or not output.requires_grad:  # a constant, or made without gradients
             return output
         if any(self._moves(constant) for constant in (weight, bias)):
             raise Unsupported("the weight or bias of a linear map depends on the input")
-        if len(given) != len(self.expansion.out) or given.numel() != len(given) * weight.shape[1]:
+        if len(input_) != len(self.expansion.out) or input_.numel() != len(input_) * weight.shape[1]:
             raise Unsupported("a linear map does not take its tokens one by one")
         leaf = output.detach().requires_grad_()
         # the products of many tokens want rows that lie together
-        weight = weight.detach() if len(given) == 1 else weight.detach().contiguous()
-        self.nodes.append(Linear(given, weight, leaf))
+        weight = weight.detach() if len(input_) == 1 else weight.detach().contiguous()
+        self.nodes.append(Linear(input_, weight, leaf))
         return leaf
 
     def _moves(self, tensor: Tensor | None) -> bool:
@@ -130,8 +130,8 @@ class CutBlock:
             joined = self._joined()
             result = self.output.new_empty(self.picked, self.dim, self.dim)
             for rows in self._chunks(chunk_size):
-                found = self._cotangents(rows, joined)
-                result[:, rows] = found.expand(-1, self.picked, -1).transpose(0, 1)
+                cotangents = self._cotangents(rows, joined)
+                result[:, rows] = cotangents.expand(-1, self.picked, -1).transpose(0, 1)
         return result
 
     def after_attention(self, chunk_size: int | None = None) -> Tensor:
@@ -164,29 +164,29 @@ class CutBlock:
 
     def _cotangents(self, rows: slice, joined: dict[int, Tensor] | None) -> Tensor:
         """Rows of the Jacobian at the input, (rows, picked, dim), or (`joined` None) at the attention's output."""
-        found: dict[int, Tensor] = {}
+        of_leaves: dict[int, Tensor] = {}
         ends = {link.leaf: link.slopes[:, rows].T for link in self.links[0] if link.slopes is not None}
         others = [link for link in self.links[0] if link.slopes is None]
         if others:
-            self._push(found, self.output, others, self._basis(rows))
+            self._push(of_leaves, self.output, others, self._basis(rows))
         # Leaves stand in the order in which they were computed: going back, all that depends on one has been added up
         # when its turn comes.
         for leaf in range(len(self.nodes), 0, -1):
-            node, rest, end = self.nodes[leaf - 1], found.pop(leaf, None), ends.get(leaf)
+            node, rest, end = self.nodes[leaf - 1], of_leaves.pop(leaf, None), ends.get(leaf)
             if node is None:
                 if end is not None:  # the output is a function of it entry by entry
                     rest = _add(rest, end[..., None] * self._basis(rows))
                 if joined is None:
                     return self.output.new_zeros(len(range(self.dim)[rows]), 1, 1) if rest is None else rest
                 if rest is not None:
-                    self._through_attention(found, joined, rest)
+                    self._through_attention(of_leaves, joined, rest)
                 continue
-            before = None if rest is None else (rest.flatten(0, 1) @ node.weight).unflatten(0, rest.shape[:2])
+            carried = None if rest is None else (rest.flatten(0, 1) @ node.weight).unflatten(0, rest.shape[:2])
             if end is not None:  # the map ends the block: its weight, scaled
-                before = _add(before, _scaled(node.weight[rows][:, None], end[..., None]))
-            if before is not None:
-                self._push(found, node.input, self.links[leaf], before)
-        result = found.get(0, self._basis(rows) * 0)
+                carried = _add(carried, _scaled(node.weight[rows][:, None], end[..., None]))
+            if carried is not None:
+                self._push(of_leaves, node.input, self.links[leaf], carried)
+        result = of_leaves.get(0, self._basis(rows) * 0)
         if 0 in ends:
             result = result.expand(-1, self.picked, -1).clone()
             result[:, :, rows].diagonal(dim1=0, dim2=2).add_(ends[0].T)
@@ -198,24 +198,24 @@ class CutBlock:
         basis[:, 0, rows].fill_diagonal_(1)
         return basis
 
-    def _through_attention(self, found: dict[int, Tensor], joined: dict[int, Tensor], cotangents: Tensor) -> None:
+    def _through_attention(self, of_leaves: dict[int, Tensor], joined: dict[int, Tensor], cotangents: Tensor) -> None:
         by_token = cotangents.expand(-1, self.picked, -1).transpose(0, 1)
         for leaf, jacobians in joined.items():
             node = self.nodes[leaf - 1]
             assert node is not None
-            self._push(found, node.input, self.links[leaf], (by_token @ jacobians).transpose(0, 1))
+            self._push(of_leaves, node.input, self.links[leaf], (by_token @ jacobians).transpose(0, 1))
 
-    def _push(self, found: dict[int, Tensor], output: Tensor, links: Sequence[Link], cotangents: Tensor) -> None:
+    def _push(self, of_leaves: dict[int, Tensor], output: Tensor, links: Sequence[Link], cotangents: Tensor) -> None:
         """Adds to each leaf's cotangents what comes through `output`."""
         others = [link.leaf for link in links if link.slopes is None]
         for link in links:
             if link.slopes is not None:
-                found[link.leaf] = _add(found.get(link.leaf), _scaled(cotangents, link.slopes))
+                of_leaves[link.leaf] = _add(of_leaves.get(link.leaf), _scaled(cotangents, link.slopes))
         if others:
             full = cotangents.expand(-1, self.picked, -1).reshape(len(cotangents), *output.shape)
             grads = pull_back([output], [self.leaves[leaf] for leaf in others], [full])
             for leaf, grad in zip(others, grads, strict=True):
-                found[leaf] = _add(found.get(leaf), grad.reshape(len(grad), self.picked, -1))
+                of_leaves[leaf] = _add(of_leaves.get(leaf), grad.reshape(len(grad), self.picked, -1))
 
 
 def _links(output: Tensor, leaves: Sequence[Tensor]) -> list[Link]:
@@ -229,19 +229,22 @@ def _links(output: Tensor, leaves: Sequence[Tensor]) -> list[Link]:
     probe = probe.to(output.device)
     slopes = _gradients(output, leaves, torch.ones_like(output))
     probes = _gradients(output, leaves, probe)
-    found = []
-    for leaf, (ones, tried) in enumerate(zip(slopes, probes, strict=True)):
-        if ones is None or tried is None:
+    links = []
+    for leaf, (slopes_of_leaf, of_probe) in enumerate(zip(slopes, probes, strict=True)):
+        if slopes_of_leaf is None or of_probe is None:
             continue
         diagonal = None
-        if ones.numel() == output.numel():
-            ones, tried = ones.reshape(len(ones), -1), tried.reshape(len(tried), -1)
+        if slopes_of_leaf.numel() == output.numel():
+            slopes_of_leaf, of_probe = (
+                slopes_of_leaf.reshape(len(slopes_of_leaf), -1),
+                of_probe.reshape(len(of_probe), -1),
+            )
             # an entry-by-entry map has the same slopes under any cotangent, which only scales them
-            rest = (tried - probe.reshape(tried.shape) * ones).norm()
-            if float(rest) <= 8 * torch.finfo(ones.dtype).eps * float(tried.norm()):
-                diagonal = ones
-        found.append(Link(leaf, diagonal))
-    return found
+            off_diagonal = (of_probe - probe.reshape(of_probe.shape) * slopes_of_leaf).norm()
+            if float(off_diagonal) <= 8 * torch.finfo(slopes_of_leaf.dtype).eps * float(of_probe.norm()):
+                diagonal = slopes_of_leaf
+        links.append(Link(leaf, diagonal))
+    return links
 
 
 def _push_forward(linear: Linear, end: Tensor) -> Tensor:

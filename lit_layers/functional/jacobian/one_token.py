@@ -78,8 +78,8 @@ def disagreement(call: Call, hidden: Tensor, outs: Tensor, ins: Tensor, jacobian
             skip = (outs[0, item] == ins[0, item])[:, None] * probe
             size = torch.minimum(exact.norm(dim=-1), (exact - skip).norm(dim=-1))
             rounding = 16 * torch.finfo(hidden.dtype).eps * exact.norm(dim=-1)
-            found = torch.stack([probe @ jacobian.double() for jacobian in jacobians[0, item]])
-            difference = ((found - exact).norm(dim=-1).nan_to_num(math.inf) - rounding).clamp(min=0)
+            combined = torch.stack([probe @ jacobian.double() for jacobian in jacobians[0, item]])
+            difference = ((combined - exact).norm(dim=-1).nan_to_num(math.inf) - rounding).clamp(min=0)
             errors.append(torch.where(difference > 0, difference / size, 0.0).max())
     return float(torch.stack(errors).max())
 
@@ -125,10 +125,10 @@ def _cross_token(
     )
     after = after.expand(-1, -1, heads * head_dim).unflatten(2, (heads, 1, head_dim))[which]
 
-    p, w = (each[which] for each in attention.weights(tokens[0], tokens[1]))
-    own = torch.arange(len(ins), device=ins.device)
-    p, w = (each[own, :, ins][:, None, :, None, None] for each in (p, w))  # (picked, 1, heads, 1, 1)
-    value = expand_heads(attention.value[prompts], heads)[own, :, ins][:, :, None]
+    p, w = (part[which] for part in attention.weights(tokens[0], tokens[1]))
+    index = torch.arange(len(ins), device=ins.device)
+    p, w = (part[index, :, ins][:, None, :, None, None] for part in (p, w))  # (picked, 1, heads, 1, 1)
+    value = expand_heads(attention.value[prompts], heads)[index, :, ins][:, :, None]
     aligned = (after * (value - expansion.out[which])[:, None]).sum(-1, keepdim=True)
     for_key = w * aligned * expansion.query[which][:, None]  # (picked, dim, heads, 1, head_dim)
     for_value = p * after
@@ -143,9 +143,9 @@ def _cross_token(
         leaf = hidden[prompts, ins].detach().requires_grad_()
         with contextlib.suppress(Done):
             run_on_tokens(call.at(prompts, ins, shape), attention, leaf, take)
-        cotangents = [sum_heads(each, taken[0].shape[1]).movedim(1, 0) for each in (for_key, for_value)]
+        cotangents = [sum_heads(part, taken[0].shape[1]).movedim(1, 0) for part in (for_key, for_value)]
         chunk = chunk_size or max(1, min(dim, ROWS // len(ins)))
-        parts = zip(*(each.split(chunk) for each in cotangents), strict=True)
+        parts = zip(*(rows.split(chunk) for rows in cotangents), strict=True)
         grads = [pull_back(taken, [leaf], part)[0] for part in parts]
     return torch.cat(grads).movedim(0, 1)
 

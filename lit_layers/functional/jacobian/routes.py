@@ -70,7 +70,7 @@ def block_jacobian(
     _check_hidden(block, hidden)
     alignment: Alignment | None = getattr(block, "alignment", None)
     if alignment is not None:  # of a trajectory of texts with padding before them
-        found = block_jacobian(
+        jacobians = block_jacobian(
             block.aligned(),  # pyright: ignore[reportFunctionMemberAccess]
             alignment.moved(hidden),
             out_tokens=out_tokens,
@@ -81,7 +81,7 @@ def block_jacobian(
             chunk_size=chunk_size,
             route=route,
         )
-        return _of_all_places(found, alignment) if in_tokens == "all" else found
+        return _of_all_places(jacobians, alignment) if in_tokens == "all" else jacobians
     check_option("identity", identity, "same_token", "always")
     check_option("route", route, "auto", "cut", "one_token", "plain")
     if chunk_size is not None and chunk_size < 1:
@@ -116,8 +116,8 @@ def token_places(
     real = mask.sum(1)
     if bool((real == 0).any()):
         raise ValueError(f"expected at least one real token in every prompt, prompt {int(real.argmin())} has none")
-    wanted = torch.tensor(picked, device=mask.device)
-    ranks = torch.where(wanted < 0, wanted + real[:, None], wanted)
+    numbers = torch.tensor(picked, device=mask.device)
+    ranks = torch.where(numbers < 0, numbers + real[:, None], numbers)
     wrong = ((ranks < 0) | (ranks >= real[:, None])).nonzero()
     if len(wrong):
         prompt, item = wrong[0].tolist()
@@ -129,10 +129,10 @@ def token_places(
     return torch.gather(order, 1, ranks)
 
 
-def _of_all_places(found: Tensor, alignment: Alignment) -> Tensor:
+def _of_all_places(jacobians: Tensor, alignment: Alignment) -> Tensor:
     """Jacobians (batch, out, tokens, dim, dim) of a moved batch at the places that it was given with."""
-    found = alignment.given_back(found.transpose(1, 2)).transpose(1, 2)
-    return found.masked_fill(~alignment.given_mask[:, None, :, None, None], 0)
+    jacobians = alignment.given_back(jacobians.transpose(1, 2)).transpose(1, 2)
+    return jacobians.masked_fill(~alignment.given_mask[:, None, :, None, None], 0)
 
 
 def _check_hidden(block: Block, hidden: Tensor) -> None:
@@ -195,12 +195,12 @@ def _verified_jacobians(
     call: Call, hidden: Tensor, outs: Tensor, ins: Tensor, chunk_size: int | None, *, cut: bool
 ) -> Tensor:
     """By a fast route, held against the block itself where that has not been done for these weights and layout."""
-    known = _verified.setdefault(call.module, {})
+    checks = _verified.setdefault(call.module, {})
     layout = (hidden.shape[1:], hidden.dtype, hidden.device, _layout(call.args), _layout(call.kwargs))
     # pairs of two tokens take another path; what is right at one place may be wrong at another
     layout = (*layout, bool((outs[..., None] == ins).all()), tuple(outs[0].tolist()), cut)
     weights = _weights_of(call.module)  # a branch that is zero at first shows nothing
-    checked, reason = known.get(layout, (None, ""))
+    checked, reason = checks.get(layout, (None, ""))
     if checked == weights and reason:
         raise Unsupported(reason)
     try:
@@ -216,9 +216,9 @@ def _verified_jacobians(
         raise
     except (Unsupported, RuntimeError, ValueError, TypeError, IndexError, KeyError, AttributeError) as error:
         reason = str(error) if isinstance(error, Unsupported) else f"{type(error).__name__}: {error}"
-        known[layout] = weights, reason
+        checks[layout] = weights, reason
         raise Unsupported(reason) from error
-    known[layout] = weights, ""
+    checks[layout] = weights, ""
     return jacobians
 
 
