@@ -82,9 +82,7 @@ def spearman(x: Values, y: Values) -> Correlation:
 
     Raises: as `pearson`.
     """
-    x, y = _columns(x, y)
-    _centered("x", x)
-    _centered("y", y)
+    x, y = _varying_columns(x, y)
     return pearson(_ranks(x), _ranks(y))
 
 
@@ -95,9 +93,7 @@ def kendall(x: Values, y: Values) -> Correlation:
     """
     from scipy.stats import kendalltau  # a quarter of a second to import
 
-    x, y = _columns(x, y)
-    _centered("x", x)
-    _centered("y", y)
+    x, y = _varying_columns(x, y)
     result: Any = kendalltau(x, y)
     return Correlation(float(result.statistic), float(result.pvalue), len(x), len(x) - 2)
 
@@ -112,9 +108,7 @@ def distance_correlation(x: Values, y: Values) -> float:
         UndefinedError: fewer than 4 rows (two always give 1), or a constant column.
         ValueError: columns of unequal length, or a value that is not finite.
     """
-    x, y = _columns(x, y, fewest=4)
-    _centered("x", x)
-    _centered("y", y)
+    x, y = _varying_columns(x, y, fewest=4)
     return float(distance_correlations(x, y))
 
 
@@ -123,9 +117,7 @@ def distance_null(x: Values, y: Values, *, permutations: int = 1000, seed: int =
 
     Raises: as `distance_correlation`.
     """
-    x, y = _columns(x, y, fewest=4)
-    _centered("x", x)
-    _centered("y", y)
+    x, y = _varying_columns(x, y, fewest=4)
     first, second = _centered_distances(x), _centered_distances(y)
     rng = np.random.default_rng(seed)
     value = float(_table_cosines(first, second))
@@ -267,6 +259,13 @@ def _columns(x: Values, y: Values, fewest: int = 3) -> tuple[NDArray[np.float64]
         raise ValueError("expected finite values: leave rows without a value out first")
     if len(x) < fewest:
         raise UndefinedError(f"expected at least {fewest} rows, got {len(x)}")
+    return x, y
+
+
+def _varying_columns(x: Values, y: Values, fewest: int = 3) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+    x, y = _columns(x, y, fewest)
+    for name, column in (("x", x), ("y", y)):
+        _centered(name, column)  # refuses a constant one
     return x, y
 
 

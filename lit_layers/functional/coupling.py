@@ -147,7 +147,8 @@ def _vector_errors(values: Tensor, residuals: Tensor, further: Tensor) -> Tensor
 
 def _factors(left: Tensor, values: Tensor, right: Tensor, errors: Tensor) -> Factors:
     """`|A - A'|_F <= s_1(J1) (|U - U'|_F + |V - V'|_F)` for A = U' J1 V, and `s_1(J1) <= |s_1,K|_2`."""
-    squares = 2 * errors.square().cumsum(-1)
+    # |U - U'|_F and |V - V'|_F of the K leading vectors are each at most the root of the sum of their squared errors
+    squares = 2 * errors.square().cumsum(-1)  # of both sides
     number = torch.arange(1, errors.shape[-1] + 1, dtype=errors.dtype, device=errors.device)
     return Factors(left, values, right, (2 * squares).sqrt(), (squares / number).sqrt())
 
@@ -360,6 +361,9 @@ def random_miscoupling_from_norms(
     zero = values[..., 0] == 0
     if undefined == "raise" and bool(zero.any()):
         raise ValueError("the random baseline is undefined for a spectrum of zeros")
+    # |A - diag(s)|^2 = |s|^2 - 2 sum_i s_i A_ii + |A|^2. In bases that have nothing to do with J1 an entry of
+    # A = U' J1 V has mean 0 and variance (|J1|_F / dim)^2: the middle term goes, the last is K^2 of those. An absolute
+    # entry, taken as normal, has the mean sqrt(2 / pi) |J1|_F / dim, and the middle term stays.
     share = values.shape[-1] / dim
     square = _norm(values, 2.0) ** 2 + (share * frobenius) ** 2
     if sign == "absolute":

@@ -338,8 +338,8 @@ def singular_values(rows: Tensor, rank: Tensor | None = None, *, least_share: fl
     smaller ones than its Gram matrix can tell from rounding, or than the root of `least_share`, is decomposed as it
     stands. `rank` (*n) is the most that differ from 0.
     """
-    # Half the time of a singular value decomposition on a CPU; on GPUs that works on one matrix after another, and the
-    # eigenvalues of a Gram matrix on all at once.
+    # The eigenvalues of a Gram matrix take half the time of a singular value decomposition on a CPU; on a GPU the
+    # decomposition takes one matrix after another, and the eigenvalues come of all at once.
     wide = rows.detach() if rows.shape[-2] <= rows.shape[-1] else rows.detach().mT
     size = wide.shape[-2]
     if not wide.numel():

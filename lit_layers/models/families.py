@@ -334,11 +334,11 @@ def family_of(model: nn.Module) -> Family:
             f"no layered view of {type(model).__name__}: an encoder and a decoder are two rows of blocks, of which the "
             "second looks at the first one's end, and no one path leads through both"
         )
-    known = ", ".join(name for family in FAMILIES for name in family.classes)
+    names = ", ".join(name for family in FAMILIES for name in family.classes)
     proposal = propose_blocks(model)
     hint = f" (its blocks are probably {proposal!r})" if proposal else ""
     raise InputError(
-        f"no layered view of {type(model).__name__}; known families: {known}; "
+        f"no layered view of {type(model).__name__}; known families: {names}; "
         f"add a row to lit_layers/models/families.py{hint}"
     )
 

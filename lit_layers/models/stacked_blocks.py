@@ -14,12 +14,12 @@ from torch.overrides import TorchFunctionMode
 
 from lit_layers.errors import InputError
 from lit_layers.models.block_calls import first
+from lit_layers.models.shared_pass import HOOKS
 
-_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 _COUNTED = ("layer_idx", "layer_id")  # a block's own number, by which it finds its slot in a cache
 _USES_ITS_NUMBER = "scale_attn_by_inverse_layer_idx"  # of GPT-2: the number is then part of the computation
 _POSITIONAL = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal")  # of scaled_dot_product_attention
-_OWN = ("training", "_parameters", "_buffers", "_modules", "_non_persistent_buffers_set", *_HOOKS)
+_OWN = ("training", "_parameters", "_buffers", "_modules", "_non_persistent_buffers_set", *HOOKS)
 Call = tuple[tuple, dict[str, Any]]  # what a block is called with besides its state
 
 
@@ -155,7 +155,7 @@ def _watched(block: nn.Module) -> str | None:
     if "forward" in block.__dict__:
         return "has a forward of another tool"
     for name, part in block.named_modules():
-        if any(getattr(part, kind) for kind in _HOOKS):
+        if any(getattr(part, kind) for kind in HOOKS):
             return f"has a hook{f' on {name}' if name else ''}"
     return None
 

@@ -106,14 +106,10 @@ def passes_of(model: LayeredModel, batches: Sized, *, texts: int | None = None, 
     return passes(model, texts=number, tokens=length, batch=size.batch, kept=kept, at_most=not size.exact)
 
 
-def mean_tokens(texts: Sequence[str], max_tokens: int) -> int:
-    """Of texts that nobody has made tokens of: one is taken to be four letters, as in English it is."""
-    return max(1, sum(min(max_tokens, max(1, len(text) // LETTERS)) for text in texts) // max(1, len(texts)))
-
-
 def of_texts(model: LayeredModel, texts: Sequence[str], max_tokens: int) -> Work:
-    """Passes of texts that nobody has made tokens of."""
-    tokens = mean_tokens(texts, max_tokens)
+    """Passes of texts that nobody has made tokens of: one is taken to be four letters, as in English it is."""
+    lengths = [min(max_tokens, max(1, len(text) // LETTERS)) for text in texts]
+    tokens = max(1, sum(lengths) // max(1, len(lengths)))
     return passes(model, texts=len(texts), tokens=tokens, batch=max(1, BATCH_TOKENS // tokens), kept=False)
 
 

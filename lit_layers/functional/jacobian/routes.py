@@ -6,7 +6,7 @@ every token of the prompt. Two routes are faster and exact, as only attention mi
 - "one_token" calls the block on the asked tokens alone and answers attention's first-order expansion where it attends
   (`attention.py` has the formulas); its backward passes cost nothing for the other tokens of the prompt.
 - "cut" goes on from there: it cuts that call at its linear maps and multiplies their weights from the end to the
-  beginning, in products of matrices that serve all rows and tokens at once (`one_token.CutBlock`).
+  beginning, in products of matrices that serve all rows and tokens at once (`linear_cut.CutBlock`).
 
 Neither knows a block by name, so both may meet one that does something else. Each is therefore held against a
 derivative of the block itself before it is believed, and "auto" falls back to the next: cut, one_token, reverse mode.
