@@ -4,7 +4,7 @@ import functools
 import hashlib
 import re
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import KW_ONLY, dataclass, field
+from dataclasses import KW_ONLY, dataclass
 from pathlib import Path
 from typing import Any, Literal
 
@@ -38,13 +38,12 @@ SUFFIXES = (".jpg", ".jpeg", ".png", ".webp", ".bmp")
 _HELD_OUT = ("val", "valid", "validation", "test")
 
 
-@dataclass(frozen=True)
 class ImageSource:
-    """A labelled image set with a train and a test split; a split is read when it is asked for."""
+    """A labelled image set with a train and a test split; a split is read once, when it is asked for."""
 
-    name: str
-    read: Callable[[Split], Content]
-    _contents: dict[Split, Content] = field(default_factory=dict, init=False, repr=False, compare=False)
+    def __init__(self, name: str, read: Callable[[Split], Content]) -> None:
+        self.name = name
+        self._content = functools.cache(lambda split: self._checked(split, *read(split)))
 
     @property
     def train(self) -> Pictures:
@@ -56,11 +55,6 @@ class ImageSource:
 
     def split(self, name: Split) -> Pictures:
         return self._content(name)[0]
-
-    def _content(self, split: Split) -> Content:
-        if split not in self._contents:
-            self._contents[split] = self._checked(split)
-        return self._contents[split]
 
     @property
     def num_classes(self) -> int:
@@ -92,8 +86,7 @@ class ImageSource:
                 f"is in {where} alone"
             )
 
-    def _checked(self, split: Split) -> Content:
-        pictures, names = self.read(split)
+    def _checked(self, split: Split, pictures: Pictures, names: tuple[str, ...] | None) -> Content:
         if not len(pictures):
             raise InputError(f"{self.name}: the {split} split has no image")
         low, high = int(pictures.labels.min()), int(pictures.labels.max())
