@@ -6,6 +6,7 @@ of the data without the broken prompt.
 
 import ast
 import copy
+import functools
 import inspect
 import json
 import math
@@ -150,7 +151,7 @@ def every_analysis() -> set[str]:
     bases: dict[str, set[str]] = {}
     abstract = set()
     for file in Path(lit_layers.__file__).parent.rglob("*.py"):
-        for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
+        for node in ast.parse(file.read_text(encoding="utf-8")).body:
             if isinstance(node, ast.ClassDef):
                 bases[node.name] = {base.id for base in node.bases if isinstance(base, ast.Name)}
                 marks = [ast.unparse(mark) for each in node.body for mark in getattr(each, "decorator_list", [])]
@@ -184,9 +185,13 @@ def home(tmp_path_factory) -> Path:
     return folder
 
 
+@functools.cache
+def saved(home: Path) -> Any:
+    return saved_gpt2(home / "model", tokenizer=False, n_layer=BLOCKS, n_embd=16, tie_word_embeddings=False)
+
+
 def model_of(home: Path, num_layers: int = BLOCKS) -> Any:
-    model = saved_gpt2(home / "model", tokenizer=False, n_layer=BLOCKS, n_embd=16, tie_word_embeddings=False)
-    model = copy.deepcopy(model)
+    model = copy.deepcopy(saved(home))
     model.transformer.h = model.transformer.h[:num_layers]
     model.config.n_layer = num_layers
     return model
