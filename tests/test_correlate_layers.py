@@ -15,6 +15,7 @@ from lit_layers.correlate.run_models import MetricQuery, split
 from lit_layers.errors import InputError
 from lit_layers.records import Measurement, Record
 from tests.support.layer_scores import TASKS, add, tables
+from tests.support.undrawn import leave_undrawn
 
 
 def one_model(root: Path, layers: int = 8, **options) -> tuple[Path, np.ndarray, np.ndarray]:
@@ -332,7 +333,8 @@ def test_the_command_writes_numbers_page_and_pictures(tmp_path, capsys):
     assert len(pd.read_csv(out / "curves.csv")) == sum((5 + n + 1) * len(TASKS) for n in range(3))
 
 
-def test_the_page_tells_which_tasks_are_left_out(tmp_path):
+def test_the_page_tells_which_tasks_are_left_out(tmp_path, monkeypatch):
+    leave_undrawn(monkeypatch)
     metric, scores = tables(8)
     metric[1, 3] = np.nan
     found = read_layers(

@@ -29,6 +29,7 @@ from tests.support.layer_results import layer_results
 from tests.support.metric_tables import DOCS, with_tables
 from tests.support.tiny_models import tiny
 from tests.support.tiny_training import fit
+from tests.support.undrawn import leave_undrawn
 
 BRIER = Metric("brier_score", "Probe Brier score", "", "Mean squared error of the probabilities.", low=0, high=2)
 BRIER = replace(BRIER, better="lower", group="score")
@@ -145,6 +146,7 @@ def test_one_row_shows_a_metric_everywhere(tmp_path, monkeypatch):
     assert "of Brier score" in str(figure_data(page))
     frame = records.frame(run / "measurements.jsonl")
     assert "brier_score" in plots.change_table(frame)["metric"].tolist()
+    leave_undrawn(monkeypatch)
     pictures = [path.name for path in write_pictures(run, tmp_path / "pictures")]
     assert "probe_topics_probe_brier_score_test_rows_over_layers.svg" in pictures
     (first, *_) = records.read(run / "measurements.jsonl")

@@ -1,6 +1,8 @@
 """`lit-layers correlate`: what it prints and leaves, its page and its pictures, and what is said of wrong input."""
 
+import contextlib
 import html
+import io
 import json
 import re
 from pathlib import Path
@@ -14,16 +16,25 @@ from lit_layers.figures.vega import script
 from tests.support.browser import CHROMIUM, dom_after
 from tests.support.charts import page_figures
 from tests.support.runs import make_models
+from tests.support.undrawn import leave_undrawn
 
 NASTY = "</script><script>alert(1)</script><img src=x onerror=alert(2)>"
 QUICK = ["--resamples", "100"]
 
 
 @pytest.fixture(scope="module")
-def out(tmp_path_factory) -> Path:
+def published(tmp_path_factory) -> tuple[Path, str]:
+    """What the command leaves of the published table, and what it prints."""
     folder = tmp_path_factory.mktemp("published") / "correlation"
-    assert main(["correlate", "--data", "published", "--out", str(folder), *QUICK]) == 0
-    return folder
+    with pytest.MonkeyPatch.context() as patched, contextlib.redirect_stdout(io.StringIO()) as printed:
+        patched.setenv("COLUMNS", "120")
+        assert main(["correlate", "--data", "published", "--out", str(folder), *QUICK]) == 0
+    return folder, printed.getvalue()
+
+
+@pytest.fixture
+def out(published) -> Path:
+    return published[0]
 
 
 @pytest.fixture
@@ -40,17 +51,15 @@ def shown(page: Path) -> str:
     return html.unescape(re.sub(r"\s+", " ", re.sub(r"<[^>]+>", " ", text)))
 
 
-def test_the_published_table_is_printed_with_its_warnings(tmp_path, capsys, monkeypatch):
-    monkeypatch.setenv("COLUMNS", "120")
-    assert main(["correlate", "--data", "published", "--out", str(tmp_path / "out"), *QUICK]) == 0
-    said = capsys.readouterr().out
+def test_the_published_table_is_printed_with_its_warnings(published):
+    folder, said = published
     assert "Published coupling against Leaderboard score, 28 models" in said
     assert re.search(r"R² +0\.800 \(0\.\d+ to 0\.\d+\) +1\.4e-10 +28", said)
     assert re.search(r"Partial r given coupling by width alone +0\.568 .* 0\.002 +28", said)
     assert re.search(r"Width 4096 +0\.588 .* 0\.057 +11", said)
     assert re.search(r"Coupling by width alone +0\.93 +0\.71", said)
     assert "warning: Published coupling follows coupling by width alone, R² = 0.93; beyond it r = 0.568" in said
-    assert said.splitlines()[-1] == str(tmp_path / "out" / "models.csv")
+    assert said.splitlines()[-1] == str(folder / "models.csv")
 
 
 def test_the_numbers_are_left_as_json_and_csv(out):
@@ -101,6 +110,7 @@ def test_the_pictures_are_large_and_have_something_drawn_on_them(out):
 
 
 def test_models_and_a_file_of_scores_make_a_page(study, capsys, monkeypatch):
+    leave_undrawn(monkeypatch)
     monkeypatch.chdir(study)
     monkeypatch.setenv("COLUMNS", "120")
     command = ["correlate", "models", "--metric", "coupling/coupling", "--tags", "k=12", "--score", "scores.csv:arc"]
@@ -114,6 +124,7 @@ def test_models_and_a_file_of_scores_make_a_page(study, capsys, monkeypatch):
 
 
 def test_models_without_a_score_are_named_and_left_out(study, capsys, monkeypatch):
+    leave_undrawn(monkeypatch)
     monkeypatch.chdir(study)
     lines = Path("scores.csv").read_text().splitlines()
     Path("scores.csv").write_text("\n".join([line for line in lines if not line.startswith("m2")]))

@@ -12,8 +12,11 @@ from lit_layers.functional.record_probe import C_GRID, fit_record_probes, held_o
 from tests.functional.test_watching_probe import CLASSES, problem
 
 
-def optimum(rows, labels, c, num_classes=CLASSES):
-    """Weights and biases (dim + 1, classes) of the least c sum CE + |W|^2 / 2, by scipy in float64."""
+def optimum(rows, labels, c, num_classes=CLASSES, start=None):
+    """Weights and biases (dim + 1, classes) of the least c sum CE + |W|^2 / 2, by scipy in float64.
+
+    It is convex: from the optimum at the c beside it, where that is given, it takes fewer steps to the same place.
+    """
     rows = np.hstack([rows, np.ones((len(rows), 1))])
 
     def objective(flat):
@@ -28,7 +31,7 @@ def optimum(rows, labels, c, num_classes=CLASSES):
         return value / c / len(labels), slope.ravel() / c / len(labels)
 
     options = {"maxiter": 5000, "ftol": 1e-14, "gtol": 1e-7}
-    start = np.zeros(rows.shape[1] * num_classes)
+    start = np.zeros(rows.shape[1] * num_classes) if start is None else start.ravel()
     return minimize(objective, start, jac=True, method="L-BFGS-B", options=options).x.reshape(-1, num_classes)
 
 
@@ -73,14 +76,13 @@ def test_the_c_is_the_best_of_refits_over_the_whole_grid_and_the_probe_the_optim
     truth, folds = labels.numpy(), held_out_rows(labels)
     assert len(folds) == 5
     for layer, rows in enumerate(map(scaled, features.numpy())):
-        by_c = []
-        for c in C_GRID:
-            parts = [
-                losses(rows[held], truth[held], optimum(rows[~held], truth[~held], c))
-                for held in (fold.numpy() for fold in folds)
-            ]
-            by_c.append(np.concatenate(parts))
-        best = int(np.argmin([part.mean() for part in by_c]))
+        by_c = [[] for _ in C_GRID]
+        for held in (fold.numpy() for fold in folds):
+            weight = None
+            for parts, c in zip(by_c, C_GRID, strict=True):
+                weight = optimum(rows[~held], truth[~held], c, start=weight)
+                parts.append(losses(rows[held], truth[held], weight))
+        best = int(np.argmin([np.concatenate(parts).mean() for parts in by_c]))
         assert probes.c[layer].item() == pytest.approx(C_GRID[best])
         assert probes.converged[layer]
         expected = losses(rows, truth, optimum(rows, truth, C_GRID[best]))
