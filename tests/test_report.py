@@ -228,6 +228,16 @@ def series(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_series(tmp_path_factory.mktemp("series") / "pythia", suspect=(1000, 2000))
 
 
+def test_numbers_that_are_draws_alone_leave_a_sentence_in_the_place_of_their_figure(tmp_path: Path) -> None:
+    draws = [
+        Record(metric="accuracy", value=0.5, layer=layer, tags={"seed": seed}) for layer in (0, 1) for seed in (0, 1)
+    ]
+    for step in (0, 1):
+        line = Measurement(run="r", step=step, tokens=None, analysis="drawn", records=draws, seconds=0.1)
+        records.append(tmp_path / "measurements.jsonl", line)
+    assert "No figure shows these numbers" in write_report(tmp_path).read_text()
+
+
 def test_provenance_of_a_long_series_is_one_table_by_step(series: Path, capsys) -> None:
     found = facts.provenance(facts.read_run(series))
     assert found["shared"]["checkpoint"] == found["shared"]["series"] == "EleutherAI/pythia-70m"
@@ -502,11 +512,11 @@ def test_a_full_disk_leaves_the_old_page_and_nothing_else(tmp_path: Path, monkey
     root = make_run(tmp_path / "run", steps=(0,), analyses=("lens",))
     old = write_report(root).read_bytes()
 
-    def full_disk(self: Path, text: str, **_: object) -> int:
-        self.write_bytes(text[:9].encode())
+    def full_disk(self: Path, content: bytes) -> int:
+        self.open("wb").write(content[:9])
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(Path, "write_text", full_disk)
+    monkeypatch.setattr(Path, "write_bytes", full_disk)
     with pytest.raises(InputError, match=r"cannot write .*report\.html: no space left on device"):
         write_report(root)
     assert (root / "report.html").read_bytes() == old

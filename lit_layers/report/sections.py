@@ -72,9 +72,18 @@ def training(run: RunData) -> list[Block]:
     return balanced(blocks)
 
 
+_NO_FIGURE = {"caption": "", "chart": None, "problem": "No figure shows these numbers; `--export` writes them."}
+
+
 def block(title: str, note: str, choices: Iterable[_Choice], *, wide: bool | None = None) -> Block:
-    """Returns the figures of a metric, drawn, with a choice of texts; several figures are wide."""
+    """Returns the figures of a metric, drawn, with a choice of texts; several figures are wide.
+
+    All choices have as many: a sentence stands where one has no figure.
+    """
     shown = [{"text": text, "figures": [_drawn(*figure) for figure in figures]} for text, figures in choices]
+    places = max(1, *(len(choice["figures"]) for choice in shown))
+    for choice in shown:
+        choice["figures"] += [_NO_FIGURE] * (places - len(choice["figures"]))
     wide = len(shown[0]["figures"]) > 1 if wide is None else wide
     return {"title": title, "note": note, "wide": wide, "choices": shown}
 
