@@ -2,6 +2,7 @@
 
 import gc
 import json
+import math
 import warnings
 import weakref
 from dataclasses import replace
@@ -17,6 +18,7 @@ import torch.nn.functional as F
 from lit_layers import plots, records
 from lit_layers.analyses import Interventions, Lens, Trajectory, base, readout_scores
 from lit_layers.analyses.features import text_features
+from lit_layers.analyses.statistics import rounding_records
 from lit_layers.cli.main import main
 from lit_layers.functional.block_schedules import parse_schedule
 from lit_layers.identity import divided
@@ -219,6 +221,17 @@ def of_task(name: str, value: float, dtype: dict[str, str], **variant) -> Measur
     return Measurement(**place, records=made, seconds=1.0, provenance=said)
 
 
+def test_a_difference_that_is_defined_for_no_text_says_how_many_there_were():
+    for layer in (None, 3):
+        found = [*rounding_records(torch.tensor([torch.nan, torch.inf]), "loss", layer=layer)]
+        assert [(r.metric, r.layer, r.n, r.tags["num_undefined"]) for r in found] == [
+            ("bf16_difference", layer, 0, 2),
+            ("bf16_largest_difference", layer, 0, 2),
+        ]
+        assert all(math.isnan(r.value) for r in found)
+    assert [*rounding_records(torch.tensor([]), "loss")] == []
+
+
 def test_no_curve_mean_or_median_is_over_two_precisions():
     rounded = {"dtype": "bfloat16"}
     measured = [of_task("A", 0.2, {}), of_task("B", 0.4, {}), of_task("C", 0.9, rounded)]
@@ -231,6 +244,9 @@ def test_no_curve_mean_or_median_is_over_two_precisions():
     medians = both.frame[both.frame["analysis"] == "intervene/median_over_tasks"]
     assert medians["value"].tolist() == pytest.approx([0.3])
     assert both.notes["intervene/median_over_tasks"].endswith("Of another precision, and not in it: C.")
+    more = of_task("D", 0.9, rounded, variant="skip", middle=2), of_task("C", 0.9, rounded, variant="skip", middle=2)
+    of_four = plots.with_task_medians(records.frame([*more, *variants])).frame  # two tasks of each: float32
+    assert of_four.loc[of_four["analysis"] == "intervene/median_over_tasks", "value"].tolist() == pytest.approx([0.3])
     again = of_task("A", 0.8, rounded)
     curve, others = divided([measured[0], again])
     assert (len(curve), len(others)) == (1, 1)  # so select, pages and exports see one precision of an analysis

@@ -222,13 +222,15 @@ def rounding_records(
 ) -> Iterator[Record]:
     """How far numbers in bfloat16 are from those in float32: the mean and the largest absolute difference of a sample.
 
-    One of `differences` is of a prompt, a text or a row; those that are not finite are left out and counted.
+    One of `differences` is of a prompt, a text or a row; those that are not finite are left out and counted. Where none
+    is finite the record is NaN, at a layer, too: that the check came to nothing is its result.
     """
     finite = differences.isfinite()
     sizes = differences[finite].abs().double()
     tags = {**(tags or {}), "dtype": "bfloat16", "of": of, **left_out("", ~finite)}
-    if len(sizes):
-        for metric, value in (("bf16_difference", sizes.mean()), ("bf16_largest_difference", sizes.max())):
+    if len(differences):
+        ends = (sizes.mean(), sizes.max()) if len(sizes) else (torch.tensor(math.nan),) * 2
+        for metric, value in zip(("bf16_difference", "bf16_largest_difference"), ends, strict=True):
             yield Record(metric=metric, value=value.item(), layer=layer, n=len(sizes), tags=tags)
 
 

@@ -175,7 +175,8 @@ def _medians(rows: Any, statistic: str) -> tuple[Any, str]:
 def _of_checkpoint(rows: Any, statistic: str) -> tuple[Any, str]:
     """Of one checkpoint or model a row for each cell, and which tasks enter and what is left out."""
     precision = rows["dtype"].fillna("float32") if "dtype" in rows else pd.Series("float32", index=rows.index)
-    usual = rows.groupby(precision)["task"].nunique().idxmax()
+    tasks = rows.groupby(precision)["task"].nunique().sort_index(ascending=False)
+    usual = tasks.idxmax()  # of equally many float32, which is first
     others = [*rows.loc[precision != usual, "task"].unique()]  # no median is over scores of two precisions
     rows = rows[precision == usual]
     by = [*(name for name in tags_of(rows) if name not in ("task", "statistic", "seed")), "layer"]
