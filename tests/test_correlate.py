@@ -126,6 +126,19 @@ def test_the_value_of_the_whole_model_comes_before_those_of_layers_pairs_and_ref
         correlate(read_runs([tmp_path], metric="m", score="x/s", layer=3))
 
 
+def test_models_measured_in_unlike_ways_are_not_compared(tmp_path):
+    for number, tags in enumerate(({"k": 4}, {"k": 8}, {"k": 8, "dtype": "bfloat16"})):
+        found = Record(metric="coupling", value=0.1 * number, tags=tags), Record(metric="loss", value=3.0 - number)
+        records.append(tmp_path / "measurements.jsonl", measured(f"org/{number}", None, "coupling", *found))
+    sentence = (
+        r"tags: coupling/coupling is no tag of org/0; dtype = bfloat16 of org/2: .* choose, e.g. --tags dtype=bfl"
+    )
+    with pytest.raises(InputError, match=sentence):
+        read_runs([tmp_path], metric="coupling/coupling", score="coupling/loss")
+    with pytest.raises(InputError, match="score: coupling/coupling is no tag of org/0; dtype = bfloat16 of org/2"):
+        read_runs([tmp_path], metric="coupling/loss", score="coupling/coupling")
+
+
 def test_of_a_training_run_the_last_checkpoint_counts_or_the_step_asked_for(tmp_path):
     root = grid(tmp_path / "grid")
     table = read_runs([root], metric="coupling", score="validation/accuracy")

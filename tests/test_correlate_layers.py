@@ -171,6 +171,26 @@ def test_several_variants_are_refused_and_the_plainest_is_none(tmp_path):
     assert found.titles == {"m[k=12]": "M, k = 12"}
 
 
+@pytest.mark.parametrize("of_metric", [True, False])
+def test_models_measured_in_unlike_ways_are_not_compared(tmp_path, of_metric):
+    for name, tags in (("a", {}), ("b", {"dtype": "bfloat16"})):
+        metric, scores = tables(6)
+        add(tmp_path / name, name, None, **({"scores": scores} if of_metric else {"metric": metric}))
+        found = [
+            Record(metric="prompt_entropy" if of_metric else "main_score", value=float(value), layer=layer, tags=tags)
+            for layer, value in enumerate((metric if of_metric else scores)[0])
+        ]
+        for record in found:
+            record.tags["states"] = "normed"
+        for task in TASKS:
+            analysis = f"{'representation' if of_metric else 'mteb'}/{task}"
+            line = Measurement(run=name, step=None, tokens=None, analysis=analysis, records=found, seconds=0)
+            records.append(tmp_path / name / "measurements.jsonl", line)
+    text = "metrics: prompt_entropy" if of_metric else "scores: mteb"
+    with pytest.raises(InputError, match=f"{text} is no tag of a; dtype = bfloat16 of b: numbers of two kinds"):
+        read_layers([tmp_path / "a", tmp_path / "b"], metrics=["prompt_entropy"], scores="mteb")
+
+
 @pytest.mark.parametrize(
     ("metrics", "scores", "message"),
     [

@@ -19,6 +19,7 @@ from lit_layers.correlate.run_models import (
     plainest_variant,
     read_run_models,
     read_table,
+    refuse_unlike,
     refuse_variants,
     same_model,
     variant_of,
@@ -72,6 +73,7 @@ class LayerTables:
     common: list[str] = field(default_factory=list)  # metrics measured on texts common to all tasks
     states: str | None = None
     source: str = ""
+    variants: dict[tuple[str, str], dict[str, Mapping[str, Any]]] = field(default_factory=dict)  # of each, by the model
 
 
 def read_layers(
@@ -163,6 +165,11 @@ def _model_tables(
     if not kept:
         reasons = "; ".join(f"{key}: {next(iter(why.values()))}" for key, why in left_out.items())
         raise _LeftOutError(f"no metric beside its scores{f' ({reasons})' if reasons else ''}")
+    for one, curve in {scores: of_scores, **curves}.items():
+        variants = tables.variants.setdefault((one.option, one.query.text), {})
+        variants[name] = curve.variant
+        example = f"{one.query.text.partition('[')[0]}[{{}}]"
+        refuse_unlike(variants, one.query.text, option=one.option, example=example)
     tables.states = of_scores.states or tables.states
     tables.score_title = tables.score_title if scores.query.name == "score" else _title(scores.query, of_scores)
     for one, curve in curves.items():

@@ -24,6 +24,7 @@ from lit_layers.correlate.run_models import (
     plainest_variant,
     read_run_models,
     read_table,
+    refuse_unlike,
     same_model,
     variant_of,
 )
@@ -149,12 +150,17 @@ def read_runs(
     """
     models = read_run_models(folders)
     query = _resolved(models, metric, tags or {})
-    rows, left_out = [], {}
+    rows, left_out, variants = [], {}, {}
     for model in models:
-        measured = _measured(model, model.at(step, query.analysis), query, layer)
-        if not measured:
+        at = model.at(step, query.analysis)
+        record = _value(model, at, query, layer)
+        if record is None:
             left_out[model.name] = _why(model, query, step, layer)
+        else:
+            variants[model.name] = variant_of(record.tags)
+        measured = {} if record is None else _measured(model, at, query, layer, record)
         rows.append({"model": model.name, **model.sizes(), **measured})
+    refuse_unlike(variants, query.text, option="tags", example="--tags {}")
     titles = _add_scores(rows, models, score, take, query, layer)
     column = next(iter(titles))
     for row in rows:
@@ -209,12 +215,9 @@ def _value(
 
 
 def _measured(
-    model: RunModel, measurements: Sequence[Measurement], query: MetricQuery, layer: int | str | None
+    model: RunModel, measurements: Sequence[Measurement], query: MetricQuery, layer: int | str | None, record: Record
 ) -> dict[str, Any]:
-    """A metric at one checkpoint, its tags, and what is known of its baseline; nothing where it was not measured."""
-    record = _value(model, measurements, query, layer)
-    if record is None:
-        return {}
+    """A metric at one checkpoint, its tags, and what is known of its baseline."""
     name, tags = query.name, variant_of(record.tags)
     ends = {f"{name}_low": record.low, f"{name}_high": record.high, "layer": record.layer, "step": measurements[0].step}
     row = {name: record.value, **tags, **{end: value for end, value in ends.items() if value is not None}}
@@ -279,6 +282,8 @@ def _add_scores(
         other, title = replace(other, tags=tags), look_up(other.name).title
         at = [model.at(row.get("step"), other.analysis) for row, model in zip(rows, models, strict=True)]
         records = [_value(*each, other, None) for each in zip(models, at, strict=True)]
+        variants = {m.name: variant_of(r.tags) for m, r in zip(models, records, strict=True) if r is not None}
+        refuse_unlike(variants, other.text, option="score", example="models with {} alone")
         values = [None if record is None else record.value for record in records]
     for row, value in zip(rows, values, strict=True):
         row |= {score: value} if value is not None else {}
