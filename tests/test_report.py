@@ -513,7 +513,8 @@ def test_a_full_disk_leaves_the_old_page_and_nothing_else(tmp_path: Path, monkey
     old = write_report(root).read_bytes()
 
     def full_disk(self: Path, content: bytes) -> int:
-        self.open("wb").write(content[:9])
+        with self.open("wb") as file:
+            file.write(content[:9])
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(Path, "write_bytes", full_disk)

@@ -139,8 +139,9 @@ def test_a_read_only_folder_is_a_sentence_for_report_and_for_resume(recipe, tmp_
     def refuse(*_: object, **__: object) -> None:
         raise OSError(errno.EROFS, "Read-only file system")
 
-    for place, name in ((Path, "write_text"), (Path, "unlink"), (run_lock.SoftFileLease, "acquire")):
-        monkeypatch.setattr(place, name, refuse)
+    for name in ("write_text", "write_bytes", "unlink"):
+        monkeypatch.setattr(Path, name, refuse)
+    monkeypatch.setattr(run_lock.SoftFileLease, "acquire", refuse)
     capfd.readouterr()
     assert fit(recipe, root, "--resume", "last") == 2
     (said,) = errors(capfd.readouterr().err, "fit")
