@@ -17,6 +17,7 @@ from lit_layers.data.batches import Batches
 from lit_layers.errors import InputError
 from lit_layers.functional.curves import wilson_interval
 from lit_layers.functional.probe import macro_f1
+from lit_layers.functional.record_probe import NUM_FOLDS
 from lit_layers.models import workload
 from lit_layers.models.view import LayeredModel
 from lit_layers.models.workload import Part, Work
@@ -236,10 +237,18 @@ class NextTokenProbe(SplitProbe):
         def scores(log_proba: Tensor, tags: Tags, layer: int) -> Iterator[Record]:
             return self._scores(problem, log_proba.argmax(-1), log_proba, tags, layer)
 
-        labels, num_classes, groups = problem.train_classes, len(problem.classes), problem.train.text
+        labels, num_classes, groups = problem.train_classes, len(problem.classes), self._alike(problem.train.text)
         return _FitsOfLayers(
             self, references, [Fitting(train, labels, test, layers, num_classes, tags, scores, groups)]
         )
+
+    def _alike(self, text: Tensor) -> Tensor:
+        """Numbers (n,) equal for rows to be held out together: of one document where none has more rows than a fold
+        should, else of one text."""
+        origins = self.train.origins()
+        if origins is None or origins[text].bincount().max() > len(text) / NUM_FOLDS:
+            return text
+        return origins[text]
 
     def _problem(self) -> "_Problem":
         """The rows of both splits and their classes: a matter of tokens alone, the same at every checkpoint."""

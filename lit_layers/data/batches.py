@@ -60,6 +60,10 @@ class Batches(ABC):
         """How much there is, without reading or making any of it; None where that is not known."""
         return None
 
+    def origins(self) -> Tensor | None:
+        """For each text the number of the document it is from; None where nobody knows."""
+        return None
+
 
 _AT_ONCE = 1000  # texts: the tokenizer's own account of a token takes 140 bytes, ours 4
 
@@ -229,8 +233,11 @@ class EvalText(Batches):
         """As the shards say that the windows are cut from; loads or prepares the corpus on the first call."""
         return self._loaded[1]
 
+    def origins(self) -> Tensor:
+        return self._loaded[2]  # (sequences,)
+
     @functools.cached_property
-    def _loaded(self) -> tuple[Tensor, str]:
+    def _loaded(self) -> tuple[Tensor, str, Tensor]:
         shards = prepared(self.corpus, self.tokenizer)
         starts, counts = self._count(shards)
         total = int(counts.sum())
@@ -241,7 +248,7 @@ class EvalText(Batches):
         begin = starts[document] + (windows - before[document]) * self.num_tokens
         tokens = shards.tokens(self.split)
         chosen = np.stack([tokens[i : i + self.num_tokens].astype(np.int64) for i in begin])
-        return torch.from_numpy(chosen), shards.tokenizer_hash
+        return torch.from_numpy(chosen), shards.tokenizer_hash, torch.from_numpy(document)
 
     def size(self) -> Size:
         """Of a corpus that has been prepared what it holds; else what was asked for, at most.

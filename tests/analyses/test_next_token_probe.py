@@ -184,6 +184,23 @@ def test_rows_of_one_text_are_held_out_together(model, split, monkeypatch, estim
     assert max(map(texts[0].count, texts[0])) == 2
 
 
+def test_rows_of_one_document_are_held_out_together_where_none_is_a_fold_of_its_own(model, split, monkeypatch):
+    groups_of = []
+
+    def spy(features, labellings, *, groups, **options):
+        groups_of.append(groups)
+        return fit_watching_probes(features, labellings, groups=groups, **options)
+
+    monkeypatch.setattr(label_probe, "fit_watching_probes", spy)
+    texts_of_a_document = {}
+    for count in (1, 10, 100):  # of 150 texts; of 100 a document has more than a fifth
+        monkeypatch.setattr(Listed, "origins", lambda self, count=count: torch.arange(150) // count)
+        run(model, *split, estimator="watch")
+        texts_of_a_document[count] = groups_of.pop().unique(return_counts=True)[1].max().item()
+    assert texts_of_a_document[1] == texts_of_a_document[100] == 1
+    assert 5 < texts_of_a_document[10] <= 10
+
+
 def test_padding_on_either_side_and_the_cut_into_batches_change_nothing(model, split):
     train, test = split
     expected = list(analysis(train, test).run(LayeredModel(model)))

@@ -99,6 +99,12 @@ def test_too_few_windows_are_refused_with_their_number(made):
         make(made, num_tokens=5000).windows()
 
 
+def test_each_window_knows_its_document(made):
+    text, whole = make(made), [found for found in documents(made) if len(found) >= 12]
+    for window, number in zip(text.windows().tolist(), text.origins().tolist(), strict=True):
+        assert " ".join(map(str, window)) in " ".join(map(str, whole[number]))
+
+
 def test_making_one_reads_nothing(monkeypatch):
     text = EvalText("no such corpus", "no such tokenizer")
     assert len(text) == 4
