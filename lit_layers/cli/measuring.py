@@ -176,7 +176,7 @@ def measure(
     hidden = options.shard == AUTO and shard[0] > 0  # the first process of torchrun speaks for all
     take_own_gpu(options.device, os.environ)
     if not hidden and not options.plan:
-        print(threads.said(options.device), file=sys.stderr)
+        print(threads.description(options.device), file=sys.stderr)
     targets = targets_of(
         everything,
         (lambda target: [in_bfloat16(each) for each in make(target)]) if options.dtype == "bfloat16" else make,

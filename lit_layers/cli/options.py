@@ -82,17 +82,17 @@ class Recipe:
         with recipe_errors(self.argv):
             options: Any = self.parser.parse_args(_spelt(self.parser, self.argv))
         for action in self.parser._actions:  # YAML reads ~ and --- as nothing; on a command line they are words
-            words = self.said(action.dest) if getattr(action, "_typehint", None) == str | None else []
+            words = self.typed(action.dest) if getattr(action, "_typehint", None) == str | None else []
             if words and options[action.dest] is None and words[-1] != "null":
                 options[action.dest] = words[-1]
         refuse_wild_numbers(options.as_dict())
         for name in ON_THE_COMMAND_LINE_ALONE:
-            value, here = options.get(name), self.said(name)
-            if value and (not here if value is True else list(value) != here):
+            value, words = options.get(name), self.typed(name)
+            if value and (not words if value is True else list(value) != words):
                 raise InputError(f"{name}: a recipe does not say it, the command line does: --{name}")
         return self.checked(options)
 
-    def said(self, name: str) -> list[str]:
+    def typed(self, name: str) -> list[str]:
         """The values that the command line, and no recipe, gives an option; of a flag the word behind it."""
         values = []
         for word, following in pairwise([*self.argv, ""]):

@@ -46,7 +46,7 @@ _MAY_BE_NAMED = (
     "only lit_layers, torch, lightning, transformers, timm, torchmetrics and your own code, with --code PACKAGE"
 )
 _REFUSED = re.compile(  # deep in an account of all the kinds that a value might have been
-    rf"(?P<said>[\w.]+: {REFUSED} .*?, got \S+)|Importing '(?P<path>[^']+)' is not allowed"
+    rf"(?P<whole>[\w.]+: {REFUSED} .*?, got \S+)|Importing '(?P<path>[^']+)' is not allowed"
     r"|Import path (?P<other>\S+) does not correspond to a subclass of (?P<kind>\w+)"
 )
 _REWORDED = [
@@ -341,10 +341,10 @@ def one_sentence(message: str, options: Iterable[str] = (), error: BaseException
         return _shortened(_of_class(place[1], str(error), text))
     if refused := _REFUSED.search(text):
         where = re.match(r'Parser key "([^"]+)"', text)
-        said = refused["said"] or f"{REFUSED} {refused['path']}: {_MAY_BE_NAMED}"
+        sentence = refused["whole"] or f"{REFUSED} {refused['path']}: {_MAY_BE_NAMED}"
         if refused["other"]:
-            said = f"{REFUSED} class here but {refused['kind']}, got {refused['other']}"
-        return f"{where[1]}{'.' if refused['said'] else ': '}{said}" if where else said
+            sentence = f"{REFUSED} class here but {refused['kind']}, got {refused['other']}"
+        return f"{where[1]}{'.' if refused['whole'] else ': '}{sentence}" if where else sentence
     if union := _UNION.search(text):
         place = text[: union.start()].partition(" - Expected a path but ")[0]  # a recipe of its own might be meant
         value = union["value"].strip() or "''"

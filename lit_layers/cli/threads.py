@@ -92,7 +92,7 @@ def _quotas(system: Path) -> Iterator[float]:
                         yield quota / period
 
 
-def said(device: object) -> str:
+def description(device: object) -> str:
     """What a command computes on, in a line: `8 threads, cuda:0`."""
     import torch
 

@@ -204,9 +204,11 @@ class BenchmarkScores(RoundedAnalysis):
         failed: dict[Schedule, str] = {}
         scorer, start = self._scorer(model), time.perf_counter()
         model = self.in_bfloat16(model) if missing and self.dtype == "bfloat16" else model
-        known: OrderLikelihoods | None = None
+        likelihoods: OrderLikelihoods | None = None
         with contextlib.suppress(InputError):  # said of each variant
-            known = scorer.in_orders(model, missing, folder.folder / LIKELIHOODS, self._say) if missing[1:] else None
+            likelihoods = (
+                scorer.in_orders(model, missing, folder.folder / LIKELIHOODS, self._say) if missing[1:] else None
+            )
         shared = (time.perf_counter() - start) / max(1, len(missing))
         for number, variant in enumerate(variants, 1):
             schedule = variant.schedule
@@ -216,7 +218,7 @@ class BenchmarkScores(RoundedAnalysis):
             start = time.perf_counter()
             try:
                 with running_order(model.model, schedule), evaluating(model.model):
-                    scores = scorer.score(model.model, None if known is None else known.of(schedule))
+                    scores = scorer.score(model.model, None if likelihoods is None else likelihoods.of(schedule))
             except _FAILURES as error:
                 if variant.name == "baseline":
                     raise
@@ -225,8 +227,8 @@ class BenchmarkScores(RoundedAnalysis):
                 continue
             folder.write(schedule, scores, self._facts(variant, shared + time.perf_counter() - start))
             scored[schedule] = scores
-        if known is not None:
-            known.close(lambda schedule: schedule in scored or schedule in failed)
+        if likelihoods is not None:
+            likelihoods.close(lambda schedule: schedule in scored or schedule in failed)
         self._check_rows(scored.values(), folder)
         return scored, failed
 

@@ -146,30 +146,30 @@ class LmEvalScorer:
         with _quiet():
             chosen = [request for request in self.requests() if request.request_type == "loglikelihood"]
             wrapped = self._wrap(model.model)
-            known = OrderLikelihoods(path, schedules, wrapped.encoded(chosen))
-        waiting, told = sorted(known.waiting(), key=_longest_first), time.monotonic()
+            likelihoods = OrderLikelihoods(path, schedules, wrapped.encoded(chosen))
+        waiting, last_line = sorted(likelihoods.waiting(), key=_longest_first), time.monotonic()
         if not waiting:
-            return known
+            return likelihoods
         held = SharedPrefixes(schedules, model.num_layers).num_held * model.dim * model.dtype.itemsize
         size = max(1, min(self.batch_size, MAX_STATES // (held * min(_num_tokens(waiting[0]), wrapped.max_length))))
-        of_first = known.of(schedules[0])
+        of_first = likelihoods.of(schedules[0])
         try:
             in_tuple = model.trajectory({"input_ids": torch.zeros(1, 1, dtype=torch.long)}).in_tuple
             for start in range(0, len(waiting), size):
                 batch = waiting[start : start + size]
-                orders = known.orders_of(batch)
+                orders = likelihoods.orders_of(batch)
                 with _quiet():
                     prefixes = SharedPrefixes(orders, model.num_layers)
-                    found = wrapped.in_orders(batch, prefixes, model, in_tuple=in_tuple)
-                known.add(batch, {orders[index]: likelihoods for index, likelihoods in found.items()})
+                    of_batch = wrapped.in_orders(batch, prefixes, model, in_tuple=in_tuple)
+                likelihoods.add(batch, {orders[index]: of_order for index, of_order in of_batch.items()})
                 if any(math.isnan(value) for value, _ in filter(None, map(of_first, batch))):
                     break
-                if time.monotonic() - told > SECONDS_BETWEEN:
-                    told = time.monotonic()
+                if time.monotonic() - last_line > SECONDS_BETWEEN:
+                    last_line = time.monotonic()
                     tell(f"{len(schedules)} orders together, {start + len(batch):,} of {len(waiting):,} requests")
         except RuntimeError as error:  # also torch's lack of memory
             tell(f"orders are scored one by one: {type(error).__name__}: {' '.join(str(error).split())}")
-        return known
+        return likelihoods
 
     def score(self, model: Network, known: Callable[[Request], Likelihood | None] | None = None) -> TaskScores:
         """What the model makes of every row; `known` are likelihoods that need not be computed.
@@ -327,7 +327,7 @@ def _speaker() -> Any:
         ) -> dict[int, list[Likelihood]]:
             """The likelihoods of one batch in each order, by its number: of each, the base is given the next state."""
             walk: list[Iterator[tuple[tuple[int, ...], torch.Tensor]]] = []
-            found: dict[int, list[Likelihood]] = {}
+            by_order: dict[int, list[Likelihood]] = {}
             indices: tuple[int, ...] = ()
 
             def next_logits(ids: torch.Tensor) -> torch.Tensor:
@@ -339,12 +339,12 @@ def _speaker() -> Any:
 
             self._next_logits = next_logits
             try:
-                while len(found) < orders.num_orders:
+                while len(by_order) < orders.num_orders:
                     likelihoods = self._of_batch(requests)
-                    found |= dict.fromkeys(indices, likelihoods)
+                    by_order |= dict.fromkeys(indices, likelihoods)
             finally:
                 self._next_logits = None
-            return found
+            return by_order
 
         def _of_batch(self, requests: list[Request]) -> list[Likelihood]:
             lengths = [*map(_num_tokens, requests)]

@@ -50,13 +50,13 @@ class OrderLikelihoods:
         lacking = np.isnan(self._values[:, rows, 1])
         return [schedule for schedule, lacks in zip(self.schedules, lacking, strict=True) if lacks.any()]
 
-    def add(self, requests: Sequence[Request], found: Mapping[Schedule, Sequence[Likelihood]]) -> None:
+    def add(self, requests: Sequence[Request], likelihoods: Mapping[Schedule, Sequence[Likelihood]]) -> None:
         """Returns when a batch is on the disk.
 
         Raises:
             InputError: it cannot be written.
         """
-        orders = {format_schedule(schedule): [list(pair) for pair in pairs] for schedule, pairs in found.items()}
+        orders = {format_schedule(schedule): [list(pair) for pair in pairs] for schedule, pairs in likelihoods.items()}
         line = json.dumps({"requests": [_key(request) for request in requests], "orders": orders})
         with refused(f"results: cannot write {self.path}"):
             self.path.parent.mkdir(parents=True, exist_ok=True)
@@ -70,13 +70,13 @@ class OrderLikelihoods:
         """What is known of a request in one order."""
         values = self._values[self._orders[format_schedule(schedule)]]
 
-        def known(request: Request) -> Likelihood | None:
+        def likelihood(request: Request) -> Likelihood | None:
             row = self._rows.get(_key(request))
             if row is None or np.isnan(values[row, 1]):
                 return None
             return float(values[row, 0]), bool(values[row, 1])
 
-        return known
+        return likelihood
 
     def close(self, finished: Callable[[Schedule], bool]) -> None:
         """Removes the file, if no order is in it that is not finished."""

@@ -146,18 +146,18 @@ class FitCLI(LightningCLI):
         self.datamodule, self.model = self._get(self.config_init, "data"), self._get(self.config_init, "model")
 
     @property
-    def own(self) -> Any:
-        """The options of ours, instantiated."""
+    def options(self) -> Any:
+        """The options of this command, not of Lightning's, instantiated."""
         return self.config_init
 
     def instantiate_trainer(self, **kwargs: Any) -> L.Trainer:
-        own, root = self.own, Path(self.own.root)
+        options, root = self.options, Path(self.options.root)
         if is_first_rank():
             self.held.enter_context(run_lock.writing(root))
         self.console = Console()
         self.resume_from = self._resume_point()
-        goes_on = own.resume is not None and is_a_run(root) and self._is_inside(root)
-        self.mirror = None if own.wandb is None else MirrorAside(own.wandb)
+        goes_on = options.resume is not None and is_a_run(root) and self._is_inside(root)
+        self.mirror = None if options.wandb is None else MirrorAside(options.wandb)
         run_log = RunLog(root, self.mirror, resume=goes_on)
         progress = StepProgress(run_log, console=self.console)
         text = self.parser.dump(self.config, skip_none=False)
@@ -165,17 +165,17 @@ class FitCLI(LightningCLI):
         if goes_on:
             refuse_another_run(root, options_given)
         self.folder = RunFolder(root, config=text, options=options_given, mirror=self.mirror, resume=goes_on)
-        self.series = SeriesCheckpoint(own.steps, root)
+        self.series = SeriesCheckpoint(options.steps, root)
         name = name_of_run(root) if goes_on else None
-        if goes_on and getattr(own.model, "init_from", None) and (begun := kept(root, origin_in(root))) is not None:
-            own.model.beginning = begun
-        measuring: Any = {"watchers": [run_log, progress], "budget": own.budget, "kept_mb": own.kept_mb}
-        self.emergence = EmergenceCallback(own.analyses, own.steps, root, run=name, **measuring)
-        self.resumable = ResumeCheckpoint(root, every=own.resume_every)
+        if goes_on and getattr(options.model, "init_from", None) and (begun := kept(root, origin_in(root))) is not None:
+            options.model.beginning = begun
+        measuring: Any = {"watchers": [run_log, progress], "budget": options.budget, "kept_mb": options.kept_mb}
+        self.emergence = EmergenceCallback(options.analyses, options.steps, root, run=name, **measuring)
+        self.resumable = ResumeCheckpoint(root, every=options.resume_every)
         # In this order: the folder is ready, scalars are noted, weights are on disk, then they are measured, and the
         # checkpoint to resume from knows all that.
-        options = dict(own.trainer)
-        theirs = options.get("callbacks") or []
+        of_trainer = dict(options.trainer)
+        theirs = of_trainer.get("callbacks") or []
         seed = StepSeed(self.config["seed_everything"] or 0)
         callbacks = [
             _FinishStep(),
@@ -188,14 +188,14 @@ class FitCLI(LightningCLI):
             progress,
             self.resumable,
         ]
-        precision = options.get("precision") or best_precision(options["accelerator"])
-        plugins = plugins_with_cluster(options.get("plugins"))
+        precision = of_trainer.get("precision") or best_precision(of_trainer["accelerator"])
+        plugins = plugins_with_cluster(of_trainer.get("plugins"))
         try:
             trainer = super().instantiate_trainer(
                 callbacks=callbacks,
                 precision=precision,
                 plugins=plugins,
-                default_root_dir=options.get("default_root_dir") or root,
+                default_root_dir=of_trainer.get("default_root_dir") or root,
                 **kwargs,
             )
         except (MisconfigurationException, ValueError) as error:
@@ -203,13 +203,15 @@ class FitCLI(LightningCLI):
         refuse_another_number_of_ranks(trainer)
         threads.settle(trainer.num_devices)
         if trainer.is_global_zero:
-            self.console.print(threads.said(trainer.strategy.root_device), highlight=False)
+            self.console.print(threads.description(trainer.strategy.root_device), highlight=False)
         return trainer
 
     def _resume_point(self) -> ResumePoint | None:
         """Told by hashes on the first rank alone: the others read what that one found whole."""
-        own = self.own
-        return None if own.resume is None else resume_point(Path(own.root), own.resume, hashed=is_first_rank())
+        options = self.options
+        return (
+            None if options.resume is None else resume_point(Path(options.root), options.resume, hashed=is_first_rank())
+        )
 
     def _is_inside(self, root: Path) -> bool:
         """Whether the run goes on in its own folder, not from another run's state."""
@@ -255,25 +257,25 @@ def main(argv: list[str]) -> int:
     quieten()
     with contextlib.ExitStack() as held:
         cli = _parse(trust_code(argv), held)
-        own = cli.own
-        if own.plan:
+        options = cli.options
+        if options.plan:
             return _plan(cli)
         if cli.trainer.is_global_zero and not cli.folder.resume:
-            refuse_a_used_folder(Path(own.root), own.if_exists)
+            refuse_a_used_folder(Path(options.root), options.if_exists)
         return _train(cli)
 
 
 def _plan(cli: FitCLI) -> int:
     """Prints what the run would cost, and refuses what cannot end."""
-    own, data, trainer = cli.own, cli.datamodule, dict(cli.own.trainer)
+    options, data, trainer = cli.options, cli.datamodule, dict(cli.options.trainer)
     world_size, accumulate = ranks_of(trainer), trainer.get("accumulate_grad_batches") or 1
     view = outlined(cli.model, data, world_size=world_size, accumulate=accumulate)
-    root, last = Path(own.root), trainer["max_steps"]
+    root, last = Path(options.root), trainer["max_steps"]
     device = torch.device("cuda" if torch.cuda.is_available() and trainer.get("accelerator") != "cpu" else "cpu")
-    checkpoints = [*Schedule(own.steps).until(last)]
+    checkpoints = [*Schedule(options.steps).until(last)]
     plan, row = plan_run(
         view,
-        own.analyses,
+        options.analyses,
         data,
         num_checkpoints=len(checkpoints),
         steps=last,
@@ -288,9 +290,9 @@ def _plan(cli: FitCLI) -> int:
     print(f"{len(checkpoints)} saved checkpoints: {size(len(checkpoints) * bytes_of_model(view))} on the disk")
     print(f"measuring takes {measuring / row.seconds:.1%} of the time of training", end="")
     print(f"; most is {plan.dearest().name}" if plan.rows else "")
-    if own.budget is not None and plan.rows:
-        stride = stride_within(own.budget, plan, row)
-        print(f"budget {own.budget}: {'all are' if stride == 1 else f'every {stride}-th is'} measured")
+    if options.budget is not None and plan.rows:
+        stride = stride_within(options.budget, plan, row)
+        print(f"budget {options.budget}: {'all are' if stride == 1 else f'every {stride}-th is'} measured")
     plan.refuse(root)
     training.refuse(root)
     return 0
@@ -369,11 +371,11 @@ def _train(cli: FitCLI) -> int:
     started, code, last_step = time.perf_counter(), 1, 0
     try:
         point, origin = cli.resume_from, getattr(cli.model, "origin", Origin())
-        if cli.trainer.is_global_zero and (said := beginning(point, origin)):
-            cli.console.print(said, highlight=False, markup=False, soft_wrap=True)
+        if cli.trainer.is_global_zero and (sentence := beginning(point, origin)):
+            cli.console.print(sentence, highlight=False, markup=False, soft_wrap=True)
         end = origin.step + cli.trainer.max_steps
         if point is not None and point.step >= end and not is_first_rank():  # no two opinions on whether it has ended
-            point = resume_point(Path(cli.own.root), cli.own.resume)
+            point = resume_point(Path(cli.options.root), cli.options.resume)
         if point is not None and cli.folder.resume and point.step >= end:
             last_step = point.step
             if cli.trainer.is_global_zero:  # killed after its last step: the page and the mirror may be missing
@@ -406,7 +408,7 @@ def _train(cli: FitCLI) -> int:
 def _close(cli: FitCLI, seconds: float, code: int, last_step: int) -> None:
     """Facts, closing table, page, mirror. A trouble here is told and hides neither the run's own end nor the rest."""
     finish_first()
-    root, mirror = Path(cli.own.root), cli.mirror
+    root, mirror = Path(cli.options.root), cli.mirror
     try:
         cli.folder.close(
             seconds=seconds,

@@ -111,7 +111,7 @@ class Interventions:
                 raise InputError(f"{name}: expected a name or a path, got {value!r}")
         refuse_beside(OF_TEXTS, [(options, self.images is not None, "is for language models, and --images was given")])
         for task in self.tasks or ():
-            if task.endswith(".yaml") and not any(task in said.split(",") for said in recipe.said("tasks")):
+            if task.endswith(".yaml") and not any(task in word.split(",") for word in recipe.typed("tasks")):
                 raise InputError(f"tasks: a recipe names no task file, which is code, got {task}: say --tasks {task}")
         chosen = options.keys() & {"tasks", "images", "glue", "corpus", "finetune", "speed"}
         settled = self if chosen else dataclasses.replace(self, tasks=TASKS)

@@ -184,7 +184,7 @@ def select(model: str, options: SelectOptions) -> int:
     if run and not (Path(model) / "config.json").is_file():
         raise InputError(f"{model} is a run of several checkpoints: name one of them, such as {run[-1].parent}")
     numbers: Any = {name: getattr(options, name) for name in ("c", "penalty", "max_iterations")}
-    print(threads.said(options.device), file=sys.stderr)
+    print(threads.description(options.device), file=sys.stderr)
     with bar("opening the model") as show:
         show(0, 1, "opening the model")
         files = ShardFiles(model, revision=options.revision)
