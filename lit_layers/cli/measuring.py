@@ -17,6 +17,8 @@ from lit_layers.identity import divided, settings_of, short, shown
 from lit_layers.schema import COUNT_OR_NONE, KEPT_MB, refuse_outside
 
 if TYPE_CHECKING:
+    import pandas as pd
+
     from lit_layers.analyses.base import Analysis
     from lit_layers.offline import SeriesResult
     from lit_layers.plan import Plan
@@ -55,6 +57,26 @@ class Outcome:
         usual. The last of each counts, also one that failed: an older one may be of other weights.
         """
         return shown(self.read(), self.settings)
+
+    def complete(self, of: str = "") -> "tuple[list[Measurement], list[Measurement]]":
+        """The measurements with numbers whose analysis begins so: all, and those of the steps of this call."""
+        complete = [each for each in self.measurements() if each.error is None and each.records]
+        complete = [each for each in complete if each.analysis.startswith(of)]
+        return complete, [each for each in complete if self.steps is None or each.step in self.steps]
+
+    def write(self, folder: str, files: "Mapping[str, pd.DataFrame | list[dict[str, Any]]]") -> None:
+        """Writes each file into a folder of the root, whole or not at all, and prints its path.
+
+        A table is written as its name ends, .csv or .parquet; rows that are no table as JSON.
+        """
+        from lit_layers import records
+        from lit_layers.durable import write_json
+
+        (self.root / folder).mkdir(parents=True, exist_ok=True)
+        for name, content in files.items():
+            path = self.root / folder / name
+            write_json(path, content) if isinstance(content, list) else records.export(content, path)
+            print(path)
 
     def tell(self) -> bool:
         """Prints which analyses have other settings than the curves, how far those in bfloat16 are from float32, what

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from lit_layers.cli.console import show_table
 from lit_layers.cli.options import Steps
-from lit_layers.errors import InputError
+from lit_layers.errors import InputError, refused
 
 if TYPE_CHECKING:
     from lit_layers.series import Audit
@@ -57,18 +57,11 @@ def audit(
         audits.append(audit_of(each, level=level, memory=memory))
         show_audit(audits[-1])
     if json is not None:
-        _write(json, audits)
+        content = [one.to_dict() for one in audits]
+        text = json_format.dumps(content[0] if len(content) == 1 else content, indent=2)
+        with refused(f"json: cannot write {json}"):  # in place, as it may be a pipe
+            json.write_text(text + "\n", encoding="utf-8")
     return 0 if all(one.is_clean for one in audits) else FINDINGS
-
-
-def _write(path: Path, audits: "list[Audit]") -> None:
-    content = [one.to_dict() for one in audits]
-    try:
-        path.write_text(
-            json_format.dumps(content[0] if len(content) == 1 else content, indent=2) + "\n", encoding="utf-8"
-        )
-    except OSError as error:
-        raise InputError(f"json: cannot write {path} ({error.strerror})") from error
 
 
 def show_audit(result: "Audit") -> None:

@@ -297,14 +297,13 @@ def _tell(outcome: Outcome) -> bool:
     from lit_layers.plots import with_task_medians
     from lit_layers.report import write_report
 
-    complete = [each for each in outcome.measurements() if each.error is None and each.records]
-    shown = [each for each in complete if outcome.steps is None or each.step in outcome.steps]
+    complete, shown = outcome.complete()
     if complete:
         medians = with_task_medians(records.frame(shown))
         for title, rows in _tables(medians.frame):
             show_table(_rows(rows), title)
         print(*medians.notes.values(), *_notes(medians.frame), sep="\n")
-        print(_write(outcome.root / RESULTS, with_task_medians(records.frame(complete)).frame))
+        outcome.write(RESULTS, {"variants.csv": _exported(with_task_medians(records.frame(complete)).frame)})
         print(write_report(outcome.root, settings=outcome.settings))
     has_failed = any(record.metric == records.FAILED for each in shown for record in each.records)
     return outcome.tell() or has_failed
@@ -325,16 +324,14 @@ def _notes(table: Any) -> Iterator[str]:
         yield f"{sentence(row['analysis'])}: {row['variant']}{place} failed ({row['error']})"
 
 
-def _write(folder: Path, table: Any) -> Path:
-    """Writes every number of every variant to a file in the folder, and returns its path."""
+def _exported(table: Any) -> Any:
+    """Every number of every variant, without the columns that nothing has a value in."""
     from lit_layers import records
 
     rows = _of_variants(table).dropna(axis="columns", how="all")
     tags = [name for name in rows if name not in records.COLUMNS]
     columns = ("run", "step", "analysis", "metric", *tags, "layer", "value", "stderr", "low", "high", "n")
-    folder.mkdir(parents=True, exist_ok=True)
-    records.export(rows[[name for name in columns if name in rows]], folder / "variants.csv")
-    return folder / "variants.csv"
+    return rows[[name for name in columns if name in rows]]
 
 
 def _of_variants(table: Any) -> Any:

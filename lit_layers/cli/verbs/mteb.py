@@ -107,17 +107,25 @@ def mteb(
 
 def _tell(outcome: Outcome, tasks: "list[Task]") -> bool:
     """Prints what the root holds of these tasks (and steps, if some are named), writes all; whether anything failed."""
-    from lit_layers.tasks.mteb_scores import averages, score_frame
+    import pandas as pd
 
-    root, steps = outcome.root, outcome.steps
+    from lit_layers.tasks.mteb_scores import averages, score_frame, score_table
+
     chosen, names = {spec.analysis for spec in tasks}, [spec.name for spec in tasks]
-    scored = [each for each in outcome.measurements() if each.analysis.startswith("mteb/")]
-    scored = [each for each in scored if each.error is None and each.records]
-    if shown := [each for each in scored if each.analysis in chosen and (steps is None or each.step in steps)]:
+    scored, of_call = outcome.complete("mteb/")
+    if shown := [each for each in of_call if each.analysis in chosen]:
         for means in averages(score_frame(shown), expected=names):
             _show(means)
     if scored:
-        print(*_write(score_frame(scored), names, root / "mteb"), sep="\n")
+        frame = score_frame(scored)
+        means = averages(frame, expected=names)
+        curves = [each.curve.assign(run=each.run, step=each.step, states=each.states, **each.options) for each in means]
+        files = {
+            "scores.csv": score_table(frame).rename(columns=_layer_name),
+            "averages.csv": pd.concat(curves),
+            "scores.json": [_described(each) for each in means],
+        }
+        outcome.write("mteb", files)
     return outcome.tell()
 
 
@@ -156,23 +164,6 @@ def _row(name: str, score: str, values: list[float], layers: list[int]) -> dict[
     }
     texts = {place: "-" if math.isnan(value) else f"{100 * value:.2f}" for place, value in places.items()}
     return {"": name, "score": score, **texts, "at": str(best)}
-
-
-def _write(frame: "pd.DataFrame", names: list[str], folder: Path) -> list[Path]:
-    """Writes all scores and means of a root: scores.csv, averages.csv and scores.json; returns their paths."""
-    import pandas as pd
-
-    from lit_layers import records
-    from lit_layers.durable import write_json
-    from lit_layers.tasks.mteb_scores import averages, score_table
-
-    means = averages(frame, expected=names)
-    folder.mkdir(parents=True, exist_ok=True)
-    records.export(score_table(frame).rename(columns=_layer_name), folder / "scores.csv")
-    curves = [each.curve.assign(run=each.run, step=each.step, states=each.states, **each.options) for each in means]
-    records.export(pd.concat(curves), folder / "averages.csv")
-    write_json(folder / "scores.json", [_described(each) for each in means])
-    return [folder / name for name in ("scores.csv", "averages.csv", "scores.json")]
 
 
 def _layer_name(column: Any) -> Any:
