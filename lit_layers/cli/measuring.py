@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from lit_layers.cli import threads
 from lit_layers.cli.console import bar, show_table
+from lit_layers.cli.main import FAILED, INTERRUPTED
 from lit_layers.cli.options import Steps, given, refuse_beside
 from lit_layers.cli.verbs.audit import show_audit
 from lit_layers.errors import InputError
@@ -27,7 +28,6 @@ if TYPE_CHECKING:
     from lit_layers.targets import Target
 
 ROUNDING = ("bf16_difference", "bf16_largest_difference")
-FAILED, INTERRUPTED = 1, 130
 AUTO = "auto"
 
 

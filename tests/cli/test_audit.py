@@ -126,6 +126,7 @@ def test_a_repository_is_audited_by_the_command_as_users_type_it(tmp_path, model
             ["{run}", "--json", "{run}/none/x.json"],
             "json: expected a file in a folder that exists, got {run}/none/x.json",
         ),
+        (["{run}", "--json", "/proc/none.json"], "json: cannot write /proc/none.json: no such file or directory"),
         (["{run}", "--step", "all"], "unknown option --step; did you mean --steps?"),
     ],
 )

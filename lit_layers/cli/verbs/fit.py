@@ -22,6 +22,7 @@ from lit_layers import run_lock
 from lit_layers.analyses.base import Analysis
 from lit_layers.cli import threads
 from lit_layers.cli.console import show_table
+from lit_layers.cli.main import INTERRUPTED
 from lit_layers.cli.options import Steps, add_options, recipe_errors
 from lit_layers.cli.recipes import HELP, RecipeParser, refuse_reach, refuse_wild_numbers, trust_code
 from lit_layers.cli.stopping import TERMINATED, finish_first
@@ -58,7 +59,7 @@ from lit_layers.training.trainer import (
     refuse_another_number_of_ranks,
 )
 
-DIVERGED, INTERRUPTED = 3, 130
+DIVERGED = 3
 
 
 TRAINER = {

@@ -3,7 +3,7 @@
 import sys
 from pathlib import Path
 
-INTERRUPTED = 130
+from lit_layers.cli.main import INTERRUPTED
 
 
 def prepare(

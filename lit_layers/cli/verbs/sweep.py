@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from lit_layers.cli import threads
 from lit_layers.cli.console import bar, show_table
+from lit_layers.cli.main import FAILED
 from lit_layers.cli.measuring import shard_of
 from lit_layers.errors import InputError
 from lit_layers.schema import COUNT, refuse_outside
@@ -15,7 +16,6 @@ from lit_layers.schema import COUNT, refuse_outside
 if TYPE_CHECKING:
     from lit_layers.sweep import CellFolder, Grid
 
-FAILED = 1
 _NAMED = 2  # running cells that the bar has room for
 
 
