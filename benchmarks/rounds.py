@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 RESULTS = Path(__file__).parent / "results"
-DOCS = Path(__file__).parents[1] / "docs" / "performance.md"
+DOCS = tuple(Path(__file__).parents[1] / "docs" / name for name in ("performance.md", "emergence.md"))
 # Each makes BLAS or torch take other kernels than those of the processor: a peer that is slowed by one is no peer.
 PINS = ("ATEN_CPU_CAPABILITY", "MKL_CBWR", "MKL_ENABLE_INSTRUCTIONS", "ONEDNN_MAX_CPU_ISA", "OPENBLAS_CORETYPE")
 LEAST_ROUNDS = 5  # below it quartiles say nothing
@@ -161,22 +161,22 @@ def section(runs: Sequence[Mapping[str, Any]]) -> str:
     return "\n\n".join(parts)
 
 
-def with_tables(text: str) -> str:
-    """The page with the tables of all results in their places.
+def with_tables(*texts: str) -> list[str]:
+    """The pages with the tables of all results in their places.
 
     Raises:
         ValueError: a place without results, or results without a place.
     """
-    names = [found["name"] for found in TABLE.finditer(text)]
+    names = [found["name"] for text in texts for found in TABLE.finditer(text)]
     files = [path.stem for path in sorted(RESULTS.glob("*.json"))]
     if sorted(names) != files:
-        raise ValueError(f"the page has places for {sorted(names)}, results are {files}")
+        raise ValueError(f"the pages have places for {sorted(names)}, results are {files}")
 
     def filled(place: re.Match[str]) -> str:
         runs = json.loads((RESULTS / f"{place['name']}.json").read_text())["runs"]
         return f"{place[1]}\n{section(runs)}\n{place[3]}"
 
-    return TABLE.sub(filled, text)
+    return [TABLE.sub(filled, text) for text in texts]
 
 
 def _place(machine: Mapping[str, Any]) -> str:
@@ -193,11 +193,12 @@ def _digits(value: float) -> str:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--check", action="store_true")
-    before = DOCS.read_text()
-    after = with_tables(before)
+    before = [page.read_text() for page in DOCS]
+    after = with_tables(*before)
     if parser.parse_args().check:
         return int(before != after)
-    DOCS.write_text(after)
+    for page, text in zip(DOCS, after, strict=True):
+        page.write_text(text)
     return 0
 
 

@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from lit_layers.functional.correlation import *
     from lit_layers.functional.coupling import *
     from lit_layers.functional.curves import *
+    from lit_layers.functional.emergence.curve_times import *
     from lit_layers.functional.entropy import *
     from lit_layers.functional.geometry import *
     from lit_layers.functional.invariance import *
@@ -39,12 +40,12 @@ _METRICS = (
     "regression",
     "watching_probe",
 )
-_FILES = (*_METRICS, "curves", "correlation", "layer_selection", "block_schedules")
+_FILES = (*_METRICS, "curves", "correlation", "emergence.curve_times", "layer_selection", "block_schedules")
 
 
 def __getattr__(name: str) -> Any:
     # On first use: a command's help reads block_schedules alone and need not wait for torch.
-    if not name.startswith("_") and name not in (*_FILES, "jacobian"):
+    if not name.startswith("_") and name not in (*_FILES, "jacobian", "emergence"):
         for file in _FILES:
             defined = getattr(importlib.import_module(f"{__name__}.{file}"), name, None)
             if getattr(defined, "__module__", None) == f"{__name__}.{file}":

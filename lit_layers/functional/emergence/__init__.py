@@ -1,0 +1,11 @@
+"""When a curve over training steps emerges: verdict and times (`curve_times`), from curves drawn given its values."""
+
+from lit_layers.functional.emergence.curve_times import (
+    FEWEST_CHECKPOINTS,
+    ChangePoint,
+    EmergenceTimes,
+    Time,
+    emergence_times,
+)
+
+__all__ = ["FEWEST_CHECKPOINTS", "ChangePoint", "EmergenceTimes", "Time", "emergence_times"]

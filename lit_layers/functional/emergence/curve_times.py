@@ -1,0 +1,411 @@
+"""When a curve over training steps emerges: verdict, onset, half-way point, peak, plateau and change points.
+
+All in float64. Times lie on a continuous axis of steps: between two checkpoints a curve is not known, and an interval
+says that, too. How often the intervals hold, and how often a flat curve is said to emerge, is measured in
+docs/emergence.md.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal, NamedTuple
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+from scipy import stats
+from scipy.linalg import solve_triangular
+
+from lit_layers.functional.emergence.drawn_curves import draw_curves
+
+Array = NDArray[np.floating[Any]]
+Scale = Literal["log", "linear"]
+
+FEWEST_CHECKPOINTS = 6
+EDGE = 0.1  # of the whole change: where a curve has left its first level, and where it has reached its last one
+DRAWS = 1000
+GRID = 300  # points at least on which a drawn curve is followed, more with more checkpoints
+PERMUTATIONS = 999
+SHORTEST = 2  # checkpoints of a piece between two change points
+PRIOR_ROWS = 4  # by so many more the variance at one checkpoint is that of all: of few replicates it is rough
+
+
+class Time(NamedTuple):
+    """A step and the ends of its interval."""
+
+    value: float
+    low: float
+    high: float
+
+
+class ChangePoint(NamedTuple):
+    """A step at which the trend of a curve changes, in a bend or a jump, and the ends of its interval."""
+
+    value: float
+    low: float
+    high: float
+
+
+@dataclass(frozen=True)
+class EmergenceTimes:
+    """When a curve changes; see `emergence_times`. `onset`, `halfway`, `peak` and `plateau` are None where it does not.
+
+    `num_checkpoints` is on how many checkpoints this rests, `num_gaps` how many had no value. `halfway_draws` (draws,)
+    are the half-way points of the drawn curves, on the axis of steps; empty where the curve does not emerge.
+    """
+
+    emerges: bool
+    p_value: float
+    onset: Time | None
+    halfway: Time | None
+    peak: Time | None
+    plateau: Time | None
+    change_points: tuple[ChangePoint, ...]
+    num_checkpoints: int
+    num_gaps: int
+    halfway_draws: Array = field(default_factory=lambda: np.empty(0), repr=False, compare=False)
+
+
+def emergence_times(
+    steps: ArrayLike,
+    values: ArrayLike,
+    *,
+    stderr: ArrayLike | None = None,
+    replicates: ArrayLike | None = None,
+    scale: Scale = "log",
+    confidence: float = 0.95,
+    seed: int = 0,
+) -> EmergenceTimes:
+    """When a curve over steps changes, or that it does not.
+
+    The verdict is a test of "the curve is flat" at level 1 - `confidence`: a curve that wanders by more than its errors
+    say emerges, too, and its intervals are wide. With standard errors: chi-squared of all
+    values against their weighted mean, and of the best split into before and after, each at half the level (the split
+    over all checkpoints, by the union bound). With replicates: Student's t of each split and of each checkpoint against
+    the others, over replicates, by the union bound. With neither: permutations of the checkpoints; p is 0.001 at least.
+
+    The times are those of curves drawn from a Gaussian process given the values (Matern 3/2 and 5/2 over a grid of
+    lengths and heights, with and without one sigmoid step of unknown place, height and width, weighted by their
+    evidence to the power 0.9). With f the drawn curve, f_0 its first value, and C the largest difference of a
+    checkpoint from it:
+
+    - peak: where (f - f_0) / C is largest; on a plateau anywhere on it, which the interval shows.
+    - halfway: where (f - f_0) / C last passes 1/2 before the peak.
+    - onset: where it last passes 0.1 before `halfway`.
+    - plateau: from where on f stays within 0.1 |C| of its last value.
+
+    Values are medians over draws, intervals their quantiles. Change points are those of a trend that is
+    linear on the axis between them, by PELT (Killick et al. 2012), with the penalty that finds one in 1 - `confidence`
+    of straight lines with these errors.
+
+    Args:
+        steps: Increasing numbers, 0 or more: optimizer steps or tokens, (checkpoints,).
+        values: The curve, (checkpoints,); NaN is a gap.
+        stderr: Standard error of each value, (checkpoints,). What the interval is over is what these are over.
+        replicates: Copies of the curve of which `values` is the mean, a row for each prompt, test row or seed,
+            (replicates, checkpoints), instead of `stderr`: the noise may then be alike at neighbouring checkpoints.
+            A row with a gap where there is a value is left out.
+        scale: Whether the curve is smooth over log2(1 + step) or over the step.
+        confidence: Of the intervals and the verdict.
+        seed: Of the draws; the same input gives the same numbers.
+
+    Raises:
+        ValueError: fewer than 6 values, steps that do not increase or are negative, standard errors that are negative
+            or not finite where there is a value, both `stderr` and `replicates`, fewer than 2 whole replicates, shapes
+            that differ, an unknown scale, a confidence outside (0, 1).
+    """
+    curve = _Curve.checked(steps, values, stderr, replicates, scale, confidence)
+    rng = np.random.default_rng(seed)
+    p_value = curve.p_value(rng)
+    counts = len(curve.x), curve.num_gaps
+    if not p_value <= 1 - confidence:
+        return EmergenceTimes(False, p_value, None, None, None, None, (), *counts)
+    grid = curve.grid()
+    drawn = draw_curves(curve.x, curve.y, curve.noises(), grid, DRAWS, rng)
+    landmarks = _landmarks(drawn, grid, np.searchsorted(grid, curve.x))
+    onset, halfway, peak, plateau = (curve.time(positions, confidence) for positions in landmarks)
+    changes = curve.change_points(confidence, rng)
+    return EmergenceTimes(True, p_value, onset, halfway, peak, plateau, changes, *counts, curve.step(landmarks[1]))
+
+
+@dataclass(frozen=True)
+class _Curve:
+    """Checked values on the axis on which they are smooth, and the covariance of their errors (None: not known)."""
+
+    x: Array
+    y: Array
+    covariance: Array | None
+    rows: Array | None
+    scale: Scale
+    num_gaps: int
+
+    @classmethod
+    def checked(
+        cls,
+        steps: ArrayLike,
+        values: ArrayLike,
+        stderr: ArrayLike | None,
+        replicates: ArrayLike | None,
+        scale: Scale,
+        confidence: float,
+    ) -> "_Curve":
+        at, y = np.asarray(steps, dtype=np.float64), np.asarray(values, dtype=np.float64)
+        if at.ndim != 1 or at.shape != y.shape:
+            raise ValueError(f"expected a value for each step, got steps {at.shape} and values {y.shape}")
+        if not (np.isfinite(at).all() and (np.diff(at) > 0).all() and (at >= 0).all()):
+            raise ValueError(f"expected steps of 0 or more that increase, got {at.tolist()}")
+        if np.isinf(y).any():
+            raise ValueError("expected finite values, or NaN for a gap, got an infinite one")
+        if scale not in ("log", "linear"):
+            raise ValueError(f"expected scale to be log or linear, got {scale!r}")
+        if not 0 < confidence < 1:
+            raise ValueError(f"expected a confidence between 0 and 1, got {confidence}")
+        if stderr is not None and replicates is not None:
+            raise ValueError("expected stderr or replicates, got both")
+        there = np.isfinite(y)
+        if there.sum() < FEWEST_CHECKPOINTS:
+            raise ValueError(f"expected values at {FEWEST_CHECKPOINTS} checkpoints or more, got {there.sum()}")
+        x = np.log2(1 + at) if scale == "log" else at
+        covariance, rows = None, None
+        if stderr is not None:
+            covariance = np.diag(_errors(stderr, there) ** 2)
+        elif replicates is not None:
+            rows = _whole_rows(replicates, there)
+            covariance = _covariance_of_mean(rows, x[there])
+        return cls(x[there], y[there], covariance, rows, scale, int((~there).sum()))
+
+    def step(self, x: Array) -> Array:
+        return np.exp2(x) - 1 if self.scale == "log" else x
+
+    def time(self, positions: Array, confidence: float) -> Time:
+        return Time(*self.step(_quantiles(positions, confidence)).tolist())
+
+    def grid(self) -> Array:
+        """The checkpoints, and as many points in each gap."""
+        between = max(2, GRID // len(self.x))
+        parts = [np.linspace(a, b, between, endpoint=False) for a, b in zip(self.x[:-1], self.x[1:], strict=True)]
+        return np.concatenate([*parts, self.x[-1:]])
+
+    def noises(self) -> list[Array]:
+        """What the covariance of the errors is, or may be."""
+        if self.covariance is not None:
+            return [self.covariance]
+        return [_of_differences(self.y) * factor for factor in (0.25, 0.5, 1.0, 2.0, 4.0)]
+
+    def p_value(self, rng: np.random.Generator) -> float:
+        """Of the hypothesis that the curve is flat, two-sided."""
+        if np.ptp(self.y) == 0:
+            return 1.0
+        if self.rows is not None:
+            return _p_of_rows(self.rows)
+        if self.covariance is None:
+            statistic = _largest_split(np.stack([self.y, *(rng.permutation(self.y) for _ in range(PERMUTATIONS))]))
+            return float((statistic >= statistic[0] * (1 - 1e-9)).mean())
+        variance = np.diag(self.covariance)
+        if (variance == 0).any():  # a value without an error beside another one that differs
+            return 0.0
+        weight = 1 / variance
+        spread = (weight * (self.y - np.average(self.y, weights=weight)) ** 2).sum()
+        gain = _gains(self.y[None], weight).max()
+        n = len(self.y)
+        return float(min(1.0, 2 * min(stats.chi2.sf(spread, n - 1), (n - 1) * stats.chi2.sf(gain, 1))))
+
+    def change_points(self, confidence: float, rng: np.random.Generator) -> tuple[ChangePoint, ...]:
+        """Of a trend that is piecewise linear on this axis, in one step or bend after the other."""
+        noise = _of_differences(self.y) if self.covariance is None else self.covariance
+        noise = noise + np.eye(len(self.y)) * (1e-9 * np.ptp(self.y)) ** 2
+        weight = 1 / np.diag(noise)
+        straight = rng.standard_normal((DRAWS, len(self.y))) @ np.linalg.cholesky(noise).T
+        of_straight = _Lines(self.x, straight, weight)
+        penalty = float(np.quantile(of_straight.gains(0, len(self.y)).max(1), confidence))
+        lines = _Lines(self.x, self.y, weight)
+        cuts = [0, *_pelt(lines, penalty), len(self.y)]
+        places = zip(cuts[:-2], cuts[2:], strict=True)
+        return tuple(self._change_point(lines, before, after, confidence) for before, after in places)
+
+    def _change_point(self, lines: "_Lines", before: int, after: int, confidence: float) -> ChangePoint:
+        """The one change among a piece's checkpoints: each gap's share is its width times its likelihood."""
+        gain, x = lines.gains(before, after), self.x[before + SHORTEST - 1 : after - SHORTEST + 1]
+        share = np.diff(x) * np.exp((gain - gain.max()) / 2)
+        reached = np.concatenate([[0.0], share.cumsum() / share.sum()])
+        return ChangePoint(*self.step(np.interp(_levels(confidence), reached, x)).tolist())
+
+
+class _Lines:
+    """Weighted sums of squares about the line through any piece of curves, (..., checkpoints)."""
+
+    def __init__(self, x: Array, y: Array, weight: Array) -> None:
+        x, y = (x - x.mean()) / np.ptp(x), y - y.mean(-1, keepdims=True)
+        parts = [weight + 0 * y, weight * x + 0 * y, weight * x * x + 0 * y, weight * y, weight * x * y, weight * y * y]
+        self.sums = np.stack([np.concatenate([0 * part[..., :1], part.cumsum(-1)], -1) for part in parts])
+
+    def cost(self, start: NDArray[np.intp] | int, end: NDArray[np.intp] | int) -> Array:
+        w, x, xx, y, xy, yy = self.sums[..., np.atleast_1d(end)] - self.sums[..., np.atleast_1d(start)]
+        spread, together = xx - x * x / w, xy - x * y / w
+        return np.maximum(yy - y * y / w - together**2 / np.maximum(spread, 1e-12 * w), 0)
+
+    def gains(self, start: int, end: int) -> Array:
+        """What another line behind each checkpoint but the first and last ones takes from the cost of one line."""
+        cuts = np.arange(start + SHORTEST, end - SHORTEST + 1)
+        return self.cost(start, end) - self.cost(start, cuts) - self.cost(cuts, end)
+
+
+def _errors(stderr: ArrayLike, there: NDArray[np.bool_]) -> Array:
+    errors = np.asarray(stderr, dtype=np.float64)
+    if errors.shape != there.shape:
+        raise ValueError(f"expected a standard error for each value, got {errors.shape} for {there.shape}")
+    errors = errors[there]
+    if not (np.isfinite(errors).all() and (errors >= 0).all()):
+        raise ValueError("expected finite standard errors of 0 or more wherever there is a value")
+    return errors
+
+
+def _whole_rows(replicates: ArrayLike, there: NDArray[np.bool_]) -> Array:
+    rows = np.asarray(replicates, dtype=np.float64)
+    if rows.ndim != 2 or rows.shape[1:] != there.shape:
+        raise ValueError(f"expected replicates of shape (replicates, {len(there)}), got {rows.shape}")
+    rows = rows[:, there]
+    rows = rows[np.isfinite(rows).all(1)]
+    if len(rows) < 2:
+        raise ValueError(f"expected 2 replicates or more with a value wherever the curve has one, got {len(rows)}")
+    return rows
+
+
+def _covariance_of_mean(rows: Array, x: Array) -> Array:
+    """Of the mean of rows, each freed of its own mean over checkpoints, which moves no time.
+
+    Few rows tell little of how errors go together at n checkpoints: their correlations count as (rows - 1) against n
+    of a smooth one (`_smooth_correlation`), as with an inverse Wishart prior; variances are drawn towards their mean,
+    and all is wider by the square of Student's over the normal quantile, since the spread of few rows is a guess.
+    """
+    count, n = rows.shape
+    residuals = rows - rows.mean(1, keepdims=True)
+    residuals = residuals - residuals.mean(0)
+    squares = (residuals**2).sum(0)
+    variance = (squares + PRIOR_ROWS * squares.mean() / (count - 1)) / (count - 1 + PRIOR_ROWS)
+    if not variance.any():
+        return np.zeros((n, n))
+    scaled = residuals / np.sqrt(variance)
+    smooth = _smooth_correlation(scaled, x)
+    correlation = (scaled.T @ scaled + n * smooth) / (count - 1 + n)
+    correlation = correlation / np.sqrt(np.outer(np.diag(correlation), np.diag(correlation)))
+    wider = (stats.t.ppf(0.975, count - 1) / stats.norm.ppf(0.975)) ** 2
+    return wider * correlation * np.sqrt(np.outer(variance, variance)) / count
+
+
+def _smooth_correlation(residuals: Array, x: Array) -> Array:
+    """The most likely correlation between checkpoints that falls with their distance to a share: Matern 1/2 or 3/2."""
+    count, n = residuals.shape
+    span, distance = x[-1] - x[0], np.abs(x[:, None] - x)
+    level, free = np.full((n, n), 100.0), np.eye(n) - 1 / n  # residuals have no level
+    best, most = np.eye(n), -np.inf
+    for length in np.geomspace(span / n, span, 6):
+        rough = np.exp(-distance / length)
+        for shape in (rough, rough * (1 + distance / length)):
+            for share in (0.0, 0.25, 0.5, 0.75, 0.95):
+                kernel = share * shape + (1 - share) * np.eye(n)
+                factor = np.linalg.cholesky(kernel + level)
+                spread = (solve_triangular(factor, residuals.T, lower=True) ** 2).sum()
+                likely = -(count - 1) * ((n - 1) / 2 * np.log(spread) + np.log(np.diag(factor)).sum())
+                if likely > most:
+                    best, most = free @ kernel @ free, likely
+    return best / np.sqrt(np.outer(np.diag(best), np.diag(best)))
+
+
+def _p_of_rows(rows: Array) -> float:
+    """Student's t over rows of each split and of each checkpoint against the others; the union bound."""
+    count, n = rows.shape
+    after = np.tri(n, n, -1)[1:]  # row s: 1 behind the first s + 1 checkpoints
+    contrasts = np.concatenate([after, np.eye(n)])
+    inside = contrasts.sum(1, keepdims=True)
+    weights = contrasts / inside - (1 - contrasts) / (n - inside)
+    each = rows @ weights.T
+    error = each.std(0, ddof=1) / np.sqrt(count)
+    mean = np.abs(each.mean(0))
+    with np.errstate(divide="ignore", invalid="ignore"):
+        t = np.where(error > 0, mean / error, np.where(mean > 0, np.inf, 0.0))
+    return float(min(1.0, len(t) * 2 * stats.t.sf(t.max(), count - 1)))
+
+
+def _gains(curves: Array, weight: Array) -> Array:
+    """What splitting each curve behind its first 1, 2, ... values takes from the weighted sum of squares."""
+    total = weight.cumsum()
+    below, above = total[:-1], total[-1] - total[:-1]
+    sums = (curves * weight).cumsum(1)
+    means = sums[:, :-1] / below - (sums[:, -1:] - sums[:, :-1]) / above
+    return means**2 * below * above / total[-1]
+
+
+def _largest_split(curves: Array) -> Array:
+    """The largest F of a split, for each curve."""
+    gain = _gains(curves, np.ones(curves.shape[1])).max(1)
+    spread = ((curves - curves.mean(1, keepdims=True)) ** 2).sum(1)
+    return gain / np.maximum(spread - gain, 1e-12 * spread)
+
+
+def _of_differences(y: Array) -> Array:
+    """The covariance of errors that are alike everywhere, from second differences, of which a few may be large."""
+    robust = np.median(np.abs(np.diff(y, 2))) / stats.norm.ppf(0.75) / 6**0.5
+    return np.eye(len(y)) * max(robust, 1e-3 * np.ptp(y)) ** 2
+
+
+def _levels(confidence: float) -> Array:
+    return np.array([0.5, (1 - confidence) / 2, (1 + confidence) / 2])
+
+
+def _quantiles(values: Array, confidence: float) -> Array:
+    return np.quantile(values, _levels(confidence))
+
+
+def _pelt(lines: _Lines, penalty: float) -> list[int]:
+    """Where another line begins: the numbers of the first checkpoints of all pieces but the first."""
+    from ruptures import Pelt
+    from ruptures.base import BaseCost
+
+    class Weighted(BaseCost):
+        # ruptures annotates none of what its own documentation asks a cost for.
+        model, min_size = "weighted line", SHORTEST  # pyright: ignore
+
+        def fit(self, signal: Array) -> "Weighted":  # pyright: ignore
+            self.signal = signal
+            return self
+
+        def error(self, start: int, end: int) -> float:  # pyright: ignore
+            return float(lines.cost(start, end)[0])
+
+    checkpoints = np.arange(lines.sums.shape[-1] - 1)[:, None]
+    return Pelt(custom_cost=Weighted(), min_size=SHORTEST, jump=1).fit(checkpoints).predict(pen=penalty)[:-1]
+
+
+def _landmarks(
+    drawn: Array, grid: Array, checkpoints: Sequence[int] | NDArray[np.intp]
+) -> tuple[Array, Array, Array, Array]:
+    """Onset, halfway, peak and plateau of each curve on the axis of the grid, each (draws,)."""
+    row, last = np.arange(len(drawn)), len(grid) - 1
+    risen = drawn - drawn[:, :1]
+    at_checkpoints = risen[:, checkpoints]  # between them a draw overshoots, the farther the wider the gap
+    change = at_checkpoints[row, np.abs(at_checkpoints).argmax(1)]
+    change = np.where(change == 0, 1e-300, change)
+    risen /= change[:, None]
+    peak = risen.argmax(1)
+
+    def passed(level: float, before: NDArray[np.intp]) -> NDArray[np.intp]:
+        """The first grid point behind the last one below a level, of those up to `before`."""
+        below = (risen < level) & (np.arange(len(grid)) <= before[:, None])
+        return np.minimum(last - below[:, ::-1].argmax(1) + 1, last)
+
+    def between(curves: Array, level: float, end: NDArray[np.intp]) -> Array:
+        """Where a curve passes a level in the gap before a grid point."""
+        end = np.maximum(end, 1)
+        low, high = curves[row, end - 1], curves[row, end]
+        part = np.where(high == low, 1.0, (level - low) / np.where(high == low, 1.0, high - low))
+        return grid[end - 1] + np.clip(part, 0, 1) * (grid[end] - grid[end - 1])
+
+    half = passed(0.5, peak)
+    off = np.abs(drawn - drawn[:, -1:]) / np.abs(change)[:, None]
+    outside = off > EDGE
+    settled = np.where(outside.any(1), last - outside[:, ::-1].argmax(1) + 1, 0)
+    return (
+        between(risen, EDGE, passed(EDGE, half)),
+        between(risen, 0.5, half),
+        grid[peak],
+        np.where(settled == 0, grid[0], between(off, EDGE, settled)),
+    )

@@ -1,0 +1,199 @@
+"""Emergence times against closed forms, brute force, and truths that are known because they were drawn."""
+
+import itertools
+import math
+
+import numpy as np
+import pytest
+from scipy import stats
+
+from lit_layers.functional import emergence_times
+from lit_layers.functional.emergence.curve_times import SHORTEST, _Lines, _pelt
+from lit_layers.functional.emergence.drawn_curves import _Kernel, _process, _Steps
+from tests.support.drawn_emergence import covered, drawn
+
+STEPS = np.array([0, 1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1000, 2000, 4000, 8000, 16000, 32000, 64000, 143000])
+AXIS = np.log2(1 + STEPS)
+
+
+def sigmoid(middle: float, width: float) -> np.ndarray:
+    return 1 / (1 + np.exp(-(AXIS - middle) / width))
+
+
+def test_a_curve_with_small_errors_has_the_times_of_its_formula():
+    middle, width, error = 9.0, 0.7, 0.002
+    noise = np.random.default_rng(0).normal(0, error, len(AXIS))
+    times = emergence_times(STEPS, 3 + 2 * sigmoid(middle, width) + noise, stderr=np.full(len(AXIS), error))
+    assert times.emerges
+    at = [middle + width * math.log(share / (1 - share)) for share in (0.1, 0.5, 0.9)]
+    for time, x in zip((times.onset, times.halfway, times.plateau), at, strict=True):
+        assert time.low <= time.value <= time.high
+        assert np.log2(1 + time.low) - 0.05 < x < np.log2(1 + time.high) + 0.05
+        assert np.log2(1 + time.high) - np.log2(1 + time.low) < 1  # a checkpoint an octave
+    assert times.peak.high == pytest.approx(143000)
+    assert (times.num_checkpoints, times.num_gaps) == (19, 0)
+
+
+def test_a_step_between_two_checkpoints_lies_anywhere_between_them_and_nowhere_else():
+    times = emergence_times(STEPS, (STEPS >= 100) * 1.0, stderr=np.full(len(STEPS), 0.01))
+    assert 64 < times.halfway.low < 80
+    assert 100 < times.halfway.high < 128
+    (change,) = times.change_points
+    assert 64 <= change.low < change.value < change.high <= 128
+    # On this axis the step is as likely here as there: the ends are quantiles of the uniform distribution.
+    ends = np.log2(65) + np.array([0.5, 0.025, 0.975]) * (np.log2(129) - np.log2(65))
+    assert np.log2(1 + np.array(change)) == pytest.approx(ends, abs=1e-9)
+
+
+def test_a_bump_has_its_peak_and_a_line_no_change_of_trend():
+    bump = np.exp(-((AXIS - 10) ** 2) / 4)
+    times = emergence_times(STEPS, bump, stderr=np.full(len(STEPS), 0.01))
+    assert abs(np.log2(1 + times.peak.value) - 10) < 0.4
+    assert times.onset.value < times.halfway.value < times.peak.value < times.plateau.value
+    assert emergence_times(STEPS, AXIS, stderr=np.full(len(STEPS), 0.5)).change_points == ()
+
+
+@pytest.mark.parametrize("errors", ["stderr", "replicates", "neither"])
+def test_times_stay_under_affine_maps_and_values_without_errors_beside_gaps(errors):
+    rng = np.random.default_rng(3)
+    rows = sigmoid(8, 1) + rng.normal(0, 0.1, (30, len(AXIS))) + rng.normal(size=(30, 1))
+    values = rows.mean(0)
+    given = {
+        "stderr": lambda a: {"stderr": np.full(len(AXIS), abs(a) * 0.02)},
+        "replicates": lambda a: {"replicates": a * rows + 5},
+        "neither": lambda a: {},
+    }[errors]
+    expected = emergence_times(STEPS, values, **given(1))
+    turned = emergence_times(STEPS, 5 - 0.01 * values, **given(-0.01))
+    assert expected.emerges
+    for name in ("onset", "halfway", "peak", "plateau"):
+        # Other draws: quantiles of 1,000 move by some hundredths of an octave, more where the interval is a plateau.
+        after, before = (np.log2(1 + np.array(getattr(times, name))) for times in (turned, expected))
+        assert after == pytest.approx(before, abs=max(0.3, 0.15 * np.ptp(before))), name
+    assert len(turned.change_points) == len(expected.change_points)
+    again = emergence_times(STEPS, values, **given(1))
+    assert again == expected  # the same draws
+
+
+def test_gaps_are_left_out_and_counted():
+    values, stderr = sigmoid(8, 1), np.full(len(AXIS), 0.02)
+    there = np.delete(np.arange(len(AXIS)), [3, 7])
+    values[[3, 7]], stderr[7] = np.nan, np.nan
+    with_gaps = emergence_times(STEPS, values, stderr=stderr)
+    without = emergence_times(STEPS[there], values[there], stderr=stderr[there])
+    assert (with_gaps.num_checkpoints, with_gaps.num_gaps) == (17, 2)
+    assert (with_gaps.halfway, with_gaps.p_value) == (without.halfway, without.p_value)
+
+
+def test_the_p_value_with_errors_is_that_of_the_statistics_written_out():
+    rng = np.random.default_rng(1)
+    stderr = np.exp(rng.normal(0, 0.5, 9))
+    values, steps = rng.normal(0, stderr) * 1.4, np.arange(9)
+    weight = stderr**-2
+    spread = sum(w * (y - np.average(values, weights=weight)) ** 2 for y, w in zip(values, weight, strict=True))
+    splits = [
+        (np.average(values[:cut], weights=weight[:cut]) - np.average(values[cut:], weights=weight[cut:])) ** 2
+        / (1 / weight[:cut].sum() + 1 / weight[cut:].sum())
+        for cut in range(1, 9)
+    ]
+    expected = 2 * min(stats.chi2.sf(spread, 8), 8 * stats.chi2.sf(max(splits), 1))
+    assert emergence_times(steps, values, stderr=stderr).p_value == pytest.approx(min(1, expected), rel=1e-9)
+
+
+def test_the_p_value_over_replicates_is_that_of_students_tests():
+    rng = np.random.default_rng(2)
+    rows = rng.normal(size=(5, 7)) + np.arange(7) * 0.2 + 10 * rng.normal(size=(5, 1))
+    parts = [np.arange(7) >= cut for cut in range(1, 7)] + [np.arange(7) == place for place in range(7)]
+    least = min(stats.ttest_1samp(rows[:, part].mean(1) - rows[:, ~part].mean(1), 0).pvalue for part in parts)
+    found = emergence_times(np.arange(7), rows.mean(0), replicates=rows).p_value
+    assert found == pytest.approx(min(1, 13 * least), rel=1e-9)
+
+
+def test_without_errors_the_p_value_is_the_rank_among_permutations():
+    steps, jump = np.arange(10), np.repeat([0.0, 1.0], 5) + 0.01 * np.sin(np.arange(10))
+    # Two of the 252 ways to deal five ones to ten places are as extreme.
+    assert emergence_times(steps, jump).p_value == pytest.approx(2 / 252, abs=3 * (2 / 252 / 1000) ** 0.5)
+
+
+def test_evidence_and_height_of_a_step_are_those_of_the_joint_normal_distribution():
+    rng = np.random.default_rng(0)
+    x, y = np.sort(rng.uniform(0, 10, 7)), rng.normal(size=7)
+    noise, kernel, steps = np.diag(rng.uniform(0.1, 1, 7)), _Kernel(True, 1.3, 0.7, 5.0), _Steps.over(x)
+    shapes = steps.at(x)
+    distance = np.abs(x[:, None] - x) * 3**0.5 / 1.3
+    covariance = 0.49 * (1 + distance) * np.exp(-distance) + 25 + noise
+    found = _process(kernel, covariance, y, shapes, steps.log_prior, 2.0)
+    constant = 7 / 2 * np.log(2 * np.pi)
+    assert found.evidence[0] - constant == pytest.approx(stats.multivariate_normal(cov=covariance).logpdf(y))
+    assert np.exp(steps.log_prior).sum() == pytest.approx(1)
+    for number in (0, 60, len(shapes[0]) - 1):
+        shape = shapes[:, number]
+        joint = stats.multivariate_normal(cov=covariance + 4 * np.outer(shape, shape))
+        expected = joint.logpdf(y) + steps.log_prior[number]
+        assert found.evidence[1 + number] - constant == pytest.approx(expected)
+        # The height given the values: linear regression of a joint normal pair.
+        assert found.height[number] == pytest.approx(4 * shape @ np.linalg.solve(joint.cov, y))
+        variance = 4 - 16 * shape @ np.linalg.solve(joint.cov, shape)
+        assert 1 / found.precision[number] == pytest.approx(variance)
+
+
+def test_change_points_are_the_best_of_all_sets():
+    rng = np.random.default_rng(4)
+    x = np.sort(rng.uniform(0, 10, 10))
+    y = np.where(x < 4, 0.3 * x, 4 - 0.5 * x) + rng.normal(0, 0.3, 10)
+    weight = rng.uniform(1, 20, 10)
+    for penalty in (0.5, 4.0, 30.0):
+        costs = {}
+        for cuts in itertools.chain.from_iterable(itertools.combinations(range(1, 10), k) for k in range(5)):
+            ends = [0, *cuts, 10]
+            if min(np.diff(ends)) >= SHORTEST:
+                pieces = [slice(a, b) for a, b in itertools.pairwise(ends)]
+                costs[cuts] = sum(residual(x[p], y[p], weight[p]) for p in pieces) + penalty * len(cuts)
+        assert tuple(_pelt(_Lines(x, y, weight), penalty)) == min(costs, key=costs.get), penalty
+
+
+def residual(x, y, weight):
+    root = np.sqrt(weight)
+    design = np.stack([root, root * x], 1)
+    return ((root * y - design @ np.linalg.lstsq(design, root * y, rcond=None)[0]) ** 2).sum()
+
+
+def test_flat_curves_do_not_emerge_more_often_than_the_level_says():
+    for errors in ("stderr", "replicates", "neither"):
+        rng = np.random.default_rng(0)
+        false = sum(
+            emergence_times(*given, **options).emerges for given, options, _ in drawn(40, rng, errors, flat=True)
+        )
+        assert false <= 7, errors  # more than 7 of 40 at 5%: 1 in 1,000
+    assert emergence_times(STEPS, np.ones(19)).p_value == 1
+
+
+@pytest.mark.parametrize("count", [10, pytest.param(250, marks=pytest.mark.soak)])
+def test_intervals_hold_as_often_as_they_say(count):
+    inside = np.zeros(4)
+    for given, options, truth in drawn(count, np.random.default_rng(11), "stderr"):
+        inside += covered(emergence_times(*given, **options), truth)
+    # All times of a curve may miss together; 4 standard errors of the binomial below what is claimed.
+    assert inside.min() >= count * (0.93 - 4 * (0.05 * 0.95 / count) ** 0.5)
+    assert count < 100 or (inside / count).max() < 0.995
+
+
+def test_bad_input_is_refused_with_a_sentence():
+    flat, stderr = np.arange(8.0), np.ones(8)
+    for sentence, given, options in (
+        ("at 6 checkpoints or more, got 5", (np.arange(8), [1, 2, 3, 4, 5, *[np.nan] * 3]), {}),
+        ("steps of 0 or more that increase", ([0, 1, 1, 2, 3, 4, 5, 6], flat), {}),
+        ("steps of 0 or more that increase", (np.arange(-1, 7), flat), {}),
+        ("a value for each step", (np.arange(7), flat), {}),
+        ("finite values, or NaN for a gap", (np.arange(8), [*flat[:7], np.inf]), {}),
+        ("standard errors of 0 or more", (np.arange(8), flat), {"stderr": -stderr}),
+        ("a standard error for each value", (np.arange(8), flat), {"stderr": stderr[:3]}),
+        ("stderr or replicates, got both", (np.arange(8), flat), {"stderr": stderr, "replicates": [flat, flat]}),
+        ("of shape (replicates, 8)", (np.arange(8), flat), {"replicates": flat}),
+        ("2 replicates or more", (np.arange(8), flat), {"replicates": [flat, flat * np.nan]}),
+        ("log or linear, got 'octave'", (np.arange(8), flat), {"scale": "octave"}),
+        ("between 0 and 1, got 95", (np.arange(8), flat), {"confidence": 95}),
+    ):
+        with pytest.raises(ValueError, match="expected") as raised:
+            emergence_times(*given, **options)
+        assert sentence in str(raised.value)

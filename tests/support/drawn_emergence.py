@@ -1,0 +1,104 @@
+"""Curves over steps whose emergence times are known, drawn with errors: for the tests and for a table of docs."""
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+
+FINE = 4001
+EDGE = 0.1
+Truth = dict[str, tuple[float, float]]
+
+
+def shape(rng: np.random.Generator, first: float, last: float) -> tuple[str, Callable[[np.ndarray], np.ndarray]]:
+    """A curve from 0 to 1 (and for some of them down again) over an axis from `first` to `last`."""
+    span = last - first
+    kind = str(rng.choice(["ramp", "sigmoid", "rise and fall", "two steps", "drift"]))
+    middle = first + span * rng.uniform(0.2, 0.8)
+    if kind == "ramp":
+        width = span * rng.uniform(0.1, 0.4)
+        return kind, lambda x: np.clip((x - middle) / width + 0.5, 0, 1)
+    if kind == "sigmoid":
+        width = span * rng.uniform(0.01, 0.08)
+        return kind, lambda x: 1 / (1 + np.exp(-(x - middle) / width))
+    if kind == "rise and fall":
+        width, depth = span * rng.uniform(0.05, 0.2), rng.uniform(0.3, 1)
+
+        def bump(x: np.ndarray) -> np.ndarray:
+            height = np.exp(-(((x - middle) / width) ** 2) / 2)
+            return np.where(x < middle, height, 1 - depth * (1 - height))
+
+        return kind, bump
+    if kind == "two steps":
+        early, late = first + span * rng.uniform(0.15, 0.45), first + span * rng.uniform(0.55, 0.85)
+        width, share = span * rng.uniform(0.01, 0.05), rng.uniform(0.3, 0.7)
+        return (
+            kind,
+            lambda x: share / (1 + np.exp(-(x - early) / width)) + (1 - share) / (1 + np.exp(-(x - late) / width)),
+        )
+    return kind, lambda x: (x - first) / span
+
+
+def axis(rng: np.random.Generator) -> np.ndarray:
+    """8 to 150 checkpoints over 17 octaves, evenly or anyhow, some of them with a quarter missing."""
+    count = int(np.exp(rng.uniform(np.log(8), np.log(150))))
+    x = np.linspace(0, 17, count) if rng.random() < 0.5 else np.sort(rng.uniform(0, 17, count))
+    kept = np.ones(count, dtype=bool)
+    if rng.random() < 0.3:
+        kept[1:-1] = rng.random(count - 2) > 0.25
+    return x[kept] if kept.sum() >= 8 else x
+
+
+def landmarks(curve: Callable[[np.ndarray], np.ndarray], first: float, last: float) -> Truth:
+    """By their definition on a fine grid: where each lies, as a range, which a flat top has for its peak."""
+    x = np.linspace(first, last, FINE)
+    f = curve(x)
+    risen = (f - f[0]) / (f - f[0])[np.abs(f - f[0]).argmax()]
+    tops = np.flatnonzero(risen > 1 - 1e-9)
+    half = np.flatnonzero(risen[: tops[0] + 1] < 0.5)[-1]
+    onset = np.flatnonzero(risen[: half + 1] < EDGE)[-1]
+    outside = np.flatnonzero(np.abs(risen - risen[-1]) > EDGE)[-1]
+    cell = (last - first) / (FINE - 1)
+    ranges = {"onset": (onset, onset), "halfway": (half, half), "peak": (tops[0], tops[-1]), "plateau": (outside,) * 2}
+    return {name: (x[low] - cell, x[high] + cell) for name, (low, high) in ranges.items()}
+
+
+def drawn(
+    count: int, rng: np.random.Generator, errors: str, *, flat: bool = False
+) -> Iterator[tuple[tuple[np.ndarray, np.ndarray], dict[str, Any], Truth]]:
+    """Steps and values, the options that tell of their errors, and where each time truly lies on the axis.
+
+    `errors`: "stderr", errors that differ by checkpoint and are known; "replicates", 5 or 64 rows with levels of their
+    own whose errors are alike at neighbouring checkpoints; "neither", errors of one size that nobody tells.
+    """
+    for _ in range(count):
+        x = axis(rng)
+        _, curve = shape(rng, x[0], x[-1])
+        sign = rng.choice([-1, 1])
+        mean = sign * curve(x) * (not flat)
+        stderr = np.exp(rng.uniform(np.log(0.01), np.log(0.2)) + rng.normal(0, 0.4, len(x)))
+        options: dict[str, Any] = {}
+        if errors == "replicates":
+            rows = int(rng.choice([5, 64]))
+            near, share = np.abs(x[:, None] - x) / rng.uniform(0.2, 3), rng.uniform(0.2, 0.8)
+            smooth = np.exp(-near) if rng.random() < 0.5 else np.exp(-(near**2) / 2)
+            alike = share * smooth + (1 - share) * np.eye(len(x))
+            noise = rng.standard_normal((rows, len(x))) @ np.linalg.cholesky(alike).T * stderr * rows**0.5
+            each = mean + noise + rng.standard_normal((rows, 1))
+            options, values = {"replicates": each}, each.mean(0)
+        else:
+            stderr = stderr if errors == "stderr" else np.full(len(x), stderr.mean())
+            values = mean + rng.normal(0, stderr)
+            options = {"stderr": stderr} if errors == "stderr" else {}
+        yield (2**x - 1, values), options, landmarks(curve, x[0], x[-1])
+
+
+def covered(times: Any, truth: Truth) -> np.ndarray:
+    """Which of the four intervals hold the truth; none of them where a curve is said not to emerge."""
+    if not times.emerges:
+        return np.zeros(4)
+    inside = []
+    for name, (low, high) in truth.items():
+        time = getattr(times, name)
+        inside.append(np.log2(1 + time.low) <= high and np.log2(1 + time.high) >= low)
+    return np.array(inside, dtype=float)
