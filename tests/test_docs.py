@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from lit_layers.cli.main import main
-from tests.support.runs import make_run
+from tests.support.runs import STEPS, make_run
 
 ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -21,6 +21,7 @@ LONG = (
     "callback.md",
     "correlate.md",
     "data.md",
+    "emergence.md",
     "images.md",
     "probes.md",
     "report.md",
@@ -60,8 +61,13 @@ def test_the_commands_and_examples_of_a_page_run_in_its_order(page, tmp_path, mo
     for name in ("recipes", "wandb_configs"):
         (tmp_path / name).symlink_to(ROOT / name)
     monkeypatch.chdir(tmp_path)
-    if page.name == "report.md":  # the one page that begins with a run
+    if page.name in ("report.md", "emergence.md"):  # the pages that begin with runs
         make_run(tmp_path / "checkpoints" / "quickstart")
+    if page.name == "emergence.md":
+        for name in ("seed1", "seed2", "seed3"):
+            make_run(tmp_path / "checkpoints" / name, run=name)
+        rows = [f"{step},{step / 400},0.1,{shots}\n" for step in STEPS for shots in (0, 5)]
+        (tmp_path / "scores.csv").write_text("step,value,stderr,shots\n" + "".join(rows))
     found = blocks(page)
     if page.name in ("training.md", "report.md"):
         assert found

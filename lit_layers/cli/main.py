@@ -9,6 +9,7 @@ COMMANDS = {  # each a file of `verbs`
     "analyze": "measure every layer of a trained model, whole or block by block",
     "audit": "tell whether a checkpoint series is what it says",
     "correlate": "metrics against scores, over models or over layers",
+    "emerge": "tell when each number of a run changes, in which order, and how sure that is",
     "fit": "train from a recipe and measure every layer on the way",
     "intervene": "run the blocks in other orders, and see what breaks",
     "mteb": "score every layer on the tasks of MTEB, from one pass over their texts",

@@ -22,7 +22,7 @@ def test_a_misspelt_command_is_answered_with_the_nearest(capsys):
 def test_a_strange_command_is_answered_with_all(capsys):
     assert main(["xyz"]) == 2
     assert (
-        "expected one of analyze, audit, correlate, fit, intervene, mteb, prepare, report, select, sweep"
+        "expected one of analyze, audit, correlate, emerge, fit, intervene, mteb, prepare, report, select, sweep"
         in capsys.readouterr().err
     )
 

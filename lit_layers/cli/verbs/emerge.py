@@ -1,0 +1,102 @@
+"""`lit-layers emerge`: when each number of a run emerges, in which order, and how sure that is."""
+
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal
+
+from lit_layers.cli.console import bar, show_table
+from lit_layers.cli.options import Names
+from lit_layers.errors import InputError
+from lit_layers.schema import Range, refuse_outside
+
+if TYPE_CHECKING:
+    from lit_layers.clock import Clock
+
+
+def emerge(
+    runs: list[Path],
+    *,
+    metrics: Names | None = None,
+    where: Names | None = None,
+    seeds: bool = False,
+    axis: Literal["step", "tokens"] = "step",
+    confidence: float = 0.95,
+    settings: Names | None = None,
+    allow_suspect: bool = False,
+    seed: int = 0,
+    out: Path | None = None,
+) -> int:
+    """Tell when each curve over training steps changes, in which order, and whether runs agree.
+
+    Args:
+        runs: folders of runs; tables of scores by step (.csv, .parquet, .jsonl); results of lm-eval or MTEB (.json, or
+            a folder of these)
+        metrics: METRIC,... or ANALYSIS/METRIC,... alone (default: those that tables of results show)
+        where: NAME=VALUE,... that curves must have: tags, or columns of a table
+        seeds: the runs are seeds of one: also times over them
+        axis: over optimizer steps or tokens
+        confidence: of the intervals, and of the verdict that a curve emerges
+        settings: of analyses that were measured with several settings take these, as in report
+        allow_suspect: also take checkpoints that the audit of their series found suspect
+        seed: of the draws
+        out: folder of the page, the tables and the pictures (default: emergence)
+    """
+    refuse_outside("", {"confidence": Range(0.5, 0.9999)}, {"confidence": confidence})
+    folder = out or Path("emergence")
+    if folder.exists() and not folder.is_dir():
+        raise InputError(f"out: expected a folder, {folder} is a file")
+    chosen = dict(_pair(text) for text in where or ())
+    from lit_layers.clock import curves_of, measure_times, over_seeds
+    from lit_layers.clock.emergence_page import write_emergence
+
+    curves = []
+    for place in runs:
+        options = {"metrics": metrics or (), "where": chosen, "axis": axis, "settings": settings or ()}
+        more = curves_of(place, allow_suspect=allow_suspect, **options)
+        if twice := {curve.run for curve in curves} & {curve.run for curve in more}:
+            raise InputError(f"runs: {place} has the name of another, {min(twice)}: expected runs of different names")
+        curves += more
+    names = dict.fromkeys(curve.run for curve in curves)
+    if seeds:
+        if len(names) < 2:
+            raise InputError(f"seeds: expected the runs of 2 seeds or more, got {len(names)}")
+        curves = over_seeds(curves, f"{len(names)} seeds") + curves
+    with bar("", hidden=not sys.stderr.isatty()) as show:
+        clock = measure_times(curves, confidence=confidence, seed=seed, show=show)
+    paths = write_emergence(clock, folder, axis=axis)
+    _show(clock, axis)
+    pictures = [path for path in paths if path.suffix in (".png", ".svg", ".pdf")]
+    print(*(path for path in paths if path not in pictures), f"{len(pictures)} pictures in {folder}", sep="\n")
+    return 0
+
+
+def _pair(text: str) -> tuple[str, str]:
+    name, equals, value = text.strip().partition("=")
+    if not (equals and name and value):
+        raise InputError(f"where: expected NAME=VALUE,..., got {text.strip()!r}")
+    return name.strip(), value.strip()
+
+
+def _show(clock: "Clock", axis: str) -> None:
+    from lit_layers.clock.emergence_page import time_text
+    from lit_layers.clock.times_and_order import agreement_table, of_the_model
+
+    for run in clock.runs:
+        pairs = of_the_model(clock, run)
+        rows = [
+            {"": curve.title, "onset": time_text(found.onset), "half-way": time_text(found.halfway)}
+            | {
+                "peak": time_text(found.peak),
+                "plateau": time_text(found.plateau),
+                "errors over": curve.over or "guessed",
+            }
+            for curve, found in sorted(pairs, key=lambda pair: pair[1].halfway.value if pair[1].halfway else 0)
+            if found.halfway
+        ]
+        show_table(rows, f"{run}, {axis}s")
+        still = [curve.title for curve, found in pairs if not found.emerges]
+        print(*([f"does not emerge: {'; '.join(still)}"] if still else []), "", sep="\n")
+    for row in agreement_table(clock).to_dict("records"):
+        print(f"order of {row['run_a']} and {row['run_b']}: Spearman {row['spearman']:.2f} over {row['n']} curves")
+    for why, number in clock.left_out.items():
+        print(f"left out: {number} curves: {why}")

@@ -1,0 +1,328 @@
+"""The figures, the page and the tables of emergence times."""
+
+import itertools
+import math
+import re
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+
+from lit_layers import records
+from lit_layers.clock.step_curves import AxisName, StepCurve
+from lit_layers.clock.times_and_order import (
+    COLUMNS,
+    Clock,
+    agreement_table,
+    emerged_in_order,
+    of_the_model,
+    order_table,
+    probability_before,
+    times_table,
+)
+from lit_layers.durable import replace_file
+from lit_layers.errors import refused
+from lit_layers.figures.axes import TITLES, Axis, layer_axis, place
+from lit_layers.figures.chart import Cells, Chart, Series
+from lit_layers.figures.labels import count, value
+from lit_layers.figures.models import color_of, symbol_of
+from lit_layers.figures.tables import grouped
+from lit_layers.figures.theme import DIVERGING, rounded
+from lit_layers.figures.vega import write_charts
+from lit_layers.functional.emergence import EmergenceTimes, Time
+from lit_layers.report.template import Figures, fill, placed
+
+Emerged = Sequence[tuple[StepCurve, EmergenceTimes]]
+MOST_ROWS = 60  # of a timeline or an order, the surest first: more cannot be read
+ONLY_PROMPTS = (
+    "These intervals are over prompts (or test rows): they say what other prompts would give for the same weights, not "
+    "what another seed would, and are too narrow for that."
+)
+
+
+def write_emergence(clock: Clock, folder: Path, *, axis: AxisName = "step") -> list[Path]:
+    """Writes emergence.html, times and order as .csv and .parquet, agreement.csv, and the figures as .png, .svg, .pdf.
+
+    Returns their paths, the page first. Files of these names are replaced.
+
+    Raises:
+        InputError: the folder cannot be written.
+    """
+    times, order, agreement = times_table(clock), order_table(clock), agreement_table(clock)
+    tables = {"times.csv": times[list(COLUMNS)], "times.parquet": times, "order.csv": order, "order.parquet": order}
+    tables |= {"agreement.csv": agreement} if len(agreement) else {}
+    charts = {"timeline": timeline(clock, axis=axis)} if any(time.emerges for time in clock.times) else {}
+    names: set[str] = set()
+    for run in clock.runs:
+        if _pairs(clock, run):
+            charts[_file_name(f"order {run}", names)] = order_matrix(clock, run)
+    for curve, chart in layer_fronts(clock, axis=axis):
+        parts = ("layers", curve.analysis, curve.metric, curve.tag_text)
+        charts[_file_name(" ".join(parts), names)] = chart
+    with refused(f"cannot write to {folder}"):
+        folder.mkdir(parents=True, exist_ok=True)
+        for name, table in tables.items():
+            records.export(table, folder / name)
+        paths = {folder / name: chart for name, chart in charts.items()}
+        pictures = write_charts(paths, (".png", ".svg", ".pdf")) if paths else []
+        replace_file(folder / "emergence.html", _page(clock, agreement, axis))
+    return [folder / "emergence.html", *pictures, *(folder / name for name in tables)]
+
+
+def _file_name(text: str, names: set[str]) -> str:
+    name = re.sub(r"[^a-z\d.-]+", "_", text.lower()).strip("_.")[:100]
+    while name in names:  # of runs and analyses of any name
+        name += "_"
+    names.add(name)
+    return name
+
+
+# ------------------------------------------------------------------------------------------------ in words
+
+
+def at_text(number: float) -> str:
+    """Returns a step or a number of tokens as text: whole ones, below 10 with a digit behind the point."""
+    return f"{number:.1f}".removesuffix(".0") if number < 10 else count(round(number))
+
+
+def time_text(time: Time | None) -> str:
+    """Returns `43 (38 to 50)`, or nothing where there is no time."""
+    if time is None:
+        return ""
+    low, high = at_text(time.low), at_text(time.high)
+    return at_text(time.value) if low == high else f"{at_text(time.value)} ({low} to {high})"
+
+
+def sentence(curve: StepCurve, found: EmergenceTimes, *, axis: AxisName = "step") -> str:
+    """Returns `Coupling, k = 12: half-way at step 13 (13 to 14), peak at 64`, or that it does not emerge."""
+    if found.halfway is None or found.peak is None:
+        return f"{curve.title}: does not emerge (p {_p_text(found.p_value)})"
+    where = "step" if axis == "step" else "token"
+    return f"{curve.title}: half-way at {where} {time_text(found.halfway)}, peak at {at_text(found.peak.value)}"
+
+
+def _p_text(p_value: float) -> str:
+    return "< 0.0001" if p_value < 1e-4 else f"= {p_value:.2g}"
+
+
+# ------------------------------------------------------------------------------------------------ figures
+
+
+def timeline(clock: Clock, *, axis: AxisName = "step") -> Chart:
+    """Returns a row a metric, sorted by its half-way point, with 95% intervals; a colour a run, hollow marks at peaks.
+
+    Of more than `MOST_ROWS` rows the surest are shown.
+    """
+    by_key: dict[Any, list[tuple[int, StepCurve, EmergenceTimes]]] = {}
+    for number, run in enumerate(clock.runs):
+        for curve, found in emerged_in_order(clock, run):
+            by_key.setdefault(curve.key, []).append((number, curve, found))
+    surest = sorted(by_key, key=lambda key: min(_width(found) for _, _, found in by_key[key]))[:MOST_ROWS]
+    keys = sorted(
+        surest, key=lambda key: sum(place(_halfway(found).value) for *_, found in by_key[key]) / len(by_key[key])
+    )
+    rows = {key: row for row, key in enumerate(keys)}
+    series, several = [], len(clock.runs)
+    for number, run in enumerate(clock.runs):
+        mine = [(rows[key], found) for key in keys for index, _, found in by_key[key] if index == number]
+        at = [row + (0.5 * (number + 0.5) / several - 0.25 if several > 1 else 0) for row, _ in mine]
+        texts = [f"{by_key[keys[row]][0][1].title}: half-way at {time_text(found.halfway)}" for row, found in mine]
+        half, peak = ([getattr(found, name) for _, found in mine] for name in ("halfway", "peak"))
+        ends = {end: rounded(place(getattr(time, end)) for time in half) for end in ("low", "high")}
+        look: dict[str, Any] = {"color": color_of(number), "tells_texts": True, "size": 6.5}
+        mark = {"mark": symbol_of(number), "legend": several > 1, "name": run if several > 1 else ""}
+        series.append(
+            Series(x=at, y=rounded(place(t.value) for t in half), texts=texts, interval="bars", **ends, **mark, **look)
+        )
+        peaks = [f"{by_key[keys[row]][0][1].title}: peak at {time_text(found.peak)}" for row, found in mine]
+        hollow = look | {"mark": f"{symbol_of(number)}-open", "size": 5}
+        series.append(Series(x=at, y=rounded(place(t.value) for t in peak), texts=peaks, **hollow))
+    labels = {rows[key]: by_key[key][0][1].title for key in keys}
+    down = Axis(labels=labels, ends=(-0.6, len(keys) - 0.4), reverse=True, grid=False)
+    title = "When each metric is half-way (filled, with its interval) and at its peak (hollow)"
+    return Chart(
+        title=title,
+        x=down,
+        y=_time_axis(clock, axis),
+        series=series,
+        horizontal=True,
+        place="",
+        height=110 + 18 * len(keys),
+    )
+
+
+def layer_fronts(clock: Clock, *, axis: AxisName = "step") -> list[tuple[StepCurve, Chart]]:
+    """Returns for each metric that emerges at two layers or more when each layer is half-way, a colour a run."""
+    by_metric = grouped(
+        [pair for pair in zip(clock.curves, clock.times, strict=True) if pair[0].layer is not None and pair[1].emerges],
+        lambda pair: (pair[0].analysis, pair[0].metric, pair[0].tag_text),
+    )
+    charts = []
+    for pairs in by_metric.values():
+        series = []
+        for number, run in enumerate(clock.runs):
+            mine = sorted((pair for pair in pairs if pair[0].run == run), key=lambda pair: pair[0].layer or 0)
+            half = [_halfway(found) for _, found in mine]
+            texts = [f"layer {curve.layer}: half-way at {time_text(found.halfway)}" for curve, found in mine]
+            ends = {end: rounded(place(getattr(time, end)) for time in half) for end in ("low", "high")}
+            look: dict[str, Any] = {"color": color_of(number), "width": 2.0, "mark": symbol_of(number), **ends}
+            look |= {"legend": len(clock.runs) > 1, "name": run if len(clock.runs) > 1 else "", "tells_texts": True}
+            layers = [curve.layer for curve, _ in mine]
+            series.append(Series(x=layers, y=rounded(place(t.value) for t in half), texts=texts, **look))
+        if max(len(one.x) for one in series) > 1:
+            first = pairs[0][0]
+            charts.append((first, _front(first, series, clock, axis)))
+    return charts
+
+
+def _front(curve: StepCurve, series: Sequence[Series], clock: Clock, axis: AxisName) -> Chart:
+    title = f"{curve.title.removesuffix(f', layer {curve.layer}')}: when each layer is half-way"
+    return Chart(title=title, x=layer_axis(), y=_time_axis(clock, axis), series=series, place="")
+
+
+def order_matrix(clock: Clock, run: str) -> Chart:
+    """Returns P(row is half-way before column) of what emerges in a run, both sides with the earliest first.
+
+    Of more than `MOST_ROWS` metrics the surest are shown.
+    """
+    emerged = _pairs(clock, run)
+    keys = list(range(len(emerged)))
+    table = [[None if a == b else probability_before(emerged[a][1], emerged[b][1]) for b in keys] for a in keys]
+    names = {key: curve.title for key, (curve, _) in enumerate(emerged)}
+    texts = [f"that {names[key]} is before" for key in keys]
+    axes = {"keys": keys, "labels": names, "grid": False}
+    return Chart(
+        title=f"P(row before column){f', {run}' if len(clock.runs) > 1 else ''}",
+        x=Axis(labels={key: str(key + 1) for key in keys}, keys=keys, grid=False),
+        y=Axis(**{**axes, "labels": {key: f"{name}  {key + 1}" for key, name in names.items()}}),
+        cells=Cells(
+            values=[[rounded(row, 3) for row in table]],
+            rows=keys,
+            columns=keys,
+            ends=(0.0, 1.0),
+            scheme=DIVERGING,
+            hover="{t}",
+            texts=texts,
+        ),
+        height=140 + 18 * len(keys),
+    )
+
+
+def _pairs(clock: Clock, run: str) -> Emerged:
+    """What emerges in a run, earliest first; the surest of many, none of one alone."""
+    emerged = emerged_in_order(clock, run)
+    widest = sorted(_width(found) for _, found in emerged)[:MOST_ROWS]
+    kept = [pair for pair in emerged if _width(pair[1]) <= widest[-1]] if emerged else []
+    return kept if len(kept) > 1 else []
+
+
+def _width(found: EmergenceTimes) -> float:
+    """Of the interval of the half-way point, in tens."""
+    half = _halfway(found)
+    return place(half.high) - place(half.low)
+
+
+def _halfway(found: EmergenceTimes) -> Time:
+    """Of a curve that emerges."""
+    assert found.halfway is not None
+    return found.halfway
+
+
+def _time_axis(clock: Clock, axis: AxisName) -> Axis:
+    """log(1 + step), with labels at powers of ten."""
+    last = max(float(curve.at[-1]) for curve in clock.curves)
+    ticks = [0, *(10**power for power in range(math.floor(math.log10(max(last, 1))) + 1))]
+    ticks = ticks if len(ticks) < 8 else [tick for n, tick in enumerate(ticks) if n % 2 == 0]
+    return Axis(
+        title=TITLES[axis], labels={place(tick): at_text(tick) for tick in ticks}, ends=(-0.02, place(last) * 1.02)
+    )
+
+
+# ------------------------------------------------------------------------------------------------ the page
+
+
+def _page(clock: Clock, agreement: pd.DataFrame, axis: AxisName) -> str:
+    figures: Figures = []
+    emerges = [found.emerges for found in clock.times]
+    blocks = [_block("Timeline", timeline(clock, axis=axis))] if any(emerges) else []
+    if fronts := layer_fronts(clock, axis=axis):
+        choices = [
+            {"text": chart.title.split(":")[0], "figures": [{"caption": "", "problem": "", "chart": chart}]}
+            for _, chart in fronts
+        ]
+        blocks.append({"title": "Which layer first", "note": "", "wide": True, "choices": choices})
+    orders = [
+        _block(f"Order{f', {run}' if len(clock.runs) > 1 else ''}", order_matrix(clock, run))
+        for run in clock.runs
+        if _pairs(clock, run)
+    ]
+    return fill(
+        "emergence.html.jinja",
+        figures,
+        title=clock.runs[0] if len(clock.runs) == 1 else f"{len(clock.runs)} runs",
+        sentences={run: [sentence(*pair, axis=axis) for pair in emerged_in_order(clock, run)] for run in clock.runs},
+        still={
+            run: [curve.title for curve, found in of_the_model(clock, run) if not found.emerges] for run in clock.runs
+        },
+        facts=[("Curves", len(emerges)), ("Emerge", sum(emerges)), ("Runs", len(clock.runs))],
+        notes=_notes(clock),
+        left_out=clock.left_out,
+        blocks=placed(blocks, figures),
+        orders=placed(orders, figures),
+        agreement=_agreement(agreement),
+        times=_times(clock),
+    )
+
+
+def _block(title: str, chart: Chart) -> dict[str, Any]:
+    choice = {"text": "", "figures": [{"caption": "", "problem": "", "chart": chart}]}
+    return {"title": title, "note": "", "wide": True, "tall": True, "choices": [choice]}
+
+
+def _notes(clock: Clock) -> list[str]:
+    over = {curve.over for curve in clock.curves}
+    notes = [ONLY_PROMPTS] if "prompts" in over and "seeds" not in over else []
+    guessed = sum(curve.over == "" for curve in clock.curves)
+    if guessed:
+        notes.append(
+            f"{guessed} of {len(clock.curves)} curves come without errors, which are guessed from the curve itself."
+        )
+    tested = len(clock.curves)
+    return [
+        *notes,
+        f"Each verdict is a test of its own: of {tested} flat curves some {0.05 * tested:.0f} would be said to emerge.",
+    ]
+
+
+def _table(columns: Sequence[str], groups: Iterable[tuple[str, Iterable[Sequence[str]]]]) -> dict[str, Any]:
+    """As the template takes it."""
+    rows = lambda part: [{"strong": False, "cells": [(text, "") for text in row]} for row in part]  # noqa: E731
+    return {"columns": columns, "groups": [{"heading": head, "note": "", "rows": rows(part)} for head, part in groups]}
+
+
+def _agreement(agreement: pd.DataFrame) -> dict[str, Any] | None:
+    if not len(agreement):
+        return None
+    rows = [
+        (f"{row['run_a']}, {row['run_b']}", value(row["spearman"]), str(row["n"]))
+        for row in agreement.to_dict("records")
+    ]
+    return _table(("Runs", "Spearman of the half-way points", "Curves"), [("", rows)])
+
+
+def _times(clock: Clock) -> dict[str, Any]:
+    columns = ("Curve", "Onset", "Half-way", "Peak", "Plateau", "p", "Errors over")
+    groups = []
+    for run, pairs in itertools.groupby(zip(clock.curves, clock.times, strict=True), key=lambda pair: pair[0].run):
+        rows = [
+            (
+                curve.title,
+                *map(time_text, (found.onset, found.halfway, found.peak, found.plateau)),
+                _p_text(found.p_value).removeprefix("= "),
+                curve.over or "guessed",
+            )
+            for curve, found in pairs
+        ]
+        groups.append((run, rows))
+    return _table(columns, groups)

@@ -1,0 +1,338 @@
+"""Curves over training steps, value and standard error: of runs, of tables of scores, and over seeds."""
+
+import json
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+import pandas as pd
+from numpy.typing import NDArray
+
+from lit_layers import records
+from lit_layers.errors import InputError
+from lit_layers.figures.labels import listing, tag_text
+from lit_layers.figures.tables import ORDINALS
+from lit_layers.identity import Settings
+from lit_layers.metrics import look_up
+from lit_layers.report import facts
+
+Array = NDArray[np.floating[Any]]
+AxisName = Literal["step", "tokens"]
+Tags = Mapping[str, Any]
+
+NORMAL_95 = 3.92  # standard errors that a 95% interval is wide
+_NO_CURVE = {*records.PLACES, *ORDINALS, "reference"}
+_TABLES: dict[str, Any] = {
+    ".csv": pd.read_csv,
+    ".parquet": pd.read_parquet,
+    ".jsonl": lambda path: pd.read_json(path, lines=True),
+}
+_STEP = re.compile(r"step[-_=]?(\d+)", re.IGNORECASE)
+# What a column of a table of scores is called, the first that is there.
+_COLUMNS = {
+    "run": ("run", "model"),
+    "analysis": ("analysis", "task"),
+    "metric": ("metric",),
+    "value": ("value", "score"),
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepCurve:
+    """One number over the checkpoints of a run.
+
+    `at` are steps or tokens, increasing, (checkpoints,); `values` and `stderr` (None: not known) belong to them.
+    `over` says what the errors are over: "prompts" (or test rows), "seeds", or "" where they are guessed. Of several
+    seeds `seeds` has the curve of each, (seeds, checkpoints), and `values` their mean.
+    """
+
+    run: str
+    analysis: str
+    metric: str
+    layer: int | None
+    tags: Tags
+    at: Array
+    values: Array
+    stderr: Array | None = None
+    seeds: Array | None = None
+
+    @property
+    def over(self) -> str:
+        return "seeds" if self.seeds is not None else "prompts" if self.stderr is not None else ""
+
+    @property
+    def key(self) -> tuple[str, str, int | None, str]:
+        """What it is, in whichever run."""
+        return self.analysis, self.metric, self.layer, self.tag_text
+
+    @property
+    def tag_text(self) -> str:
+        return ",".join(f"{name}={value}" for name, value in sorted(self.tags.items()))
+
+    @property
+    def title(self) -> str:
+        """As figures call it: `Coupling, k = 12`, `Accuracy, layer 3`; of a task's score the task comes first."""
+        row = look_up(self.metric)
+        parts = [row.title, tag_text(dict(self.tags)), "" if self.layer is None else f"layer {self.layer}"]
+        title = ", ".join(filter(None, parts))
+        return title if row.group or not self.analysis else f"{self.analysis}: {title}"
+
+
+def curves_of(
+    place: str | Path,
+    *,
+    metrics: Sequence[str] = (),
+    where: Mapping[str, str] | None = None,
+    axis: AxisName = "step",
+    settings: Settings = (),
+    allow_suspect: bool = False,
+) -> list[StepCurve]:
+    """Returns the curves of a run's folder, of a table of scores by step, or of a folder of results of lm-eval or MTEB.
+
+    Args:
+        place: a folder with measurements.jsonl; a .csv, .parquet or .jsonl file with a row a score and the columns
+            `step` and `value` (or `score`), maybe `stderr`, `run` (or `model`), `analysis` (or `task`), `metric` and
+            `layer`, any others being tags; a .json file of results, or a folder of these.
+        metrics: these alone, `METRIC` or `ANALYSIS/METRIC`; without any, those that tables of results have.
+        where: tags, or columns of a table, that curves must have.
+        axis: what they are over.
+        settings: of runs, as in `lit_layers.identity`.
+        allow_suspect: also take checkpoints that an audit found suspect.
+
+    Raises:
+        InputError: nothing of that kind is there, two values at one step of a curve, suspect checkpoints.
+    """
+    place = Path(place)
+    if place.is_dir() and any((place / name).is_file() for name in ("measurements.jsonl", "metrics.jsonl")):
+        curves = _of_run(place, axis, settings, allow_suspect, everything=bool(metrics))
+    else:
+        curves = _of_table(_table(place), place, axis, where or {})
+    asked = {name: str(value) for name, value in (where or {}).items()}
+    chosen = [curve for curve in curves if _is_asked(curve, metrics) and _has(curve.tags, asked)]
+    if not chosen:
+        there = listing("metric", sorted({f"{curve.analysis}/{curve.metric}".strip("/") for curve in curves}), most=8)
+        raise InputError(
+            f"metrics: {place} has no such curve over {axis}s: expected of {there}"
+            if curves
+            else f"{place}: no curve over {axis}s"
+        )
+    return chosen
+
+
+def over_seeds(curves: Iterable[StepCurve], name: str) -> list[StepCurve]:
+    """Returns the curves that several runs have, over those of their checkpoints that all have, with each run's own."""
+    groups: dict[tuple[Any, ...], list[StepCurve]] = {}
+    for curve in curves:
+        groups.setdefault(curve.key, []).append(curve)
+    merged = []
+    for group in groups.values():
+        common = sorted(set.intersection(*(set(curve.at[np.isfinite(curve.values)].tolist()) for curve in group)))
+        if len(group) < 2 or not common:
+            continue
+        seeds = np.stack([curve.values[np.isin(curve.at, common)] for curve in group])
+        first = group[0]
+        merged.append(
+            StepCurve(
+                run=name,
+                analysis=first.analysis,
+                metric=first.metric,
+                layer=first.layer,
+                tags=first.tags,
+                at=np.array(common),
+                values=seeds.mean(0),
+                seeds=seeds,
+            )
+        )
+    return merged
+
+
+def _is_asked(curve: StepCurve, metrics: Sequence[str]) -> bool:
+    return not metrics or curve.metric in metrics or f"{curve.analysis}/{curve.metric}" in metrics
+
+
+def _has(tags: Tags, asked: Mapping[str, str]) -> bool:
+    return all(str(tags.get(name, value)) == value for name, value in asked.items())
+
+
+# ------------------------------------------------------------------------------------------------ runs
+
+
+def _of_run(
+    root: Path, axis: AxisName, settings: Settings, allow_suspect: bool, *, everything: bool
+) -> list[StepCurve]:
+    run = facts.read_run(root, settings=settings)
+    if run.compares_models:
+        raise InputError(f"{root}: expected a run over training steps, its models have none")
+    if (suspect := facts.suspects(run)) and not allow_suspect:
+        steps = listing("step", [step for steps in suspect.values() for step in steps])
+        raise InputError(
+            f"{root}: {steps} are suspect ({next(iter(suspect))}): measure them anew, or say --allow-suspect"
+        )
+    points: dict[tuple[Any, ...], dict[int, tuple[float, float]]] = {}
+    for m in run.measurements:
+        at = m.step if axis == "step" else m.tokens
+        if m.error is not None or m.step is None:
+            continue
+        if at is None:
+            raise InputError(f"axis: {root} does not say how many tokens step {m.step} has seen: expected step")
+        for record in m.records:
+            row = look_up(record.metric)
+            if record.other_layer is not None or _NO_CURVE & record.tags.keys() or record.metric == records.FAILED:
+                continue
+            if not everything and (row.secondary or row.unlisted):
+                continue
+            tags = tuple(sorted((name, tag) for name, tag in record.tags.items() if not name.startswith("num_")))
+            points.setdefault((m.analysis, record.metric, record.layer, tags), {})[at] = record.value, _stderr(record)
+    return [
+        _curve(run.name, analysis, metric, layer, dict(tags), [(at, *each[at]) for at in sorted(each)])
+        for (analysis, metric, layer, tags), each in points.items()
+    ]
+
+
+def _stderr(record: records.Record) -> float:
+    if record.stderr is not None:
+        return record.stderr
+    return np.nan if record.low is None or record.high is None else (record.high - record.low) / NORMAL_95
+
+
+def _curve(
+    run: str, analysis: str, metric: str, layer: int | None, tags: Tags, points: Sequence[tuple[float, float, float]]
+) -> StepCurve:
+    """Of points (step, value, standard error); errors count where every value has one."""
+    at, values, stderr = np.array(points, dtype=np.float64).T
+    known = bool(np.isfinite(stderr[np.isfinite(values)]).all())
+    return StepCurve(
+        run=run,
+        analysis=analysis,
+        metric=metric,
+        layer=layer,
+        tags=tags,
+        at=at,
+        values=values,
+        stderr=stderr if known else None,
+    )
+
+
+# ------------------------------------------------------------------------------------------------ tables of scores
+
+
+def _table(place: Path) -> Any:
+    if place.is_dir():
+        rows = [row for path in sorted(place.rglob("*.json")) for row in _results(path, of_folder=True)]
+        if not rows:
+            raise InputError(f"{place}: expected a run's folder, or results of lm-eval or MTEB, got neither")
+        return pd.DataFrame(rows)
+    if not place.is_file():
+        raise InputError(f"expected a run's folder or a table of scores, {place} is not there")
+    if place.suffix == ".json":
+        return pd.DataFrame(_results(place, of_folder=False))
+    if place.suffix not in _TABLES:
+        raise InputError(f"{place}: expected a table that ends in {', '.join(_TABLES)} or .json, or a run's folder")
+    try:
+        return _TABLES[place.suffix](place)
+    except (ValueError, OSError) as error:  # pandas' and pyarrow's are both
+        raise InputError(f"{place} cannot be read as a table: {str(error).splitlines()[0]}") from error
+
+
+def _results(path: Path, *, of_folder: bool) -> list[dict[str, Any]]:
+    """Rows of a file of results of lm-eval or of MTEB, or of a list of rows; of a folder's other files none."""
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except (ValueError, OSError) as error:
+        raise InputError(f"{path} cannot be read as JSON: {error}") from error
+    if isinstance(content, list) and not of_folder:
+        return content
+    content: Any = content if isinstance(content, dict) else {}
+    if isinstance(content.get("results"), dict):
+        config: Any = content.get("config") or {}
+        arguments: Any = config.get("model_args") or {}
+        if isinstance(arguments, str):
+            arguments = {name: value for name, _, value in (part.partition("=") for part in arguments.split(","))}
+        name = str(arguments.get("pretrained") or content.get("model_name") or path.parent.name)
+        revision = str(arguments.get("revision") or config.get("model_revision") or "")
+        place = {"run": name, "step": _step_in(revision, name, path.name, path.parent.name, path=path)}
+        return [
+            {**place, "task": task, "metric": metric, "value": value, "stderr": _stderr_beside(scores, metric)}
+            for task, scores in content["results"].items()
+            for metric, value in scores.items()
+            if isinstance(value, int | float) and "_stderr" not in metric
+        ]
+    if "task_name" in content and isinstance(content.get("scores"), dict):
+        place = {"run": path.parent.parent.name, "task": content["task_name"], "metric": "main_score"}
+        place |= {"step": _step_in(path.parent.name, path.parent.parent.name, path=path)}
+        return [
+            {**place, "split": split, "subset": row.get("hf_subset", "default"), "value": row["main_score"]}
+            for split, rows in content["scores"].items()
+            for row in rows
+        ]
+    if of_folder:
+        return []
+    raise InputError(f"{path}: expected results of lm-eval (results), of MTEB (task_name, scores) or a list of rows")
+
+
+def _stderr_beside(scores: Mapping[str, Any], name: str) -> float:
+    metric, comma, filtered = name.partition(",")
+    value = scores.get(f"{metric}_stderr{comma}{filtered}")
+    return float(value) if isinstance(value, int | float) else np.nan
+
+
+def _step_in(*texts: str, path: Path) -> int:
+    for text in texts:
+        if match := _STEP.search(text):
+            return int(match[1])
+    raise InputError(f"{path}: expected the training step as `step1000` in its revision or in the name of its folder")
+
+
+def _of_table(table: Any, place: Path, axis: AxisName, where: Mapping[str, str]) -> list[StepCurve]:
+    names = {role: next((each for each in among if each in table), "") for role, among in _COLUMNS.items()}
+    for column, name in {axis: axis if axis in table else "", "value": names["value"]}.items():
+        if not name:
+            raise InputError(f"{place}: expected a column {column}, got {', '.join(map(str, table.columns))}")
+    for column, value in where.items():
+        if column not in table:
+            raise InputError(f"where: expected a column of {', '.join(map(str, table.columns))}, got {column}")
+        table = table[table[column].astype(str) == str(value)]
+    numbers = {axis, "stderr", names["value"], "step", "tokens"}
+    for column in numbers & {*table.columns}:
+        table = table.assign(**{column: _numeric(table[column], f"{place}, {column}")})
+    roles = [name for role, name in names.items() if name and role != "value"]
+    others = [name for name in table.columns if name not in {*numbers, *roles, "layer"}]
+    varying = lambda rows, name: rows[name].nunique(dropna=False) > 1  # noqa: E731
+    by_run = [rows for _, rows in table.groupby(names["run"], dropna=False)] if names["run"] else [table]
+    told = [name for name in others if any(varying(rows, name) for rows in by_run)]  # what is one a run tells nothing
+    keys = [*roles, *(["layer"] if "layer" in table else []), *told]
+    curves = []
+    groups = table.groupby(keys, dropna=False, sort=False) if keys else [((), table)]
+    for values, rows in groups:
+        of = dict(zip(keys, values, strict=True))
+        rows = rows.sort_values(axis)
+        if (twice := rows[axis][rows[axis].duplicated()]).size:
+            raise InputError(
+                f"{place}: two values at {axis} {twice.iloc[0]:g} of {', '.join(f'{k} {v}' for k, v in of.items())}: "
+                "expected one a curve; choose with --where, or give the table a column that tells them apart"
+            )
+        stderr = rows["stderr"] if "stderr" in rows else [np.nan] * len(rows)
+        points = [*zip(rows[axis], rows[names["value"]], stderr, strict=True)]
+        run, analysis, metric = (str(of.get(names[role], "")) for role in ("run", "analysis", "metric"))
+        layer = of.get("layer")
+        curves.append(
+            _curve(
+                run or place.stem,
+                analysis,
+                metric or names["value"],
+                None if layer is None or layer != layer else int(layer),
+                {str(name): of[name] for name in told if of[name] == of[name]},
+                points,
+            )
+        )
+    return curves
+
+
+def _numeric(column: Any, name: str) -> Any:
+    try:
+        return column.astype("float64")
+    except (ValueError, TypeError) as error:
+        raise InputError(f"{name}: expected numbers: {error}") from error

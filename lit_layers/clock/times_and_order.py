@@ -1,0 +1,149 @@
+"""When each curve emerges, which before which and how sure that is, and whether runs agree on the order."""
+
+import itertools
+import math
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import pandas as pd
+from scipy import stats
+
+from lit_layers.clock.step_curves import StepCurve
+from lit_layers.errors import InputError
+from lit_layers.functional.emergence import FEWEST_CHECKPOINTS, EmergenceTimes, emergence_times
+
+TIMES = ("onset", "halfway", "peak", "plateau")
+# The columns of times.csv, which others read; times.parquet has every end of an interval beside them.
+COLUMNS = ("run", "analysis", "metric", "layer", "tags", "emerges", "p_value", "onset", "halfway")
+COLUMNS = (*COLUMNS, "halfway_low", "halfway_high", "peak", "plateau", "over")
+FEWEST_COMMON = 5  # curves that two runs must share for their orders to be compared
+
+
+@dataclass(frozen=True)
+class Clock:
+    """Curves and their times, one for each; `left_out` says why curves have none, and how many."""
+
+    curves: list[StepCurve]
+    times: list[EmergenceTimes]
+    left_out: dict[str, int] = field(default_factory=dict)
+
+    @property
+    def runs(self) -> list[str]:
+        return list(dict.fromkeys(curve.run for curve in self.curves))
+
+    def of_run(self, run: str) -> list[tuple[StepCurve, EmergenceTimes]]:
+        return [pair for pair in zip(self.curves, self.times, strict=True) if pair[0].run == run]
+
+
+def measure_times(
+    curves: Sequence[StepCurve],
+    *,
+    confidence: float = 0.95,
+    seed: int = 0,
+    show: Callable[[int, int, str], None] = lambda done, total, what: None,
+) -> Clock:
+    """Returns the times of all curves; those with too few values are left out and counted.
+
+    Raises:
+        InputError: none can be measured.
+    """
+    kept, times, left_out = [], [], dict[str, int]()
+    for number, curve in enumerate(curves):
+        show(number, len(curves), f"{curve.run}: {curve.title}")
+        try:
+            found = emergence_times(
+                curve.at,
+                curve.values,
+                stderr=None if curve.seeds is not None else curve.stderr,
+                replicates=curve.seeds,
+                confidence=confidence,
+                seed=seed,
+            )
+        except ValueError as error:
+            reason = str(error).split(", got")[0]
+            left_out[reason] = left_out.get(reason, 0) + 1
+            continue
+        kept.append(curve)
+        times.append(found)
+    if not kept:
+        reasons = "; ".join(left_out)
+        raise InputError(f"no curve has emergence times: {reasons or f'none has {FEWEST_CHECKPOINTS} checkpoints'}")
+    return Clock(kept, times, left_out)
+
+
+def times_table(clock: Clock) -> pd.DataFrame:
+    """Returns a row a curve: the columns `COLUMNS`, then all ends of intervals, change points and counts."""
+    rows = []
+    for curve, found in zip(clock.curves, clock.times, strict=True):
+        row: dict[str, Any] = {"run": curve.run, "analysis": curve.analysis, "metric": curve.metric}
+        row |= {"layer": curve.layer, "tags": curve.tag_text, "emerges": found.emerges, "p_value": found.p_value}
+        ends = {}
+        for name in TIMES:
+            time = getattr(found, name)
+            row[name] = None if time is None else time.value
+            ends |= {f"{name}_{end}": None if time is None else getattr(time, end) for end in ("low", "high")}
+        row |= ends | {"over": curve.over, "num_checkpoints": found.num_checkpoints, "num_gaps": found.num_gaps}
+        row["change_points"] = " ".join(f"{point.value:.6g}" for point in found.change_points)
+        rows.append(row)
+    table: Any = pd.DataFrame(rows).astype({"layer": "Int64", "tags": "str", "over": "str"})
+    return table[[*COLUMNS, *(name for name in table if name not in COLUMNS)]]
+
+
+def of_the_model(clock: Clock, run: str) -> list[tuple[StepCurve, EmergenceTimes]]:
+    """Returns what stands for each metric of a run: the whole model's curve, else that of the last layer."""
+    pairs = clock.of_run(run)
+    last: dict[tuple[Any, ...], int] = {}
+    for curve, _ in pairs:
+        key, layer = (curve.analysis, curve.metric, curve.tag_text), curve.layer
+        last[key] = math.inf if layer is None else max(layer, last.get(key, -1))  # pyright: ignore
+    return [
+        (curve, found)
+        for curve, found in pairs
+        if (math.inf if curve.layer is None else curve.layer) == last[curve.analysis, curve.metric, curve.tag_text]
+    ]
+
+
+def probability_before(first: EmergenceTimes, second: EmergenceTimes) -> float:
+    """Returns the probability that the first is half-way before the second, over independent draws of both."""
+    ahead = np.searchsorted(np.sort(second.halfway_draws), first.halfway_draws, side="right")
+    behind = np.searchsorted(np.sort(second.halfway_draws), first.halfway_draws, side="left")
+    return float(1 - (ahead + behind).mean() / 2 / len(second.halfway_draws))
+
+
+def order_table(clock: Clock) -> pd.DataFrame:
+    """Returns P(a is half-way before b) for each pair of what emerges in a run, earliest first: `of_the_model`."""
+    rows = []
+    for run in clock.runs:
+        emerged = emerged_in_order(clock, run)
+        for (a, of_a), (b, of_b) in itertools.combinations(emerged, 2):
+            names = {f"{side}_{part}": value for side, curve in (("a", a), ("b", b)) for part, value in _name(curve)}
+            rows.append({"run": run, **names, "p_a_before_b": probability_before(of_a, of_b)})
+    columns = ["run", *(f"{side}_{part}" for side in "ab" for part in ("analysis", "metric", "layer", "tags"))]
+    return pd.DataFrame(rows, columns=[*columns, "p_a_before_b"])
+
+
+def emerged_in_order(clock: Clock, run: str) -> list[tuple[StepCurve, EmergenceTimes]]:
+    """Returns what emerges in a run of `of_the_model`, the earliest half-way point first."""
+    emerged = [(curve, found) for curve, found in of_the_model(clock, run) if found.halfway is not None]
+    return sorted(emerged, key=lambda pair: pair[1].halfway.value)  # pyright: ignore[reportOptionalMemberAccess]
+
+
+def _name(curve: StepCurve) -> Iterable[tuple[str, Any]]:
+    return zip(("analysis", "metric", "layer", "tags"), curve.key, strict=True)
+
+
+def agreement_table(clock: Clock) -> pd.DataFrame:
+    """Returns Spearman's correlation of the half-way points of each two runs, over what emerges in both."""
+    halfway = {
+        run: {curve.key: found.halfway.value for curve, found in of_the_model(clock, run) if found.halfway is not None}
+        for run in clock.runs
+    }
+    rows = []
+    for a, b in itertools.combinations(clock.runs, 2):
+        common = [key for key in halfway[a] if key in halfway[b]]
+        if len(common) >= FEWEST_COMMON:
+            rho: Any = stats.spearmanr([halfway[a][key] for key in common], [halfway[b][key] for key in common])
+            rows.append({"run_a": a, "run_b": b, "spearman": float(rho.statistic), "n": len(common)})
+    return pd.DataFrame(rows, columns=["run_a", "run_b", "spearman", "n"])

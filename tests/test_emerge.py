@@ -1,0 +1,267 @@
+"""`lit-layers emerge` against curves whose times were planted, and tables written as other tools write them."""
+
+import json
+
+import numpy as np
+import pandas as pd
+import pytest
+from scipy import stats
+
+from lit_layers import records
+from lit_layers.cli.main import main
+from lit_layers.clock import Clock, agreement_table, curves_of, measure_times, order_table, over_seeds, times_table
+from lit_layers.clock.emergence_page import at_text, layer_fronts, order_matrix, sentence, timeline
+from lit_layers.clock.step_curves import StepCurve
+from lit_layers.clock.times_and_order import COLUMNS, emerged_in_order, probability_before
+from lit_layers.errors import InputError
+from lit_layers.functional.emergence import EmergenceTimes, Time
+from lit_layers.records import Measurement, Record
+
+STEPS = [0, 1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024]
+AXIS = np.log2(1 + np.array(STEPS))
+ERROR = 0.02
+
+
+def rise(middle: float) -> np.ndarray:
+    """Half-way at the step 2^middle - 1."""
+    return 1 / (1 + np.exp(-(AXIS - middle) / 0.5))
+
+
+def write_run(root, seed: int = 0, *, shift: float = 0.0, audit: dict | None = None, steps=STEPS):
+    """Coupling at 3, probes of layers 1 to 3 at 5, 6, 7, entropy at 8, a loss that never moves; in octaves."""
+    rng = np.random.default_rng(seed)
+    noise = lambda: rng.normal(0, ERROR, len(STEPS))  # noqa: E731
+    curves = {("coupling", "coupling", None, ()): rise(3 + shift) + noise()}
+    for layer, middle in ((1, 5), (2, 6), (3, 7)):
+        curves["probe", "accuracy", layer, ()] = rise(middle + shift) + noise()
+    curves["representation", "prompt_entropy", None, (("normalization", "raw"),)] = 3 - rise(8 + shift) + noise()
+    curves["lens", "logit_lens_loss", 3, ()] = 5 + noise()
+    for number, step in enumerate(steps):
+        by_analysis: dict[str, list[Record]] = {}
+        for (analysis, metric, layer, tags), values in curves.items():
+            record = Record(metric=metric, value=values[number], layer=layer, stderr=ERROR, n=50, tags=dict(tags))
+            by_analysis.setdefault(analysis, []).append(record)
+        by_analysis["probe"].append(Record(metric="accuracy", value=0.1, layer=1, tags={"reference": "majority"}))
+        by_analysis["coupling"].append(Record(metric="coupling_pair", value=0.5, layer=1, other_layer=2))
+        for analysis, found in by_analysis.items():
+            provenance = {"audit": (audit or {}).get(step), "config_hash": "c" * 16}
+            at = {"run": root.name, "step": step, "tokens": 2048 * step, "seconds": 0.1, "provenance": provenance}
+            records.append(root / "measurements.jsonl", Measurement(analysis=analysis, records=found, **at))
+    (root / "run.json").write_text(json.dumps({"run": root.name}))
+    return root
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory):
+    return write_run(tmp_path_factory.mktemp("runs") / "planted")
+
+
+@pytest.fixture(scope="module")
+def clock(run):
+    return measure_times(curves_of(run))
+
+
+def test_planted_times_come_back_in_their_order_and_what_is_flat_does_not_emerge(clock):
+    table = times_table(clock)
+    assert tuple(table.columns[: len(COLUMNS)]) == COLUMNS
+    assert len(table) == 6  # neither the reference nor the pair of layers
+    for name, layer, middle in (
+        ("coupling", None, 3),
+        ("accuracy", 1, 5),
+        ("accuracy", 3, 7),
+        ("prompt_entropy", None, 8),
+    ):
+        (row,) = table[(table.metric == name) & (table.layer.fillna(-1) == (layer or -1))].to_dict("records")
+        assert row["emerges"]
+        # An octave between checkpoints, a width of half of one: 0.3 octaves are well beyond the error.
+        assert abs(np.log2(1 + row["halfway"]) - middle) < 0.3
+        assert row["onset"] < row["halfway_low"] < 2**middle - 1 < row["halfway_high"] < row["peak"]
+        assert row["over"] == "prompts"
+    flat = table[table.metric == "logit_lens_loss"].iloc[0]
+    assert (flat.emerges, pd.isna(flat.halfway)) == (False, True)
+    order = [curve.metric for curve, _ in emerged_in_order(clock, "planted")]
+    assert order == ["coupling", "accuracy", "prompt_entropy"]  # of the probes the last layer's
+    assert (order_table(clock).p_a_before_b > 0.99).all()
+
+
+def test_the_probability_of_an_order_is_that_of_all_pairs_of_draws(clock):
+    (_, first), (_, second), *_ = emerged_in_order(clock, "planted")
+    ahead = first.halfway_draws[:, None] < second.halfway_draws[None]
+    assert probability_before(first, second) == pytest.approx(ahead.mean(), abs=1e-12)
+    assert probability_before(first, second) + probability_before(second, first) == pytest.approx(1)
+    assert probability_before(first, first) == pytest.approx(0.5)
+
+
+def test_figures_and_sentences_say_the_times(clock):
+    chart = timeline(clock)
+    titles = [curve.title for curve, _ in emerged_in_order(clock, "planted")]
+    assert list(chart.x.labels.values()) == titles
+    assert titles[:2] == ["Coupling", "Probe accuracy, layer 3"]
+    half = [10**y - 1 for y in chart.series[0].y]
+    expected = [found.halfway.value for _, found in emerged_in_order(clock, "planted")]
+    assert half == pytest.approx(expected, rel=1e-3)  # five digits of its logarithm
+    ((_, front),) = layer_fronts(clock)
+    assert front.series[0].x == [1, 2, 3]
+    assert np.log2(10 ** np.array(front.series[0].y)) == pytest.approx([5, 6, 7], abs=0.3)
+    matrix = np.array(order_matrix(clock, "planted").cells.values[0], dtype=float)
+    assert np.isnan(np.diag(matrix)).all()
+    assert (matrix[np.triu_indices(3, 1)] > 0.99).all()
+    assert (matrix[np.tril_indices(3, -1)] < 0.01).all()
+    curve, found = emerged_in_order(clock, "planted")[0]
+    halfway = found.halfway
+    text = f"half-way at step {at_text(halfway.value)} ({at_text(halfway.low)} to {at_text(halfway.high)})"
+    assert sentence(curve, found) == f"Coupling: {text}, peak at {at_text(found.peak.value)}"
+    assert [at_text(number) for number in (0.2, 7, 9.96, 12.4, 1444, 25_000)] == [
+        "0.2",
+        "7",
+        "10",
+        "12",
+        "1,444",
+        "25k",
+    ]
+
+
+def test_over_seeds_the_mean_of_common_checkpoints_is_measured_with_their_spread(tmp_path):
+    curves = [
+        curve
+        for seed in range(4)
+        for curve in curves_of(
+            write_run(tmp_path / f"s{seed}", seed, shift=0.2 * seed, steps=STEPS[: 12 - seed % 2]), metrics=["coupling"]
+        )
+    ]
+    (merged,) = over_seeds(curves, "4 seeds")
+    assert merged.over == "seeds"
+    assert merged.at.tolist() == STEPS[:11]
+    assert merged.seeds == pytest.approx(np.stack([curve.values[:11] for curve in curves]))
+    assert merged.values == pytest.approx(merged.seeds.mean(0))
+    (found,) = measure_times([merged]).times
+    (alone,) = measure_times(curves[:1]).times
+    assert abs(np.log2(1 + found.halfway.value) - 3.3) < 0.3
+    # Shifts of 0.2 octaves a seed: far more than the errors over prompts say of one.
+    width = lambda time: np.log2(1 + time.high) - np.log2(1 + time.low)  # noqa: E731
+    assert width(found.halfway) > 1.5 * width(alone.halfway)
+
+
+def test_the_agreement_of_two_runs_is_spearmans_over_what_emerges_in_both():
+    places = {"a": [2, 3, 4, 5, 6, 7, None], "b": [20, 41, 30, 500, 77, 66, 9]}
+    curves, times = [], []
+    for run, at in places.items():
+        for number, place in enumerate(at):
+            name = {"run": run, "analysis": "", "metric": f"m{number}", "layer": None, "tags": {}}
+            curves.append(StepCurve(**name, at=AXIS, values=AXIS))
+            time = place and Time(place, place, place)
+            times.append(EmergenceTimes(place is not None, 0.01, time, time, time, time, (), 12, 0))
+    (row,) = agreement_table(Clock(curves, times)).to_dict("records")
+    assert (row["run_a"], row["run_b"], row["n"]) == ("a", "b", 6)
+    assert row["spearman"] == pytest.approx(stats.spearmanr(places["a"][:6], places["b"][:6]).statistic)
+
+
+def scores(**columns) -> pd.DataFrame:
+    rows = [
+        {"model": model, "task": task, "metric": "acc", "step": step, "value": value, "stderr": 0.02, "shots": shots}
+        | {"family": model[0]}
+        for model in ("x1", "y1")
+        for task, middle in (("easy", 3), ("hard", 7))
+        for shots in (0, 5)
+        for step, value in zip(STEPS, rise(middle + shots / 5), strict=True)
+    ]
+    return pd.DataFrame(rows).assign(**columns)
+
+
+def test_a_table_of_scores_has_a_curve_for_each_combination_of_its_other_columns(tmp_path):
+    table = scores().sample(frac=1, random_state=0)
+    table.to_parquet(tmp_path / "scores.parquet")
+    table.to_csv(tmp_path / "scores.csv", index=False)
+    table.to_json(tmp_path / "scores.jsonl", orient="records", lines=True)
+    parquet, csv, lines = (curves_of(tmp_path / f"scores.{kind}") for kind in ("parquet", "csv", "jsonl"))
+    assert [curve.key for curve in csv] == [curve.key for curve in parquet] == [curve.key for curve in lines]
+    assert len(parquet) == 8
+    curve = next(c for c in parquet if (c.run, c.analysis, c.tags) == ("y1", "hard", {"shots": 5}))  # no family
+    assert (curve.at.tolist(), curve.over, curve.metric) == (STEPS, "prompts", "acc")
+    assert curve.values == pytest.approx(rise(8))
+    few = curves_of(tmp_path / "scores.csv", where={"shots": "0", "model": "x1"})
+    assert [curve.analysis for curve in sorted(few, key=lambda c: c.key)] == ["easy", "hard"]
+
+
+def test_results_of_lm_eval_and_mteb_are_curves(tmp_path):
+    for step, value in zip(STEPS, rise(5), strict=True):
+        folder = tmp_path / "harness" / f"run{step}"
+        folder.mkdir(parents=True)
+        scored = {"acc,none": value, "acc_stderr,none": 0.01, "alias": "piqa"}
+        config = {"model_args": f"pretrained=org/tiny,revision=step{step},dtype=float32"}
+        (folder / "results_2026.json").write_text(json.dumps({"results": {"piqa": scored}, "config": config}))
+        folder = tmp_path / "mteb" / "org__tiny" / f"step{step}"
+        folder.mkdir(parents=True)
+        content = {"task_name": "STS12", "scores": {"test": [{"main_score": value, "hf_subset": "default"}]}}
+        (folder / "STS12.json").write_text(json.dumps(content))
+        (folder / "model_meta.json").write_text("{}")
+    (harness,), (mteb,) = curves_of(tmp_path / "harness"), curves_of(tmp_path / "mteb")
+    assert (harness.run, harness.analysis, harness.metric) == ("org/tiny", "piqa", "acc,none")
+    assert (mteb.run, mteb.analysis, mteb.metric) == ("org__tiny", "STS12", "main_score")
+    for curve in (harness, mteb):
+        assert curve.at.tolist() == STEPS
+        assert curve.values == pytest.approx(rise(5))
+    assert harness.stderr == pytest.approx(np.full(12, 0.01))
+    assert (mteb.stderr, mteb.over) == (None, "")
+
+
+def test_the_command_writes_tables_figures_and_a_page(run, tmp_path, capsys):
+    other = write_run(tmp_path / "other", 1, shift=0.1)
+    out = tmp_path / "out"
+    assert (
+        main(["emerge", str(run), str(other), "--seeds", "--metrics", "coupling,probe/accuracy", "--out", str(out)])
+        == 0
+    )
+    times = pd.read_csv(out / "times.csv")
+    assert tuple(times.columns) == COLUMNS
+    assert set(times.run) == {"planted", "other", "2 seeds"}
+    assert set(times[times.run == "2 seeds"].over) == {"seeds"}
+    order = pd.read_csv(out / "order.csv")
+    assert set(order.run) == {"planted", "other", "2 seeds"}
+    shown = capsys.readouterr().out
+    assert "planted, steps" in shown
+    assert "Probe accuracy, layer 3" in shown
+    page = (out / "emergence.html").read_text()
+    assert "Coupling: half-way at step" in page
+    for name in ("timeline", "order_planted", "layers_probe_accuracy"):
+        assert {path.suffix for path in out.glob(f"{name}.*")} == {".png", ".svg", ".pdf"}
+
+
+def test_over_tokens_times_are_tokens(run):
+    by_step, by_tokens = (measure_times(curves_of(run, metrics=["coupling"], axis=axis)) for axis in ("step", "tokens"))
+    ratio = by_tokens.times[0].halfway.value / by_step.times[0].halfway.value
+    assert ratio == pytest.approx(2048, rel=0.25)  # smooth over another axis: the same gap, another place in it
+
+
+def test_what_cannot_be_measured_is_refused_in_a_sentence(run, tmp_path, capsys):
+    few = write_run(tmp_path / "few", steps=STEPS[:5])
+    suspect = write_run(tmp_path / "suspect", audit={8: "suspect: equal to the final step"})
+    scores(step=7).to_csv(tmp_path / "twice.csv", index=False)
+    scores().drop(columns="value").to_csv(tmp_path / "no_value.csv", index=False)
+    scores(value="high").to_csv(tmp_path / "text.csv", index=False)
+    (tmp_path / "other.json").write_text("{}")
+    (tmp_path / "empty").mkdir()
+    for sentence_, arguments in (
+        ("values at 6 checkpoints or more", [few]),
+        ("step 8 are suspect (equal to the final step)", [suspect]),
+        ("two values at step 7", [tmp_path / "twice.csv"]),
+        ("expected a column value", [tmp_path / "no_value.csv"]),
+        ("expected numbers", [tmp_path / "text.csv"]),
+        ("expected results of lm-eval", [tmp_path / "other.json"]),
+        ("expected a run's folder, or results", [tmp_path / "empty"]),
+        ("is not there", [tmp_path / "gone.csv"]),
+        ("has no such curve", [run, "--metrics", "accuracies"]),
+        ("expected NAME=VALUE", [run, "--where", "k"]),
+        ("the runs of 2 seeds or more, got 1", [run, "--seeds"]),
+        ("has the name of another, planted", [run, run]),
+        ("confidence: expected", [run, "--confidence", "95"]),
+        ("is a file", [run, "--out", tmp_path / "other.json"]),
+        ("settings: nothing was measured with 'abc'", [run, "--settings", "abc"]),
+    ):
+        assert main(["emerge", *map(str, arguments)]) == 2, sentence_
+        error = capsys.readouterr().err
+        assert sentence_ in error, (sentence_, error)
+        assert "Traceback" not in error
+    with pytest.raises(InputError, match="suspect"):
+        curves_of(suspect)
+    assert curves_of(suspect, allow_suspect=True)
