@@ -276,7 +276,8 @@ def _page(clock: Clock, agreement: pd.DataFrame, axis: AxisName) -> str:
 
 
 def _block(title: str, chart: Chart) -> dict[str, Any]:
-    choice = {"text": "", "figures": [{"caption": "", "problem": "", "chart": chart}]}
+    # Its names alone are as wide as a phone.
+    choice = {"text": "", "figures": [{"caption": "", "problem": "", "kind": "scrolled", "chart": chart}]}
     return {"title": title, "note": "", "wide": True, "tall": True, "choices": [choice]}
 
 
