@@ -245,7 +245,7 @@ class NextTokenProbe(SplitProbe):
     def _alike(self, text: Tensor) -> Tensor:
         """Numbers (n,) equal for rows to be held out together: of one document where none has more rows than a fold
         should, else of one text."""
-        origins = self.train.origins()
+        origins = self.train.origins() if isinstance(self.train, Batches) else None  # a plain list knows of none
         if origins is None or origins[text].bincount().max() > len(text) / NUM_FOLDS:
             return text
         return origins[text]

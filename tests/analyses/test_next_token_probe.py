@@ -201,6 +201,14 @@ def test_rows_of_one_document_are_held_out_together_where_none_is_a_fold_of_its_
     assert 5 < texts_of_a_document[10] <= 10
 
 
+def test_a_plain_list_of_batches_is_measured_as_data_that_knows_no_documents(model, split):
+    values = [
+        [r.value for r in run(model, *data, estimator="watch").values()]
+        for data in (split, [[*part] for part in split])
+    ]
+    assert values[0] == values[1]  # the same tensors take the same path
+
+
 def test_padding_on_either_side_and_the_cut_into_batches_change_nothing(model, split):
     train, test = split
     expected = list(analysis(train, test).run(LayeredModel(model)))
