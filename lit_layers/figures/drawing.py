@@ -40,9 +40,13 @@ def _printable(part: Any) -> Any:
 
 def _numbered_anew(svg: str) -> str:
     """With clips and gradients numbered from 0: they count on from picture to picture; equal charts would differ."""
-    numbers: dict[str, int] = {}
-    ids = r'((?:id="|url\(#)(?:clip|gradient_))(\d+)'
-    return re.sub(ids, lambda at: f"{at[1]}{numbers.setdefault(at[2], len(numbers))}", svg)
+    numbers: dict[str, dict[str, int]] = {"clip": {}, "gradient_": {}}  # each kind has a count of its own
+
+    def numbered(at: re.Match[str]) -> str:
+        of_kind = numbers[at[2]]
+        return f"{at[1]}{at[2]}{of_kind.setdefault(at[3], len(of_kind))}"
+
+    return re.sub(r'(id="|url\(#)(clip|gradient_)(\d+)', numbered, svg)
 
 
 if __name__ == "__main__":
