@@ -155,6 +155,7 @@ def options(home: Home, folder: Path, chance: random.Random) -> Result:
         "analyze": [model, "--root", "out"],
         "audit": [str(home.root / "series")],
         "correlate": [str(home.root / "models.csv"), "--metric", "coupling", "--score", "score", "--out", "out"],
+        "emerge": [str(home.root / "run"), "--out", "out"],
         "fit": ["--root", "out", "--trainer.max_steps", "1"],
         "intervene": [model, "--speed", "--root", "out", "--num_tokens", "8"],
         "mteb": [model, "--tasks", "local", "--folder", str(home.root / "tasks"), "--root", "out"],
