@@ -227,6 +227,11 @@ def test_the_command_writes_tables_figures_and_a_page(run, tmp_path, capsys):
         assert {path.suffix for path in out.glob(f"{name}.*")} == {".png", ".svg", ".pdf"}
 
 
+def test_tags_choose_curves_of_a_run(run):
+    (curve,) = curves_of(run, where={"normalization": "raw"})
+    assert curve.metric == "prompt_entropy"  # not those that have no such tag
+
+
 def test_over_tokens_times_are_tokens(run):
     by_step, by_tokens = (measure_times(curves_of(run, metrics=["coupling"], axis=axis)) for axis in ("step", "tokens"))
     ratio = by_tokens.times[0].halfway.value / by_step.times[0].halfway.value
@@ -239,6 +244,12 @@ def test_what_cannot_be_measured_is_refused_in_a_sentence(run, tmp_path, capsys)
     scores(step=7).to_csv(tmp_path / "twice.csv", index=False)
     scores().drop(columns="value").to_csv(tmp_path / "no_value.csv", index=False)
     scores(value="high").to_csv(tmp_path / "text.csv", index=False)
+    scores(layer=1.5).to_csv(tmp_path / "half.csv", index=False)
+    scores().iloc[:0].to_csv(tmp_path / "nothing.csv", index=False)
+    scores(step=np.nan).to_csv(tmp_path / "no_step.csv", index=False)
+    scores(loss=np.arange(len(scores()))).to_csv(tmp_path / "apart.csv", index=False)
+    (tmp_path / "odd.json").write_text('{"results": {"piqa": 5}, "model_name": "m/step5"}')
+    (tmp_path / "list.json").write_text("[1, 2]")
     (tmp_path / "other.json").write_text("{}")
     (tmp_path / "empty").mkdir()
     for sentence_, arguments in (
@@ -247,6 +258,14 @@ def test_what_cannot_be_measured_is_refused_in_a_sentence(run, tmp_path, capsys)
         ("two values at step 7", [tmp_path / "twice.csv"]),
         ("expected a column value", [tmp_path / "no_value.csv"]),
         ("expected numbers", [tmp_path / "text.csv"]),
+        ("expected whole numbers in column layer, got 1.5", [tmp_path / "half.csv"]),
+        ("it has no rows", [tmp_path / "nothing.csv"]),
+        ("some have none", [tmp_path / "no_step.csv"]),
+        ("each row would be a curve of its own by column loss", [tmp_path / "apart.csv"]),
+        ("it has no rows", [tmp_path / "odd.json"]),
+        ("or a list of rows", [tmp_path / "list.json"]),
+        ("has normalization=logN", [run, "--where", "normalization=logN"]),
+        ("has shots=3,task=easy", [tmp_path / "half.csv", "--where", "shots=3,task=easy"]),
         ("expected results of lm-eval", [tmp_path / "other.json"]),
         ("expected a run's folder, or results", [tmp_path / "empty"]),
         ("is not there", [tmp_path / "gone.csv"]),

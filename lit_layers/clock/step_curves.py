@@ -70,7 +70,7 @@ class StepCurve:
 
     @property
     def tag_text(self) -> str:
-        return ",".join(f"{name}={value}" for name, value in sorted(self.tags.items()))
+        return _text(dict(sorted(self.tags.items())))
 
     @property
     def title(self) -> str:
@@ -108,10 +108,13 @@ def curves_of(
     place = Path(place)
     if place.is_dir() and any((place / name).is_file() for name in ("measurements.jsonl", "metrics.jsonl")):
         curves = _of_run(place, axis, settings, allow_suspect, everything=bool(metrics))
+        with_tags = [curve for curve in curves if _has(curve.tags, where or {})]
+        if curves and not with_tags:
+            raise InputError(f"where: no curve of {place} has {_text(where or {})}")
+        curves = with_tags
     else:
         curves = _of_table(_table(place), place, axis, where or {})
-    asked = {name: str(value) for name, value in (where or {}).items()}
-    chosen = [curve for curve in curves if _is_asked(curve, metrics) and _has(curve.tags, asked)]
+    chosen = [curve for curve in curves if _is_asked(curve, metrics)]
     if not chosen:
         there = listing("metric", sorted({f"{curve.analysis}/{curve.metric}".strip("/") for curve in curves}), most=8)
         raise InputError(
@@ -153,8 +156,12 @@ def _is_asked(curve: StepCurve, metrics: Sequence[str]) -> bool:
     return not metrics or curve.metric in metrics or f"{curve.analysis}/{curve.metric}" in metrics
 
 
+def _text(tags: Tags) -> str:
+    return ",".join(f"{name}={value}" for name, value in tags.items())
+
+
 def _has(tags: Tags, asked: Mapping[str, str]) -> bool:
-    return all(str(tags.get(name, value)) == value for name, value in asked.items())
+    return all(name in tags and str(tags[name]) == value for name, value in asked.items())
 
 
 # ------------------------------------------------------------------------------------------------ runs
@@ -243,7 +250,7 @@ def _results(path: Path, *, of_folder: bool) -> list[dict[str, Any]]:
         content = json.loads(path.read_text(encoding="utf-8"))
     except (ValueError, OSError) as error:
         raise InputError(f"{path} cannot be read as JSON: {error}") from error
-    if isinstance(content, list) and not of_folder:
+    if isinstance(content, list) and all(isinstance(row, dict) for row in content) and not of_folder:
         return content
     content: Any = content if isinstance(content, dict) else {}
     if isinstance(content.get("results"), dict):
@@ -257,6 +264,7 @@ def _results(path: Path, *, of_folder: bool) -> list[dict[str, Any]]:
         return [
             {**place, "task": task, "metric": metric, "value": value, "stderr": _stderr_beside(scores, metric)}
             for task, scores in content["results"].items()
+            if isinstance(scores, dict)
             for metric, value in scores.items()
             if isinstance(value, int | float) and "_stderr" not in metric
         ]
@@ -267,6 +275,7 @@ def _results(path: Path, *, of_folder: bool) -> list[dict[str, Any]]:
             {**place, "split": split, "subset": row.get("hf_subset", "default"), "value": row["main_score"]}
             for split, rows in content["scores"].items()
             for row in rows
+            if "main_score" in row
         ]
     if of_folder:
         return []
@@ -287,6 +296,8 @@ def _step_in(*texts: str, path: Path) -> int:
 
 
 def _of_table(table: Any, place: Path, axis: AxisName, where: Mapping[str, str]) -> list[StepCurve]:
+    if not len(table):
+        raise InputError(f"{place}: expected scores by step, it has no rows")
     names = {role: next((each for each in among if each in table), "") for role, among in _COLUMNS.items()}
     for column, name in {axis: axis if axis in table else "", "value": names["value"]}.items():
         if not name:
@@ -295,15 +306,26 @@ def _of_table(table: Any, place: Path, axis: AxisName, where: Mapping[str, str])
         if column not in table:
             raise InputError(f"where: expected a column of {', '.join(map(str, table.columns))}, got {column}")
         table = table[table[column].astype(str) == str(value)]
+    if not len(table):
+        raise InputError(f"where: no row of {place} has {_text(where)}")
     numbers = {axis, "stderr", names["value"], "step", "tokens"}
-    for column in numbers & {*table.columns}:
+    for column in {*numbers, "layer"} & {*table.columns}:
         table = table.assign(**{column: _numeric(table[column], f"{place}, {column}")})
+    if table[axis].isna().any():
+        raise InputError(f"{place}: expected a number in each row of column {axis}, some have none")
+    if "layer" in table and (uneven := table["layer"][table["layer"] % 1 > 0]).size:
+        raise InputError(f"{place}: expected whole numbers in column layer, got {uneven.iloc[0]:g}")
     roles = [name for role, name in names.items() if name and role != "value"]
     others = [name for name in table.columns if name not in {*numbers, *roles, "layer"}]
+    table = table.assign(**{name: table[name].map(str) for name in others if table[name].dtype == object})
     varying = lambda rows, name: rows[name].nunique(dropna=False) > 1  # noqa: E731
     by_run = [rows for _, rows in table.groupby(names["run"], dropna=False)] if names["run"] else [table]
     told = [name for name in others if any(varying(rows, name) for rows in by_run)]  # what is one a run tells nothing
     keys = [*roles, *(["layer"] if "layer" in table else []), *told]
+    if len(table) > 1 and told and not table.duplicated(keys).any():
+        raise InputError(
+            f"{place}: each row would be a curve of its own by column {told[-1]}: expected it to be left out"
+        )
     curves = []
     groups = table.groupby(keys, dropna=False, sort=False) if keys else [((), table)]
     for values, rows in groups:
