@@ -6,7 +6,7 @@ import logging
 import shutil
 import time
 from abc import abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -81,20 +81,16 @@ class _AtSteps(L.Callback):
     def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
         if stage != "fit":
             return
-        refusal: str | None = None
-        if trainer.is_global_zero and not run_lock.is_held(self.root):
-            try:
-                self._held.enter_context(run_lock.writing(self.root))
-            except InputError as error:
-                refusal = str(error)
         self._ranks = Ranks(new_group()) if trainer.world_size > 1 else None
-        refusal = self._from_first(refusal)  # all ranks are refused, as none could go on
-        if refusal is not None:
-            raise InputError(refusal)
+        self._from_first(self._hold)
 
-    def _from_first(self, value: Any) -> Any:
-        """What rank 0 has, on all ranks."""
-        return value if self._ranks is None else self._ranks.from_first(value)
+    def _hold(self) -> None:
+        if not run_lock.is_held(self.root):
+            self._held.enter_context(run_lock.writing(self.root))
+
+    def _from_first(self, compute: Callable[[], Any]) -> Any:
+        """What `compute` gives on rank 0, on all ranks, each of which calls; where it fails, all of them fail."""
+        return compute() if self._ranks is None else self._ranks.from_first(compute)
 
     def teardown(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
         self._held.close()
@@ -187,17 +183,20 @@ class SeriesCheckpoint(_AtSteps):
 
     def at_step(self, trainer: L.Trainer, model: nn.Module, step: int) -> None:
         folder = step_folder(self.root, step)
+
         # The step that a run is resumed at was saved before, with these weights; later ones are saved anew.
-        if trainer.is_global_zero and not (step == self._resumed_at and folder.exists()):
-            shards = getattr(getattr(trainer, "datamodule", None), "shards", None)
-            tokenizer = self.tokenizer or getattr(shards, "tokenizer_path", None)
-            write_folder(folder, lambda folder: save(model, folder, tokenizer))
+        def write() -> None:
+            if not (step == self._resumed_at and folder.exists()):
+                shards = getattr(getattr(trainer, "datamodule", None), "shards", None)
+                tokenizer = self.tokenizer or getattr(shards, "tokenizer_path", None)
+                write_folder(folder, lambda folder: save(model, folder, tokenizer))
+
+        self._from_first(write)
 
     def without_room(self, trainer: L.Trainer, model: nn.Module, step: int, reason: str) -> None:
         strategy: Any = trainer.strategy
         whole = whole_on_first_rank(model, strategy)
-        if whole is not None:
-            self.at_step(trainer, whole, step)
+        self.at_step(trainer, model if whole is None else whole, step)  # only the first rank looks at its model
 
 
 class Watcher(Protocol):
@@ -289,25 +288,22 @@ class EmergenceCallback(_AtSteps):
 
         A run that is resumed keeps its steps, whatever its budget is now.
         """
-        result: list[Any] = [self._stride, None]
-        if trainer.is_global_zero and not self._stride and self.budget is not None:
-            try:
-                with undisturbed.kept_random_state():
-                    result[0] = self._stride_within(self.budget, trainer, view)
-            except InputError as error:
-                result[1] = str(error)
-        elif trainer.is_global_zero and self._budget_at_start != self.budget:
+        self._stride = self._from_first(functools.partial(self._stride_on_first, trainer, view))
+        if self._stride > 1:
+            self.schedule = self.schedule.thinned(self._stride, trainer.max_steps)
+
+    def _stride_on_first(self, trainer: L.Trainer, view: LayeredModel) -> int:
+        if not self._stride and self.budget is not None:
+            with undisturbed.kept_random_state():
+                return self._stride_within(self.budget, trainer, view)
+        if self._budget_at_start != self.budget:
             logger.warning(
                 "budget: %s changes nothing, as a resumed run keeps the steps that %s gave it: %s measured",
                 "none" if self.budget is None else self.budget,
                 self._budget_at_start,
                 "all are" if self._stride == 1 else f"every {self._stride}-th scheduled one is",
             )
-        self._stride, refusal = self._from_first(result)
-        if refusal is not None:
-            raise InputError(refusal)
-        if self._stride > 1:
-            self.schedule = self.schedule.thinned(self._stride, trainer.max_steps)
+        return self._stride
 
     def _stride_within(self, budget: str | float, trainer: L.Trainer, view: LayeredModel) -> int:
         plan, row = plan_run(
@@ -336,8 +332,9 @@ class EmergenceCallback(_AtSteps):
         return stride
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        measurements = records.read(self.file) if trainer.is_global_zero and self.file.exists() else []
-        measurements, self._source = self._from_first((measurements, origin_of(trainer).source))
+        measurements, self._source = self._from_first(
+            lambda: (records.read(self.file) if self.file.exists() else [], origin_of(trainer).source)
+        )
         self._store, self._plain = Store(self.file, measurements), plain_settings(measurements)
         super().on_train_start(trainer, pl_module)
 
@@ -356,7 +353,7 @@ class EmergenceCallback(_AtSteps):
             tokens=self._tokens(trainer, step),
             provenance=self._provenance(step == origin_of(trainer).step),
             # of the same weights on every rank
-            weights_hash=self._from_first(weights_hash(model) if trainer.is_global_zero else None),
+            weights_hash=self._from_first(lambda: weights_hash(model)),
             way=functools.partial(way, kept_mb=self.kept_mb, folder=self.root),
             starting=starting,
         ):

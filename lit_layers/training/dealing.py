@@ -12,6 +12,7 @@ from torch import distributed, nn
 
 from lit_layers import undisturbed
 from lit_layers.analyses.base import ALL, Analysis, DividedAnalysis, StagedAnalysis
+from lit_layers.errors import InputError
 from lit_layers.models.shared_pass import SharedPass
 from lit_layers.models.view import LayeredModel
 from lit_layers.models.workload import flop
@@ -107,11 +108,30 @@ class Ranks:
         self._seconds: dict[Part, float] = {}  # on rank 0, of the last checkpoint
         self._owners: dict[frozenset[Part], list[set[Part]]] = {}  # on rank 0: how these parts were dealt last
 
-    def from_first(self, value: Any) -> Any:
-        """What rank 0 has, on all ranks."""
-        values = [value]
+    def from_first(self, compute: Callable[[], Any]) -> Any:
+        """What `compute` gives on rank 0, the only one that calls it, on all ranks.
+
+        Raises:
+            InputError: on all ranks, what rank 0 raised.
+            RuntimeError: on the others, where rank 0 failed with anything else, which it raises as it is.
+        """
+        value = failure = error = None
+        if self.rank == 0:
+            try:
+                value = compute()
+            except InputError as refusal:
+                error, failure = refusal, (type(refusal), str(refusal))
+            except Exception as unforeseen:
+                error, failure = unforeseen, (RuntimeError, f"rank 0: {type(unforeseen).__name__}: {unforeseen}")
+        values = [value, failure]
         distributed.broadcast_object_list(values, src=0, group=self.group)
-        return values[0]
+        if error is not None:
+            raise error
+        value, failure = values
+        if failure is not None:
+            kind, sentence = failure
+            raise kind(sentence)
+        return value
 
     def measure(
         self,
@@ -134,8 +154,7 @@ class Ranks:
         failed: dict[str, Attempt] = {}  # what this rank could not go on with
         stage = 0
         while due:
-            dealt = self._dealt(view, due, failed.keys(), stage) if self.rank == 0 else None
-            numbers, staged = self.from_first(dealt)
+            numbers, staged = self.from_first(functools.partial(self._dealt, view, due, failed.keys(), stage))
             mine = {name: analysis for name, analysis in due.items() if name not in failed}
             results = failed | self._results(view, mine, numbers[self.rank], starting, facts)
             of_ranks: list[Any] = [None] * self.size

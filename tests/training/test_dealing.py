@@ -1,12 +1,17 @@
 """Who measures what: no rank is busy for longer than a fair share and the longest part."""
 
+import datetime
 import random
+from unittest.mock import Mock
 
 import pytest
+from torch import distributed
 
 from lit_layers.analyses import Trajectory
+from lit_layers.errors import RunLostError
 from lit_layers.models.view import LayeredModel
 from lit_layers.training.dealing import Part, Ranks, deal
+from tests.support.forked import run_ranks
 from tests.support.tiny_models import tiny
 from tests.support.tiny_training import RandomText
 
@@ -86,3 +91,24 @@ def test_the_same_parts_are_dealt_as_at_the_last_checkpoint():
         ranks._dealt(view, {"trajectory": Trajectory(batches=RandomText(num_batches=1))}, [], 0)  # fewer parts between
     assert dealt[0] == dealt[1]
     assert [len(of_rank["trajectory"]) for of_rank in dealt[0][0]] == [2, 2]
+
+
+def fail_on_first_rank() -> int:
+    """0 where each failure of rank 0 came as it should on this rank, and the group goes on."""
+    distributed.init_process_group("gloo", timeout=datetime.timedelta(seconds=20))
+    ranks = Ranks(distributed.new_group(backend="gloo", timeout=datetime.timedelta(seconds=20)))
+    first = ranks.rank == 0
+    for error, elsewhere in (
+        (RunLostError("root: taken over"), (RunLostError, "root: taken over")),
+        (KeyError("weight"), (RuntimeError, "rank 0: KeyError: 'weight'")),
+    ):
+        compute = Mock(side_effect=error)
+        with pytest.raises(Exception) as raised:
+            ranks.from_first(compute)
+        assert raised.value is error if first else (type(raised.value), str(raised.value)) == elsewhere
+        assert compute.call_count == first
+    return 0 if ranks.from_first(lambda: 7) == 7 else 1
+
+
+def test_what_the_first_rank_fails_with_ends_all_ranks():
+    assert run_ranks(fail_on_first_rank) == [0, 0]
