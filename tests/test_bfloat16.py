@@ -230,6 +230,8 @@ def test_a_difference_that_is_defined_for_no_text_says_how_many_there_were():
         ]
         assert all(math.isnan(r.value) for r in found)
     assert [*rounding_records(torch.tensor([]), "loss")] == []
+    of_all, _ = rounding_records(torch.tensor([0.1, 0.2]), "loss", tags={"num_undefined": 1, "split": "test"})
+    assert of_all.tags == {"dtype": "bfloat16", "of": "loss", "split": "test"}  # not the count of the number beside it
 
 
 def test_no_curve_mean_or_median_is_over_two_precisions():

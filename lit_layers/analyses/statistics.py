@@ -227,7 +227,10 @@ def rounding_records(
     """
     finite = differences.isfinite()
     sizes = differences[finite].abs().double()
-    tags = {**(tags or {}), "dtype": "bfloat16", "of": of, **left_out("", ~finite)}
+    shared = {
+        name: tag for name, tag in (tags or {}).items() if not name.startswith("num_")
+    }  # counts of the number itself
+    tags = {**shared, "dtype": "bfloat16", "of": of, **left_out("", ~finite)}
     if len(differences):
         ends = (sizes.mean(), sizes.max()) if len(sizes) else (torch.tensor(math.nan),) * 2
         for metric, value in zip(("bf16_difference", "bf16_largest_difference"), ends, strict=True):
