@@ -253,18 +253,19 @@ def refuse_variants(variants: Sequence[Mapping[str, Any]], what: str, *, option:
 
 
 def refuse_unlike(variants: Mapping[str, Mapping[str, Any]], what: str, *, option: str, example: str) -> None:
-    """Refuses variants, by the model, that differ in more than `k`, which counts directions and goes with the width.
+    """Refuses variants, by the model, that differ in more than the number `k` of directions, which goes with the width.
 
     Raises:
         InputError: the tags that differ, with a model of each, and how one is chosen; `example` as above.
     """
-    alike: dict[str, tuple[str, dict[str, Any]]] = {}
+    alike: dict[str, tuple[str, Mapping[str, Any]]] = {}
     for model, tags in variants.items():
-        shown = {name: value for name, value in tags.items() if name != "k"}
-        alike.setdefault(str(sorted(shown.items(), key=str)), (model, shown))
+        kind = sorted((name, "" if name == "k" else value) for name, value in tags.items())
+        alike.setdefault(str(kind), (model, tags))
     if len(alike) > 1:
-        listed = "; ".join(f"{tag_text(tags) or 'no tag'} of {model}" for model, tags in alike.values())
-        first = ",".join(f"{name}={value}" for name, value in next(tags for _, tags in alike.values() if tags).items())
+        listed = "; ".join(f"{tag_text(dict(tags)) or 'no tag'} of {model}" for model, tags in alike.values())
+        most = max((tags for _, tags in alike.values()), key=len)
+        first = ",".join(f"{name}={value}" for name, value in most.items() if name != "k" or len(most) == 1)
         raise InputError(
             f"{option}: {what} is {listed}: numbers of two kinds do not compare: measure all models alike, or choose, "
             f"e.g. {example.format(first)}"
