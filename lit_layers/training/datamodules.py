@@ -165,6 +165,8 @@ class LitTextData(LitStepData):
         num_validation_sequences: how many validation blocks, from the first on.
         validation_batch_size: sequences per validation batch and rank.
         seed: of the order of the training blocks.
+        shuffle_tokens: a control without structure: the tokens of each training block (not of validation) stand in a
+            random order of that block, the same whenever it comes.
         num_workers: loader processes; 0 is quickest for memory-mapped tokens on few cores.
     """
 
@@ -178,10 +180,12 @@ class LitTextData(LitStepData):
         num_validation_sequences: int = 256,
         validation_batch_size: int = 16,
         seed: int = 0,
+        shuffle_tokens: bool = False,
         num_workers: int = 0,
     ) -> None:
         super().__init__()
         self.corpus, self.tokenizer, self.num_tokens, self.seed = corpus, tokenizer, num_tokens, seed
+        self.shuffle_tokens = shuffle_tokens
         self.global_batch_size, self.num_validation_sequences = global_batch_size, num_validation_sequences
         self.validation_batch_size, self.num_workers = validation_batch_size, num_workers
         refuse_outside("data.", DATA_RANGES, vars(self))
@@ -197,6 +201,7 @@ class LitTextData(LitStepData):
             "corpus_hash": self.shards.corpus_hash,
             "tokenizer_hash": self.shards.tokenizer_hash,
             "unigram_entropy": unigram_entropy(self.shards),
+            **({"shuffle_tokens": True} if getattr(self, "shuffle_tokens", False) else {}),
         }
 
     def prepare_data(self) -> None:
@@ -204,7 +209,8 @@ class LitTextData(LitStepData):
 
     def setup(self, stage: str) -> None:
         self.shards = prepared(self.corpus, self.tokenizer)
-        self.train = TokenBlocks(self.shards, split="train", num_tokens=self.num_tokens)
+        blocks = TokenBlocks(self.shards, split="train", num_tokens=self.num_tokens)
+        self.train = _ShuffledBlocks(blocks, self.seed) if self.shuffle_tokens else blocks
         validation = TokenBlocks(self.shards, split="validation", num_tokens=self.num_tokens)
         self.validation = Subset(validation, range(min(len(validation), self.num_validation_sequences)))
 
@@ -214,6 +220,21 @@ class LitTextData(LitStepData):
     def val_dataloader(self) -> DataLoader:
         batches = self._validation_batches(len(self.validation), "num_validation_sequences")
         return self._loader(self.validation, batches)
+
+
+class _ShuffledBlocks(Dataset[dict[str, Tensor]]):
+    """Blocks of tokens, each in a random order of its own: what they hold is left, what follows what is not."""
+
+    def __init__(self, blocks: TokenBlocks, seed: int) -> None:
+        self.blocks, self.seed = blocks, seed
+
+    def __len__(self) -> int:
+        return len(self.blocks)
+
+    def __getitem__(self, index: int) -> dict[str, Tensor]:
+        ids = self.blocks[index]["input_ids"]
+        order = np.random.default_rng((self.seed, index)).permutation(len(ids))
+        return {"input_ids": ids[torch.from_numpy(order)]}
 
 
 class LitImageData(LitStepData):
@@ -239,6 +260,8 @@ class LitImageData(LitStepData):
         num_repeats: how often an image comes in a row, augmented anew (3 in DeiT's repeated augmentation); an epoch
             then holds as many samples, of fewer images.
         seed: of the order of the images and their augmentation.
+        shuffle_labels: a control without structure: the training images (not those of validation) change labels among
+            themselves, once.
         num_workers: loader processes; 0 is quickest for small images.
     """
 
@@ -257,6 +280,7 @@ class LitImageData(LitStepData):
         erasing: float = 0.0,
         num_repeats: int = 1,
         seed: int = 0,
+        shuffle_labels: bool = False,
         num_workers: int = 0,
     ) -> None:
         super().__init__()
@@ -265,7 +289,7 @@ class LitImageData(LitStepData):
         self.global_batch_size, self.num_validation_images = global_batch_size, num_validation_images
         self.validation_batch_size, self.crop_padding, self.flip = validation_batch_size, crop_padding, flip
         self.rand_augment, self.erasing, self.num_repeats = rand_augment, erasing, num_repeats
-        self.seed, self.num_workers = seed, num_workers
+        self.seed, self.shuffle_labels, self.num_workers = seed, shuffle_labels, num_workers
         refuse_outside("data.", DATA_RANGES, {**vars(self), "image_size": image_size})
 
     @property
@@ -291,6 +315,7 @@ class LitImageData(LitStepData):
             "mean": list(self.statistics[0]),
             "std": list(self.statistics[1]),
             "data_hash": {"train": self.source.train.content_hash(), "test": self.source.test.content_hash()},
+            **({"shuffle_labels": True} if self.shuffle_labels else {}),
         }
 
     def prepare_data(self) -> None:
@@ -329,7 +354,10 @@ class LitImageData(LitStepData):
         images = self.source.train
         order = SampleOrder(len(images), seed=self.seed, num_repeats=self.num_repeats)
         numbers = self._steps(len(images), _SampleNumbers)
-        training = _TrainingImages(images, order, self._transform(), self.seed)
+        labels = images.labels
+        if self.shuffle_labels:
+            labels = labels[torch.from_numpy(np.random.default_rng(self.seed).permutation(len(labels)))]
+        training = _TrainingImages(images, labels, order, self._transform(), self.seed)
         return self._loader(training, numbers, collate_fn=_as_it_is)
 
     def val_dataloader(self) -> DataLoader:
@@ -399,12 +427,19 @@ class _SampleNumbers(StepSampler):
 class _TrainingImages(Dataset):
     """A micro-batch at a time."""
 
-    def __init__(self, pictures: Pictures, order: SampleOrder, transform: Callable[..., Any] | None, seed: int) -> None:
-        self.pictures, self.order, self.transform, self.seed = pictures, order, transform, seed
+    def __init__(
+        self,
+        pictures: Pictures,
+        labels: Tensor,
+        order: SampleOrder,
+        transform: Callable[..., Any] | None,
+        seed: int,
+    ) -> None:
+        self.pictures, self.labels, self.order, self.transform, self.seed = pictures, labels, order, transform, seed
 
     def __getitems__(self, numbers: Sequence[int]) -> Batch | InputError:
         chosen = [self.order.image(number) for number in numbers]
-        labels = self.pictures.labels[chosen]
+        labels = self.labels[chosen]
         if isinstance(self.pictures, SmallPictures):
             return {"pixels": self.pictures.pixels[chosen], "labels": labels, "number": torch.tensor(numbers)}
         try:

@@ -6,6 +6,7 @@ from torch.utils.data import DataLoader
 
 from lit_layers.data.batches import TokenBlocks
 from lit_layers.errors import InputError
+from lit_layers.training import LitTextData
 
 
 def test_the_blocks_tile_the_split_and_predict_every_token_once(made):
@@ -62,3 +63,21 @@ def test_a_split_too_short_for_one_block_is_refused(made):
         TokenBlocks(made, "validation", num_tokens=total)
     with pytest.raises(InputError, match="num_tokens must be at least 1"):
         TokenBlocks(made, num_tokens=0)
+
+
+def test_shuffled_blocks_hold_the_same_tokens_in_an_order_of_their_own(made):
+    data = [
+        LitTextData(str(made.folder), str(made.tokenizer_path), num_tokens=32, shuffle_tokens=shuffle, seed=3)
+        for shuffle in (False, True, True)
+    ]
+    for each in data:
+        each.setup("fit")
+    plain, shuffled, again = ([each.train[index]["input_ids"] for index in range(len(each.train))] for each in data)
+    assert all(torch.equal(one, other) for one, other in zip(shuffled, again, strict=True))
+    assert all(torch.equal(one.sort()[0], other.sort()[0]) for one, other in zip(plain, shuffled, strict=True))
+    moved = torch.cat([one != other for one, other in zip(plain, shuffled, strict=True)]).double().mean()
+    assert moved > 0.8  # tokens that come twice in a block may come to stand where they stood
+    orders = {tuple(block.argsort(stable=True).tolist()) for block in shuffled}
+    assert len(orders) == len(shuffled)
+    assert torch.equal(*(each.validation[0]["input_ids"] for each in data[:2]))
+    assert data[1].describe() == {**data[0].describe(), "shuffle_tokens": True}

@@ -150,3 +150,18 @@ def test_the_validation_images_are_dealt_over_the_ranks_and_never_augmented():
 def test_options_out_of_range_are_refused(options, sentence):
     with pytest.raises(InputError, match=sentence):
         digits(**options).setup("fit")
+
+
+def test_shuffled_labels_are_the_same_labels_of_other_images_and_validation_keeps_its_own():
+    plain, shuffled, again = (
+        LitImageData("digits", global_batch_size=64, shuffle_labels=shuffle) for shuffle in (False, True, True)
+    )
+    truth, changed = (joined(batches(images, 20)) for images in (plain, shuffled))
+    assert torch.equal(truth["pixel_values"], changed["pixel_values"])
+    same = (truth["labels"] == changed["labels"]).double().mean()
+    assert same == pytest.approx(0.1, abs=0.05)  # ten classes of equal size: 1,280 draws, an error of .008
+    assert_same(joined(batches(again, 20)), changed)
+    whole = [joined(batches(images, 23))["labels"][:1442] for images in (plain, shuffled)]  # the first epoch
+    assert torch.equal(*(labels.bincount() for labels in whole))
+    assert torch.equal(*(next(iter(images.val_dataloader()))["labels"] for images in (plain, shuffled)))
+    assert shuffled.describe() == {**plain.describe(), "shuffle_labels": True}
