@@ -339,10 +339,10 @@ class Interventions(ReadoutAnalysis):
     tokens, and loss and accuracy against the batch's `labels` where it has them (-100 for none).
 
     The tag `variant` names the order, `middle` counts the blocks in question, `loops` those of looped_parallel; of
-    skip_one and switch the record's layer is the block. Random orders have records for each `seed`, with the
-    `schedule` and its `kendall_distance` (pairs of blocks that stand the other way round), and one of the mean over
-    seeds, taken within each prompt; there `num_identical` counts orders that left everything in place. The full model
-    is `baseline`, at a divergence of 0.
+    skip_one, switch and repeat_one the record's layer is the block. Random orders have records for each `seed`, with
+    the `schedule` and its `kendall_distance` (pairs of blocks that stand the other way round), and one of the mean
+    over seeds, taken within each prompt; there `num_identical` counts orders that left everything in place. The full
+    model is `baseline`, at a divergence of 0.
 
     Values weigh every token alike; `stderr`, the interval and `n` are over prompts, and `num_tokens` counts tokens (or,
     of a pooling head, prompts). A prompt with a value that is not finite is left out and counted in `num_undefined`; if
@@ -354,7 +354,7 @@ class Interventions(ReadoutAnalysis):
 
     Args:
         batches: what is measured on.
-        variants: which orders.
+        variants: which orders; repeat_one only where it is named.
         middles: numbers of middle blocks; None: all that there are.
         seeds: of random orders.
         loops: of looped_parallel.

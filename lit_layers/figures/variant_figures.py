@@ -100,7 +100,7 @@ def variant_curves(
 
 
 def block_curves(frame: pd.DataFrame, metric: str, **chosen: Unpack[Chosen]) -> Chart:
-    """Returns a metric over the blocks that are skipped alone, or switched with the next one, a slider over steps.
+    """Returns a metric over the blocks, each skipped, repeated, or switched with the next one, a slider over steps.
 
     Dashed is the full model.
 
@@ -111,7 +111,7 @@ def block_curves(frame: pd.DataFrame, metric: str, **chosen: Unpack[Chosen]) -> 
     points = variant_points(frame, metric, **chosen)
     steps = spread(sorted({p.step for p in points if p.tags["variant"] in OF_BLOCKS and p.layer is not None}), FRAMES)
     if not steps:
-        raise ValueError(f"metric {metric!r} has no values of single blocks that are skipped or switched")
+        raise ValueError(f"metric {metric!r} has no values of single blocks that are skipped, switched or repeated")
     points = framed(points, steps)
     lines = lines_of(points, OF_BLOCKS, _block_of)
     blocks = sorted({p.layer for line in lines for p in line.points if p.layer is not None})

@@ -26,6 +26,7 @@ LOOKS = {
     LOOPED: ("#1f78d1", "star"),
     "skip_one": ("#00798c", "cross"),
     "switch": ("#d1495b", "x"),
+    "repeat_one": ("#8d6b2f", "hexagram"),
     CUSTOM: (COLORS[6], "hexagon"),
 }
 _DEFAULT_LOOPS = 3

@@ -100,6 +100,13 @@ def switch(num_blocks: int, block: int) -> Schedule:
     return tuple(order)
 
 
+def repeat_one(num_blocks: int, block: int) -> Schedule:
+    """Every block once, but one twice in a row."""
+    order = list(baseline(num_blocks))
+    order.insert(_checked_block(block, num_blocks), block)
+    return tuple(order)
+
+
 def checked(schedule: Sequence[Step], num_blocks: int) -> Schedule:
     """The schedule with every step a number, or a tuple of several.
 
@@ -188,12 +195,14 @@ def _check_blocks(num_blocks: int) -> None:
 
 # The variants of a model's running order that are compared.
 
-# In the published order of harm, the full model first; the last two change single blocks.
+# In the published order of harm, the full model first; then those that change single blocks.
 _MAKERS: dict[str, Callable[..., Schedule]] = {
     make.__name__: make for make in (middle_repeat, skip, parallel, reverse, random, looped_parallel)
 }
-OF_MIDDLES, OF_BLOCKS = tuple(_MAKERS), ("skip_one", "switch")
-VARIANTS = ("baseline", *OF_MIDDLES, *OF_BLOCKS)
+_BLOCK_MAKERS = {make.__name__: make for make in (skip_one, switch, repeat_one)}
+OF_MIDDLES, OF_BLOCKS = tuple(_MAKERS), tuple(_BLOCK_MAKERS)
+VARIANTS = ("baseline", *OF_MIDDLES, "skip_one", "switch")  # the published ones, measured unless others are named
+NAMES = ("baseline", *OF_MIDDLES, *OF_BLOCKS)
 SEEDS, LOOPS = tuple(range(10)), (2, 3, 4, 5, 6, 7, 8)
 CUSTOM = "custom"
 
@@ -207,7 +216,7 @@ class Variant:
     middle: int | None = None  # M, the number of blocks changed
     loops: int | None = None  # of looped_parallel
     seed: int | None = None  # of random
-    block: int | None = None  # of skip_one, and the first of switch
+    block: int | None = None  # of skip_one and repeat_one, and the first of switch
 
     @property
     def tags(self) -> dict[str, str | int | float]:
@@ -243,7 +252,7 @@ def variants(
 
     Args:
         num_blocks: of the model.
-        names: some of `VARIANTS`.
+        names: some of `NAMES`.
         middles: numbers M of middle blocks; None: all that there are.
         seeds: of random orders.
         loops: of looped_parallel; 1 is `parallel` itself.
@@ -254,8 +263,8 @@ def variants(
             loops, a further schedule without a step or what `parse_schedule` refuses.
     """
     for name in names:
-        if name not in VARIANTS:
-            raise ValueError(f"variants: there is no {name!r}; choose from {', '.join(VARIANTS)}")
+        if name not in NAMES:
+            raise ValueError(f"variants: there is no {name!r}; choose from {', '.join(NAMES)}")
     for option, values, least in (("seeds", seeds, 0), ("loops", loops, 1)):
         if not values or any(type(value) is not int or value < least for value in values):
             raise ValueError(f"{option}: expected integers of at least {least}, got {list(values)}")
@@ -266,7 +275,7 @@ def variants(
             for start in starts:
                 chosen += _of_middle(name, num_blocks, start, seeds, loops)
         elif name in OF_BLOCKS:
-            make, last = (skip_one, num_blocks) if name == "skip_one" else (switch, num_blocks - 1)
+            make, last = _BLOCK_MAKERS[name], num_blocks - (name == "switch")
             chosen += [
                 Variant(name=name, schedule=make(num_blocks, block), block=block) for block in range(1, last + 1)
             ]

@@ -69,7 +69,7 @@ class BenchmarkScores(RoundedAnalysis):
         tokenizer: a local path or a name of the Hub.
         results: the folder of the results.
         folder: of local data, whose `tasks.yaml` says where the task lies; None: the Hub, or a task that is a file.
-        variants: which of `lit_layers.functional.block_schedules.VARIANTS`; the full model is always scored.
+        variants: which of `lit_layers.functional.block_schedules.NAMES`; the full model is always scored.
         middles: numbers of middle blocks; None: all.
         seeds: of random orders.
         loops: of looped_parallel.

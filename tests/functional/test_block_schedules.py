@@ -21,6 +21,7 @@ def test_the_variants_of_eight_blocks_by_hand():
     assert schedules.looped_parallel(7, 2, loops=2) == (1, 2, 3, (4, 5), (4, 5), 6, 7)
     assert schedules.skip_one(4, 2) == (1, 3, 4)
     assert schedules.switch(4, 3) == (1, 2, 4, 3)
+    assert [schedules.repeat_one(3, block) for block in (1, 2, 3)] == [(1, 1, 2, 3), (1, 2, 2, 3), (1, 2, 3, 3)]
     assert schedules.skip(5, 0) == (1,)  # T = 5, N = 0: prefix 1, middle 2..5, no suffix
 
 
@@ -96,6 +97,7 @@ def test_writing_and_reading_gives_any_schedule_back(steps):
         (lambda: schedules.start_of(8, 4), "middle: of 8 blocks the middle has 1, 3, 5, 7 blocks, got 4"),
         (lambda: schedules.looped_parallel(8, 1, loops=0), "loops: expected an integer of at least 1, got 0"),
         (lambda: schedules.skip_one(4, 5), "block: expected 1..4, got 5"),
+        (lambda: schedules.repeat_one(4, 0), "block: expected 1..4, got 0"),
         (lambda: schedules.switch(4, 4), "block: expected 1..3, which have a next one, got 4"),
         (lambda: schedules.parse_schedule("1 () 2", 4), "schedule: a parallel group is empty: name its blocks"),
         (lambda: schedules.parse_schedule("1 9", 4), "block: expected 1..4, got 9"),

@@ -46,6 +46,9 @@ def test_every_name_is_there_of_every_middle_seed_and_number_of_loops(num_blocks
         assert [v.middle for v in named(found, name)] == [m for m in middles for _ in range(counts.get(name, 1))]
     assert [v.seed for v in named(found, "random")] == [*SEEDS] * len(middles)
     assert [v.loops for v in named(found, "looped_parallel")] == [*LOOPS] * len(middles)
+    assert not named(found, "repeat_one")  # not published
+    repeats = variants(num_blocks, ["repeat_one"])[1:]
+    assert [(v.block, len(v.schedule)) for v in repeats] == [(n, num_blocks + 1) for n in range(1, num_blocks + 1)]
     assert found[0].name == "baseline"
     assert len({str(v) for v in found}) == len(found)  # what tells them apart for a reader
     tags = [(v.block, *sorted(v.tags.items())) for v in found]

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 RESULTS = "intervene"
-OF_BLOCKS, PUBLISHED_LOOPS = ("skip_one", "switch"), 3
+OF_BLOCKS, PUBLISHED_LOOPS = ("skip_one", "switch", "repeat_one"), 3
 EXECUTIONS = ("loop", "stacked")
 BESIDE = ("when", "training", "execution")  # tags that make a table each
 WITH_ERRORS = 4  # columns at most that have room for standard errors
@@ -47,7 +47,7 @@ class Interventions:
     Args:
         tokenizer: its name or folder (default: the model's own)
         variants: all, or of baseline, middle_repeat, skip, parallel, reverse, random, looped_parallel, skip_one,
-            switch, with commas between them
+            switch, or repeat_one, which all leaves out, with commas between them
         schedule: one of your own, such as '1 2 (3,4,5) (3,4,5) 6'; may be given several times
         middles: how many middle blocks are changed: all, or numbers such as 1,5,9
         seeds: of random orders (default: 0 to 9)
@@ -98,10 +98,10 @@ class Interventions:
         Raises:
             InputError: an option that is out of range or does not fit the others.
         """
-        from lit_layers.functional.block_schedules import VARIANTS
+        from lit_layers.functional.block_schedules import NAMES
 
         options = given(self)
-        for name, choices, which in (("variants", VARIANTS, "all, or from"), ("execution", EXECUTIONS, "from")):
+        for name, choices, which in (("variants", NAMES, "all, or from"), ("execution", EXECUTIONS, "from")):
             if unknown := next((one for one in options.get(name, ()) if one not in choices), None):
                 raise InputError(f"{name}: there is no {unknown!r}; choose {which} {', '.join(choices)}")
         smallest = {name: min(value) if isinstance(value, tuple) else value for name, value in options.items()}
