@@ -1,0 +1,163 @@
+"""Which blocks can be spared: planted harms and couplings through files, and the command's table and page."""
+
+import json
+
+import numpy as np
+import pandas as pd
+import pytest
+from scipy import stats
+
+from lit_layers import records
+from lit_layers.cli.main import main
+from lit_layers.clock import block_tables, prediction_table
+from lit_layers.clock.block_prediction import COLUMNS, prediction_charts, sentences
+from lit_layers.records import Measurement, Record
+
+BLOCKS, STEPS = 6, (0, 1, 4, 16, 64, 256)
+
+
+def write_run(root, seed: int = 0, *, gap: bool = False):
+    """At step 0 harms of chance; later skipping harms most where coupling is lowest. Returns what was written."""
+    rng, written = np.random.default_rng(seed), {}
+    for step in STEPS:
+        pairs = rng.uniform(0.1, 0.9, (BLOCKS + 1, BLOCKS + 1))
+        cosines, steps, states = rng.uniform(0.5, 1, BLOCKS), rng.uniform(1, 2, BLOCKS), rng.uniform(5, 9, BLOCKS + 1)
+        inner = pairs[1:, 1:]
+        coupling = np.array(
+            [np.mean([(inner[a, b] + inner[b, a]) / 2 for b in range(BLOCKS) if b != a]) for a in range(BLOCKS)]
+        )
+        skips = rng.uniform(0, 1, BLOCKS) if step == 0 else 2 - coupling
+        switches = rng.uniform(0, 1, BLOCKS - 1)
+        written[step] = {"coupling": coupling, "cosines": cosines, "steps": steps, "states": states, "skips": skips}
+        written[step] |= {"pairs": inner, "switches": switches}
+        found = {
+            "interventions": [
+                Record(metric="variant_loss", value=3.0, tags={"variant": "baseline"}),
+                *(
+                    Record(metric="variant_loss", value=3 + skips[b], layer=b + 1, tags={"variant": "skip_one"})
+                    for b in range(BLOCKS)
+                    if not (gap and step == 16 and b == 2)
+                ),
+                *(
+                    Record(metric="variant_loss", value=3 + switches[b], layer=b + 1, tags={"variant": "switch"})
+                    for b in range(BLOCKS - 1)
+                ),
+                *(
+                    Record(metric="kl_to_full", value=99.0, layer=b + 1, tags={"variant": "skip_one"})
+                    for b in range(BLOCKS)
+                ),
+            ],
+            "coupling": [
+                Record(metric="coupling_pair", value=pairs[a, b], layer=a, other_layer=b, tags={"k": 4})
+                for a in range(1, BLOCKS + 1)
+                for b in range(1, BLOCKS + 1)
+                if a != b
+            ],
+            "similarity": [
+                Record(metric="layer_cosine", value=cosines[b], layer=b, other_layer=b + 1) for b in range(BLOCKS)
+            ],
+            "trajectory": [
+                *(Record(metric="step_norm", value=steps[b], layer=b + 1) for b in range(BLOCKS)),
+                *(
+                    Record(metric="step_norm", value=0.0, layer=b + 1, tags={"statistic": "median"})
+                    for b in range(BLOCKS)
+                ),
+                *(Record(metric="state_norm", value=states[b], layer=b) for b in range(BLOCKS + 1)),
+                Record(metric="expodistance", value=1 / (1 + step)),
+            ],
+        }
+        for analysis, parts in found.items():
+            at = {
+                "run": root.name,
+                "step": step,
+                "tokens": 100 * step,
+                "seconds": 0.1,
+                "provenance": {"config_hash": "c" * 16},
+            }
+            records.append(root / "measurements.jsonl", Measurement(analysis=analysis, records=parts, **at))
+    (root / "run.json").write_text(json.dumps({"run": root.name}))
+    return written
+
+
+@pytest.fixture
+def run(tmp_path):
+    return tmp_path / "planted", write_run(tmp_path / "planted")
+
+
+def row(table, **of):
+    for name, value in of.items():
+        table = table[table[name].isna()] if value is None else table[table[name] == value]
+    (found,) = table.to_dict("records")
+    return found
+
+
+def test_harms_and_predictors_are_those_of_the_records(run):
+    root, written = run
+    skip, switch = block_tables(root)
+    assert (skip.harm, switch.harm, skip.steps) == ("skip_one", "switch", list(STEPS))
+    assert list(skip.predictors) == ["coupling, k = 4", "influence", "norm step"]
+    for number, step in enumerate(STEPS):
+        truth = written[step]
+        assert skip.harms[number] == pytest.approx(truth["skips"])  # the loss, never the divergence
+        influence, norm_step = 1 - truth["cosines"], truth["steps"] / truth["states"][:-1]
+        assert skip.predictors["coupling, k = 4"][number] == pytest.approx(truth["coupling"])
+        assert skip.predictors["influence"][number] == pytest.approx(influence)
+        assert skip.predictors["norm step"][number] == pytest.approx(norm_step)
+        assert switch.harms[number] == pytest.approx(truth["switches"])
+        both = [(truth["pairs"][b, b + 1] + truth["pairs"][b + 1, b]) / 2 for b in range(BLOCKS - 1)]
+        assert switch.predictors["coupling, k = 4"][number] == pytest.approx(both)
+        assert switch.predictors["influence"][number] == pytest.approx((influence[1:] + influence[:-1]) / 2)
+
+
+def test_the_planted_relation_is_found_after_step_zero_and_not_at_it(run):
+    root, written = run
+    tables = block_tables(root)
+    table = prediction_table(tables)
+    assert tuple(table.columns) == COLUMNS
+    trained = row(table, step=None, harm="skip_one", predictor="coupling, k = 4", given="")
+    assert (trained["rho"], trained["num_checkpoints"]) == (pytest.approx(-1), len(STEPS) - 1)
+    assert trained["p_value"] < 0.01
+    untrained = row(table, step=0, harm="skip_one", predictor="coupling, k = 4", given="")
+    assert untrained["rho"] == pytest.approx(stats.spearmanr(written[0]["coupling"], written[0]["skips"]).statistic)
+    depth = row(table, step=None, harm="skip_one", predictor="coupling, k = 4", given="depth")
+    assert depth["rho"] == pytest.approx(-1)
+    first, second, *_ = sentences(table, "planted")
+    assert first.startswith("Skipping a block harms less where coupling, k = 4 is higher (Spearman \N{MINUS SIGN}1")
+    assert "has no sure relation to influence" in second
+    chart, _ = prediction_charts(table, tables, "planted")
+    assert [series.name for series in chart.series] == ["permuted blocks", "coupling, k = 4", "influence", "norm step"]
+    assert chart.series[1].y[1:] == pytest.approx([-1] * 5)
+
+
+def test_a_checkpoint_with_a_gap_is_counted_and_seeds_are_pooled(run, tmp_path):
+    write_run(tmp_path / "other", 1, gap=True)
+    tables = [table for root in (run[0], tmp_path / "other") for table in block_tables(root)]
+    table = prediction_table(tables, pooled="2 seeds")
+    gap = row(table, run="other", step=None, harm="skip_one", predictor="coupling, k = 4", given="")
+    assert (gap["num_checkpoints"], gap["num_undefined"]) == (5, 1)
+    both = row(table, run="2 seeds", step=None, harm="skip_one", predictor="influence", given="")
+    means = [
+        row(table, run=name, step=None, harm="skip_one", predictor="influence", given="")["rho"]
+        for name in ("planted", "other")
+    ]
+    assert both["rho"] == pytest.approx(np.mean(means))
+    assert not len(table[(table["run"] == "other") & (table["step"] == 16) & (table["harm"] == "skip_one")])
+
+
+def test_the_command_writes_table_figure_and_section_and_a_run_without_harms_has_none(run, tmp_path):
+    root, _ = run
+    assert main(["emerge", str(root), "--out", str(tmp_path / "out")]) == 0
+    table = pd.read_csv(tmp_path / "out" / "blocks.csv")
+    assert tuple(table.columns) == COLUMNS
+    assert (tmp_path / "out" / "blocks_planted.png").stat().st_size > 10_000
+    page = (tmp_path / "out" / "emergence.html").read_text()
+    assert "Which blocks can be spared?" in page
+    assert "Skipping a block harms less where coupling, k = 4 is higher" in page
+    bare = tmp_path / "bare"
+    bare.mkdir()
+    lines = [line for line in (root / "measurements.jsonl").read_text().splitlines() if '"trajectory"' in line]
+    (bare / "measurements.jsonl").write_text("\n".join(lines).replace("planted", "bare") + "\n")
+    assert block_tables(bare) == []
+    assert main(["emerge", str(bare), "--out", str(tmp_path / "bare_out"), "--metrics", "expodistance"]) == 0
+    assert "Which blocks" not in (tmp_path / "bare_out" / "emergence.html").read_text()
+    assert not (tmp_path / "bare_out" / "blocks.csv").exists()
