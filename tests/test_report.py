@@ -549,7 +549,7 @@ def test_the_command_prints_provenance(full: Path, capsys) -> None:
         (["ROOT/none"], "expected a run's folder"),
         (["ROOT", "--export", "x.xlsx"], "expected a file that ends in .parquet or .csv"),
         (["ROOT", "--exprot", "x.csv"], "unknown option --exprot; did you mean --export?"),
-        ([], "missing: root"),
+        ([], "missing: runs"),
     ],
 )
 def test_wrong_input_is_one_sentence_and_exit_code_2(full: Path, capsys, arguments: list[str], sentence: str) -> None:

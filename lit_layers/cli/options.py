@@ -108,7 +108,8 @@ class Recipe:
         for name in WRITTEN:
             value = options.get(name)
             if value is not None and value != self.parser.get_default(name):
-                refuse_place(name, str(value), options.get("root", options.get("out")), self.argv)
+                roots = [options.root] if "root" in options else options.get("runs", [options.get("out")]) or []
+                refuse_place(name, str(value), roots, self.argv)
         return options
 
     def group(self, kind: type[T], options: Namespace) -> T:

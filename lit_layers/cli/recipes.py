@@ -209,7 +209,7 @@ def refuse_reach(options: Mapping[str, Any], root: str | Path, argv: list[str]) 
     Raises:
         InputError: naming the option and its value.
     """
-    allowed = _allowed(root, argv)
+    allowed = _allowed([root], argv)
     if trainer := options.get("trainer"):
         options = {**options, "trainer": {"class_path": "lightning.pytorch.callbacks.Callback", "init_args": trainer}}
     for where, value, holder, is_class in _values(options):
@@ -241,19 +241,20 @@ def refuse_wild_numbers(options: Mapping[str, Any]) -> None:
             raise InputError(f"{where}: expected at most {_MOST:.0e}, got {value}")
 
 
-def refuse_place(name: str, value: str, root: str | Path | None, argv: list[str]) -> None:
-    """Refuses a file or folder to write that a recipe names elsewhere than in `root` or where the command line says.
+def refuse_place(name: str, value: str, roots: Iterable[str | Path | None], argv: list[str]) -> None:
+    """Refuses a file or folder to write that a recipe names elsewhere than in `roots` or where the command line says.
 
     Raises:
         InputError: naming the option and its value.
     """
-    if not _lies_in(value, _allowed(root, argv)):
+    if not _lies_in(value, _allowed(roots, argv)):
         raise _out_of_reach(name, value)
 
 
-def _allowed(root: str | Path | None, argv: list[str]) -> list[Path]:
+def _allowed(roots: Iterable[str | Path | None], argv: list[str]) -> list[Path]:
     words = [part for word in argv for part in (word, word.partition("=")[2]) if part]
-    return [Path(folder).resolve() for folder in (*([] if root is None else [root]), *words) if "\0" not in str(folder)]
+    folders = [folder for folder in (*roots, *words) if folder is not None]
+    return [Path(folder).resolve() for folder in folders if "\0" not in str(folder)]
 
 
 def _out_of_reach(place: str, value: str) -> InputError:

@@ -2,7 +2,6 @@
 
 import itertools
 import math
-import re
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
@@ -10,6 +9,8 @@ from typing import Any
 import pandas as pd
 
 from lit_layers import records
+from lit_layers.clock.block_prediction import BlockTable, prediction_charts, prediction_table
+from lit_layers.clock.block_prediction import sentences as block_sentences
 from lit_layers.clock.step_curves import AxisName, StepCurve
 from lit_layers.clock.times_and_order import (
     COLUMNS,
@@ -24,12 +25,12 @@ from lit_layers.clock.times_and_order import (
 from lit_layers.durable import replace_file
 from lit_layers.errors import refused
 from lit_layers.figures.axes import TITLES, Axis, layer_axis, place
-from lit_layers.figures.chart import Cells, Chart, Series
+from lit_layers.figures.chart import Cells, Chart, Panels, Series
 from lit_layers.figures.labels import count, value
 from lit_layers.figures.models import color_of, symbol_of
 from lit_layers.figures.tables import grouped
 from lit_layers.figures.theme import DIVERGING, rounded
-from lit_layers.figures.vega import write_charts
+from lit_layers.figures.vega import SUFFIXES, file_name, write_charts
 from lit_layers.functional.emergence import EmergenceTimes, Time
 from lit_layers.report.template import Figures, fill, placed
 
@@ -41,8 +42,13 @@ ONLY_PROMPTS = (
 )
 
 
-def write_emergence(clock: Clock, folder: Path, *, axis: AxisName = "step") -> list[Path]:
+def write_emergence(
+    clock: Clock, folder: Path, *, axis: AxisName = "step", blocks: Sequence[BlockTable] = (), seeds: str = ""
+) -> list[Path]:
     """Writes emergence.html, times and order as .csv and .parquet, agreement.csv, and the figures as .png, .svg, .pdf.
+
+    Of runs that say what single blocks are worth also blocks.csv and .parquet, over these runs, too, where `seeds` is
+    what they are called together.
 
     Returns their paths, the page first. Files of these names are replaced.
 
@@ -52,30 +58,30 @@ def write_emergence(clock: Clock, folder: Path, *, axis: AxisName = "step") -> l
     times, order, agreement = times_table(clock), order_table(clock), agreement_table(clock)
     tables = {"times.csv": times[list(COLUMNS)], "times.parquet": times, "order.csv": order, "order.parquet": order}
     tables |= {"agreement.csv": agreement} if len(agreement) else {}
-    charts = {"timeline": timeline(clock, axis=axis)} if any(time.emerges for time in clock.times) else {}
+    charts: dict[str, Chart | Panels] = {}
+    if any(time.emerges for time in clock.times):
+        charts["timeline"] = timeline(clock, axis=axis)
     names: set[str] = set()
     for run in clock.runs:
         if _pairs(clock, run):
-            charts[_file_name(f"order {run}", names)] = order_matrix(clock, run)
+            charts[file_name(f"order {run}", names)] = order_matrix(clock, run)
+    predicted = prediction_table(blocks, pooled=seeds)
+    if len(predicted):
+        tables |= {"blocks.csv": predicted, "blocks.parquet": predicted}
+        for run in predicted["run"].unique():
+            parts = prediction_charts(predicted, blocks, run, axis=axis)
+            charts[file_name(f"blocks {run}", names)] = Panels(title="", charts=parts, columns=1, width=640)
     for curve, chart in layer_fronts(clock, axis=axis):
         parts = ("layers", curve.analysis, curve.metric, curve.tag_text)
-        charts[_file_name(" ".join(parts), names)] = chart
+        charts[file_name(" ".join(parts), names)] = chart
     with refused(f"cannot write to {folder}"):
         folder.mkdir(parents=True, exist_ok=True)
         for name, table in tables.items():
             records.export(table, folder / name)
         paths = {folder / name: chart for name, chart in charts.items()}
-        pictures = write_charts(paths, (".png", ".svg", ".pdf")) if paths else []
-        replace_file(folder / "emergence.html", _page(clock, agreement, axis))
+        pictures = write_charts(paths, SUFFIXES) if paths else []
+        replace_file(folder / "emergence.html", _page(clock, agreement, axis, predicted, blocks))
     return [folder / "emergence.html", *pictures, *(folder / name for name in tables)]
-
-
-def _file_name(text: str, names: set[str]) -> str:
-    name = re.sub(r"[^a-z\d.-]+", "_", text.lower()).strip("_.")[:100]
-    while name in names:  # of runs and analyses of any name
-        name += "_"
-    names.add(name)
-    return name
 
 
 # ------------------------------------------------------------------------------------------------ in words
@@ -242,7 +248,9 @@ def _time_axis(clock: Clock, axis: AxisName) -> Axis:
 # ------------------------------------------------------------------------------------------------ the page
 
 
-def _page(clock: Clock, agreement: pd.DataFrame, axis: AxisName) -> str:
+def _page(
+    clock: Clock, agreement: pd.DataFrame, axis: AxisName, predicted: pd.DataFrame, tables: Sequence[BlockTable]
+) -> str:
     figures: Figures = []
     emerges = [found.emerges for found in clock.times]
     blocks = [_block("Timeline", timeline(clock, axis=axis))] if any(emerges) else []
@@ -270,15 +278,34 @@ def _page(clock: Clock, agreement: pd.DataFrame, axis: AxisName) -> str:
         left_out=clock.left_out,
         blocks=placed(blocks, figures),
         orders=placed(orders, figures),
+        spared=_spared(predicted, tables, axis, figures),
         agreement=_agreement(agreement),
         times=_times(clock),
     )
 
 
-def _block(title: str, chart: Chart) -> dict[str, Any]:
+def _spared(
+    predicted: pd.DataFrame, tables: Sequence[BlockTable], axis: AxisName, figures: Figures
+) -> list[dict[str, Any]]:
+    """Of each run, and of all seeds, what its blocks' harm goes with."""
+    shown = []
+    for run in predicted["run"].unique():
+        charts = prediction_charts(predicted, tables, run, axis=axis)
+        blocks = [_block(chart.title.split(":")[0], chart, scrolled=False) for chart in charts]
+        shown.append({"run": run, "lines": block_sentences(predicted, run), "blocks": placed(blocks, figures)})
+    return shown
+
+
+def _block(title: str, chart: Chart, *, scrolled: bool = True) -> dict[str, Any]:
     # Its names alone are as wide as a phone.
-    choice = {"text": "", "figures": [{"caption": "", "problem": "", "kind": "scrolled", "chart": chart}]}
-    return {"title": title, "note": "", "wide": True, "tall": True, "choices": [choice]}
+    kind = {"kind": "scrolled"} if scrolled else {}
+    return {
+        "title": title,
+        "note": "",
+        "wide": True,
+        "tall": True,
+        "choices": [{"text": "", "figures": [{"caption": "", "problem": "", **kind, "chart": chart}]}],
+    }
 
 
 def _notes(clock: Clock) -> list[str]:

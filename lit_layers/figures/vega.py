@@ -18,6 +18,7 @@ from lit_layers.errors import InputError, refused
 from lit_layers.figures.axes import Axis
 
 SUFFIXES = (".png", ".svg", ".pdf")
+_LONG_NAME = 120  # characters of a file name
 _PATIENCE = 600.0  # seconds; a page's hundred pictures take ten
 NUMBER = "'.4~g'"
 DETAIL = [{"field": "k", "type": "nominal"}, {"field": "u", "type": "nominal"}]
@@ -175,3 +176,15 @@ def _drawing(*arguments: str, task: str = "") -> str:
         reason = (done.stderr.strip().splitlines() or [f"vl-convert's process ended with {done.returncode}"])[-1]
         raise InputError(f"nothing can be drawn: {reason}")
     return done.stdout
+
+
+def file_name(text: str, names: set[str]) -> str:
+    """Returns what a picture is called after some text, and notes it in `names`, whose names it does not repeat.
+
+    Analyses and runs come with any name, and may differ in letters that no file name has.
+    """
+    name, number = re.sub(r"[^a-z\d.-]+", "_", text.lower()).strip("_.")[:_LONG_NAME], 1
+    while (unique := name if number == 1 else f"{name}_{number}") in names:
+        number += 1
+    names.add(unique)
+    return unique

@@ -1,7 +1,6 @@
 """The page of a run, or of models side by side: its facts, tables and figures; and its figures as pictures."""
 
 import math
-import re
 import shlex
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -17,13 +16,11 @@ from lit_layers.figures import Chart
 from lit_layers.figures.labels import listing, value, whole
 from lit_layers.figures.tables import change_table, grouped, model_table
 from lit_layers.figures.task_means import with_task_means, with_task_medians
-from lit_layers.figures.vega import SUFFIXES, write_charts
+from lit_layers.figures.vega import SUFFIXES, file_name, write_charts
 from lit_layers.identity import Settings
 from lit_layers.metrics import look_up
 from lit_layers.report import facts, sections, variant_sections
 from lit_layers.report.template import Figures, fill, placed
-
-_LONG = 120  # characters of a file name
 
 
 def write_page(root: str | Path, out: str | Path | None, *, allow_suspect: bool, settings: Settings) -> Path:
@@ -161,13 +158,4 @@ def _named(run: facts.RunData, *, allow_suspect: bool) -> Iterator[tuple[str, Ch
             if chart is not None:
                 name = section["title"] if section["title"] not in chart.title else ""
                 title = ": ".join(filter(None, [name, chart.title]))
-                yield _file_name("_".join(filter(None, parts)), names), replace(chart, title=title)
-
-
-def _file_name(name: str, names: set[str]) -> str:
-    """Analyses come with any name, and may differ in letters that no file name has."""
-    name, number = re.sub(r"[^a-z\d.-]+", "_", name.lower()).strip("_.")[:_LONG], 1
-    while (unique := name if number == 1 else f"{name}_{number}") in names:
-        number += 1
-    names.add(unique)
-    return unique
+                yield file_name("_".join(filter(None, parts)), names), replace(chart, title=title)

@@ -104,7 +104,7 @@ def test_every_option_has_a_line_of_help(verb, capsys):
         ),
         (
             "report",
-            {"root": "run", "allow_suspect": True, "settings": ["a", "b"], "out": "run/x.html"},
+            {"runs": ["run"], "allow_suspect": True, "settings": ["a", "b"], "out": "run/x.html"},
             "run --allow-suspect --settings a,b --out=run/x.html",
         ),
         (
@@ -164,6 +164,7 @@ def test_a_recipe_writes_where_its_root_is_or_the_command_line_says(tmp_path: Pa
     recipe, elsewhere = tmp_path / "recipe.yaml", tmp_path / "elsewhere"
     for verb, name in (
         *(("report", name) for name in ("out", "export", "pictures")),
+        ("emerge", "out"),
         *(("select", name) for name in ("export", "cache")),
         ("audit", "json"),
         ("mteb", "cache"),

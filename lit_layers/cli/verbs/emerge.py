@@ -42,28 +42,33 @@ def emerge(
         out: folder of the page, the tables and the pictures (default: emergence)
     """
     refuse_outside("", {"confidence": Range(0.5, 0.9999)}, {"confidence": confidence})
+    if not runs:
+        raise InputError("missing: runs: expected a run's folder or a table of scores, or several")
     folder = out or Path("emergence")
     if folder.exists() and not folder.is_dir():
         raise InputError(f"out: expected a folder, {folder} is a file")
     chosen = dict(_pair(text) for text in where or ())
-    from lit_layers.clock import curves_of, measure_times, over_seeds
+    from lit_layers.clock import block_tables, curves_of, measure_times, over_seeds
     from lit_layers.clock.emergence_page import write_emergence
 
-    curves = []
+    curves, blocks = [], []
     for place in runs:
         options = {"metrics": metrics or (), "where": chosen, "axis": axis, "settings": settings or ()}
         more = curves_of(place, allow_suspect=allow_suspect, **options)
         if twice := {curve.run for curve in curves} & {curve.run for curve in more}:
             raise InputError(f"runs: {place} has the name of another, {min(twice)}: expected runs of different names")
         curves += more
+        if (place / "measurements.jsonl").is_file():
+            blocks += block_tables(place, settings=settings or ())
     names = dict.fromkeys(curve.run for curve in curves)
+    together = f"{len(names)} seeds" if seeds else ""
     if seeds:
         if len(names) < 2:
             raise InputError(f"seeds: expected the runs of 2 seeds or more, got {len(names)}")
-        curves = over_seeds(curves, f"{len(names)} seeds") + curves
+        curves = over_seeds(curves, together) + curves
     with bar("", hidden=not sys.stderr.isatty()) as show:
         clock = measure_times(curves, confidence=confidence, seed=seed, show=show)
-    paths = write_emergence(clock, folder, axis=axis)
+    paths = write_emergence(clock, folder, axis=axis, blocks=blocks, seeds=together)
     _show(clock, axis)
     pictures = [path for path in paths if path.suffix in (".png", ".svg", ".pdf")]
     print(*(path for path in paths if path not in pictures), f"{len(pictures)} pictures in {folder}", sep="\n")

@@ -3,16 +3,20 @@
 import hashlib
 import inspect
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from lit_layers.cli.console import show_table
 from lit_layers.cli.options import Names
+from lit_layers.errors import InputError, refused
 
 
 def report(
-    root: Path,
+    runs: list[Path],
     *,
+    seeds: bool = False,
+    group: str | None = None,
     out: Path | None = None,
     export: Path | None = None,
     pictures: Path | None = None,
@@ -21,11 +25,14 @@ def report(
     settings: Names | None = None,
     provenance: bool = False,
 ) -> int:
-    """Write the page of a run, or of models side by side. What an interrupted run has left is enough.
+    """Write the page of a run, of models, or of several runs side by side. What an interrupted run has left is enough.
 
     Args:
-        root: the run's folder, with measurements.jsonl or metrics.jsonl
-        out: the page (default: ROOT/report.html)
+        runs: a run's folder, with measurements.jsonl or metrics.jsonl; several stand side by side on one page
+        seeds: of several runs: they are seeds of one, and bands are over them
+        group: of several runs: those with one value of this field of their recipe, such as data.shuffle_tokens, are
+            seeds of one
+        out: the page (default: RUN/report.html; of several runs.html)
         export: also write all numbers to this file, as .parquet or .csv
         pictures: also write every figure of the page as PNG, SVG and PDF to this folder
         wandb: also send W&B the points that it does not have
@@ -38,6 +45,15 @@ def report(
     from lit_layers.report import MirrorAside, facts, write_report
 
     chosen = settings or ()
+    if len(runs) > 1:
+        if alone := next((name for name, on in {"wandb": wandb, "provenance": provenance}.items() if on), None):
+            raise InputError(f"{alone}: expected one run, got {len(runs)}")
+        return _side_by_side(runs, seeds, group, out or Path("runs.html"), export, pictures, chosen, allow_suspect)
+    if not runs:
+        raise InputError("missing: runs: expected a run's folder, or several")
+    if seeds or group is not None:
+        raise InputError(f"{'seeds' if seeds else 'group'}: expected two runs or more, got {len(runs)}")
+    (root,) = runs
     run = facts.read_run(root, settings=chosen)
     if provenance:
         _print_provenance(facts.provenance(run))
@@ -64,6 +80,35 @@ def report(
         mirror.open(root, run_id=_run_id(run), config=config, allow_suspect=allow_suspect)
         mirror.finish()
         print(mirror.closing_line())
+    return 0
+
+
+def _side_by_side(
+    runs: list[Path],
+    seeds: bool,
+    group: str | None,
+    out: Path,
+    export: Path | None,
+    pictures: Path | None,
+    settings: Sequence[str],
+    allow_suspect: bool,
+) -> int:
+    from lit_layers.clock.side_by_side import last_values, page_of, read_side_by_side, write_pictures
+    from lit_layers.durable import replace_file
+
+    content = read_side_by_side(runs, seeds=seeds, group=group, settings=settings, allow_suspect=allow_suspect)
+    for note in content.notes:
+        print(note, file=sys.stderr)
+    if export is not None:
+        from lit_layers import records
+
+        records.export(last_values(content), export)
+        print(export)
+    if pictures is not None:
+        print(*write_pictures(content, pictures), sep="\n")
+    with refused(f"cannot write {out}", "; --out names another place"):
+        replace_file(out, page_of(content))
+    print(out)
     return 0
 
 

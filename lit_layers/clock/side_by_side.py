@@ -1,0 +1,384 @@
+"""Runs side by side: bands over seeds, a colour a run or group of seeds, and the difference of two."""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pandas as pd
+from numpy.typing import NDArray
+from scipy import stats
+
+from lit_layers.clock.step_curves import AxisName, StepCurve, curves_of
+from lit_layers.errors import InputError, refused
+from lit_layers.figures.axes import Axis, Training, layer_axis
+from lit_layers.figures.chart import Chart, Series
+from lit_layers.figures.labels import listing, tag_text, value, whole
+from lit_layers.figures.models import color_of, symbol_of
+from lit_layers.figures.profiles import levels_of, value_axis
+from lit_layers.figures.tables import grouped
+from lit_layers.figures.theme import INK, MUTED, rounded, spread
+from lit_layers.figures.vega import SUFFIXES, file_name, write_charts
+from lit_layers.identity import Settings
+from lit_layers.metrics import look_up, rank, sentence
+from lit_layers.report.sections import balanced, block
+from lit_layers.report.template import Figures, fill, placed
+from lit_layers.schema import run_facts
+
+Array = NDArray[np.floating[Any]]
+Key = tuple[str, str, int | None, str]  # analysis, metric, layer, tags
+_FRAMES = 24
+_CONFIDENCE = 0.95
+
+
+@dataclass(frozen=True, kw_only=True)
+class Line:
+    """One number of a run, or of all seeds of a group, over the steps that they have in common, (checkpoints,).
+
+    `low` and `high` are a 95% interval: over seeds by Student's t, of a single run over prompts where it has errors.
+    `error` is the standard error behind it and `df` its degrees of freedom, infinite over prompts.
+    """
+
+    group: str
+    curve: StepCurve
+    at: Array
+    values: Array
+    low: Array
+    high: Array
+    error: Array
+    df: float
+    num_runs: int
+
+    @classmethod
+    def of(cls, group: str, curves: Sequence[StepCurve]) -> "Line":
+        """Of the curves of one number, one a run; steps that one of them lacks are left out."""
+        common = sorted(set.intersection(*(set(curve.at[np.isfinite(curve.values)].tolist()) for curve in curves)))
+        rows = np.stack([curve.values[np.isin(curve.at, common)] for curve in curves])
+        first, n = curves[0], len(curves)
+        if n > 1:
+            error, df = rows.std(0, ddof=1) / np.sqrt(n), float(n - 1)
+        else:
+            nothing = np.full(len(common), np.nan)
+            error = nothing if first.stderr is None else first.stderr[np.isin(first.at, common)]
+            df = np.inf
+        half = _quantile(df) * error
+        mean = rows.mean(0)
+        ends = {"low": mean - half, "high": mean + half, "error": error, "df": df}
+        return cls(group=group, curve=first, at=np.array(common), values=mean, num_runs=n, **ends)
+
+    @property
+    def over(self) -> str:
+        return f"{self.num_runs} seeds" if self.num_runs > 1 else "prompts" if np.isfinite(self.error).any() else ""
+
+
+def _quantile(df: float) -> float:
+    return float(stats.norm.ppf((1 + _CONFIDENCE) / 2) if np.isinf(df) else stats.t.ppf((1 + _CONFIDENCE) / 2, df))
+
+
+def difference(one: Line, other: Line) -> Line:
+    """Returns `one` less `other` at the steps that both have.
+
+    Of two groups of seeds the interval is Welch's, with Welch and Satterthwaite's degrees of freedom at each step (the
+    smallest of them is `df`). Of two single runs it takes their errors as independent: over the same prompts they are
+    not, and the interval is too wide. Of a group and a single run, whose seeds are unknown, there is none.
+    """
+    common = np.intersect1d(one.at, other.at)
+    (a, b), (of_a, of_b) = ((one, other), (np.isin(one.at, common), np.isin(other.at, common)))
+    error_a, error_b = a.error[of_a], b.error[of_b]
+    error, df = np.hypot(error_a, error_b), np.full(len(common), np.inf)
+    if (a.num_runs > 1) != (b.num_runs > 1):
+        error = np.full(len(common), np.nan)
+    elif a.num_runs > 1:
+        with np.errstate(invalid="ignore", divide="ignore"):
+            df = error**4 / (error_a**4 / a.df + error_b**4 / b.df)
+        df = np.where(np.isfinite(df), df, a.df + b.df)  # no spread at all
+    values = a.values[of_a] - b.values[of_b]
+    half = np.array([_quantile(float(each)) for each in df]) * error
+    ends = {"low": values - half, "high": values + half, "error": error, "df": float(df.min(initial=np.inf))}
+    name = f"{a.group} \N{MINUS SIGN} {b.group}"
+    return Line(group=name, curve=a.curve, at=common, values=values, num_runs=min(a.num_runs, b.num_runs), **ends)
+
+
+@dataclass(frozen=True, kw_only=True)
+class SideBySide:
+    """Runs, the groups of seeds that they fall into, and the numbers of each group; `notes` say what is not shown."""
+
+    groups: Mapping[str, Sequence[str]]
+    lines: Mapping[Key, Mapping[str, Line]]
+    tokens: Mapping[float, float] = field(default_factory=dict)
+    notes: Sequence[str] = ()
+
+
+def read_side_by_side(
+    roots: Sequence[str | Path],
+    *,
+    seeds: bool = False,
+    group: str | None = None,
+    axis: AxisName = "step",
+    settings: Settings = (),
+    allow_suspect: bool = False,
+) -> SideBySide:
+    """Returns the curves of several runs, in groups.
+
+    Args:
+        roots: folders of runs.
+        seeds: all runs are seeds of one.
+        group: runs with one value of this field of their recipe, such as `data.shuffle_tokens`, are seeds of one.
+        axis: what curves are over.
+        settings: of analyses that were measured with several settings, as in `lit_layers.identity`.
+        allow_suspect: also take checkpoints that an audit found suspect.
+
+    Raises:
+        InputError: fewer than two runs, two of one name, a recipe without that field, or as `curves_of`.
+    """
+    if len(roots) < 2:
+        raise InputError(f"runs: expected two or more to stand side by side, got {len(roots)}")
+    if seeds and group:
+        raise InputError("seeds: expected either seeds or group, got both")
+    by_run: dict[str, list[StepCurve]] = {}
+    groups: dict[str, list[str]] = {}
+    for root in roots:
+        curves = curves_of(root, axis=axis, settings=settings, allow_suspect=allow_suspect)
+        name = curves[0].run
+        if name in by_run:
+            raise InputError(f"runs: {root} has the name of another, {name}: expected runs of different names")
+        by_run[name] = curves
+        groups.setdefault("seeds" if seeds else _value_of(root, group) if group else name, []).append(name)
+    if seeds:
+        groups = {f"{len(by_run)} seeds": list(by_run)}
+    lines: dict[Key, dict[str, Line]] = {}
+    partly: dict[str, None] = {}
+    for name, runs in groups.items():
+        by_key = grouped([curve for run in runs for curve in by_run[run]], lambda curve: curve.key)
+        for key, curves in by_key.items():
+            line = Line.of(name, curves) if len(curves) == len(runs) else None
+            if line is None or not len(line.at):
+                partly[curves[0].title] = None
+            else:
+                lines.setdefault(key, {})[name] = line
+    if not lines:
+        raise InputError("runs: expected runs that have a metric at common steps, these have none")
+    notes = [f"Left out, as not all seeds of a group have it: {listing('curve', partly, most=8)}."] if partly else []
+    return SideBySide(groups=groups, lines=lines, notes=notes)
+
+
+def _value_of(root: str | Path, name: str) -> str:
+    """What a run's recipe says of a field, whose path leaves out `init_args`."""
+    content: Any = run_facts(Path(root)).get("config") or {}
+    for part in name.split("."):
+        content = content.get("init_args", content) if part not in content else content
+        if not isinstance(content, dict) or part not in content:
+            raise InputError(f"group: the recipe of {root} has no {name}: expected a field such as data.seed")
+        content = content[part]
+    return f"{name.rpartition('.')[-1]}={content}"
+
+
+# ------------------------------------------------------------------------------------------------ figures
+
+
+def over_training(lines: Mapping[str, Line], groups: Sequence[str], *, axis: AxisName = "step") -> Chart:
+    """Returns one number over training, a colour a group, with bands."""
+    first = next(iter(lines.values()))
+    series = []
+    for number, name in enumerate(groups):
+        if name in lines:
+            look = {"color": color_of(number), "width": 2.2, "mark": symbol_of(number), "apart": "diamond"}
+            series.append(_series(lines[name], name=name, legend=True, **look))
+    return _chart(first.curve.title, first.curve.metric, series, axis)
+
+
+def of_difference(line: Line, *, axis: AxisName = "step") -> Chart:
+    """Returns a difference over training, with its interval."""
+    zero = Series(
+        x=[int(step) for step in line.at],
+        y=[0.0] * len(line.at),
+        name="no difference",
+        color=MUTED,
+        dash="dash",
+        width=1.4,
+    )
+    look = {"color": INK, "width": 2.2, "mark": "circle", "apart": "diamond", "name": line.group}
+    return _chart(
+        f"{line.curve.title}: {line.group}", line.curve.metric, [zero, _series(line, **look)], axis, signed=True
+    )
+
+
+def _series(line: Line, **look: Any) -> Series:
+    ends = {"low": rounded(line.low), "high": rounded(line.high)}
+    return Series(x=[int(step) for step in line.at], y=rounded(line.values), **ends, **look)
+
+
+def _chart(title: str, metric: str, series: list[Series], axis: AxisName, *, signed: bool = False) -> Chart:
+    steps = sorted({step for each in series for step in each.x})
+    training = Training.of(steps, {}) if axis == "step" else Training(steps, steps)
+    if not signed:
+        series += levels_of(metric, steps, mark="line-ew", apart="line-ew")
+    values = value_axis(metric, log=False) if signed else value_axis(metric)
+    return Chart(title=title, x=Axis(), y=values, series=series, training=training, axis=axis)
+
+
+def over_layers(by_layer: Mapping[int, Mapping[str, Line]], groups: Sequence[str]) -> Chart:
+    """Returns one number over the layers, a colour a group, with bands and a slider over the steps that all have."""
+    steps = sorted(set.intersection(*(set(line.at.tolist()) for lines in by_layer.values() for line in lines.values())))
+    frames, layers = spread(steps, _FRAMES), sorted(by_layer)
+    series = []
+    for number, name in enumerate(groups):
+        mine = [by_layer[layer][name] for layer in layers if name in by_layer[layer]]
+        rows = [
+            (frame, layer, line, int(np.searchsorted(line.at, step)))
+            for frame, step in enumerate(frames)
+            for layer, line in zip(layers, mine, strict=False)
+        ]
+        if not rows:
+            continue
+        parts: dict[str, Any] = {
+            part: rounded(getattr(line, of)[at] for _, _, line, at in rows)
+            for part, of in (("y", "values"), ("low", "low"), ("high", "high"))
+        }
+        look = {"color": color_of(number), "width": 2.0, "mark": symbol_of(number), "legend": True, "name": name}
+        series.append(
+            Series(x=[layer for _, layer, _, _ in rows], frame=[frame for frame, *_ in rows], **parts, **look)
+        )
+    first = next(iter(by_layer[layers[-1]].values())).curve
+    title = first.title.removesuffix(f", layer {first.layer}")
+    return Chart(
+        title=title, x=layer_axis(), y=value_axis(first.metric), series=series, frames=[int(step) for step in frames]
+    )
+
+
+# ------------------------------------------------------------------------------------------------ the page
+
+
+def page_of(content: SideBySide, *, axis: AxisName = "step") -> str:
+    """Returns the page: what the groups are, a table of last values, and the figures of each analysis."""
+    figures: Figures = []
+    groups = list(content.groups)
+    shown = [
+        {"name": analysis, "title": sentence(analysis), "metrics": placed(balanced(blocks), figures)}
+        for analysis, blocks in _blocks(content, axis).items()
+    ]
+    return fill(
+        "runs.html.jinja",
+        figures,
+        title=f"{sum(map(len, content.groups.values()))} runs",
+        facts=[("Groups" if len(groups) < sum(map(len, content.groups.values())) else "Runs", len(groups))],
+        groups=content.groups,
+        notes=[*content.notes, *_notes(content)],
+        results=_results(content),
+        sections=shown,
+    )
+
+
+def write_pictures(content: SideBySide, folder: Path, *, axis: AxisName = "step") -> list[Path]:
+    """Writes the figures of the page as .png, .svg and .pdf; returns their paths."""
+    names: set[str] = set()
+    charts = {}
+    for analysis, blocks in _blocks(content, axis).items():
+        for each in blocks:
+            for choice in each["choices"]:
+                for figure in choice["figures"]:
+                    parts = (analysis, each["title"], choice["text"], figure["caption"])
+                    if figure["chart"] is not None:
+                        charts[folder / file_name("_".join(filter(None, parts)), names)] = figure["chart"]
+    with refused(f"cannot make the folder {folder}"):
+        folder.mkdir(parents=True, exist_ok=True)
+    return write_charts(charts, SUFFIXES)
+
+
+def _blocks(content: SideBySide, axis: AxisName) -> dict[str, list[dict[str, Any]]]:
+    groups = list(content.groups)
+    by_analysis: dict[str, list[dict[str, Any]]] = {}
+    metrics = grouped(content.lines.items(), lambda item: item[0][:2])
+    for (analysis, metric), items in sorted(metrics.items(), key=lambda item: (item[0][0], rank(item[0][1]))):
+        choices = []
+        for tags, of_tags in grouped(items, lambda item: item[0][3]).items():
+            by_layer = {key[2]: lines for key, lines in of_tags}
+            lines = (
+                by_layer[None] if None in by_layer else by_layer[max(layer for layer in by_layer if layer is not None)]
+            )
+            layered = {layer: each for layer, each in by_layer.items() if layer is not None}
+            parts: list[tuple[str, Callable[[], Any]]] = [
+                (
+                    "Over training" if None in by_layer else "Over training, the last layer",
+                    lambda lines=lines: over_training(lines, groups, axis=axis),
+                )
+            ]
+            if len(layered) > 1:
+                parts.append(("Over layers", lambda layered=layered: over_layers(layered, groups)))
+            if len(groups) == 2 and len(lines) == 2:
+                parts.append(
+                    (
+                        f"Difference, {groups[0]} less {groups[1]}",
+                        lambda lines=lines: of_difference(difference(lines[groups[0]], lines[groups[1]]), axis=axis),
+                    )
+                )
+            text = tag_text(dict(next(iter(lines.values())).curve.tags)) if tags else ""
+            choices.append((text, parts))
+        row = look_up(metric)
+        by_analysis.setdefault(analysis, []).append(block(row.with_unit, row.note, choices))
+    return by_analysis
+
+
+def _notes(content: SideBySide) -> list[str]:
+    over = {line.over for lines in content.lines.values() for line in lines.values()}
+    notes = (
+        ["Bands are 95% intervals over the seeds of a group, at the steps that all of them have."]
+        if any("seeds" in each for each in over)
+        else []
+    )
+    if "prompts" in over:
+        notes.append("Bands of a single run are over prompts (or test rows): another seed may lie outside of them.")
+    return notes
+
+
+def _results(content: SideBySide) -> dict[str, Any]:
+    """`last_values` as the template takes it."""
+    groups = list(content.groups)
+    rows: dict[str, list[dict[str, Any]]] = {}
+    for row in last_values(content).to_dict("records"):
+        text = whole if look_up(row["metric"]).whole else value
+        cells = [(row["title"], f"step {row['step']:,}")]
+        for name in [*groups, *(["difference"] if len(groups) == 2 else [])]:
+            low, high = row[f"{name} low"], row[f"{name} high"]
+            cells.append((text(row[name]), f"{text(low)} to {text(high)}" if np.isfinite(low + high) else ""))
+        rows.setdefault(row["analysis"], []).append({"strong": False, "cells": cells})
+    columns = ["Metric", *groups, *(["Difference"] if len(groups) == 2 else [])]
+    return {
+        "columns": columns,
+        "groups": [{"heading": sentence(a), "note": "", "rows": part} for a, part in rows.items()],
+    }
+
+
+def last_values(content: SideBySide) -> pd.DataFrame:
+    """Returns a row a number: analysis, metric, layer, tags, step, and each group's value and interval there.
+
+    Of numbers of layers the last layer's; of two groups also the difference. The step is the last that all groups have.
+    """
+    groups, rows = list(content.groups), []
+    last: dict[tuple[str, str, str], int | None] = {}
+    for analysis, metric, layer, tags in content.lines:
+        key = (analysis, metric, tags)
+        last[key] = None if layer is None or last.get(key, -1) is None else max(layer, last.get(key, -1) or 0)
+    for key, lines in content.lines.items():
+        analysis, metric, layer, tags = key
+        common = set.intersection(*(set(line.at.tolist()) for line in lines.values()))
+        if layer != last[analysis, metric, tags] or len(lines) < len(groups) or not common:
+            continue
+        step = max(common)
+        row = {"analysis": analysis, "metric": metric, "layer": layer, "tags": tags, "step": int(step)}
+        row["title"] = next(iter(lines.values())).curve.title
+        parts = dict(lines)
+        if len(groups) == 2:
+            parts["difference"] = difference(*(lines[name] for name in groups))
+        for name, line in parts.items():
+            at = int(np.searchsorted(line.at, step))
+            row |= {name: line.values[at], f"{name} low": line.low[at], f"{name} high": line.high[at]}
+        rows.append(row)
+    return (
+        pd.DataFrame(rows).sort_values(
+            ["analysis", "metric"], key=lambda c: c.map(rank) if c.name == "metric" else c, kind="stable"
+        )
+        if rows
+        else pd.DataFrame(rows)
+    )

@@ -1,0 +1,170 @@
+"""Runs side by side: means, bands and differences against scipy, and the page of the command."""
+
+import json
+
+import numpy as np
+import pandas as pd
+import pytest
+from scipy import stats
+
+from lit_layers import records
+from lit_layers.cli.main import main
+from lit_layers.clock.side_by_side import Line, difference, last_values, over_layers, over_training, read_side_by_side
+from lit_layers.clock.step_curves import StepCurve
+from lit_layers.records import Measurement, Record
+
+STEPS, LAYERS = (0, 1, 10, 100), (1, 2, 3)
+RNG = np.random.default_rng(3)
+
+
+def write_run(root, values, *, shuffled: bool = False, steps=STEPS, stderr: float | None = 0.1):
+    """`values` (checkpoints,) are those of coupling; accuracy of layer l is l times as much."""
+    for step, number in zip(steps, values, strict=False):
+        coupling = [Record(metric="coupling", value=number, stderr=stderr, tags={"k": 4})]
+        accuracy = [Record(metric="accuracy", value=number * layer, layer=layer, stderr=stderr) for layer in LAYERS]
+        for analysis, parts in {"coupling": coupling, "probe": accuracy}.items():
+            at = {"run": root.name, "step": step, "tokens": None, "seconds": 0.1, "provenance": {}}
+            records.append(root / "measurements.jsonl", Measurement(analysis=analysis, records=parts, **at))
+    config = {"data": {"class_path": "x.Y", "init_args": {"shuffle_tokens": shuffled}}}
+    (root / "run.json").write_text(json.dumps({"run": root.name, "config": config}))
+    return root
+
+
+@pytest.fixture
+def seeds(tmp_path):
+    """Three seeds and three controls, whose values are `[group, seed, checkpoint]`."""
+    values = RNG.uniform(0.1, 0.3, (2, 3, len(STEPS))) + np.array([0.2, 0])[:, None, None]
+    roots = [
+        write_run(tmp_path / f"{name}{seed}", values[group, seed], shuffled=bool(group))
+        for group, name in enumerate(("real", "control"))
+        for seed in range(3)
+    ]
+    return roots, values
+
+
+def curve(values, at=STEPS, stderr=None) -> StepCurve:
+    numbers = {"at": np.array(at), "values": np.array(values), "stderr": None if stderr is None else np.array(stderr)}
+    return StepCurve(run="a", analysis="coupling", metric="coupling", layer=None, tags={}, **numbers)
+
+
+def test_a_band_over_seeds_is_students_and_of_one_run_that_over_prompts():
+    rows = RNG.normal(size=(4, 4))
+    line = Line.of("a", [curve(row) for row in rows])
+    low, high = stats.t.interval(0.95, 3, rows.mean(0), stats.sem(rows))
+    assert (line.low, line.high, line.over) == (pytest.approx(low), pytest.approx(high), "4 seeds")
+    alone = Line.of("a", [curve(rows[0], stderr=[0.1, 0.2, 0.3, 0.4])])
+    assert alone.high - alone.values == pytest.approx(stats.norm.ppf(0.975) * np.array([0.1, 0.2, 0.3, 0.4]))
+    assert (alone.over, Line.of("a", [curve(rows[0])]).over) == ("prompts", "")
+
+
+def test_a_mean_is_never_over_fewer_seeds_than_it_says():
+    parts = [curve([1, 2, 3, 4]), curve([1, np.nan, 3, 4]), curve([4, 5, 6], at=(0, 10, 100))]
+    line = Line.of("a", parts)
+    assert (line.at.tolist(), line.values.tolist(), line.num_runs) == (
+        [0, 10, 100],
+        [2, pytest.approx(11 / 3), pytest.approx(14 / 3)],
+        3,
+    )
+
+
+def test_the_difference_of_groups_is_welchs():
+    one, other = RNG.normal(size=(4, 5)), RNG.normal(1, 2, size=(3, 5))
+    steps = (0, 1, 2, 3, 4)
+    lines = [Line.of(name, [curve(row, steps) for row in rows]) for name, rows in (("a", one), ("b", other))]
+    result = stats.ttest_ind(one, other, equal_var=False).confidence_interval(0.95)
+    found = difference(*lines)
+    assert (found.group, found.low, found.high) == (
+        "a \N{MINUS SIGN} b",
+        pytest.approx(result.low),
+        pytest.approx(result.high),
+    )
+    single = [Line.of(name, [curve([1.0, 2.0], (0, 1), [0.3, 0.4])]) for name in "ab"]
+    assert difference(*single).high == pytest.approx(stats.norm.ppf(0.975) * np.sqrt(2) * np.array([0.3, 0.4]))
+    assert np.isnan(difference(lines[0], single[0]).low).all()  # what a single run's seeds would give is not known
+    assert difference(lines[0], single[0]).at.tolist() == [0, 1]
+
+
+def test_runs_of_one_recipe_value_are_seeds_of_one(seeds):
+    roots, values = seeds
+    content = read_side_by_side(roots, group="data.shuffle_tokens")
+    assert {name: len(runs) for name, runs in content.groups.items()} == {
+        "shuffle_tokens=False": 3,
+        "shuffle_tokens=True": 3,
+    }
+    lines = content.lines["coupling", "coupling", None, "k=4"]
+    for line, truth in zip(lines.values(), values, strict=True):
+        assert line.values == pytest.approx(truth.mean(0))
+    rows = last_values(content)
+    assert rows["layer"].isna().tolist() == [True, False]
+    assert rows["layer"].iloc[1] == 3
+    last = stats.ttest_ind(values[0, :, -1], values[1, :, -1], equal_var=False).confidence_interval(0.95)
+    row = rows.iloc[0]
+    assert (row["difference low"], row["difference high"]) == (pytest.approx(last.low), pytest.approx(last.high))
+    chart = over_training(lines, list(content.groups))
+    assert [series.name for series in chart.series] == list(content.groups)
+    assert chart.series[1].y == pytest.approx(values[1].mean(0), rel=1e-4)
+    layers = over_layers(
+        {layer: content.lines["probe", "accuracy", layer, ""] for layer in LAYERS}, list(content.groups)
+    )
+    first = layers.series[0]
+    at_last = [y for y, frame in zip(first.y, first.frame, strict=True) if frame == len(layers.frames) - 1]
+    assert at_last == pytest.approx(values[0, :, -1].mean() * np.array(LAYERS), rel=1e-4)
+
+
+def test_what_not_all_seeds_have_is_left_out_and_named(seeds, tmp_path):
+    roots, _ = seeds
+    bare = write_run(tmp_path / "bare", [0.5] * 4)
+    lines = [line for line in (bare / "measurements.jsonl").read_text().splitlines() if '"coupling"' in line]
+    (bare / "measurements.jsonl").write_text("\n".join(lines) + "\n")
+    content = read_side_by_side([*roots[:2], bare], seeds=True)
+    assert {key[0] for key in content.lines} == {"coupling"}
+    (note,) = content.notes
+    assert note.startswith("Left out, as not all seeds of a group have it: curves Probe accuracy, layer 1")
+
+
+def test_the_command_writes_the_page_the_table_and_the_pictures(seeds, tmp_path, monkeypatch, capsys):
+    roots, _ = seeds
+    monkeypatch.chdir(tmp_path)
+    command = [
+        "report",
+        *map(str, roots),
+        "--group",
+        "data.shuffle_tokens",
+        "--export",
+        "last.csv",
+        "--pictures",
+        "pictures",
+    ]
+    assert main(command) == 0
+    page = (tmp_path / "runs.html").read_text()
+    assert "shuffle_tokens=False" in page
+    assert "real0, real1, real2" in page
+    assert "over the seeds of a group" in page
+    assert len(pd.read_csv(tmp_path / "last.csv")) == 2
+    names = {path.name for path in (tmp_path / "pictures").glob("*.png")}
+    assert names == {
+        "coupling_coupling_k_4_over_training.png",
+        "coupling_coupling_k_4_difference_shuffle_tokens_false_less_shuffle_tokens_true.png",
+        "probe_probe_accuracy_share_over_training_the_last_layer.png",
+        "probe_probe_accuracy_share_over_layers.png",
+        "probe_probe_accuracy_share_difference_shuffle_tokens_false_less_shuffle_tokens_true.png",
+    }
+    assert main(["report", str(roots[0]), str(roots[3]), "--out", "two.html"]) == 0
+    assert "over prompts (or test rows)" in (tmp_path / "two.html").read_text()
+
+
+def test_wrong_input_is_one_sentence(seeds, tmp_path, capsys):
+    one, other = map(str, seeds[0][:2])
+    for command, sentence in (
+        ([one, "--seeds"], "seeds: expected two runs or more, got 1"),
+        ([one, "--group", "data.seed"], "group: expected two runs or more, got 1"),
+        ([one, other, "--seeds", "--group", "data.seed"], "seeds: expected either seeds or group, got both"),
+        ([one, other, "--group", "data.seed"], f"group: the recipe of {one} has no data.seed: expected a field"),
+        ([one, one], f"runs: {one} has the name of another, real0: expected runs of different names"),
+        ([one, other, "--provenance"], "provenance: expected one run, got 2"),
+        ([one, other, "--wandb"], "wandb: expected one run, got 2"),
+        ([one, str(tmp_path / "none")], "expected a run's folder or a table of scores"),
+        ([one, other, "--out", str(tmp_path / "no" / "folder.html")], "cannot write"),
+    ):
+        assert main(["report", *command]) == 2, command
+        assert sentence in " ".join(capsys.readouterr().err.split()), command
