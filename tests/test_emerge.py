@@ -10,12 +10,12 @@ from scipy import stats
 from lit_layers import records
 from lit_layers.cli.main import main
 from lit_layers.clock import Clock, agreement_table, curves_of, measure_times, order_table, over_seeds, times_table
-from lit_layers.clock.emergence_page import at_text, layer_fronts, order_matrix, sentence, timeline
 from lit_layers.clock.step_curves import StepCurve
 from lit_layers.clock.times_and_order import COLUMNS, emerged_in_order, probability_before
 from lit_layers.errors import InputError
 from lit_layers.functional.emergence import EmergenceTimes, Time
 from lit_layers.records import Measurement, Record
+from lit_layers.report.emergence_page import at_text, layer_fronts, order_matrix, sentence, timeline
 
 STEPS = [0, 1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024]
 AXIS = np.log2(1 + np.array(STEPS))

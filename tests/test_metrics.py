@@ -9,14 +9,14 @@ import pytest
 
 pytest.importorskip("jinja2")
 
-from lit_layers import analyses, metrics, plots, records
+from lit_layers import analyses, metrics, plots, records, run_data
 from lit_layers.analyses.speed import Speed
 from lit_layers.correlate.model_table import read_runs
 from lit_layers.data import GivenTexts
 from lit_layers.metrics import METRICS, Metric, look_up
 from lit_layers.models.view import LayeredModel
 from lit_layers.records import Measurement, Record
-from lit_layers.report import facts, sections, wandb_mirror, write_report
+from lit_layers.report import sections, wandb_mirror, write_report
 from lit_layers.report.rendering import write_pictures
 from lit_layers.tasks.benchmark_scores import BenchmarkScores
 from lit_layers.tasks.glue_rows import GLUE
@@ -124,7 +124,7 @@ def with_brier(root, steps: tuple[int | None, ...] = (0, 8)) -> None:
 
 
 def titles(root) -> list[str]:
-    run = facts.read_run(root)
+    run = run_data.read_run(root)
     (section,) = sections.sections(records.frame(run.measurements))
     return [block["title"] for block in section["metrics"]]
 

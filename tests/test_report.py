@@ -16,7 +16,7 @@ import pytest
 
 pytest.importorskip("jinja2")
 
-from lit_layers import records
+from lit_layers import records, run_data
 from lit_layers.cli.main import main
 from lit_layers.cli.verbs.report import _run_id
 from lit_layers.errors import InputError
@@ -24,7 +24,7 @@ from lit_layers.figures import vega
 from lit_layers.figures.vega import script
 from lit_layers.metrics import look_up
 from lit_layers.records import Measurement, Record
-from lit_layers.report import facts, template, write_report
+from lit_layers.report import template, write_report
 from lit_layers.report.template import Figures, placed
 from tests.support.browser import CHROMIUM, dom_after
 from tests.support.charts import PageFigure, page_figures, svg_texts
@@ -239,7 +239,7 @@ def test_numbers_that_are_draws_alone_leave_a_sentence_in_the_place_of_their_fig
 
 
 def test_provenance_of_a_long_series_is_one_table_by_step(series: Path, capsys) -> None:
-    found = facts.provenance(facts.read_run(series))
+    found = run_data.provenance(run_data.read_run(series))
     assert found["shared"]["checkpoint"] == found["shared"]["series"] == "EleutherAI/pythia-70m"
     assert found["shared"]["tokenizer_hash"] == "0f0f0f0f0f0f0f0f"
     assert found["analyses"] == {name: {"config_hash": f"{len(name):016x}"} for name in ("trajectory", "lens")}
@@ -295,7 +295,7 @@ def test_what_differs_from_step_to_step_stands_in_the_table_and_what_differs_bet
         if m.step == 8 and m.analysis == "lens":
             own["versions"] = {"torch": "2.16.0"}
         lines.append(replace(m, provenance=m.provenance | own))
-    found = facts.provenance(replace(facts.read_run(root), measurements=lines))
+    found = run_data.provenance(replace(run_data.read_run(root), measurements=lines))
     assert found["checkpoints"]["columns"] == ["step", "weights_hash", "device"]
     assert [row[2] for row in found["checkpoints"]["rows"]] == ["cpu", "H200", "H200"]
     assert found["analyses"]["lens"]["data_hash"] == "of lens"
@@ -440,7 +440,7 @@ def test_provenance_of_models_is_told_by_model(compared: Path, comparison: Path)
     assert "gpt2 openai-community/gpt2 main 000000000000 0000000000000003 clean 0000000000000001 model" in text
     assert "tiny models/tiny 0000000000000004 clean 0000000000000001 model" in text
     assert "data_hash.pythia-160m 00000000000000a0 data_hash.gpt2 00000000000000a1" in text
-    found = facts.provenance(facts.read_run(compared))
+    found = run_data.provenance(run_data.read_run(compared))
     assert [row[0] for row in found["checkpoints"]["rows"]] == NAMES
 
 
@@ -483,7 +483,7 @@ def test_a_model_of_one_block_among_others_leaves_no_place_without_a_figure(
 def test_a_retried_measurement_is_no_failure(tmp_path: Path) -> None:
     root = make_run(tmp_path / "run", steps=(0, 1), analyses=("lens",), failing=((1, "lens", "no"),))
     records.append(root / "measurements.jsonl", measurement("quickstart", 1, "lens"))
-    assert facts.read_run(root).failures == []
+    assert run_data.read_run(root).failures == []
     assert "failed" not in shown(write_report(root))
 
 
@@ -746,7 +746,7 @@ def test_wandb_gets_suspect_checkpoints_only_where_that_is_asked_for(
 
     monkeypatch.setenv("WANDB_MODE", "offline")
     root = make_series(tmp_path / "run", steps=(0, 1, 2, 4), analyses=("coupling",), suspect=(1, 2))
-    run = _run_id(facts.read_run(root))
+    run = _run_id(run_data.read_run(root))
     rows = 2 * len(measurement("r", 0, "coupling", layers=2).records)
     for options, steps in (([], {0, 4}), (["--allow-suspect"], {0, 1, 2, 4})):
         assert main(["report", str(root), "--wandb", *options]) == 0
@@ -762,8 +762,7 @@ def test_wandb_gets_suspect_checkpoints_only_where_that_is_asked_for(
 def test_without_vega_the_report_says_what_to_install(full: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for name in [name for name in sys.modules if name.startswith("lit_layers.report.")]:
         monkeypatch.delitem(sys.modules, name)
-    for name in ("facts", "rendering"):
-        monkeypatch.delattr(f"lit_layers.report.{name}")
+    monkeypatch.delattr("lit_layers.report.rendering")
     monkeypatch.setitem(sys.modules, "jinja2", None)
     expected = "a report needs jinja2.*: pip install vl-convert-python jinja2, then run `lit-layers"
     with pytest.raises(InputError, match=expected):

@@ -9,9 +9,9 @@ from scipy import stats
 
 from lit_layers import records
 from lit_layers.cli.main import main
-from lit_layers.clock.side_by_side import Line, difference, last_values, over_layers, over_training, read_side_by_side
 from lit_layers.clock.step_curves import StepCurve
 from lit_layers.records import Measurement, Record
+from lit_layers.report.side_by_side import Line, difference, last_values, over_layers, over_training, read_side_by_side
 
 STEPS, LAYERS = (0, 1, 10, 100), (1, 2, 3)
 RNG = np.random.default_rng(3)

@@ -9,6 +9,7 @@ import numpy as np
 import pandas as pd
 from numpy.typing import NDArray
 
+from lit_layers import run_data
 from lit_layers.clock.step_curves import AxisName
 from lit_layers.figures.axes import Axis, Training
 from lit_layers.figures.chart import Chart, Series
@@ -18,7 +19,6 @@ from lit_layers.functional.block_schedules import OF_BLOCKS
 from lit_layers.functional.correlation import BlockCorrelation, UndefinedError, block_correlation
 from lit_layers.identity import Settings
 from lit_layers.records import PLACES, Record
-from lit_layers.report import facts
 
 Array = NDArray[np.float64]
 COLUMNS = ("run", "step", "analysis", "harm", "predictor", "given", "rho", "low", "high", "over", "p_value")
@@ -60,7 +60,7 @@ def block_tables(root: str | Path, *, settings: Settings = ()) -> list[BlockTabl
     Of a switch they are those of both blocks: the coupling of the two with each other, and the mean of their influences
     and norm steps.
     """
-    run = facts.read_run(root, settings=settings)
+    run = run_data.read_run(root, settings=settings)
     by_step: dict[int, _Checkpoint] = {}
     for m in run.measurements:
         if m.step is not None and m.error is None:

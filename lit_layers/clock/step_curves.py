@@ -11,13 +11,12 @@ import numpy as np
 import pandas as pd
 from numpy.typing import NDArray
 
-from lit_layers import records
+from lit_layers import records, run_data
 from lit_layers.errors import InputError
 from lit_layers.figures.labels import listing, tag_text
 from lit_layers.figures.tables import ORDINALS
 from lit_layers.identity import Settings
 from lit_layers.metrics import look_up
-from lit_layers.report import facts
 
 Array = NDArray[np.floating[Any]]
 AxisName = Literal["step", "tokens"]
@@ -170,10 +169,10 @@ def _has(tags: Tags, asked: Mapping[str, str]) -> bool:
 def _of_run(
     root: Path, axis: AxisName, settings: Settings, allow_suspect: bool, *, everything: bool
 ) -> list[StepCurve]:
-    run = facts.read_run(root, settings=settings)
+    run = run_data.read_run(root, settings=settings)
     if run.compares_models:
         raise InputError(f"{root}: expected a run over training steps, its models have none")
-    if (suspect := facts.suspects(run)) and not allow_suspect:
+    if (suspect := run_data.suspects(run)) and not allow_suspect:
         steps = listing("step", [step for steps in suspect.values() for step in steps])
         raise InputError(
             f"{root}: {steps} are suspect ({next(iter(suspect))}): measure them anew, or say --allow-suspect"

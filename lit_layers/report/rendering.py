@@ -9,7 +9,7 @@ from typing import Any
 
 import pandas as pd
 
-from lit_layers import records
+from lit_layers import records, run_data
 from lit_layers.durable import replace_file
 from lit_layers.errors import InputError, refused
 from lit_layers.figures import Chart
@@ -19,13 +19,13 @@ from lit_layers.figures.task_means import with_task_means, with_task_medians
 from lit_layers.figures.vega import SUFFIXES, file_name, write_charts
 from lit_layers.identity import Settings
 from lit_layers.metrics import look_up
-from lit_layers.report import facts, sections, variant_sections
+from lit_layers.report import sections, variant_sections
 from lit_layers.report.template import Figures, fill, placed
 
 
 def write_page(root: str | Path, out: str | Path | None, *, allow_suspect: bool, settings: Settings) -> Path:
     """Writes the page of a folder, as `lit_layers.report.write_report` says, and returns its path."""
-    run = facts.read_run(root, settings=settings)
+    run = run_data.read_run(root, settings=settings)
     page = render(run, allow_suspect=allow_suspect)
     out = Path(out) if out is not None else run.root / "report.html"
     with refused(f"cannot write {out}", "; --out names another place"):
@@ -33,21 +33,21 @@ def write_page(root: str | Path, out: str | Path | None, *, allow_suspect: bool,
     return out
 
 
-def render(run: facts.RunData, *, allow_suspect: bool = False) -> str:
+def render(run: run_data.RunData, *, allow_suspect: bool = False) -> str:
     """Returns the page of a run, or of models side by side; without its suspect checkpoints unless they are allowed."""
     comparing = run.compares_models
     frame, shown = sections_of(run, allow_suspect=allow_suspect)
     figures: Figures = []
     training = placed(sections.training(run), figures)
     shown = [{**section, "metrics": placed(section["metrics"], figures)} for section in shown]
-    suspects = facts.suspects(run)
+    suspects = run_data.suspects(run)
     runs = list(dict.fromkeys(frame["run"])) if comparing else []
     return fill(
         "run.html.jinja",
         figures,
         title=run.name,
         run=run,
-        facts=facts.headline_facts(run),
+        facts=run_data.headline_facts(run),
         changes=[] if comparing else change_table(frame).to_dict("records"),
         results=_results(model_table(frame)) if comparing else [],
         runs=runs,
@@ -59,22 +59,22 @@ def render(run: facts.RunData, *, allow_suspect: bool = False) -> str:
         },
         num_suspects=len({place for places in suspects.values() for place in places}),
         allow_suspect=allow_suspect,
-        others=facts.other_settings(run),
+        others=run_data.other_settings(run),
         command=f"lit-layers report {shlex.quote(str(run.root))}",
         training=training,
         sections=shown,
-        cost=facts.cost(run) if run.measurements else [],
-        duration=facts.duration,
-        provenance=facts.provenance(run),
-        flat=facts.flat,
-        short=facts.shortened,
-        title_of=facts.section_title,
+        cost=run_data.cost(run) if run.measurements else [],
+        duration=run_data.duration,
+        provenance=run_data.provenance(run),
+        flat=run_data.flat,
+        short=run_data.shortened,
+        title_of=run_data.section_title,
         without_step=0 if comparing else sum(m.step is None for m in run.measurements),
         has_tokens=any("tokens" in figure for figure in figures),
     )
 
 
-def sections_of(run: facts.RunData, *, allow_suspect: bool = False) -> tuple[pd.DataFrame, list[dict[str, Any]]]:
+def sections_of(run: run_data.RunData, *, allow_suspect: bool = False) -> tuple[pd.DataFrame, list[dict[str, Any]]]:
     """Returns the table of what may be drawn of a run, with means over its tasks, and the sections of figures."""
     comparing = run.compares_models
     drawable = [m for m in run.measurements if comparing or m.step is not None]
@@ -134,7 +134,7 @@ def write_pictures(
     Raises:
         InputError: where `root` is no run's folder, has nothing to draw, or a picture cannot be written.
     """
-    charts = dict(_named(facts.read_run(root, settings=settings), allow_suspect=allow_suspect))
+    charts = dict(_named(run_data.read_run(root, settings=settings), allow_suspect=allow_suspect))
     if not charts:
         raise InputError(f"{root} has nothing to draw as pictures: there is no figure on its page")
     folder = Path(folder)
@@ -143,7 +143,7 @@ def write_pictures(
     return write_charts({folder / name: chart for name, chart in charts.items()}, SUFFIXES)
 
 
-def _named(run: facts.RunData, *, allow_suspect: bool) -> Iterator[tuple[str, Chart]]:
+def _named(run: run_data.RunData, *, allow_suspect: bool) -> Iterator[tuple[str, Chart]]:
     """The name of each picture, and its chart, whose title names the section."""
     _, shown = sections_of(run, allow_suspect=allow_suspect)
     names: set[str] = set()

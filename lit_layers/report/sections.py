@@ -28,7 +28,7 @@ from lit_layers.figures.tables import (
 )
 from lit_layers.figures.task_means import BASES
 from lit_layers.metrics import is_in, look_up, names, rank, sentence
-from lit_layers.report.facts import RunData
+from lit_layers.run_data import RunData
 
 _TOGETHER = 6  # variants of a metric of the whole model that one figure still shows
 _SPLITS = ("test", "validation", "train")

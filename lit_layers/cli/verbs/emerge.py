@@ -49,7 +49,7 @@ def emerge(
         raise InputError(f"out: expected a folder, {folder} is a file")
     chosen = dict(_pair(text) for text in where or ())
     from lit_layers.clock import block_tables, curves_of, measure_times, over_seeds
-    from lit_layers.clock.emergence_page import write_emergence
+    from lit_layers.report.emergence_page import write_emergence
 
     curves, blocks = [], []
     for place in runs:
@@ -83,8 +83,8 @@ def _pair(text: str) -> tuple[str, str]:
 
 
 def _show(clock: "Clock", axis: str) -> None:
-    from lit_layers.clock.emergence_page import time_text
     from lit_layers.clock.times_and_order import agreement_table, of_the_model
+    from lit_layers.report.emergence_page import time_text
 
     for run in clock.runs:
         pairs = of_the_model(clock, run)

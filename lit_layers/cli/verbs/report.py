@@ -41,8 +41,9 @@ def report(
             them, or `last`: those measured last (default: those of the most steps, which training's are)
         provenance: only print where the numbers come from
     """
+    from lit_layers import run_data
     from lit_layers.figures.labels import listing
-    from lit_layers.report import MirrorAside, facts, write_report
+    from lit_layers.report import MirrorAside, write_report
 
     chosen = settings or ()
     if len(runs) > 1:
@@ -54,15 +55,15 @@ def report(
     if seeds or group is not None:
         raise InputError(f"{'seeds' if seeds else 'group'}: expected two runs or more, got {len(runs)}")
     (root,) = runs
-    run = facts.read_run(root, settings=chosen)
+    run = run_data.read_run(root, settings=chosen)
     if provenance:
-        _print_provenance(facts.provenance(run))
+        _print_provenance(run_data.provenance(run))
         return 0
     if not allow_suspect:
-        for verdict, places in facts.suspects(run).items():
+        for verdict, places in run_data.suspects(run).items():
             names = listing("model" if run.compares_models else "step", places)
             print(f"left out as suspect ({verdict}): {names}; --allow-suspect draws them", file=sys.stderr)
-    for sentence in facts.other_settings(run):
+    for sentence in run_data.other_settings(run):
         print(f"other settings: {sentence}; --settings NAME draws them", file=sys.stderr)
     if export is not None:
         from lit_layers import records
@@ -93,8 +94,8 @@ def _side_by_side(
     settings: Sequence[str],
     allow_suspect: bool,
 ) -> int:
-    from lit_layers.clock.side_by_side import last_values, page_of, read_side_by_side, write_pictures
     from lit_layers.durable import replace_file
+    from lit_layers.report.side_by_side import last_values, page_of, read_side_by_side, write_pictures
 
     content = read_side_by_side(runs, seeds=seeds, group=group, settings=settings, allow_suspect=allow_suspect)
     for note in content.notes:
@@ -113,24 +114,24 @@ def _side_by_side(
 
 
 def _print_provenance(provenance: dict[str, Any]) -> None:
-    from lit_layers.report import facts
+    from lit_layers import run_data
 
     parts = {"run": provenance["run"], "all measurements": provenance["shared"], **provenance["analyses"]}
     for title, content in {**parts, "config": provenance["config"]}.items():
         if content:
             print(f"[{title}]")
-            for name, text in facts.flat(content):
+            for name, text in run_data.flat(content):
                 print(f"{name} = {text}")
     table = provenance["checkpoints"]
     if table["rows"]:
         print("[checkpoints]")
-        rows = [dict(zip(table["columns"], map(facts.shortened, row), strict=True)) for row in table["rows"]]
+        rows = [dict(zip(table["columns"], map(run_data.shortened, row), strict=True)) for row in table["rows"]]
         show_table(rows, text=table["columns"])
         for row in table["rows"]:
-            if facts.shortened(row[-1]).endswith(" files"):
+            if run_data.shortened(row[-1]).endswith(" files"):
                 print(f"[weight files of {table['columns'][0]} {row[0]}]")
-                print(facts.cut(row[-1]).replace(", ", "\n"))
-        if any(facts.shortened(text) != text for row in table["rows"] for text in row):
+                print(run_data.cut(row[-1]).replace(", ", "\n"))
+        if any(run_data.shortened(text) != text for row in table["rows"] for text in row):
             print("(commits and sums of files are cut; measurements.jsonl has them whole)")
 
 
