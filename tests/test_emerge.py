@@ -1,6 +1,7 @@
 """`lit-layers emerge` against curves whose times were planted, and tables written as other tools write them."""
 
 import json
+import re
 
 import numpy as np
 import pandas as pd
@@ -15,6 +16,7 @@ from lit_layers.clock.times_and_order import COLUMNS, emerged_in_order, probabil
 from lit_layers.errors import InputError
 from lit_layers.functional.emergence import EmergenceTimes, Time
 from lit_layers.records import Measurement, Record
+from lit_layers.report import write_report
 from lit_layers.report.emergence_page import at_text, layer_fronts, order_matrix, sentence, timeline
 
 STEPS = [0, 1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024]
@@ -284,3 +286,26 @@ def test_what_cannot_be_measured_is_refused_in_a_sentence(run, tmp_path, capsys)
     with pytest.raises(InputError, match="suspect"):
         curves_of(suspect)
     assert curves_of(suspect, allow_suspect=True)
+
+
+def test_the_runs_own_page_begins_with_when_it_emerges(tmp_path):
+    root = write_run(tmp_path / "planted")
+    text = write_report(root, tmp_path / "page.html").read_text()
+    section = text[text.index('<section id="emergence">') : text.index('<section id="results">')]
+    lines = re.findall(r"<li>(.*?)</li>", section)
+    halfway = {line.split(":")[0]: float(re.findall(r"half-way at step ([\d,.]+)", line)[0]) for line in lines}
+    planted = {"Coupling": 7, "Probe accuracy, layer 3": 127, "Prompt entropy, raw": 255}
+    assert list(halfway) == list(planted)  # of the whole model or the last layer, earliest first
+    for name, step in planted.items():
+        assert abs(np.log2((1 + halfway[name]) / (1 + step))) < 0.5, name
+    assert "Does not emerge: Logit-lens loss, layer 3." in section
+    assert 'class="metric' in section
+    short = write_run(tmp_path / "short", steps=STEPS[:5])
+    assert 'id="emergence"' not in write_report(short, tmp_path / "short.html").read_text()
+
+
+def test_the_runs_own_page_leaves_suspect_checkpoints_out_of_its_times(tmp_path):
+    suspect = dict.fromkeys(STEPS[4:], "suspect: equal to the final step")
+    root = write_run(tmp_path / "run", audit=suspect)
+    assert 'id="emergence"' not in write_report(root, tmp_path / "page.html").read_text()
+    assert 'id="emergence"' in write_report(root, tmp_path / "page.html", allow_suspect=True).read_text()

@@ -762,7 +762,7 @@ def test_wandb_gets_suspect_checkpoints_only_where_that_is_asked_for(
 def test_without_vega_the_report_says_what_to_install(full: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for name in [name for name in sys.modules if name.startswith("lit_layers.report.")]:
         monkeypatch.delitem(sys.modules, name)
-    monkeypatch.delattr("lit_layers.report.rendering")
+    monkeypatch.delattr("lit_layers.report.rendering", raising=False)
     monkeypatch.setitem(sys.modules, "jinja2", None)
     expected = "a report needs jinja2.*: pip install vl-convert-python jinja2, then run `lit-layers"
     with pytest.raises(InputError, match=expected):

@@ -103,8 +103,27 @@ def test_means_over_layers_heat_maps_and_the_long_table_are_there(root: Path) ->
     frame = records.frame(root / "measurements.jsonl")
     assert [row[5] for row in table["data"]] == pytest.approx(frame["value"].tolist())
     assert json.loads(next(row for row in table["data"] if row[3] == "coupling")[-1]) == {"k": 4}
+    assert "emergence_times" not in run.tables  # of four checkpoints
     staged = list((root / "wandb").glob("artifacts/**/*"))
     assert staged, "tables are staged inside the run's folder"
+
+
+@pytest.mark.slow
+def test_times_of_emergence_are_a_table_beside_the_long_one(tmp_path: Path) -> None:
+    root, steps = tmp_path / "run", [0, 1, 2, 4, 8, 16, 32, 64, 128, 256]
+    root.mkdir()
+    for step in steps:
+        values = {"coupling": (1.0 * (step >= 8), 0.01), "line_shape_score": (2.0, 0.01)}
+        of_step = [Record(metric=metric, value=value, stderr=stderr) for metric, (value, stderr) in values.items()]
+        records.append(
+            root / "measurements.jsonl",
+            Measurement(run="run", step=step, tokens=None, analysis="a", records=of_step, seconds=0.1, provenance={}),
+        )
+    table = mirror_all(root).tables["emergence_times"]
+    rows = {row[1]: dict(zip(table["columns"], row, strict=True)) for row in table["data"]}
+    assert 4 <= rows["coupling"]["halfway"] <= 8
+    assert (rows["coupling"]["emerges"], rows["line_shape_score"]["emerges"]) == (True, False)
+    assert rows["line_shape_score"]["halfway"] is None
 
 
 @pytest.mark.slow

@@ -1,8 +1,15 @@
 """The emergence clock: when each number of a run changes, in which order, and how sure that is."""
 
 from lit_layers.clock.block_prediction import BlockTable, block_tables, prediction_table
-from lit_layers.clock.step_curves import StepCurve, curves_of, over_seeds
-from lit_layers.clock.times_and_order import Clock, agreement_table, measure_times, order_table, times_table
+from lit_layers.clock.step_curves import StepCurve, curves_in, curves_of, over_seeds
+from lit_layers.clock.times_and_order import (
+    Clock,
+    agreement_table,
+    measure_times,
+    order_table,
+    times_of_run,
+    times_table,
+)
 
 __all__ = [
     "BlockTable",
@@ -10,10 +17,12 @@ __all__ = [
     "StepCurve",
     "agreement_table",
     "block_tables",
+    "curves_in",
     "curves_of",
     "measure_times",
     "order_table",
     "over_seeds",
     "prediction_table",
+    "times_of_run",
     "times_table",
 ]

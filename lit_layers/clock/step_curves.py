@@ -177,13 +177,24 @@ def _of_run(
         raise InputError(
             f"{root}: {steps} are suspect ({next(iter(suspect))}): measure them anew, or say --allow-suspect"
         )
+    return curves_in(run.name, run.measurements, axis=axis, everything=everything)
+
+
+def curves_in(
+    run: str, measurements: Iterable[records.Measurement], *, axis: AxisName = "step", everything: bool = False
+) -> list[StepCurve]:
+    """Returns the curves of a run's measurements, those that tables of results show or `everything`.
+
+    Raises:
+        InputError: measurements that do not say how many tokens were seen, where these are the axis.
+    """
     points: dict[tuple[Any, ...], dict[int, tuple[float, float]]] = {}
-    for m in run.measurements:
+    for m in measurements:
         at = m.step if axis == "step" else m.tokens
         if m.error is not None or m.step is None:
             continue
         if at is None:
-            raise InputError(f"axis: {root} does not say how many tokens step {m.step} has seen: expected step")
+            raise InputError(f"axis: {run} does not say how many tokens step {m.step} has seen: expected step")
         for record in m.records:
             row = look_up(record.metric)
             if record.other_layer is not None or _NO_CURVE & record.tags.keys() or record.metric == records.FAILED:
@@ -193,7 +204,7 @@ def _of_run(
             tags = tuple(sorted((name, tag) for name, tag in record.tags.items() if not name.startswith("num_")))
             points.setdefault((m.analysis, record.metric, record.layer, tags), {})[at] = record.value, _stderr(record)
     return [
-        _curve(run.name, analysis, metric, layer, dict(tags), [(at, *each[at]) for at in sorted(each)])
+        _curve(run, analysis, metric, layer, dict(tags), [(at, *each[at]) for at in sorted(each)])
         for (analysis, metric, layer, tags), each in points.items()
     ]
 

@@ -10,9 +10,11 @@ import numpy as np
 import pandas as pd
 from scipy import stats
 
-from lit_layers.clock.step_curves import StepCurve
+from lit_layers.clock.step_curves import StepCurve, curves_in
 from lit_layers.errors import InputError
+from lit_layers.figures.tables import grouped
 from lit_layers.functional.emergence import FEWEST_CHECKPOINTS, EmergenceTimes, emergence_times
+from lit_layers.records import Measurement
 
 TIMES = ("onset", "halfway", "peak", "plateau")
 # The columns of times.csv, which others read; times.parquet has every end of an interval beside them.
@@ -73,6 +75,18 @@ def measure_times(
     return Clock(kept, times, left_out)
 
 
+def times_of_run(run: str, measurements: Iterable[Measurement]) -> Clock | None:
+    """Returns when each metric of a run emerges, the whole model's or else the last layer's, over steps.
+
+    None where no curve of it has `FEWEST_CHECKPOINTS`.
+    """
+    curves = [curve for curve in curves_in(run, measurements) if len(curve.at) >= FEWEST_CHECKPOINTS]
+    try:
+        return measure_times(whole_model(curves)) if curves else None
+    except InputError:  # all of them undefined
+        return None
+
+
 def times_table(clock: Clock) -> pd.DataFrame:
     """Returns a row a curve: the columns `COLUMNS`, then all ends of intervals, change points and counts."""
     rows = []
@@ -92,17 +106,17 @@ def times_table(clock: Clock) -> pd.DataFrame:
 
 
 def of_the_model(clock: Clock, run: str) -> list[tuple[StepCurve, EmergenceTimes]]:
-    """Returns what stands for each metric of a run: the whole model's curve, else that of the last layer."""
+    """Returns what stands for each metric of a run, with its times."""
     pairs = clock.of_run(run)
-    last: dict[tuple[Any, ...], int] = {}
-    for curve, _ in pairs:
-        key, layer = (curve.analysis, curve.metric, curve.tag_text), curve.layer
-        last[key] = math.inf if layer is None else max(layer, last.get(key, -1))  # pyright: ignore
-    return [
-        (curve, found)
-        for curve, found in pairs
-        if (math.inf if curve.layer is None else curve.layer) == last[curve.analysis, curve.metric, curve.tag_text]
-    ]
+    kept = {curve.key for curve in whole_model([curve for curve, _ in pairs])}
+    return [pair for pair in pairs if pair[0].key in kept]
+
+
+def whole_model(curves: Sequence[StepCurve]) -> list[StepCurve]:
+    """Returns what stands for each metric among the curves of a run: the whole model's, else that of the last layer."""
+    by_metric = grouped(curves, lambda curve: (curve.analysis, curve.metric, curve.tag_text))
+    depth = lambda curve: math.inf if curve.layer is None else curve.layer  # noqa: E731
+    return [max(same, key=depth) for same in by_metric.values()]
 
 
 def probability_before(first: EmergenceTimes, second: EmergenceTimes) -> float:

@@ -20,6 +20,7 @@ from lit_layers.clock.times_and_order import (
     of_the_model,
     order_table,
     probability_before,
+    times_of_run,
     times_table,
 )
 from lit_layers.durable import replace_file
@@ -32,6 +33,7 @@ from lit_layers.figures.tables import grouped
 from lit_layers.figures.theme import DIVERGING, rounded
 from lit_layers.figures.vega import SUFFIXES, file_name, write_charts
 from lit_layers.functional.emergence import EmergenceTimes, Time
+from lit_layers.records import Measurement
 from lit_layers.report.template import Figures, fill, placed
 
 Emerged = Sequence[tuple[StepCurve, EmergenceTimes]]
@@ -246,6 +248,21 @@ def _time_axis(clock: Clock, axis: AxisName) -> Axis:
 
 
 # ------------------------------------------------------------------------------------------------ the page
+
+
+def of_one_run(run: str, measurements: Iterable[Measurement], figures: Figures) -> dict[str, Any] | None:
+    """Returns what a run's own page says of when its metrics emerge, in sentences and a figure; None without any."""
+    clock = times_of_run(run, measurements)
+    if clock is None:
+        return None
+    pairs = of_the_model(clock, run)
+    emerges = any(found.emerges for _, found in pairs)
+    return {
+        "sentences": [sentence(*pair) for pair in emerged_in_order(clock, run)],
+        "still": [curve.title for curve, found in pairs if not found.emerges],
+        "notes": _notes(clock),
+        "blocks": placed([_block("Timeline", timeline(clock))] if emerges else [], figures),
+    }
 
 
 def _page(

@@ -19,7 +19,7 @@ from lit_layers.figures.task_means import with_task_means, with_task_medians
 from lit_layers.figures.vega import SUFFIXES, file_name, write_charts
 from lit_layers.identity import Settings
 from lit_layers.metrics import look_up
-from lit_layers.report import sections, variant_sections
+from lit_layers.report import emergence_page, sections, variant_sections
 from lit_layers.report.template import Figures, fill, placed
 
 
@@ -38,6 +38,8 @@ def render(run: run_data.RunData, *, allow_suspect: bool = False) -> str:
     comparing = run.compares_models
     frame, shown = sections_of(run, allow_suspect=allow_suspect)
     figures: Figures = []
+    drawn = [m for m in run.measurements if allow_suspect or not records.is_suspect(m)]
+    emergence = None if comparing else emergence_page.of_one_run(run.name, drawn, figures)
     training = placed(sections.training(run), figures)
     shown = [{**section, "metrics": placed(section["metrics"], figures)} for section in shown]
     suspects = run_data.suspects(run)
@@ -61,6 +63,7 @@ def render(run: run_data.RunData, *, allow_suspect: bool = False) -> str:
         allow_suspect=allow_suspect,
         others=run_data.other_settings(run),
         command=f"lit-layers report {shlex.quote(str(run.root))}",
+        emergence=emergence,
         training=training,
         sections=shown,
         cost=run_data.cost(run) if run.measurements else [],

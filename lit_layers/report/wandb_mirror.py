@@ -31,7 +31,7 @@ except ImportError:  # Windows: two processes that mirror one run at once are th
 
 logger = logging.getLogger(__name__)
 _CLOSING = 5.0  # seconds
-TABLE = "emergence"
+TABLE, TIMES = "emergence", "emergence_times"
 _TABLE_COLUMNS = (
     *("step", "tokens", "analysis", "metric", "layer", "value"),
     *("other_layer", "stderr", "low", "high", "n", "settings", "tags"),
@@ -335,7 +335,7 @@ class WandbMirror:
         if not self._defined:
             self._run.define_metric(AXIS)
             self._defined.add(AXIS)
-        if name not in self._defined and name != TABLE:
+        if name not in self._defined and name not in (TABLE, TIMES):
             self._run.define_metric(name, step_metric=AXIS)
             self._defined.add(name)
 
@@ -354,7 +354,26 @@ class WandbMirror:
             logger.warning("W&B: the table would have %d rows; the first %d are kept", len(pairs), _TABLE_LIMIT)
         if pairs:
             data = [_table_row(measurement, record) for measurement, record in pairs[:_TABLE_LIMIT]]
-            self._send(None, {TABLE: self._wandb.Table(columns=list(_TABLE_COLUMNS), data=data)})
+            tables = {TABLE: self._wandb.Table(columns=list(_TABLE_COLUMNS), data=data)}
+            self._send(None, tables | self._emergence_times())
+
+    def _emergence_times(self) -> dict[str, Any]:
+        """The table of when each metric emerges, where there are checkpoints enough to say it."""
+        try:  # here, as it takes torch, which to send numbers on does not
+            from lit_layers.clock import times_of_run, times_table
+            from lit_layers.run_data import read_run
+
+            run = read_run(self.root)
+            shown = [m for m in run.measurements if self._allow_suspect or not records.is_suspect(m)]
+            clock = None if run.compares_models else times_of_run(run.name, shown)
+        except Exception as error:  # no table is worth the run's end
+            logger.warning("W&B: no table of emergence times: %s", _first_line(error))
+            return {}
+        if clock is None:
+            return {}
+        table = times_table(clock).drop(columns="run").astype(object)
+        rows = table.where(table.notna(), None).values.tolist()
+        return {TIMES: self._wandb.Table(columns=list(table), data=rows)}
 
     # ------------------------------------------------------------------------------------------- words
 
