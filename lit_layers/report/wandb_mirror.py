@@ -16,6 +16,7 @@ from types import ModuleType
 from typing import IO, Any, Literal
 
 from lit_layers import records
+from lit_layers.clock import times_of_run, times_table
 from lit_layers.errors import InputError, refused
 from lit_layers.figures import layer_matrix
 from lit_layers.figures.vega import pictures_of
@@ -23,6 +24,7 @@ from lit_layers.identity import latest, logged_name, plain_settings, settings_of
 from lit_layers.metrics import look_up
 from lit_layers.records import Measurement, Record
 from lit_layers.report.wandb_files import AXIS, Mirrored, mirrored, run_files
+from lit_layers.run_data import read_run
 
 try:
     import fcntl
@@ -359,10 +361,7 @@ class WandbMirror:
 
     def _emergence_times(self) -> dict[str, Any]:
         """The table of when each metric emerges, where there are checkpoints enough to say it."""
-        try:  # here, as it takes torch, which to send numbers on does not
-            from lit_layers.clock import times_of_run, times_table
-            from lit_layers.run_data import read_run
-
+        try:
             run = read_run(self.root)
             shown = [m for m in run.measurements if self._allow_suspect or not records.is_suspect(m)]
             clock = None if run.compares_models else times_of_run(run.name, shown)
