@@ -54,7 +54,9 @@ def write_run(root, seed: int = 0, *, gap: bool = False):
                 if a != b
             ],
             "similarity": [
-                Record(metric="layer_cosine", value=cosines[b], layer=b, other_layer=b + 1) for b in range(BLOCKS)
+                Record(metric="layer_cosine", value=value, layer=b, other_layer=b + 1, tags={"mode": mode})
+                for mode, values in (("token", cosines), ("flattened", cosines[::-1]))
+                for b, value in enumerate(values)
             ],
             "trajectory": [
                 *(Record(metric="step_norm", value=steps[b], layer=b + 1) for b in range(BLOCKS)),

@@ -118,7 +118,8 @@ class _Checkpoint:
                 name = f"coupling, k = {r.tags['k']}" if "k" in r.tags else "coupling"
                 self.pairs.setdefault(name, {})[r.layer, r.other_layer] = r.value
         for r in by_metric.get("layer_cosine", ()):
-            if r.layer is not None and r.other_layer is not None:
+            # of each token's state with itself a block later, not of prompts flattened to one vector
+            if r.layer is not None and r.other_layer is not None and r.tags.get("mode", "token") == "token":
                 self.pairs.setdefault(INFLUENCE, {})[r.layer, r.other_layer] = r.value
         for name, norms in self.norms.items():
             norms |= {r.layer: r.value for r in by_metric.get(name, ()) if r.layer is not None and not r.tags}
