@@ -1,6 +1,7 @@
 """The emergence clock: when each number of a run changes, in which order, and how sure that is."""
 
 from lit_layers.clock.block_prediction import BlockTable, block_tables, prediction_table
+from lit_layers.clock.model_forecasts import ModelForecasts, early_parts, forecast_models
 from lit_layers.clock.step_curves import StepCurve, curves_in, curves_of, over_seeds
 from lit_layers.clock.times_and_order import (
     Clock,
@@ -14,11 +15,14 @@ from lit_layers.clock.times_and_order import (
 __all__ = [
     "BlockTable",
     "Clock",
+    "ModelForecasts",
     "StepCurve",
     "agreement_table",
     "block_tables",
     "curves_in",
     "curves_of",
+    "early_parts",
+    "forecast_models",
     "measure_times",
     "order_table",
     "over_seeds",

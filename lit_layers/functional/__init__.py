@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from lit_layers.functional.curves import *
     from lit_layers.functional.emergence.curve_times import *
     from lit_layers.functional.entropy import *
+    from lit_layers.functional.forecast import *
     from lit_layers.functional.geometry import *
     from lit_layers.functional.invariance import *
     from lit_layers.functional.jacobian.routes import *
@@ -40,7 +41,7 @@ _METRICS = (
     "regression",
     "watching_probe",
 )
-_FILES = (*_METRICS, "curves", "correlation", "emergence.curve_times", "layer_selection", "block_schedules")
+_FILES = (*_METRICS, "curves", "correlation", "emergence.curve_times", "forecast", "layer_selection", "block_schedules")
 
 
 def __getattr__(name: str) -> Any:

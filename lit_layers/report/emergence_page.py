@@ -11,6 +11,8 @@ import pandas as pd
 from lit_layers import records
 from lit_layers.clock.block_prediction import BlockTable, prediction_charts, prediction_table
 from lit_layers.clock.block_prediction import sentences as block_sentences
+from lit_layers.clock.model_forecasts import ModelForecasts, error_chart, error_rows
+from lit_layers.clock.model_forecasts import sentences as forecast_sentences
 from lit_layers.clock.step_curves import AxisName, StepCurve
 from lit_layers.clock.times_and_order import (
     COLUMNS,
@@ -45,12 +47,18 @@ ONLY_PROMPTS = (
 
 
 def write_emergence(
-    clock: Clock, folder: Path, *, axis: AxisName = "step", blocks: Sequence[BlockTable] = (), seeds: str = ""
+    clock: Clock,
+    folder: Path,
+    *,
+    axis: AxisName = "step",
+    blocks: Sequence[BlockTable] = (),
+    seeds: str = "",
+    forecasts: ModelForecasts | None = None,
 ) -> list[Path]:
     """Writes emergence.html, times and order as .csv and .parquet, agreement.csv, and the figures as .png, .svg, .pdf.
 
     Of runs that say what single blocks are worth also blocks.csv and .parquet, over these runs, too, where `seeds` is
-    what they are called together.
+    what they are called together. Of `forecasts` forecast.csv and .parquet, and forecast_errors.csv.
 
     Returns their paths, the page first. Files of these names are replaced.
 
@@ -73,6 +81,10 @@ def write_emergence(
         for run in predicted["run"].unique():
             parts = prediction_charts(predicted, blocks, run, axis=axis)
             charts[file_name(f"blocks {run}", names)] = Panels(title="", charts=parts, columns=1, width=640)
+    if forecasts is not None:
+        tables |= {"forecast.csv": forecasts.table, "forecast.parquet": forecasts.table}
+        tables |= {"forecast_errors.csv": forecasts.errors}
+        charts |= {"forecast": error_chart(forecasts)} if len(forecasts.errors) else {}
     for curve, chart in layer_fronts(clock, axis=axis):
         parts = ("layers", curve.analysis, curve.metric, curve.tag_text)
         charts[file_name(" ".join(parts), names)] = chart
@@ -82,7 +94,7 @@ def write_emergence(
             records.export(table, folder / name)
         paths = {folder / name: chart for name, chart in charts.items()}
         pictures = write_charts(paths, SUFFIXES) if paths else []
-        replace_file(folder / "emergence.html", _page(clock, agreement, axis, predicted, blocks))
+        replace_file(folder / "emergence.html", _page(clock, agreement, axis, predicted, blocks, forecasts))
     return [folder / "emergence.html", *pictures, *(folder / name for name in tables)]
 
 
@@ -266,7 +278,12 @@ def of_one_run(run: str, measurements: Iterable[Measurement], figures: Figures) 
 
 
 def _page(
-    clock: Clock, agreement: pd.DataFrame, axis: AxisName, predicted: pd.DataFrame, tables: Sequence[BlockTable]
+    clock: Clock,
+    agreement: pd.DataFrame,
+    axis: AxisName,
+    predicted: pd.DataFrame,
+    tables: Sequence[BlockTable],
+    forecasts: ModelForecasts | None,
 ) -> str:
     figures: Figures = []
     emerges = [found.emerges for found in clock.times]
@@ -296,6 +313,7 @@ def _page(
         blocks=placed(blocks, figures),
         orders=placed(orders, figures),
         spared=_spared(predicted, tables, axis, figures),
+        forecast=_forecast(forecasts, figures),
         agreement=_agreement(agreement),
         times=_times(clock),
     )
@@ -311,6 +329,20 @@ def _spared(
         blocks = [_block(chart.title.split(":")[0], chart, scrolled=False) for chart in charts]
         shown.append({"run": run, "lines": block_sentences(predicted, run), "blocks": placed(blocks, figures)})
     return shown
+
+
+def _forecast(forecasts: ModelForecasts | None, figures: Figures) -> dict[str, Any] | None:
+    if forecasts is None:
+        return None
+    chart = error_chart(forecasts)
+    blocks = [_block(chart.title, chart, scrolled=False)] if len(forecasts.errors) else []
+    columns = ("Forecast by", "Mean error", "Of the baseline's", "Of the loss's", "80% intervals that hold", "Width")
+    rows = error_rows(forecasts)
+    return {
+        "lines": forecast_sentences(forecasts),
+        "blocks": placed(blocks, figures),
+        "errors": _table(columns, rows) if rows else None,
+    }
 
 
 def _block(title: str, chart: Chart, *, scrolled: bool = True) -> dict[str, Any]:

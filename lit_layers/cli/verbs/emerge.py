@@ -21,6 +21,8 @@ def emerge(
     seeds: bool = False,
     axis: Literal["step", "tokens"] = "step",
     confidence: float = 0.95,
+    forecast: float | None = None,
+    loss: str | None = None,
     settings: Names | None = None,
     allow_suspect: bool = False,
     seed: int = 0,
@@ -36,6 +38,9 @@ def emerge(
         seeds: the runs are seeds of one: also times over them
         axis: over optimizer steps or tokens
         confidence: of the intervals, and of the verdict that a curve emerges
+        forecast: from this share of training, as 0.1, forecast the end of each model by the other runs, and say whether
+            that beats persistence and the loss
+        loss: METRIC or ANALYSIS/METRIC of the loss that the forecast is held against
         settings: of analyses that were measured with several settings take these, as in report
         allow_suspect: also take checkpoints that the audit of their series found suspect
         seed: of the draws
@@ -47,13 +52,17 @@ def emerge(
     folder = out or Path("emergence")
     if folder.exists() and not folder.is_dir():
         raise InputError(f"out: expected a folder, {folder} is a file")
+    if loss and forecast is None:
+        raise InputError(f"loss: expected --forecast SHARE with it, got {loss} alone")
     chosen = dict(_pair(text) for text in where or ())
-    from lit_layers.clock import block_tables, curves_of, measure_times, over_seeds
+    from lit_layers.clock import block_tables, curves_of, early_parts, forecast_models, measure_times, over_seeds
+    from lit_layers.clock.model_forecasts import sentences as forecast_sentences
     from lit_layers.report.emergence_page import write_emergence
 
     curves, blocks = [], []
     for place in runs:
-        options = {"metrics": metrics or (), "where": chosen, "axis": axis, "settings": settings or ()}
+        asked = [*metrics, *([loss] if loss else [])] if metrics else ()
+        options = {"metrics": asked, "where": chosen, "axis": axis, "settings": settings or ()}
         more = curves_of(place, allow_suspect=allow_suspect, **options)
         if twice := {curve.run for curve in curves} & {curve.run for curve in more}:
             raise InputError(f"runs: {place} has the name of another, {min(twice)}: expected runs of different names")
@@ -62,14 +71,17 @@ def emerge(
             blocks += block_tables(place, settings=settings or ())
     names = dict.fromkeys(curve.run for curve in curves)
     together = f"{len(names)} seeds" if seeds else ""
+    early = None if forecast is None else early_parts(curves, forecast, loss=loss or "")
     if seeds:
         if len(names) < 2:
             raise InputError(f"seeds: expected the runs of 2 seeds or more, got {len(names)}")
         curves = over_seeds(curves, together) + curves
     with bar("", hidden=not sys.stderr.isatty()) as show:
         clock = measure_times(curves, confidence=confidence, seed=seed, show=show)
-    paths = write_emergence(clock, folder, axis=axis, blocks=blocks, seeds=together)
+    forecasts = None if early is None else forecast_models(early, clock, confidence=confidence, seed=seed)
+    paths = write_emergence(clock, folder, axis=axis, blocks=blocks, seeds=together, forecasts=forecasts)
     _show(clock, axis)
+    print(*(forecast_sentences(forecasts) if forecasts else ()), sep="\n")
     pictures = [path for path in paths if path.suffix in (".png", ".svg", ".pdf")]
     print(*(path for path in paths if path not in pictures), f"{len(pictures)} pictures in {folder}", sep="\n")
     return 0

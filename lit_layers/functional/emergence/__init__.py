@@ -6,6 +6,7 @@ from lit_layers.functional.emergence.curve_times import (
     EmergenceTimes,
     Time,
     emergence_times,
+    flat_p_value,
 )
 
-__all__ = ["FEWEST_CHECKPOINTS", "ChangePoint", "EmergenceTimes", "Time", "emergence_times"]
+__all__ = ["FEWEST_CHECKPOINTS", "ChangePoint", "EmergenceTimes", "Time", "emergence_times", "flat_p_value"]

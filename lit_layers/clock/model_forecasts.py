@@ -1,0 +1,382 @@
+"""What the beginning of training says of its end: final values and half-way points of models held out whole."""
+
+import re
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import pandas as pd
+from numpy.typing import NDArray
+
+from lit_layers.clock.step_curves import StepCurve
+from lit_layers.clock.times_and_order import Clock
+from lit_layers.errors import InputError
+from lit_layers.figures.axes import Axis
+from lit_layers.figures.chart import Chart, Series
+from lit_layers.figures.labels import value as number_text
+from lit_layers.figures.theme import COLORS, MUTED, rounded
+from lit_layers.functional.correlation import UndefinedError, bootstrap_rows
+from lit_layers.functional.emergence import FEWEST_CHECKPOINTS, flat_p_value
+from lit_layers.functional.forecast import fewest_groups, forecast_held_out
+
+Array = NDArray[np.float64]
+LEVEL = 0.8
+FEWEST_MODELS = fewest_groups(LEVEL)
+FITTED = {"curve": "the early curve", "loss": "the loss alone", "both": "curve and loss"}
+METHODS = {**FITTED, "others": "the others' median", "persistence": "persistence"}
+TARGETS = {"final": "final value", "halfway": "half-way point"}
+COLUMNS = ("run", "group", "held_out", "of", "analysis", "metric", "layer", "tags", "emerges", "until", "num_training")
+COLUMNS = (*COLUMNS, "unit", "truth", *(f"{name}{end}" for name in FITTED for end in ("", "_low", "_high")))
+COLUMNS = (*COLUMNS, "others", "persistence")
+_BASELINE = {"final": "persistence", "halfway": "others"}
+_SIZE = re.compile(r".*?(?<![\d.])\d+(\.\d+)?[mb](?![a-z0-9])", re.IGNORECASE)
+_MOST_METRICS = 20  # in the figure
+
+
+@dataclass(frozen=True, kw_only=True)
+class EarlyPart:
+    """Of one curve the models that have it, level and slope of its early part and of the loss, (models, 2), its last
+    early values and its final ones, (models,), and until which step it is early."""
+
+    curves: list[StepCurve]
+    features: Array
+    losses: Array | None
+    early: Array
+    final: Array
+    until: float
+
+
+@dataclass(frozen=True)
+class EarlyParts:
+    """Of each curve its part within a share of training; `left_out` says why curves have none, and how many."""
+
+    share: float
+    parts: list[EarlyPart]
+    left_out: dict[str, int]
+
+
+@dataclass(frozen=True)
+class ModelForecasts:
+    """A row a forecast, a row a method's errors, and how many curves emerge early, later, never, or all end alike."""
+
+    early: EarlyParts
+    table: pd.DataFrame
+    errors: pd.DataFrame
+    counts: dict[str, int]
+
+
+def model_group(run: str) -> str:
+    """Returns what a model is held out with: its name up to its size (`pythia-1b` of `pythia-1b-deduped`)."""
+    match = _SIZE.match(run)
+    return match[0] if match else run
+
+
+def early_parts(curves: Sequence[StepCurve], share: float, *, loss: str = "") -> EarlyParts:
+    """Returns the early part of each curve that 5 models or more have.
+
+    Compared are the checkpoints that all models of a curve have; a model whose training ends at another step than most
+    is left out. Early are those up to `share` of the last. Level is the last early value, slope that of least squares
+    over log2(1 + step) in the last third of the early values (at least 3). A perplexity counts as a loss by its log.
+
+    Raises:
+        InputError: a share outside (0, 1), fewer than 5 models or 6 early checkpoints of all curves, no such loss.
+    """
+    if not 0 < share < 1:
+        raise InputError(f"forecast: expected a share of training above 0 and below 1, got {share:g}")
+    curves = [curve for curve in curves if curve.seeds is None]
+    if (runs := len({curve.run for curve in curves})) < FEWEST_MODELS:
+        raise InputError(f"forecast: expected {FEWEST_MODELS} models or more, of which one is held out, got {runs}")
+    left_out, losses = Counter[str](), _losses(curves, share, loss) if loss else {}
+    groups: dict[Any, list[StepCurve]] = {}
+    for curve in curves:
+        if not (loss and _is(curve, loss)):
+            groups.setdefault(curve.key, []).append(curve)
+    parts = [part for group in groups.values() if (part := _part(group, share, losses, left_out)) is not None]
+    if not parts:
+        reason, _ = left_out.most_common(1)[0] if left_out else ("there is none but the loss", 0)
+        raise InputError(f"forecast: no curve can be forecast: {reason}")
+    return EarlyParts(share, parts, dict(+left_out))
+
+
+def _is(curve: StepCurve, name: str) -> bool:
+    return name in (curve.metric, f"{curve.analysis}/{curve.metric}")
+
+
+def _losses(curves: Sequence[StepCurve], share: float, loss: str) -> dict[str, Array]:
+    """Level and slope of each run's early loss: the whole model's, else that of its last layer."""
+    of_run: dict[str, StepCurve] = {}
+    for curve in (each for each in curves if _is(each, loss)):
+        other = of_run.setdefault(curve.run, curve)
+        if curve is not other and curve.layer == other.layer:
+            raise InputError(f"loss: {curve.run} has several curves of {loss}: expected one; choose with --where")
+        if other.layer is not None and (curve.layer is None or curve.layer > other.layer):
+            of_run[curve.run] = curve
+    if loss.endswith(("ppl", "perplexity")):
+        with np.errstate(divide="ignore", invalid="ignore"):
+            of_run = {run: replace(curve, values=np.log(curve.values)) for run, curve in of_run.items()}
+    part = _part(list(of_run.values()), share, {}, counts := Counter[str]())
+    if part is None:
+        reason = next(iter(+counts), "no run has such a curve")
+        raise InputError(f"loss: expected ANALYSIS/METRIC of a curve of {FEWEST_MODELS} models, got {loss}: {reason}")
+    return {curve.run: row for curve, row in zip(part.curves, part.features, strict=True)}
+
+
+def _part(
+    group: Sequence[StepCurve], share: float, losses: Mapping[str, Array], left_out: Counter[str]
+) -> EarlyPart | None:
+    ends = [curve.at[np.isfinite(curve.values)].max(initial=0) for curve in group]
+    last = max(ends, key=lambda end: (ends.count(end), end), default=0)
+    kept = [curve for curve, end in zip(group, ends, strict=True) if end == last]
+    left_out["the model ends at another step than most"] += len(group) - len(kept)
+    if len(kept) < FEWEST_MODELS:
+        left_out[f"fewer than {FEWEST_MODELS} models have it"] += len(kept)
+        return None
+    at = np.array(sorted(set.intersection(*({*curve.at[np.isfinite(curve.values)]} for curve in kept))))
+    x = np.log2(1 + at[at <= share * last])
+    if len(x) < FEWEST_CHECKPOINTS:
+        reason = f"expected {FEWEST_CHECKPOINTS} checkpoints that all models have in the first {100 * share:.3g}%"
+        left_out[f"{reason} of training, got {len(x)}"] += len(kept)
+        return None
+    values = np.stack([curve.values[np.isin(curve.at, at)] for curve in kept]).astype(np.float64)
+    early = values[:, : len(x)]
+    count = max(3, len(x) // 3)
+    centered = x[-count:] - x[-count:].mean()
+    slope = early[:, -count:] @ centered / (centered @ centered)
+    known = losses and all(curve.run in losses for curve in kept)
+    return EarlyPart(
+        curves=kept,
+        features=np.stack([early[:, -1], slope], 1),
+        losses=np.stack([losses[curve.run] for curve in kept]) if known else None,
+        early=values[:, len(x) - 1],
+        final=values[:, -1],
+        until=share * last,
+    )
+
+
+# ------------------------------------------------------------------------------------------------ forecasts
+
+
+def forecast_models(early: EarlyParts, clock: Clock, *, confidence: float = 0.95, seed: int = 0) -> ModelForecasts:
+    """Returns forecasts of each model by the others, of its final values and of when its curves are half-way.
+
+    Held out is one model, and, where at least 5 groups of `model_group` are fewer than the models, a whole group. The
+    half-way point is forecast of curves that do not emerge within their early part and do later, from those of the
+    other models of which that is true; the verdicts are those of `emergence_times` at `confidence`. Three regressions
+    of level and slope, `FITTED`, have 80% intervals (`forecast_held_out`); beside them stand persistence, the last
+    early value, and the median of the other models.
+    """
+    times = {(curve.run, curve.key): found for curve, found in zip(clock.curves, clock.times, strict=True)}
+    rows, counts = [], Counter[str]()
+    for part in early.parts:
+        found = [times.get((curve.run, curve.key)) for curve in part.curves]
+        emerges = np.array([each is not None and each.emerges for each in found])
+        soon = np.array([_emerges_early(curve, part.until, confidence, seed) for curve in part.curves])
+        counts["emerge early"] += int(soon.sum())
+        counts["emerge never"] += int((~soon & ~emerges).sum())
+        counts["emerge later"] += int((later := ~soon & emerges).sum())
+        halfway = np.array([each.halfway.value if each is not None and each.halfway else np.nan for each in found])
+        for target, truth, of in (("final", part.final, np.ones_like(later)), ("halfway", halfway, later)):
+            if target == "final" and np.ptp(truth) <= 1e-9 * np.abs(truth).max():
+                counts["all models end alike"] += len(truth)
+            elif of.sum() >= FEWEST_MODELS:
+                rows += _forecasts(part, target, truth, np.flatnonzero(of), emerges)
+    table: Any = pd.DataFrame(rows, columns=list(COLUMNS)).astype({"layer": "Int64"})
+    return ModelForecasts(early, table, _errors(table), dict(counts))
+
+
+def _emerges_early(curve: StepCurve, until: float, confidence: float, seed: int) -> bool:
+    early = curve.at <= until
+    stderr = None if curve.stderr is None else curve.stderr[early]
+    return flat_p_value(curve.at[early], curve.values[early], stderr=stderr, seed=seed) <= 1 - confidence
+
+
+def _forecasts(
+    part: EarlyPart, target: str, truth: Array, of: NDArray[np.intp], emerges: NDArray[np.bool_]
+) -> list[dict[str, Any]]:
+    """A row a way of holding out and model."""
+    runs = [part.curves[model].run for model in of]
+    groups = [model_group(run) for run in runs]
+    y = np.log2(1 + truth[of]) if target == "halfway" else truth[of]
+    inputs = {"curve": part.features[of]}
+    if part.losses is not None:
+        inputs |= {"loss": part.losses[of], "both": np.concatenate([part.features[of], part.losses[of]], 1)}
+    rows = []
+    for held_out, names in (("model", runs), ("group", groups)):
+        if held_out == "group" and not FEWEST_MODELS <= len(set(names)) < len(runs):
+            continue
+        forecasts = {name: forecast_held_out(x, y, groups=names, confidence=LEVEL) for name, x in inputs.items()}
+        for number, (model, run) in enumerate(zip(of, runs, strict=True)):
+            others = y[[name != names[number] for name in names]]
+            told: dict[str, Any] = {"truth": y[number], "others": float(np.median(others))}
+            for name, each in forecasts.items():
+                told |= {name: each.values[number], f"{name}_low": each.low[number], f"{name}_high": each.high[number]}
+            if target == "halfway":
+                told = {name: max(0.0, float(np.exp2(min(at, 1000)) - 1)) for name, at in told.items()}
+            else:
+                told["persistence"] = part.early[model]
+            head = {"run": run, "group": groups[number], "held_out": held_out, "of": target}
+            key = dict(zip(("analysis", "metric", "layer", "tags"), part.curves[model].key, strict=True))
+            unit = float(y.std()) if target == "final" else 1.0
+            rest = {"emerges": bool(emerges[model]), "until": part.until, "num_training": len(others), "unit": unit}
+            rows.append({**head, **key, **told, **rest})
+    return rows
+
+
+# ------------------------------------------------------------------------------------------------ errors
+
+
+def _errors(table: Any) -> Any:
+    """A row a method, over all curves of a target ("") and by metric: see docs/emergence.md."""
+    columns = ["held_out", "of", "metric", "method", "error", "coverage", "width", "ratio", "ratio_low", "ratio_high"]
+    columns += ["to_loss", "to_loss_low", "to_loss_high", "num_models", "num_groups", "num_curves", "num_forecasts"]
+    rows = []
+    for (held_out, target), part in table.groupby(["held_out", "of"], sort=False):
+        metrics = part["metric"].unique()
+        for metric in ("", *(metrics if len(metrics) > 1 else ())):
+            mine = part[part["metric"] == metric] if metric else part
+            scaled = {name: _scaled(mine, name, target) for name in METHODS if mine[name].notna().any()}
+            sizes = {"num_models": mine["run"].nunique(), "num_groups": mine["group"].nunique()}
+            sizes["num_curves"] = len(mine[["analysis", "metric", "layer", "tags"]].drop_duplicates())
+            units = mine["group"] if sizes["num_groups"] >= FEWEST_MODELS else mine["run"]
+            for name, error in scaled.items():
+                row = {"held_out": held_out, "of": target, "metric": metric, "method": name, "error": np.nanmean(error)}
+                if name in FITTED:
+                    low, high = mine[f"{name}_low"], mine[f"{name}_high"]
+                    row["coverage"] = ((low <= mine["truth"]) & (mine["truth"] <= high))[low.notna()].mean()
+                    row["width"] = np.nanmean(_scaled(mine, f"{name}_low", target, f"{name}_high"))
+                for column, baseline in (("ratio", _BASELINE[str(target)]), ("to_loss", "loss")):
+                    if baseline in scaled and baseline != name:
+                        ends = _ratio(error, scaled[baseline], units)
+                        row |= dict(zip((column, f"{column}_low", f"{column}_high"), ends, strict=True))
+                rows.append({**row, **sizes, "num_forecasts": int(np.isfinite(error).sum())})
+    return pd.DataFrame(rows, columns=columns)
+
+
+def _scaled(rows: Any, name: str, target: Any, other: str = "truth") -> Array:
+    """How far two columns are apart: in deviations of the curve's final values over models, or in octaves."""
+    a, b = (rows[column].to_numpy(dtype=np.float64) for column in (name, other))
+    return np.abs(np.log2((1 + a) / (1 + b))) if target == "halfway" else np.abs(a - b) / rows["unit"].to_numpy()
+
+
+def _ratio(error: Array, baseline: Array, units: Any) -> tuple[float, float, float]:
+    """Of mean errors, paired, with a 95% bootstrap interval over what is held out, its curves drawn with it."""
+    there = np.isfinite(error) & np.isfinite(baseline)
+    names, unit = np.unique(np.asarray(units)[there], return_inverse=True)
+    sums = np.stack([np.bincount(unit, weights=each[there]) for each in (error, baseline)], 1)
+
+    def statistic(drawn: Any) -> float:
+        own, other = sums[drawn].sum(0)
+        if other == 0:
+            raise UndefinedError("the baseline has no error")
+        return float(own / other)
+
+    try:
+        interval = bootstrap_rows(statistic, len(names))
+        return statistic(np.arange(len(names))), interval.low, interval.high
+    except UndefinedError:
+        return np.nan, np.nan, np.nan
+
+
+# ------------------------------------------------------------------------------------------------ in words and a figure
+
+
+def sentences(forecasts: ModelForecasts) -> list[str]:
+    """Returns of each target how far off the early curve is, what it beats and what it does not, and counts."""
+    lines, first = [], f"From the first {100 * forecasts.early.share:.3g}% of training"
+    for target, name in TARGETS.items():
+        rows: dict[str, Any] = {row["method"]: row for row in _strict(forecasts.errors, target).to_dict("records")}
+        if not rows:
+            lines.append(f"{first} no {name} is forecast: there are fewer than {FEWEST_MODELS} models to compare.")
+            continue
+        row, unit = rows["curve"], "octaves" if target == "halfway" else "standard deviations over models"
+        alike = ", each with all of its size" if row["held_out"] == "group" else ""
+        counts = f"{row['num_curves']} curves, {row['num_forecasts']:,} forecasts"
+        text = f"{first} the {name} of {row['num_models']} held-out models{alike} ({counts}) is forecast by the early "
+        text += f"curve with a mean error of {number_text(row['error'])} {unit}."
+        for column, other in (("ratio", METHODS[_BASELINE[target]]), ("to_loss", "the loss alone")):
+            if np.isfinite(row[column]):
+                beats = "beats" if row[f"{column}_high"] < 1 else "does not beat"
+                text += f" It {beats} {other} ({_interval(row, column)} of its error)."
+        text += f" Of its {LEVEL:.0%} intervals {row['coverage']:.0%} hold."
+        lines.append(text)
+    if not np.isfinite(forecasts.errors["to_loss"].to_numpy(dtype=np.float64)).any():
+        lines.append("No loss was named (--loss), so that nothing is said against the loss alone.")
+    counts = dict(forecasts.counts)
+    soon, later, never = (counts.pop(f"emerge {when}") for when in ("early", "later", "never"))
+    return [
+        *lines,
+        f"Of {soon + later + never:,} curves of single models {soon:,} emerge within that part, {later:,} later and "
+        f"{never:,} never; half-way points are of those that emerge later, where {FEWEST_MODELS} models or more do.",
+        *(
+            f"Not forecast: {number} curves of single models: {why}."
+            for why, number in {**forecasts.early.left_out, **counts}.items()
+        ),
+    ]
+
+
+def _strict(errors: Any, target: str, metric: str | None = "") -> Any:
+    """The rows of the stricter way of holding out, groups where there are some."""
+    rows = errors[(errors["of"] == target) & ((errors["metric"] == metric) | (metric is None))]
+    return rows[rows["held_out"] == ("group" if (rows["held_out"] == "group").any() else "model")]
+
+
+def _interval(row: Mapping[str, Any], column: str) -> str:
+    return f"{row[column]:.2f} [{row[f'{column}_low']:.2f}, {row[f'{column}_high']:.2f}]"
+
+
+def error_rows(forecasts: ModelForecasts) -> list[tuple[str, list[tuple[str, ...]]]]:
+    """Returns for a table, of each target and way of holding out, a row a method: text alone."""
+    tables = []
+    whole: Any = forecasts.errors[forecasts.errors["metric"] == ""]
+    for (held_out, target), rows in whole.groupby(["held_out", "of"], sort=False):
+        lines = []
+        for row in rows.to_dict("records"):
+            ratios = [_interval(row, column) if np.isfinite(row[column]) else "" for column in ("ratio", "to_loss")]
+            holds = f"{row['coverage']:.0%}" if np.isfinite(row["coverage"]) else ""
+            width = number_text(row["width"]) if holds else ""
+            lines.append((METHODS[row["method"]], number_text(row["error"]), *ratios, holds, width))
+        what = "a model" if held_out == "model" else "all models of a size"
+        tables.append((f"{TARGETS[str(target)]}, {what} held out".capitalize(), lines))
+    return tables
+
+
+def error_chart(forecasts: ModelForecasts) -> Chart:
+    """Returns errors as shares of the baseline's, with 95% intervals: a row a target and metric, a colour a method."""
+    rows = [
+        (" ".join(filter(None, (TARGETS[target].capitalize(), metric))), part)
+        for target in TARGETS
+        for metric, part in _strict(forecasts.errors, target, None).groupby("metric", sort=False)
+    ][: _MOST_METRICS + 2]
+    shown = [name for name in METHODS if name != "persistence"]
+    ends = (-0.6, len(rows) - 0.4)
+    series = [Series(x=list(ends), y=[1.0, 1.0], name="baseline", color=MUTED, width=1.5, dash="dash", hover=False)]
+    for number, name in enumerate(shown):
+        points = [(at, part[part["method"] == name].to_dict("records")) for at, (_, part) in enumerate(rows)]
+        told = [(at, each[0]) for at, each in points if each and np.isfinite(each[0]["ratio"])]
+        series.append(
+            Series(
+                x=[at + 0.6 * (number + 0.5) / len(shown) - 0.3 for at, _ in told],
+                y=rounded(row["ratio"] for _, row in told),
+                low=rounded(row["ratio_low"] for _, row in told),
+                high=rounded(row["ratio_high"] for _, row in told),
+                texts=[f"{METHODS[name]}: {_interval(row, 'ratio')}" for _, row in told],
+                name=METHODS[name],
+                color=COLORS[number],
+                mark="circle",
+                size=6.5,
+                interval="bars",
+                legend=True,
+                tells_texts=True,
+            )
+        )
+    return Chart(
+        title="Mean error as a share of persistence's; of half-way points, of the others' median's",
+        x=Axis(labels={at: name for at, (name, _) in enumerate(rows)}, ends=ends, reverse=True, grid=False),
+        y=Axis(title="Share of the error (below 1 is better)", zero=True),
+        series=series,
+        horizontal=True,
+        place="",
+        height=140 + 60 * len(rows),
+    )
