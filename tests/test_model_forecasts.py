@@ -186,7 +186,7 @@ def test_models_that_end_elsewhere_and_gaps_are_left_out_and_counted():
     assert early.left_out == {"the model ends at another step than most": 1, "fewer than 5 models have it": 3}
     curves += [curve(f"m{n}", (AXIS > 8) * 1.0, task="same") for n in range(6)]
     found = forecast_models(early_parts(curves, 0.1), NO_TIMES)
-    assert "Not forecast: 6 curves of single models: all models end alike." in sentences(found)
+    assert "Not forecast: 6 curves of single models: all models have the same final value." in sentences(found)
     assert set(found.table["analysis"]) == {"task"}
     assert "Not forecast: 3 curves" in sentences(forecast_models(early, NO_TIMES))[-1]
 
@@ -217,11 +217,11 @@ def test_the_command_writes_the_forecasts_their_errors_a_figure_and_a_section(tm
     assert {path.suffix for path in out.glob("forecast.*")} == {".csv", ".parquet", ".png", ".svg", ".pdf"}
     page = (out / "emergence.html").read_text()
     assert "Is the end known early?" in page
-    assert "curve and loss" in page
+    assert "early curve" in page
     found = forecast_models(early_parts(planted(), 0.1, loss="lm/ppl"), measure_times(planted()))
     assert [head for head, _ in error_rows(found)] == [
-        "Final value, a model held out",
-        "Half-way point, a model held out",
+        "Final value, a model held out (standard deviations over models)",
+        "Half-way point, a model held out (octaves)",
     ]
     assert list((error_chart(found).x.labels or {}).values()) == ["Final value", "Half-way point"]
 

@@ -20,16 +20,18 @@ from lit_layers.figures.theme import COLORS, MUTED, rounded
 from lit_layers.functional.correlation import UndefinedError, bootstrap_rows
 from lit_layers.functional.emergence import FEWEST_CHECKPOINTS, flat_p_value
 from lit_layers.functional.forecast import fewest_groups, forecast_held_out
+from lit_layers.metrics import look_up
 
 Array = NDArray[np.float64]
 LEVEL = 0.8
 FEWEST_MODELS = fewest_groups(LEVEL)
-FITTED = {"curve": "the early curve", "loss": "the loss alone", "both": "curve and loss"}
-METHODS = {**FITTED, "others": "the others' median", "persistence": "persistence"}
+FITTED = {"curve": "early curve", "loss": "loss alone", "both": "both"}
+METHODS = {**FITTED, "others": "others' median", "persistence": "persistence"}
 TARGETS = {"final": "final value", "halfway": "half-way point"}
 COLUMNS = ("run", "group", "held_out", "of", "analysis", "metric", "layer", "tags", "emerges", "until", "num_training")
 COLUMNS = (*COLUMNS, "unit", "truth", *(f"{name}{end}" for name in FITTED for end in ("", "_low", "_high")))
 COLUMNS = (*COLUMNS, "others", "persistence")
+UNITS = {"final": "standard deviations over models", "halfway": "octaves"}
 _BASELINE = {"final": "persistence", "halfway": "others"}
 _SIZE = re.compile(r".*?(?<![\d.])\d+(\.\d+)?[mb](?![a-z0-9])", re.IGNORECASE)
 _MOST_METRICS = 20  # in the figure
@@ -59,7 +61,7 @@ class EarlyParts:
 
 @dataclass(frozen=True)
 class ModelForecasts:
-    """A row a forecast, a row a method's errors, and how many curves emerge early, later, never, or all end alike."""
+    """A row a forecast, a row a method's errors, and how many curves emerge early, later and never."""
 
     early: EarlyParts
     table: pd.DataFrame
@@ -178,9 +180,11 @@ def forecast_models(early: EarlyParts, clock: Clock, *, confidence: float = 0.95
         counts["emerge later"] += int((later := ~soon & emerges).sum())
         halfway = np.array([each.halfway.value if each is not None and each.halfway else np.nan for each in found])
         for target, truth, of in (("final", part.final, np.ones_like(later)), ("halfway", halfway, later)):
-            if target == "final" and np.ptp(truth) <= 1e-9 * np.abs(truth).max():
-                counts["all models end alike"] += len(truth)
-            elif of.sum() >= FEWEST_MODELS:
+            if of.sum() < FEWEST_MODELS:
+                continue
+            if np.ptp(truth[of]) <= 1e-9 * np.abs(truth[of]).max():
+                counts[f"all models have the same {TARGETS[target]}"] += int(of.sum())
+            else:
                 rows += _forecasts(part, target, truth, np.flatnonzero(of), emerges)
     table: Any = pd.DataFrame(rows, columns=list(COLUMNS)).astype({"layer": "Int64"})
     return ModelForecasts(early, table, _errors(table), dict(counts))
@@ -288,14 +292,14 @@ def sentences(forecasts: ModelForecasts) -> list[str]:
     for target, name in TARGETS.items():
         rows: dict[str, Any] = {row["method"]: row for row in _strict(forecasts.errors, target).to_dict("records")}
         if not rows:
-            lines.append(f"{first} no {name} is forecast: there are fewer than {FEWEST_MODELS} models to compare.")
+            lines.append(f"{first} no {name} is forecast: no {FEWEST_MODELS} models have one, not all the same.")
             continue
-        row, unit = rows["curve"], "octaves" if target == "halfway" else "standard deviations over models"
+        row, baseline = rows["curve"], "persistence" if target == "final" else "the others' median"
         alike = ", each with all of its size" if row["held_out"] == "group" else ""
         counts = f"{row['num_curves']} curves, {row['num_forecasts']:,} forecasts"
         text = f"{first} the {name} of {row['num_models']} held-out models{alike} ({counts}) is forecast by the early "
-        text += f"curve with a mean error of {number_text(row['error'])} {unit}."
-        for column, other in (("ratio", METHODS[_BASELINE[target]]), ("to_loss", "the loss alone")):
+        text += f"curve with a mean error of {number_text(row['error'])} {UNITS[target]}."
+        for column, other in (("ratio", baseline), ("to_loss", "the loss alone")):
             if np.isfinite(row[column]):
                 beats = "beats" if row[f"{column}_high"] < 1 else "does not beat"
                 text += f" It {beats} {other} ({_interval(row, column)} of its error)."
@@ -338,14 +342,14 @@ def error_rows(forecasts: ModelForecasts) -> list[tuple[str, list[tuple[str, ...
             width = number_text(row["width"]) if holds else ""
             lines.append((METHODS[row["method"]], number_text(row["error"]), *ratios, holds, width))
         what = "a model" if held_out == "model" else "all models of a size"
-        tables.append((f"{TARGETS[str(target)]}, {what} held out".capitalize(), lines))
+        tables.append((f"{TARGETS[target].capitalize()}, {what} held out ({UNITS[target]})", lines))
     return tables
 
 
 def error_chart(forecasts: ModelForecasts) -> Chart:
     """Returns errors as shares of the baseline's, with 95% intervals: a row a target and metric, a colour a method."""
     rows = [
-        (" ".join(filter(None, (TARGETS[target].capitalize(), metric))), part)
+        (f"{TARGETS[target].split()[0]}: {look_up(metric).title}" if metric else TARGETS[target], part)
         for target in TARGETS
         for metric, part in _strict(forecasts.errors, target, None).groupby("metric", sort=False)
     ][: _MOST_METRICS + 2]
@@ -373,8 +377,13 @@ def error_chart(forecasts: ModelForecasts) -> Chart:
         )
     return Chart(
         title="Mean error as a share of persistence's; of half-way points, of the others' median's",
-        x=Axis(labels={at: name for at, (name, _) in enumerate(rows)}, ends=ends, reverse=True, grid=False),
-        y=Axis(title="Share of the error (below 1 is better)", zero=True),
+        x=Axis(
+            labels={at: name[0].upper() + name[1:] for at, (name, _) in enumerate(rows)},
+            ends=ends,
+            reverse=True,
+            grid=False,
+        ),
+        y=Axis(title="Share of the error", zero=True),
         series=series,
         horizontal=True,
         place="",
