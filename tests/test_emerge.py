@@ -274,6 +274,7 @@ def test_what_cannot_be_measured_is_refused_in_a_sentence(run, tmp_path, capsys)
         ("has no such curve", [run, "--metrics", "accuracies"]),
         ("expected NAME=VALUE", [run, "--where", "k"]),
         ("the runs of 2 seeds or more, got 1", [run, "--seeds"]),
+        ("planted and again have the same numbers", [run, write_run(tmp_path / "again"), "--seeds"]),
         ("has the name of another, planted", [run, run]),
         ("confidence: expected", [run, "--confidence", "95"]),
         ("is a file", [run, "--out", tmp_path / "other.json"]),

@@ -155,7 +155,9 @@ def test_the_command_writes_the_page_the_table_and_the_pictures(seeds, tmp_path,
 
 def test_wrong_input_is_one_sentence(seeds, tmp_path, capsys):
     one, other = map(str, seeds[0][:2])
+    copy = write_run(tmp_path / "copy", seeds[1][0, 0])
     for command, sentence in (
+        ([one, str(copy), "--seeds"], "seeds: real0 and copy have the same numbers at every checkpoint"),
         ([one, "--seeds"], "seeds: expected two runs or more, got 1"),
         ([one, "--group", "data.seed"], "group: expected two runs or more, got 1"),
         ([one, other, "--seeds", "--group", "data.seed"], "seeds: expected either seeds or group, got both"),

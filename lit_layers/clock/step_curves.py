@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from lit_layers import records, run_data
 from lit_layers.errors import InputError
 from lit_layers.figures.labels import listing, tag_text
-from lit_layers.figures.tables import ORDINALS
+from lit_layers.figures.tables import ORDINALS, grouped
 from lit_layers.identity import Settings
 from lit_layers.metrics import look_up
 
@@ -125,10 +125,14 @@ def curves_of(
 
 
 def over_seeds(curves: Iterable[StepCurve], name: str) -> list[StepCurve]:
-    """Returns the curves that several runs have, over those of their checkpoints that all have, with each run's own."""
-    groups: dict[tuple[Any, ...], list[StepCurve]] = {}
-    for curve in curves:
-        groups.setdefault(curve.key, []).append(curve)
+    """Returns the curves that several runs have, over those of their checkpoints that all have, with each run's own.
+
+    Raises:
+        InputError: two runs are the same, as `refuse_copies` says.
+    """
+    curves = list(curves)
+    refuse_copies(curves)
+    groups = grouped(curves, lambda curve: curve.key)
     merged = []
     for group in groups.values():
         common = sorted(set.intersection(*(set(curve.at[np.isfinite(curve.values)].tolist()) for curve in group)))
@@ -149,6 +153,22 @@ def over_seeds(curves: Iterable[StepCurve], name: str) -> list[StepCurve]:
             )
         )
     return merged
+
+
+def refuse_copies(seeds: Iterable[StepCurve]) -> None:
+    """Refuses runs with the same numbers everywhere: an interval over a run and its copy is no interval over seeds.
+
+    Raises:
+        InputError: naming the first two.
+    """
+    seen: dict[frozenset[Any], str] = {}
+    for run, curves in grouped(seeds, lambda curve: curve.run).items():
+        numbers = frozenset((curve.key, curve.at.tobytes(), curve.values.tobytes()) for curve in curves)
+        if (first := seen.setdefault(numbers, run)) != run:
+            raise InputError(
+                f"seeds: {first} and {run} have the same numbers at every checkpoint: expected runs of different "
+                "model.init_seed or data.seed (seed_everything alone changes neither)"
+            )
 
 
 def _is_asked(curve: StepCurve, metrics: Sequence[str]) -> bool:

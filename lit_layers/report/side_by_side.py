@@ -10,7 +10,7 @@ import pandas as pd
 from numpy.typing import NDArray
 from scipy import stats
 
-from lit_layers.clock.step_curves import AxisName, StepCurve, curves_of
+from lit_layers.clock.step_curves import AxisName, StepCurve, curves_of, refuse_copies
 from lit_layers.errors import InputError, refused
 from lit_layers.figures.axes import Axis, Training, layer_axis
 from lit_layers.figures.chart import Chart, Series
@@ -130,7 +130,8 @@ def read_side_by_side(
         allow_suspect: also take checkpoints that an audit found suspect.
 
     Raises:
-        InputError: fewer than two runs, two of one name, a recipe without that field, or as `curves_of`.
+        InputError: fewer than two runs, two of one name, two seeds with the same numbers, a recipe without that field,
+            or as `curves_of`.
     """
     if len(roots) < 2:
         raise InputError(f"runs: expected two or more to stand side by side, got {len(roots)}")
@@ -150,7 +151,9 @@ def read_side_by_side(
     lines: dict[Key, dict[str, Line]] = {}
     partly: dict[str, None] = {}
     for name, runs in groups.items():
-        by_key = grouped([curve for run in runs for curve in by_run[run]], lambda curve: curve.key)
+        curves_of_seeds = [curve for run in runs for curve in by_run[run]]
+        refuse_copies(curves_of_seeds)
+        by_key = grouped(curves_of_seeds, lambda curve: curve.key)
         for key, curves in by_key.items():
             line = Line.of(name, curves) if len(curves) == len(runs) else None
             if line is None or not len(line.at):
