@@ -10,7 +10,7 @@ from lit_layers.cli.main import main
 from tests.support.runs import STEPS, make_run
 
 ROOT = Path(__file__).parents[1]
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 BLOCK = re.compile(r"^```(bash|python)\n(.*?)^```", re.MULTILINE | re.DOTALL)
 ASSIGNMENTS = re.compile(r"^([A-Z_]+=\S+ )+")
 # Run by the continuous integration itself, or setting up the machine.

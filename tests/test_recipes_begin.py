@@ -22,7 +22,7 @@ from tests.support.labelled_texts import saved_gpt2
 from tests.support.targets import target
 
 ROOT = Path(__file__).parents[1]
-PAGES = [ROOT / "README.md", *(ROOT / "docs").glob("*.md"), *(ROOT / "recipes").rglob("*.*")]
+PAGES = [ROOT / "README.md", *(ROOT / "docs").rglob("*.md"), *(ROOT / "recipes").rglob("*.*")]
 LISTS = "recipes/analyses/"
 # Images that the splits of ImageNet hold; they are not on any test machine.
 IMAGENET = {"train": 1_281_167, "validation": 50_000}

@@ -133,7 +133,7 @@ def _glue(task: Any, split: str, folder: Any) -> Any:
     return Rows([longest] * number)
 
 
-def made(value: Any, names: dict[str, str]) -> Any:
+def made(value: Any, names: dict[str, Any]) -> Any:
     """What a recipe's data stand for."""
     if isinstance(value, dict) and "class_path" in value:
         module, _, name = value["class_path"].rpartition(".")
@@ -143,6 +143,8 @@ def made(value: Any, names: dict[str, str]) -> Any:
         return {key: made(each, names) for key, each in value.items()}
     if isinstance(value, list):
         return [made(each, names) for each in value]
+    if isinstance(value, str) and (whole := re.fullmatch(r"\$\{(\w+)\}", value)):
+        return names[whole[1]]
     if isinstance(value, str):
         return re.sub(r"\$\{(\w+)\}", lambda name: names[name[1]], re.sub(r"\$\{oc\.env:.*\}", "", value)) or None
     return value
@@ -173,7 +175,7 @@ def of_training(path: str, changes: dict[str, Any] | None = None) -> str:
         for key in place:
             inside = inside[key] if "class_path" not in inside[key] else inside[key]["init_args"]
         inside[last] = value
-    names = {name: recipe[name] for name in ("corpus", "tokenizer") if name in recipe}
+    names = {name: recipe[name] for name in ("corpus", "tokenizer", "seed_everything") if name in recipe}
     data, module = made(recipe["data"], names), made(recipe["model"], names)
     trainer, steps = recipe["trainer"], recipe["trainer"]["max_steps"]
     ranks, accumulate = fit.ranks_of(trainer), trainer.get("accumulate_grad_batches", 1)
@@ -275,7 +277,6 @@ WRITERS: dict[str, Callable[[str], str]] = {
     "series": of_series,
     "finetune": of_finetuning,
     "glue": of_glue,
-    "sweeps": of_sweep,
 }
 
 
@@ -305,7 +306,8 @@ def recipes() -> list[str]:
 def cost_of(path: str) -> str:
     """What the recipe's line says."""
     with as_asked_for():
-        return WRITERS.get(Path(path).parts[1], of_training)(path)
+        writer = of_sweep if "method" in read(path) else WRITERS.get(Path(path).parts[1], of_training)
+        return writer(path)
 
 
 def with_cost(path: str, text: str) -> str:
