@@ -1,6 +1,6 @@
 """The tables of docs/studies/four_papers.md, from the study's measurements.
 
-    python benchmarks/four_papers.py                     writes the tables from docs/studies/four_papers.parquet: 2 minutes
+    python benchmarks/four_papers.py                     writes the tables from four_papers.parquet beside them
     python benchmarks/four_papers.py --pack ROOT ROOT    first packs the runs of the sweeps of text and of images
 
 What is packed is one long table of values and standard errors in single precision, which `lit-layers emerge` also reads
@@ -101,7 +101,7 @@ def pack(roots: Iterable[Path], out: Path) -> None:
     table = pd.concat(frames, ignore_index=True)
     table["tokens"] = pd.to_numeric(table["tokens"])  # images have none
     whole = [name for name in table if pd.api.types.is_numeric_dtype(table[name]) and name not in ("value", "stderr")]
-    table = table.astype({name: "Int32" for name in whole} | {"value": "float32", "stderr": "float32"})
+    table = table.astype(dict.fromkeys(whole, "Int32") | {"value": "float32", "stderr": "float32"})
     table[["run", *(name for name in table if name != "run")]].to_parquet(out, compression="zstd", index=False)
 
 
@@ -189,7 +189,7 @@ def when(study: Study) -> Iterator[list[str]]:
         cells = []
         for group in study.curves:
             times = _times(study.seeds_of(group, place))
-            cells.append("–" if times is None else time_text(times.halfway) or "does not emerge")
+            cells.append("not measured" if times is None else time_text(times.halfway) or "does not emerge")
         yield [asked.title, *cells]
 
 
@@ -262,7 +262,7 @@ def spared(study: Study, given: str) -> Iterator[list[str]]:
         for row in rows.to_dict("records"):
             picked.setdefault((row["harm"], row["predictor"]), {})[group] = _rho(row)
     for (harm, predictor), cells in picked.items():
-        yield [harm, predictor, *(cells.get(group, "–") for group in study.blocks)]
+        yield [harm, predictor, *(cells.get(group, "not measured") for group in study.blocks)]
 
 
 def _rho(row: Mapping[str, Any]) -> str:

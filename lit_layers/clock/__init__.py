@@ -1,6 +1,7 @@
 """The emergence clock: when each number of a run changes, in which order, and how sure that is."""
 
 from lit_layers.clock.block_prediction import BlockTable, block_tables, prediction_table
+from lit_layers.clock.layer_statistics import LayerCurve, layer_curves, layer_table, over_the_seeds
 from lit_layers.clock.model_forecasts import ModelForecasts, early_parts, forecast_models
 from lit_layers.clock.step_curves import StepCurve, curves_in, curves_of, over_seeds
 from lit_layers.clock.times_and_order import (
@@ -15,6 +16,7 @@ from lit_layers.clock.times_and_order import (
 __all__ = [
     "BlockTable",
     "Clock",
+    "LayerCurve",
     "ModelForecasts",
     "StepCurve",
     "agreement_table",
@@ -23,9 +25,12 @@ __all__ = [
     "curves_of",
     "early_parts",
     "forecast_models",
+    "layer_curves",
+    "layer_table",
     "measure_times",
     "order_table",
     "over_seeds",
+    "over_the_seeds",
     "prediction_table",
     "times_of_run",
     "times_table",

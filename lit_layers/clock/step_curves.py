@@ -132,6 +132,11 @@ def over_seeds(curves: Iterable[StepCurve], name: str) -> list[StepCurve]:
     """
     curves = list(curves)
     refuse_copies(curves)
+    return means_of_seeds(curves, name)
+
+
+def means_of_seeds(curves: Iterable[StepCurve], name: str) -> list[StepCurve]:
+    """As `over_seeds`, of any curves: single numbers of different runs may be the same everywhere."""
     groups = grouped(curves, lambda curve: curve.key)
     merged = []
     for group in groups.values():

@@ -47,7 +47,7 @@ def choose_layer(
             fraction_of_last with losses or a last score that is not positive.
     """
     values = _checked(scores, "the score of at least one layer")
-    return first_layer + int(_chosen(values, rule, tolerance, higher_is_better))
+    return first_layer + int(chosen_layers(values, rule, tolerance, higher_is_better))
 
 
 class Turns(NamedTuple):
@@ -118,7 +118,7 @@ def choice_distribution(
         ValueError: as `resampled_curves` and `choose_layer`.
     """
     curves = resampled_curves(row_scores, resamples=resamples, seed=seed)
-    chosen = _chosen(curves, rule, tolerance, higher_is_better)
+    chosen = chosen_layers(curves, rule, tolerance, higher_is_better)
     return chosen.bincount(minlength=curves.shape[1]).double() / resamples
 
 
@@ -162,7 +162,7 @@ def _drawn_counts(num_rows: int, resamples: int, seed: int) -> Iterator[Tensor]:
         yield drawn.flatten().bincount(minlength=count * num_rows).view(count, num_rows).double()
 
 
-def _chosen(values: Float[Tensor, "*n layers"], rule: str, tolerance: float, higher_is_better: bool) -> Tensor:
+def chosen_layers(values: Float[Tensor, "*n layers"], rule: str, tolerance: float, higher_is_better: bool) -> Tensor:
     """Index (*n) of the layer that a rule chooses from each curve."""
     check_option("rule", rule, *RULES)
     if not 0 <= tolerance < math.inf:
@@ -276,7 +276,7 @@ def monotonicity(scores: Sequence[float], *, higher_is_better: bool = True) -> M
         ValueError: fewer than 3 layers, or a score that is not finite.
     """
     values = _checked(scores, "the scores of at least 3 layers", least=3)
-    return Monotonicity(*(value.item() for value in _monotonicity(values, higher_is_better)))
+    return Monotonicity(*(value.item() for value in monotonicities(values, higher_is_better)))
 
 
 def monotonicity_interval(
@@ -300,12 +300,12 @@ def monotonicity_interval(
     curves = resampled_curves(row_scores, resamples=resamples, seed=seed)
     if curves.shape[1] < 3:
         raise ValueError(f"expected the scores of at least 3 layers, got {curves.shape[1]}")
-    bounds = [values.nanquantile(ends).tolist() for values in _monotonicity(curves, higher_is_better)]
+    bounds = [values.nanquantile(ends).tolist() for values in monotonicities(curves, higher_is_better)]
     low, high = zip(*bounds, strict=True)
     return Monotonicity(*low), Monotonicity(*high)
 
 
-def _monotonicity(values: Float[Tensor, "*n layers"], higher_is_better: bool) -> list[Tensor]:
+def monotonicities(values: Float[Tensor, "*n layers"], higher_is_better: bool) -> list[Tensor]:
     """The numbers of `Monotonicity`, each (*n), of several curves."""
     values = values if higher_is_better else -values
     steps = values.diff()

@@ -3,14 +3,17 @@
 import itertools
 import math
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pandas as pd
 
 from lit_layers import records
 from lit_layers.clock.block_prediction import BlockTable, prediction_charts, prediction_table
 from lit_layers.clock.block_prediction import sentences as block_sentences
+from lit_layers.clock.layer_statistics import MONOTONICITY, LayerCurve, layer_table
 from lit_layers.clock.model_forecasts import ModelForecasts, error_chart, error_rows
 from lit_layers.clock.model_forecasts import sentences as forecast_sentences
 from lit_layers.clock.step_curves import AxisName, StepCurve
@@ -44,6 +47,10 @@ ONLY_PROMPTS = (
     "These intervals are over prompts (or test rows): they say what other prompts would give for the same weights, not "
     "what another seed would, and are too narrow for that."
 )
+RISING = (
+    "1: each layer has a better value than the one before it, or a higher one where none is better. The band is over "
+    "seeds, or what errors of the layers make of it: drawn curves are rougher, so that it may lie beside the line."
+)
 
 
 def write_emergence(
@@ -51,14 +58,16 @@ def write_emergence(
     folder: Path,
     *,
     axis: AxisName = "step",
+    layers: Sequence[LayerCurve] = (),
     blocks: Sequence[BlockTable] = (),
     seeds: str = "",
     forecasts: ModelForecasts | None = None,
 ) -> list[Path]:
     """Writes emergence.html, times and order as .csv and .parquet, agreement.csv, and the figures as .png, .svg, .pdf.
 
-    Of runs that say what single blocks are worth also blocks.csv and .parquet, over these runs, too, where `seeds` is
-    what they are called together. Of `forecasts` forecast.csv and .parquet, and forecast_errors.csv.
+    Of numbers with `layers` also layers.csv and .parquet; of runs that say what single blocks are worth blocks.csv and
+    .parquet, over these runs, too, where `seeds` is what they are called together. Of `forecasts` forecast.csv and
+    .parquet, and forecast_errors.csv.
 
     Returns their paths, the page first. Files of these names are replaced.
 
@@ -75,6 +84,11 @@ def write_emergence(
     for run in clock.runs:
         if _pairs(clock, run):
             charts[file_name(f"order {run}", names)] = order_matrix(clock, run)
+    if layers:
+        over_layers = layer_table(layers)
+        tables |= {"layers.csv": over_layers, "layers.parquet": over_layers}
+        for name, chart in monotonicity_charts(layers, clock, axis=axis):
+            charts[file_name(f"monotonicity {name}", names)] = chart
     predicted = prediction_table(blocks, pooled=seeds)
     if len(predicted):
         tables |= {"blocks.csv": predicted, "blocks.parquet": predicted}
@@ -94,7 +108,7 @@ def write_emergence(
             records.export(table, folder / name)
         paths = {folder / name: chart for name, chart in charts.items()}
         pictures = write_charts(paths, SUFFIXES) if paths else []
-        replace_file(folder / "emergence.html", _page(clock, agreement, axis, predicted, blocks, forecasts))
+        replace_file(folder / "emergence.html", _page(clock, agreement, axis, layers, predicted, blocks, forecasts))
     return [folder / "emergence.html", *pictures, *(folder / name for name in tables)]
 
 
@@ -201,6 +215,44 @@ def _front(curve: StepCurve, series: Sequence[Series], clock: Clock, axis: AxisN
     return Chart(title=title, x=layer_axis(), y=_time_axis(clock, axis), series=series, place="")
 
 
+def monotonicity_charts(
+    layers: Sequence[LayerCurve], clock: Clock, *, axis: AxisName = "step"
+) -> list[tuple[str, Chart]]:
+    """Returns for each number with layers its rank correlation with depth over training, a colour a run, and its name.
+
+    A number that never has one, being the same at all layers, has no chart.
+    """
+    mine = [each for each in layers if each.statistic == MONOTONICITY and np.isfinite(each.curve.values).any()]
+    charts = []
+    for (analysis, metric, tags), group in grouped(
+        mine, lambda each: (each.curve.analysis, each.metric, each.tags)
+    ).items():
+        runs = {each.curve.run: each for each in group}
+        series = []
+        for number, run in enumerate(clock.runs):
+            if run in runs:
+                line, several = runs[run], len(clock.runs) > 1
+                look: dict[str, Any] = {"color": color_of(number), "width": 2.0, "mark": symbol_of(number)}
+                look |= {"name": run if several else "", "legend": several}
+                ends = {"low": rounded(line.low), "high": rounded(line.high)}
+                x = rounded(place(at) for at in line.curve.at)
+                texts = [
+                    f"{at_text(at)}: {value(number)}"
+                    for at, number in zip(line.curve.at, line.curve.values, strict=True)
+                ]
+                series.append(Series(x=x, y=rounded(line.curve.values), texts=texts, tells_texts=True, **ends, **look))
+        named = replace(group[0].curve, metric=metric, tags={k: v for k, v in group[0].curve.tags.items() if k != "of"})
+        chart = Chart(
+            title=f"{named.title}: rank correlation with depth",
+            x=_time_axis(clock, axis),
+            y=Axis(title="Spearman's rho over the layers", ends=(-1.05, 1.05)),
+            series=series,
+            place="",
+        )
+        charts.append((" ".join(filter(None, (analysis, metric, tags))), chart))
+    return charts
+
+
 def order_matrix(clock: Clock, run: str) -> Chart:
     """Returns P(row is half-way before column) of what emerges in a run, both sides with the earliest first.
 
@@ -281,6 +333,7 @@ def _page(
     clock: Clock,
     agreement: pd.DataFrame,
     axis: AxisName,
+    layers: Sequence[LayerCurve],
     predicted: pd.DataFrame,
     tables: Sequence[BlockTable],
     forecasts: ModelForecasts | None,
@@ -289,11 +342,9 @@ def _page(
     emerges = [found.emerges for found in clock.times]
     blocks = [_block("Timeline", timeline(clock, axis=axis))] if any(emerges) else []
     if fronts := layer_fronts(clock, axis=axis):
-        choices = [
-            {"text": chart.title.split(":")[0], "figures": [{"caption": "", "problem": "", "chart": chart}]}
-            for _, chart in fronts
-        ]
-        blocks.append({"title": "Which layer first", "note": "", "wide": True, "choices": choices})
+        blocks.append(_choice_of("Which layer first", "", [chart for _, chart in fronts]))
+    if rising := monotonicity_charts(layers, clock, axis=axis):
+        blocks.append(_choice_of("Does it rise over the layers?", RISING, [chart for _, chart in rising]))
     orders = [
         _block(f"Order{f', {run}' if len(clock.runs) > 1 else ''}", order_matrix(clock, run))
         for run in clock.runs
@@ -343,6 +394,14 @@ def _forecast(forecasts: ModelForecasts | None, figures: Figures) -> dict[str, A
         "blocks": placed(blocks, figures),
         "errors": _table(columns, rows) if rows else None,
     }
+
+
+def _choice_of(title: str, note: str, charts: Sequence[Chart]) -> dict[str, Any]:
+    choices = [
+        {"text": chart.title.split(":")[0], "figures": [{"caption": "", "problem": "", "chart": chart}]}
+        for chart in charts
+    ]
+    return {"title": title, "note": note, "wide": True, "choices": choices}
 
 
 def _block(title: str, chart: Chart, *, scrolled: bool = True) -> dict[str, Any]:

@@ -158,6 +158,16 @@ def residual(x, y, weight):
     return ((root * y - design @ np.linalg.lstsq(design, root * y, rcond=None)[0]) ** 2).sum()
 
 
+def test_values_without_an_error_stand_beside_others():
+    steps = [0, *(2**power for power in range(12)), *range(2560, 6000, 512)]
+    values = np.where(np.arange(len(steps)) < 9, 1.0, 0.5)
+    noisy = np.where(np.arange(len(steps)) < 9, 0.0, 0.01)
+    times = emergence_times(steps, values + noisy * np.random.default_rng(0).standard_normal(len(steps)), stderr=noisy)
+    assert times.halfway is not None
+    assert steps[8] <= times.halfway.low <= times.halfway.high <= steps[9]
+    assert any(steps[8] <= point.value <= steps[9] for point in times.change_points)
+
+
 def test_flat_curves_do_not_emerge_more_often_than_the_level_says():
     for errors in ("stderr", "replicates", "neither"):
         rng = np.random.default_rng(0)

@@ -55,7 +55,17 @@ def emerge(
     if loss and forecast is None:
         raise InputError(f"loss: expected --forecast SHARE with it, got {loss} alone")
     chosen = dict(_pair(text) for text in where or ())
-    from lit_layers.clock import block_tables, curves_of, early_parts, forecast_models, measure_times, over_seeds
+    from lit_layers.clock import (
+        block_tables,
+        curves_of,
+        early_parts,
+        forecast_models,
+        layer_curves,
+        measure_times,
+        over_seeds,
+        over_the_seeds,
+    )
+    from lit_layers.clock.layer_statistics import MONOTONICITY
     from lit_layers.clock.model_forecasts import sentences as forecast_sentences
     from lit_layers.report.emergence_page import write_emergence
 
@@ -69,17 +79,20 @@ def emerge(
         curves += more
         if (place / "measurements.jsonl").is_file():
             blocks += block_tables(place, settings=settings or ())
+    early = None if forecast is None else early_parts(curves, forecast, loss=loss or "")
+    layers = layer_curves(curves)
+    curves += [each.curve for each in layers if each.statistic == MONOTONICITY]
     names = dict.fromkeys(curve.run for curve in curves)
     together = f"{len(names)} seeds" if seeds else ""
-    early = None if forecast is None else early_parts(curves, forecast, loss=loss or "")
     if seeds:
         if len(names) < 2:
             raise InputError(f"seeds: expected the runs of 2 seeds or more, got {len(names)}")
         curves = over_seeds(curves, together) + curves
+        layers = over_the_seeds(layers, together) + layers
     with bar("", hidden=not sys.stderr.isatty()) as show:
         clock = measure_times(curves, confidence=confidence, seed=seed, show=show)
     forecasts = None if early is None else forecast_models(early, clock, confidence=confidence, seed=seed)
-    paths = write_emergence(clock, folder, axis=axis, blocks=blocks, seeds=together, forecasts=forecasts)
+    paths = write_emergence(clock, folder, axis=axis, layers=layers, blocks=blocks, seeds=together, forecasts=forecasts)
     _show(clock, axis)
     print(*(forecast_sentences(forecasts) if forecasts else ()), sep="\n")
     pictures = [path for path in paths if path.suffix in (".png", ".svg", ".pdf")]

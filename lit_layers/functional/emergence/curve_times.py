@@ -25,6 +25,7 @@ DRAWS = 1000
 GRID = 300  # points at least on which a drawn curve is followed, more with more checkpoints
 PERMUTATIONS = 999
 SHORTEST = 2  # checkpoints of a piece between two change points
+LEAST_ERROR = 1e-4  # of the range of the values: for change points smaller errors count as this
 PRIOR_ROWS = 4  # by so many more the variance at one checkpoint is that of all: of few replicates it is rough
 
 
@@ -228,6 +229,8 @@ class _Curve:
         """Of a trend that is piecewise linear on this axis, in one step or bend after the other."""
         noise = _of_differences(self.y) if self.covariance is None else self.covariance
         noise = noise + np.eye(len(self.y)) * (1e-9 * np.ptp(self.y)) ** 2
+        # Values without an error would weigh so much more than the others that sums of squares lose these.
+        np.fill_diagonal(noise, np.maximum(np.diag(noise), (LEAST_ERROR * np.ptp(self.y)) ** 2))
         weight = 1 / np.diag(noise)
         straight = rng.standard_normal((DRAWS, len(self.y))) @ np.linalg.cholesky(noise).T
         of_straight = _Lines(self.x, straight, weight)

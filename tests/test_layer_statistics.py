@@ -1,0 +1,134 @@
+"""How numbers change over the layers: closed forms, scipy's rank correlation, drawn intervals, tables, the page."""
+
+import numpy as np
+import pandas as pd
+import pytest
+from scipy import stats
+
+from lit_layers.cli.main import main
+from lit_layers.clock import LayerCurve, StepCurve, layer_curves, layer_table, over_the_seeds
+from lit_layers.clock.layer_statistics import COLUMNS, MONOTONICITY
+from tests.test_emerge import write_run
+
+STEPS = (0, 1, 4)
+
+
+def curves(table, *, metric="accuracy", stderr=None, run="a", layers=None) -> list[StepCurve]:
+    """Of `table` (steps, layers)."""
+    table = np.asarray(table, dtype=float)
+    numbers = layers or range(1, table.shape[1] + 1)
+    errors = None if stderr is None else np.full(len(table), float(stderr))
+    at = np.array(STEPS[: len(table)], dtype=float)
+    place = {"analysis": "probe", "metric": metric, "run": run, "tags": {"pooling": "mean"}, "at": at}
+    return [
+        StepCurve(layer=n, values=values, stderr=errors, **place) for n, values in zip(numbers, table.T, strict=True)
+    ]
+
+
+def by_statistic(found: list[LayerCurve]) -> dict[str, LayerCurve]:
+    return {each.statistic.removeprefix("monotonicity_"): each for each in found}
+
+
+def test_rising_falling_and_constant_layers():
+    found = by_statistic(layer_curves(curves([[0.1, 0.2, 0.3, 0.4], [0.4, 0.3, 0.2, 0.1], [0.5] * 4])))
+    assert found["spearman"].curve.values == pytest.approx([1, -1, np.nan], nan_ok=True)
+    assert found["fraction_increasing"].curve.values == pytest.approx([1, 0, 0])
+    assert found["largest_drop"].curve.values == pytest.approx([0, 0.1, 0])
+    assert found["best_layer"].curve.values == pytest.approx([4, 1, 1])
+    assert found["plateau_layer"].curve.values == pytest.approx([4, 1, 1])
+    assert found["spearman"].curve.tags == {"pooling": "mean", "of": "accuracy"}
+    assert found["spearman"].curve.over == ""
+    assert np.isnan(found["spearman"].low).all()
+
+
+def test_the_rank_correlation_is_scipys_ties_and_all_and_the_embedding_is_left_out():
+    rng = np.random.default_rng(0)
+    table = rng.integers(0, 4, (3, 9)).astype(float)
+    layers = [0, 3, 1, 2, 5, 4, 7, 6, 8]
+    (found, *_) = layer_curves(curves(table, layers=layers))
+    assert found.num_layers == 8
+    expected = [stats.spearmanr(layers[1:], row[1:]).statistic for row in table]
+    assert found.curve.values == pytest.approx(expected)
+
+
+def test_of_losses_lower_is_better_and_of_what_is_no_score_nothing_is_best():
+    table = [[0.9, 0.5, 0.3, 0.31]]
+    loss = by_statistic(layer_curves(curves(table, metric="log_loss")))
+    assert loss["spearman"].curve.values == pytest.approx([0.8])
+    assert loss["best_layer"].curve.values == pytest.approx([3])
+    assert loss["plateau_layer"].curve.values == pytest.approx([3])
+    assert loss["largest_drop"].curve.values == pytest.approx([0.01])
+    entropy = by_statistic(layer_curves(curves(table, metric="prompt_entropy")))
+    assert entropy["spearman"].curve.values == pytest.approx([-0.8])
+    assert {"best_layer", "plateau_layer"}.isdisjoint(entropy)
+
+
+def test_a_step_that_gains_less_than_a_twentieth_of_the_range_is_none_at_any_scale():
+    table = np.array([[0.0, 0.5, 1.0, 1.04, 1.06]])
+    for scale, shift in ((1, 0), (1e-6, 3), (1e4, -7)):
+        found = by_statistic(layer_curves(curves(scale * table + shift)))
+        assert found["plateau_layer"].curve.values == pytest.approx([3])
+
+
+def test_gaps_are_counted_and_too_few_layers_have_no_value():
+    nan = np.nan
+    found = by_statistic(layer_curves(curves([[0.1, nan, 0.2, 0.15, 0.4], [0.1, nan, nan, nan, 0.4]])))
+    assert found["spearman"].num_undefined.tolist() == [1, 3]
+    assert found["spearman"].curve.values == pytest.approx([0.8, nan], nan_ok=True)
+    assert found["best_layer"].curve.values == pytest.approx([5, nan], nan_ok=True)
+    assert layer_curves(curves([[0.1, 0.2]])) == []
+
+
+def test_the_interval_is_of_curves_drawn_with_the_layers_errors():
+    table, error = np.array([[0.1, 0.16, 0.2, 0.24, 0.33]]), 0.04
+    found = by_statistic(layer_curves(curves(table, stderr=error)))["spearman"]
+    rng = np.random.default_rng(9)
+    drawn = [stats.spearmanr(range(5), table[0] + error * rng.standard_normal(5)).statistic for _ in range(4000)]
+    low, high = np.quantile(drawn, (0.025, 0.975))
+    # 1,000 draws against 4,000, of values in tenths
+    assert (found.low[0], found.high[0]) == (pytest.approx(low, abs=0.11), pytest.approx(high, abs=0.11))
+    assert found.curve.stderr == pytest.approx([np.std(drawn)], rel=0.15)
+    assert found.curve.over == "prompts"
+    exact = by_statistic(layer_curves(curves(table, stderr=0.0)))["spearman"]
+    assert (exact.low[0], exact.high[0]) == (1, 1)
+
+
+def test_over_seeds_it_is_their_mean_with_students_interval():
+    rng = np.random.default_rng(1)
+    tables = rng.uniform(size=(4, 3, 6))
+    found = [each for n, table in enumerate(tables) for each in layer_curves(curves(table, run=f"seed {n}"))]
+    merged = by_statistic(over_the_seeds(found, "4 seeds"))["spearman"]
+    rho = np.array([[stats.spearmanr(range(6), row).statistic for row in table] for table in tables])
+    low, high = stats.t.interval(0.95, 3, rho.mean(0), stats.sem(rho))
+    assert merged.curve.values == pytest.approx(rho.mean(0))
+    assert (merged.low, merged.high) == (pytest.approx(low), pytest.approx(high))
+    assert (merged.curve.run, merged.curve.over) == ("4 seeds", "seeds")
+
+
+def test_what_an_analysis_measured_itself_is_not_measured_again():
+    own = StepCurve(
+        run="a", analysis="probe", metric=MONOTONICITY, layer=None, tags={}, at=np.array([0.0]), values=np.array([1.0])
+    )
+    assert layer_curves([own, *curves([[0.1, 0.2, 0.3]])]) == []
+    assert layer_curves(curves([[1, 2, 3]], metric="best_layer")) == []
+
+
+def test_the_table_has_a_row_for_each_statistic_and_checkpoint():
+    table = layer_table(layer_curves(curves([[0.1, 0.2, 0.3], [0.3, 0.2, 0.1]])))
+    assert tuple(table.columns) == COLUMNS
+    assert len(table) == 2 * 5
+    row = table[(table.statistic == MONOTONICITY) & (table.step == 1)].iloc[0]
+    assert (row.metric, row.tags, row["value"], row.num_layers) == ("accuracy", "pooling=mean", -1, 3)
+
+
+def test_the_command_writes_table_times_and_figure(tmp_path, capsys):
+    out = tmp_path / "out"
+    assert main(["emerge", str(write_run(tmp_path / "planted")), "--out", str(out)]) == 0
+    table = pd.read_parquet(out / "layers.parquet")
+    rho = table[(table.metric == "accuracy") & (table.statistic == MONOTONICITY)].set_index("step")["value"]
+    # layers 1 to 3 rise one after the other: the first is ahead on the way, at the end all are alike
+    assert rho[64] == -1
+    assert (pd.read_csv(out / "times.csv").metric == MONOTONICITY).sum() == 1
+    assert (out / "monotonicity_probe_accuracy.svg").is_file()
+    assert "Does it rise over the layers?" in (out / "emergence.html").read_text()
+    assert "layers.csv" in capsys.readouterr().out
