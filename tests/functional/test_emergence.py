@@ -8,6 +8,7 @@ import pytest
 from scipy import stats
 
 from lit_layers.functional import emergence_times
+from lit_layers.functional.emergence import flat_p_value
 from lit_layers.functional.emergence.curve_times import SHORTEST, _Lines, _pelt
 from lit_layers.functional.emergence.drawn_curves import _Kernel, _process, _Steps
 from tests.support.drawn_emergence import covered, drawn
@@ -98,6 +99,47 @@ def test_the_p_value_with_errors_is_that_of_the_statistics_written_out():
     ]
     expected = 2 * min(stats.chi2.sf(spread, 8), 8 * stats.chi2.sf(max(splits), 1))
     assert emergence_times(steps, values, stderr=stderr).p_value == pytest.approx(min(1, expected), rel=1e-9)
+
+
+def test_no_power_of_ten_of_the_values_moves_a_time_or_overflows():
+    rng = np.random.default_rng(3)
+    rows = sigmoid(8, 1) + rng.normal(0, 0.1, (5, len(AXIS)))
+    for given in (
+        lambda unit: {"stderr": np.full(len(AXIS), 0.05 * unit)},
+        lambda unit: {"replicates": rows * unit},
+        lambda _: {},
+    ):
+        expected = emergence_times(STEPS, rows.mean(0), **given(1))
+        for unit in (2.0**-1000, 2.0**-400, 2.0**300, 2.0**1020):
+            assert emergence_times(STEPS, rows.mean(0) * unit, **given(unit)) == expected
+    assert not emergence_times(STEPS, rows.mean(0), stderr=np.full(len(AXIS), 1e300)).emerges
+    times = emergence_times(STEPS, rows.mean(0), stderr=[1e-9, 1e9, *[0.1] * (len(AXIS) - 2)])
+    assert np.isfinite([times.onset, times.halfway, times.peak, times.plateau, *times.change_points]).all()
+
+
+def test_a_standard_error_of_0_beside_others_counts_as_the_smallest_of_them():
+    """An accuracy of 0 or 1 has one. Taken for exact, any curve with such a value among others would emerge."""
+    rng, few = np.random.default_rng(1), 0
+    for _ in range(60):
+        rates = rng.binomial(1250, 0.001, 12) / 1250
+        stderr = np.sqrt(rates * (1 - rates) / 1250)
+        floor = np.where(stderr == 0, stderr[stderr > 0].min(), stderr)
+        found = emergence_times(range(12), rates, stderr=stderr)
+        assert found == emergence_times(range(12), rates, stderr=floor)
+        few += found.emerges
+    assert few <= 8  # more than 8 of 60 at 5%: 1 in 500
+    assert emergence_times(range(8), [0, 0, 0, 0, 0, 0, 0.3, 0.5], stderr=[0] * 8).p_value == 0
+
+
+def test_few_seeds_of_coarse_accuracies_emerge_no_more_often_than_the_level_says():
+    """Two that happen to agree in a contrast have no spread there, which is not certainty."""
+    rng, false = np.random.default_rng(0), 0
+    for _ in range(100):
+        rows = rng.binomial(10, 0.5, (2, 6)) / 10
+        false += flat_p_value(range(6), rows.mean(0), replicates=rows) <= 0.05
+    assert false <= 12  # more than 12 of 100 at 5%: 1 in 500
+    step = np.tile([0.0, 0, 0, 1, 1, 1], (2, 1))
+    assert flat_p_value(range(6), step[0], replicates=step) == 0
 
 
 def test_the_p_value_over_replicates_is_that_of_students_tests():
@@ -192,8 +234,16 @@ def test_bad_input_is_refused_with_a_sentence():
     flat, stderr = np.arange(8.0), np.ones(8)
     for sentence, given, options in (
         ("at 6 checkpoints or more, got 5", (np.arange(8), [1, 2, 3, 4, 5, *[np.nan] * 3]), {}),
-        ("steps of 0 or more that increase", ([0, 1, 1, 2, 3, 4, 5, 6], flat), {}),
-        ("steps of 0 or more that increase", (np.arange(-1, 7), flat), {}),
+        *(
+            ("steps of 0 or more, below 2^63, that increase", (steps, flat), {})
+            for steps in (
+                [0, 1, 1, 2, 3, 4, 5, 6],
+                range(-1, 7),
+                [*range(7), np.nan],
+                [0, 1e-300, *range(1, 7)],
+                [*range(7), 1e300],
+            )
+        ),
         ("a value for each step", (np.arange(7), flat), {}),
         ("finite values, or NaN for a gap", (np.arange(8), [*flat[:7], np.inf]), {}),
         ("standard errors of 0 or more", (np.arange(8), flat), {"stderr": -stderr}),

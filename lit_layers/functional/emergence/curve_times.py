@@ -81,7 +81,8 @@ def emergence_times(
     say emerges, too, and its intervals are wide. With standard errors: chi-squared of all
     values against their weighted mean, and of the best split into before and after, each at half the level (the split
     over all checkpoints, by the union bound). With replicates: Student's t of each split and of each checkpoint against
-    the others, over replicates, by the union bound. With neither: permutations of the checkpoints; p is 0.001 at least.
+    the others, over replicates, by the union bound; where coarse values of all rows happen to agree, there is no t,
+    unless they agree everywhere (p is 0). With neither: permutations of the checkpoints; p is 0.001 at least.
 
     The times are those of curves drawn from a Gaussian process given the values (Matern 3/2 and 5/2 over a grid of
     lengths and heights, with and without one sigmoid step of unknown place, height and width, weighted by their
@@ -100,7 +101,8 @@ def emergence_times(
     Args:
         steps: Increasing numbers, 0 or more: optimizer steps or tokens, (checkpoints,).
         values: The curve, (checkpoints,); NaN is a gap.
-        stderr: Standard error of each value, (checkpoints,). What the interval is over is what these are over.
+        stderr: Standard error of each value, (checkpoints,). What the interval is over is what these are over. One of 0
+            beside others (an accuracy of 0 or 1) says that it was too small to see: it counts as the smallest of them.
         replicates: Copies of the curve of which `values` is the mean, a row for each prompt, test row or seed,
             (replicates, checkpoints), instead of `stderr`: the noise may then be alike at neighbouring checkpoints.
             A row with a gap where there is a value is left out.
@@ -167,12 +169,13 @@ class _Curve:
         at, y = np.asarray(steps, dtype=np.float64), np.asarray(values, dtype=np.float64)
         if at.ndim != 1 or at.shape != y.shape:
             raise ValueError(f"expected a value for each step, got steps {at.shape} and values {y.shape}")
-        if not (np.isfinite(at).all() and (np.diff(at) > 0).all() and (at >= 0).all()):
-            raise ValueError(f"expected steps of 0 or more that increase, got {at.tolist()}")
-        if np.isinf(y).any():
-            raise ValueError("expected finite values, or NaN for a gap, got an infinite one")
         if scale not in ("log", "linear"):
             raise ValueError(f"expected scale to be log or linear, got {scale!r}")
+        x = np.log2(1 + at) if scale == "log" and (at >= 0).all() else at
+        if not ((at >= 0).all() and (at < 2**63).all() and (np.diff(x) > 0).all()):
+            raise ValueError(f"expected steps of 0 or more, below 2^63, that increase, got {at.tolist()}")
+        if np.isinf(y).any():
+            raise ValueError("expected finite values, or NaN for a gap, got an infinite one")
         if not 0 < confidence < 1:
             raise ValueError(f"expected a confidence between 0 and 1, got {confidence}")
         if stderr is not None and replicates is not None:
@@ -180,14 +183,17 @@ class _Curve:
         there = np.isfinite(y)
         if there.sum() < FEWEST_CHECKPOINTS:
             raise ValueError(f"expected values at {FEWEST_CHECKPOINTS} checkpoints or more, got {there.sum()}")
-        x = np.log2(1 + at) if scale == "log" else at
-        covariance, rows = None, None
+        x, y = x[there], y[there]
+        rows = None if replicates is None else _whole_rows(replicates, there)
+        # By a power of two: exact, moves no time, and no square overflows or vanishes.
+        unit = -int(np.frexp(max(np.abs(y).max(), 0 if rows is None else np.abs(rows).max()))[1])
+        covariance, y = None, np.ldexp(y, unit)
         if stderr is not None:
-            covariance = np.diag(_errors(stderr, there) ** 2)
-        elif replicates is not None:
-            rows = _whole_rows(replicates, there)
-            covariance = _covariance_of_mean(rows, x[there])
-        return cls(x[there], y[there], covariance, rows, scale, int((~there).sum()))
+            covariance = np.diag(_errors(stderr, there, unit) ** 2)
+        elif rows is not None:
+            rows = np.ldexp(rows, unit)
+            covariance = _covariance_of_mean(rows, x)
+        return cls(x, y, covariance, rows, scale, int((~there).sum()))
 
     def step(self, x: Array) -> Array:
         return np.exp2(x) - 1 if self.scale == "log" else x
@@ -217,7 +223,7 @@ class _Curve:
             statistic = _largest_split(np.stack([self.y, *(rng.permutation(self.y) for _ in range(PERMUTATIONS))]))
             return float((statistic >= statistic[0] * (1 - 1e-9)).mean())
         variance = np.diag(self.covariance)
-        if (variance == 0).any():  # a value without an error beside another one that differs
+        if not variance.any():  # values without errors that differ
             return 0.0
         weight = 1 / variance
         spread = (weight * (self.y - np.average(self.y, weights=weight)) ** 2).sum()
@@ -229,8 +235,9 @@ class _Curve:
         """Of a trend that is piecewise linear on this axis, in one step or bend after the other."""
         noise = _of_differences(self.y) if self.covariance is None else self.covariance
         noise = noise + np.eye(len(self.y)) * (1e-9 * np.ptp(self.y)) ** 2
-        # Values without an error would weigh so much more than the others that sums of squares lose these.
-        np.fill_diagonal(noise, np.maximum(np.diag(noise), (LEAST_ERROR * np.ptp(self.y)) ** 2))
+        # A value almost without an error would weigh so much more than the others that sums of squares lose these.
+        least = max(LEAST_ERROR * np.ptp(self.y), 1e-6 * np.sqrt(np.diag(noise).max()))
+        np.fill_diagonal(noise, np.maximum(np.diag(noise), least**2))
         weight = 1 / np.diag(noise)
         straight = rng.standard_normal((DRAWS, len(self.y))) @ np.linalg.cholesky(noise).T
         of_straight = _Lines(self.x, straight, weight)
@@ -267,14 +274,18 @@ class _Lines:
         return self.cost(start, end) - self.cost(start, cuts) - self.cost(cuts, end)
 
 
-def _errors(stderr: ArrayLike, there: NDArray[np.bool_]) -> Array:
+def _errors(stderr: ArrayLike, there: NDArray[np.bool_], unit: int) -> Array:
     errors = np.asarray(stderr, dtype=np.float64)
     if errors.shape != there.shape:
         raise ValueError(f"expected a standard error for each value, got {errors.shape} for {there.shape}")
     errors = errors[there]
     if not (np.isfinite(errors).all() and (errors >= 0).all()):
         raise ValueError("expected finite standard errors of 0 or more wherever there is a value")
-    return errors
+    if not errors.any():
+        return errors
+    errors = np.where(errors == 0, errors[errors > 0].min(), errors)
+    with np.errstate(over="ignore"):
+        return np.ldexp(errors, unit).clip(1e-100, 1e100)
 
 
 def _whole_rows(replicates: ArrayLike, there: NDArray[np.bool_]) -> Array:
@@ -338,19 +349,19 @@ def _p_of_rows(rows: Array) -> float:
     weights = contrasts / inside - (1 - contrasts) / (n - inside)
     each = rows @ weights.T
     error = each.std(0, ddof=1) / np.sqrt(count)
-    mean = np.abs(each.mean(0))
-    with np.errstate(divide="ignore", invalid="ignore"):
-        t = np.where(error > 0, mean / error, np.where(mean > 0, np.inf, 0.0))
-    return float(min(1.0, len(t) * 2 * stats.t.sf(t.max(), count - 1)))
+    differ = error > 1e-12 * np.abs(rows).max()
+    if not differ.any():
+        return 0.0
+    t = np.abs(each.mean(0))[differ] / error[differ]
+    return float(min(1.0, len(error) * 2 * stats.t.sf(t.max(), count - 1)))
 
 
 def _gains(curves: Array, weight: Array) -> Array:
     """What splitting each curve behind its first 1, 2, ... values takes from the weighted sum of squares."""
-    total = weight.cumsum()
-    below, above = total[:-1], total[-1] - total[:-1]
-    sums = (curves * weight).cumsum(1)
-    means = sums[:, :-1] / below - (sums[:, -1:] - sums[:, :-1]) / above
-    return means**2 * below * above / total[-1]
+    of_each = np.stack([weight + 0 * curves, curves * weight])
+    # From either end: differences of sums would lose what is light beside what is heavy.
+    (below, sums), (above, rest) = of_each.cumsum(2)[..., :-1], of_each[..., ::-1].cumsum(2)[..., -2::-1]
+    return (sums / below - rest / above) ** 2 * (below / (below + above)) * above
 
 
 def _largest_split(curves: Array) -> Array:
