@@ -1,7 +1,9 @@
 """`lit-layers emerge` against curves whose times were planted, and tables written as other tools write them."""
 
 import json
+import math
 import re
+from dataclasses import replace
 
 import numpy as np
 import pandas as pd
@@ -11,7 +13,7 @@ from scipy import stats
 from lit_layers import records
 from lit_layers.cli.main import main
 from lit_layers.clock import Clock, agreement_table, curves_of, measure_times, order_table, over_seeds, times_table
-from lit_layers.clock.step_curves import StepCurve
+from lit_layers.clock.step_curves import StepCurve, curves_in
 from lit_layers.clock.times_and_order import COLUMNS, emerged_in_order, probability_before
 from lit_layers.errors import InputError
 from lit_layers.functional.emergence import EmergenceTimes, Time
@@ -260,7 +262,7 @@ def test_what_cannot_be_measured_is_refused_in_a_sentence(run, tmp_path, capsys)
         ("two values at step 7", [tmp_path / "twice.csv"]),
         ("expected a column value", [tmp_path / "no_value.csv"]),
         ("expected numbers", [tmp_path / "text.csv"]),
-        ("expected whole numbers in column layer, got 1.5", [tmp_path / "half.csv"]),
+        ("expected whole numbers of 0 or more in column layer, got 1.5", [tmp_path / "half.csv"]),
         ("it has no rows", [tmp_path / "nothing.csv"]),
         ("some have none", [tmp_path / "no_step.csv"]),
         ("each row would be a curve of its own by column loss", [tmp_path / "apart.csv"]),
@@ -287,6 +289,62 @@ def test_what_cannot_be_measured_is_refused_in_a_sentence(run, tmp_path, capsys)
     with pytest.raises(InputError, match="suspect"):
         curves_of(suspect)
     assert curves_of(suspect, allow_suspect=True)
+
+
+def test_tables_of_strangers_are_refused_in_a_sentence(run, tmp_path, capsys):
+    good = [{"step": step, "value": value} for step, value in zip(STEPS, rise(4), strict=True)]
+    results = {"results": {"piqa": {"acc": 0.5}}, "model_name": "m/step1000"}
+    mteb = {"task_name": ["STS12"], "scores": {"a": 5, "b": {"c": 1}, "d": ["main_score", {"main_score": "x"}]}}
+    unit = "at 6 checkpoints or more"  # read, and one value
+    for number, (sentence_, content) in enumerate(
+        (
+            ("cannot be read as JSON", "[" * 100_000 + "]" * 100_000),
+            ("step: expected numbers: int too large", [row | {"step": 10**400} for row in good]),
+            ("value: expected numbers: int too large", [row | {"value": 10**400} for row in good]),
+            ("step: expected numbers, got true or false", [row | {"step": True} for row in good]),
+            ("value: expected numbers, got true or false", [good[0], {"step": 1, "value": True}]),
+            ("steps of 0 or more, below 2^63", [row | {"step": 1e300 * (1 + row["step"])} for row in good]),
+            ("of 0 or more in column layer, got inf", [row | {"layer": math.inf} for row in good]),
+            ("of 0 or more in column layer, got 1e+300", [row | {"layer": 1e300} for row in good]),
+            ("of 0 or more in column layer, got -1", [row | {"layer": -1} for row in good]),
+            ("at most 200 characters in column run, got 'x", [row | {"run": "x" * 10_000} for row in good]),
+            (
+                "names of a line and at most 200 characters in column metric",
+                [row | {"metric": "a\x00"} for row in good],
+            ),
+            ("names of a line", [row | {"shots": f"{at % 2}\n"} for at, row in enumerate(good)]),
+            ("two values at step 0", [row | {"step": 0, "run": ["a"]} for row in good]),
+            ("200 characters in column run", results | {"model_name": "step" + "1" * 5000}),
+            ("stderr: expected numbers", results | {"results": {"piqa": {"acc": 0.5, "acc_stderr": 10**400}}}),
+            ("it has no rows", results | {"results": {"piqa": {"acc": True}}}),
+            *((unit, results | {"config": config}) for config in (5, "a", [1], {"model_args": 5}, {"model_args": [1]})),
+            ("value: expected numbers", mteb),
+        )
+    ):
+        path = tmp_path / f"step3_{number}" / "a.json"
+        path.parent.mkdir()
+        path.write_text(content if isinstance(content, str) else json.dumps(content))
+        assert main(["emerge", str(path), "--out", str(tmp_path / "out")]) == 2, sentence_
+        error = capsys.readouterr().err
+        assert (sentence_ in error, error.count("\n")) == (True, 1), (sentence_, error)
+        assert len(error) < 500
+    (tmp_path / "scores.json").write_text(json.dumps(good))
+    assert main(["emerge", str(tmp_path / "scores.json"), "--settings", "abc"]) == 2
+    assert "settings: expected runs" in capsys.readouterr().err
+    gap = [{"step": 0, "value": 1, "shots": None, "metric": None, "run": None}]
+    (tmp_path / "gaps.json").write_text(json.dumps([*gap, *(row | {"shots": 0, "metric": "acc"} for row in good)]))
+    (curve,) = curves_of(tmp_path / "gaps.json", where={"shots": "0"})  # a column with a gap reads as 0.0
+    assert (curve.run, curve.metric, curve.tags) == ("gaps", "acc", {})
+    assert [(c.run, c.metric) for c in curves_of(tmp_path / "gaps.json")] == [("gaps", "value"), ("gaps", "acc")]
+
+
+def test_two_values_at_one_place_of_a_runs_curve_are_refused(run):
+    (first, *rest) = records.read(run / "measurements.jsonl")
+    double = replace(first, records=[*first.records, *first.records[:1]])
+    with pytest.raises(InputError, match=r"two values of .* at step 0: expected one"):
+        curves_in("run", [double, *rest])
+    with pytest.raises(InputError, match=r"two values of .* at tokens 0: expected one"):
+        curves_in("run", [replace(m, tokens=0) for m in (first, *rest)], axis="tokens")
 
 
 def test_the_runs_own_page_begins_with_when_it_emerges(tmp_path):

@@ -29,7 +29,9 @@ _TABLES: dict[str, Any] = {
     ".parquet": pd.read_parquet,
     ".jsonl": lambda path: pd.read_json(path, lines=True),
 }
-_STEP = re.compile(r"step[-_=]?(\d+)", re.IGNORECASE)
+_STEP = re.compile(r"step[-_=]?(\d{1,18})(?!\d)", re.IGNORECASE)
+_NUMBER = re.compile(r"-?\d+(\.\d+)?")
+_NO_NAME = re.compile(r"[\x00-\x1f\x7f]|.{201}")  # has no room in a figure, or no letter for it
 # What a column of a table of scores is called, the first that is there.
 _COLUMNS = {
     "run": ("run", "model"),
@@ -112,6 +114,8 @@ def curves_of(
             raise InputError(f"where: no curve of {place} has {_text(where or {})}")
         curves = with_tags
     else:
+        if settings:
+            raise InputError(f"settings: expected runs, which have some, got the table {place}")
         curves = _of_table(_table(place), place, axis, where or {})
     chosen = [curve for curve in curves if _is_asked(curve, metrics)]
     if not chosen:
@@ -227,7 +231,10 @@ def curves_in(
             if not everything and (row.secondary or row.unlisted):
                 continue
             tags = tuple(sorted((name, tag) for name, tag in record.tags.items() if not name.startswith("num_")))
-            points.setdefault((m.analysis, record.metric, record.layer, tags), {})[at] = record.value, _stderr(record)
+            curve = points.setdefault((m.analysis, record.metric, record.layer, tags), {})
+            if at in curve:
+                raise InputError(f"{run}: {m.analysis} has two values of {record.metric} at {axis} {at}: expected one")
+            curve[at] = record.value, _stderr(record)
     return [
         _curve(run, analysis, metric, layer, dict(tags), [(at, *each[at]) for at in sorted(each)])
         for (analysis, metric, layer, tags), each in points.items()
@@ -283,16 +290,16 @@ def _results(path: Path, *, of_folder: bool) -> list[dict[str, Any]]:
     """Rows of a file of results of lm-eval or of MTEB, or of a list of rows; of a folder's other files none."""
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
-    except (ValueError, OSError) as error:
+    except (ValueError, OSError, RecursionError) as error:
         raise InputError(f"{path} cannot be read as JSON: {error}") from error
     if isinstance(content, list) and all(isinstance(row, dict) for row in content) and not of_folder:
         return content
-    content: Any = content if isinstance(content, dict) else {}
+    content = _object(content)
     if isinstance(content.get("results"), dict):
-        config: Any = content.get("config") or {}
-        arguments: Any = config.get("model_args") or {}
-        if isinstance(arguments, str):
+        config = _object(content.get("config"))
+        if isinstance(arguments := config.get("model_args"), str):
             arguments = {name: value for name, _, value in (part.partition("=") for part in arguments.split(","))}
+        arguments = _object(arguments)
         name = str(arguments.get("pretrained") or content.get("model_name") or path.parent.name)
         revision = str(arguments.get("revision") or config.get("model_revision") or "")
         place = {"run": name, "step": _step_in(revision, name, path.name, path.parent.name, path=path)}
@@ -301,26 +308,35 @@ def _results(path: Path, *, of_folder: bool) -> list[dict[str, Any]]:
             for task, scores in content["results"].items()
             if isinstance(scores, dict)
             for metric, value in scores.items()
-            if isinstance(value, int | float) and "_stderr" not in metric
+            if _is_number(value) and "_stderr" not in metric
         ]
     if "task_name" in content and isinstance(content.get("scores"), dict):
-        place = {"run": path.parent.parent.name, "task": content["task_name"], "metric": "main_score"}
+        place = {"run": path.parent.parent.name, "task": str(content["task_name"]), "metric": "main_score"}
         place |= {"step": _step_in(path.parent.name, path.parent.parent.name, path=path)}
         return [
             {**place, "split": split, "subset": row.get("hf_subset", "default"), "value": row["main_score"]}
             for split, rows in content["scores"].items()
+            if isinstance(rows, list)
             for row in rows
-            if "main_score" in row
+            if isinstance(row, dict) and "main_score" in row
         ]
     if of_folder:
         return []
     raise InputError(f"{path}: expected results of lm-eval (results), of MTEB (task_name, scores) or a list of rows")
 
 
-def _stderr_beside(scores: Mapping[str, Any], name: str) -> float:
+def _object(content: Any) -> dict[str, Any]:
+    return content if isinstance(content, dict) else {}
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def _stderr_beside(scores: Mapping[str, Any], name: str) -> Any:
     metric, comma, filtered = name.partition(",")
     value = scores.get(f"{metric}_stderr{comma}{filtered}")
-    return float(value) if isinstance(value, int | float) else np.nan
+    return value if _is_number(value) else np.nan
 
 
 def _step_in(*texts: str, path: Path) -> int:
@@ -340,7 +356,7 @@ def _of_table(table: Any, place: Path, axis: AxisName, where: Mapping[str, str])
     for column, value in where.items():
         if column not in table:
             raise InputError(f"where: expected a column of {', '.join(map(str, table.columns))}, got {column}")
-        table = table[table[column].astype(str) == str(value)]
+        table = table[_equals(table[column], value)]
     if not len(table):
         raise InputError(f"where: no row of {place} has {_text(where)}")
     numbers = {axis, "stderr", names["value"], "step", "tokens"}
@@ -348,14 +364,23 @@ def _of_table(table: Any, place: Path, axis: AxisName, where: Mapping[str, str])
         table = table.assign(**{column: _numeric(table[column], f"{place}, {column}")})
     if table[axis].isna().any():
         raise InputError(f"{place}: expected a number in each row of column {axis}, some have none")
-    if "layer" in table and (uneven := table["layer"][table["layer"] % 1 > 0]).size:
-        raise InputError(f"{place}: expected whole numbers in column layer, got {uneven.iloc[0]:g}")
+    if "layer" in table:
+        layers = table["layer"].dropna()
+        if (odd := layers[~((layers % 1 == 0) & layers.between(0, 2**31))]).size:
+            raise InputError(f"{place}: expected whole numbers of 0 or more in column layer, got {odd.iloc[0]:g}")
     roles = [name for role, name in names.items() if name and role != "value"]
     others = [name for name in table.columns if name not in {*numbers, *roles, "layer"}]
-    table = table.assign(**{name: table[name].map(str) for name in others if table[name].dtype == object})
+    table = table.assign(
+        **{name: table[name].map(str, na_action="ignore") for name in (*roles, *others) if table[name].dtype == object}
+    )
     varying = lambda rows, name: rows[name].nunique(dropna=False) > 1  # noqa: E731
     by_run = [rows for _, rows in table.groupby(names["run"], dropna=False)] if names["run"] else [table]
     told = [name for name in others if any(varying(rows, name) for rows in by_run)]  # what is one a run tells nothing
+    for name in (*roles, *told):
+        if odd := next((text for text in map(str, table[name].unique()) if _NO_NAME.search(text)), ""):
+            raise InputError(
+                f"{place}: expected names of a line and at most 200 characters in column {name}, got {odd[:60]!r}"
+            )
     keys = [*roles, *(["layer"] if "layer" in table else []), *told]
     if len(table) > 1 and told and not table.duplicated(keys).any():
         raise InputError(
@@ -373,23 +398,31 @@ def _of_table(table: Any, place: Path, axis: AxisName, where: Mapping[str, str])
             )
         stderr = rows["stderr"] if "stderr" in rows else [np.nan] * len(rows)
         points = [*zip(rows[axis], rows[names["value"]], stderr, strict=True)]
+        of = {name: each for name, each in of.items() if each == each}  # without what a row leaves open
         run, analysis, metric = (str(of.get(names[role], "")) for role in ("run", "analysis", "metric"))
-        layer = of.get("layer")
         curves.append(
             _curve(
                 run or place.stem,
                 analysis,
                 metric or names["value"],
-                None if layer is None or layer != layer else int(layer),
-                {str(name): of[name] for name in told if of[name] == of[name]},
+                int(of["layer"]) if "layer" in of else None,
+                {str(name): of[name] for name in told if name in of},
                 points,
             )
         )
     return curves
 
 
+def _equals(column: Any, text: str) -> Any:
+    """Where a column says so: 0 is 0.0, too, as which a column with gaps reads."""
+    same = column.astype(str) == text
+    return same | (column == float(text)) if _NUMBER.fullmatch(text) and column.dtype.kind in "if" else same
+
+
 def _numeric(column: Any, name: str) -> Any:
+    if column.dtype == bool or (column.dtype == object and column.map(type).eq(bool).any()):
+        raise InputError(f"{name}: expected numbers, got true or false")
     try:
         return column.astype("float64")
-    except (ValueError, TypeError) as error:
+    except (ValueError, TypeError, OverflowError) as error:
         raise InputError(f"{name}: expected numbers: {error}") from error
