@@ -8,13 +8,12 @@ What is packed is one long table of values and standard errors in single precisi
 """
 
 import argparse
-import itertools
 import json
 import re
 import sys
 import tempfile
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -31,10 +30,15 @@ from lit_layers.clock import (
     agreement_table,
     block_tables,
     curves_in,
+    early_parts,
+    forecast_models,
+    layer_curves,
     measure_times,
     over_seeds,
     prediction_table,
 )
+from lit_layers.clock.layer_statistics import MONOTONICITY
+from lit_layers.clock.model_forecasts import error_rows
 from lit_layers.metrics import look_up
 from lit_layers.records import Measurement, Record
 from lit_layers.report.emergence_page import time_text
@@ -49,34 +53,47 @@ OF_BLOCKS = {"step_norm", "state_norm"}
 FOLDER = re.compile(r"shuffle_(?P<what>tokens|labels)=(?P<shuffled>True|False),seed_everything=(?P<seed>\d+)")
 MODELS = {"tokens": "GPT-2", "labels": "ViT"}
 GROUPS = ("GPT-2", "GPT-2, shuffled tokens", "ViT", "ViT, shuffled labels")
+RISING_STEPS = (0, 8, 64, 192)
+BLOCK_STEPS = (0, 1, 4, 16, 32, 64, 128, 192, 384, 576, 960, 2048)
+BLOCK_LINES = (("skip_one", "coupling, k = 12"), ("skip_one", "influence"), ("repeat_one", "influence"))
+FORECAST = {"GPT-2": "lens/logit_lens_loss", "ViT": "lens/logit_lens_loss"}
+Table = Iterator[list[str]]
 
 
 @dataclass(frozen=True)
 class Asked:
-    """A number of the tables: what it is called there, and which record it is; the last layer where it has layers."""
+    """A number of the tables: what it is called there and which record it is; without `layer` of the last one."""
 
     title: str
     metric: str
-    tags: Mapping[str, Any]
+    tags: Mapping[str, Any] = field(default_factory=dict)
     layered: bool = False
-    analyses: tuple[str, ...] = ()
+    layer: int | None = None
 
 
 ASKED = (
-    Asked("line-shape score", "line_shape_score", {}),
-    Asked("expodistance", "expodistance", {}),
-    Asked("linearized rollout", "linearized_rollout", {}),
+    Asked("line-shape score", "line_shape_score"),
+    Asked("expodistance", "expodistance"),
+    Asked("linearized rollout", "linearized_rollout"),
     Asked("coupling, k = 4", "coupling", {"k": 4}),
     Asked("coupling, k = 12", "coupling", {"k": 12}),
     Asked("coupling, k = 32", "coupling", {"k": 32}),
     Asked("prompt entropy", "prompt_entropy", {"normalization": "raw", "drop_first": 0}),
     Asked("dataset entropy", "dataset_entropy", {"normalization": "raw"}),
-    Asked("token curvature", "token_curvature", {}),
-    Asked("loss of the readout, last layer", "logit_lens_loss", {}, layered=True),
-    Asked("loss of the readout, middle layer", "logit_lens_loss", {"layer": 6}, layered=True),
-    Asked("probe accuracy, last layer", "accuracy", {}, layered=True),
-    Asked("probe accuracy, middle layer", "accuracy", {"layer": 6}, layered=True),
+    Asked("token curvature", "token_curvature"),
+    Asked("loss of the readout, last layer", "logit_lens_loss", layered=True),
+    Asked("loss of the readout, middle layer", "logit_lens_loss", layered=True, layer=6),
+    Asked("probe accuracy, last layer", "accuracy", layered=True),
+    Asked("probe accuracy, middle layer", "accuracy", layered=True, layer=6),
 )
+RISING = (
+    Asked("probe accuracy", MONOTONICITY, {"of": "accuracy"}),
+    Asked("loss of the readout (improves)", MONOTONICITY, {"of": "logit_lens_loss"}),
+    Asked("prompt entropy", MONOTONICITY, {"of": "prompt_entropy", "normalization": "raw", "drop_first": 0}),
+    Asked("norm of the states", MONOTONICITY, {"of": "state_norm"}),
+    Asked("loss without the block (improves)", MONOTONICITY, {"of": "variant_loss", "variant": "skip_one"}),
+)
+SEEDS = "seeds"
 
 
 # ------------------------------------------------------------------------------------------------ packed and unpacked
@@ -125,7 +142,7 @@ def unpack(path: Path) -> dict[str, list[Measurement]]:
         found = []
         for row in part.drop(columns=["run", "step", "analysis"]).to_dict("records"):
             tags = {name: _plain(row[name]) for name in names if not pd.isna(row[name])}
-            ends = {name: None if pd.isna(row[name]) else _plain(row[name]) for name in COLUMNS}
+            ends: dict[str, Any] = {name: None if pd.isna(row[name]) else _plain(row[name]) for name in COLUMNS}
             found.append(Record(**ends, tags=tags))
         at: Any = {"run": run, "step": int(step), "tokens": _plain(part["tokens"].iloc[0]), "seconds": 0.0}
         runs.setdefault(run, []).append(Measurement(**at, analysis=analysis, records=found, provenance={}))
@@ -141,33 +158,33 @@ def _plain(value: Any) -> Any:
 
 @dataclass(frozen=True)
 class Study:
-    """The curves that are asked for, by group and seed, in the order of `ASKED`; the times over seeds; the blocks."""
+    """Of each group, a model on data or on shuffled data, the curves of each run and what predicts its blocks' harm."""
 
-    curves: Mapping[str, Mapping[str, list[StepCurve | None]]]
-    blocks: Mapping[str, list[BlockTable]]
+    curves: Mapping[str, Mapping[str, list[StepCurve]]]
+    blocks: Mapping[str, pd.DataFrame]
 
     @classmethod
     def of(cls, runs: Mapping[str, list[Measurement]]) -> "Study":
-        curves: dict[str, dict[str, list[StepCurve | None]]] = {}
-        blocks: dict[str, list[BlockTable]] = {}
+        curves: dict[str, dict[str, list[StepCurve]]] = {group: {} for group in GROUPS}
+        blocks: dict[str, list[BlockTable]] = {group: [] for group in GROUPS}
         for run, measurements in runs.items():
             group = run.rpartition(", seed")[0]
-            every = curves_in(run, measurements)
-            curves.setdefault(group, {})[run] = [_find(every, asked) for asked in ASKED]
+            curves[group][run] = curves_in(run, measurements)
             with tempfile.TemporaryDirectory() as folder:
                 for measurement in measurements:
                     records.append(Path(folder) / "measurements.jsonl", measurement)
                 (Path(folder) / "run.json").write_text(json.dumps({"run": run}))
-                blocks.setdefault(group, []).extend(block_tables(folder))
-        order = [group for group in GROUPS if group in curves]
-        return cls({group: curves[group] for group in order}, {group: blocks[group] for group in order})
+                blocks[group] += block_tables(folder)
+        predicted = {group: prediction_table(tables, pooled=SEEDS) for group, tables in blocks.items()}
+        return cls(curves, {group: table[table["run"] == SEEDS] for group, table in predicted.items()})
 
-    def seeds_of(self, group: str, place: int) -> list[StepCurve]:
-        return [curve for each in self.curves[group].values() if (curve := each[place]) is not None]
+    def seeds_of(self, group: str, asked: Asked) -> list[StepCurve]:
+        found = [_find(curves, asked) for curves in self.curves[group].values()]
+        return [curve for curve in found if curve is not None]
 
 
 def _find(curves: Sequence[StepCurve], asked: Asked) -> StepCurve | None:
-    tags = {name: str(tag) for name, tag in asked.tags.items() if name != "layer"}
+    tags = {name: str(tag) for name, tag in asked.tags.items()}
     found = [
         curve
         for curve in curves
@@ -175,114 +192,118 @@ def _find(curves: Sequence[StepCurve], asked: Asked) -> StepCurve | None:
         and tags.items() <= {name: str(tag) for name, tag in curve.tags.items()}.items()
         and curve.tags.get("statistic") is None
         and curve.tags.get("pooling") in (None, "cls")
-        and curve.tags.get("of") is None
+        and ("of" in curve.tags) == ("of" in tags)
         and (curve.layer is not None) == asked.layered
-        and (curve.layer == asked.tags["layer"] if "layer" in asked.tags else True)
+        and asked.layer in (None, curve.layer)
     ]
     return max(found, key=lambda curve: curve.layer or 0, default=None)
 
 
-def when(study: Study) -> Iterator[list[str]]:
+def when(study: Study) -> Table:
     """Half-way points over seeds."""
     yield ["half-way at step", *(f"{group} ({len(runs)} seeds)" for group, runs in study.curves.items())]
-    for place, asked in enumerate(ASKED):
-        cells = []
-        for group in study.curves:
-            times = _times(study.seeds_of(group, place))
-            cells.append("not measured" if times is None else time_text(times.halfway) or "does not emerge")
-        yield [asked.title, *cells]
+    for asked in ASKED:
+        merged = [over_seeds(study.seeds_of(group, asked), SEEDS) for group in study.curves]
+        times = [measure_times(curves).times[0] if curves else None for curves in merged]
+        yield [
+            asked.title,
+            *("not measured" if found is None else time_text(found.halfway) or "does not emerge" for found in times),
+        ]
 
 
-def _times(curves: list[StepCurve]) -> Any:
-    merged = over_seeds(curves, "seeds") if len(curves) > 1 else []
-    return measure_times(merged).times[0] if merged else None
-
-
-def last_values(study: Study) -> Iterator[list[str]]:
+def last_values(study: Study) -> Table:
     """Means over seeds at the last checkpoint, and what structure makes of them."""
     yield ["at the last checkpoint", "data", "shuffled", "difference"]
     for model in MODELS.values():
         data, shuffled = [group for group in study.curves if group.startswith(model)]
-        for place, asked in enumerate(ASKED):
-            lines = [Line.of(group, study.seeds_of(group, place)) for group in (data, shuffled)]
-            yield [f"{model}: {asked.title}", *map(_last, [*lines, difference(*lines)])]
+        for asked in ASKED:
+            lines = [Line.of(group, study.seeds_of(group, asked)) for group in (data, shuffled)]
+            lines.append(difference(*lines))
+            yield [f"{model}: {asked.title}", *(_interval(line, -1, ".3g") for line in lines)]
 
 
-def _last(line: Line) -> str:
-    return f"{line.values[-1]:.3g} [{line.low[-1]:.3g}, {line.high[-1]:.3g}]"
+def over_layers(study: Study) -> Table:
+    """Spearman's rho of a number and its layer, over seeds, from the untrained weights on."""
+    yield ["rho of value and layer", *(f"step {step}" for step in RISING_STEPS), "last step"]
+    for group, runs in study.curves.items():
+        rises = {run: [*curves, *(each.curve for each in layer_curves(curves))] for run, curves in runs.items()}
+        for asked in RISING:
+            seeds = [curve for curves in rises.values() if (curve := _find(curves, asked)) is not None]
+            line = Line.of(group, seeds)
+            at = [*line.at.tolist()]
+            places = [at.index(step) for step in RISING_STEPS]
+            line = replace(line, low=line.low.clip(-1, 1), high=line.high.clip(-1, 1))
+            yield [f"{group}: {asked.title}", *(_interval(line, place, ".2f") for place in (*places, -1))]
 
 
-def agreement(study: Study) -> Iterator[list[str]]:
+def _interval(line: Line, place: int, form: str) -> str:
+    return f"{line.values[place]:{form}} [{line.low[place]:{form}}, {line.high[place]:{form}}]"
+
+
+def agreement(study: Study) -> Table:
     """Spearman's correlation of half-way points between runs."""
     yield ["runs", "pairs", "median Spearman", "lowest", "highest", "curves in common"]
-    clocks = {group: _clock(itertools.chain.from_iterable(runs.values())) for group, runs in study.curves.items()}
-    kinds = [(group, clock, "") for group, clock in clocks.items()]
-    for name, clock, _ in kinds:
-        table = agreement_table(clock)
-        yield [f"{name}: seed against seed", *_spread(table)]
+    clocks = {}
+    for group, runs in study.curves.items():
+        found = [(run, _find(curves, asked)) for run, curves in runs.items() for asked in ASKED]
+        clocks[group] = measure_times([_renamed(run, curve) for run, curve in found if curve is not None])
+        yield [f"{group}: seed against seed", *_spread(agreement_table(clocks[group]))]
     for a, b in ((GROUPS[0], GROUPS[1]), (GROUPS[2], GROUPS[3]), (GROUPS[0], GROUPS[2])):
-        if a in clocks and b in clocks:
-            both = Clock(clocks[a].curves + clocks[b].curves, clocks[a].times + clocks[b].times)
-            table = agreement_table(both)
-            mixed = table[[x.startswith(f"{a}, seed") != y.startswith(f"{a}, seed") for x, y in _pairs(table)]]
-            yield [f"{a} against {b}", *_spread(mixed)]
+        both = Clock(clocks[a].curves + clocks[b].curves, clocks[a].times + clocks[b].times)
+        table = agreement_table(both)
+        pairs = zip(table["run_a"], table["run_b"], strict=True)
+        mixed = [x.startswith(f"{a}, seed") != y.startswith(f"{a}, seed") for x, y in pairs]
+        yield [f"{a} against {b}", *_spread(table[mixed])]
 
 
-def _pairs(table: Any) -> Iterable[tuple[str, str]]:
-    return zip(table["run_a"], table["run_b"], strict=True)
-
-
-def _clock(curves: Iterable[StepCurve | None]) -> Clock:
-    # one name for a number of text and of images
-    return measure_times([_renamed(curve) for curve in curves if curve is not None])
-
-
-def _renamed(curve: StepCurve) -> StepCurve:
+def _renamed(run: str, curve: StepCurve) -> StepCurve:
+    """With one name for a number of text and of images."""
     kept = {name: tag for name, tag in curve.tags.items() if name in ("k", "normalization", "drop_first")}
     parts = {"metric": curve.metric, "layer": curve.layer, "tags": kept, "at": curve.at, "values": curve.values}
-    return StepCurve(run=curve.run, analysis="", stderr=curve.stderr, **parts)
+    return StepCurve(run=run, analysis="", stderr=curve.stderr, **parts)
 
 
 def _spread(table: pd.DataFrame) -> list[str]:
-    if not len(table):
-        return ["0", "", "", "", ""]
     rho: Any = table["spearman"]
     few, many = table["n"].min(), table["n"].max()
     common = f"{few}" if few == many else f"{few} to {many}"
     return [str(len(table)), *(f"{number:.2f}" for number in (rho.median(), rho.min(), rho.max())), common]
 
 
-def spared(study: Study, given: str) -> Iterator[list[str]]:
+def spared(study: Study, given: str) -> Table:
     """What the harm of changing a block goes with, pooled over seeds: the mean over the trained checkpoints."""
     yield ["changing a block by", "predictor", *study.blocks]
-    tables = {group: prediction_table(blocks, pooled="seeds") for group, blocks in study.blocks.items()}
-    picked: dict[tuple[str, str], dict[str, str]] = {}
-    for group, table in tables.items():
-        rows: Any = table[(table["run"] == "seeds") & table["step"].isna() & (table["given"] == given)]
+    cells: dict[tuple[str, str], dict[str, str]] = {}
+    for group, table in study.blocks.items():
+        rows: Any = table[table["step"].isna() & (table["given"] == given)]
         for row in rows.to_dict("records"):
-            picked.setdefault((row["harm"], row["predictor"]), {})[group] = _rho(row)
-    for (harm, predictor), cells in picked.items():
-        yield [harm, predictor, *(cells.get(group, "not measured") for group in study.blocks)]
+            p = "p < 0.001" if row["p_value"] < 1e-3 else f"p {row['p_value']:.2g}"
+            interval = "" if np.isnan(row["low"]) else f" [{row['low']:.2f}, {row['high']:.2f}]"
+            cells.setdefault((row["harm"], row["predictor"]), {})[group] = f"{row['rho']:.2f}{interval}, {p}"
+    for (harm, predictor), found in cells.items():
+        yield [harm, predictor, *(found.get(group, "not measured") for group in study.blocks)]
 
 
-def _rho(row: Mapping[str, Any]) -> str:
-    p = "p < 0.001" if row["p_value"] < 1e-3 else f"p {row['p_value']:.2g}"
-    interval = "" if np.isnan(row["low"]) else f" [{row['low']:.2f}, {row['high']:.2f}]"
-    return f"{row['rho']:.2f}{interval}, {p}"
+def over_training(study: Study) -> Table:
+    """The correlation of a block's harm with what may predict it at some checkpoints, pooled over seeds."""
+    yield ["step", *map(str, BLOCK_STEPS)]
+    for group, table in study.blocks.items():
+        for harm, predictor in BLOCK_LINES:
+            chosen = (table["harm"] == harm) & (table["predictor"] == predictor) & (table["given"] == "")
+            line: Any = table[chosen & table["step"].notna()].set_index("step")
+            cells = [line.loc[step] if step in line.index else None for step in BLOCK_STEPS]
+            marked = ["" if c is None else f"{c['rho']:.2f}{'*' if c['p_value'] < 0.05 else ''}" for c in cells]
+            yield [f"{group}: {harm}, {predictor}", *marked]
 
 
-def over_training(study: Study) -> Iterator[list[str]]:
-    """The correlation of skipping's harm with coupling at some checkpoints, pooled over seeds."""
-    group = next(iter(study.blocks))
-    table = prediction_table(study.blocks[group], pooled="seeds")
-    rows: Any = table[(table["run"] == "seeds") & table["step"].notna() & (table["given"] == "")]
-    steps = sorted(rows["step"].unique())
-    chosen = [step for step in steps if step in (0, 1, 4, 16, 32, 64, 128, 384, 960, steps[-1])]
-    yield ["step", *map(str, chosen)]
-    for harm, predictor in (("skip_one", "coupling, k = 12"), ("skip_one", "influence"), ("repeat_one", "influence")):
-        line = rows[(rows["harm"] == harm) & (rows["predictor"] == predictor)].set_index("step")
-        cells = [f"{line.loc[step, 'rho']:.2f}" + ("*" if line.loc[step, "p_value"] < 0.05 else "") for step in chosen]
-        yield [f"{harm}, {predictor}", *cells]
+def forecasts(study: Study) -> Table:
+    """Errors of forecasts from the first tenth of training, seed by seed held out."""
+    yield ["of, forecast by", "mean error", "of the baseline's", "of the loss's", "80% intervals that hold", "width"]
+    for group, loss in FORECAST.items():
+        curves = [curve for run in study.curves[group].values() for curve in run]
+        found = forecast_models(early_parts(curves, 0.1, loss=loss), measure_times(curves))
+        for heading, rows in error_rows(found):
+            yield from ([f"{group}: {heading.split(',')[0]}, {name}", *cells] for name, *cells in rows)
 
 
 def tables_of(study: Study) -> dict[str, list[list[str]]]:
@@ -290,10 +311,12 @@ def tables_of(study: Study) -> dict[str, list[list[str]]]:
     return {
         "when": [*when(study)],
         "last values": [*last_values(study)],
+        "over layers": [*over_layers(study)],
         "agreement": [*agreement(study)],
         "blocks": [*spared(study, "")],
         "blocks given depth": [*spared(study, "depth")],
         "over training": [*over_training(study)],
+        "forecasts": [*forecasts(study)],
     }
 
 

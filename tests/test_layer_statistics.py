@@ -101,8 +101,18 @@ def test_over_seeds_it_is_their_mean_with_students_interval():
     rho = np.array([[stats.spearmanr(range(6), row).statistic for row in table] for table in tables])
     low, high = stats.t.interval(0.95, 3, rho.mean(0), stats.sem(rho))
     assert merged.curve.values == pytest.approx(rho.mean(0))
-    assert (merged.low, merged.high) == (pytest.approx(low), pytest.approx(high))
+    assert (merged.low, merged.high) == (pytest.approx(low.clip(-1)), pytest.approx(high.clip(max=1)))
     assert (merged.curve.run, merged.curve.over) == ("4 seeds", "seeds")
+
+
+def test_an_interval_over_seeds_ends_where_the_statistic_does():
+    runs = [curves([[1, 2, 3, 4]], run="a"), curves([[1, 2, 4, 3]], run="b")]
+    merged = by_statistic(over_the_seeds([each for run in runs for each in layer_curves(run)], "2 seeds"))
+    assert (merged["spearman"].low[0], merged["spearman"].high[0]) == (
+        pytest.approx(0.9 - 0.1 * stats.t.ppf(0.975, 1)),
+        1,
+    )
+    assert merged["largest_drop"].low[0] == 0
 
 
 def test_what_an_analysis_measured_itself_is_not_measured_again():

@@ -71,7 +71,10 @@ def layer_curves(curves: Sequence[StepCurve], *, seed: int = 0) -> list[LayerCur
 
 
 def over_the_seeds(curves: Sequence[LayerCurve], name: str) -> list[LayerCurve]:
-    """Returns the statistics over seeds: means, with Student's intervals, at the checkpoints that all have."""
+    """Returns the statistics over seeds: means, with Student's intervals, at the checkpoints that all have.
+
+    What of an interval lies outside the statistic's range, beyond a rank correlation of 1, is cut off.
+    """
     by_key = grouped(curves, lambda each: (each.metric, each.curve.key))
     merged = []
     for group in by_key.values():
@@ -80,7 +83,9 @@ def over_the_seeds(curves: Sequence[LayerCurve], name: str) -> list[LayerCurve]:
             n, first = len(curve.seeds), group[0]
             half = stats.t.ppf(_TAILS[1], n - 1) * curve.seeds.std(0, ddof=1) / math.sqrt(n)
             undefined = [each.num_undefined[np.isin(each.curve.at, curve.at)] for each in group]
-            ends = {"low": curve.values - half, "high": curve.values + half, "num_undefined": np.max(undefined, 0)}
+            bounds = look_up(curve.metric).low, look_up(curve.metric).high
+            low, high = ((curve.values + side * half).clip(*bounds) for side in (-1, 1))
+            ends = {"low": low, "high": high, "num_undefined": np.max(undefined, 0)}
             merged.append(
                 LayerCurve(metric=first.metric, tags=first.tags, curve=curve, num_layers=first.num_layers, **ends)
             )
