@@ -363,6 +363,15 @@ def test_the_runs_own_page_begins_with_when_it_emerges(tmp_path):
     assert 'id="emergence"' not in write_report(short, tmp_path / "short.html").read_text()
 
 
+def test_a_page_whose_times_fail_says_so_and_has_all_the_rest(run, tmp_path, monkeypatch):
+    whole = write_report(run, tmp_path / "page.html").read_text()
+    monkeypatch.setattr("lit_layers.report.emergence_page.times_of_run", lambda *_: 1 / 0)
+    text = write_report(run, tmp_path / "page.html").read_text()
+    assert "When metrics emerge could not be told: ZeroDivisionError: division by zero" in text
+    sections = [re.findall(r'<section id="(.*?)"', page) for page in (whole, text)]
+    assert sections[0] == sections[1]
+
+
 def test_the_runs_own_page_leaves_suspect_checkpoints_out_of_its_times(tmp_path):
     suspect = dict.fromkeys(STEPS[4:], "suspect: equal to the final step")
     root = write_run(tmp_path / "run", audit=suspect)

@@ -364,15 +364,14 @@ class WandbMirror:
         try:
             run = read_run(self.root)
             shown = [m for m in run.measurements if self._allow_suspect or not records.is_suspect(m)]
-            clock = None if run.compares_models else times_of_run(run.name, shown)
+            if run.compares_models or (clock := times_of_run(run.name, shown)) is None:
+                return {}
+            table = times_table(clock).drop(columns="run").astype(object)
+            rows = table.where(table.notna(), None).values.tolist()
+            return {TIMES: self._wandb.Table(columns=list(table), data=rows)}
         except Exception as error:  # no table is worth the run's end
             logger.warning("W&B: no table of emergence times: %s", _first_line(error))
             return {}
-        if clock is None:
-            return {}
-        table = times_table(clock).drop(columns="run").astype(object)
-        rows = table.where(table.notna(), None).values.tolist()
-        return {TIMES: self._wandb.Table(columns=list(table), data=rows)}
 
     # ------------------------------------------------------------------------------------------- words
 
