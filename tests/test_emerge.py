@@ -146,6 +146,27 @@ def test_over_seeds_the_mean_of_common_checkpoints_is_measured_with_their_spread
     assert width(found.halfway) > 1.5 * width(alone.halfway)
 
 
+def test_of_seeds_only_what_all_have_is_measured_together_and_the_rest_counted(tmp_path, capsys):
+    roots = [write_run(tmp_path / f"s{seed}", seed) for seed in range(3)]
+    lines = [m for m in records.read(roots[2] / "measurements.jsonl") if m.analysis != "representation"]
+    (roots[2] / "measurements.jsonl").unlink()
+    for line in lines:
+        records.append(roots[2] / "measurements.jsonl", line)
+    merged = over_seeds([curve for root in roots for curve in curves_of(root)], "3 seeds")
+    assert {len(curve.seeds) for curve in merged} == {3}
+    assert "prompt_entropy" not in {curve.metric for curve in merged}
+    out = tmp_path / "out"
+    arguments = ["--seeds", "--confidence", "0.9", "--metrics", "coupling,prompt_entropy", "--out", str(out)]
+    assert main(["emerge", *map(str, roots), *arguments]) == 0
+    assert "left out: 1 curves: over 3 seeds: not all of them have it" in capsys.readouterr().out
+    page = (out / "emergence.html").read_text()
+    assert "With 90% intervals" in page
+    assert "of 6 flat curves some 0.6 would" in page
+    called = write_run(tmp_path / "2 seeds", 5)
+    assert main(["emerge", str(roots[0]), str(called), "--seeds", "--out", str(out)]) == 2
+    assert "expected no run to be called 2 seeds" in capsys.readouterr().err
+
+
 def test_the_agreement_of_two_runs_is_spearmans_over_what_emerges_in_both():
     places = {"a": [2, 3, 4, 5, 6, 7, None], "b": [20, 41, 30, 500, 77, 66, 9]}
     curves, times = [], []
@@ -158,6 +179,7 @@ def test_the_agreement_of_two_runs_is_spearmans_over_what_emerges_in_both():
     (row,) = agreement_table(Clock(curves, times)).to_dict("records")
     assert (row["run_a"], row["run_b"], row["n"]) == ("a", "b", 6)
     assert row["spearman"] == pytest.approx(stats.spearmanr(places["a"][:6], places["b"][:6]).statistic)
+    assert agreement_table(Clock([*curves[:7]] + [replace(c, run="b") for c in curves[:7]], [times[0]] * 14)).empty
 
 
 def scores(**columns) -> pd.DataFrame:
@@ -279,6 +301,9 @@ def test_what_cannot_be_measured_is_refused_in_a_sentence(run, tmp_path, capsys)
         ("planted and again have the same numbers", [run, write_run(tmp_path / "again"), "--seeds"]),
         ("has the name of another, planted", [run, run]),
         ("confidence: expected", [run, "--confidence", "95"]),
+        ("confidence: expected at most 0.999", [run, "--confidence", "0.9999"]),
+        ("seed: expected at least 0, got -1", [run, "--seed", "-1"]),
+        ("loss: expected METRIC", [run, "--loss", ""]),
         ("is a file", [run, "--out", tmp_path / "other.json"]),
         ("settings: nothing was measured with 'abc'", [run, "--settings", "abc"]),
     ):

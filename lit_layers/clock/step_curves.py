@@ -129,14 +129,15 @@ def curves_of(
 
 
 def over_seeds(curves: Iterable[StepCurve], name: str) -> list[StepCurve]:
-    """Returns the curves that several runs have, over those of their checkpoints that all have, with each run's own.
+    """Returns the curves that all runs have, over those of their checkpoints that all have, with each run's own.
 
     Raises:
         InputError: two runs are the same, as `refuse_copies` says.
     """
     curves = list(curves)
     refuse_copies(curves)
-    return means_of_seeds(curves, name)
+    runs = len({curve.run for curve in curves})
+    return [curve for curve in means_of_seeds(curves, name) if curve.seeds is not None and len(curve.seeds) == runs]
 
 
 def means_of_seeds(curves: Iterable[StepCurve], name: str) -> list[StepCurve]:

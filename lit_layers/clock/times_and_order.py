@@ -25,11 +25,13 @@ FEWEST_COMMON = 5  # curves that two runs must share for their orders to be comp
 
 @dataclass(frozen=True)
 class Clock:
-    """Curves and their times, one for each; `left_out` says why curves have none, and how many."""
+    """Curves and their times, one for each, with the confidence of verdicts and intervals; `left_out` says why curves
+    have none, and how many."""
 
     curves: list[StepCurve]
     times: list[EmergenceTimes]
     left_out: dict[str, int] = field(default_factory=dict)
+    confidence: float = 0.95
 
     @property
     def runs(self) -> list[str]:
@@ -72,7 +74,7 @@ def measure_times(
     if not kept:
         reasons = "; ".join(left_out)
         raise InputError(f"no curve has emergence times: {reasons or f'none has {FEWEST_CHECKPOINTS} checkpoints'}")
-    return Clock(kept, times, left_out)
+    return Clock(kept, times, left_out, confidence)
 
 
 def times_of_run(run: str, measurements: Iterable[Measurement]) -> Clock | None:
@@ -149,7 +151,10 @@ def _name(curve: StepCurve) -> Iterable[tuple[str, Any]]:
 
 
 def agreement_table(clock: Clock) -> pd.DataFrame:
-    """Returns Spearman's correlation of the half-way points of each two runs, over what emerges in both."""
+    """Returns Spearman's correlation of the half-way points of each two runs, over what emerges in both.
+
+    Of runs in which all of that is half-way at the same step there is none.
+    """
     halfway = {
         run: {curve.key: found.halfway.value for curve, found in of_the_model(clock, run) if found.halfway is not None}
         for run in clock.runs
@@ -157,7 +162,8 @@ def agreement_table(clock: Clock) -> pd.DataFrame:
     rows = []
     for a, b in itertools.combinations(clock.runs, 2):
         common = [key for key in halfway[a] if key in halfway[b]]
-        if len(common) >= FEWEST_COMMON:
-            rho: Any = stats.spearmanr([halfway[a][key] for key in common], [halfway[b][key] for key in common])
+        places = [[halfway[run][key] for key in common] for run in (a, b)]
+        if len(common) >= FEWEST_COMMON and all(len({*each}) > 1 for each in places):
+            rho: Any = stats.spearmanr(*places)
             rows.append({"run_a": a, "run_b": b, "spearman": float(rho.statistic), "n": len(common)})
     return pd.DataFrame(rows, columns=["run_a", "run_b", "spearman", "n"])

@@ -144,7 +144,7 @@ def _p_text(p_value: float) -> str:
 
 
 def timeline(clock: Clock, *, axis: AxisName = "step") -> Chart:
-    """Returns a row a metric, sorted by its half-way point, with 95% intervals; a colour a run, hollow marks at peaks.
+    """Returns a row a metric, sorted by its half-way point, with intervals; a colour a run, hollow marks at peaks.
 
     Of more than `MOST_ROWS` rows the surest are shown.
     """
@@ -367,6 +367,7 @@ def _page(
         forecast=_forecast(forecasts, figures),
         agreement=_agreement(agreement),
         times=_times(clock),
+        confidence=f"{100 * clock.confidence:g}%",
     )
 
 
@@ -424,10 +425,10 @@ def _notes(clock: Clock) -> list[str]:
         notes.append(
             f"{guessed} of {len(clock.curves)} curves come without errors, which are guessed from the curve itself."
         )
-    tested = len(clock.curves)
+    tested, false = len(clock.curves), (1 - clock.confidence) * len(clock.curves)
     return [
         *notes,
-        f"Each verdict is a test of its own: of {tested} flat curves some {0.05 * tested:.0f} would be said to emerge.",
+        f"Each verdict is a test of its own: of {tested} flat curves some {false:.2g} would be said to emerge.",
     ]
 
 

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Literal
 from lit_layers.cli.console import bar, show_table
 from lit_layers.cli.options import Names
 from lit_layers.errors import InputError
-from lit_layers.schema import Range, refuse_outside
+from lit_layers.schema import SEED, Range, refuse_outside
 
 if TYPE_CHECKING:
     from lit_layers.clock import Clock
@@ -46,14 +46,16 @@ def emerge(
         seed: of the draws
         out: folder of the page, the tables and the pictures (default: emergence)
     """
-    refuse_outside("", {"confidence": Range(0.5, 0.9999)}, {"confidence": confidence})
+    # No curve without errors has a p-value below 0.001.
+    ranges = {"confidence": Range(0.5, 0.999), "seed": SEED}
+    refuse_outside("", ranges, {"confidence": confidence, "seed": seed})
     if not runs:
         raise InputError("missing: runs: expected a run's folder or a table of scores, or several")
     folder = out or Path("emergence")
     if folder.exists() and not folder.is_dir():
         raise InputError(f"out: expected a folder, {folder} is a file")
-    if loss and forecast is None:
-        raise InputError(f"loss: expected --forecast SHARE with it, got {loss} alone")
+    if loss is not None and (forecast is None or not loss):
+        raise InputError(f"loss: expected METRIC, and --forecast SHARE with it, got {loss or 'nothing'} alone")
     chosen = dict(_pair(text) for text in where or ())
     from lit_layers.clock import (
         block_tables,
@@ -87,10 +89,16 @@ def emerge(
     if seeds:
         if len(names) < 2:
             raise InputError(f"seeds: expected the runs of 2 seeds or more, got {len(names)}")
-        curves = over_seeds(curves, together) + curves
+        if together in names:
+            raise InputError(f"seeds: expected no run to be called {together}, as the mean over them is")
+        merged = over_seeds(curves, together)
+        lacking = len({curve.key for curve in curves}) - len(merged)
+        curves = merged + curves
         layers = over_the_seeds(layers, together) + layers
     with bar("", hidden=not sys.stderr.isatty()) as show:
         clock = measure_times(curves, confidence=confidence, seed=seed, show=show)
+    if seeds and lacking:
+        clock.left_out[f"over {together}: not all of them have it at common steps"] = lacking
     forecasts = None if early is None else forecast_models(early, clock, confidence=confidence, seed=seed)
     paths = write_emergence(clock, folder, axis=axis, layers=layers, blocks=blocks, seeds=together, forecasts=forecasts)
     _show(clock, axis)
