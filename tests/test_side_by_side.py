@@ -11,7 +11,15 @@ from lit_layers import records
 from lit_layers.cli.main import main
 from lit_layers.clock.step_curves import StepCurve
 from lit_layers.records import Measurement, Record
-from lit_layers.report.side_by_side import Line, difference, last_values, over_layers, over_training, read_side_by_side
+from lit_layers.report.side_by_side import (
+    Line,
+    _blocks,
+    difference,
+    last_values,
+    over_layers,
+    over_training,
+    read_side_by_side,
+)
 
 STEPS, LAYERS = (0, 1, 10, 100), (1, 2, 3)
 RNG = np.random.default_rng(3)
@@ -122,6 +130,40 @@ def test_what_not_all_seeds_have_is_left_out_and_named(seeds, tmp_path):
     assert note.startswith("Left out, as not all seeds of a group have it: curves Probe accuracy, layer 1")
 
 
+def test_runs_of_other_layers_and_steps_stand_at_their_own(tmp_path, monkeypatch):
+    few, deep = write_run(tmp_path / "few", [1.0, 2, 3, 4]), tmp_path / "deep"
+    for line in [json.loads(line) for line in (few / "measurements.jsonl").read_text().splitlines()]:
+        layers = [1, 3, 5, 6] if line["analysis"] == "probe" else []
+        parts = [Record(metric="accuracy", value=10.0 * layer, layer=layer) for layer in layers]
+        whole = Measurement(**(line | {"run": "deep", "records": parts}))
+        records.append(deep / "measurements.jsonl", whole)
+    content = read_side_by_side([few, deep])
+    chart = over_layers({key[2]: lines for key, lines in content.lines.items() if key[2]}, list(content.groups))
+    at_last = {
+        (x, y)
+        for x, y, frame in zip(chart.series[1].x, chart.series[1].y, chart.series[1].frame, strict=True)
+        if not frame
+    }
+    assert at_last == {(1, 10), (3, 30), (5, 50), (6, 60)}
+    (row,) = last_values(content).to_dict("records")
+    assert (row["layer"], row["few"], row["deep"]) == (3, 12, 30)  # the last that both have
+    (block,) = _blocks(content, "step")["probe"]
+    assert [choice["text"] for choice in block["choices"]] == [""]
+    captions = [figure["caption"] for figure in block["choices"][0]["figures"]]
+    assert captions == ["Over training, a layer of all", "Over layers", "Difference, few less deep"]
+    apart = read_side_by_side([few, write_run(tmp_path / "apart", [1.0, 2], steps=(5, 50))])
+    figures = _blocks(apart, "step")["probe"][0]["choices"][0]["figures"]
+    assert [figure["caption"] for figure in figures] == ["Over training, the last layer"]  # nothing in common
+    assert not any(figure["problem"] for figure in figures)
+
+
+def test_welchs_degrees_of_freedom_are_the_same_in_any_unit():
+    rows = RNG.normal(size=(2, 4, 5))
+    found = [difference(*(Line.of("a", [curve(u * row, range(5)) for row in r]) for r in rows)) for u in (1, 1e-100)]
+    assert found[1].df == pytest.approx(found[0].df)
+    assert found[1].high * 1e100 == pytest.approx(found[0].high)
+
+
 def test_the_command_writes_the_page_the_table_and_the_pictures(seeds, tmp_path, monkeypatch, capsys):
     roots, _ = seeds
     monkeypatch.chdir(tmp_path)
@@ -162,6 +204,10 @@ def test_wrong_input_is_one_sentence(seeds, tmp_path, capsys):
         ([one, "--group", "data.seed"], "group: expected two runs or more, got 1"),
         ([one, other, "--seeds", "--group", "data.seed"], "seeds: expected either seeds or group, got both"),
         ([one, other, "--group", "data.seed"], f"group: the recipe of {one} has no data.seed: expected a field"),
+        *(
+            ([one, other, "--group", field], f"group: the recipe of {one} has no {field}: expected a field")
+            for field in ("", "data.shuffle_tokens.0", "..")
+        ),
         ([one, one], f"runs: {one} has the name of another, real0: expected runs of different names"),
         ([one, other, "--provenance"], "provenance: expected one run, got 2"),
         ([one, other, "--wandb"], "wandb: expected one run, got 2"),

@@ -1,6 +1,6 @@
 """Runs side by side: bands over seeds, a colour a run or group of seeds, and the difference of two."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -55,16 +55,15 @@ class Line:
         """Of the curves of one number, one a run; steps that one of them lacks are left out."""
         common = sorted(set.intersection(*(set(curve.at[np.isfinite(curve.values)].tolist()) for curve in curves)))
         rows = np.stack([curve.values[np.isin(curve.at, common)] for curve in curves])
-        first, n = curves[0], len(curves)
-        if n > 1:
-            error, df = rows.std(0, ddof=1) / np.sqrt(n), float(n - 1)
-        else:
-            nothing = np.full(len(common), np.nan)
-            error = nothing if first.stderr is None else first.stderr[np.isin(first.at, common)]
-            df = np.inf
-        half = _quantile(df) * error
-        mean = rows.mean(0)
-        ends = {"low": mean - half, "high": mean + half, "error": error, "df": df}
+        first, n, df = curves[0], len(curves), np.inf
+        error = np.full(len(common), np.nan)
+        with np.errstate(over="ignore", invalid="ignore"):  # what is near the largest float has no interval
+            if n > 1:
+                error, df = rows.std(0, ddof=1) / np.sqrt(n), float(n - 1)
+            elif first.stderr is not None:
+                error = first.stderr[np.isin(first.at, common)]
+            half, mean = _quantile(df) * error, rows.mean(0)
+            ends = {"low": mean - half, "high": mean + half, "error": error, "df": df}
         return cls(group=group, curve=first, at=np.array(common), values=mean, num_runs=n, **ends)
 
     @property
@@ -90,11 +89,13 @@ def difference(one: Line, other: Line) -> Line:
     if (a.num_runs > 1) != (b.num_runs > 1):
         error = np.full(len(common), np.nan)
     elif a.num_runs > 1:
+        # Of their shares: a fourth power of a small error is none.
         with np.errstate(invalid="ignore", divide="ignore"):
-            df = error**4 / (error_a**4 / a.df + error_b**4 / b.df)
+            df = 1 / ((error_a / error) ** 4 / a.df + (error_b / error) ** 4 / b.df)
         df = np.where(np.isfinite(df), df, a.df + b.df)  # no spread at all
-    values = a.values[of_a] - b.values[of_b]
-    half = np.array([_quantile(float(each)) for each in df]) * error
+    with np.errstate(over="ignore", invalid="ignore"):
+        values = a.values[of_a] - b.values[of_b]
+        half = np.array([_quantile(float(each)) for each in df]) * error
     ends = {"low": values - half, "high": values + half, "error": error, "df": float(df.min(initial=np.inf))}
     name = f"{a.group} \N{MINUS SIGN} {b.group}"
     return Line(group=name, curve=a.curve, at=common, values=values, num_runs=min(a.num_runs, b.num_runs), **ends)
@@ -135,7 +136,7 @@ def read_side_by_side(
     """
     if len(roots) < 2:
         raise InputError(f"runs: expected two or more to stand side by side, got {len(roots)}")
-    if seeds and group:
+    if seeds and group is not None:
         raise InputError("seeds: expected either seeds or group, got both")
     by_run: dict[str, list[StepCurve]] = {}
     groups: dict[str, list[str]] = {}
@@ -145,7 +146,7 @@ def read_side_by_side(
         if name in by_run:
             raise InputError(f"runs: {root} has the name of another, {name}: expected runs of different names")
         by_run[name] = curves
-        groups.setdefault("seeds" if seeds else _value_of(root, group) if group else name, []).append(name)
+        groups.setdefault("seeds" if seeds else _value_of(root, group) if group is not None else name, []).append(name)
     if seeds:
         groups = {f"{len(by_run)} seeds": list(by_run)}
     lines: dict[Key, dict[str, Line]] = {}
@@ -170,7 +171,8 @@ def _value_of(root: str | Path, name: str) -> str:
     """What a run's recipe says of a field, whose path leaves out `init_args`."""
     content: Any = run_facts(Path(root)).get("config") or {}
     for part in name.split("."):
-        content = content.get("init_args", content) if part not in content else content
+        if isinstance(content, dict) and part not in content:
+            content = content.get("init_args")
         if not isinstance(content, dict) or part not in content:
             raise InputError(f"group: the recipe of {root} has no {name}: expected a field such as data.seed")
         content = content[part]
@@ -221,17 +223,21 @@ def _chart(title: str, metric: str, series: list[Series], axis: AxisName, *, sig
     return Chart(title=title, x=Axis(), y=values, series=series, training=training, axis=axis)
 
 
+def _common_steps(lines: Iterable[Line]) -> list[float]:
+    return sorted(set.intersection(*(set(line.at.tolist()) for line in lines)))
+
+
 def over_layers(by_layer: Mapping[int, Mapping[str, Line]], groups: Sequence[str]) -> Chart:
     """Returns one number over the layers, a colour a group, with bands and a slider over the steps that all have."""
-    steps = sorted(set.intersection(*(set(line.at.tolist()) for lines in by_layer.values() for line in lines.values())))
+    steps = _common_steps(line for lines in by_layer.values() for line in lines.values())
     frames, layers = spread(steps, _FRAMES), sorted(by_layer)
     series = []
     for number, name in enumerate(groups):
-        mine = [by_layer[layer][name] for layer in layers if name in by_layer[layer]]
+        mine = [(layer, by_layer[layer][name]) for layer in layers if name in by_layer[layer]]
         rows = [
             (frame, layer, line, int(np.searchsorted(line.at, step)))
             for frame, step in enumerate(frames)
-            for layer, line in zip(layers, mine, strict=False)
+            for layer, line in mine
         ]
         if not rows:
             continue
@@ -297,19 +303,21 @@ def _blocks(content: SideBySide, axis: AxisName) -> dict[str, list[dict[str, Any
         choices = []
         for tags, of_tags in grouped(items, lambda item: item[0][3]).items():
             by_layer = {key[2]: lines for key, lines in of_tags}
-            lines = (
-                by_layer[None] if None in by_layer else by_layer[max(layer for layer in by_layer if layer is not None)]
-            )
             layered = {layer: each for layer, each in by_layer.items() if layer is not None}
+            of_all = [layer for layer, each in layered.items() if len(each) == len(groups)]  # not all are as deep
+            lines = by_layer[None] if None in by_layer else layered[max(of_all or layered)]
+            last = (
+                "the last layer" if max(of_all or layered, default=0) == max(layered, default=0) else "a layer of all"
+            )
             parts: list[tuple[str, Callable[[], Any]]] = [
                 (
-                    "Over training" if None in by_layer else "Over training, the last layer",
+                    "Over training" if None in by_layer else f"Over training, {last}",
                     lambda lines=lines: over_training(lines, groups, axis=axis),
                 )
             ]
-            if len(layered) > 1:
+            if len(layered) > 1 and _common_steps(line for each in layered.values() for line in each.values()):
                 parts.append(("Over layers", lambda layered=layered: over_layers(layered, groups)))
-            if len(groups) == 2 and len(lines) == 2:
+            if len(groups) == 2 and len(lines) == 2 and _common_steps(lines.values()):
                 parts.append(
                     (
                         f"Difference, {groups[0]} less {groups[1]}",
@@ -356,17 +364,20 @@ def _results(content: SideBySide) -> dict[str, Any]:
 def last_values(content: SideBySide) -> pd.DataFrame:
     """Returns a row a number: analysis, metric, layer, tags, step, and each group's value and interval there.
 
-    Of numbers of layers the last layer's; of two groups also the difference. The step is the last that all groups have.
+    Of numbers of layers the last layer's that all groups have; of two groups also the difference. The step is the last
+    that all groups have.
     """
     groups, rows = list(content.groups), []
     last: dict[tuple[str, str, str], int | None] = {}
-    for analysis, metric, layer, tags in content.lines:
+    for (analysis, metric, layer, tags), lines in content.lines.items():
+        if len(lines) < len(groups):
+            continue
         key = (analysis, metric, tags)
         last[key] = None if layer is None or last.get(key, -1) is None else max(layer, last.get(key, -1) or 0)
     for key, lines in content.lines.items():
         analysis, metric, layer, tags = key
-        common = set.intersection(*(set(line.at.tolist()) for line in lines.values()))
-        if layer != last[analysis, metric, tags] or len(lines) < len(groups) or not common:
+        common = _common_steps(lines.values())
+        if len(lines) < len(groups) or layer != last[analysis, metric, tags] or not common:
             continue
         step = max(common)
         row = {"analysis": analysis, "metric": metric, "layer": layer, "tags": tags, "step": int(step)}
