@@ -1,5 +1,7 @@
 """`emerge --forecast` against curves whose end was planted, and on the published curves of the Pythia models."""
 
+from dataclasses import replace
+
 import numpy as np
 import pandas as pd
 import pytest
@@ -54,6 +56,36 @@ def test_the_end_of_straight_curves_is_forecast_exactly_and_persistence_is_off_b
     assert "It beats persistence (0.00 [0.00, 0.00] of its error)." in sentences(found)[0]
     assert "no half-way point is forecast" in sentences(found)[1]
     assert "nothing is said against the loss alone" in sentences(found)[2]
+
+
+def test_what_has_no_number_is_left_out_and_counted():
+    curves = lines(9)
+    curves[1].values[3] = np.inf
+    curves[2] = replace(curves[2], at=STEPS - 1)
+    curves[3] = replace(curves[3], stderr=-np.ones(len(STEPS)))  # forecast, though no time says when it emerges
+    early = early_parts(curves, 0.1)
+    assert early.left_out == {"a step is below 0 or a value beyond 1e+300": 2}
+    found = forecast_models(early, measure_times([each for each in curves if each is not curves[2]]))
+    assert sum(found.counts.values()) == 6
+    assert set(found.table["run"]) == {each.run for each in curves} - {"m1", "m2"}
+    steps = np.arange(101)
+    (part,) = early_parts([curve(f"m{n}", n + steps, steps=steps) for n in range(5)], 0.57).parts
+    assert (part.until, part.early.tolist()) == (57, [57, 58, 59, 60, 61])  # 0.57 x 100 is a rounding less
+    some = [curve(f"m{n}", AXIS + n, task="lm", metric="loss") for n in range(6)]
+    (*_, said, _) = sentences(forecast_models(early_parts(lines(9) + some, 0.1, loss="lm/loss"), NO_TIMES))
+    assert said.startswith("Not all models of any curve have the early lm/loss, so that nothing")
+
+
+@pytest.mark.parametrize("unit", [2.0**-1000, 2.0**990])
+def test_forecasts_are_the_same_in_any_unit(unit):
+    curves = lines()
+    found, other = (
+        forecast_models(early_parts([replace(c, values=u * c.values) for c in curves], 0.1), NO_TIMES)
+        for u in (1, unit)
+    )
+    for name in ("curve", "curve_low", "curve_high", "persistence", "others", "unit"):
+        assert (other.table[name] / unit).tolist() == found.table[name].tolist(), name
+    assert other.errors.drop(columns="metric").equals(found.errors.drop(columns="metric"))
 
 
 def test_where_nothing_changes_early_or_late_the_page_says_that_persistence_is_not_beaten():

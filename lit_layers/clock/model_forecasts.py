@@ -25,6 +25,7 @@ from lit_layers.metrics import look_up
 Array = NDArray[np.float64]
 LEVEL = 0.8
 FEWEST_MODELS = fewest_groups(LEVEL)
+MOST = 1e300  # of a value: the line through larger ones has no number
 FITTED = {"curve": "early curve", "loss": "loss alone", "both": "both"}
 METHODS = {**FITTED, "others": "others' median", "persistence": "persistence"}
 TARGETS = {"final": "final value", "halfway": "half-way point"}
@@ -57,6 +58,7 @@ class EarlyParts:
     share: float
     parts: list[EarlyPart]
     left_out: dict[str, int]
+    loss: str = ""
 
 
 @dataclass(frozen=True)
@@ -88,18 +90,21 @@ def early_parts(curves: Sequence[StepCurve], share: float, *, loss: str = "") ->
     if not 0 < share < 1:
         raise InputError(f"forecast: expected a share of training above 0 and below 1, got {share:g}")
     curves = [curve for curve in curves if curve.seeds is None]
+    bounded = [bool(curve.at.min(initial=0) >= 0 and not (np.abs(curve.values) > MOST).any()) for curve in curves]
+    odd, curves = bounded.count(False), [curve for curve, is_bounded in zip(curves, bounded, strict=True) if is_bounded]
     if (runs := len({curve.run for curve in curves})) < FEWEST_MODELS:
         raise InputError(f"forecast: expected {FEWEST_MODELS} models or more, of which one is held out, got {runs}")
-    left_out, losses = Counter[str](), _losses(curves, share, loss) if loss else {}
+    left_out = Counter({f"a step is below 0 or a value beyond {MOST:g}": odd})
+    losses = _losses(curves, share, loss) if loss else {}
     groups: dict[Any, list[StepCurve]] = {}
     for curve in curves:
         if not (loss and _is(curve, loss)):
             groups.setdefault(curve.key, []).append(curve)
     parts = [part for group in groups.values() if (part := _part(group, share, losses, left_out)) is not None]
     if not parts:
-        reason, _ = left_out.most_common(1)[0] if left_out else ("there is none but the loss", 0)
+        reason, _ = (+left_out or Counter({"there is none but the loss": 1})).most_common(1)[0]
         raise InputError(f"forecast: no curve can be forecast: {reason}")
-    return EarlyParts(share, parts, dict(+left_out))
+    return EarlyParts(share, parts, dict(+left_out), loss)
 
 
 def _is(curve: StepCurve, name: str) -> bool:
@@ -136,7 +141,8 @@ def _part(
         left_out[f"fewer than {FEWEST_MODELS} models have it"] += len(kept)
         return None
     at = np.array(sorted(set.intersection(*({*curve.at[np.isfinite(curve.values)]} for curve in kept))))
-    x = np.log2(1 + at[at <= share * last])
+    until = float(f"{share * last:.12g}")  # 57% of 100 are 57 and not a rounding less
+    x = np.log2(1 + at[at <= until])
     if len(x) < FEWEST_CHECKPOINTS:
         reason = f"expected {FEWEST_CHECKPOINTS} checkpoints that all models have in the first {100 * share:.3g}%"
         left_out[f"{reason} of training, got {len(x)}"] += len(kept)
@@ -153,7 +159,7 @@ def _part(
         losses=np.stack([losses[curve.run] for curve in kept]) if known else None,
         early=values[:, len(x) - 1],
         final=values[:, -1],
-        until=share * last,
+        until=until,
     )
 
 
@@ -173,10 +179,16 @@ def forecast_models(early: EarlyParts, clock: Clock, *, confidence: float = 0.95
     rows, counts = [], Counter[str]()
     for part in early.parts:
         found = [times.get((curve.run, curve.key)) for curve in part.curves]
+        known = np.array([each is not None for each in found])
         emerges = np.array([each is not None and each.emerges for each in found])
-        soon = np.array([_emerges_early(curve, part.until, confidence, seed) for curve in part.curves])
+        soon = np.array(
+            [
+                each is not None and _emerges_early(curve, part.until, confidence, seed)
+                for each, curve in zip(found, part.curves, strict=True)
+            ]
+        )
         counts["emerge early"] += int(soon.sum())
-        counts["emerge never"] += int((~soon & ~emerges).sum())
+        counts["emerge never"] += int((known & ~soon & ~emerges).sum())
         counts["emerge later"] += int((later := ~soon & emerges).sum())
         halfway = np.array([each.halfway.value if each is not None and each.halfway else np.nan for each in found])
         for target, truth, of in (("final", part.final, np.ones_like(later)), ("halfway", halfway, later)):
@@ -203,6 +215,7 @@ def _forecasts(
     runs = [part.curves[model].run for model in of]
     groups = [model_group(run) for run in runs]
     y = np.log2(1 + truth[of]) if target == "halfway" else truth[of]
+    size = np.abs(y).max()  # above 0, as the truths differ
     inputs = {"curve": part.features[of]}
     if part.losses is not None:
         inputs |= {"loss": part.losses[of], "both": np.concatenate([part.features[of], part.losses[of]], 1)}
@@ -222,7 +235,7 @@ def _forecasts(
                 told["persistence"] = part.early[model]
             head = {"run": run, "group": groups[number], "held_out": held_out, "of": target}
             key = dict(zip(("analysis", "metric", "layer", "tags"), part.curves[model].key, strict=True))
-            unit = float(y.std()) if target == "final" else 1.0
+            unit = float(size * (y / size).std()) if target == "final" else 1.0
             rest = {"emerges": bool(emerges[model]), "until": part.until, "num_training": len(others), "unit": unit}
             rows.append({**head, **key, **told, **rest})
     return rows
@@ -306,7 +319,9 @@ def sentences(forecasts: ModelForecasts) -> list[str]:
         text += f" Of its {LEVEL:.0%} intervals {row['coverage']:.0%} hold."
         lines.append(text)
     if not np.isfinite(forecasts.errors["to_loss"].to_numpy(dtype=np.float64)).any():
-        lines.append("No loss was named (--loss), so that nothing is said against the loss alone.")
+        loss = forecasts.early.loss
+        why = f"Not all models of any curve have the early {loss}" if loss else "No loss was named (--loss)"
+        lines.append(f"{why}, so that nothing is said against the loss alone.")
     counts = dict(forecasts.counts)
     soon, later, never = (counts.pop(f"emerge {when}") for when in ("early", "later", "never"))
     return [

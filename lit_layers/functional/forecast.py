@@ -68,6 +68,9 @@ def forecast_held_out(
     of, count = np.array([numbers[name] for name in names]), len(numbers)
     if count < fewest:
         raise ValueError(f"expected at least {fewest} groups of models for {confidence:g} intervals, got {count}")
+    # By powers of two, which change no forecast, no square overflows or vanishes.
+    x = np.ldexp(x, -np.frexp(np.abs(x).max(0))[1])
+    y = np.ldexp(y, -(unit := int(np.frexp(np.abs(y).max())[1])))
     left, right = np.triu_indices(count)
     table = np.empty((count, count, len(y)))  # what the regression without two groups says of all models
     table[left, right] = table[right, left] = _ridge((of != left[:, None]) & (of != right[:, None]), x, y)
@@ -78,8 +81,7 @@ def forecast_held_out(
         weights, level = 1 / np.bincount(of)[of[others]] / (count - 1), confidence * count / (count - 1)
         center = table[mine, of[others], i]
         ends.append((-_quantile(residuals - center, weights, level), _quantile(center + residuals, weights, level)))
-    low, high = np.array(ends).T
-    return HeldOutForecasts(table[of, of, np.arange(len(y))], low, high)
+    return HeldOutForecasts(*np.ldexp([table[of, of, np.arange(len(y))], *np.array(ends).T], unit))
 
 
 def fewest_groups(confidence: float) -> int:

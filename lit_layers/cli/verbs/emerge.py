@@ -54,8 +54,10 @@ def emerge(
     folder = out or Path("emergence")
     if folder.exists() and not folder.is_dir():
         raise InputError(f"out: expected a folder, {folder} is a file")
-    if loss is not None and (forecast is None or not loss):
-        raise InputError(f"loss: expected METRIC, and --forecast SHARE with it, got {loss or 'nothing'} alone")
+    if loss == "":
+        raise InputError("loss: expected METRIC or ANALYSIS/METRIC, got nothing")
+    if loss and forecast is None:
+        raise InputError(f"loss: expected --forecast SHARE with it, got {loss} alone")
     chosen = dict(_pair(text) for text in where or ())
     from lit_layers.clock import (
         block_tables,
