@@ -1,6 +1,7 @@
 """Which blocks can be spared: planted harms and couplings through files, and the command's table and page."""
 
 import json
+from dataclasses import replace
 
 import numpy as np
 import pandas as pd
@@ -11,6 +12,7 @@ from lit_layers import records
 from lit_layers.cli.main import main
 from lit_layers.clock import block_tables, prediction_table
 from lit_layers.clock.block_prediction import COLUMNS, prediction_charts, sentences
+from lit_layers.errors import InputError
 from lit_layers.records import Measurement, Record
 
 BLOCKS, STEPS = 6, (0, 1, 4, 16, 64, 256)
@@ -109,6 +111,29 @@ def test_harms_and_predictors_are_those_of_the_records(run):
         both = [(truth["pairs"][b, b + 1] + truth["pairs"][b + 1, b]) / 2 for b in range(BLOCKS - 1)]
         assert switch.predictors["coupling, k = 4"][number] == pytest.approx(both)
         assert switch.predictors["influence"][number] == pytest.approx((influence[1:] + influence[:-1]) / 2)
+
+
+def test_of_several_couplings_the_one_of_most_directions_is_held_fixed(run):
+    root, _ = run
+    lines = [json.loads(line) for line in (root / "measurements.jsonl").read_text().splitlines()]
+    for line in lines:
+        if line["analysis"] == "coupling":
+            few = line["records"]
+            line["records"] = [r | {"tags": {"k": k}, "value": r["value"] ** k} for k in (12, 4, 32) for r in few]
+    (root / "measurements.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    skip, _ = block_tables(root)
+    assert list(skip.predictors) == [*(f"coupling, k = {k}" for k in (4, 12, 32)), "influence", "norm step"]
+    given = set(prediction_table([skip]).query("predictor == 'influence'")["given"])
+    assert given == {"", "depth", "depth and coupling, k = 32 and norm step"}
+
+
+def test_a_block_that_no_model_has_is_refused(run):
+    (root, _), far = run, Record(metric="variant_loss", value=3.0, layer=10**9, tags={"variant": "skip_one"})
+    last = records.read(root / "measurements.jsonl")[-4]
+    assert last.analysis == "interventions"
+    records.append(root / "measurements.jsonl", replace(last, records=[*last.records, far]))
+    with pytest.raises(InputError, match="expected skipping a block of at most 5,000 blocks, got block 1000000000"):
+        block_tables(root)
 
 
 def test_the_planted_relation_is_found_after_step_zero_and_not_at_it(run):

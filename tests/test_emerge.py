@@ -368,8 +368,28 @@ def test_two_values_at_one_place_of_a_runs_curve_are_refused(run):
     double = replace(first, records=[*first.records, *first.records[:1]])
     with pytest.raises(InputError, match=r"two values of .* at step 0: expected one"):
         curves_in("run", [double, *rest])
+    alike = [replace(first.records[0], tags=tags) for tags in ({"a": 1, "b": 2}, {"a": "1,b=2"})]  # of one name
+    with pytest.raises(InputError, match=r"two values of .* at step 0: expected one"):
+        curves_in("run", [replace(first, records=alike)])
     with pytest.raises(InputError, match=r"two values of .* at tokens 0: expected one"):
         curves_in("run", [replace(m, tokens=0) for m in (first, *rest)], axis="tokens")
+
+
+def test_names_and_layers_of_a_strangers_run_are_drawn_and_escaped(tmp_path):
+    root, script = tmp_path / "run", "<script>alert(1)</script>"
+    for step, value in zip(STEPS, rise(5), strict=True):
+        parts = [
+            Record(metric=f"a\0\x1b{script}", value=value, stderr=ERROR, layer=layer, tags={"<b>": script})
+            for layer in (None, 2**62 + 1)
+        ]
+        at = {"run": f"\0{script}", "step": step, "tokens": None, "seconds": 0.1, "provenance": {}}
+        records.append(root / "measurements.jsonl", Measurement(analysis="=1+1", records=parts, **at))
+    assert main(["emerge", str(root), "--out", str(tmp_path / "out")]) == 0
+    assert main(["report", str(root), "--pictures", str(tmp_path / "pictures")]) == 0
+    for page in (tmp_path / "out" / "emergence.html", root / "report.html"):
+        assert (script in page.read_text(), "&lt;script&gt;alert(1)" in page.read_text()) == (False, True)
+    assert pd.read_parquet(tmp_path / "out" / "times.parquet").layer.tolist() == [pd.NA, 2**62 + 1]
+    assert "'=1+1" in (tmp_path / "out" / "times.csv").read_text()  # no formula of a spreadsheet
 
 
 def test_the_runs_own_page_begins_with_when_it_emerges(tmp_path):

@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 
 from lit_layers import run_data
 from lit_layers.clock.step_curves import AxisName
+from lit_layers.errors import InputError
 from lit_layers.figures.axes import Axis, Training
 from lit_layers.figures.chart import Chart, Series
 from lit_layers.figures.labels import value as number_text
@@ -30,7 +31,7 @@ HARMS = {
 }
 DEPTH = "depth"
 INFLUENCE, NORM_STEP = "influence", "norm step"
-_FEWEST_BLOCKS = 4
+_FEWEST_BLOCKS, _MOST_BLOCKS = 4, 5000
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,6 +60,9 @@ def block_tables(root: str | Path, *, settings: Settings = ()) -> list[BlockTabl
 
     Of a switch they are those of both blocks: the coupling of the two with each other, and the mean of their influences
     and norm steps.
+
+    Raises:
+        InputError: as `run_data.read_run`, or for a block that no model has.
     """
     run = run_data.read_run(root, settings=settings)
     by_step: dict[int, _Checkpoint] = {}
@@ -74,8 +78,12 @@ def block_tables(root: str | Path, *, settings: Settings = ()) -> list[BlockTabl
     for kind in kinds:
         steps = [step for step in sorted(by_step) if kind in by_step[step].harms]
         blocks = max(max(by_step[step].harms[kind]) for step in steps)
+        if blocks > _MOST_BLOCKS:
+            raise InputError(
+                f"{root}: expected {HARMS[kind[1]]} of at most {_MOST_BLOCKS:,} blocks, got block {blocks}"
+            )
         predicted = [by_step[step].predictors(blocks, of_pairs=kind[1] == "switch") for step in steps]
-        names = list(dict.fromkeys(name for each in predicted for name in each))
+        names = sorted({name for each in predicted for name in each}, key=_in_order)
         nothing = np.full(blocks, np.nan)
         if names and blocks >= _FEWEST_BLOCKS:
             tables.append(
@@ -140,11 +148,17 @@ class _Checkpoint:
                 both = (table + table.T)[1:, 1:] / 2
                 found[name] = np.diagonal(both, 1) if of_pairs else _without_diagonal(both).mean(1)
         steps, states = (_by_block(norms, last, first=0) for norms in self.norms.values())
-        found[NORM_STEP] = steps[1:] / states[:-1]
+        found[NORM_STEP] = steps[1:] / np.where(states == 0, np.nan, states)[:-1]
         if of_pairs:
             for name in {INFLUENCE, NORM_STEP} & found.keys():
                 found[name] = (found[name][:-1] + found[name][1:]) / 2
-        return {name: values for name, values in sorted(found.items()) if np.isfinite(values).any()}
+        return {name: values for name, values in found.items() if np.isfinite(values).any()}
+
+
+def _in_order(name: str) -> tuple[str, int, str]:
+    """`coupling, k = 4` before `coupling, k = 12`."""
+    kind, _, number = name.partition(" = ")
+    return kind, int(number) if number.isdecimal() else 0, name
 
 
 def _without_diagonal(table: Array) -> Array:

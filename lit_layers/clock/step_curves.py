@@ -218,7 +218,7 @@ def curves_in(
     Raises:
         InputError: measurements that do not say how many tokens were seen, where these are the axis.
     """
-    points: dict[tuple[Any, ...], dict[int, tuple[float, float]]] = {}
+    points: dict[tuple[Any, ...], tuple[Tags, dict[int, tuple[float, float]]]] = {}
     for m in measurements:
         at = m.step if axis == "step" else m.tokens
         if m.error is not None or m.step is None:
@@ -231,14 +231,14 @@ def curves_in(
                 continue
             if not everything and (row.secondary or row.unlisted):
                 continue
-            tags = tuple(sorted((name, tag) for name, tag in record.tags.items() if not name.startswith("num_")))
-            curve = points.setdefault((m.analysis, record.metric, record.layer, tags), {})
+            tags = {name: record.tags[name] for name in sorted(record.tags) if not name.startswith("num_")}
+            _, curve = points.setdefault((m.analysis, record.metric, record.layer, _text(tags)), (tags, {}))
             if at in curve:
                 raise InputError(f"{run}: {m.analysis} has two values of {record.metric} at {axis} {at}: expected one")
             curve[at] = record.value, _stderr(record)
     return [
-        _curve(run, analysis, metric, layer, dict(tags), [(at, *each[at]) for at in sorted(each)])
-        for (analysis, metric, layer, tags), each in points.items()
+        _curve(run, analysis, metric, layer, tags, [(at, *each[at]) for at in sorted(each)])
+        for (analysis, metric, layer, _), (tags, each) in points.items()
     ]
 
 

@@ -103,7 +103,8 @@ def times_table(clock: Clock) -> pd.DataFrame:
         row |= ends | {"over": curve.over, "num_checkpoints": found.num_checkpoints, "num_gaps": found.num_gaps}
         row["change_points"] = " ".join(f"{point.value:.6g}" for point in found.change_points)
         rows.append(row)
-    table: Any = pd.DataFrame(rows).astype({"layer": "Int64", "tags": "str", "over": "str"})
+    table: Any = pd.DataFrame(rows).astype({"tags": "str", "over": "str"})
+    table["layer"] = pd.array([curve.layer for curve in clock.curves], dtype="Int64")
     return table[[*COLUMNS, *(name for name in table if name not in COLUMNS)]]
 
 

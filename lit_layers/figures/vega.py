@@ -125,7 +125,8 @@ def pictures_of(specs: Sequence[Any], suffixes: Sequence[str]) -> list[list[byte
     for suffix in suffixes:
         if suffix not in SUFFIXES:
             raise ValueError(f"expected a picture that ends in {', '.join(SUFFIXES)}, got {suffix!r}")
-    drawings = json.loads(_drawing(*suffixes, task=json.dumps(specs)))
+    task = re.sub(r"\\u00(0[0-9a-f]|1[0-9a-f]|7f)", r"\\ufffd", json.dumps(specs))  # a NUL ends vl-convert's process
+    drawings = json.loads(_drawing(*suffixes, task=task))
     return [[base64.b64decode(picture) for picture in pictures] for pictures in drawings]
 
 
