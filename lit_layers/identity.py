@@ -18,6 +18,8 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Annotated, Any
 
+import numpy as np
+from numpy.typing import NDArray
 from pydantic import GetPydanticSchema, with_config
 from typing_extensions import TypedDict
 
@@ -27,6 +29,10 @@ from lit_layers.schema import Count, Real, Seconds, Tag
 
 ALL, LAST, UNKNOWN = "all", "last", "unknown"  # every settings; those measured last; those of files without hashes
 Settings = str | Collection[str]
+# Tags that place a number in a table of its own (a matrix, a map over tokens or categories, a list over distances or
+# sizes, a path, one of many random orders of which the mean is the number): no curve.
+PLACES = ("row", "column", "token", "other_token", "token_distance", "axis", "category", "train_rows", "seed")
+_ByPrompt = Annotated[NDArray[np.float32] | None, GetPydanticSchema(lambda _, of: of(type(None)))]  # in no line
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,6 +41,8 @@ class Record:
 
     `low` and `high` bound the 95% interval where one is defined; `stderr` and `n` count over prompts or test rows.
     Tags say which number it is (`k`, `reference`, ...), except those named `num_...`: they count what went into it.
+    `by_prompt` (prompts,) are the values of which `value` is the mean, in the order of the data and NaN where a prompt
+    has none: known where the number was measured, and kept apart from it (`lit_layers.prompt_values`).
     """
 
     __pydantic_config__ = schema.STRICT
@@ -48,6 +56,7 @@ class Record:
     high: Real | None = None
     n: Count | None = None
     tags: dict[str, Tag] = field(default_factory=dict)
+    by_prompt: _ByPrompt = field(default=None, compare=False, repr=False)
 
 
 @with_config(schema.OPEN)

@@ -25,8 +25,9 @@ from lit_layers.models.build import weights_hash
 from lit_layers.models.shard_files import ShardFiles
 from lit_layers.models.streaming import StreamedModel
 from lit_layers.models.view import LayeredModel
+from lit_layers.prompt_values import ValueFiles
 from lit_layers.records import Measurement
-from lit_layers.schema import COUNT_OR_NONE, KEPT_MB, refuse_outside
+from lit_layers.schema import COUNT_OR_NONE, KEPT_MB, VALUES_MB, refuse_outside
 from lit_layers.series import Audit, Checkpoint, OneModel, Series, audit
 from lit_layers.series.auditing import WEIGHTS, SeriesMeasurements, is_suspect, remember
 from lit_layers.series.checkpoint import fetched_ahead
@@ -94,6 +95,7 @@ def analyze_series(
     device: Device = "auto",
     dtype: Dtype = "float32",
     kept_mb: int = KEPT_MB,
+    values_mb: int = VALUES_MB,
     progress: Tell | None = None,
 ) -> SeriesResult:
     """Measures every checkpoint of a series; each measurement is also a line of `root/measurements.jsonl`.
@@ -116,6 +118,7 @@ def analyze_series(
         dtype: what the weights are converted to, however they are stored.
         kept_mb: how much of the states that several analyses look at is kept on the device between them; what is more
             lies in files in `root` meanwhile.
+        values_mb: the most that the values of prompts may take, in files beside the measurements; 0: none are kept.
         progress: told what is done and what comes next.
 
     Raises:
@@ -129,7 +132,8 @@ def analyze_series(
             f"shard: expected i/n with i from 0 to n - 1, got {index}/{count}: number a SLURM array from 0, "
             f"--array=0-{max(count, 1) - 1}"
         )
-    refuse_outside("", {"kept_mb": COUNT_OR_NONE}, {"kept_mb": kept_mb})
+    sizes = {"kept_mb": kept_mb, "values_mb": values_mb}
+    refuse_outside("", dict.fromkeys(sizes, COUNT_OR_NONE), sizes)
     measuring = _Measuring(
         series=series,
         root=Path(root),
@@ -140,6 +144,7 @@ def analyze_series(
         device=device_of(device),
         dtype=dtype,
         kept_mb=kept_mb,
+        values_mb=values_mb,
         tell=progress or _silent,
     )
     measuring.choose(analyses)
@@ -193,10 +198,12 @@ class _Measuring:
     device: torch.device
     dtype: Dtype
     kept_mb: int
+    values_mb: int
     tell: Tell
 
     def __post_init__(self) -> None:
         self.earlier = SeriesMeasurements(self.root)
+        self.earlier.store.values = ValueFiles(self.root, self.values_mb, checkpoints=len(self.series.checkpoints))
         self.memory = self.series.memory or Memory(self.root)
         self.analyses: dict[str, Sequence[Analysis]] = {}  # by the name of the checkpoint
         self.unmeasured: dict[str, str] = {}  # names of checkpoints that cannot be measured, each with why

@@ -31,10 +31,12 @@ from typing_extensions import TypedDict
 from lit_layers import run_lock, schema
 from lit_layers.durable import sync
 from lit_layers.errors import InputError, refused
+from lit_layers.identity import PLACES as PLACES
 from lit_layers.identity import Measurement as Measurement
 from lit_layers.identity import Record as Record
 from lit_layers.identity import Settings, keep, settings_name, settings_of, shown
 from lit_layers.identity import latest as latest
+from lit_layers.prompt_values import ValueFiles, without_values
 from lit_layers.schema import Count, Scalar
 
 T = TypeVar("T")
@@ -54,9 +56,6 @@ _OF_RECORDS = {
 _TAG_TYPES = {bool: "boolean", int: "Int64", float: "Float64", str: "str"}
 COLUMNS = (*_OF_MEASUREMENTS, *_OF_RECORDS, "settings")
 AUDIT = "audit"  # the column of verdicts, only in tables that hold a suspect checkpoint; also their name in provenance
-# Tags that place a number in a table of its own (a matrix, a map over tokens or categories, a list over distances or
-# sizes, a path, one of many random orders of which the mean is the number): no curve.
-PLACES = ("row", "column", "token", "other_token", "token_distance", "axis", "category", "train_rows", "seed")
 FAILED = "failed"  # the metric of a part of a measurement that came to nothing; `Store.is_done` has it tried again
 _RESTORE = "restore the file from a copy, or delete that line to go on without it"
 
@@ -70,7 +69,7 @@ def append(path: str | Path, measurement: Measurement) -> None:
     line = {item.name: getattr(measurement, item.name) for item in fields(Measurement)}
     line["records"] = [  # without what a record leaves open
         {name: value for name, value in vars(record).items() if value is not None and value != {}}
-        for record in measurement.records
+        for record in without_values(measurement).records
     ]
     with _locked_for_append(Path(path)) as file:
         _write_line(file, line)
@@ -101,10 +100,17 @@ class Store:
     Args:
         path: the file; it need not exist yet.
         measurements: what it holds, where that was read already.
+        values: where the values of prompts are kept; None: nowhere.
     """
 
-    def __init__(self, path: str | Path, measurements: Iterable[Measurement] | None = None) -> None:
-        self.path = Path(path)
+    def __init__(
+        self,
+        path: str | Path,
+        measurements: Iterable[Measurement] | None = None,
+        *,
+        values: ValueFiles | None = None,
+    ) -> None:
+        self.path, self.values = Path(path), values
         self._last: dict[tuple[Any, ...], Measurement] = {}
         for measurement in read(path) if measurements is None else measurements:
             keep(self._last, measurement)
@@ -113,10 +119,14 @@ class Store:
         """In the order of the lines that count."""
         return iter([*self._last.values()])
 
-    def add(self, measurement: Measurement) -> None:
-        """Writes a measurement, and returns when it is on the disk."""
+    def add(self, measurement: Measurement) -> Measurement:
+        """Writes a measurement, and returns it, without the values of prompts, when it is on the disk."""
+        if self.values is not None:  # before the line that they belong to
+            self.values.write(measurement)
+        measurement = without_values(measurement)
         append(self.path, measurement)
         keep(self._last, measurement)
+        return measurement
 
     def last(self, run: str, step: int | None, analysis: Measuring) -> Measurement | None:
         """Returns the last measurement of an analysis with these very options and data, or one that failed before."""

@@ -206,6 +206,7 @@ class Range:
 
 COUNT = Range(1, MANY, whole=True)
 COUNT_OR_NONE = Range(0, MANY, whole=True)
+VALUES_MB = 64  # of the values of prompts that a run keeps beside its measurements
 KEPT_MB = 256  # of states that several analyses look at: in memory between them, unless an option says otherwise
 SHARE = Range(0, 1, words="a share from 0 to 1")
 SHARE_BELOW_1 = Range(0, 1, below=True, words="a share of at least 0 and below 1")

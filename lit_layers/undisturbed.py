@@ -107,8 +107,7 @@ def measure_missing(
     """
     due = [a for a in analyses if not store.is_done(run, step, a, weights_hash=weights_hash, **(same or {}))]
     for measurement in way(model, due, starting, run=run, step=step, weights_hash=weights_hash, **facts):
-        store.add(measurement)
-        yield measurement
+        yield store.add(measurement)
 
 
 @dataclass

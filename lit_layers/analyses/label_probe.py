@@ -12,7 +12,7 @@ from torch import Tensor
 
 from lit_layers.analyses.base import FollowingAnalysis, StagedAnalysis
 from lit_layers.analyses.features import permuted
-from lit_layers.analyses.statistics import complete, gap, left_out, nothing_defined, summarize
+from lit_layers.analyses.statistics import by_prompt, complete, gap, left_out, nothing_defined, summarize
 from lit_layers.data.batches import Batches
 from lit_layers.errors import InputError
 from lit_layers.functional.curves import (
@@ -152,10 +152,10 @@ def score_records(
     yield Record(
         metric="macro_f1", value=value, layer=layer, n=len(targets), tags={**tags}, low=bounds[0], high=bounds[1]
     )
-    losses = scores.losses[scores.losses.isfinite()]
-    if len(losses):
-        unseen = len(targets) - len(losses)
-        yield _mean("log_loss", losses, layer, {**tags, **({"num_unseen": unseen} if unseen else {})}, intervals)
+    seen = scores.losses.isfinite()
+    if seen.any():
+        counted = {**tags, **({"num_unseen": unseen} if (unseen := int((~seen).sum())) else {})}
+        yield _mean("log_loss", scores.losses[seen], layer, counted, intervals, seen)
 
 
 def curve_records(curve: Sequence[RowScores], tags: Tags, *, metric: str) -> Iterator[Record]:
@@ -201,12 +201,16 @@ def _in_order(low: float, value: float, high: float) -> tuple[float | None, floa
     return (None, None) if math.isnan(low) or math.isnan(high) else (min(low, value), max(high, value))
 
 
-def _mean(metric: str, values: Tensor, layer: int | None, tags: Tags, intervals: bool) -> Record:
+def _mean(
+    metric: str, values: Tensor, layer: int | None, tags: Tags, intervals: bool, rows: Tensor | None = None
+) -> Record:
+    """Of values of all test rows, or of those that are True in `rows`."""
     if intervals:
-        (record,) = summarize(metric, values, layer=layer, tags=tags)
+        (record,) = summarize(metric, values, layer=layer, tags=tags, rows=rows)
         return record
     stderr = float(values.std() / math.sqrt(len(values))) if len(values) > 1 else None
-    return Record(metric=metric, value=float(values.mean()), stderr=stderr, layer=layer, n=len(values), tags={**tags})
+    about: dict[str, Any] = {"layer": layer, "n": len(values), "tags": {**tags}, "by_prompt": by_prompt(values, rows)}
+    return Record(metric=metric, value=float(values.mean()), stderr=stderr, **about)
 
 
 def without_default_estimator(config: dict[str, Any]) -> dict[str, Any]:

@@ -322,6 +322,7 @@ def _perplexity(loss: Record) -> Record:
         stderr=None if loss.stderr is None else value * loss.stderr,
         low=None if loss.low is None else _exp(loss.low),
         high=None if loss.high is None else _exp(loss.high),
+        by_prompt=None if loss.by_prompt is None or value > 1e30 else value * (1 + loss.by_prompt - loss.value),
     )
 
 

@@ -16,7 +16,9 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from lit_layers.functional.curves import Statistic, bootstrap_interval
@@ -27,7 +29,10 @@ ROWS_AT_ONCE = 500  # x 2,000 resamples x 8 B = 8 MB, and their order
 
 
 class Sample(NamedTuple):
-    """The values (prompts,) of one quantity, to be summarized; NaN where a prompt's value is undefined."""
+    """The values (prompts,) of one quantity, to be summarized; NaN where a prompt's value is undefined.
+
+    Where the values are of some of the data's prompts alone, `rows` says of each of these whether it is one of them.
+    """
 
     metric: str
     values: Tensor
@@ -35,6 +40,7 @@ class Sample(NamedTuple):
     other_layer: int | None = None
     tags: Tags | None = None
     statistic: Statistic = "mean"
+    rows: Tensor | None = None
 
 
 def summarize(
@@ -45,6 +51,7 @@ def summarize(
     other_layer: int | None = None,
     tags: Tags | None = None,
     statistic: Statistic = "mean",
+    rows: Tensor | None = None,
 ) -> list[Record]:
     """The mean over prompts as a record, or the median, which is tagged `statistic="median"` and has no stderr.
 
@@ -53,7 +60,7 @@ def summarize(
     `high` a percentile bootstrap over prompts. One prompt has neither, nor has a mean that is infinite. Where no value
     is defined there is no record of a layer, and of the whole model one whose value is NaN.
     """
-    return [*summarize_all([Sample(metric, values, layer, other_layer, tags, statistic)])]
+    return [*summarize_all([Sample(metric, values, layer, other_layer, tags, statistic, rows)])]
 
 
 def summarize_all(samples: Iterable[Sample | Record]) -> Iterator[Record]:
@@ -107,8 +114,19 @@ def _summarized(sample: Sample, interval: Interval) -> list[Record]:
     value = (defined.mean() if sample.statistic == "mean" else median_of_defined(defined)).item()
     low, high = interval
     stderr = defined.std().item() / math.sqrt(n) if sample.statistic == "mean" and low is not None else None
-    place = {"layer": layer, "other_layer": sample.other_layer}
+    place: dict[str, Any] = {"layer": layer, "other_layer": sample.other_layer}
+    if sample.statistic == "mean":
+        place["by_prompt"] = by_prompt(values, sample.rows)
     return [Record(metric=sample.metric, value=value, n=n, tags=tags, stderr=stderr, low=low, high=high, **place)]
+
+
+def by_prompt(values: Tensor, rows: Tensor | None = None) -> NDArray[np.float32]:
+    """The values (prompts,) as a record has them; of those that are True in `rows`, with NaN for the other prompts."""
+    if rows is None:
+        return values.detach().cpu().float().numpy()
+    everyone = torch.full(rows.shape, math.nan)
+    everyone[rows.cpu()] = values.detach().cpu().float()
+    return everyone.numpy()
 
 
 def summarize_layers(
@@ -213,7 +231,8 @@ def summarize_ratio(
     if not defined.any():
         return [gap(metric, tags=tags)] if layer is None else []
     ratio = sums.sum() / kept.sum()
-    (record,) = summarize(metric, ratio + (sums - ratio * kept) / kept.mean(), layer=layer, tags=tags)
+    values = ratio + (sums - ratio * kept) / kept.mean()
+    (record,) = summarize(metric, values, layer=layer, tags=tags, rows=defined)
     return [replace(record, value=ratio.item())]
 
 

@@ -229,7 +229,8 @@ class TokenCoupling(PromptAnalysis):
         values = {key: [prompt[key] for prompt in prompts if key in prompt] for key in keys}
         for key in keys:
             if key[0] in ("means", "same"):  # prompts of one token have none, and are counted
-                values[key] += [torch.full_like(values[key][0], math.nan)] * (len(prompts) - len(values[key]))
+                missing = torch.full_like(values[key][0], math.nan)
+                values[key] = [prompt.get(key, missing) for prompt in prompts]
         gaps, errors, undefined = (torch.cat(values[name,], -1) for name in ("gaps", "errors", "undefined"))
         for position, count in enumerate(self._counts(model)):
             tags: Tags = {"k": count}

@@ -15,7 +15,7 @@ from lit_layers.cli.options import Steps, given, refuse_beside
 from lit_layers.cli.verbs.audit import show_audit
 from lit_layers.errors import InputError
 from lit_layers.identity import divided, settings_of, short, shown
-from lit_layers.schema import COUNT_OR_NONE, KEPT_MB, refuse_outside
+from lit_layers.schema import COUNT_OR_NONE, KEPT_MB, VALUES_MB, refuse_outside
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -127,6 +127,7 @@ class Checkpoints:
         device: auto: a GPU if there is one
         dtype: what weights are converted to; bfloat16: for products within blocks alone, checked in float32 on a sample
         kept_mb: of states that several analyses look at, in memory between them; what is more lies on the disk
+        values_mb: at most so much of each prompt's values is kept beside the measurements, for paired orders; 0: none
         plan: says what it would cost, and measures nothing
     """
 
@@ -141,6 +142,7 @@ class Checkpoints:
     device: Literal["auto", "cpu", "cuda"] = "auto"
     dtype: Literal["float32", "float64", "bfloat16"] = "float32"
     kept_mb: int = KEPT_MB
+    values_mb: int = VALUES_MB
     plan: bool = False
 
     def are_series(self, model: str) -> bool:
@@ -191,7 +193,7 @@ def measure(
     from lit_layers.analyses.base import in_bfloat16
     from lit_layers.targets import targets_of
 
-    refuse_outside("", {"kept_mb": COUNT_OR_NONE}, {"kept_mb": options.kept_mb})
+    refuse_outside("", dict.fromkeys(("kept_mb", "values_mb"), COUNT_OR_NONE), vars(options))
     if options.plan and options.dtype == "float64":
         raise InputError("plan: it is made for models in float32, and --dtype was given: leave one out")
     shard = shard_of(options.shard, os.environ)
@@ -211,7 +213,7 @@ def measure(
         for target in targets:
             target.plan(_show_plan)
         return 0
-    which: Any = {name: getattr(options, name) for name in ("allow_suspect", "keep_downloads", "kept_mb")}
+    which: Any = {name: getattr(options, name) for name in ("allow_suspect", "keep_downloads", "kept_mb", "values_mb")}
     which["dtype"] = "float32" if options.dtype == "bfloat16" else options.dtype  # of the weights: see `BFloat16View`
     failed = False
     try:

@@ -24,7 +24,7 @@ if TYPE_CHECKING:  # inside functions, torch: it takes seconds to import, and wh
     from torch import Tensor, nn
 
 
-_NO_CHECKPOINTS = {"resume", "wandb"}
+_NO_CHECKPOINTS = {"resume", "values", "wandb"}
 
 
 class _LocalSeries(Series):

@@ -3,6 +3,7 @@
 import contextlib
 import functools
 import logging
+import math
 import shutil
 import time
 from abc import abstractmethod
@@ -21,9 +22,10 @@ from lit_layers.identity import logged_name, plain_settings
 from lit_layers.models.build import save, weights_hash
 from lit_layers.models.view import LayeredModel
 from lit_layers.plan import Plan, Row, duration, planned, share_of, stride_within, training
+from lit_layers.prompt_values import ValueFiles
 from lit_layers.records import Measurement, Store
 from lit_layers.schedule import Schedule, Steps
-from lit_layers.schema import COUNT_OR_NONE, KEPT_MB, refuse_outside
+from lit_layers.schema import COUNT_OR_NONE, KEPT_MB, VALUES_MB, refuse_outside
 from lit_layers.training.checkpoints import axis_step, origin_of, step_folder, write_folder
 from lit_layers.training.dealing import Ranks, new_group
 from lit_layers.training.sharding import NoRoomError, is_sharded, release_copy_, whole_copy, whole_on_first_rank
@@ -63,6 +65,7 @@ def plan_run(
 
 
 logger = logging.getLogger(__name__)
+_UNKNOWN = 1000  # checkpoints of a run without an end
 
 
 class _AtSteps(L.Callback):
@@ -227,6 +230,8 @@ class EmergenceCallback(_AtSteps):
         model: name of the submodule to measure; None: `.model`, or the module itself where there is none.
         kept_mb: how much of the states that several analyses look at is kept on the device between them; what is more
             lies in files in root meanwhile.
+        values_mb: the most that the values of single prompts may take, in files of root beside the measurements
+            (`lit_layers.prompt_values`), by which `lit-layers emerge` compares curves prompt by prompt; 0: none.
         watchers: told of each analysis as it starts and ends.
         budget: the most that measuring may take of the time that training takes, e.g. 5%: where the schedule is
             planned to take more, every second, fourth, ... of its steps is measured; all are saved nevertheless.
@@ -248,19 +253,21 @@ class EmergenceCallback(_AtSteps):
         model: str | None = None,
         watchers: Sequence[Watcher] = (),
         kept_mb: int = KEPT_MB,
+        values_mb: int = VALUES_MB,
         budget: str | float | None = None,
     ) -> None:
         super().__init__(steps, root, model)
         if budget is not None:
             share_of(budget)
-        refuse_outside("", {"kept_mb": COUNT_OR_NONE}, {"kept_mb": kept_mb})
+        sizes = {"kept_mb": kept_mb, "values_mb": values_mb}
+        refuse_outside("", dict.fromkeys(sizes, COUNT_OR_NONE), sizes)
         self.budget, self._stride = budget, 0
         self._budget_at_start = budget
         names = [analysis.name for analysis in analyses]
         if double := {name for name in names if names.count(name) > 1}:
             raise InputError(f"analyses: two are named {sorted(double)[0]!r}; give each a name of its own")
         self.analyses, self.run, self.tokens_per_step = list(analyses), run or self.root.name, tokens_per_step
-        self.watchers, self.kept_mb = list(watchers), kept_mb
+        self.watchers, self.kept_mb, self.values_mb = list(watchers), kept_mb, values_mb
         self._store = Store(self.file, [])
         self._plain: dict[tuple[str, str], str] = {}  # the settings that loggers know by the analysis' own name
         self._source: dict[str, Any] = {}
@@ -335,7 +342,10 @@ class EmergenceCallback(_AtSteps):
         measurements, self._source = self._from_first(
             lambda: (records.read(self.file) if self.file.exists() else [], origin_of(trainer).source)
         )
-        self._store, self._plain = Store(self.file, measurements), plain_settings(measurements)
+        steps = trainer.max_steps if trainer.max_steps > 0 else trainer.estimated_stepping_batches
+        planned = len([*self.schedule.until(int(steps))]) if steps < math.inf else _UNKNOWN
+        values = ValueFiles(self.root, self.values_mb, checkpoints=planned)
+        self._store, self._plain = Store(self.file, measurements, values=values), plain_settings(measurements)
         super().on_train_start(trainer, pl_module)
 
     def at_step(self, trainer: L.Trainer, model: nn.Module, step: int) -> None:

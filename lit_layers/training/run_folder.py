@@ -23,7 +23,7 @@ from lit_layers.training.datamodules import LitStepData, LitTextData
 CONFIG_FILE = "config.yaml"
 _TO_GO_ON = ("run", "id", "config")
 _FILES = (RUN_FILE, CONFIG_FILE, "measurements.jsonl", "metrics.jsonl", "report.html")
-_FOLDERS = ("step-*", ".tmp-step-*", "resume", "wandb")
+_FOLDERS = ("step-*", ".tmp-step-*", "resume", "values", "wandb")
 # What a resumed run may do otherwise: neither the data's order nor the weights depend on it.
 _FREE = {
     "model": {"compile", "activation_checkpointing", "decay_steps"},

@@ -35,7 +35,7 @@ from lit_layers.models.workload import bytes_of_model
 from lit_layers.plan import Plan, share_of, size, stride_within
 from lit_layers.report import MirrorAside, WandbMirror, write_report
 from lit_layers.schedule import Schedule
-from lit_layers.schema import COUNT, COUNT_OR_NONE, KEPT_MB, MANY, SEED, Range, refuse_outside
+from lit_layers.schema import COUNT, COUNT_OR_NONE, KEPT_MB, MANY, SEED, VALUES_MB, Range, refuse_outside
 from lit_layers.training import EmergenceCallback, SeriesCheckpoint
 from lit_layers.training.callbacks import plan_run
 from lit_layers.training.checkpoints import Origin, axis_step, kept
@@ -98,6 +98,7 @@ class RunOptions:
         wandb: Mirrors the run to W&B.
         budget: The most that measuring may take of the time of training, e.g. 5%: fewer scheduled steps are measured.
         kept_mb: Of states that several analyses look at, in memory between them; what is more lies on the disk.
+        values_mb: At most so much of each prompt's values is kept beside the measurements, for paired orders; 0: none.
         plan: Says what it would cost, and trains nothing.
     """
 
@@ -112,6 +113,7 @@ class RunOptions:
     wandb: WandbMirror | None = None
     budget: str | float | None = None
     kept_mb: int = KEPT_MB
+    values_mb: int = VALUES_MB
     plan: bool = False
 
 
@@ -170,7 +172,8 @@ class FitCLI(LightningCLI):
         name = name_of_run(root) if goes_on else None
         if goes_on and getattr(options.model, "init_from", None) and (begun := kept(root, origin_in(root))) is not None:
             options.model.beginning = begun
-        measuring: Any = {"watchers": [run_log, progress], "budget": options.budget, "kept_mb": options.kept_mb}
+        measuring: Any = {name: getattr(options, name) for name in ("budget", "kept_mb", "values_mb")}
+        measuring["watchers"] = [run_log, progress]
         self.emergence = EmergenceCallback(options.analyses, options.steps, root, run=name, **measuring)
         self.resumable = ResumeCheckpoint(root, every=options.resume_every)
         # In this order: the folder is ready, scalars are noted, weights are on disk, then they are measured, and the
@@ -228,7 +231,8 @@ def refuse_harm(options: Mapping[str, Any]) -> None:
     """
     if options["root"] == "":
         raise InputError("root: expected a folder, got ''")
-    refuse_outside("", {"seed_everything": SEED, "resume_every": COUNT, "kept_mb": COUNT_OR_NONE}, options)
+    ranges = {"seed_everything": SEED, "resume_every": COUNT, "kept_mb": COUNT_OR_NONE, "values_mb": COUNT_OR_NONE}
+    refuse_outside("", ranges, options)
     if options.get("budget") is not None:
         share_of(options["budget"])
     trainer = options.get("trainer") or {}

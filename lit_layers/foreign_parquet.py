@@ -1,0 +1,131 @@
+"""Parquet files of somebody else, read in a process of its own: a damaged one can end the process that parses it.
+
+This file is also that process's program, which imports nothing of the package.
+"""
+
+import contextlib
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any, BinaryIO, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+COLUMNS = {"metric": "string", "layer": "int32", "tags": "string", "values": "list<element: float>"}
+MAX_BYTES = 2**26  # of one file, which is read whole
+MAX_VALUES = 2**25
+PATIENCE = 300.0  # seconds for all files
+_MEMORY = 2**33
+_MOST_ENDED = 3  # processes that files have ended, before the rest is left unread
+
+
+class Lists(NamedTuple):
+    """The rows of a file: (metric, layer, tags) of each, and its values."""
+
+    keys: list[tuple[str, int | None, str]]
+    values: list[NDArray[np.float32]]
+
+
+def read_lists(paths: Sequence[Path], max_rows: Sequence[int]) -> Iterator[Lists | str]:
+    """Yields the rows of each file, or why they are not to be had, in the words behind a file's name.
+
+    `max_rows`: how many rows each file may have.
+    """
+    asked = [json.dumps([str(path), rows]) for path, rows in zip(paths, max_rows, strict=True)]
+    for _ in range(_MOST_ENDED):
+        if not asked:
+            return
+        answers = list(_answers(_ask("\n".join(asked).encode())))
+        yield from answers
+        asked = asked[len(answers) :]
+        if asked:
+            yield "is damaged (reading it ends the process)"
+            asked = asked[1:]
+    yield from ("was not read, as others ended the process that reads them" for _ in asked)
+
+
+def _ask(request: bytes) -> bytes:
+    environment = {**os.environ, "ARROW_DEFAULT_MEMORY_POOL": "system", "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-P", __file__]  # -P: nothing of the working directory is imported
+    try:
+        done = subprocess.run(command, input=request, capture_output=True, timeout=PATIENCE, env=environment)
+    except subprocess.TimeoutExpired as late:
+        return late.output or b""
+    return done.stdout
+
+
+def _answers(content: bytes) -> Iterator[Lists | str]:
+    while content:
+        line, newline, content = content.partition(b"\n")
+        if not newline:
+            return
+        said = json.loads(line)
+        if "error" in said:
+            yield said["error"]
+            continue
+        size = 4 * sum(said["lengths"])
+        if len(content) < size:
+            return
+        flat = np.frombuffer(content[:size], np.float32)
+        content = content[size:]
+        yield Lists([tuple(key) for key in said["keys"]], np.split(flat, np.cumsum(said["lengths"])[:-1]))
+
+
+def _serve(requests: BinaryIO, answers: BinaryIO) -> None:
+    import pyarrow as pa
+
+    for line in requests:
+        path, max_rows = json.loads(line)
+        try:
+            keys, lengths, flat = _rows_of(Path(path), max_rows)
+            said: dict[str, Any] = {"keys": keys, "lengths": lengths}
+        except _RefusedError as refusal:
+            said, flat = {"error": str(refusal)}, b""
+        except (pa.ArrowException, OSError, MemoryError, ValueError) as error:
+            said, flat = {"error": f"is damaged ({type(error).__name__})"}, b""
+        answers.write(json.dumps(said).encode() + b"\n" + flat)
+        answers.flush()
+
+
+class _RefusedError(Exception):
+    """A file that is whole, and not what is read here."""
+
+
+def _rows_of(path: Path, max_rows: int) -> tuple[list[Any], list[int], bytes]:
+    """The rows of a file, whose claims are looked at before its content is unpacked."""
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    if (size := path.stat().st_size) > MAX_BYTES:
+        raise _RefusedError(f"is too large: {size:,} bytes, at most {MAX_BYTES:,} are read")
+    limits: Any = {"thrift_string_size_limit": 2**20, "thrift_container_size_limit": 2**16}
+    file = pq.ParquetFile(pa.BufferReader(path.read_bytes()), **limits)
+    claims = file.metadata
+    # A schema of Arrow's own, which we do not write, could name types that are more than data.
+    if b"ARROW:schema" in (claims.metadata or {}) or claims.num_rows > max_rows:
+        raise _RefusedError("is no file of this measurement's values")
+    groups = [claims.row_group(number) for number in range(claims.num_row_groups)]
+    number = sum(group.column(index).num_values for group in groups for index in range(group.num_columns))
+    if number > MAX_VALUES or sum(group.total_byte_size for group in groups) > 8 * MAX_BYTES:
+        raise _RefusedError(f"is too large: {number:,} values, at most {MAX_VALUES:,} are read")
+    if {field.name: str(field.type) for field in file.schema_arrow} != COLUMNS:
+        raise _RefusedError(f"has other columns than {', '.join(COLUMNS)}")
+    table = file.read(use_threads=False).combine_chunks()
+    table.validate(full=True)
+    keys = [list(key) for key in zip(*(table[name].to_pylist() for name in [*COLUMNS][:3]), strict=True)]
+    lists = [chunk for chunk in table["values"].chunks if len(chunk)]
+    lengths = [len(each) for chunk in lists for each in chunk.to_numpy(zero_copy_only=False)]
+    flat = [chunk.flatten().to_numpy(zero_copy_only=False).astype(np.float32) for chunk in lists]
+    return keys, lengths, b"".join(each.tobytes() for each in flat)
+
+
+if __name__ == "__main__":
+    with contextlib.suppress(ImportError, ValueError, OSError):  # not on every system
+        import resource
+
+        resource.setrlimit(resource.RLIMIT_AS, (_MEMORY, _MEMORY))
+    _serve(sys.stdin.buffer, sys.stdout.buffer)

@@ -1,0 +1,163 @@
+"""The value of each prompt or test row behind the means of a measurement, in a Parquet file beside it.
+
+`values/step-000001000/ANALYSIS-DIGEST.parquet` in the run's folder belongs to one line of `measurements.jsonl`: a row a
+number, with `metric`, `layer`, `tags` (JSON) and `values`, a list of one float32 a prompt in the order of the data, NaN
+where a prompt has none. Kept are the values of numbers that make curves, not those of matrices and maps, nor of the
+rows that a probe was fitted to. The file can be deleted, lost or torn: then orders in time are compared without it.
+"""
+
+import hashlib
+import io
+import json
+import logging
+import re
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from lit_layers import run_lock
+from lit_layers.durable import replace_file
+from lit_layers.foreign_parquet import COLUMNS, MAX_BYTES, read_lists
+from lit_layers.identity import PLACES, Measurement, Record, settings_of
+from lit_layers.schema import VALUES_MB
+
+logger = logging.getLogger(__name__)
+FOLDER = "values"
+_ROUNDING = 1e-5  # of float32, of a mean of many
+
+Key = tuple[str, int | None, str]
+ByPrompt = NDArray[np.float32]
+
+
+def key_of(record: Record) -> Key:
+    """Returns what tells a number from the others of its measurement."""
+    tags = {name: tag if isinstance(tag, str | int | float) else str(tag) for name, tag in record.tags.items()}
+    return record.metric, record.layer, json.dumps(tags, sort_keys=True)
+
+
+def path_of(root: Path, measurement: Measurement) -> Path:
+    """Returns where the values of a measurement are: one place for each run, step, analysis and settings."""
+    identity = json.dumps([measurement.run, measurement.analysis, settings_of(measurement)])
+    digest = hashlib.sha256(identity.encode("utf-8", "replace")).hexdigest()[:10]
+    step = "no-step" if measurement.step is None else f"step-{measurement.step:09d}"
+    name = re.sub(r"[^\w.-]", "_", measurement.analysis)[:80]
+    return root / FOLDER / step / f"{name}-{digest}.parquet"
+
+
+class ValueFiles:
+    """The files of a run as they are written, up to a size.
+
+    Each checkpoint has an equal share of it, so that what is kept is kept at every step: a curve of which some steps
+    lack values cannot be drawn by prompts. What does not fit is told once an analysis, and left out.
+
+    Args:
+        root: the run's folder.
+        megabytes: of all files together (10^6 bytes); 0: none is written.
+        checkpoints: how many are planned.
+    """
+
+    def __init__(self, root: str | Path, megabytes: int = VALUES_MB, *, checkpoints: int = 1) -> None:
+        self.root, self.limit, self.share = Path(root), megabytes * 10**6, megabytes * 10**6 // max(1, checkpoints)
+        self._sizes: dict[Path, int] | None = None  # of all files, once they are looked at
+        self._said: set[str] = set()
+
+    def write(self, measurement: Measurement) -> None:
+        """Writes the values of a measurement, whole or not at all; where there are none, what is there stays."""
+        kept = [record for record in measurement.records if _is_kept(record)] if self.limit else []
+        if not kept:
+            return
+        path = path_of(self.root, measurement)
+        run_lock.check(path)
+        try:
+            if self._sizes is None:
+                folder = self.root / FOLDER
+                self._sizes = {each: each.stat().st_size for each in folder.glob("*/*.parquet") if each.is_file()}
+            content = _content(measurement, kept)
+            others = [size for other, size in self._sizes.items() if other != path and other.parent == path.parent]
+            total = sum(self._sizes.values()) - self._sizes.get(path, 0)
+            if len(content) > min(self.share - sum(others), self.limit - total, MAX_BYTES):
+                self._say_no_room(measurement.analysis, len(content))
+                path.unlink(missing_ok=True)  # of weights that were there before
+                self._sizes.pop(path, None)
+                return
+            path.parent.mkdir(parents=True, exist_ok=True)
+            replace_file(path, content)
+            self._sizes[path] = len(content)
+        except OSError as error:  # the numbers themselves matter more, and are refused where the disk takes nothing
+            if not self._said:
+                logger.warning("the values of prompts cannot be written to %s: %s", path, error.strerror or error)
+            self._said.add(measurement.analysis)
+
+    def _say_no_room(self, analysis: str, size: int) -> None:
+        if analysis not in self._said:
+            self._said.add(analysis)
+            logger.warning(
+                "values_mb: the prompts' values of %s, %.2f MB a checkpoint, are not kept: %.2f MB is what %g MB leave "
+                "for all analyses of a checkpoint; a larger values_mb keeps them, 0 none",
+                *(analysis, size / 1e6, self.share / 1e6, self.limit / 1e6),
+            )
+
+
+def without_values(measurement: Measurement) -> Measurement:
+    """Returns a measurement as it is in `measurements.jsonl`."""
+    return replace(measurement, records=[replace(record, by_prompt=None) for record in measurement.records])
+
+
+def read_values(root: Path, measurements: Sequence[Measurement]) -> list[dict[Key, ByPrompt] | str]:
+    """Returns for each measurement the values behind its numbers, as far as they were kept; none without a file.
+
+    What is there is foreign: values count only for a number whose mean they have. Of a file that is damaged, too large
+    or of something else, the sentence that says so.
+    """
+    paths = {number: path_of(root, m) for number, m in enumerate(measurements)}
+    paths = {number: path for number, path in paths.items() if path.is_file()}
+    found: list[dict[Key, ByPrompt] | str] = [{} for _ in measurements]
+    rows = [len(measurements[number].records) for number in paths]
+    for (number, path), lists in zip(paths.items(), read_lists([*paths.values()], rows), strict=True):
+        if isinstance(lists, str):
+            found[number] = f"{path.name} {lists}"
+            continue
+        there = dict(zip(lists.keys, lists.values, strict=True))
+        values = {key_of(record): record.value for record in measurements[number].records}
+        means = {key: there[key] for key, value in values.items() if key in there and _is_mean(there[key], value)}
+        ours = means or not there.keys() & values.keys()
+        found[number] = means if ours else f"{path.name} is of other weights: its means are not the measurement's"
+    return found
+
+
+def _is_kept(record: Record) -> bool:
+    if record.by_prompt is None or record.other_layer is not None or not record.tags.keys().isdisjoint(PLACES):
+        return False
+    return record.tags.get("split") != "train" and _is_mean(record.by_prompt, record.value)
+
+
+def _is_mean(values: ByPrompt, value: float) -> bool:
+    """Whether the values are those of a mean over two prompts or more."""
+    defined = values[~np.isnan(values)].astype(np.float64)
+    if len(defined) < 2 or not np.isfinite(defined).all():
+        return False
+    return bool(abs(defined.mean() - value) <= _ROUNDING * max(np.abs(defined).max(), 1e-30))
+
+
+def _content(measurement: Measurement, kept: list[Record]) -> bytes:
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    metrics, layers, tags = zip(*map(key_of, kept), strict=True)
+    vectors: Any = [record.by_prompt for record in kept]
+    offsets = np.cumsum([0, *map(len, vectors)], dtype=np.int32)
+    values = pa.ListArray.from_arrays(pa.array(offsets), pa.array(np.concatenate(vectors), pa.float32()))
+    columns = [pa.array(metrics, pa.string()), pa.array(layers, pa.int32()), pa.array(tags, pa.string()), values]
+    table = pa.table(columns, names=[*COLUMNS])
+    sink = io.BytesIO()
+    # Of float32 the bytes of equal weight lie together: 15% smaller.
+    options: Any = {
+        "use_dictionary": ["metric", "tags"],
+        "column_encoding": {"values.list.element": "BYTE_STREAM_SPLIT"},
+    }
+    pq.write_table(table, sink, compression="zstd", store_schema=False, write_statistics=False, **options)
+    return sink.getvalue()

@@ -1,0 +1,251 @@
+"""The values of prompts in files beside the measurements: right, in place, within their size; and foreign data."""
+
+import io
+import itertools
+import json
+import logging
+import re
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+import torch
+
+from lit_layers import foreign_parquet, measure, records
+from lit_layers.analyses import Coupling, Lens, Representation, Trajectory
+from lit_layers.errors import InputError
+from lit_layers.foreign_parquet import MAX_BYTES
+from lit_layers.offline import analyze_series
+from lit_layers.prompt_values import ValueFiles, key_of, path_of, read_values
+from lit_layers.records import Measurement, Record, Store
+from lit_layers.series import OneModel
+from lit_layers.training import EmergenceCallback
+from tests.support.listed_batches import Listed
+from tests.support.tiny_models import tiny
+from tests.support.tiny_training import RandomText, fit
+
+
+def measured(step: int = 0, *, prompts: int = 40, curves: int = 3, seed: int = 0, analysis: str = "a") -> Measurement:
+    rng = np.random.default_rng([seed, step])
+    found = []
+    for layer in range(curves):
+        values = rng.normal(size=prompts).astype(np.float32)
+        record = Record(metric="m", value=float(values.astype(np.float64).mean()), layer=layer, n=prompts)
+        found.append(replace(record, tags={"k": 2}, by_prompt=values))
+    provenance = {"config_hash": "c", "data_hash": "d"}
+    about = {"run": "r", "step": step, "tokens": None, "seconds": 0.1, "provenance": provenance}
+    return Measurement(analysis=analysis, records=found, **about)
+
+
+def kept(root: Path, measurement: Measurement):
+    (found,) = read_values(root, [measurement])
+    return found
+
+
+@pytest.mark.parametrize("make", [Trajectory, Representation, lambda **given: Coupling(**given, k=[2])])
+def test_the_value_of_a_prompt_is_what_the_analysis_finds_on_it_alone(make):
+    model, batches = tiny("gpt2", torch.float64), [*RandomText(num_batches=2)]
+    found = measure(model, make(batches=Listed(*batches)), run="r", step=0)
+    rows = [{name: part[row : row + 1] for name, part in batch.items()} for batch in batches for row in range(4)]
+    alone = [measure(model, make(batches=Listed(row)), run="r", step=0).records for row in rows]
+    values = [{place(record): record.value for record in of_row} for of_row in alone]
+    of_prompts = [record for record in found.records if record.by_prompt is not None]
+    assert len(of_prompts) > 5
+    for record in of_prompts:
+        truth = [of_row[place(record)] for of_row in values]
+        np.testing.assert_allclose(record.by_prompt, truth, rtol=2e-5, atol=1e-6)
+
+
+def place(record: Record) -> tuple:
+    """Without what tags count."""
+    tags = {name: tag for name, tag in record.tags.items() if not name.startswith("num_")}
+    return (*key_of(replace(record, tags=tags)), record.other_layer)
+
+
+def test_values_of_a_ratio_have_its_mean_and_error_and_stand_at_their_prompts():
+    ids = torch.randint(61, (5, 12), generator=torch.Generator().manual_seed(0))
+    mask = torch.ones_like(ids)
+    mask[1, 4:] = 0
+    mask[2, 1:] = 0  # one token: nothing to predict
+    found = measure(tiny("gpt2"), Lens(batches=Listed({"input_ids": ids, "attention_mask": mask})), run="r", step=0)
+    losses = [record for record in found.records if record.metric == "logit_lens_loss"]
+    assert losses
+    for record in [*losses, *(each for each in found.records if each.metric == "logit_lens_perplexity")]:
+        assert record.by_prompt is not None
+        assert np.isnan(record.by_prompt).tolist() == [False, False, True, False, False]
+        of_prompts = record.by_prompt[[0, 1, 3, 4]].astype(np.float64)
+        assert of_prompts.mean() == pytest.approx(record.value, rel=1e-5)
+        assert of_prompts.std(ddof=1) / 2 == pytest.approx(record.stderr, rel=1e-4)
+
+
+def test_a_watched_run_keeps_them_and_its_lines_and_weights_are_as_without(tmp_path):
+    ends, lines = [], []
+    for size in (0, 1):
+        root = tmp_path / str(size)
+        analyses = [Trajectory(batches=RandomText()), Lens(batches=RandomText())]
+        watch = EmergenceCallback(analyses, [0, 2, 4], root, run="r", values_mb=size)
+        ends.append(fit(root, [watch], steps=4)[1].state_dict())
+        lines.append(records.read(watch.file))
+    assert all(torch.equal(ends[0][name], ends[1][name]) for name in ends[0])
+    assert [m.records for m in lines[0]] == [m.records for m in lines[1]]
+    assert "by_prompt" not in (tmp_path / "1" / "measurements.jsonl").read_text()
+    assert not (tmp_path / "0" / "values").exists()
+    assert len([*(tmp_path / "1" / "values").rglob("*.parquet")]) == 6
+    for m in lines[1]:
+        there = kept(tmp_path / "1", m)
+        assert len(there) > 5
+        for record in (each for each in m.records if key_of(each) in there):
+            values = there[key_of(record)].astype(np.float64)
+            assert len(values) == 8
+            assert np.nanstd(values, ddof=1) / np.sqrt((~np.isnan(values)).sum()) == pytest.approx(
+                record.stderr, rel=1e-3
+            )
+
+
+def test_a_step_that_is_measured_again_replaces_its_file_and_a_stale_one_is_ignored(tmp_path):
+    store = Store(tmp_path / "measurements.jsonl", values=ValueFiles(tmp_path))
+    first, again = measured(), measured(seed=1)
+    told = store.add(first)
+    assert all(record.by_prompt is None for record in told.records)
+    path = path_of(tmp_path, first)
+    old = path.read_bytes()
+    store.add(again)
+    assert [*tmp_path.rglob("*.parquet")] == [path]
+    (line,) = store
+    for record in again.records:
+        np.testing.assert_array_equal(kept(tmp_path, line)[key_of(record)], record.by_prompt)
+    store.add(replace(line, provenance={**line.provenance, "audit": "clean"}))  # a verdict is written later
+    assert len(kept(tmp_path, line)) == 3
+    path.write_bytes(old)
+    assert "of other weights" in kept(tmp_path, line)
+
+
+def test_what_makes_no_curve_or_is_no_mean_is_not_kept(tmp_path):
+    m = measured()
+    one = m.records[0]
+    others = [replace(one, metric="pair", other_layer=2), replace(one, tags={"row": 1}), replace(one, value=9.0)]
+    others += [replace(one, tags={"split": "train"}), replace(one, metric="none", by_prompt=None)]
+    ValueFiles(tmp_path).write(replace(m, records=[*others, one]))
+    assert pq.read_table(path_of(tmp_path, m)).num_rows == 1
+
+
+def test_what_exceeds_the_size_is_left_out_at_every_step_and_told_once(tmp_path, caplog):
+    large, small = {"analysis": "large", "prompts": 20_000}, {"analysis": "small"}
+    files = ValueFiles(tmp_path, 1, checkpoints=5)
+    with caplog.at_level(logging.WARNING):
+        for step in range(5):
+            for given in (large, small):
+                files.write(measured(step, **given))
+    assert [record.getMessage().split(",")[0] for record in caplog.records] == [
+        "values_mb: the prompts' values of large"
+    ]
+    assert len([*tmp_path.rglob("small-*.parquet")]) == 5
+    assert not [*tmp_path.rglob("large-*.parquet")]
+    later = ValueFiles(tmp_path, 1)  # another command of one checkpoint, in the same folder
+    later.write(measured(7, prompts=70_000, analysis="large"))
+    later.write(measured(8, prompts=70_000, analysis="large"))
+    assert sum(path.stat().st_size for path in tmp_path.rglob("*.parquet")) <= 10**6
+
+
+def test_a_disk_that_takes_nothing_costs_the_values_alone(tmp_path, caplog):
+    (tmp_path / "values").write_text("a file in the way")
+    store = Store(tmp_path / "measurements.jsonl", values=ValueFiles(tmp_path))
+    store.add(measured(0))
+    store.add(measured(1))
+    assert len(records.read(store.path)) == 2
+    assert len(caplog.records) == 1
+
+
+def parquet(table: pa.Table, **options) -> bytes:
+    sink = io.BytesIO()
+    pq.write_table(table, sink, **options)
+    return sink.getvalue()
+
+
+HOSTILE = {
+    "empty": "is damaged",
+    "text": "is damaged",
+    "torn": "is damaged",
+    "flipped": "is damaged",
+    "rows": "no file of this measurement",
+    "columns": "other columns than metric, layer, tags, values",
+    "schema": "no file of this measurement",
+    "bomb": "too large: 33,554,43. values",
+    "size": "too large: 67,108,865 bytes",
+    "means": "of other weights",
+}
+
+
+def hostile(path: Path) -> dict[str, bytes]:
+    whole = path.read_bytes()
+    good = pq.read_table(path)
+    one, zeros = good.slice(0, 1), pa.array([[0.0] * 100], pa.list_(pa.float32()))
+    many = pa.array([np.zeros(2**25 + 1, np.float32)])
+    return {
+        "empty": b"",
+        "text": b"PAR1 not at all PAR1",
+        "torn": whole[: len(whole) // 2],
+        "flipped": whole[:40] + bytes(255 - byte for byte in whole[40:-60]) + whole[-60:],
+        "rows": parquet(pa.concat_tables([good] * 9), store_schema=False),
+        "columns": parquet(good.drop_columns("tags"), store_schema=False),
+        "schema": parquet(good),
+        "bomb": parquet(one.set_column(3, "values", many), store_schema=False),
+        "size": whole + bytes(MAX_BYTES + 1 - len(whole)),
+        "means": parquet(one.set_column(3, "values", zeros), store_schema=False),
+    }
+
+
+def test_files_that_are_not_ours_any_more_are_told_in_a_sentence_each_and_replaced(tmp_path):
+    files, steps = ValueFiles(tmp_path), [measured(step) for step in range(len(HOSTILE) + 1)]
+    for m in steps:
+        files.write(m)
+    contents = hostile(path_of(tmp_path, steps[0]))
+    for m, kind in zip(steps, HOSTILE, strict=False):
+        path_of(tmp_path, m).write_bytes(contents[kind])
+    *found, last = read_values(tmp_path, steps)
+    for sentence, told in zip(HOSTILE.values(), found, strict=True):
+        assert isinstance(told, str)
+        assert re.search(sentence, told), told
+    assert len(last) == 3
+    files.write(steps[2])
+    assert len(kept(tmp_path, steps[2])) == 3
+
+
+def test_a_file_that_ends_the_process_that_reads_it_is_named_and_the_next_are_read(tmp_path, monkeypatch):
+    files, steps = ValueFiles(tmp_path), [measured(step) for step in range(8)]
+    for m in steps:
+        files.write(m)
+    bad = {str(path_of(tmp_path, steps[number])) for number in (1, 3)}
+
+    def ask(request: bytes) -> bytes:
+        """As the process would, were it to die at the bad ones."""
+        before = list(itertools.takewhile(lambda line: json.loads(line)[0] not in bad, request.splitlines()))
+        return whole(b"\n".join(before)) if before else b""
+
+    whole = foreign_parquet._ask
+    monkeypatch.setattr(foreign_parquet, "_ask", ask)
+    found = read_values(tmp_path, steps)
+    assert [isinstance(told, str) for told in found] == [number in (1, 3) for number in range(8)]
+    assert "ends the process" in found[1]
+
+
+def test_a_line_cannot_bring_values_with_it(tmp_path):
+    store = Store(tmp_path / "measurements.jsonl")
+    store.add(measured())
+    line = json.loads(store.path.read_text())
+    line["records"][0]["by_prompt"] = [1.0]
+    store.path.write_text(json.dumps(line) + "\n")
+    with pytest.raises(InputError, match="by_prompt"):
+        records.read(store.path)
+
+
+@pytest.mark.parametrize("size", [-1, float("nan"), 0.5])
+def test_a_size_that_is_none_is_refused(size, tmp_path):
+    sentence = f"values_mb: expected {'at least 0' if size == -1 else 'a whole number'}, got {size}"
+    with pytest.raises(InputError, match=sentence):
+        EmergenceCallback([], [0], tmp_path, values_mb=size)
+    with pytest.raises(InputError, match=sentence):
+        analyze_series(OneModel(tmp_path), [], root=tmp_path / "root", values_mb=size)
