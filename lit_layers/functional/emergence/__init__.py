@@ -8,5 +8,14 @@ from lit_layers.functional.emergence.curve_times import (
     emergence_times,
     flat_p_value,
 )
+from lit_layers.functional.emergence.replicates import bootstrap_counts
 
-__all__ = ["FEWEST_CHECKPOINTS", "ChangePoint", "EmergenceTimes", "Time", "emergence_times", "flat_p_value"]
+__all__ = [
+    "FEWEST_CHECKPOINTS",
+    "ChangePoint",
+    "EmergenceTimes",
+    "Time",
+    "bootstrap_counts",
+    "emergence_times",
+    "flat_p_value",
+]

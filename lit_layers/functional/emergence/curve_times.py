@@ -12,21 +12,19 @@ from typing import Any, Literal, NamedTuple
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 from scipy import stats
-from scipy.linalg import solve_triangular
 
 from lit_layers.functional.emergence.drawn_curves import draw_curves
+from lit_layers.functional.emergence.replicates import DRAWS, covariance_of_mean, joint_scores, whole_rows
 
 Array = NDArray[np.floating[Any]]
 Scale = Literal["log", "linear"]
 
 FEWEST_CHECKPOINTS = 6
 EDGE = 0.1  # of the whole change: where a curve has left its first level, and where it has reached its last one
-DRAWS = 1000
 GRID = 300  # points at least on which a drawn curve is followed, more with more checkpoints
 PERMUTATIONS = 999
 SHORTEST = 2  # checkpoints of a piece between two change points
 LEAST_ERROR = 1e-4  # of the range of the values: for change points smaller errors count as this
-PRIOR_ROWS = 4  # by so many more the variance at one checkpoint is that of all: of few replicates it is rough
 
 
 class Time(NamedTuple):
@@ -71,9 +69,10 @@ def emergence_times(
     *,
     stderr: ArrayLike | None = None,
     replicates: ArrayLike | None = None,
+    counts: ArrayLike | None = None,
     scale: Scale = "log",
     confidence: float = 0.95,
-    seed: int = 0,
+    seed: int | Sequence[int] = 0,
 ) -> EmergenceTimes:
     """When a curve over steps changes, or that it does not.
 
@@ -106,27 +105,31 @@ def emergence_times(
         replicates: Copies of the curve of which `values` is the mean, a row for each prompt, test row or seed,
             (replicates, checkpoints), instead of `stderr`: the noise may then be alike at neighbouring checkpoints.
             A row with a gap where there is a value is left out.
+        counts: How often each draw takes each replicate, (1000, replicates), as `bootstrap_counts` says. Curves of the
+            same prompts that are given the same are drawn together: draw by draw their errors go with each other as
+            those of their means do, and `halfway_draws` compare one by one. Give each a seed of its own.
         scale: Whether the curve is smooth over log2(1 + step) or over the step.
         confidence: Of the intervals and the verdict.
         seed: Of the draws; the same input gives the same numbers.
 
     Raises:
         ValueError: fewer than 6 values, steps that do not increase or are negative, standard errors that are negative
-            or not finite where there is a value, both `stderr` and `replicates`, fewer than 2 whole replicates, shapes
-            that differ, an unknown scale, a confidence outside (0, 1).
+            or not finite where there is a value, both `stderr` and `replicates`, fewer than 2 whole replicates, counts
+            without replicates, shapes that differ, an unknown scale, a confidence outside (0, 1).
     """
     curve = _Curve.checked(steps, values, stderr, replicates, scale, confidence)
     rng = np.random.default_rng(seed)
     p_value = curve.p_value(rng)
-    counts = len(curve.x), curve.num_gaps
+    numbers = len(curve.x), curve.num_gaps
+    scores = None if counts is None else curve.scores(counts, rng)
     if not p_value <= 1 - confidence:
-        return EmergenceTimes(False, p_value, None, None, None, None, (), *counts)
+        return EmergenceTimes(False, p_value, None, None, None, None, (), *numbers)
     grid = curve.grid()
-    drawn = draw_curves(curve.x, curve.y, curve.noises(), grid, DRAWS, rng)
+    drawn = draw_curves(curve.x, curve.y, curve.noises(), grid, DRAWS, rng, scores)
     landmarks = _landmarks(drawn, grid, np.searchsorted(grid, curve.x))
     onset, halfway, peak, plateau = (curve.time(positions, confidence) for positions in landmarks)
     changes = curve.change_points(confidence, rng)
-    return EmergenceTimes(True, p_value, onset, halfway, peak, plateau, changes, *counts, curve.step(landmarks[1]))
+    return EmergenceTimes(True, p_value, onset, halfway, peak, plateau, changes, *numbers, curve.step(landmarks[1]))
 
 
 def flat_p_value(
@@ -153,6 +156,7 @@ class _Curve:
     y: Array
     covariance: Array | None
     rows: Array | None
+    whole: NDArray[np.bool_] | None  # which of the replicates these are
     scale: Scale
     num_gaps: int
 
@@ -184,7 +188,7 @@ class _Curve:
         if there.sum() < FEWEST_CHECKPOINTS:
             raise ValueError(f"expected values at {FEWEST_CHECKPOINTS} checkpoints or more, got {there.sum()}")
         x, y = x[there], y[there]
-        rows = None if replicates is None else _whole_rows(replicates, there)
+        whole, rows = (None, None) if replicates is None else whole_rows(replicates, there)
         # By a power of two: exact, moves no time, and no square overflows or vanishes.
         unit = -int(np.frexp(max(np.abs(y).max(), 0 if rows is None else np.abs(rows).max()))[1])
         covariance, y = None, np.ldexp(y, unit)
@@ -192,8 +196,8 @@ class _Curve:
             covariance = np.diag(_errors(stderr, there, unit) ** 2)
         elif rows is not None:
             rows = np.ldexp(rows, unit)
-            covariance = _covariance_of_mean(rows, x)
-        return cls(x, y, covariance, rows, scale, int((~there).sum()))
+            covariance = covariance_of_mean(rows, x)
+        return cls(x, y, covariance, rows, whole, scale, int((~there).sum()))
 
     def step(self, x: Array) -> Array:
         return np.exp2(x) - 1 if self.scale == "log" else x
@@ -206,6 +210,15 @@ class _Curve:
         between = max(2, GRID // len(self.x))
         parts = [np.linspace(a, b, between, endpoint=False) for a, b in zip(self.x[:-1], self.x[1:], strict=True)]
         return np.concatenate([*parts, self.x[-1:]])
+
+    def scores(self, counts: ArrayLike, rng: np.random.Generator) -> Array:
+        """What the errors of each draw are, (draws, checkpoints), in units of their covariance."""
+        if self.rows is None or self.whole is None:
+            raise ValueError("expected replicates with counts, which say how often each draw takes each of them")
+        taken = np.asarray(counts)
+        if taken.shape != (DRAWS, len(self.whole)):
+            raise ValueError(f"expected counts of shape ({DRAWS}, {len(self.whole)}), got {taken.shape}")
+        return joint_scores(self.rows, taken[:, self.whole], rng)
 
     def noises(self) -> list[Array]:
         """What the covariance of the errors is, or may be."""
@@ -286,58 +299,6 @@ def _errors(stderr: ArrayLike, there: NDArray[np.bool_], unit: int) -> Array:
     errors = np.where(errors == 0, errors[errors > 0].min(), errors)
     with np.errstate(over="ignore"):
         return np.ldexp(errors, unit).clip(1e-100, 1e100)
-
-
-def _whole_rows(replicates: ArrayLike, there: NDArray[np.bool_]) -> Array:
-    rows = np.asarray(replicates, dtype=np.float64)
-    if rows.ndim != 2 or rows.shape[1:] != there.shape:
-        raise ValueError(f"expected replicates of shape (replicates, {len(there)}), got {rows.shape}")
-    rows = rows[:, there]
-    rows = rows[np.isfinite(rows).all(1)]
-    if len(rows) < 2:
-        raise ValueError(f"expected 2 replicates or more with a value wherever the curve has one, got {len(rows)}")
-    return rows
-
-
-def _covariance_of_mean(rows: Array, x: Array) -> Array:
-    """Of the mean of rows, each freed of its own mean over checkpoints, which moves no time.
-
-    Few rows tell little of how errors go together at n checkpoints: their correlations count as (rows - 1) against n
-    of a smooth one (`_smooth_correlation`), as with an inverse Wishart prior; variances are drawn towards their mean,
-    and all is wider by the square of Student's over the normal quantile, since the spread of few rows is a guess.
-    """
-    count, n = rows.shape
-    residuals = rows - rows.mean(1, keepdims=True)
-    residuals = residuals - residuals.mean(0)
-    squares = (residuals**2).sum(0)
-    variance = (squares + PRIOR_ROWS * squares.mean() / (count - 1)) / (count - 1 + PRIOR_ROWS)
-    if not variance.any():
-        return np.zeros((n, n))
-    scaled = residuals / np.sqrt(variance)
-    smooth = _smooth_correlation(scaled, x)
-    correlation = (scaled.T @ scaled + n * smooth) / (count - 1 + n)
-    correlation = correlation / np.sqrt(np.outer(np.diag(correlation), np.diag(correlation)))
-    wider = (stats.t.ppf(0.975, count - 1) / stats.norm.ppf(0.975)) ** 2
-    return wider * correlation * np.sqrt(np.outer(variance, variance)) / count
-
-
-def _smooth_correlation(residuals: Array, x: Array) -> Array:
-    """The most likely correlation between checkpoints that falls with their distance to a share: Matern 1/2 or 3/2."""
-    count, n = residuals.shape
-    span, distance = x[-1] - x[0], np.abs(x[:, None] - x)
-    level, free = np.full((n, n), 100.0), np.eye(n) - 1 / n  # residuals have no level
-    best, most = np.eye(n), -np.inf
-    for length in np.geomspace(span / n, span, 6):
-        rough = np.exp(-distance / length)
-        for shape in (rough, rough * (1 + distance / length)):
-            for share in (0.0, 0.25, 0.5, 0.75, 0.95):
-                kernel = share * shape + (1 - share) * np.eye(n)
-                factor = np.linalg.cholesky(kernel + level)
-                spread = (solve_triangular(factor, residuals.T, lower=True) ** 2).sum()
-                likely = -(count - 1) * ((n - 1) / 2 * np.log(spread) + np.log(np.diag(factor)).sum())
-                if likely > most:
-                    best, most = free @ kernel @ free, likely
-    return best / np.sqrt(np.outer(np.diag(best), np.diag(best)))
 
 
 def _p_of_rows(rows: Array) -> float:
