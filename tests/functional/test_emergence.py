@@ -287,6 +287,11 @@ def test_intervals_hold_as_often_as_they_say(count):
 def test_bad_input_is_refused_with_a_sentence():
     flat, stderr = np.arange(8.0), np.ones(8)
     for sentence, given, options in (
+        (
+            "at no more than 1,000 checkpoints (some of them, or means of neighbouring ones), got 1,001",
+            (range(1001),) * 2,
+            {},
+        ),
         ("at 6 checkpoints or more, got 5", (np.arange(8), [1, 2, 3, 4, 5, *[np.nan] * 3]), {}),
         *(
             ("steps of 0 or more, below 2^63, that increase", (steps, flat), {})

@@ -19,7 +19,7 @@ from lit_layers.functional.emergence.replicates import DRAWS, covariance_of_mean
 Array = NDArray[np.floating[Any]]
 Scale = Literal["log", "linear"]
 
-FEWEST_CHECKPOINTS = 6
+FEWEST_CHECKPOINTS, MOST_CHECKPOINTS = 6, 1000  # a thousand take a minute and 5 GB, ten thousand would hours and 500
 EDGE = 0.1  # of the whole change: where a curve has left its first level, and where it has reached its last one
 GRID = 300  # points at least on which a drawn curve is followed, more with more checkpoints
 PERMUTATIONS = 999
@@ -113,9 +113,9 @@ def emergence_times(
         seed: Of the draws; the same input gives the same numbers.
 
     Raises:
-        ValueError: fewer than 6 values, steps that do not increase or are negative, standard errors that are negative
-            or not finite where there is a value, both `stderr` and `replicates`, fewer than 2 whole replicates, counts
-            without replicates, shapes that differ, an unknown scale, a confidence outside (0, 1).
+        ValueError: fewer than 6 values or more than 1,000, steps that do not increase or are negative, standard errors
+            that are negative or not finite where there is a value, both `stderr` and `replicates`, fewer than 2 whole
+            replicates, counts without replicates, shapes that differ, an unknown scale, a confidence outside (0, 1).
     """
     curve = _Curve.checked(steps, values, stderr, replicates, scale, confidence)
     rng = np.random.default_rng(seed)
@@ -187,6 +187,9 @@ class _Curve:
         there = np.isfinite(y)
         if there.sum() < FEWEST_CHECKPOINTS:
             raise ValueError(f"expected values at {FEWEST_CHECKPOINTS} checkpoints or more, got {there.sum()}")
+        if there.sum() > MOST_CHECKPOINTS:
+            most = f"no more than {MOST_CHECKPOINTS:,} checkpoints (some of them, or means of neighbouring ones)"
+            raise ValueError(f"expected values at {most}, got {there.sum():,}")
         x, y = x[there], y[there]
         whole, rows = (None, None) if replicates is None else whole_rows(replicates, there)
         # By a power of two: exact, moves no time, and no square overflows or vanishes.
