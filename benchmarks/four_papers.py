@@ -46,7 +46,7 @@ from lit_layers.report.side_by_side import Line, difference
 
 PAGE = Path(__file__).parents[1] / "docs" / "studies" / "four_papers.md"
 DATA = PAGE.with_suffix(".parquet")
-TABLE = re.compile(r"(<!-- table: (?P<name>[\w ]+) -->\n).*?(\n<!-- end of table -->)", re.DOTALL)
+TABLE = re.compile(r"(<!-- table: (?P<name>[\w ]+) -->\n).*?(<!-- end of table -->)", re.DOTALL)
 COLUMNS = ("metric", "layer", "other_layer", "value", "stderr")
 OF_PAIRS = {"coupling_pair", "layer_cosine"}
 OF_BLOCKS = {"step_norm", "state_norm"}
@@ -100,8 +100,8 @@ SEEDS = "seeds"
 
 
 def pack(roots: Iterable[Path], out: Path) -> None:
-    """Writes the measurements of all finished cells of the sweeps as one table."""
-    frames = []
+    """Writes the measurements of the cells of the sweeps as one table; what has not come to its end is left out."""
+    frames: dict[str, pd.DataFrame] = {}
     for folder in sorted(path.parent for root in roots for path in root.glob("*/measurements.jsonl")):
         if (match := FOLDER.fullmatch(folder.name)) is None:
             raise SystemExit(f"{folder}: expected a cell of the study's sweeps")
@@ -114,8 +114,14 @@ def pack(roots: Iterable[Path], out: Path) -> None:
             for record in m.records
             if _is_kept(record)
         ]
-        frames.append(pd.DataFrame(rows).assign(run=f"{MODELS[match['what']]}{shuffled}, seed {match['seed']}"))
-    table = pd.concat(frames, ignore_index=True)
+        run = f"{MODELS[match['what']]}{shuffled}, seed {match['seed']}"
+        frames[run] = pd.DataFrame(rows).assign(run=run)
+    for model in MODELS.values():
+        steps = {run: frame["step"].nunique() for run, frame in frames.items() if run.startswith(model)}
+        for run in [run for run, number in steps.items() if number < max(steps.values())]:
+            print(f"left out: {run} has {steps[run]} of {max(steps.values())} checkpoints")
+            del frames[run]
+    table = pd.concat(frames.values(), ignore_index=True)
     table["tokens"] = pd.to_numeric(table["tokens"])  # images have none
     whole = [name for name in table if pd.api.types.is_numeric_dtype(table[name]) and name not in ("value", "stderr")]
     table = table.astype(dict.fromkeys(whole, "Int32") | {"value": "float32", "stderr": "float32"})
@@ -300,7 +306,7 @@ def forecasts(study: Study) -> Table:
     """Errors of forecasts from the first tenth of training, seed by seed held out."""
     yield ["of, forecast by", "mean error", "of the baseline's", "of the loss's", "80% intervals that hold", "width"]
     for group, loss in FORECAST.items():
-        curves = [curve for run in study.curves[group].values() for curve in run]
+        curves = [curve for asked in ASKED for curve in study.seeds_of(group, asked)]
         found = forecast_models(early_parts(curves, 0.1, loss=loss), measure_times(curves))
         for heading, rows in error_rows(found):
             yield from ([f"{group}: {heading.split(',')[0]}, {name}", *cells] for name, *cells in rows)
@@ -326,7 +332,7 @@ def with_tables(page: str, tables: Mapping[str, list[list[str]]]) -> str:
     def written(match: re.Match[str]) -> str:
         head, *rows = tables[match["name"]]
         lines = [head, ["---"] * len(head), *rows]
-        return match[1] + "\n".join(f"| {' | '.join(row)} |" for row in lines) + match[3]
+        return match[1] + "".join(f"| {' | '.join(row)} |\n" for row in lines) + match[3]
 
     return TABLE.sub(written, page)
 

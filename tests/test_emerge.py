@@ -96,6 +96,14 @@ def test_the_probability_of_an_order_is_that_of_all_pairs_of_draws(clock):
     assert probability_before(first, first) == pytest.approx(0.5)
 
 
+def test_marks_of_a_run_have_its_colour_hollow_ones_too(clock):
+    other = [replace(curve, run="other") for curve in clock.curves]
+    both = timeline(Clock(clock.curves + other, clock.times * 2))
+    looks = {(each.name, each.color) for each in both.series}
+    assert len(both.series) == 4
+    assert len(looks) == 2, "colours are by name"
+
+
 def test_figures_and_sentences_say_the_times(clock):
     chart = timeline(clock)
     titles = [curve.title for curve, _ in emerged_in_order(clock, "planted")]

@@ -170,7 +170,7 @@ def timeline(clock: Clock, *, axis: AxisName = "step") -> Chart:
             Series(x=at, y=rounded(place(t.value) for t in half), texts=texts, interval="bars", **ends, **mark, **look)
         )
         peaks = [f"{by_key[keys[row]][0][1].title}: peak at {time_text(found.peak)}" for row, found in mine]
-        hollow = look | {"mark": f"{symbol_of(number)}-open", "size": 5}
+        hollow = look | {"mark": f"{symbol_of(number)}-open", "size": 5, "name": mark["name"]}
         series.append(Series(x=at, y=rounded(place(t.value) for t in peak), texts=peaks, **hollow))
     labels = {rows[key]: by_key[key][0][1].title for key in keys}
     down = Axis(labels=labels, ends=(-0.6, len(keys) - 0.4), reverse=True, grid=False)

@@ -1,0 +1,91 @@
+"""The study of four papers: its tables follow from its measurements, and some of them by other code."""
+
+import re
+from pathlib import Path
+
+import numpy as np
+import pandas as pd
+import pytest
+from scipy import stats
+
+ROOT = Path(__file__).parents[1]
+PAGE = ROOT / "docs" / "studies" / "four_papers.md"
+NUMBER = re.compile(r"-?\d[\d,]*\.?\d*(?:e[-+]\d+)?")
+
+
+@pytest.fixture(scope="module")
+def measured():
+    return pd.read_parquet(PAGE.with_suffix(".parquet"))
+
+
+def table(name: str) -> pd.DataFrame:
+    """A table of the page, its first column the index."""
+    text = PAGE.read_text(encoding="utf-8").split(f"<!-- table: {name} -->\n")[1].split("<!-- end of table -->")[0]
+    head, _, *rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in text.strip().splitlines()]
+    return pd.DataFrame(rows, columns=head)
+
+
+def numbers(text: str) -> list[float]:
+    return [float(number.replace(",", "")) for number in NUMBER.findall(text)]
+
+
+def last(measured: pd.DataFrame, group: str, metric: str, **tags) -> np.ndarray:
+    """The value of each seed at its last checkpoint."""
+    chosen = measured[measured["run"].str.fullmatch(rf"{group}, seed \d+") & (measured["metric"] == metric)]
+    for name, tag in tags.items():
+        chosen = chosen[chosen[name] == tag]
+    chosen = chosen[chosen["step"] == chosen["step"].max()]
+    assert not chosen["run"].duplicated().any()
+    return chosen["value"].to_numpy(dtype=np.float64)
+
+
+@pytest.mark.parametrize(
+    ("title", "metric", "tags"),
+    [
+        ("coupling, k = 12", "coupling", {"k": 12}),
+        ("prompt entropy", "prompt_entropy", {"normalization": "raw", "drop_first": 0, "layer": pd.NA}),
+        ("loss of the readout, last layer", "logit_lens_loss", {"layer": 12}),
+    ],
+)
+def test_values_at_the_end_are_means_over_seeds_with_students_interval(measured, title, metric, tags):
+    line = table("last values").set_index("at the last checkpoint").loc[f"GPT-2: {title}"]
+    whole = measured if "layer" not in tags or tags["layer"] is not pd.NA else measured[measured["layer"].isna()]
+    tags = {name: tag for name, tag in tags.items() if tag is not pd.NA}
+    data, shuffled = (last(whole, group, metric, **tags) for group in ("GPT-2", "GPT-2, shuffled tokens"))
+    for column, seeds in (("data", data), ("shuffled", shuffled)):
+        ends = stats.t.interval(0.95, len(seeds) - 1, seeds.mean(), stats.sem(seeds))
+        assert numbers(line[column]) == pytest.approx([seeds.mean(), *ends], rel=6e-3)  # three digits stand there
+    ends = stats.ttest_ind(data, shuffled, equal_var=False).confidence_interval(0.95)
+    assert numbers(line["difference"]) == pytest.approx([data.mean() - shuffled.mean(), *ends], rel=6e-3)
+
+
+def test_the_harm_of_skipping_goes_with_coupling_as_said(measured):
+    line = table("over training").set_index("step").loc["GPT-2: skip_one, coupling, k = 12"]
+    rho = []
+    for _, run in measured[measured["run"].str.fullmatch(r"GPT-2, seed \d+")].groupby("run"):
+        now = run[run["step"] == 384]
+        skipped = now[(now["metric"] == "variant_loss") & (now["variant"] == "skip_one")].set_index("layer")["value"]
+        pairs = now[(now["metric"] == "coupling_pair") & (now["k"] == 12) & (now["layer"] != now["other_layer"])]
+        both = [pairs[(pairs["layer"] == b) | (pairs["other_layer"] == b)]["value"].mean() for b in skipped.index]
+        rho.append(stats.spearmanr(both, skipped).statistic)
+    assert len(rho) == 5
+    assert numbers(line["384"])[0] == pytest.approx(np.mean(rho), abs=6e-3)
+
+
+def test_the_measurements_are_small_and_whole(measured):
+    assert PAGE.with_suffix(".parquet").stat().st_size < 20e6
+    steps = measured.groupby("run")["step"].nunique()
+    assert (steps[steps.index.str.startswith("GPT-2")] == 20).all()
+    assert (steps[steps.index.str.startswith("ViT")] == 18).all()
+
+
+@pytest.mark.soak
+def test_the_pages_tables_are_drawn_from_its_measurements(monkeypatch):
+    """As numbers: another CPU may draw another curve, or round a last digit to the other side."""
+    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
+    import four_papers as study
+
+    page = PAGE.read_text(encoding="utf-8")
+    again = study.with_tables(page, study.tables_of(study.Study.of(study.unpack(study.DATA))))
+    assert NUMBER.sub("#", again) == NUMBER.sub("#", page)
+    assert numbers(again) == pytest.approx(numbers(page), rel=0.05, abs=0.02)
