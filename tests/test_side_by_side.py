@@ -10,6 +10,7 @@ from scipy import stats
 from lit_layers import records
 from lit_layers.cli.main import main
 from lit_layers.clock.step_curves import StepCurve
+from lit_layers.figures.labels import DASH, whole
 from lit_layers.records import Measurement, Record
 from lit_layers.report.side_by_side import (
     Line,
@@ -162,6 +163,11 @@ def test_welchs_degrees_of_freedom_are_the_same_in_any_unit():
     found = [difference(*(Line.of("a", [curve(u * row, range(5)) for row in r]) for r in rows)) for u in (1, 1e-100)]
     assert found[1].df == pytest.approx(found[0].df)
     assert found[1].high * 1e100 == pytest.approx(found[0].high)
+
+
+def test_means_of_whole_numbers_have_three_digits():
+    texts = [whole(number) for number in (0, 12.0, 1_234_567, 25 / 3, -29.2655, 2 / 3, np.nan)]
+    assert texts == ["0", "12", "1234567", "8.33", "\N{MINUS SIGN}29.3", "0.667", DASH]
 
 
 def test_the_command_writes_the_page_the_table_and_the_pictures(seeds, tmp_path, monkeypatch, capsys):

@@ -82,4 +82,5 @@ def value(number: float | None) -> str:
 
 def whole(number: float) -> str:
     """Returns a number that is a whole one, or the mean of some; a dash where there is none."""
-    return DASH if math.isnan(number) else f"{number:g}".replace("-", MINUS, 1)
+    text = f"{number:.0f}" if number % 1 == 0 else f"{number:.3g}"
+    return DASH if math.isnan(number) else text.replace("-", MINUS, 1)
