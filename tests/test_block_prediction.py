@@ -159,7 +159,7 @@ def test_the_planted_relation_is_found_after_step_zero_and_not_at_it(run):
 def test_a_checkpoint_with_a_gap_is_counted_and_seeds_are_pooled(run, tmp_path):
     write_run(tmp_path / "other", 1, gap=True)
     tables = [table for root in (run[0], tmp_path / "other") for table in block_tables(root)]
-    table = prediction_table(tables, pooled="2 seeds")
+    table = prediction_table(tables, pooled=True)
     gap = row(table, run="other", step=None, harm="skip_one", predictor="coupling, k = 4", given="")
     assert (gap["num_checkpoints"], gap["num_undefined"]) == (5, 1)
     both = row(table, run="2 seeds", step=None, harm="skip_one", predictor="influence", given="")
@@ -169,6 +169,10 @@ def test_a_checkpoint_with_a_gap_is_counted_and_seeds_are_pooled(run, tmp_path):
     ]
     assert both["rho"] == pytest.approx(np.mean(means))
     assert not len(table[(table["run"] == "other") & (table["step"] == 16) & (table["harm"] == "skip_one")])
+    (skip, _) = block_tables(tmp_path / "other")
+    partly = prediction_table([*tables, replace(skip, run="third")], pooled=True)
+    pooled = partly[partly["run"].str.endswith("seeds")]
+    assert {(each.run, each.harm) for each in pooled.itertuples()} == {("3 seeds", "skip_one"), ("2 seeds", "switch")}
 
 
 def test_the_command_writes_table_figure_and_section_and_a_run_without_harms_has_none(run, tmp_path):

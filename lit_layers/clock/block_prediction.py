@@ -169,7 +169,7 @@ def _by_block(values: Mapping[int, float], last: int, *, first: int = 1) -> Arra
     return np.array([values.get(block, np.nan) for block in range(first, last + 1)])
 
 
-def prediction_table(tables: Sequence[BlockTable], *, pooled: str = "") -> pd.DataFrame:
+def prediction_table(tables: Sequence[BlockTable], *, pooled: bool = False) -> pd.DataFrame:
     """Returns Spearman's rho of harm and predictor over blocks: of each checkpoint, and over training.
 
     A row without a step is the mean over the trained checkpoints, those after step 0, whose own rows are what untrained
@@ -179,7 +179,7 @@ def prediction_table(tables: Sequence[BlockTable], *, pooled: str = "") -> pd.Da
 
     Args:
         tables: of one run or more.
-        pooled: also over these runs, as seeds of one, under that name.
+        pooled: also over those of these runs that have a change, as seeds of one, called `3 seeds`.
     """
     rows = []
     kinds = list(dict.fromkeys((table.analysis, table.harm) for table in tables))
@@ -187,7 +187,7 @@ def prediction_table(tables: Sequence[BlockTable], *, pooled: str = "") -> pd.Da
         mine = [table for table in tables if (table.analysis, table.harm) == (analysis, harm)]
         groups = [(table.run, [table]) for table in mine]
         if pooled and len(mine) > 1:
-            groups.insert(0, (pooled, mine))
+            groups.insert(0, (f"{len(mine)} seeds", mine))
         for name, group in groups:
             common = sorted(set.intersection(*(set(table.steps) for table in group)))
             for predictor in _common_predictors(group):

@@ -163,8 +163,8 @@ def agreement_table(clock: Clock) -> pd.DataFrame:
     rows = []
     for a, b in itertools.combinations(clock.runs, 2):
         common = [key for key in halfway[a] if key in halfway[b]]
-        places = [[halfway[run][key] for key in common] for run in (a, b)]
-        if len(common) >= FEWEST_COMMON and all(len({*each}) > 1 for each in places):
-            rho: Any = stats.spearmanr(*places)
+        one, other = ([halfway[run][key] for key in common] for run in (a, b))
+        if len(common) >= FEWEST_COMMON and min(len({*one}), len({*other})) > 1:
+            rho: Any = stats.spearmanr(one, other)
             rows.append({"run_a": a, "run_b": b, "spearman": float(rho.statistic), "n": len(common)})
     return pd.DataFrame(rows, columns=["run_a", "run_b", "spearman", "n"])

@@ -60,14 +60,14 @@ def write_emergence(
     axis: AxisName = "step",
     layers: Sequence[LayerCurve] = (),
     blocks: Sequence[BlockTable] = (),
-    seeds: str = "",
+    seeds: bool = False,
     forecasts: ModelForecasts | None = None,
 ) -> list[Path]:
     """Writes emergence.html, times and order as .csv and .parquet, agreement.csv, and the figures as .png, .svg, .pdf.
 
     Of numbers with `layers` also layers.csv and .parquet; of runs that say what single blocks are worth blocks.csv and
-    .parquet, over these runs, too, where `seeds` is what they are called together. Of `forecasts` forecast.csv and
-    .parquet, and forecast_errors.csv.
+    .parquet, over these runs, too, where they are `seeds` of one. Of `forecasts` forecast.csv and .parquet, and
+    forecast_errors.csv.
 
     Returns their paths, the page first. Files of these names are replaced.
 

@@ -102,7 +102,7 @@ def emerge(
     if seeds and lacking:
         clock.left_out[f"over {together}: not all of them have it at common steps"] = lacking
     forecasts = None if early is None else forecast_models(early, clock, confidence=confidence, seed=seed)
-    paths = write_emergence(clock, folder, axis=axis, layers=layers, blocks=blocks, seeds=together, forecasts=forecasts)
+    paths = write_emergence(clock, folder, axis=axis, layers=layers, blocks=blocks, seeds=seeds, forecasts=forecasts)
     _show(clock, axis)
     print(*(forecast_sentences(forecasts) if forecasts else ()), sep="\n")
     pictures = [path for path in paths if path.suffix in (".png", ".svg", ".pdf")]
