@@ -15,7 +15,7 @@ RECIPES = "\n".join(path.read_text() for path in sorted((ROOT / "recipes").rglob
 FUNCTIONAL = ROOT / "lit_layers" / "functional"
 METRIC_FILES = functional._FILES
 PLUMBING = {"jacobian.block_call", "jacobian.attention", "jacobian.linear_cut", "jacobian.one_token"}
-PLUMBING |= {"emergence.drawn_curves"}
+PLUMBING |= {"emergence.drawn_curves", "emergence.replicates"}
 
 
 def tree_of(file: str) -> ast.Module:
