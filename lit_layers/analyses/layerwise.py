@@ -18,7 +18,7 @@ from torch import Tensor
 
 from lit_layers.analyses.base import Analysis, DividedAnalysis, States, in_convention
 from lit_layers.analyses.statistics import with_a_value
-from lit_layers.errors import InputError
+from lit_layers.errors import InputError, refused
 from lit_layers.models.shared_pass import pieces, row_digests
 from lit_layers.models.streaming import Entered, StreamedModel
 from lit_layers.models.view import Batch, BlockCall, LayeredModel
@@ -243,15 +243,16 @@ class TensorFolder:
 def save(content: Any, path: Path) -> None:
     """Replaces `path` as a whole, and returns when it is on the disk."""
     partial = path.with_name(f".{path.name}.{os.getpid()}")
-    try:
-        with open(partial, "wb") as file:
-            torch.save(content, file)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(partial, path)
-    except OSError as error:
-        partial.unlink(missing_ok=True)
-        raise InputError(f"cannot write {path}: {(error.strerror or str(error)).lower()}") from error
+    with refused(f"cannot write {path}"):
+        try:
+            with open(partial, "wb") as file:
+                torch.save(content, file)
+                file.flush()
+                os.fsync(file.fileno())
+            os.replace(partial, path)
+        except OSError:
+            partial.unlink(missing_ok=True)
+            raise
 
 
 class _Walk:
@@ -428,10 +429,8 @@ def _digest(batches: list[Batch]) -> str:
 
 
 def _make(folder: Path) -> None:
-    try:
+    with refused(f"cannot write {folder}"):
         folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise InputError(f"cannot write {folder}: {(error.strerror or str(error)).lower()}") from error
 
 
 def _compact(tensor: Tensor) -> Tensor:

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from lit_layers.durable import write_json
-from lit_layers.errors import InputError
+from lit_layers.errors import refused
 from lit_layers.figures.plane import LayerScores, layer_choice
 from lit_layers.figures.vega import write_charts
 from lit_layers.functional.probe import LogisticProbes
@@ -41,10 +41,8 @@ class Selection:
         Raises:
             InputError: a folder that cannot be made.
         """
-        try:
+        with refused(f"out: cannot write {folder}"):
             folder.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            raise InputError(f"out: cannot write {folder}: {(error.strerror or str(error)).lower()}") from error
         task, choice = self.task, self.choice
         content = {
             "model": self.files.model,

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from lit_layers.errors import InputError
 from lit_layers.series.auditing import audit
 from lit_layers.series.checkpoint import Checkpoint, Grammar, Listing, Series
-from lit_layers.series.checkpoint_sources import TOKENIZER, FolderSource, Hub, HubSource, Retry, Source, at_once
+from lit_layers.series.checkpoint_sources import TOKENIZER, FolderSource, Hub, HubSource, Source, at_once
 from lit_layers.series.hub_series import MAIN, HubRevisions, Manifest, known_facts
 from lit_layers.series.local_series import LightningCheckpoints, StepFolders
 from lit_layers.series.weight_files import ListedFile
@@ -39,19 +39,18 @@ class Models(Series):
         *,
         name: str = "models",
         tokenizers: Mapping[str, str] | None = None,
-        retry: Retry | None = None,
     ) -> None:
         if isinstance(models, str) or not models:
             raise InputError(f"models: expected a list of folders or names on the Hub, got {models!r}")
         if double := [model for model in models if list(models).count(model) > 1]:
             raise InputError(f"models: {double[0]} is there twice")
-        self.models, self.name, self.tokenizers, self._retry = list(models), name, dict(tokenizers or {}), retry
+        self.models, self.name, self.tokenizers = list(models), name, dict(tokenizers or {})
 
     def find(self) -> Listing:
         for model in self.models:
             if model.startswith((".", "/", "~")) and not os.path.isdir(model):
                 raise InputError(f"models: expected a folder with a model, {model} does not exist")
-        hub = None if all(map(os.path.isdir, self.models)) else Hub(self._retry)
+        hub = None if all(map(os.path.isdir, self.models)) else Hub()
         sources = at_once(lambda model: _source(hub, model), self.models)
         reasons = [source.why if isinstance(source, HubSource) else None for source in sources]
         if all(reasons):
@@ -204,7 +203,7 @@ UNAUDITED = "unaudited"
 _NAME = re.compile(r"[\w.-]+(/[\w.-]+)?(@[\w./-]+)?")
 
 
-def find_checkpoint(name: str, *, audited: bool = True, retry: Retry | None = None) -> tuple[Checkpoint, str]:
+def find_checkpoint(name: str, *, audited: bool = True) -> tuple[Checkpoint, str]:
     """The checkpoint in a folder or at NAME[@REVISION] of the Hub, and the verdict of the audit of its whole series.
 
     Its step and tokens are known where it belongs to a series of steps; elsewhere there is nothing to audit it against,
@@ -229,10 +228,10 @@ def find_checkpoint(name: str, *, audited: bool = True, retry: Retry | None = No
     if revision not in ("", MAIN):
         step = Grammar("stages").parse(revision)
         staged = {} if step is None else {"stage": step.stage, "ingredient": step.ingredient}
-        judged = _in_series(HubRevisions(repo, retry=retry, **staged), revision, audited)
+        judged = _in_series(HubRevisions(repo, **staged), revision, audited)
         if judged is not None:
             return judged
-    (checkpoint,) = Models([name], name=repo, retry=retry)
+    (checkpoint,) = Models([name], name=repo)
     return (_last_step(checkpoint, repo) if revision in ("", MAIN) else checkpoint), UNAUDITED
 
 

@@ -4,6 +4,7 @@ Scores are means over rows with their errors; they are kept in one JSON file for
 interrupted run goes on where it was.
 """
 
+import contextlib
 import hashlib
 import json
 import math
@@ -239,7 +240,8 @@ class ResultFolder:
 
     def read(self, schedule: Sequence[Step]) -> TaskScores | None:
         """What was found of this schedule; None where there is nothing, or a damaged file."""
-        try:
+        damaged = (ValueError, KeyError, TypeError, AttributeError)
+        with refused(f"results: cannot read {self.folder}"), contextlib.suppress(FileNotFoundError, *damaged):
             result = json.loads(self.file(schedule).read_text(encoding="utf-8"))
             if result["schedule"] != format_schedule(schedule):
                 return None
@@ -248,12 +250,7 @@ class ResultFolder:
                 log_likelihoods=[_numbers(line) for line in result["log_likelihoods"]],
                 **{name: result[name] for name in _AS_THEY_ARE},
             )
-        except FileNotFoundError:
-            return None
-        except OSError as error:
-            raise InputError(f"results: cannot read {self.folder}: {(error.strerror or str(error)).lower()}") from error
-        except (ValueError, KeyError, TypeError, AttributeError):
-            return None
+        return None
 
     def write(self, schedule: Sequence[Step], scores: TaskScores, facts: dict[str, Any]) -> None:
         """Returns when the file is on the disk. `facts` are for its readers.

@@ -1,5 +1,6 @@
 """Tasks of MTEB as analyses: the official score of every layer of a model, and means over tasks at each layer."""
 
+import contextlib
 import hashlib
 import json
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -20,7 +21,7 @@ from lit_layers.analyses.statistics import rounding_records
 from lit_layers.data.prompt_texts import GivenTexts, TextBatches
 from lit_layers.data.tokenization import TextTokenizer, load_tokenizer, tokenizer_hash
 from lit_layers.durable import write_json
-from lit_layers.errors import InputError
+from lit_layers.errors import InputError, refused
 from lit_layers.identity import settings_of
 from lit_layers.models.bfloat16 import BFloat16View
 from lit_layers.models.build import weights_hash
@@ -231,15 +232,10 @@ def _file(folder: Path, layer: int) -> Path:
 
 def _read(path: Path) -> dict[str, Any] | None:
     """A layer's result; None where there is none, or a damaged one."""
-    try:
+    result: Any = None
+    with refused(f"root: cannot write {path.parent}"), contextlib.suppress(FileNotFoundError, ValueError):
         path.parent.mkdir(parents=True, exist_ok=True)
         result = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        return None
-    except OSError as error:
-        raise InputError(f"root: cannot write {path.parent}: {(error.strerror or str(error)).lower()}") from error
-    except ValueError:
-        return None
     return result if isinstance(result, dict) and "main_score" in result else None
 
 

@@ -306,7 +306,7 @@ def test_a_cell_that_is_taken_is_taken_once(tmp_path):
         (["--shard", "half"], "shard: expected auto or i/n, such as 0/4, got 'half'"),
         (["--shards", "0/2"], "unknown option --shards; did you mean --shard?"),
         (["--root", "/proc/nowhere"], "root: cannot make /proc/nowhere: no such file"),
-        (["--root", __file__], "file exists"),
+        (["--root", __file__], "not a directory"),
     ],
 )
 def test_wrong_options_are_answered_with_one_sentence(arguments, sentence, tmp_path, capsys):

@@ -10,7 +10,7 @@ from lit_layers.cli import threads
 from lit_layers.cli.console import bar, show_table
 from lit_layers.cli.main import FAILED
 from lit_layers.cli.measuring import shard_of
-from lit_layers.errors import InputError
+from lit_layers.errors import InputError, refused
 from lit_layers.schema import COUNT, refuse_outside
 
 if TYPE_CHECKING:
@@ -49,7 +49,8 @@ def sweep(
     if not any_command:
         _refuse_another_program(grid)
     if not plan:
-        _make(root)
+        with refused(f"root: cannot make {root}"):
+            root.mkdir(parents=True, exist_ok=True)
     made_by = [*grid.command, *([grid.program] if grid.program else [])]
     every = [CellFolder(root, cell, made_by) for cell in grid.cells()]
     cells = every[index::count]
@@ -126,13 +127,6 @@ def _shard(text: str) -> tuple[int, int]:
     if not 0 <= index < count:
         raise InputError(f"shard: expected i/n with i from 0 to n - 1, got {index}/{count}")
     return index, count
-
-
-def _make(root: Path) -> None:
-    try:
-        root.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise InputError(f"root: cannot make {root}: {(error.strerror or str(error)).lower()}") from error
 
 
 def _names(running: "Sequence[CellFolder]") -> str:
