@@ -9,6 +9,7 @@ import pandas as pd
 
 from lit_layers.errors import InputError
 from lit_layers.figures.labels import listing, tag_text
+from lit_layers.functional.block_schedules import PUBLISHED_LOOPS
 from lit_layers.metrics import look_up
 from lit_layers.records import AUDIT, COLUMNS, PLACES
 
@@ -293,15 +294,20 @@ def _of_running_orders(points: list[Point], metric: str) -> list[Point]:
     middles = sorted({point.tags["middle"] for point in points if "middle" in point.tags})
     row = look_up(metric)
     half = None if row.of_full or row.secondary or not middles else middles[(len(middles) - 1) // 2]
-    loops = {point.tags["loops"] for point in points if "loops" in point.tags}
-    chosen = {None, min(loops, key=lambda number: (abs(number - 3), number), default=None)}
+    loops = (None, usual_loops(points))
     return [
         point
         for point in points
         if "variant" not in point.tags
         or point.tags["variant"] == "baseline"
-        or (half is not None and point.tags.get("middle") == half and point.tags.get("loops") in chosen)
+        or (half is not None and point.tags.get("middle") == half and point.tags.get("loops") in loops)
     ]
+
+
+def usual_loops(points: Iterable[Point]) -> int | None:
+    """Returns the published number of loops, or the nearest to it that any of these points has."""
+    loops = {int(point.tags["loops"]) for point in points if "loops" in point.tags}
+    return min(loops, key=lambda number: (abs(number - PUBLISHED_LOOPS), number), default=None)
 
 
 def _change(points: list[Point]) -> dict[str, Any]:

@@ -9,7 +9,7 @@ import numpy as np
 import pandas as pd
 
 from lit_layers.figures.labels import tag_text
-from lit_layers.figures.tables import Chosen, Point, is_placed, select
+from lit_layers.figures.tables import Chosen, Point, is_placed, select, usual_loops
 from lit_layers.figures.theme import COLORS, INK
 from lit_layers.functional.block_schedules import CUSTOM
 from lit_layers.metrics import is_in, look_up
@@ -29,7 +29,6 @@ LOOKS = {
     "repeat_one": ("#8d6b2f", "hexagram"),
     CUSTOM: (COLORS[6], "hexagon"),
 }
-_DEFAULT_LOOPS = 3
 # What a variant is; all other tags tell of the circumstances, of which a figure shows one.
 _CELL = ("variant", "middle", "loops", "schedule")
 _OWN = (*_CELL, "seed", "task")
@@ -132,8 +131,7 @@ def lines_of(
 
     That is 3, or the nearest to it that was measured.
     """
-    measured = {int(p.tags["loops"]) for p in points if p.tags["variant"] == LOOPED and "loops" in p.tags}
-    loops = min(measured, key=lambda number: (abs(number - _DEFAULT_LOOPS), number), default=None)
+    loops = usual_loops(p for p in points if p.tags["variant"] == LOOPED)
     lines = []
     for name in variants:
         members = [p for p in points if p.tags["variant"] == name and at(p) is not None]

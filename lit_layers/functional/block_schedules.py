@@ -204,6 +204,7 @@ OF_MIDDLES, OF_BLOCKS = tuple(_MAKERS), tuple(_BLOCK_MAKERS)
 VARIANTS = ("baseline", *OF_MIDDLES, "skip_one", "switch")  # the published ones, measured unless others are named
 NAMES = ("baseline", *OF_MIDDLES, *OF_BLOCKS)
 SEEDS, LOOPS = tuple(range(10)), (2, 3, 4, 5, 6, 7, 8)
+PUBLISHED_LOOPS = 3
 CUSTOM = "custom"
 
 

@@ -22,7 +22,6 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 RESULTS = "intervene"
-OF_BLOCKS, PUBLISHED_LOOPS = ("skip_one", "switch", "repeat_one"), 3
 EXECUTIONS = ("loop", "stacked")
 BESIDE = ("when", "training", "execution")  # tags that make a table each
 WITH_ERRORS = 4  # columns at most that have room for standard errors
@@ -244,6 +243,8 @@ def _refuse_another_kind(options: Interventions, target: "Target") -> None:
 
 def _timed(chosen: dict[str, Any]) -> dict[str, Any]:
     """Variants of different cost: any order of all blocks takes what reverse does, one loop count tells of others."""
+    from lit_layers.functional.block_schedules import OF_BLOCKS, PUBLISHED_LOOPS
+
     names = [name for name in chosen["variants"] if name not in ("random", *OF_BLOCKS)]
     loops = (PUBLISHED_LOOPS,) if PUBLISHED_LOOPS in chosen["loops"] else chosen["loops"][:1]
     return chosen | {"variants": tuple(names) or chosen["variants"], "loops": loops, "seeds": chosen["seeds"][:1]}
@@ -342,6 +343,7 @@ def _tables(table: Any) -> Iterator[tuple[str, Any]]:
     """Yields the title and rows of each score; of several steps the last, without single seeds and single blocks."""
     from lit_layers.figures.labels import tag_text
     from lit_layers.figures.task_means import MEDIAN
+    from lit_layers.functional.block_schedules import OF_BLOCKS
     from lit_layers.metrics import headlines, look_up, sentence
 
     rows = _of_variants(table)
@@ -367,7 +369,7 @@ def _rows(table: Any) -> list[dict[str, str]]:
     """A row a variant, a column a number of middle blocks; of the loops the published number, or the fewest."""
     import pandas as pd
 
-    from lit_layers.functional.block_schedules import CUSTOM, OF_MIDDLES
+    from lit_layers.functional.block_schedules import CUSTOM, OF_MIDDLES, PUBLISHED_LOOPS
 
     def numbers(name: str) -> list[int]:
         return sorted({int(number) for number in table[name].dropna()}) if name in table else []
