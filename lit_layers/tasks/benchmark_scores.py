@@ -39,7 +39,6 @@ from lit_layers.tasks.benchmark_rows import (
 from lit_layers.tasks.lm_eval_scorer import LmEvalScorer, lm_eval_version, refuse_unknown, task_file_hash
 from lit_layers.tasks.order_likelihoods import OrderLikelihoods
 
-_ELSEWHERE = ("results", "folder", "tell", "batch_size")  # decide where things lie and how fast, not the numbers
 _CHOOSING = ("name", "variants", "middles", "seeds", "loops", "custom")  # which results are asked for
 LIKELIHOODS = "likelihoods.jsonl"  # beside the results, until those of all orders are there
 _SAMPLE = 256  # texts whose length stands for that of all
@@ -80,6 +79,8 @@ class BenchmarkScores(RoundedAnalysis):
         dtype: bfloat16: of products within blocks; the first rows are scored in float32, too, in every order.
         tell: is told what goes on, in one line.
     """
+
+    UNMEASURED = ("results", "folder", "tell", "batch_size")
 
     task: str
     tokenizer: str
@@ -166,10 +167,10 @@ class BenchmarkScores(RoundedAnalysis):
     def config(self) -> dict[str, Any]:
         """Of all that decides the numbers; the scorer's version, too."""
         config = super().config()
-        options = {name: value for name, value in config["init_args"].items() if name not in _ELSEWHERE}
         if self.code_file is not None:
-            options["task_file"] = task_file_hash(Path(self.task))
-        return {**config, "init_args": options | {"version": lm_eval_version()}}
+            config["init_args"]["task_file"] = task_file_hash(Path(self.task))
+        config["init_args"]["version"] = lm_eval_version()
+        return config
 
     def data_hash(self) -> str | None:
         """Of the rows scored; None where lm-eval fetches them (each result has theirs)."""

@@ -39,7 +39,6 @@ NUM_METRIC_TEXTS = 1000
 RUN = ["run", "step", "pooling", "states"]  # what one curve belongs to, with what of these columns a table has
 OPTIONS = ("dtype", "max_tokens", "mteb_seed", "store_dtype", "tokenizer", "mteb")
 MAX_TOKENS, SEED = 2048, 42
-_ELSEWHERE = ("results", "store", "sources")  # decide where things lie, not the numbers
 _COUNTS = ("num_texts", "num_cut", "num_empty")  # of the texts of a task
 _TASK = "lit_layers.embeddings.task_list.TaskSpec"  # what a task was when the first hashes were made
 
@@ -69,6 +68,7 @@ class MtebTask(RoundedAnalysis):
     """
 
     LEAST: ClassVar = {"max_tokens": 1, "seed": 0}
+    UNMEASURED = ("results", "store", "sources", "tell")
 
     task: Task
     tokenizer: str
@@ -129,10 +129,10 @@ class MtebTask(RoundedAnalysis):
     def config(self) -> dict[str, Any]:
         """Of all that decides the numbers; mteb's own version, too."""
         config = super().config()
-        options = {name: each for name, each in config["init_args"].items() if name not in (*_ELSEWHERE, "tell")}
         of_task = {name: getattr(self.task, name) for name in ("name", "domain", "score", "subset", "official")}
-        options["task"] = {"class_path": _TASK, "init_args": of_task}  # as in hashes of measurements
-        return {**config, "init_args": options | {"store_dtype": self.store.dtype, "mteb": mteb_version()}}
+        task = {"class_path": _TASK, "init_args": of_task}  # as in hashes of measurements
+        config["init_args"] |= {"task": task, "store_dtype": self.store.dtype, "mteb": mteb_version()}
+        return config
 
     def data_hash(self) -> str | None:
         return self.sources.data_hash(self.task)

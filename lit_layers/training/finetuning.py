@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from lit_layers import schema
-from lit_layers.analyses.base import Analysis, describe
+from lit_layers.analyses.base import Analysis
 from lit_layers.analyses.speed import variants_of
 from lit_layers.data.preparing import prepared
 from lit_layers.data.shards import TokenShards
@@ -266,9 +266,6 @@ def check_model(model: Network, recipe: FinetuningRecipe, tokenizer: str) -> Non
         raise InputError(f"tokenizer: {kind} knows {num_words} tokens, {tokenizer} has {size}: name the model's own")
 
 
-_ELSEWHERE = ("root", "tell", "folder")  # decide where things lie, not the numbers
-
-
 @dataclass(kw_only=True)
 class TrainedVariants(Analysis):
     """A model that is trained in each variant of its running order, as an analysis. Options of the variants are those
@@ -280,6 +277,8 @@ class TrainedVariants(Analysis):
         variants, middles, seeds, loops, custom: which orders; the full model is always one.
         tell: told what is trained now.
     """
+
+    UNMEASURED = ("root", "tell")
 
     root: Path
     tokenizer: str
@@ -316,10 +315,6 @@ class TrainedVariants(Analysis):
             whole += trained(model, samples=samples, micro_batch=self.recipe.batch_size, passes=passes, **options)
             whole += trained(model, samples=judged, micro_batch=judged_at_once, passes=1, **options)
         return replace(whole, device=whole.device + bytes_of_model(model))
-
-    def config(self) -> dict[str, Any]:
-        whole = describe(self)
-        return {**whole, "init_args": {n: each for n, each in whole["init_args"].items() if n not in _ELSEWHERE}}
 
     def run(self, model: LayeredModel) -> Iterator[Record]:
         """Yields the records of each variant, and at last the means over the seeds of random orders."""

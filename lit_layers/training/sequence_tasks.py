@@ -337,6 +337,8 @@ class GlueScores(TrainedVariants):
         folder: of local data, whose `tasks.yaml` says where they lie; None: the Hub.
     """
 
+    UNMEASURED = (*TrainedVariants.UNMEASURED, "folder")
+
     task: str
     recipe: GlueRecipe
     model: str
