@@ -277,7 +277,7 @@ def variant_of(tags: Mapping[str, Any], without: Iterable[str] = ()) -> dict[str
     return {name: value for name, value in tags.items() if not name.startswith("num_") and name not in without}
 
 
-def nearest(word: str, names: Iterable[str], most: int = 12) -> str:
+def nearest(word: str, names: Iterable[str]) -> str:
     """Returns `; did you mean ...?`, or what there is."""
     names = list(names)
     near = difflib.get_close_matches(word, names, n=3, cutoff=0.5)
@@ -286,7 +286,7 @@ def nearest(word: str, names: Iterable[str], most: int = 12) -> str:
         near = [last[name] for name in difflib.get_close_matches(word.split("/")[-1], last, n=3, cutoff=0.6)]
     if near:
         return f"; did you mean {' or '.join(near)}?"
-    return f"; there is: {', '.join(names[:most])}{' ...' if len(names) > most else ''}" if names else ""
+    return f"; there is: {', '.join(names[:12])}{' ...' if len(names) > 12 else ''}" if names else ""
 
 
 # ------------------------------------------------------------------------------------------------ files

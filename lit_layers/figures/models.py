@@ -149,7 +149,7 @@ def _references(by_model: Mapping[str, Sequence[Point]], names: Mapping[str, str
 # ------------------------------------------------------------------------------------------------ over depth
 
 
-def depth_curves(title: str, models: Mapping[str, Sequence[float]], *, height: int = 340) -> Chart:
+def depth_curves(title: str, models: Mapping[str, Sequence[float]]) -> Chart:
     """Returns one quantity over the depth percentage, a line a model.
 
     `models` are their values at layers 0 to L, NaN where there is none; layer 0 stands apart as a hollow mark.
@@ -165,7 +165,7 @@ def depth_curves(title: str, models: Mapping[str, Sequence[float]], *, height: i
         if math.isfinite(values[0]):
             apart = {"mark": f"{symbol_of(index)}-open", "size": 7, **look}
             series.append(Series(x=at[:1], y=rounded(values[:1]), texts=texts[:1], **apart))
-    return Chart(title=title, x=_DEPTHS, y=Axis(), series=series, place="", height=height)
+    return Chart(title=title, x=_DEPTHS, y=Axis(), series=series, place="", height=340)
 
 
 # ------------------------------------------------------------------------------------------------ rows of intervals
@@ -183,18 +183,18 @@ class Mark(NamedTuple):
 
 
 def interval_rows(
-    texts: Sequence[str], marks: Sequence[Mark], panels: Sequence[str], *, kinds: Sequence[str], zero: bool = True
+    texts: Sequence[str], marks: Sequence[Mark], panels: Sequence[str], *, kinds: Sequence[str]
 ) -> list[Chart]:
     """Returns a table as charts, one a panel: a row a line of text, marks with their 95% intervals.
 
     A row without marks is a heading. `kinds` are those of the marks, in the order of the legend: the first is filled,
-    the second hollow, others are ticks that have no interval. `zero` draws a line there.
+    the second hollow, others are ticks that have no interval. A line stands at zero.
     """
     strong = sorted({*range(len(texts))} - {mark.row for mark in marks})
     ends = (-0.6, len(texts) - 0.4)
     charts = []
     for panel, title in enumerate(panels):
-        series = [Series(x=ends, y=[0, 0], color="#9aa5b0", width=0.8, hover=False)] if zero else []
+        series = [Series(x=ends, y=[0, 0], color="#9aa5b0", width=0.8, hover=False)]
         series += [_kind([m for m in marks if m.panel == panel], kinds, index) for index in range(len(kinds))]
         labels = dict(enumerate(texts)) if panel == 0 else {}
         axis = Axis(labels=labels, ends=ends, reverse=True, grid=False, strong=strong)

@@ -169,7 +169,7 @@ def selection(
 ) -> Selection:
     """What choosing the layer of each task by a metric's extreme is worth; the columns begin with `first_layer`.
 
-    The direction is to be chosen on other models or tasks, as `better_direction` and `cross_fitted` do.
+    The direction is to be chosen on other models or tasks, as `better_rule` and `cross_fitted` do.
 
     Raises:
         ValueError: tables of unequal shape, or a value that is not finite.
@@ -211,21 +211,11 @@ def compared(
     )
 
 
-def better_direction(pairs: Sequence[tuple[Table, Table]]) -> Direction:
-    """The direction in which choosing by a metric scores higher, over some models' tables (metric, scores).
-
-    Each model counts alike: the mean over tasks, then over models. Of equal directions "min".
-
-    Raises:
-        ValueError: no model.
-    """
-    return DIRECTIONS[int(np.argmax([_mean_score(pairs, direction) for direction in DIRECTIONS]))]
-
-
 def better_rule(models: Sequence[tuple[Mapping[str, Table], Table]]) -> tuple[str, Direction]:
     """The metric and direction that score highest over some models, each with its metrics' tables and its scores.
 
-    Of one model all metrics have the tasks of its scores. Of equal rules the first.
+    Each model counts alike: the mean over tasks, then over models. Of one model all metrics have the tasks of its
+    scores. Of equal rules the first.
 
     Raises:
         ValueError: no model, or models that share no metric.
@@ -234,7 +224,7 @@ def better_rule(models: Sequence[tuple[Mapping[str, Table], Table]]) -> tuple[st
     if not names:
         raise ValueError("expected models that share a metric")
     rules: list[tuple[str, Direction]] = [(name, direction) for name in names for direction in DIRECTIONS]
-    values = [_mean_score([(metrics[name], scores) for metrics, scores in models], d) for name, d in rules]
+    values = [np.mean([scores_at(metrics[name], scores, d).mean() for metrics, scores in models]) for name, d in rules]
     return rules[int(np.argmax(values))]
 
 
@@ -265,12 +255,6 @@ def cross_fitted(metrics: Mapping[str, Table], scores: Table, *, repeats: int = 
             total[scored] += values[rule, scored]
     shares = {rule: int(count) / (2 * repeats) for rule, count in zip(rules, counts, strict=True) if count}
     return CrossFit(total / repeats, shares)
-
-
-def _mean_score(pairs: Sequence[tuple[Table, Table]], direction: Direction) -> float:
-    if not pairs:
-        raise ValueError("expected at least one model to choose the direction on")
-    return float(np.mean([scores_at(metric, scores, direction).mean() for metric, scores in pairs]))
 
 
 def _tables(metric: Table, scores: Table) -> tuple[Table, Table]:

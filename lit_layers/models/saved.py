@@ -248,9 +248,7 @@ def _auto_class(folder: Path, settings: dict[str, Any], head: bool) -> Any:
 ENCODERS = ("bert", "roberta", "distilbert", "modernbert")  # families
 
 
-def sequence_classifier(
-    name: str | Path, num_outputs: int, *, seed: int = 0, revision: str | None = None
-) -> tuple[Network, Network]:
+def sequence_classifier(name: str | Path, num_outputs: int, *, seed: int = 0) -> tuple[Network, Network]:
     """A model of `AutoModelForSequenceClassification` with a head of `num_outputs`, and its trunk; on the CPU, in
     float32, in evaluation mode.
 
@@ -269,19 +267,18 @@ def sequence_classifier(
         if not os.path.isfile(os.path.join(name, "config.json")):
             raise InputError(f"model: expected a folder with an encoder, found no config.json in {name}")
     try:
-        config = AutoConfig.from_pretrained(name, revision=revision, trust_remote_code=False)
+        config = AutoConfig.from_pretrained(name, trust_remote_code=False)
     except (OSError, ValueError) as error:
         raise InputError(f"model: cannot open {name}: {one_line(error)}") from error
     if config.model_type not in ENCODERS:
         raise InputError(
             f"model: expected an encoder ({', '.join(ENCODERS)}), {name} is of the type {config.model_type}"
         )
-    refuse_shards_elsewhere(str(name), revision)
+    refuse_shards_elsewhere(str(name), None)
     options: dict[str, Any] = {"num_labels": num_outputs, "ignore_mismatched_sizes": True, "weights_only": True}
     with quiet(seed, reports=False):
         model, report = AutoModelForSequenceClassification.from_pretrained(
             name,
-            revision=revision,
             dtype=torch.float32,
             trust_remote_code=False,
             output_loading_info=True,

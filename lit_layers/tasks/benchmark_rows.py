@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from string import ascii_uppercase
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 
@@ -185,33 +185,19 @@ def _error(rows: np.ndarray) -> float | None:
     return float(rows.std(ddof=1) / math.sqrt(len(rows))) if len(rows) > 1 else None
 
 
-def normalized_score(
-    score: float,
-    random_score: float,
-    full_score: float,
-    *,
-    full_stderr: float = 0.0,
-    undefined: Literal["raise", "nan"] = "raise",
-) -> float:
+def normalized_score(score: float, random_score: float, full_score: float) -> float:
     """(b - b_random) / (b_full - b_random): 0 is guessing, 1 the full model; it may leave [0, 1].
 
-    Undefined where the full model is no further than its standard error from guessing. Unchanged by adding a number to
-    all three scores, or by multiplying all three and the error by one.
+    Unchanged by adding a number to all three scores, or by multiplying all three by one.
 
-    Source: Sun et al., Transformer Layers as Painters, arXiv 2407.09298, section 2 (there the error plays no part).
+    Source: Sun et al., Transformer Layers as Painters, arXiv 2407.09298, section 2.
 
     Raises:
-        ValueError: it is undefined, and `undefined` is "raise".
+        ValueError: a full model that guesses.
     """
-    span = full_score - random_score
-    if abs(span) > full_stderr:
-        return (score - random_score) / span
-    if undefined == "nan":
-        return math.nan
-    raise ValueError(
-        f"the full model's score {full_score:g} is within its standard error {full_stderr:g} of guessing "
-        f"({random_score:g}): a normalised score is not defined"
-    )
+    if full_score == random_score:
+        raise ValueError(f"the full model guesses ({random_score:g}): a normalised score is not defined")
+    return (score - random_score) / (full_score - random_score)
 
 
 def normalized_error(values: Sequence[float], full: Sequence[float], random_score: float) -> float | None:

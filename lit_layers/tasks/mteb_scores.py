@@ -348,20 +348,20 @@ class Averages:
         """The last layer that was scored, which is L where all were."""
         return max(self.curve["layer"].tolist())
 
-    def at(self, layer: int, column: str = "average") -> float:
+    def at(self, layer: int) -> float:
         """The mean at a layer."""
-        means = self.curve.loc[self.curve["layer"] == layer, column]
+        means = self.curve.loc[self.curve["layer"] == layer, "average"]
         return float(means.iloc[0]) if len(means) else float("nan")
 
-    def best_layer(self, column: str = "average") -> int:
+    def best_layer(self) -> int:
         """The layer from 1 on of the highest mean; of several the first."""
-        means = {layer: self.at(layer, column) for layer in self.curve["layer"].tolist() if layer > 0}
+        means = {layer: self.at(layer) for layer in self.curve["layer"].tolist() if layer > 0}
         return max(means, key=lambda layer: means[layer])
 
-    def best_per_task(self, domain: str | None = None) -> float:
+    def best_per_task(self) -> float:
         """The mean over tasks of each task's own best layer from 1 on: an oracle."""
-        rows: Any = self.scores if domain is None else self.scores[self.scores["domain"] == domain]
-        return float(rows[[name for name in _layers(rows) if name > 0]].max(axis=1).mean())
+        scores: Any = self.scores
+        return float(scores[[name for name in _layers(scores) if name > 0]].max(axis=1).mean())
 
 
 def averages(frame: pd.DataFrame, *, expected: Sequence[str] = ()) -> list[Averages]:

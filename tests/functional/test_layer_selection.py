@@ -10,7 +10,6 @@ from scipy import stats
 from lit_layers.functional import correlation
 from lit_layers.functional.correlation import UndefinedError
 from lit_layers.functional.layer_selection import (
-    better_direction,
     better_rule,
     compared,
     cross_fitted,
@@ -178,14 +177,14 @@ def test_intervals_of_differences_are_paired():
 
 def test_the_direction_is_the_one_that_scores_higher_elsewhere():
     metric, scores = curves(tasks=5)
-    following, opposing = (metric, metric), (metric, -metric)
-    assert better_direction([following]) == "max"
-    assert better_direction([opposing]) == "min"
-    assert better_direction([following, opposing, opposing]) == "min", "each model counts alike"
+    following, opposing = ({"good": metric}, metric), ({"good": metric}, -metric)
+    assert better_rule([following]) == ("good", "max")
+    assert better_rule([opposing]) == ("good", "min")
+    assert better_rule([following, opposing, opposing]) == ("good", "min"), "each model counts alike"
     rule = better_rule([({"noise": scores[::-1], "good": metric}, -metric)])
     assert rule == ("good", "min")
-    with pytest.raises(ValueError, match="at least one model"):
-        better_direction([])
+    with pytest.raises(ValueError, match="expected models that share a metric"):
+        better_rule([])
 
 
 def test_cross_fitting_agrees_with_a_loop_over_the_halves():

@@ -116,7 +116,7 @@ def chosen(folder, model, schedule, rows):
     return found
 
 
-@pytest.mark.parametrize("num_right", [7, 4, 1])
+@pytest.mark.parametrize("num_right", [7, 5, 4, 1])
 def test_what_is_left_of_the_lead_over_guessing(folder, model, make, tmp_path, num_right):
     rows = [{"context": f"The boy has {n}", "choices": ["nuts", f"{n} dogs"]} for n in range(8)]
     full = chosen(folder, model, baseline(BLOCKS), rows)
@@ -130,7 +130,7 @@ def test_what_is_left_of_the_lead_over_guessing(folder, model, make, tmp_path, n
     (chance,) = [record for record in found.records if record.metric == "random_score"]
     left = [record for record in found.records if record.metric == "normalized_score"]
     assert chance.value == 0.5
-    if num_right < 7:  # at chance, and worse than chance
+    if num_right < 7:  # within its standard error of chance (5 of 8: 0.125 below 0.18), at chance, and worse
         assert chance.tags == {"task": "mine", "undefined": "normalized_score"}
         assert not left
         return

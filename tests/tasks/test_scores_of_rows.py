@@ -24,16 +24,13 @@ def test_guessing_is_0_and_the_full_model_1():
     assert normalized_score(0.75, 0.25, 0.75) == 1
     assert normalized_score(0.5, 0.25, 0.75) == pytest.approx(0.5)
     assert normalized_score(0.15, 0.25, 0.75) == pytest.approx(-0.2)
-    scaled = normalized_score(3 * 0.6 + 2, 3 * 0.25 + 2, 3 * 0.75 + 2, full_stderr=3 * 0.1)
-    assert scaled == pytest.approx(normalized_score(0.6, 0.25, 0.75, full_stderr=0.1))
+    scaled = normalized_score(3 * 0.6 + 2, 3 * 0.25 + 2, 3 * 0.75 + 2)
+    assert scaled == pytest.approx(normalized_score(0.6, 0.25, 0.75))
 
 
 def test_a_full_model_that_guesses_has_no_normalised_score():
-    for full, error in ((0.25, 0.0), (0.75, 0.5), (0.24, 0.02)):
-        assert math.isnan(normalized_score(0.3, 0.25, full, full_stderr=error, undefined="nan"))
-    with pytest.raises(ValueError, match=r"the full model's score 0.27 is within its standard error 0.03 of guessing"):
-        normalized_score(0.3, 0.25, 0.27, full_stderr=0.03)
-    assert normalized_score(0.3, 0.25, 0.29, full_stderr=0.03) == pytest.approx(1.25)
+    with pytest.raises(ValueError, match=r"the full model guesses \(0.25\): a normalised score is not defined"):
+        normalized_score(0.3, 0.25, 0.25)
 
 
 def test_the_error_of_a_normalised_score_is_that_of_resampled_rows():
