@@ -7,6 +7,7 @@ from lit_layers.clock.step_curves import StepCurve, curves_in, curves_of, over_s
 from lit_layers.clock.times_and_order import (
     Clock,
     agreement_table,
+    layer_order_table,
     measure_times,
     order_table,
     times_of_run,
@@ -26,6 +27,7 @@ __all__ = [
     "early_parts",
     "forecast_models",
     "layer_curves",
+    "layer_order_table",
     "layer_table",
     "measure_times",
     "order_table",

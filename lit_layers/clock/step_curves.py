@@ -3,7 +3,7 @@
 import json
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -12,6 +12,7 @@ import pandas as pd
 from numpy.typing import NDArray
 
 from lit_layers import records, run_data
+from lit_layers.clock.prompt_curves import prompts_of_curve, rows_of_curves
 from lit_layers.errors import InputError
 from lit_layers.figures.labels import listing, tag_text
 from lit_layers.figures.tables import ORDINALS, grouped
@@ -47,7 +48,9 @@ class StepCurve:
 
     `at` are steps or tokens, increasing, (checkpoints,); `values` and `stderr` (None: not known) belong to them.
     `over` says what the errors are over: "prompts" (or test rows), "seeds", or "" where they are guessed. Of several
-    seeds `seeds` has the curve of each, (seeds, checkpoints), and `values` their mean.
+    seeds `seeds` has the curve of each, (seeds, checkpoints), and `values` their mean. `prompts` are the values of each
+    prompt, (prompts, checkpoints), NaN where there is none; None where a run does not keep them. Curves with the same
+    `prompts_of` are of the same prompts in the same order.
     """
 
     run: str
@@ -59,6 +62,8 @@ class StepCurve:
     values: Array
     stderr: Array | None = None
     seeds: Array | None = None
+    prompts: Array | None = None
+    prompts_of: str = ""
 
     @property
     def over(self) -> str:
@@ -106,9 +111,10 @@ def curves_of(
     Raises:
         InputError: nothing of that kind is there, two values at one step of a curve, suspect checkpoints.
     """
-    place = Path(place)
+    place, run = Path(place), None
     if place.is_dir() and any((place / name).is_file() for name in ("measurements.jsonl", "metrics.jsonl")):
-        curves = _of_run(place, axis, settings, allow_suspect, everything=bool(metrics))
+        run = _of_steps(place, settings, allow_suspect)
+        curves = curves_in(run.name, run.measurements, axis=axis, everything=bool(metrics))
         with_tags = [curve for curve in curves if _has(curve.tags, where or {})]
         if curves and not with_tags:
             raise InputError(f"where: no curve of {place} has {_text(where or {})}")
@@ -125,7 +131,7 @@ def curves_of(
             if curves
             else f"{place}: no curve over {axis}s"
         )
-    return chosen
+    return chosen if run is None else _with_prompts(chosen, place, run.measurements, axis)
 
 
 def over_seeds(curves: Iterable[StepCurve], name: str) -> list[StepCurve]:
@@ -196,9 +202,7 @@ def _has(tags: Tags, asked: Mapping[str, str]) -> bool:
 # ------------------------------------------------------------------------------------------------ runs
 
 
-def _of_run(
-    root: Path, axis: AxisName, settings: Settings, allow_suspect: bool, *, everything: bool
-) -> list[StepCurve]:
+def _of_steps(root: Path, settings: Settings, allow_suspect: bool) -> run_data.RunData:
     run = run_data.read_run(root, settings=settings)
     if run.compares_models:
         raise InputError(f"{root}: expected a run over training steps, its models have none")
@@ -207,7 +211,31 @@ def _of_run(
         raise InputError(
             f"{root}: {steps} are suspect ({next(iter(suspect))}): measure them anew, or say --allow-suspect"
         )
-    return curves_in(run.name, run.measurements, axis=axis, everything=everything)
+    return run
+
+
+def _with_prompts(
+    curves: Sequence[StepCurve], root: Path, measurements: Sequence[records.Measurement], axis: AxisName
+) -> list[StepCurve]:
+    analyses = {curve.analysis for curve in curves}
+    measured = [m for m in measurements if m.analysis in analyses]
+    found = rows_of_curves(root, measured, {curve.key for curve in curves}, _key, axis=axis)
+    whole = []
+    for curve in curves:
+        measured_on, rows = found.get(curve.key, ("", {}))
+        prompts = prompts_of_curve(curve.at, curve.values, rows)
+        same = "" if prompts is None else f"{measured_on} {len(prompts)}"
+        whole.append(replace(curve, prompts=prompts, prompts_of=same))
+    return whole
+
+
+def _key(analysis: str, record: records.Record) -> tuple[str, str, int | None, str]:
+    """Returns the key of the curve that a record is of."""
+    return analysis, record.metric, record.layer, _text(_tags(record))
+
+
+def _tags(record: records.Record) -> Tags:
+    return {name: record.tags[name] for name in sorted(record.tags) if not name.startswith("num_")}
 
 
 def curves_in(
@@ -231,8 +259,7 @@ def curves_in(
                 continue
             if not everything and (row.secondary or row.unlisted):
                 continue
-            tags = {name: record.tags[name] for name in sorted(record.tags) if not name.startswith("num_")}
-            _, curve = points.setdefault((m.analysis, record.metric, record.layer, _text(tags)), (tags, {}))
+            _, curve = points.setdefault(_key(m.analysis, record), (_tags(record), {}))
             if at in curve:
                 raise InputError(f"{run}: {m.analysis} has two values of {record.metric} at {axis} {at}: expected one")
             curve[at] = record.value, _stderr(record)

@@ -2,6 +2,7 @@
 
 import itertools
 import math
+import zlib
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -13,13 +14,14 @@ from scipy import stats
 from lit_layers.clock.step_curves import StepCurve, curves_in
 from lit_layers.errors import InputError
 from lit_layers.figures.tables import grouped
-from lit_layers.functional.emergence import FEWEST_CHECKPOINTS, EmergenceTimes, emergence_times
+from lit_layers.functional.emergence import FEWEST_CHECKPOINTS, EmergenceTimes, bootstrap_counts, emergence_times
 from lit_layers.records import Measurement
 
 TIMES = ("onset", "halfway", "peak", "plateau")
 # The columns of times.csv, which others read; times.parquet has every end of an interval beside them.
 COLUMNS = ("run", "analysis", "metric", "layer", "tags", "emerges", "p_value", "onset", "halfway")
 COLUMNS = (*COLUMNS, "halfway_low", "halfway_high", "peak", "plateau", "over")
+Timed = tuple[StepCurve, EmergenceTimes]
 FEWEST_COMMON = 5  # curves that two runs must share for their orders to be compared
 
 
@@ -50,21 +52,26 @@ def measure_times(
 ) -> Clock:
     """Returns the times of all curves; those with too few values are left out and counted.
 
+    Curves with the values of the same prompts are drawn by the same resampled prompts, at all checkpoints.
+
     Raises:
         InputError: none can be measured.
     """
+    counts: dict[str, Any] = {}
     kept, times, left_out = [], [], dict[str, int]()
     for number, curve in enumerate(curves):
         show(number, len(curves), f"{curve.run}: {curve.title}")
         try:
-            found = emergence_times(
-                curve.at,
-                curve.values,
-                stderr=None if curve.seeds is not None else curve.stderr,
-                replicates=curve.seeds,
-                confidence=confidence,
-                seed=seed,
-            )
+            errors: dict[str, Any] = {"seed": seed}
+            if curve.prompts is not None:
+                if curve.prompts_of not in counts:
+                    drawn = zlib.crc32(f"{seed} {curve.prompts_of}".encode())
+                    counts[curve.prompts_of] = bootstrap_counts(len(curve.prompts), seed=drawn)
+                own = zlib.crc32(str((curve.run, curve.key)).encode())
+                errors = {"replicates": curve.prompts, "counts": counts[curve.prompts_of], "seed": [seed, own]}
+            else:
+                errors |= {"stderr": curve.stderr} if curve.seeds is None else {"replicates": curve.seeds}
+            found = emergence_times(curve.at, curve.values, confidence=confidence, **errors)
         except ValueError as error:
             reason = str(error).split(", got")[0]
             left_out[reason] = left_out.get(reason, 0) + 1
@@ -122,23 +129,56 @@ def whole_model(curves: Sequence[StepCurve]) -> list[StepCurve]:
     return [max(same, key=depth) for same in by_metric.values()]
 
 
-def probability_before(first: EmergenceTimes, second: EmergenceTimes) -> float:
-    """Returns the probability that the first is half-way before the second, over independent draws of both."""
+def probability_before(first: EmergenceTimes, second: EmergenceTimes, *, paired: bool = False) -> float:
+    """Returns the probability that the first is half-way before the second, over independent draws of both.
+
+    `paired`: over draws of both together, which `emergence_times` with the same `counts` are.
+    """
+    if paired:
+        ahead, behind = first.halfway_draws < second.halfway_draws, first.halfway_draws > second.halfway_draws
+        return float((1 + ahead.mean() - behind.mean()) / 2)
     ahead = np.searchsorted(np.sort(second.halfway_draws), first.halfway_draws, side="right")
     behind = np.searchsorted(np.sort(second.halfway_draws), first.halfway_draws, side="left")
     return float(1 - (ahead + behind).mean() / 2 / len(second.halfway_draws))
 
 
+def is_before(first: Timed, second: Timed) -> tuple[float, bool]:
+    """Returns the probability that the first curve is half-way before the second, and whether they were paired."""
+    paired = first[0].prompts is not None and first[0].prompts_of == second[0].prompts_of
+    return probability_before(first[1], second[1], paired=paired), paired
+
+
 def order_table(clock: Clock) -> pd.DataFrame:
-    """Returns P(a is half-way before b) for each pair of what emerges in a run, earliest first: `of_the_model`."""
+    """Returns P(a is half-way before b) for each pair of what emerges in a run, earliest first: `of_the_model`.
+
+    `paired` says whether both were drawn by the same resampled prompts, or independently.
+    """
     rows = []
     for run in clock.runs:
-        emerged = emerged_in_order(clock, run)
-        for (a, of_a), (b, of_b) in itertools.combinations(emerged, 2):
-            names = {f"{side}_{part}": value for side, curve in (("a", a), ("b", b)) for part, value in _name(curve)}
-            rows.append({"run": run, **names, "p_a_before_b": probability_before(of_a, of_b)})
+        for a, b in itertools.combinations(emerged_in_order(clock, run), 2):
+            sides = {"a": a[0], "b": b[0]}
+            names = {f"{side}_{part}": value for side, curve in sides.items() for part, value in _name(curve)}
+            rows.append({"run": run, **names, **_before(a, b)})
     columns = ["run", *(f"{side}_{part}" for side in "ab" for part in ("analysis", "metric", "layer", "tags"))]
-    return pd.DataFrame(rows, columns=[*columns, "p_a_before_b"])
+    return pd.DataFrame(rows, columns=[*columns, "p_a_before_b", "paired"])
+
+
+def layer_order_table(clock: Clock) -> pd.DataFrame:
+    """Returns P(layer a is half-way before layer b) for each two layers at which a number of a run emerges."""
+    rows = []
+    for run in clock.runs:
+        layered = [pair for pair in clock.of_run(run) if pair[0].layer is not None and pair[1].halfway is not None]
+        for same in grouped(layered, lambda pair: (pair[0].analysis, pair[0].metric, pair[0].tag_text)).values():
+            for a, b in itertools.combinations(sorted(same, key=lambda pair: pair[0].layer or 0), 2):
+                what = {"run": run, "analysis": a[0].analysis, "metric": a[0].metric, "tags": a[0].tag_text}
+                rows.append({**what, "layer_a": a[0].layer, "layer_b": b[0].layer, **_before(a, b)})
+    columns = ["run", "analysis", "metric", "tags", "layer_a", "layer_b", "p_a_before_b", "paired"]
+    return pd.DataFrame(rows, columns=columns)
+
+
+def _before(a: Timed, b: Timed) -> dict[str, Any]:
+    probability, paired = is_before(a, b)
+    return {"p_a_before_b": probability, "paired": paired}
 
 
 def emerged_in_order(clock: Clock, run: str) -> list[tuple[StepCurve, EmergenceTimes]]:

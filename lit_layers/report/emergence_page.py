@@ -22,9 +22,10 @@ from lit_layers.clock.times_and_order import (
     Clock,
     agreement_table,
     emerged_in_order,
+    is_before,
+    layer_order_table,
     of_the_model,
     order_table,
-    probability_before,
     times_of_run,
     times_table,
 )
@@ -77,6 +78,8 @@ def write_emergence(
     times, order, agreement = times_table(clock), order_table(clock), agreement_table(clock)
     tables = {"times.csv": times[list(COLUMNS)], "times.parquet": times, "order.csv": order, "order.parquet": order}
     tables |= {"agreement.csv": agreement} if len(agreement) else {}
+    of_layers = layer_order_table(clock)
+    tables |= {"layer_order.csv": of_layers, "layer_order.parquet": of_layers} if len(of_layers) else {}
     charts: dict[str, Chart | Panels] = {}
     if any(time.emerges for time in clock.times):
         charts["timeline"] = timeline(clock, axis=axis)
@@ -260,7 +263,7 @@ def order_matrix(clock: Clock, run: str) -> Chart:
     """
     emerged = _pairs(clock, run)
     keys = list(range(len(emerged)))
-    table = [[None if a == b else probability_before(emerged[a][1], emerged[b][1]) for b in keys] for a in keys]
+    table = [[None if a == b else is_before(emerged[a], emerged[b])[0] for b in keys] for a in keys]
     names = {key: curve.title for key, (curve, _) in enumerate(emerged)}
     texts = [f"that {names[key]} is before" for key in keys]
     axes = {"keys": keys, "labels": names, "grid": False}
@@ -366,6 +369,7 @@ def _page(
         spared=_spared(predicted, tables, axis, figures),
         forecast=_forecast(forecasts, figures),
         agreement=_agreement(agreement),
+        paired=_how_paired(clock),
         times=_times(clock),
         confidence=f"{100 * clock.confidence:g}%",
     )
@@ -436,6 +440,17 @@ def _table(columns: Sequence[str], groups: Iterable[tuple[str, Iterable[Sequence
     """As the template takes it."""
     rows = lambda part: [{"strong": False, "cells": [(text, "") for text in row]} for row in part]  # noqa: E731
     return {"columns": columns, "groups": [{"heading": head, "note": "", "rows": rows(part)} for head, part in groups]}
+
+
+def _how_paired(clock: Clock) -> str:
+    """How the comparisons of the order were made."""
+    pairs = order_table(clock)["paired"]
+    if not pairs.any():
+        return "Errors of different curves are taken as independent, which those over the same prompts are not."
+    how = "Both are drawn by the same resampled prompts, as the run keeps the values of each."
+    alone = len(pairs) - int(pairs.sum())
+    rest = f" {alone} of {len(pairs)} pairs, of different prompts or without such values, are taken as independent."
+    return how + (rest if alone else "")
 
 
 def _agreement(agreement: pd.DataFrame) -> dict[str, Any] | None:
