@@ -54,8 +54,7 @@ def test_with_shared_noise_the_order_is_surer_by_pairs_and_no_more_often_wrong()
     assert (np.abs(paired - 0.5) > 0.45).sum() < 9
     # No more happens than is claimed: of 40 the root mean square of a standard normal is below 1.22.
     assert np.sqrt(np.mean((difference / spread) ** 2)) < 1.22
-    assert (spread < spread_alone).mean() > 0.85
-    assert np.median(spread / spread_alone) < 0.95
+    assert np.median(spread / spread_alone) < 0.75
     later = np.array([compared(two_curves(seed, shift=0.3, shared=0.9), seed)[:2] for seed in range(12)])
     assert later[:, 0].mean() > later[:, 1].mean()
 

@@ -10,8 +10,8 @@ from scipy import stats
 from lit_layers.functional import emergence_times
 from lit_layers.functional.emergence import bootstrap_counts, flat_p_value
 from lit_layers.functional.emergence.curve_times import SHORTEST, _Lines, _pelt
-from lit_layers.functional.emergence.drawn_curves import _curves_given, _Kernel, _process, _root, _Steps
-from lit_layers.functional.emergence.replicates import joint_scores
+from lit_layers.functional.emergence.drawn_curves import _Kernel, _process, _Steps, draw_curves, mean_curves
+from lit_layers.functional.emergence.replicates import drawn_together
 from tests.support.drawn_emergence import covered, drawn
 
 STEPS = np.array([0, 1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1000, 2000, 4000, 8000, 16000, 32000, 64000, 143000])
@@ -158,14 +158,14 @@ def test_without_errors_the_p_value_is_the_rank_among_permutations():
     assert emergence_times(steps, jump).p_value == pytest.approx(2 / 252, abs=3 * (2 / 252 / 1000) ** 0.5)
 
 
-def test_evidence_and_precision_of_a_step_are_those_of_the_joint_normal_distribution():
+def test_evidence_and_height_of_a_step_are_those_of_the_joint_normal_distribution():
     rng = np.random.default_rng(0)
     x, y = np.sort(rng.uniform(0, 10, 7)), rng.normal(size=7)
     noise, kernel, steps = np.diag(rng.uniform(0.1, 1, 7)), _Kernel(True, 1.3, 0.7, 5.0), _Steps.over(x)
     shapes = steps.at(x)
     distance = np.abs(x[:, None] - x) * 3**0.5 / 1.3
     covariance = 0.49 * (1 + distance) * np.exp(-distance) + 25 + noise
-    found = _process(kernel, covariance - noise, noise, y, shapes, steps.log_prior, 2.0)
+    found = _process(kernel, covariance, y, shapes, steps.log_prior, 2.0)
     constant = 7 / 2 * np.log(2 * np.pi)
     assert found.evidence[0] - constant == pytest.approx(stats.multivariate_normal(cov=covariance).logpdf(y))
     assert np.exp(steps.log_prior).sum() == pytest.approx(1)
@@ -175,50 +175,42 @@ def test_evidence_and_precision_of_a_step_are_those_of_the_joint_normal_distribu
         expected = joint.logpdf(y) + steps.log_prior[number]
         assert found.evidence[1 + number] - constant == pytest.approx(expected)
         # The height given the values: linear regression of a joint normal pair.
+        assert found.height[number] == pytest.approx(4 * shape @ np.linalg.solve(joint.cov, y))
         variance = 4 - 16 * shape @ np.linalg.solve(joint.cov, shape)
         assert 1 / found.precision[number] == pytest.approx(variance)
 
 
-@pytest.mark.parametrize("chosen", [-1, 60])
-def test_curves_given_values_are_of_the_joint_normal_distribution_and_share_their_errors(chosen):
-    rng, draws = np.random.default_rng(0), 40_000
-    x, grid, steps = np.array([0.0, 1.0, 2.5, 4.0]), np.linspace(0, 4, 9), _Steps.over(np.array([0.0, 1.0, 2.5, 4.0]))
-    kernel, values = _Kernel(False, 1.3, 0.7, 2.0), [rng.normal(size=4), rng.normal(size=4)]
-    scores, roots = rng.standard_normal((draws, 4)), [np.tril(rng.normal(size=(4, 4))), np.diag([0.5, 1, 0.2, 0.9])]
-    found, gains, noises = [], [], [root @ root.T for root in roots]
-    shape, on_grid = (steps.at(where)[:, [chosen]] * (chosen >= 0) for where in (x, grid))
-    for y, noise in zip(values, noises, strict=True):
-        process = _process(kernel, kernel(np.abs(x[:, None] - x)), noise, y, steps.at(x), steps.log_prior, 2.0)
-        taken = np.full(draws, chosen)
-        drawn = _curves_given(process, x, y, scores, grid, taken, np.repeat(on_grid, draws, 1), rng)
-        prior = kernel(np.abs(grid[:, None] - grid)) + 4 * on_grid @ on_grid.T
-        cross = kernel(np.abs(grid[:, None] - x)) + 4 * on_grid @ shape.T
-        of_values = kernel(np.abs(x[:, None] - x)) + 4 * shape @ shape.T + noise
-        gains.append(np.linalg.solve(of_values, cross.T).T)
-        near = {"abs": 6 * prior.max() / draws**0.5}
-        assert drawn.mean(1) == pytest.approx(gains[-1] @ y, **near)
-        assert np.cov(drawn) == pytest.approx(prior - gains[-1] @ cross.T, **near)
-        found.append(drawn)
-    together = np.cov(*found)[: len(grid), len(grid) :]
-    shared = gains[0] @ _root(noises[0]) @ _root(noises[1]) @ gains[1].T
-    assert together == pytest.approx(shared, abs=6 * prior.max() / draws**0.5)
-    assert np.abs(shared).max() > 0.1
-
-
-def test_errors_drawn_for_two_curves_are_those_of_the_same_resampled_prompts():
+def test_mean_curves_are_the_means_of_what_is_drawn():
     rng = np.random.default_rng(0)
-    rows = rng.normal(size=(30, 5)) @ rng.normal(size=(5, 5)) + rng.normal(size=(30, 1))
-    other = rows @ rng.normal(size=(5, 5))
+    x, noise = np.linspace(0, 8, 9), np.diag(rng.uniform(0.03, 0.06, 9) ** 2)
+    grid = np.linspace(0, 8, 33)
+    sets = 1 / (1 + np.exp(-3 * (x - 4))) + rng.normal(0, 0.03, (3, 9))
+    found = mean_curves(x, sets, noise, grid)
+    for values, mean in zip(sets, found, strict=True):
+        draws = draw_curves(x, values, [noise], grid, 4000, np.random.default_rng(1))
+        near = 5 * draws.std(0) / 4000**0.5 + 2e-3
+        assert (np.abs(draws.mean(0) - mean) < near).all()
+
+
+def test_times_drawn_together_keep_their_distribution_and_share_what_resampling_moves():
+    rng, draws = np.random.default_rng(0), 1000
+    common = rng.normal(size=draws)
+    for moved in (0.0, 0.5, 1.0, 3.0):
+        first, second = (
+            drawn_together(rng.normal(size=draws), moved * common + 1e-9 * rng.normal(size=draws), rng)
+            for _ in range(2)
+        )
+        assert np.sort(first) == pytest.approx(np.sort(drawn_together(first, common, rng)))
+        # Two normal numbers of which a share of the variance is common: that is their correlation.
+        assert np.corrcoef(first, second)[0, 1] == pytest.approx(min(1, moved**2), abs=0.12)
+
+
+def test_bootstrap_counts_are_those_of_samples_with_replacement():
     counts = bootstrap_counts(30, seed=1)
-    for given in (rows, other):
-        scores = joint_scores(given, counts, np.random.default_rng(2))
-        freed = given - given.mean(1, keepdims=True)
-        truth = np.stack([freed[np.repeat(np.arange(30), taken)].mean(0) for taken in counts]) - freed.mean(0)
-        spread = _root(np.cov(freed.T, bias=True) / 30)
-        np.testing.assert_allclose(scores @ spread, truth, atol=1e-9)
-        assert np.cov(scores.T) == pytest.approx(np.eye(5), abs=6 * (2 / 1000) ** 0.5)
+    assert counts.shape == (1000, 30)
     assert (counts.sum(1) == 30).all()
     assert counts.var() == pytest.approx(1 - 1 / 30, rel=0.05)
+    assert (counts == bootstrap_counts(30, seed=1)).all()
 
 
 def test_of_prompts_that_lack_values_the_others_are_drawn_together():

@@ -13,8 +13,8 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 from scipy import stats
 
-from lit_layers.functional.emergence.drawn_curves import draw_curves
-from lit_layers.functional.emergence.replicates import DRAWS, covariance_of_mean, joint_scores, whole_rows
+from lit_layers.functional.emergence.drawn_curves import draw_curves, mean_curves
+from lit_layers.functional.emergence.replicates import DRAWS, covariance_of_mean, drawn_together, whole_rows
 
 Array = NDArray[np.floating[Any]]
 Scale = Literal["log", "linear"]
@@ -106,8 +106,8 @@ def emergence_times(
             (replicates, checkpoints), instead of `stderr`: the noise may then be alike at neighbouring checkpoints.
             A row with a gap where there is a value is left out.
         counts: How often each draw takes each replicate, (1000, replicates), as `bootstrap_counts` says. Curves of the
-            same prompts that are given the same are drawn together: draw by draw their errors go with each other as
-            those of their means do, and `halfway_draws` compare one by one. Give each a seed of its own.
+            same prompts that are given the same are compared draw by draw: `halfway_draws` stand in an order that goes
+            with the half-way points of the bootstrap samples' curves (`drawn_together`). Give each a seed of its own.
         scale: Whether the curve is smooth over log2(1 + step) or over the step.
         confidence: Of the intervals and the verdict.
         seed: Of the draws; the same input gives the same numbers.
@@ -121,15 +121,19 @@ def emergence_times(
     rng = np.random.default_rng(seed)
     p_value = curve.p_value(rng)
     numbers = len(curve.x), curve.num_gaps
-    scores = None if counts is None else curve.scores(counts, rng)
+    resampled = None if counts is None else curve.resampled(counts)
     if not p_value <= 1 - confidence:
         return EmergenceTimes(False, p_value, None, None, None, None, (), *numbers)
     grid = curve.grid()
-    drawn = draw_curves(curve.x, curve.y, curve.noises(), grid, DRAWS, rng, scores)
+    drawn = draw_curves(curve.x, curve.y, curve.noises(), grid, DRAWS, rng)
     landmarks = _landmarks(drawn, grid, np.searchsorted(grid, curve.x))
     onset, halfway, peak, plateau = (curve.time(positions, confidence) for positions in landmarks)
+    half = landmarks[1]
+    if resampled is not None:
+        estimated = mean_curves(curve.x, resampled, curve.noises()[0], grid)
+        half = drawn_together(half, _landmarks(estimated, grid, np.searchsorted(grid, curve.x))[1], rng)
     changes = curve.change_points(confidence, rng)
-    return EmergenceTimes(True, p_value, onset, halfway, peak, plateau, changes, *numbers, curve.step(landmarks[1]))
+    return EmergenceTimes(True, p_value, onset, halfway, peak, plateau, changes, *numbers, curve.step(half))
 
 
 def flat_p_value(
@@ -214,14 +218,15 @@ class _Curve:
         parts = [np.linspace(a, b, between, endpoint=False) for a, b in zip(self.x[:-1], self.x[1:], strict=True)]
         return np.concatenate([*parts, self.x[-1:]])
 
-    def scores(self, counts: ArrayLike, rng: np.random.Generator) -> Array:
-        """What the errors of each draw are, (draws, checkpoints), in units of their covariance."""
+    def resampled(self, counts: ArrayLike) -> Array:
+        """The means of the replicates that each draw takes, (draws, checkpoints)."""
         if self.rows is None or self.whole is None:
             raise ValueError("expected replicates with counts, which say how often each draw takes each of them")
         taken = np.asarray(counts)
         if taken.shape != (DRAWS, len(self.whole)):
             raise ValueError(f"expected counts of shape ({DRAWS}, {len(self.whole)}), got {taken.shape}")
-        return joint_scores(self.rows, taken[:, self.whole], rng)
+        taken = taken[:, self.whole].astype(np.float64)
+        return taken @ self.rows / np.maximum(taken.sum(1, keepdims=True), 1)
 
     def noises(self) -> list[Array]:
         """What the covariance of the errors is, or may be."""

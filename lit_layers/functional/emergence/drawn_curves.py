@@ -6,7 +6,7 @@ flat again, which one sigmoid step beside it covers.
 
 import itertools
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 from scipy.linalg import solve_triangular
 
 Array = NDArray[np.floating[Any]]
+RARE = 1e-3  # share of the evidence below which nothing counts in a mean over resamples
 TEMPER = 0.9  # power of the evidence: no process is quite a training curve, and sure of one, intervals are too narrow
 
 
@@ -21,19 +22,28 @@ TEMPER = 0.9  # power of the evidence: no process is quite a training curve, and
 class _Process:
     """A Gaussian process given the values, alone and with one sigmoid step added.
 
-    `noise` (checkpoints, checkpoints) is the covariance of the errors and `whole` the lower triangle of that of the
-    values, `ramps` (checkpoints, steps) what it leaves of each step's shape; a step's height has the prior deviation
-    `step_height` and the posterior `precision` (steps,); `evidence` (1 + steps,) is the log-evidence without and with
-    each.
+    `whole` (checkpoints, checkpoints) is the lower triangle of the covariance of the values, `rest` what of the values
+    it leaves, and `ramps` (checkpoints, steps) the same of each step's shape; `height` and `precision` (steps,) are the
+    posterior of a step's height, `evidence` (1 + steps,) the log-evidence without and with each.
     """
 
     kernel: "_Kernel"
-    noise: Array
     whole: Array
+    rest: Array
     ramps: Array
-    step_height: float
+    height: Array
     precision: Array
     evidence: Array
+    step_height: float
+
+    def evidence_of(self, values: Array, steps: NDArray[np.intp], log_prior: Array) -> Array:
+        """Of other values (checkpoints, sets), without and with each of some steps, (1 + steps, sets)."""
+        rest = solve_triangular(self.whole, values, lower=True)
+        precision = self.precision[steps, None]
+        alone = -0.5 * (rest**2).sum(0) - np.log(np.diag(self.whole)).sum()
+        gain = 0.5 * (self.ramps[:, steps].T @ rest) ** 2 / precision
+        with_step = alone + gain - 0.5 * np.log(precision * self.step_height**2) + log_prior[steps, None]
+        return np.concatenate([alone[None], with_step])
 
 
 @dataclass(frozen=True)
@@ -72,27 +82,17 @@ class _Steps:
 
 
 def draw_curves(
-    x: Array,
-    y: Array,
-    noises: Sequence[Array],
-    grid: Array,
-    draws: int,
-    rng: np.random.Generator,
-    scores: Array | None = None,
+    x: Array, y: Array, noises: Sequence[Array], grid: Array, draws: int, rng: np.random.Generator
 ) -> Array:
     """Curves on the grid, (draws, grid), from all processes as likely as the values make them.
-
-    A draw is a curve f of the process, and what is expected of the rest y - f(x) - e with errors e drawn beside it
-    (Matheron's rule): so the errors of a draw are known, and those of other curves can be drawn with them.
 
     Args:
         x: Where the values lie, increasing, (points,).
         y: The values, (points,).
         noises: Covariances of their errors, (points, points), as likely one as the other; one where it is known.
-        grid: Where the curves are wanted, increasing, (grid,); the points of x are among them.
+        grid: Where the curves are wanted, increasing, (grid,).
         draws: How many curves.
         rng: Of the draws.
-        scores: What each draw's errors are in units of their covariance, (draws, points), instead of drawn ones.
     """
     level, y = y.mean(), y - y.mean()
     shapes = _Steps.over(x)
@@ -100,46 +100,48 @@ def draw_curves(
     evidence = np.stack([process.evidence for process in processes])
     weight = np.exp(TEMPER * (evidence - evidence.max()))
     counts = rng.multinomial(draws, (weight / weight.sum()).ravel()).reshape(weight.shape)
-    on_grid = shapes.at(grid)
-    scores = rng.standard_normal((draws, len(x))) if scores is None else scores
-    places, drawn = rng.permutation(draws), np.empty((draws, len(grid)))
+    on_grid, parts = shapes.at(grid), []
+    to_values, to_itself = np.abs(grid[:, None] - x), np.abs(grid[:, None] - grid)
     for process, count in zip(processes, counts, strict=True):
         if not count.any():
             continue
+        seen = solve_triangular(process.whole, process.kernel(to_values).T, lower=True)
+        left = process.kernel(to_itself) - seen.T @ seen
+        jitter = 1e-7 * (process.kernel.level / 10) ** 2 * np.eye(len(grid))
         chosen = np.repeat(np.arange(len(count)), count) - 1  # -1: no step
-        mine, places = places[: len(chosen)], places[len(chosen) :]
-        steps = np.where(chosen < 0, 0, on_grid[:, chosen])
-        drawn[mine] = _curves_given(process, x, y, scores[mine], grid, chosen, steps, rng).T
-    return drawn + level
+        height = process.height[chosen] + rng.standard_normal(len(chosen)) / np.sqrt(process.precision[chosen])
+        height[chosen < 0] = 0
+        drawn = np.linalg.cholesky(left + jitter) @ rng.standard_normal((len(grid), len(chosen)))
+        drawn += seen.T @ (process.rest[:, None] - process.ramps[:, chosen] * height) + on_grid[:, chosen] * height
+        parts.append(drawn.T)
+    return np.concatenate(parts) + level
 
 
-def _curves_given(
-    process: "_Process",
-    x: Array,
-    y: Array,
-    scores: Array,
-    grid: Array,
-    chosen: NDArray[np.intp],
-    steps: Array,
-    rng: np.random.Generator,
-) -> Array:
-    """Curves of one process on the grid, (grid, draws), each with the chosen step (-1: none), on the grid `steps`."""
-    jitter = 1e-7 * (process.kernel.level / 10) ** 2 * np.eye(len(grid))
-    to_itself = process.kernel(np.abs(grid[:, None] - grid)) + jitter
-    curves = np.linalg.cholesky(to_itself) @ rng.standard_normal((len(grid), len(chosen)))
-    curves += steps * process.step_height * rng.standard_normal(len(chosen))
-    errors = _root(process.noise) @ scores.T
-    rest = solve_triangular(process.whole, y[:, None] - curves[np.searchsorted(grid, x)] - errors, lower=True)
-    ramps = np.where(chosen < 0, 0, process.ramps[:, chosen])
-    height = (ramps * rest).sum(0) / process.precision[chosen]
-    seen = solve_triangular(process.whole, process.kernel(np.abs(grid[:, None] - x)).T, lower=True)
-    return curves + seen.T @ (rest - ramps * height) + steps * height
+def mean_curves(x: Array, values: Array, noise: Array, grid: Array) -> Array:
+    """The mean of the curves that `draw_curves` draws from, for each of several sets of values, (sets, grid).
 
-
-def _root(covariance: Array) -> Array:
-    """The symmetric root: of what goes together in two curves, as much as can be does so in their errors."""
-    size, directions = np.linalg.eigh(covariance)
-    return directions * np.sqrt(np.maximum(size, 0)) @ directions.T
+    The sets (sets, points) are a bootstrap's: processes and steps that the mean of all makes unlikely are left out.
+    """
+    level = values.mean(1, keepdims=True)
+    values, shapes = (values - level).T, _Steps.over(x)
+    processes = list(_processes(x, values.mean(1), [noise], shapes))
+    evidence = np.stack([process.evidence for process in processes])
+    share = np.exp(TEMPER * (evidence - evidence.max()))
+    share /= share.sum()
+    kept, steps = share.sum(1) > RARE, np.flatnonzero(share[:, 1:].sum(0) > RARE)
+    likely = [process for process, is_kept in zip(processes, kept, strict=True) if is_kept]
+    evidence = np.stack([process.evidence_of(values, steps, shapes.log_prior) for process in likely])
+    weight = np.exp(TEMPER * (evidence - evidence.max((0, 1))))
+    weight /= weight.sum((0, 1))
+    curves, heights = np.zeros((len(grid), values.shape[1])), np.zeros((len(steps), values.shape[1]))
+    for process, of_process in zip(likely, weight, strict=True):
+        rest = solve_triangular(process.whole, values, lower=True)
+        ramps = process.ramps[:, steps]
+        height = of_process[1:] * (ramps.T @ rest) / process.precision[steps, None]
+        seen = solve_triangular(process.whole, process.kernel(np.abs(grid[:, None] - x)).T, lower=True)
+        curves += seen.T @ (rest * of_process.sum(0) - ramps @ height)
+        heights += height
+    return (curves + shapes.at(grid)[:, steps] @ heights).T + level
 
 
 def _processes(x: Array, y: Array, noises: Sequence[Array], shapes: _Steps) -> Iterator[_Process]:
@@ -152,18 +154,16 @@ def _processes(x: Array, y: Array, noises: Sequence[Array], shapes: _Steps) -> I
         noise = noise + 1e-10 * scale**2 * np.eye(len(x))
         for length, height, rough in itertools.product(lengths, heights, (True, False)):
             kernel = _Kernel(bool(rough), float(length), height * scale, 10 * scale)
-            yield _process(kernel, kernel(distance), noise, y, steps, shapes.log_prior, scale)
+            yield _process(kernel, kernel(distance) + noise, y, steps, shapes.log_prior, scale)
 
 
 def _process(
-    kernel: _Kernel, covariance: Array, noise: Array, y: Array, steps: Array, log_prior: Array, step_height: float
+    kernel: _Kernel, covariance: Array, y: Array, steps: Array, log_prior: Array, step_height: float
 ) -> _Process:
-    whole = np.linalg.cholesky(covariance + noise)
+    whole = np.linalg.cholesky(covariance)
     rest = solve_triangular(whole, y, lower=True)
     ramps = solve_triangular(whole, steps, lower=True)
     precision = step_height**-2 + (ramps**2).sum(0)
-    slope = ramps.T @ rest
-    alone = -0.5 * rest @ rest - np.log(np.diag(whole)).sum()
-    with_step = alone + 0.5 * slope**2 / precision - 0.5 * np.log(precision * step_height**2) + log_prior
-    evidence = np.append(alone, with_step)  # a step or none: as likely
-    return _Process(kernel, noise, whole, ramps, step_height, precision, evidence)
+    process = _Process(kernel, whole, rest, ramps, ramps.T @ rest / precision, precision, rest, step_height)
+    evidence = process.evidence_of(y[:, None], np.arange(len(log_prior)), log_prior)[:, 0]  # a step or none: as likely
+    return replace(process, evidence=evidence)

@@ -18,19 +18,19 @@ def bootstrap_counts(replicates: int, *, seed: int = 0) -> NDArray[np.int64]:
     return rng.multinomial(replicates, np.full(replicates, 1 / replicates), size=DRAWS)
 
 
-def joint_scores(rows: Array, counts: ArrayLike, rng: np.random.Generator) -> Array:
-    """Scores (draws, checkpoints) of mean 0 and covariance 1 that go with the rows which each draw takes.
+def drawn_together(draws: Array, estimates: Array, rng: np.random.Generator) -> Array:
+    """The draws (draws,) of a time in an order that goes with its estimates from bootstrap samples, (draws,).
 
-    With R the centred rows and R = U S V' their decomposition, the mean of the rows of a bootstrap sample with counts w
-    is off by R'(w - 1) / n = V S U'(w - 1) / n. Its scores are V U'(w - 1): those of a curve of the same prompts go
-    with them as the errors of the two curves do. What the rows do not span is drawn.
+    What resampling moves is common to curves of the same samples, what it does not (how a curve runs between
+    checkpoints, say) is a curve's own. So with w the share of the draws' variance that the estimates have, at most 1,
+    the draws are placed by the ranks of w^1/2 z + (1 - w)^1/2 e: z are the normal scores of the estimates, e a normal
+    number for each. Their distribution stays as it was.
     """
-    rows = freed(rows)
-    left, size, right = np.linalg.svd(rows, full_matrices=False)
-    kept = size > 1e-9 * max(size.max(), 1e-300)
-    left, right = left[:, kept], right[kept]
-    drawn = rng.standard_normal((len(np.asarray(counts)), rows.shape[1]))
-    return (np.asarray(counts) - 1) @ left @ right + drawn - drawn @ right.T @ right
+    width, moved = (np.subtract(*np.quantile(each, [0.84, 0.16])) for each in (draws, estimates))
+    share = min(1.0, (moved / width) ** 2) if width > 0 else 1.0
+    scores = stats.norm.ppf((stats.rankdata(estimates) - 0.5) / len(estimates))
+    placed = share**0.5 * scores + (1 - share) ** 0.5 * rng.standard_normal(len(draws))
+    return np.sort(draws)[np.argsort(np.argsort(placed))]
 
 
 def freed(rows: Array) -> Array:
