@@ -110,7 +110,7 @@ def other_settings(run: RunData) -> list[str]:
 def suspects(run: RunData) -> dict[str, list[str]]:
     """Returns the steps (or models) that an audit found suspect, by its verdict."""
     suspect = [m for m in run.measurements if records.is_suspect(m)]
-    by_verdict = grouped(suspect, lambda m: m.provenance[records.AUDIT].removeprefix("suspect: "))
+    by_verdict = grouped(suspect, lambda m: " ".join(m.provenance[records.AUDIT].removeprefix("suspect: ").split()))
     return {verdict: list(dict.fromkeys(map(run.place, these))) for verdict, these in by_verdict.items()}
 
 

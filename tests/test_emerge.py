@@ -274,7 +274,7 @@ def test_over_tokens_times_are_tokens(run):
 
 def test_what_cannot_be_measured_is_refused_in_a_sentence(run, tmp_path, capsys):
     few = write_run(tmp_path / "few", steps=STEPS[:5])
-    suspect = write_run(tmp_path / "suspect", audit={8: "suspect: equal to the final step"})
+    suspect = write_run(tmp_path / "suspect", audit={8: "suspect: equal to\nthe final step"})
     scores(step=7).to_csv(tmp_path / "twice.csv", index=False)
     scores().drop(columns="value").to_csv(tmp_path / "no_value.csv", index=False)
     scores(value="high").to_csv(tmp_path / "text.csv", index=False)
