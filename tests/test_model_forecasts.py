@@ -270,7 +270,6 @@ def test_what_cannot_be_forecast_is_refused_in_a_sentence(tmp_path, capsys):
             "expected 6 checkpoints that all models have in the first 1% of training, got 5",
             [scores, "--forecast", "0.01"],
         ),
-        ("loss: expected --forecast SHARE with it, got lm/ppl alone", [scores, "--loss", "lm/ppl"]),
         (
             "loss: expected ANALYSIS/METRIC of a curve of 5 models, got lm/loss",
             [scores, "--forecast", "0.1", "--loss", "lm/loss"],

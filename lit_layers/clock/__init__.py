@@ -2,6 +2,7 @@
 
 from lit_layers.clock.block_prediction import BlockTable, block_tables, prediction_table
 from lit_layers.clock.layer_statistics import LayerCurve, layer_curves, layer_table, over_the_seeds
+from lit_layers.clock.lead_lags import lead_lag_table
 from lit_layers.clock.model_forecasts import ModelForecasts, early_parts, forecast_models
 from lit_layers.clock.step_curves import StepCurve, curves_in, curves_of, over_seeds
 from lit_layers.clock.times_and_order import (
@@ -29,6 +30,7 @@ __all__ = [
     "layer_curves",
     "layer_order_table",
     "layer_table",
+    "lead_lag_table",
     "measure_times",
     "order_table",
     "over_seeds",

@@ -3,14 +3,14 @@
 import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import pandas as pd
 from numpy.typing import NDArray
 
-from lit_layers.clock.step_curves import StepCurve
+from lit_layers.clock.step_curves import StepCurve, is_asked, loss_curves
 from lit_layers.clock.times_and_order import Clock
 from lit_layers.errors import InputError
 from lit_layers.figures.axes import Axis
@@ -98,7 +98,7 @@ def early_parts(curves: Sequence[StepCurve], share: float, *, loss: str = "") ->
     losses = _losses(curves, share, loss) if loss else {}
     groups: dict[Any, list[StepCurve]] = {}
     for curve in curves:
-        if not (loss and _is(curve, loss)):
+        if not (loss and is_asked(curve, [loss])):
             groups.setdefault(curve.key, []).append(curve)
     parts = [part for group in groups.values() if (part := _part(group, share, losses, left_out)) is not None]
     if not parts:
@@ -107,22 +107,9 @@ def early_parts(curves: Sequence[StepCurve], share: float, *, loss: str = "") ->
     return EarlyParts(share, parts, dict(+left_out), loss)
 
 
-def _is(curve: StepCurve, name: str) -> bool:
-    return name in (curve.metric, f"{curve.analysis}/{curve.metric}")
-
-
 def _losses(curves: Sequence[StepCurve], share: float, loss: str) -> dict[str, Array]:
     """Level and slope of each run's early loss: the whole model's, else that of its last layer."""
-    of_run: dict[str, StepCurve] = {}
-    for curve in (each for each in curves if _is(each, loss)):
-        other = of_run.setdefault(curve.run, curve)
-        if curve is not other and curve.layer == other.layer:
-            raise InputError(f"loss: {curve.run} has several curves of {loss}: expected one; choose with --where")
-        if other.layer is not None and (curve.layer is None or curve.layer > other.layer):
-            of_run[curve.run] = curve
-    if loss.endswith(("ppl", "perplexity")):
-        with np.errstate(divide="ignore", invalid="ignore"):
-            of_run = {run: replace(curve, values=np.log(curve.values)) for run, curve in of_run.items()}
+    of_run = loss_curves(curves, loss)
     part = _part(list(of_run.values()), share, {}, counts := Counter[str]())
     if part is None:
         reason = next(iter(+counts), "no run has such a curve")

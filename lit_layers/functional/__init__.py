@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from lit_layers.functional.jacobian.routes import *
     from lit_layers.functional.jacobian.summaries import *
     from lit_layers.functional.layer_selection import *
+    from lit_layers.functional.lead_lag import *
     from lit_layers.functional.probe import *
     from lit_layers.functional.record_probe import *
     from lit_layers.functional.regression import *
@@ -41,7 +42,8 @@ _METRICS = (
     "regression",
     "watching_probe",
 )
-_FILES = (*_METRICS, "curves", "correlation", "emergence.curve_times", "forecast", "layer_selection", "block_schedules")
+_FILES = (*_METRICS, "curves", "correlation", "emergence.curve_times", "forecast", "layer_selection", "lead_lag")
+_FILES = (*_FILES, "block_schedules")
 
 
 def __getattr__(name: str) -> Any:

@@ -14,6 +14,8 @@ from lit_layers import records
 from lit_layers.clock.block_prediction import BlockTable, prediction_charts, prediction_table
 from lit_layers.clock.block_prediction import sentences as block_sentences
 from lit_layers.clock.layer_statistics import MONOTONICITY, LayerCurve, layer_table
+from lit_layers.clock.lead_lags import lead_lag_chart, lead_lag_rows
+from lit_layers.clock.lead_lags import sentences as lead_lag_sentences
 from lit_layers.clock.model_forecasts import ModelForecasts, error_chart, error_rows
 from lit_layers.clock.model_forecasts import sentences as forecast_sentences
 from lit_layers.clock.step_curves import AxisName, StepCurve
@@ -62,13 +64,14 @@ def write_emergence(
     layers: Sequence[LayerCurve] = (),
     blocks: Sequence[BlockTable] = (),
     seeds: bool = False,
+    leads: pd.DataFrame | None = None,
     forecasts: ModelForecasts | None = None,
 ) -> list[Path]:
     """Writes emergence.html, times and order as .csv and .parquet, agreement.csv, and the figures as .png, .svg, .pdf.
 
     Of numbers with `layers` also layers.csv and .parquet; of runs that say what single blocks are worth blocks.csv and
-    .parquet, over these runs, too, where they are `seeds` of one. Of `forecasts` forecast.csv and .parquet, and
-    forecast_errors.csv.
+    .parquet, over these runs, too, where they are `seeds` of one. Of `leads` lead_lag.csv and .parquet; of `forecasts`
+    forecast.csv and .parquet, and forecast_errors.csv.
 
     Returns their paths, the page first. Files of these names are replaced.
 
@@ -98,6 +101,11 @@ def write_emergence(
         for run in predicted["run"].unique():
             parts = prediction_charts(predicted, blocks, run, axis=axis)
             charts[file_name(f"blocks {run}", names)] = Panels(title="", charts=parts, columns=1, width=640)
+    led: Any = pd.DataFrame({"run": []}) if leads is None else leads
+    tables |= {"lead_lag.csv": led, "lead_lag.parquet": led} if len(led) else {}
+    for run in led["run"].unique():
+        if (chart := lead_lag_chart(led, run)) is not None:
+            charts[file_name(f"lead_lag {run}", names)] = chart
     if forecasts is not None:
         tables |= {"forecast.csv": forecasts.table, "forecast.parquet": forecasts.table}
         tables |= {"forecast_errors.csv": forecasts.errors}
@@ -111,7 +119,8 @@ def write_emergence(
             records.export(table, folder / name)
         paths = {folder / name: chart for name, chart in charts.items()}
         pictures = write_charts(paths, SUFFIXES) if paths else []
-        replace_file(folder / "emergence.html", _page(clock, agreement, axis, layers, predicted, blocks, forecasts))
+        page = _page(clock, agreement, axis, layers, predicted, blocks, led, forecasts)
+        replace_file(folder / "emergence.html", page)
     return [folder / "emergence.html", *pictures, *(folder / name for name in tables)]
 
 
@@ -339,6 +348,7 @@ def _page(
     layers: Sequence[LayerCurve],
     predicted: pd.DataFrame,
     tables: Sequence[BlockTable],
+    leads: pd.DataFrame,
     forecasts: ModelForecasts | None,
 ) -> str:
     figures: Figures = []
@@ -367,6 +377,7 @@ def _page(
         blocks=placed(blocks, figures),
         orders=placed(orders, figures),
         spared=_spared(predicted, tables, axis, figures),
+        leads=[_leads(leads, run, figures) for run in leads["run"].unique()],
         forecast=_forecast(forecasts, figures),
         agreement=_agreement(agreement),
         paired=_how_paired(clock),
@@ -385,6 +396,17 @@ def _spared(
         blocks = [_block(chart.title.split(":")[0], chart, scrolled=False) for chart in charts]
         shown.append({"run": run, "lines": block_sentences(predicted, run), "blocks": placed(blocks, figures)})
     return shown
+
+
+def _leads(leads: pd.DataFrame, run: str, figures: Figures) -> dict[str, Any]:
+    chart, rows = lead_lag_chart(leads, run), lead_lag_rows(leads, run)
+    columns = ("Pair", "Octaves", "r", "p", "q", "Given the loss: octaves", "r", "p", "q")
+    return {
+        "run": run,
+        "lines": lead_lag_sentences(leads, run),
+        "blocks": placed([_block(chart.title, chart)] if chart is not None else [], figures),
+        "table": _table(columns, [("", rows)]) if rows else None,
+    }
 
 
 def _forecast(forecasts: ModelForecasts | None, figures: Figures) -> dict[str, Any] | None:

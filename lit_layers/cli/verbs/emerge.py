@@ -2,7 +2,7 @@
 
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from lit_layers.cli.console import bar, show_table
 from lit_layers.cli.options import Names
@@ -40,7 +40,8 @@ def emerge(
         confidence: of the intervals, and of the verdict that a curve emerges
         forecast: from this share of training, as 0.1, forecast the end of each model by the other runs, and say whether
             that beats persistence and the loss
-        loss: METRIC or ANALYSIS/METRIC of the loss that the forecast is held against
+        loss: METRIC or ANALYSIS/METRIC of the loss that lead-lags are given (default: the last layer's logit-lens loss)
+            and the forecast is held against
         settings: of analyses that were measured with several settings take these, as in report
         allow_suspect: also take checkpoints that the audit of their series found suspect
         seed: of the draws
@@ -56,8 +57,6 @@ def emerge(
         raise InputError(f"out: expected a folder, {folder} is a file")
     if loss == "":
         raise InputError("loss: expected METRIC or ANALYSIS/METRIC, got nothing")
-    if loss and forecast is None:
-        raise InputError(f"loss: expected --forecast SHARE with it, got {loss} alone")
     chosen = dict(_pair(text) for text in where or ())
     from lit_layers.clock import (
         block_tables,
@@ -65,6 +64,7 @@ def emerge(
         early_parts,
         forecast_models,
         layer_curves,
+        lead_lag_table,
         measure_times,
         over_seeds,
         over_the_seeds,
@@ -102,7 +102,9 @@ def emerge(
     if seeds and lacking:
         clock.left_out[f"over {together}: not all of them have it at common steps"] = lacking
     forecasts = None if early is None else forecast_models(early, clock, confidence=confidence, seed=seed)
-    paths = write_emergence(clock, folder, axis=axis, layers=layers, blocks=blocks, seeds=seeds, forecasts=forecasts)
+    leads = lead_lag_table(clock, loss=loss or "", seed=seed)
+    extra: dict[str, Any] = {"layers": layers, "blocks": blocks, "leads": leads, "forecasts": forecasts}
+    paths = write_emergence(clock, folder, axis=axis, seeds=seeds, **extra)
     _show(clock, axis)
     print(*(forecast_sentences(forecasts) if forecasts else ()), sep="\n")
     pictures = [path for path in paths if path.suffix in (".png", ".svg", ".pdf")]

@@ -1,0 +1,278 @@
+"""Which of two curves over training moves first: cross-correlation of their increments over half octaves of steps.
+
+All in float64. How often unrelated curves are said to be related, and related ones are found, is measured in
+docs/emergence.md.
+"""
+
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+Array = NDArray[np.float64]
+
+PER_OCTAVE = 2
+MOST_LAG = 4  # half octaves
+FEWEST_INCREMENTS = 8  # that overlap at a lag
+FEWEST_MOVES = 2.0
+WIDEST_GAP = 3.0  # octaves between two checkpoints, within which a straight line says nothing
+BLOCKS = (3, 8)  # half octaves whose sign is drawn together: in one run or two there would be too few of 8
+FEWEST_RUNS = 3  # for an interval over them
+FEWEST_PAIRED = 6  # runs: 720 ways of pairing them
+BATCHES = (199, 1800)  # draws; the second where the first leaves it open
+_OPEN = 20  # draws that reach the data's: beyond it p is above 0.1, and more draws say no more
+_RESAMPLES = 400
+_LARGEST = 1 - 1e-9  # of |r|, for a z that is finite
+_ROUNDING = 1e-10  # increments that vary by less than this share are those of a straight line
+_SAME = 1e-3  # a curve of which `given` leaves less than this share is that curve over again
+
+
+class LeadLag(NamedTuple):
+    """How one curve's increments go with another's, see `lead_lags`.
+
+    `lag` in octaves is positive where the first leads; `low` and `high` are its 95% interval, NaN where nothing says.
+    `p_value` is NaN where the curves move fewer than `FEWEST_MOVES` times, `moves` being those of the one with fewer.
+    """
+
+    lag: float
+    low: float
+    high: float
+    correlation: float
+    p_value: float
+    moves: float
+    num_increments: int
+    num_runs: int
+
+
+def octave_range(steps: ArrayLike, values: ArrayLike) -> tuple[int, int]:
+    """The first and the last half octave of log2(1 + step) within a curve, of its longest stretch without a gap.
+
+    A gap is more than 3 octaves between two values, as between token 0 and the first checkpoint after it. NaN is no
+    value. `steps` and `values` (checkpoints,); the last lies below the first where there is no half octave.
+    """
+    x, _ = _known(steps, values)
+    if not len(x):
+        return 0, -1
+    stretch = max(np.split(x, np.flatnonzero(np.diff(x) > WIDEST_GAP) + 1), key=np.ptp)
+    ends = PER_OCTAVE * stretch[0] - 1e-9, PER_OCTAVE * stretch[-1] + 1e-9
+    return int(np.ceil(ends[0])), int(np.floor(ends[1]))
+
+
+def octave_increments(steps: ArrayLike, values: ArrayLike, first: int, last: int) -> Array:
+    """What a curve gains in each half octave of log2(1 + step), from the half octave `first` to `last`.
+
+    Between checkpoints the curve is a straight line over log2(1 + step). `steps` (checkpoints,), increasing; `values`
+    (..., checkpoints), NaN a gap where all rows have it. Returns (..., last - first).
+
+    Raises:
+        ValueError: the curve does not reach so far, or steps that do not increase or are negative.
+    """
+    x, y = _known(steps, values)
+    grid = np.arange(first, last + 1) / PER_OCTAVE
+    if not len(x) or grid[0] < x[0] - 1e-9 or grid[-1] > x[-1] + 1e-9:
+        raise ValueError(f"expected half octaves within the curve's, {octave_range(steps, values)}, got {first, last}")
+    after = np.clip(np.searchsorted(x, grid), 1, len(x) - 1)
+    share = np.clip((grid - x[after - 1]) / (x[after] - x[after - 1]), 0, 1)
+    return np.diff(y[..., after - 1] * (1 - share) + y[..., after] * share)
+
+
+def _known(steps: ArrayLike, values: ArrayLike) -> tuple[Array, Array]:
+    at, y = np.asarray(steps, dtype=np.float64), np.asarray(values, dtype=np.float64)
+    if at.ndim != 1 or y.shape[-1:] != at.shape:
+        raise ValueError(f"expected a value for each step, got steps {at.shape} and values {y.shape}")
+    if not (np.isfinite(at).all() and (np.diff(at) > 0).all() and (at >= 0).all()):
+        raise ValueError(f"expected steps of 0 or more that increase, got {at.tolist()}")
+    there = np.isfinite(y).reshape(-1, len(at)).all(0)
+    return np.log2(1 + at[there]), y[..., there]
+
+
+def num_moves(increments: ArrayLike) -> float:
+    """How many times a curve moves: 1 for one smooth rise, however wide; about a fifth of the increments of noise.
+
+    (sum d^2)^2 / sum d^4, over how many increments the movement is spread, divided by the sum over all lags of the
+    squared autocorrelation, how many of them are one movement; d are the increments (..., increments) less their mean,
+    and of several runs the mean counts. Unchanged by affine maps of the curve. NaN where the curve is a straight line.
+    """
+    d = np.asarray(increments, dtype=np.float64)
+    d = d - d.mean(-1, keepdims=True)
+    power = np.abs(np.fft.rfft(d, 2 * d.shape[-1])) ** 2
+    both = np.fft.irfft(power, 2 * d.shape[-1])  # the autocovariance of all lags, before and behind
+    squares = (d**2).sum(-1)
+    with np.errstate(invalid="ignore", divide="ignore"):
+        return float(np.mean(squares**4 / (d**4).sum(-1) / (both**2).sum(-1)))
+
+
+def lead_lags(
+    firsts: ArrayLike,
+    second: ArrayLike,
+    given: ArrayLike | None = None,
+    *,
+    drawn: tuple[ArrayLike, ArrayLike, ArrayLike | None] | None = None,
+    seed: int = 0,
+) -> list[LeadLag]:
+    """How each of some curves leads or follows another one, by their increments over half octaves.
+
+    With a and b increments, the correlation at lag k is Pearson's r of a(t) and b(t + k) over all t where both are; of
+    several runs tanh of the mean over runs of Fisher's z. The lag is that of the greatest |r| within 2 octaves, less
+    where fewer than 8 increments overlap; at a positive lag the first leads. Before that each curve is centred; of
+    several runs, seeds of one recipe, their mean at each half octave is taken away, and with it all that the step alone
+    does in each of them; and `given` is regressed out of both, with one slope over all runs.
+
+    The p-value is of the greatest |r| over lags. Of 6 runs or more it is that of pairing the runs anew, one's a with
+    another's b, which is exact for seeds of one recipe, whatever the curves look like. Of fewer it is the larger one of
+    two, against b redrawn:
+
+    - random phases: b with its autocorrelation, anywhere in training;
+    - random signs of each 3 neighbouring increments (8 from 3 runs on): b with its size at each place of training.
+
+    Either alone says too often that unrelated curves go together: the first where all curves move in the same part of
+    training, the second where they move in long waves. A curve that moves once, such as one sigmoid, then has no
+    p-value: one coincidence is no relation, whatever the test.
+
+    Source: random phases, Theiler et al. 1992, "Testing for nonlinearity in time series"; random signs, in blocks,
+    after Shao 2010, "The dependent wild bootstrap".
+
+    Args:
+        firsts: (curves, runs, increments), or (curves, increments) of one run.
+        second: (runs, increments), or (increments,).
+        given: As `second`: what both are freed of, linearly and at the same half octave.
+        drawn: Of one run copies of all three with other errors, (curves, draws, increments) and (draws, increments)
+            twice, for the interval of the lag. Of 3 runs or more it is a bootstrap over runs.
+        seed: Of the redrawn curves.
+
+    Raises:
+        ValueError: shapes that do not fit, fewer than 8 increments, values that are not finite.
+    """
+    a, b, rest = _checked(firsts, second, given)
+    a, b = _freed(a, rest), _freed(b, rest)
+    z = np.stack([at_lag[:, 0] for at_lag in _at_lags(a, b[None])], 1)  # (curves, lags, runs)
+    size = np.abs(z.mean(-1))
+    place, greatest, middle = size.argmax(1), size.max(1), (z.shape[1] - 1) // 2
+    moves: Array = np.fmin(np.array([num_moves(each) for each in a]), num_moves(b))
+    defined = a.any((1, 2)) & b.any()
+    p, rng = np.full(len(a), np.nan), np.random.default_rng(seed)
+    if len(b) >= FEWEST_PAIRED:
+        p[defined] = _p_of_pairings(a[defined], b, greatest[defined], rng)
+    elif (told := defined & (moves >= FEWEST_MOVES)).any():
+        p[told] = np.max([_p_values(a[told], b, rest, greatest[told], null, rng) for null in (_phases, _flips)], 0)
+    ends = np.stack([place, *_ends(z, drawn, rng)], 1) - middle
+    lags = np.where(defined[:, None], ends / PER_OCTAVE, np.nan)
+    r = np.where(defined, np.tanh(np.take_along_axis(z.mean(-1), place[:, None], 1)[:, 0]), np.nan)
+    return [
+        LeadLag(*map(float, (*lags[i], r[i], p[i], moves[i])), num_increments=a.shape[2], num_runs=a.shape[1])
+        for i in range(len(a))
+    ]
+
+
+def _checked(firsts: ArrayLike, second: ArrayLike, given: ArrayLike | None) -> tuple[Array, Array, Array | None]:
+    a, b = np.asarray(firsts, dtype=np.float64), np.asarray(second, dtype=np.float64)
+    rest = None if given is None else np.asarray(given, dtype=np.float64)
+    if b.ndim == 1:
+        a, b, rest = a[:, None] if a.ndim == 2 else a, b[None], None if rest is None else rest[None]
+    if a.ndim != 3 or b.ndim != 2 or a.shape[1:] != b.shape or (rest is not None and rest.shape != b.shape):
+        shapes = ", ".join(str(np.shape(each)) for each in (firsts, second, given) if each is not None)
+        raise ValueError(f"expected (curves, runs, increments), (runs, increments) and given alike, got {shapes}")
+    if b.shape[1] < FEWEST_INCREMENTS:
+        raise ValueError(f"expected {FEWEST_INCREMENTS} increments or more, got {b.shape[1]}")
+    if not all(np.isfinite(each).all() for each in (a, b, rest) if each is not None):
+        raise ValueError("expected finite increments")
+    return a, b, rest
+
+
+def _freed(x: Array, given: Array | None, *, of_draws: bool = False) -> Array:
+    """Increments (..., runs, increments) less their mean, that over runs, and what `given` explains.
+
+    `of_draws`: the runs are draws of one, which have no mean in common and a slope each.
+    """
+    axes = -1 if of_draws else (-2, -1)
+    before = np.sqrt((x**2).sum(axes, keepdims=True))
+    x = _centered(x, of_draws)
+    if given is not None:
+        known = _centered(given, of_draws)
+        square = (known**2).sum(axes, keepdims=True)
+        x = x - known * ((x * known).sum(axes, keepdims=True) / np.where(square > 0, square, 1))
+    least = _ROUNDING if given is None else _SAME
+    return np.where(np.sqrt((x**2).sum(axes, keepdims=True)) > least * before, x, 0.0)
+
+
+def _centered(x: Array, of_draws: bool) -> Array:
+    x = x - x.mean(-1, keepdims=True)
+    return x if of_draws or x.shape[-2] == 1 else x - x.mean(-2, keepdims=True)
+
+
+def _at_lags(a: Array, b: Array) -> Iterator[Array]:
+    """Fisher's z of a (curves, runs, increments) and b (draws, runs, increments): (curves, draws, runs), lag by lag."""
+    n = a.shape[-1]
+    most = min(MOST_LAG, n - FEWEST_INCREMENTS)
+    for lag in range(-most, most + 1):
+        u, v = _unit(a[..., max(0, -lag) : n - max(0, lag)]), _unit(b[..., max(0, lag) : n - max(0, -lag)])
+        r = np.matmul(u.transpose(1, 0, 2), v.transpose(1, 2, 0))  # (runs, curves, draws)
+        yield np.arctanh(np.clip(r, -_LARGEST, _LARGEST)).transpose(1, 2, 0)
+
+
+def _unit(x: Array) -> Array:
+    """Centred and of length 1; 0 where it does not move."""
+    size = np.abs(x).max(-1, keepdims=True)
+    x = x - x.mean(-1, keepdims=True)
+    length = np.sqrt((x**2).sum(-1, keepdims=True))
+    return np.where(length > _ROUNDING * size, x / np.where(length > 0, length, 1), 0.0)
+
+
+def _p_values(
+    a: Array, b: Array, given: Array | None, greatest: Array, null: Callable[..., Array], rng: np.random.Generator
+) -> Array:
+    """The share of b redrawn, and freed as b was, whose greatest mean z over lags reaches that of the data."""
+    reached, total = np.zeros(len(a)), 0
+    for draws in BATCHES:
+        redrawn = _freed(null(b, draws, rng), given)
+        largest = np.max([np.abs(z.mean(-1)) for z in _at_lags(a, redrawn)], 0)
+        reached += (largest >= greatest[:, None] * (1 - 1e-9)).sum(1)
+        total += draws
+        if (reached > _OPEN).all():
+            break
+    return (1 + reached) / (1 + total)
+
+
+def _p_of_pairings(a: Array, b: Array, greatest: Array, rng: np.random.Generator) -> Array:
+    """The share of pairings of a's runs with b's whose greatest mean z over lags reaches that of the data."""
+    runs = np.arange(len(b))
+    pairings = rng.permuted(np.tile(runs, (sum(BATCHES), 1)), axis=1)
+    largest = np.zeros((len(a), len(pairings)))
+    for z in _at_lags(a.reshape(-1, 1, a.shape[-1]), b[:, None]):  # of each run of a with each of b
+        of_pairs = z.reshape(len(a), len(b), len(b))[:, runs, pairings]  # (curves, pairings, runs)
+        largest = np.maximum(largest, np.abs(of_pairs.mean(-1)))
+    reached = (largest >= greatest[:, None] * (1 - 1e-9)).sum(1)
+    return (1 + reached) / (1 + len(pairings))
+
+
+def _phases(b: Array, draws: int, rng: np.random.Generator) -> Array:
+    """b (runs, increments) with random phases at each frequency, (draws, runs, increments)."""
+    n = b.shape[-1]
+    turned = np.abs(np.fft.rfft(b)) * np.exp(2j * np.pi * rng.random((draws, *b.shape[:-1], n // 2 + 1)))
+    if n % 2 == 0:  # the highest frequency is real
+        turned[..., -1] = np.abs(turned[..., -1]) * rng.choice([-1.0, 1.0], turned[..., -1].shape)
+    return np.fft.irfft(turned, n)
+
+
+def _flips(b: Array, draws: int, rng: np.random.Generator) -> Array:
+    """b (runs, increments) with random signs of blocks, which begin anywhere, (draws, runs, increments)."""
+    n, length = b.shape[-1], BLOCKS[len(b) >= FEWEST_RUNS]
+    block = (np.arange(n) + rng.integers(length, size=(draws, 1, 1))) // length
+    signs = rng.choice([-1.0, 1.0], (draws, len(b), n // length + 2))
+    return b * np.take_along_axis(signs, np.broadcast_to(block, (draws, *b.shape)), -1)
+
+
+def _ends(z: Array, drawn: Any, rng: np.random.Generator) -> tuple[Array, Array]:
+    """Of an interval of the place of the greatest mean of z (curves, lags, runs): over runs, or over draws."""
+    curves, _, runs = z.shape
+    if runs >= FEWEST_RUNS:
+        resampled = z[..., rng.integers(runs, size=(_RESAMPLES, runs))].mean(-1)  # (curves, lags, draws)
+    elif runs == 1 and drawn is not None:
+        given = None if drawn[2] is None else np.asarray(drawn[2], dtype=np.float64)
+        a, b = (_freed(np.asarray(each, dtype=np.float64), given, of_draws=True) for each in drawn[:2])
+        resampled = np.stack([at_lag[:, 0] for at_lag in _at_lags(a, b[None])], 1)
+    else:
+        return np.full(curves, np.nan), np.full(curves, np.nan)
+    low, high = np.quantile(np.abs(resampled).argmax(1), (0.025, 0.975), axis=1, method="inverted_cdf")
+    return low, high
