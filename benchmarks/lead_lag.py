@@ -51,7 +51,7 @@ def main() -> int:
 
 
 def another(rng: np.random.Generator) -> int:
-    """Each pair has draws of its own, as pairs of different runs do."""
+    """Each pair has draws of its own; `emerge` takes the same seed for all pairs."""
     return int(rng.integers(2**32))
 
 
