@@ -1,6 +1,7 @@
 """The tables of docs/studies/four_papers.md, from the study's measurements.
 
     python benchmarks/four_papers.py                     writes the tables from four_papers.parquet beside them
+    python benchmarks/four_papers.py --check             exits with 1 where they differ
     python benchmarks/four_papers.py --pack ROOT ROOT    first packs the runs of the sweeps of text and of images
 
 What is packed is one long table of values and standard errors in single precision, which `lit-layers emerge` also reads
@@ -93,7 +94,6 @@ RISING = (
     Asked("norm of the states", MONOTONICITY, {"of": "state_norm"}),
     Asked("loss without the block (improves)", MONOTONICITY, {"of": "variant_loss", "variant": "skip_one"}),
 )
-SEEDS = "seeds"
 
 
 # ------------------------------------------------------------------------------------------------ packed and unpacked
@@ -181,8 +181,11 @@ class Study:
                     records.append(Path(folder) / "measurements.jsonl", measurement)
                 (Path(folder) / "run.json").write_text(json.dumps({"run": run}))
                 blocks[group] += block_tables(folder)
-        predicted = {group: prediction_table(tables, pooled=SEEDS) for group, tables in blocks.items()}
-        return cls(curves, {group: table[table["run"] == SEEDS] for group, table in predicted.items()})
+        predicted = {group: prediction_table(tables, pooled=True) for group, tables in blocks.items()}
+        pooled = {group: table[~table["run"].isin([*curves[group]])] for group, table in predicted.items()}
+        if lacking := [group for group, table in pooled.items() if table.empty]:
+            raise SystemExit(f"{DATA.name}: no two seeds of {lacking[0]} have the changes of single blocks")
+        return cls(curves, pooled)
 
     def seeds_of(self, group: str, asked: Asked) -> list[StepCurve]:
         found = [_find(curves, asked) for curves in self.curves[group].values()]
@@ -209,7 +212,7 @@ def when(study: Study) -> Table:
     """Half-way points over seeds."""
     yield ["half-way at step", *(f"{group} ({len(runs)} seeds)" for group, runs in study.curves.items())]
     for asked in ASKED:
-        merged = [over_seeds(study.seeds_of(group, asked), SEEDS) for group in study.curves]
+        merged = [over_seeds(study.seeds_of(group, asked), group) for group in study.curves]
         times = [measure_times(curves).times[0] if curves else None for curves in merged]
         yield [
             asked.title,
@@ -340,11 +343,15 @@ def with_tables(page: str, tables: Mapping[str, list[list[str]]]) -> str:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--pack", nargs="+", type=Path, default=[], metavar="ROOT", help="folders of the sweeps")
+    parser.add_argument("--check", action="store_true", help="write nothing, exit with 1 where a table differs")
     options = parser.parse_args()
     if options.pack:
         pack(options.pack, DATA)
     page = PAGE.read_text(encoding="utf-8")
-    PAGE.write_text(with_tables(page, tables_of(Study.of(unpack(DATA)))), encoding="utf-8")
+    drawn = with_tables(page, tables_of(Study.of(unpack(DATA))))
+    if options.check:
+        return int(drawn != page)
+    PAGE.write_text(drawn, encoding="utf-8")
     print(PAGE)
     return 0
 
