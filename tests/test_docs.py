@@ -64,8 +64,8 @@ def test_the_commands_and_examples_of_a_page_run_in_its_order(page, tmp_path, mo
     if page.name in ("report.md", "emergence.md"):  # the pages that begin with runs
         make_run(tmp_path / "checkpoints" / "quickstart")
     if page.name == "emergence.md":
-        for name in ("seed1", "seed2", "seed3"):
-            make_run(tmp_path / "checkpoints" / name, run=name)
+        for seed in (1, 2, 3):
+            make_run(tmp_path / "checkpoints" / f"seed{seed}", run=f"seed{seed}", seed=seed)
         rows = [f"{step},{step / 400},0.1,{shots}\n" for step in STEPS for shots in (0, 5)]
         (tmp_path / "scores.csv").write_text("step,value,stderr,shots\n" + "".join(rows))
     found = blocks(page)

@@ -6,14 +6,11 @@ from dataclasses import dataclass
 
 import numpy as np
 import pandas as pd
-import torch
 from numpy.typing import NDArray
 from scipy import stats
-from torch import Tensor
 
 from lit_layers.clock.step_curves import StepCurve, means_of_seeds
 from lit_layers.figures.tables import grouped
-from lit_layers.functional.curves import chosen_layers, monotonicities
 from lit_layers.metrics import look_up
 
 Array = NDArray[np.float64]
@@ -71,13 +68,16 @@ def layer_curves(curves: Sequence[StepCurve], *, seed: int = 0) -> list[LayerCur
 
 
 def over_the_seeds(curves: Sequence[LayerCurve], name: str) -> list[LayerCurve]:
-    """Returns the statistics over seeds: means, with Student's intervals, at the checkpoints that all have.
+    """Returns the statistics that all seeds have: means, with Student's intervals, at the checkpoints that all have.
 
     What of an interval lies outside the statistic's range, beyond a rank correlation of 1, is cut off.
     """
     by_key = grouped(curves, lambda each: (each.metric, each.curve.key))
+    num_seeds = len({each.curve.run for each in curves})
     merged = []
     for group in by_key.values():
+        if len({each.curve.run for each in group}) < num_seeds:
+            continue
         for curve in means_of_seeds([each.curve for each in group], name):
             assert curve.seeds is not None
             n, first = len(curve.seeds), group[0]
@@ -130,7 +130,7 @@ def _of_layers(layers: Sequence[StepCurve], seed: int) -> Iterator[LayerCurve]:
         known = np.isfinite(errors[step, there]).all()
         noise = rng.standard_normal((_DRAWS if known else 0, there.sum())) * errors[step, there]
         scores = values[step, there] + np.concatenate([np.zeros((1, there.sum())), noise])
-        numbers = _statistics(torch.from_numpy(scores), np.array(layer_numbers)[there], better)
+        numbers = _statistics(scores, np.array(layer_numbers)[there], better)
         results[0, :, step] = numbers[0]
         defined = np.isfinite(numbers[1:]).any(0)  # constant curves have no rank correlation
         if known:
@@ -154,8 +154,13 @@ def _of_layers(layers: Sequence[StepCurve], seed: int) -> Iterator[LayerCurve]:
         yield LayerCurve(metric=first.metric, tags=first.tag_text, curve=curve, **ends)
 
 
-def _statistics(scores: Tensor, layers: NDArray[np.int64], better: str | None) -> Array:
+def _statistics(rows: Array, layers: NDArray[np.int64], better: str | None) -> Array:
     """Of curves (curves, layers) the statistics (curves, statistics)."""
+    import torch
+
+    from lit_layers.functional.curves import chosen_layers, monotonicities  # torch: pages load this file without it
+
+    scores = torch.from_numpy(rows)
     higher = better != "lower"
     spearman, rising, drop = (monotonicities(scores, higher)[place] for place in (1, 0, 2))
     columns = [spearman.numpy(), rising.numpy(), drop.numpy()]

@@ -27,6 +27,7 @@ def make_run(
     failing: tuple[tuple[int, str, str], ...] = (),
     scalars: bool = True,
     run: str = "quickstart",
+    seed: int = 0,
 ) -> Path:
     """Writes measurements.jsonl, metrics.jsonl and run.json; `failing` are (step, analysis, error)."""
     root.mkdir(parents=True, exist_ok=True)
@@ -34,7 +35,10 @@ def make_run(
     for step in steps:
         for analysis in analyses:
             error = errors.get((step, analysis))
-            records.append(root / "measurements.jsonl", measurement(run, step, analysis, layers=layers, error=error))
+            records.append(
+                root / "measurements.jsonl",
+                measurement(run, step, analysis, layers=layers, error=error, seed=seed, slower=seed / 50),
+            )
     if scalars:
         write_scalars(root / "metrics.jsonl", steps[-1])
     about = {
@@ -113,11 +117,18 @@ def make_models(
 
 
 def measurement(
-    run: str, step: int, analysis: str, *, layers: int = LAYERS, error: str | None = None, seed: int = 0
+    run: str,
+    step: int,
+    analysis: str,
+    *,
+    layers: int = LAYERS,
+    error: str | None = None,
+    seed: int = 0,
+    slower: float = 0.0,
 ) -> Measurement:
-    """One analysis of one checkpoint, the same numbers for the same step and seed."""
+    """One analysis of one checkpoint, the same for the same step and seed; `slower`: the share that does not emerge."""
     rng = np.random.default_rng([seed, step, *analysis.encode()])
-    progress = math.log1p(step) / math.log1p(512)
+    progress = math.log1p(step) / math.log1p(512) * (1 - slower)
     make = {
         "trajectory": _trajectory,
         "coupling": _coupling,
