@@ -81,8 +81,12 @@ class StepCurve:
     @property
     def title(self) -> str:
         """As figures call it: `Coupling, k = 12`, `Accuracy, layer 3`; of a task's score the task comes first."""
-        row = look_up(self.metric)
-        parts = [row.title, tag_text(dict(self.tags)), "" if self.layer is None else f"layer {self.layer}"]
+        row, tags = look_up(self.metric), dict(self.tags)
+        name, kind = row.title, ""
+        if "of" in tags:  # what it is of comes first: rows of a figure have few characters
+            name, _, kind = name.partition(", ")
+            name += f" {tag_text({'of': tags.pop('of')})}"
+        parts = [name, tag_text(tags), kind, "" if self.layer is None else f"layer {self.layer}"]
         title = ", ".join(filter(None, parts))
         return title if row.group or not self.analysis else f"{self.analysis}: {title}"
 

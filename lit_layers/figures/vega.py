@@ -38,7 +38,7 @@ def encoded(axis: Axis, side: str) -> dict[str, Any]:
             "field": side,
             "type": "ordinal",
             "scale": {**scale, "domain": list(axis.keys)},
-            "axis": look | _labels(axis),
+            "axis": look | _labels(axis, side),
         }
     scale |= {"zero": axis.zero} if not axis.log else {"type": "log"}
     if axis.ends is not None:
@@ -46,16 +46,16 @@ def encoded(axis: Axis, side: str) -> dict[str, Any]:
     whole = {"tickMinStep": 1, "labelExpr": "datum.value == floor(datum.value) ? format(datum.value, ',d') : ''"}
     look |= whole if axis.whole else {"format": ",.6~g"}
     look |= {"tickCount": {"expr": "ceil(width / 80)"} if side == "x" else 5}
-    look |= _labels(axis)
+    look |= _labels(axis, side)
     return {"field": side, "type": "quantitative", "scale": scale, "axis": None if axis.hidden else look}
 
 
-def _labels(axis: Axis) -> dict[str, Any]:
+def _labels(axis: Axis, side: str) -> dict[str, Any]:
     if axis.labels is None:
         return {"labelAngle": 0} if axis.keys is not None else {}
     places, texts = json.dumps(list(axis.labels)), json.dumps(list(axis.labels.values()))
     look: dict[str, Any] = {"values": list(axis.labels), "labelExpr": f"{texts}[indexof({places}, datum.value)]"}
-    look |= {"labelAngle": 0, "labelOverlap": axis.keys is None, "labelLimit": 330}
+    look |= {"labelAngle": 0, "labelOverlap": side == "x" or axis.keys is None, "labelLimit": 330}
     if axis.strong:
         test = f"indexof({json.dumps(list(axis.strong))}, datum.value) >= 0"
         look["labelFontWeight"] = {"condition": {"test": test, "value": "bold"}, "value": "normal"}
