@@ -217,6 +217,16 @@ def test_a_table_of_scores_has_a_curve_for_each_combination_of_its_other_columns
     assert [curve.analysis for curve in sorted(few, key=lambda c: c.key)] == ["easy", "hard"]
 
 
+@pytest.mark.parametrize("spelt", ["run=GPT-2, seed 1", "run=GPT-2,seed 1,shots=0", "shots=0,run=GPT-2, seed 1"])
+def test_a_value_with_a_comma_is_asked_for_as_it_is(tmp_path, spelt):
+    rows = scores()[["step", "value", "shots"]].query("shots == 0").iloc[: len(STEPS)]
+    table = pd.concat([rows.assign(run=f"GPT-2, seed {seed}", value=rows["value"] + seed / 100) for seed in (1, 2)])
+    table.to_csv(tmp_path / "scores.csv", index=False)
+    command = ["emerge", str(tmp_path / "scores.csv"), "--where", spelt, "--out", str(tmp_path / "out")]
+    assert main(command) == 0
+    assert set(pd.read_csv(tmp_path / "out" / "times.csv")["run"]) == {"GPT-2, seed 1"}
+
+
 def test_results_of_lm_eval_and_mteb_are_curves(tmp_path):
     for step, value in zip(STEPS, rise(5), strict=True):
         folder = tmp_path / "harness" / f"run{step}"

@@ -471,8 +471,8 @@ def _of_table(table: Any, place: Path, axis: AxisName, where: Mapping[str, str])
 
 
 def _equals(column: Any, text: str) -> Any:
-    """Where a column says so: 0 is 0.0, too, as which a column with gaps reads."""
-    same = column.astype(str) == text
+    """Where a column says so: 0 is 0.0, too, as which a column with gaps reads; blanks behind commas do not count."""
+    same = column.astype(str).str.replace(", ", ",") == text.replace(", ", ",")
     return same | (column == float(text)) if _NUMBER.fullmatch(text) and column.dtype.kind in "if" else same
 
 

@@ -1,6 +1,7 @@
 """`lit-layers emerge`: when each number of a run emerges, in which order, and how sure that is."""
 
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -34,7 +35,7 @@ def emerge(
         runs: folders of runs; tables of scores by step (.csv, .parquet, .jsonl); results of lm-eval or MTEB (.json, or
             a folder of these)
         metrics: METRIC,... or ANALYSIS/METRIC,... alone (default: those that tables of results show)
-        where: NAME=VALUE,... that curves must have: tags, or columns of a table
+        where: NAME=VALUE,... that curves must have: tags, or columns of a table (a value may have commas, and no =)
         seeds: the runs are seeds of one: also times over them
         axis: over optimizer steps or tokens
         confidence: of the intervals, and of the verdict that a curve emerges
@@ -57,7 +58,7 @@ def emerge(
         raise InputError(f"out: expected a folder, {folder} is a file")
     if loss == "":
         raise InputError("loss: expected METRIC or ANALYSIS/METRIC, got nothing")
-    chosen = dict(_pair(text) for text in where or ())
+    chosen = _pairs(where or ())
     from lit_layers.clock import (
         block_tables,
         curves_of,
@@ -112,11 +113,19 @@ def emerge(
     return 0
 
 
-def _pair(text: str) -> tuple[str, str]:
-    name, equals, value = text.strip().partition("=")
-    if not (equals and name and value):
-        raise InputError(f"where: expected NAME=VALUE,..., got {text.strip()!r}")
-    return name.strip(), value.strip()
+def _pairs(texts: Sequence[str]) -> dict[str, str]:
+    """What has no = of its own belongs to the value before it, which has a comma: `run=GPT-2, seed 1`."""
+    pairs, last = {}, ""
+    for text in texts:
+        name, equals, value = text.partition("=")
+        if not equals and last:
+            pairs[last] += f",{text}"
+            continue
+        last = name.strip()
+        if not (last and value.strip()):
+            raise InputError(f"where: expected NAME=VALUE,..., got {text.strip()!r}")
+        pairs[last] = value
+    return {name: value.strip() for name, value in pairs.items()}
 
 
 def _show(clock: "Clock", axis: str) -> None:
