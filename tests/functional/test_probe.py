@@ -11,6 +11,7 @@ import torch
 from sklearn.linear_model import LogisticRegression
 from sklearn.metrics import f1_score
 from sklearn.preprocessing import StandardScaler
+from torchmetrics.functional.classification import multiclass_f1_score
 
 from lit_layers.functional import _checks, probe
 from lit_layers.functional.probe import fit_logistic_probes, macro_f1
@@ -255,6 +256,14 @@ def test_macro_f1_weighs_the_classes_among_the_labels_alike():
     assert macro_f1(labels, predictions) == pytest.approx(expected)
     with pytest.raises(ValueError, match="at least one row"):
         macro_f1(labels[:0], predictions[:0])
+
+
+def test_macro_f1_is_torchmetrics_where_each_predicted_class_occurs():
+    generator = torch.Generator().manual_seed(1)
+    labels, predictions = torch.randint(5, (2, 200), generator=generator)
+    assert set(predictions.tolist()) <= set(labels.tolist())
+    theirs = multiclass_f1_score(predictions, labels, num_classes=5, average="macro")
+    assert macro_f1(labels, predictions) == pytest.approx(theirs.item(), rel=1e-6)  # theirs is in float32
 
 
 @pytest.mark.parametrize("guess", [1e-4, 1.0, 1e4])
