@@ -8,6 +8,9 @@ makes the curve, and numbers of others never enter it. Unless the reader names a
   curves that its training drew, whatever is tried on some of its checkpoints afterwards;
 - of a model without steps the settings that were measured last.
 
+Numbers of one curve come from models that compute alike: where the same weights gave a fixed input other hidden states
+under another version of the libraries (the *canary* in provenance, `lit_layers.canary`), the curve is refused.
+
 A reader names another by its name, `CONFIG.DATA`, or the beginning of each hash; `last` means of every analysis those
 that were measured last, such as an analysis whose options were changed and that was measured again at all steps.
 """
@@ -29,6 +32,10 @@ from lit_layers.schema import Count, Real, Seconds, Tag
 
 ALL, LAST, UNKNOWN = "all", "last", "unknown"  # every settings; those measured last; those of files without hashes
 Settings = str | Collection[str]
+COMPUTING = ("torch", "transformers", "timm")  # the libraries that hidden states come from
+CANARY, VERSIONS = "canary", "versions"  # in provenance: sums of states by layer, and what computed them
+NUM_SUMS = 8  # of the states of one token at one layer
+DRIFT = 1e-4  # of the states of a fixed input, relative: rounding is far below it
 # Tags that place a number in a table of its own (a matrix, a map over tokens or categories, a list over distances or
 # sizes, a path, one of many random orders of which the mean is the number): no curve.
 PLACES = ("row", "column", "token", "other_token", "token_distance", "axis", "category", "train_rows", "seed")
@@ -67,6 +74,8 @@ class _Provenance(TypedDict, total=False):
     data_hash: str | None
     weights_hash: str | None
     audit: str | None
+    canary: dict[str, list[float]] | None
+    versions: dict[str, str]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -128,7 +137,8 @@ def shown(measurements: Iterable[Measurement], settings: Settings = ()) -> list[
     `settings` names others than the default, one or several, for the analyses that have them; `all`: all of them.
 
     Raises:
-        InputError: for settings that no analysis has, or of which one has several.
+        InputError: for settings that no analysis has, or of which one has several; for curves of two versions of a
+            library that compute other states of the same weights.
     """
     return divided(measurements, settings)[0]
 
@@ -156,7 +166,65 @@ def divided(
     for m in last:
         is_other = not _failed_early(m) and settings_of(m) != chosen[m.run, m.analysis]
         parts[is_other].append(m)
+    refuse_drift(parts[0])
     return parts
+
+
+def refuse_drift(measurements: Iterable[Measurement]) -> None:
+    """Refuses numbers of the same weights whose states differ by more than `DRIFT` between versions of the libraries.
+
+    Whether states differ between two devices under the same versions is not asked.
+
+    Raises:
+        InputError: naming weights, versions and the difference.
+    """
+    first: dict[str, dict[tuple[str, ...], Measurement]] = {}  # by weights and versions
+    for m in measurements:
+        weights = m.provenance.get("weights_hash")
+        if m.error is not None or weights is None or not m.provenance.get(CANARY):
+            continue
+        of_weights = first.setdefault(weights, {})
+        if (computing := computing_versions(m)) in of_weights:
+            continue
+        for earlier in of_weights.values():
+            if not (difference := drift(earlier.provenance[CANARY], m.provenance[CANARY])) <= DRIFT:
+                old, new = differing_versions(earlier, m)
+                at = "" if m.step is None else f", step {m.step}"
+                raise InputError(
+                    f"{m.run}{at}: the same weights ({weights}) have other hidden states under {new} than under {old}, "
+                    f"by {difference:.1e} where {DRIFT:g} is allowed: make a curve under one version, or use another "
+                    "root"
+                )
+        of_weights[computing] = m
+
+
+def computing_versions(measurement: Measurement) -> tuple[str, ...]:
+    """Returns the versions of the libraries that the states came from; the build (+cpu, +cu130) plays no part."""
+    versions = measurement.provenance.get(VERSIONS, {})
+    return tuple(str(versions.get(name, UNKNOWN)).partition("+")[0] for name in COMPUTING)
+
+
+def differing_versions(one: Measurement, other: Measurement) -> tuple[str, str]:
+    """Returns the versions that differ, of the one and of the other, as `torch 2.8.0, transformers 5.1.0`."""
+    pairs = [*zip(COMPUTING, computing_versions(one), computing_versions(other), strict=True)]
+    different = [pair for pair in pairs if pair[1] != pair[2]]
+    return ", ".join(f"{name} {a}" for name, a, _ in different), ", ".join(f"{name} {b}" for name, _, b in different)
+
+
+def drift(one: Mapping[str, Sequence[float]], other: Mapping[str, Sequence[float]]) -> float:
+    """Returns the largest difference of two canaries over layers and tokens, relative to the larger of the two norms.
+
+    Infinite where they are not of the same layers and tokens.
+    """
+    if one.keys() != other.keys() or any(len(one[layer]) != len(other[layer]) for layer in one):
+        return float("inf")
+    largest = 0.0
+    for layer, sums in one.items():
+        a, b = (np.array(each, dtype=float).reshape(-1, NUM_SUMS) for each in (sums, other[layer]))
+        norms = np.maximum(np.linalg.norm(a, axis=1), np.linalg.norm(b, axis=1))
+        differences = np.linalg.norm(a - b, axis=1)
+        largest = max(largest, *np.divide(differences, norms, out=np.zeros_like(norms), where=norms > 0).tolist())
+    return largest
 
 
 def plain_settings(measurements: Iterable[Measurement]) -> dict[tuple[str, str], str]:

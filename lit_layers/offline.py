@@ -15,11 +15,10 @@ from typing import Any, Literal
 
 import torch
 
-from lit_layers import run_lock, undisturbed
+from lit_layers import canary, run_lock, undisturbed
 from lit_layers.analyses.base import Analysis
 from lit_layers.analyses.layerwise import STATE, layerwise, walk
-from lit_layers.durable import replace_file
-from lit_layers.errors import InputError, refused
+from lit_layers.errors import InputError
 from lit_layers.identity import settings_name
 from lit_layers.models.build import weights_hash
 from lit_layers.models.shard_files import ShardFiles
@@ -251,6 +250,8 @@ class _Measuring:
             audited = self._audited(audited)
         due = [one for one in audited if not self._is_known(one)]
         self.result.num_known = sum(len(self.analyses[one.name]) for one in audited if one not in due)
+        for run in dict.fromkeys(self.earlier.run_of(one) for one in due if one.step is not None):
+            canary.compare_with_earlier(self.earlier.store, run, self.series.listing.checkpoints, self._opened)
         is_read = False
         for number, (checkpoint, fetched) in enumerate(fetched_ahead(due), start=len(audited) - len(due)):
             if not self.series.is_alone:
@@ -332,23 +333,40 @@ class _Measuring:
         self.result.failures.append(_named(checkpoint, why))
 
     def _measure(self, checkpoint: Checkpoint, fetched: "Future[Path]") -> None:
-        analyses, dtype = self.analyses[checkpoint.name], getattr(torch, self.dtype)
+        analyses = self.analyses[checkpoint.name]
         try:
-            folder = fetched.result()
+            fetched.result()
         except OSError as error:  # a disk that is full
             raise InputError(f"{checkpoint.series} {checkpoint.name} cannot be fetched: {error}") from error
         tell = self.tell if self.series.is_alone else _silent
-        if self.stream_blocks:
-            files = self.series.files if isinstance(self.series, OneModel) else ShardFiles(folder)
-            with contextlib.closing(StreamedModel(files, device=self.device, dtype=dtype)) as streamed:
-                self._check(streamed, analyses)
-                with undisturbed.kept_random_state(), undisturbed.plain_numbers(self.device):
-                    self._walk(streamed, checkpoint, analyses, tell)
+        with self._model(checkpoint, self.dtype) as view:
+            self._check(view, analyses)
+            if isinstance(view, StreamedModel):
+                self._walk(view, checkpoint, analyses, tell)
+                return
+            fingerprint = weights_hash(view.model)
+            seen = canary.provenance_of(view, fingerprint, self.earlier.store)
+            way = functools.partial(undisturbed.in_one_pass, kept_mb=self.kept_mb, folder=self.root)
+            self._keep(checkpoint, view, analyses, way, tell, fingerprint, seen)
+
+    @contextlib.contextmanager
+    def _model(self, checkpoint: Checkpoint, dtype: str) -> Iterator[LayeredModel]:
+        """A checkpoint in memory, or to be read block by block."""
+        if not self.stream_blocks:
+            yield LayeredModel(checkpoint.load(dtype=getattr(torch, dtype)).to(self.device))
             return
-        view = LayeredModel(checkpoint.load(dtype=dtype).to(self.device))
-        self._check(view, analyses)
-        way = functools.partial(undisturbed.in_one_pass, kept_mb=self.kept_mb, folder=self.root)
-        self._keep(checkpoint, view, analyses, way, tell, weights_hash(view.model))
+        files = self.series.files if isinstance(self.series, OneModel) else ShardFiles(checkpoint.fetch())
+        with (
+            contextlib.closing(StreamedModel(files, device=self.device, dtype=getattr(torch, dtype))) as streamed,
+            undisturbed.kept_random_state(),
+            undisturbed.plain_numbers(self.device),
+        ):
+            yield streamed
+
+    @contextlib.contextmanager
+    def _opened(self, checkpoint: Checkpoint, dtype: str) -> Iterator[tuple[LayeredModel, str]]:
+        with self._model(checkpoint, dtype) as view:
+            yield view, view.weights_hash() if isinstance(view, StreamedModel) else weights_hash(view.model)
 
     def _keep(
         self,
@@ -358,9 +376,10 @@ class _Measuring:
         way: undisturbed.Way,
         tell: Tell,
         fingerprint: str,
+        seen: dict[str, Any],
     ) -> None:
         """Measures one checkpoint by these weights, whatever files they came in: training writes others."""
-        source, same = checkpoint.provenance(), {}
+        source, same = checkpoint.provenance() | seen, {}
         if self.series.is_alone:
             source["streamed"] = self.stream_blocks
             self._refuse_another(lambda _: ("weights_hash", fingerprint))
@@ -401,17 +420,18 @@ class _Measuring:
 
     def _walk(self, view: StreamedModel, checkpoint: Checkpoint, analyses: Sequence[Analysis], tell: Tell) -> None:
         """Block by block."""
-        place = self.root / UNFINISHED
+        place, bird = self.root / UNFINISHED, canary.Canary()
 
         def way(view: Any, due: Sequence[Analysis], _: Any, **facts: Any) -> Iterator[Measurement]:
             # A kill between the first line and the last one leaves the blocks of all of them.
-            is_whole = due and (place / _key(view, analyses) / STATE).is_file()
+            is_whole = due and (place / _key(view, [*analyses, bird]) / STATE).is_file()
             if not due:
                 return
-            chosen = layerwise(analyses if is_whole else due)
+            chosen = layerwise([*(analyses if is_whole else due), bird])
             folder = place / _key(view, chosen)
-            outcomes = walk(view, chosen, folder, tell)
             source, fingerprint = facts.pop("provenance"), facts.pop("weights_hash")
+            outcomes = walk(view, chosen, folder, tell)
+            source |= canary.compared(canary.sums(outcomes[bird.name].records), fingerprint, self.earlier.store)
             for analysis in due:
                 outcome = outcomes[analysis.name]
                 provenance = {**undisturbed.describe_run(view, analysis, fingerprint), **source}
@@ -419,8 +439,9 @@ class _Measuring:
                 yield Measurement(analysis=analysis.name, provenance=provenance, **facts, **result)
             shutil.rmtree(folder)
 
-        self._keep(checkpoint, view, analyses, way, tell, _hash_of_weights(view, place, tell))
-        for leftover in place.glob(f"*-{_fingerprint(view)}.txt"):
+        hashed = view.kept_weights_hash(place, lambda: tell(0, 1, "hashing the weights"))
+        self._keep(checkpoint, view, analyses, way, tell, hashed, {})
+        for leftover in place.glob(f"*-{view.fingerprint()}.txt"):
             leftover.unlink()
         with contextlib.suppress(OSError):  # another measurement is under way there
             place.rmdir()
@@ -430,24 +451,8 @@ class _DoesNotFit(InputError):
     """An analysis that does not fit a model that was loaded."""
 
 
-def _hash_of_weights(view: StreamedModel, folder: Path, tell: Tell) -> str:
-    """From the files, all of which it takes to read; or from an interrupted measurement of the same files."""
-    path = folder / f"weights-{_fingerprint(view)}.txt"
-    if not path.is_file():
-        tell(0, 1, "hashing the weights")
-        hashed = view.weights_hash()
-        with refused(f"root: cannot write {path}"):
-            folder.mkdir(parents=True, exist_ok=True)
-            replace_file(path, hashed)
-    return path.read_text()
-
-
-def _fingerprint(view: StreamedModel) -> str:
-    return f"{view.files.fingerprint()}-{str(view.dtype).removeprefix('torch.')}"
-
-
 def _key(view: StreamedModel, analyses: Sequence[Analysis]) -> str:
     """What blocks already measured depend on: files, options, data, precision, kind of device."""
     measured = (f"{a.config_hash()} {a.data_hash()}" for a in analyses)
-    parts = [STATE_FORMAT, _fingerprint(view), view.device.type, *measured]
+    parts = [STATE_FORMAT, view.fingerprint(), view.device.type, *measured]
     return hashlib.sha256("/".join(parts).encode()).hexdigest()[:16]

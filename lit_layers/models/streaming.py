@@ -6,6 +6,7 @@ import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -13,7 +14,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from lit_layers.errors import InputError
+from lit_layers.durable import replace_file
+from lit_layers.errors import InputError, refused
 from lit_layers.models.block_calls import BlockCall, replaced, softened, split_arguments
 from lit_layers.models.build import one_line
 from lit_layers.models.families import Network, trunk_of
@@ -124,6 +126,21 @@ class StreamedModel(LayeredModel):
             for piece in self.files.pieces(self._stored[name]):
                 digest.update(piece.to(tensor.dtype).view(torch.uint8).numpy().data)
         return digest.hexdigest()
+
+    def kept_weights_hash(self, folder: Path, starting: Callable[[], None]) -> str:
+        """`weights_hash`, or what an interrupted call for the same files has left in the folder."""
+        path = folder / f"weights-{self.fingerprint()}.txt"
+        if not path.is_file():
+            starting()
+            hashed = self.weights_hash()
+            with refused(f"root: cannot write {path}"):
+                folder.mkdir(parents=True, exist_ok=True)
+                replace_file(path, hashed)
+        return path.read_text()
+
+    def fingerprint(self) -> str:
+        """Of the files, without reading them, and of the precision."""
+        return f"{self.files.fingerprint()}-{str(self.dtype).removeprefix('torch.')}"
 
     def close(self) -> None:
         """Ends the thread that reads ahead."""

@@ -15,7 +15,7 @@ import lightning as L
 import torch
 from torch import nn
 
-from lit_layers import records, run_lock, undisturbed
+from lit_layers import canary, records, run_lock, undisturbed
 from lit_layers.analyses.base import Analysis
 from lit_layers.errors import InputError
 from lit_layers.identity import logged_name, plain_settings
@@ -271,6 +271,7 @@ class EmergenceCallback(_AtSteps):
         self._store = Store(self.file, [])
         self._plain: dict[tuple[str, str], str] = {}  # the settings that loggers know by the analysis' own name
         self._source: dict[str, Any] = {}
+        self._is_told = False  # how its versions compare with those that the run was measured under
 
     @property
     def file(self) -> Path:
@@ -354,6 +355,8 @@ class EmergenceCallback(_AtSteps):
                 watcher.measuring(step, analysis.name)
 
         way = undisturbed.in_one_pass if self._ranks is None else self._ranks.measure
+        # of the same weights on every rank
+        fingerprint, seen = self._from_first(functools.partial(self._seen, model))
         for measurement in undisturbed.measure_missing(
             model,
             self.analyses,
@@ -361,13 +364,24 @@ class EmergenceCallback(_AtSteps):
             run=self.run,
             step=step,
             tokens=self._tokens(trainer, step),
-            provenance=self._provenance(step == origin_of(trainer).step),
-            # of the same weights on every rank
-            weights_hash=self._from_first(lambda: weights_hash(model)),
+            provenance=self._provenance(step == origin_of(trainer).step) | seen,
+            weights_hash=fingerprint,
             way=functools.partial(way, kept_mb=self.kept_mb, folder=self.root),
             starting=starting,
         ):
             self._tell(trainer, measurement)
+
+    def _seen(self, model: nn.Module) -> tuple[str, dict[str, Any]]:
+        """The hash of the weights and what goes into their provenance.
+
+        A run that goes on under other versions of the libraries is refused where its weights were measured before and
+        have other states now; where they were not, it is told once that nobody knows.
+        """
+        fingerprint, measured = weights_hash(model), [*self._store]
+        others, self._is_told = [] if self._is_told else canary.of_other_versions(measured, self.run), True
+        if others and not any(m.provenance.get("weights_hash") == fingerprint for m in others):
+            canary.warn_of(others)
+        return fingerprint, canary.provenance_of(model, fingerprint, measured)
 
     def without_room(self, trainer: L.Trainer, model: nn.Module, step: int, reason: str) -> None:
         if trainer.is_global_zero:
