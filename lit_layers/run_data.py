@@ -85,7 +85,8 @@ def read_run(root: str | Path, *, settings: Settings = ()) -> RunData:
     scalars = records.rows(files[1])
     if measurements and all(m.step is None for m in measurements):
         return RunData(root, about, measurements, scalars, [], others)
-    runs = list(dict.fromkeys(m.run for m in measurements))
+    # a row without a step beside a curve, such as untrained weights, is never taken for the run
+    runs = list(dict.fromkeys(m.run for m in sorted(measurements, key=lambda m: m.step is not None)))
     shown = about.get("run") if about.get("run") in runs else (runs[-1] if runs else None)
     mine = sorted((m for m in measurements if m.run == shown), key=lambda m: -1 if m.step is None else m.step)
     others = sorted((m for m in others if m.run == shown), key=lambda m: -1 if m.step is None else m.step)

@@ -177,7 +177,8 @@ def targets_of(everything: Sequence[Series], make: Make, *, root: Path | None, *
 
     def place(series: Series) -> Path:
         if series.is_alone:
-            return root or Path("checkpoints") / name_of(series.name)
+            seed = "" if series.untrained is None else f"-untrained-{series.untrained}"
+            return root or Path("checkpoints") / f"{name_of(series.name)}{seed}"
         name = re.sub(r"[^\w.-]+", "-", series.name)
         if root:
             return root if len(everything) == 1 else root / name

@@ -142,7 +142,7 @@ def refuse_beyond_memory(config: Any, vocabulary: int = 0) -> None:
 
 def untrained(model: Network, *, seed: int = 0) -> nn.Module:
     """The same architecture with new weights, which depend on its config and `seed` alone; in the model's precision,
-    on its device, in evaluation mode. The random state and the model stay as they are.
+    on its device (of one without memory the CPU), in evaluation mode. The random state and the model stay as they are.
     """
     model = getattr(model, "_orig_mod", model)
     if hasattr(model, "config"):
@@ -160,7 +160,7 @@ def untrained(model: Network, *, seed: int = 0) -> nn.Module:
         with seeded(seed):
             fresh = timm.create_model(model.pretrained_cfg["architecture"], pretrained=False, **options)
     parameter = next(model.parameters())
-    return fresh.to(parameter.device, parameter.dtype).eval()
+    return fresh.to("cpu" if parameter.is_meta else parameter.device, parameter.dtype).eval()
 
 
 def save(model: Network, folder: str | Path, tokenizer: Any = None) -> None:

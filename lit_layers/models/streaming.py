@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -17,7 +18,7 @@ from torch.overrides import TorchFunctionMode
 from lit_layers.durable import replace_file
 from lit_layers.errors import InputError, refused
 from lit_layers.models.block_calls import BlockCall, replaced, softened, split_arguments
-from lit_layers.models.build import one_line
+from lit_layers.models.build import TIMM_OPTIONS, one_line, refuse_beyond_memory, untrained
 from lit_layers.models.families import Network, trunk_of
 from lit_layers.models.pixels import PREPROCESSOR, keep_pixel_statistics_, keep_preprocessor_
 from lit_layers.models.saved import class_of, is_timm
@@ -292,6 +293,19 @@ def _put_(module: nn.Module, name: str, tensor: Tensor) -> None:
 # The modules of a checkpoint without their memory, and how its tensors are called.
 
 
+def initialised(files: ShardFiles, *, seed: int, dtype: torch.dtype) -> nn.Module:
+    """The model that a config.json describes as its library initialises it, on the CPU; no weights are read.
+
+    Raises:
+        InputError: a config.json that neither transformers nor timm knows, sizes beyond the memory.
+    """
+    try:
+        refuse_beyond_memory(SimpleNamespace(**files.config))
+    except ValueError as error:
+        raise InputError(f"the config.json of {files.model} cannot be built: {error}") from error
+    return untrained(skeleton(files, device=torch.device("cpu"), dtype=dtype), seed=seed)
+
+
 def skeleton(files: ShardFiles, *, device: torch.device, dtype: torch.dtype) -> Network:
     """The model in evaluation mode, every parameter without memory; what no file holds, rotary frequencies, is real.
 
@@ -336,6 +350,7 @@ def _timm_skeleton(files: ShardFiles, dtype: torch.dtype) -> Network:
     folder = os.fspath(files.fetch("config.json").parent)
     with META:
         model = timm.create_model(f"local-dir:{folder}", pretrained=False).to(dtype)
+    setattr(model, TIMM_OPTIONS, files.config.get("model_args", {}))
     keep_pixel_statistics_(model, files.config)
     return model
 

@@ -203,7 +203,9 @@ class SeriesMeasurements:
         self._tokenizers: dict[str, str] = {}  # by the hash of the file: most steps share one
 
     def run_of(self, checkpoint: Checkpoint) -> str:
-        """The root's name; models without steps are a run each, unless one is measured alone."""
+        """The root's name; models without steps are a run each, unless one is measured alone and bears no name."""
+        if checkpoint.run is not None:
+            return checkpoint.run
         return checkpoint.name if checkpoint.step is None and checkpoint.is_of_a_series else self.run
 
     def refuse_another(

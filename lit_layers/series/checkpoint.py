@@ -172,6 +172,7 @@ class Checkpoint:
     approximate: bool = False
     optimizer_step: int | None = None
     is_of_a_series: bool = True  # one that stands alone bears the name of the folder of its results
+    run: str | None = None  # or this name, wherever its results are
 
     def fetch(self) -> Path:
         """A local folder with the model, downloaded now if need be: for a second thread, ahead of time."""
@@ -257,6 +258,7 @@ class Series(ABC):
     name: str
     steps: Steps = "all"
     is_alone = False  # one model, which there is nothing to audit against
+    untrained: int | None = None  # the seed of new weights in place of its own
     memory: Memory | None = None  # what was read of its weights, where it lies in a folder of its own
 
     @abstractmethod

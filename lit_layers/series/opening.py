@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lit_layers.errors import InputError
+from lit_layers.schema import SEED, refuse_outside
 from lit_layers.series.auditing import audit
 from lit_layers.series.checkpoint import Checkpoint, Grammar, Listing, Series
 from lit_layers.series.checkpoint_sources import TOKENIZER, FolderSource, Hub, HubSource, Source, at_once
@@ -64,16 +65,19 @@ class Models(Series):
 class OneModel(Series):
     """A model alone: a folder, or a repository of the Hub, of which each file is downloaded when it is read.
 
-    A folder or revision that is named after a step, such as step-000001000 or step1000, is that step.
+    A folder or revision that is named after a step, such as step-000001000 or step1000, is that step. With `untrained`
+    it is the model of its config.json with new weights of that seed, as its library initialises them: a run of its own,
+    `NAME@untrained-SEED`, without a step, whose weights are not looked for.
 
     Raises:
-        InputError: no such model.
+        InputError: no such model, a seed below 0.
     """
 
     is_alone = True
 
-    def __init__(self, model: str | Path, *, revision: str | None = None) -> None:
-        self.model, self.name, self.revision = model, os.fspath(model), revision
+    def __init__(self, model: str | Path, *, revision: str | None = None, untrained: int | None = None) -> None:
+        self.model, self.name, self.revision, self.untrained = model, os.fspath(model), revision, untrained
+        refuse_outside("", {"untrained": SEED}, {"untrained": untrained})
 
     @functools.cached_property
     def files(self) -> "ShardFiles":
@@ -83,7 +87,10 @@ class OneModel(Series):
         return ShardFiles(self.model, revision=self.revision)
 
     def find(self) -> Listing:
-        source = _Alone(self.files, self.revision)
+        source = _Alone(self.files, self.revision, self.untrained)
+        if self.untrained is not None:
+            name = f"{self.name.rstrip('/')}@untrained-{self.untrained}"
+            return Listing((Checkpoint(name, name, source, is_of_a_series=False, run=name),))
         step = re.fullmatch(r"step-?(\d+)", Path(self.revision or self.name).name)
         number = int(step[1]) if step else None
         return Listing((Checkpoint(self.name, self.name, source, step=number, is_of_a_series=False),))
@@ -93,6 +100,7 @@ class OneModel(Series):
 class _Alone(Source):
     shards: "ShardFiles"
     revision: str | None
+    untrained: int | None = None
 
     @property
     def files(self) -> Mapping[str, ListedFile]:
@@ -110,7 +118,8 @@ class _Alone(Source):
 
     def describe(self) -> dict[str, Any]:
         commit = {} if self.shards.local else {"revision": self.revision or MAIN, "commit": self.shards.commit}
-        return {"checkpoint": self.shards.model, **commit}
+        seed = {} if self.untrained is None else {"untrained": {"seed": self.untrained}}
+        return {"checkpoint": self.shards.model, **commit, **seed}
 
     def tokenizer(self) -> str | None:
         if not self.shards.has(TOKENIZER):
@@ -119,7 +128,10 @@ class _Alone(Source):
 
     def load(self, folder: Path, dtype: Any) -> Any:
         from lit_layers.models.saved import load  # torch, which names and steps do not need
+        from lit_layers.models.streaming import initialised
 
+        if self.untrained is not None:
+            return initialised(self.shards, seed=self.untrained, dtype=dtype)
         return load(self.shards.model, revision=self.shards.commit, dtype=dtype)
 
 

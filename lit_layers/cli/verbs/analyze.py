@@ -6,7 +6,7 @@ from lit_layers.analyses.base import Analysis
 from lit_layers.cli.measuring import Checkpoints, Outcome, measure
 from lit_layers.cli.options import Recipe
 from lit_layers.errors import InputError
-from lit_layers.series import Series
+from lit_layers.series import OneModel, Series
 from lit_layers.targets import Target
 
 CORPUS = "python"
@@ -22,6 +22,7 @@ def analyze(
     series: Series | None = None,
     corpus: str = OWN_CORPUS,
     tokenizer: str | None = OWN_TOKENIZER,
+    untrained: int | None = None,
     analyses: list[Analysis] = [],  # noqa: B006
 ) -> int:
     """Measure every layer of a model, or of each checkpoint of a series. Run again it continues.
@@ -34,6 +35,7 @@ def analyze(
         series: instead of a model: a series by its class, with its own options
         corpus: stands for ${corpus} in recipes
         tokenizer: stands for ${tokenizer} in recipes; of several models each one's own
+        untrained: a seed: new weights in place of the model's own, as its library initialises them; a row of its own
         analyses: what to measure (default: those of the run's training, elsewhere Trajectory, Representation, Coupling)
     """
     command = Command(recipe)
@@ -69,7 +71,9 @@ class Command:
         if options.series is None:
             if options.model is None:
                 raise InputError("missing: model; name a model or a series of its checkpoints, or give --series")
-            return self._recipe.group(Checkpoints, options).opened(options.model)
+            return self._opened(options)
+        if options.untrained is not None:
+            raise InputError("untrained: is for one model, and --series was given: leave one of them out")
         if options.submodule is not None:
             raise InputError("submodule: is for a folder of *.ckpt files; of --series it is --series.model")
         if options.model is not None:
@@ -79,6 +83,18 @@ class Command:
         if options.revision is not None:
             raise InputError(f"revision: {options.revision} is one model: leave it out, or leave --series out")
         return [self._recipe.made("series", options)]
+
+    def _opened(self, options: Any) -> list[Series]:
+        checkpoints, seed = self._recipe.group(Checkpoints, options), options.untrained
+        if seed is None:
+            return checkpoints.opened(options.model)
+        if checkpoints.are_series(options.model):
+            raise InputError(
+                f"untrained: is for one model, and {options.model} is a series: name one of its checkpoints"
+            )
+        if options.stream_blocks:
+            raise InputError("untrained: new weights are in no file that --stream-blocks could read: leave one out")
+        return [OneModel(options.model, revision=options.revision, untrained=seed)]
 
     def analyses(self, target: Target) -> list[Analysis]:
         """What to measure: with the target's own tokenizer and corpus where none are named.
