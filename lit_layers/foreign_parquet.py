@@ -72,7 +72,8 @@ def _answers(content: bytes) -> Iterator[Lists | str]:
             return
         flat = np.frombuffer(content[:size], np.float32)
         content = content[size:]
-        yield Lists([tuple(key) for key in said["keys"]], np.split(flat, np.cumsum(said["lengths"])[:-1]))
+        ends = np.cumsum(said["lengths"], dtype=np.intp)
+        yield Lists([tuple(key) for key in said["keys"]], np.split(flat, ends)[:-1])  # behind the last end is nothing
 
 
 def _serve(requests: BinaryIO, answers: BinaryIO) -> None:

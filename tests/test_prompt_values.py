@@ -214,6 +214,15 @@ def test_files_that_are_not_ours_any_more_are_told_in_a_sentence_each_and_replac
     assert len(kept(tmp_path, steps[2])) == 3
 
 
+def test_a_file_without_rows_has_no_values_and_the_next_one_is_read(tmp_path):
+    steps = [measured(step) for step in range(2)]
+    for m in steps:
+        ValueFiles(tmp_path).write(m)
+    path = path_of(tmp_path, steps[0])
+    path.write_bytes(parquet(pq.read_table(path).slice(0, 0), store_schema=False))
+    assert [len(found) for found in read_values(tmp_path, steps)] == [0, 3]
+
+
 def test_a_file_that_ends_the_process_that_reads_it_is_named_and_the_next_are_read(tmp_path, monkeypatch):
     files, steps = ValueFiles(tmp_path), [measured(step) for step in range(8)]
     for m in steps:
