@@ -1,6 +1,7 @@
 """Which of two curves is first, prompt by prompt: against planted orders, and with runs that keep only a part."""
 
 import logging
+import re
 from dataclasses import replace
 
 import numpy as np
@@ -10,10 +11,12 @@ import pytest
 from lit_layers.cli.main import main
 from lit_layers.clock import curves_of, layer_order_table, measure_times, order_table
 from lit_layers.clock.step_curves import StepCurve
-from lit_layers.clock.times_and_order import probability_before
+from lit_layers.clock.times_and_order import emerged_in_order, probability_before
 from lit_layers.functional.emergence import bootstrap_counts, emergence_times
 from lit_layers.prompt_values import ValueFiles, path_of
 from lit_layers.records import Measurement, Record, Store
+from lit_layers.report import write_report
+from lit_layers.report.emergence_page import sentence
 
 AXIS = np.linspace(0, 11, 16)
 STEPS = np.round(np.exp2(AXIS) - 1)
@@ -135,6 +138,14 @@ def test_emerge_pairs_what_a_run_keeps_and_a_run_without_is_as_before(run, tmp_p
     assert paired_of(tmp_path / "old") == set()
     assert "are taken as independent" in (tmp_path / "old" / "emergence.html").read_text()
     assert capsys.readouterr().err == ""
+
+
+def test_a_runs_own_page_says_what_emerge_says(run, tmp_path):
+    clock = measure_times(curves_of(run))
+    said = [sentence(*pair) for pair in emerged_in_order(clock, "planted")]
+    assert len(said) == 6
+    page = write_report(run, tmp_path / "report.html").read_text()
+    assert re.findall(r"<li>([^<]*half-way[^<]*)</li>", page) == said
 
 
 def test_a_damaged_file_is_told_once_and_costs_its_own_analysis_alone(run, tmp_path, caplog):

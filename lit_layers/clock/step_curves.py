@@ -67,7 +67,8 @@ class StepCurve:
 
     @property
     def over(self) -> str:
-        return "seeds" if self.seeds is not None else "prompts" if self.stderr is not None else ""
+        by_prompts = self.stderr is not None or self.prompts is not None
+        return "seeds" if self.seeds is not None else "prompts" if by_prompts else ""
 
     @property
     def key(self) -> tuple[str, str, int | None, str]:
@@ -135,7 +136,7 @@ def curves_of(
             if curves
             else f"{place}: no curve over {axis}s"
         )
-    return chosen if run is None else _with_prompts(chosen, place, run.measurements, axis)
+    return chosen if run is None else with_prompts(chosen, place, run.measurements, axis)
 
 
 def over_seeds(curves: Iterable[StepCurve], name: str) -> list[StepCurve]:
@@ -243,9 +244,10 @@ def _of_steps(root: Path, settings: Settings, allow_suspect: bool) -> run_data.R
     return run
 
 
-def _with_prompts(
-    curves: Sequence[StepCurve], root: Path, measurements: Sequence[records.Measurement], axis: AxisName
+def with_prompts(
+    curves: Sequence[StepCurve], root: Path, measurements: Sequence[records.Measurement], axis: AxisName = "step"
 ) -> list[StepCurve]:
+    """Returns the curves of a run's measurements with the values of prompts that its folder `root` keeps."""
     analyses = {curve.analysis for curve in curves}
     measured = [m for m in measurements if m.analysis in analyses]
     found = rows_of_curves(root, measured, {curve.key for curve in curves}, _key, axis=axis)

@@ -5,13 +5,14 @@ import math
 import zlib
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pandas as pd
 from scipy import stats
 
-from lit_layers.clock.step_curves import StepCurve, curves_in
+from lit_layers.clock.step_curves import StepCurve, curves_in, with_prompts
 from lit_layers.errors import InputError
 from lit_layers.figures.tables import grouped
 from lit_layers.functional.emergence import FEWEST_CHECKPOINTS, EmergenceTimes, bootstrap_counts, emergence_times
@@ -84,14 +85,15 @@ def measure_times(
     return Clock(kept, times, left_out, confidence)
 
 
-def times_of_run(run: str, measurements: Iterable[Measurement]) -> Clock | None:
+def times_of_run(run: str, measurements: Sequence[Measurement], root: Path) -> Clock | None:
     """Returns when each metric of a run emerges, the whole model's or else the last layer's, over steps.
 
+    The numbers are those of `lit-layers emerge`, by the values of prompts that the run keeps in its folder `root`.
     None where no curve of it has `FEWEST_CHECKPOINTS`.
     """
     curves = [curve for curve in curves_in(run, measurements) if len(curve.at) >= FEWEST_CHECKPOINTS]
     try:
-        return measure_times(whole_model(curves)) if curves else None
+        return measure_times(with_prompts(whole_model(curves), root, measurements)) if curves else None
     except InputError:  # all of them undefined
         return None
 

@@ -326,9 +326,9 @@ def _time_axis(clock: Clock, axis: AxisName) -> Axis:
 # ------------------------------------------------------------------------------------------------ the page
 
 
-def of_one_run(run: str, measurements: Iterable[Measurement], figures: Figures) -> dict[str, Any] | None:
+def of_one_run(run: str, measurements: Sequence[Measurement], root: Path, figures: Figures) -> dict[str, Any] | None:
     """Returns what a run's own page says of when its metrics emerge, in sentences and a figure; None without any."""
-    clock = times_of_run(run, measurements)
+    clock = times_of_run(run, measurements, root)
     if clock is None:
         return None
     pairs = of_the_model(clock, run)

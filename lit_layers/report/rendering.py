@@ -39,7 +39,7 @@ def render(run: run_data.RunData, *, allow_suspect: bool = False) -> str:
     frame, shown = sections_of(run, allow_suspect=allow_suspect)
     figures: Figures = []
     drawn = [m for m in run.measurements if allow_suspect or not records.is_suspect(m)]
-    emergence = None if comparing else _emergence(run.name, drawn, figures)
+    emergence = None if comparing else _emergence(run, drawn, figures)
     training = placed(sections.training(run), figures)
     shown = [{**section, "metrics": placed(section["metrics"], figures)} for section in shown]
     suspects = run_data.suspects(run)
@@ -77,9 +77,11 @@ def render(run: run_data.RunData, *, allow_suspect: bool = False) -> str:
     )
 
 
-def _emergence(run: str, measurements: list[records.Measurement], figures: Figures) -> dict[str, Any] | None:
+def _emergence(
+    run: run_data.RunData, measurements: list[records.Measurement], figures: Figures
+) -> dict[str, Any] | None:
     try:
-        return emergence_page.of_one_run(run, measurements, figures)
+        return emergence_page.of_one_run(run.name, measurements, run.root, figures)
     except Exception as error:  # the rest of the page is as good as before
         note = f"When metrics emerge could not be told: {type(error).__name__}: {error}"
         return {"sentences": [], "still": [], "notes": [note], "blocks": []}

@@ -364,7 +364,7 @@ class WandbMirror:
         try:
             run = read_run(self.root)
             shown = [m for m in run.measurements if self._allow_suspect or not records.is_suspect(m)]
-            if run.compares_models or (clock := times_of_run(run.name, shown)) is None:
+            if run.compares_models or (clock := times_of_run(run.name, shown, self.root)) is None:
                 return {}
             table = times_table(clock).drop(columns="run").astype(object)
             rows = table.where(table.notna(), None).values.tolist()
