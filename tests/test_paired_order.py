@@ -10,6 +10,7 @@ import pytest
 
 from lit_layers.cli.main import main
 from lit_layers.clock import curves_of, layer_order_table, measure_times, order_table
+from lit_layers.clock.prompt_curves import prompts_of_curve
 from lit_layers.clock.step_curves import StepCurve
 from lit_layers.clock.times_and_order import emerged_in_order, probability_before
 from lit_layers.functional.emergence import bootstrap_counts, emergence_times
@@ -73,6 +74,18 @@ def curve(rows: np.ndarray, metric: str, *, prompts_of: str = "d", layer: int | 
     values, stderr = rows.mean(0), rows.std(0, ddof=1) / PROMPTS**0.5
     where = {"run": "r", "analysis": "a", "metric": metric, "layer": layer, "tags": {}, "at": STEPS}
     return StepCurve(**where, values=values, stderr=stderr, prompts=rows, prompts_of=prompts_of)
+
+
+def test_prompts_that_have_a_value_nowhere_do_not_take_those_of_the_rest():
+    rows = {step: np.full(10, np.nan, dtype=np.float32) for step in (0, 1, 2)}
+    for step, of_prompts in rows.items():
+        of_prompts[:4] = step + np.arange(4)
+    at, values = np.arange(3), np.arange(3) + 1.5
+    prompts = prompts_of_curve(at, values, rows)
+    assert prompts is not None
+    assert np.isfinite(prompts).all(1).tolist() == [True] * 4 + [False] * 6
+    rows[2][1:4] = np.nan  # one of four has all three
+    assert prompts_of_curve(at, values, rows) is None
 
 
 def test_the_order_says_which_pairs_are_of_the_same_prompts():

@@ -123,16 +123,25 @@ def of_log_proba(log_proba: Tensor, targets: Tensor) -> RowScores:
 
 
 def score_records(
-    scores: RowScores, targets: Tensor, tags: Tags, *, layer: int | None, baseline: Tensor | None, intervals: bool
+    scores: RowScores,
+    targets: Tensor,
+    tags: Tags,
+    *,
+    layer: int | None,
+    baseline: Tensor | None,
+    intervals: bool,
+    rows: Tensor | None = None,
 ) -> Iterator[Record]:
     """The scores of one part. `baseline`: the squared errors of predicting the training mean, for R^2.
 
+    `rows` (rows of the part,) says which of them are scored; None: all.
     `intervals`: Wilson's for the accuracy, bootstrap over rows for the rest. Log-loss is over the rows whose class some
     training row had; the others count as errors.
     """
+    rows = torch.ones(len(targets), dtype=torch.bool) if rows is None else rows
     if scores.hits is None:
         assert baseline is not None, "a regression has a baseline"
-        yield _mean("mean_squared_error", scores.losses, layer, tags, intervals)
+        yield _mean("mean_squared_error", scores.losses, layer, tags, intervals, rows)
         mean = baseline.mean()
         if mean > 0:
             yield Record(
@@ -143,7 +152,7 @@ def score_records(
                 tags={**tags},
             )
         return
-    accuracy = _mean("accuracy", scores.hits.double(), layer, tags, False)
+    accuracy = _mean("accuracy", scores.hits.double(), layer, tags, False, rows)
     low, high = wilson_interval(int(scores.hits.sum()), len(targets))
     yield replace(accuracy, low=low, high=high)
     assert scores.predicted is not None, "a classification has predictions"
@@ -155,7 +164,7 @@ def score_records(
     seen = scores.losses.isfinite()
     if seen.any():
         counted = {**tags, **({"num_unseen": unseen} if (unseen := int((~seen).sum())) else {})}
-        yield _mean("log_loss", scores.losses[seen], layer, counted, intervals, seen)
+        yield _mean("log_loss", scores.losses[seen], layer, counted, intervals, rows.masked_scatter(rows, seen))
 
 
 def curve_records(curve: Sequence[RowScores], tags: Tags, *, metric: str) -> Iterator[Record]:
@@ -201,10 +210,8 @@ def _in_order(low: float, value: float, high: float) -> tuple[float | None, floa
     return (None, None) if math.isnan(low) or math.isnan(high) else (min(low, value), max(high, value))
 
 
-def _mean(
-    metric: str, values: Tensor, layer: int | None, tags: Tags, intervals: bool, rows: Tensor | None = None
-) -> Record:
-    """Of values of all test rows, or of those that are True in `rows`."""
+def _mean(metric: str, values: Tensor, layer: int | None, tags: Tags, intervals: bool, rows: Tensor) -> Record:
+    """Of values of those rows that are True in `rows`."""
     if intervals:
         (record,) = summarize(metric, values, layer=layer, tags=tags, rows=rows)
         return record
@@ -441,7 +448,7 @@ class LabelProbe(SplitProbe):
         if not layers.any():
             raise nothing_defined(self.name)
         in_train, in_test = kept.split([len(problem.train), len(problem.test)])
-        problem = problem._replace(train=problem.train[in_train], test=problem.test[in_test])
+        problem = problem._replace(train=problem.train[in_train], test=problem.test[in_test], scored=in_test)
         fittings = []
         for pooling in self._poolings():
             tags: TagDict = {"pooling": pooling, **left_out("", ~kept)}
@@ -485,7 +492,8 @@ class LabelProbe(SplitProbe):
                 f"{self.name}: no training row has the label {unseen[0].item()} of {len(unseen)} of the "
                 f"{len(test.labels)} test rows{beside}: give training rows of every label in test"
             )
-        return _Problem(kept, train_classes, places, len(classes), num_duplicates)
+        everyone = torch.ones(len(places), dtype=torch.bool)
+        return _Problem(kept, train_classes, places, everyone, len(classes), num_duplicates)
 
     def _rows(self, model: LayeredModel, split: Literal["train", "test"]) -> "_Rows":
         all_labels: list[Tensor] = []
@@ -542,6 +550,7 @@ class _Problem(NamedTuple):
     kept: Tensor  # (rows of train,) False for those of test
     train: Tensor  # (kept rows,) numbers of classes
     test: Tensor  # (test rows,)
+    scored: Tensor  # (rows of test,) False for those left out of the test rows
     num_classes: int
     num_duplicates: int
 
@@ -563,8 +572,9 @@ def _scores(problem: _Problem, log_proba: Tensor, tags: TagDict, layer: int | No
     """Of log-probabilities (test rows, classes)."""
     truth, predicted = problem.test, log_proba.argmax(-1)
     hits = predicted == truth
-    (accuracy,) = summarize("accuracy", hits, layer=layer, tags=tags)
+    place: dict[str, Any] = {"layer": layer, "tags": tags, "rows": problem.scored}
+    (accuracy,) = summarize("accuracy", hits, **place)
     low, high = wilson_interval(int(hits.sum()), len(hits))
     yield replace(accuracy, low=low, high=high)
-    yield from summarize("log_loss", -log_proba.gather(1, truth[:, None])[:, 0], layer=layer, tags=tags)
+    yield from summarize("log_loss", -log_proba.gather(1, truth[:, None])[:, 0], **place)
     yield Record(metric="macro_f1", value=macro_f1(truth, predicted), layer=layer, n=len(truth), tags=tags)

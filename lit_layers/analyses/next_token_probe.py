@@ -350,8 +350,9 @@ class NextTokenProbe(SplitProbe):
 
     def _mean(self, metric: str, values: Tensor, text: Tensor, *, layer: int | None = None, tags: Tags) -> list[Record]:
         """Over rows, with an interval over texts: the same thing with one row a text."""
-        _, group, counts = text.unique(return_inverse=True, return_counts=True)
-        sums = torch.zeros(len(counts), dtype=torch.float64).index_add_(0, group, values.double())
+        _, num_texts = self._problem().num_texts
+        counts = torch.bincount(text, minlength=num_texts)
+        sums = torch.zeros(num_texts, dtype=torch.float64).index_add_(0, text, values.double())
         return [
             replace(record, n=len(values)) for record in summarize_ratio(metric, sums, counts, layer=layer, tags=tags)
         ]

@@ -233,6 +233,7 @@ class Probe(OnTask):
                     layer=layer,
                     baseline=rows.errors_of_mean(part),
                     intervals=part != "train",
+                    rows=features.rows[part],
                 )
                 if part == "test" and layer:
                     curve.append(scores)

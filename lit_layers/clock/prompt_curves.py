@@ -52,7 +52,8 @@ def rows_of_curves(
 def prompts_of_curve(at: Array, values: Array, rows: Mapping[int, ByPrompt]) -> Array | None:
     """Returns (prompts, checkpoints) of the same prompts wherever a curve has a value, NaN where a prompt has none.
 
-    None where a checkpoint lacks them, or fewer than two prompts, or half of them, have a value everywhere.
+    None where a checkpoint lacks them, or fewer than two prompts, or than half of those that have a value anywhere,
+    have one everywhere.
     """
     there = np.isfinite(values)
     lengths = {len(rows[step]) if step in rows else 0 for step in at[there].tolist()}
@@ -60,5 +61,5 @@ def prompts_of_curve(at: Array, values: Array, rows: Mapping[int, ByPrompt]) -> 
         return None
     nothing = np.full(count, np.nan, dtype=np.float32)
     prompts = np.stack([rows.get(step, nothing) for step in at.tolist()], axis=1)
-    whole = np.isfinite(prompts[:, there]).all(1).sum()
-    return prompts if whole >= max(2, count / 2) else None
+    defined = np.isfinite(prompts[:, there])
+    return prompts if defined.all(1).sum() >= max(2, defined.any(1).sum() / 2) else None

@@ -300,6 +300,20 @@ def test_classes_are_the_most_frequent_tokens_and_of_equals_the_lower():
     assert class_of(torch.tensor([4, 11, 2, 8, 0]), torch.tensor([2, 4, 9])).tolist() == [1, -1, 0, -1, -1]
 
 
+def test_values_of_texts_stand_at_their_texts_though_some_have_none(model, split):
+    records = run(model, *split)
+    covered = torch.isin(
+        draw_rows(split[1], min_context=CONTEXT).targets,
+        most_frequent(draw_rows(split[0], min_context=CONTEXT).targets, 6),
+    )
+    rows = draw_rows(split[1], min_context=CONTEXT).text[covered]
+    assert 1 < covered.sum() < len(covered)
+    for layer in range(3):
+        values = records["log_loss", layer].by_prompt
+        assert np.isfinite(values).nonzero()[0].tolist() == sorted(rows.tolist())
+        assert np.nanmean(values.astype(np.float64)) == pytest.approx(records["log_loss", layer].value, rel=1e-5)
+
+
 def test_a_training_text_that_is_a_test_text_is_left_out_and_counted(model, split):
     train, test = split
     long = [text for text in test if len(text) > CONTEXT][:5]

@@ -205,7 +205,7 @@ def test_every_documented_command_on_published_models_runs(everything, place, ca
     roots = {path.parent.name: measured(path.parent) for path in (place / "checkpoints").glob("*/measurements.jsonl")}
     assert {*roots} == {
         *("pythia_70m", "pythia_410m", "olmo2_1b", "gpt2_family", "llm_suite"),
-        *("EleutherAI-pythia-160m", "pythia-6.9b", "Llama-3.1-70B"),
+        *("EleutherAI-pythia-160m", "pythia-6.9b", "Llama-3.1-70B", "at_init"),
     }
     assert {name for _, _, name in roots["gpt2_family"]} > {
         "token_coupling",

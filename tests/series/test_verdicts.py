@@ -13,7 +13,7 @@ from lit_layers.series.auditing import SeriesMeasurements
 
 def checkpoint(step: int, recorded: int | None = None) -> Any:
     source = SimpleNamespace(recorded_step=lambda: recorded, weights=lambda: {"model.safetensors": "a"})
-    return SimpleNamespace(name=f"step-{step}", step=step, source=source, is_of_a_series=True)
+    return SimpleNamespace(name=f"step-{step}", step=step, source=source, is_of_a_series=True, run=None)
 
 
 @pytest.mark.parametrize(

@@ -226,7 +226,8 @@ class _Curve:
         if taken.shape != (DRAWS, len(self.whole)):
             raise ValueError(f"expected counts of shape ({DRAWS}, {len(self.whole)}), got {taken.shape}")
         taken = taken[:, self.whole].astype(np.float64)
-        return taken @ self.rows / np.maximum(taken.sum(1, keepdims=True), 1)
+        total = taken.sum(1, keepdims=True)  # 0: of few whole replicates among many a draw may have none
+        return np.where(total > 0, taken @ self.rows / np.maximum(total, 1), self.rows.mean(0))
 
     def noises(self) -> list[Array]:
         """What the covariance of the errors is, or may be."""
