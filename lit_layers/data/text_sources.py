@@ -154,12 +154,21 @@ TITLE = re.compile(r" = [^=].* = \n")  # the first line of an article; " = = Sec
 BY_LINE = ("Salesforce/wikitext",)  # a row is a line there, and a document many rows
 
 
+CONVERTED = "refs/convert/parquet"
+_CONVERTED_FILE = re.compile(r"([^/]+)/(partial/[^/]+|[^/]+)/\d{4}\.parquet")
+
+
 class HubText(Source):
-    """A data set as `ORG/NAME` or `ORG/NAME:CONFIG`. Its own validation split is used where it has one."""
+    """A data set as `ORG/NAME` or `ORG/NAME:CONFIG`. Its own validation split is used where it has one.
+
+    One that is a program, which `datasets` runs no more, is read from the Hub's own conversion of its rows to parquet,
+    on the branch refs/convert/parquet, which is `CONFIG/SPLIT/0000.parquet` and so on.
+    """
 
     def __init__(self, name: str, *, column: str = "text", validation: float | None = None):
         self.name, _, self.config = name.partition(":")
         self.column, self.share = column, validation
+        self._folder: str | None = None  # of a conversion: that of the configuration
 
     def describe(self) -> dict[str, Any]:
         return {
@@ -172,10 +181,11 @@ class HubText(Source):
 
     def pin(self, revision: str | None) -> None:
         """Opens the data set at `revision`, or at its newest commit."""
-        from huggingface_hub import HfApi
-
-        with asking_the_hub(f"the data set {self.name!r} is no local path and cannot be had from the Hub", _AGAIN):
-            self.revision = revision or HfApi().dataset_info(self.name).sha
+        absent = f"the data set {self.name!r} is no local path and cannot be had from the Hub"
+        with asking_the_hub(absent, _AGAIN):
+            self.revision, paths = self._found(revision)
+        self._folder = self._converted(paths)
+        with asking_the_hub(absent, _AGAIN):
             splits = set(self._open(None))
         has_both = {"train", "validation"} <= splits
         if has_both and self.share is not None:
@@ -184,6 +194,37 @@ class HubText(Source):
             raise InputError(f"{self.name} has no split 'train' (it has {', '.join(sorted(splits))}): name another one")
         self.splits = SPLITS if has_both else (None,)
         self.validation = None if has_both else self.share or 0.01
+
+    def _found(self, revision: str | None) -> tuple[str, list[str]]:
+        """The commit to read, and its files."""
+        from huggingface_hub import HfApi
+
+        info = HfApi().dataset_info(self.name, revision=revision)
+        paths = [file.rfilename for file in info.siblings or ()]
+        if revision is None and f"{self.name.rpartition('/')[2]}.py" in paths:
+            info = HfApi().dataset_info(self.name, revision=CONVERTED)
+            paths = [file.rfilename for file in info.siblings or ()]
+        return str(revision or info.sha), paths
+
+    def _converted(self, paths: list[str]) -> str | None:
+        """The folder of the configuration, where these are the files of a conversion.
+
+        Raises:
+            InputError: one that has only a part of the rows, or no such configuration.
+        """
+        converted = [match.groups() for path in paths if (match := _CONVERTED_FILE.fullmatch(path))]
+        if not converted or "README.md" in paths:
+            return None
+        if any(split.startswith(("partial-", "partial/")) for _, split in converted):
+            raise InputError(
+                f"{self.name} is a program, which is not run, and the Hub has converted only a part of its rows to "
+                "parquet: download it yourself, and name the folder"
+            )
+        configs = sorted({config for config, _ in converted})
+        chosen = self.config or (configs[0] if len(configs) == 1 else None)
+        if chosen not in configs:
+            raise InputError(f"{self.name}: expected :CONFIG behind its name, one of {', '.join(configs)}")
+        return chosen
 
     def read(self, split: str | None, position: Any = None) -> Iterator[Document]:
         with asking_the_hub(f"the data set {self.name!r} cannot be had from the Hub", _AGAIN):
@@ -228,9 +269,10 @@ class HubText(Source):
     def _open(self, split: str | None) -> Any:
         import datasets  # seconds, which a corpus on this machine need not wait for
 
-        return datasets.load_dataset(
-            self.name, self.config or None, split=split, revision=self.revision, streaming=True
-        )
+        config, place = self.config or None, {}
+        if self._folder is not None:
+            config, place = None, {"data_dir": self._folder}
+        return datasets.load_dataset(self.name, config, split=split, revision=self.revision, streaming=True, **place)
 
 
 SUFFIXES = (".txt", ".jsonl", ".parquet")

@@ -1,8 +1,12 @@
 import hashlib
 import json
+import os
 import re
+import subprocess
+import sys
 import sysconfig
 from pathlib import Path
+from types import SimpleNamespace
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -11,6 +15,7 @@ import pytest
 from lit_layers.data import text_sources
 from lit_layers.data.text_sources import LocalText, PythonSources, open_source
 from lit_layers.errors import InputError
+from tests.support.fake_hub import FakeHub
 
 
 def texts_of(documents):
@@ -240,10 +245,16 @@ class Hub:
     """Stands in for the Hub: parquet files on disk, streamed by the real `datasets`."""
 
     def __init__(self, files: dict[str, list[str]], load_dataset):
-        self.files, self.real, self.revisions = files, load_dataset, []
+        self.files, self.real, self.revisions, self.folders = files, load_dataset, [], []
+        self.listed: dict[str | None, list[str]] = {}  # by revision the files of the repository
 
-    def load_dataset(self, name, config, *, split, revision, streaming):
+    def dataset_info(self, name, revision=None):
+        files = [SimpleNamespace(rfilename=path) for path in self.listed.get(revision, [])]
+        return SimpleNamespace(sha="abc123" if revision is None else f"commit of {revision}", siblings=files)
+
+    def load_dataset(self, name, config, *, split, revision, streaming, data_dir=None):
         self.revisions.append(revision)
+        self.folders.append(data_dir)
         if config not in (None, "wikitext-103-raw-v1"):
             raise ValueError(f"BuilderConfig {config!r} not found")
         return self.real("parquet", data_files=self.files, split=split, streaming=streaming)
@@ -263,8 +274,8 @@ def hub(tmp_path, monkeypatch):
                 files.setdefault(split, []).append(str(path))
         stand_in = Hub(files, datasets.load_dataset)
         monkeypatch.setattr(datasets, "load_dataset", stand_in.load_dataset)
-        info = type("Info", (), {"sha": "abc123"})
-        monkeypatch.setattr(huggingface_hub.HfApi, "dataset_info", lambda self, name: info)
+        info = lambda _, name, revision=None: stand_in.dataset_info(name, revision)  # noqa: E731
+        monkeypatch.setattr(huggingface_hub.HfApi, "dataset_info", info)
         monkeypatch.setenv("HF_HOME", str(tmp_path / "hf"))
         return stand_in
 
@@ -293,6 +304,71 @@ def test_a_pinned_revision_is_kept(hub):
     source.pin("old")
     list(source.read(None))
     assert set(stand_in.revisions) == {"old"}
+
+
+CONVERTED = "refs/convert/parquet"
+
+
+def test_a_data_set_that_is_a_program_is_read_from_the_hubs_conversion_and_goes_on_at_its_commit(hub):
+    stand_in = hub(train=[["a", "b"]])
+    parquet = ["plain_text/train/0000.parquet", "plain_text/train/0001.parquet"]
+    stand_in.listed = {None: ["README.md", "corpus.py"], CONVERTED: [".gitattributes", *parquet]}
+    source = open_source("some/corpus")
+    source.pin(None)
+    assert texts_of(source.read(None)) == ["a", "b"]
+    assert source.revision == f"commit of {CONVERTED}"
+    stand_in.listed["that commit"] = parquet
+    again = open_source("some/corpus")
+    again.pin("that commit")
+    assert (again.revision, {*stand_in.folders}) == ("that commit", {"plain_text"})
+    stand_in.listed[None] = ["README.md", "data/train-00000.parquet"]  # converted by its owner in the meantime
+    newer = open_source("some/corpus")
+    newer.pin(None)
+    assert (newer.revision, stand_in.folders[-1]) == ("abc123", None)
+
+
+def test_a_conversion_of_a_part_or_of_several_configurations_is_refused(hub):
+    stand_in = hub(train=[["a"]])
+    script = {None: ["corpus.py"]}
+    for part in ("partial-train", "partial/train"):  # as the Hub calls it, and as it did until 2023
+        stand_in.listed = {**script, CONVERTED: [f"plain_text/{part}/0000.parquet", "plain_text/test/0000.parquet"]}
+        with pytest.raises(InputError, match=r"some/corpus is a program, .* has converted only a part of its rows"):
+            open_source("some/corpus").pin(None)
+    stand_in.listed = {**script, CONVERTED: ["en/train/0000.parquet", "de/train/0000.parquet"]}
+    with pytest.raises(InputError, match=r"expected :CONFIG behind its name, one of de, en$"):
+        open_source("some/corpus").pin(None)
+    with pytest.raises(InputError, match=r"expected :CONFIG behind its name, one of de, en$"):
+        open_source("some/corpus:fr").pin(None)
+    open_source("some/corpus:de").pin(None)
+    assert stand_in.folders == ["de"]
+
+
+@pytest.mark.soak
+def test_openwebtext_as_the_hub_has_it_is_read_by_the_real_client(tmp_path):
+    repo = tmp_path / "hub" / "datasets" / "Skylion007" / "openwebtext"
+    (repo / "main").mkdir(parents=True)
+    (repo / "main" / "openwebtext.py").write_text("raise SystemExit('a program was run')\n")
+    (repo / "main" / "README.md").write_text("---\nlicense: cc0-1.0\n---\n")
+    folder = repo / CONVERTED.replace("/", "%2F") / "plain_text" / "train"
+    folder.mkdir(parents=True)
+    for part in range(2):
+        pq.write_table(
+            pa.table({"text": [f"text {part}.{row} " * 40 for row in range(50)]}), folder / f"{part:04}.parquet"
+        )
+    code = """
+from lit_layers.data.text_sources import open_source
+source = open_source("openwebtext")
+source.pin(None)
+rows = list(source.read(None))
+rest = list(source.read(None, rows[60].position))
+again = open_source("openwebtext")
+again.pin(source.revision)
+print(source.splits, source.validation, len(rows), rows[59].text[:8], rest[0].text[:8], len(list(again.read(None))))
+"""
+    with FakeHub(tmp_path / "hub") as hub:
+        environment = {**os.environ, **hub.env(tmp_path / "home")}
+        done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment)
+    assert done.stdout == "(None,) 0.01 100 text 1.9 text 1.1 100\n", done.stderr[-2000:]
 
 
 def article(index: int) -> list[str]:

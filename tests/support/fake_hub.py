@@ -34,7 +34,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from time import monotonic, sleep  # by name: a test may take its own waits away
 from typing import ClassVar
-from urllib.parse import parse_qs, unquote, urlsplit
+from urllib.parse import parse_qs, quote, unquote, urlsplit
 
 LFS_SUFFIXES = (".safetensors", ".bin", ".pt", ".ckpt", ".parquet", ".npz", ".h5", ".msgpack", ".arrow", ".zip", ".gz")
 LFS_MIN = 1024
@@ -48,7 +48,8 @@ class Repo:
         self.kind, self.id, self.path = kind, rid, path
 
     def refs(self) -> dict[str, Path]:
-        return {p.name: p for p in sorted(self.path.iterdir()) if p.is_dir() and not p.name.startswith(".")}
+        """By name; a folder for refs/convert/parquet is called refs%2Fconvert%2Fparquet."""
+        return {unquote(p.name): p for p in sorted(self.path.iterdir()) if p.is_dir() and not p.name.startswith(".")}
 
     def tags(self) -> dict[str, Path]:
         d = self.path / ".tags"
@@ -447,7 +448,7 @@ class _Handler(BaseHTTPRequestHandler):
                 "X-Linked-Etag": f'"{sha}"',
                 "X-Linked-Size": str(p.stat().st_size),
                 "ETag": f'"{Hashes.git(p)}"',
-                "Location": f"{self.hub.cdn_url}/_cdn/{sha}/{p.relative_to(self.hub.root)}",
+                "Location": f"{self.hub.cdn_url}/_cdn/{sha}/{quote(str(p.relative_to(self.hub.root)))}",
             }
             return self._send(302, b"Found", "text/plain", h)
         return self._bytes(p, h | {"ETag": f'"{Hashes.git(p)}"'})
