@@ -1,19 +1,21 @@
 """Which optimizer steps are saved and measured."""
 
 from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
 
 from lit_layers.errors import InputError
 from lit_layers.schema import MANY, Range
 
-Steps = str | Sequence[int] | Mapping[str, int]
-"""As a recipe writes it: `pythia`, `[0, 1, 2, 1000]`, `{every: 500}` or `{log: 2, until: 512, then_every: 1000}`."""
+Steps = str | Sequence[int] | Mapping[str, int | Sequence[int]]
+"""As a recipe writes it: `pythia`, `[0, 1, 2, 1000]`, `{every: 500}` or `{log: 2, until: 512, then_every: 1000}`; a
+rule takes single steps besides: `{every: 500, also: [750]}`."""
 
 PYTHIA = {"log": 2, "until": 512, "then_every": 1000}
 _KEYS = ({"every"}, {"log"}, {"log", "until"}, {"log", "until", "then_every"})
 _STEP = Range(0, MANY, whole=True, low_words="whole numbers of at least 0")
 _EVERY = Range(1, MANY, whole=True, low_words="a whole number of at least 1")
 _BASE = Range(2, MANY, whole=True, low_words="a whole number of at least 2")
-_EXPECTED = "expected pythia, a list of steps, {every: N} or {log: BASE, until: N, then_every: N}"
+_EXPECTED = "expected pythia, a list of steps, {every: N} or {log: BASE, until: N, then_every: N}, also: [STEP, ...]"
 
 
 class Schedule:
@@ -31,14 +33,17 @@ class Schedule:
             steps = PYTHIA
         self._rule: dict[str, int] = {}
         self._listed: frozenset[int] = frozenset()
+        self._also: frozenset[int] = frozenset()
         if isinstance(steps, Mapping):
-            self._rule = _checked_rule(steps)
+            self._rule, self._also = _checked_rule(steps)
         else:
             self._listed = frozenset(_checked_list(steps))
 
     def __contains__(self, step: int) -> bool:
         if step <= 0 or self._listed:
             return step == 0 or step in self._listed
+        if step in self._also:
+            return True
         if every := self._rule.get("every"):
             return step % every == 0
         base, until = self._rule["log"], self._rule.get("until")
@@ -63,20 +68,22 @@ def _is_power(step: int, base: int) -> bool:
     return step == 1
 
 
-def _checked_rule(rule: Mapping[str, int]) -> dict[str, int]:
+def _checked_rule(steps: Mapping[str, Any]) -> tuple[dict[str, int], frozenset[int]]:
+    """The rule, and the steps besides."""
+    rule = {key: value for key, value in steps.items() if key != "also"}
     if set(rule) not in _KEYS:
-        raise InputError(f"steps: {_EXPECTED}, got the keys {', '.join(map(str, rule)) or '(none)'}")
+        raise InputError(f"steps: {_EXPECTED}, got the keys {', '.join(map(str, steps)) or '(none)'}")
     for key, value in rule.items():
         allowed = _BASE if key == "log" else _EVERY
         if (expected := allowed.expected(value)) is not None:
             raise InputError(f"steps.{key}: expected {expected}, got {value!r}")
-    return dict(rule)
+    return rule, frozenset(_checked_list(steps["also"], "steps.also") if "also" in steps else ())
 
 
-def _checked_list(steps: Sequence[int]) -> list[int]:
-    if not isinstance(steps, Sequence) or not len(steps):
-        raise InputError(f"steps: {_EXPECTED}, got {steps!r}")
+def _checked_list(steps: Sequence[int], where: str = "steps") -> list[int]:
+    if not isinstance(steps, Sequence) or isinstance(steps, str) or not len(steps):
+        raise InputError(f"{where}: {_EXPECTED if where == 'steps' else 'expected a list of steps'}, got {steps!r}")
     for step in steps:
         if (expected := _STEP.expected(step)) is not None:
-            raise InputError(f"steps: expected {expected}, got {step!r}")
+            raise InputError(f"{where}: expected {expected}, got {step!r}")
     return list(steps)

@@ -1,7 +1,12 @@
+from pathlib import Path
+
 import pytest
+import yaml
 
 from lit_layers.errors import InputError
 from lit_layers.schedule import Schedule
+
+ROOT = Path(__file__).parents[1]
 
 
 def test_pythia_has_its_154_published_checkpoints():
@@ -24,6 +29,18 @@ def test_a_logarithmic_rule_may_end_or_go_on_evenly():
     assert list(Schedule({"log": 2, "until": 4, "then_every": 3}).until(11)) == [0, 1, 2, 4, 6, 9, 11]
 
 
+def test_a_rule_takes_single_steps_besides():
+    assert list(Schedule({"every": 4, "also": [4, 5]}).until(10)) == [0, 4, 5, 8, 10]
+    rule = Schedule({"log": 2, "until": 4, "then_every": 3, "also": [5]})
+    assert list(rule.until(9)) == [0, 1, 2, 4, 5, 6, 9]
+    assert list(rule.thinned(2, 9).until(9)) == [0, 2, 5, 9]
+
+
+def test_the_gpt2_recipe_has_the_four_steps_at_which_the_paper_on_monotonicity_probes():
+    recipe = yaml.safe_load((ROOT / "recipes" / "gpt2" / "124m_openwebtext.yaml").read_text())
+    assert {0, 1_500, 5_000, 165_000} <= {*Schedule(recipe["steps"]).until(recipe["trainer"]["max_steps"])}
+
+
 def test_a_last_step_on_the_schedule_is_not_repeated():
     assert list(Schedule({"every": 5}).until(10)) == [0, 5, 10]
 
@@ -40,6 +57,10 @@ def test_a_last_step_on_the_schedule_is_not_repeated():
         ({"evry": 5}, "got the keys evry"),
         ({"until": 5}, "got the keys until"),
         ({}, r"got the keys \(none\)"),
+        ({"also": [5]}, "got the keys also"),
+        ({"every": 5, "also": 7}, "steps.also: expected a list of steps, got 7"),
+        ({"every": 5, "also": "7"}, "steps.also: expected a list of steps, got '7'"),
+        ({"every": 5, "also": [-7]}, "steps.also: expected whole numbers of at least 0, got -7"),
     ],
 )
 def test_wrong_steps_are_refused_with_the_value(steps, message):

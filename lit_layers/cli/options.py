@@ -23,7 +23,7 @@ from lit_layers.cli.recipes import HELP, RecipeParser, refuse_place, refuse_reac
 from lit_layers.errors import InputError
 
 T = TypeVar("T")
-Steps = list[int] | dict[str, int] | str
+Steps = list[int] | dict[str, int | list[int]] | str
 ON_THE_COMMAND_LINE_ALONE = ("any_command", "code")  # a recipe does not say which programs and code are trusted
 WRITTEN = ("out", "export", "pictures", "json", "cache")  # besides its root, which is `out` where it has no other
 

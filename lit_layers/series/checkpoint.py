@@ -141,7 +141,7 @@ def choose(listed: Sequence[int], steps: Steps, where: str) -> list[int]:
     return [step for step in sorted(listed) if step in schedule or step == last]
 
 
-def _log_spaced(listed: list[int], steps: Mapping[str, int]) -> list[int]:
+def _log_spaced(listed: list[int], steps: Mapping[str, Any]) -> list[int]:
     count = steps["log_spaced"]
     if set(steps) != {"log_spaced"}:
         other = next(key for key in steps if key != "log_spaced")

@@ -14,7 +14,9 @@ VERBS = tuple(verb for verb in COMMANDS if verb != "fit")  # which is LightningC
 # Of each class of options one that is wrong, with what is said of it.
 WRONG = {
     "audit": {
-        "steps: {every: often}": "steps: expected one of list[int], dict[str, int], str, got {'every': 'often'}",
+        "steps: {every: often}": (
+            "steps: expected one of list[int], dict[str, int | list[int]], str, got {'every': 'often'}"
+        ),
         "level: deep": "level: expected one of 'auto', 'listing', 'files', 'weights', got deep",
         "stage: 1.5": "stage: expected int, got 1.5",
         "stage: .inf": "stage: expected int, got inf",

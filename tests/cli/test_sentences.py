@@ -23,9 +23,9 @@ OPTIONS = ["trainer.max_steps", "trainer.max_epochs", "model.lr", "steps"]
         ("the following arguments are required: root", "missing: root; give it in the recipe or on the command line"),
         (
             'Parser key "steps":\n  Does not validate against any of the Union subtypes\n  Subtypes: '
-            "[list[int], dict[str, int], <class 'str'>]\n  Errors:\n    - Expected a <class 'list'>\n"
+            "[list[int], dict[str, int | list[int]], <class 'str'>]\n  Errors:\n    - Expected a <class 'list'>\n"
             "  Given value type: <class 'dict'>\n  Given value: {'every': 'often'}",
-            "steps: expected one of list[int], dict[str, int], str, got {'every': 'often'}",
+            "steps: expected one of list[int], dict[str, int | list[int]], str, got {'every': 'often'}",
         ),
         (
             'Parser key "analyses":\n  batches: Not a valid subclass of Batches. Got value: 3\n  Subclass types expect '

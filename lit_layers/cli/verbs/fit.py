@@ -91,7 +91,8 @@ class RunOptions:
         resume: Goes on exactly where a killed run was: last, a step, or a folder ROOT/resume/step-...; with last, a new
             folder starts the run.
         resume_every: Steps between two checkpoints to resume from; null: only at the end and on SIGTERM.
-        steps: Steps to save and measure: pythia, a list, {every: N} or {log: 2, until: N, then_every: N}.
+        steps: Steps to save and measure: pythia, a list, {every: N} or {log: 2, until: N, then_every: N}; a rule takes
+            single steps besides, as in {every: 500, also: [750]}.
         corpus: Stands for ${corpus} in recipes.
         tokenizer: Stands for ${tokenizer} in recipes.
         analyses: What to measure at these steps.
