@@ -201,12 +201,14 @@ def text_features(
     max_tokens: int = BATCH_TOKENS,
     cache: str | Path | None = None,
     undefined: Literal["raise", "nan"] = "raise",
+    last: Pooling | None = None,
 ) -> LayerFeatures:
     """The features of all layers: the "last" real token of each text, the "mean" of them, or the first ("cls").
 
     "centered_unit_mean" is that of `pool`, with NaN for a text where it is undefined; with `undefined="nan"` so have
     texts whose states are not finite, at that layer: `LayerFeatures.defined` says which texts have a vector. `states`
-    are in one of the conventions of `lit_layers.analyses.base`, before they are pooled.
+    are in one of the conventions of `lit_layers.analyses.base`, before they are pooled. `last` is the pooling of the
+    last layer, where that is another.
 
     One forward pass per text, without the head; each state is pooled on the device as it passes and only the vector is
     kept. With `cache`, a folder, features of the same weights, token ids, pooling and states are read from there
@@ -220,7 +222,7 @@ def text_features(
 
     def write(folder: Path) -> None:
         try:
-            _write(model, texts, pooling, states, max_tokens, undefined, folder)
+            _write(model, texts, pooling, last or pooling, states, max_tokens, undefined, folder)
         except BaseException:
             shutil.rmtree(folder, ignore_errors=True)
             raise
@@ -229,7 +231,7 @@ def text_features(
     if cache is None or is_hooked:  # what a hook does, no key can tell
         write(folder := Path(tempfile.mkdtemp(prefix="lit_layers-")))
         return LayerFeatures(folder, temporary=True)
-    folder = Path(cache) / _key(model, texts, pooling, states)
+    folder = Path(cache) / _key(model, texts, pooling, last or pooling, states)
     if not _is_whole(folder):
         shutil.rmtree(folder, ignore_errors=True)  # broken off, or damaged since
         folder.parent.mkdir(parents=True, exist_ok=True)
@@ -269,6 +271,7 @@ def _write(
     model: LayeredModel,
     texts: EncodedTexts,
     pooling: Pooling,
+    last: Pooling,
     states: States,
     max_tokens: int,
     undefined: Literal["raise", "nan"],
@@ -283,9 +286,10 @@ def _write(
 
         def keep(layer: int, hidden: Tensor, mask: Tensor) -> None:
             hidden = in_convention(model, states, layer, hidden)
-            pooled = _pooled(hidden, mask, pooling)
+            way = pooling if layer < model.num_layers else last
+            pooled = _pooled(hidden, mask, way)
             # what "centered_unit_mean" leaves undefined is NaN, of finite states
-            finite = (_pooled(hidden, mask, "mean") if pooling == "centered_unit_mean" else pooled).isfinite()
+            finite = (_pooled(hidden, mask, "mean") if way == "centered_unit_mean" else pooled).isfinite()
             if not finite.all():
                 broken.append((layer, order[-len(pooled) :][int(finite.all(-1).int().argmin())]))
                 if undefined == "raise":
@@ -317,12 +321,12 @@ def _pooled(hidden: Tensor, mask: Tensor, pooling: Pooling) -> Tensor:
     return hidden[torch.arange(len(hidden), device=hidden.device), chosen]
 
 
-def _key(model: LayeredModel, texts: EncodedTexts, pooling: Pooling, states: States) -> str:
+def _key(model: LayeredModel, texts: EncodedTexts, pooling: Pooling, last: Pooling, states: States) -> str:
     """What decides the numbers: the weights and how they are run, the tokens, the pooling, the states."""
     facts = [_FORMAT, weights_hash(model.model), type(model.model).__name__, model.attention, str(model.dtype)]
     config = getattr(model.model, "config", None)
     facts += [config.to_json_string() if config is not None else "", texts.content_hash(), pooling, states]
-    facts += [_hash_of_buffers(model)]
+    facts += [_hash_of_buffers(model), *([last] if last != pooling else [])]
     return hashlib.sha256(json.dumps(facts).encode()).hexdigest()[:32]
 
 

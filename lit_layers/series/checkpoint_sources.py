@@ -232,14 +232,14 @@ class Hub:
         refs = self.retry.call(f"cannot list the branches of {repo}", lambda: self.api.list_repo_refs(repo))
         return {ref.name: ref.target_commit for ref in (*refs.tags, *refs.branches)}
 
-    def tree(self, repo: str, commit: str, name: str) -> dict[str, ListedFile]:
-        """The files of a commit."""
+    def tree(self, repo: str, commit: str, name: str, *, below: bool = False) -> dict[str, ListedFile]:
+        """The files of a commit at its top; with `below` those in folders, too."""
         from huggingface_hub import RepoFile
 
         rows = self._at(
             (repo, commit, name),
             f"cannot list the files of {repo} at {name}",
-            lambda: list(self.api.list_repo_tree(repo, revision=commit)),
+            lambda: list(self.api.list_repo_tree(repo, revision=commit, recursive=below)),
         )
         files = [row for row in rows if isinstance(row, RepoFile)]
         return {row.path: ListedFile(row.path, row.size, row.lfs.sha256 if row.lfs else row.blob_id) for row in files}
@@ -298,6 +298,10 @@ class HubSource(Source):
             raise InputError(self.why)
         return self.hub.tree(self.repo, self.commit, self.revision)
 
+    @functools.cached_property
+    def _below(self) -> Mapping[str, ListedFile]:
+        return self.hub.tree(self.repo, self.commit, self.revision, below=True)
+
     def read(self, path: str) -> bytes:
         return self._download(path).read_bytes()
 
@@ -341,7 +345,8 @@ class HubSource(Source):
         return f"{self.repo}@{self.commit}"  # and not where the cache of this machine has it
 
     def _download(self, path: str) -> Path:
-        place, is_new = self.hub.download(self.repo, self.commit, self.revision, self.files[path])
+        files = self._below if "/" in path else self.files
+        place, is_new = self.hub.download(self.repo, self.commit, self.revision, files[path])
         if is_new and path in self.weights():
             self._downloaded.append(place)
         return place

@@ -53,9 +53,16 @@ class Embedding:
     max_tokens: int
     pooling: TextPooling
     states: States
+    last: TextPooling | None = None  # the pooling of the last layer, where that is another
 
     def facts(self) -> list[str | int]:
-        return [tokenizer_hash(self.tokenizer.tokenizer), self.max_tokens, self.pooling, self.states]
+        facts = [tokenizer_hash(self.tokenizer.tokenizer), self.max_tokens, self.pooling, self.states]
+        return facts + ([self.last] if self.last not in (None, self.pooling) else [])
+
+    @property
+    def how(self) -> dict[str, Any]:
+        """Options of `text_features`."""
+        return {"pooling": self.pooling, "states": self.states, "last": self.last}
 
     def encode(self, texts: Sequence[str]) -> tuple[EncodedTexts, int]:
         """Token ids, and of how many texts the tokenizer makes none: the end of a text stands for each of these."""
@@ -187,7 +194,7 @@ class TaskEmbeddings:
     def features_of_first(self, most: int, view: LayeredModel) -> LayerFeatures:
         """Of the first texts that were asked for, by another view of the model."""
         encoded, _ = self.embedding.encode(list(self._places)[:most])
-        return text_features(view, encoded, pooling=self.embedding.pooling, states=self.embedding.states)
+        return text_features(view, encoded, **self.embedding.how)
 
     def distances(self, exact: LayerFeatures, layer: int) -> list[float | None]:
         """How far the first texts' embeddings are from features of them, as a share of the length of these.
@@ -217,7 +224,7 @@ class TaskEmbeddings:
         self.num_empty += num_empty
 
     def _features(self, encoded: EncodedTexts, folder: Path) -> _Features:
-        how: dict[str, Any] = {"pooling": self.embedding.pooling, "states": self.embedding.states, "undefined": "nan"}
+        how: dict[str, Any] = {**self.embedding.how, "undefined": "nan"}
         if self.store.dtype == "float32":
             return text_features(self.view, encoded, cache=folder, **how)
         halves = _Halves(folder, (len(encoded), self.view.dim), self.store.dtype)

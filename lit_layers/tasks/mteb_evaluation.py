@@ -18,11 +18,13 @@ import torch
 from lit_layers.tasks.catalogue import Task
 from lit_layers.tasks.embedding_store import TaskEmbeddings
 from lit_layers.tasks.mteb_tasks import no_bars
+from lit_layers.tasks.sentence_encoder import SentenceEncoder
 
 if TYPE_CHECKING:
     from mteb.models.model_meta import ModelMeta
 
 SPLIT = "test"
+_SHORTEST = 1e-12  # a vector that is shorter is divided by this, as torch.nn.functional.normalize does
 # What mteb's evaluations say of embeddings that a layer just has: a probe of 100 iterations is part of their
 # definition, and a class that is never predicted, or vectors that are all alike, show in the score.
 _SAID_BY_SCORES = ("lbfgs failed to converge", "Precision is ill-defined", "Recall is ill-defined", "An input array is")
@@ -30,30 +32,49 @@ _SAID_BY_SCORES += ("No positive class found in y_true", "Number of distinct clu
 
 
 class LayerEncoder:
-    """What mteb's `EncoderProtocol` asks for: the embeddings of one layer, compared by their cosine.
+    """What mteb's `EncoderProtocol` asks for: the embeddings of one layer, in float32.
 
-    No instruction and no normalisation: the text goes in as it is, and float32 comes out.
+    Args:
+        encoder: what the model says of itself: its prompts stand before every text. None: the text goes in as it is.
+        follows: whether vectors are normalised and compared as the encoder says; else they come out as they are pooled
+            and are compared by their cosine.
     """
 
-    def __init__(self, embeddings: TaskEmbeddings, layer: int) -> None:
+    def __init__(
+        self, embeddings: TaskEmbeddings, layer: int, encoder: SentenceEncoder | None = None, *, follows: bool = True
+    ) -> None:
         self.embeddings, self.layer = embeddings, layer
+        self.encoder, self.followed = encoder, encoder if follows else None
 
-    def encode(self, inputs: Any, **_: Any) -> np.ndarray:
+    def encode(self, inputs: Any, *, task_metadata: Any = None, prompt_type: Any = None, **_: Any) -> np.ndarray:
         """The embeddings (texts, dim) of the texts that mteb hands over in batches."""
+        from mteb.models.abs_encoder import get_prompt_name
+
         texts = [text for batch in inputs for text in batch["text"]]
-        return self.embeddings.of(texts, self.layer)
+        if self.encoder is not None:
+            name = get_prompt_name(self.encoder.named, task_metadata, prompt_type)
+            texts = [self.encoder.text(text, name) for text in texts]
+        vectors = self.embeddings.of(texts, self.layer)
+        if self.followed is None or not self.followed.normalizes:
+            return vectors
+        norms = np.linalg.norm(vectors, axis=1, keepdims=True)
+        return vectors / np.maximum(norms, _SHORTEST)
 
     def similarity(self, embeddings1: Any, embeddings2: Any) -> Any:
-        """Cosines (first, second)."""
-        from mteb.similarity_functions import cos_sim
+        """Cosines (first, second), or what the encoder compares by."""
+        from mteb.similarity_functions import cos_sim, dot_score
 
-        return cos_sim(embeddings1, embeddings2)
+        return (dot_score if self._by_dot else cos_sim)(embeddings1, embeddings2)
 
     def similarity_pairwise(self, embeddings1: Any, embeddings2: Any) -> Any:
-        """Cosines (pairs,)."""
-        from mteb.similarity_functions import pairwise_cos_sim
+        """Cosines (pairs,), or what the encoder compares by."""
+        from mteb.similarity_functions import pairwise_cos_sim, pairwise_dot_score
 
-        return pairwise_cos_sim(embeddings1, embeddings2)
+        return (pairwise_dot_score if self._by_dot else pairwise_cos_sim)(embeddings1, embeddings2)
+
+    @property
+    def _by_dot(self) -> bool:
+        return self.followed is not None and self.followed.similarity == "dot"
 
     @property
     def mteb_model_meta(self) -> "ModelMeta":

@@ -5,9 +5,8 @@ import hashlib
 import json
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal
 
 import numpy as np
 import pandas as pd
@@ -32,12 +31,13 @@ from lit_layers.records import frame as records_frame
 from lit_layers.tasks.catalogue import DOMAINS, Task
 from lit_layers.tasks.embedding_store import CHUNK, GB, STORE_DTYPES, Embedding, NotFiniteError, Store, StoreDtype
 from lit_layers.tasks.mteb_evaluation import LayerEncoder, Prepared
-from lit_layers.tasks.mteb_tasks import INSTALL, Sources
+from lit_layers.tasks.mteb_tasks import Sources, mteb_version
+from lit_layers.tasks.sentence_encoder import SentenceEncoder
 
 RESULTS, EMBEDDINGS = "mteb", "embeddings"
 NUM_METRIC_TEXTS = 1000
 RUN = ["run", "step", "pooling", "states"]  # what one curve belongs to, with what of these columns a table has
-OPTIONS = ("dtype", "max_tokens", "mteb_seed", "store_dtype", "tokenizer", "mteb")
+OPTIONS = ("dtype", "max_tokens", "mteb_seed", "store_dtype", "modules", "tokenizer", "mteb")
 MAX_TOKENS, SEED = 2048, 42
 _COUNTS = ("num_texts", "num_cut", "num_empty")  # of the texts of a task
 _TASK = "lit_layers.embeddings.task_list.TaskSpec"  # what a task was when the first hashes were made
@@ -61,6 +61,9 @@ class MtebTask(RoundedAnalysis):
         results: the folder of the layers' results.
         layers: which are scored; None: all.
         pooling: "mean", "last" or "cls".
+        encoder: what the model says of itself: its prompts and its longest text hold at every layer.
+        modules: where its pooling, normalisation and similarity hold, too: at the last layer, which is then taken after
+            the final norm, or at all.
         states: the convention, "resid", "hf" or "normed".
         max_tokens: a longer text loses its end; also at the model's own limit.
         seed: mteb's.
@@ -81,11 +84,17 @@ class MtebTask(RoundedAnalysis):
     states: States = "resid"
     max_tokens: int = MAX_TOKENS
     seed: int = SEED
+    encoder: SentenceEncoder | None = None
+    modules: Literal["last", "all"] = "last"
     tell: Callable[[str], None] | None = field(default=None, repr=False, compare=False)
     _tokenizer: TextTokenizer | None = field(default=None, init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         self.name = self.name or self.task.analysis
+        if self.encoder is not None:
+            self.states = "hf" if self.states == "resid" else self.states
+            self.pooling = self.encoder.pooling if self.modules == "all" else self.pooling
+            self.max_tokens = min(self.max_tokens, self.encoder.max_tokens or self.max_tokens)
 
     def check(self, model: LayeredModel) -> None:
         """Refuses options that do not fit; data that are missing fail this one task, when its turn comes."""
@@ -131,6 +140,8 @@ class MtebTask(RoundedAnalysis):
         config = super().config()
         of_task = {name: getattr(self.task, name) for name in ("name", "domain", "score", "subset", "official")}
         task = {"class_path": _TASK, "init_args": of_task}  # as in hashes of measurements
+        if self.encoder is None:  # measurements are older than the choice
+            del config["init_args"]["encoder"], config["init_args"]["modules"]
         config["init_args"] |= {"task": task, "store_dtype": self.store.dtype, "mteb": mteb_version()}
         return config
 
@@ -150,7 +161,8 @@ class MtebTask(RoundedAnalysis):
         if missing := [layer for layer in layers if layer not in results]:
             self._say("reading the data")
             prepared = Prepared(self.sources.open(self.task, seed=self.seed), self.task)
-            embedding = Embedding(self._read_tokenizer(), limit, self.pooling, self.states)
+            last = None if self.encoder is None else self.encoder.pooling
+            embedding = Embedding(self._read_tokenizer(), limit, self.pooling, self.states, last)
             view = self.in_bfloat16(model) if self.dtype == "bfloat16" else model
             exact: LayerFeatures | None = None
             with self.store.opened(view, embedding, task=self.task.name, weights_hash=hashed) as embeddings:
@@ -160,7 +172,8 @@ class MtebTask(RoundedAnalysis):
                         continue
                     self._say(f"layer {layer} of {model.num_layers}" if place else "embedding, and its first layer")
                     try:
-                        scores = prepared.evaluate(LayerEncoder(embeddings, layer))
+                        follows = self._follows(layer, model)
+                        scores = prepared.evaluate(LayerEncoder(embeddings, layer, self.encoder, follows=follows))
                         if isinstance(view, BFloat16View):
                             exact = exact or embeddings.features_of_first(NUM_CHECKED, view.exact)
                             scores["bf16_differences"] = embeddings.distances(exact, layer)
@@ -168,7 +181,7 @@ class MtebTask(RoundedAnalysis):
                         scores = {"main_score": None, "undefined": str(error)}
                     facts = {"layer": layer, "num_layers": model.num_layers, "n": prepared.num_rows()}
                     facts |= {name: getattr(embeddings, name) for name in _COUNTS}
-                    results[layer] = self._described() | facts | scores
+                    results[layer] = self._described(self._follows(layer, model)) | facts | scores
                     write_json(_file(folder, layer), results[layer])
         if all("undefined" in results[layer] for layer in layers):
             raise InputError(results[layers[0]]["undefined"])
@@ -189,12 +202,19 @@ class MtebTask(RoundedAnalysis):
         store = {} if self.store.dtype == "float32" else {"store_dtype": self.store.dtype}
         # a tag `seed` would mark one of several draws, which pages, exports and correlate leave out
         seed = {} if self.seed == SEED else {"mteb_seed": self.seed}
-        return self.tags_of("dtype", "max_tokens") | seed | store
+        where = "the last layer" if self.modules == "last" else "every layer"
+        encoder = {} if self.encoder is None else {"modules": f"{self.encoder} at {where}"}
+        return self.tags_of("dtype", "max_tokens") | seed | store | encoder
 
-    def _described(self) -> dict[str, Any]:
+    def _follows(self, layer: int, model: LayeredModel) -> bool:
+        """Whether a layer's vectors are made as the encoder says."""
+        return self.encoder is not None and (self.modules == "all" or layer == model.num_layers)
+
+    def _described(self, follows: bool) -> dict[str, Any]:
         """What a layer's result says of itself."""
         of_task = {"task": self.task.name} | {name: getattr(self.task, name) for name in ("domain", "score", "subset")}
-        return of_task | {"pooling": self.pooling, "states": self.states} | self.sources.describe(self.task)
+        encoder = {} if self.encoder is None else self.encoder.facts(follows)
+        return of_task | {"pooling": self.pooling, "states": self.states} | encoder | self.sources.describe(self.task)
 
     def _key(self, model: LayeredModel, limit: int) -> str:
         """Over all that decides a layer's score beside the weights; which layers are asked for does not."""
@@ -212,18 +232,6 @@ class MtebTask(RoundedAnalysis):
     def _say(self, what: str) -> None:
         if self.tell is not None:
             self.tell(f"{self.task.name}: {what}")
-
-
-def mteb_version() -> str:
-    """The installed version.
-
-    Raises:
-        InputError: there is none.
-    """
-    try:
-        return version("mteb")
-    except PackageNotFoundError as error:
-        raise InputError(INSTALL) from error
 
 
 def _file(folder: Path, layer: int) -> Path:
@@ -261,7 +269,7 @@ def mteb_analyses(
         cache_gb: how much it may hold.
         metrics: whether the texts of each task are measured without labels, too: see `metric_analyses`.
         model_limit: tokens that the model takes at most, for these metrics; None: `max_tokens`.
-        options: further ones of `MtebTask`: layers, pooling, states, max_tokens, seed, tell.
+        options: further ones of `MtebTask`: layers, pooling, states, max_tokens, seed, encoder, modules, tell.
     """
     results = Path(root) / RESULTS
     store = Store(Path(cache or results / EMBEDDINGS), dtype=store_dtype, max_bytes=cache_gb * GB)

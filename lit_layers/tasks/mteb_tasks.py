@@ -10,6 +10,7 @@ import hashlib
 import random
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +34,18 @@ _COLUMNS = {
     "reranking": ("query_id", "query", "candidate", "relevant"),
     "sts": ("sentence1", "sentence2", "score"),
 }
+
+
+def mteb_version() -> str:
+    """The installed version.
+
+    Raises:
+        InputError: there is none.
+    """
+    try:
+        return version("mteb")
+    except PackageNotFoundError as error:
+        raise InputError(INSTALL) from error
 
 
 def the_library() -> Any:

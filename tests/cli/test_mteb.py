@@ -176,7 +176,7 @@ def test_texts_whose_views_are_equal_fail_alone(home, tmp_path, monkeypatch, cap
         (["--max_tokens", "0"], "max_tokens: expected at least 1, got 0"),
         (["--seed", "-1"], "seed: expected at least 0, got -1"),
         (["--cache_gb", "0"], "cache_gb: expected a positive number, got 0"),
-        (["--pooling", "max"], "pooling: expected one of 'mean', 'last', 'cls', got max"),
+        (["--pooling", "max"], "pooling: expected one of 'last', 'mean', 'cls', null, got max"),
         (["--layer", "3"], "unknown option --layer; did you mean --layers?"),
         (["--keep-downloads", "perhaps"], "keep_downloads: expected true or false, got perhaps"),
         (["--keep-downloads", "false"], "keep_downloads: is for series, and one model was named"),
@@ -215,7 +215,7 @@ def test_without_mteb_it_says_what_to_install(home, tmp_path, capsys, monkeypatc
     def none(name: str) -> str:
         raise PackageNotFoundError(name)
 
-    monkeypatch.setattr("lit_layers.tasks.mteb_scores.version", none)
+    monkeypatch.setattr("lit_layers.tasks.mteb_tasks.version", none)
     assert run(home, tmp_path) == 2
     assert capsys.readouterr().err == "lit-layers mteb: error: mteb is not installed: pip install lit_layers[eval]\n"
 

@@ -33,7 +33,8 @@ def mteb(
     layers: Numbers | Literal["all"] = "all",
     folder: Path | None = None,
     mirror: Path | None = None,
-    pooling: Literal["mean", "last", "cls"] = "mean",
+    modules: Literal["last", "all", "none"] | None = None,
+    pooling: Literal["last", "mean", "cls"] | None = None,
     states: Literal["resid", "normed", "hf"] = "resid",
     max_tokens: int = 2048,
     metrics: bool = False,
@@ -55,7 +56,9 @@ def mteb(
         layers: all, or numbers such as 0,3,6; 0 is the embedding output
         folder: local data in their own layout (docs/mteb.md); looked at first
         mirror: a folder with copies of data sets of the Hub, as ORGANIZATION/NAME; next
-        pooling: mean is over real tokens
+        modules: where the pooling and normalisation of a sentence encoder's modules.json hold: at the last layer, at
+            all, at none (default: last; none where --pooling is given)
+        pooling: mean is over real tokens (default: mean)
         states: the convention: resid, as a block leaves them; normed, each after the final norm; hf, only the last
         max_tokens: a longer text loses its end; also at the model's limit
         metrics: measure the first 1,000 texts of each task without labels, too
@@ -72,24 +75,32 @@ def mteb(
     refuse_outside("", ranges, {"max_tokens": max_tokens, "seed": seed, "cache_gb": cache_gb})
     checkpoints.are_series(model)
     from lit_layers.tasks.catalogue import LOCAL, resolve
-    from lit_layers.tasks.mteb_scores import mteb_analyses, mteb_version
-    from lit_layers.tasks.mteb_tasks import Sources
+    from lit_layers.tasks.mteb_scores import mteb_analyses
+    from lit_layers.tasks.mteb_tasks import Sources, mteb_version
+    from lit_layers.tasks.sentence_encoder import sentence_encoder
 
     mteb_version()  # before anything is loaded: it may not be installed
     sources = Sources(folder=folder, mirror=mirror)
     sources.check()
+    if pooling is not None and modules == "all":
+        raise InputError(f"pooling: with --modules all it is the model's own, and {pooling} was given: leave one out")
     if LOCAL in tasks and folder is None:
         raise InputError("tasks: local means all tasks whose data lie in --folder, which was not given")
     resolved = resolve(tasks, domains=domains, local=sources.local_names())
 
+    follow = modules or ("last" if pooling is None else "none")
+
     def analyses(target: "Target") -> "list[Analysis]":
+        encoder = None if follow == "none" else sentence_encoder(target.checkpoint.source.read)
         return mteb_analyses(
             resolved,
             tokenizer=target.own_tokenizer(),
             root=target.root,
             sources=sources,
             layers=None if layers == "all" else tuple(sorted(layers)),
-            pooling=pooling,
+            encoder=encoder,
+            modules="all" if follow == "all" else "last",
+            pooling=pooling or "mean",
             states=states,
             max_tokens=max_tokens,
             seed=seed,

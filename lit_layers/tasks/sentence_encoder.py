@@ -1,0 +1,206 @@
+"""How a sentence encoder makes a vector of a text, as its own files say: those of sentence-transformers.
+
+They are data; nothing in them is run. What a `type` of modules.json names decides only what is expected beside it.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from pydantic import with_config
+from typing_extensions import TypedDict
+
+from lit_layers import schema
+from lit_layers.analyses.features import TextPooling
+from lit_layers.errors import InputError
+from lit_layers.schema import Count
+
+MODULES = "modules.json"
+_ADVICE = "with --modules none pooled states are taken as they are"
+_REMEDY = f"download or save the model again; {_ADVICE}"
+_POOLINGS: Mapping[str, TextPooling] = {"mean": "mean", "cls": "cls", "lasttoken": "last"}
+# The switches of older files, by the mode that each stands for; without any of them it is the mean.
+_SWITCHES = {
+    "pooling_mode_cls_token": "cls",
+    "pooling_mode_max_tokens": "max",
+    "pooling_mode_mean_tokens": "mean",
+    "pooling_mode_mean_sqrt_len_tokens": "mean_sqrt_len_tokens",
+    "pooling_mode_weightedmean_tokens": "weightedmean",
+    "pooling_mode_lasttoken": "lasttoken",
+}
+_SIMILARITIES = ("cosine", "dot")
+_UNLIMITED = 10**9  # how a tokenizer says that it has no limit: int(1e30)
+
+
+@with_config(schema.OPEN)
+class _Module(TypedDict):
+    path: str
+    type: str
+
+
+@with_config(schema.OPEN)
+class _Transformer(TypedDict, total=False):
+    max_seq_length: Count | None
+    do_lower_case: bool
+    transformer_task: str
+    module_output_name: str | None
+    query_expansion: Any
+
+
+@with_config(schema.OPEN)
+class _Pooling(TypedDict, total=False):
+    pooling_mode: str | list[str]
+    include_prompt: bool
+
+
+@with_config(schema.OPEN)
+class _Normalize(TypedDict, total=False):
+    module_input_name: str
+
+
+@with_config(schema.OPEN)
+class _Encoding(TypedDict, total=False):
+    prompts: dict[str, str | None]
+    default_prompt_name: str | None
+    similarity_fn_name: str | None
+
+
+@with_config(schema.OPEN)
+class _Tokenizer(TypedDict, total=False):
+    model_max_length: Any
+
+
+@dataclass(frozen=True)
+class SentenceEncoder:
+    """What modules.json and the files beside it say.
+
+    Args:
+        pooling: of the states after the last block and the final norm.
+        normalizes: whether a vector has length 1.
+        similarity: what vectors are compared by.
+        max_tokens: of a text, the tokenizer's special ones included; None: as many as the model takes.
+        lowercases: texts before they are read.
+        prompts: what stands before a text, by the name of a task, of a kind of tasks, or query and document.
+        default_prompt: the name of the one before a text for which there is no other.
+    """
+
+    pooling: TextPooling
+    normalizes: bool = False
+    similarity: Literal["cosine", "dot"] = "cosine"
+    max_tokens: int | None = None
+    lowercases: bool = False
+    prompts: tuple[tuple[str, str], ...] = ()
+    default_prompt: str | None = None
+
+    def __str__(self) -> str:
+        parts = {"normalized": self.normalizes, "dot product": self.similarity == "dot", "prompts": self.prompts}
+        return " + ".join([self.pooling, *(name for name, holds in parts.items() if holds)])
+
+    @property
+    def named(self) -> dict[str, str]:
+        """The prompts by name: of questions and documents there always is one, if an empty one."""
+        return {"query": "", "document": "", **dict(self.prompts)}
+
+    def text(self, text: str, prompt_name: str | None) -> str:
+        """What the model reads of a text with the prompt of a name; None: with the default one."""
+        whole = self.named.get(prompt_name or self.default_prompt or "", "") + text
+        return whole.lower() if self.lowercases else whole
+
+    def facts(self, follows: bool) -> dict[str, Any]:
+        """What a result says of a layer at which pooling, normalisation and similarity hold, or do not."""
+        pooled = {"pooling": self.pooling} if follows else {}
+        how = {"normalized": follows and self.normalizes, "similarity": self.similarity if follows else "cosine"}
+        return pooled | how | {"prompts": dict(self.prompts)}
+
+
+def sentence_encoder(read: Callable[[str], bytes]) -> SentenceEncoder | None:
+    """What a model says of itself as an encoder of sentences; None where it has no modules.json.
+
+    Args:
+        read: the content of a file of the model; one that is not there is a FileNotFoundError, a KeyError, or an
+            InputError because of one.
+
+    Raises:
+        InputError: a module that is not Transformer, Pooling or Normalize, a way of pooling that is not by the mean,
+            the first or the last token, files that are damaged.
+    """
+    modules = _read(read, MODULES, list[_Module])
+    if modules is None:
+        return None
+    kinds = [module["type"].split(".")[-1] for module in modules]
+    for module, kind in zip(modules, kinds, strict=True):
+        known = module["type"].startswith("sentence_transformers.") and kind in ("Transformer", "Pooling", "Normalize")
+        if not known or {"/", "\\"} & set(module["path"]) or module["path"] == "..":
+            raise _unlike(f"{MODULES}: expected Transformer, Pooling and Normalize of sentence_transformers", module)
+    if kinds not in (["Transformer", "Pooling"], ["Transformer", "Pooling", "Normalize"]) or modules[0]["path"]:
+        raise _unlike(f"{MODULES}: expected Transformer at the top, Pooling, and perhaps Normalize", kinds)
+    about = _read(read, "config_sentence_transformers.json", _Encoding) or {}
+    prompts = {name: prompt or "" for name, prompt in about.get("prompts", {}).items()}
+    default = about.get("default_prompt_name")
+    if default is not None and default not in prompts | {"query": "", "document": ""}:
+        raise _unlike(f"default_prompt_name: expected one of the prompts {', '.join(prompts)}", default)
+    if (similarity := about.get("similarity_fn_name") or "cosine") not in _SIMILARITIES:
+        raise _unlike(f"similarity_fn_name: expected one of {', '.join(_SIMILARITIES)}", similarity)
+    normalizes = len(kinds) == 3
+    if normalizes:
+        place = f"{modules[2]['path']}/config.json"
+        normalized = (_read(read, place, _Normalize) or {}).get("module_input_name", "sentence_embedding")
+        if normalized != "sentence_embedding":
+            raise _unlike(f"{place}: module_input_name: expected sentence_embedding", normalized)
+    return SentenceEncoder(
+        pooling=_pooling(read, f"{modules[1]['path']}/config.json", prompted=any(prompts.values())),
+        normalizes=normalizes,
+        similarity=similarity,
+        **_transformer(read),
+        prompts=tuple(sorted((name, prompt) for name, prompt in prompts.items() if prompt)),
+        default_prompt=default,
+    )
+
+
+def _pooling(read: Callable[[str], bytes], place: str, *, prompted: bool) -> TextPooling:
+    """The one way of pooling that its file names."""
+    config: Any = _read(read, place, _Pooling)
+    if config is None:
+        raise InputError(f"{MODULES} names {place}, which is not there: {_REMEDY}")
+    modes = config.get("pooling_mode") or [mode for name, mode in _SWITCHES.items() if config.get(name)] or ["mean"]
+    modes = [modes] if isinstance(modes, str) else modes
+    if len(modes) != 1 or modes[0] not in _POOLINGS:
+        raise _unlike(f"{place}: expected pooling by one of {', '.join(_POOLINGS)}", " and ".join(modes))
+    if prompted and not config.get("include_prompt", True):
+        raise _unlike(f"{place}: include_prompt: expected a vector of all that is read", "one without the prompt")
+    return _POOLINGS[modes[0]]
+
+
+def _transformer(read: Callable[[str], bytes]) -> dict[str, Any]:
+    """The limit of tokens and whether texts are lower case. Without a limit of its own the tokenizer's counts."""
+    place = "sentence_bert_config.json"
+    config = _read(read, place, _Transformer) or {}
+    expected = {"transformer_task": "feature-extraction", "module_output_name": "token_embeddings"}
+    for name, value in expected.items():
+        if config.get(name) not in (None, value):
+            raise _unlike(f"{place}: {name}: expected {value}", config.get(name))
+    if config.get("query_expansion") is not None:
+        raise _unlike(f"{place}: query_expansion: expected none", "one")
+    limit = config.get("max_seq_length")
+    if limit is None:
+        limit = (_read(read, "tokenizer_config.json", _Tokenizer) or {}).get("model_max_length")
+    known = isinstance(limit, int) and 0 < limit < _UNLIMITED
+    return {"max_tokens": limit if known else None, "lowercases": config.get("do_lower_case", False)}
+
+
+def _read(read: Callable[[str], bytes], path: str, kind: Any) -> Any:
+    """The content of a file; None where there is none."""
+    try:
+        text = read(path)
+    except (FileNotFoundError, KeyError):
+        return None
+    except InputError as error:
+        if isinstance(error.__cause__, FileNotFoundError):
+            return None
+        raise
+    return schema.parse(text, kind, path, _REMEDY)
+
+
+def _unlike(expected: str, got: Any) -> InputError:
+    got = got["type"] + (f" in {got['path']}" if got["path"] else "") if isinstance(got, dict) else got
+    return InputError(f"{expected}, got {', '.join(got) if isinstance(got, list) else got}: {_ADVICE}")

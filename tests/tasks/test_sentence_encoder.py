@@ -1,0 +1,278 @@
+"""Sentence encoders: what their files say, and vectors and scores against sentence-transformers and by hand."""
+
+import functools
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from lit_layers.cli.main import main
+from lit_layers.errors import InputError
+from lit_layers.models.build import weights_hash
+from lit_layers.records import read
+from lit_layers.series.checkpoint_sources import FolderSource
+from lit_layers.tasks.mteb_evaluation import LayerEncoder
+from lit_layers.tasks.sentence_encoder import SentenceEncoder, sentence_encoder
+from tests.support.labelled_texts import labelled, saved_bert, saved_gpt2
+from tests.tasks.tiny_tasks import embedding_of, saved_model, store_in, task, write_tiny_data
+
+TEXTS = [text for text, _ in labelled(12)] + ["a merry song"]
+PROMPTS = {"query": "Who sang ", "document": "they heard ", "Banking77Classification": "a song "}
+CLS = {"pooling_mode_cls_token": True, "pooling_mode_mean_tokens": False}
+OF = "sentence_transformers.models."
+
+
+def write_encoder(folder: Path, *, pooling: Any = CLS, normalize: bool = True, **files: Any) -> Path:
+    """The files of sentence-transformers beside a model; other files by their names, without .json."""
+    kinds = ["Transformer", "Pooling", "Normalize"][: 3 if normalize else 2]
+    places = ["", "1_Pooling", "2_Normalize"]
+    modules = [
+        {"idx": n, "name": str(n), "path": place, "type": OF + kind}
+        for n, (kind, place) in enumerate(zip(kinds, places, strict=False))
+    ]
+    (folder / "1_Pooling").mkdir(parents=True, exist_ok=True)
+    (folder / "1_Pooling" / "config.json").write_text(json.dumps({"word_embedding_dimension": 32, **pooling}))
+    (folder / "2_Normalize").mkdir(exist_ok=True)
+    for name, content in {"modules": modules, **files}.items():
+        (folder / f"{name}.json").write_text(json.dumps(content))
+    return folder
+
+
+def encoder_in(folder: Path) -> SentenceEncoder | None:
+    return sentence_encoder(FolderSource(folder).read)
+
+
+@pytest.fixture(scope="module")
+def bert(tmp_path_factory) -> Path:
+    """Of [CLS], with length 1, with prompts and at most 8 tokens."""
+    folder = tmp_path_factory.mktemp("bert")
+    saved_bert(folder)
+    about = {"prompts": PROMPTS, "default_prompt_name": None}
+    return write_encoder(folder, config_sentence_transformers=about, sentence_bert_config={"max_seq_length": 8})
+
+
+@pytest.fixture(scope="module")
+def gpt2(tmp_path_factory) -> Path:
+    """Of the last token, not of length 1."""
+    folder = tmp_path_factory.mktemp("gpt2")
+    saved_gpt2(folder)
+    return write_encoder(folder, pooling={"pooling_mode": "lasttoken"}, normalize=False)
+
+
+@pytest.mark.parametrize(
+    ("files", "expected"),
+    [
+        ({"pooling": {"pooling_mode_mean_tokens": True}}, SentenceEncoder("mean", normalizes=True)),
+        ({"pooling": {}, "normalize": False}, SentenceEncoder("mean")),
+        ({"pooling": {"pooling_mode": "cls", "pooling_mode_mean_tokens": True}}, SentenceEncoder("cls", True)),
+        ({"pooling": {"pooling_mode": ["lasttoken"]}}, SentenceEncoder("last", True)),
+        ({"pooling": {"pooling_mode_lasttoken": True}}, SentenceEncoder("last", True)),
+        (
+            {"sentence_bert_config": {"max_seq_length": 9, "do_lower_case": True}},
+            SentenceEncoder("cls", True, max_tokens=9, lowercases=True),
+        ),
+        ({"tokenizer_config": {"model_max_length": 11}}, SentenceEncoder("cls", True, max_tokens=11)),
+        (
+            {"sentence_bert_config": {"max_seq_length": 9}, "tokenizer_config": {"model_max_length": 11}},
+            SentenceEncoder("cls", True, max_tokens=9),
+        ),
+        ({"tokenizer_config": {"model_max_length": int(1e30)}}, SentenceEncoder("cls", True)),
+        (
+            {
+                "config_sentence_transformers": {
+                    "prompts": {"query": "q: ", "document": ""},
+                    "similarity_fn_name": "dot",
+                }
+            },
+            SentenceEncoder("cls", True, similarity="dot", prompts=(("query", "q: "),)),
+        ),
+    ],
+)
+def test_the_files_of_a_model_say_how_it_encodes(tmp_path, files, expected):
+    assert encoder_in(write_encoder(tmp_path, **files)) == expected
+
+
+def test_a_model_without_modules_says_nothing(tmp_path):
+    assert encoder_in(tmp_path) is None
+
+
+NORMALIZE = {"type": OF + "Normalize", "path": "2_Normalize"}
+FIRST = [{"type": OF + "Transformer", "path": ""}, {"type": OF + "Pooling", "path": "1_Pooling"}]
+
+
+@pytest.mark.parametrize(
+    ("files", "sentence"),
+    [
+        (
+            {"modules": [*FIRST, {"type": OF + "Dense", "path": "2_Dense"}]},
+            "modules.json: expected Transformer, Pooling and Normalize of sentence_transformers, got "
+            "sentence_transformers.models.Dense in 2_Dense: with --modules none",
+        ),
+        (
+            {"modules": [{"type": "custom_st.Transformer", "path": ""}]},
+            "got custom_st.Transformer: with --modules none",
+        ),
+        ({"modules": [{"type": "os.Pooling", "path": ""}]}, "got os.Pooling: with --modules none"),
+        ({"modules": [FIRST[0], {**FIRST[1], "path": "../.."}]}, "got sentence_transformers.models.Pooling in ../.."),
+        ({"modules": [FIRST[1]]}, "expected Transformer at the top, Pooling, and perhaps Normalize, got Pooling"),
+        ({"modules": [*FIRST, NORMALIZE, NORMALIZE]}, "got Transformer, Pooling, Normalize, Normalize"),
+        ({"modules": [{**FIRST[0], "path": "0_Transformer"}, FIRST[1]]}, "expected Transformer at the top"),
+        ({"modules": [FIRST[0], {**FIRST[1], "path": "7"}]}, "modules.json names 7/config.json, which is not there"),
+        ({"modules": {"0": 1}}, "modules.json: expected a list, got {'0': 1}; download or save the model again"),
+        ({"modules": [{"path": ""}]}, "modules.json: 0.type: this field is missing"),
+        ({"pooling": {"pooling_mode_max_tokens": True}}, "expected pooling by one of mean, cls, lasttoken, got max"),
+        ({"pooling": {"pooling_mode": ["cls", "mean"]}}, "lasttoken, got cls and mean"),
+        (
+            {"pooling": {"include_prompt": False}, "config_sentence_transformers": {"prompts": PROMPTS}},
+            "include_prompt: expected a vector of all that is read, got one without the prompt",
+        ),
+        ({"sentence_bert_config": {"max_seq_length": "8"}}, "max_seq_length: expected a whole number"),
+        ({"sentence_bert_config": {"transformer_task": "fill-mask"}}, "expected feature-extraction, got fill-mask"),
+        ({"config_sentence_transformers": {"default_prompt_name": "x"}}, "default_prompt_name: expected one of"),
+        (
+            {"config_sentence_transformers": {"similarity_fn_name": "manhattan"}},
+            "expected one of cosine, dot, got manh",
+        ),
+        ({"2_Normalize/config": {"module_input_name": "token_embeddings"}}, "sentence_embedding, got token_embeddings"),
+    ],
+)
+def test_what_it_cannot_do_is_refused_in_a_sentence(tmp_path, files, sentence):
+    with pytest.raises(InputError) as refusal:
+        encoder_in(write_encoder(tmp_path, **files))
+    assert sentence in str(refusal.value)
+    assert "with --modules none pooled states are taken as they are" in str(refusal.value)
+
+
+def test_a_damaged_file_is_refused(tmp_path):
+    write_encoder(tmp_path)
+    (tmp_path / "modules.json").write_text("[{")
+    with pytest.raises(InputError, match=r"modules.json: not valid JSON \(.*\); download or save the model again"):
+        encoder_in(tmp_path)
+
+
+@functools.cache
+def reference(folder: Path) -> tuple[Any, Any]:
+    from transformers import AutoModel, AutoTokenizer
+
+    return AutoModel.from_pretrained(folder, dtype=torch.float64), AutoTokenizer.from_pretrained(folder)
+
+
+def states_of(folder: Path, text: str, most: int) -> list[np.ndarray]:
+    """States (tokens, dim) of every layer in float64, of a text that passes alone; the last after the final norm."""
+    model, tokenizer = reference(folder)
+    ids = tokenizer(text, truncation=True, max_length=most, return_tensors="pt")
+    with torch.no_grad():
+        return [layer[0].numpy() for layer in model(**ids, output_hidden_states=True).hidden_states]
+
+
+class Meta:
+    """What mteb says of a task to an encoder."""
+
+    name, type = "STSBenchmark", "STS"
+
+
+def vectors(folder: Path, root: Path, layer: int, *, meta: Any = Meta, modules: Any = "last", **asked: Any) -> Any:
+    """What mteb is handed of a layer."""
+    said: Any = encoder_in(folder)
+    one, view = task("STSBenchmark", folder, folder, root, encoder=said, modules=modules), saved_model(folder)
+    how = embedding_of(folder, max_tokens=one.max_tokens, pooling=one.pooling, states=one.states, last=said.pooling)
+    with store_in(root).opened(view, how, task="S", weights_hash=weights_hash(view.model)) as embeddings:
+        encoder = LayerEncoder(embeddings, layer, said, follows=one._follows(layer, view))
+        return encoder.encode([{"text": TEXTS}], task_metadata=meta, **asked)
+
+
+@pytest.mark.parametrize(("modules", "layer"), [("last", 3), ("last", 1), ("all", 1)])
+def test_vectors_are_pooled_and_normalised_as_the_model_says(bert, tmp_path, modules, layer):
+    states = [states_of(bert, text, 8)[layer] for text in TEXTS]
+    follows = modules == "all" or layer == 3
+    expected = np.stack([each[0] / np.linalg.norm(each[0]) if follows else each.mean(0) for each in states])
+    np.testing.assert_allclose(vectors(bert, tmp_path, layer, modules=modules), expected, rtol=1e-4, atol=1e-5)
+
+
+def test_the_last_layer_is_taken_after_the_final_norm_and_others_as_the_block_leaves_them(gpt2, tmp_path):
+    states = [states_of(gpt2, text, 32) for text in TEXTS]
+    last = np.stack([each[3][-1] for each in states])
+    np.testing.assert_allclose(vectors(gpt2, tmp_path, 3), last, rtol=1e-3, atol=1e-3)
+    second = np.stack([each[2].mean(0) for each in states])
+    np.testing.assert_allclose(vectors(gpt2, tmp_path, 2), second, rtol=1e-3, atol=1e-3)
+
+
+def test_prompts_stand_before_texts_as_mteb_chooses_them(bert, tmp_path):
+    from mteb.types import PromptType
+
+    class Intents:
+        name, type = "Banking77Classification", "Classification"
+
+    cases = [
+        (Meta, PromptType.query, "Who sang "),
+        (Meta, PromptType.document, "they heard "),
+        (Intents, None, "a song "),
+    ]
+    for meta, kind, prompt in cases:
+        given = vectors(bert, tmp_path, 3, meta=meta, prompt_type=kind)
+        first = states_of(bert, prompt + TEXTS[0], 8)[3][0]
+        np.testing.assert_allclose(given[0], first / np.linalg.norm(first), rtol=1e-4, atol=1e-5)
+    assert encoder_in(bert).text("Song", None) == "Song"  # pyright: ignore[reportOptionalMemberAccess]
+    lower = SentenceEncoder("mean", lowercases=True, prompts=(("a", "To "),), default_prompt="a")
+    assert [lower.text("Song", None), lower.text("Song", "query")] == ["to song", "song"]
+
+
+def mteb(model: Path, root: Path, *more: str, tasks: str = "STSBenchmark") -> int:
+    command = ["mteb", model, "--tasks", tasks, "--folder", model.parent / "data", "--root", root, *more]
+    return main([str(part) for part in command])
+
+
+@pytest.fixture(scope="module")
+def home(gpt2) -> Path:
+    write_tiny_data(gpt2.parent / "data")
+    return gpt2
+
+
+def test_the_command_follows_the_model_at_its_last_layer_and_says_so(home, tmp_path, capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "140")
+    assert mteb(home, tmp_path, "--layers", "2,3") == 0
+    assert "(mean, hf, modules last at the last layer), percent" in capsys.readouterr().out
+    (found,) = read(tmp_path / "measurements.jsonl")
+    assert {(r.tags["pooling"], r.tags["states"], r.tags["modules"]) for r in found.records} == {
+        ("mean", "hf", "last at the last layer")
+    }
+    (inner, outer) = (json.loads(file.read_text()) for file in sorted((tmp_path / "mteb").rglob("layer-*.json")))
+    assert (inner["pooling"], outer["pooling"], outer["normalized"]) == ("mean", "last", False)
+    assert mteb(home, tmp_path / "named", "--pooling", "mean", "--layers", "2,3") == 0
+    (plain,) = read(tmp_path / "named" / "measurements.jsonl")
+    assert all(record.tags.keys().isdisjoint({"modules"}) for record in plain.records)
+    assert plain.records[0].value == found.records[0].value, "layer 2 is pooled by the mean in both"
+    assert plain.records[1].value != found.records[1].value
+    assert plain.provenance["config_hash"] != found.provenance["config_hash"]
+
+
+def test_two_ways_of_pooling_for_all_layers_are_refused(home, tmp_path, capsys):
+    assert mteb(home, tmp_path, "--modules", "all", "--pooling", "cls") == 2
+    assert "pooling: with --modules all it is the model's own, and cls was given" in capsys.readouterr().err
+
+
+@pytest.mark.soak
+@pytest.mark.filterwarnings("ignore:The fill_missing parameter is deprecated:DeprecationWarning")
+@pytest.mark.filterwarnings("ignore:The `get_sentence_embedding_dimension` method:FutureWarning")
+@pytest.mark.parametrize("name", ["bert", "gpt2"])
+def test_vectors_and_scores_are_those_of_sentence_transformers(name, tmp_path, request):
+    """Its own model, and mteb's own way of asking it, on tasks with and without prompts for questions."""
+    from mteb.models import SentenceTransformerEncoderWrapper
+    from sentence_transformers import SentenceTransformer
+
+    folder = request.getfixturevalue(name)
+    data = write_tiny_data(tmp_path / "data")
+    theirs: Any = SentenceTransformer(str(folder), device="cpu")
+    theirs.tokenizer.pad_token = theirs.tokenizer.pad_token or theirs.tokenizer.eos_token
+    np.testing.assert_allclose(vectors(folder, tmp_path, 3), theirs.encode(TEXTS), rtol=1e-4, atol=1e-4)
+    view = saved_model(folder)
+    for each in ("Banking77Classification", "TrecQaAnswers", "MrpcParaphrases"):
+        one = task(each, data, folder, tmp_path, encoder=encoder_in(folder), layers=(3,))
+        (record,) = one.run(view)
+        official = one.sources.open(one.task, seed=42)
+        wrapped: Any = SentenceTransformerEncoderWrapper(theirs)
+        scores = official.evaluate(wrapped, "test", encode_kwargs={"batch_size": 4, "show_progress_bar": False})
+        assert record.value == pytest.approx(scores["default"]["main_score"], abs=1e-6)
