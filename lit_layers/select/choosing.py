@@ -63,6 +63,7 @@ class Choice:
     test: Mapping[int, Score]  # of the chosen layer and the last
     difference: Score  # on test, of the chosen layer to the last: paired over rows
     probe: Fitted  # of the chosen layer, fitted on train
+    test_rows: Tensor  # (rows): their scores at the chosen layer
 
     @property
     def higher_is_better(self) -> bool:
@@ -132,6 +133,7 @@ def choose(
         test={each: _score(values, metric) for each, values in kept.items()},
         difference=_score(kept[layer] - kept[num_layers], None),
         probe=probes[layer],
+        test_rows=kept[layer],
     )
 
 

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import pandas as pd
 import pytest
 import torch
 from PIL import Image
@@ -87,7 +88,7 @@ def probes_of(model: Path, task: ProbeTask, folder: Path | None, **options) -> A
         text_features(view, encode_texts(str(model), split.texts, max_tokens=32), **options)
         for split in (data.train, data.validation, data.test)
     ]
-    features = [torch.stack([each.layer(layer) for layer in range(4)]) for each in states]
+    features = [torch.stack([each.layer(layer) for layer in range(each.num_layers + 1)]) for each in states]
     if data.classes is None:
         return data, features, fit_ridge_probes(features[0], data.train.targets)
     return data, features, fit_logistic_probes(features[0], data.train.targets, num_classes=len(data.classes))
@@ -304,6 +305,38 @@ def test_features_are_kept_and_found_again(home, tmp_path, capsys, monkeypatch):
     assert len(list((tmp_path / "cache").iterdir())) == 3
 
 
+@pytest.mark.soak
+def test_models_are_compared_at_the_layer_chosen_for_each(home, tmp_path, capsys, monkeypatch):
+    """Scores are those of probes fitted here; one that has no tokenizer is named and left out."""
+    monkeypatch.chdir(tmp_path)
+    saved_gpt2(tmp_path / "deep", n_layer=5)
+    saved_gpt2(tmp_path / "mute", tokenizer=False)
+    models = [str(home / "run" / "step-000000400"), "deep", "mute"]
+    command = ["select", *models, "--task", "banking77", "--folder", str(home / "data"), "--tolerance", "0.1", *QUICK]
+    assert main(command) == 1
+    said = capsys.readouterr().out
+    assert "left out: mute: tokenizer: mute carries none" in said
+    out = Path("selected") / "models-banking77"
+    rows = {row["model"]: row for row in pd.read_csv(out / "models.csv").to_dict("records")}
+    assert [*rows] == ["run-step-000000400", "deep", "mute"]
+    hits, validation = {}, {}
+    for name, model in zip(rows, models[:2], strict=False):
+        chosen = content(out / name)
+        data, features, probes = probes_of(Path(model), TASKS["banking77"], home / "data")
+        layer = chosen["layer"]
+        assert (rows[name]["layer"], rows[name]["num_layers"]) == (layer, chosen["num_layers"])
+        hits[name] = (probes.predict(features[2]) == data.test.targets).double()[layer]
+        assert rows[name]["test"] == pytest.approx(hits[name].mean().item(), abs=1e-9)
+        validation[name] = (probes.predict(features[1]) == data.validation.targets).double()[layer].mean().item()
+    best = max(validation, key=validation.__getitem__)
+    (other,) = {*hits} - {best}
+    gap = (hits[other] - hits[best]).mean().item()
+    assert rows[other]["difference_to_reference"] == pytest.approx(gap, abs=1e-9)
+    assert rows[other]["reference"] == best
+    assert f"less {best}" in said
+    assert all((out / name).stat().st_size for name in ("models.png", "deep/layers.png"))
+
+
 @pytest.fixture(scope="module")
 def odd(home, tmp_path_factory) -> Path:
     """Things that do not fit."""
@@ -385,6 +418,9 @@ OWN = "--text title --label mood"
         ("mute --task banking77 --folder data", "tokenizer: mute carries none; name one with --tokenizer"),
         ("nowhere/model --task banking77", "nowhere/model"),
         ("./nowhere --task banking77", "expected a folder with a model or a name on the Hub, ./nowhere does not exist"),
+        (f"{M} mute --task banking77 --export new", "export: is for one model, and 2 are named: leave it out"),
+        (f"{M} vit/../{M} --task banking77", "models: two are called run-step-000000400: name each once"),
+        ("mute broken --task banking77 --folder data", "mute: tokenizer: mute carries none; name one with --tokenizer"),
         ("run --task banking77", "run is a run of several checkpoints: name one of them, such as run/step-000000400"),
         ("data --task banking77", "expected a model in data, found no config.json there"),
         ("broken --task banking77", "broken cannot be loaded: "),

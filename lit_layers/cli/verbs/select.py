@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from lit_layers.models.shard_files import ShardFiles
     from lit_layers.models.view import LayeredModel
     from lit_layers.select.choosing import Choice, Part, TaskFeatures
+    from lit_layers.select.selection import Selection
     from lit_layers.tasks.probe_task import ProbeTask
 
 WITHOUT_TOLERANCE = ("knee", "best")
@@ -52,7 +53,7 @@ class SelectOptions:
         max_iterations: of the logistic probe (default: 1000)
         cache: keep features of texts in this folder for the next call
         device: auto: a GPU if there is one
-        out: folder of pictures and numbers (default: selected/MODEL-TASK)
+        out: folder of pictures and numbers (default: selected/MODEL-TASK, of several models selected/models-TASK)
         export: write the model cut there to this folder, with its probe and its page
         keep_lm_head: export the model's own head, too
         overwrite: replace an earlier export in the folder of --export
@@ -163,28 +164,67 @@ class SelectOptions:
         return task
 
 
-def select(model: str, options: SelectOptions) -> int:
-    """Choose the layer that is enough for a task, on validation rows, and cut the model there.
+def select(model: str, others: list[str], options: SelectOptions) -> int:
+    """Choose the layer that is enough for a task, on validation rows, and cut the model there; of several models,
+    compare what each scores at its layer, and how long it takes.
 
     Args:
         model: a folder with config.json and weights (a checkpoint), or a name on the Hub
+        others: more of them, to compare
     """
-    texts = options.settle()
+    models = [model, *others]
+    texts, names = options.settle(), _names(models, options)
+    from lit_layers.select.export import refuse_taken
+
+    if options.export is not None:
+        refuse_taken(options.export, options.overwrite)
+    for each in models:
+        run = sorted(Path(each).glob("step-*/config.json"))
+        if run and not (Path(each) / "config.json").is_file():
+            raise InputError(f"{each} is a run of several checkpoints: name one of them, such as {run[-1].parent}")
+    print(threads.description(options.device), file=sys.stderr)
+    if len(models) > 1:
+        return _compare(models, names, options, texts)
+    selection = _selection(model, names[0], options, texts)
+    paths = selection.write(options.out or results_folder(names[0], selection.task.name))
+    _show(selection.task, selection.choice)
+    print(*paths, sep="\n")
+    if options.export is not None:
+        chosen = {name: getattr(options, name) for name in ("keep_lm_head", "overwrite")}
+        selection.export(options.export, paths[0], rounds=options.rounds, show=print, **chosen)
+        print(options.export)
+    return 0
+
+
+def _names(models: list[str], options: SelectOptions) -> list[str]:
+    """What the models are called in tables and folders.
+
+    Raises:
+        InputError: of several models, options that are for one, or two that have one name.
+    """
+    from lit_layers.targets import name_of
+
+    names = [name_of(model) for model in models]
+    if len(models) > 1:
+        refuse_beside(
+            given(options), [(("export", "revision"), True, f"is for one model, and {len(models)} are named")]
+        )
+        if twice := next((name for name in names if names.count(name) > 1), None):
+            raise InputError(
+                f"models: two are called {twice}: name each once, or compare them in folders of other names"
+            )
+    return names
+
+
+def _selection(model: str, name: str, options: SelectOptions, texts: "ProbeTask | None") -> "Selection":
+    """The layer chosen for a model."""
     from lit_layers.analyses.label_probe import ProbeOptions
     from lit_layers.models.costs import layer_latencies
     from lit_layers.models.shard_files import ShardFiles
     from lit_layers.select.choosing import choose
-    from lit_layers.select.export import refuse_taken
     from lit_layers.select.selection import Selection
-    from lit_layers.targets import name_of
 
-    if options.export is not None:
-        refuse_taken(options.export, options.overwrite)
-    run = sorted(Path(model).glob("step-*/config.json"))
-    if run and not (Path(model) / "config.json").is_file():
-        raise InputError(f"{model} is a run of several checkpoints: name one of them, such as {run[-1].parent}")
     numbers: Any = {name: getattr(options, name) for name in ("c", "penalty", "max_iterations")}
-    print(threads.description(options.device), file=sys.stderr)
     with bar("opening the model") as show:
         show(0, 1, "opening the model")
         files = ShardFiles(model, revision=options.revision)
@@ -206,8 +246,7 @@ def select(model: str, options: SelectOptions) -> int:
         show(1, 1, "probes of all layers fitted and scored")
     one = {name: rows[:1] for name, rows in task.batch.items()}  # an image, or the longest of the validation texts
     seconds = dict(enumerate(layer_latencies(view, one, rounds=options.rounds).tolist()))
-    name = name_of(model)
-    selection = Selection(
+    return Selection(
         name=name,
         files=files,
         revision=options.revision,
@@ -218,14 +257,61 @@ def select(model: str, options: SelectOptions) -> int:
         tolerance=options.tolerance,
         seconds=seconds,
     )
-    paths = selection.write(options.out or results_folder(name, task.name))
-    _show(task, choice)
+
+
+def _compare(models: list[str], names: list[str], options: SelectOptions, texts: "ProbeTask | None") -> int:
+    """Chooses the layer of each model, one in memory at a time; one that has none is named and left out.
+
+    Raises:
+        InputError: none of them has a layer: what is wrong with the first.
+    """
+    from lit_layers.select import comparing
+
+    task = Path(str(options.images)).name if texts is None else texts.name
+    out = options.out or results_folder("models", task)
+    candidates, left_out = [], {}
+    for model, name in zip(models, names, strict=True):
+        try:
+            selection = _selection(model, name, options, texts)
+        except InputError as error:
+            left_out[name] = str(error)
+            continue
+        selection.write(out / name)
+        candidates.append(comparing.Candidate.of(selection))
+        del selection
+    if not candidates:
+        raise InputError(f"{models[0]}: {left_out[names[0]]}")
+    paths = comparing.write(candidates, left_out, task, out)
+    _show_models(comparing.table(candidates, {}), task)
+    for name, why in left_out.items():
+        print(f"left out: {name}: {why}")
     print(*paths, sep="\n")
-    if options.export is not None:
-        chosen = {name: getattr(options, name) for name in ("keep_lm_head", "overwrite")}
-        selection.export(options.export, paths[0], rounds=options.rounds, show=print, **chosen)
-        print(options.export)
-    return 0
+    return 1 if left_out else 0
+
+
+def _show_models(table: Any, task: str) -> None:
+    """Prints a row a model; an interval stands behind its number."""
+
+    def text(row: Any, name: str, form: str = ".4f") -> str:
+        value, low, high = (row[f"{name}{end}"] for end in ("", "_low", "_high"))
+        return "" if math.isnan(value) else f"{value:{form}} ({low:{form}} to {high:{form}})"
+
+    first = table.iloc[0]
+    rows = [
+        {
+            "model": row["model"],
+            "layer": f"{row['layer']} of {row['num_layers']}",
+            "validation": f"{row['validation']:.4f}",
+            "test": text(row, "test"),
+            "less its last layer": text(row, "difference_to_last", "+.4f"),
+            f"less {row['reference']}": text(row, "difference_to_reference", "+.4f"),
+            "ms": f"{row['milliseconds']:.3g}",
+            "of the whole": f"{row['milliseconds'] / row['milliseconds_last']:.0%}",
+        }
+        for row in table.to_dict("records")
+    ]
+    show_table(rows, f"{task}: {first['metric']} at the layer chosen for each model")
+    print(f"{first['reference']} has the best validation score; differences are paired over the test rows.")
 
 
 def _opened(

@@ -1,0 +1,77 @@
+"""Several models at the layer chosen for each: what is paired, against whom, and what is drawn."""
+
+import math
+
+import numpy as np
+import pytest
+import torch
+
+from lit_layers.figures.models import ChosenLayer, chosen_layers
+from lit_layers.select.choosing import Score
+from lit_layers.select.comparing import Candidate, difference, reference, table, write
+
+TARGETS = torch.arange(40) % 2
+
+
+def candidate(name: str, validation: float, hits: torch.Tensor, **changes) -> Candidate:
+    score, none = Score(float(hits.double().mean()), 0.1, 0.9), Score(-0.05, -0.1, 0.0)
+    facts = {"metric": "accuracy", "layer": 2, "num_layers": 4, "test": score, "test_last": Score(0.7, 0.6, 0.8)}
+    facts |= {"difference_to_last": none, "seconds": 0.002, "seconds_last": 0.004, "tokens": 9}
+    facts |= {"test_rows": hits.double(), "test_targets": TARGETS}
+    return Candidate(name=name, validation=validation, **{**facts, **changes})
+
+
+def hits(seed: int, share: float) -> torch.Tensor:
+    return torch.rand(40, generator=torch.Generator().manual_seed(seed)) < share
+
+
+def test_models_are_set_against_the_best_on_validation_whatever_test_says():
+    first, better, luckier = candidate("a", 0.6, hits(0, 0.5)), candidate("b", 0.8, hits(1, 0.5)), None
+    luckier = candidate("c", 0.7, torch.ones(40))
+    assert reference([first, better, luckier]) is better
+    errors = [candidate(str(n), value, hits(n, 0.5), metric="mean_squared_error") for n, value in enumerate((3.0, 1.0))]
+    assert reference(errors) is errors[1]
+
+
+def test_a_difference_is_that_of_the_same_rows_with_the_interval_of_resampled_rows():
+    one, other = hits(0, 0.8), hits(1, 0.6)
+    found = difference(candidate("a", 0.6, one), candidate("b", 0.8, other))
+    gaps = one.numpy().astype(float) - other.numpy().astype(float)
+    means = np.random.default_rng(0).choice(gaps, (20_000, 40)).mean(1)
+    assert found is not None
+    assert found.value == pytest.approx(gaps.mean())
+    assert (found.low, found.high) == pytest.approx(np.quantile(means, (0.025, 0.975)), abs=0.03)
+
+
+@pytest.mark.parametrize("targets", [TARGETS[:30], 1 - TARGETS])
+def test_models_with_other_test_rows_are_not_paired(targets):
+    other = candidate("b", 0.8, torch.ones(len(targets)), test_targets=targets)
+    assert difference(candidate("a", 0.6, hits(0, 0.8)), other) is None
+
+
+def test_the_table_has_a_row_a_model_and_says_why_another_has_none(tmp_path):
+    models = [candidate("a", 0.6, hits(0, 0.8)), candidate("b", 0.8, hits(1, 0.6))]
+    rows = table(models, {"c": "no layer can be chosen"}).to_dict("records")
+    assert [row["model"] for row in rows] == ["a", "b", "c"]
+    assert (rows[0]["milliseconds"], rows[0]["milliseconds_last"], rows[0]["reference"]) == (2.0, 4.0, "b")
+    gap = float((hits(0, 0.8).double() - hits(1, 0.6).double()).mean())
+    assert rows[0]["difference_to_reference"] == pytest.approx(gap)
+    assert math.isnan(rows[1]["difference_to_reference"])
+    assert (rows[2]["left_out"], math.isnan(rows[2]["test"])) == ("no layer can be chosen", True)
+
+
+def test_a_model_is_a_filled_mark_at_its_layer_a_hollow_one_at_its_last_and_a_line_between():
+    point = ChosenLayer("a", 2, 4, (0.8, 0.7, 0.9), (0.9, 0.8, 1.0), 2.0, 4.0)
+    chart = chosen_layers("t", [point, point._replace(name="b", milliseconds=3.0)], score="s", timed="an image")
+    line, last, chosen = chart.series[:3]
+    assert ([*line.x], [*line.y], [*chosen.x], [*last.x]) == ([2, 4], [0.8, 0.9], [2], [4])
+    assert (chosen.mark, last.mark, chosen.labels) == ("circle", "circle-open", ["2 of 4"])
+    assert ([*chosen.low], [*chosen.high]) == ([0.7], [0.9])
+    assert chart.series[3].color != line.color
+
+
+@pytest.mark.soak
+def test_the_pictures_are_written_beside_the_table(tmp_path):
+    paths = write([candidate("a", 0.6, hits(0, 0.8)), candidate("b", 0.8, hits(1, 0.6))], {}, "task", tmp_path)
+    assert [path.name for path in paths] == ["models.png", "models.svg", "models.csv"]
+    assert all(path.stat().st_size for path in paths)
