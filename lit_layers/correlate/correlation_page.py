@@ -12,6 +12,7 @@ import pandas as pd
 from lit_layers import records
 from lit_layers.correlate.findings import Findings, Row, confounders
 from lit_layers.correlate.model_table import ModelTable, lowered, p_equation, p_text
+from lit_layers.correlate.over_tag import OverTag
 from lit_layers.durable import replace_file
 from lit_layers.errors import refused
 from lit_layers.figures import Panels, scatter_plot
@@ -21,6 +22,7 @@ from lit_layers.figures.plane import Scatter
 from lit_layers.figures.vega import write_charts
 from lit_layers.functional import correlation
 from lit_layers.functional.correlation import UndefinedError
+from lit_layers.metrics import look_up
 from lit_layers.report.template import Figures, fill, placed
 
 _NARROW = 340  # pixels that a phone leaves a plot: few names have room
@@ -90,8 +92,8 @@ class Plot(NamedTuple):
     note: str
 
 
-def write_models(table: ModelTable, findings: Findings, folder: Path) -> list[Path]:
-    """Writes correlation.html, .json and .csv (a row a coefficient), models.csv and the pictures.
+def write_models(table: ModelTable, findings: Findings, folder: Path, *, over: OverTag | None = None) -> list[Path]:
+    """Writes correlation.html, .json and .csv (a row a coefficient), models.csv and the pictures; over.csv of `over`.
 
     Returns their paths, the page first. Files of these names are replaced.
 
@@ -107,12 +109,16 @@ def write_models(table: ModelTable, findings: Findings, folder: Path) -> list[Pa
     }
     content = findings.to_dict() | {"source": table.source, "notes": table.notes}
     charts = {plot.name: scatter_plot(plot.content, width=720, height=500) for plot in plots}
-    return write_files(folder, "correlation", content, frames, charts, lambda _: render_models(table, findings, plots))
+    if over is not None:
+        frames["over"], charts["over"] = over.frame, over.chart()
+    page = lambda _: render_models(table, findings, plots, over)  # noqa: E731
+    return write_files(folder, "correlation", content, frames, charts, page)
 
 
-def render_models(table: ModelTable, findings: Findings, plots: Sequence[Plot]) -> str:
+def render_models(table: ModelTable, findings: Findings, plots: Sequence[Plot], over: OverTag | None = None) -> str:
     """Returns the page: warnings, coefficients, scatter plots and the table of the models."""
     figures: Figures = []
+    beside = [] if over is None else [_over_block(over)]
     return fill(
         "correlation.html.jinja",
         figures,
@@ -121,7 +127,8 @@ def render_models(table: ModelTable, findings: Findings, plots: Sequence[Plot]) 
         title=f"{table.title(table.metric)} against {lowered(table.title(table.score))}",
         r2=next(row for row in findings.rows if row.name == "R²"),
         p_text=p_text,
-        blocks=placed(_plot_blocks(plots), figures),
+        blocks=placed([*_plot_blocks(plots), *beside], figures),
+        over=None if over is None else over_table(over),
         coefficients=coefficient_table(table, findings),
         covariates=covariate_table(findings),
         influence=influence_text(findings),
@@ -151,9 +158,25 @@ def covariate_table(findings: Findings) -> Table | None:
     """Returns what other columns explain of the metric and the score; None where none is known."""
     if not findings.covariates:
         return None
-    rows = [(one.name, f"{one.r2_metric:.2f}", f"{one.r2_score:.2f}", str(one.n)) for one in findings.covariates]
-    cells = [Cells([(text, "") for text in row]) for row in rows]
+    cells = []
+    for one in findings.covariates:
+        shares = ((one.r2_metric, one.r_metric), (one.r2_score, one.r_score))
+        cells.append(Cells([(one.name, ""), *((f"{r2:.2f}", f"r = {value(r)}") for r2, r in shares), (str(one.n), "")]))
     return Table(("", "R² of the metric", "R² of the score", "Models"), [Group("", "", cells)])
+
+
+def over_table(over: OverTag) -> Table:
+    """Returns the coefficients of the metric, and of the corrected one, at each value of a tag."""
+    names, groups = list(dict.fromkeys(row.name for part in over.rows for row in part)), []
+    for of, parts in over.parts():
+        rows = []
+        for at, part in zip(over.values, parts, strict=True):
+            by_name = {row.name: row for row in part}
+            found = [by_name.get(name) for name in names]
+            cells = [(value(row.value), interval_text(row.low, row.high)) if row else ("", "") for row in found]
+            rows.append(Cells([(f"{over.tag} = {at}", ""), *cells]))
+        groups.append(Group(look_up(of).title, "", rows))
+    return Table((over.tag, *names), groups)
 
 
 def influence_text(findings: Findings) -> str:
@@ -267,6 +290,13 @@ def _hover_text(cell: Any) -> str:
     if float(cell).is_integer():
         return count(cell) if abs(cell) >= 1e6 else f"{cell:g}"
     return value(cell) if math.isfinite(cell) else str(cell)
+
+
+def _over_block(over: OverTag) -> dict[str, Any]:
+    figures = [{"caption": "", "problem": "", "kind": "", "chart": over.chart()}]
+    note = "Pearson's r at each value, over the same models, with 95% intervals from resampling them."
+    block = {"title": f"Correlation over {over.tag}", "note": note, "wide": True, "tall": False}
+    return {**block, "choices": [{"text": "", "figures": figures}]}
 
 
 def _plot_blocks(plots: Sequence[Plot]) -> list[dict[str, Any]]:

@@ -51,12 +51,14 @@ class Row:
 
 @dataclass(frozen=True, kw_only=True)
 class Covariate:
-    """How much of the metric and of the score another column explains alone."""
+    """How much of the metric and of the score another column explains alone, and whether they rise with it."""
 
     name: str
     r2_metric: float
     r2_score: float
     n: int
+    r_metric: float
+    r_score: float
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -118,7 +120,7 @@ def correlate(
             corrected = _coefficients(table.values(table.corrected)[there], y[there], options)
         except UndefinedError:
             corrected = []
-    alone = [(name, _r2(table, name, x), _r2(table, name, y)) for name in covariates]
+    alone = [(name, _r(table, name, x), _r(table, name, y)) for name in covariates]
     return Findings(
         metric=table.metric,
         score=table.score,
@@ -126,7 +128,14 @@ def correlate(
         rows=rows,
         corrected=corrected,
         covariates=[
-            Covariate(name=table.covariate_title(name), r2_metric=of_x[0], r2_score=of_y[0], n=of_x[1])
+            Covariate(
+                name=table.covariate_title(name),
+                r2_metric=of_x.value**2,
+                r2_score=of_y.value**2,
+                n=of_x.n,
+                r_metric=of_x.value,
+                r_score=of_y.value,
+            )
             for name, of_x, of_y in alone
             if of_x is not None and of_y is not None
         ],
@@ -232,12 +241,12 @@ def _groups(table: ModelTable, x: Column, y: Column, group: str, options: Mappin
     return rows
 
 
-def _r2(table: ModelTable, name: str, column: Column) -> tuple[float, int] | None:
-    """The share of a column's variance that another one explains alone, over how many models; None where undefined."""
+def _r(table: ModelTable, name: str, column: Column) -> Correlation | None:
+    """How a column goes with another one, over the models that have both; None where undefined."""
     covariate = table.values(name)
     there = ~np.isnan(covariate)
     try:
-        return correlation.pearson(column[there], covariate[there]).value ** 2, int(there.sum())
+        return correlation.pearson(column[there], covariate[there])
     except UndefinedError:
         return None
 
@@ -246,7 +255,7 @@ def confounders(table: ModelTable) -> dict[str, float]:
     """Returns the baseline, the width and K, as far as the metric follows them, with R²."""
     x = table.values(table.metric)
     names = [name for name in (table.baseline, "width", "k") if name in table.frame.columns]
-    shares = {name: explained[0] for name in names if name and (explained := _r2(table, name, x)) is not None}
+    shares = {name: along.value**2 for name in names if name and (along := _r(table, name, x)) is not None}
     return {name: r2 for name, r2 in shares.items() if r2 > CONFOUNDED}
 
 

@@ -61,6 +61,8 @@ class ModelTable:
 
     def title(self, column: str) -> str:
         """What a column is called in figures and tables: columns of the user's own are called as there."""
+        if column == "tokens":
+            return self.titles.get(column) or "Training tokens"
         return self.titles.get(column) or (sentence(column) if column in (*SIZES, "model", "step", "layer") else column)
 
     def covariate_title(self, column: str) -> str:
@@ -148,7 +150,24 @@ def read_runs(
     Raises:
         InputError: for a metric or score that no model has, or of which the options leave several values.
     """
-    models = read_run_models(folders)
+    source = ", ".join(map(str, folders))
+    options: dict[str, Any] = {"metric": metric, "score": score, "tags": tags, "layer": layer, "step": step}
+    return of_models(read_run_models(folders), **options, take=take, baseline=baseline, source=source)
+
+
+def of_models(
+    models: Sequence[RunModel],
+    *,
+    metric: str,
+    score: str,
+    tags: Mapping[str, str | int | float] | None,
+    layer: int | str | None,
+    step: int | None,
+    take: str,
+    baseline: str | None,
+    source: str,
+) -> ModelTable:
+    """The same of models that have been read."""
     query = _resolved(models, metric, tags or {})
     rows, left_out, variants = [], {}, {}
     for model in models:
@@ -181,7 +200,7 @@ def read_runs(
     titles |= {each: METRICS[each].title for each in (definition.baseline, definition.excess) if each in METRICS}
     table = _finished(frame, name, column, baseline, where="these models", left_out=left_out, titles=titles)
     p_is_1 = any(model.has_p_1(str(query.analysis)) for model in models)
-    return replace(table, source=", ".join(map(str, folders)), p_is_1=p_is_1)
+    return replace(table, source=source, p_is_1=p_is_1)
 
 
 def _resolved(models: Sequence[RunModel], text: str, tags: Mapping[str, str | int | float]) -> MetricQuery:
@@ -220,6 +239,7 @@ def _measured(
     """A metric at one checkpoint, its tags, and what is known of its baseline."""
     name, tags = query.name, variant_of(record.tags)
     ends = {f"{name}_low": record.low, f"{name}_high": record.high, "layer": record.layer, "step": measurements[0].step}
+    ends["tokens"] = measurements[0].tokens
     row = {name: record.value, **tags, **{end: value for end, value in ends.items() if value is not None}}
     for other in (look_up(name).baseline, look_up(name).excess):
         beside = _value(model, measurements, replace(query, name=other, tags=tags), layer)
@@ -250,7 +270,7 @@ def _why(model: RunModel, query: MetricQuery, step: int | None, layer: int | str
 
 def _add_scores(
     rows: list[dict[str, Any]],
-    models: list[RunModel],
+    models: Sequence[RunModel],
     score: str,
     take: str,
     query: MetricQuery,

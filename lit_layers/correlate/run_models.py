@@ -22,6 +22,7 @@ SIZES = {
     "width": ("width", "hidden_size", "n_embd", "embed_dim", "d_model"),
     "depth": ("depth", "num_hidden_layers", "n_layer", "num_layers"),
     "parameters": ("parameters",),
+    "tokens": ("training_tokens",),
 }
 TEXTS = ("task", "common")
 _FORM = re.compile(r"\s*([^\[\],]+?)\s*(?:\[([^\[\]]*)\])?\s*")

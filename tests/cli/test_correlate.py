@@ -57,7 +57,7 @@ def test_the_published_table_is_printed_with_its_warnings(published):
     assert re.search(r"R² +0\.800 \(0\.\d+ to 0\.\d+\) +1\.4e-10 +28", said)
     assert re.search(r"Partial r given coupling by width alone +0\.568 .* 0\.002 +28", said)
     assert re.search(r"Width 4096 +0\.588 .* 0\.057 +11", said)
-    assert re.search(r"Coupling by width alone +0\.93 +0\.71", said)
+    assert re.search(r"Coupling by width alone +0\.93 \(r = 0\.964\) +0\.71 \(r = 0\.844\) +28", said)
     assert "warning: Published coupling follows coupling by width alone, R² = 0.93; beyond it r = 0.568" in said
     assert said.splitlines()[-1] == str(folder / "models.csv")
 
@@ -165,6 +165,12 @@ def test_names_from_files_are_shown_and_never_run(tmp_path):
             "models --metric coupling --layer x --score scores.csv:arc",
             "layer: expected one of int, 'last', null, got x",
         ),
+        (
+            "models --metric coupling --over k --score scores.csv:arc",
+            "over: expected TAG=VALUE,VALUE,... such as k=0.05",
+        ),
+        ("models --metric coupling --over k=12 --score scores.csv:arc", "over: expected several values, as in k=0.05"),
+        ("scores.csv --metric width --over k=1,2 --score arc", "over: a table has no over: leave out --over"),
         ("models scores.csv --metric coupling --score arc", "models: expected one file alone"),
         ("scores.csv --metric width --score nothing", "scores.csv has no column 'nothing'"),
         ("elsewhere --metric coupling --score a", "got elsewhere: no such folder"),

@@ -3,7 +3,7 @@
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from lit_layers.cli.console import show_table
 from lit_layers.cli.options import Names, given
@@ -13,6 +13,7 @@ from lit_layers.schema import MANY, Range, refuse_outside
 if TYPE_CHECKING:
     from lit_layers.correlate import Findings, LayerFindings, LayerTables, ModelTable
     from lit_layers.correlate.correlation_page import Table
+    from lit_layers.correlate.over_tag import OverTag
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -23,6 +24,7 @@ class OverModels:
         data: instead: coupling and leaderboard scores of 28 models, as published
         metric: ANALYSIS/METRIC of the measurements, e.g. coupling/coupling; a column of the file
         tags: which variant of it, NAME=VALUE,... e.g. k=12; k=0.1 is a share of the width
+        over: TAG=VALUE,VALUE,... e.g. k=0.05,0.1,0.2: also the correlation at each value of a tag
         layer: a layer's number, or last (default: the whole model's value, else the last layer's)
         score: FILE.csv:COLUMN keyed by model; a scalar of training, as validation/accuracy;
             ANALYSIS/METRIC; a column
@@ -35,6 +37,7 @@ class OverModels:
     data: Literal["published"] | None = None
     metric: str | None = None
     tags: dict[str, str | int | float] | str | None = None
+    over: str | None = None
     layer: int | Literal["last"] | None = None
     score: str | None = None
     take: Literal["last", "highest", "lowest"] | None = None
@@ -97,11 +100,13 @@ def correlate(
     from lit_layers.correlate import correlate
     from lit_layers.correlate.correlation_page import write_models
 
-    table = _table(models, over_models, step)
-    covariates = over_models.given or ()
-    findings = correlate(table, given=covariates, group=over_models.group, resamples=resamples, seed=seed)
-    paths = write_models(table, findings, out)
+    options = {"resamples": resamples, "seed": seed}
+    table, over = _tables(models, over_models, step, options)
+    findings = correlate(table, given=over_models.given or (), group=over_models.group, **options)
+    paths = write_models(table, findings, out, over=over)
     _show_models(table, findings)
+    if over is not None:
+        _show_over(over)
     print(*paths, sep="\n")
     return 0
 
@@ -115,7 +120,7 @@ def _check(models: list[Path], options: OverModels, step: int | None) -> None:
         if options.data and value is not None:
             raise InputError(f"{name}: the published table has one metric and one score: leave out --{name}")
     if options.data or _is_file(models):
-        for name, value in {"tags": options.tags, "layer": options.layer, "step": step}.items():
+        for name, value in {"tags": options.tags, "over": options.over, "layer": options.layer, "step": step}.items():
             if value is not None:
                 raise InputError(f"{name}: a table has no {name}: leave out --{name}")
     if options.data and options.baseline is not None:
@@ -130,22 +135,37 @@ def _is_file(paths: list[Path]) -> bool:
     return bool(files)
 
 
-def _table(models: list[Path], options: OverModels, step: int | None) -> "ModelTable":
-    from lit_layers.correlate import published, read_file, read_runs
+def _tables(
+    models: list[Path], options: OverModels, step: int | None, resampling: Mapping[str, int]
+) -> "tuple[ModelTable, OverTag | None]":
+    """The table of the models, and where it is asked for what the correlation is at each value of a tag."""
+    from lit_layers.correlate import published, read_file
+    from lit_layers.correlate.model_table import of_models
+    from lit_layers.correlate.over_tag import over_tag
+    from lit_layers.correlate.run_models import read_run_models
 
     if options.metric is None or options.score is None:  # `_check` let this pass with --data alone
-        return published()
-    columns = {"metric": options.metric, "score": options.score, "baseline": options.baseline}
+        return published(), None
+    columns: Any = {"metric": options.metric, "score": options.score, "baseline": options.baseline}
     if _is_file(models):
-        return read_file(models[0], **columns)
-    return read_runs(
-        models,
-        **columns,
-        tags=_tags(options.tags),
-        layer=options.layer,
-        step=step,
-        take=options.take or "last",
-    )
+        return read_file(models[0], **columns), None
+    found, tags = read_run_models(models), _tags(options.tags)
+    columns |= {"layer": options.layer, "step": step, "take": options.take or "last"}
+    columns["source"] = ", ".join(map(str, models))
+    if options.over is None:
+        return of_models(found, tags=tags, **columns), None
+    tag, values = _values(options.over)
+    over = over_tag(found, tag, values, tags=tags, **resampling, **columns)
+    return of_models(found, tags={tag: values[0], **tags}, **columns), over
+
+
+def _values(text: str) -> tuple[str, list[str | int | float]]:
+    """A tag and its values, of `TAG=VALUE,VALUE,...`."""
+    tag, equals, values = (part.strip() for part in text.partition("="))
+    found = [_number(part.strip()) for part in values.split(",") if part.strip()]
+    if not (tag and equals and found):
+        raise InputError(f"over: expected TAG=VALUE,VALUE,... such as k=0.05,0.1,0.2, got {text!r}")
+    return tag, found
 
 
 def _tags(given: Mapping[str, str | int | float] | str | None) -> dict[str, str | int | float]:
@@ -184,6 +204,14 @@ def _show_models(table: "ModelTable", findings: "Findings") -> None:
         print(f"warning: {warning}")
     for model, why in findings.left_out.items():
         print(f"left out: {model}: {why}")
+
+
+def _show_over(over: "OverTag") -> None:
+    from lit_layers.correlate.correlation_page import over_table
+
+    show_table(_rows(over_table(over)), f"\nOver {over.tag}, {len(over.tables[0].frame)} models")
+    for model, why in over.left_out.items():
+        print(f"left out over {over.tag}: {model}: {why}")
 
 
 def _rows(table: "Table", small_text: str = " ({})") -> Iterator[dict[str, str]]:
