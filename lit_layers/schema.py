@@ -124,7 +124,7 @@ def read_yaml(path: Path, kind: type[T], remedy: str) -> T:
 def mapping_of(kind: type[T]) -> Any:
     """The type of a mapping of a dataclass's fields, read as one: YAML and JSON have objects alone."""
     hints, fields = get_type_hints(kind, include_extras=True), dataclasses.fields(kind)  # pyright: ignore[reportArgumentType]
-    is_given = {field.name: field.default is dataclasses.MISSING for field in fields}
+    is_given = {each.name: each.default is each.default_factory is dataclasses.MISSING for each in fields}
     typed: Any = {name: hints[name] if required else NotRequired[hints[name]] for name, required in is_given.items()}
     made = with_config(STRICT)(TypedDict(kind.__name__, typed))  # pyright: ignore[reportArgumentType]
     return Annotated[made, AfterValidator(lambda given: kind(**given))]

@@ -23,6 +23,7 @@ LONG = (
     "data.md",
     "emergence.md",
     "images.md",
+    "papers.md",
     "probes.md",
     "report.md",
     "select.md",

@@ -15,10 +15,11 @@ COMMANDS = {  # each a file of `verbs`
     "mteb": "score every layer on the tasks of MTEB, from one pass over their texts",
     "prepare": "turn a text source into token shards",
     "report": "write a run's curves into one HTML page",
+    "reproduce": "measure a published figure again, and set its numbers beside the printed ones",
     "select": "choose the layer that is enough for a task, and cut the model there",
     "sweep": "run every cell of a grid, each to its end once",
 }
-FAILED, INTERRUPTED = 1, 130
+FAILED, REFUSED, INTERRUPTED = 1, 2, 130
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -52,12 +53,12 @@ def main(argv: list[str] | None = None) -> int:
 
 def _run(command: str, rest: list[str], is_own_process: bool) -> int:
     if command == "sweep":  # passes SIGTERM on to its cells, which heed it
-        return _ended(command, rest)
+        return run_verb(command, rest)
     from lit_layers.cli.stopping import TERMINATED, stopping
 
     with stopping(ends_process=is_own_process) as stop:
         try:
-            code = _ended(command, rest)
+            code = run_verb(command, rest)
         except SystemExit:
             if not stop.asked:
                 raise
@@ -67,7 +68,8 @@ def _run(command: str, rest: list[str], is_own_process: bool) -> int:
     return TERMINATED if stop.asked else code
 
 
-def _ended(command: str, rest: list[str]) -> int:
+def run_verb(command: str, rest: list[str]) -> int:
+    """Runs one command inside of what is under way, and returns its exit code: its mistakes are printed."""
     from lit_layers.cli import quick_help, threads
     from lit_layers.errors import InputError, RunLostError
 
@@ -97,7 +99,7 @@ def _ended(command: str, rest: list[str]) -> int:
 def _refuse(sentence: str, command: str | None = None) -> int:
     prog = f"lit-layers {command}" if command else "lit-layers"
     print(f"{prog}: error: {sentence}", file=sys.stderr)
-    return 2
+    return REFUSED
 
 
 def _help() -> str:

@@ -30,6 +30,7 @@ OPTIONS = (
     "device steps tokenizer layers layer seed shard workers resamples max_tokens batch_size tolerance tags export json "
     "separator validation tasks images folder config trainer.max_step trainer.devices model.lr root out"
 )
+POINTS = Path(__file__).parents[2] / "recipes" / "papers" / "coupling" / "fig1a_points.yaml"
 RUN_FILES = ("measurements.jsonl", "metrics.jsonl", "run.json")
 
 
@@ -161,6 +162,7 @@ def options(home: Home, folder: Path, chance: random.Random) -> Result:
         "mteb": [model, "--tasks", "local", "--folder", str(home.root / "tasks"), "--root", "out"],
         "prepare": ["--source", str(home.root / "text.txt"), "--tokenizer", "bpe:300", "--out", "out"],
         "report": [str(home.root / "run"), "--out", "page.html"],
+        "reproduce": [str(POINTS), "--root", "out", "--compare"],
         "select": [model, "--task", str(home.root / "songs.csv"), "--out", "out"],
         "sweep": [str(home.root / "grid.yaml"), "--root", "out"],
     }

@@ -43,7 +43,8 @@ ROOT = Path(__file__).parents[2]
 CPU = torch.device("cpu")
 WIDTH, FULL = 8, 120  # of the title, of a line
 LINE = re.compile(r"# Cost:( +)\S.*\n(?:# {7,}\S.*\n)*")
-WITHOUT = ("recipes/trainer/",)  # overlays, which change how a run is trained and not what it takes
+# Overlays, which change how a run is trained and not what it takes; recipes of papers, which say it in docs/papers.md.
+WITHOUT = ("recipes/trainer/", "recipes/papers/")
 
 # Sizes of data and models that are on no test machine.
 TOKENS = {"gpt2": 50257}  # of a vocabulary

@@ -23,7 +23,7 @@ WIDTHS = ("50", "80", "160")
 def live(verb: str) -> str:
     """What a verb's own parser prints."""
     with contextlib.redirect_stdout(io.StringIO()) as shown, contextlib.suppress(SystemExit):
-        main._ended(verb, ["--help", "--"])  # which is not answered from the record
+        main.run_verb(verb, ["--help", "--"])  # which is not answered from the record
     return shown.getvalue()
 
 

@@ -1,0 +1,112 @@
+"""`lit-layers reproduce`: a published figure or table again, and its printed numbers beside the measured ones."""
+
+import importlib
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from lit_layers.cli.console import show_table
+from lit_layers.cli.main import FAILED, REFUSED, run_verb
+from lit_layers.cli.options import Recipe
+from lit_layers.errors import InputError, refused
+
+if TYPE_CHECKING:
+    from lit_layers.papers import PaperRecipe, Step
+
+STEPS = "steps"  # folder of the options of each step
+
+
+def reproduce(
+    file: Path, *, reduced: bool = False, root: Path | None = None, plan: bool = False, compare: bool = False
+) -> int:
+    """Run the commands of a published figure or table, and print its numbers beside the measured ones. Run again it
+    continues. Exit code: 0, 1 if something failed, 2 wrong input, 130 after Ctrl-C.
+
+    Args:
+        file: a recipe, e.g. recipes/papers/coupling/fig1b.yaml; docs/papers.md lists them
+        reduced: with the sizes that a laptop can pay for, of which the printed numbers are not to be expected
+        root: folder of all results (default: checkpoints/papers/PAPER/RECIPE, with -reduced behind it)
+        plan: says what its commands would cost, and measures nothing
+        compare: only compare what is there
+    """
+    from lit_layers.papers import read_recipe
+
+    if plan and compare:
+        raise InputError("plan: --compare was given, which measures nothing either: leave one out")
+    recipe = read_recipe(file)
+    if recipe.status == "cannot":
+        raise InputError(f"{file}: {recipe.item} cannot be measured: {recipe.why}")
+    if reduced and not recipe.reduced:
+        raise InputError(f"reduced: {file} has no sizes below the published ones: leave --reduced out")
+    root = root or Path("checkpoints", "papers", recipe.paper, f"{file.stem}{'-reduced' if reduced else ''}")
+    steps = recipe.commands(root, file.parent, reduced=reduced)
+    with refused(f"root: cannot make {root}"):
+        (root / STEPS).mkdir(parents=True, exist_ok=True)
+    commands = [_written(number, step, root) for number, step in enumerate(steps, start=1)]
+    for number, argv in enumerate(commands, start=1):
+        _check(number, argv)
+    code = 0 if compare else _run(commands, plan=plan)
+    if not plan and code in (0, FAILED, REFUSED):
+        _compare(recipe, root, reduced=reduced)
+    return code
+
+
+def _written(number: int, step: "Step", root: Path) -> list[str]:
+    """The words of a step's command, whose options are written to a file: the same that a user could type."""
+    import yaml
+
+    from lit_layers.durable import replace_file
+
+    path = root / STEPS / f"{number}-{step.verb}.yaml"
+    replace_file(path, yaml.safe_dump(step.options, sort_keys=False, allow_unicode=True, width=120))
+    return step.argv(path)
+
+
+def _check(number: int, argv: list[str]) -> None:
+    """Refuses what the command's own parser would: the last step's mistakes are told before the first one runs."""
+    verb, *rest = argv
+    module = importlib.import_module(f"lit_layers.cli.verbs.{verb}")
+    if verb == "fit":  # reads its recipe with Lightning's parser, when it runs
+        return
+    try:
+        Recipe(getattr(module, verb), rest).read()
+    except InputError as error:
+        raise InputError(f"steps: {number}, {verb}: {error}") from error
+
+
+def _run(commands: list[list[str]], *, plan: bool) -> int:
+    """Runs all steps; one that failed, or whose model cannot be had, ends nothing: the others have numbers, too."""
+    from lit_layers.papers.recipe import PLANNED
+
+    whole = 0
+    for number, argv in enumerate(commands, start=1):
+        if plan and argv[0] not in PLANNED:
+            continue
+        argv = [*argv, "--plan"] if plan else argv
+        print(f"step {number} of {len(commands)}: lit-layers {' '.join(argv)}", file=sys.stderr, flush=True)
+        code = run_verb(argv[0], argv[1:])
+        if code not in (0, FAILED, REFUSED):
+            return code
+        if code:
+            print(f"step {number} ended with exit code {code}; the next one begins", file=sys.stderr)
+        whole = whole or code
+    return whole
+
+
+def _compare(recipe: "PaperRecipe", root: Path, *, reduced: bool) -> None:
+    from lit_layers.papers import PAPERS, compare, write_comparison
+
+    rows = compare(recipe, root)
+    notes = [recipe.shows]
+    if recipe.differs:
+        notes.append(f"Differs from the paper: {recipe.differs}")
+    if reduced:
+        notes.append(
+            "Reduced: other sizes than the published ones, of which the printed numbers are not to be expected."
+        )
+    if not rows:
+        notes.append("The paper prints no number of this one: its figure is compared by eye.")
+    title = f"{recipe.item}, {PAPERS[recipe.paper].partition(' (')[0]}"
+    if rows:
+        show_table([row.cells() for row in rows], title)
+    print(*notes[1:], *write_comparison(rows, root, title, notes), sep="\n")

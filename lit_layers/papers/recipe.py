@@ -1,0 +1,239 @@
+"""The recipe of a published figure or table: what it shows, the commands that measure it again, the printed numbers.
+
+It is data: each step names a command of lit-layers and holds what a recipe of that command would (docs/papers.md).
+"""
+
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Annotated, Any, Literal, NamedTuple
+
+from pydantic import Field
+
+from lit_layers import schema
+from lit_layers.errors import InputError
+from lit_layers.schema import Count, Expected, Scalar, Tag
+
+PAPERS = {
+    "coupling": "Aubry et al., Transformer Block Coupling and its Correlation with Generalization in LLMs "
+    "([arXiv 2407.07810](https://arxiv.org/abs/2407.07810))",
+    "monotonicity": "Hierarchical analysis: monotonicity of layerwise performance in large language models "
+    "([OpenReview ZVLyyG5yS6](https://openreview.net/forum?id=ZVLyyG5yS6))",
+    "layers": "Skean et al., Layer by Layer: Uncovering Hidden Representations in Language Models "
+    "([arXiv 2502.02013](https://arxiv.org/abs/2502.02013))",
+    "painters": "Sun et al., Transformer Layers as Painters ([arXiv 2407.09298](https://arxiv.org/abs/2407.09298))",
+}
+OUT = dict.fromkeys(("correlate", "emerge", "report", "select"), "out")  # the option that names what is written
+OUT |= dict.fromkeys(("analyze", "fit", "intervene", "mteb", "sweep"), "root")
+PLANNED = ("analyze", "fit", "intervene", "mteb", "sweep")  # commands with --plan
+COMMAND_LINE = ("any_command", "code", "export", "pictures", "cache", "json", "plan", "print_config", "wandb")
+OVER = ("run", "step", "layer")  # what `values` may be over, besides a tag's name
+_NAME = re.compile(r"<([a-z]\w*)>")
+_REMEDY = "docs/papers.md has the fields of a recipe"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Place:
+    """Where a measured number is: a record of measurements.jsonl, or a cell of a file that a step writes.
+
+    Args:
+        root: a step's folder, below the recipe's.
+        run, step, analysis, metric, layer, other_layer: of the record; a run or a step that is left out may be any.
+        tags: that the record must have, as far as they tell it from others.
+        file: instead: a .csv or .json below the recipe's folder.
+        row: columns and their values that find the row of a .csv.
+        column: of the .csv, or the keys within a .json, with dots between them.
+    """
+
+    root: str = ""
+    run: str | None = None
+    step: Count | None = None
+    analysis: str = ""
+    metric: str = ""
+    layer: Count | None = None
+    other_layer: Count | None = None
+    tags: dict[str, Tag] = field(default_factory=dict)
+    file: str = ""
+    row: dict[str, Tag] = field(default_factory=dict)
+    column: str = ""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Published:
+    """A printed number, or several along runs, steps, layers or values of a tag, and where the measured one is.
+
+    Args:
+        what: it is, in words.
+        value: what was printed.
+        values: several, by what `over` names.
+        over: run, step, layer, a tag's name, or a column of the file.
+        error: of reading it off a figure.
+        at_least, at_most: instead: a bound that the paper states in words.
+        measured: where it is.
+    """
+
+    what: str
+    measured: Annotated[schema.mapping_of(Place), Field()]  # pyright: ignore[reportInvalidTypeForm]
+    value: Scalar | None = None
+    values: dict[str | int, Scalar] = field(default_factory=dict)
+    over: str = ""
+    error: Annotated[float, Field(ge=0), Expected("a number of at least 0")] = 0.0
+    at_least: Scalar | None = None
+    at_most: Scalar | None = None
+
+    def check(self) -> None:
+        """Raises InputError where the fields do not fit each other."""
+        place: Place = self.measured
+        given = [name for name in ("value", "values", "at_least", "at_most") if getattr(self, name) not in (None, {})]
+        if len(given) != 1:
+            raise InputError(f"published: {self.what}: expected one of value, values, at_least, at_most, got {given}")
+        if bool(self.values) != bool(self.over):
+            raise InputError(f"published: {self.what}: values and over belong together, got over {self.over!r}")
+        if bool(place.file) == bool(place.analysis or place.metric):
+            raise InputError(f"published: {self.what}: measured: expected analysis and metric, or file and column")
+        if place.file and not (place.file.endswith((".csv", ".json")) and place.column):
+            raise InputError(
+                f"published: {self.what}: measured: expected a .csv or .json and a column, got {place.file}"
+            )
+        for name in ("root", "file"):
+            if not _is_inside(getattr(place, name)):
+                raise InputError(f"published: {self.what}: {name} leaves the recipe's folder: {getattr(place, name)}")
+
+    def single(self) -> Iterator["Published"]:
+        """Each number with its own place."""
+        if not self.values:
+            yield self
+        for key, value in self.values.items():
+            place: Place = self.measured
+            if place.file:
+                place = replace(place, row={**place.row, self.over: key})
+            elif self.over in OVER:
+                place = replace(place, **{self.over: key})
+            else:
+                place = replace(place, tags={**place.tags, self.over: key})
+            what = f"{self.what}, {key}" if self.over == "run" else f"{self.what}, {self.over} {key}"
+            yield replace(self, what=what, value=value, values={}, over="", measured=place)
+
+
+class Step(NamedTuple):
+    """A command with its options, the recipes that come before these, and the folder that it writes."""
+
+    verb: str
+    options: dict[str, Any]
+    configs: list[str]
+    folder: Path
+
+    def argv(self, file: Path) -> list[str]:
+        """The words of the command, whose options lie in `file`."""
+        configs = [word for config in [*self.configs, str(file)] for word in ("--config", config)]
+        resumed = ["--resume", "last"] if self.verb == "fit" else []
+        return [self.verb, *configs, f"--{OUT[self.verb]}", str(self.folder), *resumed]
+
+
+@dataclass(frozen=True, kw_only=True)
+class PaperRecipe:
+    """A published figure or table.
+
+    Args:
+        paper: coupling, monotonicity, layers or painters.
+        item: the figure or table.
+        shows: what.
+        status: what running it as published takes: here, a machine without a GPU; gpu; or cannot, and `why`.
+        why: it cannot be run, or needs what it needs.
+        differs: where the steps depart from the paper.
+        sizes: what `<name>` stands for in the steps: models, steps, numbers of prompts, as published.
+        reduced: the same of a run that a laptop can pay for.
+        steps: in their order: a command, and what its own recipe would say. `<root>` is the folder of this recipe's
+            results, `<here>` that of the recipe.
+        published: the printed numbers.
+    """
+
+    paper: Literal["coupling", "monotonicity", "layers", "painters"]
+    item: str
+    shows: str
+    status: Literal["here", "gpu", "cannot"]
+    why: str = ""
+    differs: str = ""
+    sizes: dict[str, Any] = field(default_factory=dict)
+    reduced: dict[str, Any] = field(default_factory=dict)
+    steps: list[dict[str, dict[str, Any]]] = field(default_factory=list)
+    published: list[schema.mapping_of(Published)] = field(default_factory=list)  # pyright: ignore[reportInvalidTypeForm]
+
+    def check(self) -> None:
+        """Raises InputError where the fields do not fit each other."""
+        if (self.status == "cannot") == bool(self.steps):
+            raise InputError(f"steps: expected some, or status: cannot; got status {self.status}")
+        if self.status == "cannot" and not self.why:
+            raise InputError("why: a recipe of status cannot says why")
+        if unknown := self.reduced.keys() - self.sizes.keys():
+            raise InputError(f"reduced: there is no {sorted(unknown)[0]!r} among the sizes")
+        for each in self.published:
+            each.check()
+
+    def numbers(self) -> list[Published]:
+        """Every printed number with its own place."""
+        return [one for each in self.published for one in each.single()]
+
+    def commands(self, root: Path, here: Path, *, reduced: bool) -> list[Step]:
+        """The steps with their sizes.
+
+        Raises:
+            InputError: a name that stands for nothing, no such command, a result outside of `root`.
+        """
+        names = self.sizes | (self.reduced if reduced else {}) | {"root": str(root), "here": str(here)}
+        steps = []
+        for number, step in enumerate(self.steps, start=1):
+            where = f"steps: {number}"
+            if len(step) != 1 or (verb := next(iter(step))) not in OUT:
+                raise InputError(
+                    f"{where}: expected one of {', '.join(sorted(OUT))}, got {', '.join(step) or 'nothing'}"
+                )
+            options = _filled(step[verb], names, f"{where}, {verb}")
+            for name in COMMAND_LINE:
+                if name in options:
+                    raise InputError(f"{where}, {verb}: {name}: a recipe of a paper does not say it")
+            folder = Path(str(options.pop(OUT[verb], root / f"{number}-{verb}")))
+            if not folder.resolve().is_relative_to(root.resolve()):
+                raise InputError(f"{where}, {verb}: {OUT[verb]}: expected a folder below <root>, got {folder}")
+            configs = options.pop("config", [])
+            if not (isinstance(configs, list) and all(isinstance(each, str) for each in configs)):
+                raise InputError(
+                    f"{where}, {verb}: config: expected a list of recipes, got {schema.beginning(configs)}"
+                )
+            steps.append(Step(verb, options, configs, folder))
+        return steps
+
+
+def read_recipe(path: Path) -> PaperRecipe:
+    """The recipe in a file.
+
+    Raises:
+        InputError: no such file, a field that is unknown, missing or wrong, named with its value.
+    """
+    recipe = schema.read_yaml(path, schema.mapping_of(PaperRecipe), _REMEDY)
+    try:
+        recipe.check()
+    except InputError as error:
+        raise InputError(f"{path}: {error}; {_REMEDY}") from error
+    return recipe
+
+
+def _filled(value: Any, names: Mapping[str, Any], where: str) -> Any:
+    """A value with what its names stand for: a text that is one name alone becomes the value of that kind."""
+    if isinstance(value, Mapping):
+        return {key: _filled(each, names, where) for key, each in value.items()}
+    if isinstance(value, list):
+        return [_filled(each, names, where) for each in value]
+    if not isinstance(value, str):
+        return value
+    for name in _NAME.findall(value):
+        if name not in names:
+            raise InputError(f"{where}: <{name}> stands for nothing; the sizes are {', '.join(names)}")
+    if whole := _NAME.fullmatch(value):
+        return names[whole[1]]
+    return _NAME.sub(lambda match: str(names[match[1]]), value)
+
+
+def _is_inside(path: str) -> bool:
+    return not Path(path).is_absolute() and ".." not in Path(path).parts

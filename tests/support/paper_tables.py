@@ -1,0 +1,52 @@
+"""The tables of docs/papers.md, made of the recipes of published figures and tables.
+
+    python -m tests.support.paper_tables
+
+writes them anew between the marks `<!-- papers: PAPER -->` and `<!-- end of papers -->`.
+"""
+
+import re
+from pathlib import Path
+
+from lit_layers.papers import PAPERS, PaperRecipe, read_recipe
+
+ROOT = Path(__file__).parents[2]
+PAGE = ROOT / "docs" / "papers.md"
+_MARKED = re.compile(r"(?<=<!-- papers: )(?P<paper>\w+) -->\n.*?(?=<!-- end of papers -->)", re.S)
+
+
+def recipe_paths(paper: str = "*") -> list[Path]:
+    """All recipes, by paper and then as a reader counts: figure 2 before figure 10."""
+    paths = (ROOT / "recipes" / "papers").glob(f"{paper}/*.yaml")
+    return sorted(paths, key=lambda path: (path.parent.name, [_part(part) for part in re.split(r"(\d+)", path.stem)]))
+
+
+def _part(text: str) -> tuple[int, str]:
+    return (int(text), "") if text.isdigit() else (-1, text)
+
+
+def with_tables(text: str) -> str:
+    """The page with the tables that its marks ask for."""
+    return _MARKED.sub(lambda mark: f"{mark['paper']} -->\n\n{_table(mark['paper'])}\n\n", text)
+
+
+def _table(paper: str) -> str:
+    rows = [("item", "what it shows", "as published", "reduced: runs on a laptop"), ("---",) * 4]
+    rows += [_cells(path, read_recipe(path)) for path in recipe_paths(paper)]
+    return "\n".join([f"{PAPERS[paper]}.", "", *(f"| {' | '.join(row)} |" for row in rows)])
+
+
+def _cells(path: Path, recipe: PaperRecipe) -> tuple[str, ...]:
+    file = path.relative_to(ROOT)
+    command = f"`lit-layers reproduce {file}`"
+    whole = {
+        "here": f"runs here: {command}",
+        "gpu": f"needs a GPU: {recipe.why}",
+        "cannot": f"cannot: {recipe.why}",
+    }[recipe.status]
+    reduced = f"`lit-layers reproduce {file} --reduced`" if recipe.reduced else ""
+    return recipe.item, recipe.shows, whole, reduced
+
+
+if __name__ == "__main__":
+    PAGE.write_text(with_tables(PAGE.read_text()))

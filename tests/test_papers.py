@@ -1,0 +1,306 @@
+"""Recipes of published figures: each is one that can be run, and its numbers are found and compared as they should."""
+
+import csv
+import importlib
+import inspect
+import json
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from lit_layers import analyses, records
+from lit_layers.cli.main import main
+from lit_layers.cli.options import parser_of
+from lit_layers.metrics import METRICS
+from lit_layers.papers import PAPERS, compare, read_recipe, write_comparison
+from lit_layers.papers.recipe import PaperRecipe, Step
+from lit_layers.records import Measurement, Record
+from lit_layers.tasks.glue_rows import GLUE
+from tests.support.paper_tables import PAGE, ROOT, recipe_paths, with_tables
+
+RECIPES = {f"{path.parent.name}/{path.stem}": path for path in recipe_paths()}
+FIELDS = {"paper": "coupling", "item": "Figure 0", "shows": "nothing", "status": "here"}
+STEPS = [{"correlate": {"data": "published", "out": "<root>/c"}}]
+PLACE = {"root": "run", "analysis": "coupling", "metric": "coupling"}
+
+
+def steps_of(path: Path) -> Iterator[Step]:
+    recipe = read_recipe(path)
+    for reduced in (False, True) if recipe.reduced else (False,):
+        yield from recipe.commands(Path("out"), path.parent, reduced=reduced)
+
+
+def classes(value: Any) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Every class that options name, with its own options."""
+    if isinstance(value, dict) and "class_path" in value:
+        yield value["class_path"], value.get("init_args", {})
+    for part in value.values() if isinstance(value, dict) else value if isinstance(value, list) else ():
+        yield from classes(part)
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_a_recipe_names_commands_options_and_classes_that_there_are(name):
+    for verb, options, configs, _ in steps_of(RECIPES[name]):
+        assert all((ROOT / config).is_file() for config in configs), configs
+        if verb == "fit":  # its options are those of Lightning's parser: see the long test
+            continue
+        known = parser_of(getattr(importlib.import_module(f"lit_layers.cli.verbs.{verb}"), verb)).get_defaults()
+        assert options.keys() <= {*known.keys()}, verb
+        for path, given in classes(options):
+            module, _, kind = path.rpartition(".")
+            made = getattr(importlib.import_module(module), kind)
+            assert given.keys() <= inspect.signature(made).parameters.keys(), path
+
+
+def names_of(verb: str, options: dict[str, Any]) -> Iterator[str]:
+    """What the measurements of a step are called, or how their names begin."""
+    beginnings = {"intervene": ("intervene", "interventions", "glue", "finetune"), "mteb": ("mteb",), "fit": ("",)}
+    yield from beginnings.get(verb, ())
+    for path, given in classes(options.get("analyses", [])):
+        kind = getattr(analyses, path.rpartition(".")[2], None)
+        if kind is not None:
+            yield given.get("name") or inspect.signature(kind).parameters["name"].default or getattr(kind, "kind", "")
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_what_is_published_is_looked_for_where_a_step_measures_it(name):
+    recipe = read_recipe(RECIPES[name])
+    for reduced in (False, True) if recipe.reduced else (False,):
+        steps = recipe.commands(Path("out"), RECIPES[name].parent, reduced=reduced)
+        of = {str(step.folder.relative_to("out")): step for step in steps}
+        for each in recipe.numbers():
+            place = each.measured
+            if place.file:
+                assert any(place.file.startswith(f"{folder}/") for folder in of), place.file
+                continue
+            step = of[place.root]
+            beginnings = [*names_of(step.verb, step.options)]
+            for config in step.configs:
+                beginnings += names_of(step.verb, yaml.safe_load((ROOT / config).read_text()))
+            assert place.analysis.startswith(tuple(beginnings)), (place.analysis, beginnings)
+            assert place.metric in METRICS or place.metric in {m for task in GLUE.values() for m in task.scores}
+
+
+def test_every_paper_has_its_recipes_and_the_page_has_their_table():
+    """`python -m tests.support.paper_tables` writes it anew."""
+    assert {path.parent.name for path in RECIPES.values()} <= {*PAPERS}
+    assert all(read_recipe(path).paper == path.parent.name for path in RECIPES.values())
+    assert with_tables(PAGE.read_text()) == PAGE.read_text()
+
+
+# ------------------------------------------------------------------------------------------------ the comparison
+
+
+def recipe_of(*published: dict[str, Any], tmp_path: Path) -> PaperRecipe:
+    path = tmp_path / "r.yaml"
+    path.write_text(yaml.safe_dump({**FIELDS, "steps": STEPS, "published": list(published)}))
+    return read_recipe(path)
+
+
+def measured(root: Path, *found: Record, run: str = "a", step: int | None = None, error: str | None = None) -> None:
+    line = Measurement(
+        run=run, step=step, tokens=None, analysis="coupling", records=list(found), seconds=1, error=error
+    )
+    (root / "run").mkdir(exist_ok=True)
+    records.append(root / "run" / "measurements.jsonl", line)
+
+
+def verdicts(recipe: PaperRecipe, root: Path) -> list[str]:
+    return [row.verdict for row in compare(recipe, root)]
+
+
+def test_a_published_number_is_inside_the_interval_or_outside(tmp_path):
+    whole = Record(metric="coupling", value=0.5, low=0.4, high=0.6, tags={"k": 8})
+    measured(tmp_path, whole, Record(metric="coupling", value=0.9, layer=3, tags={"k": 8}))
+    values = {"at the end": 0.6, "above": 0.61, "below": 0.39}
+    recipe = recipe_of(*({"what": n, "value": v, "measured": PLACE} for n, v in values.items()), tmp_path=tmp_path)
+    rows = compare(recipe, tmp_path)
+    assert [row.verdict for row in rows] == ["inside", "outside", "outside"]
+    assert [(row.measured, row.low, row.high) for row in rows] == [(0.5, 0.4, 0.6)] * 3
+    read_off = [{"what": "read off", "value": v, "error": 0.02, "measured": PLACE} for v in (0.61, 0.63)]
+    assert verdicts(recipe_of(*read_off, tmp_path=tmp_path), tmp_path) == ["inside", "outside"]
+    at_layer = {"what": "layer", "value": 0.9, "measured": {**PLACE, "layer": 3}}
+    assert verdicts(recipe_of(at_layer, tmp_path=tmp_path), tmp_path) == ["no interval"]
+
+
+def test_without_an_interval_the_standard_error_makes_one(tmp_path):
+    measured(tmp_path, Record(metric="coupling", value=10.0, stderr=1.0))
+    values = {8.05: "inside", 8.03: "outside", 11.95: "inside", 11.97: "outside"}  # 10 - 1.96, 10 + 1.96
+    recipe = recipe_of(*({"what": "c", "value": v, "measured": PLACE} for v in values), tmp_path=tmp_path)
+    assert verdicts(recipe, tmp_path) == [*values.values()]
+
+
+def test_a_bound_is_judged_by_the_whole_interval(tmp_path):
+    measured(tmp_path, Record(metric="coupling", value=0.5, low=0.4, high=0.6))
+    bounds = [{"at_least": 0.3}, {"at_least": 0.5}, {"at_least": 0.7}, {"at_most": 0.7}, {"at_most": 0}]
+    recipe = recipe_of(*({"what": "b", **bound, "measured": PLACE} for bound in bounds), tmp_path=tmp_path)
+    assert verdicts(recipe, tmp_path) == ["holds", "undecided", "fails", "holds", "fails"]
+    assert next(row.published for row in compare(recipe, tmp_path)) == "at least 0.3"
+
+
+def test_several_values_are_looked_up_one_by_one_and_what_is_missing_is_named(tmp_path):
+    measured(tmp_path, Record(metric="coupling", value=0.5, stderr=0.1, tags={"k": 8}), step=0)
+    measured(tmp_path, Record(metric="coupling", value=0.7, stderr=0.1, tags={"k": 8}), step=128)
+    measured(tmp_path, step=256, error="it broke")
+    over_steps = {"what": "c", "over": "step", "values": {0: 0.5, 128: 0.5, 256: 0.5, 512: 0.5}, "measured": PLACE}
+    over_tags = {"what": "c", "over": "k", "values": {8: 0.7, 9: 0.7}, "measured": {**PLACE, "step": 128}}
+    rows = compare(recipe_of(over_steps, over_tags, tmp_path=tmp_path), tmp_path)
+    assert [row.what for row in rows] == [*(f"c, step {s}" for s in (0, 128, 256, 512)), "c, k 8", "c, k 9"]
+    assert [row.verdict for row in rows] == ["inside", "outside", *["not measured"] * 2, "inside", "not measured"]
+    notes = [row.note for row in rows if row.note]
+    assert notes == [
+        "coupling failed: it broke",
+        "step 512 is not among those measured",
+        "coupling has no such coupling",
+    ]
+
+
+def test_a_number_that_is_not_named_enough_is_not_guessed(tmp_path):
+    measured(tmp_path, *(Record(metric="coupling", value=0.1 * k, tags={"k": k}) for k in (8, 16)))
+    control = Record(metric="coupling", value=9, tags={"k": 8, "control": "random_labels"})
+    measured(tmp_path, Record(metric="coupling", value=0.8, tags={"k": 8}), control, run="b")
+    rows = [
+        {"what": "two runs", "value": 1, "measured": PLACE},
+        {"what": "two k", "value": 1, "measured": {**PLACE, "run": "a"}},
+        {"what": "no control", "value": 0.8, "measured": {**PLACE, "run": "b"}},
+        {"what": "the control", "value": 9, "measured": {**PLACE, "run": "b", "tags": {"control": "random_labels"}}},
+        {"what": "nowhere", "value": 1, "measured": {**PLACE, "root": "else"}},
+    ]
+    found = compare(recipe_of(*rows, tmp_path=tmp_path), tmp_path)
+    assert [row.note for row in found] == [
+        "2 measurements fit: name a run or a step",
+        "2 numbers fit: name their tags, such as k",
+        "",
+        "",
+        "there is no else/measurements.jsonl",
+    ]
+    assert [row.measured for row in found] == [None, None, 0.8, 9, None]
+
+
+def test_numbers_of_files_are_found_by_row_and_by_keys(tmp_path):
+    rows = [{"of": "c", "name": "r", "value": 0.8, "low": 0.7, "high": 0.9}, {"of": "d", "name": "r", "value": ""}]
+    with (tmp_path / "c.csv").open("w", newline="") as file:
+        writer = csv.DictWriter(file, ["of", "name", "value", "low", "high"])
+        writer.writeheader()
+        writer.writerows(rows)
+    (tmp_path / "s.json").write_text(json.dumps({"layer": 5, "test": {"5": {"value": 0.9, "low": 0.8, "high": 1.0}}}))
+    csv_place: dict[str, Any] = {"file": "c.csv", "column": "value"}
+    found = compare(
+        recipe_of(
+            {"what": "r", "value": 0.75, "measured": {**csv_place, "row": {"of": "c"}}},
+            {"what": "none", "value": 0.75, "measured": {**csv_place, "row": {"of": "d"}}},
+            {"what": "both", "value": 0.75, "measured": {**csv_place, "row": {"name": "r"}}},
+            {"what": "over", "over": "of", "values": {"c": 0.8}, "measured": csv_place},
+            {"what": "layer", "value": 5, "measured": {"file": "s.json", "column": "layer"}},
+            {"what": "accuracy", "value": 0.7, "measured": {"file": "s.json", "column": "test.5"}},
+            {"what": "absent", "value": 0.7, "measured": {"file": "s.json", "column": "test.6"}},
+            tmp_path=tmp_path,
+        ),
+        tmp_path,
+    )
+    assert [row.verdict for row in found] == [
+        *("inside", "not measured", "not measured", "inside", "no interval", "outside", "not measured")
+    ]
+    paths = write_comparison(found, tmp_path / "out", "A title", ["A note."])
+    with paths[0].open() as file:
+        assert [row["verdict"] for row in csv.DictReader(file)] == [row.verdict for row in found]
+    text = paths[1].read_text()
+    assert text.startswith("# A title\n\nA note.\n")
+    assert "| accuracy | 0.7 | 0.9 | 0.8 to 1 | outside |" in text
+
+
+# ------------------------------------------------------------------------------------------------ the command
+
+
+@pytest.mark.parametrize(
+    ("change", "sentence"),
+    [
+        ({"item": 1}, "item: expected text, got 1"),
+        ({"status": "maybe"}, "status: expected 'here', 'gpu' or 'cannot', got 'maybe'"),
+        ({"sizses": {}}, "sizses: there is no such field"),
+        ({"status": "cannot"}, "steps: expected some, or status: cannot; got status cannot"),
+        ({"steps": [{"rm": {}}]}, "steps: 1: expected one of analyze, correlate, "),
+        ({"steps": [{"correlate": {}, "report": {}}]}, "got correlate, report"),
+        ({"steps": [{"correlate": {"data": "<who>"}}]}, "steps: 1, correlate: <who> stands for nothing"),
+        ({"steps": [{"correlate": {"out": "/etc"}}]}, "out: expected a folder below <root>, got /etc"),
+        ({"steps": [{"correlate": {"out": "<root>/../x"}}]}, "out: expected a folder below <root>"),
+        ({"steps": [{"analyze": {"code": ["x"]}}]}, "analyze: code: a recipe of a paper does not say it"),
+        ({"steps": [{"select": {"export": "/x"}}]}, "select: export: a recipe of a paper does not say it"),
+        (
+            {"steps": [{"correlate": {"dta": "published"}}]},
+            "steps: 1, correlate: unknown key dta in the recipe; did you mean data?",
+        ),
+        ({"steps": [{"correlate": {"resamples": "many"}}]}, "steps: 1, correlate: resamples: expected int, got many"),
+        ({"reduced": {"prompts": 3}}, "reduced: there is no 'prompts' among the sizes"),
+        ({"published": [{"what": "x", "measured": PLACE}]}, "x: expected one of value, values, at_least, at_most"),
+        ({"published": [{"what": "x", "value": 1, "over": "run", "measured": PLACE}]}, "values and over belong"),
+        ({"published": [{"what": "x", "value": "1", "measured": PLACE}]}, "value: expected a number, got '1'"),
+        (
+            {"published": [{"what": "x", "value": 1, "measured": {"file": "../x.csv", "column": "a"}}]},
+            "x: file leaves the recipe's folder: ../x.csv",
+        ),
+    ],
+)
+def test_a_wrong_recipe_is_refused_in_a_sentence(change, sentence, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    Path("r.yaml").write_text(yaml.safe_dump({**FIELDS, "steps": STEPS, **change}))
+    assert main(["reproduce", "r.yaml", "--root", "out"]) == 2
+    said = capsys.readouterr().err
+    assert sentence in said
+    assert said.count("\n") == 1
+    assert not [*Path("out").glob("[!s]*")]
+
+
+def test_options_that_do_not_fit_the_recipe_are_refused(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    Path("r.yaml").write_text(yaml.safe_dump({**FIELDS, "steps": STEPS}))
+    Path("c.yaml").write_text(yaml.safe_dump({**FIELDS, "status": "cannot", "why": "the data are secret"}))
+    for argv, sentence in (
+        (["r.yaml", "--reduced"], "reduced: r.yaml has no sizes below the published ones"),
+        (["c.yaml"], "c.yaml: Figure 0 cannot be measured: the data are secret"),
+        (["r.yaml", "--plan", "--compare"], "plan: --compare was given"),
+        (["no.yaml"], "no.yaml"),
+    ):
+        assert main(["reproduce", *argv]) == 2
+        assert sentence in capsys.readouterr().err
+
+
+def test_the_steps_run_with_their_sizes_and_the_numbers_stand_side_by_side(tmp_path, monkeypatch, capsys):
+    rows = [f"m{n},{n},{n + n % 2}" for n in range(5)]
+    (tmp_path / "points.csv").write_text("\n".join(["model,metric,score", *(f"m{n},{n},{-n}" for n in range(5)), ""]))
+    (tmp_path / "few.csv").write_text("\n".join(["model,metric,score", *rows, ""]))
+    step = {"models": ["<here>/<file>.csv"], "metric": "metric", "score": "score", "resamples": 100, "out": "<root>/c"}
+    place = {"file": "c/correlation.csv", "row": {"of": "metric", "name": "Pearson r"}, "column": "value"}
+    recipe = {**FIELDS, "differs": "in all", "sizes": {"file": "points"}, "reduced": {"file": "few"}}
+    recipe |= {"steps": [{"correlate": step}], "published": [{"what": "r", "at_least": 0.5, "measured": place}]}
+    (tmp_path / "r.yaml").write_text(yaml.safe_dump(recipe))
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("lit_layers.correlate.correlation_page.write_charts", lambda *_: [])  # takes a second
+    assert main(["reproduce", "r.yaml", "--reduced"]) == 0
+    said = capsys.readouterr()
+    assert "lit-layers correlate --config checkpoints/papers/coupling/r-reduced/steps/1-correlate.yaml" in said.err
+    assert "Differs from the paper: in all" in said.out
+    assert "Reduced: " in said.out
+    assert "holds" in Path("checkpoints/papers/coupling/r-reduced/comparison.md").read_text()
+    assert main(["reproduce", "r.yaml"]) == 0
+    assert "fails" in (said := capsys.readouterr().out)
+    assert "Reduced: " not in said
+    Path("checkpoints/papers/coupling/r/c/correlation.csv").unlink()
+    assert main(["reproduce", "r.yaml", "--compare"]) == 0
+    assert "not measured: there is no c/correlation.csv" in capsys.readouterr().out
+    Path("points.csv").unlink()  # a step that fails ends with its sentence, and the numbers that are there stand
+    assert main(["reproduce", "r.yaml"]) == 2
+    assert "not measured" in capsys.readouterr().out
+
+
+def test_sizes_keep_their_kind_and_stand_within_texts(tmp_path):
+    step = {"metric": "<metric>", "models": "<models>", "seed": "<seed>", "score": "<here>/<metric>.csv:x"}
+    recipe = {**FIELDS, "sizes": {"metric": "a/b", "models": ["x", "y"], "seed": 3}, "steps": [{"correlate": step}]}
+    (tmp_path / "r.yaml").write_text(yaml.safe_dump(recipe))
+    (one,) = replace(read_recipe(tmp_path / "r.yaml")).commands(Path("out"), Path("where"), reduced=False)
+    assert one.options == {"metric": "a/b", "models": ["x", "y"], "seed": 3, "score": "where/a/b.csv:x"}
+    assert one.argv(Path("o.yaml")) == ["correlate", "--config", "o.yaml", "--out", "out/1-correlate"]
