@@ -24,6 +24,7 @@ from lit_layers.models.running_order import SharedPrefixes, running_order
 from lit_layers.models.view import LayeredModel, evaluating
 from lit_layers.models.workload import LETTERS, Part, Work, passes
 from lit_layers.records import Record
+from lit_layers.tasks import broken_answers
 from lit_layers.tasks.benchmark_rows import (
     NORMALIZED,
     SCORE,
@@ -58,9 +59,10 @@ class BenchmarkScores(RoundedAnalysis):
 
     Every variant's result is a file below `results`; variants that have theirs are not scored again, and variants of
     equal schedules are scored once. What several orders begin with in common is run once for each batch, but where
-    answers are written; batches are kept as they are made. A variant that fails (not enough memory, scores that are not
-    numbers) gives one record `failed` with the reason as tag `error`, and the others go on; where the full model
-    fails, the whole analysis does. Failures leave no file.
+    answers are written; batches are kept as they are made. Beside the results of such answers lies
+    `broken_answers.csv`: of each variant the first answer that the full model has right and the variant wrong. A
+    variant that fails (not enough memory, scores that are not numbers) gives one record `failed` with the reason as tag
+    `error`, and the others go on; where the full model fails, the whole analysis does. Failures leave no file.
 
     Args:
         task: any name that lm-eval knows, or a task file as it has them (yaml); with `folder` a name of `LOCAL_TASKS`;
@@ -183,6 +185,7 @@ class BenchmarkScores(RoundedAnalysis):
         self._check_options(model)
         variants = self.variants_of(model)
         scored, failed = self._scored(model, variants)
+        self._show_broken(model, variants, scored)
         for record in self._records(variants, scored, failed):
             yield replace(record, tags=record.tags | self.tags_of("dtype"))
         if self.dtype == "bfloat16":
@@ -232,6 +235,17 @@ class BenchmarkScores(RoundedAnalysis):
             likelihoods.close(lambda schedule: schedule in scored or schedule in failed)
         self._check_rows(scored.values(), folder)
         return scored, failed
+
+    def _show_broken(
+        self, model: LayeredModel, variants: Sequence[Variant], scored: dict[Schedule, TaskScores]
+    ) -> None:
+        """Of a task whose answers are written, a table of answers that other orders break, beside the results."""
+        if not scored[variants[0].schedule].texts:
+            return
+        questions = broken_answers.questions_of(self._scorer(model).requests())
+        rows = broken_answers.broken_answers(variants, scored, questions)
+        if rows:
+            self._say(f"answers that break: {broken_answers.write(self._place(model), rows)}")
 
     def _records(
         self, variants: Sequence[Variant], scored: dict[Schedule, TaskScores], failed: dict[Schedule, str]

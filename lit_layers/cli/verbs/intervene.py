@@ -304,10 +304,22 @@ def _tell(outcome: Outcome) -> bool:
         for title, rows in _tables(medians.frame):
             show_table(_rows(rows), title)
         print(*medians.notes.values(), *_notes(medians.frame), sep="\n")
+        _show_broken(outcome.root)
         outcome.write(RESULTS, {"variants.csv": _exported(with_task_medians(records.frame(complete)).frame)})
         print(write_report(outcome.root, settings=outcome.settings))
     has_failed = any(record.metric == records.FAILED for each in shown for record in each.records)
     return outcome.tell() or has_failed
+
+
+def _show_broken(root: Path) -> None:
+    """Prints where answers are that other orders break, with an example of the last."""
+    from lit_layers.tasks import broken_answers
+
+    paths = sorted(
+        (root / RESULTS / "scores").glob(f"*/*/*/{broken_answers.FILE}"), key=lambda path: path.stat().st_mtime
+    )
+    if paths:
+        print(f"{paths[-1].parts[-3]}, {broken_answers.example(paths[-1])}", *paths, sep="\n")
 
 
 def _notes(table: Any) -> Iterator[str]:
