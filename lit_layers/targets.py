@@ -12,6 +12,7 @@ from lit_layers.analyses.base import Analysis
 from lit_layers.data import EvalText
 from lit_layers.data.tokenization import load_tokenizer, tokenizer_hash
 from lit_layers.errors import InputError
+from lit_layers.gguf_files import is_gguf
 from lit_layers.models.saved import outline
 from lit_layers.models.view import LayeredModel
 from lit_layers.offline import Analyses, Device, SeriesResult, analyze_series, device_of
@@ -188,8 +189,10 @@ def targets_of(everything: Sequence[Series], make: Make, *, root: Path | None, *
 
 
 def name_of(model: str) -> str:
-    """The folder's name or the repository's; step-000001000 alone would not say of which run."""
+    """The name of the folder, the file or the repository; step-000001000 alone would not say of which run."""
     path = Path(model).resolve()
+    if is_gguf(path):
+        return path.stem
     return f"{path.parent.name}-{path.name}" if path.name.startswith("step-") else path.name
 
 

@@ -18,6 +18,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from lit_layers.downloads import asking_the_hub
 from lit_layers.errors import InputError
+from lit_layers.gguf_files import GgufFile, is_gguf
 
 END_OF_TEXT = "<|endoftext|>"
 ENDS = (END_OF_TEXT, "</s>", "<|end_of_text|>", "[SEP]")  # tried in this order where a tokenizer does not name its own
@@ -89,12 +90,16 @@ def _without_long_words(texts: Iterable[str]) -> Iterator[str]:
 
 
 def load_tokenizer(spec: str) -> TextTokenizer:
-    """The tokenizer at a path (a folder with `tokenizer.json`, or that file), or at NAME[@REVISION] of the Hub.
+    """The tokenizer at a path (a folder with `tokenizer.json`, that file, or a GGUF file), or at NAME[@REVISION] of the
+    Hub.
 
     Raises:
         InputError: where there is none, or it has no token to end a document with.
     """
     path = Path(spec)
+    if is_gguf(path):
+        content, end = GgufFile(path).tokenizer()
+        return _ending(Tokenizer.from_str(content), end, path, {})
     if path.is_file():
         return _load(path, {})
     if not path.exists():
@@ -154,10 +159,13 @@ def _load(main: Path, companions: dict[str, Path]) -> TextTokenizer:
         raise InputError(
             f"{main} is no tokenizer of the `tokenizers` library ({error}): save a fast tokenizer there"
         ) from error
+    named = _read_json(companions[CONFIG]).get("eos_token") if CONFIG in companions else None
+    return _ending(tokenizer, named["content"] if isinstance(named, dict) else named, main, companions)
+
+
+def _ending(tokenizer: Tokenizer, named: str | None, main: Path, companions: dict[str, Path]) -> TextTokenizer:
     tokenizer.no_truncation()
     tokenizer.no_padding()
-    named = _read_json(companions[CONFIG]).get("eos_token") if CONFIG in companions else None
-    named = named["content"] if isinstance(named, dict) else named
     for token in (named, *ENDS):
         if token is not None and tokenizer.token_to_id(token) is not None:
             return TextTokenizer(tokenizer, token, companions)

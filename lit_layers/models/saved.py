@@ -14,6 +14,7 @@ from torch import nn
 
 from lit_layers.downloads import would_run_code
 from lit_layers.errors import InputError
+from lit_layers.gguf_files import GgufFile, is_gguf
 from lit_layers.models.build import TIMM_OPTIONS, one_line, quiet, refuse_beyond_memory
 from lit_layers.models.families import Network, class_named, family_of, trunk_of
 from lit_layers.models.pixels import PREPROCESSOR, keep_pixel_statistics_, keep_preprocessor_
@@ -27,7 +28,8 @@ _CANNOT_LOAD = (
 
 
 def load(folder_or_repo: str | Path, *, revision: str | None = None, dtype: torch.dtype = torch.float32) -> nn.Module:
-    """A saved model of transformers or timm, on the CPU, in evaluation mode: a local folder or a repository of the Hub.
+    """A saved model of transformers or timm, on the CPU, in evaluation mode: a local folder, a GGUF file or a
+    repository of the Hub.
 
     Reads safetensors, or else a pickle with `weights_only=True`; never runs code of the repository.
 
@@ -37,7 +39,8 @@ def load(folder_or_repo: str | Path, *, revision: str | None = None, dtype: torc
     name = os.fspath(folder_or_repo)
     if os.path.isdir(name) and not os.path.isfile(os.path.join(name, "config.json")):
         raise InputError(f"expected a model in {name}, found no config.json there")
-    if not os.path.isdir(name) and (isinstance(folder_or_repo, Path) or name.startswith((".", "/", "~"))):
+    is_place = isinstance(folder_or_repo, Path) or name.startswith((".", "/", "~"))
+    if is_place and not os.path.isdir(name) and not is_gguf(name):
         raise InputError(f"expected a folder with a model, {name} does not exist")
     try:
         with quiet():  # a model is filled with random weights before it is with its own
@@ -54,6 +57,9 @@ def load(folder_or_repo: str | Path, *, revision: str | None = None, dtype: torc
 def _load(name: str, revision: str | None, dtype: torch.dtype) -> nn.Module:
     from transformers import PreTrainedConfig
 
+    if is_gguf(name):
+        return load_gguf(GgufFile(name), dtype=dtype)
+
     settings, _ = PreTrainedConfig.get_config_dict(name, revision=revision)
     if "/" in str(settings.get("attn_implementation")):  # of the Hub: code, where the package `kernels` is installed
         asked = settings["attn_implementation"]
@@ -67,6 +73,20 @@ def _load(name: str, revision: str | None, dtype: torch.dtype) -> nn.Module:
         keep_pixel_statistics_(model, settings)
         return model.to(dtype).eval()
     return _load_transformers(name, settings, revision, dtype)
+
+
+def load_gguf(file: GgufFile, *, dtype: torch.dtype = torch.float32) -> nn.Module:
+    """The model in a GGUF file, on the CPU, in evaluation mode: its weights are floats again.
+
+    Raises:
+        InputError: a file that is damaged, or of a model that transformers does not read from one.
+    """
+    try:
+        refuse_beyond_memory(SimpleNamespace(**file.settings))
+    except ValueError as error:
+        raise InputError(f"{file.path} cannot be loaded: {error}") from error
+    with quiet():
+        return file.load(class_of(file.settings, str(file.path)), dtype).eval()
 
 
 def _load_transformers(name: str, settings: dict[str, Any], revision: str | None, dtype: torch.dtype) -> nn.Module:

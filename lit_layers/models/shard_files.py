@@ -57,6 +57,8 @@ class ShardFiles:
         self._folder = Path(self.model) if os.path.isdir(self.model) else None
         self.local = self._folder is not None
         self._paths: dict[str, Path] = {}
+        if os.path.isfile(self.model):
+            raise InputError(f"expected a folder with a model, {model} is a file: leave out what needs a folder")
         if self._folder is None:
             name = self.model
             local = isinstance(model, Path) or not re.fullmatch(r"\w[\w.-]*(/[\w.-]+)?", name)

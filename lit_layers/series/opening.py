@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import json
 import os
 import re
 from collections.abc import Mapping, Sequence
@@ -10,13 +11,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lit_layers.errors import InputError
+from lit_layers.gguf_files import GgufFile, is_gguf
 from lit_layers.schema import SEED, refuse_outside
 from lit_layers.series.auditing import audit
 from lit_layers.series.checkpoint import Checkpoint, Grammar, Listing, Series
 from lit_layers.series.checkpoint_sources import TOKENIZER, FolderSource, Hub, HubSource, Source, at_once
 from lit_layers.series.hub_series import MAIN, HubRevisions, Manifest, known_facts
 from lit_layers.series.local_series import LightningCheckpoints, StepFolders
-from lit_layers.series.weight_files import ListedFile
+from lit_layers.series.weight_files import ListedFile, content_hash
 
 if TYPE_CHECKING:  # inside functions, torch: it takes seconds to import, and what only lists files needs none of it
     from lit_layers.models.shard_files import ShardFiles
@@ -49,6 +51,8 @@ class Models(Series):
 
     def find(self) -> Listing:
         for model in self.models:
+            if is_gguf(model):
+                raise InputError(f"models: {model} is a GGUF file, which is measured alone: name it as the one model")
             if model.startswith((".", "/", "~")) and not os.path.isdir(model):
                 raise InputError(f"models: expected a folder with a model, {model} does not exist")
         hub = None if all(map(os.path.isdir, self.models)) else Hub()
@@ -87,6 +91,10 @@ class OneModel(Series):
         return ShardFiles(self.model, revision=self.revision)
 
     def find(self) -> Listing:
+        if is_gguf(self.name) and self.untrained is None:
+            if self.revision is not None:
+                raise InputError(f"revision: {self.name} is a file and has no revision {self.revision!r}: leave it out")
+            return Listing((Checkpoint(self.name, self.name, _OneFile(GgufFile(self.name)), is_of_a_series=False),))
         source = _Alone(self.files, self.revision, self.untrained)
         if self.untrained is not None:
             name = f"{self.name.rstrip('/')}@untrained-{self.untrained}"
@@ -133,6 +141,41 @@ class _Alone(Source):
         if self.untrained is not None:
             return initialised(self.shards, seed=self.untrained, dtype=dtype)
         return load(self.shards.model, revision=self.shards.commit, dtype=dtype)
+
+
+@dataclass(frozen=True)
+class _OneFile(Source):
+    """A GGUF file, which is known by its hash."""
+
+    file: GgufFile
+
+    @functools.cached_property
+    def files(self) -> Mapping[str, ListedFile]:
+        path = self.file.path
+        return {path.name: ListedFile(path.name, path.stat().st_size, content_hash(path))}
+
+    def read(self, path: str) -> bytes:
+        if path != "config.json":
+            raise FileNotFoundError(path)
+        return json.dumps(self.file.settings).encode()
+
+    def fetch(self) -> Path:
+        return self.file.path
+
+    def weights(self) -> dict[str, str]:
+        return {name: file.hash for name, file in self.files.items()}
+
+    def describe(self) -> dict[str, Any]:
+        about = {"weight_files": self.weights(), "quantization": self.file.quantization}
+        return {"checkpoint": str(self.file.path)} | about
+
+    def tokenizer(self) -> str | None:
+        return str(self.file.path)
+
+    def load(self, folder: Path, dtype: Any) -> Any:
+        from lit_layers.models.saved import load_gguf  # torch, which names and steps do not need
+
+        return load_gguf(self.file, dtype=dtype)
 
 
 def _source(hub: Hub | None, model: str) -> Source:

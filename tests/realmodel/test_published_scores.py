@@ -24,6 +24,7 @@ def test_minilm_scores_at_every_layer_and_at_the_last_what_was_published(minilm,
 
 
 @pytest.mark.filterwarnings("ignore:The fill_missing parameter is deprecated:DeprecationWarning")
+@pytest.mark.filterwarnings("ignore:The `get_sentence_embedding_dimension` method:FutureWarning")
 @pytest.mark.filterwarnings("ignore:lbfgs failed to converge")
 def test_minilm_as_it_defines_itself_scores_what_sentence_transformers_gives_mteb(minilm, realdata, tmp_path):
     from mteb.models import SentenceTransformerEncoderWrapper

@@ -30,8 +30,8 @@ def analyze(
     Exit code: 0, 1 if anything failed, 2 wrong input, 130 after Ctrl-C.
 
     Args:
-        model: a folder with config.json and weights, or a name on the Hub. Of a series: a folder of steps, a name on
-            the Hub with --steps, or a manifest
+        model: a folder with config.json and weights, a GGUF file, or a name on the Hub. Of a series: a folder of steps,
+            a name on the Hub with --steps, or a manifest
         series: instead of a model: a series by its class, with its own options
         corpus: stands for ${corpus} in recipes
         tokenizer: stands for ${tokenizer} in recipes; of several models each one's own

@@ -48,8 +48,8 @@ def mteb(
     Exit code: 0, 1 if a task failed, 2 wrong input, 130 after Ctrl-C.
 
     Args:
-        model: a folder with config.json and weights, or a name on the Hub. Of a series: a folder of steps, a name on
-            the Hub with --steps, or a manifest
+        model: a folder with config.json and weights, a GGUF file, or a name on the Hub. Of a series: a folder of steps,
+            a name on the Hub with --steps, or a manifest
         tokenizer: its name or folder (default: the model's own)
         tasks: layerwise32, local (all that --folder holds), or names, with commas between them
         domains: of these tasks only some: classification, clustering, pair_classification, reranking, sts

@@ -1,0 +1,214 @@
+"""GGUF files, the format of llama.cpp: config, tokenizer and weights in one file, as transformers reads them.
+
+Weights are computed back from their quantized blocks to floats: these are the numbers that are measured, and they are
+those that were quantized, rounded. The package gguf is optional.
+"""
+
+import functools
+import importlib
+import importlib.util
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from lit_layers.errors import InputError
+
+SUFFIX = ".gguf"
+_CANNOT_READ = (OSError, ValueError, LookupError, TypeError, AttributeError, RuntimeError)
+_NOT_READ = "which is not read from a GGUF file: take the model as a folder with config.json and safetensors"
+_SCALED = "rope_freqs.weight"  # what rotary frequencies are divided by, in files of Llama 3.1 and later
+_SCALINGS = (8.0, 32.0)  # of Llama 3.1 and of the small models of 3.2
+_LLAMA3 = {
+    "rope_type": "llama3",
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 8192,
+}
+
+
+def is_gguf(name: str | Path) -> bool:
+    """Whether a model is named as such a file."""
+    return Path(name).suffix == SUFFIX
+
+
+def refuse_unreadable(path: Path) -> None:
+    """Refuses what cannot be read as such a file.
+
+    Raises:
+        InputError: there is no such file, or a package is not installed that reading it takes.
+    """
+    if not path.is_file():
+        raise InputError(f"expected a GGUF file, {path} does not exist")
+    for package in ("gguf", "accelerate"):
+        if importlib.util.find_spec(package) is None:
+            raise InputError(f"{path}: {package}, which reads it, is not installed: pip install lit_layers[gguf]")
+
+
+class GgufFile:
+    """One file, of which nothing is read before it is asked for.
+
+    Raises:
+        InputError: see `refuse_unreadable`; on use, a file that is damaged.
+    """
+
+    def __init__(self, path: str | Path) -> None:
+        self.path = Path(path)
+        refuse_unreadable(self.path)
+
+    @functools.cached_property
+    def settings(self) -> dict[str, Any]:
+        """The content of a config.json.
+
+        Raises:
+            InputError: an architecture that transformers does not read from GGUF.
+        """
+        from transformers import PreTrainedConfig
+
+        with self._reading():
+            settings, _ = PreTrainedConfig.get_config_dict(self.path.parent, gguf_file=self.path.name)
+        settings.pop("_model_name_or_path", None)
+        if settings.get("model_type") == "gpt2":  # transformers leaves both under names that GPT2Config does not know
+            settings["n_positions"] = settings.pop("n_ctx", 1024)
+            settings["n_inner"] = settings.pop("feed_forward_length", None)
+        if _SCALED in self._tensors:
+            settings["rope_parameters"] = self._scaling(settings)
+        scaling = self._field("rope.scaling.type")
+        if scaling not in (None, "none") and not {"rope_scaling", "rope_parameters"} & settings.keys():
+            raise InputError(f"{self.path}: its rotary frequencies are scaled ({scaling}), {_NOT_READ}")
+        return settings
+
+    @functools.cached_property
+    def quantization(self) -> str:
+        """How most of the weights are stored, such as Q4_K."""
+        sizes: Counter[str] = Counter()
+        for tensor in self._tensors.values():
+            sizes[tensor.tensor_type.name] += int(tensor.n_elements)
+        return sizes.most_common(1)[0][0]
+
+    def tokenizer(self) -> tuple[str, str | None]:
+        """The tokenizer as the JSON of the library tokenizers, and the token that ends a text."""
+        facts = self.path.stat()
+        return _tokenizer(self.path, facts.st_size, facts.st_mtime_ns)
+
+    def load(self, kind: Any, dtype: Any) -> Any:
+        """The model, of a class of transformers, on the CPU; it remembers nothing of having been quantized.
+
+        Raises:
+            InputError: a file that holds more or fewer numbers than the model.
+        """
+        import transformers
+
+        self._refuse_code()
+        config = transformers.AutoConfig.for_model(**self.settings)
+        plain = getattr(transformers, "GgufConfig", None)  # before 5.20 nothing stays packed
+        options = {} if plain is None else {"quantization_config": plain(dequantize=True)}
+        with self._reading():
+            model, report = kind.from_pretrained(
+                self.path.parent,
+                gguf_file=self.path.name,
+                config=config,
+                dtype=dtype,
+                trust_remote_code=False,
+                output_loading_info=True,
+                **options,
+            )
+        self._refuse_other_weights(model, report)
+        for owner, name in ((model.config, "quantization_config"), (model, "hf_quantizer")):
+            if hasattr(owner, name):  # what has been quantized cannot be saved
+                delattr(owner, name)
+        model.is_quantized = False
+        return model
+
+    def _refuse_other_weights(self, model: Any, report: dict[str, Any]) -> None:
+        """transformers leaves out, without a word, what it has no place for, and draws at random what is not there."""
+        if lost := sorted(report.get("missing_keys", ())):
+            raise InputError(f"the weights of {self.path} do not fill {type(model).__name__}: missing_keys {lost[:3]}")
+        tied = {"output.weight"} if model.config.tie_word_embeddings else set()
+        read = {name for name in self._tensors if name not in tied | {_SCALED}}
+        stored = sum(int(self._tensors[name].n_elements) for name in read)
+        if (held := sum(tensor.numel() for tensor in model.parameters())) != stored:
+            raise InputError(
+                f"{self.path} holds {stored:,} weights, and {type(model).__name__} as transformers reads it {held:,}: "
+                f"it would not be the same model, {_NOT_READ}"
+            )
+
+    def _scaling(self, settings: dict[str, Any]) -> dict[str, Any]:
+        """The scaling of rotary frequencies in Llama 3 that a file stores as factors.
+
+        Raises:
+            InputError: factors of another scaling.
+        """
+        import numpy as np
+
+        base = settings.get("rope_theta", 10000.0)
+        dim = settings.get("head_dim") or settings["hidden_size"] // settings["num_attention_heads"]
+        stored = np.asarray(self._tensors[_SCALED].data, dtype=np.float64).reshape(-1)
+        wavelengths = 2 * np.pi * base ** (np.arange(0, dim, 2) / dim)
+        for factor in _SCALINGS if len(stored) == len(wavelengths) else ():
+            long, high, low = 8192, _LLAMA3["high_freq_factor"], _LLAMA3["low_freq_factor"]
+            smooth = np.clip((long / wavelengths - low) / (high - low), 0.0, 1.0)
+            if np.allclose(1 / ((1 - smooth) / factor + smooth), stored, rtol=1e-3):
+                return {**_LLAMA3, "factor": factor, "rope_theta": base}
+        raise InputError(
+            f"{self.path}: its rotary frequencies are scaled ({_SCALED}) in no way that is known, {_NOT_READ}"
+        )
+
+    def _refuse_code(self) -> None:
+        """Of some architectures transformers would unpack weights by a program that it downloads."""
+        try:
+            from transformers.integrations.gguf import is_gguf_arch_supported
+        except ImportError:
+            return
+        architecture = self._field("")
+        if is_gguf_arch_supported(architecture) and importlib.util.find_spec("kernels") is not None:
+            raise InputError(
+                f"{self.path}: transformers would download a program of the Hub to read a GGUF file of {architecture}, "
+                "as the package kernels is installed: uninstall it"
+            )
+
+    @functools.cached_property
+    def _reader(self) -> Any:
+        from gguf import GGUFReader
+
+        with self._reading():
+            return GGUFReader(self.path)
+
+    def _field(self, name: str) -> Any:
+        """The architecture, or what the file says of it under a name; None where it says nothing."""
+        with self._reading():
+            architecture = self._reader.fields["general.architecture"].contents()
+        field = self._reader.fields.get(f"{architecture}.{name}")
+        return (field and field.contents()) if name else architecture
+
+    @functools.cached_property
+    def _tensors(self) -> dict[str, Any]:
+        return {tensor.name: tensor for tensor in self._reader.tensors}
+
+    @contextmanager
+    def _reading(self) -> Iterator[None]:
+        from transformers.utils import logging
+
+        reader: Any = importlib.import_module("transformers.modeling_gguf_pytorch_utils")
+        shown, bar = logging.is_progress_bar_enabled(), getattr(reader, "tqdm", None)
+        logging.disable_progress_bar()
+        reader.tqdm = lambda items, **_: items  # it asks nobody
+        try:
+            yield
+        except _CANNOT_READ as error:
+            why = " ".join(str(error).split())[:300]
+            raise InputError(f"{self.path} cannot be read as a GGUF file: {type(error).__name__}: {why}") from error
+        finally:
+            reader.tqdm = bar
+            if shown:
+                logging.enable_progress_bar()
+
+
+@functools.lru_cache(maxsize=4)  # a vocabulary of 100,000 tokens takes seconds
+def _tokenizer(path: Path, size: int, modified: int) -> tuple[str, str | None]:
+    from transformers import AutoTokenizer
+
+    with GgufFile(path)._reading():
+        made: Any = AutoTokenizer.from_pretrained(path.parent, gguf_file=path.name)
+    return made.backend_tokenizer.to_str(), made.eos_token
