@@ -383,6 +383,34 @@ def test_models_are_a_line_each():
     assert lines == {"small": [3, 4, 5], "large": [2.5, 2.6, 2.7]}
 
 
+def of_depth(run: str, depth: int, single: str | None = "skip_one"):
+    """Losses 3, 4, 5 of skipping 1, 3 and 5 blocks, and one of each single block of a model of `depth`."""
+    found = of_variants("variant_loss", {"skip": [3.0, 4.0, 5.0]})
+    last = depth - (single == "switch")
+    blocks = [Record(metric="variant_loss", value=1.0, layer=n, tags={"variant": single}) for n in range(1, last + 1)]
+    return table(("interventions", None, found + (blocks if single else [])), run=run)
+
+
+@pytest.mark.parametrize("single", ["skip_one", "switch"])
+def test_models_of_other_depth_are_drawn_over_the_share_of_their_blocks(single):
+    frame = pd.concat([of_depth("small", 8, single), of_depth("large", 10)])
+    fig = plots.models_by_middle(frame, "variant_loss", variant="skip")
+    lines = {one.name: list(one.x) for one in fig.series if one.legend}
+    middles = [int(text.split()[2]) for text in fig.series[0].texts]
+    assert lines == {"small": [100 * m / 8 for m in middles], "large": [100 * m / 10 for m in middles]}
+    assert fig.series[0].texts[0] == f"M = {middles[0]} of 8"
+    assert "per cent" in fig.x.title
+
+
+@pytest.mark.parametrize(("depths", "single"), [((8, 8), "skip_one"), ((8, 10), None)])
+def test_models_as_deep_or_of_unknown_depth_are_drawn_over_the_number_of_blocks(depths, single):
+    frame = pd.concat([of_depth(name, depth, single) for name, depth in zip(("a", "b"), depths, strict=True)])
+    fig = plots.models_by_middle(frame, "variant_loss", variant="skip")
+    assert [*fig.series[0].x] == sorted({*fig.series[0].x})
+    assert all(float(x).is_integer() for x in fig.series[0].x)
+    assert "(M)" in fig.x.title
+
+
 # ------------------------------------------------------------------------------------------------ similarity, pictures
 
 

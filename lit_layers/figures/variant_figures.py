@@ -23,6 +23,7 @@ from lit_layers.figures.variant_scores import (
     best_looped,
     cell_names,
     cell_of,
+    depth_of,
     full_model,
     kept_of,
     last_of,
@@ -41,6 +42,7 @@ from lit_layers.metrics import look_up
 
 MIDDLE = "Number of middle blocks changed (M)"
 _TICKS = 12
+_SHARES = Axis(title="Middle blocks changed, per cent of all (100 M / T)", ends=(0, 100))
 
 
 def variant_curves(
@@ -271,38 +273,50 @@ def _texts_beside(front: Sequence[Any], points: Sequence[Point], at: Mapping[Any
 def models_by_middle(frame: pd.DataFrame, metric: str, *, variant: str, **chosen: Unpack[Chosen]) -> Chart:
     """Returns a metric of one variant over the number M of middle blocks (or over blocks), a line for each model.
 
-    Dashed in a model's colour is the full model. Each model's last checkpoint is drawn.
+    Models that are not equally deep are drawn over the share of their blocks, 100 M / T, where the number T is known of
+    each, as single blocks tell it that were measured beside. Dashed in a model's colour is the full model. Each model's
+    last checkpoint is drawn.
+
+    Source: Sun et al., Transformer Layers as Painters, arXiv 2407.09298, appendix A.1 (models of 7 B to 70 B).
 
     Raises:
         InputError: for suspect checkpoints, unless they are allowed.
         ValueError: where no model has values of this variant, or as in `variant_curves`.
     """
     rows = rows_of(frame, metric, chosen.get("analysis"))
+    of_blocks = variant in OF_BLOCKS
+    at, axis = (_block_of, layer_axis("block")) if of_blocks else (middle_of, None)
+    points = {run: last_of(variant_points(rows[rows["run"] == run], metric, **chosen)) for run in rows["run"].unique()}
+    depths = {run: depth_of(part) for run, part in points.items()}
+    is_share = not of_blocks and len({*depths.values()}) > 1 and None not in depths.values()
     series: list[Series] = []
     middles: set[int] = set()
     loops: set[int] = set()
-    at = _block_of if variant in OF_BLOCKS else middle_of
-    for index, (run, name) in enumerate(short_names([*rows["run"].unique()]).items()):
-        points = last_of(variant_points(rows[rows["run"] == run], metric, **chosen))
-        for line in lines_of(points, [variant], at):
-            places = [at(p) or 0 for p in line.points]
-            middles |= {*places}
+    for index, (run, name) in enumerate(short_names([*points]).items()):
+        for line in lines_of(points[run], [variant], at):
+            numbers, depth = [at(p) or 0 for p in line.points], depths[run]
+            places = [round(100 * number / (depth or 1), 4) for number in numbers] if is_share else numbers
+            middles |= {*numbers}
             loops |= {line.loops} if line.loops is not None else set()
             look: dict[str, Any] = {"name": name, "color": color_of(index), "legend": True, "interval": ""}
-            look["texts"] = [f"k = {line.loops}"] * len(places) if line.loops is not None else []
+            of_depth, k = f" of {depth}" if is_share else "", f"k = {line.loops}" if line.loops is not None else ""
+            texts = [", ".join(filter(None, [f"M = {n}{of_depth}" if is_share else "", k])) for n in numbers]
+            look["texts"] = texts if any(texts) else []
             series.append(series_of(line.points, places, width=2.0, mark=symbol_of(index), size=6, **look))
-            for full in full_model(points)[:1]:
+            for full in full_model(points[run])[:1]:
                 ends, look = [min(places), max(places)], {"color": color_of(index), "legend": False}
                 series.append(level(ends, full.value, f"{name}, full model", **look))
     if not series:
         raise ValueError(f"metric {metric!r} has no values of the variant {variant!r}")
     text = variant_name(variant) + (f", k = {loops.pop()}" if len(loops) == 1 else "")
+    if axis is None:
+        axis = _SHARES if is_share else _middle_axis(sorted(middles))
     return Chart(
         title=", ".join(filter(None, [look_up(metric).with_unit, text])),
-        x=_middle_axis(sorted(middles)) if at is middle_of else layer_axis("block"),
+        x=axis,
         y=value_axis(metric),
         series=series,
-        place="M = {x}" if at is middle_of else "block {x}",
+        place="block {x}" if of_blocks else "" if is_share else "M = {x}",
         height=400,
     )
 

@@ -11,7 +11,7 @@ import pandas as pd
 from lit_layers.figures.labels import tag_text
 from lit_layers.figures.tables import Chosen, Point, is_placed, select, usual_loops
 from lit_layers.figures.theme import COLORS, INK
-from lit_layers.functional.block_schedules import CUSTOM
+from lit_layers.functional.block_schedules import CUSTOM, OF_BLOCKS
 from lit_layers.metrics import is_in, look_up
 
 BASELINE, LOOPED = "baseline", "looped_parallel"
@@ -169,6 +169,13 @@ def loops_of(point: Point) -> int:
 def middle_of(point: Point) -> int | None:
     """Returns the number of middle blocks that were changed; None of a variant of other blocks."""
     return int(point.tags["middle"]) if "middle" in point.tags else None
+
+
+def depth_of(points: Iterable[Point]) -> int | None:
+    """Returns how many blocks a model has, where single blocks tell: not every M of the middle need be measured."""
+    of_blocks = [point for point in points if point.tags["variant"] in OF_BLOCKS and point.layer is not None]
+    # switched is a block with the next one
+    return max(((point.layer or 0) + (point.tags["variant"] == "switch") for point in of_blocks), default=None)
 
 
 def middles_of(points: Iterable[Point]) -> list[int]:
