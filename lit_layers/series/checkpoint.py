@@ -29,7 +29,9 @@ if TYPE_CHECKING:  # inside functions, torch: it takes seconds to import, and wh
 
 PATTERNS = {
     "step": r"step[-_]?(?P<step>\d+)",
-    "stages": r"(stage(?P<stage>\d+)-)?(ingredient(?P<ingredient>\d+)-)?step(?P<step>\d+)(-tokens(?P<billions>\d+)B)?",
+    "stages": r"(stage(?P<stage>\d+)-)?(ingredient(?P<ingredient>\d+)-)?step(?P<step>\d+)"
+    r"(-tokens(?P<billions>\d+[BT]))?",
+    "continued": r"stage\d+-step-(?P<step>\d+)",  # through all stages
     "checkpoint": r"checkpoint-(?P<step>\d+)",
 }
 _STEPLIKE = re.compile(r"(?=.*\d).*(ste|check|ckpt|iter|tok)|\d+$", re.IGNORECASE)
@@ -81,7 +83,12 @@ class Grammar:
         match = self._pattern.fullmatch(name)
         if match is None:
             return None
-        return StepName(name, **{key: int(text) for key, text in match.groupdict().items() if text is not None})
+        return StepName(name, **{key: _number(text) for key, text in match.groupdict().items() if text is not None})
+
+
+def _number(text: str) -> int:
+    """210B are 210 billions, 15T are 15,000."""
+    return int(text.rstrip("BT")) * (1000 if text.endswith("T") else 1)
 
 
 def understood(names: Collection[str], grammar: Grammar | None) -> tuple[list[StepName], tuple[str, ...]]:

@@ -39,7 +39,8 @@ _Range = Annotated[tuple[Step, Step, _Every], _LIST, Expected("[first, last, eve
 class Facts:
     """What a manifest says of the repositories of these names; None is unknown.
 
-    Where a series has two labels per optimizer step, its steps were renamed.
+    Where a series has two labels per optimizer step, its steps were renamed. `others` are branches that are no steps of
+    it, such as a later training that counts from 0 again; `*`, `?` and `[...]` stand as in file names.
     """
 
     names: Annotated[str | list[str], Expected("a name, or a list of names")]
@@ -55,6 +56,7 @@ class Facts:
     main_is_last: bool | None = None
     warm_up: Count = 1
     defects: Annotated[tuple[schema.mapping_of(Defect), ...], _LIST] = ()  # pyright: ignore[reportInvalidTypeForm]
+    others: Annotated[tuple[str, ...], _LIST] = ()
 
     def expected(self) -> tuple[int, ...] | None:
         """The steps that belong to the series, where they are known."""
@@ -163,7 +165,9 @@ class HubRevisions(Series):
         facts, hub = self._facts(), Hub(self._retry)
         commits = hub.commits(self.repo)
         grammar = self._grammar or (Grammar(facts.grammar) if facts.grammar else recognize(commits))
-        steps, strangers = understood([name for name in commits if name != MAIN], grammar)
+        no_steps = (MAIN, *facts.others)
+        names = [name for name in commits if not any(fnmatch.fnmatchcase(name, other) for other in no_steps)]
+        steps, strangers = understood(names, grammar)
         if not steps:
             first = ", ".join([*commits][:5]) + (", ..." if len(commits) > 5 else "")
             raise InputError(
