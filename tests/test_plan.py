@@ -26,6 +26,7 @@ from lit_layers.analyses import (
     Lens,
     NextTokenProbe,
     NextTokenResidual,
+    OrderStates,
     PathsInPlane,
     PromptStudies,
     Representation,
@@ -120,6 +121,7 @@ EXACT = [
     ("gpt2", Lens(batches=TEXTS, dtype="bfloat16")),  # all of these texts in float32, too
     ("gpt2", Interventions(batches=TEXTS, variants=("skip", "reverse"), dtype="bfloat16")),
     ("gpt2", LayerSimilarity(batches=TEXTS)),
+    ("gpt2", OrderStates(batches=TEXTS, variants=("skip", "reverse", "random"), seeds=(0, 1))),
     ("gpt2", PathsInPlane(batches=TEXTS)),
     ("gpt2", StateMetric(metric=effective_rank, batches=TEXTS)),
     ("gpt2", NextTokenResidual(batches=TEXTS, num_halves=2)),

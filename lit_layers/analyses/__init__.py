@@ -4,7 +4,7 @@ from lit_layers.analyses.base import Analysis, DividedAnalysis
 from lit_layers.analyses.changed_texts import Invariance, PromptStudies
 from lit_layers.analyses.depth_coupling import Coupling, CouplingMatrices
 from lit_layers.analyses.label_probe import LabelProbe
-from lit_layers.analyses.layer_geometry import LayerSimilarity, PathsInPlane, Trajectory
+from lit_layers.analyses.layer_geometry import LayerSimilarity, OrderStates, PathsInPlane, Trajectory
 from lit_layers.analyses.linear_structure import ConceptAlignment, NextTokenResidual
 from lit_layers.analyses.next_token_probe import NextTokenProbe
 from lit_layers.analyses.readout_scores import Interventions, Lens
@@ -26,6 +26,7 @@ __all__ = [
     "Lens",
     "NextTokenProbe",
     "NextTokenResidual",
+    "OrderStates",
     "PathsInPlane",
     "Probe",
     "PromptStudies",

@@ -1,8 +1,10 @@
-"""How tokens travel through the layers, their paths as a picture, and how alike the states of different layers are."""
+"""How tokens travel through the layers, their paths as a picture, and how alike states are: of different layers, and of
+one layer where the blocks before it run in another order."""
 
 import math
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
+from itertools import groupby
 from typing import Any, ClassVar, Literal, NamedTuple, get_args
 
 import torch
@@ -28,10 +30,13 @@ from lit_layers.analyses.statistics import (
 )
 from lit_layers.data.batches import Batches
 from lit_layers.errors import InputError
+from lit_layers.functional._checks import widened
+from lit_layers.functional.block_schedules import LOOPS, OF_MIDDLES, SEEDS, Schedule, Variant, start_of, variants
 from lit_layers.functional.geometry import pool
 from lit_layers.functional.similarity import cosine_similarity_matrix, layer_stages, linear_cka_matrix
 from lit_layers.functional.trajectory import WalkedPath, principal_paths
 from lit_layers.metrics import is_in, look_up
+from lit_layers.models.running_order import SharedPrefixes
 from lit_layers.models.view import Batch, LayeredModel
 from lit_layers.models.view import Trajectory as PromptTrajectory
 from lit_layers.models.workload import Part, Work, passes_of
@@ -392,3 +397,110 @@ def _stages(of: str, matrix: Tensor, num_prompts: int, tags: dict[str, Any]) -> 
     sizes = {name: getattr(stages, name) for name in SIZES}
     for metric, value in {**sizes, "block_contrast": stages.contrast}.items():
         yield Record(metric=metric, value=float(value), n=num_prompts, tags={"of": of, **tags})
+
+
+# ------------------------------------------------------------------------------------------------ in another order
+
+
+@dataclass(kw_only=True)
+class OrderStates(DividedAnalysis):
+    """How far the states behind middle blocks that run otherwise are from those that the blocks behind are used to.
+
+    Of T blocks a variant changes the middle M and leaves the last N as they are (`Interventions`). These are given the
+    state x behind the changed middle; in the full model it is y, that of layer T - N. `ending_input_cosine`: the cosine
+    of x and y; `ending_input_norm_ratio`: |x| / |y|. Both of each real token, averaged within each prompt, then over
+    prompts, with intervals; 1 of the full model. Where N = 0 these are the states that the readout is given. A prompt
+    with a token without a value (a zero state, or one that is not finite) is left out and counted in `num_undefined`.
+
+    Of random orders the mean over seeds, taken within each prompt. Tags are those of `Interventions`. Blocks run as
+    `LayeredModel.replay` composes them, those that orders begin with in common once for each batch. The model runs in
+    float32 or wider, the rest in float64.
+
+    Source: Sun et al., Transformer Layers as Painters, arXiv 2407.09298, A.4, asks why repeating a middle block
+    harms more than skipping the middle; these numbers are ours.
+
+    Args:
+        batches: what is measured on.
+        variants: of `lit_layers.functional.block_schedules.OF_MIDDLES`.
+        middles: numbers of middle blocks; None: all that there are.
+        seeds: of random orders.
+        loops: of looped_parallel.
+        drop_first: how many first tokens are left out, mostly sinks, whose norm is unlike all others.
+    """
+
+    LEAST: ClassVar = {"drop_first": 0}
+
+    batches: Batches
+    name: str = "interventions/states"
+    variants: tuple[str, ...] = OF_MIDDLES
+    middles: tuple[int, ...] | None = None
+    seeds: tuple[int, ...] = SEEDS
+    loops: tuple[int, ...] = LOOPS
+    drop_first: int = 0
+
+    def check_options(self, model: LayeredModel) -> None:
+        super().check_options(model)
+        if other := next((name for name in self.variants if name not in OF_MIDDLES), None):
+            raise InputError(f"{self.name}: variants: expected some of {', '.join(OF_MIDDLES)}, got {other!r}")
+        self._orders(model)
+
+    def work(self, model: LayeredModel) -> Work | None:
+        work = passes_of(model, self.batches)
+        if work is None:
+            return None
+        (whole,) = work.parts
+        runs = SharedPrefixes([order for _, order, _ in self._orders(model)], model.num_layers).num_block_runs
+        return work + Work(parts=(Part("blocks", whole.count / model.num_layers * runs, whole.size),))
+
+    def _orders(self, model: LayeredModel) -> list[tuple[Variant, Schedule, int]]:
+        """Each variant, its steps before the blocks behind the middle, and the layer that these begin at."""
+        if model.num_layers < 2:
+            raise InputError(f"{self.name}: an order needs at least two blocks, the model has {model.num_layers}")
+        options = {name: getattr(self, name) for name in ("middles", "seeds", "loops")}
+        try:
+            found = variants(model.num_layers, self.variants, **options)
+        except ValueError as error:
+            raise InputError(f"{self.name}: {error}") from error
+        behind = [0 if each.middle is None else start_of(model.num_layers, each.middle) for each in found]
+        return [
+            (each, each.schedule[: len(each.schedule) - number], model.num_layers - number)
+            for each, number in zip(found, behind, strict=True)
+        ]
+
+    @torch.no_grad()
+    def of_part(self, model: LayeredModel, part: Batch) -> dict[Key, Tensor]:
+        trajectory = model.trajectory(part)
+        mask = trajectory.mask & (trajectory.mask.cumsum(-1) > self.drop_first)
+        orders = self._orders(model)
+        values = torch.zeros(2, len(orders), len(mask), dtype=torch.float64)
+        shared = SharedPrefixes([order for _, order, _ in orders], model.num_layers)
+        for indices, hidden in shared.states(trajectory):
+            for index in indices:
+                usual = trajectory.hidden[orders[index][2]]
+                values[:, index] = _against(widened("states", hidden), widened("states", usual), mask).cpu()
+        return {("values",): values[..., mask.any(-1).cpu()]}
+
+    def combine(self, model: LayeredModel, batches: list[dict[Key, Tensor]]) -> Iterable[Record]:
+        found = torch.cat([batch["values",] for batch in batches], dim=-1)  # (2, orders, prompts)
+        chosen = enumerate(variant for variant, _, _ in self._orders(model))
+        for _, group in groupby(chosen, key=lambda item: (item[1].name, item[1].middle, item[1].loops)):
+            members = list(group)
+            tags = {name: tag for name, tag in members[0][1].tags.items() if name not in ("seed", "schedule")}
+            tags |= {"num_seeds": len(members)} if members[0][1].name == "random" else {}
+            tags |= self.tags_of("drop_first")
+            for metric, values in zip(ENDING, found[:, [index for index, _ in members]].mean(1), strict=True):
+                yield from summarize(metric, values, tags=tags)
+
+
+ENDING = ("ending_input_cosine", "ending_input_norm_ratio")
+
+
+def _against(states: Tensor, usual: Tensor, mask: Tensor) -> Tensor:
+    """Cosine and ratio of norms (2, batch), means over the tokens of the mask (batch, tokens); NaN with one that has
+    none."""
+    mask = mask.to(states.device)  # where there is no float64, states are on the CPU
+    norms, of_usual = states.norm(dim=-1), usual.norm(dim=-1)
+    cosines = (states * usual).sum(-1) / (norms * of_usual)
+    values = torch.stack([cosines.clamp(-1, 1), norms / of_usual])  # (2, batch, tokens)
+    values = values.where(values.isfinite() & (norms > 0), torch.nan)
+    return values.where(mask, 0).sum(-1) / mask.sum(-1)

@@ -33,6 +33,7 @@ NEEDS = {  # an option: what it belongs to
     **dict.fromkeys(("num_images", "image_size", "normalisation"), ("images",)),
     **dict.fromkeys(("limit", "max_new_tokens"), ("tasks",)),
     "num_sequences": ("corpus",),
+    "states": ("corpus", "images"),
     "execution": ("speed",),
     "folder": ("tasks", "glue"),
     "num_tokens": ("corpus", "speed"),
@@ -57,6 +58,8 @@ class Interventions:
         limit: score the first rows of a task only
         max_new_tokens: of a generated answer (default: 256)
         corpus: measure loss, accuracy and divergence on held-out text of it, too
+        states: how far the states that the changed blocks hand on are from the full model's, too, on the same text or
+            images
         num_sequences: of that text (default: 64)
         num_tokens: of each text, also of those that are timed (default: 128)
         images: instead, for an image classifier: digits, cifar10, a local path, ORG/NAME
@@ -80,6 +83,7 @@ class Interventions:
     limit: int | None = None
     max_new_tokens: int | None = None
     corpus: str | None = None
+    states: bool = False
     num_sequences: int | None = None
     num_tokens: int | None = None
     images: str | None = None
@@ -181,7 +185,7 @@ def read_recipe(kind: type[T], path: str | Path) -> T:
 
 def _analyses(model: str, options: Interventions, recipes: dict[str, Any], target: "Target") -> "Iterator[Analysis]":
     """What tells most first, so that a page can be looked at while the rest is under way."""
-    from lit_layers.functional.block_schedules import LOOPS, SEEDS, VARIANTS
+    from lit_layers.functional.block_schedules import LOOPS, OF_MIDDLES, SEEDS, VARIANTS
 
     _refuse_another_kind(options, target)
     chosen: dict[str, Any] = {
@@ -194,9 +198,12 @@ def _analyses(model: str, options: Interventions, recipes: dict[str, Any], targe
     if options.corpus is not None or options.images is not None:
         from lit_layers import analyses
 
-        yield analyses.Interventions(
-            batches=_images(options) if options.corpus is None else _texts(options, target), **chosen
-        )
+        batches = _images(options) if options.corpus is None else _texts(options, target)
+        yield analyses.Interventions(batches=batches, **chosen)
+        if options.states:
+            of_middle = {name: value for name, value in chosen.items() if name != "custom"}
+            of_middle["variants"] = tuple(name for name in chosen["variants"] if name in OF_MIDDLES)
+            yield analyses.OrderStates(batches=batches, **of_middle)
     yield from _tasks(options, target, chosen)
     if options.speed:
         from lit_layers.analyses.speed import Speed
