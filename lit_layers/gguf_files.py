@@ -92,6 +92,13 @@ class GgufFile:
         facts = self.path.stat()
         return _tokenizer(self.path, facts.st_size, facts.st_mtime_ns)
 
+    def wrapped_tokenizer(self) -> Any:
+        """The tokenizer as transformers wraps it."""
+        from transformers import AutoTokenizer
+
+        with self._reading():
+            return AutoTokenizer.from_pretrained(self.path.parent, gguf_file=self.path.name)
+
     def load(self, kind: Any, dtype: Any) -> Any:
         """The model, of a class of transformers, on the CPU; it remembers nothing of having been quantized.
 
@@ -207,8 +214,5 @@ class GgufFile:
 
 @functools.lru_cache(maxsize=4)  # a vocabulary of 100,000 tokens takes seconds
 def _tokenizer(path: Path, size: int, modified: int) -> tuple[str, str | None]:
-    from transformers import AutoTokenizer
-
-    with GgufFile(path)._reading():
-        made: Any = AutoTokenizer.from_pretrained(path.parent, gguf_file=path.name)
+    made = GgufFile(path).wrapped_tokenizer()
     return made.backend_tokenizer.to_str(), made.eos_token

@@ -58,7 +58,9 @@ class ShardFiles:
         self.local = self._folder is not None
         self._paths: dict[str, Path] = {}
         if os.path.isfile(self.model):
-            raise InputError(f"expected a folder with a model, {model} is a file: leave out what needs a folder")
+            raise InputError(
+                f"expected a folder with a model, {model} is a file: a GGUF file is read as a whole, by analyze"
+            )
         if self._folder is None:
             name = self.model
             local = isinstance(model, Path) or not re.fullmatch(r"\w[\w.-]*(/[\w.-]+)?", name)

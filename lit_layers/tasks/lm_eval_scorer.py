@@ -24,6 +24,7 @@ from lit_layers.data.tokenization import load_tokenizer
 from lit_layers.downloads import HUB_ERRORS, reason
 from lit_layers.errors import InputError, refused
 from lit_layers.functional.block_schedules import Schedule
+from lit_layers.gguf_files import GgufFile, is_gguf
 from lit_layers.models.build import true_vocab_size
 from lit_layers.models.families import Network
 from lit_layers.models.running_order import SharedPrefixes
@@ -430,8 +431,10 @@ def _quiet() -> Iterator[None]:
         yield
 
 
-def _tokenizer_of(spec: str) -> tuple[str, str]:
+def _tokenizer_of(spec: str) -> tuple[Any, str]:
     path = Path(spec)
+    if is_gguf(path):
+        return GgufFile(path).wrapped_tokenizer(), "main"
     if path.is_file():
         if path.name != "tokenizer.json":
             raise InputError(f"tokenizer: lm-eval reads a folder with a tokenizer.json, got the file {path}")

@@ -181,8 +181,8 @@ def test_config_and_names_of_a_file(gpt2):
         (["cut.gguf"], "cut.gguf cannot be read as a GGUF file: "),
         (["text.gguf"], "text.gguf cannot be read as a GGUF file: "),
         (["FILE", "--revision", "main"], "is a file and has no revision 'main': leave it out"),
-        (["FILE", "--stream-blocks"], "is a file: leave out what needs a folder"),
-        (["FILE", "--untrained", "1"], "is a file: leave out what needs a folder"),
+        (["FILE", "--stream-blocks"], "is a file: a GGUF file is read as a whole"),
+        (["FILE", "--untrained", "1"], "is a file: a GGUF file is read as a whole"),
     ],
 )
 def test_what_is_no_such_file_is_refused_in_a_sentence(gpt2, tmp_path, monkeypatch, capsys, options, sentence):
@@ -207,3 +207,19 @@ def test_without_the_package_it_says_what_to_install(gpt2, monkeypatch):
     monkeypatch.setattr(gguf_files.importlib.util, "find_spec", lambda name: None if name == "gguf" else plain(name))
     with pytest.raises(InputError, match=r"gguf, which reads it, is not installed: pip install lit_layers"):
         load(gpt2 / "gpt2.gguf")
+
+
+@pytest.mark.soak
+def test_lm_eval_reads_its_tokenizer_and_gives_the_same_likelihoods(tmp_path):
+    from lit_layers.tasks.benchmark_rows import local_rows
+    from lit_layers.tasks.lm_eval_scorer import LmEvalScorer
+    from tests.support.benchmark_rows import tiny_speaker, write_tasks, write_tokenizer
+
+    rows = local_rows("lambada", write_tasks(tmp_path / "local" / "benchmarks").parent)
+    folder, model = write_tokenizer(tmp_path / "model"), tiny_speaker(positions=400)
+    file = write_gguf(model, folder, tmp_path / "model.gguf")
+    likelihoods = []
+    for tokenizer, scored in ((folder, model), (file, load(file))):
+        scorer = LmEvalScorer(rows, str(tokenizer), batch_size=3, max_new_tokens=4, max_length=400)
+        likelihoods.append(np.concatenate(scorer.score(scored).log_likelihoods))
+    np.testing.assert_allclose(likelihoods[1], likelihoods[0], atol=1e-4, rtol=1e-4)
