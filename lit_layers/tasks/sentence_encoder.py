@@ -3,6 +3,7 @@
 They are data; nothing in them is run. What a `type` of modules.json names decides only what is expected beside it.
 """
 
+import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -195,10 +196,23 @@ def _read(read: Callable[[str], bytes], path: str, kind: Any) -> Any:
     except (FileNotFoundError, KeyError):
         return None
     except InputError as error:
-        if isinstance(error.__cause__, FileNotFoundError):
+        if type(error.__cause__) is FileNotFoundError:  # what the Hub's client raises without a network is one, too
             return None
-        raise
+        if not _is_offline(error):
+            raise
+        if path == MODULES:  # a snapshot of a model that has none does not say so, and most models have none
+            warnings.warn(f"{path} is not in the cache, and the Hub is not asked: taken as not there", stacklevel=4)
+        return None
     return schema.parse(text, kind, path, _REMEDY)
+
+
+def _is_offline(error: BaseException | None) -> bool:
+    """Whether a file is missing because HF_HUB_OFFLINE is set."""
+    from huggingface_hub.errors import OfflineModeIsEnabled
+
+    while error is not None and not isinstance(error, OfflineModeIsEnabled):
+        error = error.__cause__
+    return error is not None
 
 
 def _unlike(expected: str, got: Any) -> InputError:

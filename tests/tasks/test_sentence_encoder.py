@@ -13,10 +13,12 @@ from lit_layers.cli.main import main
 from lit_layers.errors import InputError
 from lit_layers.models.build import weights_hash
 from lit_layers.records import read
+from lit_layers.series import OneModel
 from lit_layers.series.checkpoint_sources import FolderSource
 from lit_layers.tasks.mteb_evaluation import LayerEncoder
 from lit_layers.tasks.sentence_encoder import SentenceEncoder, sentence_encoder
 from tests.support.labelled_texts import labelled, saved_bert, saved_gpt2
+from tests.support.series_hub import served
 from tests.tasks.tiny_tasks import embedding_of, saved_model, store_in, task, write_tiny_data
 
 TEXTS = [text for text, _ in labelled(12)] + ["a merry song"]
@@ -97,6 +99,23 @@ def test_the_files_of_a_model_say_how_it_encodes(tmp_path, files, expected):
 
 def test_a_model_without_modules_says_nothing(tmp_path):
     assert encoder_in(tmp_path) is None
+
+
+def test_without_the_hub_a_file_that_is_not_in_the_cache_is_taken_as_not_there(tmp_path, monkeypatch):
+    from huggingface_hub import constants
+
+    model = tmp_path / "hub" / "org" / "tiny" / "main"
+    model.mkdir(parents=True)
+    (model / "config.json").write_text("{}")
+    with served(tmp_path / "hub", tmp_path / "home" / "hub", monkeypatch):
+        OneModel("org/tiny").checkpoints[0].source.read("config.json")
+        monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+        with pytest.warns(UserWarning, match=r"modules.json is not in the cache, and the Hub is not asked"):
+            assert sentence_encoder(OneModel("org/tiny").checkpoints[0].source.read) is None
+        monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+        assert sentence_encoder(OneModel("org/tiny").checkpoints[0].source.read) is None
+        write_encoder(model)
+        assert sentence_encoder(OneModel("org/tiny").checkpoints[0].source.read) == SentenceEncoder("cls", True)
 
 
 NORMALIZE = {"type": OF + "Normalize", "path": "2_Normalize"}
