@@ -97,7 +97,8 @@ def sections(frame: pd.DataFrame, notes: Mapping[str, str]) -> list[dict[str, An
     table = table[table["seed"].isna()] if "seed" in table else table
     analyses = [*table["analysis"].unique()]
     glue = sorted((name for name in analyses if name.startswith(f"{GLUE}/")), key=lambda name: name != GLUE_MEAN)
-    tasks = [name for name in analyses if name.startswith(f"{TASKS}/") and name not in (SPEED, FINETUNE, *glue)]
+    trained = [name for name in analyses if _is_trained(name)]
+    tasks = [name for name in analyses if name.startswith(f"{TASKS}/") and name not in (SPEED, *trained, *glue)]
     tasks.sort(key=lambda name: name != MEDIAN)
     readout, similar = ([n for n in analyses if n.split("/")[0] == first] for first in (INTERVENTIONS, SIMILARITY))
     parts = [(name, sentence(name), analysis_note(name), _by_variant(table, [name])) for name in readout]
@@ -106,7 +107,7 @@ def sections(frame: pd.DataFrame, notes: Mapping[str, str]) -> list[dict[str, An
     note = f"Each variant is fine-tuned and tested as it is. {notes.get(GLUE_MEAN, '')}"
     parts.append((GLUE, "GLUE under intervention", note, _by_variant(table, glue)))
     note = "Before and after the weights were fine-tuned in the new order."
-    parts.append((FINETUNE, "Fine-tuning under intervention", note, _finetuned(table)))
+    parts.append((FINETUNE, "Fine-tuning under intervention", note, _finetuned(table, trained)))
     note = "What a variant costs, and what is left of the model at that price."
     parts.append((SPEED, "Speed under intervention", note, _speed(table)))
     parts += [(name, sentence(name), analysis_note(name), _similarity(table, name)) for name in similar]
@@ -181,11 +182,17 @@ def _side_by_side(every: Sequence[_Scores]) -> Iterator[Block]:
     yield from _block("Models side by side", choices)
 
 
-def _finetuned(table: Any) -> Iterator[Block]:
+def _is_trained(analysis: str) -> bool:
+    """On text, or on the rows of a task, which its name says."""
+    return analysis == FINETUNE or analysis.startswith(f"{FINETUNE}_")
+
+
+def _finetuned(table: Any, analyses: Sequence[str]) -> Iterator[Block]:
     choices = [
         (f"{before}{scores.text}", scores.draw(plots.variant_curves, split="when"))
-        for before, of_model in _models(table, [FINETUNE])
-        for scores in _metrics(of_model, FINETUNE, named=False, split="when")
+        for name in analyses
+        for before, of_model in _models(table, [name])
+        for scores in _metrics(of_model, name, named=len(analyses) > 1, split="when")
     ]
     yield from _block("Before and after fine-tuning", choices)
 
@@ -214,7 +221,9 @@ def _speed(table: Any) -> Iterator[Block]:
 def qualities(table: Any) -> list[_Scores]:
     """What a variant of one run is worth: the median over tasks or the tasks, then accuracy and loss."""
     names = [*table["analysis"].unique()]
-    tasks = [n for n in names if n.startswith(f"{TASKS}/") and n not in (SPEED, FINETUNE) and not n.startswith(GLUE)]
+    tasks = [
+        n for n in names if n.startswith(f"{TASKS}/") and n != SPEED and not (_is_trained(n) or n.startswith(GLUE))
+    ]
     tasks = [MEDIAN] if MEDIAN in tasks else tasks
     readout = [name for name in names if name.split("/")[0] == INTERVENTIONS]
     named = len(tasks) > 1 or len(readout) > 1

@@ -61,9 +61,9 @@ def is_file(task: str) -> bool:
     return task.endswith(SUFFIXES)
 
 
-def local_rows(task: str, folder: Path | None, limit: int | None = None) -> LocalRows:
+def local_rows(task: str, folder: Path | None, limit: int | None = None, *, training: bool = False) -> LocalRows:
     """The first `limit` rows of a task: of the catalogue, in a folder of local data; or of a file of the user's with
-    the columns context, choices (a list, in CSV written as JSON) and label.
+    the columns context, choices (a list, in CSV written as JSON) and label. With `training` also all its training rows.
 
     Raises:
         InputError: there is no such task, files or columns are missing, or a row is none of the task.
@@ -77,9 +77,13 @@ def local_rows(task: str, folder: Path | None, limit: int | None = None) -> Loca
     assert folder is not None, "only a file needs no folder"
     copy, columns = local_copy("benchmark", task, folder), dict.fromkeys(row.text, "columns")
     as_official = _AS_OFFICIAL.get(task, dict)
+    if training and copy.paths(EXAMPLES) == copy.paths(row.split):
+        raise InputError(
+            f"task {task}: {copy.paths(EXAMPLES)[0]} holds the rows that are scored: list files of train, too"
+        )
     try:
         rows = {row.split: _rows(task, copy.read(row.split, columns), as_official, limit)}
-        if row.examples:
+        if row.examples or training:
             rows[EXAMPLES] = _rows(task, copy.read(EXAMPLES, columns), as_official, None)
             if len(rows[EXAMPLES]) < row.examples:
                 raise InputError(f"{row.examples} worked examples are needed, there are {len(rows[EXAMPLES])}")

@@ -214,6 +214,32 @@ class LmEvalScorer:
                 task.build_all_requests(limit=self.limit)
         return [request for task in loaded["tasks"].values() for request in task.instances]
 
+    def training_texts(self) -> list[tuple[str, str]]:
+        """What is asked, without examples, and the right answer of each training row, in their order.
+
+        Raises:
+            InputError: as for `score`, whatever the model; a task without training rows, or whose answers do not stand
+                behind what is asked.
+        """
+        lm_eval_version()
+        with _quiet():
+            (task,) = self._load()["tasks"].values()
+            if not task.has_training_docs():
+                raise InputError(
+                    f"task: {self.name} has no training rows here: name one that has, such as arc_challenge"
+                )
+            rows, delimiter = [], task.get_config("target_delimiter")
+            for doc in task.training_docs():
+                asked, answer = task.doc_to_text(doc), task.doc_to_target(doc)
+                if task.get_config("output_type") == "multiple_choice" and not isinstance(asked, int):
+                    answer = task.doc_to_choice(doc)[int(answer)]
+                if not isinstance(asked, str) or not isinstance(answer, str):
+                    raise InputError(
+                        f"task: the answers of {self.name} do not stand behind what is asked: name another"
+                    )
+                rows.append((asked, f"{delimiter}{answer}"))
+        return rows
+
     def _load(self) -> Any:
         if self._loaded is None:
             try:

@@ -340,6 +340,22 @@ def test_each_variant_is_trained_and_the_model_stays_as_it_is(home, tmp_path, ca
         assert f", {when} fine-tuning" in said
 
 
+@pytest.mark.soak
+def test_a_model_is_trained_on_the_rows_of_a_task_and_scored_before_and_after(home, tmp_path, capsys):
+    rows = pq.read_table(home / "data" / "benchmarks" / FILES["arc_challenge"])
+    for split in ("train", "test"):
+        pq.write_table(rows, tmp_path / f"arc_{split}.parquet")
+    write(tmp_path, "tasks.yaml", {"benchmark": {"arc_challenge": "arc_{split}.parquet"}})
+    recipe = write(tmp_path, "arc.yaml", {"task": "arc_challenge", "batch_size": 2, "num_tokens": 60})
+    command = [home / "model", "--finetune", recipe, "--folder", tmp_path, "--variants", "skip", "--middles", 3]
+    assert run(*command, "--root", tmp_path / "out") == 0
+    found = found_in(tmp_path / "out")["intervene/finetune_arc_challenge"]
+    for when in ("before", "after"):
+        assert 0 <= the(found, "task_score", variant="skip", middle=3, when=when, task="arc_challenge").value <= 1
+    assert (tmp_path / "out" / "intervene" / "finetuned_arc_challenge" / "skip_M_3" / "model" / "config.json").is_file()
+    assert "Intervene: finetune arc challenge, Task score (share), after fine-tuning" in capsys.readouterr().out
+
+
 def test_an_encoder_is_trained_on_each_task_in_each_variant(home, tmp_path, capsys):
     before = files_of(home / "bert")
     command = [home / "bert", "--glue", home / "glue.yaml", "--folder", home / "data", "--variants", "skip"]
@@ -375,12 +391,15 @@ WRONG = [
     ("model", "--num_sequences 3", "num_sequences: is for --corpus, which was not given: leave it out"),
     ("model", "CORPUS --limit 3", "limit: is for --tasks, which was not given: leave it out"),
     ("model", "--tasks lambada --num_tokens 9", "num_tokens: is for --corpus and --speed, neither of which was given"),
-    ("model", "--speed --folder H/data", "folder: is for --tasks and --glue, neither of which was given: leave it out"),
+    ("model", "--speed --folder H/data", "folder: is for --tasks, --glue and --finetune, none of them given: lea"),
     ("model", "--tasks ,", "tasks: expected names such as a,b or null, got ,"),
     ("model", "--tasks lambda --folder H/data", "task: there is no 'lambda'; did you mean lambada"),
     ("model", "--tasks lambada --folder H/nowhere", "folder: expected a folder of data, H/nowhere is none"),
     ("model", "--task lambada", "unknown option --task; did you mean --tasks?"),
     ("model", "--finetune H/nowhere.yaml", "cannot read H/nowhere.yaml: no such file or directory"),
+    ("model", "--finetune {task: arc_challenge, steps: 2}", "recipe: there is no key 'steps'; the keys are"),
+    ("model", "--finetune {task: arc_challenge} --folder H/data", "holds the rows that are scored: list files of tra"),
+    ("model", "--finetune H/finetune.yaml --folder H/data", "trains on a corpus, and only a task is in a folder: l"),
     ("model", "--finetune {steps: 2}", "recipe: missing: corpus; give it in the recipe"),
     ("model", "--finetune {corpus: python, stepz: 2}", "recipe: there is no key 'stepz'; the keys are"),
     ("model", "--finetune {corpus: python, steps: 0}", "recipe: steps: expected at least 1, got 0"),

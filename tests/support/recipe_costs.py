@@ -38,6 +38,7 @@ from lit_layers.training import LitImageData, sequence_tasks
 from lit_layers.training.callbacks import plan_run
 from lit_layers.training.finetuning import Finetuning, FinetuningRecipe
 from lit_layers.training.sequence_tasks import GlueRecipe, GlueScores
+from lit_layers.training.task_finetuning import TaskFinetuning, TaskFinetuningRecipe
 
 ROOT = Path(__file__).parents[2]
 CPU = torch.device("cpu")
@@ -48,6 +49,7 @@ WITHOUT = ("recipes/trainer/", "recipes/papers/")
 
 # Sizes of data and models that are on no test machine.
 TOKENS = {"gpt2": 50257}  # of a vocabulary
+ARC = 1119  # training rows of ARC-Challenge
 IMAGES = {"cifar10": (50_000, 10, 32), "ILSVRC/imagenet-1k": (1_281_167, 1000, 224)}  # to train on, classes, px
 INTENTS = {"train": 10_003, "test": 3_080, "letters": 59, "classes": 77}  # Banking77
 GLUE = {"cola": (8551, 1043), "mrpc": (3668, 408), "rte": (2490, 277), "sst2": (67349, 872), "stsb": (5749, 1500)}
@@ -245,8 +247,14 @@ def number_of_steps(steps: Any) -> int:
 
 
 def of_finetuning(path: str) -> str:
-    recipe, model = FinetuningRecipe(**read(path)), model_of("GPT-2 small")
-    work = Finetuning(recipe=recipe, root=Path(), tokenizer="gpt2", variants=()).work(model)
+    model = model_of("GPT-2 small")
+    options: Any = {"root": Path(), "tokenizer": "gpt2", "variants": ()}
+    if "task" in read(path):
+        of_task = TaskFinetuning(recipe=TaskFinetuningRecipe(**read(path)), **options)
+        of_task.texts = [("", "")] * ARC  # what is read of them is their number
+        work = of_task.work(model)
+    else:
+        work = Finetuning(recipe=FinetuningRecipe(**read(path)), **options).work(model)
     return f"of GPT-2 small ({parameters(model)}) {a_variant(model, work)}, {size(work.disk)} on the disk."
 
 

@@ -25,6 +25,7 @@ RESULTS = "intervene"
 EXECUTIONS = ("loop", "stacked")
 BESIDE = ("when", "training", "execution")  # tags that make a table each
 WITH_ERRORS = 4  # columns at most that have room for standard errors
+_WRITE = "write KEY: VALUE lines"
 ALL, LOOP = Names(("all",)), Names(("loop",))
 TASKS = Names(("lambada", "arc_challenge", "hellaswag", "winogrande", "gsm8k"))
 COUNTS = ("limit", "max_new_tokens", "num_images", "image_size", "num_sequences", "num_tokens", "loops", "middles")
@@ -35,7 +36,7 @@ NEEDS = {  # an option: what it belongs to
     "num_sequences": ("corpus",),
     "states": ("corpus", "images"),
     "execution": ("speed",),
-    "folder": ("tasks", "glue"),
+    "folder": ("tasks", "glue", "finetune"),
     "num_tokens": ("corpus", "speed"),
 }
 
@@ -54,7 +55,8 @@ class Interventions:
         loops: how often looped_parallel runs the middle (default: 2 to 8)
         tasks: of lambada, arc_challenge, hellaswag, winogrande, gsm8k, further ones of lm-eval, or with --folder of
             docs/interventions.md (default: these five)
-        folder: local data, whose tasks.yaml says where the tasks lie, also those of --glue (default: the Hub)
+        folder: local data, whose tasks.yaml says where the tasks lie, also those of --glue and --finetune (default: the
+            Hub)
         limit: score the first rows of a task only
         max_new_tokens: of a generated answer (default: 256)
         corpus: measure loss, accuracy and divergence on held-out text of it, too
@@ -68,7 +70,7 @@ class Interventions:
         normalisation: of pixels (default: source)
         speed: measure the latency of each variant against the full model
         execution: how groups side by side are timed: loop, stacked, or both with a comma
-        finetune: a recipe: train each changed model, before and after (recipes/finetune/text.yaml)
+        finetune: a recipe: train each changed model, before and after (recipes/finetune/text.yaml, arc.yaml)
         glue: a recipe: fine-tune an encoder on GLUE in each variant (recipes/glue/small_steps.yaml)
     """
 
@@ -120,8 +122,8 @@ class Interventions:
         settled = self if chosen else dataclasses.replace(self, tasks=TASKS)
         cases = []
         for name, owners in NEEDS.items():
-            missing = "neither of which was given" if len(owners) > 1 else "which was not given"
-            why = f"is for --{' and --'.join(owners)}, {missing}"
+            missing = {1: "which was not given", 2: "neither of which was given"}.get(len(owners), "none of them given")
+            why = f"is for --{' and --'.join(owners).replace(' and ', ', ', len(owners) - 2)}, {missing}"
             cases.append(([name], not given(settled).keys() & {*owners}, why))
         refuse_beside(options, cases)
         return settled
@@ -158,10 +160,15 @@ def _training_recipes(options: Interventions) -> dict[str, Any]:
         return {}
     from lit_layers.training.finetuning import FinetuningRecipe
     from lit_layers.training.sequence_tasks import GlueRecipe
+    from lit_layers.training.task_finetuning import TaskFinetuningRecipe
     from lit_layers.training.trainer import quieten
 
     quieten()
-    files = {"finetune": (FinetuningRecipe, options.finetune), "glue": (GlueRecipe, options.glue)}
+    is_of_task = options.finetune is not None and "task" in schema.read_yaml(options.finetune, dict[str, Any], _WRITE)
+    if options.folder is not None and not (is_of_task or options.tasks or options.glue):
+        raise InputError(f"folder: {options.finetune} trains on a corpus, and only a task is in a folder: leave it out")
+    files: dict[str, Any] = {"finetune": (TaskFinetuningRecipe if is_of_task else FinetuningRecipe, options.finetune)}
+    files["glue"] = GlueRecipe, options.glue
     return {name: read_recipe(kind, file) for name, (kind, file) in files.items() if file is not None}
 
 
@@ -173,7 +180,7 @@ def read_recipe(kind: type[T], path: str | Path) -> T:
     """
     parser = RecipeParser(exit_on_error=False)
     parser.add_class_arguments(kind)
-    content, keys = schema.read_yaml(Path(path), dict[str, Any], "write KEY: VALUE lines"), vars(parser.get_defaults())
+    content, keys = schema.read_yaml(Path(path), dict[str, Any], _WRITE), vars(parser.get_defaults())
     for key in content:
         if key not in keys:
             raise InputError(f"recipe: there is no key {key!r}; the keys are {', '.join(keys)}")
@@ -211,7 +218,18 @@ def _analyses(model: str, options: Interventions, recipes: dict[str, Any], targe
         length: dict[str, Any] = {} if options.num_tokens is None else {"num_tokens": options.num_tokens}
         executions: Any = options.execution
         yield Speed(**_timed(chosen), executions=executions, tell=target.tell, **length)
-    if (recipe := recipes.get("finetune")) is not None:
+    if (recipe := recipes.get("finetune")) is not None and hasattr(recipe, "task"):
+        from lit_layers.training.task_finetuning import TaskFinetuning
+
+        yield TaskFinetuning(
+            recipe=recipe,
+            root=target.root / RESULTS / f"finetuned_{recipe.task}",
+            tokenizer=target.own_tokenizer(),
+            folder=options.folder,
+            tell=target.tell,
+            **chosen,
+        )
+    elif recipe is not None:
         from lit_layers.training.finetuning import Finetuning
 
         yield Finetuning(
