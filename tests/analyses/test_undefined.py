@@ -145,7 +145,7 @@ OF_ALL_BLOCKS += ("same_token_coupling", "excess_same_token_coupling", "spectrum
 
 # What runs a whole model in another way, or trains it, or is refused: there is no layer to tell from another. The
 # canary is in no run's measurements.
-WITHOUT_LAYERS = {"BenchmarkScores", "Canary", "Finetuning", "GlueScores", "Refused", "Speed"}
+WITHOUT_LAYERS = {"BenchmarkScores", "Canary", "Finetuning", "GlueScores", "Refused", "Speed", "TaskFinetuning"}
 
 
 def every_analysis() -> set[str]:
