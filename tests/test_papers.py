@@ -4,6 +4,7 @@ import csv
 import importlib
 import inspect
 import json
+import re
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -20,7 +21,8 @@ from lit_layers.papers import PAPERS, compare, read_recipe, write_comparison
 from lit_layers.papers.recipe import PaperRecipe, Step
 from lit_layers.records import Measurement, Record
 from lit_layers.tasks.glue_rows import GLUE
-from tests.support.paper_tables import PAGE, ROOT, recipe_paths, with_tables
+from tests.support.paper_plans import all_plans
+from tests.support.paper_tables import PAGE, PLANS, ROOT, read, recipe_paths, with_tables
 
 RECIPES = {f"{path.parent.name}/{path.stem}": path for path in recipe_paths()}
 FIELDS = {"paper": "coupling", "item": "Figure 0", "shows": "nothing", "status": "here"}
@@ -29,7 +31,7 @@ PLACE = {"root": "run", "analysis": "coupling", "metric": "coupling"}
 
 
 def steps_of(path: Path) -> Iterator[Step]:
-    recipe = read_recipe(path)
+    recipe = read(path)
     for reduced in (False, True) if recipe.reduced else (False,):
         yield from recipe.commands(Path("out"), path.parent, reduced=reduced)
 
@@ -68,7 +70,7 @@ def names_of(verb: str, options: dict[str, Any]) -> Iterator[str]:
 
 @pytest.mark.parametrize("name", RECIPES)
 def test_what_is_published_is_looked_for_where_a_step_measures_it(name):
-    recipe = read_recipe(RECIPES[name])
+    recipe = read(RECIPES[name])
     for reduced in (False, True) if recipe.reduced else (False,):
         steps = recipe.commands(Path("out"), RECIPES[name].parent, reduced=reduced)
         of = {str(step.folder.relative_to("out")): step for step in steps}
@@ -88,8 +90,31 @@ def test_what_is_published_is_looked_for_where_a_step_measures_it(name):
 def test_every_paper_has_its_recipes_and_the_page_has_their_table():
     """`python -m tests.support.paper_tables` writes it anew."""
     assert {path.parent.name for path in RECIPES.values()} <= {*PAPERS}
-    assert all(read_recipe(path).paper == path.parent.name for path in RECIPES.values())
+    assert all(read(path).paper == path.parent.name for path in RECIPES.values())
     assert with_tables(PAGE.read_text()) == PAGE.read_text()
+    commands = re.findall(r"lit-layers reproduce (\S+\.yaml)(?: (--\w+))?", PAGE.read_text())
+    assert len(commands) > len(RECIPES)
+    for file, option in commands:
+        assert (ROOT / file).is_file()
+        assert option != "--reduced" or read(ROOT / file).reduced, file
+
+
+def test_every_recipe_that_needs_a_gpu_says_what_it_takes():
+    """`python -m tests.support.paper_plans DATA` counts anew, with the optional folder of real data."""
+    plans = json.loads(PLANS.read_text())
+    needs = {name for name, path in RECIPES.items() if read(path).status == "gpu"}
+    assert needs <= plans.keys() <= RECIPES.keys()
+    assert all(plan["flop"] > 0 for plan in plans.values())
+
+
+@pytest.mark.soak
+@pytest.mark.realdata
+def test_what_a_recipe_takes_is_what_its_commands_count(realdata):
+    written = json.loads(PLANS.read_text())
+    found = all_plans(realdata)
+    assert found.keys() == written.keys()
+    for name, plan in found.items():
+        assert plan == pytest.approx(written[name], rel=0.01), name
 
 
 # ------------------------------------------------------------------------------------------------ the comparison

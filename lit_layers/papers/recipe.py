@@ -24,7 +24,7 @@ PAPERS = {
     "([arXiv 2502.02013](https://arxiv.org/abs/2502.02013))",
     "painters": "Sun et al., Transformer Layers as Painters ([arXiv 2407.09298](https://arxiv.org/abs/2407.09298))",
 }
-OUT = dict.fromkeys(("correlate", "emerge", "report", "select"), "out")  # the option that names what is written
+OUT: dict[str, str] = dict.fromkeys(("correlate", "emerge", "report", "select"), "out")  # what names the results
 OUT |= dict.fromkeys(("analyze", "fit", "intervene", "mteb", "sweep"), "root")
 PLANNED = ("analyze", "fit", "intervene", "mteb", "sweep")  # commands with --plan
 COMMAND_LINE = ("any_command", "code", "export", "pictures", "cache", "json", "plan", "print_config", "wandb")
@@ -191,7 +191,7 @@ class PaperRecipe:
                 )
             options = _filled(step[verb], names, f"{where}, {verb}")
             for name in COMMAND_LINE:
-                if name in options:
+                if options.get(name):
                     raise InputError(f"{where}, {verb}: {name}: a recipe of a paper does not say it")
             folder = Path(str(options.pop(OUT[verb], root / f"{number}-{verb}")))
             if not folder.resolve().is_relative_to(root.resolve()):

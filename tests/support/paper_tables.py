@@ -5,13 +5,18 @@
 writes them anew between the marks `<!-- papers: PAPER -->` and `<!-- end of papers -->`.
 """
 
+import functools
+import json
 import re
 from pathlib import Path
 
 from lit_layers.papers import PAPERS, PaperRecipe, read_recipe
+from lit_layers.plan import duration, size
 
 ROOT = Path(__file__).parents[2]
 PAGE = ROOT / "docs" / "papers.md"
+PLANS = ROOT / "recipes" / "papers" / "plans.json"
+read = functools.cache(read_recipe)
 _MARKED = re.compile(r"(?<=<!-- papers: )(?P<paper>\w+) -->\n.*?(?=<!-- end of papers -->)", re.S)
 
 
@@ -32,20 +37,28 @@ def with_tables(text: str) -> str:
 
 def _table(paper: str) -> str:
     rows = [("item", "what it shows", "as published", "reduced: runs on a laptop"), ("---",) * 4]
-    rows += [_cells(path, read_recipe(path)) for path in recipe_paths(paper)]
+    rows += [_cells(path, read(path)) for path in recipe_paths(paper)]
     return "\n".join([f"{PAPERS[paper]}.", "", *(f"| {' | '.join(row)} |" for row in rows)])
 
 
 def _cells(path: Path, recipe: PaperRecipe) -> tuple[str, ...]:
     file = path.relative_to(ROOT)
+    plan = planned(f"{recipe.paper}/{path.stem}")
     command = f"`lit-layers reproduce {file}`"
     whole = {
-        "here": f"runs here: {command}",
-        "gpu": f"needs a GPU: {recipe.why}",
+        "here": f"runs here{plan}: {command}",
+        "gpu": f"needs a GPU{plan}: {recipe.why}",
         "cannot": f"cannot: {recipe.why}",
     }[recipe.status]
     reduced = f"`lit-layers reproduce {file} --reduced`" if recipe.reduced else ""
     return recipe.item, recipe.shows, whole, reduced
+
+
+def planned(name: str) -> str:
+    """What a recipe takes as published, in words."""
+    plan = json.loads(PLANS.read_text()).get(name, {}) if PLANS.is_file() else {}
+    parts = [f"{size(plan['memory'])} of memory", f"{size(plan['disk'])} of disk"] if "memory" in plan else []
+    return f" ({', '.join([*parts, duration(3600 * plan['hours'])])})" if plan else ""
 
 
 if __name__ == "__main__":

@@ -1,0 +1,115 @@
+"""Every recipe of a published figure runs: its command, and the names and branches that it has as published.
+
+The world is a stand-in (`tests.support.papers_world`): repositories by their own names with as many blocks, with tiny
+weights;
+data sets with as many rows. Trainings and grids, which take minutes, are planned alone.
+"""
+
+import re
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pandas as pd
+import pytest
+import yaml
+
+from lit_layers import records
+from lit_layers.cli.main import main
+from lit_layers.papers import read_recipe
+from lit_layers.series import Retry
+from tests.support.paper_tables import ROOT, recipe_paths
+from tests.support.papers_world import MODELS, wikitext_files, write_data, write_hub
+from tests.support.series_hub import let_downloads_end, served
+
+pytestmark = [pytest.mark.soak, pytest.mark.timeout(0)]
+RECIPES = {f"{path.parent.name}/{path.stem}": path for path in recipe_paths()}
+RUN = [name for name, path in RECIPES.items() if read_recipe(path).steps]
+# Of recipes that train, however small the model is.
+LIMITS = {"max_steps": 2, "steps": 2, "num_train": 24, "num_validation": 12, "num_validation_sequences": 8}
+LIMITS |= {"num_tokens": 24, "batch_size": 4}
+TRAIN = ("fit", "sweep")
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """A working folder with the recipes, in a world that has this Hub, this WikiText and these data."""
+    import datasets
+    import huggingface_hub
+
+    folder = tmp_path_factory.mktemp("work")
+    shutil.copytree(ROOT / "recipes", folder / "recipes")
+    for path in [*folder.glob("recipes/glue/*.yaml"), *folder.glob("recipes/finetune/*.yaml")]:
+        text = path.read_text()
+        for name, most in LIMITS.items():
+            text = re.sub(rf"^{name}: (\d+|null)$", f"{name}: {most}", text, flags=re.MULTILINE)
+        path.write_text(re.sub("16-mixed", "32-true", text))
+    for path in (folder / "recipes" / "papers").glob("*/*.yaml"):
+        path.with_name(f"{path.stem}_names.yaml").write_text(yaml.safe_dump(as_published(path), sort_keys=False))
+    hub, files = write_hub(tmp_path_factory.mktemp("hub")), wikitext_files(folder / "wikitext")
+    load = datasets.load_dataset
+
+    def wikitext(path: str, *config: str, **options: Any) -> Any:
+        if path != "Salesforce/wikitext":  # lm-eval reads files by this, too
+            return load(path, *config, **options)
+        assert (config, options["revision"]) == (("wikitext-103-raw-v1",), "abc")
+        return load("parquet", data_files=files, split=options["split"], streaming=options["streaming"])
+
+    with pytest.MonkeyPatch.context() as patch, served(hub, folder / "home" / "hub", patch):
+        patch.setattr(datasets, "load_dataset", wikitext)
+        patch.setattr(huggingface_hub.HfApi, "dataset_info", lambda *_, **__: SimpleNamespace(sha="abc", siblings=[]))
+        patch.setattr("lit_layers.series.checkpoint_sources.Retry", lambda: Retry(attempts=2, sleep=lambda _: None))
+        patch.setenv("LIT_LAYERS_BENCHMARKS", str(write_data(folder / "data")))
+        patch.chdir(folder)
+        yield folder
+
+
+def as_published(path: Path) -> dict[str, Any]:
+    """The recipe with the published models, steps and branches, and all else reduced."""
+    content = yaml.safe_load(path.read_text())
+    sizes = content.get("sizes", {})
+    kept = {name for name, value in sizes.items() if name == "steps" or names_models(value)}
+    content["reduced"] = {name: value for name, value in content.get("reduced", {}).items() if name not in kept}
+    return content
+
+
+def names_models(value: Any) -> bool:
+    each = value if isinstance(value, list) else [value]
+    return bool(each) and all(isinstance(name, str) and name in MODELS for name in each)
+
+
+@pytest.mark.parametrize("sizes", ["reduced", "names"])
+@pytest.mark.parametrize("name", RUN)
+def test_a_recipe_runs_as_it_is_written(name: str, sizes: str, place: Path, capsys: pytest.CaptureFixture) -> None:
+    recipe = read_recipe(RECIPES[name])
+    file = f"recipes/papers/{name}{'' if sizes == 'reduced' else '_names'}.yaml"
+    root = Path("out", name, sizes)
+    argv = [
+        "reproduce",
+        file,
+        "--root",
+        str(root),
+        *(["--reduced"] if yaml.safe_load(Path(file).read_text()).get("reduced") else []),
+    ]
+    if any(next(iter(step)) in TRAIN for step in recipe.steps):
+        if sizes == "reduced":
+            assert main([*argv, "--plan"]) == 0, capsys.readouterr().err[-3000:]
+        return
+    code = main(argv)
+    let_downloads_end()
+    said = capsys.readouterr()
+    lines = f"{said.out}\n{said.err}".splitlines()
+    assert code == 0, [line[:400] for line in lines if "error" in line or "failed" in line or "exit code" in line]
+    for path in root.rglob("measurements.jsonl"):
+        found = records.read(path)
+        assert [m.error for m in found] == [None] * len(found)
+        assert found
+    if recipe.published:
+        table = pd.read_csv(root / "comparison.csv")
+        missing = table[table["verdict"] == "not measured"]
+        notes = "".join(f"{row.what}: {row.note}\n" for row in missing.itertuples())
+        if sizes == "names":
+            assert "numbers fit" not in notes
+            assert "measurements fit" not in notes
