@@ -211,7 +211,8 @@ def _in_csv(rows: Sequence[Mapping[str, str]], place: Place) -> tuple[_Found | N
     fit = [row for row in rows if all(_equal(row.get(name), value) for name, value in place.row.items())]
     if len(fit) != 1:
         return None, f"{len(fit) or 'no'} rows of {place.file} fit"
-    numbers = [_number(fit[0].get(name)) for name in (place.column, "low", "high")]
+    of = "" if place.column == "value" else f"{place.column}_"
+    numbers = [_number(fit[0].get(name)) for name in (place.column, f"{of}low", f"{of}high")]
     return (None, "undefined") if numbers[0] is None else (_Found(numbers[0], *numbers[1:]), "")
 
 
