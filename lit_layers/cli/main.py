@@ -71,9 +71,11 @@ def _run(command: str, rest: list[str], is_own_process: bool) -> int:
 def run_verb(command: str, rest: list[str]) -> int:
     """Runs one command inside of what is under way, and returns its exit code: its mistakes are printed."""
     from lit_layers.cli import quick_help, threads
+    from lit_layers.cli.shipped_recipes import with_recipes_found
     from lit_layers.errors import InputError, RunLostError
 
     try:
+        rest = with_recipes_found(command, rest)
         if (text := quick_help.answer(command, rest)) is not None:
             print(text, end="")
             return 0

@@ -29,10 +29,12 @@ def reproduce(
         plan: says what its commands would cost, and measures nothing
         compare: only compare what is there
     """
+    from lit_layers.cli.shipped_recipes import find_recipe
     from lit_layers.papers import read_recipe
 
     if plan and compare:
         raise InputError("plan: --compare was given, which measures nothing either: leave one out")
+    file = find_recipe(file)
     recipe = read_recipe(file)
     if recipe.status == "cannot":
         raise InputError(f"{file}: {recipe.item} cannot be measured: {recipe.why}")

@@ -1,0 +1,65 @@
+"""The recipes that come with the package, found by name where the working directory has no such file."""
+
+import difflib
+import functools
+from pathlib import Path
+
+from lit_layers.errors import InputError
+
+_PACKAGE = Path(__file__).parents[1]
+_FOLDERS = ("recipes", "wandb_configs")
+
+
+def find_recipe(name: str | Path) -> Path:
+    """The file that a name stands for: itself where it exists, else the shipped recipe, e.g. of `quickstart/gpt2`.
+
+    Raises:
+        InputError: there is neither.
+    """
+    if Path(name).exists() or (shipped := shipped_recipe(name)) is None:
+        if not Path(name).exists():
+            near = difflib.get_close_matches(_name(name), shipped_recipes(), n=1)
+            hint = f"did you mean {near[0]}?" if near else "of the package's recipes one is quickstart/gpt2"
+            raise InputError(
+                f"no recipe {str(name)[:200]!r}, neither a file nor one that comes with the package; {hint}"
+            )
+        return Path(name)
+    return shipped
+
+
+def shipped_recipe(name: str | Path) -> Path | None:
+    """The recipe of the package that a name stands for, with or without `recipes/` before it and `.yaml` behind it."""
+    return None if Path(name).is_absolute() else shipped_recipes().get(_name(name))
+
+
+@functools.cache
+def shipped_recipes() -> dict[str, Path]:
+    """All recipes of the package, each by a name such as `quickstart/gpt2` or `wandb_configs/default`."""
+    base = _PACKAGE / "shipped"  # of a wheel; a checkout has them beside the package
+    base = base if base.is_dir() else _PACKAGE.parent
+    files = [file for folder in _FOLDERS for file in sorted((base / folder).rglob("*.yaml"))]
+    return {_name(file.relative_to(base)): file for file in files}
+
+
+def with_recipes_found(command: str, argv: list[str]) -> list[str]:
+    """A command line with the files of its recipes: of `--config NAME`, and for `fit` of words before all options."""
+    start = next((place for place, word in enumerate(argv) if word.startswith("-")), len(argv))
+    words, rest = (argv[:start], argv[start:]) if command == "fit" else ([], argv)
+    found = [part for word in words for part in ("--config", str(find_recipe(word)))]
+    for place, word in enumerate(rest):
+        option, _, value = word.partition("=")
+        if place and rest[place - 1] == "--config":
+            word = _file(word)
+        elif option == "--config" and value:
+            word = f"--config={_file(value)}"
+        found.append(word)
+    return found
+
+
+def _file(name: str) -> str:
+    """A recipe's file; a name that is none stays, for the parser to refuse."""
+    return name if Path(name).exists() else str(shipped_recipe(name) or name)
+
+
+def _name(file: str | Path) -> str:
+    return Path(file).with_suffix("").as_posix().removeprefix("recipes/")

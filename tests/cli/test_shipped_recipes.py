@@ -1,0 +1,81 @@
+"""Recipes that come with the package are found by name, from any folder and out of a wheel."""
+
+import os
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+
+import pytest
+
+from lit_layers.cli.main import main
+from lit_layers.cli.shipped_recipes import find_recipe, shipped_recipes, with_recipes_found
+from lit_layers.errors import InputError
+
+REPOSITORY = Path(__file__).parents[2]
+QUICKSTART = str(REPOSITORY / "recipes/quickstart/gpt2.yaml")
+TEXT = str(REPOSITORY / "recipes/analyses/text.yaml")
+
+
+def test_every_recipe_of_the_repository_has_its_name():
+    files = {*REPOSITORY.glob("recipes/**/*.yaml"), *REPOSITORY.glob("wandb_configs/**/*.yaml")}
+    assert {*shipped_recipes().values()} == files
+    assert str(shipped_recipes()["quickstart/gpt2"]) == QUICKSTART
+
+
+@pytest.mark.parametrize("name", ["quickstart/gpt2", "recipes/quickstart/gpt2.yaml", "quickstart/gpt2.yaml"])
+def test_a_name_is_found_from_any_folder(name, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert with_recipes_found("fit", [name, "--root", "x"]) == ["--config", QUICKSTART, "--root", "x"]
+    assert with_recipes_found("analyze", ["model", "--config", name]) == ["model", "--config", QUICKSTART]
+    assert with_recipes_found("fit", [f"--config={name}"]) == [f"--config={QUICKSTART}"]
+
+
+def test_a_file_that_is_here_comes_before_a_recipe_of_the_package(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "recipes" / "analyses").mkdir(parents=True)
+    (tmp_path / "recipes/analyses/text.yaml").write_text("analyses: []\n")
+    assert find_recipe("recipes/analyses/text.yaml") == Path("recipes/analyses/text.yaml")
+    assert find_recipe("analyses/text") == Path(TEXT)
+
+
+def test_a_name_that_is_none_is_refused_with_the_nearest(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(InputError, match=r"no recipe 'quickstart/gtp2'.*did you mean quickstart/gpt2"):
+        find_recipe("quickstart/gtp2")
+    assert main(["fit", "quickstart/gtp2"]) == 2
+    assert "did you mean quickstart/gpt2" in capsys.readouterr().err
+    assert main(["reproduce", "papers/coupling/nope"]) == 2
+    assert "no recipe 'papers/coupling/nope'" in capsys.readouterr().err
+
+
+@pytest.mark.soak
+def test_a_wheel_trains_the_quickstart_far_from_the_repository(tmp_path):
+    """What the built wheel holds is imported in place of the checkout, and no file of the checkout is in reach."""
+    build = [
+        sys.executable,
+        "-m",
+        "pip",
+        "wheel",
+        str(REPOSITORY),
+        "--no-deps",
+        "--no-build-isolation",
+        "-w",
+        str(tmp_path),
+    ]
+    subprocess.run(build, check=True, capture_output=True)
+    (wheel,) = tmp_path.glob("*.whl")
+    with zipfile.ZipFile(wheel) as archive:
+        archive.extractall(tmp_path / "installed")
+    words = ["fit", "quickstart/gpt2", "--trainer.max_steps", "2", "--steps", "[0,2]", "--analyses", "[]"]
+    code = (
+        "import lit_layers; print(lit_layers.__file__);"
+        f"from lit_layers.cli.main import main; raise SystemExit(main({words}))"
+    )
+    environment = {**os.environ, "PYTHONPATH": str(tmp_path / "installed")}
+    ran = subprocess.run(
+        [sys.executable, "-c", code], cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=500
+    )
+    assert ran.returncode == 0, ran.stderr[-2000:]
+    assert ran.stdout.startswith(str(tmp_path / "installed"))
+    assert (tmp_path / "checkpoints/quickstart/step-000000002/model.safetensors").is_file()
