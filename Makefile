@@ -1,4 +1,5 @@
-# Two commands on a fresh machine with Python >= 3.11: `make demo` and `make test`; `make soak` runs the long tests.
+# Two commands on a fresh machine with Python >= 3.11: `make demo` and `make test`; `make soak` runs the long tests,
+# `make site` builds the pages and the API reference.
 PYTHON ?= python3
 VENV   ?= .venv
 BIN    := $(VENV)/bin
@@ -10,7 +11,7 @@ export UV_COMPILE_BYTECODE := 1
 # Without bytecode each process of the tests compiles the package and rewrites all asserts: 10 s of CPU.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: demo test soak real lint constraints clean
+.PHONY: demo test soak real site lint constraints clean
 demo: $(VENV)/.ready
 	$(BIN)/lit-layers fit --config recipes/quickstart/gpt2.yaml
 
@@ -24,6 +25,10 @@ soak: $(VENV)/.ready
 
 # The weights of two small released models (170 MB), which the tests marked realmodel read; without them these skip.
 real: $(VENV)/.real
+
+# The pages of docs/ and the API reference from the docstrings, as a static site in ./site.
+site: $(VENV)/.ready
+	$(BIN)/python -m mkdocs build --strict
 
 lint: $(VENV)/.ready
 	$(BIN)/ruff check .
@@ -47,4 +52,4 @@ constraints: $(VENV)/.ready
 	PATH="$(PATH):$(abspath $(BIN))" uv pip compile --universal --python-version 3.11 --all-extras --generate-hashes --no-annotate --no-header --no-emit-index-url --upgrade pyproject.toml --output-file constraints.txt
 
 clean:
-	rm -rf $(VENV) build dist *.egg-info
+	rm -rf $(VENV) build dist site *.egg-info

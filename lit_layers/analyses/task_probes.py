@@ -181,8 +181,8 @@ class Probe(OnTask):
         warm_start: begins each fit at the last checkpoint's probe. Quicker; numbers then agree within `tolerance`, or,
             of "record", within the rule by which its fits end.
         seed: of permuted labels and of new weights.
-        task, tokenizer, corpus, folder, name, pooling, max_tokens, c, penalty, tolerance, max_iterations, estimator,
-            cache: as for every analysis on a task (`lit_layers.analyses.task_probes`).
+
+    The other arguments are those of every analysis on a task (`lit_layers.analyses.task_probes`).
     """
 
     kind = "probe"
