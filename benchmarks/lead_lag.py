@@ -17,7 +17,7 @@ from rounds import Row, add_options, finish
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from lit_layers.functional.lead_lag import LeadLag
+from lit_layers.functional.emergence.lead_lag import LeadLag
 from tests.support.drawn_lead_lags import UNRELATED, driven, following, found, unrelated
 
 HIGHEST = 0.06  # of tests at 0.05, some of which are exact, in rounds of some hundred pairs

@@ -15,10 +15,11 @@ from typing import Any, Literal
 
 import torch
 
-from lit_layers import canary, run_lock, undisturbed
+from lit_layers import canary, undisturbed
 from lit_layers.analyses.base import Analysis
 from lit_layers.analyses.layerwise import STATE, layerwise, walk
 from lit_layers.errors import InputError
+from lit_layers.files import run_lock
 from lit_layers.identity import settings_name
 from lit_layers.models.build import weights_hash
 from lit_layers.models.shard_files import ShardFiles

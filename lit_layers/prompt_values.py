@@ -20,9 +20,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from lit_layers import run_lock
-from lit_layers.durable import replace_file
-from lit_layers.foreign_parquet import COLUMNS, MAX_BYTES, read_lists
+from lit_layers.files import run_lock
+from lit_layers.files.durable import replace_file
+from lit_layers.files.foreign_parquet import COLUMNS, MAX_BYTES, read_lists
 from lit_layers.identity import PLACES, Measurement, Record, settings_of
 from lit_layers.schema import VALUES_MB
 

@@ -28,9 +28,10 @@ from pydantic import with_config
 from pydantic_core import from_json
 from typing_extensions import TypedDict
 
-from lit_layers import run_lock, schema
-from lit_layers.durable import sync
+from lit_layers import schema
 from lit_layers.errors import InputError, refused
+from lit_layers.files import run_lock
+from lit_layers.files.durable import sync
 from lit_layers.identity import PLACES as PLACES
 from lit_layers.identity import Measurement as Measurement
 from lit_layers.identity import Record as Record

@@ -12,7 +12,7 @@ from lit_layers.analyses.base import Analysis
 from lit_layers.data import EvalText
 from lit_layers.data.tokenization import load_tokenizer, tokenizer_hash
 from lit_layers.errors import InputError
-from lit_layers.gguf_files import is_gguf
+from lit_layers.files.gguf_files import is_gguf
 from lit_layers.models.saved import outline
 from lit_layers.models.view import LayeredModel
 from lit_layers.offline import Analyses, Device, SeriesResult, analyze_series, device_of

@@ -11,9 +11,10 @@ from pathlib import Path
 
 import pytest
 
-from lit_layers import records, run_lock
+from lit_layers import records
 from lit_layers.errors import InputError, RunLostError
-from lit_layers.run_lock import writing
+from lit_layers.files import run_lock
+from lit_layers.files.run_lock import writing
 from tests.support.runs import measurement
 
 pytestmark = pytest.mark.skipif(sys.platform == "win32", reason="needs fork and signals")

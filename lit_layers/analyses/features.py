@@ -20,8 +20,8 @@ from typing_extensions import TypedDict
 from lit_layers import schema
 from lit_layers.analyses.base import STATES, States, in_convention
 from lit_layers.data.batches import EncodedTexts, encode_texts, tokenizer_of
-from lit_layers.durable import sync, write_json
 from lit_layers.errors import InputError
+from lit_layers.files.durable import sync, write_json
 from lit_layers.functional.geometry import Pooling, pool
 from lit_layers.models.build import weights_hash
 from lit_layers.models.view import LayeredModel

@@ -70,7 +70,7 @@ class Outcome:
         A table is written as its name ends, .csv or .parquet; rows that are no table as JSON.
         """
         from lit_layers import records
-        from lit_layers.durable import write_json
+        from lit_layers.files.durable import write_json
 
         (self.root / folder).mkdir(parents=True, exist_ok=True)
         for name, content in files.items():

@@ -15,7 +15,13 @@ from lit_layers.figures.chart import Cells, Chart
 from lit_layers.figures.labels import count
 from lit_layers.figures.labels import value as number_text
 from lit_layers.figures.theme import DIVERGING, rounded
-from lit_layers.functional.lead_lag import FEWEST_INCREMENTS, LeadLag, lead_lags, octave_increments, octave_range
+from lit_layers.functional.emergence.lead_lag import (
+    FEWEST_INCREMENTS,
+    LeadLag,
+    lead_lags,
+    octave_increments,
+    octave_range,
+)
 
 Array = NDArray[np.float64]
 MOST_CURVES = 60  # of a run, the surest half-way points first: of more the pairs take hours and none of them is told

@@ -19,7 +19,7 @@ from lit_layers.figures.labels import value as number_text
 from lit_layers.figures.theme import COLORS, MUTED, rounded
 from lit_layers.functional.correlation import UndefinedError, bootstrap_rows
 from lit_layers.functional.emergence import FEWEST_CHECKPOINTS, flat_p_value
-from lit_layers.functional.forecast import fewest_groups, forecast_held_out
+from lit_layers.functional.emergence.forecast import fewest_groups, forecast_held_out
 from lit_layers.metrics import look_up
 
 Array = NDArray[np.float64]

@@ -13,13 +13,13 @@ from lit_layers import records
 from lit_layers.correlate.findings import Findings, Row, confounders
 from lit_layers.correlate.model_table import ModelTable, lowered, p_equation, p_text
 from lit_layers.correlate.over_tag import OverTag
-from lit_layers.durable import replace_file
 from lit_layers.errors import refused
 from lit_layers.figures import Panels, scatter_plot
 from lit_layers.figures.chart import Chart
 from lit_layers.figures.labels import MINUS, count, value
 from lit_layers.figures.plane import Scatter
 from lit_layers.figures.vega import write_charts
+from lit_layers.files.durable import replace_file
 from lit_layers.functional import correlation
 from lit_layers.functional.correlation import UndefinedError
 from lit_layers.metrics import look_up

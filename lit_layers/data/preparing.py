@@ -45,8 +45,8 @@ from lit_layers.data.tokenization import (
     tokenizer_hash,
     train_bpe,
 )
-from lit_layers.durable import draft_of, sync, write_json
 from lit_layers.errors import InputError
+from lit_layers.files.durable import draft_of, sync, write_json
 
 CHUNK_BYTES = 2**20  # of text, the work of one call of the tokenizer
 PART_SECONDS = 5.0  # at most this much work, and a chunk, is done again after an interruption

@@ -18,8 +18,8 @@ from typing_extensions import TypedDict
 
 from lit_layers import schema
 from lit_layers.data.tokenization import load_tokenizer, tokenizer_hash
-from lit_layers.durable import sync, write_json
 from lit_layers.errors import InputError
+from lit_layers.files.durable import sync, write_json
 from lit_layers.schema import Count
 
 FORMAT, VERSION = "lit_layers token shards", 1

@@ -13,9 +13,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from lit_layers.durable import replace_file
 from lit_layers.errors import InputError, refused
 from lit_layers.figures.axes import Axis
+from lit_layers.files.durable import replace_file
 
 SUFFIXES = (".png", ".svg", ".pdf")
 _LONG_NAME = 120  # characters of a file name

@@ -13,14 +13,14 @@ if TYPE_CHECKING:
     from lit_layers.functional.coupling import *
     from lit_layers.functional.curves import *
     from lit_layers.functional.emergence.curve_times import *
+    from lit_layers.functional.emergence.forecast import *
+    from lit_layers.functional.emergence.lead_lag import *
     from lit_layers.functional.entropy import *
-    from lit_layers.functional.forecast import *
     from lit_layers.functional.geometry import *
     from lit_layers.functional.invariance import *
     from lit_layers.functional.jacobian.routes import *
     from lit_layers.functional.jacobian.summaries import *
     from lit_layers.functional.layer_selection import *
-    from lit_layers.functional.lead_lag import *
     from lit_layers.functional.probe import *
     from lit_layers.functional.record_probe import *
     from lit_layers.functional.regression import *
@@ -42,8 +42,8 @@ _METRICS = (
     "regression",
     "watching_probe",
 )
-_FILES = (*_METRICS, "curves", "correlation", "emergence.curve_times", "forecast", "layer_selection", "lead_lag")
-_FILES = (*_FILES, "block_schedules")
+_FILES = (*_METRICS, "curves", "correlation", "emergence.curve_times", "emergence.forecast", "layer_selection")
+_FILES = (*_FILES, "emergence.lead_lag", "block_schedules")
 
 
 def __getattr__(name: str) -> Any:

@@ -17,8 +17,8 @@ import torch
 from huggingface_hub.errors import StrictDataclassError
 from torch import Tensor, nn
 
-from lit_layers.durable import write_json
 from lit_layers.errors import InputError
+from lit_layers.files.durable import write_json
 from lit_layers.models.families import Network, family_of
 from lit_layers.models.pixels import PREPROCESSOR, copy_pixel_statistics_, pixel_statistics, preprocessor
 from lit_layers.models.shard_files import free_memory

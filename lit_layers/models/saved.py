@@ -12,9 +12,9 @@ from huggingface_hub.errors import StrictDataclassError
 from safetensors import SafetensorError
 from torch import nn
 
-from lit_layers.downloads import would_run_code
 from lit_layers.errors import InputError
-from lit_layers.gguf_files import GgufFile, is_gguf
+from lit_layers.files.downloads import would_run_code
+from lit_layers.files.gguf_files import GgufFile, is_gguf
 from lit_layers.models.build import TIMM_OPTIONS, one_line, quiet, refuse_beyond_memory
 from lit_layers.models.families import Network, class_named, family_of, trunk_of
 from lit_layers.models.pixels import PREPROCESSOR, keep_pixel_statistics_, keep_preprocessor_

@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 
 from lit_layers import schema
-from lit_layers.downloads import HUB_ERRORS, LOG_IN, is_refused, named_shards, reason
 from lit_layers.errors import InputError
+from lit_layers.files.downloads import HUB_ERRORS, LOG_IN, is_refused, named_shards, reason
 
 WHOLE, INDEX, CONFIG = "model.safetensors", "model.safetensors.index.json", "config.json"
 PICKLED = ("pytorch_model.bin", "pytorch_model.bin.index.json")

@@ -15,8 +15,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from lit_layers.durable import replace_file
 from lit_layers.errors import InputError, refused
+from lit_layers.files.durable import replace_file
 from lit_layers.models.block_calls import BlockCall, replaced, softened, split_arguments
 from lit_layers.models.build import TIMM_OPTIONS, one_line, refuse_beyond_memory, untrained
 from lit_layers.models.families import Network, trunk_of

@@ -11,8 +11,8 @@ from typing import Any, Literal
 import pandas as pd
 
 from lit_layers import records
-from lit_layers.durable import replace_file
 from lit_layers.errors import refused
+from lit_layers.files.durable import replace_file
 from lit_layers.identity import Measurement, Record, shown
 from lit_layers.papers.recipe import PaperRecipe, Place, Published
 

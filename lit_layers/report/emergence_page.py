@@ -31,7 +31,6 @@ from lit_layers.clock.times_and_order import (
     times_of_run,
     times_table,
 )
-from lit_layers.durable import replace_file
 from lit_layers.errors import refused
 from lit_layers.figures.axes import TITLES, Axis, layer_axis, place
 from lit_layers.figures.chart import Cells, Chart, Panels, Series
@@ -40,6 +39,7 @@ from lit_layers.figures.models import color_of, symbol_of
 from lit_layers.figures.tables import grouped
 from lit_layers.figures.theme import DIVERGING, rounded
 from lit_layers.figures.vega import SUFFIXES, file_name, write_charts
+from lit_layers.files.durable import replace_file
 from lit_layers.functional.emergence import EmergenceTimes, Time
 from lit_layers.records import Measurement
 from lit_layers.report.template import Figures, fill, placed

@@ -10,13 +10,13 @@ from typing import Any
 import pandas as pd
 
 from lit_layers import records, run_data
-from lit_layers.durable import replace_file
 from lit_layers.errors import InputError, refused
 from lit_layers.figures import Chart
 from lit_layers.figures.labels import listing, value, whole
 from lit_layers.figures.tables import change_table, grouped, model_table
 from lit_layers.figures.task_means import with_task_means, with_task_medians
 from lit_layers.figures.vega import SUFFIXES, file_name, write_charts
+from lit_layers.files.durable import replace_file
 from lit_layers.identity import Settings
 from lit_layers.metrics import look_up
 from lit_layers.report import emergence_page, sections, variant_sections

@@ -16,8 +16,8 @@ import yaml
 from torch import nn
 
 from lit_layers.data.tokenization import TextTokenizer, load_tokenizer, save_tokenizer, tokenizer_hash
-from lit_layers.durable import sync
 from lit_layers.errors import InputError, refused
+from lit_layers.files.durable import sync
 from lit_layers.models.build import save, weights_hash
 from lit_layers.models.costs import Cost, measure_costs
 from lit_layers.models.saved import has_head, open_plainly

@@ -7,10 +7,10 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from lit_layers.durable import write_json
 from lit_layers.errors import refused
 from lit_layers.figures.plane import LayerScores, layer_choice
 from lit_layers.figures.vega import write_charts
+from lit_layers.files.durable import write_json
 from lit_layers.functional.probe import LogisticProbes
 from lit_layers.metrics import look_up
 from lit_layers.models.build import save

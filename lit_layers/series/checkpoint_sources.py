@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from huggingface_hub.errors import HTTPError, OfflineModeIsEnabled, RevisionNotFoundError
 
-from lit_layers.downloads import HUB_ERRORS, LOG_IN, is_refused, reason
 from lit_layers.errors import InputError
+from lit_layers.files.downloads import HUB_ERRORS, LOG_IN, is_refused, reason
 from lit_layers.series.weight_files import STEMS, ListedFile, Memory, content_hash, formats, on_disk
 
 if TYPE_CHECKING:  # inside functions, torch: it takes seconds to import, and what only lists files needs none of it

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lit_layers.errors import InputError
-from lit_layers.gguf_files import GgufFile, is_gguf
+from lit_layers.files.gguf_files import GgufFile, is_gguf
 from lit_layers.schema import SEED, refuse_outside
 from lit_layers.series.auditing import audit
 from lit_layers.series.checkpoint import Checkpoint, Grammar, Listing, Series

@@ -19,8 +19,8 @@ from pydantic import with_config
 from typing_extensions import TypedDict
 
 from lit_layers import records, schema
-from lit_layers.durable import write_json
 from lit_layers.errors import InputError
+from lit_layers.files.durable import write_json
 from lit_layers.schema import Count, Seconds
 from lit_layers.sweep.grid import Cell, Grid
 

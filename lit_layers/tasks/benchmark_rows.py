@@ -16,8 +16,8 @@ from typing import Any
 
 import numpy as np
 
-from lit_layers.durable import write_json
 from lit_layers.errors import InputError, refused
+from lit_layers.files.durable import write_json
 from lit_layers.functional.block_schedules import Step, format_schedule
 from lit_layers.tasks.catalogue import find
 from lit_layers.tasks.task_files import SUFFIXES, Columns, local_copy, read_columns

@@ -24,8 +24,8 @@ from lit_layers.analyses.base import States
 from lit_layers.analyses.features import LayerFeatures, TextPooling, text_features
 from lit_layers.data.batches import EncodedTexts, encode_texts
 from lit_layers.data.tokenization import TextTokenizer, tokenizer_hash
-from lit_layers.durable import sync, write_json
 from lit_layers.errors import InputError, refused
+from lit_layers.files.durable import sync, write_json
 from lit_layers.models.view import LayeredModel
 
 StoreDtype = Literal["float32", "bfloat16", "float16"]

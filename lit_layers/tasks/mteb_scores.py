@@ -19,8 +19,8 @@ from lit_layers.analyses.representation import Representation
 from lit_layers.analyses.statistics import rounding_records
 from lit_layers.data.prompt_texts import GivenTexts, TextBatches
 from lit_layers.data.tokenization import TextTokenizer, load_tokenizer, tokenizer_hash
-from lit_layers.durable import write_json
 from lit_layers.errors import InputError, refused
+from lit_layers.files.durable import write_json
 from lit_layers.identity import settings_of
 from lit_layers.models.bfloat16 import BFloat16View
 from lit_layers.models.build import weights_hash

@@ -14,8 +14,8 @@ from typing import Any, Literal, NamedTuple, get_args
 
 import yaml
 
-from lit_layers.downloads import HUB_ERRORS, reason
 from lit_layers.errors import InputError
+from lit_layers.files.downloads import HUB_ERRORS, reason
 from lit_layers.schema import beginning
 
 Use = Literal["probe", "prompts", "benchmark", "glue", "mteb"]

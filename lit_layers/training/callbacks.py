@@ -15,9 +15,10 @@ import lightning as L
 import torch
 from torch import nn
 
-from lit_layers import canary, records, run_lock, undisturbed
+from lit_layers import canary, records, undisturbed
 from lit_layers.analyses.base import Analysis
 from lit_layers.errors import InputError
+from lit_layers.files import run_lock
 from lit_layers.identity import logged_name, plain_settings
 from lit_layers.models.build import save, weights_hash
 from lit_layers.models.view import LayeredModel

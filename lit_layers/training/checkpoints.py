@@ -13,10 +13,10 @@ from typing import Any
 import lightning as L
 from safetensors import SafetensorError
 
-from lit_layers import run_lock
 from lit_layers.data.tokenization import MAIN, load_tokenizer, tokenizer_hash
-from lit_layers.durable import sync
 from lit_layers.errors import InputError
+from lit_layers.files import run_lock
+from lit_layers.files.durable import sync
 from lit_layers.series.checkpoint import Checkpoint
 from lit_layers.series.checkpoint_sources import FolderSource
 from lit_layers.series.opening import find_checkpoint

@@ -21,8 +21,8 @@ from lit_layers.analyses.base import Analysis
 from lit_layers.analyses.speed import variants_of
 from lit_layers.data.preparing import prepared
 from lit_layers.data.shards import TokenShards
-from lit_layers.durable import write_json
 from lit_layers.errors import InputError
+from lit_layers.files.durable import write_json
 from lit_layers.functional.block_schedules import (
     LOOPS,
     SEEDS,

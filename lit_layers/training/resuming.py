@@ -23,8 +23,8 @@ from torch.utils._pytree import tree_leaves
 from typing_extensions import TypedDict
 
 from lit_layers import schema
-from lit_layers.durable import sync, write_json
 from lit_layers.errors import InputError
+from lit_layers.files.durable import sync, write_json
 from lit_layers.schema import Count
 from lit_layers.training.checkpoints import (
     axis_step,

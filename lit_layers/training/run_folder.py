@@ -11,10 +11,10 @@ from typing import Any, Literal, Protocol
 
 import lightning as L
 
-from lit_layers import run_lock
 from lit_layers.data.shards import TokenShards
-from lit_layers.durable import write_json
 from lit_layers.errors import InputError
+from lit_layers.files import run_lock
+from lit_layers.files.durable import write_json
 from lit_layers.models.build import true_vocab_size
 from lit_layers.schema import RUN_FILE, run_facts
 from lit_layers.training.checkpoints import Origin, axis_step, origin_of, saved_steps, writable_folder

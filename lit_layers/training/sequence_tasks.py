@@ -18,8 +18,8 @@ from torch.utils.data import DataLoader
 from torchmetrics import CatMetric
 
 from lit_layers.data.tokenization import TextTokenizer, load_tokenizer, one_thread, tokenizer_hash
-from lit_layers.durable import write_json
 from lit_layers.errors import InputError
+from lit_layers.files.durable import write_json
 from lit_layers.functional.block_schedules import Variant
 from lit_layers.models.build import architecture_hash, weights_hash
 from lit_layers.models.families import Network, trunk_of

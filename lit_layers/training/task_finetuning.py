@@ -17,8 +17,8 @@ from torch.utils.data import DataLoader
 
 from lit_layers import schema
 from lit_layers.data.tokenization import TextTokenizer, load_tokenizer, tokenizer_hash
-from lit_layers.durable import write_json
 from lit_layers.errors import InputError
+from lit_layers.files.durable import write_json
 from lit_layers.functional.block_schedules import Variant, format_schedule
 from lit_layers.models.build import architecture_hash, save, true_vocab_size, weights_hash
 from lit_layers.models.families import Network

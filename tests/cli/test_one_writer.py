@@ -11,9 +11,10 @@ from pathlib import Path
 import pytest
 import yaml
 
-from lit_layers import records, run_lock
+from lit_layers import records
 from lit_layers.cli.main import main
-from lit_layers.run_lock import writing
+from lit_layers.files import run_lock
+from lit_layers.files.run_lock import writing
 from lit_layers.training import callbacks
 from lit_layers.training.callbacks import EmergenceCallback
 from lit_layers.training.checkpoints import saved_steps, step_folder

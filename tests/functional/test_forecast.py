@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from lit_layers.functional import fewest_groups, forecast_held_out
-from lit_layers.functional.forecast import PENALTIES
+from lit_layers.functional.emergence.forecast import PENALTIES
 
 
 def drawn(models: int = 12, dim: int = 2, seed: int = 0, noise: float = 0.5):

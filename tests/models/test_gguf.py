@@ -10,11 +10,12 @@ import numpy as np
 import pytest
 import torch
 
-from lit_layers import gguf_files, records
+from lit_layers import records
 from lit_layers.cli.main import main
 from lit_layers.data.tokenization import load_tokenizer, tokenizer_hash
 from lit_layers.errors import InputError
-from lit_layers.gguf_files import GgufFile
+from lit_layers.files import gguf_files
+from lit_layers.files.gguf_files import GgufFile
 from lit_layers.models.build import causal_lm, save
 from lit_layers.models.saved import load
 from lit_layers.series import OneModel

@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from lit_layers.functional.lead_lag import LeadLag, lead_lags, octave_increments, octave_range
+from lit_layers.functional.emergence.lead_lag import LeadLag, lead_lags, octave_increments, octave_range
 
 # As a run saves them: 20 checkpoints, powers of two and then every 192 steps.
 STEPS = np.array([0, *2 ** np.arange(8), *range(192, 385, 192), *range(576, 1921, 192), 2048])

@@ -9,11 +9,12 @@ from pathlib import Path
 import lightning as L
 import pytest
 
-from lit_layers import records, run_lock
+from lit_layers import records
 from lit_layers.analyses.base import Analysis
 from lit_layers.errors import InputError, RunLostError
+from lit_layers.files import run_lock
+from lit_layers.files.run_lock import writing
 from lit_layers.records import Record
-from lit_layers.run_lock import writing
 from lit_layers.training import EmergenceCallback, SeriesCheckpoint
 from tests.support.forked import run_forked, run_ranks
 from tests.support.tiny_training import fit

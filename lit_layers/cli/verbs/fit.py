@@ -18,7 +18,6 @@ from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
 from lightning.pytorch.utilities.exceptions import MisconfigurationException, SIGTERMException
 from rich.console import Console
 
-from lit_layers import run_lock
 from lit_layers.analyses.base import Analysis
 from lit_layers.cli import threads
 from lit_layers.cli.console import show_table
@@ -30,6 +29,7 @@ from lit_layers.cli.training_display import StepProgress, beginning, show_result
 from lit_layers.data.preparing import prepared_before
 from lit_layers.data.tokenization import bpe_size, load_tokenizer
 from lit_layers.errors import InputError
+from lit_layers.files import run_lock
 from lit_layers.models.view import LayeredModel
 from lit_layers.models.workload import bytes_of_model
 from lit_layers.plan import Plan, share_of, size, stride_within

@@ -94,7 +94,7 @@ def _side_by_side(
     settings: Sequence[str],
     allow_suspect: bool,
 ) -> int:
-    from lit_layers.durable import replace_file
+    from lit_layers.files.durable import replace_file
     from lit_layers.report.side_by_side import last_values, page_of, read_side_by_side, write_pictures
 
     content = read_side_by_side(runs, seeds=seeds, group=group, settings=settings, allow_suspect=allow_suspect)

@@ -57,7 +57,7 @@ def _written(number: int, step: "Step", root: Path) -> list[str]:
     """The words of a step's command, whose options are written to a file: the same that a user could type."""
     import yaml
 
-    from lit_layers.durable import replace_file
+    from lit_layers.files.durable import replace_file
 
     path = root / STEPS / f"{number}-{step.verb}.yaml"
     replace_file(path, yaml.safe_dump(step.options, sort_keys=False, allow_unicode=True, width=120))

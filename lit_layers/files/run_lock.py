@@ -19,8 +19,8 @@ from pathlib import Path
 
 from filelock import LeaseSettingsMismatch, SoftFileLease, Timeout
 
-from lit_layers.durable import write_json
 from lit_layers.errors import InputError, RunLostError
+from lit_layers.files.durable import write_json
 
 logger = logging.getLogger(__name__)
 LEASE, HEARTBEAT, LOOK = 60.0, 2.0, 0.2  # seconds
