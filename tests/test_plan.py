@@ -30,6 +30,7 @@ from lit_layers.analyses import (
     PathsInPlane,
     PromptStudies,
     Representation,
+    StateGeometry,
     StateMetric,
     TokenCoupling,
     Trajectory,
@@ -117,6 +118,7 @@ FIXED = {"min_context": 8, "tolerance": 1e-12, "max_iterations": 40}  # it stops
 EXACT = [
     ("gpt2", Trajectory(batches=TEXTS)),
     ("gpt2", Representation(batches=TEXTS)),
+    ("gpt2", StateGeometry(batches=TEXTS)),
     ("gpt2", Lens(batches=TEXTS)),
     ("gpt2", Interventions(batches=TEXTS, variants=("skip", "reverse", "random"), seeds=(0, 1))),
     ("gpt2", Lens(batches=TEXTS, dtype="bfloat16")),  # all of these texts in float32, too

@@ -9,6 +9,7 @@ from lit_layers.analyses.linear_structure import ConceptAlignment, NextTokenResi
 from lit_layers.analyses.next_token_probe import NextTokenProbe
 from lit_layers.analyses.readout_scores import Interventions, Lens
 from lit_layers.analyses.representation import Representation, StateMetric
+from lit_layers.analyses.state_geometry import StateGeometry
 from lit_layers.analyses.task_probes import Probe, SampleSizeSweep
 from lit_layers.analyses.token_jacobians import CrossTokenInfluence, TokenCoupling
 
@@ -32,6 +33,7 @@ __all__ = [
     "PromptStudies",
     "Representation",
     "SampleSizeSweep",
+    "StateGeometry",
     "StateMetric",
     "TokenCoupling",
     "Trajectory",

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from lit_layers.functional.record_probe import *
     from lit_layers.functional.regression import *
     from lit_layers.functional.similarity import *
+    from lit_layers.functional.state_geometry import *
     from lit_layers.functional.trajectory import *
     from lit_layers.functional.watching_probe import *
 
@@ -32,6 +33,7 @@ _METRICS = (
     "trajectory",
     "entropy",
     "geometry",
+    "state_geometry",
     "similarity",
     "invariance",
     "jacobian.routes",

@@ -18,6 +18,7 @@ from lit_layers.analyses import (
     NextTokenProbe,
     OrderStates,
     Representation,
+    StateGeometry,
     TokenCoupling,
     Trajectory,
 )
@@ -48,6 +49,7 @@ ANALYSES = [
     CrossTokenInfluence(batches=text(), num_prompts=5),
     Interventions(batches=text(), seeds=(0, 1), loops=(3,)),
     LayerSimilarity(batches=text()),
+    StateGeometry(batches=text()),
     OrderStates(batches=text(), seeds=(0, 1), loops=(3,)),
     CouplingMatrices(batches=text(), pairs=[(1, 2)], k=3, num_prompts=4),
     NextTokenProbe(train=text(), test=text(1), num_classes=4, min_context=2, positions_per_sequence=3),

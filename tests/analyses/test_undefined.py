@@ -124,6 +124,7 @@ MAKERS: dict[str, Callable[[Data], Analysis]] = {
     "PromptStudies": lambda data: analyses.PromptStudies(batches=data.batches(), p=(0.0, 0.5), lengths=(4,)),
     "Representation": lambda data: analyses.Representation(batches=data.batches(), num_halves=2, rankme=True),
     "SampleSizeSweep": lambda data: analyses.SampleSizeSweep(**data.task(), num_seeds=2),
+    "StateGeometry": lambda data: analyses.StateGeometry(batches=data.batches(), first_rank=1, num_halves=2),
     "StateMetric": lambda data: analyses.StateMetric(
         metric=effective_rank, batches=data.batches(), options={"undefined": "nan"}
     ),

@@ -94,6 +94,7 @@ def measured(model, tokens, smollm2, tmp_path_factory) -> dict[str, Measurement]
         analyses.LayerSimilarity(batches=prompts),
         analyses.StateMetric(metric=effective_rank, batches=prompts, options={"undefined": "nan"}),
         analyses.PathsInPlane(batches=prompts),
+        analyses.StateGeometry(batches=prompts),
         analyses.PromptStudies(batches=prompts, p=(0.0, 0.5)),
         analyses.Interventions(batches=prompts, middles=(1, 27), seeds=(0,), loops=(2,)),
         analyses.OrderStates(batches=prompts, middles=(1, 27), seeds=(0,), loops=(2,)),

@@ -1,0 +1,187 @@
+"""How the states of each layer lie in their space, and how far each block moves them."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from lit_layers.analyses.base import States, evenly_spread, in_convention
+from lit_layers.analyses.layerwise import LayerwiseAnalysis, LayerwiseRun, TensorFolder, Visit
+from lit_layers.analyses.statistics import (
+    complete,
+    left_out,
+    mean_of_defined,
+    random_halves,
+    records_of_layers,
+    summarize_layers,
+)
+from lit_layers.data.batches import Batches
+from lit_layers.errors import InputError
+from lit_layers.functional.state_geometry import (
+    alpha_req,
+    anisotropy,
+    block_influence,
+    distances,
+    massive_activation,
+    normal_massive_activation,
+    shuffled_features,
+    step_ratio,
+    two_nn_of_distances,
+)
+from lit_layers.models.view import LayeredModel
+from lit_layers.models.workload import Part, Work, passes_of
+from lit_layers.records import Record
+
+OF_PROMPTS = "massive_activation", "random_massive_activation", "block_influence", "step_ratio"
+
+
+@dataclass(kw_only=True)
+class StateGeometry(LayerwiseAnalysis):
+    """Spectrum, dimension and direction of the states at every layer, and what a block does to them.
+
+    Of the tokens of all prompts as one set, from `num_tokens` of each prompt: `alpha_req`, `two_nn_dimension` and
+    `anisotropy`; `random_alpha_req` and `random_two_nn_dimension` are of the same values with each feature dealt out
+    anew among the tokens. Intervals come from `num_halves` random halves of the prompts, whose mean is the metric
+    `NAME_of_half`: values of more tokens and of fewer are not alike.
+
+    Of each prompt, then averaged over prompts: `massive_activation`, over all real tokens, with what normal entries
+    give (`random_massive_activation`); `block_influence` and `step_ratio` of the block that ends there, means over
+    tokens. The tag `num_undefined_tokens` counts tokens without a value. Means over layers 1..L have no layer.
+
+    An untrained model is a baseline of all: step 0 of a run, or `analyze --untrained`. The states are those of the
+    shared pass: no block runs again. The model runs in float32 or wider.
+    Source: as the functions of `lit_layers.functional.state_geometry` say.
+
+    Args:
+        batches: what is measured on.
+        num_tokens: of each prompt, evenly spread, for what is of all prompts; 1 takes the last. All layers' are kept
+            in memory: 128 prompts x 8 tokens x 13 layers x 768 x 4 B = 41 MB.
+        drop_first: how many first tokens are left out, mostly sinks, of all but `massive_activation`.
+        first_rank, last_rank: of the eigenvalues that `alpha_req` is fitted to.
+        num_halves: for intervals; 0: none.
+        states: which convention.
+    """
+
+    LEAST: ClassVar = {"num_tokens": 1, "drop_first": 0, "first_rank": 1, "last_rank": 2}
+
+    batches: Batches
+    name: str = "state_geometry"
+    num_tokens: int = 8
+    drop_first: int = 1
+    first_rank: int = 11
+    last_rank: int = 100
+    num_halves: int = 10
+    states: States = "resid"
+
+    def work(self, model: LayeredModel) -> Work | None:
+        work = passes_of(model, self.batches)
+        if work is None:
+            return None
+        layers, rows = model.num_layers + 1, work.texts * min(self.num_tokens, work.tokens // work.texts)
+        parts = (
+            Part("spectra", 2 * layers, (rows,)),
+            Part("spectra", layers * self.num_halves, (max(1, rows // 2),)),
+            Part("wide products", layers * 4.0 * rows**2 * model.dim, (rows,)),
+        )
+        return work + Work(parts=parts, host=4 * layers * rows * model.dim)
+
+    def check_options(self, model: LayeredModel) -> None:
+        super().check_options(model)
+        if self.first_rank >= self.last_rank:
+            raise InputError(f"{self.name}: expected last_rank above {self.first_rank}, got {self.last_rank}")
+
+    def begin(self, model: LayeredModel, store: TensorFolder | None = None) -> LayerwiseRun:
+        return _GeometryRun(model, self)
+
+    def tags(self, metric: str) -> dict[str, Any]:
+        options = ["states"] if metric.endswith("massive_activation") else ["states", "drop_first"]
+        options += ["first_rank", "last_rank"] if "alpha_req" in metric else []
+        return self.tags_of(*options)
+
+
+class _GeometryRun(LayerwiseRun):
+    """Of each batch the kept rows (layers so far, rows, dim), how many are of each prompt, and values of prompts."""
+
+    def __init__(self, model: LayeredModel, options: StateGeometry) -> None:
+        super().__init__()
+        self.model, self.options = model, options
+
+    def start(self, batch: int, hidden: Tensor, mask: Tensor) -> None:
+        chosen = [
+            evenly_spread(self.options.drop_first, count - 1, self.options.num_tokens)
+            if count > self.options.drop_first
+            else []
+            for count in mask.sum(-1).tolist()
+        ]
+        self.state[batch, "num_rows"] = torch.tensor([len(places) for places in chosen])
+        real = [row.nonzero()[:, 0].tolist() for row in mask.cpu()]
+        pairs = [(row, real[row][place]) for row, places in enumerate(chosen) for place in places]
+        self.state[batch, "places"] = torch.tensor(pairs, dtype=torch.long).reshape(-1, 2)
+        nothing = torch.full((2, len(mask)), torch.nan, dtype=torch.float64)
+        self._take(batch, in_convention(self.model, self.options.states, 0, hidden), mask, nothing, nothing[0])
+
+    def visit(self, visit: Visit) -> None:
+        before, after = (
+            in_convention(self.model, self.options.states, layer, hidden)
+            for layer, hidden in ((visit.layer - 1, visit.before), (visit.layer, visit.after))
+        )
+        kept = (visit.mask & (visit.mask.cumsum(-1) > self.options.drop_first)).cpu()
+        moved = torch.stack([each(before, after, undefined="nan").cpu() for each in (block_influence, step_ratio)])
+        moved = moved.masked_fill(~kept, torch.nan)
+        missing = (moved.isnan() & kept).sum(-1)
+        self._take(visit.batch, after, visit.mask, mean_of_defined(moved), missing[0])
+
+    def _take(self, batch: int, states: Tensor, mask: Tensor, moved: Tensor, missing: Tensor) -> None:
+        prompts, places = self.state[batch, "places"].to(states.device).T
+        size = massive_activation(states, mask, undefined="nan")
+        count = mask.sum(-1) * states.shape[-1]
+        normal = normal_massive_activation(count.cpu())
+        of_prompts = (size, normal.masked_fill(size.isnan().cpu(), torch.nan), *moved)
+        values = dict(zip(OF_PROMPTS, of_prompts, strict=True))
+        self.append(batch, {**values, "num_undefined_tokens": missing.double(), "rows": states[prompts, places]})
+
+    def records(self) -> Iterator[Record]:
+        batches = self.batches()
+        for metric in OF_PROMPTS:
+            values = torch.cat([batch[metric] for batch in batches], 1)  # (layers + 1, prompts)
+            missing = torch.cat([batch["num_undefined_tokens"] for batch in batches], 1).nan_to_num()
+            counts = {} if metric.endswith("massive_activation") else {"num_undefined_tokens": missing}
+            yield from summarize_layers(metric, values, tags=self.options.tags(metric), counts=counts)
+        rows = torch.cat([batch["rows"] for batch in batches], 1)
+        yield from self._of_sets(rows, torch.cat([batch["num_rows"] for batch in batches]))
+
+    def _of_sets(self, rows: Tensor, num_rows: Tensor) -> Iterator[Record]:
+        """Of the rows (layers + 1, rows, dim), so many of each prompt."""
+        owner = torch.arange(len(num_rows)).repeat_interleave(num_rows)
+        broken = (~rows.isfinite().all(-1)).double()  # (layers + 1, rows)
+        num_broken = broken.new_zeros(len(rows), len(num_rows)).index_add_(1, owner, broken)
+        _, kept = complete((num_broken == 0) & (num_rows > 0))
+        rows, owner = rows[:, kept[owner]], owner[kept[owner]]
+        prompts = kept.nonzero()[:, 0]
+        members = [prompts, *(prompts[half] for half in random_halves(len(prompts), self.options.num_halves))]
+        choices = [torch.isin(owner, each).nonzero()[:, 0] for each in members]
+        ranks = self.options.first_rank, self.options.last_rank
+        by_layer = [_values(layer.double(), choices, ranks) for layer in rows]
+        for metric in by_layer[0]:
+            values = torch.stack([of_layer[metric] for of_layer in by_layer])  # (layers + 1, 1 + halves)
+            of_halves = values[:, 1:] if values.shape[1] > 1 else None
+            tags = self.options.tags(metric) | left_out("", ~kept)
+            yield from records_of_layers(metric, values[:, 0], of_halves, int(kept.sum()), tags)
+
+
+def _values(points: Tensor, choices: list[Tensor], fit_range: tuple[int, int]) -> dict[str, Tensor]:
+    """Of some choices of one layer's points, each (choices,); what chance gives of the first alone."""
+    sets = [points[rows] for rows in choices]
+    different, number = points.unique(dim=0, return_inverse=True)
+    apart = distances(different)
+    shuffled = shuffled_features(sets[0])
+    dimensions = [two_nn_of_distances(apart[rows][:, rows]) for rows in (number[each].unique() for each in choices)]
+    return {
+        "alpha_req": torch.stack([alpha_req(each, fit_range=fit_range, undefined="nan") for each in sets]),
+        "random_alpha_req": alpha_req(shuffled, fit_range=fit_range, undefined="nan")[None],
+        "two_nn_dimension": torch.stack(dimensions),
+        "random_two_nn_dimension": two_nn_of_distances(distances(shuffled.unique(dim=0)))[None],
+        "anisotropy": torch.stack([anisotropy(each, undefined="nan") for each in sets]),
+    }

@@ -1,0 +1,229 @@
+"""How a cloud of states lies in its space, and what a block does to a state. All computed in float64.
+
+Points are the rows of a set: tokens of many prompts at one layer.
+"""
+
+import math
+from typing import Literal
+
+import torch
+from jaxtyping import Bool, Float
+from torch import Tensor
+
+from lit_layers.functional._checks import centered, not_finite, real_rows, settled, unit_rows, widened, without
+from lit_layers.functional.entropy import eigenvalues, products
+
+Points = Float[Tensor, "*n points dim"]
+PerSet = Float[Tensor, "*n"]
+Undefined = Literal["raise", "nan"]
+
+LEAST_RANKS = 3  # of a slope
+_EPS = torch.finfo(torch.float64).eps
+
+
+def alpha_req(points: Points, *, fit_range: tuple[int, int] = (11, 100), undefined: Undefined = "raise") -> PerSet:
+    """How fast the eigenvalues of the points' covariance fall: the alpha of lambda_i ~ i^-alpha.
+
+    At least 0, as they are in order: 0 for a spectrum that is flat, larger where fewer directions carry the variance.
+    The slope of log lambda_i over log i by least squares with weights 1 / i, so that each octave of ranks counts alike,
+    over the ranks `fit_range`, both ends included, as far as the covariance has rank. Unchanged by rotation,
+    translation and scaling. Finite samples steepen the tail: compare sets of as many points.
+
+    Source: Agrawal et al. 2022 (alpha-ReQ), with ranks and weights of Stringer et al. 2019; over training: Li et al.,
+    arXiv 2509.23024.
+
+    Raises:
+        ValueError: a range that is none; fewer than 3 ranks in it, points that are not finite (NaN there with
+            `undefined="nan"`).
+    """
+    first, last = fit_range
+    if not 1 <= first < last:
+        raise ValueError(f"expected fit_range to be two ranks from 1 on, the first below the last, got {fit_range}")
+    points = _of_sets(points)
+    broken = not_finite(points)
+    points = centered(without(points, broken), points.new_ones(points.shape[:-1], dtype=torch.bool))
+    wide = points.shape[-2] <= points.shape[-1]
+    values = eigenvalues(products(points if wide else points.mT)).flip(-1)  # the largest first
+    floor = max(points.shape[-2:]) * _EPS * values[..., :1]
+    ranks = torch.arange(1, values.shape[-1] + 1, device=values.device)
+    fitted = (ranks >= first) & (ranks <= last) & (values > floor)
+    if wide:  # of n centred points one eigenvalue is 0
+        fitted = fitted & (ranks < points.shape[-2])
+    weights = fitted / ranks
+    x, y = ranks.double().log(), values.where(fitted, 1.0).log()
+    total = weights.sum(-1).clamp(min=_EPS)
+    x_mean, y_mean = (weights * x).sum(-1) / total, (weights * y).sum(-1) / total
+    x_off = x - x_mean[..., None]
+    slope = (weights * x_off * (y - y_mean[..., None])).sum(-1) / (weights * x_off.square()).sum(-1)
+    problems = {
+        "a value is not finite": broken,
+        f"its covariance has fewer than {LEAST_RANKS} ranks in {fit_range}": fitted.sum(-1) < LEAST_RANKS,
+    }
+    return settled("alpha_req", -slope, problems, undefined)
+
+
+def two_nn_dimension(points: Points, *, discarded: float = 0.1, undefined: Undefined = "raise") -> PerSet:
+    """The intrinsic dimension of the set that the points lie on, by the ratio of their two nearest distances.
+
+    Above 0. With mu = r2 / r1 of each point and F its share among the ordered ones, the slope through the origin of
+    -log(1 - F) over log mu, without the largest `discarded` share of mu. Points that are equal count once. Unchanged by
+    rotation, translation, scaling and the order of points. In high dimension too low for so few points: compare sets
+    of as many.
+
+    Source: Facco et al. 2017, equations 3 to 5.
+
+    Raises:
+        ValueError: `discarded` outside [0, 1); fewer than 3 different points, all ratios 1, points that are not finite
+            (NaN there with `undefined="nan"`).
+    """
+    if not 0 <= discarded < 1:
+        raise ValueError(f"expected discarded to be a share from 0 to below 1, got {discarded}")
+    points = _of_sets(points)
+    broken = not_finite(points)
+    sets = without(points, broken).flatten(0, -3) if points.ndim > 2 else without(points, broken)[None]
+    values = [two_nn_of_distances(distances(each.unique(dim=0)), discarded) for each in sets]
+    values = torch.stack(values).reshape(points.shape[:-2])
+    reason = "it has fewer than 3 different points, or all have two neighbours at one distance"
+    problems = {"a value is not finite": broken, reason: values.isnan()}
+    return settled("two_nn_dimension", values, problems, undefined)
+
+
+def distances(points: Float[Tensor, "points dim"]) -> Float[Tensor, "points points"]:
+    """Of every two points; infinite of a point to itself."""
+    shifted = centered(points, points.new_ones(len(points), dtype=torch.bool))  # nearer to 0 less is lost in squares
+    apart = torch.cdist(shifted, shifted, compute_mode="use_mm_for_euclid_dist")
+    return apart.fill_diagonal_(math.inf)
+
+
+def two_nn_of_distances(apart: Float[Tensor, "points points"], discarded: float = 0.1) -> Tensor:
+    """`two_nn_dimension` by the distances of points that are all different; NaN of fewer than 3 or of equal ratios."""
+    if len(apart) < 3:
+        return apart.new_full((), math.nan)
+    nearest = apart.topk(2, largest=False).values
+    ratios = (nearest[:, 1] / nearest[:, 0]).log().sort().values
+    kept = min(max(2, round(len(apart) * (1 - discarded))), len(apart) - 1)  # the last share is 1, without a logarithm
+    share = torch.arange(1, kept + 1, device=apart.device, dtype=apart.dtype) / len(apart)
+    x, y = ratios[:kept], -(1 - share).log()
+    return ((x * y).sum() / x.square().sum()).where(x.square().sum() > 0, math.nan)
+
+
+def anisotropy(points: Points, *, undefined: Undefined = "raise") -> PerSet:
+    """Mean cosine between two different points: how far the cloud lies to one side of the origin.
+
+    Range [-1 / (points - 1), 1]: 0 in expectation where directions are uniform, 1 where all are the same. Unchanged by
+    rotation and by positive scaling of single points.
+
+    Source: Ethayarajh 2019, section 3.3.
+
+    Raises:
+        ValueError: fewer than 2 points, one that is zero or not finite (NaN there with `undefined="nan"`).
+    """
+    points = _of_sets(points)
+    broken, count = not_finite(points), points.shape[-2]
+    points = without(points, broken)
+    rows, none = unit_rows(points, points.new_ones(points.shape[:-1], dtype=torch.bool))
+    total = rows.sum(-2).square().sum(-1)
+    problems = {"a value is not finite": broken, "a point is zero": none.any(-1)}
+    problems["it has fewer than 2 points"] = torch.tensor(count < 2, device=points.device)
+    return settled("anisotropy", (total - count) / max(1, count * (count - 1)), problems, undefined)
+
+
+def massive_activation(
+    tokens: Float[Tensor, "*n tokens dim"],
+    mask: Bool[Tensor, "*n tokens"] | None = None,
+    *,
+    undefined: Undefined = "raise",
+) -> PerSet:
+    """The largest size of an entry of a prompt's states over the median size.
+
+    At least 1. Unchanged by scaling, by the order of tokens and features; not by rotation. Where a model has massive
+    activations it is 1,000 and more; `normal_massive_activation` says what normal entries give.
+
+    Source: Sun et al. 2024, arXiv 2402.17762 (an entry is massive above 100 and above 1,000 medians).
+
+    Raises:
+        ValueError: no real token, a median of 0, values that are not finite (NaN there with `undefined="nan"`).
+    """
+    rows, kept = real_rows(widened("tokens", tokens), mask)
+    broken = not_finite(rows)
+    sizes = without(rows, broken).abs().masked_fill(~kept[..., None], torch.nan).flatten(-2)
+    if not sizes.shape[-1]:
+        sizes = sizes.new_full((*sizes.shape[:-1], 1), torch.nan)
+    lower, upper = sizes.nanquantile(0.5, dim=-1), sizes.masked_fill(sizes.isnan(), -1.0).amax(-1)
+    problems = {
+        "a value is not finite": broken,
+        "there is no real token": ~kept.any(-1),
+        "its median is 0": lower == 0,
+    }
+    return settled("massive_activation", upper / lower, problems, undefined)
+
+
+def normal_massive_activation(count: Tensor) -> Tensor:
+    """`massive_activation` of so many independent normal entries: the median of their largest size over that of all.
+
+    With n entries the largest is below x with probability (2 Phi(x) - 1)^n, which is 1/2 at the median.
+    """
+    largest = torch.special.ndtri(torch.exp2(-1 / count.double()).add(1) / 2)
+    return largest / torch.special.ndtri(torch.tensor(0.75, dtype=torch.float64, device=largest.device))
+
+
+def block_influence(
+    before: Float[Tensor, "*n dim"], after: Float[Tensor, "*n dim"], *, undefined: Undefined = "raise"
+) -> Float[Tensor, "*n"]:
+    """1 - cosine of the state a block takes and the state it gives, of each token.
+
+    Range [0, 2]: 0 where a block leaves the direction, 1 where it gives one at right angles. Unchanged by a rotation of
+    both and by positive scaling of either.
+
+    Source: Men et al., ShortGPT, arXiv 2403.03853, equation 1.
+
+    Raises:
+        ValueError: a state that is zero or not finite (NaN there with `undefined="nan"`).
+    """
+    before, after = widened("before", before), widened("after", after)
+    norms = [torch.linalg.vector_norm(state, dim=-1, keepdim=True) for state in (before, after)]
+    sides = [state / norm.where(norm > 0, 1.0) for state, norm in zip((before, after), norms, strict=True)]
+    problems = _of_states(norms)
+    # half the squared distance of the directions is exact near 0, where 1 - cos is rounding
+    return settled("block_influence", (sides[0] - sides[1]).square().sum(-1) / 2, problems, undefined)
+
+
+def step_ratio(
+    before: Float[Tensor, "*n dim"], after: Float[Tensor, "*n dim"], *, undefined: Undefined = "raise"
+) -> Float[Tensor, "*n"]:
+    """The length of what a block adds to a state over the length of the state, of each token.
+
+    At least 0. Unchanged by a rotation and by scaling of both.
+
+    Source: ours, of the paths in Aubry et al., arXiv 2407.07810; what Sun et al., arXiv 2502.05795, call the curse of
+    depth is its fall over the layers.
+
+    Raises:
+        ValueError: a state before that is zero, one that is not finite (NaN there with `undefined="nan"`).
+    """
+    before, after = widened("before", before), widened("after", after)
+    norm, step = (torch.linalg.vector_norm(state, dim=-1) for state in (before, after - before))
+    problems = {"a state is not finite": ~(norm.isfinite() & step.isfinite()), "the state before is zero": norm == 0}
+    return settled("step_ratio", step / norm.where(norm > 0, 1.0), problems, undefined)
+
+
+def _of_states(norms: list[Tensor]) -> dict[str, Tensor]:
+    norms = [norm[..., 0] for norm in norms]
+    return {
+        "a state is not finite": ~(norms[0].isfinite() & norms[1].isfinite()),
+        "a state is zero": (norms[0] == 0) | (norms[1] == 0),
+    }
+
+
+def shuffled_features(points: Float[Tensor, "points dim"], seed: int = 0) -> Float[Tensor, "points dim"]:
+    """The points with the values of each feature dealt out anew among them: what features say without each other."""
+    generator = torch.Generator().manual_seed(seed)
+    order = torch.rand(points.shape, generator=generator, dtype=torch.float64).argsort(0).to(points.device)
+    return points.gather(0, order)
+
+
+def _of_sets(points: Points) -> Points:
+    points = widened("points", points)
+    if points.ndim < 2:
+        raise ValueError(f"expected points of shape (*n, points, dim), got {tuple(points.shape)}")
+    return points

@@ -1,0 +1,89 @@
+"""StateGeometry on a small model, against the same numbers computed from hooked states by plain numpy."""
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from lit_layers.analyses import StateGeometry
+from lit_layers.errors import InputError
+from lit_layers.functional import alpha_req, two_nn_dimension
+from lit_layers.models.view import LayeredModel
+from tests.support.listed_batches import Listed
+from tests.support.prompt_states import states_of_each_prompt
+from tests.support.tiny_models import LAYERS, tiny, tiny_batch
+
+BATCHES = [
+    tiny_batch("gpt2", batch=3, tokens=9, padding="left", seed=1),
+    tiny_batch("gpt2", batch=2, tokens=7, seed=2),
+    tiny_batch("gpt2", batch=3, tokens=10, padding="right", seed=3),
+]
+
+
+@pytest.fixture(scope="module")
+def model():
+    return tiny("gpt2", torch.float64)
+
+
+def run(model, **options) -> dict[Any, Any]:
+    records = StateGeometry(batches=Listed(*BATCHES), first_rank=3, **options).run(LayeredModel(model))
+    return {(record.metric, record.layer): record for record in records}
+
+
+def test_every_value_is_that_of_the_real_tokens(model):
+    found = run(model)
+    prompts = states_of_each_prompt(model, BATCHES)  # (layers + 1, tokens, dim) each
+    for layer in range(LAYERS + 1):
+        states = [prompt[layer] for prompt in prompts]
+        sizes = [np.abs(each).max() / np.median(np.abs(each)) for each in states]
+        assert found["massive_activation", layer].value == pytest.approx(np.mean(sizes), rel=1e-9)
+        # of each prompt without its first token at most eight, evenly spread
+        kept = [
+            each[1:][[round(i * (len(each) - 2) / 7) for i in range(8)] if len(each) > 9 else ...] for each in states
+        ]
+        rows = np.concatenate(kept)
+        units = rows / np.linalg.norm(rows, axis=1, keepdims=True)
+        cosines = (units @ units.T)[~np.eye(len(units), dtype=bool)]
+        assert found["anisotropy", layer].value == pytest.approx(cosines.mean(), rel=1e-9)
+        assert found["anisotropy", layer].n == 8
+        points = torch.from_numpy(rows)
+        assert found["alpha_req", layer].value == pytest.approx(alpha_req(points, fit_range=(3, 100)).item(), rel=1e-9)
+        assert found["two_nn_dimension", layer].value == pytest.approx(two_nn_dimension(points).item(), rel=1e-9)
+        if layer:
+            moved = {"block_influence": [], "step_ratio": []}
+            for prompt in prompts:
+                before, after = prompt[layer - 1, 1:], prompt[layer, 1:]
+                norms = np.linalg.norm(before, axis=1), np.linalg.norm(after, axis=1)
+                moved["block_influence"].append((1 - (before * after).sum(1) / norms[0] / norms[1]).mean())
+                moved["step_ratio"].append((np.linalg.norm(after - before, axis=1) / norms[0]).mean())
+            for metric, values in moved.items():
+                record = found[metric, layer]
+                assert record.value == pytest.approx(np.mean(values), rel=1e-9)
+                assert record.stderr == pytest.approx(np.std(values, ddof=1) / 8**0.5, rel=1e-7)
+    assert ("block_influence", 0) not in found
+
+
+def test_intervals_are_of_halves_and_chance_stands_beside(model):
+    found = run(model, num_halves=6)
+    for metric in ("alpha_req", "two_nn_dimension", "anisotropy"):
+        whole, half = found[metric, 2], found[f"{metric}_of_half", 2]
+        assert whole.low < whole.value < whole.high or whole.value in (whole.low, whole.high)
+        assert (half.n, whole.n) == (4, 8)
+    assert found["random_two_nn_dimension", 2].value > found["two_nn_dimension", 2].value
+    assert found["random_massive_activation", 1].low <= found["random_massive_activation", 1].value
+
+
+def test_a_planted_massive_activation_is_found_at_its_layer_and_after():
+    model = tiny("gpt2", torch.float64)
+    with torch.no_grad():
+        model.get_parameter("transformer.h.1.mlp.c_proj.bias")[5] = 5000.0
+    found = {key: record.value for key, record in run(model).items()}
+    assert found["massive_activation", 1] < 100 < 1000 < found["massive_activation", 2]
+    assert found["block_influence", 2] > found["block_influence", 3]
+    assert found["anisotropy", 2] > 0.99
+
+
+def test_a_range_of_ranks_that_is_none_is_refused(model):
+    with pytest.raises(InputError, match="state_geometry: expected last_rank above 3, got 3"):
+        run(model, last_rank=3)

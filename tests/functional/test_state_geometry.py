@@ -1,0 +1,144 @@
+"""Geometry of clouds of states against known spectra, known manifolds and plain numpy."""
+
+import math
+
+import numpy as np
+import pytest
+import torch
+from sklearn.neighbors import NearestNeighbors
+
+from lit_layers.functional import (
+    alpha_req,
+    anisotropy,
+    block_influence,
+    massive_activation,
+    normal_massive_activation,
+    step_ratio,
+    two_nn_dimension,
+)
+from lit_layers.functional.state_geometry import shuffled_features
+
+
+def normal(*shape: int, seed: int = 0) -> torch.Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+
+
+def with_spectrum(eigenvalues: torch.Tensor, points: int) -> torch.Tensor:
+    """Points whose covariance has exactly these eigenvalues, in random directions."""
+    dim = len(eigenvalues)
+    left = torch.linalg.qr(normal(points, dim) - normal(points, dim).mean(0))[0]
+    return left * eigenvalues.sqrt() @ torch.linalg.qr(normal(dim, dim, seed=1))[0]
+
+
+@pytest.mark.parametrize("alpha", [0.0, 0.5, 1.0, 2.5])
+def test_a_spectrum_of_i_to_the_minus_alpha_has_that_alpha(alpha):
+    eigenvalues = torch.arange(1, 121, dtype=torch.float64) ** -alpha
+    points = with_spectrum(eigenvalues, 300)
+    for each in (points, 3.5 * points + 7, points[torch.randperm(300)]):
+        assert alpha_req(each).item() == pytest.approx(alpha, abs=1e-9)
+    assert alpha_req(points, fit_range=(2, 20)).item() == pytest.approx(alpha, abs=1e-9)
+    few = with_spectrum(eigenvalues, 121)[:60]  # fewer points than dimensions: the other Gram matrix
+    values = np.linalg.eigvalsh(np.cov(few.numpy().T))[::-1][:59]
+    ranks = np.arange(1, 60)
+    fitted = slice(10, 59)
+    slope, _ = np.polyfit(np.log(ranks[fitted]), np.log(values[fitted]), 1, w=ranks[fitted] ** -0.5)
+    assert alpha_req(few).item() == pytest.approx(-slope, rel=1e-9)
+
+
+def test_alpha_is_refused_without_enough_ranks_and_for_a_range_that_is_none():
+    with pytest.raises(ValueError, match=r"fewer than 3 ranks in \(11, 100\)"):
+        alpha_req(normal(12, 40))
+    assert not alpha_req(normal(14, 40)).isnan()
+    sets = torch.stack([normal(30, 20), torch.full((30, 20), math.nan, dtype=torch.float64), torch.ones(30, 20)])
+    assert alpha_req(sets, undefined="nan").isnan().tolist() == [False, True, True]
+    with pytest.raises(ValueError, match="expected fit_range to be two ranks"):
+        alpha_req(normal(30, 20), fit_range=(10, 10))
+
+
+@pytest.mark.parametrize("dim", [1, 2, 4])
+def test_points_on_a_sphere_have_its_dimension_whatever_the_space_around(dim):
+    sphere = normal(2000, dim + 1, seed=dim)
+    sphere = sphere / sphere.norm(dim=1, keepdim=True)
+    around = torch.linalg.qr(normal(30, 30))[0][: dim + 1]
+    assert two_nn_dimension(sphere @ around).item() == pytest.approx(dim, rel=0.05)
+    assert two_nn_dimension(5 - 2 * sphere).item() == pytest.approx(two_nn_dimension(sphere).item(), rel=1e-9)
+
+
+def test_the_dimension_is_the_slope_through_the_origin_and_counts_equal_points_once():
+    points = normal(80, 6)
+    r1, r2 = NearestNeighbors(n_neighbors=3, algorithm="brute").fit(points.numpy()).kneighbors()[0][:, :2].T
+    x = np.log(np.sort(r2 / r1))[:72]
+    y = -np.log(1 - np.arange(1, 73) / 80)
+    expected = np.linalg.lstsq(x[:, None], y, rcond=None)[0][0]
+    assert two_nn_dimension(points).item() == pytest.approx(expected, rel=1e-9)
+    assert two_nn_dimension(torch.cat([points, points[:9]])).item() == pytest.approx(expected, rel=1e-9)
+    assert two_nn_dimension(torch.stack([points, 2 * points])).tolist() == pytest.approx([expected] * 2, rel=1e-9)
+    with pytest.raises(ValueError, match="fewer than 3 different points"):
+        two_nn_dimension(torch.cat([points[:2]] * 5))
+    with pytest.raises(ValueError, match="expected discarded to be a share"):
+        two_nn_dimension(points, discarded=1.0)
+    assert two_nn_dimension(torch.eye(5), undefined="nan").isnan()  # all distances are the same
+
+
+def test_anisotropy_is_the_mean_cosine_of_two_different_points():
+    points = normal(40, 7) + 0.5
+    directions = (points / points.norm(dim=1, keepdim=True)).numpy()
+    cosines = directions @ directions.T
+    expected = cosines[~np.eye(40, dtype=bool)].mean()
+    assert anisotropy(points).item() == pytest.approx(expected, rel=1e-12)
+    assert anisotropy(points * torch.arange(1, 41)[:, None]).item() == pytest.approx(expected, rel=1e-12)
+    assert anisotropy(torch.ones(9, 3)).item() == pytest.approx(1)
+    assert anisotropy(torch.eye(9)).item() == 0
+    assert anisotropy(torch.eye(3) - 1 / 3).item() == pytest.approx(-1 / 2)  # as far apart as three can be
+    points[3] = 0
+    with pytest.raises(ValueError, match="a point is zero"):
+        anisotropy(points)
+
+
+def test_a_planted_massive_activation_is_found_and_padding_is_not():
+    tokens = normal(3, 9, 16).clamp(-3, 3)
+    tokens[1, 2, 5] = -4000.0
+    tokens[2, 8] = 1e6  # padding
+    mask = torch.ones(3, 9, dtype=torch.bool)
+    mask[2, 8] = False
+    expected = [
+        np.abs(prompt[real]).max() / np.median(np.abs(prompt[real]))
+        for prompt, real in zip(tokens.numpy(), mask.numpy(), strict=True)
+    ]
+    assert massive_activation(tokens, mask).tolist() == pytest.approx(expected, rel=1e-12)
+    assert expected[1] > 1000 > 100 > max(expected[0], expected[2])
+    assert massive_activation(torch.ones(1, 2, 3)).item() == 1
+    with pytest.raises(ValueError, match="its median is 0"):
+        massive_activation(torch.zeros(1, 2, 3))
+
+
+def test_what_normal_entries_give_is_the_median_of_many_draws():
+    sizes = normal(4001, 200).abs()
+    drawn = (sizes.amax(1) / sizes.median()).median().item()
+    assert normal_massive_activation(torch.tensor(200)).item() == pytest.approx(drawn, rel=0.01)
+
+
+def test_influence_and_step_of_a_block_that_turns_and_of_one_that_stretches():
+    before = normal(6, 8)
+    assert block_influence(before, 3 * before).abs().max() < 1e-15
+    assert step_ratio(before, 3 * before).tolist() == pytest.approx([2.0] * 6)
+    assert block_influence(before, -before).tolist() == pytest.approx([2.0] * 6)
+    after = normal(6, 8, seed=4)
+    cosines = (before * after).sum(1) / before.norm(dim=1) / after.norm(dim=1)
+    assert block_influence(before, after).tolist() == pytest.approx((1 - cosines).tolist(), rel=1e-12)
+    tiny = before + 1e-9 * after  # where 1 - cosine is rounding: the sine is what is left
+    sine = 1e-9 * (after - cosines[:, None] * after.norm(dim=1, keepdim=True) * before / before.norm(dim=1)[:, None])
+    angle = sine.norm(dim=1) / before.norm(dim=1)
+    assert block_influence(before, tiny).tolist() == pytest.approx((angle**2 / 2).tolist(), rel=1e-4)
+    before[0] = 0
+    with pytest.raises(ValueError, match="a state is zero"):
+        block_influence(before, after)
+    assert step_ratio(before, after, undefined="nan").isnan().tolist() == [True] + [False] * 5
+
+
+def test_shuffled_features_keep_each_feature_and_lose_what_they_say_together():
+    points = normal(300, 1) @ torch.ones(1, 8, dtype=torch.float64) + 0.01 * normal(300, 8, seed=1)
+    shuffled = shuffled_features(points)
+    torch.testing.assert_close(shuffled.sort(0).values, points.sort(0).values, rtol=0, atol=0)
+    assert np.abs(np.corrcoef(shuffled.T.numpy()) - np.eye(8)).max() < 0.25
+    assert two_nn_dimension(shuffled) > 4 > 1.5 > two_nn_dimension(points[:, :1])
