@@ -368,6 +368,10 @@ class Bench:
         """A block with random weights, as it is called on texts of that length."""
         cut: Any = truncate(self.model.model, 1, head=False)
         cut = cut.to_empty(device=self.device) if self.model.device.type == "meta" else cut.to(self.device)
+        if self.model.origin == "structure":  # which weights show, whatever they are
+            with torch.no_grad():
+                for tensor in filter(torch.is_floating_point, (*cut.parameters(), *cut.buffers())):
+                    tensor.nan_to_num_(0.02, 0.02, 0.02).clamp_(-0.02, 0.02)
         view = LayeredModel(cut)
         with torch.no_grad():
             generator = torch.Generator(self.device).manual_seed(0)  # a training's own random numbers stay as they are

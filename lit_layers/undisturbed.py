@@ -318,6 +318,8 @@ def describe_run(view: LayeredModel, analysis: Analysis, weights_hash: str | Non
         "config_hash": analysis.config_hash(),
         "data_hash": analysis.data_hash(),
         "tokenizer_hash": analysis.tokenizer_hash(),
+        "origin": view.origin,
+        **({} if view.family.proof is None else {"proof": dict(view.family.proof)}),
         "width": view.dim,
         "depth": view.num_layers,
         "dtype": str(view.dtype).removeprefix("torch."),

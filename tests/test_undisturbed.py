@@ -336,6 +336,7 @@ def test_a_measurement_says_what_was_measured_on_what():
         "config_hash": analysis.config_hash(),
         "data_hash": analysis.data_hash(),
         "tokenizer_hash": None,
+        "origin": "row",
         "width": 32,
         "depth": 3,
         "dtype": "float32",

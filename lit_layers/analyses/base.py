@@ -20,7 +20,6 @@ from lit_layers.data.batches import Batches, EvalText
 from lit_layers.data.images import EvalImages
 from lit_layers.errors import InputError
 from lit_layers.models.bfloat16 import BFloat16View
-from lit_layers.models.families import trunk_of
 from lit_layers.models.pixels import pixel_statistics
 from lit_layers.models.shared_pass import SharedPass, pieces
 from lit_layers.models.view import Batch, LayeredModel, Trajectory
@@ -437,7 +436,7 @@ def describe(value: Any) -> Any:
 
 def final_norm(model: LayeredModel) -> torch.nn.Module | None:
     """The norm after the last block; None where there is none (BERT)."""
-    return None if model.family.norm is None else trunk_of(model.model).get_submodule(model.family.norm)
+    return model.family.final_norm(model.model)
 
 
 def in_convention(model: LayeredModel, states: States, layer: int, hidden: Tensor) -> Tensor:

@@ -52,21 +52,36 @@ def replaced(blocks: Sequence[nn.Module], forwards: Iterable[Callable[..., Any]]
                 block.forward = previous
 
 
-def hand_on(in_tuple: bool, last: Tensor | None = None) -> Callable[..., Any]:
-    """A block's forward that returns the state it is given, or this one in its stead."""
+def hand_on(num_values: int, last: Tensor | None = None) -> Callable[..., Any]:
+    """A block's forward that returns the state it is given, or this one in its stead: at the head of a tuple of so many
+    values, or (0) by itself."""
 
     def forward(*args: Any, **kwargs: Any) -> Any:
         state = split_arguments(args, kwargs)[0] if last is None else last
-        return (state,) if in_tuple else state
+        return in_place_of(state, num_values)
 
     return forward
+
+
+def in_place_of(state: Tensor, num_values: int) -> Any:
+    """A state as a block returns it that returns so many values in a tuple, or (0) the state alone."""
+    return (state, *[None] * (num_values - 1)) if num_values else state
+
+
+def num_values(output: Any) -> int:
+    """How many values a block returns in a tuple; 0 where it returns the state alone."""
+    return len(output) if isinstance(output, tuple | list) else 0
+
+
+STATES = ("hidden_states", "x", "hidden", "inputs")  # what blocks call their state where it is passed by name
 
 
 def split_arguments(args: tuple, kwargs: dict[str, Any]) -> tuple[Tensor, tuple, dict[str, Any]]:
     """The hidden states a block was called with, and its other arguments."""
     if args:
         return args[0], args[1:], kwargs
-    return kwargs["hidden_states"], (), {name: value for name, value in kwargs.items() if name != "hidden_states"}
+    state = next(name for name in STATES if name in kwargs)
+    return kwargs[state], (), {name: value for name, value in kwargs.items() if name != state}
 
 
 def softened(value: Any, masks: dict[int, tuple[Tensor, Tensor]]) -> Any:
@@ -85,6 +100,11 @@ def softened(value: Any, masks: dict[int, tuple[Tensor, Tensor]]) -> Any:
     if id(value) not in masks:
         masks[id(value)] = value, value.clamp(min=least) if bool((value < least).any()) else value
     return masks[id(value)][1]
+
+
+def is_cache(value: Any) -> bool:
+    # By name: timm's blocks need no transformers.
+    return any(base.__name__ == "Cache" for base in type(value).__mro__)
 
 
 def first(output: Any) -> Tensor:

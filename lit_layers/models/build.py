@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from lit_layers.errors import InputError
 from lit_layers.files.durable import write_json
-from lit_layers.models.families import Network, family_of
+from lit_layers.models.families import Network, family_of, text_config
 from lit_layers.models.pixels import PREPROCESSOR, copy_pixel_statistics_, pixel_statistics, preprocessor
 from lit_layers.models.shard_files import free_memory
 
@@ -322,7 +322,7 @@ TRUE_SIZE = "unpadded_vocab_size"  # the field of a padded model's config that h
 
 def true_vocab_size(model: Network) -> int:
     """Number of real tokens, without padding rows."""
-    return getattr(model.config, TRUE_SIZE, None) or model.config.vocab_size
+    return getattr(model.config, TRUE_SIZE, None) or text_config(model.config).vocab_size
 
 
 def pad_vocabulary_(model: Network, multiple: int) -> None:

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from lit_layers.errors import InputError
 from lit_layers.functional.block_schedules import Schedule, Step, checked, format_schedule, members
-from lit_layers.models.block_calls import first, replaced, split_arguments
+from lit_layers.models.block_calls import first, in_place_of, is_cache, num_values, replaced, split_arguments
 from lit_layers.models.families import Network, family_of
 from lit_layers.models.stacked_blocks import StackedBlocks
 from lit_layers.models.view import REORDERED, Trajectory
@@ -23,8 +23,8 @@ from lit_layers.models.view import REORDERED, Trajectory
 Parallel = Literal["loop", "stacked"]
 EXECUTIONS: tuple[Parallel, ...] = ("loop", "stacked")
 _NUMBERS, _OWNER = itertools.count(1), "lit_layers_order"  # of orders; a number stays what it is in a copy of a cache
-# Of each model, by class of block: whether it returns a tuple. Finding out takes a block run, which many orders share.
-_IN_TUPLES: "weakref.WeakKeyDictionary[nn.Module, dict[type, bool]]" = weakref.WeakKeyDictionary()
+# Of each model, by class of block: how many values it returns. Finding out takes a block run, which orders share.
+_IN_TUPLES: "weakref.WeakKeyDictionary[nn.Module, dict[type, int]]" = weakref.WeakKeyDictionary()
 
 
 @contextmanager
@@ -49,7 +49,7 @@ def running_order(model: nn.Module, schedule: Sequence[Step], *, parallel: Paral
     A `LayeredModel` of it is refused meanwhile.
 
     Raises:
-        InputError: a model of no known family, or one that is in such a context already, here or in another thread;
+        InputError: a model that is no row of blocks, or one in such a context already, here or in another thread;
             blocks that cannot be stacked; inside, a cache that is not made of keys and values alone or was filled in
             another order, and `output_hidden_states`.
         TypeError, ValueError: a schedule that does not fit the model, or without a step.
@@ -119,7 +119,7 @@ class _Order:
         forwards: list[Callable[..., Any]],
         kind: str,
         stacks: dict[tuple[int, ...], StackedBlocks],
-        tuples: dict[type, bool],
+        tuples: dict[type, int],
     ) -> None:
         self.steps, self.forwards, self.kind, self.stacks = steps, forwards, kind, stacks
         self.calls = threading.local()
@@ -137,18 +137,18 @@ class _Order:
                 raise RuntimeError(
                     f"block {number} of {self.kind} was called alone while its blocks run in another order"
                 )
-            in_tuple = self._returns_tuple(number, hidden, args, kwargs)
+            returned = self._num_values(number, hidden, args, kwargs)
             call.arguments.append((args, kwargs))
             if number == len(self.forwards):
                 hidden = self._run(call)
                 del self.calls.now
-            return (hidden, None) if in_tuple else hidden
+            return in_place_of(hidden, returned)
 
         return forward
 
     def _own_caches(self, args: tuple, kwargs: dict[str, Any]) -> None:
         """Claims empty caches for this order, and refuses what another one has filled."""
-        for cache in filter(_is_cache, (*args, *kwargs.values())):
+        for cache in filter(is_cache, (*args, *kwargs.values())):
             owner = getattr(cache, _OWNER, None)
             if owner is None and not cache.get_seq_length():
                 setattr(cache, _OWNER, self.number)
@@ -180,17 +180,17 @@ class _Order:
             hidden = outputs[0] if len(outputs) == 1 else torch.stack(outputs).mean(0)
         return hidden
 
-    def _returns_tuple(self, number: int, hidden: Tensor, args: tuple, kwargs: dict[str, Any]) -> bool:
+    def _num_values(self, number: int, hidden: Tensor, args: tuple, kwargs: dict[str, Any]) -> int:
         """Found out once for each model and class of block, by a run of its own whose outcome is dropped."""
         forward = self.forwards[number - 1]
         kind = type(getattr(forward, "__self__", None))
         if kind not in self.tuples:
-            without = [None if _is_cache(value) else value for value in args]
-            named = {name: None if _is_cache(value) else value for name, value in kwargs.items()}
+            without = [None if is_cache(value) else value for value in args]
+            named = {name: None if is_cache(value) else value for name, value in kwargs.items()}
             named |= {"use_cache": False} if "use_cache" in named else {}
             devices = [hidden.device] if hidden.is_cuda else []
             with torch.no_grad(), torch.random.fork_rng(devices=devices):
-                self.tuples[kind] = isinstance(forward(hidden, *without, **named), tuple)
+                self.tuples[kind] = num_values(forward(hidden, *without, **named))
         return self.tuples[kind]
 
 
@@ -202,7 +202,7 @@ class _Slots:
 
     def lengthen(self, value: Any, number: int, hidden: Tensor) -> None:
         """Has a cache say, of block `number`, that the tokens at hand are in it: masks and positions go by that."""
-        if not _is_cache(value):
+        if not is_cache(value):
             return
         self._check(value)
         place_holder = hidden.new_zeros(hidden.shape[0], 1, hidden.shape[1], 1)  # (batch, head, tokens, width)
@@ -210,7 +210,7 @@ class _Slots:
 
     def of(self, value: Any, slot: int, number: int) -> Any:
         """What a block is given in place of a cache; anything else as it is."""
-        if not _is_cache(value):
+        if not is_cache(value):
             return value
         place = self.num_blocks + slot
         if len(value.layers) == place:
@@ -221,7 +221,7 @@ class _Slots:
 
     def of_group(self, value: Any, slot: int, numbers: Sequence[int]) -> Any:
         """What stacked blocks are given in place of a cache; anything else as it is."""
-        if not _is_cache(value):
+        if not is_cache(value):
             return value
         return _GroupOfSlots(value, [self.of(value, slot + place, number) for place, number in enumerate(numbers)])
 
@@ -279,11 +279,6 @@ class _Update(torch.autograd.Function):
         stacked = [rows.movedim(dim, 0) for rows, dim in zip((keys, values), in_dims, strict=False)]
         pairs = update(*stacked)
         return tuple(torch.stack([pair[part] for pair in pairs]) for part in range(2)), (0, 0)
-
-
-def _is_cache(value: Any) -> bool:
-    # By name: timm's blocks need no transformers.
-    return any(base.__name__ == "Cache" for base in type(value).__mro__)
 
 
 # Many orders on one batch, with what they begin with in common computed once.

@@ -19,7 +19,8 @@ from lit_layers.errors import InputError, refused
 from lit_layers.files.durable import replace_file
 from lit_layers.models.block_calls import BlockCall, replaced, softened, split_arguments
 from lit_layers.models.build import TIMM_OPTIONS, one_line, refuse_beyond_memory, untrained
-from lit_layers.models.families import Network, trunk_of
+from lit_layers.models.families import Network
+from lit_layers.models.families.structure import is_proven
 from lit_layers.models.pixels import PREPROCESSOR, keep_pixel_statistics_, keep_preprocessor_
 from lit_layers.models.saved import class_of, is_timm
 from lit_layers.models.shard_files import Prefetch, Room, ShardFiles, free_memory
@@ -53,13 +54,17 @@ class StreamedModel(LayeredModel):
         self.files, self._device, self._dtype = files, device, dtype
         network = skeleton(files, device=device, dtype=dtype)
         super().__init__(network)
+        if not is_proven(self.family):
+            raise InputError(
+                f"no layered view of {type(network).__name__} block by block: it has no row in "
+                "lit_layers/models/families/rows.py, and its structure is shown by its weights; open it whole"
+            )
         self._stored = self._find_tensors()
         self._paths = {id(block): path for path, block in network.named_modules()}
         self._expect_every_tensor()
         self.num_loads = 0
         self._prefetch, self._room = Prefetch(files, device), Room(device)
-        norm = None if self.family.norm is None else trunk_of(network).get_submodule(self.family.norm)
-        if norm is not None:
+        if (norm := self.family.final_norm(network)) is not None:
             self._fill_(norm)
 
     @property

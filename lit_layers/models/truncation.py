@@ -39,7 +39,8 @@ def truncate(model: nn.Module, num_layers: int, *, head: bool = True) -> nn.Modu
     stand_ins: dict[int, Any] = {id(block): nn.Identity() for block in blocks[num_layers:]}
     with torch.no_grad():
         cut: Network = copy.deepcopy(source, stand_ins)
-    del trunk_of(cut).get_submodule(family.blocks)[num_layers:]
+    container: Any = family.container(cut)
+    del container[num_layers:]
     if family.package == "timm":
         _finish_timm(cut, num_layers, head)
     else:

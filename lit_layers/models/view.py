@@ -12,9 +12,10 @@ from torch import Tensor, nn
 from lit_layers.errors import InputError
 from lit_layers.functional.block_schedules import Step, checked, members
 from lit_layers.functional.jacobian.block_call import Alignment, evaluating
-from lit_layers.models.block_calls import BlockCall, cut, first, hand_on, replaced, softened, split_arguments
+from lit_layers.models.block_calls import BlockCall, cut, first, replaced, softened, split_arguments
 from lit_layers.models.build import true_vocab_size
 from lit_layers.models.families import Network, family_of, trunk_of
+from lit_layers.models.families.structure import UNPROVEN, is_proven
 
 Batch = Mapping[str, Tensor]
 
@@ -29,7 +30,7 @@ class LayeredModel:
     (dropout and drop-path off), and its own modes are back when a call returns.
 
     Raises:
-        InputError: no family is known for the class of the model.
+        InputError: the class has no row, and its structure is not that of a row of blocks; the sentence says why.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -38,7 +39,14 @@ class LayeredModel:
         self.blocks = self.family.block_list(self.model)
 
     def __repr__(self) -> str:
-        return f"LayeredModel({type(self.model).__name__}, num_layers={self.num_layers}, dim={self.dim})"
+        kind, proof = type(self.model).__name__, self.family.proof
+        told = "" if proof is None else ", proof=" + "; ".join(f"{name}: {value}" for name, value in proof.items())
+        return f"LayeredModel({kind}, num_layers={self.num_layers}, dim={self.dim}, origin={self.origin!r}{told})"
+
+    @property
+    def origin(self) -> str:
+        """How the model is taken apart: by the "row" of its family, or by its "structure", with a proof in `family`."""
+        return self.family.origin
 
     @property
     def num_layers(self) -> int:
@@ -48,8 +56,7 @@ class LayeredModel:
     @property
     def dim(self) -> int:
         """Width of the hidden states."""
-        vision = self.family.vision
-        return self.model.config.hidden_size if vision is None else vision.width(self.model)
+        return self.family.width(self.model)
 
     @property
     def vocab_size(self) -> int | None:
@@ -60,15 +67,12 @@ class LayeredModel:
     @property
     def predicts_next_token(self) -> bool:
         """Whether the model's own head predicts the next token, so that no state sees a later one."""
-        return self.vocab_size is not None and self.model.can_generate()
+        return self.vocab_size is not None and self.family.is_causal and self.model.can_generate()
 
     @property
     def max_tokens(self) -> int | None:
         """Longest text the model takes; None for images and for a model that takes any length."""
-        if self.family.sees_images or self.family.longest is None:
-            return None
-        config = self.model.config
-        return getattr(config, self.family.longest) - self.family.first_position(config)
+        return None if self.family.sees_images else self.family.most_tokens(self.model.config)
 
     @property
     def image_size(self) -> int | None:
@@ -144,12 +148,12 @@ class LayeredModel:
 
     def with_states(self, batch: Batch, hidden: Tensor, *, in_tuple: bool = False) -> "Trajectory":
         """The trajectory of a batch whose states (layers + 1, batch, tokens, dim) are there already: no block runs."""
-        with replaced(self.blocks, [hand_on(in_tuple)] * self.num_layers):
+        with replaced(self.blocks, self.family.handing_on(self.num_layers, in_tuple=in_tuple)):
             return self._seen(batch, hidden)
 
     def embedded(self, batch: Batch, *, in_tuple: bool = False) -> "Trajectory":
         """The trajectory of a batch as far as layer 0: no block runs, and each can be called."""
-        with replaced(self.blocks, [hand_on(in_tuple)] * self.num_layers):
+        with replaced(self.blocks, self.family.handing_on(self.num_layers, in_tuple=in_tuple)):
             return self._seen(batch, as_far_as_0=True)
 
     def _seen(self, batch: Batch, hidden: Tensor | None = None, *, as_far_as_0: bool = False) -> "Trajectory":
@@ -272,7 +276,8 @@ class LayeredModel:
     def ending(self, inputs: Mapping[str, Tensor], hidden: Tensor, *, in_tuple: bool) -> Tensor:
         """The logits that the model's own call makes of a last state: its blocks hand that on and do not run."""
         self.refuse_reordered()
-        handed_on = replaced(self.blocks, [hand_on(in_tuple, hidden)] * self.num_layers)
+        forwards = self.family.handing_on(self.num_layers, in_tuple=in_tuple, last=hidden)
+        handed_on = replaced(self.blocks, forwards)
         with torch.inference_mode(False), torch.no_grad(), evaluating(self.model), handed_on:
             return self._logits(inputs)
 
@@ -286,6 +291,8 @@ class LayeredModel:
         """The columns that the model is called with, on its device; how texts were moved, where any has padding before
         it: of a causal model such padding has nothing to see, which some attention in float64 turns into NaN."""
         needed = self.family.inputs[0]
+        if not is_proven(self.family):
+            raise InputError(f"no layered view of {type(self.model).__name__} here: {UNPROVEN}")
         if needed not in batch:
             raise ValueError(f"a batch for {type(self.model).__name__} needs {needed!r}, got {sorted(batch)}")
         if self.family.sees_images:
@@ -297,6 +304,11 @@ class LayeredModel:
             mask = inputs.pop("attention_mask", None)  # nothing to hide: the fast causal path
         elif not mask.any(dim=-1).all():
             raise ValueError("every text needs a real token, got a row of attention_mask without one")
+        elif not self.family.takes_padding:
+            raise InputError(
+                f"{type(self.model).__name__} has no row in lit_layers/models/families, and its states are others with "
+                "padding behind the texts: give texts of one length"
+            )
         elif (alignment := Alignment.of(mask)) is not None:
             inputs = {name: alignment.moved(column) for name, column in inputs.items()}
             mask = inputs["attention_mask"] = alignment.mask.to(mask)
@@ -378,6 +390,10 @@ class Trajectory:
         size = self.hidden.shape[1]
         if not 0 <= index < size:
             raise IndexError(f"prompts are numbered 0..{size - 1}, got {index}")
+        if (
+            self.model.family.origin == "structure"
+        ):  # nobody knows which arguments of its blocks have a row for each prompt
+            return self._passed_alone(index)
         return replace(
             self,
             hidden=self.hidden[:, index : index + 1],
@@ -386,6 +402,16 @@ class Trajectory:
             inputs=cut(self.inputs, index, size),
             alignment=None if self.alignment is None else self.alignment.of_prompt(index),
         )
+
+    def _passed_alone(self, index: int) -> "Trajectory":
+        """One prompt as the model is called with it alone."""
+        columns = (
+            self.inputs if self.alignment is None else {n: self.alignment.given_back(c) for n, c in self.inputs.items()}
+        )
+        batch = {name: column[index : index + 1] for name, column in columns.items()}
+        if not self.model.family.sees_images:
+            batch["attention_mask"] = self.mask[index : index + 1].long()
+        return self.model.trajectory(batch)
 
 
 def _stacked(states: list[Tensor]) -> Tensor:

@@ -27,7 +27,6 @@ PLAIN = {
     "max_position_embeddings": 64,
 }
 KINDS = {"gpt2": GPT2, "gpt_neox": PLAIN, "llama": PLAIN, "phi": PLAIN}
-OPT = {"vocab_size": 11, "hidden_size": 8, "ffn_dim": 8, "word_embed_proj_dim": 8, "num_attention_heads": 1}
 VIT = {"depth": 2, "embed_dim": 32, "num_heads": 4, "img_size": 16, "patch_size": 4, "num_classes": 5}
 
 
@@ -75,7 +74,17 @@ def test_special_tokens_outside_a_smaller_vocabulary_are_dropped():
         ({"name": "gpt2", "vocab_size": -1}, "cannot build gpt2 with {'vocab_size': -1}"),
         ({"name": "gpt3"}, "expected a model type or a folder with a config.json, got 'gpt3'; close matches: .*gpt2"),
         ({"name": "gpt2", "attention_implementation": "fast", **GPT2}, "cannot build gpt2 .*fast"),
-        ({"name": "opt", **OPT}, "no layered view of OPTForCausalLM"),
+        (
+            {
+                "name": "xlm",
+                "emb_dim": 16,
+                "n_layers": 2,
+                "n_heads": 2,
+                "vocab_size": 11,
+                "attention_implementation": "eager",
+            },
+            "no layered view of XLMWithLMHeadModel: module 2 of transformer.attentions takes something else",
+        ),
     ],
 )
 def test_models_that_cannot_be_are_refused_in_a_sentence(arguments, message):

@@ -25,7 +25,7 @@ def test_layer_zero_is_the_sum_of_the_embeddings(model):
 def test_a_view_knows_the_size_of_its_model(model):
     assert (model.num_layers, model.dim, model.vocab_size, model.max_tokens) == (LAYERS, DIM, VOCAB, POSITIONS)
     assert (model.device.type, model.dtype, model.attention) == ("cpu", torch.float64, "sdpa")
-    assert repr(model) == "LayeredModel(GPT2LMHeadModel, num_layers=3, dim=32)"
+    assert repr(model) == "LayeredModel(GPT2LMHeadModel, num_layers=3, dim=32, origin='row')"
 
 
 def test_a_view_of_images_or_of_a_bare_trunk_has_no_vocabulary():

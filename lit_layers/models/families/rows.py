@@ -1,6 +1,7 @@
 """A row for each model family: where its blocks are, how it is called, how a state is read out.
 
-The only file that knows architectures. A new family is a row and a tiny model in the replay test.
+The only file that knows architectures. A class without a row is taken apart by `structure`; a row says what cannot be
+found that way. A new one is a row and a tiny model in the replay test.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -13,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from lit_layers.errors import InputError
+from lit_layers.models.block_calls import hand_on
 
 # A module of timm or transformers: it has attributes that nn.Module does not declare.
 Network = Any
@@ -81,6 +83,11 @@ IMAGES = ("pixel_values",)
 def trunk_of(model: Network) -> Network:
     """The model without its head: itself where it has none (`base_model` is transformers' name for it)."""
     return getattr(model, "base_model", model)
+
+
+def text_config(config: Any) -> Any:
+    """Of a model of several kinds of input the part for texts."""
+    return config.get_text_config() if hasattr(config, "get_text_config") else config
 
 
 def soft_capped(config: Any, logits: Tensor) -> Tensor:
@@ -232,18 +239,61 @@ class Family:
     def sees_images(self) -> bool:
         return self.vision is not None
 
+    @property
+    def origin(self) -> str:
+        """How its models are taken apart: by a "row", or by their "structure"."""
+        return "row"
+
+    @property
+    def proof(self) -> Mapping[str, Any] | None:
+        """What was held against the model's own pass where there is no row."""
+        return None
+
+    @property
+    def takes_padding(self) -> bool:
+        """Whether the states of a text are the same with padding behind it."""
+        return True
+
+    @property
+    def is_causal(self) -> bool:
+        """Whether no state of a model that generates sees a later token."""
+        return True
+
+    def container(self, model: Network) -> nn.Module:
+        """The module that holds the blocks and nothing else."""
+        return trunk_of(model).get_submodule(self.blocks)
+
     def block_list(self, model: Network) -> tuple[nn.Module, ...]:
         """The blocks in the order in which they run."""
-        return tuple(trunk_of(model).get_submodule(self.blocks).children())
+        return tuple(self.container(model).children())
+
+    def width(self, model: Network) -> int:
+        """Of the hidden states."""
+        return model.config.hidden_size if self.vision is None else self.vision.width(model)
+
+    def most_tokens(self, config: Any) -> int | None:
+        """Of the longest text; None where a text may have any length."""
+        return None if self.longest is None else getattr(config, self.longest) - self.first_position(config)
+
+    def final_norm(self, model: Network) -> nn.Module | None:
+        """The norm behind the last block."""
+        return None if self.norm is None else trunk_of(model).get_submodule(self.norm)
+
+    def handing_on(self, num_blocks: int, *, in_tuple: bool, last: Tensor | None = None) -> list[Callable[..., Any]]:
+        """In place of the blocks: each returns the state it is given, or `last`, as its block returns one."""
+        return [hand_on(int(in_tuple), last)] * num_blocks
 
     def read_out(self, model: Network, hidden: Tensor) -> Tensor:
         """Final norm and head of states (batch, tokens, dim), as the model itself ends."""
-        normed = hidden if self.norm is None else trunk_of(model).get_submodule(self.norm)(hidden)
-        return self.head(model, normed)
+        norm = self.final_norm(model)
+        return self.head(model, hidden if norm is None else norm(hidden))
 
     def logits(self, model: Network, inputs: Inputs) -> Tensor:
         """What the model makes of a batch, as `read_out` makes it of the last state."""
-        output = self.call(model, inputs, dict(self.options))
+        return self.result(self.call(model, inputs, dict(self.options)))
+
+    def result(self, output: Any) -> Tensor:
+        """The logits in what a call returns."""
         if isinstance(output, Tensor):
             return output
         return next(getattr(output, name) for name in self.results if hasattr(output, name))
@@ -314,16 +364,17 @@ FAMILIES = (
 _PART_OF = {"CLIPModel": "CLIPVisionModel"}
 
 
-def family_of(model: nn.Module) -> Family:
-    """The row of a model, by the names of its class and of the classes it derives from.
-
-    Raises:
-        InputError: no row knows the class; the sentence names the known ones and proposes a block list.
-    """
+def row_of(model: nn.Module) -> Family | None:
+    """The row of a model, by the names of its class and of the classes it derives from; None without one."""
     for ancestor in type(model).__mro__:
         for family in FAMILIES:
             if ancestor.__name__ in family.classes and ancestor.__module__.split(".")[0] == family.package:
                 return family
+    return None
+
+
+def refuse_two_rows(model: nn.Module) -> None:
+    """Refuses a model of two rows of blocks with what to do instead."""
     if (part := _PART_OF.get(type(model).__name__)) is not None:
         raise InputError(
             f"no layered view of {type(model).__name__}: images and texts pass two rows of blocks; save the one of the "
@@ -334,13 +385,6 @@ def family_of(model: nn.Module) -> Family:
             f"no layered view of {type(model).__name__}: an encoder and a decoder are two rows of blocks, of which the "
             "second looks at the first one's end, and no one path leads through both"
         )
-    names = ", ".join(name for family in FAMILIES for name in family.classes)
-    proposal = propose_blocks(model)
-    hint = f" (its blocks are probably {proposal!r})" if proposal else ""
-    raise InputError(
-        f"no layered view of {type(model).__name__}; known families: {names}; "
-        f"add a row to lit_layers/models/families.py{hint}"
-    )
 
 
 def class_named(architecture: str) -> Any:

@@ -1,0 +1,204 @@
+"""What must hold of a model that is taken apart by its structure, on its actual weights.
+
+Each identity is held against the model's own call on a small batch. A block's other arguments may hide a second way
+from block to block (keys that later blocks share, a residual of earlier states): then a chain of blocks, each closed
+over what it was called with, is another function than the model. So the model is also run with the state behind block 1
+changed, and the chain must follow.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lit_layers.models.block_calls import BlockCall, replaced
+from lit_layers.models.families.probe import CANNOT_CALL, PositionTables, Probe, Watched, watch
+from lit_layers.models.families.rows import Network, trunk_of
+
+# Relative differences of float32 (of which parts of any model are), and of 16 bits.
+_SAME, _SAME_IN_HALF = 1e-4, 3e-2
+_SHIFT = 0.5  # of the change of a state, as part of its own length
+
+
+class NotShown(Exception):
+    """An identity that does not hold; the message says which and where."""
+
+
+def apart(one: Tensor, other: Tensor) -> float:
+    """The largest distance of two rows (.., dim), as part of the second one's length."""
+    lengths = other.double().norm(dim=-1).clamp(min=torch.finfo(torch.float64).tiny)
+    return float(((one.double() - other.double()).norm(dim=-1) / lengths).max())
+
+
+class Evidence:
+    """The identities of one model, one after the other."""
+
+    def __init__(self, model: Network, family: Any, probe: Probe) -> None:
+        self.model, self.family, self.probe = model, family, probe
+        self.blocks = family.block_list(model)
+        self.calls, output, self.limit = self._passed(probe.call)
+        self.logits = family.result(output)
+        self.states = [self.calls[0].state, *(call.after for call in self.calls)]
+        self.tolerance = _SAME_IN_HALF if self.states[0].dtype.itemsize == 2 else _SAME
+        if not all(bool(values.isfinite().all()) for values in (*self.states, self.logits)):
+            raise NotShown("its states are not finite on these weights, and nothing can be shown")
+
+    def replayed(self) -> float:
+        """(i) Every block, called again with what it was called with, gives what it gave: the last one first, so that
+        none sees what another has just left behind."""
+        return max(
+            self._same(
+                apart(self._call(number)(self.states[number - 1]), self.states[number]),
+                f"block {number} called again gives another state",
+            )
+            for number in reversed(self._numbers())
+        )
+
+    def chained(self) -> float:
+        """(ii) The blocks one after the other give the last state."""
+        hidden = self.states[0]
+        for number in self._numbers():
+            hidden = self._call(number)(hidden)
+        return self._same(apart(hidden, self.states[-1]), "its blocks one after the other give another last state")
+
+    def followed(self) -> float:
+        """The chain goes where the model goes when the state behind block 1 is another."""
+        if len(self.blocks) == 1:
+            return 0.0
+        shifted = self._shifted(self.states[1])
+        original = self.blocks[0].forward
+
+        def forward(*args: Any, **kwargs: Any) -> Any:
+            output = original(*args, **kwargs)
+            return shifted if isinstance(output, Tensor) else type(output)((shifted, *output[1:]))
+
+        with replaced(self.blocks[:1], [forward]):
+            calls, _, _ = self._passed(self.probe.call)
+        hidden, worst = shifted, 0.0
+        for number in self._numbers()[1:]:
+            hidden = self._call(number)(hidden)
+            difference = apart(hidden, calls[number - 1].after)
+            worst = max(
+                worst,
+                self._same(
+                    difference,
+                    f"with another state behind block 1, block {number} gives another "
+                    "state than in the model: something else leads from block to block",
+                ),
+            )
+        if apart(hidden, self.states[-1]) <= 10 * self.tolerance:
+            raise NotShown("another state behind block 1 changes nothing behind the last block")
+        return worst
+
+    def read_out(self) -> tuple[float, bool]:
+        """(iii) What is behind the blocks makes the logits of the last state alone; and whether it does for each token
+        by itself."""
+        reasons = []
+        for together in (False, True) if self.probe.of_texts else (True,):
+            family = replace(self.family, together=together)
+            try:
+                found = family.read_out(self.model, self.states[-1])
+                if found.shape != self.logits.shape:
+                    raise NotShown(f"its readout has the shape {tuple(found.shape)}, not {tuple(self.logits.shape)}")
+                difference = self._same(apart(found, self.logits), "the readout of the last state gives other logits")
+                moved = apart(family.read_out(self.model, self._shifted(self.states[-1])), self.logits)
+            except NotShown as reason:
+                reasons.append(str(reason))
+                continue
+            if not moved > 10 * self.tolerance:
+                raise NotShown(f"another last state does not change the logits (by {moved:.1e})")
+            return difference, together
+        raise NotShown(reasons[-1])
+
+    def arguments_alone(self) -> None:
+        """What blocks are called with besides their state depends on the batch, and on no state."""
+        with replaced(self.blocks, self.family.handing_on(len(self.blocks), in_tuple=False)):
+            calls, _, _ = self._passed(self.probe.call)
+        for number, (with_blocks, without) in enumerate(zip(self.calls, calls, strict=True), start=1):
+            mine, theirs = dict(enumerate(with_blocks.args)) | with_blocks.kwargs, dict(enumerate(without.args))
+            theirs |= without.kwargs
+            for name, value in mine.items():
+                if not _alike(value, theirs.get(name)):
+                    raise NotShown(f"block {number} is called with something ({name}) that blocks before it have made")
+
+    def is_causal(self) -> bool:
+        """Whether the last token of a text changes nothing before it."""
+        return self.probe.of_texts and all(
+            apart(state[1, :-1], state[0, :-1]) <= self.tolerance for state in self.states if state is not None
+        )
+
+    def takes_padding(self) -> bool:
+        """Whether a text has the same states alone and with padding behind it."""
+        if not self.probe.of_texts:
+            return False
+        ids = self.probe.needed[:1]
+        length = max(1, ids.shape[1] - 4)
+        padded = {
+            "input_ids": ids,
+            "attention_mask": (torch.arange(ids.shape[1], device=ids.device) < length)[None].long(),
+        }
+        try:
+            alone, behind = (
+                [call.after[:, :length] for call in self._passed(self.family.features, inputs)[0]]
+                for inputs in (
+                    {"input_ids": ids[:, :length]},
+                    {n: v for n, v in padded.items() if n in self.probe.columns},
+                )
+            )
+        except CANNOT_CALL:
+            return False
+        return all(apart(one, other) <= self.tolerance for one, other in zip(behind, alone, strict=True))
+
+    def trunk_alone(self) -> bool:
+        """Whether the model without its head passes the same states."""
+        if trunk_of(self.model) is self.model:
+            return False
+        try:
+            calls, _, _ = self._passed(self.family.features)
+        except (NotShown, *CANNOT_CALL):
+            return False
+        return all(call.module is block for call, block in zip(calls, self.blocks, strict=True)) and all(
+            apart(call.after, state) <= self.tolerance for call, state in zip(calls, self.states[1:], strict=True)
+        )
+
+    def _passed(
+        self, call: Callable[..., Any], inputs: Mapping[str, Tensor] | None = None
+    ) -> tuple[list[Watched], Any, int | None]:
+        tables = PositionTables(self.probe.needed.shape[1])
+        with watch(self.blocks) as calls, tables:
+            output = call(self.model, self.probe.inputs if inputs is None else inputs, dict(self.family.options))
+        if [each.module for each in calls] != list(self.blocks):
+            raise NotShown(f"its {len(self.blocks)} blocks do not run once each, in order")
+        return calls, output, tables.limit
+
+    def _numbers(self) -> range:
+        return range(1, len(self.blocks) + 1)
+
+    def _call(self, number: int) -> BlockCall:
+        call = self.calls[number - 1]
+        return BlockCall(call.module, call.args, call.kwargs)
+
+    def _same(self, difference: float, sentence: str) -> float:
+        if not difference <= self.tolerance:
+            raise NotShown(f"{sentence} (by {difference:.1e} of its length)")
+        return difference
+
+    def _shifted(self, state: Tensor) -> Tensor:
+        generator = torch.Generator().manual_seed(0)
+        noise = torch.randn(state.shape, generator=generator).to(state)
+        return state + noise * (_SHIFT * state.norm(dim=-1, keepdim=True) / noise.norm(dim=-1, keepdim=True))
+
+
+def _alike(one: Any, other: Any) -> bool:
+    """Whether two arguments are the same: tensors by value, anything that is neither number nor tensor by kind."""
+    if isinstance(one, Tensor) and isinstance(other, Tensor):
+        return one.shape == other.shape and torch.equal(one, other)
+    if isinstance(one, tuple | list) and isinstance(other, tuple | list):
+        return len(one) == len(other) and all(map(_alike, one, other))
+    if isinstance(one, dict) and isinstance(other, dict):
+        return one.keys() == other.keys() and all(_alike(one[name], other[name]) for name in one)
+    if isinstance(one, int | float | str | None) or isinstance(other, int | float | str | None):
+        return bool(type(one) is type(other) and one == other)
+    return type(one) is type(other)

@@ -1,0 +1,406 @@
+"""Models without a row: taken apart by what their own pass shows, and admitted only with a proof.
+
+A model's own call is watched. Its blocks are the row of modules that run once each, in order, each taking what the one
+before gave. Whether they are all that happens between layer 0 and the logits is then held against the model itself, on
+its actual weights (`proof`). What follows the blocks is never rebuilt: a state is read out by the model's own call,
+whose blocks hand it on.
+"""
+
+import hashlib
+import inspect
+import weakref
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from itertools import pairwise
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lit_layers.errors import InputError
+from lit_layers.functional.jacobian.block_call import evaluating
+from lit_layers.models.block_calls import hand_on, is_cache, num_values, replaced
+from lit_layers.models.families.probe import CANNOT_CALL, COLUMNS, Probe, Watched, is_timm, probe_of, watch
+from lit_layers.models.families.proof import Evidence, NotShown
+from lit_layers.models.families.rows import (
+    FAMILIES,
+    TIMM,
+    TRANSFORMERS,
+    Family,
+    Network,
+    Vision,
+    propose_blocks,
+    refuse_two_rows,
+    row_of,
+    text_config,
+    timm_features,
+    trunk_by_name,
+    trunk_of,
+)
+
+META = torch.device("meta")
+
+
+@dataclass(frozen=True)
+class Structured(Family):
+    """A family of one class and config, as found; `blocks` is a path below the model, and there is no head to call."""
+
+    returned: tuple[int, ...] = ()  # by each block: how many values in a tuple, 0: the state alone
+    dim: int = 0
+    limit: int | None = None  # tokens of the longest text
+    causal: bool = False
+    padding: bool = False
+    together: bool = False  # whether a readout needs all tokens of a text or image at once
+    word: int = 0  # a token without a meaning of its own
+    shown: tuple[tuple[str, Any], ...] = ()
+
+    @property
+    def origin(self) -> str:
+        return "structure"
+
+    @property
+    def proof(self) -> Mapping[str, Any] | None:
+        return dict(self.shown)
+
+    @property
+    def takes_padding(self) -> bool:
+        return self.padding
+
+    @property
+    def is_causal(self) -> bool:
+        return self.causal
+
+    def container(self, model: Network) -> nn.Module:
+        return model.get_submodule(self.blocks)
+
+    def width(self, model: Network) -> int:
+        return self.dim
+
+    def most_tokens(self, config: Any) -> int | None:
+        return self.limit
+
+    def final_norm(self, model: Network) -> nn.Module | None:
+        return None if self.norm is None else model.get_submodule(self.norm)
+
+    def handing_on(self, num_blocks: int, *, in_tuple: bool, last: Tensor | None = None) -> list[Callable[..., Any]]:
+        return [hand_on(values, last) for values in self.returned]
+
+    def read_out(self, model: Network, hidden: Tensor) -> Tensor:
+        """As the model's own call ends when its blocks hand on states (batch, tokens, dim)."""
+        states = hidden if self.together else hidden.reshape(-1, 1, hidden.shape[-1])
+        blocks = self.block_list(model)
+        with replaced(blocks, self.handing_on(len(blocks), in_tuple=False, last=states)):
+            logits = self.logits(model, self._any_inputs(model, states))
+        return logits if self.together else logits.reshape(*hidden.shape[:2], -1)
+
+    def _any_inputs(self, model: Network, states: Tensor) -> dict[str, Tensor]:
+        """Of as many texts or images: the states decide, and nothing that was before them."""
+        if self.vision is None:
+            return {"input_ids": torch.full(states.shape[:2], self.word, device=states.device)}
+        shape = len(states), self.vision.channels(model), *[self.vision.usual_side(model)] * 2
+        return {"pixel_values": states.new_zeros(shape, dtype=next(model.parameters()).dtype)}
+
+
+def family_of(model: nn.Module) -> Family:
+    """The row of a model's class, or else what its structure shows.
+
+    Raises:
+        InputError: a model that is no row of blocks; the sentence says what does not hold, and where.
+    """
+    return row_of(model) or by_structure(model)
+
+
+# Of each class: what was found of a config, under the libraries of this process.
+_FOUND: "weakref.WeakKeyDictionary[type, dict[str, Family]]" = weakref.WeakKeyDictionary()
+
+
+def by_structure(model: Network) -> Family:
+    """The family of a model without a row, found and proven once for each class and config.
+
+    The model is as before afterwards, and so are random states.
+
+    Raises:
+        InputError: as `family_of`.
+    """
+    refuse_two_rows(model)
+    kind = type(model).__name__
+    if not is_timm(model) and not hasattr(model, "base_model"):
+        names = ", ".join(name for family in FAMILIES for name in family.classes)
+        raise InputError(
+            f"no layered view of {kind}: it is neither of transformers nor of timm; known families: {names}; others of "
+            "these libraries are found by their structure; add a row to lit_layers/models/families/rows.py"
+        )
+    found = _FOUND.setdefault(type(model), {})
+    key = _digest(model)
+    if key not in found:
+        try:
+            found[key] = _outlined(model) if next(model.parameters()).device == META else _proven(model)
+        except NotShown as reason:
+            raise InputError(
+                f"no layered view of {kind}: {reason}; nor has its class a row in lit_layers/models/families/rows.py"
+            ) from reason
+    return found[key]
+
+
+def _digest(model: Network) -> str:
+    """Of all that decides the structure, and of no weight."""
+    shapes = [f"{name} {tuple(tensor.shape)}" for name, tensor in model.named_parameters()]
+    config = getattr(model, "config", None)
+    attention = getattr(config, "_attn_implementation", "")
+    told = "" if config is None else config.to_json_string(use_diff=False)
+    device = next(model.parameters()).device == META
+    return hashlib.blake2b("\n".join([*shapes, told, str(attention), str(device)]).encode()).hexdigest()
+
+
+def _proven(model: Network) -> Family:
+    versions = {id(tensor): tensor._version for tensor in _tensors(model)}
+    modules = [id(module) for module in model.modules()]
+    device = next(model.parameters()).device
+    with (
+        torch.random.fork_rng(devices=[device] if device.type == "cuda" else []),
+        torch.inference_mode(False),
+        torch.no_grad(),
+        evaluating(model),
+    ):
+        probe = probe_of(model)
+        family = _found(model, probe)
+        family = _shown(model, family, probe)
+    if versions != {id(tensor): tensor._version for tensor in _tensors(model)}:
+        raise NotShown("its own call writes to its weights or buffers")
+    if modules != [id(module) for module in model.modules()]:
+        raise NotShown("its own call exchanges its modules")
+    return family
+
+
+def _tensors(model: Network) -> list[Tensor]:
+    return [tensor for tensor in (*model.parameters(), *model.buffers()) if not tensor.is_inference()]
+
+
+def _shown(model: Network, family: Structured, probe: Probe) -> Structured:
+    """The family with all that its proof has shown."""
+    evidence = Evidence(model, family, probe)
+    replayed, chained = evidence.replayed(), evidence.chained()
+    evidence.arguments_alone()
+    followed = evidence.followed()
+    replayed = max(replayed, evidence.replayed())
+    read_out, together = evidence.read_out()
+    if family.features is not family.call and not evidence.trunk_alone():
+        family = evidence.family = replace(family, features=family.call)
+    padding = evidence.takes_padding()
+    causal = evidence.is_causal()
+    limits = (
+        [evidence.limit, getattr(text_config(model.config), "max_position_embeddings", None)] if probe.of_texts else []
+    )
+    known = [limit for limit in limits if limit]
+    shown = {
+        "blocks": family.blocks,
+        "probe": " x ".join(map(str, probe.needed.shape)),
+        "replay": replayed,
+        "chain": chained,
+        "changed_chain": followed,
+        "readout": read_out,
+        "padding": padding,
+        "causal": causal,
+    }
+    return replace(
+        family,
+        limit=min(known) if known else None,
+        causal=causal,
+        padding=padding,
+        together=together,
+        shown=tuple(
+            (name, float(f"{value:.1e}") if isinstance(value, float) else value) for name, value in shown.items()
+        ),
+    )
+
+
+# Which modules are the blocks.
+
+
+def _lists(model: Network) -> dict[str, list[nn.Module]]:
+    """Every list of modules by its path, outer ones first."""
+    kinds = nn.ModuleList, nn.Sequential
+    return {path: list(module) for path, module in model.named_modules() if isinstance(module, kinds) and len(module)}
+
+
+def _found(model: Network, probe: Probe) -> Structured:
+    lists = _lists(model)
+    outside = [module for module in model.modules() if "Norm" in type(module).__name__]
+    with watch([*(module for members in lists.values() for module in members), *outside]) as calls:
+        try:
+            output = probe.call(model, probe.inputs, dict(probe.options))
+        except torch.OutOfMemoryError:
+            raise
+        except CANNOT_CALL as error:
+            words = " ".join(str(error).split())[:200]
+            raise NotShown(
+                f"it cannot be called with {probe.columns[0]} alone ({type(error).__name__}: {words})"
+            ) from error
+    path, row = _row(model, lists, calls, probe)
+    if any(is_cache(value) for call in row for value in (*call.args, *call.kwargs.values())):
+        raise NotShown("its blocks are given a cache of keys and values, and use_cache=False does not keep it away")
+    if is_timm(model):
+        features, package = timm_features, "timm"
+    else:
+        features, package = trunk_by_name, "transformers"
+    trunk = trunk_of(model)
+    state = row[-1].after
+    return Structured(
+        name=type(model).__name__,
+        classes=(type(model).__name__,),
+        blocks=path,
+        norm=_norm_behind(model, row, calls),
+        package=package,
+        inputs=probe.columns,
+        options=probe.options,
+        vision=None if probe.of_texts else _vision(model, row, probe, output),
+        call=probe.call,
+        features=probe.call if trunk is model and package == "transformers" else features,
+        returned=tuple(num_values(call.output) for call in row),
+        dim=state.shape[-1],
+        word=int(probe.needed[0, 0]) if probe.of_texts else 0,
+    )
+
+
+def _row(
+    model: Network, lists: dict[str, list[nn.Module]], calls: list[Watched], probe: Probe
+) -> tuple[str, list[Watched]]:
+    """The one list whose modules are the blocks, and their calls."""
+    chains: dict[str, list[Watched]] = {}
+    reasons: dict[str, str] = {}
+    for path, members in lists.items():
+        ids = {id(module) for module in members}
+        row = [call for call in calls if id(call.module) in ids]
+        if any(path.startswith(f"{outer}.") for outer in chains) or not row:
+            continue  # a part of a block
+        if (reason := _unlike_blocks(path, members, row, probe)) is None:
+            chains[path] = row
+        else:
+            reasons[path] = reason
+    depth = None if is_timm(model) else _depth(model, probe)
+    best = max((len(row) for row in chains.values()), default=0)
+    fitting = {path: row for path, row in chains.items() if len(row) == (best if depth is None else depth)}
+    if len(fitting) == 1:
+        path, row = next(iter(fitting.items()))
+        if others := [other for other, chain in chains.items() if other != path and len(chain) > 1]:
+            raise NotShown(f"its states pass several rows of blocks: {', '.join([path, *others])}")
+        return path, row
+    if len(fitting) > 1 and best > 1:
+        raise NotShown(f"its states pass several rows of blocks: {', '.join(fitting)}")
+    if fitting:  # of one block: the list that holds nothing but what transformers checkpoints
+        proposal = propose_blocks(model) or next(iter(fitting))
+        if proposal in fitting:
+            return proposal, fitting[proposal]
+    if chains:
+        told = ", ".join(f"{path} of {len(row)}" for path, row in chains.items())
+        raise NotShown(f"its config says {depth} blocks, and its states pass {told}")
+    likely = propose_blocks(model)
+    reason = reasons.get(likely or "") or next(iter(reasons.values()), None)
+    raise NotShown(reason or "no list of its modules runs in its own call")
+
+
+def _depth(model: Network, probe: Probe) -> int | None:
+    config = text_config(model.config) if probe.of_texts else getattr(model.config, "vision_config", model.config)
+    depth = getattr(config, "num_hidden_layers", None)
+    return depth if isinstance(depth, int) else None
+
+
+def _unlike_blocks(path: str, members: list[nn.Module], row: list[Watched], probe: Probe) -> str | None:
+    """Why a list of modules is no row of blocks; None where it is one."""
+    if [call.module for call in row] != members:
+        return f"the {len(members)} modules of {path} run {len(row)} times in one pass, not once each, in order"
+    shapes = [(call.state, call.after) for call in row]
+    for number, (before, after) in enumerate(shapes, start=1):
+        if before is None or after is None:
+            return f"module {number} of {path} does not take a state and return one"
+        if before.ndim != 3 or before.shape != shapes[0][0].shape or after.shape != before.shape:
+            return (
+                f"the states of {path} are not (batch, tokens, dim) of one shape: module {number} takes "
+                f"{tuple(before.shape)} and gives {tuple(after.shape)}"
+            )
+    state = shapes[0][0]
+    expected = probe.needed.shape[:2] if probe.of_texts else probe.needed.shape[:1]
+    if state.shape[: len(expected)] != expected:
+        return f"the states of {path} are {tuple(state.shape)} for an input of {tuple(probe.needed.shape)}"
+    for number, (call, following) in enumerate(pairwise(row), start=1):
+        if following.state is not call.after and not torch.equal(following.state, call.after):
+            return f"module {number + 1} of {path} takes something else than module {number} gives"
+    return None
+
+
+def _norm_behind(model: Network, row: list[Watched], calls: list[Watched]) -> str | None:
+    """The norm that takes the last state, if that is what follows the blocks."""
+    last = row[-1].after
+    inside = {id(part) for call in row for part in call.module.modules()}
+    for call in calls:
+        if call.state is last and id(call.module) not in inside and "Norm" in type(call.module).__name__:
+            return next(path for path, module in model.named_modules() if module is call.module)
+    return None
+
+
+def _vision(model: Network, row: list[Watched], probe: Probe, output: Any) -> Vision:
+    """Where the patches of a model of images are, from the number of its tokens."""
+    state, pixels = row[0].state, probe.needed
+    if is_timm(model):
+        patches = getattr(getattr(model, "patch_embed", None), "patch_size", None)
+    else:
+        patches = getattr(getattr(model.config, "vision_config", model.config), "patch_size", None)
+    if patches is None:
+        raise NotShown("nothing says the size of its patches")
+    side = int(patches if isinstance(patches, int) else patches[0])
+    prefix = state.shape[1] - (pixels.shape[-1] // side) ** 2
+    if prefix < 0:
+        raise NotShown(f"its blocks take {state.shape[1]} tokens for {(pixels.shape[-1] // side) ** 2} patches")
+    logits = getattr(output, "logits", None) if not isinstance(output, Tensor) else output
+    has_class_token = prefix > 0 and torch.equal(state[0, 0], state[1, 0])
+    if is_timm(model):
+        return replace(TIMM, prefix=lambda model: prefix, class_token=lambda model: has_class_token)
+    return replace(
+        TRANSFORMERS,
+        width=lambda model: state.shape[-1],
+        fixed_side=lambda model: pixels.shape[-1],
+        usual_side=lambda model: pixels.shape[-1],
+        patch_side=lambda model: side,
+        channels=lambda model: pixels.shape[1],
+        class_token=lambda model: has_class_token,
+        prefix=lambda model: prefix,
+        classes=lambda model: 0 if logits is None else logits.shape[-1],
+    )
+
+
+UNPROVEN = "without weights nothing is shown"
+
+
+def _outlined(model: Network) -> Structured:
+    """Of a model without weights: the one list of as many modules as its config says. Good for counting, and no more:
+    with its weights the model is looked at anew."""
+    of_texts = getattr(model, "main_input_name", "pixel_values") != "pixel_values"
+    config = getattr(model, "config", None)
+    if config is None or not of_texts:
+        raise NotShown("it has no weights here, and only models of texts are taken apart without")
+    config = text_config(config)
+    lists = {path: members for path, members in _lists(model).items() if len(members) == config.num_hidden_layers}
+    paths = [path for path in lists if not any(path.startswith(f"{outer}.") for outer in lists)]
+    proposal = propose_blocks(model)
+    if proposal not in paths and len(paths) != 1:
+        raise NotShown(f"it has no weights here, and of its lists of modules several may be its blocks: {paths}")
+    path = paths[0] if proposal is None or proposal not in paths else proposal
+    takes = inspect.signature(model.forward).parameters
+    return Structured(
+        name=type(model).__name__,
+        classes=(type(model).__name__,),
+        blocks=path,
+        norm=None,
+        inputs=tuple(name for name in COLUMNS if name in takes),
+        options=(("use_cache", False),) if "use_cache" in takes else (),
+        returned=(0,) * len(lists[path]),
+        dim=config.hidden_size,
+        limit=getattr(config, "max_position_embeddings", None),
+        causal=True,
+        shown=(("blocks", path), ("proof", UNPROVEN)),
+    )
+
+
+def is_proven(family: Family) -> bool:
+    """Whether a family's models may be measured."""
+    return family.proof is None or family.proof.get("proof") != UNPROVEN

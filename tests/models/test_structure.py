@@ -1,0 +1,277 @@
+"""Models without a row: taken apart by their structure, and admitted only with a proof."""
+
+import copy
+from itertools import pairwise
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from transformers import PreTrainedConfig, PreTrainedModel
+from transformers.modeling_outputs import CausalLMOutput
+
+from lit_layers.analyses import Trajectory as TrajectoryAnalysis
+from lit_layers.errors import InputError
+from lit_layers.models.families.structure import by_structure
+from lit_layers.models.view import LayeredModel
+from lit_layers.undisturbed import measure
+from tests.support.listed_batches import Listed
+from tests.support.tiny_configs import LAYERS, tiny_model
+
+CAUSAL = {
+    "opt": "OPTForCausalLM",
+    "gptj": "GPTJForCausalLM",
+    "bloom": "BloomForCausalLM",
+    "phi3": "Phi3ForCausalLM",
+    "stablelm": "StableLmForCausalLM",
+    "cohere": "CohereForCausalLM",
+    "gemma3_text": "Gemma3ForCausalLM",
+    "olmo3": "Olmo3ForCausalLM",
+    "olmoe": "OlmoeForCausalLM",
+    "gpt_oss": "GptOssForCausalLM",
+}
+ENCODERS = {"electra": "ElectraForMaskedLM", "xlm-roberta": "XLMRobertaForMaskedLM"}
+TEXTS = CAUSAL | ENCODERS
+EXPERTS = {"olmoe", "gpt_oss"}  # whose products have no float64
+# Norms, rotary tables and softmaxes of most are float32 in any model.
+CLOSE: dict[str, Any] = {"rtol": 1e-4, "atol": 1e-4}
+
+
+def view_of(model_type: str) -> LayeredModel:
+    dtype = torch.float32 if model_type in EXPERTS else torch.float64
+    return LayeredModel(tiny_model(TEXTS[model_type], model_type, dtype))
+
+
+def texts(*, padding: str | None = None) -> dict[str, torch.Tensor]:
+    """Three texts of 10 tokens; with padding of 10, 8 and 6."""
+    ids = torch.randint(3, 100, (3, 10), generator=torch.Generator().manual_seed(1))
+    mask = torch.tensor([[place < 10 - 2 * row * bool(padding) for place in range(10)] for row in range(3)]).long()
+    return {"input_ids": ids, "attention_mask": mask.flip(-1) if padding == "left" else mask}
+
+
+@pytest.mark.parametrize("model_type", TEXTS)
+def test_states_and_logits_are_those_that_transformers_gives_out(model_type):
+    view, batch = view_of(model_type), texts()
+    model = view.model
+    trajectory = view.trajectory(batch)
+    assert (view.origin, view.num_layers, view.dim, view.vocab_size) == ("structure", LAYERS, 32, 128)
+    with torch.no_grad():
+        output = model(**batch, output_hidden_states=True)
+        norm = view.family.final_norm(model)
+        last = trajectory.hidden[-1] if norm is None else norm(trajectory.hidden[-1])
+    given = torch.stack(output.hidden_states)
+    torch.testing.assert_close(trajectory.hidden[:-1], given[:-1], **CLOSE)
+    torch.testing.assert_close(last, given[-1], **CLOSE)
+    torch.testing.assert_close(trajectory.logits, output.logits, **CLOSE)
+    torch.testing.assert_close(view.readout(trajectory.hidden[-1]), output.logits, **CLOSE)
+    assert view.predicts_next_token == (model_type in CAUSAL)
+
+
+@pytest.mark.parametrize("model_type", TEXTS)
+def test_blocks_connect_the_layers_and_any_order_replays(model_type):
+    view = view_of(model_type)
+    trajectory = view.trajectory(texts(padding="left"))
+    for layer, (before, after) in enumerate(pairwise(trajectory.hidden), start=1):
+        with torch.no_grad():
+            torch.testing.assert_close(trajectory.block(layer)(before), after, **CLOSE)
+        assert (after - before).norm() > 0.05 * before.norm(), "a block that does nothing proves nothing"
+    replayed = view.replay(trajectory, range(1, LAYERS + 1))
+    torch.testing.assert_close(replayed, trajectory.logits, **CLOSE)
+    assert (view.replay(trajectory, [1, 3]) - trajectory.logits).abs().max() > 1e-3
+    index = trajectory.mask.nonzero(as_tuple=True)
+    torch.testing.assert_close(trajectory.logits_of(index), trajectory.logits[index], **CLOSE)
+
+
+@pytest.mark.parametrize("model_type", TEXTS)
+def test_padding_on_either_side_changes_no_state_and_a_prompt_is_what_it_is_alone(model_type):
+    view = view_of(model_type)
+    for padding in ("left", "right"):
+        batch = texts(padding=padding)
+        trajectory = view.trajectory(batch)
+        for index, mask in enumerate(trajectory.mask):
+            alone = view.trajectory({"input_ids": batch["input_ids"][index : index + 1, mask]})
+            torch.testing.assert_close(trajectory.hidden[:, index, mask], alone.hidden[:, 0], **CLOSE)
+            prompt = trajectory.prompt(index)
+            torch.testing.assert_close(prompt.hidden[:, 0, mask], alone.hidden[:, 0], **CLOSE)
+            torch.testing.assert_close(prompt.block(2)(prompt.hidden[1]), prompt.hidden[2], **CLOSE)
+
+
+def test_images_pass_the_blocks_that_their_structure_shows():
+    model = tiny_model("DeiTForImageClassification", "deit")
+    view, pixels = LayeredModel(model), torch.randn(2, 3, 16, 16)
+    trajectory = view.trajectory({"pixel_values": pixels})
+    with torch.no_grad():
+        output = model(pixels, output_hidden_states=True)
+    torch.testing.assert_close(trajectory.hidden, torch.stack(output.hidden_states), rtol=0, atol=1e-5)
+    torch.testing.assert_close(view.readout(trajectory.hidden[-1]), output.logits, rtol=0, atol=1e-5)
+    assert (view.num_prefix_tokens, view.num_patches(), view.has_class_token, view.image_size) == (2, 16, True, 16)
+
+
+def test_how_long_a_text_may_be_is_seen_where_positions_are_looked_up():
+    limits = {name: LayeredModel(tiny_model(TEXTS[name], name)).max_tokens for name in ("opt", "xlm-roberta", "bloom")}
+    assert limits == {"opt": 64, "xlm-roberta": 63, "bloom": None}
+    view = LayeredModel(tiny_model("XLMRobertaForMaskedLM", "xlm-roberta"))
+    view.trajectory({"input_ids": torch.full((1, 63), 5)})
+    with pytest.raises(InputError, match="takes at most 63 tokens, got 64"):
+        view.trajectory({"input_ids": torch.full((1, 64), 5)})
+
+
+class ToyConfig(PreTrainedConfig):
+    model_type = "toy"
+
+    def __init__(
+        self, fault: str = "", vocab_size: int = 40, hidden_size: int = 8, num_hidden_layers: int = 3, **options
+    ):
+        self.fault, self.vocab_size, self.hidden_size = fault, vocab_size, hidden_size
+        self.num_hidden_layers = num_hidden_layers
+        super().__init__(**options)
+
+
+class ToyBlock(nn.Module):
+    def __init__(self, config: ToyConfig) -> None:
+        super().__init__()
+        self.fault, self.inner, self.calls = config.fault, nn.Linear(8, 8), 0
+        self.register_buffer("count", torch.zeros(()))
+
+    def forward(
+        self, hidden_states: torch.Tensor, earlier: dict[str, torch.Tensor], scale: torch.Tensor
+    ) -> torch.Tensor:
+        self.calls += 1
+        hidden = hidden_states + torch.tanh(self.inner(hidden_states)) * scale
+        if self.fault == "leaks":
+            hidden = hidden + earlier.get("mean", 0)
+            earlier["mean"] = hidden_states.mean(-1, keepdim=True)
+        if self.fault == "forgets":
+            hidden = hidden * self.calls  # what it is called with says nothing of that
+        if self.fault == "counts":
+            self.count += 1
+        if self.fault == "draws":
+            hidden = hidden + torch.randn_like(hidden)
+        return hidden
+
+
+class ToyLM(PreTrainedModel):
+    """Linear blocks; `fault` says in which way it is no row of blocks."""
+
+    config_class = ToyConfig
+    base_model_prefix = "model"
+    _tied_weights_keys = None
+
+    def __init__(self, config: ToyConfig) -> None:
+        super().__init__(config)
+        self.embed, self.head = nn.Embedding(config.vocab_size, 8), nn.Linear(8, config.vocab_size)
+        self.layers = nn.ModuleList(ToyBlock(config) for _ in range(config.num_hidden_layers))
+        self.post_init()
+
+    def forward(self, input_ids: torch.Tensor, attention_mask: torch.Tensor | None = None, **_) -> CausalLMOutput:
+        fault, embedded = self.config.fault, self.embed(input_ids)
+        hidden, earlier = embedded, {}
+        for number, layer in enumerate(self.layers):
+            scale = hidden.mean() if fault == "scales" else torch.ones(())
+            hidden = layer(hidden, earlier, scale)
+            hidden = hidden / 2 if fault == "halves" and number == 1 else hidden
+        if fault == "twice":
+            hidden = self.layers[0](hidden, earlier, scale)
+        if fault == "skips":
+            hidden = hidden + embedded
+        if fault == "pads" and attention_mask is not None:
+            hidden = hidden + attention_mask.sum()
+        return CausalLMOutput(logits=self.head(embedded if fault == "ignores" else hidden))
+
+
+def toy(fault: str = "") -> ToyLM:
+    torch.manual_seed(0)
+    return ToyLM(ToyConfig(fault)).eval()
+
+
+def test_a_sound_model_of_nobody_is_admitted():
+    view = LayeredModel(toy())
+    assert repr(view).startswith("LayeredModel(ToyLM, num_layers=3, dim=8, origin='structure', proof=blocks: layers; ")
+    assert "replay: 0.0" in repr(view) or "e-0" in repr(view)
+    assert view.max_tokens is None
+
+
+@pytest.mark.parametrize(
+    ("fault", "sentence"),
+    [
+        ("halves", "module 3 of layers takes something else than module 2 gives"),
+        ("twice", "the 3 modules of layers run 4 times in one pass, not once each, in order"),
+        ("forgets", "block 3 called again gives another state"),
+        ("draws", "block 3 called again gives another state"),
+        ("counts", "its own call writes to its weights or buffers"),
+        ("leaks", "block 3 called again gives another state"),
+        ("scales", r"block 2 is called with something \(1\) that blocks before it have made"),
+        ("skips", "the readout of the last state gives other logits"),
+        ("ignores", "the readout of the last state gives other logits"),
+    ],
+)
+def test_whatever_is_no_row_of_blocks_is_refused_with_what_does_not_hold(fault, sentence):
+    with pytest.raises(InputError, match=rf"^no layered view of ToyLM: .*{sentence}"):
+        LayeredModel(toy(fault))
+
+
+def test_a_head_that_nothing_reaches_is_refused():
+    by_structure.__globals__["_FOUND"].pop(ToyLM, None)
+    model = toy()
+    nn.init.zeros_(model.head.weight)
+    with pytest.raises(InputError, match="another last state does not change the logits"):
+        LayeredModel(model)
+
+
+def test_states_that_are_not_finite_show_nothing_and_are_no_verdict_on_the_class():
+    model = toy()
+    broken = copy.deepcopy(model)
+    nn.init.constant_(broken.embed.weight, float("nan"))
+    by_structure.__globals__["_FOUND"].pop(ToyLM, None)
+    with pytest.raises(InputError, match="not finite on these weights, and nothing can be shown"):
+        LayeredModel(broken)
+    LayeredModel(model)
+    assert LayeredModel(broken).num_layers == 3, "shown by other weights of the same config"
+
+
+def test_a_proof_is_made_once_for_a_class_and_config_and_leaves_no_trace():
+    model = toy().train()
+    by_structure.__globals__["_FOUND"].pop(ToyLM, None)
+    before, state = copy.deepcopy(model.state_dict()), torch.get_rng_state()
+    LayeredModel(model)
+    passes = model.layers[0].calls
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+    assert torch.equal(torch.get_rng_state(), state)
+    assert all(module.training and not module._forward_hooks for module in model.modules())
+    LayeredModel(model)
+    assert model.layers[0].calls == passes > 0
+
+
+def test_states_that_padding_changes_are_measured_without_padding_only():
+    class Padded(ToyLM):
+        def forward(self, input_ids, attention_mask=None, **options):
+            if attention_mask is not None:  # as one that counts all places as tokens
+                input_ids = (input_ids + attention_mask.sum(-1, keepdim=True)) % 40
+            return super().forward(input_ids, None, **options)
+
+    view = LayeredModel(Padded(ToyConfig()).eval())
+    view.trajectory({"input_ids": texts()["input_ids"] % 40})
+    with pytest.raises(
+        InputError, match="its states are others with padding behind the texts: give texts of one length"
+    ):
+        view.trajectory({**texts(padding="left"), "input_ids": texts()["input_ids"] % 40})
+
+
+def test_the_proof_stands_in_the_provenance_of_what_is_measured():
+    view = LayeredModel(tiny_model("OPTForCausalLM", "opt"))
+    found = measure(view, TrajectoryAnalysis(batches=Listed(texts())), run="opt", step=0)
+    assert found.error is None
+    assert found.provenance["origin"] == "structure"
+    assert found.provenance["proof"]["blocks"] == "model.decoder.layers"
+    assert max(found.provenance["proof"][name] for name in ("replay", "chain", "changed_chain", "readout")) < 1e-4
+    assert {"padding": True, "causal": True}.items() <= found.provenance["proof"].items()
+
+
+def test_a_model_without_weights_is_counted_and_not_measured():
+    whole = tiny_model("OPTForCausalLM", "opt")
+    with torch.device("meta"):
+        outline = type(whole)._from_config(whole.config)
+    view = LayeredModel(outline)
+    assert (view.origin, view.num_layers, view.dim, view.max_tokens) == ("structure", 3, 32, 64)
+    with pytest.raises(InputError, match="no layered view of OPTForCausalLM here: without weights nothing is shown"):
+        view.trajectory(texts())

@@ -1,0 +1,97 @@
+"""The config of any model type of transformers, made tiny: one rule for all, and a table of exceptions."""
+
+import inspect
+from typing import Any
+
+import torch
+from torch import nn
+
+DIM, LAYERS, HEADS, VOCAB = 32, 3, 4, 128
+
+# By name of a field, in any config that has it.
+SIZES: dict[str, Any] = {
+    **dict.fromkeys(("hidden_size", "n_embd", "d_model", "dim", "embed_dim", "embedding_size", "emb_dim"), DIM),
+    **dict.fromkeys(("word_embed_proj_dim", "attention_hidden_size", "lru_width", "hidden_dim_embed"), DIM),
+    **dict.fromkeys(("num_hidden_layers", "n_layer", "n_layers", "num_layers", "decoder_layers"), LAYERS),
+    **dict.fromkeys(("encoder_layers", "num_encoder_layers", "num_decoder_layers", "num_blocks", "depth"), LAYERS),
+    **dict.fromkeys(("num_attention_heads", "n_head", "n_heads", "num_heads", "decoder_attention_heads"), HEADS),
+    **dict.fromkeys(("encoder_attention_heads", "num_decoder_attention_heads"), HEADS),
+    **dict.fromkeys(("num_encoder_attention_heads", "attention_heads", "swa_num_attention_heads"), HEADS),
+    **dict.fromkeys(("num_key_value_heads", "num_kv_heads", "kv_n_heads", "num_global_key_value_heads"), 2),
+    **dict.fromkeys(("head_dim", "global_head_dim", "attention_head_dim", "kv_channels", "d_kv"), 8),
+    **dict.fromkeys(("intermediate_size", "ffn_dim", "decoder_ffn_dim", "encoder_ffn_dim", "d_ff", "n_inner"), 64),
+    **dict.fromkeys(("ffn_hidden_size", "shared_intermediate_size", "intermediate_size_mlp", "hidden_dim"), 64),
+    **dict.fromkeys(("mlp_hidden_size", "dim_ff", "expert_ffn_hidden_size"), 64),
+    **dict.fromkeys(("moe_intermediate_size", "shared_expert_intermediate_size", "expert_dim"), 32),
+    **dict.fromkeys(("vocab_size", "text_vocab_size", "vocab_size_per_layer_input", "audio_vocab_size"), VOCAB),
+    **dict.fromkeys(("max_position_embeddings", "n_positions", "n_ctx", "max_seq_len", "context_length"), 64),
+    **dict.fromkeys(("max_target_positions", "max_source_positions", "block_size", "max_sequence_length"), 64),
+    **dict.fromkeys(("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts"), 4),
+    **dict.fromkeys(("num_experts_per_tok", "moe_k", "moe_topk", "num_experts_per_token", "top_k_experts"), 2),
+    **dict.fromkeys(("n_group", "topk_group", "num_expert_group", "first_k_dense_replace"), 1),
+    **dict.fromkeys(("q_lora_rank", "kv_lora_rank"), 16),
+    **dict.fromkeys(("qk_rope_head_dim", "qk_nope_head_dim", "v_head_dim"), 8),
+    **dict.fromkeys(("rotary_dim",), 4),
+    **dict.fromkeys(("state_size", "mamba_d_state", "ssm_state_size", "mamba_state_dim"), 8),
+    **dict.fromkeys(("mamba_n_heads", "n_mamba_heads", "mamba_num_heads"), 4),
+    **dict.fromkeys(("mamba_d_head", "mamba_head_dim"), 16),
+    **dict.fromkeys(("mamba_n_groups", "n_groups", "mamba_ngroups"), 1),
+    **dict.fromkeys(("chunk_size", "mamba_chunk_size"), 8),
+    **dict.fromkeys(("linear_num_key_heads", "linear_num_value_heads"), 4),
+    **dict.fromkeys(("linear_key_head_dim", "linear_value_head_dim"), 8),
+    **dict.fromkeys(("sliding_window", "attention_window_size", "local_attention"), 4),
+    **dict.fromkeys(("image_size",), 16),
+    **dict.fromkeys(("patch_size",), 4),
+    **dict.fromkeys(("pad_token_id",), 0),
+    **dict.fromkeys(("bos_token_id", "decoder_start_token_id", "cls_token_id"), 1),
+    **dict.fromkeys(("eos_token_id", "sep_token_id"), 2),
+}
+PER_LAYER = ("layer_types", "layers_block_type", "mlp_layer_types", "attn_layer_types", "block_types")
+
+# Of single model types: what the rule gets wrong. None: the field keeps its default.
+EXCEPTIONS: dict[str, dict[str, Any]] = {}
+
+
+def tiny_config(model_type: str, **more: Any) -> Any:
+    """A config of three blocks of width 32."""
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+    return _shrunk(CONFIG_MAPPING[model_type], **(EXCEPTIONS.get(model_type, {}) | more))
+
+
+def _shrunk(kind: Any, **exceptions: Any) -> Any:
+    plain = kind()
+    fields = set(plain.to_dict()) | set(inspect.signature(kind.__init__).parameters)
+    options = {name: size for name, size in SIZES.items() if name in fields and getattr(plain, name, 0) is not None}
+    for name, part in vars(plain).items():
+        if hasattr(part, "to_dict") and hasattr(part, "model_type"):
+            options[name] = _shrunk(type(part)).to_dict()
+    for name in PER_LAYER:
+        kinds = getattr(plain, name, None)
+        if isinstance(kinds, list | tuple) and kinds:
+            options[name] = (list(dict.fromkeys(kinds)) * LAYERS)[:LAYERS]
+    options |= exceptions
+    return kind(**{name: value for name, value in options.items() if value is not Ellipsis})
+
+
+def tiny_model(
+    kind: str, model_type: str, dtype: torch.dtype = torch.float32, *, seed: int = 0, **more: Any
+) -> nn.Module:
+    """A random model of a class by name, in evaluation mode, with weights so large that no structure hides."""
+    import transformers
+
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        model = getattr(transformers, kind)._from_config(tiny_config(model_type, **more))
+        scale_up_(model)
+    return model.to(dtype).eval()
+
+
+def scale_up_(model: nn.Module) -> None:
+    """Matrices times 3, biases and norms away from 0 and 1: else a wrong structure hides."""
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.ndim > 1:
+                parameter.mul_(3)
+            else:
+                parameter.add_(0.3 * torch.randn_like(parameter))
