@@ -14,12 +14,20 @@ from lit_layers import records
 from lit_layers.cli.main import main
 from lit_layers.clock import Clock, agreement_table, curves_of, measure_times, order_table, over_seeds, times_table
 from lit_layers.clock.step_curves import StepCurve, curves_in
-from lit_layers.clock.times_and_order import COLUMNS, emerged_in_order, probability_before
+from lit_layers.clock.times_and_order import COLUMNS, agreement_sentence, emerged_in_order, probability_before
 from lit_layers.errors import InputError
 from lit_layers.functional.emergence import EmergenceTimes, Time
 from lit_layers.records import Measurement, Record
 from lit_layers.report import write_report
-from lit_layers.report.emergence_page import at_text, layer_fronts, order_matrix, sentence, timeline
+from lit_layers.report.emergence_page import (
+    MOST_LETTERS,
+    at_text,
+    layer_fronts,
+    order_matrix,
+    row_label,
+    sentence,
+    timeline,
+)
 
 STEPS = [0, 1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024]
 AXIS = np.log2(1 + np.array(STEPS))
@@ -188,6 +196,44 @@ def test_the_agreement_of_two_runs_is_spearmans_over_what_emerges_in_both():
     assert (row["run_a"], row["run_b"], row["n"]) == ("a", "b", 6)
     assert row["spearman"] == pytest.approx(stats.spearmanr(places["a"][:6], places["b"][:6]).statistic)
     assert agreement_table(Clock([*curves[:7]] + [replace(c, run="b") for c in curves[:7]], [times[0]] * 14)).empty
+    mean = [replace(curve, run="2 seeds", seeds=np.stack([AXIS, AXIS])) for curve in curves[:7]]
+    with_mean = agreement_table(Clock(mean + curves, times[:7] + times))
+    assert list(with_mean["run_a"] + with_mean["run_b"]) == ["ab"], "a mean agrees with what it is of"
+
+
+def test_how_well_many_pairs_agree_is_said_in_a_sentence():
+    pairs = pd.DataFrame({"spearman": [0.2, 0.9, 0.8, 0.7, 0.6], "n": [5, 6, 7, 8, 9]})
+    said = "The orders of 5 pairs of runs agree at a median Spearman of 0.70 (quartiles 0.60 and 0.80), over "
+    assert agreement_sentence(pairs) == f"{said}5 to 9 curves a pair."
+    assert agreement_sentence(pairs[:1]) == ""
+
+
+def test_long_names_of_rows_keep_both_ends_and_their_number():
+    """Two that differ in their middle or their end alone are still told apart in a figure."""
+    curves = [
+        StepCurve(run="a", analysis="r", metric="monotonicity_spearman", layer=None, tags=tags, at=AXIS, values=AXIS)
+        for drop in (0, 1)
+        for kind in ("raw", "maxEntropy")
+        for tags in [{"of": "prompt_entropy", "drop_first": drop, "normalization": kind}]
+    ]
+    labels = [row_label(curve) for curve in curves]
+    assert len({*labels}) == 4
+    assert max(map(len, labels)) <= MOST_LETTERS
+    time = Time(3.0, 2.0, 4.0)
+    times = [EmergenceTimes(True, 0.01, time, time, time, time, (), 12, 0, np.arange(10.0))] * 4
+    shown = order_matrix(Clock(curves, times), "a").y.labels
+    assert [label.split()[-1] for label in shown.values()] == ["1", "2", "3", "4"]
+
+
+def test_steps_between_powers_of_ten_are_named_where_there_is_room(clock):
+    for last, expected in (
+        (64, "0 1 2 5 10 20 50"),
+        (2048, "0 1 3 10 30 100 300 1,000"),
+        (143_000, "0 1 10 100 1,000 10k 100k"),
+    ):
+        curves = [replace(curve, at=np.geomspace(1, last, len(curve.at))) for curve in clock.curves]
+        axis = timeline(Clock(curves, clock.times)).y
+        assert " ".join(axis.labels.values()) == expected
 
 
 def scores(**columns) -> pd.DataFrame:

@@ -196,17 +196,32 @@ def _name(curve: StepCurve) -> Iterable[tuple[str, Any]]:
 def agreement_table(clock: Clock) -> pd.DataFrame:
     """Returns Spearman's correlation of the half-way points of each two runs, over what emerges in both.
 
-    Of runs in which all of that is half-way at the same step there is none.
+    Of runs in which all of that is half-way at the same step there is none, and none of the mean over seeds, which
+    would agree with itself.
     """
     halfway = {
         run: {curve.key: found.halfway.value for curve, found in of_the_model(clock, run) if found.halfway is not None}
         for run in clock.runs
+        if all(curve.seeds is None for curve, _ in clock.of_run(run))
     }
     rows = []
-    for a, b in itertools.combinations(clock.runs, 2):
+    for a, b in itertools.combinations(halfway, 2):
         common = [key for key in halfway[a] if key in halfway[b]]
         one, other = ([halfway[run][key] for key in common] for run in (a, b))
         if len(common) >= FEWEST_COMMON and min(len({*one}), len({*other})) > 1:
             rho: Any = stats.spearmanr(one, other)
             rows.append({"run_a": a, "run_b": b, "spearman": float(rho.statistic), "n": len(common)})
     return pd.DataFrame(rows, columns=["run_a", "run_b", "spearman", "n"])
+
+
+def agreement_sentence(agreement: pd.DataFrame) -> str:
+    """Returns how well the pairs of an `agreement_table` agree, in a sentence; of less than two pairs nothing."""
+    if len(agreement) < 2:
+        return ""
+    low, median, high = agreement["spearman"].quantile([0.25, 0.5, 0.75])
+    least, most = agreement["n"].min(), agreement["n"].max()
+    curves = f"{least} curves" if least == most else f"{least} to {most} curves"
+    return (
+        f"The orders of {len(agreement)} pairs of runs agree at a median Spearman of {median:.2f} "
+        f"(quartiles {low:.2f} and {high:.2f}), over {curves} a pair."
+    )

@@ -22,6 +22,7 @@ from lit_layers.clock.step_curves import AxisName, StepCurve
 from lit_layers.clock.times_and_order import (
     COLUMNS,
     Clock,
+    agreement_sentence,
     agreement_table,
     emerged_in_order,
     is_before,
@@ -32,7 +33,7 @@ from lit_layers.clock.times_and_order import (
     times_table,
 )
 from lit_layers.errors import refused
-from lit_layers.figures.axes import TITLES, Axis, layer_axis, place
+from lit_layers.figures.axes import DECADES, TITLES, Axis, layer_axis, place
 from lit_layers.figures.chart import Cells, Chart, Panels, Series
 from lit_layers.figures.labels import count, value
 from lit_layers.figures.models import color_of, symbol_of
@@ -45,6 +46,7 @@ from lit_layers.records import Measurement
 from lit_layers.report.template import Figures, fill, placed
 
 Emerged = Sequence[tuple[StepCurve, EmergenceTimes]]
+MOST_LETTERS = 54  # of a row's label
 MOST_ROWS = 60  # of a timeline or an order, the surest first: more cannot be read
 ONLY_PROMPTS = (
     "These intervals are over prompts (or test rows): they say what other prompts would give for the same weights, not "
@@ -155,6 +157,12 @@ def _p_text(p_value: float) -> str:
 # ------------------------------------------------------------------------------------------------ figures
 
 
+def row_label(curve: StepCurve) -> str:
+    """Returns its title as a row has room for it: a long one loses its middle, since names differ at their ends."""
+    title = curve.title.removesuffix(", rank correlation")
+    return title if len(title) <= MOST_LETTERS else f"{title[:35]}…{title[36 - MOST_LETTERS :]}"
+
+
 def timeline(clock: Clock, *, axis: AxisName = "step") -> Chart:
     """Returns a row a metric, sorted by its half-way point, with intervals; a colour a run, hollow marks at peaks.
 
@@ -184,7 +192,7 @@ def timeline(clock: Clock, *, axis: AxisName = "step") -> Chart:
         peaks = [f"{by_key[keys[row]][0][1].title}: peak at {time_text(found.peak)}" for row, found in mine]
         hollow = look | {"mark": f"{symbol_of(number)}-open", "size": 5, "name": mark["name"]}
         series.append(Series(x=at, y=rounded(place(t.value) for t in peak), texts=peaks, **hollow))
-    labels = {rows[key]: by_key[key][0][1].title for key in keys}
+    labels = {rows[key]: row_label(by_key[key][0][1]) for key in keys}
     down = Axis(labels=labels, ends=(-0.6, len(keys) - 0.4), reverse=True, grid=False)
     title = "When each metric is half-way (filled, with its interval) and at its peak (hollow)"
     return Chart(
@@ -273,13 +281,12 @@ def order_matrix(clock: Clock, run: str) -> Chart:
     emerged = _pairs(clock, run)
     keys = list(range(len(emerged)))
     table = [[None if a == b else is_before(emerged[a], emerged[b])[0] for b in keys] for a in keys]
-    names = {key: curve.title for key, (curve, _) in enumerate(emerged)}
-    texts = [f"that {names[key]} is before" for key in keys]
-    axes = {"keys": keys, "labels": names, "grid": False}
+    texts = [f"that {curve.title} is before" for curve, _ in emerged]
+    names = {key: f"{row_label(curve)}  {key + 1}" for key, (curve, _) in enumerate(emerged)}
     return Chart(
         title=f"P(row before column){f', {run}' if len(clock.runs) > 1 else ''}",
         x=Axis(labels={key: str(key + 1) for key in keys}, keys=keys, grid=False),
-        y=Axis(**{**axes, "labels": {key: f"{name}  {key + 1}" for key, name in names.items()}}),
+        y=Axis(labels=names, keys=keys, grid=False),
         cells=Cells(
             values=[[rounded(row, 3) for row in table]],
             rows=keys,
@@ -314,10 +321,12 @@ def _halfway(found: EmergenceTimes) -> Time:
 
 
 def _time_axis(clock: Clock, axis: AxisName) -> Axis:
-    """log(1 + step), with labels at powers of ten."""
+    """log(1 + step), with labels at powers of ten, and at 2 and 5 or 3 between them where there is room."""
     last = max(float(curve.at[-1]) for curve in clock.curves)
-    ticks = [0, *(10**power for power in range(math.floor(math.log10(max(last, 1))) + 1))]
-    ticks = ticks if len(ticks) < 8 else [tick for n, tick in enumerate(ticks) if n % 2 == 0]
+    factors = (1, 2, 5) if last < 200 else (1, 3) if last < 10**DECADES else (1,)
+    powers = range(math.floor(math.log10(max(last, 1))) + 1)
+    ticks = [0, *(tick for power in powers for factor in factors if (tick := factor * 10**power) <= max(last, 1))]
+    ticks = ticks if last < 10**7 else [tick for n, tick in enumerate(ticks) if n % 2 == 0]
     return Axis(
         title=TITLES[axis], labels={place(tick): at_text(tick) for tick in ticks}, ends=(-0.02, place(last) * 1.02)
     )
@@ -380,6 +389,7 @@ def _page(
         leads=[_leads(leads, run, figures) for run in leads["run"].unique()],
         forecast=_forecast(forecasts, figures),
         agreement=_agreement(agreement),
+        agreed=agreement_sentence(agreement),
         paired=_how_paired(clock),
         times=_times(clock),
         confidence=f"{100 * clock.confidence:g}%",

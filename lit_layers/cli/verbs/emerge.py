@@ -13,6 +13,8 @@ from lit_layers.schema import SEED, Range, refuse_outside
 if TYPE_CHECKING:
     from lit_layers.clock import Clock
 
+MOST_PAIRS = 15  # of runs, whose agreement is printed one by one: agreement.csv has all
+
 
 def emerge(
     runs: list[Path],
@@ -129,7 +131,7 @@ def _pairs(texts: Sequence[str]) -> dict[str, str]:
 
 
 def _show(clock: "Clock", axis: str) -> None:
-    from lit_layers.clock.times_and_order import agreement_table, of_the_model
+    from lit_layers.clock.times_and_order import agreement_sentence, agreement_table, of_the_model
     from lit_layers.report.emergence_page import time_text
 
     for run in clock.runs:
@@ -147,7 +149,9 @@ def _show(clock: "Clock", axis: str) -> None:
         show_table(rows, f"{run}, {axis}s")
         still = [curve.title for curve, found in pairs if not found.emerges]
         print(*([f"does not emerge: {'; '.join(still)}"] if still else []), "", sep="\n")
-    for row in agreement_table(clock).to_dict("records"):
+    agreement = agreement_table(clock)
+    for row in agreement.to_dict("records") if len(agreement) <= MOST_PAIRS else ():
         print(f"order of {row['run_a']} and {row['run_b']}: Spearman {row['spearman']:.2f} over {row['n']} curves")
+    print(*filter(None, [agreement_sentence(agreement)]))
     for why, number in clock.left_out.items():
         print(f"left out: {number} curves: {why}")
