@@ -1,0 +1,105 @@
+"""The `console` blocks of the pages: their commands run, on runs of the names that they have.
+
+What they are of takes hours or a cluster, so that trainings and grids go as far as their options: each `fit`, and the
+first and last cell of each `sweep`, is read whole. Published series and figures have tests of their own, with a
+stand-in Hub.
+"""
+
+import glob
+import json
+import re
+import shlex
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from lit_layers import records
+from lit_layers.cli.main import main
+from lit_layers.sweep import read_grid
+from tests.support.runs import make_run
+from tests.support.undrawn import leave_undrawn
+
+ROOT = Path(__file__).parents[2]
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+# By test_published_series and test_published_papers; a correlation over a grid's runs by tests/test_correlate.py.
+ELSEWHERE = ("analyze", "audit", "reproduce", "correlate", "report checkpoints/llm_suite")
+RUNS = {name: {} for name in ("run1", "run2", "quickstart", "seed1", "seed2", "seed3")} | {
+    f"{folder}/shuffle_tokens={on},seed={seed}": {"data": {"shuffle_tokens": on}}
+    for folder in ("grid", "four_papers")
+    for on in (False, True)
+    for seed in (1, 2)
+}
+
+
+def commands() -> Iterator[str]:
+    """Each once, without prompt, launcher and comment."""
+    for page in PAGES:
+        for block in re.findall(r"^```console\n(.*?)^```", page.read_text(), re.MULTILINE | re.DOTALL):
+            for line in block.replace("\\\n", " ").splitlines():
+                if found := re.search(r"\blit-layers ([a-z].*?)( +#|$)", line):
+                    yield " ".join(found[1].rstrip("'").split())
+
+
+COMMANDS = list(dict.fromkeys(commands()))
+HERE = [command for command in COMMANDS if not command.startswith(ELSEWHERE)]
+
+
+@pytest.fixture
+def place(tmp_path, monkeypatch) -> Path:
+    """A working folder with the recipes, and runs by the names that the pages have."""
+    for name in ("recipes", "wandb_configs"):
+        (tmp_path / name).symlink_to(ROOT / name)
+    (tmp_path / "mine.yaml").write_text((ROOT / "recipes" / "quickstart" / "gpt2.yaml").read_text())
+    (tmp_path / "my_package.py").touch()
+    for seed, (name, config) in enumerate(RUNS.items()):
+        run = tmp_path / "checkpoints" / name
+        make_run(run, run=run.name, seed=seed, analyses=("coupling", "lens"))
+        about = json.loads((run / "run.json").read_text())
+        (run / "run.json").write_text(json.dumps(about | {"config": config}))
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(tmp_path)
+    return tmp_path
+
+
+def test_every_console_command_is_run_somewhere():
+    assert len(COMMANDS) > 30
+    assert {command.split()[0] for command in HERE} == {"fit", "sweep", "report", "emerge"}
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        pytest.param(each, marks=[pytest.mark.soak] if each.startswith("emerge") else [])
+        for each in HERE
+        if each.startswith(("report", "emerge"))
+    ],
+)
+def test_pages_of_runs_are_written_as_the_command_says(command, place, monkeypatch):
+    leave_undrawn(monkeypatch)
+    measured = records.read(place / "checkpoints" / "quickstart" / "measurements.jsonl")
+    settings = {m.provenance["config_hash"] for m in measured}
+    words = [each for word in shlex.split(command) for each in (sorted(glob.glob(word)) or [word])]
+    words = [sorted(settings)[0] if word == "1a2b3c4d" else word for word in words]
+    assert main(words) == 0
+    out = words[words.index("--out") + 1] if "--out" in words else ""
+    page = {"emerge": Path(out, "emergence.html"), "report": Path(out or "runs.html")}[words[0]]
+    if words[0] == "report" and words[1:2] == ["checkpoints/quickstart"]:
+        page = Path("checkpoints/quickstart/report.html")
+    assert page.stat().st_size > 10_000
+
+
+@pytest.mark.soak  # two seconds for each
+@pytest.mark.parametrize("command", [each for each in HERE if each.startswith(("fit", "sweep"))])
+def test_trainings_and_cells_of_grids_are_read_whole(command, place, capsys):
+    words = shlex.split(command)
+    lines = [words]
+    if words[0] == "sweep":
+        grid = read_grid(place / words[1])
+        cells = grid.cells()
+        lines = [grid.command_line(cell)[2:] for cell in (cells[0], cells[-1])]
+        assert all(line[0] == "fit" for line in lines), lines
+    for line in lines:
+        with pytest.raises(SystemExit) as ended:
+            main([*line, "--print_config"])
+        assert ended.value.code == 0, capsys.readouterr().err
