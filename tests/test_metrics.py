@@ -16,7 +16,7 @@ from lit_layers.data import GivenTexts
 from lit_layers.metrics import METRICS, Metric, look_up
 from lit_layers.models.view import LayeredModel
 from lit_layers.records import Measurement, Record
-from lit_layers.report import sections, wandb_mirror, write_report
+from lit_layers.report import logged_numbers, sections, write_report
 from lit_layers.report.rendering import write_pictures
 from lit_layers.tasks.benchmark_scores import BenchmarkScores
 from lit_layers.tasks.glue_rows import GLUE
@@ -150,7 +150,7 @@ def test_one_row_shows_a_metric_everywhere(tmp_path, monkeypatch):
     pictures = [path.name for path in write_pictures(run, tmp_path / "pictures")]
     assert "probe_topics_probe_brier_score_test_rows_over_layers.svg" in pictures
     (first, *_) = records.read(run / "measurements.jsonl")
-    assert "probe/topics/brier_score/split=test/task=topics/layer_mean" in wandb_mirror._points(first)
+    assert "probe/topics/brier_score/split=test/task=topics/layer_mean" in logged_numbers.values_of(first)
     fig: Any = plots.best_layers(frame, "brier_score", tags={"split": "test", "control": None})
     assert list(fig.series[0].y) == [4, 4]  # the lowest
     for number in range(4):

@@ -14,7 +14,7 @@ from lit_layers import records
 from lit_layers.errors import InputError
 from lit_layers.records import Measurement, Record, ScalarLog
 from lit_layers.report import WandbMirror
-from lit_layers.report.wandb_mirror import _points
+from lit_layers.report.logged_numbers import values_of
 from tests.support.read_wandb import Run, read_runs
 from tests.support.runs import make_run, measurement
 from tests.support.undrawn import leave_undrawn
@@ -98,6 +98,7 @@ def test_means_over_layers_heat_maps_and_the_long_table_are_there(root: Path) ->
     }
     assert dict(run.curve("next_token_probe/log_loss/layer_mean"))[4] == pytest.approx((values[1] + values[2]) / 2)
     assert len(run.media("image-file")["coupling/coupling_pair/k=4/matrix"]) == 4
+    assert len(run.media("image-file")["lens/logit_lens_loss/over_layers"]) == 1  # of all steps
     assert not any("other_layer" in key for key in run.names())
     table = run.tables["emergence"]
     assert table["columns"][:6] == ["step", "tokens", "analysis", "metric", "layer", "value"]
@@ -142,7 +143,8 @@ def test_opening_again_adds_only_what_the_files_gained_also_at_earlier_steps(roo
     assert run.curve("later/expodistance") == [(2, pytest.approx(1.8 - 0.17609, abs=0.01))]
     assert run.curve("train/loss")[-1] == (5, 3.0)
     assert len(run.history) == before + 3  # the late row, the new row, the table again
-    assert not any(run.repeated(key) for key in run.names() if key not in ("emergence", "tokens"))
+    whole = ("emergence", "tokens", "/over_layers")  # the table and the pictures of all steps come again
+    assert not any(run.repeated(key) for key in run.names() if not key.endswith(whole))
     assert len(mirror_all(root).history) == before + 3
 
 
@@ -256,7 +258,7 @@ import pytest
 from lit_layers import records
 from lit_layers.records import ScalarLog
 from lit_layers.report import WandbMirror
-from lit_layers.report.wandb_mirror import _points
+from lit_layers.report.logged_numbers import values_of
 from tests.support.runs import measurement
 from tests.support.undrawn import leave_undrawn
 
@@ -319,7 +321,8 @@ def test_no_point_is_lost_or_doubled_when_the_process_is_killed_again_and_again(
         {"step": step, "tokens": step * 8, "train/loss": 1 / step} for step in range(1, last + 1)
     ]
     measured = [step for step in range(1, last + 1) if step % 10 == 0]
-    names = [name for name in run.names() if name.startswith(("trajectory/", "coupling/"))]
+    of_steps = [name for name in run.names() if not name.endswith("/over_layers")]
+    names = [name for name in of_steps if name.startswith(("trajectory/", "coupling/"))]
     assert len(names) > 50
     for name in names:
         assert sorted(step for step, _ in run.curve(name)) == measured, name
@@ -461,7 +464,7 @@ def test_a_mean_over_layers_is_of_all_of_them_or_absent():
         whole = Measurement(
             run="r", step=1, tokens=None, analysis="a", records=rows, seconds=0.0, provenance={"depth": 3}
         )
-        return _points(whole).get(f"a/{metric}/layer_mean")
+        return values_of(whole).get(f"a/{metric}/layer_mean")
 
     assert mean_of("growth_rate", {1: 1.0, 2: 2.0, 3: 6.0}) == 3.0
     assert mean_of("state_norm", {0: 9.0, 1: 1.0, 2: 2.0, 3: 6.0}) == 3.0

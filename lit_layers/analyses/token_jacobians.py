@@ -106,9 +106,9 @@ TIE = 1e-4  # relative gap of singular values below which their directions are n
 class TokenCoupling(PromptAnalysis):
     """Coupling over the tokens of a prompt, of a block with itself or with another, with its random baseline.
 
-    Three tables, each over pairs of tokens t, t', with `J[l][t, s]` = d f_l(X)[t] / d X[s]: `token`: `J[l][t, t]` in the
-    bases of `J[l'][t', t']`; `input_context`: `J[l][t, s]` in those of `J[l'][t', s]` for an input s <= t, t';
-    `output_context`: `J[l][t, s]` in those of `J[l'][t, s']` for an output t >= s, s'.
+    Three tables, each over pairs of tokens t, t', with `J[l][t, s]` = d f_l(X)[t] / d X[s]:
+    `token`: `J[l][t, t]` in the bases of `J[l'][t', t']`; `input_context`: `J[l][t, s]` in those of `J[l'][t', s]` for
+    an input s <= t, t'; `output_context`: `J[l][t, s]` in those of `J[l'][t, s']` for an output t >= s, s'.
 
     Per K (tag `k`, a count), layer l and, where another, other_layer l': `token_coupling`, `input_context_coupling`,
     `output_context_coupling` (mean over the pairs of different tokens and over the fixed token, per prompt, then over

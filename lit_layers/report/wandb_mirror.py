@@ -4,9 +4,7 @@ import heapq
 import importlib.util
 import io
 import itertools
-import json
 import logging
-import math
 import os
 import shlex
 import time
@@ -18,11 +16,18 @@ from typing import IO, Any, Literal
 from lit_layers import records
 from lit_layers.clock import times_of_run, times_table
 from lit_layers.errors import InputError, refused
-from lit_layers.figures import layer_matrix
+from lit_layers.figures import Chart
 from lit_layers.figures.vega import pictures_of
-from lit_layers.identity import latest, logged_name, plain_settings, settings_of, short
-from lit_layers.metrics import look_up
-from lit_layers.records import Measurement, Record
+from lit_layers.identity import latest, logged_name, plain_settings
+from lit_layers.records import Measurement
+from lit_layers.report.logged_numbers import (
+    TABLE_COLUMNS,
+    matrices_of,
+    matrix_charts,
+    surface_charts,
+    table_rows,
+    values_of,
+)
 from lit_layers.report.wandb_files import AXIS, Mirrored, mirrored, run_files
 from lit_layers.run_data import read_run
 
@@ -34,10 +39,6 @@ except ImportError:  # Windows: two processes that mirror one run at once are th
 logger = logging.getLogger(__name__)
 _CLOSING = 5.0  # seconds
 TABLE, TIMES = "emergence", "emergence_times"
-_TABLE_COLUMNS = (
-    *("step", "tokens", "analysis", "metric", "layer", "value"),
-    *("other_layer", "stderr", "low", "high", "n", "settings", "tags"),
-)
 # 0.15 ms a row: 3 s. Above it the pairs of layers are left to the heat maps; W&B itself cuts at 200,000.
 _TABLE_ROWS, _TABLE_LIMIT = 20_000, 200_000
 
@@ -150,7 +151,7 @@ class WandbMirror:
             return
         row: dict[str, Any] = dict(scalars)
         for measurement in measurements:
-            row.update(_points(measurement, self._name(measurement)))
+            row.update(values_of(measurement, self._name(measurement)))
         sent = self._sent.names.get(step, frozenset())
         new = {name: value for name, value in row.items() if name not in sent}
         for measurement in measurements:
@@ -293,22 +294,18 @@ class WandbMirror:
 
     def _heat_maps(self, measurement: Measurement, sent: frozenset[str]) -> dict[str, Any]:
         """A figure for each kind of pairs of layers that W&B does not have at this step."""
-        kinds: dict[str, tuple[str, dict[str, Any]]] = {}
-        for record in measurement.records if self._draws else ():
-            if record.other_layer is not None and record.tags.keys().isdisjoint(records.PLACES):
-                tags = {name: value for name, value in record.tags.items() if not name.startswith("num_")}
-                key = records.key(self._name(measurement), Record(metric=record.metric, value=0.0, tags=tags))
-                kinds[f"{key}/matrix"] = record.metric, tags
-        due = {name: kind for name, kind in kinds.items() if name not in sent}
-        if not due or measurement.error is not None:
+        if not self._draws or matrices_of(measurement, self._name(measurement)).keys() <= sent:
             return {}
-        # what comes here may be drawn
-        frame = records.frame([measurement]).drop(columns=records.AUDIT, errors="ignore")
-        charts = {name: layer_matrix(frame, metric, tags=tags) for name, (metric, tags) in due.items()}
+        charts = matrix_charts(measurement, self._name(measurement))
+        due = {name: chart for name, chart in charts.items() if name not in sent}
+        return self._pictures(due, f"{measurement.analysis} at step {measurement.step}")
+
+    def _pictures(self, charts: Mapping[str, Chart], what: str) -> dict[str, Any]:
+        """Charts as W&B's images, by their names; none, and a warning, where they cannot be drawn."""
         try:
             pictures = pictures_of([chart.whole() for chart in charts.values()], [".png"])
         except InputError as error:
-            logger.warning("W&B: no map of %s at step %s: %s", measurement.analysis, measurement.step, error)
+            logger.warning("W&B: no map of %s: %s", what, error)
             return {}
         from PIL import Image  # what only W&B's heat maps need
 
@@ -345,19 +342,27 @@ class WandbMirror:
         """The long form of all measurements, once they are complete."""
         if not self._table_is_due and TABLE in self._sent.names.get(None, frozenset()):
             return
-        pairs = [(measurement, record) for measurement in self._measured() for record in measurement.records]
-        if len(pairs) > _TABLE_ROWS:
-            pairs = [
-                (measurement, record)
-                for measurement, record in pairs
-                if record.other_layer is None and record.tags.keys().isdisjoint(records.PLACES)
-            ]
-        if len(pairs) > _TABLE_LIMIT:
-            logger.warning("W&B: the table would have %d rows; the first %d are kept", len(pairs), _TABLE_LIMIT)
-        if pairs:
-            data = [_table_row(measurement, record) for measurement, record in pairs[:_TABLE_LIMIT]]
-            tables = {TABLE: self._wandb.Table(columns=list(_TABLE_COLUMNS), data=data)}
-            self._send(None, tables | self._emergence_times())
+        measured = self._measured()
+        data = list(table_rows(measured, most_with_pairs=_TABLE_ROWS, most=_TABLE_LIMIT + 1))
+        if len(data) > _TABLE_LIMIT:
+            logger.warning("W&B: the table would have more than %d rows; the first are kept", _TABLE_LIMIT)
+        if data:
+            tables = {TABLE: self._wandb.Table(columns=list(TABLE_COLUMNS), data=data[:_TABLE_LIMIT])}
+            self._send(None, tables | self._emergence_times() | self._surfaces(measured))
+
+    def _surfaces(self, measured: Sequence[Measurement]) -> dict[str, Any]:
+        """Layers by steps, a picture for each metric that has both."""
+        series: dict[str, list[Measurement]] = {}
+        for measurement in measured:
+            if self._draws and measurement.error is None and measurement.step is not None:
+                series.setdefault(self._name(measurement), []).append(measurement)
+        charts: dict[str, Chart] = {}
+        for name, measurements in series.items():
+            try:
+                charts |= surface_charts(measurements, name)
+            except (InputError, ValueError) as error:  # no picture is worth the run's end
+                logger.warning("W&B: no maps over layers of %s: %s", name, _first_line(error))
+        return self._pictures(charts, "layers by steps") if charts else {}
 
     def _emergence_times(self) -> dict[str, Any]:
         """The table of when each metric emerges, where there are checkpoints enough to say it."""
@@ -408,48 +413,6 @@ class WandbMirror:
 def _is_online(file: Path) -> bool:
     """Whether the rows of a local file went to the server: at once, or by `wandb sync`, which leaves a mark."""
     return not file.parent.name.startswith("offline-") or file.with_name(f"{file.name}.synced").exists()
-
-
-def _table_row(measurement: Measurement, record: Record) -> list[Any]:
-    tags = json.dumps(record.tags, sort_keys=True) if record.tags else None
-    place = [measurement.step, measurement.tokens, measurement.analysis, record.metric, record.layer, record.value]
-    count = [record.stderr, record.low, record.high, record.n]
-    return [*place, record.other_layer, *count, short(settings_of(measurement)), tags]
-
-
-def _points(measurement: Measurement, name: str | None = None) -> dict[str, float]:
-    """The numbers of one measurement by name; metrics that are per layer alone with their mean over layers 1..L too.
-
-    A metric that lacks a layer has no mean, as its curve over steps would be of other layers from step to step.
-    `name` is what its analysis is called, where not by its own name.
-    """
-    name = name or measurement.analysis
-    points: dict[str, float] = {}
-    layers: dict[tuple[str, str], dict[int, float]] = {}
-    loops = _default_loops(measurement)
-    for record in measurement.records if measurement.error is None else ():
-        if record.other_layer is not None or not record.tags.keys().isdisjoint(records.PLACES):
-            continue
-        if record.tags.get("loops", loops) != loops:
-            continue  # a curve for each number of loops and of blocks would be hundreds: the table has them
-        points[records.key(name, record)] = record.value
-        if record.layer and math.isfinite(record.value):
-            whole = records.key(name, Record(metric=record.metric, value=0.0, tags=record.tags))
-            layers.setdefault((whole, record.metric), {})[record.layer] = record.value
-    depth = measurement.provenance.get("depth", max((max(values) for values in layers.values()), default=0))
-    for (whole, metric), values in layers.items():
-        # The last block has none to be switched with.
-        first = 1 if 1 in values else max(1, look_up(metric).first_layer or 1)
-        last = depth - 1 if "/variant=switch" in whole else depth
-        if whole not in points and [*sorted(values)] == [*range(first, last + 1)]:
-            points[f"{whole}/layer_mean"] = sum(values.values()) / len(values)
-    return points
-
-
-def _default_loops(measurement: Measurement) -> str | int | float | None:
-    """The number of loops that has curves: 3, or the nearest to it that was measured; None without any."""
-    loops = {record.tags["loops"] for record in measurement.records if "loops" in record.tags}
-    return min(loops, key=lambda number: (abs(float(number) - 3), float(number)), default=None)
 
 
 def _import_wandb() -> ModuleType | None:

@@ -21,6 +21,8 @@ def report(
     export: Path | None = None,
     pictures: Path | None = None,
     wandb: bool = False,
+    workspace: str | None = None,
+    wandb_report: str | None = None,
     allow_suspect: bool = False,
     settings: Names | None = None,
     provenance: bool = False,
@@ -36,6 +38,9 @@ def report(
         export: also write all numbers to this file, as .parquet or .csv
         pictures: also write every figure of the page as PNG, SVG and PDF to this folder
         wandb: also send W&B the points that it does not have
+        workspace: also make a W&B workspace with the charts of this run, in ENTITY/PROJECT, or written to FILE.json;
+            with --seeds runs of one W&B group are drawn as their mean and range
+        wandb_report: also make a W&B report with these charts, as workspace does
         allow_suspect: also draw checkpoints that the audit of their series found suspect
         settings: of analyses that were measured with several settings (options, data) draw these, as the page names
             them, or `last`: those measured last (default: those of the most steps, which training's are)
@@ -47,14 +52,16 @@ def report(
 
     chosen = settings or ()
     if len(runs) > 1:
-        if alone := next((name for name, on in {"wandb": wandb, "provenance": provenance}.items() if on), None):
+        of_one = {"wandb": wandb, "workspace": workspace, "wandb_report": wandb_report, "provenance": provenance}
+        if alone := next((name for name, on in of_one.items() if on), None):
             raise InputError(f"{alone}: expected one run, got {len(runs)}")
         return _side_by_side(runs, seeds, group, out or Path("runs.html"), export, pictures, chosen, allow_suspect)
     if not runs:
         raise InputError("missing: runs: expected a run's folder, or several")
-    if seeds or group is not None:
+    if group is not None or (seeds and workspace is None and wandb_report is None):
         raise InputError(f"{'seeds' if seeds else 'group'}: expected two runs or more, got {len(runs)}")
     (root,) = runs
+    at_wandb = {name: _place(name, at) for name, at in (("workspace", workspace), ("wandb_report", wandb_report)) if at}
     run = run_data.read_run(root, settings=chosen)
     if provenance:
         _print_provenance(run_data.provenance(run))
@@ -81,7 +88,24 @@ def report(
         mirror.open(root, run_id=_run_id(run), config=config, allow_suspect=allow_suspect)
         mirror.finish()
         print(mirror.closing_line())
+    if at_wandb:
+        from lit_layers.report import wandb_workspace
+
+        make = {"workspace": wandb_workspace.workspace_of, "wandb_report": wandb_workspace.report_of}
+        for name, (place, entity, project) in at_wandb.items():
+            made = make[name](root, entity=entity, project=project, seeds=seeds)
+            print(wandb_workspace.save(made, place))
     return 0
+
+
+def _place(option: str, place: str) -> tuple[str, str, str]:
+    """A place, its entity and its project."""
+    from lit_layers.report.wandb_workspace import place_of
+
+    try:
+        return place, *place_of(place)
+    except InputError as error:
+        raise InputError(f"{option}: {error}") from error
 
 
 def _side_by_side(

@@ -1,0 +1,142 @@
+"""A measurement as loggers show it: which of its numbers are curves over steps and how these are called, and which are
+pictures; the rows of the table that holds them all.
+"""
+
+import json
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import pandas as pd
+
+from lit_layers import records
+from lit_layers.figures import Chart, layer_matrix, layer_surface
+from lit_layers.figures.maps import has_surface
+from lit_layers.figures.tables import matching, select, variants_of
+from lit_layers.identity import settings_of, short
+from lit_layers.metrics import look_up
+from lit_layers.records import Measurement, Record
+
+MATRIX, SURFACE, LAYER_MEAN = "matrix", "over_layers", "layer_mean"  # last words of names
+TABLE_COLUMNS = (
+    *("step", "tokens", "analysis", "metric", "layer", "value"),
+    *("other_layer", "stderr", "low", "high", "n", "settings", "tags"),
+)
+
+
+@dataclass(frozen=True)
+class Point:
+    """A number that has a curve: its curve's name, and that of all layers' curves together."""
+
+    name: str
+    base: str
+    metric: str
+    layer: int | None
+    value: float
+
+
+def points_of(measurement: Measurement, name: str | None = None) -> list[Point]:
+    """The numbers of one measurement that are curves; those per layer alone with their mean over layers 1..L, too.
+
+    Nothing is a curve for pairs of layers or places of tokens. A metric that lacks a layer has no mean, as its curve
+    over steps would be of other layers from step to step. `name` is what its analysis is called, where not by its own.
+    """
+    name = name or measurement.analysis
+    points: list[Point] = []
+    layers: dict[tuple[str, str], dict[int, float]] = {}
+    loops = _default_loops(measurement)
+    for record in measurement.records if measurement.error is None else ():
+        if record.other_layer is not None or not record.tags.keys().isdisjoint(records.PLACES):
+            continue
+        if record.tags.get("loops", loops) != loops:
+            continue  # a curve for each number of loops and of blocks would be hundreds: the table has them
+        base = records.key(name, Record(metric=record.metric, value=0.0, tags=record.tags))
+        points.append(Point(records.key(name, record), base, record.metric, record.layer, record.value))
+        if record.layer and math.isfinite(record.value):
+            layers.setdefault((base, record.metric), {})[record.layer] = record.value
+    whole = {point.base for point in points if point.layer is None}
+    depth = measurement.provenance.get("depth", max((max(values) for values in layers.values()), default=0))
+    for (base, metric), values in layers.items():
+        # The last block has none to be switched with.
+        first = 1 if 1 in values else max(1, look_up(metric).first_layer or 1)
+        last = depth - 1 if "/variant=switch" in base else depth
+        if base not in whole and [*sorted(values)] == [*range(first, last + 1)]:
+            points.append(Point(f"{base}/{LAYER_MEAN}", base, metric, None, sum(values.values()) / len(values)))
+    return points
+
+
+def values_of(measurement: Measurement, name: str | None = None) -> dict[str, float]:
+    """The values of `points_of` by the names of their curves."""
+    return {point.name: point.value for point in points_of(measurement, name)}
+
+
+def matrices_of(measurement: Measurement, name: str) -> dict[str, tuple[str, dict[str, Any]]]:
+    """Metric and tags of each kind of pairs of layers of a measurement, by the name of its picture."""
+    kinds: dict[str, tuple[str, dict[str, Any]]] = {}
+    for record in measurement.records if measurement.error is None else ():
+        if record.other_layer is not None and record.tags.keys().isdisjoint(records.PLACES):
+            tags = {tag: value for tag, value in record.tags.items() if not tag.startswith("num_")}
+            key = records.key(name, Record(metric=record.metric, value=0.0, tags=tags))
+            kinds[f"{key}/{MATRIX}"] = record.metric, tags
+    return kinds
+
+
+def matrix_charts(measurement: Measurement, name: str) -> dict[str, Chart]:
+    """A heat map for each kind of pairs of layers of one measurement."""
+    kinds = matrices_of(measurement, name)
+    if not kinds:
+        return {}
+    frame = _frame([measurement])
+    return {key: layer_matrix(frame, metric, tags=tags) for key, (metric, tags) in kinds.items()}
+
+
+def surfaces_of(measurements: list[Measurement], name: str) -> dict[str, tuple[str, dict[str, Any]]]:
+    """Metric and tags of each heat map of layers by steps of one analysis, by its name: what tables of results have."""
+    frame = _frame(measurements)
+    kinds: dict[str, tuple[str, dict[str, Any]]] = {}
+    for metric in dict.fromkeys(point.metric for m in measurements for point in points_of(m, name)):
+        if look_up(metric).secondary or look_up(metric).unlisted:
+            continue
+        points = select(frame, metric, over_steps=True)
+        for tags in variants_of(points):
+            if has_surface(matching(points, tags)):
+                said = {tag: value for tag, value in tags.items() if value is not None}  # others have it
+                key = records.key(name, Record(metric=metric, value=0.0, tags=said))
+                kinds[f"{key}/{SURFACE}"] = metric, tags
+    return kinds
+
+
+def surface_charts(measurements: list[Measurement], name: str) -> dict[str, Chart]:
+    """Layers by steps as a heat map, of each metric of one analysis that stands in tables of results."""
+    frame, kinds = _frame(measurements), surfaces_of(measurements, name)
+    return {key: layer_surface(frame, metric, tags=tags) for key, (metric, tags) in kinds.items()}
+
+
+def _frame(measurements: list[Measurement]) -> pd.DataFrame:
+    return records.frame(measurements).drop(columns=records.AUDIT, errors="ignore")  # what comes here may be drawn
+
+
+def table_rows(measurements: list[Measurement], *, most_with_pairs: int, most: int) -> Iterator[list[Any]]:
+    """Rows of `TABLE_COLUMNS`, at most so many; pairs of layers and places of tokens only where all rows are few."""
+    pairs = [(measurement, record) for measurement in measurements for record in measurement.records]
+    if len(pairs) > most_with_pairs:
+        pairs = [
+            (measurement, record)
+            for measurement, record in pairs
+            if record.other_layer is None and record.tags.keys().isdisjoint(records.PLACES)
+        ]
+    return (_table_row(measurement, record) for measurement, record in pairs[:most])
+
+
+def _table_row(measurement: Measurement, record: Record) -> list[Any]:
+    tags = json.dumps(record.tags, sort_keys=True) if record.tags else None
+    place = [measurement.step, measurement.tokens, measurement.analysis, record.metric, record.layer, record.value]
+    count = [record.stderr, record.low, record.high, record.n]
+    return [*place, record.other_layer, *count, short(settings_of(measurement)), tags]
+
+
+def _default_loops(measurement: Measurement) -> str | int | float | None:
+    """The number of loops that has curves: 3, or the nearest to it that was measured; None without any."""
+    loops = {record.tags["loops"] for record in measurement.records if "loops" in record.tags}
+    return min(loops, key=lambda number: (abs(float(number) - 3), float(number)), default=None)

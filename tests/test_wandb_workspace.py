@@ -1,0 +1,93 @@
+"""The workspace and the report that are made from a run name the curves and pictures that its mirror logs."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from lit_layers.cli.main import main
+from lit_layers.errors import InputError
+from lit_layers.report.wandb_workspace import Panel, place_of, report_of, workspace_of
+from tests.support.runs import make_run
+from tests.support.undrawn import leave_undrawn
+from tests.test_wandb_mirror import mirror_all
+
+pytest.importorskip("wandb_workspaces")
+# W&B leaves temporary folders of its media to the garbage collector.
+pytestmark = pytest.mark.filterwarnings("ignore:Implicitly cleaning up:ResourceWarning")
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory) -> Path:
+    return make_run(tmp_path_factory.mktemp("runs") / "quickstart")
+
+
+def panels_in(spec: dict) -> list[dict]:
+    """Every panel of a specification, wherever it stands."""
+    found: list[dict] = []
+
+    def walk(part: object) -> None:
+        if isinstance(part, dict):
+            if "viewType" in part:
+                found.append(part)
+            for value in part.values():
+                walk(value)
+        elif isinstance(part, list):
+            for value in part:
+                walk(value)
+
+    walk(spec)
+    return found
+
+
+def test_every_curve_and_picture_of_the_charts_is_one_that_the_mirror_logs(root, tmp_path, monkeypatch, capsys):
+    leave_undrawn(monkeypatch)
+    logged = mirror_all(root)
+    names, pictures = {*logged.names()}, {*logged.media("image-file")}
+    for option, name in (("--workspace", "workspace.json"), ("--wandb_report", "report.json")):
+        assert main(["report", str(root), option, str(tmp_path / name), "--out", str(tmp_path / "page.html")]) == 0
+        panels = panels_in(json.loads((tmp_path / name).read_text()))
+        lines = [panel["config"] for panel in panels if panel["viewType"] == "Run History Line Plot"]
+        drawn = {curve for config in lines for curve in config["metrics"]}
+        assert drawn <= names, drawn - names
+        assert {"coupling/coupling/k=4", "trajectory/line_shape_score/layer_02", "train/loss"} <= drawn
+        assert all(config["xAxis"] == "trainer/global_step" and config["xLogScale"] for config in lines)
+        media = {key for panel in panels for key in panel["config"].get("mediaKeys", [])}
+        assert media == pictures, media ^ pictures
+        assert sum(key.endswith("/over_layers") for key in media) > 2
+
+
+def test_seeds_are_grouped_with_their_mean_and_range(root):
+    made = workspace_of(root, entity="me", project="p", seeds=True)
+    spec = made._to_model().model_dump(by_alias=True, mode="json")["spec"]
+    lines = [panel["config"] for panel in panels_in(spec) if panel["viewType"] == "Run History Line Plot"]
+    assert lines
+    assert all(
+        config["aggregateMode"] if "aggregateMode" in config else config["groupAgg"] == "mean" for config in lines
+    )
+    assert {config["groupArea"] for config in lines} == {"minmax"}
+    plain = workspace_of(root, entity="me", project="p")._to_model().model_dump(by_alias=True, mode="json")["spec"]
+    assert all(not panel["config"].get("groupBy") for panel in panels_in(plain))
+
+
+def test_a_deep_model_has_a_line_for_some_layers_the_first_and_the_last_among_them():
+    panel = Panel("state_norm", "a/state_norm", {layer: f"a/state_norm/layer_{layer:02d}" for layer in range(81)})
+    lines = panel.lines()
+    assert len(lines) <= 25
+    assert (lines[0], lines[-1]) == ("a/state_norm/layer_00", "a/state_norm/layer_80")
+
+
+@pytest.mark.parametrize("place", ["project", "a/b/c", "/p", "e/"])
+def test_a_place_that_is_none_is_refused(place, root, capsys):
+    with pytest.raises(InputError, match="expected ENTITY/PROJECT at W&B, or FILE.json"):
+        place_of(place)
+    assert main(["report", str(root), "--workspace", place]) == 2
+    assert "workspace: expected ENTITY/PROJECT" in capsys.readouterr().err
+
+
+def test_a_run_without_steps_has_no_charts(tmp_path, capsys):
+    (tmp_path / "measurements.jsonl").write_text("")
+    with pytest.raises(InputError, match="nothing was measured at a step there"):
+        workspace_of(tmp_path, entity="e", project="p")
+    with pytest.raises(InputError, match=r"expected a run's folder, with measurements\.jsonl"):
+        report_of(tmp_path / "nowhere", entity="e", project="p")
