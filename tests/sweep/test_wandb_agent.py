@@ -107,6 +107,22 @@ def test_the_grids_name_options_that_fit_has(file, capsys, monkeypatch):
 
 
 @pytest.mark.slow
+def test_the_seeds_name_options_that_fit_has_and_are_one_group(capsys, monkeypatch):
+    monkeypatch.chdir(ROOT)
+    monkeypatch.setenv("WANDB_RUN_ID", "a1b2c3d4")
+    grid = read_grid(ROOT / "wandb_configs" / "sweeps" / "gpt2_seeds.yaml")
+    assert len(grid.cells()) == 5
+    line = grid.command_line(grid.cells()[-1])
+    with pytest.raises(SystemExit) as ended:
+        main([*line[line.index("fit") :], "--print_config"])
+    assert ended.value.code == 0
+    printed = yaml.safe_load(capsys.readouterr().out)
+    assert printed["model"]["init_args"]["init_seed"] == printed["seed_everything"] == 5
+    assert printed["wandb"]["init_args"]["group"] == "gpt2_seeds"
+    assert printed["root"] == "checkpoints/gpt2_seeds/a1b2c3d4"
+
+
+@pytest.mark.slow
 @pytest.mark.skipif(sys.platform == "win32", reason="needs fork")
 @pytest.mark.usefixtures("no_page")
 def test_two_ranks_under_an_agent_are_one_wandb_run_and_that_is_the_agents(corpus, agent, tmp_path, monkeypatch):  # noqa: F811
