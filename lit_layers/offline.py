@@ -4,42 +4,30 @@ A checkpoint is in memory whole, one at a time while the next one is fetched, or
 """
 
 import contextlib
-import functools
-import hashlib
-import shutil
-from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-import torch
-
-from lit_layers import canary, undisturbed
+from lit_layers import canary
 from lit_layers.analyses.base import Analysis
-from lit_layers.analyses.layerwise import STATE, layerwise, walk
+from lit_layers.analyses.layerwise import layerwise
 from lit_layers.errors import InputError
 from lit_layers.files import run_lock
 from lit_layers.identity import settings_name
-from lit_layers.models.build import weights_hash
-from lit_layers.models.shard_files import ShardFiles
-from lit_layers.models.streaming import StreamedModel
-from lit_layers.models.view import LayeredModel
+from lit_layers.one_checkpoint import Device, DoesNotFit, Dtype, Measurer, Tell, device_of, silent
+from lit_layers.over_workers import over_workers
 from lit_layers.prompt_values import ValueFiles
 from lit_layers.records import Measurement
 from lit_layers.schema import COUNT_OR_NONE, KEPT_MB, VALUES_MB, refuse_outside
 from lit_layers.series import Audit, Checkpoint, OneModel, Series, audit
-from lit_layers.series.auditing import WEIGHTS, SeriesMeasurements, is_suspect, remember
+from lit_layers.series.auditing import WEIGHTS, SeriesMeasurements, is_suspect, read_weights
 from lit_layers.series.checkpoint import fetched_ahead
 from lit_layers.series.checkpoint_sources import at_once
-from lit_layers.series.weight_files import Memory
+from lit_layers.series.weight_files import Fingerprint, Memory
 
-Device = Literal["auto", "cpu", "cuda"]
-Dtype = Literal["float32", "float64"]
-Tell = Callable[[int, int, str], None]  # done, of how many, what comes next: checkpoints, or analyses or blocks of one
+Engine = Literal["process", "ray"]
 Analyses = Sequence[Analysis] | Callable[[Checkpoint], Sequence[Analysis]]
-STATE_FORMAT = "2"  # of the folder in which a streamed measurement goes on: what an earlier version left is not read
-UNFINISHED = ".stream"  # folder in the root: what a streamed measurement has found so far
 
 
 @dataclass
@@ -96,6 +84,7 @@ def analyze_series(
     dtype: Dtype = "float32",
     kept_mb: int = KEPT_MB,
     values_mb: int = VALUES_MB,
+    engine: Engine = "process",
     progress: Tell | None = None,
 ) -> SeriesResult:
     """Measures every checkpoint of a series; each measurement is also a line of `root/measurements.jsonl`.
@@ -119,6 +108,9 @@ def analyze_series(
         kept_mb: how much of the states that several analyses look at is kept on the device between them; what is more
             lies in files in `root` meanwhile.
         values_mb: the most that the values of prompts may take, in files beside the measurements; 0: none are kept.
+        engine: "ray" carries the work over the machines of a Ray cluster, or over processes of this machine where none
+            is running: a task a checkpoint and group of analyses that look at the same texts. This process audits,
+            hands out and writes; the numbers are those of "process".
         progress: told what is done and what comes next.
 
     Raises:
@@ -132,43 +124,32 @@ def analyze_series(
             f"shard: expected i/n with i from 0 to n - 1, got {index}/{count}: number a SLURM array from 0, "
             f"--array=0-{max(count, 1) - 1}"
         )
+    if engine == "ray" and count > 1:
+        raise InputError(
+            f"shard: with engine ray one process hands out all, and {index}/{count} was given: leave it out"
+        )
     sizes = {"kept_mb": kept_mb, "values_mb": values_mb}
     refuse_outside("", dict.fromkeys(sizes, COUNT_OR_NONE), sizes)
-    measuring = _Measuring(
+    measurer = Measurer(
         series=series,
         root=Path(root),
-        allow_suspect=allow_suspect,
-        keep_downloads=keep_downloads,
-        shard=shard,
         stream_blocks=stream_blocks,
-        device=device_of(device),
+        device=device_of("cpu" if engine == "ray" else device),  # each worker has its own
         dtype=dtype,
         kept_mb=kept_mb,
-        values_mb=values_mb,
-        tell=progress or _silent,
+        earlier=SeriesMeasurements(Path(root)),
+        tell=progress or silent,
+    )
+    measuring = _Measuring(
+        measurer=measurer, allow_suspect=allow_suspect, keep_downloads=keep_downloads, shard=shard, values_mb=values_mb
     )
     measuring.choose(analyses)
     with run_lock.writing(root, shard=shard):
-        return measuring.run()
-
-
-def device_of(name: Device) -> torch.device:
-    """Returns the device that an option names.
-
-    Raises:
-        InputError: a GPU where torch sees none.
-    """
-    if name == "cuda" and not torch.cuda.is_available():
-        raise InputError("device: cuda was asked for and torch sees no GPU: use cpu or auto")
-    return torch.device("cuda" if name == "cuda" or (name == "auto" and torch.cuda.is_available()) else "cpu")
+        return measuring.run(device if engine == "ray" else None)
 
 
 def _named(checkpoint: Checkpoint, error: InputError) -> str:
     return str(error) if checkpoint.name in str(error) else f"{checkpoint.name}: {error}"
-
-
-def _silent(done: int, total: int, what: str) -> None:
-    """Tells nobody."""
 
 
 def _unlisted(series: Series) -> dict[str, str]:
@@ -189,27 +170,21 @@ def _unlisted(series: Series) -> dict[str, str]:
 class _Measuring:
     """One call on one series."""
 
-    series: Series
-    root: Path
+    measurer: Measurer
     allow_suspect: bool
     keep_downloads: bool
     shard: tuple[int, int]
-    stream_blocks: bool
-    device: torch.device
-    dtype: Dtype
-    kept_mb: int
     values_mb: int
-    tell: Tell
 
     def __post_init__(self) -> None:
-        self.earlier = SeriesMeasurements(self.root)
-        self.earlier.store.values = ValueFiles(self.root, self.values_mb, checkpoints=len(self.series.checkpoints))
-        self.memory = self.series.memory or Memory(self.root)
-        self.analyses: dict[str, Sequence[Analysis]] = {}  # by the name of the checkpoint
+        self.series, self.earlier, self.tell = self.measurer.series, self.measurer.earlier, self.measurer.tell
+        checkpoints, root = len(self.series.checkpoints), self.measurer.root
+        self.earlier.store.values = ValueFiles(root, self.values_mb, checkpoints=checkpoints)
+        self.memory = self.series.memory or Memory(root)
+        self.analyses, self.verdicts = self.measurer.analyses, self.measurer.verdicts
         self.unmeasured: dict[str, str] = {}  # names of checkpoints that cannot be measured, each with why
-        self.verdicts: dict[str, str] = {}  # by checkpoint, as they stand in the measurements
         self.result = SeriesResult(Audit(self.series.name, 0, ()))
-        self._fitting: set[int] = set()  # lists of analyses that fit a model of this series
+        self._is_read = False  # whether weights were, for the audit
 
     def choose(self, analyses: Analyses) -> None:
         """Refuses what is wrong with the analyses whatever the model is, before one is opened or downloaded.
@@ -220,7 +195,7 @@ class _Measuring:
         self.varied = callable(analyses)
         if not callable(analyses):
             self._refuse(analyses)
-            self.analyses = {one.name: analyses for one in self.series}
+            self.analyses.update({one.name: analyses for one in self.series})
             return
         for one in self.series:
             try:
@@ -240,50 +215,78 @@ class _Measuring:
             raise InputError("analyses: expected at least one, got none")
         for analysis in analyses:
             analysis.check_data()
-        if self.stream_blocks:
+        if self.measurer.stream_blocks:
             layerwise(analyses)
 
-    def run(self) -> SeriesResult:
+    def run(self, device_of_workers: Device | None) -> SeriesResult:
+        """Measures in this process, or where workers are to have a device on these."""
         index, count = self.shard
         audited = list(self.series.checkpoints[index::count])
         if not self.series.is_alone:
-            self._refuse_another(lambda one: ("weight_files", one.source.weights()))
+            self.measurer.refuse_another(lambda one: ("weight_files", one.source.weights()))
             audited = self._audited(audited)
         due = [one for one in audited if not self._is_known(one)]
         self.result.num_known = sum(len(self.analyses[one.name]) for one in audited if one not in due)
         for run in dict.fromkeys(self.earlier.run_of(one) for one in due if one.step is not None):
-            canary.compare_with_earlier(self.earlier.store, run, self.series.listing.checkpoints, self._opened)
-        is_read = False
-        for number, (checkpoint, fetched) in enumerate(fetched_ahead(due), start=len(audited) - len(due)):
-            if not self.series.is_alone:
-                self.tell(number, len(audited), checkpoint.name)
-            try:
-                self._measure(checkpoint, fetched)
-            except torch.OutOfMemoryError as error:
-                why = f"{checkpoint.series} {checkpoint.name} does not fit in the memory of {self.device}"
-                self._failed(checkpoint, InputError(why), error)
-            except InputError as error:
-                self._failed(checkpoint, error)
-            else:
-                if WEIGHTS in self.result.audit.unchecked.get(checkpoint.name, ()):
-                    is_read |= remember(checkpoint, self.memory)
-            finally:
-                if not self.keep_downloads:
-                    checkpoint.source.drop()
-        if not self.series.is_alone:
-            self.tell(len(audited), len(audited), "")
-        if is_read:  # judged once more, by the weights that were downloaded to be measured
+            canary.compare_with_earlier(self.earlier.store, run, self.series.listing.checkpoints, self.measurer.opened)
+        if device_of_workers is None:
+            self._one_by_one(due, len(audited) - len(due), len(audited))
+        else:
+            self._over_workers(due, device_of_workers)
+        if self._is_read:  # judged once more, by the weights that were downloaded to be measured
             self._judge(audited)
         for each in {id(each): each for analyses in self.analyses.values() for each in analyses}.values():
             with contextlib.suppress(InputError):
                 self.result.settings.append(settings_name(each.config_hash(), each.data_hash()))
         return self.result
 
-    def _refuse_another(self, weights: Callable[[Checkpoint], tuple[str, Any]]) -> None:
-        """Unless the series lies in the folder of the results: it is its own, whatever it was named before."""
-        place: Path | None = getattr(self.series, "root", None)
-        if place is None or place.resolve() != self.root.resolve():
-            self.earlier.refuse_another(self.series.checkpoints, weights)
+    def _one_by_one(self, due: Sequence[Checkpoint], num_before: int, total: int) -> None:
+        for number, (checkpoint, fetched) in enumerate(fetched_ahead(due), start=num_before):
+            if not self.series.is_alone:
+                self.tell(number, total, checkpoint.name)
+            try:
+                measured = self.measurer.measure(checkpoint, fetched)
+            except InputError as error:
+                self._failed(checkpoint, error)
+            else:
+                self._measured(checkpoint, measured, self.analyses[checkpoint.name])
+                if self._is_unread(checkpoint):
+                    self._remember(checkpoint, read_weights(checkpoint))
+            finally:
+                self.measurer.release()
+                if not self.keep_downloads:
+                    checkpoint.source.drop()
+        if not self.series.is_alone:
+            self.tell(total, total, "")
+
+    def _over_workers(self, due: Sequence[Checkpoint], device: Device) -> None:
+        left = {checkpoint.name: (checkpoint, self._not_known(checkpoint)) for checkpoint in due}
+        self.result.num_known += sum(len(self.analyses[name]) - len(mine) for name, (_, mine) in left.items())
+        unread = {checkpoint.name for checkpoint in due if self._is_unread(checkpoint)}
+        for task, outcome in over_workers(
+            self.measurer, [*left.values()], device=device, unread=unread, keep_downloads=self.keep_downloads
+        ):
+            checkpoint, _ = left[task.checkpoint]
+            if outcome.failure is not None:
+                self._failed(checkpoint, outcome.failure)
+                continue
+            self.measurer.fitting |= {id(self.analyses[checkpoint.name])}
+            store = self.earlier.store
+            self._measured(checkpoint, [store.add(each) for each in outcome.measurements], task.analyses)
+            self._remember(checkpoint, outcome.weights)
+
+    def _measured(self, checkpoint: Checkpoint, measured: list[Measurement], of: Sequence[Any]) -> None:
+        self.result.measurements += measured
+        self.result.num_known += len(of) - len(measured)
+
+    def _is_unread(self, checkpoint: Checkpoint) -> bool:
+        return WEIGHTS in self.result.audit.unchecked.get(checkpoint.name, ())
+
+    def _remember(self, checkpoint: Checkpoint, weights: Fingerprint | None) -> None:
+        """Keeps what was read of weights that were downloaded to be measured, for the audit."""
+        if weights is not None:
+            self.memory.put(checkpoint.name, checkpoint.source.identity(), weights)
+            self._is_read = True
 
     def _audited(self, mine: Sequence[Checkpoint]) -> list[Checkpoint]:
         """Audits the series, and returns which checkpoints of this shard are to be measured."""
@@ -313,147 +316,29 @@ class _Measuring:
 
     def _is_known(self, checkpoint: Checkpoint) -> bool:
         """Whether all is known from weight files of these very hashes, without loading any."""
+        return not self._not_known(checkpoint)
+
+    def _not_known(self, checkpoint: Checkpoint) -> list[Analysis]:
+        """The analyses of which that cannot be said."""
+        analyses = [*self.analyses[checkpoint.name]]
         if self.series.is_alone:  # its files are not hashed, as nothing is compared with them
-            return False
+            return analyses
         try:
             facts = {
                 "weight_files": checkpoint.source.weights(),
-                "dtype": self.dtype,
+                "dtype": self.measurer.dtype,
                 "model_tokenizer_hash": self.earlier.tokenizer_hash(checkpoint),
             }
         except InputError:  # its tokenizer cannot be had: fetching says why
-            return False
+            return analyses
         place = self.earlier.run_of(checkpoint), checkpoint.step
-        return all(self.earlier.store.is_done(*place, each, **facts) for each in self.analyses[checkpoint.name])
+        return [each for each in analyses if not self.earlier.store.is_done(*place, each, **facts)]
 
-    def _failed(self, checkpoint: Checkpoint, why: InputError, cause: BaseException | None = None) -> None:
+    def _failed(self, checkpoint: Checkpoint, why: InputError) -> None:
         """Notes what cannot be measured; refuses what no other checkpoint can be measured with either."""
-        is_loaded = isinstance(why, _DoesNotFit)
-        if self.series.is_alone or (is_loaded and not self._fitting and not self.varied):
-            raise why from (cause or why.__cause__)
-        self.result.failures.append(_named(checkpoint, why))
-
-    def _measure(self, checkpoint: Checkpoint, fetched: "Future[Path]") -> None:
-        analyses = self.analyses[checkpoint.name]
-        try:
-            fetched.result()
-        except OSError as error:  # a disk that is full
-            raise InputError(f"{checkpoint.series} {checkpoint.name} cannot be fetched: {error}") from error
-        tell = self.tell if self.series.is_alone else _silent
-        with self._model(checkpoint, self.dtype) as view:
-            self._check(view, analyses)
-            if isinstance(view, StreamedModel):
-                self._walk(view, checkpoint, analyses, tell)
-                return
-            fingerprint = weights_hash(view.model)
-            seen = canary.provenance_of(view, fingerprint, self.earlier.store)
-            way = functools.partial(undisturbed.in_one_pass, kept_mb=self.kept_mb, folder=self.root)
-            self._keep(checkpoint, view, analyses, way, tell, fingerprint, seen)
-
-    @contextlib.contextmanager
-    def _model(self, checkpoint: Checkpoint, dtype: str) -> Iterator[LayeredModel]:
-        """A checkpoint in memory, or to be read block by block."""
-        if not self.stream_blocks:
-            yield LayeredModel(checkpoint.load(dtype=getattr(torch, dtype)).to(self.device))
-            return
-        files = self.series.files if isinstance(self.series, OneModel) else ShardFiles(checkpoint.fetch())
-        with (
-            contextlib.closing(StreamedModel(files, device=self.device, dtype=getattr(torch, dtype))) as streamed,
-            undisturbed.kept_random_state(),
-            undisturbed.plain_numbers(self.device),
-        ):
-            yield streamed
-
-    @contextlib.contextmanager
-    def _opened(self, checkpoint: Checkpoint, dtype: str) -> Iterator[tuple[LayeredModel, str]]:
-        with self._model(checkpoint, dtype) as view:
-            yield view, view.weights_hash() if isinstance(view, StreamedModel) else weights_hash(view.model)
-
-    def _keep(
-        self,
-        checkpoint: Checkpoint,
-        view: Any,
-        analyses: Sequence[Analysis],
-        way: undisturbed.Way,
-        tell: Tell,
-        fingerprint: str,
-        seen: dict[str, Any],
-    ) -> None:
-        """Measures one checkpoint by these weights, whatever files they came in: training writes others."""
-        source, same = checkpoint.provenance() | seen, {}
-        if self.series.is_alone:
-            source["streamed"] = self.stream_blocks
-            self._refuse_another(lambda _: ("weights_hash", fingerprint))
-        else:
-            source["audit"] = self.verdicts[checkpoint.name]
-            source |= {"streamed": True} if self.stream_blocks else {}
-            same["model_tokenizer_hash"] = self.earlier.tokenizer_hash(checkpoint)
-            source |= {name: value for name, value in same.items() if value is not None}
-        measured = [
-            *undisturbed.measure_missing(
-                view,
-                analyses,
-                self.earlier.store,
-                run=self.earlier.run_of(checkpoint),
-                step=checkpoint.step,
-                tokens=checkpoint.tokens,
-                provenance=source,
-                weights_hash=fingerprint,
-                way=way,
-                starting=lambda analysis: tell(analyses.index(analysis), len(analyses), analysis.name),
-                same=same,
-            )
-        ]
-        tell(len(analyses), len(analyses), "")
-        self.result.measurements += measured
-        self.result.num_known += len(analyses) - len(measured)
-
-    def _check(self, view: Any, analyses: Sequence[Analysis]) -> None:
-        """Before the first number: what does not fit is refused."""
-        if id(analyses) in self._fitting:
-            return
-        try:
-            for analysis in analyses:
-                analysis.check(view)
-        except InputError as error:
-            raise _DoesNotFit(str(error)) from error.__cause__
-        self._fitting.add(id(analyses))
-
-    def _walk(self, view: StreamedModel, checkpoint: Checkpoint, analyses: Sequence[Analysis], tell: Tell) -> None:
-        """Block by block."""
-        place, bird = self.root / UNFINISHED, canary.Canary()
-
-        def way(view: Any, due: Sequence[Analysis], _: Any, **facts: Any) -> Iterator[Measurement]:
-            # A kill between the first line and the last one leaves the blocks of all of them.
-            is_whole = due and (place / _key(view, [*analyses, bird]) / STATE).is_file()
-            if not due:
-                return
-            chosen = layerwise([*(analyses if is_whole else due), bird])
-            folder = place / _key(view, chosen)
-            source, fingerprint = facts.pop("provenance"), facts.pop("weights_hash")
-            outcomes = walk(view, chosen, folder, tell)
-            source |= canary.compared(canary.sums(outcomes[bird.name].records), fingerprint, self.earlier.store)
-            for analysis in due:
-                outcome = outcomes[analysis.name]
-                provenance = {**undisturbed.describe_run(view, analysis, fingerprint), **source}
-                result = {"records": outcome.records, "seconds": outcome.seconds, "error": outcome.error}
-                yield Measurement(analysis=analysis.name, provenance=provenance, **facts, **result)
-            shutil.rmtree(folder)
-
-        hashed = view.kept_weights_hash(place, lambda: tell(0, 1, "hashing the weights"))
-        self._keep(checkpoint, view, analyses, way, tell, hashed, {})
-        for leftover in place.glob(f"*-{view.fingerprint()}.txt"):
-            leftover.unlink()
-        with contextlib.suppress(OSError):  # another measurement is under way there
-            place.rmdir()
-
-
-class _DoesNotFit(InputError):
-    """An analysis that does not fit a model that was loaded."""
-
-
-def _key(view: StreamedModel, analyses: Sequence[Analysis]) -> str:
-    """What blocks already measured depend on: files, options, data, precision, kind of device."""
-    measured = (f"{a.config_hash()} {a.data_hash()}" for a in analyses)
-    parts = [STATE_FORMAT, view.fingerprint(), view.device.type, *measured]
-    return hashlib.sha256("/".join(parts).encode()).hexdigest()[:16]
+        is_loaded = isinstance(why, DoesNotFit)
+        if self.series.is_alone or (is_loaded and not self.measurer.fitting and not self.varied):
+            raise why from why.__cause__
+        sentence = _named(checkpoint, why)
+        if sentence not in self.result.failures:  # each of its tasks may say so
+            self.result.failures.append(sentence)

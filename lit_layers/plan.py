@@ -160,12 +160,8 @@ def planned(
         if isinstance(analysis, RoundedAnalysis) and analysis.dtype == "bfloat16":
             plan.rows.append(_rounded(analysis.name, work, bench))
             continue
-        shared = ""
-        shares = isinstance(analysis, DividedAnalysis) or type(analysis).announced is not Analysis.announced
-        data = getattr(analysis, "batches", None) if shares else None
-        if data is not None and _passes_once(model, work):
-            # what is no dataclass does not say all that it holds
-            key = json.dumps(describe(data), sort_keys=True) if is_dataclass(data) else str(id(data))
+        shared, key = "", texts_of(analysis)
+        if key is not None and _passes_once(model, work):
             first, number = passed.get(key, (analysis.name, 0))
             if work.texts <= number:  # a text goes through the blocks once, whoever asked for it
                 work, shared = replace(work, parts=work.parts[1:]), f"passes of {first}"
@@ -175,6 +171,36 @@ def planned(
             work = _streamed(model, work, streamed[analysis.name], shared=bool(shared), on_cpu=device.type == "cpu")
         plan.rows.append(_row(analysis.name, work, bench, shared))
     return plan
+
+
+def texts_of(analysis: Analysis) -> str | None:
+    """Which texts an analysis shares a pass over with the others that look at them; None where it shares none."""
+    shares = isinstance(analysis, DividedAnalysis) or type(analysis).announced is not Analysis.announced
+    data = getattr(analysis, "batches", None) if shares else None
+    if data is None:
+        return None
+    # what is no dataclass does not say all that it holds
+    return json.dumps(describe(data), sort_keys=True) if is_dataclass(data) else str(id(data))
+
+
+def counted(model: LayeredModel, analyses: Sequence[Analysis]) -> tuple[float, float]:
+    """The operations of analyses on one model, and the bytes that they hold beside its weights, by its shapes alone.
+
+    What nobody knows counts as infinitely many operations and no bytes.
+
+    Raises:
+        InputError: options that do not fit the model.
+    """
+    operations, held = 0.0, 0.0
+    for analysis in analyses:
+        analysis.check_options(model)
+        work = analysis.work(model)
+        if work is None:
+            operations = math.inf
+            continue
+        operations += sum(flop(model, part) for part in work.parts)
+        held = max(held, work.device + work.host)
+    return operations, held
 
 
 def _streamed(model: LayeredModel, work: Work, analysis: LayerwiseAnalysis, *, shared: bool, on_cpu: bool) -> Work:

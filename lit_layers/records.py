@@ -148,6 +148,14 @@ class Store:
         return all(name in provenance and provenance[name] == value for name, value in facts.items())
 
 
+class UnwrittenStore(Store):
+    """The same where another process writes: what is added is kept in memory, and returned with all its values."""
+
+    def add(self, measurement: Measurement) -> Measurement:
+        keep(self._last, measurement)
+        return measurement
+
+
 def is_suspect(measurement: Measurement) -> bool:
     """Whether an audit of its series found that the checkpoint's weights may not be what its name says."""
     return str(measurement.provenance.get(AUDIT, "")).startswith("suspect")

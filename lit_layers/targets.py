@@ -1,7 +1,6 @@
 """What commands measure: a model, or all checkpoints of a series, and the analyses that are made for them."""
 
 import functools
-import json
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -15,7 +14,8 @@ from lit_layers.errors import InputError
 from lit_layers.files.gguf_files import is_gguf
 from lit_layers.models.saved import outline
 from lit_layers.models.view import LayeredModel
-from lit_layers.offline import Analyses, Device, SeriesResult, analyze_series, device_of
+from lit_layers.offline import Analyses, SeriesResult, analyze_series
+from lit_layers.one_checkpoint import Device, device_of
 from lit_layers.plan import Plan, planned
 from lit_layers.series import Checkpoint, Series
 from lit_layers.series.local_series import training_of
@@ -51,7 +51,7 @@ class Target:
     @functools.cached_property
     def config(self) -> Mapping[str, Any]:
         """What config.json says; nothing where it is damaged, which is told when the model is loaded."""
-        return _config_of(self.checkpoint)
+        return self.checkpoint.config()
 
     @property
     def length_limit(self) -> int | None:
@@ -95,7 +95,8 @@ class Targets:
         Raises:
             InputError: a tokenizer that is not the models' own, texts longer than a model reads.
         """
-        analyses = self._analyses(lambda what: progress(None, None, what))
+        is_carried = options.get("engine", "process") != "process"  # what an analysis says is then heard by nobody
+        analyses = self._analyses(_unheard if is_carried else lambda what: progress(None, None, what))
         options |= {"device": self.device, "stream_blocks": self.stream_blocks}
         return analyze_series(self.series, analyses, root=self.root, progress=progress, **options)
 
@@ -105,12 +106,12 @@ class Targets:
         Raises:
             InputError: analyses that do not fit, a model without shapes, a plan that was shown and cannot end.
         """
-        analyses = self._analyses(lambda what: None)
+        analyses = self._analyses(_unheard)
         checkpoints = self.series.listing.checkpoints if self.series.is_alone else self.series.checkpoints
         varied = callable(analyses)  # other models, each with its own tokenizer
         for checkpoint in checkpoints if varied else checkpoints[-1:]:
             name = checkpoint.name if varied else self.series.name
-            if not (config := _config_of(checkpoint)):
+            if not (config := checkpoint.config()):
                 raise InputError(f"plan: {name} has no config.json that tells the shapes of its weights")
             chosen = analyses(checkpoint) if callable(analyses) else analyses
             view, number = LayeredModel(outline(config, name)), 1 if varied else len(checkpoints)
@@ -134,6 +135,10 @@ class Targets:
             return _fitting(self.make(whole), whole)
         _refuse_a_foreign_tokenizer(self.tokenizer, self.series)
         return lambda checkpoint: self.make(target(checkpoint, checkpoint.name))
+
+
+def _unheard(what: str) -> None:
+    pass
 
 
 def _fitting(analyses: Sequence[Analysis], target: Target) -> Sequence[Analysis]:
@@ -194,14 +199,6 @@ def name_of(model: str) -> str:
     if is_gguf(path):
         return path.stem
     return f"{path.parent.name}-{path.name}" if path.name.startswith("step-") else path.name
-
-
-def _config_of(checkpoint: Checkpoint) -> dict[str, Any]:
-    try:
-        config = json.loads(checkpoint.source.read("config.json"))
-    except (ValueError, LookupError, OSError):
-        return {}
-    return config if isinstance(config, dict) else {}
 
 
 def length_limit(config: Mapping[str, Any]) -> int | None:

@@ -16,7 +16,7 @@ ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "lit_layers"
 # what takes a tenth of a second or more to import
 HEAVY = {"datasets", "huggingface_hub", "lightning", "lm_eval", "mteb", "pandas", "sklearn"}
-HEAVY |= {"altair", "jinja2", "timm", "tokenizers", "torch", "transformers", "wandb"}
+HEAVY |= {"altair", "jinja2", "timm", "tokenizers", "torch", "transformers", "wandb", "ray"}
 ONLY_IN = {  # libraries: the rooms whose files may import them
     "lightning": {"cli", "training"},
     "wandb": {"report"},
@@ -26,6 +26,7 @@ ONLY_IN = {  # libraries: the rooms whose files may import them
     "tokenizers": {"data", "tasks"},
     "mteb": {"tasks"},
     "lm_eval": {"tasks"},
+    "ray": {"engine"},
 }
 Graph = dict[str, set[str]]
 

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from lit_layers import offline, records
+from lit_layers import one_checkpoint, records
 from lit_layers.analyses import Coupling, Lens, Representation, Trajectory
 from lit_layers.cli.main import main
 from lit_layers.errors import InputError
@@ -214,6 +214,6 @@ def test_files_are_told_apart_by_precision_and_content(model):
     keys = set()
     for dtype in (torch.float32, torch.float64):
         view = StreamedModel(files, device=torch.device("cpu"), dtype=dtype)
-        keys |= {offline._key(view, three()), offline._key(view, three(p=1.0))}
+        keys |= {one_checkpoint._key(view, three()), one_checkpoint._key(view, three(p=1.0))}
         view.close()
     assert len(keys) == 4

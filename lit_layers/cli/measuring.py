@@ -128,6 +128,7 @@ class Checkpoints:
         dtype: what weights are converted to; bfloat16: for products within blocks alone, checked in float32 on a sample
         kept_mb: of states that several analyses look at, in memory between them; what is more lies on the disk
         values_mb: at most so much of each prompt's values is kept beside the measurements, for paired orders; 0: none
+        engine: process: this one; ray: workers on the machines of a Ray cluster, or on this one (docs/clusters.md)
         plan: says what it would cost, and measures nothing
     """
 
@@ -143,6 +144,7 @@ class Checkpoints:
     dtype: Literal["float32", "float64", "bfloat16"] = "float32"
     kept_mb: int = KEPT_MB
     values_mb: int = VALUES_MB
+    engine: Literal["process", "ray"] = "process"
     plan: bool = False
 
     def are_series(self, model: str) -> bool:
@@ -213,7 +215,8 @@ def measure(
         for target in targets:
             target.plan(_show_plan)
         return 0
-    which: Any = {name: getattr(options, name) for name in ("allow_suspect", "keep_downloads", "kept_mb", "values_mb")}
+    names = ("allow_suspect", "keep_downloads", "kept_mb", "values_mb", "engine")
+    which: Any = {name: getattr(options, name) for name in names}
     which["dtype"] = "float32" if options.dtype == "bfloat16" else options.dtype  # of the weights: see `BFloat16View`
     failed = False
     try:

@@ -155,9 +155,11 @@ def _prints(
     return prints, damaged
 
 
-def remember(checkpoint: Checkpoint, memory: Memory) -> bool:
-    """Reads the weights of a checkpoint of a series that is on this machine now, for the next audit."""
-    return checkpoint.step is not None and bool(_prints([checkpoint], "auto", memory)[0])
+def read_weights(checkpoint: Checkpoint) -> Fingerprint | None:
+    """Reads the weights of a checkpoint of a series that is on this machine now, for the next audit; None where they
+    cannot be read.
+    """
+    return _prints([checkpoint], "auto", None)[0].get(checkpoint.name) if checkpoint.step is not None else None
 
 
 def _findings_of_values(

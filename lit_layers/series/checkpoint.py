@@ -1,6 +1,7 @@
 """A checkpoint that can be loaded, and a series of them in step order: their names, and which steps are chosen."""
 
 import functools
+import json
 import math
 import pickle
 import re
@@ -203,6 +204,14 @@ class Checkpoint:
                 raise would_run_code(f"{self.series} {self.name}", error.__cause__) from error
             why = " ".join(str(error.__cause__).split())[:300]
             raise InputError(f"{self.series} {self.name} cannot be loaded ({why}): get it again") from error.__cause__
+
+    def config(self) -> dict[str, Any]:
+        """What config.json says; nothing where it is damaged, which is told when the model is loaded."""
+        try:
+            config = json.loads(self.source.read("config.json"))
+        except (ValueError, LookupError, OSError):
+            return {}
+        return config if isinstance(config, dict) else {}
 
     def place(self) -> dict[str, Any]:
         """Where the weights come from, as provenance says it: series, repository, revision and commit."""

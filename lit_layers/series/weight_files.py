@@ -178,6 +178,9 @@ class Memory:
         self.folder = root / FOLDER
         self._lock = threading.Lock()
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Memory, (self.folder.parent,)  # a lock is no data
+
     def hash_of(self, path: Path, compute: Callable[[], str], *, part: str = "") -> str:
         """The hash of a file's content or a part of it, computed where the file is not the one of last time."""
         name, key = f"{path.parent.name}/{path.name} {part}", on_disk(path)

@@ -323,7 +323,7 @@ def _opened(
     from lit_layers.analyses.base import at_least_float32
     from lit_layers.models.saved import load
     from lit_layers.models.view import LayeredModel
-    from lit_layers.offline import device_of
+    from lit_layers.one_checkpoint import device_of
     from lit_layers.select.choosing import of_images, of_texts
     from lit_layers.series import OneModel
 

@@ -1,0 +1,245 @@
+"""Work over machines: Ray starts the workers, places them and says when one is lost; `hand_out` says who gets what.
+
+No file is shared and nothing is claimed: one process hands the jobs out and has every result. Whatever is under way
+when a worker is lost is done again by another one; what is under way when that process ends is lost with it.
+"""
+
+import contextlib
+import os
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, Generic, NamedTuple, Protocol, TypeVar
+
+from lit_layers.errors import InputError
+
+ATTEMPTS = 4  # workers that a job may lose: more than bad luck, it is what ends them
+LOOK = 0.5  # seconds between two looks at the clock, while no worker is done
+MOST = 512  # workers that are asked for
+OBJECTS = 200 * 2**20  # bytes of a cluster of this machine alone, for what is sent: results are small
+PASSED_ON = ("HF_", "LIT_LAYERS_", "OMP_NUM_THREADS", "TOKENIZERS_")  # variables that workers of other machines get
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Job(Generic[T]):
+    """`key` names what a worker keeps from one job to the next, such as a loaded checkpoint; `cost` is relative."""
+
+    key: str
+    task: T
+    cost: float = 0.0
+
+
+class Event(NamedTuple):
+    """A worker is ready, has a result, or is lost."""
+
+    worker: int
+    result: Any = None
+    is_lost: bool = False
+
+
+class Workers(Protocol):
+    """What an engine offers."""
+
+    def start(self, number: int) -> None:
+        """Asks for so many workers more: each says that it is ready, sooner or later."""
+        ...
+
+    def send(self, worker: int, task: Any, following: Any | None) -> None: ...
+
+    def next_event(self) -> Event | None:
+        """Waits for one, for a moment."""
+        ...
+
+
+def hand_out(
+    jobs: Sequence[Job[T]], workers: Workers, tell: Callable[[int, Sequence[T]], None] = lambda done, under_way: None
+) -> Iterator[tuple[T, Any]]:
+    """Yields each task with its result, in the order in which they are done; None where it lost too many workers.
+
+    A worker goes on with what it holds, then with what it was told would follow; else it takes the heaviest job of what
+    is no other's, else the heaviest.
+    `tell` hears how many are done, and what is under way.
+    """
+    left = sorted(jobs, key=lambda job: -job.cost)
+    losses: Counter[int] = Counter()
+    under_way: dict[int, Job[T]] = {}
+    held: dict[int, tuple[str, str | None]] = {}  # by each worker, and what it was told would follow
+    idle: list[int] = []
+    done = 0
+    workers.start(min(len(left), MOST))
+    tell(done, ())
+    while done < len(jobs):
+        event = workers.next_event()
+        if event is not None:
+            job = under_way.pop(event.worker, None)
+            if event.is_lost:
+                held.pop(event.worker, None)
+                idle = [worker for worker in idle if worker != event.worker]
+                workers.start(1)
+                if job is not None:
+                    losses[id(job)] += 1
+                    if losses[id(job)] < ATTEMPTS:
+                        left.insert(0, job)
+                        job = None
+            else:
+                idle.append(event.worker)
+            if job is not None:
+                done += 1
+                yield job.task, event.result
+        while idle and left:
+            worker = idle.pop(0)
+            job = left.pop(_choice(left, worker, held))
+            rest = [each for each in left if each.key != job.key]
+            held[worker] = job.key, None
+            following = rest[_choice(rest, worker, held)] if rest else None
+            held[worker] = job.key, None if following is None else following.key
+            under_way[worker] = job
+            workers.send(worker, job.task, None if following is None else following.task)
+        tell(done, [job.task for job in under_way.values()])
+
+
+def _choice(left: Sequence[Job[Any]], worker: int, held: dict[int, tuple[str, str | None]]) -> int:
+    """Which of the jobs, the heaviest first, a worker takes."""
+    mine, following = held.get(worker, (None, None))
+    taken = {key for other, keys in held.items() if other != worker for key in keys}
+    for fits in (lambda key: key == mine, lambda key: key == following, lambda key: key not in taken):
+        for number, job in enumerate(left):
+            if fits(job.key):
+                return number
+    return 0
+
+
+class RayWorkers:
+    """Workers of the Ray cluster that RAY_ADDRESS names or that runs on this machine; else of this machine alone.
+
+    Args:
+        carried: what each worker gets: called with a task and the one that follows.
+        threads: CPUs that a worker computes with; with a GPU one.
+        gpu: cuda, cpu, or auto: a GPU each where the cluster has any.
+        memory: bytes that a worker needs; 0: not known.
+
+    Raises:
+        InputError: Ray is not installed, or no cluster can be had.
+    """
+
+    def __init__(self, carried: Any, *, threads: int, gpu: str, memory: int = 0) -> None:
+        os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")  # nobody is told what is computed here
+        os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
+        try:
+            import ray
+        except ImportError as error:
+            raise InputError("engine: ray is not installed: pip install 'lit_layers[ray]'") from error
+        self.ray: Any = ray
+        self._is_ours = not ray.is_initialized()
+        if self._is_ours:
+            self._join()
+        self._options = self._resources(threads, gpu, memory)
+        self._carried = ray.put(carried)
+        self._actors: dict[int, Any] = {}
+        self._expected: dict[Any, int] = {}  # references to results: which worker's
+        self._starting: set[int] = set()
+        self._number = self._lost_in_a_row = 0
+
+    def _join(self) -> None:
+        environment = {name: value for name, value in os.environ.items() if name.startswith(PASSED_ON)}
+        secret = {name for name in environment if "TOKEN" in name and not name.startswith("TOKENIZERS_")}
+        options: dict[str, Any] = {"log_to_driver": False, "logging_level": "ERROR"}
+        options["runtime_env"] = {"env_vars": {n: value for n, value in environment.items() if n not in secret}}
+        of_this_machine: dict[str, Any] = {"include_dashboard": False, "object_store_memory": OBJECTS}
+        try:
+            try:
+                self.ray.init(**of_this_machine, **options)
+            except ValueError as error:
+                if "existing cluster" not in str(error):
+                    raise
+                self.ray.init(**options)
+        except (ConnectionError, RuntimeError, ValueError) as error:
+            why = " ".join(str(error).split())[:300]
+            raise InputError(f"engine: no Ray cluster can be had: {why}; RAY_ADDRESS=local starts one here") from error
+
+    def _resources(self, threads: int, gpu: str, memory: int) -> dict[str, Any]:
+        nodes = [node["Resources"] for node in self.ray.nodes() if node["Alive"]]
+
+        def most(name: str) -> float:
+            return max((node.get(name, 0) for node in nodes), default=0)
+
+        if gpu == "cuda" and not most("GPU"):
+            raise InputError("device: cuda was asked for and no machine of the Ray cluster has a GPU: use cpu or auto")
+        if gpu != "cpu" and most("GPU"):  # device memory is not among Ray's resources: a GPU each
+            return {"num_cpus": 1, "num_gpus": 1}
+        if memory > most("memory"):
+            raise InputError(
+                f"engine: a worker needs {memory / 2**30:.1f} GiB of memory, and no machine of the Ray cluster has "
+                f"more than {most('memory') / 2**30:.1f} GiB for it: ask for fewer or shorter texts, or --stream-blocks"
+            )
+        return {"num_cpus": min(threads, int(most("CPU"))) or 1, "memory": memory}
+
+    @property
+    def description(self) -> str:
+        """How many workers are there."""
+        number = len(self._actors) - len(self._starting)
+        return f"{number} worker{'' if number == 1 else 's'}"
+
+    def start(self, number: int) -> None:
+        remote = self.ray.remote(max_restarts=0, max_task_retries=0, **self._options)(_Host)
+        for _ in range(number):
+            self._number += 1
+            actor = self._actors[self._number] = remote.remote(self._carried)
+            self._starting.add(self._number)
+            self._expected[actor.ready.remote()] = self._number
+
+    def send(self, worker: int, task: Any, following: Any | None) -> None:
+        self._expected[self._actors[worker].do.remote(task, following)] = worker
+
+    def next_event(self) -> Event | None:
+        ready, _ = self.ray.wait([*self._expected], num_returns=1, timeout=LOOK)
+        if not ready:
+            return None
+        worker = self._expected.pop(ready[0])
+        self._starting.discard(worker)
+        errors = self.ray.exceptions
+        try:
+            result = self.ray.get(ready[0])
+        except errors.RayTaskError:  # a fault of ours: it would come again
+            raise
+        except errors.RayError as error:
+            return self._lost(worker, error)
+        self._lost_in_a_row = 0
+        return Event(worker, result)
+
+    def _lost(self, worker: int, error: Exception) -> Event:
+        with contextlib.suppress(Exception):  # it may be out of reach, and come back
+            self.ray.kill(self._actors[worker])
+        del self._actors[worker]
+        self._lost_in_a_row += 1
+        if self._lost_in_a_row > 10 * ATTEMPTS or getattr(error, "actor_init_failed", False):
+            why = " ".join(str(error).split())[:300]
+            raise InputError(f"engine: workers cannot be started: {why}") from error
+        time.sleep(min(0.1 * self._lost_in_a_row, 5))
+        return Event(worker, is_lost=True)
+
+    def __enter__(self) -> "RayWorkers":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """Ends the workers, and the cluster where it is of this process alone."""
+        for actor in self._actors.values():
+            with contextlib.suppress(Exception):
+                self.ray.kill(actor)
+        if self._is_ours:
+            self.ray.shutdown()
+
+
+class _Host:
+    """The process of a worker."""
+
+    def __init__(self, carried: Any) -> None:
+        self.carried = carried
+
+    def ready(self) -> None:
+        """Answers once the worker has started."""
+
+    def do(self, task: Any, following: Any | None) -> Any:
+        return self.carried(task, following)

@@ -1,0 +1,237 @@
+"""One checkpoint of a series in memory, or read block by block, and what its analyses find.
+
+Nothing here writes the record: the loop (`lit_layers.offline`) does, which runs this in its own process or carries it
+to the workers of an engine.
+"""
+
+import contextlib
+import functools
+import hashlib
+import shutil
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+
+from lit_layers import canary, undisturbed
+from lit_layers.analyses.base import Analysis
+from lit_layers.analyses.layerwise import STATE, layerwise, walk
+from lit_layers.errors import InputError
+from lit_layers.models.build import weights_hash
+from lit_layers.models.shard_files import ShardFiles
+from lit_layers.models.streaming import StreamedModel
+from lit_layers.models.view import LayeredModel
+from lit_layers.records import Measurement
+from lit_layers.series import Checkpoint, OneModel, Series
+from lit_layers.series.auditing import SeriesMeasurements
+
+Device = Literal["auto", "cpu", "cuda"]
+Dtype = Literal["float32", "float64"]
+Tell = Callable[[int, int, str], None]  # done, of how many, what comes next: checkpoints, or analyses or blocks of one
+STATE_FORMAT = "2"  # of the folder in which a streamed measurement goes on: what an earlier version left is not read
+UNFINISHED = ".stream"  # folder in the root: what a streamed measurement has found so far
+
+
+def device_of(name: Device) -> torch.device:
+    """Returns the device that an option names.
+
+    Raises:
+        InputError: a GPU where torch sees none.
+    """
+    if name == "cuda" and not torch.cuda.is_available():
+        raise InputError("device: cuda was asked for and torch sees no GPU: use cpu or auto")
+    return torch.device("cuda" if name == "cuda" or (name == "auto" and torch.cuda.is_available()) else "cpu")
+
+
+def silent(done: int, total: int, what: str) -> None:
+    """Tells nobody."""
+
+
+class DoesNotFit(InputError):
+    """An analysis that does not fit a model that was loaded."""
+
+
+@dataclass(kw_only=True)
+class Measurer:
+    """Measures the checkpoints of a series, one after the other; the last one stays loaded.
+
+    `analyses` and `verdicts` are by the name of the checkpoint. `earlier.store` says what is done, and takes what is
+    found.
+    """
+
+    series: Series
+    root: Path
+    stream_blocks: bool
+    device: torch.device
+    dtype: Dtype
+    kept_mb: int
+    earlier: SeriesMeasurements
+    analyses: dict[str, Sequence[Analysis]] = field(default_factory=dict)
+    verdicts: dict[str, str] = field(default_factory=dict)
+    tell: Tell = silent
+    fitting: set[int] = field(default_factory=set)  # lists of analyses that fit a model of this series
+    _loaded: "tuple[str, LayeredModel, str] | None" = None  # name, model, and the hash of its weights
+
+    def measure(
+        self, checkpoint: Checkpoint, fetched: "Future[Path]", analyses: Sequence[Analysis] | None = None
+    ) -> list[Measurement]:
+        """Measures what is not done of a checkpoint: of all its analyses, or of these.
+
+        Raises:
+            InputError: a checkpoint that cannot be had, loaded or held.
+            DoesNotFit: an analysis that does not fit it.
+        """
+        try:
+            fetched.result()
+        except OSError as error:  # a disk that is full
+            raise InputError(f"{checkpoint.series} {checkpoint.name} cannot be fetched: {error}") from error
+        everything = self.analyses[checkpoint.name]
+        analyses = everything if analyses is None else analyses
+        tell = self.tell if self.series.is_alone else silent
+        try:
+            if self.stream_blocks:
+                streamed: Any
+                with self.model(checkpoint, self.dtype) as streamed:
+                    self._check(streamed, everything)
+                    return self._walk(streamed, checkpoint, analyses, tell)
+            view, fingerprint = self._whole(checkpoint, everything)
+            seen = canary.provenance_of(view, fingerprint, self.earlier.store)
+            folder = self.root if self.root.is_dir() else Path(tempfile.gettempdir())
+            way = functools.partial(undisturbed.in_one_pass, kept_mb=self.kept_mb, folder=folder)
+            return self._keep(checkpoint, view, analyses, way, tell, fingerprint, seen)
+        except torch.OutOfMemoryError as error:
+            self.release()
+            why = f"{checkpoint.series} {checkpoint.name} does not fit in the memory of {self.device}"
+            raise InputError(why) from error
+
+    def release(self) -> None:
+        """Lets go of the model that is loaded."""
+        self._loaded = None
+
+    def _whole(self, checkpoint: Checkpoint, analyses: Sequence[Analysis]) -> tuple[LayeredModel, str]:
+        """A checkpoint in memory, loaded unless it was the last one, and the hash of its weights."""
+        if self._loaded is None or self._loaded[0] != checkpoint.name:
+            self.release()
+            with self.model(checkpoint, self.dtype) as view:
+                self._check(view, analyses)
+                self._loaded = checkpoint.name, view, weights_hash(view.model)
+        return self._loaded[1:]
+
+    @contextlib.contextmanager
+    def model(self, checkpoint: Checkpoint, dtype: str) -> Iterator[LayeredModel]:
+        """A checkpoint in memory, or to be read block by block."""
+        if not self.stream_blocks:
+            yield LayeredModel(checkpoint.load(dtype=getattr(torch, dtype)).to(self.device))
+            return
+        files = self.series.files if isinstance(self.series, OneModel) else ShardFiles(checkpoint.fetch())
+        with (
+            contextlib.closing(StreamedModel(files, device=self.device, dtype=getattr(torch, dtype))) as streamed,
+            undisturbed.kept_random_state(),
+            undisturbed.plain_numbers(self.device),
+        ):
+            yield streamed
+
+    @contextlib.contextmanager
+    def opened(self, checkpoint: Checkpoint, dtype: str) -> Iterator[tuple[LayeredModel, str]]:
+        """The same, with the hash of its weights."""
+        with self.model(checkpoint, dtype) as view:
+            yield view, view.weights_hash() if isinstance(view, StreamedModel) else weights_hash(view.model)
+
+    def refuse_another(self, weights: Callable[[Checkpoint], tuple[str, Any]]) -> None:
+        """Refuses a series that is not the one of the root, unless it lies there: then it is its own, whatever it was
+        named before.
+        """
+        place: Path | None = getattr(self.series, "root", None)
+        if place is None or place.resolve() != self.root.resolve():
+            self.earlier.refuse_another(self.series.checkpoints, weights)
+
+    def _keep(
+        self,
+        checkpoint: Checkpoint,
+        view: Any,
+        analyses: Sequence[Analysis],
+        way: undisturbed.Way,
+        tell: Tell,
+        fingerprint: str,
+        seen: dict[str, Any],
+    ) -> list[Measurement]:
+        """Measures one checkpoint by these weights, whatever files they came in: training writes others."""
+        source, same = checkpoint.provenance() | seen, {}
+        if self.series.is_alone:
+            source["streamed"] = self.stream_blocks
+            self.refuse_another(lambda _: ("weights_hash", fingerprint))
+        else:
+            source["audit"] = self.verdicts[checkpoint.name]
+            source |= {"streamed": True} if self.stream_blocks else {}
+            same["model_tokenizer_hash"] = self.earlier.tokenizer_hash(checkpoint)
+            source |= {name: value for name, value in same.items() if value is not None}
+        measured = [
+            *undisturbed.measure_missing(
+                view,
+                analyses,
+                self.earlier.store,
+                run=self.earlier.run_of(checkpoint),
+                step=checkpoint.step,
+                tokens=checkpoint.tokens,
+                provenance=source,
+                weights_hash=fingerprint,
+                way=way,
+                starting=lambda analysis: tell(analyses.index(analysis), len(analyses), analysis.name),
+                same=same,
+            )
+        ]
+        tell(len(analyses), len(analyses), "")
+        return measured
+
+    def _check(self, view: Any, analyses: Sequence[Analysis]) -> None:
+        """Before the first number: what does not fit is refused."""
+        if id(analyses) in self.fitting:
+            return
+        try:
+            for analysis in analyses:
+                analysis.check(view)
+        except InputError as error:
+            raise DoesNotFit(str(error)) from error.__cause__
+        self.fitting.add(id(analyses))
+
+    def _walk(
+        self, view: StreamedModel, checkpoint: Checkpoint, analyses: Sequence[Analysis], tell: Tell
+    ) -> list[Measurement]:
+        """Block by block."""
+        place, bird = self.root / UNFINISHED, canary.Canary()
+
+        def way(view: Any, due: Sequence[Analysis], _: Any, **facts: Any) -> Iterator[Measurement]:
+            # A kill between the first line and the last one leaves the blocks of all of them.
+            is_whole = due and (place / _key(view, [*analyses, bird]) / STATE).is_file()
+            if not due:
+                return
+            chosen = layerwise([*(analyses if is_whole else due), bird])
+            folder = place / _key(view, chosen)
+            source, fingerprint = facts.pop("provenance"), facts.pop("weights_hash")
+            outcomes = walk(view, chosen, folder, tell)
+            source |= canary.compared(canary.sums(outcomes[bird.name].records), fingerprint, self.earlier.store)
+            for analysis in due:
+                outcome = outcomes[analysis.name]
+                provenance = {**undisturbed.describe_run(view, analysis, fingerprint), **source}
+                result = {"records": outcome.records, "seconds": outcome.seconds, "error": outcome.error}
+                yield Measurement(analysis=analysis.name, provenance=provenance, **facts, **result)
+            shutil.rmtree(folder)
+
+        hashed = view.kept_weights_hash(place, lambda: tell(0, 1, "hashing the weights"))
+        measured = self._keep(checkpoint, view, analyses, way, tell, hashed, {})
+        for leftover in place.glob(f"*-{view.fingerprint()}.txt"):
+            leftover.unlink()
+        with contextlib.suppress(OSError):  # another measurement is under way there
+            place.rmdir()
+        return measured
+
+
+def _key(view: StreamedModel, analyses: Sequence[Analysis]) -> str:
+    """What blocks already measured depend on: files, options, data, precision, kind of device."""
+    measured = (f"{a.config_hash()} {a.data_hash()}" for a in analyses)
+    parts = [STATE_FORMAT, view.fingerprint(), view.device.type, *measured]
+    return hashlib.sha256("/".join(parts).encode()).hexdigest()[:16]

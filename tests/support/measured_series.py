@@ -1,0 +1,26 @@
+"""A tiny run that was trained and saved, and analyses of it that are in two groups: for tests of engines."""
+
+from dataclasses import replace
+from pathlib import Path
+
+from lit_layers import records
+from lit_layers.analyses import Coupling, Trajectory
+from lit_layers.records import Measurement
+from lit_layers.training import SeriesCheckpoint
+from tests.support.tiny_training import RandomText, fit
+
+
+def trained(root: Path, steps: int = 4, every: int = 2) -> Path:
+    fit(root, [SeriesCheckpoint({"every": every}, root)], steps=steps)
+    return root
+
+
+def two_groups() -> list:
+    text, other = RandomText(), RandomText(num_batches=1)
+    return [Trajectory(batches=text), Trajectory(batches=other, name="other"), Coupling(batches=text, k=(2,))]
+
+
+def sorted_lines(root: Path) -> list[Measurement]:
+    """What a root holds, without the seconds, whatever order it was written in."""
+    found = [replace(each, seconds=0.0) for each in records.read(root / "measurements.jsonl")]
+    return sorted(found, key=lambda each: (each.step or 0, each.analysis))

@@ -1,0 +1,148 @@
+"""Real Ray on this machine: the record of one process whatever number of workers made it, and whoever was killed.
+
+`LIT_LAYERS_KILLS` is how many kills are drawn (20; 200 before a release).
+"""
+
+import contextlib
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import threading
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from lit_layers.offline import analyze_series
+from lit_layers.series import StepFolders
+from tests.support.measured_series import sorted_lines, trained, two_groups
+
+pytestmark = [pytest.mark.soak, pytest.mark.filterwarnings("ignore"), pytest.mark.timeout(3000)]
+KILLS = int(os.environ.get("LIT_LAYERS_KILLS", 20))
+ROOT = Path(__file__).parents[1]
+NODE = {"num_cpus": 1, "object_store_memory": 80 * 2**20}
+
+
+@pytest.fixture(autouse=True)
+def quiet(monkeypatch):
+    monkeypatch.setenv("RAY_USAGE_STATS_ENABLED", "0")
+    monkeypatch.setenv("RAY_DISABLE_IMPORT_WARNING", "1")
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+
+
+@contextlib.contextmanager
+def cluster(num_nodes: int) -> Iterator:
+    """A head without CPUs, and nodes of one CPU each."""
+    from ray.cluster_utils import Cluster
+
+    made = Cluster(initialize_head=True, head_node_args={**NODE, "num_cpus": 0, "include_dashboard": False})
+    try:
+        for _ in range(num_nodes):
+            made.add_node(**NODE)
+        yield made
+    finally:
+        made.shutdown()
+
+
+@contextlib.contextmanager
+def joined(address: str) -> Iterator:
+    import ray
+
+    ray.init(address=address, log_to_driver=False, logging_level="ERROR")
+    try:
+        yield
+    finally:
+        ray.shutdown()
+
+
+def workers_of(made) -> list[int]:
+    """The processes that hold or await a task: children of the nodes that this test started."""
+    raylets = {each.process.pid for node in made.worker_nodes for each in node.all_processes["raylet"]}
+    found = []
+    for folder in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError, IndexError, ValueError):
+            parent = int((folder / "stat").read_text().rpartition(")")[2].split()[1])
+            if parent in raylets and b"ray::" in (folder / "cmdline").read_bytes():
+                found.append(int(folder.name))
+    return found
+
+
+class Killer:
+    """Kills a worker, or a whole node that another one replaces, at random times, as long as it is open."""
+
+    def __init__(self, made, number: int, pause: tuple[float, float], seed: int = 0) -> None:
+        self.made, self.number, self.pause, self.draws = made, number, pause, random.Random(seed)
+        self.killed: Counter[str] = Counter()
+        self._over = threading.Event()
+        self._thread = threading.Thread(target=self._run)
+
+    def _run(self) -> None:
+        while self.killed.total() < self.number and not self._over.wait(self.draws.uniform(*self.pause)):
+            workers = workers_of(self.made)
+            if self.draws.random() < 0.2:
+                self.made.remove_node(self.draws.choice(self.made.worker_nodes), allow_graceful=False)
+                self.made.add_node(**NODE)
+                self.killed["node"] += 1
+            elif workers:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(self.draws.choice(workers), signal.SIGKILL)
+                    self.killed["worker"] += 1
+
+    def __enter__(self) -> "Killer":
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._over.set()
+        self._thread.join()
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory) -> Path:
+    return trained(tmp_path_factory.mktemp("runs") / "run", steps=8, every=1)
+
+
+@pytest.fixture(scope="module")
+def alone(run, tmp_path_factory) -> list:
+    root = tmp_path_factory.mktemp("alone") / "run"
+    analyze_series(StepFolders(run), two_groups(), root=root)
+    return sorted_lines(root)
+
+
+@pytest.mark.parametrize("num_workers", [1, 2, 4])
+def test_any_number_of_workers_makes_the_record_of_one_process(run, alone, tmp_path, num_workers):
+    with cluster(num_workers) as made, joined(made.address):
+        result = analyze_series(StepFolders(run), two_groups(), root=tmp_path / "run", engine="ray")
+    assert result.failures == []
+    assert sorted_lines(tmp_path / "run") == alone
+
+
+def test_killed_workers_and_nodes_cost_nothing_but_time(run, alone, tmp_path):
+    with cluster(2) as made, joined(made.address), Killer(made, max(KILLS // 5, 3), (5, 15)) as killer:
+        while (result := analyze_series(StepFolders(run), two_groups(), root=tmp_path / "run", engine="ray")).failures:
+            assert "workers were lost" in result.failures[0]
+    sys.stdout.write(f"killed: {dict(killer.killed)}\n")
+    assert killer.killed.total() > 0
+    assert sorted_lines(tmp_path / "run") == alone
+
+
+def test_random_kills_of_workers_nodes_and_the_driver_lose_and_double_nothing(tmp_path):
+    """By work that is light, so that many can be killed: starting is most of it."""
+    out, total, draws, drivers = tmp_path / "out.jsonl", 12 * KILLS, random.Random(1), 0
+    with cluster(2) as made, Killer(made, KILLS, (1, 4)) as killer:
+        command = [sys.executable, "-m", "tests.support.ray_driver", str(out), made.address, str(total)]
+        while not out.exists() or out.read_bytes().count(b"\n") < total:
+            with subprocess.Popen(command, cwd=ROOT, stderr=subprocess.DEVNULL) as process:
+                try:
+                    process.wait(draws.uniform(20, 60) if drivers < KILLS // 4 else None)
+                except subprocess.TimeoutExpired:
+                    process.kill()
+                    drivers += 1
+    sys.stdout.write(f"killed: {dict(killer.killed)}, drivers: {drivers}\n")
+    found = [json.loads(line) for line in out.read_text().splitlines()]
+    assert sorted(found) == [[number, number * number] for number in range(total)]
+    assert killer.killed.total() + drivers > 0
