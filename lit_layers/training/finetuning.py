@@ -255,15 +255,54 @@ def means_of_seeds(records: Iterable[Record], num_blocks: int) -> Iterator[Recor
         )
 
 
-def check_model(model: Network, recipe: FinetuningRecipe, tokenizer: str) -> None:
-    view, kind = LayeredModel(model), type(model).__name__
-    if view.family.sees_images or not model.can_generate():
+def before_and_after(
+    folder: Path, settings: Mapping[str, Any], kind: Any, network: Network, make: Callable[[Any], tuple[Any, Any]]
+) -> dict[str, Any]:
+    """What `make` finds of a copy of a network before and after it trains it; read where the folder has it already.
+
+    The folder gets the trained weights, as any saved model, and both results with the settings.
+
+    Raises:
+        InputError: a folder with the result of other settings.
+    """
+    file = folder / RESULT
+    if (result := finished(file, settings)) is not None:
+        return {when: schema.check(result.get(when), kind, f"{file}: {when}", _AGAIN) for when in ("before", "after")}
+    writable_folder(folder.parent, "root")
+    trained: Any = copy.deepcopy(getattr(network, "_orig_mod", network)).requires_grad_(True)
+    before, after = make(trained)
+    results: dict[str, Any] = {"before": before, "after": after}
+
+    def fill(part: Path) -> None:
+        save(trained, part / MODEL)
+        plain = {when: asdict(each) if isinstance(each, Quality) else each for when, each in results.items()}
+        write_json(part / RESULT, {**settings, **plain})
+
+    write_folder(folder, fill)
+    return results
+
+
+def check_generator(model: LayeredModel, num_tokens: int, tokenizer: str, size: int) -> None:
+    """Refuses a model that is no causal language model, rows that it does not read, and another's tokenizer."""
+    if model.family.sees_images or not model.model.can_generate():
+        kind = type(model.model).__name__
         raise InputError(f"model: expected a causal language model, which predicts the next token, got {kind}")
-    if view.max_tokens is not None and recipe.num_tokens > view.max_tokens:
-        raise InputError(f"recipe: num_tokens: {kind} takes at most {view.max_tokens} tokens, got {recipe.num_tokens}")
-    num_words, size = true_vocab_size(model), prepared(recipe.corpus, tokenizer).vocab_size
-    if size > num_words:
-        raise InputError(f"tokenizer: {kind} knows {num_words} tokens, {tokenizer} has {size}: name the model's own")
+    check_texts(model, num_tokens, size, known=true_vocab_size(model.model), tokenizer=tokenizer)
+
+
+def check_texts(
+    model: LayeredModel, num_tokens: int, size: int, *, known: int, tokenizer: str, place: str = "recipe: "
+) -> None:
+    """Refuses rows that are longer than the model reads, and a tokenizer of more tokens than it knows.
+
+    Raises:
+        InputError: naming the option.
+    """
+    kind = type(model.model).__name__
+    if model.max_tokens is not None and num_tokens > model.max_tokens:
+        raise InputError(f"{place}num_tokens: {kind} takes at most {model.max_tokens} tokens, got {num_tokens}")
+    if size > known:
+        raise InputError(f"tokenizer: {kind} knows {known} tokens, {tokenizer} has {size}: name the model's own")
 
 
 @dataclass(kw_only=True)
@@ -358,7 +397,7 @@ class Finetuning(TrainedVariants):
 
     def check(self, model: LayeredModel) -> None:
         super().check(model)
-        check_model(model.model, self.recipe, self._tokenizer())
+        check_generator(model, self.recipe.num_tokens, self._tokenizer(), self._shards().vocab_size)
 
     def work(self, model: LayeredModel) -> Work:
         recipe, number = self.recipe, 2 * self.recipe.num_validation_sequences  # before and after
@@ -413,32 +452,22 @@ class Finetuning(TrainedVariants):
             "architecture": architecture_hash(network),
             "corpus": self._shards().corpus_hash,
         }
-        if (result := finished(folder / RESULT, settings)) is not None:
-            return {
-                when: schema.check(result.get(when), Quality, f"{folder / RESULT}: {when}", _AGAIN)
-                for when in ("before", "after")
-            }
-        writable_folder(folder.parent, "root")
-        data = LitTextData(
-            recipe.corpus,
-            tokenizer,
-            num_tokens=recipe.num_tokens,
-            global_batch_size=recipe.batch_size,
-            num_validation_sequences=recipe.num_validation_sequences,
-            validation_batch_size=recipe.validation_batch_size,
-            seed=recipe.seed,
-        )
-        trained: Any = copy.deepcopy(getattr(network, "_orig_mod", network)).requires_grad_(True)
-        module, options = LitVariant(trained, recipe), {"root": self.root, "accelerator": accelerator_of(model)}
-        with running_order(trained, variant.schedule, parallel=self.parallel):
-            before, after = train(module, data, recipe, steps=recipe.steps, **options)
 
-        def fill(part: Path) -> None:
-            save(trained, part / MODEL)
-            write_json(part / RESULT, {**settings, "before": asdict(before), "after": asdict(after)})
+        def make(network: Any) -> tuple[Any, Any]:
+            data = LitTextData(
+                recipe.corpus,
+                tokenizer,
+                num_tokens=recipe.num_tokens,
+                global_batch_size=recipe.batch_size,
+                num_validation_sequences=recipe.num_validation_sequences,
+                validation_batch_size=recipe.validation_batch_size,
+                seed=recipe.seed,
+            )
+            module, options = LitVariant(network, recipe), {"root": self.root, "accelerator": accelerator_of(model)}
+            with running_order(network, variant.schedule, parallel=self.parallel):
+                return train(module, data, recipe, steps=recipe.steps, **options)
 
-        write_folder(folder, fill)
-        return {"before": before, "after": after}
+        return before_and_after(folder, settings, Quality, network, make)
 
     def _tokenizer(self) -> str:
         return self.recipe.tokenizer or self.tokenizer

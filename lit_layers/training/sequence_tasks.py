@@ -38,6 +38,7 @@ from lit_layers.training.finetuning import (
     TrainedVariants,
     TrainingRecipe,
     accelerator_of,
+    check_texts,
     finished,
     name_of,
     train,
@@ -276,7 +277,7 @@ class LitSequenceClassifier(LitModule):
             return
         network, trunk = sequence_classifier(self.encoder, self.task.num_classes or 1, seed=self.init_seed)
         data: Any = self.trainer.datamodule  # pyright: ignore[reportAttributeAccessIssue]
-        check_encoder(LayeredModel(trunk), data.num_tokens, data.words.vocab_size, "data.")
+        _check_encoder(LayeredModel(trunk), data.num_tokens, data.words.vocab_size, "data.")
         self.take(self.prepared(network))
 
     def prepared(self, network: Network) -> Network:
@@ -355,7 +356,7 @@ class GlueScores(TrainedVariants):
         kind = getattr(getattr(model.model, "config", None), "model_type", None)
         if kind not in ENCODERS:
             raise InputError(f"glue: expected an encoder ({', '.join(ENCODERS)}), got {type(model.model).__name__}")
-        check_encoder(model, self.recipe.num_tokens, load_tokenizer(self.tokenizer).vocab_size, "recipe: ")
+        _check_encoder(model, self.recipe.num_tokens, load_tokenizer(self.tokenizer).vocab_size, "recipe: ")
         self.data_hash()
 
     def work(self, model: LayeredModel) -> Work | None:
@@ -469,16 +470,6 @@ def _records(result: Mapping[str, Any], variant: Variant, training: Training) ->
     ]
 
 
-def check_encoder(view: LayeredModel, num_tokens: int, vocab_size: int, place: str) -> None:
-    """Refuses rows that are longer than the encoder reads, and another's tokenizer.
-
-    Raises:
-        InputError: naming the option.
-    """
-    kind, words = type(view.model).__name__, view.model.config.vocab_size
-    if view.max_tokens is not None and num_tokens > view.max_tokens:
-        raise InputError(f"{place}num_tokens: {kind} takes at most {view.max_tokens} tokens, got {num_tokens}")
-    if vocab_size > words:
-        raise InputError(
-            f"tokenizer: {kind} knows {words} tokens, the tokenizer has {vocab_size}: name the model's own"
-        )
+def _check_encoder(view: LayeredModel, num_tokens: int, vocab_size: int, place: str) -> None:
+    known: int = view.model.config.vocab_size
+    check_texts(view, num_tokens, vocab_size, known=known, tokenizer="the tokenizer", place=place)

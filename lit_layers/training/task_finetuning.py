@@ -1,6 +1,5 @@
 """A model trained on the training rows of a task while its blocks run in another order: what score that heals."""
 
-import copy
 import math
 import re
 from collections.abc import Iterator
@@ -15,12 +14,10 @@ from torch.nn import functional as F
 from torch.nn.utils.rnn import pad_sequence
 from torch.utils.data import DataLoader
 
-from lit_layers import schema
 from lit_layers.data.tokenization import TextTokenizer, load_tokenizer, tokenizer_hash
 from lit_layers.errors import InputError
-from lit_layers.files.durable import write_json
 from lit_layers.functional.block_schedules import Variant, format_schedule
-from lit_layers.models.build import architecture_hash, save, true_vocab_size, weights_hash
+from lit_layers.models.build import architecture_hash, weights_hash
 from lit_layers.models.families import Network
 from lit_layers.models.running_order import running_order
 from lit_layers.models.view import LayeredModel, evaluating
@@ -28,23 +25,20 @@ from lit_layers.models.workload import Work, bytes_of_model
 from lit_layers.records import Record
 from lit_layers.tasks.benchmark_rows import LocalRows, local_rows, mean_and_error
 from lit_layers.tasks.lm_eval_scorer import LmEvalScorer, lm_eval_version, refuse_unknown
-from lit_layers.training.checkpoints import writable_folder, write_folder
 from lit_layers.training.datamodules import LitStepData
 from lit_layers.training.finetuning import (
     BETAS,
-    MODEL,
-    RESULT,
     TrainedVariants,
     TrainingRecipe,
     accelerator_of,
-    finished,
+    before_and_after,
+    check_generator,
     name_of,
 )
 from lit_layers.training.modules import LitCausalLM
 from lit_layers.undisturbed import kept_random_state
 
 _IGNORED = -100
-_AGAIN = "take it away to train that variant again"
 _SCORED_AT_ONCE = 16
 
 
@@ -148,15 +142,7 @@ class TaskFinetuning(TrainedVariants):
 
     def check(self, model: LayeredModel) -> None:
         super().check(model)
-        network, kind = model.model, type(model.model).__name__
-        if model.family.sees_images or not network.can_generate():
-            raise InputError(f"model: expected a causal language model, which predicts the next token, got {kind}")
-        if model.max_tokens is not None and self.recipe.num_tokens > model.max_tokens:
-            raise InputError(
-                f"recipe: num_tokens: {kind} takes at most {model.max_tokens} tokens, got {self.recipe.num_tokens}"
-            )
-        if (size := self._tokenizer().vocab_size) > true_vocab_size(network):
-            raise InputError(f"tokenizer: {kind} knows {true_vocab_size(network)} tokens, {self.tokenizer} has {size}")
+        check_generator(model, self.recipe.num_tokens, self.tokenizer, self._tokenizer().vocab_size)
         lm_eval_version()
         if self.folder is None:
             refuse_unknown(self.recipe.task)
@@ -226,24 +212,14 @@ class TaskFinetuning(TrainedVariants):
             "weights": weights_hash(network),
             "architecture": architecture_hash(network),
         }
-        if (result := finished(folder / RESULT, settings)) is not None:
-            kind = dict[str, tuple[float, float | None, int]]
-            return {
-                w: schema.check(result.get(w), kind, f"{folder / RESULT}: {w}", _AGAIN) for w in ("before", "after")
-            }
-        writable_folder(folder.parent, "root")
-        trained: Any = copy.deepcopy(getattr(network, "_orig_mod", network)).requires_grad_(True)
-        with running_order(trained, variant.schedule):
-            before = self._scored(trained, model.max_tokens)
-            self._train(trained, accelerator_of(model))
-            after = self._scored(trained.to(model.device), model.max_tokens)
 
-        def fill(part: Path) -> None:
-            save(trained, part / MODEL)
-            write_json(part / RESULT, {**settings, "before": before, "after": after})
+        def make(network: Any) -> tuple[Any, Any]:
+            with running_order(network, variant.schedule):
+                before = self._scored(network, model.max_tokens)
+                self._train(network, accelerator_of(model))
+                return before, self._scored(network.to(model.device), model.max_tokens)
 
-        write_folder(folder, fill)
-        return {"before": before, "after": after}
+        return before_and_after(folder, settings, dict[str, tuple[float, float | None, int]], network, make)
 
     def _train(self, network: Network, accelerator: str) -> None:
         rows = [self._tokens_of(*texts) for texts in self.texts]
