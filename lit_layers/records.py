@@ -31,7 +31,7 @@ from typing_extensions import TypedDict
 from lit_layers import schema
 from lit_layers.errors import InputError, refused
 from lit_layers.files import run_lock
-from lit_layers.files.durable import sync
+from lit_layers.files.durable import replace_file, sync, write_json
 from lit_layers.identity import PLACES as PLACES
 from lit_layers.identity import Measurement as Measurement
 from lit_layers.identity import Record as Record
@@ -213,6 +213,26 @@ def export(frame: pd.DataFrame, path: str | Path) -> None:
             os.replace(partial, path)
         finally:
             partial.unlink(missing_ok=True)
+
+
+def write_files(folder: Path, files: Mapping[str, Any]) -> list[Path]:
+    """Writes files into a folder, which is made where there is none, each whole or not at all; returns their paths.
+
+    A table is written as its name ends (`export`), a text as it is, and anything else as JSON.
+
+    Raises:
+        InputError: where one cannot be written.
+    """
+    with refused(f"cannot write to {folder}"):
+        folder.mkdir(parents=True, exist_ok=True)
+        for name, content in files.items():
+            if isinstance(content, pd.DataFrame):
+                export(content, folder / name)
+            elif isinstance(content, str):
+                replace_file(folder / name, content)
+            else:
+                write_json(folder / name, content)
+    return [folder / name for name in files]
 
 
 # What a spreadsheet takes for a formula; a negative number is none.

@@ -978,7 +978,7 @@ def test_a_browser_that_cannot_open_what_is_compressed_says_so(full: Path, tmp_p
 def test_one_chart_that_cannot_be_put_down_leaves_the_others(monkeypatch):
     figures: Figures = []
     monkeypatch.setattr(template, "content_of", lambda _: math.log(0))
-    figure = {"chart": SimpleNamespace(height=100, frames=()), "caption": "", "problem": ""}
+    figure = template.figure(SimpleNamespace(height=100, frames=()))
     (block,) = placed([{"choices": [{"text": "", "figures": [figure]}]}], figures)
     assert block["figures"][0]["numbers"] == [0]
     assert figures[0]["problem"].startswith("This figure could not be drawn: ValueError")

@@ -65,18 +65,10 @@ class Outcome:
         return complete, [each for each in complete if self.steps is None or each.step in self.steps]
 
     def write(self, folder: str, files: "Mapping[str, pd.DataFrame | list[dict[str, Any]]]") -> None:
-        """Writes each file into a folder of the root, whole or not at all, and prints its path.
-
-        A table is written as its name ends, .csv or .parquet; rows that are no table as JSON.
-        """
+        """Writes files into a folder of the root, as `records.write_files`, and prints their paths."""
         from lit_layers import records
-        from lit_layers.files.durable import write_json
 
-        (self.root / folder).mkdir(parents=True, exist_ok=True)
-        for name, content in files.items():
-            path = self.root / folder / name
-            write_json(path, content) if isinstance(content, list) else records.export(content, path)
-            print(path)
+        print(*records.write_files(self.root / folder, files), sep="\n")
 
     def tell(self) -> bool:
         """Prints which analyses have other settings than the curves, how far those in bfloat16 are from float32, what

@@ -14,6 +14,7 @@ from lit_layers.clock.step_curves import AxisName
 from lit_layers.errors import InputError
 from lit_layers.figures.axes import Axis, Training
 from lit_layers.figures.chart import Chart, Series
+from lit_layers.figures.labels import p_equation
 from lit_layers.figures.labels import value as number_text
 from lit_layers.figures.theme import COLORS, MUTED, rounded
 from lit_layers.functional.block_schedules import OF_BLOCKS
@@ -265,8 +266,7 @@ def sentences(table: pd.DataFrame, run: str) -> list[str]:
 
 def _rho(row: Mapping[str, Any]) -> str:
     interval = "" if np.isnan(row["low"]) else f" [{number_text(row['low'])}, {number_text(row['high'])}]"
-    p = row["p_value"]
-    return f"{number_text(row['rho'])}{interval}, p {f'= {p:.2g}' if p >= 1e-3 else '< 0.001'}"
+    return f"{number_text(row['rho'])}{interval}, {p_equation(row['p_value'], 1e-3)}"
 
 
 def prediction_charts(

@@ -10,11 +10,11 @@ from numpy.typing import NDArray
 from lit_layers.clock.step_curves import StepCurve, loss_curves
 from lit_layers.clock.times_and_order import Clock, emerged_in_order
 from lit_layers.errors import InputError
-from lit_layers.figures.axes import Axis
-from lit_layers.figures.chart import Cells, Chart
-from lit_layers.figures.labels import count
+from lit_layers.figures.chart import Chart
+from lit_layers.figures.labels import count, p_text
 from lit_layers.figures.labels import value as number_text
-from lit_layers.figures.theme import DIVERGING, rounded
+from lit_layers.figures.maps import named_matrix
+from lit_layers.figures.theme import rounded
 from lit_layers.functional.emergence.lead_lag import (
     FEWEST_INCREMENTS,
     LeadLag,
@@ -26,7 +26,7 @@ from lit_layers.functional.emergence.lead_lag import (
 Array = NDArray[np.float64]
 MOST_CURVES = 60  # of a run, the surest half-way points first: of more the pairs take hours and none of them is told
 LOSS = "logit_lens_loss"  # of the last layer, which is the model's
-LEVEL = 0.05
+LEVEL, LEAST = 0.05, 1e-3  # p-values that are told from chance, and the least that is written out
 _SIDES = ("analysis", "metric", "layer", "tags")
 _NUMBERS = ("lag", "lag_low", "lag_high", "correlation", "p_value", "q_value")
 GIVEN = "given_loss_"
@@ -201,9 +201,10 @@ def _sentence(row: Mapping[str, Any]) -> str:
         text = f"{a} and {b} go together, and which leads is not told ({lag:g} octaves{_interval(row)})"
     else:
         text = f"{a} leads {b} by {lag:g} octave{'' if lag == 1 else 's'}{_interval(row)}"
-    text += f": r {number_text(row['correlation'])}, q {_q(row['q_value'])}"
+    text += f": r {number_text(row['correlation'])}, q {p_text(row['q_value'], LEAST)}"
     if np.isfinite(row[f"{GIVEN}q_value"]):
-        text += f"; given the loss r {number_text(row[f'{GIVEN}correlation'])}, q {_q(row[f'{GIVEN}q_value'])}"
+        q = p_text(row[f"{GIVEN}q_value"], LEAST)
+        text += f"; given the loss r {number_text(row[f'{GIVEN}correlation'])}, q {q}"
     return text
 
 
@@ -220,10 +221,6 @@ def _interval(row: Mapping[str, Any], prefix: str = "") -> str:
     return "" if np.isnan(low) else f" ({low + 0:g} to {high + 0:g})"
 
 
-def _q(number: float) -> str:
-    return "" if np.isnan(number) else "< 0.001" if number < 1e-3 else f"{number:.2g}"
-
-
 def lead_lag_rows(table: pd.DataFrame, run: str) -> list[tuple[str, ...]]:
     """Returns for a table the surest pairs of a run: text alone."""
     rows: list[Any] = table[(table["run"] == run) & table["p_value"].notna()].to_dict("records")
@@ -233,11 +230,11 @@ def lead_lag_rows(table: pd.DataFrame, run: str) -> list[tuple[str, ...]]:
         given = row[f"{GIVEN}lag"] if row["lag"] >= 0 else -row[f"{GIVEN}lag"]
         cells = [f"{a}, then {b}" if lag else f"{a} and {b}", f"{lag:g}{_interval(row)}"]
         cells += [number_text(row["correlation"])]
-        cells += [_q(row["p_value"]), _q(row["q_value"])]
+        cells += [p_text(row["p_value"], LEAST), p_text(row["q_value"], LEAST)]
         there = np.isfinite(given)
         cells += [f"{given + 0:g}{_interval(row, GIVEN)}" if there else ""]
         cells += [number_text(row[f"{GIVEN}correlation"]) if there else ""]
-        lines.append((*cells, *(_q(row[f"{GIVEN}{name}"]) for name in ("p_value", "q_value"))))
+        lines.append((*cells, *(p_text(row[f"{GIVEN}{name}"], LEAST) for name in ("p_value", "q_value"))))
     return lines
 
 
@@ -256,14 +253,6 @@ def lead_lag_chart(table: pd.DataFrame, run: str) -> Chart | None:
         (cells[a][b],) = rounded([row["correlation"]], 3)
         if np.isfinite(row[f"{GIVEN}p_value"]):
             (cells[b][a],) = rounded([row[f"{GIVEN}correlation"]], 3)
-    keys = list(range(len(names)))
-    several = table["run"].nunique() > 1
-    return Chart(
-        title=f"Correlation of increments, below the diagonal given the loss{f', {run}' if several else ''}",
-        x=Axis(labels={key: str(key + 1) for key in keys}, keys=keys, grid=False),
-        y=Axis(labels={key: f"{name}  {key + 1}" for key, name in enumerate(names)}, keys=keys, grid=False),
-        cells=Cells(
-            values=[cells], rows=keys, columns=keys, ends=(-1.0, 1.0), scheme=DIVERGING, hover="{t}", texts=names
-        ),
-        height=140 + 18 * len(names),
-    )
+    of_run = f", {run}" if table["run"].nunique() > 1 else ""
+    title = f"Correlation of increments, below the diagonal given the loss{of_run}"
+    return named_matrix(title, names, cells, (-1.0, 1.0))

@@ -11,43 +11,19 @@ import pandas as pd
 
 from lit_layers import records
 from lit_layers.correlate.findings import Findings, Row, confounders
-from lit_layers.correlate.model_table import ModelTable, lowered, p_equation, p_text
+from lit_layers.correlate.model_table import ModelTable, lowered
 from lit_layers.correlate.over_tag import OverTag
-from lit_layers.errors import refused
 from lit_layers.figures import Panels, scatter_plot
 from lit_layers.figures.chart import Chart
-from lit_layers.figures.labels import MINUS, count, value
+from lit_layers.figures.labels import MINUS, count, p_equation, p_text, value
 from lit_layers.figures.plane import Scatter
 from lit_layers.figures.vega import write_charts
-from lit_layers.files.durable import replace_file
 from lit_layers.functional import correlation
 from lit_layers.functional.correlation import UndefinedError
 from lit_layers.metrics import look_up
-from lit_layers.report.template import Figures, fill, placed
+from lit_layers.report.template import Cells, Figures, Group, Table, block_of, figure, fill, placed
 
 _NARROW = 340  # pixels that a phone leaves a plot: few names have room
-
-
-class Cells(NamedTuple):
-    """A row of a table: each cell is a text and what stands small beside it; a strong row is one to look at."""
-
-    cells: Sequence[tuple[str, str]]
-    strong: bool = False
-
-
-class Group(NamedTuple):
-    """The rows of a table below one heading, with a note beside that."""
-
-    heading: str
-    note: str
-    rows: Sequence[Cells]
-
-
-class Table(NamedTuple):
-    """A table as the page and the terminal show it; all columns but the first hold numbers."""
-
-    columns: Sequence[str]
-    groups: Sequence[Group]
 
 
 def interval_text(low: float | None, high: float | None) -> str:
@@ -68,16 +44,12 @@ def write_files(
     Raises:
         InputError: where the folder cannot be written.
     """
-    with refused(f"cannot write to {folder}"):
-        folder.mkdir(parents=True, exist_ok=True)
-        numbers = json.dumps(content, indent=2, ensure_ascii=False, allow_nan=False)
-        replace_file(folder / f"{name}.json", numbers + "\n")
-        for each, frame in frames.items():
-            records.export(frame, folder / f"{each}.csv")
-        pictures = write_charts({folder / f"{each}.png": chart for each, chart in charts.items()})  # may fail: last
-        replace_file(folder / f"{name}.html", page({path.stem: path for path in pictures}))
-    files = [f"{name}.json", *(f"{each}.csv" for each in frames)]
-    return [folder / f"{name}.html", *pictures, *(folder / file for file in files)]
+    numbers = json.dumps(content, indent=2, ensure_ascii=False, allow_nan=False) + "\n"
+    tables = {f"{each}.csv": frame for each, frame in frames.items()}
+    files = records.write_files(folder, {f"{name}.json": numbers, **tables})
+    pictures = write_charts({folder / f"{each}.png": chart for each, chart in charts.items()})  # may fail: last
+    text = page({path.stem: path for path in pictures})
+    return [*records.write_files(folder, {f"{name}.html": text}), *pictures, *files]
 
 
 # ------------------------------------------------------------------------------------------------ over models
@@ -293,10 +265,8 @@ def _hover_text(cell: Any) -> str:
 
 
 def _over_block(over: OverTag) -> dict[str, Any]:
-    figures = [{"caption": "", "problem": "", "kind": "", "chart": over.chart()}]
     note = "Pearson's r at each value, over the same models, with 95% intervals from resampling them."
-    block = {"title": f"Correlation over {over.tag}", "note": note, "wide": True, "tall": False}
-    return {**block, "choices": [{"text": "", "figures": figures}]}
+    return block_of(f"Correlation over {over.tag}", [("", over.chart())], note)
 
 
 def _plot_blocks(plots: Sequence[Plot]) -> list[dict[str, Any]]:
@@ -306,7 +276,7 @@ def _plot_blocks(plots: Sequence[Plot]) -> list[dict[str, Any]]:
         wide = number == 0 or (number == len(plots) - 1 and number % 2 == 1)  # the last one of an odd number beside it
         sizes = {"wide-only": (1140 if wide else 560, 560 if number == 0 else 420), "narrow-only": (_NARROW, 400)}
         charts = {kind: scatter_plot(plot.content, width=size[0], height=size[1]) for kind, size in sizes.items()}
-        figures = [{"caption": "", "problem": "", "kind": kind, "chart": chart} for kind, chart in charts.items()]
+        figures = [figure(chart, kind=kind) for kind, chart in charts.items()]
         block = {"title": plot.title, "note": f"{plot.content.title}. {plot.note}", "wide": wide, "tall": True}
         blocks.append({**block, "choices": [{"text": "", "figures": figures}]})
     return blocks

@@ -9,10 +9,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lit_layers.correlate.layer_tables import LayerTables, ModelTables
-from lit_layers.correlate.model_table import ModelTable, lowered, p_equation
+from lit_layers.correlate.model_table import ModelTable, lowered
 from lit_layers.correlate.run_models import SIZES, nearest
 from lit_layers.errors import InputError
-from lit_layers.figures.labels import value
+from lit_layers.figures.labels import p_equation, value
 from lit_layers.functional import correlation
 from lit_layers.functional.correlation import Correlation, UndefinedError
 from lit_layers.functional.layer_selection import (

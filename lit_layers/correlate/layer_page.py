@@ -4,12 +4,11 @@ import base64
 import re
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pandas as pd
 
-from lit_layers.correlate.correlation_page import Cells, Group, Table, interval_text, write_files
+from lit_layers.correlate.correlation_page import interval_text, write_files
 from lit_layers.correlate.findings import Choice, LayerFindings, MetricFindings, ModelFindings
 from lit_layers.correlate.layer_tables import LayerTables, ModelTables
 from lit_layers.correlate.model_table import lowered
@@ -18,7 +17,7 @@ from lit_layers.figures.labels import value
 from lit_layers.figures.models import Mark, depth_curves, interval_rows
 from lit_layers.figures.plane import Scatter
 from lit_layers.functional.layer_selection import COEFFICIENTS, FORMS, Estimate
-from lit_layers.report.template import Figures, fill, placed
+from lit_layers.report.template import Cells, Figures, Group, Table, block_of, fill, placed
 
 COEFFICIENT_TITLES = {
     "distance_correlation": "Distance correlation",
@@ -68,16 +67,17 @@ def render_layers(tables: LayerTables, findings: LayerFindings, pictures: Mappin
     """Returns the page: what is left out, figures, coefficients with their null, and the choices of layers."""
     figures: Figures = []
     charts = depth_charts(tables)
-    depth = [_block(chart.title, "", {"": chart}, wide=chart is charts[0] and len(charts) % 2 == 1) for chart in charts]
+    wide = lambda chart: chart is charts[0] and len(charts) % 2 == 1  # noqa: E731
+    depth = [block_of(chart.title, [("", chart)], wide=wide(chart)) for chart in charts]
     blocks = []
     for model, result in zip(tables.models, findings.models, strict=True):
-        charts = {
-            f"{tables.titles[key]}: {content.title}": scatter_plot(content, width=560, height=420)
-            for key, content in scatters(tables, result, model).items()
-        }
+        plots = scatters(tables, result, model)
+        texts = [f"{tables.titles[key]}: {content.title}" for key, content in plots.items()]
         note = "A point a layer, joined in their order; metric and score are averaged over the same tasks."
-        note += f" {next(iter(charts))}." if len(charts) == 1 else ""
-        blocks.append(_block(heading(result), note, charts, wide=True))
+        if len(texts) == 1:  # one alone needs no name to be chosen by
+            note, texts = f"{note} {texts[0]}.", [""]
+        drawn = [scatter_plot(content, width=560, height=420) for content in plots.values()]
+        blocks.append(block_of(heading(result), zip(texts, drawn, strict=True), note))
     shown = {name: pictures[name] for name in ("correlations", "selection") if name in pictures}
     return fill(
         "layers.html.jinja",
@@ -277,13 +277,3 @@ def _frames(tables: LayerTables, findings: LayerFindings) -> dict[str, pd.DataFr
         curves.append(pd.DataFrame({**place, **{name: frame[name] for name in frame}}))
     tables_of = {"correlations": pd.DataFrame(correlations), "selection": pd.DataFrame(choices)}
     return {**tables_of, "curves": pd.concat(curves, ignore_index=True)}
-
-
-def _block(title: str, note: str, charts: Mapping[str, Any], **look: Any) -> dict[str, Any]:
-    """A block of the page with a chart for each choice; one alone needs no name."""
-    several = len(charts) > 1
-    choices = [
-        {"text": text if several else "", "figures": [{"caption": "", "problem": "", "chart": chart}]}
-        for text, chart in charts.items()
-    ]
-    return {"title": title, "note": note, "choices": choices, **look}

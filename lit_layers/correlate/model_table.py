@@ -35,7 +35,6 @@ from lit_layers.metrics import METRICS, is_in, look_up, sentence
 from lit_layers.records import Measurement, Record
 
 FEWEST = 3
-SMALLEST = 1e-300  # of a p-value that float64 tells from 0
 LOGS = (*SIZES, "k")  # sizes differ by factors
 
 
@@ -85,21 +84,6 @@ class ModelTable:
 def lowered(title: str) -> str:
     """Returns a title as it stands within a sentence."""
     return title if title[1:2].isupper() else title[:1].lower() + title[1:]
-
-
-def p_text(p: float | None) -> str:
-    """Returns a p-value with two digits: 0.057, 1.4e-10; an empty string for None. No p is 0."""
-    if p is None:
-        return ""
-    if p < SMALLEST:
-        return f"< {SMALLEST:.0e}"
-    return f"{p:.1e}".replace("e-0", "e-") if p < 9.5e-4 else f"{p:.2g}"
-
-
-def p_equation(p: float | None) -> str:
-    """The same in a sentence: p = 0.057, p < 1e-300."""
-    text = p_text(p)
-    return f"p {text}" if text.startswith("<") else f"p = {text}"
 
 
 def published() -> ModelTable:

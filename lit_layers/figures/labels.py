@@ -80,6 +80,21 @@ def value(number: float | None) -> str:
     return text.replace("-", MINUS, 1) if number < 0 else text
 
 
+def p_text(p: float | None, least: float = 1e-300) -> str:
+    """Returns a p-value with two digits: 0.057, 1.4e-10, < 1e-300; nothing for None or NaN. No p is 0."""
+    if p is None or math.isnan(p):
+        return ""
+    if p < least:
+        return f"< {least:g}"
+    return f"{p:.1e}".replace("e-0", "e-") if p < 9.5e-4 else f"{p:.2g}"
+
+
+def p_equation(p: float | None, least: float = 1e-300) -> str:
+    """Returns the same in a sentence: p = 0.057, p < 1e-300."""
+    text = p_text(p, least)
+    return f"p {text}" if text.startswith("<") else f"p = {text}"
+
+
 def whole(number: float) -> str:
     """Returns a number that is a whole one, or the mean of some; a dash where there is none."""
     text = f"{number:.0f}" if number % 1 == 0 else f"{number:.3g}"

@@ -164,6 +164,24 @@ def _pairs(
     )
 
 
+def named_matrix(
+    title: str, names: Sequence[str], values: Sequence[Any], ends: tuple[float, float], texts: Sequence[str] = ()
+) -> Chart:
+    """Returns values of pairs as a heat map: names down, which have numbers, and the numbers across.
+
+    `texts` are what hovering says of a row, beyond the value; the names by default.
+    """
+    keys = list(range(len(names)))
+    look: dict[str, Any] = {"ends": ends, "scheme": DIVERGING, "hover": "{t}", "texts": texts or names}
+    return Chart(
+        title=title,
+        x=Axis(labels={key: str(key + 1) for key in keys}, keys=keys, grid=False),
+        y=Axis(labels={key: f"{name}  {key + 1}" for key, name in enumerate(names)}, keys=keys, grid=False),
+        cells=Cells(values=[values], rows=keys, columns=keys, **look),
+        height=140 + 18 * len(keys),
+    )
+
+
 def tabled(
     values: Mapping[Any, float], rows: Sequence[Any], columns: Sequence[Any], digits: int = 3
 ) -> list[list[Any]]:

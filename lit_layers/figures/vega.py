@@ -9,7 +9,7 @@ import os
 import re
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -113,6 +113,21 @@ def write_charts(charts: Mapping[Path, Any], suffixes: Sequence[str] = ()) -> li
             with refused(f"cannot write {paths[-1]}"):
                 paths[-1].write_bytes(picture)
     return paths
+
+
+def write_pictures(charts: Iterable[tuple[str, Any]], folder: Path) -> list[Path]:
+    """Writes charts, each with what its files are called after, as PNG, SVG and PDF into a folder; returns their paths.
+
+    The folder is made where there is none; other files in it stay.
+
+    Raises:
+        InputError: where the folder cannot be made, or one cannot be written.
+    """
+    names: set[str] = set()
+    named = {folder / file_name(text, names): chart for text, chart in charts}
+    with refused(f"cannot make the folder {folder}"):
+        folder.mkdir(parents=True, exist_ok=True)
+    return write_charts(named, SUFFIXES) if named else []
 
 
 def pictures_of(specs: Sequence[Any], suffixes: Sequence[str]) -> list[list[bytes]]:

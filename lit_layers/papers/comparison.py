@@ -11,8 +11,6 @@ from typing import Any, Literal
 import pandas as pd
 
 from lit_layers import records
-from lit_layers.errors import refused
-from lit_layers.files.durable import replace_file
 from lit_layers.identity import Measurement, Record, shown
 from lit_layers.papers.recipe import PaperRecipe, Place, Published
 
@@ -83,16 +81,12 @@ def write_comparison(rows: Sequence[Row], root: Path, title: str, notes: Iterabl
     Raises:
         InputError: where the folder cannot be written.
     """
-    paths = [root / f"{NAME}.csv", root / f"{NAME}.md"]
-    with refused(f"cannot write to {root}"):
-        root.mkdir(parents=True, exist_ok=True)
-        records.export(pd.DataFrame([vars(row) for row in rows]), paths[0])
-        header = list(rows[0].cells()) if rows else []
-        lines = [header, ["---"] * len(header), *(list(row.cells().values()) for row in rows)]
-        cells = [[cell.replace("|", "/") for cell in line] for line in lines if line]
-        table = [f"| {' | '.join(line)} |" for line in cells]
-        replace_file(paths[1], "\n".join([f"# {title}", "", *(f"{note}\n" for note in notes), *table]) + "\n")
-    return paths
+    header = list(rows[0].cells()) if rows else []
+    lines = [header, ["---"] * len(header), *(list(row.cells().values()) for row in rows)]
+    table = [f"| {' | '.join(cell.replace('|', '/') for cell in line)} |" for line in lines if line]
+    text = "\n".join([f"# {title}", "", *(f"{note}\n" for note in notes), *table]) + "\n"
+    numbers = pd.DataFrame([vars(row) for row in rows])
+    return records.write_files(root, {f"{NAME}.csv": numbers, f"{NAME}.md": text})
 
 
 def _row(published: Published, results: _Results) -> Row:

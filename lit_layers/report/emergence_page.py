@@ -2,8 +2,8 @@
 
 import itertools
 import math
-from collections.abc import Iterable, Sequence
-from dataclasses import replace
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -32,20 +32,20 @@ from lit_layers.clock.times_and_order import (
     times_of_run,
     times_table,
 )
-from lit_layers.errors import refused
 from lit_layers.figures.axes import DECADES, TITLES, Axis, layer_axis, place
-from lit_layers.figures.chart import Cells, Chart, Panels, Series
-from lit_layers.figures.labels import count, value
-from lit_layers.figures.models import color_of, symbol_of
+from lit_layers.figures.chart import Chart, Panels, Series
+from lit_layers.figures.labels import count, p_equation, p_text, value
+from lit_layers.figures.maps import named_matrix
+from lit_layers.figures.models import look_of
 from lit_layers.figures.tables import grouped
-from lit_layers.figures.theme import DIVERGING, rounded
-from lit_layers.figures.vega import SUFFIXES, file_name, write_charts
-from lit_layers.files.durable import replace_file
+from lit_layers.figures.theme import rounded
+from lit_layers.figures.vega import write_pictures
 from lit_layers.functional.emergence import EmergenceTimes, Time
 from lit_layers.records import Measurement
-from lit_layers.report.template import Figures, fill, placed
+from lit_layers.report.template import Block, Figures, Table, block_of, fill, placed, table_of
 
 Emerged = Sequence[tuple[StepCurve, EmergenceTimes]]
+LEAST_P = 1e-4  # that is written out
 MOST_LETTERS = 54  # of a row's label
 MOST_ROWS = 60  # of a timeline or an order, the surest first: more cannot be read
 ONLY_PROMPTS = (
@@ -81,49 +81,56 @@ def write_emergence(
         InputError: the folder cannot be written.
     """
     times, order, agreement = times_table(clock), order_table(clock), agreement_table(clock)
-    tables = {"times.csv": times[list(COLUMNS)], "times.parquet": times, "order.csv": order, "order.parquet": order}
-    tables |= {"agreement.csv": agreement} if len(agreement) else {}
-    of_layers = layer_order_table(clock)
-    tables |= {"layer_order.csv": of_layers, "layer_order.parquet": of_layers} if len(of_layers) else {}
-    charts: dict[str, Chart | Panels] = {}
-    if any(time.emerges for time in clock.times):
-        charts["timeline"] = timeline(clock, axis=axis)
-    names: set[str] = set()
-    for run in clock.runs:
-        if _pairs(clock, run):
-            charts[file_name(f"order {run}", names)] = order_matrix(clock, run)
-    if layers:
-        over_layers = layer_table(layers)
-        tables |= {"layers.csv": over_layers, "layers.parquet": over_layers}
-        for name, chart in monotonicity_charts(layers, clock, axis=axis):
-            charts[file_name(f"monotonicity {name}", names)] = chart
     predicted = prediction_table(blocks, pooled=seeds)
-    if len(predicted):
-        tables |= {"blocks.csv": predicted, "blocks.parquet": predicted}
-        for run in predicted["run"].unique():
-            parts = prediction_charts(predicted, blocks, run, axis=axis)
-            charts[file_name(f"blocks {run}", names)] = Panels(title="", charts=parts, columns=1, width=640)
-    led: Any = pd.DataFrame({"run": []}) if leads is None else leads
-    tables |= {"lead_lag.csv": led, "lead_lag.parquet": led} if len(led) else {}
-    for run in led["run"].unique():
-        if (chart := lead_lag_chart(led, run)) is not None:
-            charts[file_name(f"lead_lag {run}", names)] = chart
-    if forecasts is not None:
-        tables |= {"forecast.csv": forecasts.table, "forecast.parquet": forecasts.table}
-        tables |= {"forecast_errors.csv": forecasts.errors}
-        charts |= {"forecast": error_chart(forecasts)} if len(forecasts.errors) else {}
-    for curve, chart in layer_fronts(clock, axis=axis):
-        parts = ("layers", curve.analysis, curve.metric, curve.tag_text)
-        charts[file_name(" ".join(parts), names)] = chart
-    with refused(f"cannot write to {folder}"):
-        folder.mkdir(parents=True, exist_ok=True)
-        for name, table in tables.items():
-            records.export(table, folder / name)
-        paths = {folder / name: chart for name, chart in charts.items()}
-        pictures = write_charts(paths, SUFFIXES) if paths else []
-        page = _page(clock, agreement, axis, layers, predicted, blocks, led, forecasts)
-        replace_file(folder / "emergence.html", page)
-    return [folder / "emergence.html", *pictures, *(folder / name for name in tables)]
+    leads = pd.DataFrame({"run": []}) if leads is None else leads
+    files = {"times.csv": times[list(COLUMNS)], "times.parquet": times, "order.csv": order, "order.parquet": order}
+    both = {"layer_order": layer_order_table(clock), "layers": layer_table(layers), "blocks": predicted}
+    both |= {"lead_lag": leads, **({} if forecasts is None else {"forecast": forecasts.table})}
+    for name, table in both.items():
+        if len(table) or name == "forecast":
+            files |= {f"{name}.csv": table, f"{name}.parquet": table}
+    files |= {"agreement.csv": agreement} if len(agreement) else {}
+    files |= {} if forecasts is None else {"forecast_errors.csv": forecasts.errors}
+    paths = records.write_files(folder, files)
+    charts = _Charts(
+        timeline=timeline(clock, axis=axis) if any(time.emerges for time in clock.times) else None,
+        orders={run: order_matrix(clock, run) for run in clock.runs if _pairs(clock, run)},
+        rising=monotonicity_charts(layers, clock, axis=axis),
+        harms={run: prediction_charts(predicted, blocks, run, axis=axis) for run in predicted["run"].unique()},
+        leads={run: lead_lag_chart(leads, run) for run in leads["run"].unique()},
+        forecast=error_chart(forecasts) if forecasts is not None and len(forecasts.errors) else None,
+        fronts=layer_fronts(clock, axis=axis),
+    )
+    pictures = write_pictures(charts.named(), folder)
+    page = _page(clock, charts, axis, agreement, predicted, leads, forecasts)
+    return [*records.write_files(folder, {"emergence.html": page}), *pictures, *paths]
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Charts:
+    """The figures of a page, each drawn once: by run, or with what it is of."""
+
+    timeline: Chart | None
+    orders: dict[str, Chart]
+    rising: list[tuple[str, Chart]]
+    harms: dict[str, list[Chart]]
+    leads: dict[str, Chart | None]
+    forecast: Chart | None
+    fronts: list[tuple[StepCurve, Chart]]
+
+    def named(self) -> Iterator[tuple[str, Chart | Panels]]:
+        """Yields what the files of each are called after, and the chart."""
+        if self.timeline is not None:
+            yield "timeline", self.timeline
+        yield from ((f"order {run}", chart) for run, chart in self.orders.items())
+        yield from ((f"monotonicity {name}", chart) for name, chart in self.rising)
+        for run, charts in self.harms.items():
+            yield f"blocks {run}", Panels(title="", charts=charts, columns=1, width=640)
+        yield from ((f"lead_lag {run}", chart) for run, chart in self.leads.items() if chart is not None)
+        if self.forecast is not None:
+            yield "forecast", self.forecast
+        for curve, chart in self.fronts:
+            yield f"layers {curve.analysis} {curve.metric} {curve.tag_text}", chart
 
 
 # ------------------------------------------------------------------------------------------------ in words
@@ -145,13 +152,9 @@ def time_text(time: Time | None) -> str:
 def sentence(curve: StepCurve, found: EmergenceTimes, *, axis: AxisName = "step") -> str:
     """Returns `Coupling, k = 12: half-way at step 13 (13 to 14), peak at 64`, or that it does not emerge."""
     if found.halfway is None or found.peak is None:
-        return f"{curve.title}: does not emerge (p {_p_text(found.p_value)})"
+        return f"{curve.title}: does not emerge ({p_equation(found.p_value, LEAST_P)})"
     where = "step" if axis == "step" else "token"
     return f"{curve.title}: half-way at {where} {time_text(found.halfway)}, peak at {at_text(found.peak.value)}"
-
-
-def _p_text(p_value: float) -> str:
-    return "< 0.0001" if p_value < 1e-4 else f"= {p_value:.2g}"
 
 
 # ------------------------------------------------------------------------------------------------ figures
@@ -184,13 +187,12 @@ def timeline(clock: Clock, *, axis: AxisName = "step") -> Chart:
         texts = [f"{by_key[keys[row]][0][1].title}: half-way at {time_text(found.halfway)}" for row, found in mine]
         half, peak = ([getattr(found, name) for _, found in mine] for name in ("halfway", "peak"))
         ends = {end: rounded(place(getattr(time, end)) for time in half) for end in ("low", "high")}
-        look: dict[str, Any] = {"color": color_of(number), "tells_texts": True, "size": 6.5}
-        mark = {"mark": symbol_of(number), "legend": several > 1, "name": run if several > 1 else ""}
+        look = look_of(number, run, of=several, tells_texts=True, size=6.5)
         series.append(
-            Series(x=at, y=rounded(place(t.value) for t in half), texts=texts, interval="bars", **ends, **mark, **look)
+            Series(x=at, y=rounded(place(t.value) for t in half), texts=texts, interval="bars", **ends, **look)
         )
         peaks = [f"{by_key[keys[row]][0][1].title}: peak at {time_text(found.peak)}" for row, found in mine]
-        hollow = look | {"mark": f"{symbol_of(number)}-open", "size": 5, "name": mark["name"]}
+        hollow = look | {"mark": f"{look['mark']}-open", "size": 5, "legend": False}
         series.append(Series(x=at, y=rounded(place(t.value) for t in peak), texts=peaks, **hollow))
     labels = {rows[key]: row_label(by_key[key][0][1]) for key in keys}
     down = Axis(labels=labels, ends=(-0.6, len(keys) - 0.4), reverse=True, grid=False)
@@ -220,8 +222,7 @@ def layer_fronts(clock: Clock, *, axis: AxisName = "step") -> list[tuple[StepCur
             half = [_halfway(found) for _, found in mine]
             texts = [f"layer {curve.layer}: half-way at {time_text(found.halfway)}" for curve, found in mine]
             ends = {end: rounded(place(getattr(time, end)) for time in half) for end in ("low", "high")}
-            look: dict[str, Any] = {"color": color_of(number), "width": 2.0, "mark": symbol_of(number), **ends}
-            look |= {"legend": len(clock.runs) > 1, "name": run if len(clock.runs) > 1 else "", "tells_texts": True}
+            look = look_of(number, run, of=len(clock.runs), width=2.0, tells_texts=True, **ends)
             layers = [curve.layer for curve, _ in mine]
             series.append(Series(x=layers, y=rounded(place(t.value) for t in half), texts=texts, **look))
         if max(len(one.x) for one in series) > 1:
@@ -251,16 +252,13 @@ def monotonicity_charts(
         series = []
         for number, run in enumerate(clock.runs):
             if run in runs:
-                line, several = runs[run], len(clock.runs) > 1
-                look: dict[str, Any] = {"color": color_of(number), "width": 2.0, "mark": symbol_of(number)}
-                look |= {"name": run if several else "", "legend": several}
+                line = runs[run]
                 ends = {"low": rounded(line.low), "high": rounded(line.high)}
+                look = look_of(number, run, of=len(clock.runs), width=2.0, tells_texts=True, **ends)
                 x = rounded(place(at) for at in line.curve.at)
-                texts = [
-                    f"{at_text(at)}: {value(number)}"
-                    for at, number in zip(line.curve.at, line.curve.values, strict=True)
-                ]
-                series.append(Series(x=x, y=rounded(line.curve.values), texts=texts, tells_texts=True, **ends, **look))
+                points = zip(line.curve.at, line.curve.values, strict=True)
+                texts = [f"{at_text(at)}: {value(number)}" for at, number in points]
+                series.append(Series(x=x, y=rounded(line.curve.values), texts=texts, **look))
         named = replace(group[0].curve, metric=metric, tags={k: v for k, v in group[0].curve.tags.items() if k != "of"})
         chart = Chart(
             title=f"{named.title}: rank correlation with depth",
@@ -279,25 +277,11 @@ def order_matrix(clock: Clock, run: str) -> Chart:
     Of more than `MOST_ROWS` metrics the surest are shown.
     """
     emerged = _pairs(clock, run)
-    keys = list(range(len(emerged)))
-    table = [[None if a == b else is_before(emerged[a], emerged[b])[0] for b in keys] for a in keys]
+    table = [[None if a is b else is_before(a, b)[0] for b in emerged] for a in emerged]
+    names = [row_label(curve) for curve, _ in emerged]
+    title = f"P(row before column){f', {run}' if len(clock.runs) > 1 else ''}"
     texts = [f"that {curve.title} is before" for curve, _ in emerged]
-    names = {key: f"{row_label(curve)}  {key + 1}" for key, (curve, _) in enumerate(emerged)}
-    return Chart(
-        title=f"P(row before column){f', {run}' if len(clock.runs) > 1 else ''}",
-        x=Axis(labels={key: str(key + 1) for key in keys}, keys=keys, grid=False),
-        y=Axis(labels=names, keys=keys, grid=False),
-        cells=Cells(
-            values=[[rounded(row, 3) for row in table]],
-            rows=keys,
-            columns=keys,
-            ends=(0.0, 1.0),
-            scheme=DIVERGING,
-            hover="{t}",
-            texts=texts,
-        ),
-        height=140 + 18 * len(keys),
-    )
+    return named_matrix(title, names, [rounded(row, 3) for row in table], (0.0, 1.0), texts)
 
 
 def _pairs(clock: Clock, run: str) -> Emerged:
@@ -346,31 +330,31 @@ def of_one_run(run: str, measurements: Sequence[Measurement], root: Path, figure
         "sentences": [sentence(*pair) for pair in emerged_in_order(clock, run)],
         "still": [curve.title for curve, found in pairs if not found.emerges],
         "notes": _notes(clock),
-        "blocks": placed([_block("Timeline", timeline(clock))] if emerges else [], figures),
+        "blocks": placed([_block("Timeline", timeline(clock), kind="scrolled")] if emerges else [], figures),
     }
 
 
 def _page(
     clock: Clock,
-    agreement: pd.DataFrame,
+    charts: _Charts,
     axis: AxisName,
-    layers: Sequence[LayerCurve],
+    agreement: pd.DataFrame,
     predicted: pd.DataFrame,
-    tables: Sequence[BlockTable],
     leads: pd.DataFrame,
     forecasts: ModelForecasts | None,
 ) -> str:
     figures: Figures = []
     emerges = [found.emerges for found in clock.times]
-    blocks = [_block("Timeline", timeline(clock, axis=axis))] if any(emerges) else []
-    if fronts := layer_fronts(clock, axis=axis):
-        blocks.append(_choice_of("Which layer first", "", [chart for _, chart in fronts]))
-    if rising := monotonicity_charts(layers, clock, axis=axis):
-        blocks.append(_choice_of("Does it rise over the layers?", RISING, [chart for _, chart in rising]))
+    blocks = [_block("Timeline", charts.timeline, kind="scrolled")] if charts.timeline is not None else []
+    for title, note, each in (
+        ("Which layer first", "", charts.fronts),
+        ("Does it rise over the layers?", RISING, charts.rising),
+    ):
+        if each:
+            blocks.append(block_of(title, [(chart.title.split(":")[0], chart) for _, chart in each], note))
     orders = [
-        _block(f"Order{f', {run}' if len(clock.runs) > 1 else ''}", order_matrix(clock, run))
-        for run in clock.runs
-        if _pairs(clock, run)
+        _block(f"Order{f', {run}' if len(clock.runs) > 1 else ''}", chart, kind="scrolled")
+        for run, chart in charts.orders.items()
     ]
     return fill(
         "emergence.html.jinja",
@@ -385,9 +369,16 @@ def _page(
         left_out=clock.left_out,
         blocks=placed(blocks, figures),
         orders=placed(orders, figures),
-        spared=_spared(predicted, tables, axis, figures),
-        leads=[_leads(leads, run, figures) for run in leads["run"].unique()],
-        forecast=_forecast(forecasts, figures),
+        spared=[
+            {
+                "run": run,
+                "lines": block_sentences(predicted, run),
+                "blocks": placed([_block(chart.title.split(":")[0], chart) for chart in of_run], figures),
+            }
+            for run, of_run in charts.harms.items()
+        ],
+        leads=[_leads(leads, run, chart, figures) for run, chart in charts.leads.items()],
+        forecast=None if forecasts is None else _forecast(forecasts, charts.forecast, figures),
         agreement=_agreement(agreement),
         agreed=agreement_sentence(agreement),
         paired=_how_paired(clock),
@@ -396,61 +387,30 @@ def _page(
     )
 
 
-def _spared(
-    predicted: pd.DataFrame, tables: Sequence[BlockTable], axis: AxisName, figures: Figures
-) -> list[dict[str, Any]]:
-    """Of each run, and of all seeds, what its blocks' harm goes with."""
-    shown = []
-    for run in predicted["run"].unique():
-        charts = prediction_charts(predicted, tables, run, axis=axis)
-        blocks = [_block(chart.title.split(":")[0], chart, scrolled=False) for chart in charts]
-        shown.append({"run": run, "lines": block_sentences(predicted, run), "blocks": placed(blocks, figures)})
-    return shown
-
-
-def _leads(leads: pd.DataFrame, run: str, figures: Figures) -> dict[str, Any]:
-    chart, rows = lead_lag_chart(leads, run), lead_lag_rows(leads, run)
+def _leads(leads: pd.DataFrame, run: str, chart: Chart | None, figures: Figures) -> dict[str, Any]:
+    rows = lead_lag_rows(leads, run)
     columns = ("Pair", "Octaves", "r", "p", "q", "Given the loss: octaves", "r", "p", "q")
     return {
         "run": run,
         "lines": lead_lag_sentences(leads, run),
-        "blocks": placed([_block(chart.title, chart)] if chart is not None else [], figures),
-        "table": _table(columns, [("", rows)]) if rows else None,
+        "blocks": placed([_block(chart.title, chart, kind="scrolled")] if chart is not None else [], figures),
+        "table": table_of(columns, [("", rows)]) if rows else None,
     }
 
 
-def _forecast(forecasts: ModelForecasts | None, figures: Figures) -> dict[str, Any] | None:
-    if forecasts is None:
-        return None
-    chart = error_chart(forecasts)
-    blocks = [_block(chart.title, chart, scrolled=False)] if len(forecasts.errors) else []
+def _forecast(forecasts: ModelForecasts, chart: Chart | None, figures: Figures) -> dict[str, Any]:
     columns = ("Forecast by", "Mean error", "Of the baseline's", "Of the loss's", "80% intervals that hold", "Width")
     rows = error_rows(forecasts)
     return {
         "lines": forecast_sentences(forecasts),
-        "blocks": placed(blocks, figures),
-        "errors": _table(columns, rows) if rows else None,
+        "blocks": placed([_block(chart.title, chart)] if chart is not None else [], figures),
+        "errors": table_of(columns, rows) if rows else None,
     }
 
 
-def _choice_of(title: str, note: str, charts: Sequence[Chart]) -> dict[str, Any]:
-    choices = [
-        {"text": chart.title.split(":")[0], "figures": [{"caption": "", "problem": "", "chart": chart}]}
-        for chart in charts
-    ]
-    return {"title": title, "note": note, "wide": True, "choices": choices}
-
-
-def _block(title: str, chart: Chart, *, scrolled: bool = True) -> dict[str, Any]:
-    # Its names alone are as wide as a phone.
-    kind = {"kind": "scrolled"} if scrolled else {}
-    return {
-        "title": title,
-        "note": "",
-        "wide": True,
-        "tall": True,
-        "choices": [{"text": "", "figures": [{"caption": "", "problem": "", **kind, "chart": chart}]}],
-    }
+def _block(title: str, chart: Chart, *, kind: str = "") -> Block:
+    """`scrolled` where its names alone are as wide as a phone."""
+    return block_of(title, [("", chart)], tall=True, kind=kind)
 
 
 def _notes(clock: Clock) -> list[str]:
@@ -468,12 +428,6 @@ def _notes(clock: Clock) -> list[str]:
     ]
 
 
-def _table(columns: Sequence[str], groups: Iterable[tuple[str, Iterable[Sequence[str]]]]) -> dict[str, Any]:
-    """As the template takes it."""
-    rows = lambda part: [{"strong": False, "cells": [(text, "") for text in row]} for row in part]  # noqa: E731
-    return {"columns": columns, "groups": [{"heading": head, "note": "", "rows": rows(part)} for head, part in groups]}
-
-
 def _how_paired(clock: Clock) -> str:
     """How the comparisons of the order were made."""
     pairs = order_table(clock)["paired"]
@@ -485,17 +439,17 @@ def _how_paired(clock: Clock) -> str:
     return how + (rest if alone else "")
 
 
-def _agreement(agreement: pd.DataFrame) -> dict[str, Any] | None:
+def _agreement(agreement: pd.DataFrame) -> Table | None:
     if not len(agreement):
         return None
     rows = [
         (f"{row['run_a']}, {row['run_b']}", value(row["spearman"]), str(row["n"]))
         for row in agreement.to_dict("records")
     ]
-    return _table(("Runs", "Spearman of the half-way points", "Curves"), [("", rows)])
+    return table_of(("Runs", "Spearman of the half-way points", "Curves"), [("", rows)])
 
 
-def _times(clock: Clock) -> dict[str, Any]:
+def _times(clock: Clock) -> Table:
     columns = ("Curve", "Onset", "Half-way", "Peak", "Plateau", "p", "Errors over")
     groups = []
     for run, pairs in itertools.groupby(zip(clock.curves, clock.times, strict=True), key=lambda pair: pair[0].run):
@@ -503,10 +457,10 @@ def _times(clock: Clock) -> dict[str, Any]:
             (
                 curve.title,
                 *map(time_text, (found.onset, found.halfway, found.peak, found.plateau)),
-                _p_text(found.p_value).removeprefix("= "),
+                p_text(found.p_value, LEAST_P),
                 curve.over or "guessed",
             )
             for curve, found in pairs
         ]
         groups.append((run, rows))
-    return _table(columns, groups)
+    return table_of(columns, groups)

@@ -11,16 +11,15 @@ import pandas as pd
 
 from lit_layers import records, run_data
 from lit_layers.errors import InputError, refused
-from lit_layers.figures import Chart
+from lit_layers.figures import Chart, vega
 from lit_layers.figures.labels import listing, value, whole
 from lit_layers.figures.tables import change_table, grouped, model_table
 from lit_layers.figures.task_means import with_task_means, with_task_medians
-from lit_layers.figures.vega import SUFFIXES, file_name, write_charts
 from lit_layers.files.durable import replace_file
 from lit_layers.identity import Settings
 from lit_layers.metrics import look_up
 from lit_layers.report import emergence_page, sections, variant_sections
-from lit_layers.report.template import Figures, fill, placed
+from lit_layers.report.template import Figures, charts_in, fill, placed
 
 
 def write_page(root: str | Path, out: str | Path | None, *, allow_suspect: bool, settings: Settings) -> Path:
@@ -147,28 +146,16 @@ def write_pictures(
     Raises:
         InputError: where `root` is no run's folder, has nothing to draw, or a picture cannot be written.
     """
-    charts = dict(_named(run_data.read_run(root, settings=settings), allow_suspect=allow_suspect))
+    charts = [*_named(run_data.read_run(root, settings=settings), allow_suspect=allow_suspect)]
     if not charts:
         raise InputError(f"{root} has nothing to draw as pictures: there is no figure on its page")
-    folder = Path(folder)
-    with refused(f"cannot make the folder {folder}"):
-        folder.mkdir(parents=True, exist_ok=True)
-    return write_charts({folder / name: chart for name, chart in charts.items()}, SUFFIXES)
+    return vega.write_pictures(charts, Path(folder))
 
 
 def _named(run: run_data.RunData, *, allow_suspect: bool) -> Iterator[tuple[str, Chart]]:
-    """The name of each picture, and its chart, whose title names the section."""
+    """What each picture is called after, and its chart, whose title names the section."""
     _, shown = sections_of(run, allow_suspect=allow_suspect)
-    names: set[str] = set()
     for section in [{"name": "training", "title": "Training", "metrics": sections.training(run)}, *shown]:
-        figures = [
-            (figure["chart"], [section["name"], block["title"], choice["text"], figure["caption"]])
-            for block in section["metrics"]
-            for choice in block["choices"]
-            for figure in choice["figures"]
-        ]
-        for chart, parts in figures:
-            if chart is not None:
-                name = section["title"] if section["title"] not in chart.title else ""
-                title = ": ".join(filter(None, [name, chart.title]))
-                yield file_name("_".join(filter(None, parts)), names), replace(chart, title=title)
+        for text, chart in charts_in(section["name"], section["metrics"]):
+            name = section["title"] if section["title"] not in chart.title else ""
+            yield text, replace(chart, title=": ".join(filter(None, [name, chart.title])))

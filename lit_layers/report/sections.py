@@ -28,6 +28,7 @@ from lit_layers.figures.tables import (
 )
 from lit_layers.figures.task_means import BASES
 from lit_layers.metrics import is_in, look_up, names, rank, sentence
+from lit_layers.report.template import Block, figure
 from lit_layers.run_data import RunData
 
 _TOGETHER = 6  # variants of a metric of the whole model that one figure still shows
@@ -35,7 +36,6 @@ _SPLITS = ("test", "validation", "train")
 CONTROLS = ("random_labels", "untrained_model", "relabelled_vocabulary")
 
 logger = logging.getLogger(__name__)
-Block = dict[str, Any]  # the figures of a metric, with what stands above them
 Captioned = tuple[str, Callable[[], Chart]]  # a caption, and what draws the figure below it
 _Choice = tuple[str, Iterable[Captioned]]
 
@@ -72,7 +72,7 @@ def training(run: RunData) -> list[Block]:
     return balanced(blocks)
 
 
-_NO_FIGURE = {"caption": "", "chart": None, "problem": "No figure shows these numbers; `--export` writes them."}
+_NO_FIGURE = figure(None, problem="No figure shows these numbers; `--export` writes them.")
 
 
 def block(title: str, note: str, choices: Iterable[_Choice], *, wide: bool | None = None) -> Block:
@@ -80,7 +80,7 @@ def block(title: str, note: str, choices: Iterable[_Choice], *, wide: bool | Non
 
     All choices have as many: a sentence stands where one has no figure.
     """
-    shown = [{"text": text, "figures": [_drawn(*figure) for figure in figures]} for text, figures in choices]
+    shown = [{"text": text, "figures": [_drawn(*each) for each in figures]} for text, figures in choices]
     places = max(1, *(len(choice["figures"]) for choice in shown))
     for choice in shown:
         choice["figures"] += [_NO_FIGURE] * (places - len(choice["figures"]))
@@ -91,11 +91,11 @@ def block(title: str, note: str, choices: Iterable[_Choice], *, wide: bool | Non
 def _drawn(caption: str, draw: Callable[[], Chart]) -> dict[str, Any]:
     """A figure with its caption; in the place of one that cannot be drawn stands why."""
     try:
-        return {"caption": caption, "chart": draw(), "problem": ""}
+        return figure(draw(), caption)
     except Exception as error:  # whatever one figure stumbles over, the reader gets the others
         logger.debug("a figure could not be drawn", exc_info=True)
         reason = f"This figure could not be drawn: {type(error).__name__}: {' '.join(str(error).split())}"
-        return {"caption": caption, "chart": None, "problem": reason}
+        return figure(None, caption, problem=reason)
 
 
 def balanced(blocks: list[Block]) -> list[Block]:

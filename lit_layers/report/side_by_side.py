@@ -11,7 +11,8 @@ from numpy.typing import NDArray
 from scipy import stats
 
 from lit_layers.clock.step_curves import AxisName, StepCurve, curves_of, refuse_copies
-from lit_layers.errors import InputError, refused
+from lit_layers.errors import InputError
+from lit_layers.figures import vega
 from lit_layers.figures.axes import Axis, Training, layer_axis
 from lit_layers.figures.chart import Chart, Series
 from lit_layers.figures.labels import listing, tag_text, value, whole
@@ -19,11 +20,10 @@ from lit_layers.figures.models import color_of, symbol_of
 from lit_layers.figures.profiles import levels_of, value_axis
 from lit_layers.figures.tables import grouped
 from lit_layers.figures.theme import INK, MUTED, rounded, spread
-from lit_layers.figures.vega import SUFFIXES, file_name, write_charts
 from lit_layers.identity import Settings
 from lit_layers.metrics import look_up, rank, sentence
 from lit_layers.report.sections import balanced, block
-from lit_layers.report.template import Figures, fill, placed
+from lit_layers.report.template import Cells, Figures, Group, Table, charts_in, fill, placed
 from lit_layers.schema import run_facts
 
 Array = NDArray[np.floating[Any]]
@@ -285,18 +285,8 @@ def page_of(content: SideBySide, *, axis: AxisName = "step") -> str:
 
 def write_pictures(content: SideBySide, folder: Path, *, axis: AxisName = "step") -> list[Path]:
     """Writes the figures of the page as .png, .svg and .pdf; returns their paths."""
-    names: set[str] = set()
-    charts = {}
-    for analysis, blocks in _blocks(content, axis).items():
-        for each in blocks:
-            for choice in each["choices"]:
-                for figure in choice["figures"]:
-                    parts = (analysis, each["title"], choice["text"], figure["caption"])
-                    if figure["chart"] is not None:
-                        charts[folder / file_name("_".join(filter(None, parts)), names)] = figure["chart"]
-    with refused(f"cannot make the folder {folder}"):
-        folder.mkdir(parents=True, exist_ok=True)
-    return write_charts(charts, SUFFIXES)
+    sections = _blocks(content, axis).items()
+    return vega.write_pictures((pair for name, blocks in sections for pair in charts_in(name, blocks)), folder)
 
 
 def _blocks(content: SideBySide, axis: AxisName) -> dict[str, list[dict[str, Any]]]:
@@ -347,22 +337,18 @@ def _notes(content: SideBySide) -> list[str]:
     return notes
 
 
-def _results(content: SideBySide) -> dict[str, Any]:
-    """`last_values` as the template takes it."""
-    groups = list(content.groups)
-    rows: dict[str, list[dict[str, Any]]] = {}
+def _results(content: SideBySide) -> Table:
+    groups = [*content.groups, *(["difference"] if len(content.groups) == 2 else [])]
+    rows: dict[str, list[Cells]] = {}
     for row in last_values(content).to_dict("records"):
         text = whole if look_up(row["metric"]).whole else value
         cells = [(row["title"], f"step {row['step']:,}")]
-        for name in [*groups, *(["difference"] if len(groups) == 2 else [])]:
+        for name in groups:
             low, high = row[f"{name} low"], row[f"{name} high"]
             cells.append((text(row[name]), f"{text(low)} to {text(high)}" if np.isfinite(low + high) else ""))
-        rows.setdefault(row["analysis"], []).append({"strong": False, "cells": cells})
-    columns = ["Metric", *groups, *(["Difference"] if len(groups) == 2 else [])]
-    return {
-        "columns": columns,
-        "groups": [{"heading": sentence(a), "note": "", "rows": part} for a, part in rows.items()],
-    }
+        rows.setdefault(row["analysis"], []).append(Cells(cells))
+    columns = ["Metric", *content.groups, *(["Difference"] if len(content.groups) == 2 else [])]
+    return Table(columns, [Group(sentence(analysis), "", part) for analysis, part in rows.items()])
 
 
 def last_values(content: SideBySide) -> pd.DataFrame:

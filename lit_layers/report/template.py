@@ -1,13 +1,13 @@
-"""The one template of all pages, filled: figures, script and look stand in the page itself."""
+"""What all pages are made of, tables and blocks of figures, and their one template, which holds script and look."""
 
 import base64
 import functools
 import gzip
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from datetime import datetime
 from importlib.resources import files
-from typing import Any
+from typing import Any, NamedTuple
 
 import jinja2
 
@@ -16,6 +16,63 @@ from lit_layers.figures.chart import Chart, columns_of
 from lit_layers.figures.vega import script
 
 Figures = list[dict[str, Any]]  # of one page, as its script takes them
+Block = dict[str, Any]  # the figures of a metric, with what stands above them
+
+
+class Cells(NamedTuple):
+    """A row of a table: each cell is a text and what stands small beside it; a strong row is one to look at."""
+
+    cells: Sequence[tuple[str, str]]
+    strong: bool = False
+
+
+class Group(NamedTuple):
+    """The rows of a table below one heading, with a note beside that."""
+
+    heading: str
+    note: str
+    rows: Sequence[Cells]
+
+
+class Table(NamedTuple):
+    """A table as a page and the terminal show it; all columns but the first hold numbers."""
+
+    columns: Sequence[str]
+    groups: Sequence[Group]
+
+
+def table_of(columns: Sequence[str], groups: Iterable[tuple[str, Iterable[Sequence[str]]]]) -> Table:
+    """Returns a table of plain texts: rows below headings."""
+    cells = lambda row: Cells([(text, "") for text in row])  # noqa: E731
+    return Table(columns, [Group(heading, "", [*map(cells, rows)]) for heading, rows in groups])
+
+
+def figure(chart: Chart | None, caption: str = "", *, kind: str = "", problem: str = "") -> dict[str, Any]:
+    """Returns a figure of a block; without a chart stands the problem in its place. `kind` is a class of the page."""
+    return {"caption": caption, "chart": chart, "problem": problem, "kind": kind}
+
+
+def block_of(
+    title: str,
+    charts: Iterable[tuple[str, Chart]],
+    note: str = "",
+    *,
+    wide: bool = True,
+    tall: bool = False,
+    kind: str = "",
+) -> Block:
+    """Returns a block with one figure, which the reader chooses by these texts."""
+    choices = [{"text": text, "figures": [figure(chart, kind=kind)]} for text, chart in charts]
+    return {"title": title, "note": note, "wide": wide, "tall": tall, "choices": choices}
+
+
+def charts_in(name: str, blocks: Iterable[Block]) -> Iterator[tuple[str, Chart]]:
+    """Yields the charts of a section's blocks, each with a text that tells it from the others."""
+    for block in blocks:
+        for choice in block["choices"]:
+            for each in choice["figures"]:
+                if each["chart"] is not None:
+                    yield "_".join(filter(None, [name, block["title"], choice["text"], each["caption"]])), each["chart"]
 
 
 def content_of(chart: Chart) -> dict[str, Any]:
@@ -58,7 +115,7 @@ def _environment() -> jinja2.Environment:
     )
 
 
-def placed(blocks: Sequence[Mapping[str, Any]], figures: Figures) -> list[dict[str, Any]]:
+def placed(blocks: Sequence[Block], figures: Figures) -> list[Block]:
     """Returns the blocks with, for each place of a figure, the numbers of the figures that the choices put there.
 
     All that the blocks show is added to `figures`.
@@ -66,20 +123,20 @@ def placed(blocks: Sequence[Mapping[str, Any]], figures: Figures) -> list[dict[s
     shown = []
     for block in blocks:
         choices = block["choices"]
-        numbers = [[_number(figure, figures) for figure in choice["figures"]] for choice in choices]
+        numbers = [[_number(each, figures) for each in choice["figures"]] for choice in choices]
         first = choices[0]["figures"]
-        heights = [_height(figure["chart"]) for figure in first]
+        heights = [_height(each["chart"]) for each in first]
         if not block.get("tall"):  # figures that stand side by side
             heights = [max(heights)] * len(heights)
         places = [
             {
-                "caption": figure["caption"],
+                "caption": each["caption"],
                 "numbers": [choice[place] for choice in numbers],
-                "problem": figure["problem"],
+                "problem": each["problem"],
                 "height": height,
-                "kind": figure.get("kind", ""),
+                "kind": each["kind"],
             }
-            for place, (figure, height) in enumerate(zip(first, heights, strict=True))
+            for place, (each, height) in enumerate(zip(first, heights, strict=True))
         ]
         texts = [choice["text"] for choice in choices]
         shown.append({**block, "texts": texts if len(texts) > 1 else [], "fixed": texts[0], "figures": places})
@@ -91,11 +148,11 @@ def _height(chart: Chart | None) -> int:
     return 40 if chart is None else chart.height - (36 if len(chart.frames) > 1 else 0)
 
 
-def _number(figure: Mapping[str, Any], figures: Figures) -> int:
-    content = {"problem": figure["problem"]}
-    if figure["chart"] is not None:
+def _number(drawn: Mapping[str, Any], figures: Figures) -> int:
+    content = {"problem": drawn["problem"]}
+    if drawn["chart"] is not None:
         try:
-            content = content_of(figure["chart"])
+            content = content_of(drawn["chart"])
         except Exception as error:  # the page's other figures are as good as before
             content = {"problem": f"This figure could not be drawn: {type(error).__name__}: {error}"}
     figures.append(content)

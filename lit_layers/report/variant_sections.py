@@ -19,7 +19,8 @@ from lit_layers.figures.variant_scores import BASELINE, LOOPED
 from lit_layers.functional.block_schedules import OF_BLOCKS, OF_MIDDLES
 from lit_layers.metrics import headlines, is_in, look_up, rank, sentence
 from lit_layers.records import FAILED
-from lit_layers.report.sections import Block, balanced, block
+from lit_layers.report.sections import balanced, block
+from lit_layers.report.template import Block
 
 INTERVENTIONS, TASKS = "interventions", "intervene"
 SPEED, FINETUNE, SIMILARITY = "intervene/speed", "intervene/finetune", "layer_similarity"

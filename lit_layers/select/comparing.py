@@ -14,7 +14,7 @@ from lit_layers.figures.models import ChosenLayer, chosen_layers
 from lit_layers.figures.vega import write_charts
 from lit_layers.functional.curves import bootstrap_interval
 from lit_layers.metrics import look_up
-from lit_layers.records import export
+from lit_layers.records import write_files
 from lit_layers.select.choosing import Score
 from lit_layers.select.selection import Selection
 
@@ -96,8 +96,8 @@ def table(models: Sequence[Candidate], left_out: Mapping[str, str]) -> pd.DataFr
 
 def write(models: Sequence[Candidate], left_out: Mapping[str, str], task: str, folder: Path) -> list[Path]:
     """Writes models.png, models.svg and models.csv, and returns their paths, in that order."""
-    export(table(models, left_out), folder / "models.csv")  # before the pictures, which may fail
-    return [*write_charts({folder / "models": _figure(models, task)}, (".png", ".svg")), folder / "models.csv"]
+    numbers = write_files(folder, {"models.csv": table(models, left_out)})  # before the pictures, which may fail
+    return [*write_charts({folder / "models": _figure(models, task)}, (".png", ".svg")), *numbers]
 
 
 def _figure(models: Sequence[Candidate], task: str) -> Chart:

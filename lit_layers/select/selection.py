@@ -7,15 +7,14 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from lit_layers.errors import refused
 from lit_layers.figures.plane import LayerScores, layer_choice
 from lit_layers.figures.vega import write_charts
-from lit_layers.files.durable import write_json
 from lit_layers.functional.probe import LogisticProbes
 from lit_layers.metrics import look_up
 from lit_layers.models.build import save
 from lit_layers.models.shard_files import ShardFiles
 from lit_layers.models.view import LayeredModel
+from lit_layers.records import write_files
 from lit_layers.select.choosing import Choice, TaskFeatures
 from lit_layers.select.classifier import ProbeHead
 from lit_layers.select.export import Card, compare_costs, cost_table, export, measured_on
@@ -41,8 +40,6 @@ class Selection:
         Raises:
             InputError: a folder that cannot be made.
         """
-        with refused(f"out: cannot write {folder}"):
-            folder.mkdir(parents=True, exist_ok=True)
         task, choice = self.task, self.choice
         content = {
             "model": self.files.model,
@@ -62,9 +59,8 @@ class Selection:
             "rows": {part: len(targets) for part, targets in task.targets.items()},
             "notes": list(task.notes),
         }
-        write_json(folder / "select.json", content)  # before the pictures, which may fail
-        pictures = write_charts({folder / "layers": layer_choice(self._scores())}, (".png", ".svg"))
-        return [*pictures, folder / "select.json"]
+        numbers = write_files(folder, {"select.json": content})  # before the pictures, which may fail
+        return [*write_charts({folder / "layers": layer_choice(self._scores())}, (".png", ".svg")), *numbers]
 
     def _scores(self) -> LayerScores:
         choice, ids = self.choice, self.task.batch.get("input_ids")
