@@ -38,7 +38,7 @@ NUM_SUMS = 8  # of the states of one token at one layer
 DRIFT = 1e-4  # of the states of a fixed input, relative: rounding is far below it
 # Tags that place a number in a table of its own (a matrix, a map over tokens or categories, a list over distances or
 # sizes, a path, one of many random orders of which the mean is the number): no curve.
-PLACES = ("row", "column", "token", "other_token", "token_distance", "axis", "category", "train_rows", "seed")
+PLACES = ("row", "column", "token", "other_token", "token_distance", "axis", "category", "head", "train_rows", "seed")
 _ByPrompt = Annotated[NDArray[np.float32] | None, GetPydanticSchema(lambda _, of: of(type(None)))]  # in no line
 
 

@@ -20,6 +20,7 @@ from lit_layers.analyses import (
     Coupling,
     CouplingMatrices,
     CrossTokenInfluence,
+    InContext,
     Interventions,
     LabelProbe,
     LayerSimilarity,
@@ -119,6 +120,7 @@ EXACT = [
     ("gpt2", Trajectory(batches=TEXTS)),
     ("gpt2", Representation(batches=TEXTS)),
     ("gpt2", StateGeometry(batches=TEXTS)),
+    ("gpt2", InContext(batches=TEXTS)),
     ("gpt2", Lens(batches=TEXTS)),
     ("gpt2", Interventions(batches=TEXTS, variants=("skip", "reverse", "random"), seeds=(0, 1))),
     ("gpt2", Lens(batches=TEXTS, dtype="bfloat16")),  # all of these texts in float32, too

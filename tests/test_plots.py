@@ -451,7 +451,7 @@ def test_every_colour_can_be_seen_on_white_and_neighbours_told_apart() -> None:
 def audited(verdicts: dict[int | str, str], metric: str = "m", **found) -> pd.DataFrame:
     """Pairs, layers, places and lists of one metric at steps, or of models, with what an audit said of each."""
     tags = {"row": 1, "column": 1}, {"token": 0, "other_token": 100}, {"token_distance": 1}, {"index": 1}
-    tags = *tags, {"axis": 1, "token": 0}, {"axis": 2, "token": 0}, {"category": "a"}, {"train_rows": 8}
+    tags = *tags, {"axis": 1, "token": 0}, {"axis": 2, "token": 0}, {"category": "a"}, {"train_rows": 8}, {"head": 0}
     rows = [Record(metric=metric, value=1.0, layer=layer) for layer in (0, 1)]
     rows += [Record(metric=metric, value=0.5, layer=one, other_layer=two) for one, two in ((0, 1), (1, 0))]
     rows += [Record(metric=f"{metric}_{next(iter(tag))}", value=1.0, layer=1, tags=tag) for tag in tags]
@@ -487,6 +487,7 @@ FIGURES = {
     ),
     "residual_profile": lambda frame, **options: plots.residual_profile(frame, "m", **options),
     "concept_map": lambda frame, **options: plots.concept_map(frame, "m_category", **options),
+    "head_map": lambda frame, **options: plots.head_map(frame, "m_head", **options),
     "sample_size_curves": lambda frame, **options: plots.sample_size_curves(frame, "m_train_rows", **options),
     "write_layer_curves": lambda frame, **options: written(plots.write_layer_curves, frame, "m", **options),
     "write_concept_map": lambda frame, **options: written(plots.write_concept_map, frame, "m_category", **options),

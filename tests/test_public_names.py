@@ -14,7 +14,13 @@ PAGES = "\n".join(path.read_text() for path in [*sorted((ROOT / "docs").glob("*.
 RECIPES = "\n".join(path.read_text() for path in sorted((ROOT / "recipes").rglob("*.yaml")))
 FUNCTIONAL = ROOT / "lit_layers" / "functional"
 METRIC_FILES = functional._FILES
-PLUMBING = {"jacobian.block_call", "jacobian.attention", "jacobian.linear_cut", "jacobian.one_token"}
+PLUMBING = {
+    "jacobian.block_call",
+    "jacobian.attention",
+    "jacobian.attention_maps",
+    "jacobian.linear_cut",
+    "jacobian.one_token",
+}
 PLUMBING |= {"emergence.drawn_curves", "emergence.replicates"}
 
 

@@ -1,5 +1,6 @@
 """Analyses: from a layered model to records."""
 
+from lit_layers.analyses.attention import AttentionPatterns, InContext, Induction
 from lit_layers.analyses.base import Analysis, DividedAnalysis
 from lit_layers.analyses.changed_texts import Invariance, PromptStudies
 from lit_layers.analyses.depth_coupling import Coupling, CouplingMatrices
@@ -15,11 +16,14 @@ from lit_layers.analyses.token_jacobians import CrossTokenInfluence, TokenCoupli
 
 __all__ = [
     "Analysis",
+    "AttentionPatterns",
     "ConceptAlignment",
     "Coupling",
     "CouplingMatrices",
     "CrossTokenInfluence",
     "DividedAnalysis",
+    "InContext",
+    "Induction",
     "Interventions",
     "Invariance",
     "LabelProbe",

@@ -14,6 +14,7 @@ from lit_layers.figures.labels import pair_text
 from lit_layers.figures.profiles import FRAMES
 from lit_layers.figures.tables import (
     CATEGORY,
+    HEAD,
     Chosen,
     Point,
     grouped,
@@ -317,6 +318,38 @@ def colored(metric: str, values: Sequence[Sequence[float]], *, reverse: bool = F
         low, high = (low / 2, low * 2) if is_log else (low - 0.5, high + 0.5)
     scheme = {"name": "viridis", "extent": [1, 0]} if reverse else "viridis"
     return {"ends": (low, high), "scheme": scheme, "log": is_log}
+
+
+# ------------------------------------------------------------------------------------------------ heads
+
+
+def head_map(frame: pd.DataFrame, metric: str, **chosen: Unpack[Chosen]) -> Chart:
+    """Returns a metric of attention heads (tag `head`, across) and blocks (down) as a heat map.
+
+    With a slider over the checkpoints; the colours mean the same at every one.
+
+    Raises:
+        ValueError: where the metric has no values per head.
+    """
+    points = [point for point in select(frame, metric, **chosen) if HEAD in point.tags and point.layer is not None]
+    if not points:
+        raise ValueError(f"metric {metric!r} has no values per head")
+    points, tags = of_plainest(points, chosen.get("tags"))
+    layers = sorted({point.layer for point in points if point.layer is not None})
+    heads = sorted({point.tags[HEAD] for point in points})
+    by_step = grouped(points, lambda point: point.step)
+    steps = spread(sorted(by_step), FRAMES)
+    values = [tabled({(p.layer, p.tags[HEAD]): p.value for p in by_step[step]}, layers, heads) for step in steps]
+    every = [[math.nan if value is None else value for value in row] for table in values for row in table]
+    shown = [{key: str(key) for key in spread(keys, _TICKS)} for keys in (heads, layers)]
+    return Chart(
+        title=title_of(metric, tags),
+        x=Axis(title="Head", keys=heads, labels=shown[0], grid=False),
+        y=Axis(title="Block", keys=layers, labels=shown[1], grid=False),
+        cells=Cells(values=values, rows=layers, columns=heads, hover="block {y}, head {x}", **colored(metric, every)),
+        frames=steps,
+        height=450,
+    )
 
 
 # ------------------------------------------------------------------------------------------------ categories

@@ -16,7 +16,7 @@ from lit_layers.records import AUDIT, COLUMNS, PLACES
 # Tags that number the lines of one figure, or name a line to compare with; all others make variants of a metric.
 ORDINALS = ("distance", "index")
 # Tags of points that maps and sample-size curves show: a relation of word pairs, a number of training rows.
-CATEGORY, TRAIN_ROWS = "category", "train_rows"
+CATEGORY, TRAIN_ROWS, HEAD = "category", "train_rows", "head"
 _NO_HEADLINE = (*ORDINALS, *PLACES, "reference")
 _NOT_VARIANTS = (*_NO_HEADLINE, "category_id", "group", "task")  # an analysis has one task
 _PLAINEST = {

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 from lit_layers.moved import MOVED
 
 if TYPE_CHECKING:
+    from lit_layers.functional.attention_patterns import *
     from lit_layers.functional.block_schedules import *
     from lit_layers.functional.correlation import *
     from lit_layers.functional.coupling import *
@@ -34,6 +35,7 @@ _METRICS = (
     "entropy",
     "geometry",
     "state_geometry",
+    "attention_patterns",
     "similarity",
     "invariance",
     "jacobian.routes",

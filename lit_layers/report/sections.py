@@ -14,6 +14,7 @@ from lit_layers.figures.maps import has_surface
 from lit_layers.figures.models import short_names
 from lit_layers.figures.tables import (
     CATEGORY,
+    HEAD,
     TRAIN_ROWS,
     Point,
     choice_text,
@@ -186,6 +187,8 @@ def _maps(
     else:
         if any(CATEGORY in point.tags and point.layer is not None for point in points):
             yield "Categories", partial(plots.concept_map, part, metric, **options)
+        if any(HEAD in point.tags for point in points):
+            yield "Heads", partial(plots.head_map, part, metric, **options)
         if pairs:
             yield "", partial(plots.layer_matrix, part, metric, **options)
         if pairs and has_graph:

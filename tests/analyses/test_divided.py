@@ -8,9 +8,12 @@ import torch
 
 from lit_layers import undisturbed
 from lit_layers.analyses import (
+    AttentionPatterns,
     Coupling,
     CouplingMatrices,
     CrossTokenInfluence,
+    InContext,
+    Induction,
     Interventions,
     LabelProbe,
     LayerSimilarity,
@@ -50,6 +53,9 @@ ANALYSES = [
     Interventions(batches=text(), seeds=(0, 1), loops=(3,)),
     LayerSimilarity(batches=text()),
     StateGeometry(batches=text()),
+    AttentionPatterns(batches=text()),
+    Induction(num_prompts=3, num_tokens=5),
+    InContext(batches=text(), early=2, late=5),
     OrderStates(batches=text(), seeds=(0, 1), loops=(3,)),
     CouplingMatrices(batches=text(), pairs=[(1, 2)], k=3, num_prompts=4),
     NextTokenProbe(train=text(), test=text(1), num_classes=4, min_context=2, positions_per_sequence=3),

@@ -96,6 +96,7 @@ def of_prompts(batches: Any) -> list[Analysis]:
         lit_layers.analyses.OrderStates(batches=batches, seeds=(0,), loops=(2,)),
         lit_layers.analyses.PathsInPlane(batches=batches),
         lit_layers.analyses.StateGeometry(batches=batches),
+        lit_layers.analyses.AttentionPatterns(batches=batches),
     ]
 
 
@@ -114,6 +115,8 @@ def of_text(folder: Path) -> list[Analysis]:
     (spec,) = resolve(["STSBenchmark"])
     return [
         *of_prompts(batches),
+        lit_layers.analyses.Induction(num_prompts=3, num_tokens=4, repeats=2),
+        lit_layers.analyses.InContext(batches=batches, early=2, late=5),
         lit_layers.analyses.CrossTokenInfluence(batches=batches, num_prompts=2),
         lit_layers.analyses.PromptStudies(batches=batches, special_tokens=(0, 5)),
         lit_layers.analyses.NextTokenResidual(batches=rows["train"], num_halves=0),

@@ -23,8 +23,8 @@ from torch.overrides import TorchFunctionMode
 
 from lit_layers.functional.jacobian.block_call import Call, Unsupported
 
-_FUSED = F.scaled_dot_product_attention
-_MATMULS = (torch.matmul, torch.Tensor.matmul, torch.Tensor.__matmul__, torch.bmm, torch.Tensor.bmm)
+FUSED = F.scaled_dot_product_attention
+MATMULS = (torch.matmul, torch.Tensor.matmul, torch.Tensor.__matmul__, torch.bmm, torch.Tensor.bmm)
 _SOFTMAXES = (F.softmax, torch.softmax, torch.Tensor.softmax)
 
 
@@ -37,6 +37,7 @@ class Attention:
     value: Tensor
     weights: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]  # prompts, places -> p, w, each (picked, heads, tokens)
     matmuls: tuple[int, int] | None  # which products make the scores and the output; None: one fused call
+    map_of: Callable[[int], Tensor]  # of a prompt: p of all its tokens, (heads, queries, keys)
 
     def expansion(self, prompts: Tensor, places: Tensor) -> "Expansion":
         p, w = self.weights(prompts, places)
@@ -132,7 +133,7 @@ class _PerHead(torch.autograd.Function):
         return (rows @ maps)[..., None, :], 2
 
 
-def record_attention(call: Call, hidden: Tensor) -> Attention:
+def record_attention(call: Callable[[Tensor], Tensor], hidden: Tensor) -> Attention:
     """Runs the block on whole prompts until it has attended."""
     recorder = _Recorder()
     with contextlib.suppress(Done), recorder:
@@ -167,10 +168,10 @@ class _Recorder(TorchFunctionMode):
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        if func is _FUSED:
+        if func is FUSED:
             self.attention = _fused_attention(**_named(args, kwargs))
             raise Done
-        if func in _MATMULS and args[0].ndim == 4 and args[1].ndim == 4:
+        if func in MATMULS and args[0].ndim == 4 and args[1].ndim == 4:
             return self._product(func, args)
         if self.scores is None or self.softmax is not None:
             return func(*args, **kwargs)
@@ -186,7 +187,7 @@ class _Recorder(TorchFunctionMode):
             number, query, key, _ = self.scores
             p, w = (part.to(query.dtype) for part in self.softmax)  # some models take the softmax in float32
             self.attention = Attention(
-                query, key, args[1], lambda b, t: (p[b, :, t], w[b, :, t]), (number, self.products)
+                query, key, args[1], lambda b, t: (p[b, :, t], w[b, :, t]), (number, self.products), lambda b: p[b]
             )
             raise Done
         scores = func(*args).detach().requires_grad_()
@@ -229,19 +230,27 @@ def _fused_attention(
     scale = 1 / math.sqrt(query.shape[-1]) if scale is None else scale
     heads, tokens = query.shape[1], key.shape[2]
 
-    def weights(prompts: Tensor, places: Tensor) -> tuple[Tensor, Tensor]:
-        keys = expand_heads(key[prompts], heads)  # (picked, heads, tokens, head_dim)
-        logits = scale * (keys @ query[prompts, :, places][..., None])[..., 0]  # (picked, heads, tokens)
+    def shares(logits: Tensor, prompts: Tensor, places: Tensor) -> Tensor:
         if is_causal:
             later = torch.arange(tokens, device=places.device) > places[:, None]
             logits = logits.masked_fill(later[:, None], -math.inf)
         if attn_mask is not None:
             mask = attn_mask.expand(query.shape[0], heads, query.shape[2], tokens)[prompts, :, places]
             logits = logits.masked_fill(~mask, -math.inf) if mask.dtype == torch.bool else logits + mask
-        p = logits.softmax(-1)
+        return logits.softmax(-1)
+
+    def weights(prompts: Tensor, places: Tensor) -> tuple[Tensor, Tensor]:
+        keys = expand_heads(key[prompts], heads)  # (picked, heads, tokens, head_dim)
+        logits = scale * (keys @ query[prompts, :, places][..., None])[..., 0]  # (picked, heads, tokens)
+        p = shares(logits, prompts, places)
         return p, scale * p
 
-    return Attention(query, key, value, weights, None)
+    def map_of(prompt: int) -> Tensor:
+        logits = scale * (query[prompt] @ expand_heads(key[[prompt]], heads)[0].mT)  # (heads, queries, tokens)
+        places = torch.arange(query.shape[2], device=query.device)
+        return shares(logits.movedim(1, 0), torch.full_like(places, prompt), places).movedim(0, 1)
+
+    return Attention(query, key, value, weights, None, map_of)
 
 
 class Replay(TorchFunctionMode):
@@ -257,10 +266,10 @@ class Replay(TorchFunctionMode):
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        if func is _FUSED:
+        if func is FUSED:
             call = _named(args, kwargs)
             return self._attend(call["query"], call["key"], call["value"])
-        if self.attention.matmuls and func in _MATMULS and args[0].ndim == 4 and args[1].ndim == 4:
+        if self.attention.matmuls and func in MATMULS and args[0].ndim == 4 and args[1].ndim == 4:
             self.products += 1
             if self.products == self.attention.matmuls[0]:
                 self.scored = args[0], args[1].mT

@@ -1,0 +1,357 @@
+"""What attention heads attend to, which of them complete repeated text, and what a model gains by context."""
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from lit_layers.analyses.base import DividedAnalysis, predicts_next_token
+from lit_layers.analyses.layerwise import Key, joined
+from lit_layers.analyses.readout_scores import MAX_LOGITS
+from lit_layers.analyses.statistics import Sample, Tags, left_out, summarize, summarize_all, summarize_layers
+from lit_layers.data.batches import Batches
+from lit_layers.errors import InputError
+from lit_layers.functional.attention_patterns import (
+    attention_entropy,
+    copying_score,
+    in_context_score,
+    prefix_matching_score,
+    previous_token_score,
+    sink_mass,
+    uniform_attention,
+)
+from lit_layers.functional.jacobian.attention_maps import Heads, read_heads
+from lit_layers.functional.jacobian.block_call import Unsupported
+from lit_layers.models.shared_pass import pieces
+from lit_layers.models.view import Batch, LayeredModel, Trajectory
+from lit_layers.models.workload import Part, Work, passes, passes_of
+from lit_layers.records import Record
+
+SCORES = {
+    "attention_entropy": attention_entropy,
+    "sink_mass": sink_mass,
+    "previous_token_score": previous_token_score,
+}
+BEST = {"previous_token_score", "prefix_matching_score", "copying_score"}  # of which the best head is told, too
+OF_A_BLOCK = 0.4  # of a pass through a block, at most: what reading its heads takes
+
+
+@dataclass(kw_only=True)
+class HeadAnalysis(DividedAnalysis):
+    """An analysis of attention heads: for each block the mean over heads, the best one, and each."""
+
+    heads: bool
+
+    def records_of_heads(self, metric: str, values: Sequence[Tensor], tags: Tags) -> Iterator[Record]:
+        """Of the values (prompts, heads) of each block: `metric` of blocks, with a tag `head` of each head.
+
+        `best_METRIC` is the head whose mean over prompts is the highest, of a block and of the whole model.
+        """
+        nothing = torch.full((1, len(values[0])), torch.nan, dtype=torch.float64)
+        yield from summarize_layers(metric, torch.cat([nothing, *(each.mean(1)[None] for each in values)]), tags=tags)
+        samples: list[Sample] = []
+        if metric in BEST:
+            best = [each[:, each.nanmean(0).nan_to_num(-1).argmax()] for each in values]
+            samples += [Sample(f"best_{metric}", each, layer, tags=tags) for layer, each in enumerate(best, start=1)]
+            missing = left_out("layers", sum(bool(each.isnan().all()) for each in best))
+            whole = max(best, key=lambda each: each.nanmean().nan_to_num(-1).item())
+            whole = torch.full_like(whole, torch.nan) if missing else whole  # the best of fewer is another number
+            samples.append(Sample(f"best_{metric}", whole, tags={**tags, **missing}))
+        for layer, each in enumerate(values if self.heads else (), start=1):
+            samples += [
+                Sample(metric, column, layer, tags={"head": head, **tags}) for head, column in enumerate(each.mT)
+            ]
+        yield from summarize_all(samples)
+
+    def of_blocks(self, model: LayeredModel, trajectory: Trajectory) -> Iterator[tuple[int, Heads]]:
+        """Of each block that has some its number and its heads; real tokens stand in front of padding.
+
+        Raises:
+            InputError: no block has attention whose weights can be read.
+        """
+        reason, found = "", False
+        for layer in range(1, model.num_layers + 1):
+            call, hidden = trajectory.block(layer), trajectory.hidden[layer - 1]
+            if call.alignment is not None:
+                hidden, call = call.alignment.moved(hidden), call.aligned()
+            try:
+                heads = read_heads(call, hidden)
+            except Unsupported as error:
+                reason = str(error)
+                continue
+            found = True
+            yield layer, heads
+        if not found:
+            raise InputError(
+                f"{self.name}: {type(model.model).__name__} has no attention weights to read ({reason}): leave this "
+                "analysis out"
+            )
+
+
+@dataclass(kw_only=True)
+class AttentionPatterns(HeadAnalysis):
+    """What each head attends to: `attention_entropy`, `sink_mass` and `previous_token_score`.
+
+    Of each prompt, the mean over the queries of its real tokens behind the first, then over prompts, with intervals.
+    At a layer l they are of block l: the mean over its heads, each head (tag `head`, from 0; not with `heads: false`),
+    and as `best_previous_token_score` the head that scores highest; means over blocks, and the best head of all, have
+    no layer. `random_...` are those of uniform attention on the same tokens.
+
+    The weights follow from the queries, keys and masks of the block itself, which runs as far as its attention on the
+    states of the shared pass: at most 0.4 of a pass. A block without attention is a gap; a model without any (Mamba) is
+    refused. The model runs in float32 or wider.
+    Source: as the functions of `lit_layers.functional.attention_patterns` say.
+
+    Args:
+        batches: what is measured on.
+        heads: whether each head has numbers of its own, too.
+    """
+
+    batches: Batches
+    name: str = "attention"
+    heads: bool = True
+
+    def work(self, model: LayeredModel) -> Work | None:
+        work = passes_of(model, self.batches)
+        return None if work is None else work + _reading(model, work)
+
+    def of_part(self, model: LayeredModel, part: Batch) -> dict[Key, Tensor]:
+        trajectory = model.trajectory(part)
+        values: dict[Key, Tensor] = {}
+        num_prompts = len(trajectory.mask)
+        for layer in range(1, model.num_layers + 1):
+            for metric in SCORES:
+                values[f"random_{metric}", layer] = torch.full((num_prompts, 1), torch.nan, dtype=torch.float64)
+                values[metric, layer] = values[f"random_{metric}", layer]
+        lengths = trajectory.mask.sum(-1).tolist()
+        for layer, heads in self.of_blocks(model, trajectory):
+            rows: list[dict[str, Tensor]] = []
+            for prompt, length in enumerate(lengths):
+                weights, chance = _weights(heads, prompt, length)
+                rows.append({metric: score(weights, undefined="nan").cpu() for metric, score in SCORES.items()})
+                rows[-1] |= {f"random_{m}": score(chance, undefined="nan").cpu() for m, score in SCORES.items()}
+            values |= {(metric, layer): torch.stack([row[metric] for row in rows]) for metric in rows[0]}
+        return values
+
+    def combine(self, model: LayeredModel, results: list[dict[Key, Tensor]]) -> Iterator[Record]:
+        by_key = joined(results, dim=0)
+        for metric in SCORES:
+            blocks = [by_key[metric, layer] for layer in range(1, model.num_layers + 1)]
+            yield from self.records_of_heads(metric, blocks, {})
+            yield from _of_chance(metric, [by_key[f"random_{metric}", n] for n in range(1, model.num_layers + 1)], {})
+
+
+@dataclass(kw_only=True)
+class Induction(HeadAnalysis):
+    """Which heads complete a repeated sequence: `prefix_matching_score` and `copying_score` of each head.
+
+    Measured on `num_prompts` sequences of `num_tokens` different random tokens of the model's vocabulary, each repeated
+    `repeats` times; of a model that takes fewer tokens the sequences are shorter (tag `num_tokens`). Records, intervals
+    and `best_...` as in `AttentionPatterns`; `random_prefix_matching_score` is that of uniform attention on the same
+    tokens, `random_copying_score` 1 / `num_tokens`. An untrained model is a further baseline: step 0 of a run.
+
+    A head's writing is its value of a token through its part of the output projection, read by the model's own final
+    norm and head less what these make of nothing: the direct path, without the bias and without the norm that some
+    families put behind their attention. Where that cannot be read `copying_score` is a gap.
+    Source: Olsson et al. 2022, In-context learning and induction heads; definitions as in
+    `lit_layers.functional.attention_patterns`.
+
+    Args:
+        num_prompts: sequences.
+        num_copied: of these for `copying_score`, which reads the vocabulary once for each head and token.
+        num_tokens: different tokens of a sequence.
+        repeats: how often it stands there.
+        heads: whether each head has numbers of its own, too.
+        seed: of the tokens.
+    """
+
+    SEES: ClassVar = "text"
+    LEAST: ClassVar = {"num_prompts": 1, "num_copied": 1, "num_tokens": 2, "repeats": 2}
+
+    name: str = "induction"
+    num_prompts: int = 16
+    num_copied: int = 4
+    num_tokens: int = 25
+    repeats: int = 4
+    heads: bool = True
+    seed: int = 0
+
+    def check_options(self, model: LayeredModel) -> None:
+        super().check_options(model)
+        if not predicts_next_token(model):
+            raise InputError(f"{self.name}: {type(model.model).__name__} does not predict the next token")
+        self._period(model)
+
+    def work(self, model: LayeredModel) -> Work:
+        period = self._period(model)
+        work = passes(model, texts=self.num_prompts, tokens=period * self.repeats, batch=self.num_prompts)
+        read = min(self.num_copied, self.num_prompts) * period * model.num_layers * model.dim / 64  # heads of 64
+        return work + _reading(model, work) + Work(parts=(Part("head", read),))
+
+    def parts(self, model: LayeredModel) -> Iterator[Batch]:
+        return pieces(model, [{"input_ids": self.sequences(model)}])
+
+    def sequences(self, model: LayeredModel) -> Tensor:
+        """The repeated tokens (prompts, tokens)."""
+        period, generator = self._period(model), torch.Generator().manual_seed(self.seed)
+        usable = torch.tensor(self._usable(model))
+        drawn = [usable[torch.randperm(len(usable), generator=generator)[:period]] for _ in range(self.num_prompts)]
+        return torch.stack(drawn).repeat(1, self.repeats)
+
+    def of_part(self, model: LayeredModel, part: Batch) -> dict[Key, Tensor]:
+        ids, values = part["input_ids"], {}
+        trajectory, period = model.trajectory(part), self._period(model)
+        nothing = torch.full((len(ids), 1), torch.nan, dtype=torch.float64)
+        for layer in range(1, model.num_layers + 1):
+            values |= {(metric, layer): nothing for metric in ("prefix_matching_score", "copying_score")}
+            values["random_prefix_matching_score", layer] = nothing
+        for layer, heads in self.of_blocks(model, trajectory):
+            pairs = [_weights(heads, prompt, ids.shape[1]) for prompt in range(len(ids))]
+            of = {"prefix_matching_score": 0, "random_prefix_matching_score": 1}
+            for metric, which in of.items():
+                scores = [
+                    prefix_matching_score(p[which], row, undefined="nan") for p, row in zip(pairs, ids, strict=True)
+                ]
+                values[metric, layer] = torch.stack(scores).cpu()
+            values["copying_score", layer] = self._copying(model, heads, ids[:, :period])
+        values["input_ids",] = ids
+        return values
+
+    def _copying(self, model: LayeredModel, heads: Heads, ids: Tensor) -> Tensor:
+        """(prompts, heads) of as many prompts as are read; NaN where nothing can be."""
+        values = torch.full((len(ids), heads.num_heads), torch.nan, dtype=torch.float64)
+        try:
+            written = heads.written()[:, :, : ids.shape[1]]  # (prompts, heads, tokens, dim)
+        except Unsupported:
+            return values
+        nothing = model.readout(written.new_zeros(1, 1, written.shape[-1]))[0]
+        at_once = max(1, MAX_LOGITS // (ids.shape[1] * nothing.shape[-1]))
+        for prompt in range(min(self.num_copied, len(ids))):
+            for start in range(0, heads.num_heads, at_once):
+                some = slice(start, start + at_once)
+                logits = model.readout(written[prompt, some]) - nothing
+                values[prompt, some] = copying_score(logits, ids[prompt], undefined="nan").cpu()
+        return values
+
+    def combine(self, model: LayeredModel, results: list[dict[Key, Tensor]]) -> Iterator[Record]:
+        by_key, layers = joined(results, dim=0), range(1, model.num_layers + 1)
+        period = self._period(model)
+        tags: dict[str, Any] = {"num_tokens": period, **self.tags_of("repeats")}
+        matching = [by_key["prefix_matching_score", layer] for layer in layers]
+        yield from self.records_of_heads("prefix_matching_score", matching, tags)
+        chance = [by_key["random_prefix_matching_score", layer] for layer in layers]
+        yield from _of_chance("prefix_matching_score", chance, tags)
+        copying = [by_key["copying_score", layer][: self.num_copied] for layer in layers]
+        yield from self.records_of_heads("copying_score", copying, tags)
+        chance = [
+            torch.full((len(each), 1), 1 / period, dtype=torch.float64).masked_fill(each.isnan().all(), torch.nan)
+            for each in copying
+        ]
+        yield from _of_chance("copying_score", chance, tags)
+
+    def _period(self, model: LayeredModel) -> int:
+        longest = min(self.num_tokens, len(self._usable(model)), (model.max_tokens or 2**31) // self.repeats)
+        if longest < 2:
+            raise InputError(
+                f"{self.name}: {type(model.model).__name__} takes {model.max_tokens} tokens, too few to repeat two of "
+                f"them {self.repeats} times"
+            )
+        return longest
+
+    @staticmethod
+    def _usable(model: LayeredModel) -> list[int]:
+        """The vocabulary without the tokens that its config gives a meaning."""
+        config = model.model.config
+        given = [getattr(config, f"{kind}_token_id", None) for kind in ("bos", "eos", "pad", "unk", "sep", "cls")]
+        special = {token for ids in given for token in (ids if isinstance(ids, list) else [ids])}
+        return [token for token in range(model.vocab_size or 0) if token not in special]
+
+
+@dataclass(kw_only=True)
+class InContext(DividedAnalysis):
+    """What a model gains by context: `in_context_score`, its loss at token `late` less that at token `early`.
+
+    Of each text, then the mean over texts, with an interval; 0 is a model that makes nothing of context, as one that
+    was never trained. Texts that end before `late` are counted in `num_undefined`. Of a model, or of texts, that end
+    before it, `late` is their last token and `early` moves with it: the tags `early` and `late` say so. The readout of
+    two tokens of each text is all that it adds to the shared pass.
+    Source: Olsson et al. 2022, in-context learning score.
+
+    Args:
+        batches: what is measured on.
+        early, late: the tokens whose losses are compared, counted from 1.
+    """
+
+    SEES: ClassVar = "text"
+    LEAST: ClassVar = {"early": 2, "late": 3}
+
+    batches: Batches
+    name: str = "in_context"
+    early: int = 50
+    late: int = 500
+
+    def check_options(self, model: LayeredModel) -> None:
+        super().check_options(model)
+        if self.early >= self.late:
+            raise InputError(f"{self.name}: expected late above early {self.early}, got {self.late}")
+        if not predicts_next_token(model):
+            raise InputError(f"{self.name}: {type(model.model).__name__} does not predict the next token")
+        self.places(model)
+
+    def work(self, model: LayeredModel) -> Work | None:
+        work = passes_of(model, self.batches)
+        return None if work is None else work + Work(parts=(Part("head", 2 * work.texts),))
+
+    def places(self, model: LayeredModel) -> tuple[int, int]:
+        """The tokens early and late that this model and these texts have."""
+        size = self.batches.size()
+        longest = min(model.max_tokens or self.late, size.tokens if size and size.tokens else self.late)
+        if longest >= self.late:
+            return self.early, self.late
+        early = max(2, round(longest * self.early / self.late))
+        if early >= longest:
+            raise InputError(f"{self.name}: texts of {longest} tokens have no context: give longer ones")
+        return early, longest
+
+    def of_part(self, model: LayeredModel, part: Batch) -> Tensor:
+        trajectory, places = model.trajectory(part), self.places(model)
+        losses = torch.full((len(trajectory.mask), places[1] - 1), torch.nan, dtype=torch.float64)
+        ids = part["input_ids"].to(trajectory.mask.device)
+        for row, real in enumerate(trajectory.mask):
+            tokens = real.nonzero()[:, 0]
+            if len(tokens) < places[1]:
+                continue
+            at = tokens[[place - 2 for place in places]]
+            targets = ids[row, tokens[[place - 1 for place in places]]]
+            logits = trajectory.logits_of((torch.full_like(at, row), at))
+            loss = torch.nn.functional.cross_entropy(logits.double(), targets, reduction="none")
+            losses[row, [place - 2 for place in places]] = loss.cpu()
+        return in_context_score(losses, early=places[0], late=places[1], undefined="nan")
+
+    def combine(self, model: LayeredModel, results: list[Tensor]) -> Iterable[Record]:
+        early, late = self.places(model)
+        yield from summarize("in_context_score", torch.cat(results), tags={"early": early, "late": late})
+
+
+def _reading(model: LayeredModel, work: Work) -> Work:
+    """What reading the heads of all blocks takes beside a pass."""
+    texts = max(1, work.texts)
+    blocks = Part("products", OF_A_BLOCK * 24.0 * work.tokens * model.dim**2 * model.num_layers, (model.dim,))
+    longest = work.tokens // texts
+    return Work(parts=(blocks,), device=4.0 * longest**2 * max(1, model.dim // 64) * 4)
+
+
+def _weights(heads: Heads, prompt: int, length: int) -> tuple[Tensor, Tensor]:
+    """What the heads attend to in a prompt of so many tokens, and what chance would: (heads, tokens, tokens) each."""
+    weights = heads.attention.map_of(prompt)[:, :length, :length]
+    is_causal = not bool((weights.triu(1) > 0).any())
+    real = torch.ones(length, dtype=torch.bool, device=weights.device)
+    chance = uniform_attention(real, causal=is_causal)
+    return weights, chance.masked_fill(~weights.isfinite().all(), torch.nan)  # of the same prompts
+
+
+def _of_chance(metric: str, blocks: Sequence[Tensor], tags: Tags) -> Iterator[Record]:
+    nothing = torch.full((1, len(blocks[0])), torch.nan, dtype=torch.float64)
+    yield from summarize_layers(f"random_{metric}", torch.cat([nothing, *(each.T for each in blocks)]), tags=tags)

@@ -1,0 +1,125 @@
+"""Heads of models that were built by hand, and the records of random ones against weights of eager attention."""
+
+import math
+from typing import Any
+
+import pytest
+import torch
+
+from lit_layers.analyses import AttentionPatterns, InContext, Induction
+from lit_layers.errors import InputError
+from lit_layers.functional import attention_entropy, sink_mass
+from lit_layers.models.view import LayeredModel
+from tests.support.induction_model import TOKENS, induction_model
+from tests.support.listed_batches import Listed
+from tests.support.tiny_models import HEADS, LAYERS, VOCAB, tiny, tiny_batch
+
+BATCHES = [
+    tiny_batch("gpt2", batch=3, tokens=9, padding="left", seed=1),
+    tiny_batch("gpt2", batch=2, tokens=7, seed=2),
+]
+
+
+def found(analysis, model) -> dict[Any, Any]:
+    records = list(analysis.run(LayeredModel(model)))
+    keyed = {(record.metric, record.layer, record.tags.get("head")): record for record in records}
+    assert len(keyed) == len(records)
+    return keyed
+
+
+@pytest.mark.parametrize("attention", ["eager", None])
+def test_a_hand_built_induction_circuit_scores_1_and_uniform_attention_one_over_the_period(attention):
+    model: Any = induction_model()
+    if attention:
+        model.set_attn_implementation(attention)
+    records = found(Induction(num_prompts=3, num_tokens=10), model)
+    assert records["prefix_matching_score", 2, 0].value == pytest.approx(1, abs=1e-9)
+    assert records["best_prefix_matching_score", None, None].value == pytest.approx(1, abs=1e-9)
+    assert records["copying_score", 2, 0].value == pytest.approx(1, abs=1e-9)
+    assert records["prefix_matching_score", 1, 0].value == pytest.approx(0, abs=1e-9)
+    assert records["copying_score", 1, 0].value == 0  # it writes where the readout does not look
+    blind = found(Induction(num_prompts=3, num_tokens=10), induction_model(sharp=0))
+    chance = sum((q // 10) / (q + 1) for q in range(10, 40)) / 30  # as many targets among q + 1 tokens
+    for each in (records, blind):
+        assert each["random_prefix_matching_score", 2, None].value == pytest.approx(chance)
+        assert each["random_copying_score", 2, None].value == pytest.approx(1 / 10)
+    assert blind["prefix_matching_score", 2, 0].value == pytest.approx(chance)
+    assert chance == pytest.approx(1 / 10, rel=0.35)
+
+
+def test_the_circuit_is_found_by_its_previous_token_head():
+    ids = torch.stack([torch.randperm(TOKENS, generator=torch.Generator().manual_seed(n)) for n in range(3)])
+    records = found(AttentionPatterns(batches=Listed({"input_ids": ids})), induction_model())
+    assert records["previous_token_score", 1, 0].value == pytest.approx(1, abs=1e-9)
+    assert records["attention_entropy", 1, 0].value == pytest.approx(0, abs=1e-6)
+    assert records["best_previous_token_score", None, None].value == pytest.approx(1, abs=1e-9)
+    assert records["best_previous_token_score", 2, None].value < 0.5
+
+
+def test_a_planted_sink_is_found():
+    model = induction_model()
+    with torch.no_grad():  # every place asks for the first instead of the last
+        part = model.get_parameter("transformer.h.0.attn.c_attn.weight").unflatten(1, (3, -1))
+        place = slice(2 * TOKENS, None)
+        part[place, 0, place] = 0
+        model.get_parameter("transformer.h.0.attn.c_attn.bias")[2 * TOKENS] = 1e4
+    ids = torch.stack([torch.randperm(TOKENS, generator=torch.Generator().manual_seed(n)) for n in range(3)])
+    records = found(AttentionPatterns(batches=Listed({"input_ids": ids})), model)
+    assert records["sink_mass", 1, 0].value == pytest.approx(1, abs=1e-9)
+    assert records["sink_mass", 1, 0].value > 5 * records["random_sink_mass", 1, None].value
+
+
+def test_records_are_means_over_the_prompts_of_each_head():
+    eager = tiny("gpt2", torch.float64, attention="eager")
+    records = found(AttentionPatterns(batches=Listed(*BATCHES)), tiny("gpt2", torch.float64))
+    for layer in range(1, LAYERS + 1):
+        by_prompt: dict[str, list] = {"sink_mass": [], "attention_entropy": []}
+        for batch in BATCHES:
+            for ids, mask in zip(batch["input_ids"], batch["attention_mask"].bool(), strict=True):
+                weights = eager(input_ids=ids[mask][None], output_attentions=True).attentions[layer - 1]
+                by_prompt["sink_mass"].append(sink_mass(weights)[0])
+                by_prompt["attention_entropy"].append(attention_entropy(weights)[0])
+        for metric, values in by_prompt.items():
+            expected = torch.stack(values)
+            for head in range(HEADS):
+                record = records[metric, layer, head]
+                assert record.value == pytest.approx(expected[:, head].mean().item(), rel=1e-6)
+                assert record.stderr == pytest.approx((expected[:, head].std() / 5**0.5).item(), rel=1e-5)
+            assert records[metric, layer, None].value == pytest.approx(expected.mean().item(), rel=1e-6)
+    assert records["random_sink_mass", 1, None].n == 5
+
+
+def test_the_gain_by_context_is_the_difference_of_two_losses_and_short_windows_say_so():
+    model = tiny("gpt2", torch.float64)
+    batch = tiny_batch("gpt2", batch=4, tokens=12, padding="left")  # of 12, 10, 8 and 6 tokens
+    record = found(InContext(batches=Listed(batch), early=3, late=10), model)["in_context_score", None, None]
+    expected = []
+    for ids, mask in zip(batch["input_ids"], batch["attention_mask"].bool(), strict=True):
+        ids = ids[mask]
+        if len(ids) >= 10:
+            losses = -model(input_ids=ids[None]).logits[0].log_softmax(-1)[:-1].gather(1, ids[1:, None])[:, 0]
+            expected.append((losses[8] - losses[1]).item())
+    assert record.value == pytest.approx(sum(expected) / 2, rel=1e-9)
+    assert (record.n, record.tags) == (2, {"early": 3, "late": 10, "num_undefined": 2})
+    assert InContext(batches=Listed(batch)).places(LayeredModel(model)) == (6, 64)  # it takes 64 tokens
+
+
+def test_models_without_attention_or_next_token_are_refused_by_name():
+    with pytest.raises(InputError, match="MambaForCausalLM has no attention weights to read"):
+        list(AttentionPatterns(batches=Listed(*BATCHES)).run(LayeredModel(tiny("mamba_lm"))))
+    for analysis in (Induction(), InContext(batches=Listed(*BATCHES))):
+        with pytest.raises(InputError, match="BertForMaskedLM does not predict the next token"):
+            list(analysis.run(LayeredModel(tiny("bert"))))
+    with pytest.raises(InputError, match="too few to repeat two of them 40 times"):
+        list(Induction(repeats=40).run(LayeredModel(tiny("gpt2"))))
+
+
+def test_tokens_with_a_meaning_are_not_drawn_and_sequences_fit_the_window():
+    model = LayeredModel(tiny("gpt2"))
+    ids = Induction(num_prompts=5).sequences(model)
+    assert ids.shape == (5, 64)  # 4 times 16 of the 25 that were asked for
+    assert not {1, 2} & set(ids.flatten().tolist())
+    assert ids.max() < VOCAB
+    assert all(len(set(row[:16].tolist())) == 16 for row in ids)
+    assert torch.equal(ids[:, :16], ids[:, 48:])
+    assert math.isclose(found(Induction(num_prompts=2), tiny("gpt2"))["random_copying_score", None, None].value, 1 / 16)
