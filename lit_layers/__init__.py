@@ -9,11 +9,12 @@ if TYPE_CHECKING:
     from lit_layers.analyses.base import Analysis
     from lit_layers.models.view import LayeredModel, Trajectory
     from lit_layers.records import Record
+    from lit_layers.training.watching import watch
     from lit_layers.undisturbed import measure
 
 moved.install()
 
-__all__ = ["Analysis", "LayeredModel", "Record", "Trajectory", "measure"]
+__all__ = ["Analysis", "LayeredModel", "Record", "Trajectory", "measure", "watch"]
 
 _HOMES = {
     "Analysis": "lit_layers.analyses.base",
@@ -21,6 +22,7 @@ _HOMES = {
     "Record": "lit_layers.records",
     "Trajectory": "lit_layers.models.view",
     "measure": "lit_layers.undisturbed",
+    "watch": "lit_layers.training.watching",
 }
 
 

@@ -131,6 +131,7 @@ class Attempt:
         """Does something with the model and leaves no trace of it, whatever happens; returns what is `found`."""
         started = time.perf_counter()
         try:
+            analysis.adopt_batches_()
             view = model if isinstance(model, LayeredModel) else LayeredModel(model)
             if isinstance(view, SharedPass):
                 view.turn(analysis.name)

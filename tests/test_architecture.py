@@ -20,7 +20,7 @@ HEAVY |= {"altair", "jinja2", "timm", "tokenizers", "torch", "transformers", "wa
 ONLY_IN = {  # libraries: the rooms whose files may import them
     "lightning": {"cli", "training"},
     "wandb": {"report"},
-    "transformers": {"models", "files"},
+    "transformers": {"models", "files", "integrations"},
     "timm": {"models"},
     "datasets": {"data", "tasks"},
     "tokenizers": {"data", "tasks"},

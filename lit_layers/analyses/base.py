@@ -17,6 +17,7 @@ from torch import Tensor
 
 from lit_layers.analyses.statistics import with_a_value
 from lit_layers.data.batches import Batches, EvalText
+from lit_layers.data.given_batches import as_batches
 from lit_layers.data.images import EvalImages
 from lit_layers.errors import InputError
 from lit_layers.models.bfloat16 import BFloat16View
@@ -71,6 +72,19 @@ class Analysis(ABC):
             InputError: data of which there cannot be enough.
         """
         return None
+
+    def adopt_batches_(self) -> None:
+        """Makes `Batches` of data loaders, data sets and lists among the fields that are batches.
+
+        Raises:
+            InputError: something else there.
+        """
+        for field in dataclasses.fields(self) if dataclasses.is_dataclass(self) else ():
+            if field.type in (Batches, "Batches"):
+                try:
+                    setattr(self, field.name, as_batches(getattr(self, field.name)))
+                except InputError as error:
+                    raise InputError(f"{self.name}: {str(error).replace('batches', field.name, 1)}") from error
 
     def check(self, model: LayeredModel) -> None:
         """Refuses, before the first step, options that do not fit the model and data that is not there.

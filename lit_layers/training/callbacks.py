@@ -9,27 +9,25 @@ import time
 from abc import abstractmethod
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import lightning as L
 import torch
 from torch import nn
 
-from lit_layers import canary, records, undisturbed
+from lit_layers import undisturbed
 from lit_layers.analyses.base import Analysis
 from lit_layers.errors import InputError
 from lit_layers.files import run_lock
-from lit_layers.identity import logged_name, plain_settings
-from lit_layers.models.build import save, weights_hash
+from lit_layers.models.build import save
 from lit_layers.models.view import LayeredModel
 from lit_layers.plan import Plan, Row, duration, planned, share_of, stride_within, training
-from lit_layers.prompt_values import ValueFiles
-from lit_layers.records import Measurement, Store
 from lit_layers.schedule import Schedule, Steps
-from lit_layers.schema import COUNT_OR_NONE, KEPT_MB, VALUES_MB, refuse_outside
+from lit_layers.schema import KEPT_MB, VALUES_MB
 from lit_layers.training.checkpoints import axis_step, origin_of, step_folder, write_folder
 from lit_layers.training.dealing import Ranks, new_group
 from lit_layers.training.sharding import NoRoomError, is_sharded, release_copy_, whole_copy, whole_on_first_rank
+from lit_layers.training.watching import UNKNOWN, StepMeasurer, Watcher
 
 
 def plan_run(
@@ -66,7 +64,6 @@ def plan_run(
 
 
 logger = logging.getLogger(__name__)
-_UNKNOWN = 1000  # checkpoints of a run without an end
 
 
 class _AtSteps(L.Callback):
@@ -203,14 +200,6 @@ class SeriesCheckpoint(_AtSteps):
         self.at_step(trainer, model if whole is None else whole, step)  # only the first rank looks at its model
 
 
-class Watcher(Protocol):
-    """Hears what is measured while it is measured: a progress bar, a log."""
-
-    def measuring(self, step: int, analysis: str) -> None: ...
-
-    def measured(self, measurement: Measurement) -> None: ...
-
-
 class EmergenceCallback(_AtSteps):
     """Measures every layer at the steps of a schedule, and leaves the training as if it had not.
 
@@ -260,29 +249,19 @@ class EmergenceCallback(_AtSteps):
         super().__init__(steps, root, model)
         if budget is not None:
             share_of(budget)
-        sizes = {"kept_mb": kept_mb, "values_mb": values_mb}
-        refuse_outside("", dict.fromkeys(sizes, COUNT_OR_NONE), sizes)
         self.budget, self._stride = budget, 0
         self._budget_at_start = budget
-        names = [analysis.name for analysis in analyses]
-        if double := {name for name in names if names.count(name) > 1}:
-            raise InputError(f"analyses: two are named {sorted(double)[0]!r}; give each a name of its own")
-        self.analyses, self.run, self.tokens_per_step = list(analyses), run or self.root.name, tokens_per_step
-        self.watchers, self.kept_mb, self.values_mb = list(watchers), kept_mb, values_mb
-        self._store = Store(self.file, [])
-        self._plain: dict[tuple[str, str], str] = {}  # the settings that loggers know by the analysis' own name
+        self.measurer = StepMeasurer(analyses, root, run=run, watchers=watchers, kept_mb=kept_mb, values_mb=values_mb)
+        self.tokens_per_step = tokens_per_step
         self._source: dict[str, Any] = {}
-        self._is_told = False  # how its versions compare with those that the run was measured under
 
     @property
     def file(self) -> Path:
-        return self.root / "measurements.jsonl"
+        return self.measurer.file
 
     def on_fit_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        view = LayeredModel(self._plain_model(pl_module))
-        for analysis in self.analyses:
-            analysis.check(view)
-        if self.analyses and (self._stride or self.budget is not None):
+        view = self.measurer.check(self._plain_model(pl_module))
+        if self.measurer.analyses and (self._stride or self.budget is not None):
             self._keep_within(trainer, view)
 
     def state_dict(self) -> dict[str, Any]:
@@ -317,7 +296,7 @@ class EmergenceCallback(_AtSteps):
     def _stride_within(self, budget: str | float, trainer: L.Trainer, view: LayeredModel) -> int:
         plan, row = plan_run(
             view,
-            self.analyses,
+            self.measurer.analyses,
             trainer.datamodule,  # pyright: ignore[reportAttributeAccessIssue]
             num_checkpoints=len([*self.schedule.until(trainer.max_steps)]),
             steps=trainer.max_steps,
@@ -341,64 +320,20 @@ class EmergenceCallback(_AtSteps):
         return stride
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        measurements, self._source = self._from_first(
-            lambda: (records.read(self.file) if self.file.exists() else [], origin_of(trainer).source)
-        )
+        self._source = self._from_first(lambda: origin_of(trainer).source)
         steps = trainer.max_steps if trainer.max_steps > 0 else trainer.estimated_stepping_batches
-        planned = len([*self.schedule.until(int(steps))]) if steps < math.inf else _UNKNOWN
-        values = ValueFiles(self.root, self.values_mb, checkpoints=planned)
-        self._store, self._plain = Store(self.file, measurements, values=values), plain_settings(measurements)
+        planned = len([*self.schedule.until(int(steps))]) if steps < math.inf else UNKNOWN
+        self.measurer.begin(planned, self._ranks)
         super().on_train_start(trainer, pl_module)
 
     def at_step(self, trainer: L.Trainer, model: nn.Module, step: int) -> None:
-        def starting(analysis: Analysis) -> None:
-            for watcher in self.watchers:
-                watcher.measuring(step, analysis.name)
-
-        way = undisturbed.in_one_pass if self._ranks is None else self._ranks.measure
-        # of the same weights on every rank
-        fingerprint, seen = self._from_first(functools.partial(self._seen, model))
-        for measurement in undisturbed.measure_missing(
-            model,
-            self.analyses,
-            self._store,
-            run=self.run,
-            step=step,
-            tokens=self._tokens(trainer, step),
-            provenance=self._provenance(step == origin_of(trainer).step) | seen,
-            weights_hash=fingerprint,
-            way=functools.partial(way, kept_mb=self.kept_mb, folder=self.root),
-            starting=starting,
-        ):
-            self._tell(trainer, measurement)
-
-    def _seen(self, model: nn.Module) -> tuple[str, dict[str, Any]]:
-        """The hash of the weights and what goes into their provenance.
-
-        A run that goes on under other versions of the libraries is refused where its weights were measured before and
-        have other states now; where they were not, it is told once that nobody knows.
-        """
-        fingerprint, measured = weights_hash(model), [*self._store]
-        others, self._is_told = [] if self._is_told else canary.of_other_versions(measured, self.run), True
-        if others and not any(m.provenance.get("weights_hash") == fingerprint for m in others):
-            canary.warn_of(others)
-        return fingerprint, canary.provenance_of(model, fingerprint, measured)
+        provenance = self._provenance(step == origin_of(trainer).step)
+        tokens = self._tokens(trainer, step)
+        self.measurer.measure(model, step, tokens, provenance=provenance, loggers=trainer.loggers)
 
     def without_room(self, trainer: L.Trainer, model: nn.Module, step: int, reason: str) -> None:
         if trainer.is_global_zero:
-            for analysis in self.analyses:
-                failed = Measurement(
-                    run=self.run,
-                    step=step,
-                    tokens=self._tokens(trainer, step),
-                    analysis=analysis.name,
-                    records=[],
-                    seconds=0.0,
-                    error=reason,
-                    provenance={"config_hash": analysis.config_hash(), "data_hash": analysis.data_hash()},
-                )
-                self._store.add(failed)
-                self._tell(trainer, failed)
+            self.measurer.fail(step, self._tokens(trainer, step), reason, loggers=trainer.loggers)
 
     def _provenance(self, first: bool) -> dict[str, Any]:
         """Where the run began; a suspect checkpoint is as suspect where it is the first of this run."""
@@ -410,13 +345,3 @@ class EmergenceCallback(_AtSteps):
     def _tokens(self, trainer: L.Trainer, step: int) -> int | None:
         per_step = self.tokens_per_step or getattr(getattr(trainer, "datamodule", None), "tokens_per_step", None)
         return origin_of(trainer).tokens_at(step, per_step)
-
-    def _tell(self, trainer: L.Trainer, measurement: Measurement) -> None:
-        if measurement.error is not None:
-            logger.warning("%s failed at step %s: %s", measurement.analysis, measurement.step, measurement.error)
-        name = logged_name(measurement, self._plain) if measurement.records else measurement.analysis
-        values = {records.key(name, record): record.value for record in measurement.records}
-        for destination in trainer.loggers:
-            destination.log_metrics(values, step=measurement.step)
-        for watcher in self.watchers:
-            watcher.measured(measurement)

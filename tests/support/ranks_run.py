@@ -13,7 +13,7 @@ from torch import distributed
 from lit_layers.analyses import Coupling, Lens, NextTokenProbe, Trajectory
 from lit_layers.analyses.base import Analysis
 from lit_layers.records import Record
-from lit_layers.training import EmergenceCallback, SeriesCheckpoint, callbacks
+from lit_layers.training import EmergenceCallback, SeriesCheckpoint, watching
 from lit_layers.training.run_log import RunLog
 from tests.support.collectives import watch_collectives
 from tests.support.tiny_training import RandomText, fit, module
@@ -53,14 +53,14 @@ class Impatient(L.Callback):
 def run(root: Path, ranks: int) -> int:
     wrong = watch_collectives()
     warnings.simplefilter("ignore")  # of Lightning and torch among themselves
-    hash_weights = callbacks.weights_hash
+    hash_weights = watching.weights_hash
 
     def on_first_rank(model: Any) -> str:
         if distributed.get_rank() if distributed.is_initialized() else 0:
             wrong.append("the same weights are hashed on another rank than the first")
         return hash_weights(model)
 
-    callbacks.weights_hash = on_first_rank
+    watching.weights_hash = on_first_rank
     text = RandomText()
     run_log = RunLog(root)
     # the first goes to rank 0: the other could go on to the next step without it

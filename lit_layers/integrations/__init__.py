@@ -1,0 +1,1 @@
+"""Fronts of the package for trainers of other libraries."""

@@ -1,0 +1,83 @@
+"""A callback of the Trainer of transformers, and so of the trainers of TRL."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+
+from lit_layers.analyses.base import Analysis
+from lit_layers.errors import InputError
+from lit_layers.schedule import Steps
+from lit_layers.schema import KEPT_MB, VALUES_MB
+from lit_layers.training.watching import MetricsLogger, Watch, Watcher, watch
+
+
+class EmergenceTrainerCallback(TrainerCallback):
+    """Measures every layer at the steps of a schedule, and leaves the training as if it had not.
+
+        Trainer(model, arguments, train_dataset=data, callbacks=[
+            EmergenceTrainerCallback([Lens(batches=text)], steps={"every": 100}, root="checkpoints/mine")])
+
+    Step 0 is measured before the first update, and the last step always; a training that is resumed goes on in the same
+    file. Arguments are those of `lit_layers.watch`, and
+
+    Args:
+        model: name of the submodule to measure, as of `EmergenceCallback`; None: the Trainer's model itself.
+
+    Raises:
+        InputError: as `lit_layers.watch`, as `train` begins.
+    """
+
+    def __init__(
+        self,
+        analyses: Sequence[Analysis],
+        steps: Steps,
+        root: str | Path,
+        *,
+        save: bool = False,
+        tokenizer: str | Path | None = None,
+        run: str | None = None,
+        tokens_per_step: int | None = None,
+        model: str | None = None,
+        loggers: Sequence[MetricsLogger] = (),
+        watchers: Sequence[Watcher] = (),
+        kept_mb: int = KEPT_MB,
+        values_mb: int = VALUES_MB,
+    ) -> None:
+        self.analyses, self.model = list(analyses), model
+        self._options: dict[str, Any] = {
+            "steps": steps,
+            "root": root,
+            "save": save,
+            "tokenizer": tokenizer,
+            "run": run,
+            "tokens_per_step": tokens_per_step,
+            "loggers": loggers,
+            "watchers": watchers,
+            "kept_mb": kept_mb,
+            "values_mb": values_mb,
+        }
+        self._watch: Watch | None = None
+
+    def on_train_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, model: Any = None, **_: Any
+    ) -> None:
+        if self.model is not None:
+            try:
+                model = model.get_submodule(self.model)
+            except AttributeError as error:
+                raise InputError(
+                    f"model: {type(model).__name__} has no submodule {self.model!r}; name the one with the network"
+                ) from error
+        first, last = state.global_step, state.max_steps
+        self._watch = watch(model, self.analyses, first_step=first, max_steps=last, **self._options)
+
+    def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
+        if self._watch is not None:
+            self._watch.step(state.global_step)
+
+    def on_train_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
+        if self._watch is not None:
+            self._watch.close()
+            self._watch = None

@@ -1,0 +1,332 @@
+"""Measuring a model at steps of its training, whatever trains it: Lightning, the Trainer of transformers, a loop."""
+
+import contextlib
+import functools
+import logging
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, Protocol, Self
+
+from torch import distributed, nn
+
+from lit_layers import canary, records, undisturbed
+from lit_layers.analyses.base import Analysis
+from lit_layers.errors import InputError
+from lit_layers.files import run_lock
+from lit_layers.identity import logged_name, plain_settings
+from lit_layers.models.build import save as save_model
+from lit_layers.models.build import weights_hash
+from lit_layers.models.view import LayeredModel
+from lit_layers.prompt_values import ValueFiles
+from lit_layers.records import Measurement, Store
+from lit_layers.schedule import Schedule, Steps
+from lit_layers.schema import COUNT_OR_NONE, KEPT_MB, VALUES_MB, refuse_outside
+from lit_layers.training.checkpoints import step_folder, write_folder
+from lit_layers.training.dealing import Ranks, new_group
+from lit_layers.training.sharding import is_sharded
+
+logger = logging.getLogger(__name__)
+UNKNOWN = 1000  # checkpoints of a run without an end
+_LONG = 10.0  # seconds of measuring from which on a log says how long the rest will take
+
+
+class Watcher(Protocol):
+    """Hears what is measured while it is measured: a progress bar, a log."""
+
+    def measuring(self, step: int, analysis: str) -> None: ...
+
+    def measured(self, measurement: Measurement) -> None: ...
+
+
+class MetricsLogger(Protocol):
+    """Takes scalars of a step, as every logger of Lightning does."""
+
+    def log_metrics(self, metrics: dict[str, float], step: int | None = None) -> None: ...
+
+
+class StepMeasurer:
+    """Measures a model at one step after another into `root/measurements.jsonl`, and leaves its training undisturbed.
+
+    What stands in the file already, with the same options, data and weights, is not measured again. Arguments are those
+    of `EmergenceCallback`.
+
+    Raises:
+        InputError: for two analyses of one name, data that is none, or sizes out of range.
+    """
+
+    def __init__(
+        self,
+        analyses: Sequence[Analysis],
+        root: str | Path,
+        *,
+        run: str | None = None,
+        watchers: Sequence[Watcher] = (),
+        kept_mb: int = KEPT_MB,
+        values_mb: int = VALUES_MB,
+    ) -> None:
+        sizes = {"kept_mb": kept_mb, "values_mb": values_mb}
+        refuse_outside("", dict.fromkeys(sizes, COUNT_OR_NONE), sizes)
+        names = [analysis.name for analysis in analyses]
+        if double := {name for name in names if names.count(name) > 1}:
+            raise InputError(f"analyses: two are named {sorted(double)[0]!r}; give each a name of its own")
+        for analysis in analyses:
+            analysis.adopt_batches_()
+        self.root = Path(root)
+        self.analyses, self.run = list(analyses), run or self.root.name
+        self.watchers, self.kept_mb, self.values_mb = list(watchers), kept_mb, values_mb
+        self.ranks: Ranks | None = None  # where there are several
+        self._store = Store(self.file, [])
+        self._plain: dict[tuple[str, str], str] = {}  # the settings that loggers know by the analysis' own name
+        self._is_told = False  # how its versions compare with those that the run was measured under
+
+    @property
+    def file(self) -> Path:
+        return self.root / "measurements.jsonl"
+
+    def check(self, model: nn.Module) -> LayeredModel:
+        """Refuses, before the first step, what could not be measured; the view that will be.
+
+        Raises:
+            InputError: a model of no known family, data that is missing, options that do not fit the model.
+        """
+        view = LayeredModel(model)
+        with undisturbed.kept_random_state():  # a data loader that shuffles is read here
+            for analysis in self.analyses:
+                analysis.check(view)
+        return view
+
+    def from_first(self, compute: Callable[[], Any]) -> Any:
+        """What `compute` gives on rank 0, on all ranks, each of which calls; where it fails, all of them fail."""
+        return compute() if self.ranks is None else self.ranks.from_first(compute)
+
+    def begin(self, num_checkpoints: int, ranks: Ranks | None = None) -> None:
+        """Reads what has been measured before."""
+        self.ranks = ranks
+        measurements = self.from_first(lambda: records.read(self.file) if self.file.exists() else [])
+        values = ValueFiles(self.root, self.values_mb, checkpoints=num_checkpoints)
+        self._store, self._plain = Store(self.file, measurements, values=values), plain_settings(measurements)
+
+    def measure(
+        self,
+        model: nn.Module,
+        step: int,
+        tokens: int | None,
+        *,
+        provenance: dict[str, Any] | None = None,
+        loggers: Sequence[Any] = (),
+    ) -> None:
+        """Measures what is missing of a step; every rank calls."""
+
+        def starting(analysis: Analysis) -> None:
+            for watcher in self.watchers:
+                watcher.measuring(step, analysis.name)
+
+        way = undisturbed.in_one_pass if self.ranks is None else self.ranks.measure
+        # of the same weights on every rank
+        fingerprint, seen = self.from_first(functools.partial(self._seen, model))
+        for measurement in undisturbed.measure_missing(
+            model,
+            self.analyses,
+            self._store,
+            run=self.run,
+            step=step,
+            tokens=tokens,
+            provenance=(provenance or {}) | seen,
+            weights_hash=fingerprint,
+            way=functools.partial(way, kept_mb=self.kept_mb, folder=self.root),
+            starting=starting,
+        ):
+            self._tell(measurement, loggers)
+
+    def fail(self, step: int, tokens: int | None, reason: str, *, loggers: Sequence[Any] = ()) -> None:
+        """Writes for every analysis why it could not be measured at a step."""
+        for analysis in self.analyses:
+            failed = Measurement(
+                run=self.run,
+                step=step,
+                tokens=tokens,
+                analysis=analysis.name,
+                records=[],
+                seconds=0.0,
+                error=reason,
+                provenance={"config_hash": analysis.config_hash(), "data_hash": analysis.data_hash()},
+            )
+            self._store.add(failed)
+            self._tell(failed, loggers)
+
+    def _seen(self, model: nn.Module) -> tuple[str, dict[str, Any]]:
+        """The hash of the weights and what goes into their provenance.
+
+        A run that goes on under other versions of the libraries is refused where its weights were measured before and
+        have other states now; where they were not, it is told once that nobody knows.
+        """
+        fingerprint, measured = weights_hash(model), [*self._store]
+        others, self._is_told = [] if self._is_told else canary.of_other_versions(measured, self.run), True
+        if others and not any(m.provenance.get("weights_hash") == fingerprint for m in others):
+            canary.warn_of(others)
+        return fingerprint, canary.provenance_of(model, fingerprint, measured)
+
+    def _tell(self, measurement: Measurement, loggers: Sequence[Any]) -> None:
+        if measurement.error is not None:
+            logger.warning("%s failed at step %s: %s", measurement.analysis, measurement.step, measurement.error)
+        name = logged_name(measurement, self._plain) if measurement.records else measurement.analysis
+        values = {records.key(name, record): record.value for record in measurement.records}
+        for destination in loggers:
+            destination.log_metrics(values, step=measurement.step)
+        for watcher in self.watchers:
+            watcher.measured(measurement)
+
+
+def plain_model(model: nn.Module) -> nn.Module:
+    """The network itself, out of what torch.compile or DistributedDataParallel put around it."""
+    while (inner := getattr(model, "_orig_mod", None)) is not None or type(model).__name__ in _WRAPPERS:
+        model = inner if inner is not None else model.get_submodule("module")
+    return model
+
+
+_WRAPPERS = ("DataParallel", "DistributedDataParallel")
+
+
+class Watch:
+    """A training loop that is watched: made by `watch`, told of every optimizer step, closed at the end.
+
+    In a `with` block it closes itself; an exception leaves the step at which it came unmeasured.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        measurer: StepMeasurer,
+        schedule: Schedule,
+        *,
+        save: bool = False,
+        tokenizer: str | Path | None = None,
+        tokens_per_step: int | None = None,
+        first_step: int = 0,
+        max_steps: int | None = None,
+        loggers: Sequence[MetricsLogger] = (),
+    ) -> None:
+        self.model, self.measurer, self.schedule = plain_model(model), measurer, schedule
+        self.save, self.tokenizer, self.tokens_per_step = save, tokenizer, tokens_per_step
+        self.loggers, self.now, self.paused_seconds = list(loggers), first_step, 0.0
+        self._first, self._last, self._num_done = first_step, -1, 0
+        if is_sharded(self.model):
+            raise InputError(
+                "model: expected every process to hold all weights, got sharded ones: train with Lightning's "
+                "ModelParallelStrategy and EmergenceCallback, or measure saved checkpoints by `lit-layers analyze`"
+            )
+        measurer.check(self.model)
+        several = distributed.is_available() and distributed.is_initialized() and distributed.get_world_size() > 1
+        ranks = Ranks(new_group()) if several else None
+        self._num_planned = None if max_steps is None else len([*schedule.until(max_steps)])
+        self._held = contextlib.ExitStack()
+        try:
+            measurer.ranks = ranks
+            measurer.from_first(self._hold)
+            measurer.begin(UNKNOWN if self._num_planned is None else self._num_planned, ranks)
+            self._visit(due=first_step in schedule)
+        except BaseException:
+            self._held.close()
+            raise
+
+    def _hold(self) -> None:
+        if not run_lock.is_held(self.measurer.root):
+            self._held.enter_context(run_lock.writing(self.measurer.root))
+
+    def step(self, number: int | None = None) -> None:
+        """Notes that an optimizer step was made: the next one, or that of a number; measures where it is scheduled."""
+        self.now = self.now + 1 if number is None else number
+        self._visit(due=self.now in self.schedule)
+
+    def close(self) -> None:
+        """Measures the last step, if it was not, and gives the run's folder free."""
+        with self._held:
+            self._visit(due=True)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: Any, error: Any, trace: Any) -> None:
+        if kind is None:
+            self.close()
+        else:
+            self._held.__exit__(kind, error, trace)
+
+    def _visit(self, due: bool) -> None:
+        if not due or self.now == self._last:
+            return
+        self._last, started = self.now, time.perf_counter()
+        if self.save:
+            self.measurer.from_first(self._write)
+        tokens = None if self.tokens_per_step is None else self.now * self.tokens_per_step
+        self.measurer.measure(self.model, self.now, tokens, loggers=self.loggers)
+        self.paused_seconds += time.perf_counter() - started
+        self._num_done += 1
+
+    def _write(self) -> None:
+        folder = step_folder(self.measurer.root, self.now)
+        # The step that a run is resumed at was saved before, with these weights; later ones are saved anew.
+        if not (self.now == self._first > 0 and folder.exists()):
+            write_folder(folder, lambda folder: save_model(self.model, folder, self.tokenizer))
+
+
+def watch(
+    model: nn.Module,
+    analyses: Sequence[Analysis],
+    *,
+    steps: Steps,
+    root: str | Path,
+    save: bool = False,
+    tokenizer: str | Path | None = None,
+    run: str | None = None,
+    tokens_per_step: int | None = None,
+    first_step: int = 0,
+    max_steps: int | None = None,
+    loggers: Sequence[MetricsLogger] = (),
+    watchers: Sequence[Watcher] = (),
+    kept_mb: int = KEPT_MB,
+    values_mb: int = VALUES_MB,
+) -> Watch:
+    """A watch over a training loop of your own: it measures the model now, and at scheduled steps.
+
+        with lit_layers.watch(model, [Lens(batches=text)], steps={"every": 100}, root="checkpoints/mine") as watched:
+            for batch in loader:
+                ...
+                optimizer.step()
+                watched.step()
+
+    Training ends in the same bits as without it: weights, gradients and random generators are left as they are.
+
+    Args:
+        model: the network itself, of a known family; what torch.compile or DistributedDataParallel puts around it is
+            taken off. Under torch.distributed every process makes the same calls, and the work is divided.
+        analyses: what to measure; names are unique. Their `batches` may be a DataLoader, a data set
+            or a list of batches.
+        steps: the schedule, e.g. `pythia` or `{"every": 500}`; step 0 and the last step always belong to it.
+        root: the run's folder: `measurements.jsonl` is there, and what `lit-layers report` writes.
+        save: whether each measured step is written as a Hugging Face folder, `root/step-000001000`.
+        tokenizer: a local tokenizer folder whose files are copied into each of those.
+        run: the run's name in the records; None: the folder's name.
+        tokens_per_step: tokens per optimizer step, for the token axis.
+        first_step: the optimizer steps that the model has seen, of a training that goes on.
+        max_steps: where training ends, if that is known: the room for values of prompts is shared by so many steps.
+        loggers: loggers of Lightning, or others with `log_metrics(values, step=...)`.
+        watchers, kept_mb, values_mb: as of `EmergenceCallback`.
+
+    Raises:
+        InputError: before the first step, for two analyses of one name, a model of no known family, data that is
+            missing, options that do not fit the model, or a root that another process writes or nobody can.
+    """
+    measurer = StepMeasurer(analyses, root, run=run, watchers=watchers, kept_mb=kept_mb, values_mb=values_mb)
+    return Watch(
+        model,
+        measurer,
+        Schedule(steps),
+        save=save,
+        tokenizer=tokenizer,
+        tokens_per_step=tokens_per_step,
+        first_step=first_step,
+        max_steps=max_steps,
+        loggers=loggers,
+    )

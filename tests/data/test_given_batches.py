@@ -1,0 +1,111 @@
+"""Batches as other projects have them are the same batches, or are refused in a sentence."""
+
+import datasets
+import pytest
+import torch
+from torch.utils.data import DataLoader, IterableDataset, TensorDataset
+
+from lit_layers import measure
+from lit_layers.analyses import Trajectory
+from lit_layers.data import given_batches
+from lit_layers.data.given_batches import GivenBatches, as_batches
+from lit_layers.errors import InputError
+from tests.support.tiny_training import CONTEXT, VOCABULARY, RandomText
+
+IDS = torch.randint(VOCABULARY, (20, CONTEXT), generator=torch.Generator().manual_seed(1))
+LABELS = torch.arange(20)
+IMAGES = torch.rand(6, 3, 8, 8, generator=torch.Generator().manual_seed(1))
+
+
+class Endless(IterableDataset):
+    def __iter__(self):
+        while True:
+            yield IDS[0]
+
+
+def joined(batches, name="input_ids"):
+    return torch.cat([batch[name] for batch in batches])
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        list(IDS.split(8)),
+        [(ids,) for ids in IDS.split(8)],
+        [{"input_ids": ids, "idx": [1]} for ids in IDS.split(8)],
+        [{"input_ids": IDS.tolist()}],
+        IDS,
+        TensorDataset(IDS),
+        DataLoader(TensorDataset(IDS, LABELS), batch_size=7),
+        DataLoader([{"input_ids": ids} for ids in IDS], batch_size=7),
+        datasets.Dataset.from_dict({"input_ids": IDS.tolist(), "idx": LABELS.tolist()}),
+        datasets.Dataset.from_dict({"input_ids": IDS.tolist()}).with_format("torch"),
+    ],
+    ids=lambda given: type(given).__name__,
+)
+def test_token_ids_of_any_form_are_the_same_texts(given):
+    batches = as_batches(given)
+    assert torch.equal(joined(batches), IDS)
+    assert joined(batches, "attention_mask").all()
+    assert batches.content_hash() == as_batches(list(batches)).content_hash()
+
+
+def test_pairs_of_images_and_labels_are_images_with_labels():
+    batches = GivenBatches(DataLoader(TensorDataset(IMAGES, LABELS[:6]), batch_size=4))
+    assert torch.equal(joined(batches, "pixel_values"), IMAGES)
+    assert torch.equal(joined(batches, "labels"), LABELS[:6])
+    assert batches.size() == (6, None, 4, True, 8)
+
+
+def test_rows_of_different_length_are_padded_and_their_own_padding_left_out():
+    texts = [[5, 6, 7], [8, 9, 0]]
+    masks = [[1, 1, 1], [1, 1, 0]]
+    (batch,) = GivenBatches(datasets.Dataset.from_dict({"input_ids": texts, "attention_mask": masks}))
+    assert batch["input_ids"].tolist() == texts
+    assert batch["attention_mask"].tolist() == masks
+
+
+def test_a_loader_that_shuffles_gives_the_same_batches_every_time():
+    batches = GivenBatches(DataLoader(TensorDataset(IDS), batch_size=7, shuffle=True))
+    assert torch.equal(joined(batches), joined(batches))
+
+
+def test_other_values_have_another_hash():
+    other = IDS.clone()
+    other[3, 4] += 1
+    assert GivenBatches([IDS]).content_hash() != GivenBatches([other]).content_hash()
+
+
+def test_an_analysis_measures_the_same_on_a_list_as_on_batches():
+    from tests.training.test_watching import network
+
+    model = network(0.0)
+    found = [
+        measure(model, Trajectory(batches=batches), run="r", step=0) for batches in (RandomText(), [*RandomText()])
+    ]
+    assert found[0].records == found[1].records
+    assert found[1].provenance["data_hash"]
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ("text", "got 'text'"),
+        (Endless(), "a Endless has no known length"),
+        ([], "at least one batch, got none"),
+        (["text"], "batch 0 is 'text'"),
+        ([{"ids": IDS}], "batch 0 has ids"),
+        ([IDS[0]], r"input_ids of shape \(batch, tokens\), got \(12,\) in batch 0"),
+        ([IMAGES[0]], r"pixel_values of shape \(batch, channels, height, width\), got \(3, 8, 8\)"),
+        ([{"input_ids": [[1, 2], [3]]}], "input_ids of batch 0 to be a tensor"),
+    ],
+)
+def test_anything_else_is_refused_in_a_sentence(given, said):
+    with pytest.raises(InputError, match=said):
+        list(GivenBatches(given))
+
+
+def test_a_whole_training_set_is_refused_before_it_is_read(monkeypatch):
+    monkeypatch.setattr(given_batches, "MOST", 19)
+    with pytest.raises(InputError, match=r"at most 19 texts or images.*got 20 or more.*Subset"):
+        list(GivenBatches(TensorDataset(IDS)))

@@ -1,0 +1,202 @@
+"""One tiny run in four trainers: the same measurements, and weights that do not know that they were watched."""
+
+import contextlib
+from types import SimpleNamespace
+
+import lightning as L
+import pytest
+import pytorch_lightning
+import torch
+from torch.utils.data import DataLoader
+from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel, Trainer, TrainingArguments
+
+import lit_layers
+from lit_layers import records
+from lit_layers.analyses import Lens, Trajectory
+from lit_layers.errors import InputError
+from lit_layers.integrations.huggingface import EmergenceTrainerCallback
+from lit_layers.models.build import weights_hash
+from lit_layers.training import EmergenceCallback, SeriesCheckpoint
+from lit_layers.training.checkpoints import saved_steps, step_folder
+from tests.support.tiny_training import CONTEXT, VOCABULARY, RandomText
+
+STEPS, LAST, SIZE = [0, 2], 3, 4  # the last step always belongs to it
+TOKENS = torch.randint(VOCABULARY, (LAST * SIZE, CONTEXT), generator=torch.Generator().manual_seed(3))
+DATA = [{"input_ids": ids, "labels": ids} for ids in TOKENS]
+
+
+def network(dropout: float) -> GPT2LMHeadModel:
+    torch.manual_seed(7)
+    sizes = {"n_layer": 2, "n_embd": 16, "n_head": 2, "n_positions": CONTEXT, "vocab_size": VOCABULARY}
+    return GPT2LMHeadModel(GPT2Config(**sizes, resid_pdrop=dropout, embd_pdrop=dropout, attn_pdrop=dropout))
+
+
+def loader() -> DataLoader:
+    return DataLoader(DATA, batch_size=SIZE)
+
+
+def optimizer_of(model: torch.nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(model.parameters(), lr=1e-2)
+
+
+def analyses() -> list:
+    return [Trajectory(batches=RandomText()), Lens(batches=RandomText())]
+
+
+def in_a_loop(model, root, watched) -> None:
+    optimizer = optimizer_of(model)
+    watching = lit_layers.watch(model, analyses(), steps=STEPS, root=root, save=True) if watched else None
+    with watching or contextlib.nullcontext():
+        for batch in loader():
+            model(**batch).loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            if watching:
+                watching.step()
+
+
+def in_lightning(model, root, watched, package=L) -> None:
+    class Module(package.LightningModule):
+        def __init__(self):
+            super().__init__()
+            self.net = model
+
+        def training_step(self, batch, _):
+            return self.net(**batch).loss
+
+        def configure_optimizers(self):
+            return optimizer_of(self.net)
+
+    both = [
+        SeriesCheckpoint(STEPS, root, model="net"),
+        EmergenceCallback(analyses(), STEPS, root, model="net"),
+    ]
+    quiet = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False}
+    trainer = package.Trainer(
+        max_epochs=1, accelerator="cpu", enable_model_summary=False, callbacks=both if watched else [], **quiet
+    )
+    model.train()
+    trainer.fit(Module(), loader())
+
+
+def in_old_lightning(model, root, watched) -> None:
+    in_lightning(model, root, watched, pytorch_lightning)
+
+
+class InOrder(Trainer):
+    """Batches in their order, and the mean loss that a loop of one's own has."""
+
+    def _get_train_sampler(self, *_, **__):
+        return torch.utils.data.SequentialSampler(self.train_dataset)
+
+    def compute_loss(self, model, inputs, **_):
+        return model(**inputs).loss
+
+
+def in_transformers(model, root, watched, **options) -> None:
+    callback = EmergenceTrainerCallback(analyses(), STEPS, root, save=True)
+    arguments = TrainingArguments(
+        str(root.parent / "hf"), num_train_epochs=1, per_device_train_batch_size=SIZE, report_to=[], use_cpu=True,
+        disable_tqdm=True, max_grad_norm=0, seed=7, save_strategy="no", logging_strategy="no", **options,
+    )  # fmt: skip
+    optimizer = optimizer_of(model)
+    constant = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0)
+    trainer = InOrder(
+        model,
+        arguments,
+        train_dataset=DATA,
+        optimizers=(optimizer, constant),
+        callbacks=[callback] if watched else [],
+    )
+    trainer.train()
+
+
+TRAINERS = [in_a_loop, in_lightning, in_old_lightning, in_transformers]
+
+
+def trained(train, root, *, dropout: float, watched: bool) -> dict[str, torch.Tensor]:
+    model = network(dropout).train()
+    torch.manual_seed(5)
+    train(model, root, watched)
+    return model.state_dict()
+
+
+def test_four_trainers_measure_equal_numbers_at_the_same_steps(tmp_path):
+    found = {}
+    for train in TRAINERS:
+        root = tmp_path / train.__name__ / "run"
+        trained(train, root, dropout=0.0, watched=True)
+        measurements = records.read(root / "measurements.jsonl")
+        assert not [m.error for m in measurements if m.error]
+        found[train] = [(m.step, m.analysis, m.provenance["weights_hash"], m.records) for m in measurements]
+        assert saved_steps(root) == [0, 2, 3]
+        assert weights_hash(AutoModelForCausalLM.from_pretrained(step_folder(root, 2))) == found[train][2][2]
+    assert [(step, name) for step, name, *_ in found[in_a_loop]] == [
+        (step, name) for step in (0, 2, 3) for name in ("trajectory", "lens")
+    ]
+    assert found[in_a_loop][0][2] == weights_hash(network(0.0)), "step 0 is measured before the first update"
+    for train in TRAINERS[1:]:
+        assert found[train] == found[in_a_loop], train.__name__
+
+
+@pytest.mark.parametrize("train", TRAINERS)
+def test_training_with_dropout_ends_in_the_same_bits_watched_or_not(tmp_path, train):
+    watched = trained(train, tmp_path / "run", dropout=0.3, watched=True)
+    alone = trained(train, tmp_path / "other", dropout=0.3, watched=False)
+    assert (tmp_path / "run" / "measurements.jsonl").exists()
+    assert not (tmp_path / "other").exists()
+    for name, weights in alone.items():
+        assert torch.equal(weights, watched[name]), name
+
+
+def test_a_loop_that_goes_on_measures_what_is_missing(tmp_path):
+    model = network(0.0)
+    first = lit_layers.watch(model, analyses()[:1], steps=[0, 2, 4], root=tmp_path / "run", tokens_per_step=10)
+    first.step(2)
+    first.close()
+    with lit_layers.watch(
+        model, analyses()[:1], steps=[0, 2, 4], root=tmp_path / "run", first_step=2, tokens_per_step=10
+    ) as second:
+        second.step(3)
+        second.step()
+    measurements = records.read(tmp_path / "run" / "measurements.jsonl")
+    assert [(m.step, m.tokens) for m in measurements] == [(0, 0), (2, 20), (4, 40)]
+
+
+def test_an_exception_in_the_loop_frees_the_folder_and_measures_no_more(tmp_path):
+    def broken_loop() -> None:
+        with lit_layers.watch(network(0.0), analyses()[:1], steps=[0], root=tmp_path / "run") as watching:
+            watching.step()
+            raise RuntimeError("mine")
+
+    with pytest.raises(RuntimeError, match="mine"):
+        broken_loop()
+    assert [m.step for m in records.read(tmp_path / "run" / "measurements.jsonl")] == [0]
+    assert not list((tmp_path / "run").glob("*.lock"))
+
+
+def test_what_cannot_be_measured_is_refused_before_the_first_step(tmp_path):
+    for model, batches, said in (
+        (torch.nn.Linear(2, 2), RandomText(), "Linear"),
+        (network(0.0), "some text", "lens: batches: expected `Batches`, or a DataLoader.*got 'some text'"),
+        (network(0.0), [{"text": ["a"]}], "expected input_ids or pixel_values, batch 0 has text"),
+    ):
+        with pytest.raises(InputError, match=said):
+            lit_layers.watch(model, [Lens(batches=batches)], steps=[0], root=tmp_path / "run")
+    assert not (tmp_path / "run" / "measurements.jsonl").exists()
+
+
+def test_numbers_reach_loggers_of_any_kind(tmp_path):
+    heard = []
+    note = SimpleNamespace(log_metrics=lambda metrics, step: heard.append((step, sorted(metrics)[0])))
+    lit_layers.watch(network(0.0), analyses()[1:], steps=[0], root=tmp_path / "run", loggers=[note]).close()
+    assert heard
+    assert heard[0][0] == 0
+    assert heard[0][1].startswith("lens/")
+
+
+def test_a_compiled_or_wrapped_network_is_measured_itself(tmp_path):
+    model = network(0.0)
+    compiled = torch.compile(model, backend="eager")
+    with lit_layers.watch(compiled, analyses()[:1], steps=[0], root=tmp_path / "run") as watching:
+        assert watching.model is model
