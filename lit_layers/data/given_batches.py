@@ -150,14 +150,9 @@ def _batch(given: Any, number: int) -> dict[str, Tensor]:
         values["input_ids"] = values["input_ids"].long()
         values.setdefault("attention_mask", torch.ones_like(values["input_ids"]))
     labels = given.get("labels") if labels is None else labels
-    if (
-        labels is not None
-        and isinstance(labels, Tensor)
     one_each = labels is not None and isinstance(labels, Tensor) and labels.shape == (len(values[inputs]),)
-    if one_each and not labels.is_floating_point():
+    if labels is not None and one_each and not labels.is_floating_point():
         values["labels"] = labels.detach().cpu().long()  # of texts or images; those of each token are the text itself
-    ):
-        values["labels"] = labels.detach().cpu().long()  # one a text or image; those of each token are the text itself
     return values
 
 
