@@ -15,7 +15,7 @@ from scipy import stats
 from lit_layers.clock.step_curves import StepCurve, curves_in, with_prompts
 from lit_layers.errors import InputError
 from lit_layers.figures.tables import grouped
-from lit_layers.functional.emergence import FEWEST_CHECKPOINTS, EmergenceTimes, bootstrap_counts, emergence_times
+from lit_layers.functional.emergence import FEWEST_CHECKPOINTS, EmergenceTimes, Time, bootstrap_counts, emergence_times
 from lit_layers.records import Measurement
 
 TIMES = ("onset", "halfway", "peak", "plateau")
@@ -24,6 +24,7 @@ COLUMNS = ("run", "analysis", "metric", "layer", "tags", "emerges", "p_value", "
 COLUMNS = (*COLUMNS, "halfway_low", "halfway_high", "peak", "plateau", "over")
 Timed = tuple[StepCurve, EmergenceTimes]
 FEWEST_COMMON = 5  # curves that two runs must share for their orders to be compared
+WIDEST = 0.25  # of the axis: where a half-way point is known no better, its place in an order is chance
 
 
 @dataclass(frozen=True)
@@ -196,11 +197,16 @@ def _name(curve: StepCurve) -> Iterable[tuple[str, Any]]:
 def agreement_table(clock: Clock) -> pd.DataFrame:
     """Returns Spearman's correlation of the half-way points of each two runs, over what emerges in both.
 
-    Of runs in which all of that is half-way at the same step there is none, and none of the mean over seeds, which
-    would agree with itself.
+    Half-way points are left out where their interval is wider than `WIDEST` of the axis: a score that wanders by more
+    than its errors emerges, too, anywhere. Of runs in which all that is left is half-way at the same step there is
+    none, and none of the mean over seeds, which would agree with itself.
     """
     halfway = {
-        run: {curve.key: found.halfway.value for curve, found in of_the_model(clock, run) if found.halfway is not None}
+        run: {
+            curve.key: found.halfway.value
+            for curve, found in of_the_model(clock, run)
+            if found.halfway is not None and _is_known(curve, found.halfway)
+        }
         for run in clock.runs
         if all(curve.seeds is None for curve, _ in clock.of_run(run))
     }
@@ -212,6 +218,11 @@ def agreement_table(clock: Clock) -> pd.DataFrame:
             rho: Any = stats.spearmanr(one, other)
             rows.append({"run_a": a, "run_b": b, "spearman": float(rho.statistic), "n": len(common)})
     return pd.DataFrame(rows, columns=["run_a", "run_b", "spearman", "n"])
+
+
+def _is_known(curve: StepCurve, time: Time) -> bool:
+    low, high, first, last = np.log2(1 + np.array([time.low, time.high, curve.at[0], curve.at[-1]]))
+    return bool(high - low <= WIDEST * (last - first))
 
 
 def agreement_sentence(agreement: pd.DataFrame) -> str:
