@@ -8,6 +8,7 @@ from lit_layers.analyses.label_probe import LabelProbe
 from lit_layers.analyses.layer_geometry import LayerSimilarity, OrderStates, PathsInPlane, Trajectory
 from lit_layers.analyses.linear_structure import ConceptAlignment, NextTokenResidual
 from lit_layers.analyses.next_token_probe import NextTokenProbe
+from lit_layers.analyses.ngram_agreement import NgramAgreement
 from lit_layers.analyses.readout_scores import Interventions, Lens
 from lit_layers.analyses.representation import Representation, StateMetric
 from lit_layers.analyses.state_geometry import StateGeometry
@@ -31,6 +32,7 @@ __all__ = [
     "Lens",
     "NextTokenProbe",
     "NextTokenResidual",
+    "NgramAgreement",
     "OrderStates",
     "PathsInPlane",
     "Probe",

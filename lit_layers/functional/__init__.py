@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from lit_layers.functional.jacobian.routes import *
     from lit_layers.functional.jacobian.summaries import *
     from lit_layers.functional.layer_selection import *
+    from lit_layers.functional.ngrams import *
     from lit_layers.functional.probe import *
     from lit_layers.functional.record_probe import *
     from lit_layers.functional.regression import *
@@ -36,6 +37,7 @@ _METRICS = (
     "geometry",
     "state_geometry",
     "attention_patterns",
+    "ngrams",
     "similarity",
     "invariance",
     "jacobian.routes",

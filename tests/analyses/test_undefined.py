@@ -122,6 +122,9 @@ MAKERS: dict[str, Callable[[Data], Analysis]] = {
     "NextTokenProbe": lambda data: analyses.NextTokenProbe(
         train=data.batches(data.train()), test=data.batches(), num_classes=5, min_context=1, tolerance=1e-3
     ),
+    "NgramAgreement": lambda data: analyses.NgramAgreement(
+        batches=data.batches(), corpus=data.batches(data.train()), orders=(1, 2), num_tokens=3
+    ),
     "NextTokenResidual": lambda data: analyses.NextTokenResidual(batches=data.batches(), num_halves=2),
     "PathsInPlane": lambda data: analyses.PathsInPlane(batches=data.batches(), num_prompts=6, num_tokens=3),
     "Probe": lambda data: analyses.Probe(**data.task()),

@@ -116,6 +116,7 @@ def of_text(folder: Path) -> list[Analysis]:
     return [
         *of_prompts(batches),
         lit_layers.analyses.Induction(num_prompts=3, num_tokens=4, repeats=2),
+        lit_layers.analyses.NgramAgreement(batches=batches, corpus=batches, num_tokens=3),
         lit_layers.analyses.InContext(batches=batches, early=2, late=5),
         lit_layers.analyses.CrossTokenInfluence(batches=batches, num_prompts=2),
         lit_layers.analyses.PromptStudies(batches=batches, special_tokens=(0, 5)),
