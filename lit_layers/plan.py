@@ -33,7 +33,7 @@ UNKNOWN = "unknown: timed when it first runs"
 
 @dataclass(frozen=True, kw_only=True)
 class Row:
-    """One analysis on one checkpoint; `work` is None where nobody knows."""
+    """One analysis on one checkpoint; `work` is None where it is unknown."""
 
     name: str
     work: Work | None
@@ -80,7 +80,7 @@ class Plan:
         """Of one checkpoint."""
         return sum(row.seconds for row in self.rows)
 
-    def dearest(self) -> Row:
+    def costliest(self) -> Row:
         """The analysis that takes longest."""
         return max(self.rows, key=lambda row: row.seconds)
 
@@ -305,7 +305,7 @@ def stride_within(budget: str | float, plan: Plan, trained: Row) -> int:
     allowed, stride, scheduled = share_of(budget) * trained.seconds, 1, plan.num_checkpoints
     while (number := -(-(scheduled - 1) // stride) + 1) * plan.seconds > allowed:
         if number <= 2:
-            worst = plan.dearest()
+            worst = plan.costliest()
             raise InputError(
                 f"budget: measuring the first and the last step takes {duration(number * plan.seconds)} of the "
                 f"{duration(trained.seconds)} that training takes, more than {100 * share_of(budget):.3g}% of it; most "

@@ -73,8 +73,8 @@ def write_concept_map(frame: pd.DataFrame, path: str | Path, metric: str = "conc
 def titled(chart: Chart, metric: str, analysis: str | None) -> Chart:
     """Returns a chart whose title names its analysis, too."""
     name = sentence(analysis or "")
-    told = ": ".join(filter(None, [name if name != look_up(metric).title else "", chart.title]))
-    return replace(chart, title=told)
+    title = ": ".join(filter(None, [name if name != look_up(metric).title else "", chart.title]))
+    return replace(chart, title=title)
 
 
 def _side_by_side(draw: Callable[..., Chart], frame: pd.DataFrame, metric: str, options: dict[str, Any]) -> Panels:

@@ -116,18 +116,18 @@ def read_values(root: Path, measurements: Sequence[Measurement]) -> list[dict[Ke
     """
     paths = {number: path_of(root, m) for number, m in enumerate(measurements)}
     paths = {number: path for number, path in paths.items() if os.path.isfile(path)}  # also in a folder nobody may read
-    found: list[dict[Key, ByPrompt] | str] = [{} for _ in measurements]
+    answers: list[dict[Key, ByPrompt] | str] = [{} for _ in measurements]
     rows = [len(measurements[number].records) for number in paths]
     for (number, path), lists in zip(paths.items(), read_lists([*paths.values()], rows), strict=True):
         if isinstance(lists, str):
-            found[number] = f"{path.name} {lists}"
+            answers[number] = f"{path.name} {lists}"
             continue
         there = dict(zip(lists.keys, lists.values, strict=True))
         values = {key_of(record): record.value for record in measurements[number].records}
         means = {key: there[key] for key, value in values.items() if key in there and _is_mean(there[key], value)}
         ours = means or not there.keys() & values.keys()
-        found[number] = means if ours else f"{path.name} is of other weights: its means are not the measurement's"
-    return found
+        answers[number] = means if ours else f"{path.name} is of other weights: its means are not the measurement's"
+    return answers
 
 
 def _is_kept(record: Record) -> bool:

@@ -112,7 +112,7 @@ def measure_missing(
 
 @dataclass
 class Attempt:
-    """What came of an analysis of an undisturbed model, made at once or in turns: `found`, or else why it failed."""
+    """The result of an analysis of an undisturbed model, made at once or in turns: `found`, or else why it failed."""
 
     found: Any = None
     error: str | None = None
@@ -295,14 +295,14 @@ def _measurement(
     return Measurement(run=run, step=step, tokens=tokens, analysis=analysis.name, provenance=facts, **outcome)
 
 
-def collect(analysis: Analysis, found: Iterable[Record]) -> list[Record]:
+def collect(analysis: Analysis, results: Iterable[Record]) -> list[Record]:
     """The records of an analysis, all of them made now.
 
     Raises:
         TypeError: something other than a record.
         ValueError: no record at all, or none with a value.
     """
-    records = list(found)
+    records = list(results)
     for record in records:
         if not isinstance(record, Record):
             raise TypeError(f"{analysis.name} should give records, got a {type(record).__name__}")
@@ -336,13 +336,13 @@ def versions() -> dict[str, str]:
 
     Packages that only bring files or texts are left out: what they brought is known by its hash.
     """
-    found = {"python": platform.python_version(), "torch": torch.__version__}
+    installed = {"python": platform.python_version(), "torch": torch.__version__}
     for package in PACKAGES:
         try:
-            found[package] = importlib.metadata.version(package)
+            installed[package] = importlib.metadata.version(package)
         except importlib.metadata.PackageNotFoundError:  # a checkout that is not installed
             continue
-    return found
+    return installed
 
 
 @contextmanager
@@ -369,11 +369,11 @@ def undisturbed(model: nn.Module, random_state: list[Any] | None = None) -> Iter
         try:
             yield
         except Exception as failure:
-            if found := disturbance(model, before, hooks):
-                raise DisturbedError(f"{found}; it also failed with {one_line(failure)}") from failure
+            if change := disturbance(model, before, hooks):
+                raise DisturbedError(f"{change}; it also failed with {one_line(failure)}") from failure
             raise
-        if found := disturbance(model, before, hooks):
-            raise DisturbedError(found)
+        if change := disturbance(model, before, hooks):
+            raise DisturbedError(change)
 
 
 def disturbance(model: nn.Module, before: dict[str, tuple], hooks: dict[str, set]) -> str | None:

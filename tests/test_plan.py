@@ -321,7 +321,7 @@ def test_seconds_are_those_of_the_parts_and_memory_that_of_the_largest():
     model, others = LayeredModel(tiny("gpt2")), Windows(8, 24, 4, seed=2)
     plan = planned(model, [Trajectory(batches=TEXTS), Lens(batches=others)], device=CPU, num_checkpoints=3)
     trajectory, lens = plan.rows
-    assert plan.dearest() is lens
+    assert plan.costliest() is lens
     assert 0 < trajectory.seconds < lens.seconds
     assert plan.whole.texts == 16
     assert plan.whole.device == lens.work.device > trajectory.work.device

@@ -407,7 +407,7 @@ class OrderStates(DividedAnalysis):
     """How far the states behind middle blocks that run otherwise are from those that the blocks behind are used to.
 
     Of T blocks a variant changes the middle M and leaves the last N as they are (`Interventions`). These are given the
-    state x behind the changed middle; in the full model it is y, that of layer T - N. `ending_input_cosine`: the cosine
+    state x after the changed middle; in the full model it is y, that of layer T - N. `ending_input_cosine`: the cosine
     of x and y; `ending_input_norm_ratio`: |x| / |y|. Both of each real token, averaged within each prompt, then over
     prompts, with intervals; 1 of the full model. Where N = 0 these are the states that the readout is given. A prompt
     with a token without a value (a zero state, or one that is not finite) is left out and counted in `num_undefined`.
@@ -453,18 +453,18 @@ class OrderStates(DividedAnalysis):
         return work + Work(parts=(Part("blocks", whole.count / model.num_layers * runs, whole.size),))
 
     def _orders(self, model: LayeredModel) -> list[tuple[Variant, Schedule, int]]:
-        """Each variant, its steps before the blocks behind the middle, and the layer that these begin at."""
+        """Each variant, its steps before the blocks after the middle, and the layer that these begin at."""
         if model.num_layers < 2:
             raise InputError(f"{self.name}: an order needs at least two blocks, the model has {model.num_layers}")
         options = {name: getattr(self, name) for name in ("middles", "seeds", "loops")}
         try:
-            found = variants(model.num_layers, self.variants, **options)
+            chosen = variants(model.num_layers, self.variants, **options)
         except ValueError as error:
             raise InputError(f"{self.name}: {error}") from error
-        behind = [0 if each.middle is None else start_of(model.num_layers, each.middle) for each in found]
+        behind = [0 if each.middle is None else start_of(model.num_layers, each.middle) for each in chosen]
         return [
             (each, each.schedule[: len(each.schedule) - number], model.num_layers - number)
-            for each, number in zip(found, behind, strict=True)
+            for each, number in zip(chosen, behind, strict=True)
         ]
 
     @torch.no_grad()

@@ -330,7 +330,7 @@ class _Walk:
     def _passed(
         self, call: BlockCall, before: Tensor, texts: list[bytes], passed: dict[bytes, tuple[str, int]]
     ) -> Tensor:
-        """A batch behind a block, through which those of its texts go that were in no batch before."""
+        """A batch after a block, through which those of its texts go that were in no batch before."""
         with torch.no_grad():
             if not any(text in passed for text in texts):
                 return call(before)

@@ -136,7 +136,7 @@ class _Checkpoint:
     def predictors(self, blocks: int, *, of_pairs: bool) -> dict[str, Array]:
         """Of each block, or of each and the next."""
         last = blocks + of_pairs
-        found: dict[str, Array] = {}
+        by_name: dict[str, Array] = {}
         for name, pairs in self.pairs.items():
             table = np.full((last + 1, last + 1), np.nan)
             for (a, b), number in pairs.items():
@@ -144,16 +144,16 @@ class _Checkpoint:
                     table[a, b] = number
             if name == INFLUENCE:
                 table = np.where(np.isnan(table), table.T, table)
-                found[name] = 1 - np.diagonal(table, 1)
+                by_name[name] = 1 - np.diagonal(table, 1)
             else:
                 both = (table + table.T)[1:, 1:] / 2
-                found[name] = np.diagonal(both, 1) if of_pairs else _without_diagonal(both).mean(1)
+                by_name[name] = np.diagonal(both, 1) if of_pairs else _without_diagonal(both).mean(1)
         steps, states = (_by_block(norms, last, first=0) for norms in self.norms.values())
-        found[NORM_STEP] = steps[1:] / np.where(states == 0, np.nan, states)[:-1]
+        by_name[NORM_STEP] = steps[1:] / np.where(states == 0, np.nan, states)[:-1]
         if of_pairs:
-            for name in {INFLUENCE, NORM_STEP} & found.keys():
-                found[name] = (found[name][:-1] + found[name][1:]) / 2
-        return {name: values for name, values in found.items() if np.isfinite(values).any()}
+            for name in {INFLUENCE, NORM_STEP} & by_name.keys():
+                by_name[name] = (by_name[name][:-1] + by_name[name][1:]) / 2
+        return {name: values for name, values in by_name.items() if np.isfinite(values).any()}
 
 
 def _in_order(name: str) -> tuple[str, int, str]:
@@ -197,8 +197,8 @@ def prediction_table(tables: Sequence[BlockTable], *, pooled: bool = False) -> p
                     for step, steps in ((None, trained), *((step, [step]) for step in common)):
                         if (result := _correlation(group, predictor, given, steps)) is not None:
                             head = {"run": name, "step": step, "analysis": analysis, "harm": harm}
-                            told = {"predictor": predictor, "given": " and ".join(given)}
-                            rows.append({**head, **told, **_numbers(result, group)})
+                            what = {"predictor": predictor, "given": " and ".join(given)}
+                            rows.append({**head, **what, **_numbers(result, group)})
     table: Any = pd.DataFrame(rows, columns=list(COLUMNS)).astype({"step": "Int64"})
     return table
 

@@ -57,14 +57,14 @@ def layer_curves(curves: Sequence[StepCurve], *, seed: int = 0) -> list[LayerCur
     layers share prompts it is too wide rather than too narrow; and since drawn curves are rougher than the measured
     one, that may lie beside its middle.
     """
-    own = {(curve.run, curve.analysis, curve.metric) for curve in curves}
+    measured = {(curve.run, curve.analysis, curve.metric) for curve in curves}
     layered = [curve for curve in curves if curve.layer and "of" not in curve.tags and not _is_statistic(curve.metric)]
     groups = grouped(layered, lambda curve: (curve.run, curve.analysis, curve.metric, curve.tag_text))
-    found = []
+    statistics = []
     for (run, analysis, _, _), layers in groups.items():
-        if len(layers) >= _FEWEST and (run, analysis, MONOTONICITY) not in own:
-            found += _of_layers(sorted(layers, key=lambda curve: curve.layer or 0), seed)
-    return found
+        if len(layers) >= _FEWEST and (run, analysis, MONOTONICITY) not in measured:
+            statistics += _of_layers(sorted(layers, key=lambda curve: curve.layer or 0), seed)
+    return statistics
 
 
 def over_the_seeds(curves: Sequence[LayerCurve], name: str) -> list[LayerCurve]:

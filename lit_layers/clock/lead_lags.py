@@ -71,8 +71,8 @@ def _losses(clock: Clock, loss: str) -> Mapping[str, StepCurve]:
             return loss_curves(clock.curves, LOSS)
         except InputError:  # several, of which nobody chose one
             return {}
-    if found := loss_curves(clock.curves, loss):
-        return found
+    if curves := loss_curves(clock.curves, loss):
+        return curves
     raise InputError(f"loss: expected METRIC or ANALYSIS/METRIC of a curve, got {loss}, which no run has")
 
 
@@ -114,11 +114,11 @@ def _of_run(run: str, curves: Sequence[_Increments], loss: _Increments | None, s
     for number, second in enumerate(curves):
         alone = _with(second, curves[:number], None, seed)
         given = _with(second, curves[:number], loss, seed) if loss is not None else [None] * number
-        for first, *found in zip(curves[:number], alone, given, strict=True):
+        for first, *results in zip(curves[:number], alone, given, strict=True):
             sides = (("a", first.curve), ("b", second.curve))
             names = {f"{side}_{part}": at for side, curve in sides for part, at in zip(_SIDES, curve.key, strict=True)}
             titles = {f"{side}_title": curve.title for side, curve in sides}
-            rows.append({"run": run, **names, **titles, **_numbers(*found)})
+            rows.append({"run": run, **names, **titles, **_numbers(*results)})
             rows[-1]["loss"] = loss.curve.title if loss is not None else ""
             rows[-1]["num_runs"] = len(second.values)
     for prefix in ("", GIVEN):
@@ -131,7 +131,7 @@ def _of_run(run: str, curves: Sequence[_Increments], loss: _Increments | None, s
 
 def _with(second: _Increments, firsts: Sequence[_Increments], loss: _Increments | None, seed: int) -> list[Any]:
     """Of each first curve with the second, None where they share too few half octaves."""
-    found: list[LeadLag | None] = [None] * len(firsts)
+    results_of_pairs: list[LeadLag | None] = [None] * len(firsts)
     by_ends: dict[tuple[tuple[int, int], bool], list[int]] = {}
     for number, first in enumerate(firsts):
         parts = [each.ends for each in (first, second, loss) if each is not None]
@@ -148,8 +148,8 @@ def _with(second: _Increments, firsts: Sequence[_Increments], loss: _Increments 
             drawn = copies, second.redrawn(ends), None if loss is None else loss.redrawn(ends)
         results = lead_lags([first.within(ends) for first in of], second.within(ends), given, drawn=drawn, seed=seed)
         for number, result in zip(numbers, results, strict=True):
-            found[number] = result
-    return found
+            results_of_pairs[number] = result
+    return results_of_pairs
 
 
 def _numbers(alone: LeadLag | None, given: LeadLag | None) -> dict[str, Any]:
@@ -174,8 +174,8 @@ def _benjamini_hochberg(p: Array) -> Array:
 def sentences(table: pd.DataFrame, run: str) -> list[str]:
     """Returns a sentence for each pair of a run that is told from chance, the surest first, and how many are not."""
     rows: list[Any] = table[table["run"] == run].to_dict("records")
-    told = sorted((row for row in rows if _surest(row)[0] <= LEVEL), key=_surest)
-    lines = [_sentence(row) for row in told[:_MOST_SENTENCES]]
+    surest = sorted((row for row in rows if _surest(row)[0] <= LEVEL), key=_surest)
+    lines = [_sentence(row) for row in surest[:_MOST_SENTENCES]]
     alone, given = (sum(row[f"{prefix}q_value"] <= LEVEL for row in rows) for prefix in ("", GIVEN))
     loss = rows[0]["loss"]
     also = f", and {given} given the loss ({loss})" if loss else "; no loss was found to hold fixed (--loss)"

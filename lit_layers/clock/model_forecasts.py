@@ -139,11 +139,11 @@ def _part(
     count = max(3, len(x) // 3)
     centered = x[-count:] - x[-count:].mean()
     slope = early[:, -count:] @ centered / (centered @ centered)
-    known = losses and all(curve.run in losses for curve in kept)
+    has_losses = losses and all(curve.run in losses for curve in kept)
     return EarlyPart(
         curves=kept,
         features=np.stack([early[:, -1], slope], 1),
-        losses=np.stack([losses[curve.run] for curve in kept]) if known else None,
+        losses=np.stack([losses[curve.run] for curve in kept]) if has_losses else None,
         early=values[:, len(x) - 1],
         final=values[:, -1],
         until=until,
@@ -162,22 +162,22 @@ def forecast_models(early: EarlyParts, clock: Clock, *, confidence: float = 0.95
     of level and slope, `FITTED`, have 80% intervals (`forecast_held_out`); beside them stand persistence, the last
     early value, and the median of the other models.
     """
-    times = {(curve.run, curve.key): found for curve, found in zip(clock.curves, clock.times, strict=True)}
+    times = {(curve.run, curve.key): each for curve, each in zip(clock.curves, clock.times, strict=True)}
     rows, counts = [], Counter[str]()
     for part in early.parts:
-        found = [times.get((curve.run, curve.key)) for curve in part.curves]
-        known = np.array([each is not None for each in found])
-        emerges = np.array([each is not None and each.emerges for each in found])
+        emergence = [times.get((curve.run, curve.key)) for curve in part.curves]
+        is_timed = np.array([each is not None for each in emergence])
+        emerges = np.array([each is not None and each.emerges for each in emergence])
         soon = np.array(
             [
                 each is not None and _emerges_early(curve, part.until, confidence, seed)
-                for each, curve in zip(found, part.curves, strict=True)
+                for each, curve in zip(emergence, part.curves, strict=True)
             ]
         )
         counts["emerge early"] += int(soon.sum())
-        counts["emerge never"] += int((known & ~soon & ~emerges).sum())
+        counts["emerge never"] += int((is_timed & ~soon & ~emerges).sum())
         counts["emerge later"] += int((later := ~soon & emerges).sum())
-        halfway = np.array([each.halfway.value if each is not None and each.halfway else np.nan for each in found])
+        halfway = np.array([each.halfway.value if each is not None and each.halfway else np.nan for each in emergence])
         for target, truth, of in (("final", part.final, np.ones_like(later)), ("halfway", halfway, later)):
             if of.sum() < FEWEST_MODELS:
                 continue
@@ -213,18 +213,18 @@ def _forecasts(
         forecasts = {name: forecast_held_out(x, y, groups=names, confidence=LEVEL) for name, x in inputs.items()}
         for number, (model, run) in enumerate(zip(of, runs, strict=True)):
             others = y[[name != names[number] for name in names]]
-            told: dict[str, Any] = {"truth": y[number], "others": float(np.median(others))}
+            row: dict[str, Any] = {"truth": y[number], "others": float(np.median(others))}
             for name, each in forecasts.items():
-                told |= {name: each.values[number], f"{name}_low": each.low[number], f"{name}_high": each.high[number]}
+                row |= {name: each.values[number], f"{name}_low": each.low[number], f"{name}_high": each.high[number]}
             if target == "halfway":
-                told = {name: max(0.0, float(np.exp2(min(at, 1000)) - 1)) for name, at in told.items()}
+                row = {name: max(0.0, float(np.exp2(min(at, 1000)) - 1)) for name, at in row.items()}
             else:
-                told["persistence"] = part.early[model]
+                row["persistence"] = part.early[model]
             head = {"run": run, "group": groups[number], "held_out": held_out, "of": target}
             key = dict(zip(("analysis", "metric", "layer", "tags"), part.curves[model].key, strict=True))
             unit = float(size * (y / size).std()) if target == "final" else 1.0
             rest = {"emerges": bool(emerges[model]), "until": part.until, "num_training": len(others), "unit": unit}
-            rows.append({**head, **key, **told, **rest})
+            rows.append({**head, **key, **row, **rest})
     return rows
 
 
@@ -271,10 +271,10 @@ def _ratio(error: Array, baseline: Array, units: Any) -> tuple[float, float, flo
     sums = np.stack([np.bincount(unit, weights=each[there]) for each in (error, baseline)], 1)
 
     def statistic(drawn: Any) -> float:
-        own, other = sums[drawn].sum(0)
+        errors, other = sums[drawn].sum(0)
         if other == 0:
             raise UndefinedError("the baseline has no error")
-        return float(own / other)
+        return float(errors / other)
 
     try:
         interval = bootstrap_rows(statistic, len(names))
@@ -360,14 +360,14 @@ def error_chart(forecasts: ModelForecasts) -> Chart:
     series = [Series(x=list(ends), y=[1.0, 1.0], name="baseline", color=MUTED, width=1.5, dash="dash", hover=False)]
     for number, name in enumerate(shown):
         points = [(at, part[part["method"] == name].to_dict("records")) for at, (_, part) in enumerate(rows)]
-        told = [(at, each[0]) for at, each in points if each and np.isfinite(each[0]["ratio"])]
+        drawn = [(at, each[0]) for at, each in points if each and np.isfinite(each[0]["ratio"])]
         series.append(
             Series(
-                x=[at + 0.6 * (number + 0.5) / len(shown) - 0.3 for at, _ in told],
-                y=rounded(row["ratio"] for _, row in told),
-                low=rounded(row["ratio_low"] for _, row in told),
-                high=rounded(row["ratio_high"] for _, row in told),
-                texts=[f"{METHODS[name]}: {_interval(row, 'ratio')}" for _, row in told],
+                x=[at + 0.6 * (number + 0.5) / len(shown) - 0.3 for at, _ in drawn],
+                y=rounded(row["ratio"] for _, row in drawn),
+                low=rounded(row["ratio_low"] for _, row in drawn),
+                high=rounded(row["ratio_high"] for _, row in drawn),
+                texts=[f"{METHODS[name]}: {_interval(row, 'ratio')}" for _, row in drawn],
                 name=METHODS[name],
                 color=COLORS[number],
                 mark="circle",

@@ -18,7 +18,7 @@ Array = NDArray[np.floating[Any]]
 def rows_of_curves(
     root: Path,
     measurements: Sequence[Measurement],
-    wanted: Container[Any],
+    curves: Container[Any],
     curve_of: Callable[[str, Record], Any],
     *,
     axis: Literal["step", "tokens"] = "step",
@@ -39,8 +39,8 @@ def rows_of_curves(
         about = m.provenance.get("data_hash") or f"{m.analysis} {m.provenance.get('config_hash')}"
         for record in m.records if values else ():
             key = curve_of(m.analysis, record)
-            if key in wanted and (found := values.get(key_of(record))) is not None:
-                rows.setdefault(key, (f"{m.run} {about}", {}))[1][at] = found
+            if key in curves and (by_prompt := values.get(key_of(record))) is not None:
+                rows.setdefault(key, (f"{m.run} {about}", {}))[1][at] = by_prompt
     if unread:
         logger.warning(
             "%s: values of prompts are left out, and their curves compared without them: %s%s",

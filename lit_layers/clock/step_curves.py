@@ -250,10 +250,10 @@ def with_prompts(
     """Returns the curves of a run's measurements with the values of prompts that its folder `root` keeps."""
     analyses = {curve.analysis for curve in curves}
     measured = [m for m in measurements if m.analysis in analyses]
-    found = rows_of_curves(root, measured, {curve.key for curve in curves}, _key, axis=axis)
+    rows_by_curve = rows_of_curves(root, measured, {curve.key for curve in curves}, _key, axis=axis)
     whole = []
     for curve in curves:
-        measured_on, rows = found.get(curve.key, ("", {}))
+        measured_on, rows = rows_by_curve.get(curve.key, ("", {}))
         prompts = prompts_of_curve(curve.at, curve.values, rows)
         same = "" if prompts is None else f"{measured_on} {len(prompts)}"
         whole.append(replace(curve, prompts=prompts, prompts_of=same))
@@ -311,7 +311,7 @@ def _curve(
 ) -> StepCurve:
     """Of points (step, value, standard error); errors count where every value has one."""
     at, values, stderr = np.array(points, dtype=np.float64).T
-    known = bool(np.isfinite(stderr[np.isfinite(values)]).all())
+    is_known = bool(np.isfinite(stderr[np.isfinite(values)]).all())
     return StepCurve(
         run=run,
         analysis=analysis,
@@ -320,7 +320,7 @@ def _curve(
         tags=tags,
         at=at,
         values=values,
-        stderr=stderr if known else None,
+        stderr=stderr if is_known else None,
     )
 
 
@@ -434,16 +434,16 @@ def _of_table(table: Any, place: Path, axis: AxisName, where: Mapping[str, str])
     )
     varying = lambda rows, name: rows[name].nunique(dropna=False) > 1  # noqa: E731
     by_run = [rows for _, rows in table.groupby(names["run"], dropna=False)] if names["run"] else [table]
-    told = [name for name in others if any(varying(rows, name) for rows in by_run)]  # what is one a run tells nothing
-    for name in (*roles, *told):
+    tags = [name for name in others if any(varying(rows, name) for rows in by_run)]  # what is one a run tells nothing
+    for name in (*roles, *tags):
         if odd := next((text for text in map(str, table[name].unique()) if _NO_NAME.search(text)), ""):
             raise InputError(
                 f"{place}: expected names of a line and at most 200 characters in column {name}, got {odd[:60]!r}"
             )
-    keys = [*roles, *(["layer"] if "layer" in table else []), *told]
-    if len(table) > 1 and told and not table.duplicated(keys).any():
+    keys = [*roles, *(["layer"] if "layer" in table else []), *tags]
+    if len(table) > 1 and tags and not table.duplicated(keys).any():
         raise InputError(
-            f"{place}: each row would be a curve of its own by column {told[-1]}: expected it to be left out"
+            f"{place}: each row would be a curve of its own by column {tags[-1]}: expected it to be left out"
         )
     curves = []
     groups = table.groupby(keys, dropna=False, sort=False) if keys else [((), table)]
@@ -465,7 +465,7 @@ def _of_table(table: Any, place: Path, axis: AxisName, where: Mapping[str, str])
                 analysis,
                 metric or names["value"],
                 int(of["layer"]) if "layer" in of else None,
-                {str(name): of[name] for name in told if name in of},
+                {str(name): of[name] for name in tags if name in of},
                 points,
             )
         )

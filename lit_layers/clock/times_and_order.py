@@ -69,17 +69,17 @@ def measure_times(
                 if curve.prompts_of not in counts:
                     drawn = zlib.crc32(f"{seed} {curve.prompts_of}".encode())
                     counts[curve.prompts_of] = bootstrap_counts(len(curve.prompts), seed=drawn)
-                own = zlib.crc32(str((curve.run, curve.key)).encode())
-                errors = {"replicates": curve.prompts, "counts": counts[curve.prompts_of], "seed": [seed, own]}
+                of_curve = zlib.crc32(str((curve.run, curve.key)).encode())
+                errors = {"replicates": curve.prompts, "counts": counts[curve.prompts_of], "seed": [seed, of_curve]}
             else:
                 errors |= {"stderr": curve.stderr} if curve.seeds is None else {"replicates": curve.seeds}
-            found = emergence_times(curve.at, curve.values, confidence=confidence, **errors)
+            measured = emergence_times(curve.at, curve.values, confidence=confidence, **errors)
         except ValueError as error:
             reason = str(error).split(", got")[0]
             left_out[reason] = left_out.get(reason, 0) + 1
             continue
         kept.append(curve)
-        times.append(found)
+        times.append(measured)
     if not kept:
         reasons = "; ".join(left_out)
         raise InputError(f"no curve has emergence times: {reasons or f'none has {FEWEST_CHECKPOINTS} checkpoints'}")
@@ -102,16 +102,16 @@ def times_of_run(run: str, measurements: Sequence[Measurement], root: Path) -> C
 def times_table(clock: Clock) -> pd.DataFrame:
     """Returns a row a curve: the columns `COLUMNS`, then all ends of intervals, change points and counts."""
     rows = []
-    for curve, found in zip(clock.curves, clock.times, strict=True):
+    for curve, times in zip(clock.curves, clock.times, strict=True):
         row: dict[str, Any] = {"run": curve.run, "analysis": curve.analysis, "metric": curve.metric}
-        row |= {"layer": curve.layer, "tags": curve.tag_text, "emerges": found.emerges, "p_value": found.p_value}
+        row |= {"layer": curve.layer, "tags": curve.tag_text, "emerges": times.emerges, "p_value": times.p_value}
         ends = {}
         for name in TIMES:
-            time = getattr(found, name)
+            time = getattr(times, name)
             row[name] = None if time is None else time.value
             ends |= {f"{name}_{end}": None if time is None else getattr(time, end) for end in ("low", "high")}
-        row |= ends | {"over": curve.over, "num_checkpoints": found.num_checkpoints, "num_gaps": found.num_gaps}
-        row["change_points"] = " ".join(f"{point.value:.6g}" for point in found.change_points)
+        row |= ends | {"over": curve.over, "num_checkpoints": times.num_checkpoints, "num_gaps": times.num_gaps}
+        row["change_points"] = " ".join(f"{point.value:.6g}" for point in times.change_points)
         rows.append(row)
     table: Any = pd.DataFrame(rows).astype({"tags": "str", "over": "str"})
     table["layer"] = pd.array([curve.layer for curve in clock.curves], dtype="Int64")
@@ -186,7 +186,7 @@ def _before(a: Timed, b: Timed) -> dict[str, Any]:
 
 def emerged_in_order(clock: Clock, run: str) -> list[tuple[StepCurve, EmergenceTimes]]:
     """Returns what emerges in a run of `of_the_model`, the earliest half-way point first."""
-    emerged = [(curve, found) for curve, found in of_the_model(clock, run) if found.halfway is not None]
+    emerged = [(curve, times) for curve, times in of_the_model(clock, run) if times.halfway is not None]
     return sorted(emerged, key=lambda pair: pair[1].halfway.value)  # pyright: ignore[reportOptionalMemberAccess]
 
 
@@ -203,9 +203,9 @@ def agreement_table(clock: Clock) -> pd.DataFrame:
     """
     halfway = {
         run: {
-            curve.key: found.halfway.value
-            for curve, found in of_the_model(clock, run)
-            if found.halfway is not None and _is_known(curve, found.halfway)
+            curve.key: times.halfway.value
+            for curve, times in of_the_model(clock, run)
+            if times.halfway is not None and _is_known(curve, times.halfway)
         }
         for run in clock.runs
         if all(curve.seeds is None for curve, _ in clock.of_run(run))

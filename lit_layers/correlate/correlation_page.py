@@ -144,8 +144,8 @@ def over_table(over: OverTag) -> Table:
         rows = []
         for at, part in zip(over.values, parts, strict=True):
             by_name = {row.name: row for row in part}
-            found = [by_name.get(name) for name in names]
-            cells = [(value(row.value), interval_text(row.low, row.high)) if row else ("", "") for row in found]
+            in_order = [by_name.get(name) for name in names]
+            cells = [(value(row.value), interval_text(row.low, row.high)) if row else ("", "") for row in in_order]
             rows.append(Cells([(f"{over.tag} = {at}", ""), *cells]))
         groups.append(Group(look_up(of).title, "", rows))
     return Table((over.tag, *names), groups)

@@ -52,10 +52,10 @@ class OverTag:
         labels = {place: str(value) for place, value in zip(x, self.values, strict=True)}
         table, series = self.tables[0], []
         for color, dash, (of, rows) in zip(COLORS, ("", "dash"), self.parts(), strict=False):
-            found = [next((row for row in part if row.name == HEADLINE), None) for part in rows]
-            if any(found):
-                ends = {end: rounded([getattr(row, end, None) for row in found]) for end in ("low", "high")}
-                values = rounded([row.value if row else None for row in found])
+            headlines = [next((row for row in part if row.name == HEADLINE), None) for part in rows]
+            if any(headlines):
+                ends = {end: rounded([getattr(row, end, None) for row in headlines]) for end in ("low", "high")}
+                values = rounded([row.value if row else None for row in headlines])
                 look: dict[str, Any] = {"width": 2.0, "mark": "circle", "legend": True, "color": color, "dash": dash}
                 series.append(Series(x=x, y=values, name=look_up(of).title, **ends, **look))
         axis = Axis(title=self.tag, labels=labels)
@@ -93,8 +93,8 @@ def over_tag(
             f"over: expected at least {FEWEST} models with every value of {tag}, got {len(there)} ({first})"
         )
     tables = [of_models(there, tags={**tags, tag: value}, **options) for value in values]
-    found = [_correlated(table, resamples, seed) for table in tables]
-    rows, corrected = [each[0] for each in found], [each[1] for each in found]
+    coefficients = [_correlated(table, resamples, seed) for table in tables]
+    rows, corrected = [each[0] for each in coefficients], [each[1] for each in coefficients]
     return OverTag(tag=tag, values=values, tables=tables, rows=rows, corrected=corrected, left_out=left_out)
 
 
@@ -102,5 +102,5 @@ def _correlated(table: ModelTable, resamples: int, seed: int) -> tuple[list[Row]
     """The coefficients of the metric and of the corrected one; none where the metric is the same for all models."""
     if len(set(table.values(table.metric).tolist())) < 2:
         return [], []
-    found = correlate(table, resamples=resamples, seed=seed)
-    return [row for row in found.rows if not row.name.startswith("Partial")], found.corrected
+    findings = correlate(table, resamples=resamples, seed=seed)
+    return [row for row in findings.rows if not row.name.startswith("Partial")], findings.corrected

@@ -61,7 +61,7 @@ class Batches(ABC):
         return None
 
     def origins(self) -> Tensor | None:
-        """For each text the number of the document it is from; None where nobody knows."""
+        """For each text the number of the document it is from; None where it is unknown."""
         return None
 
 

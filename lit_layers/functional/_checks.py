@@ -53,7 +53,7 @@ Kept = Bool[Tensor, "*n rows"]
 
 
 def real_rows(tokens: Float[Tensor, "*n tokens dim"], mask: Tensor | None, drop_first: int = 0) -> tuple[Rows, Kept]:
-    """The real tokens of each prompt in order and packed to the front, zeros behind them; and which rows are real.
+    """The real tokens of each prompt in order and packed to the front, zeros after them; and which rows are real.
 
     Packing makes values independent of where padding stands and what it holds. `mask` broadcasts over leading
     dimensions; `drop_first` counts among the real tokens.

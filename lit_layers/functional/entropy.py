@@ -305,7 +305,7 @@ def spectrum(
 def _prepared(
     rows: Rows, mask: Mask | None, center: bool, unit: bool, drop_first: int
 ) -> tuple[Rows, Int[Tensor, "*n"], dict[str, Tensor]]:
-    """The real rows first, zeros behind them; how many there are; which sets are undefined, by reason."""
+    """The real rows first, zeros after them; how many there are; which sets are undefined, by reason."""
     rows, kept = real_rows(widened("rows", rows), mask, drop_first)
     num_rows = kept.sum(-1)
     broken = not_finite(rows)

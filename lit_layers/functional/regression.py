@@ -256,7 +256,7 @@ def prediction_residual(
             raise ValueError(f"expected {name} that are not all equal: their variance is 0")
     flat = features.detach().reshape(-1, *features.shape[-2:])
     flat = flat.cpu() if flat.device.type == "mps" else flat  # which has no float64
-    found = [
+    of_layers = [
         _of_layer(layer, targets.to(layer.device), fitted.to(layer.device), normalize, eps, split is not None)
         for layer in flat
     ]
@@ -265,7 +265,7 @@ def prediction_residual(
         stacked = torch.stack(values).unflatten(0, features.shape[:-2]) if features.ndim > 2 else values[0]
         return stacked[..., 0] if single and stacked.ndim > features.ndim - 2 else stacked
 
-    value, adjusted, held_out, rank = zip(*found, strict=True)
+    value, adjusted, held_out, rank = zip(*of_layers, strict=True)
     return PredictionResidual(
         value=shaped(list(value)),
         adjusted=shaped(list(adjusted)),
@@ -281,18 +281,18 @@ def _of_layer(
     """Value, adjusted and held-out value (q,) and the rank of one set of features (m, dim)."""
     num_rows = len(features)
     origin = _normalized(features[:1], normalize, eps)  # of all rows: what they share costs no digits
-    mine = _triangle(features[fitted] if with_split else features, targets[fitted], origin, normalize, eps)
-    whole, held_out = mine, torch.full_like(targets[0], math.nan)
+    triangle = _triangle(features[fitted] if with_split else features, targets[fitted], origin, normalize, eps)
+    whole, held_out = triangle, torch.full_like(targets[0], math.nan)
     if with_split:
         others = _triangle(features[~fitted], targets[~fitted], origin, normalize, eps)
-        weight, bias = _solution(mine, targets.shape[1])
+        weight, bias = _solution(triangle, targets.shape[1])
         dim = features.shape[1]
         residual = others[:, 1 + dim :] - others[:, 1 : 1 + dim] @ weight - others[:, :1] * bias
         held_out = residual.square().sum(0) / others[1:, 1 + dim :].square().sum(0)
-        whole = torch.linalg.qr(torch.cat([mine, others]), mode="r").R
+        whole = torch.linalg.qr(torch.cat([triangle, others]), mode="r").R
     left, _, _, rank = _decomposed(whole, targets.shape[1], num_rows)
-    wanted = whole[1:, -targets.shape[1] :]
-    value = (wanted - left @ (left.mT @ wanted)).square().sum(0) / wanted.square().sum(0)
+    centred_targets = whole[1:, -targets.shape[1] :]
+    value = (centred_targets - left @ (left.mT @ centred_targets)).square().sum(0) / centred_targets.square().sum(0)
     freedom = num_rows - 1 - rank
     adjusted = value * (num_rows - 1) / freedom if freedom > 0 else torch.full_like(value, math.nan)
     return value, adjusted, held_out, torch.tensor(rank, device=features.device)
@@ -301,13 +301,13 @@ def _of_layer(
 def _triangle(features: Tensor, targets: Tensor, origin: Tensor, normalize: Normalize, eps: float) -> Tensor:
     """R of the QR decomposition of [1, features, targets]: its rows but the first are the centred data, rotated."""
     dim, num_targets = features.shape[1], targets.shape[1]
-    found = targets.new_zeros(0, 1 + dim + num_targets)
-    size = max(4096, 4 * found.shape[1])
-    for rows, wanted in zip(features.split(size), targets.split(size), strict=True):
+    triangle = targets.new_zeros(0, 1 + dim + num_targets)
+    size = max(4096, 4 * triangle.shape[1])
+    for rows, target_rows in zip(features.split(size), targets.split(size), strict=True):
         normed = _normalized(rows, normalize, eps) - origin
-        block = torch.cat([torch.ones_like(wanted[:, :1]), normed, wanted], dim=1)
-        found = torch.linalg.qr(torch.cat([found, block]), mode="r").R
-    return found
+        block = torch.cat([torch.ones_like(target_rows[:, :1]), normed, target_rows], dim=1)
+        triangle = torch.linalg.qr(torch.cat([triangle, block]), mode="r").R
+    return triangle
 
 
 def _normalized(rows: Tensor, normalize: Normalize, eps: float) -> Tensor:

@@ -292,9 +292,9 @@ class _Steps:
             if change is self.none or self.done[layer]:
                 continue
             logits = each.logits[: len(self.truth)]
-            told = self._merged(logits)
-            rest = cross_entropy(logits, self.truth) - cross_entropy(told, self.out_targets)
-            loss, share = best_share(told, self.out[layer] @ change[layer], self.out_targets)
+            merged = self._merged(logits)
+            rest = cross_entropy(logits, self.truth) - cross_entropy(merged, self.out_targets)
+            loss, share = best_share(merged, self.out[layer] @ change[layer], self.out_targets)
             self.done[layer] = loss + rest >= cross_entropy(logits, self.truth)
             if loss + rest < self.lowest[layer]:
                 self.lowest[layer], self.change[layer] = loss + rest, share * change[layer]

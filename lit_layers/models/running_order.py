@@ -195,7 +195,7 @@ class _Order:
 
 
 class _Slots:
-    """One slot of a key-value cache for each execution of a block, behind those that the model itself counts."""
+    """One slot of a key-value cache for each execution of a block, after those that the model itself counts."""
 
     def __init__(self, num_blocks: int, kind: str) -> None:
         self.num_blocks, self.kind = num_blocks, kind
@@ -386,7 +386,7 @@ class _Place:
         self.outputs: dict[int, Tensor] = {}
 
     def after(self, step: Step, trajectory: Trajectory) -> Tensor:
-        """The state behind a step."""
+        """The state after a step."""
         group = members(step)
         for number in group:
             if number not in self.outputs:

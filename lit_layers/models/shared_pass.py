@@ -206,19 +206,19 @@ class SharedPass(LayeredModel):
 
     def _keep(self, fresh: Trajectory, keys: list[bytes]) -> None:
         ledger = self._ledger
-        wanted = [index for index, key in enumerate(keys) if key in ledger.readers]
-        if not wanted:
+        asked_for = [index for index, key in enumerate(keys) if key in ledger.readers]
+        if not asked_for:
             return
         held = {id(row.trajectory): row.trajectory.hidden.nbytes for row in ledger.rows.values() if not row.on_disk}
-        is_full = sum(held.values()) + fresh.hidden.nbytes * len(wanted) // len(keys) > ledger.kept_bytes
+        is_full = sum(held.values()) + fresh.hidden.nbytes * len(asked_for) // len(keys) > ledger.kept_bytes
         # What its own reader goes on with, prompt by prompt, is held all the same.
-        to_disk = is_full and not any(ledger.reader in ledger.readers[keys[index]] for index in wanted)
+        to_disk = is_full and not any(ledger.reader in ledger.readers[keys[index]] for index in asked_for)
         if to_disk and ledger.disk_is_full:
             return
-        if len(wanted) == len(keys):
+        if len(asked_for) == len(keys):
             hidden, mask, calls = fresh.hidden, fresh.mask.clone(), fresh.calls
         else:  # what nobody waits for is not held with the rest
-            hidden, mask, calls = fresh.hidden[:, wanted], fresh.mask[wanted], ()
+            hidden, mask, calls = fresh.hidden[:, asked_for], fresh.mask[asked_for], ()
         try:
             hidden = on_disk(hidden, ledger.folder) if to_disk else hidden.clone() if calls else hidden
         except OSError as error:
@@ -226,7 +226,7 @@ class SharedPass(LayeredModel):
             ledger.disk_is_full = True
             return
         fresh = replace(fresh, hidden=hidden, mask=mask, calls=calls)
-        for index, number in enumerate(wanted):
+        for index, number in enumerate(asked_for):
             ledger.rows[keys[number]] = _Row(fresh, index, to_disk)
 
     def _now(self) -> float:

@@ -136,7 +136,7 @@ class LayeredModel:
         """The hidden states of one batch at every layer, without a graph. Its logits are computed when asked for.
 
         Only the columns the model takes are used. In a padded text, positions count the real tokens. Padding before a
-        text is moved behind it for the model, so that neither the side nor the attention implementation nor the dtype
+        text is moved after it for the model, so that neither the side nor the attention implementation nor the dtype
         can matter, and results are given back as the batch was given; a padded place then holds what its nearest real
         token has.
 

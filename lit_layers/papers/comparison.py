@@ -90,14 +90,14 @@ def write_comparison(rows: Sequence[Row], root: Path, title: str, notes: Iterabl
 
 
 def _row(published: Published, results: _Results) -> Row:
-    found, note = _find(published.measured, results)
+    number, note = _find(published.measured, results)
     bound = published.at_least if published.value is None else None
     bound = published.at_most if published.value is None and bound is None else bound
     if published.value is not None:
         printed = _short(published.value) + (f" ± {_short(published.error)}" if published.error else "")
     else:
         printed = f"at {'least' if published.at_least is not None else 'most'} {_short(bound)}"
-    if found is None:
+    if number is None:
         return Row(
             what=published.what,
             published=printed,
@@ -107,22 +107,22 @@ def _row(published: Published, results: _Results) -> Row:
             verdict="not measured",
             note=note,
         )
-    verdict = _inside(published, found) if published.value is not None else _holds(published, found)
+    verdict = _inside(published, number) if published.value is not None else _holds(published, number)
     return Row(
-        what=published.what, published=printed, measured=found.value, low=found.low, high=found.high, verdict=verdict
+        what=published.what, published=printed, measured=number.value, low=number.low, high=number.high, verdict=verdict
     )
 
 
-def _inside(published: Published, found: _Found) -> Verdict:
-    if found.low is None or found.high is None or published.value is None:
+def _inside(published: Published, number: _Found) -> Verdict:
+    if number.low is None or number.high is None or published.value is None:
         return "no interval"
-    is_inside = found.low - published.error <= published.value <= found.high + published.error
+    is_inside = number.low - published.error <= published.value <= number.high + published.error
     return "inside" if is_inside else "outside"
 
 
-def _holds(published: Published, found: _Found) -> Verdict:
+def _holds(published: Published, number: _Found) -> Verdict:
     """Of a bound: by the interval, where there is one."""
-    ends = (found.value, found.value) if found.low is None or found.high is None else (found.low, found.high)
+    ends = (number.value, number.value) if number.low is None or number.high is None else (number.low, number.high)
     if published.at_least is not None:
         holds = [end >= published.at_least for end in ends]
     else:
@@ -184,12 +184,12 @@ def _differing(fit: Sequence[Record]) -> str:
     return ", ".join(sorted(name for name in {*first, *second} if first.get(name) != second.get(name)))
 
 
-def _equal(found: Any, wanted: Any) -> bool:
+def _equal(value: Any, asked: Any) -> bool:
     """Numbers as numbers, however they are written."""
     try:
-        return math.isclose(float(found), float(wanted), rel_tol=1e-9)
+        return math.isclose(float(value), float(asked), rel_tol=1e-9)
     except (TypeError, ValueError):
-        return found == wanted
+        return value == asked
 
 
 def _read_csv(path: Path) -> list[dict[str, str]]:

@@ -149,12 +149,12 @@ def time_text(time: Time | None) -> str:
     return at_text(time.value) if low == high else f"{at_text(time.value)} ({low} to {high})"
 
 
-def sentence(curve: StepCurve, found: EmergenceTimes, *, axis: AxisName = "step") -> str:
+def sentence(curve: StepCurve, times: EmergenceTimes, *, axis: AxisName = "step") -> str:
     """Returns `Coupling, k = 12: half-way at step 13 (13 to 14), peak at 64`, or that it does not emerge."""
-    if found.halfway is None or found.peak is None:
-        return f"{curve.title}: does not emerge ({p_equation(found.p_value, LEAST_P)})"
+    if times.halfway is None or times.peak is None:
+        return f"{curve.title}: does not emerge ({p_equation(times.p_value, LEAST_P)})"
     where = "step" if axis == "step" else "token"
-    return f"{curve.title}: half-way at {where} {time_text(found.halfway)}, peak at {at_text(found.peak.value)}"
+    return f"{curve.title}: half-way at {where} {time_text(times.halfway)}, peak at {at_text(times.peak.value)}"
 
 
 # ------------------------------------------------------------------------------------------------ figures
@@ -173,25 +173,25 @@ def timeline(clock: Clock, *, axis: AxisName = "step") -> Chart:
     """
     by_key: dict[Any, list[tuple[int, StepCurve, EmergenceTimes]]] = {}
     for number, run in enumerate(clock.runs):
-        for curve, found in emerged_in_order(clock, run):
-            by_key.setdefault(curve.key, []).append((number, curve, found))
-    surest = sorted(by_key, key=lambda key: min(_width(found) for _, _, found in by_key[key]))[:MOST_ROWS]
+        for curve, times in emerged_in_order(clock, run):
+            by_key.setdefault(curve.key, []).append((number, curve, times))
+    surest = sorted(by_key, key=lambda key: min(_width(times) for _, _, times in by_key[key]))[:MOST_ROWS]
     keys = sorted(
-        surest, key=lambda key: sum(place(_halfway(found).value) for *_, found in by_key[key]) / len(by_key[key])
+        surest, key=lambda key: sum(place(_halfway(times).value) for *_, times in by_key[key]) / len(by_key[key])
     )
     rows = {key: row for row, key in enumerate(keys)}
     series, several = [], len(clock.runs)
     for number, run in enumerate(clock.runs):
-        mine = [(rows[key], found) for key in keys for index, _, found in by_key[key] if index == number]
+        mine = [(rows[key], times) for key in keys for index, _, times in by_key[key] if index == number]
         at = [row + (0.5 * (number + 0.5) / several - 0.25 if several > 1 else 0) for row, _ in mine]
-        texts = [f"{by_key[keys[row]][0][1].title}: half-way at {time_text(found.halfway)}" for row, found in mine]
-        half, peak = ([getattr(found, name) for _, found in mine] for name in ("halfway", "peak"))
+        texts = [f"{by_key[keys[row]][0][1].title}: half-way at {time_text(times.halfway)}" for row, times in mine]
+        half, peak = ([getattr(times, name) for _, times in mine] for name in ("halfway", "peak"))
         ends = {end: rounded(place(getattr(time, end)) for time in half) for end in ("low", "high")}
         look = look_of(number, run, of=several, tells_texts=True, size=6.5)
         series.append(
             Series(x=at, y=rounded(place(t.value) for t in half), texts=texts, interval="bars", **ends, **look)
         )
-        peaks = [f"{by_key[keys[row]][0][1].title}: peak at {time_text(found.peak)}" for row, found in mine]
+        peaks = [f"{by_key[keys[row]][0][1].title}: peak at {time_text(times.peak)}" for row, times in mine]
         hollow = look | {"mark": f"{look['mark']}-open", "size": 5, "legend": False}
         series.append(Series(x=at, y=rounded(place(t.value) for t in peak), texts=peaks, **hollow))
     labels = {rows[key]: row_label(by_key[key][0][1]) for key in keys}
@@ -219,8 +219,8 @@ def layer_fronts(clock: Clock, *, axis: AxisName = "step") -> list[tuple[StepCur
         series = []
         for number, run in enumerate(clock.runs):
             mine = sorted((pair for pair in pairs if pair[0].run == run), key=lambda pair: pair[0].layer or 0)
-            half = [_halfway(found) for _, found in mine]
-            texts = [f"layer {curve.layer}: half-way at {time_text(found.halfway)}" for curve, found in mine]
+            half = [_halfway(times) for _, times in mine]
+            texts = [f"layer {curve.layer}: half-way at {time_text(times.halfway)}" for curve, times in mine]
             ends = {end: rounded(place(getattr(time, end)) for time in half) for end in ("low", "high")}
             look = look_of(number, run, of=len(clock.runs), width=2.0, tells_texts=True, **ends)
             layers = [curve.layer for curve, _ in mine]
@@ -287,21 +287,21 @@ def order_matrix(clock: Clock, run: str) -> Chart:
 def _pairs(clock: Clock, run: str) -> Emerged:
     """What emerges in a run, earliest first; the surest of many, none of one alone."""
     emerged = emerged_in_order(clock, run)
-    widest = sorted(_width(found) for _, found in emerged)[:MOST_ROWS]
+    widest = sorted(_width(times) for _, times in emerged)[:MOST_ROWS]
     kept = [pair for pair in emerged if _width(pair[1]) <= widest[-1]] if emerged else []
     return kept if len(kept) > 1 else []
 
 
-def _width(found: EmergenceTimes) -> float:
+def _width(times: EmergenceTimes) -> float:
     """Of the interval of the half-way point, in tens."""
-    half = _halfway(found)
+    half = _halfway(times)
     return place(half.high) - place(half.low)
 
 
-def _halfway(found: EmergenceTimes) -> Time:
+def _halfway(times: EmergenceTimes) -> Time:
     """Of a curve that emerges."""
-    assert found.halfway is not None
-    return found.halfway
+    assert times.halfway is not None
+    return times.halfway
 
 
 def _time_axis(clock: Clock, axis: AxisName) -> Axis:
@@ -325,10 +325,10 @@ def of_one_run(run: str, measurements: Sequence[Measurement], root: Path, figure
     if clock is None:
         return None
     pairs = of_the_model(clock, run)
-    emerges = any(found.emerges for _, found in pairs)
+    emerges = any(times.emerges for _, times in pairs)
     return {
         "sentences": [sentence(*pair) for pair in emerged_in_order(clock, run)],
-        "still": [curve.title for curve, found in pairs if not found.emerges],
+        "still": [curve.title for curve, times in pairs if not times.emerges],
         "notes": _notes(clock),
         "blocks": placed([_block("Timeline", timeline(clock), kind="scrolled")] if emerges else [], figures),
     }
@@ -344,7 +344,7 @@ def _page(
     forecasts: ModelForecasts | None,
 ) -> str:
     figures: Figures = []
-    emerges = [found.emerges for found in clock.times]
+    emerges = [times.emerges for times in clock.times]
     blocks = [_block("Timeline", charts.timeline, kind="scrolled")] if charts.timeline is not None else []
     for title, note, each in (
         ("Which layer first", "", charts.fronts),
@@ -362,7 +362,7 @@ def _page(
         title=clock.runs[0] if len(clock.runs) == 1 else f"{len(clock.runs)} runs",
         sentences={run: [sentence(*pair, axis=axis) for pair in emerged_in_order(clock, run)] for run in clock.runs},
         still={
-            run: [curve.title for curve, found in of_the_model(clock, run) if not found.emerges] for run in clock.runs
+            run: [curve.title for curve, times in of_the_model(clock, run) if not times.emerges] for run in clock.runs
         },
         facts=[("Curves", len(emerges)), ("Emerge", sum(emerges)), ("Runs", len(clock.runs))],
         notes=_notes(clock),
@@ -456,11 +456,11 @@ def _times(clock: Clock) -> Table:
         rows = [
             (
                 curve.title,
-                *map(time_text, (found.onset, found.halfway, found.peak, found.plateau)),
-                p_text(found.p_value, LEAST_P),
+                *map(time_text, (times.onset, times.halfway, times.peak, times.plateau)),
+                p_text(times.p_value, LEAST_P),
                 curve.over or "guessed",
             )
-            for curve, found in pairs
+            for curve, times in pairs
         ]
         groups.append((run, rows))
     return table_of(columns, groups)

@@ -42,11 +42,11 @@ def broken_answers(
 
 def questions_of(requests: Sequence[Any]) -> list[dict[str, str]]:
     """What each row asks and the answer that counts, of what lm-eval asks of a model, in any order."""
-    found = []
+    questions = []
     for request in sorted(requests, key=lambda request: request.doc_id):
         question = str(request.doc.get("question") or request.arguments[0][-_LONGEST:]).strip()
-        found.append({"question": question, "answer": str(request.doc.get("answer", "")).strip()})
-    return found
+        questions.append({"question": question, "answer": str(request.doc.get("answer", "")).strip()})
+    return questions
 
 
 def write(folder: Path, rows: Sequence[Mapping[str, Any]]) -> Path:

@@ -219,7 +219,7 @@ class LmEvalScorer:
 
         Raises:
             InputError: as for `score`, whatever the model; a task without training rows, or whose answers do not stand
-                behind what is asked.
+                after what is asked.
         """
         lm_eval_version()
         with _quiet():

@@ -130,8 +130,8 @@ def sentence_encoder(read: Callable[[str], bytes]) -> SentenceEncoder | None:
         return None
     kinds = [module["type"].split(".")[-1] for module in modules]
     for module, kind in zip(modules, kinds, strict=True):
-        known = module["type"].startswith("sentence_transformers.") and kind in ("Transformer", "Pooling", "Normalize")
-        if not known or {"/", "\\"} & set(module["path"]) or module["path"] == "..":
+        usual = module["type"].startswith("sentence_transformers.") and kind in ("Transformer", "Pooling", "Normalize")
+        if not usual or {"/", "\\"} & set(module["path"]) or module["path"] == "..":
             raise _unlike(f"{MODULES}: expected Transformer, Pooling and Normalize of sentence_transformers", module)
     if kinds not in (["Transformer", "Pooling"], ["Transformer", "Pooling", "Normalize"]) or modules[0]["path"]:
         raise _unlike(f"{MODULES}: expected Transformer at the top, Pooling, and perhaps Normalize", kinds)
@@ -185,8 +185,8 @@ def _transformer(read: Callable[[str], bytes]) -> dict[str, Any]:
     limit = config.get("max_seq_length")
     if limit is None:
         limit = (_read(read, "tokenizer_config.json", _Tokenizer) or {}).get("model_max_length")
-    known = isinstance(limit, int) and 0 < limit < _UNLIMITED
-    return {"max_tokens": limit if known else None, "lowercases": config.get("do_lower_case", False)}
+    limited = isinstance(limit, int) and 0 < limit < _UNLIMITED
+    return {"max_tokens": limit if limited else None, "lowercases": config.get("do_lower_case", False)}
 
 
 def _read(read: Callable[[str], bytes], path: str, kind: Any) -> Any:

@@ -314,8 +314,8 @@ class EmergenceCallback(_AtSteps):
                 stride,
                 duration(plan.num_checkpoints * plan.seconds),
                 duration(row.seconds),
-                plan.dearest().name,
-                duration(plan.dearest().seconds),
+                plan.costliest().name,
+                duration(plan.costliest().seconds),
             )
         return stride
 

@@ -193,7 +193,7 @@ class Ranks:
         facts: Mapping[str, Any],
     ) -> dict[str, Any]:
         """What this rank's parts of each analysis give, or the measurement of one that is not divided."""
-        # Rank 0 has a share of each that is divided, though it be of no part: it says what came of an analysis.
+        # Rank 0 has a share of each that is divided, though it be of no part: it says the result of an analysis.
         mine = [
             analysis
             for name, analysis in analyses.items()
@@ -265,7 +265,7 @@ def _joined(view: SharedPass, analysis: Analysis, shares: Sequence[Any], facts: 
 
 
 def _flop(view: SharedPass, analysis: Analysis) -> float | None:
-    """What the parts of an analysis have to compute, or all of one that is not divided; None where nobody knows."""
+    """What the parts of an analysis have to compute, or all of one that is not divided; None where it is unknown."""
     try:
         work = analysis.work(view)
     except Exception:  # measuring it says why

@@ -239,8 +239,8 @@ class RunFolder(L.Callback):
 
 def _new_id() -> str:
     """The id that W&B's sweep agent has given its run already, for W&B takes no other there; else one of our own."""
-    own = uuid.uuid4().hex[:8]
-    return os.environ.get("WANDB_RUN_ID") or own if os.environ.get("WANDB_SWEEP_ID") else own
+    fresh = uuid.uuid4().hex[:8]
+    return os.environ.get("WANDB_RUN_ID") or fresh if os.environ.get("WANDB_SWEEP_ID") else fresh
 
 
 def _now() -> str:

@@ -140,9 +140,9 @@ class RunLog(L.Callback):
 
     def on_validation_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         self._validating += time.perf_counter() - self._validation_started
-        found = {key: float(value) for key, value in trainer.callback_metrics.items() if key.startswith("validation/")}
-        self._extra.setdefault(axis_step(trainer), {}).update(found)
-        self.shown.update(found)
+        scores = {key: float(value) for key, value in trainer.callback_metrics.items() if key.startswith("validation/")}
+        self._extra.setdefault(axis_step(trainer), {}).update(scores)
+        self.shown.update(scores)
 
     def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         self._flush(trainer, pl_module)
@@ -211,8 +211,8 @@ class RunLog(L.Callback):
             if reduce:
                 values = trainer.strategy.reduce(values, reduce_op="mean")
             for step, (loss, norm) in zip(self._pending, values.tolist(), strict=True):
-                known = {} if step.grad_norm is None else {"train/grad_norm": norm}
-                rows[step.number] = {"train/loss": loss, "train/learning_rate": step.learning_rate, **known}
+                norms = {} if step.grad_norm is None else {"train/grad_norm": norm}
+                rows[step.number] = {"train/loss": loss, "train/learning_rate": step.learning_rate, **norms}
         for number, values_of_step in self._extra.items():
             rows.setdefault(number, {}).update(values_of_step)
         return rows
@@ -242,7 +242,7 @@ _PEAKS = {
 
 
 def peak_flops(device: torch.device, precision: str) -> float | None:
-    """Returns the operations a second that a GPU can do at most in Lightning's `precision`; None where nobody knows."""
+    """Returns the most operations a second that a GPU can do in Lightning's `precision`; None where it is unknown."""
     peak = _PEAKS.get(torch.cuda.get_device_name(device))
     if peak is None or "16" in precision:
         return peak

@@ -48,7 +48,7 @@ from lit_layers.training.modules import MODEL_RANGES, LitModule, warmup_linear
 ANALYSIS, SCORE = "intervene/glue", "task_score"
 Training = Literal["full", "frozen"]
 TRAININGS: tuple[Training, ...] = ("full", "frozen")
-NUM_SPECIAL = 3  # tokens around a pair of texts: [CLS], and [SEP] behind each
+NUM_SPECIAL = 3  # tokens around a pair of texts: [CLS], and [SEP] after each
 _CHOOSING = ("tasks", "training")  # which results are asked for, not what they are
 
 
@@ -128,18 +128,18 @@ def encode_rows(tokenizer: TextTokenizer, rows: GlueRows, *, max_tokens: int) ->
     Raises:
         InputError: a limit that leaves no room beside special tokens.
     """
-    found, is_pair = tokenizer.tokenizer, len(rows.task.text) == 2
-    added = found.num_special_tokens_to_add(is_pair=is_pair)
+    words, is_pair = tokenizer.tokenizer, len(rows.task.text) == 2
+    added = words.num_special_tokens_to_add(is_pair=is_pair)
     if max_tokens <= added + is_pair:
         raise InputError(
             f"max_tokens: expected more than {added + is_pair}, {added} of which are special tokens, got {max_tokens}"
         )
-    found.enable_truncation(max_tokens, strategy="longest_first")
+    words.enable_truncation(max_tokens, strategy="longest_first")
     try:
         with one_thread():
-            encodings = found.encode_batch([pair if is_pair else pair[0] for pair in rows.texts])
+            encodings = words.encode_batch([pair if is_pair else pair[0] for pair in rows.texts])
     finally:
-        found.no_truncation()
+        words.no_truncation()
     kind = torch.float32 if rows.task.num_classes is None else torch.int64
     return EncodedRows(
         ids=tuple(np.array(each.ids, dtype=np.int64) for each in encodings),

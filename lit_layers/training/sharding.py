@@ -96,11 +96,11 @@ def put_in_shards(state: Any, of_ranks: Sequence[Mapping[str, Tensor]], mesh: De
             shard = shards[keystr(path)]
             rows.append(shard[max(first - start, 0) : max(first + count - start, 0)])
             start += len(shard)
-        own = torch.cat(rows)
+        rows_here = torch.cat(rows)
         if mesh is None:
-            return own
-        own = own.to(_device_of(mesh))
-        return DTensor.from_local(own, mesh, (Shard(0),), run_check=False, shape=leaf.shape, stride=leaf.stride())
+            return rows_here
+        rows_here = rows_here.to(_device_of(mesh))
+        return DTensor.from_local(rows_here, mesh, (Shard(0),), run_check=False, shape=leaf.shape, stride=leaf.stride())
 
     return tree_map_with_path(filled, state)
 
@@ -243,15 +243,17 @@ def _skeleton(model: nn.Module) -> nn.Module:
 @torch.no_grad()
 def _gather(model: nn.Module, device: torch.device, *, keep: bool) -> nn.Module | None:
     """A filled copy of the skeleton; every rank calls, and those that do not keep it hold one weight at a time."""
-    found: dict[int, Tensor] = {}
+    copies: dict[int, Tensor] = {}
     state: dict[str, Tensor] = {}
     # A hook of `state_dict` first shards again what a validation has left whole.
     for name, tensor in model.state_dict(keep_vars=True).items():
-        if id(tensor) not in found:  # tied weights stay one
+        if id(tensor) not in copies:  # tied weights stay one
             value = full(tensor.detach())
             value = value.to(device, copy=True) if keep else value.to("meta")
-            found[id(tensor)] = nn.Parameter(value, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else value
-        state[name] = found[id(tensor)]
+            copies[id(tensor)] = (
+                nn.Parameter(value, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else value
+            )
+        state[name] = copies[id(tensor)]
     if not keep:
         return None
     plain = copy.deepcopy(_whole(model).skeleton)

@@ -79,7 +79,7 @@ class LitAnswers(LitCausalLM):
         self.model = model
 
     def training_step(self, batch: dict[str, Tensor], batch_index: int) -> Tensor:
-        """The mean cross-entropy of the answers' tokens, in nats; padding stands behind and is never looked at."""
+        """The mean cross-entropy of the answers' tokens, in nats; padding stands after and is never looked at."""
         logits = self(batch["input_ids"][:, :-1])
         wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
         return F.cross_entropy(wide.flatten(0, 1), batch["labels"][:, 1:].flatten(), ignore_index=_IGNORED)
@@ -230,7 +230,7 @@ class TaskFinetuning(TrainedVariants):
             trainer.fit(LitAnswers(network, self.recipe, self.steps), datamodule=AnswerData(rows, self.recipe))
 
     def _tokens_of(self, asked: str, answer: str) -> tuple[list[int], list[int]]:
-        """Those of the answer as they are behind what is asked, where that leaves the latter's as they are."""
+        """Those of the answer as they are after what is asked, where that leaves the latter's as they are."""
         encode, end = self._tokenizer().tokenizer.encode, self._tokenizer().end_of_text_id
         whole, before = encode(asked + answer).ids, encode(asked).ids
         if whole[: len(before)] != before:

@@ -193,7 +193,7 @@ def test_ranks_measure_at_the_same_steps_and_are_refused_together(tmp_path, monk
     def decided(budget, plan, trained):
         assert distributed.get_rank() == 0
         if budget == 0.01:
-            raise InputError(f"budget: most is {plan.dearest().name}")
+            raise InputError(f"budget: most is {plan.costliest().name}")
         return 2
 
     def run() -> int:

@@ -149,23 +149,23 @@ def _tables(
     columns: Any = {"metric": options.metric, "score": options.score, "baseline": options.baseline}
     if _is_file(models):
         return read_file(models[0], **columns), None
-    found, tags = read_run_models(models), _tags(options.tags)
+    read, tags = read_run_models(models), _tags(options.tags)
     columns |= {"layer": options.layer, "step": step, "take": options.take or "last"}
     columns["source"] = ", ".join(map(str, models))
     if options.over is None:
-        return of_models(found, tags=tags, **columns), None
+        return of_models(read, tags=tags, **columns), None
     tag, values = _values(options.over)
-    over = over_tag(found, tag, values, tags=tags, **resampling, **columns)
-    return of_models(found, tags={tag: values[0], **tags}, **columns), over
+    over = over_tag(read, tag, values, tags=tags, **resampling, **columns)
+    return of_models(read, tags={tag: values[0], **tags}, **columns), over
 
 
 def _values(text: str) -> tuple[str, list[str | int | float]]:
     """A tag and its values, of `TAG=VALUE,VALUE,...`."""
     tag, equals, values = (part.strip() for part in text.partition("="))
-    found = [_number(part.strip()) for part in values.split(",") if part.strip()]
-    if not (tag and equals and found):
+    numbers = [_number(part.strip()) for part in values.split(",") if part.strip()]
+    if not (tag and equals and numbers):
         raise InputError(f"over: expected TAG=VALUE,VALUE,... such as k=0.05,0.1,0.2, got {text!r}")
-    return tag, found
+    return tag, numbers
 
 
 def _tags(given: Mapping[str, str | int | float] | str | None) -> dict[str, str | int | float]:

@@ -137,17 +137,17 @@ def _show(clock: "Clock", axis: str) -> None:
     for run in clock.runs:
         pairs = of_the_model(clock, run)
         rows = [
-            {"": curve.title, "onset": time_text(found.onset), "half-way": time_text(found.halfway)}
+            {"": curve.title, "onset": time_text(times.onset), "half-way": time_text(times.halfway)}
             | {
-                "peak": time_text(found.peak),
-                "plateau": time_text(found.plateau),
+                "peak": time_text(times.peak),
+                "plateau": time_text(times.plateau),
                 "errors over": curve.over or "guessed",
             }
-            for curve, found in sorted(pairs, key=lambda pair: pair[1].halfway.value if pair[1].halfway else 0)
-            if found.halfway
+            for curve, times in sorted(pairs, key=lambda pair: pair[1].halfway.value if pair[1].halfway else 0)
+            if times.halfway
         ]
         show_table(rows, f"{run}, {axis}s")
-        still = [curve.title for curve, found in pairs if not found.emerges]
+        still = [curve.title for curve, times in pairs if not times.emerges]
         print(*([f"does not emerge: {'; '.join(still)}"] if still else []), "", sep="\n")
     agreement = agreement_table(clock)
     for row in agreement.to_dict("records") if len(agreement) <= MOST_PAIRS else ():

@@ -295,7 +295,7 @@ def _plan(cli: FitCLI) -> int:
     print(*plan.notes(), f"training: {row.how}", sep="\n")
     print(f"{len(checkpoints)} saved checkpoints: {size(len(checkpoints) * bytes_of_model(view))} on the disk")
     print(f"measuring takes {measuring / row.seconds:.1%} of the time of training", end="")
-    print(f"; most is {plan.dearest().name}" if plan.rows else "")
+    print(f"; most is {plan.costliest().name}" if plan.rows else "")
     if options.budget is not None and plan.rows:
         stride = stride_within(options.budget, plan, row)
         print(f"budget {options.budget}: {'all are' if stride == 1 else f'every {stride}-th is'} measured")

@@ -291,7 +291,7 @@ class _Lines:
         return np.maximum(yy - y * y / w - together**2 / np.maximum(spread, 1e-12 * w), 0)
 
     def gains(self, start: int, end: int) -> Array:
-        """What another line behind each checkpoint but the first and last ones takes from the cost of one line."""
+        """What another line after each checkpoint but the first and last ones takes from the cost of one line."""
         cuts = np.arange(start + SHORTEST, end - SHORTEST + 1)
         return self.cost(start, end) - self.cost(start, cuts) - self.cost(cuts, end)
 
@@ -313,7 +313,7 @@ def _errors(stderr: ArrayLike, there: NDArray[np.bool_], unit: int) -> Array:
 def _p_of_rows(rows: Array) -> float:
     """Student's t over rows of each split and of each checkpoint against the others; the union bound."""
     count, n = rows.shape
-    after = np.tri(n, n, -1)[1:]  # row s: 1 behind the first s + 1 checkpoints
+    after = np.tri(n, n, -1)[1:]  # row s: 1 after the first s + 1 checkpoints
     contrasts = np.concatenate([after, np.eye(n)])
     inside = contrasts.sum(1, keepdims=True)
     weights = contrasts / inside - (1 - contrasts) / (n - inside)
@@ -327,7 +327,7 @@ def _p_of_rows(rows: Array) -> float:
 
 
 def _gains(curves: Array, weight: Array) -> Array:
-    """What splitting each curve behind its first 1, 2, ... values takes from the weighted sum of squares."""
+    """What splitting each curve after its first 1, 2, ... values takes from the weighted sum of squares."""
     of_each = np.stack([weight + 0 * curves, curves * weight])
     # From either end: differences of sums would lose what is light beside what is heavy.
     (below, sums), (above, rest) = of_each.cumsum(2)[..., :-1], of_each[..., ::-1].cumsum(2)[..., -2::-1]
@@ -388,7 +388,7 @@ def _landmarks(
     peak = risen.argmax(1)
 
     def passed(level: float, before: NDArray[np.intp]) -> NDArray[np.intp]:
-        """The first grid point behind the last one below a level, of those up to `before`."""
+        """The first grid point after the last one below a level, of those up to `before`."""
         below = (risen < level) & (np.arange(len(grid)) <= before[:, None])
         return np.minimum(last - below[:, ::-1].argmax(1) + 1, last)
 

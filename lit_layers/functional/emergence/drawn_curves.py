@@ -146,9 +146,9 @@ def mean_curves(x: Array, values: Array, noise: Array, grid: Array) -> Array:
 
 def _processes(x: Array, y: Array, noises: Sequence[Array], shapes: _Steps) -> Iterator[_Process]:
     span, distance, steps = x[-1] - x[0], np.abs(x[:, None] - x), shapes.at(x)
-    known = len(noises) == 1
-    lengths = np.geomspace(span / (2 * len(x)), 2 * span, 7 if known else 5)
-    heights = (0.02, 0.06, 0.15, 0.4, 1.0, 2.5) if known else (0.02, 0.15, 0.4, 1.0)
+    one_noise = len(noises) == 1
+    lengths = np.geomspace(span / (2 * len(x)), 2 * span, 7 if one_noise else 5)
+    heights = (0.02, 0.06, 0.15, 0.4, 1.0, 2.5) if one_noise else (0.02, 0.15, 0.4, 1.0)
     for noise in noises:
         scale = max(float(np.ptp(y)), float(np.sqrt(np.diag(noise).mean())))
         noise = noise + 1e-10 * scale**2 * np.eye(len(x))

@@ -154,8 +154,10 @@ def lead_lags(
     p, rng = np.full(len(a), np.nan), np.random.default_rng(seed)
     if len(b) >= FEWEST_PAIRED:
         p[defined] = _p_of_pairings(a[defined], b, greatest[defined], rng)
-    elif (told := defined & (moves >= FEWEST_MOVES)).any():
-        p[told] = np.max([_p_values(a[told], b, rest, greatest[told], null, rng) for null in (_phases, _flips)], 0)
+    elif (moving := defined & (moves >= FEWEST_MOVES)).any():
+        p[moving] = np.max(
+            [_p_values(a[moving], b, rest, greatest[moving], null, rng) for null in (_phases, _flips)], 0
+        )
     ends = np.stack([place, *_ends(z, drawn, rng)], 1) - middle
     lags = np.where(defined[:, None], ends / PER_OCTAVE, np.nan)
     r = np.where(defined, np.tanh(np.take_along_axis(z.mean(-1), place[:, None], 1)[:, 0]), np.nan)
@@ -189,9 +191,9 @@ def _freed(x: Array, given: Array | None, *, of_draws: bool = False) -> Array:
     before = np.sqrt((x**2).sum(axes, keepdims=True))
     x = _centered(x, of_draws)
     if given is not None:
-        known = _centered(given, of_draws)
-        square = (known**2).sum(axes, keepdims=True)
-        x = x - known * ((x * known).sum(axes, keepdims=True) / np.where(square > 0, square, 1))
+        centred = _centered(given, of_draws)
+        square = (centred**2).sum(axes, keepdims=True)
+        x = x - centred * ((x * centred).sum(axes, keepdims=True) / np.where(square > 0, square, 1))
     least = _ROUNDING if given is None else _SAME
     return np.where(np.sqrt((x**2).sum(axes, keepdims=True)) > least * before, x, 0.0)
 

@@ -20,7 +20,7 @@ class Unsupported(Exception):
 class Alignment(NamedTuple):
     """How a batch with padding before its texts is moved to have it behind, and what it gives moved back.
 
-    Places that are padding hold a copy: of the text's first token before it, of its last one behind it.
+    Places that are padding hold a copy: of the text's first token before it, of its last one after it.
     """
 
     places: Tensor  # (batch, tokens): where each token stands in the batch as it was given
@@ -30,7 +30,7 @@ class Alignment(NamedTuple):
 
     @classmethod
     def of(cls, mask: Tensor) -> "Alignment | None":
-        """Of a mask (batch, tokens); None where all padding is behind the texts already."""
+        """Of a mask (batch, tokens); None where all padding is after the texts already."""
         real = mask.bool()
         moved = real.sort(dim=-1, descending=True, stable=True)
         if bool((moved.values == real).all()):
@@ -71,7 +71,7 @@ class Call(NamedTuple):
 
 
 def as_call(block: Callable[[Tensor], Tensor]) -> Call | None:
-    """The module behind a block: itself, or with the arguments that a block of a trajectory carries."""
+    """The module of a block: itself, or with the arguments that a block of a trajectory carries."""
     if isinstance(block, nn.Module):
         return Call(block, (), {})
     module, args, kwargs = (getattr(block, name, None) for name in ("module", "args", "kwargs"))
