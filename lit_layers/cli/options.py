@@ -178,6 +178,17 @@ def refuse_beside(
             raise InputError(f"{name}: {why}{remedy}")
 
 
+def refuse_file(name: str, folder: Path) -> None:
+    """Refuses a folder to be that is a file, or lies below one.
+
+    Raises:
+        InputError: naming the option and the file.
+    """
+    there = next((path for path in (folder, *folder.absolute().parents) if path.exists()), folder)
+    if there.exists() and not there.is_dir():
+        raise InputError(f"{name}: expected a folder, {there} is a file")
+
+
 @contextmanager
 def recipe_errors(argv: list[str]) -> Iterator[None]:
     """Makes one sentence of what is wrong with the text of a recipe.

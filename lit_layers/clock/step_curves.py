@@ -156,10 +156,9 @@ def means_of_seeds(curves: Iterable[StepCurve], name: str) -> list[StepCurve]:
     groups = grouped(curves, lambda curve: curve.key)
     merged = []
     for group in groups.values():
-        common = sorted(set.intersection(*(set(curve.at[np.isfinite(curve.values)].tolist()) for curve in group)))
-        if len(group) < 2 or not common:
+        common, seeds = at_common_checkpoints(group)
+        if len(group) < 2 or not len(common):
             continue
-        seeds = np.stack([curve.values[np.isin(curve.at, common)] for curve in group])
         first = group[0]
         merged.append(
             StepCurve(
@@ -168,12 +167,18 @@ def means_of_seeds(curves: Iterable[StepCurve], name: str) -> list[StepCurve]:
                 metric=first.metric,
                 layer=first.layer,
                 tags=first.tags,
-                at=np.array(common),
+                at=common,
                 values=seeds.mean(0),
                 seeds=seeds,
             )
         )
     return merged
+
+
+def at_common_checkpoints(curves: Sequence[StepCurve]) -> tuple[Array, Array]:
+    """Returns where all curves have a value, (checkpoints,), and their values there, (curves, checkpoints)."""
+    common = sorted(set.intersection(*(set(curve.at[np.isfinite(curve.values)].tolist()) for curve in curves)))
+    return np.array(common), np.stack([curve.values[np.isin(curve.at, common)] for curve in curves])
 
 
 def refuse_copies(seeds: Iterable[StepCurve]) -> None:

@@ -10,7 +10,7 @@ import pandas as pd
 from numpy.typing import NDArray
 from scipy import stats
 
-from lit_layers.clock.step_curves import AxisName, StepCurve, curves_of, refuse_copies
+from lit_layers.clock.step_curves import AxisName, StepCurve, at_common_checkpoints, curves_of, refuse_copies
 from lit_layers.errors import InputError
 from lit_layers.figures import vega
 from lit_layers.figures.axes import Axis, Training, layer_axis
@@ -53,8 +53,7 @@ class Line:
     @classmethod
     def of(cls, group: str, curves: Sequence[StepCurve]) -> "Line":
         """Of the curves of one number, one a run; steps that one of them lacks are left out."""
-        common = sorted(set.intersection(*(set(curve.at[np.isfinite(curve.values)].tolist()) for curve in curves)))
-        rows = np.stack([curve.values[np.isin(curve.at, common)] for curve in curves])
+        common, rows = at_common_checkpoints(curves)
         first, n, df = curves[0], len(curves), np.inf
         error = np.full(len(common), np.nan)
         with np.errstate(over="ignore", invalid="ignore"):  # what is near the largest float has no interval
@@ -64,7 +63,7 @@ class Line:
                 error = first.stderr[np.isin(first.at, common)]
             half, mean = _quantile(df) * error, rows.mean(0)
             ends = {"low": mean - half, "high": mean + half, "error": error, "df": df}
-        return cls(group=group, curve=first, at=np.array(common), values=mean, num_runs=n, **ends)
+        return cls(group=group, curve=first, at=common, values=mean, num_runs=n, **ends)
 
     @property
     def over(self) -> str:

@@ -7,6 +7,7 @@ import statistics
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -98,7 +99,6 @@ class BenchmarkScores(RoundedAnalysis):
     batch_size: int = 16
     max_new_tokens: int | None = None
     tell: Callable[[str], None] | None = field(default=None, repr=False, compare=False)
-    _tokens: TextTokenizer | None = field(default=None, init=False, repr=False, compare=False)
     _local: LocalRows | None = field(default=None, init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
@@ -117,7 +117,7 @@ class BenchmarkScores(RoundedAnalysis):
     def check(self, model: LayeredModel) -> None:
         self._check_options(model)
         self.variants_of(model)
-        num_tokens, vocab_size = self._tokenizer().vocab_size, model.vocab_size or 0
+        num_tokens, vocab_size = self._words.vocab_size, model.vocab_size or 0
         if num_tokens > vocab_size:
             raise InputError(f"tokenizer: it has {num_tokens} tokens and the model {vocab_size}: give the model's own")
         lm_eval_version()
@@ -156,7 +156,7 @@ class BenchmarkScores(RoundedAnalysis):
 
     def _mean_length(self, texts: Sequence[str], limit: int) -> int:
         some = texts[:: -(-len(texts) // _SAMPLE)]
-        return round(statistics.fmean(map(len, encode_texts(self._tokenizer(), some, max_tokens=limit).ids)))
+        return round(statistics.fmean(map(len, encode_texts(self._words, some, max_tokens=limit).ids)))
 
     def variants_of(self, model: LayeredModel) -> list[Variant]:
         """The variants that are scored of this model, the full one first.
@@ -179,7 +179,7 @@ class BenchmarkScores(RoundedAnalysis):
         return self._rows().content_hash() if self._is_local else None
 
     def tokenizer_hash(self) -> str | None:
-        return tokenizer_hash(self._tokenizer().tokenizer)
+        return tokenizer_hash(self._words.tokenizer)
 
     def run(self, model: LayeredModel) -> Iterator[Record]:
         self._check_options(model)
@@ -327,10 +327,9 @@ class BenchmarkScores(RoundedAnalysis):
             self._local = local_rows(self.task, self.folder, self.limit)
         return self._local
 
-    def _tokenizer(self) -> TextTokenizer:
-        if self._tokens is None:
-            self._tokens = load_tokenizer(self.tokenizer)
-        return self._tokens
+    @cached_property
+    def _words(self) -> TextTokenizer:
+        return load_tokenizer(self.tokenizer)
 
     def _say(self, what: str) -> None:
         if self.tell is not None:

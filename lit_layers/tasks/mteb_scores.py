@@ -5,6 +5,7 @@ import hashlib
 import json
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
@@ -87,7 +88,6 @@ class MtebTask(RoundedAnalysis):
     encoder: SentenceEncoder | None = None
     modules: Literal["last", "all"] = "last"
     tell: Callable[[str], None] | None = field(default=None, repr=False, compare=False)
-    _tokenizer: TextTokenizer | None = field(default=None, init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         self.name = self.name or self.task.analysis
@@ -106,7 +106,7 @@ class MtebTask(RoundedAnalysis):
         for layer in self.layers or ():
             if not 0 <= layer <= model.num_layers:
                 raise InputError(f"layers: this model has layers 0 to {model.num_layers}, got {layer}")
-        self._read_tokenizer()
+        self._words  # noqa: B018 - a tokenizer that is not there is refused now
 
     def check_options(self, model: LayeredModel) -> None:
         super().check_options(model)
@@ -149,7 +149,7 @@ class MtebTask(RoundedAnalysis):
         return self.sources.data_hash(self.task)
 
     def tokenizer_hash(self) -> str | None:
-        return tokenizer_hash(self._read_tokenizer().tokenizer)
+        return tokenizer_hash(self._words.tokenizer)
 
     def run(self, model: LayeredModel) -> Iterator[Record]:
         model = at_least_float32(model)
@@ -162,7 +162,7 @@ class MtebTask(RoundedAnalysis):
             self._say("reading the data")
             prepared = Prepared(self.sources.open(self.task, seed=self.seed), self.task)
             last = None if self.encoder is None else self.encoder.pooling
-            embedding = Embedding(self._read_tokenizer(), limit, self.pooling, self.states, last)
+            embedding = Embedding(self._words, limit, self.pooling, self.states, last)
             view = self.in_bfloat16(model) if self.dtype == "bfloat16" else model
             exact: LayerFeatures | None = None
             with self.store.opened(view, embedding, task=self.task.name, weights_hash=hashed) as embeddings:
@@ -224,10 +224,9 @@ class MtebTask(RoundedAnalysis):
         options |= {"data": self.data_hash(), "attention": model.attention}
         return hashlib.sha256(json.dumps(options, sort_keys=True, default=str).encode()).hexdigest()[:16]
 
-    def _read_tokenizer(self) -> TextTokenizer:
-        if self._tokenizer is None:
-            self._tokenizer = load_tokenizer(self.tokenizer)
-        return self._tokenizer
+    @cached_property
+    def _words(self) -> TextTokenizer:
+        return load_tokenizer(self.tokenizer)
 
     def _say(self, what: str) -> None:
         if self.tell is not None:

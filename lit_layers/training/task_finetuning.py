@@ -3,7 +3,7 @@
 import math
 import re
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -135,14 +135,13 @@ class TaskFinetuning(TrainedVariants):
     recipe: TaskFinetuningRecipe
     folder: Path | None = None
     name: str = ""
-    _tokens: TextTokenizer | None = field(default=None, init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         self.name = self.name or f"intervene/finetune_{self.recipe.task}"
 
     def check(self, model: LayeredModel) -> None:
         super().check(model)
-        check_generator(model, self.recipe.num_tokens, self.tokenizer, self._tokenizer().vocab_size)
+        check_generator(model, self.recipe.num_tokens, self.tokenizer, self._words.vocab_size)
         lm_eval_version()
         if self.folder is None:
             refuse_unknown(self.recipe.task)
@@ -182,7 +181,7 @@ class TaskFinetuning(TrainedVariants):
         return None if self._local is None else self._local.content_hash()
 
     def tokenizer_hash(self) -> str | None:
-        return tokenizer_hash(self._tokenizer().tokenizer)
+        return tokenizer_hash(self._words.tokenizer)
 
     def trained(self, model: LayeredModel) -> Iterator[list[Record]]:
         compared = self.chosen(model)
@@ -231,7 +230,7 @@ class TaskFinetuning(TrainedVariants):
 
     def _tokens_of(self, asked: str, answer: str) -> tuple[list[int], list[int]]:
         """Those of the answer as they are after what is asked, where that leaves the latter's as they are."""
-        encode, end = self._tokenizer().tokenizer.encode, self._tokenizer().end_of_text_id
+        encode, end = self._words.tokenizer.encode, self._words.end_of_text_id
         whole, before = encode(asked + answer).ids, encode(asked).ids
         if whole[: len(before)] != before:
             return before, [*encode(answer, add_special_tokens=False).ids, end]
@@ -247,7 +246,6 @@ class TaskFinetuning(TrainedVariants):
         options: dict[str, Any] = {"batch_size": _SCORED_AT_ONCE, "max_length": longest}
         return LmEvalScorer(rows, self.tokenizer, limit=self.recipe.limit, **options)
 
-    def _tokenizer(self) -> TextTokenizer:
-        if self._tokens is None:
-            self._tokens = load_tokenizer(self.tokenizer)
-        return self._tokens
+    @cached_property
+    def _words(self) -> TextTokenizer:
+        return load_tokenizer(self.tokenizer)

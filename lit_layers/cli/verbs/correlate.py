@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from lit_layers.cli.console import show_table
-from lit_layers.cli.options import Names, given
+from lit_layers.cli.options import Names, given, refuse_file
 from lit_layers.errors import InputError
 from lit_layers.schema import MANY, Range, refuse_outside
 
@@ -93,8 +93,7 @@ def correlate(
     if not layers_given:
         _check(models, over_models, step)
     refuse_outside("", {"resamples": Range(100, MANY, whole=True)}, {"resamples": resamples})
-    if out.exists() and not out.is_dir():
-        raise InputError(f"out: expected a folder, {out} is a file")
+    refuse_file("out", out)
     if layers_given:
         return _over_layers(models, over_layers, step=step, resamples=resamples, seed=seed, out=out)
     from lit_layers.correlate import correlate

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from lit_layers.cli.console import bar, show_table
-from lit_layers.cli.options import Names
+from lit_layers.cli.options import Names, refuse_file
 from lit_layers.errors import InputError
 from lit_layers.schema import SEED, Range, refuse_outside
 
@@ -56,8 +56,7 @@ def emerge(
     if not runs:
         raise InputError("missing: runs: expected a run's folder or a table of scores, or several")
     folder = out or Path("emergence")
-    if folder.exists() and not folder.is_dir():
-        raise InputError(f"out: expected a folder, {folder} is a file")
+    refuse_file("out", folder)
     if loss == "":
         raise InputError("loss: expected METRIC or ANALYSIS/METRIC, got nothing")
     chosen = _pairs(where or ())

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from lit_layers.cli import threads
 from lit_layers.cli.console import bar, show_table
-from lit_layers.cli.options import given, refuse_beside
+from lit_layers.cli.options import given, refuse_beside, refuse_file
 from lit_layers.errors import InputError
 from lit_layers.schema import COUNT, Range, refuse_outside
 
@@ -107,13 +107,8 @@ class SelectOptions:
         ranges |= {"c": Range(0, math.inf, above=True, words="a positive number"), "penalty": Range(0, math.inf)}
         refuse_outside("", ranges, vars(self))
         for name, folder in {"out": self.out, "export": self.export}.items():
-            there = (
-                next((path for path in (folder, *folder.absolute().parents) if path.exists()), folder)
-                if folder
-                else None
-            )
-            if there is not None and not there.is_dir():
-                raise InputError(f"{name}: expected a folder, {there} is a file")
+            if folder is not None:
+                refuse_file(name, folder)
         if self.out and self.export and self.out.resolve().is_relative_to(self.export.resolve()):
             raise InputError(f"out: {self.out} is where the export goes: name another folder")
         task = None if self.task is None else self._task(self.task)
